@@ -24,6 +24,8 @@ from tests.testkit.command import Command
 from tests.testkit.once import shelf as shelf
 from tests.testkit.project import project_of as project_of
 from tests.testkit.project import tiny_project as tiny_project
+from tests.testkit.trained import docking as docking
+from tests.testkit.trained import trained as trained
 
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).resolve().parent.parent

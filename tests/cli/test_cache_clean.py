@@ -11,34 +11,24 @@ import pytest
 
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.maintenance.damage_report import ReportWriter, Summary
-from tests.runs.upkeep import cached
-from tests.runs.upkeep.cached import ITEMS, Copy
+from tests.runs.upkeep.cached import ITEMS, Copy, write_manifest
+from tests.runs.upkeep.cached import copy as copy
 from tests.testkit.command import Command
 
 CLEAN = ("cache", "clean", "--older-than", "0")
 FEWER = ("--set", "graph.neighbours=3")
 
 
-@pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cached.made(tmp_path_factory.getbasetemp())
-
-
-@pytest.fixture
-def copy(made: Path, tmp_path: Path) -> Copy:
-    return Copy.of(made, tmp_path)
-
-
 @pytest.mark.nightly
 def test_clean_says_first_what_it_would_do_and_does_it_with_yes(pipeline: Command, copy: Copy) -> None:
     looked = pipeline(*CLEAN, *FEWER)
     assert looked.code == 0, looked.err
-    assert len(copy.keys("graph")) == ITEMS
+    assert len(copy.keys_of("graph")) == ITEMS
     (again,) = [line.removeprefix("  next: ") for line in looked.out.splitlines() if line.startswith("  next: ")]
     done = pipeline(*again.split()[1:])
     assert done.code == 0, done.err
     assert "given back" in done.err
-    assert copy.keys("graph") == set()
+    assert copy.keys_of("graph") == set()
     assert "nothing to clean" in pipeline(*CLEAN, *FEWER).out
 
 
@@ -67,7 +57,7 @@ def test_clean_says_one_json_document(pipeline: Command, copy: Copy) -> None:
     assert "removed" not in told
     done = json.loads(pipeline(*CLEAN, *FEWER, "--json", "--yes").out)
     assert done["removed"]["bytes"] == done["bytes"] == told["bytes"]
-    assert copy.keys("graph") == set()
+    assert copy.keys_of("graph") == set()
 
 
 @pytest.mark.nightly
@@ -124,18 +114,18 @@ def test_clean_refuses_a_cache_that_belongs_to_others(pipeline: Command, foreign
 def test_stat_says_what_is_there_what_is_missing_and_who_uses_it(pipeline: Command, copy: Copy) -> None:
     done = pipeline("cache", "stat")
     assert (done.code, "pipeline submit --stage all" in done.out) == (0, True), done.err
-    cached.submit(copy.folder, "graph")
+    copy.finishes("graph")
     assert f"used by {copy.file}" in pipeline("cache", "stat").out
     shutil.rmtree(copy.folder / "cache" / "graph" / "shards")
     told = json.loads(pipeline("cache", "stat", "--json").out)
     assert {one["kind"]: one["missing"] for one in told["missing"]} == {"scan": 0, "graph": ITEMS}
-    cached.write_manifest(copy.folder / "items.csv", [0])
+    write_manifest(copy.folder / "items.csv", [0])
     assert "it has changed since" in pipeline("cache", "stat").out
 
 
 @pytest.mark.nightly
 def test_stat_says_what_was_found_put_aside_and_cannot_be_read(pipeline: Command, copy: Copy) -> None:
-    cache = copy.store
+    cache = copy.cache
     ReportWriter(cache.disk, cache.root / "_reports").publish(Summary(how="full", begun=1.0, findings=3, lost=2))
     (cache.root / "graph" / "quarantine").mkdir()
     (cache.root / "graph" / "quarantine" / "x.safetensors").write_bytes(b"12345")

@@ -18,7 +18,7 @@ def test_chains_of_one_side_alone_are_refused_with_their_line(pipeline: Command,
     make_project(Path.cwd(), 1, **{f"data__{side}_chains": ["A"]})
     for verb in ("config check", "plan --stage scan", "submit --stage scan --dry-run", "submit --stage scan --follow"):
         refused = pipeline(*verb.split())
-        assert (refused.code, f"pipeline.yaml:5: data.{side}_chains: " in refused.err) == (2, True), (verb, refused.err)
+        assert (refused.code, f"pipeline.yaml:4: data.{side}_chains: " in refused.err) == (2, True), (verb, refused.err)
     assert pipeline("doctor").code == 2
 
 

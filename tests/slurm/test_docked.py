@@ -7,26 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs.docking_project import docking_project
 from tests.testkit.cluster import Cluster
 from tests.testkit.command import Command
+from tests.testkit.trained import Docking
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 
 
 @pytest.mark.nightly
 def test_two_files_are_docked_by_jobs_and_the_poses_are_those_of_this_machine(
-    healthy: Cluster,
-    tmp_path_factory: pytest.TempPathFactory,
-    pipeline: Command,
-    monkeypatch: pytest.MonkeyPatch,
+    healthy: Cluster, docking: Docking, pipeline: Command
 ) -> None:
     assert healthy
-    project = docking_project(tmp_path_factory, pipeline, monkeypatch)
-    text = (project.folder / "data" / "c1.pdb").read_text().splitlines(keepends=True)
+    text = (docking.folder / "data" / "c1.pdb").read_text().splitlines(keepends=True)
     for name, chain in (("left", "A"), ("right", "B")):
         Path(f"{name}.pdb").write_text("".join(line for line in text if line[21:22] == chain))
-    words = ("dock", "left.pdb", "right.pdb", "--model", project.model, "--poses", "3", "--steps", "2")
+    words = ("dock", "left.pdb", "right.pdb", "--model", docking.model, "--poses", "3", "--steps", "2")
     for place, executor in (("here", "local"), ("there", "slurm")):
         done = pipeline(*words, "--out", place, "--executor", executor, "--set", "cluster.slurm.poll=1s")
         assert done.code == 0, done.err
@@ -39,13 +35,9 @@ def test_two_files_are_docked_by_jobs_and_the_poses_are_those_of_this_machine(
 
 @pytest.mark.nightly
 def test_an_array_of_tasks_draws_the_poses_that_one_task_draws(
-    healthy: Cluster,
-    tmp_path_factory: pytest.TempPathFactory,
-    pipeline: Command,
-    monkeypatch: pytest.MonkeyPatch,
+    healthy: Cluster, docking: Docking, pipeline: Command
 ) -> None:
     assert healthy
-    project = docking_project(tmp_path_factory, pipeline, monkeypatch)
     words = ("submit", "--stage", "predict", "--only", "--follow", "--set", "cluster.slurm.poll=1s")
     alone = pipeline(*words)
     assert alone.code == 0, alone.err
@@ -53,5 +45,5 @@ def test_an_array_of_tasks_draws_the_poses_that_one_task_draws(
     done = pipeline(*words, *(word for one in several for word in ("--set", one)))
     assert done.code == 0, done.err
     assert "15 to do in 3 tasks" in done.err
-    tables = [(project.poses(where) / "predictions.csv").read_text() for where in ("predictions", "again")]
+    tables = [(docking.poses(where) / "predictions.csv").read_text() for where in ("predictions", "again")]
     assert tables[0] == tables[1]

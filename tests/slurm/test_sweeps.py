@@ -7,10 +7,10 @@ import shutil
 
 import pytest
 
-from tests.runs.workflow.trained import weights
 from tests.slurm.killed_sweep import POINTS, STEPS, SWEEP, WORKER, finished, killed_sweep, ready_to_sweep
 from tests.testkit.cluster import Cluster
 from tests.testkit.slurm_runs import Project, Run, processes_of, until
+from tests.testkit.trained import weights
 
 pytestmark = [pytest.mark.slurm, pytest.mark.fault, pytest.mark.nightly, pytest.mark.timeout(1500)]
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from tests.runs.workflow.trained import weights
 from tests.slurm.test_by_hand import ROOT
 from tests.testkit.cluster import Cluster
 from tests.testkit.slurm_runs import Project, Run, at_night, make_project, until
+from tests.testkit.trained import weights
 
 pytestmark = [pytest.mark.slurm, pytest.mark.fault, pytest.mark.timeout(900)]
 

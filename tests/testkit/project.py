@@ -25,6 +25,7 @@ import yaml
 
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.journal.run_folder import RunFolder, runs_in
+from pipeline.journal.run_status import StatusReader
 from pipeline.keys import TICK_NS
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.record import Record
@@ -34,7 +35,8 @@ from tests.testkit.command import Typed
 from tests.testkit.once import Shelf
 
 PIPELINE = Path(sys.executable).with_name("pipeline")
-TYPED_S = 300.0
+TYPED_S = 300.0  # generous: a loaded machine is no failure
+POLL_S = 0.05
 DATA: Mapping[str, Any] = {"data__source": "glob", "data__path": "data"}
 LOCAL: Mapping[str, Any] = {"cluster__executor": "local", "cluster__slots": {"cpus": 2}}
 WEIGHTS = "weights/esm2_tiny.pt"
@@ -83,7 +85,7 @@ class Project:
     def sets(self, **settings: Any) -> None:
         """Change settings in the configuration's file."""
         path = self.folder / "pipeline.yaml"
-        path.write_text(json.dumps(merged(yaml.safe_load(path.read_text()), nested(settings)), indent=1))
+        path.write_text(yaml.safe_dump(merged(yaml.safe_load(path.read_text()), nested(settings)), sort_keys=False))
 
     @property
     def run(self) -> RunFolder:
@@ -114,9 +116,9 @@ class Project:
         return sorted((self.folder / "cache" / kind / "shards").iterdir())
 
 
-def make_project(folder: Path, items: int = 3, **settings: Any) -> Project:
+def make_project(folder: Path, items: int = 3, *, growth: int = 1, **settings: Any) -> Project:
     """Write complexes data/c0.pdb, …, each larger than the last, and a configuration that takes them all."""
-    write_complexes(folder / "data", items)
+    write_complexes(folder / "data", items, growth=growth)
     write_config(folder, **{**DATA, **settings})
     return Project(folder)
 
@@ -143,10 +145,10 @@ def write_weights(folder: Path, **sizes: int) -> Path:
 
 
 def write_config(folder: Path, **settings: Any) -> Path:
-    """Write pipeline.yaml; JSON is YAML."""
+    """Write pipeline.yaml."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "pipeline.yaml"
-    path.write_text(json.dumps(nested(settings), indent=1))
+    path.write_text(yaml.safe_dump(nested(json.loads(json.dumps(settings))), sort_keys=False))
     return path
 
 
@@ -172,11 +174,13 @@ def project_of(shelf: Shelf, tmp_path: Path) -> ProjectOf:
 
 
 def copied(shelf: Shelf, name: str, make: Callable[[Path], object], to: Path) -> Path:
-    """Copy a finished project; its data set is read where it was made: a copied file would count as a new one."""
+    """Copy a finished project; data and weights are read where they were made: a copied file would count as new."""
     made = shelf.pristine(name, make)
     shelf.copy(name, make, to)
-    data = yaml.safe_load((to / "pipeline.yaml").read_text())["data"]["path"]
-    Project(to).sets(data__path=str(made / data))
+    config = yaml.safe_load((to / "pipeline.yaml").read_text())
+    Project(to).sets(data__path=str(made / config["data"]["path"]))
+    if "weights" in config.get("embed", {}):
+        Project(to).sets(embed__weights=str(made / config["embed"]["weights"]))
     return to
 
 
@@ -219,6 +223,22 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in new.items():
         both[name] = merged(old[name], value) if isinstance(value, dict) and isinstance(old.get(name), dict) else value
     return both
+
+
+def to_do(folder: Path = Path()) -> dict[str, tuple[int, int]]:
+    """Return how much of each stage the newest run found cached, and how much missing."""
+    stages = StatusReader(runs_in(folder / "runs")[-1]).read().stages
+    return {name: (stage.cached, stage.missing) for name, stage in stages.items()}
+
+
+def until(
+    what: str, condition: Callable[[], object], timeout_s: float = TYPED_S, story: Callable[[], str] = str
+) -> None:
+    """Wait until something is so; fail by name, with the story so far, when it never is."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s in vain for {what}\n{story()}"
+        time.sleep(POLL_S)
 
 
 def settle(folder: Path) -> None:

@@ -9,8 +9,7 @@ import json
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,9 @@ from pipeline.journal.run_status import RunState, RunStatus
 from tests.testkit import project
 from tests.testkit.cluster import Cluster, processes
 from tests.testkit.cluster.cluster import SEARCH_PATH
-from tests.testkit.project import DATA, PIPELINE, write_complexes, write_config
+from tests.testkit.project import DATA, PIPELINE, until, write_complexes, write_config
 
-SOON_S, ENDS_S, POLL_S = 300.0, 600.0, 0.1  # of a busy machine, too
+SOON_S, ENDS_S = 300.0, 600.0  # of a busy machine, too
 LIVE = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING", "REQUEUED", "REQUEUE_HOLD")
 RESIDUES = 20
 SMALL = {
@@ -102,16 +101,6 @@ with open(f"{HERE}/acts.json") as file:
 IS_WORKER = any("pipeline.runs.worker" in word for word in sys.orig_argv)
 sys.addaudithook(misbehave)
 '''
-
-
-def until(
-    what: str, condition: Callable[[], object], timeout_s: float = SOON_S, story: Callable[[], str] = str
-) -> None:
-    """Wait until something is so; fail by name, with the story so far, when it never is."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s in vain for {what}\n{story()}"
-        time.sleep(POLL_S)
 
 
 @dataclass(frozen=True)

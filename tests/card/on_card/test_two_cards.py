@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from pipeline.training.checkpoints.chosen_checkpoint import checkpoint_weights
@@ -13,7 +14,7 @@ from tests.card.on_card.typed_on_cards import CARD, Typist, epochs
 from tests.card.on_card.typed_on_cards import projects_root as projects_root
 from tests.card.on_card.typed_on_cards import typist as typist
 from tests.recipes.projects import as_words, ran
-from tests.runs.workflow.trained import write_project
+from tests.testkit.trained import write_project
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
 
@@ -68,7 +69,7 @@ def there(typist: Typist) -> Typist:
     if not _made:
         folder = typist.root / "mortal"
         folder.mkdir()
-        write_project(folder, CONFIG, {"mortal.py": TASK}, ["train"] * 12 + ["val", "test"])
+        write_project(folder, yaml.safe_load(CONFIG), {"mortal.py": TASK}, ["train"] * 12 + ["val", "test"])
         _made.append(folder)
     typist.monkeypatch.chdir(_made[0])
     return typist

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import tracemalloc
-from types import SimpleNamespace
-from typing import TYPE_CHECKING
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,20 +13,14 @@ from pipeline.journal.run_folder import runs_in
 from pipeline.keys import content_digest
 from pipeline.records import Item, Part, Role
 from pipeline.runs.engine import run_task
-from pipeline.runs.engine.run_supervisor import Supervisor
 from pipeline.stages import graph, scan
 from pipeline.stages.scan import ScanShelves
-from pipeline.store import shard_index, store
+from pipeline.store import store
 from pipeline.store.cache_folder import CacheFolder, bring_up, relieve
 from pipeline.structures.inventory import ScanRecipe
 from pipeline.structures.synthetic import complex_pdb
 from tests.store.faulty_disks import FailingDisk
-from tests.testkit.project import settle
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.testkit.command import Command
+from tests.testkit.project import make_project, settle
 
 
 def put(cache: CacheFolder, kind: str, first: int, count: int) -> None:
@@ -52,7 +42,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few")
-def test_an_index_is_written_when_it_lacks_much_and_ever_more_rarely_as_it_grows(tmp_path: Path) -> None:
+def test_an_index_is_written_when_it_lacks_much_and_ever_more_rarely_as_it_grows(tmp_path):
     cache, seen = CacheFolder(tmp_path / "cache"), []
     for turn in range(8):
         put(cache, "scan", 10 * turn, 10)
@@ -64,7 +54,7 @@ def test_an_index_is_written_when_it_lacks_much_and_ever_more_rarely_as_it_grows
     assert counts(cache, "scan") == (80, 0)
 
 
-def test_an_index_that_lacks_nothing_is_not_written_again(tmp_path: Path) -> None:
+def test_an_index_that_lacks_nothing_is_not_written_again(tmp_path):
     cache = CacheFolder(tmp_path / "cache")
     put(cache, "scan", 0, 5)
     bring_up(cache, ["scan"])
@@ -76,9 +66,7 @@ def test_an_index_that_lacks_nothing_is_not_written_again(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EIO, errno.ESTALE])
-def test_that_an_index_cannot_be_written_is_no_failure(
-    tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_that_an_index_cannot_be_written_is_no_failure(tmp_path, number, caplog):
     put(CacheFolder(tmp_path / "cache"), "scan", 0, 5)
     put(CacheFolder(tmp_path / "cache"), "graph", 0, 5)
     cache = CacheFolder(tmp_path / "cache", FailingDisk("write_at", number))
@@ -88,35 +76,8 @@ def test_that_an_index_cannot_be_written_is_no_failure(
     assert counts(cache, "scan") == (0, 5)
 
 
-def test_a_stage_is_judged_once_its_indexes_are_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, seen = CacheFolder(tmp_path / "cache"), []
-    put(cache, "scan", 0, 5)
-
-    def judge(*_given: object) -> SimpleNamespace:
-        seen.append(counts(cache, "scan"))
-        return SimpleNamespace(to_json=dict)
-
-    nothing = SimpleNamespace(waiting=0, work={})
-    stage = SimpleNamespace(name="scan", kinds=("scan", "files"), only_looks=False, judge=judge)
-    monkeypatch.setattr("pipeline.runs.workflow.table.refuse_or_warn", lambda *_given: [])
-    one = Mock(
-        spec=Supervisor,
-        project=SimpleNamespace(cache=cache),
-        folder=tmp_path,
-        config=SimpleNamespace(cache=SimpleNamespace(visibility_s=0.0)),
-        dispatch=SimpleNamespace(account=lambda: None),
-    )
-    Supervisor._judge(one, stage, nothing)
-    assert seen == [(5, 0)]
-
-
-def test_a_worker_brings_an_index_up_to_date_that_lacks_much(
-    pipeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/a.pdb").write_bytes(complex_pdb(1, 20, 20))
-    settle(tmp_path / "data")
-    (tmp_path / "pipeline.yaml").write_text("data: {source: glob, path: data}\n")
+def test_a_worker_brings_an_index_up_to_date_that_lacks_much(pipeline, tmp_path, monkeypatch):
+    make_project(tmp_path, 1)
     assert pipeline("submit", "--stage", "scan", "--executor", "local", "--follow").code == 0
     index = tmp_path / "cache/scan/index.bin"
     index.unlink()
@@ -130,7 +91,7 @@ def test_a_worker_brings_an_index_up_to_date_that_lacks_much(
 
 
 @pytest.mark.usefixtures("few")
-def test_a_task_brings_indexes_up_to_date_while_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_brings_indexes_up_to_date_while_it_works(tmp_path, monkeypatch):
     monkeypatch.setattr(scan, "PUBLISH_EVERY_S", 0.0)
     monkeypatch.setattr(graph, "PUBLISH_EVERY_S", 0.0)
     cache, paths = CacheFolder(tmp_path / "cache"), [tmp_path / f"{number}.pdb" for number in range(14)]
@@ -143,18 +104,3 @@ def test_a_task_brings_indexes_up_to_date_while_it_works(tmp_path: Path, monkeyp
     assert list(graph.graph(items, ScanRecipe(), GraphRecipe(), cache.kind("graph"), 1 << 20)) == [None] * 28
     for kind in ("scan", "files", "graph"):
         assert counts(cache, kind) == (11, 3), "each record was made once, though it is remembered only until published"
-
-
-def test_writing_an_index_takes_little_beside_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_index, "PIECE_ROWS", 1024)
-    count, shards = 2000, 10
-    for shard in range(shards):
-        put(CacheFolder(tmp_path / "cache"), "scan", shard * count, count)
-    fresh = CacheFolder(tmp_path / "cache").kind("scan")
-    tracemalloc.start()
-    try:
-        fresh.write_index()
-        taken_bytes = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert taken_bytes < 160 * shards * count  # 48 as the tables have them, 64 sorted, 24 while they are being sorted

@@ -120,13 +120,6 @@ def test_few_single_items_meet_the_fractions_exactly_too(sizes: list[int], seed:
     assert np.bincount(splits, minlength=3).tolist() == whole_numbers(len(sizes), FRACTIONS)
 
 
-def test_the_only_item_of_a_stratum_goes_where_most_of_it_belongs_and_room_is_left() -> None:
-    fractions, size_N = (0.2, 0.3, 0.5), np.array([100, 200, 300, 400])
-    assert whole_numbers(4, fractions) == [1, 1, 2]
-    splits = distribute(np.arange(4), size_N, np.arange(4, dtype=np.uint64), fractions)
-    assert splits.tolist() == [2, 2, 1, 0]
-
-
 def test_a_division_is_what_it_was() -> None:
     """A seed is written down, and must give the same splits with every later version."""
     rng = np.random.default_rng(11)
@@ -154,22 +147,11 @@ def test_what_leaks_is_what_a_plain_look_at_each_thing_finds(marks: list[tuple[i
     assert list(zip(found.group_M.tolist(), found.split_M.tolist(), found.ordinal_M.tolist(), strict=True)) == wanted
 
 
-def test_another_seed_divides_otherwise_and_the_same_one_alike() -> None:
-    pairs, sizes = [(item // 2, -1 - item) for item in range(200)], list(range(200))
-    assert divided(pairs, sizes, FRACTIONS, 1) == divided(pairs, sizes, FRACTIONS, 1)
-    assert divided(pairs, sizes, FRACTIONS, 1) != divided(pairs, sizes, FRACTIONS, 2)
-
-
 def test_a_component_larger_than_small_splits_goes_where_it_fits() -> None:
     pairs = [(0, -1 - item) for item in range(500)] + [(1 + item, 10_000 + item) for item in range(500)]
     splits = divided(pairs, [100] * 1000, FRACTIONS, seed=0)
     assert set(splits[:500]) == {0}
     assert np.bincount(splits).tolist() == [800, 100, 100]
-
-
-def test_no_split_stays_empty_where_there_are_components_enough() -> None:
-    pairs = [(item // 4, -1 - item) for item in range(24)]
-    assert sorted(np.bincount(divided(pairs, [100] * 24, FRACTIONS, seed=0), minlength=3)) == [4, 4, 16]
 
 
 def test_what_splits_share_is_counted_with_one_partner_and_with_both() -> None:
@@ -184,28 +166,6 @@ def test_what_splits_share_is_counted_with_one_partner_and_with_both() -> None:
         assert set(leaking.ordinal_M.tolist()) == items
     unnamed = ("", "", "test", "val")  # what is in no split leaks nowhere
     assert list(shared_by_splits("x", "one", links, split_N, unnamed)) == []
-
-
-def test_what_is_drawn_for_a_text_is_what_it_was() -> None:
-    assert text_digest("1abc") == text_digest("1abc", 0) == 17064991472913644451
-
-
-def test_a_third_partner_counts_with_the_second_and_an_item_of_one_has_no_pairs() -> None:
-    links = ChainLinks()
-    for item, partner, token in ((0, 0, 1), (0, 1, 2), (0, 2, 3), (1, 0, 1), (2, 0, 3), (2, 1, 1)):
-        links.add(item, partner, token)
-    both = links.of_both()
-    assert both.item_L.tolist() == [0, 0, 2]
-    assert set(both.token_L[:2]) == {*both.token_L}
-
-
-@pytest.mark.parametrize(("others", "pairs"), [(64, 4096), (65, 0)])
-def test_of_partners_with_very_many_chains_no_pairs_are_compared(others: int, pairs: int) -> None:
-    links = ChainLinks()
-    for partner, tokens in enumerate((range(64), range(64, 64 + others))):
-        for token in tokens:
-            links.add(0, partner, token)
-    assert len(links.of_both().items) == pairs
 
 
 def test_what_is_left_of_a_total_goes_to_the_largest_rests_and_of_equal_ones_to_the_first() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import errno
 import json
 import os
 import shutil
@@ -11,14 +10,13 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pipeline.runs.dataset.chain_clusters import ClusterTable, chain_names
 from tests.structures.pdb_text import chain
 from tests.testkit.command import Command, Typed
-from tests.testkit.project import RESIDUES, Project, settle
+from tests.testkit.project import RESIDUES, Project, settle, write_config
 
 SCAN = ("submit", "--executor", "local", "--follow", "--stage", "scan")
 FAMILIES, MEMBERS = 12, 3  # items of one family have the same receptor
@@ -62,7 +60,7 @@ def written(folder: Path) -> Path:
             (folder / f"data/f{family}m{member}.pdb").write_text(complex_of(family, member))
             lines += [f'f{family}m{member},data/f{family}m{member}.pdb,"a, ""b""",', ""]
     (folder / "table.csv").write_text("\n".join([*lines, ""]))
-    (folder / "pipeline.yaml").write_text("data: {path: table.csv, max_rejected_fraction: 0.9}\n")
+    write_config(folder, data={"path": "table.csv", "max_rejected_fraction": 0.9})
     settle(folder / "data")
     return folder
 
@@ -83,7 +81,7 @@ def scanned_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def scanned(scanned_once: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A data set that was scanned; what a test writes beside it goes."""
+    """A data set that was scanned, in the current folder; what a test writes beside it goes."""
     monkeypatch.chdir(scanned_once)
     before = set(scanned_once.iterdir())
     yield scanned_once
@@ -118,9 +116,7 @@ def families_of(path: Path) -> dict[str, set[str]]:
 
 
 @pytest.mark.nightly
-def test_the_table_is_copied_with_splits_that_keep_families_together_and_a_scan_lets_it_pass(
-    scanned: Path, pipeline: Command
-) -> None:
+def test_the_table_is_copied_with_splits_that_keep_families_together_and_a_scan_lets_it_pass(scanned, pipeline):
     said = pipeline("split", "--fractions", ".5/.25/.25", "--out", "new.csv")
     assert said.code == 0
     assert all(len(splits) == 1 for splits in families_of(scanned / "new.csv").values())
@@ -130,7 +126,6 @@ def test_the_table_is_copied_with_splits_that_keep_families_together_and_a_scan_
     assert table[1]["note"] == 'a, "b"'
     assert Counter(row["Split"] for row in table[1:]) == {"train": 18, "val": 9, "test": 9}
     assert len({row["cluster"] for row in table[1:]}) == FAMILIES
-    assert "36 items, 1 rejected; 72 chains; 12 components" in said.out
     words = said.out.split("next: pipeline ")[1].split()
     assert pipeline(*words, "--executor", "local", "--follow").code == 0  # clusters of two splits would be an error
     checked = pipeline("split", "--check", "--set", "data.path=new.csv", "--json")
@@ -138,7 +133,7 @@ def test_the_table_is_copied_with_splits_that_keep_families_together_and_a_scan_
 
 
 @pytest.mark.nightly
-def test_the_same_seed_writes_the_same_bytes_from_a_table_in_another_order(scanned: Path, pipeline: Command) -> None:
+def test_the_same_seed_writes_the_same_bytes_from_a_table_in_another_order(scanned, pipeline):
     header, *lines = [line for line in (scanned / "table.csv").read_text().splitlines() if line]
     (scanned / "other.csv").write_text("\n".join([header, *lines[::-1], ""]))
     for name, table, seed in (("a", "table", "7"), ("b", "table", "7"), ("c", "other", "7"), ("d", "table", "8")):
@@ -151,7 +146,7 @@ def test_the_same_seed_writes_the_same_bytes_from_a_table_in_another_order(scann
 
 
 @pytest.mark.nightly
-def test_clusters_of_a_table_join_families_and_chains_it_lacks_are_told(scanned: Path, pipeline: Command) -> None:
+def test_clusters_of_a_table_join_families_and_chains_it_lacks_are_told(scanned, pipeline):
     lines = [f"f0m0_A\tf{family}m0_A" for family in (0, 1, 2)] + ["f3m1_B\tf3m1_B", ""]
     (scanned / "clusters.tsv").write_text("\n".join(lines))
     said = pipeline("split", "--by", "clusters", "--clusters", "clusters.tsv", "--out", "new.csv", "--json")
@@ -164,30 +159,20 @@ def test_clusters_of_a_table_join_families_and_chains_it_lacks_are_told(scanned:
     assert len(families["f0"]) == 1
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [
-        ("a b\n", "clusters.tsv:1: not two names with a tab between them: 'a b'"),
-        ("a\tb\nc\td\te\n", "clusters.tsv:2: not two names"),
-        (">Cluster 0\n0\t12aa, >f0m0_A... *\n", "clusters.tsv:1: not two names"),
-        ("", "the file is empty"),
-        ("x1\tx2\n", "none of the 72 chains is in it: its members are called as 'x2'"),
-    ],
-)
-def test_a_table_that_is_none_is_said(scanned: Path, pipeline: Command, text: str, what: str) -> None:
-    (scanned / "clusters.tsv").write_text(text)
-    said = pipeline("split", "--by", "clusters", "--clusters", "clusters.tsv", "--out", "new.csv")
-    assert said.code == 3
-    assert what in said.err
-    assert "next: " in said.err
-    assert not (scanned / "new.csv").exists()
+NO_TABLES = ("a b\n", "a\tb\nc\td\te\n", ">Cluster 0\n0\t12aa, >f0m0_A... *\n", "", "x1\tx2\n")
 
 
 @pytest.mark.nightly
-def test_mmseqs_and_foldseek_are_run_where_they_are_installed(
-    scanned: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_that_is_none_is_refused(scanned, pipeline):
+    for text in NO_TABLES:
+        (scanned / "clusters.tsv").write_text(text)
+        said = pipeline("split", "--by", "clusters", "--clusters", "clusters.tsv", "--out", "new.csv")
+        assert (said.code, "clusters.tsv" in said.err) == (3, True), text
+        assert not (scanned / "new.csv").exists()
+
+
+@pytest.mark.nightly
+def test_mmseqs_and_foldseek_are_run_where_they_are_installed(scanned, pipeline, monkeypatch):
     told = installed(scanned, monkeypatch, "mmseqs", "foldseek")
     said = pipeline("split", "--by", "identity", "--min-identity", "0.4", "--out", "i.csv", "--json")
     assert said.code == 0
@@ -201,30 +186,22 @@ def test_mmseqs_and_foldseek_are_run_where_they_are_installed(
     by_identity, by_structure = told.read_text().splitlines()
     assert by_identity.startswith("mmseqs --min-seq-id 0.4 -c 0.8 --cov-mode 0 --threads ")
     assert by_structure.startswith("foldseek -c 0.8 --threads ")
-    checked = pipeline("split", "--check", "--by", "identity", "--set", "data.path=i.csv")
-    assert (checked.code, checked.out) == (0, "no two splits share anything: compared by sequence, identity, cluster\n")
+    assert pipeline("split", "--check", "--by", "identity", "--set", "data.path=i.csv").code == 0
 
 
 @pytest.mark.nightly
-def test_a_program_that_is_not_there_or_fails_is_said(
-    scanned: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_that_is_not_there_or_fails_is_said(scanned, pipeline, monkeypatch):
     monkeypatch.setenv("PATH", str(scanned))
     said = pipeline("split", "--by", "identity", "--out", "new.csv")
     assert said.code == 2
-    assert "mmseqs is not installed here" in said.err
-    assert "pipeline split --write-fasta chains.fasta" in said.err
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     installed(scanned, monkeypatch, "mmseqs", code=1)
     said = pipeline("split", "--by", "identity", "--out", "new.csv")
     assert said.code == 7
-    assert "Error: the prefilter died" in said.err
 
 
 @pytest.mark.nightly
-def test_chains_are_written_for_a_program_that_runs_elsewhere_and_its_table_is_read(
-    scanned: Path, pipeline: Command
-) -> None:
+def test_chains_are_written_for_a_program_that_runs_elsewhere_and_its_table_is_read(scanned, pipeline):
     assert pipeline("split", "--write-fasta", "chains.fasta").code == 0
     lines = (scanned / "chains.fasta").read_text().split()
     names = [line[1:] for line in lines[::2]]
@@ -248,25 +225,18 @@ def leaking(scanned: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_what_an_existing_split_shares_is_told_by_level_and_the_code_says_so(scanned: Path, pipeline: Command) -> None:
+def test_what_an_existing_split_shares_is_told_by_level_and_the_code_says_so(scanned, pipeline):
     leaking(scanned)
 
     def check(*words: str) -> Typed:
         return pipeline("split", "--check", "--set", "data.path=leaky.csv", *words)
 
-    said = check()
-    assert said.code == 3
-    assert [line.split() for line in said.out.splitlines()[1:]] == [
-        ["sequence", "one", "1", "2", "of", "29", "train", "and", "1", "of", "7", "test"]
-    ]
+    assert check().code == 3
     said = check("--by", "clusters", "--clusters", "clusters.tsv", "--json", "--out", "leaks.csv")
     document = json.loads(said.out)
     assert (said.code, document["leaks"]) == (3, True)
     found = {(each["level"], each["partners"]): each["splits"] for each in document["shared"]}
-    assert found == {
-        ("sequence", "one"): {"train": 2, "test": 1},
-        ("clusters.tsv", "one"): {"train": 2, "test": 2},
-    }
+    assert found == {("sequence", "one"): {"train": 2, "test": 1}, ("clusters.tsv", "one"): {"train": 2, "test": 2}}
     assert {(row["level"], row["split"], row["id"]) for row in rows(scanned / "leaks.csv")} == {
         *(("sequence", split, item) for split, item in (("test", "f3m0"), ("train", "f3m1"), ("train", "f3m2"))),
         *(("clusters.tsv", split, item) for split, item in (("test", "f3m0"), ("train", "f3m1"))),
@@ -278,7 +248,7 @@ def test_what_an_existing_split_shares_is_told_by_level_and_the_code_says_so(sca
 
 
 @pytest.mark.nightly
-def test_folds_are_files_in_which_each_item_is_tested_once(scanned: Path, pipeline: Command) -> None:
+def test_folds_are_files_in_which_each_item_is_tested_once(scanned, pipeline):
     said = pipeline("split", "--folds", "4", "--out", "cv.csv", "--json")
     assert said.code == 0
     files = [Path(name) for name in json.loads(said.out)["files"]]
@@ -293,104 +263,44 @@ def test_folds_are_files_in_which_each_item_is_tested_once(scanned: Path, pipeli
     assert set(tested.values()) == {1}
     assert len(tested) == FAMILIES * MEMBERS
     said = pipeline("split", "--folds", "4", "--out", "cv.csv", "--set", "data.path=cv.fold2.csv")
-    assert (said.code, "cv.fold2.csv: that is the data set's own file" in said.err) == (2, True)
+    assert said.code == 2
 
 
-@pytest.mark.nightly
-def test_a_large_component_is_told(scanned: Path, pipeline: Command) -> None:
-    joined = "".join(f"r\tf{family}m0_A\n" for family in range(8))
-    (scanned / "clusters.tsv").write_text(joined)
-    said = pipeline("split", "--by", "clusters", "--clusters", "clusters.tsv", "--out", "new.csv")
-    assert "items of the largest components: 24, 3, 3, 3, 3 (66.7% in the first)" in said.out
-    assert "note: 1 component with more items than the smallest split should have (10%)" in said.out
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("words", "code", "what"),
-    [
-        ((), 2, "--out: where is the table to be written?"),
-        (("--out", "new.txt"), 2, "the splits of this data set are a .csv file"),
-        (("--out", "table.csv"), 2, "that is the data set's own file"),
-        (("--out", "data/../table.csv"), 2, "that is the data set's own file"),
-        (("--check", "--out", "table.csv"), 2, "that is the data set's own file"),
-        (("--write-fasta", "table.csv"), 2, "that is the data set's own file"),
-        (("--write-fasta", "nowhere/chains.fasta"), 2, "its folder is not there"),
-        (("--out", "data/new.csv"), 2, "paths in a table start at its folder"),
-        (("--out", "new.csv", "--fractions", "1/2/3/4"), 2, "'1/2/3/4' is not two or three positive numbers"),
-        (("--out", "new.csv", "--fractions", "0.5/0"), 2, "is not two or three positive numbers"),
-        (("--out", "new.csv", "--fractions", "nan/1"), 2, "is not two or three positive numbers"),
-        (("--out", "new.csv", "--folds", "2"), 2, "2 folds: one tests"),
-        (("--out", "new.csv", "--folds", "5", "--fractions", "1/1"), 2, "folds are equally large"),
-        (("--out", "new.csv", "--folds", "99"), 2, f"{99 - FAMILIES} folds of 99 would test no item"),
-        (("--out", "new.csv", "--min-identity", "0.3"), 2, "means nothing to --by sequence"),
-        (("--out", "new.csv", "--by", "identity", "--min-identity", "30"), 2, "30 is no fraction: 0.3 is 30%"),
-        (("--out", "new.csv", "--clusters", "x.tsv"), 2, "means nothing to --by sequence"),
-        (("--out", "new.csv", "--by", "clusters"), 2, "has no column cluster"),
-        (("--out", "new.csv", "--by", "clusters", "--clusters", "no.tsv"), 2, "no such file"),
-        (("--check",), 3, "the data set is not divided"),
-        (("--by", "identiy"), 2, "did you mean identity?"),
-    ],
+MISTAKES = (
+    "",
+    "--out new.txt",
+    "--out table.csv",
+    "--out data/../table.csv",
+    "--check --out table.csv",
+    "--write-fasta table.csv",
+    "--write-fasta nowhere/chains.fasta",
+    "--out data/new.csv",
+    "--out new.csv --fractions 1/2/3/4",
+    "--out new.csv --fractions 0.5/0",
+    "--out new.csv --fractions nan/1",
+    "--out new.csv --folds 2",
+    "--out new.csv --folds 5 --fractions 1/1",
+    "--out new.csv --folds 99",
+    "--out new.csv --min-identity 0.3",
+    "--out new.csv --by identity --min-identity 30",
+    "--out new.csv --clusters x.tsv",
+    "--out new.csv --by clusters",
+    "--out new.csv --by clusters --clusters no.tsv",
+    "--by identiy",
 )
-def test_mistakes_are_said_before_anything_is_written(
-    scanned: Path, pipeline: Command, words: tuple[str, ...], code: int, what: str
-) -> None:
+
+
+@pytest.mark.nightly
+def test_mistakes_are_refused_before_anything_is_written(scanned, pipeline):
     before = sorted(path.name for path in scanned.iterdir())
-    said = pipeline("split", *words)
-    assert said.code == code
-    assert what in said.err
+    assert {words: pipeline("split", *words.split()).code for words in MISTAKES} == dict.fromkeys(MISTAKES, 2)
+    assert pipeline("split", "--check").code == 3  # the data set is not divided
     assert sorted(path.name for path in scanned.iterdir()) == before
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("words", [("--out", "new.csv"), ("--check", "--out", "new.csv"), ("--write-fasta", "new.csv")])
-def test_a_file_that_does_not_fit_on_the_disk_is_told(
-    scanned: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
-) -> None:
-    leaking(scanned)
-    words = (*words, "--set", "data.path=leaky.csv")
-    opened = Path.open
-
-    def full(path: Path, *how: Any, **more: Any) -> Any:
-        if path.suffix == ".partial":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return opened(path, *how, **more)
-
-    monkeypatch.setattr(Path, "open", full)
-    said = pipeline("split", *words)
-    assert (said.code, "new.csv: cannot write: No space left on device" in said.err) == (2, True)
-    assert not (scanned / "new.csv").exists()
-
-
-@pytest.mark.nightly
-def test_a_file_never_takes_the_place_of_a_device(scanned: Path, pipeline: Command) -> None:
-    os.mkfifo(scanned / "pipe.csv")
-    for option in ("--out", "--write-fasta"):
-        said = pipeline("split", option, "pipe.csv")
-        assert (said.code, "pipe.csv: a device is no file" in said.err) == (2, True)
-    assert (scanned / "pipe.csv").is_fifo()
-
-
-@pytest.mark.nightly
-def test_what_chains_were_written_can_be_read_by_programs(scanned: Path, pipeline: Command) -> None:
-    said = pipeline("split", "--write-fasta", "chains.fasta", "--json")
-    assert json.loads(said.out) == {"items": 36, "chains": 72, "file": "chains.fasta"}
-
-
-@pytest.mark.nightly
-def test_without_a_scan_it_says_what_to_type(folder: Path, pipeline: Command) -> None:
-    assert (folder / "table.csv").exists()
-    said = pipeline("split", "--out", "new.csv")
-    assert said.code == 3
-    assert "36 items have still to be scanned, such as f0m0" in said.err
-    assert "next: pipeline submit --stage scan" in said.err
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("source", ["glob", "pairs", "jsonl", "fasta"])
-def test_every_layout_gets_a_table_that_its_configuration_can_name(
-    folder: Path, pipeline: Command, source: str
-) -> None:
+@pytest.mark.parametrize("source", ["glob", "pairs", "fasta"])
+def test_every_layout_gets_a_table_that_its_configuration_can_name(folder, pipeline, source):
     out, names = "new.csv", [f"f{family}m{member}" for family in range(FAMILIES) for member in range(MEMBERS)]
     if source == "pairs":
         for name in names:
@@ -400,15 +310,10 @@ def test_every_layout_gets_a_table_that_its_configuration_can_name(
                 lines = [line for line in text.splitlines(keepends=True) if line[21:22] == letter]
                 (folder / f"data/{name}_{side}_b.pdb").write_text("".join(lines) + "END\n")
         settle(folder / "data")
-    if source == "jsonl":
-        lines = [json.dumps({"id": name, "path": f"data/{name}.pdb", "Split": "x"}) for name in names]
-        (folder / "table.jsonl").write_text("\n".join([lines[0], "", "no json", *lines[1:], ""]))
-        out = "new.jsonl"
     if source == "fasta":
         (folder / "chains.fasta").write_text("".join(f">{name}\nMKV{'A' * (n // 3)}\n" for n, name in enumerate(names)))
-    told = {"glob": "source: glob, path: data", "pairs": "source: pairs, path: data", "jsonl": "path: table.jsonl"}
-    data = told.get(source, "source: fasta, path: chains.fasta")
-    (folder / "pipeline.yaml").write_text(f"data: {{{data}, max_rejected_fraction: 0.5}}\n")
+    data = {"source": source, "path": "chains.fasta" if source == "fasta" else "data"}
+    write_config(folder, data={**data, "max_rejected_fraction": 0.5})
     assert pipeline(*SCAN).code == 0
     said = pipeline("split", "--fractions", "50/50", "--out", out, "--json")
     assert said.code == 0
@@ -426,8 +331,7 @@ def test_every_layout_gets_a_table_that_its_configuration_can_name(
     assert (checked.code, json.loads(checked.out)["items"]) == (0, {"": 0, "train": 18, "test": 18})
 
 
-@pytest.mark.nightly
-def test_names_of_chains_are_those_that_common_programs_write() -> None:
+def test_names_of_chains_are_those_that_common_programs_write():
     named = set(chain_names("7abc", "/lab/7abc.cif.gz", "A", None, alone=False))
     for name in ("7abc_A", "7abc.cif.gz_A", "7ABC_A", "7abc:A", "7abc_MODEL_1_A"):
         assert name in named
@@ -436,18 +340,8 @@ def test_names_of_chains_are_those_that_common_programs_write() -> None:
     assert "P12345" in set(chain_names("sp|P12345|NAME", "", "", None, alone=True))
 
 
-@pytest.mark.nightly
-def test_a_member_of_two_clusters_is_in_both(tmp_path: Path) -> None:
+def test_a_member_of_two_clusters_is_in_both(tmp_path):
     (tmp_path / "c.tsv").write_text("a\ta\r\na\tb\r\nc\tb\r\n\r\n")
     table = ClusterTable(tmp_path / "c.tsv")
     assert (len(table), len(table.clusters_of(["none", "b"])), len(table.clusters_of(["a"]))) == (3, 2, 1)
     assert set(table.clusters_of(["a"])) < set(table.clusters_of(["b"]))
-
-
-@pytest.mark.nightly
-def test_items_of_a_reader_are_refused(tmp_path: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    settings = "data: {source: reader, reader: 'pipeline.readers.spectra:Spectra', path: s.mgf}\n"
-    (tmp_path / "pipeline.yaml").write_text(settings)
-    said = pipeline("split", "--out", "new.csv")
-    assert (said.code, "a reader's items have no chains" in said.err) == (2, True)

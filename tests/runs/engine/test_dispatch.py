@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pipeline.cluster.job_spec import Limits, TaskState, TaskStatus, format_ranges
-from pipeline.cluster.verdict import Cause
+from pipeline.cluster.job_spec import TaskState, TaskStatus, format_ranges
 from pipeline.config.load import read_config
-from pipeline.errors import BudgetReached, SubmissionRefused
-from pipeline.journal.attempts import Ask, Attempt
+from pipeline.config.schema import Config
+from pipeline.errors import BudgetReached
+from pipeline.journal.attempts import Ask
 from pipeline.journal.ledger import Ledger, read_notes
 from pipeline.journal.run_status import StageJob
 from pipeline.project.project import Project, open_executor
@@ -26,19 +26,21 @@ from pipeline.runs.engine.dispatch import Dispatch
 from pipeline.runs.workflow import table
 from pipeline.training.ranks.rank_protocol import RankLost
 from tests.journal.ledgers import Told
+from tests.testkit.project import DATA, TRAIN, write_config
 
 MIB = 1 << 20
-CONFIG = """\
-data: {source: glob, path: data}
-train: {task: "pipeline.tasks.interface:Interface"}
-cluster: {train: {nodes: 2, ranks: 3}}
-"""
+RANKS = {"train__task": TRAIN["train__task"], "cluster__train": {"nodes": 2, "ranks": 3}}
 
 
-def test_memory_of_ranks_is_that_of_all_on_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def config_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
+    """Return what writes a configuration into the current folder and reads it."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "pipeline.yaml").write_text(CONFIG)
-    config = read_config(tmp_path / "pipeline.yaml").config
+    return lambda **settings: read_config(write_config(tmp_path, **DATA, **settings)).config
+
+
+def test_memory_of_ranks_is_that_of_all_on_a_node(config_of):
+    config = config_of(**RANKS)
     told = Told(config.cluster.runs, "train", tasks=1)
     told.job("7", [0])
     StageSurvey({}, (Shard(0, 9, 9),)).write_shards(told.folder, "train")
@@ -58,13 +60,54 @@ def test_memory_of_ranks_is_that_of_all_on_a_node(tmp_path: Path, monkeypatch: p
     assert [one["peak_rss_bytes"] for one in emitted] == [3 * 400 * MIB]
 
 
-def test_of_ranks_only_that_which_died_is_said_to_have_been_on_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("budget", "fitting"), [("3 core-hours", 2), ("100 core-hours", 4), ("1 core-hours", 0)])
+def test_no_more_is_submitted_than_a_budget_holds_and_nothing_is_refused_by_the_scheduler(
+    config_of, monkeypatch, budget, fitting
+):  # a task may take an hour, and a minute to end
+    config = config_of(cluster__budget=budget)
+    told = Told(config.cluster.runs, "scan", tasks=4)
+    StageSurvey({}, tuple(Shard(at, at + 1, 1) for at in range(4))).write_shards(told.folder, "scan")
+    submitted = list[str]()
+    with open_executor(config) as executor:
+        monkeypatch.setattr(executor, "submit", lambda spec: submitted.append(format_ranges(spec.tasks)) or "8")
+        dispatch = Dispatch(told.folder, config, executor, told.supervisor.emit)
+        status = told.status.stages["scan"]
+        status.planned = StageJob("", "scan", "0-3", 1, Ask(1 << 30, 3600))
+        if fitting:
+            dispatch.send(Project.open(config), table.stage("scan", config), status)
+        else:
+            with pytest.raises(BudgetReached) as reached:
+                dispatch.send(Project.open(config), table.stage("scan", config), status)
+            assert "cluster.budget=5 core-hours" in reached.value.remedy
+    assert submitted == ([f"0-{fitting - 1}"] if fitting else [])
+    account = dispatch.account()
+    assert account is not None
+    assert account.taken.total <= account.budget.hours
+
+
+def test_of_two_runs_that_announce_at_once_neither_passes_the_budget_of_both(config_of):
+    config = config_of(cluster__budget="5 core-hours")
+    told, other = (Told(config.cluster.runs, "scan", tasks=4) for _ in range(2))
+    StageSurvey({}, tuple(Shard(at, at + 1, 1) for at in range(4))).write_shards(told.folder, "scan")
+
+    def emit(kind: EventKind, **data: Any) -> None:
+        """Let the other run announce its job in the moment in which this one does."""
+        if kind is EventKind.JOB_SUBMITTING:
+            other.supervisor.emit(kind, **data)
+        told.supervisor.emit(kind, **data)
+
+    with open_executor(config) as executor:
+        dispatch = Dispatch(told.folder, config, executor, emit)
+        status = told.status.stages["scan"]
+        status.planned = StageJob("", "scan", "0-3", 1, Ask(1 << 30, 3600))
+        with pytest.raises(BudgetReached):
+            dispatch.send(Project.open(config), table.stage("scan", config), status)
+    assert told.status.stages["scan"].intents == {}
+
+
+def test_of_ranks_only_that_which_died_is_said_to_have_been_on_anything(config_of, monkeypatch):
     """Else the items of the others look as guilty as the one that kills, however often it is tried one at a time."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "pipeline.yaml").write_text(CONFIG)
-    project = Project.open(read_config(tmp_path / "pipeline.yaml").config)
+    project = Project.open(config_of(**RANKS))
     told = Told(project.config.cluster.runs, "train", tasks=1)
 
     class Ended(Exception):
@@ -86,76 +129,3 @@ def test_of_ranks_only_that_which_died_is_said_to_have_been_on_anything(
     work(1, Ended())
     work(2, RankLost("rank 1 died without a word"))
     assert read_notes(told.folder, "train", 0, 1)[1] == ("item 1",)
-
-
-@pytest.mark.parametrize(("budget", "fitting"), [("3 core-hours", 2), ("100 core-hours", 4), ("1 core-hours", 0)])
-def test_no_more_is_submitted_than_a_budget_holds_and_nothing_is_refused_by_the_scheduler(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: str, fitting: int
-) -> None:
-    """A task may take an hour, and a minute to end."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "pipeline.yaml").write_text(f"data: {{source: glob, path: data}}\ncluster: {{budget: {budget}}}\n")
-    config = read_config(tmp_path / "pipeline.yaml").config
-    told = Told(config.cluster.runs, "scan", tasks=4)
-    StageSurvey({}, tuple(Shard(at, at + 1, 1) for at in range(4))).write_shards(told.folder, "scan")
-    submitted = list[str]()
-    with open_executor(config) as executor:
-        monkeypatch.setattr(executor, "submit", lambda spec: submitted.append(format_ranges(spec.tasks)) or "8")
-        dispatch = Dispatch(told.folder, config, executor, told.supervisor.emit)
-        status = told.status.stages["scan"]
-        status.planned = StageJob("", "scan", "0-3", 1, Ask(1 << 30, 3600))
-        if fitting:
-            dispatch.send(Project.open(config), table.stage("scan", config), status)
-        else:
-            with pytest.raises(BudgetReached, match=r"may take 1\.02 core-hours .* 1\.00 left") as reached:
-                dispatch.send(Project.open(config), table.stage("scan", config), status)
-            assert "cluster.budget=5 core-hours" in reached.value.remedy
-    assert submitted == ([f"0-{fitting - 1}"] if fitting else [])
-    account = dispatch.account()
-    assert account is not None
-    assert account.taken.total <= account.budget.hours
-
-
-def test_of_two_runs_that_announce_at_once_neither_passes_the_budget_of_both(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "pipeline.yaml").write_text("data: {source: glob, path: data}\ncluster: {budget: 5 core-hours}\n")
-    config = read_config(tmp_path / "pipeline.yaml").config
-    told, other = (Told(config.cluster.runs, "scan", tasks=4) for _ in range(2))
-    StageSurvey({}, tuple(Shard(at, at + 1, 1) for at in range(4))).write_shards(told.folder, "scan")
-
-    def emit(kind: EventKind, **data: Any) -> None:
-        """Let the other run announce its job in the moment in which this one does."""
-        if kind is EventKind.JOB_SUBMITTING:
-            other.supervisor.emit(kind, **data)
-        told.supervisor.emit(kind, **data)
-
-    with open_executor(config) as executor:
-        dispatch = Dispatch(told.folder, config, executor, emit)
-        status = told.status.stages["scan"]
-        status.planned = StageJob("", "scan", "0-3", 1, Ask(1 << 30, 3600))
-        with pytest.raises(BudgetReached):
-            dispatch.send(Project.open(config), table.stage("scan", config), status)
-    assert told.status.stages["scan"].intents == {}
-
-
-def test_what_ranks_share_is_judged_by_how_many_items_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A split is one task, listed as one thing that cannot be halved; its items are those between start and end."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "pipeline.yaml").write_text(CONFIG)
-    config = read_config(tmp_path / "pipeline.yaml").config
-    told = Told(config.cluster.runs, "predict", tasks=1)
-    told.job("7", [0], ask=Ask(1 << 50, 3600))
-    StageSurvey({}, (Shard(0, 300, 1),)).write_shards(told.folder, "predict")
-    told.ended(Attempt(0, 1, Ask(1 << 50, 3600), Cause.HOST_OOM, job="7", on=tuple("abcdefgh")))
-    emitted = list[tuple[EventKind, dict[str, Any]]]()
-    with open_executor(config) as executor:
-        dispatch = Dispatch(told.folder, config, executor, lambda kind, **data: emitted.append((kind, data)))
-        status = told.status.stages["predict"]
-        status.planned, status.limits = next(iter(status.jobs.values())), Limits(mem_bytes=1 << 50)
-        with suppress(SubmissionRefused):
-            dispatch.send(Project.open(config), table.stage("predict", config), status)
-    assert not [data for kind, data in emitted if kind is EventKind.LEFT_OUT]
-    (again,) = [data for kind, data in emitted if kind is EventKind.JOB_SUBMITTING]
-    assert again["ask"]["careful"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, MemoryPlan
 from pipeline.memory.planning.planner import plan_memory
 from pipeline.memory.tracing.tracer import CPU
 from pipeline.runs.model.training_work import Work, cutter, host_card, least_of, request_of
-from tests.testkit.project import nested
+from tests.testkit.project import write_config
 
 GIB = 1 << 30
 ROWS_N = np.arange(12_000, 28_000, 2_000)
@@ -74,7 +73,7 @@ def prepare(folder: Path, crime: str = "", width: int = 256, **settings: Any) ->
         "cache__visibility_s": 1.0,
         **settings,
     }
-    (folder / "pipeline.yaml").write_text(json.dumps(nested(given)))
+    write_config(folder, **given)
     config = read_config(folder / "pipeline.yaml", []).config
     work = Work.of(config, beside=folder)
     oracle = work.oracle(least_of({"rows": ROWS_N}), CPU, padded=False)

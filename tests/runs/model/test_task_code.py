@@ -8,12 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from pipeline.config.load import read_config
 from pipeline.errors import ConfigError
 from pipeline.project.user_code import TaskCode, task_code
-from tests.runs.workflow.trained import CONFIG, TASK, write_project
-from tests.testkit.command import Command
+from tests.testkit.project import DATA, to_do, write_config
+from tests.testkit.trained import TASK, TRAINED, write_project
 
 HELPER = "WIDTH = 4\n"
 OWN = """\
@@ -30,11 +31,6 @@ class Own:
     def loss(self, model, batch): ...
     def metrics(self, model, batch):
         return {}
-"""
-SETTINGS = """\
-data: {{source: glob, path: data}}
-train: {{task: "known_task:Own", options: {options}}}
-cluster: {{runs: runs}}
 """
 MODULES = ("known_task", "known_helper")
 PROBE = """\
@@ -63,7 +59,7 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
         monkeypatch.setattr("pipeline.project.user_code._SEEN", {})
         for module in MODULES:
             monkeypatch.delitem(sys.modules, module, raising=False)
-        (tmp_path / "pipeline.yaml").write_text(SETTINGS.format(options=options))
+        write_config(tmp_path, **DATA, train__task="known_task:Own", train__options=yaml.safe_load(options))
         return task_code(read_config(tmp_path / "pipeline.yaml").config, beside)
 
     asked()
@@ -74,7 +70,7 @@ def is_loaded() -> bool:
     return "known_task" in sys.modules
 
 
-def test_a_task_that_is_known_is_not_imported_and_said_to_be_the_same(ask: Ask, tmp_path: Path) -> None:
+def test_a_task_that_is_known_is_not_imported_and_said_to_be_the_same(ask, tmp_path):
     known = ask()
     assert not is_loaded()
     assert [name for name, _ in known.files] == ["known_helper.py", "known_task.py"]
@@ -93,24 +89,22 @@ def test_a_task_that_is_known_is_not_imported_and_said_to_be_the_same(ask: Ask, 
         ("known_task.py", "    def model", "    # a comment\n    def model", ("trains", "tells")),
     ],
 )
-def test_whatever_changes_in_its_files_has_it_loaded(
-    ask: Ask, tmp_path: Path, name: str, before: str, after: str, alike: tuple[str, ...]
-) -> None:
+def test_whatever_changes_in_its_files_has_it_loaded(ask, tmp_path, name, before, after, alike):
     known = ask()
     (tmp_path / name).write_text((tmp_path / name).read_text().replace(before, after))
     changed = ask()
     assert is_loaded()
-    same = tuple(part for part in ("trains", "tells", "stands") if getattr(changed, part) == getattr(known, part))
+    same = tuple(part for part in ("trains", "tells") if getattr(changed, part) == getattr(known, part))
     assert same == alike
 
 
-def test_an_option_that_it_does_not_take_is_refused_as_before(ask: Ask) -> None:
+def test_an_option_that_it_does_not_take_is_refused_as_before(ask):
     ask("{width: 3}")
-    with pytest.raises(ConfigError, match="no option 'widht'"):
+    with pytest.raises(ConfigError):
         ask("{widht: 3}")
 
 
-def test_another_module_that_is_found_first_is_the_task(ask: Ask, tmp_path: Path) -> None:
+def test_another_module_that_is_found_first_is_the_task(ask, tmp_path):
     known = ask()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "known_task.py").write_text(OWN.replace("width = width", "width = 7"))
@@ -124,9 +118,7 @@ LISTS = """
 """
 
 
-def test_files_that_come_into_a_folder_that_it_lists_are_read_and_those_that_go_are_not(
-    ask: Ask, tmp_path: Path
-) -> None:
+def test_files_that_come_into_a_folder_that_it_lists_are_read_and_those_that_go_are_not(ask, tmp_path):
     (tmp_path / "known_task.py").write_text(OWN + LISTS)
     (tmp_path / "lists").mkdir()
     options = f"{{width: {tmp_path / 'lists'}}}"
@@ -142,7 +134,7 @@ def test_files_that_come_into_a_folder_that_it_lists_are_read_and_those_that_go_
 
 
 @pytest.mark.parametrize("torn", ["", "{}", "[]", '{"trains": "a"}'])
-def test_what_is_torn_is_found_out_again(ask: Ask, tmp_path: Path, torn: str) -> None:
+def test_what_is_torn_is_found_out_again(ask, tmp_path, torn):
     known = ask()
     for path in (tmp_path / "runs" / ".plans").iterdir():
         path.write_text(torn)
@@ -151,10 +143,8 @@ def test_what_is_torn_is_found_out_again(ask: Ask, tmp_path: Path, torn: str) ->
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-def test_a_run_with_nothing_to_do_imports_neither_torch_nor_scipy_nor_the_task(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipeline: Command
-) -> None:
-    write_project(tmp_path, CONFIG, {"trained_task.py": TASK}, ("train", "train", "val", "test"))
+def test_a_run_with_nothing_to_do_imports_neither_torch_nor_scipy_nor_the_task(tmp_path, monkeypatch, pipeline):
+    write_project(tmp_path, TRAINED, {"trained_task.py": TASK}, ("train", "train", "val", "test"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "trained_task", raising=False)
 
@@ -166,5 +156,5 @@ def test_a_run_with_nothing_to_do_imports_neither_torch_nor_scipy_nor_the_task(
     assert "torch" in submitted().partition("imported:")[2]
     again = submitted()
     assert again.partition("imported: ")[2].startswith("[]")
-    assert again.count(", 0 to do") == len(("scan", "embed", "graph", "train", "evaluate"))
+    assert [missing for _, missing in to_do().values()] == [0] * 5
     assert pipeline("status").code == 0

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import pytest
 
 from pipeline.config.load import read_config
-from pipeline.encoder.checkpoints.synth import write_random_checkpoint
-from pipeline.project.project import Project
-from pipeline.store.cache_folder import CacheFolder
-from pipeline.structures.synthetic import complex_pdb
-from tests.testkit.project import settle
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from pipeline.config.schema import Config
+from pipeline.config.schema import Config
+from pipeline.project import project
+from tests.testkit.once import Shelf
+from tests.testkit.project import EMBED, WEIGHTS, Project, write_complexes, write_config, write_weights
 
 ITEMS = 4
-RESIDUES = 20
-CONFIG = """data: {source: manifest, path: items.csv, structures_dir: data}
-embed: {weights: esm2_tiny.pt}
-cache: {visibility_s: 0}
-"""
 
 
 def write_manifest(path: Path, numbers: Iterable[int]) -> None:
@@ -35,60 +23,44 @@ def write_manifest(path: Path, numbers: Iterable[int]) -> None:
     path.write_text("id,path\n" + "".join(f"c{number},c{number}.pdb\n" for number in numbers))
 
 
-@cache
-def made(base: Path) -> Path:
-    """Make a project and run its stages, once for all tests of a session."""
-    folder = base / "made"
-    (folder / "data").mkdir(parents=True)
-    for number in range(ITEMS):
-        (folder / "data" / f"c{number}.pdb").write_bytes(complex_pdb(number, RESIDUES, RESIDUES + number))
-    write_random_checkpoint(folder / "esm2_tiny.pt", layers=2, dim=16, heads=2)
+def make(folder: Path) -> None:
+    """Make a project and run its stages; other projects read its data and weights where they are."""
+    write_complexes(folder / "data", ITEMS)
+    write_weights(folder)
     write_manifest(folder / "items.csv", range(ITEMS))
-    (folder / "pipeline.yaml").write_text(CONFIG)
-    settle(folder / "data")
-    settle(folder)
-    for stage in ("embed", "graph"):
-        submit(folder, stage)
-    return folder
-
-
-def submit(folder: Path, stage: str, *words: str) -> None:
-    """Run a stage of a project to its end."""
-    command = [sys.executable, "-m", "pipeline.cli.main", "submit", "--stage", stage, "--executor", "local", "--follow"]
-    subprocess.run([*command, *words], cwd=folder, check=True, capture_output=True)
+    data = {"source": "manifest", "path": "items.csv", "structures_dir": str(folder / "data")}
+    write_config(folder, data=data, cache__visibility_s=0, **{**EMBED, "embed__weights": str(folder / WEIGHTS)})
+    Project(folder).finishes("embed", "graph")
+    shutil.rmtree(folder / "runs" / ".code")
+    for path in (folder / "cache" / "_users").iterdir():
+        path.unlink()
 
 
 @dataclass(frozen=True)
-class Copy:
-    """A project with a cache of its own, and the data, weights and run folders of another."""
+class Copy(Project):
+    """A project with a cache of its own, and the data and weights of another."""
 
-    folder: Path
-    file: Path
-
-    @classmethod
-    def of(cls, made: Path, folder: Path) -> Copy:
-        """Make one whose data set can be changed without changing that of the other."""
-        strangers = shutil.ignore_patterns("????????????????????????????????.json")  # the other one, as a user
-        shutil.copytree(made / "cache", folder / "cache", ignore=strangers)
-        shutil.copytree(made / "runs", folder / "runs", ignore=shutil.ignore_patterns(".code"))
-        write_manifest(folder / "items.csv", range(ITEMS))
-        text = CONFIG.replace("structures_dir: data", f"structures_dir: {made / 'data'}")
-        (folder / "pipeline.yaml").write_text(text.replace("esm2_tiny.pt", str(made / "esm2_tiny.pt")))
-        return cls(folder, folder / "pipeline.yaml")
+    @property
+    def file(self) -> Path:
+        return self.folder / "pipeline.yaml"
 
     def config(self, *sets: str) -> Config:
         """Return its configuration."""
         return read_config(self.file, sets).config
 
-    def project(self, *sets: str) -> Project:
+    def project(self, *sets: str) -> project.Project:
         """Return it as it is opened."""
-        return Project.open(self.config(*sets), remember=False)
+        return project.Project.open(self.config(*sets), remember=False)
 
-    @property
-    def store(self) -> CacheFolder:
-        """Return its cache as it is now."""
-        return CacheFolder(self.folder / "cache")
-
-    def keys(self, kind: str) -> set[bytes]:
+    def keys_of(self, kind: str) -> set[bytes]:
         """Return the keys of a kind that are there."""
-        return set(self.store.kind(kind).keys())
+        return set(self.cache.kind(kind).keys())
+
+
+@pytest.fixture
+def copy(shelf: Shelf, tmp_path: Path) -> Copy:
+    """Return one whose data set can be changed."""
+    shelf.copy("to-be-cleaned", make, tmp_path)
+    for name in ("data", "weights"):  # they are read where they were made
+        shutil.rmtree(tmp_path / name)
+    return Copy(tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -14,7 +13,6 @@ import pytest
 
 from pipeline.config.load import dump_resolved, read_config
 from pipeline.journal import run_folder as folders
-from pipeline.journal.active_runs import goes_on
 from pipeline.journal.ledger import Ledger
 from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.records import EventKind
@@ -83,15 +81,6 @@ def test_code_that_no_run_names_goes_unless_it_is_young(runs: Path) -> None:
     assert sorted(path.name for path in (runs / ".code").iterdir()) == [young.name, "copy1"]
 
 
-def test_no_code_goes_where_the_name_of_a_runs_code_is_damaged(runs: Path) -> None:
-    for number in range(2):
-        made(runs, number)
-    made(runs, 2).code.write_bytes(b"\xff\xfe")
-    for copy in (runs / ".code").iterdir():
-        os.utime(copy, (0, 0))
-    assert foresee_pruning(runs, keep=2).copies == ()
-
-
 def test_a_run_that_was_taken_up_since_it_was_shown_stays(runs: Path) -> None:
     old = made(runs, 0)
     made(runs, 1)
@@ -103,37 +92,6 @@ def test_a_run_that_was_taken_up_since_it_was_shown_stays(runs: Path) -> None:
     ledger.close()
     assert list(prune(pruning)) == []
     assert old in runs_in(runs)
-
-
-def test_a_run_that_another_pruning_has_removed_since_it_was_shown_is_no_error(runs: Path) -> None:
-    waiting = folders.create_folder(runs, "scan", BEGUN - timedelta(minutes=1))
-    waiting.stages.write_text('["scan"]')
-    for number in range(2):
-        made(runs, number)
-    old = time.time() - 2 * YOUNG_S
-    for run in runs_in(runs):
-        os.utime(run.stages, (old, old))
-        os.utime(run.path, (old, old))
-    first, second = (foresee_pruning(runs, keep=1) for _ in range(2))
-    assert len(list(prune(first))) == 2
-    assert list(prune(second)) == []
-    assert not goes_on(waiting)
-
-
-def test_a_run_that_cannot_be_removed_is_said_so_and_no_submission_is_advised(
-    pipeline: Command, runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for number in range(2):
-        made(runs, number)
-
-    def refused(path: Path) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path / "logs"))
-
-    monkeypatch.chdir(runs.parent)
-    monkeypatch.setattr(shutil, "rmtree", refused)
-    said = pipeline("runs", "prune", "--keep", "1", "--yes")
-    assert (said.code, "submit" in said.err) == (2, False)
-    assert "logs: cannot be removed: Permission denied" in said.err
 
 
 def test_what_an_interrupted_pruning_leaves_is_no_run_and_goes_next_time(
@@ -170,15 +128,12 @@ def test_the_verb_shows_first_and_does_it_when_told(pipeline: Command, runs: Pat
         made(runs, number)
     shown = pipeline("runs", "prune", "--keep", "2")
     assert shown.code == 0, shown.err
-    assert "3 runs" in shown.out
-    assert "nothing was done yet\n  next: pipeline runs prune --keep 2 --yes" in shown.out
+    assert "pipeline runs prune --keep 2 --yes" in shown.out
     document = json.loads(pipeline("runs", "prune", "--keep", "2", "--json").out)
     assert [old["run"] for old in document["goes"]] == [run.name for run in runs_in(runs)[:3]]
     assert len(runs_in(runs)) == 5
     done = pipeline("runs", "prune", "--keep", "2", "--yes")
     assert done.code == 0, done.err
-    assert "removed 3 runs" in done.err
     assert len(runs_in(runs)) == 2
-    assert "nothing to prune" in pipeline("runs", "prune", "--keep", "2").out
     shutil.rmtree(runs)
     assert pipeline("runs", "prune").code == 0

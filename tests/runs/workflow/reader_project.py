@@ -6,20 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.testkit.project import settle
+from tests.testkit.project import LOCAL, settle, write_config
 
 SPLITS = ("train",) * 6 + ("test",) * 2
-CONFIG = """\
-data: {source: reader, reader: "spectra:Spectra", path: data, options: {scale: 1.0}}
-cluster:
-  executor: local
-  slots: {cpus: 2}
-train:
-  task: "spectra:Sum"
-  effective_batch: 2
-  micro_batch: 1
-  epochs: 1
-"""
+CONFIG = {
+    "data": {"source": "reader", "reader": "spectra:Spectra", "path": "data", "options": {"scale": 1.0}},
+    **LOCAL,
+    "train": {"task": "spectra:Sum", "effective_batch": 2, "micro_batch": 1, "epochs": 1},
+}
 CODE = '''\
 """Spectra, a file each: a line of what it is, then its peaks; and a task that predicts their sum."""
 
@@ -104,5 +98,5 @@ def write_project(folder: Path) -> Path:
         write_spectrum(folder, number, split)
     settle(folder / "data")
     (folder / "spectra.py").write_text(CODE)
-    (folder / "pipeline.yaml").write_text(CONFIG)
+    write_config(folder, **CONFIG)
     return folder

@@ -11,10 +11,9 @@ from pipeline.runs.dataset.loading import open_loader
 from pipeline.tasks.docking.docking_items import bound_frame
 from pipeline.training.sampling.epoch_order import SamplerSettings
 from tests.testkit.command import Command
-from tests.testkit.project import settle
+from tests.testkit.project import settle, write_config
 
 SUBMIT = ("submit", "--stage", "graph", "--executor", "local", "--follow")
-CONFIG = "data: {source: pairs, path: db5, splits: db5/splits.csv, on_leak: warn}\n"
 NEAR = 12.0  # Å between CA atoms: those of a contact are so near, but for some whose loops have moved
 
 
@@ -25,7 +24,7 @@ def benchmark(tmp_path: Path, structures: Path) -> Path:
     shutil.copytree(structures / "pairs", folder)
     (folder / "splits.csv").rename(tmp_path / "db5" / "splits.csv")
     settle(folder)
-    (tmp_path / "pipeline.yaml").write_text(CONFIG)
+    write_config(tmp_path, data={"source": "pairs", "path": "db5", "splits": "db5/splits.csv", "on_leak": "warn"})
     return tmp_path
 
 

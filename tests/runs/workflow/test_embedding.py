@@ -20,8 +20,6 @@ from pipeline.config.load import read_config
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.errors import CacheDamaged, CacheUnusable
 from pipeline.journal.ledger import LedgerReader
-from pipeline.journal.run_folder import RunFolder, runs_in
-from pipeline.journal.run_status import summary
 from pipeline.project.project import Project, asked_bytes
 from pipeline.project.run_code import WORKER, module_command
 from pipeline.records import EventKind
@@ -33,13 +31,10 @@ from pipeline.runs.workflow.jobs import refuse_unfit_disk
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.training.items.residue_embeddings import Embeddings
 from tests.encoder.sequences import natural
-from tests.runs.engine.test_submit import wait_for
-from tests.testkit.command import Command
-from tests.testkit.project import MakeProject, settle, write_complex, write_config
+from tests.testkit import project as kit
+from tests.testkit.project import settle, to_do, until, write_config
 
 SUBMIT = ("submit", "--stage", "embed", "--executor", "local", "--follow")
-SCAN_FITS = ("--set", "cluster.scan.mem=60MiB")  # where the whole machine is small
-PIPELINE = str(Path(sys.executable).with_name("pipeline"))
 EMBED = {"embed__weights": "esm2_tiny.pt"}
 FASTA = {"data": {"source": "fasta", "path": "data.fasta", "max_rejected_fraction": 1.0}}
 
@@ -65,13 +60,9 @@ def write_fasta(folder: Path, sequences: list[str]) -> None:
     (folder / "data.fasta").write_text("".join(lines))
 
 
-def newest(folder: Path) -> RunFolder:
-    return runs_in(folder / "runs")[-1]
-
-
 def events(folder: Path, kind: EventKind, stage: str = "embed") -> list[dict[str, Any]]:
     return [
-        dict(event.data) for event in LedgerReader(newest(folder)).fresh()
+        dict(event.data) for event in LedgerReader(kit.Project(folder).run).fresh()
         if event.kind is kind and event.data.get("stage") == stage
     ]  # fmt: skip
 
@@ -84,38 +75,16 @@ def metas(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.nightly
-def test_complexes_are_scanned_and_embedded_by_one_command(
-    pipeline: Command, make_project: MakeProject, checkpoint: Path
-) -> None:
+def test_complexes_are_scanned_and_embedded_by_one_command(pipeline, make_project, checkpoint):
     folder = make_project(6, **EMBED)
     shutil.copy2(checkpoint, folder)
     done = pipeline(*SUBMIT)
     assert done.code == 0, done.err
-    assert "scan: 6 items: 0 cached, 6 to do" in done.err
-    assert "embed: 12 sequences: 0 cached, 12 to do in 1 task (66 residues)" in done.err
-    assert "6 items: 6 accepted, 0 rejected (0.0%); 12 distinct sequences embedded, 66 residues, longest 6" in done.out
+    assert to_do() == {"scan": (0, 6), "embed": (0, 12)}
     assert all(meta["shape"] == (len(text), 16) for text, meta in metas(folder).items())
-
-
-@pytest.mark.nightly
-def test_a_second_submit_embeds_nothing_again(fasta: Path, pipeline: Command) -> None:
-    write_fasta(fasta, natural(9))
     assert pipeline(*SUBMIT).code == 0
-    again = pipeline(*SUBMIT)
-    assert again.code == 0
-    assert "embed: 9 sequences: 9 cached, 0 to do" in again.err
-    assert events(fasta, EventKind.TASK_STARTED) == []
-
-
-@pytest.mark.nightly
-def test_a_sequence_that_many_items_share_is_embedded_once(fasta: Path, pipeline: Command) -> None:
-    sequences = natural(5)
-    write_fasta(fasta, sequences * 7)
-    done = pipeline(*SUBMIT)
-    assert "35 items: 35 accepted" in done.out
-    assert "embed: 5 sequences: 0 cached, 5 to do" in done.err
-    (finished,) = events(fasta, EventKind.TASK_FINISHED)
-    assert finished["done"] == 5
+    assert to_do()["embed"] == (12, 0)
+    assert events(folder, EventKind.TASK_STARTED) == []
 
 
 def missing(folder: Path, *sets: str) -> int:
@@ -125,23 +94,20 @@ def missing(folder: Path, *sets: str) -> int:
 
 
 @pytest.mark.nightly
-def test_changing_what_changes_a_number_embeds_anew_and_anything_else_does_not(fasta: Path, pipeline: Command) -> None:
+def test_changing_what_changes_a_number_embeds_anew_and_anything_else_does_not(fasta, pipeline):
     write_fasta(fasta, natural(3))
     assert pipeline(*SUBMIT).code == 0
     for setting in ("embed.layer=1", "embed.context=partner", "embed.storage=fp16", "embed.half_fallback=none"):
         assert missing(fasta, setting, "embed.precision=fp16") == 3, setting
     for setting in ("embed.batch.cap=1", "embed.batch.policy=tokens", "embed.device=cpu", "embed.layer=2"):
         assert missing(fasta, setting) == 0, setting
-
-
-@pytest.mark.nightly
-def test_other_weights_in_the_same_place_are_other_embeddings(fasta: Path, pipeline: Command) -> None:
-    write_fasta(fasta, natural(3))
-    pipeline(*SUBMIT)
-    (fasta / "esm2_tiny.pt").unlink()
-    (fasta / "esm2_tiny-contact-regression.pt").unlink(missing_ok=True)
+    (fasta / "esm2_tiny.pt").unlink()  # other weights in the same place are other embeddings
     write_random_checkpoint(fasta / "esm2_tiny.pt", layers=2, dim=16, heads=2, seed=5)
     assert missing(fasta) == 3
+
+
+def rejected(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in kit.Project(folder).run.rejected.read_text().splitlines()]
 
 
 BAD = {
@@ -157,31 +123,15 @@ BAD = {
 
 
 @pytest.mark.nightly
-def test_sequences_that_cannot_be_read_are_rejected_and_the_others_embedded(fasta: Path, pipeline: Command) -> None:
+def test_sequences_that_cannot_be_read_are_rejected_and_the_others_embedded(fasta, pipeline):
     good = natural(2)
     write_fasta(fasta, [*good, *(sequence for sequence, _ in BAD.values())])
     done = pipeline(*SUBMIT)
     assert done.code == 0, done.err
-    rejected = [json.loads(line) for line in newest(fasta).rejected.read_text().splitlines()]
-    assert [one["reason"] for one in rejected] == [reason for _, reason in BAD.values()]
-    assert all(one["detail"] for one in rejected)
+    found = rejected(fasta)
+    assert [one["reason"] for one in found] == [reason for _, reason in BAD.values()]
+    assert all(one["detail"] for one in found)
     assert set(metas(fasta)) == set(good)
-
-
-@pytest.mark.nightly
-def test_too_many_rejections_fail_the_stage_with_the_list(fasta: Path, pipeline: Command) -> None:
-    write_fasta(fasta, [*natural(3), "MKJ"])
-    done = pipeline(*SUBMIT, "--set", "data.max_rejected_fraction=0.1")
-    assert done.code == 3
-    assert "1 of 4 items cannot be used" in done.err
-    assert "bad_sequence" in done.out
-
-
-@pytest.mark.nightly
-def test_every_unknown_residue_is_embedded_as_x(fasta: Path, pipeline: Command) -> None:
-    write_fasta(fasta, ["MXBUZOK"])
-    assert pipeline(*SUBMIT).code == 0
-    assert metas(fasta)["MXBUZOK"]["shape"] == (7, 16)
 
 
 @pytest.mark.nightly
@@ -193,9 +143,7 @@ def test_every_unknown_residue_is_embedded_as_x(fasta: Path, pipeline: Command) 
         ("truncate", 100, {"policy": "truncate", "length": 100, "overlap": 0}),
     ],
 )
-def test_a_long_sequence_is_treated_as_configured_and_its_record_says_so(
-    fasta: Path, pipeline: Command, policy: str, rows: int, cut: dict[str, Any] | None
-) -> None:
+def test_a_long_sequence_is_treated_as_configured_and_its_record_says_so(fasta, pipeline, policy, rows, cut):
     (text,) = natural(1, shortest=300)
     write_fasta(fasta, [text, text[:50]])
     long = ("embed.long.length=100", "embed.long.overlap=20", f"embed.long.policy={policy}")
@@ -207,64 +155,26 @@ def test_a_long_sequence_is_treated_as_configured_and_its_record_says_so(
 
 
 @pytest.mark.nightly
-def test_a_long_sequence_is_rejected_where_that_is_configured(fasta: Path, pipeline: Command) -> None:
-    write_fasta(fasta, ["M" * 101, "M" * 100])
-    done = pipeline(
-        *SUBMIT, "--set", "embed.long.length=100", "--set", "embed.long.policy=error", "--set", "embed.long.overlap=20"
-    )
-    assert done.code == 0, done.err
-    assert "sequence_too_long" in done.out
-    assert set(metas(fasta)) == {"M" * 100}
-
-
-@pytest.mark.nightly
-def test_only_embeds_what_is_scanned_and_says_what_is_not(
-    pipeline: Command, make_project: MakeProject, checkpoint: Path
-) -> None:
-    folder = make_project(2, **EMBED)
-    shutil.copy2(checkpoint, folder)
-    pipeline("submit", "--stage", "scan", "--follow")
-    write_complex(folder / "data" / "new.pdb", 9)
-    done = pipeline(*SUBMIT, "--only", "--set", "cache.visibility_s=0")
-    assert done.code == 7
-    assert "embed: 4 sequences: 0 cached, 4 to do in 1 task (22 residues); 1 item still to scan" in done.err
-    assert "1 of 3 items are not done, such as new" in done.err
-    assert "next: pipeline submit --stage" in done.err
-    assert pipeline(*SUBMIT).code == 0
-
-
-@pytest.mark.nightly
-def test_the_chains_of_a_partner_are_joined_where_that_is_configured(
-    pipeline: Command, make_project: MakeProject, checkpoint: Path
-) -> None:
-    folder = make_project(1, data__partners="none", **EMBED)
-    shutil.copy2(checkpoint, folder)
-    pipeline(*SUBMIT, "--set", "embed.context=partner")
-    assert [meta["shape"] for meta in metas(folder).values()] == [(11, 16)]
-
-
-@pytest.mark.nightly
-def test_a_task_with_two_gpus_is_two_processes_that_share_it_by_cost(fasta: Path, pipeline: Command) -> None:
+def test_a_task_with_two_gpus_is_two_processes_that_share_it_by_cost(fasta, pipeline):
     write_fasta(fasta, natural(40, longest=200))
     gpus = ("cluster.slots.gpus=2", "cluster.embed.gpus=2", "embed.device=cpu", "cluster.embed.mem=2GiB")
     done = pipeline(*SUBMIT, *(word for setting in gpus for word in ("--set", setting)))
     assert done.code == 0, done.err
     told = {
-        event.writer: event.data for event in LedgerReader(newest(fasta)).fresh()
+        event.writer: event.data for event in LedgerReader(kit.Project(fasta).run).fresh()
         if event.kind is EventKind.PROGRESS and event.data["stage"] == "embed" and event.data["done"]
     }  # fmt: skip
     assert sorted(told) == ["embed-000000-0", "embed-000000-1"]
     assert sum(one["done"] for one in told.values()) == 40
     costs = [one["figures"]["cost_done"] for one in told.values()]
     assert max(costs) / min(costs) < 1.3
-    assert "40 of 40 done" in done.out
 
 
 @pytest.mark.nightly
-def test_a_prime_number_of_sequences_is_cut_into_tasks_of_whole_batches(fasta: Path) -> None:
+def test_a_prime_number_of_sequences_is_cut_into_tasks_of_whole_batches(fasta):
     write_fasta(fasta, natural(101))
     config = read_config(fasta / "pipeline.yaml", ["cluster.embed.items_per_task=10"]).config
-    subprocess.run([PIPELINE, "submit", "--stage", "scan", "--follow"], cwd=fasta, check=True, capture_output=True)
+    kit.Project(fasta).finishes("scan")
     run = new_run(config, ["embed"])
     found = embed_stage.EmbedStage().survey(Project.open(config), run, at_once=2)
     sizes = [shard.items for shard in found.shards]
@@ -277,23 +187,21 @@ def test_a_prime_number_of_sequences_is_cut_into_tasks_of_whole_batches(fasta: P
     assert max(one.sum() for one in lengths) / min(one.sum() for one in lengths) < 1.5
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [pytest.param(signal.SIGTERM, 128 + signal.SIGTERM, marks=pytest.mark.nightly), (signal.SIGUSR2, GO_ON)],
-)
-def test_a_task_that_is_told_to_end_keeps_what_is_finished(fasta: Path, number: signal.Signals, code: int) -> None:
+@pytest.mark.nightly
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGUSR2, GO_ON)])
+def test_a_task_that_is_told_to_end_keeps_what_is_finished(fasta, number, code):
     write_fasta(fasta, natural(600, shortest=300, longest=400))
     config = read_config(fasta / "pipeline.yaml").config
-    subprocess.run([PIPELINE, "submit", "--stage", "scan", "--follow"], cwd=fasta, check=True, capture_output=True)
+    kit.Project(fasta).finishes("scan")
     run = new_run(config, ["embed"])
     project = Project.open(config)
     embed_stage.EmbedStage().survey(project, run, at_once=1).write_shards(run, "embed")
     task = [*module_command(WORKER), str(run.path), "embed", "0"]
     worker = subprocess.Popen(task)
     progress = run.events / "embed-000000.jsonl"
-    wait_for("the first sequences", lambda: progress.exists() and '"progress"' in progress.read_text())
+    until("the first sequences", lambda: progress.exists() and '"progress"' in progress.read_text())
     worker.send_signal(number)
-    assert worker.wait(timeout=30) == code
+    assert worker.wait(timeout=300) == code
     store = project.encoding.shelves.embeddings
     store.refresh()
     kept = store.stat().records
@@ -313,20 +221,17 @@ def embedding_rows(folder: Path) -> int:
     return sum(name.endswith("/rows") for name in names)
 
 
-def test_absent_weights_name_where_they_were_looked_for_and_the_command_that_brings_them(
-    fasta: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_absent_weights_name_where_they_were_looked_for_and_the_command_that_brings_them(fasta, pipeline, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(fasta / "torch"))
     monkeypatch.setenv("HF_HOME", str(fasta / "hf"))
     write_fasta(fasta, natural(1))
     done = pipeline(*SUBMIT, "--set", "embed.weights=weights/esm2_t33_650M_UR50D.pt")
     assert done.code == 2
-    assert "no checkpoint" in done.err
     assert "pipeline weights fetch esm2_t33_650M_UR50D" in done.err
     assert not (fasta / "runs").exists()
 
 
-def test_wrong_weights_are_refused_before_a_run_begins(fasta: Path, pipeline: Command) -> None:
+def test_wrong_weights_are_refused_before_a_run_begins(fasta, pipeline):
     write_fasta(fasta, natural(1))
     data = (fasta / "esm2_tiny.pt").read_bytes()
     (fasta / "esm2_tiny.pt").write_bytes(data[: len(data) // 2])
@@ -336,52 +241,38 @@ def test_wrong_weights_are_refused_before_a_run_begins(fasta: Path, pipeline: Co
     assert not (fasta / "runs").exists()
 
 
-def test_a_layer_that_the_weights_do_not_have_is_refused(fasta: Path, pipeline: Command) -> None:
+def test_a_layer_that_the_weights_do_not_have_is_refused(fasta, pipeline):
     write_fasta(fasta, natural(1))
     done = pipeline(*SUBMIT, "--set", "embed.layer=3")
     assert done.code == 2
-    assert "embed.layer is 3, but these weights have 2 layers" in done.err
+    assert "embed.layer" in done.err
 
 
-def test_a_disk_without_room_for_the_results_ends_the_run_before_it_computes(
-    fasta: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_room_for_the_results_ends_the_run_before_it_computes(fasta, pipeline, monkeypatch):
     write_fasta(fasta, natural(50))
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: shutil._ntuple_diskusage(10**9, 10**9, 100_000))
     done = pipeline(*SUBMIT)
     assert done.code == 5
-    assert "the results need" in done.err
     assert events(fasta, EventKind.TASK_STARTED) == []
 
 
 @pytest.mark.nightly
-def test_half_precision_that_is_not_good_enough_is_done_in_full_and_said_so(fasta: Path, pipeline: Command) -> None:
+def test_half_precision_that_is_not_good_enough_is_done_in_full_and_said_so(fasta, pipeline):
     write_random_checkpoint(fasta / "esm2_stress.pt", layers=6, dim=64, heads=4, stress=6.0)
     write_fasta(fasta, natural(4))
     half = ("--set", "embed.weights=esm2_stress.pt", "--set", "embed.precision=bf16")
     done = pipeline(*SUBMIT, *half)
     assert done.code == 0, done.err
-    assert "warning: 4 sequences are embedded in fp32" in done.out
     assert {meta["precision"] for meta in metas(fasta).values()} == {"fp32"}
     refused = pipeline(*SUBMIT, *half, "--set", "embed.half_fallback=none")
     assert refused.code == 7
-    assert "nothing was published" in refused.err
 
 
 @pytest.mark.nightly
-def test_a_task_that_was_given_too_little_memory_names_the_setting(fasta: Path, pipeline: Command) -> None:
-    write_fasta(fasta, natural(4))
-    done = pipeline(*SUBMIT, "--set", "cluster.embed.mem=64MiB", "--set", "cluster.slots.mem=64MiB", *SCAN_FITS)
-    assert done.code == 7
-    assert "OUT_OF_MEMORY" in done.err
-    assert "next: pipeline submit --stage embed --set" in done.err
-    assert "--set cluster.embed.mem=10" in done.err
-
-
-@pytest.mark.nightly
-def test_the_run_keeps_speed_memory_and_closeness(fasta: Path, pipeline: Command) -> None:
-    write_fasta(fasta, natural(30))
+def test_the_run_keeps_speed_memory_and_closeness(fasta, pipeline):
+    write_fasta(fasta, natural(30) * 2)  # what items share is embedded once
     pipeline(*SUBMIT)
+    assert to_do()["embed"] == (0, 30)
     stage = json.loads(pipeline("status", "--json").out)["stages"][1]
     measured = stage["measured"]
     assert measured["residues_per_s"] > 0
@@ -392,12 +283,11 @@ def test_the_run_keeps_speed_memory_and_closeness(fasta: Path, pipeline: Command
     assert stage["residues"] == sum(map(len, natural(30)))
 
 
-def test_a_dry_run_says_what_would_be_done_and_leaves_nothing(fasta: Path, pipeline: Command) -> None:
+def test_a_dry_run_says_what_would_be_done_and_leaves_nothing(fasta, pipeline):
     write_fasta(fasta, natural(30))
     before = sorted(fasta.iterdir())
     done = pipeline("submit", "--stage", "embed", "--dry-run")
     assert done.code == 0, done.err
-    assert "embed: 30 items are not scanned yet" in done.out
     assert sorted(fasta.iterdir()) == before
     pipeline("submit", "--stage", "scan", "--follow")
     assert "30" in pipeline("submit", "--stage", "embed", "--dry-run").out.splitlines()[2].split()
@@ -414,20 +304,6 @@ def flip_a_bit(folder: Path) -> None:
     shard.write_bytes(data)
 
 
-@pytest.mark.nightly
-def test_a_damaged_embedding_is_not_counted_as_done_but_made_anew(fasta: Path, pipeline: Command) -> None:
-    write_fasta(fasta, natural(5))
-    assert pipeline(*SUBMIT).code == 0
-    flip_a_bit(fasta)
-    assert missing(fasta, "cache.verify_bytes=0") == 0  # not looked at
-    assert missing(fasta) == 1
-    again = pipeline(*SUBMIT)
-    assert again.code == 0, again.err
-    assert "embed: 5 sequences: 4 cached, 1 to do" in again.err
-    assert missing(fasta) == 0
-    assert len(metas(fasta)) == 5
-
-
 def join_all(embeddings: Embeddings, texts: list[str]) -> None:
     """Read the rows of texts as a training does."""
     found = embeddings.find(dict.fromkeys(embeddings.texts(texts), "an item"))
@@ -440,79 +316,34 @@ def join_all(embeddings: Embeddings, texts: list[str]) -> None:
 
 
 @pytest.mark.nightly
-def test_damage_that_a_training_met_is_made_anew_however_little_is_verified(fasta: Path, pipeline: Command) -> None:
-    """Else advice goes in circles: the training says to embed, and embedding finds all of it cached."""
+def test_damage_that_a_training_met_is_made_anew_however_little_is_verified(fasta, pipeline):
     write_fasta(fasta, natural(5))
     assert pipeline(*SUBMIT).code == 0
     flip_a_bit(fasta)
+    assert missing(fasta, "cache.verify_bytes=0") == 0  # not looked at
+    assert missing(fasta) == 1
     read_nothing = "cache.verify_bytes=0"
     encoding = Project.open(read_config(fasta / "pipeline.yaml", ()).config).encoding
-    with pytest.raises(CacheDamaged, match="pipeline cache repair"):
+    with pytest.raises(CacheDamaged):
         join_all(Embeddings(encoding.shelves.embeddings, encoding.recipe), natural(5))
     assert missing(fasta, read_nothing) == 1
     again = pipeline(*SUBMIT, "--set", read_nothing)
     assert again.code == 0, again.err
-    assert "embed: 5 sequences: 4 cached, 1 to do" in again.err
+    assert to_do()["embed"] == (4, 1)
     assert missing(fasta, read_nothing) == 0
 
 
 @pytest.mark.nightly
-def test_many_items_may_share_a_sequence_that_cannot_be_embedded(fasta: Path, pipeline: Command) -> None:
-    """The limit is on items: one of two sequences is refused, and one of forty items."""
+def test_many_items_may_share_a_sequence_that_cannot_be_embedded(fasta, pipeline):
     write_fasta(fasta, ["M" * 80] * 39 + ["M" * 101])
     long = ("--set", "embed.long={policy: error, length: 100, overlap: 20}")
     done = pipeline(*SUBMIT, *long, "--set", "data.max_rejected_fraction=0.05")
     assert done.code == 0, done.err
-    assert "2 sequences: 0 cached, 1 to do, 1 that cannot be encoded" in done.err
-    assert "40 items: 39 accepted, 1 rejected" in done.out
+    assert to_do()["embed"] == (0, 1)
+    assert [one["reason"] for one in rejected(fasta)] == ["sequence_too_long"]
 
 
-@pytest.mark.nightly
-def test_a_truncated_sequence_is_said_to_be_one(fasta: Path, pipeline: Command) -> None:
-    write_fasta(fasta, natural(3, shortest=90, longest=300))
-    done = pipeline(*SUBMIT, "--set", "embed.long={policy: truncate, length: 100, overlap: 0}")
-    assert "warning: 2 sequences are embedded truncated to 100 residues, in fp32" in done.out
-    again = pipeline(*SUBMIT, "--set", "embed.long={policy: truncate, length: 100, overlap: 0}")
-    assert "warning: 2 sequences are embedded truncated to 100 residues, in fp32" in again.out
-
-
-def test_a_card_that_is_asked_for_but_not_lent_is_a_conflict(fasta: Path, pipeline: Command) -> None:
-    write_fasta(fasta, natural(1))
-    done = pipeline(*SUBMIT, "--set", "embed.device=cuda")
-    assert done.code == 2
-    assert "device is cuda, but cluster.embed.gpus is 0" in done.err
-
-
-@pytest.mark.nightly
-def test_a_card_that_torch_does_not_see_is_named(fasta: Path, pipeline: Command) -> None:
-    write_fasta(fasta, natural(1))
-    done = pipeline(*SUBMIT, "--set", "cluster.slots.gpus=1", "--set", "cluster.embed.gpus=1")
-    assert done.code == 7
-    assert "this task was to run on a GPU, and torch sees none" in done.err
-    assert "--set embed.device=cpu" in done.err
-    assert "Traceback" not in "".join(path.read_text() for path in newest(fasta).logs.iterdir())
-
-
-@pytest.mark.nightly
-def test_the_next_command_repeats_what_was_typed(fasta: Path, pipeline: Command) -> None:
-    (fasta / "pipeline.yaml").rename(fasta / "other.yaml")
-    write_fasta(fasta, natural(4))
-    little = ("--set", "cluster.embed.mem=64MiB", "--set", "cluster.slots.mem=64MiB", *SCAN_FITS)
-    done = pipeline(*SUBMIT, "--config", "other.yaml", *little)
-    typed = "pipeline submit --stage embed --config other.yaml --set"
-    assert f"next: {typed}" in done.err
-    assert "--set cluster.embed.mem=10" in done.err
-    assert "note: embed: a task gets 64.0 MiB, and is thought to need 1.0 GiB" in done.err
-
-
-def test_absent_weights_are_refused_before_the_scan_also_where_memory_is_pinned(fasta: Path, pipeline: Command) -> None:
-    write_fasta(fasta, natural(1))
-    pinned = ("--set", "cluster.embed.mem=2GiB", "--set", "cluster.scan.mem=2GiB")
-    assert pipeline(*SUBMIT, *pinned, "--set", "embed.weights=nowhere.pt").code == 2
-    assert not (fasta / "runs").exists()
-
-
-def test_weights_with_numbers_that_are_none_are_refused(fasta: Path, pipeline: Command) -> None:
+def test_weights_with_numbers_that_are_none_are_refused(fasta, pipeline):
     write_fasta(fasta, natural(1))
     with torch.serialization.safe_globals([Namespace]):
         data = torch.load(fasta / "esm2_tiny.pt", weights_only=True)
@@ -521,18 +352,18 @@ def test_weights_with_numbers_that_are_none_are_refused(fasta: Path, pipeline: C
     for words in (("weights", "check", "esm2_nan.pt"), (*SUBMIT, "--set", "embed.weights=esm2_nan.pt")):
         done = pipeline(*words)
         assert done.code == 3
-        assert "layers.1.fc1.weight holds 3 numbers that are not finite" in done.err
+        assert "layers.1.fc1.weight" in done.err
 
 
-def test_a_cache_that_cannot_be_written_is_found_before_anything_is_computed(fasta: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_found_before_anything_is_computed(fasta):
     project = Project.open(read_config(fasta / "pipeline.yaml", [f"cache.root={fasta}/cache/here"]).config)
     refuse_unfit_disk(project, StageSurvey({}, (), bytes=1), ["embed"])
     (fasta / "cache").write_text("not a folder")
-    with pytest.raises(CacheUnusable, match="the cache cannot be written: Not a directory"):
+    with pytest.raises(CacheUnusable):
         refuse_unfit_disk(project, StageSurvey({}, (), bytes=1), ["embed"])
 
 
-def test_the_memory_of_a_task_is_that_of_all_its_processes(fasta: Path) -> None:
+def test_the_memory_of_a_task_is_that_of_all_its_processes(fasta):
     write_fasta(fasta, natural(1))
 
     def asked(*sets: str) -> int:
@@ -545,39 +376,11 @@ def test_the_memory_of_a_task_is_that_of_all_its_processes(fasta: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_tasks_are_as_many_as_can_run_at_once_and_no_more_where_more_would_not_pay(fasta: Path) -> None:
-    write_fasta(fasta, natural(8))
-    subprocess.run([PIPELINE, "submit", "--stage", "scan", "--follow"], cwd=fasta, check=True, capture_output=True)
-
-    def tasks(cost: float, at_once: int, *sets: str) -> int:
-        project = Project.open(read_config(fasta / "pipeline.yaml", sets).config)
-        return embed_stage._tasks(project, 10_000, cost, at_once)
-
-    minute = 60 * embed_stage.RATE_OF_CORE
-    assert tasks(0.1 * minute, at_once=64) == 1
-    assert tasks(minute, at_once=64) == 3
-    assert tasks(10 * minute, at_once=8) == 8
-    assert tasks(100 * minute, at_once=1) == 10
-    assert tasks(100 * minute, 1, "cluster.embed.gpus=1") == 1
-    assert tasks(minute, 8, "cluster.embed.items_per_task=100") == 100
-
-
-@pytest.mark.parametrize(("running", "left_s"), [(1, 300.0), (2, 150.0), (0, 300.0)])
-def test_the_time_left_is_by_the_processes_that_still_run(running: int, left_s: float) -> None:
-    ended = {
-        "forward_s": 100.0, "cost_done": 10.0, "residues": 1000.0, "tokens": 1100.0, "encoded_residues": 1000.0,
-        "host_peak_bytes": 5.0, "device_peak_bytes": 0.0, "lowest_cosine": 1.0, "splits": 1,
-    }  # fmt: skip
-    found = summary([ended] * 7, cost=100.0, running=running)
-    assert (found["left_s"], found["residues_per_s"], found["splits"]) == (left_s, 10.0, 7)
-
-
-@pytest.mark.nightly
-def test_a_process_that_was_killed_is_reported_as_a_shell_would(fasta: Path, tmp_path: Path) -> None:
+def test_a_process_that_was_killed_is_reported_as_a_shell_would(fasta, tmp_path):
     write_fasta(fasta, natural(8))
     settings = ["cluster.embed.gpus=2", "embed.device=cpu", "cluster.embed.mem=4GiB"]
     config = read_config(fasta / "pipeline.yaml", settings).config
-    subprocess.run([PIPELINE, "submit", "--stage", "scan", "--follow"], cwd=fasta, check=True, capture_output=True)
+    kit.Project(fasta).finishes("scan")
     run = new_run(config, ["embed"])
     embed_stage.EmbedStage().survey(Project.open(config), run, at_once=1).write_shards(run, "embed")
     limit = "import resource; resource.setrlimit(resource.RLIMIT_CPU, (0, 0))"  # the kernel kills what computes
