@@ -120,22 +120,6 @@ def peptide(gap: float, *names: str) -> str:
     return lines + "TER\n"
 
 
-def test_neighbours_in_a_chain_are_bonded_where_they_are_near_and_not_across_a_break() -> None:
-    assert "ALA1.C-ALA2.N" in found(complex_of(peptide(1.33, "ALA", "ALA")))
-    broken = found(complex_of(peptide(3.0, "ALA", "ALA")))
-    assert len(broken) == 2 * 4
-
-
-def test_a_template_does_not_bond_atoms_that_are_far_apart() -> None:
-    lines = peptide(1.33, "ALA").replace("   1.990  -0.770  -1.200", "  90.000   0.000   0.000")
-    assert found(complex_of(lines)) == {"ALA1.N-ALA1.CA", "ALA1.CA-ALA1.C", "ALA1.C-ALA1.O"}
-
-
-def test_an_atom_that_the_template_lacks_is_bonded_by_its_radius() -> None:
-    lines = peptide(1.33, "ALA").replace("TER\n", "") + line("XD", "ALA", "A", 1, xyz=(3.4, -0.8, -1.2), element="C")
-    assert "ALA1.CB-ALA1.XD" in found(complex_of(lines))
-
-
 def cysteines(apart: float) -> str:
     pair = peptide(9.0, "CYS", "CYS")
     return pair.replace("TER\n", "") + "".join(
@@ -143,17 +127,10 @@ def cysteines(apart: float) -> str:
     )
 
 
-def test_sulfurs_are_a_disulfide_by_distance_and_never_when_far_apart_whatever_the_file_says() -> None:
-    bond = "CYS1.SG-CYS2.SG"
-    assert bond in found(complex_of(cysteines(2.05)))
-    ssbond = "SSBOND   1 CYS A    1    CYS A    2                          1555   1555  2.80  \n"
-    assert bond not in found(complex_of(cysteines(2.8)))
-    assert bond in found(complex_of(ssbond + cysteines(2.8)))
-    assert bond not in found(complex_of(ssbond + cysteines(5.0)))
-
-
 LINK = "LINK         ND2 ASN A   1                 C1  NAG A 101     1555   1555  1.45  \n"
 METAL = "LINK        ZN    ZN A 102                 ND2 ASN A   1     1555   1555  2.05  \n"
+OTHER = "LINK         C1  NAG A 101                 C2  NAG A 101     1555   1555  1.50  \n"
+SSBOND = "SSBOND   1 CYS A    1    CYS A    2                          1555   1555  2.80  \n"
 GLYCAN = (
     peptide(1.33, "ASN").replace("TER\n", "")
     + line("ND2", "ASN", "A", 1, xyz=(10, 0, 0))
@@ -162,19 +139,29 @@ GLYCAN = (
     + line("C2", "NAG", "A", 101, xyz=(12.2, 1.3, 0), record="HETATM")
     + line("ZN", "ZN", "A", 102, xyz=(10, 2.0, 0), element="ZN", record="HETATM")
 )
+EXTRA = line("XD", "ALA", "A", 1, xyz=(3.4, -0.8, -1.2), element="C")
+DISULFIDE, GLYCOSIDE = "CYS1.SG-CYS2.SG", "ASN1.ND2-NAG101.C1"
+CASES = {  # lines, a bond, and whether it is one
+    "neighbours in a chain": (peptide(1.33, "ALA", "ALA"), "ALA1.C-ALA2.N", True),
+    "across a break": (peptide(3.0, "ALA", "ALA"), "ALA1.C-ALA2.N", False),
+    "an atom that the template lacks": (peptide(1.33, "ALA").replace("TER\n", "") + EXTRA, "ALA1.CB-ALA1.XD", True),
+    "near sulfurs": (cysteines(2.05), DISULFIDE, True),
+    "sulfurs too far apart": (cysteines(2.8), DISULFIDE, False),
+    "sulfurs that the file names": (SSBOND + cysteines(2.8), DISULFIDE, True),
+    "far sulfurs that the file names": (SSBOND + cysteines(5.0), DISULFIDE, False),
+    "a link": (LINK + METAL + GLYCAN, GLYCOSIDE, True),
+    "a molecule whose neighbour is not named": (LINK + METAL + GLYCAN, "NAG101.C1-NAG101.C2", True),
+    "coordination of a metal": (LINK + METAL + GLYCAN, "ASN1.ND2-ZN102.ZN", False),
+    "radii, where the file names nothing": (GLYCAN, GLYCOSIDE, True),
+    "radii, where the file names others": (OTHER + GLYCAN, GLYCOSIDE, False),
+}
 
 
-def test_a_link_is_a_bond_and_the_coordination_of_a_metal_is_none() -> None:
-    seen = found(complex_of(LINK + METAL + GLYCAN))
-    assert {"ASN1.ND2-NAG101.C1", "NAG101.C1-NAG101.C2"} <= seen
-    assert not any("ZN" in bond for bond in seen)
-
-
-def test_radii_join_a_molecule_to_its_neighbour_only_where_the_file_says_nothing() -> None:
-    bond = "ASN1.ND2-NAG101.C1"
-    assert bond in found(complex_of(GLYCAN))
-    told = "LINK         C1  NAG A 101                 C2  NAG A 101     1555   1555  1.50  \n"
-    assert bond not in found(complex_of(told + GLYCAN))
+def test_what_is_a_bond_and_what_is_none() -> None:
+    for name, (lines, bond, is_one) in CASES.items():
+        assert (bond in found(complex_of(lines))) == is_one, name
+    far = peptide(1.33, "ALA").replace("   1.990  -0.770  -1.200", "  90.000   0.000   0.000")
+    assert found(complex_of(far)) == {"ALA1.N-ALA1.CA", "ALA1.CA-ALA1.C", "ALA1.C-ALA1.O"}
 
 
 def numbered(lines: str) -> str:

@@ -75,7 +75,6 @@ def test_heavy_and_light_chain_against_the_antigen_come_from_a_summary_table_and
     rows = "2vxt\tH\tL\t0\tI\tprotein\n2vxt\tH\tL\t0\tNA\tNA\n"
     (tmp_path / "sabdab_summary.tsv").write_text(SUMMARY + rows)
     item, without = items(SourceSpec("sabdab", tmp_path / "sabdab_summary.tsv"))
-    assert isinstance(item, Item)
     assert isinstance(without, Rejection)
     graph, there = graph_of(item), build_residue_graph(bound["2VXT"], RECIPE)
     assert [[own.name for own in part.chains] for part in graph.parts] == [["H", "L"], ["I"]]
@@ -106,8 +105,7 @@ def test_bound_structures_that_do_not_touch_reject_the_unbound_input(tmp_path: P
     moved = [f"{line[:30]}{float(line[30:38]) + 900:8.3f}{line[38:]}" for line in lines]
     (tmp_path / "1Z0K_l_b.pdb").write_text("\n".join([*moved, "END\n"]))
     for state in ("bound", "unbound"):
-        (item,) = items(SourceSpec("pairs", tmp_path, state=state))  # type: ignore[arg-type]
-        assert isinstance(item, Item)
+        (item,) = items(SourceSpec("pairs", tmp_path, state=state))
         with pytest.raises(UnusableInput, match="nearest heavy atoms of the partners are") as caught:
             build_residue_graph(read_item(item), RECIPE)
         assert caught.value.reason is Reason.NO_CONTACTS

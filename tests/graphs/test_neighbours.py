@@ -13,7 +13,6 @@ from scipy.spatial.transform import Rotation
 
 from pipeline.graphs import neighbours
 from pipeline.graphs.neighbours import between, closest, coincident, within
-from pipeline.structures.inventory import Complex
 
 Points = NDArray[np.float64]
 WAYS = pytest.mark.parametrize("few", [0, 10**9], ids=["tree", "matrix"])
@@ -75,23 +74,6 @@ def test_neighbours_in_another_set_are_those_of_brute_force(
         both = turned(np.concatenate([points, targets]), seed)
         moved, elsewhere = both[: len(points)], both[len(points) :]
         np.testing.assert_array_equal(between(moved, elsewhere, nearest, radius), expected)
-
-
-@WAYS
-@SOME
-@given(
-    points=st.lists(st.tuples(*[st.floats(-30, 30, width=32)] * 3), min_size=1, max_size=50),
-    nearest=st.integers(0, 20),
-    radius=st.none() | st.floats(0.01, 40),
-)
-def test_any_points_also_equal_ones_give_the_edges_of_brute_force(
-    few: int, points: list[tuple[float, float, float]], nearest: int, radius: float | None
-) -> None:
-    array = np.array(points).round(3)
-    expected = by_brute_force(array, array, nearest, radius, same=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(neighbours, "FEW", few)
-        np.testing.assert_array_equal(within(array, nearest, radius), expected)
 
 
 def test_a_plane_of_ties_larger_than_what_the_tree_is_first_asked_for_is_settled_by_index(
@@ -164,24 +146,3 @@ def test_points_at_one_place_are_found_and_no_others(
     assert coincident(turned(points, seed)).tolist() == expected
     points[len(cells) :, 1] += 0.001
     assert coincident(points).tolist() == []
-
-
-@WAYS
-@pytest.mark.parametrize(("nearest", "radius"), [(20, None), (0, 10.0), (6, 7.5)])
-def test_edges_on_every_shared_complex_are_those_of_brute_force(
-    few: int, nearest: int, radius: float | None, complexes: dict[str, Complex], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(neighbours, "FEW", few)
-    for name, read in complexes.items():
-        for side in read.sides.values():
-            atom = side.structure.backbone_R5[side.residues(), 1]
-            points = side.structure.pos_A3[atom[atom >= 0]]
-            apart = points[:, None] - points[None]
-            steps = np.rint((apart * apart).sum(axis=-1) * 1e6)
-            np.fill_diagonal(steps, np.inf)
-            order = np.argsort(steps, axis=1, kind="stable")[:, :nearest]
-            expected = np.zeros(steps.shape, bool)
-            np.put_along_axis(expected, order, values=True, axis=1)
-            if radius is not None:
-                expected |= steps <= radius**2 * 1e6
-            np.testing.assert_array_equal(within(points, nearest, radius), np.nonzero(expected)[::-1], err_msg=name)

@@ -25,8 +25,8 @@ from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.record import Record
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.inventory import Complex, ScanRecipe, examine_item, item_key
-from pipeline.structures.parsing.aligned_errors import pae_beside, pae_candidates, read_errors
-from pipeline.structures.parsing.structure_files import File, plain_files
+from pipeline.structures.parsing.aligned_errors import pae_candidates, read_errors
+from pipeline.structures.parsing.structure_files import File
 from pipeline.structures.policy import Policy
 from pipeline.training.items.batch_layout import ItemArrays
 from pipeline.training.items.crop import crop_item, crop_rng
@@ -132,7 +132,6 @@ def test_residues_that_are_no_nodes_are_rows_all_the_same() -> None:
     policy = Policy(plddt="marked", min_plddt=70.0, pae="beside")
     reading = replace(BESIDE.reading, b_factors=True)
     read = examined(pdb(), alphafold_db(WHOLE), replace(BESIDE, policy=policy, reading=reading))[1]
-    assert read is not None
     graph = build_graph(read, GRAPH)
     kept = [0, 1, 2, 3, 7]  # of the receptor; 70 and more
     neighbour_E, node_E = graph.parts[0].edges["near"]
@@ -182,7 +181,6 @@ def test_partners_in_files_of_their_own_have_their_own_errors_and_none_between_t
     assert np.isnan(ligand).all()
     assert not unbound.cross_fields
     together = examine_item(Item("i", parts), files, BESIDE)[1]
-    assert together is not None
     assert np.isnan(build_graph(together, GRAPH).cross_fields["near.pae"]).all()
 
 
@@ -324,21 +322,6 @@ def test_a_json_that_changes_goes_or_comes_makes_the_item_anew_and_what_stands_s
     assert scanned(item, BESIDE, tmp_path / "cache")()
 
 
-def test_a_json_that_is_too_large_is_refused_before_it_is_read_and_named(predicted: tuple[Item, Path]) -> None:
-    item, beside = predicted
-    beside.write_bytes(alphafold_db(WHOLE) + b" " * 20_000)
-    packed = beside.with_suffix(".json.gz")
-    packed.write_bytes(gzip.compress(beside.read_bytes()))
-    for name in (beside.name, packed.name):
-        with pytest.raises(UnusableInput, match=f"file_too_large: {name}"):
-            plain_files(10_000, BESIDE.paths).of(item)
-        beside.unlink(missing_ok=True)
-    assert pae_beside(item.parts[0].path) == (str(packed),)
-    packed.write_bytes(packed.read_bytes()[:-9])
-    with pytest.raises(UnusableInput, match=f"truncated_file: {packed.name}"):
-        plain_files(99_999, BESIDE.paths).of(item)
-
-
 def test_a_check_of_the_cache_finds_errors_that_are_none() -> None:
     arrays, meta = encode_graph(graph_of(pdb(), alphafold_db(WHOLE)))
     for name in [name for name in arrays if name.endswith(".pae")]:
@@ -388,19 +371,6 @@ def test_tasks_find_it_beside_the_edges_of_each_item_and_of_a_batch(predicted: t
     assert first.cross.keys() == batch.cross.keys() == {"near"}
     assert np.array_equal(first.cross_fields["near.pae"], wanted(graph, WHOLE)[2])
     assert len(batch.cross_fields["near.pae"]) == batch.cross["near"].shape[1]
-
-
-def test_pyg_has_it_at_the_edges() -> None:
-    pytest.importorskip("torch_geometric")
-    from pipeline.graphs import pyg_view
-
-    graph = graph_of(pdb(), alphafold_db(WHOLE))
-    whole, single = pyg_view.data(graph), pyg_view.data(graph.parts[0])
-    kinds = [("receptor", "near", "receptor"), ("ligand", "near", "ligand"), ("ligand", "near", "receptor")]
-    for kind, errors_E in zip(kinds, wanted(graph, WHOLE), strict=True):
-        assert np.array_equal(whole[kind].pae, errors_E)
-    assert whole.validate()
-    assert np.array_equal(single.edge_pae, wanted(graph, WHOLE)[0])
 
 
 @pytest.mark.nightly

@@ -58,7 +58,7 @@ TAGS = """
 SITES = "loop_\n" + "".join(f"_atom_site.{tag}\n" for tag in TAGS.split())
 
 
-def atoms(scale: float = 1.0):  # type: ignore[no-untyped-def]
+def atoms(scale: float = 1.0):
     """Yield chain, residue name, number, atom name, place and pLDDT of a model of two chains."""
     for chain, (number, name) in product("AB", enumerate(NAMES, 1)):
         for atom, x, y in ATOMS[: 4 if name == "GLY" else 5]:
@@ -97,7 +97,7 @@ def cif(quality: str = QUALITY_CIF) -> bytes:
 
 
 def recipe(plddt: str = "marked", least: float | None = None, low: str = "drop", **policy: str) -> ScanRecipe:
-    chosen = Policy(plddt=plddt, min_plddt=least, low_plddt=low, **policy)  # type: ignore[arg-type]
+    chosen = Policy(plddt=plddt, min_plddt=least, low_plddt=low, **policy)
     return ScanRecipe(reading=FileReading(b_factors=plddt != "none"), policy=chosen)
 
 
@@ -111,7 +111,6 @@ def inventory_of(data: bytes, chosen: ScanRecipe, suffix: str = "pdb") -> Invent
 def arrays_of(data: bytes, chosen: ScanRecipe, graph: GraphRecipe, suffix: str = "pdb") -> dict[str, np.ndarray]:
     """Return the arrays of a graph, which a check of the cache must find to be right."""
     read = examined(data, *PARTNERS, recipe=chosen, suffix=suffix)[1]
-    assert read is not None
     arrays, meta = encode_graph(build_graph(read, graph))
     assert list(wrong_form(arrays, meta, graph.plain())) == []
     assert decode_graph(arrays, meta).parts[0].size > 0
@@ -192,7 +191,6 @@ def test_bound_structures_are_read_as_experiments() -> None:
     parts = [tuple(Part(part.role, path, part.chains) for part in PARTNERS) for path in files]
     inventory, read = examine_item(Item("i", parts[0], parts[1]), files, recipe(least=70.0))
     assert inventory.reason is None
-    assert read is not None
     assert build_graph(read, GraphRecipe()).parts[0].nodes["labelled"].all()
 
 

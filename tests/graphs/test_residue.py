@@ -190,28 +190,6 @@ def test_contacts_are_counted_up_to_and_with_the_cutoff_wherever_the_complex_lie
     assert refusal(read, GraphRecipe(contacts=4.999))[0] is Reason.NO_CONTACTS
 
 
-@pytest.mark.parametrize("cutoff", [3.0, 12.0])
-def test_contacts_are_those_of_all_pairs_of_atoms(cutoff: float) -> None:
-    read = complex_of(complex_pdb(3, 90, 60).decode(), *AB)
-    graph = residue_graph.build_residue_graph(read, GraphRecipe(contacts=cutoff))
-    (rows, atoms), (columns, others) = (
-        (np.searchsorted(one.residues(), one.structure.residue_A[kept]), one.structure.pos_A3[kept])
-        for one in read.sides.values()
-        for kept in [np.isin(one.structure.residue_A, one.residues())]
-    )
-    apart = np.linalg.norm(atoms[:, None] - others[None], axis=-1)
-    found: Counter[tuple[int, int]] = Counter()
-    nearest: dict[tuple[int, int], float] = {}
-    for one, other in np.argwhere(apart <= cutoff).tolist():
-        pair = int(rows[one]), int(columns[other])
-        found[pair] += 1
-        nearest[pair] = min(nearest.get(pair, np.inf), apart[one, other])
-    pairs = [tuple(pair) for pair in graph.labels["contact_pairs"].tolist()]
-    assert pairs == sorted(found)
-    assert graph.labels["contact_atoms"].tolist() == [found[pair] for pair in pairs]
-    np.testing.assert_allclose(graph.labels["contact_nearest"], [nearest[pair] for pair in pairs], atol=1e-5)
-
-
 def test_chains_of_ca_only_are_graphs_where_the_policy_allows_and_say_what_is_missing() -> None:
     lines = "".join(residue_lines("ALA", name, number, ("CA",)) for name in "AB" for number in range(1, 5))
     lines = lines.replace("   0.000   0.000  1.00", "   0.000   4.000  1.00", 4)
@@ -257,7 +235,6 @@ def refused() -> dict[str, tuple[Complex, GraphRecipe, Reason]]:
     lines = "".join(strand(name, 4, y=y) for name, y in zip("ABCD", (0, 40, 80, 80), strict=True))
     bound = (side(Role.RECEPTOR, "C"), side(Role.LIGAND, "D"))
     _, on_each_other = examined((lines + "END\n").encode(), *AB, bound=bound)
-    assert on_each_other is not None
     return {
         "a partner of one residue": (complex_of(strand("A", 4) + strand("B", 1, y=4), *AB), default, Reason.NO_EDGES),
         "all farther than the radius": (sparse, GraphRecipe(neighbours=0, radius=8.0), Reason.NO_EDGES),

@@ -258,13 +258,13 @@ def test_entries_come_in_order_and_several_threads_and_another_process_read_them
     found, again = (read_twice(KINDS[kind].write(folder, list(range(6)))) for folder in (tmp_path, tmp_path / "copy"))
     assert [int(re.findall(r"\d+$", entry.id)[0]) for entry in found] == list(range(6))
     assert all(isinstance(entry, Entry) and entry.origin.startswith(f"{KINDS[kind].name}:") for entry in found)
-    digests = [[arrays_digest(as_arrays(one.arrays)) for one in some] for some in (found, again)]  # type: ignore[union-attr]
+    digests = [[arrays_digest(as_arrays(one.arrays)) for one in some] for some in (found, again)]
     assert digests[0] == digests[1]
     assert len(set(digests[0])) == 6
     reader = KINDS[kind].reader(tmp_path / KINDS[kind].name)
     with ThreadPoolExecutor(4) as threads:
         for entry, arrays in zip(found * 4, threads.map(lambda one: reader.read(one.place), found * 4), strict=True):
-            assert_same(arrays, entry.arrays)  # type: ignore[union-attr]
+            assert_same(arrays, entry.arrays)
 
 
 @EACH
@@ -424,7 +424,7 @@ def refused(folder: Path) -> dict[str, Callable[[], Any]]:
 
     def read_columns(name: str) -> list[Any]:
         reader, datasets = columns[name]
-        return list(reader(columns_file(folder / f"{name}.h5", **datasets)).entries())  # type: ignore[operator]
+        return list(reader(columns_file(folder / f"{name}.h5", **datasets)).entries())
 
     return {
         **{name: partial(read_columns, name) for name in columns},

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.readers import hdf5, made
+from pipeline.readers import hdf5
 from pipeline.readers.pairs import Pairs
 from pipeline.readers.spectra import Spectra
 from pipeline.records import Entry, Rejection
@@ -39,7 +39,6 @@ def test_columns_are_found_by_their_names_in_any_case(tmp_path: Path) -> None:
         adduct=["[M+H]+"],
     )
     (entry,) = read(path, target=("logP", "qed"))
-    assert isinstance(entry, Entry)
     assert (entry.id, entry.place, entry.split, entry.origin) == ("L-Mellein_(x)", [0, 0], "val", "x.hdf5:0")
     expected = {
         "peaks.mz": np.array([100, 200], np.float32),
@@ -91,17 +90,6 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, peak_
             kept = order[relative[order] > 0]
             assert entry.arrays["peaks.mz"].tolist() == mz[kept].tolist()
             assert entry.arrays["peaks.intensity"].tolist() == relative[kept].tolist()
-
-
-def test_both_formats_of_made_spectra_give_the_same(tmp_path: Path) -> None:
-    made.spectra(tmp_path / "x.mgf", 40, seed=5)
-    made.spectra(tmp_path / "x.h5", 40, seed=5)
-    both = zip(read(tmp_path / "x.mgf", target="target"), read(tmp_path / "x.h5", target="target"), strict=True)
-    for one, other in both:
-        assert isinstance(one, Entry)
-        assert isinstance(other, Entry)
-        assert (one.id, one.split) == (other.id, other.split)
-        assert_same(one.arrays, other.arrays)
 
 
 def test_more_rows_than_the_file_has_bytes_are_a_damaged_header(tmp_path: Path) -> None:
@@ -166,7 +154,6 @@ def test_rows_of_numbers_are_vectors(tmp_path: Path) -> None:
     patches = np.arange(24, dtype=np.float64).reshape(2, 3, 4)
     path = columns_file(tmp_path / "x.h5", image=patches, text=["a", "bc"], id=["p", "q"], split=["train", "val"])
     first, second = read_twice(Pairs(path, left="image", right="text"))
-    assert isinstance(first, Entry)
     assert_same(first.arrays, {"left.vector": patches[0].astype(np.float32), "right.token": np.array([97], np.uint8)})
     assert (second.id, second.split, second.origin, second.place) == ("q", "val", "x.h5:1", [1])
 

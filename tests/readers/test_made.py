@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +40,6 @@ def test_made_captions_say_what_their_pictures_show_in_a_token_a_word(tmp_path: 
     made.captions(path, 20, seed=3)
     reader = Captions(path, label="class", classes="classes.txt", merges="merges.txt", size=images.SIDE)
     for entry in reader.entries():
-        assert isinstance(entry, Entry)
         assert len(entry.arrays["right.token"]) == 2 + len(["a", "red", "disc", "left", "of", "a", "blue", "ring"])
         colour, _ = images.CLASSES[int(entry.arrays["class"])].split()
         left_HWC = entry.arrays["left.image"][:, : images.SIDE // 2]
@@ -51,7 +51,6 @@ def test_fragments_of_the_peptide_are_the_highest_peaks(tmp_path: Path) -> None:
     made.spectra(path, 40, seed=4)
     hits, chance = [], []
     for entry in Spectra(path).entries():
-        assert isinstance(entry, Entry)
         residue_L, mz_P = entry.arrays["peptide.residue"], entry.arrays["peaks.mz"]
         charge, precursor = int(entry.arrays["charge"]), float(entry.arrays["precursor_mz"])
         assert precursor == pytest.approx(peptides.mass(residue_L) / charge + peptides.PROTON, rel=1e-6)
@@ -78,11 +77,15 @@ def test_three_spectra_are_of_one_molecule_whose_property_is_that_of_its_parts(t
     assert sum("negative.mz" in entry.arrays for entry in entries) > 30  # isomers: of one mass, and others
 
 
-def test_all_formats_hold_the_same_pairs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("make", "reader", "suffixes"),
+    [(made.pairs, Pairs, (".tsv", ".csv", ".h5")), (made.spectra, Spectra, (".mgf", ".h5"))],
+)
+def test_all_formats_hold_the_same(tmp_path: Path, make: Any, reader: Any, suffixes: tuple[str, ...]) -> None:
     found = []
-    for suffix in (".tsv", ".csv", ".h5"):
-        made.pairs(tmp_path / f"x{suffix}", 25, seed=9)
-        found.append(list(Pairs(tmp_path / f"x{suffix}").entries()))
+    for suffix in suffixes:
+        make(tmp_path / f"x{suffix}", 25, seed=9)
+        found.append(list(reader(tmp_path / f"x{suffix}").entries()))
     for one, *others in zip(*found, strict=True):
         for other in others:
             assert (one.id, one.split) == (other.id, other.split)

@@ -66,14 +66,6 @@ def test_positives_are_of_its_molecule_and_negatives_of_another_of_its_mass_and_
     assert_same(plain["C0"].arrays, entries["C0"].arrays)
 
 
-def test_candidates_are_no_more_than_asked_for_and_the_same_each_time(tmp_path: Path) -> None:
-    path = library(tmp_path / "x.mgf", 12)
-    one, same, other = (found_in(path, candidates=2, seed=seed) for seed in (0, 0, 1))
-    assert len(one["A0"].arrays["negatives.precursor_mz"]) == 2
-    assert [entry.place for entry in one.values()] == [entry.place for entry in same.values()]
-    assert [entry.place for entry in one.values()] != [entry.place for entry in other.values()]
-
-
 def test_an_item_draws_one_of_its_candidates_by_its_own_numbers(tmp_path: Path) -> None:
     entries = found_in(library(tmp_path / "x.mgf", 12))
     task = SpectraFinetune(head="embedding", **SMALL)

@@ -20,7 +20,6 @@ from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, EmbeddingRecipe, Va
 from pipeline.encoder.engine.encoder_source import EsmSource
 from pipeline.encoder.engine.token_batches import EngineSettings
 from pipeline.encoder.forward import linear, parity
-from pipeline.encoder.forward.linear import bf16_products_here
 from pipeline.encoder.forward.parity import ParityVerdict, Reference
 from pipeline.errors import CacheFull, JobFailed
 from pipeline.records import Reason, TaskContext
@@ -191,15 +190,6 @@ def test_half_precision_that_misses_the_reference_publishes_nothing_where_no_oth
     assert shelves.embeddings.stat().records == 0
     assert run(path, replace(strict, half_fallback=True), shelves) == [None] * len(TEXTS)
     assert set(looked_up(replace(strict, half_fallback=True), shelves)) == {Variant("fp32")}
-
-
-@pytest.mark.skipif(not bf16_products_here(), reason="this processor has neither AVX512-BF16 nor AMX")
-def test_weights_with_large_activations_are_embedded_in_fp32(tmp_path: Path, shelves: EmbedShelves) -> None:
-    path = tmp_path / "esm2_large.pt"
-    write_random_checkpoint(path, layers=6, dim=64, heads=4, stress=6.0)
-    products = EmbeddingRecipe(digest_weights(load_esm_checkpoint(path)), 6, "chain", BF16_PRODUCTS, "fp32")
-    assert run(path, products, shelves) == [None] * len(TEXTS)
-    assert set(looked_up(products, shelves)) == {Variant("fp32")}
 
 
 def test_a_processor_without_bf16_products_computes_in_fp32_or_says_what_to_do(

@@ -74,7 +74,7 @@ def test_a_bug_costs_one_item(tmp_path: Path, store: Store, monkeypatch: pytest.
         if not list(store.keys()) and not choked:
             choked.append(1)
             raise ZeroDivisionError("deep inside")
-        return build(read, recipe)  # type: ignore[arg-type]
+        return build(read, recipe)
 
     choked: list[int] = []
     monkeypatch.setattr(build_module, "build_graph", choke)

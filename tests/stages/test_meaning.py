@@ -70,7 +70,6 @@ def made(seed: int, structures: Structures = PLAIN, residues: tuple[int, int] = 
     """Return a made complex as it is read."""
     item = Item("c", parts=(Part(Role.COMPLEX, "c.pdb"),))
     inventory, read = examine_item(item, {"c.pdb": File(complex_pdb(seed, *residues), DIGEST)}, structures)
-    assert read is not None
     return inventory, read
 
 

@@ -30,7 +30,7 @@ def atom(
 def residue(resname: str, chain: str, number: int, atoms: tuple[str, ...] = BACKBONE, **fields: object) -> str:
     """Return the lines of one residue."""
     return "".join(
-        atom(name, resname, chain, number, xyz=(number % 1000 * 3.8, index, 0.0), **fields)  # type: ignore[arg-type]
+        atom(name, resname, chain, number, xyz=(number % 1000 * 3.8, index, 0.0), **fields)
         for index, name in enumerate(atoms)
     )
 

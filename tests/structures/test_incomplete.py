@@ -33,7 +33,7 @@ GAPS = (
 )
 
 
-def examined(lines: str, recipe: ScanRecipe | None = None):  # type: ignore[no-untyped-def]
+def examined(lines: str, recipe: ScanRecipe | None = None):
     file = File(lines.encode(), "00")
     return examine_item(Item("c", parts=(BOTH,)), {"c.pdb": file}, recipe or ScanRecipe())
 
@@ -82,16 +82,3 @@ def test_what_is_left_out_is_counted_and_listed_where_people_look(
     assert line in pipeline("status").out
     assert line in run.report.read_text()
     assert run.residues_left_out.name in pipeline("status").out
-
-
-def test_two_files_put_together_are_one_complex_and_the_scan_says_so(
-    tmp_path: Path, pipeline: Command, make_project: Callable[..., Path]
-) -> None:
-    folder = make_project(1)
-    both = chain("A", "ALA", "GLY") + "END\n" + chain("B", "SER", "GLY", first=100) + "END\n"
-    (folder / "data" / "both.pdb").write_text(both)
-    settle(folder / "data")
-    said = pipeline("submit", "--stage", "scan", "--executor", "local", "--follow")
-    assert said.code == 0, said.err
-    assert "2 accepted, 0 rejected" in said.out
-    assert "read on behind END: 1 item" in pipeline("status").out

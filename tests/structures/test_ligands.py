@@ -167,7 +167,7 @@ def links(structure: Structure) -> set[tuple[str, str, bool]]:
             sure,
         )
         for pair, sure in zip(found.atoms_L2.tolist(), found.covalent_L.tolist(), strict=True)
-    }  # type: ignore[return-value]
+    }
 
 
 LINK = "LINK         C   ALA A   2                 C2  GTP A 301     1555   1555  1.45  \n"

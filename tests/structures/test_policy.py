@@ -111,7 +111,7 @@ def test_an_ion_before_the_chain_is_no_residue_and_calcium_no_alpha_carbon() -> 
     ion = atom("CA", "CA", "A", 900, record="HETATM", element="CA")
     lines = ion + "".join(residue(name, "A", number) for number, name in enumerate(["ALA", "CYS", "ASP"], 1))
     for require in ("ca", "backbone"):
-        structure = read(lines, Policy(require=require))  # type: ignore[arg-type]
+        structure = read(lines, Policy(require=require))
         assert (sequences(structure), structure.chains[0].nodes) == (["ACD"], 3)
 
 
@@ -174,7 +174,7 @@ SEQUENCES: dict[str, tuple[str, list[str], dict[str, object]]] = {
 
 def test_sequences_are_those_of_the_residues() -> None:
     for name, (lines, wanted, how) in SEQUENCES.items():
-        structure = read(lines, **how)  # type: ignore[arg-type]
+        structure = read(lines, **how)
         assert sequences(structure) == wanted, name
         assert [one.nodes for one in structure.chains] == [len(one.sequence) for one in structure.chains], name
 

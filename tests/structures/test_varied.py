@@ -132,7 +132,7 @@ def file(folder: Path, name: str) -> File:
     return File(read_file(folder / "varied" / name, LIMIT), "00")
 
 
-def biotite_polymer_atoms(path: Path):  # type: ignore[no-untyped-def]  # biotite has no types
+def biotite_polymer_atoms(path: Path):  # biotite has no types
     """Return the polymer atoms of the first model as biotite reads them, one conformer, no caps, no ligands."""
     import biotite.structure as struc
     from biotite.structure.io import pdb, pdbx

@@ -31,7 +31,7 @@ LIMIT = 1 << 20
 def structure(topology: bytes | None = None, coordinates: bytes | None = None, **policy: str) -> Structure:
     own, beside = complex_files()
     table = parse_structure(topology or own, "amber", FileReading(), beside=coordinates or beside)
-    return apply_policy(table, Policy(**policy))  # type: ignore[arg-type]
+    return apply_policy(table, Policy(**policy))
 
 
 def refused(topology: bytes | None = None, coordinates: bytes | None = None) -> UnusableInput:
@@ -84,7 +84,6 @@ def test_every_bond_of_every_atom_that_is_kept_is_the_one_parmed_has(tmp_path: P
 
 def test_the_graph_has_those_bonds_and_what_follows_from_them(tmp_path: Path) -> None:
     _, found = read(item_of(write_complex(tmp_path), "A,B", "_:LIG"))
-    assert found is not None
     graph = atom_graph.build_atom_graph(found, GraphRecipe(nodes="atom", hydrogens=True, contacts=None))
     rna, ligand = graph.parts
     assert rna.edges["bond"].shape[1] == 2 * (5 * 8 + 3)
@@ -104,7 +103,6 @@ def test_a_bond_longer_than_any_is_refused_by_the_graph_and_named(tmp_path: Path
     lines[2] = f"{99:12.7f}" + lines[2][12:]
     beside.write_text("\n".join(lines))
     _, found = read(item_of(path))
-    assert found is not None
     with pytest.raises(UnusableInput, match="O5' of A 1"):
         atom_graph.build_atom_graph(found, GraphRecipe(nodes="atom", contacts=None))
 

@@ -108,7 +108,6 @@ def test_a_ligand_of_its_own_file_is_kept_whatever_is_done_with_molecules(tmp_pa
 
 def test_the_graph_has_those_bonds_with_hydrogens_or_without(tmp_path: Path) -> None:
     _, found = read(tmp_path, "l.sdf", THEOPHYLLINE)
-    assert found is not None
     ligand = atom_graph.build_atom_graph(found, ATOMS).parts[1]
     heavy = {pair for pair in bonds(table(THEOPHYLLINE)) if max(pair) < 13}
     assert {tuple(sorted(pair)) for pair in ligand.edges["bond"].T.tolist()} == heavy
@@ -120,12 +119,10 @@ def test_the_graph_has_those_bonds_with_hydrogens_or_without(tmp_path: Path) -> 
 def test_no_distance_makes_or_breaks_a_bond_that_the_file_tells_of(tmp_path: Path) -> None:
     squeezed = THEOPHYLLINE.replace("   -2.9147   -0.3889   -0.0322", "   -0.4000   -0.9000    0.9000")
     _, found = read(tmp_path, "l.sdf", squeezed)
-    assert found is not None
     ligand = atom_graph.build_atom_graph(found, ATOMS).parts[1]
     assert ligand.edges["bond"].shape[1] == 2 * 14
     far = THEOPHYLLINE.replace("   -2.9147", "   -9.9147")
     _, found = read(tmp_path, "l.sdf", far)
-    assert found is not None
     with pytest.raises(UnusableInput, match=r"C1 of LIG 1 in chain _:LIG:1 and N1 .* 8\.44 Å apart"):
         atom_graph.build_atom_graph(found, ATOMS)
 

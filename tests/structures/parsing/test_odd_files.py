@@ -22,7 +22,7 @@ NUCLEOTIDE = ("P", "O5'", "C5'", "C4'", "O4'", "C1'", "N9", "C2'", "O2'", "C3'",
 
 
 def read(lines: str, form: str = "pdb", **policy: str) -> Structure:
-    return apply_policy(parse_structure(lines.encode(), form, FileReading()), Policy(**policy))  # type: ignore[arg-type]
+    return apply_policy(parse_structure(lines.encode(), form, FileReading()), Policy(**policy))
 
 
 def refusal(lines: str, form: str = "pdb") -> UnusableInput:
@@ -127,7 +127,7 @@ def test_a_core_cif_is_named_for_what_it_is() -> None:
 @pytest.mark.parametrize("packed", ["w", "w:gz"])
 def test_a_tar_by_the_name_of_gzip_is_named_for_what_it_is(tmp_path: Path, packed: str) -> None:
     path = tmp_path / "a.pdb.gz"
-    with tarfile.open(path, packed) as archive:  # type: ignore[call-overload]
+    with tarfile.open(path, packed) as archive:
         member = tarfile.TarInfo("a.pdb")
         member.size = len(PLAIN)
         archive.addfile(member, io.BytesIO(PLAIN.encode()))

@@ -109,7 +109,7 @@ def long_named_cif(chain_name: str) -> bytes:
 @pytest.mark.parametrize("names", ["author", "label"])
 def test_chain_names_of_any_length_are_kept(names: str) -> None:
     data = long_named_cif("HeavyChain-of-antibody-1")
-    structure = apply_policy(parse_structure(data, "mmcif", FileReading(chain_names=names)), Policy())  # type: ignore[arg-type]
+    structure = apply_policy(parse_structure(data, "mmcif", FileReading(chain_names=names)), Policy())
     assert [(one.name, one.sequence) for one in structure.chains] == [("HeavyChain-of-antibody-1", "AG"), ("B", "AG")]
 
 
@@ -127,7 +127,7 @@ SECOND = (
 
 
 def assembled(lines: str, remarks: str, **choices: object) -> list[tuple[str, str]]:
-    reading = FileReading(assembly="1", **choices)  # type: ignore[arg-type]
+    reading = FileReading(assembly="1", **choices)
     structure = apply_policy(parse_structure((remarks + lines).encode(), "pdb", reading), Policy())
     return [(one.name, one.sequence) for one in structure.chains]
 

@@ -24,7 +24,7 @@ def touch(folder: Path, *names: str) -> Path:
 
 
 def read(source: str, path: Path, **settings: object) -> list[Item | Rejection]:
-    return list(items(SourceSpec(source, path, **settings)))  # type: ignore[arg-type]
+    return list(items(SourceSpec(source, path, **settings)))
 
 
 def only_item(entries: list[Item | Rejection]) -> Item:

@@ -25,7 +25,6 @@ def test_pairs_without_a_table_are_all_ids_of_the_folder_in_order(tmp_path: Path
     touch(tmp_path, *PAIR_FILES, "0XYZ_r_b.cif.gz", "0XYZ_l_b.ent", "README.txt", "notes_r_b.txt", "other.pdb")
     entries = read("pairs", tmp_path)
     assert ids(entries) == ["0XYZ", "1ABC", "2DEF"]
-    assert isinstance(entries[0], Item)
     assert [part.path for part in entries[0].parts] == [
         str(tmp_path / "0XYZ_r_b.cif.gz"),
         str(tmp_path / "0XYZ_l_b.ent"),
@@ -50,7 +49,6 @@ def test_listed_pairs_come_in_the_order_of_the_table_and_missing_files_are_named
     kept, missing, climbing, twice = read("pairs", folder, splits=splits)
     assert isinstance(kept, Item)
     assert (kept.id, kept.split, kept.origin) == ("2DEF", "train", "splits.csv:2")
-    assert isinstance(missing, Rejection)
     assert (missing.reason, missing.origin) == (Reason.MISSING_FILE, "splits.csv:3")
     assert "1ABC_l_b" in missing.detail
     assert reasons([climbing, twice]) == [Reason.BAD_ID, Reason.DUPLICATE_ID]
@@ -67,7 +65,6 @@ def test_pairs_may_be_in_a_folder_called_structures_beside_their_list(tmp_path: 
     splits = write(tmp_path / "splits.csv", "path,split\n1ABC,train\n2DEF,test\n")
     entries = read("pairs", tmp_path, splits=splits if listed else None, state="unbound")
     assert ids(entries) == ["1ABC", "2DEF"]
-    assert isinstance(entries[1], Item)
     assert entries[1].split == ("test" if listed else "")
     assert Path(entries[1].parts[0].path) == tmp_path / below / "2DEF_r_u.pdb"
     assert Path(entries[1].bound[1].path) == tmp_path / below / "2DEF_l_b.pdb"
@@ -79,7 +76,6 @@ def test_a_list_may_name_folders_and_pickles_as_that_of_dips_does(tmp_path: Path
     rows = ("ab/1abc.pdb1_0.dill", "ab/1abc.pdb1_1.dill", "zz/1zzz.pdb1_0.dill", "ab/../1abc", "/ab/1abc", "ab//1abc")
     splits = write(tmp_path / "splits.csv", "\n".join(["path,split", *(f"{row},train" for row in rows)]) + "\n")
     kept, *bad = read("pairs", tmp_path, splits=splits)
-    assert isinstance(kept, Item)
     assert (kept.id, kept.split) == ("ab.1abc.pdb1_0", "train")
     assert [Path(part.path).name for part in kept.parts] == ["1abc.pdb1_0_r_b.pdb", "1abc.pdb1_0_l_b.pdb"]
     assert reasons(bad) == [Reason.MISSING_FILE] * 2 + [Reason.BAD_ID] * 3
@@ -152,9 +148,7 @@ def test_bad_summary_row_is_rejected(tmp_path: Path) -> None:
 def test_models_count_from_zero_in_the_summary_and_from_one_in_a_part(tmp_path: Path) -> None:
     first, second, again = sabdab(tmp_path, *(("1abc", "H", "L", model, "A") for model in "011"))
     assert isinstance(first, Item)
-    assert isinstance(second, Item)
     assert (first.id, second.id, second.parts[0].model) == ("1abc_H+L_A", "1abc_H+L_A_m1", 2)
-    assert isinstance(again, Rejection)
     assert again.reason is Reason.DUPLICATE_ID
 
 
@@ -163,7 +157,6 @@ def test_other_summary_columns_are_labels_and_quotes_in_names_do_no_harm(tmp_pat
     other = ("2def", "H", "L", "0", "A", "protein", '"unclosed', "2.1")
     entries = sabdab(tmp_path, row, other)
     assert len(ids(entries)) == 2
-    assert isinstance(entries[0], Item)
     assert entries[0].labels == {
         "antigen_type": "protein",
         "compound": '"Fab" of 5\'',
@@ -202,7 +195,6 @@ def test_unbound_pinder_takes_apo_structures(tmp_path: Path) -> None:
     )
     touch(tmp_path, "secret.pdb")
     item, half, climbing = pinder(tmp_path, text, state="unbound")
-    assert isinstance(item, Item)
     assert [Path(part.path).name for part in item.parts] == ["2def__A1_P00001.pdb", "3ghi__A1_P00002.pdb"]
     assert [Path(part.path).name for part in item.bound] == [f"{R}-R.pdb", f"{L}-L.pdb"]
     assert reasons([half, climbing]) == [Reason.MISSING_FILE, Reason.BAD_ROW]
