@@ -14,14 +14,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.config.load import read_config
 from pipeline.errors import ConfigError, JobFailed
 from pipeline.journal import ledger as ledger_module
 from pipeline.journal.active_runs import status_of
-from pipeline.journal.ledger import Ledger, LedgerReader
+from pipeline.journal.attempts import leave_out, left_out_items
+from pipeline.journal.ledger import Ledger, LedgerReader, Note, read_notes
 from pipeline.journal.run_folder import RunFolder, create_folder, find_run, runs_in
 from pipeline.journal.run_status import RunState
-from pipeline.records import Event, EventKind
+from pipeline.project.project import Project
+from pipeline.records import Event, EventKind, Reason
+from pipeline.runs.dataset import worklist
+from pipeline.runs.dataset.worklist import Shard
 from tests.journal.ledgers import fold_events
+from tests.testkit.project import make_project
 
 HOST = socket.gethostname()
 
@@ -199,3 +205,48 @@ def test_a_line_with_something_behind_its_event_is_torn() -> None:
     line = line_of(PROGRESS, 1)
     assert ledger_module._event(line, "w") is not None
     assert ledger_module._event(line + b"}", "w") is None
+
+
+def test_notes_say_what_this_attempt_was_on_and_nothing_of_another(folder: RunFolder) -> None:
+    for part, name in enumerate("ab"):
+        note = Note(folder.on("embed", 3, part), 2)
+        note.write(5, [name])
+        note.close()
+    assert read_notes(folder, "embed", 3, 2) == (10, ("a", "b"))
+    assert read_notes(folder, "embed", 3, 3) == read_notes(folder, "embed", 4, 2) == (0, ())
+    again = Note(folder.on("embed", 3), 2)  # a start over is told how far the attempt had come
+    assert again.done_before == 5
+    again.close()
+    Note(folder.on("scan", 0), 2).close()  # which died before its first word
+    folder.on("scan", 1).mkdir()
+    assert read_notes(folder, "scan", 0, 2) == read_notes(folder, "scan", 1, 1) == (0, ())
+
+
+def test_a_torn_line_of_what_is_left_out_is_skipped(folder: RunFolder) -> None:
+    leave_out(folder, "scan", ["a"], Reason.KILLED_ITS_TASK, "why")
+    with folder.left_out.open("a") as file:
+        file.write('{"stage": "sc')
+    assert left_out_items(folder, "scan") == {"a": (Reason.KILLED_ITS_TASK, "why")}
+    assert left_out_items(folder, "embed") == {}
+
+
+def test_splitting_twice_is_splitting_once(folder: RunFolder) -> None:
+    folder.todo("scan").write_text("".join(json.dumps(number) + "\n" for number in range(7)))
+    whole = [Shard(0, 8, 4), Shard(8, 14, 3)]
+    worklist._write_shards(folder, "scan", whole)
+
+    def halve(folder: RunFolder, shard: Shard) -> tuple[Shard, Shard]:
+        return worklist.halve_lines(folder.todo("scan"), shard)
+
+    first = worklist.split_shards(folder, "scan", [0, 1], halve)
+    assert first == {0: [2, 3], 1: [4, 5]}
+    assert worklist.split_shards(folder, "scan", [0, 1], halve) == first
+    shards = worklist.read_shards(folder, "scan")
+    assert [(one.start, one.end, one.items) for one in shards[2:]] == [(0, 4, 2), (4, 8, 2), (8, 10, 1), (10, 14, 2)]
+
+
+def test_a_list_of_the_data_set_that_was_cut_short_is_not_taken_for_the_whole(tmp_path: Path) -> None:
+    config = read_config(make_project(tmp_path, 3).folder / "pipeline.yaml").config
+    run = new_run(tmp_path / "runs")
+    run.items.with_suffix(".partial").write_text('{"id": "c0"}\n')  # who wrote it died
+    assert len(list(worklist.frozen_items(Project.open(config), run))) == 3

@@ -318,3 +318,44 @@ class TestAttempts:
             (TaskRecord(0, split=(1, 2)), True, False),
         ):
             assert (task.good, task.open) == (is_good, is_open), task
+
+
+class TestOrder:
+    """Files of events are read one after the other, in any order."""
+
+    def test_words_of_several_processes_mean_the_same_in_whatever_order_their_files_are_read(self) -> None:
+        parent, part, job = "embed-000000", "embed-000000-0", job_event(EventKind.JOB_SUBMITTED)
+        failed = {"attempt": 1, "what": "full", "exit_code": 7, "trouble": "disk_full"}
+        files = [
+            [said(EventKind.TASK_STARTED, 3.0, writer=parent, attempt=1, host="n1")],
+            [progress(4.0, 4, part), said(EventKind.TASK_FAILED, 5.0, writer=part, **failed)],
+            [begun(1), job],
+        ]
+        words = {stage_of(*(one for file in order for one in file)).task(0).word for order in permutations(files)}
+        (word,) = words
+        assert (word.exit_code, word.kind, word.what) == (7, "disk_full", "full")
+
+    def test_a_task_that_was_cancelled_by_hand_is_over_and_no_failure(self) -> None:
+        by_hand = of_stage(EventKind.TASK_CANCELLED, 4.0, "cancel-here-9", task=0, why="by me")
+        told = [begun(), job_event(EventKind.JOB_SUBMITTED)]
+        for events in permutations([*told, ended(0, Cause.CANCELLED), by_hand]):
+            if events.index(told[0]) < events.index(told[1]):
+                stage = stage_of(*events)
+                assert (stage.state_of(stage.task(0)), stage.state_of(stage.task(1))) == ("cancelled", "waiting")
+                assert (stage.task(0).open, stage.failures) == (False, [])
+        stage = stage_of(*told, ended(1, Cause.CANCELLED), by_hand)  # somebody else cancelled the other
+        assert [(attempt.task, attempt.cause) for attempt in stage.failures] == [(1, Cause.CANCELLED)]
+        stage = stage_of(*told, ended(0, Cause.CRASHED), by_hand)  # it crashed before
+        assert ([attempt.cause for attempt in stage.failures], stage.task(0).open) == ([Cause.CRASHED], False)
+        finished = said(EventKind.TASK_FINISHED, 3.5, attempt=1, done=1, rejected={}, figures={})
+        for end in (finished, ended(0, Cause.DONE)):  # it had finished
+            stage = stage_of(*told, end, by_hand)
+            assert stage.state_of(stage.task(0)) == "done"
+
+    def test_a_split_forgets_what_all_its_processes_did_also_where_the_first_died_silently(self) -> None:
+        for first in (0, 1):
+            parts = [progress(3.0, 4, f"embed-000000-{part}", figures={"cost_done": 1.0}) for part in range(first, 3)]
+            assert stage_of(begun(1), *parts).items_done == 4 * (3 - first)
+            halves = of_stage(EventKind.TASK_SPLIT, 4.0, task=0, into=[1, 2], ask=ASK.to_json(), why="in halves")
+            split = stage_of(begun(1), *parts, halves)
+            assert (split.items_done, dict(split.reasons), split.figures) == (0, {}, {})
