@@ -87,9 +87,14 @@ def test_clean_refuses_what_it_must_not_touch(pipeline: Command, copy: Copy, tmp
 
 
 @pytest.fixture
-def foreign(pipeline: Command, copy: Copy, unprivileged: Path) -> Path:
+def imported(pipeline: Command, copy: Copy) -> None:
+    """Import what the command imports late: the interpreter may lie where only root can read."""
+    assert pipeline(*CLEAN, *FEWER).code == 0, copy
+
+
+@pytest.fixture
+def foreign(imported: None, unprivileged: Path) -> Path:
     """Return a folder with a configuration and a cache of one record, as somebody who is not root sees it."""
-    assert pipeline(*CLEAN, *FEWER).code == 0, copy  # it imports what only root may read
     with CacheFolder(unprivileged / "cache").kind("graph").writer() as writer:
         writer.put(b"sixteen bytes...", {})
     (unprivileged / "pipeline.yaml").write_text("data: {source: glob, path: data}\n")

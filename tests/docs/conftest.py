@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 class Demo:
     """What `make demo`, or where there is no environment of make's `pipeline demo`, made and printed."""
 
-    pristine: Path  # that nobody may change
+    made: Path  # where it was made
+    pristine: Path  # a copy that no test changes
     printed: str
 
 
@@ -30,10 +32,11 @@ def demo(shelf: Shelf) -> Demo:
         words = ["make", "demo", f"DIR={folder / 'demo'}"] if made_by_make() else ["pipeline", "demo", folder / "demo"]
         done = subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
+        shutil.copytree(folder / "demo", folder / "pristine" / "demo")
         (folder / "printed").write_text(done.stdout)
 
     made = shelf.pristine("demo", make)
-    return Demo(made / "demo", (made / "printed").read_text())
+    return Demo(made / "demo", made / "pristine" / "demo", (made / "printed").read_text())
 
 
 def made_by_make() -> bool:

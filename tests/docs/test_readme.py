@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -40,16 +39,16 @@ def test_the_demo_learns_the_rule_that_is_planted_in_its_data(demo: Demo) -> Non
     assert figures[-1] > 0.85 > figures[0] + 0.2
 
 
-def test_the_picture_of_the_stages_is_what_a_finished_demo_gives(demo: Demo, tmp_path: Path) -> None:
-    copy = shutil.copytree(demo.pristine, tmp_path / "demo")
-    assert pictures.PICTURE.read_text() == pictures.stages(copy), "python -m tests.docs.pictures DEMO"
+def test_the_picture_of_the_stages_is_what_a_finished_demo_gives(demo: Demo) -> None:
+    assert pictures.PICTURE.read_text() == pictures.stages(demo.made), "python -m tests.docs.pictures DEMO"
 
 
 @pytest.mark.nightly
-def test_every_command_that_the_demo_suggests_works_as_typed(demo: Demo, tmp_path: Path) -> None:
-    copy = shutil.copytree(demo.pristine, tmp_path / "demo")
+def test_every_command_that_the_demo_suggests_works_as_typed(demo: Demo) -> None:
     suggested = re.findall(r"^  (pipeline .*?)(?:   .*)?$", demo.printed, re.MULTILINE)
     assert len(suggested) >= 5
     for command in suggested:
-        done = subprocess.run(command.split(), cwd=copy, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command.split(), cwd=demo.made, env=ENVIRONMENT, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, (command, done.stderr)
