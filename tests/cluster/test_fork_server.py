@@ -51,11 +51,6 @@ def server_pid(executor: LocalExecutor) -> int:
     return executor._server._process.pid
 
 
-def configured(cluster: dict[str, object]) -> Config:
-    """Return a configuration with this section."""
-    return Config.model_validate({"data": {"source": "manifest", "path": Path("data.csv")}, "cluster": cluster})
-
-
 def after(path: Path, spec: JobSpec) -> JobSpec:
     """Return a job whose server is ready only when there is a file at that path."""
     return replace(spec, fork_server=(*FORKS[:2], f"{SLOW.format(str(path))}; {FORKS[2]}"), fork_words=2)
@@ -77,11 +72,6 @@ def test_memory_is_that_of_each_fork_and_not_of_those_before_it(forking: LocalEx
     bodies = (f"import time; eaten = b'x' * {size}; time.sleep(0.3)" for size in (200 * MIB, 1))
     large, small = (finish(forking, forking.submit(python(tmp_path, body)))[0] for body in bodies)
     assert (large.peak_rss_bytes or 0) > 200 * MIB > (small.peak_rss_bytes or 0) > 0
-
-
-def test_server_tells_what_the_first_modules_take(forking: LocalExecutor, tmp_path: Path) -> None:
-    finish(forking, forking.submit(python(tmp_path, "pass")))
-    assert MIB < forking.imported_bytes < 200 * MIB
 
 
 def test_job_waits_for_its_server_and_can_be_cancelled_meanwhile(tmp_path: Path) -> None:
@@ -131,9 +121,17 @@ def test_closing_ends_forks_and_server(tmp_path: Path) -> None:
     assert not any(map(is_running, pids))
 
 
-@pytest.mark.parametrize(
-    ("stage", "executor", "attempt", "cluster", "is_forked"),
-    [
+def test_what_is_forked(tmp_path: Path) -> None:
+    def spec(stage: str, executor: str, attempt: int, cluster: dict[str, dict[str, int]]) -> JobSpec:
+        section = {"executor": executor, **cluster}
+        config = Config.model_validate({"data": {"source": "manifest", "path": Path("data.csv")}, "cluster": section})
+        gpus = cluster.get(stage, {}).get("gpus", 0)
+        job = StageJob(tag="", stage=stage, tasks="0", attempt=attempt, ask=Ask(MIB, 60), cpus=1, gpus=gpus)
+        return spec_of(folder, config, job)
+
+    folder = RunFolder(tmp_path)
+    folder.stages.write_text('["scan", "embed", "graph", "train"]')
+    for *asked, is_forked in [
         ("embed", "local", 1, {}, True),
         ("train", "local", 1, {}, True),
         ("scan", "local", 1, {}, False),
@@ -141,23 +139,9 @@ def test_closing_ends_forks_and_server(tmp_path: Path) -> None:
         ("embed", "slurm", 1, {}, False),
         ("train", "local", 1, {"train": {"ranks": 2}}, False),
         ("embed", "local", 1, {"embed": {"gpus": 1}}, False),
-    ],
-)
-def test_what_is_forked(
-    tmp_path: Path, stage: str, executor: str, attempt: int, cluster: dict[str, dict[str, int]], *, is_forked: bool
-) -> None:
-    folder = RunFolder(tmp_path)
-    folder.stages.write_text('["scan", "embed", "graph", "train"]')
-    config = configured({"executor": executor, **cluster})
-    gpus = cluster.get(stage, {}).get("gpus", 0)
-    job = StageJob(tag="", stage=stage, tasks="0", attempt=attempt, ask=Ask(MIB, 60), cpus=1, gpus=gpus)
-    assert bool(spec_of(folder, config, job).fork_words) == is_forked
-
-
-def test_scan_is_the_time_in_which_the_server_of_later_stages_imports(tmp_path: Path) -> None:
-    folder, config = RunFolder(tmp_path), configured({"executor": "local"})
-    job = StageJob(tag="", stage="scan", tasks="0", attempt=1, ask=Ask(MIB, 60), cpus=1, gpus=0)
-    folder.stages.write_text('["scan", "embed"]')
-    assert spec_of(folder, config, job).fork_server[0] == sys.executable
+    ]:
+        assert bool(spec(*asked).fork_words) == is_forked, asked
+    scan = ("scan", "local", 1, {})  # while it runs, the server of later stages imports
+    assert spec(*scan).fork_server[0] == sys.executable
     folder.stages.write_text('["scan"]')
-    assert spec_of(folder, config, job).fork_server == ()
+    assert spec(*scan).fork_server == ()

@@ -2,106 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from pipeline.cluster.job_spec import TaskState
 from pipeline.cluster.slurm_words import NEVER, REASONS, explained, is_stuck, reason_words, remedy_of
 
-PASSES = frozenset(
-    [
-        "Priority",
-        "Resources",
-        "Dependency",
-        "BeginTime",
-        "Cleaning",
-        "JobArrayTaskLimit",
-        "JobLaunchFailure",
-        "Reservation",
-        "Prolog",
-        "SchedDefer",
-        "FedJobLock",
-        "Reconfiguring",
-        "Power",
-        "BurstBufferResources",
-        "BurstBufferStageIn",
-        "NonZeroExitCode",
-        "TimeLimit",
-        "OutOfMemory",
-        "AssocMaxJobsLimit",
-        "AssocGrpJobsLimit",
-        "AssocMaxSubmitJobLimit",
-        "AssocGrpSubmitJobsLimit",
-        "QOSJobLimit",
-        "QOSGrpJobsLimit",
-        "QOSGrpSubmitJobsLimit",
-        "QOSMaxJobsPerUserLimit",
-        "QOSMaxSubmitJobPerUserLimit",
-    ]
-)
-# what the words say → reasons of which they say it
-NEVER_STARTS = [
-    "DependencyNeverSatisfied",
-    "BadConstraints",
-    "PartitionNodeLimit",
-    "PartitionTimeLimit",
-    "PartitionConfig",
-    "AccountNotAllowed",
-    "QOSNotAllowed",
-    "InvalidAccount",
-    "InvalidQOS",
-    "DeadLine",
-    "MaxMemPerLimit",
-    "AssocMaxCpuPerJobLimit",
-    "AssocMaxNodePerJobLimit",
-    "AssocMaxMemPerJob",
-    "AssocMaxMemPerNode",
-    "AssocMaxGRESPerJob",
-    "AssocMaxCpuMinutesPerJobLimit",
-    "AssocMaxWallDurationPerJobLimit",
-    "QOSMaxCpuPerJobLimit",
-    "QOSMaxNodePerJobLimit",
-    "QOSMaxMemoryPerJob",
-    "QOSMaxGRESPerNode",
-    "QOSMaxWallDurationPerJobLimit",
-    "QOSMinCpuNotSatisfied",
-    "QOSMinGRES",
-    "QOSMinMemory",
-]
-HELD = ["JobHoldMaxRequeue", "launch failed requeued held", "job requeued in held state", "ReservationDeleted"]
-HELD += ["JobHeldUser", "JobHeldAdmin"]
-OTHERS_MUST_ACT = [
-    "PartitionDown",
-    "PartitionInactive",
-    "NodeDown",
-    "FrontEndDown",
-    "ReqNodeNotAvail",
-    "Licenses",
-    "BurstBufferOperation",
-    "InactiveLimit",
-    "SystemFailure",
-    "AssocGrpCPUMinutesLimit",
-    "AssocGrpCPURunMinutesLimit",
-    "AssocGrpBillingMinutes",
-    "AssocGrpCpuLimit",
-    "AssocGrpMemLimit",
-    "AssocGrpNodeLimit",
-    "AssocGrpWallLimit",
-    "AssocGrpGRES",
-    "AssocGrpGRESMinutes",
-    "QOSGrpCPUMinutesLimit",
-    "QOSGrpCpuLimit",
-    "QOSGrpMemLimit",
-    "QOSGrpNodeLimit",
-    "QOSGrpWallLimit",
-    "QOSGrpGRES",
-    "QOSResourceLimit",
-    "QOSTimeLimit",
-    "QOSUsageThreshold",
-    "QOSMaxCpuPerUserLimit",
-    "QOSMaxMemoryPerUser",
-    "QOSMaxGRESPerUser",
-    "QOSMaxNodePerUserLimit",
-]
+ONE_WORD = {
+    "passes": """
+    Priority Resources Dependency BeginTime Cleaning JobArrayTaskLimit JobLaunchFailure Reservation Prolog SchedDefer
+    FedJobLock Reconfiguring Power BurstBufferResources BurstBufferStageIn NonZeroExitCode TimeLimit OutOfMemory
+    AssocMaxJobsLimit AssocGrpJobsLimit AssocMaxSubmitJobLimit AssocGrpSubmitJobsLimit QOSJobLimit QOSGrpJobsLimit
+    QOSGrpSubmitJobsLimit QOSMaxJobsPerUserLimit QOSMaxSubmitJobPerUserLimit
+""",
+    "never starts": """
+    DependencyNeverSatisfied BadConstraints PartitionNodeLimit PartitionTimeLimit PartitionConfig AccountNotAllowed
+    QOSNotAllowed InvalidAccount InvalidQOS DeadLine MaxMemPerLimit AssocMaxCpuPerJobLimit AssocMaxNodePerJobLimit
+    AssocMaxMemPerJob AssocMaxMemPerNode AssocMaxGRESPerJob AssocMaxCpuMinutesPerJobLimit
+    AssocMaxWallDurationPerJobLimit QOSMaxCpuPerJobLimit QOSMaxNodePerJobLimit QOSMaxMemoryPerJob QOSMaxGRESPerNode
+    QOSMaxWallDurationPerJobLimit QOSMinCpuNotSatisfied QOSMinGRES QOSMinMemory
+    JobHoldMaxRequeue ReservationDeleted JobHeldUser JobHeldAdmin
+""",
+    "others must act": """
+    PartitionDown PartitionInactive NodeDown FrontEndDown ReqNodeNotAvail Licenses BurstBufferOperation InactiveLimit
+    SystemFailure AssocGrpCPUMinutesLimit AssocGrpCPURunMinutesLimit AssocGrpBillingMinutes AssocGrpCpuLimit
+    AssocGrpMemLimit AssocGrpNodeLimit AssocGrpWallLimit AssocGrpGRES AssocGrpGRESMinutes QOSGrpCPUMinutesLimit
+    QOSGrpCpuLimit QOSGrpMemLimit QOSGrpNodeLimit QOSGrpWallLimit QOSGrpGRES QOSResourceLimit QOSTimeLimit
+    QOSUsageThreshold QOSMaxCpuPerUserLimit QOSMaxMemoryPerUser QOSMaxGRESPerUser QOSMaxNodePerUserLimit
+""",
+}
+PASSES, NEVER_STARTS, OTHERS_MUST_ACT = (text.split() for text in ONE_WORD.values())
+NEVER_STARTS += ["launch failed requeued held", "job requeued in held state"]
 OTHERS_MUST_ACT += [
     "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions",
     "ReqNodeNotAvail, UnavailableNodes:n[1-2]",
@@ -109,49 +37,29 @@ OTHERS_MUST_ACT += [
 ]
 
 
-def remedies(reasons: Iterable[str], state: TaskState = TaskState.PENDING) -> dict[str, str]:
-    return {reason: remedy_of(state, reason, "12") for reason in reasons}
+def remedy(reason: str, state: TaskState = TaskState.PENDING) -> str:
+    return remedy_of(state, reason, "12")
 
 
-def test_what_passes_by_itself_is_no_alarm_but_has_words() -> None:
-    assert set(remedies(PASSES).values()) == {""}
-    assert [reason for reason in PASSES if reason_words(reason) == reason] == []
-    assert [reason for reason in PASSES if reason_words(reason).startswith(NEVER)] == []
+def test_each_reason_has_words_and_a_remedy_unless_it_passes_by_itself() -> None:
+    every = [*PASSES, *NEVER_STARTS, *OTHERS_MUST_ACT]
+    assert set(REASONS) <= {*every, "Nodes required for job are DOWN", "", "None"}
+    assert [reason for reason in PASSES + OTHERS_MUST_ACT if reason_words(reason) == reason] == []
+    assert [reason for reason in every if bool(remedy(reason)) == (reason in PASSES)] == []
+    assert [reason for reason in every if remedy(reason, TaskState.RUNNING)] == []
+    for reason in PASSES + NEVER_STARTS:
+        assert reason_words(reason).startswith(NEVER) == (reason in NEVER_STARTS), reason
+    assert all(is_stuck(TaskState.PENDING, reason_words(reason)) for reason in NEVER_STARTS)
 
 
-def test_what_never_starts_as_it_is_has_a_remedy_and_is_stuck() -> None:
-    assert [reason for reason, remedy in remedies([*NEVER_STARTS, *HELD]).items() if not remedy] == []
-    assert all(is_stuck(TaskState.PENDING, reason_words(reason)) for reason in (*NEVER_STARTS, *HELD))
-    assert all(reason_words(reason).startswith(NEVER) for reason in (*NEVER_STARTS, *HELD))
-
-
-def test_what_others_must_end_has_a_remedy() -> None:
-    assert [reason for reason, remedy in remedies(OTHERS_MUST_ACT).items() if not remedy] == []
-    assert [reason for reason in OTHERS_MUST_ACT if reason_words(reason) == reason] == []
-
-
-def test_every_reason_of_the_table_is_in_one_of_the_lists() -> None:
-    listed = {*PASSES, *NEVER_STARTS, *HELD, *OTHERS_MUST_ACT, "Nodes required for job are DOWN", "", "None"}
-    assert set(REASONS) <= listed
-
-
-def test_no_reason_keeps_a_running_task() -> None:
-    assert set(remedies([*PASSES, *NEVER_STARTS, *HELD, *OTHERS_MUST_ACT], TaskState.RUNNING).values()) == {""}
-
-
-def test_a_remedy_names_the_job() -> None:
+def test_a_remedy_names_the_job_and_a_held_state_has_one_whatever_its_reason() -> None:
     assert remedy_of(TaskState.PENDING, "JobHeldUser", "12,13") == "scontrol release 12,13"
-    assert "JobId=12 Dependency=" in remedy_of(TaskState.PENDING, "DependencyNeverSatisfied", "12")
+    assert "JobId=12 Dependency=" in remedy("DependencyNeverSatisfied")
+    assert (
+        remedy("", TaskState.REQUEUE_HOLD) == remedy("SomethingNew", TaskState.RESV_DEL_HOLD) == "scontrol release 12"
+    )
 
 
-def test_a_held_state_is_an_alarm_whatever_its_reason() -> None:
-    assert remedy_of(TaskState.REQUEUE_HOLD, "", "12") == "scontrol release 12"
-    assert remedy_of(TaskState.RESV_DEL_HOLD, "SomethingNew", "12") == "scontrol release 12"
-
-
-def test_an_unknown_reason_is_shown_in_its_own_words_and_is_no_alarm() -> None:
+def test_an_unknown_reason_is_shown_in_its_own_words_and_details_are_kept() -> None:
     assert explained("SomethingNew, of a later Slurm") == ("SomethingNew, of a later Slurm", "")
-
-
-def test_details_are_kept() -> None:
     assert "UnavailableNodes:n1" in reason_words("ReqNodeNotAvail, UnavailableNodes:n1")
