@@ -24,12 +24,6 @@ from pipeline.training.sampling.sampler import Sampler
 from tests.training.items.content import ALONE, ENCODER, PRECISION, graph_of, made
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    graphs = [graph_of(seed) for seed in range(24)]
-    return made(CacheFolder(tmp_path_factory.mktemp("loader") / "cache"), graphs)
-
-
 def lists_of(items, size):
     return [list(range(first, min(first + size, items))) for first in range(0, items, size)]
 

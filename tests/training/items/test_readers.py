@@ -12,17 +12,10 @@ import torch
 
 from pipeline.errors import CacheDamaged, RecordMissing
 from pipeline.records import Reason, Rejection
-from pipeline.store.cache_folder import CacheFolder
 from pipeline.training.items.item_source import CachedGraphs, DamagedItems
 from pipeline.training.items.loader import PROCESSES, THREADS
-from tests.training.items.content import graph_of, made
 
 LISTS = [[3, 1, 4], [], [1], [5, 9, 2, 6], [0, 7]] * 3
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return made(CacheFolder(tmp_path_factory.mktemp("readers") / "cache"), [graph_of(seed) for seed in range(10)])
 
 
 class Pair(NamedTuple):

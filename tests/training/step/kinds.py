@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from pipeline.training.loop.metrics_log import read_epochs
+from pipeline.training.random_state import rng_state
 from pipeline.training.ranks.rank_protocol import Ranks, SingleRank
 from pipeline.training.step.contrastive import make_step
 from pipeline.training.step.fsdp import ShardedStep
@@ -36,6 +37,7 @@ multiprocessing.get_context("forkserver").set_forkserver_preload(
 
 FULL = "CUDA out of memory. Tried to allocate 2.00 GiB"
 TRAINED = 14  # items; those after them are validated on
+RNG_BYTES = {state.nbytes for state in rng_state().values()}  # such blocks are in the host's memory
 SCALAR_BYTES = 64  # a smaller block is a number, which takes no memory on a GPU
 SITES = ("collate", "forward", "backward", "optimizer", "validation")
 GRADIENT = {"epochs": 1, "learning_rate": 1.0, "optimizer": "sgd"}  # in one such step parameters lose their gradient
@@ -207,7 +209,8 @@ class Trouble:
             self.counts, self.site = False, ""
 
     def __call__(self, block: int, signed_bytes: int) -> bool:
-        if signed_bytes <= SCALAR_BYTES or not self.counts or threading.get_ident() != self._thread:
+        is_on_gpu = signed_bytes > SCALAR_BYTES and signed_bytes not in RNG_BYTES
+        if not is_on_gpu or not self.counts or threading.get_ident() != self._thread:
             return True
         self.blocks += 1
         self.has_struck = self.has_struck or self.blocks == self.block
