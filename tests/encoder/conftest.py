@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -11,13 +9,13 @@ from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
+def _one_thread():
     """Tests share the machine."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny(tmp_path_factory):
     """Return a synthetic checkpoint: 3 layers of width 32 with 4 heads. Read it, leave it as it is."""
     path = tmp_path_factory.mktemp("weights") / "esm2_t3_tiny.pt"
     write_random_checkpoint(path, layers=3, dim=32, heads=4, seed=1)

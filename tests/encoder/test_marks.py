@@ -23,7 +23,7 @@ from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, EmbeddingRecipe, as
 from pipeline.encoder.engine.embed_engine import Engine
 from pipeline.encoder.engine.sequence_work import Embedding
 from pipeline.encoder.engine.token_batches import EngineSettings
-from pipeline.encoder.forward.esm2 import EsmEncoder, Strain
+from pipeline.encoder.forward.esm2 import EsmEncoder
 from pipeline.encoder.forward.parity import Reference, check_parity, judge_rows
 from tests.encoder.engine.stand_ins import CHECKPOINT, Shelf, Workshop, recipe, run, settings, texts
 from tests.encoder.own import drawn
@@ -51,12 +51,12 @@ def written(name: str, folder: Path) -> EsmCheckpoint:
 
 
 @pytest.fixture(scope="module", params=[*ESM2, *RELATIVES])
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EsmCheckpoint:
+def checkpoint(request, tmp_path_factory):
     return written(request.param, tmp_path_factory.mktemp("weights"))
 
 
 @pytest.fixture(scope="module", params=["esm2", "esm1b", "esmc"])
-def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EsmCheckpoint:
+def small(request, tmp_path_factory):
     """Return one that is quick."""
     return written(request.param, tmp_path_factory.mktemp("small"))
 
@@ -72,9 +72,8 @@ def lowest(found: list[NDArray[np.float32]], wanted: list[NDArray[np.float32]]) 
     return min(float(cosine_similarity(*(torch.from_numpy(row).double() for row in pair), dim=0)) for pair in pairs)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("layer", [0, 1, -1])
-def test_the_row_of_every_mark_is_as_the_reference_has_it(checkpoint: EsmCheckpoint, layer: int) -> None:
+def test_the_row_of_every_mark_is_as_the_reference_has_it(checkpoint, layer):
     layer = layer if layer >= 0 else checkpoint.architecture.layers
     wanted = [rows_LD[0] for rows_LD in Reference(checkpoint, layer, CPU)(TEXTS, cls=True)]
     encoder = EsmEncoder(checkpoint, layer=layer, precision="fp32", device=CPU)
@@ -82,20 +81,13 @@ def test_the_row_of_every_mark_is_as_the_reference_has_it(checkpoint: EsmCheckpo
     found = apart(encoder(tokens, cls=True), TEXTS)
     assert lowest([rows_LD[0].numpy() for rows_LD in found], wanted) >= 0.99999
     assert torch.equal(torch.cat([rows_LD[1:] for rows_LD in found]), encoder(tokens))
+    backwards = apart(encoder(tokens[::-1], cls=True), TEXTS[::-1])[::-1]
+    assert all(torch.equal(rows_LD, other_LD) for rows_LD, other_LD in zip(found, backwards, strict=True))
+    assert torch.equal(encoder(tokens[:1], cls=True), found[0])
 
 
-def test_a_mark_has_the_same_bits_whatever_stands_beside_its_sequence(small: EsmCheckpoint) -> None:
-    encoder = EsmEncoder(small, layer=small.architecture.layers, precision="fp32", device=CPU)
-    together = apart(encoder([tokenize(text) for text in TEXTS], cls=True), TEXTS)
-    backwards = apart(encoder([tokenize(text) for text in TEXTS[::-1]], cls=True), TEXTS[::-1])[::-1]
-    for text, rows_LD, other_LD in zip(TEXTS, together, backwards, strict=True):
-        assert torch.equal(encoder([tokenize(text)], cls=True)[0], rows_LD[0])
-        assert torch.equal(other_LD, rows_LD)
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("storage", ["fp32", "fp16", "bf16"])
-def test_what_the_engine_gives_in_any_storage_is_the_row_of_the_mark(small: EsmCheckpoint, storage: str) -> None:
+def test_what_the_engine_gives_in_any_storage_is_the_row_of_the_mark(small, storage):
     layer = small.architecture.layers
     how = EmbeddingRecipe("0", layer, "chain", "fp32", storage, cls=True)
     made = embedded(small, how, TEXTS)
@@ -110,6 +102,8 @@ def test_what_the_engine_gives_in_any_storage_is_the_row_of_the_mark(small: EsmC
     plain = embedded(small, replace(how, cls=False), TEXTS)
     assert all(np.array_equal(made[text].rows_LD, plain[text].rows_LD) for text in TEXTS)
     assert all(plain[text].arrays.keys() == {"rows"} for text in TEXTS)
+    verdict = check_parity(small, storage, layer, "cpu", cls=True)
+    assert (verdict.passed, verdict.sequences) == (True, 9)
 
 
 def embedded(checkpoint: EsmCheckpoint, how: EmbeddingRecipe, sequences: list[str]) -> dict[str, Embedding]:
@@ -126,7 +120,7 @@ def embedded(checkpoint: EsmCheckpoint, how: EmbeddingRecipe, sequences: list[st
     return made
 
 
-def test_fair_esm_itself_computes_the_same_of_weights_from_the_command(tmp_path: Path) -> None:
+def test_fair_esm_itself_computes_the_same_of_weights_from_the_command(tmp_path):
     path = tmp_path / "esm2_t2.pt"
     typed = (sys.executable, "-m", "pipeline", "weights", "synth", "--layers", "2", "--dim", "64", "--heads", "4")
     subprocess.run([*typed, "--out", str(path)], check=True, capture_output=True, timeout=120, cwd=tmp_path)
@@ -141,16 +135,8 @@ def test_fair_esm_itself_computes_the_same_of_weights_from_the_command(tmp_path:
     assert lowest([rows_LD[0].numpy() for rows_LD in found], list(wanted_BD.numpy())) >= 0.99999
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_the_gate_compares_marks_where_they_are_kept(small: EsmCheckpoint, precision: str) -> None:
-    verdict = check_parity(small, precision, small.architecture.layers, "cpu", cls=True)
-    assert verdict.passed
-    assert verdict.sequences == 9
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16", BF16_PRODUCTS])
-def test_a_mark_that_is_wrong_among_many_right_residues_does_not_pass(precision: str) -> None:
+def test_a_mark_that_is_wrong_among_many_right_residues_does_not_pass(precision):
     wanted = np.random.default_rng(0).normal(size=(2000, 32)).astype(np.float32)
     found = wanted.copy()
     found[0] = wanted[0][::-1]
@@ -158,46 +144,22 @@ def test_a_mark_that_is_wrong_among_many_right_residues_does_not_pass(precision:
     assert judge_rows([wanted], [wanted], precision, cls=True).passed
 
 
-def test_a_sequence_that_is_unlike_the_sample_spoils_its_own_mark_and_no_other(tiny: Path) -> None:
-    encoder = EsmEncoder(load_esm_checkpoint(tiny), layer=3, precision=BF16_PRODUCTS, device=CPU)
-    tokens = [tokenize(text) for text in TEXTS]
-    encoder(tokens)
-    most = max(strain.scores for strain in encoder.strains)
-    hardest = [strain.scores for strain in encoder.strains].index(most)
-    others = max(strain.scores for number, strain in enumerate(encoder.strains) if number != hardest)
-    encoder.sampled = Strain((most + others) / 2 / 1.25 - 1 / 1.25, 1e9)
-    spoiled = [bool(rows_LD.isnan().all()) for rows_LD in apart(encoder(tokens, cls=True), TEXTS)]
-    finite = [bool(rows_LD.isfinite().all()) for rows_LD in apart(encoder(tokens, cls=True), TEXTS)]
-    assert spoiled == [number == hardest for number in range(len(TEXTS))]
-    assert finite == [not each for each in spoiled]
+def kept(sequences: list[str], limit: int = 1 << 60, budget: int = 10_000, **changes: object) -> list[list[float]]:
+    """Return the marks that the engine keeps of sequences; the rows are those without marks."""
+    shelves = Shelf(), Shelf()
+    for shelf, cls in zip(shelves, (True, False), strict=True):
+        made = Engine(CHECKPOINT, recipe(cls=cls, **changes), settings(budget=budget), build=Workshop({"cpu": limit}))
+        run(made, sequences, shelf)
+    assert shelves[0].rows() == shelves[1].rows()
+    return [made.arrays["cls"].tolist() for _, made in sorted(shelves[0].taken.items())]
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("budget", [52, 120, 10_000])
-def test_of_a_sequence_in_windows_it_is_the_mean_of_their_marks_whatever_fits_at_once(budget: int) -> None:
-    (long, short) = texts(120, 20)
-    shelf = Shelf()
-    engine = Engine(CHECKPOINT, recipe(long="windows", cls=True), settings(budget=budget), build=Workshop())
-    run(engine, [long, short], shelf)
-    first = [tokenize(long)[start] for start in (0, 40, 70)]
-    np.testing.assert_allclose(shelf.taken[0].arrays["cls"], [np.mean(first), -1, 50, 1], rtol=1e-6)
-    np.testing.assert_array_equal(shelf.taken[1].arrays["cls"], [tokenize(short)[0], -1, 20, 1])
-    plain = Shelf()
-    run(Engine(CHECKPOINT, recipe(long="windows"), settings(budget=budget), build=Workshop()), [long, short], plain)
-    assert shelf.rows() == plain.rows()
-
-
-def test_of_a_truncated_sequence_it_is_the_mark_of_what_was_encoded() -> None:
-    (long,) = texts(120)
-    shelf = Shelf()
-    run(Engine(CHECKPOINT, recipe(long="truncate", cls=True), settings(), build=Workshop()), [long], shelf)
-    assert shelf.taken[0].arrays["cls"].tolist() == [tokenize(long)[0], -1, 50, 1]
-    assert len(shelf.taken[0].rows_LD) == 50
-
-
-def test_memory_that_ends_halves_a_batch_and_loses_no_mark() -> None:
-    sequences, shelf = texts(30, 29, 28, 27), Shelf()
-    engine = Engine(CHECKPOINT, recipe(cls=True), settings(), build=Workshop({"cpu": 64}))
-    run(engine, sequences, shelf)
-    found = [made.arrays["cls"].tolist() for _, made in sorted(shelf.taken.items())]
-    assert found == [[tokenize(text)[0], -1, len(text), 1] for text in sequences]
+def test_the_mark_of_what_is_cut_or_done_in_halves_is_that_of_what_was_encoded():
+    long, *short = texts(120, 30, 29, 28, 27)
+    marks = [[tokenize(text)[0], -1, len(text), 1] for text in short]
+    first = float(np.mean([tokenize(long)[start] for start in (0, 40, 70)]))
+    for budget in (52, 120, 10_000):  # whatever fits at once: the mean of the marks of the windows
+        found = kept([long, *short], budget=budget, long="windows")
+        np.testing.assert_allclose(found, [[first, -1, 50, 1], *marks], rtol=1e-6)
+    assert kept([long], long="truncate") == [[tokenize(long)[0], -1, 50, 1]]
+    assert kept(short, limit=64) == marks

@@ -108,22 +108,11 @@ class FirstTheName(RecordingDisk):
 
 
 WRONG = [
-    (WithoutFsync, "publish", "lost"),
-    (WithoutFsync, "publish", "torn"),
-    (WithoutFsync, "index", "torn"),
+    *((disk, work, "lost") for disk in (WithoutFsync, WithoutFolders) for work in ("publish", "compact", "sweep")),
+    *((disk, work, "lost") for disk in (WithoutFsync, WithoutFolders) for work in ("repair", "import")),
+    *((disk, work, "torn") for disk in (WithoutFsync, FirstTheName) for work in ("publish", "index")),
     (WithoutFsync, "publish", "refused"),
-    (WithoutFsync, "compact", "lost"),
-    (WithoutFsync, "sweep", "lost"),
-    (WithoutFsync, "repair", "lost"),
-    (WithoutFsync, "import", "lost"),
-    (WithoutFolders, "publish", "lost"),
-    (WithoutFolders, "compact", "lost"),
-    (WithoutFolders, "sweep", "lost"),
-    (WithoutFolders, "repair", "lost"),
-    (WithoutFolders, "import", "lost"),
     (WithoutNewFolders, "publish", "lost"),
-    (FirstTheName, "publish", "torn"),
-    (FirstTheName, "index", "torn"),
 ]
 
 

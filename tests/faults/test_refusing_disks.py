@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import subprocess
 from contextlib import suppress
 
 import pytest
@@ -46,20 +45,6 @@ def refused_and_served(work, folder, disk):
 def test_a_disk_that_is_only_read_is_served_from_and_named(work, tmp_path):
     work.begin(tmp_path)
     refused_and_served(work, tmp_path, ReadOnlyDisk())
-
-
-def test_a_file_system_that_is_mounted_read_only_is_served_from_and_named(tmp_path):
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "cache", str(tmp_path)], capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip("no file system can be mounted here (the same is tried with a disk that refuses every change)")
-    try:
-        for work in WORKS:
-            work.begin(tmp_path / work.name)
-        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)
-        for work in WORKS:
-            refused_and_served(work, tmp_path / work.name, Disk())
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 @pytest.mark.parametrize("lost", ["shards", "tmp"])

@@ -18,6 +18,7 @@ from pipeline.store.maintenance.damage_report import ReportWriter, Summary, read
 from pipeline.store.maintenance.leftovers import User, forget, register
 from tests.faults.judged import KIND, NAME, HastyDisk
 from tests.store.content import is_right, key_of, put
+from tests.store.maintenance.damage import flip
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,14 +72,6 @@ def fill(folder: Path, *numbers_of: Iterable[int], index: bool = True) -> tuple[
     if index:
         store.write_index()
     return store, shards
-
-
-def flip(path: Path, *places: int) -> None:
-    content = bytearray(path.read_bytes())
-    for place in places:
-        content[place] ^= 0x10
-    path.chmod(0o644)
-    path.write_bytes(content)
 
 
 def _read(folder: Path, cache: CacheFolder, say: Say) -> None:

@@ -58,16 +58,6 @@ def test_ctrl_c_at_any_step_keeps_each_record_that_was_put(cache, filled, tmp_pa
             assert partials(there) == []
 
 
-def test_a_writer_can_go_on_once_there_is_room_again(cache, filled):
-    disk = FailingDisk("write_at", errno.ENOSPC)
-    with open_with(cache, disk).writer() as writer:
-        with pytest.raises(CacheFull):
-            put(writer, 5)
-        disk.step = ""
-        keys = put(writer, 5, 6)
-        assert writer.flush() == keys
-
-
 def test_no_published_file_is_overwritten_where_links_are_refused(cache, filled, monkeypatch):
     monkeypatch.setattr("pipeline.store.format.disk.unique_stem", lambda: "same")
     for _ in range(2):
@@ -82,24 +72,20 @@ def test_no_published_file_is_overwritten_where_links_are_refused(cache, filled,
     assert open_with(cache, None).missing([key_of(5)]) == []
 
 
-def test_a_link_that_was_made_although_an_error_came_back_counts(cache, filled):
-    class ForgetfulDisk(FailingDisk):
-        def link(self, source, target):
-            super().link(source, target)
-            super().link(source, target)  # as a network file system does that sends a lost request twice
+class ForgetfulDisk(FailingDisk):
+    """A network file system that sends a request twice whose answer was lost."""
 
-    with open_with(cache, ForgetfulDisk("", 0)).writer() as writer:
-        keys = put(writer, 5)
-        assert writer.flush() == keys
+    def link(self, source, target):
+        super().link(source, target)
+        super().link(source, target)
+
+    def rename(self, source, target):
+        super().rename(source, target)
+        super().rename(source, target)
 
 
 @pytest.mark.parametrize("has_links", [True, False])
-def test_a_file_that_was_renamed_although_an_error_came_back_counts(cache, filled, has_links):
-    class ForgetfulDisk(FailingDisk):
-        def rename(self, source, target):
-            super().rename(source, target)
-            super().rename(source, target)  # as a network file system does that sends a lost request twice
-
+def test_a_file_that_was_published_although_an_error_came_back_counts(cache, filled, has_links):
     with open_with(cache, ForgetfulDisk("" if has_links else "link", errno.EPERM)).writer() as writer:
         keys = put(writer, 5)
         assert writer.flush() == keys

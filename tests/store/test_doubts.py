@@ -11,6 +11,7 @@ from pipeline.store.maintenance.leftovers import Left, find_leftovers
 from pipeline.store.maintenance.shard_repair import repair_cache
 from pipeline.store.store import WholeRecords
 from tests.store.content import is_right, key_of, put
+from tests.store.maintenance.damage import spoil
 from tests.store.test_layers import ReadOnlyBelow
 
 KEYS = [key_of(number) for number in range(5)]
@@ -24,18 +25,6 @@ def cache(tmp_path):
     return cache
 
 
-def damage(cache, number):
-    """Change a byte in the middle of a record, where nobody has looked yet."""
-    store = cache.own("scan")
-    (place,) = store.locate([key_of(number)])[0]
-    path = store.layout.shard(place.shard)
-    data = bytearray(path.read_bytes())
-    data[place.offset + place.length // 3] ^= 4
-    path.chmod(0o600)
-    path.write_bytes(data)
-    return path
-
-
 def unread(cache):
     """Return the numbers that count as there for somebody who would read nothing."""
     metas = WholeRecords(cache.kind("scan"), limit_bytes=0).metas(KEYS)
@@ -47,7 +36,7 @@ def notes(cache):
 
 
 def test_what_a_read_found_damaged_is_missing_for_whoever_looks_next(cache):
-    path = damage(cache, 2)
+    path = spoil(cache.root, 2)
     assert unread(CacheFolder(cache.root)) == [0, 1, 2, 3, 4]
     with pytest.raises(CacheDamaged) as caught:
         CacheFolder(cache.root).kind("scan").get(KEYS[2])
@@ -57,7 +46,7 @@ def test_what_a_read_found_damaged_is_missing_for_whoever_looks_next(cache):
 
 
 def test_what_was_made_anew_is_there_and_a_repair_forgets_the_doubt(cache):
-    damage(cache, 2)
+    spoil(cache.root, 2)
     with pytest.raises(CacheDamaged):
         cache.kind("scan").get(KEYS[2])
     with CacheFolder(cache.root).kind("scan").writer() as writer:
@@ -69,33 +58,29 @@ def test_what_was_made_anew_is_there_and_a_repair_forgets_the_doubt(cache):
 
 
 def test_a_disk_that_only_stuttered_costs_a_second_look_and_nothing_else(cache):
-    path = damage(cache, 2)
+    path = spoil(cache.root, 2)
     with pytest.raises(CacheDamaged):
         cache.kind("scan").get(KEYS[2])
-    damage(cache, 2)
+    spoil(cache.root, 2)
     assert unread(CacheFolder(cache.root)) == [0, 1, 2, 3, 4]
     repair_cache(CacheFolder(cache.root))
     assert (notes(cache), path.exists()) == ([], True)
 
 
 def test_damage_in_a_cache_that_is_only_read_is_noted_beside_ones_own_records(cache, tmp_path):
-    damage(cache, 2)
+    spoil(cache.root, 2)
     disk = ReadOnlyBelow(cache.root)
     over = CacheFolder.over(tmp_path / "own", [cache.root], disk)
     with pytest.raises(CacheDamaged):
         over.kind("scan").get(KEYS[2])
     assert disk.refused == []
     assert unread(CacheFolder.over(tmp_path / "own", [cache.root], disk)) == [0, 1, 3, 4]
-
-
-def test_a_read_says_what_is_damaged_also_where_nothing_can_be_noted(cache):
-    damage(cache, 2)
-    with pytest.raises(CacheDamaged):
-        CacheFolder(cache.root, ReadOnlyBelow(cache.root)).kind("scan").get(KEYS[2])
+    with pytest.raises(CacheDamaged):  # also where nothing can be noted
+        CacheFolder(cache.root, disk).kind("scan").get(KEYS[2])
 
 
 def test_notes_are_cleaned_with_what_validations_found(cache):
-    path = damage(cache, 2)
+    path = spoil(cache.root, 2)
     with pytest.raises(CacheDamaged):
         cache.kind("scan").get(KEYS[2])
     beside = find_leftovers(cache)

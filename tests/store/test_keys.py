@@ -16,7 +16,7 @@ MS = 1_000_000
 RECIPE = EmbeddingRecipe(weights="w", layer=3, context="chain", precision="fp16", storage="fp16")
 
 
-def test_keys_are_what_they_were() -> None:
+def test_keys_are_what_they_were():
     assert recipe_key("graph", {"b": [1, 2.5], "a": None}).hex() == "421a513b97696b9844b76f28e40616bd"
     assert tagged_key("graph", {"neighbours": 5}, "x").hex() == "4894d6958a6ca74c7278acf325c9ffd6"
     assert recipe_tag("graph", {"neighbours": 5}).hex() == "4894d695"
@@ -35,7 +35,7 @@ def test_keys_are_what_they_were() -> None:
         st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES) | st.sampled_from([b"\0" * KEY_BYTES, b"a" + b"\0" * 15])
     )
 )
-def test_keys_in_pairs_are_sorted_as_bytes_and_each_is_there_once(known: list[bytes]) -> None:
+def test_keys_in_pairs_are_sorted_as_bytes_and_each_is_there_once(known):
     pairs = sorted_pairs(bytearray().join(known))
     assert pairs.dtype == "<u8"
     assert [hi.to_bytes(8, "big") + lo.to_bytes(8, "big") for hi, lo in pairs.tolist()] == sorted(set(known))
@@ -53,8 +53,6 @@ def test_keys_in_pairs_are_sorted_as_bytes_and_each_is_there_once(known: list[by
         (1_700_000_000 * 1000 * MS + 1, 50 * MS, True),
     ],
 )
-def test_a_file_is_settled_once_its_next_change_would_show_in_its_times(
-    mtime_ns: int, age_ns: int, settled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_settled_once_its_next_change_would_show_in_its_times(mtime_ns, age_ns, settled, monkeypatch):
     monkeypatch.setattr(keys.time, "time_ns", lambda: NOW_NS)
     assert is_settled(mtime_ns, NOW_NS - age_ns) is settled

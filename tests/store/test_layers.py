@@ -18,6 +18,7 @@ from pipeline.store.format.disk import Disk
 from pipeline.store.snapshot import IndexState
 from tests.store.content import is_right, key_of, put
 from tests.store.faulty_disks import CHANGES, os_error
+from tests.store.maintenance.damage import spoil
 
 
 class ReadOnlyBelow(Disk):
@@ -83,17 +84,6 @@ def files_below(root):
     return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in root.rglob("*")}
 
 
-def spoil(root, number):
-    """Change a byte of every copy of a record."""
-    store = CacheFolder(root).kind("scan")
-    for place in store.locate([key_of(number)])[0]:
-        path = store.layout.shard(place.shard)
-        path.chmod(0o644)
-        content = bytearray(path.read_bytes())
-        content[place.offset + 1] ^= 4
-        path.write_bytes(content)
-
-
 @pytest.fixture
 def shared(tmp_path):
     fill(tmp_path / "group", 0, 1, 2)
@@ -145,19 +135,6 @@ def test_only_the_private_cache_is_written_and_counted(shared, tmp_path):
     assert disk.refused == []
     assert [files_below(root) for root in shared] == before
     assert CacheFolder(tmp_path / "mine").kind("scan").missing([key_of(7), key_of(0)]) == []
-
-
-@pytest.mark.parametrize("damaged", [["mine"], ["mine", "group"], ["group"], ["institute"]])
-def test_a_damaged_copy_falls_through_to_the_next_layer(shared, tmp_path, damaged):
-    for root in ("mine", "group", "institute"):
-        fill(tmp_path / root, 9)
-    for root in damaged:
-        spoil(tmp_path / root, 9)
-    store = CacheFolder.over(tmp_path / "mine", shared).kind("scan")
-    places = store.locate([key_of(9)])[0]
-    assert is_right(store.get_at(key_of(9), places), key_of(9))
-    assert is_right(next(store.read([key_of(9)])), key_of(9))
-    assert store.missing([key_of(9)]) == []
 
 
 def test_shards_of_the_same_name_in_two_layers_are_told_apart(shared, tmp_path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 
 from pipeline.keys import KEY_BYTES, TAG_BYTES, recipe_tag, tagged_key
@@ -18,7 +16,7 @@ def put(cache: CacheFolder, recipe: dict[str, int], count: int) -> None:
             writer.put(tagged_key("graph", recipe, number), {"rows": np.zeros(100)})
 
 
-def test_keys_of_one_recipe_share_their_beginning_and_nothing_else() -> None:
+def test_keys_of_one_recipe_share_their_beginning_and_nothing_else():
     keys = {tagged_key("graph", MANY, number) for number in range(100)}
     assert {key[:TAG_BYTES] for key in keys} == {recipe_tag("graph", MANY)}
     assert len({key[TAG_BYTES:] for key in keys}) == 100
@@ -27,7 +25,7 @@ def test_keys_of_one_recipe_share_their_beginning_and_nothing_else() -> None:
     assert len(others) == 3
 
 
-def test_records_are_counted_by_recipe(tmp_path: Path) -> None:
+def test_records_are_counted_by_recipe(tmp_path):
     cache = CacheFolder(tmp_path / "cache")
     for recipe, count in ((FEW, 3), (MANY, 40)):
         for _ in range(2):  # it is described once
@@ -42,7 +40,7 @@ def test_records_are_counted_by_recipe(tmp_path: Path) -> None:
     assert cache.kind("recipes").stat().records == 4
 
 
-def test_a_record_that_describes_no_recipe_hides_none(tmp_path: Path) -> None:
+def test_a_record_that_describes_no_recipe_hides_none(tmp_path):
     cache = CacheFolder(tmp_path / "cache")
     cache.describe("graph", FEW)
     put(cache, FEW, 3)

@@ -65,10 +65,7 @@ def digest(path: Path) -> str:
     return digest_weights(load_esm_checkpoint(path))
 
 
-# ── what is accepted ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_fair_esm_checkpoint_becomes_the_tensors_that_encode_and_no_others(tiny: Path) -> None:
+def test_fair_esm_checkpoint_becomes_the_tensors_that_encode_and_no_others(tiny):
     checkpoint = load_esm_checkpoint(tiny)
     assert (checkpoint.name, checkpoint.form, checkpoint.path) == ("esm2_t3_tiny", "fair-esm", tiny)
     shape = checkpoint.architecture
@@ -78,7 +75,7 @@ def test_fair_esm_checkpoint_becomes_the_tensors_that_encode_and_no_others(tiny:
     assert checkpoint.dtype == torch.float32
 
 
-def test_every_form_of_a_hugging_face_model_is_the_same_model(tiny: Path, tmp_path: Path) -> None:
+def test_every_form_of_a_hugging_face_model_is_the_same_model(tiny, tmp_path):
     ours = load_esm_checkpoint(tiny)
     for prefix, shards in (("esm.", 1), ("", 1), ("esm.", 3)):
         cache = tmp_path / f"{prefix}{shards}" / "models--facebook--esm2_t3_tiny" / "snapshots" / "0123abcd"
@@ -93,7 +90,7 @@ def test_every_form_of_a_hugging_face_model_is_the_same_model(tiny: Path, tmp_pa
 
 
 @pytest.mark.parametrize("precision", DTYPES)
-def test_precision_that_was_stored_is_kept(tiny: Path, tmp_path: Path, precision: str) -> None:
+def test_precision_that_was_stored_is_kept(tiny, tmp_path, precision):
     data = contents(tiny)
     data["model"] = {name: tensor.to(as_dtype(precision)) for name, tensor in data["model"].items()}
     torch.save(data, tmp_path / "esm2_a.pt")
@@ -103,7 +100,7 @@ def test_precision_that_was_stored_is_kept(tiny: Path, tmp_path: Path, precision
     assert checkpoint.rotary_F.dtype == torch.float32
 
 
-def test_weights_are_mapped_and_not_copied_into_memory(tmp_path: Path) -> None:
+def test_weights_are_mapped_and_not_copied_into_memory(tmp_path):
     path = tmp_path / "esm2_a.pt"
     write_random_checkpoint(path, 2, 256, 4)
     held = load_esm_checkpoint(path)
@@ -111,24 +108,19 @@ def test_weights_are_mapped_and_not_copied_into_memory(tmp_path: Path) -> None:
     assert held.tensors["layers.1.fc1.weight"].abs().sum() > 0
 
 
-def test_frequencies_that_are_not_stored_are_made_in_full_precision_and_are_another_key(
-    tiny: Path, tmp_path: Path
-) -> None:
+def test_frequencies_that_are_not_stored_are_made_in_full_precision_and_are_another_key(tiny, tmp_path):
     tensors = {name: tensor for name, tensor in face_tensors(tiny).items() if "inv_freq" not in name}
     checkpoint = load_esm_checkpoint(face_folder(tmp_path / "model", tensors))
     assert torch.equal(checkpoint.rotary_F, frequencies(8))
     assert digest_weights(checkpoint) != digest(tiny)
 
 
-def test_values_that_are_not_finite_are_no_reason_to_refuse(tiny: Path, tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_no_reason_to_refuse(tiny, tmp_path):
     path = changed(tiny, tmp_path / "esm2_nan.pt", **{"layers.1.fc2.bias": torch.full((32,), torch.nan)})
     assert load_esm_checkpoint(path).tensors["layers.1.fc2.bias"].isnan().all()
 
 
-# ── the digest ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_digest_of_these_weights_is_this_one_until_its_version_is_raised(tmp_path: Path) -> None:
+def test_digest_of_these_weights_is_this_one_until_its_version_is_raised(tmp_path):
     write_random_checkpoint(tmp_path / "esm2_a.pt", layers=1, dim=8, heads=2)
     data = contents(tmp_path / "esm2_a.pt")
     data["model"] = {name: torch.full_like(tensor, 0.5) for name, tensor in data["model"].items()}
@@ -138,7 +130,7 @@ def test_digest_of_these_weights_is_this_one_until_its_version_is_raised(tmp_pat
     assert digest(tmp_path / "esm2_half.pt") == "910071ca597c81702412958d4a9d7cb7"
 
 
-def test_digest_tells_bits_precisions_and_architectures_apart(tiny: Path, tmp_path: Path) -> None:
+def test_digest_tells_bits_precisions_and_architectures_apart(tiny, tmp_path):
     data = contents(tiny)
     data["model"] = {name: tensor.half() for name, tensor in data["model"].items()}
     torch.save(data, tmp_path / "esm2_half.pt")
@@ -152,7 +144,7 @@ def test_digest_tells_bits_precisions_and_architectures_apart(tiny: Path, tmp_pa
     assert len({digest(path) for path in (tiny, *others)}) == 4
 
 
-def test_digest_knows_nothing_of_heads_files_and_storage(tiny: Path, tmp_path: Path) -> None:
+def test_digest_knows_nothing_of_heads_files_and_storage(tiny, tmp_path):
     data = contents(tiny)
     data["model"]["encoder.lm_head.bias"] += 1
     data["model"] = dict(reversed(data["model"].items()))
@@ -165,10 +157,7 @@ def test_digest_knows_nothing_of_heads_files_and_storage(tiny: Path, tmp_path: P
     assert {digest(path) for path in same} == {digest(tiny)}
 
 
-# ── files that are no checkpoint ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_file_that_is_no_checkpoint_is_refused_by_what_it_is(tmp_path: Path) -> None:
+def test_a_file_that_is_no_checkpoint_is_refused_by_what_it_is(tmp_path):
     contents_of = {
         b"": "empty",
         b"hello, this is text": "not a checkpoint",
@@ -200,7 +189,7 @@ def test_a_file_that_is_no_checkpoint_is_refused_by_what_it_is(tmp_path: Path) -
 
 @FUZZ
 @given(part=st.floats(0, 1, exclude_max=True))
-def test_a_checkpoint_cut_anywhere_is_refused(tiny: Path, tmp_path: Path, part: float) -> None:
+def test_a_checkpoint_cut_anywhere_is_refused(tiny, tmp_path, part):
     whole = tiny.read_bytes()
     (tmp_path / "esm2_cut.pt").write_bytes(whole[: int(part * len(whole))])
     assert "esm2_cut.pt" in refusal(tmp_path / "esm2_cut.pt")
@@ -213,9 +202,7 @@ def test_a_checkpoint_cut_anywhere_is_refused(tiny: Path, tmp_path: Path, part: 
 
 @FUZZ
 @given(data=st.data())
-def test_damage_in_the_description_is_refused_or_harmless_and_never_a_crash(
-    tiny: Path, tmp_path: Path, data: st.DataObject
-) -> None:
+def test_damage_in_the_description_is_refused_or_harmless_and_never_a_crash(tiny, tmp_path, data):
     whole = bytearray(tiny.read_bytes())
     with zipfile.ZipFile(tiny) as archive:
         pickled = archive.getinfo("archive/data.pkl")
@@ -229,21 +216,18 @@ def test_damage_in_the_description_is_refused_or_harmless_and_never_a_crash(
         assert {name: tuple(one.shape) for name, one in read.tensors.items()} == shapes(read.architecture)
 
 
-def test_what_may_not_be_read_says_so(unprivileged: Path) -> None:
+def test_what_may_not_be_read_says_so(unprivileged):
     (unprivileged / "model").mkdir(mode=0)
     (unprivileged / "esm2_a.pt").write_bytes(b"PK\x03\x04")
     (unprivileged / "esm2_a.pt").chmod(0)
     assert unnamed((unprivileged / name, "Permission denied") for name in ("model", "esm2_a.pt")) == []
 
 
-def test_path_that_is_not_there_is_an_error_of_the_configuration(tmp_path: Path) -> None:
+def test_path_that_is_not_there_is_an_error_of_the_configuration(tmp_path):
     (tmp_path / "link.pt").symlink_to(tmp_path / "gone.pt")
     for name in ("esm2_a.pt", "link.pt"):
         with pytest.raises(ConfigError):
             load_esm_checkpoint(tmp_path / name)
-
-
-# ── code in a pickle ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Touch:
@@ -257,7 +241,7 @@ class Touch:
 
 
 @pytest.mark.parametrize("form", ["zip", "old", "raw"])
-def test_pickle_that_wants_to_run_code_is_refused_and_nothing_of_it_runs(tiny: Path, tmp_path: Path, form: str) -> None:
+def test_pickle_that_wants_to_run_code_is_refused_and_nothing_of_it_runs(tiny, tmp_path, form):
     path, mark = tmp_path / "esm2_evil.pt", tmp_path / "touched"
     evil = {**contents(tiny), "extra": Touch(mark)}
     if form == "raw":
@@ -270,14 +254,14 @@ def test_pickle_that_wants_to_run_code_is_refused_and_nothing_of_it_runs(tiny: P
     assert mark.exists()
 
 
-def test_pickle_of_any_protocol_is_refused_and_nothing_of_it_runs(tmp_path: Path) -> None:
+def test_pickle_of_any_protocol_is_refused_and_nothing_of_it_runs(tmp_path):
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         (tmp_path / "esm2_evil.pt").write_bytes(pickle.dumps(Touch(tmp_path / "touched"), protocol=protocol))
         refusal(tmp_path / "esm2_evil.pt")
     assert not (tmp_path / "touched").exists()
 
 
-def test_anything_but_tensors_and_plain_data_is_refused_by_its_name(tiny: Path, tmp_path: Path) -> None:
+def test_anything_but_tensors_and_plain_data_is_refused_by_its_name(tiny, tmp_path):
     for held, asked in ((io.StringIO, "_io.StringIO"), (functools.partial(print), "functools.partial"), (eval, "eval")):
         torch.save({"model": {}, "cfg": held}, tmp_path / "esm2_a.pt")
         assert asked in refusal(tmp_path / "esm2_a.pt")
@@ -285,10 +269,7 @@ def test_anything_but_tensors_and_plain_data_is_refused_by_its_name(tiny: Path, 
     assert Namespace not in torch.serialization.get_safe_globals()
 
 
-# ── relatives of ESM-2, and tensors that are not what they should be ─────────────────────────────────────────────────
-
-
-def test_relatives_are_refused_by_their_names(tmp_path: Path) -> None:
+def test_relatives_are_refused_by_their_names(tmp_path):
     by_arch = {
         "protein_bert_base": "ESM-1,",
         "msa_transformer": "the MSA Transformer",
@@ -318,7 +299,7 @@ def test_relatives_are_refused_by_their_names(tmp_path: Path) -> None:
     assert unnamed(cases()) == []
 
 
-def test_a_file_beside_the_right_one_points_to_it(tiny: Path, tmp_path: Path) -> None:
+def test_a_file_beside_the_right_one_points_to_it(tiny, tmp_path):
     folder = face_folder(tmp_path / "model", face_tensors(tiny))
     pickled = face_folder(tmp_path / "pickled", face_tensors(tiny))
     (pickled / SINGLE).rename(pickled / "pytorch_model.bin")
@@ -334,7 +315,7 @@ def test_a_file_beside_the_right_one_points_to_it(tiny: Path, tmp_path: Path) ->
     assert unnamed(cases) == []
 
 
-def test_a_config_of_another_model_is_refused_by_what_is_odd(tiny: Path, tmp_path: Path) -> None:
+def test_a_config_of_another_model_is_refused_by_what_is_odd(tiny, tmp_path):
     odd: list[tuple[dict[str, Any], str]] = [
         ({"position_embedding_type": "absolute"}, "positions"),
         ({"position_embedding_type": "relative"}, "'relative'"),
@@ -369,7 +350,7 @@ def test_a_config_of_another_model_is_refused_by_what_is_odd(tiny: Path, tmp_pat
     assert unnamed(cases()) == []
 
 
-def test_a_tensor_or_number_that_is_missing_or_odd_is_named(tiny: Path, tmp_path: Path) -> None:
+def test_a_tensor_or_number_that_is_missing_or_odd_is_named(tiny, tmp_path):
     out, bias, frequency = tmp_path / "esm2_odd.pt", "layers.1.fc2.bias", "layers.0.self_attn.rot_emb.inv_freq"
     tensors = [
         (bias, None, bias),
@@ -407,7 +388,7 @@ def test_a_tensor_or_number_that_is_missing_or_odd_is_named(tiny: Path, tmp_path
     assert unnamed(cases()) == []
 
 
-def test_a_folder_in_parts_that_lacks_one_or_leads_out_of_itself_is_refused(tiny: Path, tmp_path: Path) -> None:
+def test_a_folder_in_parts_that_lacks_one_or_leads_out_of_itself_is_refused(tiny, tmp_path):
     folder = face_folder(tmp_path / "model", face_tensors(tiny), shards=3)
 
     def cases() -> Iterable[tuple[Path, str]]:

@@ -30,18 +30,6 @@ LENGTHS = st.lists(st.integers(0, 3000), max_size=80).map(lambda lengths: np.arr
 ENDLESS = 1 << 60
 
 
-def test_the_largest_divisor_of_some_counts():
-    assert [largest_divisor(*pair) for pair in ((12, 5), (12, 4), (7, 4), (8, 8), (8, 100), (0, 4), (1, 1))] == [
-        4, 4, 1, 8, 8, 1, 1,
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("pair", [(4, 0), (-1, 4), (4, -2)])
-def test_what_has_no_divisor_is_refused(pair):
-    with pytest.raises(ValueError, match="no divisor"):
-        largest_divisor(*pair)
-
-
 @relaxed
 @given(st.integers(1, 500), st.integers(1, 70))
 def test_a_largest_divisor_divides_and_no_larger_one_does(count, cap):
@@ -58,28 +46,33 @@ def test_every_sequence_is_in_one_batch_and_no_batch_beyond_the_budget(lengths, 
     for batch in batches:
         assert len(batch) == 1 or (lengths[batch] + ENDS).sum() <= budget
         assert policy == "tokens" or len(batch) <= cap
-
-
-@relaxed
-@given(LENGTHS, st.sampled_from(POLICIES), st.integers(1, 9), st.integers(1, 5000))
-def test_longer_sequences_come_first_and_equal_ones_stay_in_order(lengths, policy, cap, budget):
-    order = np.concatenate([*plan_batches(lengths, policy=policy, cap=cap, budget=budget), []]).astype(int).tolist()
+    order = np.concatenate([*batches, []]).astype(int).tolist()  # the longest first, equal ones in their order
     assert order == sorted(range(len(lengths)), key=lambda place: (-lengths[place], place))
 
 
-def test_a_prime_count_does_not_degrade_to_batches_of_one():
-    batches = plan_batches(np.full(8713, 100, np.int64), policy="divisor", cap=4, budget=ENDLESS)
-    assert [len(batch) for batch in batches] == [4] * 2178 + [1]
+def test_batches_of_some_lengths():
+    def sizes(lengths, **how):
+        return [
+            len(batch) for batch in plan_batches(np.asarray(lengths), **{"policy": "divisor", "budget": ENDLESS, **how})
+        ]
+
+    assert sizes(np.full(8713, 100), cap=4) == [4] * 2178 + [1]  # a prime count does not degrade to ones
+    assert sizes(np.arange(11), cap=4) == [4, 4, 3]
+    assert sizes([98, 98, 48, 48, 8, 8, 8, 8], cap=8, budget=100) == [1, 1, 2, 4]  # halved until it fits
+    for policy in POLICIES:  # both marks of each sequence count
+        assert sizes([8] * 4, policy=policy, cap=2, budget=20) == [2, 2]
+        assert sizes([8] * 4, policy=policy, cap=2, budget=19) == [1] * 4
 
 
-def test_what_remains_of_equal_batches_is_one_batch():
-    assert [len(batch) for batch in plan_batches(np.arange(11), policy="divisor", cap=4, budget=ENDLESS)] == [4, 4, 3]
-
-
-def test_a_batch_beyond_the_budget_is_halved_until_it_fits():
-    lengths = np.array([98, 98, 48, 48, 8, 8, 8, 8])
-    batches = plan_batches(lengths, policy="divisor", cap=8, budget=100)
-    assert [batch.tolist() for batch in batches] == [[0], [1], [2, 3], [4, 5, 6, 7]]
+def test_what_cannot_be_is_refused():
+    for pair in ((4, 0), (-1, 4), (4, -2)):
+        with pytest.raises(ValueError, match="divisor"):
+            largest_divisor(*pair)
+    with pytest.raises(ValueError, match="padded"):
+        plan_batches(np.array([1]), policy="padded", cap=1, budget=1)
+    for pair in ((0, 1), (1, 0)):
+        with pytest.raises(ValueError, match="dealt"):
+            deal_shards(np.array([1]), np.array([1.0]), *pair)
 
 
 @relaxed
@@ -88,24 +81,6 @@ def test_a_token_batch_ends_only_where_the_next_sequence_would_not_fit(lengths, 
     batches = plan_batches(lengths, policy="tokens", cap=1, budget=budget)
     for batch, following in pairwise(batches):
         assert (lengths[[*batch, following[0]]] + ENDS).sum() > budget
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_budget_is_counted_with_both_marks_of_each_sequence(policy):
-    lengths = np.array([8, 8, 8, 8])
-    assert [len(batch) for batch in plan_batches(lengths, policy=policy, cap=2, budget=20)] == [2, 2]
-    assert [len(batch) for batch in plan_batches(lengths, policy=policy, cap=2, budget=19)] == [1, 1, 1, 1]
-
-
-def test_what_is_left_is_cut_anew_when_the_budget_shrinks():
-    recipe = EmbeddingRecipe("0", 2, "chain", "fp32", "fp32")
-    schedule = BatchSchedule(np.full(40, 48), np.array([], np.int64), recipe, policy="tokens", cap=None)
-    assert len(schedule.draw(500)) == 10
-    rest = []
-    while (batch := schedule.draw(150)) is not None:
-        rest.append(batch)
-    assert [len(batch) for batch in rest] == [3] * 10
-    assert np.concatenate(rest).tolist() == list(range(10, 40))
 
 
 NOBODY = np.array([], np.int64)
@@ -119,23 +94,16 @@ def drawn(schedule, budget):
     return batches
 
 
-def test_what_was_given_out_is_not_given_out_again_under_another_budget():
-    schedule = BatchSchedule(np.full(5, 48), NOBODY, RECIPE, policy="tokens", cap=None)
-    assert drawn(schedule, 100) == [[0, 1], [2, 3], [4]]
+def test_what_is_left_is_cut_again_when_the_budget_changes():
+    schedule = BatchSchedule(np.full(40, 48), NOBODY, RECIPE, policy="tokens", cap=None)
+    assert len(schedule.draw(500)) == 10
+    assert drawn(schedule, 150) == [list(range(first, first + 3)) for first in range(10, 40, 3)]
     assert drawn(schedule, 200) == []
-
-
-@pytest.mark.parametrize("budget", [0, 1])
-def test_what_is_larger_than_any_budget_is_drawn_alone(budget):
-    schedule = BatchSchedule(np.array([3, 4]), NOBODY, RECIPE, policy="tokens", cap=None)
-    assert drawn(schedule, budget) == [[1], [0]]
-
-
-def test_batches_are_as_large_as_was_said_or_as_the_budget_allows():
-    lengths = np.full(6, 48)
-    said, automatic = (BatchSchedule(lengths, NOBODY, RECIPE, policy="divisor", cap=cap) for cap in (2, None))
-    assert [len(batch) for batch in drawn(said, 150)] == [2, 2, 2]
-    assert [len(batch) for batch in drawn(automatic, 150)] == [3, 3]
+    for budget in (0, 1):  # what is larger than any budget is drawn alone
+        assert drawn(BatchSchedule(np.array([3, 4]), NOBODY, RECIPE, policy="tokens", cap=None), budget) == [[1], [0]]
+    for cap, sizes in ((2, [2, 2, 2]), (None, [3, 3])):  # as large as was said, or as the budget allows
+        schedule = BatchSchedule(np.full(6, 48), NOBODY, RECIPE, policy="divisor", cap=cap)
+        assert [len(batch) for batch in drawn(schedule, 150)] == sizes
 
 
 def test_what_is_refused_is_never_drawn():
@@ -163,30 +131,10 @@ def test_what_is_truncated_or_taken_whole_costs_what_is_computed():
     assert recipe_costs(lengths, replace(RECIPE, long="truncate"), 8)[1] == truncated
     assert recipe_costs(lengths, replace(RECIPE, long="windows", whole=80), 8)[1] == largest
     assert recipe_costs(lengths, RECIPE, 8)[1] == largest
+    found = recipe_costs(np.array([51, 131]), replace(RECIPE, long="windows"), 8)
+    assert found.tolist() == [2 * truncated, len(windows(131, 50, 10)) * truncated]
     beside_longer = recipe_costs(np.array([80, 81]), replace(RECIPE, long="windows", whole=80), 8)
     assert beside_longer[0] == largest
-
-
-def test_the_costliest_group_is_dealt_first():
-    shards = deal_shards(np.array([3, 2, 1]), np.array([1.0, 1.0, 2.0]), 2, 1)
-    assert [shard.tolist() for shard in shards] == [[2], [0, 1]]
-
-
-def test_a_cap_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="no divisor"):
-        plan_batches(np.array([1]), policy="divisor", cap=0, budget=9)
-
-
-def test_the_cost_of_windows_is_that_of_each():
-    recipe = EmbeddingRecipe("0", 2, "chain", "fp32", "fp32", long="windows", length=50, overlap=10)
-    found = recipe_costs(np.array([40, 50, 51, 131]), recipe, 8)
-    window = cost(np.array([50]), 2, 8)[0]
-    assert found.tolist() == [cost(np.array([40]), 2, 8)[0], window, 2 * window, len(windows(131, 50, 10)) * window]
-
-
-def test_an_unknown_policy_is_refused():
-    with pytest.raises(ValueError, match="padded"):
-        plan_batches(np.array([1]), policy="padded", cap=1, budget=1)
 
 
 def test_an_automatic_cap_fills_the_budget_with_usual_sequences():
@@ -206,23 +154,18 @@ def test_a_cost_is_the_multiply_adds_of_the_matrices():
 
 @relaxed
 @given(LENGTHS, st.integers(1, 7), st.integers(1, 6))
-def test_every_sequence_is_dealt_once_and_all_shards_but_one_hold_whole_groups(lengths, shards, multiple):
-    dealt = deal_shards(lengths, cost(lengths, 2, 8), shards, multiple)
+def test_every_sequence_is_dealt_once_in_whole_groups_and_no_shard_costs_a_group_more_than_another(
+    lengths, shards, multiple
+):
+    costs_N = cost(lengths, 2, 8)
+    dealt = deal_shards(lengths, costs_N, shards, multiple)
+    parts = np.split(np.argsort(-lengths, kind="stable"), range(multiple, 80, multiple))
+    loads = [costs_N[shard].sum() for shard in dealt]
+    assert max(loads) - min(loads) <= max(costs_N[part].sum() for part in parts) * (1 + 1e-9)
     assert len(dealt) == shards
     assert sorted(np.concatenate(dealt).tolist()) == list(range(len(lengths)))
     assert sum(len(shard) % multiple > 0 for shard in dealt) <= 1
     assert all((np.diff(lengths[shard]) <= 0).all() for shard in dealt)
-
-
-@relaxed
-@given(LENGTHS, st.integers(1, 7), st.integers(1, 6))
-def test_no_shard_costs_a_group_more_than_another(lengths, shards, multiple):
-    costs_N = cost(lengths, 2, 8)
-    groups = [
-        costs_N[part].sum() for part in np.split(np.argsort(-lengths, kind="stable"), range(multiple, 80, multiple))
-    ]
-    loads = [costs_N[shard].sum() for shard in deal_shards(lengths, costs_N, shards, multiple)]
-    assert max(loads) - min(loads) <= max(groups) * (1 + 1e-9)
 
 
 @relaxed
@@ -237,12 +180,6 @@ def test_a_shard_of_too_many_is_dealt_in_parts_that_cost_about_the_same(lengths,
         loads = [costs_N[part].sum() for part in cap_shards([shard], most)]
         assert max(loads, default=0) - min(loads, default=0) <= costs_N[shard].max(initial=0) * (1 + 1e-9)
     assert [part.tolist() for part in cap_shards(dealt, 80)] == [shard.tolist() for shard in dealt if len(shard)]
-
-
-@pytest.mark.parametrize("pair", [(0, 1), (1, 0)])
-def test_dealing_to_nobody_is_refused(pair):
-    with pytest.raises(ValueError, match="dealt"):
-        deal_shards(np.array([1]), np.array([1.0]), *pair)
 
 
 def test_a_million_sequences_are_planned_and_dealt_in_a_few_calls_a_batch():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +15,6 @@ from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, EmbeddingRecipe, Va
 from pipeline.encoder.engine.embed_engine import Engine
 from pipeline.encoder.engine.sequence_work import Embedding
 from pipeline.encoder.engine.token_batches import EngineSettings
-from pipeline.encoder.forward import esm2
 from pipeline.encoder.forward.esm2 import EsmEncoder, Strain
 from pipeline.encoder.forward.linear import bf16_products_here
 from pipeline.encoder.forward.parity import check_parity
@@ -39,7 +36,7 @@ def rows_of(encoder: EsmEncoder, sequences: list[str]) -> list[torch.Tensor]:
 
 
 @pytest.fixture(scope="module", params=SHAPES)
-def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EsmCheckpoint:
+def published(request, tmp_path_factory):
     """Return two layers as wide as a published model's."""
     dim, heads = SHAPES[request.param]
     path = tmp_path_factory.mktemp("weights") / "esm2_shape.pt"
@@ -48,44 +45,19 @@ def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.nightly
-def test_every_token_is_close_to_fp32_at_each_published_width(published: EsmCheckpoint) -> None:
+def test_every_token_is_close_to_fp32_at_each_published_width_with_the_same_bits_in_every_batch(published):
     found, wanted = (torch.cat(rows_of(encoder_of(published, how), SEQUENCES)) for how in (BF16_PRODUCTS, "fp32"))
     cosines_R = cosine_similarity(found.double(), wanted.double(), dim=1)
     assert found.dtype == torch.float32
     assert float(cosines_R.min()) > 0.9999
     assert float(cosines_R.min()) < 0.99999999  # or bf16 had no part in it
-
-
-@pytest.mark.nightly
-def test_rows_have_the_same_bits_in_every_batch(published: EsmCheckpoint) -> None:
     encoder = encoder_of(published)
-    together = rows_of(encoder, SEQUENCES)
-    for text, rows_LD in zip(SEQUENCES, together, strict=True):
+    for text, rows_LD in zip(SEQUENCES, found.split([len(text) for text in SEQUENCES]), strict=True):
         assert torch.equal(rows_of(encoder, [text])[0], rows_LD)
 
 
-def test_norms_attention_and_the_sum_of_layers_stay_in_fp32(
-    published: EsmCheckpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watched: set[torch.dtype] = set()
-    attend = esm2.by_sequence_watched
-
-    def watch(highest: list[float], qkv_T3HC: torch.Tensor, *others: Any) -> torch.Tensor:
-        watched.add(qkv_T3HC.dtype)
-        return attend(highest, qkv_T3HC, *others)
-
-    monkeypatch.setattr(esm2, "by_sequence_watched", watch)
-    encoder = encoder_of(published)
-    rows_of(encoder, SEQUENCES[:1])
-    layer = encoder._layers[0]
-    x_MD = torch.randn(64, published.architecture.dim)
-    watched |= {layer.before_attention(x_MD).dtype, layer.finish(x_MD, torch.randn_like(x_MD)).dtype}
-    assert watched == {torch.float32}
-    assert layer.qkv(x_MD).dtype == torch.bfloat16
-
-
 @pytest.fixture(scope="module")
-def sharp_on_o(tmp_path_factory: pytest.TempPathFactory) -> EsmCheckpoint:
+def sharp_on_o(tmp_path_factory):
     """Return weights whose attention is sharp where the letter O meets itself, and nowhere else."""
     path = tmp_path_factory.mktemp("weights") / "esm2_o.pt"
     write_random_checkpoint(path, layers=3, dim=64, heads=4)
@@ -109,9 +81,7 @@ def sampled(encoder: EsmEncoder, sequences: list[str]) -> Strain:
     return Strain(max(strain.scores for strain in strains), max(strain.growth for strain in strains))
 
 
-def test_a_sequence_unlike_the_sample_is_done_in_fp32_under_its_key_and_its_neighbours_are_not(
-    sharp_on_o: EsmCheckpoint,
-) -> None:
+def test_a_sequence_unlike_the_sample_is_done_in_fp32_under_its_key_and_its_neighbours_are_not(sharp_on_o):
     usual = sampled(encoder_of(sharp_on_o), SEQUENCES)
 
     def build(checkpoint: EsmCheckpoint, *, layer: int, precision: str, device: torch.device) -> EsmEncoder:
@@ -132,22 +102,13 @@ def test_a_sequence_unlike_the_sample_is_done_in_fp32_under_its_key_and_its_neig
     assert np.array_equal(made[texts[-1]].rows_LD, wanted_LD.numpy())
 
 
-@pytest.mark.parametrize(
-    ("scores", "growth", "fine"), [(9, 4, True), (12, 4, False), (9, 9, False), (9, np.nan, False)]
-)
-def test_a_strain_beyond_the_sample_is_told(scores: float, growth: float, fine: bool) -> None:
-    assert Strain(scores, growth).within(Strain(8.0, 4.0)) == fine
-
-
-def test_the_sample_must_be_four_times_closer_than_any_token_may_be(tmp_path: Path) -> None:
+def test_the_sample_must_be_four_times_closer_than_any_token_may_be(tmp_path):
     lowest = {}
     for stress in (1.0, 6.0):
         path = tmp_path / f"esm2_{stress}.pt"
         write_random_checkpoint(path, layers=4, dim=64, heads=4, stress=stress)
         verdict = check_parity(load_esm_checkpoint(path), BF16_PRODUCTS, 4, "cpu")
         assert verdict.threshold == 0.99975
-        assert verdict.scores > 0
-        assert verdict.growth >= 1
         lowest[stress] = verdict
     assert lowest[1.0].passed
     assert not lowest[6.0].passed

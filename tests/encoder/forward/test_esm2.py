@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,7 +12,6 @@ import esm
 import numpy as np
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import cosine_similarity
 
@@ -64,17 +62,11 @@ def reference(path: Path) -> Reference:
 
 
 @pytest.fixture(scope="module")
-def real_width(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def real_width(tmp_path_factory):
     """Return a checkpoint as wide as the published 35M model, with few layers."""
     path = tmp_path_factory.mktemp("weights") / "esm2_t2_wide.pt"
     write_random_checkpoint(path, layers=2, dim=480, heads=20)
     return path
-
-
-@pytest.fixture
-def without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make torch one that has no packed linear layers."""
-    monkeypatch.setattr(linear, "packed_works", lambda weights, rows: False)
 
 
 def assert_close(found_RD: torch.Tensor, wanted_RD: torch.Tensor, cosine: float = 0.99999, atol: float = 2e-5) -> None:
@@ -84,44 +76,24 @@ def assert_close(found_RD: torch.Tensor, wanted_RD: torch.Tensor, cosine: float 
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2, 3])
-def test_every_layer_is_what_fair_esm_computes(tiny: Path, layer: int) -> None:
-    sequences = [draw(length) for length in (40, 1, 333, 2, 90)]
+def test_every_layer_is_what_fair_esm_computes_at_every_length_for_every_letter(tiny, layer):
+    sequences = [LETTERS, *(draw(length) for length in LENGTHS)]
     encoder = EsmEncoder(load_esm_checkpoint(tiny), layer=layer, precision="fp32", device=CPU)
     assert_close(encode(encoder, sequences), reference(tiny)(sequences, layer))
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-def test_every_length_is_right_alone(tiny: Path, length: int) -> None:
-    encoder = EsmEncoder(load_esm_checkpoint(tiny), layer=3, precision="fp32", device=CPU)
-    assert_close(encode(encoder, [draw(length)]), reference(tiny)([draw(length)], 3))
+@pytest.fixture(params=[True, False], ids=["onednn", "torch"])
+def real_width_encoder(request, real_width, monkeypatch):
+    """Return an encoder with packed linear layers, and one of a torch that has none."""
+    if not request.param:
+        monkeypatch.setattr(linear, "packed_works", lambda weights, rows: False)
+    return EsmEncoder(load_esm_checkpoint(real_width), layer=2, precision="fp32", device=CPU)
 
 
-def test_all_lengths_are_right_in_one_batch(tiny: Path) -> None:
-    sequences = [draw(length) for length in LENGTHS]
-    encoder = EsmEncoder(load_esm_checkpoint(tiny), layer=3, precision="fp32", device=CPU)
-    assert_close(encode(encoder, sequences), reference(tiny)(sequences, 3))
-
-
-def test_all_residue_letters_are_right(tiny: Path) -> None:
-    assert len(LETTERS) == 25
-    encoder = EsmEncoder(load_esm_checkpoint(tiny), layer=3, precision="fp32", device=CPU)
-    assert_close(encode(encoder, [LETTERS]), reference(tiny)([LETTERS], 3))
-
-
-def test_real_width_is_right_and_goes_through_onednn(real_width: Path) -> None:
+def test_real_width_is_right_with_the_same_bits_in_every_batch(real_width_encoder, real_width):
     sequences = [draw(length) for length in (300, 77, 5)]
-    encoder = EsmEncoder(load_esm_checkpoint(real_width), layer=2, precision="fp32", device=CPU)
-    if torch.backends.mkldnn.is_available():
-        assert isinstance(encoder._layers[0].qkv, PackedLinear)
-    assert_close(encode(encoder, sequences), reference(real_width)(sequences, 2))
-
-
-@pytest.mark.usefixtures("without_onednn")
-def test_without_onednn_it_is_as_right(real_width: Path) -> None:
-    sequences = [draw(length) for length in (300, 77, 5)]
-    encoder = EsmEncoder(load_esm_checkpoint(real_width), layer=2, precision="fp32", device=CPU)
-    assert isinstance(encoder._layers[0].qkv, TorchLinear)
-    assert_close(encode(encoder, sequences), reference(real_width)(sequences, 2))
+    assert_close(encode(real_width_encoder, sequences), reference(real_width)(sequences, 2))
+    check_bits_in_batches(real_width_encoder, [draw(length) for length in (1, 2, 3, 29, 64, 129, 333, 800)], 0)
 
 
 def check_bits_in_batches(encoder: EsmEncoder, sequences: Sequence[str], seed: int) -> None:
@@ -137,25 +109,15 @@ def check_bits_in_batches(encoder: EsmEncoder, sequences: Sequence[str], seed: i
             assert torch.equal(part_LD, alone[sequence]), f"{len(sequence)} in {[len(one) for one in batch]}"
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_result_has_the_same_bits_in_every_batch(tiny: Path, seed: int) -> None:
+def test_a_result_has_the_same_bits_in_every_batch(tiny):
     encoder = EsmEncoder(load_esm_checkpoint(tiny), layer=3, precision="fp32", device=CPU)
-    sequences = [draw(int(length)) for length in {*np.random.default_rng(seed).integers(1, 500, 14), 1, 2, 1100}]
-    check_bits_in_batches(encoder, sequences, seed)
+    for seed in range(6):
+        drawn = np.random.default_rng(seed).integers(1, 500, 14).tolist()
+        lengths = {*drawn, 1, 2, 1100, *LENGTHS[3 * (seed % 3) :][:3]}
+        check_bits_in_batches(encoder, [draw(length) for length in lengths], seed)
 
 
-def test_at_real_width_too(real_width: Path) -> None:
-    encoder = EsmEncoder(load_esm_checkpoint(real_width), layer=2, precision="fp32", device=CPU)
-    check_bits_in_batches(encoder, [draw(length) for length in (1, 2, 3, 29, 64, 129, 333, 800)], 0)
-
-
-@pytest.mark.usefixtures("without_onednn")
-def test_and_without_onednn(real_width: Path) -> None:
-    encoder = EsmEncoder(load_esm_checkpoint(real_width), layer=2, precision="fp32", device=CPU)
-    check_bits_in_batches(encoder, [draw(length) for length in (1, 2, 3, 29, 64, 129, 333, 800)], 1)
-
-
-def test_sharp_attention_stays_right(tmp_path: Path) -> None:
+def test_sharp_attention_stays_right(tmp_path):
     path = tmp_path / "esm2_stress.pt"
     write_random_checkpoint(path, layers=3, dim=64, heads=4, stress=6.0)
     sequences = [draw(length) for length in (200, 30)]
@@ -164,50 +126,19 @@ def test_sharp_attention_stays_right(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("precision", "cosine"), [("fp16", 0.9999), ("bf16", 0.999)])
-def test_half_precision_is_close(tiny: Path, precision: str, cosine: float) -> None:
+def test_half_precision_is_close(tiny, precision, cosine):
     sequences = [draw(length) for length in (200, 3, 31)]
-    found_RD = encode(EsmEncoder(load_esm_checkpoint(tiny), layer=3, precision=precision, device=CPU), sequences)
+    half, full = (
+        EsmEncoder(load_esm_checkpoint(tiny), layer=3, precision=how, device=CPU) for how in (precision, "fp32")
+    )
+    found_RD = encode(half, sequences)
     assert found_RD.dtype == {"fp16": torch.float16, "bf16": torch.bfloat16}[precision]
     assert_close(found_RD, reference(tiny)(sequences, 3), cosine, atol=0.1)
+    long = [draw(4200)]  # whose positions half precision could not count
+    assert_close(encode(half, long), encode(full, long), cosine, atol=0.1)
 
 
-def test_positions_of_long_sequences_survive_half_precision() -> None:
-    turn_T1F = esm2.Rotary(torch.tensor([1.0, 0.01]), CPU).at(torch.tensor([4097]), 4098)
-    qk_1HC = torch.tensor([[[1.0, 0.0, 1.0, 0.0]]], dtype=torch.bfloat16)
-    out_1HC = torch.empty_like(qk_1HC)
-    esm2.turn(qk_1HC, turn_T1F, out_1HC)
-    wanted = torch.tensor([4097.0, 40.97], dtype=torch.float64)
-    torch.testing.assert_close(out_1HC[0, 0, ::2].double(), wanted.cos(), rtol=0, atol=4e-3)
-
-
-def test_layers_beyond_the_asked_one_are_not_read(tiny: Path) -> None:
-    checkpoint = load_esm_checkpoint(tiny)
-    asked: list[str] = []
-
-    class Watched(dict[str, torch.Tensor]):
-        def __getitem__(self, name: str) -> torch.Tensor:
-            asked.append(name)
-            return super().__getitem__(name)
-
-    EsmEncoder(
-        dataclasses.replace(checkpoint, tensors=Watched(checkpoint.tensors)), layer=1, precision="fp32", device=CPU
-    )
-    assert any(name.startswith("layers.0.") for name in asked)
-    assert not any(name.startswith(("layers.1.", "layers.2.", "emb_layer_norm_after")) for name in asked)
-
-
-@pytest.mark.parametrize("columns", [16, 24, 32, 64, 128])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_attention_takes_the_kernel_that_makes_no_square_matrix(columns: int, dtype: torch.dtype) -> None:
-    qkv_T3HC = torch.randn(70, 3, 2, columns).to(dtype)
-    bounds = SequenceBounds((0, 3, 70), torch.tensor([0, 3, 70], dtype=torch.int32), 67)
-    room_THC = torch.empty(70, 2, columns, dtype=dtype)
-    chosen_THC = by_sequence(qkv_T3HC, bounds, room_THC).clone()
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # raises where it cannot
-        assert torch.equal(by_sequence(qkv_T3HC, bounds, room_THC), chosen_THC)
-
-
-def test_largest_single_allocation_grows_with_the_tokens_and_not_their_square(tiny: Path) -> None:
+def test_largest_single_allocation_grows_with_the_tokens_and_not_their_square(tiny):
     def largest_bytes(length: int) -> int:
         encoder = EsmEncoder(load_esm_checkpoint(tiny), layer=3, precision="fp32", device=CPU)
         with torch.profiler.profile(profile_memory=True) as profile:
@@ -225,7 +156,7 @@ def stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None,
     return by_sequence(qkv_T3HC, SequenceBounds(tuple(cu_seq_k.tolist()), cu_seq_k, max_k), torch.empty_like(query))
 
 
-def test_half_precision_takes_the_packed_kernel_in_one_split(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_precision_takes_the_packed_kernel_in_one_split(tiny, monkeypatch):
     calls = []
 
     def watched(*arguments, **options):
@@ -244,39 +175,28 @@ def test_half_precision_takes_the_packed_kernel_in_one_split(tiny: Path, monkeyp
     assert calls == [{"num_splits": 1}] * 4
 
 
-def test_a_kernel_without_splits_is_called_without_the_word() -> None:
+def test_a_kernel_that_is_missing_older_or_wrong_is_not_used():
     def older(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k):
         return stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
 
-    chosen = choose_attention(CPU, torch.float16, 2, 8, kernel=older)
-    assert isinstance(chosen, partial)
-    assert chosen.func is all_at_once
-    assert chosen.args == (older, {})
-
-
-@pytest.mark.parametrize("error", [RuntimeError, ValueError, NotImplementedError])
-def test_a_card_that_refuses_the_kernel_goes_by_sequence(error: type[Exception]) -> None:
-    def refuses(*_: object, **__: object) -> torch.Tensor:
-        raise error("FlashAttention only supports Ampere GPUs or newer")
-
-    assert choose_attention(CPU, torch.float16, 2, 8, kernel=refuses) is by_sequence
-
-
-def test_a_kernel_that_is_wrong_is_not_used() -> None:
     def wrong(query: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         return torch.zeros_like(query)
 
+    for error in (RuntimeError, ValueError, NotImplementedError):
+
+        def refuses(*_: object, error: type[Exception] = error, **__: object) -> torch.Tensor:
+            raise error("FlashAttention only supports Ampere GPUs or newer")
+
+        assert choose_attention(CPU, torch.float16, 2, 8, kernel=refuses) is by_sequence
     assert choose_attention(CPU, torch.float16, 2, 8, kernel=wrong) is by_sequence
+    assert choose_attention(CPU, torch.float32, 2, 8, kernel=stand_in) is by_sequence  # full precision has no kernel
+    chosen = choose_attention(CPU, torch.float16, 2, 8, kernel=older)  # which knows no splits
+    assert isinstance(chosen, partial)
+    assert chosen.args == (older, {})
 
 
-def test_full_precision_goes_by_sequence() -> None:
-    assert choose_attention(CPU, torch.float32, 2, 8, kernel=stand_in) is by_sequence
-
-
-@pytest.mark.usefixtures("without_onednn")
-def test_fp32_is_full_precision_whatever_the_environment_allows_products(
-    real_width: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fp32_is_full_precision_whatever_the_environment_allows_products(real_width, monkeypatch):
+    monkeypatch.setattr(linear, "packed_works", lambda weights, rows: False)
     allowed, sequences = list[str](), [draw(300), draw(64)]
 
     def watched(encoder: EsmEncoder) -> torch.Tensor:
@@ -300,7 +220,7 @@ def test_fp32_is_full_precision_whatever_the_environment_allows_products(
     assert allowed == ["highest"] * 4
 
 
-def test_the_call_fits_the_kernel_of_this_torch() -> None:
+def test_the_call_fits_the_kernel_of_this_torch():
     starts = torch.tensor([0, 2], dtype=torch.int32)
 
     def bind(*arguments: object, **options: object) -> object:
@@ -311,13 +231,10 @@ def test_the_call_fits_the_kernel_of_this_torch() -> None:
     all_at_once(bind, {"num_splits": 1}, qkv_T3HC, SequenceBounds((0, 2), starts, 2), torch.empty(0))
 
 
-def test_rows_that_depend_on_the_tile_make_all_tiles_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_rows_alike", lambda *_: False)
-    kind, fill = choose_linear([(torch.randn(8, 16), torch.randn(8))], 64, 16)
-    assert fill == 64
-    assert kind in (PackedLinear, TorchLinear)
-
-
-def test_an_onednn_that_miscounts_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_depend_on_the_tile_make_all_tiles_whole_and_a_wrong_onednn_is_not_used(monkeypatch):
+    layers = [(torch.randn(32, 16), torch.randn(32))]
+    with monkeypatch.context() as patch:
+        patch.setattr(linear, "_rows_alike", lambda *_: False)
+        assert choose_linear(layers, 64, 16)[1] == 64
     monkeypatch.setattr(PackedLinear, "gelu", lambda self, x_RI: self(x_RI))
-    assert choose_linear([(torch.randn(32, 16), torch.randn(32))], 64, 16)[0] is TorchLinear
+    assert choose_linear(layers, 64, 16)[0] is TorchLinear

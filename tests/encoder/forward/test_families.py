@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import warnings
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import esm
@@ -43,7 +42,7 @@ OF_THE_AUTHORS = {
 
 
 @pytest.fixture(scope="module", params=SHAPES)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EsmCheckpoint:
+def checkpoint(request, tmp_path_factory):
     """Return random weights of a family."""
     path = tmp_path_factory.mktemp("weights") / f"{request.param.split()[0]}.pt"
     write_random_relative(path, SHAPES[request.param], seed=5)
@@ -55,14 +54,10 @@ def rows_of(checkpoint: EsmCheckpoint, layer: int, texts: list[str], precision: 
     return list(encoder([tokenize(text) for text in texts]).split([len(text) for text in texts]))
 
 
-def test_the_file_tells_its_family_and_sizes(checkpoint: EsmCheckpoint) -> None:
-    assert checkpoint.architecture in SHAPES.values()
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("layer", [1, -1])
-def test_every_token_of_every_layer_is_as_the_reference_has_it(checkpoint: EsmCheckpoint, layer: int) -> None:
+def test_every_token_of_every_layer_is_as_the_reference_has_it(checkpoint, layer):
     layer = layer if layer > 0 else checkpoint.architecture.layers
+    assert checkpoint.architecture in SHAPES.values()
     wanted = Reference(checkpoint, layer, CPU)(TEXTS)
     for found_LD, wanted_LD in zip(rows_of(checkpoint, layer, TEXTS), wanted, strict=True):
         cosines_L = cosine_similarity(found_LD.double(), torch.from_numpy(wanted_LD).double(), dim=1)
@@ -70,19 +65,15 @@ def test_every_token_of_every_layer_is_as_the_reference_has_it(checkpoint: EsmCh
 
 
 @pytest.mark.nightly
-def test_rows_have_the_same_bits_in_every_batch(checkpoint: EsmCheckpoint) -> None:
+def test_rows_have_the_same_bits_in_every_batch_and_pass_the_gate_in_half_precision(checkpoint):
     layer = checkpoint.architecture.layers
     texts = TEXTS if checkpoint.dim < 100 else TEXTS[:5]
     for text, rows_LD in zip(texts, rows_of(checkpoint, layer, texts), strict=True):
         assert torch.equal(rows_of(checkpoint, layer, [text])[0], rows_LD)
+    assert check_parity(checkpoint, "bf16", layer, "cpu").passed
 
 
-@pytest.mark.nightly
-def test_the_gate_lets_it_through_in_half_precision_too(checkpoint: EsmCheckpoint) -> None:
-    assert check_parity(checkpoint, "bf16", checkpoint.architecture.layers, "cpu").passed
-
-
-def test_the_gate_catches_a_family_that_is_computed_as_another(checkpoint: EsmCheckpoint) -> None:
+def test_the_gate_catches_a_family_that_is_computed_as_another(checkpoint):
     layers, sequences = checkpoint.architecture.layers, sample_sequences()
     tensors = dict(checkpoint.tensors)
     is_esmc = checkpoint.architecture.family == ESMC
@@ -94,7 +85,7 @@ def test_the_gate_catches_a_family_that_is_computed_as_another(checkpoint: EsmCh
     assert min(float(cosine_similarity(mine, theirs, dim=1).min()) for mine, theirs in pairs) < 0.99999
 
 
-def test_esm_c_is_what_its_authors_compute(tmp_path: Path) -> None:
+def test_esm_c_is_what_its_authors_compute(tmp_path):
     write_random_relative(tmp_path / "esmc.pth", SHAPES["esmc"], seed=5)
     checkpoint = load_esm_checkpoint(tmp_path / "esmc.pth")
     for (layer, residue), numbers in OF_THE_AUTHORS.items():
@@ -102,7 +93,7 @@ def test_esm_c_is_what_its_authors_compute(tmp_path: Path) -> None:
         torch.testing.assert_close(rows_LD[residue, :4], torch.tensor(numbers), rtol=0, atol=2e-5)
 
 
-def test_fair_esm_itself_loads_the_file_of_esm_1v_and_computes_the_same(tmp_path: Path) -> None:
+def test_fair_esm_itself_loads_the_file_of_esm_1v_and_computes_the_same(tmp_path):
     path = tmp_path / "esm1v_t2.pt"
     write_random_relative(path, SHAPES["esm1v"])
     with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
@@ -114,7 +105,7 @@ def test_fair_esm_itself_loads_the_file_of_esm_1v_and_computes_the_same(tmp_path
     torch.testing.assert_close(rows_of(load_esm_checkpoint(path), 2, [TEXTS[4]])[0], wanted, rtol=0, atol=1e-4)
 
 
-def test_a_sequence_beyond_the_learned_positions_is_not_encoded_as_one(tmp_path: Path) -> None:
+def test_a_sequence_beyond_the_learned_positions_is_not_encoded_as_one(tmp_path):
     write_random_relative(tmp_path / "esm1b.pt", SHAPES["esm1b"])
     checkpoint = load_esm_checkpoint(tmp_path / "esm1b.pt")
     assert checkpoint.architecture.longest == 1022

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import struct
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xxhash
 
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
 from pipeline.store.format.record import encode_record
-from pipeline.store.format.shard import ShardWriter, read_table, row_keys
+from pipeline.store.format.shard import TRAILER_BYTES, ShardWriter, read_table, row_keys
 from tests.store.content import arrays_of, key_of, put
 from tests.store.faulty_disks import os_error
 
@@ -31,6 +34,14 @@ def flip(path: Path, place: int) -> None:
     content = bytearray(path.read_bytes())
     content[place] ^= 1 << place % 8
     overwrite(path, bytes(content))
+
+
+def spoil(root: Path, number: int, kind: str = "scan") -> Path:
+    """Change a byte in the middle of every copy of a record; return the file of the last."""
+    store = CacheFolder(root).kind(kind)
+    for place in store.locate([key_of(number)])[0]:
+        flip(store.layout.shard(place.shard), place.offset + place.length // 3)
+    return store.layout.shard(place.shard)
 
 
 def fill(store: Store, *shards: Sequence[int]) -> list[str]:
@@ -74,6 +85,20 @@ def no_record(number: int) -> EncodedRecord:
     """Return bytes that are no record, under a key."""
     right = encode_record(key_of(number), {"noise": np.zeros(100)}, {})
     return type(right)(right.key, b"\0" * len(right.blob), right.tensors)
+
+
+def of_megabytes(number: int) -> EncodedRecord:
+    """Return a record larger than any buffer that says it is another one."""
+    large = encode_record(key_of(number + 1000), {"x": np.zeros((1 << 20) - 3, np.uint8)}, {"text": "x" * 70_000})
+    return type(large)(key_of(number), large.blob, large.tensors)
+
+
+def of_later_version(path: Path) -> bytes:
+    """Return a shard's bytes with a trailer that says another format."""
+    content = path.read_bytes()
+    trailer = bytearray(content[-TRAILER_BYTES:-16])
+    trailer[8:12] = struct.pack("<I", 99)
+    return content[:-TRAILER_BYTES] + bytes(trailer) + xxhash.xxh3_128_digest(bytes(trailer))
 
 
 class CountingDisk(Disk):

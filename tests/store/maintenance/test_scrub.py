@@ -5,14 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import struct
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
-import xxhash
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -20,11 +18,10 @@ from pipeline.errors import CacheUnusable, ConfigError
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
 from pipeline.store.format.record import encode_record
-from pipeline.store.format.shard import TAIL_BYTES, TRAILER_BYTES, read_table, row_keys
+from pipeline.store.format.shard import TRAILER_BYTES, read_table, row_keys
 from pipeline.store.maintenance import scrub
 from pipeline.store.maintenance.damage_report import Fault
 from pipeline.store.maintenance.scrub import Named, Subset
-from pipeline.store.shard_index import ShardIndex, write_index
 from tests.store.content import arrays_of, key_of
 from tests.store.faulty_disks import os_error
 from tests.store.maintenance.damage import (
@@ -36,6 +33,8 @@ from tests.store.maintenance.damage import (
     flip,
     listed,
     no_record,
+    of_later_version,
+    of_megabytes,
     overwrite,
     published,
     record_place,
@@ -161,7 +160,6 @@ def strike(paths, blow):
     overwrite(path, bytes(content))
 
 
-@pytest.mark.nightly
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(BLOWS, max_size=3), st.booleans())
 def test_any_damage_anywhere_is_found_and_the_right_records_are_named(blows, indexed):
@@ -194,17 +192,17 @@ def test_a_record_is_lost_only_if_no_other_shard_has_it_whole(store, shards):
         flip(store.layout.shard(shards[0]), record_place(store, shards[0], number)[0])
     lost = {one.key: one.lost for checked in scrub.full(store) for one in checked.findings}
     assert lost == {key_of(0).hex(): False, key_of(1).hex(): True}
+    assert store.missing([key_of(1)]) == []  # it has not looked since another process made it again
+    fill(CacheFolder(store.layout.folder.parent).kind("scan"), [1])
+    assert not any(one.lost for checked in scrub.full(store) for one in checked.findings)
 
 
-def test_a_record_computed_again_since_the_store_looked_is_not_lost(store, shards, tmp_path):
-    flip(store.layout.shard(shards[1]), record_place(store, shards[1], 7)[0])
-    assert store.missing([key_of(7)]) == []  # it has looked
-    fill(CacheFolder(tmp_path / "cache").kind("scan"), [7])
-    (finding,) = [one for checked in scrub.full(store) for one in checked.findings]
-    assert not finding.lost
-
-
-def test_quick_takes_at_most_two_reads_of_a_shard_whatever_is_wrong(cache, shards, store):
+def test_quick_reads_each_shard_twice_at_most_and_full_reads_every_byte_once(cache, shards, store):
+    disk = CountingDisk()
+    checks = list(scrub.full(CacheFolder(cache.root, disk).kind("scan")))
+    assert found(checks) == []
+    assert {disk.reads[name] for name in shards} == {2}  # its table, and all of it at once
+    assert sum(checked.judged for checked in checks) == 17
     flip(store.layout.shard(shards[0]), store.layout.shard(shards[0]).stat().st_size - 1)
     flip(store.layout.shard(shards[1]), 100)
     disk = CountingDisk()
@@ -213,50 +211,25 @@ def test_quick_takes_at_most_two_reads_of_a_shard_whatever_is_wrong(cache, shard
     assert max(disk.reads[name] for name in shards) == 2
 
 
-def test_quick_takes_two_reads_of_the_shard_with_the_most_records(cache, store):
-    with store.writer(header_bytes=2 << 20) as writer:
-        for number in range(19_000):
-            writer.put(key_of(number), {})
-    (name,) = listed(store)
-    disk = CountingDisk()
-    (checked, _) = scrub.quick(CacheFolder(cache.root, disk).kind("scan"))
-    assert (len(checked.listed), checked.whole) == (19_000, ())
-    assert disk.reads[name] == 2
-
-
-def test_full_reads_every_byte_once(cache, shards):
-    disk = CountingDisk()
-    checks = list(scrub.full(CacheFolder(cache.root, disk).kind("scan")))
-    assert found(checks) == []
-    assert {disk.reads[name] for name in shards} == {2}  # its table, and all of it at once
-    assert sum(checked.judged for checked in checks) == 17
-
-
 @every_look
-def test_an_empty_cache_and_a_kind_without_shards_are_whole(cache, look):
+def test_what_is_empty_or_only_behind_is_whole(cache, look):
     store = cache.kind("scan")
     assert [(checked.shard, checked.findings) for checked in look(store)] == [("", ())]
-    store.writer().__exit__(None, None, None)
     store.layout.shards.mkdir(parents=True)
+    assert found(look(store)) == []
+    fill(store, [1])
+    store.write_index()
+    fill(store, [2])
     assert found(look(store)) == []
 
 
 @every_look
 def test_a_shard_of_a_later_version_is_named_as_such(store, shards, look):
     path = store.layout.shard(shards[0])
-    content = path.read_bytes()
-    trailer = bytearray(content[-TRAILER_BYTES:-16])
-    trailer[8:12] = struct.pack("<I", 99)
-    overwrite(path, content[:-TRAILER_BYTES] + bytes(trailer) + xxhash.xxh3_128_digest(bytes(trailer)))
-    assert found(look(store)) == [(Fault.NEWER, shards[0], "")]
-
-
-@every_look
-def test_a_shard_of_a_later_version_with_another_end_is_named_as_such(store, shards, look):
-    path = store.layout.shard(shards[0])
-    content = path.read_bytes().replace(b'"pipeline_shard":"1"', b'"pipeline_shard":"2"')
-    overwrite(path, content[:-TRAILER_BYTES])
-    assert found(look(store)) == [(Fault.NEWER, shards[0], "")]
+    of_another_end = path.read_bytes().replace(b'"pipeline_shard":"1"', b'"pipeline_shard":"2"')[:-TRAILER_BYTES]
+    for content in (of_later_version(path), of_another_end):
+        overwrite(path, content)
+        assert found(look(store)) == [(Fault.NEWER, shards[0], "")]
 
 
 @every_look
@@ -280,14 +253,8 @@ def test_a_shard_that_the_index_names_and_is_gone_is_missed(cache, store, shards
     lost = [(Fault.GONE, shards[2], key_of(number).hex()) for number in range(12, 16)]
     assert sorted(found(checks)) == sorted([*lost, (Fault.INDEX, shards[2], "")])
     assert all(one.lost == bool(one.key) for checked in checks for one in checked.findings)
-
-
-@every_look
-def test_an_index_that_names_a_file_of_whose_records_others_have_copies_is_a_fault_of_the_index(cache, store, look):
-    name, _ = fill(store, range(4), range(4))
-    store.write_index()
-    store.layout.shard(name).unlink()
-    assert found(look(cache.kind("scan"))) == [(Fault.INDEX, name, "")]
+    fill(store, range(12, 16))  # of whose records there are others now
+    assert found(look(cache.kind("scan"))) == [(Fault.INDEX, shards[2], "")]
 
 
 class StaleDisk(Disk):
@@ -304,58 +271,44 @@ class StaleDisk(Disk):
 
 
 @every_look
-def test_a_file_that_is_stale_for_a_moment_is_judged_again(cache, shards, look):
+def test_a_file_that_is_stale_for_a_moment_is_judged_again_and_one_that_stays_so_is_unreadable(cache, shards, look):
     checks = list(look(CacheFolder(cache.root, StaleDisk(shards[1], 1)).kind("scan")))
     assert found(checks) == []
     assert {shard for shard, _ in told(checks)} == set(shards)
-
-
-@every_look
-def test_a_file_that_stays_stale_is_unreadable_and_not_gone(cache, shards, look):
     wrong = found(look(CacheFolder(cache.root, StaleDisk(shards[1], 1000)).kind("scan")))
     assert {(fault, shard) for fault, shard, _ in wrong} == {(Fault.UNREADABLE, shards[1])}
 
 
 @every_look
-def test_however_many_files_are_gone_or_cut_the_index_is_read_few_times(cache, store, look):
-    names = fill(store, *([number] for number in range(30)))
+def test_what_may_not_be_read_is_unreadable_with_all_that_the_index_says_it_holds(unprivileged, look):
+    store = CacheFolder(unprivileged / "cache").kind("scan")
+    first, _ = fill(store, range(3), range(3, 6))
     store.write_index()
-    for name in names[:10]:
-        store.layout.shard(name).unlink()
-    for name in names[10:20]:
-        overwrite(store.layout.shard(name), store.layout.shard(name).read_bytes()[:-3])
-    disk = OpenCountingDisk("index.bin")
-    assert len({shard for _, shard, _ in found(look(CacheFolder(cache.root, disk).kind("scan")))}) == 20
-    assert disk.opened <= 5
+    store.layout.shard(first).chmod(0)
+    wrong = found(look(store))
+    assert wrong[0] == (Fault.UNREADABLE, first, "")
+    assert {key for _, _, key in wrong[1:]} == {key_of(number).hex() for number in range(3)}
+    store.layout.shards.chmod(0)
+    with pytest.raises(CacheUnusable):
+        list(look(store))
+    store.layout.shards.chmod(0o755)
 
 
-class OpenCountingDisk(Disk):
-    """Counts how often files of one name are opened."""
-
-    def __init__(self, name):
-        self.name, self.opened = name, 0
-
-    def open_read(self, path):
-        self.opened += path.name == self.name
-        return super().open_read(path)
-
-
-def test_quick_reads_no_more_than_the_index_says_is_needed_and_tells_what_it_read(cache, store, shards):
-    fill(store, range(20, 3000))
-    checks = [one for one in scrub.quick(store) if one.shard]
-    sizes = {one.shard: store.layout.shard(one.shard).stat().st_size for one in checks}
-    start = {name: read_table(Disk(), store.layout.shard(name)).data_start for name in sizes}
-    for one in checks:
-        tail = min(sizes[one.shard], TAIL_BYTES if one.shard in shards else scrub.WHOLE_TAIL_BYTES)
-        assert one.read_bytes == start[one.shard] + tail
+@pytest.mark.parametrize("odd", [another, no_record, of_megabytes])
+def test_bytes_that_are_as_they_were_written_but_no_record_of_their_key_are_damage(cache, store, odd):
+    cache.prepare()
+    store.disk.make_folder(store.layout.shards)
+    good = [encode_record(key_of(number), arrays_of(key_of(number)), {}) for number in (1, 2)]
+    name = published(store, good[0], odd(5), good[1])
+    for look in (scrub.full, LOOKS["meaning"]):
+        assert found(look(store)) == [(Fault.RECORD, name, key_of(5).hex())]
 
 
-def test_each_file_is_told_before_it_is_read(store, shards):
-    store.layout.shard(shards[0]).unlink()
-    on = []
-    for checked in scrub.full(store, Named(frozenset(shards), with_index=True, on=on.append)):
-        assert on[-1] == checked.shard
-    assert on == [*sorted(shards), shards[0], ""]
+@every_look
+def test_a_damaged_index_is_named(store, shards, look):
+    for length in (1, 0):
+        overwrite(store.layout.index, store.layout.index.read_bytes()[:length])
+        assert found(look(store)) == [(Fault.INDEX, "", "")]
 
 
 @every_look
@@ -364,14 +317,6 @@ def test_a_shard_published_meanwhile_is_not_judged(cache, store, shards, look):
     checks = list(look(CacheFolder(cache.root, disk).kind("scan")))
     assert found(checks) == []
     assert {shard for shard, _ in told(checks)} == set(shards)
-
-
-def test_a_bad_sector_costs_the_records_on_it_and_no_other(cache, store, shards):
-    start, end = record_place(store, shards[0], 3)
-    disk = BadSectorDisk(shards[0], start + 10, end - 10)
-    checks = list(scrub.full(CacheFolder(cache.root, disk).kind("scan")))
-    assert found(checks) == [(Fault.UNREADABLE, shards[0], key_of(3).hex())]
-    assert len(whole(checks)) == 16
 
 
 def test_a_bad_sector_beside_flipped_bits_each_gets_its_name(cache, store, shards):
@@ -388,77 +333,6 @@ def test_a_bad_sector_beside_flipped_bits_each_gets_its_name(cache, store, shard
     )
 
 
-@every_look
-def test_a_shard_that_may_not_be_read_is_unreadable_with_all_that_the_index_says_it_holds(unprivileged, look):
-    store = CacheFolder(unprivileged / "cache").kind("scan")
-    first, _ = fill(store, range(3), range(3, 6))
-    store.write_index()
-    store.layout.shard(first).chmod(0)
-    wrong = found(look(store))
-    assert wrong[0] == (Fault.UNREADABLE, first, "")
-    assert {key for _, _, key in wrong[1:]} == {key_of(number).hex() for number in range(3)}
-
-
-@every_look
-def test_a_folder_that_may_not_be_read_is_refused(unprivileged, look):
-    store = CacheFolder(unprivileged / "cache").kind("scan")
-    fill(store, range(3))
-    store.layout.shards.chmod(0)
-    with pytest.raises(CacheUnusable, match="Permission denied"):
-        list(look(store))
-    store.layout.shards.chmod(0o755)
-
-
-@pytest.mark.parametrize("look", [scrub.full, LOOKS["meaning"]], ids=["full", "meaning"])
-@pytest.mark.parametrize("odd", [another, no_record])
-def test_bytes_that_are_as_they_were_written_but_no_record_of_their_key_are_damage(cache, store, look, odd):
-    cache.prepare()
-    store.disk.make_folder(store.layout.shards)
-    good = [encode_record(key_of(number), arrays_of(key_of(number)), {}) for number in (1, 2)]
-    name = published(store, good[0], odd(5), good[1])
-    assert found(look(store)) == [(Fault.RECORD, name, key_of(5).hex())]
-
-
-def test_a_large_record_of_another_key_is_damage_too(cache, store):
-    import numpy as np
-
-    cache.prepare()
-    large = encode_record(key_of(1), {"x": np.zeros((1 << 20) - 3, np.uint8)}, {"text": "x" * 70_000})
-    name = published(store, large, type(large)(key_of(2), large.blob, large.tensors))
-    assert found(scrub.full(store)) == [(Fault.RECORD, name, key_of(2).hex())]
-
-
-@every_look
-def test_an_index_that_says_something_else_is_named_with_the_shard(store, shards, look):
-    index = ShardIndex(Disk(), store.layout.index)
-    rows = index.rows().copy()
-    rows["length"][0] += 1
-    write_index(Disk(), store.layout, index.names, index.sizes, [rows], len(rows))
-    wrong = index.names[rows["shard"][0]]
-    assert found(look(store)) == [(Fault.INDEX, wrong, "")]
-    parts = [one for part in (1, 2, 3) for one in found(scrub.quick(store, Subset(part, 3)))]
-    assert parts == [(Fault.INDEX, wrong, "")]
-
-
-@every_look
-def test_an_index_that_is_behind_is_no_damage(store, shards, look):
-    fill(store, [100])
-    assert found(look(store)) == []
-
-
-@every_look
-@pytest.mark.parametrize("cut", [0, 1, 50, -1])
-def test_a_damaged_index_is_named(store, shards, look, cut):
-    overwrite(store.layout.index, store.layout.index.read_bytes()[:cut])
-    assert found(look(store)) == [(Fault.INDEX, "", "")]
-
-
-def test_an_index_made_anew_while_we_looked_is_judged_as_it_is_now(cache, store, shards):
-    overwrite(store.layout.index, b"nothing")
-    disk = MeddlingDisk("read_into", lambda: CacheFolder(cache.root).kind("scan").rebuild_index())
-    assert found(scrub.full(CacheFolder(cache.root, disk).kind("scan"))) == []
-
-
 def test_shards_that_took_each_others_place_are_named_by_the_index(store, shards):
     one, other = (store.layout.shard(name) for name in shards[:2])
     content = one.read_bytes()
@@ -469,24 +343,23 @@ def test_shards_that_took_each_others_place_are_named_by_the_index(store, shards
     }
 
 
-def test_parts_are_the_whole_and_share_nothing(store, shards):
+def test_shards_can_be_asked_for_by_parts_which_are_the_whole_and_by_name(store, shards):
     fill(store, *([number] for number in range(100, 130)))
     for of in (1, 2, 7):
         parts = [list(scrub.full(store, Subset(part, of))) for part in range(1, of + 1)]
         names = [checked.shard for part in parts for checked in part if checked.shard]
         assert sorted(names) == listed(store)
         assert sum(not checked.shard for part in parts for checked in part) == 1
+    on = []  # each file is told of before it is read
+    for checked in scrub.full(store, Named(frozenset(shards[1:]), with_index=True, on=on.append)):
+        assert on[-1] == checked.shard
+    assert on == [*sorted(shards[1:]), ""]
 
 
-def test_shards_can_be_asked_for_by_name(store, shards):
-    looked = [checked.shard for checked in scrub.full(store, Named(frozenset(shards[1:]), with_index=True))]
-    assert looked == [*sorted(shards[1:]), ""]
-
-
-@pytest.mark.parametrize("text", ["", "1", "0/3", "4/3", "a/b", "1/2/3", "-1/2", "1/0"])
-def test_what_is_no_part_is_refused(text):
-    with pytest.raises(ConfigError, match="--subset"):
-        Subset.parse(text)
+def test_what_is_no_part_is_refused():
+    for text in ("", "1", "0/3", "4/3", "a/b", "1/2/3", "-1/2", "1/0"):
+        with pytest.raises(ConfigError, match="--subset"):
+            Subset.parse(text)
 
 
 def test_memory_does_not_grow_with_the_cache(tmp_path):

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import stat
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from pipeline.store.maintenance.staging import CacheStaging, Unfit, open_scratch
 from pipeline.store.snapshot import IndexState
 from tests.store.content import is_right, key_of, put
 from tests.store.faulty_disks import FailingDisk
+from tests.store.maintenance.damage import overwrite, spoil
 
 NUMBERS = range(30)
 HEADER_BYTES = 1 << 16
@@ -61,16 +63,6 @@ def stage(shared, node, numbers=NUMBERS, *, most=10**9, disk=None):
     return scratch, staging
 
 
-def spoil(root, number):
-    store = CacheFolder(root).kind("graph")
-    place = store.locate([key_of(number)])[0][0]
-    path = store.layout.shard(place.shard)
-    path.chmod(0o644)
-    content = bytearray(path.read_bytes())
-    content[place.offset + 1] ^= 4
-    path.write_bytes(content)
-
-
 def test_what_a_job_reads_is_copied_and_read_from_there(shared, node):
     scratch, staging = stage(shared, node)
     assert (staging.records, staging.is_whole) == ({"graph": 30}, True)
@@ -81,22 +73,30 @@ def test_what_a_job_reads_is_copied_and_read_from_there(shared, node):
     store = shared.behind(scratch).kind("graph")
     assert {places[0].layer for places in store.locate(list(map(key_of, NUMBERS)))} == {0}
     assert all(is_right(record, record.key) for record in store.read(map(key_of, [*NUMBERS, 1003])))
-
-
-def test_a_copied_record_is_the_same_bytes(shared, node):
-    scratch, _ = stage(shared, node)
     for number in NUMBERS:
         copies = [cache.own("graph").locate([key_of(number)])[0][0] for cache in (shared, scratch)]
         assert copies[0].digest == copies[1].digest
+    assert stat.S_IMODE(scratch.root.stat().st_mode) == 0o700
 
 
-def test_the_next_job_copies_nothing(shared, node):
+def test_the_next_job_copies_nothing_but_what_a_purge_took(shared, node):
     scratch, _ = stage(shared, node)
     before = sorted(path.name for path in (scratch.root / "graph/shards").iterdir())
+    for _ in range(2):
+        _, again = stage(shared, node)
+        assert again.is_done()
+        assert again.bytes == 0
+        assert sorted(path.name for path in (scratch.root / "graph/shards").iterdir()) == before
+        (scratch.root / MARKER).unlink(missing_ok=True)  # which does no harm
+    for path in (scratch.root / "graph/shards").iterdir():
+        path.unlink()
     _, again = stage(shared, node)
-    assert again.is_done()
-    assert again.bytes == 0
-    assert sorted(path.name for path in (scratch.root / "graph/shards").iterdir()) == before
+    assert again.records == {"graph": 30}
+    assert again.bytes > 0
+    marker = scratch.root / STAGED
+    for text in ("", "[]", "{}", "null", '{"graph": [30, 1]}', "[" * 9999):
+        overwrite(marker, text.encode())
+        assert not again.is_done()
 
 
 @pytest.mark.parametrize("most", [0, 1, 17])
@@ -113,81 +113,56 @@ def test_what_a_job_had_no_time_for_is_copied_by_the_next(shared, node, most):
     assert first_bytes + again.bytes == at_once.bytes
 
 
-def test_what_a_purge_took_of_it_is_copied_again(shared, node):
-    scratch, _ = stage(shared, node)
-    for path in (scratch.root / "graph/shards").iterdir():
-        path.unlink()
-    _, again = stage(shared, node)
-    assert again.records == {"graph": 30}
-    assert again.bytes > 0
-
-
-def test_a_purge_that_took_its_marker_alone_does_no_harm(shared, node):
-    scratch, _ = stage(shared, node)
-    (scratch.root / MARKER).unlink()
-    _, again = stage(shared, node)
-    assert again.is_done()
-
-
 def test_what_is_damaged_on_the_node_is_read_from_the_cache(shared, node):
     scratch, _ = stage(shared, node)
-    spoil(scratch.root, 3)
+    spoil(scratch.root, 3, "graph")
     store = shared.behind(scratch).kind("graph")
     assert is_right(store.get(key_of(3)), key_of(3))
     shutil.rmtree(scratch.root)
     assert is_right(shared.behind(CacheFolder(scratch.root)).kind("graph").get(key_of(4)), key_of(4))
 
 
-def test_what_the_cache_has_not_or_has_damaged_is_passed_over(shared, node):
+def test_what_the_cache_has_not_or_has_damaged_is_passed_over(shared, node, tmp_path):
+    with CacheFolder(tmp_path / "mine").kind("graph").writer() as writer:
+        put(writer, 100)
+    _, staging = stage(CacheFolder.over(tmp_path / "mine", [shared.root]), tmp_path / "another", [100, 1])
+    assert staging.records == {"graph": 2}  # of every layer
     for number in (0, 7, 29):
-        spoil(shared.root, number)
+        spoil(shared.root, number, "graph")
     scratch, staging = stage(shared, node, [*NUMBERS, 500])
     assert staging.records == {"graph": 27}
     assert not staging.is_whole
     assert len(list(scratch.own("graph").keys())) == 27
 
 
-def test_it_is_copied_from_every_layer(shared, node, tmp_path):
-    with CacheFolder(tmp_path / "mine").kind("graph").writer() as writer:
-        put(writer, 100)
-    scratch, staging = stage(CacheFolder.over(tmp_path / "mine", [shared.root]), node, [100, 1])
-    assert staging.is_whole
-    assert sorted(scratch.own("graph").keys()) == sorted([key_of(100), key_of(1)])
+class SmallDisk(NodeDisk):
+    def free_bytes(self, path):
+        return 500
 
 
-def test_what_does_not_fit_is_not_begun(shared, node):
-    class Small(NodeDisk):
-        def free_bytes(self, path):
-            return 500
+class FullDisk(FailingDisk, NodeDisk):
+    pass
 
-    with pytest.raises(Unfit, match=r"0\.0 MB do not fit in .*pipeline-name"):
-        stage(shared, node, disk=Small())
+
+class MemoryDisk(Disk):
+    def in_memory(self, path):
+        return True
+
+
+def test_a_place_without_room_or_of_memory_is_refused(shared, node):
+    with pytest.raises(Unfit, match="pipeline-name"):
+        stage(shared, node, disk=SmallDisk())
     assert not (node / "pipeline-name/graph").exists()
-
-
-def test_a_disk_that_fills_up_meanwhile_is_an_error_and_what_is_there_is_right(shared, node):
-    class Full(FailingDisk, NodeDisk):
-        pass
-
     with pytest.raises(CacheFull):
-        stage(shared, node, disk=Full("write_at", errno.ENOSPC, 12))
+        stage(shared, node, disk=FullDisk("write_at", errno.ENOSPC, 12))
     store = shared.behind(CacheFolder(node / "pipeline-name")).kind("graph")
     assert all(is_right(record, record.key) for record in store.read(map(key_of, NUMBERS)))
-
-
-def test_memory_is_no_place_for_it(node):
-    class Memory(Disk):
-        def in_memory(self, path):
-            return True
-
-    with pytest.raises(Unfit, match="is memory"):
-        open_scratch(node, "name", Memory())
+    with pytest.raises(Unfit):
+        open_scratch(node, "other", MemoryDisk())
 
 
 @pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no file system here is known to be memory")
-def test_a_file_system_that_is_memory_is_known(tmp_path):
-    from pathlib import Path
-
+def test_a_file_system_that_is_memory_is_known():
     assert Disk().in_memory(Path("/dev/shm"))
     assert not Disk().in_memory(Path("/proc"))
 
@@ -211,17 +186,3 @@ def test_a_folder_that_others_could_write_is_not_read(node, lay):
         pytest.skip("only root can give a folder away")
     with pytest.raises(Unfit, match="pipeline-name"):
         open_scratch(node, "name", disk)
-
-
-def test_the_folder_is_made_for_this_user_alone(node):
-    scratch = open_scratch(node / "deep/er", "name", NodeDisk())
-    assert stat.S_IMODE(scratch.root.stat().st_mode) == 0o700
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"graph": [30, 1]}', "[" * 9999])
-def test_a_marker_that_does_not_say_what_is_there_is_no_marker(shared, node, text):
-    scratch, staging = stage(shared, node)
-    marker = scratch.root / STAGED
-    marker.unlink()
-    marker.write_text(text)
-    assert not staging.is_done()

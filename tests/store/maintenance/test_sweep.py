@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -17,20 +13,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import CacheUnusable, PipelineError, RecordMissing
+from pipeline.errors import CacheUnusable
 from pipeline.keys import recipe_tag, tagged_key
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
-from pipeline.store.format.shard import key_pairs
+from pipeline.store.format.shard import read_table, row_keys
 from pipeline.store.key_lists import sorted_pairs
 from pipeline.store.maintenance.leftovers import Left, find_leftovers, refuse_links
-from pipeline.store.maintenance.scrub import WHOLE, full, quick
 from pipeline.store.maintenance.sweep import Fate, Live, mark, sweep
-from pipeline.store.snapshot import are_among
 from tests.store.content import is_right, is_undamaged, key_of, put
-from tests.store.faulty_disks import FailingDisk, InterruptingDisk, KillingDisk
+from tests.store.faulty_disks import FailingDisk
+from tests.store.maintenance.damage import flip
+from tests.store.maintenance.test_beside_others import finds_no_damage
 
-ROOT = Path(__file__).parents[3]
 LATER = 1e12  # a time at which everything is old
 HOUR_S = 3600
 
@@ -62,11 +57,9 @@ def is_whole(root, numbers):
     return store.missing(keys) == [] and all(is_right(store.get(key), key) for key in keys)
 
 
-PAIRS = st.tuples(st.integers(0, 3), st.integers(0, 3))
 SHARDS = st.lists(st.lists(st.integers(0, 25), min_size=1, max_size=8), min_size=1, max_size=6)
 
 
-@pytest.mark.nightly
 @settings(max_examples=60, deadline=None)
 @given(SHARDS, st.sets(st.integers(0, 25)))
 def test_a_sweep_leaves_what_is_live_and_of_the_dead_only_what_is_not_worth_a_rewrite(shards, live):
@@ -77,7 +70,9 @@ def test_a_sweep_leaves_what_is_live_and_of_the_dead_only_what_is_not_worth_a_re
         marked = mark(store, live_of(live), LATER)
         there = {number for numbers in shards for number in numbers}
         sparse = {name.shard for name in marked.of(Fate.SPARSE)}
-        before = {name: set(store_keys(store, name)) for name in files_of(store)}
+        before = {
+            name: set(row_keys(read_table(store.disk, store.layout.shard(name)).rows)) for name in files_of(store)
+        }
         list(sweep(store, marked, live_of(live)))
         again = CacheFolder(root).kind("scan")
         assert is_whole(root, there & live)
@@ -86,25 +81,6 @@ def test_a_sweep_leaves_what_is_live_and_of_the_dead_only_what_is_not_worth_a_re
         assert set(again.keys()) == set(CacheFolder(root).kind("scan").keys())
         assert is_undamaged(again)
         assert list((root / "scan/tmp").iterdir()) == []
-
-
-def store_keys(store, shard):
-    from pipeline.store.format.shard import read_table, row_keys
-
-    return row_keys(read_table(store.disk, store.layout.shard(shard)).rows)
-
-
-@given(st.lists(PAIRS, max_size=30), st.sets(PAIRS))
-def test_keys_are_found_among_others_also_where_their_first_halves_are_equal(asked, known):
-    pairs = np.array(sorted(known), np.uint64).reshape(-1, 2)
-    hi, lo = np.array(asked, np.uint64).reshape(-1, 2).T
-    assert are_among(hi, lo, pairs[:, 0], pairs[:, 1]).tolist() == [one in known for one in asked]
-
-
-@given(st.lists(st.binary(min_size=16, max_size=16)))
-def test_pairs_are_sorted_as_keys_are_and_each_is_there_once(keys):
-    wanted = key_pairs(sorted(set(keys))) if keys else np.zeros((0, 2), np.uint64)
-    assert np.array_equal(sorted_pairs(b"".join(keys)), wanted)
 
 
 def test_records_of_a_recipe_that_stays_are_known_by_their_tag(tmp_path):
@@ -126,17 +102,6 @@ def test_records_of_a_recipe_that_stays_are_known_by_their_tag(tmp_path):
     assert set(store.keys()) == set(keys["many"])
 
 
-def test_a_shard_of_which_little_is_dead_is_left_as_it_is(tmp_path):
-    store = CacheFolder(tmp_path / "cache").kind("scan")
-    write_shards(store, [range(20)])
-    before = files_of(store)
-    marked = mark(store, live_of(range(1, 20)), LATER)
-    assert [one.fate for one in marked.shards] == [Fate.SPARSE]
-    assert marked.freed_bytes == 0
-    assert list(sweep(store, marked, live_of(range(1, 20)))) == []
-    assert files_of(store) == before
-
-
 class Aged(Disk):
     """A disk on which files were written at chosen times."""
 
@@ -147,24 +112,20 @@ class Aged(Disk):
         return (self.modified, self.modified)
 
 
-@pytest.mark.parametrize(("modified", "fate"), [(0.0, Fate.YOUNG), (LATER, Fate.YOUNG)])
-def test_a_shard_is_as_young_as_the_later_of_its_name_and_its_file_say(tmp_path, modified, fate):
-    """A clock that lags behind, on either side, must not make a shard seem old that somebody has just written."""
-    store = CacheFolder(tmp_path / "cache", Aged(modified)).kind("scan")
-    write_shards(store, [[1, 2]])
-    marked = mark(store, Live(), time.time() - HOUR_S)
-    assert [one.fate for one in marked.shards] == [fate]
-    assert marked.freed_bytes == 0
-    assert list(sweep(store, marked, Live())) == []
-    assert is_whole(tmp_path / "cache", [1, 2])
-
-
-def test_a_shard_that_is_old_by_both_goes(tmp_path):
-    store = CacheFolder(tmp_path / "cache", Aged(0.0)).kind("scan")
-    write_shards(store, [[1, 2]])
+def test_a_shard_is_as_young_as_the_later_of_its_name_and_its_file_say(tmp_path):
+    """A clock that lags behind, on either side, must not make a shard that was just written seem old."""
+    cache = tmp_path / "cache"
+    write_shards(CacheFolder(cache).kind("scan"), [[1, 2]])
+    for modified in (0.0, LATER):
+        store = CacheFolder(cache, Aged(modified)).kind("scan")
+        marked = mark(store, Live(), time.time() - HOUR_S)
+        assert [one.fate for one in marked.shards] == [Fate.YOUNG]
+        assert marked.freed_bytes == 0
+        assert list(sweep(store, marked, Live())) == []
+        assert is_whole(cache, [1, 2])
+    store = CacheFolder(cache, Aged(0.0)).kind("scan")
     (path,) = store.layout.shards.iterdir()
     path.rename(path.with_name("20200101T000000Z" + path.name[16:]))
-    store.refresh()
     assert [one.fate for one in mark(store, Live(), time.time() - HOUR_S).shards] == [Fate.GOES]
 
 
@@ -177,10 +138,10 @@ def test_what_became_needed_since_it_was_marked_stays(tmp_path):
     assert is_whole(tmp_path / "cache", [1])
 
 
-def test_what_was_not_removed_when_a_check_fails_is_kept_and_what_was_is_told(tmp_path):
+def test_what_was_not_removed_when_a_check_fails_is_kept(tmp_path):
     store = CacheFolder(tmp_path / "cache").kind("scan")
     write_shards(store, [[1], [2], [3]])
-    live, checked, told = live_of([]), [], []
+    live, checked = live_of([]), []
 
     def check():
         checked.append(1)
@@ -188,70 +149,10 @@ def test_what_was_not_removed_when_a_check_fails_is_kept_and_what_was_is_told(tm
             raise ValueError("somebody comes")
 
     with pytest.raises(ValueError, match="somebody comes"):
-        told.extend(sweep(store, mark(store, live, LATER), live, check=check))
+        list(sweep(store, mark(store, live, LATER), live, check=check))
     assert len(files_of(store)) == 2
-    assert finds_no_damage(tmp_path / "cache")
-    told = []
-    sweeping = sweep(store, mark(store, live, LATER), live, check=check)
-    assert sum(1 for _ in sweeping) == 2
-
-
-def finds_no_damage(root):
-    """Say whether validations of both kinds that look now find nothing."""
-    store = CacheFolder(root).kind("scan")
-    return not any(one.findings for look in (quick, full) for one in look(store, WHOLE))
-
-
-class Watched(Disk):
-    """A disk on which a cache is validated whenever a shard has just gone."""
-
-    def __init__(self, root):
-        self.root, self.seen = root, []
-
-    def unlink(self, path):
-        super().unlink(path)
-        if path.parent.name == "shards":
-            self.seen.append(finds_no_damage(self.root))
-
-
-def test_a_validation_that_looks_at_any_time_during_a_sweep_finds_nothing(tmp_path):
-    root = tmp_path / "cache"
-    write_shards(CacheFolder(root).kind("scan"), SHARDS_KILLED)
-    sweep_all(root, disk := Watched(root))
-    assert disk.seen == [True] * len(SHARDS_KILLED)
-    assert finds_no_damage(root)
-
-
-def test_a_sweep_that_is_interrupted_at_any_step_leaves_no_damage(tmp_path):
-    write_shards(CacheFolder(tmp_path / "before").kind("scan"), SHARDS_KILLED)
-    sweep_all(shutil.copytree(tmp_path / "before", tmp_path / "counted"), disk := KillingDisk())
-    for step in range(1, disk.steps + 1):
-        root = shutil.copytree(tmp_path / "before", tmp_path / f"{step}")
-        with pytest.raises(KeyboardInterrupt):
-            sweep_all(root, InterruptingDisk(step))
-        assert finds_no_damage(root), step
-
-
-def test_other_hosts_have_time_to_see_what_goes_before_it_goes(tmp_path):
-    store = CacheFolder(tmp_path / "cache", disk := Waiting()).kind("scan")
-    write_shards(store, [[1, 2], [3], range(4, 10)])
-    live = live_of([4])
-    list(sweep(store, mark(store, live, LATER), live, settle_s=7))
-    assert disk.steps == [7, "gone", "gone", 7, "gone"]
-
-
-class Waiting(Disk):
-    """A disk that takes down when it waits, and when shards go."""
-
-    def __init__(self):
-        self.steps = []
-
-    def wait(self, seconds):
-        self.steps.append(seconds)
-
-    def unlink(self, path):
-        super().unlink(path)
-        self.steps += ["gone"] * (path.parent.name == "shards")
+    assert finds_no_damage(CacheFolder(tmp_path / "cache"))
+    assert sum(1 for _ in sweep(store, mark(store, live, LATER), live, check=check)) == 2
 
 
 class Full(Disk):
@@ -274,50 +175,26 @@ def test_a_full_disk_can_be_cleaned(tmp_path):
     (doomed,) = (store.layout.shard(one.shard) for one in marked.of(Fate.GOES))
     assert len(list(sweep(CacheFolder(tmp_path / "cache", Full(doomed)).kind("scan"), marked, live))) == 1
     assert is_whole(tmp_path / "cache", [3])
-    assert finds_no_damage(tmp_path / "cache")
+    assert finds_no_damage(CacheFolder(tmp_path / "cache"))
 
 
-def damaged(store, name, at):
-    path = store.layout.shard(name)
-    content = bytearray(path.read_bytes())
-    content[at] ^= 0xFF
-    path.unlink()
-    path.write_bytes(content)
-
-
-def test_a_shard_with_a_damaged_table_is_left_to_repair(tmp_path):
-    store = CacheFolder(tmp_path / "cache").kind("scan")
-    write_shards(store, [[1, 2], [3, 4]])
+def test_what_is_damaged_is_left_to_repair_unless_nothing_stays(tmp_path):
+    root = tmp_path / "cache"
+    write_shards(CacheFolder(root).kind("scan"), [[1, 2], [3, 4], range(5, 11)])
+    store = CacheFolder(root).kind("scan")
     store.write_index()
-    name = files_of(store)[0]
-    damaged(store, name, -1)
-    store = CacheFolder(tmp_path / "cache").kind("scan")
-    live = live_of([99])
-    gone = clean(store, live)
-    assert {one.shard for one in gone if one.stays} == {name}
-    assert files_of(store) == [name]
+    name = store.locate([key_of(1)])[0][0].shard
+    place = store.locate([key_of(5)])[0][0]
+    flip(store.layout.shard(name), store.layout.shard(name).stat().st_size - 1)  # its table
+    flip(store.layout.shard(place.shard), place.offset)  # a record that is live
+    gone = clean(CacheFolder(root).kind("scan"), live_of([5, 10]))
+    assert {one.shard for one in gone if one.stays} == {name, place.shard}
+    assert {name, place.shard} < set(files_of(store))  # and one that holds what was whole
+    assert is_whole(root, [10])
+    store = CacheFolder(root).kind("scan")
     store.rebuild_index()
-    assert [shard for shard, _ in mark(store, live, LATER).damaged] == [name]
-
-
-def test_a_shard_whose_live_record_is_damaged_is_left_to_repair(tmp_path):
-    store = CacheFolder(tmp_path / "cache").kind("scan")
-    write_shards(store, [range(6)])
-    live = live_of([0, 5])
-    place = store.locate([key_of(0)])[0][0]
-    damaged(store, place.shard, place.offset)
-    gone = clean(CacheFolder(tmp_path / "cache").kind("scan"), live)
-    assert "damaged" in gone[0].stays
-    assert place.shard in files_of(store)
-    assert is_whole(tmp_path / "cache", [5])
-
-
-def test_where_nothing_stays_a_damaged_shard_goes_too(tmp_path):
-    store = CacheFolder(tmp_path / "cache").kind("scan")
-    write_shards(store, [[1, 2]])
-    damaged(store, files_of(store)[0], -1)
-    store = CacheFolder(tmp_path / "cache").kind("scan")
-    clean(store, Live())
+    assert [shard for shard, _ in mark(store, live_of([99]), LATER).damaged] == [name]
+    clean(CacheFolder(root).kind("scan"), Live())
     assert files_of(store) == []
 
 
@@ -371,106 +248,9 @@ def test_a_link_in_the_place_of_a_folder_is_refused_by_name(tmp_path, place):
     else:
         target.mkdir()
     path.symlink_to(target)
-    with pytest.raises(CacheUnusable, match="symbolic link") as caught:
+    with pytest.raises(CacheUnusable) as caught:
         refuse_links(cache)
     assert str(path) in caught.value.where
-
-
-WRITING, READING = ("open_new", "write_at", "fsync", "link", "rename", "fsync_folder"), ("open_read", "read_at")
-SHARDS_KILLED, LIVE_KILLED = [range(6), range(6, 12), [12, 13], [14]], [0, 7, 13]
-
-
-def sweep_all(root, disk):
-    store = CacheFolder(root, disk).kind("scan")
-    live = live_of(LIVE_KILLED)
-    list(sweep(store, mark(store, live, LATER), live))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("moment", ["before", "halfway", "after"])
-def test_a_crash_at_any_step_of_a_sweep_costs_nothing_that_is_live(tmp_path, moment):
-    write_shards(CacheFolder(tmp_path / "before").kind("scan"), SHARDS_KILLED)
-    disk = KillingDisk()
-    sweep_all(shutil.copytree(tmp_path / "before", tmp_path / "counted"), disk)
-    killed = 0
-    for step in range(1, disk.steps + 1):
-        root = shutil.copytree(tmp_path / "before", tmp_path / f"{step}")
-        child = os.fork()
-        if child == 0:
-            sweep_all(root, KillingDisk(step, moment))
-            os._exit(0)
-        status = os.waitpid(child, 0)[1]
-        killed += os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        assert is_whole(root, LIVE_KILLED), step
-        sweep_all(root, None)  # who comes after finishes it
-        assert is_whole(root, LIVE_KILLED), step
-        assert set(CacheFolder(root).kind("scan").keys()) == {key_of(number) for number in LIVE_KILLED}
-    assert killed >= (3 if moment == "halfway" else disk.steps - 1)
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
-@pytest.mark.parametrize("step", [*WRITING, *READING])
-def test_a_disk_that_fails_during_a_sweep_costs_nothing_that_is_live(tmp_path, step, number):
-    failed = 0
-    for after in (0, 1, 4):
-        root = tmp_path / f"{after}" / "cache"
-        write_shards(CacheFolder(root).kind("scan"), SHARDS_KILLED)
-        try:
-            sweep_all(root, FailingDisk(step, number, after))
-        except PipelineError:
-            failed += 1
-        assert is_whole(root, LIVE_KILLED), after
-    assert failed or step in READING
-
-
-READER = """
-import sys; from pathlib import Path
-from tests.store.content import is_right, key_of; from pipeline.store.cache_folder import CacheFolder
-store = CacheFolder(Path(sys.argv[1])).kind("scan"); keys = [key_of(n) for n in map(int, sys.argv[2].split(","))]
-places = store.locate(keys)
-print("located", flush=True); rounds = 0
-stop = Path(sys.argv[3])
-while not stop.exists() or rounds < 2:
-    assert all(is_right(store.get_at(key, place), key) for key, place in zip(keys, places))
-    rounds += 1
-print(rounds, flush=True)
-"""
-
-
-def test_a_reader_that_knows_where_records_were_goes_on_through_a_sweep(tmp_path):
-    root, stop, live = tmp_path / "cache", tmp_path / "stop", [0, 7, 9, 13]
-    write_shards(CacheFolder(root).kind("scan"), SHARDS_KILLED)
-    words = [sys.executable, "-c", READER, str(root), ",".join(map(str, live)), str(stop)]
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as reader:
-        assert reader.stdout.readline() == "located\n"
-        store = CacheFolder(root).kind("scan")
-        clean(store, live_of(live))
-        stop.touch()
-        assert int(reader.stdout.readline()) >= 2
-    assert reader.returncode == 0
-    assert len(list(store.keys())) == len(live)
-
-
-def test_a_reader_whose_shard_was_swept_away_is_told_that_the_record_is_gone(tmp_path):
-    store = CacheFolder(tmp_path / "cache").kind("scan")
-    write_shards(store, [[1]])
-    reader = CacheFolder(tmp_path / "cache").kind("scan")
-    places = reader.locate([key_of(1)])[0]
-    clean(store, Live())
-    with pytest.raises(RecordMissing):
-        reader.get_at(key_of(1), places)
-
-
-def test_writers_go_on_beside_a_sweep(tmp_path):
-    store = CacheFolder(tmp_path / "cache").kind("scan")
-    write_shards(store, [range(6)])
-    with CacheFolder(tmp_path / "cache").kind("scan").writer() as writer:
-        put(writer, 20, 21)
-        marked = mark(store, live_of([]), time.time() - HOUR_S)
-        list(sweep(store, marked, live_of([])))
-        keys = writer.flush()
-    assert len(keys) == 2
-    assert is_whole(tmp_path / "cache", [*range(6), 20, 21])
 
 
 def test_marking_reads_no_shard_and_swept_space_is_what_was_said(tmp_path):
