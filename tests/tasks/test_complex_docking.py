@@ -9,20 +9,16 @@ import pytest
 import torch
 from scipy.spatial.distance import cdist
 
-from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
-from pipeline.protocol import ITEMS, Example, Outputs, ReadsFiles, Samples, Weights
-from pipeline.runs.model.task_contract import breaches
+from pipeline.protocol import ITEMS
 from pipeline.tasks.complex_docking import tables
-from pipeline.tasks.docking.rigid_diffusion import rigidly_moved, table_rows
-from pipeline.training.step.checkpointing import repeated
+from pipeline.tasks.docking.rigid_diffusion import table_rows
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
-from tests.memory.tracing.traced import tracer, true_peak
+from tests.tasks.cases import stepped
 from tests.tasks.docking_items import (
     CA,
     IDS,
     RNG,
-    SIZES,
     SMALL,
     THREE,
     changed,
@@ -34,37 +30,9 @@ from tests.tasks.docking_items import (
     rows_of,
     tensors_of,
 )
-from tests.tasks.items import batch_of, made, real
-from tests.testkit.limited import device
+from tests.tasks.items import made, real
 
 # ---- what it is ----
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("task", [SMALL, replace(SMALL, multiplicity=3), replace(SMALL, as_published=True)])
-def test_it_keeps_the_contract_of_a_task(task):
-    assert list(breaches(task, sizes=SIZES[0], items=batch_of(THREE, ids=IDS).items[:])) == []
-
-
-def test_it_has_all_that_a_task_may_have():
-    for kind in (Example, Weights, Outputs, Samples, ReadsFiles):
-        assert isinstance(SMALL, kind)
-
-
-def test_cost_is_of_one_item_or_of_whole_columns():
-    sizes = made(0).sizes()
-    assert SMALL.cost(sizes) == {"nodes": 100, "pairs": 2400}
-    columns = {name: np.array([size, 2 * size]) for name, size in sizes.items()}
-    assert SMALL.cost(columns)["pairs"].tolist() == [2400, 4800]
-
-
-@pytest.mark.parametrize("multiplicity", [1, 3])
-def test_an_example_has_the_shapes_of_a_batch_of_its_sizes(multiplicity):
-    task, costs = replace(SMALL, multiplicity=multiplicity), SMALL.cost(made(0).sizes())
-    sizes = {name: 2 * size for name, size in costs.items()} | {ITEMS: 2}
-    batches = collated(made(0), made(0), task=task, ids=("a", "b")), task.example(sizes)
-    wanted, got = ([(one.shape, one.dtype) for one in tensors_of(batch)] for batch in batches)
-    assert got == wanted
 
 
 def test_an_example_of_uneven_items_has_hardly_more_nodes_and_pairs_than_they():
@@ -125,51 +93,7 @@ def test_atoms_that_are_missing_leave_every_number_finite():
     pos = graph.parts[0].nodes["pos"].copy()
     pos[:5, [0, 2, 3]] = np.nan  # CA is always there
     batch = collated(changed(graph, 0, pos=pos))
-    assert all(torch.isfinite(one).all() for one in gradients(SMALL, [double(batch)]))
-
-
-# ---- batches ----
-
-
-def gradients(task, batches, **settings):
-    step = Step(task, StepSettings(optimizer="sgd", **settings), model=model_of(task).train())
-    weights = step.weights(batches)
-    for batch in batches:
-        step.accumulate(batch, weights)
-    return [one.grad.clone() for one in step.trained if one.grad is not None]
-
-
-def max_difference(ones, others):
-    return max(float((one - other).abs().max()) for one, other in zip(ones, others, strict=True))
-
-
-@pytest.mark.parametrize("multiplicity", [1, 2])
-def test_any_split_of_a_batch_gives_the_same_gradients(multiplicity):
-    task = replace(SMALL, multiplicity=multiplicity)
-    whole = gradients(task, [double(collated(*THREE, ids=IDS, task=task))])
-    assert max(float(one.abs().max()) for one in whole) > 1e-3
-    for cuts in ((1, 2), (2, 1), (1, 1, 1)):
-        ends = np.cumsum(cuts)
-        spans = [slice(end - cut, end) for end, cut in zip(ends, cuts, strict=True)]
-        parts = [double(collated(*THREE[span], ids=IDS[span], task=task)) for span in spans]
-        assert max_difference(whole, gradients(task, parts)) < 1e-10
-
-
-def test_layers_computed_again_in_backward_give_the_same_gradients():
-    assert set(repeated(SMALL.model())) == {f"trunk.layers.{layer}" for layer in range(3)}
-    batch = double(collated(*THREE, ids=IDS))
-    assert max_difference(gradients(SMALL, [batch]), gradients(SMALL, [batch], checkpointing=True)) < 1e-10
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("size", [0, 1, 2], ids=["small", "middle", "large"])
-@pytest.mark.parametrize("choice", [MemoryChoice(), MemoryChoice(checkpointing=True)], ids=["plain", "again"])
-def test_the_planner_traces_it_to_a_hundredth_of_what_it_takes(choice, size):
-    device.need()
-    traced = tracer(SMALL, least=SIZES[0], clip=1.0)
-    predicted = live_peak_bytes(traced.standing(choice), traced.micro(choice, SIZES[size]), accumulate=False)
-    assert predicted == pytest.approx(true_peak(SMALL, SIZES[size], 1, choice, clip=1.0), rel=0.01)
+    assert all(torch.isfinite(one).all() for one in stepped(SMALL, [double(batch)], model_of()).values())
 
 
 # ---- the poses ----
@@ -215,45 +139,6 @@ def test_a_move_brings_the_file_to_the_pose_whose_distance_is_told():
         assert np.linalg.det(turn) == pytest.approx(1)
         apart = np.sqrt(np.square(ligand @ turn.T + shift - ligand).sum(-1).mean())
         assert apart == pytest.approx(float(told), abs=1e-3)
-
-
-class Knowing(torch.nn.Module):
-    """Tells the score that leads to the true pose, as far as one step goes."""
-
-    def __init__(self, task, true_L3):
-        super().__init__()
-        self.task, self.true_L3 = task, true_L3
-        self.unused = torch.nn.Parameter(torch.zeros(()))
-
-    def forward(self, batch, poses_at_once=1):
-        (one,) = batch
-        shift_P3 = self.true_L3.mean(0) - one.pos_PL3.mean(1)
-        left, _, right = torch.linalg.svd(
-            (one.pos_PL3 - one.pos_PL3.mean(1, keepdim=True)).transpose(1, 2) @ (self.true_L3 - self.true_L3.mean(0))
-        )
-        sign = torch.linalg.det(left @ right).sign()
-        turn = (
-            right.transpose(1, 2)
-            @ torch.diag_embed(torch.stack([torch.ones_like(sign)] * 2 + [sign], -1))
-            @ left.transpose(1, 2)
-        )
-        angle = ((turn.diagonal(dim1=1, dim2=2).sum(-1) - 1) / 2).clamp(-1, 1).acos()
-        axis = torch.stack(
-            [turn[:, 2, 1] - turn[:, 1, 2], turn[:, 0, 2] - turn[:, 2, 0], turn[:, 1, 0] - turn[:, 0, 1]], -1
-        )
-        vector = torch.nn.functional.normalize(axis, dim=-1) * angle[:, None]
-        schedule, (time,) = self.task.schedule, one.time_T.tolist()
-        return shift_P3[None] / schedule.translation.sigma(time) ** 2, vector[None] / (
-            2 * schedule.rotation.sigma(time) ** 2
-        )
-
-
-def test_a_model_that_knows_the_score_of_a_pose_docks_there():
-    task = replace(SMALL, ode=True, steps=40)
-    batch = rows_of(made(0), "a", range(4), task=task)
-    found = outputs_of(task, Knowing(task, batch.complexes[0].true_L3), batch)
-    assert max(float(value) for value in found["ligand_rmsd"]) < 0.5
-    assert max(float(value) for value in found["complex_rmsd"]) < 0.5
 
 
 def test_a_pose_that_explodes_is_no_number_and_others_are_what_they_were():
@@ -351,9 +236,3 @@ def test_it_learns_which_way_a_few_ligands_were_moved():
         step.run([batch])
     after = sum(float(total.detach()) / weight for total, weight in task.loss(step.model, batch).values())
     assert after < 0.6 * before
-
-
-def test_turning_about_the_centre_and_shifting_is_one_move():
-    pos = torch.randn(1, 9, 3)
-    moved = rigidly_moved(pos, torch.zeros(1, 3), torch.ones(1, 3))
-    assert torch.allclose(moved, pos + 1)

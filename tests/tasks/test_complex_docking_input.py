@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,14 +11,11 @@ import torch
 from pipeline.errors import ConfigError, DataError
 from pipeline.graphs.item_graph import GraphRecipe, ItemGraph
 from pipeline.records import Role
-from pipeline.runs.dataset.loading import open_loader
 from pipeline.runs.model.task_contract import breaches
 from pipeline.structures.synthetic import complex_pdb
-from pipeline.tasks.complex_docking import ComplexDocking
 from pipeline.tasks.docking.pose_confidence import trained_confidence
 from pipeline.tasks.docking.score_network import to_published
 from pipeline.training.checkpoints.trained_weights import load_pretrained
-from pipeline.training.sampling.epoch_order import SamplerSettings as Sampling
 from tests.reference import checkpoint
 from tests.tasks.docking_items import (
     CONFIDENCE,
@@ -35,25 +31,8 @@ from tests.tasks.docking_items import (
     rows_of,
 )
 from tests.tasks.items import batch_of, graph_of, made
-from tests.testkit.project import settle
 
 # ---- bad input ----
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "words"),
-    [
-        ("scalars", 0, "scalars is 0: it must be 1 or more"),
-        ("samples", 0, "samples is 0: it must be 1 or more"),
-        ("temperature", 0.0, "temperature is 0.0: it must be more than 0"),
-        ("translation_least", float("nan"), "translation_least is nan: it must be more than 0"),
-        ("rotation_most", 0.001, "rotation_most is 0.001, and rotation_least 0.01: noise must grow with time"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused_by_name(option, value, words):
-    with pytest.raises(ConfigError, match=words) as caught:
-        ComplexDocking(**{option: value})
-    assert caught.value.where == f"train.options.{option}"
 
 
 def test_a_graph_without_contacts_is_not_trained_on_as_nothing_shows_one_frame():
@@ -113,19 +92,6 @@ def test_weights_under_the_published_names_are_taken_where_the_network_has_the_o
     with pytest.raises(ConfigError, match="weights of DiffDock-PP") as caught:
         load_pretrained(SMALL.model(), path)
     assert caught.value.remedy == "--set train.options.as_published=true"
-
-
-def test_a_trial_takes_the_first_items_alone(tmp_path, pipeline):
-    for number in range(4):
-        (tmp_path / f"c{number}.pdb").write_bytes(complex_pdb(number, 12, 10))
-    settle(tmp_path)
-    Path("pipeline.yaml").write_text("data: {source: glob, path: .}\n")
-    graph = ("submit", "--stage", "graph", "--executor", "local", "--follow", "--set", "data.limit=2")
-    assert pipeline(*graph).code == 0
-    task = replace(SMALL, embedding_dim=0)
-    loader = open_loader("pipeline.yaml", Sampling(batch=4, padding=None), sets=["data.limit=2"], embed=False,
-                         collate=task.collate)  # fmt: skip
-    assert [len(batch.complexes) for batch in loader] == [2]
 
 
 # ---- confidence ----

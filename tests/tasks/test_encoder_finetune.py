@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,27 +19,22 @@ from pipeline.encoder.checkpoints.esm_checkpoint import digest_weights, load_esm
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.encoder.embedding_recipe import CLS, EOS, PAD, tokenize
 from pipeline.encoder.forward.esm2 import EsmEncoder
-from pipeline.errors import ConfigError
 from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
 from pipeline.memory.hardware.gpus import GIB
 from pipeline.protocol import ITEMS
 from pipeline.readers.sequences import Sequences
-from pipeline.runs.model.task_contract import breaches
 from pipeline.setup.demo_project import write_recipe_demo
 from pipeline.tasks.encoder_finetune import TOKENS, EncoderFinetune
 from pipeline.training.checkpoints.chosen_checkpoint import write_published
 from pipeline.training.checkpoints.published_names import files_beside, in_form
 from pipeline.training.checkpoints.trained_weights import load_pretrained
 from tests.memory.tracing.traced import tracer
+from tests.tasks.cases import LORA, RNG, TEXTS, TOP, labelled
 from tests.tasks.reader_items import batch_of
 from tests.testkit.command import Command
 from tests.testkit.project import settle
 
 SIZES = {"layers": 3, "width": 16, "heads": 2}
-LORA = EncoderFinetune(**SIZES, rank=2)
-TOP = EncoderFinetune(**SIZES, rank=0, top_layers=1)
-TEXTS = ("MKVLAWY", "AC", "GGGGAKLWWYX")
-RNG = np.random.default_rng(0)
 
 
 @pytest.fixture(scope="module")
@@ -81,30 +73,8 @@ def written(model: Any, folder: Path) -> Path:
     return write_published(folder, "esm2", in_form(model, model.state_dict(), "esm2"), files_beside(model, "esm2"))
 
 
-def item(text: str, **values: Any) -> dict[str, Any]:
-    return {"sequence.letter": np.frombuffer(text.encode(), np.uint8), **values}
-
-
-def labelled(task: EncoderFinetune) -> Any:
-    """Return three items: numbers, one of them unknown, or sites."""
-    if task.by_residue:
-        sites = [np.array([letter in "WY" for letter in text], np.int8) for text in TEXTS]
-        sites[1][0] = -1
-        return batch_of([item(text, **{"sequence.site": site}) for text, site in zip(TEXTS, sites, strict=True)])
-    numbers = (1.0, np.nan, -2.0)
-    return batch_of(
-        [item(text, target=np.array([number], np.float32)) for text, number in zip(TEXTS, numbers, strict=True)]
-    )
-
-
 BY_RESIDUE = replace(LORA, told="residues")
 TASKS = {"lora": LORA, "top layers": TOP, "residues": BY_RESIDUE}
-
-
-@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
-def test_it_keeps_the_contract_of_tasks(task: EncoderFinetune) -> None:
-    sizes = {TOKENS: 9, ITEMS: 2}
-    assert list(breaches(task, sizes, labelled(task).items[:], item_sizes=(TOKENS,), padded=True)) == []
 
 
 @pytest.mark.parametrize("task", [LORA, TOP], ids=["lora", "top layers"])
@@ -132,7 +102,7 @@ def test_padding_changes_nothing(checkpoint: Path) -> None:
 def test_the_loss_falls_and_only_what_is_named_changes(
     task: EncoderFinetune, named: tuple[str, ...], checkpoint: Path
 ) -> None:
-    model, batch = tuned(task, checkpoint), task.collate(labelled(task).items[:], RNG)
+    model, batch = tuned(task, checkpoint), task.collate(batch_of(labelled(task)).items[:], RNG)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, losses = torch.optim.AdamW(trained, lr=0.01), list[float]()
@@ -175,22 +145,6 @@ def test_an_encoder_that_was_not_trained_leaves_as_it_came_by_its_digest(checkpo
     assert torch.equal(rows_of(again, TEXTS[0])[0], rows_of(tuned(LORA, checkpoint), TEXTS[0])[0])
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"rank": 2, "top_layers": 1}, "train.options.rank"),
-        ({"rank": 0, "top_layers": 4}, "there are 3 layers"),
-        ({"heads": 3}, "does not divide into 3 heads"),
-        ({"told": "chains"}, "it must be sequence or residues"),
-        ({"alpha": 0.0}, "more than 0"),
-    ],
-)
-def test_options_that_mean_nothing_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        EncoderFinetune(**{**SIZES, "rank": 2, **options})
-    assert said in str(refused.value)
-
-
 def test_bad_rows_of_a_table_are_rejections_with_their_reason(tmp_path: Path) -> None:
     path = tmp_path / "data.csv"
     rows = ("a,MKV,010,1.5", "b,mkv,010,1", "c,MKV,01,1", "d,,,", "e,MKV,0?1,", "f,MKV,010,x", "g,MJV,000,1")
@@ -220,69 +174,6 @@ def test_the_650m_model_fits_24_gb_by_lora_and_all_of_it_trained_would_not() -> 
     by_lora, by_top = peak(EncoderFinetune()), peak(EncoderFinetune(rank=0, top_layers=2))
     assert by_top < by_lora < 20 * GIB
     assert peak(EncoderFinetune(rank=0, top_layers=33)) > by_lora + 6 * GIB
-
-
-KILLED_ONCE = """\
-import os, signal, sys
-from pathlib import Path
-
-from pipeline.tasks.encoder_finetune import EncoderFinetune
-
-seen = 0
-
-
-class Killed(EncoderFinetune):
-    def loss(self, model, batch):
-        global seen
-        if model.training and "--attempt" in sys.argv:
-            seen += 1
-            with open(Path(os.environ["HERE"], "calls"), "a") as calls:
-                calls.write(sys.argv[sys.argv.index("--attempt") + 1])
-            order = Path(os.environ["HERE"], "die")
-            if seen == CALL and order.exists():
-                order.unlink()
-                os.kill(os.getpid(), signal.SIGKILL)
-        return super().loss(model, batch)
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("how", [{"rank": 2, "alpha": 4.0}, {"rank": 0, "top_layers": 1}], ids=["lora", "top layers"])
-def test_killed_in_mid_epoch_it_goes_on_to_the_weights_of_its_undisturbed_twin(
-    how: dict[str, Any], tmp_path: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = write_recipe_demo(tmp_path / "here", "encoder_finetune").parent
-    (folder / "tuned.py").write_text(KILLED_ONCE.replace("CALL", "9"))
-    settle(folder / "data")
-    settle(folder)
-    words = ["train.task=tuned:Killed", f"train.options={json.dumps({'layers': 2, 'width': 16, 'heads': 2, **how})}"]
-    words += ["train.checkpoints={every: 3, last: 9}", "train.epochs=3", "train.log_every=1", "train.validation=null"]
-    typed = ["submit", "--stage", "train", "--follow", *(word for one in words for word in ("--set", one))]
-    shutil.copytree(folder, twin := tmp_path / "twin", copy_function=shutil.copy2)
-    ended, checkpoints, calls = {}, {}, {}
-    for place in (twin, folder):
-        monkeypatch.chdir(place)
-        monkeypatch.setenv("HERE", str(place))
-        if place == folder:
-            (place / "die").touch()
-        done = pipeline(*typed)
-        assert done.code == 0, done.err
-        (model,) = (place / "models").iterdir()
-        saved = sorted((model / "checkpoints").glob("step-*"))
-        checkpoints[place] = [path.name for path in saved]
-        ended[place] = {file.name: file.read_bytes() for file in sorted(saved[-1].glob("*.safetensors"))}
-        steps = [json.loads(line)["step"] for line in (model / "figures.jsonl").read_text().splitlines()]
-        assert steps == [*range(1, len(steps) + 1)]
-        assert len(steps) == 15  # of 3 epochs: the ninth is in the middle of the second
-        calls[place] = Counter((place / "calls").read_text())
-    assert not (folder / "die").exists()
-    assert "SIGKILL" in pipeline("status").out
-    assert set(calls[twin]) == {"1"}
-    assert calls[folder]["1"] == 9
-    assert calls[folder]["2"] < calls[twin]["1"] - 3  # it went on where the last checkpoint stood
-    assert checkpoints[twin] == checkpoints[folder]
-    assert ended[twin] == ended[folder]
 
 
 @pytest.mark.nightly

@@ -2,42 +2,27 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from scipy.spatial.transform import Rotation
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 from pipeline.errors import ConfigError
 from pipeline.graphs.build_graph import build_graph
 from pipeline.graphs.item_graph import GraphRecipe, ItemGraph
-from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
-from pipeline.protocol import ITEMS, Example, Outputs, Weights
 from pipeline.records import Role
 from pipeline.structures.synthetic import complex_pdb
 from pipeline.tasks.interface import Interface
-from pipeline.training.step.checkpointing import repeated
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
 from tests.graphs.conftest import read_pairs
-from tests.memory.tracing.traced import tracer, true_peak
+from tests.tasks.cases import INTERFACE as SMALL
+from tests.tasks.cases import RNG, model_of, outputs_of, stepped, unlabelled
 from tests.tasks.items import DIM, batch_of, double, graph_of, made, real
-from tests.testkit.limited import device
 
-RNG = np.random.default_rng(0)
-SMALL = Interface(embedding_dim=DIM, width=16, layers=2, pair_width=8, pair_layers=2)
-CHOICE = MemoryChoice()
 OVERFIT = 8
-SIZES = (
-    {"nodes": 100, "edges": 2000, "pairs": 2400, ITEMS: 1},
-    {"nodes": 520, "edges": 10400, "pairs": 31000, ITEMS: 3},
-    {"nodes": 1500, "edges": 30000, "pairs": 180000, ITEMS: 5},
-)
 
 
 def collated(*graphs, task=SMALL, dim=DIM, ids=()):
@@ -53,22 +38,12 @@ def precise(graph):
     return replace(graph, parts=parts)
 
 
-def model_of(task=SMALL, dtype=torch.float64):
-    torch.manual_seed(0)
-    return task.model().to(dtype).eval()
-
-
 def moved(graph, turns, shifts):
     parts = []
     for part, turn_33, shift_3 in zip(graph.parts, turns, shifts, strict=True):
         nodes = {"pos": part.nodes["pos"] @ turn_33.T + shift_3, "side": part.nodes["side"] @ turn_33.T}
         parts.append(replace(part, nodes=part.nodes | nodes))
     return replace(graph, parts=tuple(parts))
-
-
-def outputs_of(task, model, batch):
-    with torch.no_grad():
-        return {name: [one.numpy() for one in values] for name, values in task.outputs(model, batch).items()}
 
 
 def smallest_real(folder, count):
@@ -79,36 +54,6 @@ def smallest_real(folder, count):
 
 
 # ---- what it is ----
-
-
-def test_it_has_all_that_a_task_may_have():
-    assert isinstance(SMALL, Example)
-    assert isinstance(SMALL, Weights)
-    assert isinstance(SMALL, Outputs)
-
-
-def test_cost_is_of_one_item_or_of_whole_columns():
-    sizes = made(0).sizes()
-    assert SMALL.cost(sizes) == {"nodes": 100, "edges": 2000, "pairs": 2400}
-    columns = {name: np.array([size, 2 * size]) for name, size in sizes.items()}
-    assert SMALL.cost(columns)["pairs"].tolist() == [2400, 4800]
-
-
-def test_an_example_has_the_shapes_of_a_batch_of_its_sizes():
-    graphs = [made(0), made(1, 50, 70)]
-    costs = [SMALL.cost(graph.sizes()) for graph in graphs]
-    sizes = {name: sum(cost[name] for cost in costs) for name in costs[0]} | {ITEMS: 2}
-    wanted, got = ([(one.shape, one.dtype) for one in tree_leaves(batch) if isinstance(one, torch.Tensor)]
-                   for batch in (collated(*graphs), SMALL.example(sizes)))  # fmt: skip
-    assert got == wanted
-
-
-def test_repeated_layers_are_found_and_may_run_again_in_backward():
-    model = SMALL.model()
-    assert set(repeated(model)) == {"layers.0", "layers.1", "pair_layers.0", "pair_layers.1"}
-    batch = double(collated(made(0)))
-    plain, again = (gradients(SMALL, [batch], checkpointing=checkpointing) for checkpointing in (False, True))
-    assert max_difference(plain, again) < 1e-12
 
 
 def test_the_network_is_one_graph_to_a_compiler_whatever_the_sizes():
@@ -125,19 +70,12 @@ def test_the_network_is_one_graph_to_a_compiler_whatever_the_sizes():
     assert len(graphs) == 1
 
 
-def test_outputs_of_an_example_can_be_traced():
-    with FakeTensorMode():
-        found = SMALL.outputs(SMALL.model(), SMALL.example(SIZES[1]))
-    assert {name: len(values) for name, values in found.items()} == dict.fromkeys(found, 3)
-    assert sum(one.numel() for one in found["contacts"]) == SIZES[1]["pairs"]
-
-
 # ---- what it sees ----
 
 
 @pytest.mark.parametrize("mirrored", [False, True])
 def test_turning_and_moving_each_partner_changes_nothing(mirrored):
-    graph, model = precise(made(0)), model_of()
+    graph, model = precise(made(0)), model_of(SMALL)
     turns = Rotation.random(2, random_state=0).as_matrix() * (-1 if mirrored else 1)
     elsewhere = moved(graph, turns, [np.array([5.0, -40, 13]), np.array([-70.0, 2, 8])])
     here, there = (model(double(collated(one))) for one in (graph, elsewhere))
@@ -146,7 +84,7 @@ def test_turning_and_moving_each_partner_changes_nothing(mirrored):
 
 
 def test_moving_one_residue_changes_its_own_partner_and_what_is_paired_with_it():
-    graph, model = precise(made(0)), model_of()
+    graph, model = precise(made(0)), model_of(SMALL)
     receptor, ligand = graph.parts
     pos = receptor.nodes["pos"].copy()
     pos[0] += 1.0
@@ -157,7 +95,7 @@ def test_moving_one_residue_changes_its_own_partner_and_what_is_paired_with_it()
 
 
 def test_the_other_partner_is_seen():
-    model = model_of()
+    model = model_of(SMALL)
     graph, other = made(0), made(1)
     swapped = ItemGraph((graph.parts[0], other.parts[1]))
     residues, others = (model(double(collated(one)))[0][:60] for one in (graph, swapped))
@@ -170,88 +108,15 @@ def test_atoms_that_are_missing_leave_every_number_finite():
     pos, side = part.nodes["pos"].copy(), part.nodes["side"].copy()
     pos[3, [0, 2, 3]], side[3] = np.nan, np.nan
     holes = replace(graph, parts=(replace(part, nodes=part.nodes | {"pos": pos, "side": side}), graph.parts[1]))
-    found = gradients(SMALL, [double(collated(holes))])
-    assert all(torch.isfinite(one).all() for one in found)
-
-
-# ---- batches ----
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
-def test_an_item_has_the_same_outputs_alone_and_in_a_batch(dtype, tolerance):
-    graphs, ids = [made(0), made(1, 50, 70), made(2, 30, 30)], ["a", "b", "c"]
-    model = model_of(dtype=dtype)
-    convert = double if dtype is torch.float64 else (lambda batch: batch)
-    together = outputs_of(SMALL, model, convert(collated(*graphs, ids=ids)))
-    for place, (graph, name) in enumerate(zip(graphs, ids, strict=True)):
-        alone = outputs_of(SMALL, model, convert(collated(graph, ids=[name])))
-        for key, (values,) in alone.items():
-            assert together[key][place].shape == values.shape
-            assert np.allclose(together[key][place], values, rtol=0, atol=tolerance), key
-
-
-def gradients(task, batches, **settings):
-    step = Step(task, StepSettings(optimizer="sgd", **settings), model=model_of(task).train())
-    weights = step.weights(batches)
-    for batch in batches:
-        step.accumulate(batch, weights)
-    return [one.grad.clone() for one in step.trained]
-
-
-def max_difference(ones, others):
-    return max(float((one - other).abs().max()) for one, other in zip(ones, others, strict=True))
-
-
-def test_gradients_of_micro_batches_add_up_to_those_of_one_batch():
-    graphs, ids = [made(0), made(1, 50, 70), unlabelled(made(2, 30, 30))], ["a", "b", "c"]
-    whole = gradients(SMALL, [double(collated(*graphs, ids=ids))])
-    cut = gradients(SMALL, [double(collated(graph, ids=[name])) for graph, name in zip(graphs, ids, strict=True)])
-    assert max(float(one.abs().max()) for one in whole) > 1e-3
-    assert max_difference(whole, cut) < 1e-10
-
-
-def test_half_precision_sums_the_loss_in_single():
-    batch = collated(made(0), made(1, 50, 70))
-    task = replace(SMALL, contact_weight=3.0)
-    model = model_of(task, torch.float32)
-    with torch.no_grad():
-        plain = task.loss(model, batch)
-        with torch.autocast("cpu", torch.bfloat16):
-            half = task.loss(model, batch)
-    for name, (total, _) in half.items():
-        assert total.dtype == torch.float32
-        assert float(total) == pytest.approx(float(plain[name][0]), rel=0.02)
-
-
-def test_weights_are_those_of_the_loss():
-    batch = collated(made(0), made(1, 50, 70))
-    terms = SMALL.loss(model_of(dtype=torch.float32), batch)
-    assert {name: weight for name, (_, weight) in terms.items()} == SMALL.weights(batch)
-    assert SMALL.weights(batch) == {"interface": 220.0, "contacts": 60 * 40 + 50 * 70.0}
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("size", range(len(SIZES)))
-def test_the_planner_traces_it_to_two_thousandths_of_what_it_takes(size):
-    device.need()
-    traced = tracer(SMALL, least=SIZES[0], clip=1.0)
-    standing, micro = traced.standing(CHOICE), traced.micro(CHOICE, SIZES[size])
-    for times in (1, 2):
-        predicted = live_peak_bytes(standing, micro, accumulate=times > 1)
-        assert predicted == pytest.approx(true_peak(SMALL, SIZES[size], times, clip=1.0), rel=0.002)
+    assert all(torch.isfinite(one).all() for one in stepped(SMALL, [double(collated(holes))]).values())
 
 
 # ---- labels ----
 
 
-def unlabelled(graph):
-    return replace(graph, labels={})
-
-
 def test_labels_are_the_contacts_of_the_graph():
     graph = made(0)
-    found = outputs_of(SMALL, model_of(dtype=torch.float32), collated(graph))
+    found = outputs_of(SMALL, model_of(SMALL, dtype=torch.float32), collated(graph))
     pairs = graph.labels["contact_pairs"]
     assert np.argwhere(found["contacts_label"][0] == 1).tolist() == pairs.tolist()
     assert np.flatnonzero(found["receptor_interface_label"][0] == 1).tolist() == sorted(set(pairs[:, 0].tolist()))
@@ -260,20 +125,11 @@ def test_labels_are_the_contacts_of_the_graph():
 
 def test_items_without_labels_have_outputs_and_no_figures():
     batch = collated(unlabelled(made(0)))
-    found = outputs_of(SMALL, model_of(dtype=torch.float32), batch)
+    found = outputs_of(SMALL, model_of(SMALL, dtype=torch.float32), batch)
     assert found["contacts"][0].shape == (60, 40)
     assert [found[name][0].size for name in found if name.endswith("label")] == [0, 0, 0]
     assert SMALL.metrics(found) == {}
     assert SMALL.weights(batch) == {"interface": 0.0, "contacts": 0.0}
-
-
-def test_items_without_labels_beside_others_do_not_count():
-    model = model_of(dtype=torch.float32)
-    alone = outputs_of(SMALL, model, collated(made(0), ids=["a"]))
-    both = outputs_of(SMALL, model, collated(made(0), unlabelled(made(1)), ids=["a", "b"]))
-    assert both["contacts_label"][1].size == 0
-    assert SMALL.metrics(both) == pytest.approx(SMALL.metrics(alone), abs=1e-4)
-    assert len(SMALL.metrics(both)) == 5
 
 
 def test_residues_that_the_bound_structure_lacks_are_not_known():
@@ -287,7 +143,7 @@ def test_residues_that_the_bound_structure_lacks_are_not_known():
     )
     batch = collated(replace(graph, parts=parts), graph, ids=["unbound", "bound"])
     assert SMALL.weights(batch) == {"interface": 90.0 + 100, "contacts": 50.0 * 40 + 60 * 40}
-    found = outputs_of(SMALL, model_of(dtype=torch.float32), batch)
+    found = outputs_of(SMALL, model_of(SMALL, dtype=torch.float32), batch)
     assert (found["contacts_label"][0][:10] == -1).all()
     assert (found["contacts_label"][0][10:] != -1).all()
     assert (found["contacts_label"][1] != -1).all()
@@ -295,7 +151,7 @@ def test_residues_that_the_bound_structure_lacks_are_not_known():
 
 def test_what_stands_alone_has_residues_and_no_pairs():
     part = replace(made(0).parts[0], role=Role.WHOLE)
-    found = outputs_of(SMALL, model_of(dtype=torch.float32), collated(ItemGraph((part,))))
+    found = outputs_of(SMALL, model_of(SMALL, dtype=torch.float32), collated(ItemGraph((part,))))
     assert found["receptor_interface"][0].shape == (60,)
     assert found["ligand_interface"][0].shape == (0,)
     assert found["contacts"][0].shape == (60, 0)
@@ -305,38 +161,8 @@ def test_what_stands_alone_has_residues_and_no_pairs():
 # ---- figures ----
 
 
-class OneByOne(Sequence):
-    """Makes an array when it is asked for, and knows how many of them are still held."""
-
-    def __init__(self, arrays):
-        self.arrays, self.held, self.most = arrays, weakref.WeakValueDictionary(), 0
-
-    def __len__(self):
-        return len(self.arrays)
-
-    def __getitem__(self, place):
-        if place >= len(self):
-            raise IndexError(place)
-        made_now = self.arrays[place].copy()
-        self.held[id(made_now)] = made_now
-        self.most = max(self.most, len(self.held))
-        return made_now
-
-
-def test_figures_of_a_split_hold_one_item_at_a_time():
-    graphs = [made(seed, 40, 30) for seed in range(6)]
-    found = outputs_of(SMALL, model_of(dtype=torch.float32), collated(*graphs))
-    lazy = {name: OneByOne(values) for name, values in found.items()}
-    figures = SMALL.metrics(lazy)
-    assert figures == SMALL.metrics(found)
-    assert set(figures) == {
-        "interface_auroc", "interface_auprc", "contact_auroc", "contact_auprc", "contact_precision_l5",
-    }  # fmt: skip
-    assert max(one.most for one in lazy.values()) <= 2
-
-
 def test_scores_that_are_the_labels_have_perfect_figures():
-    found = outputs_of(SMALL, model_of(dtype=torch.float32), collated(made(0), made(1)))
+    found = outputs_of(SMALL, model_of(SMALL, dtype=torch.float32), collated(made(0), made(1)))
     labels = {name: values for name, values in found.items() if name.endswith("_label")}
     perfect = labels | {name.removesuffix("_label"): values for name, values in labels.items()}
     perfect |= {name: [0.1 + 0.8 * one for one in values] for name, values in perfect.items() if "label" not in name}
@@ -372,21 +198,12 @@ def test_atom_graphs_are_refused():
         collated(graph)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("width", 0), ("dropout", 1.0), ("contact_weight", float("inf")), ("pair_layers", -1)]
-)
-def test_options_that_make_no_sense_are_refused_by_name(name, value):
-    with pytest.raises(ConfigError, match=f"{name} is {value}") as caught:
-        Interface(**{name: value})
-    assert caught.value.where == f"train.options.{name}"
-
-
 # ---- it works and it learns ----
 
 
 @pytest.mark.nightly
 def test_it_runs_on_every_real_complex(structures):
-    model = model_of(dtype=torch.float32)
+    model = model_of(SMALL, dtype=torch.float32)
     graphs, names = smallest_real(structures, OVERFIT)
     for graph, name in zip(graphs, names, strict=True):
         found = outputs_of(SMALL, model, collated(graph, ids=[name]))

@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 import csv
-import gc
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
 import torch
 from scipy.spatial.transform import Rotation
-from torch.utils._pytree import tree_leaves
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
-from pipeline.protocol import ITEMS, Contrastive, Example, HasPublishedForms, Outputs, Publishes, ReadsFiles
+from pipeline.protocol import ITEMS
 from pipeline.runs.model.task_contract import breaches
-from pipeline.tasks.rna_ligand import RnaLigand, RnaLigandContrast
+from pipeline.tasks.rna_ligand import RnaLigandContrast
 from pipeline.training.evaluating.evaluator import TaskOutputs
 from pipeline.training.evaluating.outputs import GatheredOutputs, OutputWriter
-from pipeline.training.step.checkpointing import repeated
-from pipeline.training.step.contrastive import make_step
-from pipeline.training.step.optimizers import StepSettings
-from pipeline.training.step.step import Step
-from tests.memory.tracing.traced import tracer, true_peak
+from tests.tasks.cases import apart, stepped
 from tests.tasks.items import double
 from tests.tasks.reader_items import batch_of
 from tests.tasks.rna.conftest import learned, targets
 from tests.tasks.rna.made import DIM, IDS, RNG, SIZES, SMALL, by_key, collated, model_of, pocket, three
-from tests.testkit.limited import device
-from tests.testkit.limited.device import LimitedDevice
 
 __all__ = ["learned", "targets"]
 pytestmark = pytest.mark.usefixtures("one_thread")
-PLAIN = MemoryChoice()
 VARIANTS = {
     "as it is": {},
     "no gate": {"use_gate": False},
@@ -51,31 +40,8 @@ VARIANTS = {
 }
 
 
-def layouts(batch):
-    tensors = [one for one in tree_leaves(batch) if isinstance(one, torch.Tensor)]
-    return [(one.shape, one.dtype, one.is_contiguous()) for one in tensors]
-
-
 def contrasted(task, **more):
     return RnaLigandContrast(**vars(task) | more)
-
-
-# ---- what it is ----
-
-
-def test_it_has_all_that_a_task_may_have():
-    for what in (Example, Outputs, Publishes, ReadsFiles):
-        assert isinstance(SMALL, what)
-    assert not isinstance(SMALL, Contrastive)
-    assert isinstance(contrasted(SMALL), Contrastive)
-    assert isinstance(SMALL.model(), HasPublishedForms)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("options", [{}, {"loss_by": "cosine_mse", "num_attention_heads": 0, "version": 2}])
-def test_it_keeps_the_contract(learned, options):
-    task = replace(learned, **options)
-    assert list(breaches(task, dict(SIZES[0]), three(), item_sizes=())) == []
 
 
 # ---- sequences as an encoder of RNA sees them ----
@@ -122,34 +88,6 @@ def test_sequences_that_do_not_fit_are_told(sequenced, options, error, said):
     with pytest.raises(error) as refused:
         replace(sequenced, **options).collate(three()[:], RNG)
     assert said in str(refused.value)
-
-
-@pytest.mark.nightly
-def test_by_infonce_it_keeps_the_contract(learned):
-    assert list(breaches(contrasted(learned), dict(SIZES[0]), three(), item_sizes=())) == []
-
-
-def test_cost_is_of_one_item_or_of_whole_columns():
-    sizes = {"atoms": 5, "bonds": 4, "angles": 3, "dihedrals": 2, "near": 6}
-    assert SMALL.cost(sizes) == {"atoms": 5, "bonds": 8, "angles": 3, "dihedrals": 2, "near": 12}
-    assert replace(SMALL, use_nonbonded=False, use_multi_hop=False).cost(sizes) == {"atoms": 5, "bonds": 8}
-    columns = {name: np.array([size, 2 * size]) for name, size in sizes.items()}
-    assert SMALL.cost(columns)["near"].tolist() == [12, 24]
-
-
-@pytest.mark.parametrize("task", [SMALL, replace(SMALL, use_nonbonded=False), replace(SMALL, use_multi_hop=False)])
-def test_an_example_of_the_cost_of_items_has_the_shapes_of_their_batch(task):
-    pockets = [pocket(0), pocket(1, 2)]
-    sizes = [{name.partition(".")[0]: len(array) for name, array in one.items()} for one in pockets]
-    costs = [task.cost(one) for one in sizes]
-    example = task.example({name: sum(cost[name] for cost in costs) for name in costs[0]} | {ITEMS: 2})
-    assert layouts(example) == layouts(collated(*pockets, task=task))
-
-
-def test_layers_are_found_and_may_run_again_in_backward(learned):
-    assert set(repeated(learned.model())) == {"layers.0", "layers.1"}
-    plain, again = (trained_by(learned, [three()], checkpointing=checkpointing) for checkpointing in (False, True))
-    assert max_difference(plain, again) < 1e-12
 
 
 # ---- what it sees ----
@@ -226,49 +164,17 @@ def test_a_pocket_without_angles_or_near_pairs_is_an_item():
 # ---- batches ----
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-def test_an_item_has_the_same_outputs_alone_and_in_a_batch(dtype, tolerance):
-    model = model_of(dtype=dtype)
-    convert = double if dtype is torch.float64 else (lambda batch: batch)
-    together = SMALL.outputs(model, convert(SMALL.collate(three(), RNG)))["embedding"]
-    for place, item in enumerate(three()):
-        (alone,) = SMALL.outputs(model, convert(SMALL.collate([item], RNG)))["embedding"]
-        assert torch.allclose(together[place], alone, rtol=0, atol=tolerance)
-
-
-def trained_by(task, batches, **settings):
-    step = Step(task, StepSettings(optimizer="sgd", learning_rate=0.1, **settings), model=model_of(task))
-    made_batches = [double(task.collate(items, RNG)) for items in batches]
-    weights = step.weights(made_batches)
-    for batch in made_batches:
-        step.accumulate(batch, weights)
-    step.update(weights)
-    return [one.detach().clone() for one in step.trained]
-
-
-def max_difference(ones, others):
-    return max(float((one - other).abs().max()) for one, other in zip(ones, others, strict=True))
-
-
-@pytest.mark.parametrize("loss_by", ["mse", "cosine", "cosine_mse"])
-def test_a_step_is_the_same_however_its_items_are_cut(tmp_path, targets, loss_by):
+def test_a_step_with_an_item_that_has_no_target_is_the_same_however_it_is_cut(tmp_path, targets):
     del targets["2bbb_FMN"]
-    task = replace(SMALL, loss_by=loss_by, targets_missing="skip", targets=by_key(tmp_path / "one.h5", targets))
-    first, *others = three()
-    trained = [trained_by(task, cut) for cut in ([three()], [[first], others], [[one] for one in three()])]
-    assert max_difference(trained[0], [one.detach() for one in model_of(task).parameters()]) > 1e-4
-    assert max(max_difference(trained[0], other) for other in trained[1:]) < 1e-10
-
-
-def test_by_infonce_a_step_is_the_same_however_its_items_are_cut(learned):
-    task = contrasted(learned)
-    found = []
-    for cut in ([three()], [[one] for one in three()]):
-        step = make_step(task, StepSettings(optimizer="sgd", learning_rate=0.1), model=model_of(task))
-        step.run([double(task.collate(items, RNG)) for items in cut])
-        found.append([one.detach().clone() for one in step.trained])
-    assert max_difference(found[0], [one.detach() for one in model_of(task).parameters()]) > 1e-3
-    assert max_difference(*found) < 1e-10
+    path = by_key(tmp_path / "one.h5", targets)
+    for loss_by in ("cosine", "cosine_mse"):
+        task = replace(SMALL, loss_by=loss_by, targets_missing="skip", targets=path)
+        whole, *cut = (
+            stepped(task, [double(task.collate(three()[slice(*span)], RNG)) for span in spans], model_of(task))
+            for spans in ([(0, 3)], [(0, 1), (1, 3)], [(0, 1), (1, 2), (2, 3)])
+        )
+        assert max(float(one.abs().max()) for one in whole.values()) > 1e-4
+        assert max(apart(whole, one) for one in cut) < 1e-10
 
 
 def test_two_models_of_one_complex_are_no_negatives_of_each_other(learned):
@@ -284,29 +190,6 @@ def test_two_models_of_one_complex_are_no_negatives_of_each_other(learned):
               for at, those in enumerate(rest)]  # fmt: skip
     assert float(mended) == pytest.approx(float(sum(missed)))
     assert float(published) > float(mended) + 0.5
-
-
-def test_half_precision_leaves_what_turns_in_single(learned):
-    batch, model = learned.collate(three(), RNG), model_of(learned, torch.float32)
-    with torch.no_grad():
-        plain = learned.loss(model, batch)["target"][0]
-        with torch.autocast("cpu", torch.bfloat16):
-            half = learned.loss(model, batch)["target"][0]
-    assert half.dtype == torch.float32
-    assert float(half) == pytest.approx(float(plain), rel=0.02)
-
-
-@pytest.mark.nightly
-def test_it_overfits_three_pockets(learned):
-    torch.manual_seed(0)
-    step = Step(learned, StepSettings(learning_rate=1e-2, clip=1.0))
-    batch = learned.collate(three(), RNG)
-    for _ in range(120):
-        step.run([batch])
-    with torch.no_grad():
-        found = learned.outputs(step.model, batch)
-    figures = learned.metrics({name: [one.numpy() for one in values] for name, values in found.items()})
-    assert figures["cosine"] > 0.95
 
 
 # ---- targets ----
@@ -394,10 +277,6 @@ def test_predictions_are_a_table_of_the_nearest_ligands_of_each_pocket(tmp_path)
     assert {row["metric"] for row in rows} == {"euclidean"}
 
 
-def test_without_a_library_there_is_no_table(tmp_path):
-    assert SMALL.publish(tmp_path, {}, (), None) == []
-
-
 def test_a_library_of_another_width_is_refused_with_what_to_set(tmp_path):
     path = by_key(tmp_path / "library.h5", {"ARG": np.ones(DIM + 1, np.float32)})
     with pytest.raises(ConfigError, match="have 9 numbers, the model gives 8") as caught:
@@ -414,38 +293,6 @@ def test_figures_are_means_over_the_items_that_have_a_target():
 # ---- bad input ----
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"layers": 0}, "layers"),
-        ({"output_dim": 0}, "output_dim"),
-        ({"loss_by": "huber"}, "loss_by"),
-        ({"targets_missing": "x"}, "targets_missing"),
-        ({"distance": "manhattan"}, "distance"),
-        ({"angle_weight": float("nan")}, "angle_weight"),
-        ({"dropout": 1.0}, "dropout"),
-        ({"num_attention_heads": 3}, "num_attention_heads"),
-        ({"version": 4}, "version"),
-        ({"norm_type": "rms"}, "norm_type"),
-        ({"hidden_irreps": "16x1o"}, "hidden_irreps"),
-        ({"hidden_irreps": "8x0e+2x3o"}, "hidden_irreps"),
-        ({"hidden_irreps": "8x0e+8x0e"}, "hidden_irreps"),
-        ({"targets": "targets.h5"}, "targets"),
-        ({"library": "$PWD/library.h5"}, "library"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(options, name):
-    with pytest.raises(ConfigError) as caught:
-        RnaLigand(**options)
-    assert caught.value.where == f"train.options.{name}"
-    assert caught.value.exit_code == 2
-
-
-def test_by_infonce_no_pocket_may_be_without_a_target():
-    with pytest.raises(ConfigError, match="each must have a target"):
-        RnaLigandContrast(targets_missing="skip")
-
-
 def test_items_of_another_reader_are_refused_by_name():
     with pytest.raises(ConfigError, match=r"reads RNA pockets .* item0 has peaks\.mz") as caught:
         collated({"peaks.mz": np.ones(3, np.float32)})
@@ -454,69 +301,11 @@ def test_items_of_another_reader_are_refused_by_name():
         SMALL.cost({"nodes": 3, "edges": 4})
 
 
-# ---- what it takes ----
-
-
-@cache
-def traced(task):
-    return tracer(task, least=SIZES[0], clip=1.0)
-
-
-def planned(task, sizes, choice=PLAIN, *, times=1):
-    oracle = traced(task)
-    return live_peak_bytes(oracle.standing(choice), oracle.micro(choice, sizes), accumulate=times > 1)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["use_multi_hop", "use_nonbonded"])
-def test_entries_that_are_switched_off_are_not_there_and_cost_nothing(name):
-    off = replace(SMALL, **{name: False})
-    batch = collated(pocket(0), task=off)
-    kinds = ("angles", "dihedrals") if name == "use_multi_hop" else ("near",)
-    assert all(getattr(batch, kind).atom_PE.shape[1] == 0 for kind in kinds)
-    assert planned(off, SIZES[1]) < planned(SMALL, SIZES[1])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("task", "size"),
-    [
-        (SMALL, 0),
-        (SMALL, 1),
-        (SMALL, 2),
-        (replace(SMALL, num_attention_heads=0, use_gate=False, loss_by="cosine_mse"), 1),
-        (replace(SMALL, as_published=True), 1),
-    ],
-)
-def test_the_planner_traces_it_to_two_thousandths_of_what_it_takes(task, size):
-    device.need()
-    for times in (1, 2):
-        predicted = planned(task, SIZES[size], times=times)
-        assert predicted == pytest.approx(true_peak(task, SIZES[size], times, clip=1.0), rel=0.002)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("choice", [MemoryChoice(checkpointing=True), MemoryChoice(precision="bf16")])
-def test_remedies_are_planned_as_well(choice):
-    device.need()
-    truth = true_peak(SMALL, SIZES[1], choice=choice, clip=1.0)
-    assert planned(SMALL, SIZES[1], choice) == pytest.approx(truth, rel=0.01)
-
-
-def test_memory_between_steps_is_the_same_after_three_epochs_of_batches_of_many_sizes(learned):
-    device.need()
-    pockets = [pocket(0), pocket(1, 2), pocket(2), pocket(3, 2)]
-    task = replace(learned, targets_missing="skip")
-    gc.disable()  # nothing waits for the collector either
-    try:
-        with LimitedDevice() as limited:
-            step = Step(task, StepSettings(clip=1.0))
-            levels = []
-            for epoch in range(3):
-                for count in (1 + np.random.default_rng(epoch).permutation(len(pockets))).tolist():
-                    step.run([collated(*pockets[:count], task=task, ids=[*IDS, "d"][:count])])
-                    levels.append(limited.live_bytes)
-    finally:
-        gc.enable()
-    assert levels == [levels[0]] * len(levels)
-    assert levels[0] > 0
+def test_entries_that_are_switched_off_are_not_there_and_cost_nothing():
+    sizes = {"atoms": 5, "bonds": 4, "angles": 3, "dihedrals": 2, "near": 6}
+    assert SMALL.cost(sizes) == {"atoms": 5, "bonds": 8, "angles": 3, "dihedrals": 2, "near": 12}
+    for option, kinds in (("use_multi_hop", ("angles", "dihedrals")), ("use_nonbonded", ("near",))):
+        off = replace(SMALL, **{option: False})
+        batch = collated(pocket(0), task=off)
+        assert all(getattr(batch, kind).atom_PE.shape[1] == 0 for kind in kinds)
+        assert off.cost(sizes).keys() == SMALL.cost(sizes).keys() - set(kinds)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import math
 from dataclasses import replace
 
@@ -150,21 +149,6 @@ def test_a_written_pose_reads_back_as_the_input_with_its_ligand_moved(tmp_path, 
     assert [atom.charge for _, atom in atoms if atom.name == "C"] == [0, -1]
 
 
-def test_a_pose_that_does_not_move_is_the_file_itself(tmp_path):
-    posed = posed_text(small(tmp_path)).pose(STAY, []).decode().splitlines()
-    second = SMALL.index("MODEL        2")
-    expected = SMALL[:second] + SMALL[SMALL.index("CONECT") :]
-    left_out = ("MODEL", "ENDMDL", "MASTER", "ANISOU    6")
-    assert posed == [line for line in expected.splitlines() if not line.startswith(left_out)]
-
-
-def test_only_columns_of_coordinates_change(tmp_path):
-    stay, far = (posed_text(small(tmp_path)).pose(move, []).decode().splitlines() for move in (STAY, FAR))
-    assert [line[:30] + line[54:] for line in far] == [line[:30] + line[54:] for line in stay]
-    differ = [line[21] for line, other in zip(far, stay, strict=True) if line != other]
-    assert differ == ["B"] * 7
-
-
 def test_molecules_that_are_named_singly_go_with_the_side_that_names_them(tmp_path):
     recipe = ScanRecipe(policy=replace(ScanRecipe().policy, ligands="keep"))
     kept = small(tmp_path, receptor=("A", "B:ZN:302"), ligand=("B", "A:LIG:301"), recipe=recipe)
@@ -208,13 +192,6 @@ def test_a_file_of_two_chains_needs_no_names(tmp_path, form):
     check_moved(before, table_of(posed, form), chains_of(before) == "B", FAR)
 
 
-def test_molecules_go_with_their_chain_where_chains_go_by_labels(tmp_path):
-    recipe = ScanRecipe(reading=FileReading(chain_names="label"))
-    found = small(tmp_path, "small.cif", as_cif(SMALL), ("Axp",), ("Bxp",), recipe)
-    before = table_of(as_cif(SMALL).encode(), "cif")
-    check_moved(before, table_of(posed_text(found).pose(FAR, []), "cif"), chains_of(before) == "B", FAR)
-
-
 @pytest.mark.parametrize("names", ["author", "label"])
 def test_a_real_mmcif_file_keeps_all_its_categories(structures, tmp_path, names):
     path = str(structures / "varied" / "1pfe.cif.gz")
@@ -229,22 +206,6 @@ def test_a_real_mmcif_file_keeps_all_its_categories(structures, tmp_path, names)
     check_moved(before, table_of(posed, "cif"), chains_of(before) == "B", FAR)
     for name in set(categories) - {"_atom_site.", "_atom_site_anisotrop."}:
         assert blocks[0].get_mmcif_category(name) == blocks[1].get_mmcif_category(name)
-
-
-def test_a_gzipped_file_is_written_plain(tmp_path):
-    path = tmp_path / "small.pdb.gz"
-    path.write_bytes(gzip.compress(SMALL.encode()))
-    zipped = docked(Item("z", (Part(Role.RECEPTOR, str(path), ("A",)), Part(Role.LIGAND, str(path), ("B",)))))
-    assert posed_text(zipped).pose(FAR, []) == posed_text(small(tmp_path)).pose(FAR, [])
-
-
-def test_chains_behind_an_end_are_written_too(tmp_path):
-    first, second = SMALL.index("MODEL        1"), SMALL.index("ENDMDL")
-    atoms = [line for line in SMALL[first:second].splitlines()[1:] if line[21] in "AB" and line[:6] != "HETATM"]
-    receptor, ligand = ([line for line in atoms if line[21] == name] for name in "AB")
-    text = "\n".join([*receptor, "END", *ligand, "END\n"])
-    posed = posed_text(small(tmp_path, "ends.pdb", text)).pose(FAR, [])
-    assert (posed.count(b"END\n"), set(chains_of(table_of(posed, "pdb")))) == (1, {"A", "B"})
 
 
 def test_another_model_is_written_where_the_item_names_it(tmp_path):
@@ -278,13 +239,6 @@ def test_more_chains_than_letters_are_refused(tmp_path):
         posed_text(docked(Item("many", tuple(parts))))
 
 
-def test_more_models_than_a_pdb_file_counts_are_refused(tmp_path):
-    many = RigidMoves(np.repeat(np.eye(3)[None], 10_000, 0), np.zeros((10_000, 3)))
-    with pytest.raises(DataError, match="models"):
-        write_trajectory(tmp_path / "long.pdb", small(tmp_path), many)
-    assert [path.name for path in tmp_path.iterdir()] == ["small.pdb"]
-
-
 @given(st.lists(st.floats(-99_999, 99_999), min_size=3, max_size=3))
 def test_coordinates_never_leave_their_columns(place):
     text = _columns(place)
@@ -300,19 +254,6 @@ def test_a_coordinate_that_no_column_holds_is_refused(number):
         _columns([0.0, number, 0.0])
 
 
-@given(st.integers(0, 2**32 - 1))
-def test_any_move_and_its_opposite_lead_back(tmp_path_factory, seed):
-    rng = np.random.default_rng(seed)
-    found = small(tmp_path_factory.mktemp("there"))
-    move = moves_from(rng.standard_normal((1, 3)), rng.standard_normal((1, 3)) * 50)
-    back_P33 = move.turn_P33.transpose(0, 2, 1)
-    back = RigidMoves(back_P33, -(back_P33 @ move.shift_P3[0]))
-    there = posed_text(found).pose(move, [])
-    again = posed_text(small(tmp_path_factory.mktemp("back"), text=there.decode())).pose(back, [])
-    before, after = (table_of(text, "pdb") for text in (SMALL.encode(), again))
-    np.testing.assert_allclose(after.pos_A3, before.pos_A3, atol=2.1e-3)
-
-
 @pytest.mark.parametrize("name", ["1HIA", "1KKL", "1R8S", "2VXT"])
 @pytest.mark.parametrize("unbound", [False, True], ids=["bound", "unbound"])
 def test_real_pairs_are_written_whole(structures, name, unbound):
@@ -321,26 +262,6 @@ def test_real_pairs_are_written_whole(structures, name, unbound):
     text = posed_text(found).pose(move, ["POSE"])
     receptor, ligand = check_whole(found, ("pdb", "pdb"), text, move)
     assert not set(receptor) & set(ligand)
-
-
-@pytest.mark.parametrize("form", ["pdb", "cif"])
-def test_biopython_reads_what_is_written(structures, tmp_path, form):
-    parsers = pytest.importorskip("Bio.PDB")
-    item = pair_item(structures, "1R8S")
-    if form == "cif":
-        parts = []
-        for part in item.parts:
-            path = tmp_path / f"{part.role.value}.cif"
-            gemmi.read_structure(part.path).make_mmcif_document().write_file(str(path))
-            parts.append(replace(part, path=str(path)))
-        item = replace(item, parts=tuple(parts))
-    found = docked(item)
-    rows = write_docked(tmp_path, found, SampledPoses(some_moves(found.read, 1), np.array([7]), None))
-    parser = parsers.PDBParser(QUIET=True) if form == "pdb" else parsers.MMCIFParser(QUIET=True)
-    structure = parser.get_structure("pose", str(tmp_path / rows[0].file))
-    tables = [table_of(found.files[part.path].data, form) for part in found.item.parts]
-    atoms = [atom for residue in structure.get_residues() for atom in residue.get_unpacked_list()]
-    assert len(atoms) == sum(len(table.name_A) for table in tables)
 
 
 @pytest.mark.parametrize("form", ["pdb", "cif"])
@@ -384,13 +305,6 @@ def test_poses_are_ranked_by_confidence_and_what_is_of_no_use_is_named(structure
     unmoved = rows[2]
     assert (unmoved.fnat, unmoved.capri) == (1.0, "high")
     assert [unmoved.complex_rmsd, unmoved.ligand_rmsd, unmoved.irmsd, unmoved.lrmsd] == pytest.approx([0] * 4, abs=1e-6)
-
-
-def test_a_shorter_list_leaves_no_poses_of_a_longer_one(structures, tmp_path):
-    found = docked(pair_item(structures, "1Z0K"))
-    for top in (3, 1):
-        write_docked(tmp_path, found, sampled(found)._replace(confidence_P=None), top=top)
-    assert [path.name for path in (tmp_path / "1Z0K").iterdir()] == ["rank-01.pdb"]
 
 
 def test_without_truth_only_what_needs_none_is_measured(structures, tmp_path):

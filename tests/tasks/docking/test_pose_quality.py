@@ -1,6 +1,6 @@
 """Poses are judged as DockQ judges them, and rates of success count what they say.
 
-What the package said is in dockq_numbers.csv, which dockq_numbers.py made.
+What the package said is in tests/reference/dockq.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from pipeline.tasks.docking.pose_quality import (
     pose_quality,
     success_rates,
 )
+from tests.reference.dockq.record import COMPLEXES, MOVE, PAIRS, SAID, TABLE
 from tests.tasks.docking.docked import moves_from, pair_item, read, some_moves
-from tests.tasks.docking.dockq_numbers import COMPLEXES, MOVE, PAIRS, SAID, TABLE
 
 CASES = [(source, name) for source in ("bound", "unbound") for name in PAIRS] + [("complex", c) for c in COMPLEXES]
 CLOSE = {"fnat": 1e-5, "iRMSD": 1e-4, "LRMSD": 1e-4, "DockQ": 1e-4}  # the table has 5 digits, DockQ single precision
@@ -83,16 +83,6 @@ def test_measures_do_not_depend_on_which_frame_the_ligand_is_docked_from(structu
     np.testing.assert_allclose(same, pose_quality(truth, moves), atol=1e-9)
 
 
-def test_poses_are_judged_alike_alone_and_together(structures):
-    found = read(pair_item(structures, "1HIA"))
-    truth, moves = docking_truth(found), some_moves(found, 70)
-    alone = [pose_quality(truth, moves.take(slice(at, at + 1))) for at in (0, 31, 32, 69)]
-    together = pose_quality(truth, moves)
-    for at, one in zip((0, 31, 32, 69), alone, strict=True):
-        np.testing.assert_allclose([part[at] for part in together], [part[0] for part in one], atol=1e-9)
-    assert [len(part) for part in pose_quality(truth, moves.take(slice(0, 0)))] == [0] * 4
-
-
 def test_partners_that_do_not_touch_are_no_truth(structures):
     mixed = pair_item(structures, "1Z0K").parts[0], pair_item(structures, "1HIA").parts[1]
     with pytest.raises(UnusableInput) as refused:
@@ -107,12 +97,6 @@ def test_clashes_are_pairs_of_heavy_atoms_nearer_than_three_angstroms(structures
     expected = [int((cdist(receptor, pos_N3) < 3.0).sum()) for pos_N3 in moves.of(ligand)]
     assert max(expected) > 50
     assert clash_counts(receptor, ligand, moves).tolist() == expected
-
-
-def test_atoms_exactly_at_the_limit_do_not_clash():
-    stay = RigidMoves(np.eye(3)[None], np.zeros((1, 3)))
-    apart = np.array([[3.0, 0, 0], [0, np.nextafter(3.0, 0), 0]])
-    assert clash_counts(np.zeros((1, 3)), apart, stay).tolist() == [1]
 
 
 @given(SHARES, LENGTHS, LENGTHS)
@@ -148,11 +132,6 @@ def test_the_nearest_move_finds_the_move_that_was_made(points, seed):
     np.testing.assert_allclose(found.of(pos_N3), move.of(pos_N3), atol=1e-8)
     np.testing.assert_allclose(found.undone(move.of(pos_N3)[0])[0], pos_N3, atol=1e-8)
     assert np.linalg.det(found.turn_P33[0]) == pytest.approx(1)
-
-
-def test_the_nearest_move_is_never_a_mirror():
-    pos_N3 = np.random.default_rng(0).standard_normal((9, 3))
-    assert np.linalg.det(nearest_move(pos_N3, pos_N3 * [1, 1, -1]).turn_P33[0]) == pytest.approx(1)
 
 
 SCORES = [

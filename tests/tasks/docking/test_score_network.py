@@ -38,11 +38,9 @@ def test_scores_at_three_noise_levels_are_the_originals(name, precision):
         assert relative_off(score[0], outputs[f"score.{precision}.{kind}"]) < SCORES[precision]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
 @torch.no_grad()
-def test_features_after_each_layer_are_the_originals(precision):
-    outputs, trunk = docked("1Z0K"), score_model(precision).trunk
-    pose = noised("1Z0K", PRECISIONS[precision])
+def check_features(name, precision, outputs):
+    trunk, pose = score_model(precision).trunk, noised(name, PRECISIONS[precision])
     seen = 0
     for layer, features in enumerate(trunk.steps(pose, trunk.shared(pose))):
         for role, blocks in zip(("receptor", "ligand"), features, strict=True):
@@ -52,6 +50,11 @@ def test_features_after_each_layer_are_the_originals(precision):
                 channels_first = torch.cat([block.transpose(2, 3).flatten(2) for block in blocks], -1)[0]
                 assert off(channels_first, expected) < NODES
     assert seen == 9
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_features_after_each_layer_are_the_originals(precision):
+    check_features("1Z0K", precision, docked("1Z0K"))
 
 
 @torch.no_grad()

@@ -3,67 +3,30 @@
 from __future__ import annotations
 
 import csv
-import pickle
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeline.errors import ConfigError
-from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
-from pipeline.protocol import ITEMS, Publishes, ReadsFiles
-from pipeline.runs.model.task_contract import breaches
+from pipeline.protocol import Publishes, ReadsFiles
 from pipeline.tasks.pairs import retrieval
 from pipeline.tasks.pairs.pair_towers import cropped
-from pipeline.training.step.contrastive import make_step
-from pipeline.training.step.optimizers import StepSettings
-from tests.memory.tracing.traced import tracer, true_peak
+from tests.tasks.cases import model_of
+from tests.tasks.items import double
 from tests.tasks.pairs.pictures import CLASSED, CLIP, NAMES, SIZE, collated, item, items
-from tests.tasks.reader_items import batch_of
-from tests.testkit.limited import device
 
-SIZES = ({"right": 9, ITEMS: 1}, {"right": 14, ITEMS: 6}, {"right": 24, ITEMS: 30})
 VARIED = replace(CLASSED, crop_least=0.5, mirror=True)
 
 
-def doubled(batch):
-    return tree_map_only(torch.Tensor, lambda one: one.double() if one.is_floating_point() else one, batch)
-
-
-def model_of(task=CLASSED, dtype=torch.float64):
-    torch.manual_seed(0)
-    return task.model().to(dtype)
-
-
 # ---- a batch ----
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("task", [CLIP, CLASSED, VARIED], ids=["pairs", "classes", "varied"])
-def test_it_keeps_the_contract_and_an_example_is_like_a_batch(task):
-    found = batch_of(items(3)).items[:]
-    assert list(breaches(task, {"right": 14, ITEMS: 3}, found)) == []
-    batch = collated(items(3), task)
-    example = task.example({ITEMS: 3, "right": batch.right.token_BL.shape[1]})
-    leaves = [[one for one in tree_leaves(which) if one is not None] for which in (batch, example)]
-    shapes = [[(one.shape, one.dtype) for one in which] for which in leaves]
-    assert shapes[0] == shapes[1]
 
 
 def test_images_cost_the_same_so_that_texts_alone_drive_memory():
     sizes = {"left": np.full(3, SIZE), "right": np.array([5, 9, 40])}
     assert {name: one.tolist() for name, one in CLIP.cost(sizes).items()} == {"right": [5, 9, 24]}
     assert set(replace(CLIP, right="images").cost(sizes)) == {"left"}
-
-
-def test_an_item_is_embedded_the_same_alone_and_in_a_batch():
-    model, values = model_of(), items(4)
-    together = CLASSED.embed(model, doubled(collated(values)))
-    alone = [CLASSED.embed(model, doubled(collated([one]))) for one in values]
-    for name, rows in together.items():
-        assert torch.allclose(rows, torch.cat([one[name] for one in alone]), rtol=0, atol=1e-12)
 
 
 # ---- crops and mirrors ----
@@ -110,8 +73,8 @@ def test_crops_stay_within_the_image_and_keep_as_much_as_is_asked(least):
 
 
 def test_classes_are_a_second_loss_with_its_weight_over_those_that_are_known():
-    model = model_of()
-    batch = doubled(collated([item(0), item(1), item(2, known=False)]))
+    model = model_of(CLASSED)
+    batch = double(collated([item(0), item(1), item(2, known=False)]))
     terms = CLASSED.loss(model, batch)
     told_BC = model(batch)[2]
     wanted = torch.nn.functional.cross_entropy(told_BC[:2], batch.class_B[:2], reduction="sum")
@@ -121,26 +84,9 @@ def test_classes_are_a_second_loss_with_its_weight_over_those_that_are_known():
     assert terms["pairs"][1] == 3
 
 
-@pytest.mark.parametrize("cuts", [(4,), (1, 3, 9), (2, 4, 6, 8, 10)])
-def test_a_step_of_both_losses_has_the_same_gradients_however_it_is_cut(cuts):
-    values, ids = items(12), [f"p{place}" for place in range(12)]
-    values[3]["class"] = np.array(-1, np.int64)
-    settings = StepSettings(optimizer="sgd", learning_rate=1.0, weight_decay=0.0, momentum=0.0)
-
-    def moved(spans):
-        step = make_step(VARIED, settings, model=model_of(VARIED))
-        before = {name: one.detach().clone() for name, one in step.model.named_parameters()}
-        step.run([doubled(collated(values[start:stop], VARIED, ids[start:stop])) for start, stop in spans])
-        return {name: before[name] - one.detach() for name, one in step.model.named_parameters()}
-
-    whole, found = moved([(0, 12)]), moved(list(zip((0, *cuts), (*cuts, 12), strict=True)))
-    assert float(whole["classes.weight"].abs().max()) > 1e-3
-    assert max(float((one - whole[name]).abs().max()) for name, one in found.items()) < 1e-10
-
-
 def test_classes_that_no_item_has_are_refused_in_training_and_told_where_the_model_is_applied():
     values = [{name: array for name, array in one.items() if name != "class"} for one in items(2)]
-    model, batch = model_of(dtype=torch.float32), collated(values)
+    model, batch = model_of(CLASSED, dtype=torch.float32), collated(values)
     with pytest.raises(ConfigError, match="learns classes, and no item has one") as caught:
         CLASSED.embed(model.train(), batch)
     assert "data.options.label" in caught.value.remedy
@@ -161,7 +107,7 @@ def figures_of(task, model, values):
 
 
 def test_the_place_of_the_true_class_is_told_and_unknown_ones_do_not_count():
-    model = model_of(dtype=torch.float32)
+    model = model_of(CLASSED, dtype=torch.float32)
     outputs, figures = figures_of(CLASSED, model, [item(0), item(1), item(2, known=False)])
     for way in ("class", "zero_shot"):
         assert outputs[f"{way}_place"].isnan().tolist() == [False, False, True]
@@ -172,7 +118,7 @@ def test_the_place_of_the_true_class_is_told_and_unknown_ones_do_not_count():
 
 
 def test_zero_shot_compares_with_the_mean_of_each_class_in_all_templates_made_of_length_1_again():
-    model = model_of(dtype=torch.float32).eval()
+    model = model_of(CLASSED, dtype=torch.float32).eval()
     with torch.no_grad():
         like = torch.zeros(1)
         vectors_CK = CLASSED.prompts.vectors(model, like)
@@ -183,24 +129,6 @@ def test_zero_shot_compares_with_the_mean_of_each_class_in_all_templates_made_of
         mean_K = CLASSED.embed(model, collated(asked))["right"].mean(0)
     assert torch.allclose(vectors_CK[3], mean_K / mean_K.norm(), atol=1e-6)
     assert torch.allclose(vectors_CK.norm(dim=-1), torch.ones(len(NAMES)))
-
-
-def test_prompts_are_embedded_once_until_the_model_changes(monkeypatch):
-    model, calls = model_of(dtype=torch.float32).eval(), []
-    monkeypatch.setattr(retrieval, "_read", lambda *of, real=retrieval._read: calls.append(1) or real(*of))
-    with torch.no_grad():
-        before = CLASSED.prompts.vectors(model, torch.zeros(1))
-        assert CLASSED.prompts.vectors(model, torch.zeros(1)) is before
-        assert len(calls) == 1
-        model.right.out_DK.mul_(-1)
-        after = CLASSED.prompts.vectors(model, torch.zeros(1))
-    assert len(calls) == 2
-    assert torch.allclose(after, -before, atol=1e-6)
-
-
-def test_a_task_travels_to_reading_processes_after_it_has_told_classes():
-    figures_of(CLASSED, model_of(dtype=torch.float32), items(2))
-    assert pickle.loads(pickle.dumps(CLASSED)).names == NAMES
 
 
 # ---- what is nearest ----
@@ -215,7 +143,7 @@ class Column(list):
 
 def test_predictions_are_tables_of_the_nearest_texts_and_images_and_classes_by_name(tmp_path):
     assert isinstance(CLASSED, Publishes)
-    outputs, _ = figures_of(CLASSED, model_of(dtype=torch.float32), items(7))
+    outputs, _ = figures_of(CLASSED, model_of(CLASSED, dtype=torch.float32), items(7))
     columns = {name: Column(rows.numpy()) for name, rows in outputs.items()}
     files = CLASSED.publish(tmp_path, columns, [], None)
     assert [file.name for file in files] == ["nearest_right.csv", "nearest_left.csv"]
@@ -231,44 +159,7 @@ def test_predictions_are_tables_of_the_nearest_texts_and_images_and_classes_by_n
     assert [row["nearest_1"] for row in back] == [f"p{int(place)}" for place in cosines.argmax(0)]
 
 
-# ---- memory ----
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("size", range(len(SIZES)))
-def test_the_planner_traces_it_to_a_hundredth_of_what_it_takes(size):
-    device.need()
-    settings = {"clip": 1.0, "batch": SIZES[size][ITEMS]}
-    traced = tracer(VARIED, least=SIZES[0], **settings)
-    standing, micro = traced.standing(MemoryChoice()), traced.micro(MemoryChoice(), SIZES[size])
-    predicted = live_peak_bytes(standing, micro, accumulate=False)
-    assert predicted == pytest.approx(true_peak(VARIED, SIZES[size], **settings), rel=0.01)
-
-
 # ---- bad input ----
-
-
-@pytest.mark.parametrize(
-    ("options", "name", "said"),
-    [
-        ({"patch": 5}, "patch", "images of 16 pixels cannot be cut into patches of 5"),
-        ({"image_heads": 3}, "image_heads", "16 features cannot be divided among 3 heads"),
-        ({"crop_least": 0.0}, "crop_least", "crop_least is 0.0"),
-        ({"class_weight": 1.0, "classes": ["a"]}, "classes", "class_weight needs the names of two classes"),
-        ({"templates": ["a {}"]}, "classes", "templates needs the names of two classes"),
-        ({"templates": ["a dog"], "classes": ["a", "b"]}, "templates", "the template 'a dog' has no {}"),
-        ({"templates": ["a {}"], "classes": ["a" * 40, "b"]}, "templates", "a prompt is too long: 43 tokens"),
-        ({"templates": ["a {}"], "classes": ["a", "b"], "vocabulary": 500}, "merges", "a token of a prompt is 513"),
-        ({"templates": ["a {}"], "classes": ["a", "b"], "merges": "/none"}, "merges", "/none cannot be read"),
-        ({"templates": ["a {}"], "classes": ["a", "b"], "right": "tokens"}, "templates", "the right side is tokens"),
-        ({"classes": ["a", "a"]}, "classes", "the class 'a' is named twice"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused_by_name(options, name, said):
-    with pytest.raises(ConfigError, match=said) as caught:
-        replace(CLIP, **options)
-    assert caught.value.where == f"train.options.{name}"
 
 
 @pytest.mark.parametrize(

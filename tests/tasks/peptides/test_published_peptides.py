@@ -17,10 +17,10 @@ from pipeline.records import Entry
 from pipeline.tasks.denovo_recursive import DenovoRecursive
 from pipeline.tasks.peptides.published_peptides import PSM_COLUMNS, modifications_text
 from tests.reference import FOLDER
+from tests.tasks.cases import peptide
 from tests.tasks.items import double
 from tests.tasks.originals import PEPTRM, peptide_batch
 from tests.tasks.reader_items import batch_of
-from tests.tasks.test_denovo_recursive import values_of
 
 HERE = DenovoRecursive(width=40, heads=2, encoder_layers=1, decoder_layers=1, latent_steps=1, supervision_steps=2)
 
@@ -39,7 +39,7 @@ class Column(list):
 def outputs_of(task, said, truths, ids):
     """Return outputs of a model that says these peptides of the spectra of others, a probability each."""
     values = [
-        values_of(true) if true else {k: v for k, v in values_of(text).items() if k != "peptide.residue"}
+        peptide(true) if true else peptide(text, "peptide.residue")
         for (text, _), true in zip(said, truths, strict=True)
     ]
     given = task.collate(batch_of(values).items[:], np.random.default_rng(0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 from torch.nn import functional
 
@@ -53,24 +52,6 @@ def test_a_mass_in_place_of_mz_would_be_seen():
         logits_BLV = peptide_network()(given)[-1]
     assert off(logits_BLV, recorded("peptrm/outputs")["neutral_mass_given_instead.logits"]) < CLOSE
     assert off(logits_BLV, recorded("peptrm/outputs")["logits"][-1]) > 0.1
-
-
-def test_weights_go_out_as_they_came_in_to_the_bit():
-    state = recorded("peptrm/state")
-    written = peptide_network().published_forms()[FORM].write(peptide_network().state_dict())
-    assert written.keys() == state.keys()
-    assert all(torch.equal(written[name], tensor) for name, tensor in state.items())
-
-
-@pytest.mark.parametrize("part", ["model_state_dict", "ema_state_dict"])
-def test_checkpoints_of_its_trainer_and_their_averages_are_known(part):
-    found = torch.load(checkpoint("peptrm/checkpoint_step_3.pt"), weights_only=True)
-    form = PEPTRM.model().published_forms()[FORM]
-    assert form.knows(found[part])
-    model = PEPTRM.model()
-    model.load_state_dict(form.read(found[part]))
-    written = form.write(model.state_dict())
-    assert all(torch.equal(written[name], tensor) for name, tensor in found[part].items())
 
 
 def test_a_compiled_model_has_its_own_names_and_keeps_them():

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.readers.entry import UnusableEntry
-from pipeline.records import Entry, Reason
+from pipeline.records import Reason
 from pipeline.tasks.rna.force_field import read_pocket
 from pipeline.tasks.rna.pocket_reader import (
     RnaPockets,
@@ -27,7 +27,6 @@ from tests.tasks.originals import POCKET_FILES as FILES
 from tests.tasks.originals import POCKETS, THEIR_KINDS, part
 from tests.tasks.rna.made import files
 
-WHOLE = 1000
 HELIX_PDB = "ATOM      1  P     G A   1      {x:8.3f}   0.000   0.000  1.00  0.00           P\n"
 
 
@@ -201,25 +200,6 @@ def test_a_damaged_pocket_is_rejected_with_its_reason(tmp_path, damage):
     assert re.search(why, rejection.detail), rejection.detail
     with pytest.raises(DataError, match="no pocket at"):
         RnaPockets(tmp_path).read("1aaa_ARG_model0_rna.prmtop")
-
-
-def test_of_a_thousand_pockets_with_ten_damaged_ones_all_good_ones_are_read(tmp_path):
-    topology, coordinates = files(0)
-    damaged = {97 * place + 5: damage for place, damage in enumerate(list(DAMAGES)[:10])}
-    for number in range(WHOLE):
-        own_topology, own_coordinates = topology, coordinates
-        if number in damaged:
-            of_topology, of_coordinates, _ = DAMAGES[damaged[number]]
-            own_topology = of_topology(topology.decode()).encode()
-            beside = of_coordinates(coordinates.decode())
-            own_coordinates = None if beside is None else beside.encode()
-        write(tmp_path, f"p{number:04d}_LIG_model0", own_topology, own_coordinates)
-    found = list(RnaPockets(tmp_path).entries())
-    assert len(found) == WHOLE
-    rejected = {int(one.id[1:5]): one.detail for one in found if not isinstance(one, Entry)}
-    assert rejected.keys() == damaged.keys()
-    for number, detail in rejected.items():
-        assert re.search(DAMAGES[damaged[number]][2], detail)
 
 
 def test_a_folder_of_structures_alone_says_what_a_topology_is_for(tmp_path):

@@ -1,4 +1,4 @@
-"""What the package DockQ says of many poses, as a table: `python tests/tasks/docking/dockq_numbers.py STRUCTURES`.
+"""What DockQ says of many poses, as a table: `python tests/reference/dockq/record.py tests/reference/structures`.
 
 It needs only `pip install DockQ` (2.1.3 made the table), and nothing of this project. Each partner is handed over as
 one merged chain, its residues numbered anew; poses are moved in memory, so that no rounding of files is in the numbers.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-TABLE = Path(__file__).with_name("dockq_numbers.csv")
+TABLE = Path(__file__).with_name("numbers.csv")
 PAIRS = ("1HIA", "1KKL", "1R8S", "1Z0K", "2VXT")
 COMPLEXES = ("1R0R",)
 SIZES = ((0.0, 0.0), (0.5, 2.0), (1.0, 3.0), (2.0, 6.0), (3.0, 12.0), (5.0, 20.0), (8.0, 30.0), (15.0, 120.0))  # Å, °
