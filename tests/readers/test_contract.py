@@ -490,14 +490,3 @@ def test_datasets_made_of_other_files_are_not_read(tmp_path: Path) -> None:
                 file.create_dataset("right", (1, 2, 3), "u1", external=[(str(tmp_path / "secret"), 0, 6)])
         with pytest.raises(DataError, match="'right'"):
             list(Pairs(tmp_path / f"{side}.h5").entries())
-
-
-def test_too_little_memory_is_an_error_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def exhausted(*_: object) -> None:
-        raise MemoryError
-
-    path = columns_file(tmp_path / "x.h5", left=["a"], right=["b"])
-    monkeypatch.setattr(h5py.Dataset, "__getitem__", exhausted)
-    with pytest.raises(DataError) as caught:
-        list(Pairs(path).entries())
-    assert caught.value.where == str(path)

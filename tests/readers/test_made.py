@@ -14,8 +14,6 @@ from pipeline.readers import images, made, peptides
 from pipeline.readers.captions import Captions
 from pipeline.readers.pairs import Pairs
 from pipeline.readers.spectra import Spectra
-from pipeline.readers.spectrum_triplets import SpectrumTriplets
-from pipeline.records import Entry
 from tests.readers.compared import assert_same
 
 KINDS = [
@@ -61,20 +59,6 @@ def test_fragments_of_the_peptide_are_the_highest_peaks(tmp_path: Path) -> None:
         chance.append((np.abs(mz_P[None] / (y_F[:, None] + 0.5) - 1) < 2e-5).any(axis=1).mean())
     assert np.mean(hits) > 0.6
     assert np.mean(chance) < 0.1
-
-
-def test_three_spectra_are_of_one_molecule_whose_property_is_that_of_its_parts(tmp_path: Path) -> None:
-    made.molecules(tmp_path / "x.mgf", 300)
-    reader = SpectrumTriplets(tmp_path / "x.mgf", molecule="inchikey", target=["target"])
-    entries = [entry for entry in reader.entries() if isinstance(entry, Entry)]
-    assert len(entries) == 300
-    for one, other in zip(entries[::3], entries[2::3], strict=True):
-        assert one.split == other.split
-        for name in ("molecule", "target", "precursor_mz"):
-            assert one.arrays[name] == other.arrays[name]
-        assert one.arrays["peaks.mz"].tolist() != other.arrays["peaks.mz"].tolist()
-    assert len({entry.arrays["target"].item() for entry in entries}) > 80
-    assert sum("negative.mz" in entry.arrays for entry in entries) > 30  # isomers: of one mass, and others
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,6 @@ def test_every_letter_has_the_mass_of_its_atoms() -> None:
 
 
 @given(PEPTIDE)
-def test_letters_and_codes_are_each_other(text: str) -> None:
-    assert peptides.peptide_text(residue_codes(text)) == text
-
-
-@given(PEPTIDE)
 def test_each_beginning_and_its_end_weigh_the_whole_peptide(text: str) -> None:
     residue_L = residue_codes(text)
     both_F = peptides.b_ions(residue_L) + peptides.y_ions(residue_L)[::-1]

@@ -104,15 +104,6 @@ def test_files_are_read_as_the_original_reads_them(name: str) -> None:
         assert float(told["RT"]) == pytest.approx(time)
 
 
-def test_the_three_forms_of_the_original_have_the_same_spectra() -> None:
-    found = [read(FILES / f"ours.{form}", retention=True) for form in ("mgf", "msp", "mzML")]
-    for one, two, three in zip(*found, strict=True):
-        for other in (two, three):
-            times = [arrays.pop("retention_s") for arrays in (dict(one.arrays), dict(other.arrays))]
-            assert times[0] == pytest.approx(times[1], abs=0.01)  # MSP has minutes, of four digits
-            assert_same(*({k: v for k, v in entry.arrays.items() if k != "retention_s"} for entry in (one, other)))
-
-
 @pytest.mark.parametrize("peaks", [100, 60])
 def test_what_the_network_is_given_is_the_originals_to_the_bit(tmp_path: Path, peaks: int) -> None:
     inputs = recorded("dreams/inputs")
