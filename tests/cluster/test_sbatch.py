@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -156,54 +155,48 @@ class TestText:
     def test_golden_script(self, name: str) -> None:
         assert RENDERED[name]() == (GOLDEN / name).read_text()
 
-    def test_scripts_of_the_stages_differ_only_in_what_they_ask_for_and_run(self) -> None:
-        bodies = {render(replace(PLAIN, name=stage)).partition("\nset -eo pipefail\n")[2] for stage in STAGES}
+    @pytest.mark.parametrize(("spec", "stages"), [(PLAIN, STAGES), (RANKS, OF_RANKS)], ids=["one process", "ranks"])
+    def test_scripts_differ_only_in_what_they_ask_for_and_run(self, spec: JobSpec, stages: tuple[str, ...]) -> None:
+        bodies = {render(replace(spec, name=stage)).partition("\nset -eo pipefail\n")[2] for stage in stages}
         assert len(bodies) == 1
         assert "srun" in bodies.pop()
-
-    def test_scripts_of_ranks_differ_only_in_what_they_ask_for_and_run(self) -> None:
-        bodies = {render(replace(RANKS, name=stage)).partition("\nset -eo pipefail\n")[2] for stage in OF_RANKS}
-        assert len(bodies) == 1
 
     def test_script_of_one_process_takes_no_job_of_several(self) -> None:
         with pytest.raises(SubmissionRefused):
             render(replace(RANKS, name="embed"))
         assert sbatch.template("test", ranks=4) == sbatch.template("train")
 
-    @pytest.mark.parametrize("stage", [*STAGES, *OF_RANKS, "supervise"])
-    def test_only_the_header_and_the_marked_places_are_changed(self, stage: str) -> None:
+    def test_only_the_header_and_the_marked_places_are_changed(self) -> None:
         marks = ("#SBATCH ", "# >>> ", "# <<< ")
-        template = sbatch.template(stage)
-        kept = [line for line in template.splitlines() if not line.startswith(marks) and line not in inside(template)]
-        rendered = render(replace(PLAIN, name=stage)).splitlines()
-        assert [line for line in rendered if line in set(kept)] == kept
+        for stage in (*STAGES, *OF_RANKS, "supervise"):
+            template, inside = sbatch.template(stage), set[str]()
+            for part in template.split("# >>> ")[1:]:
+                inside |= set(part.partition("# <<< ")[0].splitlines())
+            kept = [line for line in template.splitlines() if not line.startswith(marks) and line not in inside]
+            rendered = render(replace(PLAIN, name=stage)).splitlines()
+            assert [line for line in rendered if line in set(kept)] == kept, stage
 
     def test_unknown_name_gets_the_script_of_a_stage(self) -> None:
         assert sbatch.template("../../etc/passwd") == sbatch.template("test") == sbatch.template("scan")
 
 
 class TestHeader:
-    @pytest.mark.parametrize(
-        ("tasks", "offset", "most", "text"),
-        [
+    def test_numbers_of_tasks_are_ranges(self) -> None:
+        for tasks, offset, most, text in [
             (range(1), 0, None, "0"),
             (range(12), 0, 8, "0-11%8"),
             (range(12), 0, 12, "0-11"),
             ([0, 1, 2, 3, 4, 7, 9, 10, 11], 0, 8, "0-4,7,9-11%8"),
             ([1003, 1004, 1009], 1003, None, "0-1,6"),
-        ],
-    )
-    def test_numbers_of_tasks_are_ranges(self, tasks: object, offset: int, most: int | None, text: str) -> None:
-        assert sbatch.array(tasks, offset, most) == text  # type: ignore[arg-type]
+        ]:
+            assert sbatch.array(tasks, offset, most) == text
 
-    def test_offset_is_used_only_where_numbers_are_too_high(self) -> None:
+    def test_offset_is_used_only_where_numbers_are_too_high_and_may_be_too_far_apart(self) -> None:
         spec = replace(PLAIN, tasks=range(1001, 2001))
         assert [sbatch.array_offset(spec, highest) for highest in (None, 2000, 1999, 999)] == [0, 0, 1001, 1001]
         assert sbatch.offset_of(RENDERED["embed.sbatch"]()) == 1003
-
-    def test_numbers_too_far_apart_are_refused(self) -> None:
         with pytest.raises(SubmissionRefused) as refused:
-            sbatch.array_offset(replace(PLAIN, tasks=range(1001, 2001)), 998)
+            sbatch.array_offset(spec, 998)
         assert "cluster.slurm.max_array_size" in refused.value.remedy
 
     def test_site_says_how_memory_and_gpus_are_asked_for(self) -> None:
@@ -218,34 +211,30 @@ class TestHeader:
         per_cpu = set(header(RANKS, memory="mem-per-cpu", gpus="gpus-per-node"))
         assert {"--gpus-per-node=4", "--mem-per-cpu=3072M"} < per_cpu
 
-    def test_job_of_one_process_says_nothing_of_ranks(self) -> None:
-        spec = replace(RANKS, nodes=1, ranks=0)
-        assert {"--nodes=1", "--ntasks=1"} < set(header(spec))
-        assert not [option for option in header(spec) if "per-node" in option]
+        one = header(replace(RANKS, nodes=1, ranks=0))
+        assert {"--nodes=1", "--ntasks=1"} < set(one)
+        assert not [option for option in one if "per-node" in option]
 
     def test_stage_goes_before_site(self) -> None:
         spec = replace(PLAIN, partition="fast", qos="high", constraint="avx512")
-        assert {"--partition=fast", "--qos=high", "--constraint=avx512"} < set(
-            header(spec, partition="slow", qos="low", constraint="none")
-        )
+        options = header(spec, partition="slow", qos="low", constraint="none")
+        assert {"--partition=fast", "--qos=high", "--constraint=avx512"} < set(options)
 
-    @pytest.mark.parametrize(("time_s", "said"), [(60, "00:01:00"), (61, "00:02:00"), (90_000, "25:00:00")])
-    def test_time_is_in_whole_minutes(self, time_s: int, said: str) -> None:
-        assert f"--time={said}" in header(replace(PLAIN, time_s=time_s))
-
-    def test_warning_comes_before_the_limit_but_not_at_once(self) -> None:
-        assert "--signal=USR2@90" in header(replace(PLAIN, time_s=3600))
-        assert "--signal=USR2@15" in header(replace(PLAIN, time_s=60))
+    def test_time_is_in_whole_minutes_and_the_warning_comes_before_it_but_not_at_once(self) -> None:
+        for time_s, limit, before_s in [(60, "00:01:00", 15), (61, "00:02:00", 15), (90_000, "25:00:00", 90)]:
+            options = set(header(replace(PLAIN, time_s=time_s)))
+            assert {f"--time={limit}", f"--signal=USR2@{before_s}"} < options, time_s
 
     def test_standby_goes_when_it_is_not_needed(self) -> None:
-        options = header(VISIT)
-        assert {"--dependency=afternotok:20", "--kill-on-invalid-dep=yes"} < set(options)
+        assert {"--dependency=afternotok:20", "--kill-on-invalid-dep=yes"} < set(header(VISIT))
 
-    @pytest.mark.parametrize("folder", ["a\nb", "a\\b", "a\udcff"])
-    def test_what_a_header_cannot_say_is_refused(self, folder: str) -> None:
-        with pytest.raises(SubmissionRefused) as refused:
-            render(replace(PLAIN, log_dir=f"/runs/{folder}"))
-        assert "cluster.runs" in refused.value.remedy
+    def test_what_a_header_or_a_shell_cannot_say_is_refused(self) -> None:
+        for folder in ("a\nb", "a\\b", "a\udcff"):
+            with pytest.raises(SubmissionRefused) as refused:
+                render(replace(PLAIN, log_dir=f"/runs/{folder}"))
+            assert "cluster.runs" in refused.value.remedy
+        with pytest.raises(SubmissionRefused, match=r"A\.B"):
+            render(replace(PLAIN, env={"A.B": "c"}))
 
     def test_name_in_the_queue_is_the_tag_made_harmless(self) -> None:
         names = [sbatch.job_name(replace(PLAIN, tag=tag)) for tag in ("run-1", "a,b", "a;b", "", "x" * 500)]
@@ -299,27 +288,20 @@ class TestShell:
         assert render(PLAIN, site) == render(PLAIN)
 
     def test_task_is_its_index_and_the_offset(self, node: Node) -> None:
-        node.run(
-            sbatch.render(
-                sbatch.template("scan"), replace(PLAIN, tasks=range(1000, 1004)), SlurmSection(), highest_task=9
-            )
-        )
+        spec = replace(PLAIN, tasks=range(1000, 1004))
+        node.run(sbatch.render(sbatch.template("scan"), spec, SlurmSection(), highest_task=9))
         assert node.said("srun")[-1] == "1002"
 
-    def test_threads_are_as_many_as_cores_were_given(self, node: Node) -> None:
+    def test_threads_are_as_many_as_cores_were_given_unless_the_job_says_otherwise(self, node: Node) -> None:
         node.run(render())
         names = ("SRUN_CPUS_PER_TASK", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
         assert [node.environment()[name] for name in names] == ["3"] * 4
-
-    def test_job_may_say_otherwise(self, node: Node) -> None:
         node.run(render(replace(PLAIN, env={"OMP_NUM_THREADS": "1"})))
         assert node.environment()["OMP_NUM_THREADS"] == "1"
 
-    def test_site_setup_may_use_what_is_not_set(self, node: Node) -> None:
+    def test_site_setup_may_use_what_is_not_set_and_ends_the_job_where_it_fails(self, node: Node) -> None:
         assert node.run(render(site=SlurmSection(setup=("export MADE=a$NOT_SET",)))).returncode == 0
         assert node.environment()["MADE"] == "a"
-
-    def test_failed_setup_ends_the_job(self, node: Node) -> None:
         assert node.run(render(site=SlurmSection(setup=("(exit 9)",)))).returncode == 9
         assert node.said("srun") == []
 
@@ -340,43 +322,27 @@ class TestShell:
         node.run(render(site=SlurmSection(scratch=f"$(touch {tmp_path}/ran)`touch {tmp_path}/ran`")))
         assert not (tmp_path / "ran").exists()
 
-    @pytest.mark.parametrize("code", [0, 1, 137])
-    def test_exit_code_of_the_step_is_the_jobs(self, node: Node, code: int) -> None:
-        assert node.run(render(), SRUN_EXITS=str(code)).returncode == code
-        assert node.requeued == ""
+    def test_exit_code_of_the_step_is_the_jobs_and_an_interrupted_task_goes_back_into_the_queue(
+        self, node: Node
+    ) -> None:
+        for code in (0, 1, 137, 75, 140):
+            assert node.run(render(), SRUN_EXITS=str(code)).returncode == code
+            assert node.requeued == ("requeue 41_2\n" if code in (75, 140) else ""), code
 
-    @pytest.mark.parametrize("code", [75, 140])
-    def test_interrupted_task_goes_back_into_the_queue(self, node: Node, code: int) -> None:
-        assert node.run(render(), SRUN_EXITS=str(code)).returncode == code
-        assert node.requeued == "requeue 41_2\n"
-
-    def test_task_that_somebody_ends_does_not_come_back(self, node: Node) -> None:
-        assert node.run(render(), SRUN_EXITS="75", SQUEUE_SAYS="COMPLETING").returncode == 75
-        assert node.requeued == ""
-
-    def test_task_does_not_come_back_for_ever(self, node: Node) -> None:
-        assert node.run(render(), SRUN_EXITS="75", SLURM_RESTART_COUNT="100").returncode == 75
-        assert node.requeued == ""
-
-    def test_task_that_cannot_come_back_says_so_and_ends(self, node: Node) -> None:
-        node.tell("scontrol", "exit 1")
+    def test_task_that_somebody_ends_or_that_came_back_often_does_not_come_back(self, node: Node) -> None:
+        for more in ({"SQUEUE_SAYS": "COMPLETING"}, {"SLURM_RESTART_COUNT": "100"}):
+            assert node.run(render(), SRUN_EXITS="75", **more).returncode == 75
+            assert node.requeued == "", more
+        node.tell("scontrol", "exit 1")  # which refuses to take it back
         done = node.run(render(), SRUN_EXITS="75")
-        assert done.returncode == 75
-        assert b"does not take it back" in done.stderr
+        assert (done.returncode, bool(done.stderr)) == (75, True)
 
     def test_ranks_are_started_together_and_none_is_ended_for_anothers_exit_code(self, node: Node) -> None:
         assert node.run(render(RANKS), SRUN_EXITS="75").returncode == 75
         said = node.said("srun")
-        assert said[: said.index("python")] == [
-            "--ntasks=8",
-            "--mpi=none",
-            "--kill-on-bad-exit=0",
-            "--wait=60",
-            "--label",
-        ]
+        together = "--ntasks=8 --mpi=none --kill-on-bad-exit=0 --wait=60 --label"
+        assert " ".join(said[: said.index("python")]) == together
         assert node.requeued == "requeue 41_2\n"
-
-    def test_one_process_of_the_same_script_is_started_as_any(self, node: Node) -> None:
         node.run(render(replace(RANKS, nodes=1, ranks=0)), ranks="7")
         assert node.said("srun")[:3] == ["--ntasks=1", "--mpi=none", "python"]
 
@@ -388,62 +354,28 @@ class TestShell:
         assert (temporary == "/tmp") == (nodes == "2")
         assert temporary.startswith(f"{tmp_path}/pipeline-") == (nodes == "1")
 
-    def test_variable_that_a_shell_cannot_hold_is_refused(self) -> None:
-        with pytest.raises(SubmissionRefused, match=r"A\.B"):
-            render(replace(PLAIN, env={"A.B": "c"}))
 
+@pytest.mark.parametrize("stage", OF_RANKS)
+def test_a_script_by_hand_asks_for_what_its_allocation_has(node: Node, stage: str) -> None:
+    def given(**environment: str) -> dict[str, str]:
+        """Run the script as it is; return the settings of the command that it starts."""
+        assert node.run(sbatch.template(stage), **environment).returncode == 0
+        said = node.said("srun")
+        assert said[:6] == ["--ntasks=1", "--mpi=none", "pipeline", "submit", "--stage", stage]
+        assert said[6:9] == ["--executor", "local", "--follow"]
+        return dict(word.split("=") for word in said[10::2])
 
-class TestByHand:
-    @pytest.fixture
-    def given(self, node: Node, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
-        """Return a function that runs a script as it is, and returns the settings of the command that it starts."""
-
-        def run(stage: str, **environment: str) -> dict[str, str]:
-            assert node.run(sbatch.template(stage), **environment).returncode == 0
-            said = node.said("srun")
-            assert said[:6] == ["--ntasks=1", "--mpi=none", "pipeline", "submit", "--stage", stage]
-            assert said[6:9] == ["--executor", "local", "--follow"]
-            return dict(word.split("=") for word in said[10::2])
-
-        return run
-
-    @pytest.mark.parametrize("stage", OF_RANKS)
-    def test_ranks_are_as_many_as_the_gpus_of_the_allocation_and_share_its_cores(
-        self, given: Callable[..., dict[str, str]], stage: str
-    ) -> None:
-        settings = given(stage, SLURM_GPUS_ON_NODE="2", SLURM_CPUS_PER_TASK="8")
-        assert settings["cluster.embed.gpus"] == "2"
-        asked = {key: settings[f"cluster.{stage}.{key}"] for key in ("nodes", "gpus", "ranks", "cpus")}
-        assert asked == {"nodes": "1", "gpus": "2", "ranks": "auto", "cpus": "4"}
-
-    @pytest.mark.parametrize("stage", OF_RANKS)
-    def test_without_gpus_ranks_are_those_of_the_configuration(
-        self, given: Callable[..., dict[str, str]], stage: str
-    ) -> None:
-        settings = given(stage)
-        assert settings[f"cluster.{stage}.gpus"] == "0"
-        assert f"cluster.{stage}.ranks" not in settings
-
-    @pytest.mark.parametrize("stage", OF_RANKS)
-    def test_what_is_set_is_a_configuration(self, given: Callable[..., dict[str, str]], stage: str) -> None:
-        settings = given(stage, SLURM_GPUS_ON_NODE="2", SLURM_CPUS_PER_TASK="8")
-        config = read_config(None, ["data.path=x", *(f"{key}={value}" for key, value in settings.items())]).config
-        asked = getattr(config.cluster, stage)
-        assert (asked.nodes, asked.gpus, asked.ranks, asked.cpus, asked.time) == (1, 2, "auto", 4, 30 * 86_400)
-
-    @pytest.mark.parametrize("stage", OF_RANKS)
-    def test_several_nodes_are_refused_with_the_way_to_have_them(self, node: Node, stage: str) -> None:
-        done = node.run(sbatch.template(stage), SLURM_JOB_NUM_NODES="2")
-        assert (done.returncode, node.said("srun")) == (2, [])
-        assert f"pipeline submit --stage {stage} --executor slurm" in done.stderr.decode()
-
-
-def inside(template: str) -> set[str]:
-    """Return the lines of a template's marked places."""
-    lines: set[str] = set()
-    for part in template.split("# >>> ")[1:]:
-        lines |= set(part.partition("# <<< ")[0].splitlines())
-    return lines
+    settings = given(SLURM_GPUS_ON_NODE="2", SLURM_CPUS_PER_TASK="8")
+    config = read_config(None, ["data.path=x", *(f"{key}={value}" for key, value in settings.items())]).config
+    asked = getattr(config.cluster, stage)
+    assert (asked.nodes, asked.gpus, asked.ranks, asked.cpus, asked.time) == (1, 2, "auto", 4, 30 * 86_400)
+    assert config.cluster.embed.gpus == 2
+    settings = given()  # without GPUs, ranks are those of the configuration
+    assert settings[f"cluster.{stage}.gpus"] == "0"
+    assert f"cluster.{stage}.ranks" not in settings
+    done = node.run(sbatch.template(stage), SLURM_JOB_NUM_NODES="2")
+    assert (done.returncode, node.said("srun")) == (2, [])
+    assert f"--stage {stage} --executor slurm" in done.stderr.decode()
 
 
 if __name__ == "__main__":
