@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from datetime import datetime
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -61,20 +60,15 @@ class TestSteps:
         assert (row.state, row.exit_code, row.signal) == (TaskState.OUT_OF_MEMORY, None, signal.SIGKILL)
         assert row.why == "step 0 ran out of memory"
 
-    @pytest.mark.parametrize(("text", "task"), [(WRITTEN_20_11, "101_7"), (WRITTEN_23_11, "901_3")])
-    def test_that_ran_out_of_memory_are_seen_in_other_versions(self, text: str, task: str) -> None:
-        assert rows_of(text)[task].state is TaskState.OUT_OF_MEMORY
+        assert rows_of(WRITTEN_20_11)["101_7"].state is rows_of(WRITTEN_23_11)["901_3"].state is TaskState.OUT_OF_MEMORY
+        for state, code in (("FAILED", "0:125"), ("OUT_OF_MEMORY", "0:0")):
+            text = line("5", "FAILED", "1:0") + line("5.batch", "FAILED", "1:0") + line("5.0", state, code)
+            assert rows_of(text)["5"].state is TaskState.OUT_OF_MEMORY, (state, code)
 
-    @pytest.mark.parametrize("code", ["0:125", "0:0"])
-    def test_out_of_memory_show_by_state_or_by_code(self, code: str) -> None:
-        state = "FAILED" if code == "0:125" else "OUT_OF_MEMORY"
-        text = line("5", "FAILED", "1:0") + line("5.batch", "FAILED", "1:0") + line("5.0", state, code)
-        assert rows_of(text)["5"].state is TaskState.OUT_OF_MEMORY
-
-    @pytest.mark.parametrize("state", ["RUNNING", "CANCELLED by 0", "NODE_FAIL", "PREEMPTED", "PENDING"])
-    def test_out_of_memory_do_not_hide_what_else_became_of_the_task(self, state: str) -> None:
-        text = line("5", state, "0:0") + line("5.0", "OUT_OF_MEMORY", "0:125")
-        assert rows_of(text)["5"].state is parse_state(state)
+    def test_out_of_memory_do_not_hide_what_else_became_of_the_task(self) -> None:
+        for state in ("RUNNING", "CANCELLED by 0", "NODE_FAIL", "PREEMPTED", "PENDING"):
+            text = line("5", state, "0:0") + line("5.0", "OUT_OF_MEMORY", "0:125")
+            assert rows_of(text)["5"].state is parse_state(state)
 
     def test_tell_the_signal_of_which_the_job_shows_only_a_code(self) -> None:
         rows = rows_of(RECORDED_22_05)
@@ -84,11 +78,9 @@ class TestSteps:
             (None, signal.SIGTERM),
         ]
 
-    def test_of_slurm_itself_do_not_tell_how_the_worker_ended(self) -> None:
+    def test_of_slurm_itself_do_not_tell_how_the_worker_ended_nor_does_a_completed_job(self) -> None:
         text = line("5", "FAILED", "1:0") + line("5.0", "FAILED", "1:0") + line("5.extern", "CANCELLED", "0:15")
         assert (rows_of(text)["5"].exit_code, rows_of(text)["5"].signal) == (1, None)
-
-    def test_show_the_failure_that_a_completed_job_hides(self) -> None:
         row = rows_of(WRITTEN_23_11)["903"]
         assert (row.state, row.exit_code) == (TaskState.COMPLETED, 1)
 
@@ -110,9 +102,6 @@ class TestRanks:
         row = rows_of(line("5", "COMPLETED", "0:0", NNodes="2") + step)["5"]
         assert row.peak_rss_bytes == 8000 << 10, "8 of 2000K in the mean, on 2 nodes"
 
-    def test_of_which_only_the_largest_is_known_took_at_least_that(self) -> None:
-        assert rows_of(RANKS_22_05)["12_0"].peak_rss_bytes == 4760 << 10
-
     def test_are_on_the_nodes_of_their_step_where_the_job_still_reads_the_first(self) -> None:
         lines = RANKS_22_05.splitlines(keepends=True)
         early = lines[0].replace("ranks-n[1-2]", "ranks-n1") + "".join(lines[1:3])
@@ -127,9 +116,7 @@ class TestRecords:
         assert rows["15"].why == "cancelled by user 0; began again after NODE_FAIL on n3"
         assert [rows[job].restarts for job in ("26", "15", "27_0")] == [1, 1, 0]
 
-    def test_of_a_requeued_task_keep_their_own_steps(self) -> None:
-        lines = RECORDED_22_05.splitlines(keepends=True)
-        assert len(rows_of("".join(lines))["26"].steps) == 2
+        assert len(rows["26"].steps) == 2, "its last ones"
 
     def test_out_of_order_are_put_in_order(self) -> None:
         first, again = (
@@ -156,10 +143,8 @@ class TestRecords:
         assert tasks == [f"901_{task}" for task in (3, 4, 5, 6, 9, 20, 23, 26)]
         assert rows["901_23"].cancelled_by == 1000
 
-    def test_with_a_word_nobody_knows_are_unknown(self) -> None:
+    def test_with_a_word_nobody_knows_are_unknown_and_of_other_jobs_are_left_out(self) -> None:
         assert rows_of(WRITTEN_23_11)["904"].state is TaskState.UNKNOWN
-
-    def test_of_other_jobs_are_left_out(self) -> None:
         assert set(parse_sacct(RECORDED_22_05, ["2"])[0]) == {"2"}
 
 
@@ -174,49 +159,25 @@ class TestFigures:
         assert rows["101_7"].ended == datetime(2021, 3, 1, 10, 12, 9).timestamp()  # noqa: DTZ001 - Slurm's own
         assert rows["26"].started == 1795301550
 
-    @pytest.mark.parametrize(
-        ("text", "count"),
-        [
-            ("121588K", 121588 << 10),
-            ("1.5G", 3 << 29),
-            ("0", 0),
-            ("2T", 2 << 40),
-            ("512", 512),
-            ("", None),
-            ("?", None),
-        ],
-    )
-    def test_of_sizes(self, text: str, count: int | None) -> None:
-        assert bytes_of(text) == count
-
-    @pytest.mark.parametrize(
-        ("text", "count"),
-        [
-            ("00:00.018", 0.018),
-            ("01:02:03", 3723),
-            ("2-00:00:01", 172_801),
-            ("Unknown", None),
-            ("", None),
-            ("x-1", None),
-        ],
-    )
-    def test_of_durations(self, text: str, count: float | None) -> None:
-        assert seconds_of(text) == count
-
-    @pytest.mark.parametrize("text", ["Unknown", "None", "", "N/A", "2026-13-45T00:00:00", "0", "9" * 15])
-    def test_of_times_that_are_none(self, text: str) -> None:
-        assert epoch_of(text) is None
-
-    @pytest.mark.parametrize(
-        ("text", "codes"),
-        [("0:9", (None, 9)), ("75:0", (75, None)), ("0:0", (0, None)), ("", (None, None)), ("x:y", (None, None))],
-    )
-    def test_of_exit_codes(self, text: str, codes: tuple[int | None, int | None]) -> None:
-        assert exit_of(text) == codes
-
-    @pytest.mark.parametrize("state", TaskState)
-    def test_of_every_state(self, state: TaskState) -> None:
-        assert parse_state(state.value) is parse_state(f"{state.value} by 0") is parse_state(f"{state.value}+") is state
+    def test_of_sizes_durations_times_and_exit_codes(self) -> None:
+        sizes = {"121588K": 121588 << 10, "1.5G": 3 << 29, "0": 0, "2T": 2 << 40, "512": 512, "": None, "?": None}
+        assert {text: bytes_of(text) for text in sizes} == sizes
+        durations = {
+            "00:00.018": 0.018,
+            "01:02:03": 3723,
+            "2-00:00:01": 172_801,
+            "Unknown": None,
+            "": None,
+            "x-1": None,
+        }
+        assert {text: seconds_of(text) for text in durations} == durations
+        for text in ("Unknown", "None", "", "N/A", "2026-13-45T00:00:00", "0", "9" * 15):
+            assert epoch_of(text) is None, text
+        codes = {"0:9": (None, 9), "75:0": (75, None), "0:0": (0, None), "": (None, None), "x:y": (None, None)}
+        assert {text: exit_of(text) for text in codes} == codes
+        for state in TaskState:
+            word = state.value
+            assert parse_state(word) is parse_state(f"{word} by 0") is parse_state(f"{word}+") is state
 
     def test_of_arrays_that_slurm_cut(self) -> None:
         assert list(expand("12_[4-9:2%2]")) == ["12_4", "12_6", "12_8"]
@@ -226,13 +187,13 @@ class TestFigures:
 
 
 class TestAText:
-    @pytest.mark.parametrize("text", TEXTS, ids=["22.05", "ranks", "20.11", "23.11"])
-    def test_that_was_cut_anywhere_loses_rows_but_makes_none_up(self, text: str) -> None:
-        whole = rows_of(text)
-        for end in range(len(text)):
-            rows, _ = parse_sacct(text[:end], jobs_in(text))
-            assert rows.keys() <= whole.keys()
-            assert all(whole[name].state is TaskState.COMPLETED or not row.state.ok for name, row in rows.items())
+    def test_that_was_cut_anywhere_loses_rows_but_makes_none_up(self) -> None:
+        for text in TEXTS:
+            whole = rows_of(text)
+            for end in range(len(text)):
+                rows, _ = parse_sacct(text[:end], jobs_in(text))
+                assert rows.keys() <= whole.keys()
+                assert all(whole[name].state is TaskState.COMPLETED or not row.state.ok for name, row in rows.items())
 
     @settings(max_examples=300, deadline=None)
     @given(st.sampled_from(TEXTS), st.randoms(use_true_random=False), st.integers(1, 40))
@@ -286,21 +247,15 @@ class TestALook:
         slurm = Slurm("")
         Accounting(slurm.run).look(map(str, range(JOBS_A_CALL + 1)), 0.0)
         assert len(slurm.asked) == 2
-
-    def test_at_no_jobs_asks_nothing(self) -> None:
-        slurm = Slurm("")
         assert Accounting(slurm.run).look([], 0.0).rows == {}
-        assert slurm.asked == []
+        assert len(slurm.asked) == 2
 
     def test_in_trouble_has_no_rows_and_says_why(self) -> None:
         refused = "sacct: error: slurm_persist_conn_open: failed to open connection to host: Connection refused"
         down = ("Slurm accounting storage is disabled", refused, "sacct timed out after 20 s", "sacct: No such file")
-        troubles = set()
         for said in (*down, "", "something new"):
             look = Accounting(Slurm(CommandFailed(said)).run).look(["1"], time.time())
-            assert look.rows == {}, said
-            troubles.add(look.trouble)
-        assert len(troubles - {""}) == 6, "each has words of its own"
+            assert (look.rows, bool(look.trouble)) == ({}, True), said
 
     def test_at_a_torn_text_says_so(self) -> None:
         look = Accounting(Slurm(RECORDED_22_05[:-3]).run).look(["49"], time.time())
@@ -321,36 +276,26 @@ class TestALook:
 
 
 class TestTheQueue:
-    def test_says_that_a_task_is_suspended_and_how_it_goes_on(self) -> None:
-        suspended, runs = parse_squeue(
-            "7_0|SUSPENDED|None|2026-11-26T11:57:26|n1|7_0\n7_1|RUNNING|None|2026-11-26T11:57:26|n1|7_1\n"
-        ).values()
-        assert suspended.waits_for == "it is suspended: scontrol resume lets it go on"
-        assert runs.waits_for == ""
+    def test_says_how_a_suspended_task_goes_on(self) -> None:
+        line = "{0}|{1}|None|2026-11-26T11:57:26|n1|{0}\n"
+        suspended, runs = parse_squeue(line.format("7_0", "SUSPENDED") + line.format("7_1", "RUNNING")).values()
+        assert ("scontrol resume" in suspended.waits_for, runs.waits_for) == (True, "")
 
     def test_shows_each_task_with_what_it_waits_for(self) -> None:
         tasks = parse_squeue(SQUEUE_22_05)
         assert tasks["26"].state is TaskState.RUNNING
         assert (tasks["26"].node, tasks["26"].starts, tasks["26"].waits_for) == ("n1", 1795301550, "")
-        assert tasks["27_2"].waits_for == "as many tasks of its array run as are allowed at once"
+        assert tasks["27_2"].waits_for
         assert {"46_1", "46_2", "46_4", "46_5"} <= tasks.keys()
         assert "46_3" not in tasks
         assert tasks["46_5"].starts == 1795309999
-        assert tasks["60"].waits_for == "nodes it needs are not available (UnavailableNodes:n[1-2])"
+        assert "UnavailableNodes:n[1-2]" in tasks["60"].waits_for
         assert tasks["64"].waits_for == "SomethingNew"
-        assert tasks["65"].waits_for == (
-            "never starts: it asks for more than the quality of service allows (QOSMaxWallDurationPerJobLimit)"
-        )
+        assert "QOSMaxWallDurationPerJobLimit" in tasks["65"].waits_for
         assert "66" not in tasks, "its line was cut"
 
-    def test_tells_what_will_never_start_by_itself(self) -> None:
-        tasks = parse_squeue(SQUEUE_22_05)
-        assert {name for name, task in tasks.items() if is_stuck(task.state, task.waits_for)} == {
-            "61",
-            "62",
-            "63",
-            "65",
-        }
+        stuck = {name for name, task in tasks.items() if is_stuck(task.state, task.waits_for)}
+        assert stuck == {"61", "62", "63", "65"}
 
     def test_of_ten_thousand_tasks_takes_a_few_calls_a_task(self) -> None:
         text = "".join(f"7_{task}|PENDING|Priority|N/A||7_{task}\n" for task in range(10_000))

@@ -19,9 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.cluster.job_spec import JobSpec, Limits, TaskState, TaskStatus
-from pipeline.cluster.local import LocalExecutor
-from pipeline.cluster.machine import Machine
+from pipeline.cluster.job_spec import Limits, TaskState, TaskStatus
 from pipeline.cluster.processes import used_bytes
 from pipeline.cluster.verdict import Cause, TaskVerdict, Word, judge_attempt, last_words
 from pipeline.device import kinds
@@ -32,7 +30,6 @@ from pipeline.script import script_process
 from pipeline.script.command import (
     KNOWN,
     RANK_NAMES,
-    Script,
     Values,
     batches,
     meeting,
@@ -43,7 +40,7 @@ from pipeline.script.command import (
     script_environment,
 )
 from pipeline.script.script_process import ScriptOutcome, behind_launcher, figures_in, run_script, script_trouble
-from tests.cluster.programs import await_true, finish, is_running, written_pid
+from tests.cluster.programs import await_true, is_running, written_pid
 
 HERE = Path(__file__).parent / "scripts"
 MIB = 1 << 20
@@ -71,12 +68,10 @@ def verdict(outcome: ScriptOutcome, state: TaskState = TaskState.FAILED) -> Task
 
 
 class TestCommand:
-    def test_is_split_as_a_shell_would(self) -> None:
+    def test_is_split_as_a_shell_would_and_has_its_placeholders_filled_wherever_they_stand(self) -> None:
         script = parse_command("python 'my script.py' --lr 1e-3 --name \"a b\" --batch_size={micro_batch}")
         assert script.words == ("python", "my script.py", "--lr", "1e-3", "--name", "a b", "--batch_size={micro_batch}")
         assert script.names == {"micro_batch"}
-
-    def test_has_its_placeholders_filled_wherever_they_stand(self) -> None:
         script = parse_command(
             "train --b={micro_batch}x{accumulation} --out {output}/last --literal {{micro_batch}} {{}}"
         )
@@ -87,25 +82,23 @@ class TestCommand:
         assert not any("{" in word for word in filled)
 
     def test_that_cannot_be_meant_is_refused_with_what_to_write_instead(self, tmp_path: Path) -> None:
-        for command, said in {
-            "": "",
-            "python 'train.py": "",
-            "x {micro_batch": "{",
-            "x micro_batch}": "}",
-            "x {}": "{}",
-            "x {batchsize}": "{micro_batch}",
-            "x {micro_batch!r}": "",
-            "x {micro_batch.__class__}": "",
-            "x '{\"json\": 1}'": "",
-            "python a.py && echo done": "'&&'",
-            "python a.py > log": "'>'",
-            "OMP_NUM_THREADS=4 python a.py": "'OMP_NUM_THREADS=4'",
-        }.items():
+        for command in [
+            "",
+            "python 'train.py",
+            "x {micro_batch",
+            "x micro_batch}",
+            "x {}",
+            "x {batchsize}",
+            "x {micro_batch!r}",
+            "x {micro_batch.__class__}",
+            "x '{\"json\": 1}'",
+            "python a.py && echo done",
+            "python a.py > log",
+            "OMP_NUM_THREADS=4 python a.py",
+        ]:
             with pytest.raises(ConfigError) as refused:
                 parse_command(command)
-            assert said in str(refused.value), command
-            assert refused.value.where == "train.command"
-            assert refused.value.remedy
+            assert (refused.value.where, bool(refused.value.remedy)) == ("train.command", True), command
         with pytest.raises(ConfigError, match="no-such-program"):
             run_script(["no-such-program"], environment={"PATH": "/usr/bin"}, cwd=tmp_path)
 
@@ -158,45 +151,41 @@ class TestBatches:
 
     def test_that_cannot_be_shared_name_the_nearest_that_can(self) -> None:
         for effective, ranks, micro, nearest in [
-            (10, 4, "auto", "--set train.effective_batch=8   or   --set train.effective_batch=12"),
-            (12, 1, 5, "--set train.micro_batch=4   or   --set train.micro_batch=6"),
-            (4, 1, 8, "--set train.micro_batch=4"),
+            (10, 4, "auto", ["train.effective_batch=8", "train.effective_batch=12"]),
+            (12, 1, 5, ["train.micro_batch=4", "train.micro_batch=6"]),
+            (4, 1, 8, ["train.micro_batch=4"]),
         ]:
             with pytest.raises(ConfigError) as refused:
                 batches(effective, ranks, micro)
-            assert refused.value.remedy == nearest
+            assert [word for word in refused.value.remedy.split() if "=" in word] == nearest
 
-    def test_are_refused_to_a_command_that_is_not_told_of_accumulation(self) -> None:
+    def test_of_a_command_that_names_none_are_refused_and_not_repeated_in_vain(self) -> None:
         silent = parse_command("x --batch_size {micro_batch}")
         assert process_words(silent, replace(VALUES, micro_batch=8, accumulation=1))
-        with pytest.raises(ConfigError, match=r"names \{micro_batch\} \(now 4\) and not \{accumulation\} \(now 2\)"):
+        with pytest.raises(ConfigError, match=r"\{accumulation\}"):
             process_words(silent, VALUES)
         assert process_words(parse_command("x {micro_batch} {effective_batch}"), VALUES) == ["x", "4", "8"]
-
-    def test_of_a_command_that_names_none_are_not_repeated_in_vain(self) -> None:
         refuse_blind(parse_command("x"), shrink=0)
         refuse_blind(parse_command(SHRINKABLE), shrink=3)
-        with pytest.raises(PlanInfeasible, match=r"names no \{micro_batch\}"):
+        with pytest.raises(PlanInfeasible, match=r"\{micro_batch\}"):
             refuse_blind(parse_command("x"), shrink=1)
 
 
 class TestEnvironment:
-    def of(self, command: str = "x", base: dict[str, str] | None = None, **changes: Any) -> dict[str, str]:
-        return script_environment(parse_command(command), replace(VALUES, **changes), base or {}, threads=3)
+    def test_of_one_process_is_as_if_started_by_hand_and_of_several_that_of_torchrun(self) -> None:
+        def of(command: str = "x", base: dict[str, str] | None = None, **changes: Any) -> dict[str, str]:
+            return script_environment(parse_command(command), replace(VALUES, **changes), base or {}, threads=3)
 
-    def test_of_one_process_is_as_if_started_by_hand(self) -> None:
-        found = self.of(base={"HOME": "/h", "RANK": "5", "MASTER_PORT": "1"})
+        found = of(base={"HOME": "/h", "RANK": "5", "MASTER_PORT": "1"})
         assert not set(found) & set(RANK_NAMES)
         assert (found["HOME"], found["OMP_NUM_THREADS"]) == ("/h", "3")
         assert (found["PIPELINE_RUN"], found["PIPELINE_OUTPUT"]) == ("/runs/r", "/models/m")
-
-    def test_of_several_is_that_of_torchrun(self) -> None:
         place = {"ranks": 4, "rank": 3, "local_rank": 1, "processes": 2, "nodes": 2, "node": 1}
-        found = self.of(**place, master_address="n1", master_port=99, attempt=2)
+        found = of(**place, master_address="n1", master_port=99, attempt=2)
         told = ("3", "4", "1", "2", "1", "2", "n1", "99", "r-2")
         assert {name: found[name] for name in RANK_NAMES} == dict(zip(RANK_NAMES, told, strict=True))
         command = "torchrun --nproc_per_node {gpus} train.py"  # which starts processes itself
-        assert not set(self.of(command, ranks=4, gpus=4)) & set(RANK_NAMES)
+        assert not set(of(command, ranks=4, gpus=4)) & set(RANK_NAMES)
 
     def test_has_the_allocator_s_settings_by_one_name_only_where_there_is_a_plan(self) -> None:
         script, ours = parse_command("x"), {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
@@ -252,6 +241,10 @@ class TestEnding:
         assert (outcome.trouble, verdict(outcome).cause) == ("", Cause.FAILED)
         for code in (3, 4, 5, 6):  # which are ours, of our data or cache
             assert verdict(ScriptOutcome(code)).cause is Cause.FAILED
+        for code, killed_by in ((None, 9), (137, None)):
+            assert script_trouble(code, killed_by, ["step 3"], at_limit=True)[0] == "host_oom"
+            assert script_trouble(code, killed_by, ["step 3"], at_limit=False)[0] == ""
+            assert verdict(ScriptOutcome(code, killed_by)).cause is Cause.CRASHED
 
     def test_has_its_reason_read_from_the_output(self, tmp_path: Path) -> None:
         assert ran("swallows.py", "--code", "1", "--says", "MemoryError", tmp_path=tmp_path).trouble == "host_oom"
@@ -281,12 +274,15 @@ class TestEnding:
             assert found is not None, text
             assert found[0] in (Cause.GPU_OOM, Cause.HOST_OOM)
 
-    def test_of_jax_is_found_above_its_long_account_of_buffers(self) -> None:
+    def test_is_found_above_the_long_account_of_jax_and_in_what_slurm_says_of_a_step_of_the_scripts(self) -> None:
         account = [f"\tBuffer {number}:" for number in range(120)]
         lines = ["XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.", *account]
         assert script_trouble(1, None, lines, at_limit=False)[0] == "gpu_oom"
         later = [*lines, "Traceback (most recent call last):", "KeyError: 'loss'"]
         assert script_trouble(1, None, later, at_limit=False)[0] == ""
+        lines = ["srun: error: n2: task 1: Out Of Memory", "srun: error: n1: task 0: Terminated"]
+        assert script_trouble(1, None, lines, at_limit=False) == ("host_oom", lines[0])
+        assert script_trouble(1, None, ["epoch 3: Out Of Memory was seen"], at_limit=False)[0] == ""
 
     def test_of_a_launcher_s_worker_is_found_above_what_the_launcher_says_of_itself(self) -> None:
         failed = "E0101 10:00:00.0 7 elastic/multiprocessing/api.py:869] failed (exitcode: {}) local_rank: 1 (pid: 7)"
@@ -299,17 +295,6 @@ class TestEnding:
         saved = ["step 3", failed.format(75), *about_itself]
         assert [behind_launcher(code, saved) for code in (0, 1, 2)] == [0, 75, 2]
         assert behind_launcher(1, killed) == 1
-
-    def test_of_a_step_that_the_script_started_by_srun_is_what_slurm_says_of_its_memory(self) -> None:
-        lines = ["srun: error: n2: task 1: Out Of Memory", "srun: error: n1: task 0: Terminated"]
-        assert script_trouble(1, None, lines, at_limit=False) == ("host_oom", lines[0])
-        assert script_trouble(1, None, ["epoch 3: Out Of Memory was seen"], at_limit=False)[0] == ""
-
-    def test_by_a_sigkill_is_for_memory_only_with_a_sign_of_it(self) -> None:
-        for code, killed_by in ((None, 9), (137, None)):
-            assert script_trouble(code, killed_by, ["step 3"], at_limit=True)[0] == "host_oom"
-            assert script_trouble(code, killed_by, ["step 3"], at_limit=False)[0] == ""
-            assert verdict(ScriptOutcome(code, killed_by)).cause is Cause.CRASHED
 
     def test_by_a_segmentation_fault_is_a_crash(self, tmp_path: Path) -> None:
         faults = "import resource, ctypes; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); ctypes.string_at(0)"
@@ -455,8 +440,7 @@ class TestSignals:
         ended = ScriptOutcome(None, signal.SIGTERM, told=signal.SIGTERM)
         assert verdict(ended, TaskState.PREEMPTED).cause is Cause.PREEMPTED
         assert verdict(ended, TaskState.CANCELLED).cause is Cause.CANCELLED
-        assert verdict(ended).cause is Cause.INTERRUPTED
-        assert verdict(ScriptOutcome(75)).cause is Cause.INTERRUPTED
+        assert verdict(ended).cause is verdict(ScriptOutcome(75)).cause is Cause.INTERRUPTED
 
 
 def _selects(pid: int) -> bool:
@@ -475,87 +459,43 @@ def _pending(pid: int, number: int) -> bool:
     return any(mask >> (number - 1) & 1 for mask in masks)
 
 
-class TestLadder:
+def test_the_ladder_ends_with_a_micro_batch_that_fits_or_where_nothing_can_be_made_smaller(tmp_path: Path) -> None:
     """Run, judge, decide, run again: what a supervisor does, without a scheduler."""
+    means = Means(Limits(mem_bytes=4096 * MIB, time_s=3600), items=1, tries=3)
 
-    MEANS = Means(Limits(mem_bytes=4096 * MIB, time_s=3600), items=1, tries=3)
-
-    def climbed(
-        self, script: Script, effective_batch: int, tmp_path: Path
-    ) -> tuple[list[Attempt], Any, list[ScriptOutcome]]:
-        history: list[Attempt] = []
-        outcomes: list[ScriptOutcome] = []
-        ask = ASK
+    def climbed(arguments: str, effective_batch: int) -> tuple[list[Attempt], list[ScriptOutcome]]:
+        script = parse_command(f"{shlex.quote(sys.executable)} -S small_card.py {arguments}")
+        history, outcomes, ask = list[Attempt](), list[ScriptOutcome](), ASK
         while True:
             try:
                 refuse_blind(script, ask.shrink)
                 micro, accumulation = batches(effective_batch, 1, "auto", ask.shrink)
             except PipelineError as error:
                 word = Word(started=True, exit_code=error.exit_code, what=str(error))
-                judged = judge_attempt(
-                    TaskStatus("1", 0, TaskState.FAILED, "", "", exit_code=error.exit_code), word, ""
-                )
+                failed = TaskStatus("1", 0, TaskState.FAILED, "", "", exit_code=error.exit_code)
+                judged = judge_attempt(failed, word, "")
             else:
                 values = replace(VALUES, effective_batch=effective_batch, micro_batch=micro, accumulation=accumulation)
                 known = script_environment(script, values, os.environ)
                 with (tmp_path / "log").open("ab") as log:
                     ends = {"out": log.fileno(), "err": log.fileno()}
-                    outcome = run_script(process_words(script, values), environment=known, cwd=HERE, **ends)
-                outcomes.append(outcome)
-                if outcome.finished:
-                    return history, None, outcomes
-                judged = verdict(outcome)
+                    outcomes.append(run_script(process_words(script, values), environment=known, cwd=HERE, **ends))
+                if outcomes[-1].finished:
+                    return history, outcomes
+                judged = verdict(outcomes[-1])
             history.append(Attempt(0, len(history) + 1, ask, judged.cause, judged.reason))
-            decision = decide(history, self.MEANS)
-            if not isinstance(decision, Again):
-                return history, decision, outcomes
+            decision = decide(history, means)
+            if isinstance(decision, GiveUp):
+                return history, outcomes
+            assert isinstance(decision, Again)
             ask = decision.ask
 
-    def script(self, arguments: str = "--batch_size {micro_batch} --accumulate {accumulation}") -> Script:
-        return parse_command(f"{shlex.quote(sys.executable)} -S small_card.py {arguments}")
-
-    def test_ends_with_micro_batches_that_fit_and_the_same_effective_batch(self, tmp_path: Path) -> None:
-        history, decision, outcomes = self.climbed(self.script(), 8, tmp_path)
-        assert decision is None
-        assert [(one.cause, one.ask.shrink) for one in history] == [(Cause.GPU_OOM, 0), (Cause.GPU_OOM, 1)]
-        assert all(one.ask.mem_bytes == ASK.mem_bytes for one in history)
-        assert outcomes[-1].last_lines == ("trained with 4 times 2",)
-        assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate" in (tmp_path / "log").read_text()
-
-    def test_ends_where_a_single_item_does_not_fit(self, tmp_path: Path) -> None:
-        script = self.script("--room 0 --batch_size {micro_batch} --accumulate {accumulation}")
-        history, decision, outcomes = self.climbed(script, 4, tmp_path)
-        assert isinstance(decision, GiveUp)
-        assert len(outcomes) == 3, "batches of 4, 2 and 1"
-        assert "no room for a micro-batch of a single item" in history[-1].reason
-
-    def test_ends_at_once_where_nothing_can_be_made_smaller(self, tmp_path: Path) -> None:
-        history, decision, outcomes = self.climbed(self.script("--batch_size 8"), 8, tmp_path)
-        assert isinstance(decision, GiveUp)
-        assert len(outcomes) == 1
-        assert "names no {micro_batch}" in history[-1].reason
-
-    def test_ends_at_once_after_a_word_too_many_for_argparse(self, tmp_path: Path) -> None:
-        history, decision, outcomes = self.climbed(self.script("--batchsize {micro_batch}"), 8, tmp_path)
-        assert isinstance(decision, GiveUp)
-        assert (len(outcomes), history[-1].cause) == (1, Cause.REFUSED)
-        assert "required: --batch_size" in history[-1].reason
-
-    @needs_proc
-    def test_gives_more_host_memory_where_a_limit_killed_it(self, tmp_path: Path) -> None:
-        limit, causes = 96 * MIB, []
-        hungry = [sys.executable, "-S", str(HERE / "hungry.py"), "--mib", "120"]
-        with LocalExecutor(Machine(cpus=2, gpus=(), mem_bytes=1 << 30), grace_s=0.3) as local:
-            for attempt in (1, 2):
-                held = ["--until", str(tmp_path / "never")] if attempt == 1 else []
-                argv = (sys.executable, str(HERE / "worker.py"), str(tmp_path / "told"), str(limit), *hungry, *held)
-                known = {"PYTHONPATH": str(Path.cwd())}
-                spec = JobSpec("train", argv, range(1), str(tmp_path), mem_bytes=limit, env=known)
-                (task,) = finish(local, local.submit(spec))
-                ended = judge_attempt(task, Word(started=True, finished=task.state.ok), "", asked_bytes=limit)
-                causes.append(ended.cause)
-                died = Attempt(0, attempt, replace(ASK, mem_bytes=limit), ended.cause, peak_rss_bytes=ended.peak_bytes)
-                decision = decide([died], self.MEANS)
-                limit = decision.ask.mem_bytes if isinstance(decision, Again) else limit
-        assert causes == [Cause.HOST_OOM, Cause.DONE], Path(task.stderr).read_text()
-        assert limit >= 192 * MIB
+    given = "--batch_size {micro_batch} --accumulate {accumulation}"
+    history, outcomes = climbed(given, 8)
+    assert [(one.cause, one.ask.shrink) for one in history] == [(Cause.GPU_OOM, 0), (Cause.GPU_OOM, 1)]
+    assert all(one.ask.mem_bytes == ASK.mem_bytes for one in history)
+    assert outcomes[-1].last_lines == ("trained with 4 times 2",)
+    for arguments, tries in {f"--room 0 {given}": 3, "--batch_size 8": 1, "--batchsize {micro_batch}": 1}.items():
+        history, outcomes = climbed(arguments, 4)
+        assert (len(outcomes), outcomes[-1].finished) == (tries, False), arguments
+    assert history[-1].cause is Cause.REFUSED, "a word too many for argparse"
