@@ -101,6 +101,30 @@ def hugging_face(folder: Path, device: str = "cpu", dtype: str = "float32") -> S
     return rows
 
 
+def packed(weights: Path, device: str, precision: str) -> Side:
+    """Return our forward pass over packed batches, longest first; `gpu.py` times it without the command around it."""
+    import torch
+
+    from pipeline.encoder.checkpoints.esm_checkpoint import load_esm_checkpoint
+    from pipeline.encoder.embedding_recipe import tokenize
+    from pipeline.encoder.forward.esm2 import EsmEncoder
+
+    checkpoint = load_esm_checkpoint(weights)
+    layers = checkpoint.architecture.layers
+    encoder = EsmEncoder(checkpoint, layer=layers, precision=precision, device=torch.device(device))
+
+    def rows(sequences: Sequence[str]) -> Rows:
+        batch: list[str] = []
+        for text in [*sorted(sequences, key=len, reverse=True), ""]:
+            if batch and (not text or sum(len(one) + ENDS for one in (*batch, text)) > TOKENS):
+                found_RD = encoder([tokenize(one) for one in batch]).cpu()
+                yield from zip(batch, found_RD.split([*map(len, batch)]), strict=True)
+                batch = []
+            batch.append(text)
+
+    return rows
+
+
 def padded(sequences: Sequence[str]) -> Iterator[list[str]]:
     """Cut sequences, sorted by length, into batches whose padded size is at most the budget."""
     batch: list[str] = []

@@ -13,11 +13,14 @@ import json
 import os
 import platform
 import re
+import signal
 import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,6 +33,7 @@ PIPELINE = Path(sys.executable).with_name("pipeline")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 LIMIT_S = 4 * 3600
 FIGURES = "figures"  # the table of what is compared
+CASE = "--case"  # that starts a case of a script
 TAIL = 3000  # characters of a failed command's output
 
 
@@ -93,6 +97,51 @@ def by_turns(ways: Mapping[str, Callable[[], Any]], rounds: int, *, warm: bool =
 def short(value: Any) -> str:
     """Return a measurement for the log."""
     return f"{value.cpu_s:.2f} CPU-s, {value.wall_s:.2f} s" if isinstance(value, Cost) else f"{value}"[:120]
+
+
+def isolated(
+    script: str, case: str, given: Mapping[str, Any], limit_s: float, log: Path, env: Mapping[str, str]
+) -> dict[str, Any]:
+    """Run a case of a script in a process of its own; return what it found, or an error. A crash costs only itself."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as lines:
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", script, CASE],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=lines, text=True, cwd=ROOT, env=dict(env),
+            start_new_session=True,
+        )  # fmt: skip
+        out, is_late = "", False
+        try:
+            out, _ = process.communicate(json.dumps({"case": case, "given": dict(given)}) + "\n", timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            is_late = True
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and whatever it has started
+            process.communicate()
+    with suppress(IndexError, ValueError):
+        found: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+        if "error" not in found:
+            log.unlink()
+        return found
+    printed = [text for text in log.read_text(errors="replace").splitlines() if text.strip()]
+    why = f"took more than {limit_s:.0f} s" if is_late else f"process ended with {process.returncode}"
+    return {"error": f"{why}: {printed[-1][:300]}" if printed else why}
+
+
+def answer(cases: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]]) -> NoReturn:
+    """Run the case that `isolated` asks for; print what it found as one line."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed goes to the log
+    asked = json.loads(sys.stdin.readline())
+    try:
+        found = cases[asked["case"]](asked["given"])
+    except Exception as error:  # noqa: BLE001 - a failing case is a result
+        traceback.print_exc()
+        found = {"error": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"}
+    print(json.dumps(found), file=out, flush=True)
+    sys.stderr.flush()
+    os._exit(0)  # a GPU is free sooner
 
 
 @dataclass(frozen=True)
