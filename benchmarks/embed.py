@@ -1,6 +1,6 @@
 """Embed a FASTA file, the whole command, against Hugging Face's SDPA sorted by length and fair-esm's own batches.
 
-    python benchmarks/embed.py [--sequences 100] [--layers 12] [--dim 480] [--rounds 3] [--save]
+    python benchmarks/embed.py [--sequences 200] [--layers 12] [--dim 480] [--rounds 2] [--save]
 
 All sides read the same weights from disk (random ones, in fair-esm's format and in Hugging Face's), embed the same
 sequences in fp32 with batches of 4,096 tokens, and write each sequence's rows. Ours is `pipeline submit --stage embed
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     Rows = Iterator[tuple[str, torch.Tensor]]  # a sequence, and its rows in the host's memory
     Side = Callable[[Sequence[str]], Rows]
 
+START = "Of few sequences: starting, and the check against fair-esm, take a third of ours."
 TOKENS, ENDS, HEADS = 4096, 2, 20
 HUGGING_FACE, FAIR_ESM, COSINE = 1.25, 2.2, 0.99999
 CONFIG = """\
@@ -234,8 +235,8 @@ PARTS: dict[str, Callable[..., None]] = {
 def main() -> int:
     """Time all sides by turns, compare, and print the ratios."""
     typed = options(
-        str(__doc__), 3,
-        sequences={"type": int, "default": 100, "help": "sequences (default: 100)"},
+        str(__doc__), 2,
+        sequences={"type": int, "default": 200, "help": "sequences (default: 200)"},
         layers={"type": int, "default": 12, "help": "layers (default: 12)"},
         dim={"type": int, "default": 480, "help": "width (default: 480, as the 35M model)"},
     )  # fmt: skip
@@ -269,10 +270,10 @@ def main() -> int:
     rows = [
         Row("embed", f"{what}; {share:.0%} of the rate of matrix products", "Hugging Face SDPA, sorted by length",
             f"≥ {HUGGING_FACE}× faster", f"{faster['hugging_face']:.2f×}", command,
-            "" if faster["hugging_face"].median >= HUGGING_FACE else "Both are mostly matrix products."),
+            "" if faster["hugging_face"].median >= HUGGING_FACE else START),
         Row("embed_fair_esm", "the same", "fair-esm's own batches", f"≥ {FAIR_ESM}× faster",
             f"{faster['fair_esm']:.2f×}", command,
-            "" if faster["fair_esm"].median >= FAIR_ESM else "Both are mostly matrix products."),
+            "" if faster["fair_esm"].median >= FAIR_ESM else START),
         Row("embed_parity", "lowest cosine of a token, fp32", "fair-esm in fp32", f"≥ {COSINE}", f"{lowest:.13f}",
             command, "" if lowest >= COSINE else "It differs."),
     ]  # fmt: skip

@@ -578,8 +578,7 @@ def main() -> int:
     names = given.only.split(",")
     if unknown := set(names) - set(PARTS):
         parser.error(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    folder = (given.out or Path("gpu-day")).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder := (given.out or Path("gpu-day")).absolute()).mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * (given.minutes or REHEARSED_MINUTES)
     asked = {"device": given.device}
     about = isolated(__file__, "facts", asked, 300.0, folder / "logs/facts.log", environment(asked, "", on_card=True))

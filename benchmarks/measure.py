@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks/results.json", ROOT / "benchmarks/README.md"
-STRUCTURES = Path(os.environ.get("PIPELINE_STRUCTURES", ROOT.parent / "shared/structures"))
+STRUCTURES = Path(os.environ.get("PIPELINE_STRUCTURES", ROOT / "tests/reference/structures"))
 PIPELINE = Path(sys.executable).with_name("pipeline")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 LIMIT_S = 4 * 3600
