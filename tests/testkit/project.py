@@ -227,8 +227,8 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_do(folder: Path = Path()) -> dict[str, tuple[int, int]]:
     """Return how much of each stage the newest run found cached, and how much missing."""
-    stages = StatusReader(runs_in(folder / "runs")[-1]).read().stages
-    return {name: (stage.cached, stage.missing) for name, stage in stages.items()}
+    stages = StatusReader(runs_in(folder / "runs")[-1]).read().in_order()
+    return {stage.name: (stage.cached, stage.missing) for stage in stages}
 
 
 def until(

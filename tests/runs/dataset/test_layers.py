@@ -39,7 +39,7 @@ def make(folder: Path) -> None:
 
 
 @pytest.fixture
-def group(shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def group(shelf: Shelf, tmp_path: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of a group whose first user has made everything; the second's is the current one."""
     made = shelf.pristine("group", make)
     shutil.copytree(made / "cache", tmp_path / "first/cache")

@@ -59,7 +59,7 @@ def figures_of(pipeline: Command) -> Any:
 
 @pytest.mark.nightly
 def test_a_model_that_is_trained_and_evaluated_from_the_nodes_own_disk_is_the_same(pipeline, trained, node, tmp_path):
-    sets = ("cache.stage=$NODE_SCRATCH", "cluster.evaluate.ranks=2", f"train.models={tmp_path / 'models'}")
+    sets = ("cache.stage=$NODE_SCRATCH", "cluster.evaluate.ranks=2", f"train.models={tmp_path / 'others'}")
     done = pipeline("submit", "--stage", "evaluate", "--follow", *(word for one in sets for word in ("--set", one)))
     assert done.code == 0, done.err
     assert figures_of(pipeline) == pytest.approx(trained.figures, rel=1e-6)

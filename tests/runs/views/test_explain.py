@@ -155,14 +155,6 @@ def test_a_damaged_record_is_told_as_damaged_and_a_lost_one_as_gone(pipeline: Co
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("typed", "meant"), [("C5", "c5"), ("c55", "c5"), ("cc4", "c4")])
-def test_a_wrong_name_gets_names_like_it(pipeline: Command, project: Path, typed: str, meant: str) -> None:
-    done = pipeline("explain", typed)
-    assert (done.code, done.out) == (2, "")
-    assert meant in done.err.partition(repr(typed))[2]
-
-
-@pytest.mark.nightly
 def test_a_training_is_compared_with_the_nearest_earlier_model(pipeline: Command, project: Path) -> None:
     opened = Project.open(read_config(project / "pipeline.yaml").config, remember=False, beside=project)
     recipe = recipe_of(opened, made_table(opened) or "", "fp32")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from pipeline.report.run_tables import efficiency_report
 from pipeline.runs.views.efficiency import stage_uses, used
 from tests.journal.ledgers import Told
 
-PIPELINE = Path(sys.executable).with_name("pipeline")
 GIB = 1 << 30
 ASK = Ask(4 * GIB, 3600)
 
@@ -63,11 +61,6 @@ def test_what_was_not_measured_is_unknown_and_not_nothing(tmp_path: Path) -> Non
     assert {*unknown, found.gpu_busy, found.gpu_total_bytes} == {None}
     assert found.advice == ()
     assert suggested(found) == {}
-
-
-def test_an_attempt_without_a_peak_does_not_count_as_one_that_used_nothing(tmp_path: Path) -> None:
-    found = report_of(tmp_path, [attempt(0, peak_rss_bytes=2 * GIB, elapsed_s=10.0), attempt(1, elapsed_s=1000.0)])
-    assert found.mem_used == pytest.approx(0.5)
 
 
 def test_cores_that_idled_are_suggested_away(tmp_path: Path) -> None:
