@@ -1,4 +1,4 @@
-"""Items read for graphs: from PDB text and from the shared structures."""
+"""Items read for graphs: from PDB text and from real files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def complex_of(lines: str, *parts: Part, recipe: ScanRecipe = KEEP) -> Complex:
     return read
 
 
-def shared_complex(path: Path, *parts: Part, recipe: ScanRecipe = KEEP) -> Complex:
+def complex_in(path: Path, *parts: Part, recipe: ScanRecipe = KEEP) -> Complex:
     """Return the complex in a file."""
     suffix = "".join(path.suffixes).removesuffix(".gz").lstrip(".")
     inventory, read = examined(read_file(path, LIMIT), *parts, recipe=recipe, suffix=suffix)

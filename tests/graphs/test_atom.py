@@ -18,7 +18,7 @@ from pipeline.records import Part as ItemPart
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.inventory import Complex, examine_item
 from pipeline.structures.parsing.structure_files import File, read_file
-from tests.graphs.complexes import KEEP, LIMIT, complex_of, moved, shared_complex, side
+from tests.graphs.complexes import KEEP, LIMIT, complex_in, complex_of, moved, side
 from tests.graphs.test_encoding import assert_equal
 from tests.structures.pdb_text import atom as line
 from tests.structures.pdb_text import chain
@@ -138,7 +138,7 @@ def test_atoms_too_far_apart_for_any_edge_are_no_graph_and_an_ion_beside_a_partn
 
 
 def test_a_graph_comes_back_from_its_record(structures: Path) -> None:
-    read = shared_complex(structures / "varied" / "5ugo.pdb.gz", side(Role.RECEPTOR, "A"), side(Role.LIGAND, "T"))
+    read = complex_in(structures / "varied" / "5ugo.pdb.gz", side(Role.RECEPTOR, "A"), side(Role.LIGAND, "T"))
     graph = atom_graph.build_atom_graph(read, replace(ATOM, cross_radius=6.0))
     assert_equal(decode_graph(*encode_graph(graph)), graph)
 
@@ -150,7 +150,7 @@ def test_contacts_are_those_of_the_benchmark_atom_by_atom(structures: Path) -> N
 
 def check_contacts(path: Path) -> None:
     """Compare the contacts of a complex with its table of atom pairs within 5 Å."""
-    graph = atom_graph.build_atom_graph(shared_complex(path, BOTH), ATOM)
+    graph = atom_graph.build_atom_graph(complex_in(path, BOTH), ATOM)
     pairs_P2, apart_P = graph.labels["contact_pairs"], graph.labels["contact_nearest"]
     ours = {(named(graph.parts[0], a), named(graph.parts[1], b)) for a, b in pairs_P2.tolist()}
     rows = [row.split() for row in path.with_suffix(".contacts5.txt").read_text().splitlines()]
@@ -170,7 +170,7 @@ def named(part: PartnerGraph, node: int) -> tuple[str, str, str]:
 
 @pytest.mark.parametrize("name", SOME)
 def test_every_pair_within_the_radius_is_of_exactly_one_kind(structures: Path, name: str) -> None:
-    read = shared_complex(structures / "complexes" / f"{name}.pdb", BOTH)
+    read = complex_in(structures / "complexes" / f"{name}.pdb", BOTH)
     for part in atom_graph.build_atom_graph(read, ATOM).parts:
         pos_A3 = read.sides[part.role].structure.pos_A3[rows_of(read, part.role)]
         is_near = cdist(pos_A3, pos_A3) <= 5.0
@@ -190,7 +190,7 @@ def rows_of(read: Complex, role: Role) -> Iterable[int]:
 
 @pytest.mark.parametrize("name", SOME)
 def test_moving_a_complex_changes_no_edge_and_no_distance(structures: Path, name: str) -> None:
-    read = shared_complex(structures / "complexes" / f"{name}.pdb", BOTH)
+    read = complex_in(structures / "complexes" / f"{name}.pdb", BOTH)
     elsewhere = moved(read, Rotation.from_rotvec([0.3, -1.1, 2.0]).as_matrix(), np.array([31.7, -88.1, 12.9]))
     recipe = replace(ATOM, cross_radius=6.0)
     here, there = atom_graph.build_atom_graph(read, recipe), atom_graph.build_atom_graph(elsewhere, recipe)
@@ -241,7 +241,7 @@ def test_unbound_atoms_have_the_contacts_of_their_twins_in_the_bound_structure(s
 
 def test_rna_and_its_small_molecules_are_receptor_and_ligand(structures: Path) -> None:
     sides = side(Role.RECEPTOR, "A"), side(Role.LIGAND, "A:SPM")
-    graph = atom_graph.build_atom_graph(shared_complex(structures / "varied" / "4p5j.cif.gz", *sides), ATOM)
+    graph = atom_graph.build_atom_graph(complex_in(structures / "varied" / "4p5j.cif.gz", *sides), ATOM)
     rna, spermine = graph.parts
     assert spermine.size == 14
     assert {kind: edges.shape[1] // 2 for kind, edges in spermine.edges.items() if kind != "near"} == {

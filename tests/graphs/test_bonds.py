@@ -13,7 +13,7 @@ from pipeline.graphs.item_graph import GraphRecipe
 from pipeline.records import Role
 from pipeline.structures.atoms import name_text
 from pipeline.structures.inventory import Complex
-from tests.graphs.complexes import complex_of, shared_complex
+from tests.graphs.complexes import complex_in, complex_of
 from tests.structures.pdb_text import atom as line
 
 ALANINE = {"N": (0, 0, 0), "CA": (1.46, 0, 0), "C": (2.0, 1.42, 0), "O": (1.25, 2.39, 0), "CB": (1.99, -0.77, -1.2)}
@@ -96,7 +96,7 @@ def by_radii(chosen: atom_graph.ChosenAtoms) -> set[tuple[int, int]]:
 
 def disagreement(path: Path) -> tuple[set[str], set[str]]:
     """Return the bonds that only we see, and those that only radii see."""
-    chosen = chosen_of(shared_complex(path))
+    chosen = chosen_of(complex_in(path))
     ours, theirs = set(map(tuple, atom_graph._bonds(chosen).tolist())), by_radii(chosen)
     assert len(ours) > 150
     only_ours, only_theirs = (
@@ -211,7 +211,7 @@ PSEUDOURIDINE = {"N1": "C5", "C2": "C4", "O2": "O4", "C4": "C2", "O4": "O2", "C5
 
 
 def test_the_base_of_pseudouridine_hangs_on_its_carbon(structures: Path) -> None:
-    read = shared_complex(structures / "varied" / "4p5j.cif.gz")
+    read = complex_in(structures / "varied" / "4p5j.cif.gz")
     structure = read.sides[Role.WHOLE].structure
     residue = next(at for at, name in enumerate(structure.name_R) if name_text(name) == "U")
     is_heavy_A = ~bonds.is_hydrogen(structure.element_A)
@@ -229,13 +229,13 @@ def test_the_base_of_pseudouridine_hangs_on_its_carbon(structures: Path) -> None
 def test_nucleotides_are_joined_by_phosphodiesters_within_their_strands(structures: Path) -> None:
     counts = {}
     for name in ("4p5j.cif.gz", "1LCD.pdb.gz", "5ugo.pdb.gz"):
-        seen = listed(shared_complex(structures / "varied" / name))
+        seen = listed(complex_in(structures / "varied" / name))
         counts[name] = sum("O3'" in bond and bond.endswith(".P") for bond in seen)
     assert counts == {"4p5j.cif.gz": 84 - 1, "1LCD.pdb.gz": 2 * 11 - 2, "5ugo.pdb.gz": 16 + 11 + 5 - 3}
 
 
 def test_every_hydrogen_of_a_protein_and_its_dna_has_one_bond(structures: Path) -> None:
-    read = shared_complex(structures / "varied" / "1LCD.pdb.gz")
+    read = complex_in(structures / "varied" / "1LCD.pdb.gz")
     chosen = chosen_of(read, GraphRecipe(nodes="atom", hydrogens=True))
     is_hydrogen_A = bonds.is_hydrogen(chosen.element_A)
     degree_A = np.bincount(atom_graph._bonds(chosen).ravel(), minlength=len(is_hydrogen_A))

@@ -58,7 +58,7 @@ def stored(graph: ItemGraph) -> ItemGraph:
     return decode_graph(back.arrays, back.meta)
 
 
-def test_every_shared_complex_survives_the_store_in_few_bytes(complexes: dict[str, Complex], tmp_path: Path) -> None:
+def test_every_complex_in_survives_the_store_in_few_bytes(complexes: dict[str, Complex], tmp_path: Path) -> None:
     graphs = [residue_graph.build_residue_graph(read, GraphRecipe(cross_neighbours=5)) for read in complexes.values()]
     store, keys = CacheFolder(tmp_path / "cache").kind("graph"), [bytes([number]) * 16 for number in range(len(graphs))]
     with store.writer() as writer:

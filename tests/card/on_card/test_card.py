@@ -60,15 +60,11 @@ def test_what_others_have_taken_and_a_fraction_lower_the_limit() -> None:
 
 
 @pytest.mark.parametrize("expandable", [False, True])
-def test_memory_is_reserved_as_by_the_allocator_that_plans_simulate(expandable: bool) -> None:
-    for seed in range(20):
-        accelerator.reset_accumulated_memory_stats()
-        accelerator.reset_peak_memory_stats()
-        side_by_side(random.Random(seed), expandable)
-
-
-def side_by_side(draw: random.Random, expandable: bool) -> None:
-    """Allocate and release on a card and in the simulated allocator; whatever one says, the other says."""
+@pytest.mark.parametrize("seed", range(20))
+def test_memory_is_reserved_as_by_the_allocator_that_plans_simulate(seed: int, expandable: bool) -> None:
+    draw = random.Random(seed)
+    accelerator.reset_accumulated_memory_stats()
+    accelerator.reset_peak_memory_stats()
     limit = draw.choice([64, 200, 1000]) * MIB
     simulated = Allocator(AllocatorSettings(expandable=expandable), limit)
     with card.settings(total_bytes=limit, expandable=expandable, poison=False):

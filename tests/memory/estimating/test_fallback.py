@@ -154,6 +154,7 @@ def measured(kind: str, most: float = 1 / 4, **options: Any) -> tuple[MeasuredSm
             raise RuntimeError("no more memory")
         return example(sizes)
 
+    options = {"allowance": Allowance(time_s=3600.0), **options}  # load decides nothing
     return MeasuredSmall(lambda choice, watch, model: training, up_to, LEAST, **options), training
 
 

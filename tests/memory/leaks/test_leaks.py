@@ -170,12 +170,13 @@ class KeepsNumbers(Model):
 
 
 class Run:
-    """A plain loop with evaluation, watched."""
+    """A plain loop, with averages and evaluation, watched."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         self.told: list[MemoryLeak] = []
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters())
+        self.averages = [one.detach().clone() for one in model.parameters()]
         self.leaks = Leaks(device="cpu", tell=self.told.append, limit_bytes=None, **options)
         self.evaluated = Model()
         self.random = random.Random(0)
@@ -187,6 +188,8 @@ class Run:
             loss.backward()
         self.watched += type(watch).__name__ != "nullcontext"
         self.optimizer.step()
+        with torch.no_grad():
+            torch._foreach_lerp_(self.averages, list(self.model.parameters()), 0.1)
         self.optimizer.zero_grad(set_to_none=True)
         self.leaks.step(rows // 32)
         return loss.item()

@@ -40,9 +40,6 @@ def answers(task, sizes=SIZES, choice=PLAIN, **settings):
     return traced.standing(choice), traced.micro(choice, sizes)
 
 
-# ---- the zoo ----
-
-
 @pytest.mark.usefixtures("_limited")
 @pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.nightly if one in LONG else ()) for one in NAMES])
 def test_a_trace_is_what_real_steps_take(name):
@@ -86,9 +83,6 @@ def test_fair_esm_itself_is_traced_with_its_branches_guessed():
     assert any("esm2.py" in note and "guessed" in note for note in stock[1].notes)
     peaks = [live_peak_bytes(*one, accumulate=False) for one in (stock, ours)]
     assert peaks[0] == pytest.approx(peaks[1], rel=0.05)
-
-
-# ---- what it is for ----
 
 
 def test_state_is_what_the_model_and_its_optimizer_really_have():
@@ -239,9 +233,6 @@ def test_offloaded_activations_are_counted_as_the_hosts():
     assert peak == pytest.approx(true_peak(task, LARGE, choice=choice), rel=0.01)
 
 
-# ---- what cannot be traced ----
-
-
 class Refusing(nn.Module):
     def __init__(self, how):
         super().__init__()
@@ -304,9 +295,6 @@ def test_what_is_compiled_is_traced_as_it_is_written():
     assert micro.flops > 0
 
 
-# ---- what it leaves ----
-
-
 def test_nothing_stays_changed_after_a_trace():
     def state():
         return (
@@ -355,9 +343,6 @@ def test_two_threads_may_trace_at_once():
         thread.join()
     assert [found[number].parts for number in range(3)] == [expected.parts] * 3
     assert not hooks._global_forward_hooks
-
-
-# ---- shards ----
 
 
 def test_shards_that_are_gathered_and_emptied_are_followed():

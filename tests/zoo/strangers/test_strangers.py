@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pipeline.errors import PlanInfeasible
+from pipeline.memory.estimating import small_steps
 from pipeline.memory.footprint import MemoryChoice, MicroFootprint, Provenance, live_peak_bytes, margin_of
 from pipeline.runs.model.training_work import Work, target_of
 from pipeline.training.step.optimizers import StepSettings
@@ -27,9 +30,14 @@ CHOICE = MemoryChoice()
 TAKEN = ("early exit", "guard against nan")  # whose dearest way, which is planned, is the one that a step takes
 
 
+def family(name: str) -> object:
+    return pytest.param(name, marks=pytest.mark.nightly if name in LONG else ())
+
+
 @pytest.fixture(autouse=True)
-def _possible(one_thread: None) -> None:
+def _possible(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     device.need()
+    monkeypatch.setattr(small_steps, "time", SimpleNamespace(monotonic=time.process_time))  # load decides nothing
 
 
 def planned(name: str, folder: Path) -> tuple[MicroFootprint, int]:
@@ -41,14 +49,7 @@ def planned(name: str, folder: Path) -> tuple[MicroFootprint, int]:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own, in jvp
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.nightly] if name in LONG else [])
-        for name in FAMILIES
-        if name not in REFUSED
-    ],
-)
+@pytest.mark.parametrize("name", [family(name) for name in FAMILIES if name not in REFUSED])
 def test_a_family_is_planned_as_it_takes_or_higher_and_the_plan_says_why(name: str, tmp_path: Path) -> None:
     micro, planned_bytes = planned(name, tmp_path / "traces")
     real_bytes = true_peak(FAMILIES[name](), ROWS, 2)
