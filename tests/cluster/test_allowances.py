@@ -65,12 +65,9 @@ def test_a_qos_overrides_the_association_but_the_least_number_in_the_queue_holds
     assert alone["mem"].name == "GrpTRES(mem) of the association lab"
 
 
-@pytest.mark.parametrize("text", ["tiny|broken", "", "a|b|c|d|e|f|g|h|i|j|k|l|m|n|o"])
-def test_what_is_no_row_says_nothing(text: str) -> None:
-    assert parse_rows(text, QOS) == []
-
-
-def test_a_limit_that_cannot_be_read_is_none() -> None:
+def test_a_row_or_a_limit_that_cannot_be_read_says_nothing() -> None:
+    for text in ("tiny|broken", "", "a|b|c|d|e|f|g|h|i|j|k|l|m|n|o"):
+        assert parse_rows(text, QOS) == []
     (row,) = qos("odd|soon|cpu=,mem=much,license/x=1,gres/gpu:a100=1||||||||||")
     assert qos_caps(row) == {}
 
@@ -116,7 +113,7 @@ def test_an_ask_beyond_a_limit_is_refused_by_the_limits_name_with_what_it_allows
     job = JobSpec("scan", ("true",), range(1), "logs", mem_bytes=1 << 30, time_s=600)
     with pytest.raises(SubmissionRefused) as refused:
         executor_of(qos="tiny").script_for(job)
-    assert refused.value.what == "each task asks for 00:10:00; MaxWall of QOS tiny allows 00:05:00"
+    assert "MaxWall of QOS tiny" in refused.value.what
     assert "cluster.scan.time=00:05:00" in refused.value.remedy
     with pytest.raises(SubmissionRefused, match=r"MaxTRES\(cpu\)"):
         executor_of().script_for(JobSpec("scan", ("true",), range(1), "logs", cpus=4, mem_bytes=1 << 30))
@@ -126,10 +123,7 @@ def test_an_ask_beyond_a_limit_is_refused_by_the_limits_name_with_what_it_allows
 def test_an_accounting_that_does_not_answer_is_asked_once_and_limits_nothing(
     asked: list[Sequence[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def is_about_accounts(words: Sequence[str]) -> bool:
-        return words[0] == "sacctmgr"
-
     executor = executor_of()
     monkeypatch.setattr(slurm_commands, "my_name", lambda: "nobody")
     assert executor.limits_of().time_s == 86_400
-    assert sum(map(is_about_accounts, asked)) == 1
+    assert [words[0] for words in asked].count("sacctmgr") == 1

@@ -16,14 +16,11 @@ HIGHMEM = Candidate("highmem", Limits(mem_bytes=64 * GIB, time_s=3600, nodes=1),
 ALL = (SHORT, LONG, HIGHMEM)
 
 
-def test_a_task_goes_to_the_first_that_holds_it() -> None:
+def test_a_task_goes_to_the_first_that_holds_it_and_stays_while_that_holds_it() -> None:
     assert choose(ALL, GIB, 60) == "short"
     assert choose(ALL, GIB, 3600) == "long"
     assert choose(ALL, 5 * GIB, 3600) == "highmem"
     assert choose((LONG, SHORT), GIB, 60, nodes=5) == "short"
-
-
-def test_it_stays_where_it_is_while_that_holds_it() -> None:
     assert choose(ALL, GIB, 60, stay="highmem") == "highmem"
     assert choose(ALL, GIB, 7200, stay="highmem") == "long"
 
@@ -45,15 +42,6 @@ def test_a_partition_without_such_nodes_holds_nothing() -> None:
     bare = Candidate("bare", Limits(lacks="has no node with 1 cores and 2 GPUs"))
     assert choose((bare, SHORT), GIB, 60) == "short"
     assert envelope([bare.limits, SHORT.limits]).mem_bytes == 4 * GIB
-
-
-def test_the_reason_says_why_none_of_those_before_it() -> None:
-    assert why_there(ALL, "highmem", 5 * GIB, 60) == (
-        "the cheapest that holds it, price 3; short gives at most 4096MiB; long gives at most 4096MiB"
-    )
-    assert why_there((SHORT, LONG), "long", GIB, 700) == (
-        "the first in the list that holds it; short gives at most 00:10:00"
-    )
 
 
 limits = st.builds(

@@ -69,15 +69,12 @@ class TestExecutor:
         assert task.ended is not None
         assert before - 1 <= task.started <= task.ended <= time.time() + 1
 
-    def test_exit_code_is_told_as_such(self, executor: Executor, tmp_path: Path) -> None:
-        (task,) = finish(executor, executor.submit(python(tmp_path, "raise SystemExit(3)")))
-        assert (task.state, task.exit_code, task.signal) == (TaskState.FAILED, 3, None)
-        assert "3" in task.reason
-
-    def test_signal_is_not_an_exit_code(self, executor: Executor, tmp_path: Path) -> None:
-        body = "import os, signal; os.kill(os.getpid(), signal.SIGUSR1)"
-        (task,) = finish(executor, executor.submit(python(tmp_path, body)))
-        assert (task.state, task.exit_code, task.signal) == (TaskState.FAILED, None, signal.SIGUSR1)
+    def test_exit_codes_and_signals_are_told_apart(self, executor: Executor, tmp_path: Path) -> None:
+        kills = "import os, signal; os.kill(os.getpid(), signal.SIGUSR1)"
+        jobs = [executor.submit(python(tmp_path, body)) for body in ("raise SystemExit(3)", kills)]
+        code, killed = finish(executor, *jobs)
+        assert (code.state, code.exit_code, code.signal) == (TaskState.FAILED, 3, None)
+        assert (killed.state, killed.exit_code, killed.signal) == (TaskState.FAILED, None, signal.SIGUSR1)
 
     def test_program_that_is_not_there_is_a_failed_task(self, executor: Executor, tmp_path: Path) -> None:
         spec = JobSpec("test", ("/no/such/program",), tasks=range(2), log_dir=str(tmp_path))
@@ -111,14 +108,10 @@ class TestExecutor:
         logs = {name: Path(task.stdout).read_text() for name, task in zip(jobs, tasks, strict=True)}
         assert set(logs.values()) == {"here\n"}, logs
 
-    def test_environment_is_added_to(self, executor: Executor, tmp_path: Path) -> None:
-        body = "import os; print(os.environ['ADDED'], 'PATH' in os.environ)"
+    def test_environment_is_added_to_and_stdin_is_empty(self, executor: Executor, tmp_path: Path) -> None:
+        body = "import os, sys; print(os.environ['ADDED'], 'PATH' in os.environ, repr(sys.stdin.read()))"
         (task,) = finish(executor, executor.submit(python(tmp_path, body, env={"ADDED": "a b"})))
-        assert Path(task.stdout).read_text() == "a b True\n"
-
-    def test_stdin_is_empty(self, executor: Executor, tmp_path: Path) -> None:
-        (task,) = finish(executor, executor.submit(python(tmp_path, "import sys; print(repr(sys.stdin.read()))")))
-        assert Path(task.stdout).read_text() == "''\n"
+        assert Path(task.stdout).read_text() == "a b True ''\n"
 
     def test_job_starts_when_all_of_those_before_it_have_completed(self, executor: Executor, tmp_path: Path) -> None:
         writes = "import pathlib, sys; pathlib.Path(sys.argv[1], sys.argv[2]).touch()"
