@@ -43,10 +43,6 @@ def test_the_wheel_has_every_module_all_that_lies_beside_the_package_and_nothing
     assert {name.split("/")[0] for name in wheel_names} == {"pipeline", about}
     assert f"{about}/licenses/LICENSE" in wheel_names
     assert not [name for name in wheel_names if UNWANTED.search(name)]
-    texts = [path.read_text() for path in (ROOT / "pipeline").rglob("*.py")]
-    named = {page for text in texts for page in re.findall(r"[\"' ](docs/\w+\.md)", text)}
-    assert named, "pages that messages name"
-    assert {f"pipeline/data/{page}" for page in named} <= wheel_names
 
 
 def test_the_sdist_has_what_builds_and_tests_the_program(built: Built) -> None:
@@ -67,21 +63,11 @@ def test_wheel_citation_and_changelog_say_the_same_name_version_and_licence(buil
     assert citation["license"] == told["License-Expression"] == "MIT"
     assert citation["title"] == told["Name"] == DISTRIBUTION
     assert "Typing :: Typed" in told.get_all("Classifier", [])
-    assert {"cff-version", "message", "title", "authors"} <= set(citation)
-    assert (ROOT / "LICENSE").read_text().startswith("MIT License")
-    assert not re.search(r'^version = "', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert f"## {pipeline.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_nothing_tells_people_to_install_a_stranger(built: Built) -> None:
+def test_nothing_tells_people_to_install_a_stranger() -> None:
     told = re.compile(r"pip install [^\n]*(?<![-\w./])pipeline(\[|\b(?![-./_]))")
-    wrong = [
-        f"{name}: {line.strip()}"
-        for name in project_files()
-        if name.split("/")[0] not in ("tests", "CHANGELOG.md") and not name.endswith((".xz", ".png", ".zst", ".gz"))
-        for line in (ROOT / name).read_text(errors="replace").splitlines()
-        if told.search(line)
-    ]
-    assert not wrong
-    wheel = built.wheel.name.partition("-")[0]
-    assert f"dist/{wheel}-*.whl" in (ROOT / "containers/pipeline.def").read_text()
+    binary = (".xz", ".png", ".zst", ".gz")
+    read = [name for name in project_files() if not name.startswith("tests/") and not name.endswith(binary)]
+    assert not [name for name in read if told.search((ROOT / name).read_text(errors="replace"))]

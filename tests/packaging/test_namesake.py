@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -72,17 +71,3 @@ def test_code_that_means_the_namesake_is_told_why_it_is_not_found(project: Path,
     assert refused.returncode == 2, refused.stderr + refused.stdout
     assert "`pipeline` is this program, which hides" in refused.stderr
     assert "mv pipeline my_pipeline" in refused.stderr
-
-
-@pytest.mark.nightly
-def test_python_m_pipeline_is_the_command_where_python_finds_this_package_first(
-    project: Path, installed: Installed
-) -> None:
-    safely = ("-P",) if sys.version_info >= (3, 11) else ("-I",)
-    assert "submit" in installed("python", *safely, "-m", "pipeline", "--help", cwd=project).stdout
-    plain = installed("python", "-m", "pipeline", "--help", cwd=project, check=False)
-    if (project / "pipeline/notes.txt").exists():  # which Python looks past
-        assert "submit" in plain.stdout
-    else:
-        assert plain.returncode == 1
-        assert "the user's own pipeline was imported" in plain.stderr

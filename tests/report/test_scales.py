@@ -19,8 +19,6 @@ def test_numbers_are_round_and_hold_what_they_should() -> None:
         (0, 12_000, "0 2,500 5,000 7,500 10,000 12,500"),
         (-1, 1, "-1.0 -0.5 0.0 0.5 1.0"),
         (0.000482, 0.000518, "0.00048 0.00049 0.00050 0.00051 0.00052"),
-        (0.123401, 0.123449, "0.12340 0.12341 0.12342 0.12343 0.12344 0.12345"),
-        (1.00002e7, 1.00011e7, "1.00002e+07 1.00004e+07 1.00006e+07 1.00008e+07 1.0001e+07 1.00012e+07"),
         (0, 9e-6, "0 2e-06 4e-06 6e-06 8e-06 1e-05"),
     ]:
         axis = number_axis(low, high)
@@ -45,11 +43,13 @@ def test_any_number_and_numbers_that_differ_by_rounding_alone_have_an_axis() -> 
         assert len(axis.ticks) >= 3
 
 
-def test_memory_is_counted_in_the_unit_of_the_most_and_epochs_are_whole() -> None:
+def test_memory_is_counted_in_the_unit_of_the_most_epochs_are_whole_and_figures_are_short() -> None:
     assert (byte_axis(3 << 30).unit, said(byte_axis(3 << 30))[-1]) == ("GiB", "3")
     assert (byte_axis(700 << 20).unit, byte_axis(0).unit) == ("MiB", "B")
     assert said(whole_axis(1, 3)) == ["1", "2", "3"]
     assert whole_axis(7, 7).low < 7 < whole_axis(7, 7).high
+    values = {0: "0", 1295.05: "1,295", 0.26941: "0.2694", 4.86e-4: "4.86e-04", 3e12: "3e+12"}
+    assert {value: figure(value) for value in values} == values
 
 
 def test_time_is_counted_from_the_beginning_or_is_the_time_of_day_or_the_day() -> None:
@@ -58,8 +58,3 @@ def test_time_is_counted_from_the_beginning_or_is_the_time_of_day_or_the_day() -
     hours = time_axis(MIDNIGHT + 600, MIDNIGHT + 4 * 3600, since=MIDNIGHT + 600)
     assert (said(hours), hours.unit) == (["01:00", "02:00", "03:00", "04:00"], "UTC")
     assert said(time_axis(MIDNIGHT, MIDNIGHT + 8 * 86400, since=MIDNIGHT))[1] == "01-03"
-
-
-def test_figures_are_short_and_never_need_counting_digits() -> None:
-    values = {0: "0", 1295.05: "1,295", 0.26941: "0.2694", 4.86e-4: "4.86e-04", 3e12: "3e+12"}
-    assert {value: figure(value) for value in values} == values
