@@ -34,12 +34,10 @@ SMALL = Machine(cpus=4, gpus=("0", "1"), mem_bytes=1 << 30)
 
 
 def open_local() -> LocalExecutor:
-    """Return a local executor with a small machine and little patience."""
     return LocalExecutor(SMALL, grace_s=0.3)
 
 
 def open_slurm() -> SlurmExecutor:
-    """Return an executor on the cluster that SLURM_CONF names, which looks often."""
     return SlurmExecutor(SlurmSection(), poll_s=0.1)
 
 
@@ -47,14 +45,12 @@ class ForkingExecutor(LocalExecutor):
     """A local executor that forks whatever program of Python it can."""
 
     def submit(self, spec: JobSpec) -> JobId:
-        """Submit a job with a server that would run its programs."""
         if spec.argv[1:3] == ("-S", "-c") and not spec.gpus:
             spec = replace(spec, fork_server=FORKS, fork_words=len(spec.argv) - 3)
         return super().submit(spec)
 
 
 def open_forking() -> LocalExecutor:
-    """Return such an executor with a small machine and little patience."""
     return ForkingExecutor(SMALL, grace_s=0.3)
 
 

@@ -50,13 +50,11 @@ def python(log_dir: Path, body: str, *arguments: str, tasks: int = 1, **more: ob
 
 
 def finish(executor: Executor, *jobs: JobId) -> list[TaskStatus]:
-    """Step until every task of the jobs has ended; return their last word."""
     step_until(executor, lambda: all(task.state.ended for task in executor.status(jobs)))
     return executor.status(jobs)
 
 
 def step_until(executor: Executor, true: Callable[[], bool]) -> None:
-    """Step until something has become true."""
     deadline = time.monotonic() + DEADLINE_S
     while not true():
         assert time.monotonic() < deadline, "this takes too long"
@@ -64,7 +62,6 @@ def step_until(executor: Executor, true: Callable[[], bool]) -> None:
 
 
 def await_true(true: Callable[[], bool]) -> None:
-    """Look until something has become true, with nobody stepping."""
     deadline = time.monotonic() + DEADLINE_S
     while not true():
         assert time.monotonic() < deadline, "this takes too long"
@@ -80,7 +77,6 @@ def is_running(pid: int) -> bool:
 
 
 def is_there(pid: int) -> bool:
-    """Tell whether a process is there, even as a zombie."""
     return os.path.exists(f"/proc/{pid}")  # noqa: PTH110 - a race-free single question
 
 

@@ -304,8 +304,6 @@ class TestTheQueue:
 
 
 class Slurm:
-    """Answers every command with the same text, or fails."""
-
     def __init__(self, answer: str | CommandFailed) -> None:
         self._answer = answer
         self.asked: list[list[str]] = []
@@ -320,7 +318,6 @@ class Slurm:
 
 
 def line(job: str, state: str, code: str, submit: str = "1700000000", rss: str = "", **more: str) -> str:
-    """Return a line of sacct, with only this filled in."""
     named = {"JobID": job, "State": state, "ExitCode": code, "Submit": submit, "MaxRSS": rss, **more}
     return "|".join(named.get(column, "") for column in SACCT_COLUMNS.split(",")) + "\n"
 

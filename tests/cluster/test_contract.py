@@ -228,6 +228,5 @@ await_file(folder / f"{{number ^ 1}}.started")
 
 
 def most_at_once(folder: Path, tasks: int) -> int:
-    """Return how many tasks of `in_pairs` ran at the same time."""
     intervals = [tuple(map(int, (folder / f"{number}.interval").read_text().split())) for number in range(tasks)]
     return max(sum(start <= moment <= end for start, end in intervals) for moment, _ in intervals)

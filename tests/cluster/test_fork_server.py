@@ -40,13 +40,11 @@ SLOW = "import sys, tests.cluster.programs as programs; exec(programs.AWAIT); aw
 
 @pytest.fixture
 def forking() -> Iterator[LocalExecutor]:
-    """An executor that forks."""
     with open_forking() as opened:
         yield opened
 
 
 def server_pid(executor: LocalExecutor) -> int:
-    """Return the process that tasks are forked from."""
     assert executor._server is not None
     return executor._server._process.pid
 

@@ -41,7 +41,6 @@ WRITES_PID = "import os, pathlib, sys; pathlib.Path(sys.argv[1]).write_text(str(
 
 
 def pid_of(executor: LocalExecutor, job: str) -> int:
-    """Return the first process of a job's only task, once it runs."""
     step_until(executor, lambda: executor.status([job])[0].state is TaskState.RUNNING)
     (pid,) = (machine.pid for task, machine in executor._running if task.job.id == job)
     return pid

@@ -19,7 +19,6 @@ UNLIMITED_V1 = str(0x7FFFFFFFFFFFF000)
 
 
 def write(root: Path, files: dict[str, str]) -> tuple[Path, Path]:
-    """Write a /proc and control groups."""
     for name, text in {"proc/self/cgroup": "", **files}.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)

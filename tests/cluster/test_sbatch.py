@@ -99,7 +99,6 @@ class Node:
         self.tell("scontrol", 'echo "$@" >>"$SAID.scontrol"')
 
     def tell(self, command: str, body: str) -> None:
-        """Say what a command does."""
         path = self.folder / command
         path.write_text(f"#!/bin/bash\n{body}\n")
         path.chmod(0o755)
@@ -120,17 +119,14 @@ class Node:
         return subprocess.run(["bash"], input=text, env={**given, **environment}, capture_output=True, check=False)
 
     def said(self, command: str) -> list[str]:
-        """Return the words that a command was given."""
         path = self.folder / f"said.{command}"
         return [os.fsdecode(word) for word in path.read_bytes().split(b"\0")[:-1]] if path.exists() else []
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of what srun started."""
         return dict(entry.split("=", 1) for entry in self.said("env"))
 
     @property
     def requeued(self) -> str:
-        """What scontrol was told."""
         path = self.folder / "said.scontrol"
         return path.read_text() if path.exists() else ""
 
@@ -145,7 +141,6 @@ def render(spec: JobSpec = PLAIN, site: SlurmSection | None = None) -> str:
 
 
 def header(spec: JobSpec = PLAIN, **site: object) -> list[str]:
-    """Return the options in the header of a job."""
     text = sbatch.render(sbatch.template(spec.name), spec, SlurmSection(**site))  # type: ignore[arg-type]
     return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
 

@@ -22,8 +22,6 @@ KEPT = ("PATH", "LANG", "TMPDIR")  # of this process's environment: nothing that
 
 @dataclass(frozen=True)
 class Built:
-    """What people download."""
-
     wheel: Path
     sdist: Path
 
@@ -36,7 +34,6 @@ class Installed:
     programs: Path  # further ones, such as Slurm's
 
     def __call__(self, *words: str | Path, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """Run one of its programs; by default it must succeed."""
         program, *rest = map(str, words)
         env = {name: os.environ[name] for name in KEPT if name in os.environ}
         env |= {"HOME": str(cwd), "COLUMNS": "100", "PATH": f"{self.prefix / 'bin'}:{self.programs}:{env['PATH']}"}
@@ -87,7 +84,6 @@ def project_files() -> list[str]:
 
 
 def copy_project(folder: Path) -> None:
-    """Copy the project's files as they lie here."""
     for name in project_files():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,6 @@ UNWANTED = re.compile(r"(^|/)(__pycache__|\.venv|\.git)/|^(runs|demo)/|\.pyc$|\.
 
 
 def files_below(*names: str) -> set[str]:
-    """Return the project's files in some folders."""
     return {name for name in project_files() if name.split("/")[0] in names}
 
 

@@ -32,7 +32,6 @@ WRONG: int = recipe_tag("graph", {"k": 1})
 
 @pytest.fixture
 def project(installed: Installed, tmp_path: Path) -> Path:
-    """Make a project as a user begins one."""
     installed("pipeline", "init", ".", cwd=tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "data/manifest.csv").write_text("id,path\na,a.pdb\n")

@@ -24,7 +24,6 @@ train: {task: "pipeline.tasks.interface:Interface"}
 
 
 def begun(folder: Path, stage: str = "embed", tasks: int = 4) -> Told:
-    """Return a run with a configuration, of which nothing has been submitted yet."""
     (folder / "data").mkdir(parents=True, exist_ok=True)
     (folder / "pipeline.yaml").write_text(CONFIG)
     told = Told(folder / "runs", stage, tasks)
@@ -95,7 +94,6 @@ def trained(folder: Path, *, gpus: int = 1, epochs: int = 30) -> Told:
 
 
 def _epoch(number: int) -> Epoch:
-    """Return what an epoch of ten steps came to."""
     return Epoch(
         epoch=number, step=10 * number, steps=10, loss={"distance": 1.0 / number}, learning_rate=1e-3,
         batch=MetricRange(8, 8, 8), items=80, items_per_s=100.0 - number, wait_share=0.01, allocated_bytes=4 * GIB,

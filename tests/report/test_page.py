@@ -57,7 +57,6 @@ CONTRASTS = """() => {
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    """Return a browser without a window."""
     program = next(filter(None, map(shutil.which, CHROMIUM)), None)
     if program is None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("no Chromium here: make browser-packages")
@@ -81,11 +80,9 @@ class Opened:
         page.goto(file.as_uri())
 
     def text(self, place: str) -> str:
-        """Return what people read in a part of the page."""
         return self.page.locator(place).inner_text()
 
     def column(self, caption: str, name: str) -> list[str]:
-        """Return a column of a table, as it is shown."""
         table = self.page.locator("table", has=self.page.locator("caption", has_text=re.compile(f"^{caption}$")))
         place = table.locator("th").all_inner_texts().index(name) + 1
         return [text.strip() for text in table.locator(f"tbody td:nth-child({place})").all_inner_texts()]
@@ -120,21 +117,18 @@ def show(browser: Browser, tmp_path: Path) -> Iterator[Open]:
 
 @pytest.fixture
 def real(demo: Demo) -> RunFolder:
-    """Return the run of the demo, through all stages."""
     (run,) = (path for path in (demo.pristine / "runs").iterdir() if (path / "stages.json").exists())
     return RunFolder(run)
 
 
 @pytest.fixture
 def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Told:
-    """Return a run that failed."""
     monkeypatch.chdir(tmp_path)
     return failed(tmp_path)
 
 
 @pytest.fixture
 def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Told:
-    """Return a run that trains."""
     monkeypatch.chdir(tmp_path)
     return trained(tmp_path)
 

@@ -49,7 +49,6 @@ graphs = st.lists(st.sets(st.integers(0, 6)), max_size=7).map(
 @given(graphs)
 def test_arrows_are_the_fewest_that_say_all_that_is_needed(boxes: list[StageBox]) -> None:
     def reached(pairs: list[tuple[str, str]]) -> set[tuple[str, str]]:
-        """Return all pairs of which the first leads to the second."""
         known = set(pairs)
         while more := {(a, d) for a, b in known for c, d in known if b == c} - known:
             known |= more

@@ -56,7 +56,6 @@ def test_however_large_the_largest_is_said_to_be_it_is_searched_from_in_few_trie
 
 @pytest.fixture
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Return what makes a command of the plain script."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(PLAIN)
     return lambda room, steps=1: ["--", sys.executable, "train.py", "{micro_batch}", str(room), str(steps)]

@@ -53,7 +53,6 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="ne
 
 
 def ran(name: str, *arguments: str, tmp_path: Path, **more: Any) -> ScriptOutcome:
-    """Run one of the scripts here, its output in files."""
     with (tmp_path / "out").open("ab") as out, (tmp_path / "err").open("ab") as err:
         more = {"environment": dict(os.environ), "cwd": tmp_path, "out": out.fileno(), "err": err.fileno(), **more}
         return run_script([sys.executable, "-S" if name != "plain.py" else "-I", str(HERE / name), *arguments], **more)
@@ -453,7 +452,6 @@ def _selects(pid: int) -> bool:
 
 
 def _pending(pid: int, number: int) -> bool:
-    """Tell whether a signal waits to be taken by a process."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd", "ShdPnd"))]
     return any(mask >> (number - 1) & 1 for mask in masks)

@@ -32,7 +32,6 @@ train:
 
 
 def placed(kind: str, project: Path, demo: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copy the demo, put the task beside its configuration, and be in that folder."""
     task = TASKS[kind]
     shutil.copytree(demo.pristine, project)
     shutil.rmtree(project / "models")
@@ -100,7 +99,6 @@ def test_a_turned_complex_has_a_turned_displacement_and_the_same_contacts() -> N
 
 
 def module(name: str) -> ModuleType:
-    """Import a user's file that is no part of a package."""
     import importlib.util
 
     spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
