@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pipeline.cluster.job_spec import TASK, JobSpec, TaskState
+from pipeline.cluster.job_spec import JobSpec, TaskState
 from pipeline.cluster.slurm import SlurmExecutor
 from pipeline.errors import SubmissionRefused
 from tests.cluster.conftest import EXECUTORS
@@ -136,22 +136,20 @@ class TestExecutor:
         assert [task.state for task in tasks] == [TaskState.COMPLETED] * 6
         assert most_at_once(tmp_path, 6) == 2
 
-    def test_task_over_its_memory_limit_is_killed_and_says_so(self, executor: Executor, tmp_path: Path) -> None:
+    def test_memory_limit_kills_a_task_for_its_children_too_and_says_so(
+        self, executor: Executor, tmp_path: Path
+    ) -> None:
         if executor.caveats:
             pytest.skip(executor.caveats[0])
-        greedy = executor.submit(python(tmp_path, EATS, mem_bytes=60 * MIB))
-        modest = executor.submit(python(tmp_path, "eaten = b'x' * (10 << 20)", mem_bytes=60 * MIB))
-        over, under = finish(executor, greedy, modest)
-        assert (over.state, under.state) == (TaskState.OUT_OF_MEMORY, TaskState.COMPLETED)
+        child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {EATS!r}])"
+        bodies = (EATS, child, "eaten = b'x' * (10 << 20)")
+        over, parent, under = finish(
+            executor, *(executor.submit(python(tmp_path, body, mem_bytes=60 * MIB)) for body in bodies)
+        )
+        assert over.state is parent.state is TaskState.OUT_OF_MEMORY
+        assert under.state is TaskState.COMPLETED
         assert "60MiB" in over.reason
         assert over.peak_rss_bytes is not None or isinstance(executor, SlurmExecutor)  # which looks once a second
-
-    def test_memory_limit_holds_for_the_children_of_a_task(self, executor: Executor, tmp_path: Path) -> None:
-        if executor.caveats:
-            pytest.skip(executor.caveats[0])
-        body = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {EATS!r}])"
-        (task,) = finish(executor, executor.submit(python(tmp_path, body, mem_bytes=60 * MIB)))
-        assert task.state is TaskState.OUT_OF_MEMORY
 
     def test_a_task_over_its_time_ends_even_if_it_ignores_sigterm(self, local: LocalExecutor, tmp_path: Path) -> None:
         (task,) = finish(local, local.submit(python(tmp_path, IGNORES_TERM, time_s=1)))
@@ -208,11 +206,6 @@ class TestExecutor:
                 executor.submit(JobSpec(**{**possible, **asked}))
             assert "scan" in str(refused.value), asked
             assert refused.value.remedy.startswith("pipeline submit --stage scan"), asked
-
-    def test_two_hundred_small_tasks_all_end(self, local: LocalExecutor, tmp_path: Path) -> None:
-        spec = JobSpec("test", ("true", TASK), tasks=range(200), log_dir=str(tmp_path))
-        tasks = finish(local, local.submit(spec))
-        assert {task.state for task in tasks} == {TaskState.COMPLETED}
 
 
 def in_pairs(folder: Path, tasks: int, **more: object) -> JobSpec:

@@ -50,7 +50,7 @@ def test_the_sdist_has_what_builds_and_tests_the_program(built: Built) -> None:
     assert set(ALONE) <= names
     assert {name for name in files_below("pipeline", "tests") if name.endswith(".py")} <= names
     assert {name.split("/")[0] for name in names} >= set(SOURCES)
-    assert not [name for name in names if UNWANTED.search(name)]
+    assert not [name for name in names if UNWANTED.search(name) and not name.startswith("tests/reference/")]
 
 
 def test_wheel_citation_and_changelog_say_the_same_name_version_and_licence(built: Built) -> None:

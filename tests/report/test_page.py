@@ -217,7 +217,7 @@ def test_a_training_shows_memory_predicted_beside_measured_and_what_was_survived
     assert seen.column("memory of a GPU by epoch", "peak")[:4] == ["9.0 GiB", "9.0 GiB", "11.0 GiB", "9.0 GiB"]
     assert seen.column("memory of a GPU by epoch", "peak/predicted")[2] == "110%"
     assert seen.column("steps that ran out of memory, and went on", "items by what helped") == ["5 by smaller"]
-    assert f"pipeline replay {training.folder.name} --step 23" in seen.text("#training")
+    assert f"pipeline replay {training.folder.name} --step 23" in seen.text("main")
     (validated,) = seen.page.locator("#training figure").first.locator("path.line.s1").all()
     assert (validated.get_attribute("d") or "").count("M") == 2  # broken where the loss was no number
 
