@@ -308,12 +308,10 @@ class TestShell:
         assert temporary.parent == tmp_path / "it's here"
         assert not temporary.exists()
 
-    def test_missing_scratch_is_told_and_done_without(self, node: Node) -> None:
+    def test_missing_scratch_is_told_and_runs_nothing(self, node: Node, tmp_path: Path) -> None:
         done = node.run(render(site=SlurmSection(scratch="/no/such")), TMPDIR="/not/here/either")
         assert (done.returncode, node.environment()["TMPDIR"]) == (0, "/tmp")
         assert b"/no/such" in done.stderr
-
-    def test_scratch_runs_nothing(self, node: Node, tmp_path: Path) -> None:
         node.run(render(site=SlurmSection(scratch=f"$(touch {tmp_path}/ran)`touch {tmp_path}/ran`")))
         assert not (tmp_path / "ran").exists()
 

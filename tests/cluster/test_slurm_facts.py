@@ -53,9 +53,6 @@ def test_a_job_is_refused_where_no_node_has_both_its_cores_and_its_memory(execut
     assert "cluster.train.mem=262144MiB" in refused.value.remedy
     assert executor.script_for(replace(job, mem_bytes=256 * GIB))
     assert executor.script_for(replace(job, cpus=8, mem_bytes=512 * GIB))
-
-
-def test_what_a_job_asks_too_much_of_is_said_by_the_largest_node_of_all(executor: SlurmExecutor) -> None:
     with pytest.raises(SubmissionRefused, match="128 cores"):
         executor.script_for(JobSpec("scan", ("true",), range(1), "logs", cpus=128))
 

@@ -109,15 +109,8 @@ def project(demo: Demo, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a copy of the demo with graphs and embeddings of its own; scripts only read them."""
     folder = tmp_path_factory.mktemp("loops") / "project"
     shutil.copytree(demo.pristine, folder)
-    submit = [
-        Path(sys.executable).with_name("pipeline"),
-        "submit",
-        "--stage",
-        "graph",
-        "--executor",
-        "local",
-        "--follow",
-    ]
+    words = ["submit", "--stage", "graph", "--executor", "local", "--follow"]
+    submit = [Path(sys.executable).with_name("pipeline"), *words]
     subprocess.run(submit, cwd=folder, check=True, capture_output=True, timeout=LIMIT_S)
     return folder
 

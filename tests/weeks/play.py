@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from tests.testkit.cluster import Cluster
 from tests.weeks import files, people, scheduler
@@ -61,8 +60,6 @@ class Stage:
 class Played:
     """What was played, and what of it failed."""
 
-    seed: int
-    minutes: float = 0.0
     events: Counter[str] = field(default_factory=Counter)
     failed: list[str] = field(default_factory=list)
     steps: Counter[str] = field(default_factory=Counter)  # of the neighbours
@@ -74,35 +71,10 @@ class Played:
         failed = [f"neighbours: {failure.splitlines()[0]}" for failure in neighbours.failures]
         return replace(self, steps=Counter(neighbours.steps), failed=[*self.failed, *failed])
 
-    def counts(self) -> dict[str, Any]:
-        """Return it as a document."""
-        return {
-            "seed": self.seed,
-            "minutes": round(self.minutes, 1),
-            "events": self.events.total(),
-            "events_by_name": dict(sorted(self.events.items())),
-            "neighbours_steps": self.steps.total(),
-            "neighbours_steps_by_kind": dict(sorted(self.steps.items())),
-            "models_compared": self.steps["model"],
-            "failures": len(self.failed),
-            "failed": self.failed,
-        }
 
-
-def play(
-    cluster: Cluster,
-    seed: int,
-    minutes: float,
-    only: Sequence[str] = (),
-    *,
-    alone: bool = False,
-    keep: Callable[[Played], None] = lambda _played: None,
-) -> Played:
-    """Play events in an order by the seed, every one once before any twice, beside neighbours unless `alone`.
-
-    What was played so far is kept after each event, because a machine may end before the play does.
-    """
-    began, played = time.monotonic(), Played(seed)
+def play(cluster: Cluster, seed: int, minutes: float, only: Sequence[str] = (), *, alone: bool = False) -> Played:
+    """Play events in an order by the seed, every one once before any twice, beside neighbours unless `alone`."""
+    began, played = time.monotonic(), Played()
     with on_cluster(cluster), tempfile.TemporaryDirectory(prefix="weeks-", ignore_cleanup_errors=True) as folder:
         stage = Stage(cluster, Path(folder))
         cluster.settle()
@@ -118,10 +90,6 @@ def play(
                 if trouble:
                     print(trouble, flush=True)  # noqa: T201
                     played.failed.append(name)
-                played.minutes = (time.monotonic() - began) / 60
-                keep(played.beside(neighbours))
-    played.minutes = (time.monotonic() - began) / 60
-    keep(played.beside(neighbours))
     return played.beside(neighbours)
 
 
