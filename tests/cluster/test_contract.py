@@ -175,14 +175,13 @@ class TestExecutor:
         executor.cancel([job])
         assert {task.state for task in finish(executor, job)} == {TaskState.CANCELLED}
 
-    def test_cancelling_changes_nothing_that_has_ended(self, executor: Executor, tmp_path: Path) -> None:
+    def test_cancelling_changes_nothing_that_has_ended_or_was_never_there(
+        self, executor: Executor, tmp_path: Path
+    ) -> None:
         job = executor.submit(python(tmp_path, "pass"))
         ended = finish(executor, job)
-        executor.cancel([job])
+        executor.cancel([job, "nobody.1"])
         assert finish(executor, job) == ended
-
-    def test_job_that_nobody_knows_has_no_status(self, executor: Executor) -> None:
-        executor.cancel(["nobody.1"])
         assert executor.status(["nobody.1"]) == []
 
     def test_step_tells_every_change_once(self, executor: Executor, tmp_path: Path) -> None:

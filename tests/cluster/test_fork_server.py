@@ -35,7 +35,6 @@ mark = [entry for entry in open("/proc/self/environ").read().split("\\0") if ent
 print(os.getsid(0) == os.getpid(), mark == ["PIPELINE_LOCAL_TASK=" + os.environ["PIPELINE_LOCAL_TASK"]])
 print(os.environ["PIPELINE_LOCAL_TASK"], random.random(), os.getppid())
 """
-SLOW = "import sys, tests.cluster.programs as programs; exec(programs.AWAIT); await_file({!r})"
 
 
 @pytest.fixture
@@ -51,7 +50,8 @@ def server_pid(executor: LocalExecutor) -> int:
 
 def after(path: Path, spec: JobSpec) -> JobSpec:
     """Return a job whose server is ready only when there is a file at that path."""
-    return replace(spec, fork_server=(*FORKS[:2], f"{SLOW.format(str(path))}; {FORKS[2]}"), fork_words=2)
+    slow = f"import sys, tests.cluster.programs as programs; exec(programs.AWAIT); await_file({str(path)!r})"
+    return replace(spec, fork_server=(*FORKS[:2], f"{slow}; {FORKS[2]}"), fork_words=2)
 
 
 def test_forks_are_sessions_with_a_mark_random_numbers_and_logs_of_their_own(

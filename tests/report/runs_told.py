@@ -73,10 +73,10 @@ def _attempt(task: int, cause: Cause, **more: object) -> Attempt:
     return Attempt(task=task, cause=cause, **{**given, **more})  # type: ignore[arg-type]
 
 
-def trained(folder: Path, *, gpus: int = 1, epochs: int = 30) -> Told:
+def trained(folder: Path, epochs: int = 30) -> Told:
     """Return a run that trains on GPUs: in its third epoch a step ran out of memory, and one was never finite."""
     told = begun(folder, "train", tasks=1)
-    told.job("7", [0], ask=LARGE, gpus=gpus, why="planned")
+    told.job("7", [0], ask=LARGE, gpus=1, why="planned")
     stretch = Stretch("all items", epochs, 5 * GIB, GIB, 6 * GIB, 10 * GIB, {"item": 1.0})
     prepared = Prepared(
         "own-0123", {}, "00", "bf16", False, False, False, (stretch,), 20 * GIB, 0.02, 1, 4, 8 * GIB, "planned", ""

@@ -207,22 +207,20 @@ class TestRanks:
             pass
 
     @pytest.mark.nightly
+    @pytest.mark.nightly
     def test_that_are_torch_s_add_up_over_a_port_that_stays_reserved(self, tmp_path: Path) -> None:
         script = parse_command(f"{shlex.quote(sys.executable)} {shlex.quote(str(HERE / 'ranks.py'))}")
         with reserved_port() as port:
             with socket.socket() as other, pytest.raises(OSError, match="in use"):
                 other.bind(("", port))
-            places = [
-                replace(VALUES, ranks=2, rank=rank, local_rank=rank, processes=2, master_port=port) for rank in (0, 1)
-            ]
-            told = [script_environment(script, place, os.environ) for place in places]
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            started = [
-                subprocess.Popen(process_words(script, place), env=env, cwd=tmp_path, text=True, **pipes)  # type: ignore[call-overload]
-                for place, env in zip(places, told, strict=True)
-            ]
-            said = [process.communicate(timeout=LONG_S) for process in started]
-        assert [out.strip() for out, _ in said] == ["sum 3 of 2 here 0", "sum 3 of 2 here 1"], said
+            started = []
+            for rank in (0, 1):
+                place = replace(VALUES, ranks=2, rank=rank, local_rank=rank, processes=2, master_port=port)
+                known = script_environment(script, place, os.environ)
+                words = process_words(script, place)
+                started.append(subprocess.Popen(words, env=known, cwd=tmp_path, text=True, stdout=subprocess.PIPE))
+            said = [process.communicate(timeout=LONG_S)[0].strip() for process in started]
+        assert said == ["sum 3 of 2 here 0", "sum 3 of 2 here 1"]
 
 
 class TestEnding:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import runpy
 import shutil
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -31,16 +31,6 @@ train:
 """
 
 
-def placed(kind: str, project: Path, demo: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
-    task = TASKS[kind]
-    shutil.copytree(demo.pristine, project)
-    shutil.rmtree(project / "models")
-    shutil.copy(HERE / f"{task.partition(':')[0]}.py", project)
-    (project / "pipeline.yaml").write_text(CONFIG.format(task=task))
-    monkeypatch.chdir(project)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-
-
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -52,7 +42,12 @@ def test_a_task_written_from_the_documentation_plugs_in(
     kind: str, demo: Demo, pipeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project = tmp_path / "project"
-    placed(kind, project, demo, monkeypatch)
+    shutil.copytree(demo.pristine, project)
+    shutil.rmtree(project / "models")
+    shutil.copy(HERE / f"{TASKS[kind].partition(':')[0]}.py", project)
+    (project / "pipeline.yaml").write_text(CONFIG.format(task=TASKS[kind]))
+    monkeypatch.chdir(project)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     checked = pipeline("config", "check")
     assert checked.code == 0, checked.err
 
@@ -86,9 +81,8 @@ def test_a_turned_complex_has_a_turned_displacement_and_the_same_contacts() -> N
     import torch
     from e3nn import o3
 
-    equivariant = module("equivariant")
     torch.manual_seed(0)
-    task = equivariant.Placement(embedding=32, width=8)
+    task = runpy.run_path(str(HERE / "equivariant.py"))["Placement"](embedding=32, width=8)
     model, batch = task.model(), task.example({"nodes": 40, "edges": 200, "items": 3})
     turn, pos = o3.rand_matrix(), 10 * batch["pos"]
     logits, away = task.answer(model, {**batch, "pos": pos})
@@ -96,14 +90,3 @@ def test_a_turned_complex_has_a_turned_displacement_and_the_same_contacts() -> N
     assert float(away.detach().abs().min()) > 0
     torch.testing.assert_close(same, logits, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(turned, away @ turn.T, rtol=1e-4, atol=1e-4 * float(away.detach().abs().max()))
-
-
-def module(name: str) -> ModuleType:
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
