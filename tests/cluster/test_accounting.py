@@ -297,11 +297,6 @@ class TestTheQueue:
         stuck = {name for name, task in tasks.items() if is_stuck(task.state, task.waits_for)}
         assert stuck == {"61", "62", "63", "65"}
 
-    def test_of_ten_thousand_tasks_takes_a_few_calls_a_task(self) -> None:
-        text = "".join(f"7_{task}|PENDING|Priority|N/A||7_{task}\n" for task in range(10_000))
-        assert len(parse_squeue(text)) == 10_000
-        assert calls_of(lambda: parse_squeue(text)) < 30 * 10_000
-
 
 class Slurm:
     def __init__(self, answer: str | CommandFailed) -> None:

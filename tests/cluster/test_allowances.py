@@ -37,10 +37,6 @@ def qos(*lines: str) -> list[dict[str, str]]:
     return parse_rows("\n".join(lines), QOS)
 
 
-def associations(*lines: str) -> list[dict[str, str]]:
-    return parse_rows("\n".join(lines), ASSOCIATION)
-
-
 def test_each_limit_is_read_with_its_name_and_of_two_on_one_thing_the_lesser() -> None:
     (row,) = qos(TINY)
     assert qos_caps(row) == {
@@ -56,7 +52,7 @@ def test_each_limit_is_read_with_its_name_and_of_two_on_one_thing_the_lesser() -
 
 
 def test_a_qos_overrides_the_association_but_the_least_number_in_the_queue_holds() -> None:
-    own = [association_caps(row) for row in associations(MINE, ALL_OF_LAB)]
+    own = [association_caps(row) for row in parse_rows(f"{MINE}\n{ALL_OF_LAB}", ASSOCIATION)]
     found = combined([qos_caps(qos(TINY)[0])], own)
     assert (found["time"].value, found["cpus"].value) == (300, 4)
     assert found["queued"] == Cap(2, "MaxSubmitJobs of the association lab/ann")

@@ -156,10 +156,11 @@ class TestText:
         assert len(bodies) == 1
         assert "srun" in bodies.pop()
 
-    def test_script_of_one_process_takes_no_job_of_several(self) -> None:
+    def test_script_of_one_process_takes_no_job_of_several_and_an_unknown_name_gets_that_of_a_stage(self) -> None:
         with pytest.raises(SubmissionRefused):
             render(replace(RANKS, name="embed"))
         assert sbatch.template("test", ranks=4) == sbatch.template("train")
+        assert sbatch.template("../../etc/passwd") == sbatch.template("test") == sbatch.template("scan")
 
     def test_only_the_header_and_the_marked_places_are_changed(self) -> None:
         marks = ("#SBATCH ", "# >>> ", "# <<< ")
@@ -170,9 +171,6 @@ class TestText:
             kept = [line for line in template.splitlines() if not line.startswith(marks) and line not in inside]
             rendered = render(replace(PLAIN, name=stage)).splitlines()
             assert [line for line in rendered if line in set(kept)] == kept, stage
-
-    def test_unknown_name_gets_the_script_of_a_stage(self) -> None:
-        assert sbatch.template("../../etc/passwd") == sbatch.template("test") == sbatch.template("scan")
 
 
 class TestHeader:
@@ -219,9 +217,6 @@ class TestHeader:
         for time_s, limit, before_s in [(60, "00:01:00", 15), (61, "00:02:00", 15), (90_000, "25:00:00", 90)]:
             options = set(header(replace(PLAIN, time_s=time_s)))
             assert {f"--time={limit}", f"--signal=USR2@{before_s}"} < options, time_s
-
-    def test_standby_goes_when_it_is_not_needed(self) -> None:
-        assert {"--dependency=afternotok:20", "--kill-on-invalid-dep=yes"} < set(header(VISIT))
 
     def test_what_a_header_or_a_shell_cannot_say_is_refused(self) -> None:
         for folder in ("a\nb", "a\\b", "a\udcff"):

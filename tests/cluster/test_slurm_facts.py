@@ -61,11 +61,9 @@ def test_a_job_is_refused_where_no_node_has_both_its_cores_and_its_memory(execut
 def test_a_training_without_gpus_is_planned_for_nodes_that_hold_all_its_ranks(
     executor: SlurmExecutor, tmp_path: Path
 ) -> None:
-    """Before, it was planned for nodes with the cores of one rank, and asked for memory that the others have not."""
     (tmp_path / "pipeline.yaml").write_text(RANKS)
     config = read_config(tmp_path / "pipeline.yaml").config
-    project = Project.open(config)
-    (offer,) = offers_of(Question(config, project, executor), on_cpu=True)
+    (offer,) = offers_of(Question(config, Project.open(config), executor), on_cpu=True)
     assert offer.cards[0].budget_bytes <= 256 * GIB // 4
     assert limits_of(config, table.stage("train", config), executor).mem_bytes == 256 * GIB
 

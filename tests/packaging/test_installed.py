@@ -51,7 +51,6 @@ def test_the_package_comes_from_the_wheel_under_its_own_name_and_nothing_of_the_
     told = installed("python", "-c", code % DISTRIBUTION, cwd=tmp_path).stdout.split()
     assert told == [pipeline.__version__, "pipeline"]
     assert installed("pipeline", "--version", cwd=tmp_path).stdout == f"pipeline {pipeline.__version__}\n"
-    assert "submit" in installed("pipeline", "--help", cwd=tmp_path).stdout
 
 
 @pytest.mark.nightly

@@ -259,7 +259,6 @@ class TestEnding:
             on_gpu.replace("GPU:0", "CPU:0").replace("GPU_0_bfc", "cpu"): "host_oom",
             "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED": "host_oom",
             "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.": "host_oom",
-            "MemoryError": "host_oom",
             "OSError: [Errno 28] No space left on device: 'last.ckpt'": "disk_full",
             "StatusCode.RESOURCE_EXHAUSTED: Received message larger than max": "",
             "KeyError: 'memory'": "",
