@@ -15,23 +15,17 @@ from pipeline.config.schema_cluster import SlurmSection
 from pipeline.errors import SubmissionRefused
 
 
-def cancelled_without_a_node() -> AccountedTask:
-    return AccountedTask(job="7_0", state=TaskState.CANCELLED, started=200.0, ended=200.0)
-
-
 def followed(tmp_path: Path) -> Followed:
     return Followed("7", JobSpec(name="a", argv=("true",), tasks=range(1), log_dir=str(tmp_path)), 0, 100.0)
 
 
-def test_a_task_that_was_seen_running_has_begun_though_the_accounting_heard_of_its_end_alone(tmp_path):
+def test_a_task_that_was_cancelled_has_begun_if_the_queue_showed_it_running(tmp_path):
+    views = Views({}, {"7_0": AccountedTask(job="7_0", state=TaskState.CANCELLED, started=200.0, ended=200.0)}, 2.0)
     job = followed(tmp_path)
     job.take_in(Views({"7_0": Queued("7_0", TaskState.RUNNING, "", "", 150.0, "n1")}, {}, 1.0), 15.0)
-    (task,) = job.take_in(Views({}, {"7_0": cancelled_without_a_node()}, 2.0), 15.0)
+    (task,) = job.take_in(views, 15.0)
     assert (task.state, task.node, task.started) == (TaskState.CANCELLED, "n1", 150.0)
-
-
-def test_a_task_that_was_cancelled_while_it_waited_has_not_begun(tmp_path):
-    (task,) = followed(tmp_path).take_in(Views({}, {"7_0": cancelled_without_a_node()}, 2.0), 15.0)
+    (task,) = followed(tmp_path).take_in(views, 15.0)
     assert (task.state, task.node, task.started) == (TaskState.CANCELLED, "", None)
 
 

@@ -295,8 +295,7 @@ class TestEnding:
     def test_by_a_segmentation_fault_is_a_crash(self, tmp_path: Path) -> None:
         faults = "import resource, ctypes; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); ctypes.string_at(0)"
         outcome = run_script([sys.executable, "-S", "-c", faults], environment={}, cwd=tmp_path)
-        assert (outcome.signal, outcome.code) == (11, 139)
-        assert verdict(outcome).cause is Cause.CRASHED
+        assert (outcome.signal, outcome.code, verdict(outcome).cause) == (11, 139, Cause.CRASHED)
 
     def test_leaves_no_process_behind(self, tmp_path: Path) -> None:
         child = "[sys.executable, '-S', '-c', 'import signal; signal.pause()']"
