@@ -10,8 +10,8 @@ unexport PYTHONDONTWRITEBYTECODE
 DIR ?= demo
 
 demo: .venv/ready        ## a small project in $(DIR), every stage run on this machine
-	test $(DIR) != demo || rm -rf demo
-	pipeline demo $(DIR)
+	test "$(DIR)" != demo || rm -rf demo
+	pipeline demo "$(DIR)"
 
 # Two more than there are cores: those on Slurm wait more than they work, in two shares.
 WORKERS ?= $(shell expr $$(nproc) + 2)
