@@ -154,6 +154,7 @@ def kept(sequences: list[str], limit: int = 1 << 60, budget: int = 10_000, **cha
     return [made.arrays["cls"].tolist() for _, made in sorted(shelves[0].taken.items())]
 
 
+@pytest.mark.nightly
 def test_the_mark_of_what_is_cut_or_done_in_halves_is_that_of_what_was_encoded():
     long, *short = texts(120, 30, 29, 28, 27)
     marks = [[tokenize(text)[0], -1, len(text), 1] for text in short]

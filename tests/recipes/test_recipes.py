@@ -16,7 +16,6 @@ from pipeline.runs.model.offers import Question, offers_of
 from tests.recipes.conftest import Scanned
 from tests.recipes.projects import (
     ALL,
-    COMPLEX,
     PAIR,
     SPECTRA,
     Recipe,
@@ -55,10 +54,8 @@ def test_a_recipe_is_checked_trained_and_evaluated_and_again_there_is_nothing_to
     assert not any(left.values())
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [pytest.param(one, id=name, marks=() if one is COMPLEX else pytest.mark.nightly) for name, one in ALL.items()],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("recipe", ALL.values(), ids=ALL)
 def test_a_small_recipe_is_traced_and_fits(pipeline: Command, scanned: Scanned, recipe: Recipe) -> None:
     scanned(recipe)
     found = planned(pipeline, *recipe.sets())

@@ -159,7 +159,9 @@ BELOW = {  # precision asked for → cosines that are found, and in what all is 
 }
 
 
-@pytest.mark.parametrize("case", BELOW)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case == "bf16" else pytest.mark.nightly) for case in BELOW]
+)
 def test_an_encoder_that_misses_the_reference_is_done_in_full_or_publishes_nothing(
     weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:

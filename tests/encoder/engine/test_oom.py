@@ -40,6 +40,7 @@ def test_a_batch_that_does_not_fit_is_halved_and_the_budget_is_learned():
     assert engine.figures.budget_tokens == 100
 
 
+@pytest.mark.nightly
 def test_results_after_an_oom_are_those_without_one_longest_first_and_well_cut():
     sequences = texts(*range(1, 60))
     plain = Shelf()
