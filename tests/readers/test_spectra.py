@@ -115,6 +115,8 @@ def test_the_most_intense_peaks_are_kept_in_order_and_the_first_of_equal_ones(tm
     text = "BEGIN IONS\nPEPMASS=2\n5 9\n4 1\n3 5\n2 5\n1 5\nEND IONS"
     assert only(read(tmp_path, text, max_peaks=3)).arrays["peaks.mz"].tolist() == [1, 2, 5]
     assert only(read(tmp_path, text, least_intensity=0.2)).arrays["peaks.mz"].tolist() == [1, 2, 3, 5]
+    half = "BEGIN IONS\nPEPMASS=2\n1 4\n2 8\n3 3\nEND IONS"
+    assert only(read(tmp_path, half, least_intensity=0.5)).arrays["peaks.mz"].tolist() == [1, 2], "the least one, too"
 
 
 @given(
