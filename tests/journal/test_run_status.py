@@ -156,7 +156,8 @@ class TestStage:
         stage = stage_of(*events, job_event(EventKind.JOB_SUBMITTED, later), ended(0, Cause.NODE))
         assert (stage.live, stage.task(0).job) == (["8", "7"], "8")
         assert stage.task(0).then == {0: "", 1: "again"}
-        twice = stage_of(*events, ended(0, Cause.NODE), ended(0, Cause.NODE, job="8"), ended(0, Cause.NODE, number=2))
+        reported = [ended(0, Cause.NODE)] * 2  # by two visits
+        twice = stage_of(*events, *reported, ended(0, Cause.NODE, job="8"), ended(0, Cause.NODE, number=2))
         assert [(attempt.number, attempt.job) for attempt in twice.task(0).ended] == [(1, "7"), (1, "8"), (2, "7")]
 
     def test_what_was_given_up_and_left_out_is_told(self) -> None:
