@@ -70,6 +70,7 @@ def test_a_whole_cache_is_said_to_be_so(pipeline: Command, cache: CacheFolder) -
 
 def test_damage_is_named_listed_and_ends_with_4(pipeline: Command, cache: CacheFolder) -> None:
     shard = harm(cache)
+    assert pipeline(*VALIDATE, "--json").code == 4
     done = pipeline(*VALIDATE)
     assert done.code == 4
     assert columns(done.out, "graph")[3:] == ["8", "7", "1", "1 record damaged"]
