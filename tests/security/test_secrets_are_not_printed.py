@@ -205,3 +205,7 @@ def test_a_text_of_long_words_is_gone_through_at_once() -> None:
     """What looks for names in a sequence that an error quotes must not begin at each letter: this would take hours."""
     long, option = "A" * 1_000_000, "--" + "a-" * 500_000
     assert without_secrets(f"{long} {option} api_key={OPTION}") == f"{long} {option} api_key={MASK}"
+
+
+def test_a_secret_of_six_letters_is_masked_as_a_longer_one() -> None:
+    assert "hunter" not in without_secrets("docker login --password hunter")
