@@ -1,8 +1,7 @@
 """Checks of inventories, graphs and tables of items, by what the stages that write them promise.
 
-Every function yields what is wrong as a sentence that names the array, the place in it and the value. Where the recipe
-of a graph is known its edges are found again from the coordinates; without it they are judged by what holds for any
-recipe. With its inventory, what both say is compared. Shapes: R residues of a partner, N items of a table.
+Every function yields what is wrong as a sentence that names the array, the place in it and the value.
+Shapes: R residues of a partner, N items of a table.
 """
 
 from __future__ import annotations
@@ -14,21 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.errors import CacheDamaged, RecordMissing
-from pipeline.graphs.graph_form import wrong_bound_centre, wrong_contacts, wrong_form
+from pipeline.graphs.graph_checks import first_bad, listed, wrong_graph
 from pipeline.graphs.item_graph import FORMAT as GRAPH_FORMAT
-from pipeline.graphs.item_graph import ROLES, ItemGraph, decode_graph
-from pipeline.graphs.judged_parts import (
-    atom_edges,
-    atom_nodes,
-    bound,
-    centred,
-    cross,
-    first_bad,
-    in_file,
-    listed,
-    residue_edges,
-    residue_nodes,
-)
+from pipeline.graphs.item_graph import ROLES, decode_graph
 from pipeline.keys import KEY_BYTES, content_digest, recipe_key
 from pipeline.records import Inventory, Kind, Reason, Role
 from pipeline.structures.partners import NO_ROW, joined_embedding_rows
@@ -202,29 +189,8 @@ def wrong(record: Record, recipe: Plain | None = None) -> Iterator[str]:
         yield from _refusal(record)
     elif record.meta.get("format") != GRAPH_FORMAT:
         yield f"its format is {record.meta.get('format')}, not {GRAPH_FORMAT}"
-    elif problems := list(wrong_form(record.arrays, record.meta, recipe)):
-        yield from problems  # all that follows relies on the form
     else:
-        yield from _wrong_parts(decode_graph(record.arrays, record.meta), record.meta, recipe)
-
-
-def _wrong_parts(graph: ItemGraph, meta: Mapping[str, Any], recipe: Plain | None) -> Iterator[str]:
-    """Yield what is wrong with a graph that has all its arrays."""
-    yield from _unlike_sizes(graph, meta["sizes"])
-    if not all(part.size for part in graph.parts):
-        yield "a partner has no nodes"
-        return
-    by_residue = not graph.parts[0].residues
-    for part in graph.parts:
-        yield from centred(part)
-        if not np.isfinite(in_file(part)).all():
-            return
-        yield from residue_nodes(part) if by_residue else atom_nodes(part)
-        yield from bound(part)
-        yield from residue_edges(part, recipe) if by_residue else atom_edges(part, recipe)
-    yield from cross(graph, recipe)
-    yield from wrong_bound_centre(graph, by_residue=by_residue)
-    yield from wrong_contacts(graph, recipe, by_residue=by_residue)
+        yield from wrong_graph(record, recipe)
 
 
 def wrong_beside_inventory(
@@ -283,14 +249,6 @@ def _refusal(record: Record) -> Iterator[str]:
         yield "a reason without a detail"
     if record.arrays:
         yield f"a reason why there is no graph, and {len(record.arrays)} arrays"
-
-
-def _unlike_sizes(graph: ItemGraph, recorded: Mapping[str, int]) -> Iterator[str]:
-    """Yield the recorded sizes that are not those of the arrays."""
-    counted = graph.sizes()
-    for name in counted.keys() | recorded.keys():
-        if counted.get(name) != recorded.get(name):
-            yield f"sizes.{name} says {recorded.get(name)}, and there are {counted.get(name)}"
 
 
 SIZE = "size."

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from pipeline.graphs.build_graph import build_graph
-from pipeline.graphs.graph_form import wrong_form
+from pipeline.graphs.graph_checks import wrong_graph
 from pipeline.graphs.item_graph import GraphRecipe, decode_graph, encode_graph
 from pipeline.graphs.residue_graph import UNSURE
 from pipeline.records import Inventory, Part, Reason, Role
+from pipeline.store.format.record import Record
 from pipeline.structures.inventory import ScanRecipe
 from pipeline.structures.parsing.read_structure import FileReading
 from pipeline.structures.policy import Policy
@@ -112,7 +113,7 @@ def arrays_of(data: bytes, chosen: ScanRecipe, graph: GraphRecipe, suffix: str =
     """Return the arrays of a graph, which a check of the cache must find to be right."""
     read = examined(data, *PARTNERS, recipe=chosen, suffix=suffix)[1]
     arrays, meta = encode_graph(build_graph(read, graph))
-    assert list(wrong_form(arrays, meta, graph.plain())) == []
+    assert list(wrong_graph(Record(b"k" * 16, arrays, meta), graph.plain())) == []
     assert decode_graph(arrays, meta).parts[0].size > 0
     return arrays
 
