@@ -35,6 +35,7 @@ from pipeline.stages.scan import glance
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import lay_over
 from pipeline.structures.sources.data_source import items
+from pipeline.structures.sources.item_ids import unread_columns
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
@@ -200,6 +201,8 @@ def _data(loaded: LoadedConfig) -> Iterator[CheckResult]:
         refused = f", {len(bad)} refused ({bad[0].id}: {bad[0].detail})" if bad else ""
         found = f"{config.data.path}: {count} items listed{refused}"
         yield noted_check("data", found, EACH_REFUSED) if bad else good_check("data", found)
+        if unread := unread_columns(good[0], config.data.labels):
+            yield noted_check("data", unread, str(Command.of("config show", then="   (see data.labels)")))
 
 
 def _entries(project: Project) -> CheckResult:

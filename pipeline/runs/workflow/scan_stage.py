@@ -45,6 +45,7 @@ from pipeline.stages.read_entries import ITEMS_READ, EntriesTaken, take_entries
 from pipeline.stages.scan import glance, look_up_items, scan_items
 from pipeline.store.key_lists import in_chunks
 from pipeline.structures.inventory import plain_recipe
+from pipeline.structures.sources.item_ids import unread_columns
 from pipeline.training.items.item_table import KIND, ItemTable
 from pipeline.units import printable_text
 from pipeline.waiting import wait_for
@@ -156,7 +157,9 @@ class ScanStage(Stage):
 
     def check(self, project: Project, folder: RunFolder, judged: Census) -> list[str]:
         is_told = judged.leaks and project.config.data.on_leak != "ignore"
-        return _checked_leaks(project, describe_leaks(judged, folder) if is_told else "")
+        first = next((item for item in worklist.read_items(folder.items) if isinstance(item, Item)), None)
+        unread = unread_columns(first, project.config.data.labels) if first else ""
+        return [*_checked_leaks(project, describe_leaks(judged, folder) if is_told else ""), *filter(None, [unread])]
 
 
 def _is_named(item: Item, key: bytes | None, project: Project) -> bool:

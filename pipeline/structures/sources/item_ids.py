@@ -12,10 +12,10 @@ import xxhash
 
 from pipeline.records import Reason
 from pipeline.structures.atoms import UnusableInput
-from pipeline.units import printable_text
+from pipeline.units import first_few, printable_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from pipeline.records import Item
@@ -115,6 +115,15 @@ def label_problem(item: Item, names: Iterable[str]) -> str:
         except ValueError:
             return f"the label {name} is {printable_text(item.labels[name])!r}, not a number"
     return ""
+
+
+KIND = "kind"  # a label such as antibody-antigen, by which the evaluation of docking groups items
+
+
+def unread_columns(item: Item, names: Sequence[str]) -> str:
+    """List the columns of an item's row that neither pipeline nor the task reads; `names` are those of data.labels."""
+    unread = [printable_text(name) for name in item.labels if name not in (*names, KIND)]
+    return f"columns that nothing reads: {first_few(unread)} (a task reads those that data.labels names)" * bool(unread)
 
 
 def label_values(item: Item, names: Iterable[str]) -> dict[str, float]:

@@ -114,7 +114,16 @@ def _refused(path: Path, what: str, remedy: str) -> DataError:
 
 DELIMITERS = {".csv": ",", ".tsv": "\t", ".tab": "\t"}
 JSON_LINES = (".jsonl", ".ndjson")
-LIKELY, NEARLY_CERTAIN = 0.6, 0.9  # how alike two names are when one of them must be, or may be, a typing error
+LIKELY, ALIKE, NEARLY_CERTAIN = 0.6, 0.8, 0.9  # two names, of which one must be or may be a typing error
+# How other programs and people call a column, where it is not there: as a label it would be silently ignored.
+OTHER_NAMES = {
+    "id": "complex_name|name|pdb|pdb_id",
+    "path": "protein_path|file|filename|pdb_path",
+    "receptor_chains": "((rec|receptor|antibody|ab|heavy|h)_?)?chains?(_?(ids?|names?))?|rec|receptor|antibody",
+    "ligand_chains": "(lig|ligand|antigen|ag)_?chains?(_?(ids?|names?))?|lig|ligand|antigen",
+    "split": "(sub)?sets?|folds?|partition|split_?(name|id|set)",
+    "cluster": "groups?(_?ids?)?|clusters?_?(ids?|names?)",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +151,7 @@ class Columns:
     required: tuple[str, ...]
     one_of: tuple[str, ...] = ()  # at least one of these is there too
     optional: tuple[str, ...] = ()
-    aliases: Mapping[str, str] = field(default_factory=dict)  # another spelling, taken as it is
-    foreign: Mapping[str, str] = field(default_factory=dict)  # what other programs call it: worth a hint, not a guess
+    aliases: Mapping[str, str] = field(default_factory=dict)  # further spellings
     labels: tuple[str, ...] = ()  # that are asked for by name
     unlabelled: bool = False  # labels need not be there
 
@@ -158,26 +166,29 @@ class Columns:
 
     @cached_property
     def _spellings(self) -> dict[str, str]:
-        return {**self.aliases, **{name.lower(): name for name in (*self.labels, *self.known)}}
+        return {"cluster_id": "cluster", **self.aliases, **{name.lower(): name for name in (*self.labels, *self.known)}}
 
     def canonical(self, name: str) -> str:
         return self._spellings.get(name.strip().lower(), name.strip())
 
-    def problem(self, present: Sequence[str], path: Path) -> DataError | None:
-        """Return the error in the columns of a file, if any: a duplicate, missing or misspelt one."""
+    def problem(self, present: Sequence[str], path: Path) -> ConfigError | None:
+        """Return the error in the columns of a file, if any: a duplicate, missing, misspelt or otherwise named one."""
         for name in present:
             if name and present.count(name) > 1:
                 what = f"two columns are called {printable_text(name)!r}"
-                return DataError(what, where=str(path), remedy=show_header(path))
+                return ConfigError(what, where=str(path), remedy=show_header(path))
         spare = {name.lower(): name for name in present if name not in (*self.known, *self.labels)}
         for column in self._missing(present):
-            foreign = [name for name in spare if self.foreign.get(name) == column]
-            near = foreign or get_close_matches(column.lower(), spare, n=1, cutoff=LIKELY)
-            meant = spare[near[0]] if near else ""
+            meant = _meant(column, spare, LIKELY)
             return _absent(column, meant, present, path, said_by="data.labels" if column in self.labels else "")
         for column in self.known:
-            if column not in present and (near := get_close_matches(column.lower(), spare, n=1, cutoff=NEARLY_CERTAIN)):
-                return _absent(column, spare[near[0]], present, path)
+            meant = _meant(column, spare, ALIKE if column in OTHER_NAMES else NEARLY_CERTAIN)
+            if meant and column not in present:
+                what = (
+                    f"pipeline does not read the column {printable_text(meant)!r}: did you mean {column!r}?"
+                    f" (to keep it as a label, add a column {column!r}, which may be empty)"
+                )
+                return ConfigError(what, where=str(path), remedy=_rename(meant, column, path))
         return None
 
     def _missing(self, present: Sequence[str]) -> tuple[str, ...]:
@@ -186,7 +197,14 @@ class Columns:
         return absent if any(name in present for name in self.one_of) else (*absent, *self.one_of[:1])
 
 
-def _absent(column: str, meant: str, present: Sequence[str], path: Path, said_by: str = "") -> DataError:
+def _meant(column: str, spare: Mapping[str, str], cutoff: float) -> str:
+    """Return which of the spare columns, by their lower-case names, must be meant by a column; empty if none is."""
+    near = [name for name in spare if re.fullmatch(OTHER_NAMES.get(column, column), name)]
+    near = near or get_close_matches(column.lower(), spare, n=1, cutoff=cutoff)
+    return spare[near[0]] if near else ""
+
+
+def _absent(column: str, meant: str, present: Sequence[str], path: Path, said_by: str = "") -> ConfigError:
     """Return the error for a missing column, with how to rename it in the file or in the setting."""
     columns_there = ", ".join(printable_text(name) for name in present[:12] if name)
     what = f"no column {column!r}{said_by and f' ({said_by})'}; found: {columns_there}"
@@ -194,9 +212,13 @@ def _absent(column: str, meant: str, present: Sequence[str], path: Path, said_by
         what += f"; did you mean {printable_text(meant)!r}?"
     if len(present) == 1 and re.search(r"[;,\t]", present[0]):
         what += " (a .csv is separated by commas, a .tsv by tabs)"
-    renamable = meant.isidentifier() and path.suffix in DELIMITERS and not said_by
-    rename = f"sed -i '1s/\\b{meant}\\b/{column}/' {quote(str(path))}"
-    return DataError(what, where=str(path), remedy=rename if renamable else show_header(path))
+    return ConfigError(what, where=str(path), remedy=show_header(path) if said_by else _rename(meant, column, path))
+
+
+def _rename(name: str, column: str, path: Path) -> str:
+    """Return the command that renames a column in a file, or shows its header where that is not easy."""
+    is_easy = name.isidentifier() and path.suffix in DELIMITERS
+    return f"sed -i '1s/\\b{name}\\b/{column}/' {quote(str(path))}" if is_easy else show_header(path)
 
 
 def show_header(path: Path) -> str:
@@ -389,6 +411,9 @@ def one_file_parts(
         return (Part(Role.RECEPTOR, path, receptor, model), Part(Role.LIGAND, path, ligand, model))
     if (receptor or ligand) and spec.partners == "auto":
         named, absent = ("receptor", "ligand") if receptor else ("ligand", "receptor")
-        raise UnusableInput(Reason.BAD_ROW, f"chains of the {named} are named, but none of the {absent}")
+        what = (
+            f"chains of the {named} are named, but none of the {absent}; for items of one partner: data.partners: none"
+        )
+        raise UnusableInput(Reason.BAD_ROW, what)
     role = Role.COMPLEX if spec.partners == "auto" else Role.WHOLE
     return (Part(role, path, receptor or ligand, model),)

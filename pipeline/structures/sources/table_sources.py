@@ -42,16 +42,6 @@ if TYPE_CHECKING:
 
 PATHS = ("path", "receptor_path", "ligand_path")
 OTHERS = ("receptor_chains", "ligand_chains", "split", "cluster", "model")
-FOREIGN = {
-    "complex_name": "id",
-    "name": "id",
-    "pdb": "id",
-    "pdb_id": "id",
-    "protein_path": "path",
-    "file": "path",
-    "filename": "path",
-    "pdb_path": "path",
-}
 
 
 def manifest_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
@@ -62,8 +52,6 @@ def manifest_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
         unlabelled=spec.unlabelled,
         one_of=() if spec.structures_dir else PATHS,
         optional=(*PATHS, *OTHERS) if spec.structures_dir else OTHERS,
-        aliases={"cluster_id": "cluster"},
-        foreign=FOREIGN,
     )
     folder = StructureFolder(spec.structures_dir or spec.path.parent)
 
@@ -89,9 +77,7 @@ def _manifest_parts(spec: SourceSpec, name: str, row: SourceRow, folder: Structu
     return one_file_parts(spec, folder.required(name), receptor, ligand, model)
 
 
-PAIRS_COLUMNS = Columns(
-    required=("path",), optional=("split", "cluster"), aliases={"id": "path", "cluster_id": "cluster"}
-)
+PAIRS_COLUMNS = Columns(required=("path",), optional=("split", "cluster"), aliases={"id": "path"})
 STEM = re.compile(r"(.+)_[rl]_[bu]")
 ROLES = {Role.RECEPTOR: "r", Role.LIGAND: "l"}
 PAIRS_SUBFOLDERS = ("structures",)
@@ -158,7 +144,6 @@ def pinder_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
         labels=spec.labels,
         unlabelled=spec.unlabelled,
         optional=("split", "cluster"),
-        aliases={"cluster_id": "cluster"},
     )
     folder = StructureFolder(spec.structures_dir or spec.path.parent, PINDER_SUBFOLDERS)
 
@@ -192,7 +177,6 @@ def _apo(folder: StructureFolder, role: Role, row: SourceRow) -> Part:
 SABDAB_COLUMNS = Columns(
     required=("pdb", "Hchain", "Lchain", "antigen_chain"),
     optional=("model", "split", "cluster"),
-    aliases={"cluster_id": "cluster"},
 )
 NOTHING = frozenset({"", "na", "none", "nan"})
 RENUMBERED = ("chothia", "imgt")

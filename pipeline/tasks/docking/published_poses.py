@@ -27,6 +27,7 @@ from pipeline.records import Reason
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.inventory import examine_item
 from pipeline.structures.parsing.structure_files import plain_files
+from pipeline.structures.sources.item_ids import KIND
 from pipeline.tasks.docking.docked_files import (
     DockedComplex,
     PoseRow,
@@ -51,7 +52,6 @@ TABLE, RATES = "poses.csv", "success.csv"
 SHOWN = range(31)  # Å
 RANKS_SHOWN = 30
 QUARTILES = {"a quarter is below": 25, "half is below": 50, "three quarters are below": 75}
-KIND = "kind"  # a column of a table, such as antibody-antigen, by which rates are told, too
 MOVE, CONFIDENCE, TRAJECTORY, KNOWN = "move", "confidence", "trajectory", "ligand_rmsd"
 
 

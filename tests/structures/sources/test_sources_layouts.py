@@ -201,7 +201,7 @@ def test_unbound_pinder_takes_apo_structures(tmp_path: Path) -> None:
 
 
 def test_unbound_pinder_needs_the_apo_columns(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no column 'apo_R_pdb'"):
+    with pytest.raises(ConfigError, match="no column 'apo_R_pdb'"):
         pinder(tmp_path, f"id,split\n{R}--{L},test\n", state="unbound")
 
 
