@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
     Tapes = Sequence[tuple[Sizes, Tape]]
 
-FEWEST = 3  # points: with two, nothing is left to check a line with
+FEWEST = 3  # different points: with two, nothing is left to check a line with
 EXACT = 1e-3  # of the largest: a fit as good as this is the law, not a coincidence
-FLOOR = 0.02  # margin of a fit without any error: the real batches are not the rehearsed ones
+FLOOR = 0.02  # margin of a fit without any error, and of each doubling: the real batches are not the rehearsed ones
 ROUNDING = 1e-9  # of the solver: no error
 BEND = 1e-4  # of the largest: above what all smaller points foretell by more, a steeper regime has begun
 SURE = 0.01  # an error up to which a fit is taken for the law
@@ -83,6 +83,11 @@ class Design:
         return Design(self.x_PD[rows], self.items)
 
     @property
+    def is_enough(self) -> bool:
+        """Tell whether enough points are different, and each driver varies: one that does not would count as constant."""
+        return len(np.unique(self.x_PD, axis=0)) >= FEWEST and bool(np.ptp(self.x_PD, axis=0).all())
+
+    @property
     def ratio(self) -> float:
         """Return how many times larger the wanted size is than the largest point."""
         return float(1 / self.x_PD.max(axis=0).min()) if self.x_PD.size else 1.0
@@ -106,9 +111,9 @@ class Design:
 
 def extrapolate(points: Sequence[tuple[Sizes, int]], wanted: Sizes) -> Extrapolated:
     """Return the estimate for the wanted size from the bytes of measured ones."""
-    if len(points) < FEWEST:
-        raise ValueError(f"{len(points)} measured sizes are too few to extrapolate from: {FEWEST} are needed")
     design = Design.of([sizes for sizes, _ in points], wanted)
+    if not design.is_enough:
+        raise ValueError(f"{len(points)} measured sizes are too few or too alike to extrapolate from")
     order = np.argsort(design.x_PD.sum(axis=1), kind="stable")
     design, y_P = design[order], np.array([taken for _, taken in points], np.float64)[order]
     degree, error = chosen_degree(design, y_P)
@@ -121,11 +126,12 @@ def extrapolate(points: Sequence[tuple[Sizes, int]], wanted: Sizes) -> Extrapola
 
 
 def margin_bytes(likely: float, largest: float, error: float, ratio: float) -> float:
-    """Return the margin: the error once, and once more for each doubling beyond the largest measured size.
+    """Return the margin: the floor and the error once, and once more for each doubling beyond the largest measured size.
 
     Where most memory is constant, an error may hide a slope: it is multiplied by the ratio of the sizes.
     """
-    return FLOOR * likely + error * max(likely * (1 + max(0.0, log2(ratio))), largest * ratio)
+    times = 1 + max(0.0, log2(ratio))
+    return FLOOR * likely * times + error * max(likely * times, largest * ratio)
 
 
 def steepest(design: Design, y_P: Floats, degree: int) -> float:
@@ -190,10 +196,10 @@ def projected(recorded: Tapes, wanted: Sizes) -> tuple[Tape, Extrapolated] | Non
     So the peak may be elsewhere in the step than in any measured size.
     """
     alike = runs_alike(recorded)
-    if len(alike) < FEWEST:
+    design = Design.of([sizes for sizes, _ in alike], wanted)
+    if not design.is_enough:
         return None
     tapes = [tape for _, tape in alike]
-    design = Design.of([sizes for sizes, _ in alike], wanted)
     bytes_PE = np.stack([tape.bytes_E for tape in tapes]).astype(np.float64)
 
     again = {

@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.memory.estimating.extrapolate import FEWEST, Extrapolated, enlarged, extrapolate, runs_alike, stretched
+from pipeline.memory.estimating.extrapolate import (
+    FEWEST,
+    Design,
+    Extrapolated,
+    enlarged,
+    extrapolate,
+    runs_alike,
+    stretched,
+)
 from pipeline.memory.footprint import (
     CannotRun,
     Category,
@@ -49,9 +57,9 @@ DRAWS, QUICK_S = 3, 1.0  # pairs of draws of the largest size, where one takes n
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """The time and memory that measuring may take on this machine."""
+    """The time and memory that measuring may take on this machine; other processes' load takes none of the time."""
 
-    time_s: float = 30.0  # of one question, as far as the next size's time can be foretold
+    time_s: float = 30.0  # of this thread's CPU for one question, as far as the next size's time can be foretold
     memory_bytes: int = 4 << 30  # of tensors, the model's state included
 
 
@@ -113,12 +121,12 @@ class MeasuredSmall:
 
     def _measured_up_to(self, wanted: Sizes, choice: MemoryChoice) -> list[MeasuredSize]:
         """Run growing sizes until time, memory or the sizes end; return the largest ones, in order."""
-        ends_s = time.monotonic() + self._allowance.time_s
+        ends_s = time.thread_time() + self._allowance.time_s
         spare_bytes = self._allowance.memory_bytes - self._session(choice).standing().bytes
         measured: list[MeasuredSize] = []
         failures: list[str] = []  # of sizes that could not be run
         for sizes in rising(wanted):
-            if not _may_grow(measured, ends_s - time.monotonic(), spare_bytes):
+            if not _may_grow(measured, ends_s - time.thread_time(), spare_bytes):
                 break
             measured += (tried := self._tried(sizes, choice, failures))
             if measured and not tried:  # before the first it was too small to be a batch at all
@@ -126,20 +134,19 @@ class MeasuredSmall:
         measured = measured[-MOST:]
         if measured and measured[-1].sizes == dict(wanted):
             return measured
-        # Small sizes may take other ways than larger ones: then more is to be known of the larger ones.
-        if len(runs_alike([(size.sizes, size.micro.first) for size in measured])) < FEWEST:
-            for share in BETWEEN if measured else ():
-                if time.monotonic() + measured[-1].took_s < ends_s:
-                    measured[-1:-1] = self._tried(proportional(measured[-1].sizes, share), choice, failures)
-        if len(measured) < FEWEST:
-            problem = f"only {len(measured)} small real batches could be run, {FEWEST} are needed"
+        for sizes in between(measured, wanted) if measured else ():
+            largest = measured[-1]
+            if time.thread_time() + 2 * largest.took_s < ends_s and 2 * largest.peak_bytes < spare_bytes:
+                measured[-1:-1] = self._tried(sizes, choice, failures)
+        if not Design.of([size.sizes for size in measured], wanted).is_enough:
+            problem = f"too few different small real batches could be run: {len(measured)}"
             raise Unmeasurable("; ".join((problem, *failures[-1:])))
         return measured
 
     def _tried(self, sizes: Sizes, choice: MemoryChoice, failures: list[str]) -> list[MeasuredSize]:
         """Return the measurement of a size; if the task raises, none, and the error is kept for the message."""
         key = (choice, tuple(sizes.items()))
-        begun_s = time.monotonic()
+        begun_s = time.thread_time()
         try:
             with _own_numbers():
                 micro = self._session(choice).micro(sizes)
@@ -148,7 +155,7 @@ class MeasuredSmall:
             failures.append(f"{words}: {type(error).__name__}: {error}")
             return []
         # A size that was run before is answered at once: how long it took is still that of the first time.
-        return [self._sizes.setdefault(key, MeasuredSize(micro, time.monotonic() - begun_s))]
+        return [self._sizes.setdefault(key, MeasuredSize(micro, time.thread_time() - begun_s))]
 
     def _share_unseen(self, measured: MeasuredSize, choice: MemoryChoice) -> float:
         """Return by what to multiply what was measured, for what kernels take within themselves, and other numbers."""
@@ -285,6 +292,21 @@ def _how_far(estimate: Extrapolated, sizes: int) -> str:
 def proportional(wanted: Sizes, fraction: float) -> dict[str, int]:
     """Return the sizes times a fraction; those above 0 stay at least 1."""
     return {name: max(1, round(value * fraction)) if value else 0 for name, value in wanted.items()}
+
+
+def between(measured: Sequence[MeasuredSize], wanted: Sizes) -> list[dict[str, int]]:
+    """Return more sizes to measure, of at most twice the largest: near it, and with drivers that do not vary yet.
+
+    Small sizes may take other ways than larger ones: then more is to be known of the larger ones.
+    """
+    largest = measured[-1].sizes
+    alike = len(runs_alike([(size.sizes, size.micro.first) for size in measured]))
+    more = [proportional(largest, share) for share in BETWEEN if alike < FEWEST]
+    for name, value in largest.items():
+        if value < wanted[name] and all(size.sizes[name] == value for size in measured):
+            more.append({**largest, name: 2 * value})
+    known = [dict(size.sizes) for size in measured]
+    return [sizes for place, sizes in enumerate(more) if sizes not in (known + more[:place])]
 
 
 def rising(wanted: Sizes) -> Iterator[dict[str, int]]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pipeline.errors import PlanInfeasible
-from pipeline.memory.estimating import small_steps
 from pipeline.memory.footprint import MemoryChoice, MicroFootprint, Provenance, live_peak_bytes, margin_of
 from pipeline.runs.model.training_work import Work, target_of
 from pipeline.training.step.optimizers import StepSettings
@@ -35,9 +32,8 @@ def family(name: str) -> object:
 
 
 @pytest.fixture(autouse=True)
-def _possible(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def _possible(one_thread: None) -> None:
     device.need()
-    monkeypatch.setattr(small_steps, "time", SimpleNamespace(monotonic=time.process_time))  # load decides nothing
 
 
 def planned(name: str, folder: Path) -> tuple[MicroFootprint, int]:
