@@ -2,9 +2,9 @@
 
     python benchmarks/planner.py [--only accuracy,limits,large] [--members NAMES] [--save]
 
-- accuracy: the live peak of three steps, planned as for users (traces are confirmed by real steps), and counted by a CPU
-  allocator that knows every byte, for each model of tests/zoo at its sizes, with one and two micro-batches (6 minutes on
-  a quiet core);
+- accuracy: the live peak of three steps, planned as for users (real steps confirm the traces), and counted by a CPU
+  allocator that knows every byte, for each model of tests/zoo at its sizes, with one and two micro-batches (6 minutes
+  on a quiet core);
 - limits: epochs of items of various sizes, planned for five limits each, and trained on a device that refuses the first
   byte above the limit (15 minutes);
 - large: a plan for a transformer of 650M parameters and 10,000 lengths, in a process of its own (30 seconds).

@@ -84,7 +84,7 @@ class Design:
 
     @property
     def is_enough(self) -> bool:
-        """Tell whether enough points are different, and each driver varies: one that does not would count as constant."""
+        """Tell whether enough points are different, and each driver varies: else its share would count as constant."""
         return len(np.unique(self.x_PD, axis=0)) >= FEWEST and bool(np.ptp(self.x_PD, axis=0).all())
 
     @property
@@ -126,7 +126,7 @@ def extrapolate(points: Sequence[tuple[Sizes, int]], wanted: Sizes) -> Extrapola
 
 
 def margin_bytes(likely: float, largest: float, error: float, ratio: float) -> float:
-    """Return the margin: the floor and the error once, and once more for each doubling beyond the largest measured size.
+    """Return the margin: floor and error once, and once more for each doubling beyond the largest measured size.
 
     Where most memory is constant, an error may hide a slope: it is multiplied by the ratio of the sizes.
     """

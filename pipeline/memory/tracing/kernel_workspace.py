@@ -405,10 +405,12 @@ _CUDA_KEPT: dict[str, Rule] = {**KEPT_ON_BOTH, "mkldnn_rnn_layer": _cudnn_reserv
 
 
 def taken(rules: dict[str, Rule], op: Operator, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
-    """Return what a table says of a call; what it does not know costs nothing."""
+    """Return what a table says of a call; what it does not know costs nothing, and no rule knows nested tensors."""
     name = operator_name(op)
     rule = rules.get(name)
-    return max(0, rule(Call(args, kwargs, result, name))) if rule else 0
+    if rule is None or any(getattr(value, "is_nested", False) for value in (*args, result)):
+        return 0
+    return max(0, rule(Call(args, kwargs, result, name)))
 
 
 def unseen(rules: dict[str, Rule], op: Operator, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:

@@ -357,7 +357,14 @@ class Step:
             yield "ema", str(place), average
 
     def _terms(self, model: nn.Module, batch: Batch) -> Terms:
-        return self.task.loss(model, batch)
+        try:
+            return self.task.loss(model, batch)
+        except RuntimeError as error:
+            if torch.is_grad_enabled() or "does not require grad" not in str(error):
+                raise
+        with torch.enable_grad():  # a loss through a derivative, such as forces, which needs them to be evaluated
+            terms = self.task.loss(model, batch)
+        return {name: (total.detach(), weight) for name, (total, weight) in terms.items()}
 
     def cast(self) -> AbstractContextManager[Any]:
         """Return a context in which the model runs in the precision of the settings."""

@@ -69,6 +69,15 @@ class Told(TwoTerms):
         return {"squared": float(len(batch["y"])), "known": (batch["w"] > 1).sum().double()}
 
 
+class Forces(TwoTerms):
+    """An energy and the forces, which are its slope; the loss leaves it to the step whether gradients are enabled."""
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, tuple[Tensor, Tensor | float]]:
+        x = batch["x"].clone().requires_grad_()
+        (force,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return {**super().loss(model, batch), "known": (force.square().sum(), batch["w"].sum())}
+
+
 def data(count: int = 24) -> dict[str, Tensor]:
     rng = torch.Generator().manual_seed(1)
     return {
@@ -86,7 +95,7 @@ def after(
     return [one.detach() for one in step.model.parameters()], values
 
 
-@pytest.mark.parametrize("task", [OneTerm(), TwoTerms(), Told()], ids=["one term", "two terms", "two terms, told"])
+@pytest.mark.parametrize("task", [OneTerm(), TwoTerms(), Told(), Forces()], ids=lambda task: type(task).__name__)
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_any_cut_of_a_step_does_what_the_whole_does(task: Any, clip: float | None) -> None:
     settings = StepSettings(optimizer="sgd", learning_rate=0.1, clip=clip, ema=0.9)
@@ -211,6 +220,12 @@ def test_what_fails_midway_leaves_nothing_to_the_next_step() -> None:
     step.run([data()])
     expected, _ = after(OneTerm(), [data()], StepSettings(optimizer="sgd", learning_rate=0.1), steps=1)
     assert all(torch.equal(one, other) for one, other in zip(expected, step.model.parameters(), strict=True))
+
+
+def test_a_loss_through_a_derivative_is_evaluated_and_leaves_no_graph() -> None:
+    terms = Step(Forces(), StepSettings()).evaluate(data())
+    assert terms["known"][0] > 0
+    assert not any(total.requires_grad for total, _ in terms.values())
 
 
 def test_terms_that_come_and_go_need_weights_told_beforehand() -> None:

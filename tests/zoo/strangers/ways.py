@@ -180,7 +180,25 @@ WAYS: dict[str, Callable[[Layers, Tensor], Tensor]] = {
     "masked words": masked,
     "routed experts": routing,
 }
-FAMILIES: dict[str, Callable[[], Small]] = {
+
+
+class Jagged(nn.Module):
+    """Attention among the parts of each item, in nested tensors instead of padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps, self.out = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.Linear(WIDTH, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        begins = torch.tensor([0, *[16, 48] * (len(x) // 64)]).cumsum(0)
+        parts = torch.nested.nested_tensor_from_jagged(x, begins)
+        told = nn.functional.scaled_dot_product_attention(
+            *(one(parts).unflatten(-1, (4, -1)).transpose(1, 2) for one in self.maps)
+        )
+        return self.out(told.transpose(1, 2).flatten(-2)).values()
+
+
+FAMILIES: dict[str, Callable[[], Small]] = {"jagged": lambda: Small(Jagged)} | {
     name: lambda way=way: Small(lambda: Layers(way))
     for name, way in WAYS.items()  # type: ignore[misc]
 }
