@@ -162,5 +162,5 @@ def read_json(path: Path) -> Any | None:
     """Return the JSON value in a file; None where the file is missing, torn or no JSON."""
     try:
         return json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None

@@ -249,10 +249,12 @@ def replay_command(
     """
     from pipeline.errors import ConfigError
     from pipeline.report import tables
+    from pipeline.runs.engine.lifecycle import refuse_others
     from pipeline.runs.replay.replay_case import find_case, steps_with_bundles
     from pipeline.runs.replay.replay_step import replay_document
 
     folder = run_folder(run, config, sets)
+    refuse_others(folder, "replayed")  # a replay loads the run's code
     if step is None:
         steps = ", ".join(map(str, steps_with_bundles(folder, point)))
         known = f"there are bundles of the steps {steps}" if steps else "no step has left a bundle"

@@ -223,11 +223,12 @@ def _start(
     from pipeline.runs.engine.handover import start_supervisor
     from pipeline.runs.engine.lifecycle import gives_way, new_run, refuse_double
     from pipeline.runs.engine.run_supervisor import Supervisor
+    from pipeline.runs.upkeep.retention import tags_read
 
     config, ended = project.config, ended or print_run_tables
     same = refuse_double(config, stages, project.only)
     if same is None:
-        folder = new_run(config, stages, typed, project.beside, project.only)
+        folder = new_run(config, stages, typed, project.beside, project.only, tags_read(project, stages))
         same = gives_way(folder, config, stages, project.only)
     if same is not None:
         message = f"run {same.name} is doing this already\n  watch it: {_status_of(same)}"

@@ -276,15 +276,7 @@ def supervisor(folder: RunFolder, status: RunStatus, now: QueueLook) -> str:
 HEARD_OF_S = 86_400  # a run without any event for so long never began
 
 
-@dataclass(frozen=True, slots=True)
-class GoingRun:
-    """An active run, and its configuration; None where this version cannot read it."""
-
-    folder: RunFolder
-    config: Config | None
-
-
-def going_on(runs: Path, root: Path) -> list[GoingRun]:
+def going_on(runs: Path, root: Path) -> list[RunFolder]:
     """Return the active runs in a folder that use the cache at `root`, as far as this user can read them."""
     try:
         folders = runs_in(runs)
@@ -294,7 +286,7 @@ def going_on(runs: Path, root: Path) -> list[GoingRun]:
     for folder in folders:
         config = _config_of(folder)
         if (config is None or uses(config, root)) and goes_on(folder):
-            active.append(GoingRun(folder, config))
+            active.append(folder)
     return active
 
 

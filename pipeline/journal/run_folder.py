@@ -42,6 +42,7 @@ class RunFolder:
     config = _RunFile("config.json")  # the configuration, resolved and frozen at submission
     stages = _RunFile("stages.json")  # the names of the stages, in order
     again = _RunFile("again.txt")  # the command that does what is missing: the one that was typed
+    recipes = _RunFile("recipes.json")  # kind and tag of each recipe that it reads; absent in runs of older versions
     items = _RunFile("items.jsonl")  # every item of the data set, a line each, as the sources gave them
     only = _RunFile("only")  # the keys of the records that the run may make; absent where it may make all
     meetings = _RunFile("meetings")  # where the ranks of a task exchange their addresses

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -18,11 +19,18 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config.load import read_config
 from pipeline.files import is_mine
+from pipeline.journal.ledger import Ledger
+from pipeline.records import EventKind
+from pipeline.runs.engine.lifecycle import new_run
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import PARTIAL_SUFFIX, KindLayout
+from pipeline.store.maintenance.leftovers import User as CacheUser
+from pipeline.store.maintenance.leftovers import register
 from pipeline.structures.synthetic import complex_pdb
-from tests.testkit.command import Typed
-from tests.testkit.project import PIPELINE, settle
+from tests.testkit.command import Command, Typed
+from tests.testkit.project import PIPELINE, MakeProject, settle
 
 ROOT = Path(__file__).parents[2]
 ALICE, BOB, LAB = 64101, 64102, 64100
@@ -200,7 +208,7 @@ def test_anothers_run_can_be_read_where_it_may_and_is_not_resumed_or_cancelled(l
     for words in (("status",), ("report",), ("logs",)):
         assert lab.bob.types(*words, str(run)).code == 0, words
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    for verb, done in (("resume", "resumed"), ("cancel", "cancelled")):
+    for verb, done in (("resume", "resumed"), ("cancel", "cancelled"), ("replay", "replayed")):
         refused = lab.bob.types(verb, str(run))
         assert refused.code == 2
         assert f"is of user {ALICE}, by whom alone it can be {done}" in refused.said
@@ -218,6 +226,31 @@ def test_a_path_is_ones_own_too_where_the_file_system_knows_users_by_other_numbe
     assert [is_mine(mine), is_mine(others)] == [True, False]
     monkeypatch.setattr(os, "geteuid", lambda: BOB)  # whose files a mount shows as root's
     assert [is_mine(mine), is_mine(others)] == [True, False]
+
+
+@pytest.mark.parametrize("lists", [True, False])
+def test_cleaning_a_shared_cache_loads_no_code_of_anothers_run_and_keeps_its_records(
+    pipeline: Command, make_project: MakeProject, tmp_path: Path, lists: bool
+) -> None:
+    mine, loaded = make_project(1), tmp_path / "loaded"
+    (theirs := tmp_path / "theirs").mkdir()
+    (theirs / "their_encoder.py").write_text(f"open({str(loaded)!r}, 'w')")
+    cache, tag = CacheFolder(mine / "cache"), b"tag!"
+    with cache.kind("graph").writer() as writer:
+        for key in (tag + bytes(12), b"another recipe's"):
+            writer.put(key, {})
+    config = read_config(mine / "pipeline.yaml", [f"cluster.runs={theirs}"]).config
+    run = new_run(config, ["graph"], tags=[("graph", tag)] if lists else None)
+    run.config.write_text(run.config.read_text().replace('"encoder": "auto"', '"encoder": "their_encoder:Encoder"'))
+    run.task_code.write_text(str(theirs))
+    about = {"host": socket.gethostname(), "pid": os.getpid()}
+    Ledger(run, "supervisor-000001").emit(EventKind.RUN_STARTED, stages=["graph"], **about)
+    assert register(cache.disk, cache.root, CacheUser(str(theirs / "pipeline.yaml"), str(theirs), frozenset()))
+    assert "their_encoder" in run.config.read_text()
+    for words in ((), ("--yes",)):
+        assert pipeline("cache", "clean", "--older-than", "0", *words).code == 0
+    assert not loaded.exists()
+    assert len(set(CacheFolder(cache.root).kind("graph").keys())) == (1 if lists else 2)
 
 
 def shards(lab: Lab, owner: int) -> list[Path]:

@@ -39,7 +39,7 @@ from pipeline.stage_names import StageName
 from pipeline.waiting import wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from pipeline.cluster.job_spec import Executor, JobId
     from pipeline.config.schema import Config
@@ -58,10 +58,12 @@ def new_run(
     typed: Command | None = None,
     beside: Path | None = None,
     only: Only = EVERYTHING,
+    tags: Iterable[tuple[str, bytes]] | None = None,
 ) -> RunFolder:
     """Create the folder of a run, with the configuration, the code and the typed command frozen in it.
 
-    `beside` is the folder of the user's own modules: those of the task and the reader are frozen, too.
+    `beside` is the folder of the user's own modules: those of the task and the reader are frozen, too. `tags` are those
+    of the recipes that the run reads: `cache clean` keeps their records, whose run it is, and loads no code for that.
     """
     now, private = datetime.now(tz=UTC), config.cluster.private
     folder = None
@@ -75,6 +77,8 @@ def new_run(
             folder.config.write_text(dump_resolved(config))
             if not only.is_all:
                 only.write(folder)
+            if tags is not None:
+                write_whole(folder.recipes, json.dumps(sorted((kind, tag.hex()) for kind, tag in tags)))
             folder.again.write_text(without_secrets(str(typed or Command.submit(stages[-1]))))
             write_whole(folder.stages, json.dumps(list(stages)))  # last: with it others see the run
     except JobFailed as error:

@@ -42,7 +42,7 @@ from pipeline.store.maintenance.sweep import Fate, Live, earlier_clock, mark, sw
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pipeline.journal.active_runs import GoingRun
+    from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
     from pipeline.store.maintenance.leftovers import User
     from pipeline.store.maintenance.sweep import Marked
@@ -133,9 +133,9 @@ def _user_files(cache: CacheFolder) -> dict[str, tuple[float, float]]:
     return {name: cache.disk.times_of(folder / name) for name in names}
 
 
-def _sort_users(cleaning: Cleaning, users: list[User], strangers: list[str], going: list[GoingRun]) -> None:
+def _sort_users(cleaning: Cleaning, users: list[User], strangers: list[str], going: list[RunFolder]) -> None:
     """Note who else uses the cache, and who does no more; a user whose run goes on counts as there."""
-    busy = {run.folder.path.parent for run in going}
+    busy = {run.path.parent for run in going}
     idle = [user for user in users if Path(user.runs) not in busy]
     vanished = [user for user in idle if has_vanished(user, cleaning.now, cleaning.asked.grace_s)]
     cleaning.forgotten = tuple(vanished)
@@ -195,10 +195,10 @@ def _is_gone(path: Path) -> bool:
     return False
 
 
-def _refuse_going(cache: CacheFolder, going: list[GoingRun], folders: list[Path]) -> None:
+def _refuse_going(cache: CacheFolder, going: list[RunFolder], folders: list[Path]) -> None:
     """Refuse to remove everything while a run goes on, or where it cannot be told whether one does."""
     if going:
-        name = going[0].folder.name
+        name = going[0].name
         what = f"run {name} goes on, and needs what is in this cache"
         raise ConfigError(what, where=str(cache.root), remedy=status_or_cancel(name))
     if closed := next(filter(hidden, folders), None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from contextlib import suppress
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.command_line import Command, quoted, status_or_cancel
+from pipeline.command_line import Command, quoted
 from pipeline.encoder.embedding_recipe import texts
 from pipeline.errors import ConfigError, DataError, PipelineError
 from pipeline.journal.active_runs import hidden
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
     from pipeline.config.schema import Config
     from pipeline.encoder.embedding_recipe import EmbeddingRecipe
-    from pipeline.journal.active_runs import GoingRun
+    from pipeline.journal.run_folder import RunFolder
     from pipeline.records import Rejection
 
 log = logging.getLogger(__name__)
@@ -62,18 +63,26 @@ def recipes_of(project: Project, kinds: Iterable[str] = RECIPE_KINDS) -> Recipes
     return {(kind, recipe_tag(kind, recipe)): recipe for kind in kinds for recipe in of_kind[kind]()}
 
 
-def register_use(project: Project, stages: Iterable[str], file: Path | None) -> None:
-    """Register in the cache that a configuration uses it, before anything relies on what is there."""
+def tags_read(project: Project, stages: Iterable[str]) -> set[tuple[str, bytes]]:
+    """Return the tags of the recipes whose records some stages read or make."""
     from pipeline.runs.workflow import table  # late: every stage comes with it, which `cache stat` needs not wait for
 
-    config, tags, stages = project.config, set[tuple[str, bytes]](), list(stages)
-    fills = any(table.known_stage(stage).kinds for stage in stages)
-    by_reader = is_reader(config)
-    wanted = set[str]() if by_reader else {name for stage in stages for name in table.up_to(stage, config)}
-    for kind in RECIPE_KINDS:
+    wanted = {name for stage in stages for name in table.up_to(stage, project.config)}
+    tags = set[tuple[str, bytes]]()
+    for kind in wanted.intersection(RECIPE_KINDS):
         with suppress(PipelineError):  # without a recipe nothing of it is used: a script may do without weights
-            tags |= recipes_of(project, [kind] if kind in wanted else ()).keys()
-    if not tags and not by_reader:  # whose tables are kept for the runs that name them
+            tags |= recipes_of(project, [kind]).keys()
+    return tags
+
+
+def register_use(project: Project, stages: Iterable[str], file: Path | None) -> None:
+    """Register in the cache that a configuration uses it, before anything relies on what is there."""
+    from pipeline.runs.workflow import table
+
+    config, stages = project.config, list(stages)
+    fills = any(table.known_stage(stage).kinds for stage in stages)
+    tags = tags_read(project, stages)
+    if not tags and not is_reader(config):  # whose tables are kept for the runs that name them
         return
     user = user_of(config_name(file), str(config.cluster.runs.absolute()), tags)
     for cache in (project.cache, *project.cache.under):
@@ -177,7 +186,7 @@ class Staying:
     others: Sequence[User]  # that use the cache, too
     own: Sequence[User]  # what this project once said that it uses
     strangers: bool  # whether there are users of whom nothing can be read
-    going: Sequence[GoingRun]
+    going: Sequence[RunFolder]
     keep_recipes: bool
     recipes: Recipes = field(default_factory=dict)  # every one that is known
     notes: list[CleanNote] = field(default_factory=list)
@@ -189,9 +198,14 @@ class Staying:
         known = frozenset(self.recipes)
         has_weights = self._find_wanted()
         kept = {(kind, bytes.fromhex(tag)) for user in self.others for kind, tag in user.tags}
+        all_stays = self.strangers
         for run in self.going:
-            kept |= recipes_of_run(run).keys()
-            self.notes.append(CleanNote(f"run {run.folder.name} goes on: all that is made by its recipes stays"))
+            try:  # what the run itself wrote at submission: its code may be another user's, and is not loaded
+                kept |= {(str(kind), bytes.fromhex(tag)) for kind, tag in json.loads(run.recipes.read_text())}
+                stays = "all records of its recipes stay"
+            except (OSError, TypeError, ValueError, RecursionError):  # absent in runs of older versions
+                all_stays, stays = True, "does not list its recipes, so all records stay"
+            self.notes.append(CleanNote(f"run {run.name} is active: {stays}"))
         need, certain = Needed(), False
         if self.keep_recipes:
             kept |= {
@@ -218,7 +232,7 @@ class Staying:
             live[StageName.EMBED] = EVERYTHING
         if certain and not (self.others or self.going):
             live[FILES] = Live(pairs=sorted_pairs(need.files))
-        if self.strangers:
+        if all_stays:
             live |= dict.fromkeys((*RECIPE_KINDS, FILES), EVERYTHING)
         live |= {LIMITS: NOTHING, SETS: self._tables()}
         return live
@@ -241,7 +255,7 @@ class Staying:
         """Return which tables of data sets stay: those that runs name."""
         keys = bytearray()
         folders = {self.project.config.cluster.runs, *(Path(user.runs) for user in (*self.others, *self.own))}
-        for runs in folders | {run.folder.path.parent for run in self.going}:
+        for runs in folders | {run.path.parent for run in self.going}:
             if self.strangers or hidden(runs):
                 return EVERYTHING
             for folder in runs_in(runs):
@@ -254,18 +268,6 @@ class Staying:
 def described(cache: CacheFolder) -> Recipes:
     """Return the recipes that the cache describes."""
     return {(kind, recipe_tag(kind, recipe)): recipe for _, kind, recipe in cache.described()}
-
-
-def recipes_of_run(run: GoingRun) -> Recipes:
-    """Return the recipes of the records that a run needs."""
-    name = run.folder.name
-    try:
-        if run.config is None:
-            raise ConfigError("its configuration is of another version")
-        return recipes_of(Project.open(run.config, remember=False, beside=run.folder.task_root))
-    except PipelineError as error:
-        what = f"run {name} goes on, and what it needs cannot be told: {error.what.splitlines()[0]}"
-        raise ConfigError(what, where=str(run.folder.path), remedy=status_or_cancel(name)) from error
 
 
 SCAN_FIRST = Command.submit("scan")

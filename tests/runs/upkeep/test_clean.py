@@ -188,7 +188,8 @@ def test_recipes_are_kept_when_that_is_asked_for_and_what_is_of_none_goes(copy):
 
 def going_run(copy: Copy, *sets: str) -> Ledger:
     """Begin a run that seems to be looked after by this process."""
-    folder = new_run(copy.config(*sets), ["scan", "graph"])
+    tags = retention.tags_read(copy.project(*sets), ["embed", "graph"])
+    folder = new_run(copy.config(*sets), ["scan", "graph"], tags=tags)
     ledger = Ledger(folder, "supervisor-000001")
     ledger.emit(EventKind.RUN_STARTED, stages=["scan", "graph"], host=socket.gethostname(), pid=os.getpid())
     return ledger
