@@ -390,7 +390,7 @@ def _follow(folder: RunFolder, executor: Executor, ended: Callable[[RunStatus], 
     with StageBars() as live:
         for caveat in executor.caveats:
             typer.echo(f"note: {caveat}", err=True)
-        show = _shown(live)
+        show = shown(live)
 
         def watch(status: RunStatus) -> None:
             try:
@@ -427,7 +427,7 @@ def print_run_tables(status: RunStatus) -> None:
     tables.show_parts(*run_report(SeenRun(status), with_error=False))
 
 
-def _shown(live: StageBars) -> Callable[[RunStatus], None]:
+def shown(live: StageBars) -> Callable[[RunStatus], None]:
     """Return a callback that announces each stage once and shows its progress."""
     from pipeline.report import tables
     from pipeline.report.plan_tables import stage_lines
@@ -455,7 +455,7 @@ def _watch(folder: RunFolder, ended: Callable[[RunStatus], None]) -> None:
 
     reader, ask = StatusReader(folder), Sparing()
     with StageBars() as live:
-        show = _shown(live)
+        show = shown(live)
         try:
             while reader.status.state in GOING_ON:
                 show(current_status(reader, ask)[0])

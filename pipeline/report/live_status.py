@@ -9,7 +9,6 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
-from rich.console import Console
 from rich.live import Live
 from rich.progress import (
     BarColumn,
@@ -27,12 +26,13 @@ from rich.text import Text
 from pipeline.report.run_tables import run_report
 from pipeline.report.screen import Screen, screen
 from pipeline.report.stage_lines import UNIT, counted_so_far, speed, unit_of
-from pipeline.report.tables import show_parts
+from pipeline.report.tables import show_parts, the_console
 from pipeline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rich.console import Console
     from rich.progress import Task
 
     from pipeline.encoder.checkpoints.download import DownloadProgress
@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from pipeline.store.maintenance.damage_report import Checked
 
 LINE_EVERY_S = 10.0
-WIDE, BAR_COLUMNS = 160, 75  # columns
+WIDE = 160  # columns
+BAR, BESIDE_NOTE = 20, 60  # columns of a bar, and of all that stands before its note
 EVERY_S = 2.0
 GLANCE_S = 0.2  # how soon a terminal's new size is seen
 CHANGES = 30  # of a stage, from which its pace is computed
@@ -60,8 +61,8 @@ class LiveBars:
     """Shows progress on stderr (stdout is for the document): bars on a terminal, else a line now and then."""
 
     def __init__(self, *columns: ProgressColumn) -> None:
-        self._console = Console(file=sys.stderr, highlight=False)
-        shown = (TextColumn("{task.description}"), BarColumn(), *columns, TextColumn("{task.fields[note]}"))
+        self._console = the_console(to_stderr=True)
+        shown = (TextColumn("{task.description}"), BarColumn(BAR), *columns, TextColumn("{task.fields[note]}"))
         self._bars = Progress(*shown, console=self._console)
         self._tasks: dict[str, TaskID] = {}
         self._begun = time.monotonic()
@@ -119,7 +120,8 @@ class StageBars(LiveBars):
         note = ", ".join([*figures, *left_out])
         line = f"{stage.items_done:,} of {stage.missing:,} {unit_of(stage.name, stage.counts())}s {note}"
         if self._console.is_terminal and self._console.width < WIDE:  # the bar and the count matter more
-            note = ", ".join([*left_out, *figures[:1]])[: max(0, self._console.width - BAR_COLUMNS)]
+            shorter = (", ".join([*left_out, *figures[:1]]), *left_out)
+            note = next((text for text in shorter if len(text) <= self._console.width - BESIDE_NOTE), "")
         is_news = stage.items_done >= stage.missing or stage.name not in self._told
         self._update(stage.name, stage.items_done, stage.missing, line, note, now=is_news)
 
@@ -195,7 +197,7 @@ def watched(now: Callable[[], SeenRun], goes_on: Callable[[], bool]) -> None:
         last[:] = [now()]
         return last[0] if goes_on() else None
 
-    console = Console(highlight=False)
+    console = the_console()
     try:
         if sys.stdout.isatty() and not console.is_dumb_terminal:
             _on_screen(console, look)

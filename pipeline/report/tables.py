@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -20,19 +21,31 @@ NO_TERMINAL, MESSAGE = 200, 100  # columns of tables where there is no terminal,
 TEXT_MOST = 600  # characters of a text on a page
 
 
+@lru_cache(maxsize=2)
+def _console_of(stream: IO[str]) -> Console:
+    return Console(file=stream, highlight=False, soft_wrap=not stream.isatty())
+
+
+def the_console(*, to_stderr: bool = False) -> Console:
+    """Return the only Console that this process has for stdout or stderr: a live bar moves down for what it prints."""
+    stream = sys.stderr if to_stderr else sys.stdout
+    return _console_of(getattr(stream, "rich_proxied_file", stream))
+
+
 def show_parts(*parts: RenderableType, to_stderr: bool = False, columns: int = 0) -> None:
     """Print for a person; without a terminal there is no colour, and a line as long as it needs to be, or `columns`."""
-    stream = sys.stderr if to_stderr else sys.stdout
-    console = Console(file=stream, highlight=False, soft_wrap=not stream.isatty())
-    if stream.isatty():
-        for part in parts:
+    console = the_console(to_stderr=to_stderr)
+    columns = console.width if console.file.isatty() else columns
+    shown = [_wrapped(part, columns) if columns and isinstance(part, str) else part for part in parts]
+    if console.file.isatty():
+        for part in shown:
             console.print(part, markup=False)
         return
     console.width = columns or NO_TERMINAL
     with console.capture() as printed:
-        for part in parts:
-            console.print(_wrapped(part, columns) if columns and isinstance(part, str) else part, markup=False)
-    stream.write("".join(f"{line.rstrip()}\n" for line in printed.get().splitlines()))
+        for part in shown:
+            console.print(part, markup=False)
+    console.file.write("".join(f"{line.rstrip()}\n" for line in printed.get().splitlines()))
 
 
 def _wrapped(text: str, columns: int) -> str:

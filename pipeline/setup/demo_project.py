@@ -222,7 +222,7 @@ ACTIVATE = "\n  source {}/bin/activate"
 CONFIG = """\
 # A small project of made complexes. Every other command works here as it does on real data:
 #   pipeline config show      every value and where it comes from
-#   pipeline submit --stage all --executor local --follow
+#   pipeline submit --stage all --follow
 data:
   source: manifest
   path: data/manifest.csv       # id, path, chains and split of each complex
@@ -276,14 +276,14 @@ def what_to_look_at(folder: Path, recipe: str | None = None) -> str:
     return f"""
 Look around:{activate}
   cd {quoted(folder)}
-  less data/manifest.csv                 24 complexes with shared antigens, and one broken file
-  pipeline status                        what was accepted, and why one was not
-  pipeline submit --stage all --executor local --follow       again: everything is cached
-  pipeline plan --stage train                                 what training takes, before it runs
-  pipeline submit --stage train --executor local --follow --set train.epochs=8       goes on where it was left
-  pipeline submit --stage predict --executor local --follow   what the model says of every complex
-  pipeline report                                             what was asked for beside what was used
-  pipeline weights check                 the small random ESM-2 that it ran
-  pipeline cache stat                    what the cache holds
-  pipeline config show                   every setting and where it comes from
-  pipeline doctor                        whether this machine is ready"""
+  less data/manifest.csv                    24 complexes and one broken file
+  pipeline status                           what was accepted, and why one was not
+  pipeline submit --stage all --follow      again: everything is cached
+  pipeline plan --stage train               what training takes, before it runs
+  pipeline submit --stage predict --follow  predictions for every complex
+  pipeline submit --stage train --follow --set train.epochs=8  continue training
+  pipeline report                           memory and time: requested and used
+  pipeline weights check                    the small random ESM-2 that it ran
+  pipeline cache stat                       what the cache holds
+  pipeline config show                      every setting and where it comes from
+  pipeline doctor                           whether this machine is ready"""
