@@ -15,6 +15,7 @@ import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from io import FileIO
 from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,7 +38,7 @@ from pipeline.readers.entry import (
     entry_rejection,
 )
 from pipeline.readers.images import MOST_PIXELS, SUFFIXES, class_names, decoded_image, image_library
-from pipeline.readers.table_rows import PARTED_BY, TextTable, suffix_of
+from pipeline.readers.table_rows import MOST_ROW_BYTES, PARTED_BY, TextTable, suffix_of
 from pipeline.records import Entry
 
 if TYPE_CHECKING:
@@ -280,10 +281,19 @@ class TarPair(NamedTuple):
     problem: str = ""
 
 
+class _TarBytes(FileIO):
+    """A tar of which no header is read that would take much memory."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size and size > MOST_ROW_BYTES:
+            raise tarfile.ReadError(f"a header of {size:,} bytes")
+        return super().read(size)
+
+
 def tar_pairs(path: Path) -> Iterator[TarPair]:
     """Yield the pairs of a tar in order; one that lacks its image or its text says so."""
     try:
-        with tarfile.open(path, "r:") as tar:
+        with _TarBytes(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             members = (pair for pair in enumerate(tar) if pair[1].isfile())
             for stem, parts in groupby(members, lambda pair: str(_stem(pair[1].name))):
                 yield _pair(stem, list(parts))
@@ -297,7 +307,7 @@ def tar_pairs(path: Path) -> Iterator[TarPair]:
 def _stem(name: str) -> PurePosixPath:
     """Return a member's name up to the first dot of its last part, which is what makes a pair."""
     path = PurePosixPath(name)
-    return path.with_name(path.name.partition(".")[0] or path.name)
+    return path.with_name(path.name.partition(".")[0] or path.name) if path.name else path
 
 
 def _pair(stem: str, parts: Iterable[tuple[int, tarfile.TarInfo]]) -> TarPair:
@@ -309,5 +319,12 @@ def _pair(stem: str, parts: Iterable[tuple[int, tarfile.TarInfo]]) -> TarPair:
         place = (member.offset_data, member.size)
         image = place if suffix in SUFFIXES else image
         text = place if suffix == TAR_TEXT else text
-    problem = "there is no image of this name" if image == (0, 0) else ""
-    return TarPair(stem, first, image, text, problem or ("there is no text of this name" if text == (0, 0) else ""))
+    problem = _problem("image", image, MOST_BYTES) or _problem("text", text, MOST_ROW_BYTES)
+    return TarPair(stem, first, image, text, problem)
+
+
+def _problem(part: str, place: tuple[int, int], most_bytes: int) -> str:
+    """Say what is wrong with the image or the text of a pair; "" where nothing is."""
+    if place == (0, 0):
+        return f"there is no {part} of this name"
+    return f"the {part} has {place[1]:,} bytes, and {most_bytes:,} are allowed" if place[1] > most_bytes else ""

@@ -168,6 +168,8 @@ def _take_structures(item: Item, files: Mapping[str, File], recipe: ScanRecipe) 
     structures: dict[tuple[str, int | None], Structure] = {}
     sides = _sides(item.parts, files, recipe, structures)
     bound = _sides(item.bound, files, _as_experiments(recipe), structures)  # which are experiments, as a rule
+    for known in (sides, bound):
+        _check_size(sum(chain.last - chain.first for side in known.values() for chain in side.chains), recipe)
     if _is_swapped(bound if len(bound) == len(PAIR) else sides, recipe.ligand):
         sides, bound = _swapped(sides), _swapped(bound)
     maps: dict[str, NDArray[np.int32]] = {}
@@ -183,7 +185,6 @@ def _take_structures(item: Item, files: Mapping[str, File], recipe: ScanRecipe) 
         partners[role] = _partner(role, side, sequences)
     labels = (_partner(role, side, [chain.sequence for chain in side.chains]) for role, side in bound.items())
     inventory = Inventory(partners=tuple(partners.values()), bound=tuple(labels))
-    _check_size(sum(partner.residues for partner in inventory.partners), recipe)
     _check_nodes(inventory.partners, recipe)
     return inventory, Complex(partners, sides, bound, maps)
 

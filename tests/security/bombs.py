@@ -13,7 +13,9 @@ import os
 import resource
 import struct
 import sys
+import tarfile
 import traceback
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,13 +23,22 @@ from pathlib import Path
 import h5py
 import msgpack
 import numpy as np
+import torch
 
+from pipeline.encoder.checkpoints.esm_checkpoint import (
+    PT_PREFIX,
+    Architecture,
+    digest_weights,
+    load_esm_checkpoint,
+    shapes,
+)
 from pipeline.encoder.checkpoints.weight_containers import read_pt, read_safetensors
 from pipeline.errors import PipelineError
 from pipeline.readers import hdf5
+from pipeline.readers.captions import Captions
 from pipeline.readers.pairs import Pairs
 from pipeline.readers.spectra import Spectra
-from pipeline.records import Rejection
+from pipeline.records import Reason, Rejection
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
 from pipeline.structures.atoms import UnusableInput
@@ -36,6 +47,7 @@ from pipeline.structures.parsing.structure_files import format_of, read_file
 from pipeline.structures.sources.data_source import items
 from pipeline.structures.sources.item_ids import SourceSpec
 from pipeline.training.checkpoints.tensor_file import TensorFile, WrittenFile
+from pipeline.training.checkpoints.trained_weights import stored_weights
 from tests.structures.parsing.amber_text import complex_files
 
 GIB = 1 << 30
@@ -136,6 +148,17 @@ def bcif_wide_texts(folder: Path) -> object:
 
 
 @bomb
+def mmcif_sequence(folder: Path) -> object:
+    """A sequence and a chain of 30,000 residues, whose alignment takes a byte for each pair of them."""
+    names = [("ALA", "GLY")[number * number % 7 % 2] for number in range(30_000)]
+    atoms = "".join(f"ATOM {at} C CA {name} A {at} . . {at % 999} 0 0\n" for at, name in enumerate(names[::-1], 1))
+    path = folder / "a.cif.gz"
+    monomers = "".join(f"1 {at} {name}\n" for at, name in enumerate(names, 1))
+    path.write_bytes(gzip.compress(SEQUENCE.format(atoms=atoms, monomers=monomers).encode()))
+    return parse_structure(read_file(path, MOST_FILE_BYTES), "mmcif", FileReading(seqres=True), 10_000)
+
+
+@bomb
 def sdf_counts(folder: Path) -> object:
     counts = "x\n\n\n  0  0  0  0  0  0            999 V3000\nM  V30 BEGIN CTAB\nM  V30 COUNTS 2000000000 0 0 0 0\n"
     (path := folder / "a.sdf").write_text(counts + "M  V30 BEGIN ATOM\nM  V30 1 C 0 0 0 0\nM  V30 END ATOM\nM  END\n")
@@ -205,6 +228,26 @@ def spectrum_without_an_end(folder: Path) -> object:
 
 
 @bomb
+def spectrum_of_empty_elements(folder: Path) -> object:
+    with (path := folder / "a.mzML").open("wb") as file:
+        file.writelines([b"<spectrum>", *[b"<a/>" * 1024] * 4096, b"</spectrum>"])
+    return rejected(Spectra(path).entries())
+
+
+@bomb
+def tar_of_hollow_text(folder: Path) -> object:
+    """A tar in a file with holes: of its image there is a byte, of its text there are gibibytes that nothing wrote."""
+    (image := tarfile.TarInfo("a.png")).size, (text := tarfile.TarInfo("a.txt")).size = 1, GIB
+    return rejected(Captions(hollow(folder / "a.tar", image.tobuf() + bytes(512) + text.tobuf(), 2 * GIB)).entries())
+
+
+@bomb
+def tar_of_hollow_header(folder: Path) -> object:
+    (member := tarfile.TarInfo("a.png")).size, member.type = GIB, tarfile.XHDTYPE
+    return rejected(Captions(hollow(folder / "a.tar", member.tobuf(), size=2 * GIB)).entries())
+
+
+@bomb
 def pair_of_one_line(folder: Path) -> object:
     return rejected(Pairs(hollow(folder / "a.tsv", b"left\tright\n")).entries())
 
@@ -258,12 +301,43 @@ def checkpoint_header(folder: Path) -> object:
 @bomb
 def checkpoint_packed(folder: Path) -> object:
     """A .pt whose members are compressed: torch stores them plain, and takes nothing else."""
-    import zipfile
+    return read_pt(zipped(folder / "a.pt", "a/version"))
 
-    with zipfile.ZipFile(path := folder / "a.pt", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("archive/data.pkl", b"\x80\x02}q\0." + b"\0" * (64 << 20))
-        archive.writestr("archive/version", "3\n")
-    return read_pt(path)
+
+@bomb
+def checkpoint_that_torch_alone_reads(folder: Path) -> object:
+    return read_pt(zipped(folder / "a.pt", "a/version", version=99))
+
+
+@bomb
+def script_below_its_code(folder: Path) -> object:
+    """An archive of TorchScript whose code, which may be compressed, seems to be another archive."""
+    small = ("a/code/constants.pkl", "a/constants.pkl")
+    return stored_weights(zipped(folder / "a.pt", *small, large="a/code/data.pkl"))
+
+
+@bomb
+def script_far_memo(folder: Path) -> object:
+    return stored_weights(script(folder / "a.pt", b"r" + struct.pack("<I", 0x10000000)))
+
+
+@bomb
+def script_of_one_storage(folder: Path) -> object:
+    """A thousand tensors that are all of the same mebibyte."""
+    tensor = b"(X\7\0\0\0storagectorch\nByteStorage\nX\1\0\0\0000X\3\0\0\0cpuJ\0\0\x10\0tQ"
+    members = b"".join(b"X\4\0\0\0%04d" % number + tensor for number in range(1000))
+    assert len(stored_weights(script(folder / "a.pt", b"(" + members + b"u")).tensors) == 1000
+    raise UnusableInput(Reason.BAD_ENTRY, "read in little memory")
+
+
+@bomb
+def esm_overlapping(folder: Path) -> object:
+    """An ESM-2 of which each tensor is one number again and again."""
+    settings = {"encoder_layers": 2, "encoder_embed_dim": 8192, "encoder_attention_heads": 2, "token_dropout": True}
+    names = shapes(Architecture(2, 8192, 2, token_dropout=True))
+    state = {f"{PT_PREFIX}{name}": torch.zeros(1).expand(shape) for name, shape in names.items()}
+    torch.save({"cfg": {"model": settings}, "model": state}, path := folder / "a.pt")
+    return digest_weights(load_esm_checkpoint(path))
 
 
 @bomb
@@ -289,6 +363,28 @@ def hollow(path: Path, start: bytes, size: int = GIB) -> Path:
     with path.open("wb") as file:
         file.write(start)
         file.truncate(size)
+    return path
+
+
+def zipped(path: Path, *small: str, large: str = "a/data.pkl", version: int = 20) -> Path:
+    """Write an archive of small members, and a pickle that unfolds to half a gibibyte."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in small:
+            archive.writestr(name, b"3\n", zipfile.ZIP_STORED)
+        with archive.open(large, "w") as member:
+            member.write(b"\x80\x02}.")
+            member.writelines([bytes(1 << 20)] * 512)
+        for info in archive.filelist:
+            info.extract_version = version
+    return path
+
+
+def script(path: Path, state: bytes) -> Path:
+    """Write an archive of TorchScript whose module has the state that these opcodes of a pickle fill."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/constants.pkl", b"")
+        archive.writestr("a/data/0", bytes(1 << 20))
+        archive.writestr("a/data.pkl", b"\x80\x02c__torch__\nM\n)\x81}" + state + b"b.")
     return path
 
 
@@ -350,6 +446,40 @@ _pdbx_struct_oper_list.matrix[1][1]
 """
 
 
+SEQUENCE = """\
+data_x
+loop_
+_entity.id
+_entity.type
+1 polymer
+loop_
+_entity_poly.entity_id
+_entity_poly.type
+1 polypeptide(L)
+loop_
+_struct_asym.id
+_struct_asym.entity_id
+A 1
+loop_
+_atom_site.group_PDB
+_atom_site.id
+_atom_site.type_symbol
+_atom_site.label_atom_id
+_atom_site.label_comp_id
+_atom_site.label_asym_id
+_atom_site.auth_seq_id
+_atom_site.label_seq_id
+_atom_site.label_alt_id
+_atom_site.Cartn_x
+_atom_site.Cartn_y
+_atom_site.Cartn_z
+{atoms}loop_
+_entity_poly_seq.entity_id
+_entity_poly_seq.num
+_entity_poly_seq.mon_id
+{monomers}"""
+
+
 def read_in_a_child(name: str, folder: Path) -> Ending:
     """Read one bomb where its going off is heard and does no harm."""
     context = multiprocessing.get_context("fork")
@@ -383,5 +513,5 @@ def peak_kib() -> int:
 
 
 if __name__ == "__main__":
-    for name in BOMBS:
+    for name in sys.argv[2:] or BOMBS:
         sys.stdout.write(json.dumps(asdict(read_in_a_child(name, Path(sys.argv[1]) / name))) + "\n")

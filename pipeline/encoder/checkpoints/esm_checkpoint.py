@@ -388,6 +388,10 @@ def _checked_tensors(architecture: Architecture, state: Mapping[str, Any], path:
         what = f"has tensors that {family} of {size} has not; the first is {more[0]}"
         raise WeightsUnusable(what, where=str(path), remedy="use the checkpoint of an unchanged model, adapters merged")
     tensors = {name: _checked(name, state[name], shape, path) for name, shape in expected.items()}
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors.values()}
+    if (total := sum(tensor.nbytes for tensor in tensors.values())) > (stored := sum(storages.values())):
+        what = f"its tensors overlap: {stored:,} bytes stand for {total:,}"
+        raise WeightsUnusable(what, where=str(path), remedy=FETCH_AGAIN)
     kinds = {tensor.dtype for tensor in tensors.values()}
     if len(kinds) > 1 or not kinds <= set(DTYPES.values()):
         precisions = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))

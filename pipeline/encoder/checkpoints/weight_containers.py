@@ -8,16 +8,18 @@ is refused by that name.
 
 from __future__ import annotations
 
-import errno
 import io
 import pickle
+import pickletools
 import re
+import struct
 import sys
 import warnings
 import zipfile
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +38,7 @@ from pipeline.encoder.embedding_recipe import MASK, PAD, VOCABULARY
 from pipeline.errors import WeightsUnusable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
 # Of Python's and NumPy's, what only holds values; a name that ends with a dot is a module's.
@@ -45,14 +47,8 @@ VALUES = (
     "numpy.dtype", "numpy.dtypes.", "numpy.ndarray", "numpy.core.multiarray.", "numpy._core.multiarray.",
 )  # fmt: skip
 OF_MODULES = "__torch__."  # where a TorchScript archive has its own classes
-SCRIPT = "constants.pkl"  # a member that only such an archive has
-KNOWN: dict[str, Any] = {
-    "collections.OrderedDict": OrderedDict,
-    "torch._utils._rebuild_tensor_v2": lambda flat, offset, size, stride, *_: flat.as_strided(size, stride, offset),
-    "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
-    "torch.jit._pickle.restore_type_tag": lambda value, _type: value,
-    **{f"torch.jit._pickle.build_{kind}list": list for kind in ("int", "double", "bool", "tensor")},
-}
+SCRIPT = re.compile(r"[^/]+/constants\.pkl")  # a member that only such an archive has
+_SCRIPT_LISTS = [f"torch.jit._pickle.build_{kind}list" for kind in ("int", "double", "bool", "tensor")]
 STORAGES = {
     "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
     "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
@@ -72,9 +68,15 @@ class Inert:
         self.state = state
 
 
-def stood_in(names: Sequence[str]) -> list[Any]:
-    """Return what torch's restricted unpickler is to take for these names; leave out what it must refuse."""
-    return [(Inert, name) for name in names if _is_of_values(name) or _is_foreign_class(name)]
+def _stand_ins() -> dict[str, Any]:
+    """Return what takes the place of functions; a pickle can change their defaults, so each file has its own."""
+    return {
+        "collections.OrderedDict": lambda: OrderedDict(),
+        "torch._utils._rebuild_tensor_v2": lambda flat, offset, size, stride, *_: flat.as_strided(size, stride, offset),
+        "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+        "torch.jit._pickle.restore_type_tag": lambda value, _type: value,
+        **dict.fromkeys(_SCRIPT_LISTS, lambda values, *_: values),
+    }
 
 
 def _is_of_values(name: str) -> bool:
@@ -91,13 +93,17 @@ class _ScriptUnpickler(pickle.Unpickler):
     """Reads the data of a TorchScript archive: tensors, containers, and inert objects in place of its modules."""
 
     def __init__(self, archive: zipfile.ZipFile, root: str) -> None:
-        super().__init__(io.BytesIO(archive.read(f"{root}data.pkl")))
-        self.archive, self.root = archive, root
+        data = archive.read(f"{root}data.pkl")
+        for opcode, place, _ in pickletools.genops(data):
+            if opcode.name.endswith("PUT") and int(place or 0) > len(data):  # it reserves all before
+                raise pickle.UnpicklingError(f"{opcode.name} {place}")
+        super().__init__(io.BytesIO(data))
+        self.known, self.stored = _stand_ins(), cache(lambda key: bytearray(archive.read(f"{root}data/{key}")))
 
     def find_class(self, module: str, name: str) -> Any:
         if f"{module}.".startswith(OF_MODULES):
             return Inert
-        known = KNOWN.get(f"{module}.{name}") or (module == "torch" and STORAGES.get(name))
+        known = self.known.get(f"{module}.{name}") or (module == "torch" and STORAGES.get(name))
         if not known:
             problem = f"GLOBAL {module}.{name}"
             raise pickle.UnpicklingError(problem)
@@ -105,15 +111,16 @@ class _ScriptUnpickler(pickle.Unpickler):
 
     def persistent_load(self, place: Any) -> Any:
         _, dtype, key, _, numbers = place
-        data = bytearray(self.archive.read(f"{self.root}data/{key}"))
-        return torch.frombuffer(data, dtype=dtype, count=numbers) if numbers else torch.empty(0, dtype=dtype)
+        if not numbers:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self.stored(key), dtype=dtype, count=numbers)
 
 
 def script_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a TorchScript archive by name, as its modules have them; none of its code is loaded."""
     with zipfile.ZipFile(path) as archive:
-        place = next(name for name in archive.namelist() if name.endswith(f"/{SCRIPT}"))
-        return dict(_below(_ScriptUnpickler(archive, place.removesuffix(SCRIPT)).load(), ""))
+        root = next(filter(SCRIPT.fullmatch, archive.namelist())).partition("/")[0]
+        return dict(_below(_ScriptUnpickler(archive, f"{root}/").load(), ""))
 
 
 def _below(held: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -126,9 +133,10 @@ def _below(held: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 ZIP = b"PK\x03\x04"
-CODE = "/code/"  # where a TorchScript archive has its own
+_ZIP64_END_BYTES = 98  # of the three records at the end of an archive that may be large
+CODE = re.compile(r"[^/]+/code/")  # where a TorchScript archive has its own
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)|(?:class|function) ([\w.]+) (?:was|is) not")
-_CUT_SHORT = ("central directory", "unexpected EOF", "not fully covered", "invalid header or archive")
+_CUT_SHORT = ("unexpected EOF", "not fully covered")
 
 
 def read_pt(path: Path, *, foreign: bool = False) -> Any:
@@ -137,22 +145,20 @@ def read_pt(path: Path, *, foreign: bool = False) -> Any:
     `foreign` puts inert objects in the place of those of classes nobody here has, and reads TorchScript archives.
     """
     head = _head(path)
-    members = _members(path)
+    members = _members(path) if head.startswith(ZIP) else []
     try:
-        if foreign and any(name.endswith(f"/{SCRIPT}") for name in members):
+        if foreign and any(map(SCRIPT.fullmatch, members)):
             return script_tensors(path)
         with torch.serialization.safe_globals(_inert(path) if foreign and members else []):
             return _load(path, mapped=head.startswith(ZIP))
     except OSError as error:
-        if error.errno == errno.EINVAL:  # torch looks for the archive's end before the file's beginning
-            raise _not_a_checkpoint(path, EOFError(), is_zip=head.startswith(ZIP)) from error
         raise unreadable_checkpoint(path, error) from error
     except MemoryError:
         raise
     except pickle.UnpicklingError as error:
         raise _refused(path, str(error)) from error
     except Exception as error:  # a parser on foreign bytes raises anything, and none of it is a bug of ours
-        raise _not_a_checkpoint(path, error, is_zip=head.startswith(ZIP)) from error
+        raise _not_a_checkpoint(path, error) from error
 
 
 def read_safetensors(paths: Iterable[Path]) -> dict[str, torch.Tensor]:
@@ -166,7 +172,7 @@ def read_safetensors(paths: Iterable[Path]) -> dict[str, torch.Tensor]:
         except OSError as error:
             raise unreadable_checkpoint(path, error) from error
         except (SafetensorError, ValueError, KeyError, AttributeError, RuntimeError) as error:
-            raise _not_a_checkpoint(path, error, is_zip=False) from error
+            raise _not_a_checkpoint(path, error) from error
     return tensors
 
 
@@ -202,26 +208,46 @@ def _head(path: Path) -> bytes:
 
 
 def _inert(path: Path) -> list[Any]:
-    """Return what stands for the foreign classes in an archive."""
-    return stood_in(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    """Return what stands for the foreign classes in an archive; leave out what must be refused."""
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    return [(Inert, name) for name in names if _is_of_values(name) or _is_foreign_class(name)]
 
 
 def _members(path: Path) -> list[str]:
-    """Return the names in an archive, none where a file is no archive; refuse one with compressed members.
+    """Return the names in an archive; refuse one with compressed members, or whose directory another reader may miss.
 
-    Torch never writes those, and mapped, they would be read as noise. So nothing unpacks to more than the file's size.
-    The code of a TorchScript archive is compressed; nobody reads it.
+    Torch never writes compressed ones, and mapped, they would be read as noise. So nothing unpacks to more than the
+    file's size. The code of a TorchScript archive is compressed; nothing reads it.
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            members = [member for member in archive.infolist() if CODE not in member.filename]
-    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
-        return []
-    size_bytes, unfolded_bytes = path.stat().st_size, sum(member.file_size for member in members)
+            members = [member for member in archive.infolist() if not CODE.match(member.filename)]
+        size_bytes = path.stat().st_size
+        if not _ends_with_its_directory(path, size_bytes):
+            raise zipfile.BadZipFile
+    except OSError as error:
+        raise unreadable_checkpoint(path, error) from error
+    except (ValueError, zipfile.BadZipFile, NotImplementedError) as error:
+        raise WeightsUnusable("is truncated: its end is missing", where=str(path), remedy=FETCH_AGAIN) from error
+    unfolded_bytes = sum(member.file_size for member in members)
     if unfolded_bytes > size_bytes or any(member.compress_type != zipfile.ZIP_STORED for member in members):
         what = f"is a compressed archive ({size_bytes:,} bytes stand for {unfolded_bytes:,}), which no checkpoint is"
         raise WeightsUnusable(what, where=str(path), remedy=USE_ESM2)
     return [member.filename for member in members]
+
+
+def _ends_with_its_directory(path: Path, size_bytes: int) -> bool:
+    """Say whether an archive ends with its directory, where its end says, as torch writes it.
+
+    In any other archive, torch could find another directory than the one that was checked.
+    """
+    with path.open("rb") as file:
+        start = file.seek(max(0, size_bytes - _ZIP64_END_BYTES))
+        tail = file.read()
+    if tail[-42:-38] != b"PK\6\7":
+        return tail[-22:-18] == b"PK\5\6" and sum(struct.unpack("<2L", tail[-10:-2])) == size_bytes - 22
+    (place,), sizes = struct.unpack("<Q", tail[-34:-26]), struct.unpack("<2Q", tail[-58:-42])
+    return (tail[:4], tail[-22:-18]) == (b"PK\6\6", b"PK\5\6") and place == sum(sizes) == start
 
 
 def refuse_flipped_bits(path: Path) -> None:
@@ -251,10 +277,10 @@ def _refused(path: Path, message: str) -> WeightsUnusable:
     return WeightsUnusable(what, where=str(path), remedy=f"do not trust this file; {USE_ESM2}")
 
 
-def _not_a_checkpoint(path: Path, error: Exception, *, is_zip: bool) -> WeightsUnusable:
+def _not_a_checkpoint(path: Path, error: Exception) -> WeightsUnusable:
     """Return the error for a file that is truncated, or no checkpoint."""
     message = str(error)
-    if any(sign in message for sign in _CUT_SHORT) or (isinstance(error, EOFError) and is_zip):
+    if any(sign in message for sign in _CUT_SHORT):
         return WeightsUnusable("is truncated: its end is missing", where=str(path), remedy=FETCH_AGAIN)
     reason = f"{type(error).__name__}: {message.splitlines()[0][:120]}" if message else type(error).__name__
     return WeightsUnusable(f"is not a checkpoint that torch can read ({reason})", where=str(path), remedy=USE_ESM2)

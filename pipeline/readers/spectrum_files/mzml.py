@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 BEGIN, END = re.compile(rb"<spectrum(?=[\s>])"), b"</spectrum>"
 MOST_BYTES = 64 << 20  # of a spectrum, and of its peaks unpacked
+MOST_MARKUP = 100_000  # signs of elements and attributes, each of which takes more memory than its text
 LEVEL, POSITIVE, NEGATIVE, PROFILE = "MS:1000511", "MS:1000130", "MS:1000129", "MS:1000128"
 TIME, ION, CHARGE, MINUTE = "MS:1000016", "MS:1000744", "MS:1000041", "UO:0000031"
 ARRAYS = {"MS:1000514": "m/z", "MS:1000515": "intensity"}
@@ -133,8 +134,8 @@ def mzml_header(body: bytes, key: str) -> str:
 
 
 def _element(text: bytes) -> Element:
-    if b"<!" in text:
-        raise UnusableEntry("a declaration or comment within a spectrum")
+    if b"<!" in text or text.count(b"<") + text.count(b"=") > MOST_MARKUP:
+        raise UnusableEntry(f"a declaration or comment within a spectrum, or more than {MOST_MARKUP:,} elements")
     try:
         return ElementTree.fromstring(text)  # noqa: S314 - an element without declarations
     except ElementTree.ParseError as error:

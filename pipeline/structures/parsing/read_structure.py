@@ -100,6 +100,7 @@ def _by_gemmi(data: bytes, form: str, reading: FileReading, max_residues: int | 
         _keep_model(structure, reading.model)
         structure.setup_entities()
         if reading.seqres:
+            _check_alignment(structure, max_residues)
             structure.assign_label_seq_id(force=False)
         if reading.assembly is not None:
             _build_assembly(structure, reading.assembly, max_residues)
@@ -181,6 +182,15 @@ def _values(column: Any) -> list[str | bool | None]:
             for index in np.flatnonzero(column.mask.array == state).tolist():
                 values[index] = stand_in
     return values
+
+
+def _check_alignment(structure: gemmi.Structure, max_residues: int | None) -> None:
+    """Refuse sequences so long that aligning them with a chain would take more than `max_residues` squared bytes."""
+    observed = max((len(chain) for chain in structure[0]), default=0)
+    named = max((len(entity.full_sequence) for entity in structure.entities), default=0)
+    if max_residues is not None and observed * named > max_residues**2:
+        what = f"a SEQRES of {named:,} residues; structures.max_residues is {max_residues:,}"
+        raise UnusableInput(Reason.TOO_MANY_RESIDUES, what)
 
 
 def _build_assembly(structure: gemmi.Structure, name: str, max_residues: int | None) -> None:
