@@ -49,9 +49,9 @@ def show_graph(stage: str, project: Project, form: str, *, as_json: bool) -> Non
     from pipeline.report import tables
     from pipeline.report.stage_graph import arrows, as_dot, as_mermaid
     from pipeline.runs.views.stage_states import stage_boxes
-    from pipeline.runs.workflow.table import everything, up_to
+    from pipeline.runs.workflow.table import up_to
 
-    boxes = stage_boxes(project, everything(project.config) if stage == "all" else up_to(stage, project.config))
+    boxes = stage_boxes(project, up_to(stage, project.config))
     if as_json:
         print_json({"stages": [box.to_json() for box in boxes], "arrows": arrows(boxes)})
     elif form == TEXT:

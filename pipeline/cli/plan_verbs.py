@@ -110,15 +110,17 @@ def _show_stages(
     from pipeline.report import tables
     from pipeline.report.plan_tables import estimate_report
     from pipeline.runs.views.efficiency import estimates
-    from pipeline.runs.workflow.table import STAGES, everything, up_to
+    from pipeline.runs.workflow.table import STAGES, untrained, up_to
 
-    names = everything(project.config) if stage == "all" else up_to(stage, project.config)
+    names = up_to(stage, project.config)
     planned = list(estimates(project, [name for name in names if not STAGES[name].together], executor, origins))
     if as_json:
         print_json([asdict(estimate) for estimate in planned])
         return
     tables.show_parts(*estimate_report(planned), columns=tables.MESSAGE)
-    if stage == "all" and project.config.train.task is not None:
+    if note := untrained(stage, project.config):
+        typer.echo(note)
+    elif stage == "all" and project.config.train.task is not None:
         typer.echo("training is planned apart: pipeline plan --stage train --gpu a100-80gb")
 
 
@@ -260,15 +262,16 @@ def _show_scripts(project: Project, plans: Sequence[StagePlan], executor: Execut
         typer.echo("to be read: RUN stands for a run folder that `submit` makes. To submit by hand: sbatch/")
 
 
-def print_plan(project: Project, stages: list[str], executor: Executor) -> None:
-    """Print what each stage would do, and the scripts that would be submitted, as one JSON document."""
+def print_plan(project: Project, stages: list[str], executor: Executor, note: str) -> None:
+    """Print what each stage would do, a note, and the scripts that would be submitted, as one JSON document."""
     from pipeline.runs.engine.lifecycle import scripts
     from pipeline.runs.workflow import table
     from pipeline.runs.workflow.jobs import plan_stage
 
     plans = [plan_stage(project, table.stage(name, project.config), executor, folder=None) for name in stages]
     texts = dict(scripts(project, plans, executor)) if project.config.cluster.executor == "slurm" else {}
-    print_json({"stages": [_stage_json(project, plan, executor) for plan in plans], "scripts": texts})
+    document = [_stage_json(project, plan, executor) for plan in plans]
+    print_json({"stages": document, "scripts": texts, "note": note})
 
 
 def _stage_json(project: Project, plan: StagePlan, executor: Executor) -> dict[str, Any]:

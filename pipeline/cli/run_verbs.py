@@ -70,6 +70,7 @@ def submit_command(
     from pipeline.cli.plan_verbs import print_plan, show_plan
     from pipeline.project.project import Project
     from pipeline.runs.upkeep.retention import register_use
+    from pipeline.runs.workflow.table import untrained
 
     idle = dry_run or emit is not None
     if as_json and (emit is not None or not dry_run):
@@ -98,9 +99,11 @@ def submit_command(
     typed = typed_command(stage, config, sets, damage_list, [*swept, *alone])
     if accept_code:
         _accept_code(project)
+    if (note := untrained(stage, project.config)) and not as_json:
+        typer.echo(note, err=True)
     with _checked(project, stages, typed, may_be_silent=idle) as (project, opened):
         if idle:
-            print_plan(project, stages, opened) if as_json else show_plan(project, stages, opened, emit)
+            print_plan(project, stages, opened, note) if as_json else show_plan(project, stages, opened, emit)
             return
         if only:
             _refuse_unplanned(project, stages)
@@ -172,11 +175,11 @@ def _refuse(problem: str, option: str, stage: str, more: str = "") -> None:
 
 def _stages_of(project: Project, stage: str, damage_list: Path | None, *, only: bool) -> tuple[Project, list[str]]:
     """Return the stages to run, and the project, confined to what a damage list names where there is one."""
-    from pipeline.runs.workflow.table import everything, up_to
+    from pipeline.runs.workflow.table import up_to
 
     if stage == StageName.REGENERATE:
         return to_regenerate(project, damage_list)
-    stages = everything(project.config) if stage == "all" else up_to(stage, project.config)
+    stages = up_to(stage, project.config)
     if project.config.train.sweep.points and StageName.TRAIN in stages[:-1]:
         _refuse(f"a sweep trains many models, of which stage {stages[-1]} uses one", "train.sweep.points", "train")
     return project, stages[-1:] if only else stages

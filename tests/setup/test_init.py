@@ -25,6 +25,7 @@ from tests.testkit.stubs import program
 
 GIB = 1 << 30
 GOLDEN = Path(__file__).parent / "golden"
+REAL = sorted((Path(__file__).parents[1] / "reference/structures/complexes").glob("*.pdb"))
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def test_what_a_cluster_has_decides_what_is_written(started: Any) -> None:
         CardSection(gres="a100", feature="a100-80g", partition="gpu", mem=79 * GIB),
         CardSection(gres="tesla_v100-sxm2-32gb", partition="scavenge", mem=31 * GIB),
     )
-    assert (mixed.embed.gpus, mixed.embed.partition) == (1, "gpu")  # where the GPUs are: the default has none
+    assert (mixed.train.gpus, mixed.train.partition) == (1, "gpu")  # where the GPUs are: the default has none
     assert (started(NO_GPUS).cluster.embed.gpus, started(NO_GPUS).cluster.slurm.cards) == (0, ())
     bare = started(BARE).cluster.slurm  # without a default partition one is named
     assert (bare.partition, bare.memory) == ("gpu:fast", "none")
@@ -195,3 +196,20 @@ def test_a_recipe_makes_a_project_that_only_lacks_its_data(pipeline: Command, tm
         assert "pipeline.yaml:" in loaded.origins["cluster.executor"], "where its jobs run is said"
     done = pipeline("init", "x", "--recipe", "complex_dock")
     assert (done.code, "complex_docking" in done.err, Path("x").exists()) == (2, True, False)
+
+
+@pytest.mark.nightly
+def test_a_project_of_init_trains_on_real_structures(pipeline: Command, tmp_path: Path) -> None:
+    assert pipeline("init", ".").code == 0
+    rows = [f"{path.stem},{path},{split}" for path, split in zip(REAL, ("train", "train", "test"), strict=True)]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/manifest.csv").write_text("\n".join(["id,path,split", *rows, ""]))
+    small = ["embed.weights=esm2_small.pt", "train.options={embedding_dim: 32, width: 16}", "train.epochs=1"]
+    sets = [word for setting in small for word in ("--set", setting)]
+    tiny = ("--layers", "2", "--dim", "32", "--heads", "4", "--out", "esm2_small.pt")
+    assert pipeline("weights", "synth", *tiny).code == 0
+    untrained = pipeline("submit", "--stage", "all", "--dry-run", *sets, "--set", "train.task=null")
+    assert "no train.task set: stopping after graph" in untrained.err
+    done = pipeline("submit", "--stage", "all", "--follow", *sets)
+    assert done.code == 0, done.err
+    assert list(Path("models").glob("interface-*/evaluations/test-*.json"))

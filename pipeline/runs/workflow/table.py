@@ -39,6 +39,7 @@ WORKFLOW: tuple[Stage, ...] = (
     ValidateStage(),
     RegenerateStage(),
 )
+ALL = "all"  # in place of a stage
 STAGES: Mapping[str, Stage] = {row.name: row for row in WORKFLOW}  # as under most configurations
 
 
@@ -65,7 +66,9 @@ def kinds_of(names: Iterable[str]) -> set[str]:
 
 
 def up_to(name: str, config: Config) -> list[str]:
-    """Return a stage and those it needs, in order; for the items of a reader without those about structures."""
+    """Return a stage (or all) and those it needs, in order; for the items of a reader without those of structures."""
+    if name == ALL:
+        return everything(config)
     row, by_reader = known_stage(name), is_reader(config)
     if by_reader and not row.of_entries:
         what = f"stage {name} is of structures: what a reader gives is read as it is"
@@ -91,6 +94,13 @@ def everything(config: Config) -> list[str]:
         names.remove(StageName.PREDICT)
         names.insert(names.index(StageName.TRAIN), StageName.PREDICT)
     return names
+
+
+def untrained(name: str, config: Config) -> str:
+    """Say where `--stage all` stops because nothing is to be trained; empty where it trains, or never can."""
+    if name != ALL or StageName.TRAIN in everything(config) or not STAGES[StageName.TRAIN].is_for(config):
+        return ""
+    return f"no train.task set: stopping after {everything(config)[-1]}"
 
 
 def too_many(rejected: int, total: int, fraction: float) -> bool:
