@@ -16,7 +16,7 @@ from pipeline.cluster.job_spec import TASK, format_ranges
 from pipeline.cluster.machine import THREADS
 from pipeline.command_line import ANY
 from pipeline.device.kinds import VISIBLE
-from pipeline.errors import SubmissionRefused
+from pipeline.errors import ConfigError, SubmissionRefused
 from pipeline.files import shipped
 from pipeline.units import MIB
 
@@ -66,11 +66,23 @@ def render(text: str, spec: JobSpec, site: SlurmSection, *, highest_task: int | 
     if spec.processes > 1 and STARTS_RANKS not in text:
         raise _refused(spec, f"its script starts one process, not {spec.processes}", then=" --dry-run")
     offset = array_offset(spec, highest_task)
-    filled = _replace_header(text, [DIRECTIVE + option for option in options(spec, site, offset)])
-    filled = _fill(filled, "setup", [*site.setup, f"scratch={_expanding(site.scratch or '')}"])
-    return _fill(
-        filled, "command", command_lines(spec, offset, inside(site.container, spec.sees, gpus=spec.gpus, told=spec.env))
-    )
+    setup = [line for entry in site.setup for line in entry.split("\n")]
+    before = inside(site.container, spec.sees, gpus=spec.gpus, told=spec.env)
+    lines = _with_header(text.removesuffix("\n").split("\n"), options(spec, site, offset))
+    lines = _filled(lines, "command", command_lines(spec, offset, before))
+    lines = _filled(lines, "setup", [*setup, f"scratch={_expanding(site.scratch or '')}"])
+    return "".join(_checked_line(spec, line) for line in lines)
+
+
+def _checked_line(spec: JobSpec, line: str) -> str:
+    """Return a line of a script with its end; refuse one that sbatch or bash could read as several."""
+    if all(character.isprintable() or character == "\t" for character in line):
+        return f"{line}\n"
+    option = line.removeprefix(f"{DIRECTIVE}--").partition("=")[0] if line.startswith(DIRECTIVE) else "setup"
+    setting = "cluster.runs" if option in ("output", "error") else f"cluster.slurm.{option}"
+    what = f"the script of job {spec.name} would contain {line!r}, which has a character that cannot be printed"
+    remedy = spec.again.with_settings((setting, ANY), then="   (printable characters only)")
+    raise ConfigError(what, where=setting, remedy=remedy)
 
 
 def array_offset(spec: JobSpec, highest_task: int | None) -> int:
@@ -125,8 +137,8 @@ def options(spec: JobSpec, site: SlurmSection, offset: int = 0) -> list[str]:
         ("output", out),
         ("error", err),
     ]
-    filled = [f"--{name}={header_word(spec, name, value)}" for name, value in pairs if value]
-    return [*filled, "--open-mode=append", "--requeue", *(_whole(spec, option) for option in site.options)]
+    filled = [f"--{name}={header_word(value)}" for name, value in pairs if value]
+    return [*filled, "--open-mode=append", "--requeue", *map(_whole, site.options)]
 
 
 def array(tasks: Sequence[int], offset: int = 0, max_parallel: int | None = None) -> str:
@@ -156,20 +168,11 @@ def log_pattern(spec: JobSpec, end: str) -> str:
     return f"{folder.replace('%', '%%')}/{LOG}.{end}"
 
 
-def header_word(spec: JobSpec, name: str, value: str) -> str:
+def header_word(value: str) -> str:
     """Return a value quoted for an #SBATCH line."""
-    _refuse_lines(spec, name, value)
     if PLAIN.fullmatch(value):
         return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-def _refuse_lines(spec: JobSpec, name: str, value: str) -> None:
-    """Refuse a value with line breaks: the rest would become an option or a command of its own."""
-    if any(character in "\n\r\0" or "\ud800" <= character <= "\udfff" for character in value):
-        what = f"--{name} is {value!r}, and what is no text, or more than a line, cannot be told to sbatch"
-        setting = ("runs", "FOLDER") if name in ("output", "error") else (f"slurm.{name}", ANY)
-        raise _refused(spec, what, setting)
 
 
 def command_lines(spec: JobSpec, offset: int = 0, before: Sequence[str] = ()) -> list[str]:
@@ -274,28 +277,24 @@ def _signal(spec: JobSpec, site: SlurmSection) -> str | None:
     return f"USR2@{grace_s}" if grace_s > 0 else None
 
 
-def _whole(spec: JobSpec, option: str) -> str:
+def _whole(option: str) -> str:
     """Return one of the site's own options, quoted for the header."""
-    _refuse_lines(spec, "options", option)
     name, equals, value = option.partition("=")
     name = name if name.startswith("-") else f"--{name}"
-    return f"{name}={header_word(spec, 'options', value)}" if equals else name
+    return f"{name}={header_word(value)}" if equals else name
 
 
-def _replace_header(text: str, directives: Sequence[str]) -> str:
+def _with_header(lines: Sequence[str], options: Iterable[str]) -> list[str]:
     """Replace the #SBATCH lines of a script."""
-    lines = text.splitlines()
     place = next((number for number, line in enumerate(lines) if line.startswith(DIRECTIVE)), 1)
     kept = [line for line in lines[place:] if not line.startswith(DIRECTIVE)]
-    return "\n".join([*lines[:place], *directives, *kept]) + "\n"
+    return [*lines[:place], *(DIRECTIVE + option for option in options), *kept]
 
 
-def _fill(text: str, place: str, filling: Iterable[str]) -> str:
+def _filled(lines: list[str], place: str, filling: Iterable[str]) -> list[str]:
     """Replace what stands between the two marks of a section of the script."""
-    lines = text.splitlines()
     opens = next(number for number, line in enumerate(lines) if line.startswith(f"# >>> {place}"))
-    closes = lines.index(f"# <<< {place}")
-    return "\n".join([*lines[: opens + 1], *filling, *lines[closes:]]) + "\n"
+    return [*lines[: opens + 1], *filling, *lines[lines.index(f"# <<< {place}") :]]
 
 
 def _refused(spec: JobSpec, what: str, change: tuple[str, str] = ("", ""), then: str = "") -> SubmissionRefused:

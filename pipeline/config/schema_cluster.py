@@ -14,6 +14,7 @@ from pipeline.config.schema_parts import (
     AutoMemory,
     Budget,
     Duration,
+    Line,
     Memory,
     Name,
     Section,
@@ -48,8 +49,8 @@ class Resources(Section):
         default=None, description="Memory of a task for each of its GPUs, in place of mem."
     )
     time: Duration = Field(default=3600, description="Time limit of a task.")
-    partition: Name | None = Field(default=None, description="Partition of this stage; null: cluster.slurm.partition.")
-    constraint: Name | None = Field(
+    partition: Line | None = Field(default=None, description="Partition of this stage; null: cluster.slurm.partition.")
+    constraint: Line | None = Field(
         default=None, description="Nodes of this stage by their features; null: cluster.slurm.constraint."
     )
 
@@ -138,9 +139,9 @@ class PredictResources(TrainResources):
 class CardSection(Section):
     """A kind of GPU that a cluster has."""
 
-    gres: Name | None = Field(default=None, description="Its type in a request, as in gpu:a100:1; null: none is named.")
-    feature: Name | None = Field(default=None, description="The feature of its nodes, where that tells them apart.")
-    partition: Name | None = Field(default=None, description="Where it is; null: cluster.slurm.partition.")
+    gres: Line | None = Field(default=None, description="Its type in a request, as in gpu:a100:1; null: none is named.")
+    feature: Line | None = Field(default=None, description="The feature of its nodes, where that tells them apart.")
+    partition: Line | None = Field(default=None, description="Where it is; null: cluster.slurm.partition.")
     mem: Memory = Field(description="Memory of one.")
 
 
@@ -151,7 +152,7 @@ Variable: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za
 class ContainerSection(Section):
     """The image that workers run in; supervisors, and what people type, stay outside."""
 
-    image: Name | None = Field(
+    image: Line | None = Field(
         default=None,
         description="File or folder of the image, or a name that the runtime knows; null: workers run in no container.",
     )
@@ -161,8 +162,8 @@ class ContainerSection(Section):
         description="Folders that it sees besides those that the configuration names: FOLDER, FOLDER:INSIDE[:ro].",
     )
     env: dict[Variable, str] = Field(default={}, description="Environment variables inside, by name.")
-    options: tuple[Name, ...] = Field(default=(), description="Further options of the runtime, such as --rocm.")
-    digest: Name | None = Field(
+    options: tuple[Line, ...] = Field(default=(), description="Further options of the runtime, such as --rocm.")
+    digest: Line | None = Field(
         default=None, description="Digest that the image must have; null: what it has when a run is submitted."
     )
 
@@ -170,27 +171,27 @@ class ContainerSection(Section):
 class SlurmSection(Section):
     """What a cluster is like; a profile in configs/sites/ holds these keys, and this section overrides it."""
 
-    name: Name = Field(default="slurm", description="What measurements of this cluster are remembered under.")
-    partition: Name | None = Field(default=None, description="Partition of jobs; null: the cluster's default.")
-    partitions: tuple[Name, ...] = Field(
+    name: Line = Field(default="slurm", description="What measurements of this cluster are remembered under.")
+    partition: Line | None = Field(default=None, description="Partition of jobs; null: the cluster's default.")
+    partitions: tuple[Line, ...] = Field(
         default=(), description="Where tasks may go, in place of partition: to the cheapest, or first, that holds them."
     )
-    prices: dict[Name, float] = Field(
+    prices: dict[Line, float] = Field(
         default={}, description="What an hour costs in a partition, beside 1 in those that are not named."
     )
-    account: Name | None = Field(default=None, description="Account that jobs are charged to.")
-    qos: Name | None = Field(default=None, description="Quality of service of jobs.")
-    constraint: Name | None = Field(default=None, description="Features that nodes must have, as sbatch takes them.")
-    reservation: Name | None = Field(default=None, description="Reservation that jobs run in.")
+    account: Line | None = Field(default=None, description="Account that jobs are charged to.")
+    qos: Line | None = Field(default=None, description="Quality of service of jobs.")
+    constraint: Line | None = Field(default=None, description="Features that nodes must have, as sbatch takes them.")
+    reservation: Line | None = Field(default=None, description="Reservation that jobs run in.")
     gpus: Literal["gres", "gpus-per-node"] = Field(default="gres", description="How jobs ask for GPUs here.")
     memory: Literal["mem", "mem-per-cpu", "none"] = Field(
         default="mem", description="How jobs ask for memory here; none: it is not limited."
     )
-    options: tuple[Name, ...] = Field(default=(), description="Further options of sbatch, such as --exclusive=user.")
+    options: tuple[Line, ...] = Field(default=(), description="Further options of sbatch, such as --exclusive=user.")
     setup: tuple[str, ...] = Field(
         default=(), description="Shell lines that every job runs first: modules, conda, environment."
     )
-    scratch: Name | None = Field(default=None, description="Folder on the node for temporary files, such as $TMPDIR.")
+    scratch: Line | None = Field(default=None, description="Folder on the node for temporary files, such as $TMPDIR.")
     container: ContainerSection = ContainerSection()
     max_array_size: AutoCount = Field(default="auto", description="MaxArraySize; auto: as scontrol says.")
     max_submit: AutoCount = Field(
@@ -219,8 +220,8 @@ class SupervisorSection(Section):
     where: Literal["job", "login"] = Field(
         default="job", description="job: small jobs of the cluster; login: a process on the machine that submits."
     )
-    partition: Name | None = Field(default=None, description="Its partition; null: cluster.slurm.partition.")
-    qos: Name | None = Field(default=None, description="Its quality of service; null: cluster.slurm.qos.")
+    partition: Line | None = Field(default=None, description="Its partition; null: cluster.slurm.partition.")
+    qos: Line | None = Field(default=None, description="Its quality of service; null: cluster.slurm.qos.")
     mem: Memory = Field(default=1 << 30, description="Memory of its job.")
     time: Duration = Field(default=3600, description="Time limit of its job.")
     watch: Duration = Field(
@@ -236,7 +237,7 @@ class NotifySection(Section):
     command: tuple[Name, ...] = Field(
         default=(), description="Command to run, with the run, the stage, its state and a message as further words."
     )
-    mail: Name | None = Field(
+    mail: Line | None = Field(
         default=None,
         pattern=r"^[^\s-]\S*$",  # or sendmail would take it for an option
         description="Address that gets a mail, where the node has sendmail.",
@@ -249,7 +250,7 @@ class ClusterSection(Section):
     executor: Literal["local", "slurm"] = Field(
         default="local", description="What runs the tasks; local: this machine; slurm: a cluster."
     )
-    site: Name | None = Field(
+    site: Line | None = Field(
         default=None, description="Profile of the cluster: a file, or a name in configs/sites; null: none."
     )
     runs: Path = Field(

@@ -6,7 +6,15 @@ import re
 from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, StringConstraints, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    PlainSerializer,
+    PlainValidator,
+    StringConstraints,
+    WithJsonSchema,
+)
 from pydantic_core import PydanticCustomError
 
 WANTS = "wants"  # the type of the errors raised here; their message completes "wants ..., got ..."
@@ -130,6 +138,13 @@ def parse_node_folder(value: object) -> str | None:
     if value is None or (isinstance(value, str) and value.startswith(("/", "$", "~")) and "\0" not in value):
         return value
     raise _wants("a folder as a node knows it, such as $TMPDIR or /scratch, or null")
+
+
+def parse_line(value: str) -> str:
+    """Return a text that a script can hold in one line."""
+    if not value.isprintable():
+        raise _wants("one line of printable characters")
+    return value
 
 
 def format_auto_memory(value: int | Literal["auto"]) -> str | int:
@@ -267,6 +282,7 @@ Option: TypeAlias = Annotated[
 
 
 Name: TypeAlias = Annotated[str, StringConstraints(min_length=1)]
+Line: TypeAlias = Annotated[Name, AfterValidator(parse_line)]
 
 CONFLICT = "conflict"  # the type of the errors about keys that do not go together
 

@@ -19,7 +19,7 @@ from pipeline.cluster import sbatch
 from pipeline.cluster.job_spec import TASK, JobSpec
 from pipeline.config.load import read_config
 from pipeline.config.schema_cluster import ContainerSection, SlurmSection
-from pipeline.errors import SubmissionRefused
+from pipeline.errors import ConfigError, SubmissionRefused
 
 GOLDEN = Path(__file__).parent / "golden"
 STAGES = ("scan", "embed", "graph", "validate")
@@ -219,8 +219,8 @@ class TestHeader:
             assert {f"--time={limit}", f"--signal=USR2@{before_s}"} < options, time_s
 
     def test_what_a_header_or_a_shell_cannot_say_is_refused(self) -> None:
-        for folder in ("a\nb", "a\\b", "a\udcff"):
-            with pytest.raises(SubmissionRefused) as refused:
+        for folder, kind in (("a\nb", ConfigError), ("a\\b", SubmissionRefused), ("a\udcff", ConfigError)):
+            with pytest.raises(kind) as refused:
                 render(replace(PLAIN, log_dir=f"/runs/{folder}"))
             assert "cluster.runs" in refused.value.remedy
         with pytest.raises(SubmissionRefused, match=r"A\.B"):

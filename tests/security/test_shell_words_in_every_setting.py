@@ -47,6 +47,8 @@ BESIDE: dict[tuple[str, ...], dict[str, Any]] = {  # without these a setting mea
     ("data", "reader"): {"data.source": "reader"},
     ("data", "options"): {"data.source": "reader", "data.reader": "a:B"},
 }
+NEXT = "\n"
+ENDS = (NEXT, *"\r\v\f\x1c\x1d\x1e\x85\u2028\u2029")  # what ends a line for bash, sbatch or Python
 STAGES = ("train",)  # the bodies of all scripts are alike (tests/cluster/test_sbatch.py)
 
 
@@ -167,10 +169,28 @@ def test_no_setting_is_run_by_the_scripts_of_a_run(node: Path) -> None:
                 assert not ran(node, script), (key, value)
 
 
-def test_an_option_of_a_site_is_one_line_or_refused(tmp_path: Path) -> None:
-    for option in ("--comment=x\n#SBATCH --wrap=true", "--exclusive\ntouch MADE", "--x\r=1", "x\0"):
-        with pytest.raises(SubmissionRefused):
-            list(scripts(configured(tmp_path, ("cluster", "slurm", "options"), [option])))
+@pytest.mark.parametrize("end", ENDS, ids=ascii)
+def test_no_setting_and_no_folder_ends_a_line_of_a_script(tmp_path: Path, end: str) -> None:
+    text = f"--x=x{end}touch {MADE} #"
+    refused = dict[tuple[str, ...], str]()
+    for key, value in [(name, value) for name in FILLED for value in slots(TEXTS[name], text)]:
+        try:
+            printed = "".join(scripts(configured(tmp_path, key, value)))
+        except ConfigError as error:
+            refused[key] = str(error)
+        else:
+            assert printed.replace("\n", "").replace("\t", "").isprintable(), key
+    assert all(".".join(key) in error for key, error in refused.items() if key[0] == "cluster")
+    assert refused.keys() >= {
+        ("cluster", "slurm", name) for name in ("partition", "account", "qos", "constraint", "options")
+    }
+    with pytest.raises(ConfigError, match="cannot be printed") as caught:
+        list(scripts(configured(tmp_path, ("cluster", "slurm", "setup"), [f"true{end * (end != NEXT)}\0"])))
+    assert caught.value.where == "cluster.slurm.setup"
+    (folder := tmp_path / f"a{end}touch {MADE}").mkdir()
+    with pytest.raises(ConfigError) as caught:
+        list(scripts(configured(folder, ("data", "path"), "data.csv")))
+    assert (caught.value.where, "--set cluster.runs=" in str(caught.value.next)) == ("cluster.runs", True)
 
 
 def test_the_words_of_a_script_of_ones_own_reach_no_shell(tmp_path: Path) -> None:
