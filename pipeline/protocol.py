@@ -169,6 +169,14 @@ class HasPublishedForms(Protocol):
 
 
 @runtime_checkable
+class FitsOptions(Protocol):
+    """A model that reads its sizes off published weights."""
+
+    def fitting_options(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Any]:
+        """Return the task's options that the shapes of published tensors call for; KeyError where names are missing."""
+
+
+@runtime_checkable
 class Contrastive(Protocol):
     """A task whose loss compares every item of a step with every other, such as in-batch negatives.
 

@@ -65,7 +65,7 @@ def dock_command(
     from pipeline.cli.run_verbs import submit_command
     from pipeline.setup.written_project import Docking, write_dock_project
 
-    docking = Docking(receptor, ligand, model, poses, steps, confidence, top, trajectory=trajectory, bound=bound)
+    docking = Docking(receptor, ligand, model, poses, steps, confidence, top, trajectory, bound, sets or ())
     folder = out or Path("docked") / docking.name
     written = write_dock_project(folder, docking, load_config_if_any(config, sets))
     place = Path(model).absolute()

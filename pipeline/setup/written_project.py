@@ -8,12 +8,13 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.command_line import Command, quoted
+from pipeline.config.load import read_config
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.files import write_whole
@@ -107,6 +108,7 @@ class Docking:
     top: int = 5  # poses that are written as structures
     trajectory: bool = False
     bound: bool = False  # the files stand in one frame, and that is the true pose
+    sets: Sequence[str] = ()  # settings as typed: options among them go over the model's own
 
     @property
     def name(self) -> str:
@@ -129,17 +131,25 @@ def _settings(docking: Docking, project: LoadedConfig) -> dict[str, dict[str, An
     """Return the settings by section: the model's own, and the project's for where and with what things are done."""
     here = project.config
     model = _settings_of_model(docking, here, project.base_dir.absolute())
+    typed = read_config(None, ["data.path=.", *docking.sets]).config.train
+    options = model["train"].get("options", {}) | typed.options
     drawn: dict[str, Any] = {"samples": docking.poses, "steps": docking.steps, "top": docking.top}
     drawn |= {"trajectory": True} if docking.trajectory else {}
     drawn |= PUBLISHED_SAMPLING if weights_file(docking.model) is not None else {}
     drawn |= _judge(docking.confidence, here) if docking.confidence else {}
+    drawn |= typed.predict.options
     return {
         "data": {"source": "manifest", "path": TABLE},  # of the training's, nothing holds for two files
         "structures": model.get("structures", {}),
         "embed": {"weights": str(here.embed.weights)} | model.get("embed", {}),
         "graph": model.get("graph", {}) | {"contacts": 5.0 if docking.bound else None},
         "train": model["train"]
-        | {"split": None, "models": str(here.train.models), "predict": {"folder": ".", "options": drawn}},
+        | {
+            "options": options,
+            "split": None,
+            "models": str(here.train.models),
+            "predict": {"folder": ".", "options": drawn},
+        },
         "cache": {"root": str(here.cache.root)},
         "cluster": cluster_settings(project, "embed", "train", "predict"),
     }
@@ -147,9 +157,9 @@ def _settings(docking: Docking, project: LoadedConfig) -> dict[str, dict[str, An
 
 def _settings_of_model(docking: Docking, here: Config, beside: Path) -> dict[str, dict[str, Any]]:
     """Return the settings that the model was trained with, as far as using it needs them."""
-    if weights_file(docking.model) is not None:
+    if (file := weights_file(docking.model)) is not None:
         # as its embeddings were made
-        return {"embed": {"context": "partner"}, "train": {"task": TASK, "options": {"as_published": True}}}
+        return {"embed": {"context": "partner"}, "train": {"task": TASK, "options": _published_options(file)}}
     model = named_model(here.train.models, docking.model)
     if model is None or model.config is None:
         what = "a model that docks is a trained one, or a file of weights"
@@ -162,6 +172,19 @@ def _settings_of_model(docking: Docking, here: Config, beside: Path) -> dict[str
     if "also" not in settings["embed"]:  # else this project may know another encoder by that name
         del settings["embed"]["weights"]
     return settings
+
+
+def _published_options(weights: Path) -> dict[str, Any]:
+    """Return the options of a file of weights in DiffDock-PP's form; its sizes by their shapes."""
+    from pipeline.tasks.docking.score_network import from_published, trunk_options  # which waits for torch
+    from pipeline.training.checkpoints.trained_weights import stored_weights
+
+    try:
+        sizes = trunk_options(from_published(stored_weights(weights).tensors))
+    except (KeyError, ValueError, IndexError) as error:
+        what = "these are not the weights of a model that docks"
+        raise ConfigError(what, where=f"--model {weights}", remedy="name DiffDock-PP's score model") from error
+    return {"as_published": True, **sizes}
 
 
 def _judge(wanted: str, here: Config) -> dict[str, Any]:

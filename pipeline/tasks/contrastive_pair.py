@@ -29,7 +29,7 @@ from torch.nn import functional
 from pipeline.errors import ConfigError
 from pipeline.protocol import ITEMS
 from pipeline.readers.images import class_names
-from pipeline.tasks.pairs.clip_names import FORMS
+from pipeline.tasks.pairs.clip_names import FORMS, options_of
 from pipeline.tasks.pairs.pair_towers import (
     BYTES,
     ImageBatch,
@@ -103,6 +103,10 @@ class Towers(nn.Module):
     def published_forms(self) -> Mapping[str, PublishedForm]:
         """Return CLIP's forms, where these are its towers."""
         return FORMS if self._is_clip else {}
+
+    def fitting_options(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the options that fit CLIP's weights."""
+        return options_of(tensors)
 
 
 @dataclass(frozen=True)

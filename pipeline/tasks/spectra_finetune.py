@@ -51,6 +51,7 @@ from pipeline.tasks.spectra.peak_transformer import (
     DreamsNames,
     PeakSizes,
     PeakTransformer,
+    dreams_options,
 )
 from pipeline.tasks.spectra.spectra_library import publish_library
 from pipeline.tasks.spectra.spectra_measures import (
@@ -95,6 +96,10 @@ class Spectrum(PeakTransformer):
     def published_forms(self) -> dict[str, DreamsNames]:
         """Return the names under which weights of it are published."""
         return {"dreams": DreamsNames(self._sizes)}
+
+    def fitting_options(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the options that fit DreaMS' weights; the heads of attention leave no trace in shapes."""
+        return dreams_options(tensors)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from pipeline.tasks.spectra_finetune import SpectraFinetune
 from pipeline.training.checkpoints.published_names import WeightsReading, in_form
 from pipeline.training.checkpoints.trained_weights import load_pretrained, stored_weights
 from tests.reference import FOLDER, checkpoint, recorded, transformers_folder
-from tests.tasks.originals import PEPTRM, pocket_sizes
+from tests.tasks.originals import PEPTRM, off, peaks_of, pocket_sizes
 from tests.testkit.command import Command
 from tests.testkit.project import settle
 
@@ -70,6 +70,36 @@ def test_a_published_file_is_taken_whole_and_goes_out_to_the_bit(name: str) -> N
             assert torch.equal(
                 bare[one.removeprefix("backbone.")], tensor.to(bare[one.removeprefix("backbone.")].dtype)
             )
+
+
+@pytest.mark.parametrize("file", ["ssl_model", "embedding_model"])
+def test_backbone_only_is_the_original_backbones_embedding_whatever_head_the_file_has(file: str) -> None:
+    model = SpectraFinetune(head="embedding", backbone_only=True, **DREAMS | {"classes": 7}).model().eval()
+    report = load_pretrained(model, checkpoint(f"dreams/{file}.ckpt"))
+    assert report.fresh == ("pretraining.mass.weight", "pretraining.mass.bias")  # of another size: no head reads them
+    with torch.no_grad():
+        found = model(peaks_of(recorded("dreams/inputs")["spec_100"]))
+    assert off(found, recorded("dreams/outputs")["ssl.embedding_100"]) < 1e-4
+
+
+SIZED: dict[str, tuple[str, Callable[..., nn.Module]]] = {
+    "DreaMS": ("dreams/embedding_model.ckpt", lambda **sizes: SpectraFinetune(**EMBEDDING | sizes).model()),
+    "CLIP": ("clip/openai_half.pt", lambda **sizes: ContrastivePair(**SIDES | sizes).model()),
+    "CLIP, of transformers": ("clip/transformers", lambda **sizes: ContrastivePair(**SIDES | sizes).model()),
+}
+EMBEDDING = {"head": "embedding", "as_published": True}
+SIDES = {"left": "images", "right": "text"}
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_a_model_of_other_sizes_refuses_a_published_file_with_the_options_that_fit(name: str) -> None:
+    file, made = SIZED[name]
+    with pytest.raises(ConfigError) as caught, torch.device("meta"):
+        load_pretrained(made(layers=1), file_of(file))
+    remedy = caught.value.remedy.removeprefix("--set ").partition(", or load")[0]
+    typed = [words.split("=") for words in remedy.split(" --set ")]
+    options = {key.removeprefix("train.options."): json.loads(value) for key, value in typed}
+    assert load_pretrained(made(**options), file_of(file)).is_whole
 
 
 def test_moving_averages_are_another_entry_of_the_same_file() -> None:

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from pipeline.config.load import read_config
+from pipeline.errors import ConfigError
 from pipeline.setup import written_project
 from pipeline.setup.written_project import Docking, write_dock_project
+from pipeline.tasks.complex_docking import ComplexDocking
+from pipeline.tasks.docking.score_network import to_published
+from pipeline.training.checkpoints.trained_weights import load_pretrained
 
 
-def test_published_weights_need_no_project_and_see_a_partners_chains_joined(
+def test_published_weights_need_no_project_and_say_their_sizes_to_which_typed_options_are_added(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("left.pdb", "right.pdb", "score.pth"):
+    for name in ("left.pdb", "right.pdb", "other.pth"):
         Path(name).touch()
-    docking = Docking(Path("left.pdb"), Path("right.pdb"), "score.pth", poses=3, steps=2)
+    sizes = {"as_published": True, "embedding_dim": 8, "scalars": 16, "vectors": 4, "layers": 3}
+    torch.save(to_published(ComplexDocking(**sizes).model()), "score.pth")
+    sets = ("train.options.final_noise=true", "train.predict.options={ode: true, psi: 0.5}")
+    docking = Docking(Path("left.pdb"), Path("right.pdb"), "score.pth", poses=3, steps=2, sets=sets)
     config = read_config(write_dock_project(Path("out"), docking, read_config(None, ["data.path=."]))).config
-    assert (config.embed.context, config.train.options) == ("partner", {"as_published": True})
+    assert (config.embed.context, config.train.options) == ("partner", {**sizes, "final_noise": True})
     assert (config.cluster.executor, config.train.split) == ("local", None)
-    assert config.train.predict.options["samples"] == 3
+    assert config.train.predict.options.items() >= {"samples": 3, "temperature": 2.439, "psi": 0.5, "ode": True}.items()
+    assert load_pretrained(ComplexDocking(**config.train.options).model(), Path("score.pth")).is_whole
+    torch.save({"elsewhere.weight": torch.zeros(2)}, "other.pth")
+    with pytest.raises(ConfigError, match="model that docks"):
+        write_dock_project(Path("out"), replace(docking, model="other.pth"), read_config(None, ["data.path=."]))
 
 
 def test_what_the_models_data_were_does_not_hold_for_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,7 @@ def test_weights_of_another_width_are_refused_with_both_shapes(tmp_path):
         load_pretrained(SMALL.model(), path)
     said = str(caught.value)
     assert "trunk.residues.of_type.weight: float32[24, 8] in the file, float32[24, 6] in the model" in said
+    assert "--set train.options.scalars=8 " in caught.value.remedy
     assert caught.value.remedy.endswith("train.pretrained_partial: true")
 
 

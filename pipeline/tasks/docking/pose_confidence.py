@@ -22,7 +22,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.protocol import item_of
 from pipeline.tasks.docking.docking_items import example_counts, example_partner, placed_partners
 from pipeline.tasks.docking.docking_trunk import PosedComplex, TrunkSizes
-from pipeline.tasks.docking.score_network import ConfidenceModel, from_published, is_published
+from pipeline.tasks.docking.score_network import ConfidenceModel, from_published, is_published, trunk_options
 from pipeline.tasks.task_parts import WHERE, above_zero, at_least
 from pipeline.training.checkpoints.trained_weights import stored_weights
 from pipeline.training.evaluating.prediction_tables import CSV
@@ -165,11 +165,7 @@ def trained_confidence(place: str, device: str, dtype: torch.dtype, as_published
 def _sizes_of(tensors: Mapping[str, Tensor], place: str, *, as_published: bool) -> TrunkSizes:
     """Return the sizes of a network by the shapes of its weights."""
     try:
-        scalars, told = tensors["trunk.residues.mix.weight"].shape
-        layers = 1 + max(int(name.split(".")[2]) for name in tensors if name.startswith("trunk.layers."))
-        first = len(tensors["trunk.layers.0.inner.weights.bias"])
-        vectors = (first - scalars * scalars) // scalars
-        made = TrunkSizes(scalars, vectors, layers, told - scalars, as_published)
+        made = TrunkSizes(**trunk_options(tensors), as_published=as_published)
         shapes = {name: tensor.shape for name, tensor in ConfidenceModel(made).state_dict().items()}
     except (KeyError, ValueError, IndexError):
         shapes = {}

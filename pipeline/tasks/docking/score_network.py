@@ -109,6 +109,10 @@ class ScoreModel(nn.Module):
         """Return the original's names."""
         return {"diffdock_pp": DockingNames(self, self.as_published)}
 
+    def fitting_options(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+        """Return the options that fit the original's weights."""
+        return trunk_options(from_published(tensors))
+
     def norm(self, time_T: Tensor) -> Tensor:
         """Return the norm of the scores of rotations at a time."""
         rows = table_rows(self.schedule.rotation.sigma(time_T), as_published=self.as_published)
@@ -224,6 +228,14 @@ def from_published(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         renamed(name.removeprefix(ROOT), ours): tensor for name, tensor in tensors.items() if not _is_constant(name)
     }
+
+
+def trunk_options(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the sizes of a network by the shapes of its weights, under the names of the tasks' options."""
+    scalars, told = tensors["trunk.residues.mix.weight"].shape
+    layers = 1 + max(int(name.split(".")[2]) for name in tensors if name.startswith("trunk.layers."))
+    vectors = (len(tensors["trunk.layers.0.inner.weights.bias"]) - scalars * scalars) // scalars
+    return {"embedding_dim": told - scalars, "scalars": scalars, "vectors": vectors, "layers": layers}
 
 
 @dataclass(frozen=True)

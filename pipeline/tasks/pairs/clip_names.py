@@ -1,23 +1,16 @@
-"""The names under which CLIP's weights are published: openai's, which open_clip has too, and Hugging Face's.
-
-python -m pipeline.tasks.pairs.clip_names FILE     says what options of the task a file's sizes are
-"""
+"""The names under which CLIP's weights are published: openai's, which open_clip has too, and Hugging Face's."""
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.errors import PipelineError, WeightsUnusable
+from pipeline.errors import WeightsUnusable
 from pipeline.tasks.pairs.pair_towers import heads_of
 from pipeline.training.checkpoints.published_names import NameTable, renamed
-from pipeline.training.checkpoints.trained_weights import stored_weights
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -161,19 +154,3 @@ def options_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 def _layers(shapes: Mapping[str, Sequence[int]], side: str) -> int:
     places = {int(name.split(".")[2]) for name in shapes if name.startswith(f"{side}.layers.")}
     return 1 + max(places, default=-1)
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Print the options that fit a file of weights."""
-    (path,) = sys.argv[1:] if words is None else words
-    try:
-        options = options_of(stored_weights(Path(path)).tensors)
-    except PipelineError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
-    sys.stdout.write(f"options: {json.dumps(options)}\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -176,11 +177,11 @@ class PeakLayer(nn.Module):
 
 
 class PrecursorHead(nn.Module):
-    """Tells numbers by the precursor's token, through layers whose widths go evenly from its own to their count."""
+    """Predicts from the precursor's token through layers of evenly changing widths; of depth 0 it returns the token."""
 
     def __init__(self, sizes: PeakSizes, *, bias: bool) -> None:
         super().__init__()
-        step = (sizes.targets - sizes.width) / sizes.head_depth
+        step = (sizes.targets - sizes.width) / max(sizes.head_depth, 1)
         widths = [round(sizes.width + step * place) for place in range(sizes.head_depth)] + [sizes.targets]
         pairs = pairwise(widths)
         self.steps = nn.ModuleDict({str(place): nn.Linear(*pair, bias=bias) for place, pair in enumerate(pairs)})
@@ -274,6 +275,25 @@ SIGN, BACKBONE, HEAD = "ff_peak.ff.0.weight", "backbone.", "head."
 FREQUENCIES, AGAIN = "fourier_enc.b", "fourier_enc.Fourier frequencies"
 APART = 3  # a linear layer of theirs is followed by ReLU and dropout, which are counted, too
 PRETRAINING = {"pretraining.mass": "ff_out.ff.0", "pretraining.order": "ro_out"}
+MASSES = "ff_out.ff.0.bias"
+
+
+def dreams_options(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the task's options that fit DreaMS' weights, by their shapes, which leave the number of heads open."""
+    bare = {name.removeprefix(BACKBONE): tensor for name, tensor in tensors.items()}
+    d_peak = len(bare[SIGN])
+    inner, width = bare["transformer_encoder.ffs.0.in_proj.weight"].shape
+    waves = [name for name in bare if fnmatchcase(name, "ff_fourier.ff.*.bias")]
+    return {
+        "layers": sum(fnmatchcase(name, "transformer_encoder.atts.*.weights") for name in bare),
+        "d_fourier": width - d_peak,
+        "d_peak": d_peak,
+        "feedforward": inner // width,
+        "finest": round(0.5 / float(bare[FREQUENCIES].flatten()[0]), 9),
+        "fourier_width": len(bare["ff_fourier.ff.0.bias"]),
+        "fourier_layers": len(waves),
+        "classes": len(bare.get(MASSES, ())),
+    }
 
 
 @dataclass(frozen=True)
@@ -284,9 +304,10 @@ class DreamsNames:
 
     @property
     def left(self) -> tuple[str, ...]:
-        """Theirs that are not needed: outputs of pre-training, where the model has none."""
+        """Theirs that are not needed: outputs of pre-training and the head, where the model has none."""
         theirs = () if self.sizes.classes else tuple(PRETRAINING.values())
-        return tuple(f"{before}{name}.*" for before in ("", BACKBONE) for name in theirs)
+        head = () if self.sizes.head_depth else (f"{HEAD}*",)
+        return (*(f"{before}{name}.*" for before in ("", BACKBONE) for name in theirs), *head)
 
     @property
     def fresh(self) -> tuple[str, ...]:
@@ -328,10 +349,12 @@ class DreamsNames:
         self._refuse_mended("read")
         backbone, head = ({theirs: ours for ours, theirs in names.items()} for names in (self.names, self.head))
         bare = {name.removeprefix(BACKBONE): tensor for name, tensor in tensors.items()}
+        # outputs of pre-training for another number of classes stay behind: no head reads them
+        has_masses = MASSES in bare and len(bare[MASSES]) == self.sizes.classes
         return {
             renamed(name, head if name.startswith(HEAD) else backbone): tensor
             for name, tensor in bare.items()
-            if name != AGAIN
+            if name != AGAIN and (has_masses or not name.startswith(PRETRAINING["pretraining.mass"]))
         }
 
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from pipeline.command_line import quoted
 from pipeline.encoder.checkpoints.weight_containers import read_pt, read_safetensors
-from pipeline.errors import ConfigError, DataError, JobFailed, WeightsUnusable
+from pipeline.errors import ConfigError, DataError, JobFailed, PipelineError, WeightsUnusable
+from pipeline.protocol import FitsOptions
 from pipeline.store.format.disk import Disk
 from pipeline.training.checkpoints import checkpoint_reader
 from pipeline.training.checkpoints.checkpoint_reader import MANIFEST, STATE, open_checkpoint
@@ -96,7 +97,7 @@ WHERE = "train.pretrained"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NESTED = ("state_dict", "model_state_dict", "model")  # where training scripts put the weights
 OTHERS = "name weights of this model"
-PARTIAL = f"{OTHERS}, or load only what fits: train.pretrained_partial: true"
+PARTIAL = ", or load only what fits: train.pretrained_partial: true"
 UNTRUSTED = "bring the weights as .safetensors, or as a state dict alone: torch.save(model.state_dict(), FILE)"
 FORMS = "name a .pt, .pth, .ckpt or .safetensors file, a Hugging Face folder, or a step-… folder of ours"
 _MOST_LINES = 5  # of each group
@@ -174,8 +175,18 @@ def fitting_weights(
     if not fitting:
         raise _misfit("are not of this model: none of its tensors fits", report, OTHERS)
     if not report.is_whole and not partial:
-        raise _misfit(f"are not of this model: {len(fitting)} of its {len(state)} tensors fit", report, PARTIAL)
+        remedy = f"{_fitting_options(model, stored.tensors) or OTHERS}{PARTIAL}"
+        raise _misfit(f"are not of this model: {len(fitting)} of its {len(state)} tensors fit", report, remedy)
     return report, {name: tensors[name] for name in fitting}
+
+
+def _fitting_options(model: nn.Module, tensors: Mapping[str, Tensor]) -> str:
+    """Return the options that make the model fit a published file; "" where its shapes do not say so."""
+    try:
+        options = model.fitting_options(tensors) if isinstance(model, FitsOptions) else {}
+    except (PipelineError, KeyError, ValueError, IndexError):
+        return ""
+    return " ".join(f"--set train.options.{name}={json.dumps(value)}" for name, value in options.items())
 
 
 def stored_weights(path: Path, entry: str | None = None) -> StoredWeights:

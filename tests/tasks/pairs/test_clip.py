@@ -9,7 +9,7 @@ import torch
 
 from pipeline.errors import ConfigError, DataError, WeightsUnusable
 from pipeline.tasks.contrastive_pair import ContrastivePair
-from pipeline.tasks.pairs.clip_names import CLIP, CLIP_TRANSFORMERS, FORMS, main, options_of
+from pipeline.tasks.pairs.clip_names import CLIP, CLIP_TRANSFORMERS, FORMS, options_of
 from pipeline.tasks.pairs.pair_towers import TextBatch
 from pipeline.training.checkpoints.trained_weights import load_pretrained, stored_weights
 from tests.reference import checkpoint, document, recorded, transformers_folder
@@ -137,15 +137,13 @@ def test_each_form_knows_its_own_names_and_no_others():
         assert not form.knows(["visual.layer1.0.conv1.weight", "visual.attnpool.positional_embedding"])  # a ResNet
 
 
-def test_sizes_are_those_of_the_file_and_heads_follow_from_widths(capsys):
+def test_sizes_are_those_of_the_file_and_heads_follow_from_widths():
     for tensors in (recorded("clip/state"), hugging()):
         found = options_of(tensors)
         assert found == {
             "left": "images", "right": "text", "image_size": 32, "patch": 8, "image_width": 128, "image_layers": 2,
             "vocabulary": 1000, "right_most": 77, "width": 64, "layers": 2, "heads": 1, "out": 48,
         }  # fmt: skip
-    assert main([str(half_file())]) == 0
-    assert '"image_width": 128' in capsys.readouterr().out
 
 
 def test_weights_of_another_system_are_refused_with_what_is_read():
