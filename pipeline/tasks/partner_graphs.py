@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from pipeline.command_line import Command
 from pipeline.errors import ConfigError
-from pipeline.graphs.residue_graph import LETTERS
+from pipeline.graphs.residue_graph import LETTERS, UNSURE
 from pipeline.protocol import ITEMS
 from pipeline.tasks.task_parts import WHERE
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pipeline.protocol import Sizes
     from pipeline.training.items.batch import ItemTensors, PartnerTensors
 
-FLAGS = 3  # bits of a node's flags
+FLAGS = int(UNSURE).bit_length()  # bits of a node's flags
 APART = 8  # largest distinct offset along the chain; farther ones count as this
 STEPS = 2 * APART + 2  # offsets from -APART to APART, and another chain
 CENTRES = 12  # of the radial basis for distances, in Å

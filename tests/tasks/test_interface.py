@@ -94,6 +94,16 @@ def test_moving_one_residue_changes_its_own_partner_and_what_is_paired_with_it()
     assert (pairs - other_pairs).abs().max() > 1e-6
 
 
+@pytest.mark.parametrize("flag", [1, 2, 4, 8, 16])  # the last: a low pLDDT, which structures.low_plddt: mask keeps
+def test_every_flag_of_a_residue_is_seen(flag):
+    graph, model = precise(made(0)), model_of(SMALL)
+    receptor, ligand = graph.parts
+    flags = receptor.nodes["flags"] ^ np.array(flag, np.uint8)
+    other = replace(graph, parts=(replace(receptor, nodes=receptor.nodes | {"flags": flags}), ligand))
+    residues, others = (model(double(collated(one)))[0] for one in (graph, other))
+    assert (residues - others)[:60].abs().max() > 1e-6
+
+
 def test_the_other_partner_is_seen():
     model = model_of(SMALL)
     graph, other = made(0), made(1)
