@@ -34,9 +34,9 @@ class SpectrumTriplets(Spectra):
     """The spectra of `Spectra`, each with candidates to be compared with, drawn once by `seed`.
 
     Further arrays: `positive.mz`, `positive.intensity` and `positive.spectrum` [P], the last the number of the
-    candidate that a peak is of, and `positives.precursor_mz` [C]: spectra of the same molecule; likewise `negative.…`:
-    of another whose precursor is within `mass_within` Da. Both are of the item's own split. An item without a known
-    molecule, or without either kind, has none of them. A task draws one of each anew each time.
+    candidate that a peak is of, `positives.precursor_mz` and `positives.molecule` [C]: spectra of the same molecule;
+    likewise `negative.…`: of another whose precursor is within `mass_within` Da. Both are of the item's own split. An
+    item without a known molecule, or without either kind, has none of them. A task draws one of each for every step.
     """
 
     mass_within: float = 0.05
@@ -80,6 +80,7 @@ class SpectrumTriplets(Spectra):
             sizes = [len(one["peaks.mz"]) for one in found]
             arrays[f"{role}.spectrum"] = np.repeat(np.arange(len(found), dtype=np.int16), sizes)
             arrays[f"{role}s.precursor_mz"] = np.array([one["precursor_mz"] for one in found], np.float32)
+            arrays[f"{role}s.molecule"] = np.array([one["molecule"] for one in found], np.int64)
         return arrays
 
 

@@ -40,7 +40,6 @@ from pipeline.tasks.spectra.peak_batch import (
     own_rows,
     padded_peaks,
     related_rows,
-    single_values,
 )
 from pipeline.tasks.spectra.peak_transformer import (
     BINARY,
@@ -77,6 +76,7 @@ if TYPE_CHECKING:
     from pipeline.records import Item
     from pipeline.training.items.batch import ItemTensors
 
+NEGATIVE_MOLECULE = "negative_molecule"
 FINEST, COARSEST = 1e-5, 0.25  # Da: 50,000 waves, and 1
 COUNTS = (
     *("targets", "max_peaks", "layers", "heads", "d_fourier", "d_peak", "feedforward"),
@@ -233,7 +233,7 @@ class SpectraFinetune:
             target_BK=self._scaled(target_BK).nan_to_num(0.0),
             is_known_BK=is_known_BK,
             precursor_B=torch.stack([rows.mz_P[0] for rows in spectra[: len(items)]]),
-            molecule_B=single_values(items, MOLECULE, torch.long),
+            molecule_S=torch.stack([rows.molecule for rows in spectra]),
             known=self._known(is_known_BK, len(anchors)),
             has_targets=any(TARGET in item.values for item in items),
         )
@@ -303,7 +303,7 @@ class SpectraFinetune:
         """Return what is told of each item, and what is known of it; unknown targets are NaN."""
         told_BK = model(batch.own)
         if self.head == EMBEDDING:
-            return {EMBEDDING: told_BK, MOLECULE: batch.molecule_B, PRECURSOR: batch.precursor_B}
+            return {EMBEDDING: told_BK, MOLECULE: batch.molecule_S[: len(told_BK)], PRECURSOR: batch.precursor_B}
         if self.head == BINARY or self.sigmoid or (self.head == FINGERPRINT and self.measure == "bce"):
             told_BK = told_BK.sigmoid()
         known_BK = torch.where(batch.is_known_BK, self._in_units(batch.target_BK), torch.nan)
@@ -359,14 +359,17 @@ class SpectraContrast(SpectraFinetune):
         rows = {"anchor": embedded_SD[:items]}
         for role, other_TD in zip(RELATED, _triplets(embedded_SD, batch)[1:], strict=True):
             rows[role] = embedded_SD.new_zeros(items, embedded_SD.shape[1]).index_copy(0, batch.anchor_T, other_TD)
-        is_whole_B = torch.zeros_like(batch.molecule_B).index_fill(0, batch.anchor_T, 1)
-        return rows | {"is_whole": is_whole_B, MOLECULE: batch.molecule_B}
+        molecule_B, negative_T = batch.molecule_S[:items], batch.molecule_S[items + len(batch.anchor_T) :]
+        negative_B = torch.zeros_like(molecule_B).index_copy(0, batch.anchor_T, negative_T)
+        is_whole_B = torch.zeros_like(molecule_B).index_fill(0, batch.anchor_T, 1)
+        return rows | {"is_whole": is_whole_B, MOLECULE: molecule_B, NEGATIVE_MOLECULE: negative_B}
 
     def contrast(self, model: nn.Module, embedded: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, float]]:  # noqa: ARG002
         """Return the cross entropies of finding the positives, over all items of a step that have one."""
         is_whole_B = embedded["is_whole"].bool()
         anchor_BD, near_BD, far_BD = (at_least_single(embedded[role])[is_whole_B] for role in ("anchor", *RELATED))
-        error = found_error(anchor_BD, near_BD, far_BD, embedded[MOLECULE][is_whole_B], self.temperature)
+        molecules = (embedded[name][is_whole_B] for name in (MOLECULE, NEGATIVE_MOLECULE))
+        error = found_error(anchor_BD, near_BD, far_BD, *molecules, self.temperature)
         return {self.term: (error, float(is_whole_B.sum()))}
 
     def loss(self, model: nn.Module, batch: SpectraBatch) -> dict[str, tuple[Tensor, float]]:

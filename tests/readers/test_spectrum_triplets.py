@@ -78,6 +78,18 @@ def test_an_item_draws_one_of_its_candidates_by_its_own_numbers(tmp_path: Path) 
     assert task.outputs(task.model().eval(), together)["embedding"].shape == (3, 16)
 
 
+def test_a_negative_that_is_of_another_anchors_molecule_is_no_wrong_answer_to_that(tmp_path: Path) -> None:
+    task = SpectraContrast(**SMALL)
+    batch = task.collate(made_batch(task, tmp_path / "x.mgf"), np.random.default_rng(0))
+    embedded = dict(task.embed(task.model().eval(), batch))
+    of_molecules = {int(one): torch.nn.functional.one_hot(torch.tensor(place), 9).float()
+                    for place, one in enumerate(batch.molecule_S.unique())}  # fmt: skip
+    for name, molecules in (("anchor", "molecule"), ("positive", "molecule"), ("negative", "negative_molecule")):
+        embedded[name] = torch.stack([of_molecules[one] for one in embedded[molecules].tolist()])
+    ((total, weight),) = task.contrast(task.model(), embedded).values()  # every molecule far from every other
+    assert float(total) / weight < 1e-3
+
+
 def made_batch(task: SpectraFinetune, path: Path) -> list[ItemTensors]:
     entries = [entry for entry in found_in(library(path, 6)).values() if "positive.mz" in entry.arrays]
     return batch_of([entry.arrays for entry in entries], [entry.id for entry in entries]).items[:]

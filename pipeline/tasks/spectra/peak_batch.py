@@ -34,7 +34,7 @@ class SpectraBatch(NamedTuple):
     target_BK: Tensor  # 0 where it is not known
     is_known_BK: Tensor
     precursor_B: Tensor
-    molecule_B: Tensor  # a number for each molecule; 0: not known
+    molecule_S: Tensor  # a number for each molecule; 0: not known
     known: float
     has_targets: bool = True  # whether the reader gave any, known or not
 
@@ -51,13 +51,15 @@ class SpectrumRows(NamedTuple):
 
     mz_P: Tensor
     intensity_P: Tensor
+    molecule: Tensor  # 0: not known
 
 
 def own_rows(item: ItemTensors, most: int) -> SpectrumRows:
     """Return the precursor and the most intense peaks of an item's spectrum."""
     mz_P, intensity_P = most_intense(item, most)
     precursor = item.values.get(PRECURSOR, mz_P.new_zeros(())).reshape(1).to(mz_P.dtype).nan_to_num(0.0)
-    return _with_precursor(precursor, mz_P, intensity_P)
+    molecule_1 = item.values.get(MOLECULE, torch.zeros(1)).reshape(1).long()
+    return _with_precursor(precursor, mz_P, intensity_P, molecule_1[0])
 
 
 def related_rows(item: ItemTensors, role: str, most: int) -> SpectrumRows | None:
@@ -71,13 +73,13 @@ def related_rows(item: ItemTensors, role: str, most: int) -> SpectrumRows | None
     if len(mz_P) > most:
         kept = intensity_P.argsort(descending=True, stable=True)[:most].sort().values
         mz_P, intensity_P = mz_P[kept], intensity_P[kept]
-    return _with_precursor(values[axis][drawn : drawn + 1].float(), mz_P, intensity_P)
+    molecule_C = values.get(f"{role}s.{MOLECULE}", torch.zeros(count, dtype=torch.long))
+    return _with_precursor(values[axis][drawn : drawn + 1].float(), mz_P, intensity_P, molecule_C[drawn])
 
 
-def _with_precursor(precursor_1: Tensor, mz_P: Tensor, intensity_P: Tensor) -> SpectrumRows:
-    return SpectrumRows(
-        torch.cat([precursor_1, mz_P]), torch.cat([intensity_P.new_tensor([OF_PRECURSOR]), intensity_P])
-    )
+def _with_precursor(precursor_1: Tensor, mz_P: Tensor, intensity_P: Tensor, molecule: Tensor) -> SpectrumRows:
+    intensity_P = torch.cat([intensity_P.new_tensor([OF_PRECURSOR]), intensity_P])
+    return SpectrumRows(torch.cat([precursor_1, mz_P]), intensity_P, molecule)
 
 
 def padded_peaks(spectra: Sequence[SpectrumRows], length: int = 0) -> Peaks:
@@ -103,12 +105,6 @@ def item_target(item: ItemTensors, targets: int) -> Tensor:
     return target_K.float()
 
 
-def single_values(items: Sequence[ItemTensors], name: str, dtype: torch.dtype) -> Tensor:
-    """Return one number of each item [B], 0 where it has none."""
-    none = torch.zeros((), dtype=dtype)
-    return torch.stack([item.values.get(name, none).reshape(()).to(dtype) for item in items])
-
-
 def example_batch(sizes: Mapping[str, int], targets: int, *, masked: bool, related: bool) -> SpectraBatch:
     """Return a batch of so many items and places; with `related`, each has a positive and a negative."""
     items, length = sizes["items"], sizes[PEAKS] + 1
@@ -120,6 +116,6 @@ def example_batch(sizes: Mapping[str, int], targets: int, *, masked: bool, relat
         target_BK=torch.rand(items, targets).round(),
         is_known_BK=torch.ones(items, targets, dtype=torch.bool),
         precursor_B=HEAVIEST * torch.rand(items),
-        molecule_B=torch.arange(items),
+        molecule_S=torch.arange(spectra),
         known=float(items),
     )

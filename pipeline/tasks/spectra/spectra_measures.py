@@ -80,17 +80,23 @@ def triplet_error(anchor_TD: Tensor, positive_TD: Tensor, negative_TD: Tensor, m
 
 
 def found_error(
-    anchor_BD: Tensor, positive_BD: Tensor, negative_BD: Tensor, molecule_B: Tensor, temperature: float
+    anchor_BD: Tensor,
+    positive_BD: Tensor,
+    negative_BD: Tensor,
+    molecule_B: Tensor,
+    negative_molecule_B: Tensor,
+    temperature: float,
 ) -> Tensor:
-    """Return the sum of cross entropies of finding each anchor's positive among all positives and negatives.
+    """Return the sum of cross entropies of finding each anchor's positive among all positives and negatives (InfoNCE).
 
-    Those of its own molecule are no answers to it but for its own positive, and no wrong ones either (InfoNCE).
+    Other spectra of the anchor's own molecule, positives or negatives of any item, are left out.
     """
     unit_BD, near_BD, far_BD = (functional.normalize(rows, dim=-1) for rows in (anchor_BD, positive_BD, negative_BD))
     near_BB, far_BB = unit_BD @ near_BD.T / temperature, unit_BD @ far_BD.T / temperature
-    is_same_BB = (molecule_B[:, None] == molecule_B) & (molecule_B != 0)
-    is_same_BB = is_same_BB & ~torch.eye(len(molecule_B), dtype=torch.bool, device=molecule_B.device)
-    logit_BC = torch.cat([near_BB.masked_fill(is_same_BB, -torch.inf), far_BB], 1)
+    molecule_C = torch.cat([molecule_B, negative_molecule_B])
+    is_same_BC = (molecule_B[:, None] == molecule_C) & (molecule_C != 0)
+    is_same_BC.fill_diagonal_(fill_value=False)  # its own positive
+    logit_BC = torch.cat([near_BB, far_BB], 1).masked_fill(is_same_BC, -torch.inf)
     return (logit_BC.logsumexp(1) - near_BB.diagonal()).sum()
 
 

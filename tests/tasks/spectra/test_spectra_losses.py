@@ -43,7 +43,7 @@ def batch_of(spec_BL2: torch.Tensor, target_BK: torch.Tensor, task: SpectraFinet
         target_BK=target_BK.nan_to_num(0.0),
         is_known_BK=is_known_BK,
         precursor_B=spec_BL2[:items, 0, 0],
-        molecule_B=torch.arange(1, items + 1),
+        molecule_S=torch.arange(1, len(spec_BL2) + 1),
         known=task._known(is_known_BK, triplets),
     )
 
@@ -157,7 +157,7 @@ def test_what_is_not_known_changes_nothing(options):
 
 def test_an_anchor_is_found_among_the_others_but_those_of_its_own_molecule():
     anchor_BD, far_BD = torch.eye(4)[[0, 1, 2]], -torch.eye(4)[[0, 1, 2]]
-    alone = found_error(anchor_BD, anchor_BD, far_BD, torch.tensor([5, 5, 6]), 1.0)
+    alone = found_error(anchor_BD, anchor_BD, far_BD, torch.tensor([5, 5, 6]), torch.tensor([7, 0, 8]), 1.0)
     expected = [np.log(np.e + 1 + np.exp(-1) + 2) - 1] * 2 + [np.log(np.e + 2 + np.exp(-1) + 2) - 1]
     assert float(alone) == pytest.approx(sum(expected), rel=1e-6)
 
