@@ -186,8 +186,16 @@ def outputs_by_hand(ligand, confidence):
         def id(self, place):
             return ["a 0", "a 1", "a 2", "b 0", "b 1"][place]
 
-    return {"ligand_rmsd": Column(np.array([value]) for value in ligand),
+    return {"ligand_rmsd": Column(np.array([value]) for value in ligand if value is not None),
             "confidence": Column(np.array([value]) for value in confidence)}  # fmt: skip
+
+
+def test_poses_of_complexes_without_a_truth_are_in_no_figure_and_disturb_none():
+    some = outputs_by_hand([9.0, 1.0, 30.0, None, None], [0.1, 0.9, 0.0, -2.0, -1.0])
+    some["ligand_rmsd"].id = lambda place: ["b 0", "b 1", "a 0"][place]  # a column has the rows that have a value
+    figures = SMALL.metrics(some)
+    assert (figures["ligand_top1_within_1"], figures["ligand_top1_within_2"]) == (0, 0.5)
+    assert (figures["ligand_top1_mean"], figures["ligand_top1_sd"]) == (15.5, 14.5)
 
 
 def test_the_most_confident_pose_of_a_complex_is_its_first():

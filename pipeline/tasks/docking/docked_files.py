@@ -23,11 +23,14 @@ from pipeline.structures.policy import BACKBONE
 from pipeline.tasks.docking import rigid_diffusion
 from pipeline.tasks.docking.docked_partners import docked_sources, heavy_positions
 from pipeline.tasks.docking.pose_quality import (
+    CLASH,
+    CONTACT,
+    RMSDS,
     PoseQuality,
     PoseScore,
     RigidMoves,
-    clash_counts,
     docking_truth,
+    near_counts,
     nearest_move,
     pose_quality,
 )
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
 FARTHEST = 500.0  # Å between the centres of receptor and ligand; farther off, the sampling has exploded
 LEAST_TURN = 1e-3  # by which the columns of a rotation may miss being of length 1 and at right angles
 CA = BACKBONE.index("CA")
+TRUTH = ("complex_rmsd", "ligand_rmsd", "interface_rmsd", "fnat", "irmsd", "lrmsd", "dockq", "capri")
 PosedText: TypeAlias = "PosedPdb | PosedCif"
 
 
@@ -86,13 +90,15 @@ class PoseRow(NamedTuple):
     lrmsd: float = math.nan
     dockq: float = math.nan
     capri: str = ""
-    clashes: int | None = None
+    contacts: int | None = None  # pairs of heavy atoms within 5 Å; 0: the partners do not touch
+    clashes: int | None = None  # of these, pairs within 3 Å
     file: str = ""
     problem: str = ""
 
     def score(self, kind: str = "") -> PoseScore:
-        """Return what rates of success are counted from."""
-        return PoseScore(self.complex, self.rank, self.complex_rmsd, self.dockq, self.split, kind)
+        """Return what summaries are made of."""
+        rmsds = {name: getattr(self, name) for name in RMSDS}
+        return PoseScore(self.complex, self.rank, rmsds, self.dockq, self.split, kind)
 
 
 def posed_text(docked: DockedComplex) -> PosedText:
@@ -131,11 +137,11 @@ def write_trajectory(path: Path, docked: DockedComplex, moves: RigidMoves) -> No
 
 
 @contextmanager
-def pose_table(path: Path) -> Iterator[Callable[[Iterable[PoseRow]], None]]:
-    """Yield what adds rows to a table (CSV) that appears when all complexes are in it."""
+def csv_table(path: Path, names: Iterable[str]) -> Iterator[Callable[[Iterable[Iterable[Any]]], None]]:
+    """Yield what adds rows to a table (CSV) that appears when it is whole."""
     with replacing(path) as aside, aside.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(PoseRow._fields)
+        writer.writerow(names)
         yield lambda rows: writer.writerows([_cell(value) for value in row] for row in rows)
 
 
@@ -198,8 +204,9 @@ def _remove_older(home: Path, written: set[str]) -> None:
 def _measured(docked: DockedComplex, moves: RigidMoves) -> list[PoseRow]:
     """Return the measures of poses that are of use."""
     receptor, ligand = (heavy_positions(docked.read.sides[role]) for role in (Role.RECEPTOR, Role.LIGAND))
-    counts = clash_counts(receptor, ligand, moves).tolist()
-    rows = [PoseRow(docked.item.id, docked.item.split, clashes=count) for count in counts]
+    counts = (near_counts(receptor, ligand, moves, limit).tolist() for limit in (CONTACT, CLASH))
+    own = docked.item.id, docked.item.split
+    rows = [PoseRow(*own, contacts=near, clashes=clashes) for near, clashes in zip(*counts, strict=True)]
     if not docked.has_truth or not rows:
         return rows
     if (apart := _ca_rmsd(docked.read, moves)) is not None:

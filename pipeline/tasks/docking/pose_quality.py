@@ -37,7 +37,7 @@ CONTACT, INTERFACE, CLASH = 5.0, 10.0, 3.0  # Å between heavy atoms
 POSES_AT_ONCE = 32
 CLASSES = ("incorrect", "acceptable", "medium", "high")
 LEAST_DOCKQ = (0.23, 0.49, 0.80)  # of the classes after the first
-RMSD_BELOW = (2.0, 5.0, 10.0)  # Å
+RMSD_BELOW = (1.0, 2.0, 5.0, 10.0)  # Å
 RMSDS = ("ligand_rmsd", "complex_rmsd", "interface_rmsd")  # as tasks tell them
 TOPS: dict[str, float] = {"top-1": 1, "top-5": 5, "oracle": math.inf}
 
@@ -228,54 +228,63 @@ def capri_class(fnat: float, irmsd: float, lrmsd: float) -> str:
     return CLASSES[0]
 
 
-def clash_counts(
-    receptor_A3: NDArray[np.float64], ligand_N3: NDArray[np.float64], moves: RigidMoves
+def near_counts(
+    receptor_A3: NDArray[np.float64], ligand_N3: NDArray[np.float64], moves: RigidMoves, limit: float
 ) -> NDArray[np.int64]:
-    """Count the pairs of atoms across partners that are nearer than atoms ever are, without hydrogens 3 Å, by pose."""
-    tree, below = cKDTree(receptor_A3), np.nextafter(CLASH, 0)
+    """Count the pairs of atoms across partners that are nearer than a limit (Å), by pose."""
+    tree, below = cKDTree(receptor_A3), np.nextafter(limit, 0)
     counts = [tree.query_ball_point(some.of(ligand_N3), below, return_length=True).sum(-1) for some in _pieces(moves)]
     return np.concatenate([np.empty(0, np.int64), *counts])
 
 
 class PoseScore(NamedTuple):
-    """A pose of some complex, for rates of success."""
+    """A pose of some complex, for summaries."""
 
     complex: str
     rank: int | None  # 1 is the best; None: the pose is of no use
-    rmsd: float
-    dockq: float
+    rmsds: Mapping[str, float]  # Å, by name
+    dockq: float = math.nan
     split: str = ""
     kind: str = ""  # of complex
 
 
-class SuccessRate(NamedTuple):
-    """The shares of complexes with a good pose among their first ones; NaN where nothing is known of any."""
+def summaries(scores: Iterable[PoseScore]) -> list[dict[str, Any]]:
+    """Return rows about each complex's best pose among its first ones: overall, by split and by kind of complex.
 
-    group: str  # all, split=…, kind=…
-    top: str
-    complexes: int
-    below_A: tuple[float, ...]  # `RMSD_BELOW`
-    at_least: tuple[float, ...]  # acceptable, medium, high by DockQ
-
-
-def success_rates(scores: Iterable[PoseScore]) -> list[SuccessRate]:
-    """Return rates overall, by split and by kind of complex; a complex without any ranked pose is a failure."""
+    A complex without any ranked pose is near nothing; means, medians and deviations are of the others. NaN stands where
+    nothing is known.
+    """
     groups: dict[str, dict[str, list[PoseScore]]] = defaultdict(lambda: defaultdict(list))
     for score in scores:
         named = [f"{what}={name}" for what, name in (("split", score.split), ("kind", score.kind)) if name]
         for group in ("all", *named):
             groups[group][score.complex].append(score)
     ordered = sorted(groups, key=lambda group: (group != "all", group.startswith("kind="), group))
-    return [_rate(group, top, [*groups[group].values()]) for group in ordered for top in TOPS]
+    return [
+        {"group": group, "among": top, **_summary([*groups[group].values()], TOPS[top])}
+        for group in ordered
+        for top in TOPS
+    ]
 
 
-def _rate(group: str, top: str, complexes: list[list[PoseScore]]) -> SuccessRate:
-    chosen = [[score for score in scores if score.rank is not None and score.rank <= TOPS[top]] for scores in complexes]
-    rmsd_N = np.array([_least([score.rmsd for score in scores]) for scores in chosen])
-    worse_N = np.array([_least([-score.dockq for score in scores]) for scores in chosen])
-    below = tuple(_share(rmsd_N, rmsd_N < limit) for limit in RMSD_BELOW)
-    at_least = tuple(_share(worse_N, -worse_N >= limit) for limit in LEAST_DOCKQ)
-    return SuccessRate(group, top, len(complexes), below, at_least)
+def _summary(complexes: list[list[PoseScore]], top: float) -> dict[str, float]:
+    chosen = [[score for score in scores if score.rank is not None and score.rank <= top] for scores in complexes]
+    row: dict[str, float] = {"complexes": len(complexes)}
+    for name in complexes[0][0].rmsds:
+        best_N = np.array([_least([score.rmsds[name] for score in scores]) for scores in chosen])
+        spread = _spread(best_N) | {f"percent_below_{at:g}": _percent(best_N, best_N < at) for at in RMSD_BELOW}
+        row |= {f"{name}_{what}": value for what, value in spread.items()}
+    best_N = -np.array([_least([-score.dockq for score in scores]) for scores in chosen])
+    row |= {
+        f"percent_{name}": _percent(best_N, best_N >= at) for name, at in zip(CLASSES[1:], LEAST_DOCKQ, strict=True)
+    }
+    return row | {f"dockq_{what}": value for what, value in _spread(best_N).items()}
+
+
+def _spread(values_N: NDArray[np.float64]) -> dict[str, float]:
+    finite_N = values_N[np.isfinite(values_N)]
+    measures = {"mean": np.mean, "median": np.median, "sd": np.std}
+    return {what: float(measure(finite_N)) if len(finite_N) else math.nan for what, measure in measures.items()}
 
 
 def _least(numbers: list[float]) -> float:
@@ -283,50 +292,44 @@ def _least(numbers: list[float]) -> float:
     return min((number for number in numbers if not math.isnan(number)), default=math.nan if numbers else math.inf)
 
 
-def _share(of_N: NDArray[np.float64], are_N: NDArray[np.bool_]) -> float:
-    """Return the share of those that are known, NaN if none is."""
+def _percent(of_N: NDArray[np.float64], are_N: NDArray[np.bool_]) -> float:
+    """Return the percentage of those that are known, NaN if none is."""
     known_N = ~np.isnan(of_N)
-    return float(are_N[known_N].mean()) if known_N.any() else math.nan
+    return 100 * float(are_N[known_N].mean()) if known_N.any() else math.nan
 
 
 def docking_metrics(outputs: Mapping[str, Any]) -> dict[str, float]:
-    """Return medians of all poses' RMSDs, and shares of complexes by their best-ranked pose, five, and any of all.
+    """Return medians of all poses' RMSDs, and figures of complexes by their best-ranked pose, five, and any of all.
 
     Without confidences the first pose of a complex is ranked best. A pose that exploded is nowhere near.
     """
-    merit_N = np.nan_to_num(_column(outputs, "confidence"), nan=-np.inf)
+    merits = _by_pose(outputs, "confidence")
     figures: dict[str, float] = {}
     for name in RMSDS:
-        values_N = _column(outputs, name)
-        if not len(values_N):
-            continue
-        sound_N = values_N[~np.isnan(values_N)]
-        figures |= {f"{name}_median": float(np.median(sound_N))} if len(sound_N) else {}
-        figures |= {"exploded": 1 - len(sound_N) / len(values_N)} if len(sound_N) < len(values_N) else {}
-        for rate in success_rates(_scores(outputs[name], values_N, merit_N)):
-            of = f"{name.removesuffix('_rmsd')}_{rate.top.replace('-', '')}_within"
-            figures |= {f"{of}_{limit:g}": share for limit, share in zip(RMSD_BELOW, rate.below_A, strict=True)}
+        rmsds = _by_pose(outputs, name)
+        sound = [rmsd for rmsd in rmsds.values() if not math.isnan(rmsd)]
+        figures |= {f"{name}_median": float(np.median(sound))} if sound else {}
+        figures |= {"exploded": 1 - len(sound) / len(rmsds)} if len(sound) < len(rmsds) else {}
+        for row in summaries(_scores(name, rmsds, merits)):
+            of = f"{name.removesuffix('_rmsd')}_{row['among'].replace('-', '')}"
+            figures |= {f"{of}_within_{limit:g}": row[f"{name}_percent_below_{limit:g}"] / 100 for limit in RMSD_BELOW}
+            if row["among"] == "top-1" and sound:
+                figures |= {f"{of}_{what}": row[f"{name}_{what}"] for what in ("mean", "median", "sd")}
     return figures
 
 
-def _scores(column: Any, rmsd_N: NDArray[np.float64], merit_N: NDArray[np.float64]) -> list[PoseScore]:
+def _scores(name: str, rmsds: Mapping[str, float], merits: Mapping[str, float]) -> list[PoseScore]:
     """Rank the poses of each complex, the most confident first; those that exploded have no rank."""
-    merit_N = merit_N if len(merit_N) else np.zeros(len(rmsd_N))
-    names, ranks, scores = _complexes(column), defaultdict[str, int](int), []
-    for place in np.argsort(-merit_N, kind="stable").tolist():
-        is_sound = not math.isnan(rmsd_N[place])
-        ranks[names[place]] += is_sound
-        rank = ranks[names[place]] if is_sound else None
-        scores.append(PoseScore(names[place], rank, float(rmsd_N[place]), math.nan))
+    ranks, scores = defaultdict[str, int](int), []
+    for pose in sorted(rmsds, key=lambda pose: -np.nan_to_num(merits.get(pose, math.nan), nan=-np.inf)):
+        is_sound, of = not math.isnan(rmsds[pose]), item_of(pose)
+        ranks[of] += is_sound
+        scores.append(PoseScore(of, ranks[of] if is_sound else None, {name: rmsds[pose]}))
     return scores
 
 
-def _column(outputs: Mapping[str, Any], name: str) -> NDArray[np.float64]:
-    values = [np.asarray(value, np.float64).reshape(-1)[:1] for value in outputs.get(name, ()) if value is not None]
-    return np.concatenate([np.zeros(0), *values])
-
-
-def _complexes(column: Any) -> list[str]:
-    """Return the complex of each pose; without ids, each is its own."""
-    told = getattr(column, "id", None)
-    return [item_of(told(place)) if told else str(place) for place in range(len(column))]
+def _by_pose(outputs: Mapping[str, Any], name: str) -> dict[str, float]:
+    """Return an output by the name of each pose that has it; without ids, by its place."""
+    column = outputs.get(name, ())
+    pose_of = getattr(column, "id", str)
+    return {pose_of(place): float(np.ravel(value)[0]) for place, value in enumerate(column) if value is not None}

@@ -1,7 +1,7 @@
 """What stage predict leaves of docked complexes: structures of the best poses, and tables of all of them.
 
     poses.csv               a line a pose: its rank, confidence and, where the truth is known, its distance from it
-    success.csv             how many complexes have a good pose among their first ones
+    summary.csv             how near the truth the first poses of complexes are, and how many are near it
     pictures.json           the same as curves, which the page of the run draws
     1ABC/rank-01.pdb        the input structure with its ligand moved
     1ABC/rank-01-way.pdb    the ligand after each step, where that was asked for
@@ -11,7 +11,6 @@ Shapes: P poses of a complex.
 
 from __future__ import annotations
 
-import csv
 import json
 import logging
 import math
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.errors import DataError
-from pipeline.files import replacing, write_whole
+from pipeline.files import write_whole
 from pipeline.protocol import PICTURES, item_of
 from pipeline.records import Reason
 from pipeline.structures.atoms import UnusableInput
@@ -29,14 +28,15 @@ from pipeline.structures.inventory import examine_item
 from pipeline.structures.parsing.structure_files import plain_files
 from pipeline.structures.sources.item_ids import KIND
 from pipeline.tasks.docking.docked_files import (
+    TRUTH,
     DockedComplex,
     PoseRow,
     SampledPoses,
-    pose_table,
+    csv_table,
     write_docked,
     write_trajectory,
 )
-from pipeline.tasks.docking.pose_quality import CLASSES, RMSD_BELOW, RigidMoves, success_rates
+from pipeline.tasks.docking.pose_quality import RigidMoves, summaries
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -48,11 +48,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TABLE, RATES = "poses.csv", "success.csv"
+TABLE, SUMMARY = "poses.csv", "summary.csv"
 SHOWN = range(31)  # Å
 RANKS_SHOWN = 30
 QUARTILES = {"a quarter is below": 25, "half is below": 50, "three quarters are below": 75}
 MOVE, CONFIDENCE, TRAJECTORY, KNOWN = "move", "confidence", "trajectory", "ligand_rmsd"
+COMPLEX = "complex_rmsd"  # which is drawn
 
 
 def publish_poses(
@@ -60,12 +61,17 @@ def publish_poses(
 ) -> list[Path]:
     """Write the files of all complexes that have poses; return them."""
     publishing = _Publishing(folder, outputs, reading, top)
-    with pose_table(folder / TABLE) as add:
+    absent = {*(() if CONFIDENCE in outputs else (CONFIDENCE,)), *(() if publishing.known else TRUTH)}
+    names = [name for name in PoseRow._fields if name not in absent]
+    with csv_table(folder / TABLE, names) as add:
         for item in items:
             if item.id in publishing.places:
-                add(publishing.rows(item))
+                add([getattr(row, name) for name in names] for row in publishing.rows(item))
     if publishing.scores:
-        publishing.written += [_write_rates(folder / RATES, publishing.scores), folder / PICTURES]
+        publishing.written += [folder / SUMMARY, folder / PICTURES]
+        rows = summaries(publishing.scores)
+        with csv_table(folder / SUMMARY, rows[0]) as add:
+            add(row.values() for row in rows)
         write_whole(folder / PICTURES, json.dumps(pictures(publishing.scores)))
     return [folder / TABLE, *publishing.written]
 
@@ -76,7 +82,7 @@ class _Publishing:
     def __init__(self, folder: Path, outputs: Mapping[str, Any], reading: ScanRecipe, top: int) -> None:
         self._folder, self._outputs, self._reading, self._top = folder, outputs, reading, top
         self._files = plain_files(reading.max_file_bytes, reading.paths)
-        self.places, self._known = _places(outputs[MOVE]), set(_places(outputs.get(KNOWN, ())))
+        self.places, self.known = _places(outputs[MOVE]), set(_places(outputs.get(KNOWN, ())))
         self.written: list[Path] = []
         self.scores: list[PoseScore] = []
 
@@ -110,7 +116,7 @@ class _Publishing:
         taken, read = examine_item(item, content, self._reading)
         if read is None:
             raise UnusableInput(taken.reason or Reason.NO_NODES, taken.detail)
-        return DockedComplex(item, read, content, self._reading.reading, has_truth=item.id in self._known)
+        return DockedComplex(item, read, content, self._reading.reading, has_truth=item.id in self.known)
 
     def _write_ways(self, docked: DockedComplex, rows: Iterable[PoseRow], samples: list[int]) -> None:
         """Write how the ligand came to each pose that was written."""
@@ -126,17 +132,17 @@ class _Publishing:
 
 def pictures(scores: Sequence[PoseScore]) -> list[dict[str, Any]]:
     """Return what the page of a run draws: the share of complexes within an RMSD, and RMSDs by rank."""
-    ranked = [score for score in scores if score.rank is not None and math.isfinite(score.rmsd)]
+    ranked = [score for score in scores if score.rank is not None and math.isfinite(score.rmsds[COMPLEX])]
     by_complex, by_rank = (defaultdict[Any, list[float]](list) for _ in range(2))
     for score in sorted(ranked, key=lambda score: score.rank or 0):
-        by_complex[score.complex].append(score.rmsd)
-        by_rank[score.rank].append(score.rmsd)
+        by_complex[score.complex].append(score.rmsds[COMPLEX])
+        by_rank[score.rank].append(score.rmsds[COMPLEX])
     if not ranked:
         return []
     chosen = {
         "best-ranked pose": [rmsds[0] for rmsds in by_complex.values()],
         "best of all": [min(rmsds) for rmsds in by_complex.values()],
-        "every pose": [score.rmsd for score in ranked],
+        "every pose": [score.rmsds[COMPLEX] for score in ranked],
     }
     within = {name: [[limit, _percent_below(rmsds, limit)] for limit in SHOWN] for name, rmsds in chosen.items()}
     drawn = [_picture("complexes within an RMSD", "Å of complex RMSD", "%", within)]
@@ -169,15 +175,3 @@ def _places(column: Any) -> dict[str, slice]:
 
 def _turns_and_shifts(move_P12: Any) -> tuple[Any, Any]:
     return move_P12[:, :9].reshape(-1, 3, 3), move_P12[:, 9:]
-
-
-def _write_rates(path: Path, scores: list[PoseScore]) -> Path:
-    """Write how many complexes have a good pose among their first ones, overall and by split."""
-    names = ["group", "among", "complexes", *(f"rmsd_below_{limit:g}" for limit in RMSD_BELOW), *CLASSES[1:]]
-    with replacing(path) as aside, aside.open("w", newline="", encoding="utf-8") as file:
-        table = csv.writer(file, lineterminator="\n")
-        table.writerow(names)
-        for rate in success_rates(scores):
-            shares = ("" if np.isnan(share) else f"{share:.4f}" for share in (*rate.below_A, *rate.at_least))
-            table.writerow([rate.group, rate.top, rate.complexes, *shares])
-    return path

@@ -21,7 +21,7 @@ from pipeline.tasks.docking.docked_files import (
     DockedComplex,
     PoseRow,
     SampledPoses,
-    pose_table,
+    csv_table,
     posed_text,
     write_docked,
     write_trajectory,
@@ -335,7 +335,7 @@ def test_unbound_partners_are_compared_with_the_bound_ones_in_the_receptors_fram
 
 def test_a_table_appears_when_all_rows_are_in_it_and_not_before(tmp_path):
     path = tmp_path / "poses.csv"
-    with pose_table(path) as add:
+    with csv_table(path, PoseRow._fields) as add:
         add(
             [
                 PoseRow(
@@ -360,6 +360,6 @@ def test_a_table_appears_when_all_rows_are_in_it_and_not_before(tmp_path):
 def test_a_table_that_fails_leaves_the_old_one(tmp_path):
     path = tmp_path / "poses.csv"
     path.write_text("old")
-    with pytest.raises(ZeroDivisionError), pose_table(path) as add:
+    with pytest.raises(ZeroDivisionError), csv_table(path, PoseRow._fields) as add:
         add(PoseRow(str(1 // left)) for left in (1, 0))
     assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("poses.csv", "old")]

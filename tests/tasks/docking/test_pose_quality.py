@@ -23,11 +23,11 @@ from pipeline.tasks.docking.pose_quality import (
     PoseScore,
     RigidMoves,
     capri_class,
-    clash_counts,
     docking_truth,
+    near_counts,
     nearest_move,
     pose_quality,
-    success_rates,
+    summaries,
 )
 from tests.reference.dockq.record import COMPLEXES, MOVE, PAIRS, SAID, TABLE
 from tests.tasks.docking.docked import moves_from, pair_item, read, some_moves
@@ -96,7 +96,7 @@ def test_clashes_are_pairs_of_heavy_atoms_nearer_than_three_angstroms(structures
     moves = some_moves(found, 5, far=8.0)
     expected = [int((cdist(receptor, pos_N3) < 3.0).sum()) for pos_N3 in moves.of(ligand)]
     assert max(expected) > 50
-    assert clash_counts(receptor, ligand, moves).tolist() == expected
+    assert near_counts(receptor, ligand, moves, 3.0).tolist() == expected
 
 
 @given(SHARES, LENGTHS, LENGTHS)
@@ -134,45 +134,59 @@ def test_the_nearest_move_finds_the_move_that_was_made(points, seed):
     assert np.linalg.det(found.turn_P33[0]) == pytest.approx(1)
 
 
+def score(name, rank, rmsd, dockq, *groups):
+    return PoseScore(name, rank, {"complex_rmsd": rmsd}, dockq, *groups)
+
+
 SCORES = [
-    PoseScore("a", 1, 6.0, 0.30, "test", "antibody"),
-    PoseScore("a", 2, 1.0, 0.85, "test", "antibody"),
-    PoseScore("b", 1, 1.5, 0.60, "test"),
-    PoseScore("b", 6, 0.5, 0.90, "test"),
-    PoseScore("c", None, math.nan, math.nan, "val"),  # exploded: a failure
+    score("a", 1, 6.0, 0.30, "test", "antibody"),
+    score("a", 2, 1.0, 0.85, "test", "antibody"),
+    score("b", 1, 1.5, 0.60, "test"),
+    score("b", 6, 0.5, 0.90, "test"),
+    score("c", None, math.nan, math.nan, "val"),  # exploded: a failure
 ]
 
 
-def test_rates_of_success_count_complexes_by_their_first_poses():
-    rates = {(rate.group, rate.top): rate for rate in success_rates(SCORES)}
-    assert rates["all", "top-1"][2:] == (3, (1 / 3, 1 / 3, 2 / 3), (2 / 3, 1 / 3, 0.0))
-    assert rates["all", "top-5"][2:] == (3, (2 / 3,) * 3, (2 / 3, 2 / 3, 1 / 3))
-    assert rates["all", "oracle"][2:] == (3, (2 / 3,) * 3, (2 / 3,) * 3)
-    assert rates["split=test", "top-5"].complexes == 2
-    assert rates["split=val", "oracle"][2:] == (1, (0.0,) * 3, (0.0,) * 3)
-    assert rates["kind=antibody", "top-1"][2:] == (1, (0.0, 0.0, 1.0), (1.0, 0.0, 0.0))
-    assert [rate.group for rate in success_rates(SCORES)][::3] == ["all", "split=test", "split=val", "kind=antibody"]
+def shares(row):
+    below = [row[f"complex_rmsd_percent_below_{limit}"] for limit in (1, 2, 5, 10)]
+    return row["complexes"], below, [row[f"percent_{name}"] for name in CLASSES[1:]]
+
+
+def test_summaries_count_complexes_by_their_first_poses():
+    rows = {(row["group"], row["among"]): row for row in summaries(SCORES)}
+    third = pytest.approx
+    assert shares(rows["all", "top-1"]) == (3, third([0, 100 / 3, 100 / 3, 200 / 3]), third([200 / 3, 100 / 3, 0]))
+    assert shares(rows["all", "top-5"]) == (3, third([0] + [200 / 3] * 3), third([200 / 3, 200 / 3, 100 / 3]))
+    assert shares(rows["all", "oracle"]) == (3, third([100 / 3] + [200 / 3] * 3), third([200 / 3] * 3))
+    assert rows["split=test", "top-5"]["complexes"] == 2
+    assert shares(rows["split=val", "oracle"]) == (1, [0] * 4, [0] * 3)
+    assert shares(rows["kind=antibody", "top-1"]) == (1, [0, 0, 0, 100], [100, 0, 0])
+    assert [row["group"] for row in summaries(SCORES)][::3] == ["all", "split=test", "split=val", "kind=antibody"]
+
+
+def test_means_medians_and_deviations_are_of_the_complexes_that_have_a_pose():
+    first = summaries(SCORES)[0]
+    found = [first[f"{name}_{what}"] for name in ("complex_rmsd", "dockq") for what in ("mean", "median", "sd")]
+    assert found == pytest.approx([3.75, 3.75, 2.25, 0.45, 0.45, 0.15])
 
 
 def test_what_has_no_truth_is_neither_success_nor_failure():
-    unknown = PoseScore("d", 1, math.nan, math.nan)
-    assert success_rates([*SCORES, unknown])[0][3:] == success_rates(SCORES)[0][3:]
-    assert all(math.isnan(share) for share in success_rates([unknown])[0].below_A)
-    assert success_rates([]) == []
+    unknown = score("d", 1, math.nan, math.nan)
+    assert shares(summaries([*SCORES, unknown])[0])[1:] == shares(summaries(SCORES)[0])[1:]
+    assert all(math.isnan(share) for share in shares(summaries([unknown])[0])[1])
+    assert summaries([]) == []
 
 
 POSES = st.builds(
-    PoseScore, st.sampled_from("abc"), st.none() | st.integers(1, 9), LENGTHS, SHARES, st.sampled_from(["", "t", "v"])
+    score, st.sampled_from("abc"), st.none() | st.integers(1, 9), LENGTHS, SHARES, st.sampled_from(["", "t", "v"])
 )
 
 
 @given(st.lists(POSES, min_size=1))
 def test_rates_rise_with_the_number_of_poses_and_fall_with_the_demand(scores):
-    rates = success_rates(scores)
+    rates = [shares(row) for row in summaries(scores)]
     for first, five, oracle in zip(rates[::3], rates[1::3], rates[2::3], strict=True):
         for fewer, more in ((first, five), (five, oracle)):
-            assert all(
-                a <= b for a, b in zip(fewer.below_A + fewer.at_least, more.below_A + more.at_least, strict=True)
-            )
-        assert list(first.below_A) == sorted(first.below_A)
-        assert list(first.at_least) == sorted(first.at_least, reverse=True)
+            assert all(a <= b for a, b in zip(fewer[1] + fewer[2], more[1] + more[2], strict=True))
+        assert first[1] == sorted(first[1])
+        assert first[2] == sorted(first[2], reverse=True)
