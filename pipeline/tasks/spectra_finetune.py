@@ -368,8 +368,8 @@ class SpectraContrast(SpectraFinetune):
         """Return the cross entropies of finding the positives, over all items of a step that have one."""
         is_whole_B = embedded["is_whole"].bool()
         anchor_BD, near_BD, far_BD = (at_least_single(embedded[role])[is_whole_B] for role in ("anchor", *RELATED))
-        molecules = (embedded[name][is_whole_B] for name in (MOLECULE, NEGATIVE_MOLECULE))
-        error = found_error(anchor_BD, near_BD, far_BD, *molecules, self.temperature)
+        own_B, other_B = (embedded[name][is_whole_B] for name in (MOLECULE, NEGATIVE_MOLECULE))
+        error = found_error(anchor_BD, near_BD, far_BD, own_B, other_B, self.temperature)
         return {self.term: (error, float(is_whole_B.sum()))}
 
     def loss(self, model: nn.Module, batch: SpectraBatch) -> dict[str, tuple[Tensor, float]]:

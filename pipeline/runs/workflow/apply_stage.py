@@ -192,13 +192,13 @@ class ApplyStage(Stage):
         if (file := weights_file(self.settings(project).checkpoint)) is not None:
             train, options = project.config.train, self._options(project.config)
             task = load_task(train.task, options, beside=project.beside)
-            from pipeline.training.checkpoints.trained_weights import OTHERS, PARTIAL, WHERE  # which waits for torch
+            from pipeline.training.checkpoints.trained_weights import PARTIAL, WHERE  # which waits for torch
 
             try:
                 refuse_unfit_weights(task, train, file)
             except PipelineError as error:  # they are not those that a training begins with, and must fit as a whole
                 error.where = error.where.replace(f"{WHERE}: ", f"train.{self.name}.checkpoint: ", 1)
-                error.next = OTHERS if error.next == PARTIAL else error.next
+                error.next = error.next.removesuffix(PARTIAL)
                 raise
 
     def _model(self, project: Project) -> TrainedModel | None:

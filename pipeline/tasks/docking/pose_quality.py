@@ -283,8 +283,9 @@ def _summary(complexes: list[list[PoseScore]], top: float) -> dict[str, float]:
 
 def _spread(values_N: NDArray[np.float64]) -> dict[str, float]:
     finite_N = values_N[np.isfinite(values_N)]
-    measures = {"mean": np.mean, "median": np.median, "sd": np.std}
-    return {what: float(measure(finite_N)) if len(finite_N) else math.nan for what, measure in measures.items()}
+    if not len(finite_N):
+        return dict.fromkeys(("mean", "median", "sd"), math.nan)
+    return {"mean": float(finite_N.mean()), "median": float(np.median(finite_N)), "sd": float(finite_N.std())}
 
 
 def _least(numbers: list[float]) -> float:
