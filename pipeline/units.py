@@ -12,8 +12,13 @@ SHOWN_LENGTH = 80  # characters of a foreign text
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-def format_bytes(count: float) -> str:
-    """Return bytes in the unit that suits them: 512 B, 1.5 KiB, 340 MiB, 23.5 GiB."""
+def format_bytes(count: float, *, above: float = -1) -> str:
+    """Return bytes in the unit that suits them: 512 B, 1.5 KiB, 340 MiB, 23.5 GiB.
+
+    `above`: a smaller count, from which the text has to differ.
+    """
+    if above >= 0 and format_bytes(above) == format_bytes(count):
+        return f"{count:,.0f} B (above {above:,.0f} B)"
     for unit in _UNITS:
         if abs(count) < 1024 or unit == _UNITS[-1]:
             break

@@ -268,11 +268,11 @@ def too_large(items: Sequence[OversizeItem], count: int, limit: int) -> PlanInfe
     texts = []
     for item in items[:SHOWN]:
         sizes = ", ".join(f"{value:,} {name}" for name, value in item.sizes.items())
-        texts.append(f"{item.id} ({sizes}) takes {format_bytes(item.total.value)}")
+        texts.append(f"{item.id} ({sizes}) takes {format_bytes(item.total.value, above=limit)}")
     more = "; …" if len(items) > SHOWN else ""
     return PlanInfeasible(
         f"{len(items):,} of {count:,} items fit under no remedy: {'; '.join(texts)}{more}; "
-        f"a card lets torch have {format_bytes(limit)}",
+        f"the GPU lets torch have {format_bytes(limit)}",
         remedy=f"{items[0].remedy}, or set train.oversize to skip or crop",
     )
 
@@ -302,29 +302,37 @@ def outsized(
     while low < high:
         middle = (low + high) // 2
         low, high = (middle + 1, high) if is_over(middle) else (low, middle)
+    refuted = {item: took for item, took in asked.items() if took > limit}
     over_N = np.zeros(len(order_N), np.bool_)
     over_N[order_N[:low]] = True
-    for item in [item for item, took in asked.items() if took > limit]:
+    for item in refuted:
         over_N |= (sizes_NS >= sizes_NS[item]).all(axis=1)
+    over = order_N[over_N[order_N]].tolist()
+    is_sure = [place < _ASKED or item in asked for place, item in enumerate(over)]
+    live = [
+        search.live(search.ground.alone(item)) if sure else predicted_N[item]
+        for item, sure in zip(over, is_sure, strict=True)
+    ]
+    # A larger item is said to take no less than a smaller one, also where a kernel takes less of it.
+    live_O = np.maximum.accumulate([min(refuted.values(), default=0), *reversed(live)])[:0:-1]
+    of_all = max(margin.factor, budget / limit)  # an allocator may hold more than is live
     items = []
-    for place, item in enumerate(item for item in order_N.tolist() if over_N[item]):
-        is_sure = place < _ASKED or item in asked
-        live = search.live(search.ground.alone(item)) if is_sure else float(predicted_N[item])
-        total = Figure(int(live * margin.factor), margin.origin if is_sure else Provenance.ASSUMED)
+    for item, sure, live_bytes in zip(over, is_sure, live_O, strict=True):
+        total = Figure(ceil(live_bytes * of_all), margin.origin if sure else Provenance.ASSUMED)
         sizes = dict(zip(search.ground.data.names, sizes_NS[item].tolist(), strict=True))
         called = search.ground.data.called(item)
-        items.append(OversizeItem(item, called, sizes, total, budget, _remedy(int(total.value), others)))
+        items.append(OversizeItem(item, called, sizes, total, budget, _remedy(int(total.value), budget, others)))
     return tuple(items), ~over_N
 
 
-def _remedy(total: int, others: Sequence[CardSpec]) -> str:
+def _remedy(total: int, limit: int, others: Sequence[CardSpec]) -> str:
     """Name a card that would fit an item."""
     enough = min(
         (card for card in others if card.budget_bytes >= total), key=lambda card: card.budget_bytes, default=None
     )
     if enough is None:
-        return f"use a card that lets torch have {format_bytes(total)}"
-    return f"use a card such as {enough.name}, which lets torch have {format_bytes(enough.budget_bytes)}"
+        return f"use a GPU that lets torch have {format_bytes(total, above=limit)}"
+    return f"use a GPU such as {enough.name}, which lets torch have {format_bytes(enough.budget_bytes)}"
 
 
 def crop_limits(search: BudgetSearch, limit: int) -> dict[str, int]:
