@@ -98,7 +98,8 @@ def judge_attempt(status: TaskStatus, word: Word, log_end: str, *, asked_bytes: 
     cause, reason = case.judge()
     peak = status.peak_rss_bytes
     if cause is Cause.HOST_OOM:
-        return TaskVerdict(cause, _joined(reason, case.memory()), max(peak or 0, asked_bytes or 0) or None, case.node())
+        least = 0 if case.was_refused() else asked_bytes or 0
+        return TaskVerdict(cause, _joined(reason, case.memory()), max(peak or 0, least) or None, case.node())
     return TaskVerdict(cause, reason, peak, "" if cause in _WITHOUT_FAULT else case.node())
 
 
@@ -133,6 +134,11 @@ class _Case:
         """Return the node where it failed, if the log names it."""
         lost = first_lost(self.log, GO_ON)
         return failed_node(self.log) or (lost.node if lost else "")
+
+    def was_refused(self) -> bool:
+        """Tell whether it ended by itself when it got no memory: it may have been far below its limit."""
+        is_own = self.word.exit_code not in (None, SIGNALLED + signal.SIGKILL) or bool(self.status.exit_code)
+        return is_own and self.status.state is not TaskState.OUT_OF_MEMORY and not self._by_kernel()
 
     def memory(self) -> str:
         """Say what is known of its memory use."""

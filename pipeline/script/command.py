@@ -162,7 +162,7 @@ def refuse_other_batch(script: Script, micro_batch: int, accumulation: int) -> N
 def batches(effective_batch: int, ranks: int, micro_batch: int | str, shrink: int = 0) -> tuple[int, int]:
     """Return micro_batch and accumulation with which a step has exactly `effective_batch` items.
 
-    `shrink` counts how often a GPU's memory was too small: each time it is the largest divisor of a rank's share that
+    `shrink` counts how often memory was too small: each time it is the largest divisor of a rank's share that
     is at most half of what it was.
     """
     share, remainder = divmod(effective_batch, ranks)
@@ -177,8 +177,9 @@ def batches(effective_batch: int, ranks: int, micro_batch: int | str, shrink: in
         raise ConfigError(what, where="train.micro_batch", remedy=_either("train.micro_batch", near))
     for _ in range(shrink):
         if items == 1:
-            what = "its GPU has no room for a micro-batch of a single item"
-            raise PlanInfeasible(what, where=WHERE, remedy="a GPU with more memory: cluster.train.constraint")
+            what = "there is too little memory for a micro-batch of a single item"
+            remedy = "a GPU with more memory: cluster.train.constraint   or a node: cluster.train.partition"
+            raise PlanInfeasible(what, where=WHERE, remedy=remedy)
         items = _divisor(share, items // 2)
     return items, share // items
 

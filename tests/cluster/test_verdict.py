@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import given
@@ -125,6 +126,9 @@ class TestMemory:
         status = ended(TaskState.OUT_OF_MEMORY, None, 9, peak_rss_bytes=118 * MIB)
         found = judge_attempt(status, BEGAN, OOM_LOG, asked_bytes=200 * MIB)
         assert (found.cause, found.peak_bytes, found.node) == (Cause.HOST_OOM, 200 * MIB, "n1")
+        refused = replace(status, state=TaskState.FAILED, signal=None, exit_code=1)
+        found = judge_attempt(refused, BEGAN, "MemoryError\n", asked_bytes=200 * MIB)
+        assert (found.cause, found.peak_bytes) == (Cause.HOST_OOM, 118 * MIB), "it asked for something huge"
 
     def test_is_seen_in_the_log_where_the_state_hides_it(self) -> None:
         states = (TaskState.FAILED, TaskState.COMPLETED, TaskState.UNKNOWN, TaskState.TIMEOUT)

@@ -22,6 +22,7 @@ from pipeline.records import EventKind
 from pipeline.runs.dataset import worklist
 from pipeline.runs.engine.repair import GiveUp, LeaveOut, Means, Split, bad_nodes, decide
 from pipeline.runs.workflow.jobs import candidates, first_job, limits_of, on_cards, recipe_name, spec_of
+from pipeline.runs.workflow.script_stage import is_script, script_of
 from pipeline.stage_names import StageName
 from pipeline.store.key_lists import in_chunks
 from pipeline.units import format_seconds
@@ -229,6 +230,7 @@ class Dispatch:
                 is_shared=stage.together and not is_whole,
                 places=self._places(project, stage, task),
                 nodes=stage.resources(project.config).nodes,
+                has_batches=is_script(project.config, stage.name) and "micro_batch" in script_of(project.config).names,
             )
             decision = decide(task.ended, means)
             if isinstance(decision, Split):

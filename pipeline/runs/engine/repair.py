@@ -1,7 +1,8 @@
 """Decides what to do about a failed task: a pure function of its attempts and of the cluster's limits.
 
 Memory that the kernel ended  → more of it, up to the largest node; then halves, or one thing at a time where ranks
-                                share what has no halves; then the item is left out.
+                                share what has no halves; then the item is left out. A script gets smaller batches
+                                at the largest node, and where it was far below its limit.
 A GPU's memory                → smaller batches, which change no result; then halves; then the item is left out.
 A time limit                  → what is finished is kept: go on if it came further, with more time if there is more.
 A node, preemption, no word   → again; a node that failed twice is left out (bad_nodes); what was preempted twice
@@ -89,6 +90,7 @@ class Means:
     is_shared: bool = False  # by ranks, each on items of its own: it has no halves, but items may be left out
     places: tuple[Candidate, ...] = ()  # the partitions that it may go to, the first choice first
     nodes: int = 1  # of the task
+    has_batches: bool = False  # of a script: with smaller ones it takes less of the host's memory
 
 
 def decide(history: Sequence[Attempt], means: Means) -> Decision:
@@ -154,6 +156,9 @@ def more_memory(ask: Ask, peak_bytes: int | None, limits: Limits) -> int:
 def _after_host_oom(history: Sequence[Attempt], means: Means) -> Decision:
     last = history[-1]
     grown = more_memory(last.ask, last.peak_rss_bytes, means.limits)
+    is_far = GROWTH * (last.peak_rss_bytes or last.ask.mem_bytes) < last.ask.mem_bytes  # what it wanted was huge
+    if means.has_batches and (is_far or grown <= last.ask.mem_bytes):
+        return _after_gpu_oom(history, means)
     if grown > last.ask.mem_bytes:
         return Again(replace(last.ask, mem_bytes=grown), f"again with {mebibytes(grown)} of memory")
     return _smaller(history, means, f"it does not fit {mebibytes(last.ask.mem_bytes)}, the most there is")
@@ -163,7 +168,7 @@ def _after_gpu_oom(history: Sequence[Attempt], means: Means) -> Decision:
     last = history[-1]
     if last.ask.shrink < MOST_SHRINKS:
         return Again(replace(last.ask, shrink=last.ask.shrink + 1), "again with batches of half the size")
-    return _smaller(history, means, "its smallest batch does not fit the GPU")
+    return _smaller(history, means, "its smallest batch does not fit")
 
 
 def _after_timeout(history: Sequence[Attempt], means: Means) -> Decision:

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.cluster.job_spec import mebibytes
+from pipeline.cluster.job_spec import Limits, mebibytes
 from pipeline.cluster.machine import born_at
 from pipeline.cluster.verdict import Cause
 from pipeline.command_line import Command
@@ -328,7 +328,8 @@ class Supervisor:
         open_ = [task for task in status.work.values() if task.open]
         given_up = [task.last for task in open_ if task.last]
         again = self.folder.command()
-        remedy = _remedy(stage, given_up, again, stage.mem_bytes(self.project) if given_up else 0)
+        limits, planned_bytes = status.limits or Limits(), stage.mem_bytes(self.project) if given_up else 0
+        remedy = _remedy(stage, given_up, again, planned_bytes, limits)
         is_damage = any(attempt.cause is Cause.DAMAGE for attempt in given_up)
         rejected = _rejected(status) if stage.counts_items else 0
         return StageTrouble(_describe(status, open_), status.waiting, again, remedy, rejected, is_damage=is_damage)
@@ -416,11 +417,14 @@ def _page() -> str:
     return str(page) if page.is_file() else TROUBLESHOOTING
 
 
-def _remedy(stage: Stage, failures: Sequence[Attempt], again: Command, planned_bytes: int) -> Command:
+def _remedy(stage: Stage, failures: Sequence[Attempt], again: Command, planned_bytes: int, limits: Limits) -> Command:
     """Return the command to try next: with more memory or time for a task that hit a limit."""
     for attempt in failures:
         if attempt.cause is Cause.HOST_OOM:
-            enough = mebibytes(max(2 * attempt.ask.mem_bytes, planned_bytes))
+            most = min(max(2 * attempt.ask.mem_bytes, planned_bytes), limits.mem_bytes or sys.maxsize)
+            if most <= attempt.ask.mem_bytes:
+                return again.with_settings(then=f"   (where a task gets more than {mebibytes(most)} of memory)")
+            enough = mebibytes(most)
             return again.with_settings((f"cluster.{stage.name}.mem", enough), then=KEPT)
         if attempt.cause is Cause.TIMEOUT:
             enough = f"{math.ceil(2 * attempt.ask.time_s / 60)}m"

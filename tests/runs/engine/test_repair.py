@@ -50,6 +50,24 @@ def test_a_task_that_ran_out_of_memory_gets_twice_the_limit_that_killed_it() -> 
     assert again([died(Cause.HOST_OOM, peak_rss_bytes=100 * MIB)]) == replace(ASK, mem_bytes=1024 * MIB)
 
 
+@pytest.mark.parametrize(
+    ("ask", "peak", "then"),
+    [
+        (ASK, 100 * MIB, replace(ASK, shrink=1)),  # one huge array was refused
+        (ASK, 500 * MIB, replace(ASK, mem_bytes=1024 * MIB)),
+        (FULL, 4000 * MIB, replace(FULL, shrink=1)),
+        (replace(FULL, shrink=6), 4000 * MIB, None),
+    ],
+)
+def test_a_script_gets_smaller_batches_where_more_memory_helps_not_or_is_not_there(
+    ask: Ask, peak: int, then: Ask | None
+) -> None:
+    decision = decide(
+        [died(Cause.HOST_OOM, ask=ask, peak_rss_bytes=peak)], replace(MEANS, is_whole=True, has_batches=True)
+    )
+    assert then == (decision.ask if isinstance(decision, Again) else None)
+
+
 def test_memory_never_grows_beyond_the_largest_node() -> None:
     assert again([died(Cause.HOST_OOM, ask=replace(ASK, mem_bytes=3000 * MIB))]) == FULL
 

@@ -81,13 +81,14 @@ class TestARun:
         assert (tmp_path / "ran").read_text() == "xx"
 
     @pytest.mark.nightly
-    def test_out_of_a_gpu_s_memory_goes_on_with_smaller_micro_batches_and_the_same_step(self, pipeline, tmp_path):
+    @pytest.mark.parametrize(("more", "cause"), [("", "gpu_oom"), (" --host", "host_oom")])
+    def test_out_of_memory_goes_on_with_smaller_micro_batches_and_the_same_step(self, pipeline, tmp_path, more, cause):
         shutil.copy(SCRIPTS / "small_card.py", tmp_path)
-        configure(tmp_path, f"{PYTHON} -S small_card.py {BATCH}", {"effective_batch": 8})
+        configure(tmp_path, f"{PYTHON} -S small_card.py {BATCH}{more}", {"effective_batch": 8})
         done = pipeline(*SUBMIT)
         assert done.code == 0, done.err
         train = told(pipeline)
-        assert [(one["cause"], one["ask"]["shrink"]) for one in train["failures"]] == [("gpu_oom", 0), ("gpu_oom", 1)]
+        assert [(one["cause"], one["ask"]["shrink"]) for one in train["failures"]] == [(cause, 0), (cause, 1)]
         assert (train["census"]["attempts"], train["census"]["micro_batch"]) == (3, 2)
         assert "trained with 4 times 2" in pipeline("logs", "--task", "0").out
 

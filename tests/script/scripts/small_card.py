@@ -1,5 +1,5 @@
 # ruff: noqa: T201
-"""Dies as torch does where its card has no room for a batch."""
+"""Dies as torch does where its GPU has no room for a batch, or the host has none."""
 
 import argparse
 
@@ -12,7 +12,10 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--batch_size", type=int, required=True)
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--room", type=int, default=2)
+parser.add_argument("--host", action="store_true")
 given = parser.parse_args()
+if given.batch_size > given.room and given.host:
+    raise MemoryError
 if given.batch_size > given.room:
     raise OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.15 GiB"
