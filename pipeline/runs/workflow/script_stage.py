@@ -341,7 +341,7 @@ class Outline:
             f"  first: {batch} (effective batch {self.effective_batch}); {_mib(self.mem_bytes)} of memory",
             f"  memory: {self.mem_why}",
             f"  if a GPU's memory ends: {smaller}",
-            f"  if the host's memory ends: twice as much{most}; beyond, or far below it, smaller micro-batches as above",
+            f"  if the host's memory ends: twice as much{most}; above it or far below, smaller micro-batches",
             f"  output: {self.output}",
         ]
 
