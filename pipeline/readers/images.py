@@ -15,6 +15,7 @@ import csv
 import io
 import struct
 import zlib
+from collections import Counter
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -92,7 +93,7 @@ def class_names(given: Any, *, where: str, beside: Path | None = None) -> tuple[
             raise ConfigError(f"{path} cannot be read: {error}", where=where, remedy=remedy) from error
         given = [line.strip() for line in lines if line.strip()]
     names = tuple(str(name).strip() for name in given)
-    twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
         raise ConfigError(f"the class {twice!r} is named twice", where=where, remedy="name each class once")
     return names

@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import gemmi
@@ -18,8 +19,11 @@ import torch
 
 from pipeline.encoder.checkpoints.weight_containers import read_pt
 from pipeline.errors import WeightsUnusable
+from pipeline.readers.images import class_names
+from pipeline.readers.spectrum_files import mzml
 from pipeline.structures.parsing import structure_files
 from pipeline.structures.parsing.structure_files import HAS_BIOTITE
+from pipeline.training.checkpoints.published_names import renamed
 from tests.conftest import ROOT
 
 MOST_GROWN_MIB = 200
@@ -74,6 +78,27 @@ def test_every_bomb_is_refused_with_its_reason_in_little_memory(tmp_path: Path) 
     found = {name: one["told"] for name, one in endings.items() if name not in absent}
     assert {name: told for name, told in found.items() if TOLD[name] not in told} == {}
     assert {name: one for name, one in endings.items() if one["grown_mib"] > MOST_GROWN_MIB} == {}
+
+
+LEVEL = b'accession="MS:1000511"'
+MINUTES: dict[str, Callable[[Path], object]] = {
+    "renamed": lambda _: renamed(".".join(["1"] * 64), {"a.*.*": "b"}),
+    "classes": lambda _: class_names([*map(str, range(300_000))], where=""),
+    "operations": lambda _: structure_files._operations("1" * 1_000_000),
+    "members": lambda _: structure_files.gunzip(gzip.compress(b"") * 300_000, 1),
+    "survey": lambda path: [*mzml.mzml_blocks(filled(path, b"<spectrum ", LEVEL * 100_000, b"</spectrum>"))],
+    "groups": lambda path: mzml.groups(filled(path, b"<referenceableParamGroup " * 200_000)),
+}
+
+
+@pytest.mark.parametrize("name", MINUTES)
+def test_what_took_minutes_or_for_ever_ends(name: str, tmp_path: Path) -> None:
+    MINUTES[name](tmp_path / "a.mzML")
+
+
+def filled(path: Path, *parts: bytes) -> Path:
+    path.write_bytes(b"".join(parts))
+    return path
 
 
 def test_a_range_of_operations_is_written_out_by_the_parser_which_is_why_it_is_counted_before() -> None:

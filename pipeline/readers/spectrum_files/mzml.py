@@ -36,8 +36,11 @@ TYPES = {"MS:1000521": "<f4", "MS:1000523": "<f8", "MS:1000519": "<i4", "MS:1000
 PLAIN, ZLIB = "MS:1000576", "MS:1000574"
 COMPRESSED = "compression"
 SCAN = re.compile(r"(?:scan|scanId|index)=(\d+)")
-SURVEY = re.compile(rb'accession="MS:1000511"[^>]*?value="1"')
-GROUP = re.compile(rb"<referenceableParamGroup\s.*?</referenceableParamGroup>", re.DOTALL)
+# Neither looks beyond where the next one begins, so that many beginnings without an end take no longer than one.
+SURVEY = re.compile(rb'accession="MS:1000511"(?:(?!accession=)[^>])*?value="1"')
+GROUP = re.compile(
+    rb"<referenceableParamGroup\s(?:(?!<referenceableParamGroup\s).)*?</referenceableParamGroup>", re.DOTALL
+)
 Groups = dict[str, "Element"]
 
 
@@ -85,10 +88,9 @@ def mzml_blocks(path: Path) -> Iterator[MzmlBlock]:
 
 def _stop(data: bytes, start: int) -> int:
     """Return where a spectrum that began ends: after its end, or before the next beginning; -1 if neither is there."""
-    end, again = data.find(END, start), BEGIN.search(data, start)
-    if end >= 0 and (again is None or end < again.start()):
-        return end + len(END)
-    return again.start() if again else -1
+    again = BEGIN.search(data, start)
+    end = data.find(END, start, again.start() if again else len(data))
+    return end + len(END) if end >= 0 else again.start() if again else -1
 
 
 def _asked(block: MzmlBlock) -> Iterator[MzmlBlock]:

@@ -86,7 +86,7 @@ def total_bytes(files: Mapping[str, File]) -> int:
 MOST_CHARACTERS = 32 << 20  # of a BinaryCIF file as text: 350,000 atoms
 MOST_OPERATIONS = 100_000  # of an assembly; the largest of the PDB has 1,680
 WIDEST_NUMBER = 8
-RANGE = re.compile(r"(\d+)\s*-\s*(\d+)")
+RANGE = re.compile(r"(?<!\d)(\d+)\s*-\s*(\d+)")
 
 
 def check_columns(content: Mapping[str, Any], wanted: Container[str]) -> None:
@@ -186,8 +186,9 @@ MOLECULES = ("sdf", "mol2")
 EXTRA = {"amber": "parmed", "sdf": "rdkit", "mol2": "rdkit"}  # what the extra `molecules` installs to read them
 REVISIONS = {"amber": amber.REVISION, "sdf": molecules.REVISION, "mol2": molecules.REVISION}
 GZIP_WINDOW, GZIP_MAGIC = 31, b"\x1f\x8b"
+PADDING = re.compile(rb"\0*")
 TAR_MAGIC, TAR_MAGIC_AT = b"ustar", 257
-PIECE_BYTES = 4 << 20
+PACKED_BYTES, PIECE_BYTES = 16 << 10, 4 << 20
 
 
 def stat_file(path: Path, max_bytes: int) -> os.stat_result:
@@ -246,20 +247,21 @@ def gunzip(data: bytes, max_bytes: int) -> bytes:
     """Decompress every member of a gzip file, refusing one that is cut short or unfolds beyond `max_bytes`."""
     if data and not data.startswith(GZIP_MAGIC):
         raise UnusableInput(Reason.UNKNOWN_FORMAT, "not gzip data, whatever its name ends in: rename or pack it")
-    unfolded = bytearray()
-    while data:
+    unfolded, at = bytearray(), 0
+    while at < len(data):
         member = zlib.decompressobj(GZIP_WINDOW)
         while not member.eof:
-            if not data:
+            packed = data[at : at + PACKED_BYTES]
+            if not packed:
                 raise UnusableInput(Reason.TRUNCATED_FILE, "the gzip stream ends early")
             try:
-                unfolded += member.decompress(data, PIECE_BYTES)
+                unfolded += member.decompress(packed, PIECE_BYTES)
             except zlib.error as error:
                 raise UnusableInput(Reason.TRUNCATED_FILE, f"not a whole gzip file: {error}") from error
             if len(unfolded) > max_bytes:
                 raise UnusableInput(Reason.FILE_TOO_LARGE, f"unfolds beyond structures.max_file_bytes ({max_bytes:,})")
-            data = member.unconsumed_tail
-        data = member.unused_data.lstrip(b"\0")
+            at += len(packed) - len(member.unconsumed_tail) - len(member.unused_data)
+        at = next(PADDING.finditer(data, at)).end()
     return bytes(unfolded)
 
 

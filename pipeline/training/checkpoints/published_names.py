@@ -87,9 +87,10 @@ def renamed(name: str, names: Mapping[str, str]) -> str:
     Of several that fit the longest decides, and among those that with the fewest "*".
     """
     parts = name.split(".")
-    for length in range(len(parts), 0, -1):
+    longest, most = (max((known.count(sign) for known in names), default=0) for sign in ".*")
+    for length in range(min(len(parts), longest + 1), 0, -1):
         numbered = [place for place, part in enumerate(parts[:length]) if part.isdigit()]
-        for stars in (chosen for count in range(len(numbered) + 1) for chosen in combinations(numbered, count)):
+        for stars in (chosen for count in range(most + 1) for chosen in combinations(numbered, count)):
             known = ".".join("*" if place in stars else part for place, part in enumerate(parts[:length]))
             if known in names:
                 other = names[known]
