@@ -158,6 +158,24 @@ def write_whole(path: Path, content: str | bytes, *, mode: int | None = None) ->
         file.write(data)
 
 
+def create_claim(path: Path, claimant: str) -> bool:
+    """Create a file that says who claims something; False where another process was first."""
+    try:
+        with path.open("x") as file:
+            file.write(claimant)
+    except FileExistsError:
+        return False
+    return True
+
+
+def last_claim(folder: Path) -> int:
+    """Return the highest number of the claims in a folder; 0 where there is none.
+
+    NFS may cache that a name is missing, but not a listing.
+    """
+    return max((int(path.name) for path in folder.iterdir()), default=0)
+
+
 def read_json(path: Path) -> Any | None:
     """Return the JSON value in a file; None where the file is missing, torn or no JSON."""
     try:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.masking import without_secrets
 from pipeline.errors import ConfigError
-from pipeline.files import replacing, whose
+from pipeline.files import last_claim, replacing, whose
 from pipeline.journal.run_folder import shown_mode, writing_run
 from pipeline.records import Event, EventKind
 
@@ -167,8 +167,7 @@ def _event(line: bytes, writer: str) -> Event | None:
 def has_ended(folder: RunFolder) -> bool:
     """Tell whether a run has ended by the last event of its last supervisor, which is cheap; False where that fails."""
     try:
-        last = max(int(path.name) for path in folder.claims.iterdir())
-        with (folder.events / f"{SUPERVISOR}-{last:06d}{SUFFIX}").open("rb") as file:
+        with (folder.events / f"{SUPERVISOR}-{last_claim(folder.claims):06d}{SUFFIX}").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - READ_BYTES))
             lines = file.read().splitlines()
     except (OSError, ValueError):

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeline.protocol import Task
+    from pipeline.training.checkpoints.model_claim import ModelClaim
     from pipeline.training.loop.pruning import MedianStop
 
     Integers = NDArray[np.int64]
@@ -92,6 +93,7 @@ class Job:
     leave_out: frozenset[str] = frozenset()
     damaged: DamagedItems | None = None  # what to do about records that cannot be read; None: that is an error
     settings: Mapping[str, Any] = field(default_factory=dict)  # the frozen configuration, for trackers
+    claim: ModelClaim | None = None  # on the model's folder; of the first rank
     prune: MedianStop | None = None  # which may end it early, among the others of its sweep
 
     def loader(
@@ -170,6 +172,8 @@ def train(job: Job, before: int = 0) -> Generator[Reason | None, None, None]:
     start = None
     try:
         for done in trainer.run():
+            if job.claim is not None and job.claim.is_lost:
+                job.claim.check()
             start = done if start is None else start
             job.tell.report.moved = done > start
             for _ in range(before if job.ranks.rank == 0 else done, done):
@@ -270,6 +274,7 @@ def _checkpoints(job: Job, step: Step) -> CheckpointFolder:
         best=job.train.checkpoints.best,
         identity={"model": model_key(step.model), "recipe": job.prepared.name},
         tell=job.say,
+        check=job.claim.check if job.claim is not None else lambda: None,
         token=job.ranks.exchange({"token": new_token("train")})[0]["token"],
     )
     if job.ranks.rank == 0:

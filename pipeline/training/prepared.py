@@ -205,6 +205,7 @@ class ModelFolder:
         self.prepared = path / "prepared.json"  # what was decided before it began
         self.accepted_code = path / "accepted_code.json"  # the digests of other code that it goes on with
         self.pruned = path / "pruned.json"  # why a sweep has ended it early, and after which epoch
+        self.writers = path / "writers"  # the claim of the process that trains it: its run, its host, and since when
         self.export = path / "model.json"  # only of an exported model: its card
         self.settings = path / "settings.json"  # the configuration that it was trained with
         self.checkpoints = path / "checkpoints"  # a folder for each checkpoint

@@ -18,6 +18,7 @@ from pipeline.cluster.job_spec import SUPERVISE, JobSpec
 from pipeline.command_line import Command
 from pipeline.config.masking import MASK, without_secrets, without_secrets_in
 from pipeline.errors import JobFailed, SubmissionRefused
+from pipeline.files import create_claim
 from pipeline.journal.run_folder import shown_mode, writing_run
 from pipeline.project.run_code import SUPERVISOR, module_command
 
@@ -33,21 +34,10 @@ if TYPE_CHECKING:
 def claim_visit(folder: RunFolder, number: int) -> int:
     """Claim the visit of that number, or the first free one after it; return its number."""
     claimant = f"{socket.gethostname()} {os.getpid()} {own_job()}\n"
-    while True:
-        path = folder.claims / f"{number:06d}"
-        with writing_run(path):
-            try:
-                with path.open("x") as file:
-                    file.write(claimant)
-            except FileExistsError:
-                number += 1
-            else:
-                return number
-
-
-def claimed_after(folder: RunFolder, number: int) -> bool:
-    """Tell whether a later visit is claimed; NFS may cache that a name is missing, but not a listing."""
-    return any(int(path.name) > number for path in folder.claims.iterdir())
+    with writing_run(folder.claims):
+        while not create_claim(folder.claims / f"{number:06d}", claimant):
+            number += 1
+    return number
 
 
 def own_job() -> JobId:

@@ -32,7 +32,7 @@ from pipeline.command_line import Command
 from pipeline.config.load import from_resolved
 from pipeline.config.masking import without_secrets
 from pipeline.errors import CacheFull, CacheUnusable, ClusterSilent, PipelineError, SubmissionRefused
-from pipeline.files import shipped
+from pipeline.files import last_claim, shipped
 from pipeline.journal.active_runs import QueueLook, look_at_queue
 from pipeline.journal.ledger import SUPERVISOR, Ledger, LedgerReader
 from pipeline.journal.run_folder import RunFolder
@@ -42,7 +42,7 @@ from pipeline.project.project import Project, open_executor
 from pipeline.project.restriction import only_of
 from pipeline.records import Event, EventKind
 from pipeline.runs.engine.dispatch import Dispatch, is_over
-from pipeline.runs.engine.handover import STOPPED_CODE, claim_visit, claimed_after, hand_over, notify, own_job
+from pipeline.runs.engine.handover import STOPPED_CODE, claim_visit, hand_over, notify, own_job
 from pipeline.runs.engine.watch import WATCH, submit_watch, tell, watch
 from pipeline.runs.views.run_page import Page
 from pipeline.runs.workflow import table
@@ -133,7 +133,7 @@ class Supervisor:
 
     def _leave(self) -> bool:
         """Submit the next visit, due when the jobs have ended; raise where another supervisor has taken over."""
-        if claimed_after(self.folder, self.number):
+        if last_claim(self.folder.claims) > self.number:
             raise TakenOver
         live, (looks, looking) = self._live(), self.status.watch
         self._end_look(looking)
@@ -260,7 +260,7 @@ class Supervisor:
 
     def _send(self, stage: Stage, status: StageStatus) -> None:
         """Submit what is due, as much as the queue takes; raise where another supervisor has taken over."""
-        if claimed_after(self.folder, self.number):
+        if last_claim(self.folder.claims) > self.number:
             raise TakenOver
         try:
             self.dispatch.send(self.project, stage, status)

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections import Counter
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from pipeline.records import TaskContext
     from pipeline.runs.workflow.stage import Outcomes
     from pipeline.training.checkpoints.checkpoint_reader import Manifest
+    from pipeline.training.checkpoints.model_claim import ModelClaim
     from pipeline.training.loop.pruning import MedianStop
     from pipeline.training.ranks.rank_protocol import Ranks
     from pipeline.training.step.step import Step
@@ -169,16 +171,25 @@ def train_there(
 
     ranks = join_ranks(project, folder, prepared, tell)
     try:
+        claim = _claimed(folder_of(project, prepared), folder) if ranks.rank == 0 else None
         mend = partial(remake_graph, project, folder)
-        project = staged(project, partial(tables_of, project, prepared), ranks, tell, log_line)
-        job = job_of(project, folder, prepared, tell, ranks, mend)
-        with blamed(Work.of(project.config, beside=project.beside).task):
-            yield from train(job if prune is None else replace(job, prune=prune), before)
+        with nullcontext() if claim is None else closing(claim):
+            project = staged(project, partial(tables_of, project, prepared), ranks, tell, log_line)
+            job = replace(job_of(project, folder, prepared, tell, ranks, mend), prune=prune, claim=claim)
+            with blamed(Work.of(project.config, beside=project.beside).task):
+                yield from train(job, before)
     except BaseException as error:
         why = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else ""
         ranks.close(why)  # sent to the other ranks
         raise
     ranks.close()
+
+
+def _claimed(made: ModelFolder, folder: RunFolder) -> ModelClaim:
+    from pipeline.training.checkpoints.model_claim import ModelClaim
+
+    with writing_run(made.path, "train.models"):
+        return ModelClaim(made.writers, folder.path)
 
 
 def trained_so_far(project: Project, prepared: Prepared) -> Trained:

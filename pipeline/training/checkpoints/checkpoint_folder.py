@@ -66,7 +66,8 @@ class CheckpointFolder:
     """The folder of a training's checkpoints.
 
     Every rank has an instance. Rank 0 draws `token` for this attempt (`new_token`) and shares it, so that all write
-    into one folder. Only rank 0 publishes, removes and sweeps.
+    into one folder. Only rank 0 publishes, removes and sweeps. Its `check` raises where another process writes the
+    folder now. It never removes a checkpoint that appeared here from elsewhere.
     """
 
     def __init__(
@@ -77,14 +78,16 @@ class CheckpointFolder:
         best: int,
         identity: Mapping[str, Any],
         tell: Callable[[str], None],
+        check: Callable[[], None] = lambda: None,
         token: str = "",
         disk: Disk | None = None,
     ) -> None:
         self.folder, self.last, self.best_kept, self.tell = folder, max(last, 1), best, tell
         self.identity = checkpoint_reader.plain_json(identity, "identity")
         self.token = token or new_token(secrets.token_hex(4))
-        self.disk = disk or Disk()
+        self.disk, self.check = disk or Disk(), check
         self._damaged: set[str] = set()
+        self._ours = set(self.disk.list_folder(folder))  # what an earlier process of this training left, and then more
 
     # Writing, in two phases
 
@@ -93,6 +96,7 @@ class CheckpointFolder:
 
         A disk error is not raised here: the receipt has it, and `publish` raises NotSaved.
         """
+        self.check()
         partial = self._partial(step)
         files = {rank_file(rank): state.own} | ({STATE: state.tensors} if rank == 0 else {})
         data = checkpoint_reader.plain_json(state.own_data, "own_data")
@@ -122,6 +126,7 @@ class CheckpointFolder:
         """Publish what all ranks have written as a checkpoint and remove older ones; raise NotSaved."""
         partial = self._partial(step)
         try:
+            self.check()
             manifest = self._manifest(receipts, data, step, figure, lower_is_better=lower_is_better)
             path = self._publish(partial, manifest)
         except OSError as error:
@@ -130,6 +135,7 @@ class CheckpointFolder:
         except BaseException:
             self._abandon(partial)
             raise
+        self._ours.add(path.name)
         self._rotate(path.name)
         return path
 
@@ -270,7 +276,7 @@ class CheckpointFolder:
         """
         try:
             known = [manifest for manifest in self._manifests([]) if manifest.identity == self.identity]
-            known = [manifest for manifest in known if manifest.name not in self._damaged]
+            known = [manifest for manifest in known if manifest.name in self._ours - self._damaged]
             newest = sorted(known, key=lambda manifest: -manifest.serial)
             kept = {manifest.name for manifest in (*newest[: self.last], *by_figure(known)[: self.best_kept])} | {
                 published

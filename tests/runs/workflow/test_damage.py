@@ -50,6 +50,8 @@ class Damaging(Interface):
         if ORDER.exists() and len(SEEN) > 6:
             order = json.loads(ORDER.read_text())
             ORDER.unlink()
+            for name in order.pop("moved", ()):
+                os.rename(name, f"{name}.moved")
             for name, places in order.items():
                 os.chmod(name, 0o644)
                 with open(name, "r+b", buffering=0) as file:
@@ -123,3 +125,23 @@ def test_a_training_that_loses_too_much_is_saved_and_ends_with_what_to_do(projec
     assert pipeline("cache", "repair", "--yes").code in (0, 4)
     again = pipeline("submit", "--stage", "train", "--follow")
     assert again.code == 0, again.err
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("moved", ["project", "models"])
+def test_a_folder_that_is_moved_meanwhile_is_not_made_again(
+    project: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch, moved: str
+) -> None:
+    assert pipeline(*SUBMIT, "--set", "train.models=quiet").code == 0
+    place = project if moved == "project" else project / "models"
+    (project / "order.json").write_text(json.dumps({"moved": [str(place)]}))
+    assert pipeline(*SUBMIT).code != 0
+    aside = place.with_name(f"{place.name}.moved")
+    assert list((aside if moved == "models" else aside / "models").glob("*/prepared.json"))
+    assert not place.exists()
+    now = aside if moved == "project" else project
+    monkeypatch.chdir(now)
+    again = pipeline(*SUBMIT)
+    assert again.code == 0, again.err
+    assert len(pipeline("model", "list", "--json").json()) == 1
+    assert weights_of(now / "models") == weights_of(now / "quiet")

@@ -1,0 +1,144 @@
+"""The claim on a model's folder: one process at a time writes there, and any other learns which one.
+
+    writers/000002    the claim: its holder and since when, as JSON; the holder touches it every few seconds
+
+Only one process can create the next number. It does so where the holder of the last one is an earlier attempt of the
+same run, a dead process of this machine, or has not touched its claim for a minute. Changes of the file's time count,
+never a clock. A holder that wakes up after another took over no longer finds its claim, and stops.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any
+
+from pipeline.cluster.machine import born_at, is_alive
+from pipeline.command_line import Command
+from pipeline.errors import ConfigError
+from pipeline.files import create_claim, last_claim, read_json
+from pipeline.store.format.disk import Disk
+from pipeline.waiting import wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+BEAT_S = 5.0
+STALE_S = 60.0  # without a beat: longer than a file server may be slow
+LOOK_EVERY_S = 1.0
+
+
+class ModelClaim:
+    """The right of this process to write a model's folder, until it is closed."""
+
+    def __init__(self, writers: Path, run: Path) -> None:
+        """Claim a model's folder by its subfolder `writers`; raise ConfigError while another run writes the model."""
+        self._writers, self._run = writers, run
+        self._text = _claimant(run)
+        Disk().make_folder(writers)
+        while not self._is_taken():
+            pass
+        self.is_lost = False  # as the last beat found; `check` says how
+        self._is_over = Event()
+        self._thread = Thread(target=self._keep, name="model-claim", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise where the folder was moved or removed, or another process has taken over."""
+        where = str(self._writers.parent)
+        try:
+            newest = self._writers / f"{last_claim(self._writers):06d}"
+            if newest == self._path and newest.read_text() == self._text:
+                return
+            holder = _holder(newest)
+        except FileNotFoundError:
+            holder = {}
+        except OSError:  # a disk that cannot be read now: whatever is written next fails by itself
+            return
+        if not holder:
+            what = "the folder of this model was moved or removed during the training, which ends"
+            raise ConfigError(
+                what, where=where, remedy=Command.submit("train", then="   (in the project's new folder)")
+            )
+        raise ConfigError(f"{_who(holder)} has taken over this model", where=where, remedy=Command.of("status"))
+
+    def close(self) -> None:
+        """Give the claim up."""
+        self._is_over.set()
+        self._thread.join()
+        with suppress(OSError, ConfigError):
+            self.check()
+            self._path.unlink()
+
+    def _is_taken(self) -> bool:
+        """Try once to take over from the holder of the last claim; raise while it lives."""
+        last = last_claim(self._writers)
+        if last:
+            self._refuse_living(self._writers / f"{last:06d}")
+        self._path = self._writers / f"{last + 1:06d}"
+        is_mine = create_claim(self._path, self._text)
+        if is_mine:
+            (self._writers / f"{last:06d}").unlink(missing_ok=True)
+        return is_mine
+
+    def _refuse_living(self, path: Path) -> None:
+        holder = _holder(path)
+        is_here = holder.get("host") == socket.gethostname()
+        run = Path(holder.get("run", ""))
+        if run.name == self._run.name or (is_here and not is_alive(holder["pid"], holder["born"])):
+            return
+        beat = _beat(path)
+        if wait_for(lambda: _beat(path) != beat, STALE_S, LOOK_EVERY_S) and _beat(path):
+            stop = Command.of("cancel", run, then="   (or wait until it has ended; or --set train.models=FOLDER)")
+            raise ConfigError(f"{_who(holder)} writes this model", where=str(path.parents[1]), remedy=stop)
+
+    def _keep(self) -> None:
+        while not self._is_over.wait(BEAT_S):
+            with suppress(OSError):
+                self.is_lost = not self._path.exists()
+                os.utime(self._path)
+
+
+def _claimant(run: Path) -> str:
+    """Return who this process is, as JSON; no other has the same."""
+    return json.dumps(
+        {
+            "run": str(run),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "born": born_at(os.getpid()),
+            "job": os.environ.get("SLURM_JOB_ID", ""),
+            "since": f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}",
+            "token": secrets.token_hex(8),
+        }
+    )
+
+
+def _holder(path: Path) -> Mapping[str, Any]:
+    """Return who holds a claim; nothing where it is gone, or not yet written."""
+    holder = read_json(path)
+    return holder if isinstance(holder, dict) else {}
+
+
+def _who(holder: Mapping[str, Any]) -> str:
+    """Name the holder of a claim."""
+    job = f", job {holder['job']}" if holder.get("job") else ""
+    return (
+        f"run {holder.get('run', '?')} (process {holder.get('pid', '?')} on {holder.get('host', '?')}{job},"
+        f" since {holder.get('since', '?')})"
+    )
+
+
+def _beat(path: Path) -> int:
+    """Return when a claim was touched last, as the file server says; 0 where it is gone."""
+    try:
+        with path.open("rb") as file:  # opening asks the server; a mere `stat` may answer from a cache
+            return os.fstat(file.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return 0
