@@ -31,7 +31,7 @@ from pipeline.cluster.verdict import Cause
 from pipeline.command_line import Command
 from pipeline.config.load import from_resolved
 from pipeline.config.masking import without_secrets
-from pipeline.errors import CacheFull, CacheUnusable, ClusterSilent, PipelineError, SubmissionRefused
+from pipeline.errors import CacheFull, CacheUnusable, ClusterSilent, JobFailed, PipelineError, SubmissionRefused
 from pipeline.files import last_claim, shipped
 from pipeline.journal.active_runs import QueueLook, look_at_queue
 from pipeline.journal.ledger import SUPERVISOR, Ledger, LedgerReader
@@ -148,7 +148,7 @@ class Supervisor:
         """Do the work of a supervisor; an error that ends the run is recorded before it is raised."""
         try:
             self._begin()
-            ended = work()
+            ended = self._in_its_place(work)
         except PipelineError as error:
             if self._is_left(error):
                 raise
@@ -167,6 +167,16 @@ class Supervisor:
         if ended:
             self._end(RunState.DONE, "", 0)
         return ended
+
+    def _in_its_place(self, work: Callable[[], bool]) -> bool:
+        try:
+            return work()
+        except OSError as error:
+            if self.folder.path.exists():
+                raise
+            what = "the folder of this run was moved or removed"
+            again = Command.submit("all", then="   (in the project's new folder)")
+            raise JobFailed(what, where=str(self.folder.path), remedy=again) from error
 
     def _is_left(self, error: PipelineError) -> bool:
         """Tell whether this visit's standby goes on, which begins when the cluster answers again."""

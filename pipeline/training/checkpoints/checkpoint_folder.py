@@ -157,13 +157,15 @@ class CheckpointFolder:
 
     # Reading
 
-    def newest(self) -> LoadedCheckpoint | None:
-        """Return the newest whole checkpoint, all its bytes verified; None only where none was ever saved.
+    def newest(self, *, whole: bool = False) -> LoadedCheckpoint | None:
+        """Return the newest intact checkpoint, all its bytes verified; None only where none was ever saved.
 
+        `whole`: the newest that all items made, if there is one.
         Damaged ones are reported and skipped; one of another model is an error.
         """
         passed: list[str] = []
         known = sorted(self._manifests(passed), key=lambda manifest: -manifest.serial)
+        known = [manifest for manifest in known if whole and manifest.of_all_items] or known
         whole = self._first_whole(known, passed)
         if whole is None and passed:
             problem = f"none of the {len(passed)} checkpoints is whole; the newest: {passed[0]}"
@@ -278,9 +280,9 @@ class CheckpointFolder:
             known = [manifest for manifest in self._manifests([]) if manifest.identity == self.identity]
             known = [manifest for manifest in known if manifest.name in self._ours - self._damaged]
             newest = sorted(known, key=lambda manifest: -manifest.serial)
-            kept = {manifest.name for manifest in (*newest[: self.last], *by_figure(known)[: self.best_kept])} | {
-                published
-            }
+            of_all = [manifest for manifest in newest if manifest.of_all_items]
+            needed = (*newest[: self.last], *by_figure(known)[: self.best_kept], *of_all[:1])
+            kept = {published, *(manifest.name for manifest in needed)}
             for name in {manifest.name for manifest in known} - kept:
                 self.disk.rename(self.folder / name, aside := self.folder / f".{name}.removed-{self.token}")
                 self._abandon(aside)

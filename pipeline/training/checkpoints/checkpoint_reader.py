@@ -55,6 +55,11 @@ class Manifest:
     def world(self) -> int:
         return len(self.ranks)
 
+    @property
+    def of_all_items(self) -> bool:
+        """Whether no step was made without items that could not be read."""
+        return not self.data.get("place", {}).get("damaged")
+
 
 def rank_file(rank: int) -> str:
     """Return the name of a rank's own file."""

@@ -254,9 +254,13 @@ class Trainer:
         rate = set_rate(self.step.optimizer, factor(self.train.schedule, self.done, self.steps))
         with self.watcher.watching():
             report = self.whole.accumulate(share, number)
-            norm = None if report.lost or report.not_finite else self.whole.take(report)
+            is_taken = not (report.lost or report.damaged or report.not_finite)
+            norm = self.whole.take(report) if is_taken else None
         if report.lost:
             self._roll_back(report.lost, self.done - 1, frugal=True)
+            return
+        if report.damaged:
+            self._lose(report.damaged)
             return
         if self.done > self._furthest:
             self._rollbacks = 0
@@ -306,6 +310,23 @@ class Trainer:
             return
         self.standing.poisoned.add(number)
         self._roll_back(what, number)
+
+    def _lose(self, items: set[str]) -> None:
+        """Undo the step, to make it again without items that cannot be read; raise where too many are lost by now.
+
+        Then the newest checkpoint is the last that all items made: it is saved before the first step without some.
+        """
+        assert self.damaged is not None
+        self.stepper.go_back()
+        too_many = self.damaged.too_many(items)
+        if too_many is not None and self.standing.damaged:
+            self._take_up(whole=True)
+        if too_many is not None or not self.standing.damaged:
+            self._save(None, wait=True)
+        if too_many is not None:
+            raise too_many
+        self.standing.damaged |= items
+        self._again = True
 
     def _culprits(self, share: RankShare, report: StepReport) -> list[str]:
         """Undo the step; return the items of all ranks that are not finite on their own."""
@@ -369,15 +390,10 @@ class Trainer:
             self.keeper.listen()
         self.ended_by = report.ending
         is_full = report.host_share >= NEAR  # left in order, and taken up with more
-        self.standing.damaged |= report.damaged
-        damage = self.damaged.too_many(report.damaged) if self.damaged else None
-        ends = bool(report.ending) or is_full or damage is not None
-        is_due = report.is_due or bool(report.damaged)  # more may be damaged
-        if ends or (is_due and not self._is_at_end(course)):  # an epoch ends with one anyway
+        ends = bool(report.ending) or is_full
+        if ends or (report.is_due and not self._is_at_end(course)):  # an epoch ends with one anyway
             self._save(None, wait=ends)
         self._since_s = time.monotonic()
-        if damage is not None:
-            raise damage
         if is_full and not report.ending:
             what = f"the host's memory is used to {report.host_share:.0%}: saved, to go on with more"
             raise JobFailed(what, where="training", remedy="pipeline resume") from MemoryError(what)
@@ -408,10 +424,10 @@ class Trainer:
             remedy = f"{why.remedy}, and submit again" if why else "pipeline logs --failed"
             raise JobFailed(what, where=str(self.keeper.folder), remedy=remedy) from why
 
-    def _take_up(self) -> None:
-        """Restore the newest checkpoint, or start at the beginning."""
+    def _take_up(self, *, whole: bool = False) -> None:
+        """Restore the newest checkpoint, `whole`: the newest that all items made, or start at the beginning."""
         with self.ranks.patient("taking up"):
-            restored = self.keeper.take_up(self.step)
+            restored = self.keeper.take_up(self.step, whole=whole)
         standing, place, own = self.standing, restored.place, restored.own
         standing.take_up(place)
         self.watcher.taken_up(self.done)

@@ -8,8 +8,8 @@ import os
 import random
 import resource
 import signal
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,13 @@ from hypothesis import strategies as some
 from torch import Tensor, nn
 
 from pipeline.command_line import Command
-from pipeline.errors import DataError, JobFailed
+from pipeline.errors import CacheDamaged, DataError, JobFailed, RecordMissing
+from pipeline.records import Rejection
 from pipeline.runs.engine.run_task import failure_kind
+from pipeline.stages.train import Job
 from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder
+from pipeline.training.items.batch_layout import ItemArrays
+from pipeline.training.items.item_source import DamagedItems
 from pipeline.training.loop.metrics_log import read_epochs
 from pipeline.training.step.step import Step
 from tests.store.faulty_disks import FailingDisk
@@ -32,6 +36,7 @@ from tests.training.checkpoints.saved import forked, spoil
 from tests.training.loop.loops import (
     Aimed,
     Judged,
+    Memory,
     Plot,
     Refuse,
     Run,
@@ -200,6 +205,45 @@ def test_a_run_that_is_killed_at_random_goes_on_as_if_it_had_not_been(tmp_path: 
 
 
 @pytest.mark.nightly
+@dataclass(frozen=True)
+class Purged(Memory):
+    """Graphs of which some can no longer be read."""
+
+    damaged: DamagedItems
+    gone: set[str]
+
+    def read(self, numbers: Sequence[int]) -> Iterator[ItemArrays | Rejection]:
+        for made in super().read(numbers):
+            gone = made.id in self.gone
+            yield self.damaged.leave_out(RecordMissing("no record", item=made.id)) if gone else made
+
+
+@pytest.mark.parametrize("spare", [0, 3])
+@pytest.mark.parametrize("later", [1, 4])
+def test_a_purge_of_the_cache_ends_on_the_last_checkpoint_that_all_items_made(
+    tmp_path: Path, spare: int, later: int
+) -> None:
+    quiet, gone = Run(FULL, tmp_path / "quiet").to_end(), set[str]()
+    damaged = DamagedItems(lambda *_: False, FULL.items, spare, "cache")
+
+    class OfPurged(Run):
+        def job(self) -> Job:
+            return replace(super().job(), source=lambda table: Purged(table, damaged, gone), damaged=damaged)
+
+    def purge(done: int) -> None:
+        lost = range(4, 6) if 2 <= done < 2 + later else range(4, 11) if done >= 2 else ()
+        gone.update(f"item{number}" for number in lost)
+
+    run = OfPurged(FULL, tmp_path / "run")
+    with pytest.raises(CacheDamaged, match="max_rejected_fraction"):
+        run.to_end(each=purge)
+    newest = CheckpointFolder(run.made.folder.checkpoints, last=1, best=0, identity={}, tell=print).latest()
+    assert newest is not None
+    assert newest.data["place"]["damaged"] == []
+    assert newest.step >= 1
+    assert Run(FULL, tmp_path / "run").to_end().state() == quiet.state()
+
+
 def test_a_budget_that_was_learned_is_taken_up(tmp_path: Path) -> None:
     limited.need()
     at = several(FULL, tmp_path / "look")
