@@ -157,15 +157,15 @@ class CheckpointFolder:
 
     # Reading
 
-    def newest(self, *, whole: bool = False) -> LoadedCheckpoint | None:
+    def newest(self, *, of_all: bool = False) -> LoadedCheckpoint | None:
         """Return the newest intact checkpoint, all its bytes verified; None only where none was ever saved.
 
-        `whole`: the newest that all items made, if there is one.
+        `of_all`: the newest that all items made, if there is one.
         Damaged ones are reported and skipped; one of another model is an error.
         """
         passed: list[str] = []
         known = sorted(self._manifests(passed), key=lambda manifest: -manifest.serial)
-        known = [manifest for manifest in known if whole and manifest.of_all_items] or known
+        known = [manifest for manifest in known if of_all and manifest.of_all_items] or known
         whole = self._first_whole(known, passed)
         if whole is None and passed:
             problem = f"none of the {len(passed)} checkpoints is whole; the newest: {passed[0]}"

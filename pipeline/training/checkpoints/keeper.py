@@ -307,10 +307,10 @@ class Keeper:
         self._warn_of(f"{many}{error.what}   ({error.remedy})")
         return str(error)
 
-    def take_up(self, step: Step, *, whole: bool = False) -> ResumedTraining:
-        """Restore a step from the newest checkpoint, `whole`: that all items made, or reset it where there is none."""
+    def take_up(self, step: Step, *, of_all: bool = False) -> ResumedTraining:
+        """Restore a step from the newest checkpoint, `of_all`: that all items made, or reset it where there is none."""
         self.finish()
-        loaded = self._newest(whole=whole) if self.ranks.rank == 0 else None
+        loaded = self._newest(of_all=of_all) if self.ranks.rank == 0 else None
         reply = self.ranks.exchange({"name": loaded.name if loaded else ""})[0]
         if reply.get("error"):
             raise JobFailed(f"rank 0 found no checkpoint to go on with: {reply['error']}", where=str(self.folder))
@@ -319,10 +319,10 @@ class Keeper:
             return ResumedTraining(SavedProgress(), {})
         return self._restore(loaded or self.checkpoints.open(reply["name"], verified=True), step)
 
-    def _newest(self, *, whole: bool) -> LoadedCheckpoint | None:
+    def _newest(self, *, of_all: bool) -> LoadedCheckpoint | None:
         """Return the newest intact checkpoint; an error is sent to the other ranks, too."""
         try:
-            return self.checkpoints.newest(whole=whole)
+            return self.checkpoints.newest(of_all=of_all)
         except PipelineError as error:
             self.ranks.exchange({"error": str(error)})
             raise

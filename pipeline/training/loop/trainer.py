@@ -320,7 +320,7 @@ class Trainer:
         self.stepper.go_back()
         too_many = self.damaged.too_many(items)
         if too_many is not None and self.standing.damaged:
-            self._take_up(whole=True)
+            self._take_up(of_all=True)
         if too_many is not None or not self.standing.damaged:
             self._save(None, wait=True)
         if too_many is not None:
@@ -424,10 +424,10 @@ class Trainer:
             remedy = f"{why.remedy}, and submit again" if why else "pipeline logs --failed"
             raise JobFailed(what, where=str(self.keeper.folder), remedy=remedy) from why
 
-    def _take_up(self, *, whole: bool = False) -> None:
-        """Restore the newest checkpoint, `whole`: the newest that all items made, or start at the beginning."""
+    def _take_up(self, *, of_all: bool = False) -> None:
+        """Restore the newest checkpoint, `of_all`: the newest that all items made, or start at the beginning."""
         with self.ranks.patient("taking up"):
-            restored = self.keeper.take_up(self.step, whole=whole)
+            restored = self.keeper.take_up(self.step, of_all=of_all)
         standing, place, own = self.standing, restored.place, restored.own
         standing.take_up(place)
         self.watcher.taken_up(self.done)

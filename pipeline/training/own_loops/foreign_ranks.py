@@ -22,11 +22,11 @@ from pipeline.errors import ConfigError
 from pipeline.records import RankPlace
 from pipeline.training.ranks.gradient_sums import reduce_in_pieces
 from pipeline.training.ranks.process_group import end_after_gloo, join_process_group
-from pipeline.training.ranks.rank_protocol import RankLost, SingleRank
+from pipeline.training.ranks.rank_protocol import PIECE_BYTES, RankLost, SingleRank
 from pipeline.training.ranks.watchdog import HangLimits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor, nn
 
@@ -58,12 +58,11 @@ class ForeignRanks(SingleRank):
         _unless_lost(partial(dist.all_gather_object, said, message, group=self._words))
         return said
 
-    def add_up(self, tensors: Iterable[Tensor]) -> None:
-        reduce_in_pieces(tensors, lambda flat: self.begin_sum(flat)())
+    def add_up(self, tensors: Sequence[Tensor], piece_bytes: int = PIECE_BYTES, buffer: Tensor | None = None) -> None:
+        reduce_in_pieces(tensors, self._sum, piece_bytes, buffer)
 
-    def begin_sum(self, flat: Tensor) -> Callable[[], None]:
-        work = _unless_lost(partial(dist.all_reduce, flat, group=self._sums, async_op=True))
-        return partial(_unless_lost, work.wait)
+    def _sum(self, flat: Tensor) -> None:
+        _unless_lost(partial(dist.all_reduce, flat, group=self._sums))
 
 
 def _unless_lost(call: Callable[[], Any]) -> Any:

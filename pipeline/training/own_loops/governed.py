@@ -176,8 +176,7 @@ class Governed:
         trained = [parameter for parameter in self._parameters() if parameter.requires_grad]
         absent = [number for number, parameter in enumerate(trained) if parameter.grad is None]
         if self._sums is None or [*map(id, self._sums.parameters)] != [*map(id, trained)]:
-            self._sums = GradientSums(cast("list[nn.Parameter]", trained), self.ranks, self.device, overlaps=False)
-        self._sums.begin_step(overlaps=False)
+            self._sums = GradientSums(cast("list[nn.Parameter]", trained), self.ranks, self.device)
         has_run = not self._mean.is_empty
         terms = {"total": float(self._mean.total), "weight": float(self._mean.weight)}
         return {**terms, "has_run": has_run, "absent": absent, "room": self._sums.reserve()}
@@ -188,8 +187,7 @@ class Governed:
             return self._mean.settle(self._parameters())
         total, weight = (math.fsum(share[name] for share in shares) for name in ("total", "weight"))
         self._mean.settle(self._sums.parameters, weight)
-        self._sums.agree(min(share["room"] for share in shares))
-        self._sums.add_up()
+        self._sums.add_up(min(share["room"] for share in shares))
         for number in set.intersection(*(set(share["absent"]) for share in shares)):
             self._sums.parameters[number].grad = None  # on no rank was there any
         return torch.tensor(total / weight if weight else 0.0, device=self.device)

@@ -27,8 +27,8 @@ from pipeline.device.kinds import CPU
 from pipeline.device.out_of_memory import free_caches
 from pipeline.errors import ConfigError
 from pipeline.records import RankPlace
-from pipeline.training.ranks.gradient_sums import PIECE_BYTES, reduce_in_pieces
-from pipeline.training.ranks.rank_protocol import SingleRank
+from pipeline.training.ranks.gradient_sums import reduce_in_pieces
+from pipeline.training.ranks.rank_protocol import PIECE_BYTES, SingleRank
 from pipeline.training.ranks.rendezvous import COME_WITHIN_S, Meeting, meet
 from pipeline.training.ranks.watchdog import Activity, HangLimits, Watchdog
 
@@ -183,18 +183,12 @@ class ProcessGroup(RankAtWork):
                 letters = self._all_gather(_letter(text, longest))
         return [json.loads(letter[LENGTH_BYTES:][:length]) for letter, length in zip(letters, lengths, strict=True)]
 
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
-        reduce_in_pieces(tensors, lambda flat: self.begin_sum(flat)())
+    def add_up(self, tensors: Sequence[Tensor], piece_bytes: int = PIECE_BYTES, buffer: Tensor | None = None) -> None:
+        reduce_in_pieces(tensors, self._sum, piece_bytes, buffer)
 
-    def begin_sum(self, flat: Tensor) -> Callable[[], None]:
-        self._watchdog.check()
-        work = self._begun(lambda: dist.all_reduce(flat, async_op=True))
+    def _sum(self, flat: Tensor) -> None:
         # on a card a sum only takes its place in the stream: whoever reads it waits
-        return lambda: self._finish_sum(work, in_stream=on_card(flat))
-
-    def _finish_sum(self, work: dist.Work, *, in_stream: bool) -> None:
-        with self._waiting():
-            self._finish(work, in_stream=in_stream)
+        self.collective(partial(dist.all_reduce, flat, async_op=True), in_stream=on_card(flat))
         if not self._has_stepped:
             self._has_stepped = True
             self._slow -= 1
@@ -255,23 +249,15 @@ class ProcessGroup(RankAtWork):
 
     def _await(self, begin: Callable[[], dist.Work], *, in_stream: bool = False) -> None:
         """Wait until a collective call has completed, or a rank is lost."""
-        self._finish(self._begun(begin), in_stream=in_stream)
-
-    def _begun(self, begin: Callable[[], dist.Work]) -> dist.Work:
-        try:
-            return begin()
-        except RuntimeError as error:  # torch has no type for it; a peer's death breaks a connection
-            raise self._watchdog.blame(str(error).partition("\n")[0]) from error
-
-    def _finish(self, work: dist.Work, *, in_stream: bool) -> None:
         done = threading.Event()
         try:
+            work = begin()
             if not in_stream:
                 work.get_future().add_done_callback(lambda _: done.set())
                 while not done.wait(LOOK_EVERY_S):
                     self._watchdog.check()
             work.wait()
-        except RuntimeError as error:
+        except RuntimeError as error:  # torch has no type for it; a peer's death breaks a connection
             raise self._watchdog.blame(str(error).partition("\n")[0]) from error
 
 

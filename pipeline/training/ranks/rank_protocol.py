@@ -1,8 +1,7 @@
 """The interface through which the training loop talks to the other ranks.
 
 A rank may run out of memory in any micro-batch and begin its share of a step again. So nothing here is called between
-the first forward of a step and its last backward: `exchange` comes before and after, `add_up` after. Within the last
-backward gradients may be added up (`gradient_sums`), where all ranks begin again if memory ends on one of them.
+the first forward of a step and its last backward: `exchange` comes before and after, `add_up` after.
 """
 
 from __future__ import annotations
@@ -13,15 +12,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.cluster.peers import PEER_LOST
 from pipeline.errors import JobFailed
+from pipeline.memory.planning.memory_plan import REDUCED_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
 
     Said = Mapping[str, Any]  # JSON data
 
+PIECE_BYTES = REDUCED_BYTES // 2  # tensors are added up in pieces of it; the plan has room for two
 LOST = PEER_LOST  # exit code: another rank is gone, so this one cannot go on
 HUNG = 77  # exit code: this rank did nothing for too long and ended itself
 
@@ -43,11 +44,8 @@ class Ranks(Protocol):
     def exchange(self, message: Said) -> list[Said]:
         """Gather a JSON object from every rank, in the order of ranks."""
 
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """All-reduce tensors, of the same shapes on every rank, to their sums in place."""
-
-    def begin_sum(self, flat: Tensor) -> Callable[[], None]:
-        """Begin to all-reduce a flat tensor to its sum in place; return what waits for it."""
+    def add_up(self, tensors: Sequence[Tensor], piece_bytes: int = PIECE_BYTES, buffer: Tensor | None = None) -> None:
+        """All-reduce tensors, of the same shapes on every rank, to their sums in place; pack them into `buffer`."""
 
     def progress(self, activity: str) -> None:
         """Note what this rank does now, such as `step 12`; a rank that notes nothing for too long counts as hung."""
@@ -67,11 +65,8 @@ class SingleRank:
     def exchange(self, message: Said) -> list[Said]:
         return [json.loads(json.dumps(message))]  # as it would come from another
 
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
+    def add_up(self, tensors: Sequence[Tensor], piece_bytes: int = PIECE_BYTES, buffer: Tensor | None = None) -> None:
         pass
-
-    def begin_sum(self, flat: Tensor) -> Callable[[], None]:  # noqa: ARG002 - it is `Ranks`
-        return lambda: None
 
     def progress(self, activity: str) -> None:
         pass

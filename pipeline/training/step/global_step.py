@@ -6,7 +6,6 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pipeline.device.accelerator import is_card
 from pipeline.device.out_of_memory import after_freeing_caches, out_of_memory_error
 from pipeline.training.ranks.gradient_sums import GradientSums
 from pipeline.training.step.local_sharded import power_of_two
@@ -46,7 +45,6 @@ class RankReport:
     lost: str = ""  # why its parameters are half updated: memory ended within the optimizer
     damaged: list[str] = field(default_factory=list)  # items that it leaves out from now on: their records are damaged
     room: int = 0  # how large pieces of gradients may be, for which it has memory
-    is_late: bool = False  # a gradient changed after it had been added up
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -145,10 +143,6 @@ class StepReport:
         return min(report.room for report in self.words)
 
     @property
-    def is_late(self) -> bool:
-        return any(report.is_late for report in self.words)
-
-    @property
     def host_share(self) -> float:
         return max(report.host_share for report in self.words)
 
@@ -175,32 +169,28 @@ class WholeStep:
         self._unsettled: float | None = None  # the same of this step, until its gradients are divided by it
         self._sums: GradientSums | None = None  # None: gradients are sums already
         if ranks.world > 1 and not step.is_spread:
-            overlaps = is_card(step.device) and not step.contrasts  # whose gradients are whole after the last backward
-            self._sums = stepper.sums = GradientSums(step.trained, ranks, step.device, overlaps=overlaps)
+            self._sums = GradientSums(step.trained, ranks, step.device)
 
-    def accumulate(self, share: RankShare, number: int, *, overlaps: bool = True) -> StepReport:
+    def accumulate(self, share: RankShare, number: int) -> StepReport:
         """Run this rank's share; return the reports of all ranks."""
-        all_know = self.stepper.needs_weights
         weights, is_lost = self._weights(share)
-        is_open = self._begin_sums(overlaps=overlaps and not (all_know and is_lost))
+        if self._sums is not None:  # a power of two changes no digit: the sum is the same whichever it is
+            self.step.agreed = power_of_two(math.ceil(self._weight)) if math.isfinite(self._weight) else 1.0
         if is_lost:
             share.drain()
             own = RankReport(lost=self.lost)
-            if is_open and self._sums:
-                self._sums.abandon()
         else:
             own = self._report(share, self.stepper.run(share, weights), number)
-            self._prepare_sums(own, is_open=is_open)
+            if self._sums is not None and not own.again:
+                own.room = self._sums.reserve()
         report = StepReport.of(self._exchange(own.to_json()))
         self.stepper.learn_terms(len(report.names))
         has_more_terms = weights is None and len(report.names) > 1  # than ever before: they were divided by a guess
         has_fewer_items = weights is not None and report.sum_of("just_skipped")  # than the weights are of
-        if report.is_late and self._sums:
-            self._sums.overlaps = False
-        must_repeat = has_more_terms or has_fewer_items or report.sum_of("again") or report.is_late
+        must_repeat = has_more_terms or has_fewer_items or report.sum_of("again")
         if must_repeat and not report.lost:
             self.stepper.go_back()
-            again = self.accumulate(share, number, overlaps=False)
+            again = self.accumulate(share, number)
             for first, second in zip(report.words, again.words, strict=True):
                 second.carry(first)
             return again
@@ -212,24 +202,6 @@ class WholeStep:
     def _exchange(self, message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         with self.step.clock.within(WORDS):
             return self.ranks.exchange(message)
-
-    def _begin_sums(self, *, overlaps: bool) -> bool:
-        """Return whether gradients are added up while the last backward runs, and agree what to divide them by."""
-        if self._sums is None:
-            return False
-        # A power of two changes no digit: the sum is the same whichever it is.
-        self.step.agreed = power_of_two(math.ceil(self._weight)) if math.isfinite(self._weight) else 1.0
-        return self._sums.begin_step(overlaps=overlaps)
-
-    def _prepare_sums(self, own: RankReport, *, is_open: bool) -> None:
-        """Add up the gradients that are still this rank's own, or have what that takes, before all ranks rely on it."""
-        if self._sums is None:
-            return
-        if is_open:
-            with self.step.clock.within(REDUCE):
-                self._sums.add_up()
-            own.again, own.is_late = own.again or self._sums.is_broken, self._sums.is_late
-        own.room = self._sums.piece_bytes if is_open or own.again else self._sums.reserve()
 
     def _weights(self, share: RankShare) -> tuple[dict[str, float] | None, bool]:
         """Return the weights of the whole step, None where they are not needed, and whether any rank is lost."""
@@ -308,15 +280,12 @@ class WholeStep:
         """Add up the gradients over ranks, where that is still to be done, and drop those that no rank has."""
         if self._sums is None:
             return
-        if not self._sums.is_done:
-            with self.step.clock.within(REDUCE):
-                self._sums.agree(heard.room)
-                self._sums.add_up()
+        with self.step.clock.within(REDUCE):
+            self._sums.add_up(heard.room)
         present = set(heard.with_gradient(len(self.step.trained)))
         for number, parameter in enumerate(self.step.trained):
             if number not in present:
                 parameter.grad = None
-        self._sums.expect(present)
 
     def lost_by(self) -> str:
         """Ask all ranks whether any lost its parameters in the last step; return which rank and why, else ""."""

@@ -8,7 +8,6 @@ configured. What was learned is applied from the next step on.
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ from pipeline.errors import DataError, PlanInfeasible
 from pipeline.memory.runtime.recovery import Oom, StepSnapshot, replay_until_it_fits
 from pipeline.protocol import Weights
 from pipeline.training.random_state import as_drawn
-from pipeline.training.ranks.gradient_sums import SumsBroken
 from pipeline.training.step.micro_batches import HOST, RUNGS, SKIP
 from pipeline.training.step.optimizers import sums_by_name
 from pipeline.training.step_clock import OBSERVE, OTHER
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
 
     from pipeline.memory.runtime.governor import Governor
     from pipeline.memory.runtime.meters import Upkeep
-    from pipeline.training.ranks.gradient_sums import GradientSums
     from pipeline.training.step.micro_batches import Piece, RankShare
     from pipeline.training.step.step import Step
 
@@ -75,7 +72,6 @@ class Stepper:
         self._snapshot: StepSnapshot | None = None
         self._ran: list[int] = []  # costs of the micro-batches of a step that ran on no rung
         self.rehearsed_terms = 0  # of the loss; 0: no item was tried out
-        self.sums: GradientSums | None = None  # which a step's last backward may begin to add up
         self._is_several: bool | None  # terms; None: unknown yet
         self.forget_terms()
         self.ladder = tuple(RUNGS[: RUNGS.index(SKIP)]) if self._on_card else RUNGS[:2]
@@ -133,8 +129,6 @@ class Stepper:
         share.is_last_pass = True
 
         def again() -> None:
-            if self.sums is not None and self.sums.is_broken:
-                raise SumsBroken
             local.items = local.micros = 0
             local.remedied.clear()
             self.go_back()
@@ -143,18 +137,15 @@ class Stepper:
             local.ooms += 1
             self._heard(piece, oom)
 
-        try:
-            replay_until_it_fits(
-                _Started(share, self._ready),
-                partial(self._run, local=local, weights=weights),
-                again=again,
-                halve=lambda piece: piece.halves(),
-                cannot=lambda piece, _: self._climb(piece, local, climbed),
-                note=note,
-                cost=self._height,
-            )
-        except SumsBroken:
-            local.again = True
+        replay_until_it_fits(
+            _Started(share, self._ready),
+            partial(self._run, local=local, weights=weights),
+            again=again,
+            halve=lambda piece: piece.halves(),
+            cannot=lambda piece, _: self._climb(piece, local, climbed),
+            note=note,
+            cost=self._height,
+        )
         for piece_cost, rung in climbed:
             self.governor.climbed(piece_cost, rung)
         share.leave_out(local.skipped)
@@ -216,10 +207,7 @@ class Stepper:
     def _run(self, piece: Piece, *, local: Local, weights: Mapping[str, float] | None) -> None:
         """Run a piece forward and backward."""
         self._told(piece)
-        with (
-            self.step.clock.within(OTHER),
-            self.sums.within() if self.sums is not None and piece.ends_step else nullcontext(),
-        ):
+        with self.step.clock.within(OTHER):
             accumulate_piece(self.step, piece, weights)
         self._count(piece, local)
 

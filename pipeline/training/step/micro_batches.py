@@ -45,11 +45,6 @@ class Piece:
         return self.batch.numbers[self.start : self.stop]
 
     @property
-    def ends_step(self) -> bool:
-        """Whether no other piece of this rank's comes after it in the step."""
-        return self.stop == len(self.batch.ids) and self.batch.origin.index + 1 == self.batch.origin.of
-
-    @property
     def is_on_host(self) -> bool:
         return self.rung > RUNGS.index(HOST)
 

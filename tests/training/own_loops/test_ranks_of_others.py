@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from pipeline.errors import ConfigError, JobFailed
 from pipeline.training.own_loops import governed as governed_module
 from pipeline.training.own_loops.foreign_ranks import begin_alike, wrappers_of
 from pipeline.training.own_loops.governed import Governed
+from pipeline.training.ranks.gradient_sums import GradientSums
 from pipeline.training.ranks.process_group import ProcessGroup
-from pipeline.training.ranks.rank_protocol import RankLost, Ranks, SingleRank
+from pipeline.training.ranks.rank_protocol import PIECE_BYTES, RankLost, Ranks, SingleRank
 from tests.testkit.limited import device as limited
 from tests.testkit.limited.device import LimitedDevice, RefuseOne
 from tests.training.ranks.crews import crew
@@ -130,13 +131,18 @@ class Apart(SingleRank):
         with self.device.host() if self.device else nullcontext():
             return self.group.exchange(message)
 
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
-        self.group.add_up(tensors)
-
-    def begin_sum(self, flat: Tensor) -> Callable[[], None]:
+    def add_up(self, tensors: Sequence[Tensor], piece_bytes: int = PIECE_BYTES, buffer: Tensor | None = None) -> None:
         with self.device.host() if self.device else nullcontext():
-            self.group.begin_sum(flat)()
-        return lambda: None
+            self.group.add_up(tensors, piece_bytes, buffer)
+
+
+def test_a_lack_of_room_shrinks_the_pieces_of_that_step_alone() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1 << 18))
+    weight.grad = torch.ones(1 << 18)
+    sums = GradientSums([weight], SingleRank(), "cpu")
+    with LimitedDevice(through=lambda _, signed_bytes: signed_bytes < 1 << 20):
+        assert sums.reserve() == 1 << 19
+    assert sums.reserve() == 1 << 20
 
 
 def refused(group: ProcessGroup) -> dict[str, Any]:

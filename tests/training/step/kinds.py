@@ -218,7 +218,7 @@ class Trouble:
 
     def spare(self, ranks: Any) -> None:
         """Count nothing that ranks exchange: with a GPU it is in the host's memory, or NCCL's own."""
-        for name in ("exchange", "add_up", "begin_sum", "collective"):
+        for name in ("exchange", "add_up", "collective"):
             if hasattr(ranks, name):
                 setattr(ranks, name, partial(self._uncounted, getattr(type(ranks), name).__get__(ranks)))
 
