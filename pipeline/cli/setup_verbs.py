@@ -105,8 +105,8 @@ def show_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = F
     if as_json:
         print_json([asdict(setting) for setting in settings])
         return
-    rows = [(setting.key, _plain(setting.value), setting.origin) for setting in settings]
-    tables.show_parts(tables.text_table(("key", "value", "from"), rows))
+    rows = [(setting.key, setting.origin, _plain(setting.value)) for setting in settings]
+    tables.show_parts(tables.text_table(("key", "from", "value"), rows))
 
 
 @config_app.command("check")

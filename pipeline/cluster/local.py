@@ -74,6 +74,7 @@ class _LocalTask:
             exit_code=ending.exit_code,
             signal=ending.signal,
             peak_rss_bytes=self.child.peak_bytes if self.child else None,
+            cpu_s=self.child.cpu_s if self.child else None,
             started=self.started,
             ended=self.ended,
             reason=ending.reason,

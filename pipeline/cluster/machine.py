@@ -16,7 +16,7 @@ import psutil
 
 from pipeline.cluster.fork_server import Forked
 from pipeline.cluster.job_spec import TaskState, mebibytes
-from pipeline.cluster.processes import HAS_PROC, MARK, send, used_bytes
+from pipeline.cluster.processes import HAS_PROC, MARK, cpu_s, send, used_bytes
 from pipeline.device.cgroups import CGROUPS, NO_LIMIT, PROC, memory_cgroups
 from pipeline.device.kinds import VISIBLE
 
@@ -206,6 +206,7 @@ class Child:
         self.mark = f"{job}_{task}"
         self.gpus = gpus
         self.peak_bytes: int | None = None
+        self.cpu_s: float | None = None  # once it has ended
         self._spec, self._grace_s = spec, grace_s
         self._oom_kills = count_oom_kills()
         self._process = _start(spec, job, task, task_environment(spec, gpus, self.mark), server)
@@ -275,6 +276,7 @@ class Child:
 
     def ending(self) -> Ending:
         """Reap the first process, and judge how the task ended."""
+        self.cpu_s = cpu_s(self.pid)
         code = self._collect()
         if code is None:
             return Ending(*(self._verdict or (TaskState.UNKNOWN, "its exit status was lost")))

@@ -112,10 +112,21 @@ class Stat(NamedTuple):
     is_living_program: bool  # neither dead and uncollected, nor a thread of the kernel
 
 
-def _read_stat(pid: int) -> Stat:
-    """Parse /proc/PID/stat; the name, its second field, may hold anything but ends at the last bracket."""
+def _stat_fields(pid: int) -> list[bytes]:
+    """Split /proc/PID/stat after the name, its second field, which may hold anything but ends at the last bracket."""
     with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - read very often
-        fields = file.read().rpartition(b")")[2].split()
+        return file.read().rpartition(b")")[2].split()
+
+
+def cpu_s(pid: int) -> float | None:
+    """Return the CPU time of a process, which may await its reaping, and of the children that it reaped."""
+    with contextlib.suppress(OSError):
+        return sum(map(int, _stat_fields(pid)[11:15])) / os.sysconf("SC_CLK_TCK")
+    return None
+
+
+def _read_stat(pid: int) -> Stat:
+    fields = _stat_fields(pid)
     return Stat(
         parent=int(fields[1]),
         session=int(fields[3]),

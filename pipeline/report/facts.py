@@ -75,3 +75,8 @@ class Estimate:
     task_s: float | None
     all_s: float | None
     sources: Mapping[str, str]  # what a number is called → where it is from
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it has something to do, or will have once the items are scanned."""
+        return bool(self.tasks or self.counts.get("waiting"))

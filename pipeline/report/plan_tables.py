@@ -318,15 +318,18 @@ def estimate_report(stages: Sequence[Estimate]) -> list[RenderableType]:
     waiting = {stage.stage: stage.counts.get("waiting", 0) for stage in stages}
     shown += [f"{name}: {plural(count, 'item')} {unknown}" for name, count in waiting.items() if count]
     for stage in stages:
-        if stage.tasks:
+        if stage.is_due:
             shown += ["", f"{stage.stage}: where the numbers are from"]
             shown += [f"  {name}: {source}" for name, source in stage.sources.items()]
     return shown
 
 
 def _estimate_row(stage: Estimate) -> tuple[str, ...]:
-    counts = (stage.stage, f"{stage.counts['missing']:,}", f"{stage.counts['cached']:,}", f"{stage.tasks:,}")
-    if not stage.tasks:
+    missing, tasks = f"{stage.counts['missing']:,}", f"{stage.tasks:,}"
+    if stage.is_due and not stage.tasks:
+        missing = tasks = "?"
+    counts = (stage.stage, missing, f"{stage.counts['cached']:,}", tasks)
+    if not stage.is_due:
         return (*counts, *[""] * 6)
     disk = format_bytes(stage.disk_bytes) if stage.disk_bytes else ""
     about = "unknown" if stage.all_s is None else format_seconds(stage.all_s)

@@ -120,7 +120,7 @@ def _told(stage: StageStatus, group: Sequence[Attempt], action: str) -> str:
 
 
 UNKNOWN = "unknown"
-USED = ("stage", "tasks", "tries", "memory", "peak", "used", "cpus", "used", "limit", "longest")
+USED = ("stage", "tasks", "tries", "memory", "peak", "mem %", "cpus", "cpu %", "limit", "longest")
 
 
 def efficiency_report(
@@ -134,7 +134,7 @@ def efficiency_report(
             return [*shown, "nothing was left to do: no task was needed"]
         return [*shown, "no task has ended yet; nothing was measured"]
     shown += wait_lines(status.waits.values(), status.ended_at or math.inf)
-    shown += ["", text_table(USED, map(_row, stages), right=" ".join(USED[1:]))]
+    shown += ["", text_table(USED, map(_row, stages), right=USED[1:])]
     shown += ["", *(line for use in stages for line in _lines(use))]
     for stage in status.in_order():
         if failed := stage.failures:

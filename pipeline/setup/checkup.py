@@ -78,8 +78,7 @@ def check_configuration(loaded: LoadedConfig) -> list[CheckResult]:
     """Return what is worth knowing about a configuration; raise where a run would fail for what it says."""
     before, after = configuration_checks()
     findings = _found((*before, *after), loaded)
-    bad = list({finding.found: finding for finding in findings if finding.verdict is CheckVerdict.BAD}.values())
-    if bad:
+    if bad := [finding for finding in findings if finding.verdict is CheckVerdict.BAD]:
         *others, last = bad
         lines = [f"{finding.found}\n  next: {finding.remedy}" for finding in others if finding.remedy != last.remedy]
         lines += [finding.found for finding in others if finding.remedy == last.remedy]
@@ -89,14 +88,15 @@ def check_configuration(loaded: LoadedConfig) -> list[CheckResult]:
 
 
 def _found(checks: Checks, loaded: LoadedConfig) -> list[CheckResult]:
-    """Return the findings of checks; one that fails never hides the next one."""
+    """Return the findings of checks, each once; one that fails never hides the next one."""
     findings = list[CheckResult]()
     for name, look in checks:
         try:
             findings += look(loaded)
         except PipelineError as error:
             findings.append(failed_check(name, error))
-    return findings
+    first = {finding.found: finding for finding in reversed(findings)}
+    return [finding for finding in findings if first[finding.found] is finding]
 
 
 def _around() -> Iterator[CheckResult]:

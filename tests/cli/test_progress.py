@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.cli.run_verbs import shown
 from pipeline.report import live_status
+from pipeline.report.tables import show_parts
 from pipeline.store.maintenance.damage_report import Checked
 from tests.cli.told import seen, training
 
@@ -64,3 +65,17 @@ def test_a_run_of_several_stages_shows_each_bar_once_and_glues_no_lines(monkeypa
         assert [line.startswith(f"{stage} ") for line in lines if re.search(rf"{stage} +[━╸]", line)] == [True], lines
     assert any("11 rejected" in line for line in lines)
     assert all(len(line) <= WIDTH for line in lines)
+
+
+def test_a_long_line_is_wrapped_and_indented_on_a_terminal_and_left_alone_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "  " + " ".join(["word"] * 40)
+    show_parts(line)
+    assert capsys.readouterr().out == f"{line}\n"
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    show_parts(line)
+    first, *rest = terminal.getvalue().splitlines()
+    assert first.startswith("  word")
+    assert {line[:7] for line in rest} == {" " * 6 + "w"}

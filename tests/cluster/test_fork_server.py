@@ -67,9 +67,10 @@ def test_forks_are_sessions_with_a_mark_random_numbers_and_logs_of_their_own(
 
 
 def test_memory_is_that_of_each_fork_and_not_of_those_before_it(forking: LocalExecutor, tmp_path: Path) -> None:
-    bodies = (f"import time; eaten = b'x' * {size}; time.sleep(0.3)" for size in (200 * MIB, 1))
+    bodies = (f"import time; eaten = b'x' * {size}; sum(range(2_000_000)); time.sleep(0.3)" for size in (200 * MIB, 1))
     large, small = (finish(forking, forking.submit(python(tmp_path, body)))[0] for body in bodies)
     assert (large.peak_rss_bytes or 0) > 200 * MIB > (small.peak_rss_bytes or 0) > 0
+    assert 0 < (small.cpu_s or 0) < 30
 
 
 def test_job_waits_for_its_server_and_can_be_cancelled_meanwhile(tmp_path: Path) -> None:

@@ -153,6 +153,7 @@ for worker in range(4):
         (ended,) = finish(local, job)
         assert ended.state is TaskState.COMPLETED, ended.reason
         assert 60 * MIB < ended.peak_rss_bytes < self.LIMIT
+        assert ended.cpu_s > 0
 
     def test_of_mapped_files_does_not_count(self, local: LocalExecutor, tmp_path: Path) -> None:
         (tmp_path / "large").write_bytes(bytes(120 * MIB))

@@ -18,7 +18,7 @@ from pipeline.setup import checkup, slurm_checks
 from pipeline.setup.slurm_checks import CheckVerdict
 from tests.setup.clusters import BARE, MIXED, PLAIN, site_of
 from tests.testkit.command import Command
-from tests.testkit.project import MakeProject
+from tests.testkit.project import MakeProject, ProjectOf
 from tests.testkit.stubs import program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,6 +101,15 @@ def test_doctor_and_config_check_find_the_same(
         assert (told.code, row["verdict"], checked.code, checked.out) == (2, "BAD", 2, ""), settings
         assert row["found"] in checked.err, settings
         assert row["remedy"] in checked.err, settings
+
+
+def test_weights_that_are_missing_are_reported_once_though_the_task_needs_them(
+    pipeline: Command, project_of: ProjectOf
+) -> None:
+    project_of("graph")
+    words = ("--set", "embed.weights=nowhere.pt", "--set", "train.task=pipeline.tasks.interface:Interface")
+    rows = json.loads(pipeline("doctor", "--json", *words).out)
+    assert [row["what"] for row in rows if row["verdict"] == "BAD"] == ["weights"]
 
 
 def test_weights_that_nobody_named_and_items_that_are_refused_are_a_note_of_both(

@@ -190,14 +190,15 @@ def estimates(
 def _estimate(
     project: Project, stage: Stage, planned: StagePlan, executor: Executor, origins: Mapping[str, str]
 ) -> Estimate:
-    tasks, missing = len(planned.survey.shards), planned.counts()["missing"]
+    counts, tasks = planned.counts(), len(planned.survey.shards)
+    missing, waiting = counts["missing"], counts.get("waiting", 0)
     at_once = min(tasks, tasks_at_once(project.config, stage, executor)) or 1
     pace = profiles_of(project.config).pace(stage.name, recipe_name(project, stage), cluster_name(project.config))
     task_s = missing / tasks / pace if tasks and pace else None
     ask = planned.ask
     return Estimate(
         stage=planned.title,
-        counts=planned.counts(),
+        counts=counts,
         tasks=tasks,
         at_once=at_once,
         cpus=planned.job.cpus,
@@ -206,7 +207,7 @@ def _estimate(
         time_s=ask.time_s,
         disk_bytes=planned.survey.bytes,
         task_s=task_s,
-        all_s=task_s * ceil(tasks / at_once) if task_s is not None else 0.0 if not tasks else None,
+        all_s=task_s * ceil(tasks / at_once) if task_s is not None else None if tasks or waiting else 0.0,
         sources=_sources(project, planned, origins, pace),
     )
 
