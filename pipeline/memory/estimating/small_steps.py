@@ -40,7 +40,7 @@ from pipeline.memory.footprint import (
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from pipeline.memory.footprint import Sizes, StandingFootprint, Tape
     from pipeline.memory.tracing.tracer import Build, TraceSession
@@ -90,12 +90,15 @@ class MeasuredSmall:
         allowance: Allowance | None = None,
         *,
         state_bytes: int = 0,
+        near: Callable[[Sizes], Sizes] | None = None,
     ) -> None:
         """Take functions that make a training and a batch, and the sizes of the batch for the first steps.
 
-        `state_bytes`: the known size of the model's state.
+        `state_bytes`: the known size of the model's state. `near` returns sizes for which a batch can be made, near
+        others; None: any can be made.
         """
-        self._build, self._example, self._least = build, example, least
+        self._build, self._example, self._near = build, example, near
+        self._least = near(least) if near else least
         self._allowance = allowance or Allowance()
         self._state_bytes = state_bytes
         self._sessions: dict[MemoryChoice, TraceSession] = {}
@@ -125,7 +128,7 @@ class MeasuredSmall:
         spare_bytes = self._allowance.memory_bytes - self._session(choice).standing().bytes
         measured: list[MeasuredSize] = []
         failures: list[str] = []  # of sizes that could not be run
-        for sizes in rising(wanted):
+        for sizes in self._possible(rising(wanted)):
             if not _may_grow(measured, ends_s - time.thread_time(), spare_bytes):
                 break
             measured += (tried := self._tried(sizes, choice, failures))
@@ -134,7 +137,7 @@ class MeasuredSmall:
         measured = measured[-MOST:]
         if measured and measured[-1].sizes == dict(wanted):
             return measured
-        for sizes in between(measured, wanted) if measured else ():
+        for sizes in self._possible(between(measured, wanted) if measured else ()):
             largest = measured[-1]
             if time.thread_time() + 2 * largest.took_s < ends_s and 2 * largest.peak_bytes < spare_bytes:
                 measured[-1:-1] = self._tried(sizes, choice, failures)
@@ -142,6 +145,14 @@ class MeasuredSmall:
             problem = f"too few different small real batches could be run: {len(measured)}"
             raise Unmeasurable("; ".join((problem, *failures[-1:])))
         return measured
+
+    def _possible(self, wanted: Iterable[Sizes]) -> Iterator[dict[str, int]]:
+        """Yield sizes for which a batch can be made, near these; none twice."""
+        seen: list[dict[str, int]] = []
+        for sizes in wanted:
+            seen.append(dict(self._near(sizes) if self._near else sizes))
+            if seen[-1] not in seen[:-1]:
+                yield seen[-1]
 
     def _tried(self, sizes: Sizes, choice: MemoryChoice, failures: list[str]) -> list[MeasuredSize]:
         """Return the measurement of a size; if the task raises, none, and the error is kept for the message."""
@@ -188,8 +199,10 @@ class MeasuredSmall:
                     session = TraceSession(build, self._same_example, self._least)
                     session.standing()
             except RuntimeError as error:
-                if choice == MemoryChoice():
+                if choice == MemoryChoice() and self._near is None:
                     raise
+                if choice == MemoryChoice():  # it was not asked to run on the CPU
+                    raise Unmeasurable(told_cause(error)) from error
                 what = f"a real step ends in an error: {told_cause(error)}"
                 raise CannotRun(what, remedy="leave checkpointing and precision to the planner") from error
             self._sessions[choice] = session

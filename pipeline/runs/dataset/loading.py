@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pipeline.command_line import Command
 from pipeline.config.load import find_config, from_resolved, read_config
 from pipeline.errors import CacheDamaged, ConfigError, PipelineError, RecordMissing
@@ -18,9 +20,10 @@ from pipeline.training.items.residue_embeddings import Embeddings
 from pipeline.training.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from pipeline.config.schema import Config
+    from pipeline.training.items.batch_maker import Collate
     from pipeline.training.items.item_source import DamagedItems, ItemSource
     from pipeline.training.items.loader import Loader
     from pipeline.training.sampling.epoch_order import SamplerSettings
@@ -75,6 +78,18 @@ def source_of(project: Project, table: ItemTable, mending: DamagedItems | None =
     if project.config.graph.cache:
         return CachedGraphs(graphs.store, table, mending)
     return BuiltGraphs(table, project.recipe, graphs.recipe)
+
+
+def batches_of(project: Project, table: ItemTable, collate: Collate | None = None) -> Callable[[Sequence[int]], Any]:
+    """Return a function that makes a batch of some items of a table."""
+    from pipeline.training.items.loader import Loader  # which waits for torch
+    from pipeline.training.sampling.epoch_order import SamplerSettings
+    from pipeline.training.sampling.sampler import MicroBatch
+
+    sampler = Sampler(table.sizes, SamplerSettings(batch=len(table)))
+    options = {"slots": 2, "threads": 1, "pin": False, "collate": collate}
+    loader = Loader(source_of(project, table), rows_of(project), sampler, **options)
+    return lambda items: loader.fetch(items, MicroBatch(0, 0, 0, 1, np.array(items))).value
 
 
 def rows_of(project: Project) -> Embeddings | None:

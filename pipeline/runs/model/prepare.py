@@ -20,7 +20,7 @@ from pipeline.keys import content_digest, recipe_tag
 from pipeline.memory.history.step_history import torch_version
 from pipeline.project.run_code import package_digest
 from pipeline.project.user_code import PLANS, TaskCode, task_code
-from pipeline.runs.dataset.loading import made_table, rows_of, source_of
+from pipeline.runs.dataset.loading import batches_of, made_table
 from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.runs.dataset.reader_items import refuse_unreadable as inspect_entries
 from pipeline.runs.model.accepted_code import with_accepted_code
@@ -356,20 +356,13 @@ def size_names(project: Project) -> list[str]:
 
 def some_items(project: Project) -> list[Any]:
     """Return a few small items as a task gets them; none while their graphs are not there."""
-    from pipeline.training.items.loader import Loader
-    from pipeline.training.sampling.epoch_order import SamplerSettings
-    from pipeline.training.sampling.sampler import MicroBatch, Sampler
-
     key = made_table(project)
     if key is None:
         return []
     table = items_of(project, key, None)
     by = "nodes" if "nodes" in table.sizes else NUMBERS
     table = table.take(np.argsort(table.sizes[by], kind="stable")[:FEW_ITEMS])
-    sampler = Sampler(table.sizes, SamplerSettings(batch=len(table), by=(by,)))
     try:
-        loader = Loader(source_of(project, table), rows_of(project), sampler, slots=2, threads=1, pin=False)
-        batch = loader.fetch(range(len(table)), MicroBatch(0, 0, 0, 1, np.arange(len(table))))
+        return list(batches_of(project, table)(range(len(table))).items)
     except (CacheDamaged, RecordMissing, WeightsUnusable):  # it may be tried later: the plan does not need them
         return []
-    return list(batch.value.items)

@@ -28,11 +28,12 @@ from pipeline.project.run_code import blamed
 from pipeline.protocol import Example
 from pipeline.report.plan_facts import EVERY, TrainOutlook
 from pipeline.runs.dataset.early_items import SIZES, refuse_sequences, scanned_table, typed_table
-from pipeline.runs.dataset.loading import made_table, table_of
+from pipeline.runs.dataset.loading import batches_of, made_table, table_of
 from pipeline.runs.dataset.reader_items import refuse_crop
 from pipeline.runs.model.offers import NAME, Question, is_known, offers_of, site_card, waits
 from pipeline.runs.model.probe import ProbedCard, measured_pace, measured_ratios, probe
 from pipeline.runs.model.training_work import (
+    OwnItems,
     Work,
     configs_of_stages,
     data_of,
@@ -258,13 +259,16 @@ def _case(question: Question, work: Work) -> _PlanningCase:
     padded = config.train.batching == "padded"
     least = least_of(sizes)
     kept = traces_folder(config, work, least, capability)
-    oracle = work.oracle(least, target_of(capability), padded=padded, kept=kept)
+    own = None
+    if not (isinstance(work.task, Example) or question.sizes or sizes_from):
+        own = OwnItems(partial(batches_of, question.project, table, work.task.collate), sizes, padded)
+    oracle = work.oracle(least, target_of(capability), padded=padded, kept=kept, own=own)
     stages = {}
     for name, one in configs_of_stages(config).items():
         staged = Work.of(one, beside=question.beside, on_gpu=bool(question.gpus))
         _refuse_another_model(name, work, staged, table, sizes)
         kept = traces_folder(one, staged, least, capability)
-        stages[name] = staged, staged.oracle(least, target_of(capability), padded=padded, kept=kept)
+        stages[name] = staged, staged.oracle(least, target_of(capability), padded=padded, kept=kept, own=own)
     return _PlanningCase(config, work, table, sizes, sizes_from, offers, oracle, stages)
 
 

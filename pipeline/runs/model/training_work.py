@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from pipeline.device.kinds import CARD, CPU
 from pipeline.errors import ConfigError
 from pipeline.keys import recipe_key
 from pipeline.memory.estimating.fallback_oracle import Formula, OracleLadder
-from pipeline.memory.footprint import MemoryChoice
+from pipeline.memory.footprint import MemoryChoice, Unmeasurable
 from pipeline.memory.history.step_history import fingerprint
 from pipeline.memory.history.trace_files import RememberedOracle
 from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, Micros, Oversize, PlanRequest
@@ -149,10 +149,13 @@ class Work:
         assert isinstance(self.task, Example)
         return self.task.example(sizes)
 
-    def oracle(self, least: Sizes, target: Target, *, padded: bool, kept: Path | None = None) -> OracleLadder:
+    def oracle(
+        self, least: Sizes, target: Target, *, padded: bool, kept: Path | None = None, own: OwnItems | None = None
+    ) -> OracleLadder:
         """Return the memory oracle of the model: traced, else measured on small steps, else by a formula.
 
-        `kept` is the folder of the traces that were made before of this model with these options.
+        `kept` is the folder of the traces that were made before of this model with these options, `own` are items of
+        the data set, for small steps of a task that has no `example`.
         """
         from pipeline.memory.estimating.small_steps import MeasuredSmall
         from pipeline.memory.estimating.traced_oracles import ConfirmedOracle, ProjectedOracle
@@ -182,7 +185,8 @@ class Work:
             return Formula(self.model(), states=states, averages=averages, padded=padded)
 
         if not isinstance(self.task, Example):
-            ladder = OracleLadder([formula])
+            measured = partial(MeasuredSmall, self.build, own, least, near=own.near) if own else None
+            ladder = OracleLadder([*filter(None, [measured]), formula])
             ladder.reasons.append("the task has no example(sizes): with one, every allocation would be traced")
             return ladder
         return OracleLadder(
@@ -208,6 +212,41 @@ class Work:
             except Exception:  # noqa: BLE001 - whatever a model does with values that are not there
                 model = self.task.model()
         return checked_model(model)
+
+
+@dataclass(frozen=True)
+class OwnItems:
+    """Batches of the data set's own items; the planner measures a task by them that has no `example`."""
+
+    open: Callable[[], Callable[[Sequence[int]], Any]]  # returns what makes a batch of items by their numbers
+    sizes: Mapping[str, Integers]
+    padded: bool
+    chosen: dict[tuple[int, ...], Integers] = field(default_factory=dict)  # items, by the sizes of their batch
+
+    def near(self, wanted: Sizes) -> dict[str, int]:
+        """Return the sizes of the largest batch of as many items that is not larger; of the smallest, if all are."""
+        share_N = sum(values_N / max(wanted[name], 1) for name, values_N in self.sizes.items())
+        order_N = np.argsort(share_N, kind="stable")
+        count = min(max(wanted[ITEMS], 1), len(order_N))
+        sums = np.concatenate(([0.0], np.cumsum(share_N[order_N])))
+        taken = share_N[order_N][count - 1 :] if self.padded else sums[count:] - sums[:-count]
+        first = max(0, int(np.searchsorted(taken, len(self.sizes), side="right")) - 1)
+        chosen = order_N[first : first + count]
+        size_of = np.max if self.padded else np.sum
+        sizes = {ITEMS: count, **{name: int(size_of(values_N[chosen])) for name, values_N in self.sizes.items()}}
+        self.chosen.setdefault(tuple(sizes.values()), chosen)
+        return {name: sizes[name] for name in wanted}
+
+    def __call__(self, sizes: Sizes) -> Any:
+        """Make the batch of sizes that `near` has returned."""
+        try:
+            return self._fetch(self.chosen[sizes[ITEMS], *(sizes[name] for name in self.sizes)].tolist())
+        except Exception as error:
+            raise Unmeasurable(f"no batch of its own items can be made: {type(error).__name__}: {error}") from error
+
+    @cached_property
+    def _fetch(self) -> Callable[[Sequence[int]], Any]:
+        return self.open()
 
 
 def configs_of_stages(config: Config) -> dict[str, Config]:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.testkit.command import Command
 from tests.testkit.once import Shelf
-from tests.testkit.project import copied, make_project, settle
+from tests.testkit.project import EMBED, copied, make_project, settle, write_weights
 
 PLAN = ("plan", "--stage", "train", "--set", "train.task=planlab:Task", "--json")
 ITEMS = 8
@@ -77,6 +77,11 @@ class Repeats(Task):
 class NoExample(Task):
     example = None
 
+class OwnItems(NoExample):
+    def collate(self, items, rng):
+        sides = [side for item in items for side in item.sides.values()]
+        return torch.cat([torch.randn(len(next(iter(side.nodes.values()))), 8) for side in sides])
+
 class RaisesInModel(Task):
     def model(self):
         raise ValueError("no such checkpoint: best.pt")
@@ -128,9 +133,10 @@ class IgnoresSizes(Task):
 
 
 def make(folder: Path) -> None:
-    project = make_project(folder, ITEMS, growth=10, train={"split": None, "effective_batch": 4, "epochs": 3})
+    project = make_project(folder, ITEMS, growth=10, **EMBED, train={"split": None, "effective_batch": 4, "epochs": 3})
     (folder / "planlab.py").write_text(TASK)
-    project.finishes("graph")
+    write_weights(folder)
+    project.finishes("embed", "graph")
 
 
 @pytest.fixture(scope="module")
@@ -262,6 +268,10 @@ def test_a_task_without_an_example_is_planned_by_a_formula_that_is_not_trusted(p
     one = plan("--gpu", "24GiB", "--set", "train.task=planlab:NoExample")["plans"]["all items"]
     assert one["live"]["origin"] == "assumed"
     assert one["notes"]
+    own = plan("--gpu", "24GiB", "--set", "train.task=planlab:OwnItems")["plans"]["all items"]
+    traced = plan("--gpu", "24GiB")["plans"]["all items"]
+    assert own["live"]["origin"] == "extrapolated"
+    assert traced["live"]["value"] <= own["live"]["value"] <= 1.3 * traced["live"]["value"]
 
 
 @pytest.mark.nightly
