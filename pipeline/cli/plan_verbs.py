@@ -303,6 +303,10 @@ def tune_command(
     steps: Annotated[
         int, typer.Option("--steps", metavar="<int>", min=1, help="After how many steps a script that says so ends.")
     ] = 3,
+    seconds: Annotated[
+        float | None,
+        typer.Option("--seconds", metavar="<float>", min=0.1, help="End a script that runs this long: its size fits."),
+    ] = None,
     again: Annotated[bool, typer.Option("--again", help="Try again though the answer is remembered.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -324,7 +328,14 @@ def tune_command(
     def told(tried: Try) -> None:
         typer.echo(f"{tried.micro_batch:>8,}  {'fits' if tried.fits else tried.reason}", err=as_json)
 
-    found, is_remembered = find_batch(text, sizes, steps=steps, again=again, told=told)
+    def waits(size: int) -> None:
+        typer.echo(
+            f'{size:>8,}  runs, and has printed no line such as pipeline: {{"step": 1}}; tune waits until it ends.\n'
+            "  next: print that line after each step   or   pipeline tune --seconds 60 …   (then its size fits)",
+            err=True,
+        )
+
+    found, is_remembered = find_batch(text, sizes, steps=steps, seconds=seconds, again=again, told=told, waits=waits)
     words = [word.replace("{micro_batch}", str(found)) for word in command]
     use = words[0] if len(words) == 1 else shlex.join(words)
     if as_json:

@@ -2,7 +2,8 @@
 
 A command is as in `train.command`, with {micro_batch} for what is sought. It starts its ranks itself (torchrun, srun,
 accelerate), so where memory ends on any of them the size does not fit: on unequal cards the smallest decides. A size
-fits if the command ends well with it, or has said `pipeline: {"step": n}` often enough, and is told to end.
+fits if the command ends well with it. It also fits if the command has printed `pipeline: {"step": n}` often enough, or
+has run for the allowed time; then it is told to end.
 
 What was found is remembered beside the project, under the command, the files that it names, the cards and torch.
 """
@@ -10,14 +11,17 @@ What was found is remembered beside the project, under the command, the files th
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import tempfile
+import time
 from bisect import bisect_right
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
+from threading import Timer
 from typing import TYPE_CHECKING
 
 from pipeline.cluster.machine import card_names
@@ -35,6 +39,7 @@ WHERE = "pipeline tune"
 FOLDER = ".pipeline-tune"  # in the current folder: what was found, and the output of the last try
 CLOSE = 16  # sizes are told apart to within a sixteenth of what fits
 LAST_LINES = 5
+SILENT_S = 60.0  # without a line of a step, after which that is said
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +81,15 @@ def find_batch(
     sizes: Sequence[int],
     *,
     steps: int,
+    seconds: float | None = None,
     again: bool = False,
     told: Callable[[Try], None] = lambda _: None,
+    waits: Callable[[int], None] = lambda _: None,
 ) -> tuple[int, bool]:
-    """Return the largest micro-batch of ascending sizes with which a command runs, and whether it was remembered."""
+    """Return the largest micro-batch of ascending sizes with which a command runs, and whether it was remembered.
+
+    `waits` is called with a size whose script has printed no step for a minute.
+    """
     script = parse_command(command)
     if "micro_batch" not in script.names:
         problem = f"nothing can be tried: {command!r} names no {{micro_batch}}"
@@ -93,7 +103,7 @@ def find_batch(
     tries: list[Try] = []
 
     def fits(size: int) -> bool:
-        tries.append(_tried(script, size, steps))
+        tries.append(_tried(script, size, steps, seconds or math.inf, waits))
         told(tries[-1])
         return tries[-1].fits
 
@@ -112,12 +122,15 @@ def _key(script: Script, sizes: Sequence[int]) -> str:
     return sha256(json.dumps([script.words, files, repr(sizes), *machine]).encode()).hexdigest()[:16]
 
 
-def _tried(script: Script, size: int, steps: int) -> Try:
+def _tried(script: Script, size: int, steps: int, seconds: float, waits: Callable[[int], None]) -> Try:
     """Run the command with a size, and find out whether it fits; raise where it fails for another reason."""
     Path(FOLDER).mkdir(exist_ok=True)
-    log = Path(FOLDER, "last.log")
+    log, begun_s = Path(FOLDER, "last.log"), time.monotonic()
+    silence = Timer(SILENT_S, waits, [size])
+    silence.daemon = True
 
     def tell(figures: Mapping[str, float]) -> None:
+        silence.cancel()
         if figures.get(STEP, 0) >= steps:
             os.kill(os.getpid(), signal.SIGTERM)  # it is passed on to the script while that runs, and ends it
 
@@ -128,12 +141,15 @@ def _tried(script: Script, size: int, steps: int) -> Try:
         )
         words = process_words(script, values)
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        ended = run_script(
-            words, environment=environment, cwd=Path.cwd(), out=out.fileno(), err=out.fileno(), tell=tell
-        )
+        ends = {"out": out.fileno(), "err": out.fileno()}
+        silence.start()
+        try:
+            ended = run_script(words, environment=environment, cwd=Path.cwd(), tell=tell, longest_s=seconds, **ends)
+        finally:
+            silence.cancel()
     if "oom" in ended.trouble:
         return Try(size, fits=False, reason=ended.reason)
-    if ended.told == signal.SIGTERM and ended.step < steps:
+    if ended.told == signal.SIGTERM and ended.step < steps and time.monotonic() - begun_s < seconds:
         raise JobFailed(f"was told to end while it tried {size}", where=WHERE, remedy="type the same again")
     if ended.exit_code in (0, GO_ON) or ended.told == signal.SIGTERM:
         return Try(size, fits=True)

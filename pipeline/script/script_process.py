@@ -130,13 +130,15 @@ def run_script(
     err: int = 2,
     tell: Tell = lambda _figures: None,
     mem_bytes: int = 0,
+    longest_s: float = math.inf,
 ) -> ScriptOutcome:
     """Run a script to its end; its output goes to `out` and `err` as it comes. To be called in the main thread.
 
-    `mem_bytes` is the memory of the task, by which a kill for memory is told from other kills.
+    `mem_bytes` is the memory of the task, by which a kill for memory is told from other kills. After `longest_s` the
+    script gets a SIGTERM.
     """
     with _signals() as arrived, closing(_Process(words, environment, cwd, (out, err), tell)) as process:
-        process.follow(arrived)
+        process.follow(arrived, time.monotonic() + longest_s)
         return process.outcome(mem_bytes)
 
 
@@ -214,13 +216,16 @@ class _Process:
         stdout, stderr = self._process.stdout.fileno(), self._process.stderr.fileno()
         self._outputs = [_Output(stdout, onward[0], self._take_out), _Output(stderr, onward[1], self._take)]
 
-    def follow(self, arrived: int) -> None:
-        """Pass on output and signals until the script and its descendants have ended."""
+    def follow(self, arrived: int, ends_at: float) -> None:
+        """Pass on output and signals until the script and its descendants have ended; tell it to end at a time."""
         with selectors.DefaultSelector() as selector:
             selector.register(arrived, selectors.EVENT_READ)
             for output in self._outputs:
                 selector.register(output.pipe, selectors.EVENT_READ, output)
             while not self._has_exited():
+                if time.monotonic() >= ends_at:
+                    os.kill(os.getpid(), signal.SIGTERM)  # it arrives as from a scheduler
+                    ends_at = math.inf
                 for key, _ in selector.select(LOOK_EVERY_S):
                     if key.data is None:
                         self._pass_signals(arrived)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError, JobFailed, PlanInfeasible
+from pipeline.script import batch_finding
 from pipeline.script.batch_finding import CLOSE, largest_that_fits
 from tests.testkit.command import Command
 
@@ -84,6 +85,16 @@ def test_a_script_that_says_its_steps_is_ended_after_some_and_only_divisors_are_
     done = pipeline("tune", "--max", "64", "--divides", "96", *words(40, 9))
     assert "largest micro-batch that fits: 32" in done.out
     assert tried(tmp_path) == [48, 24, 32]
+
+
+def test_a_script_that_prints_no_step_is_waited_for_with_a_word_and_fits_after_some_seconds(
+    pipeline: Command, words: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_finding, "SILENT_S", 0.01)
+    (tmp_path / "train.py").write_text("import time\ntime.sleep(600)\n")
+    done = pipeline("tune", "--max", "1", "--seconds", "1", *words(20))
+    assert "largest micro-batch that fits: 1" in done.out
+    assert "--seconds" in done.err
 
 
 def test_what_is_no_lack_of_memory_is_told_and_not_searched_around(

@@ -87,8 +87,8 @@ def batches_of(project: Project, table: ItemTable, collate: Collate | None = Non
     from pipeline.training.sampling.sampler import MicroBatch
 
     sampler = Sampler(table.sizes, SamplerSettings(batch=len(table)))
-    options = {"slots": 2, "threads": 1, "pin": False, "collate": collate}
-    loader = Loader(source_of(project, table), rows_of(project), sampler, **options)
+    source, rows = source_of(project, table), rows_of(project)
+    loader = Loader(source, rows, sampler, slots=2, threads=1, pin=False, collate=collate)
     return lambda items: loader.fetch(items, MicroBatch(0, 0, 0, 1, np.array(items))).value
 
 

@@ -225,7 +225,7 @@ class OwnItems:
 
     def near(self, wanted: Sizes) -> dict[str, int]:
         """Return the sizes of the largest batch of as many items that is not larger; of the smallest, if all are."""
-        share_N = sum(values_N / max(wanted[name], 1) for name, values_N in self.sizes.items())
+        share_N = np.sum([values_N / max(wanted[name], 1) for name, values_N in self.sizes.items()], axis=0)
         order_N = np.argsort(share_N, kind="stable")
         count = min(max(wanted[ITEMS], 1), len(order_N))
         sums = np.concatenate(([0.0], np.cumsum(share_N[order_N])))
