@@ -167,7 +167,6 @@ def _training(
             return shown_plan(question)
         from pipeline.runs.model.training_outlook import plan_training
 
-        question.tell("planning: the training step is run on tensors without data ...")
         return plan_training(question, probing=True)
 
 

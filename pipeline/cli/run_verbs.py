@@ -350,6 +350,7 @@ def _check_first(project: Project, stages: list[str], executor: Executor, *, may
 
 def _say_planning(stage: Stage, project: Project) -> None:
     """Print that a training is planned, which may take a while, and why an earlier training is not continued."""
+    from pipeline.report.plan_facts import PLANNING
     from pipeline.runs.model.prepare import is_planned
     from pipeline.runs.workflow.sweep_stage import unplanned
     from pipeline.runs.workflow.train_stage import novelty
@@ -361,7 +362,7 @@ def _say_planning(stage: Stage, project: Project) -> None:
             typer.echo(f"planning {len(points):,} points: their steps are run on tensors without data ...", err=True)
         return
     if not is_planned(project):
-        typer.echo("planning: the training step is run on tensors without data ...", err=True)
+        typer.echo(PLANNING, err=True)
     for line in novelty(project) if stage.name == StageName.TRAIN else ():
         typer.echo(line, err=True)
 

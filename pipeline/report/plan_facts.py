@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pipeline.memory.planning.comparison import Configuration, Offer, PlannedOffer
     from pipeline.memory.planning.memory_plan import MemoryPlan
 
+PLANNING = "planning: tracing the training step, then small real steps on this CPU (seconds to minutes) ..."
 EVERY = "all items"  # the stage of a curriculum that has them
 
 

@@ -42,7 +42,6 @@ def shown_plan(question: Question) -> TrainOutlook:
     from pipeline.memory.planning.memory_plan import json_data
     from pipeline.runs.model.training_outlook import plan_training
 
-    question.tell("planning: the training step is run on tensors without data ...")
     outlook = plan_training(question)
     if path is not None and not outlook.waits_s:  # how long a queue is changes from minute to minute
         standing = replace(outlook.standing, setup=EMPTY, first_update=EMPTY, update=EMPTY)  # nobody is shown these

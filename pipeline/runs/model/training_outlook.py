@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import ceil
@@ -26,7 +27,7 @@ from pipeline.memory.planning.step_estimates import SETTINGS, ahead_bytes, reser
 from pipeline.project.project import asked_bytes, cluster_name, profiles_of
 from pipeline.project.run_code import blamed
 from pipeline.protocol import Example
-from pipeline.report.plan_facts import EVERY, TrainOutlook
+from pipeline.report.plan_facts import EVERY, PLANNING, TrainOutlook
 from pipeline.runs.dataset.early_items import SIZES, refuse_sequences, scanned_table, typed_table
 from pipeline.runs.dataset.loading import batches_of, made_table, table_of
 from pipeline.runs.dataset.reader_items import refuse_crop
@@ -44,7 +45,7 @@ from pipeline.runs.model.training_work import (
     traces_folder,
 )
 from pipeline.training.prepared import in_bounds
-from pipeline.units import format_bytes
+from pipeline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,9 +72,13 @@ KEPT_BYTES = 2 << 30  # of a step's batches: beyond that, reading them again for
 
 def plan_training(question: Question, *, probing: bool = False) -> TrainOutlook:
     """Plan training; a probe runs the worst bucket on every card first."""
+    begun_s = time.monotonic()
+    question.tell(PLANNING)
     work = Work.of(question.config, beside=question.beside, on_gpu=bool(question.gpus))
     with blamed(work.task):
-        return _outlook(question, work, probing=probing)
+        outlook = _outlook(question, work, probing=probing)
+    question.tell(f"planned in {format_seconds(time.monotonic() - begun_s)}")
+    return outlook
 
 
 def _outlook(question: Question, work: Work, *, probing: bool) -> TrainOutlook:

@@ -194,7 +194,9 @@ def test_a_plan_is_made_anew_when_something_it_follows_from_has_changed(typed, p
     before = file.read_text()
     try:
         for words in (("--set", "train.ema=0.9"), ("--set", "cluster.train.cpus=2"), ("--gpu", "v100-16gb")):
-            assert "planning" in typed(*PLAN, "--gpu", "a100-40gb", *words).err
+            err = typed(*PLAN, "--gpu", "a100-40gb", *words).err
+            assert "planning" in err
+            assert "planned in" in err
         file.write_text(before.replace("WIDTH = 64", "WIDTH = 96"))
         settle(project)
         sys.modules.pop("planlab", None)
