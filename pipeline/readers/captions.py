@@ -42,13 +42,14 @@ from pipeline.readers.table_rows import MOST_ROW_BYTES, PARTED_BY, TextTable, su
 from pipeline.records import Entry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from pipeline.records import Rejection
 
     Arrays = Mapping[str, NDArray[Any]]
+    PairArrays = Callable[["Bytes", "TarPair"], Mapping[str, Any]]
 
 TAR, TAR_TEXT = ".tar", ".txt"
 USUAL = {
@@ -147,7 +148,13 @@ class Captions:
 
     def entries(self) -> Iterator[Entry | Rejection]:
         """Yield every image with its text as an entry, or its rejection."""
-        return self._of_tars() if self._tars else self._table.entries(self._cells, self._of_cells, self._name)
+        return self._of_tars(self._of_pair) if self._tars else self._of_table(self._of_cells)
+
+    def headers(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Yield the id of each pair, and the path of its image and its caption; no image is decoded."""
+        for entry in self._of_tars(_texts_of_pair) if self._tars else self._of_table(self._texts):
+            if isinstance(entry, Entry):
+                yield entry.id, entry.arrays
 
     def read(self, place: list[int]) -> Arrays:
         """Return the arrays of the pair at a place."""
@@ -155,7 +162,7 @@ class Captions:
         try:
             data = self._bytes(path)
             if self._tars:
-                return self._arrays(data.at(*place[1:3]), data.at(*place[3:5]))
+                return self._of_pair(data, TarPair("", 0, (place[1], place[2]), (place[3], place[4])))
             return self._of_cells(self._cells(data.at(*place)))
         except UnusableEntry as error:
             raise DataError(f"no pair at {place}: {error}", where=str(path), remedy=SCAN_AGAIN) from error
@@ -191,12 +198,19 @@ class Captions:
         """Return the relevant cells of a line, by meaning."""
         return {meaning: cell.strip() for meaning, cell in self._table.cells(line, self._columns).items()}
 
-    def _of_cells(self, cells: Mapping[str, str]) -> Arrays:
+    def _of_table(self, arrays_of: Callable[[Mapping[str, str]], Mapping[str, Any]]) -> Iterator[Entry | Rejection]:
+        return self._table.entries(self._cells, arrays_of, self._name)
+
+    def _texts(self, cells: Mapping[str, str]) -> dict[str, str]:
+        """Return the path of a row's image and its caption."""
+        path = str(self._path(cells["image"]))
         if self.template:
-            text = PLACE.sub(lambda found: cells[f"template.{found[1]}"], self.template)
-        else:
-            text = cells["caption"]
-        arrays = dict(self._arrays(_content(self._path(cells["image"])), text.encode()))
+            return {"image": path, "caption": PLACE.sub(lambda found: cells[f"template.{found[1]}"], self.template)}
+        return {"image": path, "caption": cells["caption"]}
+
+    def _of_cells(self, cells: Mapping[str, str]) -> Arrays:
+        texts = self._texts(cells)
+        arrays = dict(self._arrays(_content(Path(texts["image"])), texts["caption"].encode()))
         if self.label:
             arrays["class"] = np.array(self._class(cells["label"]), np.int64)
         return arrays
@@ -217,21 +231,21 @@ class Captions:
 
     # Tars
 
-    def _of_tars(self) -> Iterator[Entry | Rejection]:
+    def _of_tars(self, arrays_of: PairArrays) -> Iterator[Entry | Rejection]:
         for number, path in enumerate(self._tars):
             for found in tar_pairs(path):
-                yield self._of_tar(number, path, found)
+                yield self._of_tar(number, path, found, arrays_of)
 
-    def _of_tar(self, number: int, path: Path, found: TarPair) -> Entry | Rejection:
+    def _of_pair(self, data: Bytes, found: TarPair) -> Arrays:
+        return self._arrays(data.at(*found.image), data.at(*found.text))
+
+    def _of_tar(self, number: int, path: Path, found: TarPair, arrays_of: PairArrays) -> Entry | Rejection:
         name = entry_id(f"{path.stem}-{found.name}" if len(self._tars) > 1 else found.name, path, number)
         try:
             if found.problem:
                 raise UnusableEntry(found.problem)
             place = [number, *found.image, *found.text]
-            data = self._bytes(path)
-            return Entry(
-                name, place, self._arrays(data.at(*found.image), data.at(*found.text)), "", f"{path.name}:{name}"
-            )
+            return Entry(name, place, arrays_of(self._bytes(path), found), "", f"{path.name}:{name}")
         except UnusableEntry as error:
             return entry_rejection(name, error, "", path, found.member)
 
@@ -288,6 +302,11 @@ class _TarBytes(FileIO):
         if size and size > MOST_ROW_BYTES:
             raise tarfile.ReadError(f"a header of {size:,} bytes")
         return super().read(size)
+
+
+def _texts_of_pair(data: Bytes, found: TarPair) -> dict[str, str]:
+    """Return the name of a pair's image and its caption."""
+    return {"image": found.name, "caption": data.at(*found.text).decode(errors="replace").strip()}
 
 
 def tar_pairs(path: Path) -> Iterator[TarPair]:

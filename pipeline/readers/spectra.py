@@ -144,8 +144,13 @@ class Spectra:
 
     def headers(self) -> Iterator[tuple[str, Mapping[str, str]]]:
         """Yield the id of each readable spectrum, and what its file says of it by names that all files share."""
+        for _, headers in self.runs():
+            yield from headers
+
+    def runs(self) -> Iterator[tuple[Path, Iterator[tuple[str, Mapping[str, str]]]]]:
+        """Yield each file, and the id and the headers of each readable spectrum in it."""
         for path in self._paths:
-            yield from self._text_headers(path) if path.suffix.lower() in FORMS else self._hdf5_headers(path)
+            yield path, self._text_headers(path) if path.suffix.lower() in FORMS else self._hdf5_headers(path)
 
     def read(self, place: Sequence[int]) -> Arrays:
         """Return the arrays of the spectrum at a place."""

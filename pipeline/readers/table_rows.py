@@ -126,7 +126,7 @@ class TextTable:
     def entries(
         self,
         cells_of: Callable[[bytes], dict[str, str]],
-        arrays_of: Callable[[Mapping[str, str]], Mapping[str, NDArray[Any]]],
+        arrays_of: Callable[[Mapping[str, str]], Mapping[str, Any]],
         name_of: Callable[[Mapping[str, str], int], str],
     ) -> Iterator[Entry | Rejection]:
         """Yield every row as an entry, whose place is [offset, length], or its rejection."""

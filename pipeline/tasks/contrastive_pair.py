@@ -381,10 +381,10 @@ class ContrastivePair:
                 figures |= {f"{way}_at_{most}": float((known_N < most).mean()) for most in CLASS_AT}
         return figures
 
-    def publish(self, folder: Path, outputs: Mapping[str, Any], items: Iterable[Item], reading: Any) -> list[Path]:  # noqa: ARG002
+    def publish(self, folder: Path, outputs: Mapping[str, Any], items: Iterable[Item], reading: Any) -> list[Path]:  # noqa: ARG002 - the protocol has it
         """Write what is nearest to each item's sides, and its classes by their names."""
         told = [way for way in (CLASS, ZERO_SHOT) if way in outputs]
-        return write_nearest(folder, outputs, SIDES, dict.fromkeys(told, self.names))
+        return write_nearest(folder, outputs, SIDES, dict.fromkeys(told, self.names), reading)
 
     def example(self, sizes: Sizes) -> PairBatch:
         items = sizes[ITEMS]

@@ -341,7 +341,7 @@ class DenovoRecursive(NetworkSizes):
 
     def publish(self, folder: Path, outputs: Mapping[str, Any], items: Iterable[Item], reading: Any) -> list[Path]:  # noqa: ARG002 - the protocol has it
         """Write the peptides as a table and as mzTab, and how many are right as a picture."""
-        return publish_peptides(folder, outputs, self.choice)
+        return publish_peptides(folder, outputs, self.choice, reading)
 
     def example(self, sizes: Sizes) -> DenovoBatch:
         """Return a batch of these sizes, every item as large as the largest."""

@@ -25,7 +25,7 @@ from pipeline.protocol import ITEMS
 from pipeline.readers.sequences import LETTER, NOT_KNOWN, SITE, TARGET
 from pipeline.tasks.spectra.peak_batch import item_target
 from pipeline.tasks.spectra.spectra_measures import PREDICTION, error_figures, squared_error
-from pipeline.tasks.task_parts import WHERE, above_zero, at_least, at_least_single
+from pipeline.tasks.task_parts import WHERE, above_zero, at_least, at_least_single, labelled, labels_of
 from pipeline.tasks.tuned_esm2 import Esm2Names, TunedEsm2, TunedSizes
 from pipeline.training.evaluating.ranking_scores import Ranking, logits
 
@@ -50,6 +50,7 @@ class SequenceBatch(NamedTuple):
     is_known_BK: Tensor
     known: float
     residues: tuple[int, ...]  # of each sequence
+    is_labelled: tuple[bool, ...]  # likewise: whether anything is known of it
 
 
 class TunedHead(nn.Module):
@@ -138,7 +139,8 @@ class EncoderFinetune:
         target_BK = self._sites(items, token_BL) if self.by_residue else self._numbers(items)
         is_known_BK = ~target_BK.isnan()
         known, residues = float(is_known_BK.sum()), tuple(len(token_L) - ENDS for token_L in tokens)
-        return SequenceBatch(token_BL, target_BK.nan_to_num(0.0), is_known_BK, known, residues)
+        labelled_B = tuple(is_known_BK.any(-1).tolist())
+        return SequenceBatch(token_BL, target_BK.nan_to_num(0.0), is_known_BK, known, residues, labelled_B)
 
     def _tokens(self, item: ItemTensors) -> Tensor:
         if LETTER not in item.values:
@@ -175,15 +177,14 @@ class EncoderFinetune:
         return {TARGET: batch.known}
 
     def outputs(self, model: nn.Module, batch: SequenceBatch) -> dict[str, Any]:
-        """Return what is told of each item, and what is known of it, NaN where it is not."""
-        told_BK = model(batch.token_BL)
-        known_BK = torch.where(batch.is_known_BK, batch.target_BK, torch.nan)
+        """Return the prediction for each item and its target: NaN where unknown, of no size where nothing is known."""
+        told_BK, labels = model(batch.token_BL), labels_of(batch.target_BK, batch.is_known_BK, batch.is_labelled)
         if not self.by_residue:
-            return {PREDICTION: told_BK, TARGET: known_BK}
+            return {PREDICTION: told_BK, TARGET: labels}
         each = [slice(1, 1 + residues) for residues in batch.residues]
         return {
             PREDICTION: [told_L[own] for told_L, own in zip(told_BK.sigmoid(), each, strict=True)],
-            TARGET: [known_L[own] for known_L, own in zip(known_BK, each, strict=True)],
+            TARGET: [known_L[own] for known_L, own in zip(labels, each, strict=True)],
         }
 
     def metrics(self, outputs: Mapping[str, Sequence[Any]]) -> dict[str, float]:
@@ -192,7 +193,7 @@ class EncoderFinetune:
             names = tuple(str(place) for place in range(self.targets))
             return error_figures(outputs[PREDICTION], outputs[TARGET], names)
         ranking = Ranking()
-        for chance_L, known_L in zip(outputs[PREDICTION], outputs[TARGET], strict=True):
+        for chance_L, known_L in labelled(outputs[PREDICTION], outputs[TARGET]):
             is_known_L = ~np.isnan(known_L)
             ranking.add(logits(chance_L[is_known_L]), known_L[is_known_L])
         figures = {"auroc": ranking.auroc(), "auprc": ranking.auprc()}
@@ -203,7 +204,6 @@ class EncoderFinetune:
         items, length = sizes[ITEMS], sizes[TOKENS]
         shape = (items, length) if self.by_residue else (items, self.targets)
         token_BL = torch.full((items, length), CLS + 4)
-        known = float(np.prod(shape))
-        return SequenceBatch(
-            token_BL, torch.zeros(shape), torch.ones(shape, dtype=torch.bool), known, (length - ENDS,) * items
-        )
+        known, is_known = float(np.prod(shape)), torch.ones(shape, dtype=torch.bool)
+        residues = (length - ENDS,) * items
+        return SequenceBatch(token_BL, torch.zeros(shape), is_known, known, residues, (True,) * items)

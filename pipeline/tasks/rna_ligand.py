@@ -17,8 +17,6 @@ S of a sequence.
 
 from __future__ import annotations
 
-import csv
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +26,6 @@ import torch
 from torch.nn import functional
 
 from pipeline.errors import ConfigError
-from pipeline.files import replacing
 from pipeline.protocol import ITEMS
 from pipeline.tasks.rna.force_field import PHASE
 from pipeline.tasks.rna.ligand_library import (
@@ -50,7 +47,7 @@ from pipeline.tasks.rna.pocket_network import (
     PocketSizes,
 )
 from pipeline.tasks.rna.published_form import SYSTEM, RnaForm
-from pipeline.tasks.task_parts import WHERE, above_zero, at_least, at_least_single, dropout_of
+from pipeline.tasks.task_parts import WHERE, above_zero, at_least, at_least_single, csv_table, dropout_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -66,7 +63,7 @@ TARGET, EMBEDDING, RANK = "target", "embedding", "rank"
 NODES = "atoms"
 BOTH_WAYS = ("bonds", "near")
 TABLE = "ranked_ligands.csv"
-COLUMNS = ("query", "rank", "ligand_id", "distance", "metric")
+COLUMNS = ("query", "rank", "ligand_id", "distance", "metric", "is_true")
 READER = "pipeline.tasks.rna.pocket_reader:RnaPockets"
 MSE, COSINE_LOSS, COSINE_MSE = "mse", "cosine", "cosine_mse"
 LEAST = {
@@ -217,16 +214,14 @@ class RnaLigand(PocketSizes):
     def outputs(self, model: nn.Module, batch: PocketBatch) -> dict[str, list[Tensor]]:
         """Return each pocket's vector [D], its target, its cosine to it, and the rank of its ligand in the library.
 
-        A target is empty, a cosine or a rank NaN, where it is not known.
+        All but the vector are empty where they are not known.
         """
         predicted_BD = at_least_single(model(batch))
         cosine_B = torch.cosine_similarity(predicted_BD, batch.target_BD.to(predicted_BD.dtype))
         told = {
             EMBEDDING: list(predicted_BD.unbind()),
             TARGET: [target if known else target[:0] for target, known in _with_known(batch.target_BD, batch)],
-            "cosine": [
-                cosine if known else torch.full_like(cosine, math.nan) for cosine, known in _with_known(cosine_B, batch)
-            ],
+            "cosine": [cosine[:known] for cosine, known in _with_known(cosine_B.unsqueeze(1), batch)],
         }
         library = self._library()
         return told if library is None else told | {RANK: self._ranks(predicted_BD, batch.ids, library)}
@@ -235,10 +230,10 @@ class RnaLigand(PocketSizes):
         vectors = predicted_BD.detach().float().cpu().numpy()
         places = [library.place(name) for name in ids] or [-1] * len(vectors)
         ranks = [
-            math.nan if place < 0 else library.rank(vector_D, place, self.distance)
+            [] if place < 0 else [library.rank(vector_D, place, self.distance)]
             for vector_D, place in zip(vectors, places, strict=True)
         ]
-        return list(torch.tensor(ranks, dtype=torch.float64).unbind())
+        return [torch.tensor(rank, dtype=torch.float64) for rank in ranks]
 
     def metrics(self, outputs: Mapping[str, Sequence[Any]]) -> dict[str, float]:
         """Return the figures of a split: means over pockets that have a target, and how well ligands are found."""
@@ -248,7 +243,7 @@ class RnaLigand(PocketSizes):
         library = self._library()
         if library is None or RANK not in outputs:
             return told
-        ranks = [rank for rank in map(float, outputs[RANK]) if not math.isnan(rank)]
+        ranks = [float(rank.item()) for rank in outputs[RANK] if rank.size]
         return told | retrieval_figures(ranks, len(library.names))
 
     def publish(self, folder: Path, outputs: Mapping[str, Any], items: Iterable[Item], reading: Any) -> list[Path]:  # noqa: ARG002 - the protocol has them
@@ -257,13 +252,14 @@ class RnaLigand(PocketSizes):
         if library is None:
             return []
         vectors = outputs[EMBEDDING]
-        with replacing(folder / TABLE) as path, path.open("w", encoding="utf-8", newline="") as file:
-            rows = csv.writer(file, lineterminator="\n")
-            rows.writerow(COLUMNS)
+        with csv_table(folder / TABLE, COLUMNS) as add:
             for place in range(len(vectors)):
                 best = library.best(np.asarray(vectors[place], np.float32), self.top, self.distance)
+                true = library.place(vectors.id(place))
                 for rank, match in enumerate(best, 1):
-                    rows.writerow([vectors.id(place), rank, match.ligand, f"{match.distance:.6g}", self.distance])
+                    is_true = "" if true < 0 else "yes" if match.ligand == library.names[true] else "no"
+                    far = f"{match.distance:.6g}"
+                    add([vectors.id(place), rank, match.ligand, far, self.distance, is_true])
         return [folder / TABLE]
 
     def example(self, sizes: Sizes) -> PocketBatch:

@@ -65,7 +65,7 @@ from pipeline.tasks.spectra.spectra_measures import (
     squared_error,
     triplet_error,
 )
-from pipeline.tasks.task_parts import WHERE, above_zero, at_least, at_least_single, dropout_of
+from pipeline.tasks.task_parts import WHERE, above_zero, at_least, at_least_single, dropout_of, labels_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -235,6 +235,7 @@ class SpectraFinetune:
             precursor_B=torch.stack([rows.mz_P[0] for rows in spectra[: len(items)]]),
             molecule_S=torch.stack([rows.molecule for rows in spectra]),
             known=self._known(is_known_BK, len(anchors)),
+            is_labelled=tuple(is_known_BK.any(-1).tolist()),
             has_targets=any(TARGET in item.values for item in items),
         )
 
@@ -299,15 +300,15 @@ class SpectraFinetune:
 
     # ---- what is told ----
 
-    def outputs(self, model: nn.Module, batch: SpectraBatch) -> dict[str, Tensor]:
-        """Return what is told of each item, and what is known of it; unknown targets are NaN."""
+    def outputs(self, model: nn.Module, batch: SpectraBatch) -> dict[str, Any]:
+        """Return the prediction for each item and its target: NaN where unknown, of no size where nothing is known."""
         told_BK = model(batch.own)
         if self.head == EMBEDDING:
             return {EMBEDDING: told_BK, MOLECULE: batch.molecule_S[: len(told_BK)], PRECURSOR: batch.precursor_B}
         if self.head == BINARY or self.sigmoid or (self.head == FINGERPRINT and self.measure == "bce"):
             told_BK = told_BK.sigmoid()
-        known_BK = torch.where(batch.is_known_BK, self._in_units(batch.target_BK), torch.nan)
-        return {PREDICTION: self._in_units(told_BK), TARGET: known_BK}
+        labels = labels_of(self._in_units(batch.target_BK), batch.is_known_BK, batch.is_labelled)
+        return {PREDICTION: self._in_units(told_BK), TARGET: labels}
 
     def metrics(self, outputs: Mapping[str, Sequence[Any]]) -> dict[str, float]:
         """Return the figures of a split: errors, answers, bits or neighbours; none if nothing is known."""

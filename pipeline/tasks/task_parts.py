@@ -6,7 +6,9 @@ are asked for, M among which is looked, B and C of a block, D numbers of one, T 
 
 from __future__ import annotations
 
+import csv
 import math
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -15,9 +17,11 @@ from torch import nn
 from torch.nn import functional
 
 from pipeline.errors import ConfigError
+from pipeline.files import replacing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -72,6 +76,32 @@ def most_intense(item: ItemTensors, most: int) -> tuple[Tensor, Tensor]:
         kept = intensity_P.argsort(descending=True, stable=True)[:most].sort().values
         mz_P, intensity_P = mz_P[kept], intensity_P[kept]
     return mz_P, intensity_P
+
+
+def labels_of(values_BK: Tensor, is_known_BK: Tensor, is_labelled: Iterable[bool]) -> list[Tensor]:
+    """Return the labels of each item, NaN where one is not known; of no size where the item has none."""
+    known_BK = torch.where(is_known_BK, values_BK, torch.nan).cpu()
+    return [row_K if known else row_K[:0] for row_K, known in zip(known_BK, is_labelled, strict=True)]
+
+
+def labelled(told: Iterable[Any], true: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield what is predicted and what is true of each item that has labels."""
+    return ((told_K, true_K) for told_K, true_K in zip(told, true, strict=True) if np.size(true_K))
+
+
+@contextmanager
+def csv_table(path: Path, names: Iterable[str], *, by: str = ",") -> Iterator[Callable[[Iterable[Any]], Any]]:
+    """Yield what adds a row to a table that appears when it is whole; cells are empty where nothing is known."""
+    with replacing(path) as aside, aside.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, delimiter=by, lineterminator="\n")
+        writer.writerow(names)
+        yield lambda row: writer.writerow(map(_cell, row))
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return "" if math.isnan(value) else f"{value:.4f}"
+    return "" if value is None else str(value)
 
 
 def at_least_single(values: Tensor) -> Tensor:

@@ -51,6 +51,8 @@ def read(path: Path, **options: Any) -> list[Entry]:
 def test_a_csv_of_paths_and_captions_is_images_and_tokens(tmp_path: Path) -> None:
     first, second = read(table(tmp_path, [("a.png", "a cat"), ("b.png", "two dogs, out")]))
     assert (first.id, second.id, second.origin) == ("a-0", "b-1", "x.csv:3")
+    said = dict(Captions(tmp_path / "x.csv", size=SIZE).headers())
+    assert said["b-1"] == {"image": str(tmp_path / "b.png"), "caption": "two dogs, out"}
     assert first.arrays["left.image"].shape == (SIZE, SIZE, 3)
     assert first.arrays["left.image"].dtype == np.uint8
     assert first.arrays["right.token"].dtype == np.int32

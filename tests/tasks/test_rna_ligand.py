@@ -254,7 +254,7 @@ def test_with_a_library_ranks_and_how_well_ligands_are_found_are_told(tmp_path):
     batch = task.collate(batch_of([pocket(0), pocket(0), pocket(0)], [*IDS[:2], "9zzz_XYZ"]).items[:], RNG)
     with torch.no_grad():
         outputs = task.outputs(model_of(dtype=torch.float32), batch)
-    assert [float(rank) for rank in outputs["rank"]] == pytest.approx([3.0, 3.0, np.nan], nan_ok=True)
+    assert [rank.tolist() for rank in outputs["rank"]] == [[3.0], [3.0], []]  # of the third there is no ligand
     figures = task.metrics({name: [one.numpy() for one in values] for name, values in outputs.items()})
     assert figures["median_rank"] == 3.0
     assert (figures["recall_at_1"], figures["recall_at_5"]) == (0.0, 1.0)
@@ -269,12 +269,13 @@ def test_predictions_are_a_table_of_the_nearest_ligands_of_each_pocket(tmp_path)
     (table,) = task.publish(tmp_path, TaskOutputs(GatheredOutputs(tmp_path / "parts")), (), None)
     with table.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == ["query", "rank", "ligand_id", "distance", "metric"]
+    assert list(rows[0]) == ["query", "rank", "ligand_id", "distance", "metric", "is_true"]
     assert [row["query"] for row in rows] == [IDS[0]] * 3 + [IDS[1]] * 3
     assert [row["ligand_id"] for row in rows[:3]] == ["L0", "L1", "ARG"]
     assert [int(row["rank"]) for row in rows] == [1, 2, 3] * 2
     assert float(rows[0]["distance"]) == pytest.approx(DIM**0.5, rel=1e-4)
     assert {row["metric"] for row in rows} == {"euclidean"}
+    assert [(row["ligand_id"], row["is_true"]) for row in rows[:3]] == [("L0", "no"), ("L1", "no"), ("ARG", "yes")]
 
 
 def test_a_library_of_another_width_is_refused_with_what_to_set(tmp_path):

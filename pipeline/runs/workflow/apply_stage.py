@@ -198,7 +198,7 @@ class ApplyStage(Stage):
                 refuse_unfit_weights(task, train, file)
             except PipelineError as error:  # they are not those that a training begins with, and must fit as a whole
                 error.where = error.where.replace(f"{WHERE}: ", f"train.{self.name}.checkpoint: ", 1)
-                error.next = error.next.removesuffix(PARTIAL)
+                error.next = str(error.next).removesuffix(PARTIAL)
                 raise
 
     def _model(self, project: Project) -> TrainedModel | None:

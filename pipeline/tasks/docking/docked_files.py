@@ -5,9 +5,7 @@ Shapes: P poses, L residues of the ligand, R of the receptor.
 
 from __future__ import annotations
 
-import csv
 import math
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -39,7 +37,7 @@ from pipeline.tasks.docking.posed_pdb import PosedPdb, posed_pdb
 from pipeline.tasks.docking.rigid_diffusion import pose_rmsd
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -134,21 +132,6 @@ def write_trajectory(path: Path, docked: DockedComplex, moves: RigidMoves) -> No
     text = posed_text(docked)
     with replacing(path) as aside, aside.open("wb") as file:
         file.writelines(text.frames(moves, [f"LIGAND OF {docked.item.id}: {len(moves.turn_P33)} POSES"]))
-
-
-@contextmanager
-def csv_table(path: Path, names: Iterable[str]) -> Iterator[Callable[[Iterable[Iterable[Any]]], None]]:
-    """Yield what adds rows to a table (CSV) that appears when it is whole."""
-    with replacing(path) as aside, aside.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(names)
-        yield lambda rows: writer.writerows([_cell(value) for value in row] for row in rows)
-
-
-def _cell(value: str | float | None) -> str:
-    if isinstance(value, float):
-        return "" if math.isnan(value) else f"{value:.4f}"
-    return "" if value is None else str(value)
 
 
 def pose_problems(read: Complex, poses: SampledPoses) -> list[str]:

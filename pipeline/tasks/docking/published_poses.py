@@ -32,11 +32,11 @@ from pipeline.tasks.docking.docked_files import (
     DockedComplex,
     PoseRow,
     SampledPoses,
-    csv_table,
     write_docked,
     write_trajectory,
 )
 from pipeline.tasks.docking.pose_quality import RigidMoves, summaries
+from pipeline.tasks.task_parts import csv_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -66,12 +66,14 @@ def publish_poses(
     with csv_table(folder / TABLE, names) as add:
         for item in items:
             if item.id in publishing.places:
-                add([getattr(row, name) for name in names] for row in publishing.rows(item))
+                for row in publishing.rows(item):
+                    add(getattr(row, name) for name in names)
     if publishing.scores:
         publishing.written += [folder / SUMMARY, folder / PICTURES]
         rows = summaries(publishing.scores)
         with csv_table(folder / SUMMARY, rows[0]) as add:
-            add(row.values() for row in rows)
+            for summary in rows:
+                add(summary.values())
         write_whole(folder / PICTURES, json.dumps(pictures(publishing.scores)))
     return [folder / TABLE, *publishing.written]
 

@@ -1,6 +1,6 @@
 """What is asked of matching pairs: what is nearest to what, and which class, told by texts alone, an item is of.
 
-nearest_right.csv    a line an item: its classes where they are told, and the nearest right sides, each with its cosine
+nearest_right.csv    a line an item: its texts, classes where they are told, and the nearest right sides with cosines
 nearest_left.csv     the same the other way
 
 Two blocks of items and their cosines are held at a time. A class told by texts is the mean of what a text tower makes
@@ -10,7 +10,6 @@ templates, K shared features.
 
 from __future__ import annotations
 
-import csv
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,10 +21,9 @@ from torch import nn
 from torch.nn import functional
 
 from pipeline.errors import ConfigError
-from pipeline.files import replacing
 from pipeline.readers.byte_pairs import BytePairs, TooLong
 from pipeline.tasks.pairs.pair_towers import TextBatch
-from pipeline.tasks.task_parts import WHERE, at_least_single, nearest_vectors, padded_rows
+from pipeline.tasks.task_parts import WHERE, at_least_single, csv_table, nearest_vectors, padded_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -82,31 +80,47 @@ def _blocks(vectors: Sequence[Any]) -> Iterator[tuple[slice, Floats]]:
 
 
 def write_nearest(
-    folder: Path, outputs: Mapping[str, Any], sides: tuple[str, str], names: Mapping[str, Sequence[str]]
+    folder: Path,
+    outputs: Mapping[str, Any],
+    sides: tuple[str, str],
+    classes: Mapping[str, Sequence[str]],
+    described: Any,
 ) -> list[Path]:
-    """Write a table for each side; `names` are those of the classes that the first side tells, by output."""
-    return [
-        _write(folder / f"nearest_{other}.csv", outputs, (side, other), names if side == sides[0] else {})
-        for side, other in (sides, sides[::-1])
-    ]
+    """Write a table for each side.
+
+    `classes` are the names of those that the first side tells, by output. `described` is the reader, whose `headers()`
+    give the texts of both sides by id, or anything else.
+    """
+    texts = dict(described.headers()) if hasattr(described, "headers") else {}
+    names = tuple(next(iter(texts.values()), {}))  # of the left side's text, and of the right side's
+    paths = [folder / f"nearest_{other}.csv" for other in reversed(sides)]
+    _write(paths[0], outputs, sides, classes, texts, names)
+    _write(paths[1], outputs, sides[::-1], {}, texts, names[::-1])
+    return paths
 
 
-def _write(path: Path, outputs: Mapping[str, Any], way: tuple[str, str], names: Mapping[str, Sequence[str]]) -> Path:
-    side, other = way
-    most = min(TOLD, len(outputs[other]))
-    columns = [column for rank in range(1, 1 + most) for column in (f"nearest_{rank}", f"cosine_{rank}")]
-    with replacing(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(["id", "own_cosine", *names, *columns])
-        for place, (numbers, cosines) in enumerate(nearest_vectors(outputs[side], outputs[other], most)):
+def _write(
+    path: Path,
+    outputs: Mapping[str, Any],
+    way: tuple[str, str],
+    classes: Mapping[str, Sequence[str]],
+    texts: Mapping[str, Mapping[str, str]],
+    names: tuple[str, ...],
+) -> None:
+    queries, others = (outputs[side] for side in way)
+    most = min(TOLD, len(others))
+    each = ("nearest", *names[1:], "cosine")
+    columns = [f"{name}_{rank}" for rank in range(1, 1 + most) for name in each]
+    with csv_table(path, ["id", *names, "own_cosine", *classes, *columns]) as add:
+        for place, (numbers, cosines) in enumerate(nearest_vectors(queries, others, most)):
+            own = [queries.id(place), *(texts.get(queries.id(place), {}).get(name) for name in names)]
+            of_classes = [of[int(outputs[name][place])] for name, of in classes.items()]
             found = [
                 cell
-                for number, cosine in zip(numbers.tolist(), cosines.tolist(), strict=True)
-                for cell in (outputs[other].id(number), f"{cosine:.4f}")
+                for id_, cosine in zip(map(others.id, numbers.tolist()), cosines.tolist(), strict=True)
+                for cell in (id_, *(texts.get(id_, {}).get(name) for name in names[1:]), cosine)
             ]
-            classes = [of[int(outputs[name][place])] for name, of in names.items()]
-            rows.writerow([outputs[side].id(place), f"{float(outputs['similarity'][place]):.4f}", *classes, *found])
-    return path
+            add([*own, float(outputs["similarity"][place]), *of_classes, *found])
 
 
 AT_ONCE = 64  # prompts

@@ -9,10 +9,8 @@ A spectrum for which no letter was found stands in the CSV with an empty peptide
 
 from __future__ import annotations
 
-import csv
 import json
 import math
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,11 +21,11 @@ from pipeline.readers.peptides import LETTER_OF, LETTERS, MODIFICATIONS, peptide
 from pipeline.tasks.peptides.found_peptides import LETTERS as LETTER_COLUMN
 from pipeline.tasks.peptides.found_peptides import rank_score
 from pipeline.tasks.peptides.peptide_scores import judged, precision_by_coverage
+from pipeline.tasks.task_parts import csv_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
-    from typing import TextIO
 
     from numpy.typing import NDArray
 
@@ -50,31 +48,32 @@ SCORE = "[, , mean probability of residues, ]"
 POINTS = 200  # of a curve
 
 
-def publish_peptides(folder: Path, outputs: Mapping[str, Any], choice: PeptideChoice) -> list[Path]:
-    """Write both tables in one pass, and the picture where peptides are known; return what was written."""
+def publish_peptides(
+    folder: Path, outputs: Mapping[str, Any], choice: PeptideChoice, described: Any = None
+) -> list[Path]:
+    """Write both tables in one pass, and the picture where peptides are known; return what was written.
+
+    `described` is the reader, whose `runs()` give its files and the ids in each, or anything else.
+    """
     known: list[JudgedPeptide] = []
     paths = [folder / TABLE, folder / MZTAB]
-    with _writing(paths[0]) as table, _writing(paths[1]) as psms:
-        lines = csv.writer(table, lineterminator="\n")
-        lines.writerow(COLUMNS)
-        psms.write(mztab_head(choice))
+    runs = list(described.runs()) if hasattr(described, "runs") else []
+    run_of = {name: run for run, (_, headers) in enumerate(runs, 1) for name, _ in headers} if len(runs) > 1 else {}
+    head = mztab_head(choice, [path for path, _ in runs])
+    with csv_table(paths[0], COLUMNS) as add, replacing(paths[1]) as aside, aside.open("w", encoding="utf-8") as psms:
+        psms.write(head)
         for place, answer in enumerate(choice.answers(outputs)):
             name = outputs[LETTER_COLUMN].id(place)
             judgement = judged(answer, choice.vocabulary) if len(answer.true_R) else None
-            lines.writerow(table_line(name, answer, choice, judgement))
+            add(table_line(name, answer, choice, judgement))
             if len(answer.found.letter_R):
-                psms.write("\t".join(("PSM", *psm_line(name, answer, choice, place + 1))) + "\n")
+                ref = f"ms_run[{run_of.get(name, 1)}]:title={name}"
+                psms.write("\t".join(("PSM", *psm_line(ref, answer, choice, place + 1))) + "\n")
             known += [judgement] if judgement else []
     if known:
         write_whole(folder / PICTURES, json.dumps([precision_picture(known)]))
         paths.append(folder / PICTURES)
     return paths
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[TextIO]:
-    with replacing(path) as aside, aside.open("w", newline="", encoding="utf-8") as file:
-        yield file
 
 
 def table_line(name: str, answer: Answered, choice: PeptideChoice, judgement: JudgedPeptide | None) -> list[str]:
@@ -98,7 +97,7 @@ def table_line(name: str, answer: Answered, choice: PeptideChoice, judgement: Ju
     return [told[name] for name in COLUMNS]
 
 
-def mztab_head(choice: PeptideChoice) -> str:
+def mztab_head(choice: PeptideChoice, runs: Sequence[Path]) -> str:
     """Return the part of an mzTab that tells where it is from, and the names of its columns."""
     lines = [
         *("mzTab-version\t1.0.0", "mzTab-mode\tSummary", "mzTab-type\tIdentification"),
@@ -106,7 +105,8 @@ def mztab_head(choice: PeptideChoice) -> str:
         f"psm_search_engine_score[1]\t{SCORE}",
         "fixed_mod[1]\t[MS, MS:1002453, No fixed modifications searched, ]",
         *_modification_lines(choice),
-        "ms_run[1]-location\tnull",  # spectra are of several files, and known by their ids
+        *(f"ms_run[{run}]-location\t{path.absolute().as_uri()}" for run, path in enumerate(runs, 1)),
+        *([] if runs else ["ms_run[1]-location\tnull"]),
     ]
     return "".join(f"MTD\t{line}\n" for line in lines) + "\n" + "\t".join(("PSH", *PSM_COLUMNS)) + "\n"
 
@@ -123,7 +123,7 @@ def _modification_lines(choice: PeptideChoice) -> list[str]:
     return lines
 
 
-def psm_line(name: str, answer: Answered, choice: PeptideChoice, number: int) -> list[str]:
+def psm_line(ref: str, answer: Answered, choice: PeptideChoice, number: int) -> list[str]:
     """Return the cells of a spectrum's line in an mzTab."""
     found = answer.found
     code_R = choice.vocabulary.codes_V[found.letter_R]
@@ -136,7 +136,7 @@ def psm_line(name: str, answer: Answered, choice: PeptideChoice, number: int) ->
         "charge": str(answer.charge or "null"),
         "exp_mass_to_charge": _mz(answer.mz) or "null",
         "calc_mass_to_charge": _mz(choice.mz_of(found, answer.charge)) or "null",
-        "spectra_ref": f"ms_run[1]:title={name}",
+        "spectra_ref": ref,
         "opt_ms_run[1]_aa_scores": ",".join(f"{sure:.4f}" for sure in found.confidence_R),
         "opt_ms_run[1]_proforma": choice.vocabulary.text(found.letter_R),
     }

@@ -36,6 +36,7 @@ class SpectraBatch(NamedTuple):
     precursor_B: Tensor
     molecule_S: Tensor  # a number for each molecule; 0: not known
     known: float
+    is_labelled: tuple[bool, ...]  # of each item: whether any target is known
     has_targets: bool = True  # whether the reader gave any, known or not
 
     @property
@@ -118,4 +119,5 @@ def example_batch(sizes: Mapping[str, int], targets: int, *, masked: bool, relat
         precursor_B=HEAVIEST * torch.rand(items),
         molecule_S=torch.arange(spectra),
         known=float(items),
+        is_labelled=(True,) * items,
     )

@@ -23,7 +23,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.files import replacing
 from pipeline.readers import hdf5
 from pipeline.tasks.spectra.peak_transformer import EMBEDDING
-from pipeline.tasks.task_parts import WHERE, nearest_vectors
+from pipeline.tasks.task_parts import WHERE, csv_table, nearest_vectors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -105,27 +105,22 @@ def _write_vectors(path: Path, embedded: Any) -> Path:
 
 
 def _write_rows(path: Path, names: Sequence[str], rows: Iterable[Mapping[str, str]]) -> Path:
-    with replacing(path) as draft, draft.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    with csv_table(path, names) as add:
+        for row in rows:
+            add(row.get(name) for name in names)
     return path
 
 
 def _write_matches(path: Path, queries: Library, found: Iterable[SpectrumMatch], library_path: Path) -> Path:
     """Write a line for each match: what is known of both sides, their places, and how similar they are."""
     library = read_library(library_path)
-    theirs = {name: f"ref_{name}" for name in library.names}
-    with replacing(path) as draft, draft.open("w", encoding="utf-8", newline="") as file:
-        columns = [*queries.names, *theirs.values(), "index", "ref_index", "topk", "DreaMS_similarity"]
-        writer = csv.DictWriter(file, columns, restval="", delimiter="\t", lineterminator="\n")
-        writer.writeheader()
+    theirs = [f"ref_{name}" for name in library.names]
+    columns = [*queries.names, *theirs, "index", "ref_index", "topk", "DreaMS_similarity"]
+    with csv_table(path, columns, by="\t") as add:
         for match in found:
-            reference = {theirs[name]: value for name, value in library.rows[match.place].items() if name in theirs}
-            places = {"index": match.query, "ref_index": match.place, "topk": match.rank}
-            writer.writerow(
-                {**queries.rows[match.query], **reference, **places, "DreaMS_similarity": f"{match.similarity:.6f}"}
-            )
+            own, other = queries.rows[match.query], library.rows[match.place]
+            known = [*map(own.get, queries.names), *map(other.get, library.names)]
+            add([*known, match.query, match.place, match.rank, f"{match.similarity:.6f}"])
     return path
 
 

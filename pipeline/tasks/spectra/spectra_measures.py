@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from pipeline.tasks.task_parts import Vectors, nearest_vectors, unit_rows
+from pipeline.tasks.task_parts import Vectors, labelled, nearest_vectors, unit_rows
 from pipeline.training.evaluating.ranking_scores import Ranking, logits
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def error_figures(told: Values, true: Values, names: Sequence[str]) -> dict[str,
     the correlation of what is told with what is true, of one target.
     """
     moments = _Moments.of(len(names))
-    for told_K, true_K in zip(told, true, strict=True):
+    for told_K, true_K in labelled(told, true):
         moments.add(np.asarray(told_K, np.float64).reshape(-1), np.asarray(true_K, np.float64).reshape(-1))
     if not moments.known_K.any():
         return {}
@@ -175,7 +175,7 @@ class _Moments:
 def answer_figures(told: Values, true: Values, names: Sequence[str], threshold: float) -> dict[str, float]:
     """Return how well yes and no are told apart, in all and of each target where there are several."""
     of_all, of_each = _Answers(threshold), [_Answers(threshold) for _ in names]
-    for told_K, true_K in zip(told, true, strict=True):
+    for told_K, true_K in labelled(told, true):
         told_K, true_K = np.asarray(told_K).reshape(-1), np.asarray(true_K).reshape(-1)
         is_known_K = ~np.isnan(true_K)
         of_all.add(told_K[is_known_K], true_K[is_known_K] > 0.5)
@@ -224,10 +224,8 @@ def bit_figures(told: Values, true: Values, threshold: float) -> dict[str, float
     """
     is_chance = all(np.nanmin(one) >= 0 and np.nanmax(one) <= 1 for one in told)
     answers, cosines, overlaps = _Answers(threshold), [], []
-    for told_K, true_K in zip(told, true, strict=True):
+    for told_K, true_K in labelled(told, true):
         is_known_K = ~np.isnan(true_K)
-        if not is_known_K.any():
-            continue
         chance_K = np.asarray(told_K if is_chance else _sigmoid(told_K), np.float64)[is_known_K]
         bit_K = np.asarray(true_K, np.float64)[is_known_K] > 0.5
         answers.add(chance_K, bit_K)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -145,18 +146,22 @@ def test_predictions_are_tables_of_the_nearest_texts_and_images_and_classes_by_n
     assert isinstance(CLASSED, Publishes)
     outputs, _ = figures_of(CLASSED, model_of(CLASSED, dtype=torch.float32), items(7))
     columns = {name: Column(rows.numpy()) for name, rows in outputs.items()}
-    files = CLASSED.publish(tmp_path, columns, [], None)
+    texts = [(f"p{place}", {"image": f"{place}.png", "caption": f"the {place}"}) for place in range(7)]
+    files = CLASSED.publish(tmp_path, columns, [], SimpleNamespace(headers=lambda: texts))
     assert [file.name for file in files] == ["nearest_right.csv", "nearest_left.csv"]
     rows, back = (list(csv.DictReader(file.read_text().splitlines())) for file in files)
     assert [row["id"] for row in rows] == [f"p{place}" for place in range(7)]
     cosines = outputs["left"] @ outputs["right"].T
     for place, row in enumerate(rows):
-        assert row["nearest_1"] == f"p{int(cosines[place].argmax())}"
+        nearest = int(cosines[place].argmax())
+        assert [row[name] for name in ("image", "caption")] == [f"{place}.png", f"the {place}"]
+        assert [row[name] for name in ("nearest_1", "caption_1")] == [f"p{nearest}", f"the {nearest}"]
         assert float(row["cosine_1"]) == pytest.approx(float(cosines[place].max()), abs=1e-4)
         assert float(row["own_cosine"]) == pytest.approx(float(cosines[place, place]), abs=1e-4)
         assert row["zero_shot"] == NAMES[int(outputs["zero_shot"][place])]
         assert row["class"] == NAMES[int(outputs["class"][place])]
-    assert [row["nearest_1"] for row in back] == [f"p{int(place)}" for place in cosines.argmax(0)]
+    found = [(f"p{int(place)}", f"{int(place)}.png") for place in cosines.argmax(0)]
+    assert [(row["nearest_1"], row["image_1"]) for row in back] == found
 
 
 # ---- bad input ----

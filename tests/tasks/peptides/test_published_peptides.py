@@ -6,6 +6,8 @@ import csv
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -52,10 +54,10 @@ def outputs_of(task, said, truths, ids):
     return {name: Column([one.numpy() for one in column], ids) for name, column in found.items()}
 
 
-def published(task, folder, said, truths, ids=("a", "b", "c")):
+def published(task, folder, said, truths, ids=("a", "b", "c"), reading=None):
     ids = list(ids)[: len(said)]
     outputs = outputs_of(task, said, truths, ids)
-    paths = task.publish(folder, outputs, iter(()), None)
+    paths = task.publish(folder, outputs, iter(()), reading)
     with (folder / "peptides.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     return rows, paths
@@ -81,7 +83,8 @@ def test_each_spectrum_has_its_peptide_its_score_and_the_error_of_its_mass(tmp_p
 
 
 def test_the_mztab_has_a_line_for_each_peptide_and_says_what_its_columns_and_modifications_are(tmp_path):
-    published(HERE, tmp_path, SAID, TRUE)
+    runs = [(Path("/data/one.mgf"), [("a", {}), ("c", {})]), (Path("/data/2 two.mgf"), [("b", {})])]
+    published(HERE, tmp_path, SAID, TRUE, reading=SimpleNamespace(runs=lambda: runs))
     lines = [line.split("\t") for line in (tmp_path / "peptides.mzTab").read_text().splitlines()]
     head = {line[1]: line[2] for line in lines if line[0] == "MTD"}
     assert (head["mzTab-version"], head["mzTab-type"]) == ("1.0.0", "Identification")
@@ -94,7 +97,9 @@ def test_the_mztab_has_a_line_for_each_peptide_and_says_what_its_columns_and_mod
     assert rows[1]["modifications"] == "null"
     assert rows[0]["opt_ms_run[1]_proforma"] == "[Acetyl]-M[Oxidation]PEK"
     assert len(rows[0]["opt_ms_run[1]_aa_scores"].split(",")) == 5
-    assert rows[0]["spectra_ref"] == "ms_run[1]:title=a"
+    assert [row["spectra_ref"] for row in rows] == ["ms_run[1]:title=a", "ms_run[2]:title=b"]
+    locations = ["file:///data/one.mgf", "file:///data/2%20two.mgf"]
+    assert [head[f"ms_run[{run}]-location"] for run in (1, 2)] == locations
     assert not any(re.search(r"^(MTD|PSH|PSM|$)", line[0]) is None for line in lines)
 
 

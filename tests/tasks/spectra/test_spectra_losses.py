@@ -45,6 +45,7 @@ def batch_of(spec_BL2: torch.Tensor, target_BK: torch.Tensor, task: SpectraFinet
         precursor_B=spec_BL2[:items, 0, 0],
         molecule_S=torch.arange(1, len(spec_BL2) + 1),
         known=task._known(is_known_BK, triplets),
+        is_labelled=(True,) * items,
     )
 
 
@@ -112,7 +113,9 @@ def test_errors_of_properties_in_their_units_are_the_originals():
     label = recorded("dreams/inputs")["label.mol_props"]
     batch = batch_of(recorded("dreams/inputs")["spec_100"][:5], label, task)
     with torch.no_grad():
-        outputs = {name: list(rows.numpy()) for name, rows in task.outputs(peak_model("mol_props"), batch).items()}
+        outputs = {
+            name: [one.numpy() for one in rows] for name, rows in task.outputs(peak_model("mol_props"), batch).items()
+        }
     figures = task.metrics(outputs)
     found = [figures[f"mae_{name}"] for name in spans]
     assert found == pytest.approx(recorded("dreams/outputs")["mol_props.mae_denormalised"].tolist(), rel=1e-4)
