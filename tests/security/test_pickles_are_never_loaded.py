@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from functools import cache as kept
@@ -213,6 +214,9 @@ UNPICKLES = {"pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.loads",
              "joblib.load", "pandas.read_pickle", "np.load", "numpy.load", "torch.jit.load"}  # fmt: skip
 SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput", "yaml.load", "yaml.full_load",
           "yaml.unsafe_load"}  # fmt: skip
+UNPICKLING_COLLECTIVE = re.compile(
+    r"(gather|broadcast|scatter|send|recv)_object|^torch\.distributed\.(rpc|optim)|^ZeroRedundancyOptimizer$"
+)
 IMPORTS = {  # modules by a name that is not written in the source
     "pipeline/project/run_code.py": "the user's own task or reader, which train.task and data.reader name",
     "pipeline/structures/parsing/structure_files.py": "one of the packages in EXTRA",
@@ -248,6 +252,16 @@ def test_nothing_evaluates_text_or_unpickles_or_asks_a_shell() -> None:
     shells = [(file, name) for file, name, call in calls() for word in call.keywords if word.arg == "shell"]
     assert shells == []
     assert [(file, name) for file, name, call in plain for word in call.keywords if word.arg == "allow_pickle"] == []
+
+
+def test_no_collective_call_unpickles_what_another_rank_sends() -> None:
+    known = {name for name in dir(torch.distributed) if "object" in name}
+    assert known == set(filter(UNPICKLING_COLLECTIVE.search, dir(torch.distributed))) != set()
+    nodes = [node for path in (ROOT / "pipeline").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    named = [node.attr for node in nodes if isinstance(node, ast.Attribute)]
+    named += [node.name for node in nodes if isinstance(node, ast.alias)]
+    assert len(named) > 50_000
+    assert list(filter(UNPICKLING_COLLECTIVE.search, named)) == []
 
 
 def test_torch_loads_in_one_file_and_weights_alone() -> None:

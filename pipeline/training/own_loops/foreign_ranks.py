@@ -21,7 +21,7 @@ from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError
 from pipeline.records import RankPlace
 from pipeline.training.ranks.gradient_sums import reduce_in_pieces
-from pipeline.training.ranks.process_group import end_after_gloo, join_process_group
+from pipeline.training.ranks.process_group import end_after_gloo, exchange_json, join_process_group
 from pipeline.training.ranks.rank_protocol import PIECE_BYTES, RankLost, SingleRank
 from pipeline.training.ranks.watchdog import HangLimits
 
@@ -54,9 +54,8 @@ class ForeignRanks(SingleRank):
         self._sums = dist.group.WORLD if is_card(device) else self._words
 
     def exchange(self, message: Said) -> list[Said]:
-        said: list[Any] = [None] * self.world
-        _unless_lost(partial(dist.all_gather_object, said, message, group=self._words))
-        return said
+        gather = partial(dist.all_gather, group=self._words)
+        return exchange_json(message, self.world, lambda all_B, own_B: _unless_lost(partial(gather, all_B, own_B)))
 
     def add_up(self, tensors: Sequence[Tensor], piece_bytes: int = PIECE_BYTES, buffer: Tensor | None = None) -> None:
         reduce_in_pieces(tensors, self._sum, piece_bytes, buffer)

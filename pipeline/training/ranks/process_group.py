@@ -171,17 +171,14 @@ class ProcessGroup(RankAtWork):
         self.place, self.hosts, self.rank, self.world = place, met.hosts, place.rank, place.world
         self._slow = 1  # the first step is a reason to be patient
         self._has_stepped = False
-        self._letter_bytes = LETTER_BYTES
         self._is_open = True
 
     def exchange(self, message: Said) -> list[Said]:
-        text = json.dumps(message).encode()
+        def gather(all_B: list[Tensor], own_B: Tensor) -> None:
+            self._await(lambda: dist.all_gather(all_B, own_B, async_op=True))
+
         with self._waiting():
-            letters = self._all_gather(_letter(text, self._letter_bytes))
-            lengths = [int.from_bytes(letter[:LENGTH_BYTES], "little") for letter in letters]
-            if (longest := LENGTH_BYTES + max(lengths)) > self._letter_bytes:
-                letters = self._all_gather(_letter(text, longest))
-        return [json.loads(letter[LENGTH_BYTES:][:length]) for letter, length in zip(letters, lengths, strict=True)]
+            return exchange_json(message, self.world, gather)
 
     def add_up(self, tensors: Sequence[Tensor], piece_bytes: int = PIECE_BYTES, buffer: Tensor | None = None) -> None:
         reduce_in_pieces(tensors, self._sum, piece_bytes, buffer)
@@ -241,12 +238,6 @@ class ProcessGroup(RankAtWork):
         finally:
             self._watchdog.doing = Activity(before.what, self._allowance_s, self._calls)
 
-    def _all_gather(self, letter: Tensor) -> list[bytes]:
-        """Return every rank's bytes."""
-        all_B = [torch.empty_like(letter) for _ in range(self.world)]
-        self._await(lambda: dist.all_gather(all_B, letter, async_op=True))
-        return [received.numpy().tobytes() for received in all_B]
-
     def _await(self, begin: Callable[[], dist.Work], *, in_stream: bool = False) -> None:
         """Wait until a collective call has completed, or a rank is lost."""
         done = threading.Event()
@@ -261,10 +252,22 @@ class ProcessGroup(RankAtWork):
             raise self._watchdog.blame(str(error).partition("\n")[0]) from error
 
 
-def _letter(text: bytes, size: int) -> Tensor:
-    """Return a text's length and as much of the text as fits, as a tensor of `size` bytes."""
-    content = (len(text).to_bytes(LENGTH_BYTES, "little") + text)[:size]
-    return torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8)
+def exchange_json(message: Said, world: int, gather: Callable[[list[Tensor], Tensor], object]) -> list[Said]:
+    """Return every rank's message; `gather` fills a tensor for each rank from each rank's own.
+
+    torch's collectives of objects would unpickle what the other ranks send.
+    """
+    text, size = json.dumps(message).encode(), LETTER_BYTES
+    content = len(text).to_bytes(LENGTH_BYTES, "little") + text
+    while True:
+        own_B = torch.frombuffer(bytearray(content[:size].ljust(size, b"\0")), dtype=torch.uint8)
+        all_B = [torch.empty_like(own_B) for _ in range(world)]
+        gather(all_B, own_B)
+        letters = [letter_B.numpy().tobytes() for letter_B in all_B]
+        lengths = [int.from_bytes(letter[:LENGTH_BYTES], "little") for letter in letters]
+        if (longest := LENGTH_BYTES + max(lengths)) <= size:
+            return [json.loads(letter[LENGTH_BYTES:][:length]) for letter, length in zip(letters, lengths, strict=True)]
+        size = longest
 
 
 def place_in_group() -> tuple[int, int]:
