@@ -34,7 +34,7 @@ def resume_command(run: Run = None, config: ConfigFile = None, sets: Sets = None
     from pipeline.project.project import stays
     from pipeline.runs.engine.handover import pay_visit, start_supervisor
 
-    folder, frozen, executor, status = _opened(run, config, sets, "resumed")
+    folder, frozen, executor, status = _opened(run, config, sets, "resume")
     with executor:
         if status.state is RunState.DONE:
             again = replace(folder.command(), then="   (does what is missing)")
@@ -73,7 +73,7 @@ def cancel_command(
     from pipeline.runs.engine.lifecycle import cancel as end
     from pipeline.runs.engine.lifecycle import foresee
 
-    opened = _opened(run, config, sets, "cancelled")
+    opened = _opened(run, config, sets, "cancel")
     folder, _, executor, status = opened
     with executor:
         if point:
@@ -126,18 +126,21 @@ def _cancel_points(opened: Opened, wanted: Sequence[str], stage: str | None, *, 
     typer.echo("cancelled; the others go on, and after the run the same sweep, submitted again, trains what is missing")
 
 
-def _opened(run: str | None, file: Path | None, sets: list[str] | None, done: str) -> Opened:
+def _opened(run: str | None, file: Path | None, sets: list[str] | None, verb: str) -> Opened:
     """Return the folder of this user's own run, its frozen configuration, its executor and its status."""
     from pipeline.config.load import from_resolved
     from pipeline.journal.active_runs import status_of
     from pipeline.project.project import open_executor
+    from pipeline.runs.engine.handover import refuse_elsewhere
     from pipeline.runs.engine.lifecycle import refuse_others
 
     folder = run_folder(run, file, sets)
-    refuse_others(folder, done)
+    refuse_others(folder, verb)
     frozen = from_resolved(folder.config.read_text(), str(folder.config))
-    executor = open_executor(frozen)
-    return folder, frozen, executor, status_of(folder)
+    executor, status = open_executor(frozen), status_of(folder)
+    refuse_elsewhere(folder, status, executor, verb)
+    executor.recognize(status.queued_as)
+    return folder, frozen, executor, status
 
 
 def _words(cancellation: Cancellation) -> str:

@@ -254,7 +254,7 @@ def replay_command(
     from pipeline.runs.replay.replay_step import replay_document
 
     folder = run_folder(run, config, sets)
-    refuse_others(folder, "replayed")  # a replay loads the run's code
+    refuse_others(folder, "replay")  # a replay loads the run's code
     if step is None:
         steps = ", ".join(map(str, steps_with_bundles(folder, point)))
         known = f"there are bundles of the steps {steps}" if steps else "no step has left a bundle"

@@ -23,6 +23,7 @@ from pipeline.cluster.slurm_words import (
     expand,
     is_number,
     node_of,
+    only_ours,
     parse_state,
     reason_words,
     seconds_of,
@@ -39,7 +40,7 @@ SACCT_COLUMNS = (
     "NNodes,TimelimitRaw,NodeList,Reason,AveRSS,NTasks,JobID"
 )
 SACCT = ("sacct", "--parsable2", "--noheader", "--duplicates", f"--format={SACCT_COLUMNS}")
-JOBS_A_CALL = 2_000
+JOBS_A_CALL = 500  # their names are in one argument, which Linux limits to 128 KiB
 SAID_MOST = 200
 EARLIER_S = 86_400.0  # clocks differ, and summer time ends
 
@@ -164,9 +165,12 @@ class Accounting:
         self._run = run
         self._timeout_s = timeout_s
 
-    def look(self, jobs: Iterable[JobId], since: float) -> AccountingLook:
-        """Query all tasks of all jobs at once; none may have ended long before `since`. Never raises."""
-        wanted = sorted({job.partition("_")[0] for job in jobs})
+    def look(self, names: Mapping[JobId, str], since: float) -> AccountingLook:
+        """Query all tasks of all jobs at once, by number and unique name; never raise.
+
+        No job may have ended long before `since`.
+        """
+        wanted = sorted(names)
         start = datetime.fromtimestamp(max(0.0, since - EARLIER_S)).strftime("%Y-%m-%dT%H:%M:%S")  # noqa: DTZ006
         rows: dict[str, AccountedTask] = {}
         torn, until = 0, time.monotonic() + self._timeout_s
@@ -174,7 +178,8 @@ class Accounting:
             batch = wanted[first : first + JOBS_A_CALL]
             try:
                 left_s = max(0.1, until - time.monotonic())
-                text = self._run([*SACCT, f"--starttime={start}", f"--jobs={','.join(batch)}"], left_s)
+                ours = only_ours({job: names[job] for job in batch})
+                text = self._run([*SACCT, f"--starttime={start}", *ours], left_s)
             except (CommandFailed, OSError) as error:
                 return AccountingLook(rows, trouble(getattr(error, "what", str(error))))
             batch_rows, cut = parse_sacct(text, batch)
@@ -329,6 +334,8 @@ def _read_steps(row: AccountedTask) -> None:
         row.exit_code = None  # not known (yet)
     if (row.exit_code, row.signal) == OOM_CODE:
         row.exit_code, row.signal = None, int(signal.SIGKILL)  # that is what the kernel sent
+    if row.state is TaskState.CANCELLED and row.cancelled_by is None and "Dependency" not in row.reason:
+        row.state = TaskState.UNKNOWN  # no user did: so the accounting closes what a controller that lost its state had
 
 
 _OOM_HIDES_BEHIND = frozenset({TaskState.FAILED, TaskState.COMPLETED, TaskState.TIMEOUT, TaskState.OUT_OF_MEMORY})

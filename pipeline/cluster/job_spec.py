@@ -203,6 +203,10 @@ class Executor(Protocol):
     def outlives(self) -> bool:
         """Whether jobs go on after this process has ended."""
 
+    @property
+    def cluster(self) -> str:
+        """The name of the cluster that jobs go to; empty where there is none, or it does not answer."""
+
     def limits_of(self, partition: str = "", cpus: int = 1, gpus: int = 0) -> Limits:
         """Return the limits for tasks of a partition (empty: the default) with so many cores and GPUs on a node."""
 
@@ -224,6 +228,12 @@ class Executor(Protocol):
     def adopt(self, job: JobId, spec: JobSpec) -> None:
         """Follow a job of an earlier executor; if jobs cannot outlive their executor, its tasks have failed."""
 
+    def recognize(self, names: Mapping[JobId, str]) -> None:
+        """Learn the unique names of jobs of earlier executors.
+
+        A job is known by its number and its name: where numbers begin again, a job of another name is a stranger's.
+        """
+
     def queued(self, jobs: Iterable[JobId]) -> set[JobId]:
         """Return which of these jobs have not ended; all of them if the queue does not answer."""
 
@@ -237,7 +247,10 @@ class Executor(Protocol):
         """
 
     def cancel(self, jobs: Iterable[JobId], tasks: Collection[int] | None = None) -> None:
-        """Request the end of every task of these jobs, or of some alone, that has not ended; later steps report it."""
+        """Request the end of every task of these jobs, or of some alone, that has not ended; later steps report it.
+
+        Only jobs that this executor submitted, adopted or recognized are cancelled.
+        """
 
     def close(self) -> None:
         """Release the executor; jobs that cannot live without it end now."""

@@ -26,7 +26,7 @@ from pipeline.errors import SubmissionRefused
 from pipeline.waiting import signals_held
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Mapping
 
     from pipeline.cluster.job_spec import JobId, JobSpec
 
@@ -99,6 +99,7 @@ class LocalExecutor:
         self._waiting: list[_LocalJob] = []  # those with pending tasks, in the order of submission
         self._running: list[tuple[_LocalTask, Child]] = []
         self._changed: dict[_LocalTask, None] = {}  # since the last step; a set that keeps the order
+        self.cluster = ""
 
     @property
     def outlives(self) -> bool:
@@ -148,6 +149,9 @@ class LocalExecutor:
         adopted.tasks += [_LocalTask(adopted, number) for number in spec.tasks]
         for task in adopted.tasks:
             self._end(task, Ending(TaskState.NODE_FAIL, ORPHANED))
+
+    def recognize(self, names: Mapping[JobId, str]) -> None:
+        """Do nothing: no other program gives numbers to jobs of this machine."""
 
     def queued(self, jobs: Iterable[JobId]) -> set[JobId]:
         return {task.job for task in self.status(jobs) if not task.state.ended}

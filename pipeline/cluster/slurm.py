@@ -67,6 +67,7 @@ class SlurmExecutor:
         self._accounting = Accounting(slurm_commands.run_command, timeout_s=SACCT_S)
         self._ask_again_at = self._look_at = 0.0
         self._jobs: dict[JobId, Followed] = {}
+        self._names: dict[JobId, str] = {}  # of jobs in the queue: by its number alone a job may be a stranger's
         self._changed: dict[tuple[JobId, int], TaskStatus] = {}
 
     @property
@@ -77,6 +78,10 @@ class SlurmExecutor:
     def outlives(self) -> bool:
         return True
 
+    @property
+    def cluster(self) -> str:
+        return self.facts.cluster
+
     def submit(self, spec: JobSpec) -> JobId:
         tagged = replace(spec, tag=spec.tag or f"{sbatch.job_name(spec)}-{secrets.token_hex(6)}")
         _refuse_absent(spec)
@@ -84,6 +89,7 @@ class SlurmExecutor:
         make_log_dir(spec)
         job = self._submit(tagged, script, look_first=bool(spec.tag))
         self._jobs[job] = Followed(job, spec, sbatch.offset_of(script) or 0, time.time())
+        self._names[job] = sbatch.job_name(tagged)
         return job
 
     def script_for(self, spec: JobSpec) -> str:
@@ -134,7 +140,10 @@ class SlurmExecutor:
             offset, since = sbatch.offset_of(kept.read_text(errors="surrogateescape")), kept.stat().st_mtime
         if offset is None:
             offset = sbatch.array_offset(spec, self.facts.limits(spec.partition).highest_task)
-        self._jobs[job] = Followed(job, spec, offset, since)
+        self._jobs[job], self._names[job] = Followed(job, spec, offset, since), sbatch.job_name(spec)
+
+    def recognize(self, names: Mapping[JobId, str]) -> None:
+        self._names.update(names)
 
     def status(self, jobs: Iterable[JobId]) -> list[TaskStatus]:
         known = (self._jobs[job] for job in jobs if job in self._jobs)
@@ -156,26 +165,37 @@ class SlurmExecutor:
             self._look_at = time.monotonic() + self._poll_s
 
     def cancel(self, jobs: Iterable[JobId], tasks: Collection[int] | None = None) -> None:
-        wanted = [job for job in dict.fromkeys(jobs) if job.isdecimal()]
-        if tasks is not None:
-            known = [self._jobs[job] for job in wanted if job in self._jobs]
-            wanted = [name for job in known for name, task in job.tasks.items() if task.task in tasks]
-        if not wanted:
-            return
+        """Cancel jobs by their numbers, once the queue has shown that they are ours.
+
+        With --name in place of the look, scancel of one waiting task ends its whole array, and it sends one request to
+        the controller for each running task.
+        """
         try:
-            slurm_commands.run_command(["scancel", "--quiet", *wanted])
+            names = [name for name, task in self._queue(jobs).items() if not task.state.ended]
+            if tasks is None:
+                wanted = list(dict.fromkeys(name.partition("_")[0] for name in names))
+            else:
+                known = {name: task.task for job in self._jobs.values() for name, task in job.tasks.items()}
+                wanted = [name for name in names if known.get(name) in tasks]
+            if wanted:
+                slurm_commands.run_command(["scancel", "--quiet", *wanted])
         except CommandFailed as error:
             if slurm_commands.SAYS_NOTHING not in error.what and error.what != ALREADY_ENDS:
-                raise SubmissionRefused(error.what, where="scancel", remedy=f"scancel {' '.join(wanted)}") from error
+                remedy = "squeue --me   (your jobs; then the same command again)"
+                raise SubmissionRefused(error.what, where="scancel", remedy=remedy) from error
 
     def queued(self, jobs: Iterable[JobId]) -> set[JobId]:
         wanted = set(jobs)
         try:
-            tasks = slurm_commands.queue(wanted)
+            tasks = self._queue(wanted)
         except CommandFailed as error:
             self.trouble = error.what
             return wanted
         return {name.partition("_")[0] for name, task in tasks.items() if not task.state.ended}
+
+    def _queue(self, jobs: Iterable[JobId]) -> dict[str, Queued]:
+        """Return the queue's entries of those jobs whose names are known."""
+        return slurm_commands.queue({job: self._names[job] for job in jobs if job in self._names})
 
     def script(self, job: JobId) -> str:
         """Return the batch script of a job, as Slurm keeps it."""
@@ -223,7 +243,7 @@ class SlurmExecutor:
             return
         self.trouble = ""
         try:
-            queue: Mapping[str, Queued] | None = slurm_commands.queue([job.id for job in jobs])
+            queue: Mapping[str, Queued] | None = self._queue(job.id for job in jobs)
         except CommandFailed as error:
             queue, self.trouble = None, error.what
         look = self._accounted([job for job in jobs if job.leaves_open(queue)])
@@ -235,7 +255,7 @@ class SlurmExecutor:
         """Return what the accounting has on some jobs; nothing for a while after it failed to answer."""
         if not jobs or time.monotonic() < self._ask_again_at:
             return AccountingLook({})
-        look = self._accounting.look([job.id for job in jobs], min(job.since for job in jobs))
+        look = self._accounting.look({job.id: self._names[job.id] for job in jobs}, min(job.since for job in jobs))
         if look.trouble:
             self.trouble = look.trouble
             self._ask_again_at = time.monotonic() + (0.0 if look.rows else SACCT_AGAIN_S)
@@ -248,11 +268,11 @@ class SlurmExecutor:
         """
         _refuse_foreign(spec)
         try:
-            known = {name.partition("_")[0] for name in slurm_commands.queue((*spec.after, *spec.after_any))}
+            known = {name.partition("_")[0] for name in self._queue((*spec.after, *spec.after_any))}
         except CommandFailed:
             return spec
         for job in set(spec.after) - known:
-            rows = self._accounting.look([job], time.time() - FORGOTTEN_S).rows
+            rows = self._accounting.look({job: self._names.get(job, job)}, time.time() - FORGOTTEN_S).rows
             if not rows or not all(row.state.ok for row in rows.values()):
                 ends = ", ".join(sorted({row.state.value for row in rows.values()})) or "unknown"
                 raise _never(spec, f"waits for job {job}, which is over ({ends})")

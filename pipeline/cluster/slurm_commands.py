@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster import sbatch
 from pipeline.cluster.accounting import ENVIRONMENT, CommandFailed
-from pipeline.cluster.slurm_words import SQUEUE, Queued, parse_squeue
+from pipeline.cluster.slurm_words import SQUEUE, Queued, only_ours, parse_squeue
 from pipeline.command_line import Command
 from pipeline.device.kinds import VISIBLE_TO
 from pipeline.errors import SubmissionRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Mapping, Sequence
 
     from pipeline.cluster.job_spec import JobId, JobSpec
 
@@ -79,17 +79,27 @@ def is_there() -> bool:
     return all(shutil.which(name) for name in ("sbatch", "srun", "squeue", "scontrol", "scancel"))
 
 
-def queue(jobs: Iterable[JobId], timeout_s: float = ASK_S) -> dict[str, Queued]:
-    """Return the queue's entry of each task of some jobs by name (12_3), those that have just ended included."""
-    wanted = sorted({job for job in jobs if job.isdecimal()}, key=int)
-    if not wanted:
+def queue(names: Mapping[JobId, str], timeout_s: float = ASK_S, *, uid: int | None = None) -> dict[str, Queued]:
+    """Return the queue's entry of each task by name (12_3), those that have just ended included.
+
+    `names` maps the number of each job to its unique name, and `uid` is whose they are: by default this user's. A
+    controller that lost its state gives numbers a second time, to jobs of other names and users.
+    """
+    known = {job: name for job, name in names.items() if job.isdecimal() and name}
+    if not known:
         return {}
     try:
-        return parse_squeue(run_command([*SQUEUE, f"--jobs={','.join(wanted)}"], timeout_s))
+        return parse_squeue(run_command([*SQUEUE, *only_ours(known, uid)], timeout_s))
     except CommandFailed as error:
         if SAYS_NOTHING in error.what:
             return {}
         raise
+
+
+def cluster_name(timeout_s: float = ASK_S) -> str:
+    """Return the name of the cluster that Slurm's commands reach from here."""
+    match = re.search(r"^ClusterName\s*=\s*(\S+)", run_command(["scontrol", "show", "config"], timeout_s), re.MULTILINE)
+    return match[1] if match else ""
 
 
 def named(name: str) -> set[JobId]:

@@ -130,6 +130,11 @@ class Facts:
         return Site(parse_settings(_answer(CONFIG)), parse_partitions(_answer(PARTITIONS)))
 
     @property
+    def cluster(self) -> str:
+        """The name of this cluster; empty where Slurm does not answer."""
+        return self._told.setting("ClusterName")
+
+    @property
     def _named(self) -> str:
         return self.site.partition or os.environ.get("SBATCH_PARTITION", "")
 

@@ -7,6 +7,7 @@ by itself.
 from __future__ import annotations
 
 import functools
+import os
 import re
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,7 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from pipeline.cluster.job_spec import TaskState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
+
+    from pipeline.cluster.job_spec import JobId
 
 NEVER = ("never starts", "held")  # how the words for a reason begin for which a job will not start as it is
 HELD_STATES = frozenset({TaskState.REQUEUE_HOLD, TaskState.SPECIAL_EXIT, TaskState.RESV_DEL_HOLD})
@@ -259,6 +262,12 @@ def is_number(text: str) -> bool:
 
 
 SQUEUE = ("squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%r|%S|%N|%i")  # further words choose jobs
+
+
+def only_ours(names: Mapping[JobId, str], uid: int | None = None) -> list[str]:
+    """Return the options by which squeue and sacct list jobs of one user, by default this one, by number and name."""
+    user = os.getuid() if uid is None else uid
+    return [f"--user={user}", f"--jobs={','.join(names)}", f"--name={','.join(dict.fromkeys(names.values()))}"]
 
 
 STOPPED = {TaskState.SUSPENDED: "it is suspended: scontrol resume lets it go on"}

@@ -120,18 +120,15 @@ def stuck_in(status: RunStatus, queue: QueueLook) -> list[Wait]:
 
 def look_at_queue(status: RunStatus) -> QueueLook:
     """Ask the queue about the jobs of a run that may not have ended."""
-    jobs = _jobs(status)
+    jobs = status.queued_as
     if status.state not in GOING_ON or not any(job.isdecimal() for job in jobs):
         return QueueLook({})
     try:
-        return QueueLook(slurm_commands.queue(jobs, ASK_S))
+        tasks = slurm_commands.queue(jobs, ASK_S, uid=status.uid)
+        elsewhere = "" if tasks or not status.cluster else status.elsewhere(slurm_commands.cluster_name(ASK_S))
     except CommandFailed as error:
         return QueueLook(None, error.what.splitlines()[0])
-
-
-def _jobs(status: RunStatus) -> list[JobId]:
-    """Return the supervisor and task jobs of a run that may not have ended."""
-    return [*status.successors, *(job for stage in status.stages.values() for job in stage.live)]
+    return QueueLook(None, elsewhere) if elsewhere else QueueLook(tasks)
 
 
 class Sparing:
@@ -144,7 +141,7 @@ class Sparing:
 
     def __call__(self, status: RunStatus) -> QueueLook:
         """Return a look at the queue, at most some seconds old."""
-        about = (status.state, *_jobs(status))
+        about = (status.state, *status.queued_as)
         if about != self._about or time.monotonic() - self._at >= self._every_s:
             self._look, self._about, self._at = self._ask(status), about, time.monotonic()
         return self._look
@@ -270,7 +267,7 @@ def supervisor(folder: RunFolder, status: RunStatus, now: QueueLook) -> str:
     if not status.successors:
         return f"process {status.pid} on {status.host}"
     jobs = ", ".join(status.successors)
-    return now.where(status.successors) or f"job {jobs}" + (" (the queue does not answer)" if now.tasks is None else "")
+    return now.where(status.successors) or f"job {jobs}" + (" (not visible from here)" if now.tasks is None else "")
 
 
 HEARD_OF_S = 86_400  # a run without any event for so long never began

@@ -120,6 +120,7 @@ class StageStatus:
     figures: dict[str, Mapping[str, float]] = field(default_factory=dict)  # process → its latest figures
     work: dict[int, TaskRecord] = field(default_factory=dict)  # task number → its record
     jobs: dict[JobId, StageJob] = field(default_factory=dict)
+    sent: int = 0  # jobs so far: more than `jobs` has where a controller lost its state and numbers from 1 again
     intents: dict[str, StageJob] = field(default_factory=dict)  # tag → an announced job that may be queued or not
     left_out: list[Mapping[str, Any]] = field(default_factory=list)
     census: Mapping[str, Any] | None = None
@@ -291,7 +292,7 @@ class StageStatus:
 
 INTERNAL = (
     "of",
-    "judged", "told", "work", "jobs", "intents", "submitted", "left_out", "planned", "limits", "own", "names",
+    "judged", "told", "work", "jobs", "intents", "submitted", "sent", "left_out", "planned", "limits", "own", "names",
 )  # fmt: skip
 
 
@@ -363,7 +364,9 @@ class RunStatus:
     exit_code: int = 0
     started_at: float = 0.0
     ended_at: float = 0.0
-    watch: tuple[int, JobId] = (0, "")  # the number of the latest look, and its job
+    watch: tuple[int, JobId, str] = (0, "", "")  # the number of the latest look, its job, and the job's name
+    names: dict[JobId, str] = field(default_factory=dict)  # of supervisors' jobs in the queue, each unique
+    cluster: str = ""  # Slurm's name of the cluster that has its jobs
 
     def apply(self, event: Event) -> None:
         """Update the status by an event."""
@@ -379,11 +382,13 @@ class RunStatus:
             self.visits = data["number"]
             self._look_after(event)
             if data.get("job"):
+                self.names.setdefault(data["job"], data.get("name", ""))
                 self.successors = tuple(dict.fromkeys((data["job"], *self.successors)))
         elif event.kind is EventKind.HANDED_OVER:
             self.successors = tuple(data["jobs"])
+            self.names = dict(zip(data["jobs"], data.get("names", ()), strict=False))
         elif event.kind is EventKind.WATCH_SUBMITTED:
-            self.watch = max(self.watch, (data["number"], data["job"]))
+            self.watch = max(self.watch, (data["number"], data["job"], data.get("name", "")))
         elif event.kind in (EventKind.WAITING, EventKind.WAITED):
             self._wait(event)
         elif event.kind is EventKind.RUN_ENDED:
@@ -405,6 +410,20 @@ class RunStatus:
     def _look_after(self, event: Event) -> None:
         self.host, self.pid, self.uid = event.data["host"], event.data["pid"], event.data.get("uid")
         self.born, self.seen = event.data.get("born", 0.0), event.at
+        self.cluster = event.data.get("cluster") or self.cluster
+
+    @property
+    def queued_as(self) -> dict[JobId, str]:
+        """The jobs that may not have ended, each with its unique name in the queue."""
+        _, look, name = self.watch
+        own = {job: self.names.get(job, "") for job in self.successors}
+        return {look: name} | own | {job: row.jobs[job].tag for row in self.stages.values() for job in row.live}
+
+    def elsewhere(self, here: str) -> str:
+        """Say that the run belongs to another cluster than `here`; empty where it does not, or that is unknown."""
+        if not self.cluster or here in ("", self.cluster):
+            return ""
+        return f"run {self.name} belongs to Slurm cluster {self.cluster}; this machine uses cluster {here}"
 
     def open_wait(self, like: Wait) -> Wait | None:
         """Return the wait of the same jobs for the same reason that is not over; None where there is none."""
@@ -467,7 +486,7 @@ class RunStatus:
         return sorted(self.stages.values(), key=lambda stage: stage.started_at)
 
 
-UNTOLD = ("born", "seen", "uid", "watch")  # they only tell a supervisor's process from others
+UNTOLD = ("born", "seen", "uid", "watch", "names")  # they only tell a supervisor's process from others
 
 
 def _begin(stage: StageStatus, event: Event) -> None:
@@ -495,7 +514,7 @@ def _submit(stage: StageStatus, event: Event) -> None:
     if event.kind is EventKind.JOB_SUBMITTING:
         stage.intents[job.tag] = job
     elif event.kind is EventKind.JOB_SUBMITTED:
-        stage.jobs[job.id] = job
+        stage.jobs[job.id], stage.sent = job, stage.sent + 1
         for number in parse_ranges(job.tasks):
             task = stage.task(number)
             task.job, task.ask, task.attempt = job.id, job.ask, job.attempt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import time
@@ -236,41 +237,41 @@ class TestAText:
 class TestALook:
     def test_is_one_command_for_all_jobs(self) -> None:
         slurm = Slurm(RECORDED_22_05)
-        look = Accounting(slurm.run).look(["26", "1", "1"], time.time())
+        look = Accounting(slurm.run).look({"26": "b", "1": "a"}, time.time())
         assert set(look.rows) == {"26", "1_0", "1_1"}
         assert look.trouble == ""
         (argv,) = slurm.asked
         assert argv[0] == "sacct"
-        assert "--jobs=1,26" in argv
+        assert {"--jobs=1,26", "--name=a,b", f"--user={os.getuid()}"} <= {*argv}
 
     def test_at_very_many_jobs_is_as_few_commands_as_a_command_line_allows(self) -> None:
         slurm = Slurm("")
-        Accounting(slurm.run).look(map(str, range(JOBS_A_CALL + 1)), 0.0)
+        Accounting(slurm.run).look(dict.fromkeys(map(str, range(JOBS_A_CALL + 1)), "a"), 0.0)
         assert len(slurm.asked) == 2
-        assert Accounting(slurm.run).look([], 0.0).rows == {}
+        assert Accounting(slurm.run).look({}, 0.0).rows == {}
         assert len(slurm.asked) == 2
 
     def test_in_trouble_has_no_rows_and_says_why(self) -> None:
         refused = "sacct: error: slurm_persist_conn_open: failed to open connection to host: Connection refused"
         down = ("Slurm accounting storage is disabled", refused, "sacct timed out after 20 s", "sacct: No such file")
         for said in (*down, "", "something new"):
-            look = Accounting(Slurm(CommandFailed(said)).run).look(["1"], time.time())
+            look = Accounting(Slurm(CommandFailed(said)).run).look({"1": "a"}, time.time())
             assert (look.rows, bool(look.trouble)) == ({}, True), said
 
     def test_at_a_torn_text_says_so(self) -> None:
-        look = Accounting(Slurm(RECORDED_22_05[:-3]).run).look(["49"], time.time())
+        look = Accounting(Slurm(RECORDED_22_05[:-3]).run).look({"49": "a"}, time.time())
         assert set(look.rows) == {"49_0"}
         assert look.trouble
 
     def test_knows_a_task_that_was_cancelled_while_it_waited(self) -> None:
-        look = Accounting(Slurm(RECORDED_22_05).run).look(["27", "999"], time.time())
+        look = Accounting(Slurm(RECORDED_22_05).run).look({"27": "a", "999": "b"}, time.time())
         assert look.never_began("27", 3)
         assert not look.never_began("27", 1)
         assert not look.never_began("999", 0), "of a job that the accounting does not know nobody can tell"
 
     def test_keeps_to_its_time_over_all_its_commands(self) -> None:
         slurm = Slurm("")
-        Accounting(slurm.run, timeout_s=5.0).look(map(str, range(3 * JOBS_A_CALL)), 0.0)
+        Accounting(slurm.run, timeout_s=5.0).look(dict.fromkeys(map(str, range(3 * JOBS_A_CALL)), "a"), 0.0)
         assert all(limit_s <= 5.0 for limit_s in slurm.limits_s)
         assert slurm.limits_s == sorted(slurm.limits_s, reverse=True)
 

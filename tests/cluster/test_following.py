@@ -13,6 +13,7 @@ from pipeline.cluster.slurm import SlurmExecutor
 from pipeline.cluster.slurm_words import Queued
 from pipeline.config.schema_cluster import SlurmSection
 from pipeline.errors import SubmissionRefused
+from tests.testkit.stubs import program
 
 
 def followed(tmp_path: Path) -> Followed:
@@ -29,13 +30,18 @@ def test_a_task_that_was_cancelled_has_begun_if_the_queue_showed_it_running(tmp_
     assert (task.state, task.node, task.started) == (TaskState.CANCELLED, "", None)
 
 
-def test_a_job_that_already_ends_need_not_be_cancelled(tmp_path, monkeypatch):
-    scancel = tmp_path / "scancel"
+def test_only_a_job_of_our_own_name_is_seen_and_cancelled_and_one_that_already_ends_need_not_be(tmp_path, monkeypatch):
+    """The queue has our job 7, and as job 8, which was ours before the controller lost its state, a stranger's."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    scancel.write_text("#!/bin/sh\nexit 229\n")
-    scancel.chmod(0o755)
+    listed = "0|RUNNING|None|N/A|n1|"
+    program(tmp_path, "squeue", f'[[ " $* " = *" --name="*run-scan-0* && $* = *--user=$UID* ]] && echo "7_{listed}7_0"')
+    program(tmp_path, "scancel", f'echo "$@" >>{tmp_path}/said; exit 229')
     with SlurmExecutor(SlurmSection()) as executor:
-        executor.cancel(["7"])
-        scancel.write_text("#!/bin/sh\nexit 1\n")
+        executor.cancel(["7", "8"])
+        executor.recognize({"7": "run-scan-0", "8": "run-scan-1"})
+        assert executor.queued(["7", "8", "9"]) == {"7"}
+        executor.cancel(["7", "8", "9"])
+        assert (tmp_path / "said").read_text() == "--quiet 7\n"
+        program(tmp_path, "scancel", "exit 1")
         with pytest.raises(SubmissionRefused):
             executor.cancel(["7"])

@@ -151,7 +151,7 @@ print(json.dumps([os.environ[name] for name in names]))
 
 class TestNumbers:
     def test_tasks_above_the_largest_array_have_an_offset(self, executor: SlurmExecutor, tmp_path: Path) -> None:
-        spec = replace(python(tmp_path, "import sys; print(sys.argv[1])"), tasks=[100, 101, 104])
+        spec = replace(python(tmp_path, "import sys; print(sys.argv[1])"), tasks=[100, 101, 104], tag=unique("far"))
         job = executor.submit(spec)
         tasks = finish(executor, job)
         assert [(task.task, Path(task.stdout).read_text()) for task in tasks] == [

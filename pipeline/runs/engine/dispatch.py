@@ -299,7 +299,7 @@ class Dispatch:
     ) -> Iterator[StageJob]:
         """Yield jobs of tasks with equal requests, each small enough for one array and for the queue."""
         planned, limits = self._planned(project, stage, status), self._limits(project, stage, status)
-        sequence = len(status.jobs) + len(status.intents)
+        sequence = status.sent + len(status.intents)
         alike: dict[tuple[Next, StageJob], list[int]] = {}
         for number in sorted(asks):
             alike.setdefault((asks[number], status.plan_of(number, planned)), []).append(number)

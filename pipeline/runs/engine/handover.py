@@ -12,14 +12,16 @@ import shutil
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pipeline.cluster.job_spec import SUPERVISE, JobSpec
 from pipeline.command_line import Command
 from pipeline.config.masking import MASK, without_secrets, without_secrets_in
-from pipeline.errors import JobFailed, SubmissionRefused
+from pipeline.errors import ConfigError, JobFailed, SubmissionRefused
 from pipeline.files import create_claim
 from pipeline.journal.run_folder import shown_mode, writing_run
+from pipeline.journal.run_status import ENDED
 from pipeline.project.run_code import SUPERVISOR, module_command
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.config.schema_cluster import NotifySection
     from pipeline.journal.run_folder import RunFolder
+    from pipeline.journal.run_status import RunStatus
 
 
 def claim_visit(folder: RunFolder, number: int) -> int:
@@ -45,15 +48,24 @@ def own_job() -> JobId:
     return os.environ.get("SLURM_JOB_ID", "")
 
 
-def hand_over(folder: RunFolder, config: Config, executor: Executor, number: int, jobs: Sequence[JobId]) -> list[JobId]:
-    """Submit the next visit and its standby; return their jobs."""
+def refuse_elsewhere(folder: RunFolder, status: RunStatus, executor: Executor, verb: str) -> None:
+    """Refuse to act on a run whose jobs another cluster has, which cannot be seen or ended from here."""
+    if status.cluster and status.state not in ENDED and (what := status.elsewhere(executor.cluster)):
+        remedy = Command.of(verb, folder.name, then=f"   (on a login node of {status.cluster})")
+        raise ConfigError(what, where=str(folder.path), remedy=remedy)
+
+
+def hand_over(
+    folder: RunFolder, config: Config, executor: Executor, number: int, jobs: Sequence[JobId]
+) -> dict[JobId, str]:
+    """Submit the next visit and its standby; return their jobs with their names."""
     coming = supervisor_spec(folder, config, f"{number + 1}", after_any=tuple(jobs))
     following = executor.submit(coming)
-    try:
-        standby = executor.submit(supervisor_spec(folder, config, f"{number + 1}-standby", after_not_ok=(following,)))
-    except SubmissionRefused:  # a full queue: without a standby the run goes on, and `pipeline resume` takes its place
-        return [following]
-    return [following, standby]
+    standby = supervisor_spec(folder, config, f"{number + 1}-standby", after_not_ok=(following,))
+    names = {following: coming.tag}
+    with suppress(SubmissionRefused):  # a full queue: without a standby the run goes on, until `pipeline resume`
+        names[executor.submit(standby)] = standby.tag
+    return names
 
 
 def supervisor_spec(

@@ -205,12 +205,12 @@ def _trainings(config: dict[str, Any]) -> list[dict[str, Any]]:
     return [with_settings(decided, point) for point in points] or [decided]
 
 
-def refuse_others(folder: RunFolder, done: str) -> None:
-    """Refuse what only the owner of a run may have `done` with it: its jobs and its files are the owner's."""
+def refuse_others(folder: RunFolder, verb: str) -> None:
+    """Refuse a verb to everyone but the owner of a run, who owns its jobs and files."""
     if not is_mine(folder.path):
         owner = user_name(folder.path.stat().st_uid)
-        what = f"run {folder.name} is of {owner}, by whom alone it can be {done}"
-        remedy = Command.of("status", folder.name, then=f"   (it can be looked at; {owner} can end it)")
+        what = f"run {folder.name} belongs to {owner}, and only {owner} can {verb} it"
+        remedy = Command.of("status", folder.name, then="   (to look at it)")
         raise ConfigError(what, where=str(folder.path), remedy=remedy)
 
 
@@ -253,7 +253,8 @@ def cancel(folder: RunFolder, status: RunStatus, executor: Executor, what: Cance
     if stage is not None or status.state in ENDED:
         return
     now = StatusReader(folder).read()  # a supervisor may have submitted more before it ended
-    executor.cancel([job for row in now.stages.values() for job in row.live])
+    executor.recognize(now.queued_as)
+    executor.cancel([job for row in now.stages.values() for job in row.live if job not in what.jobs])
     ledger = Ledger(folder, f"{SUPERVISOR}-{claim_visit(folder, status.visits + 1):06d}")
     error = f"cancelled by {user_name(os.getuid())} on {socket.gethostname()}; finished work is kept"
     ledger.emit(EventKind.RUN_ENDED, state=RunState.STOPPED.value, error=error, exit_code=STOPPED_CODE)

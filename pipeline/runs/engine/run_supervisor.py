@@ -42,7 +42,7 @@ from pipeline.project.project import Project, open_executor
 from pipeline.project.restriction import only_of
 from pipeline.records import Event, EventKind
 from pipeline.runs.engine.dispatch import Dispatch, is_over
-from pipeline.runs.engine.handover import STOPPED_CODE, claim_visit, hand_over, notify, own_job
+from pipeline.runs.engine.handover import STOPPED_CODE, claim_visit, hand_over, notify, own_job, refuse_elsewhere
 from pipeline.runs.engine.watch import WATCH, submit_watch, tell, watch
 from pipeline.runs.views.run_page import Page
 from pipeline.runs.workflow import table
@@ -87,6 +87,8 @@ class Supervisor:
         self.config = from_resolved(folder.config.read_text(), str(folder.config))
         self.reader, self.status, self.page = LedgerReader(folder), RunStatus(folder.name), Page(folder, self.config)
         self._catch_up()
+        refuse_elsewhere(folder, self.status, executor, "resume")
+        executor.recognize(self.status.queued_as)
         self.number = claim_visit(folder, self.status.visits + 1)
         self.ledger = Ledger(folder, writer := f"{SUPERVISOR}-{self.number:06d}")
         self.reader.skip(writer)
@@ -135,10 +137,10 @@ class Supervisor:
         """Submit the next visit, due when the jobs have ended; raise where another supervisor has taken over."""
         if last_claim(self.folder.claims) > self.number:
             raise TakenOver
-        live, (looks, looking) = self._live(), self.status.watch
+        live, (looks, looking, _) = self._live(), self.status.watch
         self._end_look(looking)
         jobs = hand_over(self.folder, self.config, self.executor, self.number, live)
-        self._emit(EventKind.HANDED_OVER, jobs=jobs)
+        self._emit(EventKind.HANDED_OVER, jobs=list(jobs), names=list(jobs.values()))
         if live:
             submit_watch(self.folder, self.config, self.executor, self.number, looks + 1, self._emit)
         self.page.refresh(self.status, at_once=True)
@@ -203,6 +205,7 @@ class Supervisor:
         """Record that this process is the supervisor, and take over the jobs of the one before it."""
         pid = os.getpid()
         about = {"host": socket.gethostname(), "pid": pid, "born": born_at(pid), "uid": os.getuid(), "job": own_job()}
+        about |= {"name": os.environ.get("SLURM_JOB_NAME", ""), "cluster": self.executor.cluster}
         if self.status.state is RunState.WAITING:
             image = {"image": digest} if (digest := image_of(self.config)) else {}
             self._emit(EventKind.RUN_STARTED, stages=[stage.name for stage in self.stages], **image, **about)

@@ -109,11 +109,12 @@ def submit_watch(
     if not every_s:
         return
     try:
-        job = executor.submit(_spec(folder, config, visit, number, every_s))
+        spec = _spec(folder, config, visit, number, every_s)
+        job = executor.submit(spec)
     except PipelineError as error:
         log.warning("nobody looks at what waits before the next visit: %s", error.what)
         return
-    emit(EventKind.WATCH_SUBMITTED, visit=visit, number=number, job=job)
+    emit(EventKind.WATCH_SUBMITTED, visit=visit, number=number, job=job, name=spec.tag)
 
 
 def _spec(folder: RunFolder, config: Config, visit: int, number: int, every_s: int) -> JobSpec:

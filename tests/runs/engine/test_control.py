@@ -17,8 +17,10 @@ from typing import Any, cast
 
 import pytest
 
+from pipeline.cluster.slurm import SlurmExecutor
 from pipeline.config.load import read_config
-from pipeline.errors import ClusterSilent, SubmissionRefused
+from pipeline.config.schema_cluster import SlurmSection
+from pipeline.errors import ClusterSilent, ConfigError, SubmissionRefused
 from pipeline.files import last_claim
 from pipeline.journal.active_runs import status_of
 from pipeline.journal.ledger import Ledger
@@ -31,6 +33,7 @@ from pipeline.runs.engine.lifecycle import gives_way, new_run, refuse_double
 from pipeline.runs.engine.run_supervisor import Supervisor
 from tests.runs.engine.test_submit import newest_status
 from tests.testkit.project import PIPELINE, to_do, until
+from tests.testkit.stubs import program, silent_slurm
 
 SUBMIT = ("submit", "--stage", "scan")
 ONE_BY_ONE = ("--set", "cluster.scan.items_per_task=20", "--set", "cluster.slots.cpus=1")
@@ -146,15 +149,35 @@ def test_a_run_keeps_the_code_it_was_submitted_with(make_project):
 class Silent:
     """An executor whose cluster does not answer."""
 
-    outlives, caveats = True, ()
+    outlives, caveats, cluster = True, (), ""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def ask(*_: object, **__: object) -> Any:
-            if name in ("step", "status", "adopt"):
+            if name in ("step", "status", "adopt", "recognize"):
                 return []
             raise ClusterSilent(f"{name}: no answer")
 
         return ask
+
+
+def test_a_run_of_another_cluster_is_shown_as_that_and_no_verb_acts_on_it(pipeline, make_project, monkeypatch):
+    folder = make_project(1)
+    run = new_run(read_config(folder / "pipeline.yaml", ["cluster.executor=slurm"]).config, ["scan"])
+    ledger = Ledger(run, f"supervisor-{claim_visit(run, 1):06d}")
+    ledger.emit(EventKind.RUN_STARTED, stages=["scan"], host="elsewhere", pid=1, uid=7, cluster="theirs")
+    ledger.emit(EventKind.HANDED_OVER, jobs=["7"], names=["next"])
+    monkeypatch.setenv("PATH", f"{silent_slurm(folder / 'bin')}:{os.environ['PATH']}")
+    program(folder / "bin", "scontrol", 'echo "ClusterName = ours"')
+    program(folder / "bin", "squeue", f'echo "$@" >>{folder}/asked')
+    shown = pipeline("status", "--json").json()
+    assert (shown["state"], shown["cluster"], "cluster ours" in shown["trouble"]) == ("running", "theirs", True)
+    assert "--user=7 --jobs=7 --name=next" in (folder / "asked").read_text(), "the job of the run's owner"
+    for words in (("resume",), ("cancel", "--yes")):
+        refused = pipeline(*words)
+        assert (refused.code, "login node of theirs" in refused.said) == (2, True)
+    with pytest.raises(ConfigError):
+        Supervisor(run, SlurmExecutor(SlurmSection()))
+    assert len([*run.claims.iterdir()]) == 1
 
 
 @pytest.mark.parametrize(("job", "state"), [("7", RunState.RUNNING), ("8", RunState.FAILED), ("", RunState.FAILED)])

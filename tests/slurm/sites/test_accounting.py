@@ -41,7 +41,9 @@ class Jobs:
         return self.ours[-1]
 
     def look(self, *jobs: str) -> AccountingLook:
-        return Accounting(slurm_commands.run_command, timeout_s=TIMEOUT_S).look(jobs, self._since)
+        return Accounting(slurm_commands.run_command, timeout_s=TIMEOUT_S).look(
+            dict.fromkeys(jobs, "wrap"), self._since
+        )
 
     def until(self, job: str, true: Callable[[dict[str, AccountedTask]], bool]) -> dict[str, AccountedTask]:
         """Look until the rows of a job are so."""
@@ -68,7 +70,7 @@ class Jobs:
         array = name.partition("_")[0]
 
         def is_so() -> bool:
-            queued = slurm_commands.queue([array]).get(name)
+            queued = slurm_commands.queue({array: "wrap"}).get(name)
             return queued is not None and queued.state is state
 
         self.cluster.until(is_so, f"{name} to be {state.value}", 60.0)
@@ -147,7 +149,7 @@ def test_a_log_that_cannot_be_opened_is_told(jobs: Jobs, tmp_path: Path) -> None
 def test_tasks_of_an_array_that_were_cancelled_while_they_ran_or_waited_are_told_apart(jobs: Jobs) -> None:
     job = jobs.submit(f"if [ $SLURM_ARRAY_TASK_ID = 0 ]; then {SLEEPS}; fi", "--array=0-3%1")
     jobs.wait_until(f"{job}_0", TaskState.RUNNING)
-    queued = slurm_commands.queue([job])
+    queued = slurm_commands.queue({job: "wrap"})
     assert queued[f"{job}_2"].waits_for == "as many tasks of its array run as are allowed at once"
     jobs.cluster.run("scancel", f"{job}_2")
     jobs.cluster.run("scancel", f"{job}_0")
@@ -198,8 +200,10 @@ def test_a_job_that_waits_for_a_failed_one_is_held(jobs: Jobs) -> None:
     failing = jobs.submit("sleep 2; false")
     job = jobs.submit("true", f"--dependency=afterok:{failing}")
     jobs.ended(failing)
-    jobs.cluster.until(lambda: slurm_commands.queue([job])[job].waits_for.startswith(NEVER), f"job {job} to be stuck")
-    queued = slurm_commands.queue([job])[job]
+    jobs.cluster.until(
+        lambda: slurm_commands.queue({job: "wrap"})[job].waits_for.startswith(NEVER), f"job {job} to be stuck"
+    )
+    queued = slurm_commands.queue({job: "wrap"})[job]
     row = jobs.until(job, lambda rows: job in rows)[job]
     assert row.state is queued.state is TaskState.PENDING
     assert queued.waits_for == "never starts: a job that it waits for has failed"
@@ -217,7 +221,7 @@ def test_a_long_list_of_waiting_tasks_is_whole(jobs: Jobs) -> None:
     job = jobs.submit("true", f"--array=0-{size - 1}", "--hold")
     rows = jobs.until(job, lambda rows: len(rows) == size)
     assert {row.state for row in rows.values()} == {TaskState.PENDING}
-    assert slurm_commands.queue([job]).keys() == rows.keys()
+    assert slurm_commands.queue({job: "wrap"}).keys() == rows.keys()
 
 
 @pytest.mark.nightly

@@ -114,6 +114,13 @@ class Cluster:
         """End slurmctld; jobs run on."""
         self._end("slurmctld", number=signal.SIGTERM)
 
+    def lose_state(self) -> None:
+        """Have the controller lose its state, as with a broken disk: it knows no job, and numbers again from 1."""
+        self.stop_controller()
+        shutil.rmtree(self.folder / "state")
+        (self.folder / "state").mkdir()
+        self.start_controller()
+
     def start_accounting(self) -> None:
         """Start slurmdbd and wait until it answers."""
         if not self._pids("slurmdbd"):
