@@ -133,15 +133,15 @@ def what_is_no_file(path: Path) -> str:
 
 
 @contextmanager
-def replacing(path: Path, *, mode: int | None = None) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """Yield a path beside another to write to; it takes that one's place in the end, and goes if writing fails.
 
-    Without a `mode` it is what the umask leaves, and the group's where the folder is.
+    Its mode is what the umask leaves, and the group's where the folder is.
     """
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         yield aside
-        if mode is None and (bits := shared_bits(path.parent)):
+        if bits := shared_bits(path.parent):
             aside.chmod(stat.S_IMODE(aside.stat().st_mode) | bits)
         aside.replace(path)
     except BaseException:
@@ -149,13 +149,11 @@ def replacing(path: Path, *, mode: int | None = None) -> Iterator[Path]:
         raise
 
 
-def write_whole(path: Path, content: str | bytes, *, mode: int | None = None) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file so that readers see the old content or the new."""
     data = content.encode() if isinstance(content, str) else content
-    with replacing(path, mode=mode) as aside, aside.open("wb") as file:
-        if mode is not None:
-            aside.chmod(mode)
-        file.write(data)
+    with replacing(path) as aside:
+        aside.write_bytes(data)
 
 
 def create_claim(path: Path, claimant: str) -> bool:

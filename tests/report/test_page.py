@@ -152,7 +152,6 @@ def test_a_finished_run_is_shown_whole_and_asks_the_network_for_nothing(real: Ru
 def test_a_run_leaves_its_page_when_it_has_ended(real: RunFolder) -> None:
     text = real.report.read_text()
     assert f"<title>{real.name}: done</title>" in text
-    assert real.report.stat().st_mode & 0o777 == 0o600
     assert [path.name for path in real.path.iterdir() if "partial" in path.name] == []
 
 
@@ -163,6 +162,9 @@ def test_the_verb_writes_the_page_where_it_is_asked_to(real: RunFolder, pipeline
     done = report(str(tmp_path / "own.html"))
     assert (done.code, done.err, str(tmp_path / "own.html") in done.out) == (0, "", True)
     assert (tmp_path / "own.html").read_text().startswith("<!DOCTYPE html>")
+    (tmp_path / "plain").touch()
+    modes = {file.stat().st_mode for file in (tmp_path / "own.html", tmp_path / "plain", real.report)}
+    assert len(modes) == 1  # as the umask says
     printed = report("-")
     assert (printed.code, printed.err) == (0, "")
     assert (printed.out[:15], printed.out.rstrip()[-7:]) == ("<!DOCTYPE html>", "</html>")

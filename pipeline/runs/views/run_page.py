@@ -21,7 +21,6 @@ from pipeline.errors import ConfigError, PipelineError
 from pipeline.files import what_is_no_file, write_whole
 from pipeline.journal.active_runs import SeenRun, run_as_shown
 from pipeline.journal.budget import Budget, Spending
-from pipeline.journal.run_folder import shown_mode
 from pipeline.journal.run_status import StatusReader
 from pipeline.report.html.run_facts import PageFacts, RecordedStep, TrainingFacts
 from pipeline.runs.views.compared_models import comparison, models_of_run
@@ -133,7 +132,7 @@ class Page:
         if not at_once and begun < self._next:
             return
         try:
-            write_page(self.folder.report, self.html(SeenRun(status, time.time())), shown_mode(self.folder.path))
+            write_page(self.folder.report, self.html(SeenRun(status, time.time())))
         except Exception as error:  # noqa: BLE001 - whatever is wrong with a picture, the run goes on
             log.warning("%s is not up to date: %s: %s", self.folder.report, type(error).__name__, error)
         took = time.monotonic() - begun
@@ -162,9 +161,9 @@ def page_now(folder: RunFolder) -> tuple[Page, SeenRun]:
     return page, run_as_shown(folder, StatusReader(folder, page.take, whole=True))
 
 
-def write_page(path: Path, text: str, mode: int = 0o600) -> None:
-    """Write a page; by default only the user may read it, since it names files and people."""
-    write_whole(path, text.encode(errors="backslashreplace"), mode=mode)
+def write_page(path: Path, text: str) -> None:
+    """Write a page, readable as the umask says; pages in a private run folder are private by their folder."""
+    write_whole(path, text.encode(errors="backslashreplace"))
 
 
 def write_page_where_asked(path: Path, text: str) -> None:

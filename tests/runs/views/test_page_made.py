@@ -33,8 +33,8 @@ class TestWhileARunGoesOn:
         monkeypatch.setattr(pages, "COST_SHARE", 0)
         write = pages.write_page
 
-        def noticed(path: Path, text: str, *mode: int) -> None:
-            write(path, text, *mode)
+        def noticed(path: Path, text: str) -> None:
+            write(path, text)
             assert path.read_text() == text
             seen.append(text)
 
