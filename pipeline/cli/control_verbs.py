@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipeline.cli.log_verbs import run_folder
-from pipeline.cli.options import STAGES, ConfigFile, Json, Run, Sets, Yes, as_typed, load_config, one_of, print_json
+from pipeline.cli.options import (
+    STAGES,
+    ConfigFile,
+    Follow,
+    Json,
+    Run,
+    Sets,
+    Yes,
+    as_typed,
+    load_config,
+    one_of,
+    print_json,
+)
 from pipeline.command_line import Command
 
 if TYPE_CHECKING:
@@ -25,10 +39,12 @@ if TYPE_CHECKING:
 
     Opened: TypeAlias = tuple[RunFolder, Config, Executor, RunStatus]
 
+BEGINNING_S = 0.1  # how often a new supervisor is looked for that has not begun yet
 
-def resume_command(run: Run = None, config: ConfigFile = None, sets: Sets = None) -> None:
+
+def resume_command(run: Run = None, follow: Follow = False, config: ConfigFile = None, sets: Sets = None) -> None:
     """Take up a run that nobody looks after any more, or that was stopped, cancelled or failed before it was done."""
-    from pipeline.cli.run_verbs import begin_again
+    from pipeline.cli.run_verbs import begin_again, follow_to_end, print_run_tables
     from pipeline.errors import ConfigError
     from pipeline.journal.run_status import ENDED, RunState, StatusReader
     from pipeline.project.project import stays
@@ -41,19 +57,22 @@ def resume_command(run: Run = None, config: ConfigFile = None, sets: Sets = None
             problem = f"run {folder.name} has ended: it is {status.state.value}"
             raise ConfigError(problem, where=str(folder.path), remedy=again)
         if status.state in ENDED:
-            begin_again(folder, frozen, status)
+            begin_again(folder, frozen, status, follow=follow)
             return
-        if status.state is RunState.RUNNING:
-            watch = f"watch it: pipeline status {folder.name} --watch"
-            typer.echo(f"run {folder.name} is looked after: nothing to do\n  {watch}")
-            return
-    if stays(frozen):
-        start_supervisor(folder)
-    else:
-        pay_visit(folder)
-        if failed := StatusReader(folder).read().exit_code:  # the visit has said why
-            raise typer.Exit(failed)
-    typer.echo(f"run {folder.name} goes on\n  watch it: pipeline status {folder.name} --watch")
+    done = "is looked after: nothing to do"
+    if status.state is not RunState.RUNNING:
+        done = "goes on"
+        if stays(frozen):
+            pid, reader = start_supervisor(folder), StatusReader(folder)
+            while follow and reader.read().pid != pid and not os.waitpid(pid, os.WNOHANG)[0]:
+                time.sleep(BEGINNING_S)
+        else:
+            pay_visit(folder)
+            if failed := StatusReader(folder).read().exit_code:  # the visit has said why
+                raise typer.Exit(failed)
+    typer.echo(f"run {folder.name} {done}\n  watch it: pipeline status {folder.name} --watch")
+    if follow:
+        follow_to_end(folder, print_run_tables)
 
 
 def cancel_command(

@@ -237,7 +237,7 @@ def _start(
         message = f"run {same.name} is doing this already\n  watch it: {_status_of(same)}"
         typer.echo(message, err=ended is not print_run_tables)
         if follow:
-            _watch(same, ended)
+            follow_to_end(same, ended)
         return
     if not stays(config):
         Supervisor(folder, executor).visit(until_s=INLINE_S)
@@ -247,7 +247,7 @@ def _start(
     else:
         start_supervisor(folder)
     if follow:
-        _watch(folder, ended)
+        follow_to_end(folder, ended)
         return
     typer.echo(f"run {folder.name} started\n  watch it: {_status_of(folder)}")
 
@@ -263,7 +263,7 @@ def run_to_its_end(
         _start(project, stages, typed, opened, follow=True, ended=ended)
 
 
-def begin_again(folder: RunFolder, config: Config, status: RunStatus) -> None:
+def begin_again(folder: RunFolder, config: Config, status: RunStatus, *, follow: bool) -> None:
     """Start a run that does what an ended one has left undone, with its configuration and the user's code of then."""
     import json
 
@@ -274,7 +274,7 @@ def begin_again(folder: RunFolder, config: Config, status: RunStatus) -> None:
     stages, typed = json.loads(folder.stages.read_text()), folder.command()
     typer.echo(f"run {folder.name} has ended ({status.state.value}); what it has left undone is done by a new run")
     with _checked(project, stages, typed) as (project, executor):
-        _start(project, stages, typed, executor, follow=False)
+        _start(project, stages, typed, executor, follow=follow)
 
 
 def _accept_code(project: Project) -> None:
@@ -448,7 +448,7 @@ def shown(live: StageBars) -> Callable[[RunStatus], None]:
     return watch
 
 
-def _watch(folder: RunFolder, ended: Callable[[RunStatus], None]) -> None:
+def follow_to_end(folder: RunFolder, ended: Callable[[RunStatus], None]) -> None:
     """Show a run that another process supervises until it has ended or nobody does; Ctrl-C does not stop it."""
     import time
 

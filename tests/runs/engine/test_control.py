@@ -56,8 +56,8 @@ def test_a_run_whose_supervisor_was_killed_is_named_and_resumed(pipeline, make_p
     begin(folder)
     os.kill(pid_of(folder), signal.SIGKILL)
     until("the run to be abandoned", lambda: newest_status(folder)["state"] == "abandoned")
-    assert pipeline("resume").code == 0
-    until("the run to end", lambda: newest_status(folder)["state"] == "done")
+    assert pipeline("resume", "--follow").code == 0
+    assert newest_status(folder)["state"] == "done"
     assert newest_status(folder)["stages"][0]["census"]["accepted"] == 400
     assert len(runs_in(folder / "runs")) == 1
 
@@ -66,9 +66,9 @@ def test_a_run_whose_supervisor_was_killed_is_named_and_resumed(pipeline, make_p
 def test_a_run_that_is_looked_after_or_has_ended_is_not_resumed(pipeline, make_project):
     folder = make_project(300)
     begin(folder)
-    assert pipeline("resume").code == 0
+    assert pipeline("resume", "--follow").code == 0
     assert len(runs_in(folder / "runs")) == 1
-    until("the run to end", lambda: newest_status(folder)["state"] == "done")
+    assert newest_status(folder)["state"] == "done"
     assert pipeline("resume").code == 2
 
 
@@ -293,9 +293,9 @@ def test_a_run_is_found_however_many_have_ended_since(make_project):
 def test_a_run_that_was_ended_before_it_was_done_is_taken_up(pipeline, make_project, state):
     folder = make_project(3)
     run = ends(new_run(read_config(folder / "pipeline.yaml").config, ["scan"]), state)
-    done = pipeline("resume", run.name)
+    done = pipeline("resume", run.name, "--follow")
     assert done.code == 0, done.err
-    until("the run to end", lambda: newest_status(folder)["state"] == "done")
+    assert newest_status(folder)["state"] == "done"
     again = runs_in(folder / "runs")[-1]
     assert again.name != run.name
     assert (again.config.read_text(), again.stages.read_text()) == (run.config.read_text(), run.stages.read_text())
