@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+# By name: Pillow would also hand a file to a program, such as PostScript to Ghostscript, whatever its suffix.
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "AVIF", "JPEG2000", "PPM", "TGA")
 MOST_PIXELS = 1 << 26
 BROKEN = (OSError, SyntaxError, ValueError, TypeError, EOFError, IndexError, KeyError, struct.error, zlib.error)
 
@@ -42,14 +44,14 @@ def decoded_image(content: bytes, size: int, most_pixels: int = MOST_PIXELS) -> 
     if not content:
         raise UnusableEntry("the image file is empty")
     try:
-        with library.open(io.BytesIO(content)) as image:
+        with library.open(io.BytesIO(content), formats=[name for name in FORMATS if name in library.OPEN]) as image:
             if image.width * image.height > most_pixels:
                 raise UnusableEntry(_too_large(f"{image.width:,} × {image.height:,} pixels", most_pixels))
             whole = image.convert("RGB")
     except (library.DecompressionBombError, library.DecompressionBombWarning) as error:
         raise UnusableEntry(_too_large(str(error), most_pixels)) from error
     except library.UnidentifiedImageError as error:
-        raise UnusableEntry("no image, or of a kind that Pillow does not know") from error
+        raise UnusableEntry(f"not an image of a supported format ({', '.join(FORMATS)})") from error
     except BROKEN as error:
         raise UnusableEntry(f"the image cannot be decoded: {error}") from error
     return np.asarray(_middle(whole, size, library))

@@ -19,6 +19,7 @@ from pipeline.readers.images import decoded_image
 from pipeline.readers.pairs import Pairs
 from pipeline.records import Entry, Rejection
 from tests.readers.compared import read_twice
+from tests.testkit.stubs import program
 
 SIZE = 16
 
@@ -127,6 +128,18 @@ def test_images_of_every_mode_have_three_colours() -> None:
         file = io.BytesIO()
         Image.new(mode, (20, 30)).save(file, "TIFF")
         assert decoded_image(file.getvalue(), SIZE).shape == (SIZE, SIZE, 3), mode
+
+
+def test_postscript_under_the_name_of_an_image_is_a_rejection_and_starts_no_ghostscript(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(tmp_path / "bin", "gs", f"touch {tmp_path / 'started'}")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)  # it remembers where it found the program
+    path = table(tmp_path, [("cat.jpg", "a cat")])
+    (tmp_path / "cat.jpg").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\nshowpage\n")
+    assert [type(entry) for entry in read(path)] == [Rejection]
+    assert not (tmp_path / "started").exists()
 
 
 # ---- tars ----
