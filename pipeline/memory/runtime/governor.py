@@ -17,6 +17,7 @@ the budget from its checkpoint, cuts the same.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError
@@ -249,11 +250,8 @@ def halved(costs: Sequence[int]) -> list[slice]:
     count = len(costs)
     if count < 2:
         return [slice(0, count)]
-
-    def worse(at: int) -> int:
-        return max(sum(costs[:at]), sum(costs[at:]))
-
-    middle = min(range(1, count), key=lambda at: (worse(at), abs(2 * at - count)))
+    before = [0, *accumulate(costs)]
+    middle = min(range(1, count), key=lambda at: (max(before[at], before[-1] - before[at]), abs(2 * at - count)))
     return [slice(0, middle), slice(middle, count)]
 
 

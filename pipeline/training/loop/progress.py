@@ -243,9 +243,6 @@ class EpochTotals:
         return {name: total / weight if weight else None for name, (total, weight) in self.terms.items()}
 
 
-LOOKED_AT = 4096  # steps of an epoch, among which the worst micro-batch is looked for
-
-
 def rehearse(
     step: Step,
     stepper: Stepper,
@@ -258,7 +255,7 @@ def rehearse(
     """Run this rank's worst micro-batch, restore everything, and return the budget that it shows to be safe."""
     snapshot = StepSnapshot(step.model, device=step.device, scaler=step.scaler)
     make_state(step)
-    worst = worst_of(course)
+    worst = worst_of(course, padded=stepper.governor.padded)
     if worst is None:
         if not step.is_spread:
             return stepper.governor.budget
@@ -297,14 +294,14 @@ def make_state(step: Step) -> None:
     raise PlanInfeasible(what, where="training", remedy="pipeline plan --stage train   (or a larger card)")
 
 
-def worst_of(course: RunningStretch) -> MicroBatch | None:
-    """Return this rank's costliest micro-batch of the coming epoch."""
+def worst_of(course: RunningStretch, *, padded: bool) -> MicroBatch | None:
+    """Return this rank's costliest micro-batch of the coming epoch, every step of which is cut for that."""
     sampler = course.loader.sampler
-    worst, most = None, -1
-    steps = np.unique(np.linspace(0, sampler.steps - 1, min(sampler.steps, LOOKED_AT)).astype(np.int64))
-    for step in steps.tolist():
+    worst, most = None, 0
+    for step in range(sampler.steps):
         for micro in sampler.micros(sampler.epoch, step):
-            cost = int(course.cost_N[micro.items].sum()) if len(micro.items) else 0
-            if cost > most and len(micro.items):
+            cost_K = course.cost_N[micro.items]
+            cost = int(len(cost_K) * cost_K.max(initial=0) if padded else cost_K.sum())
+            if cost > most:
                 worst, most = micro, cost
     return worst

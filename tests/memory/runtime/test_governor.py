@@ -118,6 +118,7 @@ def test_halves_are_alike_in_cost() -> None:
     costs = [10, 1, 1, 1, 1, 6]
     assert [costs[piece] for piece in halved(costs)] == [[10], [1, 1, 1, 1, 6]]
     assert halved([3]) == [slice(0, 1)]
+    assert halved([1] * 200_000) == [slice(0, 100_000), slice(100_000, 200_000)]  # hours, if each cut were added up
     assert [len(costs[piece]) for piece in halved([1] * 7)] in ([3, 3], [3, 4], [4, 2])
 
 

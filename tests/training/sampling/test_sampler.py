@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import replace
 from itertools import combinations, pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError, DataError, PlanInfeasible
+from pipeline.training.loop.progress import worst_of
+from pipeline.training.prepared import COST, LIKENESS, sampler_settings
 from pipeline.training.sampling.epoch_order import ORDER_VERSION, SamplerSettings, deal_to_ranks
 from pipeline.training.sampling.sampler import Sampler, oversize
 
@@ -348,6 +351,25 @@ def test_the_costliest_micro_batch_comes_first():
         micros = Sampler(sizes, SamplerSettings(batch=24)).micros(0, step)
         costs = [padded(sizes, ("nodes",), micro.items) for micro in micros]
         assert costs == sorted(costs, reverse=True)
+
+
+@pytest.mark.parametrize("padding", [None, 1.03, 8.0])
+def test_the_micro_batch_tried_before_step_1_is_the_costliest_of_the_whole_epoch(padding):
+    rng = np.random.default_rng(1)
+    late = np.ones(4500, np.int64)
+    late[Sampler({COST: late, LIKENESS: late}, sampler_settings(1, 9, padding=padding)).step_items(0, 11)] = 9
+    for cost_N, batch in [
+        *((np.ceil(rng.lognormal(3, 0.8, 48)).astype(np.int64), 16) for _ in range(40)),
+        *([] if padding else [(late, 1)]),
+    ]:
+        settings = sampler_settings(batch, max(int(cost_N.max()), int(16 * np.median(cost_N))), padding=padding)
+        sampler = Sampler({COST: cost_N, LIKENESS: np.ones_like(cost_N)}, settings)
+        taken = [cost_N[micro.items] for micro in sampler]
+        sampler.set_epoch(0)
+        course = SimpleNamespace(loader=SimpleNamespace(sampler=sampler), cost_N=cost_N)
+        worst = worst_of(course, padded=padding is not None)
+        of = (lambda cost_K: len(cost_K) * cost_K.max()) if padding else np.sum
+        assert of(cost_N[worst.items]) == max(map(of, taken))
 
 
 def test_limits_adjusted_within_an_epoch_hold_from_the_next_step_on():
