@@ -161,11 +161,11 @@ def comparison_lines(shown: Comparison) -> list[RenderableType]:
     """Show models, the best first, and means over seeds where there are several."""
     names, better = list(shown.differing), "lower" if shown.lower else "higher"
     best = f"best {shown.metric}"
-    columns = ("model", *names, best, "epoch", "epochs", "hours", "planned", "peak", "state")
+    columns = ("model", *names, best, "epoch", "trained", "hours", "planned", "peak", "state")
     rows = [_row(model, shown) for model in shown.models]
     title = f"{plural(len(rows), 'model')} by {shown.metric} ({better} is better)"
     lines: list[RenderableType] = [title, ""]
-    lines.append(text_table(columns, rows, right=(best, "epoch", "epochs", "hours", "planned", "peak")))
+    lines.append(text_table(columns, rows, right=(best, "epoch", "trained", "hours", "planned", "peak")))
     if len(shown.groups) < len(shown.models):
         others = [name for name in names if name != SEED]
         cells = [

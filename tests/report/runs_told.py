@@ -73,8 +73,11 @@ def _attempt(task: int, cause: Cause, **more: object) -> Attempt:
     return Attempt(task=task, cause=cause, **{**given, **more})  # type: ignore[arg-type]
 
 
-def trained(folder: Path, epochs: int = 30) -> Told:
-    """Return a run that trains on GPUs: in its third epoch a step ran out of memory, and one was never finite."""
+def trained(folder: Path, epochs: int = 30, later: int = 0) -> Told:
+    """Return a run that trains on GPUs: in its third epoch a step ran out of memory, and one was never finite.
+
+    Another run has trained the model for `later` epochs more.
+    """
     told = begun(folder, "train", tasks=1)
     told.job("7", [0], ask=LARGE, gpus=1, why="planned")
     stretch = Stretch("all items", epochs, 5 * GIB, GIB, 6 * GIB, 10 * GIB, {"item": 1.0})
@@ -85,7 +88,7 @@ def trained(folder: Path, epochs: int = 30) -> Told:
     config = read_config(folder / "pipeline.yaml").config
     made = ModelFolder(config.train.models / prepared.name)
     with MetricsLog(made.path) as figures:
-        for step in range(1, 10 * epochs + 1):
+        for step in range(1, 10 * (epochs + later) + 1):
             figures.log(step, {"loss.distance": 10.0 / step, "learning_rate": 1e-3})
             if step % 10 == 0:
                 figures.epoch(_epoch(step // 10))

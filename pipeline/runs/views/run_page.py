@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import re
+import sys
 import time
 from itertools import chain
 from pathlib import Path
@@ -195,9 +196,13 @@ def training_facts(folder: RunFolder, config: Config, stage: StageStatus | None)
     if prepared is None:
         return None
     made = ModelFolder(config.train.models / prepared.name)
-    epochs, settings = read_epochs(made.path), config.train.validation
+    every, settings = read_epochs(made.path), config.train.validation
+    census = stage.census or {} if stage else {}
+    last = min(prepared.epochs, census.get("epochs", prepared.epochs))  # a later run may have trained on
+    epochs = [epoch for epoch in every if epoch.epoch <= last]
+    steps = epochs[-1].step if epochs and len(epochs) < len(every) else sys.maxsize
     names = sorted(path.name for path in made.bundles.iterdir()) if made.bundles.is_dir() else []
-    bundles = [match for match in map(_BUNDLE.fullmatch, names) if match]
+    bundles = [match for match in map(_BUNDLE.fullmatch, names) if match and int(match["step"]) <= steps]
     return TrainingFacts(
         prepared=prepared,
         folder=made.path,
@@ -209,7 +214,7 @@ def training_facts(folder: RunFolder, config: Config, stage: StageStatus | None)
         known_epochs=len(epochs),
         losses=_names(epoch.loss for epoch in epochs)[:SERIES],
         metrics=_names(epoch.validation for epoch in epochs),
-        curves=_curves(read_figures(made.path)),
+        curves=_curves([figures for figures in read_figures(made.path) if figures[STEP] <= steps]),
         bundles=[RecordedStep(int(match["step"]), match["kind"], int(match["rank"])) for match in bundles[-BUNDLES:]],
         more_bundles=max(0, len(bundles) - BUNDLES),
     )

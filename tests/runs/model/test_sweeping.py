@@ -12,10 +12,13 @@ import pytest
 from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.journal.run_status import StatusReader
 from pipeline.report.compared import ComparedModel, compared
+from pipeline.runs.views.compared_models import read_model
+from pipeline.training.prepared import ModelFolder, Stretch
 from tests.testkit.command import Command, Typed
 from tests.testkit.once import Shelf
 from tests.testkit.project import Project, copied, to_do, until
 from tests.testkit.trained import SMALL, weights, write_project
+from tests.training.loop.loops import prepared_of
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -126,6 +129,17 @@ def test_models_of_one_name_in_two_folders_have_their_own_figures() -> None:
     models = [ComparedModel("own-1", folder, "done", {}, 2, 4, 0.1, 0, 0, curve) for folder, curve in curves.items()]
     told = compared(models, "loss", lower=True).to_json()["models"]
     assert [(model["folder"], model["best"], model["best_epoch"]) for model in told] == [("b", 0.3, 1), ("a", 0.5, 1)]
+
+
+def test_models_of_other_numbers_of_epochs_are_no_seeds_of_one_another(tmp_path: Path) -> None:
+    for name, seed, epochs in (("a", 1, 8), ("b", 2, 8), ("c", 3, 60)):
+        stretch = Stretch("all items", epochs, 1, 1, 1, 1, {"item": 1.0})
+        prepared = prepared_of([stretch])
+        recipe = {"seed": seed, "epochs": None}  # under a constant schedule more epochs are a longer training
+        (tmp_path / name).mkdir()
+        ModelFolder(tmp_path / name).prepared.write_text(json.dumps({**prepared.to_json(), "recipe": recipe}))
+    told = compared([read_model(path) for path in sorted(tmp_path.iterdir())], "loss", lower=True)
+    assert [list(group.models) for group in told.groups] == [["a", "b"], ["c"]]
 
 
 @pytest.mark.nightly

@@ -13,7 +13,7 @@ from pipeline.project.project import open_executor
 from pipeline.runs.engine.lifecycle import Cancellation, cancel
 from pipeline.runs.views import run_page as pages
 from pipeline.runs.views.run_page import Page, of_run, page_now
-from tests.report.runs_told import begun, many
+from tests.report.runs_told import begun, many, trained
 from tests.testkit.counted import calls_of
 
 TASKS = 10_000
@@ -53,6 +53,15 @@ class TestWhileARunGoesOn:
         assert page_now(run)[1].status.state is RunState.DONE
         assert not run.report.exists()
         assert "ZeroDivisionError" in caplog.text
+
+
+def test_the_page_of_a_run_shows_nothing_of_a_later_one_that_trained_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = trained(tmp_path, epochs=6, later=2)
+    page, seen = page_now(told.folder)
+    training = page.facts(seen).training
+    assert [epoch.epoch for epoch in training.newest] == [1, 2, 3, 4, 5, 6]
+    assert {curve[-1][0] for curve in training.curves.values()} == {60}
 
 
 def test_a_run_that_is_cancelled_says_so_on_its_page(tmp_path, monkeypatch):
