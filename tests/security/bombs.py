@@ -299,6 +299,13 @@ def checkpoint_header(folder: Path) -> object:
 
 
 @bomb
+def checkpoint_shape(folder: Path) -> object:
+    header = b'{"a": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 4]}}'
+    (path := folder / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    return TensorFile(Disk(), path, WrittenFile(12 + len(header), "0" * 32))
+
+
+@bomb
 def checkpoint_packed(folder: Path) -> object:
     """A .pt whose members are compressed: torch stores them plain, and takes nothing else."""
     return read_pt(zipped(folder / "a.pt", "a/version"))

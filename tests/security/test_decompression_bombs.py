@@ -57,6 +57,7 @@ TOLD = {
     "weights_header": "header too large",
     "weights_tensor": "is truncated: its end is missing",
     "checkpoint_header": "its header is damaged",
+    "checkpoint_shape": "its header is damaged",
     "checkpoint_packed": "is a compressed archive",
     "checkpoint_that_torch_alone_reads": "is truncated: its end is missing",
     "script_below_its_code": "is not a checkpoint that torch can read",

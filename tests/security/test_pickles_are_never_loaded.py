@@ -23,7 +23,7 @@ import torch
 
 from pipeline.config.load import from_resolved
 from pipeline.encoder.checkpoints.weight_containers import read_pt, read_safetensors
-from pipeline.errors import PipelineError
+from pipeline.errors import PipelineError, WeightsUnusable
 from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_folder import RunFolder
 from pipeline.memory.history.task_history import Profiles
@@ -38,6 +38,7 @@ from pipeline.training.checkpoints.checkpoint_reader import open_checkpoint
 from pipeline.training.evaluating.outputs import GatheredOutputs
 from pipeline.training.forensics import step_bundle
 from tests.conftest import ROOT
+from tests.security.bombs import script
 from tests.training.checkpoints.saved import checkpoints, state_at
 from tests.training.forensics.test_bundles import BUNDLE_OF, RNG_OF
 
@@ -178,6 +179,13 @@ def test_weights_of_either_name(tmp_path: Path, evil: bytes) -> None:
         read = read_pt if name.endswith("pt") else lambda path: read_safetensors([path])
         assert refused(lambda here=tmp_path / name, read=read: read(here))  # type: ignore[misc]
     assert not (tmp_path / "made").exists()
+
+
+def test_a_file_of_weights_does_not_change_how_the_next_one_is_read(tmp_path: Path) -> None:
+    called = b"(X\1\0\0\0actorch._utils\n_rebuild_parameter\n"
+    read_pt(script(tmp_path / "first.pt", called + b"N}X\x0c\0\0\0__defaults__K\5\x85s\x86bu"), foreign=True)
+    with pytest.raises(WeightsUnusable):
+        read_pt(script(tmp_path / "next.pt", called + b")Ru"), foreign=True)  # a call without its argument
 
 
 def test_every_file_of_a_run(tmp_path: Path, evil: bytes) -> None:

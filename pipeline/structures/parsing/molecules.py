@@ -44,7 +44,10 @@ def read_molecule(data: bytes, form: str) -> AtomTable:
     text = data.decode("ascii", "replace").replace("\ufffd", "?").replace("\r\n", "\n")
     block = _only_mol2(text) if form == "mol2" else _only_record(text)
     with _listening() as heard:
-        molecule = _parsed(block, form)
+        if form == "mol2":  # None where it cannot be read
+            molecule = Chem.MolFromMol2Block(block, sanitize=False, removeHs=False, cleanupSubstructures=False)
+        else:
+            molecule = Chem.MolFromMolBlock(block, sanitize=False, removeHs=False, strictParsing=True)
         if molecule is None:
             raise UnusableInput(Reason.PARSE_ERROR, _gist(heard, form))
         if not molecule.GetNumAtoms():
@@ -60,6 +63,7 @@ def _only_record(text: str) -> str:
 
 def _only_mol2(text: str) -> str:
     """Return the text of a MOL2 file with one molecule; refuse what RDKit would silently leave out."""
+    text = re.sub(rf"^({MOL2}\w+)[ \t]+$", r"\1", text, flags=re.MULTILINE)
     _check_one(len(re.findall(f"^{MOL2}MOLECULE", text, flags=re.MULTILINE)))
     atoms, bonds = _rows(text, "ATOM"), _rows(text, "BOND")
     for number, name, *_, kind in (cells[:6] for cells in atoms if len(cells) > 5):
@@ -71,8 +75,8 @@ def _only_mol2(text: str) -> str:
             raise UnusableInput(Reason.PARSE_ERROR, what)
     header = (text.partition(f"{MOL2}MOLECULE")[2].splitlines() + [""] * 3)[2].split()
     for what, rows, count in zip(("atoms", "bonds"), (atoms, bonds), header, strict=False):
-        if not count.isdecimal() or int(count) != len(rows):
-            raise UnusableInput(Reason.PARSE_ERROR, f"the molecule says {count} {what} and has {len(rows)}")
+        if not count.isdecimal() or count.lstrip("0") != str(len(rows) or ""):
+            raise UnusableInput(Reason.PARSE_ERROR, f"the molecule says {count[:20]} {what} and has {len(rows)}")
     return text
 
 
@@ -115,18 +119,6 @@ def _listening() -> Iterator[list[str]]:
                 (rdBase.EnableLog if state == "enabled" else rdBase.DisableLog)(name)
             logger.handlers, logger.propagate, level, logger.disabled = before
             logger.setLevel(level)
-
-
-def _parsed(block: str, form: str) -> Any:
-    """Return RDKit's molecule, unchanged from the file, or None if it cannot be read."""
-    from rdkit import Chem
-
-    try:
-        if form == "mol2":
-            return Chem.MolFromMol2Block(block, sanitize=False, removeHs=False, cleanupSubstructures=False)
-        return Chem.MolFromMolBlock(block, sanitize=False, removeHs=False, strictParsing=True)
-    except (ValueError, RuntimeError) as error:
-        raise UnusableInput(Reason.PARSE_ERROR, f"{error}"[:200]) from error
 
 
 def _gist(heard: list[str], form: str) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from pipeline.records import Reason
 from pipeline.structures.atoms import UnusableInput, name_text, name_word
+from pipeline.structures.parsing import plain_pdb
 from pipeline.structures.policy import CA_WORD, is_standard
 
 if TYPE_CHECKING:
@@ -23,9 +24,6 @@ CHAIN_COLUMN, SERIAL = slice(21, 22), slice(6, 11)
 COLUMNS = {"the residue number": slice(22, 26), "x": slice(30, 38), "y": slice(38, 46), "z": slice(46, 54)}
 NUMBER = re.compile(rb" *[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)? *| *[-+]?(?:nan|inf) *", re.IGNORECASE)
 RESIDUE_NUMBER = re.compile(rb" *-?\d* *|[A-Za-z][0-9A-Za-z]{3}")  # also in base 36
-WHOLE = rb"(?:   |  [-\d]| [-\d]\d|[-\d]\d\d)\d"  # a whole number of four columns, as nearly every file has it
-# The line of an atom, unless its numbers are as in nearly every file.
-UNUSUAL = re.compile(rb"\n(?:ATOM  |HETATM)(?![^\n]{16}" + WHOLE + rb"[^\n]{4}(?:" + WHOLE + rb"\.\d{3}){3})[^\n]*")
 
 
 def read_on(data: bytes) -> tuple[bytes, int]:
@@ -69,11 +67,13 @@ def _chains(data: bytes) -> set[bytes]:
 
 def check_numbers(data: bytes) -> None:
     """Refuse a file with a coordinate or a residue number that is none, which a parser would take for 0."""
-    for line in UNUSUAL.finditer(b"\n" + data[: next(_ends(data), len(data))]):
-        for what, columns in COLUMNS.items():
-            field, number = line[0][1:][columns], NUMBER if len(what) == 1 else RESIDUE_NUMBER
-            if not number.fullmatch(field) and len(line[0]) > columns.stop:
-                at = data.count(b"\n", 0, line.start()) + 1
+    data = data[: next(_ends(data), len(data))]
+    for start in plain_pdb.unusual_atoms(data):
+        line = data[start : data.find(b"\n", start) % (len(data) + 1)]  # to its end, or the file's
+        for what, columns in COLUMNS.items() if line.startswith((b"ATOM  ", b"HETATM")) else ():
+            field, number = line[columns], NUMBER if len(what) == 1 else RESIDUE_NUMBER
+            if not number.fullmatch(field) and len(line) >= columns.stop:
+                at = data.count(b"\n", 0, start) + 1
                 problem = f"line {at}: {what} is {field.decode('latin-1')!r}, no number"
                 raise UnusableInput(Reason.PARSE_ERROR, problem)
 

@@ -23,7 +23,9 @@ REVISION = 0  # counted up, and so into the keys, when this was found to have re
 
 # Records that change no column, whatever they say. CRYST1 is none of them: gemmi refuses a file for an impossible cell.
 IDLE = frozenset(b"HEADER TITLE COMPND SOURCE KEYWDS EXPDTA AUTHOR REVDAT JRNL REMARK SEQRES".split()) | {b""}
-ATOM = int.from_bytes(b"ATOM", "little")
+ATOM, HETATM = (int.from_bytes(record, "little") for record in (b"ATOM", b"HETA"))
+# Where a residue's number and the whole parts of x, y and z begin, and the other parts of these.
+WHOLE, FRACTION = np.array([[22], [30], [38], [46]]), np.array([[34], [42], [50]])
 SHORTEST = 79  # bytes of a line that reaches the element, line feed included
 LINE_FEED, CARRIAGE_RETURN, SPACE = 10, 13, 32
 
@@ -92,6 +94,17 @@ def read_plain_pdb(data: bytes, *, to_end: bool = False) -> AtomTable | None:
 def _require(condition: bool | np.bool_) -> None:  # noqa: FBT001 - it reads as a sentence
     if not condition:
         raise _NotPlain
+
+
+def unusual_atoms(data: bytes) -> list[int]:
+    """Return where each atom's line begins whose numbers are not written as in nearly every file."""
+    start_L = np.flatnonzero(np.frombuffer(b"\n" + data, np.uint8) == LINE_FEED)
+    code_B = np.ndarray(len(data) + SHORTEST, "<u4", data + b" " * (SHORTEST + 3), 0, (1,))
+    start_L = start_L[(code_B[start_L] == ATOM) | (code_B[start_L] == HETATM)]
+    whole_4L, fraction_3L = (code_B[columns + start_L] for columns in (WHOLE, FRACTION))
+    is_usual_L = _whole_numbers().has(whole_4L).all(axis=0) & _fractions().has(fraction_3L).all(axis=0)
+    unusual: list[int] = start_L[~is_usual_L].tolist()
+    return unusual
 
 
 def _split(data: bytes, *, to_end: bool) -> tuple[_AtomLines, list[int]]:
@@ -291,11 +304,15 @@ class _Table(NamedTuple):
     codes: NDArray[np.uint32]
     values: NDArray[np.float32]
 
+    def has(self, code_N: NDArray[np.uint32]) -> NDArray[np.bool_]:
+        """Tell which texts are in the table."""
+        known_N: NDArray[np.bool_] = self.codes.take(_places(code_N), mode="wrap") == code_N  # none is beyond
+        return known_N
+
     def read(self, code_N: NDArray[np.uint32]) -> NDArray[np.float32]:
         """Return the value of each text; require texts that are in the table."""
-        place_N = _places(code_N)
-        _require((self.codes.take(place_N, mode="wrap") == code_N).all())  # none is beyond: to look takes longer
-        return self.values.take(place_N, mode="wrap")
+        _require(self.has(code_N).all())
+        return self.values.take(_places(code_N), mode="wrap")
 
 
 def _places(code_N: NDArray[np.uint32]) -> NDArray[np.intp]:

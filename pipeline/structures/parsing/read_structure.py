@@ -69,19 +69,22 @@ def parse_structure(
 
     `beside` holds the coordinates of a topology.
     """
-    if form in EXTRA:
-        return _simple(data, form, reading, beside)
-    if form == "pdb" and reading.chain_names == "label":
-        raise UnusableInput(
-            Reason.MISSING_CHAIN, "a PDB file has no label chain names; set structures.chain_names: author"
-        )
-    if form == "pdb":
-        return _pdb(data, reading, max_residues)
-    return _by_gemmi(data, form, reading, max_residues)
+    try:
+        if form in EXTRA:
+            return _simple(data, form, reading, beside)
+        if form == "pdb":
+            return _pdb(data, reading, max_residues)
+        return _by_gemmi(data, form, reading, max_residues)
+    except (ValueError, RuntimeError, LookupError, TypeError, ArithmeticError) as error:
+        what = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UnusableInput(Reason.PARSE_ERROR, what) from error
 
 
 def _pdb(data: bytes, reading: FileReading, max_residues: int | None) -> AtomTable:
     """Return the atoms of a PDB file."""
+    if reading.chain_names == "label":
+        what = "a PDB file has no label chain names; set structures.chain_names: author"
+        raise UnusableInput(Reason.MISSING_CHAIN, what)
     if reading == PLAIN and (table := plain_pdb.read_plain_pdb(data, to_end=True)) is not None:
         return table
     data, chains = pdb_lines.read_on(data)
@@ -93,22 +96,18 @@ def _pdb(data: bytes, reading: FileReading, max_residues: int | None) -> AtomTab
 
 def _by_gemmi(data: bytes, form: str, reading: FileReading, max_residues: int | None) -> AtomTable:
     """Return the atoms in a file's bytes as gemmi reads them."""
-    try:
-        structure, is_predicted = _structure(data, form)
-        if sum(model.count_atom_sites() for model in structure) == 0:
-            raise UnusableInput(Reason.NO_ATOMS, "the file holds no atoms")
-        _keep_model(structure, reading.model)
-        structure.setup_entities()
-        if reading.seqres:
-            _check_alignment(structure, max_residues)
-            structure.assign_label_seq_id(force=False)
-        if reading.assembly is not None:
-            _build_assembly(structure, reading.assembly, max_residues)
-        table = _table(structure, reading)
-        return replace(table, is_predicted=is_predicted) if reading.b_factors else table
-    except (ValueError, RuntimeError, LookupError, TypeError) as error:  # UnicodeDecodeError is a ValueError
-        what = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UnusableInput(Reason.PARSE_ERROR, what) from error
+    structure, is_predicted = _structure(data, form)
+    if sum(model.count_atom_sites() for model in structure) == 0:
+        raise UnusableInput(Reason.NO_ATOMS, "the file holds no atoms")
+    _keep_model(structure, reading.model)
+    structure.setup_entities()
+    if reading.seqres:
+        _check_alignment(structure, max_residues)
+        structure.assign_label_seq_id(force=False)
+    if reading.assembly is not None:
+        _build_assembly(structure, reading.assembly, max_residues)
+    table = _table(structure, reading)
+    return replace(table, is_predicted=is_predicted) if reading.b_factors else table
 
 
 def _simple(data: bytes, form: str, reading: FileReading, beside: bytes) -> AtomTable:

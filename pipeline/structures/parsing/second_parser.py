@@ -128,7 +128,8 @@ def _residue(chain: Chain, structure: Structure, residue: int, other: _Residue |
         return
     atom = int(structure.backbone_R5[residue, CA])
     if (atom >= 0) != bool(other.ca):
-        yield f"chain {chain.name}: {_name(other, place)} has {'a' if atom >= 0 else 'no'} CA to us, and not to biotite"
+        has, lacks = ("us", "biotite") if atom >= 0 else ("biotite", "us")
+        yield f"chain {chain.name}: {_name(other, place)} has a CA to {has}, and none to {lacks}"
     elif atom >= 0 and len(other.ca) == 1:
         apart = float(np.abs(structure.pos_A3[atom] - other.ca[0]).max())
         if apart > APART + float(np.spacing(np.float32(np.abs(other.ca[0]).max()))):

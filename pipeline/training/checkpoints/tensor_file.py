@@ -182,7 +182,7 @@ class TensorFile:
             specs = {str(name): self._spec(**entry) for name, entry in parsed.items()}
             if not all(name in specs for name in same.values()):
                 raise ValueError
-        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
             raise damaged_file(self.path, "its header is damaged") from error
         return specs, same
 

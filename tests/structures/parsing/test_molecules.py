@@ -227,7 +227,7 @@ BROKEN_SDF = {
     "three molecules": ((THEOPHYLLINE + "$$$$\n") * 3, Reason.AMBIGUOUS_PARTNERS),
 }  # fmt: skip
 BROKEN_MOL2 = {
-    "c3  ": "C.3 ", "LP ": "O.2", "Du ": "O.2", " 8 8 1": " 9 8 1", " 9 7 1": " 9 8 1",
+    "c3  ": "C.3 ", "LP ": "O.2", "Du ": "O.2", " 8 8 1": " 9 8 1", " 9 7 1": " 9 8 1", "9" * 4301 + " 8 1": "9 8 1",
     "     2     2     3    x": "     2     2     3    2", "     2     2    33    2": "     2     2     3    2",
 }  # fmt: skip
 
@@ -251,3 +251,4 @@ def test_what_is_no_part_of_a_molecule_changes_nothing() -> None:
         THEOPHYLLINE.replace("theophylline", "th\N{GREEK SMALL LETTER ALPHA}ophylline"),
     ):
         assert bonds(table(block)) == bonds(table(THEOPHYLLINE))
+    assert bonds(table(ACETAMIDE.replace("ATOM\n", "ATOM \t\n"), "mol2")) == bonds(table(ACETAMIDE, "mol2"))

@@ -42,6 +42,8 @@ def test_what_a_file_holds_otherwise_is_reported_once() -> None:
     assert "0.500" in what
     without = b"\n".join(line for line in MADE.splitlines() if line[21:26] != b"A   5")
     assert len(told(ours(MADE), without)) == len(told(ours(without), MADE)) == 1
+    (what,) = told(ours(edited(lambda line: line.replace(" CA ", " CX "))), MADE)
+    assert "a CA to biotite, and none to us" in what
     name = next(line[17:20] for line in MADE.decode().splitlines() if line[21:26] == "A   5")
     other = "TRP" if name != "TRP" else "PHE"
     renamed = edited(lambda line: line[:17] + other + line[20:])
