@@ -170,12 +170,13 @@ def _text(path: Path) -> str:
 
 def _typed(words: str, nth: int) -> Document:
     """Read the words after a --set; a mistake in them is added to the problems of the document."""
-    document = Document("--set", words, offset=AFTER_THE_FILE + nth)
-    name, _, value = words.partition("=")
+    name, equals, value = words.partition("=")
+    shown = name + equals + without_secrets_in(value, name.strip())
+    document = Document("--set", shown, offset=AFTER_THE_FILE + nth)
     key = tuple(name.strip().split("."))
     try:
         if "=" not in words or not all(key):
-            raise ConfigError("wants KEY=VALUE, such as data.limit=10", where=f"--set {words}")
+            raise ConfigError("wants KEY=VALUE, such as data.limit=10", where=f"--set {shown}")
         return document.read(value, key)
     except ConfigError as error:
         document.problems.append(Problem(document.offset, f"{error.where}: {error.what}"))
@@ -272,7 +273,7 @@ def _problem(detail: ErrorDetails, entries: Mapping[KeyPath, WrittenValue]) -> P
     entry = _nearest(entries, key)
     text = f"{entry.place(key)}: {site_profiles.explain_card(detail) or explain(key, detail)}"
     if entry.line >= AFTER_THE_FILE and text.endswith("put it in quotes"):  # which the shell would take away again
-        typed = "" if detail["input"] is None else detail["input"]  # --set KEY=
+        typed = "" if detail["input"] is None else without_secrets_in(detail["input"], key[-1])  # --set KEY=
         text += f""": --set '{".".join(key)}="{typed}"'"""
     return Problem(entry.line, text)
 

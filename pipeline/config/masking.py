@@ -12,43 +12,47 @@ from typing import Any
 
 MASK = "***"
 SHORTEST = 6  # a shorter value is a number or a word that would be masked all over a text
-_NAME = r"(?:token|secret|password|passwd|credentials?|(?:api|access|secret|private)[_-]?key|signature)"
-_IN_URL = re.compile(r"(?<=://)([^\s/@:]*):[^\s/@]+(?=@)")
-_ALONE_IN_URL = re.compile(r"(?<=://)[^\s/@:]{20,}(?=@)")  # a token in the place of a name; names are shorter
-_SAID = re.compile(  # a long word is gone through once: it is looked at from its beginning only
-    rf"((?<![\w.-])(?:--[\w-]*{_NAME}\s+|[\w.-]*{_NAME}[\"']?\s*[=:]\s*)[\"']?)[^\s\"',}}&]{{{SHORTEST},}}",
-    re.IGNORECASE,
+_NAME = (
+    r"(?:token|secret|password|passwd|passphrase|credentials?|authorization|signature|webhook(?:[_-]?url)?"
+    r"|(?:api|access|secret|private|auth|wandb|signing)[_-]?key)"
 )
-_ENDS_SO = re.compile(rf"{_NAME}$", re.IGNORECASE)
+_PLACES = [  # what the group takes stays; a long word is gone through once: it is looked at from its beginning only
+    re.compile(text, re.IGNORECASE)
+    for text in (
+        r"(://[^\s/@:]*:)[^\s/@]+(?=@)",
+        r"(://)[^\s/@:]{20,}(?=@)",  # a token in the place of a name; names are shorter
+        rf"(https?://[^\s\"']{{0,200}}?hook[^\s/\"']*/)[^\s\"']{{{SHORTEST},}}",
+        rf"((?<![\w.-])[\w.-]*{_NAME}[\"']?\s*[=:]\s*[\"']?(?:(?:Bearer|Basic)\s+)?)[^\s\"',}}&]{{{SHORTEST},}}",
+        rf"((?<![\w.-])--[\w-]*{_NAME}[\s=]+[\"']?)[^\s\"',}}&]+",
+        rf"(\bwandb login\s+(?:-\S+\s+)*)[^\s-]\S{{{SHORTEST - 1},}}",
+        r"(\b(?:curl|wget)\b[^\n]{0,500}?\s(?:-u|--user)[\s=]*[\"']?[^\s:\"']+:)[^\s\"']+",
+        r"((?<![\w-])(?:hf_|gh[opsru]_))[a-z0-9]{16,}(?!\w)",  # and not hf_esm2_t33_650M_UR50D
+        r"((?<![\w-])(?:Bearer\s+|github_pat_|glpat-|sk-|xox[abprs]-)(?=\S*\d))[\w.~+/=-]{16,}",
+    )
+]
+_ENDS_SO = re.compile(rf"{_NAME}$|^(?:-u|--user)$", re.IGNORECASE)
+_IS_SIZE = re.compile(r"(?:^|\.)token$")  # where its value is a number
 _VARIABLE = re.compile(r"(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$")
 
 
 def without_secrets(text: str) -> str:
     """Return a text with its secrets masked."""
-    for value in _in_the_environment():
+    values = {value for name, value in os.environ.items() if _VARIABLE.search(name) and len(value) >= SHORTEST}
+    for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, MASK)
-    text = _ALONE_IN_URL.sub(MASK, _IN_URL.sub(rf"\1:{MASK}", text))
-    return _SAID.sub(rf"\1{MASK}", text)
+    for place in _PLACES:
+        text = place.sub(rf"\1{MASK}", text)
+    return text
 
 
 def without_secrets_in(value: Any, name: str = "") -> Any:
     """Return JSON data with its secrets masked; `name` is the key that holds the value."""
+    is_secret = _ENDS_SO.search(name) is not None
     if isinstance(value, dict):
-        return {key: without_secrets_in(part, str(key)) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        pairs = zip(["", *value], value, strict=False)  # in a command, the word after --token is a secret
-        return [without_secrets_in(part, _option(previous) or name) for previous, part in pairs]
-    if not isinstance(value, str):
-        return value
-    return MASK if value and _ENDS_SO.search(name) else without_secrets(value)
-
-
-def _option(word: Any) -> str:
-    """Return a word that is the name of an option, else an empty text."""
-    return word if isinstance(word, str) and word.startswith("-") else ""
-
-
-def _in_the_environment() -> list[str]:
-    """Return the values of environment variables that are named like secrets, the longest first."""
-    values = {value for name, value in os.environ.items() if _VARIABLE.search(name) and len(value) >= SHORTEST}
-    return sorted(values, key=len, reverse=True)
+        return {key: without_secrets_in(part, name if is_secret else str(key)) for key, part in value.items()}
+    if isinstance(value, list | tuple):  # in a command, the word after --token is a secret
+        before = (str(word) if str(word).startswith("-") else name for word in ("", *value))
+        return [without_secrets_in(part, option) for option, part in zip(before, value, strict=False)]
+    if is_secret and value and not isinstance(value, bool):
+        return MASK if isinstance(value, str) or not _IS_SIZE.search(name) else value
+    return without_secrets(value) if isinstance(value, str) else value

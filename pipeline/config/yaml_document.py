@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 import yaml
 
 from pipeline.config.familiar_words import familiar
+from pipeline.config.masking import without_secrets_in
 from pipeline.config.schema import FIELDS, LEAVES, SECTIONS, schema_key
 from pipeline.config.schema_parts import CONFLICT, WANTS
 from pipeline.errors import ConfigError
@@ -152,7 +153,9 @@ class Document:
             value = _SCALARS[kind](node.value) if kind in _SCALARS else None
             json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # neither infinite nor half a character
         except (ValueError, KeyError):
-            self._problem(self._line(node), key, f"{_short(node.value)} is no valid {kind}")
+            self._problem(
+                self._line(node), key, f"{_short(without_secrets_in(node.value, key[-1]))} is no valid {kind}"
+            )
             return None
         return value
 
@@ -254,7 +257,8 @@ def explain(key: KeyPath, detail: ErrorDetails) -> str:
         return f"is required. {FIELDS[key].description}" if key in FIELDS else "is required"
     if kind == CONFLICT:
         return detail["msg"]
-    return f"{_wanted(key, detail)}, got {_shown(detail['input'])}{_advice_on_value(key, kind, detail['input'])}"
+    got = without_secrets_in(detail["input"], key[-1])
+    return f"{_wanted(key, detail)}, got {_shown(got)}{_advice_on_value(key, kind, detail['input'])}"
 
 
 def _wanted(key: KeyPath, detail: ErrorDetails) -> str:

@@ -176,6 +176,10 @@ def test_what_is_no_secret_is_left_as_it_is() -> None:
         "https://host/x@y:z",
         "left.token 128",
         "sizes: nodes 300, left.token: 12345",
+        "models/hf_esm2_t33_650M_UR50D",
+        "risk-of-bias-in-16-domains-of-proteins",
+        "python train.py -u a:b",
+        "https://host/docs/a/long/path?page=12",
     ]:
         assert without_secrets(text) == text, text
 
@@ -189,6 +193,14 @@ def test_a_secret_is_told_by_its_name_or_its_place() -> None:
         ("--api-key=abcdefgh", "--api-key=***"),
         ("export WANDB_API_KEY='abcdefgh'", "export WANDB_API_KEY='***'"),
         ('{"password": "abcdefgh", "a": 1}', '{"password": "***", "a": 1}'),
+        ("mysql --password x -h host", "mysql --password *** -h host"),
+        ("wandb login 0123abcd && python train.py", "wandb login *** && python train.py"),
+        ("hf_AbCdEfGhIjKlMnOpQr and ghp_0123456789abcdefghij", "hf_*** and ghp_***"),
+        ("key sk-proj-0123456789abcdef_gh", "key sk-***"),
+        ("curl -s -u me:pass 'https://host'", "curl -s -u me:*** 'https://host'"),
+        ("curl -H 'Authorization: Bearer abcdefgh' x", "curl -H 'Authorization: Bearer ***' x"),
+        ("https://hooks.slack.com/services/T0/B0/abcd", "https://hooks.slack.com/***"),
+        ("https://discord.com/api/webhooks/12/abcd", "https://discord.com/api/webhooks/***"),
         ("/x?X-Amz-Signature=abcdefgh&y=1", "/x?X-Amz-Signature=***&y=1"),
     ]:
         assert without_secrets(text) == shown, (text, shown)
@@ -199,6 +211,22 @@ def test_nested_settings_are_masked_by_the_name_above_them() -> None:
     assert without_secrets_in(told) == {
         "options": {"api_token": MASK, "many": ["https://a:***@c", 3]}, "password": [MASK, MASK], "n": None
     }  # fmt: skip
+    shown = {"largest": {"left.token": 128}, "use_token": True, "command": ["curl", "-u", MASK], "n": 3}
+    shown |= dict.fromkeys(("api_key", "wandb_key", "Authorization", "slack_webhook"), MASK)
+    told = {"api_key": 1234567, "wandb_key": "x", "Authorization": "Bearer x", "slack_webhook": "https://x/y"}
+    assert without_secrets_in({**shown, **told, "command": ["curl", "-u", "me:pass"]}) == shown
+
+
+def test_a_complaint_about_a_setting_does_not_quote_a_secret(pipeline: Command, project: Path) -> None:
+    for setting in (
+        "train.options.api_key={value: [[" + OPTION + "]]}",
+        f"cluster.notify.command=curl -H 'Authorization: Bearer {OPTION}' x",
+        f"cluster.slurm.container.env.WANDB_KEY=[{OPTION}]",
+        f"train.options.password=!!int {OPTION}",
+    ):
+        told = pipeline("config", "check", "--set", setting)
+        assert told.code == 2, setting
+        assert found(told.err) == [], (setting, told.err)
 
 
 def test_a_text_of_long_words_is_gone_through_at_once() -> None:
