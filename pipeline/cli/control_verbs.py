@@ -147,7 +147,7 @@ def _cancel_points(opened: Opened, wanted: Sequence[str], stage: str | None, *, 
 
 def _opened(run: str | None, file: Path | None, sets: list[str] | None, verb: str) -> Opened:
     """Return the folder of this user's own run, its frozen configuration, its executor and its status."""
-    from pipeline.config.load import from_resolved
+    from pipeline.config.load import read_resolved
     from pipeline.journal.active_runs import status_of
     from pipeline.project.project import open_executor
     from pipeline.runs.engine.handover import refuse_elsewhere
@@ -155,7 +155,7 @@ def _opened(run: str | None, file: Path | None, sets: list[str] | None, verb: st
 
     folder = run_folder(run, file, sets)
     refuse_others(folder, verb)
-    frozen = from_resolved(folder.config.read_text(), str(folder.config))
+    frozen = read_resolved(folder.config)
     executor, status = open_executor(frozen), status_of(folder)
     refuse_elsewhere(folder, status, executor, verb)
     executor.recognize(status.queued_as)

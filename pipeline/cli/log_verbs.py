@@ -178,10 +178,10 @@ def _none(folder: RunFolder, status: RunStatus, wanted: LogChoice) -> ConfigErro
 
 def _ranked(folder: RunFolder, status: RunStatus, stage: str | None, rank: int) -> tuple[str | None, int | None]:
     """Return the stage with several ranks that `--rank` means, and the rank; None where lines have no rank mark."""
-    from pipeline.config.load import from_resolved
+    from pipeline.config.load import read_resolved
 
     begun = [name for name in TOGETHER if name in status.stages and stage in (None, name)]
-    config = from_resolved(folder.config.read_text(), str(folder.config)) if begun else None
+    config = read_resolved(folder.config) if begun else None
     worlds = {name: getattr(config.cluster, name).world for name in begun} if config else {}
     together = {name: world for name, world in worlds.items() if world > 1}
     if not config or not together or config.cluster.executor != "slurm":  # the local launcher does not mark their lines

@@ -56,7 +56,7 @@ def items_command(
         problem = f"{key!r} is no beginning of a key, which is a hexadecimal number"
         raise ConfigError(problem, where="--key", remedy=Command.of("items --json", then="   (names the keys)"))
     path = _scanned(run, config, sets).inventory
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8", errors="backslashreplace", newline="") as file:
         every = csv.DictReader(file)
         chosen = (row for row in every if not key or any(row.get(name, "").startswith(key.lower()) for name in KEYS))
         if as_json:

@@ -34,6 +34,7 @@ AFTER_THE_FILE = 1 << 30
 INPUTS = (("data", "path"), ("data", "structures_dir"), ("data", "splits"))  # other folders are made on first use
 UNDER = ("cache", "under")
 IMAGE = ("cluster", "slurm", "container", "image")
+NEW_RUN = Command.submit("all", then="   (starts a new run)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,16 @@ def dump_resolved(config: Config) -> str:
     return config.model_dump_json(indent=2) + "\n"
 
 
-def from_resolved(text: str, where: str = "") -> Config:
+def read_resolved(path: Path) -> Config:
+    """Read the frozen configuration of a run."""
+    try:
+        return from_resolved(path.read_bytes(), str(path))
+    except OSError as error:
+        problem = f"the run's frozen configuration cannot be read: {error.strerror}"
+        raise ConfigError(problem, where=str(path), remedy=NEW_RUN) from error
+
+
+def from_resolved(text: str | bytes, where: str = "") -> Config:
     """Read back what `dump_resolved` wrote."""
     try:
         return Config.model_validate_json(text, strict=True)
@@ -139,7 +149,7 @@ def from_resolved(text: str, where: str = "") -> Config:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))
         problem = f"this frozen configuration is not of this version: {key}: {first['msg']}"
-        raise ConfigError(problem, where=where, remedy=Command.submit("all", then="   (starts a new run)")) from error
+        raise ConfigError(problem, where=where, remedy=NEW_RUN) from error
 
 
 def _present(path: Path, said_by: str) -> Path:

@@ -324,11 +324,11 @@ def _is_active(folder: RunFolder) -> bool:
 
 
 def _config_of(folder: RunFolder) -> Config | None:
-    from pipeline.config.load import from_resolved  # late: it is slow to import, and who asks for one run needs it not
+    from pipeline.config.load import read_resolved  # late: it is slow to import, and who asks for one run needs it not
 
     try:
-        return from_resolved(folder.config.read_text(), str(folder.config))
-    except (OSError, ConfigError):
+        return read_resolved(folder.config)
+    except ConfigError:
         return None
 
 

@@ -50,6 +50,17 @@ def test_every_verb_refuses_a_run_of_a_newer_format(pipeline: Command, tmp_path:
         assert (done.code, "newer format" in done.err) == (2, True), verb
 
 
+def test_every_verb_says_that_the_configuration_of_a_run_is_gone(pipeline: Command, tmp_path: Path) -> None:
+    run = a_run(make_project(tmp_path, 1).folder / "runs")  # which has no config.json
+    run.plan("train").write_text("{}")  # for `compare`
+    page = ("report", "--html", "page.html")
+    for verb, *words in (("cancel",), ("resume",), ("report",), page, ("replay", "--step", "1"), ("compare",)):
+        done = pipeline(verb, run.name, *words)
+        assert (done.code, str(run.config) in done.err, "next: " in done.err) == (2, True, True), (verb, done.err)
+    for verb in ("status", "logs"):
+        assert pipeline(verb, run.name).code == 0, verb
+
+
 def test_work_goes_on_beside_a_run_of_a_newer_format_and_nothing_is_emptied_that_it_may_need(
     pipeline: Command, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from pipeline.config.load import from_resolved
+from pipeline.config.load import read_resolved
 from pipeline.errors import PipelineError
 from pipeline.files import is_mine
 from pipeline.journal.active_runs import QueueLook, current_status, stuck_in
@@ -96,7 +96,7 @@ def tell_of_own(folder: RunFolder, status: RunStatus, queue: QueueLook) -> None:
     if status.state in ENDED or not is_news or not is_mine(folder.path):
         return
     try:
-        tell(folder, from_resolved(folder.config.read_text(), str(folder.config)), status, queue)
+        tell(folder, read_resolved(folder.config), status, queue)
     except PipelineError as error:
         log.warning("what waits is not recorded: %s", error.what)
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.cluster.machine import count_oom_kills
 from pipeline.command_line import Command
-from pipeline.config.load import from_resolved
+from pipeline.config.load import read_resolved
 from pipeline.config.masking import without_secrets
 from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError
@@ -224,7 +224,7 @@ def record_peak(config: Config, run: str, peak: Peak) -> bool:
 
 def read_errand(folder: ProbeFolder) -> tuple[Config, Errand]:
     """Return the configuration of a probe, and what it is to run."""
-    config = from_resolved(folder.config.read_text(), str(folder.config))
+    config = read_resolved(folder.config)
     errand = read_value(folder.errand, Errand)
     if errand is None:
         what = "it does not say what is to be probed, or says it for another version"

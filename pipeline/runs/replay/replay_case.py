@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.command_line import Command
-from pipeline.config.load import from_resolved
+from pipeline.config.load import read_resolved
 from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError, DataError
 from pipeline.journal.attempts import left_out_items
@@ -89,7 +89,7 @@ def steps_with_bundles(folder: RunFolder, point: str | None = None) -> list[int]
 
 def project_of_run(folder: RunFolder, point: str | None = None) -> tuple[Project, ModelFolder]:
     """Return a run's project, by its frozen configuration, and the folder of what it, or a point of it, trains."""
-    config = from_resolved(folder.config.read_text(), str(folder.config))
+    config = read_resolved(folder.config)
     project = Project.open(config, beside=folder.task_root, remember=False)
     plan = folder.plan(StageName.TRAIN)
     if not project.config.train.sweep.points:

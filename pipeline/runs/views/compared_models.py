@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.command_line import Command
-from pipeline.config.load import from_resolved
+from pipeline.config.load import from_resolved, read_resolved
 from pipeline.config.schema_train import ValidationSection
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.report.compared import ComparedModel, compared
@@ -35,7 +35,7 @@ def models_of_run(folder: RunFolder) -> list[ComparedModel]:
         told = json.loads(folder.plan(TRAIN).read_text())
     except (OSError, ValueError):
         return []
-    models = from_resolved(folder.config.read_text(), str(folder.config)).train.models
+    models = read_resolved(folder.config).train.models
     with suppress(TypeError, KeyError):  # a plan of another version
         if "points" not in told:
             return list(_begun(models / Prepared.from_json(told).name))

@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from pipeline.cluster.verdict import Cause
-from pipeline.config.load import from_resolved
+from pipeline.config.load import read_resolved
 from pipeline.config.schema_cluster import StageResources
 from pipeline.project.project import cluster_name, profiles_of
 from pipeline.report.facts import Estimate, StageUse, Suggested
@@ -39,7 +39,7 @@ SLICE_MARGIN, LEAST_SLICED = 1.1, 20 * GIB  # cards with less are not cut
 
 def stage_uses(folder: RunFolder, status: RunStatus) -> list[StageUse]:
     """Return what each stage with tasks has used."""
-    config = from_resolved(folder.config.read_text(), str(folder.config))
+    config = read_resolved(folder.config)
     parts = [part for stage in status.in_order() for part in stage.by_part()]
     stages = [stage for stage in parts if any(task.ended for task in stage.work.values())]
     return [used(stage, config, suggested_memory(config, stage.planned)) for stage in stages]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.command_line import quoted
-from pipeline.config.load import from_resolved
+from pipeline.config.load import read_resolved
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.files import what_is_no_file, write_whole
 from pipeline.journal.active_runs import SeenRun, run_as_shown
@@ -142,7 +142,7 @@ class Page:
 
 def of_run(folder: RunFolder) -> Page:
     """Return the page of a run, with the configuration under which it began."""
-    return Page(folder, from_resolved(folder.config.read_text(), str(folder.config)))
+    return Page(folder, read_resolved(folder.config))
 
 
 def renew(folder: RunFolder) -> None:
