@@ -205,8 +205,9 @@ class StepTapes:
 
 
 def live_peak_bytes(standing: StandingFootprint, micro: MicroFootprint, *, accumulate: bool) -> int:
-    """Return the live peak of a step of one such micro-batch, or of several accumulated."""
-    return StepTapes.of(standing, [micro, micro] if accumulate else [micro]).peak_bytes(standing.bytes)
+    """Return the live peak of building the model and of a step of one such micro-batch, or of several accumulated."""
+    step = StepTapes.of(standing, [micro, micro] if accumulate else [micro])
+    return max(standing.setup.peak_bytes, step.peak_bytes(standing.bytes))  # a model may take more to be built
 
 
 def parts_at_peak(

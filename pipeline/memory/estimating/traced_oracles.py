@@ -261,7 +261,7 @@ class ConfirmedOracle:
                 micro = self._on_cpu.micro(_PLAIN, sizes)
             except Exception as error:  # noqa: BLE001 - it may take no such sizes
                 failed = error
-                break
+                continue
             if self._takes_long(micro) or micro.again.peak_bytes > MOST_BYTES:
                 break
             traced.append((sizes, micro.again.peak_bytes))

@@ -50,6 +50,7 @@ Answer = TypeVar("Answer")
 _WORTH_COLLECTING = 1 << 16  # bytes that may be garbage: to look takes longer than a small trace
 _LASTING = (Category.PARAMETERS, Category.BUFFERS, Category.EMA)  # they stand before the first micro-batch
 _COMPARED = 3  # runs of other sizes, after which branches are taken as before
+FIRST = (1, 2, 4)  # times the smallest sizes, until a model takes them
 MARKED = "pipeline: a micro-batch"  # to a profiler
 _ONE_AT_A_TIME = threading.RLock()  # some of what a trace changes is the whole process's
 
@@ -181,6 +182,7 @@ class TraceSession:
         self._numbers: dict[tuple[Category, str], int] = {}
         self._compared = 0  # runs of which both ways of each branch were traced
         self._setup: dict[int, RecordedBlock] = {}  # by their numbers: what stands before the first micro-batch
+        self._building_bytes = 0  # the most that was live while the model was built
         self._joined = False  # gradients of several parameters are one block
         self._training = self._built(build, model)
         self._training.carrier = OnHost(self._recorder)
@@ -201,13 +203,16 @@ class TraceSession:
 
     def _built_real(self, model: Callable[[], nn.Module], failed: CannotTrace) -> nn.Module:
         """Build the model with real tensors; its errors are the model's own, unless only CUDA is missing."""
+        watch = Recorder(self._target.scratch, self._target.hidden)
         try:
-            with self._target.imitate():
-                return model()
+            with self._target.imitate(), watch:
+                real = model()
         except Exception as error:
             if "CUDA" in str(error):
                 raise failed from error
             raise error from failed
+        self._building_bytes = _peak_bytes(watch.recording) if self._target.scratch is CPU.scratch else 0
+        return real
 
     @contextmanager
     def _open(self) -> Iterator[None]:
@@ -243,9 +248,9 @@ class TraceSession:
         if self._standing is None:
             training = self._training
             blocks = self._set_up()
-            setup, largest, sums = self._allocated(blocks), self._largest_block_bytes(blocks), self._sums(blocks)
+            setup, largest, sums = self._made(blocks), self._largest_block_bytes(blocks), self._sums(blocks)
             stood = {block.number for block in blocks}
-            self._accumulate(self._smallest)
+            self._begin()
             self._draw_most()
             self._highest(lambda: self._training.accumulate(self._batch(self._smallest)))
             origin, with_gradients = self._origin, self._with_gradients()
@@ -268,8 +273,23 @@ class TraceSession:
             )
         return self._standing
 
+    def _begin(self) -> None:
+        """Take a first micro-batch, of more where the model refuses so little: BatchNorm needs two values a channel."""
+        least = self._smallest
+        for times in FIRST:
+            self._smallest = {name: times * size for name, size in least.items()}
+            try:
+                self._accumulate(self._smallest)
+            except (ValueError, CannotTrace) as error:
+                if times == FIRST[-1] or not isinstance(error.__cause__ or error, ValueError):
+                    raise
+            else:
+                return
+
     def _set_up(self) -> list[RecordedBlock]:
         """Return the blocks that stand before the first micro-batch."""
+        if self._target.scratch is CPU.scratch:  # else the host builds it, and it is copied to the GPU
+            self._building_bytes = max(self._building_bytes, _peak_bytes(self._recorder.recording))
         blocks = self._own()
         self._setup = {self._shared[block.number][2]: block for block in blocks}
         return blocks
@@ -282,11 +302,11 @@ class TraceSession:
         """
         if not self._setup:
             self._set_up()
-            self._accumulate(self._smallest)
+            self._begin()
         peaks = []
         for self._draws.seed in (0, 1):
             tape, recording = self._repeated(lambda: self._training.accumulate(self._batch(sizes)))
-            own_bytes = int(np.cumsum(recording.bytes_E).max(initial=0))
+            own_bytes = _peak_bytes(recording)
             peaks.append((tape.peak_bytes, tape.peak_bytes - own_bytes))
             with eagerly(), self._draws.seeded(), torch.autograd.profiler.record_function(MARKED):
                 self._training.accumulate(self._batch(sizes))
@@ -540,10 +560,11 @@ class TraceSession:
         category, name, _ = self._shared[block.number]
         return category, family(name) if category is Category.BUFFERS else ""
 
-    def _allocated(self, blocks: Iterable[RecordedBlock]) -> Tape:
-        """Return a tape that allocates these blocks."""
+    def _made(self, blocks: Iterable[RecordedBlock]) -> Tape:
+        """Return a tape that builds the model, of which these blocks stay."""
+        passing = [(0, self._building_bytes), (0, -self._building_bytes)] if self._building_bytes else []
         pairs = [(self._shared[block.number][2], block.bytes) for block in blocks]
-        return Tape(*np.array(pairs, np.int64).reshape(-1, 2).T)
+        return Tape(*np.array([*passing, *pairs], np.int64).reshape(-1, 2).T)
 
     def _sums(self, blocks: Iterable[RecordedBlock]) -> Counter[tuple[Category, str]]:
         sums: Counter[tuple[Category, str]] = Counter()
@@ -559,6 +580,11 @@ class TraceSession:
             if category is Category.PARAMETERS:
                 sums[outermost(name)] += block.bytes
         return max(sums.values(), default=0)
+
+
+def _peak_bytes(recording: Recording) -> int:
+    """Return the most that was live of what a recording allocated."""
+    return int(np.cumsum(recording.bytes_E).max(initial=0))
 
 
 def _takes_more(tape: Tape, other: Tape) -> bool:

@@ -262,6 +262,20 @@ def test_an_error_of_model_itself_is_told_as_it_is():
         tracer(Small(make)).standing(PLAIN)
 
 
+def test_a_model_that_refuses_a_single_item_begins_with_more():
+    task = Small(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
+    assert tracer(task, least={"items": 1}).micro(PLAIN, SIZES).is_like(tracer(task).micro(PLAIN, SIZES))
+
+
+def test_building_a_model_takes_what_is_planned_for_it():
+    class Bulky(nn.Linear):
+        def reset_parameters(self):
+            self.weight.data.copy_(torch.eye(100 * WIDTH)[:WIDTH, :WIDTH])
+
+    standing, micro = answers(Small(lambda: Bulky(WIDTH, WIDTH)))
+    assert live_peak_bytes(standing, micro, accumulate=True) >= FLOAT * (100 * WIDTH) ** 2
+
+
 def test_after_an_error_the_tracer_still_answers():
     def fussy(y):
         if len(y) == 7:
