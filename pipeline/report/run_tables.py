@@ -66,6 +66,7 @@ def run_report(run: SeenRun, *, with_error: bool = True) -> list[RenderableType]
         shown += [f"warning: {warning}" for warning in stage.warnings]
         is_stopped = status.state is RunState.STOPPED
         failed = [attempt for attempt in stage.failures if not (is_stopped and attempt.cause is Cause.CANCELLED)]
+        failed = [attempt for attempt in failed if attempt.reason.partition("\n")[0] not in (status.error or "")]
         shown += [f"{plural(len(failed), 'attempt')} did not end well", *story(stage, failed)] if failed else []
     shown += ["", f"error: {status.error}"] if status.error and with_error else []
     shown += [f"next: pipeline resume {status.name}"] if status.state is RunState.STOPPED else []

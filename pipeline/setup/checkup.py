@@ -27,6 +27,7 @@ from pipeline.project.container_image import digest_now, image_around, is_contai
 from pipeline.project.project import Encoding, Project, local_machine, scan_recipe_of, source_spec
 from pipeline.project.run_code import PACKAGE, load_task
 from pipeline.records import Inventory, Item, Rejection
+from pipeline.runs.dataset.early_items import refuse_unknown_splits
 from pipeline.runs.dataset.reader_items import is_reader, look_at_files, read_first, reader_of, refuse_crop
 from pipeline.runs.workflow.script_stage import ScriptStage
 from pipeline.setup import slurm_checks
@@ -340,15 +341,16 @@ def _try_task(loaded: LoadedConfig) -> None:
     """Try the task: its model on a batch of tensors without data, and on a few items if graphs exist."""
     from pipeline.runs.model.prepare import size_names, some_items
     from pipeline.runs.model.task_contract import breaches
-    from pipeline.runs.workflow.train_stage import misfits
+    from pipeline.runs.workflow.train_stage import refuse_misfits
 
     train, beside = loaded.config.train, loaded.base_dir.absolute()
     task = load_task(train.task or "", train.options, beside=beside)
     project = Project.open(loaded.config, remember=False, beside=beside)
     sizes = size_names(project)
     items, padded = some_items(project), train.batching == "padded"
-    problems = [*misfits(project, task), *breaches(task, items=items, seed=train.seed, item_sizes=sizes, padded=padded)]
-    if problems:
+    refuse_unknown_splits(project)
+    refuse_misfits(project, task)
+    if problems := list(breaches(task, items=items, seed=train.seed, item_sizes=sizes, padded=padded)):
         remedy = "what a task must have: pipeline/protocol.py"
         raise ConfigError("\n".join(problems), where=f"train.task: {train.task}", remedy=remedy)
 

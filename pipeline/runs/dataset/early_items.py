@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pipeline.command_line import Command
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import ConfigError, DataError, PipelineError
 from pipeline.keys import KEY_BYTES
 from pipeline.protocol import ITEMS
 from pipeline.records import Kind
@@ -26,10 +27,13 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.config.schema_data import GraphSection
     from pipeline.project.project import Project
+    from pipeline.protocol import Task
     from pipeline.records import Inventory
 
 SIZES = "--sizes nodes=600,edges=12000,pairs=90000"  # of two partners with 300 residues each
 MOST, MOST_ITEMS = 2**31 - 1, 10**7  # that can be typed
+NEARLY = 0.7  # how alike the names of two splits are when one is meant by the other: tset, valid
+MOST_LISTED = 100_000  # items whose splits are looked at before a run: a second or two
 NAMELESS = "an item of --sizes"
 RESIDUES_PER_CUBIC_A = 0.0075  # in proteins: 135 cubic Å each
 
@@ -39,6 +43,42 @@ def refuse_sequences(config: Config) -> None:
     if config.data.source == "fasta":
         what = "sequences alone have no graphs to train on"
         raise ConfigError(what, where="data.source is fasta", remedy=Command.submit("embed"))
+
+
+def refuse_unknown_splits(project: Project) -> None:
+    """Raise where the table has no item in the split to train on, or one whose name is nearly that of another split."""
+    source, train = project.source, project.config.train
+    if source.source in ("glob", "fasta", "reader") or (source.source == "pairs" and source.splits is None):
+        return  # files have no splits, and what a reader gives is known after its scan
+    wanted = {"train.split": train.split}
+    wanted |= {f"train.{name}.split": getattr(train, name).split for name in ("validation", "evaluate", "predict")}
+    names, there, listed = {*filter(None, wanted.values())}, set[str](), 0
+    for listed, entry in enumerate(list_items(project), 1):
+        there.add(entry.split)
+        if names <= there or listed > MOST_LISTED:
+            break
+    splits = sorted(filter(None, there))
+    for key, name in wanted.items() if splits and listed <= MOST_LISTED else ():
+        near = get_close_matches(str(name).lower(), {split.lower(): split for split in splits}, n=1, cutoff=NEARLY)
+        if name and name not in there and (near or key == "train.split"):
+            meant = next((split for split in splits if [split.lower()] == near), "null")
+            what = f"no item is in split {name!r}; there are: {', '.join(map(repr, splits))}"
+            raise ConfigError(what, where=key, remedy=f"--set {key}={meant}" + " (every item)" * (meant == "null"))
+
+
+def refuse_other_width(project: Project, task: Task) -> None:
+    """Raise where a shipped task wants embeddings of another width than those of the weights."""
+    is_shipped = any(base.__module__.startswith("pipeline.tasks.") for base in type(task).__mro__)
+    if is_reader(project.config) or not is_shipped or not (wanted := getattr(task, "embedding_dim", 0)):
+        return
+    try:
+        width = sum(view.encoding.weights.dim for view in project.encoders_read)
+    except PipelineError:  # which the stage embed, or the check of the weights, says better
+        return
+    if width != wanted:
+        what = f"the task expects embeddings of {wanted} numbers, those of embed.weights have {width}"
+        remedy = f"--set train.options.embedding_dim={width}   (or name other weights)"
+        raise ConfigError(what, where="train.options.embedding_dim", remedy=remedy)
 
 
 def typed_sizes(text: str) -> dict[str, int]:

@@ -417,7 +417,7 @@ def _describe(stage: StageStatus, tasks: Sequence[TaskRecord]) -> list[str]:
         tries = f" (attempt {attempt.number})" if attempt.number > 1 else ""
         own_words = f"\n    {attempt.said}" if attempt.said and attempt.said not in attempt.reason else ""
         then = f"\n    then: {task.then[attempt.number]}" if task.then.get(attempt.number) else ""
-        ended = f"{attempt.state}: {attempt.reason}{own_words}{then}"  # a reason may end with a command to type
+        ended = f"{attempt.state}: {_reason(attempt)[0]}{own_words}{then}"
         lines.append(f"  {stage.called(attempt.task)}{tries}: {ended}\n    log: {attempt.log}")
         lines.append(f"    more: {_page()}#{attempt.cause.value}")
     more = len(failures) - FAILURES_SHOWN
@@ -430,9 +430,21 @@ def _page() -> str:
     return str(page) if page.is_file() else TROUBLESHOOTING
 
 
-def _remedy(stage: Stage, failures: Sequence[Attempt], again: Command, planned_bytes: int, limits: Limits) -> Command:
-    """Return the command to try next: with more memory or time for a task that hit a limit."""
+def _reason(attempt: Attempt) -> tuple[str, str]:
+    """Return why an attempt failed, and what its error says to type next, which is empty where it says nothing."""
+    if attempt.cause is not Cause.REFUSED:
+        return attempt.reason, ""
+    reason, _, remedy = attempt.reason.partition("\n  next: ")
+    return reason, remedy
+
+
+def _remedy(
+    stage: Stage, failures: Sequence[Attempt], again: Command, planned_bytes: int, limits: Limits
+) -> Command | str:
+    """Return what to try next: what an error says, or the command with more memory or time for a task at its limit."""
     for attempt in failures:
+        if remedy := _reason(attempt)[1]:
+            return remedy
         if attempt.cause is Cause.HOST_OOM:
             most = min(max(2 * attempt.ask.mem_bytes, planned_bytes), limits.mem_bytes or sys.maxsize)
             if most <= attempt.ask.mem_bytes:

@@ -28,7 +28,14 @@ from pipeline.project.project import asked_bytes, cluster_name, profiles_of
 from pipeline.project.run_code import blamed
 from pipeline.protocol import Example
 from pipeline.report.plan_facts import EVERY, PLANNING, TrainOutlook
-from pipeline.runs.dataset.early_items import SIZES, refuse_sequences, scanned_table, typed_table
+from pipeline.runs.dataset.early_items import (
+    SIZES,
+    refuse_other_width,
+    refuse_sequences,
+    refuse_unknown_splits,
+    scanned_table,
+    typed_table,
+)
 from pipeline.runs.dataset.loading import batches_of, made_table, table_of
 from pipeline.runs.dataset.reader_items import refuse_crop
 from pipeline.runs.model.offers import NAME, Question, is_known, offers_of, site_card, waits
@@ -256,6 +263,9 @@ def _case(question: Question, work: Work) -> _PlanningCase:
         config = config.model_copy(update={"train": config.train.model_copy(update={"curriculum": ()})})
     refuse_sequences(config)
     refuse_crop(config)
+    if not question.sizes:
+        refuse_unknown_splits(question.project)
+        refuse_other_width(question.project, work.task)
     table, sizes_from = _items(question)
     sizes = _sizes(question, work, table, early=bool(sizes_from))
     offers = offers_of(question, on_cpu=work.device == CPU)

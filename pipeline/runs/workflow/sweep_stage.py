@@ -16,6 +16,7 @@ from pipeline.errors import ConfigError, PlanInfeasible
 from pipeline.files import write_whole
 from pipeline.journal.run_folder import writing_run
 from pipeline.journal.run_status import StatusReader
+from pipeline.runs.dataset.early_items import refuse_unknown_splits
 from pipeline.runs.dataset.worklist import Shard, StageSurvey, read_shard
 from pipeline.runs.model.prepare import folder_of, plan_file, prepare, steps_of
 from pipeline.runs.model.sweep_points import SWEEP, at, points_of
@@ -93,6 +94,7 @@ class SweepStage(TrainStage):
         if train.sweep.prune != "none" and train.validation.split is None:
             what = "points are pruned by their validations, and train.validation.split is null: there are none"
             raise ConfigError(what, where="train.sweep.prune", remedy="name a split, or leave --prune out")
+        refuse_unknown_splits(project)
         for point in points_of(project):
             super().inspect(at(project, point))
 

@@ -123,7 +123,7 @@ class StageTrouble:
     lines: Sequence[str]
     waiting: int  # items that an earlier stage, which the run does not include, has still to do
     again: Command  # as typed
-    remedy: Command
+    remedy: Command | str
     rejected: int = (
         0  # items, as tasks tell: what one was about to keep when it was stopped for them is not in the store
     )
@@ -153,7 +153,8 @@ def refuse_or_warn(
         unscanned = f" ({trouble.waiting:,} of them were not scanned before)" if trouble.waiting else ""
         what = f"{judged.undone:,} of {total:,} {stage.unit}s are not done, such as {judged.first_undone}{unscanned}"
         kind = CacheDamaged if trouble.is_damage else JobFailed
-        raise kind("\n".join([what, *trouble.lines]), where=folder.name, remedy=trouble.remedy)
+        lines = [what, *trouble.lines] if stage.counts_items or not trouble.lines else trouble.lines
+        raise kind("\n".join(lines).lstrip(), where=folder.name, remedy=trouble.remedy)
     if judged.accepted == 0 and (total or not stage.may_be_empty) and project.only.is_all:
         remedy = Command.of("status", folder.name, then=f"   (every reason: {folder.rejected})")
         raise DataError(f"none of {total} {stage.unit}s can be used", where=str(data.path), remedy=remedy)

@@ -12,13 +12,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.masking import without_secrets_in
-from pipeline.errors import ConfigError, PipelineError
+from pipeline.errors import ConfigError
 from pipeline.journal.attempts import left_out_items
 from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_folder import writing_run
 from pipeline.project.run_code import blamed
 from pipeline.records import EventKind, Reason
-from pipeline.runs.dataset.early_items import refuse_sequences
+from pipeline.runs.dataset.early_items import refuse_other_width, refuse_sequences, refuse_unknown_splits
 from pipeline.runs.dataset.loading import rows_of, source_of
 from pipeline.runs.dataset.reader_items import refuse_crop, unmade
 from pipeline.runs.dataset.worklist import Shard, StageSurvey, read_shard
@@ -95,9 +95,9 @@ class TrainStage(Stage):
         refuse_sequences(config)
         refuse_crop(config)
         code_of(project)
-        if config.train.pretrained is not None:
-            task = load_task(config.train.task, config.train.options, beside=project.beside)
-            refuse_unfit_weights(task, config.train)
+        if not self.is_sweep:  # whose points share a table
+            refuse_unknown_splits(project)
+        refuse_misfits(project, load_task(config.train.task, config.train.options, beside=project.beside))
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:  # noqa: ARG002 - one task
         """Find how far the training is, and plan the rest."""
@@ -361,21 +361,11 @@ def unvalidated(project: Project, prepared: Prepared) -> list[str]:
     return [f"nothing is validated: no item is in split {wanted!r} (train.validation.split); {table.named_splits()}"]
 
 
-def misfits(project: Project, task: Task) -> list[str]:
-    """Return problems of a configuration: a split that does not exist, pretrained weights that do not fit."""
-    from pipeline.runs.dataset.loading import made_table
-
-    train, problems = project.config.train, list[str]()
-    key = made_table(project)
-    splits = items_of(project, key, None).splits if key else ()
-    if any(splits) and train.split is not None and train.split not in splits:
-        problems.append(f"train.split is {train.split!r}; there are {', '.join(repr(name) for name in splits if name)}")
-    try:
-        if train.pretrained is not None:
-            refuse_unfit_weights(task, train)
-    except PipelineError as error:
-        problems.append(f"train.pretrained: {error.what}")
-    return problems
+def refuse_misfits(project: Project, task: Task) -> None:
+    """Raise where the width of embeddings, or pretrained weights, do not go with the task."""
+    refuse_other_width(project, task)
+    if project.config.train.pretrained is not None:
+        refuse_unfit_weights(task, project.config.train)
 
 
 def refuse_unfit_weights(task: Task, train: TrainSection, path: Path | None = None) -> None:

@@ -23,8 +23,9 @@ from pipeline.runs.engine import run_task
 from pipeline.runs.engine.lifecycle import new_run
 from pipeline.runs.workflow import table as workflow
 from pipeline.runs.workflow.scan_stage import ScanStage
-from tests.testkit.project import PIPELINE, settle, to_do, until, write_complex, write_config
+from tests.testkit.project import PIPELINE, TRAIN, settle, to_do, until, write_complex, write_config
 from tests.testkit.stubs import SILENT, program
+from tests.testkit.trained import SMALL, write_project
 
 SUBMIT = ("submit", "--stage", "scan", "--executor", "local", "--follow")
 
@@ -312,3 +313,34 @@ def processes_mentioning(text: str) -> list[int]:
             except OSError:
                 continue
     return found
+
+
+UNFIT = {
+    "train.split=Train": "--set train.split=train",
+    "train.validation.split=Val": "--set train.validation.split=val",
+    "train.evaluate.split=tset": "--set train.evaluate.split=test",
+    "train.options.embedding_dim=64": "--set train.options.embedding_dim=16 ",
+}
+
+
+def test_splits_and_a_width_that_data_and_weights_do_not_have_are_refused_before_the_first_stage(pipeline, tmp_path):
+    write_project(tmp_path, {**SMALL, "train__task": TRAIN["train__task"]}, {}, ("train", "train", "val", "test"))
+    for setting, remedy in UNFIT.items():
+        for words in (("submit", "--stage", "all", "--follow"), ("config", "check"), ("plan", "--stage", "train")):
+            done = pipeline(*words, "--set", setting)
+            assert (done.code, f"next: {remedy}".rstrip() in done.err, runs_in(Path("runs"))) == (2, True, []), words
+
+
+@pytest.mark.nightly
+def test_a_task_that_is_refused_is_told_once_with_what_helps(pipeline, tmp_path):
+    own = (
+        "from pipeline.errors import ConfigError",
+        "from pipeline.tasks.interface import Interface",
+        "class Own(Interface):",
+        "    def collate(self, items, rng):",
+        "        raise ConfigError('no way', remedy='--set train.x=1')",
+    )
+    settings = {**SMALL, "train__task": "own_task:Own", "train__epochs": 1}
+    write_project(tmp_path, settings, {"own_task.py": "\n".join(own)}, ("train", "train"))
+    done = pipeline("submit", "--stage", "train", "--follow")
+    assert (done.code, done.said.count("no way"), done.err.strip().split("next: ")[-1]) == (7, 1, "--set train.x=1")
