@@ -36,8 +36,8 @@ MADE_FROM = ("version", "weights", "layer", "precision", "device")  # a parity r
 LIMIT_FROM = ("weights", "layer", "precision", "device", "memory", "week", "budget")
 
 
-def wrong_embedding(record: Record, recipe: Plain | None = None, width: int | None = None) -> Iterator[str]:
-    """Yield what is wrong with an embedding; `width` is that of its weights, where they are known."""
+def wrong_embedding(record: Record, recipe: Plain | None = None) -> Iterator[str]:
+    """Yield what is wrong with an embedding."""
     meta, rows_LD, cls_D = record.meta, record.arrays.get("rows"), record.arrays.get("cls")
     if rows_LD is None or rows_LD.ndim != 2 or not record.arrays.keys() <= {"rows", "cls"}:
         shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in record.arrays.items()) or "none"
@@ -52,8 +52,6 @@ def wrong_embedding(record: Record, recipe: Plain | None = None, width: int | No
         return
     yield from _wrong_choices(meta)
     yield from _wrong_length(meta, rows_LD)
-    if width is not None and rows_LD.shape[1] != width:
-        yield f"rows has {rows_LD.shape[1]} numbers a residue; its weights give {width}"
     yield from _wrong_numbers("rows", rows_LD, storage)
     if cls_D is not None:
         yield from _wrong_numbers("cls", cls_D[None], storage)

@@ -18,12 +18,12 @@ from pipeline.graphs.item_graph import FORMAT as GRAPH_FORMAT
 from pipeline.graphs.item_graph import ROLES, decode_graph
 from pipeline.keys import KEY_BYTES, content_digest, recipe_key
 from pipeline.records import Inventory, Kind, Reason, Role
-from pipeline.structures.partners import NO_ROW, joined_embedding_rows
+from pipeline.structures.partners import joined_embedding_rows
 from pipeline.training.items.item_table import FORMAT as TABLE_FORMAT
 from pipeline.training.items.item_table import KIND, LABEL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     from pipeline.graphs.item_graph import PartnerGraph
     from pipeline.records import ChainSummary, Partner
@@ -74,43 +74,27 @@ def wrong_file(record: Record) -> Iterator[str]:
 
 
 def _partner(partner: Partner) -> Iterator[str]:
-    """Yield what is wrong with a partner."""
+    """Yield what is wrong with a partner; only a bare sequence is of no file and has no atoms."""
     role = partner.role.value
     is_text = partner.content == "" and len(partner.chains) == 1 and partner.role is Role.WHOLE
     if not is_text and not DIGEST.fullmatch(partner.content):
         yield f"{role}: content is {partner.content!r}, no digest"
-    if not partner.chains:
-        yield f"{role}: there are no chains"
     polymers = [chain for chain in partner.chains if chain.kind is not Kind.OTHER]
     names = [chain.name for chain in polymers]
-    if len(set(names)) < len(names):
+    if not partner.chains or len(set(names)) < len(names):
         yield f"{role}: its chains are {listed(names)}"
     for chain in partner.chains:
-        yield from _text(role, chain) if is_text else _chain(role, chain)
-    missing = sum(chain.residues - chain.nodes for chain in polymers)
-    if not is_text and partner.notes.get("incomplete", 0) != missing:
-        yield f"{role}: notes.incomplete is {partner.notes.get('incomplete', 0)}, and {missing} residues are no nodes"
-    if not is_text and len(partner.left_out) != missing:
-        yield f"{role}: left_out lists {len(partner.left_out)}, and {missing} residues are no nodes"
-    if not is_text and polymers and not partner.nodes:
-        yield f"{role}: none of {partner.residues} residues is a node"
-    for note, count in partner.notes.items():
-        if type(count) is not int or count < 1:
-            yield f"{role}: notes.{note} is {count!r}"
-    if partner.notes.get("modified", 0) > partner.residues:
-        yield f"{role}: {partner.notes['modified']} of {partner.residues} residues are modified"
+        yield from _chain(f"{role}: chain {chain.name}", chain, has_atoms=not is_text)
+    missing = sum(chain.residues - chain.nodes for chain in polymers) * (not is_text)
+    if {partner.notes.get("incomplete", 0), len(partner.left_out)} != {missing}:
+        notes = f"notes.incomplete is {partner.notes.get('incomplete', 0)}, left_out lists {len(partner.left_out)}"
+        yield f"{role}: {notes}, and {missing} residues are no nodes"
 
 
-def _text(role: str, chain: ChainSummary) -> Iterator[str]:
-    """Yield what is wrong with a bare sequence."""
-    if (chain.residues, chain.nodes, chain.atoms) != (len(chain.sequence), 0, 0) or not chain.sequence:
-        yield f"{role}: a sequence of {len(chain.sequence)} letters, {chain.residues} residues, {chain.atoms} atoms"
-
-
-def _chain(role: str, chain: ChainSummary) -> Iterator[str]:
+def _chain(where: str, chain: ChainSummary, *, has_atoms: bool) -> Iterator[str]:
     """Yield what is wrong with a chain, or with a molecule."""
-    where, text = f"{role}: chain {chain.name}", chain.sequence
-    if min(chain.residues, chain.atoms) < 1 or not 0 <= chain.nodes <= chain.residues <= chain.atoms:
+    text = chain.sequence
+    if not 0 <= chain.nodes <= chain.residues <= (chain.atoms if has_atoms else len(text)) or not chain.residues:
         yield f"{where} has {chain.residues} residues, {chain.nodes} nodes and {chain.atoms} atoms"
     if chain.kind is Kind.OTHER:
         if text or (chain.residues, chain.nodes) != (1, 0):
@@ -151,24 +135,6 @@ def _rows(partner: Partner, rows_R: Array | None) -> Iterator[str]:
         joined_embedding_rows(partner, rows_R)
     except ValueError as error:
         yield f"{partner.role.value}: {error}"
-        return
-    if rows_R is not None:
-        yield from _others(name, partner.chains, rows_R)
-    elif any(chain.kind is not Kind.OTHER and len(chain.sequence) != chain.residues for chain in partner.chains):
-        yield f"{partner.role.value}: a chain has more letters than residues, and there is no map"
-
-
-def _others(name: str, chains: Sequence[ChainSummary], rows_R: Array) -> Iterator[str]:
-    """Yield what is wrong with the rows of chains that are no proteins."""
-    start = 0
-    for chain in chains:
-        here_R, start = rows_R[start : start + chain.residues], start + chain.residues
-        if chain.kind is Kind.OTHER:
-            yield from first_bad(name, here_R != NO_ROW, here_R, f"in the sequence of {chain.name}, which has none")
-        elif chain.kind is not Kind.PROTEIN:
-            bad_R = (here_R < 0) | (here_R >= len(chain.sequence))
-            bad_R[1:] |= np.diff(here_R) <= 0
-            yield from first_bad(name, bad_R, here_R, f"does not rise within chain {chain.name}")
 
 
 def _bound_rows(name: str, rows_R: Array, partner: Partner, bound: Partner) -> Iterator[str]:

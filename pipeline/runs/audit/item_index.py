@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from itertools import islice
 from typing import TYPE_CHECKING
 
-from pipeline.errors import CacheDamaged, RecordMissing
-from pipeline.keys import TAG_BYTES, recipe_tag
 from pipeline.records import Item
 from pipeline.runs.dataset import worklist
 from pipeline.stages.scan import Seen, glance, look_up_items
 from pipeline.store.key_lists import KeyedLines, in_chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from pipeline.project.project import Project
-    from pipeline.store.cache_folder import CacheFolder
-    from pipeline.store.format.record import Record
-    from pipeline.store.store import Store
 
 # What one may stumble over in a record that is nothing like what it should be.
 ODD = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
@@ -66,57 +59,3 @@ def _look_up_each(items: Sequence[Item], project: Project) -> list[Seen]:
             return [Seen()]
     middle = len(items) // 2
     return _look_up_each(items[:middle], project) + _look_up_each(items[middle:], project)
-
-
-VOTERS = 8  # embeddings that are asked
-
-
-class EmbeddingWidths:
-    """Finds the width of a checkpoint's embeddings by vote of the records, once."""
-
-    def __init__(self, cache: CacheFolder) -> None:
-        self._cache = cache
-        self._known: dict[str, int | None] = {}
-
-    def of(self, digest: str) -> int | None:
-        """Return the width of the embeddings of a checkpoint; None where no record tells it."""
-        if digest not in self._known:
-            recorded = Counter(self._recorded(digest))
-            votes = recorded + Counter(self._sampled(digest))
-            best = max(votes.values(), default=0)
-            candidates = [*recorded, *votes]  # of equal votes, what was recorded wins
-            self._known[digest] = next((width for width in candidates if votes[width] == best), None)
-        return self._known[digest]
-
-    def wrong(self, weights: Record) -> Iterator[str]:
-        """Yield why the width in a checkpoint's record cannot be right."""
-        width = self.of(weights.meta["digest"])
-        if width != weights.meta["dim"]:
-            yield f"dim is {weights.meta['dim']}; its embeddings have {width} numbers a residue"
-
-    def _recorded(self, digest: str) -> Iterator[int]:
-        """Yield the widths in the records of this checkpoint."""
-        store = self._cache.kind("weights")
-        for record in _readable(store, store.keys()):
-            if record.meta.get("digest") == digest and isinstance(record.meta.get("dim"), int):
-                yield record.meta["dim"]
-
-    def _sampled(self, digest: str) -> Iterator[int]:
-        """Yield the widths of a few embeddings that were made with these weights."""
-        store = self._cache.kind("embed")
-        recipes = [stat.recipe for stat in self._cache.recipes("embed") if stat.recipe.get("weights") == digest]
-        tags = {recipe_tag("embed", recipe) for recipe in recipes}
-        keys = (key for key in store.keys() if key[:TAG_BYTES] in tags)  # noqa: SIM118 - a store is no mapping
-        for record in _readable(store, islice(keys, VOTERS)):
-            rows_LD = record.arrays.get("rows")
-            if rows_LD is not None and rows_LD.ndim == 2 and record.meta.get("weights") == digest:
-                yield rows_LD.shape[1]
-
-
-def _readable(store: Store, keys: Iterator[bytes]) -> Iterator[Record]:
-    """Yield the records that can be read."""
-    for key in keys:
-        try:
-            yield store.get(key)
-        except (CacheDamaged, RecordMissing):
-            continue

@@ -1,10 +1,10 @@
-"""Judges whether what a cache holds makes sense: every record by itself, and beside those that it goes with.
+"""Judges whether what a cache holds makes sense: every record by itself, and with the records it belongs to.
 
-A record is first judged by what it says alone; what is in order by itself is then compared: a graph with the inventory
-of its item, where the item is of the current data set, and a sample of records with what is made anew from the source
-files, or by the encoder. The sample depends on keys alone, so that it is the same however a validation is cut.
+A record that is fine by itself is compared: a graph with the inventory of its item, if the item is in the current data
+set, and a sample of records with what the source files or the encoder give now. The sample depends on keys alone, so
+it is the same however tasks divide a validation.
 
-What a second parser reads otherwise is a finding, too, but no loss: made anew the record would be the same.
+A difference that a second parser finds is no loss: a rebuilt record would be the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipeline.errors import CacheDamaged, PipelineError, RecordMissing
 from pipeline.graphs.build_graph import encoded_graph
 from pipeline.keys import TAG_BYTES, content_digest, recipe_tag
 from pipeline.records import Inventory, Item
-from pipeline.runs.audit.item_index import ODD, EmbeddingWidths, ItemIndex, in_sample
+from pipeline.runs.audit.item_index import ODD, ItemIndex, in_sample
 from pipeline.stages.encoder_checks import allowed, distance, wrong_embedding, wrong_limit, wrong_parity, wrong_weights
 from pipeline.stages.remade_records import EncodedAgain, differences, read_again, same_bits
 from pipeline.stages.structure_checks import (
@@ -38,7 +38,7 @@ from pipeline.stages.structure_checks import (
     wrong_table,
 )
 from pipeline.store.maintenance import scrub
-from pipeline.store.maintenance.damage_report import Checked, DamageFinding, Fault
+from pipeline.store.maintenance.damage_report import Checked
 from pipeline.store.maintenance.scrub import WHOLE, Wrong
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.inventory import plain_recipe
@@ -46,7 +46,7 @@ from pipeline.structures.parsing.second_parser import NotComparable, disagreemen
 from pipeline.structures.parsing.structure_files import format_of, read_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
     from pipeline.project.project import Project
     from pipeline.stages.remade_records import Anew
@@ -65,8 +65,6 @@ class Semantic:
     def __init__(self, project: Project, sample: float = DEFAULT_SAMPLE) -> None:
         self._project, self._sample = project, sample
         self._notes: Counter[str] = Counter()
-        self._contradicted: dict[bytes, str] = {}  # inventories that a graph and the files contradict → why
-        self._widths = EmbeddingWidths(project.cache)
 
     def check(self, store: Store, part: Subset | Named = WHOLE) -> Iterator[Checked]:
         """Judge some shards of one kind."""
@@ -74,37 +72,15 @@ class Semantic:
         def judge(record: Record) -> Wrong | None:
             return self._judge(store.kind, record)
 
-        known = len(self._contradicted)
         for checked in scrub.meaning(store, judge, part):
-            yield replace(self._without_contradicted(checked), notes=dict(self._notes))
+            yield replace(checked, notes=dict(self._notes))
             self._notes.clear()
-        if new := list(islice(self._contradicted, known, None)):
-            yield self._inventories(new)
-
-    def _without_contradicted(self, checked: Checked) -> Checked:
-        """Return the findings of a file, less the inventories that were reported already."""
-        if checked.kind != "scan" or not self._contradicted:
-            return checked
-        known = {key.hex() for key in self._contradicted}
-        findings = tuple(
-            finding for finding in checked.findings if finding.fault is not Fault.MEANING or finding.key not in known
-        )
-        return replace(checked, whole=tuple(key for key in checked.whole if key.hex() not in known), findings=findings)
-
-    def _inventories(self, keys: Sequence[bytes]) -> Checked:
-        """Return the findings of inventories, in whatever shards, that graphs and source files contradict."""
-        findings = [
-            DamageFinding("scan", Fault.MEANING, self._contradicted[key], shard, key.hex(), lost=True)
-            for key, places in zip(keys, self._project.shelves.inventories.locate(keys), strict=True)
-            for shard in dict.fromkeys(place.shard for place in places)
-        ]
-        return Checked("scan", "", 0, findings=tuple(findings))
 
     def _judge(self, kind: str, record: Record) -> Wrong | None:
         """Return what is wrong with a record; one that is wrong by itself is lost."""
         self._look_up_first(kind)
         try:
-            problem = self._wrong_by_itself(kind, record)
+            problem = _combined(self._wrong(kind, record, self._recipes.get((kind, record.key[:TAG_BYTES]))))
         except ODD as error:
             return Wrong(f"it cannot be understood: {type(error).__name__} {error}")
         try:
@@ -118,20 +94,6 @@ class Semantic:
         if kind == "graph" or (self._sample and kind in ("scan", "files")):
             _ = self._data_set
 
-    def _wrong_by_itself(self, kind: str, record: Record) -> Wrong | None:
-        """Return what is wrong with a record by itself; without its recipe where another version's lacks something."""
-        recipe = self._recipes.get((kind, record.key[:TAG_BYTES]))
-        try:
-            return _combined(self._wrong(kind, record, recipe))
-        except ODD:
-            if recipe is None or recipe == self._mine.get(kind):
-                raise
-        problem = _combined(self._wrong(kind, record, None))
-        self._notes[
-            f"records of the kind {kind} judged without their recipe, which another version made"
-        ] += not problem
-        return problem
-
     def _wrong(self, kind: str, record: Record, recipe: Mapping[str, Any] | None) -> Iterable[str]:
         """Yield what is wrong with a record by itself."""
         if kind == "graph":
@@ -139,7 +101,7 @@ class Semantic:
         if kind == "scan":
             return wrong_inventory(record, recipe)
         if kind == "embed":
-            return wrong_embedding(record, recipe, self._widths.of(record.meta["weights"]))
+            return wrong_embedding(record, recipe)
         judge = _ALONE.get(kind)
         if judge is None:
             self._notes[f"records of the kind {kind}, which is not known here: only their bytes were judged"] += 1
@@ -152,7 +114,7 @@ class Semantic:
             return self._wrong_beside_inventory(record) or self._graph_again(record)
         is_sampled = in_sample(record.key, self._sample)
         if kind == "weights":
-            return _combined(self._widths.wrong(record)) or (self._weights_again(record) if is_sampled else None)
+            return self._weights_again(record) if is_sampled else None
         if kind == "scan" and is_sampled:
             return self._inventory_again(record)
         if kind == "files" and is_sampled:
@@ -168,7 +130,7 @@ class Semantic:
     # Beside others
 
     def _wrong_beside_inventory(self, graph: Record) -> Wrong | None:
-        """Return what is wrong with a graph beside its inventory; the source files decide which is at fault."""
+        """Return where a graph and its inventory contradict each other; a sample shows which of them is wrong."""
         key = self._data_set.inventories.get(graph.key)
         if key is None:
             self._notes["graphs that are not of this data set: judged by themselves"] += 1
@@ -180,21 +142,7 @@ class Semantic:
         if not _is_in_order(inventory):  # that is found where inventories are judged
             return None
         recipe = self._project.graphs.recipe.plain()
-        problem = _combined(
-            wrong_beside_inventory(graph, Inventory.from_json(inventory.meta), inventory.arrays, recipe)
-        )
-        return self._unless_inventory_is_wrong(graph, inventory, problem) if problem else None
-
-    def _unless_inventory_is_wrong(self, graph: Record, inventory: Record, problem: Wrong) -> Wrong | None:
-        """Return the problem of a graph that its inventory contradicts, or None where the inventory is at fault."""
-        anew = self._read_item_again(inventory.key)
-        if anew is None or _combined(self._graph_differences(graph, anew)):
-            return problem
-        fault = _combined(_inventory_differences(inventory, anew))
-        if fault is None:
-            return problem
-        self._contradicted[inventory.key] = fault.what
-        return None
+        return _combined(wrong_beside_inventory(graph, Inventory.from_json(inventory.meta), inventory.arrays, recipe))
 
     # Made anew
 
