@@ -37,6 +37,7 @@ class ComparedModel:
     curves: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)  # figure → (epoch, value)
     point: str = ""  # of the sweep that it was named by
     why: str = ""  # it was pruned
+    names: Mapping[str, str] = field(default_factory=dict)  # of what is known by digest: its table and its weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +64,14 @@ class Comparison:
     differing: Sequence[str]  # settings
     groups: Sequence[Group]
 
+    def cell(self, value: Any) -> str:
+        """Return a setting's value for a table: a digest by the name of its file."""
+        known = {digest: name for model in self.models for digest, name in model.names.items()}
+        return brief(known.get(value, value) if isinstance(value, str) else value)
+
     def called(self, model: ComparedModel) -> str:
         """Return what tells a model from the others, in words."""
-        differing = ", ".join(f"{name}={brief(model.settings.get(name))}" for name in self.differing)
+        differing = ", ".join(f"{name}={self.cell(model.settings.get(name))}" for name in self.differing)
         return model.point or differing or model.name
 
     def to_json(self) -> dict[str, Any]:
@@ -169,7 +175,12 @@ def comparison_lines(shown: Comparison) -> list[RenderableType]:
     if len(shown.groups) < len(shown.models):
         others = [name for name in names if name != SEED]
         cells = [
-            (*(brief(group.settings[name]) for name in others), f"{group.known}", spread(group), hours(group.hours))
+            (
+                *(shown.cell(group.settings[name]) for name in others),
+                f"{group.known}",
+                spread(group),
+                hours(group.hours),
+            )
             for group in shown.groups
         ]
         columns = (*others, "seeds", f"mean ± sd of {best}", "hours")
@@ -181,7 +192,7 @@ def _row(model: ComparedModel, shown: Comparison) -> tuple[str, ...]:
     epoch, value = shown.best.get(model.folder, (None, None))
     return (
         model.name,
-        *(brief(model.settings.get(name)) for name in shown.differing),
+        *(shown.cell(model.settings.get(name)) for name in shown.differing),
         UNKNOWN if value is None else f"{value:.4g}",
         UNKNOWN if epoch is None else f"{epoch:,}",
         f"{model.epochs:,}",

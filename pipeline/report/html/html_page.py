@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from pipeline.journal.active_runs import GOING_ON
-from pipeline.report.compared import brief, hours, spread
+from pipeline.report.compared import hours, spread
 from pipeline.report.html import run_plots
 from pipeline.report.html.plots import figure, moment, stage_drawing, tag
 from pipeline.report.stage_lines import CENSUS, DAMAGED, found_damage, speed_lines, state_of_stage, unit_of
@@ -77,7 +77,6 @@ def _environment() -> Environment:
         "badged": lambda word, kind: _cell(badge(word, kind), word),
     }
     environment.globals |= {
-        "brief": brief,
         "spread": spread,
         "css": _file("page.css"),
         "js": _file("page.js"),

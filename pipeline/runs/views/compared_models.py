@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.command_line import Command
-from pipeline.config.load import from_resolved, read_resolved
+from pipeline.config.load import read_resolved
 from pipeline.config.schema_train import ValidationSection
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.report.compared import ComparedModel, compared
@@ -21,12 +21,14 @@ from pipeline.training.prepared import ModelFolder, Prepared
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from pipeline.config.schema import Config
     from pipeline.journal.run_folder import RunFolder
     from pipeline.report.compared import Comparison
     from pipeline.training.loop.metrics_log import Epoch
 
 TRAIN = "train"
 LOSS = "loss"
+SHORT = 8  # digits of a digest
 
 
 def models_of_run(folder: RunFolder) -> list[ComparedModel]:
@@ -64,7 +66,8 @@ def read_model(path: Path, point: str = "") -> ComparedModel:
     epochs = read_epochs(path)
     trained = epochs[-1].epoch if epochs else 0
     pruned = Pruned.read(made, trained)
-    is_over = trained >= prepared.epochs or TrainedSoFar.of(made).is_stale(validation_of(made))
+    config = _config_of(made)
+    is_over = trained >= prepared.epochs or TrainedSoFar.of(made).is_stale(_validation(config))
     return ComparedModel(
         name=path.name,
         folder=str(path),
@@ -78,14 +81,26 @@ def read_model(path: Path, point: str = "") -> ComparedModel:
         curves=_curves(epochs),
         point=point,
         why=pruned.why if pruned and not is_over else "",
+        names=_names(prepared, config) if config else {},
     )
 
 
-def validation_of(made: ModelFolder) -> ValidationSection:
-    """Return how a training was validated; the defaults where its settings are of another version."""
-    with suppress(OSError, PipelineError):
-        return from_resolved(made.settings.read_text()).train.validation
-    return ValidationSection()
+def _config_of(made: ModelFolder) -> Config | None:
+    """Return the configuration that a model was trained with; None where it is missing or of another version."""
+    with suppress(PipelineError):
+        return read_resolved(made.settings)
+    return None
+
+
+def _validation(config: Config | None) -> ValidationSection:
+    return config.train.validation if config else ValidationSection()
+
+
+def _names(prepared: Prepared, config: Config) -> dict[str, str]:
+    """Return the file names of a training's table and weights by their digests, which the names repeat in short."""
+    weights = prepared.recipe.get("embeddings", {}).get("weights", "")
+    named = {prepared.table: config.data.path, weights: config.embed.weights}
+    return {digest: f"{path.name} {digest[:SHORT]}" for digest, path in named.items() if digest}
 
 
 def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -112,7 +127,7 @@ def comparison(models: Sequence[ComparedModel], metric: str | None = None) -> Co
     """Compare trainings by a figure, by default that by which they were monitored."""
     if not models:
         raise ConfigError("there is no training to compare", where="pipeline compare", remedy=Command.of("model list"))
-    of_all = [validation_of(ModelFolder(Path(model.folder))) for model in models]
+    of_all = [_validation(_config_of(ModelFolder(Path(model.folder)))) for model in models]
     monitors = dict.fromkeys(settings.monitor for settings in of_all)
     known = sorted({name for model in models for name in model.curves})
     if metric is None and len(monitors) > 1:

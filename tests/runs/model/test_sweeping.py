@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from pipeline.config.load import dump_resolved
+from pipeline.config.schema import Config
 from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.journal.run_status import StatusReader
 from pipeline.report.compared import ComparedModel, compared
@@ -140,6 +142,19 @@ def test_models_of_other_numbers_of_epochs_are_no_seeds_of_one_another(tmp_path:
         ModelFolder(tmp_path / name).prepared.write_text(json.dumps({**prepared.to_json(), "recipe": recipe}))
     told = compared([read_model(path) for path in sorted(tmp_path.iterdir())], "loss", lower=True)
     assert [list(group.models) for group in told.groups] == [["a", "b"], ["c"]]
+
+
+def test_a_table_is_named_by_its_file_and_not_by_its_digest_alone(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        made = ModelFolder(tmp_path / name)
+        table = name * 32
+        told = {**prepared_of([Stretch("all", 2, 1, 1, 1, 1, {"item": 1.0})]).to_json(), "table": table}
+        made.prepared.write_text(json.dumps(told | {"recipe": {"table": table}}))
+        data = {"source": "manifest", "path": tmp_path / f"{name}.csv"}
+        made.settings.write_text(dump_resolved(Config.model_validate({"data": data})))
+    shown = compared([read_model(tmp_path / "a"), read_model(tmp_path / "b")], "loss", lower=True)
+    assert [shown.called(model) for model in shown.models] == ["table=a.csv aaaaaaaa", "table=b.csv bbbbbbbb"]
 
 
 @pytest.mark.nightly
