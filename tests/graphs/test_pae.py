@@ -54,12 +54,6 @@ def alphafold_db(table: np.ndarray, indent: int | None = None) -> bytes:
     return json.dumps([whole], indent=indent).encode()
 
 
-def older(table: np.ndarray, indent: int | None = None) -> bytes:
-    on, of = (np.ravel(places) + 1 for places in np.indices(table.shape))
-    lists = {"residue1": on.tolist(), "residue2": of.tolist(), "distance": table.ravel().tolist()}
-    return json.dumps([{**lists, "max_predicted_aligned_error": 31.75}], indent=indent).encode()
-
-
 def colabfold(table: np.ndarray, indent: int | None = None) -> bytes:
     whole = {"plddt": [90.5] * len(table), "max_pae": float(table.max()), "pae": table.tolist(), "ptm": 0.5}
     return json.dumps(whole, indent=indent).encode()
@@ -80,7 +74,7 @@ def alphafold_3(table: np.ndarray, indent: int | None = None) -> bytes:
     return json.dumps(whole, indent=indent).encode()
 
 
-FORMS = (alphafold_db, older, colabfold, alphafold_3)
+FORMS = (alphafold_db, colabfold, alphafold_3)
 
 
 def examined(
@@ -237,9 +231,7 @@ WRONG = {
     "another JSON": b'{"chain_ptm": [0.5], "iptm": 0.8}',
     "twice": alphafold_db(WHOLE)[:-2] + b', "predicted_aligned_error": [[1]]}]',
     "cut short": alphafold_db(WHOLE)[:300],
-    "lists of other lengths": older(WHOLE).replace(b'"residue1": [1, ', b'"residue1": ['),
-    "lists that miss a pair": older(WHOLE).replace(b'"residue2": [1, ', b'"residue2": [2, '),
-    "lists beyond": older(WHOLE).replace(b'"residue2": [1, ', b'"residue2": [99, '),
+    "lists of before 2022": b'[{"residue1": [1], "residue2": [1], "distance": [0.1]}]',
     "tokens too few": of_tokens(token_res_ids=[1]),
     "tokens of no number": of_tokens(token_res_ids=["1"] * 18),
     "tokens of another residue": of_tokens(token_res_ids=[*range(2, 10), 1, 1, *range(1, 9)]),
@@ -264,7 +256,7 @@ TABLE = st.integers(1, 7).flatmap(
 
 
 @settings(max_examples=60, deadline=None)
-@given(TABLE, st.sampled_from([alphafold_db, older, colabfold]), st.sampled_from([None, 0, 3]), st.floats(0, 1))
+@given(TABLE, st.sampled_from([alphafold_db, colabfold]), st.sampled_from([None, 0, 3]), st.floats(0, 1))
 def test_any_table_is_read_as_it_was_written_and_no_part_of_its_file_is(
     rows: list[list[float]], form: Callable[..., bytes], indent: int | None, share: float
 ) -> None:
@@ -274,15 +266,14 @@ def test_any_table_is_read_as_it_was_written_and_no_part_of_its_file_is(
         read_errors(data[: int(share * (len(data) - 1))])
 
 
-@pytest.mark.parametrize("form", [alphafold_db, older])
-def test_a_table_is_read_without_a_python_number_for_each_of_its_own(form: Callable[..., bytes]) -> None:
-    data = form(np.random.default_rng(0).integers(0, 3100, (400, 400)) / 100)
+def test_a_table_is_read_without_a_python_number_for_each_of_its_own() -> None:
+    data = alphafold_db(np.random.default_rng(0).integers(0, 3100, (400, 400)) / 100)
     tracemalloc.start()
     pae_NN = read_errors(data).pae_NN
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert pae_NN.nbytes == 4 * 400 * 400
-    assert peak < (3 if form is alphafold_db else 12) * pae_NN.nbytes  # Python's own take 8 times as much
+    assert peak < 3 * pae_NN.nbytes  # Python's own take 8 times as much
 
 
 @pytest.fixture

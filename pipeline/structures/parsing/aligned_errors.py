@@ -8,7 +8,6 @@ Shapes: N rows of a table, T tokens of AlphaFold 3, R residues of a file's polym
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -68,14 +67,12 @@ BESIDE = (
 )
 OURS = ".pae"  # NAME.pae.json belongs to NAME.pdb, whoever made it
 TABLES = ("predicted_aligned_error", "pae")  # as AlphaFold DB calls it since 2022, and all others
-OLDER = ("residue1", "residue2", "distance")  # as it was before: three lists of N times N numbers
 TOKENS = ("token_chain_ids", "token_res_ids")
 HIGHEST = ("max_predicted_aligned_error", "max_pae")
 ROUNDED = 0.5  # Å by which a whole number may be above the highest error
 LARGEST_ERROR = 1000.0  # Å
 MOST_BESIDES = 16 << 20  # bytes of what is not a table
-PIECE_BYTES = 1 << 16  # of a list that are read at once
-KEY = re.compile(rb'"(\w+)"\s*:\s*(\[)(\s*\[)?')
+KEY = re.compile(rb'"(\w+)"\s*:\s*(\[)\s*\[')
 END = re.compile(rb"\]\s*\]")
 ROW = re.compile(rb"\s*\[([^\[\]]*)\]\s*([,\]])")
 OF_NUMBERS = b"0123456789+-.eE, \t\r\n"
@@ -108,7 +105,6 @@ class _TablePlace(NamedTuple):
 
     first: int
     last: int
-    has_rows: bool
 
 
 def errors_of(structure: Structure, name: str, data: bytes) -> Errors:
@@ -122,14 +118,11 @@ def errors_of(structure: Structure, name: str, data: bytes) -> Errors:
 def read_errors(data: bytes) -> AlignedErrors:
     """Return what a JSON of predicted aligned errors says; refuse one that is malformed."""
     tables, content = _apart(data)
-    form = next((name for name in TABLES if name in content and name in tables), None)
-    if form is not None:
-        pae_NN = _square(data, tables[form], form)
-    elif all(name in content and name in tables for name in OLDER):
-        pae_NN = _scattered(*(_listed(data, tables[name], name) for name in OLDER))
-    else:
+    name = next((name for name in TABLES if name in content and name in tables), None)
+    if name is None:
         there = ", ".join(map(str, list(content)[:8])) or "nothing"
-        raise _bad(f"it has no table {' or '.join(TABLES)}, nor the lists {', '.join(OLDER)}; it has {there}")
+        raise _bad(f"it has no table {' or '.join(TABLES)}; it has {there}")
+    pae_NN = _square(data, tables[name], name)
     _check_highest(pae_NN, content)
     return AlignedErrors(pae_NN, _tokens(content, len(pae_NN)))
 
@@ -144,13 +137,13 @@ def _apart(data: bytes) -> tuple[dict[str, _TablePlace], Mapping[str, Any]]:
     pieces, kept, at = list[bytes](), 0, 0
     while found := KEY.search(data, at):
         name, first, at = found[1].decode(), found.start(2), found.end()
-        if found[3] is None and name not in OLDER:
-            continue
-        if (at := _end(data, first, has_rows=found[3] is not None)) == 0:
+        end = END.search(data, first)
+        if end is None:
             raise _bad(f"{name} has no end: the file is cut short")
         if name in tables:
             raise _bad(f"it has {name} twice")
-        tables[name] = _TablePlace(first, at, found[3] is not None)
+        at = end.end()
+        tables[name] = _TablePlace(first, at)
         pieces.append(data[kept:first])
         kept = at
     besides = b"null".join([*pieces, data[kept:]])
@@ -167,15 +160,7 @@ def _apart(data: bytes) -> tuple[dict[str, _TablePlace], Mapping[str, Any]]:
     return tables, content
 
 
-def _end(data: bytes, first: int, *, has_rows: bool) -> int:
-    """Return where a table ends that begins there; 0 where it does not."""
-    if not has_rows:
-        return data.find(b"]", first) + 1
-    found = END.search(data, first)
-    return found.end() if found else 0
-
-
-def _numbers(text: bytes, what: str, before: int = 0) -> NDArray[np.float64]:
+def _numbers(text: bytes, what: str) -> NDArray[np.float64]:
     """Return numbers that are separated by commas; refuse all else, NaN among it."""
     if rest := text.translate(None, OF_NUMBERS):
         raise _bad(f"{what} has {rest[:20].decode('latin-1')!r}, which is no part of a number")
@@ -184,9 +169,8 @@ def _numbers(text: bytes, what: str, before: int = 0) -> NDArray[np.float64]:
     except (ValueError, OverflowError) as error:
         raise _bad(f"{what} has something that is no number: {error}"[:200]) from error
     wrong = np.flatnonzero(~((values_N >= 0) & (values_N <= LARGEST_ERROR)))
-    if len(wrong) and what not in OLDER[:2]:
-        value = values_N[wrong[0]]
-        raise _bad(f"{what} has {value:g} at place {before + int(wrong[0]) + 1}, which is no error in Å")
+    if len(wrong):
+        raise _bad(f"{what} has {values_N[wrong[0]]:g} at place {int(wrong[0]) + 1}, which is no error in Å")
     return values_N
 
 
@@ -224,35 +208,6 @@ def _rows(data: bytes, table: _TablePlace, name: str) -> Iterator[bytes]:
             raise _bad(f"{name} is no list of rows of numbers")
         yield found[1]
         at, separator = found.end(), found[2]
-
-
-def _listed(data: bytes, table: _TablePlace, name: str) -> Errors:
-    """Return a flat list, read in pieces."""
-    pieces, at, last = list[Any](), table.first + 1, table.last - 1
-    before = 0
-    while at < last:
-        comma = data.find(b",", at + PIECE_BYTES, last)
-        until = last if comma < 0 else comma
-        pieces.append(_numbers(data[at:until], name, before).astype(np.float32))  # exact for the number of any residue
-        before, at = before + len(pieces[-1]), until + 1
-    return np.concatenate(pieces or [np.empty(0, np.float32)])
-
-
-def _scattered(on_P: Errors, of_P: Errors, pae_P: Errors) -> Errors:
-    """Return the table that three lists describe: aligned on which residue, the error of which, and the error."""
-    size = math.isqrt(len(pae_P))
-    if not size or not len(on_P) == len(of_P) == len(pae_P) == size * size:
-        lengths = " and ".join(f"{len(values_P):,}" for values_P in (on_P, of_P, pae_P))
-        raise _bad(f"{', '.join(OLDER)} have {lengths} numbers: they are no square table")
-    for name, values_P in zip(OLDER, (on_P, of_P), strict=False):
-        if (values_P != np.floor(values_P)).any() or values_P.min() < 1 or values_P.max() > size:
-            raise _bad(f"{name} has a number that is none of the residues 1 to {size:,}")
-    pae_NN = np.full((size, size), np.nan, np.float32)
-    pae_NN[on_P.astype(np.int32) - 1, of_P.astype(np.int32) - 1] = pae_P
-    if np.isnan(pae_NN).any():
-        on, of = (int(place[0]) + 1 for place in np.nonzero(np.isnan(pae_NN)))
-        raise _bad(f"it says nothing of the residues {on} and {of}, and something twice")
-    return pae_NN
 
 
 def _check_highest(pae_NN: Errors, content: Mapping[str, Any]) -> None:
