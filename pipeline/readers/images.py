@@ -47,14 +47,13 @@ def decoded_image(content: bytes, size: int, most_pixels: int = MOST_PIXELS) -> 
         with library.open(io.BytesIO(content), formats=[name for name in FORMATS if name in library.OPEN]) as image:
             if image.width * image.height > most_pixels:
                 raise UnusableEntry(_too_large(f"{image.width:,} × {image.height:,} pixels", most_pixels))
-            whole = image.convert("RGB")
+            return np.asarray(_middle(image, size, library).convert("RGB"))  # in this order, as openai does it
     except (library.DecompressionBombError, library.DecompressionBombWarning) as error:
         raise UnusableEntry(_too_large(str(error), most_pixels)) from error
     except library.UnidentifiedImageError as error:
         raise UnusableEntry(f"not an image of a supported format ({', '.join(FORMATS)})") from error
     except BROKEN as error:
         raise UnusableEntry(f"the image cannot be decoded: {error}") from error
-    return np.asarray(_middle(whole, size, library))
 
 
 def _too_large(what: str, most_pixels: int) -> str:

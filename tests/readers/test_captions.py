@@ -130,6 +130,17 @@ def test_images_of_every_mode_have_three_colours() -> None:
         assert decoded_image(file.getvalue(), SIZE).shape == (SIZE, SIZE, 3), mode
 
 
+def test_an_image_is_made_small_in_its_own_mode_as_openai_does_it() -> None:
+    """A palette has no colours between two of its own."""
+    (image := Image.fromarray(np.random.default_rng(0).integers(2, size=(20, 30), dtype=np.uint8))).putpalette(
+        [250, 0, 0, 0, 0, 250]
+    )
+    image.save(file := io.BytesIO(), "PNG")
+    wanted = image.resize((24, 16), Image.Resampling.BICUBIC).crop((4, 0, 20, 16)).convert("RGB")
+    assert np.array_equal(decoded_image(file.getvalue(), SIZE), np.asarray(wanted))
+    assert set(np.unique(wanted)) == {0, 250}
+
+
 def test_postscript_under_the_name_of_an_image_is_a_rejection_and_starts_no_ghostscript(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
