@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 
 PIECE_BYTES = 8 << 20
+# Text seldom shrinks more than 30 times; a file far beyond that is a decompression bomb.
+MAX_EXPANSION, EXPANSION_FLOOR_BYTES = 200, 64 << 20
 
 PACKAGED = Path(__file__).parent / "data"
 CHECKOUT = Path(__file__).parents[1]

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import gzip
 import os
+import zlib
 from functools import lru_cache
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pipeline.command_line import Command, quoted
 from pipeline.errors import ConfigError, DataError
+from pipeline.files import EXPANSION_FLOOR_BYTES, MAX_EXPANSION, PIECE_BYTES
 from pipeline.records import Reason, Rejection
 from pipeline.units import printable_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
+    from typing import BinaryIO
 
 T = TypeVar("T")
 MOST_OPEN = 32  # files at a time
+PACKED = ".gz"
 SCAN_AGAIN = Command.submit("scan", then="   (the file changed since)")
 
 
@@ -91,12 +97,31 @@ def check_names(names: Mapping[str, object]) -> None:
         check_option(name, value, "a name, as text", fits=type(value) is str)
 
 
+def opened(path: Path) -> BinaryIO:
+    """Open a file for reading; unpack a .gz file to a temporary one first, since gzip has no random access."""
+    if path.suffix.lower() != PACKED:
+        return path.open("rb")
+    most_bytes = EXPANSION_FLOOR_BYTES + MAX_EXPANSION * path.stat().st_size
+    try:
+        with TemporaryFile() as unpacked, gzip.open(path) as packed:
+            while piece := packed.read(PIECE_BYTES):
+                if unpacked.tell() + len(piece) > most_bytes:
+                    raise zlib.error(f"it unpacks to more than {MAX_EXPANSION} times its size")
+                unpacked.write(piece)
+            unpacked.seek(0)
+            return os.fdopen(os.dup(unpacked.fileno()), "rb")
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        what = f"cannot be unpacked: {error}"
+        raise DataError(what, where=str(path), remedy=f"gzip -t {quoted(path)}") from error
+
+
 class Bytes:
     """A file that several threads may read at once."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = -1
-        self._descriptor = os.open(path, os.O_RDONLY)
+        with opened(path) as file:
+            self._descriptor = os.dup(file.fileno())
 
     def __del__(self) -> None:
         if self._descriptor >= 0:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pipeline.command_line import quoted
 from pipeline.errors import ConfigError, DataError
 from pipeline.readers import hdf5, peptides
 from pipeline.readers.entry import (
+    PACKED,
     SCAN_AGAIN,
     Bytes,
     Opened,
@@ -140,7 +140,7 @@ class Spectra:
     def entries(self) -> Iterator[Entry | Rejection]:
         """Yield every spectrum as an entry, or its rejection."""
         for file, path in enumerate(self._paths):
-            yield from self._of_text(file, path) if path.suffix.lower() in FORMS else self._of_hdf5(file, path)
+            yield from self._of_text(file, path) if _suffix(path) in FORMS else self._of_hdf5(file, path)
 
     def headers(self) -> Iterator[tuple[str, Mapping[str, str]]]:
         """Yield the id of each readable spectrum, and what its file says of it by names that all files share."""
@@ -150,7 +150,7 @@ class Spectra:
     def runs(self) -> Iterator[tuple[Path, Iterator[tuple[str, Mapping[str, str]]]]]:
         """Yield each file, and the id and the headers of each readable spectrum in it."""
         for path in self._paths:
-            yield path, self._text_headers(path) if path.suffix.lower() in FORMS else self._hdf5_headers(path)
+            yield path, self._text_headers(path) if _suffix(path) in FORMS else self._hdf5_headers(path)
 
     def read(self, place: Sequence[int]) -> Arrays:
         """Return the arrays of the spectrum at a place."""
@@ -204,7 +204,7 @@ class Spectra:
         check_option("target", target, "a list of the columns of data.options.labels", fits=fits)
 
     def _of_text(self, file: int, path: Path) -> Iterator[Entry | Rejection]:
-        form, count = FORMS[path.suffix.lower()], 0
+        form, count = FORMS[_suffix(path)], 0
         wanted = [(option, self._keys[option]) for option in self._given()]
         sought = mgf.Sought([*wanted, *(("target", name.upper()) for name in self._own_targets())])
         for block in form.blocks(path):
@@ -228,7 +228,7 @@ class Spectra:
             key = entry_id(name, path, count)
             arrays = self._arrays(self._from_text(headers, peak_P2), key)
         except UnusableEntry as error:
-            value_of = FORMS[path.suffix.lower()].value_of
+            value_of = FORMS[_suffix(path)].value_of
             sought.take_unreadable(body, value_of)
             there = {key: value_of(body, key) for key in (self._keys["id"], self._keys["split"], "SCANS")}
             name, split = name or self._name(there, path), split or there[self._keys["split"]]
@@ -238,7 +238,7 @@ class Spectra:
 
     def _name(self, headers: Mapping[str, str], path: Path) -> str:
         """Return what a spectrum is called: by the option `id`, or of MGF its title, of mzML its scan."""
-        suffix = path.suffix.lower()
+        suffix = _suffix(path)
         if self.id or suffix == ".mgf":
             return headers.get(self._keys["id"], "")
         scan = headers.get("SCANS", "") if suffix == ".mzml" else ""  # a name of MSP is a molecule's, of many spectra
@@ -246,12 +246,12 @@ class Spectra:
 
     def _divided(self, path: Path, body: bytes) -> tuple[dict[str, str], NDArray[np.float64]]:
         """Return headers and peaks of a spectrum's text."""
-        if path.suffix.lower() == ".mzml":
+        if _suffix(path) == ".mzml":
             return mzml.divide_mzml(body, self._groups(path))
-        return msp.divide_msp(body) if path.suffix.lower() == ".msp" else mgf.divide(body)
+        return msp.divide_msp(body) if _suffix(path) == ".msp" else mgf.divide(body)
 
     def _text_headers(self, path: Path) -> Iterator[tuple[str, Mapping[str, str]]]:
-        blocks = (block for block in FORMS[path.suffix.lower()].blocks(path) if block.end >= 0)
+        blocks = (block for block in FORMS[_suffix(path)].blocks(path) if block.end >= 0)
         for count, block in enumerate(blocks):
             try:
                 headers, _ = self._divided(path, block.spectrum())
@@ -350,22 +350,21 @@ class Spectra:
         return mz_P[order[kept]], relative_P[kept]
 
 
+def _suffix(path: Path) -> str:
+    """Return the suffix of a file, without the .gz of a packed one."""
+    return (path.with_suffix("") if path.suffix.lower() == PACKED else path).suffix.lower()
+
+
 def _files(path: Path) -> tuple[Path, ...]:
     """Return the file, or the spectrum files of a folder, by name."""
     try:
         paths = sorted(path.iterdir()) if path.is_dir() else [path]
     except OSError as error:
         raise cannot_read(path, error) from error
-    if packed := [file for file in paths if file.name.lower().endswith(".mgf.gz")]:
-        remedy = f"gunzip {quoted(packed[0])}"
-        raise ConfigError("spectra are read at random, which gzip does not allow", where=str(packed[0]), remedy=remedy)
-    files = tuple(checked_file(file) for file in paths if file.suffix.lower() in SUFFIXES)
+    files = tuple(checked_file(file) for file in paths if _suffix(file) in FORMS or file.suffix.lower() in SUFFIXES)
     if not files:
-        problem, remedy = (
-            f"no spectra: no file ends with {', '.join(SUFFIXES)}",
-            "set data.path to one, or their folder",
-        )
-        raise ConfigError(problem, where=str(path), remedy=remedy)
+        problem = f"no spectra: no file ends with {', '.join(SUFFIXES)} (or {', '.join(FORMS)} with {PACKED})"
+        raise ConfigError(problem, where=str(path), remedy="set data.path to one, or their folder")
     return files
 
 

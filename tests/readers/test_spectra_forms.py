@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,11 @@ def test_the_same_spectrum_is_the_same_in_every_form(tmp_path: Path) -> None:
     (tmp_path / "x.msp").write_text(msp_text(7))
     (tmp_path / "x.mzML").write_text(mzml_file(mzml_text(7)))
     (tmp_path / "y.mzML").write_text(mzml_file(mzml_text(7, packed=True)))
+    for path in list(tmp_path.iterdir()):
+        path.with_name(f"{path.name}.GZ").write_bytes(gzip.compress(path.read_bytes()))
     first, *others = (only(read(tmp_path / name)) for name in ("x.mgf", "x.msp", "x.mzML", "y.mzML"))
     assert [entry.id for entry in (first, *others)] == ["e7", "x.msp-0", "x.mzML-scan-7", "y.mzML-scan-7"]
-    for other in others:
+    for other in (*others, *(only(read(path)) for path in tmp_path.glob("*.GZ"))):
         assert_same(other.arrays, first.arrays)
 
 

@@ -228,6 +228,12 @@ def spectrum_without_an_end(folder: Path) -> object:
 
 
 @bomb
+def spectra_packed(folder: Path) -> object:
+    (path := folder / "a.mgf.gz").write_bytes(packed(b" " * (1 << 20) + b"\n", 400))
+    return rejected(Spectra(path).entries())
+
+
+@bomb
 def spectrum_of_empty_elements(folder: Path) -> object:
     with (path := folder / "a.mzML").open("wb") as file:
         file.writelines([b"<spectrum>", *[b"<a/>" * 1024] * 4096, b"</spectrum>"])

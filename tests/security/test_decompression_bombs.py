@@ -47,6 +47,7 @@ TOLD = {
     "json_lines_nested": "not a JSON object on one line",
     "fasta_of_one_line": "a line is longer than 4 MiB",
     "spectrum_without_an_end": "no END IONS before the next spectrum or the end of the file",
+    "spectra_packed": "unpacks to more than 200 times its size",
     "spectrum_of_empty_elements": "more than 100,000 elements",
     "tar_of_hollow_text": "the text has 1,073,741,824 bytes, and",
     "tar_of_hollow_header": "a header of 1,073,741,824 bytes",

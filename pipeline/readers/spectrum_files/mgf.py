@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pipeline.errors import DataError
-from pipeline.readers.entry import UnusableEntry, cannot_read, parse_number
+from pipeline.readers.entry import UnusableEntry, cannot_read, opened, parse_number
 from pipeline.units import printable_text
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def blocks(path: Path) -> Iterator[MgfBlock]:
     """Yield a file in blocks, none longer than `MOST_BYTES` and a chunk."""
     rest, offset, line, begun = b"\n", -1, 0, False  # as if an empty line stood before the file
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             while chunk := file.read(CHUNK_BYTES):
                 *whole, rest = (rest + chunk).split(BEGIN)
                 for text in whole:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pipeline.readers.entry import UnusableEntry, cannot_read, parse_number
+from pipeline.readers.entry import UnusableEntry, cannot_read, opened, parse_number
 from pipeline.readers.spectrum_files.mgf import CHUNK_BYTES, MOST_BYTES, bare_lines
 from pipeline.units import printable_text
 
@@ -49,7 +49,7 @@ def msp_blocks(path: Path) -> Iterator[MspBlock]:
     """Yield a file in blocks between empty lines, none longer than `MOST_BYTES` and a chunk."""
     rest, offset, line = b"", 0, 1
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             while chunk := file.read(CHUNK_BYTES):
                 data, start = rest + chunk, 0
                 for gap in GAP.finditer(data):

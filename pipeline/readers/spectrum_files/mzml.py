@@ -16,7 +16,7 @@ from xml.etree import ElementTree  # of elements alone: what a document type cou
 
 import numpy as np
 
-from pipeline.readers.entry import UnusableEntry, cannot_read
+from pipeline.readers.entry import UnusableEntry, cannot_read, opened
 from pipeline.readers.spectrum_files.mgf import CHUNK_BYTES
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def mzml_blocks(path: Path) -> Iterator[MzmlBlock]:
     """Yield the spectra of a file but those of MS level 1."""
     rest, offset, line = b"", 0, 1
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             while chunk := file.read(CHUNK_BYTES):
                 data, done = rest + chunk, 0
                 while (begin := BEGIN.search(data, done)) and (stop := _stop(data, begin.end())) >= 0:
@@ -101,7 +101,7 @@ def _asked(block: MzmlBlock) -> Iterator[MzmlBlock]:
 def groups(path: Path) -> Groups:
     """Return the groups of parameters that spectra refer to, by their names."""
     found: Groups = {}
-    with path.open("rb") as file:
+    with opened(path) as file:
         head = b""
         while (chunk := file.read(CHUNK_BYTES)) and not BEGIN.search(head) and len(head) < MOST_BYTES:
             head += chunk

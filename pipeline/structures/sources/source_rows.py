@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pipeline.command_line import Command
 from pipeline.errors import ConfigError, DataError
+from pipeline.files import EXPANSION_FLOOR_BYTES, MAX_EXPANSION
 from pipeline.records import Item, Part, Reason, Rejection, Role
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.sources.item_ids import checked_id
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
     from pipeline.structures.sources.item_ids import SourceSpec
 
 MAX_LINE_BYTES = 4 << 20
-# Text seldom shrinks more than 30 times; a file far beyond that is a decompression bomb.
-MAX_EXPANSION = 200
-EXPANSION_FLOOR_BYTES = 64 << 20
 GZIP_MAGIC = b"\x1f\x8b"
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
