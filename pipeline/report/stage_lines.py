@@ -355,7 +355,7 @@ def speed(measured: Mapping[str, float]) -> list[str]:
         parts.append(f"GPU {format_bytes(measured['peak_gpu_bytes'])}")
     if measured["splits"]:
         parts.append(f"{plural(int(measured['splits']), 'split')} for memory")
-    return [*parts, f"lowest cosine to fair-esm {measured['lowest_cosine']:.7f}"]
+    return [*parts, f"lowest cosine to its reference {measured['lowest_cosine']:.7f}"]
 
 
 def script_figures(figures: Mapping[str, Mapping[str, float]]) -> list[str]:
