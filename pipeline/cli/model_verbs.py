@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeline.cli.completion import completing, models
-from pipeline.cli.options import ConfigFile, Json, Sets, load_config, print_json
+from pipeline.cli.options import ConfigFile, Json, Sets, load_config, load_config_if_any, print_json
 from pipeline.command_line import Command
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ def list_models_command(as_json: Json = False, config: ConfigFile = None, sets: 
     """List the models that were trained with this configuration's folder of models."""
     from pipeline.runs.model.trained_model import model_names
 
-    models = load_config(config, sets).config.train.models
+    models = load_config_if_any(config, sets).config.train.models
     names = model_names(models)
     if as_json:
         print_json({"folder": models, "models": names})
@@ -284,7 +284,7 @@ def show_model_command(model: Model, as_json: Json = False, config: ConfigFile =
     """Show what a model is: task, checkpoint, encoder, and its figures."""
     from pipeline.runs.model.trained_model import card_lines, model_card
 
-    named = _named(model, load_config(config, sets).config.train.models)
+    named = _named(model, load_config_if_any(config, sets).config.train.models)
     with _told_as_damage():
         card = model_card(named)
     if as_json:
@@ -306,7 +306,7 @@ def export_model_command(
     """Write a model's weights (safetensors), settings, code and card into a folder, to use on another machine."""
     from pipeline.runs.model.trained_model import export_model
 
-    loaded = load_config(config, sets)
+    loaded = load_config_if_any(config, sets)
     with _told_as_damage():
         card = export_model(_named(model, loaded.config.train.models), folder, loaded.base_dir.absolute(), form)
     weights = card["weights"]

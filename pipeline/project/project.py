@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pipeline.cluster.local import LocalExecutor
 from pipeline.cluster.machine import Machine
+from pipeline.command_line import quoted
 from pipeline.config.schema_data import MAIN
 from pipeline.device.kinds import CARD, CPU
 from pipeline.encoder.checkpoints.checkpoint_files import ESM1B, FAMILIES
@@ -34,6 +35,8 @@ from pipeline.structures.inventory import ScanRecipe
 from pipeline.structures.parsing.read_structure import FileReading
 from pipeline.structures.policy import Policy
 from pipeline.structures.sources.item_ids import SourceSpec
+from pipeline.training.checkpoints.chosen_checkpoint import read_export
+from pipeline.training.prepared import ModelFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Mapping
@@ -129,7 +132,7 @@ class Encoding:
         if config.embed.is_own:
             weights, source = encoder_code(config, beside).facts, partial(own_source, config, beside)
         else:
-            weights = identify(find_checkpoint(config.embed.weights), cache.kind("weights"), remember=remember)
+            weights = identify(_checkpoint(config, beside), cache.kind("weights"), remember=remember)
             source = partial(esm_source, weights)
             refuse_other_family(config.embed.encoder, weights)
         shelves = embed.EmbedShelves(
@@ -141,6 +144,22 @@ class Encoding:
         )
         recipe, settings = embedding_recipe(config, weights), settings_of(config)
         return cls(weights, recipe, settings, shelves, config.cache.verify_bytes, source, named)
+
+
+def _checkpoint(config: Config, beside: Path | None) -> Path:
+    """Return the encoder's checkpoint; where an exported model lacks it, the error names the one it takes."""
+    try:
+        return find_checkpoint(config.embed.weights)
+    except ConfigError as error:
+        if beside is None or not ModelFolder(beside).export.is_file():
+            raise
+        card = read_export(beside)
+        width = f", of {card['options']['embedding_dim']} numbers" if "embedding_dim" in card["options"] else ""
+        takes = ", ".join(f"{name} {value}" for name, value in card["encoder"].items())
+        what = f"{error.what}\n  the model takes {takes}{width}"
+        path = quoted(config.embed.weights)
+        remedy = f"pipeline weights import FILE --out {path}   (pipeline weights check FILE shows its digest)"
+        raise ConfigError(what, where=error.where, remedy=remedy) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pipeline.config.load import read_config
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
@@ -17,7 +18,7 @@ from pipeline.errors import ConfigError
 from pipeline.journal.attempts import leave_out
 from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_folder import RunFolder, runs_in
-from pipeline.project.project import Project
+from pipeline.project.project import Encoding, Project
 from pipeline.records import EventKind, Reason, TaskContext
 from pipeline.runs.dataset.worklist import Shard, StageSurvey, deciding
 from pipeline.runs.model.prepare import embeddings_used
@@ -25,6 +26,7 @@ from pipeline.runs.model.trained_model import portable_settings
 from pipeline.runs.workflow.embed_stage import EmbedStage
 from pipeline.runs.workflow.embedded import name_of
 from pipeline.store.cache_folder import CacheFolder
+from pipeline.training.checkpoints.chosen_checkpoint import write_export
 from tests.testkit.command import Command
 from tests.testkit.project import LOCAL, WEIGHTS, to_do, write_config
 from tests.testkit.trained import write_project
@@ -159,6 +161,15 @@ def test_a_model_is_exported_with_the_encoders_that_it_reads_and_no_others(two, 
     assert settings["train"].get("embeddings") == embeddings
     (two / "exported.yaml").write_text(json.dumps(settings | {"data": {"path": "x"}}))
     assert len(read_config(two / "exported.yaml").config.encoders_read) == len(config.encoders_read)
+
+
+def test_an_exported_model_without_its_encoder_names_that_by_digest_and_width(tmp_path):
+    card = {"encoder": {"file": "esm2_small.pt", "weights": "1a2b", "layer": 1}, "options": {"embedding_dim": 32}}
+    write_export(tmp_path, {"x": torch.zeros(1)}, card)
+    config = read_config(None, ["data.path=.", f"embed.weights={tmp_path}/weights/esm2_small.pt"]).config
+    with pytest.raises(ConfigError, match=r"takes file esm2_small\.pt, weights 1a2b, layer 1, of 32 numbers") as caught:
+        Encoding.open(config, CacheFolder(tmp_path / "cache"), remember=False, beside=tmp_path)
+    assert caught.value.remedy.startswith(f"pipeline weights import FILE --out {tmp_path}/weights/esm2_small.pt")
 
 
 @pytest.mark.nightly

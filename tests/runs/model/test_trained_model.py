@@ -54,6 +54,7 @@ def test_a_model_is_shown_whose_evaluation_is_damaged(pipeline, trained):
     figure = str(json.loads(trained.content)["evaluation"]["step"])
     (trained.file.parent / "val-changed.json").write_text(trained.content.replace(f": {figure},", ": 999,"))
     model = trained.model
+    Path("pipeline.yaml").rename("trained.yaml")  # where models lie, no configuration need be named
     shown = pipeline("model", "show", model.name)
     assert (shown.code, shown.err) == (0, "")
     assert "evaluations/val-torn.json" in shown.out
