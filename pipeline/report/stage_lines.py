@@ -110,9 +110,11 @@ def graphed_lines(graphed: Mapping[str, Any]) -> list[RenderableType]:
 
 
 def _accepted(counted: Mapping[str, Any]) -> str:
-    """Say how many items were accepted, rejected and not done."""
+    """Say how many items were accepted, rejected and not done; of predictions, several may be of one item."""
+    total, each = counted["items"] + counted["undone"], counted.get("each", 1)
     return (
-        f"{plural(counted['items'] + counted['undone'], 'item')}: {counted['accepted']:,} accepted, "
+        (plural(total, "item") if each == 1 else f"{plural(total, 'prediction')} ({each} an item)")
+        + f": {counted['accepted']:,} accepted, "
         f"{counted['items'] - counted['accepted']:,} rejected ({counted['rejected_fraction']:.1%})"
         + (f", {counted['undone']:,} not done" if counted["undone"] else "")
         + (f", {counted['unnamed']:,} missing that the list does not name" if counted.get("unnamed") else "")

@@ -238,4 +238,4 @@ def _write_predictions(job: ApplyJob, applied: ApplyResult, split: str | None) -
     publish_text(Disk(), folder / TOLD, json.dumps(asdict(predictions), indent=1) + "\n")
     for parts in folder.glob(f"{PARTS}*"):  # those of other checkpoints included
         shutil.rmtree(parts, ignore_errors=True)
-    job.say(f"predictions of {predictions.items:,} items: {folder}")
+    job.say(f"{predictions.items:,} predictions: {folder}")

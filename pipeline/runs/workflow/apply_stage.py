@@ -73,6 +73,7 @@ class Application:
     items: int
     done: list[list[int]]  # items that were done before, as [first, stop]
     model: str = ""  # the model's folder
+    each: int = 1  # rows of an item, such as poses
 
     @classmethod
     def read(cls, path: Path) -> Application:
@@ -108,10 +109,11 @@ class ModelUse(Judged):
     note: str = ""
     model: str = ""  # its folder
     nothing: str = ""  # why there was nothing to do
+    each: int = 1  # predictions of an item
 
     def take(self, applied: Application, made: Figures | Predictions | None) -> None:
         """Fill in what both stages report; `made` is their results, None where there are none."""
-        self.split, self.model = applied.split or "", applied.model
+        self.split, self.model, self.each = applied.split or "", applied.model, applied.each
         if not applied.items:
             self.nothing = f"no item is in split {applied.split!r}"
         elif made is None:
@@ -233,7 +235,8 @@ class ApplyStage(Stage):
         items, left = len(table), 0
         made = self._made_of(project, table)
         applied = Application(prepared, chosen, self.settings(project).split, made, items, [])
-        applied = replace(applied, model=str(self._folder_of(project, prepared).path))
+        of = {"model": str(self._folder_of(project, prepared).path), "each": self._code(project).samples or 1}
+        applied = replace(applied, **of)
         if items and not self.is_done(project, applied):
             applied = replace(applied, done=_done(self.parts(project, applied), applied))
             left = max(1, items - len(applied.done_N))
