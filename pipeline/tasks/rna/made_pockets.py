@@ -145,11 +145,11 @@ def topology(pocket: MadePocket) -> bytes:
     counts = {kind: len(paths_PX) for kind, paths_PX in paths.items()}
     kinds = {kind: len(types[kind]) for kind in types}
     pointers = np.zeros(31, np.int64)
-    pointers[[0, 1, 11]] = atoms, len(ELEMENTS), len(first_R)
+    pointers[[0, 1, 10, 11, 18]] = atoms, len(ELEMENTS), atoms, len(first_R), atoms
     pointers[[3, 12]], pointers[[5, 13]], pointers[[7, 14]] = counts["bond"], counts["angle"], counts["dihedral"]
-    pointers[[2, 4, 6]] = 0
     pointers[15:18] = kinds["bond"], kinds["angle"], kinds["dihedral"]
     sections: dict[str, tuple[str, Iterable[str]]] = {
+        "TITLE": _words(["made"]),
         "POINTERS": _whole(pointers),
         "ATOM_NAME": _words(pocket.names),
         "CHARGE": _real(_charges(pocket)),
@@ -172,6 +172,13 @@ def topology(pocket: MadePocket) -> bytes:
         "BONDS_WITHOUT_HYDROGEN": _whole(entries["bond"]),
         "ANGLES_WITHOUT_HYDROGEN": _whole(entries["angle"]),
         "DIHEDRALS_WITHOUT_HYDROGEN": _whole(entries["dihedral"]),
+        "AMBER_ATOM_TYPE": _words(name[0] for name in pocket.names),
+        # what other readers of topologies demand: nothing is excluded, and nothing has a hydrogen
+        **dict.fromkeys(("ANGLES_INC_HYDROGEN", "DIHEDRALS_INC_HYDROGEN", "HBOND_ACOEF", "HBOND_BCOEF"), _whole([])),
+        "NUMBER_EXCLUDED_ATOMS": _whole(np.ones(atoms)),
+        **dict.fromkeys(("EXCLUDED_ATOMS_LIST", "JOIN_ARRAY", "IROTAT"), _whole(np.zeros(atoms))),
+        "TREE_CHAIN_CLASSIFICATION": _words(["M"] * atoms),
+        **dict.fromkeys(("SOLTY", "RADII", "SCREEN"), _real(np.ones(atoms))),
     }
     texts = [f"%FLAG {name}\n%FORMAT({form})\n{_lines(form, cells)}" for name, (form, cells) in sections.items()]
     return "".join(["%VERSION  VERSION_STAMP = V0001.000  DATE = 01/01/00  00:00:00\n", *texts]).encode()

@@ -8,6 +8,7 @@ import re
 import shutil
 
 import numpy as np
+import parmed
 import pytest
 
 from pipeline.errors import ConfigError, DataError
@@ -125,6 +126,14 @@ def test_what_is_no_rna_is_not_in_the_pocket_nor_any_term_of_it():
         assert np.array_equal(constant_EK, whole.entries[kind][1][own])
         assert not own.all()
     assert len(read_pocket(with_ligand.encode(), coordinates, ("LIG",)).pos_N3) == len(whole.pos_N3)
+
+
+def test_made_pockets_are_topologies_that_parmed_reads(tmp_path):
+    write(tmp_path, "1aaa_ARG_model0", *files(0))
+    topology = tmp_path / "1aaa_ARG_model0_rna.prmtop"
+    read = parmed.amber.AmberParm(str(topology), xyz=str(topology.with_suffix(".inpcrd")))
+    ours = read_pocket(*files(0)).named()
+    assert (len(read.coordinates), len(read.bonds)) == (len(ours["atoms.pos"]), len(ours["bonds.atom"]))
 
 
 def test_near_pairs_are_those_within_four_angstroms_that_no_bond_joins():
