@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+NOT_FINITE = "is not finite"  # so a training that `train.nan: stop` ends says of a loss or a gradient
+
 
 class Reason(StrEnum):
     """Why an item was left out; the value is what reports show and `jq` matches."""

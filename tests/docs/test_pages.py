@@ -45,6 +45,7 @@ from pipeline.cluster.verdict import Cause
 from pipeline.config.schema import FIELDS, LEAVES, schema_key
 from pipeline.journal.attempts import Ask, Attempt, TaskRecord
 from pipeline.journal.run_status import StageStatus
+from pipeline.records import NOT_FINITE
 from pipeline.runs.engine import run_supervisor
 from pipeline.structures.synthetic import complex_pdb
 from pipeline.tasks.complex_docking import ComplexDocking
@@ -222,6 +223,9 @@ def test_a_failed_stage_names_the_page_that_is_there_and_else_the_one_of_the_pro
     task = TaskRecord(0, ended=[attempt])
     page = ROOT / run_supervisor.TROUBLESHOOTING
     assert run_supervisor._describe(StageStatus("scan"), [task])[1] == f"    more: {page}#crashed"
+    refused = Attempt(0, 1, Ask(1, 60), Cause.REFUSED, reason=f"the loss of step 7 {NOT_FINITE} (of item3)")
+    (_, more) = run_supervisor._describe(StageStatus("train"), [TaskRecord(0, ended=[refused])])
+    assert more == f"    more: {page}#nan"
     monkeypatch.setattr(files, "CHECKOUT", tmp_path)  # as beside the frozen code of a run
     assert run_supervisor._describe(StageStatus("scan"), [task])[1] == "    more: docs/troubleshooting.md#crashed"
 

@@ -40,7 +40,7 @@ from pipeline.journal.run_status import ENDED, RunState, RunStatus, StatusReader
 from pipeline.project.container_image import image_of
 from pipeline.project.project import Project, open_executor
 from pipeline.project.restriction import only_of
-from pipeline.records import Event, EventKind
+from pipeline.records import NOT_FINITE, Event, EventKind
 from pipeline.runs.engine.dispatch import Dispatch, is_over
 from pipeline.runs.engine.handover import STOPPED_CODE, claim_visit, hand_over, notify, own_job, refuse_elsewhere
 from pipeline.runs.engine.watch import WATCH, submit_watch, tell, watch
@@ -66,6 +66,7 @@ LISTEN_EVERY_S = 0.2
 PATIENCE_S, VISIT_POLL_S = 30.0, 1.0
 FAILURES_SHOWN = 3
 TROUBLESHOOTING = "docs/troubleshooting.md"  # which has an entry for every cause
+NOT_FINITE_ENTRY = "nan"  # its entry for a loss or a gradient that is not finite
 KEPT = "   (finished work is kept)"
 
 
@@ -419,7 +420,8 @@ def _describe(stage: StageStatus, tasks: Sequence[TaskRecord]) -> list[str]:
         then = f"\n    then: {task.then[attempt.number]}" if task.then.get(attempt.number) else ""
         ended = f"{attempt.state}: {_reason(attempt)[0]}{own_words}{then}"
         lines.append(f"  {stage.called(attempt.task)}{tries}: {ended}\n    log: {attempt.log}")
-        lines.append(f"    more: {_page()}#{attempt.cause.value}")
+        entry = NOT_FINITE_ENTRY if NOT_FINITE in attempt.reason else attempt.cause.value
+        lines.append(f"    more: {_page()}#{entry}")
     more = len(failures) - FAILURES_SHOWN
     return lines + ([f"  and {more} more tasks"] if more > 0 else [])
 

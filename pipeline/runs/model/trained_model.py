@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -272,17 +273,17 @@ def export_model(model: TrainedModel, folder: Path, beside: Path | None, form: s
     if form is not None:
         network = task.model()
         published, texts = dict(in_form(network, weights, form)), dict(files_beside(network, form))
-    with _writing_into(folder):
+    with _written_whole(folder) as aside:
         if form is not None:
-            write_published(folder, form, published, texts)
+            write_published(aside, form, published, texts)
         for name, path in sorted(code.items()):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, folder / name)
+            (aside / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, aside / name)
         head = "# The settings that this model was trained with, as far as using it needs them."
         sections = [f"{section}: {json.dumps(values)}" for section, values in settings.items()]
-        (folder / "pipeline.yaml").write_text("\n".join([head, *sections, ""]))
-        (folder / "README.md").write_text(card_text(card, settings))
-        return write_export(folder, weights, whole)
+        (aside / "pipeline.yaml").write_text("\n".join([head, *sections, ""]))
+        (aside / "README.md").write_text(card_text(card, settings))
+        return write_export(aside, weights, whole)
 
 
 def _exportable(model: TrainedModel) -> Config:
@@ -298,17 +299,25 @@ def _exportable(model: TrainedModel) -> Config:
 
 
 @contextmanager
-def _writing_into(folder: Path) -> Iterator[None]:
-    """Make a folder and let the block write into it; raise where something is there, or it cannot be written."""
+def _written_whole(folder: Path) -> Iterator[Path]:
+    """Yield a folder that takes the place of `folder` in the end; a failure leaves nothing behind.
+
+    Raise where something is there, or it cannot be written.
+    """
+    folder = folder.resolve()
+    aside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.partial")
     try:
         if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
             remedy = "name a folder that does not exist"
             raise ConfigError("something is there already", where=str(folder), remedy=remedy)
-        folder.mkdir(parents=True, exist_ok=True)
-        yield
+        aside.mkdir(parents=True)
+        yield aside
+        aside.replace(folder)
     except OSError as error:
         remedy = "pipeline model export MODEL FOLDER   (one with room, that can be written)"
         raise ConfigError(f"cannot write: {error.strerror or error}", where=str(folder), remedy=remedy) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def portable_settings(config: Config, *, there: bool = False) -> dict[str, Any]:

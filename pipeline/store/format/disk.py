@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import stat
@@ -201,6 +202,20 @@ class Disk:
     def is_called(self, fd: int, path: Path) -> bool:
         """Say whether an open file has that name."""
         return os.path.samestat(os.fstat(fd), path.stat())
+
+    @contextmanager
+    def alone_in(self, folder: Path) -> Iterator[bool]:
+        """Lock a folder in the block; yield False where another process holds the lock, True where there are none."""
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            is_alone = True
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                is_alone = error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+            yield is_alone
+        finally:
+            os.close(fd)
 
     def free_bytes(self, path: Path) -> int:
         """Return what the file system under `path` has free (a quota may allow less)."""

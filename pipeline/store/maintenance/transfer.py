@@ -160,7 +160,26 @@ def _exported(
     _refuse_no_room(disk, folder, 0 if link else absent)
     describe_export(disk, folder, {**export_sizes(disk, folder, lines), **files})
     target.prepare()
-    old = _old(target, kinds, files)
+    with disk.alone_in(folder) as is_alone:
+        if not is_alone:
+            later = Command.of("cache export DIR", then="   (another folder, or this one once that has ended)")
+            raise ConfigError("another process exports to this folder now", where=str(folder), remedy=later)
+        return _filled(disk, cache, folder, files, _old(target, kinds, files), lines, moved, link=link, tell=tell)
+
+
+def _filled(
+    disk: Disk,
+    cache: CacheFolder,
+    folder: Path,
+    files: Mapping[ShardFile, int],
+    old: Mapping[ShardFile, int],
+    lines: dict[ShardFile, str],
+    moved: Moved,
+    *,
+    link: bool,
+    tell: Told,
+) -> Moved:
+    """Copy the shards to an export that this process alone writes, and describe it."""
     reading = _Reading(disk, sum(files.values()) + sum(old.values()), tell)
     for place in (folder, *(KindLayout(folder / kind).partials for kind in {file.kind for file in files})):
         _sweep(disk, place)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from pipeline.command_line import Command
 from pipeline.errors import DataError, JobFailed
 from pipeline.memory.runtime.meters import NEAR
+from pipeline.records import NOT_FINITE
 from pipeline.training.loop.progress import EpochTotals, TrainingProgress, make_state, rehearse
 from pipeline.training.step.global_step import WholeStep
 from pipeline.training.step.optimizers import factor, set_rate
@@ -296,7 +297,7 @@ class Trainer:
         number, kind = self.done + 1, "loss" if report.not_finite else "gradient"
         items = self._culprits(share, report)
         named = f"of {', '.join(items[:5])}" if items else "of no single item alone"
-        what = f"the {kind} of step {number} is not finite ({named})"
+        what = f"the {kind} of step {number} {NOT_FINITE} ({named})"
         policy = self.train.nan
         if policy == "stop":
             self._save(None, wait=True)

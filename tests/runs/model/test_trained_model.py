@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -29,6 +31,21 @@ def test_an_export_into_a_file_is_refused_with_what_to_type(target, pipeline, tr
     assert str(tmp_path / target) in done.err
     assert "next: " in done.err
     assert (tmp_path / "taken").read_text() == "mine"
+
+
+def _on_full_disk(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_an_export_that_fills_the_disk_leaves_nothing_and_is_done_again(pipeline, trained, monkeypatch):
+    folder = trained.folder / "taken"
+    with monkeypatch.context() as full:
+        full.setattr("pipeline.training.checkpoints.chosen_checkpoint.write_tensors", _on_full_disk)
+        assert pipeline("model", "export", trained.model.name, str(folder)).code == 2
+    assert not list(trained.folder.glob("*taken*"))
+    folder.mkdir()
+    assert pipeline("model", "export", trained.model.name, str(folder)).code == 0
+    assert (folder / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("file", ["state.safetensors", "manifest.json"])

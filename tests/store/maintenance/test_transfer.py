@@ -63,6 +63,20 @@ def holds_all(cache):
     )
 
 
+def test_a_second_export_to_the_same_folder_is_refused_while_the_first_runs(cache, folder, other):
+    refused = list[ConfigError]()
+
+    def also(_now, _all):
+        with pytest.raises(ConfigError) as error:
+            export_cache(cache, folder)
+        refused.append(error.value)
+
+    assert export_cache(cache, folder, tell=also).refused == []
+    assert str(folder) in str(refused[0])
+    assert take_in(other, folder).refused == []
+    assert holds_all(other)
+
+
 def test_what_is_exported_is_imported_whole(cache, folder, other):
     out = export_cache(cache, folder)
     assert (out.copied, out.there, out.refused) == (len(shards(cache.root)), 0, [])
