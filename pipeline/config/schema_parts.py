@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    PlainSerializer,
-    PlainValidator,
-    StringConstraints,
-    WithJsonSchema,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BaseModel, ConfigDict, PlainValidator, StringConstraints, WithJsonSchema
+from pydantic_core import PydanticCustomError, core_schema
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 WANTS = "wants"  # the type of the errors raised here; their message completes "wants ..., got ..."
 SMALLEST_MEMORY_BYTES = 16 << 20
@@ -73,50 +70,6 @@ def parse_option(value: object) -> object:
     raise _wants("text, a number, true, false, null, or a list of these")
 
 
-def parse_auto_count(value: object, *, at_least: int) -> int | Literal["auto"]:
-    """Return a whole number or `auto`."""
-    if value == "auto":
-        return "auto"
-    if isinstance(value, int) and not isinstance(value, bool) and value >= at_least:
-        return value
-    raise _wants(f"a whole number from {at_least}, or auto")
-
-
-def parse_auto_flag(value: object) -> bool | Literal["auto"]:
-    """Return true, false or `auto`."""
-    if isinstance(value, bool):
-        return value
-    if value == "auto":
-        return "auto"
-    raise _wants("true, false or auto")
-
-
-def parse_auto_names(value: object) -> tuple[str, ...] | Literal["auto"]:
-    """Return distinct names, in their order, or `auto`."""
-    if value == "auto":
-        return "auto"
-    names = tuple(value) if isinstance(value, list | tuple) else ()
-    if names and all(isinstance(name, str) and name for name in names) and len(set(names)) == len(names):
-        return names
-    raise _wants("auto, or a list of different names, such as [main, NAME]")
-
-
-def parse_auto_memory(value: object) -> int | Literal["auto"]:
-    """Return bytes of memory or `auto`."""
-    return "auto" if value == "auto" else parse_size(value, at_least=SMALLEST_MEMORY_BYTES)
-
-
-def parse_interval(value: object) -> int | float | str:
-    """Return an interval of a training: whole epochs, a part of one, or a number of steps as `500 steps`."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return value
-    if isinstance(value, float) and 0 < value < 1:
-        return value
-    if isinstance(value, str) and (steps := _STEPS.fullmatch(value)):
-        return f"{steps[1]} steps"
-    raise _wants("epochs such as 2, a part of one such as 0.25, or '500 steps'")
-
-
 def parse_budget(value: object) -> str:
     """Return a budget as `500 gpu-hours` or `200 core-hours`."""
     match = _BUDGET.fullmatch(value) if isinstance(value, str) else None
@@ -125,31 +78,11 @@ def parse_budget(value: object) -> str:
     return f"{match[1]} {match[2].lower()}-hours"
 
 
-def parse_limit(value: object) -> int | float | None:
-    """Return how many items are taken at most: a number of them, a part of all, or all."""
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    if value is None or is_count or (isinstance(value, float) and 0 < value < 1):
-        return value  # type: ignore[return-value]
-    raise _wants("items such as 1000, a part of all such as 0.25, or null")
-
-
-def parse_node_folder(value: object) -> str | None:
-    """Return a folder as it is written; its variables are expanded on the node."""
-    if value is None or (isinstance(value, str) and value.startswith(("/", "$", "~")) and "\0" not in value):
-        return value
-    raise _wants("a folder as a node knows it, such as $TMPDIR or /scratch, or null")
-
-
 def parse_line(value: str) -> str:
     """Return a text that a script can hold in one line."""
     if not value.isprintable():
         raise _wants("one line of printable characters")
     return value
-
-
-def format_auto_memory(value: int | Literal["auto"]) -> str | int:
-    """Write bytes of memory or `auto`."""
-    return "auto" if value == "auto" else format_size(value)
 
 
 def _bytes(value: object) -> int | None:
@@ -178,100 +111,116 @@ def _wants(what: str) -> PydanticCustomError:
     return PydanticCustomError(WANTS, "{what}", {"what": what})
 
 
-_SIZE_SCHEMA = [
-    {"type": "integer", "minimum": 1},
-    {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)? ?[KMGTPkmgtp]([iI]?[bB])?$"},
-]
-_TIME_SCHEMA = {"type": "string", "pattern": r"^(([0-9]+-)?[0-9]+:[0-5][0-9]:[0-5][0-9]|[0-9]+ ?[smhdSMHD])$"}
-_AUTO_SCHEMA = {"const": "auto"}
+@dataclass(frozen=True, eq=False)  # aliases are hashed, and schemas cannot be
+class Written:
+    """How the values of a type are written: what reads one, their JSON schemas, and what else may stand there."""
 
-Size: TypeAlias = Annotated[
-    int,
-    PlainValidator(parse_size),
-    PlainSerializer(format_size, when_used="json"),
-    WithJsonSchema({"anyOf": _SIZE_SCHEMA}),
-]
+    read: Callable[[Any], Any]  # None: it is no such value
+    schemas: tuple[Mapping[str, Any], ...]
+    wants: str = ""  # completes the error where `read` raises none
+    show: Callable[[Any], Any] = lambda value: value
+    auto: bool = False
+    null: bool = False
+
+    def __get_pydantic_core_schema__(self, _source: object, _handler: object) -> core_schema.CoreSchema:
+        shown = core_schema.plain_serializer_function_ser_schema(self._shown, when_used="json")
+        return core_schema.no_info_plain_validator_function(self._read, serialization=shown)
+
+    def __get_pydantic_json_schema__(self, _schema: object, _handler: object) -> dict[str, Any]:
+        schemas = [*self.schemas, *([{"const": "auto"}] * self.auto), *([{"type": "null"}] * self.null)]
+        return {"anyOf": schemas} if len(schemas) > 1 else dict(schemas[0])
+
+    def _is_other(self, value: object) -> bool:
+        return (self.auto and value == "auto") or (self.null and value is None)
+
+    def _read(self, value: object) -> Any:
+        if self._is_other(value):
+            return value
+        if (found := self.read(value)) is None:
+            raise _wants(self.wants)
+        return found
+
+    def _shown(self, value: Any) -> Any:
+        return value if self._is_other(value) else self.show(value)
+
+
+def _whole(value: object, *, at_least: int = 1) -> int | None:
+    return value if type(value) is int and value >= at_least else None
+
+
+def _whole_or_part(value: object) -> int | float | None:
+    return value if isinstance(value, float) and 0 < value < 1 else _whole(value)
+
+
+def _interval(value: object) -> int | float | str | None:
+    steps = _STEPS.fullmatch(value) if isinstance(value, str) else None
+    return f"{steps[1]} steps" if steps else _whole_or_part(value)
+
+
+def _flag(value: object) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+def _names(value: object) -> tuple[str, ...] | None:
+    names = tuple(value) if isinstance(value, list | tuple) else ()
+    are_good = all(isinstance(name, str) and name for name in names) and len({*map(str, names)}) == len(names)
+    return names if names and are_good else None
+
+
+def _node_folder(value: object) -> str | None:
+    is_good = isinstance(value, str) and value.startswith(("/", "$", "~")) and "\0" not in value
+    return value if is_good else None  # type: ignore[return-value]
+
+
+_COUNT, _COUNT_OR_NONE = ({"type": "integer", "minimum": least} for least in (1, 0))
+_PART = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
+_SIZE_TEXT = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)? ?[KMGTPkmgtp]([iI]?[bB])?$"}
+_TIME_TEXT = {"type": "string", "pattern": r"^(([0-9]+-)?[0-9]+:[0-5][0-9]:[0-5][0-9]|[0-9]+ ?[smhdSMHD])$"}
+_BUDGET_TEXT = {"type": "string", "pattern": "^[0-9]+([.][0-9]+)? ?(gpu|core)-?hours?$"}
+_NAMES = {"type": "array", "items": {"type": "string"}, "minItems": 1, "uniqueItems": True}
+_MEMORY, _IN_BYTES = partial(parse_size, at_least=SMALLEST_MEMORY_BYTES), (_COUNT, _SIZE_TEXT)
+
+Size: TypeAlias = Annotated[int, Written(parse_size, _IN_BYTES, show=format_size)]
 SizeOrNone: TypeAlias = Annotated[
-    int,
-    PlainValidator(partial(parse_size, at_least=0)),
-    PlainSerializer(format_size, when_used="json"),
-    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, _SIZE_SCHEMA[1]]}),
+    int, Written(partial(parse_size, at_least=0), (_COUNT_OR_NONE, _SIZE_TEXT), show=format_size)
 ]
-Memory: TypeAlias = Annotated[
-    int,
-    PlainValidator(partial(parse_size, at_least=SMALLEST_MEMORY_BYTES)),
-    PlainSerializer(format_size, when_used="json"),
-    WithJsonSchema({"anyOf": _SIZE_SCHEMA}),
-]
-AutoMemory: TypeAlias = Annotated[
-    int | Literal["auto"],
-    PlainValidator(parse_auto_memory),
-    PlainSerializer(format_auto_memory, when_used="json"),
-    WithJsonSchema({"anyOf": [*_SIZE_SCHEMA, _AUTO_SCHEMA]}),
-]
+Memory: TypeAlias = Annotated[int, Written(_MEMORY, _IN_BYTES, show=format_size)]
+AutoMemory: TypeAlias = Annotated[int | Literal["auto"], Written(_MEMORY, _IN_BYTES, show=format_size, auto=True)]
 AutoCount: TypeAlias = Annotated[
-    int | Literal["auto"],
-    PlainValidator(partial(parse_auto_count, at_least=1)),
-    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, _AUTO_SCHEMA]}),
-]
-AutoFlag: TypeAlias = Annotated[
-    bool | Literal["auto"],
-    PlainValidator(parse_auto_flag),
-    WithJsonSchema({"anyOf": [{"type": "boolean"}, _AUTO_SCHEMA]}),
-]
-AutoNames: TypeAlias = Annotated[
-    tuple[str, ...] | Literal["auto"],
-    PlainValidator(parse_auto_names),
-    PlainSerializer(lambda names: names if names == "auto" else list(names)),
-    WithJsonSchema(
-        {"anyOf": [{"type": "array", "items": {"type": "string"}, "minItems": 1, "uniqueItems": True}, _AUTO_SCHEMA]}
-    ),
+    int | Literal["auto"], Written(_whole, (_COUNT,), "a whole number from 1, or auto", auto=True)
 ]
 AutoCountOrNone: TypeAlias = Annotated[
     int | Literal["auto"],
-    PlainValidator(partial(parse_auto_count, at_least=0)),
-    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, _AUTO_SCHEMA]}),
+    Written(partial(_whole, at_least=0), (_COUNT_OR_NONE,), "a whole number from 0, or auto", auto=True),
 ]
-Duration: TypeAlias = Annotated[
-    int,
-    PlainValidator(parse_duration),
-    PlainSerializer(format_duration, when_used="json"),
-    WithJsonSchema(_TIME_SCHEMA),
+AutoFlag: TypeAlias = Annotated[
+    bool | Literal["auto"], Written(_flag, ({"type": "boolean"},), "true, false or auto", auto=True)
 ]
-Budget: TypeAlias = Annotated[
-    str,
-    PlainValidator(parse_budget),
-    WithJsonSchema({"type": "string", "pattern": "^[0-9]+([.][0-9]+)? ?(gpu|core)-?hours?$"}),
+AutoNames: TypeAlias = Annotated[
+    tuple[str, ...] | Literal["auto"],
+    Written(_names, (_NAMES,), "auto, or a list of different names, such as [main, NAME]", list, auto=True),
 ]
+Duration: TypeAlias = Annotated[int, Written(parse_duration, (_TIME_TEXT,), show=format_duration)]
+Budget: TypeAlias = Annotated[str, Written(parse_budget, (_BUDGET_TEXT,))]
 NodeFolder: TypeAlias = Annotated[
     str | None,
-    PlainValidator(parse_node_folder),
-    WithJsonSchema({"anyOf": [{"type": "string", "pattern": "^[/$~]"}, {"type": "null"}]}),
+    Written(
+        _node_folder,
+        ({"type": "string", "pattern": "^[/$~]"},),
+        "a folder as a node knows it, such as $TMPDIR or /scratch, or null",
+        null=True,
+    ),
 ]
 ItemLimit: TypeAlias = Annotated[
     int | float | None,
-    PlainValidator(parse_limit),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "integer", "minimum": 1},
-                {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
-                {"type": "null"},
-            ]
-        }
-    ),
+    Written(_whole_or_part, (_COUNT, _PART), "items such as 1000, a part of all such as 0.25, or null", null=True),
 ]
 Interval: TypeAlias = Annotated[
     int | float | str,
-    PlainValidator(parse_interval),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "integer", "minimum": 1},
-                {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
-                {"type": "string", "pattern": "^[1-9][0-9]* steps?$"},
-            ]
-        }
+    Written(
+        _interval,
+        (_COUNT, _PART, {"type": "string", "pattern": "^[1-9][0-9]* steps?$"}),
+        "epochs such as 2, a part of one such as 0.25, or '500 steps'",
     ),
 ]
 Option: TypeAlias = Annotated[
