@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -103,10 +104,12 @@ def _wanted(fractions: str | None, folds: int | None) -> dict[str, float]:
         shares = [float(word) for word in (fractions or ".8/.1/.1").split("/")]
     except ValueError:
         shares = []
-    if len(shares) not in NAMES or not all(0 < share < float("inf") for share in shares):
-        raise _mistake(
-            f"{fractions!r} is not two or three positive numbers with / between", "--fractions", LIKE_FRACTIONS
-        )
+    is_whole = max(shares, default=0.0) >= 1 or math.isclose(
+        sum(shares), 1, abs_tol=1e-3
+    )  # as in 8/1/1, or in .8/.1/.1
+    if len(shares) not in NAMES or not all(0 < share < math.inf for share in shares) or not is_whole:
+        what = f"{fractions!r} is not two or three positive numbers with / between that make 1, or shares such as 8/1/1"
+        raise _mistake(what, "--fractions", LIKE_FRACTIONS)
     return {name: share / sum(shares) for name, share in zip(NAMES[len(shares)], shares, strict=True)}
 
 

@@ -159,6 +159,7 @@ def eagerly() -> Iterator[None]:
     """Run compiled code eagerly."""
     with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
         warnings.filterwarnings("ignore", "Using `torch.compile")  # that hooks, which we have, run once more
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # as torch's own deepcopy does
         yield
 
 

@@ -105,9 +105,9 @@ def run_foldseek(structures: Path, folder: Path) -> ClusterTable:
 def _easy_cluster(program: str, inputs: Sequence[str], folder: Path, limits: Sequence[str]) -> ClusterTable:
     """Run `PROGRAM easy-cluster INPUT PREFIX TMP …` and read what it writes."""
     found = shutil.which(program)
+    remedy = Command.of("split --write-fasta chains.fasta", then="   (cluster it elsewhere; then --by clusters)")
     if found is None:
         what = f"{program} is not installed here, or not on the path"
-        remedy = Command.of("split --write-fasta chains.fasta", then="   (cluster it elsewhere; then --by clusters)")
         raise ConfigError(what, where=f"PATH={os.environ.get('PATH', '')}", remedy=remedy)
     threads = str(len(os.sched_getaffinity(0)))
     words = [found, "easy-cluster", *inputs, str(folder / "found"), str(folder / "tmp"), *limits, "--threads", threads]
@@ -115,5 +115,5 @@ def _easy_cluster(program: str, inputs: Sequence[str], folder: Path, limits: Seq
     table = folder / "found_cluster.tsv"
     if ended.returncode or not table.exists():
         said = "\n  ".join(ended.stdout.strip().splitlines()[-LAST_LINES:])
-        raise JobFailed(f"{program} ended with {ended.returncode}:\n  {said}", where=join(words), remedy=join(words))
+        raise JobFailed(f"{program} ended with {ended.returncode}:\n  {said}", where=join(words[:2]), remedy=remedy)
     return ClusterTable(table)

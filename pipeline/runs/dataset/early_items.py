@@ -48,21 +48,23 @@ def refuse_sequences(config: Config) -> None:
 def refuse_unknown_splits(project: Project) -> None:
     """Raise where the table has no item in the split to train on, or one whose name is nearly that of another split."""
     source, train = project.source, project.config.train
-    if source.source in ("glob", "fasta", "reader") or (source.source == "pairs" and source.splits is None):
-        return  # files have no splits, and what a reader gives is known after its scan
+    if source.source == "reader":
+        return  # which is known after its scan
+    are_files = source.path.is_dir() and source.splits is None  # which have no splits
     wanted = {"train.split": train.split}
     wanted |= {f"train.{name}.split": getattr(train, name).split for name in ("validation", "evaluate", "predict")}
     names, there, listed = {*filter(None, wanted.values())}, set[str](), 0
-    for listed, entry in enumerate(list_items(project), 1):
+    for listed, entry in enumerate(() if are_files else list_items(project), 1):
         there.add(entry.split)
         if names <= there or listed > MOST_LISTED:
             break
     splits = sorted(filter(None, there))
-    for key, name in wanted.items() if splits and listed <= MOST_LISTED else ():
+    usual = "" if splits else type(train).model_fields["split"].default  # means all items of a table without splits
+    for key, name in wanted.items() if listed <= MOST_LISTED else ():
         near = get_close_matches(str(name).lower(), {split.lower(): split for split in splits}, n=1, cutoff=NEARLY)
-        if name and name not in there and (near or key == "train.split"):
+        if name and name not in there and (near or (key == "train.split" and name != usual)):
             meant = next((split for split in splits if [split.lower()] == near), "null")
-            what = f"no item is in split {name!r}; there are: {', '.join(map(repr, splits))}"
+            what = f"no item is in split {name!r}; there are: {', '.join(map(repr, splits)) or 'none'}"
             raise ConfigError(what, where=key, remedy=f"--set {key}={meant}" + " (every item)" * (meant == "null"))
 
 

@@ -13,7 +13,7 @@ from pipeline.config.schema_cluster import StageResources
 from pipeline.project.project import cluster_name, profiles_of
 from pipeline.report.facts import Estimate, StageUse, Suggested
 from pipeline.runs.workflow import table
-from pipeline.runs.workflow.jobs import plan_stage, recipe_name, tasks_at_once
+from pipeline.runs.workflow.jobs import plan_stage, recipe_name, spec_of, tasks_at_once
 from pipeline.units import GIB, format_bytes
 
 if TYPE_CHECKING:
@@ -183,7 +183,10 @@ def estimates(
 ) -> Iterator[Estimate]:
     """Yield what each stage would take."""
     for stage in (table.stage(name, project.config) for name in names):
-        for planned in plan_stage(project, stage, executor, folder=None).parts():
+        plan = plan_stage(project, stage, executor, folder=None)
+        if project.config.cluster.executor == "local":  # a cluster is asked when jobs are submitted
+            executor.check(spec_of(None, project.config, plan.job))
+        for planned in plan.parts():
             yield _estimate(stage.at(project, planned.name), stage, planned, executor, origins)
 
 

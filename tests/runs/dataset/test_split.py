@@ -197,7 +197,7 @@ def test_a_program_that_is_not_there_or_fails_is_said(scanned, pipeline, monkeyp
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     installed(scanned, monkeypatch, "mmseqs", code=1)
     said = pipeline("split", "--by", "identity", "--out", "new.csv")
-    assert said.code == 7
+    assert (said.code, "pipeline-split-" in said.err.split("next: ")[1]) == (7, False)
 
 
 @pytest.mark.nightly
@@ -277,6 +277,7 @@ MISTAKES = (
     "--out data/new.csv",
     "--out new.csv --fractions 1/2/3/4",
     "--out new.csv --fractions 0.5/0",
+    "--out new.csv --fractions .8/.8/.1",
     "--out new.csv --fractions nan/1",
     "--out new.csv --folds 2",
     "--out new.csv --folds 5 --fractions 1/1",

@@ -160,6 +160,7 @@ def test_what_cannot_be_is_refused_with_its_exit_code(pipeline, make_project, se
     done = pipeline(*SUBMIT)
     assert (done.code, said in done.err) == (code, True), done.err
     assert "next: " in done.err
+    assert pipeline("plan", "--stage", "scan").code == code
 
 
 @pytest.mark.parametrize("setting", ["data.state=unbound", "data.source=manifest", "data.source=pairs"])
