@@ -198,8 +198,8 @@ class Scanner:
             self.publish()  # should this one exhaust the memory, what came before it is safe
         try:
             inventory, read = examine_item(item, files, self.recipe)
-        except MemoryError:
-            raise
+        except MemoryError as error:
+            raise MemoryError(f"memory ran out while {item.id} was read") from error
         except (ImportError, OSError) as error:  # of this machine, perhaps: whoever scans it next tries again
             log.exception("%s could not be scanned here", item.id)
             self.refuse(item.id, Reason.SCAN_FAILED, _of_error(error))

@@ -213,7 +213,7 @@ def _keys_in(path: Path, name: str) -> dict[str, str]:
     csv.writer(cell, lineterminator="").writerow([name, ""])
     if not (line := line_with(path, f"\n{cell.getvalue()}".encode())):
         return {}
-    with suppress(OSError, StopIteration), path.open(encoding="utf-8", newline="") as file:
+    with suppress(OSError, StopIteration, ValueError), path.open(encoding="utf-8", newline="") as file:
         row = dict(zip(next(csv.reader(file)), next(csv.reader([line.decode()])), strict=False))
         return {part: row.get(f"{part}_key", "") for part in ("scan", "graph")}
     return {}

@@ -170,7 +170,8 @@ def _checked(entry: Item | Rejection, seen: SeenIds, spec: SourceSpec) -> Item |
     table = spec.path.name if spec.splits is None else spec.splits.name
     where = f"{table}:{first}" if first else seen.origins.get(entry.id, "an earlier file")
     split = f" (this one is in split {printable_text(entry.split)!r})" if entry.split else ""
-    detail = f"{where} has this id already{split}"
+    remedy = "; the ending is no part of an id: rename it, or take one format by data.pattern" * (spec.source == "glob")
+    detail = f"{where} has this id already{split}{remedy}"
     return Rejection(printable_text(entry.id), Reason.DUPLICATE_ID, detail, entry.origin, entry.split)
 
 

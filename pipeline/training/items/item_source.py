@@ -233,8 +233,8 @@ class ReaderItems:
     def _arrays(self, number: int, id_: str) -> dict[str, Array]:
         try:
             return as_arrays(self.reader.read(self.table.place(number)))
-        except MemoryError:
-            raise
+        except MemoryError as error:
+            raise MemoryError(f"memory ran out while {id_} was read") from error
         except PipelineError as error:
             raise DataError(f"{id_} cannot be read: {error.what}", where=error.where, remedy=SCAN_AGAIN) from error
         except Exception as error:  # whatever a user's code raises

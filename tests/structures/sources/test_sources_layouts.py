@@ -236,7 +236,7 @@ def test_two_files_of_one_name_are_duplicates(tmp_path: Path) -> None:
     assert ids(entries) == ["a", "b"]
     assert reasons(entries) == [Reason.DUPLICATE_ID]
     (twice,) = [entry for entry in entries if isinstance(entry, Rejection)]
-    assert (twice.origin, "a.cif" in twice.detail) == ("a.pdb", True)
+    assert (twice.origin, "a.cif" in twice.detail, "data.pattern" in twice.detail) == ("a.pdb", True, True)
 
 
 def test_glob_with_configured_chains_divides_each_file_into_partners(tmp_path: Path) -> None:
