@@ -7,7 +7,9 @@ tests/store/maintenance/test_transfer.py); here every command meets a link in ev
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from pipeline.errors import PipelineError
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
 from pipeline.store.maintenance.transfer import export_cache
-from pipeline.store.store import Store
+from pipeline.store.store import Store, WholeRecords
 from tests.testkit.command import Command
 
 PLACES = (
@@ -134,3 +136,27 @@ def test_a_name_that_is_taken_by_a_link_is_never_written_through(tmp_path: Path)
     with pytest.raises(FileExistsError):
         Disk().open_new(tmp_path / "new")
     assert (tmp_path / "precious").read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("place", ["graph/shards/SHARD", "graph/index.bin", "_users/USER", "_reports/REPORT"])
+def test_a_fifo_in_a_cache_keeps_no_reader_waiting(pipeline: Command, project: Path, place: str) -> None:
+    shard = min(path.name for path in (project / "cache/graph/shards").iterdir())
+    report = shard.replace(".safetensors", ".jsonl")
+    path = project / "cache" / place.replace("SHARD", shard).replace("USER", f"{0:032}.json").replace("REPORT", report)
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+    def waited(*_: object) -> None:
+        raise AssertionError(f"something waits for {place}")
+
+    before = signal.signal(signal.SIGALRM, waited)
+    signal.alarm(60)
+    try:
+        store = CacheFolder(project / "cache").kind("graph")
+        left = len(WholeRecords(store).metas([KEY[:-1] + b"\0", KEY[:-1] + b"\1"]))
+        codes = [pipeline("cache", *words).code for words in (("stat",), ("validate", "--full"), ("clean",))]
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert (left, *codes) == ((1, 0, 4, 0) if "SHARD" in place else (2, 0, 4 * ("index" in place), 0))

@@ -37,7 +37,12 @@ class Disk:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def open_read(self, path: Path) -> int:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        """Open a regular file; anything else is refused, at once: a FIFO would keep its reader waiting."""
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.ENXIO, "not a regular file", str(path))
+        return fd
 
     def close(self, fd: int) -> None:
         os.close(fd)

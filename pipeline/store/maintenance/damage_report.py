@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
@@ -15,13 +16,11 @@ from typing import TYPE_CHECKING, Any
 from pipeline.command_line import UPGRADE, Command, quoted
 from pipeline.errors import CacheDamaged, ConfigError
 from pipeline.store.format.cache_layout import REPORTS
-from pipeline.store.format.disk import Draft
+from pipeline.store.format.disk import Disk, Draft
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
-
-    from pipeline.store.format.disk import Disk
 
 REPORT_FORMAT = 1
 REPORT_SUFFIX = ".jsonl"
@@ -241,7 +240,7 @@ class DamageReport:
 def read_report(path: Path) -> DamageReport:
     """Open a report; only its summary is read."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(Disk().open_read(path), "rb") as file:
             text = file.readline(_LONGEST_SUMMARY)
         content = json.loads(text)
         if content.pop("report") == REPORT_FORMAT:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import socket
 import threading
 import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -29,7 +30,7 @@ from pipeline.errors import ConfigError
 from pipeline.records import RankPlace
 from pipeline.training.ranks.gradient_sums import reduce_in_pieces
 from pipeline.training.ranks.rank_protocol import PIECE_BYTES, SingleRank
-from pipeline.training.ranks.rendezvous import COME_WITHIN_S, Meeting, meet
+from pipeline.training.ranks.rendezvous import COME_WITHIN_S, LOOPBACK, Meeting, meet
 from pipeline.training.ranks.watchdog import Activity, HangLimits, Watchdog
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def join_process_group(
     """
     if place.world == 1:
         return WatchedSingleRank(place, patience or HangLimits(), tell)
-    store = _store("localhost", 0, place) if place.rank == 0 else None
+    store = _store(LOOPBACK, 0, place) if place.rank == 0 else None
     met = meet(place, folder, {"store": store.port} if store else {}, within_s)
     watchdog = Watchdog(place, met, patience or HangLimits(), tell)
     try:
@@ -95,9 +96,17 @@ def join_process_group(
 
 
 def _store(host: str, port: int, place: RankPlace) -> TCPStore:
-    """Open torch's TCPStore on a port of the kernel's choice, or connect to it."""
-    within = timedelta(seconds=60)
-    return TCPStore(host, port, None, place.rank == 0, timeout=within, wait_for_workers=False)
+    """Connect to torch's TCPStore; as rank 0 keep it, on one node for this node alone, since it admits everybody."""
+    listener = None
+    if place.rank == 0:
+        opened = socket.create_server(("" if place.nodes > 1 else LOOPBACK, 0))
+        port, listener = opened.getsockname()[1], opened.detach()
+    settings: dict[str, Any] = {
+        "timeout": timedelta(seconds=60),
+        "wait_for_workers": False,
+        "master_listen_fd": listener,
+    }
+    return TCPStore(host, port, None, place.rank == 0, **settings)
 
 
 def interface_of(address: str) -> str | None:

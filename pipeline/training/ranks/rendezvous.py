@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 COME_WITHIN_S = 300.0  # all ranks; a node may boot a container first
 LOOK_EVERY_S = (0.02, 1.0)  # at first, and at last
 CONNECT_WITHIN_S = 5.0
+GREET_WITHIN_S, MOST_SILENT = 10.0, 64  # connections that have not said who they are; the oldest go first
 LOOPBACK = "127.0.0.1"
 LONGEST_LINE = 1 << 16
 NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # a program may have SIGPIPE end it
@@ -108,7 +109,7 @@ class JsonConnection:
         *lines, self._received = self._received.split(b"\n")
         try:
             self._messages += [dict(json.loads(line)) for line in lines]
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return False
         return is_open
 
@@ -160,22 +161,25 @@ def _admit(
 ) -> dict[int, tuple[JsonConnection, str]]:
     """Accept ranks that know the token, and return them with their hosts; others are disconnected."""
     came: dict[int, tuple[JsonConnection, str]] = {}
+    silent: dict[JsonConnection, float] = {}  # the oldest first, and until when each may stay so
     until = time.monotonic() + within_s
     listener.settimeout(0)
     with selectors.DefaultSelector() as ready:
         ready.register(listener, selectors.EVENT_READ)
         while len(came) < world - 1 and (left_s := until - time.monotonic()) > 0:
-            for key, _ in ready.select(left_s):
+            for key, _ in ready.select(min(left_s, GREET_WITHIN_S)):
                 connection: JsonConnection | None = key.data
                 if connection is None:
                     with suppress(OSError):  # it may have gone again
                         connection = JsonConnection(listener.accept()[0])
                         ready.register(connection, selectors.EVENT_READ, connection)
+                        silent[connection] = time.monotonic() + GREET_WITHIN_S
                     continue
                 messages, is_open = connection.receive()
                 if is_open and not messages:
                     continue
                 ready.unregister(connection)
+                del silent[connection]
                 if not is_open or (rank := _rank_of(messages[0], words["token"], world)) is None:
                     connection.close()
                     continue
@@ -183,9 +187,13 @@ def _admit(
                 if rank in came:  # it lost its connection, and comes once more
                     came[rank][0].close()
                 came[rank] = connection, str(messages[0].get("host"))
-        for key in list(ready.get_map().values()):
-            if key.data:  # it is still undecided
-                key.data.close()
+            late = [connection for connection, by in silent.items() if by < time.monotonic()]
+            for connection in {*late, *list(silent)[:-MOST_SILENT]}:
+                ready.unregister(connection)
+                del silent[connection]
+                connection.close()
+    for connection in silent:
+        connection.close()
     return came
 
 

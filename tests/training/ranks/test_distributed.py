@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -49,6 +50,7 @@ def everything(group: ProcessGroup) -> dict[str, Any]:
         "alike": [one.to(torch.complex128).real.flatten().tolist() for one in alike],
         "many": [one.flatten().tolist() for one in many],
         "strided": strided.tolist(),
+        "listens": [one.laddr.ip for one in psutil.Process().net_connections("tcp") if one.status == "LISTEN"],
     }
 
 
@@ -62,6 +64,7 @@ def test_ranks_talk_and_add_up_bitwise_alike_and_leave_in_order(tmp_path: Path) 
         assert [json.dumps(one) for one in heard] == [json.dumps(SAID)] * WORLD, "the very words"
         assert [len(one["long"]) for one in long] == [0, LETTER_BYTES, 2 * LETTER_BYTES]
         assert nothing == [{}, {}, {}]
+        assert set(result["listens"]) <= {"127.0.0.1"}, "on one node nothing is open to others"
         assert result["alike"] == [[6.0] * math.prod(shape) for _ in DTYPES for shape in SHAPES]
         assert result["strided"] == (torch.arange(12.0).reshape(3, 4) * 6).tolist(), "layout does not matter"
         assert result["many"] == results[0]["many"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ import pytest
 
 from pipeline.errors import JobFailed
 from pipeline.records import RankPlace
+from pipeline.training.ranks import rendezvous
 from pipeline.training.ranks.rendezvous import JsonConnection, Meeting, meet
 from tests.training.ranks.crews import await_file
 
@@ -108,6 +109,7 @@ def test_whoever_does_not_know_the_word_is_sent_away(tmp_path: Path, pool: Threa
         b"GET / HTTP/1.1\r\n\r\n",
         b"[1]\n",
         b'{"rank": "x"}\n',
+        b"[" * 60_000 + b"\n",
     ):
         with socket.create_connection(("127.0.0.1", port), timeout=WITHIN_S) as foreign:
             foreign.sendall(said)
@@ -117,6 +119,23 @@ def test_whoever_does_not_know_the_word_is_sent_away(tmp_path: Path, pool: Threa
         other = meet(ranks(2)[1], tmp_path, {}, WITHIN_S)
         assert first[0].result().hosts == ("host0", "host1")
     part(first[0].result(), other)
+
+
+@pytest.mark.parametrize(("limit", "most"), [("MOST_SILENT", 2), ("GREET_WITHIN_S", 0.1)])
+def test_silent_connections_are_limited_in_number_and_time(
+    tmp_path: Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, limit: str, most: float
+) -> None:
+    monkeypatch.setattr(rendezvous, "GREET_WITHIN_S", 1000.0)
+    monkeypatch.setattr(rendezvous, limit, most)
+    first = begin(pool, ranks(2)[:1], tmp_path)
+    await_file(tmp_path / "ranks-m.json")
+    port = json.loads((tmp_path / "ranks-m.json").read_text())["port"]
+    with ExitStack() as silent:
+        oldest, *_ = [
+            silent.enter_context(socket.create_connection(("127.0.0.1", port), timeout=WITHIN_S)) for _ in range(3)
+        ]
+        assert oldest.recv(1) == b""
+    part(meet(ranks(2)[1], tmp_path, {}, WITHIN_S), first[0].result())
 
 
 def test_ranks_that_do_not_come_are_named_by_all(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
