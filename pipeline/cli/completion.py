@@ -11,46 +11,18 @@ import shlex
 from contextlib import suppress
 from enum import StrEnum
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
 
     Offers = Callable[[typer.Context, str], Iterable[tuple[str, str]]]
 
 ASKED = "__complete"  # the word by which a shell's script asks
 SITE = "cluster.site="
-
-BASH = r"""_pipeline() {
-    local line=${COMP_LINE:0:COMP_POINT} IFS=$'\n'
-    local word=${line##*[[:space:]]}
-    local kept=${word%"${word##*[=:]}"}   # readline goes on behind these
-    COMPREPLY=( $("$1" __complete "$line" 2>/dev/null | cut -f 1) )
-    COMPREPLY=( "${COMPREPLY[@]#"$kept"}" )
-    if [[ ${#COMPREPLY[@]} -eq 1 && $COMPREPLY == *= ]]; then compopt -o nospace; fi
-}
-complete -o default -F _pipeline pipeline
-"""
-ZSH = r"""#compdef pipeline
-_pipeline() {
-    local -a found ends
-    found=("${(@f)$(${(Q)words[1]} __complete "${(j: :)words[1,CURRENT]}" 2>/dev/null)}")
-    if [[ -z "$found" ]]; then _files; return; fi
-    [[ $#found -eq 1 && ${found[1]%%$'\t'*} == *= ]] && ends=(-S '')
-    found=("${(@)found//:/\\:}")
-    found=("${(@)found/$'\t'/:}")
-    _describe pipeline found "${ends[@]}"
-}
-compdef _pipeline pipeline
-"""
-FISH = """function __pipeline_complete
-    pipeline __complete (commandline -cp) 2>/dev/null
-end
-complete -c pipeline -f -n 'count (__pipeline_complete) >/dev/null' -a '(__pipeline_complete)'
-"""
 
 
 class Shell(StrEnum):
@@ -61,7 +33,9 @@ class Shell(StrEnum):
     FISH = "fish"
 
 
-SCRIPTS: dict[str, str] = {Shell.BASH: BASH, Shell.ZSH: ZSH, Shell.FISH: FISH}
+def shell_script(shell: str) -> str:
+    """Return the completion script of a shell."""
+    return Path(__file__).with_suffix(f".{shell}").read_text()
 
 
 def answer(root: Any, line: str) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.completion import SCRIPTS, Shell, completing, recipes
+from pipeline.cli.completion import Shell, completing, recipes, shell_script
 from pipeline.cli.options import ConfigFile, Json, Sets, choice, load_config, print_json
 from pipeline.command_line import quoted
 
@@ -75,7 +75,7 @@ def completion_command(
 
     zsh: the same in ~/.zshrc, below compinit. fish: pipeline completion fish | source
     """
-    typer.echo(SCRIPTS[shell], nl=False)
+    typer.echo(shell_script(shell), nl=False)
 
 
 def _look() -> tuple[Site | None, str]:

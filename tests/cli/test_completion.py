@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from pipeline.cli.completion import SCRIPTS, answer
+from pipeline.cli.completion import answer, shell_script
 from pipeline.cli.main import app
 from tests.journal.ledgers import Told
 from tests.testkit.command import Command
@@ -50,7 +50,7 @@ def offered(line: str) -> list[str]:
 
 def script(shell: str, folder: Path) -> Path:
     path = folder / f"completion.{shell}"
-    path.write_text(SCRIPTS[shell])
+    path.write_text(shell_script(shell))
     return path
 
 
@@ -162,7 +162,7 @@ def test_an_answer_imports_no_more_than_it_takes_to_read_a_configuration(runs: P
 def test_the_script_is_printed_and_nothing_else(pipeline: Command) -> None:
     for shell in ("bash", "zsh", "fish"):
         done = pipeline("completion", shell)
-        assert (done.out, done.err) == (SCRIPTS[shell], ""), shell
+        assert (done.out, done.err) == (shell_script(shell), ""), shell
 
 
 def test_a_name_that_is_misspelt_is_a_usage_error_that_names_what_was_meant(pipeline: Command) -> None:

@@ -13,7 +13,7 @@ KNOW_CARDS = ("device/", "memory/hardware/", "memory/tracing/")
 EXCUSED = {
     "memory/lint/lint_facts.py": "the variables by which CUDA's allocator is set",
     "memory/lint/lint_rules.py": "what is wrong with them, and where that is said",
-    "config/familiar_words.py": "a word that people write where ours is another",
+    "config/familiar_words.yaml": "a word that people write where ours is another",
     "setup/profile.yaml.jinja": "the name of an environment module",
 }
 NAMED = re.compile(r"cuda", re.IGNORECASE)
