@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -219,34 +220,6 @@ def what_was_made(folder: Path, name: str) -> str:
 
 COMPLEXES = 24
 ACTIVATE = "\n  source {}/bin/activate"
-CONFIG = """\
-# A small project of made complexes. Every other command works here as it does on real data:
-#   pipeline config show      every value and where it comes from
-#   pipeline submit --stage all --follow
-data:
-  source: manifest
-  path: data/manifest.csv       # id, path, chains and split of each complex
-  max_rejected_fraction: 0.1    # one of the 25 files is broken on purpose
-
-embed:
-  weights: weights/esm2_demo.pt # random ones, of the real format; yours: pipeline weights fetch
-
-train:
-  task: "pipeline.tasks.interface:Interface"   # which residues touch the other partner; yours: package.module:Name
-  options: {embedding_dim: 32, width: 16, layers: 2, pair_width: 8}
-  models: models
-  epochs: 6
-  effective_batch: 4
-  learning_rate: 0.01           # high, as there is little to learn: contacts are of aromatic residues
-  validation: {monitor: contact_auroc}
-
-cache:
-  root: cache
-
-cluster:
-  executor: local               # this machine
-  runs: runs
-"""
 
 
 def make_project(folder: Path, recipe: str | None = None) -> Path:
@@ -262,7 +235,7 @@ def make_project(folder: Path, recipe: str | None = None) -> Path:
         write_demo(folder / "data", COMPLEXES)
         write_random_checkpoint(folder / "weights" / "esm2_demo.pt", layers=3, dim=32, heads=4)
         config = folder / "pipeline.yaml"
-        config.write_text(CONFIG)
+        shutil.copyfile(Path(__file__).with_name("demo.yaml"), config)
     except OSError as error:
         raise ConfigError(f"cannot write: {error.strerror}", where=str(folder), remedy="pipeline demo DIR") from error
     return config
