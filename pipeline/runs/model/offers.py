@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from contextlib import suppress
@@ -25,6 +26,7 @@ from pipeline.memory.hardware.host_memory import (
 from pipeline.memory.planning.comparison import Offer
 from pipeline.memory.planning.memory_plan import CardSpec
 from pipeline.runs.model.training_work import host_card
+from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +37,10 @@ if TYPE_CHECKING:
     from pipeline.config.schema_cluster import CardSection as SiteCard
     from pipeline.project.project import Project
 
+log = logging.getLogger(__name__)
+
 NAME = "train"
+ASSUMED_BYTES = 16 << 30  # of a node, where no Slurm says it
 _OFFER = re.compile(r"(?:(\d+)\s*[x×*]\s*)?(.+)", re.IGNORECASE)
 
 
@@ -147,8 +152,8 @@ def _host_card(question: Question, name: str = "", mem_bytes: int | None = None)
     elif mem_bytes is None:
         mem_bytes = question.executor.limits_of(resources.partition or "", resources.cpus_on_node).mem_bytes
     if mem_bytes is None:
-        what = "nobody knows the memory of a node"
-        raise ConfigError(what, where="cluster.train.mem", remedy="--set cluster.train.mem=16GiB, or --gpu NAME")
+        mem_bytes = ASSUMED_BYTES
+        log.warning("Slurm reports no memory of a node: %s are assumed (cluster.train.mem)", format_bytes(mem_bytes))
     mem_bytes //= resources.ranks_per_node
     process_bytes = train_need(TrainingJob(gpu=False), question.baseline).total_bytes
     budget = int((mem_bytes - process_bytes) / (1 + STEP_SLACK + LIVE_ONLY[Provenance.ASSUMED] / 2))

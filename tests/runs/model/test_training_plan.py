@@ -307,6 +307,16 @@ def test_a_node_without_gpus_is_planned_by_its_memory(plan):
 
 
 @pytest.mark.nightly
+def test_a_node_that_no_slurm_describes_is_planned_by_an_assumed_memory(typed, monkeypatch, caplog):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    sets = [*PLAN[PLAN.index("--set") :], "--set", "cluster.train.gpus=0"]
+    done = typed("submit", "--stage", "train", "--dry-run", "--executor", "slurm", *sets)
+    assert (done.code, "16.0 GiB" in caplog.text, "#SBATCH --job-name=RUN-train" in done.out) == (0, True, True), (
+        done.err
+    )
+
+
+@pytest.mark.nightly
 def test_gpus_that_are_named_are_those_the_job_asks_for(plan):
     found, alone = (plan("--gpu", f"{count}xa100-40gb,{count}xa100-80gb") for count in (4, 1))
     assert (found["job"]["gpus"], len(found["plans"]["all items"]["cards"])) == (4, 2)  # a plan for both
