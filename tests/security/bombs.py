@@ -68,12 +68,17 @@ class Ending:
 
 Bomb = Callable[[Path], object]
 BOMBS: dict[str, Bomb] = {}
+TOLD: dict[str, str] = {}
 
 
-def bomb(make: Bomb) -> Bomb:
-    """Name a bomb after its function."""
-    BOMBS[make.__name__] = make
-    return make
+def bomb(told: str) -> Callable[[Bomb], Bomb]:
+    """Name a bomb after its function; `told` is part of what its refusal says."""
+
+    def named(make: Bomb) -> Bomb:
+        BOMBS[make.__name__], TOLD[make.__name__] = make, told
+        return make
+
+    return named
 
 
 def structure(path: Path) -> object:
@@ -95,19 +100,19 @@ def packed(text: bytes, times: int) -> bytes:
     return gzip.compress(text) * times
 
 
-@bomb
+@bomb("unfolds beyond structures.max_file_bytes")
 def pdb_packed(folder: Path) -> object:
     (path := folder / "a.pdb.gz").write_bytes(packed(b"REMARK 1 " * (1 << 20), 200))
     return structure(path)
 
 
-@bomb
+@bomb("unfolds beyond structures.max_file_bytes")
 def mmcif_packed(folder: Path) -> object:
     (path := folder / "a.cif.gz").write_bytes(packed(b"# nothing\n" * (1 << 20), 200))
     return structure(path)
 
 
-@bomb
+@bomb("an assembly of 1,000,000,000 operations, more than 100,000")
 def mmcif_operations(folder: Path) -> object:
     """An assembly of a billion operations, which gemmi writes out."""
     path = folder / "a.cif"
@@ -115,26 +120,26 @@ def mmcif_operations(folder: Path) -> object:
     return structure(path)
 
 
-@bomb
+@bomb("operations, more than 100,000")
 def mmcif_operations_multiplied(folder: Path) -> object:
     path = folder / "a.cif"
     path.write_text(MMCIF.format(expression="(1-9999)(1-9999)(1-9999)"))
     return structure(path)
 
 
-@bomb
+@bomb("unfolds to 8,000,000,000 characters, more than")
 def bcif_runs(folder: Path) -> object:
     """One run of a billion equal numbers."""
     return binary(folder, column(np.array([7, 10**9], "<i4").tobytes(), [run_length(10**9), integers()]))
 
 
-@bomb
+@bomb("unfolds to 8,000,000,032 characters, more than")
 def bcif_run_in_a_mask(folder: Path) -> object:
     mask = {"data": np.array([1, 10**9], "<i4").tobytes(), "encoding": [run_length(10**9), integers()]}
     return binary(folder, column(b"\x01\0\0\0", [integers()]) | {"mask": mask})
 
 
-@bomb
+@bomb("unfolds to 100,001,000,000 characters, more than")
 def bcif_wide_texts(folder: Path) -> object:
     """A long word that a million rows name: numpy would give each row its width."""
     words = {
@@ -147,31 +152,37 @@ def bcif_wide_texts(folder: Path) -> object:
     return binary(folder, column(np.array([0, 10**6], "<i4").tobytes(), [words]))
 
 
-@bomb
+@bomb("a SEQRES of 30,000 residues; structures.max_residues is")
 def mmcif_sequence(folder: Path) -> object:
     """A sequence and a chain of 30,000 residues, whose alignment takes a byte for each pair of them."""
     names = [("ALA", "GLY")[number * number % 7 % 2] for number in range(30_000)]
-    atoms = "".join(f"ATOM {at} C CA {name} A {at} . . {at % 999} 0 0\n" for at, name in enumerate(names[::-1], 1))
-    path = folder / "a.cif.gz"
-    monomers = "".join(f"1 {at} {name}\n" for at, name in enumerate(names, 1))
-    path.write_bytes(gzip.compress(SEQUENCE.format(atoms=atoms, monomers=monomers).encode()))
+    atoms = (f"ATOM {at} C CA {name} A . {at} . {at % 999} 0 0" for at, name in enumerate(reversed(names), 1))
+    text = (
+        "data_x\n"
+        + loop("entity", "id type", "1 polymer")
+        + loop("entity_poly", "entity_id type", "1 polypeptide(L)")
+        + loop("entity_poly_seq", "entity_id num mon_id", *(f"1 {at} {name}" for at, name in enumerate(names, 1)))
+        + loop("struct_asym", "id entity_id", "A 1")
+        + loop("atom_site", ATOMS.replace("Cartn_x", "auth_seq_id label_alt_id Cartn_x"), *atoms)
+    )
+    (path := folder / "a.cif.gz").write_bytes(gzip.compress(text.encode()))
     return parse_structure(read_file(path, MOST_FILE_BYTES), "mmcif", FileReading(seqres=True), 10_000)
 
 
-@bomb
+@bomb("RDKit finds no whole molecule in the file")
 def sdf_counts(folder: Path) -> object:
     counts = "x\n\n\n  0  0  0  0  0  0            999 V3000\nM  V30 BEGIN CTAB\nM  V30 COUNTS 2000000000 0 0 0 0\n"
     (path := folder / "a.sdf").write_text(counts + "M  V30 BEGIN ATOM\nM  V30 1 C 0 0 0 0\nM  V30 END ATOM\nM  END\n")
     return structure(path)
 
 
-@bomb
+@bomb("the molecule says 2000000000 atoms and has 0")
 def mol2_counts(folder: Path) -> object:
     (path := folder / "a.mol2").write_text("@<TRIPOS>MOLECULE\nx\n 2000000000 2000000000 1\nSMALL\nNO_CHARGES\n")
     return structure(path)
 
 
-@bomb
+@bomb("%FLAG ATOM_NAME holds 56 values, and POINTERS say")
 def amber_counts(folder: Path) -> object:
     first, _, rest = complex_files()[0].decode("latin-1").partition("%FLAG POINTERS")
     lines = rest.splitlines(keepends=True)
@@ -182,83 +193,83 @@ def amber_counts(folder: Path) -> object:
     return parse_structure(data, "amber", FileReading(), beside=(folder / "a.inpcrd").read_bytes())
 
 
-@bomb
+@bomb("%FLAG ATOM_NAME: ")
 def amber_width_of_nothing(folder: Path) -> object:
     """A column that is no character wide never ends."""
     text = complex_files()[0].decode("latin-1").replace("%FORMAT(20a4)", "%FORMAT(20a0)")
     return parse_structure(text.encode("latin-1"), "amber", FileReading(), beside=b"x\n1\n")
 
 
-@bomb
+@bomb("the coordinates are of 1 atoms, the topology of 56")
 def amber_most_columns(folder: Path) -> object:
     text = complex_files()[0].decode("latin-1").replace("%FORMAT(20a4)", "%FORMAT(2000000000a4)")
     return parse_structure(text.encode("latin-1"), "amber", FileReading(), beside=b"x\n1\n")
 
 
-@bomb
+@bomb("unfolds to more than 200 times its size")
 def manifest_packed(folder: Path) -> object:
     (path := folder / "m.csv.gz").write_bytes(gzip.compress(b"id,path\n") + packed(b" " * (1 << 20) + b"\n", 400))
     return entries("manifest", path)
 
 
-@bomb
+@bomb("a line is longer than 4 MiB")
 def manifest_of_one_line(folder: Path) -> object:
     return entries("manifest", hollow(folder / "m.csv", b"id,path\n"))
 
 
-@bomb
+@bomb("a line is longer than 4 MiB")
 def json_lines_of_one_line(folder: Path) -> object:
     return entries("manifest", hollow(folder / "m.jsonl", b'{"id": "a", "path": "'))
 
 
-@bomb
+@bomb("not a JSON object on one line")
 def json_lines_nested(folder: Path) -> object:
     (path := folder / "m.jsonl").write_text("[" * 1_000_000 + "\n")
     return entries("manifest", path)
 
 
-@bomb
+@bomb("a line is longer than 4 MiB")
 def fasta_of_one_line(folder: Path) -> object:
     return entries("fasta", hollow(folder / "m.fasta", b">a\n"))
 
 
-@bomb
+@bomb("no END IONS before the next spectrum or the end of the file")
 def spectrum_without_an_end(folder: Path) -> object:
     return rejected(Spectra(hollow(folder / "a.mgf", b"BEGIN IONS\nTITLE=x\nPEPMASS=1\n")).entries())
 
 
-@bomb
+@bomb("unpacks to more than 200 times its size")
 def spectra_packed(folder: Path) -> object:
     (path := folder / "a.mgf.gz").write_bytes(packed(b" " * (1 << 20) + b"\n", 400))
     return rejected(Spectra(path).entries())
 
 
-@bomb
+@bomb("more than 100,000 elements")
 def spectrum_of_empty_elements(folder: Path) -> object:
     with (path := folder / "a.mzML").open("wb") as file:
         file.writelines([b"<spectrum>", *[b"<a/>" * 1024] * 4096, b"</spectrum>"])
     return rejected(Spectra(path).entries())
 
 
-@bomb
+@bomb("the text has 1,073,741,824 bytes, and")
 def tar_of_hollow_text(folder: Path) -> object:
     """A tar in a file with holes: of its image there is a byte, of its text there are gibibytes that nothing wrote."""
     (image := tarfile.TarInfo("a.png")).size, (text := tarfile.TarInfo("a.txt")).size = 1, GIB
     return rejected(Captions(hollow(folder / "a.tar", image.tobuf() + bytes(512) + text.tobuf(), 2 * GIB)).entries())
 
 
-@bomb
+@bomb("a header of 1,073,741,824 bytes")
 def tar_of_hollow_header(folder: Path) -> object:
     (member := tarfile.TarInfo("a.png")).size, member.type = GIB, tarfile.XHDTYPE
     return rejected(Captions(hollow(folder / "a.tar", member.tobuf(), size=2 * GIB)).entries())
 
 
-@bomb
+@bomb("a row of more than 1,048,576 bytes")
 def pair_of_one_line(folder: Path) -> object:
     return rejected(Pairs(hollow(folder / "a.tsv", b"left\tright\n")).entries())
 
 
-@bomb
+@bomb("is 4,096 MiB, more than 64")
 def hdf5_long_rows(folder: Path) -> object:
     with h5py.File(path := folder / "a.h5", "w") as file:
         file.create_dataset("left", (1, 1 << 15, 1 << 15), "f4", chunks=(1, 64, 64), compression="gzip")
@@ -266,7 +277,7 @@ def hdf5_long_rows(folder: Path) -> object:
     return rejected(Pairs(path).entries())
 
 
-@bomb
+@bomb("a chunk of 'left' (65537, 1, 1024) is 256 MiB, more than 256")
 def hdf5_large_chunks(folder: Path) -> object:
     """Rows that are small, in a chunk that is not: all of it is unpacked for any of them."""
     with h5py.File(path := folder / "a.h5", "w") as file:
@@ -276,7 +287,7 @@ def hdf5_large_chunks(folder: Path) -> object:
     return rejected(Pairs(path).entries())
 
 
-@bomb
+@bomb("damaged: 1,000,000,000,000 rows in a file of")
 def hdf5_more_rows_than_bytes(folder: Path) -> object:
     with h5py.File(path := folder / "a.h5", "w") as file:
         for name in ("left", "right"):
@@ -284,13 +295,13 @@ def hdf5_more_rows_than_bytes(folder: Path) -> object:
     return rejected(Pairs(path).entries())
 
 
-@bomb
+@bomb("header too large")
 def weights_header(folder: Path) -> object:
     """A header of safetensors that says that it is 2 GiB long, in a file that is."""
     return read_safetensors([hollow(folder / "a.safetensors", struct.pack("<Q", 2 * GIB - 16), size=2 * GIB)])
 
 
-@bomb
+@bomb("is truncated: its end is missing")
 def weights_tensor(folder: Path) -> object:
     """A tensor that says that it has a tebibyte."""
     header = json.dumps({"a": {"dtype": "F32", "shape": [1 << 38], "data_offsets": [0, 1 << 40]}}).encode()
@@ -298,43 +309,43 @@ def weights_tensor(folder: Path) -> object:
     return read_safetensors([path])
 
 
-@bomb
+@bomb("its header is damaged")
 def checkpoint_header(folder: Path) -> object:
     path = hollow(folder / "a.safetensors", struct.pack("<Q", 2 * GIB - 16), size=2 * GIB)
     return TensorFile(Disk(), path, WrittenFile(2 * GIB, "0" * 32))
 
 
-@bomb
+@bomb("its header is damaged")
 def checkpoint_shape(folder: Path) -> object:
     header = b'{"a": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 4]}}'
     (path := folder / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
     return TensorFile(Disk(), path, WrittenFile(12 + len(header), "0" * 32))
 
 
-@bomb
+@bomb("is a compressed archive")
 def checkpoint_packed(folder: Path) -> object:
     """A .pt whose members are compressed: torch stores them plain, and takes nothing else."""
     return read_pt(zipped(folder / "a.pt", "a/version"))
 
 
-@bomb
+@bomb("is truncated: its end is missing")
 def checkpoint_that_torch_alone_reads(folder: Path) -> object:
     return read_pt(zipped(folder / "a.pt", "a/version", version=99))
 
 
-@bomb
+@bomb("is not a checkpoint that torch can read")
 def script_below_its_code(folder: Path) -> object:
     """An archive of TorchScript whose code, which may be compressed, seems to be another archive."""
     small = ("a/code/constants.pkl", "a/constants.pkl")
     return stored_weights(zipped(folder / "a.pt", *small, large="a/code/data.pkl"))
 
 
-@bomb
+@bomb("is not a checkpoint that torch can read")
 def script_far_memo(folder: Path) -> object:
     return stored_weights(script(folder / "a.pt", b"r" + struct.pack("<I", 0x10000000)))
 
 
-@bomb
+@bomb("read in little memory")
 def script_of_one_storage(folder: Path) -> object:
     """A thousand tensors that are all of the same mebibyte."""
     tensor = b"(X\7\0\0\0storagectorch\nByteStorage\nX\1\0\0\0000X\3\0\0\0cpuJ\0\0\x10\0tQ"
@@ -343,7 +354,7 @@ def script_of_one_storage(folder: Path) -> object:
     raise UnusableInput(Reason.BAD_ENTRY, "read in little memory")
 
 
-@bomb
+@bomb("its tensors overlap: 140 bytes stand for")
 def esm_overlapping(folder: Path) -> object:
     """An ESM-2 of which each tensor is one number again and again."""
     settings = {"encoder_layers": 2, "encoder_embed_dim": 8192, "encoder_attention_heads": 2, "token_dropout": True}
@@ -353,7 +364,7 @@ def esm_overlapping(folder: Path) -> object:
     return digest_weights(load_esm_checkpoint(path))
 
 
-@bomb
+@bomb("is not in the cache")
 def shard_table(folder: Path) -> object:
     """A shard whose trailer says that it has more records than there are bytes."""
     store = CacheFolder(folder / "cache").kind("graph")
@@ -429,68 +440,19 @@ def integers() -> dict[str, object]:
     return {"kind": "ByteArray", "type": 3}
 
 
-MMCIF = """\
-data_x
-loop_
-_atom_site.group_PDB
-_atom_site.id
-_atom_site.type_symbol
-_atom_site.label_atom_id
-_atom_site.label_comp_id
-_atom_site.label_asym_id
-_atom_site.label_seq_id
-_atom_site.Cartn_x
-_atom_site.Cartn_y
-_atom_site.Cartn_z
-ATOM 1 C CA ALA A 1 0 0 0
-loop_
-_pdbx_struct_assembly.id
-_pdbx_struct_assembly.details
-1 x
-loop_
-_pdbx_struct_assembly_gen.assembly_id
-_pdbx_struct_assembly_gen.oper_expression
-_pdbx_struct_assembly_gen.asym_id_list
-1 '{expression}' A
-loop_
-_pdbx_struct_oper_list.id
-_pdbx_struct_oper_list.matrix[1][1]
-1 1
-"""
+def loop(category: str, names: str, *rows: str) -> str:
+    """Return a category of an mmCIF file."""
+    return "\n".join(["loop_", *(f"_{category}.{name}" for name in names.split()), *rows, ""])
 
 
-SEQUENCE = """\
-data_x
-loop_
-_entity.id
-_entity.type
-1 polymer
-loop_
-_entity_poly.entity_id
-_entity_poly.type
-1 polypeptide(L)
-loop_
-_struct_asym.id
-_struct_asym.entity_id
-A 1
-loop_
-_atom_site.group_PDB
-_atom_site.id
-_atom_site.type_symbol
-_atom_site.label_atom_id
-_atom_site.label_comp_id
-_atom_site.label_asym_id
-_atom_site.auth_seq_id
-_atom_site.label_seq_id
-_atom_site.label_alt_id
-_atom_site.Cartn_x
-_atom_site.Cartn_y
-_atom_site.Cartn_z
-{atoms}loop_
-_entity_poly_seq.entity_id
-_entity_poly_seq.num
-_entity_poly_seq.mon_id
-{monomers}"""
+ATOMS = "group_PDB id type_symbol label_atom_id label_comp_id label_asym_id label_seq_id Cartn_x Cartn_y Cartn_z"
+MMCIF = (
+    "data_x\n"
+    + loop("atom_site", ATOMS, "ATOM 1 C CA ALA A 1 0 0 0")
+    + loop("pdbx_struct_assembly", "id details", "1 x")
+    + loop("pdbx_struct_assembly_gen", "assembly_id oper_expression asym_id_list", "1 '{expression}' A")
+    + loop("pdbx_struct_oper_list", "id matrix[1][1]", "1 1")
+)
 
 
 def read_in_a_child(name: str, folder: Path) -> Ending:

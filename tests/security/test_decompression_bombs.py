@@ -13,7 +13,6 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-import gemmi
 import pytest
 import torch
 
@@ -25,48 +24,9 @@ from pipeline.structures.parsing import structure_files
 from pipeline.structures.parsing.structure_files import HAS_BIOTITE
 from pipeline.training.checkpoints.published_names import renamed
 from tests.conftest import ROOT
+from tests.security.bombs import TOLD
 
 MOST_GROWN_MIB = 200
-TOLD = {
-    "pdb_packed": "unfolds beyond structures.max_file_bytes",
-    "mmcif_packed": "unfolds beyond structures.max_file_bytes",
-    "mmcif_operations": "an assembly of 1,000,000,000 operations, more than 100,000",
-    "mmcif_operations_multiplied": "operations, more than 100,000",
-    "bcif_runs": "unfolds to 8,000,000,000 characters, more than",
-    "bcif_run_in_a_mask": "unfolds to 8,000,000,032 characters, more than",
-    "bcif_wide_texts": "unfolds to 100,001,000,000 characters, more than",
-    "mmcif_sequence": "a SEQRES of 30,000 residues; structures.max_residues is",
-    "sdf_counts": "RDKit finds no whole molecule in the file",
-    "mol2_counts": "the molecule says 2000000000 atoms and has 0",
-    "amber_counts": "%FLAG ATOM_NAME holds 56 values, and POINTERS say",
-    "amber_width_of_nothing": "%FLAG ATOM_NAME: ",
-    "amber_most_columns": "the coordinates are of 1 atoms, the topology of 56",
-    "manifest_packed": "unfolds to more than 200 times its size",
-    "manifest_of_one_line": "a line is longer than 4 MiB",
-    "json_lines_of_one_line": "a line is longer than 4 MiB",
-    "json_lines_nested": "not a JSON object on one line",
-    "fasta_of_one_line": "a line is longer than 4 MiB",
-    "spectrum_without_an_end": "no END IONS before the next spectrum or the end of the file",
-    "spectra_packed": "unpacks to more than 200 times its size",
-    "spectrum_of_empty_elements": "more than 100,000 elements",
-    "tar_of_hollow_text": "the text has 1,073,741,824 bytes, and",
-    "tar_of_hollow_header": "a header of 1,073,741,824 bytes",
-    "pair_of_one_line": "a row of more than 1,048,576 bytes",
-    "hdf5_long_rows": "is 4,096 MiB, more than 64",
-    "hdf5_large_chunks": "a chunk of 'left' (65537, 1, 1024) is 256 MiB, more than 256",
-    "hdf5_more_rows_than_bytes": "damaged: 1,000,000,000,000 rows in a file of",
-    "weights_header": "header too large",
-    "weights_tensor": "is truncated: its end is missing",
-    "checkpoint_header": "its header is damaged",
-    "checkpoint_shape": "its header is damaged",
-    "checkpoint_packed": "is a compressed archive",
-    "checkpoint_that_torch_alone_reads": "is truncated: its end is missing",
-    "script_below_its_code": "is not a checkpoint that torch can read",
-    "script_far_memo": "is not a checkpoint that torch can read",
-    "script_of_one_storage": "read in little memory",
-    "esm_overlapping": "its tensors overlap: 140 bytes stand for",
-    "shard_table": "is not in the cache",
-}
 
 
 @pytest.mark.nightly
@@ -101,13 +61,6 @@ def test_what_took_minutes_or_for_ever_ends(name: str, tmp_path: Path) -> None:
 def filled(path: Path, *parts: bytes) -> Path:
     path.write_bytes(b"".join(parts))
     return path
-
-
-def test_a_range_of_operations_is_written_out_by_the_parser_which_is_why_it_is_counted_before() -> None:
-    """A million names already take a moment and tens of MB: a billion would take hours and tens of GB."""
-    block = gemmi.cif.read_string("data_x\n_pdbx_struct_assembly_gen.oper_expression 1-1000000\n")[0]
-    with pytest.raises(Exception, match="1,000,000 operations"):
-        structure_files.check_operations(block.find_values("_pdbx_struct_assembly_gen.oper_expression"))
 
 
 def test_assemblies_of_the_pdb_are_counted_as_what_they_are() -> None:

@@ -260,7 +260,7 @@ def gunzip(data: bytes, max_bytes: int) -> bytes:
                 raise UnusableInput(Reason.TRUNCATED_FILE, f"not a whole gzip file: {error}") from error
             if len(unfolded) > max_bytes:
                 raise UnusableInput(Reason.FILE_TOO_LARGE, f"unfolds beyond structures.max_file_bytes ({max_bytes:,})")
-            at += len(packed) - len(member.unconsumed_tail) - len(member.unused_data)
+            at += len(packed) - len(member.unused_data if member.eof else member.unconsumed_tail)
         at = next(PADDING.finditer(data, at)).end()
     return bytes(unfolded)
 
