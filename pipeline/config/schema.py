@@ -6,16 +6,21 @@ Sections that are long have files of their own, `schema_*.py`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field
 from pydantic.fields import FieldInfo
 
 from pipeline.config.schema_cluster import ClusterSection
 from pipeline.config.schema_data import MAIN, DataSection, EmbedSection, GraphSection, StructuresSection
-from pipeline.config.schema_parts import NodeFolder, Section, Size, SizeOrNone, conflict
+from pipeline.config.schema_parts import NodeFolder, Section, Size, SizeOrNone
 from pipeline.config.schema_train import TrainSection
 from pipeline.device.kinds import CARD
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pipeline.config.schema_parts import Conflict
 
 KeyPath: TypeAlias = tuple[str, ...]
 OTHERS: KeyPath = ("embed", "also")
@@ -65,26 +70,24 @@ class Config(Section):
     cache: CacheSection = CacheSection()
     cluster: ClusterSection = ClusterSection()
 
-    @model_validator(mode="after")
-    def _a_gpu_to_compute_on(self) -> Config:
+    def conflicts(self) -> Iterator[Conflict]:
         on_card = any(encoder.device == CARD for encoder in (self.embed, *self.embed.also.values()))
         if on_card and self.cluster.embed.gpus == 0:
-            raise conflict(
-                "embed", f"device is {CARD}, but cluster.embed.gpus is 0: ask for a GPU, or leave device auto"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _embeddings_of_known_encoders(self) -> Config:
-        if self.train.embeddings == "auto":
-            return self
-        if self.data.source == "reader":
-            raise conflict("train", "embeddings are named, but items of a reader have none: leave them auto")
-        known = [MAIN, *self.embed.also]
-        if unknown := [name for name in self.train.embeddings if name not in known]:
+            yield "embed", f"device is {CARD}, but cluster.embed.gpus is 0: ask for a GPU, or leave device auto"
+        named, known = self.train.embeddings, [MAIN, *self.embed.also]
+        if named != "auto" and self.data.source == "reader":
+            yield "train", "embeddings are named, but items of a reader have none: leave them auto"
+        if unknown := [name for name in named if name not in known] if named != "auto" else []:
             problem = f"embeddings: {unknown[0]} is no encoder of this configuration; there are {', '.join(known)}"
-            raise conflict("train", f"{problem} (embed.also names further ones)")
-        return self
+            yield "train", f"{problem} (embed.also names further ones)"
+        if self.data.state == "unbound" and (self.graph.cross_neighbours or self.graph.cross_radius is not None):
+            yield "graph", "cross edges join partners that stand together, but data.state is unbound: leave them out"
+        if self.data.partners == "none" and (self.graph.cross_neighbours or self.graph.cross_radius is not None):
+            yield "graph", "cross edges join two partners, but data.partners is none: leave them out"
+        if self.structures.ligands == "keep" and self.graph.nodes != "atom":
+            yield "structures", "ligands is keep, but only graphs with graph.nodes: atom hold them"
+        if self.structures.pae != "none" and self.graph.nodes != "residue":
+            yield "structures", f"pae is {self.structures.pae}, but only graphs with graph.nodes: residue hold it"
 
     def of_encoder(self, name: str) -> Config:
         """Return the configuration as it would be with that encoder alone."""
@@ -100,28 +103,6 @@ class Config(Section):
     def encoders_read(self) -> tuple[str, ...]:
         """The names of the encoders whose embeddings items carry, in their order."""
         return (MAIN,) if self.train.embeddings == "auto" else self.train.embeddings
-
-    @model_validator(mode="after")
-    def _partners_that_meet(self) -> Config:
-        if self.data.state == "unbound" and (self.graph.cross_neighbours or self.graph.cross_radius is not None):
-            problem = "cross edges join partners that stand together, but data.state is unbound: leave them out"
-            raise conflict("graph", problem)
-        if self.data.partners == "none" and (self.graph.cross_neighbours or self.graph.cross_radius is not None):
-            raise conflict("graph", "cross edges join two partners, but data.partners is none: leave them out")
-        return self
-
-    @model_validator(mode="after")
-    def _ligands_are_atoms(self) -> Config:
-        if self.structures.ligands == "keep" and self.graph.nodes != "atom":
-            raise conflict("structures", "ligands is keep, but only graphs with graph.nodes: atom hold them")
-        return self
-
-    @model_validator(mode="after")
-    def _errors_are_of_residues(self) -> Config:
-        if self.structures.pae != "none" and self.graph.nodes != "residue":
-            problem = f"pae is {self.structures.pae}, but only graphs with graph.nodes: residue hold it"
-            raise conflict("structures", problem)
-        return self
 
 
 def _walk(section: type[BaseModel], above: KeyPath = ()) -> dict[KeyPath, FieldInfo]:

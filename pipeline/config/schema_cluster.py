@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints
 
 from pipeline.config.schema_parts import (
     AutoCount,
@@ -18,8 +18,12 @@ from pipeline.config.schema_parts import (
     Memory,
     Name,
     Section,
-    conflict,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pipeline.config.schema_parts import Conflict
 
 # The stage `validate` has the name of a deprecated method of pydantic's models, which nobody calls.
 warnings.filterwarnings("ignore", 'Field name "validate" in "ClusterSection"', UserWarning)
@@ -58,13 +62,11 @@ class Resources(Section):
     def cpus_on_node(self) -> int:
         return self.cpus
 
-    @model_validator(mode="after")
-    def _one_way_to_ask_for_memory(self) -> Resources:
+    def conflicts(self) -> Iterator[Conflict]:
         if self.mem_per_gpu is not None and self.mem != "auto":
-            raise conflict("mem_per_gpu", "excludes mem: keep one of the two")
+            yield "mem_per_gpu", "excludes mem: keep one of the two"
         if self.mem_per_gpu is not None and self.gpus == 0:
-            raise conflict("mem_per_gpu", "means nothing where gpus is 0: use mem")
-        return self
+            yield "mem_per_gpu", "means nothing where gpus is 0: use mem"
 
 
 class StageResources(Resources):
@@ -117,11 +119,10 @@ class TrainResources(Resources):
     def world(self) -> int:
         return self.nodes * self.ranks_per_node
 
-    @model_validator(mode="after")
-    def _a_gpu_for_each_rank(self) -> TrainResources:
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
         if self.gpus and self.ranks not in ("auto", self.gpus):
-            raise conflict("ranks", f"is {self.ranks} where gpus is {self.gpus}: a process has one GPU of its own")
-        return self
+            yield "ranks", f"is {self.ranks} where gpus is {self.gpus}: a process has one GPU of its own"
 
 
 class PredictResources(TrainResources):
@@ -207,11 +208,9 @@ class SlurmSection(Section):
     grace: Duration = Field(default=90, description="How long before its time limit a task is told to finish in order.")
     poll: Duration = Field(default=15, description="How often a supervisor that stays looks at its jobs.")
 
-    @model_validator(mode="after")
-    def _prices_are_no_debts(self) -> SlurmSection:
+    def conflicts(self) -> Iterator[Conflict]:
         if odd := [name for name, price in self.prices.items() if not 0 <= price < float("inf")]:
-            raise conflict("prices", f"has {self.prices[odd[0]]:g} for {odd[0]}: a price is a number from 0")
-        return self
+            yield "prices", f"has {self.prices[odd[0]]:g} for {odd[0]}: a price is a number from 0"
 
 
 class SupervisorSection(Section):

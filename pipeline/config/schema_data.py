@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, StringConstraints, model_validator
 
-from pipeline.config.schema_parts import AutoCount, Name, Option, Section, Size, conflict
+from pipeline.config.schema_parts import AutoCount, Name, Option, Section, Size
 from pipeline.device.kinds import DeviceChoice
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pipeline.config.schema_parts import Conflict
 
 ENCODERS = ("auto", "esm2", "esm1b", "esm1v", "esmc")
 WORD = r"^[A-Za-z_][A-Za-z0-9_]*$"
@@ -84,47 +89,29 @@ class DataSection(Section):
         default=0.05, ge=0, le=1, description="Stop when more than this fraction of the items cannot be used."
     )
 
-    @model_validator(mode="after")
-    def _partners_share_no_chain(self) -> DataSection:
+    def conflicts(self) -> Iterator[Conflict]:
         if shared := sorted(set(self.receptor_chains) & set(self.ligand_chains)):
-            raise conflict("ligand_chains", f"{', '.join(shared)} is also in receptor_chains: a chain has one side")
-        return self
-
-    @model_validator(mode="after")
-    def _both_sides_are_named(self) -> DataSection:
+            yield "ligand_chains", f"{', '.join(shared)} is also in receptor_chains: a chain has one side"
         if self.source == "glob" and self.partners == "auto" and bool(self.receptor_chains) != bool(self.ligand_chains):
             named, other = ("receptor", "ligand") if self.receptor_chains else ("ligand", "receptor")
             problem = f"names one side of a complex; name data.{other}_chains, too, or set data.partners: none"
-            raise conflict(f"{named}_chains", problem)
-        return self
-
-    @model_validator(mode="after")
-    def _sequences_are_no_partners(self) -> DataSection:
+            yield f"{named}_chains", problem
         if self.source == "fasta" and self.ligand != "as_named":
-            raise conflict("ligand", "is for complexes, and data.source: fasta gives sequences")
-        return self
-
-    @model_validator(mode="after")
-    def _labels_have_names_of_their_own(self) -> DataSection:
+            yield "ligand", "is for complexes, and data.source: fasta gives sequences"
         if taken := sorted(set(self.labels) & set(TAKEN)):
-            raise conflict("labels", f"{taken[0]} is the name of a part of a batch: call the column otherwise")
+            yield "labels", f"{taken[0]} is the name of a part of a batch: call the column otherwise"
         if len(set(self.labels)) < len(self.labels):
-            raise conflict("labels", "names a column twice")
-        return self
-
-    @model_validator(mode="after")
-    def _a_reader_is_named(self) -> DataSection:
+            yield "labels", "names a column twice"
         if self.source == "reader" and self.reader is None:
-            raise conflict("source", "reader needs the name of a class: data.reader: package.module:Name")
+            yield "source", "reader needs the name of a class: data.reader: package.module:Name"
         if self.source != "reader" and (self.reader is not None or self.options):
             key = "options" if self.reader is None else "reader"
-            raise conflict(key, f"is for data.source: reader, and the source is {self.source}")
+            yield key, f"is for data.source: reader, and the source is {self.source}"
         if "path" in self.options:
-            raise conflict("options", "path is data.path, which a reader is given anyway")
+            yield "options", "path is data.path, which a reader is given anyway"
         for key in OF_STRUCTURES if self.source == "reader" else ():
             if getattr(self, key) != type(self).model_fields[key].default:
-                raise conflict(key, "is for structures: what a reader takes, such as splits, is in data.options")
-        return self
+                yield key, "is for structures: what a reader takes, such as splits, is in data.options"
 
 
 class StructuresSection(Section):
@@ -175,12 +162,10 @@ class StructuresSection(Section):
         default=64 << 20, description="A file larger than this, after decompression, is rejected."
     )
 
-    @model_validator(mode="after")
-    def _a_limit_needs_plddt(self) -> StructuresSection:
+    def conflicts(self) -> Iterator[Conflict]:
         if self.min_plddt is not None and self.plddt == "none":
             problem = "needs to know whose B-factors are pLDDT: set structures.plddt: marked (or every)"
-            raise conflict("min_plddt", problem)
-        return self
+            yield "min_plddt", problem
 
 
 class EmbedBatchSection(Section):
@@ -204,11 +189,9 @@ class LongSequencesSection(Section):
     length: int = Field(default=1022, ge=64, description="Residues of a window, and where the other policies begin.")
     overlap: int = Field(default=256, ge=0, description="Residues that neighbouring windows share.")
 
-    @model_validator(mode="after")
-    def _windows_advance(self) -> LongSequencesSection:
+    def conflicts(self) -> Iterator[Conflict]:
         if 2 * self.overlap > self.length:
-            raise conflict("overlap", "is more than half of length: windows would hardly advance")
-        return self
+            yield "overlap", "is more than half of length: windows would hardly advance"
 
 
 class EmbedSection(Section):
@@ -268,36 +251,30 @@ class EmbedSection(Section):
 
         return section | {"also": {name: whole(differs) for name, differs in others.items()}}
 
-    @model_validator(mode="after")
-    def _encoders_have_names(self) -> EmbedSection:
-        for name, other in self.also.items():
-            if not re.fullmatch(WORD, name):
-                raise conflict("also", f"{name!r} is no name: letters, digits and _ only, such as small")
-            if name == MAIN:
-                raise conflict("also", f"{MAIN} is the name of the encoder that section embed is of: call it otherwise")
-            if other.also:
-                raise conflict("also", f"{name} has others itself: name them all in embed.also")
-        return self
-
     @property
     def is_own(self) -> bool:
         """Whether a class encodes, mostly the user's."""
         return ":" in self.encoder
 
-    @model_validator(mode="after")
-    def _an_encoder_is_named(self) -> EmbedSection:
+    def conflicts(self) -> Iterator[Conflict]:
+        for name, other in self.also.items():
+            if not re.fullmatch(WORD, name):
+                yield "also", f"{name!r} is no name: letters, digits and _ only, such as small"
+            if name == MAIN:
+                yield "also", f"{MAIN} is the name of the encoder that section embed is of: call it otherwise"
+            if other.also:
+                yield "also", f"{name} has others itself: name them all in embed.also"
         if self.is_own and not re.fullmatch(r"[\w.]+:\w+", self.encoder):
-            raise conflict("encoder", f"{self.encoder!r} is no class: write package.module:Name")
+            yield "encoder", f"{self.encoder!r} is no class: write package.module:Name"
         if not self.is_own and self.encoder not in ENCODERS:
             near = get_close_matches(self.encoder.lower(), ENCODERS, n=1, cutoff=0.5)
             meant = f": did you mean {near[0]}?" if near else ""
             known = f"there are {', '.join(ENCODERS)}, and a class of your own as package.module:Name"
-            raise conflict("encoder", f"there is no encoder {self.encoder!r}{meant} ({known})")
+            yield "encoder", f"there is no encoder {self.encoder!r}{meant} ({known})"
         if self.options and not self.is_own:
-            raise conflict("options", f"is for a class of your own, and embed.encoder is {self.encoder}")
+            yield "options", f"is for a class of your own, and embed.encoder is {self.encoder}"
         if "weights" in self.options:
-            raise conflict("options", "weights is embed.weights, which an encoder is given if it takes it")
-        return self
+            yield "options", "weights is embed.weights, which an encoder is given if it takes it"
 
 
 def _over(shared: Any, differs: Any) -> Any:
@@ -347,8 +324,6 @@ class GraphSection(Section):
     cache: bool = Field(default=True, description="Keep graphs on disk; false: built anew whenever they are read.")
     atom: AtomGraphSection = AtomGraphSection()
 
-    @model_validator(mode="after")
-    def _some_edges(self) -> GraphSection:
+    def conflicts(self) -> Iterator[Conflict]:
         if self.nodes == "residue" and self.neighbours == 0 and self.radius is None:
-            raise conflict("neighbours", "is 0 and radius is null: residues would have no edges")
-        return self
+            yield "neighbours", "is 0 and radius is null: residues would have no edges"

@@ -6,13 +6,21 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, PlainValidator, StringConstraints, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    PlainValidator,
+    StringConstraints,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError, core_schema
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 WANTS = "wants"  # the type of the errors raised here; their message completes "wants ..., got ..."
 SMALLEST_MEMORY_BYTES = 16 << 20
@@ -233,6 +241,7 @@ Option: TypeAlias = Annotated[
 Name: TypeAlias = Annotated[str, StringConstraints(min_length=1)]
 Line: TypeAlias = Annotated[Name, AfterValidator(parse_line)]
 
+Conflict: TypeAlias = tuple[str, str]
 CONFLICT = "conflict"  # the type of the errors about keys that do not go together
 
 
@@ -241,7 +250,12 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
+    @model_validator(mode="after")
+    def _keys_go_together(self) -> Self:
+        for key, what in self.conflicts():
+            raise PydanticCustomError(CONFLICT, "{what}", {"what": what, "key": key})
+        return self
 
-def conflict(key: str, what: str) -> PydanticCustomError:
-    """Return the validation error for a key that does not go with another."""
-    return PydanticCustomError(CONFLICT, "{what}", {"what": what, "key": key})
+    def conflicts(self) -> Iterator[Conflict]:
+        """Yield each key that does not go with another, and why."""
+        return iter(())

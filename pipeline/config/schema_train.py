@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from pipeline.config.schema_parts import (
     AutoCount,
@@ -17,8 +17,12 @@ from pipeline.config.schema_parts import (
     Name,
     Option,
     Section,
-    conflict,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pipeline.config.schema_parts import Conflict
 
 ROUNDING = 1e-9
 
@@ -33,11 +37,9 @@ class CurriculumSection(Section):
         default={}, description="Of the task, in place of train.options: what it computes, not its model or sizes."
     )
 
-    @model_validator(mode="after")
-    def _it_differs(self) -> CurriculumSection:
+    def conflicts(self) -> Iterator[Conflict]:
         if not (self.largest or self.smallest or self.options):
-            raise conflict("epochs", "says nothing that differs: add largest, smallest or options")
-        return self
+            yield "epochs", "says nothing that differs: add largest, smallest or options"
 
     @model_serializer(mode="wrap")
     def _only_what_is_said(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -266,14 +268,12 @@ class TrainSection(Section):
         """The stages of the curriculum by their names, but for the last, which has all items."""
         return {f"stage {number}": stage for number, stage in enumerate(self.curriculum, 1)}
 
-    @model_validator(mode="after")
-    def _a_micro_batch_is_part_of_a_step(self) -> TrainSection:
+    def conflicts(self) -> Iterator[Conflict]:
         if self.micro_batch != "auto" and self.micro_batch > self.effective_batch:
             batch = self.effective_batch
             problem = f"{self.micro_batch} is more than effective_batch, {batch}: lower it, or raise that"
-            raise conflict("micro_batch", problem)
+            yield "micro_batch", problem
         if self.task is not None and self.command is not None:
-            raise conflict("command", "is a script in place of a task: keep one of the two")
+            yield "command", "is a script in place of a task: keep one of the two"
         if self.curriculum and sum(stage.epochs for stage in self.curriculum) >= self.epochs:
-            raise conflict("curriculum", f"leaves none of the {self.epochs} epochs (train.epochs) for all items")
-        return self
+            yield "curriculum", f"leaves none of the {self.epochs} epochs (train.epochs) for all items"
