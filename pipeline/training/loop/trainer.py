@@ -203,6 +203,9 @@ class Trainer:
             self._save(None, wait=True)
             self.ended_by = figures
             return None
+        news = self.damaged.news() if self.damaged else []
+        if lost := {item for reply in self.ranks.exchange({"damaged": news}) for item in reply["damaged"]}:
+            self._lose(lost)
         self.standing.validated = self.done
         return figures
 
@@ -261,7 +264,9 @@ class Trainer:
             self._roll_back(report.lost, self.done - 1, frugal=True)
             return
         if report.damaged:
+            self.stepper.go_back()
             self._lose(report.damaged)
+            self._again = True  # without them
             return
         if self.done > self._furthest:
             self._rollbacks = 0
@@ -313,12 +318,11 @@ class Trainer:
         self._roll_back(what, number)
 
     def _lose(self, items: set[str]) -> None:
-        """Undo the step, to make it again without items that cannot be read; raise where too many are lost by now.
+        """Go on without items that cannot be read; raise where too many are lost by now.
 
         Then the newest checkpoint is the last that all items made: it is saved before the first step without some.
         """
         assert self.damaged is not None
-        self.stepper.go_back()
         too_many = self.damaged.too_many(items)
         if too_many is not None and self.standing.damaged:
             self._take_up(of_all=True)
@@ -327,7 +331,6 @@ class Trainer:
         if too_many is not None:
             raise too_many
         self.standing.damaged |= items
-        self._again = True
 
     def _culprits(self, share: RankShare, report: StepReport) -> list[str]:
         """Undo the step; return the items of all ranks that are not finite on their own."""

@@ -117,6 +117,7 @@ def test_an_item_whose_embedding_is_damaged_meanwhile_is_left_out_and_counted(pr
 
 @pytest.mark.nightly
 def test_a_training_that_loses_too_much_is_saved_and_ends_with_what_to_do(project: Path, pipeline: Command) -> None:
+    assert pipeline(*SUBMIT, "--set", "train.models=undamaged").code == 0
     order_damage(project, "embed", 99)
     done = pipeline(*SUBMIT)
     assert done.code == 4, done.err
@@ -125,6 +126,7 @@ def test_a_training_that_loses_too_much_is_saved_and_ends_with_what_to_do(projec
     assert pipeline("cache", "repair", "--yes").code in (0, 4)
     again = pipeline("submit", "--stage", "train", "--follow")
     assert again.code == 0, again.err
+    assert weights_of(project / "models") == weights_of(project / "undamaged")
 
 
 @pytest.mark.nightly

@@ -67,19 +67,14 @@ def test_a_writer_that_was_replaced_or_whose_folder_is_gone_stops_and_removes_no
     other.save(state_at(2), 2)
     with pytest.raises(ConfigError, match="taken over"):
         one.save(state_at(3), 3)
-    checkpoints(model / "checkpoints", last=1).save(state_at(4), 4)
-    other.save(state_at(5), 5)
+    checkpoints(model / "checkpoints", last=9).save(state_at(4), 4)  # as one in flight when it was replaced
+    for step in (5, 6, 7):
+        other.save(state_at(step), step)
+    names = {path.name for path in (model / "checkpoints").iterdir()}
+    assert names == {"step-00000004", "step-00000006", "step-00000007"}
     first.close()
     model.rename(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="moved or removed"):
-        other.save(state_at(6), 6)
+        other.save(state_at(8), 8)
     second.close()
     assert not model.exists()
-
-
-def test_retention_keeps_the_checkpoints_of_another_process(tmp_path):
-    mine, rival = checkpoints(tmp_path, last=1), checkpoints(tmp_path, last=1)
-    rival.save(state_at(9), 9)
-    for step in (1, 2, 3):
-        mine.save(state_at(step), step)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000009"]
