@@ -86,7 +86,7 @@ def batches_of(project: Project, table: ItemTable, collate: Collate | None = Non
     from pipeline.training.sampling.epoch_order import SamplerSettings
     from pipeline.training.sampling.sampler import MicroBatch
 
-    sampler = Sampler(table.sizes, SamplerSettings(batch=len(table)))
+    sampler = Sampler(table.sizes, SamplerSettings(batch=len(table), by=tuple(table.sizes)[:1]))
     source, rows = source_of(project, table), rows_of(project)
     loader = Loader(source, rows, sampler, slots=2, threads=1, pin=False, collate=collate)
     return lambda items: loader.fetch(items, MicroBatch(0, 0, 0, 1, np.array(items))).value
