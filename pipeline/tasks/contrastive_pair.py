@@ -42,7 +42,7 @@ from pipeline.tasks.pairs.pair_towers import (
     heads_of,
 )
 from pipeline.tasks.pairs.retrieval import Prompts, found_at, pair_places, write_nearest
-from pipeline.tasks.task_parts import WHERE, at_least, at_least_single, dropout_of, example_mask, padded_rows
+from pipeline.tasks.task_parts import WHERE, at_least, at_least_single, dropout_of, example_mask, one_of, padded_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -143,6 +143,7 @@ class ContrastivePair:
     def __post_init__(self) -> None:
         at_least(self, LEAST)
         dropout_of(self)
+        one_of(self, dict.fromkeys(SIDES, tuple(FIELD)))
         for side in SIDES:
             self._check_side(side)
         self._check_heads()
@@ -150,11 +151,8 @@ class ContrastivePair:
         self._check_classes()
 
     def _check_side(self, side: str) -> None:
-        """Refuse a side of an unknown kind, or of vectors without a size."""
-        if (kind := getattr(self, side)) not in FIELD:
-            problem = f"{side} is {kind!r}: it must be {TOKENS}, {VECTORS}, {IMAGES} or {TEXT}"
-            raise ConfigError(problem, where=f"{WHERE}.{side}", remedy=f"--set {WHERE}.{side}={TOKENS}")
-        if kind == VECTORS and getattr(self, f"{side}_dim") < 1:
+        """Refuse a side of vectors without a size."""
+        if getattr(self, side) == VECTORS and getattr(self, f"{side}_dim") < 1:
             problem = f"{side} has vectors: say how many numbers each has"
             raise ConfigError(problem, where=f"{WHERE}.{side}_dim", remedy=f"--set {WHERE}.{side}_dim=768")
 

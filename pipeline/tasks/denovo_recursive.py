@@ -61,7 +61,9 @@ from pipeline.tasks.task_parts import (
     at_least,
     at_least_single,
     dropout_of,
+    highest,
     most_intense,
+    one_of,
     padded_rows,
 )
 
@@ -144,10 +146,7 @@ class DenovoRecursive(NetworkSizes):
             raise ConfigError(problem, where=f"{WHERE}.width", remedy=remedy)
 
     def _check_choices(self) -> None:
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                problem = f"{name} is {getattr(self, name)!r}, none of {', '.join(choices)}"
-                raise ConfigError(problem, where=f"{WHERE}.{name}", remedy=f"--set {WHERE}.{name}={choices[0]}")
+        one_of(self, CHOICES)
         for name in ("smoothing", "peak_dropout", "clean_share", "mass_weight"):
             if getattr(self, name) > 1:
                 problem = f"{name} is {getattr(self, name)}: it must be from 0 to 1"
@@ -223,10 +222,8 @@ class DenovoRecursive(NetworkSizes):
 
     def _peaks(self, item: ItemTensors) -> tuple[Tensor, Tensor]:
         """Return the most intense peaks of a spectrum in their order, scaled so that the highest has intensity 1."""
-        mz_P, intensity_P = self.noise.added(*most_intense(item, self.max_peaks), item.rng)
-        if len(mz_P) > self.max_peaks:
-            kept = intensity_P.argsort(descending=True, stable=True)[: self.max_peaks].sort().values
-            mz_P, intensity_P = mz_P[kept], intensity_P[kept]
+        noised = self.noise.added(*most_intense(item, self.max_peaks), item.rng)
+        mz_P, intensity_P = highest(*noised, self.max_peaks)
         return mz_P, intensity_P / intensity_P.max() if len(mz_P) else intensity_P
 
     def _letters(self, item: ItemTensors) -> Any:

@@ -25,7 +25,7 @@ from pipeline.protocol import ITEMS
 from pipeline.readers.sequences import LETTER, NOT_KNOWN, SITE, TARGET
 from pipeline.tasks.spectra.peak_batch import item_target
 from pipeline.tasks.spectra.spectra_measures import PREDICTION, error_figures, squared_error
-from pipeline.tasks.task_parts import WHERE, above_zero, at_least, at_least_single, labelled, labels_of
+from pipeline.tasks.task_parts import WHERE, above_zero, at_least, at_least_single, labelled, labels_of, one_of
 from pipeline.tasks.tuned_esm2 import Esm2Names, TunedEsm2, TunedSizes
 from pipeline.training.evaluating.ranking_scores import Ranking, logits
 
@@ -106,9 +106,7 @@ class EncoderFinetune:
     def __post_init__(self) -> None:
         at_least(self, LEAST)
         above_zero(self, ("alpha",))
-        if self.told not in TOLD:
-            problem = f"told is {self.told!r}: it must be {' or '.join(TOLD)}"
-            raise ConfigError(problem, where=f"{WHERE}.told", remedy=f"--set {WHERE}.told={TOLD[0]}")
+        one_of(self, {"told": TOLD})
         if self.width % self.heads or self.width // self.heads % 2:
             problem = f"width {self.width} does not divide into {self.heads} heads of an even width"
             raise ConfigError(problem, where=f"{WHERE}.heads", remedy="say what the checkpoint has")

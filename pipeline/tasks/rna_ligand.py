@@ -47,7 +47,7 @@ from pipeline.tasks.rna.pocket_network import (
     PocketSizes,
 )
 from pipeline.tasks.rna.published_form import SYSTEM, RnaForm
-from pipeline.tasks.task_parts import WHERE, above_zero, at_least, at_least_single, csv_table, dropout_of
+from pipeline.tasks.task_parts import WHERE, above_zero, at_least, at_least_single, csv_table, dropout_of, one_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -110,7 +110,7 @@ class RnaLigand(PocketSizes):
     def __post_init__(self) -> None:
         at_least(self, {**LEAST, **dict.fromkeys(SHARES, 0)})
         dropout_of(self)
-        _check_choices(self)
+        one_of(self, KNOWN)
         _check_network(self)
         if (self.sequences is None) != (self.sequence_dim == 0):
             problem = "sequences, a file, and sequence_dim, the numbers that each of them has there, go together"
@@ -377,13 +377,6 @@ def _check_sizes(told: Mapping[str, Any], name: str = "the items") -> None:
         problem = f"the task reads RNA pockets as {READER} gives them; {name} has {has}"
         remedy = f"--set data.source=reader --set data.reader={READER}"
         raise ConfigError(problem, where="data.reader", remedy=remedy)
-
-
-def _check_choices(task: RnaLigand) -> None:
-    for name, known in KNOWN.items():
-        if (value := getattr(task, name)) not in known:
-            problem = f"{name} is {value!r}: it must be {' or '.join(map(str, known))}"
-            raise ConfigError(problem, where=f"{WHERE}.{name}", remedy=f"--set {WHERE}.{name}={known[0]}")
 
 
 def _check_network(task: RnaLigand) -> None:

@@ -65,7 +65,7 @@ from pipeline.tasks.spectra.spectra_measures import (
     squared_error,
     triplet_error,
 )
-from pipeline.tasks.task_parts import WHERE, above_zero, at_least, at_least_single, dropout_of, labels_of
+from pipeline.tasks.task_parts import WHERE, above_zero, at_least, at_least_single, dropout_of, labels_of, one_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -153,10 +153,7 @@ class SpectraFinetune:
             raise ConfigError(problem, where=f"{WHERE}.heads", remedy=remedy)
 
     def _check_head(self) -> None:
-        for name, among in (("head", HEADS), ("measure", tuple(FINGERPRINT_LOSSES))):
-            if (value := getattr(self, name)) not in among:
-                problem = f"{name} is {value!r}: it must be {', '.join(among)}"
-                raise ConfigError(problem, where=f"{WHERE}.{name}", remedy=f"--set {WHERE}.{name}={among[0]}")
+        one_of(self, {"head": HEADS, "measure": tuple(FINGERPRINT_LOSSES)})
         if self.summed and self.head != FINGERPRINT:
             problem = f"tokens are summed for fingerprints, and head is {self.head}"
             raise ConfigError(problem, where=f"{WHERE}.summed", remedy=f"--set {WHERE}.summed=false")

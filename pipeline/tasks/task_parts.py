@@ -51,6 +51,21 @@ def dropout_of(task: object) -> None:
     _refuse_unless(0 <= _number(task, "dropout") < 1, task, "dropout", "from 0 to below 1")
 
 
+def one_of(task: object, choices: Mapping[str, Sequence[object]]) -> None:
+    """Refuse an option that is none of its choices."""
+    for name, known in choices.items():
+        if (value := getattr(task, name)) not in known:
+            problem = f"{name} is {value!r}: it must be {', '.join(map(str, known))}"
+            raise ConfigError(problem, where=f"{WHERE}.{name}", remedy=f"--set {WHERE}.{name}={known[0]}")
+
+
+def refuse_mended(system: str, *, as_published: bool) -> None:
+    """Refuse to read or write published weights for a network that does not behave as theirs."""
+    if not as_published:
+        problem = f"weights of {system} mean something only where the network has its oddities"
+        raise ConfigError(problem, where=f"{WHERE}.as_published", remedy=f"--set {WHERE}.as_published=true")
+
+
 def _number(task: object, name: str) -> float:
     """Return an option's value; -inf where it is no finite number."""
     value: float = getattr(task, name)
@@ -71,7 +86,11 @@ def most_intense(item: ItemTensors, most: int) -> tuple[Tensor, Tensor]:
         arrays = ", ".join(sorted(item.values)) or "no arrays"
         problem = f"the task reads {MZ} and {INTENSITY}; {item.id} has {arrays}"
         raise ConfigError(problem, where="data.reader", remedy="name a reader of spectra")
-    mz_P, intensity_P = item.values[MZ].float(), item.values[INTENSITY].float()
+    return highest(item.values[MZ].float(), item.values[INTENSITY].float(), most)
+
+
+def highest(mz_P: Tensor, intensity_P: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Return the `most` most intense of some peaks, in their order; ties go to the first."""
     if len(mz_P) > most:
         kept = intensity_P.argsort(descending=True, stable=True)[:most].sort().values
         mz_P, intensity_P = mz_P[kept], intensity_P[kept]

@@ -23,7 +23,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipeline.errors import ConfigError
 from pipeline.tasks.docking.docking_trunk import (
     CUTOFF,
     CUTOFF_RATE,
@@ -45,6 +44,7 @@ from pipeline.tasks.docking.equivariant import (
     edge_harmonics,
 )
 from pipeline.tasks.docking.rigid_diffusion import NoiseSchedule, table_rows
+from pipeline.tasks.task_parts import refuse_mended
 from pipeline.training.checkpoints.published_names import renamed
 
 if TYPE_CHECKING:
@@ -253,18 +253,13 @@ class DockingNames:
 
     def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return them under our names; refuse them for a network that does not behave as theirs."""
-        self._refuse_mended("these are weights of DiffDock-PP", "--set train.options.as_published=true")
+        refuse_mended("DiffDock-PP", as_published=self.as_published)
         return from_published(tensors)
 
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return our tensors under theirs; refuse those of a network that does not behave as theirs."""
-        self._refuse_mended("these would be weights of DiffDock-PP", "train one with train.options.as_published: true")
+        refuse_mended("DiffDock-PP", as_published=self.as_published)
         return to_published(self.network, tensors)
-
-    def _refuse_mended(self, what: str, remedy: str) -> None:
-        if not self.as_published:
-            problem = f"{what}, which mean something only where the network has its oddities"
-            raise ConfigError(problem, where="train.options.as_published", remedy=remedy)
 
 
 def to_published(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.errors import WeightsUnusable
 from pipeline.tasks.pairs.pair_towers import heads_of
 from pipeline.training.checkpoints.published_names import NameTable, renamed
 
@@ -124,14 +123,9 @@ FORMS: dict[str, PublishedForm] = {CLIP: OPENAI, CLIP_TRANSFORMERS: ClipApart()}
 
 
 def options_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the task's options that fit published weights, by their shapes; raise where they are of another system."""
-    form = next((form for form in FORMS.values() if form.knows(tensors)), None)
-    if form is None:
-        problem = "neither openai's names of a CLIP with a vision transformer, nor Hugging Face's"
-        raise WeightsUnusable(
-            problem, where="train.pretrained", remedy="a ViT model, such as ViT-B/32: RN… is not read"
-        )
-    shapes = {name: list(tensor.shape) for name, tensor in form.read(tensors).items()}
+    """Return the task's options that fit published weights of a CLIP with a vision transformer, by their shapes."""
+    form = CLIP if OPENAI.knows(tensors) else CLIP_TRANSFORMERS
+    shapes = {name: list(tensor.shape) for name, tensor in FORMS[form].read(tensors).items()}
     layers = {side: _layers(shapes, side) for side in ("left", "right")}
     image_width, _, _, patch = shapes["left.patches.weight"]
     vocabulary, width = shapes["right.embed.weight"]

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.errors import ConfigError
 from pipeline.tasks.rna.pocket_network import EdgeLayer
 from pipeline.tasks.rna.turning_fields import FieldGate, FieldLinear, FieldProduct, coupling
+from pipeline.tasks.task_parts import refuse_mended
 from pipeline.training.checkpoints.published_names import NameTable, renamed
 
 if TYPE_CHECKING:
@@ -80,20 +80,14 @@ class RnaForm:
 
     def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return their tensors under our names; refuse those for a network that does not behave as theirs."""
-        self._check()
+        refuse_mended("RNA-3E-FFI", as_published=self._network.sizes.as_published)
         return TABLE.read(tensors)
 
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return our tensors under their names, with the constants that their state has."""
-        self._check()
+        refuse_mended("RNA-3E-FFI", as_published=self._network.sizes.as_published)
         own = {name: tensor for name, tensor in tensors.items() if name not in FRESH}
         return TABLE.write(own) | dict(_constants(self._network))
-
-    def _check(self) -> None:
-        if not self._network.sizes.as_published:
-            problem = "weights of RNA-3E-FFI mean something only where the network has its norm and its phases"
-            remedy = "--set train.options.as_published=true"
-            raise ConfigError(problem, where="train.options.as_published", remedy=remedy)
 
 
 def _constants(network: nn.Module) -> Iterator[tuple[str, Tensor]]:

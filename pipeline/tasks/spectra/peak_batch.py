@@ -12,7 +12,7 @@ import torch
 
 from pipeline.errors import ConfigError
 from pipeline.tasks.spectra.peak_transformer import HEAVIEST, Peaks
-from pipeline.tasks.task_parts import WHERE, most_intense, padded_rows
+from pipeline.tasks.task_parts import WHERE, highest, most_intense, padded_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -71,11 +71,9 @@ def related_rows(item: ItemTensors, role: str, most: int) -> SpectrumRows | None
     drawn = int(item.rng.integers(count))
     is_drawn_P = values[f"{role}.spectrum"] == drawn
     mz_P, intensity_P = (values[f"{role}.{name}"][is_drawn_P].float() for name in ("mz", "intensity"))
-    if len(mz_P) > most:
-        kept = intensity_P.argsort(descending=True, stable=True)[:most].sort().values
-        mz_P, intensity_P = mz_P[kept], intensity_P[kept]
     molecule_C = values.get(f"{role}s.{MOLECULE}", torch.zeros(count, dtype=torch.long))
-    return _with_precursor(values[axis][drawn : drawn + 1].float(), mz_P, intensity_P, molecule_C[drawn])
+    precursor_1 = values[axis][drawn : drawn + 1].float()
+    return _with_precursor(precursor_1, *highest(mz_P, intensity_P, most), molecule_C[drawn])
 
 
 def _with_precursor(precursor_1: Tensor, mz_P: Tensor, intensity_P: Tensor, molecule: Tensor) -> SpectrumRows:

@@ -23,8 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipeline.errors import ConfigError
-from pipeline.tasks.task_parts import WHERE, at_least_single
+from pipeline.tasks.task_parts import at_least_single, refuse_mended
 from pipeline.training.checkpoints.published_names import renamed
 
 if TYPE_CHECKING:
@@ -346,7 +345,7 @@ class DreamsNames:
 
     def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return their tensors under our names."""
-        self._refuse_mended("read")
+        refuse_mended("DreaMS", as_published=self.sizes.as_published)
         backbone, head = ({theirs: ours for ours, theirs in names.items()} for names in (self.names, self.head))
         bare = {name.removeprefix(BACKBONE): tensor for name, tensor in tensors.items()}
         # outputs of pre-training for another number of classes stay behind: no head reads them
@@ -359,17 +358,10 @@ class DreamsNames:
 
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a model's tensors under their names: all of a fine-tuned one, or without a head a pre-trained one."""
-        self._refuse_mended("written")
+        refuse_mended("DreaMS", as_published=self.sizes.as_published)
         before = BACKBONE if any(name.startswith(HEAD) for name in tensors) else ""
         of_head = {name: tensor for name, tensor in tensors.items() if name.startswith(HEAD)}
         rest = {renamed(name, self.names): tensor for name, tensor in tensors.items() if name not in of_head}
         rest[AGAIN] = rest[FREQUENCIES]
         heads = {renamed(name, self.head): tensor for name, tensor in of_head.items()}
         return {before + name: tensor for name, tensor in rest.items()} | heads
-
-    def _refuse_mended(self, what: str) -> None:
-        """Refuse weights of a network that does not behave as theirs."""
-        if not self.sizes.as_published:
-            problem = f"weights of DreaMS cannot be {what}: they mean something only where the network has its oddities"
-            remedy = "--set train.options.as_published=true"
-            raise ConfigError(problem, where=f"{WHERE}.as_published", remedy=remedy)

@@ -7,7 +7,6 @@ features of an embedding; of figures N items, K targets or bits.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -112,7 +111,7 @@ def error_figures(told: Values, true: Values, names: Sequence[str]) -> dict[str,
     r2 is the part of the spread explained, of each target around its own mean; it needs targets that differ. pearson is
     the correlation of what is told with what is true, of one target.
     """
-    moments = _Moments.of(len(names))
+    moments = _Moments(len(names))
     for told_K, true_K in labelled(told, true):
         moments.add(np.asarray(told_K, np.float64).reshape(-1), np.asarray(true_K, np.float64).reshape(-1))
     if not moments.known_K.any():
@@ -126,48 +125,38 @@ def error_figures(told: Values, true: Values, names: Sequence[str]) -> dict[str,
     return figures
 
 
-@dataclass
 class _Moments:
     """Sums over items, of each target, from which errors and correlations follow."""
 
-    known_K: Floats
-    true_K: Floats
-    true_squares_K: Floats
-    told_K: Floats
-    told_squares_K: Floats
-    product_K: Floats
-    apart_K: Floats
-    error_K: Floats
+    def __init__(self, targets: int) -> None:
+        self._sum_8K: Floats = np.zeros((8, targets))
 
-    @classmethod
-    def of(cls, targets: int) -> _Moments:
-        return cls(*(np.zeros(targets) for _ in range(8)))
+    @property
+    def known_K(self) -> Floats:
+        """How many items have each target."""
+        known_K: Floats = self._sum_8K[0]
+        return known_K
 
     def add(self, told_K: Floats, true_K: Floats) -> None:
         """Add an item."""
         is_known_K = ~np.isnan(true_K)
         true_K, told_K = (np.where(is_known_K, values_K, 0.0) for values_K in (true_K, told_K))
-        self.known_K += is_known_K
-        self.true_K += true_K
-        self.true_squares_K += true_K**2
-        self.told_K += told_K
-        self.told_squares_K += told_K**2
-        self.product_K += told_K * true_K
-        self.apart_K += np.abs(told_K - true_K)
-        self.error_K += (told_K - true_K) ** 2
+        off_K = told_K - true_K
+        self._sum_8K += [is_known_K, true_K, true_K**2, told_K, told_K**2, told_K * true_K, np.abs(off_K), off_K**2]
 
     def figures(self, some: slice) -> dict[str, float]:
         """Return the figures of some targets together."""
-        known_K = np.maximum(self.known_K[some], 1)
-        known, error = self.known_K[some].sum(), float(self.error_K[some].sum())
-        spread_K = self.true_squares_K[some] - self.true_K[some] ** 2 / known_K
-        figures = {"mae": float(self.apart_K[some].sum() / known), "rmse": math.sqrt(error / known)}
-        if not spread_K.sum() > SPREAD_LEAST * self.true_squares_K[some].sum():
+        known_K, true_K, true_squares_K, told_K, told_squares_K, product_K, apart_K, error_K = self._sum_8K[:, some]
+        known, error = known_K.sum(), float(error_K.sum())
+        known_K = np.maximum(known_K, 1)
+        spread_K = true_squares_K - true_K**2 / known_K
+        figures = {"mae": float(apart_K.sum() / known), "rmse": math.sqrt(error / known)}
+        if not spread_K.sum() > SPREAD_LEAST * true_squares_K.sum():
             return figures
         figures["r2"] = 1 - error / float(spread_K.sum())
-        told_spread_K = self.told_squares_K[some] - self.told_K[some] ** 2 / known_K
-        if len(known_K) == 1 and told_spread_K[0] > SPREAD_LEAST * self.told_squares_K[some][0]:
-            together = self.product_K[some] - self.told_K[some] * self.true_K[some] / known_K
+        told_spread_K = told_squares_K - told_K**2 / known_K
+        if len(known_K) == 1 and told_spread_K[0] > SPREAD_LEAST * told_squares_K[0]:
+            together = product_K - told_K * true_K / known_K
             figures["pearson"] = float(together[0] / math.sqrt(spread_K[0] * told_spread_K[0]))
         return figures
 

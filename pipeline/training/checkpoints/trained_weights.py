@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipeline.command_line import quoted
 from pipeline.encoder.checkpoints.weight_containers import read_pt, read_safetensors
-from pipeline.errors import ConfigError, DataError, JobFailed, PipelineError, WeightsUnusable
+from pipeline.errors import ConfigError, DataError, JobFailed, WeightsUnusable
 from pipeline.protocol import FitsOptions
 from pipeline.store.format.disk import Disk
 from pipeline.training.checkpoints import checkpoint_reader
@@ -184,7 +184,7 @@ def _fitting_options(model: nn.Module, tensors: Mapping[str, Tensor]) -> str:
     """Return the options that make the model fit a published file; "" where its shapes do not say so."""
     try:
         options = model.fitting_options(tensors) if isinstance(model, FitsOptions) else {}
-    except (PipelineError, KeyError, ValueError, IndexError):
+    except (KeyError, ValueError, IndexError):
         return ""
     return " ".join(f"--set train.options.{name}={json.dumps(value)}" for name, value in options.items())
 
