@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import grp
 import json
 import os
 import pwd
+import re
 import secrets
 import stat
 from contextlib import contextmanager
@@ -17,8 +19,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import xxhash
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from typing import Any
+    from collections.abc import Callable, Iterable, Iterator
+    from typing import Any, TextIO
 
 
 PIECE_BYTES = 8 << 20
@@ -174,6 +176,35 @@ def last_claim(folder: Path) -> int:
     NFS may cache that a name is missing, but not a listing.
     """
     return max((int(path.name) for path in folder.iterdir()), default=0)
+
+
+_FORMULA = re.compile(r"'*[=+@\t\r-].", re.DOTALL)
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
+
+
+def csv_cell(value: Any) -> Any:
+    """Return a cell of a table; a text that a spreadsheet would run as a formula gets an apostrophe before it."""
+    is_text = isinstance(value, str) and not _NUMBER.fullmatch(value)
+    return f"'{value}" if is_text and _FORMULA.match(value) else value
+
+
+def cell_text(cell: str) -> str:
+    """Return the text for which `csv_cell` gave a cell."""
+    return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell
+
+
+def csv_rows(file: TextIO, columns: Iterable[str], by: str = ",") -> Callable[[Iterable[Any]], Any]:
+    """Write the header of a table that people open; return what adds a row."""
+    rows = csv.writer(file, delimiter=by, lineterminator="\n")
+    rows.writerow(columns)
+    return lambda row: rows.writerow(map(csv_cell, row))
+
+
+@contextmanager
+def csv_table(path: Path, columns: Iterable[str], by: str = ",") -> Iterator[Callable[[Iterable[Any]], Any]]:
+    """Yield what adds a row to a table, which appears whole or not at all."""
+    with replacing(path) as aside, aside.open("w", encoding="utf-8", newline="") as file:
+        yield csv_rows(file, columns, by)
 
 
 def read_json(path: Path) -> Any | None:

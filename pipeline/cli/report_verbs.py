@@ -50,6 +50,7 @@ def items_command(
     from itertools import islice
 
     from pipeline.errors import ConfigError
+    from pipeline.files import cell_text
     from pipeline.report import tables
 
     if key is not None and not re.fullmatch("[0-9a-fA-F]+", key):
@@ -57,12 +58,13 @@ def items_command(
         raise ConfigError(problem, where="--key", remedy=Command.of("items --json", then="   (names the keys)"))
     path = _scanned(run, config, sets).inventory
     with path.open(encoding="utf-8", errors="backslashreplace", newline="") as file:
-        every = csv.DictReader(file)
+        table = csv.DictReader(file)
+        every = ({name: cell_text(cell or "") for name, cell in row.items()} for row in table)
         chosen = (row for row in every if not key or any(row.get(name, "").startswith(key.lower()) for name in KEYS))
         if as_json:
             _print_array(chosen)
             return
-        columns = [name for name in every.fieldnames or () if name not in TOO_WIDE]
+        columns = [name for name in table.fieldnames or () if name not in TOO_WIDE]
         rows = [[row[name] for name in columns] for row in islice(chosen, ITEMS_SHOWN)]
         more = sum(1 for _ in chosen)
     if key and not rows:

@@ -47,7 +47,7 @@ from pipeline.tasks.rna.pocket_network import (
     PocketSizes,
 )
 from pipeline.tasks.rna.published_form import SYSTEM, RnaForm
-from pipeline.tasks.task_parts import WHERE, above_zero, at_least, at_least_single, csv_table, dropout_of, one_of
+from pipeline.tasks.task_parts import WHERE, above_zero, at_least, at_least_single, dropout_of, one_of, task_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -252,7 +252,7 @@ class RnaLigand(PocketSizes):
         if library is None:
             return []
         vectors = outputs[EMBEDDING]
-        with csv_table(folder / TABLE, COLUMNS) as add:
+        with task_table(folder / TABLE, COLUMNS) as add:
             for place in range(len(vectors)):
                 best = library.best(np.asarray(vectors[place], np.float32), self.top, self.distance)
                 true = library.place(vectors.id(place))

@@ -6,7 +6,6 @@ are asked for, M among which is looked, B and C of a block, D numbers of one, T 
 
 from __future__ import annotations
 
-import csv
 import math
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from pipeline.errors import ConfigError
-from pipeline.files import replacing
+from pipeline.files import csv_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -109,12 +108,10 @@ def labelled(told: Iterable[Any], true: Iterable[Any]) -> Iterator[tuple[Any, An
 
 
 @contextmanager
-def csv_table(path: Path, names: Iterable[str], *, by: str = ",") -> Iterator[Callable[[Iterable[Any]], Any]]:
+def task_table(path: Path, names: Iterable[str], *, by: str = ",") -> Iterator[Callable[[Iterable[Any]], Any]]:
     """Yield what adds a row to a table that appears when it is whole; cells are empty where nothing is known."""
-    with replacing(path) as aside, aside.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, delimiter=by, lineterminator="\n")
-        writer.writerow(names)
-        yield lambda row: writer.writerow(map(_cell, row))
+    with csv_table(path, names, by) as add:
+        yield lambda row: add(map(_cell, row))
 
 
 def _cell(value: Any) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeline.files import cell_text
 from pipeline.structures.synthetic import complex_pdb
 from pipeline.training.evaluating.outputs import GatheredOutputs, OutputWriter
 from pipeline.training.evaluating.prediction_tables import write_tables
@@ -34,7 +35,10 @@ HOSTILE = {
     "substitution": "$(touch outside)",
     "escape": "a\x1b]0;owned\x07b",
     "override": "a\u202egnp.pdb",
+    "formula": "=HYPERLINK(1)",
+    "quoted formula": "'@SUM(1)",
 }
+FORMULAS = ("=HYPERLINK(1)", "'@SUM(1)")
 FORMS = ("csv", "jsonl")
 
 
@@ -77,17 +81,28 @@ def test_a_data_set_of_hostile_ids_leaves_its_project_alone_and_is_counted(
     assert not [name for name in made if "outside" in name or "owned" in name]
     (rejected,) = project.glob("runs/2*/rejected.jsonl")
     found = [json.loads(line) for line in rejected.read_text().splitlines()]
-    allowed = {"substitution", "home"}  # words without a slash or a dot before them are names, strange as they are
+    allowed = {
+        "substitution",
+        "home",
+        "formula",
+        "quoted formula",
+    }
     assert {one["reason"] for one in found} == {"bad_id"}
     assert len(found) >= len(HOSTILE) - len(allowed) - (0 if form == "jsonl" else 2)
     assert all(one["id"].isprintable() and len(one["id"]) <= 100 for one in found)
     assert "\x1b" not in done.out + done.err
+    (inventory,) = project.glob("runs/2*/inventory.csv")
+    with inventory.open(newline="") as file:
+        cells = [row["id"] for row in csv.DictReader(file)]
+    assert {f"'{name}" for name in FORMULAS} < set(cells), "a spreadsheet shows them as text"
+    assert set(FORMULAS) < {row["id"] for row in json.loads(pipeline("items", "--json").out)}, "and they are read back"
+    assert json.loads(pipeline("explain", FORMULAS[0], "--json").out)
 
 
 def test_outputs_and_predictions_of_hostile_ids_are_rows_and_no_files(tmp_path: Path) -> None:
     ids = list(HOSTILE.values())
     with OutputWriter(tmp_path / "a/outputs", 0) as writer:
-        writer.add(ids, range(len(ids)), {"score": [np.float32(0.5)] * len(ids), "map": [np.zeros(3)] * len(ids)})
+        writer.add(ids, range(len(ids)), {"score": [np.float32(-0.5)] * len(ids), "map": [np.zeros(3)] * len(ids)})
     write_tables(GatheredOutputs(tmp_path / "a/outputs"), tmp_path / "a/predictions")
     assert {path.name for path in tmp_path.iterdir()} == {"a"}
     assert {path.name for path in (tmp_path / "a").iterdir()} == {"outputs", "predictions"}
@@ -95,6 +110,10 @@ def test_outputs_and_predictions_of_hostile_ids_are_rows_and_no_files(tmp_path: 
     lines = (tmp_path / "a/predictions/predictions.jsonl").read_text().split("\n")
     rows = [json.loads(line)["id"] for line in filter(None, lines)]
     assert rows == ids
+    with (tmp_path / "a/predictions/predictions.csv").open(newline="") as file:
+        cells = {cell_text(row["id"]): (row["id"], row["score"]) for row in csv.DictReader(file)}
+    assert list(cells) == ids
+    assert [cells[name] for name in FORMULAS] == [(f"'{name}", "-0.5") for name in FORMULAS]
 
 
 def test_a_bundle_that_names_other_places_is_written_and_read_in_its_own(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 from pipeline.command_line import Command
 from pipeline.errors import ConfigError, DataError
-from pipeline.files import replacing, what_is_no_file
+from pipeline.files import csv_table, replacing, what_is_no_file
 from pipeline.records import Item, Rejection
 from pipeline.runs.dataset.split_data import leaking_items
 from pipeline.runs.dataset.worklist import list_items
@@ -260,11 +260,10 @@ def _is_replaced(name: str, values: dict[str, str]) -> bool:
 def write_leaking(project: Project, shared: SharedItems, out: Path) -> None:
     """Write every item that shares something with another split: the level, what of it, its split and its id."""
     rows = leaking_items(shared)
-    with replacing(out) as aside, aside.open("w", encoding="utf-8", newline="") as file:
-        writer, number = csv.writer(file, lineterminator="\n"), 0
-        writer.writerow(("level", "partners", "group", "split", "id"))
+    number = 0
+    with csv_table(out, ("level", "partners", "group", "split", "id")) as add:
         for entry in list_items(project):
             if isinstance(entry, Item) and number < len(shared) and shared.is_item(number, entry.id):
-                told = rows.get(number, ())
-                writer.writerows((level, partners, group, entry.split, entry.id) for level, partners, group in told)
+                for told in rows.get(number, ()):
+                    add((*told, entry.split, entry.id))
                 number += 1

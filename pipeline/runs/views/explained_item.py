@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.command_line import Command
 from pipeline.encoder.embedding_recipe import texts
 from pipeline.errors import CacheDamaged, ConfigError, PipelineError, RecordMissing
+from pipeline.files import csv_cell
 from pipeline.journal.run_folder import runs_in
 from pipeline.keys import content_digest, tagged_key
 from pipeline.records import Inventory, Item, Rejection
@@ -210,7 +211,7 @@ def last_listed(project: Project, name: str) -> Listed:
 def _keys_in(path: Path, name: str) -> dict[str, str]:
     """Return the keys of an item's records in a list of usable items; empty where it is not there."""
     cell = io.StringIO()
-    csv.writer(cell, lineterminator="").writerow([name, ""])
+    csv.writer(cell, lineterminator="").writerow([csv_cell(name), ""])
     if not (line := line_with(path, f"\n{cell.getvalue()}".encode())):
         return {}
     with suppress(OSError, StopIteration, ValueError), path.open(encoding="utf-8", newline="") as file:

@@ -6,7 +6,6 @@ item, never the items.
 
 from __future__ import annotations
 
-import csv
 import json
 from array import array
 from collections import Counter
@@ -18,7 +17,7 @@ import numpy as np
 
 from pipeline.command_line import Command
 from pipeline.errors import DataError
-from pipeline.files import replacing
+from pipeline.files import csv_table
 from pipeline.journal.run_folder import writing_run
 from pipeline.records import Kind, Reason, Role
 from pipeline.runs.dataset import worklist
@@ -28,8 +27,7 @@ from pipeline.structures.inventory import LOW_PLDDT, NO_PAE
 from pipeline.structures.parsing.pdb_lines import BEHIND_END
 
 if TYPE_CHECKING:
-    from _csv import Writer
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -235,12 +233,10 @@ LEAK_COLUMNS = ("leak", "group", "split", "id", "origin")
 
 
 @contextmanager
-def csv_list(path: Path, columns: Sequence[str]) -> Iterator[Writer]:
-    """Yield a writer of rows below a header; the file appears whole or not at all."""
-    with writing_run(path), replacing(path) as aside, aside.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(columns)
-        yield writer
+def csv_list(path: Path, columns: Sequence[str]) -> Iterator[Callable[[Iterable[Any]], Any]]:
+    """Yield what adds a row below a header; the file appears whole or not at all."""
+    with writing_run(path), csv_table(path, columns) as add:
+        yield add
 
 
 class ItemLists:
@@ -263,8 +259,9 @@ class ItemLists:
         sizes, left_out = item_sizes(inventory), 0
         for name, partner in inventory.sides():
             left_out += len(partner.left_out)
-            self._residues.writerows([item.id, name, *residue] for residue in partner.left_out)
-        self._items.writerow(
+            for residue in partner.left_out:
+                self._residues([item.id, name, *residue])
+        self._items(
             [
                 *(item.id, item.split, item.cluster),
                 *(chains.get(role, "") for role in ROLES),
@@ -277,22 +274,23 @@ class ItemLists:
 def list_table(folder: RunFolder, table: ItemTable) -> None:
     """List the items that a reader gave, with their sizes, the digest of what they hold, and their places."""
     splits = list(table.splits)
-    with csv_list(folder.inventory, ("id", "split", *table.sizes, "key", "place")) as rows:
+    with csv_list(folder.inventory, ("id", "split", *table.sizes, "key", "place")) as add:
         for number in range(len(table)):
             sizes = (size_N[number] for size_N in table.sizes.values())
             place = json.dumps(table.place(number))
-            rows.writerow((table.ids[number], splits[table.split_N[number]], *sizes, table.key(number).hex(), place))
+            add((table.ids[number], splits[table.split_N[number]], *sizes, table.key(number).hex(), place))
 
 
 def write_leaks(folder: RunFolder, tally: CensusTally) -> None:
     """List every item of which an id, a sequence or a cluster is in several splits; a group shares one."""
     marks = [(leak, *_by_item(leaking)) for leak, leaking in tally.leaking().items()]
     leaking_M = np.unique(np.concatenate([ordinal_M for _, ordinal_M, _ in marks] or [np.empty(0, np.uint32)]))
-    with csv_list(folder.leaks, LEAK_COLUMNS) as rows:
+    with csv_list(folder.leaks, LEAK_COLUMNS) as add:
         for ordinal, entry in worklist.items_at(folder.items, leaking_M.tolist()):
             for leak, ordinal_M, group_M in marks:
                 here = slice(*np.searchsorted(ordinal_M, [ordinal, ordinal + 1]).tolist())
-                rows.writerows((leak, group + 1, entry.split, entry.id, entry.origin) for group in group_M[here])
+                for group in group_M[here]:
+                    add((leak, group + 1, entry.split, entry.id, entry.origin))
 
 
 def _by_item(leaking: LeakingItems) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:

@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional
 
 from pipeline.errors import ConfigError, DataError
+from pipeline.files import cell_text
 from pipeline.protocol import item_of
 from pipeline.tasks.docking.docking_items import example_counts, example_partner, placed_partners
 from pipeline.tasks.docking.docking_trunk import PosedComplex, TrunkSizes
@@ -144,7 +145,7 @@ def read_moves(table: Path) -> dict[str, NDArray[np.float64]]:
             for row in csv.DictReader(file):
                 move = [float(row[f"move.{place}"] or "nan") for place in range(12)]
                 if np.isfinite(move).all():
-                    found.setdefault(item_of(row["id"]), []).append(move)
+                    found.setdefault(item_of(cell_text(row["id"])), []).append(move)
     except (OSError, KeyError, ValueError) as error:
         problem = f"holds no poses: {error}"
         raise DataError(problem, where=str(table), remedy=DRAW) from error

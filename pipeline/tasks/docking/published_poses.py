@@ -36,7 +36,7 @@ from pipeline.tasks.docking.docked_files import (
     write_trajectory,
 )
 from pipeline.tasks.docking.pose_quality import RigidMoves, summaries
-from pipeline.tasks.task_parts import csv_table
+from pipeline.tasks.task_parts import task_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -63,7 +63,7 @@ def publish_poses(
     publishing = _Publishing(folder, outputs, reading, top)
     absent = {*(() if CONFIDENCE in outputs else (CONFIDENCE,)), *(() if publishing.known else TRUTH)}
     names = [name for name in PoseRow._fields if name not in absent]
-    with csv_table(folder / TABLE, names) as add:
+    with task_table(folder / TABLE, names) as add:
         for item in items:
             if item.id in publishing.places:
                 for row in publishing.rows(item):
@@ -71,7 +71,7 @@ def publish_poses(
     if publishing.scores:
         publishing.written += [folder / SUMMARY, folder / PICTURES]
         rows = summaries(publishing.scores)
-        with csv_table(folder / SUMMARY, rows[0]) as add:
+        with task_table(folder / SUMMARY, rows[0]) as add:
             for summary in rows:
                 add(summary.values())
         write_whole(folder / PICTURES, json.dumps(pictures(publishing.scores)))

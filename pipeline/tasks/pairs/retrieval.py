@@ -23,7 +23,7 @@ from torch.nn import functional
 from pipeline.errors import ConfigError
 from pipeline.readers.byte_pairs import BytePairs, TooLong
 from pipeline.tasks.pairs.pair_towers import TextBatch
-from pipeline.tasks.task_parts import WHERE, at_least_single, csv_table, nearest_vectors, padded_rows
+from pipeline.tasks.task_parts import WHERE, at_least_single, nearest_vectors, padded_rows, task_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -111,7 +111,7 @@ def _write(
     most = min(TOLD, len(others))
     each = ("nearest", *names[1:], "cosine")
     columns = [f"{name}_{rank}" for rank in range(1, 1 + most) for name in each]
-    with csv_table(path, ["id", *names, "own_cosine", *classes, *columns]) as add:
+    with task_table(path, ["id", *names, "own_cosine", *classes, *columns]) as add:
         for place, (numbers, cosines) in enumerate(nearest_vectors(queries, others, most)):
             own = [queries.id(place), *(texts.get(queries.id(place), {}).get(name) for name in names)]
             of_classes = [of[int(outputs[name][place])] for name, of in classes.items()]

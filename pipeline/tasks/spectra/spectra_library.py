@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.files import replacing
+from pipeline.files import cell_text, replacing
 from pipeline.readers import hdf5
 from pipeline.tasks.spectra.peak_transformer import EMBEDDING
-from pipeline.tasks.task_parts import WHERE, csv_table, nearest_vectors
+from pipeline.tasks.task_parts import WHERE, nearest_vectors, task_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -105,7 +105,7 @@ def _write_vectors(path: Path, embedded: Any) -> Path:
 
 
 def _write_rows(path: Path, names: Sequence[str], rows: Iterable[Mapping[str, str]]) -> Path:
-    with csv_table(path, names) as add:
+    with task_table(path, names) as add:
         for row in rows:
             add(row.get(name) for name in names)
     return path
@@ -116,7 +116,7 @@ def _write_matches(path: Path, queries: Library, found: Iterable[SpectrumMatch],
     library = read_library(library_path)
     theirs = [f"ref_{name}" for name in library.names]
     columns = [*queries.names, *theirs, "index", "ref_index", "topk", "DreaMS_similarity"]
-    with csv_table(path, columns, by="\t") as add:
+    with task_table(path, columns, by="\t") as add:
         for match in found:
             own, other = queries.rows[match.query], library.rows[match.place]
             known = [*map(own.get, queries.names), *map(other.get, library.names)]
@@ -145,7 +145,8 @@ def _from_npy(path: Path) -> Library:
         vector_MD = np.load(path, mmap_mode="r", allow_pickle=False)
         with path.with_suffix(".csv").open(encoding="utf-8", newline="") as file:
             table = csv.DictReader(file)
-            return Library(vector_MD, tuple(table.fieldnames or ()), list(table))
+            rows = [{name: cell_text(cell or "") for name, cell in row.items()} for row in table]
+            return Library(vector_MD, tuple(table.fieldnames or ()), rows)
     except (OSError, ValueError) as error:
         problem = f"no library: {error}"
         raise DataError(problem, where=str(path), remedy="predict the library again") from error

@@ -12,7 +12,6 @@ Shapes: N ids, L residues of one, D numbers of a residue.
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import os
@@ -26,7 +25,7 @@ import numpy as np
 
 from pipeline.command_line import install_extra
 from pipeline.errors import ConfigError, DataError
-from pipeline.files import replacing
+from pipeline.files import csv_rows, replacing
 from pipeline.readers.hdf5 import library
 
 if TYPE_CHECKING:
@@ -181,13 +180,12 @@ def _npy(aside: Path, _out: Path, form: ExportForm) -> Iterator[Add]:
     beside = _table_aside(aside)
     try:
         with aside.open("xb") as file, beside.open("x", encoding="utf-8", newline="") as table:
-            rows, lines = 0, csv.writer(table, lineterminator="\n")
-            lines.writerow(columns)
+            rows, add_line = 0, csv_rows(table, columns)
             begin = _write_header(file, 0, form)
 
             def add(whose: EmbeddedId, array: NDArray[Any]) -> None:
                 nonlocal rows
-                lines.writerow([*whose, *([rows] if form.by_residue else [])])
+                add_line([*whose, *([rows] if form.by_residue else [])])
                 file.write(np.ascontiguousarray(array).data)
                 rows += math.prod(array.shape[:-1])
 

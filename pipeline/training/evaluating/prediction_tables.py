@@ -11,7 +11,6 @@ A folder of predictions holds
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import os
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipeline.files import csv_rows
 from pipeline.store.format.disk import Disk
 from pipeline.training.evaluating.embedding_files import import_arrow
 from pipeline.training.evaluating.output_parts import publish_tensors, publishing
@@ -85,10 +85,9 @@ def write_tables(
         with ExitStack() as stack:
             files = [stack.enter_context(path.open("x", encoding="utf-8", newline="")) for path in partials[:2]]
             typed = stack.enter_context(_ParquetRows(partials[2], layout)) if parquet else None
-            rows = csv.writer(files[0])
-            rows.writerow(layout.names)
+            add = csv_rows(files[0], layout.names)
             for row, line in layout.rows(gathered, arrays):
-                rows.writerow("" if value is None else value for value in row)
+                add("" if value is None else value for value in row)
                 files[1].write(json.dumps(line, ensure_ascii=False) + "\n")
                 if typed is not None:
                     typed.add(row)

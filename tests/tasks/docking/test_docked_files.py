@@ -28,7 +28,7 @@ from pipeline.tasks.docking.docked_files import (
 from pipeline.tasks.docking.docked_partners import shared_backbones
 from pipeline.tasks.docking.pose_quality import RigidMoves, docking_truth, nearest_move
 from pipeline.tasks.docking.posed_pdb import LETTERS, _columns
-from pipeline.tasks.task_parts import csv_table
+from pipeline.tasks.task_parts import task_table
 from tests.tasks.docking.docked import MAX_BYTES, moves_from, pair_item, read, some_moves
 
 KEPT = ("name_A", "resname_A", "number_A", "icode_A", "altloc_A", "occupancy_A", "element_A", "hetero_A")
@@ -335,7 +335,7 @@ def test_unbound_partners_are_compared_with_the_bound_ones_in_the_receptors_fram
 
 def test_a_table_appears_when_all_rows_are_in_it_and_not_before(tmp_path):
     path = tmp_path / "poses.csv"
-    with csv_table(path, PoseRow._fields) as add:
+    with task_table(path, PoseRow._fields) as add:
         add(PoseRow("a", rank=1, sample=3, confidence=0.25, dockq=0.5, capri="medium", clashes=4, file="a/rank-01.pdb"))
         assert not path.exists()
         add(PoseRow("b", sample=1, problem="not finite"))
@@ -354,6 +354,6 @@ def test_a_table_appears_when_all_rows_are_in_it_and_not_before(tmp_path):
 def test_a_table_that_fails_leaves_the_old_one(tmp_path):
     path = tmp_path / "poses.csv"
     path.write_text("old")
-    with pytest.raises(ZeroDivisionError), csv_table(path, PoseRow._fields) as add:
+    with pytest.raises(ZeroDivisionError), task_table(path, PoseRow._fields) as add:
         add(1 // left for left in (1, 0))
     assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("poses.csv", "old")]

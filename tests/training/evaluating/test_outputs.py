@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from pipeline.errors import ConfigError, DataError, JobFailed
+from pipeline.files import cell_text
 from pipeline.training.evaluating.outputs import GatheredOutputs, OutputWriter
 from pipeline.training.evaluating.prediction_tables import write_tables
 from tests.training.checkpoints.saved import kill_at_each_step, on_full_disk, spoil
@@ -264,7 +265,7 @@ def test_tables_have_every_number_and_arrays_whatever_the_ids(tmp_path):
     table, jsonl, *files = write_tables(GatheredOutputs(tmp_path / "parts"), folder, part_bytes=300)
     with table.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert [row["id"] for row in rows] == IDS
+    assert [cell_text(row["id"]) for row in rows] == IDS
     assert list(rows[0]) == ["id", "affinity", "mixed", "map.shape", "map.file"]
     assert [row["affinity"] for row in rows][:2] == ["0.0", "0.1"]
     assert [row["map.shape"] for row in rows] == [f"{number}x2" for number in range(len(IDS))]
