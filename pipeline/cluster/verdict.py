@@ -3,11 +3,13 @@
 State and data disagree both ways: a job that reads COMPLETED can hide a worker that failed, and one that reads FAILED
 can have finished. So the worker's word goes first where it says that it finished (whether what it wrote is whole, the
 cache tells later), the kernel's and Slurm's signs come next, then the worker's own account of its failure, then how the
-process ended. What nobody knows is LOST, never DONE.
+process ended. If the worker recorded nothing and the job failed, its node is at fault: a line of `setup` failed there,
+or Python is missing or broken. If there is no evidence the verdict is LOST, never DONE.
 """
 
 from __future__ import annotations
 
+import re
 import signal
 from dataclasses import dataclass
 from enum import StrEnum
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from pipeline.cluster.job_spec import TaskStatus
 
 GO_ON = 75  # EX_TEMPFAIL: the worker's exit code when it was told to end, finished in order and wants to go on
+CANNOT_RUN = (126, 127)  # a shell's exit codes where a program is missing or broken
 SIGNALLED = 128  # a shell adds this to the signal that ended a program, and sacct takes it off again
 CANNOT_WRITE_LOG = 53  # the "signal" by which Slurm says that it could not open the task's log
 NEARLY = 0.9  # of its limit: peaks are sampled
@@ -176,11 +179,14 @@ class _Case:
             return self._by_peer()
         if self.word.exit_code:
             return last_words(self.word.what) or _exited(self.word.exit_code, self.word.what)
-        return self._by_ending()
+        cause, reason = self._by_ending()
+        if self.word.started or cause not in _BLAMES_WORKER:
+            return cause, reason
+        return Cause.NODE, f"the worker did not start: {reason}"
 
     def _by_kernel(self) -> _Finding | None:
         """Judge by the messages of srun and slurmstepd about a kill at the memory limit."""
-        killed = any(sign in self.log for sign in KERNEL_SIGNS)
+        killed = any(map(says_oom_kill, self.log.splitlines()))
         return (Cause.HOST_OOM, "killed at its memory limit, as its log says") if killed else None
 
     def _by_kind(self) -> _Finding | None:
@@ -207,6 +213,8 @@ class _Case:
             words = Cause.INTERRUPTED, f"ended by {named_signal(lost.signal)}"
         elif words is None and lost.signal == signal.SIGKILL:
             words = self._killed()
+        elif words is None and lost.exit_code in CANNOT_RUN:
+            words = Cause.NODE, _joined(f"exit code {lost.exit_code}", _message(its_log))
         elif words is None and lost.exit_code:
             words = _exited(lost.exit_code, _joined(f"exit code {lost.exit_code}", _message(its_log)))
         cause, reason = words or (Cause.CRASHED, lost.how)
@@ -256,7 +264,7 @@ class _Case:
 
 def _exited(code: int, message: str) -> _Finding:
     """Judge the worker's exit code."""
-    if code == GO_ON or code - SIGNALLED in _POLITE:
+    if is_interruption(code):
         return Cause.INTERRUPTED, message or "was told to end and stopped in order"
     if code in REFUSALS:
         cause = Cause.DAMAGE if code == CacheDamaged.exit_code else Cause.REFUSED
@@ -264,6 +272,16 @@ def _exited(code: int, message: str) -> _Finding:
     if code - SIGNALLED in _AS_AFTER_SIGNALS:  # a program that the worker ran was killed
         return Cause.CRASHED, message or f"crashed by {named_signal(code - SIGNALLED)}"
     return Cause.FAILED, message or f"exit code {code}"
+
+
+def says_oom_kill(line: str) -> bool:
+    """Tell whether srun or slurmstepd wrote in a log that a process was killed at its memory limit."""
+    return bool(_OF_SLURM.match(line)) and any(sign in line for sign in _KERNEL_SIGNS)
+
+
+def is_interruption(code: int) -> bool:
+    """Tell whether a worker exits with this code because it was asked to end."""
+    return code == GO_ON or code - SIGNALLED in _POLITE
 
 
 def last_words(text: str) -> _Finding | None:
@@ -323,6 +341,7 @@ def _mebibytes(count: int) -> str:
 
 
 _PERHAPS_OVER = frozenset({TaskState.UNKNOWN, TaskState.COMPLETING})
+_BLAMES_WORKER = frozenset({Cause.FAILED, Cause.REFUSED, Cause.DAMAGE, Cause.CRASHED})  # but it has to run first
 _WITHOUT_FAULT = frozenset({Cause.DONE, Cause.ACTIVE, Cause.HELD})
 _LIMITED = frozenset({TaskState.TIMEOUT, TaskState.DEADLINE})
 _CERTAIN: Mapping[TaskState, _Finding] = {
@@ -335,7 +354,8 @@ _CERTAIN: Mapping[TaskState, _Finding] = {
     TaskState.REVOKED: (Cause.CANCELLED, "revoked: another cluster of the federation took it"),
 }
 _KINDS = {"gpu_oom": Cause.GPU_OOM, "host_oom": Cause.HOST_OOM, "disk_full": Cause.DISK}
-KERNEL_SIGNS = (
+_OF_SLURM = re.compile(r"(\s*\d+: )?(srun: |slurmstepd)")  # srun may prefix a line with the number of its rank
+_KERNEL_SIGNS = (
     "oom-kill event",
     "oom_kill",
     "Out Of Memory",

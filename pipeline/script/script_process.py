@@ -39,7 +39,6 @@ from pipeline.cluster.machine import count_oom_kills
 from pipeline.cluster.processes import ProcessTable, send, used_bytes
 from pipeline.cluster.verdict import (
     GO_ON,
-    KERNEL_SIGNS,
     LAST_LINES,
     NEARLY,
     REFUSALS,
@@ -47,6 +46,7 @@ from pipeline.cluster.verdict import (
     Cause,
     last_words,
     named_signal,
+    says_oom_kill,
 )
 from pipeline.errors import ConfigError
 
@@ -68,7 +68,6 @@ OURS = REFUSALS.keys() - {ConfigError.exit_code}  # which is anybody's for a wro
 KIB = 1024 if sys.platform != "darwin" else 1  # the unit of getrusage
 TROUBLES = {Cause.GPU_OOM: "gpu_oom", Cause.HOST_OOM: "host_oom", Cause.DISK: "disk_full"}
 EXCEPTION = re.compile(r"(?:\[rank\d+\]: ?)?[A-Za-z_][\w.]*(?:Error|Exception)\b")
-SLURM = re.compile(r"srun: |slurmstepd")  # of a step that the script has started itself
 LAUNCHER = re.compile(r"failed \(exitcode: (-?\d+)\)")  # torchrun; the lines after it are about itself
 
 
@@ -370,7 +369,7 @@ def script_trouble(
     ends = [(at, match) for at, line in enumerate(lines) if (match := LAUNCHER.search(line))]
     own_lines = lines[: ends[0][0]] if ends else lines
     trouble, reason = _trouble(own_lines)
-    of_slurm = [line for line in lines if SLURM.match(line) and any(sign in line for sign in KERNEL_SIGNS)]
+    of_slurm = [line for line in lines if says_oom_kill(line)]
     if of_slurm and trouble != "gpu_oom":
         return "host_oom", of_slurm[-1]
     killed = killed_by == signal.SIGKILL or exit_code == KILLED_CODE or any(int(end[1]) == -9 for _, end in ends)

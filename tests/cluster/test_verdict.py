@@ -137,6 +137,11 @@ class TestMemory:
         for log in ("MemoryError\n", "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory\n"):
             assert cause_of(ended(TaskState.FAILED, 1), BEGAN, log) is Cause.HOST_OOM, log
 
+    def test_is_not_believed_of_a_line_that_the_task_itself_printed(self) -> None:
+        for line in OOM_LOG.splitlines():
+            assert cause_of(ended(TaskState.FAILED, 1), BEGAN, f"my log says: {line}\n") is Cause.FAILED
+            assert cause_of(ended(TaskState.FAILED, 1), BEGAN, f" 0: {line}\n") is Cause.HOST_OOM
+
     def test_of_the_gpu_is_told_apart_by_word_and_by_log_unless_it_was_survived(self) -> None:
         failed = ended(TaskState.FAILED, 1)
         assert cause_of(failed, NO_GPU_LEFT) is cause_of(failed, BEGAN, GPU_LOG) is Cause.GPU_OOM
@@ -254,13 +259,23 @@ class TestRanks:
 
 
 class TestTheWorker:
-    def test_that_refuses_is_believed_even_before_it_can_write(self) -> None:
+    def test_that_refuses_is_believed(self) -> None:
         for code in range(2, 7):
             word = Word(started=True, exit_code=code, what="its own words")
             cause = Cause.DAMAGE if code == 4 else Cause.REFUSED
             assert judge_attempt(ended(TaskState.FAILED, code), word, "") == TaskVerdict(cause, "its own words")
-        for code in (2, 3, 5):
-            assert cause_of(ended(TaskState.FAILED, code), SILENT) is Cause.REFUSED, code
+
+    def test_that_did_not_start_and_ended_with_an_error_blames_its_node_and_is_quoted(self) -> None:
+        said = "slurm_script: line 14: module: command not found\nsrun: error: n1: task 0: Exited with exit code 127\n"
+        for code in (1, 2, 127, None):
+            found = judge_attempt(ended(TaskState.FAILED, code), SILENT, said)
+            assert (found.cause, "module: command not found" in found.reason) == (Cause.NODE, True), code
+        assert cause_of(ended(TaskState.FAILED, 139), SILENT) is Cause.NODE
+        for log, cause in ((OOM_LOG, Cause.HOST_OOM), (FULL_LOG, Cause.DISK)):
+            assert cause_of(ended(TaskState.FAILED, 1), SILENT, log) is cause
+        log = "srun: error: n2: task 1: Exited with exit code 127\nsrun: error: n1: task 0: Exited with exit code 76\n"
+        found = judge_attempt(ended(TaskState.FAILED, 127), Word(started=True, exit_code=PEER_LOST), log)
+        assert (found.cause, found.node) == (Cause.NODE, "n2")
 
     def test_with_a_full_disk_says_so_or_its_log_does(self) -> None:
         failed = ended(TaskState.FAILED, 7)
@@ -325,7 +340,7 @@ class TestTheLocalExecutor:
         for code, cause in causes.items():
             limits = {"mem_bytes": 100 * MIB} if code == EATS else {"time_s": 1} if "sleep" in code else {}
             (task,) = finish(local, local.submit(python(tmp_path, code, **limits)))
-            found = judge_attempt(task, SILENT, Path(task.stderr).read_text(), asked_bytes=limits.get("mem_bytes"))
+            found = judge_attempt(task, BEGAN, Path(task.stderr).read_text(), asked_bytes=limits.get("mem_bytes"))
             assert found.cause is cause, (task, found)
 
     def test_that_was_killed_shows_its_tasks_lost_with_it(self, local: LocalExecutor, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -279,3 +280,31 @@ def test_a_run_without_accounting_has_the_same_verdicts_and_result(make: Make, c
     assert failures(run) == [(1, "host_oom")]
     assert [job["tasks"] for job in run.stage()["jobs"]] == ["0-2", "1"]
     cluster.start_accounting()
+
+
+WORKERS = '[ "${{SLURM_JOB_NAME##*-supervise-*}}" = "" ] || '
+BREAKS: dict[str, tuple[str, str]] = {
+    "setup": ('[ "$SLURMD_NODENAME" != {0} ] || module load nowhere', "module: command not found"),
+    "two nodes": (WORKERS + "case $SLURMD_NODENAME in {0}) module load nowhere;; {1}) exit 1;; esac", "exit code 1"),
+    "a minute": (WORKERS + "[ $(date +%s) -gt {until} ] || exit 2", "exit code 2"),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("broken", BREAKS)
+def test_nodes_on_which_no_worker_starts_cost_a_run_nothing(tmp_path: Path, healthy: Cluster, broken: str) -> None:
+    """Where `setup` fails, that holds for supervisors, too."""
+    setup, said = BREAKS[broken]
+    lines = [setup.format(*healthy.nodes, until=int(time.time()) + 60)]
+    run = make_project(tmp_path / "project", 12, cluster__slurm__setup=lines, **ONE_EACH).submits()
+    complete(run, 12)
+    assert {cause for _, cause in failures(run)} == {"node"}
+    assert any(said in one["reason"] for one in run.stage()["failures"])
+
+
+@pytest.mark.nightly
+def test_a_worker_that_starts_nowhere_fails_its_run_with_what_it_printed(tmp_path: Path, healthy: Cluster) -> None:
+    setup = [WORKERS.format() + "module load nowhere"]
+    run = make_project(tmp_path / "project", 3, cluster__slurm__setup=setup, **ONE_EACH).submits()
+    assert "module: command not found" in run.ends(RunState.FAILED)["error"]
+    assert len(failures(run)) == 9

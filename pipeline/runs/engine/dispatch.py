@@ -20,7 +20,7 @@ from pipeline.project.container_image import with_digest
 from pipeline.project.project import cluster_name, profiles_of
 from pipeline.records import EventKind
 from pipeline.runs.dataset import worklist
-from pipeline.runs.engine.repair import GiveUp, LeaveOut, Means, Split, bad_nodes, decide
+from pipeline.runs.engine.repair import GiveUp, LeaveOut, Means, Split, avoid_bad_nodes, decide
 from pipeline.runs.workflow.jobs import candidates, first_job, limits_of, on_cards, recipe_name, spec_of
 from pipeline.runs.workflow.script_stage import is_script, script_of
 from pipeline.stage_names import StageName
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pipeline.cluster.candidates import Candidate
-    from pipeline.cluster.job_spec import Executor, JobSpec, Limits, TaskStatus
+    from pipeline.cluster.job_spec import Executor, Limits, TaskStatus
     from pipeline.command_line import Command
     from pipeline.config.schema import Config
     from pipeline.journal.attempts import Ask, TaskRecord
     from pipeline.journal.budget import Account
     from pipeline.journal.run_folder import RunFolder
-    from pipeline.journal.run_status import StageJob, StageStatus
+    from pipeline.journal.run_status import RunStatus, StageJob, StageStatus
     from pipeline.project.project import Project
     from pipeline.runs.workflow.stage import Stage
 
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 LOG_END_BYTES = 8192
 FOR_SUPERVISORS = 3  # places in the queue: for the next visit, its standby, and a look at what waits
 MANY = 1 << 30
-MOST_EXCLUDED = 4  # nodes, where nobody knows how many there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +60,8 @@ class Next:
 class Dispatch:
     """Submits tasks and records how they ended; all of its state can be read from the ledger."""
 
-    def __init__(self, folder: RunFolder, config: Config, executor: Executor, emit: Emit) -> None:
-        self._folder, self._config, self._executor, self._emit = folder, config, executor, emit
+    def __init__(self, folder: RunFolder, config: Config, executor: Executor, run: RunStatus, emit: Emit) -> None:
+        self._folder, self._config, self._executor, self._run, self._emit = folder, config, executor, run, emit
         self._profiles = profiles_of(config)
         self._spending = Spending(folder.path.parent, Budget.of(config.cluster.budget))
 
@@ -71,7 +70,7 @@ class Dispatch:
         for live in stage.live:
             self._executor.adopt(live, spec_of(self._folder, self._config, stage.jobs[live]))
         for job in list(stage.intents.values()):
-            self._submit(stage, job)
+            self._submit(job)
 
     def collect(self, project: Project, stage: Stage, status: StageStatus, changed: Sequence[TaskStatus]) -> int:
         """Record the attempts that have ended; return how many did."""
@@ -89,11 +88,12 @@ class Dispatch:
 
     @staticmethod
     def unheard(status: StageStatus, changed: Sequence[TaskStatus]) -> bool:
-        """Tell whether a completed task's own report is still missing: some file systems show it late."""
+        """Tell whether a task's own report is still missing: some file systems show it late."""
         return any(
-            report.state is TaskState.COMPLETED and not status.task(report.task).word.finished
+            not (task.word.finished if report.state is TaskState.COMPLETED else task.word.started)
             for report in changed
-            if status.task(report.task).job == report.job
+            if report.state in (TaskState.COMPLETED, TaskState.FAILED)
+            and (task := status.task(report.task)).job == report.job
         )
 
     def _judged(
@@ -187,7 +187,7 @@ class Dispatch:
             affordable = self._affordable(job)
             self._emit(EventKind.JOB_SUBMITTING, **affordable.to_json())
             self._recount(affordable)
-            self._submit(status, affordable)
+            self._submit(affordable)
             if affordable is not job:  # the rest has to wait until something ends before its time
                 return
 
@@ -320,19 +320,12 @@ class Dispatch:
             )
             sequence += 1
 
-    def _bad_nodes(self, status: StageStatus, spec: JobSpec) -> tuple[str, ...]:
-        """Return the nodes to exclude; none where more than a quarter look bad, as then something else is wrong."""
-        there = self._executor.limits_of(spec.partition, spec.cpus_on_node, spec.gpus).nodes
-        most = max(1, there // 4) if there else MOST_EXCLUDED
-        bad = bad_nodes(status.work.values())
-        return bad if len(bad) <= most else ()
-
-    def _submit(self, status: StageStatus, job: StageJob) -> None:
+    def _submit(self, job: StageJob) -> None:
         """Submit a job; if this process dies before its id is recorded, the next supervisor finds it by its tag."""
         spec = spec_of(self._folder, self._config, job)
         try:
             with_digest(self._config)
-            job_id = self._executor.submit(replace(spec, exclude=self._bad_nodes(status, spec)))
+            job_id = self._executor.submit(avoid_bad_nodes(self._run, self._executor, spec))
         except SubmissionRefused:
             self._emit(EventKind.JOB_REFUSED, **job.to_json())
             raise

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeline.cluster.job_spec import SUPERVISE, JobSpec
@@ -23,6 +24,7 @@ from pipeline.files import create_claim
 from pipeline.journal.run_folder import shown_mode, writing_run
 from pipeline.journal.run_status import ENDED
 from pipeline.project.run_code import SUPERVISOR, module_command
+from pipeline.runs.engine.repair import avoid_bad_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,12 +58,12 @@ def refuse_elsewhere(folder: RunFolder, status: RunStatus, executor: Executor, v
 
 
 def hand_over(
-    folder: RunFolder, config: Config, executor: Executor, number: int, jobs: Sequence[JobId]
+    folder: RunFolder, config: Config, executor: Executor, run: RunStatus, jobs: Sequence[JobId]
 ) -> dict[JobId, str]:
-    """Submit the next visit and its standby; return their jobs with their names."""
-    coming = supervisor_spec(folder, config, f"{number + 1}", after_any=tuple(jobs))
+    """Submit the next visit and its standby, off the nodes that failed; return their jobs with their names."""
+    coming = avoid_bad_nodes(run, executor, supervisor_spec(folder, config, f"{run.visits + 1}", after_any=tuple(jobs)))
     following = executor.submit(coming)
-    standby = supervisor_spec(folder, config, f"{number + 1}-standby", after_not_ok=(following,))
+    standby = replace(coming, tag=f"{coming.tag}-standby", after_any=(), after_not_ok=(following,))
     names = {following: coming.tag}
     with suppress(SubmissionRefused):  # a full queue: without a standby the run goes on, until `pipeline resume`
         names[executor.submit(standby)] = standby.tag
@@ -74,7 +76,6 @@ def supervisor_spec(
     visit: str,
     *,
     after_any: tuple[JobId, ...] = (),
-    after_not_ok: tuple[JobId, ...] = (),
 ) -> JobSpec:
     """Return the job of a visit; without a folder, one to show or to ask the scheduler about."""
     wanted = config.cluster.supervisor
@@ -86,7 +87,6 @@ def supervisor_spec(
         time_s=int(wanted.time),
         log_dir=str(folder.logs) if folder else "logs",
         after_any=after_any,
-        after_not_ok=after_not_ok,
         tag=f"{folder.name if folder else 'RUN'}-{SUPERVISE}-{visit}",
         partition=wanted.partition or "",
         qos=wanted.qos or "",

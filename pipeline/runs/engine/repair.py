@@ -5,8 +5,8 @@ Memory that the kernel ended  → more of it, up to the largest node; then halve
                                 at the largest node, and where it was far below its limit.
 A GPU's memory                → smaller batches, which change no result; then halves; then the item is left out.
 A time limit                  → what is finished is kept: go on if it came further, with more time if there is more.
-A node, preemption, no word   → again; a node that failed twice is left out (bad_nodes); what was preempted twice
-                                without coming further goes where jobs are left alone, if it may.
+A node, preemption, no word   → again, on another node (avoid_bad_nodes); what was preempted twice without coming
+                                further goes where jobs are left alone, if it may.
 A signal that nobody sent     → again, one thing at a time; twice on the same thing: that is left out.
 Anything else                 → the stage ends with the cause.
 
@@ -33,13 +33,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pipeline.cluster.candidates import Candidate
-    from pipeline.cluster.job_spec import Limits
+    from pipeline.cluster.job_spec import Executor, JobSpec, Limits
     from pipeline.journal.attempts import Ask, Attempt, TaskRecord
+    from pipeline.journal.run_status import RunStatus
 
 
 GROWTH = 2  # of memory and time: few attempts matter more than a tight fit, which the next run has from the peaks
 ROUND_BYTES = 64 << 20
 MOST_SHRINKS = 6
+ASSUMED_NODES = 5  # where the number of nodes is unknown
+RECOVERS_S = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +183,13 @@ def _after_timeout(history: Sequence[Attempt], means: Means) -> Decision:
         return Again(last.ask, "it goes on where it stopped")
     if means.is_whole and last.cause is Cause.INTERRUPTED:  # it may have been preempted while it began
         return _bounded(history, means, Again(last.ask, "again, it was told to end before it came any further"))
+    tried = f"after {stuck(history)} attempts (cluster.supervisor.tries)"
+    most = f"{last.ask.time_s // 60} min, {tried if grown_s > last.ask.time_s else 'the longest there is'}"
     if means.is_whole or means.is_shared:
-        return GiveUp(f"it came no further in {last.ask.time_s // 60} min, the longest there is")
+        return GiveUp(f"it came no further in {most}")
     if means.items > 1:
-        return Split(last.ask, "in halves: it came no further in the longest time there is")
-    return GiveUp(f"one item takes longer than {last.ask.time_s // 60} min, the longest there is")
+        return Split(last.ask, f"in halves: it came no further in {most}")
+    return GiveUp(f"one item takes longer than {most}")
 
 
 def _after_crash(history: Sequence[Attempt], means: Means) -> Decision:
@@ -254,11 +259,21 @@ def stuck(history: Sequence[Attempt]) -> int:
     return count
 
 
-def bad_nodes(tasks: Iterable[TaskRecord], *, times: int = 2) -> tuple[str, ...]:
-    """Return the nodes that have failed under at least so many attempts, in alphabetical order."""
-    failed: dict[str, int] = {}
-    for task in tasks:
-        for attempt in task.ended:
-            if attempt.cause is Cause.NODE and attempt.node:
-                failed[attempt.node] = failed.get(attempt.node, 0) + 1
-    return tuple(sorted(node for node, count in failed.items() if count >= times))
+def bad_nodes(tasks: Iterable[TaskRecord]) -> tuple[str, ...]:
+    """Return the nodes whose last attempt failed because of them, in alphabetical order."""
+    attempts = (attempt for task in tasks for attempt in task.ended if attempt.cause in (Cause.NODE, Cause.DONE))
+    last = {attempt.node: attempt.cause for attempt in sorted(attempts, key=lambda attempt: attempt.ended_at)}
+    return tuple(sorted(node for node, cause in last.items() if node and cause is Cause.NODE))
+
+
+def avoid_bad_nodes(run: RunStatus, executor: Executor, spec: JobSpec) -> JobSpec:
+    """Return a job that excludes the nodes that failed in this run.
+
+    If too few nodes are left, something else may be wrong: then it excludes none and begins a minute later.
+    """
+    if not (bad := bad_nodes(task for stage in run.stages.values() for task in stage.work.values())):
+        return spec
+    there = executor.limits_of(spec.partition, spec.cpus_on_node, spec.gpus).nodes or ASSUMED_NODES
+    if len(bad) + spec.nodes <= there:
+        return replace(spec, exclude=bad)
+    return replace(spec, begin_s=max(spec.begin_s, RECOVERS_S))

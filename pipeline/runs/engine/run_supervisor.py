@@ -94,7 +94,7 @@ class Supervisor:
         self.ledger = Ledger(folder, writer := f"{SUPERVISOR}-{self.number:06d}")
         self.reader.skip(writer)
         self.stages = [table.stage(name, self.config) for name in json.loads(folder.stages.read_text())]
-        self.dispatch = Dispatch(folder, self.config, executor, self._emit)
+        self.dispatch = Dispatch(folder, self.config, executor, self.status, self._emit)
         self.until = math.inf
         self.has_standby = own_job() in self.status.successors[:-1]
 
@@ -140,7 +140,7 @@ class Supervisor:
             raise TakenOver
         live, (looks, looking, _) = self._live(), self.status.watch
         self._end_look(looking)
-        jobs = hand_over(self.folder, self.config, self.executor, self.number, live)
+        jobs = hand_over(self.folder, self.config, self.executor, self.status, live)
         self._emit(EventKind.HANDED_OVER, jobs=list(jobs), names=list(jobs.values()))
         if live:
             submit_watch(self.folder, self.config, self.executor, self.number, looks + 1, self._emit)

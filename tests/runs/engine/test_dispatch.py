@@ -55,7 +55,7 @@ def test_memory_of_ranks_is_that_of_all_on_a_node(config_of):
         "7", 0, TaskState.COMPLETED, "", "", exit_code=0, peak_rss_bytes=390 * MIB, started=1.0, ended=9.0
     )
     with open_executor(config) as executor:
-        dispatch = Dispatch(told.folder, config, executor, lambda _kind, **data: emitted.append(data))
+        dispatch = Dispatch(told.folder, config, executor, told.status, lambda _kind, **data: emitted.append(data))
         dispatch.collect(Project.open(config), table.stage("train", config), told.status.stages["train"], [ended])
     assert [one["peak_rss_bytes"] for one in emitted] == [3 * 400 * MIB]
 
@@ -70,7 +70,7 @@ def test_no_more_is_submitted_than_a_budget_holds_and_nothing_is_refused_by_the_
     submitted = list[str]()
     with open_executor(config) as executor:
         monkeypatch.setattr(executor, "submit", lambda spec: submitted.append(format_ranges(spec.tasks)) or "8")
-        dispatch = Dispatch(told.folder, config, executor, told.supervisor.emit)
+        dispatch = Dispatch(told.folder, config, executor, told.status, told.supervisor.emit)
         status = told.status.stages["scan"]
         status.planned = StageJob("", "scan", "0-3", 1, Ask(1 << 30, 3600))
         if fitting:
@@ -97,7 +97,7 @@ def test_of_two_runs_that_announce_at_once_neither_passes_the_budget_of_both(con
         told.supervisor.emit(kind, **data)
 
     with open_executor(config) as executor:
-        dispatch = Dispatch(told.folder, config, executor, emit)
+        dispatch = Dispatch(told.folder, config, executor, told.status, emit)
         status = told.status.stages["scan"]
         status.planned = StageJob("", "scan", "0-3", 1, Ask(1 << 30, 3600))
         with pytest.raises(BudgetReached):

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.cluster.candidates import Candidate
-from pipeline.cluster.job_spec import Limits, format_ranges, parse_ranges
+from pipeline.cluster.job_spec import JobSpec, Limits, format_ranges, parse_ranges
 from pipeline.cluster.verdict import Cause
 from pipeline.journal.attempts import Ask, Attempt, TaskRecord
+from pipeline.journal.run_status import RunStatus, StageStatus
 from pipeline.records import Reason
 from pipeline.runs.engine.dispatch import pieces
-from pipeline.runs.engine.repair import Again, GiveUp, LeaveOut, Means, Split, bad_nodes, decide, progressed, stuck
+from pipeline.runs.engine.repair import (
+    Again,
+    GiveUp,
+    LeaveOut,
+    Means,
+    Split,
+    avoid_bad_nodes,
+    bad_nodes,
+    decide,
+    progressed,
+    stuck,
+)
 
 MIB = 1 << 20
 ASK = Ask(mem_bytes=512 * MIB, time_s=600)
@@ -413,15 +427,17 @@ def test_progress_is_measured_against_the_best_attempt_before():
     assert not progressed([died(Cause.NODE)])
 
 
-def test_a_node_that_failed_twice_is_left_out():
-    tasks = [TaskRecord(0, ended=[died(Cause.NODE, node="n1"), died(Cause.NODE, node="n2")]), TaskRecord(1)]
-    assert bad_nodes(tasks) == ()
-    tasks[1].ended.append(died(Cause.NODE, node="n1"))
-    assert bad_nodes(tasks) == ("n1",)
+@pytest.mark.parametrize(("there", "excluded", "begins_s"), [(3, ("n1", "n2"), 0), (2, (), 60)])
+def test_nodes_that_failed_are_excluded_until_a_task_ends_well_there_or_too_few_are_left(there, excluded, begins_s):
+    ends = [died(Cause.NODE, node=f"n{number}", ended_at=1.0) for number in (1, 2, 3)]
+    well = died(Cause.DONE, node="n3", ended_at=2.0)
+    run = RunStatus("run", stages={"scan": StageStatus("scan", work={0: TaskRecord(0, ended=[well, *ends])})})
+    executor = cast("Any", SimpleNamespace(limits_of=lambda *_: Limits(nodes=there)))
+    job = avoid_bad_nodes(run, executor, JobSpec("embed", ("true",), range(1), "logs"))
+    assert (job.exclude, job.begin_s) == (excluded, begins_s)
 
 
 def test_a_node_is_left_out_for_its_own_failures_only():
     crashed, unknown = died(Cause.CRASHED, node="n2"), died(Cause.NODE)
     tasks = [TaskRecord(0, ended=[crashed, crashed, unknown, unknown, died(Cause.NODE, node="n3")])]
-    assert bad_nodes(tasks) == ()
-    assert bad_nodes(tasks, times=1) == ("n3",)
+    assert bad_nodes(tasks) == ("n3",)
