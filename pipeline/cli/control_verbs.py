@@ -179,6 +179,10 @@ def _words(cancellation: Cancellation) -> str:
 def status_command(
     run: Run = None,
     watch: Annotated[bool, typer.Option("--watch", help="Keep showing it until it has ended.")] = False,
+    exit_code: Annotated[
+        bool,
+        typer.Option("--exit-code", help="Exit with 7 if the run has no supervisor, or its own code if it failed."),
+    ] = False,
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: Json = False,
@@ -186,7 +190,8 @@ def status_command(
     """Show what a run is doing, or how it ended."""
     import gc
 
-    from pipeline.errors import ConfigError
+    from pipeline.errors import ConfigError, JobFailed
+    from pipeline.journal.run_status import RunState
     from pipeline.report import tables
     from pipeline.report.run_tables import run_report
 
@@ -198,12 +203,15 @@ def status_command(
         from pipeline.report.live_status import watched
 
         watched(now, goes_on)
-        return
     gc.disable()  # a short life, in which collecting would walk through all tasks again and again
+    seen = now()
     if as_json:
-        print_json(now().to_json())
-    else:
-        tables.show_parts(*run_report(now()))
+        print_json(seen.to_json())
+    elif not watch:
+        tables.show_parts(*run_report(seen))
+    is_abandoned = seen.status.state is RunState.ABANDONED
+    if exit_code and (code := JobFailed.exit_code if is_abandoned else seen.status.exit_code):
+        raise typer.Exit(code)
 
 
 def _looks(folder: RunFolder, *, watch: bool) -> tuple[Callable[[], SeenRun], Callable[[], bool]]:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema_cluster import SlurmSection
 
 TRIES_S = (2.0, 5.0, 10.0, 20.0, 30.0, 60.0)  # waits between tries at a submission that the cluster was too busy for
+TESTS_AGAIN = 3  # times, with the first of these waits: somebody may look on
 PATIENCE_S = 15.0  # how long the queue and the accounting may disagree before a task is called UNKNOWN
 SACCT_S = 20.0
 ALREADY_ENDS = "scancel exited with 229"  # the last byte of ESLURM_ALREADY_DONE, all that a quiet scancel says of it
@@ -109,13 +110,18 @@ class SlurmExecutor:
         """Ask sbatch when a job would start, without submitting it; raise SubmissionRefused if it never would."""
         _refuse_absent(spec)
         script = self.script_for(spec)
-        try:
-            unset = [f"--unset={name}" for name in slurm_commands.unset_for_jobs(script)]
-            reply = slurm_commands.run_command(["env", *unset, "sbatch", "--test-only"], stdin=script).strip()
-        except CommandFailed as error:
-            raise refusal_of(spec, error.what, self._partitions()) from error
-        start = STARTS_AT.search(reply)
-        return StartEstimate(epoch_of(start[1]) if start else None, reply)
+        unset = [f"--unset={name}" for name in slurm_commands.unset_for_jobs(script)]
+        for wait_s in (*TRIES_S[:TESTS_AGAIN], None):
+            try:
+                reply = slurm_commands.run_command(["env", *unset, "sbatch", "--test-only"], stdin=script).strip()
+            except CommandFailed as error:
+                if wait_s is None or not transient(error.what):
+                    raise refusal_of(spec, error.what, self._partitions()) from error
+                time.sleep(wait_s)
+            else:
+                start = STARTS_AT.search(reply)
+                return StartEstimate(epoch_of(start[1]) if start else None, reply)
+        raise AssertionError
 
     def limits_of(self, partition: str = "", cpus: int = 1, gpus: int = 0) -> Limits:
         return self.facts.limits(partition, cpus=cpus, gpus=gpus)

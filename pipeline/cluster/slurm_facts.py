@@ -250,16 +250,18 @@ PASSING = (
 
 ABSENT = ("no such file or directory", "configuration source")  # signs that Slurm is not here
 
+FULL_QUEUE = "   (your jobs in the queue, 3 of them a run's supervisors), or wait until some have ended"
+
 # what the scheduler says → which keys to change, the first that is found ({} is the stage), and what follows
 REMEDIES: dict[str, tuple[tuple[str, ...], str]] = {
     "no such file or directory": ((), " --executor local   (or log in where sbatch is, or load its module)"),
     "configuration source": ((), " --executor local   (or say where Slurm's configuration is: SLURM_CONF)"),
-    "maxsubmit": (("slurm.max_submit",), "   (fewer tasks at once), or wait until some have ended"),
+    "maxsubmit": (("slurm.max_submit",), FULL_QUEUE),
     "maxwall": (("{}.time",), ""),
     "maxcpu": (("{}.cpus",), ""),
     "maxmem": (("{}.mem",), ""),
     "maxgres": (("{}.gpus",), ""),
-    "job submit limit": (("slurm.max_submit",), "   (fewer tasks at once), or wait until some have ended"),
+    "job submit limit": (("slurm.max_submit",), FULL_QUEUE),
     "invalid account": (("slurm.account",), "   (sacctmgr show assoc user=$USER lists yours)"),
     "partition": (("slurm.partition",), ""),
     "qos": (("slurm.qos",), "   (sacctmgr show qos lists them)"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.cluster.job_spec import Limits, parse_ranges
 from pipeline.cluster.machine import is_alive
-from pipeline.cluster.verdict import Cause, Word
+from pipeline.cluster.verdict import Cause, Word, is_interruption
 from pipeline.journal.attempts import SILENCE, Ask, Attempt, TaskRecord
 from pipeline.journal.ledger import LedgerReader
 from pipeline.records import Event, EventKind
@@ -259,12 +259,17 @@ class StageStatus:
             return "cancelled"
         if task.job is not None:  # until a supervisor has judged it, its own reports count
             is_stopped = self.state is RunState.STOPPED  # with its run, which has ended its jobs
-            going = "stopped" if is_stopped else "running" if task.word.started else "waiting"
-            state = "failed" if task.word.exit_code else going
+            left_off = is_interruption(task.word.exit_code or 0)  # Slurm begins it again, or a supervisor does
+            going = "stopped" if is_stopped else "running" if task.word.started and not left_off else self._waiting
+            state = "failed" if task.word.exit_code and not left_off else going
             return "done" if task.word.finished else state
         if task.good:
             return "done"
-        return "failed" if task.ended else "waiting"
+        return "failed" if task.ended else self._waiting
+
+    @property
+    def _waiting(self) -> str:
+        return "stalled" if self.state is RunState.ABANDONED else "waiting"
 
     def measured(self) -> dict[str, float]:
         """Return the figures of all processes as figures of the stage."""

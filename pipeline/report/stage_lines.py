@@ -42,7 +42,7 @@ REGENERATED = {
     "later": "made when needed",
 }
 DAMAGED = "damage was found"
-TASK_STATES = ("done", "running", "waiting", "failed", "cancelled", "stopped")
+TASK_STATES = ("done", "running", "waiting", "stalled", "failed", "cancelled", "stopped")
 SCRIPT = "script."  # how figures begin that a user's own script reports
 FIGURES_SHOWN = 8
 POINTS_SHOWN = 40  # of a sweep

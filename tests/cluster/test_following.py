@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.cluster import slurm
 from pipeline.cluster.accounting import AccountedTask
 from pipeline.cluster.following import Followed, Views
 from pipeline.cluster.job_spec import JobSpec, TaskState
@@ -13,7 +14,7 @@ from pipeline.cluster.slurm import SlurmExecutor
 from pipeline.cluster.slurm_words import Queued
 from pipeline.config.schema_cluster import SlurmSection
 from pipeline.errors import SubmissionRefused
-from tests.testkit.stubs import program
+from tests.testkit.stubs import TESTED, program, silent_slurm
 
 
 def followed(tmp_path: Path) -> Followed:
@@ -28,6 +29,15 @@ def test_a_task_that_was_cancelled_has_begun_if_the_queue_showed_it_running(tmp_
     assert (task.state, task.node, task.started) == (TaskState.CANCELLED, "n1", 150.0)
     (task,) = followed(tmp_path).take_in(views, 15.0)
     assert (task.state, task.node, task.started) == (TaskState.CANCELLED, "", None)
+
+
+def test_a_hiccup_of_the_scheduler_when_a_job_is_tested_is_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(slurm, "TRIES_S", (0.0,))
+    monkeypatch.setenv("PATH", f"{silent_slurm(tmp_path / 'bin')}:/usr/bin:/bin")
+    busy = f"[ -e {tmp_path}/tried ] || {{ touch {tmp_path}/tried; echo 'Socket timed out on send/recv' >&2; exit 1; }}"
+    program(tmp_path / "bin", "sbatch", f"cat >/dev/null; {busy}; {TESTED}")
+    with SlurmExecutor(SlurmSection()) as executor:
+        assert executor.starts(JobSpec(name="a", argv=("true",), tasks=range(1), log_dir=str(tmp_path)))
 
 
 def test_only_a_job_of_our_own_name_is_seen_and_cancelled_and_one_that_already_ends_need_not_be(tmp_path, monkeypatch):

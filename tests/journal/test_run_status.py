@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from pipeline.cluster.job_spec import Limits
-from pipeline.cluster.verdict import Cause, Word
+from pipeline.cluster.verdict import GO_ON, Cause, Word
 from pipeline.journal.attempts import Ask, Attempt, TaskRecord
 from pipeline.journal.run_status import (
     COUNTED,
@@ -177,6 +177,11 @@ class TestStage:
         for word, told in words.items():
             assert stage_of(*events, *told).task_states() == {word: 1}
         assert stage_of(*events, started, finished, ended(0)).task_states() == {"done": 1}
+        requeued = replace(failed, data={**failed.data, "exit_code": GO_ON})
+        run = fold_events("r", [*events, started, requeued])
+        assert run.stages["embed"].task_states() == {"waiting": 1}, "Slurm begins it again"
+        run.abandon()
+        assert run.stages["embed"].task_states() == {"stalled": 1}
         stopped = event(EventKind.RUN_ENDED, 5.0, state="stopped", error="", exit_code=130)
         assert stage_of(*events, started, stopped).task_states() == {"stopped": 1}, "its jobs ended with the run"
 

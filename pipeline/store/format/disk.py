@@ -359,7 +359,7 @@ def write_refused(disk: Disk, path: Path, error: OSError) -> PipelineError:
     """Return the error to show for a failed write: disk full, no permission, name taken or disk failure."""
     where, reason = str(path), error.strerror or str(error)
     if error.errno in FULL:
-        what = f"{FULL[error.errno]}{_free(disk, path)}"
+        what = f"{FULL[error.errno]}{room_left(disk, path)}"
         remedy = Command.submit("all", then="   (once there is room; what is finished is kept)")
         return CacheFull(what, where=where, remedy=remedy)
     if error.errno in _READ_ONLY:
@@ -418,8 +418,11 @@ def _there(disk: Disk, folder: Path) -> Path:
     return folder if disk.exists(folder) or folder == folder.parent else _there(disk, folder.parent)
 
 
-def _free(disk: Disk, path: Path) -> str:
-    """Describe the free space, if the disk that just failed can still report it."""
+def room_left(disk: Disk, path: Path) -> str:
+    """Describe the free space or the missing inodes, if the disk that just failed can still report them."""
     with suppress(OSError):
+        facts = os.statvfs(path.parent)
+        if facts.f_files and not facts.f_favail:
+            return f": this file system has no inode left for another file (df -i {quoted(path.parent)})"
         return f": {disk.free_bytes(path) / 1e6:,.1f} MB free on this file system"
     return ""

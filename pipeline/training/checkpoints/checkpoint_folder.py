@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import JobFailed
-from pipeline.store.format.disk import FULL, Disk
+from pipeline.store.format.disk import FULL, Disk, room_left
 from pipeline.training.checkpoints import checkpoint_reader, tensor_file
 from pipeline.training.checkpoints.checkpoint_reader import (
     MANIFEST,
@@ -313,11 +313,7 @@ class CheckpointFolder:
     def _why(self, error: OSError, state: State | None = None) -> str:
         size = sum(map(tensor_file.nbytes, state.tensors.values())) if state is not None else 0
         needed = f" ({size / 1e6:,.1f} MB are to be written)" if size else ""
-        try:
-            free = f", {self.disk.free_bytes(self.folder) / 1e6:,.1f} MB free"
-        except OSError:
-            free = ""
-        return f"{error.strerror or error}{free}{needed}"
+        return f"{error.strerror or error}{room_left(self.disk, self.folder)}{needed}"
 
     def _not_saved(self, step: int, why: str, number: int | None) -> NotSaved:
         left = max(filter(_NAME.fullmatch, self.disk.list_folder(self.folder)), key=_order, default=None)

@@ -208,7 +208,7 @@ def ends(run: RunFolder, state: str = "done") -> RunFolder:
     """Let a run end, as its supervisor would tell it."""
     ledger = Ledger(run, f"supervisor-{claim_visit(run, 1):06d}")
     ledger.emit(EventKind.RUN_STARTED, stages=["scan"], host="elsewhere", pid=1)
-    ledger.emit(EventKind.RUN_ENDED, state=state, error="", exit_code=0)
+    ledger.emit(EventKind.RUN_ENDED, state=state, error="", exit_code=7 * (state == "failed"))
     ledger.close()
     return run
 
@@ -269,13 +269,15 @@ def test_a_new_run_gives_way_to_one_that_begins_or_goes_as_that_decides(make_pro
     assert not refused.path.exists()
 
 
-def test_a_run_that_never_began_stands_in_nobodys_way(make_project):
+def test_a_run_that_never_began_stands_in_nobodys_way(pipeline, make_project):
     config = read_config(make_project(1) / "pipeline.yaml").config
     run = new_run(config, ["scan"])
     long_ago = time.time() - 3600
     os.utime(run.stages, (long_ago, long_ago))
     assert refuse_double(config, ["scan"]) is None
     assert status_of(run).state is RunState.ABANDONED
+    assert [pipeline("status", *words).code for words in ((), ("--exit-code",))] == [0, 7]
+    assert pipeline("status", ends(run, "failed").name, "--exit-code").code == 7
 
 
 def test_a_run_is_found_however_many_have_ended_since(make_project):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import waiting
+from pipeline.cluster import slurm
 from pipeline.config.load import read_config
 from pipeline.journal import ledger
 from pipeline.journal.run_folder import runs_in
@@ -79,6 +80,7 @@ def test_a_dry_run_shows_the_scripts_also_where_the_cluster_does_not_answer(
         (commands / "env").symlink_to("/usr/bin/env")
         (commands / "bash").symlink_to("/bin/bash")
     monkeypatch.setenv("PATH", str(commands))
+    monkeypatch.setattr(slurm, "TRIES_S", ())
     words = ("submit", "--stage", "scan", "--executor", "slurm", "--dry-run", *(["--json"] if json_too else []))
     done = pipeline(*words)
     assert done.code == 0, done.err
