@@ -6,9 +6,12 @@ import re
 import tarfile
 import zipfile
 from email import message_from_string
+from importlib import metadata
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import pipeline
 from pipeline.command_line import DISTRIBUTION
@@ -51,6 +54,21 @@ def test_the_sdist_has_what_builds_and_tests_the_program(built: Built) -> None:
     assert {name for name in files_below("pipeline", "tests") if name.endswith(".py")} <= names
     assert {name.split("/")[0] for name in names} >= set(SOURCES)
     assert not [name for name in names if UNWANTED.search(name) and not name.startswith("tests/reference/")]
+
+
+def test_every_package_that_the_tests_install_is_pinned() -> None:
+    pins = {canonicalize_name(line.partition("==")[0]) for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    needed, looked_at = [(DISTRIBUTION, frozenset({"bcif", "bench", "test"}))], set()
+    while needed:
+        looked_at.add(asked := needed.pop())
+        for requirement in map(Requirement, metadata.requires(asked[0]) or ()):
+            marker, further = requirement.marker, (canonicalize_name(requirement.name), frozenset(requirement.extras))
+            is_asked = marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *asked[1]))
+            if is_asked and further not in looked_at:
+                needed.append(further)
+    names = {name for name, _ in looked_at if name != DISTRIBUTION}
+    assert len(names) > 100
+    assert {name for name in names - pins if not name.startswith(("nvidia-", "cuda-", "triton"))} == set()
 
 
 def test_wheel_citation_and_changelog_say_the_same_name_version_and_licence(built: Built) -> None:

@@ -81,12 +81,7 @@ def test_a_data_set_of_hostile_ids_leaves_its_project_alone_and_is_counted(
     assert not [name for name in made if "outside" in name or "owned" in name]
     (rejected,) = project.glob("runs/2*/rejected.jsonl")
     found = [json.loads(line) for line in rejected.read_text().splitlines()]
-    allowed = {
-        "substitution",
-        "home",
-        "formula",
-        "quoted formula",
-    }
+    allowed = {"substitution", "home", "formula", "quoted formula"}  # words with no slash or dot first are names
     assert {one["reason"] for one in found} == {"bad_id"}
     assert len(found) >= len(HOSTILE) - len(allowed) - (0 if form == "jsonl" else 2)
     assert all(one["id"].isprintable() and len(one["id"]) <= 100 for one in found)
