@@ -49,7 +49,7 @@ from pipeline.tasks.docking.rigid_diffusion import (
     start_poses,
 )
 from pipeline.tasks.docking.score_network import ScoreModel
-from pipeline.tasks.task_parts import WHERE, above_zero, at_least
+from pipeline.tasks.task_parts import WHERE, above_zero, at_least, part_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -98,14 +98,9 @@ class DockingBatch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ComplexDocking:
+class ComplexDocking(TrunkSizes):
     """The task: tell how noise moved the ligand of a complex, and dock by taking noise away."""
 
-    embedding_dim: int = 1280  # of ESM-2 650M; 0: without embeddings
-    scalars: int = 32  # features of a residue that do not turn with it
-    vectors: int = 6  # features that do
-    layers: int = 4
-    as_published: bool = False  # as DiffDock-PP behaves, its mistakes included: what its published weights need
     multiplicity: int = 1  # noises of a complex in a step, for which it is read once
     translation_least: float = 0.01  # Å, standard deviation along an axis
     translation_most: float = 30.0
@@ -141,10 +136,6 @@ class ComplexDocking:
         return self.samples
 
     @property
-    def sizes(self) -> TrunkSizes:
-        return TrunkSizes(self.scalars, self.vectors, self.layers, self.embedding_dim, self.as_published)
-
-    @property
     def schedule(self) -> NoiseSchedule:
         translation = Spread(self.translation_least, self.translation_most)
         return NoiseSchedule(translation, Spread(self.rotation_least, self.rotation_most, variance=2.0))
@@ -155,7 +146,7 @@ class ComplexDocking:
         return SamplingSteps(self.steps, self.ode, self.final_noise, tempering)
 
     def model(self) -> nn.Module:
-        return ScoreModel(self.sizes, self.schedule, torch.from_numpy(tables().norms_W))
+        return ScoreModel(part_of(self, TrunkSizes), self.schedule, torch.from_numpy(tables().norms_W))
 
     def files_read(self) -> Iterable[Path]:
         """Return the files whose content decides what the task says."""

@@ -119,9 +119,7 @@ class DenovoRecursive(NetworkSizes):
     sigma: float = 0.05  # of a drawn peak, in m/z
     render_reach: float = 8.0  # sigmas at which a drawn peak ends; 0: each is drawn at every bin
     render_chunk: int = 0  # with render_reach 0: bins at a time, drawn again in backward; 0: all at once
-    noise_peaks: int = (
-        0  # noise that is added to spectra wherever they are read, if train.evaluate.options says no other
-    )
+    noise_peaks: int = 0  # noise added to spectra wherever they are read; train.evaluate.options may set it to 0
     peak_dropout: float = 0.0
     mass_error_ppm: float = 0.0
     intensity_variation: float = 0.0

@@ -25,7 +25,7 @@ from pipeline.protocol import ITEMS
 from pipeline.readers.sequences import LETTER, NOT_KNOWN, SITE, TARGET
 from pipeline.tasks.spectra.peak_batch import item_target
 from pipeline.tasks.spectra.spectra_measures import PREDICTION, error_figures, squared_error
-from pipeline.tasks.task_parts import WHERE, above_zero, at_least, at_least_single, labelled, labels_of, one_of
+from pipeline.tasks.task_parts import WHERE, above_zero, at_least, at_least_single, labelled, labels_of, one_of, part_of
 from pipeline.tasks.tuned_esm2 import Esm2Names, TunedEsm2, TunedSizes
 from pipeline.training.evaluating.ranking_scores import Ranking, logits
 
@@ -89,18 +89,11 @@ class TunedEncoder(nn.Module):
 
 
 @dataclass(frozen=True)
-class EncoderFinetune:
+class EncoderFinetune(TunedSizes):
     """The task: tell numbers of sequences, or yes or no of residues, by an ESM-2 that is trained with it."""
 
     told: str = TOLD[0]  # sequence: numbers, squared error; residues: yes or no, cross entropy
     targets: int = 1  # numbers of a sequence
-    layers: int = 33  # of the checkpoint, as are the next three
-    width: int = 1280
-    heads: int = 20
-    token_dropout: bool = True
-    rank: int = 8  # of additions to queries, keys, values and outputs of attention; 0: none
-    alpha: float = 16.0  # additions are scaled by alpha / rank
-    top_layers: int = 0  # trained whole, instead of additions
     longest: int = 1022  # residues of a sequence; of a longer one, the first are read
 
     def __post_init__(self) -> None:
@@ -122,10 +115,8 @@ class EncoderFinetune:
         return self.told == TOLD[1]
 
     def model(self) -> nn.Module:
-        sizes = TunedSizes(
-            self.layers, self.width, self.heads, self.token_dropout, self.rank, self.alpha, self.top_layers
-        )
-        return TunedEncoder(sizes, 1 if self.by_residue else self.targets, by_residue=self.by_residue)
+        told = 1 if self.by_residue else self.targets
+        return TunedEncoder(part_of(self, TunedSizes), told, by_residue=self.by_residue)
 
     def cost(self, item: Mapping[str, Any]) -> dict[str, Any]:
         """Return how many tokens are read."""

@@ -159,9 +159,8 @@ class RnaLigand(PocketSizes):
         """Return what is said of the pockets' sequences; one of which nothing is said is refused."""
         if self.sequences is None:
             return None
-        return torch.from_numpy(
-            np.stack([sequence_vector(Path(self.sequences), name, self.sequence_dim) for name in names])
-        )
+        vectors = [sequence_vector(Path(self.sequences), name, self.sequence_dim) for name in names]
+        return torch.from_numpy(np.stack(vectors))
 
     def _entries(self, kind: str, items: Sequence[ItemTensors], sizes: Sequence[int]) -> Entries:
         """Return the entries of one kind, numbered by the batch's atoms; none of a kind that is not used."""

@@ -19,7 +19,7 @@ Shapes: B items, L places of the largest, D features, K targets.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,6 @@ from pipeline.tasks.spectra.peak_transformer import (
     EMBEDDING,
     FINGERPRINT,
     HEADS,
-    REGRESSION,
     DreamsNames,
     PeakSizes,
     PeakTransformer,
@@ -65,7 +64,16 @@ from pipeline.tasks.spectra.spectra_measures import (
     squared_error,
     triplet_error,
 )
-from pipeline.tasks.task_parts import WHERE, above_zero, at_least, at_least_single, dropout_of, labels_of, one_of
+from pipeline.tasks.task_parts import (
+    WHERE,
+    above_zero,
+    at_least,
+    at_least_single,
+    dropout_of,
+    labels_of,
+    one_of,
+    part_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -103,25 +111,12 @@ class Spectrum(PeakTransformer):
 
 
 @dataclass(frozen=True)
-class SpectraFinetune:
+class SpectraFinetune(PeakSizes):
     """The task: tell numbers, bits or an embedding of each spectrum."""
 
-    targets: int = 1  # numbers that an item's `target` has
-    head: str = REGRESSION  # what is told
+    classes: int = -1  # of masses in the outputs of pre-training; -1: 20,000 as published, else none
     measure: str = "cosine"  # of fingerprints: cosine, iou or bce
-    as_published: bool = False  # as DreaMS behaves, its mistakes included: what its published weights need
     max_peaks: int = 100  # of an item with more, the most intense ones are taken: attention goes by their square
-    layers: int = 7
-    heads: int = 8
-    d_fourier: int = 980  # features of a peak's mass; with d_peak the width of every layer
-    d_peak: int = 44  # features of a peak's mass and intensity as they are
-    feedforward: int = 4  # how much wider a layer is within
-    finest: float = 1e-4  # Da: half the shortest period of the waves; m/z itself has steps of 6e-5 at 1000 (float32)
-    fourier_width: int = 512  # between frequencies and features
-    fourier_layers: int = 5
-    dropout: float = 0.0
-    head_depth: int = 1  # layers of a head, of widths between
-    summed: bool = False  # fingerprints by the sum of all tokens, as published by default; else by the precursor's
     backbone_only: bool = False  # embeddings by the precursor's token as it is ("zero-shot"), without a layer after
     sigmoid: bool = False  # numbers are told from 0 to 1, of what `lowest` and `highest` span
     lowest: tuple[float, ...] = ()  # of each target, in its unit: learned as 0
@@ -131,7 +126,6 @@ class SpectraFinetune:
     gamma: float = 0.0  # how much less is weighed what is told well
     threshold: float = 0.5  # from which on a probability is a yes, in figures
     margin: float = 0.1  # of triplets: how much farther a negative must be than the positive
-    classes: int = -1  # of masses in the outputs of pre-training; -1: 20,000 as published, else none
     library: str = ""  # embeddings of a library that predicted spectra are looked up in: train.predict.options
     top: int = 10  # matches of each
 
@@ -167,15 +161,10 @@ class SpectraFinetune:
             if (given := len(getattr(self, name))) not in (0, self.targets):
                 problem = f"{name} has {given} entries, and there are {self.targets} targets"
                 raise ConfigError(problem, where=f"{WHERE}.{name}", remedy=f"give {self.targets}, or none")
-        if len(self.lowest) != len(self.highest) or any(
-            not low < high for low, high in zip(self.lowest, self.highest, strict=False)
-        ):
+        spans = zip(self.lowest, self.highest, strict=False)
+        if len(self.lowest) != len(self.highest) or not all(low < high for low, high in spans):
             problem = "every target needs a lowest and a highest value, and these in order"
             raise ConfigError(problem, where=f"{WHERE}.highest")
-
-    @property
-    def width(self) -> int:
-        return self.d_fourier + self.d_peak
 
     @property
     def told(self) -> int:
@@ -184,23 +173,8 @@ class SpectraFinetune:
 
     @property
     def sizes(self) -> PeakSizes:
-        return PeakSizes(
-            layers=self.layers,
-            heads=self.heads,
-            d_fourier=self.d_fourier,
-            d_peak=self.d_peak,
-            feedforward=self.feedforward,
-            finest=self.finest,
-            fourier_width=self.fourier_width,
-            fourier_layers=self.fourier_layers,
-            dropout=self.dropout,
-            as_published=self.as_published,
-            head=self.head,
-            targets=self.told,
-            head_depth=0 if self.head == EMBEDDING and self.backbone_only else self.head_depth,
-            summed=self.summed,
-            classes=self.classes,
-        )
+        depth = 0 if self.head == EMBEDDING and self.backbone_only else self.head_depth
+        return replace(part_of(self, PeakSizes), targets=self.told, head_depth=depth)
 
     def model(self) -> nn.Module:
         return Spectrum(self.sizes)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     Places = NDArray[np.int64]
 
 WHERE = "train.options"
+T = TypeVar("T")
 
 
 def at_least(task: object, least: Mapping[str, float]) -> None:
@@ -56,6 +58,11 @@ def one_of(task: object, choices: Mapping[str, Sequence[object]]) -> None:
         if (value := getattr(task, name)) not in known:
             problem = f"{name} is {value!r}: it must be {', '.join(map(str, known))}"
             raise ConfigError(problem, where=f"{WHERE}.{name}", remedy=f"--set {WHERE}.{name}={known[0]}")
+
+
+def part_of(task: Any, kind: type[T]) -> T:
+    """Return the fields of a task that one of its base classes has, such as its network's sizes."""
+    return kind(**{field.name: getattr(task, field.name) for field in fields(kind)})  # type: ignore[arg-type]
 
 
 def refuse_mended(system: str, *, as_published: bool) -> None:

@@ -40,13 +40,13 @@ OURS = f"{NAME}.frequency_F"
 class TunedSizes:
     """The sizes of an ESM-2, and what of it is trained."""
 
-    layers: int
-    width: int
-    heads: int
-    token_dropout: bool
-    rank: int = 0  # of the additions to projections of attention; 0: there are none
+    layers: int = 33  # of the checkpoint, as are the next three
+    width: int = 1280
+    heads: int = 20
+    token_dropout: bool = True
+    rank: int = 8  # of additions to queries, keys, values and outputs of attention; 0: none
     alpha: float = 16.0  # additions are scaled by alpha / rank
-    top_layers: int = 0  # trained whole, with the norm behind them
+    top_layers: int = 0  # trained whole, with the norm behind them, instead of additions
 
     @property
     def scale(self) -> float:

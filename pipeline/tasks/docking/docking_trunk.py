@@ -44,11 +44,11 @@ FLIPPED = (-1.0, -1.0, -1.0, 1.0, 1.0, 1.0, 1.0, 1.0)  # harmonics of the opposi
 class TrunkSizes:
     """Sizes of a network; the defaults are the published score model's."""
 
-    scalars: int = 32
-    vectors: int = 6
+    scalars: int = 32  # features of a residue that do not turn with it
+    vectors: int = 6  # features that do
     layers: int = 4
-    embedding_dim: int = 1280
-    as_published: bool = False
+    embedding_dim: int = 1280  # of ESM-2 650M; 0: without embeddings
+    as_published: bool = False  # as DiffDock-PP behaves, its mistakes included: what its published weights need
 
     def irreps(self, layer: int) -> tuple[Irrep, ...]:
         """Return the features that enter a layer: each adds a kind until there are four."""

@@ -24,7 +24,7 @@ from pipeline.protocol import item_of
 from pipeline.tasks.docking.docking_items import example_counts, example_partner, placed_partners
 from pipeline.tasks.docking.docking_trunk import PosedComplex, TrunkSizes
 from pipeline.tasks.docking.score_network import ConfidenceModel, from_published, is_published, trunk_options
-from pipeline.tasks.task_parts import WHERE, above_zero, at_least
+from pipeline.tasks.task_parts import WHERE, above_zero, at_least, part_of
 from pipeline.training.checkpoints.trained_weights import stored_weights
 from pipeline.training.evaluating.prediction_tables import CSV
 
@@ -55,15 +55,12 @@ class ConfidenceBatch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PoseConfidence:
+class PoseConfidence(TrunkSizes):
     """The task: tell whether a pose is near the true one, from poses that a score model drew."""
 
-    poses: str = ""  # the folder of their predictions
-    embedding_dim: int = 1280
     scalars: int = 16
     vectors: int = 4
-    layers: int = 4
-    as_published: bool = False
+    poses: str = ""  # the folder of their predictions
     multiplicity: int = 1  # poses of a complex in a step
     near: float = 5.0  # Å of ligand RMSD, below which a pose counts as near
 
@@ -81,9 +78,7 @@ class PoseConfidence:
         return read_moves(Path(self.poses) / CSV)
 
     def model(self) -> nn.Module:
-        return ConfidenceModel(
-            TrunkSizes(self.scalars, self.vectors, self.layers, self.embedding_dim, self.as_published)
-        )
+        return ConfidenceModel(part_of(self, TrunkSizes))
 
     def cost(self, item: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sizes that decide how much memory an item takes: mostly pairs, n_rec × n_lig."""

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float32]
     Counts = NDArray[np.int64]
+    Outputs = Mapping[str, Any]
+    Sides = tuple[str, str]
+    Classes = Mapping[str, Sequence[str]]  # their names, by output
+    Texts = Mapping[str, Mapping[str, str]]  # of both sides, by id
 
 TOLD = 5  # of the nearest, in a table
 BLOCK = 2048  # items whose embeddings are held at once, twice
@@ -79,13 +83,7 @@ def _blocks(vectors: Sequence[Any]) -> Iterator[tuple[slice, Floats]]:
         yield rows, np.stack([np.asarray(vectors[place], np.float32) for place in range(rows.start, rows.stop)])
 
 
-def write_nearest(
-    folder: Path,
-    outputs: Mapping[str, Any],
-    sides: tuple[str, str],
-    classes: Mapping[str, Sequence[str]],
-    described: Any,
-) -> list[Path]:
+def write_nearest(folder: Path, outputs: Outputs, sides: Sides, classes: Classes, described: Any) -> list[Path]:
     """Write a table for each side.
 
     `classes` are the names of those that the first side tells, by output. `described` is the reader, whose `headers()`
@@ -99,14 +97,7 @@ def write_nearest(
     return paths
 
 
-def _write(
-    path: Path,
-    outputs: Mapping[str, Any],
-    way: tuple[str, str],
-    classes: Mapping[str, Sequence[str]],
-    texts: Mapping[str, Mapping[str, str]],
-    names: tuple[str, ...],
-) -> None:
+def _write(path: Path, outputs: Outputs, way: Sides, classes: Classes, texts: Texts, names: tuple[str, ...]) -> None:
     queries, others = (outputs[side] for side in way)
     most = min(TOLD, len(others))
     each = ("nearest", *names[1:], "cosine")

@@ -48,9 +48,7 @@ SCORE = "[, , mean probability of residues, ]"
 POINTS = 200  # of a curve
 
 
-def publish_peptides(
-    folder: Path, outputs: Mapping[str, Any], choice: PeptideChoice, described: Any = None
-) -> list[Path]:
+def publish_peptides(folder: Path, outputs: Mapping[str, Any], choice: PeptideChoice, described: Any) -> list[Path]:
     """Write both tables in one pass, and the picture where peptides are known; return what was written.
 
     `described` is the reader, whose `runs()` give its files and the ids in each, or anything else.

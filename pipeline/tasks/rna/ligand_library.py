@@ -67,9 +67,7 @@ class LigandEmbeddings:
             return None
         if stored.size != width:
             problem = f"the target of {key} in {self.path} has {stored.size} numbers, the model gives {width}"
-            raise ConfigError(
-                problem, where="train.options.output_dim", remedy=f"--set train.options.output_dim={stored.size}"
-            )
+            raise ConfigError(problem, where=f"{WHERE}.output_dim", remedy=f"--set {WHERE}.output_dim={stored.size}")
         problem = f"the target of {key} in {self.path} has numbers that are not finite"
         remedy = "make it anew, or leave it out with targets_missing: skip"
         return _finite(stored.reshape(width), DataError(problem, where=f"{WHERE}.targets", remedy=remedy))
@@ -87,9 +85,8 @@ class LigandEmbeddings:
         names = ", ".join(self.keys()[:NAMED])
         sought = " or ".join(dict.fromkeys((name, complex_of(name), ligand_of(name))))
         problem = f"{sought} has no target in {self.path}, which has {len(self):,} ids: {names} …"
-        return DataError(
-            problem, where=f"{WHERE}.targets", remedy="--set train.options.targets_missing=skip, or add it to the file"
-        )
+        remedy = f"--set {WHERE}.targets_missing=skip, or add it to the file"
+        return DataError(problem, where=f"{WHERE}.targets", remedy=remedy)
 
 
 embeddings_of = Opened(LigandEmbeddings)

@@ -40,20 +40,20 @@ HEADS = (REGRESSION, BINARY, FINGERPRINT, EMBEDDING)
 class PeakSizes:
     """The sizes of the network, and what its head is."""
 
+    targets: int = 1  # numbers that an item's `target` has
+    head: str = REGRESSION  # what is predicted
+    as_published: bool = False  # as DreaMS behaves, its mistakes included: what its published weights need
     layers: int = 7
     heads: int = 8
-    d_fourier: int = 980
-    d_peak: int = 44
-    feedforward: int = 4
-    finest: float = 1e-4
-    fourier_width: int = 512
+    d_fourier: int = 980  # features of a peak's mass; with d_peak the width of every layer
+    d_peak: int = 44  # features of a peak's mass and intensity as they are
+    feedforward: int = 4  # how much wider a layer is within
+    finest: float = 1e-4  # Da: half the shortest period of the waves; m/z itself has steps of 6e-5 at 1000 (float32)
+    fourier_width: int = 512  # between frequencies and features
     fourier_layers: int = 5
     dropout: float = 0.0
-    as_published: bool = False
-    head: str = REGRESSION
-    targets: int = 1
-    head_depth: int = 1
-    summed: bool = False  # a fingerprint is told by the sum of all tokens
+    head_depth: int = 1  # layers of a head, of widths between; 0: the precursor's token as it is
+    summed: bool = False  # fingerprints by the sum of all tokens, as published by default; else by the precursor's
     classes: int = 0  # of masked m/z, of the outputs of pre-training; 0: there are none
 
     @property

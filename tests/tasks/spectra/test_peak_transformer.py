@@ -8,7 +8,7 @@ import torch
 from pipeline.errors import ConfigError
 from pipeline.tasks.spectra.peak_transformer import DreamsNames, PeakSizes, PeakTransformer
 from tests.reference import recorded
-from tests.tasks.originals import HEADS, PEAK_SIZES, dreams_state, off, peak_model, peak_sizes, peaks_of
+from tests.tasks.originals import HEADS, dreams_state, off, peak_model, peak_sizes, peaks_of
 
 NEAR = 1e-4
 
@@ -97,10 +97,6 @@ def test_published_weights_go_in_and_out_without_a_change(name):
     back = form.write({key: kept[key] for key in ours})
     assert set(back) == set(before)
     assert all(torch.equal(back[key], tensor) for key, tensor in before.items())
-
-
-def test_weights_of_another_system_are_not_known():
-    assert not DreamsNames(PEAK_SIZES).knows({"embed.peak.weight", "head.weight"})
 
 
 def test_published_weights_are_refused_where_the_network_has_no_oddities():
