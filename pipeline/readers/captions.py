@@ -38,7 +38,7 @@ from pipeline.readers.entry import (
     entry_rejection,
 )
 from pipeline.readers.images import MOST_PIXELS, SUFFIXES, class_names, decoded_image, image_library
-from pipeline.readers.table_rows import MOST_ROW_BYTES, PARTED_BY, TextTable, suffix_of
+from pipeline.readers.table_rows import MOST_ROW_BYTES, PARTED_BY, TextTable
 from pipeline.records import Entry
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class Captions:
         """The tars that are read; none where it is a table."""
         if self.path.is_dir():
             return tuple(sorted(self.path.glob(f"*{TAR}")))
-        return (self.path,) if suffix_of(self.path) == TAR else ()
+        return (self.path,) if self.path.suffix.lower() == TAR else ()
 
     def _check_tars(self) -> None:
         given = [
@@ -171,7 +171,7 @@ class Captions:
 
     def _read_header(self) -> None:
         """Read the header; columns that are needed, or named, must be in it exactly once."""
-        if suffix_of(self.path) not in PARTED_BY or not self.path.is_file():
+        if self.path.suffix.lower() not in PARTED_BY or not self.path.is_file():
             problem = f"captions are read from {', '.join(PARTED_BY)}, {TAR}, or a folder of {TAR}"
             raise ConfigError(problem, where=str(self.path), remedy="set data.path to one of these")
         object.__setattr__(self, "_table", TextTable.read(self.path))
@@ -192,7 +192,7 @@ class Captions:
     def _name(self, cells: Mapping[str, str], number: int) -> str:
         """Return the id of a row: its own, or the image's name and the row's number."""
         stem = Path(cells["image"]).stem if cells.get("image") else ""
-        return entry_id(cells.get("id", "") or (f"{stem}-{number}" if stem else ""), self.path, number)
+        return cells.get("id", "") or (f"{stem}-{number}" if stem else "")
 
     def _cells(self, line: bytes) -> dict[str, str]:
         """Return the relevant cells of a line, by meaning."""
@@ -274,8 +274,6 @@ class Captions:
 def _content(path: Path) -> bytes:
     """Return the bytes of an image file."""
     try:
-        if path.is_dir():
-            raise UnusableEntry(f"{path} is a folder, no image")
         if not path.is_file():
             raise UnusableEntry(f"{path} {'is no regular file' if path.exists() else 'is not there'}")
         if (size := path.stat().st_size) > MOST_BYTES:

@@ -74,9 +74,8 @@ def checked_file(path: Path) -> Path:
     """Return the path; raise if it is not a regular file."""
     if not checked_path(path).is_file():
         what = "a folder" if path.is_dir() else "a pipe" if path.is_fifo() else "a device or a socket"
-        raise ConfigError(
-            f"{what}, no file", where=str(path), remedy="set data.path to a regular file, or move this away"
-        )
+        what = f"{what}, no file"
+        raise ConfigError(what, where=str(path), remedy="set data.path to a regular file, or move this away")
     return path
 
 

@@ -79,31 +79,26 @@ class Hdf5Table:
 
         try:
             if not isinstance(self._file.get(name, getlink=True), h5py.HardLink):
-                raise self._refused(
-                    f"{name!r} is a link, and links are not followed", f"h5copy the data into {self.path}"
-                )
+                problem = f"{name!r} is a link, and links are not followed"
+                raise self._refused(problem, f"h5copy the data into {self.path}")
             dataset = self._file[name]
             if not isinstance(dataset, h5py.Dataset):
                 return None
-            elsewhere = (
-                "is virtual" if dataset.is_virtual else "has its bytes in other files" if dataset.external else ""
-            )
+            elsewhere = "is virtual" if dataset.is_virtual else "has its bytes in other files" * bool(dataset.external)
             row_bytes = dataset.dtype.itemsize * math.prod((dataset.shape or ())[1:])
             chunk_bytes = dataset.dtype.itemsize * math.prod(dataset.chunks or ())
         except (KeyError, OSError, RuntimeError, TypeError, ValueError, MemoryError) as error:
             raise self._refused(f"{name!r} is damaged: {error}", f"h5ls -v {self.path}") from error
         if elsewhere:
-            raise self._refused(
-                f"{name!r} {elsewhere}, which are not read", f"h5ls -v {self.path}, and write its bytes into the file"
-            )
-        if row_bytes > MOST_ROW_BYTES:
-            problem = f"a row of {name!r} {dataset.shape} is {row_bytes >> 20:,} MiB, more than {MOST_ROW_BYTES >> 20}"
-            raise self._refused(problem, "write it in more and smaller rows")
-        if chunk_bytes > MOST_CHUNK_BYTES:
-            problem = (
-                f"a chunk of {name!r} {dataset.chunks} is {chunk_bytes >> 20:,} MiB, more than {MOST_CHUNK_BYTES >> 20}"
-            )
-            raise self._refused(problem, "h5repack -l CHUNK=… it into smaller chunks")
+            remedy = f"h5ls -v {self.path}, and write its bytes into the file"
+            raise self._refused(f"{name!r} {elsewhere}, which are not read", remedy)
+        for what, shape, size_bytes, most_bytes, remedy in (
+            ("row", dataset.shape, row_bytes, MOST_ROW_BYTES, "write it in more and smaller rows"),
+            ("chunk", dataset.chunks, chunk_bytes, MOST_CHUNK_BYTES, "h5repack -l CHUNK=… it into smaller chunks"),
+        ):
+            if size_bytes > most_bytes:
+                problem = f"a {what} of {name!r} {shape} is {size_bytes >> 20:,} MiB, more than {most_bytes >> 20}"
+                raise self._refused(problem, remedy)
         return dataset
 
     def _refused(self, problem: str, remedy: str) -> DataError:

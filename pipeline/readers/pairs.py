@@ -29,7 +29,7 @@ from pipeline.readers.entry import (
     entry_rejection,
 )
 from pipeline.readers.images import SUFFIXES as IMAGES
-from pipeline.readers.table_rows import PARTED_BY, TextTable, rows_in_table, split_of, suffix_of
+from pipeline.readers.table_rows import PARTED_BY, TextTable, rows_in_table
 from pipeline.records import Entry
 
 if TYPE_CHECKING:
@@ -71,13 +71,10 @@ class Pairs:
         check_names(self._given())
         object.__setattr__(self, "path", checked_file(Path(self.path)))
         object.__setattr__(self, "_tables", Opened(partial(_hdf5_table, given=self._given())))
-        if suffix_of(self.path) not in SUFFIXES:
-            problem, remedy = (
-                f"pairs are read from {', '.join(SUFFIXES)}",
-                "write them as one of these, and set data.path",
-            )
-            raise ConfigError(problem, where=str(self.path), remedy=remedy)
-        if suffix_of(self.path) in PARTED_BY:
+        if self.path.suffix.lower() not in SUFFIXES:
+            problem = f"pairs are read from {', '.join(SUFFIXES)}"
+            raise ConfigError(problem, where=str(self.path), remedy="write them as one of these, and set data.path")
+        if self.path.suffix.lower() in PARTED_BY:
             object.__setattr__(self, "_table", self._read_header())
             self._refuse_images()
 
@@ -87,7 +84,7 @@ class Pairs:
 
     def entries(self) -> Iterator[Entry | Rejection]:
         """Yield every pair as an entry, or its rejection."""
-        return self._table.entries(self._cells, self._arrays, self._name) if self._table else self._of_hdf5()
+        return self._table.entries(self._cells, self._arrays) if self._table else self._of_hdf5()
 
     def read(self, place: list[int]) -> Arrays:
         """Return the arrays of the pair at a place."""
@@ -102,16 +99,14 @@ class Pairs:
         with _hdf5_table(self.path, self._given()) as table:
             long = self._too_long(table)
             for number, row in table.all_rows(without=long):
-                cells = {meaning: hdf5.cell_text(row, meaning) for meaning in ("id", "split")}
+                name, split = (hdf5.cell_text(row, meaning) for meaning in ("id", "split"))
+                name, split = entry_id(name, self.path, number), split.strip()
                 try:
                     for side, length in long.items():
                         self._check_length(side, length)
-                    arrays = self._arrays(row)
-                    yield Entry(
-                        self._name(cells, number), [number], arrays, split_of(cells), f"{self.path.name}:{number}"
-                    )
+                    yield Entry(name, [number], self._arrays(row), split, f"{self.path.name}:{number}")
                 except UnusableEntry as error:
-                    yield entry_rejection(self._name(cells, number), error, split_of(cells), self.path, number)
+                    yield entry_rejection(name, error, split, self.path, number)
 
     def _too_long(self, table: hdf5.Hdf5Table) -> dict[str, int]:
         """Return the sides of fixed length that is too long, with the length: they need not be read."""
@@ -120,9 +115,6 @@ class Pairs:
 
     def _given(self) -> dict[str, str]:
         return {"left": self.left, "right": self.right, "id": self.id, "split": self.split}
-
-    def _name(self, cells: Mapping[str, str], number: int) -> str:
-        return entry_id(cells.get("id", ""), self.path, number)
 
     def _read_header(self) -> TextTable:
         """Return the table; the columns of both sides and those that options name must be in it exactly once."""

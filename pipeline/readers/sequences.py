@@ -27,9 +27,8 @@ from pipeline.readers.entry import (
     check_names,
     check_option,
     checked_file,
-    entry_id,
 )
-from pipeline.readers.table_rows import PARTED_BY, TextTable, label_number, suffix_of
+from pipeline.readers.table_rows import PARTED_BY, TextTable, label_number
 from pipeline.units import printable_text
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ class Sequences:
         check_option("target", self.target, "a list of columns", fits=is_list)
         object.__setattr__(self, "target", tuple(self.target))
         object.__setattr__(self, "path", checked_file(Path(self.path)))
-        if suffix_of(self.path) not in PARTED_BY:
+        if self.path.suffix.lower() not in PARTED_BY:
             problem = f"sequences are read from {' and '.join(PARTED_BY)}"
             raise ConfigError(problem, where=str(self.path), remedy="write them as one of these, and set data.path")
         object.__setattr__(self, "_table", TextTable.read(self.path))
@@ -91,7 +90,7 @@ class Sequences:
 
     def entries(self) -> Iterator[Entry | Rejection]:
         """Yield every sequence as an entry, or its rejection."""
-        return self._table.entries(self._cells, self._arrays, self._name)
+        return self._table.entries(self._cells, self._arrays)
 
     def read(self, place: list[int]) -> Arrays:
         """Return the arrays of the sequence at a place."""
@@ -102,9 +101,6 @@ class Sequences:
 
     def _cells(self, line: bytes) -> dict[str, str]:
         return self._table.cells(line, self._columns)
-
-    def _name(self, cells: Mapping[str, str], number: int) -> str:
-        return entry_id(cells.get("id", ""), self.path, number)
 
     def _arrays(self, cells: Mapping[str, str]) -> Arrays:
         text = cells["sequence"].strip()

@@ -163,9 +163,8 @@ class Spectra:
                 return self._arrays(self._from_text(*self._divided(path, body)), name)
             return self._arrays(self._from_hdf5(self._tables(path).rows(start, start + 1)[0]), name)
         except (UnusableEntry, IndexError) as error:
-            raise DataError(
-                f"no spectrum at {list(place)}: {error}", where=str(self.path), remedy=SCAN_AGAIN
-            ) from error
+            what = f"no spectrum at {list(place)}: {error}"
+            raise DataError(what, where=str(self.path), remedy=SCAN_AGAIN) from error
 
     def _columns(self) -> dict[str, tuple[tuple[str, ...], str]]:
         """Return the HDF5 datasets by meaning: possible names, and a remedy if one is required."""
@@ -196,9 +195,8 @@ class Spectra:
         fits = isinstance(target, (list, tuple)) and all(type(name) is str and name for name in target)
         check_option("target", self.target, "a list of names", fits=fits)
         check_names({option: getattr(self, option) for option in (*KEYS, "labels")})
-        check_option(
-            "quality", self.quality, f"one of {', '.join(filter(None, FORMATS))}", fits=self.quality in FORMATS
-        )
+        known = f"one of {', '.join(filter(None, FORMATS))}"
+        check_option("quality", self.quality, known, fits=self.quality in FORMATS)
         check_option("retention", self.retention, "true or false", fits=type(self.retention) is bool)
         fits = bool(target) or not self.labels
         check_option("target", target, "a list of the columns of data.options.labels", fits=fits)
@@ -387,9 +385,8 @@ def _number(value: Any, name: str) -> float:
     try:
         return parse_number(text) if isinstance(text, str) else float(text)
     except (TypeError, ValueError):
-        raise UnusableEntry(
-            f"{name} is no number: {printable_text(str(text))!r}" if str(text) else f"{name} is missing"
-        ) from None
+        what = f"is no number: {printable_text(str(text))!r}" if str(text) else "is missing"
+        raise UnusableEntry(f"{name} {what}") from None
 
 
 def _check(value_P: NDArray[Any], least: float, name: str) -> None:

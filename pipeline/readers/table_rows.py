@@ -9,12 +9,13 @@ from __future__ import annotations
 import csv
 import math
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pipeline.errors import DataError
-from pipeline.readers.entry import UnusableEntry, cannot_read, checked_file, entry_rejection, parse_number
+from pipeline.readers.entry import UnusableEntry, cannot_read, checked_file, entry_id, entry_rejection, parse_number
 from pipeline.readers.spectrum_files.spectrum_headers import NOT_KNOWN
 from pipeline.records import Entry
 from pipeline.units import printable_text
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from pipeline.records import Rejection
 
 MOST_ROW_BYTES = 1 << 20
+ID = "id"
 PARTED_BY = {".csv": ",", ".tsv": "\t"}
 
 
@@ -40,14 +42,9 @@ class TableRow(NamedTuple):
     text: bytes
 
 
-def suffix_of(path: Path) -> str:
-    """Return the suffix in small letters."""
-    return path.suffix.lower()
-
-
 def rows_in_table(path: Path) -> Iterator[TableRow]:
     """Yield the rows of a table; rows that are too long are cut."""
-    quote = b'"' if suffix_of(path) == ".csv" else b"\0\0"
+    quote = b'"' if path.suffix.lower() == ".csv" else b"\0\0"
     try:
         with path.open("rb") as file:
             offset, line = 0, 1
@@ -99,7 +96,7 @@ class TextTable:
     def read(cls, path: Path) -> TextTable:
         """Read the header; a `.csv` that is parted by tabs is read so."""
         line = next(rows_in_table(path), TableRow(0, 1, b"")).text.removeprefix(b"\xef\xbb\xbf")
-        by = "\t" if b"\t" in line and b"," not in line else PARTED_BY[suffix_of(path)]
+        by = "\t" if b"\t" in line and b"," not in line else PARTED_BY.get(path.suffix.lower(), ",")
         try:
             return cls(path, by, tuple(cell.strip() for cell in parted_cells(line, by)))
         except UnusableEntry as error:
@@ -127,27 +124,25 @@ class TextTable:
         self,
         cells_of: Callable[[bytes], dict[str, str]],
         arrays_of: Callable[[Mapping[str, str]], Mapping[str, Any]],
-        name_of: Callable[[Mapping[str, str], int], str],
+        name_of: Callable[[Mapping[str, str], int], str] = lambda cells, _number: cells.get(ID, ""),
     ) -> Iterator[Entry | Rejection]:
         """Yield every row as an entry, whose place is [offset, length], or its rejection."""
         rows = rows_in_table(self.path)
         next(rows, None)
         for number, row in enumerate(row for row in rows if row.text.strip(b"\r\n")):
             cells: dict[str, str] = {}
+            found: Mapping[str, Any] | UnusableEntry
             try:
-                cells = cells_of(row.text)
-                arrays, place = arrays_of(cells), [row.offset, len(row.text)]
-                yield Entry(name_of(cells, number), place, arrays, split_of(cells), f"{self.path.name}:{row.line}")
+                found = arrays_of(cells := cells_of(row.text))
             except UnusableEntry as error:
-                yield entry_rejection(name_of(cells, number), error, split_of(cells), self.path, row.line)
+                found = error
+            name, split = entry_id(name_of(cells, number), self.path, number), cells.get("split", "").strip()
+            if isinstance(found, UnusableEntry):
+                yield entry_rejection(name, found, split, self.path, row.line)
+            else:
+                yield Entry(name, [row.offset, len(row.text)], found, split, f"{self.path.name}:{row.line}")
 
 
-def split_of(cells: Mapping[str, str]) -> str:
-    """Return the split that a row names; "" where it names none."""
-    return cells.get("split", "").strip()
-
-
-ID = "id"
 LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -155,21 +150,21 @@ class LabelTable:
     """Numbers of items by their ids, in memory: a few bytes an item. What is not there is not known."""
 
     def __init__(self, path: Path, names: Sequence[str]) -> None:
-        self._names = names
+        table = TextTable.read(checked_file(path))
+        columns = {name: table.column("labels", name) for name in (ID, *names)}
         places: dict[str, int] = {}
         rows: list[tuple[float, ...]] = []
-        for line, row in self._rows(path):
-            key = "_".join((row[ID] or "").split())
-            if key in places:
-                raise DataError(
-                    f"{printable_text(key)} stands twice", where=f"{path}:{line}", remedy="keep one of them"
-                )
+        for row in islice(rows_in_table(path), 1, None):
             try:
-                rows.append(tuple(label_number(row[name] or "", name) for name in names))
+                cells = table.cells(row.text, columns)
+                if (key := "_".join(cells[ID].split())) in places:
+                    raise UnusableEntry(f"{printable_text(key)} stands twice")
+                rows.append(tuple(label_number(cells[name], name) for name in names))
             except UnusableEntry as error:
-                raise DataError(error.detail, where=f"{path}:{line}", remedy="write a number, or nothing") from error
+                remedy = "one row for each id, with numbers or nothing in the columns of targets"
+                raise DataError(error.detail, where=f"{path}:{row.line}", remedy=remedy) from error
             places[key] = len(places)
-        self._places = places
+        self._names, self._places = names, places
         self._value_NK: NDArray[np.float32] = np.array(rows, np.float32).reshape(len(rows), len(names))
 
     def __len__(self) -> int:
@@ -179,20 +174,6 @@ class LabelTable:
         """Return the numbers of an item, NaN where they are not known."""
         place = self._places.get(key)
         return (math.nan,) * len(self._names) if place is None else tuple(self._value_NK[place].tolist())
-
-    def _rows(self, path: Path) -> list[tuple[int, Mapping[str, str | None]]]:
-        try:
-            with checked_file(path).open(encoding="utf-8-sig", newline="") as file:
-                table = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
-                there = table.fieldnames or ()
-                if missing := [name for name in (ID, *self._names) if name not in there]:
-                    what = f"no column {missing[0]!r}; there are: {', '.join(map(printable_text, there)) or 'none'}"
-                    raise DataError(what, where=str(path), remedy=f"name its columns {ID}, {', '.join(self._names)}")
-                return [(table.line_num, row) for row in table]
-        except OSError as error:
-            raise cannot_read(path, error) from error
-        except (UnicodeDecodeError, csv.Error) as error:
-            raise DataError(f"no table: {error}", where=str(path), remedy="write it as CSV in UTF-8") from error
 
 
 def label_number(text: str, name: str) -> float:

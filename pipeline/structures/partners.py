@@ -183,9 +183,8 @@ def bound_rows(unbound: Sequence[str], bound: Sequence[str]) -> NDArray[np.int32
         rows_R[mine[left] + pairs[:, 0]] = theirs[right] + pairs[:, 1]
     if (rows_R >= 0).mean() < MIN_MAPPED:
         share = f"{(rows_R >= 0).mean():.0%}"
-        raise UnusableInput(
-            Reason.SEQUENCE_MISMATCH, f"only {share} of the unbound residues are in the bound structure"
-        )
+        what = f"only {share} of the unbound residues are in the bound structure"
+        raise UnusableInput(Reason.SEQUENCE_MISMATCH, what)
     return rows_R
 
 

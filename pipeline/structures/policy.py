@@ -361,9 +361,7 @@ def _plddt(table: AtomTable, policy: Policy, kept_A: Rows, residue_A: NDArray[np
         what = f"B-factors from {lowest:g} to {highest:g} are no pLDDT, which is from 0 to 100"
         raise UnusableInput(Reason.NO_PLDDT, what)
     if highest <= 1:
-        what = (
-            f"B-factors are at most {highest:g}: pLDDT goes to 100, and some programs write hundredths; multiply them"
-        )
+        what = f"B-factors are at most {highest:g}, and pLDDT goes to 100: multiply them, if they are hundredths"
         raise UnusableInput(Reason.NO_PLDDT, what)
     mean_R = np.bincount(residue_A, weights=b_iso_A) / np.maximum(np.bincount(residue_A), 1)
     plddt_R: NDArray[np.float32] = mean_R.round(2).astype(np.float32)

@@ -51,9 +51,8 @@ def files_of(path: Path) -> CheckpointFiles:
     if not stat.S_ISREG(mode):
         raise WeightsUnusable("is neither a file nor a folder", where=str(path), remedy=USE_ESM2)
     if path.name == CONFIG or path.name.endswith(".index.json"):
-        raise WeightsUnusable(
-            "describes weights, and has none", where=str(path), remedy=f"name its folder: {path.parent}"
-        )
+        what = "describes weights, and has none"
+        raise WeightsUnusable(what, where=str(path), remedy=f"name its folder: {path.parent}")
     if path.suffix == ".bin":
         raise _needs_safetensors(path, path.parent)
     if path.suffix == ".safetensors":
@@ -77,9 +76,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 def unreadable_checkpoint(path: Path, error: OSError) -> WeightsUnusable:
     """Return the error for a checkpoint file that cannot be read."""
-    return WeightsUnusable(
-        f"cannot be read: {error.strerror or error}", where=str(path), remedy=f"ls -ldL {quoted(path)}"
-    )
+    what = f"cannot be read: {error.strerror or error}"
+    return WeightsUnusable(what, where=str(path), remedy=f"ls -ldL {quoted(path)}")
 
 
 def _folder(folder: Path) -> CheckpointFiles:

@@ -17,9 +17,14 @@ from urllib.parse import unquote, urlsplit
 
 from pipeline import __version__
 from pipeline.command_line import quoted
-from pipeline.encoder.checkpoints.partial_download import BLOCK_BYTES, DownloadOrigin, Partial, claim_partial
+from pipeline.encoder.checkpoints.partial_download import (
+    BLOCK_BYTES,
+    DownloadOrigin,
+    Partial,
+    claim_partial,
+    refuse_small_disk,
+)
 from pipeline.errors import ConfigError, DataError, WeightsUnusable
-from pipeline.store.format.disk import Disk
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +41,6 @@ PAGES = ("text/html", "application/xhtml+xml")
 ANOTHER_PLACE = "another place: pipeline weights fetch NAME --url URL"
 _PAGE = re.compile(rb"(?:\xef\xbb\xbf)?\s*<[!?a-zA-Z]")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
-_DISK = Disk()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +199,7 @@ class _Download:
         elif not self._continues(response, start, total):
             self._partial.restart()
             return
-        self._refuse_small_disk(total)
+        refuse_small_disk(self._out.parent, (total or 0) - self._partial.size)
         while block:
             self._take(block, total)
             block = _next_block(response)
@@ -248,12 +252,6 @@ class _Download:
             what = f"is not what was published: it has {total:,} bytes, and should have {self._size:,}"
             raise WeightsUnusable(what, where=self._url, remedy=ANOTHER_PLACE)
 
-    def _refuse_small_disk(self, total: int | None) -> None:
-        needed, free = (total or 0) - self._partial.size, _DISK.free_bytes(self._out.parent)
-        if needed > free:
-            what = f"the disk has {free:,} bytes free, and {needed:,} are to come"
-            raise ConfigError(what, where=str(self._out.parent), remedy="make room, or --out PATH on another disk")
-
     def _unreachable(self, error: URLError) -> DataError:
         """Return the error for a failed connection, with what to do without one."""
         if isinstance(error.reason, ssl.SSLCertVerificationError):
@@ -299,9 +297,8 @@ def _refuse_odd_url(url: str) -> None:
     except ValueError:
         is_odd = True
     if is_odd or not url.isascii() or re.search(r"[\s\x00-\x20\x7f]", url):
-        raise ConfigError(
-            "not the address of a file on a web server", where=url, remedy="--url https://HOST/PATH/NAME.pt"
-        )
+        what = "not the address of a file on a web server"
+        raise ConfigError(what, where=url, remedy="--url https://HOST/PATH/NAME.pt")
 
 
 def _next_block(response: HTTPResponse) -> bytes:

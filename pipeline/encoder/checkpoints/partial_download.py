@@ -168,6 +168,13 @@ def _open_locked(path: Path) -> IO[bytes] | None:
                 raise ConfigError("another process is downloading it now", where=str(path), remedy=remedy) from None
 
 
+def refuse_small_disk(folder: Path, needed: int) -> None:
+    """Refuse to write so many bytes to a folder whose disk has fewer."""
+    if needed > (free := _DISK.free_bytes(folder)):
+        what = f"the disk has {free:,} bytes free, and {needed:,} are needed"
+        raise ConfigError(what, where=str(folder), remedy="make room, or --out PATH on another disk")
+
+
 @contextmanager
 def explaining_disk_errors(out: Path) -> Iterator[None]:
     """Turn an OSError of writing into a ConfigError with place and remedy."""

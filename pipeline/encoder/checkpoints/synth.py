@@ -116,9 +116,8 @@ def _check(out: Path, regression: Path, layers: int, dim: int, heads: int) -> No
         raise ConfigError(what, where=str(out), remedy=f"--out {out.parent / f'esm2_{out.stem}.pt'}")
     for path in (out, regression):
         if path.exists():
-            raise ConfigError(
-                "is there already", where=str(path), remedy="choose another --out, or replace it with --force"
-            )
+            what = "is there already"
+            raise ConfigError(what, where=str(path), remedy="choose another --out, or replace it with --force")
 
 
 def _tensor(name: str, shape: tuple[int, ...], random: torch.Generator) -> torch.Tensor:

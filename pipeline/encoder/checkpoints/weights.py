@@ -29,7 +29,7 @@ from pipeline.encoder.checkpoints.checkpoint_files import (
     stem,
     unreadable_checkpoint,
 )
-from pipeline.encoder.checkpoints.partial_download import BLOCK_BYTES, explaining_disk_errors
+from pipeline.encoder.checkpoints.partial_download import BLOCK_BYTES, explaining_disk_errors, refuse_small_disk
 from pipeline.encoder.embedding_recipe import LETTERS
 from pipeline.errors import CacheFull, CacheUnusable, ConfigError, WeightsUnusable
 from pipeline.files import FileState, state_of
@@ -80,12 +80,10 @@ def find_checkpoint(path: Path) -> Path:
     for place in places:
         if _is_there(place) if place == path else _is_checkpoint(place):
             return place
-    model = published(stem(path))
+    name = model.name if (model := published(stem(path))) else MAIN_MODEL
     lines = "\n".join(f"    {place}" for place in places)
     what = f"embed.weights: there is no checkpoint at this path, nor anywhere else that was looked at:\n{lines}"
-    fetch = (
-        f"pipeline weights fetch {model.name if model else MAIN_MODEL}   (or set embed.weights to one that you have)"
-    )
+    fetch = f"pipeline weights fetch {name}   (or set embed.weights to one that you have)"
     raise ConfigError(what, where=str(path), remedy=fetch)
 
 
@@ -127,9 +125,8 @@ def equals_published(path: Path, name: str) -> bool:
         return False
     remedy = f"pipeline weights fetch {name}   (or give your own model a name of its own)"
     if size is not None and (size_there := file.stat().st_size) != size:
-        raise WeightsUnusable(
-            f"has {size_there:,} bytes; {name} was published with {size:,}", where=str(file), remedy=remedy
-        )
+        what = f"has {size_there:,} bytes; {name} was published with {size:,}"
+        raise WeightsUnusable(what, where=str(file), remedy=remedy)
     if (sha256 := sha256_of(file)) != expected:
         what = f"is not {name} as it was published: its SHA-256 is {sha256}, and should be {expected}"
         raise WeightsUnusable(what, where=str(file), remedy=remedy)
@@ -295,9 +292,8 @@ def _refuse_other_shape(model: Published | None, shape: tuple[str, int, int, int
         for family, layers, dim, heads in (shape, model.shape)
     ]
     remedy = f"pipeline weights fetch {model.name}   (or give your own model a name of its own)"
-    raise WeightsUnusable(
-        f"is not {model.name}: it has {sizes[0]}, and should have {sizes[1]}", where=str(path), remedy=remedy
-    )
+    what = f"is not {model.name}: it has {sizes[0]}, and should have {sizes[1]}"
+    raise WeightsUnusable(what, where=str(path), remedy=remedy)
 
 
 def is_installed(source: CheckpointFiles, target: Path) -> bool:
@@ -313,7 +309,7 @@ def install_checkpoint(source: CheckpointFiles, target: Path, *, replace: bool) 
     if os.path.lexists(target) and not replace:
         remedy = "choose another place with --out PATH, or replace it with --force"
         raise ConfigError("something else is there already", where=str(target), remedy=remedy)
-    _refuse_small_disk(source, target)
+    refuse_small_disk(target.parent, sum(file.stat().st_size for file in source.all))
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
     with explaining_disk_errors(target):
         _DISK.make_folder(target.parent)
@@ -331,13 +327,6 @@ def _in_folder(source: CheckpointFiles, file: Path, target: Path) -> Path:
     if source.form != HUGGING_FACE:
         return target
     return target / (SINGLE if source.tensors == (file,) else file.name)
-
-
-def _refuse_small_disk(source: CheckpointFiles, target: Path) -> None:
-    needed, free = sum(file.stat().st_size for file in source.all), _DISK.free_bytes(target.parent)
-    if needed > free:
-        what = f"the disk has {free:,} bytes free, and {needed:,} are needed"
-        raise ConfigError(what, where=str(target.parent), remedy="make room, or --out PATH on another disk")
 
 
 def _copy(source: Path, target: Path) -> None:

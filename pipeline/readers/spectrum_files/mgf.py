@@ -46,6 +46,25 @@ class MgfBlock(NamedTuple):
         return self.text[: self.end]
 
 
+class TextBlock(NamedTuple):
+    """The text of one spectrum, or what came of it."""
+
+    offset: int
+    line: int
+    text: bytes
+    problem: str = ""
+
+    @property
+    def end(self) -> int:
+        return len(self.text)
+
+    def spectrum(self) -> bytes:
+        """Return the text, if it is whole."""
+        if self.problem:
+            raise UnusableEntry(self.problem)
+        return self.text
+
+
 class Sought:
     """The headers that options name, to check that each occurs in some spectrum of the file."""
 

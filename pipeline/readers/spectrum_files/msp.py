@@ -8,12 +8,12 @@ not end the file. Shapes: P peaks; 2 is m/z and intensity.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pipeline.readers.entry import UnusableEntry, cannot_read, opened, parse_number
-from pipeline.readers.spectrum_files.mgf import CHUNK_BYTES, MOST_BYTES, bare_lines
+from pipeline.readers.spectrum_files.mgf import CHUNK_BYTES, MOST_BYTES, TextBlock, bare_lines
 from pipeline.units import printable_text
 
 if TYPE_CHECKING:
@@ -27,25 +27,7 @@ COUNT = "NUM PEAKS"
 SPELLED = {"NUMPEAKS": COUNT, "NUM_PEAKS": COUNT}
 
 
-class MspBlock(NamedTuple):
-    """The text of one spectrum."""
-
-    offset: int
-    line: int
-    text: bytes
-
-    @property
-    def end(self) -> int:
-        return len(self.text)
-
-    def spectrum(self) -> bytes:
-        """Return the text."""
-        if len(self.text) > MOST_BYTES:
-            raise UnusableEntry(f"no empty line within {MOST_BYTES >> 20} MiB: one spectrum has no end")
-        return self.text
-
-
-def msp_blocks(path: Path) -> Iterator[MspBlock]:
+def msp_blocks(path: Path) -> Iterator[TextBlock]:
     """Yield a file in blocks between empty lines, none longer than `MOST_BYTES` and a chunk."""
     rest, offset, line = b"", 0, 1
     try:
@@ -65,12 +47,15 @@ def msp_blocks(path: Path) -> Iterator[MspBlock]:
     yield from _block(offset, line, rest)
 
 
-def _block(offset: int, line: int, text: bytes) -> Iterator[MspBlock]:
+def _block(offset: int, line: int, text: bytes) -> Iterator[TextBlock]:
     """Yield a block from its first line that is not empty; nothing where none is."""
     bare = text.lstrip()
     if bare:
         before = len(text) - len(bare)
-        yield MspBlock(offset + before, line + text.count(b"\n", 0, before), bare)
+        problem = (
+            f"no empty line within {MOST_BYTES >> 20} MiB: one spectrum has no end" if len(bare) > MOST_BYTES else ""
+        )
+        yield TextBlock(offset + before, line + text.count(b"\n", 0, before), bare, problem)
 
 
 def divide_msp(body: bytes) -> tuple[dict[str, str], NDArray[np.float64]]:

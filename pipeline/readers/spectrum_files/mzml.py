@@ -11,13 +11,13 @@ from __future__ import annotations
 import base64
 import re
 import zlib
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree  # of elements alone: what a document type could do is refused below
 
 import numpy as np
 
 from pipeline.readers.entry import UnusableEntry, cannot_read, opened
-from pipeline.readers.spectrum_files.mgf import CHUNK_BYTES
+from pipeline.readers.spectrum_files.mgf import CHUNK_BYTES, TextBlock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -44,25 +44,7 @@ GROUP = re.compile(
 Groups = dict[str, "Element"]
 
 
-class MzmlBlock(NamedTuple):
-    """The text of one spectrum, or what came of it."""
-
-    offset: int
-    line: int
-    text: bytes
-
-    @property
-    def end(self) -> int:
-        return len(self.text)
-
-    def spectrum(self) -> bytes:
-        """Return the text."""
-        if not self.text.endswith(END):
-            raise UnusableEntry("no </spectrum> before the next one or the end of the file: cut short?")
-        return self.text
-
-
-def mzml_blocks(path: Path) -> Iterator[MzmlBlock]:
+def mzml_blocks(path: Path) -> Iterator[TextBlock]:
     """Yield the spectra of a file but those of MS level 1."""
     rest, offset, line = b"", 0, 1
     try:
@@ -71,19 +53,19 @@ def mzml_blocks(path: Path) -> Iterator[MzmlBlock]:
                 data, done = rest + chunk, 0
                 while (begin := BEGIN.search(data, done)) and (stop := _stop(data, begin.end())) >= 0:
                     line += data.count(b"\n", done, begin.start())
-                    yield from _asked(MzmlBlock(offset + begin.start(), line, data[begin.start() : stop]))
+                    yield from _asked(_block(offset + begin.start(), line, data[begin.start() : stop]))
                     line, done = line + data.count(b"\n", begin.start(), stop), stop
                 if begin is None:  # a beginning may be cut by the end of the chunk
                     skipped = max(done, len(data) - len(b"<spectrum "))
                     line, done = line + data.count(b"\n", done, skipped), skipped
                 elif len(data) - begin.start() > MOST_BYTES:
-                    yield MzmlBlock(offset + begin.start(), line, data[begin.start() : begin.start() + CHUNK_BYTES])
+                    yield _block(offset + begin.start(), line, data[begin.start() : begin.start() + CHUNK_BYTES])
                     line, done = line + data.count(b"\n", done), len(data)
                 rest, offset = data[done:], offset + done
     except OSError as error:
         raise cannot_read(path, error) from error
     if begin := BEGIN.search(rest):
-        yield MzmlBlock(offset + begin.start(), line + rest.count(b"\n", 0, begin.start()), rest[begin.start() :])
+        yield _block(offset + begin.start(), line + rest.count(b"\n", 0, begin.start()), rest[begin.start() :])
 
 
 def _stop(data: bytes, start: int) -> int:
@@ -93,7 +75,12 @@ def _stop(data: bytes, start: int) -> int:
     return end + len(END) if end >= 0 else again.start() if again else -1
 
 
-def _asked(block: MzmlBlock) -> Iterator[MzmlBlock]:
+def _block(offset: int, line: int, text: bytes) -> TextBlock:
+    problem = "" if text.endswith(END) else "no </spectrum> before the next one or the end of the file: cut short?"
+    return TextBlock(offset, line, text, problem)
+
+
+def _asked(block: TextBlock) -> Iterator[TextBlock]:
     if not SURVEY.search(block.text):
         yield block
 

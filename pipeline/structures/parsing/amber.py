@@ -230,9 +230,8 @@ def read_positions(data: bytes, atoms: int) -> NDArray[np.float64]:
     lines = data.decode("latin-1").splitlines()
     count = lines[1].split()[:1] if len(lines) > 1 else []
     if not count or not count[0].isdecimal():
-        raise UnusableInput(
-            Reason.PARSE_ERROR, "the coordinates are no AMBER restart: its second line has no number of atoms"
-        )
+        what = "the coordinates are no AMBER restart: its second line has no number of atoms"
+        raise UnusableInput(Reason.PARSE_ERROR, what)
     _check_count(int(count[0]), atoms)
     body = lines[2 : 2 + -(-atoms * 3 // PER_LINE)]
     texts = [line[at : at + WIDTH] for line in body for at in range(0, WIDTH * PER_LINE, WIDTH)][: atoms * 3]
@@ -253,9 +252,8 @@ def _from_netcdf(data: bytes, atoms: int) -> NDArray[np.float64]:
         what = f"the coordinates are no NetCDF restart: {type(error).__name__} {error}"
         raise UnusableInput(Reason.PARSE_ERROR, what[:200]) from error
     if pos_A3.ndim != 2 or pos_A3.shape[1:] != (3,):
-        raise UnusableInput(
-            Reason.PARSE_ERROR, f"the coordinates have the shape {pos_A3.shape}: a restart has one frame"
-        )
+        what = f"the coordinates have the shape {pos_A3.shape}: a restart has one frame"
+        raise UnusableInput(Reason.PARSE_ERROR, what)
     _check_count(len(pos_A3), atoms)
     return pos_A3
 

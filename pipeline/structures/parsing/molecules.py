@@ -89,9 +89,8 @@ def _rows(text: str, section: str) -> list[list[str]]:
 def _check_one(molecules: int) -> None:
     """Refuse a file with no molecule, or with several."""
     if molecules > 1:
-        raise UnusableInput(
-            Reason.AMBIGUOUS_PARTNERS, f"the file holds {molecules} molecules; write each to its own file"
-        )
+        what = f"the file holds {molecules} molecules; write each to its own file"
+        raise UnusableInput(Reason.AMBIGUOUS_PARTNERS, what)
     if not molecules:
         raise UnusableInput(Reason.NO_ATOMS, "the file holds no molecule")
 
@@ -172,10 +171,8 @@ def _element(atom: Any) -> int:
     """Return an atom's element; deuterium is hydrogen."""
     number: int = atom.GetAtomicNum()
     if not number or atom.HasQuery():
-        what = (
-            f"atom {atom.GetIdx() + 1} is {atom.GetSymbol()!r}" if not number else f"atom {atom.GetIdx() + 1} is a list"
-        )
-        raise UnusableInput(Reason.PARSE_ERROR, f"{what}, no element")
+        what = "a list" if number else repr(atom.GetSymbol())
+        raise UnusableInput(Reason.PARSE_ERROR, f"atom {atom.GetIdx() + 1} is {what}, no element")
     return number
 
 

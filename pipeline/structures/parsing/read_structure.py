@@ -115,18 +115,16 @@ def _simple(data: bytes, form: str, reading: FileReading, beside: bytes) -> Atom
     if reading.model != 1:
         raise UnusableInput(Reason.MISSING_MODEL, f"the file has 1 model, number {reading.model} was asked for")
     if reading.assembly is not None:
-        raise UnusableInput(
-            Reason.MISSING_ASSEMBLY, f"no assembly {reading.assembly!r} in the file: its format has none"
-        )
+        what = f"no assembly {reading.assembly!r} in the file: its format has none"
+        raise UnusableInput(Reason.MISSING_ASSEMBLY, what)
     return amber.read_amber(data, beside) if form == "amber" else molecules.read_molecule(data, form)
 
 
 def _keep_model(structure: gemmi.Structure, number: int) -> None:
     """Drop every model but one, counted from 1 whatever its number is."""
     if number > len(structure):
-        raise UnusableInput(
-            Reason.MISSING_MODEL, f"the file has {len(structure)} models, number {number} was asked for"
-        )
+        what = f"the file has {len(structure)} models, number {number} was asked for"
+        raise UnusableInput(Reason.MISSING_MODEL, what)
     for index in reversed(range(len(structure))):
         if index != number - 1:
             del structure[index]

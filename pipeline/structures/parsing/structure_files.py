@@ -271,9 +271,8 @@ def format_of(path: Path) -> str:
         return FORMATS[_suffix(path)]
     except KeyError:
         known = " ".join(FORMATS)
-        raise UnusableInput(
-            Reason.UNKNOWN_FORMAT, f"{path.name}: the suffix is none of {known} (or these with .gz)"
-        ) from None
+        what = f"{path.name}: the suffix is none of {known} (or these with .gz)"
+        raise UnusableInput(Reason.UNKNOWN_FORMAT, what) from None
 
 
 def _suffix(path: Path) -> str:

@@ -37,9 +37,8 @@ def glob_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
     for pattern in spec.pattern:
         if pattern.startswith("/") or ".." in PurePosixPath(pattern).parts:
             what = f"the pattern {pattern!r} leaves the folder"
-            raise ConfigError(
-                what, where=str(spec.path), remedy=Command.of("config show", then="   (then set data.path instead)")
-            )
+            remedy = Command.of("config show", then="   (then set data.path instead)")
+            raise ConfigError(what, where=str(spec.path), remedy=remedy)
     root = spec.path.absolute()
     for name in sorted_names(walk(root, spec.pattern)):
         yield _item(spec, root, name)

@@ -49,9 +49,8 @@ def text_lines(path: Path) -> Generator[str, None, None]:
                 text = _checked_start(text, path)
             offset += len(line)
             if offset > allowed_bytes:
-                raise _refused(
-                    path, f"unfolds to more than {MAX_EXPANSION} times its size", f"gzip -l {quote(str(path))}"
-                )
+                what = f"unfolds to more than {MAX_EXPANSION} times its size"
+                raise _refused(path, what, f"gzip -l {quote(str(path))}")
             yield text
     if offset == 0:
         raise _refused(path, "the file is empty", f"ls -l {quote(str(path))}")
@@ -65,10 +64,8 @@ def _opened(path: Path) -> Stream:
     except FileNotFoundError:
         what, remedy = "no such file", Command.of("config show", then="   (says where this path comes from)")
     except IsADirectoryError:
-        what, remedy = (
-            "a folder, where a file is wanted",
-            f"ls {quote(str(path))}   (then set data.path to one of these)",
-        )
+        what = "a folder, where a file is wanted"
+        remedy = f"ls {quote(str(path))}   (then set data.path to one of these)"
     except OSError as error:
         what, remedy = f"cannot be opened: {error.strerror or error}", f"ls -l {quote(str(path))}"
     raise ConfigError(what, where=str(path), remedy=remedy)
@@ -409,9 +406,7 @@ def one_file_parts(
         return (Part(Role.RECEPTOR, path, receptor, model), Part(Role.LIGAND, path, ligand, model))
     if (receptor or ligand) and spec.partners == "auto":
         named, absent = ("receptor", "ligand") if receptor else ("ligand", "receptor")
-        what = (
-            f"chains of the {named} are named, but none of the {absent}; for items of one partner: data.partners: none"
-        )
+        what = f"chains of the {named} are named, none of the {absent}; for items of one partner: data.partners: none"
         raise UnusableInput(Reason.BAD_ROW, what)
     role = Role.COMPLEX if spec.partners == "auto" else Role.WHOLE
     return (Part(role, path, receptor or ligand, model),)
