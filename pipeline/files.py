@@ -173,9 +173,9 @@ def create_claim(path: Path, claimant: str) -> bool:
 def last_claim(folder: Path) -> int:
     """Return the highest number of the claims in a folder; 0 where there is none.
 
-    NFS may cache that a name is missing, but not a listing.
+    NFS may cache that a name is missing, but not a listing; in that, a removed file may stand as `.nfs…` for a while.
     """
-    return max((int(path.name) for path in folder.iterdir()), default=0)
+    return max((int(path.name) for path in folder.iterdir() if path.name.isdecimal()), default=0)
 
 
 _FORMULA = re.compile(r"'*[=+@\t\r-].", re.DOTALL)

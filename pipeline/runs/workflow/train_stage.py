@@ -171,7 +171,8 @@ def train_there(
 
     ranks = join_ranks(project, folder, prepared, tell)
     try:
-        claim = _claimed(folder_of(project, prepared), folder) if ranks.rank == 0 else None
+        with ranks.patient("claiming the model's folder"):
+            claim = _claimed(folder_of(project, prepared), folder) if ranks.rank == 0 else None
         mend = partial(remake_graph, project, folder)
         with nullcontext() if claim is None else closing(claim):
             project = staged(project, partial(tables_of, project, prepared), ranks, tell, log_line)

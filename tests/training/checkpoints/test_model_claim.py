@@ -50,10 +50,11 @@ def test_a_second_writer_learns_who_holds_the_folder_and_takes_over_from_a_dead_
 def test_a_claim_that_nobody_touches_is_taken_over_whatever_the_clocks_say(tmp_path, skew_s, content):
     (tmp_path / "writers").mkdir()
     (tmp_path / "writers/000004").write_text(content)
+    (tmp_path / "writers/.nfs0000002").touch()
     os.utime(tmp_path / "writers/000004", (time.time() + skew_s,) * 2)
     claim = ModelClaim(tmp_path / "writers", tmp_path / "runs/second")
     claim.check()
-    assert [path.name for path in (tmp_path / "writers").iterdir()] == ["000005"]
+    assert [path.name for path in (tmp_path / "writers").glob("0*")] == ["000005"]
     claim.close()
 
 
