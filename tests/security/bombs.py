@@ -87,12 +87,8 @@ def structure(path: Path) -> object:
 
 
 def entries(source: str, path: Path) -> list[object]:
-    """List a data set as the scan does; the first rejection is what is told."""
-    found = list(items(SourceSpec(source=source, path=path)))
-    for one in found:
-        if isinstance(one, Rejection):
-            raise UnusableInput(one.reason, one.detail)
-    return found
+    """List a data set as the scan does."""
+    return rejected(items(SourceSpec(source=source, path=path)))
 
 
 def packed(text: bytes, times: int) -> bytes:

@@ -68,16 +68,6 @@ def test_assemblies_of_the_pdb_are_counted_as_what_they_are() -> None:
     assert {expression: structure_files._operations(expression) for expression in counts} == counts
 
 
-@pytest.mark.skipif(not HAS_BIOTITE, reason="BinaryCIF needs the extra bcif")
-def test_a_structure_of_the_pdb_is_far_from_what_is_refused(structures: Path) -> None:
-    import msgpack
-
-    content = msgpack.unpackb(gzip.decompress((structures / "varied/1aki.bcif.gz").read_bytes()))
-    parts = list(structure_files._parts(content, {"atom_site"}))
-    assert len(parts) >= 21  # the columns of its atoms
-    assert 0 < sum(map(structure_files._characters, parts)) < structure_files.MOST_CHARACTERS / 50
-
-
 def test_a_checkpoint_that_somebody_compressed_is_refused_where_torch_would_read_noise(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(4)}, plain := tmp_path / "plain.pt")
     with zipfile.ZipFile(plain) as archive, zipfile.ZipFile(tmp_path / "a.pt", "w", zipfile.ZIP_DEFLATED) as packed:

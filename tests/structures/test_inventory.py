@@ -65,6 +65,9 @@ def test_twenty_thousand_residues_are_refused_by_size() -> None:
     inventory = inventory_of(Part(Role.WHOLE, "c.pdb"), lines=lines)
     assert inventory.reason is Reason.TOO_MANY_RESIDUES
     assert inventory_of(Part(Role.WHOLE, "c.pdb"), lines=lines, recipe=ScanRecipe(max_residues=20_000)).reason is None
+    item = Item("c", parts=(Part(Role.WHOLE, "c.pdb", ("A",)),), bound=(Part(Role.WHOLE, "c.pdb"),))
+    beside, _ = take(item, {"c.pdb": File(lines.encode(), "00")}, ScanRecipe())
+    assert beside.reason is Reason.TOO_MANY_RESIDUES  # before it is aligned with what is bound
 
 
 def test_a_bare_sequence_needs_no_file() -> None:
