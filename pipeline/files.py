@@ -207,6 +207,15 @@ def csv_table(path: Path, columns: Iterable[str], by: str = ",") -> Iterator[Cal
         yield csv_rows(file, columns, by)
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """Return the JSON object in a line; empty where it holds none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def read_json(path: Path) -> Any | None:
     """Return the JSON value in a file; None where the file is missing, torn or no JSON."""
     try:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from pipeline.project.project import Project
     from pipeline.report.stage_graph import StageBox
-    from pipeline.runs.views.why import SettingChange
 
 OPTION, TEXT = "--graph", "text"
 KEY_DIGITS = 16  # the first 8 are those of all records of a recipe
@@ -127,13 +126,9 @@ def _show_stage(project: Project, name: str, *, as_json: bool) -> None:
         return
     box, why = explained.box, explained.box.why.partition(": ")[0] if explained.changes else explained.box.why
     show_parts(": ".join(filter(None, (f"{name}: {box.state}", why))), *([f"  {box.counts}"] if box.counts else []))
-    for line in map(_change_line, explained.changes):
-        typer.echo(line)
+    for change in explained.changes:
+        typer.echo(f"  {change}")
     _show_next(explained.next)
-
-
-def _change_line(change: SettingChange) -> str:
-    return f"  {change}"
 
 
 def _show_next(command: Command | None) -> None:

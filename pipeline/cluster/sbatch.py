@@ -200,7 +200,8 @@ def inside(container: ContainerSection, sees: Sequence[str], *, gpus: int = 0, t
         return []
     image, options, place = shell_word(container.image), map(shell_word, container.options), '"$PWD"'
     folders = [*map(shell_word, sees), TEMPORARY]
-    binds = [*(f"{folder}:{folder}" for folder in folders), *map(_expanding, map(_both_ends, container.binds))]
+    ours = (bind if ":" in bind else f"{bind}:{bind}" for bind in container.binds)
+    binds = [*(f"{folder}:{folder}" for folder in folders), *map(_expanding, ours)]
     environment = ["env", *(shell_word(f"{name}={value}") for name, value in {**CLEAN, **container.env}.items())]
     if container.runtime == "pyxis":
         words = [f"--container-image={image}", f"--container-mounts={','.join(binds)}", f"--container-workdir={place}"]
@@ -212,17 +213,8 @@ def inside(container: ContainerSection, sees: Sequence[str], *, gpus: int = 0, t
     binding = [word for name in (*TOLD, *told) for word in ("--env", name)]
     binding += [word for bind in binds for word in ("--volume", bind)]
     cards = ["--device", "nvidia.com/gpu=all"] if gpus else []
-    return [*PODMAN, *_own_user(), *binding, "--workdir", place, *cards, *options, image, *environment]
-
-
-def _own_user() -> list[str]:
-    """Return the option by which podman keeps this user's id inside; root has no need of it, and may not use it."""
-    return ["--userns=keep-id"] if os.geteuid() else []
-
-
-def _both_ends(bind: str) -> str:
-    """Return a bind with the place inside, which is the same where none is named."""
-    return bind if ":" in bind else f"{bind}:{bind}"
+    own_id = ["--userns=keep-id"] if os.geteuid() else []  # root has no need of it, and may not use it
+    return [*PODMAN, *own_id, *binding, "--workdir", place, *cards, *options, image, *environment]
 
 
 def shell_word(text: str) -> str:

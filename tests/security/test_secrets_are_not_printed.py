@@ -194,6 +194,7 @@ def test_a_secret_is_told_by_its_name_or_its_place() -> None:
         ("export WANDB_API_KEY='abcdefgh'", "export WANDB_API_KEY='***'"),
         ('{"password": "abcdefgh", "a": 1}', '{"password": "***", "a": 1}'),
         ("mysql --password x -h host", "mysql --password *** -h host"),
+        ("password=hunter", "password=***"),
         ("wandb login 0123abcd && python train.py", "wandb login *** && python train.py"),
         ("hf_AbCdEfGhIjKlMnOpQr and ghp_0123456789abcdefghij", "hf_*** and ghp_***"),
         ("key sk-proj-0123456789abcdef_gh", "key sk-***"),
@@ -233,7 +234,3 @@ def test_a_text_of_long_words_is_gone_through_at_once() -> None:
     """What looks for names in a sequence that an error quotes must not begin at each letter: this would take hours."""
     long, option = "A" * 1_000_000, "--" + "a-" * 500_000
     assert without_secrets(f"{long} {option} api_key={OPTION}") == f"{long} {option} api_key={MASK}"
-
-
-def test_a_secret_of_six_letters_is_masked_as_a_longer_one() -> None:
-    assert "hunter" not in without_secrets("docker login --password hunter")

@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 from pipeline.command_line import Command
 from pipeline.errors import ConfigError, DataError
-from pipeline.files import csv_table, replacing, what_is_no_file
+from pipeline.files import csv_table, json_object, replacing, what_is_no_file
 from pipeline.records import Item, Rejection
 from pipeline.runs.dataset.split_data import leaking_items
 from pipeline.runs.dataset.worklist import list_items
@@ -237,20 +237,11 @@ def _rewrite_json(table: Path, placed: Iterator[Placed], files: Sequence[IO[str]
             for file in files if text.strip() else ():
                 file.write(text)
             continue
-        row = _json_row(text)
+        row = json_object(text)
         for file, values in zip(files, cells, strict=True):
             kept = {name: value for name, value in row.items() if not _is_replaced(name, values)}
             file.write(json.dumps({**kept, **values}) + "\n" if row else text)
         line, cells = next(told)
-
-
-def _json_row(text: str) -> dict[str, Any]:
-    """Return the row of a line; nothing where it is none, which a scan rejects."""
-    try:
-        row = json.loads(text)
-    except ValueError:
-        return {}
-    return row if isinstance(row, dict) else {}
 
 
 def _is_replaced(name: str, values: dict[str, str]) -> bool:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError, JobFailed, PipelineError, PlanInfeasible
+from pipeline.files import json_object
 from pipeline.journal.run_folder import RunFolder
 from pipeline.project.run_code import blamed, module_command, package_digest
 from pipeline.records import TaskContext
@@ -61,7 +62,7 @@ def replay_document(case: ReplayCase, *, device: str | None = None) -> dict[str,
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         for line in child.stdout:
-            message = _parse_message(line)
+            message = json_object(line)
             if "found" in message:
                 document: dict[str, Any] = message["found"]
                 return document
@@ -74,15 +75,6 @@ def replay_document(case: ReplayCase, *, device: str | None = None) -> dict[str,
     return ReplayResult(
         case.folder.name, case.bundle, str(case.where), chosen, "", is_exact=False, died=died, on=on
     ).to_json()
-
-
-def _parse_message(line: str) -> dict[str, Any]:
-    """Read a message of the child; empty for a line that a library printed."""
-    try:
-        message = json.loads(line)
-    except ValueError:
-        return {}
-    return message if isinstance(message, dict) else {}
 
 
 def _ending(code: int) -> str:

@@ -188,21 +188,10 @@ def test_recipes_are_kept_when_that_is_asked_for_and_what_is_of_none_goes(copy):
 
 def going_run(copy: Copy, *sets: str) -> Ledger:
     """Begin a run that seems to be looked after by this process."""
-    tags = retention.tags_read(copy.project(*sets), ["embed", "graph"])
-    folder = new_run(copy.config(*sets), ["scan", "graph"], tags=tags)
+    folder = new_run(copy.config(*sets), ["scan", "graph"])
     ledger = Ledger(folder, "supervisor-000001")
     ledger.emit(EventKind.RUN_STARTED, stages=["scan", "graph"], host=socket.gethostname(), pid=os.getpid())
     return ledger
-
-
-@pytest.mark.nightly
-def test_what_a_run_needs_that_goes_on_stays(copy):
-    going_run(copy)
-    write_manifest(copy.folder / "items.csv", [0])
-    before = content(copy)
-    found = clean(copy, NOW, FEWER)
-    assert len(found.notes) == 1
-    assert content(copy) == before
 
 
 @pytest.mark.nightly

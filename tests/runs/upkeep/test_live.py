@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
+from pipeline.journal.run_folder import runs_in
 from pipeline.runs.upkeep.retention import Needed, needed
 from tests.runs.upkeep.cached import ITEMS, Copy, make, write_manifest
 from tests.runs.upkeep.cached import copy as copy
@@ -22,6 +24,8 @@ def test_a_data_set_needs_exactly_what_its_stages_have_made(copy: Copy) -> None:
     found = needed(copy.project())
     assert (found.unknown, found.items) == ("", ITEMS)
     assert {kind: keys_of(found, kind) for kind in KINDS} == {kind: copy.keys_of(kind) for kind in KINDS}
+    listed = {(kind, tag) for run in runs_in(copy.folder / "runs") for kind, tag in json.loads(run.recipes.read_text())}
+    assert listed >= {(kind, key[:4].hex()) for kind in ("scan", "embed", "graph") for key in copy.keys_of(kind)}
 
 
 def test_an_item_that_is_no_more_in_the_data_set_needs_nothing(copy: Copy) -> None:
