@@ -102,12 +102,6 @@ def pdb_packed(folder: Path) -> object:
     return structure(path)
 
 
-@bomb("unfolds beyond structures.max_file_bytes")
-def mmcif_packed(folder: Path) -> object:
-    (path := folder / "a.cif.gz").write_bytes(packed(b"# nothing\n" * (1 << 20), 200))
-    return structure(path)
-
-
 @bomb("an assembly of 1,000,000,000 operations, more than 100,000")
 def mmcif_operations(folder: Path) -> object:
     """An assembly of a billion operations, which gemmi writes out."""
@@ -211,11 +205,6 @@ def manifest_packed(folder: Path) -> object:
 @bomb("a line is longer than 4 MiB")
 def manifest_of_one_line(folder: Path) -> object:
     return entries("manifest", hollow(folder / "m.csv", b"id,path\n"))
-
-
-@bomb("a line is longer than 4 MiB")
-def json_lines_of_one_line(folder: Path) -> object:
-    return entries("manifest", hollow(folder / "m.jsonl", b'{"id": "a", "path": "'))
 
 
 @bomb("not a JSON object on one line")
