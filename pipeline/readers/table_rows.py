@@ -151,7 +151,10 @@ class LabelTable:
 
     def __init__(self, path: Path, names: Sequence[str]) -> None:
         table = TextTable.read(checked_file(path))
-        columns = {name: table.column("labels", name) for name in (ID, *names)}
+        columns = {name: name for name in (ID, *names)}
+        if missing := [name for name in columns if table.header.count(name) != 1]:
+            what = f"the header needs one column {missing[0]!r}; it is: {', '.join(map(printable_text, table.header))}"
+            raise DataError(what, where=f"{path}:1", remedy=f"name its columns {', '.join(columns)}")
         places: dict[str, int] = {}
         rows: list[tuple[float, ...]] = []
         for row in islice(rows_in_table(path), 1, None):
