@@ -250,7 +250,7 @@ def what_to_look_at(folder: Path, recipe: str | None = None) -> str:
 Look around:{activate}
   cd {quoted(folder)}
   less data/manifest.csv                    24 complexes and one broken file
-  pipeline status                           what was accepted, and why one was not
+  pipeline status                           what was accepted, what rejected
   pipeline submit --stage all --follow      again: everything is cached
   pipeline plan --stage train               what training takes, before it runs
   pipeline submit --stage predict --follow  predictions for every complex
@@ -258,5 +258,5 @@ Look around:{activate}
   pipeline report                           memory and time: requested and used
   pipeline weights check                    the small random ESM-2 that it ran
   pipeline cache stat                       what the cache holds
-  pipeline config show                      every setting and where it comes from
+  pipeline config show                      every setting and its origin
   pipeline doctor                           whether this machine is ready"""
