@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -101,12 +101,8 @@ def _store(host: str, port: int, place: RankPlace) -> TCPStore:
     if place.rank == 0:
         opened = socket.create_server(("" if place.nodes > 1 else LOOPBACK, 0))
         port, listener = opened.getsockname()[1], opened.detach()
-    settings: dict[str, Any] = {
-        "timeout": timedelta(seconds=60),
-        "wait_for_workers": False,
-        "master_listen_fd": listener,
-    }
-    return TCPStore(host, port, None, place.rank == 0, **settings)
+    within = timedelta(seconds=60)
+    return TCPStore(host, port, None, place.rank == 0, within, wait_for_workers=False, master_listen_fd=listener)
 
 
 def interface_of(address: str) -> str | None:
