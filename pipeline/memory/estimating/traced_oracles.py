@@ -209,7 +209,8 @@ class ConfirmedOracle:
         found = self._confirmation()
         if found.refused:
             raise Unmeasurable(found.refused)
-        origin = Provenance.GUESSED if found.factor > 1 else answer.origin
+        is_unknown = self._oracle is self._on_cpu and found.note and not found.added_bytes  # what its kernels take
+        origin = Provenance.GUESSED if found.factor > 1 or is_unknown else answer.origin
         return replace(answer, origin=origin, notes=(*answer.notes, found.note)) if found.note else answer
 
     def _enlarged(self, micro: MicroFootprint) -> MicroFootprint:

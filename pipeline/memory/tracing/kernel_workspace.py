@@ -1,8 +1,8 @@
 """Memory that kernels allocate and release internally: no tensor shows it, so traces add it from these tables.
 
 Sources: torch's own (2.13, under aten/src/ATen/native unless said otherwise), named at each entry. Approximate, where
-it says "about"; what a table does not know costs nothing. The CPU's were measured with torch.profiler on x86 with
-AVX-512, and are tested so.
+it says "about"; what a table does not know costs nothing. What only CPU kernels take is in no table: small real steps
+measure it (`traced_oracles`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ _SMALL_EMBEDDING = 3072  # cuda/Embedding.cu: fewer indices are added up without
 _ROWS_A_THREAD = 10  # cuda/EmbeddingBackwardKernel.cu: NROWS_PER_THREAD
 _LONGEST_ROW = 128  # cuda/mem_eff_attention: wider heads are accumulated in memory
 _MM_FOR_DISTANCES = 25  # Distance.cpp: more rows than that go through a matrix product
+_PAGE = 4096  # oneDNN begins each part of a workspace at one
+_LINE = 16  # numbers of a cache line
+_ALIASED = 256  # numbers: rows as long as a multiple of it would fall together in the cache
 _NORM_BLOCKS = 64  # cuda/layer_norm_kernel.cu: partial sums of a weight's gradient, at most about so many
 
 
@@ -402,6 +405,35 @@ def hidden_bytes(op: Operator, args: Sequence[Any], kwargs: dict[str, Any], resu
 
 
 _CUDA_KEPT: dict[str, Rule] = {**KEPT_ON_BOTH, "mkldnn_rnn_layer": _cudnn_reserve}
+
+
+def _row(width: int) -> int:
+    """Return the length of a row as oneDNN lays it out (rnn_utils.cpp, `get_good_ld`)."""
+    padded = up_to_multiple(width, _LINE)
+    return padded if padded % _ALIASED else padded + _LINE
+
+
+def _recurrent_workspace(call: Call) -> int:
+    """OneDNN's rnn_utils.cpp: what an LSTM's layer keeps for backward: gates, outputs, states and their gradients."""
+    steps, items, inputs = call.args[0].shape
+    width, is_training = call.args[10], call.args[15]
+    between = 2 * (steps + 1) * items  # states before and after each step, of the layer and below it
+    parts = [steps * items * _row(4 * width), steps * items * _row(width)]
+    parts += [between * _row(max(inputs, width))] * 3 + [between * width] * 2
+    return sum(up_to_multiple(FLOAT * part, _PAGE) for part in parts) if is_training else 0
+
+
+_CPU_KEPT: dict[str, Rule] = {**KEPT_ON_BOTH, "mkldnn_rnn_layer": _recurrent_workspace}
+
+
+def scratch_bytes_cpu(op: Operator, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
+    """Return the peak bytes of the operator's CPU kernel beyond its results, as far as it is not the CPU's own."""
+    return taken(BOTH_DEVICES, op, args, kwargs, result)
+
+
+def hidden_bytes_cpu(op: Operator, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
+    """Return by how many bytes the storage of the last result is larger than the one here."""
+    return unseen(_CPU_KEPT, op, args, kwargs, result)
 
 
 def taken(rules: dict[str, Rule], op: Operator, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:

@@ -31,8 +31,7 @@ from pipeline.memory.tracing.fake_mode import (
     unlogged,
 )
 from pipeline.memory.tracing.guesses import FAILS, LESS, SEEDS, Draws, EndlessGuess, Guesses, told_cause
-from pipeline.memory.tracing.kernel_workspace import hidden_bytes, scratch_bytes
-from pipeline.memory.tracing.kernel_workspace_cpu import hidden_bytes_cpu, scratch_bytes_cpu
+from pipeline.memory.tracing.kernel_workspace import hidden_bytes, hidden_bytes_cpu, scratch_bytes, scratch_bytes_cpu
 from pipeline.memory.tracing.recorder import OnHost, Recorder, as_parts, category_of, family, outermost, shapes_unseen
 from pipeline.memory.tracing.sdpa_choice import cuda_attention
 from pipeline.waiting import signals_held

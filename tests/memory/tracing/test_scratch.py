@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.memory.tracing.kernel_workspace import scratch_bytes
-from pipeline.memory.tracing.kernel_workspace_cpu import hidden_bytes_cpu
+from pipeline.memory.tracing.kernel_workspace import hidden_bytes_cpu, scratch_bytes
 
 aten = torch.ops.aten
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pipeline.memory.estimating.traced_oracles import ConfirmedOracle
 from pipeline.memory.footprint import Category, MemoryChoice, MemoryPart, Tape
-from pipeline.memory.tracing.tracer import CPU, Target, Tracer
+from pipeline.memory.tracing.tracer import CPU, Target, Tracer, TraceSession
 from pipeline.training.step.contrastive import make_step
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
@@ -52,6 +54,19 @@ def tracer(task: Any, target: Target = CPU, least: Mapping[str, int] = SIZES, **
         return make_step(task, chosen(choice, settings), model=model, watch=watch)
 
     return Tracer(build, task.model, task.example, least, target)
+
+
+def confirmed(
+    task: Any, least: Mapping[str, int] = SIZES, kept: Any = None, real: Any = None, **settings: Any
+) -> ConfirmedOracle:
+    """Return what holds the traces of a task to real steps."""
+
+    def build(choice, watch, model):
+        return make_step(task, chosen(choice, settings), model=model, watch=watch)
+
+    traces = Tracer(build, task.model, task.example, least)
+    steps = partial(TraceSession, partial(build, MemoryChoice()), task.example, least)
+    return ConfirmedOracle(traces, traces, real or steps, least, kept)
 
 
 def chosen(choice: MemoryChoice, settings: Mapping[str, Any]) -> StepSettings:
