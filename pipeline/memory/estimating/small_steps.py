@@ -13,7 +13,7 @@ import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, repeat
+from itertools import count, pairwise, repeat
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,6 @@ from pipeline.memory.footprint import (
     Provenance,
     Unmeasurable,
 )
-from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -89,18 +88,15 @@ class MeasuredSmall:
         least: Sizes,
         allowance: Allowance | None = None,
         *,
-        state_bytes: int = 0,
         near: Callable[[Sizes], Sizes] | None = None,
     ) -> None:
         """Take functions that make a training and a batch, and the sizes of the batch for the first steps.
 
-        `state_bytes`: the known size of the model's state. `near` returns sizes for which a batch can be made, near
-        others; None: any can be made.
+        `near` returns sizes for which a batch can be made, near others; None: any can be made.
         """
         self._build, self._example, self._near = build, example, near
         self._least = near(least) if near else least
         self._allowance = allowance or Allowance()
-        self._state_bytes = state_bytes
         self._sessions: dict[MemoryChoice, TraceSession] = {}
         self._sizes: dict[Question, MeasuredSize] = {}
         self._answers: dict[Question, MicroFootprint] = {}
@@ -175,7 +171,7 @@ class MeasuredSmall:
         with _own_numbers():
             example = partial(self._seeded_example, count())
             make = partial(TraceSession, partial(self._build, choice), example, self._least)
-            peaks, _ = real_peaks(make, [measured.sizes] * (DRAWS if measured.took_s < QUICK_S else 1))
+            peaks, *_ = real_peaks(make, [measured.sizes] * (DRAWS if measured.took_s < QUICK_S else 1))
         drawn = [peak for pair in peaks for peak in pair]
         if not drawn:
             return 1.0
@@ -187,10 +183,6 @@ class MeasuredSmall:
         from pipeline.memory.tracing.tracer import TraceSession
 
         if choice not in self._sessions:
-            most = self._allowance.memory_bytes
-            if self._state_bytes > most:
-                state, limit = format_bytes(self._state_bytes), format_bytes(most)
-                raise Unmeasurable(f"its state of {state} is above the {limit} that measuring on the CPU may take")
             if choice != MemoryChoice():
                 self._session(MemoryChoice())  # an error of it is the model's own
             try:
@@ -221,10 +213,11 @@ class MeasuredSmall:
 
 def real_peaks(
     make: Callable[[], TraceSession], sizes: Sequence[Sizes], *, kernels: bool = True
-) -> tuple[list[tuple[int, int]], Exception | None]:
+) -> tuple[list[tuple[int, int]], Exception | None, int]:
     """Run real steps; return two peaks of each size with other numbers, up to one that ends in an error, and that.
 
-    `kernels`: as torch's own allocator counts them, with what kernels take within themselves.
+    Also return by how many bytes the model keeps more after each micro-batch; 0: not after each. `kernels`: as torch's
+    own allocator counts them, with what kernels take within themselves.
     """
     told, allocated, failed = list[tuple[int, int]](), list[int](), None
     with _given_out(allocated) if kernels else nullcontext():
@@ -235,7 +228,8 @@ def real_peaks(
         except Exception as error:  # noqa: BLE001 - whatever a model does with such sizes, or without a card
             failed = error
     peaks = [kept + own for (_, kept), own in zip(told, allocated, strict=False)] or [peak for peak, _ in told]
-    return list(zip(peaks[::2], peaks[1::2], strict=False)), failed
+    growth = min((after - before for (_, before), (_, after) in pairwise(told)), default=0)
+    return list(zip(peaks[::2], peaks[1::2], strict=False)), failed, max(0, growth)
 
 
 @contextmanager

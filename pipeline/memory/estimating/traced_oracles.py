@@ -156,7 +156,9 @@ def _parts(known: Sequence[MicroFootprint], wanted: Sizes, total_bytes: int) -> 
 Answer = TypeVar("Answer", StandingFootprint, MicroFootprint)
 
 WITHIN = 0.02  # of what is traced: more is no rounding
+UNCONFIRMED = "not confirmed by a real step"
 SLACK_BYTES = 1024  # a few numbers
+LEAK = "the model keeps {} more after each micro-batch: a leak, unless that ends (store detach() or item() of a tensor)"
 TIMES = (1, 4, 16, 64)  # the smallest sizes: a kernel's own memory may be hidden in a small step
 MOST_BYTES = 1 << 30  # of parameters and gradients, or of a step: a larger one is not made for this
 MOST_S = 3.0  # of the real steps of a size, as far as can be foretold
@@ -209,7 +211,8 @@ class ConfirmedOracle:
         found = self._confirmation()
         if found.refused:
             raise Unmeasurable(found.refused)
-        is_unknown = self._oracle is self._on_cpu and found.note and not found.added_bytes  # what its kernels take
+        # Without real steps, what the CPU's kernels take is not known.
+        is_unknown = self._oracle is self._on_cpu and found.note.startswith(UNCONFIRMED)
         origin = Provenance.GUESSED if found.factor > 1 or is_unknown else answer.origin
         return replace(answer, origin=origin, notes=(*answer.notes, found.note)) if found.note else answer
 
@@ -250,7 +253,7 @@ class ConfirmedOracle:
         standing = self._oracle.standing(_PLAIN)
         state_bytes = NUMBER_BYTES * (standing.parameters + standing.trained)
         if state_bytes > MOST_BYTES:
-            return Confirmation(note=f"not confirmed by a real step: its parameters take {format_bytes(state_bytes)}")
+            return Confirmation(note=f"{UNCONFIRMED}: its parameters take {format_bytes(state_bytes)}")
         traced: list[tuple[Sizes, int]] = []
         failed = None
         is_kernels = self._oracle is self._on_cpu  # those of a card take something else
@@ -266,15 +269,17 @@ class ConfirmedOracle:
             if self._takes_long(micro) or micro.again.peak_bytes > MOST_BYTES:
                 break
             traced.append((sizes, micro.again.peak_bytes))
-        peaks: list[tuple[int, int]] = []
+        peaks, growth = list[tuple[int, int]](), 0
         if traced:
-            peaks, failed = real_peaks(self._real, [sizes for sizes, _ in traced], kernels=is_kernels)
+            peaks, failed, growth = real_peaks(self._real, [sizes for sizes, _ in traced], kernels=is_kernels)
         if failed is not None and not peaks:
             why = str(failed).partition("\n")[0]
-            return Confirmation(note=f"not confirmed by a real step: on the CPU it ends in an error: {why}")
+            return Confirmation(note=f"{UNCONFIRMED}: on the CPU it ends in an error: {why}")
         is_even = all(max(pair) <= (1 + WITHIN) * min(pair) for pair in peaks)
         pairs = [(max(pair), bytes_) for pair, (_, bytes_) in zip(peaks, traced, strict=False)]
-        return verdict(pairs, is_even=is_even)
+        found, leak = verdict(pairs, is_even=is_even), LEAK.format(format_bytes(growth)) if growth > SLACK_BYTES else ""
+        note = "; ".join(filter(None, [found.note, leak]))
+        return replace(found, note=note, refused="; ".join(filter(None, [found.refused, found.refused and leak])))
 
 
 def verdict(pairs: Sequence[tuple[int, int]], *, is_even: bool = True) -> Confirmation:
@@ -284,7 +289,7 @@ def verdict(pairs: Sequence[tuple[int, int]], *, is_even: bool = True) -> Confir
     peaks are alike whatever is drawn.
     """
     if not pairs:
-        return Confirmation(note="not confirmed by a real step: its smallest batch takes too long on the CPU")
+        return Confirmation(note=f"{UNCONFIRMED}: its smallest batch takes too long on the CPU")
     missed = [max(0, real - SLACK_BYTES - traced) for real, traced in pairs]
     if all(more <= WITHIN * traced for more, (_, traced) in zip(missed, pairs, strict=True)):
         return Confirmation()

@@ -170,9 +170,9 @@ def told_cause(error: BaseException) -> str:
     if isinstance(error, EndlessGuess):
         return what
     if isinstance(error, DynamicOutputShapeException):
-        what = f"its shape depends on values ({what})"
+        what = f"its shape depends on values ({what}); keep the shape: multiply by the mask, torch.where, ignore_index"
     elif isinstance(error, DataDependentOutputException):
-        what = f"it needs a value, and a trace has none ({what})"
+        what = f"it needs a value, and a trace has none ({what}); keep it a tensor, without item() or tolist()"
     where = users_expression(error)
     return f"{where}: {what}" if where else what
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from pipeline.memory.estimating import traced_oracles
 from pipeline.memory.estimating.fallback_oracle import OracleLadder
 from pipeline.memory.estimating.traced_oracles import verdict
-from pipeline.memory.footprint import MemoryChoice, Provenance, live_peak_bytes
+from pipeline.memory.footprint import MemoryChoice, Provenance, Unmeasurable, live_peak_bytes
 from pipeline.memory.tracing.tracer import TraceSession
 from tests.memory.tracing.traced import LARGE, WIDTH, Small, confirmed, layers, true_peak
 from tests.testkit.limited import device
@@ -154,6 +154,21 @@ def test_a_model_that_is_too_large_for_this_machine_is_not_built_and_told(monkey
     micro = confirmed(Small(layers), real=never).micro(PLAIN, LARGE)
     assert micro.origin is Provenance.GUESSED, "what the CPU's kernels take is measured"
     assert any(note.startswith("not confirmed by a real step") for note in micro.notes)
+
+
+def test_a_model_that_keeps_ever_more_is_said_to_leak() -> None:
+    class Leaks(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            self.kept = [*getattr(self, "kept", ()), y.detach().clone()]
+            return y
+
+    found = confirmed(Small(Leaks))
+    try:
+        notes = found.micro(PLAIN, LARGE).notes
+    except Unmeasurable as refused:
+        notes = (str(refused),)
+    assert "a leak" in notes[-1]
 
 
 def test_a_model_that_only_a_card_runs_stays_traced_and_told() -> None:

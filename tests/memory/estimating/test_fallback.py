@@ -296,12 +296,6 @@ def test_a_size_that_varies_only_beyond_what_was_run_is_varied_by_itself() -> No
     assert micro.again.peak_bytes >= 0.99 * real_step("masked", {"nodes": 83_200}, 1)
 
 
-def test_a_model_too_large_for_this_machine_is_not_built() -> None:
-    oracle = MeasuredSmall(lambda choice, watch, model: pytest.fail("built"), masked_batch, LEAST, state_bytes=5 << 30)
-    with pytest.raises(Unmeasurable, match=r"5\.0 GiB"):
-        oracle.standing(CHOICE)
-
-
 # The formula, and the ladder
 
 
