@@ -213,9 +213,10 @@ def live_peak_bytes(standing: StandingFootprint, micro: MicroFootprint, *, accum
 def parts_at_peak(
     standing: StandingFootprint, micro: MicroFootprint, *, accumulate: bool = True
 ) -> tuple[MemoryPart, ...]:
-    """Return what is live at the peak of a step of one such micro-batch, or of several accumulated."""
+    """Return what is live at the peak of building the model, or of a step of such micro-batches."""
     parts = micro.parts if accumulate or not micro.first_parts else micro.first_parts
-    return max(standing.update_parts, parts, key=lambda parts: sum(part.bytes for part in parts))
+    built = (MemoryPart(Category.TEMPORARIES, "building the model", standing.setup.peak_bytes),)
+    return max(standing.update_parts, parts, built, key=lambda parts: sum(part.bytes for part in parts))
 
 
 FIRST_CONTACT = {  # what is added to a prediction for the caching allocator of a card, by where it is from

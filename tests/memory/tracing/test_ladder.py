@@ -103,7 +103,14 @@ def forces(model: nn.Module, batch: Tensor):
 
 
 def test_a_loss_that_cannot_be_evaluated_without_gradients_is_planned_all_the_same() -> None:
-    ladder = OracleLadder([lambda: tracer(Small(layers, terms=forces))])
+    def trained_only(model: nn.Module, batch: Tensor):
+        assert torch.is_grad_enabled()
+        return forces(model, batch)
+
+    needs = OracleLadder([lambda: tracer(Small(layers, terms=forces))])
+    assert needs.micro(PLAIN, LARGE).again.peak_bytes > 0
+    assert needs.evaluation(PLAIN, LARGE) is not None
+    ladder = OracleLadder([lambda: tracer(Small(layers, terms=trained_only))])
     assert ladder.micro(PLAIN, LARGE).again.peak_bytes > 0
     assert ladder.evaluation(PLAIN, LARGE) is None
     assert "test_ladder.py:" in ladder.no_evaluation

@@ -48,7 +48,7 @@ def test_a_trace_is_what_real_steps_take(name):
     settings["way"] = "foreach" if settings.pop("foreach") else "loop"
     standing, micro = answers(task, sizes, least=sizes, **settings)
     for times in (1, 2):
-        predicted = live_peak_bytes(standing, micro, accumulate=times > 1)
+        predicted = StepTapes.of(standing, [micro] * times).peak_bytes(standing.bytes)
         assert predicted == pytest.approx(true_peak(task, sizes, times, **settings), rel=0.002)
     parts = parts_at_peak(standing, micro)
     if name != "docking":  # whose parts are 1.2% short of the peak
