@@ -322,9 +322,9 @@ def test_predictions_are_the_nearest_captions_of_each_image_and_back(pipeline: C
     (epoch,) = epochs_of(folder)
     assert epoch["batch"]["most"] == 4
     assert epoch["validation"]["loss"] > 0
-    for way in ("right", "left"):
+    for way, own, other in (("right", "image,caption", "caption"), ("left", "caption,image", "image")):
         (file,) = folder.glob(f"predictions/*/nearest_{way}.csv")
         header, *rows = file.read_text().splitlines()
-        assert header.startswith("id,own_cosine,nearest_1,cosine_1")
+        assert header.startswith(f"id,{own},own_cosine,nearest_1,{other}_1,cosine_1")
         assert len(rows) > 1
         assert all(row.startswith("made-") for row in rows)
