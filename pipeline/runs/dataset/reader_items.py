@@ -7,13 +7,13 @@ again when any of that has changed, and what is made of a table stays as long as
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import CacheDamaged, ConfigError, DataError, PipelineError, RecordMissing
-from pipeline.files import state_of
+from pipeline.files import read_json, state_of
 from pipeline.journal.run_folder import runs_in
 from pipeline.keys import content_digest, is_settled
 from pipeline.project.run_code import READER, load_reader, reading_digest, user_code_failed
@@ -118,11 +118,8 @@ def look_at_files(reader: Reader) -> tuple[str, bool]:
 
 def read_by_run(folder: RunFolder) -> dict[str, Any]:
     """Return what a run has recorded of reading a data set; nothing if it did not finish, or in another format."""
-    with suppress(OSError, ValueError):
-        record = json.loads(folder.entered.read_text())
-        if isinstance(record, dict) and record.get("format") == FORMAT:
-            return record
-    return {}
+    record = read_json(folder.entered)
+    return record if isinstance(record, dict) and record.get("format") == FORMAT else {}
 
 
 def reader_tables(project: Project) -> Iterator[tuple[RunFolder, bytes, ItemTable]]:
