@@ -57,7 +57,8 @@ def test_every_verb_says_that_the_configuration_of_a_run_is_gone(pipeline: Comma
     for verb, *words in (("cancel",), ("resume",), ("report",), page, ("replay", "--step", "1"), ("compare",)):
         done = pipeline(verb, run.name, *words)
         assert (done.code, str(run.config) in done.err, "next: " in done.err) == (2, True, True), (verb, done.err)
-    for verb in ("status", "logs"):
+    run.inventory.write_bytes(b"id,split\nc\xff,train\n")  # nor is this UTF-8
+    for verb in ("status", "logs", "items"):
         assert pipeline(verb, run.name).code == 0, verb
 
 
