@@ -235,8 +235,8 @@ class ApplyStage(Stage):
         items, left = len(table), 0
         made = self._made_of(project, table)
         applied = Application(prepared, chosen, self.settings(project).split, made, items, [])
-        of = {"model": str(self._folder_of(project, prepared).path), "each": self._code(project).samples or 1}
-        applied = replace(applied, **of)
+        model, each = str(self._folder_of(project, prepared).path), self._code(project).samples or 1
+        applied = replace(applied, model=model, each=each)
         if items and not self.is_done(project, applied):
             applied = replace(applied, done=_done(self.parts(project, applied), applied))
             left = max(1, items - len(applied.done_N))
