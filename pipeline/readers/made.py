@@ -88,8 +88,15 @@ class MadeSequence(NamedTuple):
     sites: str
 
 
-def spectra(path: Path, count: int, seed: int = 0, peptide_length: tuple[int, int] = (7, 30), peaks: int = 150) -> None:
-    """Write spectra of random peptides, each with at most so many peaks of fragments and noise."""
+def spectra(
+    path: Path,
+    count: int,
+    seed: int = 0,
+    peptide_length: tuple[int, int] = (7, 30),
+    peaks: int = 150,
+    letters: int = 20,
+) -> None:
+    """Write spectra of random peptides of the first so many letters, each with at most so many peaks and noise."""
     fragments = 4 * (peptide_length[1] - 1)
     if not 2 <= peptide_length[0] <= peptide_length[1] or peaks < fragments:
         raise ConfigError(
@@ -97,7 +104,7 @@ def spectra(path: Path, count: int, seed: int = 0, peptide_length: tuple[int, in
             where="made.spectra",
             remedy=f"peptide_length=(2, 2) or longer, shortest first, with peaks={max(fragments, 4)} or more",
         )
-    items = (spectrum(seed, number, peptide_length, peaks) for number in range(count))
+    items = (spectrum(seed, number, peptide_length, peaks, letters) for number in range(count))
     write_hdf5 = partial(_hdf5_spectra, count=count, longest=peptide_length[1], peaks=peaks)
     _write(path, items, {".mgf": _mgf, **dict.fromkeys(hdf5.SUFFIXES, write_hdf5)})
 
@@ -125,10 +132,12 @@ def captions(path: Path, count: int, seed: int = 0) -> None:
     _write(path, items, {".csv": images.write_captions, ".tsv": images.write_captions})
 
 
-def spectrum(seed: int, number: int, peptide_length: tuple[int, int] = (7, 30), peaks: int = 150) -> MadeSpectrum:
+def spectrum(
+    seed: int, number: int, peptide_length: tuple[int, int] = (7, 30), peaks: int = 150, letters: int = 20
+) -> MadeSpectrum:
     """Return one spectrum of a tryptic peptide."""
     rng = np.random.default_rng((seed, number))
-    residue_L = rng.integers(0, 20, rng.integers(*peptide_length, endpoint=True))
+    residue_L = rng.integers(0, letters, rng.integers(*peptide_length, endpoint=True))
     residue_L[-1] = peptides.LETTERS.index(rng.choice(["K", "R"]))
     charge = int(rng.choice([2, 3], p=[0.7, 0.3]))
     mass = peptides.mass(residue_L)

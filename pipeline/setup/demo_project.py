@@ -10,12 +10,14 @@ import os
 import shutil
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.command_line import quoted
+from pipeline.command_line import install_extra, quoted
 from pipeline.config.load import read_config
 from pipeline.errors import ConfigError
+from pipeline.readers import made
 from pipeline.setup.init_files import recipe_text
 from pipeline.structures.synthetic import write_demo
 
@@ -41,6 +43,7 @@ class RecipeDemo:
     settings: tuple[str, ...] = ()
     items: int = 24
     shows: tuple[str, ...] = ("predictions.csv",)  # files of predictions that people want to see first
+    needs: tuple[str, str] | None = None  # an extra, and the module that it brings
 
     def sets(self, folder: Path) -> list[str]:
         """Return the settings that make the recipe small, as --set has them."""
@@ -72,39 +75,26 @@ def _complexes(folder: Path, items: int) -> None:
 
 
 def _spectra(folder: Path, items: int) -> None:
-    _made_file(folder, "spectra.mgf", items)
+    made.molecules(folder / "data" / "spectra.mgf", items)
 
 
 def _peptides(folder: Path, items: int) -> None:
-    _made_file(folder, "peptides.mgf", items)
-
-
-def _made_file(folder: Path, name: str, count: int) -> None:
-    from pipeline.readers import made
-
-    (folder / "data").mkdir()
-    made.spectra(folder / "data" / name, count)
+    made.spectra(folder / "data" / "peptides.mgf", items, peptide_length=(4, 5), peaks=20, letters=6)
 
 
 def _pockets(folder: Path, items: int) -> None:
     from pipeline.tasks.rna.made_pockets import write_pockets
 
-    (folder / "data").mkdir()
-    write_pockets(folder / "data", items, ligands=3, width=WIDTH, pairs=1)
+    write_pockets(folder / "data", items, ligands=3, width=WIDTH, pairs=2)
 
 
 def _captions(folder: Path, items: int) -> None:
-    from pipeline.readers import made
-
-    (folder / "data").mkdir()
     made.captions(folder / "data" / "captions.csv", items)
 
 
 def _sequences(folder: Path, items: int) -> None:
     from pipeline.encoder.checkpoints.synth import write_random_checkpoint  # it imports torch
-    from pipeline.readers import made
 
-    (folder / "data").mkdir()
     made.sequences(folder / "data" / "sequences.csv", items)
     write_random_checkpoint(folder / "weights" / "esm2_tiny.pt", layers=2, dim=WIDTH, heads=2)
 
@@ -129,9 +119,11 @@ DEMOS = {
     "spectra_finetune": RecipeDemo(
         _spectra,
         {
-            "layers": 2, "heads": 2, "d_fourier": 12, "d_peak": 4, "fourier_width": 8, "finest": 0.1, "max_peaks": 20,
+            "layers": 2, "heads": 4, "d_fourier": 56, "d_peak": 8, "fourier_width": 64, "finest": 0.01, "max_peaks": 20,
         },
-        ("train.frozen=[embed., layers.0.]",),
+        ("train.frozen=[]", "train.epochs=16", "train.effective_batch=32", "train.learning_rate=0.001",
+         "train.predict.split=test"),
+        items=900,
     ),
     "encoder_finetune": RecipeDemo(
         _sequences,
@@ -141,33 +133,42 @@ DEMOS = {
     "denovo_recursive": RecipeDemo(
         _peptides,
         {
-            "width": 36, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "latent_steps": 2,
-            "supervision_steps": 2, "max_peaks": 20,
+            "width": 64, "heads": 4, "encoder_layers": 1, "decoder_layers": 1, "latent_steps": 1,
+            "supervision_steps": 2, "max_peaks": 20, "longest": 6, "smoothing": 0.0, "spectrum_weight": 0.05,
+            "modifications": [], "fragment_charges": 1,
         },
         (
-            "train.effective_batch=4",
-            "train.curriculum=[{epochs: 1, largest: {residues: 12}, options: {spectrum_weight: 0.0}}]",
+            "train.effective_batch=64", "train.epochs=12", "train.learning_rate=0.001", "train.ema=null",
+            "train.schedule={kind: constant}",
+            "data.options.shortest=4", "data.options.least_peaks=4", "train.predict.split=test",
+            "train.curriculum=[{epochs: 1, largest: {residues: 4}, options: {spectrum_weight: 0.0}}]",
         ),
+        items=2000,
         shows=("peptides.csv",),
     ),
     "rna_ligand": RecipeDemo(
         _pockets,
-        {"hidden_irreps": "4x0e+2x1o", "layers": 2, "output_dim": WIDTH, "feature_width": 8},
+        {"hidden_irreps": "8x0e+4x1o", "layers": 2, "output_dim": WIDTH, "feature_width": 8},
         (
+            "train.epochs=5", "train.learning_rate=0.01", "train.predict.split=test",
             "train.options.targets=FOLDER/data/ligand_embeddings.h5",
             "train.options.library=FOLDER/data/ligand_library.h5",
         ),
-        items=12,
+        items=200,
         shows=("ranked_ligands.csv",),
+        needs=("hdf5", "h5py"),
     ),
     "contrastive_pair": RecipeDemo(
         _captions,
         {
-            "width": 16, "layers": 2, "heads": 2, "out": 8, "vocabulary": 1000, "image_size": 16, "patch": 8,
-            "image_width": 16, "image_layers": 2, "image_heads": 2,
+            "width": 32, "layers": 2, "heads": 2, "out": 16, "vocabulary": 1000, "image_size": 32, "patch": 8,
+            "image_width": 32, "image_layers": 2, "image_heads": 2, "right_most": 16,
         },
-        ("data.options.size=16", "train.effective_batch=8", "train.micro_batch=2"),
+        ("data.options.size=32", "train.effective_batch=32", "train.micro_batch=16", "train.epochs=10",
+         "train.learning_rate=0.002", "train.predict.split=test"),
+        items=400,
         shows=("nearest_right.csv", "nearest_left.csv"),
+        needs=("images", "PIL"),
     ),
 }  # fmt: skip
 
@@ -176,6 +177,9 @@ def write_recipe_demo(folder: Path, name: str) -> Path:
     """Write a small project of a recipe into an empty folder; return its configuration file."""
     text = recipe_text(name, None)
     demo = DEMOS[name]
+    if demo.needs and find_spec(demo.needs[1]) is None:
+        what = f"the demo of {name} needs the extra {demo.needs[0]}, which is not installed"
+        raise ConfigError(what, where="--recipe", remedy=install_extra(demo.needs[0]))
     folder.mkdir(parents=True, exist_ok=True)
     demo.make(folder, demo.items)
     config = folder / "pipeline.yaml"

@@ -69,7 +69,7 @@ TIMES = {
     "encoder_finetune": 4,
     "complex_docking": 1,
     "rna_ligand": 2,
-    "spectra_finetune": 2,
+    "spectra_finetune": 5,
     "denovo_recursive": 4,
     "contrastive_pair": 4,
 }

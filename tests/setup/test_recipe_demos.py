@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.load import read_config
+from pipeline.setup import demo_project
 from pipeline.setup.demo_project import DEMOS, write_recipe_demo
 from tests.conftest import ROOT
 from tests.testkit.command import Command
@@ -53,3 +54,13 @@ def test_a_recipe_that_does_not_exist_is_refused_and_nothing_is_written(
     assert refused.code == 2
     assert "no recipe is called spectra_finetun; did you mean spectra_finetune?" in refused.err
     assert not (tmp_path / "here").exists()
+
+
+@pytest.mark.parametrize(("name", "module"), [("rna_ligand", "h5py"), ("contrastive_pair", "PIL")])
+def test_a_recipe_that_needs_an_extra_says_so_before_it_starts(
+    name: str, module: str, pipeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo_project, "find_spec", lambda wanted: None if wanted == module else wanted)
+    refused = pipeline("demo", "here", "--recipe", name)
+    assert (refused.code, "next: pip install" in refused.err, Path("here").exists()) == (2, True, False)
