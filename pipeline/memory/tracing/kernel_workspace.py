@@ -7,6 +7,7 @@ measure it (`traced_oracles`).
 
 from __future__ import annotations
 
+from functools import partial
 from math import ceil, prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -394,16 +395,6 @@ _CUDA: dict[str, Rule] = {
 }
 
 
-def scratch_bytes(op: Operator, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
-    """Return the peak bytes of the operator's CUDA kernel beyond its results."""
-    return taken(_CUDA, op, args, kwargs, result)
-
-
-def hidden_bytes(op: Operator, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
-    """Return by how many bytes the storage of the last result on CUDA is larger than the one here."""
-    return unseen(_CUDA_KEPT, op, args, kwargs, result)
-
-
 _CUDA_KEPT: dict[str, Rule] = {**KEPT_ON_BOTH, "mkldnn_rnn_layer": _cudnn_reserve}
 
 
@@ -426,16 +417,6 @@ def _recurrent_workspace(call: Call) -> int:
 _CPU_KEPT: dict[str, Rule] = {**KEPT_ON_BOTH, "mkldnn_rnn_layer": _recurrent_workspace}
 
 
-def scratch_bytes_cpu(op: Operator, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
-    """Return the peak bytes of the operator's CPU kernel beyond its results, as far as it is not the CPU's own."""
-    return taken(BOTH_DEVICES, op, args, kwargs, result)
-
-
-def hidden_bytes_cpu(op: Operator, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
-    """Return by how many bytes the storage of the last result is larger than the one here."""
-    return unseen(_CPU_KEPT, op, args, kwargs, result)
-
-
 def taken(rules: dict[str, Rule], op: Operator, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
     """Return what a table says of a call; what it does not know costs nothing, and no rule knows nested tensors."""
     name = operator_name(op)
@@ -450,3 +431,9 @@ def unseen(rules: dict[str, Rule], op: Operator, args: Sequence[Any], kwargs: di
     size = taken(rules, op, args, kwargs, result)
     last = result[-1] if isinstance(result, (list, tuple)) else result
     return max(0, size - int(last.untyped_storage().nbytes())) if size else 0
+
+
+# The peak bytes of an operator's kernel beyond its results; for a CPU, what is not the CPU's own.
+scratch_bytes, scratch_bytes_cpu = partial(taken, _CUDA), partial(taken, BOTH_DEVICES)
+# By how many bytes the storage of the last result is larger than the one here.
+hidden_bytes, hidden_bytes_cpu = partial(unseen, _CUDA_KEPT), partial(unseen, _CPU_KEPT)

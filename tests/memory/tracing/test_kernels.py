@@ -51,10 +51,6 @@ def images(y: Tensor) -> Tensor:
     return y.view(-1, 16, 16, 16)
 
 
-def last(y: Tensor) -> Tensor:
-    return images(y).contiguous(memory_format=torch.channels_last)
-
-
 def definite(y: Tensor) -> Tensor:
     return words(y) @ words(y).mT + 10 * torch.eye(16)
 
@@ -66,30 +62,17 @@ def along(layer: nn.Module, y: Tensor) -> Tensor:
 OPERATORS = {
     "bilinear": Operator(lambda layer, y: layer(y, y), lambda: nn.Bilinear(WIDTH, WIDTH, 24)),
     "lstm": Operator(lambda layer, y: layer(words(y))[0], lambda: nn.LSTM(WIDTH, 48, 2, batch_first=True)),
-    "lstm of both directions": Operator(
-        lambda layer, y: layer(words(y))[0], lambda: nn.LSTM(WIDTH, 32, batch_first=True, bidirectional=True)
-    ),
-    "lstm of wide states": Operator(lambda layer, y: layer(words(y))[0], lambda: nn.LSTM(WIDTH, 256)),
     "gru": Operator(lambda layer, y: layer(words(y))[0], lambda: nn.GRU(WIDTH, 48, batch_first=True)),
     "matrix_exp": Operator(lambda y: torch.matrix_exp(0.1 * words(y)[:, :, :16])),
-    "kthvalue": Operator(lambda y: y.kthvalue(5, 1)[0]),
     "largest": Operator(lambda y: y.max(1)[0]),
     "gathered": Operator(lambda y: y.gather(1, torch.zeros(len(y), 99, dtype=torch.long))),
     "soft margin": Operator(lambda y: functional.soft_margin_loss(y, torch.ones_like(y))),
     "bce": Operator(lambda y: functional.binary_cross_entropy(y.sigmoid(), torch.ones_like(y))),
     "conv1d": Operator(along, lambda: nn.Conv1d(WIDTH, 48, 5, padding=2)),
-    "conv1d of steps": Operator(along, lambda: nn.Conv1d(WIDTH, 48, 5, padding=2, stride=2)),
-    "conv1d of each channel": Operator(along, lambda: nn.Conv1d(WIDTH, WIDTH, 5, padding=2, groups=WIDTH)),
-    "conv1d transposed": Operator(along, lambda: nn.ConvTranspose1d(WIDTH, 48, 4, stride=2)),
     "conv2d": Operator(lambda layer, y: layer(images(y)), lambda: nn.Conv2d(16, 24, 3, padding=1)),
-    "conv2d of groups": Operator(lambda layer, y: layer(images(y)), lambda: nn.Conv2d(16, 32, 3, padding=1, groups=4)),
-    "conv2d, channels last": Operator(lambda layer, y: layer(last(y)), lambda: nn.Conv2d(16, 24, 3, padding=1)),
-    "conv2d transposed": Operator(lambda layer, y: layer(images(y)), lambda: nn.ConvTranspose2d(16, 24, 2, stride=2)),
     "batch norm": Operator(lambda layer, y: layer(images(y)), lambda: nn.BatchNorm2d(16)),
     "group norm": Operator(lambda layer, y: layer(images(y)), lambda: nn.GroupNorm(4, 16)),
     "layer norm": Operator(lambda layer, y: layer(y), lambda: nn.LayerNorm(WIDTH)),
-    "upsampled": Operator(lambda y: functional.interpolate(images(y), scale_factor=2, mode="bilinear")),
-    "pooled": Operator(lambda y: functional.max_pool2d(images(y), 2)),
     "softmax": Operator(lambda y: y.softmax(1)),
     "logsumexp": Operator(lambda y: y.logsumexp(-1)),
     "sorted": Operator(lambda y: y.sort(0)[0]),
