@@ -123,22 +123,11 @@ class AccountedTask:
         return TaskStatus(
             job=self.job.partition("_")[0],
             task=task,
-            state=self.state,
             stdout=stdout,
             stderr=stderr,
-            exit_code=self.exit_code,
-            signal=self.signal,
-            peak_rss_bytes=self.peak_rss_bytes,
-            started=self.started,
-            ended=self.ended,
             reason=self.why,
-            node=self.node,
-            cpu_s=self.cpu_s,
             waits_for=reason_words(self.reason) if self.state is TaskState.PENDING else "",
-            restarts=self.restarts,
-            earlier_s=self.earlier_s,
-            gpu_busy=self.gpu_busy,
-            gpu_bytes=self.gpu_bytes,
+            **{name: getattr(self, name) for name in _AS_IN_STATUS},
         )
 
 
@@ -187,6 +176,12 @@ class Accounting:
             torn += cut
         arrays = frozenset(name.partition("_")[0] for name in rows)
         return AccountingLook(rows, f"{torn} of sacct's lines could not be read" if torn else "", arrays)
+
+
+_AS_IN_STATUS = (
+    "state", "exit_code", "signal", "peak_rss_bytes", "started", "ended", "node", "cpu_s", "restarts", "earlier_s",
+    "gpu_busy", "gpu_bytes",
+)  # fmt: skip
 
 
 def trouble(message: str) -> str:

@@ -58,11 +58,6 @@ def choose(candidates: Sequence[Candidate], mem_bytes: int, time_s: int, *, node
     return next(iter(holding), next(iter(long_enough), candidates[0]).partition)
 
 
-def left_alone(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates whose jobs are not preempted."""
-    return [place for place in candidates if not place.limits.preempts]
-
-
 def reach(candidates: Sequence[Candidate], mem_bytes: int, time_s: int, limits: Limits) -> Limits:
     """Return limits with the most memory that a task of such a time can get, and the longest time with such memory."""
     mem = _most([place.limits.mem_bytes for place in candidates if not place.refuses(0, time_s)], mem_bytes)

@@ -99,7 +99,7 @@ class Followed:
         """Complete the reason of a task that has ended."""
         if task.state is TaskState.CANCELLED and not task.node:  # the accounting has the end as the start
             task = replace(task, started=None)
-            if others := ", ".join((*self.spec.after, *self.spec.after_not_ok)):
+            if others := ", ".join(self.spec.after_not_ok):
                 return replace(task, reason=f"dependency never satisfied: it was to follow job {others}")
         return replace(task, reason="; ".join(filter(None, (_ending(task, self.spec), task.reason))))
 

@@ -1,7 +1,6 @@
 """What executors take and return: a job is an array of equal tasks, each known by its number.
 
-A task's processes, logs and limits are its own; a dependency is on all tasks of a job having COMPLETED (`after`) or
-on their having ended at all (`after_any`). The numbers of a job's tasks need not begin at 0.
+A task's processes, logs and limits are its own. The numbers of a job's tasks need not begin at 0.
 """
 
 from __future__ import annotations
@@ -102,8 +101,7 @@ class JobSpec:
     ranks: int = 0  # processes on each node that know of each other; 0: a task is one process
     mem_bytes: int | None = None  # None: neither counted nor limited
     time_s: int | None = None  # None: as long as it takes
-    after: tuple[JobId, ...] = ()
-    after_any: tuple[JobId, ...] = ()
+    after_any: tuple[JobId, ...] = ()  # only once all tasks of these have ended; on a cluster, as the next
     after_not_ok: tuple[JobId, ...] = ()  # only if all of these fail: a standby
     env: Mapping[str, str] = field(default_factory=dict)  # beside what the task inherits
     max_parallel: int | None = None

@@ -46,8 +46,6 @@ class _LocalJob:
     tasks: list[_LocalTask] = field(default_factory=list)
     pending: deque[_LocalTask] = field(default_factory=deque)
     running: int = 0
-    completed: int = 0
-    failure: str = ""  # the first of its tasks that will never complete, and why
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +82,9 @@ class _LocalTask:
 class LocalExecutor:
     """Runs jobs on this machine while it is open; if its process is killed, a guard process ends the tasks."""
 
+    outlives: bool = False
+    cluster: str = ""
+
     def __init__(self, machine: Machine | None = None, *, grace_s: float = GRACE_S) -> None:
         """Use `machine`, by default this one; `grace_s` lies between SIGTERM and SIGKILL."""
         self.machine = machine or Machine.detect()
@@ -99,11 +100,6 @@ class LocalExecutor:
         self._waiting: list[_LocalJob] = []  # those with pending tasks, in the order of submission
         self._running: list[tuple[_LocalTask, Child]] = []
         self._changed: dict[_LocalTask, None] = {}  # since the last step; a set that keeps the order
-        self.cluster = ""
-
-    @property
-    def outlives(self) -> bool:
-        return False
 
     def limits_of(self, _partition: str = "", _cpus: int = 1, _gpus: int = 0) -> Limits:
         return Limits(mem_bytes=self.machine.mem_bytes)
@@ -129,7 +125,6 @@ class LocalExecutor:
 
     def submit(self, spec: JobSpec) -> JobId:
         self.check(spec)
-        self._refuse_unknown(spec)
         if tagged := [job.id for job in self._jobs.values() if spec.tag and job.spec.tag == spec.tag]:
             return tagged[0]
         make_log_dir(spec)
@@ -171,8 +166,10 @@ class LocalExecutor:
 
     def cancel(self, jobs: Iterable[JobId], tasks: Collection[int] | None = None) -> None:
         named = {job for job in jobs if job in self._jobs}
-        for job in named:
-            self._cancel_pending(self._jobs[job], "cancelled", tasks)
+        for job in (self._jobs[name] for name in named):
+            for task in [task for task in job.pending if tasks is None or task.number in tasks]:
+                job.pending.remove(task)
+                self._end(task, Ending(TaskState.CANCELLED, "cancelled"))
         for task, child in self._running:
             if task.job.id in named and (tasks is None or task.number in tasks):
                 child.stop(TaskState.CANCELLED, "cancelled")
@@ -226,11 +223,10 @@ class LocalExecutor:
             self._end(task, child.ending())
 
     def _start_waiting(self) -> None:
-        """Start the tasks whose dependencies are met and for which there is room."""
+        """Start the tasks for which there is room."""
         for job in self._waiting:
             most = job.spec.max_parallel or len(job.spec.tasks)
-            ready = self._is_released(job)
-            ready = ready and not (job.spec.fork_words and self._awaits_server)
+            ready = not (job.spec.fork_words and self._awaits_server)
             while ready and job.pending and job.running < most and self._slots.fit(job.spec):
                 self._start(job, job.pending.popleft())
         self._waiting = [job for job in self._waiting if job.pending]
@@ -267,15 +263,6 @@ class LocalExecutor:
             self._server.close()
             self._server = None
 
-    def _is_released(self, job: _LocalJob) -> bool:
-        """Tell whether a job's dependencies are met; cancel the job if they never will be."""
-        upstream = [self._jobs[other] for other in job.spec.after]
-        for other in upstream:
-            if other.failure:
-                self._cancel_pending(job, f"dependency never satisfied: {other.failure}")
-        ended = all(task.state.ended for other in job.spec.after_any for task in self._jobs[other].tasks)
-        return ended and all(other.completed == len(other.tasks) for other in upstream)
-
     def _start(self, job: _LocalJob, task: _LocalTask) -> None:
         """Start one task; one that cannot be started counts as failed."""
         gpus = self._slots.take(job.spec)
@@ -297,16 +284,7 @@ class LocalExecutor:
     def _end(self, task: _LocalTask, ending: Ending) -> None:
         """Record how a task ended."""
         task.state, task.ending, task.ended = ending.state, ending, time.time()
-        task.job.completed += ending.state.ok
-        if not ending.state.ok and not task.job.failure:
-            task.job.failure = f"task {task.number} of job {task.job.id} ({task.job.spec.name}) is {ending.state.value}"
         self._changed[task] = None
-
-    def _cancel_pending(self, job: _LocalJob, reason: str, tasks: Collection[int] | None = None) -> None:
-        """Cancel the tasks of a job that have not started, or some of them."""
-        for task in [task for task in job.pending if tasks is None or task.number in tasks]:
-            job.pending.remove(task)
-            self._end(task, Ending(TaskState.CANCELLED, reason))
 
     def _await_exit(self, timeout_s: float) -> None:
         """Wait until a task's first process exits, a signal arrives, or the next check is due."""
@@ -321,13 +299,6 @@ class LocalExecutor:
             self._look_at = 0.0
             self._advance()
             self._await_exit(LOOK_EVERY_S)
-
-    def _refuse_unknown(self, spec: JobSpec) -> None:
-        """Refuse a job that depends on one this executor does not have."""
-        for job in (*spec.after, *spec.after_any):
-            if job not in self._jobs:
-                what = f"waits for job {job}, which this executor does not have (it has {len(self._jobs)})"
-                raise SubmissionRefused(what, where=f"job {spec.name}", remedy=spec.again)
 
 
 def refuse_too_large(spec: JobSpec, machine: Machine) -> None:

@@ -133,7 +133,7 @@ def options(spec: JobSpec, site: SlurmSection, offset: int = 0) -> list[str]:
         ("signal", _signal(spec, site)),
         ("dependency", dependency(spec)),
         ("begin", f"now+{spec.begin_s}" if spec.begin_s else None),
-        ("kill-on-invalid-dep", "yes" if spec.after or spec.after_not_ok else None),
+        ("kill-on-invalid-dep", "yes" if spec.after_not_ok else None),
         ("output", out),
         ("error", err),
     ]
@@ -155,7 +155,7 @@ def slurm_clock(time_s: int) -> str:
 
 def dependency(spec: JobSpec) -> str:
     """Return the value of `--dependency`."""
-    kinds = (("afterok", spec.after), ("afterany", spec.after_any), ("afternotok", spec.after_not_ok))
+    kinds = (("afterany", spec.after_any), ("afternotok", spec.after_not_ok))
     return ",".join(":".join((kind, *jobs)) for kind, jobs in kinds if jobs)
 
 

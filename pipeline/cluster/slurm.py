@@ -10,7 +10,7 @@ import re
 import secrets
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeline.cluster import sbatch, slurm_commands
@@ -47,16 +47,11 @@ SACCT_AGAIN_S = 30.0  # an accounting that gave trouble is left alone for so lon
 STARTS_AT = re.compile(r"to start at (\S+)")  # in what sbatch --test-only prints
 
 
-@dataclass(frozen=True, slots=True)
-class StartEstimate:
-    """When the scheduler thinks a job would start, and its own words."""
-
-    at: float | None
-    said: str
-
-
 class SlurmExecutor:
     """Submits to a cluster and asks it; jobs live on without it."""
+
+    outlives: bool = True
+    caveats: tuple[str, ...] = ()
 
     def __init__(self, site: SlurmSection, *, poll_s: float | None = None, patience_s: float = PATIENCE_S) -> None:
         """Look at jobs every `poll_s`, by default as the site says."""
@@ -72,16 +67,8 @@ class SlurmExecutor:
         self._changed: dict[tuple[JobId, int], TaskStatus] = {}
 
     @property
-    def caveats(self) -> tuple[str, ...]:
-        return ()
-
-    @property
-    def outlives(self) -> bool:
-        return True
-
-    @property
     def cluster(self) -> str:
-        return self.facts.cluster
+        return self.facts.told.setting("ClusterName")
 
     def submit(self, spec: JobSpec) -> JobId:
         tagged = replace(spec, tag=spec.tag or f"{sbatch.job_name(spec)}-{secrets.token_hex(6)}")
@@ -102,11 +89,10 @@ class SlurmExecutor:
         limits = self.facts.limits(spec.partition, cpus=spec.cpus_on_node, gpus=spec.gpus)
         refuse_narrow_queue(spec, limits, caps)
         refuse_above_nodes(spec, self.facts.nodes(spec.partition), limits)
-        _refuse_foreign(spec)
         text = sbatch.template(spec.name, ranks=spec.ranks)
         return sbatch.render(text, spec, self.site, highest_task=limits.highest_task)
 
-    def test(self, spec: JobSpec) -> StartEstimate:
+    def starts(self, spec: JobSpec) -> float | None:
         """Ask sbatch when a job would start, without submitting it; raise SubmissionRefused if it never would."""
         _refuse_absent(spec)
         script = self.script_for(spec)
@@ -120,7 +106,7 @@ class SlurmExecutor:
                 time.sleep(wait_s)
             else:
                 start = STARTS_AT.search(reply)
-                return StartEstimate(epoch_of(start[1]) if start else None, reply)
+                return epoch_of(start[1]) if start else None
         raise AssertionError
 
     def limits_of(self, partition: str = "", cpus: int = 1, gpus: int = 0) -> Limits:
@@ -133,10 +119,7 @@ class SlurmExecutor:
         return most
 
     def check(self, spec: JobSpec) -> None:
-        self.test(spec)
-
-    def starts(self, spec: JobSpec) -> float | None:
-        return self.test(spec).at
+        self.starts(spec)
 
     def adopt(self, job: JobId, spec: JobSpec) -> None:
         if job in self._jobs:
@@ -203,10 +186,6 @@ class SlurmExecutor:
         """Return the queue's entries of those jobs whose names are known."""
         return slurm_commands.queue({job: self._names[job] for job in jobs if job in self._names})
 
-    def script(self, job: JobId) -> str:
-        """Return the batch script of a job, as Slurm keeps it."""
-        return slurm_commands.run_command(["scontrol", "write", "batch_script", job, "-"])
-
     def close(self) -> None:
         """Let go; the jobs live on."""
 
@@ -268,22 +247,11 @@ class SlurmExecutor:
         return look
 
     def _after_known(self, spec: JobSpec) -> JobSpec:
-        """Return a job without the dependencies that the queue has forgotten, which Slurm would take as met.
-
-        Refuses the job if one of them did not end well.
-        """
-        _refuse_foreign(spec)
-        try:
-            known = {name.partition("_")[0] for name in self._queue((*spec.after, *spec.after_any))}
-        except CommandFailed:
-            return spec
-        for job in set(spec.after) - known:
-            rows = self._accounting.look({job: self._names.get(job, job)}, time.time() - FORGOTTEN_S).rows
-            if not rows or not all(row.state.ok for row in rows.values()):
-                ends = ", ".join(sorted({row.state.value for row in rows.values()})) or "unknown"
-                raise _never(spec, f"waits for job {job}, which is over ({ends})")
-        after, after_any = (tuple(job for job in jobs if job in known) for jobs in (spec.after, spec.after_any))
-        return replace(spec, after=after, after_any=after_any)
+        """Return a job without the dependencies that the queue has forgotten: those jobs have ended."""
+        with suppress(CommandFailed):
+            known = {name.partition("_")[0] for name in self._queue(spec.after_any)}
+            return replace(spec, after_any=tuple(job for job in spec.after_any if job in known))
+        return spec
 
     def _partitions(self) -> list[str]:
         """Return the names that `partition` can have."""
@@ -294,14 +262,3 @@ def _refuse_absent(spec: JobSpec) -> None:
     """Refuse a job where Slurm's commands are not installed."""
     if not slurm_commands.is_there():
         raise refusal_of(spec, "sbatch: No such file or directory", ())
-
-
-def _refuse_foreign(spec: JobSpec) -> None:
-    """Refuse a job that waits for one that cannot be the cluster's."""
-    for job in (*spec.after, *spec.after_any, *spec.after_not_ok):
-        if not job.isdecimal():
-            raise _never(spec, f"waits for job {job}, which this cluster cannot have")
-
-
-def _never(spec: JobSpec, what: str) -> SubmissionRefused:
-    return SubmissionRefused(what, where=f"job {spec.name}", remedy=spec.again)

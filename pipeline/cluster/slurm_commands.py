@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster import sbatch
 from pipeline.cluster.accounting import ENVIRONMENT, CommandFailed
+from pipeline.cluster.site_facts import CONFIG, parse_settings
 from pipeline.cluster.slurm_words import SQUEUE, Queued, only_ours, parse_squeue
 from pipeline.command_line import Command
 from pipeline.device.kinds import VISIBLE_TO
@@ -98,8 +99,7 @@ def queue(names: Mapping[JobId, str], timeout_s: float = ASK_S, *, uid: int | No
 
 def cluster_name(timeout_s: float = ASK_S) -> str:
     """Return the name of the cluster that Slurm's commands reach from here."""
-    match = re.search(r"^ClusterName\s*=\s*(\S+)", run_command(["scontrol", "show", "config"], timeout_s), re.MULTILINE)
-    return match[1] if match else ""
+    return parse_settings(run_command(CONFIG, timeout_s)).get("ClusterName", "")
 
 
 def named(name: str) -> set[JobId]:

@@ -68,7 +68,9 @@ class Facts:
         queued = _capped(caps, allowances.QUEUED) if site.max_submit == "auto" else int(site.max_submit)
         there = sum(kind.count for kind in nodes) or None
         return Limits(
-            mem_bytes=_least(mem_bytes, *_capped_all(caps, MEMORY), known.node_mem_bytes if known else None),
+            mem_bytes=_least(
+                mem_bytes, *(_capped(caps, kind) for kind in MEMORY), known.node_mem_bytes if known else None
+            ),
             time_s=_least(time_s, _capped(caps, allowances.TIME)),
             job_tasks=size,
             highest_task=size and size - 1,
@@ -123,27 +125,23 @@ class Facts:
     def array_size(self) -> int | None:
         """MaxArraySize: one more than the highest number of a task."""
         size = self.site.max_array_size
-        return (self._told.max_array_size or None) if size == "auto" else int(size)
+        return (self.told.max_array_size or None) if size == "auto" else int(size)
 
     @cached_property
-    def _told(self) -> Site:
+    def told(self) -> Site:
+        """The configuration and the partitions of the cluster; empty where Slurm does not answer."""
         return Site(parse_settings(_answer(CONFIG)), parse_partitions(_answer(PARTITIONS)))
-
-    @property
-    def cluster(self) -> str:
-        """The name of this cluster; empty where Slurm does not answer."""
-        return self._told.setting("ClusterName")
 
     @property
     def _named(self) -> str:
         return self.site.partition or os.environ.get("SBATCH_PARTITION", "")
 
     def _partition(self, name: str) -> Partition | None:
-        return self._told.partition(name) if name else self._told.default
+        return self.told.partition(name) if name else self.told.default
 
     def _may_preempt(self, partition: Partition | None) -> bool:
-        mode = (partition.preempt_mode if partition else "") or self._told.setting("PreemptMode")
-        return self._told.preempts and mode.upper() not in ("", "OFF", "NONE")
+        mode = (partition.preempt_mode if partition else "") or self.told.setting("PreemptMode")
+        return self.told.preempts and mode.upper() not in ("", "OFF", "NONE")
 
     def _lacking(self, partition: str, has_nodes: bool, cpus: int, gpus: int) -> str:  # noqa: FBT001
         """Say why a partition holds no task of such a size; empty where it does, or tells nothing."""
@@ -160,7 +158,7 @@ class Facts:
     @cached_property
     def _associations(self) -> list[dict[str, str]]:
         """What I may charge, and what the accounts are allowed that I charge; empty where no limit holds."""
-        if not self._told.enforces_limits:
+        if not self.told.enforces_limits:
             return []
         me, columns = slurm_commands.my_name(), allowances.ASSOCIATION
         mine = allowances.parse_rows(self._accounted(allowances.own_limits_of(me)), columns)
@@ -175,7 +173,7 @@ class Facts:
 
     @cached_property
     def _qos(self) -> list[dict[str, str]]:
-        if not self._told.enforces_limits:
+        if not self.told.enforces_limits:
             return []
         return allowances.parse_rows(self._accounted(allowances.every_qos()), allowances.QOS)
 
@@ -215,10 +213,6 @@ def _least(*values: int | None) -> int | None:
 
 def _capped(caps: Caps, kind: str) -> int | None:
     return caps[kind].value if kind in caps else None
-
-
-def _capped_all(caps: Caps, kinds: Iterable[str]) -> list[int | None]:
-    return [_capped(caps, kind) for kind in kinds]
 
 
 def _longest(nodes: Sequence[SiteNodes]) -> int | None:

@@ -155,16 +155,6 @@ REASONS: dict[str, WaitReason] = {
     "TimeLimit": WaitReason("it ran out of time"),
     "OutOfMemory": WaitReason("it ran out of memory"),
     "MaxMemPerLimit": WaitReason("never starts: it asks for more memory per core or node than is allowed", SMALLER),
-    "AssocGrpCPUMinutesLimit": WaitReason("the account has used up its core minutes", ACCOUNT),
-    "AssocGrpCPURunMinutesLimit": WaitReason("the account's running jobs use up its core minutes", ACCOUNT),
-    "AssocGrpBillingMinutes": WaitReason("the account has used up its allocation", ACCOUNT),
-    "AssocMaxJobsLimit": WaitReason("the account runs as many jobs as it may"),
-    "AssocGrpGRES": WaitReason("the account uses as many GPUs as it may", ACCOUNT),
-    "QOSMaxJobsPerUserLimit": WaitReason("you run as many jobs as the quality of service allows"),
-    "QOSMaxSubmitJobPerUserLimit": WaitReason("you have as many jobs queued as the quality of service allows"),
-    "QOSMaxMemoryPerUser": WaitReason("you use as much memory as the quality of service allows", QOS),
-    "QOSMaxGRESPerUser": WaitReason("you use as many GPUs as the quality of service allows", QOS),
-    "QOSMaxCpuPerUserLimit": WaitReason("you use as many cores as the quality of service allows", QOS),
     "QOSUsageThreshold": WaitReason("the account has used more than its quality of service wants", QOS),
 }
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeAlias
 
-from pipeline.cluster.job_spec import TaskState
+from pipeline.cluster.job_spec import TaskState, mebibytes
 from pipeline.cluster.peers import PEER_LOST, failed_node, first_lost
 from pipeline.cluster.slurm_words import is_stuck
 from pipeline.device.kinds import CARD_IS_FULL, HOST_IS_FULL, LOG_OF_BROKEN_CARD, LOG_OF_FULL_CARD
@@ -146,8 +146,8 @@ class _Case:
     def memory(self) -> str:
         """Say what is known of its memory use."""
         peak, asked = self.status.peak_rss_bytes, self.asked_bytes
-        limit = f"its limit was {_mebibytes(asked)}" if asked else ""
-        return _joined(limit, f"at most {_mebibytes(peak)} were sampled" if peak else "")
+        limit = f"its limit was {mebibytes(asked)}" if asked else ""
+        return _joined(limit, f"at most {mebibytes(peak)} were sampled" if peak else "")
 
     def _not_over(self) -> _Finding:
         """Judge a task that has not ended."""
@@ -161,13 +161,8 @@ class _Case:
         if self.word.exit_code == GO_ON and self.word.done:
             return Cause.INTERRUPTED, f"stopped in order at its time limit, {self.word.done} items done"
         limit = "time limit" if self.status.state is TaskState.TIMEOUT else "deadline"
-        duration = _duration(self.status)
-        lasted = f"it ran for {duration}" if duration else ""
-        return (
-            self._by_kernel()
-            or self._by_kind()
-            or (Cause.TIMEOUT, _joined(f"reached its {limit}", lasted, self.status.reason))
-        )
+        timeout = Cause.TIMEOUT, _joined(f"reached its {limit}", self.status.reason)
+        return self._by_kernel() or self._by_kind() or timeout
 
     def _by_evidence(self) -> _Finding:
         """Judge a task whose state says only that it failed, or less."""
@@ -326,18 +321,6 @@ def named_signal(number: int | None) -> str:
         return f"signal {number} ({signal.Signals(number or 0).name})"
     except ValueError:
         return f"signal {number}"
-
-
-def _duration(status: TaskStatus) -> str:
-    """Say how long a task ran."""
-    if status.started is None or status.ended is None or status.ended < status.started:
-        return ""
-    return f"{(status.ended - status.started) / 60:.1f} minutes"
-
-
-def _mebibytes(count: int) -> str:
-    """Write a number of bytes for people."""
-    return f"{count >> 20} MiB"
 
 
 _PERHAPS_OVER = frozenset({TaskState.UNKNOWN, TaskState.COMPLETING})

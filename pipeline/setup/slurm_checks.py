@@ -357,15 +357,15 @@ def _not_yours(kind: str, name: str, known: list[str]) -> CheckResult:
 def _tested(executor: SlurmExecutor, spec: JobSpec) -> CheckResult:
     """Return the row for a job, by what the scheduler answers."""
     try:
-        start = executor.test(spec)
+        start = executor.starts(spec)
     except SubmissionRefused as error:
         change = error.command.change if error.command and error.command.change else error.remedy
         return refused_check(f"job {spec.name}", error.what, change)
     except CommandFailed as error:
         return noted_check(f"job {spec.name}", f"could not be asked about: {error.what}", "scontrol ping")
-    if start.at is None:
+    if start is None:
         return good_check(f"job {spec.name}", "the scheduler would take it")
-    when = datetime.fromtimestamp(start.at, tz=UTC).astimezone()
+    when = datetime.fromtimestamp(start, tz=UTC).astimezone()
     return good_check(f"job {spec.name}", f"the scheduler would take it, and start it about {when:%Y-%m-%d %H:%M}")
 
 

@@ -53,7 +53,6 @@ IMPOSSIBLE: tuple[dict[str, Any], ...] = (
     {"cpus": 100_000},
     {"gpus": 1_000},
     {"mem_bytes": 2 << 40},
-    {"after": ("nobody.1",)},
 )
 
 
@@ -111,24 +110,6 @@ class TestExecutor:
         body = "import os, sys; print(os.environ['ADDED'], 'PATH' in os.environ, repr(sys.stdin.read()))"
         (task,) = finish(executor, executor.submit(python(tmp_path, body, env={"ADDED": "a b"})))
         assert Path(task.stdout).read_text() == "a b True ''\n"
-
-    def test_job_starts_when_all_of_those_before_it_have_completed(self, executor: Executor, tmp_path: Path) -> None:
-        writes = "import pathlib, sys; pathlib.Path(sys.argv[1], sys.argv[2]).touch()"
-        lists = "import os, sys; print(sorted(name for name in os.listdir(sys.argv[1]) if '.' not in name))"
-        first = executor.submit(python(tmp_path, writes, str(tmp_path), tasks=6))
-        second = executor.submit(python(tmp_path, lists, str(tmp_path), tasks=2, after=(first,)))
-        assert {task.state for task in executor.status([second])} == {TaskState.PENDING}
-        for task in finish(executor, first, second)[6:]:
-            assert Path(task.stdout).read_text() == "['0', '1', '2', '3', '4', '5']\n"
-
-    def test_failed_job_takes_all_that_wait_for_it_along(self, executor: Executor, tmp_path: Path) -> None:
-        first = executor.submit(python(tmp_path, "import sys; sys.exit(sys.argv[1] == '1')", tasks=2))
-        second = executor.submit(python(tmp_path, "pass", tasks=2, after=(first,)))
-        third = executor.submit(python(tmp_path, "pass", after=(second,)))
-        tasks = finish(executor, second, third)
-        assert [task.state for task in tasks] == [TaskState.CANCELLED] * 3
-        assert all(task.reason.startswith("dependency never satisfied") for task in tasks)
-        assert [task.started for task in tasks] == [None] * 3
 
     def test_no_more_tasks_than_allowed_run_at_once(self, executor: Executor, tmp_path: Path) -> None:
         tasks = finish(executor, executor.submit(in_pairs(tmp_path, tasks=6, max_parallel=2)))

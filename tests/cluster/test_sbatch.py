@@ -34,7 +34,6 @@ RICH = JobSpec(
     gpus=2,
     mem_bytes=(48 << 30) + 1,
     time_s=5_430,
-    after=("17",),
     after_any=("18", "19"),
     env={"LANG": "C.UTF-8", "HOSTILE": "$(id) `id` 'quoted'"},
     max_parallel=3,

@@ -202,7 +202,7 @@ class TestSignals:
     def test_kill_without_a_sign_of_memory_is_a_crash_with_figures(self) -> None:
         found = judge_attempt(ended(TaskState.FAILED, 137, peak_rss_bytes=50 * MIB), BEGAN, "", asked_bytes=200 * MIB)
         assert found.cause is Cause.CRASHED
-        assert re.search("200 MiB.* 50 MiB", found.reason)
+        assert re.search("200MiB.* 50MiB", found.reason)
 
 
 class TestRanks:

@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from pipeline.cluster.candidates import choose, left_alone, reach
+from pipeline.cluster.candidates import choose, reach
 from pipeline.cluster.job_spec import mebibytes
 from pipeline.cluster.verdict import Cause
 from pipeline.records import Reason
@@ -110,8 +110,8 @@ def _placed(decision: Again | Split | LeaveOut, history: Sequence[Attempt], mean
     """Return a decision with the partition for what it asks for: the present one while that holds it."""
     ask, now, places = decision.ask, history[-1].ask.partition, means.places
     if _keeps_making_room(history):
-        alone = [place for place in left_alone(places) if not place.refuses(ask.mem_bytes, ask.time_s, means.nodes)]
-        places = tuple(alone) or places
+        holding = [place for place in places if not place.refuses(ask.mem_bytes, ask.time_s, means.nodes)]
+        places = tuple(place for place in holding if not place.limits.preempts) or places
     where = choose(places, ask.mem_bytes, ask.time_s, nodes=means.nodes, stay=now)
     if where == now:
         return decision
