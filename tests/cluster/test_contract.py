@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.cluster.job_spec import JobSpec, TaskState
 from pipeline.cluster.slurm import SlurmExecutor
-from pipeline.errors import SubmissionRefused
+from pipeline.errors import ConfigError, SubmissionRefused
 from tests.cluster.conftest import EXECUTORS
 from tests.cluster.programs import AWAIT, EATS, IGNORES_TERM, MIB, WAITS, finish, python, step_until
 
@@ -97,7 +97,7 @@ class TestExecutor:
         for number, name in enumerate(HOSTILE):
             spec = python(tmp_path / str(number) / name.replace("/", "∕"), "print('here')")
             if isinstance(executor, SlurmExecutor) and not CAN_BE_TOLD.fullmatch(name):
-                with pytest.raises(SubmissionRefused):
+                with pytest.raises((SubmissionRefused, ConfigError)):
                     executor.submit(spec)
             else:
                 jobs[name] = executor.submit(spec)
