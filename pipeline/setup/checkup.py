@@ -89,15 +89,15 @@ def check_configuration(loaded: LoadedConfig) -> list[CheckResult]:
 
 
 def _found(checks: Checks, loaded: LoadedConfig) -> list[CheckResult]:
-    """Return the findings of checks, each once; one that fails never hides the next one."""
+    """Return the findings of checks, each problem once; one that fails never hides the next one."""
     findings = list[CheckResult]()
     for name, look in checks:
         try:
             findings += look(loaded)
         except PipelineError as error:
             findings.append(failed_check(name, error))
-    first = {finding.found: finding for finding in reversed(findings)}
-    return [finding for finding in findings if first[finding.found] is finding]
+    bad = {finding.found: finding for finding in reversed(findings) if finding.verdict is CheckVerdict.BAD}
+    return [finding for finding in findings if bad.get(finding.found, finding) is finding]
 
 
 def _around() -> Iterator[CheckResult]:

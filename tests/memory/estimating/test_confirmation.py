@@ -156,6 +156,7 @@ def test_a_model_that_is_too_large_for_this_machine_is_not_built_and_told(monkey
     assert any(note.startswith("not confirmed by a real step") for note in micro.notes)
 
 
+@pytest.mark.nightly
 def test_a_model_that_keeps_ever_more_is_said_to_leak() -> None:
     class Leaks(Layers):
         def forward(self, x: Tensor) -> Tensor:
