@@ -217,8 +217,8 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any | None:
-    """Return the JSON value in a file; None where the file is missing, torn or no JSON."""
+    """Return the JSON value in a file; None where it is missing, torn, no JSON or no plain file, such as a FIFO."""
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(path.read_bytes()) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
         return None

@@ -59,7 +59,7 @@ def items_command(
     path = _scanned(run, config, sets).inventory
     with path.open(encoding="utf-8", errors="backslashreplace", newline="") as file:
         table = csv.DictReader(file)
-        every = ({name: cell_text(cell or "") for name, cell in row.items()} for row in table)
+        every = ({name: cell_text(row[name] or "") for name in table.fieldnames or ()} for row in table)
         chosen = (row for row in every if not key or any(row.get(name, "").startswith(key.lower()) for name in KEYS))
         if as_json:
             _print_array(chosen)

@@ -12,8 +12,10 @@ from typing import Any
 
 MASK = "***"
 SHORTEST = 6  # a shorter value is a number or a word that would be masked all over a text
+_OF_TEXTS = ("mask", "pad", "eos", "bos", "unk", "sep", "cls")  # tokens that are part of a model's alphabet
+_TOKEN = "".join(f"(?<!{kind}[_-])" for kind in _OF_TEXTS) + "token"
 _NAME = (
-    r"(?:token|secret|password|passwd|passphrase|credentials?|authorization|signature|webhook(?:[_-]?url)?"
+    rf"(?:{_TOKEN}|secret|password|passwd|passphrase|credentials?|authorization|signature|webhook(?:[_-]?url)?"
     r"|(?:api|access|secret|private|auth|wandb|signing)[_-]?key)"
 )
 _PLACES = [  # what the group takes stays; a long word is gone through once: it is looked at from its beginning only
@@ -30,7 +32,8 @@ _PLACES = [  # what the group takes stays; a long word is gone through once: it 
         r"((?<![\w-])(?:Bearer\s+|github_pat_|glpat-|sk-|xox[abprs]-)(?=\S*\d))[\w.~+/=-]{16,}",
     )
 ]
-_ENDS_SO = re.compile(rf"{_NAME}$|^(?:-u|--user)$", re.IGNORECASE)
+_ENDS_SO = re.compile(rf"{_NAME}$", re.IGNORECASE)
+_USER = ("-u", "--user")  # of curl; what follows is NAME:PASSWORD
 _IS_SIZE = re.compile(r"(?:^|\.)token$")  # where its value is a number
 _VARIABLE = re.compile(r"(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$")
 
@@ -52,7 +55,8 @@ def without_secrets_in(value: Any, name: str = "") -> Any:
         return {key: without_secrets_in(part, name if is_secret else str(key)) for key, part in value.items()}
     if isinstance(value, list | tuple):  # in a command, the word after --token is a secret
         before = (str(word) if str(word).startswith("-") else name for word in ("", *value))
-        return [without_secrets_in(part, option) for option, part in zip(before, value, strict=False)]
+        pairs = zip(before, value, strict=False)
+        return [MASK if key in _USER and ":" in str(part) else without_secrets_in(part, key) for key, part in pairs]
     if is_secret and value and not isinstance(value, bool):
         return MASK if isinstance(value, str) or not _IS_SIZE.search(name) else value
     return without_secrets(value) if isinstance(value, str) else value

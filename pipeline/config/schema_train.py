@@ -188,7 +188,9 @@ class TrainSection(Section):
         default="auto",
         description="Whose embeddings items carry, side by side: main, or a name in embed.also; auto: main's alone.",
     )
-    effective_batch: int = Field(default=8, ge=1, le=999_999, description="Items in an optimizer step, over all GPUs.")
+    effective_batch: int = Field(
+        default=8, ge=1, le=9_999_999, description="Items in an optimizer step, over all GPUs."
+    )
     micro_batch: AutoCount = Field(default="auto", description="Most items of a GPU at once; auto: planned, by cost.")
     batching: Literal["concatenated", "padded"] = Field(
         default="concatenated", description="How items make a batch: one after the other, or padded to the largest."

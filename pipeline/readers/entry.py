@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing import BinaryIO
 
 T = TypeVar("T")
-MOST_OPEN = 32  # files at a time
+MOST_OPEN = 256  # files at a time
 PACKED = ".gz"
 SCAN_AGAIN = Command.submit("scan", then="   (the file changed since)")
 

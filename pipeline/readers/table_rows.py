@@ -158,6 +158,8 @@ class LabelTable:
         places: dict[str, int] = {}
         rows: list[tuple[float, ...]] = []
         for row in islice(rows_in_table(path), 1, None):
+            if not row.text.strip(b"\r\n"):
+                continue
             try:
                 cells = table.cells(row.text, columns)
                 if (key := "_".join(cells[ID].split())) in places:

@@ -3,7 +3,7 @@
 A command is as in `train.command`, with {micro_batch} for what is sought. It starts its ranks itself (torchrun, srun,
 accelerate), so where memory ends on any of them the size does not fit: on unequal cards the smallest decides. A size
 fits if the command ends well with it. It also fits if the command has printed `pipeline: {"step": n}` often enough, or
-has run for the allowed time; then it is told to end.
+has run for the allowed time; then it gets a SIGTERM.
 
 What was found is remembered beside the project, under the command, the files that it names, the cards and torch.
 """

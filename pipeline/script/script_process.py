@@ -133,7 +133,7 @@ def run_script(
 ) -> ScriptOutcome:
     """Run a script to its end; its output goes to `out` and `err` as it comes. To be called in the main thread.
 
-    `mem_bytes` is the memory of the task, by which a kill for memory is told from other kills. After `longest_s` the
+    `mem_bytes` is the memory of the task, which shows whether a kill was for memory. After `longest_s` the
     script gets a SIGTERM.
     """
     with _signals() as arrived, closing(_Process(words, environment, cwd, (out, err), tell)) as process:

@@ -131,7 +131,8 @@ def _settings(docking: Docking, project: LoadedConfig) -> dict[str, dict[str, An
     """Return the settings by section: the model's own, and the project's for where and with what things are done."""
     here = project.config
     model = _settings_of_model(docking, here, project.base_dir.absolute())
-    typed = read_config(None, ["data.path=.", *docking.sets]).config.train
+    of_model = [typed for typed in docking.sets if typed.startswith(("train.options", "train.predict.options"))]
+    typed = read_config(None, ["data.path=.", *of_model]).config.train
     options = model["train"].get("options", {}) | typed.options
     drawn: dict[str, Any] = {"samples": docking.poses, "steps": docking.steps, "top": docking.top}
     drawn |= {"trajectory": True} if docking.trajectory else {}

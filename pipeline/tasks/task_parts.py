@@ -187,6 +187,15 @@ class Vectors(Protocol):
     def __getitem__(self, place: int) -> Any: ...
 
 
+def first_of(described: Iterable[tuple[str, T]], outputs: Any) -> dict[str, T]:
+    """Return what is said of the ids of outputs; a scan takes the first of equal ids, and so does this."""
+    ids, found = {outputs.id(place) for place in range(len(outputs))}, dict[str, T]()
+    for name, about in described:
+        if name in ids:
+            found.setdefault(name, about)
+    return found
+
+
 def unit_rows(vectors: Vectors, places: Sequence[int]) -> Floats:
     """Return some vectors at length 1 [N, D]; one of no length stays."""
     row_ND: Any

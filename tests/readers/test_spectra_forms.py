@@ -137,7 +137,7 @@ def test_the_checks_of_quality_are_the_originals(tmp_path: Path) -> None:
 
 def test_targets_stand_in_a_table_beside_the_file_and_what_is_not_there_is_not_known(tmp_path: Path) -> None:
     (tmp_path / "x.mgf").write_text("".join(map(mgf_text, range(4))))
-    (tmp_path / "labels.csv").write_text("id,logp,qed\ne0,1.5,0.25\ne1,,0.5\ne3,NA,nan\n")
+    (tmp_path / "labels.csv").write_text("id,logp,qed\ne0,1.5,0.25\ne1,,0.5\ne3,NA,nan\n\n")
     found = read(tmp_path / "x.mgf", labels="labels.csv", target=("logp", "qed"))
     values = np.array([entry.arrays["target"] for entry in found if isinstance(entry, Entry)])
     assert np.array_equal(values, [[1.5, 0.25], [np.nan, 0.5], [np.nan] * 2, [np.nan] * 2], equal_nan=True)

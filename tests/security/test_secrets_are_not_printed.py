@@ -175,6 +175,8 @@ def test_what_is_no_secret_is_left_as_it_is() -> None:
         "the key of a record: 0123456789abcdef",
         "https://host/x@y:z",
         "left.token 128",
+        "train.py --mask-token 32",
+        "mask_token: '<mask>'",
         "sizes: nodes 300, left.token: 12345",
         "models/hf_esm2_t33_650M_UR50D",
         "risk-of-bias-in-16-domains-of-proteins",
@@ -213,6 +215,7 @@ def test_nested_settings_are_masked_by_the_name_above_them() -> None:
         "options": {"api_token": MASK, "many": ["https://a:***@c", 3]}, "password": [MASK, MASK], "n": None
     }  # fmt: skip
     shown = {"largest": {"left.token": 128}, "use_token": True, "command": ["curl", "-u", MASK], "n": 3}
+    shown |= {"mask_token": 32, "notify": ["python", "-u", "tell.py"]}
     shown |= dict.fromkeys(("api_key", "wandb_key", "Authorization", "slack_webhook"), MASK)
     told = {"api_key": 1234567, "wandb_key": "x", "Authorization": "Bearer x", "slack_webhook": "https://x/y"}
     assert without_secrets_in({**shown, **told, "command": ["curl", "-u", "me:pass"]}) == shown

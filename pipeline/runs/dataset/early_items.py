@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 SIZES = "--sizes nodes=600,edges=12000,pairs=90000"  # of two partners with 300 residues each
 MOST, MOST_ITEMS = 2**31 - 1, 10**7  # that can be typed
 NEARLY = 0.7  # how alike the names of two splits are when one is meant by the other: tset, valid
+LATER = {"train.evaluate.split": "test", "train.predict.split": "test"}
 MOST_LISTED = 100_000  # items whose splits are looked at before a run: a second or two
 NAMELESS = "an item of --sizes"
 RESIDUES_PER_CUBIC_A = 0.0075  # in proteins: 135 cubic Å each
@@ -61,11 +62,12 @@ def refuse_unknown_splits(project: Project) -> None:
     splits = sorted(filter(None, there))
     usual = "" if splits else type(train).model_fields["split"].default  # means all items of a table without splits
     for key, name in wanted.items() if listed <= MOST_LISTED else ():
-        near = get_close_matches(str(name).lower(), {split.lower(): split for split in splits}, n=1, cutoff=NEARLY)
+        cutoff = 1.0 if name == LATER.get(key) else NEARLY  # of a default that a later stage reads, if at all
+        near = get_close_matches(str(name).lower(), {split.lower(): split for split in splits}, n=1, cutoff=cutoff)
         if name and name not in there and (near or (key == "train.split" and name != usual)):
             meant = next((split for split in splits if [split.lower()] == near), "null")
             what = f"no item is in split {name!r}; there are: {', '.join(map(repr, splits)) or 'none'}"
-            raise ConfigError(what, where=key, remedy=f"--set {key}={meant}" + " (every item)" * (meant == "null"))
+            raise ConfigError(what, where=key, remedy=f"--set {key}={meant}" + "   (every item)" * (meant == "null"))
 
 
 def refuse_other_width(project: Project, task: Task) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.command_line import Command, quoted
 from pipeline.encoder.embedding_recipe import texts
 from pipeline.errors import ConfigError, DataError, PipelineError
+from pipeline.files import read_json
 from pipeline.journal.active_runs import hidden
 from pipeline.journal.run_folder import runs_in
 from pipeline.keys import parse_key, recipe_tag
@@ -34,7 +34,6 @@ from pipeline.structures.inventory import plain_recipe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from typing import Any
 
     from pipeline.config.schema import Config
     from pipeline.encoder.embedding_recipe import EmbeddingRecipe
@@ -200,10 +199,11 @@ class Staying:
         kept = {(kind, bytes.fromhex(tag)) for user in self.others for kind, tag in user.tags}
         all_stays = self.strangers
         for run in self.going:
-            try:  # what the run itself wrote at submission: its code may be another user's, and is not loaded
-                kept |= {(str(kind), bytes.fromhex(tag)) for kind, tag in json.loads(run.recipes.read_text())}
+            listed: Any = read_json(run.recipes)  # written at submission: code, maybe another user's, is not loaded
+            try:
+                kept |= {(str(kind), bytes.fromhex(tag)) for kind, tag in listed}
                 stays = "all records of its recipes stay"
-            except (OSError, TypeError, ValueError, RecursionError):  # absent in runs of older versions
+            except (TypeError, ValueError):  # absent in runs of older versions
                 all_stays, stays = True, "does not list its recipes, so all records stay"
             self.notes.append(CleanNote(f"run {run.name} is active: {stays}"))
         need, certain = Needed(), False

@@ -177,7 +177,7 @@ class Columns:
             meant = _meant(column, spare, LIKELY)
             return _absent(column, meant, present, path, said_by="data.labels" if column in self.labels else "")
         for column in self.known:
-            meant = _meant(column, spare, ALIKE if column in OTHER_NAMES else NEARLY_CERTAIN)
+            meant = _meant(column, spare, ALIKE if column in ("split", "cluster") else NEARLY_CERTAIN)
             if meant and column not in present:
                 what = (
                     f"pipeline does not read the column {printable_text(meant)!r}: did you mean {column!r}?"

@@ -1,6 +1,6 @@
 """What is asked of matching pairs: what is nearest to what, and which class, told by texts alone, an item is of.
 
-nearest_right.csv    a line an item: its texts, classes where they are told, and the nearest right sides with cosines
+nearest_right.csv    a line an item: its texts, classes where they are known, and the nearest right sides with cosines
 nearest_left.csv     the same the other way
 
 Two blocks of items and their cosines are held at a time. A class told by texts is the mean of what a text tower makes
@@ -23,7 +23,7 @@ from torch.nn import functional
 from pipeline.errors import ConfigError
 from pipeline.readers.byte_pairs import BytePairs, TooLong
 from pipeline.tasks.pairs.pair_towers import TextBatch
-from pipeline.tasks.task_parts import WHERE, at_least_single, nearest_vectors, padded_rows, task_table
+from pipeline.tasks.task_parts import WHERE, at_least_single, first_of, nearest_vectors, padded_rows, task_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -89,7 +89,7 @@ def write_nearest(folder: Path, outputs: Outputs, sides: Sides, classes: Classes
     `classes` are the names of those that the first side tells, by output. `described` is the reader, whose `headers()`
     give the texts of both sides by id, or anything else.
     """
-    texts = dict(described.headers()) if hasattr(described, "headers") else {}
+    texts = first_of(described.headers(), outputs[sides[0]]) if hasattr(described, "headers") else {}
     names = tuple(next(iter(texts.values()), {}))  # of the left side's text, and of the right side's
     paths = [folder / f"nearest_{other}.csv" for other in reversed(sides)]
     _write(paths[0], outputs, sides, classes, texts, names)

@@ -21,7 +21,7 @@ from pipeline.readers.peptides import LETTER_OF, LETTERS, MODIFICATIONS, peptide
 from pipeline.tasks.peptides.found_peptides import LETTERS as LETTER_COLUMN
 from pipeline.tasks.peptides.found_peptides import rank_score
 from pipeline.tasks.peptides.peptide_scores import judged, precision_by_coverage
-from pipeline.tasks.task_parts import task_table
+from pipeline.tasks.task_parts import first_of, task_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -56,7 +56,8 @@ def publish_peptides(folder: Path, outputs: Mapping[str, Any], choice: PeptideCh
     known: list[JudgedPeptide] = []
     paths = [folder / TABLE, folder / MZTAB]
     runs = list(described.runs()) if hasattr(described, "runs") else []
-    run_of = {name: run for run, (_, headers) in enumerate(runs, 1) for name, _ in headers} if len(runs) > 1 else {}
+    names = ((name, run) for run, (_, headers) in enumerate(runs, 1) for name, _ in headers)
+    run_of = first_of(names, outputs[LETTER_COLUMN]) if len(runs) > 1 else {}
     head = mztab_head(choice, [path for path, _ in runs])
     with task_table(paths[0], COLUMNS) as add, replacing(paths[1]) as aside, aside.open("w", encoding="utf-8") as psms:
         psms.write(head)

@@ -23,7 +23,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.files import cell_text, replacing
 from pipeline.readers import hdf5
 from pipeline.tasks.spectra.peak_transformer import EMBEDDING
-from pipeline.tasks.task_parts import WHERE, nearest_vectors, task_table
+from pipeline.tasks.task_parts import WHERE, first_of, nearest_vectors, task_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -85,10 +85,9 @@ def _rows(embedded: Any, described: Any) -> tuple[tuple[str, ...], list[dict[str
     rows = [{ID: embedded.id(place)} for place in range(len(embedded))]
     places = {row[ID]: row for row in rows}
     names: dict[str, None] = {ID: None}
-    for name, headers in described.headers() if hasattr(described, "headers") else ():
-        if name in places:
-            places[name].update({key: value for key, value in headers.items() if key != ID})
-            names.update(dict.fromkeys(headers))
+    for name, headers in first_of(described.headers() if hasattr(described, "headers") else (), embedded).items():
+        places[name].update({key: value for key, value in headers.items() if key != ID})
+        names.update(dict.fromkeys(headers))
     return tuple(names), rows
 
 

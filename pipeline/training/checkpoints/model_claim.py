@@ -88,15 +88,20 @@ class ModelClaim:
         return is_mine
 
     def _refuse_living(self, path: Path) -> None:
-        holder = _holder(path)
-        is_here = holder.get("host") == socket.gethostname()
-        run = Path(holder.get("run", ""))
-        if run.name == self._run.name or (is_here and not is_alive(holder["pid"], holder["born"])):
-            return
         beat = _beat(path)
-        if wait_for(lambda: _beat(path) != beat, STALE_S, LOOK_EVERY_S) and _beat(path):
+        if self._may_follow(_holder(path)) or not wait_for(lambda: _beat(path) != beat, STALE_S, LOOK_EVERY_S):
+            return
+        holder = _holder(path)  # again: a claim is created before its text is written
+        if _beat(path) and not self._may_follow(holder):
+            run = holder.get("run", "RUN")
             stop = Command.of("cancel", run, then="   (or wait until it has ended; or --set train.models=FOLDER)")
             raise ConfigError(f"{_who(holder)} writes this model", where=str(path.parents[1]), remedy=stop)
+
+    def _may_follow(self, holder: Mapping[str, Any]) -> bool:
+        """Tell whether a holder is an earlier attempt of this run, or a process of this machine that is dead."""
+        is_here = holder.get("host") == socket.gethostname()
+        is_same = Path(holder.get("run", "")).name == self._run.name
+        return is_same or (is_here and not is_alive(holder["pid"], holder["born"]))
 
     def _keep(self) -> None:
         while not self._is_over.wait(BEAT_S):

@@ -262,11 +262,11 @@ class Trainer:
             norm = self.whole.take(report) if is_taken else None
         if report.lost:
             self._roll_back(report.lost, self.done - 1, frugal=True)
-            return
         if report.damaged:
             self.stepper.go_back()
             self._lose(report.damaged)
             self._again = True  # without them
+        if report.lost or report.damaged:
             return
         if self.done > self._furthest:
             self._rollbacks = 0
@@ -364,13 +364,14 @@ class Trainer:
         if frugal:
             for group in self.step.optimizer.param_groups:  # its way with the least memory of its own
                 group["foreach"], group["fused"] = False, None
-        poisoned = set(self.standing.poisoned)
+        poisoned, damaged = set(self.standing.poisoned), set(self.standing.damaged)
         self.whole.lost = ""
         for course in self.courses:
             course.loader.close()
         self._take_up()
         make_state(self.step)  # at the beginning there is none
         self.standing.poisoned |= poisoned
+        self.standing.damaged |= damaged  # each is reported once
         self._again = True
 
     # Between steps

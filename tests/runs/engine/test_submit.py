@@ -327,11 +327,15 @@ UNFIT = {
 
 
 def test_splits_and_a_width_that_data_and_weights_do_not_have_are_refused_before_the_first_stage(pipeline, tmp_path):
-    write_project(tmp_path, {**SMALL, "train__task": TRAIN["train__task"]}, {}, ("train", "train", "val", "test"))
+    settings = {**SMALL, "train__task": TRAIN["train__task"]}
+    write_project(tmp_path, settings, {}, ("train", "train", "val", "test"))
     for setting, remedy in UNFIT.items():
         for words in (("submit", "--stage", "all", "--follow"), ("config", "check"), ("plan", "--stage", "train")):
             done = pipeline(*words, "--set", setting)
             assert (done.code, f"next: {remedy}".rstrip() in done.err, runs_in(Path("runs"))) == (2, True, []), words
+    table = Path("data/manifest.csv")
+    table.write_text(table.read_text().replace(",test", ",test_a"))
+    assert pipeline("config", "check").code == 0  # what no stage reads may keep the default of evaluate.split
 
 
 @pytest.mark.nightly

@@ -217,6 +217,8 @@ def test_the_remedy_for_a_misnamed_column_repairs_the_file(tmp_path: Path) -> No
 
 
 def test_a_column_named_like_one_that_is_there_is_a_label(tmp_path: Path) -> None:
+    charged = "id,path,receptor_charge\nx,a,2\n"
+    assert only_item(read("manifest", write(tmp_path / "m.csv", charged))).labels == {"receptor_charge": "2"}
     text = "id,path,receptor_chains,ligand_chains,split,cluster,set,receptor,mode,n_chains\nx,a,,,,,7,b,c,2\n"
     item = only_item(read("manifest", write(tmp_path / "m.csv", text)))
     assert item.labels == {"set": "7", "receptor": "b", "mode": "c", "n_chains": "2"}

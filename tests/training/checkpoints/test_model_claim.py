@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+from threading import Timer
 
 import pytest
 
@@ -56,6 +57,14 @@ def test_a_claim_that_nobody_touches_is_taken_over_whatever_the_clocks_say(tmp_p
     claim.check()
     assert [path.name for path in (tmp_path / "writers").glob("0*")] == ["000005"]
     claim.close()
+
+
+def test_a_claim_whose_holder_has_not_written_its_name_yet_is_read_again(tmp_path):
+    first = tmp_path / "writers" / "000001"
+    first.parent.mkdir()
+    first.touch()
+    Timer(0.2, first.write_text, [json.dumps({"run": "elsewhere/run", "host": "other"})]).start()
+    ModelClaim(first.parent, tmp_path / "run").close()  # after an earlier attempt of the same run
 
 
 def test_a_writer_that_was_replaced_or_whose_folder_is_gone_stops_and_removes_nothing_of_others(tmp_path):

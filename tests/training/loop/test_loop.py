@@ -204,7 +204,6 @@ def test_a_run_that_is_killed_at_random_goes_on_as_if_it_had_not_been(tmp_path: 
     assert Run(plot, tmp_path / "killed").to_end().state() == whole.state()
 
 
-@pytest.mark.nightly
 @dataclass(frozen=True)
 class Purged(Memory):
     """Graphs of which some can no longer be read."""
@@ -243,6 +242,7 @@ def test_a_purge_of_the_cache_ends_on_the_last_checkpoint_that_all_items_made(
     assert Run(plot, tmp_path / "run").to_end().state() == quiet.state()
 
 
+@pytest.mark.nightly
 def test_a_budget_that_was_learned_is_taken_up(tmp_path: Path) -> None:
     limited.need()
     at = several(FULL, tmp_path / "look")
