@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from pipeline.cluster.job_spec import TaskState, format_ranges, parse_ranges
 from pipeline.cluster.verdict import Cause, judge_attempt
-from pipeline.errors import BudgetReached, SubmissionRefused
+from pipeline.errors import BudgetReached, ClusterSilent, SubmissionRefused
 from pipeline.journal.attempts import Attempt, leave_out
 from pipeline.journal.budget import Budget, Spending
 from pipeline.journal.ledger import read_notes
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pipeline.cluster.candidates import Candidate
-    from pipeline.cluster.job_spec import Executor, Limits, TaskStatus
+    from pipeline.cluster.job_spec import Executor, JobId, JobSpec, Limits, TaskStatus
     from pipeline.command_line import Command
     from pipeline.config.schema import Config
     from pipeline.journal.attempts import Ask, TaskRecord
@@ -96,13 +96,7 @@ class Dispatch:
             and (task := status.task(report.task)).job == report.job
         )
 
-    def _judged(
-        self,
-        stage: StageStatus,
-        report: TaskStatus,
-        host_peaks: Mapping[int, int],
-        on_node: int = 1,
-    ) -> Attempt:
+    def _judged(self, stage: StageStatus, report: TaskStatus, host_peaks: Mapping[int, int], on_node: int) -> Attempt:
         """Return how an attempt ended; `on_node` is how many of its processes share the memory of a node."""
         task = stage.task(report.task)
         assert task.ask is not None
@@ -241,10 +235,8 @@ class Dispatch:
             if isinstance(decision, GiveUp) and task.attempt not in task.then:
                 given_up = {"stage": stage.name, "task": task.number, "attempt": task.attempt, "why": decision.why}
                 self._emit(EventKind.TASK_GIVEN_UP, **given_up)
-            yield (
-                task.number,
-                None if isinstance(decision, GiveUp) else Next(task.attempt + 1, decision.ask, decision.why),
-            )
+            following = None if isinstance(decision, GiveUp) else Next(task.attempt + 1, decision.ask, decision.why)
+            yield task.number, following
         yield from self._split(stage, status, splits)
 
     def _split(self, stage: Stage, status: StageStatus, splits: Mapping[int, Split]) -> Iterator[tuple[int, Next]]:
@@ -325,11 +317,21 @@ class Dispatch:
         spec = spec_of(self._folder, self._config, job)
         try:
             with_digest(self._config)
-            job_id = self._executor.submit(avoid_bad_nodes(self._run, self._executor, spec))
+            job_id = self._submit_off_bad_nodes(spec)
         except SubmissionRefused:
             self._emit(EventKind.JOB_REFUSED, **job.to_json())
             raise
         self._emit(EventKind.JOB_SUBMITTED, **replace(job, id=job_id).to_json())
+
+    def _submit_off_bad_nodes(self, spec: JobSpec) -> JobId:
+        """Submit a job that excludes the nodes that failed; one that is refused so may go to them, too."""
+        avoiding = avoid_bad_nodes(self._run, self._executor, spec)
+        try:
+            return self._executor.submit(avoiding)
+        except SubmissionRefused as error:
+            if isinstance(error, ClusterSilent) or not avoiding.exclude:
+                raise
+            return self._executor.submit(spec)
 
 
 def _beyond(account: Account, job: StageJob, again: Command) -> BudgetReached:

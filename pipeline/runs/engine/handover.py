@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -53,7 +54,8 @@ def own_job() -> JobId:
 def refuse_elsewhere(folder: RunFolder, status: RunStatus, executor: Executor, verb: str) -> None:
     """Refuse to act on a run whose jobs another cluster has, which cannot be seen or ended from here."""
     if status.cluster and status.state not in ENDED and (what := status.elsewhere(executor.cluster)):
-        remedy = Command.of(verb, folder.name, then=f"   (on a login node of {status.cluster})")
+        gone = f"or, where no cluster has that name any longer: rm -r {shlex.quote(str(folder.path))}"
+        remedy = Command.of(verb, folder.name, then=f"   (on a login node of {status.cluster}), {gone}")
         raise ConfigError(what, where=str(folder.path), remedy=remedy)
 
 

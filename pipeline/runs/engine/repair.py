@@ -42,6 +42,7 @@ GROWTH = 2  # of memory and time: few attempts matter more than a tight fit, whi
 ROUND_BYTES = 64 << 20
 MOST_SHRINKS = 6
 ASSUMED_NODES = 5  # where the number of nodes is unknown
+FEW_NODES = 3  # that a job keeps off, even where they are more than half of all
 RECOVERS_S = 60
 
 
@@ -269,11 +270,12 @@ def bad_nodes(tasks: Iterable[TaskRecord]) -> tuple[str, ...]:
 def avoid_bad_nodes(run: RunStatus, executor: Executor, spec: JobSpec) -> JobSpec:
     """Return a job that excludes the nodes that failed in this run.
 
-    If too few nodes are left, something else may be wrong: then it excludes none and begins a minute later.
+    Where more than half of the nodes failed (and more than a few), or too few are left, something else may be wrong:
+    then it excludes none and begins a minute later.
     """
     if not (bad := bad_nodes(task for stage in run.stages.values() for task in stage.work.values())):
         return spec
     there = executor.limits_of(spec.partition, spec.cpus_on_node, spec.gpus).nodes or ASSUMED_NODES
-    if len(bad) + spec.nodes <= there:
+    if len(bad) <= min(there - spec.nodes, max(there // 2, FEW_NODES)):
         return replace(spec, exclude=bad)
     return replace(spec, begin_s=max(spec.begin_s, RECOVERS_S))

@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +85,7 @@ class Supervisor:
     def __init__(
         self, folder: RunFolder, executor: Executor, watch: Callable[[RunStatus], None] = lambda _status: None
     ) -> None:
-        self.folder, self.executor, self.watch = folder, executor, watch
+        self.folder, self.executor, self.watch, self.again = folder, executor, watch, folder.command()
         self.config = from_resolved(folder.config.read_text(), str(folder.config))
         self.reader, self.status, self.page = LedgerReader(folder), RunStatus(folder.name), Page(folder, self.config)
         self._catch_up()
@@ -178,7 +179,7 @@ class Supervisor:
             if self.folder.path.exists():
                 raise
             what = "the folder of this run was moved or removed"
-            again = Command.submit("all", then="   (in the project's new folder)")
+            again = replace(self.again, then="   (in the project's folder)")
             raise JobFailed(what, where=str(self.folder.path), remedy=again) from error
 
     def _is_left(self, error: PipelineError) -> bool:
@@ -187,7 +188,7 @@ class Supervisor:
 
     def _text(self, error: PipelineError) -> str:
         """Return an error as it is recorded, whose next command is about this run's project."""
-        error.in_project(self.folder.command())
+        error.in_project(self.again)
         return str(error)
 
     def _let_go(self) -> None:
@@ -341,12 +342,11 @@ class Supervisor:
         """Return which tasks of a stage failed for good, and what helps."""
         open_ = [task for task in status.work.values() if task.open]
         given_up = [task.last for task in open_ if task.last]
-        again = self.folder.command()
         limits, planned_bytes = status.limits or Limits(), stage.mem_bytes(self.project) if given_up else 0
-        remedy = _remedy(stage, given_up, again, planned_bytes, limits)
+        remedy = _remedy(stage, given_up, self.again, planned_bytes, limits)
         is_damage = any(attempt.cause is Cause.DAMAGE for attempt in given_up)
         rejected = _rejected(status) if stage.counts_items else 0
-        return StageTrouble(_describe(status, open_), status.waiting, again, remedy, rejected, is_damage=is_damage)
+        return StageTrouble(_describe(status, open_), status.waiting, self.again, remedy, rejected, is_damage=is_damage)
 
     def _live(self) -> list[str]:
         """Return the jobs that have not ended."""

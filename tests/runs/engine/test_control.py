@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import source_from_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -20,7 +21,7 @@ import pytest
 from pipeline.cluster.slurm import SlurmExecutor
 from pipeline.config.load import read_config
 from pipeline.config.schema_cluster import SlurmSection
-from pipeline.errors import ClusterSilent, ConfigError, SubmissionRefused
+from pipeline.errors import ClusterSilent, ConfigError, JobFailed, SubmissionRefused
 from pipeline.files import last_claim
 from pipeline.journal.active_runs import status_of
 from pipeline.journal.ledger import Ledger
@@ -175,6 +176,7 @@ def test_a_run_of_another_cluster_is_shown_as_that_and_no_verb_acts_on_it(pipeli
     for words in (("resume",), ("cancel", "--yes")):
         refused = pipeline(*words)
         assert (refused.code, "login node of theirs" in refused.said) == (2, True)
+        assert f"no cluster has that name any longer: rm -r {run.path}" in refused.said
     with pytest.raises(ConfigError):
         Supervisor(run, SlurmExecutor(SlurmSection()))
     assert len([*run.claims.iterdir()]) == 1
@@ -196,6 +198,21 @@ def test_a_visit_to_which_the_cluster_does_not_answer_leaves_the_run_to_its_stan
     status = StatusReader(run).read()
     assert status.state is state
     assert (status.stages.get("scan") is None) == (state is RunState.RUNNING)
+
+
+def test_a_run_whose_folder_was_removed_names_the_command_that_it_was_submitted_with(make_project):
+    run = new_run(read_config(make_project(1) / "pipeline.yaml", ["cluster.executor=slurm"]).config, ["scan"])
+    run.again.write_text("pipeline submit --stage scan --set scan.max_length=9")
+    supervisor = Supervisor(run, cast("Any", SimpleNamespace(cluster="", recognize=list)))
+
+    def work() -> bool:
+        shutil.rmtree(run.path)
+        return bool(run.stages.read_text())
+
+    with pytest.raises(JobFailed, match="moved or removed") as failed:
+        supervisor._in_its_place(work)
+    said = "pipeline submit --stage scan --set scan.max_length=9   (in the project's folder)"
+    assert failed.value.remedy == said
 
 
 @pytest.mark.parametrize(("private", "mode"), [(True, 0o700), (False, 0o755)])

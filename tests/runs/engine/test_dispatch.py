@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from pipeline.cluster.job_spec import TaskState, TaskStatus, format_ranges
+from pipeline.cluster.job_spec import JobSpec, Limits, TaskState, TaskStatus, format_ranges
+from pipeline.cluster.verdict import Cause
 from pipeline.config.load import read_config
 from pipeline.config.schema import Config
-from pipeline.errors import BudgetReached
-from pipeline.journal.attempts import Ask
+from pipeline.errors import BudgetReached, SubmissionRefused
+from pipeline.journal.attempts import Ask, Attempt
 from pipeline.journal.ledger import Ledger, read_notes
 from pipeline.journal.run_status import StageJob
 from pipeline.project.project import Project, open_executor
@@ -103,6 +104,26 @@ def test_of_two_runs_that_announce_at_once_neither_passes_the_budget_of_both(con
         with pytest.raises(BudgetReached):
             dispatch.send(Project.open(config), table.stage("scan", config), status)
     assert told.status.stages["scan"].intents == {}
+
+
+def test_a_job_that_is_refused_without_the_nodes_that_failed_is_submitted_to_all(config_of):
+    """They may be the only ones that hold it."""
+    told = Told(config_of().cluster.runs, "scan", tasks=1)
+    told.job("7", [0])
+    told.ended(Attempt(0, 1, Ask(1 << 30, 3600), Cause.NODE, job="7", node="n1"))
+    told.supervisor.emit(EventKind.JOB_SUBMITTING, **StageJob("next", "scan", "0", 2, Ask(1 << 30, 3600)).to_json())
+    submitted = list[tuple[str, ...]]()
+
+    def submit(spec: JobSpec) -> str:
+        submitted.append(spec.exclude)
+        if spec.exclude:
+            raise SubmissionRefused("Requested node configuration is not available")
+        return "8"
+
+    executor = cast("Any", SimpleNamespace(submit=submit, limits_of=lambda *_: Limits()))
+    run = told.status
+    Dispatch(told.folder, config_of(), executor, run, told.supervisor.emit).adopt(run.stages["scan"])
+    assert submitted == [("n1",), ()]
 
 
 def test_of_ranks_only_that_which_died_is_said_to_have_been_on_anything(config_of, monkeypatch):

@@ -427,14 +427,21 @@ def test_progress_is_measured_against_the_best_attempt_before():
     assert not progressed([died(Cause.NODE)])
 
 
-@pytest.mark.parametrize(("there", "excluded", "begins_s"), [(3, ("n1", "n2"), 0), (2, (), 60)])
-def test_nodes_that_failed_are_excluded_until_a_task_ends_well_there_or_too_few_are_left(there, excluded, begins_s):
-    ends = [died(Cause.NODE, node=f"n{number}", ended_at=1.0) for number in (1, 2, 3)]
-    well = died(Cause.DONE, node="n3", ended_at=2.0)
+@pytest.mark.parametrize(
+    ("there", "failed", "excluded", "begins_s"),
+    [(3, 2, 2, 0), (2, 2, 0, 60), (2, 1, 1, 0), (8, 4, 4, 0), (8, 5, 0, 60)],
+)
+def test_nodes_that_failed_are_excluded_until_a_task_ends_well_there_or_too_few_are_left(
+    there, failed, excluded, begins_s
+):
+    """An outage that ends many tasks at once is no reason to keep off most of a cluster."""
+    bad = [f"n{number}" for number in range(failed)]
+    ends = [died(Cause.NODE, node=node, ended_at=1.0) for node in (*bad, "well")]
+    well = died(Cause.DONE, node="well", ended_at=2.0)
     run = RunStatus("run", stages={"scan": StageStatus("scan", work={0: TaskRecord(0, ended=[well, *ends])})})
     executor = cast("Any", SimpleNamespace(limits_of=lambda *_: Limits(nodes=there)))
     job = avoid_bad_nodes(run, executor, JobSpec("embed", ("true",), range(1), "logs"))
-    assert (job.exclude, job.begin_s) == (excluded, begins_s)
+    assert (job.exclude, job.begin_s) == (tuple(bad[:excluded]), begins_s)
 
 
 def test_a_node_is_left_out_for_its_own_failures_only():
