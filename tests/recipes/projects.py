@@ -55,7 +55,8 @@ def options(**given: Any) -> tuple[str, ...]:
 def recipe_of(name: str, card: str, *, structures: bool = False) -> Recipe:
     """Return a recipe as small as `pipeline demo --recipe` has it, in the folder of its project."""
     demo = DEMOS[name]
-    settings = (setting.replace("FOLDER/", "") for setting in demo.settings if "/data/" not in setting)
+    kept = (setting for setting in demo.settings if "/data/" not in setting and "predict.split" not in setting)
+    settings = (setting.replace("FOLDER/", "") for setting in kept)
     return Recipe(name, (*options(**demo.options), *settings), card, structures)
 
 

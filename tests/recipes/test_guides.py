@@ -245,7 +245,7 @@ def test_an_ema_costs_a_copy_of_the_parameters_and_each_stage_has_its_own_plan(
     (kept, none) = (sum(part["bytes"] for part in plan["standing"]) for plan in plans)
     parameters = sum(one["bytes"] for one in plans[0]["standing"] if one["category"] == "parameters")
     assert kept - none == pytest.approx(parameters, rel=0.05)
-    stages = planned(pipeline, *DENOVO.sets("train.precision=bf16"))["plans"]
+    stages = planned(pipeline, *DENOVO.sets("train.precision=bf16", "train.effective_batch=4"))["plans"]
     assert list(stages) == ["stage 1", "all items"]
     assert stages["stage 1"]["live"]["value"] <= stages["all items"]["live"]["value"]  # all places are always there
     assert stages["stage 1"]["micros"] < stages["all items"]["micros"]  # it has fewer items
@@ -315,7 +315,8 @@ def test_fewer_structures_make_a_trial(pipeline: Command, scanned: Scanned) -> N
 
 @nightly
 def test_predictions_are_the_nearest_captions_of_each_image_and_back(pipeline: Command, scanned: Scanned) -> None:
-    folder, words = scanned(PAIR), PAIR.sets("train.seed=3", "train.epochs=1", "train.effective_batch=4")
+    folder = scanned(PAIR)
+    words = PAIR.sets("train.seed=3", "train.epochs=1", "train.micro_batch=2", "train.effective_batch=4")
     for stage in ("train", "predict"):
         done = ran(pipeline, words, stage)
         assert done.code == 0, done.err
