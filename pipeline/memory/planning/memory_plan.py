@@ -160,7 +160,7 @@ class PlanRequest:
             )
 
 
-REDUCED_BYTES = 2 * 64 << 20  # gradients are added up over the ranks in pieces of 64 MiB: one is sent, one is packed
+REDUCED_BYTES = 64 << 20  # ranks add up their gradients in pieces of it, packed in one buffer
 
 
 @dataclass(frozen=True)
