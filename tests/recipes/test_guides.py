@@ -245,7 +245,7 @@ def test_an_ema_costs_a_copy_of_the_parameters_and_each_stage_has_its_own_plan(
     (kept, none) = (sum(part["bytes"] for part in plan["standing"]) for plan in plans)
     parameters = sum(one["bytes"] for one in plans[0]["standing"] if one["category"] == "parameters")
     assert kept - none == pytest.approx(parameters, rel=0.05)
-    stages = planned(pipeline, *DENOVO.sets("train.precision=bf16", "train.effective_batch=4"))["plans"]
+    stages = planned(pipeline, *DENOVO.sets("train.precision=bf16", "train.effective_batch=16"))["plans"]
     assert list(stages) == ["stage 1", "all items"]
     assert stages["stage 1"]["live"]["value"] <= stages["all items"]["live"]["value"]  # all places are always there
     assert stages["stage 1"]["micros"] < stages["all items"]["micros"]  # it has fewer items
