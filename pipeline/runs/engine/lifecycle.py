@@ -62,8 +62,9 @@ def new_run(
 ) -> RunFolder:
     """Create the folder of a run, with the configuration, the code and the typed command frozen in it.
 
-    `beside` is the folder of the user's own modules: those of the task and the reader are frozen, too. `tags` are those
-    of the recipes that the run reads: `cache clean` keeps their records, whose run it is, and loads no code for that.
+    `beside` is the folder of the user's own modules: those of the task and the reader are frozen, too. `tags` names the
+    recipes whose records the run reads. `cache clean` keeps these records while the run is active, even for a run of
+    another user, without loading its code.
     """
     now, private = datetime.now(tz=UTC), config.cluster.private
     folder = None
