@@ -33,6 +33,7 @@ Sets: TypeAlias = Annotated[
 ]
 Yes: TypeAlias = Annotated[bool, typer.Option("--yes", help="Do it; without it, only show what would be done.")]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+Verbose: TypeAlias = Annotated[bool, typer.Option("--verbose", "-v", help="Show every detail, not only the answer.")]
 Run: TypeAlias = Annotated[
     str | None,
     typer.Argument(metavar="[RUN]", autocompletion=completing(runs), help="Name of a run (default: the newest)."),
