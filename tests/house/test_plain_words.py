@@ -69,10 +69,10 @@ def messages() -> Iterator[Text]:
             continue
         tree = ast.parse(path.read_text())
         docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
-                if len(node.value.split()) >= LEAST_WORDS:
-                    yield Text(f"{place}:{node.lineno}", node.value)
+        strings = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docs]
+        for node in strings:
+            if isinstance(node.value, str) and len(node.value.split()) >= LEAST_WORDS:
+                yield Text(f"{place}:{node.lineno}", node.value)
 
 
 def texts() -> Iterator[Text]:
