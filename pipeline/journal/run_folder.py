@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import date, datetime
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.command_line import Command, quoted
 from pipeline.errors import ConfigError, JobFailed
+from pipeline.units import first_few
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-NAME = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}-[a-z]+")
+NAME = re.compile(r"\d{8}-(?:[0-9a-f]{4}|\d{6}-[0-9a-f]{4}-[a-z]+)")  # the longer form is that of older versions
+DATE = len("YYYYMMDD-")
+TIMES = 1 << 16  # of a day, that names tell apart
 FORMAT = 1  # of the files in a folder; one without format.txt has the first
 PRIVATE, SHARED = 0o700, 0o777  # what the umask leaves of it
 NOBODY_ELSE_WRITES = 0o755  # of the folder of runs: whoever may write in it could replace a run
@@ -68,6 +73,11 @@ class RunFolder:
         return self.path.name
 
     @property
+    def unique(self) -> str:
+        """The name with a digest of the path: runs of other projects may begin in the same second."""
+        return f"{self.name}-{hashlib.blake2b(os.fsencode(self.path), digest_size=3).hexdigest()}"
+
+    @property
     def task_root(self) -> Path | None:
         """The folder that the user's modules are imported from; None where there are none."""
         return Path(self.task_code.read_text()) if self.task_code.exists() else None
@@ -109,17 +119,28 @@ def shown_mode(folder: Path) -> int:
     return 0o600 | (folder.stat().st_mode & 0o044)
 
 
-def create_folder(runs: Path, stage: str, now: datetime, *, private: bool = True) -> RunFolder:
+def create_folder(runs: Path, now: datetime, *, private: bool = True) -> RunFolder:
     """Create a run folder, private to the user unless configured otherwise; names sort by time."""
-    name = f"{now:%Y%m%d-%H%M%S}-{now.microsecond // 16:04x}-{stage}"
-    with writing_run(runs / name):
+    mode = PRIVATE if private else SHARED
+    with writing_run(runs):
         runs.mkdir(NOBODY_ELSE_WRITES if private else SHARED, parents=True, exist_ok=True)
-        folder, mode = RunFolder(runs / name), PRIVATE if private else SHARED
-        folder.path.mkdir(mode)
+        folder = RunFolder(_first_free(runs, now, mode))
+    with writing_run(folder.path):
         for subfolder in (folder.events, folder.logs, folder.claims, folder.on("", 0).parent):
             subfolder.mkdir(mode)
         folder.format.write_text(f"{FORMAT}\n")
     return folder
+
+
+def _first_free(runs: Path, now: datetime, mode: int) -> Path:
+    """Create a folder that is named by the time, or by the next time that no run has."""
+    seconds = now.hour * 3600 + now.minute * 60 + now.second
+    for number in count(now.toordinal() * TIMES + seconds * TIMES // 86400):
+        path = runs / f"{date.fromordinal(number // TIMES):%Y%m%d}-{number % TIMES:04x}"
+        with suppress(FileExistsError):
+            path.mkdir(mode)
+            return path
+    raise AssertionError
 
 
 def runs_in(runs: Path) -> list[RunFolder]:
@@ -164,16 +185,17 @@ def _readable(folder: RunFolder) -> RunFolder:
 
 
 def find_run(runs: Path, name: str | None) -> RunFolder:
-    """Return the run whose name begins so; without a name, the newest."""
+    """Return the run whose name, or the part of it after the date, begins so; without a name, the newest."""
     known = _all_in(runs)
     if name is None:
         if not known:
-            raise ConfigError("there is no run yet", where=str(runs), remedy=Command.submit("scan"))
+            raise ConfigError("no runs yet", where=str(runs), remedy=Command.submit("scan"))
         return _readable(known[-1])
-    matches = [folder for folder in known if name and folder.name.startswith(name)]
+    matches = [run for run in known if name and any(part.startswith(name) for part in (run.name, run.name[DATE:]))]
     if len(matches) != 1:
-        what = f"{len(matches)} runs begin with {name!r}" if matches else f"no run {name!r} that you can read"
-        raise ConfigError(what, where=str(runs), remedy=f"ls {quoted(runs)}")
+        several = f"{len(matches)} runs begin with {name!r}: {first_few(run.name for run in matches)}"
+        what = several if matches else f"no run {name!r} that you can read"
+        raise ConfigError(what, where=str(runs), remedy=Command.of("runs list"))
     return _readable(matches[0])
 
 

@@ -8,7 +8,7 @@ LEFT_OUT = "…"  # a line of its own: here the page leaves lines out
 VARIABLE = (
     (re.compile(r"\x1b\[[\d;?]*[A-Za-z]"), ""),
     (re.compile(r"run \S+:"), "run R:"),
-    (re.compile(r"\b\d{8}-\d{6}-[0-9a-f]{4}(-\w+)?"), "R"),
+    (re.compile(r"\b\d{8}-(\d{6}-)?[0-9a-f]{4}(-\w+)?"), "R"),
     (re.compile(r"\b\d+(\.\d+)? (ms|s|min|h)\b"), "T"),
     (re.compile(r"[\d,]+ residues/s"), "N residues/s"),
     (re.compile(r"peak \d+ MiB"), "peak M"),

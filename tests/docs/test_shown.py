@@ -10,14 +10,14 @@ from tests.docs.blocks import Page
 from tests.docs.reader import Reader
 from tests.docs.shown import is_shown
 
-PRINTED = "run 20260101-000000-abcd-scan: done\n\nscan: done in 1.3 s: 25 items\nnothing else\nthe end   \n"
+PRINTED = "run 20260101-abcd: done\n\nscan: done in 1.3 s: 25 items\nnothing else\nthe end   \n"
 
 
 def test_times_and_names_of_runs_may_differ_and_lines_be_left_out_and_nothing_else() -> None:
     for shown in (
         PRINTED,
         "scan: done in 4 min: 25 items\n",
-        "run 20271231-000000-0000-scan: done\n…\nthe end\n",
+        "run 20271231-0000: done\n…\nthe end\n",
         "…\nthe end\n",
     ):
         assert is_shown(shown, PRINTED), shown

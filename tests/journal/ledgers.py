@@ -30,7 +30,7 @@ class Told:
     """A run folder in which a supervisor and workers write."""
 
     def __init__(self, runs: Path, stage: str = "scan", tasks: int = 2) -> None:
-        self.folder: RunFolder = folders.create_folder(runs, stage, datetime.now(tz=UTC))
+        self.folder: RunFolder = folders.create_folder(runs, datetime.now(tz=UTC))
         self.folder.stages.write_text(f'["{stage}"]')
         self.stage, self.supervisor = stage, Ledger(self.folder, "supervisor-000001")
         self.supervisor.emit(EventKind.RUN_STARTED, stages=[stage], host="elsewhere", pid=1)

@@ -30,6 +30,7 @@ from tests.journal.ledgers import fold_events
 from tests.testkit.project import make_project
 
 HOST = socket.gethostname()
+BEGUN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
 @pytest.fixture
@@ -37,8 +38,8 @@ def folder(tmp_path: Path) -> RunFolder:
     return new_run(tmp_path)
 
 
-def new_run(runs: Path, microsecond: int = 0) -> RunFolder:
-    folder = create_folder(runs, "scan", datetime(2026, 1, 2, 3, 4, 5, microsecond, tzinfo=UTC))
+def new_run(runs: Path, at: datetime = BEGUN) -> RunFolder:
+    folder = create_folder(runs, at)
     folder.stages.write_text('["scan"]')
     return folder
 
@@ -84,12 +85,19 @@ def test_a_full_disk_under_the_run_is_said_in_words(folder: RunFolder, monkeypat
 
 
 def test_runs_of_one_second_keep_their_order_and_half_made_ones_do_not_count(tmp_path: Path) -> None:
-    later, sooner = new_run(tmp_path, 900_000), new_run(tmp_path, 100)
-    create_folder(tmp_path, "scan", datetime(2027, 1, 1, tzinfo=UTC))  # its maker died before it was whole
-    assert runs_in(tmp_path) == [sooner, later]
-    assert find_run(tmp_path, None) == later
-    assert find_run(tmp_path, sooner.name[:20]) == sooner
-    for wrong in ("20260102", "", "nonsense", ".."):
+    old = RunFolder(tmp_path / "20260102-020304-0000-scan")  # as older versions named runs
+    old.path.mkdir()
+    old.stages.write_text('["scan"]')
+    sooner, later, evening = new_run(tmp_path), new_run(tmp_path), BEGUN.replace(hour=23, minute=59, second=59)
+    last, midnight = new_run(tmp_path, evening), new_run(tmp_path, evening)  # the last name of that day is taken
+    create_folder(tmp_path, datetime(2027, 1, 1, tzinfo=UTC))  # its maker died before it was whole
+    assert runs_in(tmp_path) == [old, sooner, later, last, midnight]
+    names = ["20260102-20b9", "20260102-20ba", "20260102-ffff", "20260103-0000"]
+    assert [run.name for run in runs_in(tmp_path)[1:]] == names
+    assert find_run(tmp_path, None) == midnight
+    assert find_run(tmp_path, sooner.name) == find_run(tmp_path, "20b9") == sooner
+    assert find_run(tmp_path, "20260103") == find_run(tmp_path, "0000") == midnight
+    for wrong in ("20260102", "20b", "", "nonsense", ".."):
         with pytest.raises(ConfigError):
             find_run(tmp_path, wrong)
 
@@ -109,7 +117,7 @@ def test_a_run_whose_supervisor_is_gone_is_abandoned_with_its_stage(folder: RunF
     begin(folder, HOST, child)
     status = status_of(folder)
     assert (status.state, status.stages["scan"].state) == (RunState.ABANDONED, RunState.ABANDONED)
-    elsewhere = new_run(folder.path.parent, 900_000)
+    elsewhere = new_run(folder.path.parent)
     begin(elsewhere, "elsewhere", 1 << 22)  # of another host nobody can say that it is gone
     assert status_of(elsewhere).state is RunState.RUNNING
 

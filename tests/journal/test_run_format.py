@@ -22,7 +22,7 @@ NEWER = str(FORMAT + 1)
 
 def a_run(runs: Path, told: str | None = None, *, day: int = 1) -> RunFolder:
     """Make the folder of a run that has not begun."""
-    run = folders.create_folder(runs, "scan", datetime(2026, 1, day, tzinfo=UTC))
+    run = folders.create_folder(runs, datetime(2026, 1, day, tzinfo=UTC))
     run.stages.write_text('["scan"]')
     if told is not None:
         run.format.write_text(told)

@@ -189,7 +189,7 @@ def test_a_file_of_weights_does_not_change_how_the_next_one_is_read(tmp_path: Pa
 
 
 def test_every_file_of_a_run(tmp_path: Path, evil: bytes) -> None:
-    run = RunFolder(tmp_path / "20260101-000000-0000-scan")
+    run = RunFolder(tmp_path / "20260101-0000")
     run.events.mkdir(parents=True)
     (run.events / "supervisor-1.jsonl").write_bytes(evil + b"\n")
     run.config.write_bytes(evil)

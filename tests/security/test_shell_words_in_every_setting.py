@@ -114,7 +114,7 @@ def configured(folder: Path, key: tuple[str, ...], value: Any) -> Config:
 
 def scripts(config: Config) -> Iterator[str]:
     """Yield the scripts of a run of that configuration: its jobs, those for each kind of card, and its supervisor."""
-    folder = RunFolder(config.cluster.runs / "20260101-000000-0000-train")
+    folder = RunFolder(config.cluster.runs / "20260101-0000")
     site = config.cluster.slurm
     cards = [("", "", ""), *((card.gres or "", card.feature or "", card.partition or "") for card in site.cards)]
     specs = [supervisor_spec(folder, config, "1")]

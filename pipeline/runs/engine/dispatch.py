@@ -304,7 +304,7 @@ class Dispatch:
                 at=0.0,
                 parallel=max(1, parallel // len(cut)),
                 where=plan.where if following.ask.partition == plan.ask.partition else "",
-                tag=f"{self._folder.name}-{stage.name}-{sequence}",
+                tag=f"{self._folder.unique}-{stage.name}-{sequence}",
                 tasks=format_ranges(piece),
                 attempt=following.attempt,
                 ask=following.ask,

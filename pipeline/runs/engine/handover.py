@@ -89,7 +89,7 @@ def supervisor_spec(
         time_s=int(wanted.time),
         log_dir=str(folder.logs) if folder else "logs",
         after_any=after_any,
-        tag=f"{folder.name if folder else 'RUN'}-{SUPERVISE}-{visit}",
+        tag=f"{folder.unique if folder else 'RUN'}-{SUPERVISE}-{visit}",
         partition=wanted.partition or "",
         qos=wanted.qos or "",
     )

@@ -69,7 +69,7 @@ def new_run(
     now, private = datetime.now(tz=UTC), config.cluster.private
     folder = None
     try:
-        folder = folders.create_folder(config.cluster.runs, stages[-1], now, private=private)
+        folder = folders.create_folder(config.cluster.runs, now, private=private)
         with writing_run(folder.path):
             folder.code.write_text(str(freeze(config.cluster.runs)))
             is_tasked = any(stage in TASKED for stage in stages)

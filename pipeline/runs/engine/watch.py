@@ -118,7 +118,7 @@ def submit_watch(
 
 
 def _spec(folder: RunFolder, config: Config, visit: int, number: int, every_s: int) -> JobSpec:
-    spec, tag = supervisor_spec(folder, config, ""), f"{folder.name}-{WATCH}-{visit}-{number}"
+    spec, tag = supervisor_spec(folder, config, ""), f"{folder.unique}-{WATCH}-{visit}-{number}"
     argv = (*spec.argv[:-1], f"--{WATCH}", str(visit))
     return replace(spec, tag=tag, argv=argv, time_s=min(LOOK_S, spec.time_s or LOOK_S), begin_s=every_s)
 

@@ -257,7 +257,7 @@ class ApplyStage(Stage):
         shards = read_shards(folder, self.name)
         if len(shards) == 1 or self.own_resources(project).parallel == 1:
             return None
-        return RowShare(shards[task].start, shards[task].end, task, len(shards), folder.name)
+        return RowShare(shards[task].start, shards[task].end, task, len(shards), folder.unique)
 
     def mem_bytes(self, project: Project) -> int:
         """Return the memory of a node: as in training, with outputs, and without a GPU also what one would hold."""

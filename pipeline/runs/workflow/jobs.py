@@ -256,7 +256,7 @@ def first_job(
     planned_bytes, recipe = stage.mem_bytes(project), recipe_name(project, stage)
     mem_bytes, why = _first_bytes(project, stage, limits, planned_bytes, recipe)
     job = StageJob(
-        tag=f"{folder.name if folder else 'RUN'}-{stage.name}-0",
+        tag=f"{folder.unique if folder else 'RUN'}-{stage.name}-0",
         stage=stage.name,
         tasks=f"0-{tasks - 1}",
         attempt=1,

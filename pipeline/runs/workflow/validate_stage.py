@@ -7,6 +7,7 @@ import logging
 import time
 from array import array
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -238,8 +239,8 @@ def _ranges(folder: RunFolder) -> Iterator[tuple[int, int, Path | None]]:
 
 def _merge(project: Project, folder: RunFolder, reports: list[Path], validated: Validated) -> None:
     """Merge the reports into the cache, or into the run's folder where the cache cannot be written."""
-    day, time_of_day, suffix = folder.name.split("-", 2)
-    name = f"{day}T{time_of_day}Z-{suffix}{REPORT_SUFFIX}"  # as other reports are named: the newest is the last
+    begun = datetime.fromtimestamp(folder.stages.stat().st_mtime, UTC)  # the newest report is the last by name
+    name = f"{begun:%Y%m%dT%H%M%SZ}-{folder.unique.rpartition('-')[2]}-{StageName.VALIDATE}{REPORT_SUFFIX}"
     try:
         writer = ReportWriter(project.cache.disk, project.cache.root / REPORTS)
         path = _merged(folder, reports, validated, writer, name)

@@ -26,7 +26,7 @@ BEGUN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 def made(runs: Path, number: int, *, state: str = "done", host: str = "elsewhere", table: str = "") -> RunFolder:
     """Return a run of some minutes after the others, ended unless its state is `running`."""
-    run = folders.create_folder(runs, "scan", BEGUN + timedelta(minutes=number))
+    run = folders.create_folder(runs, BEGUN + timedelta(minutes=number))
     run.stages.write_text('["scan"]')
     run.config.write_text(dump_resolved(read_config(runs.parent / "pipeline.yaml").config))
     copy = runs / ".code" / f"copy{number}"
@@ -114,7 +114,7 @@ def test_what_an_interrupted_pruning_leaves_is_no_run_and_goes_next_time(
 
 def test_a_run_whose_making_was_interrupted_goes_once_it_is_a_day_old(runs: Path) -> None:
     newest = made(runs, 1)
-    begun = [folders.create_folder(runs, "scan", datetime.now(UTC), private=True).path for _ in range(2)]
+    begun = [folders.create_folder(runs, datetime.now(UTC), private=True).path for _ in range(2)]
     os.utime(begun[0], (time.time() - YOUNG_S - 60,) * 2)
     assert foresee_pruning(runs, keep=1).left == (begun[0],)
     list(prune(foresee_pruning(runs, keep=1)))

@@ -105,7 +105,7 @@ def test_workers_alone_run_in_the_image_and_see_only_what_they_need(make: Make, 
     scripts = {path.name: path.read_text() for path in run.folder.logs.glob("*.sbatch")}
     wrapped = [text for text in scripts.values() if "apptainer" in text.partition("command=(")[2]]
     assert 0 < len(wrapped) < len(scripts)
-    assert all(f"--job-name={run.name}-scan" in text for text in wrapped)
+    assert all(f"--job-name={run.folder.unique}-scan" in text for text in wrapped)
 
 
 @pytest.mark.nightly
