@@ -138,14 +138,14 @@ GATE = {"quickstart.md", "use_model.md", "cache.md"}  # the first hour; the othe
     "page",
     [pytest.param(page, marks=() if page.name in GATE else pytest.mark.nightly, id=name(page)) for page in FOLLOWED],
 )
-def test_whoever_does_what_a_page_says_gets_what_it_shows(folder: Callable[[str], Path], page: Path) -> None:
+def test_following_a_page_gives_what_it_shows(folder: Callable[[str], Path], page: Path) -> None:
     Reader(folder(Page(page).start)).follow(Page(page))
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.nightly
 @pytest.mark.parametrize("page", [page for page in ALL if Page(page).has("slow")], ids=name)
-def test_whoever_does_what_takes_long_gets_what_it_shows_too(folder: Callable[[str], Path], page: Path) -> None:
+def test_following_the_slow_blocks_of_a_page_gives_what_it_shows(folder: Callable[[str], Path], page: Path) -> None:
     Reader(folder(Page(page).start), typing=("run", "slow")).follow(Page(page))
 
 

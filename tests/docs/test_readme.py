@@ -1,4 +1,4 @@
-"""The demo is what the README shows of it, and each of its promises names the tests that prove it."""
+"""The demo prints what the README shows, and each guarantee names the tests that prove it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tests.docs.blocks import Page
 from tests.docs.conftest import Demo, made_by_make
 from tests.docs.reader import ENVIRONMENT
 from tests.docs.shown import is_shown
+from tests.testkit.cost import PROOF
 
-README = Page(Path(__file__).resolve().parents[2] / "README.md")
-PROOF = re.compile(r'\]\(tests/[\w/]+\.py "test_\w+"\)')
+ROOT = Path(__file__).resolve().parents[2]
+README = Page(ROOT / "README.md")
 
 
 def test_every_promise_links_to_tests_that_prove_it() -> None:
-    promises = README.text.partition("## What is promised\n")[2].partition("\n## ")[0]
-    proofs = [len(PROOF.findall(promise)) for promise in re.split(r"^\d\. ", promises, flags=re.MULTILINE)[1:]]
-    assert len(proofs) >= 5
-    assert min(proofs) >= 2
+    guarantees = re.split(r"^## \d\. ", (ROOT / "docs/guarantees.md").read_text(), flags=re.MULTILINE)[1:]
+    assert len(guarantees) == README.text.count("](docs/guarantees.md#") == 5
+    assert min(len(PROOF.findall(guarantee)) for guarantee in guarantees) >= 2
 
 
 def test_make_demo_prints_what_the_readme_shows(demo: Demo) -> None:
