@@ -1,7 +1,7 @@
-"""The site: pages and what they link to, each where it stands in the repository, so that links hold as written.
+"""The website: the pages and the files that they link to, at their places in the repository, so that links work.
 
-mkdocs loads this file as a hook. A file that is no page becomes one that shows its text; a folder, one that lists it.
-A link to `tests/x.py "test_y"` leads to that test.
+mkdocs loads this file as a hook. It shows other files as pages with their text, and folders as lists of files. A link
+to `tests/x.py "test_y"` leads to that test.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ START = ROOT / "README.md"
 PICTURES = (".png", ".svg")
 CODE = re.compile(r"(^ *```.*?^ *```$|<!--.*?-->|`[^`\n]+`)", re.DOTALL | re.MULTILINE)  # where no link is one
 LINK = re.compile(r'\]\((?P<path>[^)\s#:]+)(?P<anchor>#[^)\s]+)?(?: "(?P<name>[^"]*)")?\)')
-WIDE = ".md-grid { max-width: 84rem; }"  # for tables
+NAME = re.compile(r"<code>(?=[^\s<]{1,36}</code>)")  # short enough for a phone: never broken
 UNSEARCHED = "---\nsearch: {exclude: true}\n---\n"
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sbatch": "bash"}  # of others the bare text
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Put what is to be read in the place of the files of docs/."""
+    """Replace the files of docs/ by all that can be read."""
     from mkdocs.structure.files import File, InclusionLevel
 
     for file in [file for file in files if file.src_dir == config.docs_dir]:
         files.remove(file)
-    files.append(File.generated(config, "site.css", content=WIDE))
+    files.append(File.generated(config, "site.css", abs_src_path=str(Path(__file__).with_suffix(".css"))))
     for path, names in sorted(linked().items()):
         place = page_of(path).relative_to(ROOT).as_posix()
         if path.suffix in (".md", *PICTURES):
@@ -40,12 +40,17 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Take out the comments, and lead links to files and folders to the pages that show them."""
+    """Remove comments, and point links to files and folders at the pages that show them."""
     folder = (ROOT / page.file.src_uri).parent
     parts = [part for part in CODE.split(markdown) if not part.startswith("<!--")]
     return "".join(
         part if part.startswith("`") else LINK.sub(lambda link: relinked(link, folder), part) for part in parts
     )
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Mark the names that must not be broken."""
+    return NAME.sub('<code class="name">', html)
 
 
 def relinked(link: re.Match[str], folder: Path) -> str:
