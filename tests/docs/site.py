@@ -17,7 +17,9 @@ START = ROOT / "README.md"
 PICTURES = (".png", ".svg")
 CODE = re.compile(r"(^ *```.*?^ *```$|<!--.*?-->|`[^`\n]+`)", re.DOTALL | re.MULTILINE)  # where no link is one
 LINK = re.compile(r'\]\((?P<path>[^)\s#:]+)(?P<anchor>#[^)\s]+)?(?: "(?P<name>[^"]*)")?\)')
-NAME = re.compile(r"<code>(?=[^\s<]{1,36}</code>)")  # short enough for a phone: never broken
+INLINE = re.compile(r"(?<!</span>)<code>([^<]*)</code>")
+NAME = re.compile(r"(?<!\S)\S{2,36}(?!\S)")  # short enough for a phone: never broken
+WHOLE = r'<span class="name">\g<0></span>'
 UNSEARCHED = "---\nsearch: {exclude: true}\n---\n"
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sbatch": "bash"}  # of others the bare text
 
@@ -49,8 +51,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Mark the names that must not be broken."""
-    return NAME.sub('<code class="name">', html)
+    """Mark the names in code that a line must not break."""
+    return INLINE.sub(lambda code: f"<code>{NAME.sub(WHOLE, code[1])}</code>", html)
 
 
 def relinked(link: re.Match[str], folder: Path) -> str:

@@ -1,28 +1,28 @@
-"""The README and every page under docs/ are done as they say, and what they name is there.
+"""Typing the README and the pages under docs/ gives what they show, and everything that they name exists.
 
-How to write a page: a comment in the line above a block says what becomes of it; without one, a block of console, bash,
-yaml or python fails here. Blocks are done in their order, in a folder of the page's own.
+How to write a page: the comment in the line above a block says what the tests do with it. A block of console, bash, yaml
+or python without one is an error. Blocks run in their order, in a folder of the page's own.
 
-<!-- starts from: demo -->        anywhere on the page: the folder begins as a copy of a finished demo (pristine);
-                                  structures: it has three made complexes in structures/;
-                                  docking: made pairs in data/, two of their files, and weights as DiffDock-PP
-                                  publishes them in published/; without this it is empty
-<!-- run -->                      console: each line is `$ command`, maybe `  # why` after two blanks; it ends with 0.
-                                  python: the block is run as a script, in the page's folder
-<!-- slow -->                     the same, but in `make test-all` only
-<!-- fails: 2 -->                 the same as run, but each command ends with this exit code
-<!-- cluster -->                  the same on a real Slurm cluster, by tests/slurm/test_pages.py; the page then starts
-                                  from structures, its run blocks are typed, too, and what is submitted is waited for;
+<!-- starts from: demo -->        anywhere on the page: the folder starts as a copy of a finished demo (pristine);
+                                  structures: with three synthetic complexes in structures/;
+                                  docking: with synthetic pairs in data/, two of their files, and weights as
+                                  DiffDock-PP publishes them in published/; without this comment it is empty
+<!-- run -->                      console: each line is `$ command`, optionally `  # why` after two blanks; it must end
+                                  with exit code 0. python: run as a script, in the page's folder
+<!-- slow -->                     the same, in `make test-all` only
+<!-- fails: 2 -->                 the same as run, but each command must end with this exit code
+<!-- cluster -->                  the same on a real Slurm cluster, by tests/slurm/test_pages.py. The page then starts
+                                  from structures, its run blocks are typed too, and each submitted run is waited for;
                                   cluster: slow in `make test-all` only
-<!-- output -->                   what the last command typed has printed, whole lines, but for times, sizes in bytes,
-                                  folders and digests (shown.py); a line … leaves lines out
+<!-- output -->                   what the last command printed, whole lines, except times, sizes in bytes, folders and
+                                  digests (shown.py); a line … leaves lines out
 <!-- file: NAME -->               the block is written to this file
 <!-- settings -->                 yaml: a part of a configuration, which is loaded and checked, and not kept
 <!-- not run: WHY -->             nothing
 
-A link to `tests/FILE.py "test_NAME"` says what holds a promise: that test must be there.
-Blocks of `text` and diagrams need no mark. Every `pipeline …` between backticks must be a command with its options,
-every `section.setting` must exist, every link and its #anchor (a heading or `<a id>`) must lead somewhere.
+A link to `tests/FILE.py "test_NAME"` names the test that proves a promise: that test must exist.
+Blocks of `text` and diagrams need no comment. Every `pipeline …` between backticks must be a command with its options,
+every `section.setting` must exist, and every link and #anchor (a heading or `<a id>`) must have a target.
 Try one page: .venv/bin/python -m pytest -q tests/docs/test_pages.py -k cache.md
 """
 
@@ -131,7 +131,7 @@ def write_docking(folder: Path) -> None:
 
 
 FOLLOWED = [page for page in ALL if Page(page).has("run", "fails", "settings")]
-GATE = {"quickstart.md", "use_model.md", "cache.md"}  # the first hour; the other pages are nightly
+GATE = {"first_project.md", "use_model.md", "cache.md"}  # the first hour; the other pages are nightly
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""What the pages say to type on a cluster, typed on one."""
+"""Typing on a real cluster what the pages say to type there."""
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -19,19 +20,19 @@ DEADLINE_S = 240.0
 
 
 class Waiting(Reader):
-    """A reader who waits until what they submitted has ended, and goes on reading then."""
+    """A reader who waits for each submitted run to end before reading on."""
 
     def after(self, command: str) -> None:
         if command.startswith("pipeline submit") and "--dry-run" not in command and "--emit" not in command:
             deadline = time.monotonic() + DEADLINE_S
-            while ": running" in (told := self.run("pipeline status").stdout).splitlines()[0]:
-                assert time.monotonic() < deadline, told
+            while json.loads(status := self.run("pipeline status --json").stdout)["state"] == "running":
+                assert time.monotonic() < deadline, status
                 time.sleep(0.5)
 
 
 @pytest.fixture
 def reader(healthy: Cluster, tmp_path: Path) -> Waiting:
-    """Return somebody who has a complex in a folder, and the cluster."""
+    """Return a reader with one complex in a folder, and the cluster."""
     (tmp_path / "structures").mkdir()
     (tmp_path / "structures" / "c0.pdb").write_bytes(complex_pdb(0, 40, 40))
     environment = {**ENVIRONMENT, "SLURM_CONF": os.environ["SLURM_CONF"]}
@@ -49,7 +50,7 @@ def test_every_command_for_a_cluster_works_in_its_order(reader: Waiting, page: P
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_page_goes_up_to_a_trained_model_on_a_cluster(reader: Waiting) -> None:
-    page = Page(ROOT / "docs/cluster.md")
+    page = Page(ROOT / "docs/tutorials/first_cluster_run.md")
     assert any(block.argument == "slow" for block in page.blocks)
     reader.follow(page)
     assert any((reader.folder / "models").glob("interface-*/checkpoints/*"))
