@@ -1,7 +1,7 @@
 """Typing the README and the pages under docs/ gives what they show, and everything that they name exists.
 
-How to write a page: the comment in the line above a block says what the tests do with it. A block of console, bash, yaml
-or python without one is an error. Blocks run in their order, in a folder of the page's own.
+How to write a page: the comment in the line above a block says what the tests do with it. A block of console, bash,
+yaml or python without one is an error. Blocks run in their order, in a folder of the page's own.
 
 <!-- starts from: demo -->        anywhere on the page: the folder starts as a copy of a finished demo (pristine);
                                   structures: with three synthetic complexes in structures/;
