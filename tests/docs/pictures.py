@@ -1,6 +1,6 @@
 """The picture of the stages in docs/, as the page of a run draws them, written by `python -m tests.docs.pictures DEMO`.
 
-DEMO is the folder of a finished `pipeline demo`. The states are those that docs/operations.md shows as text.
+DEMO is the folder of a finished `pipeline demo`. docs/explanation/how_it_works.md shows it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pipeline.report.html.plots import stage_drawing
 from pipeline.report.stage_graph import FILLED, StageBox
 from tests.docs.reader import ENVIRONMENT
 
-PICTURE = Path(__file__).resolve().parents[2] / "docs/stages.svg"
-QUESTION = ["pipeline", "plan", "--graph", "--set", "graph.neighbours=10", "--json"]
+PICTURE = Path(__file__).resolve().parents[2] / "docs/explanation/stages.svg"
+QUESTION = ["pipeline", "plan", "--dag", "--set", "graph.neighbours=10", "--json"]
 STYLE = "".join(
     [
         "<style>text{font:13px sans-serif;fill:#222}.name{font-weight:600}.unit{font-size:10px;fill:#666}",

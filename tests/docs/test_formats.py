@@ -13,7 +13,7 @@ CONSTANT = re.compile(r"^([A-Z_]*(?:FORMAT|VERSION)) = \d+", re.MULTILINE)
 
 def test_every_version_of_the_code_is_quoted_as_it_is() -> None:
     quoted = {
-        (module, name): int(told) for told, module, name in QUOTED.findall((ROOT / "docs/formats.md").read_text())
+        (module, name): int(told) for told, module, name in QUOTED.findall((ROOT / "docs/reference/formats.md").read_text())
     }
     there = {
         (module, name): getattr(importlib.import_module(module), name)

@@ -37,7 +37,7 @@ def wheel_names(built: Built) -> set[str]:
 def test_the_wheel_has_every_module_all_that_lies_beside_the_package_and_nothing_else(wheel_names: set[str]) -> None:
     assert {name for name in files_below("pipeline") if name.endswith(".py")} | {"pipeline/py.typed"} <= wheel_names
     shipped = {name.removeprefix("pipeline/data/") for name in wheel_names if name.startswith("pipeline/data/")}
-    assert {"configs/pipeline.yaml", "sbatch/train.sbatch", "docs/troubleshooting.md"} <= shipped
+    assert {"configs/pipeline.yaml", "sbatch/train.sbatch", "docs/how-to/troubleshooting.md"} <= shipped
     assert shipped >= {name for name in files_below("configs", "sbatch") if not name.rpartition("/")[2].startswith(".")}
     for folder in ("recipes", "presets", "sites"):
         assert any(name.startswith(f"configs/{folder}/") for name in shipped), folder

@@ -66,7 +66,7 @@ STEP_S, CLUSTER_STEP_S = 0.1, 2.0  # between looks at the ledger
 LISTEN_EVERY_S = 0.2
 PATIENCE_S, VISIT_POLL_S = 30.0, 1.0
 FAILURES_SHOWN = 3
-TROUBLESHOOTING = "docs/troubleshooting.md"  # which has an entry for every cause
+TROUBLESHOOTING = "docs/how-to/troubleshooting.md"  # which has an entry for every cause
 NOT_FINITE_ENTRY = "nan"  # its entry for a loss or a gradient that is not finite
 KEPT = "   (finished work is kept)"
 
