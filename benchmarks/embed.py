@@ -3,7 +3,7 @@
     python benchmarks/embed.py [--sequences 200] [--layers 12] [--dim 480] [--rounds 2] [--save]
 
 All sides read the same weights from disk (random ones, in fair-esm's format and in Hugging Face's), embed the same
-sequences in fp32 with batches of 4,096 tokens, and write each sequence's rows. Ours is `pipeline submit --stage embed
+sequences in fp32 with batches of 4,096 tokens, and write each sequence's rows. Ours is `pipeline submit embed
 --follow` into an empty cache. fair-esm does what its extract.py does; Hugging Face is a script that sorts by length.
 In the end every token is compared with fair-esm's.
 """

@@ -3,7 +3,7 @@
     python benchmarks/scan_graph.py [--files 207] [--rounds 3] [--save]
 
 Files are copies of the real complexes, the first atom's B-factor changed, so that no two have the same bytes. Ours is
-`pipeline submit --stage graph --follow` into an empty cache: it digests, judges and writes. The peers are one process
+`pipeline submit graph --follow` into an empty cache: it digests, judges and writes. The peers are one process
 that reads the same files with gemmi, or with Biopython, and makes the same arrays (N, CA, C, CB, side chains, types, 20
 nearest neighbours, native contacts) without any loop over residues but Biopython's own. They write nothing. Before
 anything is timed, the arrays of both sides are compared. What a further file costs comes from two numbers of files.
@@ -285,7 +285,7 @@ def main() -> int:
     whole = Spread.ratio(spent["command"], spent[f"gemmi {typed.files}"])
     each, slow = Spread.ratio(further["ours"], further["gemmi"]), Spread.ratio(further["biopython"], further["ours"])
     ours_ms = 1e3 * Spread.of(further["ours"]).median
-    what, by_hand = f"`submit --stage graph` of {typed.files} real files", "gemmi, numpy, scipy vectorised by hand"
+    what, by_hand = f"`submit graph` of {typed.files} real files", "gemmi, numpy, scipy vectorised by hand"
     checks = "ours also digests, judges and writes"
     tasks = "half of it is starting a process for each of four tasks"
     rows = [

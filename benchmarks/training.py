@@ -2,7 +2,7 @@
 
     python benchmarks/training.py [--complexes 96] [--epochs 4] [--rounds 3] [--save]
 
-Ours is `pipeline submit --stage train --follow` on a warm cache, with its plan, loader and checkpoints. The peers are
+Ours is `pipeline submit train --follow` on a warm cache, with its plan, loader and checkpoints. The peers are
 one process each: a plain loop and Lightning's Trainer without a callback. Both read one pickle per complex, in a
 shuffled order, and run a batch at once through the same model with the same optimizer. An epoch costs what a run of
 several epochs takes more than a run of one, in CPU time of the process tree. Before anything is timed, the losses of
