@@ -12,9 +12,8 @@ CONSTANT = re.compile(r"^([A-Z_]*(?:FORMAT|VERSION)) = \d+", re.MULTILINE)
 
 
 def test_every_version_of_the_code_is_quoted_as_it_is() -> None:
-    quoted = {
-        (module, name): int(told) for told, module, name in QUOTED.findall((ROOT / "docs/reference/formats.md").read_text())
-    }
+    page = (ROOT / "docs/reference/formats.md").read_text()
+    quoted = {(module, name): int(version) for version, module, name in QUOTED.findall(page)}
     there = {
         (module, name): getattr(importlib.import_module(module), name)
         for path in (ROOT / "pipeline").rglob("*.py")
