@@ -227,7 +227,8 @@ def test_a_failed_stage_names_the_page_that_is_there_and_else_the_one_of_the_pro
     (_, more) = run_supervisor._describe(StageStatus("train"), [TaskRecord(0, ended=[refused])])
     assert more == f"    more: {page}#nan"
     monkeypatch.setattr(files, "CHECKOUT", tmp_path)  # as beside the frozen code of a run
-    assert run_supervisor._describe(StageStatus("scan"), [task])[1] == f"    more: {run_supervisor.TROUBLESHOOTING}#crashed"
+    (_, more) = run_supervisor._describe(StageStatus("scan"), [task])
+    assert more == f"    more: {run_supervisor.TROUBLESHOOTING}#crashed"
 
 
 def test_every_ending_of_a_task_has_an_entry_to_which_a_failed_stage_leads() -> None:
