@@ -60,7 +60,7 @@ def init_command(
     for note in (f"could not be asked: {silent}" for silent in site.silent) if site else (why_not,):
         typer.echo(f"note: {note}", err=True)
     enter = "" if folder == Path() else f"  cd {quoted(folder)}\n"
-    guides = shipped("docs/guides.md")
+    guides = shipped("docs/systems")
     edit = "your complexes are" if recipe is None else f"your data are; {guides} tells how to make some for a trial"
     typer.echo(f"next:\n{enter}  edit pipeline.yaml     say in data.path where {edit}\n  pipeline doctor")
 

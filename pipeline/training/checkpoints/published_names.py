@@ -134,7 +134,7 @@ def in_form(network: nn.Module, weights: Mapping[str, Tensor], form: str) -> Map
     forms = published_forms(network)
     if form not in forms:
         known = f"its task knows {', '.join(forms)}" if forms else "its task knows no published names"
-        remedy = f"--as {next(iter(forms))}" if forms else "leave out --as   (docs/own_model.md: published_forms)"
+        remedy = f"--as {next(iter(forms))}" if forms else "leave out --as   (docs/how-to/model.md: published_forms)"
         raise ConfigError(f"no names of {form!r} for this model; {known}", where="--as", remedy=remedy)
     return forms[form].write(weights)
 

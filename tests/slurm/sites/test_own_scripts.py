@@ -1,4 +1,4 @@
-"""What users bring on a real cluster: the scripts of docs/own_script.md, and a reader and a task of their own.
+"""What users bring on a real cluster: the scripts of docs/how-to/own_script.md, and a reader and a task of their own.
 
 The scripts run as the page has them, out of a card's memory, then of the host's, and are right after all; what makes
 the card and the host small is put before their first line. So is a loop of two tasks that srun starts on two nodes.
@@ -27,7 +27,7 @@ from tests.training.own_loops.test_ranks_of_others import HOPELESS, SCRIPT, undi
 
 pytestmark = pytest.mark.slurm
 
-PAGE = Page(Path(__file__).resolve().parents[3] / "docs/own_script.md")
+PAGE = Page(Path(__file__).resolve().parents[3] / "docs/how-to/own_script.md")
 NAMES = {"a plain loop with flags": ("train.py", 600), "Lightning": ("fit.py", 1600)}  # and the memory asked for
 SMALL = """\
 import os

@@ -160,7 +160,7 @@ def test_what_cannot_be_split_is_refused_with_what_to_do(kit: Any, tmp_path: Pat
         kit.means(kit.Means(), kit.GovernorCallback(splits=True), tmp_path, gradient_clip_algorithm="value")
 
 
-BEFORE = Page(Path(__file__).resolve().parents[3] / "docs/own_script.md").files()["fit.py"]
+BEFORE = Page(Path(__file__).resolve().parents[3] / "docs/how-to/own_script.md").files()["fit.py"]
 AFTER = BEFORE.replace("import torch\n", "import torch\nfrom pipeline.api import GovernorCallback\n", 1).replace(
     "    max_epochs=2,\n", "    max_epochs=2,\n    callbacks=[GovernorCallback(splits=True)],\n"
 )
