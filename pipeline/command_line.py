@@ -32,7 +32,7 @@ class Command:
     @classmethod
     def submit(cls, stage: str, then: str = "", before: str | Command = "") -> Command:
         """Return the command that submits a stage."""
-        return cls(("submit", "--stage", stage), then=then, before=before)
+        return cls(("submit", stage), then=then, before=before)
 
     @classmethod
     def about(cls, config: object, sets: Sequence[str]) -> Command:
@@ -52,6 +52,8 @@ class Command:
                 given[option].append(value if equals else next(rest, ""))
             else:
                 words.append(word)
+        if words[:2] == ["submit", "--stage"]:  # as earlier versions wrote it
+            del words[1]
         return replace(cls.about(given["--config"][-1], given["--set"]), words=tuple(words))
 
     @classmethod
@@ -65,11 +67,11 @@ class Command:
     @property
     def stage(self) -> str:
         """What it submits; empty where it is another command."""
-        return self.words[2] if self.words[:2] == ("submit", "--stage") and len(self.words) > 2 else ""
+        return self.words[1] if self.words[:1] == ("submit",) and len(self.words) > 1 else ""
 
     def with_stage(self, stage: str) -> Command:
         """Return the same for another stage."""
-        return replace(self, words=(*self.words[:2], stage, *self.words[3:]))
+        return replace(self, words=("submit", stage, *self.words[2:]))
 
     def with_settings(self, *settings: tuple[str, str], then: str = "") -> Command:
         """Return the command with settings in the place of what it said of their keys."""

@@ -116,7 +116,7 @@ def _refuse(moved: Moved, where: Path, remedy: Command, done: str) -> None:
 def regenerate_command(
     damage_list: DamageList = None, config: ConfigFile = None, sets: Sets = None, as_json: Json = False
 ) -> None:
-    """Compute lost records again, on this machine; on a cluster: pipeline submit --stage regenerate."""
+    """Compute lost records again, on this machine; on a cluster: pipeline submit regenerate."""
     from pipeline.journal.run_status import RunState
     from pipeline.journal.run_status import RunStatus as Status
     from pipeline.project.project import Project

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from dataclasses import replace
@@ -266,5 +267,38 @@ def prune_command(
         typer.echo(f"nothing was done yet\n  next: {as_typed(Command.of('runs prune', '--keep', keep, '--yes'))}")
 
 
-runs_app = typer.Typer(help="Look after the folder of runs.", no_args_is_help=True)
+def list_command(
+    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Show at most N runs. Default: 20.")] = 20,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """List runs, newest first: state, stages, start and duration."""
+    from datetime import datetime
+
+    from pipeline.journal.active_runs import GOING_ON, status_of
+    from pipeline.journal.run_folder import runs_in
+    from pipeline.report.tables import show_parts, text_table
+    from pipeline.units import format_seconds
+
+    runs = load_config(config, sets).config.cluster.runs
+    listed, rows = list[dict[str, object]](), list[tuple[str, ...]]()
+    for folder in reversed(runs_in(runs)[-limit:]):
+        status, stages = status_of(folder), json.loads(folder.stages.read_text())
+        begun, ended = status.started_at, status.ended_at or (time.time() if status.state in GOING_ON else 0.0)
+        took_s = max(0.0, ended - begun) if begun and ended else None
+        listed.append({"run": folder.name, "state": status.state.value, "stages": stages, "started_at": begun or None})
+        listed[-1] |= {"duration_s": took_s}
+        at = f"{datetime.fromtimestamp(begun):%Y-%m-%d %H:%M}" if begun else ""  # noqa: DTZ006 - people's own
+        took = "" if took_s is None else format_seconds(took_s)
+        rows.append((folder.name, status.state.value, at, took, " ".join(stages)))
+    if as_json:
+        print_json(listed)
+    else:
+        shown = text_table(("run", "state", "started", "took", "stages"), rows)
+        show_parts(shown if rows else f"{runs}: no runs yet")
+
+
+runs_app = typer.Typer(help="List runs, and remove the folders of old ones.", no_args_is_help=True)
+runs_app.command("list")(list_command)
 runs_app.command("prune")(prune_command)

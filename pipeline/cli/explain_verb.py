@@ -1,7 +1,8 @@
-"""`pipeline explain` and `plan --graph`: how each stage stands, of the whole data set or of one item, and why."""
+"""`pipeline explain` and `plan --dag`: how each stage stands, of the whole data set or of one item, and why."""
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from pipeline.project.project import Project
     from pipeline.report.stage_graph import StageBox
 
-OPTION, TEXT = "--graph", "text"
+OPTION, TEXT = "--dag", "text"
 KEY_DIGITS = 16  # the first 8 are those of all records of a recipe
 GRAPH_FORMS = (TEXT, "mermaid", "dot")
 GraphForm = Annotated[
@@ -34,10 +35,11 @@ GraphForm = Annotated[
 
 
 class WithGraph(TyperCommand):
-    """A command whose `--graph` needs no value."""
+    """A command whose `--dag` needs no value; `--graph` is an old name of it."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Let `--graph` alone mean `--graph=text`."""
+        """Let `--dag` alone mean `--dag=text`."""
+        args = [re.sub("^--graph(?=$|=)", OPTION, word) for word in args]
         followed = zip(args, [*args, ""][1:], strict=True)
         bare = [word == OPTION and after not in GRAPH_FORMS for word, after in followed]
         return super().parse_args(ctx, [f"{OPTION}={TEXT}" if b else word for word, b in zip(args, bare, strict=True)])

@@ -1,4 +1,4 @@
-"""Verbs on files alone: `embed`, a FASTA file in; `dock`, two structures in; `export embeddings`, one file out."""
+"""Verbs on files alone: `embed`, a FASTA file in; `dock`, two structures in; `embeddings export`, one file out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.command_line import Command
 FORMATS = ("h5", "safetensors", "parquet", "npy")
 POOLINGS = ("none", "mean", "cls", "max")
 
-app = typer.Typer(help="Write what the cache holds as files for other programs.", no_args_is_help=True)
+embeddings_app = typer.Typer(help="Write cached embeddings as files for other programs.", no_args_is_help=True)
 
 
 def embed_command(
@@ -34,7 +34,7 @@ def embed_command(
     written = write_fasta_project(folder, fasta, weights, here)
     submit_command("embed", executor, follow=True, config=written)
     pool = ("--pool", "cls") if here.config.embed.cls else ()
-    export = Command.of("export embeddings --out", f"{fasta.stem}.h5", "--config", written, *pool)
+    export = Command.of("embeddings export --out", f"{fasta.stem}.h5", "--config", written, *pool)
     typer.echo(f"next: {export}")
 
 
@@ -72,7 +72,7 @@ def dock_command(
     submit_command("predict", executor, model=str(place) if place.exists() else model, follow=True, config=written)
 
 
-@app.command("embeddings")
+@embeddings_app.command("export")
 def export_embeddings_command(
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The file to write.")],
     format_: Annotated[

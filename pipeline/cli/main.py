@@ -41,7 +41,7 @@ EPILOG = "Exit codes: 0 ok, 1 a bug, 2 configuration, 3 data, 4 damage, 5 infeas
 UNREAD = 141  # as shells call an end by SIGPIPE
 READING = (
     "plan", "explain", "status", "items", "logs", "report", "compare", "cache", "config", "doctor", "weights", "model",
-    "split",
+    "split", "data", "runs",
 )  # fmt: skip
 
 app = typer.Typer(
@@ -54,31 +54,37 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("demo")(run_verbs.demo_command)
-app.command("init")(setup_verbs.init_command)
-app.command("doctor")(setup_verbs.doctor_command)
-app.command("plan", cls=explain_verb.WithGraph)(plan_verbs.plan_command)
-app.command("explain")(explain_verb.explain_command)
-app.command("submit")(run_verbs.submit_command)
-app.command("tune")(plan_verbs.tune_command)
-app.command("split")(split_verb.split_command)
-app.command("dock")(file_verbs.dock_command)
-app.command("embed")(file_verbs.embed_command)
-app.command("status")(control_verbs.status_command)
-app.command("logs")(log_verbs.logs_command)
-app.command("items")(report_verbs.items_command)
-app.command("report")(report_verbs.report_command)
-app.command("compare")(report_verbs.compare_command)
-app.command("replay")(report_verbs.replay_command)
-app.command("resume")(control_verbs.resume_command)
-app.command("cancel")(control_verbs.cancel_command)
-app.command("completion")(setup_verbs.completion_command)
-app.add_typer(control_verbs.runs_app, name="runs")
-app.add_typer(file_verbs.app, name="export")
-app.add_typer(cache_verbs.app, name="cache")
-app.add_typer(model_verbs.weights_app, name="weights")
-app.add_typer(model_verbs.models_app, name="model")
-app.add_typer(setup_verbs.config_app, name="config")
+START, RUN, RESULTS, DATA, SHORTCUTS, DEBUG = "Start", "Run", "Results", "Data and cache", "Shortcuts", "Debug"
+app.command("init", rich_help_panel=START)(setup_verbs.init_command)
+app.command("doctor", rich_help_panel=START)(setup_verbs.doctor_command)
+app.command("demo", rich_help_panel=START)(run_verbs.demo_command)
+app.add_typer(setup_verbs.config_app, name="config", rich_help_panel=START)
+app.command("completion", rich_help_panel=START)(setup_verbs.completion_command)
+app.command("plan", cls=explain_verb.WithGraph, rich_help_panel=RUN)(plan_verbs.plan_command)
+app.command("submit", rich_help_panel=RUN)(run_verbs.submit_command)
+app.command("status", rich_help_panel=RUN)(control_verbs.status_command)
+app.command("logs", rich_help_panel=RUN)(log_verbs.logs_command)
+app.command("resume", rich_help_panel=RUN)(control_verbs.resume_command)
+app.command("cancel", rich_help_panel=RUN)(control_verbs.cancel_command)
+app.add_typer(control_verbs.runs_app, name="runs", rich_help_panel=RUN)
+app.command("report", rich_help_panel=RESULTS)(report_verbs.report_command)
+app.command("compare", rich_help_panel=RESULTS)(report_verbs.compare_command)
+app.add_typer(model_verbs.models_app, name="model", rich_help_panel=RESULTS)
+app.add_typer(file_verbs.embeddings_app, name="embeddings", rich_help_panel=RESULTS)
+app.add_typer(split_verb.data_app, name="data", rich_help_panel=DATA)
+app.add_typer(model_verbs.weights_app, name="weights", rich_help_panel=DATA)
+app.add_typer(cache_verbs.app, name="cache", rich_help_panel=DATA)
+app.command("embed", rich_help_panel=SHORTCUTS)(file_verbs.embed_command)
+app.command("dock", rich_help_panel=SHORTCUTS)(file_verbs.dock_command)
+app.command("find-batch", rich_help_panel=SHORTCUTS)(plan_verbs.find_batch_command)
+app.command("explain", rich_help_panel=DEBUG)(explain_verb.explain_command)
+app.command("replay", rich_help_panel=DEBUG)(report_verbs.replay_command)
+old = typer.Typer(hidden=True)
+old.command("embeddings")(file_verbs.export_embeddings_command)
+app.add_typer(old, name="export")  # these names are of version 0.1
+app.command("items", hidden=True)(report_verbs.items_command)
+app.command("split", hidden=True)(split_verb.split_command)
+app.command("tune", hidden=True)(plan_verbs.find_batch_command)
 
 
 def _print_version(wanted: bool) -> None:

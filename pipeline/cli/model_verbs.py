@@ -316,7 +316,7 @@ def export_model_command(
     if form is not None:
         place = folder / form
         typer.echo(f"the same weights as {form} names them: {place if place.is_dir() else f'{place}.safetensors'}")
-    typer.echo(f"its README.md says how to use it: pipeline submit --stage predict --model {folder} …")
+    typer.echo(f"its README.md says how to use it: pipeline submit predict --model {folder} …")
 
 
 @contextmanager

@@ -36,7 +36,7 @@ Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON do
 Verbose: TypeAlias = Annotated[bool, typer.Option("--verbose", "-v", help="Show every detail, not only the answer.")]
 Run: TypeAlias = Annotated[
     str | None,
-    typer.Argument(metavar="[RUN]", autocompletion=completing(runs), help="Name of a run (default: the newest)."),
+    typer.Argument(metavar="RUN", autocompletion=completing(runs), help="Name of a run (default: the newest)."),
 ]
 
 Point: TypeAlias = Annotated[
@@ -46,9 +46,9 @@ Point: TypeAlias = Annotated[
 STAGES = tuple(StageName)
 
 
-def one_of(names: Sequence[str], option: str, help: str) -> Any:  # noqa: A002 - typer's word for it
+def one_of(names: Sequence[str], option: str, help: str, **more: Any) -> Any:  # noqa: A002 - typer's word for it
     """Return an option with a fixed choice of values, which suggests the nearest where another is typed."""
-    return typer.Option(option, metavar=f"[{'|'.join(names)}]", help=help, **choice(names))
+    return typer.Option(option, metavar=f"[{'|'.join(names)}]", help=help, **choice(names), **more)
 
 
 def choice(names: Sequence[str]) -> dict[str, Any]:
@@ -64,7 +64,11 @@ def choice(names: Sequence[str]) -> dict[str, Any]:
     return {"parser": parsed, "autocompletion": completing(lambda _ctx, _word: ((name, "") for name in names))}
 
 
-StageToRun: TypeAlias = Annotated[str, one_of((*STAGES, "all"), "--stage", "The stage to run.")]
+StageToRun: TypeAlias = Annotated[
+    str | None,
+    typer.Argument(metavar="STAGE", help=f"{', '.join(STAGES)} or all. Default: all.", **choice((*STAGES, "all"))),
+]
+StageOption: TypeAlias = Annotated[str | None, one_of((*STAGES, "all"), "--stage", "The same as STAGE.", hidden=True)]
 Where: TypeAlias = Annotated[
     str | None, one_of(("local", "slurm"), "--executor", "Where to run it; by default as cluster.executor says.")
 ]
@@ -107,6 +111,16 @@ Emit: TypeAlias = Annotated[
 JsonPlan: TypeAlias = Annotated[
     bool, typer.Option("--json", help="With --dry-run: one JSON document and nothing else.")
 ]
+
+
+def one_stage(verb: str, stage: str | None, option: str | None) -> str:
+    """Return the stage that a verb is given, as STAGE or by --stage; all where it is given none."""
+    if stage and option and stage != option:
+        from pipeline.errors import ConfigError
+
+        what = f"STAGE is {stage}, but --stage is {option}"
+        raise ConfigError(what, where="--stage", remedy=Command.of(verb, stage))
+    return stage or option or "all"
 
 
 def as_typed(command: Command) -> Command:

@@ -1,4 +1,4 @@
-"""`pipeline plan`, what `submit --dry-run` and `--emit` show, and `tune`: what runs would take, before any is made."""
+"""`pipeline plan`, what `submit --dry-run` and `--emit` show, and `find-batch`: what runs would take."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 
 from pipeline.cli.completion import completing, gpus
 from pipeline.cli.explain_verb import GraphForm, show_graph
-from pipeline.cli.options import ConfigFile, Json, Sets, load_config, one_of, print_json
+from pipeline.cli.options import ConfigFile, Json, Sets, choice, load_config, one_of, one_stage, print_json
 from pipeline.command_line import Command
 
 if TYPE_CHECKING:
@@ -32,8 +32,14 @@ PLANNED = ("scan", "embed", "graph", "train", "validate", "all")
 
 
 PlannedStage = Annotated[
-    str, one_of(PLANNED, "--stage", "The stage to plan, with the stages it needs; train: only itself.")
+    str | None,
+    typer.Argument(
+        metavar="STAGE",
+        help=f"The stage to plan, with those it needs (train: alone): {', '.join(PLANNED)}. Default: all.",
+        **choice(PLANNED),
+    ),
 ]
+StageOption = Annotated[str | None, one_of(PLANNED, "--stage", "The same as STAGE.", hidden=True)]
 Gpus = Annotated[
     list[str] | None,
     typer.Option(
@@ -59,7 +65,7 @@ Probe = Annotated[
 
 
 def plan_command(
-    stage: PlannedStage = "all",
+    stage: PlannedStage = None,
     gpu: Gpus = None,
     sizes: Sizes = None,
     probe: Probe = False,
@@ -67,6 +73,7 @@ def plan_command(
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: Json = False,
+    stage_option: StageOption = None,
 ) -> None:
     """Show the memory, time and disk that stages would take.
 
@@ -76,14 +83,15 @@ def plan_command(
     from pipeline.errors import ConfigError
     from pipeline.project.project import Project, open_executor
 
+    stage = one_stage("plan", stage, stage_option)
     loaded = load_config(config, sets)
     of_training = [name for name, given in (("--gpu", gpu), ("--probe", probe), ("--sizes", sizes)) if given]
     if of_training and graph is not None:
-        problem = f"{of_training[0]} and --graph are two questions"
-        raise ConfigError(problem, where="pipeline plan", remedy=Command.of("plan --graph"))
+        problem = f"{of_training[0]} and --dag are two questions"
+        raise ConfigError(problem, where="pipeline plan", remedy=Command.of("plan --dag"))
     if of_training and stage != "train":
-        problem = f"{of_training[0]} is about training, but --stage is {stage}"
-        raise ConfigError(problem, where="pipeline plan", remedy=Command.of("plan --stage train"))
+        problem = f"{of_training[0]} is about training, but the stage is {stage}"
+        raise ConfigError(problem, where="pipeline plan", remedy=Command.of("plan train"))
     with open_executor(loaded.config) as executor:
         project = Project.open(loaded.config, remember=False, strict=True, beside=loaded.base_dir.absolute())
         if graph is not None:
@@ -121,7 +129,7 @@ def _show_stages(
     if note := untrained(stage, project.config):
         typer.echo(note)
     elif stage == "all" and project.config.train.task is not None:
-        typer.echo("training is planned apart: pipeline plan --stage train --gpu a100-80gb")
+        typer.echo("training is planned apart: pipeline plan train --gpu a100-80gb")
 
 
 def _show_script(project: Project, executor: Executor, *, traced: Sequence[str], as_json: bool) -> None:
@@ -133,7 +141,7 @@ def _show_script(project: Project, executor: Executor, *, traced: Sequence[str],
     if traced:
         problem = f"train.command is a script, which cannot be traced: {traced[0]} can say nothing of it"
         raise ConfigError(
-            problem, where="pipeline plan", remedy=Command.of("plan --stage train", then="   (its first attempt)")
+            problem, where="pipeline plan", remedy=Command.of("plan train", then="   (its first attempt)")
         )
     stage = ScriptStage()
     stage.inspect(project)
@@ -290,7 +298,7 @@ def _stage_json(project: Project, plan: StagePlan, executor: Executor) -> dict[s
     return document | {"cpus": plan.job.cpus, "gpus": plan.job.gpus, "ask": plan.ask.to_json(), "why": plan.job.why}
 
 
-def tune_command(
+def find_batch_command(
     command: Annotated[
         list[str], typer.Argument(metavar="COMMAND...", help="What starts the script, with {micro_batch} in it.")
     ],
@@ -311,15 +319,17 @@ def tune_command(
 ) -> None:
     """Find the largest micro-batch with which a script of your own runs, on all of its ranks.
 
-    pipeline tune --max 256 -- torchrun --nproc-per-node 2 train.py --batch {micro_batch} --steps 3
+    pipeline find-batch --max 256 -- torchrun --nproc-per-node 2 train.py --batch {micro_batch} --steps 3
     """
     from pipeline.errors import ConfigError
     from pipeline.records import RankPlace
     from pipeline.script.batch_finding import find_batch
 
     if RankPlace.by_slurm(os.environ):
-        problem = "every rank of this srun would try for itself"
-        raise ConfigError(problem, where="pipeline tune", remedy="pipeline tune --max … -- srun … {micro_batch}")
+        problem = "each rank of this srun would search on its own"
+        raise ConfigError(
+            problem, where="pipeline find-batch", remedy="pipeline find-batch --max … -- srun … {micro_batch}"
+        )
     text = command[0] if len(command) == 1 else shlex.join(command)
     every = range(1, min(most, divides or most) + 1)
     sizes = every if divides is None else [size for size in every if divides % size == 0]
@@ -329,8 +339,8 @@ def tune_command(
 
     def waits(size: int) -> None:
         typer.echo(
-            f'{size:>8,}  runs, and has printed no line such as pipeline: {{"step": 1}}; tune waits until it ends.\n'
-            "  next: print that line after each step   or   pipeline tune --seconds 60 …   (then its size fits)",
+            f'{size:>8,}  no line such as pipeline: {{"step": 1}} was printed yet; waiting until the script ends\n'
+            "  next: print that line after each step   or   pipeline find-batch --seconds 60 …   (enough to fit)",
             err=True,
         )
 

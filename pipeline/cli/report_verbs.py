@@ -55,7 +55,7 @@ def items_command(
 
     if key is not None and not re.fullmatch("[0-9a-fA-F]+", key):
         problem = f"{key!r} is no beginning of a key, which is a hexadecimal number"
-        raise ConfigError(problem, where="--key", remedy=Command.of("items --json", then="   (names the keys)"))
+        raise ConfigError(problem, where="--key", remedy=Command.of("data items --json", then="   (names the keys)"))
     path = _scanned(run, config, sets).inventory
     with path.open(encoding="utf-8", errors="backslashreplace", newline="") as file:
         table = csv.DictReader(file)

@@ -22,11 +22,13 @@ from pipeline.cli.options import (
     Only,
     Prune,
     Sets,
+    StageOption,
     StageToRun,
     Sweep,
     SweepFile,
     Where,
     load_config,
+    one_stage,
     print_json,
 )
 from pipeline.command_line import Command
@@ -50,7 +52,7 @@ INLINE_S = 5.0  # work that takes longer is left to the first supervisor job
 
 
 def submit_command(
-    stage: StageToRun,
+    stage: StageToRun = None,
     executor: Where = None,
     only: Only = False,
     damage_list: DamageList = None,
@@ -65,6 +67,7 @@ def submit_command(
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: JsonPlan = False,
+    stage_option: StageOption = None,
 ) -> None:
     """Run a stage and those it needs; finished work is kept."""
     from pipeline.cli.plan_verbs import print_plan, show_plan
@@ -72,11 +75,12 @@ def submit_command(
     from pipeline.runs.upkeep.retention import register_use
     from pipeline.runs.workflow.table import untrained
 
+    stage = one_stage("submit", stage, stage_option)
     idle = dry_run or emit is not None
     if as_json and (emit is not None or not dry_run):
         _refuse("a document is printed of what would be done", "--json", stage, "--dry-run --json")
     if damage_list is not None and stage != StageName.REGENERATE:
-        _refuse(f"a list says what to regenerate, but --stage is {stage}", "--list", "regenerate", "--list FILE")
+        _refuse(f"a list says what to regenerate, but the stage is {stage}", "--list", "regenerate", "--list FILE")
     if accept_code and idle:
         _refuse("what is accepted is recorded, and this would only say what would be done", "--accept-code", stage)
     if only and stage in ("all", StageName.REGENERATE):
@@ -138,7 +142,7 @@ def _settings_of_model(stage: str, model: str, config: Config) -> list[str]:
     from pipeline.training.checkpoints.chosen_checkpoint import weights_file
 
     if stage not in (StageName.EVALUATE, StageName.PREDICT):
-        _refuse(f"a model is named to be used, but --stage is {stage}", "--model", "predict", f"--model {model}")
+        _refuse(f"a model is named to be used, but the stage is {stage}", "--model", "predict", f"--model {model}")
     is_unlabelled = stage == StageName.PREDICT and config.data.labels
     place = place_of(config.train.models, model) or weights_file(model)
     if place is not None and place != config.train.models / model:
@@ -152,7 +156,7 @@ def _sweep_words(stage: str, sweep: Sequence[str], file: Path | None, prune: str
     words += ["--sweep-file", str(file)] if file else []
     words += ["--prune", prune] if prune else []
     if words and stage != StageName.TRAIN:
-        _refuse(f"a sweep is of trainings, but --stage is {stage}", words[0], "train", " ".join(words[:2]))
+        _refuse(f"a sweep is of trainings, but the stage is {stage}", words[0], "train", " ".join(words[:2]))
     return words
 
 
@@ -170,7 +174,7 @@ def _refuse(problem: str, option: str, stage: str, more: str = "") -> None:
     """Raise for an option that does not go with the others, naming those that do."""
     from pipeline.errors import ConfigError
 
-    raise ConfigError(problem, where=option, remedy=Command.of(f"submit --stage {stage} {more}"))
+    raise ConfigError(problem, where=option, remedy=Command.of(f"submit {stage} {more}"))
 
 
 def _stages_of(project: Project, stage: str, damage_list: Path | None, *, only: bool) -> tuple[Project, list[str]]:
@@ -287,7 +291,7 @@ def _accept_code(project: Project) -> None:
         _refuse("code is accepted for one training: name its settings with --set", "--accept-code", "train")
     prepared = prepare(project)
     if prepared is None:
-        remedy = Command.of("submit --stage train")
+        remedy = Command.of("submit train")
         raise ConfigError("nothing was trained with this data set yet", where="--accept-code", remedy=remedy)
     name = accept_code(prepared, project.config.train.models)
     typer.echo(f"the task's code of today is accepted for {name}, which goes on", err=True)
@@ -303,7 +307,7 @@ def typed_command(
 ) -> Command:
     """Return the command to type again to do what is missing: without --follow and the like."""
     listed = ("--list", damage_list) if damage_list else ()
-    return Command.of("submit --stage", stage, *listed, *also).in_project(Command.about(config, sets))
+    return Command.of("submit", stage, *listed, *also).in_project(Command.about(config, sets))
 
 
 def _check_first(project: Project, stages: list[str], executor: Executor, *, may_be_silent: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""`pipeline split`: splits that share nothing, made or checked."""
+"""`pipeline data split`: splits that share nothing, made or checked."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipeline.cli.options import ConfigFile, Json, Sets, as_typed, load_config, one_of, print_json
+from pipeline.cli.report_verbs import items_command
 from pipeline.command_line import Command
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 METHODS = ("sequence", "identity", "structure", "clusters")
 NAMES = {2: ("train", "test"), 3: ("train", "val", "test")}
 FEWEST_FOLDS = 3  # test, validation, and what trains
-LIKE_FRACTIONS = Command.of("split --fractions .8/.1/.1 --out FILE")
-LIKE_FOLDS = Command.of("split --folds 5 --out FILE")
+LIKE_FRACTIONS = Command.of("data split --fractions .8/.1/.1 --out FILE")
+LIKE_FOLDS = Command.of("data split --folds 5 --out FILE")
 
 
 def split_command(
@@ -115,11 +116,8 @@ def _wanted(fractions: str | None, folds: int | None) -> dict[str, float]:
 
 def _identity(by: str, min_identity: float | None) -> float:
     if min_identity is not None and by != "identity":
-        raise _mistake(
-            f"means nothing to --by {by}",
-            "--min-identity",
-            Command.of("split --by identity --min-identity 0.3 --out FILE"),
-        )
+        remedy = Command.of("data split --by identity --min-identity 0.3 --out FILE")
+        raise _mistake(f"cannot be used with --by {by}", "--min-identity", remedy)
     if min_identity is not None and not 0 < min_identity <= 1:
         raise _mistake(f"{min_identity:g} is no fraction: 0.3 is 30%", "--min-identity", "--min-identity 0.3")
     return 0.3 if min_identity is None else min_identity
@@ -127,9 +125,8 @@ def _identity(by: str, min_identity: float | None) -> float:
 
 def _tables(by: str, clusters: Sequence[Path] | None) -> tuple[Path, ...]:
     if clusters and by != "clusters":
-        raise _mistake(
-            f"means nothing to --by {by}", "--clusters", Command.of("split --by clusters --clusters FILE --out FILE")
-        )
+        remedy = Command.of("data split --by clusters --clusters FILE --out FILE")
+        raise _mistake(f"cannot be used with --by {by}", "--clusters", remedy)
     return tuple(clusters or ())
 
 
@@ -151,7 +148,7 @@ def _divide(
     filled = len(set(division.split_N.tolist()))
     if folds > filled:
         problem = f"{tables.plural(folds - filled, 'fold')} of {folds} would test no item: too few share nothing"
-        raise _mistake(problem, "--folds", Command.of("split --folds", max(FEWEST_FOLDS, filled), "--out", out))
+        raise _mistake(problem, "--folds", Command.of("data split --folds", max(FEWEST_FOLDS, filled), "--out", out))
     files = fold_files(out, folds) if folds else [out]
     with written_to(out):
         write_splits(project, shared, division, files, folds)
@@ -250,3 +247,8 @@ def _check(project: Project, alike: Alike, out: Path | None, *, as_json: bool) -
             typer.echo(f"every item of a leak: {out}")
     if found:
         raise typer.Exit(DataError.exit_code)
+
+
+data_app = typer.Typer(help="List the items of the data set; divide it into splits.", no_args_is_help=True)
+data_app.command("items")(items_command)
+data_app.command("split")(split_command)

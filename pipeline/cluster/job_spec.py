@@ -125,7 +125,7 @@ class JobSpec:
     def again(self) -> Command:
         """The command that submits it; the job of a supervisor or of a probe is no stage of its own."""
         if self.name == PROBE:
-            return Command.of("plan --stage train --probe")
+            return Command.of("plan train --probe")
         return Command.submit("all" if self.name == SUPERVISE else self.name)
 
     @property

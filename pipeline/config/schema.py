@@ -46,7 +46,7 @@ class CacheSection(Section):
     )
     check: Literal["quick", "full", "semantic"] = Field(
         default="full",
-        description="How deep `submit --stage validate` looks: at structure, at every byte, or at what records say.",
+        description="How deep `submit validate` looks: at structure, at every byte, or at what records say.",
     )
     sample: float = Field(
         default=0.0, ge=0, le=1, description="Share of the records that it makes anew, where check is semantic."

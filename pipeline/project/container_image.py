@@ -73,7 +73,7 @@ def with_digest(config: Config) -> Config:
     digest = digest_now(config)
     if container.digest not in (None, digest):
         what = f"the image is another now: its digest is {digest}, and was {container.digest}"
-        remedy = "put the image back that the run began with, or submit anew:   pipeline submit --stage all"
+        remedy = "put the image back that the run began with, or submit anew:   pipeline submit all"
         raise SubmissionRefused(what, where=f"{WHERE}.image: {container.image}", remedy=remedy)
     slurm = config.cluster.slurm.model_copy(update={"container": container.model_copy(update={"digest": digest})})
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"slurm": slurm})})

@@ -1,4 +1,4 @@
-"""The plan of a training, and what probes of it measured: what `pipeline plan --stage train` shows."""
+"""The plan of a training, and what probes of it measured: what `pipeline plan train` shows."""
 
 from __future__ import annotations
 

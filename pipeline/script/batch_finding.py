@@ -35,7 +35,7 @@ from pipeline.script.script_process import STEP, run_script
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-WHERE = "pipeline tune"
+WHERE = "pipeline find-batch"
 FOLDER = ".pipeline-tune"  # in the current folder: what was found, and the output of the last try
 CLOSE = 16  # sizes are told apart to within a sixteenth of what fits
 LAST_LINES = 5
@@ -94,7 +94,7 @@ def find_batch(
     if "micro_batch" not in script.names:
         problem = f"nothing can be tried: {command!r} names no {{micro_batch}}"
         raise ConfigError(
-            problem, where=WHERE, remedy="pipeline tune --max 64 -- python train.py --batch {micro_batch}"
+            problem, where=WHERE, remedy="pipeline find-batch --max 64 -- python train.py --batch {micro_batch}"
         )
     memory = Path(FOLDER, f"{_key(script, sizes)}.json")
     known = read_json(memory)

@@ -23,11 +23,11 @@ def test_a_command_gets_the_options_that_it_does_not_have(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "argv", ["pipeline", *TYPED])
     for command, wanted in (
         (Command.of("cache repair --list", "a b"), f"pipeline cache repair --list 'a b' {OPTIONS}"),
-        (Command.submit("all", then="   (again)"), f"pipeline submit --stage all {OPTIONS}   (again)"),
-        (Command.submit("all", before="ls -ld x   or   "), f"ls -ld x   or   pipeline submit --stage all {OPTIONS}"),
+        (Command.submit("all", then="   (again)"), f"pipeline submit all {OPTIONS}   (again)"),
+        (Command.submit("all", before="ls -ld x   or   "), f"ls -ld x   or   pipeline submit all {OPTIONS}"),
         (
             Command.submit("all").with_settings(("cache.root", "FOLDER")),
-            "pipeline submit --stage all --config 'my lab.yaml' --set cache.root=FOLDER",
+            "pipeline submit all --config 'my lab.yaml' --set cache.root=FOLDER",
         ),
     ):
         assert str(as_typed(command)) == wanted
@@ -55,7 +55,7 @@ def test_what_an_error_says_to_type_can_be_typed_in_any_folder(
         "model show none",
         "config check --set data.state=unbound",
         "compare",
-        "submit --stage scan --set cache.under=[none]",
+        "submit scan --set cache.under=[none]",
         "split --out x.csv --set data.source=reader --set data.reader=x:y",
     ):
         refused = pipeline(*words.split(), "--config", str(config))

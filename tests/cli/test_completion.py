@@ -61,11 +61,12 @@ def test_what_can_follow_is_offered() -> None:
         ("pipeline cache 'va", ["validate"]),
         ("pipeline config ", ["show", "check", "schema"]),
         ("pipeline --debug st", ["status"]),
-        ("pipeline submit --st", ["--stage"]),
+        ("pipeline logs --st", ["--stage"]),
+        ("pipeline submit t", ["train"]),
         ("pipeline submit --stage t", ["train"]),
         ("pipeline submit --stage=e", ["--stage=embed", "--stage=evaluate"]),
         ("pipeline submit --executor ", ["local", "slurm"]),
-        ("pipeline plan --stage val", ["validate"]),
+        ("pipeline plan val", ["validate"]),
         ("pipeline logs --stage sup", ["supervise"]),
         ("pipeline cancel --stage sc", ["scan"]),
         ("pipeline init --recipe c", ["complex_docking", "contrastive_pair"]),
@@ -80,8 +81,8 @@ def test_what_can_follow_is_offered() -> None:
 
 
 def test_an_option_that_was_given_is_offered_again_only_where_it_may_be(runs: Path) -> None:
-    found = offered("pipeline submit --stage scan --set a.b=c --")
-    assert "--stage" not in found
+    found = offered("pipeline submit scan --executor local --set a.b=c --")
+    assert "--executor" not in found
     assert {"--set", "--follow", "--help"} <= {*found}
 
 
@@ -89,15 +90,16 @@ def test_every_verb_and_every_option_of_each_is_offered() -> None:
     verbs = {name for name, one in ROOT.commands.items() if not one.hidden}  # type: ignore[attr-defined]
     assert set(offered("pipeline ")) == verbs
     for name in verbs:
-        options = {one.opts[0] for one in ROOT.commands[name].params if one.param_type_name == "option"}  # type: ignore[attr-defined]
+        params = ROOT.commands[name].params  # type: ignore[attr-defined]
+        options = {one.opts[0] for one in params if one.param_type_name == "option" and not one.hidden}
         assert {one for one in options if one.startswith("--")} <= {*offered(f"pipeline {name} -")}
 
 
 def test_runs_are_offered_by_name_the_newest_first(runs: Path) -> None:
     first, second = Told(runs).folder, Told(runs).folder
-    second.again.write_text("pipeline submit --stage scan\n")
+    second.again.write_text("pipeline submit scan\n")
     lines = list(answer(ROOT, "pipeline status 2"))
-    assert lines == [f"{second.name}\tpipeline submit --stage scan", first.name]  # which says no more what it was
+    assert lines == [f"{second.name}\tpipeline submit scan", first.name]  # which says no more what it was
     assert offered("pipeline logs ") == [second.name, first.name]
     assert offered(f"pipeline report --set cluster.runs={runs.parent} 2") == []
     (runs.parent / "pipeline.yaml").write_text("nonsense: [")
@@ -150,7 +152,7 @@ def imported_by(lines: list[str]) -> set[str]:
 
 def test_an_answer_imports_no_more_than_it_takes_to_read_a_configuration(runs: Path) -> None:
     for _ in range(30):
-        Told(runs).folder.again.write_text("pipeline submit --stage all\n")
+        Told(runs).folder.again.write_text("pipeline submit all\n")
     done = subprocess.run([PIPELINE, "__complete", "pipeline status "], capture_output=True, text=True, check=True)
     assert len(done.stdout.splitlines()) == 30
     quick = imported_by(["", "status ", "submit --set ", "cancel --stage "])
@@ -167,12 +169,12 @@ def test_the_script_is_printed_and_nothing_else(pipeline: Command) -> None:
 
 def test_a_name_that_is_misspelt_is_a_usage_error_that_names_what_was_meant(pipeline: Command) -> None:
     for words, meant in {
-        "submit --stage trian": "train",
-        "plan --stage embde": "embed",
+        "submit trian": "train",
+        "plan embde": "embed",
         "logs --stage supervisor": "supervise",
         "cancel --stage grpah": "graph",
-        "submit --stage xyz": "scan, embed, graph, train, evaluate, predict",
-        "submit --stage scan --executor slrum": "slurm",
+        "submit xyz": "scan, embed, graph, train, evaluate, predict",
+        "submit scan --executor slrum": "slurm",
         "statsu": "status",
         "completion fsh": "fish",
         "completion tcsh": "bash, zsh, fish",

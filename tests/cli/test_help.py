@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import reduce
 from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from pipeline.cli.main import app
+from tests.testkit.command import Command
 
 ROOT = Path(__file__).resolve().parents[2]
 # What stands beside a training step while it runs, or is traced.
@@ -41,6 +49,40 @@ def test_nothing_reachable_from_the_command_line_imports_torch_before_there_is_s
 
 def test_a_supervisor_and_a_task_that_make_no_graph_start_without_scipy() -> None:
     assert imports_none_of("import pipeline.runs.supervisor, pipeline.runs.worker", "torch", "scipy")
+
+
+ALIASES = {
+    "items": "data items",
+    "split": "data split",
+    "tune": "find-batch",
+    "export embeddings": "embeddings export",
+}
+
+
+def command(words: str) -> Any:
+    """Return the command that these words name."""
+    return reduce(lambda group, word: group.commands[word], words.split(), get_command(app))
+
+
+@pytest.mark.parametrize("old", ALIASES)
+def test_an_old_name_is_hidden_and_does_the_same(old: str) -> None:
+    assert get_command(app).commands[old.split()[0]].hidden
+    assert command(old).callback.__wrapped__ is command(ALIASES[old]).callback.__wrapped__
+
+
+def test_a_stage_is_named_by_its_place_or_by_an_option(tmp_path: Path, pipeline: Command) -> None:
+    config = tmp_path / "pipeline.yaml"
+    config.write_text("data: {source: fasta, path: a.fasta}\ncache: {root: cache}\ncluster: {runs: runs}\n")
+    (tmp_path / "a.fasta").write_text(">a\nMKV\n")
+    for words in (("scan",), ("--stage", "scan"), ("scan", "--stage", "scan")):
+        done = pipeline("plan", *words, "--json", "--config", str(config))
+        assert (done.code, [stage["stage"] for stage in done.json()]) == (0, ["scan"]), done.err
+        assert pipeline("submit", *words, "--dry-run", "--config", str(config)).code == 0
+    for verb in ("plan", "submit"):
+        refused = pipeline(verb, "scan", "--stage", "train", "--config", str(config))
+        assert (refused.code, f"pipeline {verb} scan" in refused.err) == (2, True)
+    text, dot = (pipeline("plan", "scan", *words, "--config", str(config)).out for words in (["--dag"], ["--dag=dot"]))
+    assert (pipeline("plan", "scan", "--graph", "--config", str(config)).out, dot[:7]) == (text, "digraph")
 
 
 def test_help_needs_neither_numpy_nor_pydantic() -> None:

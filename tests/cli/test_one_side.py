@@ -16,7 +16,7 @@ TABLE: dict[str, Any] = {"data__source": "manifest", "data__path": "table.csv"}
 @pytest.mark.parametrize("side", ["receptor", "ligand"])
 def test_chains_of_one_side_alone_are_refused_with_their_line(pipeline: Command, side: str) -> None:
     make_project(Path.cwd(), 1, **{f"data__{side}_chains": ["A"]})
-    for verb in ("config check", "plan --stage scan", "submit --stage scan --dry-run", "submit --stage scan --follow"):
+    for verb in ("config check", "plan scan", "submit scan --dry-run", "submit scan --follow"):
         refused = pipeline(*verb.split())
         assert (refused.code, f"pipeline.yaml:4: data.{side}_chains: " in refused.err) == (2, True), (verb, refused.err)
     assert pipeline("doctor").code == 2

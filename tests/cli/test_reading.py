@@ -19,15 +19,16 @@ from tests.testkit.project import PIPELINE, make_project
 # Each verb that only reads, as it is typed in a project that has been scanned, and its exit code there.
 READING: dict[str, tuple[tuple[str, ...], int]] = {
     "doctor": ((), 0),
-    "plan": (("--stage", "scan"), 0),
+    "plan": (("scan",), 0),
     "explain": (("--stage", "scan"), 0),
     "compare": ((), 2),  # nor is there anything to compare
-    "submit": (("--stage", "scan", "--dry-run"), 0),
+    "submit": (("scan", "--dry-run"), 0),
     "status": ((), 0),
     "logs": ((), 0),
-    "items": ((), 0),
+    "data items": ((), 0),
     "report": ((), 0),
     "replay": (("--step", "1"), 2),  # nothing was trained
+    "runs list": ((), 0),
     "runs prune": ((), 0),
     "cache stat": ((), 0),
     "cache validate": (("--full",), 0),
@@ -42,7 +43,7 @@ READING: dict[str, tuple[tuple[str, ...], int]] = {
     "config schema": ((), 0),
 }
 # Verbs whose work is told as one document, too.
-WORKING = {"cache regenerate", "cache export", "cache import", "export embeddings", "split", "tune"}
+WORKING = {"cache regenerate", "cache export", "cache import", "embeddings export", "data split", "find-batch"}
 # Verbs that change something, or print what is no data.
 OTHERS = {"demo", "dock", "embed", "init", "resume", "cancel", "completion", "model export"}
 OTHERS |= {"weights fetch", "weights import", "weights synth"}
@@ -51,6 +52,8 @@ IS_JSON = "config schema"  # without being asked
 
 def leaves(command: Any, before: str = "") -> Iterator[tuple[str, Any]]:
     for name, one in command.commands.items():
+        if one.hidden:
+            continue
         if hasattr(one, "commands"):
             yield from leaves(one, f"{before}{name} ")
         else:

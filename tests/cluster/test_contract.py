@@ -184,7 +184,7 @@ class TestExecutor:
             with pytest.raises(SubmissionRefused) as refused:
                 executor.submit(JobSpec(**{**possible, **asked}))
             assert "scan" in str(refused.value), asked
-            assert refused.value.remedy.startswith("pipeline submit --stage scan"), asked
+            assert refused.value.remedy.startswith("pipeline submit scan"), asked
 
 
 def in_pairs(folder: Path, tasks: int, **more: object) -> JobSpec:

@@ -348,9 +348,9 @@ def test_a_script_by_hand_asks_for_what_its_allocation_has(node: Node, stage: st
         """Run the script as it is; return the settings of the command that it starts."""
         assert node.run(sbatch.template(stage), **environment).returncode == 0
         said = node.said("srun")
-        assert said[:6] == ["--ntasks=1", "--mpi=none", "pipeline", "submit", "--stage", stage]
-        assert said[6:9] == ["--executor", "local", "--follow"]
-        return dict(word.split("=") for word in said[10::2])
+        assert said[:5] == ["--ntasks=1", "--mpi=none", "pipeline", "submit", stage]
+        assert said[5:8] == ["--executor", "local", "--follow"]
+        return dict(word.split("=") for word in said[9::2])
 
     settings = given(SLURM_GPUS_ON_NODE="2", SLURM_CPUS_PER_TASK="8")
     config = read_config(None, ["data.path=x", *(f"{key}={value}" for key, value in settings.items())]).config
@@ -362,7 +362,7 @@ def test_a_script_by_hand_asks_for_what_its_allocation_has(node: Node, stage: st
     assert f"cluster.{stage}.ranks" not in settings
     done = node.run(sbatch.template(stage), SLURM_JOB_NUM_NODES="2")
     assert (done.returncode, node.said("srun")) == (2, [])
-    assert f"--stage {stage} --executor slurm" in done.stderr.decode()
+    assert f"submit {stage} --executor slurm" in done.stderr.decode()
 
 
 if __name__ == "__main__":

@@ -188,7 +188,9 @@ def commands() -> str:
 
 
 def walk(name: str, command: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every command with what is typed for it; the commands of a group follow the group."""
+    """Yield every command with what is typed for it, without old names; the commands of a group follow the group."""
+    if command.hidden:
+        return
     yield name, command
     for word, inner in getattr(command, "commands", {}).items():
         yield from walk(f"{name} {word}", inner)

@@ -89,7 +89,7 @@ def write(recipe: Recipe, folder: Path, items: int = 6) -> Path:
 
 
 def planned(pipeline: Command, *words: str) -> dict[str, Any]:
-    """Return what `pipeline plan --stage train` says."""
+    """Return what `pipeline plan train` says."""
     done = pipeline("plan", "--stage", "train", "--json", *words)
     assert done.code == 0, done.err
     (document,) = json.loads(done.out)

@@ -28,7 +28,7 @@ def begun(folder: Path, stage: str = "embed", tasks: int = 4) -> Told:
     (folder / "pipeline.yaml").write_text(CONFIG)
     told = Told(folder / "runs", stage, tasks)
     told.folder.config.write_text(dump_resolved(read_config(folder / "pipeline.yaml").config))
-    told.folder.again.write_text(f"pipeline submit --stage {stage}\n")
+    told.folder.again.write_text(f"pipeline submit {stage}\n")
     return told
 
 

@@ -121,7 +121,7 @@ def test_weights_that_nobody_named_and_items_that_are_refused_are_a_note_of_both
     checked = pipeline("config", "check")
     assert (checked.code, "valid" in checked.out, "1 refused" in checked.err) == (0, True, True)
     assert "next: pipeline weights fetch" in checked.err
-    assert "next: pipeline submit --stage scan" in checked.err
+    assert "next: pipeline submit scan" in checked.err
 
 
 def test_settings_that_do_harm_are_named_with_their_source(

@@ -339,7 +339,7 @@ class TestRefusals:
             ({"reservation": "nope"}, "cluster.slurm.reservation"),
             ({"constraint": "nope"}, "cluster.slurm.constraint"),
             ({"account": "lab", "qos": "tiny"}, "cluster.slurm.max_submit"),
-            ({"options": ("--no-such",)}, "pipeline submit --stage test"),
+            ({"options": ("--no-such",)}, "pipeline submit test"),
         ]
         for site, remedy in sites:
             with opened(**site) as executor, pytest.raises(SubmissionRefused) as refused:

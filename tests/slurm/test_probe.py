@@ -96,4 +96,4 @@ def test_what_the_cluster_refuses_is_told_with_the_key_to_change(healthy: Cluste
     (found,) = probed(prepare(tmp_path, **{**SETTINGS, "cluster__slurm__cards": unknown}), [])
     assert found.outcome is ProbeOutcome.REFUSED
     assert isinstance(found.error, SubmissionRefused)
-    assert found.error.remedy.startswith("pipeline plan --stage train --probe --set cluster.train.constraint=")
+    assert found.error.remedy.startswith("pipeline plan train --probe --set cluster.train.constraint=")

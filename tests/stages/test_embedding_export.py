@@ -1,4 +1,4 @@
-"""`pipeline embed` and `pipeline export embeddings`: a FASTA file or complexes in, one file by their ids out."""
+"""`pipeline embed` and `pipeline embeddings export`: a FASTA file or complexes in, one file by their ids out."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_what_is_missing_is_named_with_the_next_command_and_no_file_is_left(
     refused = pipeline(*typed)
     assert refused.code == 4
     assert "new, bad" in refused.err
-    assert "next: pipeline submit --stage embed --follow" in refused.err
+    assert "next: pipeline submit embed --follow" in refused.err
     assert not list(folder.glob("*all.h5*"))
     left_out = pipeline(*typed, "--partial")
     assert left_out.code == 0, left_out.err
@@ -232,7 +232,7 @@ def marked(sequences: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     refused = subprocess.run(typed, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
     assert refused.returncode == 4
     (told,) = re.findall(r"next: pipeline (submit .*--follow) ", refused.stderr)
-    assert told == "submit --stage embed --set embed.cls=true --follow"
+    assert told == "submit embed --set embed.cls=true --follow"
     run = (sys.executable, "-m", "pipeline", *told.split(), "--executor", "local")
     subprocess.run(run, cwd=folder, capture_output=True, check=True, timeout=240)
     subprocess.run(typed, cwd=folder, capture_output=True, check=True, timeout=120)
@@ -314,7 +314,7 @@ def test_fasta_in_hdf5_out_in_two_commands_without_a_project(
     done = pipeline("embed", "my.fasta", "--weights", "esm2_tiny.pt")
     assert done.code == 0, done.err
     (typed,) = [line.removeprefix("next: pipeline ") for line in done.out.splitlines() if line.startswith("next: ")]
-    assert typed == "export embeddings --out my.h5 --config embedded/my/pipeline.yaml"
+    assert typed == "embeddings export --out my.h5 --config embedded/my/pipeline.yaml"
     exported = pipeline(*typed.split())
     assert exported.code == 0, exported.err
     ours = read(tmp_path / "my.h5")

@@ -89,7 +89,7 @@ def purge_eats_the_cache(scene: Scene) -> None:
     scene.lets_go(run)
     told = scene.ends(run, RunState.DONE, RunState.FAILED)
     if run.now().state is RunState.FAILED:
-        scene.says(told, "pipeline submit --stage")
+        scene.says(told, "pipeline submit")
         scene.ends(scene.goes_on(run))
     scene.trained(run)
 

@@ -110,7 +110,7 @@ class OracleLadder:
                 return replace(answer, notes=(*self.reasons, *answer.notes))
         raise PlanInfeasible(
             "nothing can tell what the model takes: " + "; ".join(self.reasons),
-            remedy="pipeline plan --stage train --probe   (a job of minutes on the card itself)",
+            remedy="pipeline plan train --probe   (a job of minutes on the card itself)",
         )
 
 

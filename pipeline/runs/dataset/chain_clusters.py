@@ -105,7 +105,7 @@ def run_foldseek(structures: Path, folder: Path) -> ClusterTable:
 def _easy_cluster(program: str, inputs: Sequence[str], folder: Path, limits: Sequence[str]) -> ClusterTable:
     """Run `PROGRAM easy-cluster INPUT PREFIX TMP …` and read what it writes."""
     found = shutil.which(program)
-    remedy = Command.of("split --write-fasta chains.fasta", then="   (cluster it elsewhere; then --by clusters)")
+    remedy = Command.of("data split --write-fasta chains.fasta", then="   (cluster it elsewhere; then --by clusters)")
     if found is None:
         what = f"{program} is not installed here, or not on the path"
         raise ConfigError(what, where=f"PATH={os.environ.get('PATH', '')}", remedy=remedy)

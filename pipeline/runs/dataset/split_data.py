@@ -113,7 +113,7 @@ def read_shared(project: Project, alike: Alike, seed: int = 0, fasta: Path | Non
         _refuse_strangers(name, table, shared)
     if alike.by == "clusters" and not (tables or shared.whole.items):
         what = "the data set's table has no column cluster, and no --clusters names a table of chains"
-        raise ConfigError(what, where="--by clusters", remedy=Command.of("split --by clusters --clusters FILE"))
+        raise ConfigError(what, where="--by clusters", remedy=Command.of("data split --by clusters --clusters FILE"))
     return shared
 
 
@@ -123,7 +123,7 @@ def _refuse_unfit(project: Project, alike: Alike) -> None:
         raise ConfigError(what, where="data.source", remedy=Command.of("config show"))
     if alike.by == "structure" and project.source.source == "fasta":
         raise ConfigError(
-            "sequences have no structure", where="--by structure", remedy=Command.of("split --by identity")
+            "sequences have no structure", where="--by structure", remedy=Command.of("data split --by identity")
         )
 
 
@@ -211,7 +211,7 @@ def _by_sequence(sequences: ChainLinks, table: ClusterTable) -> ChainLinks:
 def _refuse_strangers(name: str, table: ClusterTable, shared: SharedItems) -> None:
     if shared.chains and shared.unclustered[name] == shared.chains:
         what = f"none of the {shared.chains:,} chains is in it: its members are called as {table.example!r}"
-        remedy = Command.of("split --write-fasta chains.fasta", then="   (names chains as ID_CHAIN: cluster that)")
+        remedy = Command.of("data split --write-fasta chains.fasta", then="   (names chains as ID_CHAIN: cluster that)")
         raise DataError(what, where=name, remedy=remedy)
 
 

@@ -121,7 +121,7 @@ def _placed(project: Project, shared: SharedItems, division: Division, folds: in
         number += 1
     if number < len(shared):
         what = "it changed while it was read"
-        raise DataError(what, where=str(project.source.path), remedy=Command.of("split --out FILE"))
+        raise DataError(what, where=str(project.source.path), remedy=Command.of("data split --out FILE"))
 
 
 def _role(split: int, fold: int, folds: int) -> str:

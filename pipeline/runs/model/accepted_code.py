@@ -41,7 +41,7 @@ def accept_code(prepared: Prepared, models: Path) -> str:
     newest = max(others, key=lambda folder: folder.prepared.stat().st_mtime, default=None)
     if newest is None:
         what = "there is no training that differs from this one in nothing but its code"
-        raise ConfigError(what, where=FLAG, remedy=Command.of("submit --stage train", then="   (says what changed)"))
+        raise ConfigError(what, where=FLAG, remedy=Command.of("submit train", then="   (says what changed)"))
     _record(newest, prepared.recipe["code"], f"accepted with {FLAG}")
     return newest.path.name
 

@@ -1,4 +1,4 @@
-"""The plan that `pipeline plan --stage train` shows, kept: asked again, it is there at once if nothing has changed."""
+"""The plan that `pipeline plan train` shows, kept: asked again, it is there at once if nothing has changed."""
 
 from __future__ import annotations
 

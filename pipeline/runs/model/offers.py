@@ -83,7 +83,7 @@ def offers_of(question: Question, *, on_cpu: bool) -> list[Offer]:
     without = "without GPUs: --set cluster.train.gpus=0"
     if question.by_plan:
         what = "which GPU is it for? None was named, and cluster.slurm.cards is empty"
-        remedy = f"pipeline plan --stage train --gpu a100-80gb   (or a size: 24GiB); {without}"
+        remedy = f"pipeline plan train --gpu a100-80gb   (or a size: 24GiB); {without}"
         raise ConfigError(what, where="--gpu", remedy=remedy)
     what = "training asks for GPUs, and cluster.slurm.cards says of none what it is"
     remedy = f"--set 'cluster.slurm.cards=[{{gres: a100, mem: 40GiB}}]'   (each that a job may get); {without}"

@@ -64,7 +64,7 @@ TIME_S = 900  # a probe takes less: what imports and builds takes long on a slow
 LOOK_S = 60.0
 LOG_LINES = 25
 SEEN_AGAIN_S = 0.2
-AGAIN = Command.of("plan --stage train --probe")
+AGAIN = Command.of("plan train --probe")
 
 
 @dataclass(frozen=True)

@@ -228,7 +228,7 @@ def read_errand(folder: ProbeFolder) -> tuple[Config, Errand]:
     errand = read_value(folder.errand, Errand)
     if errand is None:
         what = "it does not say what is to be probed, or says it for another version"
-        raise ConfigError(what, where=str(folder.errand), remedy=Command.of("plan --stage train --probe"))
+        raise ConfigError(what, where=str(folder.errand), remedy=Command.of("plan train --probe"))
     return config, errand
 
 

@@ -44,7 +44,7 @@ SWEPT = {  # of section `train`: what makes another training of it
 } - {"task"}  # fmt: skip
 RANGE = re.compile(r"(-?\d+):(-?\d+)(?::([1-9]\d*))?")
 PLAIN = re.compile(r"[\w.+\-/~ ]+|\[.*\]|\".*\"|'.*'")  # what may stand in a YAML list as it is
-EXAMPLE = Command.of("submit --stage train --sweep train.seed=0:5 --sweep train.learning_rate=1e-4,3e-4")
+EXAMPLE = Command.of("submit train --sweep train.seed=0:5 --sweep train.learning_rate=1e-4,3e-4")
 
 
 @dataclass(frozen=True, slots=True)

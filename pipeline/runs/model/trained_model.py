@@ -375,7 +375,7 @@ def card_text(card: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     lines = [f"# {card['name']}", "", *card_lines(card), "", "## Use it", ""]
     if card["encoder"]:
         lines += [f"Put the encoder's checkpoint at `{weights}` (`pipeline weights import FILE`), then", ""]
-    lines += ["```sh", "cd THIS_FOLDER", f"pipeline submit --stage predict --model . {data} --follow", "```", ""]
+    lines += ["```sh", "cd THIS_FOLDER", f"pipeline submit predict --model . {data} --follow", "```", ""]
     lines += ["Nothing is trained, and no labels are needed. In Python, without pipeline:", ""]
     load = ["from safetensors.torch import load_file", 'state = load_file("model.safetensors")']
     return "\n".join([*lines, "```python", *load, "```", ""])

@@ -1,4 +1,4 @@
-"""What `pipeline plan --stage train` shows: the plan, tables to decide by, the job, and the linter's findings."""
+"""What `pipeline plan train` shows: the plan, tables to decide by, the job, and the linter's findings."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def no_item(name: str, names: Sequence[str], where: str) -> ConfigError:
     what = f"no item is called {name!r}" + (
         f"; did you mean {', '.join(near)}?" if near else f"; there are {len(names):,}"
     )
-    return ConfigError(what, where=where, remedy=Command.of("items", then="   (lists them; --json names all)"))
+    return ConfigError(what, where=where, remedy=Command.of("data items", then="   (lists them; --json names all)"))
 
 
 def near_names(name: str, names: Sequence[str]) -> list[str]:

@@ -111,7 +111,7 @@ class RegenerateStage(Stage):
             return _remarks(judged)
         what = f"{unmade + foreign:,} of {plural(judged.items, 'named record')} cannot be made here"
         made = "   (with the configuration that made them)"
-        remedy = Command.of("submit --stage regenerate --list", judged.source, then=made)
+        remedy = Command.of("submit regenerate --list", judged.source, then=made)
         if judged.unscanned:
             remedy = Command.submit("scan", then="   (then the same command again)")
         raise CacheDamaged("\n  ".join([f"{what}:", *lines]), where=judged.source, remedy=remedy)

@@ -155,7 +155,7 @@ class Stage(ABC):
         return self.needs
 
     def wanted(self, config: Config) -> bool:  # noqa: ARG002
-        """Tell whether `--stage all` includes it."""
+        """Tell whether `submit all` includes it."""
         return True
 
     def is_for(self, config: Config) -> bool:

@@ -88,7 +88,7 @@ def regenerated(config: Config, kinds: Collection[str] | None) -> list[str]:
 
 
 def everything(config: Config) -> list[str]:
-    """Return the stages of `--stage all` under a configuration, in order."""
+    """Return the stages of `submit all` under a configuration, in order."""
     names: list[str] = [row.name for row in WORKFLOW if row.is_for(config) and row.wanted(config)]
     if config.train.predict.for_training and {StageName.PREDICT, StageName.TRAIN} <= {*names}:
         names.remove(StageName.PREDICT)
@@ -97,10 +97,10 @@ def everything(config: Config) -> list[str]:
 
 
 def untrained(name: str, config: Config) -> str:
-    """Say where `--stage all` stops because nothing is to be trained; empty where it trains, or never can."""
+    """Say where `submit all` stops because nothing is to be trained; empty where it trains, or never can."""
     if name != ALL or StageName.TRAIN in everything(config) or not STAGES[StageName.TRAIN].is_for(config):
         return ""
-    return f"no train.task set: stopping after {everything(config)[-1]}"
+    return f"train.task is not set: stopping after {everything(config)[-1]}"
 
 
 def too_many(rejected: int, total: int, fraction: float) -> bool:

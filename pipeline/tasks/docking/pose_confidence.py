@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pipeline.protocol import Sizes
     from pipeline.training.items.batch import ItemTensors
 
-DRAW = "pipeline submit --stage predict --model SCORE_MODEL   (draws poses)"
+DRAW = "pipeline submit predict --model SCORE_MODEL   (draws poses)"
 LEAST = {"embedding_dim": 0, "scalars": 1, "vectors": 1, "layers": 3, "multiplicity": 1}  # the third makes odd scalars
 
 

@@ -98,7 +98,7 @@ def sequence_vector(path: Path, name: str, width: int) -> Floats:
     stored = next((found for key in keys if (found := file.stored(key)) is not None), None)
     if stored is None:
         problem = f"{' or '.join(keys)} has no vector in {path}, which has {len(file):,} ids"
-        remedy = "embed these sequences, too, then: pipeline export embeddings --pool mean --force"
+        remedy = "embed these sequences, too, then: pipeline embeddings export --pool mean --force"
         raise DataError(problem, where=f"{WHERE}.sequences", remedy=remedy)
     if stored.shape != (width,):
         problem = f"what {path} has of {name} is of the shape {stored.shape}, and {width} numbers are asked for"

@@ -292,7 +292,7 @@ def feature_statistics(reader: RnaPockets) -> tuple[NDArray[np.float32], NDArray
             sums_3, squares_3 = sums_3 + feature_N3.sum(0), squares_3 + np.square(feature_N3).sum(0)
             atoms += len(feature_N3)
     if not atoms:
-        raise DataError("no pocket can be read", where=str(reader.path), remedy="pipeline submit --stage scan")
+        raise DataError("no pocket can be read", where=str(reader.path), remedy="pipeline submit scan")
     mean_3 = sums_3 / atoms
     spread_3 = np.sqrt(np.maximum(squares_3 / atoms - np.square(mean_3), 0))
     return mean_3.astype(np.float32), np.where(spread_3 < LEAST_DEVIATION, 1, spread_3).astype(np.float32)

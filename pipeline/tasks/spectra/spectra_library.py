@@ -126,7 +126,7 @@ def _write_matches(path: Path, queries: Library, found: Iterable[SpectrumMatch],
 def read_library(path: Path, width: int = 0) -> Library:
     """Return a library; raise where it is none, or its vectors are not of this width."""
     if not path.is_file():
-        remedy = "name an embeddings.npy that `pipeline submit --stage predict` wrote, or an HDF5 file of DreaMS"
+        remedy = "name an embeddings.npy that `pipeline submit predict` wrote, or an HDF5 file of DreaMS"
         raise ConfigError("no such library", where=f"{WHERE}.library is {path}", remedy=remedy)
     library = _from_hdf5(path) if path.suffix.lower() in hdf5.SUFFIXES else _from_npy(path)
     shape = library.vector_MD.shape

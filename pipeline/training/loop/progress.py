@@ -291,7 +291,7 @@ def make_state(step: Step) -> None:
         step.release()
         free_caches(step.device)
     what = "the state of the optimizer does not fit in memory"
-    raise PlanInfeasible(what, where="training", remedy="pipeline plan --stage train   (or a larger card)")
+    raise PlanInfeasible(what, where="training", remedy="pipeline plan train   (or a larger card)")
 
 
 def worst_of(course: RunningStretch, *, padded: bool) -> MicroBatch | None:

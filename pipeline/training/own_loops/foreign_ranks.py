@@ -37,7 +37,7 @@ MODEL = "Governed"
 SHARED_OUT = {"FullyShardedDataParallel", "FSDPModule"}  # by name: to import them takes long
 PLAIN = (
     "hand over the plain model on every rank, without FullyShardedDataParallel(…) or fully_shard(…)"
-    "   or train it by pipeline submit --stage train --set train.sharding=true"
+    "   or train it by pipeline submit train --set train.sharding=true"
 )
 READ = "read the output of all ranks: the first that failed says why"
 

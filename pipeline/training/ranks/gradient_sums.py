@@ -48,9 +48,7 @@ class GradientSums:
                 size //= 2
                 if size < LEAST_PIECE_BYTES:
                     problem = "the gradients of all ranks cannot be added up: no memory is left to pack them"
-                    raise PlanInfeasible(
-                        problem, where="training", remedy="pipeline plan --stage train   (or a larger card)"
-                    )
+                    raise PlanInfeasible(problem, where="training", remedy="pipeline plan train   (or a larger card)")
         return size
 
     def _fill(self) -> None:

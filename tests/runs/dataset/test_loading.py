@@ -66,7 +66,7 @@ def test_a_rank_without_the_number_of_ranks_is_refused(half: dict[str, int]) -> 
 def test_without_a_run_of_this_configuration_the_way_to_one_is_said(here: Path) -> None:
     with pytest.raises(ConfigError) as error:
         open_loader("pipeline.yaml", FOUR, sets=["graph.neighbours=5"])
-    assert error.value.remedy == "pipeline submit --stage graph --config pipeline.yaml --set graph.neighbours=5"
+    assert error.value.remedy == "pipeline submit graph --config pipeline.yaml --set graph.neighbours=5"
 
 
 @pytest.mark.nightly
@@ -159,7 +159,7 @@ def test_a_damaged_table_is_refused_and_made_anew(project: Path, pipeline: Comma
     damage(project / "cache" / "sets")
     with pytest.raises((CacheDamaged, RecordMissing)) as error:
         open_loader(None, FOUR, embed=False)
-    assert error.value.remedy == "pipeline submit --stage graph"
+    assert error.value.remedy == "pipeline submit graph"
     assert pipeline(*GRAPH).code == 0
     assert len(open_loader(None, FOUR, embed=False)) == 2
 

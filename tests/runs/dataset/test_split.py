@@ -1,4 +1,4 @@
-"""`pipeline split`: tables that a scan lets pass, clusters as programs write them, and what existing splits share."""
+"""`pipeline data split`: tables that a scan lets pass, clusters as programs write them, what existing splits share."""
 
 from __future__ import annotations
 

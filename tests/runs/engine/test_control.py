@@ -202,7 +202,7 @@ def test_a_visit_to_which_the_cluster_does_not_answer_leaves_the_run_to_its_stan
 
 def test_a_run_whose_folder_was_removed_names_the_command_that_it_was_submitted_with(make_project):
     run = new_run(read_config(make_project(1) / "pipeline.yaml", ["cluster.executor=slurm"]).config, ["scan"])
-    run.again.write_text("pipeline submit --stage scan --set scan.max_length=9")
+    run.again.write_text("pipeline submit scan --set scan.max_length=9")
     supervisor = Supervisor(run, cast("Any", SimpleNamespace(cluster="", recognize=list)))
 
     def work() -> bool:
@@ -211,7 +211,7 @@ def test_a_run_whose_folder_was_removed_names_the_command_that_it_was_submitted_
 
     with pytest.raises(JobFailed, match="moved or removed") as failed:
         supervisor._in_its_place(work)
-    said = "pipeline submit --stage scan --set scan.max_length=9   (in the project's folder)"
+    said = "pipeline submit scan --set scan.max_length=9   (in the project's folder)"
     assert failed.value.remedy == said
 
 

@@ -1,4 +1,4 @@
-"""`pipeline submit --stage scan`, as people type it: what it says, what it leaves, and its exit codes."""
+"""`pipeline submit scan`, as people type it: what it says, what it leaves, and its exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pipeline plan --stage train` before any graph is made: from the sizes of a scan, or from sizes that were typed."""
+"""`pipeline plan train` before any graph is made: from the sizes of a scan, or from sizes that were typed."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_typed_sizes_asked_for_again_are_answered_at_once_and_others_are_planned
 @pytest.mark.nightly
 def test_a_data_set_without_a_scan_or_without_its_files_can_be_planned_by_sizes(pipeline, unscanned):
     done = pipeline(*PLAN)
-    assert (done.code, "pipeline submit --stage scan" in done.err, "--sizes nodes=" in done.err) == (2, True, True)
+    assert (done.code, "pipeline submit scan" in done.err, "--sizes nodes=" in done.err) == (2, True, True)
     unscanned.sets(data__path="nowhere")
     done = pipeline(*PLAN)
     assert done.code in {2, 3}
@@ -149,6 +149,6 @@ def test_wrong_sizes_are_refused(pipeline, unscanned):
 def test_a_size_that_no_scan_knows_is_named_with_what_would_know_it(pipeline, scanned):
     words = (*PLAN, "--set", "train.task=nonbonded:Nonbonded")
     done = pipeline(*words, "--set", "graph.cross_neighbours=5")
-    assert (done.code, "cross" in done.err, "pipeline submit --stage graph" in done.err) == (2, True, True)
+    assert (done.code, "cross" in done.err, "pipeline submit graph" in done.err) == (2, True, True)
     done = pipeline(*words)  # without such edges it is known that there are none
     assert done.code == 0, done.err

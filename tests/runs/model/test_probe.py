@@ -103,7 +103,7 @@ def test_a_probe_that_cannot_be_submitted_says_what_to_change(tmp_path: Path) ->
     found = probed(prepared, ProbedCard(card("cpu")))
     assert found.outcome is ProbeOutcome.REFUSED
     assert isinstance(found.error, SubmissionRefused)
-    assert found.error.remedy == "pipeline plan --stage train --probe --set cluster.train.cpus=1"
+    assert found.error.remedy == "pipeline plan train --probe --set cluster.train.cpus=1"
     assert list((tmp_path / "runs" / FOLDER).iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""`pipeline plan --stage train` as people type it, on a machine without a GPU."""
+"""`pipeline plan train` as people type it, on a machine without a GPU."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_files_that_were_never_read_leave_it_open_what_is_needed(copy: Copy, she
     shutil.copytree(made / "data", copy.folder / "copies")  # the same bytes: only a scan can tell
     found = needed(copy.project(f"data.structures_dir={copy.folder / 'copies'}"))
     assert "c0" in found.unknown
-    assert str(found.remedy) == "pipeline submit --stage scan"
+    assert str(found.remedy) == "pipeline submit scan"
 
 
 def test_a_disk_that_is_not_mounted_leaves_it_open_what_is_needed(copy: Copy, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`pipeline explain` and `plan --graph` on a project whose scan, embeddings and graphs are made."""
+"""`pipeline explain` and `plan --dag` on a project whose scan, embeddings and graphs are made."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_setting_that_changed_is_named_with_what_it_was(
     told = of_item(pipeline, "c0", setting)
     assert told[stage]["state"] == "to do"
     assert [(change["setting"], change["was"], change["now"]) for change in told[stage]["changes"]] == changes
-    assert told["next"] == f"pipeline submit --stage {stage}"
+    assert told["next"] == f"pipeline submit {stage}"
     after = [other for other in ("embed", "graph") if stage == "scan"]
     assert all(told[other]["state"] == "waiting" for other in after)
     whole = json.loads(pipeline("explain", "--stage", stage, "--json", "--set", setting).out)

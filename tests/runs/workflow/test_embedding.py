@@ -1,4 +1,4 @@
-"""`pipeline submit --stage embed`, as people type it: what it does, what it does not do again, and how it says no."""
+"""`pipeline submit embed`, as people type it: what it does, what it does not do again, and how it says no."""
 
 from __future__ import annotations
 

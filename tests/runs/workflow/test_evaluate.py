@@ -1,4 +1,4 @@
-"""`pipeline submit --stage evaluate` as people type it: what a model comes to on a split, and what stops that."""
+"""`pipeline submit evaluate` as people type it: what a model comes to on a split, and what stops that."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_all_stages_say_that_there_is_nothing_to_evaluate_where_no_item_is_in_th
 def test_a_model_that_was_not_trained_is_an_error_with_the_command_that_trains_it(pipeline, trained):
     done = pipeline(*SUBMIT, "--set", "train.learning_rate=0.5")
     assert done.code == 3
-    assert "pipeline submit --stage train --set train.learning_rate=0.5" in done.err
+    assert "pipeline submit train --set train.learning_rate=0.5" in done.err
     assert len(list(trained.folder.glob("models/*"))) == 1
 
 
@@ -115,7 +115,7 @@ def test_where_no_checkpoint_is_whole_that_is_said_and_nothing_is_evaluated(pipe
     of_a_model = pipeline(*SUBMIT, "--model", str(state.parents[2]))
     state.write_bytes(whole)
     state.chmod(mode)
-    assert "submit --stage train" not in of_a_model.err, "to train another makes that one no better"
+    assert "submit train" not in of_a_model.err, "to train another makes that one no better"
     assert done.code == 7
     assert not trained.asked()
 

@@ -1,4 +1,4 @@
-"""`pipeline submit --stage graph` as people type it: what it builds, what it does not build again, how it says no."""
+"""`pipeline submit graph` as people type it: what it builds, what it does not build again, how it says no."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pipeline submit --stage predict` as people type it: what is written, what is not written again, what is refused."""
+"""`pipeline submit predict` as people type it: what is written, what is not written again, what is refused."""
 
 from __future__ import annotations
 

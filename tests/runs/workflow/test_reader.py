@@ -122,7 +122,7 @@ def test_a_byte_that_changed_after_the_scan_is_an_error_that_names_the_item(fold
     (folder / "data" / "s3.txt").write_text(whole.replace("0.250", "0.251"))
     with pytest.raises(DataError, match="s3") as caught:
         list(loader)
-    assert "pipeline submit --stage scan" in caught.value.remedy
+    assert "pipeline submit scan" in caught.value.remedy
 
 
 def test_the_values_of_a_batch_are_joined_along_each_axis_and_each_item_has_its_own(folder: Path) -> None:

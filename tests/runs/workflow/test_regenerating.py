@@ -1,4 +1,4 @@
-"""`pipeline submit --stage regenerate`: what a damage list calls lost is made anew, that and nothing else."""
+"""`pipeline submit regenerate`: what a damage list calls lost is made anew, that and nothing else."""
 
 from __future__ import annotations
 
@@ -164,9 +164,9 @@ class TestSaid:
     @pytest.mark.nightly
     def test_wrong_words_are_refused(self, cached):
         for words in (
-            "submit --stage embed --list x",
-            "submit --stage regenerate --only",
-            "submit --stage regenerate --list nowhere.jsonl",
+            "submit embed --list x",
+            "submit regenerate --only",
+            "submit regenerate --list nowhere.jsonl",
             "cache regenerate --list pipeline.yaml",
         ):
             assert cached.types(*words.split()).code == 2, words

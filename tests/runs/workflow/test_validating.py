@@ -1,4 +1,4 @@
-"""`pipeline submit --stage validate`: tasks look at the files of a cache, and their findings become one damage list."""
+"""`pipeline submit validate`: tasks look at the files of a cache, and their findings become one damage list."""
 
 from __future__ import annotations
 

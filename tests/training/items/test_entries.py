@@ -153,7 +153,7 @@ def test_arrays_that_are_not_what_they_were_are_an_error_that_names_the_item() -
         reader.items[1] = changed
         with pytest.raises(DataError, match="i1") as caught:
             list(source.read([0, 1]))
-        assert "pipeline submit --stage scan" in caught.value.remedy
+        assert "pipeline submit scan" in caught.value.remedy
 
 
 @pytest.mark.parametrize("error", [OSError("the disk is gone"), KeyError(3), DataError("no such peak"), MemoryError()])
@@ -165,7 +165,7 @@ def test_what_a_reader_raises_names_the_item(error: Exception) -> None:
     found, _ = taken(peaks(2))
     with pytest.raises((DataError, MemoryError), match="i0 ") as caught:
         list(ReaderItems(Failing(), found.table.table()).read([0]))
-    assert isinstance(error, MemoryError) or "pipeline submit --stage scan" in caught.value.remedy
+    assert isinstance(error, MemoryError) or "pipeline submit scan" in caught.value.remedy
 
 
 def test_unsigned_numbers_become_those_that_torch_computes_with() -> None:

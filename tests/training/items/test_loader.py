@@ -361,7 +361,7 @@ def test_an_embedding_that_is_missing_names_the_item_and_what_to_type(data, tmp_
         for other in lost.rows.keys() - {text}:
             writer.put(ENCODER.key(other, PRECISION), {"rows": lost.rows[other]}, {})
     lost.embed_store = empty
-    with pytest.raises(RecordMissing, match=rf"item0 \({len(text)} residues\).*\n.*submit --stage embed"):
+    with pytest.raises(RecordMissing, match=rf"item0 \({len(text)} residues\).*\n.*submit embed"):
         list(lost.loader([[0]]))
 
 
@@ -409,7 +409,7 @@ def test_a_damaged_embedding_is_never_yielded(tmp_path):
 def test_a_missing_graph_names_the_item_and_what_to_type(data, tmp_path):
     with pytest.raises(RecordMissing, match=r"item0") as raised:
         list(data.loader([[0]], graphs=data.only(tmp_path)))
-    assert "submit --stage graph" in raised.value.remedy
+    assert "submit graph" in raised.value.remedy
 
 
 def test_a_record_that_says_why_there_is_no_graph_is_a_rejection(data, tmp_path):

@@ -66,7 +66,7 @@ def test_what_changed_after_the_table_was_made_is_an_error(prepared):
         change(Path(table.item(number).parts[0].path))
         with pytest.raises(DataError, match=f"c{number}") as raised:
             list(BuiltGraphs(table, READING, RECIPE).read([number]))
-        assert "submit --stage graph" in raised.value.remedy
+        assert "submit graph" in raised.value.remedy
 
 
 @pytest.mark.parametrize(
