@@ -115,7 +115,7 @@ class AccountedTask:
             notes.append(f"cancelled by user {self.cancelled_by}")
         if self.before:
             earlier = (f"{state.value} on {node}" if node else state.value for state, node in self.before)
-            notes.append("began again after " + ", ".join(earlier))
+            notes.append("restarted after " + ", ".join(earlier))
         return "; ".join(notes)
 
     def status(self, task: int, stdout: str, stderr: str) -> TaskStatus:
@@ -175,7 +175,7 @@ class Accounting:
             rows.update(batch_rows)
             torn += cut
         arrays = frozenset(name.partition("_")[0] for name in rows)
-        return AccountingLook(rows, f"{torn} of sacct's lines could not be read" if torn else "", arrays)
+        return AccountingLook(rows, f"{torn} of sacct's lines are malformed" if torn else "", arrays)
 
 
 _AS_IN_STATUS = (
@@ -190,21 +190,21 @@ def trouble(message: str) -> str:
     for sign, meaning in _TROUBLES.items():
         if sign.lower() in message.lower():
             return f"{meaning} ({message[:SAID_MOST]})"
-    return f"the accounting does not answer: {message[:SAID_MOST] or 'no reason was given'}"
+    return f"the accounting does not answer: {message[:SAID_MOST] or 'no reason given'}"
 
 
 _TROUBLES = {
-    "accounting storage is disabled": "this cluster keeps no accounts",
+    "accounting storage is disabled": "this cluster keeps no accounting",
     "Connection refused": "the accounting daemon (slurmdbd) is down",
     "Unable to contact slurm": "a daemon of Slurm is down",
     "Connection timed out": "the accounting daemon (slurmdbd) does not answer",
     "timed out": "sacct did not answer in time",
-    "No such file or directory": "there is no sacct here",
+    "No such file or directory": "sacct is not installed here",
 }
 
 
 def parse_sacct(text: str, jobs: Iterable[JobId]) -> tuple[dict[str, AccountedTask], int]:
-    """Return the rows of the jobs by task (12 or 12_3), and how many lines could not be read."""
+    """Return the rows of the jobs by task (12 or 12_3), and how many lines are malformed."""
     records, torn = _records(text, frozenset(jobs))
     rows: dict[str, AccountedTask] = {}
     for name, history in records.items():
@@ -219,7 +219,7 @@ def parse_sacct(text: str, jobs: Iterable[JobId]) -> tuple[dict[str, AccountedTa
 
 
 def _records(text: str, wanted: frozenset[JobId]) -> tuple[dict[str, list[AccountedTask]], int]:
-    """Return the records of each job or task, each with its steps, and how many lines could not be read."""
+    """Return the records of each job or task, each with its steps, and how many lines are malformed."""
     records: dict[str, list[AccountedTask]] = {}
     torn, columns = 0, SACCT_COLUMNS.count(",") + 1
     for line in text.splitlines():

@@ -87,7 +87,7 @@ def why_there(candidates: Sequence[Candidate], chosen: str, mem_bytes: int, time
         parts.append(f"{place.partition} {why or 'was left'}")
     place = next(place for place in candidates if place.partition == chosen)
     is_priced = len({each.price for each in candidates}) > 1
-    rank = "the cheapest that holds it" if is_priced else "the first in the list that holds it"
+    rank = "the cheapest that fits" if is_priced else "the first in the list that fits"
     notes = [rank, *([f"price {place.price:g}"] if is_priced else [])]
     notes += ["its jobs may be preempted"] if place.limits.preempts else []
     return "; ".join([", ".join(notes), *parts])

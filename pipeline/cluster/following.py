@@ -100,7 +100,7 @@ class Followed:
         if task.state is TaskState.CANCELLED and not task.node:  # the accounting has the end as the start
             task = replace(task, started=None)
             if others := ", ".join(self.spec.after_not_ok):
-                return replace(task, reason=f"dependency never satisfied: it was to follow job {others}")
+                return replace(task, reason=f"dependency never satisfied: it waits for job {others}")
         return replace(task, reason="; ".join(filter(None, (_ending(task, self.spec), task.reason))))
 
 
@@ -125,8 +125,8 @@ def _ended(before: TaskStatus, queued: Queued) -> TaskStatus:
 
 def _unknown(before: TaskStatus, row: AccountedTask | None, trouble: str) -> TaskStatus:
     """Return a task as UNKNOWN, with what was asked in vain."""
-    in_accounts = f"the accounting still has it as {row.state.value}" if row else "nor does the accounting"
-    reason = f"the queue does not have it any more, {in_accounts}" + (f" ({trouble})" if trouble else "")
+    in_accounts = f"the accounting still has it as {row.state.value}" if row else "and neither does the accounting"
+    reason = f"the queue no longer has it, {in_accounts}" + (f" ({trouble})" if trouble else "")
     return replace(before, state=TaskState.UNKNOWN, reason=reason, waits_for="")
 
 

@@ -261,7 +261,7 @@ class Executor(Protocol):
 def refuse_impossible(spec: JobSpec) -> None:
     """Raise SubmissionRefused for a job that no executor could run."""
     for problem in _faults(spec):
-        remedy = replace(spec.again, then=" --dry-run   (shows what would be submitted)")
+        remedy = replace(spec.again, then=" --dry-run   (prints the job scripts)")
         raise SubmissionRefused(problem, where=f"job {spec.name}", remedy=remedy)
 
 
@@ -302,24 +302,24 @@ def mebibytes(count: int) -> str:
 def _faults(spec: JobSpec) -> Iterator[str]:
     """Yield what is wrong with a job on any executor."""
     if not spec.argv:
-        yield "there is no command to run"
+        yield "no command to run"
     if not spec.tasks:
         yield "asks for 0 tasks; a job has at least 1"
     if spec.cpus < 1 or spec.gpus < 0:
-        yield f"asks for {spec.cpus} cpus and {spec.gpus} gpus per task; the least are 1 and 0"
+        yield f"asks for {spec.cpus} cpus and {spec.gpus} gpus per task; the minimum is 1 and 0"
     if spec.nodes < 1 or spec.ranks < 0:
-        yield f"asks for {spec.ranks} ranks on each of {spec.nodes} nodes; the least are 0 and 1"
+        yield f"asks for {spec.ranks} ranks on each of {spec.nodes} nodes; the minimum is 0 and 1"
     if spec.nodes > 1 and spec.ranks == 0:
         yield f"asks for {spec.nodes} nodes for one process: several nodes need ranks, processes on each of them"
     for name in ("mem_bytes", "time_s", "max_parallel"):
         if (value := getattr(spec, name)) is not None and value < 1:
-            yield f"asks for {name}={value}; the least is 1"
+            yield f"asks for {name}={value}; the minimum is 1"
     for text in (*spec.argv, *spec.env.keys(), *spec.env.values()):
         if not _can_be_passed(text):
-            yield f"{text!r} cannot be passed to a program"
+            yield f"{text!r} cannot be passed to a program (null byte)"
     for name in spec.env:
         if not name or "=" in name:
-            yield f"{name!r} cannot name an environment variable"
+            yield f"{name!r} is not a valid name of an environment variable"
 
 
 def _can_be_passed(text: str) -> bool:

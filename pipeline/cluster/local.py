@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 LOOK_EVERY_S = 0.05  # limits are checked so often
 POLL_EVERY_S = 0.01  # exits are looked for so often, where the kernel does not tell of them
 GRACE_S = 10.0
-ORPHANED = "the process that ran it is gone"
-NO_PROC = "there is no /proc here: memory limits are not watched, and a daemon that a task starts outlives it"
+ORPHANED = "its process is gone"
+NO_PROC = "no /proc here: memory limits are not enforced, and a daemon started by a task outlives it"
 
 
 @dataclass(slots=True, eq=False)
@@ -317,6 +317,6 @@ def make_log_dir(spec: JobSpec) -> None:
     try:
         Path(spec.log_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        what = f"cannot make the folder of the logs: {error.strerror}"
-        remedy = spec.again.with_settings(("cluster.runs", "FOLDER"), then="   (one that can be written)")
+        what = f"cannot create the log folder: {error.strerror}"
+        remedy = spec.again.with_settings(("cluster.runs", "FOLDER"), then="   (a writable folder)")
         raise SubmissionRefused(what, where=spec.log_dir, remedy=remedy) from error

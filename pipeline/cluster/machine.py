@@ -263,7 +263,7 @@ class Child:
         self._measure_at = now + (cost_s / MEASURING_SHARE if len(pids) > 1 else 0.0)
         self.peak_bytes = max(used, self.peak_bytes or 0) or None
         if limit is not None and used > limit:
-            self.stop(TaskState.OUT_OF_MEMORY, f"used {mebibytes(used)} of the {mebibytes(limit)} it asked for")
+            self.stop(TaskState.OUT_OF_MEMORY, f"used {mebibytes(used)} of {mebibytes(limit)} requested")
             self.kill()
 
     def _end(self, pids: list[int], now: float) -> None:
@@ -279,7 +279,7 @@ class Child:
         self.cpu_s = cpu_s(self.pid)
         code = self._collect()
         if code is None:
-            return Ending(*(self._verdict or (TaskState.UNKNOWN, "its exit status was lost")))
+            return Ending(*(self._verdict or (TaskState.UNKNOWN, "its exit status is unknown")))
         exit_code, killed_by = (code, None) if code >= 0 else (None, -code)
         state, reason = self._verdict or self._judge(exit_code, killed_by)
         return Ending(state, reason, exit_code, killed_by)

@@ -80,7 +80,7 @@ def _checked_line(spec: JobSpec, line: str) -> str:
         return f"{line}\n"
     option = line.removeprefix(f"{DIRECTIVE}--").partition("=")[0] if line.startswith(DIRECTIVE) else "setup"
     setting = "cluster.runs" if option in ("output", "error") else f"cluster.slurm.{option}"
-    what = f"the script of job {spec.name} would contain {line!r}, which has a character that cannot be printed"
+    what = f"the script of job {spec.name} would contain {line!r}, which has an unprintable character"
     remedy = spec.again.with_settings((setting, ANY), then="   (printable characters only)")
     raise ConfigError(what, where=setting, remedy=remedy)
 
@@ -91,8 +91,8 @@ def array_offset(spec: JobSpec, highest_task: int | None) -> int:
         return 0
     first, last = spec.tasks[0], spec.tasks[-1]
     if last - first > highest_task:
-        what = f"its tasks reach from {first} to {last}; this cluster takes {highest_task + 1} numbers in one job"
-        raise _refused(spec, what, ("slurm.max_array_size", ANY), "   (as scontrol show config says)")
+        what = f"its tasks reach from {first} to {last}; this cluster allows {highest_task + 1} array tasks a job"
+        raise _refused(spec, what, ("slurm.max_array_size", ANY), "   (MaxArraySize in scontrol show config)")
     return first
 
 
@@ -163,7 +163,7 @@ def log_pattern(spec: JobSpec, end: str) -> str:
     """Return the file name pattern of a job's logs."""
     folder = os.path.abspath(spec.log_dir)  # noqa: PTH100 - a link in it stays one
     if "\\" in folder:
-        what = f"the folder of its logs holds a backslash ({folder!r}), which cannot be told to sbatch"
+        what = f"its log folder contains a backslash ({folder!r}), which sbatch cannot handle"
         raise _refused(spec, what, ("runs", "FOLDER"))
     return f"{folder.replace('%', '%%')}/{LOG}.{end}"
 

@@ -146,7 +146,7 @@ class Site:
         if known is None:
             return ""
         if known.accounts and mine.isdisjoint(known.accounts):
-            return f"{partition} takes no account of yours, but {first_few(known.accounts)}"
+            return f"{partition} does not accept your accounts, only {first_few(known.accounts)}"
         return "" if known.is_up else f"{partition} is not up"
 
     def nodes_of(self, partition: str) -> list[SiteNodes]:

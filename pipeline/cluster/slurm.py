@@ -170,7 +170,7 @@ class SlurmExecutor:
                 slurm_commands.run_command(["scancel", "--quiet", *wanted])
         except CommandFailed as error:
             if slurm_commands.SAYS_NOTHING not in error.what and error.what != ALREADY_ENDS:
-                remedy = "squeue --me   (your jobs; then the same command again)"
+                remedy = "squeue --me   (lists your jobs; then run the same command again)"
                 raise SubmissionRefused(error.what, where="scancel", remedy=remedy) from error
 
     def queued(self, jobs: Iterable[JobId]) -> set[JobId]:

@@ -163,8 +163,8 @@ def _write(path: Path, script: str) -> None:
     try:
         path.write_bytes(os.fsencode(script))
     except OSError as error:
-        what = f"the folder of the logs cannot be written: {error.strerror}"
-        before = "make room, or choose a folder that can be written: "
+        what = f"cannot write to the log folder: {error.strerror}"
+        before = "free disk space, or choose a writable folder: "
         remedy = Command.submit("all", before=before).with_settings(("cluster.runs", "FOLDER"))
         raise SubmissionRefused(what, where=str(path.parent), remedy=remedy) from error
 
@@ -178,7 +178,7 @@ def _submit(script: str) -> JobId:
             with redirect_stderr(io.StringIO()):  # submitit prints what it also raises
                 job = _executor_class()(folder, script)._submit_command("")  # noqa: SLF001 - see FIELD.md: the way in
         except (FailedJobError, FailedSubmissionError, UnicodeEncodeError) as error:
-            raise CommandFailed(str(error) or "sbatch ended without a word") from error
+            raise CommandFailed(str(error) or "sbatch failed without a message") from error
         return str(job.job_id)
 
 

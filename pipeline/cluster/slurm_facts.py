@@ -152,7 +152,7 @@ class Facts:
         if has_nodes or not self.partitions:
             return ""
         if partition and not self.nodes(partition):
-            return "is not there, or hidden from you"
+            return "does not exist or is hidden from you"
         return f"has no node with {cpus} cores" + (f" and {gpus} GPUs" if gpus else "")
 
     @cached_property
@@ -244,12 +244,12 @@ PASSING = (
 
 ABSENT = ("no such file or directory", "configuration source")  # signs that Slurm is not here
 
-FULL_QUEUE = "   (your jobs in the queue, 3 of them a run's supervisors), or wait until some have ended"
+FULL_QUEUE = "   (lists your jobs; each run has 3 supervisor jobs), or wait until some end"
 
 # what the scheduler says → which keys to change, the first that is found ({} is the stage), and what follows
 REMEDIES: dict[str, tuple[tuple[str, ...], str]] = {
-    "no such file or directory": ((), " --executor local   (or log in where sbatch is, or load its module)"),
-    "configuration source": ((), " --executor local   (or say where Slurm's configuration is: SLURM_CONF)"),
+    "no such file or directory": ((), " --executor local   (or log in where sbatch is installed, or load its module)"),
+    "configuration source": ((), " --executor local   (or set SLURM_CONF to Slurm's configuration file)"),
     "maxsubmit": (("slurm.max_submit",), FULL_QUEUE),
     "maxwall": (("{}.time",), ""),
     "maxcpu": (("{}.cpus",), ""),
@@ -265,7 +265,7 @@ REMEDIES: dict[str, tuple[tuple[str, ...], str]] = {
     "time limit": (("{}.time",), ""),
     "array": (("slurm.max_array_size",), "   (scontrol show config has MaxArraySize)"),
     "gres": (("{}.gpus",), ", or --set cluster.slurm.gpus=gpus-per-node"),
-    "node configuration": (("{}.mem", "{}.cpus", "{}.gpus"), "   (less of one)"),
+    "node configuration": (("{}.mem", "{}.cpus", "{}.gpus"), "   (reduce one of them)"),
     "dependency": ((), ""),
 }
 
@@ -278,14 +278,14 @@ def transient(message: str) -> bool:
 def refusal_of(spec: JobSpec, message: str, partitions: Iterable[str]) -> SubmissionRefused:
     """Return an error with the scheduler's own message and the settings to change."""
     words = [line.removeprefix("sbatch: error: ") for line in message.strip().splitlines() if line]
-    what = "the cluster does not take the job: " + ("; ".join(words) or "sbatch failed without a word")
+    what = "the cluster rejected the job: " + ("; ".join(words) or "sbatch failed without a message")
     keys, then = next((change for sign, change in REMEDIES.items() if sign in message.lower()), ((), ""))
     of_stage = {"slurm.partition": bool(spec.partition), "slurm.constraint": bool(spec.constraint)}
     keys = tuple(key.replace("slurm", spec.section) if of_stage.get(key) else key.format(spec.section) for key in keys)
     if any(key.endswith(".partition") for key in keys) and (names := ", ".join(sorted(set(partitions)))):
-        then += f"   (there are: {names})"
+        then += f"   (available: {names})"
     if transient(message):
-        keys, then = (), "   (again, when the cluster answers: sinfo)"
+        keys, then = (), "   (when sinfo answers again)"
     remedy = spec.again.with_settings(*((f"cluster.{key}", ANY) for key in keys), then=then)
     is_silent = transient(message) or any(sign in message.lower() for sign in ABSENT)
     kind = ClusterSilent if is_silent else SubmissionRefused
@@ -321,7 +321,7 @@ def refuse_narrow_queue(spec: JobSpec, limits: Limits, caps: Caps) -> None:
         return
     cap = caps.get(allowances.QUEUED)
     limit = cap.name if cap and cap.value == most else "cluster.slurm.max_submit"
-    what = f"{limit} allows {most} in the queue: supervisors that are jobs, and a task, need {LEAST_QUEUE}"
+    what = f"{limit} allows {most} jobs in the queue: a run with its supervisors needs {LEAST_QUEUE}"
     remedy = spec.again.with_settings(("cluster.supervisor.where", "login"))
     raise SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)
 
@@ -354,6 +354,6 @@ def _refuse_too_many(spec: JobSpec, nodes: Sequence[SiteNodes]) -> None:
             there[kind.partition] = there.get(kind.partition, 0) + kind.count
     most = max(there.values(), default=spec.nodes)
     if spec.nodes > most:
-        what = f"each task asks for {spec.nodes} nodes; {', '.join(sorted(there))} has {most} that are large enough"
+        what = f"each task asks for {spec.nodes} nodes; {', '.join(sorted(there))} has {most} large enough"
         remedy = spec.again.with_settings((f"cluster.{spec.section}.nodes", str(most)))
         raise SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)

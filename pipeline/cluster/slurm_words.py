@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pipeline.cluster.job_spec import JobId
 
-NEVER = ("never starts", "held")  # how the words for a reason begin for which a job will not start as it is
+NEVER = ("will never start", "held")  # how the words for a reason begin for which a job will not start as it is
 HELD_STATES = frozenset({TaskState.REQUEUE_HOLD, TaskState.SPECIAL_EXIT, TaskState.RESV_DEL_HOLD})
 WAITING_STATES = frozenset({TaskState.PENDING, TaskState.REQUEUED, TaskState.REQUEUE_FED, *HELD_STATES})
 
@@ -71,11 +71,11 @@ def _limit(word: str) -> WaitReason | None:
     if match is None or word in ("QOS", "Assoc"):
         return None
     is_qos, scope, what = match[1] == "QOS", match[2] or "", match[3]
-    whose, show = ("the quality of service", QOS_LIMITS) if is_qos else ("the account", ASSOC_LIMITS)
+    whose, show = ("the QOS", QOS_LIMITS) if is_qos else ("the account", ASSOC_LIMITS)
     if scope == "Min":
-        return WaitReason(f"never starts: it asks for less than {whose} wants ({word})", _ask("more", show))
+        return WaitReason(f"will never start: it requests less than {whose} requires ({word})", _ask("more", show))
     if "PerJob" in what or "PerNode" in what:
-        return WaitReason(f"never starts: it asks for more than {whose} allows ({word})", _ask("less", show))
+        return WaitReason(f"will never start: it requests more than {whose} allows ({word})", _ask("less", show))
     words = f"a limit of {whose} is reached ({word})"
     if what.startswith(("Job", "MaxJobs", "SubmitJob")) and "Minutes" not in what:  # its own jobs, and those end
         return WaitReason(words)
@@ -83,79 +83,81 @@ def _limit(word: str) -> WaitReason | None:
 
 
 def _ask(how_much: str, show: str) -> str:
-    return f"{show}   then   scancel {{job}}   (and submit again, asking for {how_much})"
+    return f"{show}   then   scancel {{job}}   (and submit again, requesting {how_much})"
 
 
 RELEASE = "scontrol release {job}"
-BY_ADMIN = "ask an administrator for it: scontrol release {job}"
-PARTITIONS = "sinfo -s   (which are up)   then   scontrol update JobId={job} Partition=NAME"
-RESERVED = "sinfo -R; scontrol show reservation   (until when)"
+BY_ADMIN = "ask an administrator to run: scontrol release {job}"
+PARTITIONS = "sinfo -s   (lists partitions)   then   scontrol update JobId={job} Partition=NAME"
+RESERVED = "sinfo -R; scontrol show reservation   (shows until when)"
 ASSOC_LIMITS = "sacctmgr show assoc user=$USER"
 QOS_LIMITS = "sacctmgr show qos"
 CHANGE_ACCOUNT = "scontrol update JobId={job} Account=NAME QOS=NAME"
-ACCOUNT = f"{ASSOC_LIMITS}   (which are yours)   then   scontrol update JobId={{job}} Account=NAME"
-QOS = f"{QOS_LIMITS}   (which there are)   then   scontrol update JobId={{job}} QOS=NAME"
-SHORTER = "sinfo -o '%P %l'   (what each gives)   then   scontrol update JobId={job} TimeLimit=TIME"
-SMALLER = "sinfo -N -l   (what nodes have)   then   scancel {job}   (and submit again, asking for less)"
+ACCOUNT = f"{ASSOC_LIMITS}   (lists yours)   then   scontrol update JobId={{job}} Account=NAME"
+QOS = f"{QOS_LIMITS}   (lists them)   then   scontrol update JobId={{job}} QOS=NAME"
+SHORTER = "sinfo -o '%P %l'   (lists limits)   then   scontrol update JobId={job} TimeLimit=TIME"
+SMALLER = "sinfo -N -l   (lists nodes)   then   scancel {job}   (and submit again, requesting less)"
 FREE = "scontrol update JobId={job} Dependency="
 LOOK = "scontrol show job {job}"
 
 REASONS: dict[str, WaitReason] = {
     "": WaitReason(""),
     "None": WaitReason(""),
-    "Priority": WaitReason("jobs of higher priority go first"),
-    "Resources": WaitReason("what it asks for is in use"),
-    "Dependency": WaitReason("a job that it waits for has not ended"),
-    "DependencyNeverSatisfied": WaitReason("never starts: a job that it waits for has failed", FREE),
-    "BeginTime": WaitReason("its begin time has not come (a requeued job waits a while)"),
-    "Cleaning": WaitReason("its earlier run is being cleaned up"),
-    "JobArrayTaskLimit": WaitReason("as many tasks of its array run as are allowed at once"),
+    "Priority": WaitReason("jobs with higher priority run first"),
+    "Resources": WaitReason("the requested resources are in use"),
+    "Dependency": WaitReason("it waits for another job to end"),
+    "DependencyNeverSatisfied": WaitReason("will never start: a job that it depends on failed", FREE),
+    "BeginTime": WaitReason("its start time is in the future (requeued jobs wait a while)"),
+    "Cleaning": WaitReason("its earlier attempt is being cleaned up"),
+    "JobArrayTaskLimit": WaitReason("its array already runs as many tasks as allowed"),
     "JobHeldUser": WaitReason("held by its user", RELEASE),
     "JobHeldAdmin": WaitReason("held by an administrator", BY_ADMIN),
-    "JobHoldMaxRequeue": WaitReason("held: it was requeued too often", f"{RELEASE}   (what went wrong: sinfo -R)"),
+    "JobHoldMaxRequeue": WaitReason("held: it was requeued too often", f"{RELEASE}   (for the reason: sinfo -R)"),
     "launch failed requeued held": WaitReason(
-        "held: its node could not start it", f"{RELEASE}   (what went wrong: sinfo -R)"
+        "held: its node could not start it", f"{RELEASE}   (for the reason: sinfo -R)"
     ),
-    "job requeued in held state": WaitReason("held: it was requeued so", RELEASE),
+    "job requeued in held state": WaitReason("held: it was requeued in held state", RELEASE),
     "JobLaunchFailure": WaitReason("its node could not start it"),
     "BadConstraints": WaitReason(
-        "never starts: no node has what it asks for",
-        "sinfo -o '%n %f %G'   (what nodes have)   then   scontrol update JobId={job} Features=NAME",
+        "will never start: no node has the requested resources",
+        "sinfo -o '%n %f %G'   (lists nodes)   then   scontrol update JobId={job} Features=NAME",
     ),
-    "NodeDown": WaitReason("a node it needs is down", "sinfo -R   (which, and why)"),
-    "FrontEndDown": WaitReason("no front end of the cluster is up", "sinfo -R   (which, and why)"),
+    "NodeDown": WaitReason("a node it needs is down", "sinfo -R   (lists nodes and reasons)"),
+    "FrontEndDown": WaitReason("no front-end node is up", "sinfo -R   (lists nodes and reasons)"),
     "ReqNodeNotAvail": WaitReason("nodes it needs are not available", RESERVED),
     "Nodes required for job are DOWN": WaitReason("nodes it needs are down, drained or reserved", RESERVED),
     "PartitionDown": WaitReason("its partition is down", PARTITIONS),
-    "PartitionInactive": WaitReason("its partition takes no jobs now", PARTITIONS),
-    "PartitionNodeLimit": WaitReason("never starts: it asks for more nodes than its partition gives", SMALLER),
-    "PartitionTimeLimit": WaitReason("never starts: it asks for more time than its partition gives", SHORTER),
-    "PartitionConfig": WaitReason("never starts: it asks for what its partition does not give", PARTITIONS),
-    "AccountNotAllowed": WaitReason("never starts: its account may not use the partition", ACCOUNT),
-    "QOSNotAllowed": WaitReason("never starts: its quality of service may not use the partition", QOS),
-    "InvalidAccount": WaitReason("never starts: its account is not valid", ACCOUNT),
-    "InvalidQOS": WaitReason("never starts: its quality of service is not valid", QOS),
-    "Reservation": WaitReason("its reservation has not begun"),
+    "PartitionInactive": WaitReason("its partition accepts no jobs now", PARTITIONS),
+    "PartitionNodeLimit": WaitReason("will never start: it requests more nodes than its partition allows", SMALLER),
+    "PartitionTimeLimit": WaitReason("will never start: it requests more time than its partition allows", SHORTER),
+    "PartitionConfig": WaitReason(
+        "will never start: it requests resources that its partition does not have", PARTITIONS
+    ),
+    "AccountNotAllowed": WaitReason("will never start: its account may not use the partition", ACCOUNT),
+    "QOSNotAllowed": WaitReason("will never start: its QOS may not use the partition", QOS),
+    "InvalidAccount": WaitReason("will never start: its account is invalid", ACCOUNT),
+    "InvalidQOS": WaitReason("will never start: its QOS is invalid", QOS),
+    "Reservation": WaitReason("its reservation has not started"),
     "ReservationDeleted": WaitReason(
         "held: its reservation was deleted", f"scontrol update JobId={{job}} ReservationName=   then   {RELEASE}"
     ),
-    "Licenses": WaitReason("licences it needs are in use", "scontrol show licenses   (who has them)"),
+    "Licenses": WaitReason("licences it needs are in use", "scontrol show licenses   (shows who uses them)"),
     "Prolog": WaitReason("its node is being prepared"),
-    "SchedDefer": WaitReason("the scheduler looks at it later"),
-    "FedJobLock": WaitReason("the clusters of the federation agree on it"),
+    "SchedDefer": WaitReason("the scheduler has not considered it yet"),
+    "FedJobLock": WaitReason("the federated clusters are deciding about it"),
     "Reconfiguring": WaitReason("its nodes are being set up"),
-    "Power": WaitReason("its nodes are being switched on"),
-    "BurstBufferResources": WaitReason("room in the burst buffer is in use"),
+    "Power": WaitReason("its nodes are being powered up"),
+    "BurstBufferResources": WaitReason("the burst buffer is full"),
     "BurstBufferStageIn": WaitReason("its files are being copied to the burst buffer"),
-    "BurstBufferOperation": WaitReason("the burst buffer failed with it", f"{LOOK}   (what it says)"),
-    "DeadLine": WaitReason("never starts: its deadline cannot be met", f"{LOOK}   then   scancel {{job}}"),
+    "BurstBufferOperation": WaitReason("the burst buffer failed with it", f"{LOOK}   (shows details)"),
+    "DeadLine": WaitReason("will never start: its deadline cannot be met", f"{LOOK}   then   scancel {{job}}"),
     "InactiveLimit": WaitReason("it was inactive for too long", LOOK),
     "SystemFailure": WaitReason("Slurm itself failed", LOOK),
     "NonZeroExitCode": WaitReason("it ended with an error"),
     "TimeLimit": WaitReason("it ran out of time"),
     "OutOfMemory": WaitReason("it ran out of memory"),
-    "MaxMemPerLimit": WaitReason("never starts: it asks for more memory per core or node than is allowed", SMALLER),
-    "QOSUsageThreshold": WaitReason("the account has used more than its quality of service wants", QOS),
+    "MaxMemPerLimit": WaitReason("will never start: it requests more memory per core or node than allowed", SMALLER),
+    "QOSUsageThreshold": WaitReason("the account's usage exceeds the limit of its QOS", QOS),
 }
 
 
@@ -260,7 +262,7 @@ def only_ours(names: Mapping[JobId, str], uid: int | None = None) -> list[str]:
     return [f"--user={user}", f"--jobs={','.join(names)}", f"--name={','.join(dict.fromkeys(names.values()))}"]
 
 
-STOPPED = {TaskState.SUSPENDED: "it is suspended: scontrol resume lets it go on"}
+STOPPED = {TaskState.SUSPENDED: "it is suspended; scontrol resume continues it"}
 
 
 class Queued(NamedTuple):

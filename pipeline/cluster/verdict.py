@@ -121,12 +121,12 @@ class _Case:
         if not state.ended and state not in _PERHAPS_OVER:
             return self._not_over()
         if self.word.finished:
-            return Cause.DONE, "" if state.ok else f"the worker finished, though the scheduler says {state.value}"
+            return Cause.DONE, "" if state.ok else f"the worker finished, but Slurm reports {state.value}"
         if state in _CERTAIN:
             cause, reason = _CERTAIN[state]
             return cause, _joined(reason, self.status.reason)
         if state is TaskState.COMPLETING:
-            return Cause.ACTIVE, "its processes are being ended"
+            return Cause.ACTIVE, "its processes are being stopped"
         if state is TaskState.CANCELLED:
             return self._by_scheduler() or (Cause.CANCELLED, _joined("cancelled", self.status.reason))
         if state in _LIMITED:
@@ -159,7 +159,7 @@ class _Case:
     def _at_limit(self) -> _Finding:
         """Judge a task at its time limit: INTERRUPTED if the worker made progress and stopped in order."""
         if self.word.exit_code == GO_ON and self.word.done:
-            return Cause.INTERRUPTED, f"stopped in order at its time limit, {self.word.done} items done"
+            return Cause.INTERRUPTED, f"stopped cleanly at its time limit, {self.word.done} items done"
         limit = "time limit" if self.status.state is TaskState.TIMEOUT else "deadline"
         timeout = Cause.TIMEOUT, _joined(f"reached its {limit}", self.status.reason)
         return self._by_kernel() or self._by_kind() or timeout
@@ -203,7 +203,10 @@ class _Case:
         its_log = lost.said(self.log) if lost else self.log
         words = last_words(_tail(its_log))
         if lost is None:
-            return words or (Cause.CRASHED, self.word.what or "one of its processes was lost, nobody knows how")
+            return words or (
+                Cause.CRASHED,
+                self.word.what or "lost: Slurm has no record of how one of its processes ended",
+            )
         if words is None and lost.signal in _POLITE:
             words = Cause.INTERRUPTED, f"ended by {named_signal(lost.signal)}"
         elif words is None and lost.signal == signal.SIGKILL:
@@ -221,7 +224,7 @@ class _Case:
         if killed_by is None and code is None and (lost := first_lost(self.log, GO_ON)):  # no accounting: srun said it
             killed_by, code = lost.signal, lost.exit_code
         if killed_by in _POLITE:
-            return Cause.INTERRUPTED, f"ended by {named_signal(killed_by)} before it could stop in order"
+            return Cause.INTERRUPTED, f"ended by {named_signal(killed_by)} before it could stop cleanly"
         if finding := last_words(_tail(self.log)):
             return finding
         if killed_by == signal.SIGKILL:
@@ -245,22 +248,22 @@ class _Case:
         """Judge an unexplained SIGKILL: near the memory limit it counts as out of memory."""
         peak, asked = self.status.peak_rss_bytes, self.asked_bytes
         if peak and asked and peak >= NEARLY * asked:
-            return Cause.HOST_OOM, "killed by signal 9 (SIGKILL) when it was about at its memory limit"
-        what = "killed by signal 9 (SIGKILL) from outside; no sign that it was at a memory limit"
+            return Cause.HOST_OOM, "killed by signal 9 (SIGKILL) close to its memory limit"
+        what = "killed by signal 9 (SIGKILL) from outside, far below its memory limit"
         return Cause.CRASHED, _joined(what, self.memory())
 
     def _unknown(self) -> str:
         """Say what is missing where there is no sign of failure or of success."""
         state = self.status.state
-        known = "the scheduler does not know how it ended" if state is TaskState.UNKNOWN else f"it reads {state.value}"
-        worker = "began, but never said that it finished" if self.word.started else "never said that it began"
+        known = "Slurm has no record of how it ended" if state is TaskState.UNKNOWN else f"it is {state.value}"
+        worker = "reported a start but no end" if self.word.started else "reported no start"
         return _joined(f"{known}, and the worker {worker}", self.status.reason)
 
 
 def _exited(code: int, message: str) -> _Finding:
     """Judge the worker's exit code."""
     if is_interruption(code):
-        return Cause.INTERRUPTED, message or "was told to end and stopped in order"
+        return Cause.INTERRUPTED, message or "was asked to stop and stopped cleanly"
     if code in REFUSALS:
         cause = Cause.DAMAGE if code == CacheDamaged.exit_code else Cause.REFUSED
         return cause, message or f"exit code {code}: {REFUSALS[code]}"
@@ -329,10 +332,10 @@ _WITHOUT_FAULT = frozenset({Cause.DONE, Cause.ACTIVE, Cause.HELD})
 _LIMITED = frozenset({TaskState.TIMEOUT, TaskState.DEADLINE})
 _CERTAIN: Mapping[TaskState, _Finding] = {
     TaskState.OUT_OF_MEMORY: (Cause.HOST_OOM, "killed at its memory limit"),
-    TaskState.PREEMPTED: (Cause.PREEMPTED, "made way for a job of higher priority"),
+    TaskState.PREEMPTED: (Cause.PREEMPTED, "preempted by a job with higher priority"),
     TaskState.NODE_FAIL: (Cause.NODE, "its node failed"),
     TaskState.BOOT_FAIL: (Cause.NODE, "its node did not boot"),
-    TaskState.LAUNCH_FAILED: (Cause.NODE, "its node could not begin it"),
+    TaskState.LAUNCH_FAILED: (Cause.NODE, "its node could not start it"),
     TaskState.RECONFIG_FAIL: (Cause.NODE, "its node could not be configured for it"),
     TaskState.REVOKED: (Cause.CANCELLED, "revoked: another cluster of the federation took it"),
 }
@@ -347,7 +350,7 @@ _KERNEL_SIGNS = (
 )
 _SCHEDULER_SIGNS: Mapping[str, _Finding] = {
     "DUE TO TIME LIMIT": (Cause.TIMEOUT, "reached its time limit, as its log says"),
-    "DUE TO PREEMPTION": (Cause.PREEMPTED, "made way for a job of higher priority, as its log says"),
+    "DUE TO PREEMPTION": (Cause.PREEMPTED, "preempted by a job with higher priority, as its log says"),
     "NODE FAILURE": (Cause.NODE, "its node failed, as its log says"),
 }
 _LAST_WORDS = {
@@ -378,7 +381,7 @@ REFUSALS = {
     3: "the input data cannot be used",
     4: "the cache is damaged",
     5: "no plan fits",
-    6: "the scheduler would not take a job",
+    6: "the scheduler rejected a job",
 }
 _POLITE = frozenset(map(int, (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)))
 _CRASHES = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV)

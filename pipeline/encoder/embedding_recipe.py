@@ -171,7 +171,7 @@ def tokenize(sequence: str) -> NDArray[np.uint8]:
     wrong = np.flatnonzero(tokens_L == _NONE)
     if len(wrong):
         at = int(wrong[0])
-        raise BadSequence(f"{sequence[at]!r} at position {at + 1} is no residue that ESM-2 knows")
+        raise BadSequence(f"{sequence[at]!r} at position {at + 1} is not a residue that ESM-2 knows")
     return tokens_L
 
 
@@ -183,7 +183,7 @@ def refuse_letters(sequence: str, letters: str) -> None:
         raise BadSequence("the sequence is empty")
     elif wrong := set(sequence) - set(letters):
         at = next(at for at, letter in enumerate(sequence) if letter in wrong)
-        raise BadSequence(f"{sequence[at]!r} at position {at + 1} is no residue that the encoder knows")
+        raise BadSequence(f"{sequence[at]!r} at position {at + 1} is not a residue that the encoder knows")
 
 
 def texts(inventory: Inventory, context: str) -> list[str]:

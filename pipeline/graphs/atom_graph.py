@@ -111,9 +111,7 @@ def _choose(role: Role, side: ComplexSide, recipe: GraphRecipe) -> ChosenAtoms:
         kept = np.flatnonzero(~structure.hidden_R[residue_R[residue_A]])
         residue_A, atom_A = residue_A[kept], atom_A[kept]
     if not len(atom_A):
-        problem = (
-            f"the {role.value} has no atoms" if recipe.hydrogens else f"the {role.value} has no atoms but hydrogens"
-        )
+        problem = f"the {role.value} has no atoms" if recipe.hydrogens else f"the {role.value} has only hydrogen atoms"
         raise UnusableInput(Reason.NO_NODES, problem)
     return ChosenAtoms(side, residue_R, atom_A, residue_A)
 
@@ -231,7 +229,7 @@ def _check_lengths(chosen: ChosenAtoms, bonds_B2: NDArray[np.int64]) -> None:
     if (length_B > bonds.LONGEST).any():
         worst = int(length_B.argmax())
         left, right = (chosen.label(atom) for atom in bonds_B2[worst].tolist())
-        problem = f"the file says that {left} and {right} are bonded, and they are {length_B[worst]:.2f} Å apart"
+        problem = f"the file lists a bond between {left} and {right}, which are {length_B[worst]:.2f} Å apart"
         raise UnusableInput(Reason.PARSE_ERROR, problem)
 
 
@@ -282,7 +280,9 @@ def _by_twins(
     order = np.lexsort(here_2P)
     order = order[(here_2P[:, order] >= 0).all(axis=0)]
     if not len(order):
-        problem = f"none of the {len(nearest_P)} contacts of the bound structure has both its atoms in the unbound ones"
+        problem = (
+            f"none of the {len(nearest_P)} contacts of the bound structure has both atoms in the unbound structures"
+        )
         raise UnusableInput(Reason.NO_CONTACTS, problem)
     return here_2P[:, order], nearest_P[order]
 
@@ -326,8 +326,8 @@ def _check_twins(here: ChosenAtoms, there: ChosenAtoms, twin_A: NDArray[np.int64
     unlike = np.flatnonzero((twins_B2[:, 0] >= 0) & ~np.isin(keys_B, their_keys))
     if len(unlike):
         left, right = (here.label(atom) for atom in mine_B2[unlike[0]].tolist())
-        problem = f"{left} and {right} are bonded, and the atoms of their names in the bound structure are not"
-        raise UnusableInput(Reason.SEQUENCE_MISMATCH, f"{problem}: give both files their atoms in one order")
+        problem = f"{left} and {right} are bonded, but the atoms with these names in the bound structure are not"
+        raise UnusableInput(Reason.SEQUENCE_MISMATCH, f"{problem}: use the same atom order in both files")
 
 
 def _in_bound(twin_A: NDArray[np.int64], there: ChosenAtoms, centre_3: NDArray[np.float64]) -> dict[str, Array]:

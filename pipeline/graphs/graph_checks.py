@@ -31,7 +31,7 @@ def wrong_graph(record: Record, recipe: Mapping[str, Any] | None = None) -> Iter
     """Yield what is wrong with a graph of the current format."""
     graph = decode_graph(record.arrays, record.meta)
     for name in sorted(record.arrays.keys() - encode_graph(graph)[0].keys()):
-        yield f"{name} is in no such graph"
+        yield f"{name} does not belong in such a graph"
     roles = [part.role for part in graph.parts]
     if not roles or sorted(set(roles), key=ROLES.index) != roles:
         yield f"its partners are {listed(roles)}"
@@ -39,7 +39,7 @@ def wrong_graph(record: Record, recipe: Mapping[str, Any] | None = None) -> Iter
     counted, recorded = graph.sizes(), record.meta["sizes"]
     for name in counted.keys() | recorded.keys():
         if counted.get(name) != recorded.get(name):
-            yield f"sizes.{name} says {recorded.get(name)}, and there are {counted.get(name)}"
+            yield f"sizes.{name} is {recorded.get(name)}, expected {counted.get(name)}"
     if recipe and (kind := "atom" if graph.parts[0].residues else "residue") != recipe["nodes"]:
         yield f"its nodes are of the kind {kind}; the recipe says {recipe['nodes']}"
     for part in graph.parts:
@@ -56,7 +56,7 @@ def _wrong_part(part: PartnerGraph) -> Iterator[str]:
         yield from _out_of(f"{role}.node.residue", part.nodes["residue"], len(part.row_R), "residues")
     pos = part.nodes["pos"]
     yield from first_bad(
-        f"{role}.node.pos", ~np.isfinite(pos if pos.ndim == 2 else pos[:, 1]).all(1), pos, "is no place"
+        f"{role}.node.pos", ~np.isfinite(pos if pos.ndim == 2 else pos[:, 1]).all(1), pos, "is not a position"
     )
     if not np.isfinite(part.centre_3).all():
         yield f"{role}.centre is {part.centre_3.tolist()}"
@@ -73,13 +73,13 @@ def _wrong_part(part: PartnerGraph) -> Iterator[str]:
 
 def _wrong_table(name: str, table: Mapping[str, Array], wanted: set[str]) -> Iterator[str]:
     for field in sorted(wanted ^ (table.keys() - OPTIONAL)):
-        yield f"there is no {name}.{field}" if field in wanted else f"{name}.{field} is in no such graph"
+        yield f"there is no {name}.{field}" if field in wanted else f"{name}.{field} does not belong in such a graph"
     length = len(next(iter(table.values())))
     for field, array in table.items():
         if len(array) != length:
             yield f"{name}.{field} is {list(array.shape)}, not [{length}, …]"
     if not length:
-        yield f"{name}: there are none"
+        yield f"{name}: none found"
 
 
 def _wrong_edges(name: str, edges_2E: Edges, source: PartnerGraph, target: PartnerGraph) -> Iterator[str]:
@@ -100,13 +100,13 @@ def _wrong_errors(name: str, fields: Mapping[str, Array], edges: Mapping[str, Ed
         if pae_E.shape != edges["near"].shape[1:]:
             yield f"{name} is {list(pae_E.shape)}, and there are {edges['near'].shape[1]} edges"
         bad_E = ~(np.isnan(pae_E) | ((pae_E >= 0) & (pae_E <= LARGEST_ERROR)))
-        yield from first_bad(name, bad_E, pae_E, "is no error in Å")
+        yield from first_bad(name, bad_E, pae_E, "is not an error in Å")
 
 
 def _wrong_between(graph: ItemGraph) -> Iterator[str]:
     """Yield what is wrong with the edges and the contacts between partners."""
     if (graph.cross or graph.labels.keys() >= {"contact_pairs"}) and len(graph.parts) < 2:
-        yield "it has edges or contacts between partners, and one partner"
+        yield "it has edges or contacts between partners but only one partner"
         return
     for name, edges_2E in graph.cross.items():
         yield from _wrong_edges(f"cross.{name}", edges_2E, graph.parts[1], graph.parts[0])
@@ -115,7 +115,7 @@ def _wrong_between(graph: ItemGraph) -> Iterator[str]:
         for part, node_P in zip(graph.parts, graph.labels["contact_pairs"].T, strict=False):
             yield from _out_of("label.contact_pairs", node_P, part.size, f"{part.role.value} nodes")
         nearest_P = graph.labels["contact_nearest"]
-        yield from first_bad("label.contact_nearest", ~(nearest_P >= 0), nearest_P, "is no distance")
+        yield from first_bad("label.contact_nearest", ~(nearest_P >= 0), nearest_P, "is not a distance")
 
 
 def _out_of(name: str, values: Array, count: int, what: str) -> Iterator[str]:

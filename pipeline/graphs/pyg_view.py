@@ -58,7 +58,7 @@ def _require() -> None:
     try:
         import torch_geometric.data  # type: ignore[import-untyped]  # noqa: F401 - only whether it is there
     except ImportError as error:
-        raise ConfigError("a view for PyTorch Geometric needs torch_geometric, an extra", remedy=REMEDY) from error
+        raise ConfigError("a view for PyTorch Geometric needs the extra torch_geometric", remedy=REMEDY) from error
 
 
 class _View:

@@ -253,7 +253,7 @@ def _label(group: Sequence[Named], node: int) -> str:
         if node < len(places_N3):
             return label(node)
         node -= len(places_N3)
-    raise ValueError("there is no such node")
+    raise ValueError("node not found")
 
 
 def cross_edges(read: Complex, recipe: GraphRecipe, places: Mapping[Role, Floats]) -> dict[str, Edges]:
@@ -274,7 +274,7 @@ def no_contacts(apart: float, cutoff: float, *, is_bound: bool) -> UnusableInput
 def _edges(role: Role, chosen: Residues, recipe: GraphRecipe) -> Edges:
     """Return the edges within a partner."""
     if len(chosen.ca_N3) == 1:
-        problem = f"the {role.value} is one residue, {chosen.name(0)}: there is nothing that it could have an edge to"
+        problem = f"the {role.value} is one residue, {chosen.name(0)}: it has no possible edges"
         raise UnusableInput(Reason.NO_EDGES, problem)
     edges_2E = neighbours.within(chosen.ca_N3, recipe.neighbours, recipe.radius)
     if not edges_2E.size:

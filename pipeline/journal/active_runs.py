@@ -113,7 +113,7 @@ def stuck_in(status: RunStatus, queue: QueueLook) -> list[Wait]:
     """Return for what jobs of a run wait that does not pass by itself: those of its stages, and its next visit's."""
     waits = [wait for stage in status.stages.values() for wait in queue.stuck(stage.name, stage.live)]
     if status.state is RunState.ABANDONED:
-        words, remedy = "nobody looks after it any more", f"pipeline resume {status.name}"
+        words, remedy = "it has no supervisor", f"pipeline resume {status.name}"
         return [*waits, Wait(SUPERVISE, "NoSupervisor", words=words, remedy=remedy)]
     return [*waits, *queue.stuck(SUPERVISE, status.successors[:1])]
 
@@ -253,7 +253,7 @@ def _last_words(folder: RunFolder, status: RunStatus) -> str:
             if (end := end_of(path, 3)) and end.strip():
                 return f"gone; its log ends with\n  {harmless(end.strip())}\n  log: {path}"
     is_full = shutil.disk_usage(folder.path).free < LAST_WORDS_BYTES
-    return f"gone; it could say nothing, as the disk is full: df -h {folder.path}" if is_full else ""
+    return f"gone; it wrote no log because the disk is full: df -h {folder.path}" if is_full else ""
 
 
 def supervisor(folder: RunFolder, status: RunStatus, now: QueueLook) -> str:
@@ -261,7 +261,7 @@ def supervisor(folder: RunFolder, status: RunStatus, now: QueueLook) -> str:
     if status.state is RunState.ABANDONED:
         return _last_words(folder, status)
     if status.state is RunState.WAITING:
-        return f"nothing was heard of it yet; what it printed: {folder.supervisor_log}"
+        return f"it has not reported yet; its output: {folder.supervisor_log}"
     if status.state is not RunState.RUNNING:
         return ""
     if not status.successors:
@@ -407,7 +407,7 @@ class Trail:
                 del points[1:-1:2]
         ooms = int(figures.get(OOMS, 0))
         if ooms > self._ooms.get(event.writer, 0):
-            self._note(Happening(event.at, event.data["stage"], f"out of memory, and went on ({ooms:,} so far)"))
+            self._note(Happening(event.at, event.data["stage"], f"survived out of memory ({ooms:,} so far)"))
         self._ooms[event.writer] = ooms
 
 
@@ -438,15 +438,15 @@ def _text(kind: EventKind, data: Mapping[str, Any]) -> str:
         attempt = data.get("attempt", 1)
         return f"attempt {attempt}: {data.get('why') or 'submitted'}" if attempt > 1 else ""
     if kind is EventKind.STAGE_SUBMITTED:
-        return f"began, {data['missing']:,} to do" if data.get("missing") else ""
+        return f"started, {data['missing']:,} to do" if data.get("missing") else ""
     if kind is EventKind.TASK_SPLIT:
         return f"split into {len(data['into'])}: {data['why']}"
     if kind is EventKind.LEFT_OUT:
-        return f"left out {', '.join(data['names'])}: {data['why']}"
+        return f"skipped {', '.join(data['names'])}: {data['why']}"
     plain = {
         EventKind.TASK_GIVEN_UP: "given up: {why}",
         EventKind.TASK_CANCELLED: "{why}",
-        EventKind.JOB_REFUSED: "its job was refused",
+        EventKind.JOB_REFUSED: "its job was rejected",
         EventKind.STAGE_ENDED: "{state}",
         EventKind.RUN_ENDED: "{state}",
     }

@@ -60,7 +60,7 @@ class Ledger:
         with writing_run(self._path):
             self._torn = os.write(self._file, line.encode()) < len(line)
             if self._torn:
-                raise OSError(errno.ENOSPC, "only a part of an event could be written")
+                raise OSError(errno.ENOSPC, "an event was written only in part")
         written = _event(text.encode(), self._writer)
         assert written is not None
         return written
@@ -116,7 +116,7 @@ class LedgerReader:
             file = os.open(path, os.O_RDONLY)
         except PermissionError as error:
             what = f"cannot be read: {error.strerror}; {whose(Path(path))}"
-            raise ConfigError(what, where=path, remedy="ask its owner (cluster.private: false shows a run)") from error
+            raise ConfigError(what, where=path, remedy="ask its owner to share it (cluster.private: false)") from error
         try:
             while chunk := os.pread(file, most, position):
                 end = chunk.rfind(b"\n") + 1

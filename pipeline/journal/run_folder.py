@@ -155,7 +155,7 @@ def _all_in(runs: Path) -> list[RunFolder]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        remedy = f"ls -ld {quoted(runs)}   or another folder: --set cluster.runs=FOLDER"
+        remedy = f"ls -ld {quoted(runs)}   or use another folder: --set cluster.runs=FOLDER"
         raise ConfigError(f"cannot be listed: {error.strerror}", where=str(runs), remedy=remedy) from error
     return [RunFolder(runs / name) for name in names if _is_run(runs / name)]
 
@@ -177,7 +177,7 @@ def is_newer(path: Path) -> bool:
 def _readable(folder: RunFolder) -> RunFolder:
     """Return the run; raise ConfigError where a later version made it."""
     if is_newer(folder.path):
-        what = f"is a run of a newer format; this version of pipeline reads up to format {FORMAT}"
+        what = f"has a newer format; this version of pipeline reads up to format {FORMAT}"
         raise ConfigError(
             what, where=str(folder.path), remedy="use the version of pipeline that made it, or a newer one"
         )
@@ -211,6 +211,6 @@ def writing_run(path: Path, setting: str = "cluster.runs") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        then = "   (one with room, that can be written)"
+        then = "   (a writable folder with free space)"
         remedy = Command.submit("all").with_settings((setting, "FOLDER"), then=then)
         raise JobFailed(f"cannot write: {error.strerror or error}", where=str(path), remedy=remedy) from error

@@ -258,7 +258,7 @@ def margin_of(
     A compiled model is planned as it runs eagerly, with an extra margin for what fusing changes.
     """
     extra = (FIRST_CONTACT if caching else LIVE_ONLY)[origin]
-    why = f"nothing measured yet: {extra:.0%} on what is {origin.value}, assumed to do in {ASSUMED_PROBABILITY:.0%}"
+    why = f"no measurements yet: {extra:.0%} on {origin.value} values, assumed sufficient in {ASSUMED_PROBABILITY:.0%}"
     first = Margin(1.0 + extra, ASSUMED_PROBABILITY, Provenance.ASSUMED, why)
     margin = _after(ratios) if ratios else first
     if not compiled:

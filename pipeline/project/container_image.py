@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
 
 WHERE = "cluster.slurm.container"
-BUILD = "build it anew from this version: containers/pipeline.def says how"
+BUILD = "rebuild it for this version as containers/pipeline.def shows"
 OUTSIDE = frozenset(  # folders that an image has for itself
     Path(f"/{name}")
     for name in ("", "bin", "boot", "dev", "etc", "lib", "lib64", "opt", "proc", "run", "sbin", "sys", "usr", "var")
@@ -72,8 +72,8 @@ def with_digest(config: Config) -> Config:
         return config
     digest = digest_now(config)
     if container.digest not in (None, digest):
-        what = f"the image is another now: its digest is {digest}, and was {container.digest}"
-        remedy = "put the image back that the run began with, or submit anew:   pipeline submit all"
+        what = f"the image changed: its digest is {digest}, expected {container.digest}"
+        remedy = "restore the image that the run started with, or submit again:   pipeline submit"
         raise SubmissionRefused(what, where=f"{WHERE}.image: {container.image}", remedy=remedy)
     slurm = config.cluster.slurm.model_copy(update={"container": container.model_copy(update={"digest": digest})})
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"slurm": slurm})})
@@ -136,7 +136,9 @@ def _digest_of_podmans(config: Config, image: str) -> str:
     done = run_here(config, f"podman image inspect --format '{{{{.Id}}}}' {shell_word(image)}", "podman")
     if done.returncode == NOT_HERE:
         raise SubmissionRefused(
-            "podman is not on the PATH here, and only it knows its images", where=WHERE, remedy=_path_remedy("podman")
+            "podman is not on the PATH here, so its images cannot be checked",
+            where=WHERE,
+            remedy=_path_remedy("podman"),
         )
     if done.returncode:
         raise _no_image(image, _last_line(done.stderr))
@@ -145,7 +147,7 @@ def _digest_of_podmans(config: Config, image: str) -> str:
 
 def _no_image(image: str, why: str) -> SubmissionRefused:
     remedy = Command.of("doctor").with_settings((f"{WHERE}.image", ANY))
-    return SubmissionRefused(f"there is no such image: {why}", where=f"{WHERE}.image: {image}", remedy=remedy)
+    return SubmissionRefused(f"image not found: {why}", where=f"{WHERE}.image: {image}", remedy=remedy)
 
 
 def _path_remedy(runtime: str) -> str:
@@ -179,7 +181,7 @@ def look_inside(config: Config) -> ImageContent | None:
     try:
         return ImageContent(**json.loads(done.stdout.splitlines()[-1]))
     except (ValueError, TypeError, IndexError):
-        what = f"no {PYTHON} starts in it: {_last_line(done.stderr) or f'exit code {done.returncode}'}"
+        what = f"no {PYTHON} starts in the image: {_last_line(done.stderr) or f'exit code {done.returncode}'}"
         raise SubmissionRefused(what, where=f"{WHERE}.image: {container.image}", remedy=LOOK_AGAIN) from None
 
 
@@ -189,21 +191,21 @@ def refuse_unfit_image(config: Config) -> Iterator[str]:
     for bind in container.binds:
         source = bind.partition(":")[0]
         if "$" not in source and not os.path.exists(source):  # noqa: PTH110 - which never raises
-            remedy = "correct it; a folder that only nodes have is written with a variable, such as $TMPDIR"
-            raise SubmissionRefused("there is no such folder here", where=f"{WHERE}.binds: {source}", remedy=remedy)
+            remedy = "correct the path; write folders that exist only on nodes with a variable, such as $TMPDIR"
+            raise SubmissionRefused("folder not found here", where=f"{WHERE}.binds: {source}", remedy=remedy)
     if container.runtime == "pyxis":
         yield from _look_for_pyxis(config)
         return
     found = look_inside(config)
     if found is None:
-        yield f"{container.runtime} is not on the PATH here: what is in the image could not be seen"
+        yield f"{container.runtime} is not on the PATH here, so the image could not be checked"
         return
     if found.pipeline != __version__:
         has = f"pipeline {found.pipeline}" if found.pipeline else "no pipeline"
-        what = f"it holds {has}, and this is {__version__}: what a task needs may be missing or another"
+        what = f"the image has {has}, this is {__version__}: a task's dependencies may be missing or differ"
         raise SubmissionRefused(what, where=f"{WHERE}.image: {container.image}", remedy=BUILD)
     if found.torch != (here := version("torch")):
-        yield f"it holds torch {found.torch or '(none)'}, and plans are made with {here}: compare them with a probe"
+        yield f"the image has torch {found.torch or '(none)'}, but plans use {here}: verify them with a probe"
 
 
 def _look_for_pyxis(config: Config) -> Iterator[str]:
@@ -211,8 +213,10 @@ def _look_for_pyxis(config: Config) -> Iterator[str]:
     done = run_here(config, "srun --help", "srun")
     if "--container-image" not in done.stdout:
         remedy = f"--set {WHERE}.runtime=apptainer, or ask the site for pyxis"
-        raise SubmissionRefused("srun has no --container-image here", where=f"{WHERE}.runtime: pyxis", remedy=remedy)
-    yield "pyxis starts images in jobs alone: what is in this one could not be seen"
+        raise SubmissionRefused(
+            "srun has no option --container-image here", where=f"{WHERE}.runtime: pyxis", remedy=remedy
+        )
+    yield "pyxis starts images only in jobs, so this one could not be checked"
 
 
 def folders_inside(config: Config, beside: Path | None = None) -> tuple[str, ...]:
@@ -232,8 +236,8 @@ def folders_inside(config: Config, beside: Path | None = None) -> tuple[str, ...
     folders = {folder for word in words if word.startswith("/") for folder in _to_bind(Path(word))}
     for folder in folders:
         if set(str(folder)) & set(":,"):
-            remedy = "a folder without colon and comma in its name"
-            raise SubmissionRefused("no container can be told of this folder", where=str(folder), remedy=remedy)
+            remedy = "use a folder without a colon or comma in its name"
+            raise SubmissionRefused("this folder cannot be mounted into a container", where=str(folder), remedy=remedy)
     return tuple(str(folder) for folder in sorted(folders) if not folders & set(folder.parents))
 
 

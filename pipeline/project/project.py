@@ -228,7 +228,7 @@ def _long_sequences(config: Config, weights: CheckpointFacts) -> dict[str, Any]:
     if not longest:
         return {"long": long.policy, "length": long.length, "overlap": long.overlap}
     if longest < long.length != type(long).model_fields["length"].default:
-        what = f"embed.long.length is {long.length:,}, and {weights.name} takes {longest:,} residues as one"
+        what = f"embed.long.length is {long.length:,}, and {weights.name} takes {longest:,} residues at once"
         raise ConfigError(what, where="embed.long.length", remedy=f"--set embed.long.length={longest}")
     length = min(long.length, longest)
     policy = {"long": "windows", "whole": longest} if long.policy == "full" else {"long": long.policy}
@@ -239,7 +239,7 @@ def refuse_other_family(encoder: str, weights: CheckpointFacts) -> None:
     """Refuse weights of another family than the configuration names."""
     if encoder != "auto" and {"esm1v": ESM1B}.get(encoder, encoder) != weights.family:
         what = f"embed.encoder is {encoder}, and these weights are {FAMILIES[weights.family]}"
-        raise ConfigError(what, where=weights.path, remedy="--set embed.encoder=auto, or other embed.weights")
+        raise ConfigError(what, where=weights.path, remedy="--set embed.encoder=auto, or choose other weights")
 
 
 def esm_source(weights: CheckpointFacts) -> EncoderSource:
@@ -318,7 +318,7 @@ class Project:
         for error in cache.left_out:
             if strict:
                 raise error
-            log.warning("%s: %s: it is left out", error.where, error.what)
+            log.warning("%s: %s: skipped", error.where, error.what)
         shelves = ScanShelves(cache.kind("scan"), cache.kind("files"), config.cache.shard_bytes)
         source, recipe = source_spec(config), scan_recipe_of(config)
         return cls(config, source, recipe, shelves, cache, remember, beside, only=only, executor=executor)

@@ -126,7 +126,7 @@ def read_list(path: Path, cache: CacheFolder) -> Only:
                 untold.add(finding.kind)
         in_place += sum(_count_in_place(findings, store) for store in stores.values())
     if in_place:
-        what = f"{in_place:,} of the records that it names can be read, and what they say is wrong: they are in the way"
+        what = f"{in_place:,} of the listed records are readable but wrong, and block the rebuild"
         raise CacheDamaged(what, where=str(path), remedy=Command.of("cache repair --list", path))
     keys = {kind: Keys(sorted_pairs(column).astype(">u8").tobytes()) for kind, column in packed.items()}
     return Only(str(path.absolute()), keys, frozenset(untold))
@@ -152,14 +152,14 @@ def _open(path: Path, kind: str, cache: CacheFolder, stores: dict[str, Store]) -
         if kind not in stores:
             stores[kind] = cache.kind(kind)
     except ValueError:
-        raise _unusable(path, f"{kind!r} is no kind of records") from None
+        raise _unusable(path, f"{kind!r} is not a kind of record") from None
 
 
 def _key(path: Path, finding: DamageFinding) -> bytes:
     """Return the key of a finding."""
     key = bytes.fromhex(finding.key)
     if len(key) != KEY_BYTES:
-        raise _unusable(path, f"{finding.key!r} is no key of a record")
+        raise _unusable(path, f"{finding.key!r} is not a record key")
     return key
 
 

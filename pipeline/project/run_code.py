@@ -67,7 +67,7 @@ def _own_folder(runs: Path) -> Path:
                 with suppress(PermissionError):  # somebody else's, where a mount shows all users as one
                     folder.chmod(PRIVATE)
                     return folder
-        raise PermissionError(errno.EPERM, "the folders of frozen code belong to somebody else")
+        raise PermissionError(errno.EPERM, "the folder of frozen code belongs to another user")
 
 
 @cache
@@ -145,8 +145,8 @@ ENCODER = CodeKind("encoder", "embed.encoder", ("model", "tokenize", "forward"))
 def load_task(name: str | None, options: Mapping[str, Any] | None = None, *, beside: Path | None = None) -> Task:
     """Return the task of that name; its module is looked for in `beside` first, mostly the configuration's folder."""
     if not name:
-        remedy = "--set train.task=package.module:Name   (what it must have: pipeline/protocol.py)"
-        raise ConfigError("no task is named: there is nothing to plan or to train", where=TASK.where, remedy=remedy)
+        remedy = "--set train.task=package.module:Name   (its methods: pipeline/protocol.py)"
+        raise ConfigError("train.task is not set: nothing to plan or train", where=TASK.where, remedy=remedy)
     return _load(TASK, name, options or {}, beside)  # type: ignore[no-any-return]
 
 
@@ -181,7 +181,7 @@ def _load(
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise user_code_failed(f"importing {module_name}", error, kind) from error
         remedy = f"PYTHONPATH=FOLDER where FOLDER holds {error.name}, or install it into this environment"
-        raise ConfigError(f"there is no module {error.name!r}", where=f"{kind.where}: {name}", remedy=remedy) from None
+        raise ConfigError(f"module {error.name!r} not found", where=f"{kind.where}: {name}", remedy=remedy) from None
     except (Exception, SystemExit) as error:
         raise user_code_failed(f"importing {module_name}", error, kind) from error
     own_class = getattr(module, class_name, None)
@@ -201,7 +201,7 @@ def _load(
         raise user_code_failed(f"{name}()", error, kind) from error
     if missing := [method for method in kind.needed if not callable(getattr(made, method, None))]:
         what = f"the {kind.name} has no {', '.join(f'{method}()' for method in missing)}"
-        remedy = f"what a {kind.name} must have: pipeline/protocol.py"
+        remedy = f"a {kind.name}'s methods: pipeline/protocol.py"
         raise ConfigError(what, where=f"{kind.where}: {name}", remedy=remedy)
     return made
 
@@ -213,8 +213,8 @@ def _refuse_namesake(error: ImportError, kind: CodeKind, beside: Path | None) ->
     for folder in (beside, Path.cwd()):
         for path in () if folder is None else (folder / PACKAGE.name, folder / f"{PACKAGE.name}.py"):
             if path.exists() and path.resolve() != PACKAGE:
-                what = f"{_first_line(error)}: `pipeline` is this program, which hides {path}"
-                remedy = f"give it another name, there and in what imports it: mv {path.name} my_{path.name}"
+                what = f"{_first_line(error)}: {path} is hidden by this program, which is also named `pipeline`"
+                remedy = f"rename it, and change its imports: mv {path.name} my_{path.name}"
                 raise ConfigError(what, where=kind.where, remedy=remedy) from error
 
 
@@ -229,8 +229,8 @@ def _refuse_unknown(own_class: Any, options: Mapping[str, Any], kind: CodeKind) 
     for name in options:
         if name not in taken:
             close = get_close_matches(name, taken, n=1)
-            meant = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(taken) or 'none'}"
-            what = f"{own_class.__name__} takes no option {name!r}{meant}"
+            meant = f"; did you mean {close[0]}?" if close else f"; it has {', '.join(taken) or 'none'}"
+            what = f"{own_class.__name__} has no option {name!r}{meant}"
             section = kind.where.partition(".")[0]
             raise ConfigError(what, where=f"{section}.options.{name}", remedy=CORRECT)
 
@@ -352,7 +352,7 @@ def user_code_failed(doing: str, error: BaseException, kind: CodeKind = TASK) ->
     if own is not None and own is not frames[-1]:
         place += f", called from {own.filename}:{own.lineno}"
     what = f"{doing} failed with {type(error).__name__}: {_first_line(error)}{place}"
-    return ConfigError(what, where=kind.where, remedy=f"correct the {kind.name}; --debug shows where it came from")
+    return ConfigError(what, where=kind.where, remedy=f"correct the {kind.name}; --debug shows the traceback")
 
 
 def _is_ours(file: str) -> bool:

@@ -220,13 +220,13 @@ def _facts(config: Config, encoder: Encoder, states: list[FileState]) -> Checkpo
     embed = config.embed
     name, weights = embed.encoder, embed.weights
     if embed.cls and not has_cls(encoder):
-        what = f"{name} has no CLS token before a sequence whose row could be kept"
+        what = f"{name} has no CLS token whose embedding could be kept"
         remedy = "--pool mean (or max) for one row of each chain, and embed.cls: false"
         raise ConfigError(what, where="embed.cls", remedy=remedy)
     module, _, own = name.partition(":")
     is_weighted = takes(getattr(sys.modules[module], own), "weights")
     if is_weighted and not states:
-        what = f"{name} takes weights, and there are none at this path"
+        what = f"{name} needs weights, and there are none at this path"
         raise ConfigError(what, where=f"embed.weights: {weights}", remedy="--set embed.weights=FILE_OR_FOLDER")
     width, layers, longest = (_number(encoder, name, key) for key in ("width", "layers", "longest"))
     letters = _letters(encoder, name)
@@ -254,7 +254,7 @@ def _read(encoder: Encoder) -> list[Path]:
     files = list(encoder.files_read()) if isinstance(encoder, ReadsFiles) else []
     for file in files:
         if not file.is_file():
-            raise ConfigError("there is no such file", where=f"embed.options: {file}", remedy="name one that is there")
+            raise ConfigError("file not found", where=f"embed.options: {file}", remedy="correct the path")
     return files
 
 
@@ -262,8 +262,8 @@ def _number(encoder: Encoder, name: str, key: str) -> int:
     """Return a whole number that an encoder says of itself."""
     value = getattr(encoder, key, None)
     if type(value) is not int or not _LEAST[key] <= value <= _MOST[key]:
-        what = f"{key} of {name} is {value!r}; a whole number from {_LEAST[key]} on is wanted"
-        raise ConfigError(what, where="embed.encoder", remedy="what an encoder must have: pipeline/protocol.py")
+        what = f"{key} of {name} is {value!r}; it must be a whole number of at least {_LEAST[key]}"
+        raise ConfigError(what, where="embed.encoder", remedy="an encoder's methods: pipeline/protocol.py")
     return value
 
 
@@ -271,8 +271,8 @@ def _letters(encoder: Encoder, name: str) -> str:
     """Return the letters that an encoder reads, in order."""
     letters = getattr(encoder, "letters", None)
     if not isinstance(letters, str) or not letters or not set(letters) <= set(LETTERS):
-        what = f"letters of {name} is {letters!r}; some of {LETTERS} are wanted"
-        raise ConfigError(what, where="embed.encoder", remedy="what an encoder must have: pipeline/protocol.py")
+        what = f"letters of {name} is {letters!r}; it must contain some of {LETTERS}"
+        raise ConfigError(what, where="embed.encoder", remedy="an encoder's methods: pipeline/protocol.py")
     return "".join(sorted(set(letters)))
 
 

@@ -60,7 +60,7 @@ class BytePairs:
         except (OSError, EOFError) as error:
             raise ConfigError(f"{path} cannot be read: {error}", where=where, remedy=remedy) from error
         except (ValueError, KeyError) as error:
-            raise ConfigError(f"{path} is no file of merges: {error}", where=where, remedy=remedy) from error
+            raise ConfigError(f"{path} is not a merges file: {error}", where=where, remedy=remedy) from error
 
     @property
     def start(self) -> int:
@@ -117,7 +117,7 @@ def _mender() -> Any:
         import ftfy
     except ImportError as error:
         raise ConfigError(
-            "texts are mended by ftfy, which is not installed",
+            "text cleaning needs ftfy, which is not installed",
             where="data.reader",
             remedy=install_extra("images"),
         ) from error

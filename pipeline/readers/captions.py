@@ -98,7 +98,7 @@ class Captions:
             self._check_tars()
         else:
             self._read_header()
-        assert self.pairs, "the file of merges is read here, where its faults are told"
+        assert self.pairs, "the merges file is read here to report errors"
 
     def _check_options(self) -> None:
         for name in ("size", "context", "most_pixels"):
@@ -108,7 +108,7 @@ class Captions:
         check_option("long", self.long, f"{REFUSE} or {CUT}", fits=self.long in LONG)
         check_option("context", self.context, "a whole number from 2", fits=self.context > 1)
         if self.label and not self.names:
-            what, remedy = "which number each class has is not said", "list the classes, or name a file with one a line"
+            what, remedy = "the number of each class is unknown", "list the classes, or name a file with one a line"
             raise ConfigError(what, where="data.options.classes", remedy=remedy)
 
     @cached_property
@@ -139,7 +139,7 @@ class Captions:
         ]
         if given:
             problem = f"tars have no columns: {given[0]} is of a table"
-            raise ConfigError(problem, where=f"data.options.{given[0]}", remedy="leave it out")
+            raise ConfigError(problem, where=f"data.options.{given[0]}", remedy="remove it")
 
     def files(self) -> tuple[Path, ...]:
         """Return the table or the tars, and the file of merges; images are looked at when they are read."""
@@ -217,12 +217,12 @@ class Captions:
 
     def _path(self, text: str) -> Path:
         if not text:
-            raise UnusableEntry("no path of an image")
+            raise UnusableEntry("no image path")
         return self._folder / self.images / text
 
     def _class(self, name: str) -> int:
         if name and name not in self._numbers:
-            raise UnusableEntry(f"the class {name!r} is none of data.options.classes")
+            raise UnusableEntry(f"the class {name!r} is not in data.options.classes")
         return self._numbers[name] if name else -1
 
     @cached_property
@@ -275,9 +275,9 @@ def _content(path: Path) -> bytes:
     """Return the bytes of an image file."""
     try:
         if not path.is_file():
-            raise UnusableEntry(f"{path} {'is no regular file' if path.exists() else 'is not there'}")
+            raise UnusableEntry(f"{path} {'is not a regular file' if path.exists() else 'is missing'}")
         if (size := path.stat().st_size) > MOST_BYTES:
-            raise UnusableEntry(f"{path} has {size:,} bytes, and {MOST_BYTES:,} are allowed")
+            raise UnusableEntry(f"{path} has {size:,} bytes, at most {MOST_BYTES:,} are allowed")
         return path.read_bytes()
     except (OSError, ValueError) as error:
         raise UnusableEntry(f"{path} cannot be read: {error}") from error
@@ -315,8 +315,8 @@ def tar_pairs(path: Path) -> Iterator[TarPair]:
             for stem, parts in groupby(members, lambda pair: str(_stem(pair[1].name))):
                 yield _pair(stem, list(parts))
     except tarfile.TarError as error:
-        remedy = "write it again: it must be a tar that is not compressed"
-        raise DataError(f"no whole tar: {error}", where=str(path), remedy=remedy) from error
+        remedy = "write it again as an uncompressed tar"
+        raise DataError(f"damaged tar: {error}", where=str(path), remedy=remedy) from error
     except OSError as error:
         raise cannot_read(path, error) from error
 
@@ -344,4 +344,4 @@ def _problem(part: str, place: tuple[int, int], most_bytes: int) -> str:
     """Say what is wrong with the image or the text of a pair; "" where nothing is."""
     if place == (0, 0):
         return f"there is no {part} of this name"
-    return f"the {part} has {place[1]:,} bytes, and {most_bytes:,} are allowed" if place[1] > most_bytes else ""
+    return f"the {part} has {place[1]:,} bytes, at most {most_bytes:,} are allowed" if place[1] > most_bytes else ""

@@ -66,7 +66,7 @@ def cannot_read(path: Path, error: OSError) -> DataError:
 def checked_path(path: Path) -> Path:
     """Return the path; raise if nothing is there."""
     if not path.exists():
-        raise ConfigError("no such file or folder", where=str(path), remedy="set data.path to a file that is there")
+        raise ConfigError("file or folder not found", where=str(path), remedy="set data.path to an existing file")
     return path
 
 
@@ -74,8 +74,8 @@ def checked_file(path: Path) -> Path:
     """Return the path; raise if it is not a regular file."""
     if not checked_path(path).is_file():
         what = "a folder" if path.is_dir() else "a pipe" if path.is_fifo() else "a device or a socket"
-        what = f"{what}, no file"
-        raise ConfigError(what, where=str(path), remedy="set data.path to a regular file, or move this away")
+        what = f"{what}, not a file"
+        raise ConfigError(what, where=str(path), remedy="set data.path to a regular file, or move this one away")
     return path
 
 
@@ -127,10 +127,10 @@ class Bytes:
             os.close(self._descriptor)
 
     def at(self, offset: int, length: int) -> bytes:
-        """Return so many bytes from an offset; raise if the file ends before."""
+        """Return so many bytes from an offset; raise if the file ends too early."""
         data = os.pread(self._descriptor, length, offset)
         if len(data) < length:
-            raise UnusableEntry("the file ends before")
+            raise UnusableEntry("the file ends too early")
         return data
 
 

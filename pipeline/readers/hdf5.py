@@ -28,7 +28,7 @@ def library(path: Path) -> Any:
     try:
         import h5py
     except ImportError as error:
-        raise ConfigError("HDF5 needs h5py, an extra", where=str(path), remedy=install_extra("hdf5")) from error
+        raise ConfigError("HDF5 needs the extra h5py", where=str(path), remedy=install_extra("hdf5")) from error
     return h5py
 
 
@@ -84,7 +84,7 @@ class Hdf5Table:
             dataset = self._file[name]
             if not isinstance(dataset, h5py.Dataset):
                 return None
-            elsewhere = "is virtual" if dataset.is_virtual else "has its bytes in other files" * bool(dataset.external)
+            elsewhere = "is virtual" if dataset.is_virtual else "is stored in other files" * bool(dataset.external)
             row_bytes = dataset.dtype.itemsize * math.prod((dataset.shape or ())[1:])
             chunk_bytes = dataset.dtype.itemsize * math.prod(dataset.chunks or ())
         except (KeyError, OSError, RuntimeError, TypeError, ValueError, MemoryError) as error:
@@ -109,7 +109,7 @@ class Hdf5Table:
         rows = {dataset.shape[0] if dataset.shape else -1 for dataset in self.columns.values()}
         if len(rows) != 1 or -1 in rows:
             shapes = ", ".join(f"{dataset.name} {dataset.shape}" for dataset in self.columns.values())
-            raise self._refused(f"datasets of different lengths: {shapes}", "write a row of each for every item")
+            raise self._refused(f"datasets of different lengths: {shapes}", "write one row of each for every item")
         length, size = int(rows.pop()), self.path.stat().st_size
         if length > size:  # else a damaged header makes entries for years
             raise self._refused(f"damaged: {length:,} rows in a file of {size:,} bytes", f"h5ls -v {self.path}")

@@ -57,7 +57,7 @@ def decoded_image(content: bytes, size: int, most_pixels: int = MOST_PIXELS) -> 
 
 
 def _too_large(what: str, most_pixels: int) -> str:
-    return f"the image is too large: {what}, and {most_pixels:,} pixels are allowed (data.options.most_pixels)"
+    return f"the image is too large: {what} and at most {most_pixels:,} pixels are allowed (data.options.most_pixels)"
 
 
 def _middle(image: Any, size: int, library: Any) -> Any:
@@ -77,7 +77,7 @@ def image_library() -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        what = "images are read by Pillow, which is not installed"
+        what = "reading images needs Pillow, which is not installed"
         raise ConfigError(what, where="data.reader", remedy=install_extra("images")) from error
     Image.init()  # here, and not in several threads at once
     return Image
@@ -90,13 +90,13 @@ def class_names(given: Any, *, where: str, beside: Path | None = None) -> tuple[
         try:
             lines = path.read_text(encoding="utf-8").splitlines() if given else []
         except (OSError, UnicodeDecodeError) as error:
-            remedy = "name a file in UTF-8 with a class a line, or list the classes"
+            remedy = "give a UTF-8 file with one class a line, or list the classes"
             raise ConfigError(f"{path} cannot be read: {error}", where=where, remedy=remedy) from error
         given = [line.strip() for line in lines if line.strip()]
     names = tuple(str(name).strip() for name in given)
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
-        raise ConfigError(f"the class {twice!r} is named twice", where=where, remedy="name each class once")
+        raise ConfigError(f"the class {twice!r} is listed twice", where=where, remedy="name each class once")
     return names
 
 

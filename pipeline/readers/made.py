@@ -231,7 +231,7 @@ def _write(path: Path, made: Iterator[Any], writers: dict[str, Callable[[Path, I
     suffix = path.suffix.lower()
     if suffix not in writers:
         remedy = f"name it {path.with_suffix(next(iter(writers)))}"
-        raise ConfigError(f"a made file ends with {', '.join(writers)}", where=str(path), remedy=remedy)
+        raise ConfigError(f"a synthetic file ends with {', '.join(writers)}", where=str(path), remedy=remedy)
     path.parent.mkdir(parents=True, exist_ok=True)
     writers[suffix](path, made)
 
@@ -305,11 +305,11 @@ WRITERS: dict[str, Callable[[Path, int, int], None]] = {
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser("python -m pipeline.readers.made", description="Write made data.")
+    parser = argparse.ArgumentParser("python -m pipeline.readers.made", description="Write synthetic data.")
     parser.add_argument("what", choices=tuple(WRITERS))
     parser.add_argument("path", type=Path, help="the file to write: .mgf or .h5; .tsv, .csv or .h5; .csv or .tsv")
     parser.add_argument("--count", type=int, default=1000, help="how many items (1000)")
-    parser.add_argument("--seed", type=int, default=0, help="what they are drawn by (0)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (0)")
     arguments = parser.parse_args(words)
     try:
         WRITERS[arguments.what](arguments.path, arguments.count, arguments.seed)

@@ -73,7 +73,7 @@ class Pairs:
         object.__setattr__(self, "_tables", Opened(partial(_hdf5_table, given=self._given())))
         if self.path.suffix.lower() not in SUFFIXES:
             problem = f"pairs are read from {', '.join(SUFFIXES)}"
-            raise ConfigError(problem, where=str(self.path), remedy="write them as one of these, and set data.path")
+            raise ConfigError(problem, where=str(self.path), remedy="convert them to one of these, and set data.path")
         if self.path.suffix.lower() in PARTED_BY:
             object.__setattr__(self, "_table", self._read_header())
             self._refuse_images()
@@ -133,7 +133,7 @@ class Pairs:
             texts = [cells[side].strip() for cells in map(self._cells_or_none, first) if cells and cells[side].strip()]
             if texts and all(text.lower().endswith(IMAGES) for text in texts):
                 column = self._columns[side]
-                problem = f"the column {column!r} has paths of images, which would be read as text: {texts[0]}"
+                problem = f"the column {column!r} has image paths, which would be read as text: {texts[0]}"
                 remedy = f"--set data.reader={CAPTIONS}   (and left: images, right: text in train.options)"
                 raise ConfigError(problem, where=f"data.options.{side}", remedy=remedy)
 
@@ -168,14 +168,14 @@ def _hdf5_table(path: Path, given: Mapping[str, str]) -> hdf5.Hdf5Table:
     """Open an HDF5 file of pairs."""
     table = hdf5.Hdf5Table(path)
     for option, name in given.items():
-        remedy = f"data.options.{option} names a dataset that is there"
+        remedy = f"data.options.{option} must name an existing dataset"
         table.add(option, name or option, needed=remedy if name or option in SIDES else "")
     for side in SIDES:
         dataset = table.columns[side]
         texts = len(dataset.shape) == 1 and hdf5.is_text(dataset)
         if not texts and (len(dataset.shape) != 3 or dataset.dtype.kind not in "fiu"):
-            problem = f"{dataset.name} is {dataset.dtype} {dataset.shape}, wanted are texts [N] or numbers [N, R, D]"
-            raise DataError(problem, where=str(path), remedy=f"data.options.{side} names such a dataset")
+            problem = f"{dataset.name} is {dataset.dtype} {dataset.shape}, expected texts [N] or numbers [N, R, D]"
+            raise DataError(problem, where=str(path), remedy=f"data.options.{side} must name such a dataset")
     table.check_lengths()
     return table
 

@@ -84,12 +84,12 @@ class PeptideSpectra(Spectra):
         if RESIDUE in arrays:
             self._check_length(len(letters_only(arrays[RESIDUE])))
         elif not self.unknown:
-            raise UnusableEntry(f"no peptide: no header {self._keys['peptide']}; unknown: true takes such spectra, too")
+            raise UnusableEntry(f"no peptide: no header {self._keys['peptide']}; unknown: true accepts such spectra")
         return arrays
 
     def _check_length(self, residues: int) -> None:
         if not self.shortest <= residues <= self.longest:
-            raise UnusableEntry(f"a peptide of {residues} residues; taken are {self.shortest} to {self.longest}")
+            raise UnusableEntry(f"a peptide of {residues} residues; accepted: {self.shortest} to {self.longest}")
 
 
 def library_headers(headers: dict[str, str], key: str = KEYS["peptide"][0]) -> dict[str, str]:
@@ -109,7 +109,7 @@ def _modified(letters: str, comment: str) -> str:
     mods = MODS.search(comment)
     changes = CHANGE.findall(mods[2]) if mods else []
     if mods and len(changes) != int(mods[1]):
-        raise UnusableEntry(f"{mods[0]} tells {len(changes)} modifications, not {mods[1]}")
+        raise UnusableEntry(f"{mods[0]} has {len(changes)} modifications, expected {mods[1]}")
     marks = [""] * len(letters)
     for place, name in changes:
         at = max(int(place), 0)  # NIST has -1 for the N-terminus

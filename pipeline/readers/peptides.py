@@ -143,7 +143,7 @@ def _of_usi(text: str) -> str:
         return text
     parts = text.split(":", USI_PARTS)
     if len(parts) <= USI_PARTS:
-        raise ValueError(f"{text!r} tells no peptide behind the number of the scan")
+        raise ValueError(f"{text!r} has no peptide after the scan number")
     return parts[USI_PARTS]
 
 
@@ -151,7 +151,7 @@ def _residue(letter: str, marks: str, *, is_first: bool) -> tuple[int, float]:
     """Return a residue's code, and the change that is not its own but the N-terminus's."""
     code = LETTERS.find(letter)
     if code < 0:
-        raise ValueError(f"{letter!r} is no amino acid of {LETTERS}")
+        raise ValueError(f"{letter!r} is not an amino acid of {LETTERS}")
     delta = _delta(marks)
     near = np.flatnonzero((code == LETTER_OF) & (np.abs(DELTAS - delta) < NEAR))
     if len(near):
@@ -159,7 +159,7 @@ def _residue(letter: str, marks: str, *, is_first: bool) -> tuple[int, float]:
     if is_first and len(_terminals(delta)):
         return code, delta
     known = ", ".join(name for name, of in zip(RESIDUES, LETTER_OF, strict=True) if of == code and name != letter)
-    raise ValueError(f"{letter}{marks} is no known modification of {letter}; known: {known or 'none'}")
+    raise ValueError(f"{letter}{marks} is not a known modification of {letter}; known: {known or 'none'}")
 
 
 def _terminal(delta: float, text: str) -> list[int]:
@@ -168,7 +168,7 @@ def _terminal(delta: float, text: str) -> list[int]:
         return []
     if not len(near := _terminals(delta)):
         known = ", ".join(RESIDUES[code] for code in TERMINAL)
-        raise ValueError(f"{delta:+g} at the beginning of {text!r} is no known modification; known: {known}")
+        raise ValueError(f"{delta:+g} at the beginning of {text!r} is not a known modification; known: {known}")
     return [int(near[0])]
 
 
@@ -189,5 +189,5 @@ def _mark(mark: str) -> float:
     for prefix in PREFIXES:
         plain = plain[len(prefix) :] if plain.upper().startswith(prefix) else plain
     if plain.lower() not in KNOWN or plain == "0":
-        raise ValueError(f"{mark} is no known modification; known: {', '.join(one.name for one in MODIFICATIONS)}")
+        raise ValueError(f"{mark} is not a known modification; known: {', '.join(one.name for one in MODIFICATIONS)}")
     return KNOWN[plain.lower()]

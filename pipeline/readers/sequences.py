@@ -73,7 +73,7 @@ class Sequences:
         object.__setattr__(self, "path", checked_file(Path(self.path)))
         if self.path.suffix.lower() not in PARTED_BY:
             problem = f"sequences are read from {' and '.join(PARTED_BY)}"
-            raise ConfigError(problem, where=str(self.path), remedy="write them as one of these, and set data.path")
+            raise ConfigError(problem, where=str(self.path), remedy="convert them to one of these, and set data.path")
         object.__setattr__(self, "_table", TextTable.read(self.path))
         self._columns["sequence"] = self._table.column("sequence", self.sequence)
         for name in self.target:
@@ -107,7 +107,7 @@ class Sequences:
         if not 0 < len(text) <= self.most:
             raise UnusableEntry(f"{len(text):,} residues; most allows {self.most:,}" if text else "no sequence")
         if wrong := WRONG_LETTER.search(text):
-            raise UnusableEntry(f"{printable_text(wrong[0])!r} at position {wrong.start() + 1} is no residue letter")
+            raise UnusableEntry(f"{printable_text(wrong[0])!r} at position {wrong.start() + 1} is not a residue letter")
         arrays: dict[str, NDArray[Any]] = {LETTER: np.frombuffer(text.encode("ascii"), np.uint8)}
         if self.target:
             numbers = [label_number(cells[f"{TARGET} {name}"], name) for name in self.target]

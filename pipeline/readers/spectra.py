@@ -70,9 +70,9 @@ class TextForm(NamedTuple):
 
 
 FORMS = {
-    ".mgf": TextForm(mgf.blocks, mgf.header_value, "no line is BEGIN IONS: no spectra"),
-    ".msp": TextForm(msp.msp_blocks, msp.msp_header, "no headers and peaks: no spectra"),
-    ".mzml": TextForm(mzml.mzml_blocks, mzml.mzml_header, "no <spectrum> of MS level 2: no spectra"),
+    ".mgf": TextForm(mgf.blocks, mgf.header_value, "no spectra found (no BEGIN IONS line)"),
+    ".msp": TextForm(msp.msp_blocks, msp.msp_header, "no spectra found (no headers and peaks)"),
+    ".mzml": TextForm(mzml.mzml_blocks, mzml.mzml_header, "no spectra found (no <spectrum> of MS level 2)"),
 }
 SUFFIXES = (*FORMS, *hdf5.SUFFIXES)
 
@@ -168,7 +168,7 @@ class Spectra:
 
     def _columns(self) -> dict[str, tuple[tuple[str, ...], str]]:
         """Return the HDF5 datasets by meaning: possible names, and a remedy if one is required."""
-        named = "data.options.{} names what is there, or is left out"
+        named = "data.options.{} must name an existing entry, or be omitted"
         return {
             "spectrum": (("spectrum",), "write m/z and intensity as 'spectrum' [N, 2, P], padded with zeros"),
             "precursor_mz": (("precursor_mz",), "write the precursors' m/z as 'precursor_mz' [N]"),
@@ -294,7 +294,7 @@ class Spectra:
         peak_2P = row["spectrum"]
         charge = _number(row.get("charge", 0), "the charge")
         if not (abs(charge) < 1000 and charge.is_integer()):  # NaN is not less, either
-            raise UnusableEntry(f"the charge is {charge:g}, no whole number or a large one")
+            raise UnusableEntry(f"the charge is {charge:g}, not a whole number or too large")
         return RawSpectrum(
             peak_2P[:, (peak_2P != 0).any(axis=0)].T,
             precursor_mz=_number(row["precursor_mz"], "the precursor's m/z"),
@@ -373,8 +373,8 @@ def _table(path: Path, columns: Mapping[str, tuple[tuple[str, ...], str]]) -> hd
         table.add(meaning, *names, needed=needed)
     spectrum = table.columns["spectrum"]
     if len(spectrum.shape) != 3 or spectrum.shape[1] != 2 or spectrum.dtype.kind not in "fiu":
-        problem = f"'spectrum' is {spectrum.dtype} {spectrum.shape}, wanted are numbers [N, 2, P]"
-        raise DataError(problem, where=str(path), remedy="write m/z and intensity so, padded with zeros")
+        problem = f"'spectrum' is {spectrum.dtype} {spectrum.shape}, expected numbers [N, 2, P]"
+        raise DataError(problem, where=str(path), remedy="write m/z and intensity in this shape, padded with zeros")
     table.check_lengths()
     return table
 
@@ -385,7 +385,7 @@ def _number(value: Any, name: str) -> float:
     try:
         return parse_number(text) if isinstance(text, str) else float(text)
     except (TypeError, ValueError):
-        what = f"is no number: {printable_text(str(text))!r}" if str(text) else "is missing"
+        what = f"is not a number: {printable_text(str(text))!r}" if str(text) else "is missing"
         raise UnusableEntry(f"{name} {what}") from None
 
 

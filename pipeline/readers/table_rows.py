@@ -71,7 +71,7 @@ def _row(file: BinaryIO, quote: bytes) -> list[bytes]:
 def parted_cells(line: bytes, by: str) -> list[str]:
     """Split a line into cells."""
     if len(line) > MOST_ROW_BYTES:
-        raise UnusableEntry(f"a row of more than {MOST_ROW_BYTES:,} bytes: a quote that is not closed?")
+        raise UnusableEntry(f"a row of more than {MOST_ROW_BYTES:,} bytes: an unclosed quote?")
     try:
         text = line.decode().rstrip("\r\n")
     except UnicodeDecodeError as error:
@@ -100,7 +100,7 @@ class TextTable:
         try:
             return cls(path, by, tuple(cell.strip() for cell in parted_cells(line, by)))
         except UnusableEntry as error:
-            remedy = "write the names of the columns as the first line, in UTF-8"
+            remedy = "write the column names as the first line, in UTF-8"
             raise DataError(f"the header is {error}", where=f"{path}:1", remedy=remedy) from error
 
     def column(self, option: str, name: str) -> str:
@@ -109,14 +109,14 @@ class TextTable:
             return name
         there = ", ".join(map(printable_text, self.header)) or "empty"
         wanted = f"one column {name!r}" if name else f"a column of the {option}"
-        remedy = f"--set data.options.{option}=COLUMN, one that is there once"
+        remedy = f"--set data.options.{option}=COLUMN (a column that occurs once)"
         raise DataError(f"the header needs {wanted}; it is: {there}", where=f"{self.path}:1", remedy=remedy)
 
     def cells(self, line: bytes, columns: Mapping[str, str]) -> dict[str, str]:
         """Return the cells of a line by the meaning of their columns."""
         cells = parted_cells(line, self.by)
         if len(cells) != len(self.header):
-            raise UnusableEntry(f"{len(cells)} columns, the header has {len(self.header)}")
+            raise UnusableEntry(f"{len(cells)} columns, but the header has {len(self.header)}")
         by_name = dict(zip(self.header, cells, strict=True))
         return {meaning: by_name[name] for meaning, name in columns.items()}
 
@@ -163,10 +163,10 @@ class LabelTable:
             try:
                 cells = table.cells(row.text, columns)
                 if (key := "_".join(cells[ID].split())) in places:
-                    raise UnusableEntry(f"{printable_text(key)} stands twice")
+                    raise UnusableEntry(f"{printable_text(key)} is duplicated")
                 rows.append(tuple(label_number(cells[name], name) for name in names))
             except UnusableEntry as error:
-                remedy = "one row for each id, with numbers or nothing in the columns of targets"
+                remedy = "write one row for each id, with numbers or empty cells in the target columns"
                 raise DataError(error.detail, where=f"{path}:{row.line}", remedy=remedy) from error
             places[key] = len(places)
         self._names, self._places = names, places
@@ -189,7 +189,7 @@ def label_number(text: str, name: str) -> float:
     try:
         value = parse_number(bare)
     except ValueError:
-        raise UnusableEntry(f"{name} is no number: {printable_text(bare)!r}") from None
+        raise UnusableEntry(f"{name} is not a number: {printable_text(bare)!r}") from None
     if math.isinf(value) or abs(value) > LARGEST:
         raise UnusableEntry(f"{name} is {value:g}")
     return value

@@ -92,7 +92,7 @@ def find_batch(
     """
     script = parse_command(command)
     if "micro_batch" not in script.names:
-        problem = f"nothing can be tried: {command!r} names no {{micro_batch}}"
+        problem = f"{command!r} does not contain {{micro_batch}}"
         raise ConfigError(
             problem, where=WHERE, remedy="pipeline find-batch --max 64 -- python train.py --batch {micro_batch}"
         )
@@ -109,8 +109,10 @@ def find_batch(
 
     found = largest_that_fits(sizes, fits)
     if found is None:
-        problem = f"not even a micro-batch of {sizes[0]} fits: {tries[-1].reason}"
-        raise PlanInfeasible(problem, where=WHERE, remedy="a smaller model, activation checkpointing or a larger card")
+        problem = f"even a micro-batch of {sizes[0]} does not fit: {tries[-1].reason}"
+        raise PlanInfeasible(
+            problem, where=WHERE, remedy="use a smaller model, activation checkpointing or a larger GPU"
+        )
     write_whole(memory, json.dumps({"micro_batch": found, "command": command, "tries": [asdict(one) for one in tries]}))
     return found, False
 
@@ -150,9 +152,9 @@ def _tried(script: Script, size: int, steps: int, seconds: float, waits: Callabl
     if "oom" in ended.trouble:
         return Try(size, fits=False, reason=ended.reason)
     if ended.told == signal.SIGTERM and ended.step < steps and time.monotonic() - begun_s < seconds:
-        raise JobFailed(f"was told to end while it tried {size}", where=WHERE, remedy="type the same again")
+        raise JobFailed(f"was stopped while trying {size}", where=WHERE, remedy="run the same command again")
     if ended.exit_code in (0, GO_ON) or ended.told == signal.SIGTERM:
         return Try(size, fits=True)
     last = "\n".join(f"    {line}" for line in ended.last_lines[-LAST_LINES:])
     problem = f"with a micro-batch of {size} {ended.what}\n{last}"
-    raise JobFailed(problem, where=WHERE, remedy=f"less {quoted(log)}   (it is no lack of memory that ends it)")
+    raise JobFailed(problem, where=WHERE, remedy=f"less {quoted(log)}   (memory is not the cause)")

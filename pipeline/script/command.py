@@ -117,9 +117,9 @@ def _refuse_shell(split: tuple[str, ...]) -> None:
     """Refuse shell syntax: without a shell it would be passed on as words."""
     for word in split:
         if word in OPERATORS:
-            raise _refused(f"has {word!r}, which only a shell understands, and none is used", "bash -c '…'")
+            raise _refused(f"has {word!r}, which needs a shell", "bash -c '…'")
     if ASSIGNMENT.match(split[0]):
-        raise _refused(f"begins with {split[0]!r}, which only a shell understands", f"env {split[0]} …")
+        raise _refused(f"starts with {split[0]!r}, which needs a shell", f"env {split[0]} …")
 
 
 def _names(word: str) -> Iterator[str]:
@@ -130,7 +130,7 @@ def _names(word: str) -> Iterator[str]:
         name = match[1]
         if name is not None and name not in KNOWN:
             known = ", ".join(f"{{{placeholder}}}" for placeholder in KNOWN)
-            raise _refused(f"has {{{name}}}, which is not known; known are {known}", "{{ and }} for braces")
+            raise _refused(f"has {{{name}}}, which is unknown; known: {known}", "{{ and }} for braces")
         if name is not None:
             yield name
 
@@ -168,7 +168,7 @@ def batches(effective_batch: int, ranks: int, micro_batch: int | str, shrink: in
     share, remainder = divmod(effective_batch, ranks)
     if remainder:
         near = _around(effective_batch, ranks)
-        what = f"{effective_batch} items cannot be shared equally by {ranks} processes, as a script of your own needs"
+        what = f"{effective_batch} items cannot be divided equally among {ranks} processes"
         raise ConfigError(what, where="train.effective_batch", remedy=_either("train.effective_batch", near))
     items = share if isinstance(micro_batch, str) else micro_batch
     if share % items:
@@ -177,8 +177,8 @@ def batches(effective_batch: int, ranks: int, micro_batch: int | str, shrink: in
         raise ConfigError(what, where="train.micro_batch", remedy=_either("train.micro_batch", near))
     for _ in range(shrink):
         if items == 1:
-            what = "there is too little memory for a micro-batch of a single item"
-            remedy = "a GPU with more memory: cluster.train.constraint   or a node: cluster.train.partition"
+            what = "not enough memory for a micro-batch of one item"
+            remedy = "request a larger GPU (cluster.train.constraint)   or node (cluster.train.partition)"
             raise PlanInfeasible(what, where=WHERE, remedy=remedy)
         items = _divisor(share, items // 2)
     return items, share // items
@@ -187,7 +187,7 @@ def batches(effective_batch: int, ranks: int, micro_batch: int | str, shrink: in
 def refuse_blind(script: Script, shrink: int) -> None:
     """Refuse to retry after GPU memory ran out if the command names no micro-batch, which could be smaller."""
     if shrink and "micro_batch" not in script.names:
-        what = "its GPU's memory was too small, and the command names no {micro_batch} that could be smaller"
+        what = "the GPU ran out of memory, and the command does not contain {micro_batch} to reduce"
         raise PlanInfeasible(what, where=WHERE, remedy="… --batch_size {micro_batch} --accumulate {accumulation}")
 
 
@@ -251,7 +251,7 @@ def _read_meeting(path: Path, timeout_s: float) -> tuple[str, int]:
     if place := wait_for(lambda: read_json(path), timeout_s, LOOK_EVERY_S):
         address, port = place
         return str(address), int(port)
-    what = f"rank 0 did not say within {timeout_s:.0f} s where to meet"
+    what = f"rank 0 did not publish its address within {timeout_s:.0f} s"
     raise JobFailed(what, where=os.fspath(path), remedy="pipeline logs   (did rank 0 start?)")
 
 

@@ -113,10 +113,10 @@ class ScriptOutcome:
     def what(self) -> str:
         """How it ended, and why as far as is known, in words."""
         if self.signal is not None:
-            ended = f"the script was ended by {named_signal(self.signal)}"
+            ended = f"the script was killed by {named_signal(self.signal)}"
         else:
             ended = f"the script ended with exit code {self.exit_code}"
-        reason = self.reason or next((f"it last said: {line}" for line in reversed(self.last_lines)), "")
+        reason = self.reason or next((f"its last line: {line}" for line in reversed(self.last_lines)), "")
         return f"{ended}; {reason}" if reason else ended
 
 
@@ -333,7 +333,7 @@ def _start(words: Sequence[str], environment: Mapping[str, str], cwd: Path) -> s
         )
     except OSError as error:
         what = f"{words[0]!r} cannot be started in {cwd}: {error.strerror}"
-        remedy = "a program on the PATH of the job (cluster.slurm.setup), or a path from the configuration's folder"
+        remedy = "put it on the job's PATH (cluster.slurm.setup), or give a path from the configuration's folder"
         raise ConfigError(what, where="train.command", remedy=remedy) from error
 
 

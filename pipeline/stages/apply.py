@@ -200,7 +200,7 @@ def _of_all_tasks(job: ApplyJob, applied: ApplyResult) -> ApplyResult | None:
     notes = [applied.parts / f"done-{share.run}-{task:05d}" for task in range(share.tasks)]
     write_whole(notes[share.task], json.dumps(own))
     if not all(note.is_file() for note in notes):
-        job.say(f"task {share.task + 1} of {share.tasks} is done; the last one writes the predictions")
+        job.say(f"task {share.task + 1} of {share.tasks} is done; the last task writes the predictions")
         return None
     writer = applied.parts / f"written-by-{share.run}"
     try:

@@ -205,7 +205,7 @@ class _Builder:
         except JobFailed as error:
             if recipe.precision == "fp32" or not recipe.half_fallback:
                 raise
-            log.warning("%s; fp32 takes its place", error.what)
+            log.warning("%s; using fp32 instead", error.what)
             return "fp32", self._pass(device, "fp32")["lowest"]
 
     def __call__(self, checkpoint: object, *, layer: int, precision: str, device: TorchDevice) -> Forward:
@@ -214,7 +214,7 @@ class _Builder:
         passed = self._pass(device.type, precision)
         encoder = self._source.build(layer=layer, precision=precision, device=device, passed=passed)
         if self._source.digest(self._shelves.weights) != self._recipe.weights:
-            what = "the checkpoint was changed after this run began; nothing more was published"
+            what = "the checkpoint changed after this run started; no further records were written"
             raise JobFailed(what, where=self._source.place, remedy=SUBMIT_AGAIN)
         return encoder
 
@@ -251,11 +251,11 @@ class _Builder:
             return
         remedy: str | Command = _IN_FULL
         if precision == "fp32":
-            told = Command.of("weights check", then="   (and report this: the encoder is wrong for these weights)")
+            told = Command.of("weights check", then="   (and report this: the encoder does not match these weights)")
             remedy = self._source.remedy or told
         what = (
             f"{precision} is not close enough to the reference: lowest cosine {verdict.lowest:.6f},"
-            f" {verdict.threshold} is wanted; nothing was published"
+            f" below {verdict.threshold}; no record was written"
         )
         raise JobFailed(what, where=self._source.place, remedy=remedy)
 

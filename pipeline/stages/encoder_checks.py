@@ -45,7 +45,7 @@ def wrong_embedding(record: Record, recipe: Plain | None = None) -> Iterator[str
         return
     storage = STORED.get(rows_LD.dtype.name, "")
     if not storage or record.bfloat16 != (set(record.arrays) if storage == "bf16" else set()):
-        yield f"rows is {rows_LD.dtype}{' as bfloat16' if record.bfloat16 else ''}, which is no precision"
+        yield f"rows is {rows_LD.dtype}{' as bfloat16' if record.bfloat16 else ''}, which is not a supported precision"
         return
     if cls_D is not None and (cls_D.dtype, cls_D.shape) != (rows_LD.dtype, rows_LD.shape[1:]):
         yield f"cls is {cls_D.dtype} {list(cls_D.shape)}, and rows is {rows_LD.dtype} {list(rows_LD.shape)}"
@@ -63,7 +63,7 @@ def wrong_weights(record: Record) -> Iterator[str]:
     try:
         weights = CheckpointFacts.from_json(record.meta)
     except TypeError as error:
-        yield f"it tells of no checkpoint: {error}"
+        yield f"it does not describe a checkpoint: {error}"
         return
     if record.arrays:
         yield "it has arrays"
@@ -107,7 +107,7 @@ def _wrong_choices(meta: Plain) -> Iterator[str]:
         if meta[name] not in allowed:
             yield f"{name} is {meta[name]!r}"
     if not HEX.fullmatch(str(meta["weights"])):
-        yield f"weights is {meta['weights']!r}, no digest"
+        yield f"weights is {meta['weights']!r}, not a digest"
     if type(meta["layer"]) is not int or meta["layer"] < 0:
         yield f"layer is {meta['layer']!r}"
     cut = meta["cut"]
@@ -164,7 +164,7 @@ def _wrong_embedding_key(record: Record, storage: str, recipe: Plain | None) -> 
             for version in range(1, ENCODER_VERSION + 1)
         ]
     if record.key not in keys:
-        yield "its key is that of another text, or of another recipe"
+        yield "its key belongs to another sequence or recipe"
 
 
 def distance(mine_LD: Array, theirs_LD: Array, *, by_row: bool) -> float:

@@ -106,7 +106,7 @@ def _make(item: Item, key: bytes, read: Mapping[str, File], structures: Structur
     try:
         inventory, structure = examine_item(item, read, structures)
     except MemoryError as error:
-        raise MemoryError(f"memory ran out while {item.id} was read") from error
+        raise MemoryError(f"out of memory while reading {item.id}") from error
     except Exception:  # a bug of ours or of a parser must cost this item, not the task
         log.exception("%s could not be read", item.id)
         return Reason.SCAN_FAILED

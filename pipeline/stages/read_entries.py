@@ -50,9 +50,9 @@ class EntriesTaken:
 
     def take(self, entry: Entry) -> Rejection | None:
         """Add an item to the table; return its rejection if it cannot be used."""
-        problem = id_problem(entry.id, names_files=False) if isinstance(entry.id, str) else "is no text"
+        problem = id_problem(entry.id, names_files=False) if isinstance(entry.id, str) else "is not a string"
         if not isinstance(entry.split, str):
-            return _refused(entry._replace(split=""), Reason.BAD_ENTRY, f"its split is {entry.split!r}, no text")
+            return _refused(entry._replace(split=""), Reason.BAD_ENTRY, f"its split is {entry.split!r}, not a string")
         if problem:
             return _refused(entry, Reason.BAD_ID, f"the id {problem}")
         arrays = as_arrays(entry.arrays)
@@ -80,7 +80,7 @@ class EntriesTaken:
             self.leak = (
                 self.leak or f"the same id is in the splits {split} and {entry.split}: {printable_text(entry.id)}"
             )
-        detail = f"an earlier item{f' of split {split!r}' if split else ''} has this id already"
+        detail = f"an earlier item{f' of split {split!r}' if split else ''} already has this id"
         return _refused(entry, Reason.DUPLICATE_ID, detail)
 
 
@@ -105,11 +105,11 @@ def _refused(entry: Entry, reason: Reason, detail: str) -> Rejection:
 def _problem(entry: Entry) -> str:
     """Return why an item cannot be read again by its place; '' if it can."""
     if entry.place is None:
-        return "it has no place, by which it would be read again"
+        return "it has no place to read it from again"
     try:
         json.dumps(entry.place)
     except (TypeError, ValueError) as error:
-        return f"its place is no JSON data: {error}"
+        return f"its place is not JSON data: {error}"
     return ""
 
 

@@ -59,13 +59,13 @@ def differences(record: Record, arrays: Mapping[str, Array], meta: Mapping[str, 
     """Yield where a record differs from what was made anew."""
     kept = record.meta
     if kept.get("reason") != meta.get("reason"):
-        yield f"it says {kept.get('reason') or 'that all is well'}; made anew, {meta.get('reason') or 'all is well'}"
+        yield f"it says {kept.get('reason') or 'no rejection'}; rebuilt, {meta.get('reason') or 'no rejection'}"
         return
     for name in sorted((kept.keys() | meta.keys()) - {"detail"}):
         if kept.get(name) != meta.get(name):
-            yield f"{name} is {_short(kept.get(name))}; made anew, {_short(meta.get(name))}"
+            yield f"{name} is {_short(kept.get(name))}; rebuilt, {_short(meta.get(name))}"
     for name in sorted(record.arrays.keys() ^ arrays.keys()):
-        yield f"{name} is {'there' if name in record.arrays else 'not there'}; made anew, it is not so"
+        yield f"{name} is {'there' if name in record.arrays else 'not there'}; rebuilt, it is the opposite"
     for name in sorted(record.arrays.keys() & arrays.keys()):
         yield from _array(name, record.arrays[name], arrays[name])
 
@@ -80,7 +80,7 @@ def same_bits(record: Record, arrays: Mapping[str, Array]) -> bool:
 def _array(name: str, kept: Array, made: Array) -> Iterator[str]:
     """Yield where two arrays differ."""
     if kept.dtype != made.dtype or kept.shape != made.shape:
-        yield f"{name} is {kept.dtype} {list(kept.shape)}; made anew, {made.dtype} {list(made.shape)}"
+        yield f"{name} is {kept.dtype} {list(kept.shape)}; rebuilt, {made.dtype} {list(made.shape)}"
         return
     if kept.dtype.kind == "f":
         unlike = ~np.isclose(kept, made, rtol=CLOSE_SHARE, atol=CLOSE, equal_nan=True)
@@ -91,7 +91,7 @@ def _array(name: str, kept: Array, made: Array) -> Iterator[str]:
         count = int(np.count_nonzero(unlike)) - 1
         more = f" (and {count} more)" if count else ""
         place = ", ".join(map(str, at))
-        yield f"{name}[{place}] is {kept[at]}; made anew, {made[at]}{more}"
+        yield f"{name}[{place}] is {kept[at]}; rebuilt, {made[at]}{more}"
 
 
 def _short(value: Any) -> str:

@@ -156,7 +156,7 @@ def _read_meta(store: Store, keys: set[bytes]) -> dict[bytes, Mapping[str, Any]]
         try:
             return {record.key: record.meta for record in store.read(keys - missing)}
         except (CacheDamaged, RecordMissing) as error:  # the store has struck that copy out, and will not name it again
-            log.warning("%s: %s: made anew", error.where, error.what)
+            log.warning("%s: %s: rebuilt", error.where, error.what)
 
 
 @dataclass(slots=True)
@@ -199,7 +199,7 @@ class Scanner:
         try:
             inventory, read = examine_item(item, files, self.recipe)
         except MemoryError as error:
-            raise MemoryError(f"memory ran out while {item.id} was read") from error
+            raise MemoryError(f"out of memory while reading {item.id}") from error
         except (ImportError, OSError) as error:  # of this machine, perhaps: whoever scans it next tries again
             log.exception("%s could not be scanned here", item.id)
             self.refuse(item.id, Reason.SCAN_FAILED, _of_error(error))

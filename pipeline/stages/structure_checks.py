@@ -41,11 +41,11 @@ def wrong_inventory(record: Record, recipe: Plain | None = None) -> Iterator[str
     try:
         inventory = Inventory.from_json(record.meta)
     except (KeyError, TypeError, ValueError) as error:
-        yield f"it is no inventory: {type(error).__name__} {error}"
+        yield f"it is not an inventory: {type(error).__name__} {error}"
         return
     if inventory.reason is not None:
         if inventory.partners or inventory.bound or record.arrays:
-            yield f"it has both a reason ({inventory.reason.value}) and what was found"
+            yield f"it has both a reason ({inventory.reason.value}) and contents"
         return
     for partners, name in ((inventory.partners, "partners"), (inventory.bound, "bound partners")):
         roles = [partner.role for partner in partners]
@@ -65,10 +65,10 @@ def wrong_file(record: Record) -> Iterator[str]:
         yield f"it has arrays: {listed(record.arrays)}"
     if "reason" in meta:
         if meta["reason"] not in REASONS or not isinstance(meta.get("detail"), str):
-            yield f"the reason {meta['reason']!r} is none, or is without a detail"
+            yield f"the reason {meta['reason']!r} is unknown or has no detail"
         return
     if not DIGEST.fullmatch(str(meta.get("content"))):
-        yield f"content is {meta.get('content')!r}, no digest"
+        yield f"content is {meta.get('content')!r}, not a digest"
     if type(meta.get("bytes")) is not int or meta["bytes"] < 1:
         yield f"bytes is {meta.get('bytes')!r}"
 
@@ -78,7 +78,7 @@ def _partner(partner: Partner) -> Iterator[str]:
     role = partner.role.value
     is_text = partner.content == "" and len(partner.chains) == 1 and partner.role is Role.WHOLE
     if not is_text and not DIGEST.fullmatch(partner.content):
-        yield f"{role}: content is {partner.content!r}, no digest"
+        yield f"{role}: content is {partner.content!r}, not a digest"
     polymers = [chain for chain in partner.chains if chain.kind is not Kind.OTHER]
     names = [chain.name for chain in polymers]
     if not partner.chains or len(set(names)) < len(names):
@@ -88,7 +88,7 @@ def _partner(partner: Partner) -> Iterator[str]:
     missing = sum(chain.residues - chain.nodes for chain in polymers) * (not is_text)
     if {partner.notes.get("incomplete", 0), len(partner.left_out)} != {missing}:
         notes = f"notes.incomplete is {partner.notes.get('incomplete', 0)}, left_out lists {len(partner.left_out)}"
-        yield f"{role}: {notes}, and {missing} residues are no nodes"
+        yield f"{role}: {notes}, and {missing} residues are not nodes"
 
 
 def _chain(where: str, chain: ChainSummary, *, has_atoms: bool) -> Iterator[str]:
@@ -98,9 +98,9 @@ def _chain(where: str, chain: ChainSummary, *, has_atoms: bool) -> Iterator[str]
         yield f"{where} has {chain.residues} residues, {chain.nodes} nodes and {chain.atoms} atoms"
     if chain.kind is Kind.OTHER:
         if text or (chain.residues, chain.nodes) != (1, 0):
-            yield f"{where} is a molecule, and has {chain.residues} residues and the sequence {text!r}"
+            yield f"{where} is a molecule but has {chain.residues} residues and the sequence {text!r}"
     elif not (text.isascii() and text.isalpha() and text.isupper()):
-        yield f"{where}: its sequence has other signs than letters, or none"
+        yield f"{where}: its sequence is empty or contains non-letters"
     elif len(text) < chain.residues:
         yield f"{where}: {chain.residues} residues, {len(text)} letters"
 
@@ -210,11 +210,11 @@ def _atoms_beside(part: PartnerGraph, partner: Partner, seqres_R: Array | None, 
 def _refusal(record: Record) -> Iterator[str]:
     """Yield what is wrong with the record of an item that has no graph."""
     if record.meta["reason"] not in REASONS:
-        yield f"the reason {record.meta['reason']!r} is none"
+        yield f"the reason {record.meta['reason']!r} is unknown"
     if not isinstance(record.meta.get("detail"), str):
-        yield "a reason without a detail"
+        yield "a rejection without a detail"
     if record.arrays:
-        yield f"a reason why there is no graph, and {len(record.arrays)} arrays"
+        yield f"a rejected graph with {len(record.arrays)} arrays"
 
 
 SIZE = "size."
@@ -247,7 +247,7 @@ def wrong_table(record: Record) -> Iterator[str]:
         yield from _texts(name, arrays[f"{name}.bytes"], arrays[f"{name}.end"])
     content = {name: _array_digest(array) for name, array in arrays.items()}
     if recipe_key(KIND, {"meta": meta, "content": content}) != record.key:
-        yield "its key is that of another table"
+        yield "its key belongs to another table"
 
 
 def wrong_recipe(record: Record) -> Iterator[str]:
@@ -255,9 +255,9 @@ def wrong_recipe(record: Record) -> Iterator[str]:
     if record.meta.keys() != {"kind", "recipe"} or record.arrays:
         yield f"it holds {', '.join([*record.meta, *record.arrays]) or 'nothing'}, not kind and recipe"
     elif not (isinstance(record.meta["kind"], str) and isinstance(record.meta["recipe"], dict)):
-        yield "its kind is no name, or its recipe tells of no choices"
+        yield "its kind or recipe is malformed"
     elif recipe_key("recipe", record.meta) != record.key:
-        yield "its key is that of another recipe"
+        yield "its key belongs to another recipe"
 
 
 def _texts(name: str, bytes_T: Array, end_N: Array) -> Iterator[str]:

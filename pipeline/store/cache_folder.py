@@ -159,7 +159,7 @@ class Layered(Store):
             layer.forget()
             if number not in self._away:
                 self._away.add(number)
-                log.warning("%s cannot be read, and counts as empty: %s", layer.layout.folder, error)
+                log.warning("%s cannot be read and counts as empty: %s", layer.layout.folder, error)
 
 
 CACHE_FORMAT = 1
@@ -169,7 +169,7 @@ _KIND = re.compile(r"[a-z][a-z0-9_-]*")
 _MARKER_BYTES = 4096
 _MARKED = {"format": CACHE_FORMAT, "made_by": "pipeline"}
 ELSEWHERE = lay_over([])
-WITHOUT = Command.of("config show", then="   (cache.under: name caches that are there, or --set cache.under=[])")
+WITHOUT = Command.of("config show", then="   (cache.under: list existing caches, or --set cache.under=[])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,10 +277,10 @@ class CacheFolder:
         """Open a cache that is only read; raise CacheUnusable where there is none."""
         try:
             if path.resolve() == root.resolve():
-                raise CacheUnusable("a cache cannot be under itself", where=str(path), remedy=WITHOUT)
+                raise CacheUnusable("cache.under must not contain the cache itself", where=str(path), remedy=WITHOUT)
             cache = cls(path, disk)
             if not (cache._marked or cache.kinds()):
-                raise cache._unusable("there is no cache")
+                raise cache._unusable("cache not found")
         except CacheUnusable as error:
             remedy = WITHOUT if error.next == ELSEWHERE else error.next
             raise CacheUnusable(error.what, where=error.where, remedy=remedy) from error
@@ -288,7 +288,7 @@ class CacheFolder:
 
     def _check_kind(self, kind: str) -> None:
         if not _KIND.fullmatch(kind):
-            raise ValueError(f"{kind!r} cannot name a kind of records")
+            raise ValueError(f"{kind!r} is not a valid kind of record")
 
     def _is_cache(self) -> bool:
         """Say whether the folder is marked as a cache; if not, it must be one that can become one."""
@@ -314,7 +314,7 @@ class CacheFolder:
             self._check_format(self.disk.read_start(self.root / MARKER, _MARKER_BYTES))
         except FileNotFoundError:
             if required:
-                raise self._unusable("the folder is not a cache, and not empty") from None
+                raise self._unusable("the folder is neither a cache nor empty") from None
             return False
         return True
 
@@ -333,12 +333,12 @@ class CacheFolder:
         """Return the error for an unreadable marker; where records are, its remedy keeps them."""
         names = [name for name in self.disk.list_folder(self.root) if name != MARKER]
         if not any(self._is_kind(name) for name in names):
-            return self._unusable(f"{MARKER} cannot be read, so the folder may be no cache")
+            return self._unusable(f"{MARKER} cannot be read, so this may not be a cache")
         marker = quoted(self.root / MARKER)
-        remedy = f"rm {marker}   (the next run writes it again; nothing is computed anew)"
+        remedy = f"rm {marker}   (the next run writes it again; no record is rebuilt)"
         if not self._is_free(names):  # beside files that are not of a cache, only its marker makes the folder one
-            remedy = f"rm -f {marker} && echo '{json.dumps(_MARKED)}' > {marker}   (nothing is computed anew)"
-        return self._unusable(f"{MARKER} is damaged; else the folder looks like a cache", remedy)
+            remedy = f"rm -f {marker} && echo '{json.dumps(_MARKED)}' > {marker}   (no record is rebuilt)"
+        return self._unusable(f"{MARKER} is damaged; otherwise the folder looks like a cache", remedy)
 
     def prepare(self) -> None:
         """Make the folder a cache, unless it is one; several processes may do so at once."""
@@ -385,4 +385,4 @@ def _may_stay_behind(kind: str) -> Iterator[None]:
     try:
         yield
     except (CacheUnusable, CacheFull, JobFailed) as error:  # the last: whatever else a disk does not do
-        log.warning("the index of %s stays behind: %s", kind, error.what)
+        log.warning("the index of %s could not be removed: %s", kind, error.what)

@@ -188,13 +188,13 @@ class ShardIndex:
             raise IndexDamaged("the index's head is damaged")
         magic, version, _, shards, rows, names_bytes, digest = _HEAD.unpack_from(head)
         if magic != _MAGIC or version != INDEX_FORMAT:
-            raise IndexDamaged("the index is of another format")
+            raise IndexDamaged("the index has another format")
         blocks = -(-rows // BLOCK_ROWS)
         sizes = [8 * shards, 8 * blocks, 8 * blocks, names_bytes]
         self._rows_start = _HEAD_BYTES + sum(sizes)
         self._rows_bytes = rows * ROW.itemsize
         if self._disk.size_of_open(self._fd) != self._rows_start + self._rows_bytes:
-            raise IndexDamaged("the index has another size than was written")
+            raise IndexDamaged("the index has an unexpected size")
         body = self._disk.read_at(self._fd, sum(sizes), _HEAD_BYTES)
         if xxhash.xxh3_128_digest(body) != digest:
             raise IndexDamaged("the index's directory is damaged")
@@ -333,11 +333,11 @@ class IndexView:
         if indexed is None:
             return ""
         if indexed.size_bytes != table.size_bytes:
-            return f"it is said to have {indexed.size_bytes} bytes, and has {table.size_bytes}"
+            return f"its index says {indexed.size_bytes} bytes, the file has {table.size_bytes}"
         if indexed.records != len(table.rows):
-            return f"it is said to hold {indexed.records} records, and holds {len(table.rows)}"
+            return f"its index says {indexed.records} records, the file has {len(table.rows)}"
         if indexed.sum != int(_numbers(table.rows).sum(dtype=np.uint64)):
-            return "the index says other places or digests than its table"
+            return "the index and the shard's table disagree on positions or digests"
         return ""
 
 
@@ -362,7 +362,7 @@ def _sums(rows: Rows, shards: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[n
     numbers = _numbers(rows)
     sums = np.zeros(shards, np.uint64)
     if len(rows) and int(rows["shard"].max()) >= shards:
-        raise IndexDamaged("the index names a shard that it does not have")
+        raise IndexDamaged("the index refers to an unlisted shard")
     np.add.at(sums, rows["shard"], numbers)
     return np.bincount(rows["shard"], minlength=shards), sums
 

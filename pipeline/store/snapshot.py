@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pipeline.store.shard_index import Integers, Rows
 
 GONE = {errno.ENOENT, errno.ESTALE}
-WENT = "gone: purged or deleted"
+WENT = "purged or deleted"
 _UNCHECKED, _GOOD, _BAD, _GONE = 0, 1, 2, 3
 _ONE_GOOD = np.ones(1, bool)
 
@@ -129,7 +129,7 @@ class StoreSnapshot:
 
     def _checked(self, rows: Rows) -> Rows:
         if int(rows["shard"].max(initial=0)) >= max(1, len(self.names)):
-            raise IndexDamaged("the index names a shard that it does not have")
+            raise IndexDamaged("the index refers to an unlisted shard")
         return rows
 
     def _open_index(self) -> ShardIndex | None:
@@ -170,7 +170,7 @@ class StoreSnapshot:
         if len(shards) == 1 and shards[0] < len(self.names) and self._state[shards[0]] == _GOOD:
             return _ONE_GOOD  # a record is read in less than a millisecond, of which numpy would take its share
         if len(shards) and int(shards.max()) >= len(self.names):
-            raise IndexDamaged("the index names a shard that it does not have")
+            raise IndexDamaged("the index refers to an unlisted shard")
         if np.any(self._state[shards] == _UNCHECKED):
             self._check(np.unique(shards).tolist())
         good: npt.NDArray[Any] = self._state[shards] == _GOOD
@@ -191,7 +191,7 @@ class StoreSnapshot:
             size_now = self._disk.size_of(self._layout.shard(name))
         except OSError as error:
             return WENT if error.errno in GONE else error.strerror or str(error)
-        return "" if size_now == size else f"has {size_now} bytes where {size} were written"
+        return "" if size_now == size else f"has {size_now} bytes, expected {size} were written"
 
 
 def shard_names(disk: Disk, layout: KindLayout) -> list[str]:

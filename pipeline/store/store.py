@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     Room = Callable[[int], tuple[memoryview, memoryview]]  # memory for so many bytes, in two stretches
 
-ANEW = "does only what is missing; pipeline cache repair puts damaged files aside"
+ANEW = "processes only missing items; pipeline cache repair sets damaged files aside"
 log = logging.getLogger(__name__)
 
 _OPEN_SHARDS = 64
@@ -369,7 +369,7 @@ class Store:
     def _read_place(self, key: bytes, place: RecordPlace, room: Room | None) -> Record:
         shard = self._open(place.shard)
         if place.offset + place.length > shard.size_bytes:
-            raise BadRecord("the shard is shorter than it was")
+            raise BadRecord("the shard was truncated")
         blob, rest = self._read_bytes(shard.fd, place, room)
         return verified_record(key, place.digest, blob, rest)
 
@@ -412,7 +412,7 @@ class WholeRecords:
             try:
                 return dict.fromkeys(there, _UNREAD) | self._read(there)
             except (CacheDamaged, RecordMissing) as error:  # the store has struck it out, and will not name it again
-                log.warning("%s: %s: made anew", error.where, error.what)
+                log.warning("%s: %s: rebuilt", error.where, error.what)
 
     def _read(self, keys: Sequence[bytes]) -> dict[bytes, Mapping[str, Any]]:
         """Return the metadata of records by key, read while the limit lasts, and of those in doubt."""

@@ -253,9 +253,9 @@ def _with_errors(structure: Structure, path: str, files: Mapping[str, File], rec
         return replace(structure, pae_RR=errors_of(structure, Path(beside).name, file.data))
     if recipe.policy.pae == "required" and format_of(Path(path)) not in MOLECULES:
         names = [Path(beside).name for beside in pae_candidates(path) if not beside.endswith(".gz")]
-        looked_for = ", ".join(names) or "none, in this format"
-        what = f"no predicted aligned errors beside {Path(path).name}: looked for {looked_for}"
-        raise UnusableInput(Reason.NO_PAE, f"{what}; structures.pae: beside takes files without, too")
+        looked_for = ", ".join(names) or "not supported for this format"
+        what = f"no predicted aligned errors next to {Path(path).name}: looked for {looked_for}"
+        raise UnusableInput(Reason.NO_PAE, f"{what}; structures.pae: beside also accepts files without them")
     return replace(structure, pae_RR=np.empty((0, 0), np.float32))
 
 
@@ -285,7 +285,7 @@ def _bound_rows(side: ComplexSide, bound: ComplexSide) -> NDArray[np.int32]:
     mine = Counter(molecules)
     molecule_rows = [places.get(name, -1) if mine[name] == 1 else -1 for name in molecules]
     if not polymers and not any(place >= 0 for place in molecule_rows):
-        what = f"none of {', '.join(mine)} is the only one of its name in both the unbound and the bound structure"
+        what = f"none of {', '.join(mine)} has a unique name in both the unbound and the bound structure"
         raise UnusableInput(Reason.SEQUENCE_MISMATCH, what)
     return np.concatenate([*rows, np.array(molecule_rows, np.int32)])
 
@@ -345,7 +345,7 @@ def _check_nodes(partners: Sequence[Partner], recipe: ScanRecipe) -> None:
             if partner.notes.get(LOW_PLDDT) and recipe.policy.low_plddt == "drop":
                 wanted += f" and a pLDDT of {recipe.policy.min_plddt:g}"
             what = f"no residue of the {side} has {wanted}"
-            hint = "; structures.require: ca asks for less" if recipe.policy.require == "backbone" else ""
+            hint = "; structures.require: ca is less strict" if recipe.policy.require == "backbone" else ""
             raise UnusableInput(Reason.INCOMPLETE_RESIDUES, what + hint)
 
 

@@ -36,13 +36,13 @@ def choose_chains(structure: Structure, part: Part, elsewhere: Iterable[str] = (
         return {part.role: _molecules_last(tuple(named))}
     free = tuple(chain for chain in structure.chains if chain not in taken)
     if not free:
-        raise UnusableInput(Reason.CHAIN_WITHOUT_POLYMER, "the file holds only what the other side names")
+        raise UnusableInput(Reason.CHAIN_WITHOUT_POLYMER, "the file has no chains besides those of the other side")
     if part.role is not Role.COMPLEX:
         return {part.role: free}
     polymers = [chain for chain in free if chain.kind is not Kind.OTHER]
     if len(polymers) != 2:
         have = _some(chain.name for chain in polymers) or "none"
-        what = f"two polymer chains were expected, not {have}; name data.receptor_chains and data.ligand_chains"
+        what = f"expected two polymer chains, found {have}; set data.receptor_chains and data.ligand_chains"
         raise UnusableInput(Reason.AMBIGUOUS_PARTNERS, what)
     sides = zip((Role.RECEPTOR, Role.LIGAND), polymers, strict=True)
     return {role: tuple(chain for chain in free if _host(chain) == polymer.name) for role, polymer in sides}
@@ -89,15 +89,15 @@ def _named(structure: Structure, name: str, taken: set[Chain]) -> Sequence[Chain
 
 def _why_empty(structure: Structure, name: str) -> str:
     if any(_host(chain) == name for chain in structure.chains):
-        return f"chain {name} holds only what the other side names"
-    return f"chain {name} holds no protein, RNA or DNA"
+        return f"chain {name} belongs to the other side"
+    return f"chain {name} has no protein, RNA or DNA"
 
 
 def _molecules_of(structure: Structure, host: str) -> str:
     """Describe the molecules of a chain, or the setting that drops them."""
     kept = [chain for chain in structure.chains if chain.kind is Kind.OTHER]
     if not kept and structure.notes.get("ligands"):
-        return "set structures.ligands: keep, without which small molecules are dropped"
+        return "set structures.ligands: keep to keep small molecules"
     return f"chain {host} has: {_some(chain.name for chain in kept if _host(chain) == host) or 'no small molecules'}"
 
 
@@ -167,7 +167,7 @@ def _chain_rows(chain: ChainSummary, seqres_R: NDArray[np.int32] | None) -> NDAr
     rises = bool((np.diff(seqres_R) > 0).all())
     inside = len(seqres_R) == 0 or (seqres_R[0] >= 0 and seqres_R[-1] < len(chain.sequence))
     if len(seqres_R) != chain.residues or not rises or not inside:
-        raise ValueError(f"chain {chain.name}: its map into the full sequence does not fit")
+        raise ValueError(f"chain {chain.name}: its map into the full sequence is inconsistent")
     return seqres_R
 
 

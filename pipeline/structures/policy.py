@@ -351,17 +351,19 @@ def _plddt(table: AtomTable, policy: Policy, kept_A: Rows, residue_A: NDArray[np
     if policy.plddt == "none":
         return None
     if table.b_iso_A is None:
-        raise UnusableInput(Reason.NO_PLDDT, "files of this format have no B-factors; structures.plddt asks for them")
+        raise UnusableInput(Reason.NO_PLDDT, "files of this format have no B-factors, which structures.plddt needs")
     if policy.plddt == "marked" and not table.is_predicted:
-        what = "nothing in the file says that it is predicted: its B-factors may be measured"
-        raise UnusableInput(Reason.NO_PLDDT, f"{what}; structures.plddt: every takes those of any file for pLDDT")
+        what = "the file is not marked as predicted: its B-factors may be experimental"
+        raise UnusableInput(
+            Reason.NO_PLDDT, f"{what}; structures.plddt: every treats the B-factors of any file as pLDDT"
+        )
     b_iso_A = table.b_iso_A[kept_A].astype(np.float64)
     lowest, highest = float(b_iso_A.min()), float(b_iso_A.max())
     if not (lowest >= 0 and highest <= HIGHEST_PLDDT):
-        what = f"B-factors from {lowest:g} to {highest:g} are no pLDDT, which is from 0 to 100"
+        what = f"B-factors from {lowest:g} to {highest:g} are not pLDDT values, which range from 0 to 100"
         raise UnusableInput(Reason.NO_PLDDT, what)
     if highest <= 1:
-        what = f"B-factors are at most {highest:g}, and pLDDT goes to 100: multiply them, if they are hundredths"
+        what = f"B-factors are at most {highest:g}, but pLDDT goes to 100: multiply them by 100 if they are fractions"
         raise UnusableInput(Reason.NO_PLDDT, what)
     mean_R = np.bincount(residue_A, weights=b_iso_A) / np.maximum(np.bincount(residue_A), 1)
     plddt_R: NDArray[np.float32] = mean_R.round(2).astype(np.float32)

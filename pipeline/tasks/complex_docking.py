@@ -186,7 +186,7 @@ class ComplexDocking(TrunkSizes):
         totals = [torch.zeros(()), torch.zeros(())]
         for one, found in zip(batch.complexes, self._scores(model, batch), strict=True):
             if not len(one.true_L3):
-                problem = "a complex has no native contacts, which show that its partners stand in one frame"
+                problem = "a complex has no native contacts: its partners may be in different coordinate frames"
                 raise ConfigError(problem, where="graph.contacts", remedy="--set graph.contacts=5")
             time_P = one.noised.time_T
             units = 1 / self.schedule.translation.sigma(time_P), model.norm(time_P) + ROTATION_ROUNDING  # type: ignore[operator]

@@ -153,7 +153,7 @@ class ContrastivePair:
     def _check_side(self, side: str) -> None:
         """Refuse a side of vectors without a size."""
         if getattr(self, side) == VECTORS and getattr(self, f"{side}_dim") < 1:
-            problem = f"{side} has vectors: say how many numbers each has"
+            problem = f"{side} has vectors: set their length"
             raise ConfigError(problem, where=f"{WHERE}.{side}_dim", remedy=f"--set {WHERE}.{side}_dim=768")
 
     def _check_heads(self) -> None:
@@ -177,10 +177,10 @@ class ContrastivePair:
         names = self.names
         wanted = [name for name in ("class_weight", "templates") if getattr(self, name)]
         if wanted and len(names) < 2:
-            problem = f"{wanted[0]} needs the names of two classes or more"
+            problem = f"{wanted[0]} needs at least two class names"
             raise ConfigError(problem, where=f"{WHERE}.classes", remedy=f"--set {WHERE}.classes='[cat, dog]'")
         if self.templates and self.right != TEXT:
-            problem = f"templates are texts, and the right side is {self.right}"
+            problem = f"templates are texts, but the right side is {self.right}"
             raise ConfigError(problem, where=f"{WHERE}.templates", remedy=f"--set {WHERE}.right={TEXT}")
         if self.templates:
             self.prompts.check(self.vocabulary)
@@ -276,7 +276,7 @@ class ContrastivePair:
         if (kind == TEXT and rows.dtype == torch.uint8) or (kind == TOKENS and rows.dtype != torch.uint8):
             other = TOKENS if kind == TEXT else TEXT
             what = {TOKENS: "bytes", TEXT: "byte-pair tokens"}
-            problem = f"the task reads {name} as {what[kind]}, and {item.id} has {what[other]}"
+            problem = f"the task reads {name} as {what[kind]}, but {item.id} has {what[other]}"
             raise ConfigError(problem, where=f"{WHERE}.{side}", remedy=f"--set {WHERE}.{side}={other}")
         return self._text(side, item.id, rows) if kind == TEXT else self._rows(side, name, item.id, rows)
 
@@ -297,12 +297,12 @@ class ContrastivePair:
 
     def _text(self, side: str, id_: str, token_L: Tensor) -> Tensor:
         if len(token_L) > self._most(side):
-            problem = f"the text of {id_} has {len(token_L)} tokens, the model has places for {self._most(side)}"
+            problem = f"the text of {id_} has {len(token_L)} tokens, the model allows {self._most(side)}"
             remedy = f"--set data.options.context={self._most(side)}"
             raise ConfigError(problem, where=f"{WHERE}.{side}_most", remedy=remedy)
         if int(token_L.max()) >= self.vocabulary:
             problem = f"a token of {id_} is {int(token_L.max())}, the model knows {self.vocabulary:,}"
-            remedy = f"the data.options.merges that the model was trained with, or --set {WHERE}.vocabulary=49408"
+            remedy = f"use the data.options.merges of the model's training, or --set {WHERE}.vocabulary=49408"
             raise ConfigError(problem, where=f"{WHERE}.vocabulary", remedy=remedy)
         return token_L
 
@@ -310,8 +310,8 @@ class ContrastivePair:
         """Return the number of an item's class."""
         number = item.values.get(CLASS, torch.tensor(UNKNOWN)).long().reshape(())
         if not UNKNOWN <= int(number) < len(self.names):
-            problem = f"{item.id} is of class {int(number)}, and there are names of {len(self.names)}"
-            raise ConfigError(problem, where=f"{WHERE}.classes", remedy="name the same classes as data.options.classes")
+            problem = f"{item.id} is of class {int(number)}, but there are names for {len(self.names)}"
+            raise ConfigError(problem, where=f"{WHERE}.classes", remedy="use the same classes as data.options.classes")
         return number
 
     def embed(self, model: nn.Module, batch: PairBatch) -> dict[str, Tensor]:
@@ -321,8 +321,8 @@ class ContrastivePair:
         if told and batch.class_B is not None:
             told[CLASS] = batch.class_B
         elif told and model.training:
-            problem = "the task learns classes, and no item has one"
-            remedy = "--set data.options.label=COLUMN, and the same data.options.classes"
+            problem = "the task learns classes, but no item has one"
+            remedy = "--set data.options.label=COLUMN, and set data.options.classes"
             raise ConfigError(problem, where=f"{WHERE}.class_weight", remedy=remedy)
         return {LEFT: left_BD, RIGHT: right_BD, **told}
 

@@ -136,7 +136,7 @@ class DenovoRecursive(NetworkSizes):
         self._check_choices()
         if self.render_chunk and self.render_reach:
             reach = self.render_reach
-            problem = f"render_chunk is {self.render_chunk}: it does nothing where peaks end at {reach} sigmas"
+            problem = f"render_chunk is {self.render_chunk}: it has no effect because peaks end at {reach} sigmas"
             raise ConfigError(problem, where=f"{WHERE}.render_chunk", remedy=f"--set {WHERE}.render_reach=0")
         if self.width % self.heads:
             problem = f"a width of {self.width} cannot be divided among {self.heads} heads"
@@ -150,10 +150,10 @@ class DenovoRecursive(NetworkSizes):
                 problem = f"{name} is {getattr(self, name)}: it must be from 0 to 1"
                 raise ConfigError(problem, where=f"{WHERE}.{name}")
         if unknown := [name for name in self.modifications if name not in MODIFIED]:
-            problem = f"{unknown[0]!r} is no modification that is known; known: {', '.join(MODIFIED)}"
-            raise ConfigError(problem, where=f"{WHERE}.modifications", remedy="name some of these")
+            problem = f"{unknown[0]!r} is not a known modification; known: {', '.join(MODIFIED)}"
+            raise ConfigError(problem, where=f"{WHERE}.modifications", remedy="choose from these")
         if self.carbamidomethyl and (self.as_published or RESIDUES[CHANGED_C] not in self.modifications):
-            problem = f"carbamidomethyl is set, and {RESIDUES[CHANGED_C]} is no letter of the model"
+            problem = f"carbamidomethyl is set, but {RESIDUES[CHANGED_C]} is not in the model's alphabet"
             raise ConfigError(problem, where=f"{WHERE}.carbamidomethyl", remedy=f"--set {WHERE}.carbamidomethyl=false")
 
     @cached_property
@@ -232,11 +232,11 @@ class DenovoRecursive(NetworkSizes):
         try:
             letter_R = self.vocabulary.letters(code_R)
         except ValueError as error:
-            problem = f"the peptide of {item.id} has {error}, which is none of the model's letters"
+            problem = f"the peptide of {item.id} has {error}, which is not in the model's alphabet"
             remedy = "add it to train.options.modifications"
             raise ConfigError(problem, where=f"{WHERE}.modifications", remedy=remedy) from None
         if len(letter_R) > self.longest:
-            problem = f"the peptide of {item.id} has {len(letter_R)} residues, and longest is {self.longest}"
+            problem = f"the peptide of {item.id} has {len(letter_R)} residues, but longest is {self.longest}"
             raise ConfigError(problem, where=f"{WHERE}.longest", remedy=f"--set {WHERE}.longest={len(letter_R)}")
         return letter_R
 

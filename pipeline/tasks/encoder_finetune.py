@@ -101,13 +101,13 @@ class EncoderFinetune(TunedSizes):
         above_zero(self, ("alpha",))
         one_of(self, {"told": TOLD})
         if self.width % self.heads or self.width // self.heads % 2:
-            problem = f"width {self.width} does not divide into {self.heads} heads of an even width"
-            raise ConfigError(problem, where=f"{WHERE}.heads", remedy="say what the checkpoint has")
+            problem = f"width {self.width} cannot be divided into {self.heads} heads of an even width"
+            raise ConfigError(problem, where=f"{WHERE}.heads", remedy="use the checkpoint's values")
         if self.top_layers > self.layers:
-            problem = f"top_layers is {self.top_layers}, and there are {self.layers} layers"
+            problem = f"top_layers is {self.top_layers}, but there are {self.layers} layers"
             raise ConfigError(problem, where=f"{WHERE}.top_layers", remedy=f"--set {WHERE}.top_layers={self.layers}")
         if self.rank and self.top_layers:
-            problem = "top layers are trained whole, and additions are for layers that are not"
+            problem = "top_layers trains whole layers, and rank adapts the other layers"
             raise ConfigError(problem, where=f"{WHERE}.rank", remedy=f"--set {WHERE}.rank=0   (or top_layers=0)")
 
     @property
@@ -134,7 +134,7 @@ class EncoderFinetune(TunedSizes):
     def _tokens(self, item: ItemTensors) -> Tensor:
         if LETTER not in item.values:
             problem = f"the task reads {LETTER}; {item.id} has {', '.join(sorted(item.values)) or 'no arrays'}"
-            remedy = "name a reader of sequences: pipeline.readers.sequences:Sequences"
+            remedy = "use a reader of sequences: pipeline.readers.sequences:Sequences"
             raise ConfigError(problem, where="data.reader", remedy=remedy)
         letters = bytes(item.values[LETTER][: self.longest].tolist()).decode("ascii")
         return torch.from_numpy(np.concatenate([[CLS], tokenize(letters), [EOS]]).astype(np.int64))

@@ -246,7 +246,7 @@ def _labels(item: ItemTensors, sides: tuple[PartnerTensors, PartnerTensors | Non
 
 def _are_known(side: PartnerTensors | None) -> Tensor:
     """Return which residues have labels: on unbound input, those that the bound structure has too."""
-    assert side is not None, "contacts are of two partners"
+    assert side is not None, "contacts need two partners"
     is_known_N = side.nodes.get("labelled")
     # Beside items of unbound structures, a batch says of all others that no residue is labelled.
     return is_known_N if is_known_N is not None and is_known_N.any() else torch.ones(size_of(side), dtype=torch.bool)

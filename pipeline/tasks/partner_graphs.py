@@ -236,11 +236,11 @@ def _embeddings(sides: Sequence[PartnerTensors], embedding_dim: int) -> Tensor:
 def embedding_of(side: PartnerTensors, embedding_dim: int) -> Tensor:
     """Return a partner's embeddings; the configuration must fit them."""
     if side.embedding is None:
-        problem = f"the task expects embeddings of {embedding_dim} numbers, and the data set has none"
+        problem = f"the task expects embeddings of {embedding_dim} numbers, but the data set has no embeddings"
         embed = Command.submit("embed", then="   (or --set train.options.embedding_dim=0)")
         raise ConfigError(problem, where=f"{WHERE}.embedding_dim", remedy=embed)
     if (width := side.embedding.shape[1]) != embedding_dim:
-        problem = f"the task expects embeddings of {embedding_dim} numbers, those of the data set have {width}"
+        problem = f"the task expects embeddings of {embedding_dim} numbers, but the data set's have {width}"
         remedy = f"--set train.options.embedding_dim={width}"
         raise ConfigError(problem, where=f"{WHERE}.embedding_dim", remedy=remedy)
     return side.embedding

@@ -113,8 +113,8 @@ class RnaLigand(PocketSizes):
         one_of(self, KNOWN)
         _check_network(self)
         if (self.sequences is None) != (self.sequence_dim == 0):
-            problem = "sequences, a file, and sequence_dim, the numbers that each of them has there, go together"
-            raise ConfigError(problem, where=f"{WHERE}.sequence_dim", remedy="give both, or neither")
+            problem = "sequences (a file) and sequence_dim (its vector length) must be set together"
+            raise ConfigError(problem, where=f"{WHERE}.sequence_dim", remedy="set both or neither")
         for name in PATHS:
             if (path := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _absolute(name, path))
@@ -199,7 +199,7 @@ class RnaLigand(PocketSizes):
         library = library_of(Path(self.library))
         if library.vector_LD.shape[1] != self.output_dim:
             width = library.vector_LD.shape[1]
-            problem = f"the ligands of {self.library} have {width} numbers, the model gives {self.output_dim}"
+            problem = f"the ligands of {self.library} have {width} numbers, but the model outputs {self.output_dim}"
             raise ConfigError(problem, where=f"{WHERE}.library", remedy=f"--set {WHERE}.output_dim={width}")
         return library if self.target_norm is None else library.measured(self._measured)
 
@@ -338,8 +338,8 @@ def _far(task: RnaLigand, vector_BD: Tensor, target_BD: Tensor) -> Tensor:
 
 def _check_targets(task: RnaLigand, batch: PocketBatch) -> None:
     if task.targets is None and not any(batch.known):
-        problem = "there is nothing to learn: no targets are named"
-        raise ConfigError(problem, where=f"{WHERE}.targets", remedy="write it from / on, such as /data/targets.h5")
+        problem = "nothing to learn: no targets are set"
+        raise ConfigError(problem, where=f"{WHERE}.targets", remedy="use an absolute path such as /data/targets.h5")
 
 
 def _figures(one_D: Any, target_D: Any) -> tuple[float, float]:
@@ -373,7 +373,7 @@ def _check_sizes(told: Mapping[str, Any], name: str = "the items") -> None:
     """Refuse items that are no pockets."""
     if not any(key in told for key in (NODES, "atoms.pos")):
         has = ", ".join(sorted(told)[:4]) or "no arrays"
-        problem = f"the task reads RNA pockets as {READER} gives them; {name} has {has}"
+        problem = f"the task reads RNA pockets from {READER}; {name} has {has}"
         remedy = f"--set data.source=reader --set data.reader={READER}"
         raise ConfigError(problem, where="data.reader", remedy=remedy)
 
@@ -385,8 +385,8 @@ def _check_network(task: RnaLigand) -> None:
         problem = f"the {POOL_WIDTH} numbers of pooling cannot be divided among {task.num_attention_heads} heads"
         raise ConfigError(problem, where=f"{WHERE}.num_attention_heads", remedy=f"--set {WHERE}.num_attention_heads=8")
     if task.norm_type == "rms" and not task.as_published:
-        problem = "norm_type rms scales the components of a vector differently: turning a pocket would change it"
-        remedy = f"--set {WHERE}.norm_type=layer   (or as_published=true, for weights that were trained so)"
+        problem = "norm_type rms scales the components of a vector differently: the result would depend on orientation"
+        remedy = f"--set {WHERE}.norm_type=layer   (or as_published=true for published weights)"
         raise ConfigError(problem, where=f"{WHERE}.norm_type", remedy=remedy)
 
 
@@ -394,6 +394,6 @@ def _absolute(name: str, path: str) -> str:
     """Expand ~ in a path; raise if it is relative, which would be another file in each job."""
     expanded = Path(path).expanduser()
     if not expanded.is_absolute():
-        problem = f"{path!r} is relative, and options are read by jobs that run elsewhere"
+        problem = f"{path!r} is relative, but jobs read options from another folder"
         raise ConfigError(problem, where=f"{WHERE}.{name}", remedy=f"--set {WHERE}.{name}=$PWD/{expanded.name}")
     return str(expanded)

@@ -149,7 +149,7 @@ class SpectraFinetune(PeakSizes):
     def _check_head(self) -> None:
         one_of(self, {"head": HEADS, "measure": tuple(FINGERPRINT_LOSSES)})
         if self.summed and self.head != FINGERPRINT:
-            problem = f"tokens are summed for fingerprints, and head is {self.head}"
+            problem = f"summed needs the fingerprint head, but head is {self.head}"
             raise ConfigError(problem, where=f"{WHERE}.summed", remedy=f"--set {WHERE}.summed=false")
         if self.alpha is not None and not 0 < self.alpha < 1:
             problem = f"alpha is {self.alpha}: it must be between 0 and 1"
@@ -159,11 +159,11 @@ class SpectraFinetune(PeakSizes):
         """Refuse bounds of targets that are not one for each, or not in order."""
         for name in ("lowest", "highest", "names"):
             if (given := len(getattr(self, name))) not in (0, self.targets):
-                problem = f"{name} has {given} entries, and there are {self.targets} targets"
-                raise ConfigError(problem, where=f"{WHERE}.{name}", remedy=f"give {self.targets}, or none")
+                problem = f"{name} has {given} entries, but there are {self.targets} targets"
+                raise ConfigError(problem, where=f"{WHERE}.{name}", remedy=f"give {self.targets} or none")
         spans = zip(self.lowest, self.highest, strict=False)
         if len(self.lowest) != len(self.highest) or not all(low < high for low, high in spans):
-            problem = "every target needs a lowest and a highest value, and these in order"
+            problem = "every target needs a lowest and a highest value in this order"
             raise ConfigError(problem, where=f"{WHERE}.highest")
 
     @property
@@ -253,8 +253,8 @@ class SpectraFinetune(PeakSizes):
             embedded_SD = model(batch.peaks)
             return {self.term: (triplet_error(*_triplets(embedded_SD, batch), self.margin), batch.known)}
         if not batch.has_targets:
-            problem = "there is nothing to learn: no spectrum of a batch has a target"
-            remedy = "name the headers or columns that are targets"
+            problem = "nothing to learn: no spectrum of a batch has a target"
+            remedy = "set the target headers or columns"
             raise ConfigError(problem, where="data.options.target", remedy=remedy)
         return {self.term: (self._error(model(batch.peaks), batch.target_BK, batch.is_known_BK), batch.known)}
 
@@ -316,7 +316,7 @@ class SpectraContrast(SpectraFinetune):
         super().__post_init__()
         above_zero(self, ("temperature",))
         if self.head != EMBEDDING:
-            problem = f"embeddings are compared, and head is {self.head}"
+            problem = f"comparing embeddings needs the embedding head, but head is {self.head}"
             raise ConfigError(problem, where=f"{WHERE}.head", remedy=f"--set {WHERE}.head={EMBEDDING}")
 
     @property

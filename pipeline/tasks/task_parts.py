@@ -68,7 +68,7 @@ def part_of(task: Any, kind: type[T]) -> T:
 def refuse_mended(system: str, *, as_published: bool) -> None:
     """Refuse to read or write published weights for a network that does not behave as theirs."""
     if not as_published:
-        problem = f"weights of {system} mean something only where the network has its oddities"
+        problem = f"weights of {system} work only with the published network"
         raise ConfigError(problem, where=f"{WHERE}.as_published", remedy=f"--set {WHERE}.as_published=true")
 
 
@@ -91,7 +91,7 @@ def most_intense(item: ItemTensors, most: int) -> tuple[Tensor, Tensor]:
     if MZ not in item.values or INTENSITY not in item.values:
         arrays = ", ".join(sorted(item.values)) or "no arrays"
         problem = f"the task reads {MZ} and {INTENSITY}; {item.id} has {arrays}"
-        raise ConfigError(problem, where="data.reader", remedy="name a reader of spectra")
+        raise ConfigError(problem, where="data.reader", remedy="use a reader of spectra")
     return highest(item.values[MZ].float(), item.values[INTENSITY].float(), most)
 
 

@@ -25,7 +25,7 @@ def rng_state(device: torch.device | str = "cpu") -> dict[str, Tensor]:
         np.random.get_state(),  # noqa: NPY002 - what users' code draws from
     )
     if kind != "MT19937":
-        raise ConfigError(f"NumPy's global random numbers are of {kind}, not MT19937", where="train.task")
+        raise ConfigError(f"NumPy's global random state is {kind}, not MT19937", where="train.task")
     state = {
         "rng.torch": torch.get_rng_state(),
         "rng.python": torch.tensor([version, *words], dtype=torch.int64),

@@ -25,10 +25,10 @@ MODEL_PHASES = (FORWARD, BACKWARD, REDUCE, UPDATE)  # what a step is for; all el
 READ, COPY, WEIGH = "read", "copy", "weigh"  # reading ends with what `collate` makes
 WORDS, OBSERVE, CHECKPOINT, VALIDATE, OTHER = "words", "observe", "checkpoint", "validate", "other"
 TOLD = {
-    READ: "waits for reading",
-    COPY: "copies to the device",
-    WEIGH: "weighs losses beforehand",
-    WORDS: "waits for other ranks",
+    READ: "waiting for data",
+    COPY: "copying to the device",
+    WEIGH: "computing loss weights",
+    WORDS: "waiting for other ranks",
     OBSERVE: "logs",
     CHECKPOINT: "checkpoint",
     VALIDATE: "validation",

@@ -278,7 +278,7 @@ def test_a_list_of_another_cache_is_refused_and_not_taken_for_a_whole_cache(
     for verb in ("repair", "regenerate"):
         done = pipeline("cache", verb, "--list", "list.jsonl", "--set", "cache.root=moved")
         assert done.code == 2
-        assert f"of the cache {cache.root}, and not of {Path('moved').absolute()}" in done.err
+        assert f"the cache {cache.root}, not to {Path('moved').absolute()}" in done.err
         assert "next: pipeline cache validate " in done.err
         assert "--set cache.root=moved" in done.err.partition("next:")[2]
 
@@ -336,7 +336,7 @@ def test_where_a_disk_is_full_room_is_asked_for_and_no_submission(
     monkeypatch.setattr(Disk, "write_at", full)
     done = pipeline(*command, "--yes")
     assert (done.code, "the disk is full" in done.err, "submit" in done.err) == (7, True, False)
-    assert "next: make room there, then the same command again" in done.err
+    assert "next: free space there, then run the same command again" in done.err
 
 
 def test_all_kinds_are_waited_for_once(pipeline: Command, cache: CacheFolder, monkeypatch: pytest.MonkeyPatch) -> None:

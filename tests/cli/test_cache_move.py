@@ -122,5 +122,5 @@ def test_a_place_that_cannot_be_written_is_not_blamed_on_the_cache(
     (unprivileged / "thesis").mkdir()
     (unprivileged / "thesis/thesis.tex").write_text("mine")
     done = pipeline("cache", "export", str(unprivileged / "thesis"), *config)
-    assert "the folder is not empty, and no export" in done.err
+    assert "the folder is neither empty nor an export" in done.err
     assert "submit" not in done.err

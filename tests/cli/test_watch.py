@@ -205,7 +205,7 @@ def test_a_terminal_is_filled_resized_and_given_back(tmp_path: Path, no_color: b
         resize(terminal, 60, 20)
         assert "Ctrl-C leaves" in read_until(terminal, "Ctrl-C leaves")  # drawn anew, though nothing has happened
         running.send_signal(signal.SIGINT)
-        rest = read_until(terminal, "never said")
+        rest = read_until(terminal, "reported no")
         assert running.wait(LONG_S) == 0
     assert rest.index("\x1b[?1049l") < rest.index(f"run {told.folder.name}: ")
     assert "interrupted" not in rest
@@ -215,7 +215,7 @@ def test_a_terminal_is_given_back_by_what_is_told_to_end(tmp_path: Path) -> None
     with watching(Told(tmp_path / "runs")) as (running, terminal, first):
         assert first.index("\x1b[?1049h") < first.index("\x1b[?25l")
         running.send_signal(signal.SIGTERM)
-        rest = read_until(terminal, "never said")
+        rest = read_until(terminal, "reported no")
         assert running.wait(LONG_S) == -signal.SIGTERM  # who waits for it is told of what it ended
     assert "\x1b[?1049l" in rest
     assert "\x1b[?25h" in rest  # the cursor

@@ -12,7 +12,7 @@ ONE_WORD = {
     AssocMaxJobsLimit AssocGrpJobsLimit AssocMaxSubmitJobLimit AssocGrpSubmitJobsLimit QOSJobLimit QOSGrpJobsLimit
     QOSGrpSubmitJobsLimit QOSMaxJobsPerUserLimit QOSMaxSubmitJobPerUserLimit
 """,
-    "never starts": """
+    "will never start": """
     DependencyNeverSatisfied BadConstraints PartitionNodeLimit PartitionTimeLimit PartitionConfig AccountNotAllowed
     QOSNotAllowed InvalidAccount InvalidQOS DeadLine MaxMemPerLimit AssocMaxCpuPerJobLimit AssocMaxNodePerJobLimit
     AssocMaxMemPerJob AssocMaxMemPerNode AssocMaxGRESPerJob AssocMaxCpuMinutesPerJobLimit

@@ -111,9 +111,9 @@ class TestTheScheduler:
             assert cause_of(ended(TaskState.UNKNOWN), word) is cause, word
 
     def test_holding_a_task_is_said_to_hold_it(self) -> None:
-        held = ended(TaskState.PENDING, waits_for="never starts: a job that it waits for has failed")
+        held = ended(TaskState.PENDING, waits_for="will never start: a job that it depends on failed")
         assert cause_of(held) is cause_of(ended(TaskState.REQUEUE_HOLD)) is Cause.HELD
-        assert cause_of(ended(TaskState.PENDING, waits_for="what it asks for is in use")) is Cause.ACTIVE
+        assert cause_of(ended(TaskState.PENDING, waits_for="the requested resources are in use")) is Cause.ACTIVE
 
     def test_that_could_not_open_the_log_blames_the_node(self) -> None:
         found = judge_attempt(ended(TaskState.FAILED, None, 53), SILENT, "")

@@ -69,5 +69,5 @@ def test_code_that_means_the_namesake_is_told_why_it_is_not_found(project: Path,
     (project / "pipeline").mkdir(exist_ok=True)
     refused = installed("pipeline", "config", "check", cwd=project, check=False)
     assert refused.returncode == 2, refused.stderr + refused.stdout
-    assert "`pipeline` is this program, which hides" in refused.stderr
+    assert "which is also named `pipeline`" in refused.stderr
     assert "mv pipeline my_pipeline" in refused.stderr

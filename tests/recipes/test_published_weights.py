@@ -114,7 +114,7 @@ def test_moving_averages_are_another_entry_of_the_same_file() -> None:
 def test_a_file_of_another_system_is_refused_by_what_does_not_fit(name: str, other: str) -> None:
     if FILES[other][1].partition("_")[0] == FILES[name][1].partition("_")[0]:
         return
-    with pytest.raises(ConfigError, match="are not of this model: none of its tensors fits"):
+    with pytest.raises(ConfigError, match="do not belong to this model: none of its tensors fits"):
         load_pretrained(FILES[name][2](), file_of(FILES[other][0]), partial=True)
 
 
@@ -140,7 +140,7 @@ def test_code_wrong_shapes_and_another_system_are_refused_at_submission(
     bad = {
         "code": ({"state_dict": state, "x": Evil(tmp_path / "made")}, "asks for posix.system. Nothing of it was run"),
         "shape": (shaped, f"{first}: float32[3, 2, 1, 7] in the file"),
-        "other": ({"elsewhere.weight": torch.zeros(2)}, "are not of this model: none of its tensors fits"),
+        "other": ({"elsewhere.weight": torch.zeros(2)}, "do not belong to this model: none of its tensors fits"),
     }
     for what, (content, says) in bad.items():
         torch.save(content, path := tmp_path / f"{what}.pt")

@@ -145,7 +145,7 @@ class TestBatches:
         while sizes[-1] > 1:
             sizes.append(batches(share, 1, "auto", len(sizes))[0])
             assert sizes[-1] <= sizes[-2] // 2
-        with pytest.raises(PlanInfeasible, match="a single item"):
+        with pytest.raises(PlanInfeasible, match="one item"):
             batches(share, 1, "auto", len(sizes))
 
     def test_that_cannot_be_shared_name_the_nearest_that_can(self) -> None:
@@ -203,7 +203,7 @@ class TestRanks:
                 assert first == second
             assert first[0] == "127.0.0.1"
         assert not place.exists()
-        with pytest.raises(JobFailed, match="rank 0 did not say"), meeting(place, 1, nodes=1, timeout_s=0.0):
+        with pytest.raises(JobFailed, match="rank 0 did not publish"), meeting(place, 1, nodes=1, timeout_s=0.0):
             pass
 
     @pytest.mark.nightly

@@ -159,20 +159,20 @@ def mmcif_sequence(folder: Path) -> object:
     return parse_structure(read_file(path, MOST_FILE_BYTES), "mmcif", FileReading(seqres=True), 10_000)
 
 
-@bomb("RDKit finds no whole molecule in the file")
+@bomb("RDKit finds no complete molecule in the file")
 def sdf_counts(folder: Path) -> object:
     counts = "x\n\n\n  0  0  0  0  0  0            999 V3000\nM  V30 BEGIN CTAB\nM  V30 COUNTS 2000000000 0 0 0 0\n"
     (path := folder / "a.sdf").write_text(counts + "M  V30 BEGIN ATOM\nM  V30 1 C 0 0 0 0\nM  V30 END ATOM\nM  END\n")
     return structure(path)
 
 
-@bomb("the molecule says 2000000000 atoms and has 0")
+@bomb("the molecule declares 2000000000 atoms but has 0")
 def mol2_counts(folder: Path) -> object:
     (path := folder / "a.mol2").write_text("@<TRIPOS>MOLECULE\nx\n 2000000000 2000000000 1\nSMALL\nNO_CHARGES\n")
     return structure(path)
 
 
-@bomb("%FLAG ATOM_NAME holds 56 values, and POINTERS say")
+@bomb("%FLAG ATOM_NAME holds 56 values, but POINTERS say")
 def amber_counts(folder: Path) -> object:
     first, _, rest = complex_files()[0].decode("latin-1").partition("%FLAG POINTERS")
     lines = rest.splitlines(keepends=True)

@@ -119,7 +119,7 @@ def test_code_that_somebody_else_has_put_there_is_not_what_a_run_runs(project: P
     assert copy.parent.name == f"{COPIES}-0"
     assert (copy / "own.py").read_text() == "good = True\n"
     os.chown(copy.parent, NOBODY, NOBODY)
-    with pytest.raises(JobFailed, match="belong to somebody else"):
+    with pytest.raises(JobFailed, match="belongs to another user"):
         freeze_files([("own.py", source)], project / "others")
 
 

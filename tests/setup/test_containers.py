@@ -74,10 +74,10 @@ def test_a_file_is_read_again_only_when_it_has_changed(project: Path, monkeypatc
 def test_another_image_than_a_run_began_with_is_refused(project: Path) -> None:
     begun = with_digest(configured())
     (project / "images/pipeline.sif").write_bytes(b"another")
-    with pytest.raises(SubmissionRefused, match="the image is another now"):
+    with pytest.raises(SubmissionRefused, match="the image changed"):
         with_digest(begun)
     (project / "images/pipeline.sif").unlink()
-    with pytest.raises(SubmissionRefused, match="no such image"):
+    with pytest.raises(SubmissionRefused, match="image not found"):
         with_digest(begun)
 
 

@@ -164,7 +164,7 @@ def test_without_its_recipe_a_graph_is_judged_by_what_holds_for_any(residue_grap
 
 def test_a_reason_in_place_of_a_graph_is_judged() -> None:
     assert not list(wrong(as_read({}, {"reason": "no_contacts", "detail": "far apart"})))
-    assert list(wrong(as_read({}, {"reason": "whim", "detail": ""}))) == ["the reason 'whim' is none"]
+    assert list(wrong(as_read({}, {"reason": "whim", "detail": ""}))) == ["the reason 'whim' is unknown"]
     assert len(list(wrong(as_read({"a": np.zeros(1)}, {"reason": "no_edges"})))) == 2
 
 
@@ -175,18 +175,18 @@ def renamed(inventory: Inventory, **changes: Any) -> Inventory:
 
 
 OF_INVENTORIES = {
-    "no such role": (said("partners", 0, "role", value="host"), "it is no inventory"),
+    "no such role": (said("partners", 0, "role", value="host"), "it is not an inventory"),
     "a role twice": (said("partners", 0, "role", value="ligand"), "its partners are ligand, ligand"),
     "a letter less": (said("partners", 0, "chains", 0, "sequence", value="W" * 29), "30 residues, 29 letters"),
-    "a sign that is no letter": (said("partners", 0, "chains", 0, "sequence", value="w" * 30), "other signs than"),
+    "a sign that is no letter": (said("partners", 0, "chains", 0, "sequence", value="w" * 30), "contains non-letters"),
     "more nodes than residues": (said("partners", 0, "chains", 0, "nodes", value=31), "30 residues, 31 nodes"),
     "fewer atoms than residues": (said("partners", 0, "chains", 0, "atoms", value=3), "30 nodes and 3 atoms"),
     "a note that is not so": (said("partners", 0, "notes", "incomplete", value=2), "notes.incomplete is 2"),
     "a list of others": (said("partners", 0, "left_out", value=[["A", "GLY", "1", "N"]]), "left_out lists 1, and 0"),
     "content that is no digest": (said("partners", 1, "content", value="abc"), "ligand: content is 'abc'"),
     "a map too much": (lambda a, _: a.update({"rows.ligand": np.arange(25, dtype=np.int32)}), "its maps are"),
-    "a reason and more": (said("reason", value="no_atoms"), "it has both a reason (no_atoms) and what was found"),
-    "a kind that is none": (said("partners", 0, "chains", 0, "kind", value="wood"), "it is no inventory"),
+    "a reason and more": (said("reason", value="no_atoms"), "it has both a reason (no_atoms) and contents"),
+    "a kind that is none": (said("partners", 0, "chains", 0, "kind", value="wood"), "it is not an inventory"),
 }  # fmt: skip
 
 
@@ -198,7 +198,7 @@ def test_what_is_remembered_of_a_file_is_a_digest_and_a_size_or_a_reason() -> No
 
 
 OF_MAPS = {
-    f"row {at} of the map is {value}": (put("rows.receptor", at, value), "does not fit")
+    f"row {at} of the map is {value}": (put("rows.receptor", at, value), "is inconsistent")
     for at, value in ((29, 30), (3, 2), (0, -1))
 }
 ENCODING = Encoding(DIGEST, layer=2, context="chain", precision="fp32", storage="fp32")
@@ -227,8 +227,8 @@ OF_EMBEDDINGS = {
     "no number": (put("rows", (3, 2), np.nan), "rows[3, 2] is not finite (and 0 more)"),
     "a row that nobody wrote": (put("rows", 5, 0.0), "rows[5] is all zeros"),
     "another storage": (typed("rows", "f2"), "storage is 'fp16'; the recipe of its key says 'fp32'"),
-    "a type that is none": (typed("rows", "f8"), "rows is float64, which is no precision"),
-    "another text": (said("text", value=TEXT[::-1]), "its key is that of another text"),
+    "a type that is none": (typed("rows", "f8"), "rows is float64, which is not a supported precision"),
+    "another text": (said("text", value=TEXT[::-1]), "its key belongs to another sequence"),
     "a letter that is none": (said("text", value="J" * 20), "text: 'J' at position 1"),
     "other weights": (said("weights", value="f" * 32), f"weights is '{'f' * 32}'; the recipe of its key says"),
     "another layer": (said("layer", value=1), "layer is 1; the recipe of its key says 2"),
@@ -259,7 +259,7 @@ def test_what_is_remembered_of_weights_fits_together() -> None:
     assert not list(wrong_weights(as_read({}, WEIGHTS)))
     for change in ({"digest": "x"}, {"heads": 3}, {"dim": 0, "heads": 1}, {"precision": "fp8"}, {"bytes": "many"}):
         assert list(wrong_weights(as_read({}, WEIGHTS | change))), change
-    assert "it tells of no checkpoint" in next(wrong_weights(as_read({}, {"name": "m"})))
+    assert "it does not describe a checkpoint" in next(wrong_weights(as_read({}, {"name": "m"})))
 
 
 def test_parity_limits_and_recipes_are_what_their_keys_were_made_from() -> None:
@@ -287,7 +287,7 @@ OF_TABLES = {
     "texts that end before they begin": (put("id.end", 1, 1), "id.end[1] is before the end of the text before"),
     "texts that end too soon": (put("id.end", 4, 9), "id.end ends at 9 of 10 bytes"),
     "a size below nothing": (put("size.nodes", 3, -1), "size.nodes[3] is -1"),
-    "another size": (put("size.nodes", 3, 77), "its key is that of another table"),
+    "another size": (put("size.nodes", 3, 77), "its key belongs to another table"),
     "an item less": (shorter("size.edges"), "size.edges is [4], not [5]"),
     "no sizes": (without("size.edges"), "its arrays are"),
     "another format": (said("format", value=2), "its format is 2, not 1"),
@@ -370,8 +370,8 @@ def test_what_was_made_anew_differs_by_more_than_a_digit_of_a_file_or_not_at_all
     moved = changed(residue_graph, lambda a, _: a["receptor.node.pos"][2, 1].__iadd__(np.float32(0.01)))
     assert [what[:30] for what in differences(moved, arrays, meta)] == ["receptor.node.pos[2, 1, 0] is "]
     other = changed(residue_graph, put("receptor.node.number", 0, 5))
-    assert next(differences(other, arrays, meta)).startswith("receptor.node.number[0] is 5; made anew, 1")
-    assert "made anew, no_edges" in next(differences(residue_graph, {}, {"reason": "no_edges", "detail": ""}))
+    assert next(differences(other, arrays, meta)).startswith("receptor.node.number[0] is 5; rebuilt, 1")
+    assert "rebuilt, no_edges" in next(differences(residue_graph, {}, {"reason": "no_edges", "detail": ""}))
 
 
 def test_a_scaled_embedding_is_as_far_as_a_turned_one() -> None:

@@ -271,5 +271,5 @@ def test_what_is_no_key_or_kind_is_refused(store, tmp_path):
         with pytest.raises((ValueError, TypeError)):
             store.get(key)
     for kind in ("", "..", "a/b", "Scan", ".hidden"):
-        with pytest.raises(ValueError, match="cannot name a kind"):
+        with pytest.raises(ValueError, match="is not a valid kind"):
             CacheFolder(tmp_path / "cache").kind(kind)

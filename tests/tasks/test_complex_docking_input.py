@@ -54,7 +54,7 @@ def test_unbound_partners_are_trained_on_where_the_bound_complex_has_them():
 
 def test_what_stands_alone_is_refused_by_name():
     part = replace(made(0).parts[0], role=Role.WHOLE)
-    with pytest.raises(ConfigError, match="docking is of two partners, and lonely has one"):
+    with pytest.raises(ConfigError, match="docking needs two partners, but lonely has one"):
         collated(ItemGraph((part,)), ids=["lonely"])
 
 
@@ -64,7 +64,7 @@ def test_atom_graphs_are_refused():
 
 
 def test_embeddings_of_another_width_are_refused_unless_none_are_wanted():
-    with pytest.raises(ConfigError, match=r"embeddings of 16 numbers, those of the data set have 24"):
+    with pytest.raises(ConfigError, match=r"embeddings of 16 numbers, but the data set's have 24"):
         collated(made(0), dim=24)
     bare = replace(SMALL, embedding_dim=0)
     assert len(bare.loss(model_of(bare, torch.float32), collated(made(0), dim=None, task=bare))) == 2
@@ -139,7 +139,7 @@ def test_a_complex_without_poses_is_refused_by_name(tmp_path):
 
 def test_a_table_without_poses_is_refused_with_what_makes_them(tmp_path):
     (tmp_path / "predictions.csv").write_text("id,loss\na,1\n")
-    with pytest.raises(DataError, match="holds no poses") as caught:
+    with pytest.raises(DataError, match="has no poses") as caught:
         collated(THREE[0], ids=["a"], task=replace(CONFIDENCE, poses=str(tmp_path)))
     assert "--stage predict" in caught.value.remedy
 
@@ -163,5 +163,5 @@ def test_the_published_confidence_is_told_by_its_shapes():
 
 def test_weights_of_another_model_do_not_rank_poses(tmp_path):
     torch.save(SMALL.model().state_dict(), path := tmp_path / "score.pt")
-    with pytest.raises(ConfigError, match="not the weights of a model of confidence"):
+    with pytest.raises(ConfigError, match="not weights of a pose confidence model"):
         trained_confidence(str(path), "cpu", torch.float32, False)

@@ -210,7 +210,7 @@ def test_every_c_is_read_as_modified_where_the_data_do_not_say_so():
 
 def test_a_modification_that_is_no_letter_is_refused_by_its_name():
     task = replace(SMALL, modifications=("M[Oxidation]",))
-    with pytest.raises(ConfigError, match=r"peptide of item0 has \[Acetyl\]-, which is none") as caught:
+    with pytest.raises(ConfigError, match=r"peptide of item0 has \[Acetyl\]-, which is not") as caught:
         collated("[Acetyl]-M[Oxidation]K", task=task)
     assert caught.value.where == "train.options.modifications"
 
@@ -231,6 +231,6 @@ def test_noise_is_an_items_own_and_leaves_some_clean():
 
 
 def test_a_peptide_that_is_too_long_is_refused_with_what_to_set():
-    with pytest.raises(ConfigError, match="peptide of item0 has 20 residues, and longest is 16") as caught:
+    with pytest.raises(ConfigError, match="peptide of item0 has 20 residues, but longest is 16") as caught:
         collated(peptides.LETTERS)
     assert caught.value.remedy == "--set train.options.longest=20"

@@ -152,10 +152,10 @@ def test_bad_rows_of_a_table_are_rejections_with_their_reason(tmp_path: Path) ->
     found = list(Sequences(path, target=("target",), sites="sites").entries())
     details = {entry.id: getattr(entry, "detail", "") for entry in found}
     assert details["a"] == details["e"] == ""
-    assert "'m' at position 1 is no residue letter" in details["b"]
+    assert "'m' at position 1 is not a residue letter" in details["b"]
     assert "2 sites of 3 residues" in details["c"]
     assert "no sequence" in details["d"]
-    assert "target is no number" in details["f"]
+    assert "target is not a number" in details["f"]
     assert "'J' at position 2" in details["g"]
     site = next(entry.arrays["sequence.site"] for entry in found if entry.id == "e")  # type: ignore[union-attr]
     assert site.tolist() == [0, -1, 1]

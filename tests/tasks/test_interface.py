@@ -188,13 +188,13 @@ def test_scores_that_are_the_labels_have_perfect_figures():
 
 
 def test_embeddings_of_another_width_are_refused_with_what_to_set():
-    with pytest.raises(ConfigError, match=r"embeddings of 16 numbers, those of the data set have 24") as caught:
+    with pytest.raises(ConfigError, match=r"embeddings of 16 numbers, but the data set's have 24") as caught:
         collated(made(0), dim=24)
     assert caught.value.remedy == "--set train.options.embedding_dim=24"
 
 
 def test_a_data_set_without_embeddings_is_refused_unless_none_are_wanted():
-    with pytest.raises(ConfigError, match="the data set has none") as caught:
+    with pytest.raises(ConfigError, match="the data set has no embeddings") as caught:
         collated(made(0), dim=None)
     assert "embedding_dim=0" in caught.value.remedy
     bare = replace(SMALL, embedding_dim=0)

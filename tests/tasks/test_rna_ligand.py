@@ -78,8 +78,8 @@ def test_with_sequences_it_keeps_the_contract_and_they_change_what_is_told(seque
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"sequence_dim": 0}, ConfigError, "go together"),
-        ({"sequences": None}, ConfigError, "go together"),
+        ({"sequence_dim": 0}, ConfigError, "must be set together"),
+        ({"sequences": None}, ConfigError, "must be set together"),
         ({"sequence_dim": 4}, ConfigError, "--set train.options.sequence_dim=5"),
         ({"sequences": "rna.h5"}, ConfigError, "is relative"),
     ],
@@ -230,7 +230,7 @@ def test_items_without_a_target_have_no_weight_where_they_are_skipped(learned):
 
 def test_training_without_targets_says_what_to_set_and_predicting_does_not_need_them():
     batch, model = collated(pocket(0)), model_of(dtype=torch.float32)
-    with pytest.raises(ConfigError, match="no targets are named") as caught:
+    with pytest.raises(ConfigError, match="no targets are set") as caught:
         SMALL.loss(model, batch)
     assert caught.value.where == "train.options.targets"
     found = SMALL.outputs(model, batch)
@@ -280,7 +280,7 @@ def test_predictions_are_a_table_of_the_nearest_ligands_of_each_pocket(tmp_path)
 
 def test_a_library_of_another_width_is_refused_with_what_to_set(tmp_path):
     path = by_key(tmp_path / "library.h5", {"ARG": np.ones(DIM + 1, np.float32)})
-    with pytest.raises(ConfigError, match="have 9 numbers, the model gives 8") as caught:
+    with pytest.raises(ConfigError, match="have 9 numbers, but the model outputs 8") as caught:
         replace(SMALL, library=path).outputs(model_of(dtype=torch.float32), collated(pocket(0), ids=IDS[:1]))
     assert caught.value.remedy == "--set train.options.output_dim=9"
 

@@ -140,7 +140,7 @@ def test_spectra_without_any_target_are_told_and_have_no_figures():
 
 def test_training_on_spectra_whose_reader_gives_no_target_is_refused():
     bare = {name: array for name, array in spectrum(0).items() if name != "target"}
-    with pytest.raises(ConfigError, match="there is nothing to learn") as caught:
+    with pytest.raises(ConfigError, match="nothing to learn") as caught:
         SMALL.loss(model_of(SMALL, dtype=torch.float32), collated(bare))
     assert caught.value.where == "data.options.target"
     unknown = collated(spectrum(0, target=(np.nan, np.nan)))

@@ -19,7 +19,7 @@ FAMILIES = {ESM2: "ESM-2", ESM1B: "ESM-1b or ESM-1v", ESMC: "ESM C"}
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 MAIN_MODEL = "esm2_t33_650M_UR50D"
 USE_ESM2 = f"set embed.weights to an ESM-2 checkpoint, for example of: pipeline weights fetch {MAIN_MODEL}"
-FETCH_AGAIN = "bring it once more: pipeline weights fetch NAME, or pipeline weights import FILE"
+FETCH_AGAIN = "get it again: pipeline weights fetch NAME, or pipeline weights import FILE"
 _JSON_BYTES = 64 << 20  # a larger one is no configuration
 
 
@@ -42,7 +42,7 @@ def files_of(path: Path) -> CheckpointFiles:
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
-        what = "is a link to a file that is not there" if path.is_symlink() else "there is no such checkpoint"
+        what = "is a link to a missing file" if path.is_symlink() else "checkpoint not found"
         raise ConfigError(what, where=str(path), remedy=USE_ESM2) from error
     except OSError as error:
         raise unreadable_checkpoint(path, error) from error
@@ -51,8 +51,8 @@ def files_of(path: Path) -> CheckpointFiles:
     if not stat.S_ISREG(mode):
         raise WeightsUnusable("is neither a file nor a folder", where=str(path), remedy=USE_ESM2)
     if path.name == CONFIG or path.name.endswith(".index.json"):
-        what = "describes weights, and has none"
-        raise WeightsUnusable(what, where=str(path), remedy=f"name its folder: {path.parent}")
+        what = "describes weights but has none"
+        raise WeightsUnusable(what, where=str(path), remedy=f"use its folder: {path.parent}")
     if path.suffix == ".bin":
         raise _needs_safetensors(path, path.parent)
     if path.suffix == ".safetensors":
@@ -105,7 +105,7 @@ def _one_of_folder(path: Path) -> CheckpointFiles:
     if (folder / INDEX).is_file() and path in (shards := _shards(folder)):
         return CheckpointFiles(_name(folder), HUGGING_FACE, shards, (folder / CONFIG, folder / INDEX))
     if not (folder / CONFIG).is_file():
-        what = f"there is no {CONFIG} beside it, which says how many heads the model has"
+        what = f"{CONFIG}, which has the number of heads, is not next to it"
         raise WeightsUnusable(what, where=str(path), remedy=f"copy the model's {CONFIG} to {folder}")
     return CheckpointFiles(_name(folder), HUGGING_FACE, (path,), (folder / CONFIG,))
 
@@ -115,7 +115,7 @@ def _shards(folder: Path) -> tuple[Path, ...]:
     index = folder / INDEX
     names = read_json_object(index).get("weight_map")
     if not isinstance(names, dict) or not names or not all(_is_plain(name) for name in names.values()):
-        raise WeightsUnusable("names no files of this folder in weight_map", where=str(index), remedy=FETCH_AGAIN)
+        raise WeightsUnusable("names no file of this folder in weight_map", where=str(index), remedy=FETCH_AGAIN)
     shards = tuple(folder / name for name in sorted(set(names.values())))
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:
@@ -138,7 +138,7 @@ def _name(folder: Path) -> str:
 
 def _needs_safetensors(path: Path, folder: Path) -> WeightsUnusable:
     """Return the error for a Hugging Face pickle, with the command that converts it."""
-    what = "the weights are there as pytorch_model.bin only; of Hugging Face's forms, safetensors is read"
+    what = "the weights exist only as pytorch_model.bin; pipeline reads safetensors"
     script = f"from transformers import EsmModel as M; M.from_pretrained('{folder}').save_pretrained('{folder}')"
     return WeightsUnusable(what, where=str(path), remedy=f'where transformers is installed: python -c "{script}"')
 

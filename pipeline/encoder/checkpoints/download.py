@@ -38,7 +38,7 @@ TRY_AGAIN = {408, 425, 429, 500, 502, 503, 504}  # what passes with time
 LOGIN_WANTED = {407, 511}  # by a proxy, by a network
 SCHEMES = ("https", "http")
 PAGES = ("text/html", "application/xhtml+xml")
-ANOTHER_PLACE = "another place: pipeline weights fetch NAME --url URL"
+ANOTHER_PLACE = "use another source: pipeline weights fetch NAME --url URL"
 _PAGE = re.compile(rb"(?:\xef\xbb\xbf)?\s*<[!?a-zA-Z]")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
@@ -91,13 +91,13 @@ def fetch_file(
         digest = partial.sha256()
         try:
             if sha256 is not None and digest != sha256.lower():
-                what = f"is not what was published: its SHA-256 is {digest}, and should be {sha256}"
+                what = f"checksum mismatch: expected SHA-256 {sha256}, got {digest}"
                 raise WeightsUnusable(what)
             accept(partial.path)
         except WeightsUnusable as refusal:
             partial.discard()
-            remedy = f"try once more, or {ANOTHER_PLACE}"
-            raise WeightsUnusable(f"what came {refusal.what}", where=url, remedy=remedy) from refusal
+            remedy = f"try again, or {ANOTHER_PLACE}"
+            raise WeightsUnusable(f"the download: {refusal.what}", where=url, remedy=remedy) from refusal
         partial.publish()
     return digest
 
@@ -106,12 +106,12 @@ def by_hand(url: str, out: Path) -> str:
     """Return instructions for bringing a file to a machine that cannot download it."""
     name = PurePosixPath(unquote(urlsplit(url).path)).name or out.name
     lines = (
-        "where there is internet (a login node, your own computer), one of",
+        "where there is internet access (a login node, your computer), run one of",
         f"    curl --fail --location --continue-at - --output {quoted(name)} {quoted(url)}",
         f"    wget --continue --output-document={quoted(name)} {quoted(url)}",
-        "  then copy the file to a folder that this machine sees (scp, rsync), and here",
+        "  then copy the file to a folder that this machine sees (scp, rsync), and run here",
         f"    pipeline weights import {quoted(name)} --out {quoted(out)}",
-        "  behind a proxy: export https_proxy=http://HOST:PORT, and the same command again",
+        "  behind a proxy: export https_proxy=http://HOST:PORT, then run the same command again",
     )
     return "\n".join(lines)
 
@@ -181,11 +181,11 @@ class _Download:
         if answer.code == BEYOND_THE_END and self._partial.size:
             self._partial.restart()
             return
-        problem = f"the server answers {answer.code} {answer.reason}"
+        problem = f"the server answered {answer.code} {answer.reason}"
         if answer.code in TRY_AGAIN:
             raise _Interrupted(problem, _retry_after_s(answer.headers))
         if answer.code in LOGIN_WANTED:
-            raise DataError(f"a login is wanted on the way to it: {problem}", where=self._url, remedy=self._by_hand)
+            raise DataError(f"the proxy or server requires a login: {problem}", where=self._url, remedy=self._by_hand)
         raise DataError(problem, where=self._url, remedy=ANOTHER_PLACE)
 
     def _receive(self, response: HTTPResponse) -> None:
@@ -212,7 +212,7 @@ class _Download:
             return 0, int(length) if length.isdigit() else None
         match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", "").strip())
         if response.status != PART or match is None or (int(match[1]) and not self._partial.size):
-            what = f"the server answers {response.status} {response.reason} where a file was asked for"
+            what = f"the server answered {response.status} {response.reason} instead of a file"
             raise DataError(what, where=self._url, remedy=ANOTHER_PLACE)
         return int(match[1]), None if match[3] == "*" else int(match[3])
 
@@ -225,7 +225,7 @@ class _Download:
         """Append a block, and report progress."""
         if total is not None and self._partial.size + len(block) > total:
             self._partial.restart()
-            raise _Interrupted(f"more came than the {total:,} bytes that were announced")
+            raise _Interrupted(f"the server sent more than the announced {total:,} bytes that were announced")
         self._partial.append(block)
         self._came += len(block)
         passed_s = max(time.monotonic() - self._began, 1e-6)
@@ -236,20 +236,20 @@ class _Download:
         if total is not None and self._partial.size < total:
             raise _Interrupted(f"the connection ended after {self._partial.size:,} of {total:,} bytes")
         if not self._partial.size:
-            raise DataError("the server sends an empty file", where=self._url, remedy=ANOTHER_PLACE)
+            raise DataError("the server sent an empty file", where=self._url, remedy=ANOTHER_PLACE)
         self._ended = True
 
     def _refuse_page(self, response: HTTPResponse, beginning: bytes) -> None:
         """Refuse a web page before it overwrites what was downloaded earlier."""
         is_page = _PAGE.match(beginning) is not None and b"\0" not in beginning[:64]
         if is_page or response.headers.get_content_type() in PAGES:
-            what = "a web page came in place of the file: the network wants a login first, or the address is of a page"
+            what = "received a web page instead of the file: the network requires a login, or the address is a page"
             raise DataError(what, where=response.geturl(), remedy=self._by_hand)
 
     def _refuse_other_size(self, total: int | None) -> None:
         """Refuse a file of another size than the published one, before it is downloaded."""
         if None not in (total, self._size) and total != self._size:
-            what = f"is not what was published: it has {total:,} bytes, and should have {self._size:,}"
+            what = f"size mismatch: got {total:,} bytes, expected {self._size:,}"
             raise WeightsUnusable(what, where=self._url, remedy=ANOTHER_PLACE)
 
     def _unreachable(self, error: URLError) -> DataError:
@@ -265,9 +265,9 @@ class _Download:
         """Return the error after the last try, with how much is kept."""
         what, remedy = f"gave up: {interruption}", f"run the same command later; or {ANOTHER_PLACE}"
         if interruption.asked_s:
-            what += f" and asks to come back in {interruption.asked_s:,.0f} s"
+            what += f" and asks to retry in {interruption.asked_s:,.0f} s"
         if self._partial.can_go_on(self._url):
-            what += f"; {self._partial.size:,} bytes are kept, and the same command goes on from there"
+            what += f"; {self._partial.size:,} bytes are kept; the same command continues from there"
         return DataError(what, where=self._url, remedy=remedy if self._answered else self._by_hand)
 
     @property
@@ -284,7 +284,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         """Return the request for the new address."""
         if urlsplit(newurl).scheme not in SCHEMES[: 1 if urlsplit(req.full_url).scheme == "https" else None]:
             fp.close()
-            what = f"redirects to {newurl}, which is not HTTPS: anybody on the way could change the bytes"
+            what = f"redirects to {newurl}, which is not HTTPS"
             raise DataError(what, where=req.full_url, remedy=ANOTHER_PLACE)
         return super().redirect_request(req, fp, 307 if code == 308 else code, msg, headers, newurl)
 

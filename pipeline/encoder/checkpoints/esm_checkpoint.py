@@ -250,7 +250,7 @@ def _esmc(tensors: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], Archi
     dim = table.shape[-1] if isinstance(table, torch.Tensor) and table.ndim else 0
     if not numbers or max(numbers) >= MOST_LAYERS or not dim or dim % _ESMC_HEAD_DIM:
         what = f"has {len(set(numbers))} layers of width {dim}; ESM C's heads have {_ESMC_HEAD_DIM} numbers each"
-        raise WeightsUnusable(what, where=str(path), remedy="use the .pth file as it was published")
+        raise WeightsUnusable(what, where=str(path), remedy="use the published .pth file")
     return state, Architecture(max(numbers) + 1, dim, dim // _ESMC_HEAD_DIM, token_dropout=False, family=ESMC)
 
 
@@ -278,7 +278,7 @@ def _learned(architecture: Architecture, family: str, state: Mapping[str, Any], 
     table = state.get("embed_positions.weight")
     positions = len(table) - PAD - 1 if isinstance(table, torch.Tensor) and table.ndim else 0
     if positions <= ENDS:
-        what = "has no table of positions (embed_positions.weight) for more than the two marks of a sequence"
+        what = "has too small a position table (embed_positions.weight)"
         raise WeightsUnusable(what, where=str(path), remedy=FETCH_AGAIN)
     norm_before = any(name.startswith("emb_layer_norm_before") for name in state)
     return replace(architecture, family=ESM1B, positions=positions, norm_before=norm_before)
@@ -365,13 +365,13 @@ def _architecture(values: list[Any], names: tuple[str, ...], path: Path) -> Arch
     """Return the architecture; refuse impossible values."""
     for name, value, most in zip(names, values, (MOST_LAYERS, MOST_DIM, MOST_DIM), strict=False):
         if type(value) is not int or not 1 <= value <= most:
-            raise WeightsUnusable(f"{name} is {value!r}, which no ESM has", where=str(path), remedy=FETCH_AGAIN)
+            raise WeightsUnusable(f"{name} is {value!r}, which is invalid for ESM", where=str(path), remedy=FETCH_AGAIN)
     layers, dim, heads, token_dropout = values
     if not isinstance(token_dropout, bool):
-        what = f"{names[3]} is {token_dropout!r}, which no ESM has"
+        what = f"{names[3]} is {token_dropout!r}, which is invalid for ESM"
         raise WeightsUnusable(what, where=str(path), remedy=FETCH_AGAIN)
     if dim % heads or (dim // heads) % 2:
-        what = f"{names[1]} {dim} does not divide into {names[2]} {heads} of an even width"
+        what = f"{names[1]} {dim} cannot be divided into {names[2]} {heads} of an even width"
         raise WeightsUnusable(what, where=str(path), remedy=FETCH_AGAIN)
     return Architecture(layers, dim, heads, token_dropout)
 
@@ -385,8 +385,8 @@ def _checked_tensors(architecture: Architecture, state: Mapping[str, Any], path:
         raise WeightsUnusable(what, where=str(path), remedy=FETCH_AGAIN)
     more = [name for name in state if name.startswith(_OF_ENCODER) and name not in expected and not _UNUSED.match(name)]
     if more:
-        what = f"has tensors that {family} of {size} has not; the first is {more[0]}"
-        raise WeightsUnusable(what, where=str(path), remedy="use the checkpoint of an unchanged model, adapters merged")
+        what = f"has extra tensors for {family} of {size}; the first is {more[0]}"
+        raise WeightsUnusable(what, where=str(path), remedy="use an unmodified checkpoint with adapters merged")
     tensors = {name: _checked(name, state[name], shape, path) for name, shape in expected.items()}
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors.values()}
     if (total := sum(tensor.nbytes for tensor in tensors.values())) > (stored := sum(storages.values())):
@@ -395,8 +395,8 @@ def _checked_tensors(architecture: Architecture, state: Mapping[str, Any], path:
     kinds = {tensor.dtype for tensor in tensors.values()}
     if len(kinds) > 1 or not kinds <= set(DTYPES.values()):
         precisions = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
-        what = f"is stored in {precisions}; the whole of it must be in one of float32, float16, bfloat16"
-        raise WeightsUnusable(what, where=str(path), remedy="save it once more in one of these")
+        what = f"is stored in {precisions}; all tensors must share one of float32, float16, bfloat16"
+        raise WeightsUnusable(what, where=str(path), remedy="save it again in one of these")
     return tensors
 
 
@@ -405,9 +405,9 @@ def _checked(name: str, tensor: object, shape: tuple[int, ...], path: Path) -> t
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.device.type != "cpu":
         raise WeightsUnusable(f"{name} is not a plain tensor", where=str(path), remedy=FETCH_AGAIN)
     if tuple(tensor.shape) != shape:
-        what = f"{name} has the shape {tuple(tensor.shape)}, and should have {shape}"
+        what = f"{name} has the shape {tuple(tensor.shape)}, expected {shape}"
         if name == "embed_tokens.weight" and tensor.shape[0] != shape[0]:
-            what = f"its vocabulary has {tensor.shape[0]} tokens, and the family's has {shape[0]}"
+            what = f"its vocabulary has {tensor.shape[0]} tokens, expected {shape[0]}"
         raise WeightsUnusable(what, where=str(path), remedy=FETCH_AGAIN)
     return tensor.detach()
 

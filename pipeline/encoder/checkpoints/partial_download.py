@@ -130,7 +130,7 @@ def claim_partial(out: Path) -> Iterator[Partial]:
     with explaining_disk_errors(out):
         _DISK.make_folder(out.parent)
         if out.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "a folder has that name")
+            raise IsADirectoryError(errno.EISDIR, "is a directory, expected a file")
         shared = out.with_name(f"{out.name}.partial")
         file = _open_locked(shared)
     if file is not None:
@@ -164,15 +164,15 @@ def _open_locked(path: Path) -> IO[bytes] | None:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES, errno.ENOENT):
                 raise
             if error.errno != errno.ENOENT:
-                remedy = "wait until it has ended, or choose another place with --out PATH"
+                remedy = "wait until it ends, or use --out PATH"
                 raise ConfigError("another process is downloading it now", where=str(path), remedy=remedy) from None
 
 
 def refuse_small_disk(folder: Path, needed: int) -> None:
     """Refuse to write so many bytes to a folder whose disk has fewer."""
     if needed > (free := _DISK.free_bytes(folder)):
-        what = f"the disk has {free:,} bytes free, and {needed:,} are needed"
-        raise ConfigError(what, where=str(folder), remedy="make room, or --out PATH on another disk")
+        what = f"the disk has {free:,} bytes free, but {needed:,} are needed"
+        raise ConfigError(what, where=str(folder), remedy="free space, or use --out PATH on another disk")
 
 
 @contextmanager
@@ -182,7 +182,7 @@ def explaining_disk_errors(out: Path) -> Iterator[None]:
         yield
     except OSError as error:
         what, where = f"cannot write {out.name} there: {error.strerror}", str(out.parent)
-        remedy = "name a place that you may write to: --out PATH"
+        remedy = "use --out PATH with a writable place"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            remedy = "make room and run the same command again, which goes on from here; or --out PATH on another disk"
+            remedy = "free space and run the same command again (it continues), or use --out PATH on another disk"
         raise ConfigError(what, where=where, remedy=remedy) from error

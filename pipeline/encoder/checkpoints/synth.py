@@ -64,7 +64,7 @@ def write_random_checkpoint(out: Path, layers: int, dim: int, heads: int, seed: 
 def relative(family: str, layers: int, dim: int, heads: int) -> Architecture:
     """Return the architecture of another family with these sizes; refuse what none has."""
     if family not in (ESM1B, ESMC):
-        raise ConfigError(f"there is no family {family!r}", where="--family", remedy="--family esm2, esm1b or esmc")
+        raise ConfigError(f"unknown family {family!r}", where="--family", remedy="--family esm2, esm1b or esmc")
     if min(layers, dim, heads) < 1 or dim % (2 * heads) or (family == ESMC and dim != 64 * heads):
         wanted = "64 numbers for each head" if family == ESMC else "an even number for each head"
         what = f"{layers} layers of width {dim} with {heads} heads: {FAMILIES[family]} has {wanted}"
@@ -78,7 +78,7 @@ def write_random_relative(out: Path, architecture: Architecture, seed: int = 0, 
     """Write a random checkpoint of another family: of ESM-1b or ESM-1v as fair-esm does, of ESM C as its authors do."""
     if out.exists():
         remedy = "choose another --out, or replace it with --force"
-        raise ConfigError("is there already", where=str(out), remedy=remedy)
+        raise ConfigError("already exists", where=str(out), remedy=remedy)
     random = torch.Generator().manual_seed(seed)
     encoder = _random(architecture, random, stress)
     if architecture.family == ESMC:
@@ -93,7 +93,7 @@ def write_random_relative(out: Path, architecture: Architecture, seed: int = 0, 
 def _random(architecture: Architecture, random: torch.Generator, stress: float) -> dict[str, torch.Tensor]:
     """Return the tensors of an encoder."""
     if not 0 < stress < math.inf:
-        raise ConfigError(f"{stress} sharpens nothing", where="--stress", remedy="--stress 1, or a number above")
+        raise ConfigError(f"{stress} must be at least 1", where="--stress", remedy="--stress 1, or a larger number")
     encoder = {name: _tensor(name, shape, random) for name, shape in shapes(architecture).items()}
     for name in encoder:
         if re.search(r"[qk]_(proj|layer_norm)\.weight", name):
@@ -116,7 +116,7 @@ def _check(out: Path, regression: Path, layers: int, dim: int, heads: int) -> No
         raise ConfigError(what, where=str(out), remedy=f"--out {out.parent / f'esm2_{out.stem}.pt'}")
     for path in (out, regression):
         if path.exists():
-            what = "is there already"
+            what = "already exists"
             raise ConfigError(what, where=str(path), remedy="choose another --out, or replace it with --force")
 
 
@@ -176,8 +176,8 @@ def _publish(data: dict[str, Any], out: Path) -> None:
         link_or_rename(_DISK, partial, out)
         _DISK.fsync_folder(out.parent)
     except (OSError, RuntimeError) as error:  # when a disk takes no more, torch's writer says it in a RuntimeError
-        why = error.strerror if isinstance(error, OSError) else "the disk took only a part of it"
-        remedy = f"df -h {quoted(out.parent)}   (make room, or choose another --out)"
+        why = error.strerror if isinstance(error, OSError) else "the disk wrote only a part of it"
+        remedy = f"df -h {quoted(out.parent)}   (free space, or choose another --out)"
         raise ConfigError(f"the checkpoint cannot be written: {why}", where=str(out), remedy=remedy) from error
     finally:
         with suppress(OSError):

@@ -202,7 +202,7 @@ def _head(path: Path) -> bytes:
     if head.lstrip()[:1] == b"<" and b"\0" not in head:
         raise WeightsUnusable("is a web page, not a checkpoint", where=str(path), remedy=FETCH_AGAIN)
     if head.startswith(b"version https://git-lfs"):
-        what = "is the pointer that git-lfs leaves in place of a file, not the file"
+        what = "is a git-lfs pointer, not the file itself"
         raise WeightsUnusable(what, where=str(path), remedy=f"git -C {path.parent} lfs pull")
     return head
 
@@ -231,7 +231,7 @@ def _members(path: Path) -> list[str]:
         raise WeightsUnusable("is truncated: its end is missing", where=str(path), remedy=FETCH_AGAIN) from error
     unfolded_bytes = sum(member.file_size for member in members)
     if unfolded_bytes > size_bytes or any(member.compress_type != zipfile.ZIP_STORED for member in members):
-        what = f"is a compressed archive ({size_bytes:,} bytes stand for {unfolded_bytes:,}), which no checkpoint is"
+        what = f"is a compressed archive ({size_bytes:,} bytes stand for {unfolded_bytes:,}), which is not a checkpoint"
         raise WeightsUnusable(what, where=str(path), remedy=USE_ESM2)
     return [member.filename for member in members]
 
@@ -264,7 +264,7 @@ def refuse_flipped_bits(path: Path) -> None:
                     while file.read(BLOCK_BYTES):
                         pass
             except zipfile.BadZipFile as error:
-                what = f"is damaged: {member.filename} in it is not what was written"
+                what = f"is damaged: {member.filename} has changed (checksum mismatch)"
                 raise WeightsUnusable(what, where=str(path), remedy=FETCH_AGAIN) from error
 
 
@@ -273,7 +273,7 @@ def _refused(path: Path, message: str) -> WeightsUnusable:
     match = _GLOBAL.search(message)
     if match is None:
         return WeightsUnusable("is not a checkpoint that torch can read", where=str(path), remedy=USE_ESM2)
-    what = f"wants to run code when it is read: its pickle asks for {match[1] or match[2]}. Nothing of it was run"
+    what = f"tries to run code when loaded: its pickle imports {match[1] or match[2]}. Nothing was executed"
     return WeightsUnusable(what, where=str(path), remedy=f"do not trust this file; {USE_ESM2}")
 
 
@@ -300,11 +300,11 @@ _SIGNS = {
     "structure_tokens_embed": "ESM3",
     "row_self_attention": "the MSA Transformer",
     "column_self_attention": "the MSA Transformer",
-    "lora_": "an adapter (LoRA) beside or over a model",
+    "lora_": "a LoRA adapter",
     "self_attn.bias_k": "ESM-1",
 }
 _OF_ESM_C = "layernorm_qkv"  # part of the names of its tensors
-_FACE_ESMC = "ESM C in Hugging Face's form (of which the .pth file is read)"
+_FACE_ESMC = "ESM C in Hugging Face's form (use the .pth file)"
 _MODEL_TYPES = {
     "esmc": _FACE_ESMC,
     "esm3": "ESM3",
@@ -338,7 +338,7 @@ def family_of(data: object, path: Path) -> str:
     if any(_OF_ESM_C in name for name in names):
         return ESMC
     if names and all("contact_head.regression" in name for name in names):
-        what = "is the contact regression that lies beside a checkpoint, not the checkpoint"
+        what = "is a checkpoint's contact regression, not the checkpoint"
         name = path.name.replace("-contact-regression", "")
         raise WeightsUnusable(what, where=str(path), remedy=f"set embed.weights to {path.with_name(name)}")
     if architecture == _ROBERTA and "model" in data and isinstance(model, Mapping):
@@ -348,7 +348,7 @@ def family_of(data: object, path: Path) -> str:
         held = ", ".join(repr(str(name)) for name in list(data)[:4]) or "nothing"
         raise _not_esm2(f"is not in fair-esm's format, which has cfg and model; it holds {held}", path)
     if not isinstance(settings.get("model"), Mapping) and not hasattr(settings.get("model"), "__dict__"):
-        raise _not_esm2("its cfg says nothing of the model's architecture", path)
+        raise _not_esm2("its cfg does not describe the model's architecture", path)
     return ESM2
 
 
@@ -369,12 +369,12 @@ def family_of_config(config: Mapping[str, Any], path: Path) -> str:
         raise _is_other("ESMFold", path)
     positions = config.get("position_embedding_type", "absolute")
     if positions not in _POSITIONS:
-        raise _not_esm2(f"its positions are {positions!r}, which no ESM has", path)
+        raise _not_esm2(f"its positions are {positions!r}, which is invalid for ESM", path)
     if positions == "rotary" and config.get("emb_layer_norm_before"):
-        raise _not_esm2("it has a layer norm before its layers, which ESM-2 has not", path)
+        raise _not_esm2("it has a layer norm before its layers, which ESM-2 does not have", path)
     for name, (default, needed) in _SETTINGS.items():
         if (value := config.get(name, default)) != needed:
-            raise _not_esm2(f"{name} is {value!r}, and ESM-2's is {needed!r}", path)
+            raise _not_esm2(f"{name} is {value!r}, expected {needed!r}", path)
     if config.get("vocab_list") not in (None, list(VOCABULARY)):
         raise _not_esm2("its vocab_list is not the vocabulary of ESM-2", path)
     return _POSITIONS[positions]

@@ -82,8 +82,8 @@ def find_checkpoint(path: Path) -> Path:
             return place
     name = model.name if (model := published(stem(path))) else MAIN_MODEL
     lines = "\n".join(f"    {place}" for place in places)
-    what = f"embed.weights: there is no checkpoint at this path, nor anywhere else that was looked at:\n{lines}"
-    fetch = f"pipeline weights fetch {name}   (or set embed.weights to one that you have)"
+    what = f"embed.weights: checkpoint not found. Searched:\n{lines}"
+    fetch = f"pipeline weights fetch {name}   (or set embed.weights to your own)"
     raise ConfigError(what, where=str(path), remedy=fetch)
 
 
@@ -97,14 +97,14 @@ def identify(path: Path, seen: Store, *, remember: bool = True) -> CheckpointFac
         return CheckpointFacts.from_json(remembered[key])
     weights = checkpoint_facts(place)
     if _states(files) != before:
-        remedy = "wait until it is written, and type the same command again"
-        raise WeightsUnusable("changed while it was read", where=str(place), remedy=remedy)
+        remedy = "wait until it is complete, then run the same command again"
+        raise WeightsUnusable("changed while being read", where=str(place), remedy=remedy)
     if remember and all(is_settled(mtime_ns, ctime_ns) for *_, mtime_ns, ctime_ns in before):
         try:
             with seen.writer() as writer:
                 writer.put(key, {}, weights.to_json())
         except (CacheUnusable, CacheFull) as error:
-            log.warning("%s: %s: it is read anew each time", place, error.what)
+            log.warning("%s: %s: it is read again each time", place, error.what)
     return weights
 
 
@@ -123,12 +123,12 @@ def equals_published(path: Path, name: str) -> bool:
     expected, size = (model.pt_sha256, model.pt_bytes) if is_pt else (model.safetensors_sha256, None)
     if expected is None:
         return False
-    remedy = f"pipeline weights fetch {name}   (or give your own model a name of its own)"
+    remedy = f"pipeline weights fetch {name}   (or rename your own model)"
     if size is not None and (size_there := file.stat().st_size) != size:
-        what = f"has {size_there:,} bytes; {name} was published with {size:,}"
+        what = f"has {size_there:,} bytes; {name} should have {size:,}"
         raise WeightsUnusable(what, where=str(file), remedy=remedy)
     if (sha256 := sha256_of(file)) != expected:
-        what = f"is not {name} as it was published: its SHA-256 is {sha256}, and should be {expected}"
+        what = f"is not {name}: checksum mismatch, expected SHA-256 {expected}, got {sha256}"
         raise WeightsUnusable(what, where=str(file), remedy=remedy)
     return True
 
@@ -291,8 +291,8 @@ def _refuse_other_shape(model: Published | None, shape: tuple[str, int, int, int
         f"{layers} layers of width {dim} with {heads} heads{f', as {FAMILIES[family]} is' if is_other else ''}"
         for family, layers, dim, heads in (shape, model.shape)
     ]
-    remedy = f"pipeline weights fetch {model.name}   (or give your own model a name of its own)"
-    what = f"is not {model.name}: it has {sizes[0]}, and should have {sizes[1]}"
+    remedy = f"pipeline weights fetch {model.name}   (or rename your own model)"
+    what = f"is not {model.name}: it has {sizes[0]}, expected {sizes[1]}"
     raise WeightsUnusable(what, where=str(path), remedy=remedy)
 
 
@@ -307,8 +307,8 @@ def is_installed(source: CheckpointFiles, target: Path) -> bool:
 def install_checkpoint(source: CheckpointFiles, target: Path, *, replace: bool) -> None:
     """Copy a checkpoint's files to `target`, verify the copy, and only then give it its name."""
     if os.path.lexists(target) and not replace:
-        remedy = "choose another place with --out PATH, or replace it with --force"
-        raise ConfigError("something else is there already", where=str(target), remedy=remedy)
+        remedy = "use --out PATH, or replace it with --force"
+        raise ConfigError("a different file already exists", where=str(target), remedy=remedy)
     refuse_small_disk(target.parent, sum(file.stat().st_size for file in source.all))
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
     with explaining_disk_errors(target):
@@ -341,8 +341,8 @@ def _copy(source: Path, target: Path) -> None:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(copy.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else memory would vouch for the disk
     if sha256_of(target) != hasher.hexdigest():
-        what = "what was written there cannot be read back as it was: the disk, or what is between, is damaged"
-        raise WeightsUnusable(what, where=str(target.parent), remedy="--out PATH on another disk")
+        what = "the written file reads back differently: the disk or the connection to it is damaged"
+        raise WeightsUnusable(what, where=str(target.parent), remedy="use --out PATH on another disk")
 
 
 def _blocks(path: Path) -> Iterator[bytes]:

@@ -116,7 +116,7 @@ class Flow:
         """Queue a sequence whose numbers are not finite for full precision, or refuse it."""
         step = full_precision(self.recipe, work.step)
         if step is None:
-            what = f"the encoder's numbers are not finite in {work.step.variant.precision} as stored, or not safe in it"
+            what = f"the encoder's numbers are not finite in {work.step.variant.precision} as stored, or overflow in it"
             yield RefusedSequence(work.index, Reason.NOT_FINITE, what)
         else:
             self.figures.again += 1
@@ -179,7 +179,7 @@ class Engine:
         refused_N = token_batches.too_long(lengths_N, self._recipe)
         for index in refused_N.tolist():
             self.figures.refused += 1
-            what = f"{lengths_N[index]:,} residues; no more than {self._recipe.length:,} are wanted"
+            what = f"{lengths_N[index]:,} residues; the recipe allows at most {self._recipe.length:,}"
             yield RefusedSequence(index, Reason.SEQUENCE_TOO_LONG, what)
         if len(refused_N) == len(lengths_N):
             return

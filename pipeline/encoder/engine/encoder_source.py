@@ -112,7 +112,7 @@ class OwnSource:
     encoder: Encoder
     stands: Callable[[], str]  # the digest of its code and its weights as they are now
     remedy: ClassVar[str] = (
-        "correct forward(): rows may not depend on padding, nor on chance   (one at a time: padded = False)"
+        "correct forward(): rows must not depend on padding or randomness   (one at a time: padded = False)"
     )
 
     @property
@@ -230,7 +230,7 @@ class OwnForward:
 
     def _encoded(self, sequences: Sequence[Letters], *, cls: bool = False) -> list[torch.Tensor]:
         """Return the rows of each sequence of one padded batch."""
-        assert self._marks or not cls, f"{self._name} has no mark before a sequence"
+        assert self._marks or not cls, f"{self._name} has no start token"
         with blaming_encoder(self._name):
             tokens = [torch.as_tensor(self._encoder.tokenize(as_text(letters))) for letters in sequences]
             token_BT = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
@@ -241,7 +241,7 @@ class OwnForward:
             found = tuple(rows_BLD.shape)
         wanted = len(sequences), self._marks + max(map(len, sequences)), self.dim
         if len(found) != 3 or found[0] != wanted[0] or found[1] < wanted[1] or found[2] != wanted[2]:
-            rows = "the mark and the residues" if self._marks else "the residues"
+            rows = "the start token and the residues" if self._marks else "the residues"
             what = f"forward() of {self._name} gave rows of the shape {found}; {wanted} are {rows} and the width"
             raise JobFailed(what, where="embed.encoder", remedy=_CORRECT)
         first = 0 if cls else self._marks
@@ -304,7 +304,7 @@ def as_text(letters: Letters) -> str:
     return letters.tobytes().decode("latin-1")
 
 
-_CORRECT = "correct the encoder, and type the same command again"
+_CORRECT = "correct the encoder, then run the same command again"
 
 
 @contextmanager

@@ -57,10 +57,10 @@ class HuggingFace:
         structures: str | None = None,
     ) -> None:
         if "{}" not in residue:
-            what = f"residue is {residue!r}: it says with {{}} where the letter stands, such as '{{}}#'"
+            what = f"residue is {residue!r}: write {{}} for the letter, such as '{{}}#'"
             raise ConfigError(what, where="embed.options.residue", remedy="pipeline config check")
         if structures is not None and (UNKNOWN not in residue or not Path(structures).is_absolute()):
-            what = f"structures is {structures!r}: an absolute path, whose letters stand for the # of residue"
+            what = f"structures is {structures!r}: give an absolute path; its letters replace the # of residue"
             raise ConfigError(what, where=_WHERE, remedy="options: {residue: '{}#', structures: /data/3di.tsv}")
         self._folder, self._residue, self.letters, self.longest = weights, residue, letters, longest
         self._structures = Path(structures) if structures else None
@@ -104,7 +104,9 @@ class HuggingFace:
             what = (
                 f"the tokenizer gives {len(known)} tokens for {len(sequence)} residues, or does not know some of them"
             )
-            remedy = "--set embed.options.residue=…, as the model's card writes sequences, or embed.options.letters"
+            remedy = (
+                "--set embed.options.residue=…, as the model's documentation writes sequences, or embed.options.letters"
+            )
             raise JobFailed(what, where=str(self._folder), remedy=remedy)
         return tokens
 
@@ -136,7 +138,7 @@ class HuggingFace:
             return library.AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
         except (OSError, ValueError) as error:
             what = f"the tokenizer cannot be read: {str(error).strip().partition(chr(10))[0]}"
-            remedy = "put all files of the model's page there, those of its tokenizer, too"
+            remedy = "copy all files of the model there, including its tokenizer"
             raise ConfigError(what, where=str(self._folder), remedy=remedy) from error
 
     @cached_property
@@ -208,13 +210,13 @@ class StructureTable:
         """Say once where a table seems to be of other sequences."""
         self._asked, self._known = self._asked + 1, self._known + is_known
         if self._asked == _ASKED and not self._known:
-            log.warning("%s: none of %d sequences is in it, so their residues are read with #", self._path, _ASKED)
+            log.warning("%s: contains none of %d sequences, so their residues are read with #", self._path, _ASKED)
 
     def _row(self, line: bytes, number: int = 0) -> tuple[bytes, bytes]:
         """Return sequence and letters of a row."""
         cells = line.rstrip(b"\r\n").split(b"\t", 3)
         if len(cells) < 3 or len(cells[1]) != len(cells[2]) or not cells[2].isalpha():
-            what = f"line {number} has no name, sequence and as many 3Di letters, parted by tabs"
+            what = f"line {number} must have a name, a sequence and as many 3Di letters, tab-separated"
             raise DataError(what, where=str(self._path), remedy="foldseek structureto3didescriptor STRUCTURE TABLE")
         return cells[1].upper(), cells[2].lower()
 
@@ -238,6 +240,6 @@ def _library() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
-        what = "the package transformers is not installed, which this encoder needs"
+        what = "this encoder needs the package transformers, which is not installed"
         raise ConfigError(what, where="embed.encoder", remedy=_INSTALL) from None
     return transformers

@@ -147,7 +147,7 @@ def on_its_device(settings: EngineSettings) -> EngineSettings:
     """Use as many threads as the allocation has cores, and the card that is here; raise if torch sees none."""
     torch.set_num_threads(settings.threads)  # more than there are cores made one forward pass ten times slower
     if (device := located(settings.device)) is None:
-        what = f"this task was to run on a GPU, and torch sees none ({torch_sees()})"
+        what = f"this task needs a GPU, but torch sees none ({torch_sees()})"
         on_cpu = ("embed.device", "cpu"), ("cluster.embed.gpus", "0")
         remedy = Command.submit("embed", before="nvidia-smi   or   ").with_settings(*on_cpu)
         raise JobFailed(what, where="embed.device", remedy=remedy)
@@ -390,5 +390,5 @@ def _halves(batch: Sequence[SequenceWork]) -> tuple[Sequence[SequenceWork], Sequ
 def _refusal(work: SequenceWork) -> RefusedSequence:
     how = f" in windows of {work.windows.length:,}" if work.windows else ""
     where = "this process (cluster.embed.mem)" if work.step.device == CPU else "the GPU"
-    what = f"{len(work.tokens_L):,} residues{how} do not fit the memory of {where}"
+    what = f"{len(work.tokens_L):,} residues{how} do not fit into the memory of {where}"
     return RefusedSequence(work.index, Reason.DOES_NOT_FIT, what)

@@ -47,7 +47,7 @@ def plan_batches(lengths_N: Integers, *, policy: str, cap: int, budget: int) -> 
     No batch has more tokens than the budget, except a single sequence that has.
     """
     if policy not in POLICIES:
-        raise ValueError(f"no batch policy is called {policy!r}")
+        raise ValueError(f"unknown batch policy {policy!r}")
     order_N = longest_first(lengths_N)
     tokens_N = lengths_N[order_N] + ENDS
     cuts = _divisor_cuts(tokens_N, cap, budget) if policy == "divisor" else _token_cuts(tokens_N, budget)
@@ -107,7 +107,7 @@ def deal_shards(lengths_N: Integers, costs_N: NDArray[np.float64], shards: int, 
     costliest group goes first, to the shard that has least; where there are more shards than groups, some get nothing.
     """
     if shards < 1 or multiple < 1:
-        raise ValueError(f"nothing can be dealt to {shards} shards in groups of {multiple}")
+        raise ValueError(f"nothing can be assigned to {shards} shards in groups of {multiple}")
     order_N = longest_first(lengths_N)
     starts = np.arange(0, len(order_N), multiple)
     owner = _balance(np.add.reduceat(costs_N[order_N], starts), shards)

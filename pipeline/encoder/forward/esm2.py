@@ -293,7 +293,9 @@ class EsmEncoder:
     def _pack(self, tokens: Sequence[NDArray[np.uint8]], *, cls: bool) -> Packing:
         """Concatenate the sequences, each between its two marks."""
         lengths = np.array([len(tokens_L) + ENDS for tokens_L in tokens], np.int64)
-        assert not self.longest or lengths.max() <= self.longest + ENDS, f"a sequence is beyond {self.longest} residues"
+        assert not self.longest or lengths.max() <= self.longest + ENDS, (
+            f"a sequence is longer than {self.longest} residues"
+        )
         starts = np.concatenate([[0], np.cumsum(lengths)])
         total = int(starts[-1])
         filled = -(-total // self.fill) * self.fill

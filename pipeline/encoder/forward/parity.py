@@ -124,10 +124,10 @@ def no_room(what: str, device: str, where: str = "") -> PlanInfeasible:
     """Return the error that something does not fit the memory of a device, and what helps there."""
     if is_card(device):
         on_cpu = ("embed.device", "cpu"), ("cluster.embed.gpus", "0")
-        larger = Command.submit("embed", before="a larger GPU   or   ").with_settings(*on_cpu)
-        return PlanInfeasible(f"{what} not fit the memory of the GPU", where=where, remedy=larger)
-    remedy = "more memory: --set cluster.embed.mem=SIZE"
-    return PlanInfeasible(f"{what} not fit the memory of this process", where=where, remedy=remedy)
+        larger = Command.submit("embed", before="use a larger GPU   or   ").with_settings(*on_cpu)
+        return PlanInfeasible(f"{what} not fit into the memory of the GPU", where=where, remedy=larger)
+    remedy = "request more memory: --set cluster.embed.mem=SIZE"
+    return PlanInfeasible(f"{what} not fit into the memory of this process", where=where, remedy=remedy)
 
 
 def beside_the_truth(ours: ParityVerdict, theirs: Sequence[Rows], truth: Sequence[Rows]) -> ParityVerdict:

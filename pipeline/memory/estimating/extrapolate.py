@@ -113,7 +113,7 @@ def extrapolate(points: Sequence[tuple[Sizes, int]], wanted: Sizes) -> Extrapola
     """Return the estimate for the wanted size from the bytes of measured ones."""
     design = Design.of([sizes for sizes, _ in points], wanted)
     if not design.is_enough:
-        raise ValueError(f"{len(points)} measured sizes are too few or too alike to extrapolate from")
+        raise ValueError(f"{len(points)} measured sizes are too few or too similar to extrapolate from")
     order = np.argsort(design.x_PD.sum(axis=1), kind="stable")
     design, y_P = design[order], np.array([taken for _, taken in points], np.float64)[order]
     degree, error = chosen_degree(design, y_P)
@@ -266,12 +266,12 @@ def enlarged(recorded: Tapes, wanted: Sizes) -> tuple[Tape, Extrapolated, str]:
         return stretched(tape, estimate.high), estimate, "this very size was run"
     blocks = projected(recorded, wanted)
     if blocks and blocks[1].error <= TRUSTED_ERROR:
-        return stretched(blocks[0], blocks[1].high), blocks[1], "each block was extrapolated for itself"
+        return stretched(blocks[0], blocks[1].high), blocks[1], "each block was extrapolated separately"
     worse = worst_peak(recorded, wanted)
     smaller = smaller_alike(recorded, wanted)
     if smaller and smaller[1].high > worse.high:
         return stretched(smaller[0], smaller[1].high), smaller[1], "each block was extrapolated from the smaller sizes"
-    return stretched(tape, worse.high), worse, "the sizes did not run alike: the largest tape was stretched to the peak"
+    return stretched(tape, worse.high), worse, "the sizes ran differently: the largest trace was scaled to the peak"
 
 
 def smaller_alike(recorded: Tapes, wanted: Sizes) -> tuple[Tape, Extrapolated] | None:

@@ -109,8 +109,8 @@ class OracleLadder:
             else:
                 return replace(answer, notes=(*self.reasons, *answer.notes))
         raise PlanInfeasible(
-            "nothing can tell what the model takes: " + "; ".join(self.reasons),
-            remedy="pipeline plan train --probe   (a job of minutes on the card itself)",
+            "the model's memory cannot be estimated: " + "; ".join(self.reasons),
+            remedy="pipeline plan train --probe   (a job of minutes on the GPU itself)",
         )
 
 
@@ -121,8 +121,8 @@ FLOPS_A_PARAMETER = 6  # and row: 2 forward, 4 backward (Kaplan et al. 2020, sec
 MOVED = 3  # bytes for each one that is live at the peak
 KERNELS_A_TENSOR = 12  # forward, backward and what is between two maps
 TRUST = (
-    "from a formula, nothing was run: trust is low, it may be several times too high; what grows with the square of a "
-    "size (attention) is in it only where a size counts it, maps that are applied again and again count once"
+    "estimated by a formula, nothing was run: low confidence, possibly several times too high; quadratic growth "
+    "(attention) counts only if a size expresses it, and repeated modules count once"
 )
 
 
@@ -188,7 +188,7 @@ class Formula:
             kernels=KERNELS_A_TENSOR * self._tensors,
             moved_bytes=float(MOVED * live),
             origin=Provenance.ASSUMED,
-            notes=(TRUST, *(f"what {name} saves is not in the formula" for name, asked in saves.items() if asked)),
+            notes=(TRUST, *(f"the formula ignores the savings of {name}" for name, asked in saves.items() if asked)),
         )
 
 

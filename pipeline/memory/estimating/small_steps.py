@@ -138,7 +138,7 @@ class MeasuredSmall:
             if time.thread_time() + 2 * largest.took_s < ends_s and 2 * largest.peak_bytes < spare_bytes:
                 measured[-1:-1] = self._tried(sizes, choice, failures)
         if not Design.of([size.sizes for size in measured], wanted).is_enough:
-            problem = f"too few different small real batches could be run: {len(measured)}"
+            problem = f"too few distinct small batches could be run: {len(measured)}"
             raise Unmeasurable("; ".join((problem, *failures[-1:])))
         return measured
 
@@ -195,8 +195,8 @@ class MeasuredSmall:
                     raise
                 if choice == MemoryChoice():  # it was not asked to run on the CPU
                     raise Unmeasurable(told_cause(error)) from error
-                what = f"a real step ends in an error: {told_cause(error)}"
-                raise CannotRun(what, remedy="leave checkpointing and precision to the planner") from error
+                what = f"a real step failed: {told_cause(error)}"
+                raise CannotRun(what, remedy="let the planner choose checkpointing and precision") from error
             self._sessions[choice] = session
         return self._sessions[choice]
 
@@ -274,7 +274,7 @@ def _answer(
         kernels=likely(lambda micro: micro.kernels),
         moved_bytes=float(likely(lambda micro: micro.moved_bytes)),
         origin=Provenance.EXTRAPOLATED,
-        notes=(_how_far(worse, len(measured)), how, "inputs and temporaries are counted among the activations"),
+        notes=(_how_far(worse, len(measured)), how, "activations include inputs and temporaries"),
     )
 
 
@@ -358,4 +358,4 @@ def _rehearsed(choice: MemoryChoice) -> MemoryChoice:
 
 def _not_rehearsed(choice: MemoryChoice) -> tuple[str, ...]:
     """Return notes on what could not be run; numbers are those without it, which are higher."""
-    return ("offloading could not be rehearsed: planned as without",) if choice.offload else ()
+    return ("offloading could not be tried: planned without it",) if choice.offload else ()

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 LEAST_KNOWN = 7  # sizes, before others are computed from them
 NEAREST = 12  # of the known sizes are looked at: the largest, and each size's smallest
-NOTE = "most sizes of micro-batches were computed block by block from traced ones; the largest was traced"
+NOTE = "most micro-batch sizes were computed from traced blocks; the largest was traced"
 
 
 class ProjectedOracle:
@@ -158,7 +158,9 @@ Answer = TypeVar("Answer", StandingFootprint, MicroFootprint)
 WITHIN = 0.02  # of what is traced: more is no rounding
 UNCONFIRMED = "not confirmed by a real step"
 SLACK_BYTES = 1024  # a few numbers
-LEAK = "the model keeps {} more after each micro-batch: a leak, unless that ends (store detach() or item() of a tensor)"
+LEAK = (
+    "the model keeps {} more after each micro-batch: probably a leak (store tensor.detach() or tensor.item() instead)"
+)
 TIMES = (1, 4, 16, 64)  # the smallest sizes: a kernel's own memory may be hidden in a small step
 MOST_BYTES = 1 << 30  # of parameters and gradients, or of a step: a larger one is not made for this
 MOST_S = 3.0  # of the real steps of a size, as far as can be foretold
@@ -274,7 +276,7 @@ class ConfirmedOracle:
             peaks, failed, growth = real_peaks(self._real, [sizes for sizes, _ in traced], kernels=is_kernels)
         if failed is not None and not peaks:
             why = str(failed).partition("\n")[0]
-            return Confirmation(note=f"{UNCONFIRMED}: on the CPU it ends in an error: {why}")
+            return Confirmation(note=f"{UNCONFIRMED}: it fails on the CPU: {why}")
         is_even = all(max(pair) <= (1 + WITHIN) * min(pair) for pair in peaks)
         pairs = [(max(pair), bytes_) for pair, (_, bytes_) in zip(peaks, traced, strict=False)]
         found, leak = verdict(pairs, is_even=is_even), LEAK.format(format_bytes(growth)) if growth > SLACK_BYTES else ""
@@ -293,12 +295,12 @@ def verdict(pairs: Sequence[tuple[int, int]], *, is_even: bool = True) -> Confir
     missed = [max(0, real - SLACK_BYTES - traced) for real, traced in pairs]
     if all(more <= WITHIN * traced for more, (_, traced) in zip(missed, pairs, strict=True)):
         return Confirmation()
-    told = ", ".join(f"{real / max(traced, 1):.2f}" for real, traced in pairs) + " of what was traced of them"
-    refused = Confirmation(refused=f"small real steps took {told}: the trace is not believed")
+    told = ", ".join(f"{real / max(traced, 1):.2f}" for real, traced in pairs) + " of their traced memory"
+    refused = Confirmation(refused=f"small real steps took {told}: the trace is not used")
     if not is_even or len(pairs) < 2:
         return refused
     if max(missed[1:]) <= missed[0]:
-        note = f"small real steps took up to {format_bytes(missed[0])} more than was traced, whatever their size: added"
+        note = f"small real steps took up to {format_bytes(missed[0])} more than traced at every size: added"
         return Confirmation(added_bytes=missed[0], note=note)
     traced = [one for _, one in pairs]
     knots = [*zip(traced, missed, strict=True)] if len(pairs) > 2 else [(0, 0), *zip(traced, missed, strict=True)]
@@ -307,5 +309,5 @@ def verdict(pairs: Sequence[tuple[int, int]], *, is_even: bool = True) -> Confir
         return refused
     slope = max(slope, before) if len(pairs) == 2 else slope  # two points are no line
     added = max(0, *(ceil(more - slope * one) for one, more in zip(traced, missed, strict=True)))
-    note = f"small real steps took {told}: so much is planned, and {WITHIN:.0%}"
+    note = f"small real steps took {told}: planned with that, and {WITHIN:.0%}"
     return Confirmation((1 + slope) * (1 + WITHIN), added, note)

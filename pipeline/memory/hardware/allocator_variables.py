@@ -38,7 +38,7 @@ def allocator_options(text: str) -> tuple[dict[str, str], tuple[str, ...]]:
         if not value:
             return options, (*faults, f"{name} has no value")
         options[name] = "".join(value)
-        faults += [] if name in _KNOWN else [f"{name!r} is no option"]
+        faults += [] if name in _KNOWN else [f"{name!r} is not an option"]
         tokens = tokens[end + 1 :]
     return options, (*faults, *_value_faults(options))
 
@@ -46,9 +46,11 @@ def allocator_options(text: str) -> tuple[dict[str, str], tuple[str, ...]]:
 def _value_faults(options: Mapping[str, str]) -> list[str]:
     """Return the faults of values that torch refuses; of a number it reads only the beginning."""
     faults = [
-        f"{name} is True or False" for name in _SWITCHES & options.keys() if options[name] not in ("True", "False")
+        f"{name} must be True or False" for name in _SWITCHES & options.keys() if options[name] not in ("True", "False")
     ]
-    faults += [f"{name} is a number" for name in _MEGABYTES & options.keys() if number_at_start(options[name]) is None]
+    faults += [
+        f"{name} must be a number" for name in _MEGABYTES & options.keys() if number_at_start(options[name]) is None
+    ]
     sizes = {name: size for name in _MEGABYTES if (size := number_at_start(options.get(name, ""))) is not None}
     large = sizes.get("large_segment_size_mb", LARGE_SEGMENT_MB)
     least = {"max_split_size_mb": large, "max_non_split_rounding_mb": LARGE_SEGMENT_MB}

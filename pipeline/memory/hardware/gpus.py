@@ -189,7 +189,7 @@ def device(name: str) -> Device:
         size_bytes = int(float(size[1]) * _UNIT_BYTES[size[2]])
         if not MIB <= size_bytes <= _LARGEST_BYTES:
             raise ConfigError(
-                f"no GPU has {name.strip()}", where=_WHERE, remedy="write a name, or a size such as 24GiB"
+                f"no GPU has {name.strip()}", where=_WHERE, remedy="use a GPU name, or a size such as 24GiB"
             )
         return _unnamed(name.strip(), size_bytes)
     model, names = _model_in(text)
@@ -204,7 +204,7 @@ def device(name: str) -> Device:
     if sizes and sizes[-1] < min(_CARDS[card].size_gib for card in names):
         return _part(text, names, _usable_gib(sizes[-1]))
     candidates = _meant(text, names, sizes)
-    doubt = f"{name.strip()} may be {', '.join(candidates[:-1])} or {candidates[-1]}: the least is assumed"
+    doubt = f"{name.strip()} may be {', '.join(candidates[:-1])} or {candidates[-1]}: assuming the smallest"
     return replace(_named(candidates[0]), notes=(doubt,) if len(candidates) > 1 else ())
 
 
@@ -313,7 +313,7 @@ def _part(text: str, names: tuple[str, ...], usable_gib: int, slices: int = 0) -
         tf32_flops=whole.tf32_flops * compute,
         half_flops=whole.half_flops * compute,
         bandwidth=whole.bandwidth * memory,
-        notes=(f"{text} is taken for {compute:.0%} of the rates of {parent}",),
+        notes=(f"{text} is treated as {compute:.0%} of the rates of {parent}",),
     )
 
 
@@ -329,8 +329,8 @@ def _unnamed(name: str, size: int) -> Device:
         reserve_bytes=_reserve(size, _UNNAMED_RESERVE_SHARE),
         context_bytes=max(_CONTEXT_MIB.values()) * MIB,
         notes=(
-            f"{name} is a size: a sixteenth of it is left alone, for cards have less than their boxes say",
-            f"{name} is taken to be as fast as {slowest}, and to compute in bf16, as all do since Ampere",
+            f"{name} is a size: 1/16 of it is kept free, since GPUs have less memory than advertised",
+            f"{name} is assumed to be as fast as {slowest}, and to compute in bf16, as all do since Ampere",
         ),
     )
 
@@ -339,9 +339,9 @@ def _unknown(name: str) -> ConfigError:
     names = (card.split("-")[0] if card.split("-")[0] in _SERVER else card for card in _CARDS)
     short = {_plain(card).replace("_", ""): card for card in dict.fromkeys(names)}
     near = difflib.get_close_matches(_plain(name).replace("_", ""), short, n=4)
-    known = f"near to it: {', '.join(short[key] for key in near)}" if near else f"known: {', '.join(short.values())}"
-    problem = f'no GPU is known as "{name}" ({known})'
-    return ConfigError(problem, where=_WHERE, remedy="say a known name, or its memory, such as 24GiB")
+    known = f"similar: {', '.join(short[key] for key in near)}" if near else f"known: {', '.join(short.values())}"
+    problem = f'unknown GPU "{name}" ({known})'
+    return ConfigError(problem, where=_WHERE, remedy="use a known name or its memory, such as 24GiB")
 
 
 def known_name(card: str) -> str:

@@ -204,7 +204,7 @@ def train_need(run: TrainingJob, baseline: Baseline) -> HostNeed:
         *_phases(run),
     )
     of_all = (replace(part, bytes=run.ranks * part.bytes) for part in parts)
-    files = HostPart("page cache", PAGE_CACHE_BYTES, Provenance.ASSUMED, "the rest of it is given up under pressure")
+    files = HostPart("page cache", PAGE_CACHE_BYTES, Provenance.ASSUMED, "the rest is released under pressure")
     return HostNeed(tuple(part for part in (*of_all, files) if part.bytes), run.ranks)
 
 
@@ -246,16 +246,16 @@ def _phases(run: TrainingJob) -> Iterable[HostPart]:
     """Yield what a process needs until the first step, and from then on."""
     start, train, traced, assumed = Phase.START, Phase.TRAIN, Provenance.TRACED, Provenance.ASSUMED
     yield HostPart("model", run.model_bytes, traced, "parameters are built on the CPU", start)
-    yield HostPart("resumed state", run.resumed_bytes, traced, "a checkpoint that is read", start)
+    yield HostPart("resumed state", run.resumed_bytes, traced, "a checkpoint being read", start)
     if not run.gpu:
         yield HostPart("training step", run.step_bytes, traced, "it runs on the CPU", train)
     ring = ring_bytes(run.slots, run.batch_bytes, pin=run.gpu)
     kind = "pinned: powers of two" if run.gpu else "not pinned"
     yield HostPart("ring", ring, traced, f"{run.slots} slots of the largest batch, {kind}", train)
     own = run.threads * READER_BYTES if run.forks else 0
-    yield HostPart("reading processes", own, assumed, f"of each of {run.threads} processes, beside its batch", train)
+    yield HostPart("reading processes", own, assumed, f"of each of {run.threads} processes, besides its batch", train)
     made = run.threads * run.batch_bytes * (2 if run.gpu else 1)  # before it is copied to pinned memory
-    yield HostPart("batches in the making", made, assumed, f"as large as their items, by {run.threads} threads", train)
+    yield HostPart("batches being built", made, assumed, f"as large as their items, by {run.threads} threads", train)
     offloaded = chunked_bytes(run.offloaded_bytes) if run.gpu else run.offloaded_bytes
     yield HostPart("offloaded", offloaded, traced, f"activations{', in pinned chunks' if run.gpu else ''}", train)
     copied = f"a copy of the state while it is saved{', in pinned runs' if run.gpu else ''}"
@@ -290,7 +290,7 @@ class Baseline:
     why: str
 
 
-STATED = Baseline(IMPORT_BYTES, Provenance.ASSUMED, "as others measured it (pytorch#113326)")
+STATED = Baseline(IMPORT_BYTES, Provenance.ASSUMED, "as measured in pytorch#113326")
 
 
 @cache  # it takes seconds

@@ -117,7 +117,7 @@ class Suggestion:
 
 def planned(planned_bytes: int) -> Suggestion:
     """Return the plan, as a request."""
-    return Suggestion(_request(planned_bytes), "no task of this recipe was measured here: planned", 0)
+    return Suggestion(_request(planned_bytes), "estimated (no earlier runs)", 0)
 
 
 def suggest(past: Iterable[Past], bounds: SuggestionBounds, *, planned_bytes: int) -> Suggestion | None:
@@ -128,9 +128,9 @@ def suggest(past: Iterable[Past], bounds: SuggestionBounds, *, planned_bytes: in
     pool = _newest(telling)
     mem_bytes, why = _need(pool, bounds)
     if mem_bytes > bounds.at_most * planned_bytes:
-        mem_bytes, why = int(bounds.at_most * planned_bytes), f"{why}; no more than {bounds.at_most:g} times the plan"
+        mem_bytes, why = int(bounds.at_most * planned_bytes), f"{why}; at most {bounds.at_most:g} times the estimate"
     if mem_bytes < planned_bytes and not (bounds.trusted and _enough(pool)):
-        mem_bytes, why = planned_bytes, f"{why}; too little is known to go below the plan"
+        mem_bytes, why = planned_bytes, f"{why}; too few measurements to go below the estimate"
     if mem_bytes < FLOOR_BYTES:
         why = f"{why}; never below {format_bytes(FLOOR_BYTES)}"
     return Suggestion(_request(mem_bytes), why, _tasks(pool))

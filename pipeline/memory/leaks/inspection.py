@@ -40,13 +40,15 @@ Site: TypeAlias = tuple[str, int]
 
 SETTLED = 3  # steps that what is left must outlive: the next batch, or a copy that is being saved, does not
 _SEARCH_S = 1.0
-_TOO_LONG = "what was not found within a second"
+_TOO_LONG = "not found within a second"
 _FRAMES = 8  # of a traceback, the innermost: more make tracing slower still
 _MOST_KINDS, _MOST_SITES = 3, 3
 _MOST_GROUPS = 12
 _WEIGH_S, _SAMPLE = 1.0, 512
 _LEAST_SHARE = 0.05  # of the largest, to be named
-_HIDDEN = "nothing that Python shows: a cycle through autograd (an output kept on ctx, a hook on its own tensor)?"
+_HIDDEN = (
+    "no Python reference found: perhaps a cycle through autograd (an output kept on ctx, a hook on its own tensor)"
+)
 
 
 @dataclass(frozen=True, slots=True)

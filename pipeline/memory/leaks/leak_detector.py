@@ -49,7 +49,7 @@ EXPLAINED = 0.5  # of what grows must be found, or a longer look follows
 LEAST_SHARE = 0.05  # of what grows, to be told
 NEAR = 20  # within an epoch: the limit is so many times as far as the run has come, or nearer
 WITHOUT_LIMIT = 0.25  # of what is live, as growth, where there is no limit
-NOT_FOUND = "what grows was not found in the few steps that were looked at"
+NOT_FOUND = "no growing object was found in the inspected steps"
 LOOK_COST, LOOK_SHARE = 20, 0.02  # of an inspected step, in steps; and the most of all steps for looks
 AGAIN = 2.0  # a leak is told again when it has taken so many times as much
 

@@ -139,13 +139,13 @@ class PlanRequest:
         """Raise for requests that no plan could satisfy."""
         if self.ranks < 1 or self.batch < self.ranks:
             raise ConfigError(
-                f"an effective batch of {self.batch} items cannot be shared by {self.ranks} ranks: each needs one",
+                f"an effective batch of {self.batch} items is too small for {self.ranks} ranks: each needs one",
                 remedy=f"set the batch to at least {max(self.ranks, 1)}, or use at most {max(self.batch, 1)} GPUs",
             )
         if self.micro_batch is not None and not 1 <= self.micro_batch <= self.batch:
             raise ConfigError(
                 f"a micro-batch of {self.micro_batch} items; it has at least 1 and at most the batch, {self.batch}",
-                remedy=f"set it between 1 and {-(-self.batch // self.ranks)}, or leave it to the planner",
+                remedy=f"set it between 1 and {-(-self.batch // self.ranks)}, or let the planner choose",
             )
         if self.shards is not None and (self.shards < 1 or self.ranks % self.shards):
             raise ConfigError(
@@ -156,7 +156,7 @@ class PlanRequest:
             raise ConfigError("no precision is allowed", remedy="allow fp32, bf16 or fp16")
         if data.items == 0:
             raise DataError(
-                "the data set has no items to plan for", remedy=Command.of("status", then="   (says what was rejected)")
+                "the data set has no items to plan for", remedy=Command.of("status", then="   (lists rejections)")
             )
 
 
@@ -201,7 +201,7 @@ class CardSpecs:
     @classmethod
     def of(cls, cards: Sequence[CardSpec]) -> CardSpecs:
         if not cards:
-            raise ConfigError("no card to plan for", remedy="name one, such as `a100-40`, or a size, such as 24GiB")
+            raise ConfigError("no GPU to plan for", remedy="name a GPU such as `a100-40`, or a size such as 24GiB")
         return cls(tuple(cards))
 
     @property
@@ -238,18 +238,18 @@ class RemedyVerdict(StrEnum):
     SLOWER = "slower"  # by an estimate; whether all would fit was not looked at
     NOT_NEEDED = "not needed"  # could not be faster than what fits
     TOO_LARGE = "does not fit"
-    UNSUPPORTED = "not supported by every card"
+    UNSUPPORTED = "not supported by every GPU"
     FAILS = "ends in an error"
 
 
 class MicroBatchLimit(StrEnum):
     """Why micro-batches are not larger."""
 
-    WHOLE_SHARE = "a rank's whole share of a step is one micro-batch"
+    WHOLE_SHARE = "one micro-batch holds a rank's whole share of a step"
     FULL = "a larger budget would not fit"
-    PINNED = "the settings say how many items"
-    PADDING = "the items of a step differ too much to be padded together in fewer micro-batches"
-    EVEN = "a larger budget would make no fewer micro-batches"
+    PINNED = "the settings fix the number of items"
+    PADDING = "item sizes differ too much for fewer padded micro-batches"
+    EVEN = "a larger budget would not reduce the number of micro-batches"
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,11 +108,11 @@ class OracleCache:
 
 GATHERED = 2  # blocks whose parameters are whole at once: the one that computes and the one fetched ahead
 _SPREAD = {Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER, Category.EMA}
-_UNKNOWN = "nobody traced it"
+_UNKNOWN = "not traced"
 _NOTE = "sharded over {} ranks by a formula: {}"
 _TRACED = (
-    "one rank of {} was traced; on a GPU what FSDP gathers lies in streams of its own, whose free memory nothing else "
-    "gets, which no simulation of the allocator counts"
+    "one rank of {} was traced; FSDP gathers parameters in separate CUDA streams, whose free memory the simulation "
+    "does not count"
 )
 _OWN = 1 << 40  # a block number that no tape of a model has
 

@@ -179,8 +179,8 @@ def _notes(search: ChoiceSearch, best: ChoiceOutcome, found: FoundBudget) -> tup
     """Return the notes that say how far to trust the numbers."""
     epochs = found.micros.epochs + 1
     order = (
-        "it holds for the epoch that was cut; another order may bring a larger micro-batch: the worst of "
-        f"{epochs} epochs is the next one with a chance of 1/{epochs}"
+        "it holds for the simulated order of items: the next epoch has a larger micro-batch "
+        f"with a chance of 1/{epochs}"
     )
     cards = (note for card in search.cards.cards for note in card.notes)
     return (best.margin.why, *([] if found.every_order else [order]), *search.questions.notes(best.choice), *cards)
@@ -193,14 +193,14 @@ def _refuse(search: ChoiceSearch, outcomes: Sequence[ChoiceOutcome]) -> None:
     if not able:
         why = "; ".join(dict.fromkeys(outcome.why for outcome in outcomes))
         if any(outcome.verdict is RemedyVerdict.FAILS for outcome in outcomes):
-            raise PlanInfeasible(f"under no setting that is allowed the model runs: {why}")
-        remedy = "allow fp32, or leave out the cards that lack it"
-        raise ConfigError(f"no allowed precision works on every card: {why}", remedy=remedy)
+            raise PlanInfeasible(f"the model fails under every allowed setting: {why}")
+        remedy = "allow fp32, or exclude the GPUs that lack it"
+        raise ConfigError(f"no allowed precision works on every GPU: {why}", remedy=remedy)
     if not any(outcome.alone for outcome in able):
         least = min(search.questions.standing(outcome.choice).bytes for outcome in able)
         raise PlanInfeasible(
             f"the model alone, before any batch, takes at least {format_bytes(least)}; {limit}",
-            remedy="allow sharding over several GPUs, use a larger card, or train fewer parameters",
+            remedy="allow sharding over several GPUs, use a larger GPU, or train fewer parameters",
         )
     fits_alone = any(0 < outcome.alone * outcome.margin.factor <= search.limit for outcome in able)
     if search.request.micro_batch is not None and fits_alone:
@@ -215,8 +215,8 @@ def _pinned_too_large(search: ChoiceSearch, limit: str) -> ConfigError:
         items //= 2
     fits = f"{items} fit: set it to that, or " if items else ""
     return ConfigError(
-        f"micro-batches of {search.request.micro_batch} items fit under no remedy that the settings allow; {limit}",
-        remedy=f"{fits}leave it to the planner",
+        f"micro-batches of {search.request.micro_batch} items do not fit under any allowed remedy; {limit}",
+        remedy=f"{fits}let the planner choose",
     )
 
 
@@ -244,8 +244,8 @@ def _without_oversize(
     if first:  # later turns were below the limit
         raise too_large(first, search.data.items, search.limit)
     raise PlanInfeasible(
-        f"nothing that the settings allow fits: {'; '.join(dict.fromkeys(outcome.why for outcome in able))}",
-        remedy="allow checkpointing, bf16, offload or sharding, or use a larger card",
+        f"nothing fits under the allowed settings: {'; '.join(dict.fromkeys(outcome.why for outcome in able))}",
+        remedy="allow checkpointing, bf16, offload or sharding, or use a larger GPU",
     )
 
 

@@ -138,7 +138,7 @@ class ChoiceSearch:
         """Return an estimate from two questions: the largest item alone, and a rank's share of average items."""
         if not self.cards.supports(choice.precision):
             lacking = [card.name for card in self.cards.cards if choice.precision not in card.flops_per_s]
-            why = f"{', '.join(lacking)} does not compute in {choice.precision}"
+            why = f"{', '.join(lacking)} does not support {choice.precision}"
             return ChoiceOutcome(choice, RemedyVerdict.UNSUPPORTED, why)
         try:
             standing = self.questions.standing(choice)
@@ -146,7 +146,7 @@ class ChoiceSearch:
             return ChoiceOutcome(choice, RemedyVerdict.FAILS, error.what)
         margin = self.margin(choice)
         if standing.bytes * margin.factor > self.limit:
-            why = f"what stands between two steps takes {format_bytes(standing.bytes)}, whatever the batch"
+            why = f"parameters, gradients and optimizer state take {format_bytes(standing.bytes)}, whatever the batch"
             return ChoiceOutcome(choice, RemedyVerdict.TOO_LARGE, why, margin)
         item = self.ground.largest()
         alone = self.questions.peak_bytes(choice, self.ground.alone(item), accumulate=True)
@@ -226,7 +226,7 @@ class ChoiceSearch:
                 live = search.live(found.worst, accumulate=found.accumulate)
                 return self._timed(replace(outcome, found=replace(found, live=live)))
             fragmented = max(reserved.bytes / found.live, fragmented) * 1.002
-        why = "no micro-batch that the settings allow fits, with what the allocator holds beside"
+        why = "no allowed micro-batch fits together with the allocator's reserve"
         return ChoiceOutcome(choice, RemedyVerdict.TOO_LARGE, why, margin, alone)
 
     def _timed(self, outcome: ChoiceOutcome) -> ChoiceOutcome:
@@ -271,9 +271,9 @@ def too_large(items: Sequence[OversizeItem], count: int, limit: int) -> PlanInfe
         texts.append(f"{item.id} ({sizes}) takes {format_bytes(item.total.value, above=limit)}")
     more = "; …" if len(items) > SHOWN else ""
     return PlanInfeasible(
-        f"{len(items):,} of {count:,} items fit under no remedy: {'; '.join(texts)}{more}; "
+        f"{len(items):,} of {count:,} items do not fit under any remedy: {'; '.join(texts)}{more}; "
         f"the GPU lets torch have {format_bytes(limit)}",
-        remedy=f"{items[0].remedy}, or set train.oversize to skip or crop",
+        remedy=f"{items[0].remedy}, or --set train.oversize=skip (or crop)",
     )
 
 

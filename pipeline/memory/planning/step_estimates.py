@@ -117,7 +117,7 @@ def reserve(
     least = min(replay.reserved_bytes for replay in replays.values())
     chosen, best = next(pair for pair in replays.items() if pair[1].reserved_bytes <= WITHIN * least)
     reserved_of = {settings.name: replay.reserved_bytes for settings, replay in replays.items()}
-    why = f"{chosen.name} reserves {format_bytes(best.reserved_bytes)}, {best.fragmentation:.2f} times what is live"
+    why = f"{chosen.name} reserves {format_bytes(best.reserved_bytes)}, {best.fragmentation:.2f} times the live memory"
     alternatives = "; ".join(
         f"{name}: {format_bytes(size)}" for name, size in reserved_of.items() if name != chosen.name
     )

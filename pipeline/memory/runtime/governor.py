@@ -205,8 +205,8 @@ class Governor:
         if not crowded:
             return Want(self.budget)
         if again and cost:
-            return self._pressed(cost, "the allocator's memory was full of unused blocks twice in a row")
-        return Want(self.budget, empty_cache=True, why="the allocator's memory was full of unused blocks")
+            return self._pressed(cost, "the allocator was fragmented twice in a row")
+        return Want(self.budget, empty_cache=True, why="the allocator was fragmented")
 
     def _pressed(self, cost: int, why: str) -> Want:
         self.learned = replace(self.learned, retries=self.learned.retries + 1)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 RESET_PEAK = "5"  # man 5 proc_pid_clear_refs: VmHWM becomes VmRSS
 NEAR = 0.95  # of its limit is near it
-RSS_IS_MEANT = "the peak is that of the process's resident memory: live tensors, and what malloc and libraries keep"
-NO_RESET = "the peak of the process could not be reset: it may be older than the step"
+RSS_IS_MEANT = "the peak is the process's resident memory, including malloc and libraries"
+NO_RESET = "the process's peak could not be reset: it may be older than the step"
 
 
 @dataclass(frozen=True, slots=True)

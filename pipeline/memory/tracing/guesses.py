@@ -70,7 +70,7 @@ class Guesses(TorchFunctionMode):
     def _answer(self, line: CodeLine) -> bool:
         self._asked[line] += 1
         if self._asked[line] > MOST_ANSWERS:
-            raise EndlessGuess(f"{line}: how often it is repeated depends on values")
+            raise EndlessGuess(f"{line}: the number of repetitions depends on values")
         return self._taken.setdefault(line, True)
 
     def begin(self) -> None:
@@ -147,8 +147,8 @@ class Draws:
     @property
     def notes(self) -> tuple[str, ...]:
         """Return in words that the model draws numbers itself."""
-        told = f"guessed that it draws as with the dearest of {len(SEEDS)} seeds"
-        return (f"{told}: its way depends on random numbers that are not torch's",) if self.any else ()
+        told = f"assumed the most expensive of {len(SEEDS)} seeds"
+        return (f"{told}: it depends on random numbers from outside torch",) if self.any else ()
 
 
 def _asking_line() -> CodeLine:
@@ -172,7 +172,7 @@ def told_cause(error: BaseException) -> str:
     if isinstance(error, DynamicOutputShapeException):
         what = f"its shape depends on values ({what}); keep the shape: multiply by the mask, torch.where, ignore_index"
     elif isinstance(error, DataDependentOutputException):
-        what = f"it needs a value, and a trace has none ({what}); keep it a tensor, without item() or tolist()"
+        what = f"it needs a value, which a trace does not have ({what}); keep it a tensor, without item() or tolist()"
     where = users_expression(error)
     return f"{where}: {what}" if where else what
 

@@ -450,7 +450,7 @@ def _caller() -> str:
 _MODES = (__name__, "torch._subclasses", "torch.utils._python_dispatch", "torch._compile", "torch._dynamo")
 
 
-UNREGISTERED = "kept by the model, not registered"
+UNREGISTERED = "kept by the model without registration"
 
 
 def category_of(block: RecordedBlock, backward: int) -> tuple[Category, str]:

@@ -465,8 +465,8 @@ class TraceSession:
         self._joined = self._joined or len({id(block) for block in gradients}) < len(gradients)
         given = {name: one for name, one in self._training.model.named_parameters() if one.grad is not None}
         if sparse := [name for name, one in given.items() if one.grad is not None and one.grad.is_sparse]:
-            what = f"the gradients of {', '.join(sparse)} are sparse: what adding them up takes depends on values"
-            raise PlanInfeasible(what, remedy="nn.Embedding(..., sparse=False), whose gradients are dense")
+            what = f"the gradients of {', '.join(sparse)} are sparse: the memory to add them depends on values"
+            raise PlanInfeasible(what, remedy="use nn.Embedding(..., sparse=False) for dense gradients")
         return list(given.values())
 
     def _make_gradients(self, parameters: Sequence[nn.Parameter]) -> None:

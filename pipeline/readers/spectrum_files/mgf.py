@@ -42,7 +42,7 @@ class MgfBlock(NamedTuple):
     def spectrum(self) -> bytes:
         """Return the text between BEGIN IONS and END IONS."""
         if self.end == len(self.text):
-            raise UnusableEntry("no END IONS before the next spectrum or the end of the file: cut short?")
+            raise UnusableEntry("no END IONS before the next spectrum or the end of the file: truncated?")
         return self.text[: self.end]
 
 
@@ -86,7 +86,7 @@ class Sought:
         """Raise, after all spectra were read, if a header occurred in none."""
         for option, key in self._missing:
             there = ", ".join(map(printable_text, self._there)) or "none"
-            remedy = f"data.options.{option} names one of these, or is left out"
+            remedy = f"data.options.{option} must name one of these, or be omitted"
             raise DataError(f"no spectrum has the header {key!r}; there are: {there}", where=str(path), remedy=remedy)
 
 
@@ -141,7 +141,7 @@ def charge(text: str) -> int:
         return 0
     match = PRECURSOR_CHARGE.fullmatch(text)
     if match is None:
-        raise UnusableEntry(f"a charge that does not parse: {printable_text(text)!r}")
+        raise UnusableEntry(f"invalid charge: {printable_text(text)!r}")
     return -int(match[2]) if "-" in (match[1], match[3]) else int(match[2])
 
 

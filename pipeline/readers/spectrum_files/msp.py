@@ -70,10 +70,10 @@ def divide_msp(body: bytes) -> tuple[dict[str, str], NDArray[np.float64]]:
         if header[0] == COUNT:
             break
     else:
-        raise UnusableEntry("no line 'Num Peaks: n': cut short?")
+        raise UnusableEntry("no line 'Num Peaks: n': truncated?")
     peaks = [peak for at, line in lines for peak in _peaks(line, at)]
     if headers[COUNT] != str(len(peaks)):
-        raise UnusableEntry(f"Num Peaks is {printable_text(headers[COUNT])!r}, and there are {len(peaks)}: cut short?")
+        raise UnusableEntry(f"Num Peaks is {printable_text(headers[COUNT])!r}, found {len(peaks)}: truncated?")
     return headers, np.array(peaks, np.float64).reshape(-1, 2)
 
 

@@ -76,7 +76,7 @@ def _stop(data: bytes, start: int) -> int:
 
 
 def _block(offset: int, line: int, text: bytes) -> TextBlock:
-    problem = "" if text.endswith(END) else "no </spectrum> before the next one or the end of the file: cut short?"
+    problem = "" if text.endswith(END) else "no </spectrum> before the next one or the end of the file: truncated?"
     return TextBlock(offset, line, text, problem)
 
 
@@ -112,7 +112,7 @@ def divide_mzml(body: bytes, named: Mapping[str, Element]) -> tuple[dict[str, st
     if len(mz_P) != len(intensity_P):
         raise UnusableEntry(f"{len(mz_P)} m/z and {len(intensity_P)} intensities")
     if (told := spectrum.get("defaultArrayLength", "")) != str(len(mz_P)):
-        raise UnusableEntry(f"defaultArrayLength is {told!r}, and there are {len(mz_P)} peaks")
+        raise UnusableEntry(f"defaultArrayLength is {told!r}, found {len(mz_P)} peaks")
     return headers, np.stack([mz_P, intensity_P], 1)
 
 
@@ -128,7 +128,7 @@ def _element(text: bytes) -> Element:
     try:
         return ElementTree.fromstring(text)  # noqa: S314 - an element without declarations
     except ElementTree.ParseError as error:
-        raise UnusableEntry(f"no XML: {error.msg}", max(error.position[0] - 1, 0)) from error
+        raise UnusableEntry(f"not XML: {error.msg}", max(error.position[0] - 1, 0)) from error
 
 
 def _parameters(element: Element, named: Mapping[str, Element]) -> dict[str, Element]:
@@ -171,7 +171,7 @@ def _array(spectrum: Element, accession: str, named: Mapping[str, Element]) -> N
 def _numbers(element: Element, said: Mapping[str, Element], name: str) -> NDArray[np.float64]:
     kinds = [dtype for known, dtype in TYPES.items() if known in said]
     if len(kinds) != 1:
-        raise UnusableEntry(f"the {name} array does not say of which numbers it is")
+        raise UnusableEntry(f"the {name} array does not declare its number type")
     others = [one.get("name", "") for key, one in said.items() if COMPRESSED in one.get("name", "") and key != PLAIN]
     if ZLIB not in said and others:
         raise UnusableEntry(f"the {name} array is packed by {others[0]}: msconvert --zlib --numpressAll off")
@@ -181,7 +181,7 @@ def _numbers(element: Element, said: Mapping[str, Element], name: str) -> NDArra
             unpacker = zlib.decompressobj()
             data = unpacker.decompress(data, MOST_BYTES)
             if unpacker.unconsumed_tail or not unpacker.eof:
-                raise UnusableEntry(f"the {name} array is cut short or too large")
+                raise UnusableEntry(f"the {name} array is truncated or too large")
         return np.frombuffer(data, kinds[0]).astype(np.float64)
     except (ValueError, zlib.error) as error:
         raise UnusableEntry(f"the {name} array cannot be unpacked: {error}") from error

@@ -55,7 +55,7 @@ def retention_s(headers: Mapping[str, str]) -> float:
                 continue
             found = TIMED.fullmatch(text)
             if found is None or found[2] not in UNITS:
-                raise UnusableEntry(f"a retention time that does not parse: {printable_text(text)!r}")
+                raise UnusableEntry(f"invalid retention time: {printable_text(text)!r}")
             return parse_time(found[1]) * (UNITS[found[2]] or unit)
     return math.nan
 
@@ -65,7 +65,7 @@ def parse_time(text: str) -> float:
     try:
         return parse_number(text)
     except ValueError:
-        raise UnusableEntry(f"a retention time that does not parse: {printable_text(text)!r}") from None
+        raise UnusableEntry(f"invalid retention time: {printable_text(text)!r}") from None
 
 
 def molecule_number(inchi_key: str) -> NDArray[np.int64]:
@@ -74,7 +74,7 @@ def molecule_number(inchi_key: str) -> NDArray[np.int64]:
     if not block or block.lower() in NOT_KNOWN:
         return np.array(0, np.int64)
     if len(block) < BLOCK_LETTERS or not block.isalpha():
-        raise UnusableEntry(f"no InChI key: {printable_text(inchi_key)!r}")
+        raise UnusableEntry(f"not an InChI key: {printable_text(inchi_key)!r}")
     return np.array(xxhash.xxh3_64_intdigest(block.encode()) >> 1, np.int64)
 
 

@@ -344,7 +344,7 @@ def remove(disk: Disk, path: Path) -> None:
         pass
     except OSError as error:
         what = f"a file of the cache cannot be removed: {error.strerror or error}; {whose(path)}"
-        remedy = f"ls -ld {quoted(path.parent)}   (whoever may write there can clean it)"
+        remedy = f"ls -ld {quoted(path.parent)}   (someone with write access can clean it)"
         raise CacheUnusable(what, where=str(path), remedy=remedy) from error
 
 
@@ -352,7 +352,7 @@ def lay_over(caches: Sequence[Path], before: str = "") -> Command:
     """Return the command that makes records in another folder, and reads those that are in these caches."""
     elsewhere = Command.submit("all", before=before).with_settings(("cache.root", "FOLDER"))
     under = ("cache.under", f"[{', '.join(map(str, caches))}]")
-    return elsewhere.with_settings(under, then="   (FOLDER takes what is new)") if caches else elsewhere
+    return elsewhere.with_settings(under, then="   (FOLDER receives new records)") if caches else elsewhere
 
 
 def write_refused(disk: Disk, path: Path, error: OSError) -> PipelineError:
@@ -360,7 +360,7 @@ def write_refused(disk: Disk, path: Path, error: OSError) -> PipelineError:
     where, reason = str(path), error.strerror or str(error)
     if error.errno in FULL:
         what = f"{FULL[error.errno]}{room_left(disk, path)}"
-        remedy = Command.submit("all", then="   (once there is room; what is finished is kept)")
+        remedy = Command.submit("all", then="   (after freeing space; finished work is kept)")
         return CacheFull(what, where=where, remedy=remedy)
     if error.errno in _READ_ONLY:
         cache = next((folder for folder in path.parents if disk.exists(folder / MARKER)), None)
@@ -368,7 +368,7 @@ def write_refused(disk: Disk, path: Path, error: OSError) -> PipelineError:
         what = f"the cache cannot be written here: {reason}; {whose(path.parent)}"
         return CacheUnusable(what, where=where, remedy=remedy)
     if isinstance(error, NotADirectoryError | FileExistsError):
-        return CacheUnusable(f"a file stands in the way: {reason}", where=where, remedy=f"ls -ld {quoted(path)}")
+        return CacheUnusable(f"a file is in the way: {reason}", where=where, remedy=f"ls -ld {quoted(path)}")
     return JobFailed(f"the disk failed while writing: {reason}", where=where, remedy=f"ls -ld {quoted(path)}")
 
 
@@ -378,7 +378,7 @@ def unwritable(out: Path, error: OSError, remedy: str) -> ConfigError:
 
 
 @contextmanager
-def written_to(out: Path, remedy: str = "name a file where there is room, and where you may write") -> Iterator[None]:
+def written_to(out: Path, remedy: str = "choose a writable file on a disk with free space") -> Iterator[None]:
     """Refuse a file that was asked for, where it turns out that the disk is full or may not be written."""
     try:
         yield
@@ -397,7 +397,7 @@ def refused_as(what: str, remedy: str | Command) -> Iterator[None]:
     try:
         yield
     except CacheFull as error:
-        again = "make room there, then the same command again   (what is finished is kept)"
+        again = "free space there, then run the same command again   (finished work is kept)"
         raise CacheFull(error.what, where=error.where, remedy=again) from error
     except CacheUnusable as error:
         cause = error.__cause__
@@ -409,7 +409,7 @@ def refused_as(what: str, remedy: str | Command) -> Iterator[None]:
 
 def ask_owner(folder: Path) -> AbstractContextManager[None]:
     """Point to the owner of a cache that cannot be written, for commands that must change this very cache."""
-    remedy = f"ls -ld {quoted(folder)}   (ask its owner, if you may not write there)"
+    remedy = f"ls -ld {quoted(folder)}   (ask its owner for write access)"
     return refused_as("the cache cannot be written here", remedy)
 
 
@@ -423,6 +423,6 @@ def room_left(disk: Disk, path: Path) -> str:
     with suppress(OSError):
         facts = os.statvfs(path.parent)
         if facts.f_files and not facts.f_favail:
-            return f": this file system has no inode left for another file (df -i {quoted(path.parent)})"
+            return f": this file system has no free inode (df -i {quoted(path.parent)})"
         return f": {disk.free_bytes(path) / 1e6:,.1f} MB free on this file system"
     return ""

@@ -115,7 +115,7 @@ def decode_record(blob: bytes | memoryview, rest: bytes | memoryview = b"") -> R
         if tag == BFLOAT16:
             bfloat16.add(name)
     if position != end:
-        raise BadRecord("bytes that belong to no array")
+        raise BadRecord("extra bytes after the arrays")
     return Record(key, arrays, meta, frozenset(bfloat16))
 
 
@@ -162,9 +162,9 @@ def _tagged(name: str, value: Array, bfloat16: bool) -> tuple[str, Array]:  # no
 
 @lru_cache(maxsize=4096)
 def _check_name(name: str) -> None:
-    """Refuse what cannot name an array; there are some dozens of names, and they come with every record."""
+    """Refuse what is not a valid array name; there are some dozens of names, and they come with every record."""
     if not _NAME.fullmatch(name) or name == DESCRIPTOR:
-        raise ValueError(f"{name!r} cannot name an array")
+        raise ValueError(f"{name!r} is not a valid array name")
 
 
 def _descriptor(key: bytes, tensors: list[Tensor], meta: Mapping[str, Any], data_bytes: int) -> bytes:
@@ -184,7 +184,7 @@ def _read_descriptor(
         raise BadRecord("too short")
     (length,) = _LENGTH.unpack(_stretch(blob, rest, total - _LENGTH.size, total))
     if not _LENGTH.size < length <= total:
-        raise BadRecord("the descriptor's length is impossible")
+        raise BadRecord("the descriptor's length is invalid")
     end = total - length
     try:
         text = str(_stretch(blob, rest, end, total - _LENGTH.size), "utf-8").rstrip(" ")
@@ -194,7 +194,7 @@ def _read_descriptor(
     except (ValueError, TypeError, KeyError, RecursionError, StopIteration) as error:
         raise BadRecord("the descriptor cannot be read") from error
     if len(key) != KEY_BYTES or not isinstance(arrays, list) or not isinstance(meta, dict) or stop != len(text):
-        raise BadRecord("the descriptor has another form")
+        raise BadRecord("the descriptor is malformed")
     return key, arrays, meta, end
 
 
@@ -216,13 +216,13 @@ def _checked_entry(entry: Any) -> tuple[str, str, np.dtype[Any], list[int]]:
                     break
             else:
                 return name, tag, _DTYPE_OF_TAG[tag], shape
-    raise BadRecord("an array's entry has another form")
+    raise BadRecord("an array's entry is malformed")
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     try:
         array = np.empty(shape, dtype)
     except ValueError as error:  # sides so long that even nothing of them cannot be addressed
-        raise BadRecord("an empty array's shape is impossible") from error
+        raise BadRecord("an empty array's shape is invalid") from error
     array.flags.writeable = False
     return array

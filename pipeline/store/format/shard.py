@@ -207,10 +207,10 @@ def verified_record(key: bytes, digest: bytes, blob: bytes | memoryview, rest: b
     hasher = xxhash.xxh3_128(blob)
     hasher.update(rest)
     if hasher.digest() != digest:
-        raise BadRecord("the bytes are not those that were written")
+        raise BadRecord("checksum mismatch")
     record = decode_record(blob, rest)
     if record.key != key:
-        raise BadRecord("another record is in its place")
+        raise BadRecord("it contains another record")
     return record
 
 
@@ -297,7 +297,7 @@ def _read_table(disk: Disk, fd: int, path: Path, tail_bytes: int) -> ShardTable:
     if magic != _MAGIC or version > SHARD_FORMAT:
         raise _newer(path, version)
     if true_size != size or table_start + count * TABLE_ROW.itemsize + TRAILER_BYTES != size:
-        raise damaged(f"the shard has {size} bytes where {true_size} were written")
+        raise damaged(f"the shard has {size} bytes, expected {true_size} were written")
     if table_start >= tail_start:
         table = tail[table_start - tail_start : -TRAILER_BYTES]
     else:
@@ -306,12 +306,12 @@ def _read_table(disk: Disk, fd: int, path: Path, tail_bytes: int) -> ShardTable:
         raise damaged("the shard's table is damaged")
     rows = np.frombuffer(table, TABLE_ROW)
     if not _tiles(rows, data_start, table_start):
-        raise damaged("the shard's table contradicts itself")
+        raise damaged("the shard's table is inconsistent")
     return ShardTable(path.name, size, data_start, table_start, header_digest, rows)
 
 
 def _newer(path: Path, version: int) -> ShardNewer:
-    problem = f"the shard is of a format that this version does not know ({version})"
+    problem = f"the shard has a format that this version does not know ({version})"
     return ShardNewer(problem, where=str(path), remedy=UPGRADE)
 
 

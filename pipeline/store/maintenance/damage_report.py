@@ -28,15 +28,15 @@ SUMMARY_BYTES = 4096
 ALL = "1/1"
 REPAIR = "repair"  # how a list of what a repair could not save came about
 # Why a repair leaves a file alone.
-NEWER = "a later version of the pipeline wrote it"
-FOREIGN = "no pipeline wrote a file of this name"
-FORBIDDEN = "it cannot be read by you"
-REFUSED = "its disk refuses to give it"
-UNREAD = "records in it that were whole could not be read again"
+NEWER = "a later version of pipeline wrote it"
+FOREIGN = "pipeline does not write files with this name"
+FORBIDDEN = "you cannot read it"
+REFUSED = "the disk cannot read it"
+UNREAD = "its intact records could not be read again"
 REPAIR_ALL = Command.of("cache repair --yes")
 _WAYS_ON = {
     NEWER: f"{UPGRADE}   (for {{file}})",
-    FOREIGN: "mv {file} elsewhere   (no pipeline wrote it)",
+    FOREIGN: "mv {file} elsewhere   (pipeline did not write it)",
     FORBIDDEN: "ls -l {file}   (ask its owner: chmod a+r {file})",
     REFUSED: "mv {file} {file}.unreadable   (then: {repair})",
     UNREAD: "{repair}   (again, for {file})",
@@ -134,7 +134,7 @@ class Summary:
             if not isinstance(value, (int, float) if wanted is float else wanted):
                 raise TypeError(f"{known_field.name} is no {wanted.__name__}")
         if not (math.isfinite(summary.begun) and 0 <= summary.begun < 1 << 40 and math.isfinite(summary.seconds)):
-            raise ValueError("there is no such time")
+            raise ValueError("invalid time")
         return summary
 
     def note(self, notes: Mapping[str, int]) -> None:
@@ -233,7 +233,7 @@ class DamageReport:
                 try:
                     finding = DamageFinding.from_json(json.loads(line))
                 except (ValueError, TypeError, KeyError, RecursionError) as error:
-                    raise _no_report(self.path, "a line of it cannot be read") from error
+                    raise _no_report(self.path, "one of its lines cannot be read") from error
                 yield finding
 
 
@@ -249,15 +249,15 @@ def read_report(path: Path) -> DamageReport:
         raise _no_report(path, error.strerror or str(error)) from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass
-    raise _no_report(path, "this is no damage list of this version")
+    raise _no_report(path, "this is not a damage list of this version")
 
 
 def refuse_of_another(report: DamageReport, root: Path) -> None:
     """Refuse a list of another cache: its shards would not be found here, and nothing would be repaired."""
     list_root = report.summary.root
     if list_root and list_root != str(root.resolve()):
-        what = f"this damage list is of the cache {list_root}, and not of {root.resolve()}"
-        moved = "   (writes a list of this cache; so, too, if it was moved here)"
+        what = f"this damage list belongs to the cache {list_root}, not to {root.resolve()}"
+        moved = "   (writes a list of this cache, also after moving it)"
         remedy = Command.of("cache validate --full", then=moved)
         raise ConfigError(what, where=str(report.path), remedy=remedy)
 
@@ -292,7 +292,7 @@ def reports(disk: Disk, root: Path) -> list[DamageReport]:
 def damage_found(summary: Summary, root: Path, path: Path | None) -> CacheDamaged:
     """Return the error to show when a validation has findings."""
     faults, gone = summary.findings, summary.lost
-    lost_text = f"; {gone:,} {'record has' if gone == 1 else 'records have'} no whole copy left" if gone else ""
+    lost_text = f"; {gone:,} {'record has' if gone == 1 else 'records have'} no intact copy left" if gone else ""
     stay = {root / file: why for file, why in summary.stay.items() if why in _HOPELESS}
     what = "\n  ".join((f"found {faults:,} {'fault' if faults == 1 else 'faults'}{lost_text}", *_stay_lines(stay)))
     if stay and summary.hopeless == faults:
@@ -309,7 +309,7 @@ def ways_on(stay: Mapping[Path, str], repair: Command = REPAIR_ALL) -> str:
 
 def stays_left(stay: Mapping[Path, str], count: int, root: Path, repair: Command) -> CacheDamaged:
     """Return the error to show when a repair has left files alone; `stay` are the first of them."""
-    headline = f"{count:,} {'file is' if count == 1 else 'files are'} left alone, and damage to whoever validates"
+    headline = f"{count:,} {'file is' if count == 1 else 'files are'} not changed and still reported by validation"
     return CacheDamaged("\n  ".join((headline, *_stay_lines(stay))), where=str(root), remedy=ways_on(stay, repair))
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 EXPORT_FORMAT = 1
 MANIFEST_BYTES = 64 << 20  # at most: of some 400,000 shards
 _LINE = re.compile(r"([0-9a-f]{64})  ([a-z][a-z0-9_-]*)/shards/([A-Za-z0-9][A-Za-z0-9._-]*\.safetensors)")
-_EXPORT_AGAIN = Command.of("cache export DIR", then="   (again, where it is from: it does what is missing)")
+_EXPORT_AGAIN = Command.of("cache export DIR", then="   (again, at its source: it exports only missing files)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def size_of_plain(disk: Disk, folder: Path, file: ShardFile) -> int:
     """Return a file's size; refuse one that is, or lies behind, a symbolic link."""
     path = file.below(folder)
     if disk.is_link(path.parent) or disk.is_link(path.parent.parent) or not disk.is_plain_file(path):
-        raise CacheDamaged("it is no plain file, or behind a symbolic link")
+        raise CacheDamaged("it is not a plain file, or it is behind a symbolic link")
     return disk.size_of(path)
 
 
@@ -91,7 +91,7 @@ def read_description(disk: Disk, folder: Path) -> dict[str, int]:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise CacheDamaged("it cannot be read", where=str(folder / EXPORT), remedy=_EXPORT_AGAIN) from error
     except (FileNotFoundError, NotADirectoryError) as error:
-        what = "the folder is no export of a cache"
+        what = "the folder is not a cache export"
         raise ConfigError(
             what, where=str(folder), remedy=Command.of("cache export DIR", then="   (makes one)")
         ) from error
@@ -113,7 +113,7 @@ def read_export_manifest(disk: Disk, folder: Path) -> Iterator[tuple[ShardFile, 
     for number, line in enumerate([*lines, *filter(None, [unfinished])], 1):
         match = _LINE.fullmatch(line)
         if match is None or (unfinished and number > len(lines)):
-            what = f"line {number} names no file of an export: {line[:120]!r}"
+            what = f"line {number} is not a file of an export: {line[:120]!r}"
             raise CacheDamaged(what, where=str(path), remedy=_EXPORT_AGAIN)
         yield ShardFile(match[2], match[3]), match[1]
 
@@ -122,8 +122,8 @@ def refuse_unfinished(folder: Path, about: Mapping[str, int], files: Iterable[Sh
     """Refuse an export whose manifest does not name as many shards as its description."""
     named = Counter(file.kind for file in files)
     if dict(named) != {kind: shards for kind, shards in about.items() if shards}:
-        what = f"the export is not finished, or was not copied whole: its manifest names {named.total():,} files"
-        what += f" where {sum(about.values()):,} were to be"
+        what = f"the export is incomplete or was copied only in part: its manifest lists {named.total():,} files"
+        what += f" but {sum(about.values()):,} were expected"
         raise CacheDamaged(what, where=str(folder), remedy=_EXPORT_AGAIN)
 
 
@@ -131,9 +131,9 @@ def _read_plain(disk: Disk, path: Path) -> bytes:
     """Read a small file; what is a link or a device is refused."""
     try:
         if not disk.is_plain_file(path):
-            raise CacheDamaged("it is no plain file", where=str(path), remedy=_EXPORT_AGAIN)
+            raise CacheDamaged("it is not a plain file", where=str(path), remedy=_EXPORT_AGAIN)
         if (size_bytes := disk.size_of(path)) > MANIFEST_BYTES:
-            raise CacheDamaged("it is too large to be one", where=str(path), remedy=_EXPORT_AGAIN)
+            raise CacheDamaged("it is too large for a manifest", where=str(path), remedy=_EXPORT_AGAIN)
         return disk.read_start(path, size_bytes)
     except (FileNotFoundError, NotADirectoryError):
         raise
@@ -145,4 +145,4 @@ def reason(error: CacheDamaged | OSError) -> str:
     """Return in a few words why a file was not read or written."""
     if isinstance(error, CacheDamaged):
         return error.what
-    return "it is not there" if error.errno in GONE else error.strerror or str(error)
+    return "it is missing" if error.errno in GONE else error.strerror or str(error)

@@ -97,8 +97,8 @@ def refuse_links(cache: CacheFolder) -> None:
     for folder, *_ in _places(cache):
         for path in (folder, *([folder.parent] if folder.parent != cache.root else [])):
             if path != cache.root and cache.disk.is_link(path):
-                what = f"a symbolic link stands in the cache where a folder should be: it leads to {path.readlink()}"
-                remedy = f"ls -l {quoted(path)}   (cleaning follows no links; put the folder itself there)"
+                what = f"the cache has a symbolic link instead of a folder; its target is {path.readlink()}"
+                remedy = f"ls -l {quoted(path)}   (cleaning follows no links; replace it with the folder itself)"
                 raise CacheUnusable(what, where=str(path), remedy=remedy)
 
 
@@ -191,11 +191,11 @@ def who_am_i() -> str:
 def _read(disk: Disk, path: Path) -> User:
     content = json.loads(disk.read_start(path, _MOST_BYTES))
     if content.pop("user") != FORMAT:
-        raise ValueError("of another version")
+        raise ValueError("written by another version")
     known = {name: content[name] for name in ("config", "runs", "last", "who")}
     user = User(tags=frozenset((str(kind), str(tag)) for kind, tag in content["tags"]), **known)
     if user.name != path.name:
-        raise ValueError("damaged: its name is a digest of what it says")
+        raise ValueError("damaged: its name does not match its checksum")
     return user
 
 
@@ -206,7 +206,7 @@ def refuse_unusable(cache: CacheFolder) -> None:
     """Raise where there is no cache, or where links lead out of its folder."""
     if not cache.is_there:
         remedy = Command.submit("all", then="   (makes one), or --set cache.root=FOLDER")
-        raise CacheUnusable("no cache is there", where=str(cache.root), remedy=remedy)
+        raise CacheUnusable("no cache found", where=str(cache.root), remedy=remedy)
     refuse_links_out(cache)
 
 
@@ -228,14 +228,14 @@ def refuse_links_out(cache: CacheFolder) -> None:
 
 
 def _describe_target(target: Path) -> str:
-    leads = "round in a circle" if target.is_symlink() else f"out of the cache, to {target}"
+    leads = "in a circle" if target.is_symlink() else f"out of the cache, to {target}"
     return f"a symbolic link leads {leads}"
 
 
 def _remedy(link: Path, target: Path) -> str:
     if target.is_dir():
-        return f"ls -l {quoted(link)}   (replace the link by the folder itself, or set cache.root to {target.parent})"
-    return f"ls -l {quoted(link)}   (put the file itself there, or remove the link)"
+        return f"ls -l {quoted(link)}   (replace it with the folder itself, or set cache.root to {target.parent})"
+    return f"ls -l {quoted(link)}   (replace it with the file itself, or remove it)"
 
 
 def _target(link: Path) -> Path:

@@ -119,7 +119,7 @@ def _carry(
     try:
         fd = store.disk.open_read(store.layout.shard(source.shard))
     except OSError as error:
-        why = "its shard is gone" if error.errno in GONE else error.strerror or str(error)
+        why = "its shard was removed" if error.errno in GONE else error.strerror or str(error)
         return Carried(source.shard, 0, 0, tuple((key, why) for key in keys)), 0
     try:
         for key, place in zip(keys, source.rows[["offset", "length", "digest"]].tolist(), strict=True):

@@ -69,7 +69,7 @@ class Subset:
         part, slash, of = text.partition("/")
         if slash and part.isdecimal() and of.isdecimal() and 1 <= int(part) <= int(of):
             return cls(int(part), int(of))
-        what = f"{text!r} is no part of a whole"
+        what = f"{text!r} is not a valid subset"
         raise ConfigError(what, where="--subset", remedy="n/t with 1 <= n <= t, such as --subset 1/8")
 
     def __contains__(self, shard: str) -> bool:
@@ -336,7 +336,7 @@ def _forbidden(known: _Known, name: str) -> Checked:
     keys = row_keys(rows) if rows is not None else []
     known.store.refresh()
     copied = bool(keys) and all(known.store.is_whole_beside(key, {name}) for key in keys)
-    what = f"{FORBIDDEN}; nothing is missing, for others have its records" if copied else FORBIDDEN
+    what = f"{FORBIDDEN}; nothing is missing, since other files have its records" if copied else FORBIDDEN
     records = (DamageFinding(kind, Fault.UNREADABLE, FORBIDDEN, name, key.hex()) for key in keys)
     return Checked(kind, name, 0, (), (DamageFinding(kind, Fault.UNREADABLE, what, name), *records))
 
@@ -346,7 +346,7 @@ def _missed(known: _Known, name: str) -> Checked:
 
     Where other shards have its records, only the index is at fault, for naming the shard.
     """
-    findings = known.all_damaged(name, Fault.GONE, "its shard is gone: purged or deleted")
+    findings = known.all_damaged(name, Fault.GONE, "its shard was purged or deleted")
     lost = tuple(finding for finding in findings if finding.lost)
     if len(lost) < len(findings):
         known.copied[name] = len(findings) - len(lost)
@@ -362,7 +362,7 @@ def _judged_index(known: _Known, odd: Mapping[str, ShardTable]) -> Checked:
     contradictions = ((name, view.contradicts(table)) for name, table in odd.items())
     findings += [DamageFinding(kind, Fault.INDEX, why, name) for name, why in contradictions if why]
     findings += [
-        DamageFinding(kind, Fault.INDEX, f"it names a shard that is gone; others have {copies} of its records", name)
+        DamageFinding(kind, Fault.INDEX, f" it lists a removed shard; other files have {copies} of its records", name)
         for name, copies in known.copied.items()
     ]
     return Checked(kind, "", view.bytes, (), tuple(findings))

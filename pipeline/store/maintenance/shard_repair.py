@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
     Seen = Callable[[Checked], None]
 
-SHARD_GONE = "the shard is gone: purged or deleted"
-OUT_OF_DATE = "the index names shards that go"
+SHARD_GONE = "the shard was purged or deleted"
+OUT_OF_DATE = "the index lists shards that are being removed"
 _NO_ROWS = np.zeros(0, TABLE_ROW)
 
 

@@ -43,9 +43,9 @@ def open_scratch(place: Path, name: str, disk: Disk) -> CacheFolder:
     try:
         disk.make_private_folder(folder)
         if disk.in_memory(folder):
-            raise Unfit(f"{place} is memory, which would be taken from the job's own")
+            raise Unfit(f"{place} is in memory and would count toward the job's memory")
         if not disk.is_private(folder):  # what others could write there would be read as ours
-            raise Unfit(f"{folder} is not this user's alone")
+            raise Unfit(f"{folder} is accessible to other users")
     except OSError as error:
         raise Unfit(f"{folder}: {error.strerror or error}") from error
     return CacheFolder(folder, disk)

@@ -282,7 +282,7 @@ def _useless(store: Store, shards: Sequence[DeadShard], live: Live) -> list[Swep
         rows, why = (None, "") if live.nothing else _own_rows(store, dead.shard)
         why = why or why_kept(store.disk, store.layout.shard(dead.shard))
         if rows is not None and _holds(live, rows).any():
-            why = "is needed after all"
+            why = "is needed again"
         outcomes.append(Swept(store.kind, dead.shard, 0 if why else dead.size_bytes, why))
     return outcomes
 
@@ -317,7 +317,7 @@ def why_kept(disk: Disk, path: Path) -> str:
         return ""
     except OSError as error:
         return error.strerror or str(error)
-    return f"it is {keeper}'s, who alone may remove it" if keeper else ""
+    return f"it is {keeper}'s: only its owner may remove it" if keeper else ""
 
 
 def _own_rows(store: Store, shard: str) -> tuple[Rows | None, str]:

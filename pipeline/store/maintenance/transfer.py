@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     Told = Callable[[int, int], object]  # bytes that were read, and bytes in all
 
-_NEW_FOLDER = Command.of("cache export DIR", then="   (a folder that is empty or new, in a place where you can write)")
+_NEW_FOLDER = Command.of("cache export DIR", then="   (a new or empty folder that you can write to)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class _Reading:
             return "", reason(error)
         self._bytes += position
         if position != table.size_bytes:
-            return "", "it changed while it was read"
+            return "", "it changed while being read"
         if damaged := int((~whole_N).sum()):
             return "", f"{damaged:,} of its {len(whole_N):,} records are damaged"
         return sha256.hexdigest(), "" if header_is_whole else BAD_HEADER
@@ -111,7 +111,7 @@ class _Reading:
         try:
             sha256_read, fault = self.read(source, draft)
             if not fault and sha256 and sha256_read != sha256:
-                fault = "its bytes are not those of the manifest"
+                fault = "checksum mismatch with the manifest"
             if not fault:
                 read_table(self.disk, draft.path)  # the last bytes were read twice: as a table, and to be copied
                 draft.publish(target)
@@ -152,7 +152,7 @@ def _exported(
     disk, moved = cache.disk, Moved()
     for file in [file for file in files if not can_be_named(file)]:
         del files[file]
-        what = "a manifest cannot name it: rename it, to letters, digits, dots, dashes and underscores alone"
+        what = "its name is not allowed in a manifest: use letters, digits, dots, dashes and underscores"
         moved.refused.append(RefusedFile(str(file), what))
     target, lines = _opened(folder, disk)
     refuse_links_out(target)
@@ -162,8 +162,8 @@ def _exported(
     target.prepare()
     with disk.alone_in(folder) as is_alone:
         if not is_alone:
-            later = Command.of("cache export DIR", then="   (another folder, or this one once that has ended)")
-            raise ConfigError("another process exports to this folder now", where=str(folder), remedy=later)
+            later = Command.of("cache export DIR", then="   (another folder, or this one after that export ends)")
+            raise ConfigError("another process is exporting to this folder", where=str(folder), remedy=later)
         return _filled(disk, cache, folder, files, _old(target, kinds, files), lines, moved, link=link, tell=tell)
 
 
@@ -252,8 +252,8 @@ def _take_in(reading: _Reading, cache: CacheFolder, folder: Path, file: ShardFil
             return False, fault
     sha256_there, fault = reading.read(target)
     if fault:
-        return True, f"the cache has it, damaged ({fault}): pipeline cache repair"
-    return True, "" if sha256_there == sha256 else "the cache has another file of this name, which stays"
+        return True, f"the cache has it damaged ({fault}): pipeline cache repair"
+    return True, "" if sha256_there == sha256 else "the cache has a different file of this name and keeps it"
 
 
 def _shards(cache: CacheFolder, kinds: Sequence[str]) -> Iterator[tuple[ShardFile, int]]:
@@ -281,7 +281,9 @@ def _refuse_nested(cache: CacheFolder, folder: Path) -> None:
     """Refuse a folder in the cache, or around it."""
     root, place = cache.root.resolve(), folder.resolve()
     if root.is_relative_to(place) or place.is_relative_to(root):
-        raise ConfigError("an export cannot lie in its cache, nor around it", where=str(folder), remedy="name another")
+        raise ConfigError(
+            "an export cannot be inside its cache or contain it", where=str(folder), remedy="name another"
+        )
 
 
 def _refuse_no_room(disk: Disk, folder: Path, needed_bytes: int) -> None:
@@ -290,8 +292,8 @@ def _refuse_no_room(disk: Disk, folder: Path, needed_bytes: int) -> None:
     except OSError:  # nobody can tell, so the disk itself will
         return
     if needed_bytes > free_bytes:
-        what = f"{needed_bytes / 1e6:,.1f} MB are to be copied, and {free_bytes / 1e6:,.1f} MB are free"
-        raise CacheFull(what, where=str(folder), remedy="make room, or choose a folder on another disk")
+        what = f"{needed_bytes / 1e6:,.1f} MB to copy, but {free_bytes / 1e6:,.1f} MB are free"
+        raise CacheFull(what, where=str(folder), remedy="free space, or choose a folder on another disk")
 
 
 def _opened(folder: Path, disk: Disk) -> tuple[CacheFolder, dict[ShardFile, str]]:
@@ -301,7 +303,7 @@ def _opened(folder: Path, disk: Disk) -> tuple[CacheFolder, dict[ShardFile, str]
     except CacheUnusable as error:
         if error.next != ELSEWHERE:
             raise
-        what = "the folder is not empty, and no export"
+        what = "the folder is neither empty nor an export"
         raise CacheUnusable(what, where=str(folder), remedy=_NEW_FOLDER) from error
     if disk.exists(folder / EXPORT):
         read_description(disk, folder)
@@ -310,7 +312,7 @@ def _opened(folder: Path, disk: Disk) -> tuple[CacheFolder, dict[ShardFile, str]
                 file: sha for file, sha in read_export_manifest(disk, folder) if disk.exists(file.below(folder))
             }
     elif not all(PARTIAL_NAME.fullmatch(name) for name in disk.list_folder(folder)):
-        raise ConfigError("the folder is not empty, and no export", where=str(folder), remedy=_NEW_FOLDER)
+        raise ConfigError("the folder is neither empty nor an export", where=str(folder), remedy=_NEW_FOLDER)
     return target, {}
 
 
@@ -335,7 +337,7 @@ def _keep_old(
                 reading.disk.unlink(file.below(folder))
                 moved.dropped += 1
             elif fault:
-                what = f"{fault}; the cache has it no longer, so it stays here, but not in the manifest"
+                what = f"{fault}; the cache no longer has it: the file stays here but is not in the manifest"
                 moved.refused.append(RefusedFile(str(file), what))
             else:
                 lines[file] = sha256
@@ -364,7 +366,7 @@ def _link(disk: Disk, source: Path, target: Path) -> None:
         disk.fsync_folder(target.parent)
     except OSError as error:
         what = f"it cannot be linked here: {reason(error)}"
-        raise ConfigError(what, where=str(target), remedy="leave out --link: copies go anywhere") from error
+        raise ConfigError(what, where=str(target), remedy="remove --link: copies work across file systems") from error
 
 
 def _is_in(cache: CacheFolder, file: ShardFile) -> bool:

@@ -139,7 +139,7 @@ def _apart(data: bytes) -> tuple[dict[str, _TablePlace], Mapping[str, Any]]:
         name, first, at = found[1].decode(), found.start(2), found.end()
         end = END.search(data, first)
         if end is None:
-            raise _bad(f"{name} has no end: the file is cut short")
+            raise _bad(f"{name} has no end: the file is truncated")
         if name in tables:
             raise _bad(f"it has {name} twice")
         at = end.end()
@@ -148,11 +148,11 @@ def _apart(data: bytes) -> tuple[dict[str, _TablePlace], Mapping[str, Any]]:
         kept = at
     besides = b"null".join([*pieces, data[kept:]])
     if len(besides) > MOST_BESIDES:
-        raise _bad(f"it has {len(besides):,} bytes besides tables of errors: it is something else")
+        raise _bad(f"it has {len(besides):,} bytes of other content: it is not a table of errors")
     try:
         content = json.loads(besides)
     except (ValueError, RecursionError) as error:
-        raise _bad(f"it is no JSON, apart from its tables: {error}"[:200]) from error
+        raise _bad(f"it is not JSON outside of its tables: {error}"[:200]) from error
     if isinstance(content, list) and len(content) == 1:
         content = content[0]
     if not isinstance(content, dict):
@@ -163,14 +163,14 @@ def _apart(data: bytes) -> tuple[dict[str, _TablePlace], Mapping[str, Any]]:
 def _numbers(text: bytes, what: str) -> NDArray[np.float64]:
     """Return numbers that are separated by commas; refuse all else, NaN among it."""
     if rest := text.translate(None, OF_NUMBERS):
-        raise _bad(f"{what} has {rest[:20].decode('latin-1')!r}, which is no part of a number")
+        raise _bad(f"{what} has {rest[:20].decode('latin-1')!r}, which is not part of a number")
     try:
         values_N = np.array(json.loads(b"[%b]" % text), np.float64)
     except (ValueError, OverflowError) as error:
-        raise _bad(f"{what} has something that is no number: {error}"[:200]) from error
+        raise _bad(f"{what} has a value that is not a number: {error}"[:200]) from error
     wrong = np.flatnonzero(~((values_N >= 0) & (values_N <= LARGEST_ERROR)))
     if len(wrong):
-        raise _bad(f"{what} has {values_N[wrong[0]]:g} at place {int(wrong[0]) + 1}, which is no error in Å")
+        raise _bad(f"{what} has {values_N[wrong[0]]:g} at place {int(wrong[0]) + 1}, which is not an error in Å")
     return values_N
 
 
@@ -182,7 +182,7 @@ def _square(data: bytes, table: _TablePlace, name: str) -> Errors:
         if rows == 1:
             pae_NN = np.empty((_possible(size, table, name),) * 2, np.float32)
         if size != len(pae_NN) or rows > len(pae_NN):
-            what = f"row {rows} of {name} has {size:,} numbers, and the first has {len(pae_NN):,}"
+            what = f"row {rows} of {name} has {size:,} numbers, the first has {len(pae_NN):,}"
             raise _bad(f"{what}: it is not square")
         pae_NN[rows - 1] = _numbers(row, f"row {rows} of {name}")
     if rows != len(pae_NN):
@@ -195,7 +195,7 @@ def _possible(size: int, table: _TablePlace, name: str) -> int:
     if not size:
         raise _bad(f"{name} is empty")
     if 2 * size * size > table.last - table.first:
-        raise _bad(f"{name} has a row of {size:,} numbers, and is too short for as many rows: it is not square")
+        raise _bad(f"{name} has a row of {size:,} numbers but a different number of rows: it is not square")
     return size
 
 
@@ -205,7 +205,7 @@ def _rows(data: bytes, table: _TablePlace, name: str) -> Iterator[bytes]:
     while separator == b",":
         found = ROW.match(data, at)
         if found is None:
-            raise _bad(f"{name} is no list of rows of numbers")
+            raise _bad(f"{name} is not a list of rows of numbers")
         yield found[1]
         at, separator = found.end(), found[2]
 
@@ -215,7 +215,7 @@ def _check_highest(pae_NN: Errors, content: Mapping[str, Any]) -> None:
     for name in HIGHEST:
         highest = content.get(name, LARGEST_ERROR)
         if isinstance(highest, bool) or not isinstance(highest, (int, float)):
-            raise _bad(f"{name} is {str(highest)[:20]!r}, which is no number")
+            raise _bad(f"{name} is {str(highest)[:20]!r}, which is not a number")
         if not pae_NN.max() <= highest + ROUNDED:
             on, of = (int(place) + 1 for place in np.unravel_index(int(pae_NN.argmax()), pae_NN.shape))
             raise _bad(f"the error of residue {of} aligned on {on} is {pae_NN.max():g}, and {name} says {highest:g}")
@@ -227,14 +227,14 @@ def _tokens(content: Mapping[str, Any], size: int) -> tuple[tuple[str, int], ...
         return None
     chains, numbers = (content.get(name) for name in TOKENS)
     if not (isinstance(chains, list) and isinstance(numbers, list) and len(chains) == len(numbers) == size):
-        raise _bad(f"{' and '.join(TOKENS)} are not two lists of {size:,}, as there are rows")
+        raise _bad(f"{' and '.join(TOKENS)} are not two lists of {size:,} entries")
     return tuple((str(chain), int(number)) for chain, number in _checked(chains, numbers))
 
 
 def _checked(chains: Sequence[Any], numbers: Sequence[Any]) -> Iterator[tuple[str, int]]:
     for token, (chain, number) in enumerate(zip(chains, numbers, strict=True), 1):
         if not isinstance(chain, str) or type(number) is not int:
-            raise _bad(f"token {token} is of chain {chain!r} and residue {number!r}: a name and a number are wanted")
+            raise _bad(f"token {token} is of chain {chain!r} and residue {number!r}: expected a name and a number")
         yield chain, number
 
 
@@ -246,7 +246,7 @@ def _of_residues(errors: AlignedErrors, structure: Structure) -> Errors:
         return _by_tokens(errors.pae_NN, _residue_of_tokens(errors.tokens, chains, structure))
     if len(errors.pae_NN) != residues:
         what = f"it has {len(errors.pae_NN):,} rows, and the polymer chains of the structure have {residues:,} residues"
-        raise _bad(f"{what}: it is of another structure, or residues were cut out of one of the two")
+        raise _bad(f"{what}: it belongs to another structure, or residues were removed from one of the two")
     return errors.pae_NN
 
 

@@ -123,10 +123,10 @@ def _sections(data: bytes) -> dict[str, list[Any]]:
         sections[name] = _section(version, name, texts)
         wanted = pointers[pointer] * factor if pointer < len(pointers) else -1
         if len(sections[name]) != wanted:
-            what = f"%FLAG {name} holds {len(sections[name])} values, and POINTERS say {wanted}"
+            what = f"%FLAG {name} holds {len(sections[name])} values, but POINTERS say {wanted}"
             raise UnusableInput(Reason.PARSE_ERROR, what)
     if not sections["ATOM_NAME"] or not sections["RESIDUE_LABEL"]:
-        raise UnusableInput(Reason.NO_ATOMS, "the topology holds no atoms")
+        raise UnusableInput(Reason.NO_ATOMS, "the topology has no atoms")
     return sections
 
 
@@ -138,7 +138,7 @@ def _section(version: str, name: str, texts: Mapping[str, str]) -> list[Any]:
         raise UnusableInput(Reason.PARSE_ERROR, f"the topology has no %FLAG {name}")
     formats = FORMAT.findall(texts[name])
     if len(formats) != 1 or not PLAIN_FORMAT.fullmatch(formats[0].strip()):
-        raise UnusableInput(Reason.PARSE_ERROR, f"%FLAG {name} has not one plain %FORMAT, such as (20a4) or (10I8)")
+        raise UnusableInput(Reason.PARSE_ERROR, f"%FLAG {name} needs one plain %FORMAT, such as (20a4) or (10I8)")
     form = AmberFormat()
     try:
         form.rdparm(StringIO(f"{version}\n%FLAG {texts[name]}\n"))
@@ -188,7 +188,7 @@ def _check_elements(
     if len(wrong):
         atom, residue = int(wrong[0]), int(residue_A[wrong[0]])
         where = f"{sections['ATOM_NAME'][atom]} of {sections['RESIDUE_LABEL'][residue]} {residue + 1}"
-        raise UnusableInput(Reason.PARSE_ERROR, f"atom {atom + 1} ({where}) is of no element ({element_A[atom]})")
+        raise UnusableInput(Reason.PARSE_ERROR, f"atom {atom + 1} ({where}) has no element ({element_A[atom]})")
     element_A[(element_A < 1) | (element_A > ELEMENTS)] = 0
 
 
@@ -217,7 +217,7 @@ def _chains(run_R: NDArray[np.int64], standard_R: NDArray[np.bool_]) -> NDArray[
     letters = [*ascii_uppercase, *(first + other for first, other in product(ascii_uppercase, repeat=2))]
     runs = np.unique(run_R[standard_R])
     if len(runs) > MOST_CHAINS:
-        raise UnusableInput(Reason.PARSE_ERROR, f"{len(runs)} chains; {MOST_CHAINS} can be told apart")
+        raise UnusableInput(Reason.PARSE_ERROR, f"{len(runs)} chains; {MOST_CHAINS} are supported")
     name_of = np.zeros(int(run_R[-1]) + 1, np.uint64)
     name_of[runs] = [name_word(letters[chain]) for chain in range(len(runs))]
     return name_of[run_R]
@@ -230,7 +230,7 @@ def read_positions(data: bytes, atoms: int) -> NDArray[np.float64]:
     lines = data.decode("latin-1").splitlines()
     count = lines[1].split()[:1] if len(lines) > 1 else []
     if not count or not count[0].isdecimal():
-        what = "the coordinates are no AMBER restart: its second line has no number of atoms"
+        what = "the coordinates are not an AMBER restart: line 2 has no number of atoms"
         raise UnusableInput(Reason.PARSE_ERROR, what)
     _check_count(int(count[0]), atoms)
     body = lines[2 : 2 + -(-atoms * 3 // PER_LINE)]
@@ -238,7 +238,7 @@ def read_positions(data: bytes, atoms: int) -> NDArray[np.float64]:
     try:  # by hand: ParmEd passes over the second atom of a line that it cannot read, and moves up those behind it
         return np.array([float(number) for number in texts]).reshape(atoms, 3)
     except ValueError as error:
-        what = f"the coordinates of {atoms} atoms are {len(texts)} numbers, or one is none: {error}"
+        what = f"the coordinates of {atoms} atoms are {len(texts)} numbers, or contain invalid ones: {error}"
         raise UnusableInput(Reason.PARSE_ERROR, what[:200]) from error
 
 
@@ -249,7 +249,7 @@ def _from_netcdf(data: bytes, atoms: int) -> NDArray[np.float64]:
     try:
         pos_A3 = np.array(netcdf_file(BytesIO(data), mmap=False).variables["coordinates"].data, np.float64)
     except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, MemoryError) as error:
-        what = f"the coordinates are no NetCDF restart: {type(error).__name__} {error}"
+        what = f"the coordinates are not a NetCDF restart: {type(error).__name__} {error}"
         raise UnusableInput(Reason.PARSE_ERROR, what[:200]) from error
     if pos_A3.ndim != 2 or pos_A3.shape[1:] != (3,):
         what = f"the coordinates have the shape {pos_A3.shape}: a restart has one frame"
@@ -272,4 +272,4 @@ def _numbers(values: list[Any]) -> NDArray[np.int64]:
     try:
         return np.array(values, np.int64)
     except (OverflowError, ValueError, TypeError) as error:
-        raise UnusableInput(Reason.PARSE_ERROR, f"the topology holds a number that is none: {error}"[:200]) from error
+        raise UnusableInput(Reason.PARSE_ERROR, f"the topology contains an invalid number: {error}"[:200]) from error

@@ -68,15 +68,15 @@ def _only_mol2(text: str) -> str:
     atoms, bonds = _rows(text, "ATOM"), _rows(text, "BOND")
     for number, name, *_, kind in (cells[:6] for cells in atoms if len(cells) > 5):
         if kind.partition(".")[0].upper() in NO_ELEMENTS:
-            raise UnusableInput(Reason.PARSE_ERROR, f"atom {number} ({name}) has the type {kind}, no element")
+            raise UnusableInput(Reason.PARSE_ERROR, f"atom {number} ({name}) has the type {kind}, not an element")
     for number, left, right, kind in (cells[:4] for cells in bonds if len(cells) > 3):
         if kind.lower() not in BOND_TYPES:
-            what = f"bond {number} (atoms {left} and {right}) has the type {kind}, which is none"
+            what = f"bond {number} (atoms {left} and {right}) has the type {kind}, which is unknown"
             raise UnusableInput(Reason.PARSE_ERROR, what)
     header = (text.partition(f"{MOL2}MOLECULE")[2].splitlines() + [""] * 3)[2].split()
     for what, rows, count in zip(("atoms", "bonds"), (atoms, bonds), header, strict=False):
         if not count.isdecimal() or count.lstrip("0") != str(len(rows) or ""):
-            raise UnusableInput(Reason.PARSE_ERROR, f"the molecule says {count[:20]} {what} and has {len(rows)}")
+            raise UnusableInput(Reason.PARSE_ERROR, f"the molecule declares {count[:20]} {what} but has {len(rows)}")
     return text
 
 
@@ -129,7 +129,7 @@ def _gist(heard: list[str], form: str) -> str:
         lines = [line for line in lines if not line.startswith("Failed Expression") and "-condition" not in line]
     text = "; ".join(line for line in lines if line and line not in NOISE and not line.startswith("Violation occurred"))
     hint = "; a MOL2 file has SYBYL's atom types" if form == "mol2" and "not found" in text else ""
-    return (text or "RDKit finds no whole molecule in the file")[:200] + hint
+    return (text or "RDKit finds no complete molecule in the file")[:200] + hint
 
 
 def _table(molecule: Any, *, is_sane: bool) -> AtomTable:
@@ -172,7 +172,7 @@ def _element(atom: Any) -> int:
     number: int = atom.GetAtomicNum()
     if not number or atom.HasQuery():
         what = "a list" if number else repr(atom.GetSymbol())
-        raise UnusableInput(Reason.PARSE_ERROR, f"atom {atom.GetIdx() + 1} is {what}, no element")
+        raise UnusableInput(Reason.PARSE_ERROR, f"atom {atom.GetIdx() + 1} is {what}, not an element")
     return number
 
 
@@ -197,5 +197,5 @@ def _positions(molecule: Any) -> NDArray[np.float64]:
     is_drawing = not conformer.Is3D() or (len(pos_A3) > 1 and not pos_A3[:, 2].any())
     if not pos_A3.any() or is_drawing:
         what = "all coordinates are 0" if not pos_A3.any() else "every z is 0, as in a drawing"
-        raise UnusableInput(Reason.PARSE_ERROR, f"the molecule has no place in space: {what}")
+        raise UnusableInput(Reason.PARSE_ERROR, f"the molecule has no 3D coordinates: {what}")
     return pos_A3

@@ -74,7 +74,7 @@ def check_numbers(data: bytes) -> None:
             field, number = line[columns], NUMBER if len(what) == 1 else RESIDUE_NUMBER
             if not number.fullmatch(field) and len(line) >= columns.stop:
                 at = data.count(b"\n", 0, start) + 1
-                problem = f"line {at}: {what} is {field.decode('latin-1')!r}, no number"
+                problem = f"line {at}: {what} is {field.decode('latin-1')!r}, not a number"
                 raise UnusableInput(Reason.PARSE_ERROR, problem)
 
 

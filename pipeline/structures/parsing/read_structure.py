@@ -113,9 +113,9 @@ def _by_gemmi(data: bytes, form: str, reading: FileReading, max_residues: int | 
 def _simple(data: bytes, form: str, reading: FileReading, beside: bytes) -> AtomTable:
     """Return the atoms of a file that holds one model and no chain names or assemblies to choose from."""
     if reading.model != 1:
-        raise UnusableInput(Reason.MISSING_MODEL, f"the file has 1 model, number {reading.model} was asked for")
+        raise UnusableInput(Reason.MISSING_MODEL, f"the file has 1 model, number {reading.model} was requested")
     if reading.assembly is not None:
-        what = f"no assembly {reading.assembly!r} in the file: its format has none"
+        what = f"no assembly {reading.assembly!r} in the file: its format has no assemblies"
         raise UnusableInput(Reason.MISSING_ASSEMBLY, what)
     return amber.read_amber(data, beside) if form == "amber" else molecules.read_molecule(data, form)
 
@@ -123,7 +123,7 @@ def _simple(data: bytes, form: str, reading: FileReading, beside: bytes) -> Atom
 def _keep_model(structure: gemmi.Structure, number: int) -> None:
     """Drop every model but one, counted from 1 whatever its number is."""
     if number > len(structure):
-        what = f"the file has {len(structure)} models, number {number} was asked for"
+        what = f"the file has {len(structure)} models, number {number} was requested"
         raise UnusableInput(Reason.MISSING_MODEL, what)
     for index in reversed(range(len(structure))):
         if index != number - 1:
@@ -140,7 +140,7 @@ def _structure(data: bytes, form: str) -> tuple[gemmi.Structure, bool]:
     document = gemmi.cif.read_string(data)
     blocks = [block for block in document if block.find_values("_atom_site.id")] or list(document)
     if any(block.find_values("_atom_site_fract_x") or block.find_values("_atom_site_Cartn_x") for block in blocks):
-        what = "a core CIF, which holds a crystal's small molecule, and no mmCIF; write the molecule as SDF or MOL2"
+        what = "a core CIF (small-molecule crystal), not an mmCIF; convert the molecule to SDF or MOL2"
         raise UnusableInput(Reason.UNKNOWN_FORMAT, what)
     return _made(blocks[0]), aligned_errors.cif_is_predicted(blocks[0])
 

@@ -230,7 +230,7 @@ def read_file(path: Path, max_bytes: int) -> bytes:
     if _is_tar(data):
         raise UnusableInput(Reason.UNKNOWN_FORMAT, f"a tar archive, which holds files of its own: tar -xf {path.name}")
     if not data or data.isspace():
-        raise UnusableInput(Reason.EMPTY_FILE, f"nothing in {path}")
+        raise UnusableInput(Reason.EMPTY_FILE, f"{path} is empty")
     return data
 
 
@@ -246,7 +246,7 @@ def _is_tar(data: bytes) -> bool:
 def gunzip(data: bytes, max_bytes: int) -> bytes:
     """Decompress every member of a gzip file, refusing one that is cut short or unfolds beyond `max_bytes`."""
     if data and not data.startswith(GZIP_MAGIC):
-        raise UnusableInput(Reason.UNKNOWN_FORMAT, "not gzip data, whatever its name ends in: rename or pack it")
+        raise UnusableInput(Reason.UNKNOWN_FORMAT, "not gzip data despite its suffix: rename or compress it")
     unfolded, at = bytearray(), 0
     while at < len(data):
         member = zlib.decompressobj(GZIP_WINDOW)
@@ -257,7 +257,7 @@ def gunzip(data: bytes, max_bytes: int) -> bytes:
             try:
                 unfolded += member.decompress(packed, PIECE_BYTES)
             except zlib.error as error:
-                raise UnusableInput(Reason.TRUNCATED_FILE, f"not a whole gzip file: {error}") from error
+                raise UnusableInput(Reason.TRUNCATED_FILE, f"damaged gzip file: {error}") from error
             if len(unfolded) > max_bytes:
                 raise UnusableInput(Reason.FILE_TOO_LARGE, f"unfolds beyond structures.max_file_bytes ({max_bytes:,})")
             at += len(packed) - len(member.unused_data if member.eof else member.unconsumed_tail)

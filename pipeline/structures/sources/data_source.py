@@ -37,7 +37,7 @@ def glob_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
     for pattern in spec.pattern:
         if pattern.startswith("/") or ".." in PurePosixPath(pattern).parts:
             what = f"the pattern {pattern!r} leaves the folder"
-            remedy = Command.of("config show", then="   (then set data.path instead)")
+            remedy = Command.of("config show", then="   (then set data.path to it instead)")
             raise ConfigError(what, where=str(spec.path), remedy=remedy)
     root = spec.path.absolute()
     for name in sorted_names(walk(root, spec.pattern)):
@@ -48,7 +48,7 @@ def _item(spec: SourceSpec, root: Path, name: str) -> Item | Rejection:
     item_id = split_suffix(name)[0].replace("/", ".")
     path = root / name
     if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
-        detail = "a link that leaves the folder; list the file in a manifest instead"
+        detail = "a link that points outside the folder; list the file in a manifest instead"
         return Rejection(printable_text(item_id), Reason.UNREADABLE_FILE, detail, printable_text(name))
     parts = one_file_parts(spec, str(path), spec.receptor_chains, spec.ligand_chains)
     return Item(id=item_id, parts=parts, origin=printable_text(name))
@@ -100,13 +100,15 @@ def _records(path: Path) -> Iterator[_Record]:
 def _sequence(record: _Record) -> str:
     """Return the letters of a record without a final stop, or refuse it."""
     if record.letters > MAX_LETTERS:
-        raise UnusableInput(Reason.TOO_MANY_RESIDUES, f"{record.letters:,} letters, {MAX_LETTERS:,} are allowed")
+        raise UnusableInput(
+            Reason.TOO_MANY_RESIDUES, f"{record.letters:,} letters, at most {MAX_LETTERS:,} are allowed"
+        )
     sequence = "".join(record.pieces).removesuffix("*")
     if not sequence:
         raise UnusableInput(Reason.BAD_SEQUENCE, "the sequence is empty")
     if wrong := NOT_A_LETTER.search(sequence):
-        what = f"{printable_text(wrong[0])!r} at position {wrong.start() + 1} is no residue letter"
-        hint = "; write it in upper case if it is meant as a residue" if wrong[0].islower() else ""
+        what = f"{printable_text(wrong[0])!r} at position {wrong.start() + 1} is not a residue letter"
+        hint = "; write residues in upper case" if wrong[0].islower() else ""
         raise UnusableInput(Reason.BAD_SEQUENCE, what + hint)
     return sequence
 
@@ -146,7 +148,7 @@ def items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
             yield checked
     if not entries and spec.limit != 0:
         where = str(spec.splits or spec.path)
-        raise DataError(f"the source {spec.source!r} finds nothing here", where=where, remedy=f"ls -l {quote(where)}")
+        raise DataError(f"the source {spec.source!r} finds no items here", where=where, remedy=f"ls -l {quote(where)}")
 
 
 def _checked(entry: Item | Rejection, seen: SeenIds, spec: SourceSpec) -> Item | Rejection:
@@ -169,8 +171,10 @@ def _checked(entry: Item | Rejection, seen: SeenIds, spec: SourceSpec) -> Item |
     table = spec.path.name if spec.splits is None else spec.splits.name
     where = f"{table}:{first}" if first else seen.origins.get(entry.id, "an earlier file")
     split = f" (this one is in split {printable_text(entry.split)!r})" if entry.split else ""
-    remedy = "; the ending is no part of an id: rename it, or take one format by data.pattern" * (spec.source == "glob")
-    detail = f"{where} has this id already{split}{remedy}"
+    remedy = "; the suffix is not part of an id: rename the file, or select one format with data.pattern" * (
+        spec.source == "glob"
+    )
+    detail = f"{where} already has this id{split}{remedy}"
     return Rejection(printable_text(entry.id), Reason.DUPLICATE_ID, detail, entry.origin, entry.split)
 
 
@@ -185,7 +189,7 @@ def _adapter(spec: SourceSpec) -> Adapter:
         return ADAPTERS[spec.source]
     near = get_close_matches(spec.source, ADAPTERS, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(ADAPTERS)}"
-    what = f"no data source is called {spec.source!r}; {hint}"
+    what = f"unknown data source {spec.source!r}; {hint}"
     raise ConfigError(what, where="data.source", remedy=Command.of("config show"))
 
 
@@ -200,5 +204,5 @@ def _refuse_unheeded(spec: SourceSpec) -> None:
     }
     for setting, sources in HEEDED_BY.items():
         if is_set[setting] and spec.source not in sources:
-            what = f"data.{setting} means nothing to the source {spec.source!r}, only to {' and '.join(sources)}"
-            raise ConfigError(what, where="data", remedy=Command.of("config show", then="   (then take it out)"))
+            what = f"data.{setting} does not apply to the source {spec.source!r}, only to {' and '.join(sources)}"
+            raise ConfigError(what, where="data", remedy=Command.of("config show", then="   (then remove it)"))

@@ -31,7 +31,7 @@ def id_problem(name: str, *, names_files: bool = True) -> str:
     if not name:
         return "is empty"
     if len(name) > MAX_ID_LENGTH:
-        return f"has {len(name)} characters, {MAX_ID_LENGTH} are allowed"
+        return f"has {len(name)} characters, at most {MAX_ID_LENGTH} are allowed"
     if " " in name or not name.isprintable():
         odd = next(letter for letter in name if letter == " " or not letter.isprintable())
         return "contains white space" if odd.isspace() else f"contains the unprintable character U+{ord(odd):04X}"
@@ -123,7 +123,7 @@ KIND = "kind"  # a label such as antibody-antigen, by which the evaluation of do
 def unread_columns(item: Item, names: Sequence[str]) -> str:
     """List the columns of an item's row that neither pipeline nor the task reads; `names` are those of data.labels."""
     unread = [printable_text(name) for name in item.labels if name not in (*names, KIND)]
-    return f"columns that nothing reads: {first_few(unread)} (a task reads those that data.labels names)" * bool(unread)
+    return f"unused columns: {first_few(unread)} (list them in data.labels to use them as labels)" * bool(unread)
 
 
 def label_values(item: Item, names: Iterable[str]) -> dict[str, float]:

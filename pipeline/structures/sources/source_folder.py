@@ -48,7 +48,7 @@ class StructureFolder:
     def find(self, *stems: str) -> str | None:
         """Return the path of the first existing file with one of these stems; None if there is none."""
         if any(SLASHES.search(stem) or stem.startswith(".") for stem in stems):
-            raise ValueError(f"{stems} were not checked before they became file names")
+            raise ValueError(f"{stems} were not checked before use as file names")
         for folder, suffix in self._endings:
             for stem in stems:
                 path = os.path.join(folder, stem + suffix)  # noqa: PTH118  # a Path per try would cost more than the try
@@ -87,9 +87,9 @@ def listing(folder: Path) -> Iterator[os.DirEntry[str]]:
         with os.scandir(folder) as entries:
             yield from entries
     except FileNotFoundError:
-        what, remedy = "no such folder", Command.of("config show", then="   (says where this path comes from)")
+        what, remedy = "folder not found", Command.of("config show", then="   (shows where this path comes from)")
     except NotADirectoryError:
-        what, remedy = "a file, where a folder is wanted", f"ls {quote(str(folder.parent))}"
+        what, remedy = "is a file, expected a directory", f"ls {quote(str(folder.parent))}"
     except OSError as error:
         what, remedy = f"cannot be listed: {error.strerror or error}", f"ls -ld {quote(str(folder))}"
     else:

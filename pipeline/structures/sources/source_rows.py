@@ -62,9 +62,9 @@ def _opened(path: Path) -> Stream:
     try:
         return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
     except FileNotFoundError:
-        what, remedy = "no such file", Command.of("config show", then="   (says where this path comes from)")
+        what, remedy = "file not found", Command.of("config show", then="   (shows where this path comes from)")
     except IsADirectoryError:
-        what = "a folder, where a file is wanted"
+        what = "is a directory, expected a file"
         remedy = f"ls {quote(str(path))}   (then set data.path to one of these)"
     except OSError as error:
         what, remedy = f"cannot be opened: {error.strerror or error}", f"ls -l {quote(str(path))}"
@@ -75,7 +75,7 @@ def _next_line(stream: Stream, path: Path) -> bytes:
     try:
         line = stream.readline(MAX_LINE_BYTES + 1)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise _refused(path, f"not a whole gzip file: {error}", f"gzip -t {quote(str(path))}") from error
+        raise _refused(path, f"damaged gzip file: {error}", f"gzip -t {quote(str(path))}") from error
     except OSError as error:
         raise _refused(path, f"cannot be read: {error.strerror or error}", f"ls -l {quote(str(path))}") from error
     if len(line) > MAX_LINE_BYTES:
@@ -170,7 +170,7 @@ class Columns:
         """Return the error in the columns of a file, if any: a duplicate, missing, misspelt or otherwise named one."""
         for name in present:
             if name and present.count(name) > 1:
-                what = f"two columns are called {printable_text(name)!r}"
+                what = f"duplicate column {printable_text(name)!r}"
                 return ConfigError(what, where=str(path), remedy=show_header(path))
         spare = {name.lower(): name for name in present if name not in (*self.known, *self.labels)}
         for column in self._missing(present):
@@ -180,8 +180,8 @@ class Columns:
             meant = _meant(column, spare, ALIKE if column in ("split", "cluster") else NEARLY_CERTAIN)
             if meant and column not in present:
                 what = (
-                    f"pipeline does not read the column {printable_text(meant)!r}: did you mean {column!r}?"
-                    f" (to keep it as a label, add a column {column!r}, which may be empty)"
+                    f"unknown column {printable_text(meant)!r}: did you mean {column!r}?"
+                    f" (to keep it as a label, add a column {column!r}; it may be empty)"
                 )
                 return ConfigError(what, where=str(path), remedy=_rename(meant, column, path))
         return None
@@ -237,8 +237,8 @@ def read_rows(path: Path, columns: Columns, *, quoted: bool = True) -> Iterator[
 
 def _wrong_kind(path: Path, suffix: str) -> ConfigError:
     known = " ".join((*DELIMITERS, *JSON_LINES))
-    what = f"a table is one of {known} (or these with .gz), not {suffix!r}"
-    remedy: str | Command = Command.of("config show", then="   (says where this path comes from)")
+    what = f"supported tables: {known} (or these with .gz), not {suffix!r}"
+    remedy: str | Command = Command.of("config show", then="   (shows where this path comes from)")
     if suffix == ".parquet":
         code = "import pandas, sys; pandas.read_parquet(sys.argv[1]).to_csv(sys.argv[2], index=False)"
         remedy = f"python -c {quote(code)} {quote(str(path))} {quote(str(path.with_suffix('.csv')))}"
@@ -282,7 +282,7 @@ def _next_cells(reader: Any, path: Path) -> list[str] | None:
     except csv.Error as error:
         if reader.line_num <= start:
             raise
-        what = "a quote opened here is not closed as it should be, so where the next row starts is unknown"
+        what = "a quote opened here is never closed"
         raise DataError(what, where=f"{path}:{start}", remedy=f"sed -n {start}p {quote(str(path))}") from error
 
 
@@ -290,7 +290,7 @@ def _row(header: Sequence[str], cells: Sequence[str], origin: str) -> SourceRow 
     """Pair cells with column names; columns without a name are dropped, and so are empty cells beyond the last."""
     if len(cells) < len(header) or any(cells[len(header) :]):
         name = printable_text(cells[header.index("id")]) if "id" in header[: len(cells)] else ""
-        return Rejection(name, Reason.BAD_ROW, f"{len(cells)} fields, the header has {len(header)}", origin)
+        return Rejection(name, Reason.BAD_ROW, f"{len(cells)} fields, but the header has {len(header)}", origin)
     return SourceRow({name: cell for name, cell in zip(header, cells, strict=False) if name}, origin)
 
 
@@ -322,7 +322,7 @@ def _json_values(line: str, columns: Columns) -> dict[str, str]:
         raise ValueError(f"it is a {type(loaded).__name__}")
     values = {columns.canonical(name): _json_text(value) for name, value in loaded.items()}
     if len(values) < len(loaded):
-        raise ValueError("it names a column twice")
+        raise ValueError("it has a duplicate column")
     "".join((*values, *values.values())).encode()  # half a surrogate pair could be written nowhere later
     return values
 
@@ -406,7 +406,7 @@ def one_file_parts(
         return (Part(Role.RECEPTOR, path, receptor, model), Part(Role.LIGAND, path, ligand, model))
     if (receptor or ligand) and spec.partners == "auto":
         named, absent = ("receptor", "ligand") if receptor else ("ligand", "receptor")
-        what = f"chains of the {named} are named, none of the {absent}; for items of one partner: data.partners: none"
+        what = f"the {named} has chains but the {absent} has none; for items of one partner set data.partners: none"
         raise UnusableInput(Reason.BAD_ROW, what)
     role = Role.COMPLEX if spec.partners == "auto" else Role.WHOLE
     return (Part(role, path, receptor or ligand, model),)

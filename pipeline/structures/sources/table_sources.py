@@ -167,7 +167,7 @@ def _bound(folder: StructureFolder, name: str) -> tuple[Part, ...]:
 def _apo(folder: StructureFolder, role: Role, row: SourceRow) -> Part:
     name = row[APO[role]]
     if not name:
-        raise UnusableInput(Reason.MISSING_FILE, f"the index names no unbound {role.value}")
+        raise UnusableInput(Reason.MISSING_FILE, f"the index has no unbound {role.value}")
     stem, _suffix = split_suffix(name)
     if problem := id_problem(stem):
         raise UnusableInput(Reason.BAD_ROW, f"the file name {printable_text(name)!r} {problem}")

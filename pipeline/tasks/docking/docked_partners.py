@@ -68,9 +68,9 @@ def docked_sources(
     """Return the files of an item, one that holds both sides or the receptor's and the ligand's."""
     if reading.assembly is not None:
         raise DataError(
-            "poses are written with the text of the files, which holds no copies of an assembly",
+            "poses are written from the text of the files, which has no assembly copies",
             item=item.id,
-            remedy="write the assembly to a file of its own, and leave out structures.assembly",
+            remedy="write the assembly to its own file, and unset structures.assembly",
         )
     parts: dict[tuple[str, int], list[Part]] = {}
     for part in sorted(item.parts, key=lambda part: part.role is Role.LIGAND):
@@ -82,7 +82,7 @@ def _source(file: File, path: str, model: int, parts: list[Part], read: Complex,
     form = format_of(Path(path))
     if form not in WRITTEN:
         raise DataError(
-            "poses can be written of PDB and mmCIF files only", where=path, remedy="convert the file to one of them"
+            "poses can be written only for PDB and mmCIF files", where=path, remedy="convert the file to one of them"
         )
     roles = [role for part in parts for role in (read.sides if part.role is Role.COMPLEX else (part.role,))]
     sides = {role: _names(read.sides[role]) for role in roles}
@@ -101,7 +101,7 @@ def free_names(taken: set[str], clashing: Sequence[str], names: Sequence[str]) -
     free = [name for name in names if name not in taken]
     if len(free) < len(clashing):
         raise DataError(
-            f"receptor and ligand have {len(taken)} chains, too many to name them apart", remedy="give both as mmCIF"
+            f"receptor and ligand have {len(taken)} chains, too many for a PDB file", remedy="give both as mmCIF"
         )
     return dict(zip(clashing, free, strict=False))
 

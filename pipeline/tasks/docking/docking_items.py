@@ -90,8 +90,8 @@ def _onto_bound(side: PartnerTensors) -> Tensor:
     known_N = side.nodes["labelled"]
     known = int(known_N.sum())
     if known < FEWEST:
-        problem = f"{known} residues of the {side.role} are in the bound structure: {FEWEST} say how it is turned"
-        raise ConfigError(problem, where="data", remedy="leave it out, or   --set data.state=bound")
+        problem = f"only {known} residues of the {side.role} are in the bound structure; superposing needs {FEWEST}"
+        raise ConfigError(problem, where="data", remedy="remove it, or   --set data.state=bound")
     pos_N3, bound_M3 = side.nodes["pos"][:, CA].double(), side.nodes["bound"][known_N].double()
     from_3, to_3 = pos_N3[known_N].mean(0), bound_M3.mean(0)
     turn_33 = nearest_turn((pos_N3[known_N] - from_3).unsqueeze(0), bound_M3 - to_3)[0]
@@ -102,8 +102,8 @@ def docking_partners(item: ItemTensors) -> tuple[PartnerTensors, PartnerTensors]
     """Return the two partners of an item; raise where there is one."""
     receptor, ligand = partners_of(item)
     if ligand is None:
-        problem = f"docking is of two partners, and {item.id} has one"
-        remedy = "leave it out, or say which chains are whose: data.receptor_chains"
+        problem = f"docking needs two partners, but {item.id} has one"
+        remedy = "remove it, or assign chains with data.receptor_chains"
         raise ConfigError(problem, where="data", remedy=remedy)
     return receptor, ligand
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pipeline.protocol import Sizes
     from pipeline.training.items.batch import ItemTensors
 
-DRAW = "pipeline submit predict --model SCORE_MODEL   (draws poses)"
+DRAW = "pipeline submit predict --model SCORE_MODEL   (samples poses)"
 LEAST = {"embedding_dim": 0, "scalars": 1, "vectors": 1, "layers": 3, "multiplicity": 1}  # the third makes odd scalars
 
 
@@ -142,7 +142,7 @@ def read_moves(table: Path) -> dict[str, NDArray[np.float64]]:
                 if np.isfinite(move).all():
                     found.setdefault(item_of(cell_text(row["id"])), []).append(move)
     except (OSError, KeyError, ValueError) as error:
-        problem = f"holds no poses: {error}"
+        problem = f"has no poses: {error}"
         raise DataError(problem, where=str(table), remedy=DRAW) from error
     return {name: np.array(moves) for name, moves in found.items()}
 
@@ -166,7 +166,9 @@ def _sizes_of(tensors: Mapping[str, Tensor], place: str, *, as_published: bool) 
     except (KeyError, ValueError, IndexError):
         shapes = {}
     if shapes != {name: tensor.shape for name, tensor in tensors.items()}:
-        problem = "these are not the weights of a model of confidence in poses"
-        remedy = "--set train.predict.options.confidence=FILE   (of DiffDock-PP, or a model trained by PoseConfidence)"
+        problem = "these are not weights of a pose confidence model"
+        remedy = (
+            "--set train.predict.options.confidence=FILE   (published by DiffDock-PP, or trained with PoseConfidence)"
+        )
         raise ConfigError(problem, where=f"{WHERE}.confidence: {place}", remedy=remedy)
     return made

@@ -68,7 +68,8 @@ class PosedPdb:
         """Yield a file of several models, the ligand after each move."""
         if len(moves.turn_P33) > MOST_MODELS:
             raise DataError(
-                f"a PDB file holds {MOST_MODELS:,} models, not {len(moves.turn_P33):,}", remedy="write fewer of them"
+                f"a PDB file holds at most {MOST_MODELS:,} models, not {len(moves.turn_P33):,}",
+                remedy="write fewer of them",
             )
         yield b"\n".join([*_remarks([*remarks, *self.notes]), b""])
         for model, pos_N3 in enumerate(moves.of(self.pos_N3), start=1):
@@ -92,7 +93,7 @@ def _column(number: float) -> bytes:
         text = b"%8.*f" % (decimals, number)
         if len(text) == 8:
             return text
-    raise DataError(f"a coordinate of {number:,.0f} Å does not fit into a PDB file", remedy="leave out that pose")
+    raise DataError(f"a coordinate of {number:,.0f} Å does not fit into a PDB file", remedy="skip that pose")
 
 
 def _record(line: bytes) -> bytes:

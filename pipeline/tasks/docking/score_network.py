@@ -177,7 +177,7 @@ def _strange(ligand_scalars: Sequence[Tensor], place: int) -> Tensor:
         if place < scalars_PLM.shape[1]:
             return scalars_PLM[:, place : place + 1]
         place -= scalars_PLM.shape[1]
-    raise AssertionError("a batch has as many residues as complexes")
+    raise AssertionError("a batch has one residue for each complex")
 
 
 # Ours → theirs; "*" is the number of a layer.

@@ -138,12 +138,12 @@ class Prompts:
         """Refuse templates without a place for the name, and prompts that the model cannot read."""
         for template in self.templates:
             if "{}" not in template:
-                problem = f"the template {template!r} has no {{}}, where the name of a class goes"
+                problem = f"the template {template!r} has no {{}} for the class name"
                 raise ConfigError(problem, where=f"{WHERE}.templates", remedy='such as "a photo of a {}."')
         largest = max(max(tokens) for tokens in self._tokens())
         if largest >= vocabulary:
             problem = f"a token of a prompt is {largest}, the model knows {vocabulary:,}"
-            raise ConfigError(problem, where=f"{WHERE}.merges", remedy="the file that the reader has")
+            raise ConfigError(problem, where=f"{WHERE}.merges", remedy="use the reader's file")
 
     def _tokens(self) -> list[list[int]]:
         """Return the tokens of every class in every template, class by class."""

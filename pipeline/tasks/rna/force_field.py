@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 CHARGE_UNIT = 18.2223  # of the charges in a topology, to one elementary charge
 NEAR = 4.0  # Å
-ONE_PLACE = 0.1  # Å: atoms no farther apart are at one place
+ONE_PLACE = 0.1  # Å: atoms no farther apart have the same position
 DEGREES = 180 / math.pi
 LENGTH, STIFFNESS, ANGLE, BEND, BARRIER, FOLD, PHASE = 2.0, 500.0, 180.0, 200.0, 20.0, 6.0, 6.28318
 MODIFIED = ("PSU", "I", "M2G", "M7G", "OMC", "OMG", "5MU", "5MC", "1MA", "2MG", "6MA", "URA", "GUA", "ADE", "CYT")
@@ -123,7 +123,7 @@ def _sections(data: bytes) -> dict[str, Any]:
     texts = {part.partition("\n")[0].strip(): part for part in parts}
     pointers = _numbers(texts, "POINTERS").astype(np.int64)
     if len(pointers) <= max(place for place, _ in LENGTHS.values()) or (pointers < 0).any():
-        raise UnusableEntry("%FLAG POINTERS has too few numbers, or one below 0")
+        raise UnusableEntry("%FLAG POINTERS has too few or negative numbers")
     lengths = {name: int(pointers[place]) * times for name, (place, times) in LENGTHS.items()}
     lengths["NONBONDED_PARM_INDEX"] = int(pointers[TYPES]) ** 2
     lengths["LENNARD_JONES_ACOEF"] = lengths["LENNARD_JONES_BCOEF"] = int(pointers[TYPES] * (pointers[TYPES] + 1) // 2)
@@ -141,7 +141,7 @@ def _cells(texts: Mapping[str, str], name: str) -> list[str]:
     lines = texts[name].split("\n")[1:]
     found = next((match for line in lines if (match := FORMAT.match(line))), None)
     if found is None:
-        raise UnusableEntry(f"%FLAG {name} has no plain %FORMAT, such as (20a4) or (10I8)")
+        raise UnusableEntry(f"%FLAG {name} needs a plain %FORMAT, such as (20a4) or (10I8)")
     width = int(found[2])
     body = (line.rstrip("\r\n") for line in lines if not line.startswith("%"))
     return [line[at : at + width] for line in body for at in range(0, len(line), width)]
@@ -155,7 +155,7 @@ def _numbers(texts: Mapping[str, str], name: str, length: int | None = None) -> 
     except ValueError as error:
         raise UnusableEntry(f"%FLAG {name}: {error}") from error
     if length is not None and len(values) != length:
-        raise UnusableEntry(f"%FLAG {name} holds {len(values)} values, and POINTERS say {length}")
+        raise UnusableEntry(f"%FLAG {name} holds {len(values)} values, but POINTERS say {length}")
     if not np.isfinite(values).all():
         raise UnusableEntry(f"%FLAG {name}: value {int(np.argmin(np.isfinite(values))) + 1} is not finite")
     return values
@@ -171,7 +171,7 @@ def _is_rna(sections: Mapping[str, Any], more_residues: Collection[str]) -> NDAr
     is_rna_R = np.array([label in known for label in labels])
     if len(labels) != len(first_R) or not is_rna_R.any():
         names = ", ".join(dict.fromkeys(labels)) or "none"
-        raise UnusableEntry(f"no residue is RNA: {names[:80]}; data.options.residues names further ones")
+        raise UnusableEntry(f"no residue is RNA: {names[:80]}; list further names in data.options.residues")
     kept_A: NDArray[np.bool_] = np.repeat(is_rna_R, np.diff(first_R, append=atoms))
     return kept_A
 
@@ -248,5 +248,5 @@ def near_pairs(
     distance_E: Floats = np.linalg.norm(pos[near_E2[:, 0]] - pos[near_E2[:, 1]], axis=1)
     if (distance_E < ONE_PLACE).any():
         left, right = near_E2[int(np.argmin(distance_E))] + 1
-        raise UnusableEntry(f"the atoms {left} and {right} of the RNA are at one place")
+        raise UnusableEntry(f"the atoms {left} and {right} of the RNA have the same position")
     return near_E2.astype(np.int32), distance_E

@@ -45,7 +45,7 @@ class LigandEmbeddings:
         ids = self._file[ID][()]
         if len(ids) != len(self._file[EMBEDDING]):
             problem = f"{self.path} has {len(ids)} ids and {len(self._file[EMBEDDING])} embeddings"
-            raise DataError(problem, where=f"{WHERE}.targets", remedy="write a row of `embedding` for each `id`")
+            raise DataError(problem, where=f"{WHERE}.targets", remedy="write one row of `embedding` for each `id`")
         return {name.decode() if isinstance(name, bytes) else str(name): row for row, name in enumerate(ids)}
 
     def __len__(self) -> int:
@@ -66,10 +66,10 @@ class LigandEmbeddings:
         if stored is None:
             return None
         if stored.size != width:
-            problem = f"the target of {key} in {self.path} has {stored.size} numbers, the model gives {width}"
+            problem = f"the target of {key} in {self.path} has {stored.size} numbers, but the model outputs {width}"
             raise ConfigError(problem, where=f"{WHERE}.output_dim", remedy=f"--set {WHERE}.output_dim={stored.size}")
         problem = f"the target of {key} in {self.path} has numbers that are not finite"
-        remedy = "make it anew, or leave it out with targets_missing: skip"
+        remedy = "rebuild it, or skip it with targets_missing: skip"
         return _finite(stored.reshape(width), DataError(problem, where=f"{WHERE}.targets", remedy=remedy))
 
     def stored(self, key: str) -> NDArray[Any] | None:
@@ -98,16 +98,16 @@ def sequence_vector(path: Path, name: str, width: int) -> Floats:
     stored = next((found for key in keys if (found := file.stored(key)) is not None), None)
     if stored is None:
         problem = f"{' or '.join(keys)} has no vector in {path}, which has {len(file):,} ids"
-        remedy = "embed these sequences, too, then: pipeline embeddings export --pool mean --force"
+        remedy = "embed these sequences too, then run: pipeline embeddings export --pool mean --force"
         raise DataError(problem, where=f"{WHERE}.sequences", remedy=remedy)
     if stored.shape != (width,):
-        problem = f"what {path} has of {name} is of the shape {stored.shape}, and {width} numbers are asked for"
+        problem = f"{name} in {path} has the shape {stored.shape}, but {width} numbers are needed"
         remedy = (
             f"--set {WHERE}.sequence_dim={stored.shape[-1] if stored.shape else 0}   (rows: export with --pool mean)"
         )
         raise ConfigError(problem, where=f"{WHERE}.sequence_dim", remedy=remedy)
-    problem = f"what {path} has of {name} is not finite"
-    return _finite(stored, DataError(problem, where=f"{WHERE}.sequences", remedy="make it anew"))
+    problem = f"{name} in {path} is not finite"
+    return _finite(stored, DataError(problem, where=f"{WHERE}.sequences", remedy="rebuild it"))
 
 
 def _finite(stored: NDArray[Any], otherwise: DataError) -> Floats:
@@ -131,7 +131,7 @@ def _measure(path: Path) -> Measure:
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:  # np.load leaves a bad one open
             return Measure(*(np.asarray(file[name], np.float32).reshape(-1) for name in ("mean", "std")))
     except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
-        problem, remedy = f"no .npz file of mean and std: {error}", "np.savez(path, mean=…, std=…)"
+        problem, remedy = f"not an .npz file with mean and std: {error}", "np.savez(path, mean=…, std=…)"
         raise DataError(problem, where=str(path), remedy=remedy) from error
 
 
@@ -144,7 +144,7 @@ def read_measure(path: Path, width: int, option: str) -> Measure:
     fits = all(len(part) == width and np.isfinite(part).all() for part in measure)
     if not fits or not (measure.deviation_D > 0).all():
         problem = f"mean and std are not {width} finite numbers each, or a deviation is not above 0"
-        raise DataError(problem, where=str(path), remedy=f"another file: --set {WHERE}.{option}=…")
+        raise DataError(problem, where=str(path), remedy=f"use another file: --set {WHERE}.{option}=…")
     return measure
 
 
@@ -198,11 +198,13 @@ def _library(path: Path) -> LigandLibrary:
     file = LigandEmbeddings(path)
     names = tuple(file.keys())
     if not names:
-        raise DataError("the library has no ligands", where=str(path), remedy="write a dataset for each ligand")
+        raise DataError("the library has no ligands", where=str(path), remedy="write one dataset for each ligand")
     width = np.asarray(file.stored(names[0])).size
     vectors = [file.get(name, width) for name in names]
     if any(vector is None for vector in vectors):
-        raise DataError("a key of the library is no dataset", where=str(path), remedy="write a dataset for each ligand")
+        raise DataError(
+            "an entry of the library is not a dataset", where=str(path), remedy="write one dataset for each ligand"
+        )
     return LigandLibrary(names, np.stack([vector for vector in vectors if vector is not None]))
 
 

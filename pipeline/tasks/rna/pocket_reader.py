@@ -84,7 +84,7 @@ def _rna_atoms(data: bytes, form: str, more_residues: Collection[str]) -> Atoms:
     sites = sites_of(table)
     chosen = sites.take(np.flatnonzero(np.isin(table.resname_A[sites.first_S], names)))
     if not len(chosen.first_S):
-        raise UnusableEntry("no residue is RNA; data.options.residues names further ones")
+        raise UnusableEntry("no residue is RNA; list further names in data.options.residues")
     rows_A, residue_A, _ = one_conformer(table, chosen, chosen.rows(), "highest", None)
     first_R = np.flatnonzero(changes(residue_A))
     chain_A = table.chain_A[rows_A]
@@ -106,7 +106,7 @@ def _rna_atoms(data: bytes, form: str, more_residues: Collection[str]) -> Atoms:
 def _features(atoms: Atoms) -> NDArray[np.float32]:
     """Return charge (0: unknown), atomic number and mass of each atom."""
     if (atoms.element_A == 0).any():
-        raise UnusableEntry(f"atom {int(np.argmin(atoms.element_A)) + 1} of the RNA is of no element")
+        raise UnusableEntry(f"atom {int(np.argmin(atoms.element_A)) + 1} of the RNA has no element")
     number_A = np.where(is_hydrogen(atoms.element_A), 1, atoms.element_A).astype(np.float64)
     weights = {int(number): gemmi.Element(int(number)).weight for number in np.unique(number_A)}
     mass_A = [weights[int(number)] for number in number_A]
@@ -171,7 +171,7 @@ class RnaPockets:
             return names
         others = {_plain_name(file.name) for file in files}
         if self.force_field == TOPOLOGY and any(name.endswith(tuple(FORMS)) for name in others):
-            problem = "PDB or mmCIF files, but no AMBER topologies (.prmtop, .parm7): these tell charges and parameters"
+            problem = "PDB or mmCIF files, but no AMBER topologies (.prmtop, .parm7), which have charges and parameters"
             remedy = "make them with tleap (RNA.OL3), or train without: --set data.options.force_field=absent"
         else:
             problem, remedy = f"no pockets: no file ends with {', '.join(endings)}", "set data.path to their folder"
@@ -214,7 +214,7 @@ class RnaPockets:
             return read_plain_pocket(_content(path), form, self.residues)
         beside = _coordinates(path)
         if beside is None:
-            raise UnusableEntry(f"no coordinates beside it: {Path(_plain_name(path.name)).stem}.inpcrd is not there")
+            raise UnusableEntry(f"missing coordinates: {Path(_plain_name(path.name)).stem}.inpcrd not found")
         return read_pocket(_content(path), _content(beside), self.residues)
 
     def _splits(self) -> dict[str, str]:
@@ -248,7 +248,10 @@ def _told_splits(path: Path, *, allow_divided: bool) -> dict[str, str]:
     except OSError as error:
         raise cannot_read(path, error) from error
     except (ValueError, AttributeError, TypeError) as error:
-        problem, remedy = f"no JSON of lists of ids: {error}", '{"train": ["1abc_GTP_model0"], "val": [], "test": []}'
+        problem, remedy = (
+            f"not a JSON object of id lists: {error}",
+            '{"train": ["1abc_GTP_model0"], "val": [], "test": []}',
+        )
         raise DataError(problem, where=str(path), remedy=remedy) from error
     split_of: dict[str, str] = {}
     of_complex: dict[str, str] = {}
@@ -257,8 +260,8 @@ def _told_splits(path: Path, *, allow_divided: bool) -> dict[str, str]:
             split_of.setdefault(name, split)
             before = of_complex.setdefault(complex_of(name), split)
             if before != split and not allow_divided:
-                problem = f"models of {complex_of(name)} are in {before} and in {split}: what is tested was trained on"
-                remedy = "--set data.options.splits='' (they are drawn by complex), or --set data.options.divided=allow"
+                problem = f"models of {complex_of(name)} are in {before} and in {split}: test data would be trained on"
+                remedy = "--set data.options.splits='' (to split by complex), or --set data.options.divided=allow"
                 raise ConfigError(problem, where=str(path), remedy=remedy)
     return split_of
 
@@ -302,7 +305,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser("python -m pipeline.tasks.rna.pocket_reader")
     parser.add_argument("what", choices=("statistics",))
-    parser.add_argument("folder", type=Path, help="the pockets, as data.path names them")
+    parser.add_argument("folder", type=Path, help="the pockets, as in data.path")
     parser.add_argument("path", type=Path, help="the .npz file to write, for train.options.feature_norm")
     arguments = parser.parse_args(words)
     try:

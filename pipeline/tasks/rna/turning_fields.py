@@ -67,11 +67,11 @@ def fields_of(irreps: str) -> Fields:
         match = _PART.fullmatch(part.strip())
         degree = int(match[2][0]) if match else -1
         if match is None or degree in counts:
-            why = "is there twice" if match else "is none of COUNTx0e, COUNTx1o and COUNTx2e"
+            why = "is listed twice" if match else "is not COUNTx0e, COUNTx1o or COUNTx2e"
             raise ConfigError(f"{part.strip()!r} of {irreps!r} {why}", where=WHERE, remedy=remedy)
         counts[degree] = int(match[1])
     if 0 not in counts:
-        problem = f"{irreps!r} has no scalars, such as 32x0e: nothing could be said of an item"
+        problem = f"{irreps!r} has no scalars such as 32x0e, which the output needs"
         raise ConfigError(problem, where=WHERE, remedy=remedy)
     return Fields(*(counts.get(degree, 0) for degree in DEGREES))
 

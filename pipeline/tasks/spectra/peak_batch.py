@@ -98,9 +98,9 @@ def item_target(item: ItemTensors, targets: int) -> Tensor:
         return torch.full((targets,), math.nan)
     target_K = item.values[TARGET].reshape(-1)
     if len(target_K) != targets:
-        sizes = f"{targets} numbers of a spectrum, and {item.id} has a target of {len(target_K)}"
+        sizes = f"{targets} numbers a spectrum, but {item.id} has a target of {len(target_K)}"
         remedy = f"--set {WHERE}.targets={len(target_K)}"
-        raise ConfigError(f"the task tells {sizes}", where=f"{WHERE}.targets", remedy=remedy)
+        raise ConfigError(f"the task expects {sizes}", where=f"{WHERE}.targets", remedy=remedy)
     return target_K.float()
 
 

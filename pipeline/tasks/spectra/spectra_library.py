@@ -126,15 +126,15 @@ def _write_matches(path: Path, queries: Library, found: Iterable[SpectrumMatch],
 def read_library(path: Path, width: int = 0) -> Library:
     """Return a library; raise where it is none, or its vectors are not of this width."""
     if not path.is_file():
-        remedy = "name an embeddings.npy that `pipeline submit predict` wrote, or an HDF5 file of DreaMS"
-        raise ConfigError("no such library", where=f"{WHERE}.library is {path}", remedy=remedy)
+        remedy = "use an embeddings.npy written by `pipeline submit predict`, or an HDF5 file of DreaMS"
+        raise ConfigError("library not found", where=f"{WHERE}.library is {path}", remedy=remedy)
     library = _from_hdf5(path) if path.suffix.lower() in hdf5.SUFFIXES else _from_npy(path)
     shape = library.vector_MD.shape
     if len(shape) != 2 or (width and shape[1] != width):
         problem = f"its vectors are {list(shape)}, and those of this model [spectra, {width or 'numbers'}]"
         raise DataError(problem, where=str(path), remedy="predict the library with the same model")
     if len(library.rows) != shape[0]:
-        problem = f"{shape[0]:,} vectors, and {len(library.rows):,} rows that tell of them"
+        problem = f"{shape[0]:,} vectors, but {len(library.rows):,} rows that describe them"
         raise DataError(problem, where=str(path), remedy="predict the library again")
     return library
 
@@ -147,7 +147,7 @@ def _from_npy(path: Path) -> Library:
             rows = [{name: cell_text(cell or "") for name, cell in row.items()} for row in table]
             return Library(vector_MD, tuple(table.fieldnames or ()), rows)
     except (OSError, ValueError) as error:
-        problem = f"no library: {error}"
+        problem = f"not a library: {error}"
         raise DataError(problem, where=str(path), remedy="predict the library again") from error
 
 
@@ -155,7 +155,7 @@ def _from_hdf5(path: Path) -> Library:
     """Read a library in DreaMS' layout: its embeddings, and every column of one value a spectrum."""
     with hdf5.open_hdf5(path) as file:
         if COLUMN not in file:
-            remedy = "predict it, and name the embeddings.npy that comes of it"
+            remedy = "predict it, and use the resulting embeddings.npy"
             raise DataError(f"no dataset {COLUMN!r}", where=str(path), remedy=remedy)
         names = tuple(name for name in file if getattr(file[name], "ndim", 0) == 1)
         columns = [[hdf5.text_of(value) for value in file[name][:]] for name in names]

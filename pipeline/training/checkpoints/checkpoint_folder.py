@@ -168,8 +168,8 @@ class CheckpointFolder:
         known = [manifest for manifest in known if of_all and manifest.of_all_items] or known
         whole = self._first_whole(known, passed)
         if whole is None and passed:
-            problem = f"none of the {len(passed)} checkpoints is whole; the newest: {passed[0]}"
-            remedy = f"to begin anew: mv {self.folder} {self.folder}.damaged"
+            problem = f"none of the {len(passed)} checkpoints is intact; the newest: {passed[0]}"
+            remedy = f"to start over: mv {self.folder} {self.folder}.damaged"
             raise JobFailed(problem, where=str(self.folder), remedy=remedy)
         if whole is not None and passed:
             self.tell(f"checkpoint {whole.name} is used instead: step {whole.step}")
@@ -202,7 +202,7 @@ class CheckpointFolder:
 
     def _pass_over(self, name: str, error: CheckpointDamaged) -> str:
         """Report a damaged checkpoint once, and no longer count it among those to keep; return the message."""
-        message = f"checkpoint {name} is passed over: {os.path.basename(error.where)} {error.what}"  # noqa: PTH119 - text
+        message = f"checkpoint {name} is skipped: {os.path.basename(error.where)} {error.what}"  # noqa: PTH119 - text
         if name not in self._damaged:
             self.tell(message)
         self._damaged.add(name)
@@ -240,7 +240,9 @@ class CheckpointFolder:
         if failed:
             number = next(receipt["errno"] for receipt in receipts if "not_saved" in receipt)
             raise self._not_saved(step, why := "; ".join(failed), number) from OSError(number, why)
-        assert [receipt["rank"] for receipt in receipts] == list(range(len(receipts))), "each rank's receipt is needed"
+        assert [receipt["rank"] for receipt in receipts] == list(range(len(receipts))), (
+            "a receipt from every rank is needed"
+        )
         return Manifest(
             name=self._free_name(step),
             step=step,
@@ -287,7 +289,7 @@ class CheckpointFolder:
                 self.disk.rename(self.folder / name, aside := self.folder / f".{name}.removed-{self.token}")
                 self._abandon(aside)
         except OSError as error:
-            self.tell(f"checkpoints that are no longer needed cannot be removed: {error.strerror or error}")
+            self.tell(f"old checkpoints cannot be removed: {error.strerror or error}")
 
     def _abandon(self, folder: Path) -> None:
         """Remove a folder that is not published, but only files of checkpoints in it."""
@@ -297,7 +299,7 @@ class CheckpointFolder:
         except FileNotFoundError:
             pass
         except OSError as error:
-            self.tell(f"{folder} is left behind and cannot be removed: {error.strerror or error}")
+            self.tell(f"{folder} cannot be removed: {error.strerror or error}")
 
     def _take_back(self, partial: Path, files: Iterable[str]) -> None:
         """Remove the files that one rank has begun to write, and the folder if it is then empty."""
@@ -312,14 +314,14 @@ class CheckpointFolder:
 
     def _why(self, error: OSError, state: State | None = None) -> str:
         size = sum(map(tensor_file.nbytes, state.tensors.values())) if state is not None else 0
-        needed = f" ({size / 1e6:,.1f} MB are to be written)" if size else ""
+        needed = f" ({size / 1e6:,.1f} MB to write)" if size else ""
         return f"{error.strerror or error}{room_left(self.disk, self.folder)}{needed}"
 
     def _not_saved(self, step: int, why: str, number: int | None) -> NotSaved:
         left = max(filter(_NAME.fullmatch, self.disk.list_folder(self.folder)), key=_order, default=None)
-        last = f"the last one that is there: {left}" if left else "there is none before it"
+        last = f"the newest saved one: {left}" if left else "there is no earlier one"
         problem = f"the checkpoint of step {step} could not be saved: {why}; {last}"
-        look = f"make room: df -h {self.folder}" if number in FULL else f"let it be written: findmnt -T {self.folder}"
+        look = f"make room: df -h {self.folder}" if number in FULL else f"make it writable: findmnt -T {self.folder}"
         return NotSaved(problem, where=str(self.folder), remedy=look)
 
 

@@ -82,7 +82,7 @@ def read_manifest(disk: Disk, folder: Path) -> Manifest:
     head, line, text = content.partition(b"\n")
     match = _HEAD.fullmatch(head + line)
     if match is None or _digest(int(match[1]), text) != match[2].decode():
-        raise damaged_file(path, f"is damaged: its {len(content):,} bytes are not those that were written")
+        raise damaged_file(path, f"is damaged: its {len(content):,} bytes differ from those written")
     if int(match[1]) > FORMAT:
         problem = f"is of format {int(match[1])}; this version of pipeline reads up to {FORMAT}"
         raise ConfigError(problem, where=str(path), remedy="use the version of pipeline that wrote it, or a newer one")
@@ -97,7 +97,7 @@ def refuse_stranger(manifest: Manifest, identity: Mapping[str, Any], path: Path)
         return
     shown = (f"{name} is {_short(manifest.identity, name)} there, {_short(identity, name)} here" for name in differing)
     raise ConfigError(
-        f"this checkpoint is of another training: {'; '.join(shown)}", where=str(path), remedy=OTHER_MODEL
+        f"this checkpoint belongs to another training: {'; '.join(shown)}", where=str(path), remedy=OTHER_MODEL
     )
 
 
@@ -106,10 +106,12 @@ def plain_json(value: Any, where: str) -> Any:
     if value is None or isinstance(value, str | bool | int | float):
         if type(value) in (str, bool, int, float, type(None)):
             return value
-        raise TypeError(f"{where} is a {type(value).__name__}: make it plain")  # an enum or a NumPy number
+        raise TypeError(
+            f"{where} is a {type(value).__name__}: convert it to a plain Python value"
+        )  # an enum or a NumPy number
     if isinstance(value, Mapping):
         if strange := [key for key in value if type(key) is not str]:
-            raise TypeError(f"{where} has a key that is no text: {strange[0]!r}")
+            raise TypeError(f"{where} has a key that is not a string: {strange[0]!r}")
         return {key: plain_json(entry, f"{where}.{key}") for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [plain_json(entry, f"{where}[{place}]") for place, entry in enumerate(value)]
@@ -193,7 +195,7 @@ def open_checkpoint(
     disk = disk or Disk()
     if not path.is_dir():
         others = sorted(name for name in disk.list_folder(path.parent) if name.startswith("step-"))
-        problem = f"there is no such checkpoint; there is: {', '.join(others[-8:]) or 'none'}"
+        problem = f"checkpoint not found; available: {', '.join(others[-8:]) or 'none'}"
         raise ConfigError(problem, where=str(path), remedy=f"ls {quoted(path.parent)}")
     manifest = read_manifest(disk, path)
     if identity is not None:

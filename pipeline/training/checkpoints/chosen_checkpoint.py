@@ -92,8 +92,8 @@ def read_export(folder: Path) -> dict[str, Any]:
     path = ModelFolder(folder).export
     digest, _, body = path.read_bytes().partition(b"\n")
     if digest != content_digest(body).hex().encode():
-        problem = "its bytes are not those that were written"
-        raise DataError(problem, where=str(path), remedy="copy the folder again, or export the model anew")
+        problem = "checksum mismatch"
+        raise DataError(problem, where=str(path), remedy="copy the folder again, or export the model again")
     card: dict[str, Any] = json.loads(body)
     if card["format"] != EXPORT_FORMAT:
         problem = f"an exported model of format {card['format']}; this version of pipeline reads {EXPORT_FORMAT}"
@@ -149,16 +149,16 @@ def choose_checkpoint(folder: Path, wanted: str, without: Collection[str] = ()) 
     best = by_figure(known)
     if wanted == LAST or best:
         return _chosen(folder / (newest if wanted == LAST else best[0]).name)
-    return _chosen(folder / newest.name, note="no checkpoint has a figure of a validation: the last one is used")
+    return _chosen(folder / newest.name, note="no checkpoint has a validation metric: using the last one")
 
 
 def _named(folder: Path, wanted: str, without: Collection[str]) -> ChosenCheckpoint:
     path = folder / wanted if (folder / wanted).is_dir() else Path(wanted).absolute()
     if path.name in without:
-        raise JobFailed("is damaged, or no longer there", where=str(path), remedy=ANOTHER)
+        raise JobFailed("is damaged or was removed", where=str(path), remedy=ANOTHER)
     if not (path / MANIFEST).is_file():
         remedy = f"best, last, or a folder such as those of   ls {folder}"
-        raise ConfigError("there is no such checkpoint", where=wanted, remedy=remedy)
+        raise ConfigError("checkpoint not found", where=wanted, remedy=remedy)
     return _chosen(path)
 
 

@@ -301,9 +301,9 @@ class Keeper:
 
     def _warn(self, error: NotSaved) -> str:
         self.unsaved.append(error)
-        self._tell(f"WARNING: {error}\n  training goes on, and the last good checkpoint stays")
+        self._tell(f"WARNING: {error}\n  training continues; the last good checkpoint is kept")
         count = len(self.unsaved)
-        many = f"{count} checkpoints could not be saved, lastly: " if count > 1 else ""
+        many = f"{count} checkpoints could not be saved; the last error: " if count > 1 else ""
         self._warn_of(f"{many}{error.what}   ({error.remedy})")
         return str(error)
 
@@ -313,7 +313,7 @@ class Keeper:
         loaded = self._newest(of_all=of_all) if self.ranks.rank == 0 else None
         reply = self.ranks.exchange({"name": loaded.name if loaded else ""})[0]
         if reply.get("error"):
-            raise JobFailed(f"rank 0 found no checkpoint to go on with: {reply['error']}", where=str(self.folder))
+            raise JobFailed(f"rank 0 found no checkpoint to continue from: {reply['error']}", where=str(self.folder))
         if not reply["name"]:
             self._fresh(step)
             return ResumedTraining(SavedProgress(), {})
@@ -343,9 +343,7 @@ class Keeper:
         elif (first := loaded.own(0)) is not None:  # this rank did not exist: it starts from rank 0's data
             own = first
         if loaded.world != self.ranks.world:
-            self._tell(
-                f"{loaded.name} is of {loaded.world} ranks, now there are {self.ranks.world}: steps stay the same"
-            )
+            self._tell(f"{loaded.name} is of {loaded.world} ranks, now {self.ranks.world}: steps stay the same")
         return ResumedTraining(SavedProgress(**loaded.data["place"]), own.data if own else {}, loaded.step)
 
 

@@ -62,11 +62,11 @@ class ModelClaim:
         except OSError:  # a disk that cannot be read now: whatever is written next fails by itself
             return
         if not holder:
-            what = "the folder of this model was moved or removed during the training, which ends"
+            what = "the model's folder was moved or removed during training, so training stops"
             raise ConfigError(
                 what, where=where, remedy=Command.submit("train", then="   (in the project's new folder)")
             )
-        raise ConfigError(f"{_who(holder)} has taken over this model", where=where, remedy=Command.of("status"))
+        raise ConfigError(f"{_who(holder)} now writes this model", where=where, remedy=Command.of("status"))
 
     def close(self) -> None:
         """Give the claim up."""

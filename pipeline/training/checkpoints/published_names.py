@@ -106,9 +106,9 @@ def in_own_names(model: nn.Module, tensors: Mapping[str, Tensor], reading: Weigh
         tensors = {renamed(name, reading.names): tensor for name, tensor in tensors.items()}
     forms = published_forms(model)
     if reading.form is not None and reading.form not in forms:
-        known = f"it knows {', '.join(forms)}" if forms else "it knows no published weights"
-        remedy = f"leave out {AS}, or say one of these" if forms else f"leave out {AS}; names: train.pretrained_map"
-        raise ConfigError(f"the model knows no weights of {reading.form!r}; {known}", where=AS, remedy=remedy)
+        known = f"it supports {', '.join(forms)}" if forms else "it supports no published weights"
+        remedy = f"leave out {AS}, or choose one of these" if forms else f"leave out {AS}; names: train.pretrained_map"
+        raise ConfigError(f"the model does not support weights of {reading.form!r}; {known}", where=AS, remedy=remedy)
     asked = forms if reading.form is None else {reading.form: forms[reading.form]}
     for name, form in asked.items():
         if (prefix := wrapping_prefix(tensors, form.knows)) is not None:
@@ -118,7 +118,7 @@ def in_own_names(model: nn.Module, tensors: Mapping[str, Tensor], reading: Weigh
             return NamedWeights(form.read(kept), name, left, form.fresh)
     if reading.form is not None:
         first = ", ".join(list(tensors)[:4])
-        problem = f"these are no weights of {reading.form}: their names begin with {first}"
+        problem = f"these are not weights of {reading.form}: their names begin with {first}"
         raise ConfigError(problem, where=f"{AS}: {place}", remedy=f"leave out {AS}, or name the file of {reading.form}")
     return NamedWeights(tensors)
 
@@ -133,7 +133,7 @@ def in_form(network: nn.Module, weights: Mapping[str, Tensor], form: str) -> Map
     """Return weights as a published system names them; raise where the model knows no such system."""
     forms = published_forms(network)
     if form not in forms:
-        known = f"its task knows {', '.join(forms)}" if forms else "its task knows no published names"
+        known = f"its task supports {', '.join(forms)}" if forms else "its task supports no published names"
         remedy = f"--as {next(iter(forms))}" if forms else "leave out --as   (docs/how-to/model.md: published_forms)"
         raise ConfigError(f"no names of {form!r} for this model; {known}", where="--as", remedy=remedy)
     return forms[form].write(weights)

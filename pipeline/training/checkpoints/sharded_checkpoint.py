@@ -203,4 +203,4 @@ def _refuse_gaps(path: Path, places: Mapping[str, list[_PartPlace]]) -> None:
     for name, parts in places.items():
         is_same_tensor = len({(part.shape, part.spec.dtype) for part in parts}) == 1
         if not is_same_tensor or sum(part.numel for part in parts) != parts[0].whole_numel:
-            raise damaged_file(path, f"has not all parts of {name}")
+            raise damaged_file(path, f"is missing parts of {name}")

@@ -38,8 +38,8 @@ _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
 _METADATA = "__metadata__"
 _MOST_NAMED = 6
-ANOTHER = "name a checkpoint that is whole, or train again"
-OTHER_MODEL = "train the model that it was made of, or begin in a new folder: another name in train.models"
+ANOTHER = "choose an intact checkpoint, or train again"
+OTHER_MODEL = "use the model that wrote it, or train into a new folder (train.models)"
 
 
 class CheckpointDamaged(JobFailed):
@@ -245,8 +245,8 @@ def refuse_strange(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided or str(tensor.dtype) not in NAMES:
             kind = tensor.layout if tensor.layout != torch.strided else tensor.dtype
-            problem = f"{name} is of a kind that no checkpoint can hold: {kind}"
-            remedy = "keep it in plain tensors, or out of the model's state"
+            problem = f"{name} has a dtype that checkpoints cannot store: {kind}"
+            remedy = "use a plain tensor, or keep it out of the model's state"
             raise ConfigError(problem, where="train.task", remedy=remedy)
 
 
@@ -285,7 +285,7 @@ def _opened(disk: Disk, path: Path, written: WrittenFile) -> int:
     if size == written.bytes:
         return fd
     disk.close(fd)
-    problem = "is cut short" if size < written.bytes else "is longer than it was"
+    problem = "is truncated" if size < written.bytes else "has extra bytes"
     raise damaged_file(path, f"{problem}: {size:,} bytes, {written.bytes:,} were written")
 
 
@@ -306,25 +306,25 @@ def _read_exactly(
         except OSError as error:
             raise unreadable_file(path, error) from error
         if filled < len(piece):
-            raise damaged_file(path, "was cut short while it was read")
+            raise damaged_file(path, "was truncated while being read")
         digest(piece)
 
 
 def _compare(path: Path, digest: Any, written: WrittenFile) -> None:
     if digest.hexdigest() != written.digest:
-        raise damaged_file(path, "has other bytes than were written (their digest differs)")
+        raise damaged_file(path, "has changed since it was written (checksum mismatch)")
 
 
 def refuse_misfits(specs: Mapping[str, TensorSpec], targets: Mapping[str, Tensor], path: Path) -> None:
     """Raise unless there is a tensor for every target, of the same dtype and shape."""
-    wrong = [f"{name} is not in it" for name in targets if name not in specs]
+    wrong = [f"{name} is missing" for name in targets if name not in specs]
     for name, target in targets.items():
         spec = specs.get(name)
         if spec is not None and (spec.shape, spec.dtype) != (tuple(target.shape), target.dtype):
             wrong.append(f"{name} is {tensor_words(spec)}, not {tensor_words(target)}")
     if wrong:
         more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
-        problem = f"this is a checkpoint of another model: {'; '.join(wrong[:_MOST_NAMED])}{more}"
+        problem = f"this checkpoint belongs to another model: {'; '.join(wrong[:_MOST_NAMED])}{more}"
         raise ConfigError(problem, where=str(path), remedy=OTHER_MODEL)
 
 

@@ -62,7 +62,7 @@ def load_checkpoint(
         problems = [reply["why"] for reply in replies if reply["why"]]
         if not problems:
             return chosen
-        say(f"checkpoint {chosen.path.name} is passed over: {problems[0]}")
+        say(f"checkpoint {chosen.path.name} is skipped: {problems[0]}")
         without.append(chosen.path.name)
     problem = f"none of {TRIES} checkpoints could be read; the last: {problems[0]}"
     raise JobFailed(problem, where=str(chosen.path.parent), remedy=ANOTHER)
@@ -72,7 +72,7 @@ def _load(step: Step, chosen: ChosenCheckpoint, reading: WeightsReading) -> str:
     """Fill a model; return what went wrong where another checkpoint may work, else ""."""
     try:
         if checkpoint_digest(chosen.path) != chosen.digest:
-            return "it is another one by now"
+            return "it was replaced while being read"
         if chosen.path.is_file():
             load_pretrained(step.model, chosen.path, reading=reading)
             return ""
@@ -89,17 +89,17 @@ def _load(step: Step, chosen: ChosenCheckpoint, reading: WeightsReading) -> str:
             loaded = assembled(loaded)
         loaded.load_into(model_targets(step.model, loaded.specs))
     except (CheckpointDamaged, FileNotFoundError) as error:
-        return f"{error.where}: {error.what}" if isinstance(error, CheckpointDamaged) else "it is gone"
+        return f"{error.where}: {error.what}" if isinstance(error, CheckpointDamaged) else "it was removed"
     return ""
 
 
 WHERE = "train.pretrained"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NESTED = ("state_dict", "model_state_dict", "model")  # where training scripts put the weights
-OTHERS = "name weights of this model"
+OTHERS = "use weights of this model"
 PARTIAL = ", or load only what fits: train.pretrained_partial: true"
-UNTRUSTED = "bring the weights as .safetensors, or as a state dict alone: torch.save(model.state_dict(), FILE)"
-FORMS = "name a .pt, .pth, .ckpt or .safetensors file, a Hugging Face folder, or a step-… folder of ours"
+UNTRUSTED = "save the weights as .safetensors, or as a plain state dict: torch.save(model.state_dict(), FILE)"
+FORMS = "use a .pt, .pth, .ckpt or .safetensors file, a Hugging Face folder, or a step-… folder"
 _MOST_LINES = 5  # of each group
 _MOST_COMPARED = 2_000  # names; looking for similar ones among more takes too long
 _NEAR = 0.6
@@ -133,7 +133,7 @@ class PretrainedReport:
         reshaped = [f"{name}: {how}" for name, how in self.reshaped.items()]
         groups = {
             "not in the file": missing, "not in the model": self.unexpected, "not alike": reshaped,
-            "left in the file": self.left, "fresh in the model": self.fresh,
+            "not used": self.left, "initialized randomly": self.fresh,
         }  # fmt: skip
         return [line for title, names in groups.items() for line in _group(title, names)]
 
@@ -173,10 +173,10 @@ def fitting_weights(
     report, fitting = _compared(state, tensors, named)
     report = replace(report, path=str(path), prefix=prefix, averages=len(stored.averages.intersection(fitting)))
     if not fitting:
-        raise _misfit("are not of this model: none of its tensors fits", report, OTHERS)
+        raise _misfit("do not belong to this model: none of its tensors fits", report, OTHERS)
     if not report.is_whole and not partial:
         remedy = f"{_fitting_options(model, stored.tensors) or OTHERS}{PARTIAL}"
-        raise _misfit(f"are not of this model: {len(fitting)} of its {len(state)} tensors fit", report, remedy)
+        raise _misfit(f"do not belong to this model: {len(fitting)} of its {len(state)} tensors fit", report, remedy)
     return report, {name: tensors[name] for name in fitting}
 
 
@@ -195,7 +195,7 @@ def stored_weights(path: Path, entry: str | None = None) -> StoredWeights:
     `entry` names those of a file with several, such as ema_state_dict.
     """
     if not path.exists():
-        raise ConfigError("there are no such weights", where=f"{WHERE}: {path}", remedy=f"ls -ldL {quoted(path)}")
+        raise ConfigError("weights not found", where=f"{WHERE}: {path}", remedy=f"ls -ldL {quoted(path)}")
     if (path / MANIFEST).is_file():
         return _of_checkpoint(path)
     try:
@@ -239,12 +239,12 @@ def _parts(folder: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         is_plain = all(name.endswith(".safetensors") and "/" not in name and "\0" not in name for name in names)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError("is no index of parts", where=f"{WHERE}: {index}", remedy=FORMS) from error
+        raise DataError("is not an index of parts", where=f"{WHERE}: {index}", remedy=FORMS) from error
     if not names or not is_plain:
-        raise DataError("names no parts in its folder", where=f"{WHERE}: {index}", remedy=FORMS)
+        raise DataError("names no parts in this folder", where=f"{WHERE}: {index}", remedy=FORMS)
     if missing := [name for name in names if not (folder / name).is_file()]:
         problem = f"{len(missing)} of its {len(names)} parts are missing: {', '.join(missing[:4])}"
-        raise DataError(problem, where=f"{WHERE}: {folder}", remedy="bring the whole folder")
+        raise DataError(problem, where=f"{WHERE}: {folder}", remedy="copy the whole folder")
     return [folder / name for name in names]
 
 
@@ -258,7 +258,7 @@ def _state_dict(content: Any, path: Path, entry: str | None) -> dict[str, Tensor
     if tensors:
         return tensors
     kind = f"a dict of {', '.join(map(str, list(held)[:8]))}" if held else type(content).__name__
-    problem = f"holds no weights, but {kind}; looked for tensors by name, also under {', '.join(looked)}"
+    problem = f"holds no weights but {kind}; searched for named tensors, also under {', '.join(looked)}"
     raise DataError(problem, where=f"{WHERE}: {path}", remedy=UNTRUSTED)
 
 
@@ -298,7 +298,7 @@ def _untied(same: Mapping[str, str], stored: Mapping[str, Tensor], reshaped: Map
     """Describe names that are tied in the model, but have different values in the file."""
     pairs = {alias: first for alias, first in same.items() if alias in stored and first in stored}
     return {
-        alias: f"is tied to {first} in the model, and has other values in the file"
+        alias: f"is tied to {first} in the model but differs from it in the file"
         for alias, first in pairs.items()
         if not {alias, first} & set(reshaped) and not torch.equal(stored[alias], stored[first])
     }

@@ -209,8 +209,10 @@ def _groups(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[int, dict[
         strange = [parameter for parameter in group["params"] if id(parameter) not in known]
         if strange:
             shape = list(strange[0].shape)
-            problem = f"the optimizer trains a parameter of shape {shape} that the model does not have"
-            raise ConfigError(problem, where="train.task", remedy="register it in the model, so that it is saved, too")
+            problem = f"the optimizer trains a parameter of shape {shape} that is not in the model"
+            raise ConfigError(
+                problem, where="train.task", remedy="register it in the model so that checkpoints include it"
+            )
         yield place, group, [known[id(parameter)] for parameter in group["params"]]
 
 
@@ -223,7 +225,7 @@ def _rest(values: Mapping[str, Any]) -> dict[str, Any]:
     rest = {key: value for key, value in values.items() if not isinstance(value, Tensor)}
     for key, value in rest.items():
         if not _is_plain(value):
-            problem = f"the optimizer keeps a {type(value).__name__} as {key!r}, which no checkpoint can hold"
+            problem = f"the optimizer keeps a {type(value).__name__} as {key!r}, which checkpoints cannot store"
             raise ConfigError(problem, where="train.optimizer", remedy="choose adamw, adam or sgd")
     return rest
 
@@ -259,8 +261,8 @@ def _refuse_other_optimizer(model: nn.Module, optimizer: Optimizer, data: Mappin
     if here != there:
         differing = sorted(set(chain(*here)) ^ set(chain(*there)))
         trained = first_few(differing, _MOST_NAMED)
-        shown = f"only one of them trains {trained}" if trained else "they are grouped otherwise"
-        problem = f"the checkpoint's optimizer trains other parameters: {shown}"
+        shown = f"only one of them trains {trained}" if trained else "their parameter groups differ"
+        problem = f"the checkpoint's optimizer trains different parameters: {shown}"
         raise ConfigError(problem, where="train.frozen", remedy=OTHER_MODEL)
 
 
@@ -269,7 +271,7 @@ def _refuse_rest(loaded: LoadedCheckpoint, targets: Mapping[str, Tensor], *, opt
     kinds = ("model.", "ema.", "optimizer.") if optimizer else ("model.",)
     left = [name for name in loaded.specs if name.startswith(kinds) and name not in targets]
     if left:
-        problem = f"the checkpoint has what nothing here takes: {first_few(left, _MOST_NAMED)}"
+        problem = f"the checkpoint has unused entries: {first_few(left, _MOST_NAMED)}"
         raise ConfigError(problem, where=str(loaded.path), remedy=OTHER_MODEL)
 
 

@@ -112,7 +112,7 @@ def _safetensors(aside: Path, out: Path, form: ExportForm) -> Iterator[Add]:
 
         def add(whose: EmbeddedId, array: NDArray[Any]) -> None:
             if whose.id == "__metadata__":
-                raise DataError("safetensors needs the name __metadata__", where=str(out), remedy="--format h5")
+                raise DataError("safetensors reserves the name __metadata__", where=str(out), remedy="--format h5")
             first = numbers.tell()
             numbers.write(np.ascontiguousarray(array).data)
             told = {
@@ -126,7 +126,7 @@ def _safetensors(aside: Path, out: Path, form: ExportForm) -> Iterator[Add]:
         header.write(b"}")
         header.write(b" " * (-header.tell() % _ALIGNED))
         if header.tell() > MOST_HEADER_BYTES:
-            problem = f"a header of {header.tell():,} bytes, and readers of safetensors take {MOST_HEADER_BYTES:,}"
+            problem = f"a header of {header.tell():,} bytes; safetensors readers accept {MOST_HEADER_BYTES:,}"
             raise DataError(problem, where=str(out), remedy="--format h5 or npy, or a file for each --split")
         with aside.open("xb") as file:
             file.write(header.tell().to_bytes(8, "little"))

@@ -197,15 +197,15 @@ class Evaluator:
         """Handle a single item that does not fit, as `train.too_large` says; one that another rank has cannot go."""
         name = piece.ids[0]
         if self.too_large == ERROR or not counts:
-            what = f"{name} does not fit in memory, not even alone and without gradients: {error}"
-            remedy = "a larger card   or   --set train.too_large=skip"
+            what = f"{name} does not fit in memory, even alone and without gradients: {error}"
+            remedy = "use a larger GPU   or   --set train.too_large=skip"
             raise PlanInfeasible(what, where="evaluation", remedy=remedy)
         if self.too_large == HOST and self.step.device != HOST and not self.step.is_spread:
             on_host = out_of_memory_error(lambda alone: self._evaluate(alone, on_host=True), piece)
             if on_host is None:
                 return None
             error = on_host
-        return self._left_out(Rejection(name, Reason.DOES_NOT_FIT, f"not even alone: {error}"))
+        return self._left_out(Rejection(name, Reason.DOES_NOT_FIT, f"even alone: {error}"))
 
     def _evaluate(self, piece: Piece, *, on_host: bool = False) -> None:
         """Evaluate a piece; one that fails has added nothing to the results."""

@@ -118,7 +118,7 @@ class OpenFiles:
         while came < len(into):
             more = os.preadv(self._file(path), [into[came:]], offset + came)
             if not more:
-                raise DataError("was cut short while it was read", where=str(path), remedy=redo_remedy(path))
+                raise DataError("was truncated while being read", where=str(path), remedy=redo_remedy(path))
             came += more
 
     def _file(self, path: Path) -> int:
@@ -171,7 +171,7 @@ def publishing(disk: Disk, *paths: Path) -> Iterator[list[Path]]:
             partial.unlink(missing_ok=True)
         if not isinstance(error, OSError):
             raise
-        remedy = f"df -h {quoted(paths[0].parent)}   then the same command   (does only what is missing)"
+        remedy = f"df -h {quoted(paths[0].parent)}   then the same command   (continues where it stopped)"
         raise JobFailed(f"cannot be written: {error.strerror}", where=str(paths[0]), remedy=remedy) from error
 
 
@@ -188,7 +188,7 @@ def paths_in(disk: Disk, folder: Path) -> list[Path]:
 
 def redo_remedy(path: Path) -> str:
     """Return the command to have a part made again, by the path of either of its files."""
-    return f"rm {quoted(path.with_suffix(INDEX))}   then the same command   (does only what is missing)"
+    return f"rm {quoted(path.with_suffix(INDEX))}   then the same command   (continues where it stopped)"
 
 
 def signed(text: str) -> str:
@@ -204,11 +204,11 @@ def read_index(path: Path, of: str) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror}", where=where, remedy=remedy) from error
     if digest != content_digest(body).hex().encode():
-        raise DataError("its bytes are not those that were written", where=where, remedy=remedy)
+        raise DataError("checksum mismatch", where=where, remedy=remedy)
     index: dict[str, Any] = json.loads(body)
     if index["format"] != FORMAT:
         raise DataError(f"outputs of format {index['format']}, not {FORMAT}", where=where, remedy=remedy)
     if index["of"] != of:
-        what = f"these are outputs of {index['of'] or 'nothing named'}, not of {of or 'nothing named'}"
+        what = f"these outputs belong to {index['of'] or 'an unnamed model'}, not to {of or 'an unnamed model'}"
         raise ConfigError(what, where=where, remedy=f"use another folder, or   rm -r {path.parent}")
     return index

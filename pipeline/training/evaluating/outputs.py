@@ -76,7 +76,7 @@ class OutputWriter:
                 TensorFile(self._disk, path.with_suffix(VALUES), WrittenFile(**index["values"]))
                 done += index["numbers"]
             except (DataError, JobFailed) as error:
-                log.warning("%s: %s; its items are done again", error.where, error.what)
+                log.warning("%s: %s; its items are computed again", error.where, error.what)
                 path.replace(path.with_suffix(".damaged"))
         return np.unique(np.array(done, np.int64))
 
@@ -252,12 +252,12 @@ def numbers_of(metrics: Any) -> dict[str, float]:
 
 
 def _refusal(what: str, method: str = "outputs") -> ConfigError:
-    return ConfigError(what, where="train.task", remedy=f"what {method}() returns: pipeline/protocol.py")
+    return ConfigError(what, where="train.task", remedy=f"{method}() is described in pipeline/protocol.py")
 
 
 def _checked_name(name: Any) -> str:
     if not isinstance(name, str) or not name or set("./") & set(name) or not name.isprintable() or name == "id":
-        raise _refusal(f"outputs() returned {name!r}: a name is a text without dots and slashes, and not id")
+        raise _refusal(f"outputs() returned {name!r}: names are strings without dots or slashes, and not id")
     return name
 
 

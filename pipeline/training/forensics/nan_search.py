@@ -58,9 +58,7 @@ class Suspect:
 
     def words(self) -> str:
         """Describe it in a sentence for people."""
-        parts = [
-            f"{self.ids[0]} alone" if len(self.ids) == 1 else f"{len(self.ids)} items together, none of them alone"
-        ]
+        parts = [f"{self.ids[0]} alone" if len(self.ids) == 1 else f"{len(self.ids)} items together, no single one"]
         if self.fields:
             parts.append(f"the batch itself is not finite: {first_few(self.fields, _SHOWN)}")
         if self.terms:
@@ -73,8 +71,8 @@ class Suspect:
 
     def _place(self) -> str:
         if not self.module:
-            return "every module's output is finite: it begins in loss() itself"
-        given = ", which was given such numbers" if self.was_given and not self.fields else ""
+            return "every module's output is finite: the problem starts in loss() itself"
+        given = ", whose input was not finite" if self.was_given and not self.fields else ""
         return f"first in the output of {self.module} ({self.kind}){given}"
 
 

@@ -229,7 +229,7 @@ def write_bundle(folder: Path, bundle: Bundle, rng: Mapping[str, Tensor]) -> Pat
         published = _published(disk, partial, bundle)
         _prune(folder, bundle.rank)
     except OSError as error:
-        log.warning("%s: no bundle of step %d is left behind: %s", folder, bundle.step, error.strerror or error)
+        log.warning("%s: the replay bundle of step %d was not saved: %s", folder, bundle.step, error.strerror or error)
         shutil.rmtree(partial, ignore_errors=True)
         return None
     return published
@@ -268,9 +268,9 @@ def find_bundles(folder: Path, step: int, rank: int | None = None) -> list[Path]
     if not matching:
         steps = ", ".join(dict.fromkeys(str(int(match[1])) for _, match in bundles))
         whose = "" if rank is None else f" of rank {rank}"
-        have = f"there are bundles of the steps {steps}" if steps else "no step has left one"
-        remedy = f"ls {quoted(folder)}" if steps else Command.of("status", then="   (what failed, if anything)")
-        raise ConfigError(f"there is no bundle of step {step}{whose}: {have}", where=str(folder), remedy=remedy)
+        have = f"available steps: {steps}" if steps else "none has been saved"
+        remedy = f"ls {quoted(folder)}" if steps else Command.of("status", then="   (shows failures, if any)")
+        raise ConfigError(f"no replay bundle of step {step}{whose}: {have}", where=str(folder), remedy=remedy)
     return matching
 
 
@@ -318,7 +318,7 @@ def _json(path: Path) -> Any:
         return json.loads((path / BUNDLE).read_bytes())
     except OSError as error:
         remedy = f"ls {quoted(path.parent)}"
-        raise ConfigError(f"is no bundle: {error.strerror}", where=str(path), remedy=remedy) from error
+        raise ConfigError(f"is not a replay bundle: {error.strerror}", where=str(path), remedy=remedy) from error
 
 
 def _damaged(path: Path, error: Exception) -> DataError:

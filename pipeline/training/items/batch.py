@@ -216,8 +216,8 @@ def refuse_changed(ids: tuple[str, ...], again: tuple[str, ...]) -> None:
     """Raise where items that were read for a step are others when they are read again for it."""
     if ids != again:
         name = next((name for name in ids if name not in again), ids[0])
-        what = f"{name} was read at the start of the step, and could not be read again at its end"
-        remedy = "see whether its files have changed, or the disk fails; then   pipeline resume"
+        what = f"{name} could be read at the start of the step but not at its end"
+        remedy = "check whether its files changed or the disk fails; then   pipeline resume"
         raise DataError(what, where=name, remedy=remedy)
 
 

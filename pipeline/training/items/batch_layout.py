@@ -279,7 +279,7 @@ class BatchBuilder:
         degree, degrees = self._fields[entry.name, FieldForm.DEGREE]
         degree_N, rows = degrees[place], self.layout.rows(degree.axis, place)
         if len(degree_N) != rows.stop - rows.start:
-            raise ValueError(f"{entry.name} is of {len(degree_N)} nodes where there are {rows.stop - rows.start}")
+            raise ValueError(f"{entry.name} has {len(degree_N)} nodes, expected {rows.stop - rows.start}")
         edges_2E: Integers = np.empty((2, len(tails_E)), np.int64)
         edges_2E[0] = tails_E
         edges_2E[1] = np.repeat(np.arange(len(degree_N)), degree_N)
@@ -303,7 +303,7 @@ class BatchBuilder:
         tails_E += self._offsets(entry.points_to[0], entry.axis)
         degree_N = np.concatenate(degrees)
         if len(degree_N) != self._total(degree.axis):
-            raise ValueError(f"{entry.name} is of {len(degree_N)} nodes where there are {self._total(degree.axis)}")
+            raise ValueError(f"{entry.name} has {len(degree_N)} nodes, expected {self._total(degree.axis)}")
         heads_E[:] = np.repeat(np.arange(len(degree_N)), degree_N)
 
     def _offsets(self, target: str, axis: str) -> Integers:
@@ -332,7 +332,7 @@ def _columns(arrays_B: Sequence[Mapping[str, Array]]) -> list[tuple[ArrayField, 
 def _agreed(entry: ArrayField, known: int, mine: int) -> int:
     """Return an item's rows along an axis as two of its fields have them; -1 stands for a missing field."""
     if known != mine and min(known, mine) >= 0:
-        raise ValueError(f"{entry.name} has {mine} rows where {entry.axis} has {known}")
+        raise ValueError(f"{entry.name} has {mine} rows, but {entry.axis} has {known}")
     return max(known, mine)
 
 
@@ -343,7 +343,7 @@ def _filler(entry: ArrayField, sample: Array, rows: int) -> Array:
         return np.zeros(shape, sample.dtype)
     if sample.dtype.kind == "f":
         return np.full(shape, np.nan, sample.dtype)
-    raise ValueError(f"some graphs of a batch have {entry.name} and others have not: they are of different recipes")
+    raise ValueError(f"some graphs of a batch have {entry.name} and others do not: they come from different recipes")
 
 
 def _dtype(name: str, arrays: Sequence[Array]) -> np.dtype[Any]:

@@ -57,7 +57,7 @@ def crop_item(item: ItemArrays, limits: Sizes, rng: np.random.Generator, measure
     kept = _counts(sides, _most(fits, [part.size for part in graph.parts]))
     if not fits(kept):
         asked = ", ".join(f"{most:,} {name}" for name, most in limits.items())
-        remedy = "set train.oversize to skip, or use a larger card"
+        remedy = "--set train.oversize=skip, or use a larger GPU"
         raise PlanInfeasible(f"it cannot be cropped to {asked}", where=item.id, remedy=remedy)
     arrays, meta = encode_graph(_cut(graph, sides, kept))
     return item._replace(arrays=arrays, meta={**item.meta, **meta})

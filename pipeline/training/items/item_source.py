@@ -46,12 +46,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GONE = frozenset({Reason.MISSING_FILE, Reason.UNREADABLE_FILE})  # it was there when the data set was prepared
-GRAPH_AGAIN = Command.submit("graph", then="   (does only what is missing)")
+GRAPH_AGAIN = Command.submit("graph", then="   (processes only missing items)")
 GRAPHS_ANEW = Command.submit("graph", then=f"   ({ANEW})")
 NAMED = 3  # items in a message
 REPAIR = Command.of("cache repair --yes", then="   then   ")
-MEND = Command.submit("train", before=REPAIR, then="   (makes anew what is lost, and goes on)")
-SCAN_AGAIN = Command.submit("scan", then="   (touch the file first if that finds nothing to do)")
+MEND = Command.submit("train", before=REPAIR, then="   (rebuilds lost records and continues)")
+SCAN_AGAIN = Command.submit("scan", then="   (touch the file first if this finds nothing to do)")
 
 
 class ItemSource(Protocol):
@@ -72,7 +72,7 @@ class DamagedItems:
     items: int  # of the training
     most: int  # of these that may be left out
     where: str  # the cache
-    refuse: Callable[[str, Reason, str], None] = lambda _id, _reason, _detail: None  # tells of an item that is left out
+    refuse: Callable[[str, Reason, str], None] = lambda _id, _reason, _detail: None  # tells of an item that is skipped
     say: Callable[[str], None] = lambda _: None
     everywhere: set[str] = field(default_factory=set)  # that any rank leaves out
 
@@ -86,7 +86,7 @@ class DamagedItems:
         with self._lock:
             if error.item in self._why or not self.make_anew(error.item, key):
                 return False
-            self.say(f"{error.what}: made anew")
+            self.say(f"{error.what}: rebuilt")
             return True
 
     def leave_out(self, error: PipelineError) -> Rejection:
@@ -94,7 +94,7 @@ class DamagedItems:
         with self._lock:
             if error.item not in self._why:
                 self._why[error.item] = f"{error.where}: {error.what}"
-                self.say(f"{error.what}: {error.item} is left out")
+                self.say(f"{error.what}: {error.item} is skipped")
             return Rejection(error.item, Reason.DAMAGED, self._why[error.item])
 
     def news(self) -> list[str]:
@@ -114,7 +114,7 @@ class DamagedItems:
         named = ", ".join(sorted(self.everywhere)[:NAMED]) + (", …" if len(self.everywhere) > NAMED else "")
         what = (
             f"the records of {len(self.everywhere):,} of {self.items:,} items are damaged ({named}), more than"
-            " data.max_rejected_fraction allows to leave out; the training is saved"
+            " data.max_rejected_fraction allows to skip; a checkpoint was saved"
         )
         return CacheDamaged(what, where=self.where, remedy=MEND)
 
@@ -185,7 +185,7 @@ class BuiltGraphs:
             except (DataError, MemoryError):
                 raise
             except Exception as error:  # a bug of ours or of a parser
-                log.exception("%s could not be made a graph", item.id)
+                log.exception("the graph of %s could not be built", item.id)
                 yield _rejected(item, Reason.GRAPH_FAILED, f"{type(error).__name__}: {error}"[:200])
 
     def _build(self, number: int, item: Item) -> ItemArrays:
@@ -195,7 +195,7 @@ class BuiltGraphs:
         if taken.reason is not None:
             raise UnusableInput(taken.reason, taken.detail)
         if read is None:
-            raise UnusableInput(Reason.NO_NODES, "a bare sequence has no structure to make a graph of")
+            raise UnusableInput(Reason.NO_NODES, "a sequence without a structure has no graph")
         arrays, meta = graphs.encode_graph(build_graph(read, self.recipe))
         return ItemArrays(number, item.id, arrays, meta, self.table.values(number))
 
@@ -227,14 +227,14 @@ class ReaderItems:
             id_ = self.table.ids[number]
             arrays = self._arrays(number, id_)
             if arrays_digest(arrays) != self.table.key(number):
-                raise DataError(f"{id_} is not what it was when the data set was scanned", remedy=SCAN_AGAIN)
+                raise DataError(f"{id_} changed after the scan", remedy=SCAN_AGAIN)
             yield ItemArrays(number, id_, arrays, {"partners": [], "sizes": array_sizes(arrays)})
 
     def _arrays(self, number: int, id_: str) -> dict[str, Array]:
         try:
             return as_arrays(self.reader.read(self.table.place(number)))
         except MemoryError as error:
-            raise MemoryError(f"memory ran out while {id_} was read") from error
+            raise MemoryError(f"out of memory while reading {id_}") from error
         except PipelineError as error:
             raise DataError(f"{id_} cannot be read: {error.what}", where=error.where, remedy=SCAN_AGAIN) from error
         except Exception as error:  # whatever a user's code raises
@@ -304,27 +304,27 @@ class ArrayForms:
         for name, array in arrays.items():
             mine, before = _form(name, array), self.known.get(name)
             if before is not None and mine != before:
-                yield f"{name} is {_said(mine)}, and {_said(before)} in the items before"
+                yield f"{name} is {_said(mine)}, but {_said(before)} in earlier items"
         sizes = array_sizes(arrays)
         for name, (dtype, _) in self.known.items():
             if name not in arrays and not _may_lack(name, dtype, sizes):
-                yield f"it has no {name}, which the items before have ({dtype.name}: nothing can stand for it)"
+                yield f"it has no {name}, which earlier items have ({dtype.name} has no fill value)"
         for name, array in arrays.items():
             if self.items and name not in self.known and not _may_lack(name, array.dtype, self.most):
-                yield f"the items before have no {name} ({array.dtype.name}: nothing can stand for it)"
+                yield f"earlier items have no {name} ({array.dtype.name} has no fill value)"
 
 
 def _wrong_alone(arrays: Mapping[str, Array]) -> Iterator[str]:
     """Yield what is wrong with each array by itself."""
     for name, array in arrays.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            yield f"{name!r} is no name of an array: letters, digits, _ and dots"
+            yield f"{name!r} is not a valid array name: use letters, digits, _ and dots"
         if (first := name.partition(".")[0]) in TAKEN:
             yield f"{name}: the name {first} is taken"
         if array.dtype.kind not in "biuf" or array.dtype.itemsize > _WIDEST or not array.dtype.isnative:
-            yield f"{name} is of {array.dtype}, not of numbers that torch knows"
+            yield f"{name} has dtype {array.dtype}, which torch does not support"
         if parse_field(name).axis and not array.ndim:
-            yield f"{name} is one number, but lies along {parse_field(name).axis}"
+            yield f"{name} is a scalar, but its axis is {parse_field(name).axis}"
 
 
 def _form(name: str, array: Array) -> tuple[np.dtype[Any], tuple[int, ...]]:

@@ -83,13 +83,13 @@ class ItemTable:
     def item(self, number: int) -> Item:
         """Return the item, to build its graph from."""
         if self.items is None:
-            raise ValueError("the table was written without its items: it is of graphs that are in the cache")
+            raise ValueError("the table has no items: it lists graphs in the cache")
         return Item.from_json(json.loads(self.items[number]))
 
     def place(self, number: int) -> Any:
         """Return where the reader finds an item."""
         if self.items is None:
-            raise ValueError("the table was written without places: it is not of a reader's items")
+            raise ValueError("the table has no file positions: its items do not come from a reader")
         return json.loads(self.items[number])
 
     def values(self, number: int) -> dict[str, NDArray[np.float32]]:
@@ -187,7 +187,7 @@ class TableBuilder:
         if len(key) != KEY_BYTES:
             raise ValueError(f"a key is {KEY_BYTES} bytes, not {key!r}")
         if len(self) and (sizes.keys() != self.sizes.keys() or (kept is None) != (len(self.items) == 0)):
-            raise ValueError(f"{id}: every item has the same sizes, and all are there themselves or none is")
+            raise ValueError(f"{id}: every item needs the same sizes, and either all items or none must be included")
         if self.splits.setdefault(split, len(self.splits)) >= MOST_SPLITS:
             raise ConfigError(f"more than {MOST_SPLITS} splits; one of them is {split!r}", where=id)
         self.ids.add(id)

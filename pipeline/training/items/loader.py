@@ -80,7 +80,7 @@ class Loader:
 
     def __post_init__(self) -> None:
         if self.threads < 1:
-            raise ValueError(f"{self.threads} threads: one at least reads")
+            raise ValueError(f"{self.threads} threads: at least 1 is needed")
         if self.readers not in (THREADS, PROCESSES):
             raise ValueError(f"readers={self.readers!r}: {THREADS!r} read, or {PROCESSES!r}")
         self.batch_sampler = self.sampler
@@ -158,7 +158,9 @@ class Loader:
     @property
     def dataset(self) -> Any:
         """Refuse what a `DataLoader` is asked for to be taken apart: batches would be read, and thrown away."""
-        what = "a Loader has no dataset of single items: it knows its rank, and goes on where loader.load_state_dict(…)"
+        what = (
+            "a Loader has no dataset of single items: it knows its rank and continues where loader.load_state_dict(…)"
+        )
         raise AttributeError(
             f"{what} says; give it to the loop as it is, not to skip_first_batches or prepare_data_loader"
         )
@@ -183,7 +185,7 @@ class Loader:
     def _next(self, reading: ReadAhead[MicroBatch, TaskBatch]) -> ReadBatch[MicroBatch, TaskBatch] | None:
         """Wait for the next batch, and measure the wait."""
         if reading is not self._reading:
-            raise ValueError("another loop over this loader began, which ended this one")
+            raise ValueError("this loop ended because another loop over the same loader started")
         begun = time.perf_counter()
         read = reading.next()
         self.stats.wait_s += time.perf_counter() - begun

@@ -43,7 +43,7 @@ class Ring:
 
     def __init__(self, slots: int, *, pin: bool) -> None:
         if slots < 2:
-            raise ValueError(f"{slots} slots: one batch is used while the next is read, so 2 at least")
+            raise ValueError(f"{slots} slots: at least 2 are needed, one in use and one being read")
         self.slots = tuple(map(Slot, range(slots)))
         self.free: SimpleQueue[Slot | None] = SimpleQueue()
         self.grown = 0  # how often a batch was larger than all before it
@@ -265,5 +265,5 @@ class ReadAhead(Generic[Micro, Filled]):
             except StopIteration as error:
                 self._ended = error
                 return
-        what = f"the loop still holds the last {len(self._ring.slots)} batches, and the loader has no more slots"
-        raise ConfigError(what, remedy="keep batch.clone() instead of the batch, or give the loader more slots")
+        what = f"the loop still holds the last {len(self._ring.slots)} batches, and the loader has no free slot"
+        raise ConfigError(what, remedy="keep batch.clone() instead of the batch, or raise slots")

@@ -106,7 +106,7 @@ class ReaderProcesses:
         except (EOFError, OSError):
             assert reader is not None
             self._readers.remove(reader)
-            log.warning("a process that reads has ended, exit code %s: a thread reads in its place", reader.end())
+            log.warning("a reader process ended with exit code %s: a thread replaces it", reader.end())
             reader = None
             return None
         finally:

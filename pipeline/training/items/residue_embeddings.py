@@ -203,7 +203,7 @@ class Embeddings:
         variants = self._recipes[text.of].accepted(residues)
         truncated = [variant.cut for variant in variants if variant.cut and variant.cut.policy == "truncate"]
         if truncated and shape == [truncated[0].length, width]:
-            what = f"a sequence of {residues:,} residues was truncated to {shape[0]:,}: the others have no embedding"
+            what = f"a sequence of {residues:,} residues was truncated to {shape[0]:,}: the rest has no embedding"
             remedy = Command.submit("embed").with_settings(("embed.long.policy", "windows"))
             return DataError(what, where=where, remedy=remedy)
         what = f"rows are {rows_LD.dtype} {shape}{f', cut {cut}' if cut else ''}"

@@ -114,7 +114,7 @@ class Epoch:
         parts.append(" / ".join(f"{name} {format_bytes(size)}" for name, size in held.items()))
         parts += [f"batch {self.batch.words()}", f"{self.items_per_s:,.3g} items/s", ", ".join(self.waits)]
         events = {"out of memory": self.ooms, **{f"by {rung}": items for rung, items in self.remedied.items()}}
-        events |= {"rejected": self.rejected, "cropped": self.cropped, "steps left out": self.left_out_steps}
+        events |= {"rejected": self.rejected, "cropped": self.cropped, "skipped steps": self.left_out_steps}
         return "  ".join([*filter(None, parts), *(f"{count:,} {name}" for name, count in events.items() if count)])
 
     def scalars(self) -> dict[str, float]:
@@ -183,10 +183,10 @@ class _StepLines:
         try:
             written = os.write(self._file, line)
         except OSError as error:
-            log.warning("%s: a line of figures is lost: %s", self._path, error.strerror)
+            log.warning("%s: a line of metrics was not written: %s", self._path, error.strerror)
             return
         if written < len(line):
-            log.warning("%s: a line of figures is lost: the disk is full", self._path)
+            log.warning("%s: a line of metrics was not written: the disk is full", self._path)
             os.ftruncate(self._file, before)
 
     def close(self) -> None:
@@ -291,10 +291,10 @@ class FailsafeTracker:
             call()
         except ImportError as error:
             self._tracker = None
-            log.warning("%s gets no figures: %s; %s", self._name, error, install_extra(self._name))
+            log.warning("%s receives no metrics: %s; %s", self._name, error, install_extra(self._name))
         except Exception as error:  # noqa: BLE001 - a service that shows curves is no reason to lose a training
             self._tracker = None
-            log.warning("%s gets no more figures: %s: %s", self._name, type(error).__name__, error)
+            log.warning("%s receives no more metrics: %s: %s", self._name, type(error).__name__, error)
 
 
 class TensorBoard:

@@ -159,7 +159,7 @@ class TrainingObserver:
         if on is None:
             return
         times = sum(not set(on.ids).isdisjoint(death.ids) for death in self._breath.deaths)
-        message = f"the process died {times} times while it was on these items: it crashed, or was killed"
+        message = f"the process crashed or was killed {times} times on these items"
         state = {"items": list(on.numbers), "rung": on.rung, "micro_batches": 1}
         state["pieces"] = [{"numbers": list(on.numbers), "rung": on.rung}]
         at = {"epoch": on.epoch, "step": on.step, "epoch_step": on.epoch_step}
@@ -186,7 +186,7 @@ class TrainingObserver:
             state={**state, "card": _card(self.device)},
         )
         is_written = step_bundle.write_bundle(self.folder.bundles, bundle, self._rng)
-        again = f"to make it again: pipeline replay --step {bundle.step}"
+        again = f"to reproduce it: pipeline replay --step {bundle.step}"
         self.say(again if is_written else "no bundle: the disk is full")
 
     def step(self, step: int, figures: Mapping[str, float | None]) -> None:

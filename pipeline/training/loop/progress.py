@@ -149,8 +149,10 @@ class TrainingProgress:
         figure = figures.get(settings.monitor)
         if figures and figure is None:
             known = ", ".join(figures)
-            what = f"no figure of the validation is called {settings.monitor!r}; there are {known}"
-            raise DataError(what, where="train.validation.monitor", remedy="name one of these")
+            what = f"the validation has no metric {settings.monitor!r}; available: {known}"
+            raise DataError(
+                what, where="train.validation.monitor", remedy="set train.validation.monitor to one of these"
+            )
         if figure is None:
             return None
         if not math.isfinite(figure):
@@ -171,7 +173,7 @@ class TrainingProgress:
         weights = [weight for _, weight in self.tally.terms.values()]
         if weights and not any(weights):
             what = f"nothing was learned in an epoch of {self.tally.items:,} items: every term of the loss has weight 0"
-            remedy = "see that the items have what is to be learned: labels, targets, peptides"
+            remedy = "check that the items have labels, targets or peptides"
             raise DataError(what, where="train.task", remedy=remedy)
 
     def place(self, sampler: Mapping[str, Any]) -> SavedProgress:
@@ -273,12 +275,12 @@ def rehearse(
     want = stepper.governor.after_step()
     wanted = want.budget
     if want.why:
-        say(f"the worst micro-batch: {want.why}")
+        say(f"largest micro-batch: {want.why}")
     if not cost or memory is None or memory.peak_allocated_bytes is None:  # allocated bytes are not counted here
         return wanted
     verdict = stepper.governor.verified(memory, course.stretch.base_bytes + cost)
     if verdict.is_off or not verdict.fits:
-        say(f"the worst micro-batch took {verdict.ratio:.2f} of what was planned; the budget is {verdict.budget:,} now")
+        say(f"the largest micro-batch took {verdict.ratio:.2f} of its estimate; the new budget is {verdict.budget:,}")
     return min(wanted, verdict.budget)
 
 
@@ -291,7 +293,7 @@ def make_state(step: Step) -> None:
         step.release()
         free_caches(step.device)
     what = "the state of the optimizer does not fit in memory"
-    raise PlanInfeasible(what, where="training", remedy="pipeline plan train   (or a larger card)")
+    raise PlanInfeasible(what, where="training", remedy="pipeline plan train   (or use a larger GPU)")
 
 
 def worst_of(course: RunningStretch, *, padded: bool) -> MicroBatch | None:

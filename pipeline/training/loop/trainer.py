@@ -220,7 +220,9 @@ class Trainer:
         standing = self.standing
         self._report_epoch(figures, self.clock.restart())
         if self.train.readers == "auto" and self._course().hasten_readers(standing.tally.seconds, self.host):
-            self.watcher.say("reading fell behind: processes read from now on; --set train.readers=threads to not")
+            self.watcher.say(
+                "reading fell behind: switching to reader processes (to prevent: --set train.readers=threads)"
+            )
         standing.end_epoch()
         if standing.epoch < standing.epochs:
             self._enter(self._course())  # also where patience is at its end: with more of it training goes on there
@@ -253,7 +255,7 @@ class Trainer:
         if number in self.standing.poisoned:
             share.drain()
             self.standing.leave_out_step()
-            self.watcher.say(f"step {number} is left out: it was not finite before")
+            self.watcher.say(f"step {number} is skipped: it was not finite before")
             return
         rate = set_rate(self.step.optimizer, factor(self.train.schedule, self.done, self.steps))
         with self.watcher.watching():
@@ -301,7 +303,7 @@ class Trainer:
         """Handle a step that is not finite, as `train.nan` says."""
         number, kind = self.done + 1, "loss" if report.not_finite else "gradient"
         items = self._culprits(share, report)
-        named = f"of {', '.join(items[:5])}" if items else "of no single item alone"
+        named = f"of {', '.join(items[:5])}" if items else "no single item causes it"
         what = f"the {kind} of step {number} {NOT_FINITE} ({named})"
         policy = self.train.nan
         if policy == "stop":
@@ -311,7 +313,7 @@ class Trainer:
             remedy = Command.of(f"replay --step {number}", then="   or   --set train.nan=skip")
             raise DataError(what, where=f"epoch {self.standing.epoch}", remedy=remedy)
         if policy == "skip":
-            self.watcher.say(f"{what}: left out")
+            self.watcher.say(f"{what}: skipped")
             self.standing.leave_out_step()
             return
         self.standing.poisoned.add(number)
@@ -356,10 +358,10 @@ class Trainer:
         self._rollbacks += 1
         self._furthest = max(self._furthest, furthest)
         if self._rollbacks > ROLLBACKS:
-            less = "a card with more memory, or --set train.way=loop"
+            less = "a GPU with more memory, or --set train.way=loop"
             remedy = less if frugal else "a lower train.learning_rate, or --set train.nan=skip"
-            raise JobFailed(f"{why}; going back to the last checkpoint did not help", where="training", remedy=remedy)
-        self.watcher.say(f"{why}: back to the last checkpoint")
+            raise JobFailed(f"{why}; returning to the last checkpoint did not help", where="training", remedy=remedy)
+        self.watcher.say(f"{why}: returning to the last checkpoint")
         self.stepper.go_back()  # drops gradients that were not applied
         if frugal:
             for group in self.step.optimizer.param_groups:  # its way with the least memory of its own
@@ -379,7 +381,7 @@ class Trainer:
     def _between(self, course: RunningStretch, report: StepReport, figures: dict[str, float | None] | None) -> None:
         """Do what is due between steps; `figures` is None after a skipped step."""
         if self.governor.adopt(report.budget):
-            self.watcher.say(f"step {self.done}: micro-batches cost {self.governor.budget:,} at most from now on")
+            self.watcher.say(f"step {self.done}: micro-batches cost {self.governor.budget:,} at most from here")
             course.cut_by(self.governor.budget)
             self._again = True  # batches that were read ahead are cut for another budget
         with self.clock.within(OBSERVE):
@@ -400,7 +402,9 @@ class Trainer:
             self._save(None, wait=ends)
         self._since_s = time.monotonic()
         if is_full and not report.ending:
-            what = f"the host's memory is used to {report.host_share:.0%}: saved, to go on with more"
+            what = (
+                f"the host's memory is used to {report.host_share:.0%}: saved a checkpoint to continue with more memory"
+            )
             raise JobFailed(what, where="training", remedy="pipeline resume") from MemoryError(what)
 
     # Where training stands

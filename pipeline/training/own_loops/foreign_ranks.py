@@ -36,10 +36,10 @@ DAY_S = 86_400.0  # what a loop of others does between two steps may take long: 
 MODEL = "Governed"
 SHARED_OUT = {"FullyShardedDataParallel", "FSDPModule"}  # by name: to import them takes long
 PLAIN = (
-    "hand over the plain model on every rank, without FullyShardedDataParallel(…) or fully_shard(…)"
+    "pass the plain model on every rank, without FullyShardedDataParallel(…) or fully_shard(…)"
     "   or train it by pipeline submit train --set train.sharding=true"
 )
-READ = "read the output of all ranks: the first that failed says why"
+READ = "read the output of all ranks: the first failure has the reason"
 
 
 class ForeignRanks(SingleRank):
@@ -69,7 +69,7 @@ def _unless_lost(call: Callable[[], Any]) -> Any:
     try:
         return call()
     except RuntimeError as error:  # torch has no type for it
-        problem = f"another rank is gone, or has not come: {str(error).partition(chr(10))[0]}"
+        problem = f"another rank ended or never started: {str(error).partition(chr(10))[0]}"
         raise RankLost(problem, where=MODEL, remedy=READ) from error
 
 
@@ -122,7 +122,7 @@ def begin_alike(model: nn.Module, ranks: Ranks) -> None:
     shapes = [[list(tensor.shape), str(tensor.dtype)] for tensor in tensors]
     for rank, said in enumerate(ranks.exchange({"shapes": shapes})):
         if said["shapes"] != shapes:
-            problem = f"the model has other parameters on rank {rank} than on rank {ranks.rank}"
+            problem = f"the model has different parameters on rank {rank} than on rank {ranks.rank}"
             raise ConfigError(problem, where=MODEL, remedy="build the same model on every rank")
     flat = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
     if ranks.rank:  # bytes and zeros add up to the bytes

@@ -165,7 +165,7 @@ class Governed:
         heard = self.ranks.exchange(message)
         for rank, said in enumerate(heard):
             if "failed" in said:
-                problem = f"rank {rank} of {self.ranks.world} cannot go on: {said['failed']}"
+                problem = f"rank {rank} of {self.ranks.world} cannot continue: {said['failed']}"
                 raise RankLost(problem, where=f"step {self.steps}", remedy=READ)
         return heard
 
@@ -213,9 +213,9 @@ class Governed:
         error = out_of_memory_error(self._make_step, values, shares)
         if error is not None:
             raise JobFailed(
-                f"memory ended within the optimizer, whose parameters may be half updated now: {error}",
+                f"out of memory in optimizer.step(); parameters may be half updated: {error}",
                 where=f"step {self.steps}",
-                remedy="load the last checkpoint, and train with fewer parameters, another optimizer, or a larger card",
+                remedy="load the last checkpoint, and train with fewer parameters, another optimizer or a larger GPU",
             )
         return values[0]
 

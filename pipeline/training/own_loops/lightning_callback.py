@@ -79,11 +79,13 @@ class GovernorCallback(Callback):
         if not self._splits or stage != "fit":
             return
         if trainer.accumulate_grad_batches != 1:
-            whole = f"batches {trainer.accumulate_grad_batches} times as large, which are split, and accumulate 1"
-            raise ConfigError("batches are split, and would be accumulated, too", where=WHERE, remedy=whole)
+            whole = f"use batches {trainer.accumulate_grad_batches} times as large with accumulate_grad_batches=1"
+            raise ConfigError(
+                "splitting batches and accumulating gradients cannot be combined", where=WHERE, remedy=whole
+            )
         if trainer.gradient_clip_val and trainer.gradient_clip_algorithm not in (None, "norm"):
             problem = f"gradients are clipped by {trainer.gradient_clip_algorithm}"
-            raise ConfigError(problem, where=WHERE, remedy="clip by norm, or optimize manually")
+            raise ConfigError(problem, where=WHERE, remedy="clip by norm, or use manual optimization")
         self._options.setdefault("clip", trainer.gradient_clip_val or None)
         pl_module.automatic_optimization = True  # schedules are read as of such a module: `monitor` counts only there
         setattr(pl_module, TAKEN_OVER, True)
@@ -110,7 +112,7 @@ class GovernorCallback(Callback):
         optimizer = module.optimizers()
         if isinstance(optimizer, list):
             problem = f"{len(optimizer)} optimizers"
-            raise ConfigError(problem, where=WHERE, remedy="a Governed of your own each")
+            raise ConfigError(problem, where=WHERE, remedy="create a Governed for each")
         governed = Governed(
             trainer.strategy.model or module,  # DistributedDataParallel, where there are ranks
             optimizer,  # type: ignore[arg-type]  # it stands in for one, and counts steps
@@ -135,8 +137,8 @@ class GovernorCallback(Callback):
             if config.interval == interval and done % config.frequency == 0:
                 figure = trainer.callback_metrics.get(str(config.monitor)) if config.reduce_on_plateau else None
                 if figure is None and config.reduce_on_plateau and config.strict:
-                    problem = f"ReduceLROnPlateau waits for {config.monitor}, which was not logged"
-                    logged = f"log it; there are: {', '.join(trainer.callback_metrics) or 'none'}"
+                    problem = f"ReduceLROnPlateau monitors {config.monitor}, which was not logged"
+                    logged = f"log it; available: {', '.join(trainer.callback_metrics) or 'none'}"
                     raise ConfigError(problem, where=WHERE, remedy=logged)
                 if figure is not None or not config.reduce_on_plateau:
                     module.lr_scheduler_step(config.scheduler, figure)
@@ -206,8 +208,8 @@ class _InParts:
             returned = self._training_step(part_of(batch, rows[0], rows[-1] + 1, count), *where)
             loss = returned["loss"] if isinstance(returned, dict) else returned
             if loss is None:
-                problem = "training_step returned None: a part of a batch cannot be left out"
-                raise ConfigError(problem, where=WHERE, remedy="return a loss times 0, or optimize manually")
+                problem = "training_step returned None: part of a batch cannot be skipped"
+                raise ConfigError(problem, where=WHERE, remedy="return a loss times 0, or use manual optimization")
             return loss * len(rows), len(rows)
 
         count = items_in(batch)
@@ -244,5 +246,5 @@ def part_of(batch: Any, start: int, stop: int, count: int) -> Any:
 
 
 def _cannot_split(value: Any, count: int) -> ConfigError:
-    problem = f"nobody knows how to split a {type(value).__name__} of a batch of {count} items"
-    return ConfigError(problem, where=WHERE, remedy="optimize manually: self.governed.step(items, self.loss_of)")
+    problem = f"cannot split a {type(value).__name__} of a batch of {count} items"
+    return ConfigError(problem, where=WHERE, remedy="use manual optimization: self.governed.step(items, self.loss_of)")

@@ -47,8 +47,10 @@ class GradientSums:
             if self._buffer is None:
                 size //= 2
                 if size < LEAST_PIECE_BYTES:
-                    problem = "the gradients of all ranks cannot be added up: no memory is left to pack them"
-                    raise PlanInfeasible(problem, where="training", remedy="pipeline plan train   (or a larger card)")
+                    problem = "out of memory while packing gradients for all-reduce"
+                    raise PlanInfeasible(
+                        problem, where="training", remedy="pipeline plan train   (or use a larger GPU)"
+                    )
         return size
 
     def _fill(self) -> None:
@@ -57,7 +59,7 @@ class GradientSums:
             if parameter.grad is None:
                 parameter.grad = after_freeing_caches(partial(torch.zeros_like, parameter), self._device)
             elif parameter.grad.is_sparse:
-                problem = f"a gradient of shape {list(parameter.shape)} is sparse: ranks add up dense ones"
+                problem = f"a gradient of shape {list(parameter.shape)} is sparse: ranks can sum only dense ones"
                 raise ConfigError(problem, where="training", remedy="nn.Embedding(…, sparse=False)")
 
     def add_up(self, piece_bytes: int) -> None:

@@ -124,7 +124,7 @@ class _RankProcesses:
         if self.failed and not had_failed:
             names = {number.value: number.name for number in signal.Signals}  # real-time ones have none
             how = f"was killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"ended with exit code {code}"
-            line = f"rank {rank} of {len(self.ranks)} (process {pid}) {how}: the others are ended"
+            line = f"rank {rank} of {len(self.ranks)} (process {pid}) {how}: stopping the others"
             print(line, file=sys.stderr, flush=True)  # noqa: T201 - a task's stderr is its log
 
     def _send(self, number: int) -> None:

@@ -281,9 +281,11 @@ def place_in_group() -> tuple[int, int]:
         return dist.get_rank(), dist.get_world_size()
     started = int(os.environ.get("WORLD_SIZE") or 1)
     if started > 1:
-        what = f"{started} ranks were started, and have no process group yet: each would read every item"
+        what = f"{started} ranks were started without a process group: each would read every item"
         raise ConfigError(
-            what, where="WORLD_SIZE", remedy="begin the loop once it is there, or open_loader(…, rank=…, ranks=…)"
+            what,
+            where="WORLD_SIZE",
+            remedy="start the loop after init_process_group, or use open_loader(…, rank=…, ranks=…)",
         )
     return 0, 1
 

@@ -89,9 +89,9 @@ class JsonConnection:
             ready.register(self, selectors.EVENT_READ)
             while not self._messages:
                 if not ready.select(max(0.0, until - time.monotonic())):
-                    raise TimeoutError(f"nothing is said there for {within_s:.0f} s")
+                    raise TimeoutError(f"no answer within {within_s:.0f} s")
                 if not self._read() and not self._messages:
-                    raise ConnectionError("the other end hung up")
+                    raise ConnectionError("the connection was closed")
         return self._messages.pop(0)
 
     def _read(self) -> bool:
@@ -224,7 +224,7 @@ def _is_loopback(address: str) -> bool:
 def _join(place: RankPlace, file: Path, within_s: float) -> Meeting:
     """As another rank: look for rank 0 until it is found."""
     until = time.monotonic() + within_s
-    pause_s, trouble = LOOK_EVERY_S[0], f"it has not written {file}"
+    pause_s, trouble = LOOK_EVERY_S[0], f"{file} does not exist yet"
     while time.monotonic() < until:
         try:
             os.listdir(file.parent)  # noqa: PTH208 - NFS remembers that a name is not there, but asks for a list
@@ -232,12 +232,12 @@ def _join(place: RankPlace, file: Path, within_s: float) -> Meeting:
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError) as error:
-            trouble = f"what {file} says leads nowhere: {error}"
+            trouble = f"the address in {file} does not answer: {error}"
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, LOOK_EVERY_S[1])
     raise JobFailed(
         f"rank {place.rank} of {place.world} ({place.host}) did not find rank 0 within {within_s:.0f} s: {trouble}",
-        remedy="pipeline logs   (rank 0 says why it did not start; all ranks must see the same run folder)",
+        remedy="pipeline logs   (shows why rank 0 did not start; all ranks must see the same run folder)",
     )
 
 
@@ -248,7 +248,7 @@ def _attempt(place: RankPlace, content: Mapping[str, Any], until: float) -> Meet
         connection.send({"token": content["token"], "rank": place.rank, "host": place.host})
         first = connection.next(CONNECT_WITHIN_S)
         if not hmac.compare_digest(str(first.get("answer")).encode(), str(content["answer"]).encode()):
-            raise ConnectionError("somebody else answers there")
+            raise ConnectionError("another program answers there")
         reply = connection.next(max(0.0, until - time.monotonic()) + CONNECT_WITHIN_S)
         if "missing" in reply:
             raise _did_not_come(reply["missing"], place.world)
@@ -261,7 +261,7 @@ def _attempt(place: RankPlace, content: Mapping[str, Any], until: float) -> Meet
 
 def _connect(addresses: Iterable[str], port: int) -> tuple[str, JsonConnection]:
     """Connect to the first address that answers."""
-    error: OSError = ConnectionError("no address is given")
+    error: OSError = ConnectionError("it has no address")
     for address in addresses:
         try:
             return address, JsonConnection(socket.create_connection((address, port), timeout=CONNECT_WITHIN_S))
@@ -273,6 +273,6 @@ def _connect(addresses: Iterable[str], port: int) -> tuple[str, JsonConnection]:
 def _did_not_come(missing: Iterable[int], world: int, late: str = "") -> JobFailed:
     names = ", ".join(map(str, missing))
     return JobFailed(
-        f"of {world} ranks these did not come{late}: {names}",
-        remedy="pipeline logs   (what they say; the others are well)",
+        f"of {world} ranks, these did not connect{late}: {names}",
+        remedy="pipeline logs   (shows their output; the others are ready)",
     )

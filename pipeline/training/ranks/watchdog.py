@@ -60,7 +60,7 @@ class LostRank:
     last: str = ""
 
     def __str__(self) -> str:
-        return f"rank {self.rank} ({self.host}) {self.how}" + (f"; the last it did: {self.last}" if self.last else "")
+        return f"rank {self.rank} ({self.host}) {self.how}" + (f"; its last action: {self.last}" if self.last else "")
 
 
 @dataclass
@@ -86,7 +86,7 @@ def stuck_rank(ranks: Mapping[int, tuple[str, Activity, float]]) -> LostRank | N
     behind = min(ranks, key=lambda rank: (ranks[rank][1].calls, rank))
     host, doing, _ = ranks[behind]
     ahead = max(other.calls for _, other, _ in ranks.values())
-    how = "waits for the others, and they for it: "
+    how = "waits for the others, which wait for it: "
     how += f"it is in call {doing.calls}, others in call {ahead}" if ahead > doing.calls else "the network is stuck"
     return LostRank(behind, host, how, doing.what)
 
@@ -149,8 +149,8 @@ class Watchdog:
         """Return the rank that most likely broke a connection."""
         for peer in self._peers.values():
             if not peer.is_here:
-                return LostRank(peer.rank, peer.host, "left while others wait for it", peer.doing.what)
-        return LostRank(self.place.rank, self.place.host, f"lost its connection to another: {trouble}", self.doing.what)
+                return LostRank(peer.rank, peer.host, "ended while others wait for it", peer.doing.what)
+        return LostRank(self.place.rank, self.place.host, f"lost its connection to a peer: {trouble}", self.doing.what)
 
     def leave(self, why: str = "") -> None:
         """Say good-bye to the other ranks and stop watching."""
@@ -173,7 +173,9 @@ class Watchdog:
     def _error(self) -> RankLost:
         self._raised.set()
         what = f"one of {self.place.world} ranks is lost: {self._loss or self._suspect}"
-        return RankLost(what, remedy="pipeline logs   (what that rank said); the run goes on from its last checkpoint")
+        return RankLost(
+            what, remedy="pipeline logs   (shows that rank's output; the run continues from its last checkpoint)"
+        )
 
     def _watch(self) -> None:
         """Run the thread: listen, judge and report until this rank leaves."""
@@ -219,7 +221,7 @@ class Watchdog:
                     self._find(LostRank(peer.rank, peer.host, f"gave up: {message['why']}", peer.doing.what))
         if not is_open:
             if peer.is_here:
-                self._find(LostRank(peer.rank, peer.host, "died without a word", peer.doing.what))
+                self._find(LostRank(peer.rank, peer.host, "died without an error message", peer.doing.what))
             peer.is_here = False
             self._ready.unregister(peer.connection)
 
@@ -246,7 +248,7 @@ class Watchdog:
             self._hang(doing)
         for peer in self._here():
             if peer.silent_s > peer.doing.allowance_s:
-                how = f"has not been heard for {peer.silent_s:.0f} s"
+                how = f"has not answered for {peer.silent_s:.0f} s"
                 self._find(LostRank(peer.rank, peer.host, how, peer.doing.what))
         if self.place.rank == 0 and len(here := self._here()) == self.place.world - 1:
             ranks = {peer.rank: (peer.host, peer.doing, peer.idle_s) for peer in here}
@@ -274,7 +276,7 @@ class Watchdog:
             peer.connection.send({"loss": asdict(loss)})
         self._end_at = time.monotonic() + self._patience.grace_s
         self._lost.set()
-        line = f"rank {self.place.rank} of {self.place.world} ({self.place.host}) ends: {loss}"
+        line = f"rank {self.place.rank} of {self.place.world} ({self.place.host}) stops: {loss}"
         with suppress(OSError):
             os.write(STDERR, line.encode() + b"\n")
 

@@ -50,13 +50,13 @@ class SamplerSettings:
         counts |= {f"budget of {name}": most for name, most in self.budget.items()}
         for name, value in counts.items():
             if value is not None and value < 1:
-                raise ValueError(f"the sampler's {name} is {value}; at least 1")
+                raise ValueError(f"the sampler's {name} is {value}; must be at least 1")
         if self.seed < 0:
-            raise ValueError(f"the sampler's seed is {self.seed}; at least 0")
+            raise ValueError(f"the sampler's seed is {self.seed}; must be at least 0")
         if self.padding is not None and not self.padding >= 1:
-            raise ValueError(f"the sampler's padding is {self.padding}; padded/real is at least 1, None is no padding")
+            raise ValueError(f"the sampler's padding is {self.padding}; must be at least 1 (padded/real), or None")
         if not self.by:
-            raise ValueError("the sampler needs the name of a size to pack by")
+            raise ValueError("the sampler needs a size to pack by")
 
 
 class EpochOrder:
@@ -253,7 +253,7 @@ def _cut_sums(share: ShareSizes, limits: MicroBatchLimits) -> list[Integers]:
         most = max(len(part) for part in parts)
         if most <= (limits.most or count) and all((sizes_BK[:, part].sum(axis=1) <= budgets_B).all() for part in parts):
             return parts
-    raise ValueError("an item exceeds the budget of a micro-batch alone")
+    raise ValueError("a single item exceeds the budget of a micro-batch")
 
 
 def _cut_padded(places_K: Integers, share: ShareSizes, limits: MicroBatchLimits) -> list[Integers]:

@@ -77,7 +77,7 @@ class Sampler:
         `place` tells rank and ranks anew as each loop begins: where others start the ranks, they are known late.
         """
         if not 0 <= rank < ranks:
-            raise ValueError(f"there is no rank {rank} among {ranks}")
+            raise ValueError(f"rank {rank} is not one of {ranks}")
         check_sizes(sizes, settings)
         check_budget(sizes, settings)
         self.settings = settings
@@ -122,16 +122,16 @@ class Sampler:
             return
         where = f"{self.ranks} ranks"
         if settings.budget or settings.micro_batch or settings.padding is not None:
-            what = "a step may be cut into more micro-batches on one rank than on another, which others wait for"
+            what = "ranks may need different numbers of micro-batches, and would wait for each other"
             raise ConfigError(
                 what, where=where, remedy="SamplerSettings(batch=…, padding=None), no budget or micro_batch"
             )
         items = len(self._sizes[settings.by[0]])
         least = min(settings.batch, 0 if settings.drop_last else items % settings.batch or settings.batch)
         if 0 < least < self.ranks or settings.batch < self.ranks:
-            what = f"a step of {least or settings.batch} items leaves ranks without any"
+            what = f"a step of {least or settings.batch} items leaves some ranks without items"
             raise ConfigError(
-                what, where=where, remedy="SamplerSettings(drop_last=True, …), with an item for each rank"
+                what, where=where, remedy="SamplerSettings(drop_last=True, …), and at least one item for each rank"
             )
 
     def step_items(self, epoch: int, step: int) -> Integers:
@@ -142,7 +142,7 @@ class Sampler:
     def _check_place(self, epoch: int, step: int) -> None:
         """Refuse a step that does not exist."""
         if epoch < 0 or not 0 <= step < self.steps:
-            raise ValueError(f"there is no step {step} in epoch {epoch}: an epoch has {self.steps:,} steps")
+            raise ValueError(f"epoch {epoch} has no step {step}: it has {self.steps:,} steps")
 
     def shares(self, epoch: int, step: int) -> list[list[Integers]]:
         """Return, for each rank, the items of each of its micro-batches of a step; a rank may have none."""
@@ -190,7 +190,7 @@ class Sampler:
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch; if it is the present one, keep the position of a loaded state."""
         if epoch < 0:
-            raise ValueError(f"there is no epoch {epoch}")
+            raise ValueError(f"epoch {epoch} does not exist")
         self.moves += 1
         if epoch != self.epoch:
             self._go(epoch, 0)
@@ -216,8 +216,8 @@ class Sampler:
         ]
         if changed:
             raise ConfigError(
-                f"the sampler's state is of another order of items: {'; '.join(changed)}",
-                remedy="set back what changed, or begin a new run from the checkpoint's weights",
+                f"the sampler's state belongs to a different order of items: {'; '.join(changed)}",
+                remedy="undo the change, or start a new run from the checkpoint's weights",
             )
         self._check_place(state["epoch"], state["step"])
         self.moves += 1
@@ -267,7 +267,7 @@ def check_sizes(sizes: Sizes, settings: SamplerSettings) -> None:
     names = (*settings.by, *settings.padded, *(factor for name in named for factor in factors_of(name, sizes)))
     missing = [name for name in names if name not in sizes]
     if missing:
-        raise ValueError(f"no size is called {missing[0]!r}; there are {', '.join(sorted(sizes)) or 'none'}")
+        raise ValueError(f"no size is named {missing[0]!r}; available: {', '.join(sorted(sizes)) or 'none'}")
     items = len(sizes[settings.by[0]])
     for name in names:
         values_N = sizes[name]
@@ -278,10 +278,10 @@ def check_sizes(sizes: Sizes, settings: SamplerSettings) -> None:
         if items and values_N.min() < 0:
             raise ValueError(f"item {int(values_N.argmin()):,} has a {name!r} of {int(values_N.min()):,}")
     if items < (settings.batch if settings.drop_last else 1):
-        least = f"; drop_last wants at least a step of {settings.batch}" if items else ""
+        least = f"; drop_last needs at least one step of {settings.batch}" if items else ""
         raise DataError(
             f"{items} items to draw from{least}",
-            remedy=Command.of("status", then="   (says what was rejected, and why)"),
+            remedy=Command.of("status", then="   (lists rejections and reasons)"),
         )
 
 
@@ -303,7 +303,7 @@ def check_budget(sizes: Sizes, settings: SamplerSettings) -> None:
         texts.append(f"item {item:,} has {' and '.join(beyond)}")
     limits = ", ".join(f"{most:,} {name}" for name, most in settings.budget.items())
     raise PlanInfeasible(
-        f"{len(over):,} of {len(sizes[settings.by[0]]):,} items exceed the budget of a micro-batch ({limits}) alone: "
+        f"{len(over):,} of {len(sizes[settings.by[0]]):,} items alone exceed the budget of a micro-batch ({limits}): "
         f"{'; '.join(texts)}{'; …' if len(over) > SHOWN else ''}",
-        remedy="raise the budget, or leave these items out (pipeline.training.sampling.sampler.oversize lists them)",
+        remedy="raise the budget, or skip these items (pipeline.training.sampling.sampler.oversize lists them)",
     )

@@ -134,7 +134,7 @@ class Passes:
         most, least = int(self._numbers[0]), -int(self._numbers[1])
         self._is_given_up = most == GAVE_UP
         if most != least and not self._is_given_up:
-            problem = "the model does not run the same blocks on all ranks, so its parameters cannot be gathered"
+            problem = "parameters cannot be gathered because ranks run different blocks"
             raise ConfigError(problem, where=WHERE, remedy=f"run every block for every batch   or {NOT_SHARDED}")
         return not self._is_given_up
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     Rows = Mapping[str, Tensor]  # a row for each item
 
 Result = TypeVar("Result")
-SEE = "what embed() returns: Contrastive in pipeline/protocol.py"
+SEE = "embed() is described by Contrastive in pipeline/protocol.py"
 
 
 @dataclass
@@ -145,7 +145,7 @@ class ContrastiveStep(Step):
             free_caches(self.device)
         items = len(next(iter(rows.values())))
         problem = f"the loss of all {items:,} items together does not fit in memory, though each of them does: {error}"
-        remedy = "a smaller effective batch, or a larger card"
+        remedy = "a smaller effective batch, or a larger GPU"
         raise PlanInfeasible(problem, where="train.effective_batch", remedy=remedy)
 
     def _contrasted(self, model: nn.Module, rows: Rows) -> Terms:
@@ -263,7 +263,7 @@ def embedded(task: Contrastive, model: nn.Module, batch: Batch) -> dict[str, Ten
         if not isinstance(row, torch.Tensor) or row.dim() == 0:
             got = "a single number" if isinstance(row, torch.Tensor) else type(row).__name__
             raise refused(f"embed(): {name!r} must be a tensor with a row for each item, got {got}", SEE)
-    _refuse_rows(rows, len(next(iter(rows.values()))), "as its first has")
+    _refuse_rows(rows, len(next(iter(rows.values()))), "as its first tensor has")
     return dict(rows)
 
 
@@ -298,6 +298,6 @@ def _refuse_rows(rows: Rows, items: int, why: str) -> None:
 def _refuse_others(rows: Rows, gradients: Rows) -> None:
     for name, gradient in gradients.items():
         if name not in rows:
-            problem = f"embed() returned {', '.join(rows)} of items of which it returned {name!r} before"
+            problem = f"embed() returned {', '.join(rows)} for items for which it returned {name!r} before"
             raise refused(problem, SEE)
-        _refuse_rows({name: rows[name]}, len(gradient), "as the same items had before")
+        _refuse_rows({name: rows[name]}, len(gradient), "as it had for the same items before")

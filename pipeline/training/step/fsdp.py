@@ -164,13 +164,13 @@ def _refuse_unspreadable(model: nn.Module) -> None:
     """Raise where a parameter cannot be sharded, or not together with the others."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
-            problem = f"the parameter {name} is a single number, which cannot be spread over ranks"
+            problem = f"the parameter {name} is a scalar, which cannot be sharded"
             raise ConfigError(problem, where=WHERE, remedy=f"give it the shape (1,)   or {NOT_SHARDED}")
     kinds = {parameter.dtype: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if len(kinds) > 1:
         shown = " and ".join(f"{str(kind).removeprefix('torch.')} ({name})" for kind, name in kinds.items())
-        problem = f"the parameters that are trained are of several types: {shown}"
-        raise ConfigError(problem, where=WHERE, remedy=f"make them one type   or {NOT_SHARDED}")
+        problem = f"the trained parameters have several dtypes: {shown}"
+        raise ConfigError(problem, where=WHERE, remedy=f"use one dtype   or {NOT_SHARDED}")
 
 
 class SpreadModel:
@@ -272,7 +272,7 @@ class ShardedStep(Step):
 
     def accumulate_on_host(self, batch: Batch, weights: Mapping[str, Any] | None = None) -> None:
         """Refuse: no rank has all parameters."""
-        raise NotImplementedError("a model that is spread over ranks runs on none of them alone")
+        raise NotImplementedError("a sharded model cannot run on one rank alone")
 
     def cast(self) -> AbstractContextManager[Any]:
         """Return a context in which the model runs in the precision of the settings, without copies of weights."""

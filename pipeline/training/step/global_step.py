@@ -273,7 +273,7 @@ class WholeStep:
             return None
         error = None if clip is None or self.step.is_spread else out_of_memory_error(self.step.clip_to, norm_tensor)
         error = error or out_of_memory_error(self.step.apply)
-        self.lost = "" if error is None else f"memory ended within the optimizer: {error}"
+        self.lost = "" if error is None else f"out of memory in optimizer.step(): {error}"
         return norm
 
     def _add_up(self, heard: StepReport) -> None:

@@ -210,7 +210,9 @@ def gathered(ranks: Ranks, own: dict[str, Tensor], items: int, device: str) -> t
     for rank, rank_shapes in shapes.items():
         if rank_shapes != first_shapes:
             problem = f"embed() returned {first_shapes} on rank {next(iter(shapes))} and {rank_shapes} on rank {rank}"
-            raise DataError(problem, where="train.task", remedy="return tensors of the same shapes but for their rows")
+            raise DataError(
+                problem, where="train.task", remedy="return tensors with the same shapes except for the first dimension"
+            )
     counts = [reply["items"] for reply in replies]
     start = sum(counts[: ranks.rank])
     kinds = {name: _widest(like[name][1] for like in likes.values()) for name in first_shapes}

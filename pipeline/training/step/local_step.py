@@ -242,9 +242,9 @@ class Stepper:
         return None
 
     def _too_large(self, piece: Piece) -> PlanInfeasible:
-        sizes = f"{self.cost(piece) / 2**20:,.0f} MiB beside the model, as planned"
-        problem = f"{piece.ids[0]} does not fit in memory, not even alone and with every remedy ({sizes})"
-        remedy = "--set train.too_large=skip   or a larger card   or --set train.oversize=crop"
+        sizes = f"{self.cost(piece) / 2**20:,.0f} MiB in addition to the model, as estimated"
+        problem = f"{piece.ids[0]} does not fit in memory, even alone and with every remedy ({sizes})"
+        remedy = "--set train.too_large=skip   or a larger GPU   or --set train.oversize=crop"
         return PlanInfeasible(problem, where="training", remedy=remedy)
 
     def go_back(self) -> None:
@@ -355,5 +355,5 @@ def refuse_unequal(names: Sequence[Sequence[str]]) -> None:
                 f"loss() returned {', '.join(sorted(first_names))} on rank {first_rank}"
                 f" and {', '.join(sorted(rank_names))} on rank {rank}"
             )
-            remedy = "return every term for every batch; one that no item has is (sum of nothing, 0)"
+            remedy = "return every term for every batch; use (zero sum, 0) for a term that no item has"
             raise DataError(problem, where="train.task", remedy=remedy)

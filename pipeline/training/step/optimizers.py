@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     Terms = Mapping[str, tuple[Tensor, Tensor | float]]
 
-SEE = "what a task must have: pipeline/protocol.py"
+SEE = "a task's methods: pipeline/protocol.py"
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ def freeze_parameters(model: nn.Module, frozen: Sequence[str]) -> None:
     for beginning in frozen:
         if not any(name.startswith(beginning) for name in names):
             firsts = dict.fromkeys(f"{name.partition('.')[0]}." if "." in name else name for name in names)
-            problem = f"no parameter's name begins with {beginning!r}; they begin with {', '.join(firsts) or 'nothing'}"
+            problem = f"no parameter name starts with {beginning!r}; they start with {', '.join(firsts) or 'nothing'}"
             raise ConfigError(
-                problem, where="train.frozen", remedy="name beginnings of parameters, such as [layers.0.]"
+                problem, where="train.frozen", remedy="use prefixes of parameter names, such as [layers.0.]"
             )
     for name, parameter in model.named_parameters():
         if name.startswith(tuple(frozen)):

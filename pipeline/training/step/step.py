@@ -88,7 +88,9 @@ class Step:
 
         `scaled`: whether fp16 losses are scaled; by default on a GPU only.
         """
-        assert isinstance(task, Contrastive) == self.contrasts, "make_step knows which step a task needs"
+        assert isinstance(task, Contrastive) == self.contrasts, (
+            "use make_step, which chooses the step that a task needs"
+        )
         self.task, self.settings, self.device, self.clock = task, settings, device, StepClock()
         self.watch: StepWatch = watch or self.clock
         self.model = checked_model(task.model() if model is None else model).to(device)
@@ -98,7 +100,7 @@ class Step:
         if settings.checkpointing:
             self._recomputing.turn(on=True)
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
-            raise ConfigError("the model has no parameter that is trained", where="train.frozen", remedy="freeze fewer")
+            raise ConfigError("the model has no trainable parameter", where="train.frozen", remedy="freeze fewer")
         self.optimizer = optimizer_of(task, self.model, settings)
         self.trained = only_trained(self.model, self.optimizer)
         scaled = device != CPU if scaled is None else scaled
@@ -213,10 +215,8 @@ class Step:
             return whole_loss(terms, weights)
         if len(terms) > 1:
             if self._is_one_term or len(self._totals) == 1:
-                problem = (
-                    f"loss() returned {', '.join(terms)} after micro-batches with one term: give the task weights()"
-                )
-                raise refused(problem, "weights(batch) tells each term's weight beforehand")
+                problem = f"loss() returned {', '.join(terms)} after micro-batches with one term: define weights()"
+                raise refused(problem, "weights(batch) returns each term's weight before the loss is computed")
             return whole_loss(terms)
         ((total, weight),) = terms.values()
         if not self._totals:

@@ -170,5 +170,5 @@ def test_memory_refused_within_the_optimizer_leads_back_to_a_checkpoint_and_to_t
     expected = trained("undisturbed", None).state()
     for place in range(allocations[0]):
         run = trained(str(place), place)
-        assert any("back to the last checkpoint" in line for line in run.said)
+        assert any("returning to the last checkpoint" in line for line in run.said)
         assert furthest(run.state(), expected) < 1e-12

@@ -282,7 +282,7 @@ def test_relatives_are_refused_by_their_names(tmp_path):
             "transformer.blocks.0.geom_attn.proj.weight",
         ): "ESM3",
         ("layers.0.row_self_attention.layer.k_proj.weight",): "the MSA Transformer",
-        ("base_model.model.esm.encoder.layer.0.attention.self.query.lora_A.weight",): "an adapter",
+        ("base_model.model.esm.encoder.layer.0.attention.self.query.lora_A.weight",): "adapter",
     }
 
     def cases() -> Iterable[tuple[Path, str]]:

@@ -125,7 +125,7 @@ def test_what_does_not_grow_is_planned_with_the_least_margin_which_grows_with_th
     "points", [RAY[:2], [RAY[0]] * 3, [dict(sizes, items=1) for sizes in RAY]], ids=["two", "one thrice", "one driver"]
 )
 def test_sizes_that_are_few_or_alike_are_no_ground_for_a_larger_one(points: list[dict[str, int]]) -> None:
-    with pytest.raises(ValueError, match="too few or too alike"):
+    with pytest.raises(ValueError, match="too few or too similar"):
         extrapolate([(sizes, place) for place, sizes in enumerate(points)], WANTED)
 
 

@@ -137,7 +137,7 @@ def test_what_cannot_be_traced_in_shards_is_planned_by_a_formula_that_says_why()
     assert ladder.answerable(choice) == MemoryChoice()  # what else a plan asks is of the whole model
     assert ladder.evaluation(ladder.answerable(choice), SIZES) is not None
     assert work_of().oracle(SIZES, target_of(None), padded=False).answerable(choice) == choice
-    with pytest.raises(ConfigError, match="cannot be spread"):
+    with pytest.raises(ConfigError, match="cannot be sharded"):
         traced(work_of(Scaled)).standing(choice)
 
 

@@ -150,7 +150,7 @@ def test_tasks_of_an_array_that_were_cancelled_while_they_ran_or_waited_are_told
     job = jobs.submit(f"if [ $SLURM_ARRAY_TASK_ID = 0 ]; then {SLEEPS}; fi", "--array=0-3%1")
     jobs.wait_until(f"{job}_0", TaskState.RUNNING)
     queued = slurm_commands.queue({job: "wrap"})
-    assert queued[f"{job}_2"].waits_for == "as many tasks of its array run as are allowed at once"
+    assert queued[f"{job}_2"].waits_for == "its array already runs as many tasks as allowed"
     jobs.cluster.run("scancel", f"{job}_2")
     jobs.cluster.run("scancel", f"{job}_0")
     rows = jobs.until(
@@ -206,7 +206,7 @@ def test_a_job_that_waits_for_a_failed_one_is_held(jobs: Jobs) -> None:
     queued = slurm_commands.queue({job: "wrap"})[job]
     row = jobs.until(job, lambda rows: job in rows)[job]
     assert row.state is queued.state is TaskState.PENDING
-    assert queued.waits_for == "never starts: a job that it waits for has failed"
+    assert queued.waits_for == "will never start: a job that it depends on failed"
 
 
 @pytest.mark.nightly

@@ -191,7 +191,7 @@ def test_an_image_that_changes_during_a_run_ends_it(make: Make, image: Path, tmp
     (copy / "etc" / "added").touch()
     ended = run.ends(RunState.FAILED)
     assert ended["exit_code"] == 6
-    assert "the image is another now" in ended["error"]
+    assert "the image changed" in ended["error"]
 
 
 @pytest.mark.nightly
@@ -199,10 +199,10 @@ def test_an_image_that_changes_during_a_run_ends_it(make: Make, image: Path, tmp
     ("settings", "said"),
     [
         ({"container__image": "/nowhere/pipeline.sif"}, "there is no such image: No such file or directory"),
-        ({"container__binds": ["/nowhere:/data"]}, "there is no such folder here"),
-        ({"container__binds": []}, "no python3 starts in it"),
+        ({"container__binds": ["/nowhere:/data"]}, "folder not found here"),
+        ({"container__binds": []}, "no python3 starts in the image"),
         ({"container__env": {}}, "it holds no pipeline"),
-        ({"container__runtime": "pyxis"}, "srun has no --container-image here"),
+        ({"container__runtime": "pyxis"}, "srun has no option --container-image here"),
     ],
     ids=["image", "bind", "nothing inside", "no pipeline", "pyxis"],
 )

@@ -187,7 +187,7 @@ def test_an_unbound_molecule_whose_atoms_are_in_another_order_is_refused(tmp_pat
     if is_same:
         assert atom_graph.build_atom_graph(found, recipe).parts[1].nodes["labelled"].all()
         return
-    with pytest.raises(UnusableInput, match=r"C1 of LIG 1 .* give both files their atoms in one order") as caught:
+    with pytest.raises(UnusableInput, match=r"C1 of LIG 1 .* use the same atom order in both files") as caught:
         atom_graph.build_atom_graph(found, recipe)
     assert caught.value.reason is Reason.SEQUENCE_MISMATCH
 

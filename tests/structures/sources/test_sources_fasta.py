@@ -51,7 +51,7 @@ def test_bad_sequence_is_rejected_and_the_next_one_read(tmp_path: Path) -> None:
 def test_repeated_fasta_labels_are_duplicates(tmp_path: Path) -> None:
     entries = read("fasta", write(tmp_path / "x.fa", ">a\nMKV\n>a other\nAAA\n"))
     assert ids(entries) == ["a"]
-    assert "x.fa:1 has this id already" in str(entries[1])
+    assert "x.fa:1 already has this id" in str(entries[1])
 
 
 def test_a_file_that_is_no_fasta_is_an_error(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_classes_are_a_second_loss_with_its_weight_over_those_that_are_known():
 def test_classes_that_no_item_has_are_refused_in_training_and_told_where_the_model_is_applied():
     values = [{name: array for name, array in one.items() if name != "class"} for one in items(2)]
     model, batch = model_of(CLASSED, dtype=torch.float32), collated(values)
-    with pytest.raises(ConfigError, match="learns classes, and no item has one") as caught:
+    with pytest.raises(ConfigError, match="learns classes, but no item has one") as caught:
         CLASSED.embed(model.train(), batch)
     assert "data.options.label" in caught.value.remedy
     with torch.no_grad():
@@ -171,11 +171,11 @@ def test_predictions_are_tables_of_the_nearest_texts_and_images_and_classes_by_n
     ("value", "options", "said", "remedy"),
     [
         ({}, {"image_size": 32}, "images of 32 × 32 pixels of 3 colours, left.image of item0", "data.options.size=32"),
-        ({}, {"right_most": 5}, "has 10 tokens, the model has places for 5", "data.options.context=5"),
+        ({}, {"right_most": 5}, "has 10 tokens, the model allows 5", "data.options.context=5"),
         ({"right.token": np.array([0, 600], np.int32)}, {}, "a token of item0 is 600, the model knows 514", "merges"),
-        ({"right.token": np.array([0, 6], np.uint8)}, {}, "as byte-pair tokens, and item0 has bytes", "right=tokens"),
-        ({}, {"right": "tokens"}, "as bytes, and item0 has byte-pair tokens", "right=text"),
-        ({"class": np.array(9, np.int64)}, {"classes": ["a", "b"]}, "item0 is of class 9, and there are", "classes"),
+        ({"right.token": np.array([0, 6], np.uint8)}, {}, "as byte-pair tokens, but item0 has bytes", "right=tokens"),
+        ({}, {"right": "tokens"}, "as bytes, but item0 has byte-pair tokens", "right=text"),
+        ({"class": np.array(9, np.int64)}, {"classes": ["a", "b"]}, "item0 is of class 9, but there are", "classes"),
     ],
 )  # fmt: skip
 def test_items_that_do_not_fit_the_model_are_refused_with_what_to_set(value, options, said, remedy):

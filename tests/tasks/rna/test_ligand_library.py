@@ -87,7 +87,7 @@ def test_a_pocket_finds_the_vector_of_itself_of_its_complex_or_of_its_ligand(tmp
 def test_vectors_of_another_width_or_no_numbers_are_refused(tmp_path):
     by_key(tmp_path / "e.h5", {"a": np.ones(3, np.float32), "b": np.array([1, np.nan, 2], np.float32)})
     file = embeddings_of(tmp_path / "e.h5")
-    with pytest.raises(ConfigError, match="has 3 numbers, the model gives 4") as caught:
+    with pytest.raises(ConfigError, match="has 3 numbers, but the model outputs 4") as caught:
         file.get("a", 4)
     assert caught.value.remedy == "--set train.options.output_dim=3"
     with pytest.raises(DataError, match="not finite"):
@@ -134,7 +134,7 @@ def test_statistics_that_make_no_sense_are_refused(tmp_path, arrays):
 
 def test_statistics_that_are_no_archive_are_refused(tmp_path):
     (tmp_path / "n.npz").write_bytes(b"PK\x03\x04 no more")
-    with pytest.raises(DataError, match=r"no \.npz file"):
+    with pytest.raises(DataError, match=r"not an \.npz file"):
         read_measure(tmp_path / "n.npz", 3, "feature_norm")
 
 

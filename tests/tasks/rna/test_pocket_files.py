@@ -192,9 +192,9 @@ DAMAGES = {  # what becomes of the topology and of the coordinates, and what is 
         "names parameter 999",
     ),
     "no RNA": (of_list("RESIDUE_LABEL", lambda _: "XXX " * 20 + "\n"), same, "no residue is RNA: XXX"),
-    "no coordinates": (same, lambda _: None, "no coordinates beside it"),
+    "no coordinates": (same, lambda _: None, "missing coordinates"),
     "of others": (same, lambda text: text.replace(text.split("\n")[1], "   12"), "are of 12 atoms"),
-    "at one place": (same, piled, "at one place"),
+    "at one place": (same, piled, "the same position"),
 }
 
 
@@ -284,7 +284,7 @@ def test_splits_by_ligand_divide_no_ligand_and_of_one_or_two_groups_nothing_is_h
 def test_splits_that_are_no_lists_are_refused_with_what_to_write(tmp_path, content):
     write(tmp_path / "p", "1aaa_ARG_model0", *files(0))
     (tmp_path / "s.json").write_text(content)
-    with pytest.raises(DataError, match="no JSON of lists of ids"):
+    with pytest.raises(DataError, match="not a JSON object of id lists"):
         list(RnaPockets(tmp_path / "p", splits=str(tmp_path / "s.json")).entries())
 
 

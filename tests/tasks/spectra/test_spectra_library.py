@@ -106,19 +106,19 @@ def test_a_library_smaller_than_what_is_asked_for_gives_all_it_has(tmp_path: Pat
 
 
 def test_what_is_no_library_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such library"):
+    with pytest.raises(ConfigError, match="library not found"):
         read_library(tmp_path / VECTORS)
     (tmp_path / VECTORS).write_bytes(b"x")
-    with pytest.raises(DataError, match="no library"):
+    with pytest.raises(DataError, match="not a library"):
         read_library(tmp_path / VECTORS)
     np.save(tmp_path / VECTORS, np.array([{}], object), allow_pickle=True)
-    with pytest.raises(DataError, match="no library"):
+    with pytest.raises(DataError, match="not a library"):
         read_library(tmp_path / VECTORS)
     library(tmp_path, np.eye(3))
     with pytest.raises(DataError, match="predict the library with the same model"):
         read_library(tmp_path / VECTORS, 7)
     (tmp_path / ROWS).write_text("id\ns0\n")
-    with pytest.raises(DataError, match="3 vectors, and 1 rows"):
+    with pytest.raises(DataError, match="3 vectors, but 1 rows"):
         read_library(tmp_path / VECTORS)
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["name"] = ["a"]

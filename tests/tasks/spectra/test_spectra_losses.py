@@ -184,9 +184,9 @@ def test_items_without_a_positive_are_left_out_of_the_contrast():
 def test_a_head_that_is_not_known_is_refused():
     with pytest.raises(Exception, match="head is 'x': it must be regression, binary"):
         SpectraFinetune(head="x")
-    with pytest.raises(Exception, match="tokens are summed for fingerprints"):
+    with pytest.raises(Exception, match="summed needs the fingerprint head"):
         SpectraFinetune(summed=True)
-    with pytest.raises(Exception, match="lowest has 1 entries, and there are 2 targets"):
+    with pytest.raises(Exception, match="lowest has 1 entries, but there are 2 targets"):
         SpectraFinetune(targets=2, lowest=[0.0], highest=[1.0])
-    with pytest.raises(Exception, match="these in order"):
+    with pytest.raises(Exception, match="in this order"):
         replace(SpectraFinetune(), lowest=(1.0,), highest=(1.0,))

@@ -276,7 +276,7 @@ def test_the_next_best_stands_in_for_a_damaged_one(tmp_path):
         made.save(state_at(step), step, figure=figure)
     (tmp_path / "step-00000002/state.safetensors").unlink()
     assert made.best().step == 1
-    assert "step-00000002 is passed over" in said[0]
+    assert "step-00000002 is skipped" in said[0]
 
 
 def test_after_a_step_back_the_newest_is_the_one_saved_last(tmp_path):
@@ -306,7 +306,7 @@ def test_only_what_checkpoints_are_made_of_is_removed(tmp_path):
     aside, *rest = names(tmp_path)
     assert rest == ["step-00000002", "step-by-step"]
     assert names(tmp_path / aside) == ["notes.txt"]
-    assert "left behind" in said[0]
+    assert "cannot be removed" in said[0]
 
 
 def test_dead_runs_leftovers_are_swept_and_nobody_elses(tmp_path):

@@ -59,7 +59,7 @@ def test_a_file_is_told_by_its_names_and_what_is_left_and_fresh_is_listed(tmp_pa
     assert (report.form, report.left, report.fresh) == ("known", ("lm_head.weight",), ("head.weight", "head.bias"))
     assert report.is_whole
     assert report.lines() == [
-        "left in the file (1):", "  lm_head.weight", "fresh in the model (2):", "  head.weight", "  head.bias"
+        "not used (1):", "  lm_head.weight", "initialized randomly (2):", "  head.weight", "  head.bias"
     ]  # fmt: skip
 
 
@@ -87,8 +87,8 @@ def test_a_head_that_the_file_has_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reading", "says"),
     [
-        (WeightsReading("other"), r"the model knows no weights of 'other'; it knows known"),
-        (WeightsReading("known"), r"these are no weights of known: their names begin with a, b"),
+        (WeightsReading("other"), r"the model does not support weights of 'other'; it supports known"),
+        (WeightsReading("known"), r"these are not weights of known: their names begin with a, b"),
     ],
 )
 def test_a_form_that_is_not_there_is_refused_by_its_name(tmp_path: Path, reading: WeightsReading, says: str) -> None:
@@ -156,7 +156,7 @@ def test_objects_of_unknown_classes_do_nothing_and_their_package_is_not_needed(
     monkeypatch.delitem(sys.modules, "elsewhere")
     assert load_pretrained(Known(), path).form == "known"
     assert "elsewhere" not in sys.modules
-    with pytest.raises(WeightsUnusable, match=r"asks for (elsewhere\.Format|pathlib\.PosixPath)"):
+    with pytest.raises(WeightsUnusable, match=r"imports (elsewhere\.Format|pathlib\.PosixPath)"):
         read_pt(path)  # as an encoder's weights it stays refused
 
 

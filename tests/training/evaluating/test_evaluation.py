@@ -222,7 +222,7 @@ def test_items_of_another_checkpoint_are_not_taken_for_ours(tmp_path: Path) -> N
     first = job(tmp_path, Speaking())
     run(first)
     save(tmp_path / "model" / "checkpoints", 0.1)
-    with pytest.raises(Exception, match="these are outputs of"):
+    with pytest.raises(Exception, match="these outputs belong to"):
         run(job(tmp_path, Speaking()))
 
 
@@ -326,7 +326,7 @@ def test_the_best_is_chosen_and_where_none_has_a_figure_the_last_which_is_said(t
     assert fallen is not None
     assert (best.step, best.note, best.model) == (2, "", "made")
     assert last.step == 3
-    assert (fallen.step, "the last one is used" in fallen.note) == (2, True)
+    assert (fallen.step, "using the last one" in fallen.note) == (2, True)
     assert choose_checkpoint(tmp_path / "nothing", "best") is None
 
 
@@ -366,7 +366,7 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_passed_over_and_said_so(tmp_
     assert kept.folder == tmp_path
     assert chosen.step == 3
     assert all(bool((one == 3).all()) for one in step.model.parameters())
-    assert "step-00000002 is passed over" in said[0]
+    assert "step-00000002 is skipped" in said[0]
 
 
 def test_moving_averages_are_what_is_used_where_there_are_any(tmp_path: Path) -> None:

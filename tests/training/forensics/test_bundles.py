@@ -95,7 +95,7 @@ def test_bundles_are_found_by_step_and_rank(tmp_path):
     assert [read_bundle(path).rank for path in find_bundles(tmp_path, 5, rank=1)] == [1]
     with pytest.raises(ConfigError, match="5, 12"):
         find_bundles(tmp_path, 7)
-    with pytest.raises(ConfigError, match=r"no bundle of step 12 of rank 1"):
+    with pytest.raises(ConfigError, match=r"no replay bundle of step 12 of rank 1"):
         find_bundles(tmp_path, 12, rank=1)
     with pytest.raises(ConfigError, match="pipeline status"):
         find_bundles(tmp_path / "empty", 7)
@@ -115,7 +115,7 @@ def test_a_damaged_bundle_is_named(tmp_path):
         (path / BUNDLE).write_text(broken)
         with pytest.raises(DataError, match=r"bundle\.json"):
             read_bundle(path)
-    with pytest.raises(ConfigError, match="is no bundle"):
+    with pytest.raises(ConfigError, match="is not a replay bundle"):
         read_bundle(tmp_path / "nothing")
 
 

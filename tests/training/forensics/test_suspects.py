@@ -90,7 +90,7 @@ def test_a_batch_that_is_not_finite_already_is_said_and_no_module_is_blamed_for_
 def test_a_loss_that_is_no_number_where_every_module_is_well_is_the_losss_own() -> None:
     _, found, _ = look(Task(1.0, in_loss=True))
     assert [one.ids for one in found] == [("good",), ("bad",), ("fair",)]
-    assert "it begins in loss() itself" in found[0].words()
+    assert "starts in loss() itself" in found[0].words()
 
 
 def test_gradients_that_are_not_finite_of_a_finite_loss_are_traced_to_their_operation() -> None:

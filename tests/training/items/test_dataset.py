@@ -98,7 +98,7 @@ def test_what_would_make_a_ragged_table_is_refused():
     builder.add("a", bytes(16), "train", {"nodes": 1})
     key, sizes = bytes(16), {"nodes": 1}
     for wrong in ((b"short", "train", sizes), (key, "train", {"edges": 1}), (key, "train", sizes, Item("b"))):
-        with pytest.raises(ValueError, match=r"16 bytes|same sizes|all are there"):
+        with pytest.raises(ValueError, match=r"16 bytes|same sizes|must be included"):
             builder.add("b", *wrong)
         assert len(builder) == 1
 

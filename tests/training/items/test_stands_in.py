@@ -33,8 +33,8 @@ def loader(settings: SamplerSettings, ranks: int = 1) -> Loader:
     [
         (SamplerSettings(batch=4), "micro-batches"),  # its padding cuts steps
         (SamplerSettings(batch=4, padding=None, budget={"nodes": 20}), "micro-batches"),
-        (SamplerSettings(batch=3, padding=None), "of 1 items leaves ranks without any"),
-        (SamplerSettings(batch=1, padding=None), "of 1 items leaves ranks without any"),
+        (SamplerSettings(batch=3, padding=None), "of 1 items leaves some ranks without items"),
+        (SamplerSettings(batch=1, padding=None), "of 1 items leaves some ranks without items"),
     ],
 )
 def test_steps_for_which_another_rank_would_wait_are_refused(settings: SamplerSettings, what: str) -> None:

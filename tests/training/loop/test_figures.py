@@ -65,7 +65,7 @@ def test_the_line_says_what_went_wrong_and_how_the_batch_varied():
         "epoch 3  contacts not finite  distance 1.5  val auroc 0.812  "
         "allocated 31.0 MiB / reserved 0 B / peak 42.0 MiB  "
         "batch 12 to 24, 20 on average  12.1 items/s  2 out of memory  1 rejected  1,003 cropped  "
-        "2 steps left out"
+        "2 skipped steps"
     )
 
 

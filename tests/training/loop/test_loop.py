@@ -279,7 +279,7 @@ def test_a_truncated_checkpoint_is_passed_over_and_said_so(tmp_path: Path) -> No
     spoil(newest / "state.safetensors", lambda content: content.__delitem__(slice(len(content) // 2, None)))
     run = Run(FULL, tmp_path / "run").to_end()
     assert run.state() == whole.state()
-    assert any(f"{newest.name} is passed over" in line for line in run.said)
+    assert any(f"{newest.name} is skipped" in line for line in run.said)
     assert any("is used instead" in line for line in run.said)
 
 
@@ -305,7 +305,7 @@ def test_a_full_disk_is_said_and_training_goes_on(tmp_path: Path, *, behind: boo
     assert len(warnings) == 2  # after step 4 and at the epoch's end
     assert all("could not be saved" in line and "step-00000002" in line for line in warnings)
     assert run.tell.report.warnings["checkpoints"].startswith(
-        "2 checkpoints could not be saved, lastly: the checkpoint"
+        "2 checkpoints could not be saved; the last error: the checkpoint"
     )
 
 

@@ -154,7 +154,7 @@ def test_a_step_without_a_loss_is_refused_with_what_to_do(kit: Any, tmp_path: Pa
 
 
 def test_what_cannot_be_split_is_refused_with_what_to_do(kit: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="which are split, and accumulate 1"):
+    with pytest.raises(ConfigError, match="accumulate_grad_batches=1"):
         kit.means(kit.Means(), kit.GovernorCallback(splits=True), tmp_path, accumulate_grad_batches=2)
     with pytest.raises(ConfigError, match="clip by norm"):
         kit.means(kit.Means(), kit.GovernorCallback(splits=True), tmp_path, gradient_clip_algorithm="value")

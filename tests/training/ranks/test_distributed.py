@@ -107,9 +107,11 @@ def test_a_killed_rank_is_named_by_all_others(tmp_path: Path, victim: int, doing
         await_file(tmp_path / f"ready-{rank}")
     os.kill(started.pid(victim), signal.SIGKILL)
     assert started.wait() == [-signal.SIGKILL if rank == victim else LOST for rank in range(3)]
-    name = f"rank {victim} ({socket.gethostname()}) died without a word; the last it did: step 7, micro-batch 2"
+    name = (
+        f"rank {victim} ({socket.gethostname()}) died without an error message; its last action: step 7, micro-batch 2"
+    )
     for rank in {0, 1, 2} - {victim}:
-        assert f"ends: {name}" in started.err(rank)
+        assert f"stops: {name}" in started.err(rank)
         assert name in started.told(rank)
         assert (f"error: one of 3 ranks is lost: {name}" in started.err(rank)) == (doing != "is stuck")
 
@@ -134,7 +136,7 @@ def test_a_child_that_outlives_a_killed_rank_does_not_hide_its_death(tmp_path: P
     codes = started.wait()
     os.kill(int(tmp_path.joinpath("child").read_text()), signal.SIGKILL)  # it was there until now
     assert codes == [LOST, -signal.SIGKILL]
-    assert f"rank 1 ({socket.gethostname()}) died without a word" in started.told(0)
+    assert f"rank 1 ({socket.gethostname()}) died without an error message" in started.told(0)
 
 
 def add_one(group: ProcessGroup) -> list[float]:
@@ -170,7 +172,7 @@ def test_a_hung_rank_shows_where_it_is_and_is_named(tmp_path: Path, victim: int)
     assert started.wait() == [HUNG if rank == victim else LOST for rank in range(2)]
     for rank in range(2):
         assert f"rank {victim} ({socket.gethostname()}) made no progress for 2 s" in started.told(rank)
-        assert "the last it did: step 2, micro-batch 1" in started.told(rank)
+        assert "its last action: step 2, micro-batch 1" in started.told(rank)
     assert "in fall_asleep" in started.err(victim)
     assert "Thread 0x" in started.err(victim)
     assert "fall_asleep" not in started.err(1 - victim)
@@ -187,7 +189,7 @@ def hang_alone(group: WatchedSingleRank) -> None:
 def test_a_training_in_one_process_that_hangs_shows_where_it_is_and_ends(tmp_path: Path) -> None:
     started = crew(tmp_path, 1, hang_alone, patience=QUICK)
     assert started.wait() == [HUNG]
-    assert "made no progress for 2 s; the last it did: step 2" in started.told(0)
+    assert "made no progress for 2 s; its last action: step 2" in started.told(0)
     assert "in fall_asleep" in started.err(0)
 
 
@@ -212,7 +214,7 @@ def test_a_process_of_which_no_thread_runs_is_named_by_the_others(tmp_path: Path
     code = started.processes[0].exitcode
     started.end()
     assert code == LOST
-    assert f"rank 1 ({socket.gethostname()}) has not been heard for 2 s; the last it did: step 2" in started.told(0)
+    assert f"rank 1 ({socket.gethostname()}) has not answered for 2 s; its last action: step 2" in started.told(0)
 
 
 def be_slow(group: ProcessGroup) -> list[Any]:
@@ -243,7 +245,9 @@ def give_up(group: ProcessGroup, why: str) -> None:
         group.exchange({})
 
 
-@pytest.mark.parametrize(("why", "how"), [("the disk is full", "gave up: the disk is full"), ("", "left while others")])
+@pytest.mark.parametrize(
+    ("why", "how"), [("the disk is full", "gave up: the disk is full"), ("", "ended while others")]
+)
 def test_who_leaves_others_alone_is_named(tmp_path: Path, why: str, how: str) -> None:
     started = crew(tmp_path, 3, give_up, why, patience=QUICK)
     assert started.wait() == [LOST, 0, LOST]
@@ -284,6 +288,6 @@ def test_ranks_that_wait_for_each_other_are_stuck_and_the_one_behind_is_named() 
     found = stuck_rank({0: ("n1", ahead, 11.0), 1: ("n2", behind, 11.0)})
     how = "waits for the others, and they for it: it is in call 11, others in call 12"
     assert found == LostRank(1, "n2", how, "step 3")
-    assert str(found) == f"rank 1 (n2) {how}; the last it did: step 3"
+    assert str(found) == f"rank 1 (n2) {how}; its last action: step 3"
     assert stuck_rank({0: ("n1", ahead, 11.0), 1: ("n2", behind, 9.0)}) is None
     assert stuck_rank({0: ("n1", ahead, 11.0), 1: ("n2", Activity("step 3", 10.0, 11), 11.0)}) is None

@@ -125,7 +125,7 @@ def test_wherever_memory_ends_a_training_is_that_of_enough_memory(through: Any, 
     assert validations[0] == pytest.approx(validations[1], rel=EXACT)
     if site == "optimizer":
         assert ranks[0]["state"] == calm["state"], "it goes back to the checkpoint"
-        assert any("back to the last checkpoint" in line for line in ranks[0]["said"])
+        assert any("returning to the last checkpoint" in line for line in ranks[0]["said"])
     elif site in ("embed", "forward", "backward"):  # what could not be collated or contrasted is tried again as it is
         assert ranks[0]["ooms"] == 1, "counted once for all ranks"
 
