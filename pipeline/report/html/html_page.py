@@ -1,4 +1,4 @@
-"""The whole page: one file that needs nothing else, and that a browser lets do nothing else."""
+"""The HTML reports: each is one file that loads nothing and that a browser allows nothing else."""
 
 from __future__ import annotations
 
@@ -7,47 +7,50 @@ import hashlib
 import math
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from pipeline.cluster.verdict import Cause
 from pipeline.journal.active_runs import GOING_ON
+from pipeline.journal.run_status import RunState
 from pipeline.report.compared import hours, spread
 from pipeline.report.html import run_plots
 from pipeline.report.html.plots import figure, moment, stage_drawing, tag
+from pipeline.report.html.run_facts import STEP_OOM
 from pipeline.report.stage_lines import CENSUS, DAMAGED, found_damage, speed_lines, state_of_stage, unit_of
 from pipeline.report.tables import TEXT_MOST, clip, plural
 from pipeline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from pipeline.report.compared import Comparison
-    from pipeline.report.facts import StageUse, Suggested
-    from pipeline.report.html.run_facts import PageFacts, StageFacts, TrainingFacts
+    from pipeline.report.html.run_facts import PageFacts, StageFacts
 
 HERE = Path(__file__).parent
 UNKNOWN = "–"
 SHORT = 24  # characters: a cell with more of them is kept wide enough to be read
 ERROR_MOST = 10 * TEXT_MOST
 NEXT = "\n  next: "
+OUT_OF_MEMORY = (Cause.HOST_OOM.value, Cause.GPU_OOM.value, STEP_OOM)
 JUDGING = ("scan", "embed", "graph")  # stages that judge the items of a data set
 
 
 def page(facts: PageFacts) -> str:
-    """Return the page of a run."""
+    """Return the HTML report of a run."""
     return _environment().get_template("page.html").render(facts=facts, run=facts.run.status)
 
 
 def compared_page(shown: Comparison) -> str:
-    """Return the page of trainings beside each other."""
+    """Return the HTML report that compares trainings."""
     return _environment().get_template("compared.html").render(shown=shown)
 
 
 @cache
 def _environment() -> Environment:
-    """Return the jinja2 environment of the pages: text is escaped, and cut where it is long."""
+    """Return the jinja2 environment of the reports: text is escaped, and cut where it is long."""
     environment = Environment(
         loader=FileSystemLoader(HERE),
         autoescape=True,
@@ -83,18 +86,15 @@ def _environment() -> Environment:
         "css_digest": _digest("page.css"),
         "js_digest": _digest("page.js"),
         "goes_on": lambda run: run.state in GOING_ON,
-        "judging": JUDGING,
         "numeric": lambda names: [f"#{name}" for name in names],
-        "overview": overview,
         "plots": run_plots,
         "ratio": lambda measured, asked: measured / asked if measured and asked else None,
-        "setting": typed_setting,
-        "speed_over_all": speed_over_all,
         "stage_drawing": stage_drawing,
         "state_of_run": state_of_run,
         "state_of_stage": state_of_stage,
         "story": story_lines,
         "unit_of": unit_of,
+        "verdict": verdict,
     }
     return environment
 
@@ -151,7 +151,7 @@ def story_lines(stage: StageFacts) -> Iterator[str]:
         if stage.waits_for:
             yield f"waiting for: {', '.join(stage.waits_for)}"
         if stage.left_s:
-            yield f"about {format_seconds(stage.left_s)} left, if it goes on like this"
+            yield f"about {format_seconds(stage.left_s)} left"
     yield from stage.waits
     yield from stage.so_far
     yield from speed_lines(status)
@@ -159,103 +159,96 @@ def story_lines(stage: StageFacts) -> Iterator[str]:
         yield from (line.strip() for line in CENSUS[status.name](stage.census) if isinstance(line, str) and line)
 
 
-def speed_over_all(stage: StageFacts, now: float) -> float | None:
-    """Return items per second from a stage's first task to its end."""
-    first, until, done = stage.first_task_at, stage.status.ended_at or now, stage.status.items_done
-    return done / (until - first) if first and until > first and done else None
+# The verdict
 
 
-def typed_setting(suggested: Suggested) -> str:
-    """Return a suggestion as KEY=VALUE for `--set`."""
-    name, value = suggested.key.rpartition(".")[2], suggested.value
-    shown = f"{value >> 20}MiB" if name == "mem" else f"{value // 60}m" if name == "time" else f"{value}"
-    return f"{suggested.key}={shown}"
+def verdict(facts: PageFacts) -> str:
+    """Return the outcome of a run in one sentence."""
+    status = facts.run.status
+    took = format_seconds(facts.time.end - facts.time.begun)
+    failed = "".join(f" in {stage.name}" for stage in status.stages.values() if stage.state is RunState.FAILED)
+    heads = {
+        RunState.DONE: f"Done in {took}",
+        RunState.FAILED: f"Failed{failed} after {took}",
+        RunState.STOPPED: f"Stopped after {took}",
+        RunState.ABANDONED: "Orphaned: its supervisor died; finished work is kept",
+        RunState.RUNNING: f"Running for {took}",
+        RunState.WAITING: "Not started yet",
+    }
+    clauses = [
+        *_problem(facts),
+        *_progress(facts),
+        *_metrics(facts),
+        *_memory(facts),
+        *_survived(facts),
+        *_items(facts),
+    ]
+    return f"{heads[status.state]}{': ' if clauses else ''}{'; '.join(clauses)}."
 
 
-# The figures that matter most
+def _problem(facts: PageFacts) -> Iterator[str]:
+    """Yield the first line of the run's error, without the place that it names first."""
+    if error := facts.run.status.error:
+        first = error.splitlines()[0]
+        yield first.partition(": ")[2] or first
+    if state_of_run(facts) == DAMAGED:
+        yield DAMAGED
 
 
-class Tile(NamedTuple):
-    """A figure of the overview."""
-
-    name: str
-    value: str
-    more: str = ""  # the small print below it
-    kind: str = ""  # CSS class: `bad`, `warn` or none
-
-
-def overview(facts: PageFacts) -> Iterator[Tile]:
-    """Yield the figures that matter most."""
-    status, span = facts.run.status, facts.time
-    begun = moment(span.begun, "began %Y-%m-%d %H:%M UTC")
-    yield Tile("Took" if status.ended_at else "So far", format_seconds(span.end - span.begun), begun)
-    planned = list(dict.fromkeys([*status.planned, *status.stages]))
-    done = sum(stage.state.value == "done" for stage in status.stages.values())
-    later = [name for name in planned if name not in status.stages]
-    more = f"not begun: {', '.join(later)}" if later else ", ".join(planned)
-    yield Tile("Stages done", f"{done} of {len(planned)}", more, "bad" if status.state.value == "failed" else "")
-    yield from _items(facts)
-    yield _attempts(facts)
-    yield from _used(facts.uses)
-    yield from _budget(facts)
-    if facts.training and facts.training.newest:
-        yield from _best(facts.training)
+def _progress(facts: PageFacts) -> Iterator[str]:
+    """Yield how far the running stages are; of a finished run, whether all of it was cached."""
+    status = facts.run.status
+    if status.state is RunState.RUNNING:
+        for stage in (stage for stage in facts.stages if not stage.status.ended_at):
+            name, row = stage.status.name, stage.status
+            left = f", about {format_seconds(stage.left_s)} left" if stage.left_s else ""
+            yield f"{name} {row.items_done:,} of {plural(row.missing, unit_of(name, row.counts()))}{left}"
+        yield from (f"planning {name}" for name in facts.time.planning if name not in status.stages)
+    elif facts.stages and not any(stage.status.tasks for stage in facts.stages):
+        yield "everything was cached"
 
 
-def _items(facts: PageFacts) -> Iterator[Tile]:
-    """Yield how many items the newest stage that judged the data set accepted."""
+def _metrics(facts: PageFacts) -> Iterator[str]:
+    """Yield the monitored metric of the best epoch and of the evaluation, or of the best point of a sweep."""
+    training, found = facts.training, list[str]()
+    evaluated = next((s.census for s in facts.stages if s.status.name == "evaluate" and s.census.get("figures")), {})
+    tested = evaluated.get("figures", {})
+    monitor = training.monitor if training else next((name for name in tested if not name.startswith("loss")), "loss")
+    if training and (known := [value for e in training.epochs if (value := e.validation.get(monitor)) is not None]):
+        found.append(f"{figure((min if training.lower_is_better else max)(known))} ({training.split})")
+    if (value := tested.get(monitor)) is not None:
+        found.append(f"{figure(value)} ({evaluated['split'] or 'all items'})")
+    if found:
+        yield f"{monitor} {', '.join(found)}"
+    if (shown := facts.compared) and (best := shown.best.get(shown.models[0].folder)):
+        yield f"best {shown.metric} {figure(best[1])} ({shown.called(shown.models[0])}, of {len(shown.models)} points)"
+
+
+def _memory(facts: PageFacts) -> Iterator[str]:
+    """Yield the peak memory of the training, or of the largest stage, and the highest peak of a GPU."""
+    measured = [use for use in facts.uses if use.peak_bytes]
+    for use in sorted(measured, key=lambda use: (use.stage == "train", use.peak_bytes))[-1:]:
+        yield f"peak memory {format_bytes(use.peak_bytes or 0)} of {format_bytes(use.asked_bytes or 0)} requested"
+    for use in sorted((use for use in facts.uses if use.gpu_peak_bytes), key=lambda use: use.gpu_peak_bytes or 0)[-1:]:
+        yield f"GPU peak {format_bytes(use.gpu_peak_bytes or 0)}"
+
+
+def _survived(facts: PageFacts) -> Iterator[str]:
+    """Yield how many out-of-memory errors and other failures the run survived."""
+    failures = [failure for failure in facts.time.failures if failure.survived]
+    memory = sum(failure.times for failure in failures if failure.cause in OUT_OF_MEMORY)
+    other = sum(failure.times for failure in failures) - memory
+    yield from [f"survived {memory:,} out-of-memory"] if memory else []
+    yield from [f"survived {plural(other, 'other failure' if memory else 'failure')}"] if other else []
+
+
+def _items(facts: PageFacts) -> Iterator[str]:
+    """Yield how many items the last stage that judged the data set rejected."""
     judged = [stage.census for stage in facts.stages if stage.status.name in JUDGING and stage.census]
     for census in judged[-1:]:
         rejected = census["items"] - census["accepted"]
-        more = f"{rejected:,} rejected ({census['rejected_fraction']:.1%})"
-        more += f", {census['undone']:,} not done" if census["undone"] else ""
-        yield Tile("Items accepted", f"{census['accepted']:,}", more, "warn" if rejected else "")
+        yield from [] if facts.training else [f"{plural(census['accepted'], 'item')} usable"]
+        yield from [f"{plural(rejected, 'item')} rejected"] if rejected else []
 
 
-def _attempts(facts: PageFacts) -> Tile:
-    troubles = facts.troubles
-    total = sum(stage.attempts for stage in facts.stages)
-    more = "all of them ended well" if total else "none has ended"
-    if troubles.total:
-        memory = sum(times for (_, cause), times in troubles.causes.items() if cause in ("host_oom", "gpu_oom"))
-        more = f"{troubles.total:,} did not end well" + (f", {memory:,} for memory" if memory else "")
-    return Tile("Attempts at tasks", f"{total:,}", more, "bad" if troubles.open else "warn" if troubles.total else "")
-
-
-def _used(uses: Sequence[StageUse]) -> Iterator[Tile]:
-    """Yield the core hours of the run, and its highest use of host and GPU memory."""
-    if not uses:
-        return
-    yield Tile("Core hours", hours(sum(use.core_hours for use in uses)), _busiest(uses))
-    peak = max(uses, key=lambda use: use.peak_bytes or 0)
-    if peak.peak_bytes:
-        more = f"{peak.stage}, of {format_bytes(peak.asked_bytes)} asked for" if peak.asked_bytes else peak.stage
-        yield Tile("Highest memory of a task", format_bytes(peak.peak_bytes), more)
-    gpu = max(uses, key=lambda use: use.gpu_peak_bytes or 0)
-    if gpu.gpu_peak_bytes:
-        yield Tile("Highest memory of a GPU", format_bytes(gpu.gpu_peak_bytes), gpu.stage)
-
-
-def _budget(facts: PageFacts) -> Iterator[Tile]:
-    """Yield what is left of the project's budget, where it has one."""
-    if account := facts.account:
-        unit, more = f"{account.budget.unit} hours", f"of {account.budget.hours:,g}, in all runs"
-        more += f"; {hours(account.taken.held)} held by tasks in flight" if account.taken.held else ""
-        yield Tile(f"Budget: {unit} left", hours(account.left), more, "warn" if account.is_low else "")
-
-
-def _busiest(uses: Sequence[StageUse]) -> str:
-    """Name the stage with the most core hours, and what its tasks finished, if any has ended well."""
-    busiest = max(uses, key=lambda use: use.core_hours)
-    done = f": {plural(busiest.items, unit_of(busiest.stage))}" if busiest.items else ""
-    return f"most for {busiest.stage}{done}"
-
-
-def _best(training: TrainingFacts) -> Iterator[Tile]:
-    """Yield how many epochs are trained, and the watched figure of the best one."""
-    name, trained = training.monitor, training.newest[-1].epoch
-    yield Tile("Epochs", f"{trained:,} of {training.prepared.epochs:,}", "trained so far")
-    known = {epoch.epoch: value for epoch in training.epochs if (value := epoch.validation.get(name)) is not None}
-    if known:
-        best = (min if training.lower_is_better else max)(known, key=known.__getitem__)
-        yield Tile(f"Best {name}", figure(known[best]), f"epoch {best:,}")
+CLAUSES = (_problem, _progress, _metrics, _memory, _survived, _items)

@@ -119,7 +119,7 @@ def time_axis(begun: float, end: float, *, since: float, most: int = 6) -> Axis:
     if begun + length - since <= SHORT_S:
         marks = range(math.ceil((begun - since) / step - 1e-9), int((begun + length - since) / step + 1e-9) + 1)
         ticks = tuple((since + n * step, f"{n * step:g}") for n in marks)
-        return Axis(begun, begun + length, ticks, "s since the run began")
+        return Axis(begun, begun + length, ticks, "seconds")
     form = "%m-%d" if step >= DAY_S else "%m-%d %H:%M" if length > DAY_S else "%H:%M"
     first = math.ceil(begun / step)
     ticks = tuple((n * step, moment(n * step, form)) for n in range(first, int(end / step) + 1))
@@ -143,8 +143,8 @@ def _round_step(step: float) -> float:
 
 
 Point = tuple[float, float]
-WIDTH, HEIGHT = 440, 240
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 22, 40
+WIDTH, HEIGHT = 380, 210
+LEFT, RIGHT, TOP, BOTTOM = 52, 10, 22, 36
 DOTS = 40  # points of a line up to which each is marked
 COLOURS = 8
 
@@ -160,7 +160,7 @@ class Line:
     hints: Sequence[str] = ()  # what each point says when it is pointed at
 
 
-def plot(title: str, x: Axis, y: Axis, lines: Sequence[Line], *, width: int = WIDTH, height: int = HEIGHT) -> Markup:
+def plot(title: str, x: Axis, y: Axis, lines: Sequence[Line], width: int = WIDTH, height: int = HEIGHT) -> Markup:
     """Return a plot with its title and legend."""
     drawn = [_frame(x, y, width, height), *(_line(line, x, y, width, height) for line in lines)]
     picture = svg(title, drawn, width, height)
@@ -177,12 +177,13 @@ def svg(title: str, parts: Iterable[Markup], width: int, height: int, css: str =
 
 def figure_of(title: str, picture: Any, key: Any = "", *, css: str = "plot") -> Markup:
     """Return an HTML figure: its caption, its legend and its picture."""
-    return tag("figure", tag("figcaption", tag("b", title), key), picture, class_=css)
+    return tag("figure", tag("figcaption", tag("b", title, title=title), key), picture, class_=css)
 
 
 def legend(named: Iterable[tuple[str, str]]) -> Markup:
     """Return the legend of a plot: pairs of a name and the CSS classes of its colour."""
-    return tag("span", *(tag("span", tag("i", class_=f"key {css}"), name) for name, css in named), class_="legend")
+    keys = (tag("span", tag("i", class_=f"key {css}"), name, title=name) for name, css in named)
+    return tag("span", *keys, class_="legend")
 
 
 def _frame(x: Axis, y: Axis, width: int, height: int) -> Markup:
@@ -195,10 +196,8 @@ def _frame(x: Axis, y: Axis, width: int, height: int) -> Markup:
         parts.append(svg_text(LEFT - 6, at + 4, label, "end"))
     parts += x_ticks(x, LEFT, right, bottom)
     parts.append(tag("line", x1=LEFT, x2=right, y1=bottom, y2=bottom, class_="axis"))
-    parts.append(svg_text(right, bottom + 33, x.unit, "end", "unit"))
-    parts.append(
-        svg_text(LEFT - 6, TOP - 10, y.unit, "end" if len(y.unit) < 8 else "start", "unit", nudge=len(y.unit) >= 8)
-    )
+    parts.append(svg_text(right, bottom + 32, x.unit, "end", "unit"))
+    parts.append(svg_text(2, TOP - 10, y.unit, css="unit"))
     return Markup("").join(parts)
 
 
@@ -212,9 +211,14 @@ def x_ticks(x: Axis, left: float, right: float, bottom: float) -> list[Markup]:
     return parts
 
 
-def svg_text(x: float, y: float, text: str, anchor: str = "start", css: str = "tick", *, nudge: bool = False) -> Markup:
-    """Return an SVG text; nudged, it begins at the left edge of the picture."""
-    return tag("text", text, x=2 if nudge else f"{x:.1f}", y=f"{y:.1f}", text_anchor=anchor, class_=css)
+def svg_text(x: float, y: float, text: str, anchor: str = "start", css: str = "tick") -> Markup:
+    """Return an SVG text."""
+    return tag("text", text, x=f"{x:.1f}", y=f"{y:.1f}", text_anchor=anchor, class_=css)
+
+
+def cut(text: str, most: int) -> str:
+    """Return a text of bounded length, with an ellipsis where it was cut."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def _line(line: Line, x: Axis, y: Axis, width: int, height: int) -> Markup:
@@ -261,6 +265,7 @@ def _area(places: Sequence[Point | None], bottom: float, css: str) -> Markup:
 WIDE, NARROW = 920, 380
 GAP, BETWEEN, HEAD = 34, 14, 6  # before the next column, between boxes of one, and the head of an arrow
 TALL, LINE, MOST = 62, 16, 190  # pixels of a box, of its lines, and its width at most
+LETTER = 7  # pixels at most, on average
 
 Places = Mapping[str, tuple[float, float]]  # of the upper left corner of each box
 
@@ -291,13 +296,14 @@ def _drawn(boxes: Sequence[StageBox], places: Places, width: float, css: str, ro
 
 def _box(box: StageBox, x: float, y: float, width: float) -> list[Markup]:
     """Return a box with its name, its state and its counts."""
-    told = ". ".join(filter(None, (f"{box.name}: {box.state}", box.counts, box.why)))
+    hint = ". ".join(filter(None, (f"{box.name}: {box.state}", box.counts, box.why)))
     css = f"stage-box {box.state.split()[0]}"
     place: Mapping[str, str] = {"x": f"{x + 1:.1f}", "y": f"{y + 1:.1f}", "width": f"{width - 2:.1f}"}
-    drawn = tag("rect", tag("title", told), **place, height=TALL - 2, rx=8, class_=css)
+    drawn = tag("rect", tag("title", hint), **place, height=TALL - 2, rx=8, class_=css)
     lines = ((box.name, "name"), (box.state, ""), (box.counts, "unit"))
+    most = int(width / LETTER)
     texts = [
-        svg_text(x + 10, y + 20 + LINE * row, text, "start", style) for row, (text, style) in enumerate(lines) if text
+        svg_text(x + 10, y + 20 + LINE * row, cut(text, most), "start", css) for row, (text, css) in enumerate(lines)
     ]
     return [drawn, *texts]
 

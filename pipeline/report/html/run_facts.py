@@ -1,4 +1,4 @@
-"""The data that the page of a run shows: lists of bounded length; the page itself cuts long texts."""
+"""The data of a run's HTML report: lists of bounded length; the report itself cuts long texts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from pipeline.journal.attempts import Attempt
     from pipeline.journal.budget import Account
     from pipeline.journal.run_status import StageStatus
-    from pipeline.report.cache_tables import Holdings
     from pipeline.report.compared import Comparison
     from pipeline.report.facts import StageUse
     from pipeline.report.stage_graph import StageBox
     from pipeline.training.loop.metrics_log import Epoch
     from pipeline.training.prepared import Prepared
 
+STEP_OOM = "step out of memory"  # a cause: the step was repeated in smaller parts
 Curve = list[tuple[float, float]]
 
 
@@ -34,7 +34,7 @@ class StageFacts:
     waits: Sequence[str]  # that do not pass by themselves, or did not
     census: Mapping[str, Any]  # of bounded size
     warnings: Sequence[str]
-    so_far: Sequence[str]  # what a script, a validation or a reader tells while it goes on
+    so_far: Sequence[str]  # reported by a script, a validation or a reader while it runs
 
     @property
     def attempts(self) -> int:
@@ -96,12 +96,13 @@ class Rejections:
 
 @dataclass(frozen=True, slots=True)
 class FailuresAt:
-    """How often attempts of a stage failed of a cause in a span of time."""
+    """How often a stage failed of a cause in a span of time: attempts, or steps of a training."""
 
     stage: str
     cause: str
     at: float
     times: int
+    survived: bool  # the task is done now, or the step was repeated
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ class TimeFacts:
 
     begun: float
     end: float  # now, of a run that goes on
+    planning: Mapping[str, tuple[float, float]]  # stage → from the end of the stage before to its beginning
     running: Mapping[str, Sequence[tuple[float, int]]]  # stage → tasks at once
     failures: Sequence[FailuresAt]
     paces: Mapping[str, Curve]  # stage → items per second
@@ -131,6 +133,7 @@ class TrainingFacts:
     prepared: Prepared
     folder: Path
     monitor: str
+    split: str  # on which it is validated
     lower_is_better: bool
     on_gpu: bool
     epochs: Sequence[Epoch]  # of the curves
@@ -169,7 +172,7 @@ class TrainingFacts:
 
 @dataclass(frozen=True, slots=True)
 class PageFacts:
-    """Everything that the page of a run shows."""
+    """Everything that the HTML report of a run shows."""
 
     run: SeenRun
     folder: Path
@@ -184,5 +187,5 @@ class PageFacts:
     compared: Comparison | None  # the points of a sweep
     uses: Sequence[StageUse]
     account: Account | None  # of the project's budget, where it has one
-    cache: Holdings | None
-    notes: Sequence[str]  # what could not be read, and is missing on the page
+    settings: Mapping[str, str]  # that differ from their defaults
+    notes: Sequence[str]  # parts that could not be read, and are missing

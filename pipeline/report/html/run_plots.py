@@ -1,4 +1,4 @@
-"""The pictures of a run: its time line, its pace, memory predicted and measured, and the curves of a training."""
+"""The plots of a run: its timeline and pace, memory requested and used, and the curves of a training."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from markupsafe import Markup
 
 from pipeline.report.html.plots import (
     COLOURS,
+    HEIGHT,
+    WIDTH,
     Axis,
     Line,
     byte_axis,
+    cut,
     figure,
     figure_of,
     legend,
@@ -39,31 +42,41 @@ if TYPE_CHECKING:
 
 FEWEST = 3  # points of a plot
 WIDE, NARROW, HIGH = 920, 380, 360
-STAGE_ROW, STAGE_BAR = 46, 20
-TOP, BOTTOM = 6, 42
-MOST_MARKS = 240  # of what went wrong in a stage: pixels
+ROW, BAR, STRIP = 30, 14, 7  # pixels of a stage: all, its bar, and the strip of its running tasks
+TOP, BOTTOM = 6, 24
+NAMES, TAKEN = 76, 78  # pixels left and right of the bars
+LETTERS = 11  # of a stage's name
+LEAST_SHARE = 0.004  # of the run: what took less is not drawn
+MOST_MARKS = 240  # of failures of a stage: pixels
 TIMELINE_KEY = (
-    ("waits for its first task", "wait"), ("runs", "run"), ("tasks at once", "busy"), ("an attempt fails", "fail"),
+    ("planning", "plan"), ("queued", "wait"), ("running", "run"), ("tasks at once", "busy"),
+    ("failed", "fail"), ("failed, survived", "fail survived"),
 )  # fmt: skip
 
 
 def timeline(facts: PageFacts) -> Markup:
-    """Return the time line in two widths; the style sheet shows the one that fits."""
+    """Return the timeline in two widths; the style sheet shows the one that fits."""
     drawn = Markup("").join([_timeline(facts, WIDE, "wide"), _timeline(facts, NARROW, "narrow")])
-    return figure_of("Stages over time", drawn, legend(TIMELINE_KEY), css="plot timeline")
+    key = [(name, css) for name, css in TIMELINE_KEY if f'"{css}"' in drawn or f'"bar {css}' in drawn]
+    return figure_of("Timeline", drawn, legend(key), css="plot timeline")
 
 
 def _timeline(facts: PageFacts, width: int, css: str) -> Markup:
-    ends = (84 if width == WIDE else 70, width - 8)
-    x = time_axis(facts.time.begun, facts.time.end, since=facts.time.begun, most=9 if width == WIDE else 4)
-    height = TOP + STAGE_ROW * len(facts.stages) + BOTTOM
-    bottom = height - BOTTOM
+    time, ends = facts.time, (NAMES, width - TAKEN)
+    x = time_axis(time.begun, time.end, since=time.begun, most=9 if width == WIDE else 3)
+    stages = {stage.status.name: stage for stage in facts.stages}
+    rows = list(dict.fromkeys([*stages, *time.planning]))
+    bottom = TOP + ROW * len(rows)
     parts = [*_grid(x, ends, bottom), *x_ticks(x, *ends, bottom)]
     parts.append(tag("line", x1=ends[0], x2=ends[1], y1=bottom, y2=bottom, class_="axis"))
-    parts.append(svg_text(ends[1], bottom + 35, x.unit, "end", "unit"))
-    for row, stage in enumerate(facts.stages):
-        parts += _stage_row(facts.time, stage, x, ends, TOP + row * STAGE_ROW)
-    return svg("when each stage ran", parts, width, height, css)
+    parts.append(svg_text(ends[1] + 16, bottom + 17, x.unit, css="unit"))
+    for row, name in enumerate(rows):
+        top = TOP + row * ROW
+        parts.append(svg_text(NAMES - 8, top + 15, cut(name, LETTERS), "end", "name"))
+        if name in time.planning:
+            parts += _bar(x, ends, time.planning[name], top, "plan", f"{name}: planning")
+        parts += _stage_row(time, stages[name], x, ends, top) if name in stages else []
+    return svg("when each stage ran", parts, width, bottom + BOTTOM, css)
 
 
 def _grid(x: Axis, ends: tuple[float, float], bottom: float) -> list[Markup]:
@@ -72,67 +85,70 @@ def _grid(x: Axis, ends: tuple[float, float], bottom: float) -> list[Markup]:
 
 
 def _stage_row(time: TimeFacts, stage: StageFacts, x: Axis, ends: tuple[float, float], top: float) -> list[Markup]:
-    """Return a stage's bar, the number of its running tasks beneath, and marks where attempts failed."""
+    """Return a stage's bars, the number of its running tasks below, its duration, and marks where attempts failed."""
     status = stage.status
-    until = status.ended_at or time.end
-    begun, first = status.started_at, min(stage.first_task_at or until, until)
-    hint = f"{status.name}: {status.state.value}, {format_seconds(max(0.0, until - begun))}"
-    parts = [svg_text(ends[0] - 8, top + 19, status.name, "end", "name")]
-    if status.tasks and first > begun:
-        waiting_hint = f"{status.name}: waits for its first task"
-        parts.append(_stage_bar(x, ends, (begun, first), top + 4, "bar wait", waiting_hint))
-    span = (first if status.tasks else begun, until)
-    parts.append(_stage_bar(x, ends, span, top + 4, f"bar run {status.state.value}", hint))
-    parts.append(_busy(time.running.get(status.name, ()), x, ends, top + 4 + STAGE_BAR + 14))
+    begun, until = status.started_at, status.ended_at or time.end
+    first = min(stage.first_task_at or until, until) if status.tasks else begun
+    took = format_seconds(max(0.0, until - begun))
+    state = status.state.value
+    parts = _bar(x, ends, (begun, first), top, "wait", f"{status.name}: queued")
+    if until > first or not status.tasks:
+        parts += _bar(x, ends, (first, until), top, f"run {state}", f"{status.name}: {state}", least=0)
+    parts.append(_busy(time.running.get(status.name, ()), x, ends, top + 4 + BAR + STRIP))
+    parts.append(svg_text(ends[1] + 10, top + 15, took))
     for failure in [failure for failure in time.failures if failure.stage == status.name][:MOST_MARKS]:
         at = x.place(failure.at, *ends)
+        css = "fail survived" if failure.survived else "fail"
         outline = f"M{at - 4:.1f} {top}H{at + 4:.1f}L{at:.1f} {top + 8}Z"
-        parts.append(tag("path", tag("title", f"{failure.times:,} × {failure.cause}"), d=outline, class_="fail"))
+        parts.append(tag("path", tag("title", f"{failure.times:,} × {failure.cause}"), d=outline, class_=css))
     return parts
 
 
-def _stage_bar(
-    x: Axis, ends: tuple[float, float], span: tuple[float, float], top: float, css: str, hint: str
-) -> Markup:
+def _bar(
+    x: Axis, ends: tuple[float, float], span: tuple[float, float], top: float, css: str, hint: str,
+    least: float = LEAST_SHARE,
+) -> list[Markup]:  # fmt: skip
+    """Return a bar over a span of time, if it is at least a share of the run."""
     start, stop = (x.place(at, *ends) for at in span)
-    return tag(
-        "rect", tag("title", hint), x=f"{start:.1f}", y=f"{top:.1f}", width=f"{max(2.0, stop - start):.1f}",
-        height=STAGE_BAR, rx=3, class_=css,
-    )  # fmt: skip
+    if stop - start < least * (ends[1] - ends[0]):
+        return []
+    hint = tag("title", f"{hint}, {format_seconds(max(0.0, span[1] - span[0]))}")
+    place = {"x": f"{start:.1f}", "y": top + 4, "width": f"{max(2.0, stop - start):.1f}", "height": BAR}
+    return [tag("rect", hint, **place, rx=3, class_=f"bar {css}")]
 
 
 def _busy(counts: Sequence[tuple[float, int]], x: Axis, ends: tuple[float, float], base: float) -> Markup:
-    """Return how many tasks ran at once as a filled step curve, scaled to its maximum."""
+    """Return how many tasks ran at once as a filled step curve, scaled to its maximum; one needs no curve."""
     most = max((count for _, count in counts), default=0)
-    if most == 0:
+    if most < 2:
         return Markup("")
     words, before = [f"M{ends[0]:.1f} {base}"], 0
     for at, running in [*counts, (x.high, 0)]:
         if running != before:
-            words.append(f"H{x.place(at, *ends):.1f}V{base - 12 * running / most:.1f}")
+            words.append(f"H{x.place(at, *ends):.1f}V{base - STRIP * running / most:.1f}")
             before = running
     return tag("path", tag("title", f"at most {most:,} at once"), d="".join([*words, "Z"]), class_="busy")
 
 
 def pace_plots(facts: PageFacts) -> list[Markup]:
-    """Return plots of each stage's speed over time, and of what a training did beside its model's work."""
-    plots = []
-    for name, points in facts.time.paces.items():
+    """Return plots of each stage's speed over the time of the run, and of the shares of a training's time."""
+    plots, time = [], facts.time
+    for name, points in time.paces.items():
         if len(points) >= FEWEST:
-            x = time_axis(points[0][0], points[-1][0], since=facts.time.begun)
+            x = time_axis(time.begun, time.end, since=time.begun)
             y = number_axis(0, max(value for _, value in points), f"{UNIT[name]}s/s")
-            plots.append(plot(f"{name}: {UNIT[name]}s a second", x, y, [Line("", points, 0, "area steps")]))
+            plots.append(plot(f"{name}: {UNIT[name]}s per second", x, y, [Line("", points, 0, "area steps")]))
     epochs = facts.training.epochs if facts.training else ()
     if len(epochs) < FEWEST - 1:
         return plots
-    x = whole_axis(epochs[0].epoch, epochs[-1].epoch, "epoch")
-    pace = [(epoch.epoch, epoch.items_per_s) for epoch in epochs]
-    hints = [f"epoch {epoch.epoch}: {figure(epoch.items_per_s)} items/s" for epoch in epochs]
-    y = number_axis(0, max(value for _, value in pace) or 1, "items/s")
-    plots.append(plot("train: items a second", x, y, [Line("", pace, 0, "", hints)]))
     waits = [Line(TOLD.get(name, name), points, colour) for colour, (name, points) in enumerate(_shares(epochs))]
     idle = number_axis(0, max([5.0, *(value for line in waits for _, value in line.points)]), "% of an epoch")
-    return [*plots, plot("train: beside the model's work", x, idle, waits)]
+    return [*plots, plot("train: time outside the model", _steps(epochs), idle, waits)]
+
+
+def _steps(epochs: Sequence[Epoch]) -> Axis:
+    """Return the axis that all curves of a training share."""
+    return whole_axis(0, epochs[-1].step, "step")
 
 
 def _shares(epochs: Sequence[Epoch]) -> Iterator[tuple[str, list[tuple[float, float]]]]:
@@ -142,17 +158,17 @@ def _shares(epochs: Sequence[Epoch]) -> Iterator[tuple[str, list[tuple[float, fl
     for name in sorted({name for seconds in spent for name in seconds} - set(MODEL_PHASES)):
         parts = [100 * seconds.get(name, 0.0) / whole for seconds, whole in zip(spent, wholes, strict=True)]
         if max(parts) >= 1:
-            yield name, [(epoch.epoch, part) for epoch, part in zip(epochs, parts, strict=True)]
+            yield name, [(epoch.step, part) for epoch, part in zip(epochs, parts, strict=True)]
 
 
-# Models beside each other
+# Compared models
 
 CURVES, LINES, NAMED = 8, 60, 8  # plots; the best models of each; those in its legend
 STYLES = ("", "dashed", "thin")
 
 
 def curve_plots(shown: Comparison) -> Iterator[Markup]:
-    """Yield a plot for each figure, the compared one first, with a line for each model."""
+    """Yield a plot for each metric, the compared one first, with a line for each model."""
     names = dict.fromkeys((shown.metric, *(name for model in shown.models for name in model.curves)))
     for name in list(names)[:CURVES]:
         lines = []
@@ -160,24 +176,25 @@ def curve_plots(shown: Comparison) -> Iterator[Markup]:
             points, called = list(model.curves[name]), shown.called(model)
             hints = [f"{called}: epoch {epoch}: {figure(value)}" for epoch, value in points]
             style = STYLES[min(number // COLOURS, len(STYLES) - 1)]
-            lines.append(Line(called if number < NAMED else "", points, number % COLOURS, style, hints))
+            title = called if number < NAMED and name == shown.metric else ""
+            lines.append(Line(title, points, number % COLOURS, style, hints))
         if lines:
             values = [value for line in lines for _, value in line.points]
             epochs = [epoch for line in lines for epoch, _ in line.points]
             x = whole_axis(min(epochs), max(epochs), "epoch")
-            yield plot(name, x, number_axis(min(values), max(values)), lines, width=WIDE, height=HIGH)
+            size = (WIDE, HIGH) if name == shown.metric else (WIDTH, HEIGHT)
+            yield plot(name, x, number_axis(min(values), max(values)), lines, *size)
 
 
-# Memory, predicted and measured
+# Memory, requested and used
 
-MEMORY_WIDTH, LEFT, RIGHT = 440, 70, 12
-MEMORY_ROW, MEMORY_BAR = 34, 16
-MEMORY_KEY = (("given", "asked"), ("measured peak", "used"), ("predicted", "mark"))
+MEMORY_ROW, MEMORY_BAR, VALUES = 30, 14, 150  # pixels
+MEMORY_KEY = (("requested", "asked"), ("used (peak)", "used"), ("estimated", "mark"))
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """The memory that a stage was given, was predicted to use, and used; None: not known."""
+    """The memory that a stage requested, was estimated to use, and used; None: unknown."""
 
     name: str
     asked_bytes: float | None
@@ -186,90 +203,107 @@ class MemoryUse:
 
 
 def gpu_use(use: StageUse, training: TrainingFacts | None) -> MemoryUse:
-    """Return a stage's use of GPU memory; it is planned for training alone: other stages take what there is."""
+    """Return a stage's use of GPU memory; only training plans it, other stages take all of a GPU."""
     if training is None or use.stage != "train":
         return MemoryUse(use.stage, None, None, use.gpu_peak_bytes)
     return MemoryUse(use.stage, training.prepared.limit_bytes, training.most_reserved_bytes, use.gpu_peak_bytes)
 
 
 def memory_plots(uses: Sequence[StageUse], training: TrainingFacts | None) -> list[Markup]:
-    """Return bars of hosts and of GPUs, and memory over the epochs of a training."""
+    """Return bars of hosts and of GPUs."""
     hosts = [MemoryUse(use.stage, use.asked_bytes, use.planned_bytes, use.peak_bytes) for use in uses]
     gpus = [gpu_use(use, training) for use in uses if use.gpus or use.gpu_peak_bytes]
-    plots = [memory_bars("Host memory of a task, by stage", hosts), memory_bars("GPU memory, by stage", gpus)]
-    return [*plots, memory_over_epochs(training)] if training and len(training.epochs) > 1 else plots
+    return [memory_bars("Memory of a task", hosts), memory_bars("Memory of a GPU", gpus)]
 
 
 def memory_bars(title: str, uses: Sequence[MemoryUse]) -> Markup:
-    """Return a bar chart of memory, or nothing where no figure is known."""
+    """Return a bar chart of memory in two widths, or nothing where no value is known."""
     known = [value or 0 for use in uses for value in (use.asked_bytes, use.predicted_bytes, use.used_bytes)]
     if not any(known):
         return Markup("")
-    x, height = byte_axis(max(known), most=4), TOP + MEMORY_ROW * len(uses) + BOTTOM
-    bottom, ends = height - BOTTOM, (LEFT, MEMORY_WIDTH - RIGHT)
-    parts = [*_grid(x, ends, bottom), *x_ticks(x, *ends, bottom), svg_text(ends[1], bottom + 35, x.unit, "end", "unit")]
+    x = byte_axis(max(known), most=4)
+    drawn = [_memory_bars(title, uses, x, width, css) for width, css in ((WIDE, "wide"), (NARROW, "narrow"))]
+    return figure_of(title, Markup("").join(drawn), legend(MEMORY_KEY), css="plot")
+
+
+def _memory_bars(title: str, uses: Sequence[MemoryUse], x: Axis, width: int, css: str) -> Markup:
+    bottom, ends = TOP + MEMORY_ROW * len(uses), (NAMES, width - VALUES)
+    parts = [
+        *_grid(x, ends, bottom),
+        *x_ticks(x, *ends, bottom),
+        svg_text(ends[1] + 16, bottom + 17, x.unit, css="unit"),
+    ]
     for row, use in enumerate(uses):
         top = TOP + row * MEMORY_ROW + (MEMORY_ROW - MEMORY_BAR) / 2
-        parts.append(svg_text(LEFT - 8, top + 12.5, use.name, "end", "name"))
-        bars = (("asked", "given", 0, use.asked_bytes), ("used", "measured peak", 3, use.used_bytes))
-        for css, label, inset, value in bars:
-            if value:
-                width = max(1.0, x.place(value, *ends) - LEFT)
-                hint = tag("title", f"{label} {format_bytes(value)}")
-                parts.append(tag(
-                    "rect", hint, x=LEFT, y=f"{top + inset:.1f}", width=f"{width:.1f}",
-                    height=MEMORY_BAR - 2 * inset, rx=2, class_=f"mem {css}",
-                ))  # fmt: skip
+        parts.append(svg_text(NAMES - 8, top + 11.5, cut(use.name, LETTERS), "end", "name"))
+        for kind, inset, value in (("asked", 0, use.asked_bytes), ("used", 3, use.used_bytes)):
+            length = x.place(value or 0, *ends) - NAMES
+            place = {"x": NAMES, "y": top + inset, "width": f"{length:.1f}", "height": MEMORY_BAR - 2 * inset}
+            parts.append(tag("rect", **place, rx=2, class_=f"mem {kind}"))
         if use.predicted_bytes:
             outline = f"M{x.place(use.predicted_bytes, *ends):.1f} {top - 4:.1f}V{top + MEMORY_BAR + 4:.1f}"
-            parts.append(
-                tag("path", tag("title", f"predicted {format_bytes(use.predicted_bytes)}"), d=outline, class_="mark")
-            )
-        if not use.used_bytes:
-            parts.append(svg_text(LEFT + 6, top + 12.5, "not measured", "start", "tick"))
-    return figure_of(title, svg(title, parts, MEMORY_WIDTH, height), legend(MEMORY_KEY))
+            hint = tag("title", f"estimated {format_bytes(use.predicted_bytes)}")
+            parts.append(tag("path", hint, d=outline, class_="mark"))
+        used = format_bytes(use.used_bytes) if use.used_bytes else "not measured"
+        of = f" of {format_bytes(use.asked_bytes)}" if use.used_bytes and use.asked_bytes else ""
+        parts.append(svg_text(ends[1] + 10, top + 11.5, used + of))
+    return svg(title, parts, width, bottom + BOTTOM, css)
 
 
 def memory_over_epochs(training: TrainingFacts) -> Markup:
-    """Return a plot of memory by epoch: measured, planned, and the limit."""
+    """Return a plot of memory by epoch: measured, estimated, and the limit."""
     epochs = training.epochs
-    x = whole_axis(epochs[0].epoch, epochs[-1].epoch, "epoch")
-    peaks = [(epoch.epoch, epoch.peak_bytes) for epoch in epochs]
-    live = [(epoch.epoch, epoch.allocated_bytes) for epoch in epochs]
-    predicted = [(epoch.epoch, taken) for epoch in epochs if (taken := training.predicted_bytes(epoch.epoch))]
+    peaks = [(epoch.step, epoch.peak_bytes) for epoch in epochs]
+    live = [(epoch.step, epoch.allocated_bytes) for epoch in epochs]
+    estimated = [(epoch.step, taken) for epoch in epochs if (taken := training.predicted_bytes(epoch.epoch))]
     lines = [Line("peak", peaks, 0, "", [format_bytes(value) for _, value in peaks])]
     lines.append(Line("live at its end", live, 1, "", [format_bytes(value) for _, value in live]))
-    lines += [Line("predicted", predicted, 3, "dashed")] if predicted else []
+    lines += [Line("estimated", estimated, 3, "dashed")] if estimated else []
     if training.on_gpu:
-        lines.append(Line("limit", [(epoch.epoch, training.prepared.limit_bytes) for epoch in epochs], 5, "dashed"))
+        lines.append(Line("limit", [(epoch.step, training.prepared.limit_bytes) for epoch in epochs], 5, "dashed"))
     most = max(value for line in lines for _, value in line.points)
-    of = "GPU" if training.on_gpu else "resident"
-    return plot(f"train: {of} memory by epoch", x, byte_axis(most), lines)
+    of = "GPU" if training.on_gpu else "process"
+    return plot(f"train: memory of a {of}", _steps(epochs), byte_axis(most), lines)
 
 
 # Curves of a training
 
 METRICS_DRAWN = 12
+FIRST = 2  # terms of a loss that are drawn on top
 OTHERS = ("learning_rate", "gradient_norm")
 LOSS = "loss"
 
 
-def training_plots(training: TrainingFacts) -> list[Markup]:
-    """Return plots of each loss term, the validation metrics, the learning rate and the gradient norm."""
-    plots = [_loss(training, term) for term in training.losses]
-    for name in own_metrics(training)[:METRICS_DRAWN]:
-        watched = " (decides which epoch is best)" if name == training.monitor else ""
-        plots.append(_curves(f"validation: {name}{watched}", [_by_epoch("", training, "validation", name, 2)]))
+def first_plots(training: TrainingFacts) -> list[Markup]:
+    """Return the plots that a reader looks for first: the loss and the monitored metric."""
+    losses, monitor = training.losses[:FIRST], training.monitor
+    shown = [_loss(training, term) for term in losses]
+    if monitor in training.metrics and monitor not in (_checked(training, term) for term in losses):
+        shown.append(_metric(training, monitor))
+    return shown
+
+
+def other_plots(training: TrainingFacts) -> list[Markup]:
+    """Return the other curves of a training: terms of its loss, metrics, learning rate, speed, memory."""
+    plots = [_loss(training, term) for term in training.losses[FIRST:]]
+    plots += [_metric(training, name) for name in own_metrics(training)[:METRICS_DRAWN] if name != training.monitor]
     others = {name: training.curves.get(name, ()) for name in OTHERS}
-    return plots + [
-        _curves(name.replace("_", " "), [Line("", curve, 4, "plain")])
+    plots += [
+        _curves(name.replace("_", " "), training, [Line("", curve, 4, "plain")])
         for name, curve in others.items()
         if len(curve) > 1
     ]
+    if len(training.epochs) > 1:
+        pace = [(epoch.step, epoch.items_per_s) for epoch in training.epochs]
+        hints = [f"epoch {epoch.epoch}: {figure(epoch.items_per_s)} items/s" for epoch in training.epochs]
+        y = number_axis(0, max(value for _, value in pace) or 1, "items/s")
+        plots.append(plot("items per second", _steps(training.epochs), y, [Line("", pace, 0, "", hints)]))
+        plots.append(memory_over_epochs(training))
+    return plots
 
 
 def predicted_plots(stage: StageFacts) -> list[Markup]:
-    """Return the pictures that a task draws of its predictions: curves, of bounded size."""
+    """Return the plots that a task draws of its predictions: curves, of bounded size."""
     drawn = []
     for picture in stage.census.get("pictures", ()):
         lines = [
@@ -287,21 +321,29 @@ def own_metrics(training: TrainingFacts) -> list[str]:
     return [name for name in training.metrics if not name.startswith(LOSS)]
 
 
+def _checked(training: TrainingFacts, term: str) -> str:
+    """Return the name under which a loss term is validated; empty where it is not."""
+    name = f"{LOSS}.{term}"
+    return name if name in training.metrics else LOSS if len(training.losses) == 1 else ""
+
+
 def _loss(training: TrainingFacts, term: str) -> Markup:
     """Return the plot of a loss term: by step, by epoch, and on the validation split."""
-    name = f"{LOSS}.{term}"
-    steps = training.curves.get(name, ())
-    checked = name if name in training.metrics else LOSS if len(training.losses) == 1 else ""
+    steps = training.curves.get(f"{LOSS}.{term}", ())
     lines = [
-        Line("a step", steps if len(steps) > 1 else (), 0, "thin"),
-        _by_epoch("an epoch's mean", training, "loss", term, 0),
-        _by_epoch("validation", training, "validation", checked, 1),
+        Line("step", steps if len(steps) > 1 else (), 0, "thin"),
+        _by_epoch("epoch mean", training, "loss", term, 0),
+        _by_epoch("validation", training, "validation", _checked(training, term), 1),
     ]
-    return _curves(f"loss: {term}", [line for line in lines if line.points])
+    return _curves(f"loss: {term}", training, [line for line in lines if line.points])
+
+
+def _metric(training: TrainingFacts, name: str) -> Markup:
+    return _curves(f"validation: {name}", training, [_by_epoch("", training, "validation", name, 2)])
 
 
 def _by_epoch(title: str, training: TrainingFacts, of: str, name: str, colour: int) -> Line:
-    """Return a curve of one figure by epoch, each placed at the last step of its epoch."""
+    """Return a curve of one metric by epoch, each placed at the last step of its epoch."""
     points, hints = list[tuple[float, float]](), list[str]()
     for epoch in training.epochs:
         figures: Mapping[str, float | None] = epoch.loss if of == "loss" else epoch.validation
@@ -317,10 +359,10 @@ def _by_epoch(title: str, training: TrainingFacts, of: str, name: str, colour: i
     return Line(title, points, colour, "", hints)
 
 
-def _curves(title: str, lines: Sequence[Line]) -> Markup:
-    """Return a plot over steps, or a warning where no value is finite."""
+def _curves(title: str, training: TrainingFacts, lines: Sequence[Line]) -> Markup:
+    """Return a plot over all steps of a training, or a warning where no value is finite."""
     values = [value for line in lines for _, value in line.points if math.isfinite(value)]
     if not values:
         return tag("p", f"{title}: never a finite number", class_="note bad")
-    steps = [step for line in lines for step, _ in line.points]
-    return plot(title, whole_axis(min(steps), max(steps), "step"), number_axis(min(values), max(values)), lines)
+    last = max(training.epochs[-1].step if training.epochs else 0, *(step for line in lines for step, _ in line.points))
+    return plot(title, whole_axis(0, last, "step"), number_axis(min(values), max(values)), lines)

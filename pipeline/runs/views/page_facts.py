@@ -1,4 +1,4 @@
-"""The contents of a run's page, of bounded size, computed from the run's ledger."""
+"""The contents of a run's HTML report, of bounded size, computed from the run's ledger."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.verdict import Cause
+from pipeline.journal.active_runs import OOMS
+from pipeline.journal.run_status import RunState
 from pipeline.records import EventKind
 from pipeline.report.html.run_facts import (
+    STEP_OOM,
     FailuresAt,
     LeftOutItems,
     RejectedItems,
@@ -187,19 +190,26 @@ class TimeSlots:
 
 
 class WorkOverTime:
-    """How many items tasks work through over time; repeated work counts again, since it is a speed."""
+    """How many items tasks work through over time, and when steps ran out of memory; repeated work counts again."""
 
     def __init__(self) -> None:
         self.stages: dict[str, TimeSlots] = {}
-        self._done: dict[str, int] = {}  # by process, in its present attempt
+        self.ooms: dict[str, TimeSlots] = {}
+        self._done: dict[tuple[str, str], int] = {}  # by process and what is counted, in its present attempt
 
     def take(self, event: Event) -> None:
         """Take one event into account."""
-        if event.kind is EventKind.TASK_STARTED:
-            self._done[event.writer] = 0
-        elif event.kind in TELLING and (more := event.data["done"] - self._done.get(event.writer, 0)) > 0:
-            self._done[event.writer] = event.data["done"]
-            self.stages.setdefault(event.data["stage"], TimeSlots()).add(event.at, more)
+        if event.kind in TELLING:
+            self._count(event, self.stages, "done", event.data["done"])
+            self._count(event, self.ooms, OOMS, int(event.data["figures"].get(OOMS, 0)))
+        elif event.kind is EventKind.TASK_STARTED:
+            self._done[event.writer, "done"] = self._done[event.writer, OOMS] = 0
+
+    def _count(self, event: Event, stages: dict[str, TimeSlots], name: str, count: int) -> None:
+        more = count - self._done.get((event.writer, name), 0)
+        if more > 0:
+            self._done[event.writer, name] = count
+            stages.setdefault(event.data["stage"], TimeSlots()).add(event.at, more)
 
 
 def span_of(status: RunStatus, now: float) -> tuple[float, float]:
@@ -245,28 +255,45 @@ def _times(stage: StageStatus, now: float) -> Iterator[tuple[float, float]]:
             yield word.began, word.at if word.finished or word.exit_code is not None else now
 
 
-def failures_over_time(status: RunStatus, begun: float, end: float) -> list[FailuresAt]:
-    """Return how many attempts did not end well, by stage, cause and span of time."""
+def planning_over_time(status: RunStatus, begun: float, end: float) -> dict[str, tuple[float, float]]:
+    """Return when each stage was planned: from the end of the stage before, or from the visit of its supervisor."""
+    before, planning = begun, {}
+    starts = {stage.name: stage.started_at for stage in status.in_order()}
+    is_between = status.state is RunState.RUNNING and all(stage.ended_at for stage in status.stages.values())
+    later = [name for name in status.planned if name not in starts]
+    for name, at in [*starts.items(), *((name, end) for name in later[:1] if is_between)]:
+        planning[name] = (max(before, status.seen) if status.seen < at else before, at)
+        before = max(before, status.stages[name].ended_at or at) if name in starts else at
+    return planning
+
+
+def failures_over_time(status: RunStatus, work: WorkOverTime, begun: float, end: float) -> list[FailuresAt]:
+    """Return what failed, by stage, cause and span of time: attempts, and steps that ran out of memory."""
     width = (end - begun) / SPANS
-    counted = Counter[tuple[str, str, int]]()
+    counted = Counter[tuple[str, str, bool, int]]()
     for stage in status.in_order():
         for task in stage.work.values():
             for attempt in task.ended:
                 if attempt.cause is not Cause.DONE and attempt.ended_at:
-                    counted[stage.name, attempt.cause.value, int((attempt.ended_at - begun) / width)] += 1
+                    counted[stage.name, attempt.cause.value, task.good, int((attempt.ended_at - begun) / width)] += 1
+    for name, slots in work.ooms.items():
+        for slot, times in slots.counts.items():
+            place = int(((slot + 0.5) * slots.width_s - begun) / width)
+            counted[name, STEP_OOM, True, place] += times
     return [
-        FailuresAt(stage, cause, begun + (place + 0.5) * width, times)
-        for (stage, cause, place), times in sorted(counted.items())
+        FailuresAt(stage, cause, begun + (place + 0.5) * width, times, survived)
+        for (stage, cause, survived, place), times in sorted(counted.items())
     ]
 
 
 def time_facts(status: RunStatus, work: WorkOverTime, now: float) -> TimeFacts:
-    """Return the run's time span, running tasks, failures and paces."""
+    """Return the run's time span, planning, running tasks, failures and paces."""
     begun, end = span_of(status, now)
     return TimeFacts(
         begun=begun,
         end=end,
+        planning=planning_over_time(status, begun, end),
         running=running_over_time(status, begun, end),
-        failures=failures_over_time(status, begun, end),
+        failures=failures_over_time(status, work, begun, end),
         paces={name: slots.points(end) for name, slots in work.stages.items()},
     )

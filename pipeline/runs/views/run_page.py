@@ -1,23 +1,25 @@
-"""The page of a run: what is known of it is gathered, shown by `report.html`, and laid into the run's folder.
+"""The HTML report of a run: gather its facts, render them, and write the file into the run's folder.
 
-It is a picture of the ledger, made anew whenever somebody asks and by the supervisor while the run goes on; nothing
-depends on it. Whatever cannot be told becomes a note on the page.
+The report only shows what the ledger and the models' folders say; nothing depends on it. The supervisor renews it while
+the run goes on. A part that cannot be read becomes a note in the report.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import re
 import sys
 import time
+from functools import reduce
 from itertools import chain
+from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.command_line import quoted
 from pipeline.config.load import read_resolved
+from pipeline.config.masking import without_secrets_in
+from pipeline.config.schema import LEAVES, value_at
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.files import what_is_no_file, write_whole
 from pipeline.journal.active_runs import SeenRun, run_as_shown
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
     from pipeline.journal.run_folder import RunFolder
     from pipeline.journal.run_status import RunStatus, StageStatus
     from pipeline.records import Event
-    from pipeline.report.cache_tables import Holdings
     from pipeline.report.compared import Comparison
     from pipeline.report.facts import StageUse
     from pipeline.report.html.run_facts import Curve
@@ -46,11 +47,11 @@ _T = TypeVar("_T")
 log = logging.getLogger(__name__)
 
 EVERY_S = 30.0
-COST_SHARE = 20  # a page that takes long to make is made as much less often
+COST_SHARE = 20  # a report that is slow to make is renewed less often
 
 
 class Page:
-    """The page of one run, made from its ledger's events."""
+    """The HTML report of one run, made from its ledger's events."""
 
     def __init__(self, folder: RunFolder, config: Config) -> None:
         self.folder, self.config, self.work = folder, config, WorkOverTime()
@@ -62,7 +63,7 @@ class Page:
         self.work.take(event)
 
     def facts(self, run: SeenRun) -> PageFacts:
-        """Return everything that the page says."""
+        """Return everything that the report shows."""
         now, notes, status = time.time(), list[str](), run.status
 
         def or_note(name: str, facts: Callable[[], _T]) -> _T | None:
@@ -86,7 +87,7 @@ class Page:
             compared=or_note("points", self._compared),
             uses=or_note("efficiency", lambda: self._uses(status)) or [],
             account=or_note("budget", self._spending.account),
-            cache=or_note("cache", self._cache),
+            settings=changed_settings(self.config),
             notes=notes,
         )
 
@@ -116,37 +117,32 @@ class Page:
 
         return stage_uses(self.folder, status)
 
-    def _cache(self) -> Holdings:
-        from pipeline.runs.upkeep.retention import holdings
-
-        return holdings(self.config)
-
     def html(self, run: SeenRun) -> str:
-        """Return the page as text."""
+        """Return the report as text."""
         from pipeline.report.html.html_page import page
 
         return page(self.facts(run))
 
     def refresh(self, status: RunStatus, *, at_once: bool = False) -> None:
-        """Write the page into the run's folder if it is due; a page that cannot be made fails no run."""
+        """Write the report into the run's folder if it is due; a report that cannot be made fails no run."""
         begun = time.monotonic()
         if not at_once and begun < self._next:
             return
         try:
             write_page(self.folder.report, self.html(SeenRun(status, time.time())))
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with a picture, the run goes on
+        except Exception as error:  # noqa: BLE001 - the run goes on without its report
             log.warning("%s is not up to date: %s: %s", self.folder.report, type(error).__name__, error)
         took = time.monotonic() - begun
         self._next = begun + took + max(EVERY_S, COST_SHARE * took)
 
 
 def of_run(folder: RunFolder) -> Page:
-    """Return the page of a run, with the configuration under which it began."""
+    """Return the report of a run, with the configuration under which it began."""
     return Page(folder, read_resolved(folder.config))
 
 
 def renew(folder: RunFolder) -> None:
-    """Write a new page into the folder of a run that has no supervisor any more, if that can be done."""
+    """Renew the report of a run that has no supervisor any more (best effort)."""
     try:
         page = of_run(folder)
         status = StatusReader(folder, page.take, whole=True).read()
@@ -156,28 +152,33 @@ def renew(folder: RunFolder) -> None:
     page.refresh(status, at_once=True)
 
 
+def changed_settings(config: Config) -> dict[str, str]:
+    """Return the settings that differ from their defaults, secrets masked."""
+    plain = config.model_dump(mode="json")
+    changed = {".".join(key): key for key, info in LEAVES.items() if value_at(config, key) != info.default}
+    return {name: f"{without_secrets_in(reduce(getitem, key, plain), name)}" for name, key in changed.items()}
+
+
 def page_now(folder: RunFolder) -> tuple[Page, SeenRun]:
-    """Return the page of a run, and how the run stands."""
+    """Return the report of a run, and the state of the run."""
     page = of_run(folder)
     return page, run_as_shown(folder, StatusReader(folder, page.take, whole=True))
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a page, readable as the umask says; pages in a private run folder are private by their folder."""
+    """Write a report, readable as the umask says; the folder of a private run keeps its report private."""
     write_whole(path, text.encode(errors="backslashreplace"))
 
 
 def write_page_where_asked(path: Path, text: str) -> None:
-    """Write a page to a path that the user named."""
+    """Write a report to a path that the user named."""
     try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if other := what_is_no_file(path):
-            raise OSError(f"{other} is no file")
+            raise OSError(f"is {other}, expected a file")
         write_page(path, text)
     except OSError as error:
-        what, there = f"the page cannot be written: {error.strerror or error}", path.parent.exists()
-        remedy = "pipeline report --html FILE   (where you may write)" if there else f"mkdir -p {quoted(path.parent)}"
+        what, there = f"cannot write the HTML report: {error.strerror or error}", path.parent.exists()
+        remedy = "name a file that you may write to" if there else f"mkdir -p {quoted(path.parent)}"
         raise ConfigError(what, where=str(path), remedy=remedy) from error
 
 
@@ -207,6 +208,7 @@ def training_facts(folder: RunFolder, config: Config, stage: StageStatus | None)
         prepared=prepared,
         folder=made.path,
         monitor=settings.monitor,
+        split=settings.split or "all items",
         lower_is_better=settings.lower_is_better,
         on_gpu=bool(stage and any(job.gpus for job in stage.jobs.values())) or bool(config.cluster.train.gpus),
         epochs=thinned(epochs, POINTS),
