@@ -1,40 +1,31 @@
-"""The picture of the stages in docs/, as the page of a run draws them, written by `python -m tests.docs.pictures DEMO`.
-
-DEMO is the folder of a finished `pipeline demo`. docs/explanation/how_it_works.md shows it.
-"""
+"""Render docs/report.png, the first screen of a run's HTML report: `python -m tests.docs.pictures REPORT.html`."""
 
 from __future__ import annotations
 
-import json
-import re
-import subprocess
+import shutil
 import sys
 from pathlib import Path
 
-from pipeline.report.html.plots import stage_drawing
-from pipeline.report.stage_graph import FILLED, StageBox
-from tests.docs.reader import ENVIRONMENT
+from playwright.sync_api import sync_playwright
 
-PICTURE = Path(__file__).resolve().parents[2] / "docs/explanation/stages.svg"
-QUESTION = ["pipeline", "plan", "--dag", "--set", "graph.neighbours=10", "--json"]
-STYLE = "".join(
-    [
-        "<style>text{font:13px sans-serif;fill:#222}.name{font-weight:600}.unit{font-size:10px;fill:#666}",
-        "rect{fill:#fff;stroke:#777}.edge{fill:none;stroke:#777}.head{fill:#777}",
-        *(f".{state.split()[0]}{{fill:{color}}}" for state, color in FILLED.items()),
-        "</style>",
-    ]
-)
+PICTURE = Path(__file__).resolve().parents[2] / "docs/report.png"
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+SCREEN = {"width": 1280, "height": 800}
 
 
-def stages(demo: Path) -> str:
-    """Return the picture of the stages of a demo, were another setting changed."""
-    told = subprocess.run(QUESTION, cwd=demo, env=ENVIRONMENT, capture_output=True, text=True, check=True)
-    boxes = [StageBox(**box | {"why": ""}) for box in json.loads(told.stdout)["stages"]]  # names digests
-    drawn = str(stage_drawing(boxes))
-    opening, rest = re.search(r"(<svg[^>]*)(>.*?</svg>)", drawn, re.DOTALL).groups()  # type: ignore[union-attr]
-    return f'{opening} xmlns="http://www.w3.org/2000/svg" style="background:#fff"{rest.replace(">", f">{STYLE}", 1)}\n'
+def chromium() -> str | None:
+    """Return the path of the Chromium that this machine has."""
+    return next(filter(None, map(shutil.which, CHROMIUM)), None)
+
+
+def main(report: Path) -> None:
+    """Write the picture of a report; its age is left out."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        page = browser.new_context(viewport=SCREEN, java_script_enabled=False).new_page()  # type: ignore[arg-type]
+        page.goto(report.resolve().as_uri())
+        page.screenshot(path=PICTURE)
 
 
 if __name__ == "__main__":
-    PICTURE.write_text(stages(Path(sys.argv[1])))
+    main(Path(sys.argv[1]))

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs import pictures
 from tests.docs.blocks import Page
 from tests.docs.conftest import Demo, made_by_make
 from tests.docs.reader import ENVIRONMENT
@@ -37,10 +36,6 @@ def test_the_demo_learns_the_rule_that_is_planted_in_its_data(demo: Demo) -> Non
     (log,) = demo.pristine.glob("models/*/epochs.jsonl")
     figures = [json.loads(line)["validation"]["contact_auroc"] for line in log.read_text().splitlines()]
     assert figures[-1] > 0.85 > figures[0] + 0.2
-
-
-def test_the_picture_of_the_stages_is_what_a_finished_demo_gives(demo: Demo) -> None:
-    assert pictures.PICTURE.read_text() == pictures.stages(demo.made), "python -m tests.docs.pictures DEMO"
 
 
 @pytest.mark.nightly

@@ -1,10 +1,10 @@
-"""The page of a run, as a browser shows it: whole, truthful, readable, and alone."""
+"""The HTML report of a run in a browser: complete, correct, readable and self-contained."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import product
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pipeline.journal.run_folder import RunFolder
-from pipeline.runs.views.run_page import page_now, write_page
+from pipeline.runs.views.run_page import page_now, renew, write_page
 from tests.docs.conftest import Demo, demo
+from tests.docs.pictures import chromium
 from tests.journal.ledgers import Told
 from tests.report.runs_told import HOSTILE, failed, trained
 from tests.testkit.command import Command
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["demo"]  # a fixture: the demo that the pages of the documentation are tried in
 
-SECTIONS = ("overview", "stages", "events", "throughput", "memory", "training", "rejections", "cache", "efficiency")
-CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+SECTIONS = ("training", "timeline", "memory", "rejections", "details")
 PHONE, DESK = 360, 1200  # pixels
 ENOUGH = 4.5  # contrast of text: WCAG 2.1, AA
 
@@ -57,7 +57,7 @@ CONTRASTS = """() => {
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    program = next(filter(None, map(shutil.which, CHROMIUM)), None)
+    program = chromium()
     if program is None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("no Chromium here: make browser-packages")
     from playwright.sync_api import sync_playwright
@@ -70,14 +70,16 @@ def browser() -> Iterator[Browser]:
 
 
 class Opened:
-    """A page in the browser, with everything that it asked for and complained of."""
+    """A report in the browser, with its requests and its console messages; its details are unfolded."""
 
-    def __init__(self, page: Page, file: Path) -> None:
+    def __init__(self, page: Page, file: Path, *, unfolded: bool) -> None:
         self.page, self.asked, self.complaints = page, list[str](), list[str]()
         page.on("request", lambda request: self.asked.append(request.url))
         page.on("console", lambda message: self.complaints.append(message.text))
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.goto(file.as_uri())
+        for folded in page.locator("summary").all() if unfolded else ():
+            folded.click()
 
     def text(self, place: str) -> str:
         return self.page.locator(place).inner_text()
@@ -100,15 +102,17 @@ Open = Callable[..., Opened]
 
 @pytest.fixture
 def show(browser: Browser, tmp_path: Path) -> Iterator[Open]:
-    """Return a function that opens the page of a run."""
-    contexts = []
+    """Return a function that opens the report of a run."""
+    contexts: list[Any] = []
 
-    def opened(run: RunFolder, *, width: int = DESK, scheme: Any = "light", **more: Any) -> Opened:
+    def opened(
+        run: RunFolder, *, width: int = DESK, scheme: Any = "light", unfolded: bool = True, **more: Any
+    ) -> Opened:
         page, seen = page_now(run)
         file = tmp_path / f"page-{len(contexts)}.html"
         write_page(file, page.html(seen))
         contexts.append(browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme, **more))
-        return Opened(contexts[-1].new_page(), file)
+        return Opened(contexts[-1].new_page(), file, unfolded=unfolded)
 
     yield opened
     for context in contexts:
@@ -135,18 +139,28 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Told:
 
 def test_a_finished_run_is_shown_whole_and_asks_the_network_for_nothing(real: RunFolder, show: Open) -> None:
     seen = show(real)
-    assert [one.get_attribute("id") for one in seen.page.locator("main > section").all()] == list(SECTIONS)
+    assert [section.get_attribute("id") for section in seen.page.locator("main > section").all()] == list(SECTIONS)
     assert seen.text("h1").split() == [real.name, "done"]
-    states = seen.page.locator("#stages table").first.locator("tbody tr").all_inner_texts()
-    assert [row.split()[:2] for row in states] == [
-        [name, "done"] for name in ("scan", "embed", "graph", "train", "evaluate")
-    ]
-    assert seen.page.locator("#stages .timeline svg.wide rect.run").count() == 5
-    assert seen.column("memory of the tasks of each stage", "stage") == ["scan", "embed", "train", "evaluate"]
-    assert seen.page.locator("#training figure").count() > 3
-    assert "cluster.scan.time=5m" in seen.text("#efficiency")
+    stages = ["scan", "embed", "graph", "train", "evaluate"]
+    assert seen.column("stages", "stage") == stages
+    assert seen.column("stages", "state") == ["done"] * 5
+    assert seen.page.locator(".timeline svg.wide rect.run").count() == 5
+    assert seen.page.locator(".timeline svg.wide rect.plan").count() > 0
+    assert seen.column("memory of a task", "stage") == ["scan", "embed", "train", "evaluate"]
+    assert "cluster.scan.time" in seen.column("suggested requests", "setting")
+    assert "train.epochs" in seen.column("settings", "setting")
     assert seen.asked == [seen.page.url]
     assert seen.complaints == []
+
+
+def test_the_first_screen_has_the_verdict_the_losses_and_the_monitored_metric(real: RunFolder, show: Open) -> None:
+    seen = show(real, width=1280, unfolded=False)
+    assert re.match(r"Done in .*: contact_auroc 0\.\d+ \(val\), 0\.\d+ \(test\); peak memory", seen.text(".verdict"))
+    plots = seen.page.locator("#training figure")
+    assert plots.locator("figcaption b").all_inner_texts()[-1] == "validation: contact_auroc"
+    bottoms = [box["y"] + box["height"] for plot in plots.all() if (box := plot.bounding_box())]
+    assert len(bottoms) >= 2
+    assert max(bottoms) < 800
 
 
 def test_a_run_leaves_its_page_when_it_has_ended(real: RunFolder) -> None:
@@ -162,9 +176,6 @@ def test_the_verb_writes_the_page_where_it_is_asked_to(real: RunFolder, pipeline
     done = report(str(tmp_path / "own.html"))
     assert (done.code, done.err, str(tmp_path / "own.html") in done.out) == (0, "", True)
     assert (tmp_path / "own.html").read_text().startswith("<!DOCTYPE html>")
-    (tmp_path / "plain").touch()
-    modes = {file.stat().st_mode for file in (tmp_path / "own.html", tmp_path / "plain", real.report)}
-    assert len(modes) == 1  # as the umask says
     printed = report("-")
     assert (printed.code, printed.err) == (0, "")
     assert (printed.out[:15], printed.out.rstrip()[-7:]) == ("<!DOCTYPE html>", "</html>")
@@ -174,6 +185,20 @@ def test_the_verb_writes_the_page_where_it_is_asked_to(real: RunFolder, pipeline
         assert (refused.code, refused.out) == (2, ""), words
     assert f"next: mkdir -p {tmp_path / 'no'}" in refused.err
     assert (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660)])
+def test_reports_are_readable_as_the_umask_says(
+    failing: Told, pipeline: Command, tmp_path: Path, umask: int, mode: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        assert pipeline("report", str(failing.folder.path), "--html", str(tmp_path / "own.html")).code == 0
+        renew(failing.folder)
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "own.html", failing.folder.report)]
+    assert modes == [mode, mode]
 
 
 def test_a_click_sorts_by_number_and_another_turns_it_round(training: Told, show: Open) -> None:
@@ -191,15 +216,17 @@ def test_a_click_sorts_by_number_and_another_turns_it_round(training: Told, show
 
 
 def test_what_nobody_knows_comes_last_whichever_way_a_table_is_sorted(failing: Told, show: Open) -> None:
-    seen, name = show(failing.folder), "attempts that did not end well"
+    seen, name = show(failing.folder), "failed attempts"
     for turn in ("ascending", "descending"):
         assert seen.click(name, "peak") == turn
         assert seen.column(name, "peak") == ["20.0 GiB", "–", "–"]
 
 
 def test_a_failed_run_says_what_failed_where_why_and_what_to_do(failing: Told, show: Open) -> None:
-    seen, name = show(failing.folder), "attempts that did not end well"
+    seen, name = show(failing.folder), "failed attempts"
     assert seen.text("h1").split() == [failing.folder.name, "failed"]
+    assert seen.text(".verdict").startswith("Failed in embed after")
+    assert "10 of 40 items are not done" in seen.text(".verdict")
     assert "pipeline submit --again" in seen.text("header [role=alert]")
     assert str(failing.folder.logs) in seen.text("header [role=alert]")
     assert "the worker's own words" in seen.text("#events")
@@ -208,17 +235,17 @@ def test_a_failed_run_says_what_failed_where_why_and_what_to_do(failing: Told, s
     assert seen.column(name, "task now") == ["done", "done", "not done"]
     assert seen.column(name, "log")[2] == str(failing.folder.logs / "7_3.err")
     assert seen.column("by reason", "items") == ["1"]
-    assert seen.column("items that were left out", "origin") == ["manifest.csv:3"]
-    assert seen.page.locator(".timeline svg.wide path.fail").count() > 0
+    assert seen.column("rejected items", "origin") == ["manifest.csv:3"]
+    assert seen.page.locator(".timeline svg.wide path.fail.survived").count() > 0
+    assert "survived 2 out-of-memory" in seen.text(".verdict")
 
 
-def test_a_training_shows_memory_predicted_beside_measured_and_what_was_survived(training: Told, show: Open) -> None:
+def test_a_training_shows_estimated_and_measured_memory_and_survived_out_of_memory(training: Told, show: Open) -> None:
     seen = show(training.folder)
     assert seen.text("h1").split() == [training.folder.name, "running"]
-    assert seen.column("memory of a GPU by epoch", "predicted")[:4] == ["10.0 GiB"] * 4
-    assert seen.column("memory of a GPU by epoch", "peak")[:4] == ["9.0 GiB", "9.0 GiB", "11.0 GiB", "9.0 GiB"]
-    assert seen.column("memory of a GPU by epoch", "peak/predicted")[2] == "110%"
-    assert seen.column("steps that ran out of memory, and went on", "items by what helped") == ["5 by smaller"]
+    assert seen.column("epochs", "estimated memory")[:4] == ["10.0 GiB"] * 4
+    assert seen.column("epochs", "peak memory")[:4] == ["9.0 GiB", "9.0 GiB", "11.0 GiB", "9.0 GiB"]
+    assert seen.column("steps that ran out of memory and were repeated", "items by remedy") == ["5 by smaller"]
     assert f"pipeline replay {training.folder.name} --step 23" in seen.text("main")
     (validated,) = seen.page.locator("#training figure").first.locator("path.line.s1").all()
     assert (validated.get_attribute("d") or "").count("M") == 2  # broken where the loss was no number
@@ -269,4 +296,4 @@ def test_on_a_phone_nothing_sticks_out_and_words_are_large_enough(failing: Told,
 
 def test_without_its_script_the_page_says_the_same(failing: Told, show: Open) -> None:
     seen = show(failing.folder, java_script_enabled=False)
-    assert seen.column("attempts that did not end well", "task") == ["1", "2", "3"]
+    assert seen.column("failed attempts", "task") == ["1", "2", "3"]

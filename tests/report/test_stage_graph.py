@@ -7,7 +7,6 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.report.html.plots import stage_drawing
 from pipeline.report.stage_graph import StageBox, arrows, as_dot, as_mermaid, columns_of, graph_lines
 
 WHOLE = (
@@ -35,7 +34,6 @@ def test_graphs_are_drawn_with_names_and_arrows() -> None:
         (many, ["a ─┬─> b ─┬─> e", "   ├─> c ─┤", "   └─> d ─┘"]),
     ]:
         assert graph_lines([StageBox(name, of, "done") for name, of in needs.items()]) == drawn
-    assert "<rect" not in stage_drawing([])
 
 
 graphs = st.lists(st.sets(st.integers(0, 6)), max_size=7).map(
@@ -89,18 +87,3 @@ def test_what_settings_say_cannot_leave_its_label() -> None:
     assert "<b>" not in label
     (dot,) = re.findall(r'label="((?:[^"\\]|\\.)*)", fillcolor', as_dot(hostile))
     assert dot == 'scan: to do\\na \\"quoted\\" \\\\ ‹b›name‹/b› --›'
-    assert "<b>name" not in stage_drawing(hostile)
-
-
-def test_boxes_lie_beside_each_other_and_within_the_drawing() -> None:
-    wide, narrow = str(stage_drawing(WHOLE)).split("</svg>")[:2]
-    for drawing, room in ((wide, 920), (narrow, 380)):
-        found = re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="(\d+)"', drawing)
-        rects = [tuple(map(float, rect)) for rect in found]
-        assert len(rects) == len(WHOLE)
-        assert all(x >= 0 and x + width <= room for x, _, width, _ in rects)
-        for at, (x, y, width, height) in enumerate(rects):
-            for other_x, other_y, _, _ in rects[at + 1 :]:
-                assert abs(x - other_x) >= width or abs(y - other_y) >= height
-        assert drawing.count('class="edge"') == len(arrows(WHOLE))
-    assert "sequences: 30 to do" in wide

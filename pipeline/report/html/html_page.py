@@ -17,7 +17,7 @@ from pipeline.journal.active_runs import GOING_ON
 from pipeline.journal.run_status import RunState
 from pipeline.report.compared import hours, spread
 from pipeline.report.html import run_plots
-from pipeline.report.html.plots import figure, moment, stage_drawing, tag
+from pipeline.report.html.plots import figure, moment, tag
 from pipeline.report.html.run_facts import STEP_OOM
 from pipeline.report.stage_lines import CENSUS, DAMAGED, found_damage, speed_lines, state_of_stage, unit_of
 from pipeline.report.tables import TEXT_MOST, clip, plural
@@ -72,7 +72,6 @@ def _environment() -> Environment:
         "moment_cell": lambda at: number_cell(at or None, moment),
         "percent": lambda share: number_cell(share, "{:.0%}".format),
         "plural": plural,
-        "size": format_bytes,
         "span": lambda seconds: number_cell(seconds, format_seconds),
         "state": lambda word: _cell(badge(word), word),
         "text": lambda text: _cell(clip(str(text)), None),
@@ -89,7 +88,6 @@ def _environment() -> Environment:
         "numeric": lambda names: [f"#{name}" for name in names],
         "plots": run_plots,
         "ratio": lambda measured, asked: measured / asked if measured and asked else None,
-        "stage_drawing": stage_drawing,
         "state_of_run": state_of_run,
         "state_of_stage": state_of_stage,
         "story": story_lines,

@@ -1,5 +1,5 @@
 "use strict";
-// Sorts a table by the column whose name is clicked: numbers by value, unknown ones last; a second click turns it round.
+// Sorts a table by the column whose name is clicked: numbers by value, unknown ones last; a second click reverses the order.
 const keyOf = (row, place) => {
   const cell = row.cells[place];
   return cell.dataset.v === undefined ? cell.textContent.trim() : cell.dataset.v;
@@ -21,13 +21,13 @@ for (const table of document.querySelectorAll("table.sorts"))
   for (const head of table.tHead.rows[0].cells)
     head.querySelector("button").addEventListener("click", () => sortBy(table, head));
 
-// How old the page is, by the clock of whoever reads it.
+// The age of the report, by the reader's clock.
 const made = document.querySelector("time.made"), age = document.querySelector(".age");
-const tellAge = () => {
+const showAge = () => {
   const seconds = Math.max(0, Date.now() / 1000 - Number(made.dataset.at));
   const [count, unit] = seconds < 90 ? [seconds, "s"] : seconds < 5400 ? [seconds / 60, "min"]
     : seconds < 129600 ? [seconds / 3600, "h"] : [seconds / 86400, "days"];
   age.textContent = `, ${Math.round(count)} ${unit} ago`;
 };
-tellAge();
-setInterval(tellAge, 10000);
+showAge();
+setInterval(showAge, 10000);

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from pipeline.journal.run_status import StageStatus
     from pipeline.report.compared import Comparison
     from pipeline.report.facts import StageUse
-    from pipeline.report.stage_graph import StageBox
     from pipeline.training.loop.metrics_log import Epoch
     from pipeline.training.prepared import Prepared
 
@@ -178,7 +177,6 @@ class PageFacts:
     folder: Path
     made_at: float
     again: str  # the command that began it
-    boxes: Sequence[StageBox]  # the stages of the run as a graph
     stages: Sequence[StageFacts]
     time: TimeFacts
     troubles: Troubles

@@ -188,7 +188,7 @@ def curve_plots(shown: Comparison) -> Iterator[Markup]:
 
 # Memory, requested and used
 
-MEMORY_ROW, MEMORY_BAR, VALUES = 30, 14, 150  # pixels
+MEMORY_WIDTH, MEMORY_ROW, MEMORY_BAR, VALUES = 440, 30, 14, 140  # pixels
 MEMORY_KEY = (("requested", "asked"), ("used (peak)", "used"), ("estimated", "mark"))
 
 
@@ -210,24 +210,20 @@ def gpu_use(use: StageUse, training: TrainingFacts | None) -> MemoryUse:
 
 
 def memory_plots(uses: Sequence[StageUse], training: TrainingFacts | None) -> list[Markup]:
-    """Return bars of hosts and of GPUs."""
+    """Return bars of hosts and of GPUs, and memory over the epochs of a training, where known."""
     hosts = [MemoryUse(use.stage, use.asked_bytes, use.planned_bytes, use.peak_bytes) for use in uses]
     gpus = [gpu_use(use, training) for use in uses if use.gpus or use.gpu_peak_bytes]
-    return [memory_bars("Memory of a task", hosts), memory_bars("Memory of a GPU", gpus)]
+    plots = [memory_bars("Memory of a task", hosts), memory_bars("Memory of a GPU", gpus)]
+    plots += [memory_over_epochs(training)] if training and len(training.epochs) > 1 else []
+    return [plot for plot in plots if plot]
 
 
 def memory_bars(title: str, uses: Sequence[MemoryUse]) -> Markup:
-    """Return a bar chart of memory in two widths, or nothing where no value is known."""
+    """Return a bar chart of memory, or nothing where no value is known."""
     known = [value or 0 for use in uses for value in (use.asked_bytes, use.predicted_bytes, use.used_bytes)]
     if not any(known):
         return Markup("")
-    x = byte_axis(max(known), most=4)
-    drawn = [_memory_bars(title, uses, x, width, css) for width, css in ((WIDE, "wide"), (NARROW, "narrow"))]
-    return figure_of(title, Markup("").join(drawn), legend(MEMORY_KEY), css="plot")
-
-
-def _memory_bars(title: str, uses: Sequence[MemoryUse], x: Axis, width: int, css: str) -> Markup:
-    bottom, ends = TOP + MEMORY_ROW * len(uses), (NAMES, width - VALUES)
+    x, bottom, ends = byte_axis(max(known), most=4), TOP + MEMORY_ROW * len(uses), (NAMES, MEMORY_WIDTH - VALUES)
     parts = [
         *_grid(x, ends, bottom),
         *x_ticks(x, *ends, bottom),
@@ -247,7 +243,7 @@ def _memory_bars(title: str, uses: Sequence[MemoryUse], x: Axis, width: int, css
         used = format_bytes(use.used_bytes) if use.used_bytes else "not measured"
         of = f" of {format_bytes(use.asked_bytes)}" if use.used_bytes and use.asked_bytes else ""
         parts.append(svg_text(ends[1] + 10, top + 11.5, used + of))
-    return svg(title, parts, width, bottom + BOTTOM, css)
+    return figure_of(title, svg(title, parts, MEMORY_WIDTH, bottom + BOTTOM), legend(MEMORY_KEY))
 
 
 def memory_over_epochs(training: TrainingFacts) -> Markup:
@@ -298,7 +294,6 @@ def other_plots(training: TrainingFacts) -> list[Markup]:
         hints = [f"epoch {epoch.epoch}: {figure(epoch.items_per_s)} items/s" for epoch in training.epochs]
         y = number_axis(0, max(value for _, value in pace) or 1, "items/s")
         plots.append(plot("items per second", _steps(training.epochs), y, [Line("", pace, 0, "", hints)]))
-        plots.append(memory_over_epochs(training))
     return plots
 
 

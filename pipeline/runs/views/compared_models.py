@@ -1,4 +1,4 @@
-"""What is known of trainings that are to be compared: those of runs, with all points of a sweep, and models by name."""
+"""Read the trainings to compare: those of runs, with all points of a sweep, and models by name."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def _begun(path: Path, point: str = "") -> Iterator[ComparedModel]:
 
 
 def read_model(path: Path, point: str = "") -> ComparedModel:
-    """Return what is known of a training by its folder; raise ConfigError where it is none."""
+    """Return a training by its folder; raise ConfigError if it is not a model's folder."""
     made = ModelFolder(path)
     try:
         prepared = Prepared.read(made.prepared)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        what = f"this is no folder of a training ({type(error).__name__}: {error})"
+        what = f"not a model's folder ({type(error).__name__}: {error})"
         raise ConfigError(
             what, where=str(path), remedy=Command.of("model list", then="   (or the name of a run)")
         ) from error
@@ -113,7 +113,7 @@ def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
 
 
 def _curves(epochs: Iterable[Epoch]) -> dict[str, list[tuple[int, float]]]:
-    """Return what was validated, and the losses of training, by epoch."""
+    """Return the validation metrics and the training losses by epoch."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for epoch in epochs:
         trained = {f"training {name}": value for name, value in epoch.loss.items()}
@@ -124,18 +124,18 @@ def _curves(epochs: Iterable[Epoch]) -> dict[str, list[tuple[int, float]]]:
 
 
 def comparison(models: Sequence[ComparedModel], metric: str | None = None) -> Comparison:
-    """Compare trainings by a figure, by default that by which they were monitored."""
+    """Compare trainings by a metric. Default: the one by which they were monitored."""
     if not models:
-        raise ConfigError("there is no training to compare", where="pipeline compare", remedy=Command.of("model list"))
+        raise ConfigError("no training to compare", where="pipeline compare", remedy=Command.of("model list"))
     of_all = [_validation(_config_of(ModelFolder(Path(model.folder)))) for model in models]
     monitors = dict.fromkeys(settings.monitor for settings in of_all)
     known = sorted({name for model in models for name in model.curves})
     if metric is None and len(monitors) > 1:
-        what = f"these trainings were monitored by different figures: {', '.join(monitors)}"
+        what = f"the trainings were monitored by different metrics: {', '.join(monitors)}"
         raise ConfigError(what, where="pipeline compare", remedy=f"--metric {known[0] if known else LOSS}")
     name = metric or next(iter(monitors))
     if metric is not None and metric not in known:
-        what = f"no training here has a figure {metric!r}; there are {', '.join(known) or 'none yet'}"
+        what = f"no training has metric {metric!r}; known metrics: {', '.join(known) or 'none yet'}"
         raise ConfigError(what, where="--metric", remedy="name one of these")
     settings = next((known for known in of_all if known.monitor == name), ValidationSection(monitor=name))
     is_loss = name.startswith("training ")

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from pipeline.report.compared import Comparison
     from pipeline.report.facts import StageUse
     from pipeline.report.html.run_facts import Curve
-    from pipeline.report.stage_graph import StageBox
 
 _T = TypeVar("_T")
 log = logging.getLogger(__name__)
@@ -78,7 +77,6 @@ class Page:
             folder=self.folder.path,
             made_at=now,
             again=self._again(),
-            boxes=or_note("graph of stages", lambda: self._boxes(status)) or [],
             stages=[stage_facts(run, stage) for stage in status.in_order()],
             time=time_facts(status, self.work, now),
             troubles=trouble_facts(status),
@@ -101,11 +99,6 @@ class Page:
         if TRAIN not in (*status.planned, *status.stages):
             return None
         return training_facts(self.folder, self.config, status.stages.get(TRAIN))
-
-    def _boxes(self, status: RunStatus) -> list[StageBox]:
-        from pipeline.runs.views.stage_states import boxes_of_run
-
-        return boxes_of_run(self.config, status)
 
     def _compared(self) -> Comparison | None:
         if not (self.config.train.sweep.points and (models := models_of_run(self.folder))):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.command_line import Command
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.report.stage_graph import StageBox, WorkState
-from pipeline.report.stage_lines import state_of_stage, unit_of
+from pipeline.report.stage_lines import unit_of
 from pipeline.report.tables import plural
 from pipeline.runs.dataset.loading import made_table
 from pipeline.runs.model.prepare import folder_of, is_planned, prepare, recipe_of
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pipeline.config.schema import Config
-    from pipeline.journal.run_status import RunStatus
     from pipeline.project.project import Project
     from pipeline.runs.workflow.stage import Stage
 
@@ -68,19 +67,6 @@ def stage_needs(config: Config, names: Sequence[str]) -> dict[str, tuple[str, ..
     """Return what each stage needs of the others, or that it needs the data set."""
     rows = {name: [need.value for need in table.stage(name, config).needed(config)] for name in names}
     return {name: tuple(need for need in needs if need in names) or (DATA,) for name, needs in rows.items()}
-
-
-def boxes_of_run(config: Config, status: RunStatus) -> list[StageBox]:
-    """Return the box of each stage of a run, by its ledger, and that of the data set before them."""
-    names = list(dict.fromkeys([*status.planned, *status.stages]))
-    needs, boxes = stage_needs(config, names), [StageBox(DATA, (), config.data.source, config.data.path.name)]
-    for name in names:
-        stage = status.stages.get(name)
-        done = stage.items_done if stage else 0
-        left = {"cached": stage.cached, "done": done, "missing": max(0, stage.missing - done)} if stage else {}
-        counts = _counted(name, left | {"encoders": stage.encoders if stage else 0})
-        boxes.append(StageBox(name, needs[name], state_of_stage(stage) if stage else "not begun", counts))
-    return boxes
 
 
 def explain_stage(project: Project, name: str, needs: tuple[str, ...] = ()) -> StageExplained:
