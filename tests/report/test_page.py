@@ -277,10 +277,12 @@ def test_a_browser_lets_the_page_do_nothing_but_sort(failing: Told, show: Open) 
 
 
 def test_all_text_stands_out_from_what_is_behind_it(failing: Told, training: Told, show: Open) -> None:
-    for told, scheme in product((failing, training), ("light", "dark")):
-        worst = show(told.folder, scheme=scheme).page.evaluate(CONTRASTS)
+    for told, scheme, media in product((failing, training), ("light", "dark"), ("screen", "print")):
+        page = show(told.folder, scheme=scheme).page
+        page.emulate_media(media=media)
+        worst = page.evaluate(CONTRASTS)
         assert len(worst) > 100
-        assert worst[0][0] >= ENOUGH, (scheme, worst[:5])
+        assert worst[0][0] >= ENOUGH, (scheme, media, worst[:5])
 
 
 def test_on_a_phone_nothing_sticks_out_and_words_are_large_enough(failing: Told, training: Told, show: Open) -> None:

@@ -147,7 +147,7 @@ class Line:
     name: str
     points: Sequence[Point]
     colour: int = 0
-    style: str = ""  # `thin`, `dashed`, `area`, `steps`
+    style: str = ""  # `thin`, `dashed`, `plain`, `steps`
     hints: Sequence[str] = ()  # what each point says when it is pointed at
 
 
@@ -218,8 +218,6 @@ def _line(line: Line, x: Axis, y: Axis, width: int, height: int) -> Markup:
     places = [(x.place(a, LEFT, right), y.place(b, bottom, TOP)) if math.isfinite(b) else None for a, b in line.points]
     css = f"line s{line.colour % COLOURS} {line.style}".strip()
     drawn = [tag("path", d=_path(places, steps="steps" in line.style), class_=css)]
-    if "area" in line.style and places:
-        drawn.insert(0, _area(places, bottom, css))
     if len(line.points) <= DOTS and not line.style:
         drawn += [_dot(place, line, number) for number, place in enumerate(places) if place]
     return Markup("").join(drawn)
@@ -241,13 +239,3 @@ def _path(places: Sequence[Point | None], *, steps: bool = False) -> str:
             commands.append(draw if is_drawing else f"M{x:.1f} {y:.1f}")
         is_drawing = place is not None
     return "".join(commands)
-
-
-def _area(places: Sequence[Point | None], bottom: float, css: str) -> Markup:
-    """Return the filled area under a curve."""
-    known = [place for place in places if place]
-    if not known:
-        return Markup("")
-    outline = _path(known, steps="steps" in css)
-    closed = f"{outline}L{known[-1][0]:.1f} {bottom}L{known[0][0]:.1f} {bottom}Z"
-    return tag("path", d=closed, class_=css.replace("line", "fill"))

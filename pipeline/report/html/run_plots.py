@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from markupsafe import Markup
@@ -49,7 +48,7 @@ LETTERS = 11  # of a stage's name
 LEAST_SHARE = 0.004  # of the run: what took less is not drawn
 MOST_MARKS = 240  # of failures of a stage: pixels
 TIMELINE_KEY = (
-    ("planning", "plan"), ("queued", "wait"), ("running", "run"), ("tasks at once", "busy"),
+    ("planning", "plan"), ("queued or starting", "wait"), ("running", "run"), ("tasks at once", "busy"),
     ("failed", "fail"), ("failed, survived", "fail survived"),
 )  # fmt: skip
 
@@ -91,7 +90,7 @@ def _stage_row(time: TimeFacts, stage: StageFacts, x: Axis, ends: tuple[float, f
     first = min(stage.first_task_at or until, until) if status.tasks else begun
     took = format_seconds(max(0.0, until - begun))
     state = status.state.value
-    parts = _bar(x, ends, (begun, first), top, "wait", f"{status.name}: queued")
+    parts = _bar(x, ends, (begun, first), top, "wait", f"{status.name}: queued or starting")
     if until > first or not status.tasks:
         parts += _bar(x, ends, (first, until), top, f"run {state}", f"{status.name}: {state}", least=0)
     parts.append(_busy(time.running.get(status.name, ()), x, ends, top + 4 + BAR + STRIP))
@@ -137,7 +136,7 @@ def pace_plots(facts: PageFacts) -> list[Markup]:
         if len(points) >= FEWEST:
             x = time_axis(time.begun, time.end, since=time.begun)
             y = number_axis(0, max(value for _, value in points), f"{UNIT[name]}s/s")
-            plots.append(plot(f"{name}: {UNIT[name]}s per second", x, y, [Line("", points, 0, "area steps")]))
+            plots.append(plot(f"{name}: {UNIT[name]}s per second", x, y, [Line("", points, 0, "plain steps")]))
     epochs = facts.training.epochs if facts.training else ()
     if len(epochs) < FEWEST - 1:
         return plots
@@ -192,26 +191,19 @@ MEMORY_WIDTH, MEMORY_ROW, MEMORY_BAR, VALUES = 440, 30, 14, 140  # pixels
 MEMORY_KEY = (("requested", "asked"), ("used (peak)", "used"), ("estimated", "mark"))
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryUse:
-    """The memory that a stage requested, was estimated to use, and used; None: unknown."""
-
-    name: str
-    asked_bytes: float | None
-    predicted_bytes: float | None
-    used_bytes: float | None
+MemoryUse = tuple[str, float | None, float | None, float | None]  # stage, requested, estimated and used bytes
 
 
 def gpu_use(use: StageUse, training: TrainingFacts | None) -> MemoryUse:
     """Return a stage's use of GPU memory; only training plans it, other stages take all of a GPU."""
-    if training is None or use.stage != "train":
-        return MemoryUse(use.stage, None, None, use.gpu_peak_bytes)
-    return MemoryUse(use.stage, training.prepared.limit_bytes, training.most_reserved_bytes, use.gpu_peak_bytes)
+    is_planned = training is not None and use.stage == "train"
+    planned = (training.prepared.limit_bytes, training.most_reserved_bytes) if training and is_planned else (None, None)
+    return use.stage, *planned, use.gpu_peak_bytes
 
 
 def memory_plots(uses: Sequence[StageUse], training: TrainingFacts | None) -> list[Markup]:
     """Return bars of hosts and of GPUs, and memory over the epochs of a training, where known."""
-    hosts = [MemoryUse(use.stage, use.asked_bytes, use.planned_bytes, use.peak_bytes) for use in uses]
+    hosts = [(use.stage, use.asked_bytes, use.planned_bytes, use.peak_bytes) for use in uses]
     gpus = [gpu_use(use, training) for use in uses if use.gpus or use.gpu_peak_bytes]
     plots = [memory_bars("Memory of a task", hosts), memory_bars("Memory of a GPU", gpus)]
     plots += [memory_over_epochs(training)] if training and len(training.epochs) > 1 else []
@@ -220,29 +212,24 @@ def memory_plots(uses: Sequence[StageUse], training: TrainingFacts | None) -> li
 
 def memory_bars(title: str, uses: Sequence[MemoryUse]) -> Markup:
     """Return a bar chart of memory, or nothing where no value is known."""
-    known = [value or 0 for use in uses for value in (use.asked_bytes, use.predicted_bytes, use.used_bytes)]
-    if not any(known):
+    most = max((value or 0 for _, *values in uses for value in values), default=0)
+    if not most:
         return Markup("")
-    x, bottom, ends = byte_axis(max(known), most=4), TOP + MEMORY_ROW * len(uses), (NAMES, MEMORY_WIDTH - VALUES)
-    parts = [
-        *_grid(x, ends, bottom),
-        *x_ticks(x, *ends, bottom),
-        svg_text(ends[1] + 16, bottom + 17, x.unit, css="unit"),
-    ]
-    for row, use in enumerate(uses):
+    x, bottom, ends = byte_axis(most, most=4), TOP + MEMORY_ROW * len(uses), (NAMES, MEMORY_WIDTH - VALUES)
+    parts = [*_grid(x, ends, bottom), *x_ticks(x, *ends, bottom)]
+    parts.append(svg_text(ends[1] + 16, bottom + 17, x.unit, css="unit"))
+    for row, (name, requested, estimated, used) in enumerate(uses):
         top = TOP + row * MEMORY_ROW + (MEMORY_ROW - MEMORY_BAR) / 2
-        parts.append(svg_text(NAMES - 8, top + 11.5, cut(use.name, LETTERS), "end", "name"))
-        for kind, inset, value in (("asked", 0, use.asked_bytes), ("used", 3, use.used_bytes)):
+        parts.append(svg_text(NAMES - 8, top + 11.5, cut(name, LETTERS), "end", "name"))
+        for kind, inset, value in (("asked", 0, requested), ("used", 3, used)):
             length = x.place(value or 0, *ends) - NAMES
             place = {"x": NAMES, "y": top + inset, "width": f"{length:.1f}", "height": MEMORY_BAR - 2 * inset}
             parts.append(tag("rect", **place, rx=2, class_=f"mem {kind}"))
-        if use.predicted_bytes:
-            outline = f"M{x.place(use.predicted_bytes, *ends):.1f} {top - 4:.1f}V{top + MEMORY_BAR + 4:.1f}"
-            hint = tag("title", f"estimated {format_bytes(use.predicted_bytes)}")
-            parts.append(tag("path", hint, d=outline, class_="mark"))
-        used = format_bytes(use.used_bytes) if use.used_bytes else "not measured"
-        of = f" of {format_bytes(use.asked_bytes)}" if use.used_bytes and use.asked_bytes else ""
-        parts.append(svg_text(ends[1] + 10, top + 11.5, used + of))
+        if estimated:
+            outline = f"M{x.place(estimated, *ends):.1f} {top - 4:.1f}V{top + MEMORY_BAR + 4:.1f}"
+            parts.append(tag("path", tag("title", f"estimated {format_bytes(estimated)}"), d=outline, class_="mark"))
+        of = f" of {format_bytes(requested)}" if used and requested else ""
+        parts.append(svg_text(ends[1] + 10, top + 11.5, f"{format_bytes(used)}{of}" if used else "not measured"))
     return figure_of(title, svg(title, parts, MEMORY_WIDTH, bottom + BOTTOM), legend(MEMORY_KEY))
 
 

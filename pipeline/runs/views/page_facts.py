@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass, field
-from datetime import datetime
-from enum import Enum
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
     from pipeline.journal.run_status import RunStatus, StageStatus
     from pipeline.records import Event
 
-ATTEMPTS = 200  # that did not end well, of which each has a row
+ATTEMPTS = 200  # failed, each with a row
 REJECTIONS = 200
 LIST_MOST = 40
 DICT_MOST = 200
@@ -65,22 +63,11 @@ def trouble_facts(status: RunStatus) -> Troubles:
     return Troubles(
         total=len(failures),
         causes=dict(Counter((stage.name, attempt.cause.value) for stage, attempt in failures).most_common()),
-        attempts=[_trouble(stage, attempt) for stage, attempt in _first_of_each(failures)],
+        attempts=[_trouble(stage, attempt) for stage, attempt in failures[:ATTEMPTS]],
         survived=sum(stage.task(attempt.task).good for stage, attempt in failures),
         open=sum(1 for stage in stages for task in stage.work.values() if task.ended and task.open),
         left_out=[_left_out(stage, record) for stage in stages for record in stage.left_out[:LIST_MOST]],
     )
-
-
-def _first_of_each(failures: Sequence[tuple[StageStatus, Attempt]]) -> Sequence[tuple[StageStatus, Attempt]]:
-    """Return as many failures as are shown: where there are more, each stage and cause is among them."""
-    if len(failures) <= ATTEMPTS:
-        return failures
-    known: dict[tuple[str, str], list[tuple[StageStatus, Attempt]]] = {}
-    for stage, attempt in failures:
-        known.setdefault((stage.name, attempt.cause.value), []).append((stage, attempt))
-    share = max(1, ATTEMPTS // len(known))
-    return [pair for group in known.values() for pair in group[:share]][:ATTEMPTS]
 
 
 def _trouble(stage: StageStatus, attempt: Attempt) -> TroubledAttempt:
@@ -140,8 +127,6 @@ def _listed(folder: RunFolder) -> tuple[list[dict[str, str]], int]:
 
 def bounded(value: Any) -> Any:
     """Return JSON data cut to a bounded size, with a count of what was cut."""
-    if isinstance(value, Enum):
-        return bounded(value.value)
     if isinstance(value, str):
         return clip(value)
     if isinstance(value, dict):
@@ -149,8 +134,6 @@ def bounded(value: Any) -> Any:
     if isinstance(value, list | tuple):
         more = [f"… and {len(value) - LIST_MOST:,} more"] if len(value) > LIST_MOST else []
         return [*map(bounded, value[:LIST_MOST]), *more]
-    if isinstance(value, datetime):
-        return value.timestamp()
     return value if value is None or isinstance(value, int | float) else clip(str(value))
 
 

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from pipeline.journal.run_status import RunStatus, StageStatus
     from pipeline.records import Event
     from pipeline.report.compared import Comparison
-    from pipeline.report.facts import StageUse
     from pipeline.report.html.run_facts import Curve
 
 _T = TypeVar("_T")
@@ -63,6 +62,8 @@ class Page:
 
     def facts(self, run: SeenRun) -> PageFacts:
         """Return everything that the report shows."""
+        from pipeline.runs.views.efficiency import stage_uses
+
         now, notes, status = time.time(), list[str](), run.status
 
         def or_note(name: str, facts: Callable[[], _T]) -> _T | None:
@@ -76,39 +77,23 @@ class Page:
             run=run,
             folder=self.folder.path,
             made_at=now,
-            again=self._again(),
+            again=or_note("command", lambda: self.folder.again.read_text().strip()) or "",
             stages=[stage_facts(run, stage) for stage in status.in_order()],
             time=time_facts(status, self.work, now),
             troubles=trouble_facts(status),
             rejections=or_note("rejections", lambda: rejection_facts(self.folder, status)),
-            training=or_note("training", lambda: self._training(status)),
+            training=or_note("training", lambda: training_facts(self.folder, self.config, status.stages.get(TRAIN))),
             compared=or_note("points", self._compared),
-            uses=or_note("efficiency", lambda: self._uses(status)) or [],
+            uses=or_note("efficiency", lambda: stage_uses(self.folder, status)) or [],
             account=or_note("budget", self._spending.account),
             settings=changed_settings(self.config),
             notes=notes,
         )
 
-    def _again(self) -> str:
-        try:
-            return self.folder.again.read_text().strip()
-        except OSError:
-            return ""
-
-    def _training(self, status: RunStatus) -> TrainingFacts | None:
-        if TRAIN not in (*status.planned, *status.stages):
-            return None
-        return training_facts(self.folder, self.config, status.stages.get(TRAIN))
-
     def _compared(self) -> Comparison | None:
         if not (self.config.train.sweep.points and (models := models_of_run(self.folder))):
             return None
         return comparison(models)
-
-    def _uses(self, status: RunStatus) -> list[StageUse]:
-        from pipeline.runs.views.efficiency import stage_uses
-
-        return stage_uses(self.folder, status)
 
     def html(self, run: SeenRun) -> str:
         """Return the report as text."""
