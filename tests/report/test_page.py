@@ -277,6 +277,7 @@ def test_a_browser_lets_the_page_do_nothing_but_sort(failing: Told, show: Open) 
 
 
 def test_all_text_stands_out_from_what_is_behind_it(failing: Told, training: Told, show: Open) -> None:
+    media: Any
     for told, scheme, media in product((failing, training), ("light", "dark"), ("screen", "print")):
         page = show(told.folder, scheme=scheme).page
         page.emulate_media(media=media)
