@@ -104,7 +104,7 @@ class Semantic:
             return wrong_embedding(record, recipe)
         judge = _ALONE.get(kind)
         if judge is None:
-            self._notes[f"records of the kind {kind}, which is not known here: only their bytes were judged"] += 1
+            self._notes[f"records of the unknown kind {kind}: only checksums were verified"] += 1
             return ()
         return judge(record)
 
@@ -133,7 +133,7 @@ class Semantic:
         """Return where a graph and its inventory contradict each other; a sample shows which of them is wrong."""
         key = self._data_set.inventories.get(graph.key)
         if key is None:
-            self._notes["graphs that are not of this data set: judged by themselves"] += 1
+            self._notes["graphs outside this data set: checked on their own"] += 1
             return None
         try:
             inventory = self._project.shelves.inventories.get(bytes.fromhex(key))
@@ -150,11 +150,11 @@ class Semantic:
         """Return the item of an inventory as its files are now; None where it is unknown, or its files have changed."""
         line = self._data_set.items.get(inventory_key)
         if line is None:
-            self._notes["not made anew: records that are not of this data set"] += 1
+            self._notes["not rebuilt: records outside this data set"] += 1
             return None
         anew = read_again(Item.from_json(json.loads(line)), self._project.recipe)
         if anew is None or anew.key != inventory_key:
-            self._notes["not made anew: a source file is gone, or another now"] += 1
+            self._notes["not rebuilt: a source file was removed or changed"] += 1
             return None
         return anew
 
@@ -163,7 +163,7 @@ class Semantic:
         anew = self._read_item_again(record.key)
         if anew is None:
             return None
-        self._notes["inventories made anew"] += 1
+        self._notes["inventories rebuilt"] += 1
         if why := _combined(_inventory_differences(record, anew)):
             return why
         problem = _combined(self._second_opinion(anew))
@@ -180,29 +180,29 @@ class Semantic:
     def _graph_differences(self, record: Record, anew: Anew, *, count: bool = False) -> Iterator[str]:
         """Yield where a graph differs from one that is built anew."""
         if anew.read is None:
-            yield f"there is a graph; made anew, there is none ({anew.inventory.reason})"
+            yield f"there is a graph; rebuilt, there is none ({anew.inventory.reason})"
             return
         arrays, meta = encoded_graph(anew.read, self._project.graphs.recipe)
         if count:
-            self._notes["graphs made anew"] += 1
-            self._notes["graphs made anew that are not the same bit for bit"] += not same_bits(record, arrays)
+            self._notes["graphs rebuilt"] += 1
+            self._notes["rebuilt graphs that differ in some bits"] += not same_bits(record, arrays)
         yield from differences(record, arrays, json.loads(json.dumps(meta)))
 
     def _file_again(self, record: Record) -> Wrong | None:
         """Return where a file differs from its record."""
         path = self._data_set.paths.get(record.key)
         if path is None:
-            self._notes["not read again: files that are not of this data set, or have changed"] += 1
+            self._notes["not read again: files outside this data set, or changed"] += 1
             return None
         self._notes["files read again"] += 1
         try:
             data = read_file(Path(path), self._project.recipe.max_file_bytes)
         except UnusableInput as problem:
             reason = record.meta.get("reason")
-            difference = f"{path}: {problem.reason.value}; {reason or 'its content'} is remembered"
+            difference = f"{path}: {problem.reason.value}; {reason or 'its content'} is recorded"
             return None if reason == problem.reason.value else Wrong(difference)
         meta = {"content": content_digest(data).hex(), "bytes": len(data)}
-        return None if meta == record.meta else Wrong(f"{path} holds {meta}; {dict(record.meta)} is remembered")
+        return None if meta == record.meta else Wrong(f"{path} holds {meta}; {dict(record.meta)} is recorded")
 
     def _weights_again(self, record: Record) -> Wrong | None:
         """Return where a checkpoint differs from its record; one that was replaced since is not read."""
@@ -212,7 +212,7 @@ class Semantic:
                 raise FileNotFoundError
             facts = checkpoint_facts(place).to_json()
         except (OSError, PipelineError):
-            self._notes["not read again: weights that are gone, or others now"] += 1
+            self._notes["not read again: weights removed or changed"] += 1
             return None
         self._notes["weights read again"] += 1
         unlike = [name for name in facts if name not in ("path", "name") and facts[name] != record.meta[name]]
@@ -223,22 +223,22 @@ class Semantic:
         meta = record.meta
         encoder = self._encoders.get(meta["weights"])
         if encoder is None:
-            self._notes["not computed again: embeddings whose weights are not here"] += 1
+            self._notes["not recomputed: embeddings whose weights are missing"] += 1
             return None
         made = encoder.made(record)
         if made is None:
-            self._notes["not computed again: embeddings too long for the memory here"] += 1
+            self._notes["not recomputed: embeddings too long for this machine's memory"] += 1
             return None
-        self._notes["embeddings computed again"] += 1
-        self._notes["embeddings computed again that are not the same bit for bit"] += not same_bits(record, made.arrays)
+        self._notes["embeddings recomputed"] += 1
+        self._notes["recomputed embeddings that differ in some bits"] += not same_bits(record, made.arrays)
         is_full = meta["precision"] == "fp32"
         most = allowed(WHOLE_COSINE if is_full else HALF_COSINE)
         for name, kept in record.arrays.items():
             again = made.arrays[name]
             if again.shape != kept.shape:
-                return Wrong(f"{name} is {list(kept.shape)}; computed again, {list(again.shape)}")
+                return Wrong(f"{name} is {list(kept.shape)}; recomputed, {list(again.shape)}")
             if (away := distance(as_floats(kept), as_floats(again), by_row=is_full)) > most:
-                what = f"{away:.2g} of their length from what the encoder computes; {most:.2g} will do"
+                what = f"{away:.2g} of their length from the recomputed values; at most {most:.2g} is accepted"
                 return Wrong(f"the numbers of {name} are {what}")
         return None
 

@@ -255,7 +255,7 @@ class Dispatch:
         names = [name for name in decision.names if name not in known]
         if not names:  # left out already; the next attempt was not submitted yet
             return
-        detail = f"task {task.number} died of it: {task.last.reason}"
+        detail = f"task {task.number} died: {task.last.reason}"
         leave_out(self._folder, stage.name, names, decision.reason, detail)
         self._emit(EventKind.LEFT_OUT, stage=stage.name, names=names, reason=decision.reason.value, why=detail)
 
@@ -345,7 +345,7 @@ def _beyond(account: Account, job: StageJob, again: Command) -> BudgetReached:
     )
     remedy = again.with_settings(
         ("cluster.budget", f"{enough} {budget.unit}-hours"),
-        then=f"   (or less time for a task: cluster.{job.stage}.time; finished work is kept)",
+        then=f"   (or request less time a task: cluster.{job.stage}.time; finished work is kept)",
     )
     return BudgetReached(what, where=f"job {job.stage}", remedy=remedy)
 

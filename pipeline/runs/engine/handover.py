@@ -54,7 +54,7 @@ def own_job() -> JobId:
 def refuse_elsewhere(folder: RunFolder, status: RunStatus, executor: Executor, verb: str) -> None:
     """Refuse to act on a run whose jobs another cluster has, which cannot be seen or ended from here."""
     if status.cluster and status.state not in ENDED and (what := status.elsewhere(executor.cluster)):
-        gone = f"or, where no cluster has that name any longer: rm -r {shlex.quote(str(folder.path))}"
+        gone = f"or, if that cluster no longer exists: rm -r {shlex.quote(str(folder.path))}"
         remedy = Command.of(verb, folder.name, then=f"   (on a login node of {status.cluster}), {gone}")
         raise ConfigError(what, where=str(folder.path), remedy=remedy)
 
@@ -119,7 +119,7 @@ def _run(command: list[str], text: str) -> None:
     try:
         done = subprocess.run(command, input=text, text=True, timeout=PATIENCE_S, capture_output=True, check=False)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        log.warning("nobody was told, as %s could not be run: %s", command[0], error)
+        log.warning("notification failed: cannot run %s: %s", command[0], error)
         return
     if done.returncode:
         log.warning("%s ended with %d: %s", command[0], done.returncode, _unquoted(done.stderr.strip(), command))

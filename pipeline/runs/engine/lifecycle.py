@@ -175,7 +175,7 @@ def _joined(folder: RunFolder, config: Config, stages: Sequence[str], only: Only
     is_confined = folder.only.exists() or not only.is_all  # to a list of what to do, and perhaps to another
     if is_part and not is_confined and folder.config.read_text() == dump_resolved(config):
         return folder
-    what = f"run {folder.name} is working on this data set with the same settings already"
+    what = f"run {folder.name} already processes this data set with the same settings"
     raise SubmissionRefused(what, where=str(config.cluster.runs), remedy=status_or_cancel(folder.name))
 
 
@@ -211,7 +211,7 @@ def refuse_others(folder: RunFolder, verb: str) -> None:
     if not is_mine(folder.path):
         owner = user_name(folder.path.stat().st_uid)
         what = f"run {folder.name} belongs to {owner}, and only {owner} can {verb} it"
-        remedy = Command.of("status", folder.name, then="   (to look at it)")
+        remedy = Command.of("status", folder.name, then="   (to view it)")
         raise ConfigError(what, where=str(folder.path), remedy=remedy)
 
 
@@ -266,12 +266,12 @@ def cancel(folder: RunFolder, status: RunStatus, executor: Executor, what: Cance
 def points_to_end(status: RunStatus, points: Sequence[str], wanted: Sequence[str]) -> dict[int, str]:
     """Return the tasks and names of wanted points that are not over; raise where there is none, or a name is wrong."""
     if not points:
-        what, remedy = f"run {status.name} is no sweep: it has no points", Command.of("cancel", status.name)
+        what, remedy = f"run {status.name} is not a sweep and has no points", Command.of("cancel", status.name)
         raise ConfigError(what, where="--point", remedy=remedy)
     chosen = dict.fromkeys(points[number] for name in wanted for number in named_points(name, points))
     stage, again = status.stages.get(StageName.TRAIN), Command.of("status", status.name)
     if stage is None or not stage.submitted:
-        what = f"run {status.name} has not begun to train: its points cannot be cancelled one by one yet"
+        what = f"run {status.name} has not started to train: single points cannot be cancelled yet"
         raise ConfigError(what, where="--point", remedy=again)
     states = {name: stage.state_of(stage.task(number)) for number, name in enumerate(stage.names)}
     going = {number: name for number, name in enumerate(stage.names) if name in chosen and states[name] not in OVER}

@@ -7,7 +7,7 @@ A GPU's memory                → smaller batches, which change no result; then 
 A time limit                  → what is finished is kept: go on if it came further, with more time if there is more.
 A node, preemption, no word   → again, on another node (avoid_bad_nodes); what was preempted twice without coming
                                 further goes where jobs are left alone, if it may.
-A signal that nobody sent     → again, one thing at a time; twice on the same thing: that is left out.
+A signal that nobody sent     → retry one item at a time; twice on the same thing: that is left out.
 Anything else                 → the stage ends with the cause.
 
 A training is one task: it is never split, and one thing at a time makes other numbers of it. So it is begun again as it
@@ -139,14 +139,14 @@ def _decide(history: Sequence[Attempt], means: Means) -> Decision:
         return _after_crash(history, means)
     if last.cause in AGAIN:
         return _bounded(history, means, Again(last.ask, AGAIN[last.cause]))
-    return GiveUp("not tried again")
+    return GiveUp("not retried")
 
 
 AGAIN = {
-    Cause.NODE: "again, its node failed",
-    Cause.PREEMPTED: "again, it was preempted",
-    Cause.INTERRUPTED: "it goes on where it stopped",
-    Cause.LOST: "again, nobody knows what became of it",
+    Cause.NODE: "retry: its node failed",
+    Cause.PREEMPTED: "retry: it was preempted",
+    Cause.INTERRUPTED: "continues where it stopped",
+    Cause.LOST: "retry: final state unknown",
 }
 
 
@@ -164,14 +164,14 @@ def _after_host_oom(history: Sequence[Attempt], means: Means) -> Decision:
     if means.has_batches and (is_far or grown <= last.ask.mem_bytes):
         return _after_gpu_oom(history, means)
     if grown > last.ask.mem_bytes:
-        return Again(replace(last.ask, mem_bytes=grown), f"again with {mebibytes(grown)} of memory")
-    return _smaller(history, means, f"it does not fit {mebibytes(last.ask.mem_bytes)}, the most there is")
+        return Again(replace(last.ask, mem_bytes=grown), f"retry with {mebibytes(grown)} of memory")
+    return _smaller(history, means, f"it does not fit into {mebibytes(last.ask.mem_bytes)}, the maximum")
 
 
 def _after_gpu_oom(history: Sequence[Attempt], means: Means) -> Decision:
     last = history[-1]
     if last.ask.shrink < MOST_SHRINKS:
-        return Again(replace(last.ask, shrink=last.ask.shrink + 1), "again with batches of half the size")
+        return Again(replace(last.ask, shrink=last.ask.shrink + 1), "retry with half the batch size")
     return _smaller(history, means, "its smallest batch does not fit")
 
 
@@ -179,35 +179,35 @@ def _after_timeout(history: Sequence[Attempt], means: Means) -> Decision:
     last, longest_s = history[-1], means.limits.time_s
     grown_s = min(GROWTH * last.ask.time_s, longest_s) if longest_s else GROWTH * last.ask.time_s
     if grown_s > last.ask.time_s and stuck(history) < means.tries:
-        return Again(replace(last.ask, time_s=grown_s), f"it goes on with {grown_s // 60} min")
+        return Again(replace(last.ask, time_s=grown_s), f"continues with {grown_s // 60} min")
     if progressed(history):
-        return Again(last.ask, "it goes on where it stopped")
+        return Again(last.ask, "continues where it stopped")
     if means.is_whole and last.cause is Cause.INTERRUPTED:  # it may have been preempted while it began
-        return _bounded(history, means, Again(last.ask, "again, it was told to end before it came any further"))
+        return _bounded(history, means, Again(last.ask, "retry: it was stopped before it made progress"))
     tried = f"after {stuck(history)} attempts (cluster.supervisor.tries)"
-    most = f"{last.ask.time_s // 60} min, {tried if grown_s > last.ask.time_s else 'the longest there is'}"
+    most = f"{last.ask.time_s // 60} min, {tried if grown_s > last.ask.time_s else 'the maximum'}"
     if means.is_whole or means.is_shared:
-        return GiveUp(f"it came no further in {most}")
+        return GiveUp(f"no progress in {most}")
     if means.items > 1:
-        return Split(last.ask, f"in halves: it came no further in {most}")
+        return Split(last.ask, f"in halves: no progress in {most}")
     return GiveUp(f"one item takes longer than {most}")
 
 
 def _after_crash(history: Sequence[Attempt], means: Means) -> Decision:
     last = history[-1]
     if means.is_read_once:
-        again = _bounded(history, means, Again(last.ask, "again, from the beginning"))
-        return replace(again, why=f"{again.why}; it was on {last.on[0]}") if last.on else again
+        again = _bounded(history, means, Again(last.ask, "retry from the start"))
+        return replace(again, why=f"{again.why}; it was processing {last.on[0]}") if last.on else again
     if means.is_whole and (len(history) < 2 or progressed(history)):
-        return Again(replace(last.ask, careful=False), "again, from its last checkpoint")
+        return Again(replace(last.ask, careful=False), "retry from its last checkpoint")
     culprit = _culprit(history)
     if len(culprit) == 1:
         before = _after_crash(history[:-1], means) if len(history) > 2 else None
         if isinstance(before, LeaveOut) and before.names == culprit:
-            return GiveUp(f"it died on {culprit[0]} again, which had been left out")
-        what = f"without {culprit[0]}, on which it died twice"
+            return GiveUp(f"it died on {culprit[0]} again although that item was skipped")
+        what = f"without {culprit[0]}: it died on that item twice"
         return LeaveOut(culprit, Reason.KILLED_ITS_TASK, replace(last.ask, careful=False), what)
-    why = "again, one thing at a time" if last.on else "again"
+    why = "retry one item at a time" if last.on else "again"
     return _bounded(history, means, Again(replace(last.ask, careful=bool(last.on)), why))
 
 
@@ -217,13 +217,13 @@ def _smaller(history: Sequence[Attempt], means: Means, why: str) -> Decision:
     if means.is_whole or means.is_read_once:
         return GiveUp(why)
     if not last.on:
-        return GiveUp(f"{why}, and it does not even begin")
+        return GiveUp(f"{why}, and it fails to start")
     if len(culprit) == 1 or means.items == 1:
         names, ask = culprit or last.on, replace(last.ask, careful=False)
         return LeaveOut(names, Reason.DOES_NOT_FIT, ask, f"without {', '.join(names)}: {why}")
     if means.is_shared:
-        return _bounded(history, means, Again(replace(last.ask, careful=True), f"again, one thing at a time: {why}"))
-    return Split(last.ask, f"in halves: {why}")
+        return _bounded(history, means, Again(replace(last.ask, careful=True), f"retry one item at a time: {why}"))
+    return Split(last.ask, f"split in halves: {why}")
 
 
 def _culprit(history: Sequence[Attempt]) -> tuple[str, ...]:
@@ -241,7 +241,7 @@ def _bounded(history: Sequence[Attempt], means: Means, decision: Decision) -> De
     """Return the decision, or GiveUp after too many attempts without progress."""
     count = stuck(history)
     if count >= means.tries:
-        return GiveUp(f"{count} attempts came no further; the last: {history[-1].reason}")
+        return GiveUp(f"{count} attempts made no progress; the last: {history[-1].reason}")
     return decision
 
 

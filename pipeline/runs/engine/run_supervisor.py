@@ -178,7 +178,7 @@ class Supervisor:
         except OSError as error:
             if self.folder.path.exists():
                 raise
-            what = "the folder of this run was moved or removed"
+            what = "this run's folder was moved or removed"
             again = replace(self.again, then="   (in the project's folder)")
             raise JobFailed(what, where=str(self.folder.path), remedy=again) from error
 
@@ -196,7 +196,7 @@ class Supervisor:
         try:
             self.executor.cancel(self._live())
         except SubmissionRefused as error:
-            log.warning("its jobs go on: %s", error)
+            log.warning("its jobs continue: %s", error)
 
     def _interrupted(self) -> None:
         """Record that the run was stopped, unless its jobs outlive this process for the next supervisor."""
@@ -282,7 +282,7 @@ class Supervisor:
         except SubmissionRefused as error:
             if not status.live:
                 raise
-            log.warning("the rest of %s waits until what is queued has ended: %s", stage.name, error)
+            log.warning("the remaining tasks of %s wait for queue slots: %s", stage.name, error)
         self._catch_up()
         self._end_cancelled(status)
 
@@ -293,7 +293,7 @@ class Supervisor:
                 try:
                     self.executor.cancel([task.job], [task.number])
                 except SubmissionRefused as error:
-                    log.warning("%s goes on: %s", status.called(task.number), error)
+                    log.warning("%s continues: %s", status.called(task.number), error)
 
     def _judge(self, stage: Stage, status: StageStatus) -> None:
         """End a stage: judge it by what is in the store, never by what its tasks report."""
@@ -335,7 +335,7 @@ class Supervisor:
                 for recipe in stage.recipes(self.project):
                     self.project.cache.describe(stage.name, recipe)
         except (CacheUnusable, CacheFull) as error:
-            log.warning("the recipe of %s is not described: %s", stage.name, error.what)
+            log.warning("the recipe of %s could not be recorded: %s", stage.name, error.what)
         bring_up(self.project.cache, {*stage.kinds, RECIPES})
 
     def _trouble(self, stage: Stage, status: StageStatus) -> StageTrouble:
@@ -374,7 +374,7 @@ class Supervisor:
         try:
             self.executor.cancel([job] if job else [])
         except SubmissionRefused as error:
-            log.warning("a look at what waits goes on: %s", error.what)
+            log.warning("checking waiting jobs continues: %s", error.what)
 
     def _tell(self, queue: QueueLook) -> None:
         """Tell people what waits for what does not pass by itself, and what no longer does."""
@@ -450,7 +450,7 @@ def _remedy(
         if attempt.cause is Cause.HOST_OOM:
             most = min(max(2 * attempt.ask.mem_bytes, planned_bytes), limits.mem_bytes or sys.maxsize)
             if most <= attempt.ask.mem_bytes:
-                return again.with_settings(then=f"   (where a task gets more than {mebibytes(most)} of memory)")
+                return again.with_settings(then=f"   (where a task can get more than {mebibytes(most)} of memory)")
             enough = mebibytes(most)
             return again.with_settings((f"cluster.{stage.name}.mem", enough), then=KEPT)
         if attempt.cause is Cause.TIMEOUT:
@@ -458,7 +458,7 @@ def _remedy(
             return again.with_settings((f"cluster.{stage.name}.time", enough), then=KEPT)
         if attempt.cause is Cause.DAMAGE:
             return Command(("cache", "repair", "--yes"), then=f"   then   {again}{KEPT}")
-    return again.with_settings(then="   (does only what is missing)")
+    return again.with_settings(then="   (processes only missing items)")
 
 
 def supervise(words: Sequence[str]) -> int:

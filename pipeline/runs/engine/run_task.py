@@ -138,12 +138,12 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("stage")
     parser.add_argument("task", type=int)
     parser.add_argument("--attempt", type=int, default=1)
-    parser.add_argument("--mem", type=int, default=0, help="bytes that this attempt has")
-    parser.add_argument("--shrink", type=int, default=0, help="how often to halve the budget of a batch")
-    parser.add_argument("--careful", action="store_true", help="one thing at a time")
-    parser.add_argument("--part", help="which of how many processes this is, as in 0/2")
-    parser.add_argument("--meeting", default="", help="the name of the start, of processes that work together")
-    parser.add_argument("--lent", help="the GPUs of all processes of this node, where each is to see them all")
+    parser.add_argument("--mem", type=int, default=0, help="bytes available to this attempt")
+    parser.add_argument("--shrink", type=int, default=0, help="how many times to halve the batch budget")
+    parser.add_argument("--careful", action="store_true", help="one item at a time")
+    parser.add_argument("--part", help="this process of all processes, such as 0/2")
+    parser.add_argument("--meeting", default="", help="the shared start name of cooperating processes")
+    parser.add_argument("--lent", help="the GPUs of all processes on this node, if each must see all")
     return parser.parse_args(words)
 
 

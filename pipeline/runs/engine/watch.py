@@ -68,7 +68,7 @@ def message(wait: Wait) -> str:
     """Say what waits for what and what helps, or that it is over."""
     who = f"{wait.of}: {wait.tasks} waiting" if wait.tasks else wait.of
     if wait.is_over:
-        return f"{who} for {format_seconds(wait.lasted_s(wait.until))} ({wait.reason}): that is over"
+        return f"{who} for {format_seconds(wait.lasted_s(wait.until))} ({wait.reason}): over"
     return f"{who}: {wait.words} ({wait.reason})\n  next: {wait.remedy}"
 
 
@@ -98,7 +98,7 @@ def tell_of_own(folder: RunFolder, status: RunStatus, queue: QueueLook) -> None:
     try:
         tell(folder, read_resolved(folder.config), status, queue)
     except PipelineError as error:
-        log.warning("what waits is not recorded: %s", error.what)
+        log.warning("waiting jobs could not be recorded: %s", error.what)
 
 
 def submit_watch(
@@ -112,7 +112,7 @@ def submit_watch(
         spec = _spec(folder, config, visit, number, every_s)
         job = executor.submit(spec)
     except PipelineError as error:
-        log.warning("nobody looks at what waits before the next visit: %s", error.what)
+        log.warning("waiting jobs are checked only at the next visit: %s", error.what)
         return
     emit(EventKind.WATCH_SUBMITTED, visit=visit, number=number, job=job, name=spec.tag)
 

@@ -52,7 +52,7 @@ def find_case(folder: RunFolder, step: int, rank: int | None = None, point: str 
     from pipeline.training.forensics import step_bundle
 
     if not folder.plan(StageName.TRAIN).exists():
-        what = f"run {folder.name} has trained nothing: there is no step to replay"
+        what = f"run {folder.name} has not trained: no step to replay"
         raise ConfigError(what, where=str(folder.path), remedy=Command.submit("train"))
     project, made = project_of_run(folder, point)
     bundles = {path: step_bundle.read_bundle(path) for path in step_bundle.find_bundles(made.bundles, step, rank)}
@@ -66,8 +66,10 @@ def read_training_plan(plan: Mapping[str, Any], where: Path) -> Prepared:
     try:
         return Prepared.from_json(plan)
     except (KeyError, TypeError, AttributeError) as error:
-        what = f"the plan is of another version of pipeline ({error})"
-        raise DataError(what, where=str(where), remedy="replay it with the version of pipeline that trained") from error
+        what = f"the plan was written by another version of pipeline ({error})"
+        raise DataError(
+            what, where=str(where), remedy="replay it with the version of pipeline that trained it"
+        ) from error
 
 
 def _preference(bundle: Bundle) -> tuple[int, bool, int]:
@@ -134,8 +136,10 @@ class ReplayedShare:
         batch = self._loader.fetch(list(part.numbers), micro, ahead=True)  # memory may have ended in `collate`
         if batch.ids != part.ids:
             lost = sorted(set(part.ids) - set(batch.ids)) or list(part.ids)
-            what = f"{', '.join(lost[:3])} cannot be read as it was then"
-            raise DataError(what, where="the cache", remedy=Command.submit("graph", then="   (makes what is missing)"))
+            what = f"{', '.join(lost[:3])} no longer has its content of that step"
+            raise DataError(
+                what, where="the cache", remedy=Command.submit("graph", then="   (rebuilds missing records)")
+            )
         return Piece(batch, 0, len(batch), part.rung)
 
     def cost(self, numbers: tuple[int, ...]) -> int:
@@ -173,7 +177,7 @@ class ReplayedShare:
         micros = sampler.micros(bundle.epoch, bundle.epoch_step)
         pairs = zip(bundle.cuts, micros, strict=False)
         if any(not set(cut.numbers) <= set(micro.items.tolist()) for cut, micro in pairs):
-            self.notes.append("the micro-batches after it cannot be told any more: they are left out")
+            self.notes.append("later micro-batches are unknown and skipped")
             return
         out, ids = left_out_items(self._case.folder, StageName.TRAIN), self._items.table.ids
         for micro in micros[begun:]:

@@ -81,7 +81,7 @@ class ReplayResult:
         """The result in a sentence."""
         if self.rerun is None:
             on = first_few(self.on, _SHOWN) or "nothing yet"
-            return f"{self._head}: the process {self.died} while it was on {on}"
+            return f"{self._head}: the process {self.died} while processing {on}"
         if self._results("out of memory"):
             return f"{self._head}: {self._out_of_memory()}"
         if self._is_strange:
@@ -91,7 +91,7 @@ class ReplayResult:
             return f"{self._head}: {self._room()}"
         if kind == "nan":
             return f"{self._head}: {self._all_finite()}"
-        return f"{self._head}: the process has come through it"
+        return f"{self._head}: the process completed it"
 
     @property
     def _head(self) -> str:
@@ -100,7 +100,7 @@ class ReplayResult:
     def _out_of_memory(self) -> str:
         (result, *_) = self._results("out of memory")
         on = first_few(result.part.ids, _SHOWN)
-        return f"memory ended at micro-batch {result.part.micro + 1}, {on}: {result.error}"
+        return f"out of memory at micro-batch {result.part.micro + 1}, {on}: {result.error}"
 
     def _not_finite(self) -> str:
         assert self.rerun is not None
@@ -108,33 +108,31 @@ class ReplayResult:
             more = f" (and {len(self.suspects) - 1} more)" if len(self.suspects) > 1 else ""
             return self.suspects[0].words() + more
         if bad := self._results("not finite"):
-            return f"{first_few(bad[0].part.ids, _SHOWN)} together; one by one and once more, they are finite"
+            return f"{first_few(bad[0].part.ids, _SHOWN)} together; individually they are finite"
         if self.rerun.gradients:
-            return f"the gradients of {', '.join(self.rerun.gradients[:_SHOWN])}, all micro-batches added up"
-        return f"every gradient is finite, but the norm of them all is {self.rerun.norm}"
+            return f"the gradients of {', '.join(self.rerun.gradients[:_SHOWN])}, summed over micro-batches"
+        return f"every gradient is finite, but their norm is {self.rerun.norm}"
 
     def _room(self) -> str:
         assert self.rerun is not None
         rerun, limit = self.rerun, int(self.bundle.plan["limit_bytes"])
         if not rerun.is_counted:
             grown = max((result.grown_bytes for result in rerun.results), default=0)
-            room = (
-                f"this machine has room for it; nobody counts tensors here, the process grew by {format_bytes(grown)}"
-            )
+            room = f"this machine has enough memory; the process grew by {format_bytes(grown)}"
             return f"{room}; {self.traced.words()}" if self.traced else room
         peak = max((result.peak_bytes for result in rerun.results), default=0)
         taken = f"{format_bytes(rerun.reserved_bytes)} reserved and {format_bytes(peak)} live at the peak"
         if rerun.reserved_bytes > limit:
-            return f"this device has room for it: {taken}; the limit of the run's was {format_bytes(limit)}, too little"
+            return f"this device has enough memory: {taken}; the run's limit was {format_bytes(limit)}, which is too little"
         return (
             f"{taken}, within the {format_bytes(limit)} that the run's device allowed:"
             " what else was on it then is not here (fragments, other processes)"
         )
 
     def _all_finite(self) -> str:
-        why = [] if self.is_exact else ["the weights are not those of that step"]
+        why = [] if self.is_exact else ["the weights differ from those of that step"]
         if self.bundle.world > 1:
-            why.append(f"it may be another rank's: --rank N, of {self.bundle.world}")
+            why.append(f"another rank may have failed: --rank N, of {self.bundle.world}")
         if self.device != self.bundle.device:
             why.append(f"it ran on {self.bundle.device}, this is {self.device}")
         reasons = f" ({'; '.join(why)})" if why else ""

@@ -79,7 +79,7 @@ def replay_document(case: ReplayCase, *, device: str | None = None) -> dict[str,
 
 def _ending(code: int) -> str:
     """Return how a process ended, in words."""
-    return signal.Signals(-code).name if code < 0 else f"itself, with exit code {code}"
+    return signal.Signals(-code).name if code < 0 else f"with exit code {code}"
 
 
 def main(words: Sequence[str]) -> int:
@@ -110,7 +110,7 @@ def here(device: str | None) -> str:
     if device is None or device == "auto":
         return card_here() or CPU
     if (found := located(device)) is None:
-        raise ConfigError("there is no GPU that torch can use", where="--device", remedy="--device cpu")
+        raise ConfigError("torch finds no usable GPU", where="--device", remedy="--device cpu")
     return found
 
 
@@ -136,7 +136,7 @@ def replay_here(
         result = ReplayResult(case.folder.name, case.bundle, str(case.where), chosen, weights, is_exact)
         result.notes += _notes(case)
         if work.is_contrastive and case.bundle.world > 1:
-            result.notes.append("the items of this share are compared with each other, not with those of other ranks")
+            result.notes.append("items of this rank are compared only with each other, not with other ranks")
         share = ReplayedShare(case, job)
         step.turn_to(job.stage_tasks.get(share.stage, job.task))
         result.notes += share.notes
@@ -214,10 +214,10 @@ def _load(case: ReplayCase, step: Step) -> tuple[str, bool]:
         averages = by_name(step.model, step.trained, step.averages) if step.averages else None
         unpack(loaded, loaded.data, step.model, step.optimizer, averages=averages, scaler=step.scaler)
         if named and name != named and loaded.step != before and not gone:
-            gone.append(f"{named} is gone")
+            gone.append(f"{named} is missing")
         return _weights_meaning(f"checkpoint {name}", loaded.step, before, gone)
     if recorded is not None and not gone:
-        gone.append(f"{named} is gone")
+        gone.append(f"{named} is missing")
     return _weights_meaning("fresh ones", 0, before, gone)
 
 
@@ -250,22 +250,22 @@ def _weights_meaning(what: str, step: int, before: int, gone: list[str]) -> tupl
     if step == before:
         return f"{lost}{what}, as they were before that step", True
     after = f", after step {step:,}" if step else ", as before the first step"
-    return f"{lost}{what}{after}, not {before:,}: memory is the same, numbers are not", False
+    return f"{lost}{what}{after}, not {before:,}: memory use is the same, values differ", False
 
 
 def _notes(case: ReplayCase) -> list[str]:
     """Return how this replay differs from the run."""
     bundle, notes = case.bundle, []
     if case.folder.code.exists() and Path(case.folder.code.read_text()).name != package_digest():
-        notes.append("this is not the version of pipeline that the run has: numbers and memory may differ a little")
+        notes.append("this is another version of pipeline than the run's: values and memory may differ slightly")
     if case.project.config.train.compile:
-        notes.append("the run's model was compiled; here it is not, which takes more memory")
+        notes.append("the run compiled the model; replay does not, which needs more memory")
     if case.prepared.sharded:
-        notes.append("the run's model was sharded over its ranks; here it is whole, which takes more memory")
+        notes.append("the run sharded the model; replay does not, which needs more memory")
     if bundle.world > 1:
-        notes.append(f"only rank {bundle.rank}'s share of {bundle.world}: losses are weighed by its own items alone")
+        notes.append(f"only rank {bundle.rank}'s share of {bundle.world}: losses are weighted by its own items only")
     if case.others:
-        notes.append(f"this step has left other bundles, too: {', '.join(case.others)} (--rank chooses)")
+        notes.append(f"this step has further bundles: {', '.join(case.others)} (--rank chooses)")
     return notes
 
 
@@ -308,7 +308,7 @@ def _traced(case: ReplayCase, share: ReplayedShare, notes: list[str]) -> Traced 
     return Traced(
         ids=part.ids,
         live_bytes=live_peak_bytes(standing, micro, accumulate=len(share.parts) > 1),
-        card=str(card.get("name") or ("the run's card" if on_card else "a processor")),
+        card=str(card.get("name") or ("the run's GPU" if on_card else "a processor")),
         limit_bytes=case.prepared.limit_bytes,
         origin=micro.origin.value,
     )

@@ -111,10 +111,8 @@ def _foresee_readable(
 def _refuse_unmarked(cache: CacheFolder) -> None:
     """Refuse a folder without a cache's marker; nothing else is ever cleaned."""
     if not cache.disk.exists(cache.root / MARKER):
-        what = f"this is no cache: it has no {MARKER}"
-        remedy = Command.of(
-            "config show", then="   (cache.root is to be the folder of a cache, or --set cache.root=FOLDER)"
-        )
+        what = f"this is not a cache: it has no {MARKER}"
+        remedy = Command.of("config show", then="   (set cache.root to a cache folder, or --set cache.root=FOLDER)")
         raise CacheUnusable(what, where=str(cache.root), remedy=remedy)
 
 
@@ -141,12 +139,12 @@ def _sort_users(cleaning: Cleaning, users: list[User], strangers: list[str], goi
     cleaning.forgotten = tuple(vanished)
     cleaning.others = tuple(user for user in users if user not in vanished)
     for place in dict.fromkeys(user.config or user.runs for user in vanished):
-        cleaning.notes.append(CleanNote(f"{place} is there no more: nothing stays for it"))
+        cleaning.notes.append(CleanNote(f"{place} no longer exists; nothing is kept for it"))
     cleaning.notes += _notes_of_gone([user for user in cleaning.others if _is_gone(_place(user))], cleaning)
     for name in strangers:
         remedy = f"ls -l {quoted(cleaning.cache.root / USERS / name)}"
         cleaning.notes.append(
-            CleanNote(f"{name} cannot be read: somebody uses the cache, and nobody knows for what", remedy)
+            CleanNote(f"{name} cannot be read: the cache is in use, but its user's needs are unknown", remedy)
         )
 
 
@@ -174,10 +172,10 @@ def _notes_of_gone(gone: list[User], cleaning: Cleaning) -> Iterator[CleanNote]:
         mine = [user for user in gone if _place(user) == place]
         last = max(user.last for user in mine)
         until = max(_counts_until(user, cleaning.asked.grace_s) for user in mine)
-        then = f"counts until {_day(until)}" if until > cleaning.now else "counts while its run goes on"
+        then = f"counts until {_day(until)}" if until > cleaning.now else "counts while its run is active"
         files = shlex.join(str(cleaning.cache.root / USERS / user.name) for user in mine)
-        what = f"{place} is there no more; it was last used {_day(last)}, and {then}"
-        yield CleanNote(what, f"rm {files}   (if it is gone for good)")
+        what = f"{place} no longer exists; it was last used {_day(last)}, and {then}"
+        yield CleanNote(what, f"rm {files}   (if it was removed for good)")
 
 
 def _day(seconds: float) -> str:
@@ -199,10 +197,10 @@ def _refuse_going(cache: CacheFolder, going: list[RunFolder], folders: list[Path
     """Refuse to remove everything while a run goes on, or where it cannot be told whether one does."""
     if going:
         name = going[0].name
-        what = f"run {name} goes on, and needs what is in this cache"
+        what = f"run {name} is active and needs this cache"
         raise ConfigError(what, where=str(cache.root), remedy=status_or_cancel(name))
     if closed := next(filter(hidden, folders), None):
-        what = f"others use this cache, and it cannot be told whether their runs go on: {closed}"
+        what = f"other users use this cache, and whether their runs are active is unknown: {closed}"
         remedy = Command.of("cache clean", then=f"   (without --all)   or ask whose {closed} is")
         raise ConfigError(what, where=str(cache.root), remedy=remedy)
 
@@ -254,7 +252,7 @@ def _refuse_unwritable(cleaning: Cleaning) -> None:
             folders.add(cleaning.cache.own(kind).layout.shards)
     for folder in sorted(folders):
         if not os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
-            what = f"you may not remove files here: {whose(folder)}"
+            what = f"no permission to remove files: {whose(folder)}"
             raise CacheUnusable(
                 what, where=str(folder), remedy=f"ls -ld {quoted(folder)}   (and ask its owner to clean it)"
             )

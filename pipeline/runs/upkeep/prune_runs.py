@@ -1,7 +1,7 @@
 """Pruning the folder of runs: which run folders nobody needs any more, shown first and then removed.
 
 What stays: the newest runs; those that go on; of each table of items that a training may read, the newest run that
-names it; and the newest that lists the items. Copies of code go when no run names them and they are not young.
+names it; and the newest with an item list. Copies of code go when no run names them and they are not young.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ YOUNG_S = 86_400.0  # a run that begins may be about to name a copy of code that
 GOING = ".pruned-"  # how the name of a folder begins that is being removed
 NEWEST, ACTIVE, FOREIGN, TABLE, ITEMS = (
     "among the newest",
-    "not ended, or not known to have",
-    "another user's, who alone may remove it",
-    "the newest that names a table of items, which trainings read",
-    "the newest that lists the items",
+    "not ended, or of unknown state",
+    "owned by another user",
+    "the newest with an item table, which trainings read",
+    "the newest with an item list",
 )
 
 
@@ -103,7 +103,7 @@ def prune(pruning: Pruning) -> Iterator[OldRun]:
                 yield run
         except OSError as error:
             what = f"cannot be removed: {error.strerror or error}"
-            remedy = f"ls -lR {quoted(aside if aside.exists() else run.folder.path)}   (what is left of the run)"
+            remedy = f"ls -lR {quoted(aside if aside.exists() else run.folder.path)}   (remaining files of the run)"
             raise ConfigError(what, where=str(error.filename or run.folder.path), remedy=remedy) from error
     for path in _copies(pruning.runs, set()):
         shutil.rmtree(path, ignore_errors=True)

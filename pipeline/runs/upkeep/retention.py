@@ -87,7 +87,7 @@ def register_use(project: Project, stages: Iterable[str], file: Path | None) -> 
     for cache in (project.cache, *project.cache.under):
         is_there = fills or cache.root.is_dir()  # what is not there, and stays so, has nothing to keep
         if is_there and not register(cache.disk, cache.root, user):
-            problem = "it cannot be written down that this project uses the cache: who cleans it does not know"
+            problem = "this project could not be registered as a user of the cache: cleaning may remove its records"
             log.warning("%s: %s", cache.root, problem)
 
 
@@ -202,9 +202,9 @@ class Staying:
             listed: Any = read_json(run.recipes)  # written at submission: code, maybe another user's, is not loaded
             try:
                 kept |= {(str(kind), bytes.fromhex(tag)) for kind, tag in listed}
-                stays = "all records of its recipes stay"
+                stays = "all records of its recipes are kept"
             except (TypeError, ValueError):  # absent in runs of older versions
-                all_stays, stays = True, "does not list its recipes, so all records stay"
+                all_stays, stays = True, "does not list its recipes, so all records are kept"
             self.notes.append(CleanNote(f"run {run.name} is active: {stays}"))
         need, certain = Needed(), False
         if self.keep_recipes:
@@ -220,7 +220,7 @@ class Staying:
                 need.graph.clear()  # nobody reads them
             if need.unknown:
                 kept |= {*self.wanted}
-                what = "what the data set needs cannot be told today, so all that is made by its recipes stays"
+                what = "the data set cannot be listed now, so all records of its recipes are kept"
                 self.notes.append(CleanNote(f"{what}: {need.unknown}", need.remedy))
         live = dict.fromkeys(self.cache.kinds(), EVERYTHING)
         for kind in RECIPE_KINDS:
@@ -244,7 +244,7 @@ class Staying:
         try:
             self.wanted |= recipes_of(self.project, [StageName.EMBED])
         except PipelineError as error:
-            what = f"which embeddings are needed cannot be told, so all stay: {error.what.splitlines()[0]}"
+            what = f"the needed embeddings are unknown, so all are kept: {error.what.splitlines()[0]}"
             self.notes.append(CleanNote(what, error.next))
             return False
         finally:
@@ -303,8 +303,8 @@ def needed(project: Project, *, embeddings: bool = True, on: Callable[[int], Non
         return need  # the tables of what a reader gives stay for the runs that name them
     recipes = [view.encoding.recipe for view in project.encoders.values()] if embeddings else []
     if project.config.data.limit is not None:
-        what = f"data.limit takes {project.config.data.limit:,} items of the data set only"
-        need.doubt(what, "take data.limit out of the configuration, or --set data.limit=null")
+        what = f"data.limit selects only {project.config.data.limit:,} items of the data set"
+        need.doubt(what, "remove data.limit from the configuration, or --set data.limit=null")
         return need
     try:
         for chunk in in_chunks(worklist.list_items(project), worklist.LOOKED_UP_AT_ONCE):
@@ -335,7 +335,7 @@ def _take(
             need.scan += seen.key
             need.graph += project.graphs.recipe.key(seen.key)
         if seen.inventory is None:
-            need.doubt(f"{item.id} is not scanned yet, or has just been changed", SCAN_FIRST)
+            need.doubt(f"{item.id} is not scanned yet or has just changed", SCAN_FIRST)
         elif seen.key is None and seen.inventory.reason in AWAY:
             need.doubt(f"{item.id}: {seen.inventory.detail}", _mount_remedy(project))
         if seen.inventory is not None and seen.inventory.reason is None:
@@ -347,4 +347,4 @@ def _take(
 
 
 def _mount_remedy(project: Project) -> str:
-    return f"ls -l {quoted(project.config.data.path)}   (mount the data, or take what is gone out of the data set)"
+    return f"ls -l {quoted(project.config.data.path)}   (mount the data, or remove missing items from the data set)"

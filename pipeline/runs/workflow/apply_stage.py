@@ -170,11 +170,11 @@ class ApplyStage(Stage):
         """Raise where no model can be applied."""
         config = project.config
         if config.data.source == "fasta":
-            what = "sequences alone have no graphs to apply a model to"
+            what = "sequences have no graphs to apply a model to"
             raise ConfigError(what, where="data.source is fasta", remedy=Command.submit("embed"))
         if config.train.command is not None:
-            what = f"a script of your own is trained (train.command): stage {self.name} needs a task"
-            raise ConfigError(what, where="train.task", remedy="let the script do it, or name a task")
+            what = f"train.command trains your own script, but stage {self.name} needs a task"
+            raise ConfigError(what, where="train.task", remedy="let the script do it, or set train.task")
         if (model := self._model(project)) is not None:
             model.refuse_other_settings(project)
         code_of(project)
@@ -188,9 +188,7 @@ class ApplyStage(Stage):
         for path in () if are_made_first else self._code(project).reads:
             if not path.exists():
                 where = f"train.{self.name}.options: {path}"
-                raise ConfigError(
-                    "there is no such file or folder", where=where, remedy=f"ls -ld {quoted(path.parent)}"
-                )
+                raise ConfigError("file or folder not found", where=where, remedy=f"ls -ld {quoted(path.parent)}")
         if (file := weights_file(self.settings(project).checkpoint)) is not None:
             train, options = project.config.train, self._options(project.config)
             task = load_task(train.task, options, beside=project.beside)
@@ -224,7 +222,7 @@ class ApplyStage(Stage):
         if prepared is None or chosen is None:
             if folder is None:
                 return StageSurvey({**counts, "unplanned": 1}, (Shard(0, 1, 1),))
-            what, where = "no model was trained with this configuration", project.config.data.path
+            what, where = "no model has been trained with this configuration", project.config.data.path
             if prepared is None:  # the graphs are not there yet
                 what = unmade(project.config)
             else:
@@ -377,8 +375,8 @@ class ApplyStage(Stage):
             chosen = self._choose(project, prepared, without)
             if chosen is None:
                 where = str(applied.chosen.path.parent)
-                anew = self._training(folder) if self._model(project) is None else "name another model or checkpoint"
-                raise JobFailed("no checkpoint of it can be read", where=where, remedy=anew)
+                anew = self._training(folder) if self._model(project) is None else "use another model or checkpoint"
+                raise JobFailed("none of its checkpoints can be read", where=where, remedy=anew)
             replace(applied, chosen=chosen, done=[]).write(folder.plan(self.name))
             return chosen
 

@@ -124,8 +124,8 @@ def export_embeddings(project: Project, out: Path, wanted: WantedExport) -> Expo
 def _of_encoder(project: Project, wanted: WantedExport) -> Project:
     """Return the project as it is for the encoder; who wants rows of marks wants the records that have them."""
     if (of_encoder := project.encoders.get(wanted.encoder)) is None:
-        known, problem = ", ".join(project.encoders), f"no encoder is called {wanted.encoder!r}"
-        raise ConfigError(problem, where="--encoder", remedy=f"one of these: {known}")
+        known, problem = ", ".join(project.encoders), f"unknown encoder {wanted.encoder!r}"
+        raise ConfigError(problem, where="--encoder", remedy=f"use one of {known}")
     config = of_encoder.config
     if wanted.pool != CLS or config.embed.cls:
         return of_encoder
@@ -136,17 +136,19 @@ def _of_encoder(project: Project, wanted: WantedExport) -> Project:
 def _refuse(project: Project, out: Path, wanted: WantedExport) -> None:
     """Raise where there is nothing to export, or no place for it."""
     if is_reader(project.config):
-        remedy = Command.submit("predict", then="   (a task writes the embeddings of what its reader gives)")
+        remedy = Command.submit("predict", then="   (a task can write embeddings of its reader's items)")
         raise ConfigError("items of a reader have no embeddings in the cache", where="data.source", remedy=remedy)
     if other := what_is_no_file(out):
-        raise ConfigError(f"{other} is no file", where=str(out), remedy="name a file by --out")
+        raise ConfigError(f"{other} is not a file", where=str(out), remedy="give a file name with --out")
     places = (out, table_beside(out)) if wanted.format == "npy" else (out,)
     if len(set(places)) < len(places):
-        problem = "is the name of the table that says whose rows are whose"
+        problem = "is reserved for the table that maps rows to items"
         raise ConfigError(problem, where=str(out), remedy=f"--out {out.with_suffix('.npy')}")
     for place in places:
         if os.path.lexists(place) and not wanted.replace:
-            raise ConfigError("is there already", where=str(place), remedy="another --out, or replace it with --force")
+            raise ConfigError(
+                "already exists", where=str(place), remedy="use another --out, or replace it with --force"
+            )
 
 
 def _write(project: Project, wanted: WantedExport, form: ExportForm, exported: Exported, add: Add) -> None:
@@ -165,8 +167,8 @@ def _write(project: Project, wanted: WantedExport, form: ExportForm, exported: E
                 exported.lack(chain.whose.id)
                 continue
             if seen.first_line(chain.whose.id, 1) is not None:
-                problem = f"two chains of the data set would both be called {chain.whose.id}"
-                raise DataError(problem, where=chain.whose.item, remedy="give the items other ids")
+                problem = f"two chains of the data set would both be named {chain.whose.id}"
+                raise DataError(problem, where=chain.whose.item, remedy="give the items different ids")
             there.append(chain)
             keys.append(recipe.key(chain.text, variant))
         if exported.unscanned + exported.missing and not wanted.partial:
@@ -257,7 +259,7 @@ def _pooled(
 ) -> NDArray[Any]:
     """Return what is written of a chain."""
     if not len(rows_LD):
-        problem = f"{chain.whose.id} has no rows: the text of its partner was truncated before it"
+        problem = f"{chain.whose.id} has no rows: its partner's text was truncated before it"
         remedy = Command.submit("embed").with_settings(("embed.long.policy", "windows"))
         raise DataError(problem, where="embed.long.policy", remedy=remedy, item=chain.whose.item)
     if wanted.pool == NONE:
@@ -272,20 +274,20 @@ def _refuse_incomplete(exported: Exported, out: Path, wanted: WantedExport) -> N
     if wanted.split is not None and wanted.split not in exported.splits and len(exported.splits) < SPLITS_SAID:
         there = ", ".join(sorted(filter(None, exported.splits))) or "none: the table has no column split"
         what, where = f"no item is in this split; there are: {there}", f"--split {wanted.split}"
-        raise ConfigError(what, where=where, remedy="name one of them, or leave out --split")
+        raise ConfigError(what, where=where, remedy="use one of them, or omit --split")
     if exported.unscanned + exported.missing and not wanted.partial:
-        lacks = "embedding with the row of its CLS token" if wanted.pool == CLS else "embedding"
+        lacks = "embedding with a CLS row" if wanted.pool == CLS else "embedding"
         counted = [f"{exported.missing:,} chains have no {lacks}"] if exported.missing else []
         counted += [f"{exported.unscanned:,} items are not scanned"] if exported.unscanned else []
         what = f"{' and '.join(counted)}, of {exported.items + exported.unscanned:,} items: "
         what += ", ".join(exported.lacking) + (", …" if exported.missing + exported.unscanned > NAMED else "")
-        remedy = Command.submit("embed", then=" --follow   (or --partial: leave them out)")
+        remedy = Command.submit("embed", then=" --follow   (or skip them: --partial)")
         if wanted.pool == CLS:
             section = "embed" if wanted.encoder == MAIN else f"embed.also.{wanted.encoder}"
             remedy = remedy.with_settings((f"{section}.cls", "true"))
         raise RecordMissing(what, where=str(out), remedy=remedy)
     if not exported.ids:
-        problem = f"there is nothing to export: {exported.rejected:,} items were rejected, and no other has a protein"
+        problem = f"nothing to export: {exported.rejected:,} items were rejected and no other item has a protein"
         raise DataError(problem, where=str(out), remedy=Command.of("status", then="   (says why)"))
 
 

@@ -118,8 +118,8 @@ class PredictStage(ApplyStage):
         project = self._of_model(project)
         super().inspect(project)
         if not self._says(project):
-            what = "the task has no outputs(): there is nothing to predict"
-            remedy = "give it outputs(self, model, batch) -> {name: an entry for each item}   (pipeline/protocol.py)"
+            what = "the task has no outputs(), so it cannot predict"
+            remedy = "define outputs(self, model, batch) -> {name: an entry for each item}   (pipeline/protocol.py)"
             raise ConfigError(what, where="train.task", remedy=remedy)
         if project.config.train.predict.parquet:
             from pipeline.training.evaluating.embedding_files import import_arrow
@@ -195,7 +195,7 @@ def _with_task_of_model(project: Project) -> Project:
     train = project.config.train
     model = named_model(train.models, train.predict.checkpoint)
     if model is None or model.config is None:
-        what = "what is trained on is predicted by a model that was trained before: none is named"
+        what = "predictions for training need an earlier model, but none is set"
         raise ConfigError(
             what, where="train.predict.checkpoint", remedy=Command.of("model list", then="   (then --set that key)")
         )

@@ -59,7 +59,7 @@ class GraphStage(Stage):
     def inspect(self, project: Project) -> None:
         """Refuse sequences, which have no structures."""
         if project.config.data.source == "fasta":
-            what = "sequences have no structures to make graphs of"
+            what = "sequences have no structures to build graphs from"
             raise ConfigError(what, where="data.source is fasta", remedy=Command.submit("embed"))
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
@@ -139,7 +139,7 @@ class GraphStage(Stage):
             folder.table.write_text(judged.table)
         if judged.kept:
             return []
-        return ["graphs are not kept (graph.cache: false): what cannot be built shows in training"]
+        return ["graphs are not cached (graph.cache: false): build errors appear during training"]
 
 
 def _cut(project: Project, offsets: array[int], atoms_N: NDArray[np.int64], at_once: int) -> tuple[Shard, ...]:
@@ -244,5 +244,5 @@ def remake_graph(project: Project, folder: RunFolder, name: str, key: bytes) -> 
         for _ in graph(items, project.recipe, graphs.recipe, graphs.store, project.config.cache.shard_bytes):
             pass
     except (PipelineError, OSError) as error:
-        log_line(f"the graph of {name} cannot be made anew: {error}")
+        log_line(f"the graph of {name} cannot be rebuilt: {error}")
     return graphs.store.has_whole(key)

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 FORKED = (StageName.EMBED, StageName.TRAIN, StageName.EVALUATE, StageName.PREDICT)  # they import torch
 _TIE_S = 60.0  # estimates of starts that lie closer than this are no reason to take a larger card
 _REMEDY = (
-    "pipeline config show   (cluster.slurm.cards: the cards of this cluster; mem, gres and feature tell them apart)"
+    "pipeline config show   (cluster.slurm.cards lists this cluster's GPUs; mem, gres and feature distinguish them)"
 )
 
 
@@ -114,8 +114,8 @@ def _shortage(cards: Sequence[CardSection], need_bytes: int) -> str:
     name = largest.gres or largest.feature or "GPU"
     needs, has = f"a GPU needs {format_bytes(need_bytes)}", f"has {format_bytes(largest.mem)}"
     if largest.mem < need_bytes:
-        return f"{needs}, and the largest card here, {name}, {has}"
-    return f"{needs}: {name} {has}, but no request tells it from smaller cards"
+        return f"{needs}, but the largest GPU here, {name}, {has}"
+    return f"{needs}: {name} {has}, but no request distinguishes it from smaller GPUs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,8 +339,8 @@ def refuse_unfit_disk(project: Project, survey: StageSurvey, kinds: Iterable[str
         elsewhere = lay_over([*([root] if root == place or root in place.parents else []), *project.config.cache.under])
         raise CacheUnusable(what, where=str(root), remedy=elsewhere) from error
     if survey.bytes > free_bytes:
-        what = f"the results need {format_bytes(survey.bytes)}, and {format_bytes(free_bytes)} are free"
-        remedy = "make room, or choose another disk: --set cache.root=FOLDER"
+        what = f"the results need {format_bytes(survey.bytes)}, but only {format_bytes(free_bytes)} are free"
+        remedy = "free space, or use another disk: --set cache.root=FOLDER"
         raise PlanInfeasible(what, where=str(root), remedy=remedy)
 
 

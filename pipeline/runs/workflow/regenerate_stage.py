@@ -100,17 +100,17 @@ class RegenerateStage(Stage):
         """Raise where a named record could not be made; return remarks on the others."""
         lines = []
         if unmade := sum(judged.unmade.values()):
-            lines.append(f"{unmade:,} of items that were left out ({_by_kind(judged.unmade)}): less {folder.rejected}")
+            lines.append(f"{unmade:,} of rejected items ({_by_kind(judged.unmade)}): less {folder.rejected}")
         if foreign := sum(judged.foreign.values()):
             not_yet = f"{plural(judged.unscanned, 'item')} {_be(judged.unscanned)} not"
-            far = f", as far as it is scanned ({not_yet})" if judged.unscanned else ""
+            far = f", as far as scanned ({not_yet})" if judged.unscanned else ""
             lines.append(
                 f"{foreign:,} of no item of this data set with these settings{far} ({_by_kind(judged.foreign)})"
             )
         if not lines:
             return _remarks(judged)
         what = f"{unmade + foreign:,} of {plural(judged.items, 'named record')} cannot be made here"
-        made = "   (with the configuration that made them)"
+        made = "   (with their original configuration)"
         remedy = Command.of("submit regenerate --list", judged.source, then=made)
         if judged.unscanned:
             remedy = Command.submit("scan", then="   (then the same command again)")
@@ -154,7 +154,7 @@ def _remarks(judged: Regenerated) -> list[str]:
         comes = "comes back when it is" if later == 1 else "come back when they are"
         remarks.append(f"{plural(later, 'note')} {comes} needed ({_by_kind(judged.later)})")
     if judged.replaced:
-        others = "another that will do is" if judged.replaced == 1 else "others that will do are"
+        others = "an equivalent one is" if judged.replaced == 1 else "equivalent ones are"
         was = "was" if judged.replaced == 1 else "were"
         remarks.append(f"{plural(judged.replaced, 'embedding')} {was} not made: {others} there")
     return remarks

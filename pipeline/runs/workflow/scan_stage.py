@@ -224,7 +224,7 @@ def _checked_leaks(project: Project, what: str) -> list[str]:
     """Raise, warn or do nothing about leaks between splits, as configured."""
     data = project.config.data
     if what and data.on_leak == "error":
-        remedy = Command.submit("scan", before="mend the splits   or   ").with_settings(("data.on_leak", "warn"))
+        remedy = Command.submit("scan", before="correct the splits   or   ").with_settings(("data.on_leak", "warn"))
         raise DataError(what, where=str(data.path), remedy=remedy)
     return [what] if what and data.on_leak == "warn" else []
 
@@ -297,7 +297,7 @@ class ReaderScanStage(Stage):
         taken, judged = EntriesTaken(), EntriesRead()
         write_rejections(folder.rejected, _rejections(_telling(reader, tell), taken, judged, project.config.data.limit))
         if reader_state(project) != made:
-            what = "its files changed while they were read"
+            what = "its files changed while being read"
             raise DataError(what, where=str(project.config.data.path), remedy=Command.submit("scan"))
         judged.items += len(taken.table)
         judged.splits = {name: count for name, count in taken.splits.items() if name}

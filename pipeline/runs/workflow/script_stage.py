@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from pipeline.script.script_process import ScriptOutcome
 
 STATED_BYTES = 8 << 30  # of a process: torch on a card and data workers seldom take more
-STATED = "stated: nobody knows what a script takes until it has run (cluster.train.mem)"
+STATED = "configured: a script's memory is unknown until it has run (cluster.train.mem)"
 FIGURE = "script."  # prefix of its figures, whose names may equal those of ours
 PROGRESS = FIGURE + STEP
 BATCH_NAMES = frozenset({"micro_batch", "accumulation", "effective_batch"})
@@ -231,7 +231,7 @@ class Ended(Exception):
         """Return the exception for an outcome; its last lines go in where the reason is unknown."""
         what, further = outcome.what, saved or outcome.told is not None or outcome.step > 0
         if outcome.goes_on and not further:  # else one that always asks to go on would go on for ever
-            what += "; it was not told to end, saved nothing in {output} and reported no step"
+            what += "; it was not asked to stop, saved nothing in {output} and reported no step"
         if not (outcome.reason or outcome.goes_on) and len(outcome.last_lines) > 1:
             what += "".join(f"\n    | {line[:LINE_MOST]}" for line in outcome.last_lines[-LINES_SHOWN:])
         return cls(outcome.code, what, outcome.trouble, step=outcome.step, further=further)
@@ -292,10 +292,10 @@ def _settle(outcome: ScriptOutcome, peers: Peers, ending: Callable[[], int], *, 
         if first not in (None, peers.place.rank):
             raise Ended(LOST, f"process {first} of {peers.place.world}: {ends[first].what}", quiet=True)
         if outcome.finished and len(ends) < peers.place.world:
-            raise Ended(SIGNALLED + signal.SIGTERM, "told to end while others go on", step=own.step, quiet=True)
+            raise Ended(SIGNALLED + signal.SIGTERM, "asked to stop while others continue", step=own.step, quiet=True)
         if outcome.finished and any(end.code for end in ends.values()):
             further = own.further or any(end.told for end in ends.values())
-            raise Ended(GO_ON, "other processes of the script have more to do", step=own.step, further=further)
+            raise Ended(GO_ON, "other processes of the script are still working", step=own.step, further=further)
     if not outcome.finished:
         raise own
 
@@ -336,12 +336,12 @@ class Outline:
         smaller = f"micro-batches of {', then '.join(map(str, self.smaller))}" if self.smaller else self.why_none
         most = f", up to {_mib(self.most_bytes)}" if self.most_bytes else ""
         return [
-            "train: a script, which cannot be traced: run whenever asked, and its exit code 0 is success",
+            "train: a script (not traced); it runs whenever submitted, and exit code 0 means success",
             f"  runs: {shlex.join(self.words)}",
             f"  first: {batch} (effective batch {self.effective_batch}); {_mib(self.mem_bytes)} of memory",
             f"  memory: {self.mem_why}",
-            f"  if a GPU's memory ends: {smaller}",
-            f"  if the host's memory ends: twice as much{most}; above it or far below, smaller micro-batches",
+            f"  on GPU out of memory: {smaller}",
+            f"  on host out of memory: twice the memory{most}, then smaller micro-batches",
             f"  output: {self.output}",
         ]
 

@@ -92,8 +92,8 @@ class SweepStage(TrainStage):
         """Raise where a point cannot be trained, whatever its memory."""
         train = project.config.train
         if train.sweep.prune != "none" and train.validation.split is None:
-            what = "points are pruned by their validations, and train.validation.split is null: there are none"
-            raise ConfigError(what, where="train.sweep.prune", remedy="name a split, or leave --prune out")
+            what = "pruning needs validations, but train.validation.split is null"
+            raise ConfigError(what, where="train.sweep.prune", remedy="set a split, or omit --prune")
         refuse_unknown_splits(project)
         for point in points_of(project):
             super().inspect(at(project, point))
@@ -232,8 +232,8 @@ def _refuse_same(plans: Sequence[PointPlan]) -> None:
     known: dict[str, str] = {}
     for plan in plans:
         if plan.prepared is not None and known.setdefault(plan.prepared.name, plan.name) != plan.name:
-            what = f"{known[plan.prepared.name]} and {plan.name} are one training, {plan.prepared.name}"
-            raise ConfigError(what, where=SWEEP, remedy="leave one of the two out")
+            what = f"{known[plan.prepared.name]} and {plan.name} are the same training, {plan.prepared.name}"
+            raise ConfigError(what, where=SWEEP, remedy="remove one of the two")
 
 
 def _prunes(project: Project) -> bool:

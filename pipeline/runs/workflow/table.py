@@ -48,7 +48,7 @@ def known_stage(name: str) -> Stage:
     if name in STAGES:
         return STAGES[name]
     known = ", ".join(STAGES)
-    raise ConfigError(f"no stage {name!r} (there are: {known})", where="--stage", remedy=Command.of("submit --help"))
+    raise ConfigError(f"unknown stage {name!r} (known: {known})", where="--stage", remedy=Command.of("submit --help"))
 
 
 def stage(name: str, config: Config) -> Stage:
@@ -71,7 +71,7 @@ def up_to(name: str, config: Config) -> list[str]:
         return everything(config)
     row, by_reader = known_stage(name), is_reader(config)
     if by_reader and not row.of_entries:
-        what = f"stage {name} is of structures: what a reader gives is read as it is"
+        what = f"stage {name} applies to structures, not to a reader's items"
         raise ConfigError(what, where="data.source is reader", remedy=Command.submit("scan", then="   (or train)"))
     return [*(needed for needed in row.needed(config) if STAGES[needed].of_entries or not by_reader), name]
 
@@ -139,7 +139,7 @@ def refuse_or_warn(
     rejected = max(kept, min(trouble.rejected, kept + judged.undone))
     if too_many(rejected, total, data.max_rejected_fraction):
         unseen = kept + judged.undone - rejected
-        not_seen = f"; {unseen:,} were not looked at any more" if unseen else ""
+        not_seen = f"; {unseen:,} were not checked" if unseen else ""
         what = (
             f"{rejected:,} of {total:,} {stage.unit}s cannot be used, more than data.max_rejected_fraction"
             f" ({data.max_rejected_fraction:.1%}) allows{not_seen}"
@@ -156,6 +156,6 @@ def refuse_or_warn(
         lines = [what, *trouble.lines] if stage.counts_items or not trouble.lines else trouble.lines
         raise kind("\n".join(lines).lstrip(), where=folder.name, remedy=trouble.remedy)
     if judged.accepted == 0 and (total or not stage.may_be_empty) and project.only.is_all:
-        remedy = Command.of("status", folder.name, then=f"   (every reason: {folder.rejected})")
+        remedy = Command.of("status", folder.name, then=f"   (all reasons: {folder.rejected})")
         raise DataError(f"none of {total} {stage.unit}s can be used", where=str(data.path), remedy=remedy)
     return stage.check(project, folder, judged)

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 NOTHING = dict.fromkeys(("items", "refused", "unusable", "cached", "missing", "waiting"), 0)
 COURSE = 8  # figures that show how a training went
 UNPLANNED_BYTES = 2 << 30  # of a process, until there is a plan
-CALLED = {"code": "the task's code", "table": "the data set", "embeddings": "the encoder", "crop": "what is cropped"}
+CALLED = {"code": "the task's code", "table": "the data set", "embeddings": "the encoder", "crop": "the crop"}
 
 
 class TrainStage(Stage):
@@ -141,11 +141,11 @@ class TrainStage(Stage):
 
     def check(self, project: Project, folder: RunFolder, judged: Trained) -> list[str]:  # noqa: ARG002
         """Return warnings about what was not validated, skipped items and recoveries from running out of memory."""
-        skipped = f"{judged.skipped:,} items are too large for any plan and were left out (train.oversize: skip)"
-        ooms = f"memory ended {judged.ooms:,} times; no step was lost   (pipeline replay {folder.name} tells which)"
-        whose = "1 item was left out: its" if judged.damaged == 1 else f"{judged.damaged:,} items were left out: their"
-        remedy = "pipeline cache repair --yes; a model that is moved away is trained anew, on all items"
-        damaged = f"{whose} records in the cache proved damaged ({first_few(judged.damaged_items)})   ({remedy})"
+        skipped = f"{judged.skipped:,} items are too large for any plan and were skipped (train.oversize: skip)"
+        ooms = f"memory ended {judged.ooms:,} times; no step was lost   (pipeline replay {folder.name} shows where)"
+        whose = "1 item was skipped: its" if judged.damaged == 1 else f"{judged.damaged:,} items were skipped: their"
+        remedy = "pipeline cache repair --yes; move the model away to train again on all items"
+        damaged = f"{whose} records in the cache are damaged ({first_few(judged.damaged_items)})   ({remedy})"
         counted = ((judged.skipped, skipped), (judged.ooms, ooms), (judged.damaged, damaged))
         return [*judged.remarks, *(text for count, text in counted if count)]
 
@@ -153,8 +153,8 @@ class TrainStage(Stage):
 def unprepared(project: Project, folder: RunFolder | None, tasks: int = 1) -> StageSurvey:
     """Return what is known while what is trained on is not there; raise in a run, where it should be."""
     if folder is not None:
-        what = f"{unmade(project.config)}: there is nothing to train on"
-        raise ConfigError(what, where=str(project.config.cluster.runs), remedy="leave out --only")
+        what = f"{unmade(project.config)}: nothing to train on"
+        raise ConfigError(what, where=str(project.config.cluster.runs), remedy="omit --only")
     return StageSurvey({**NOTHING, "unplanned": 1}, tuple(Shard(0, 1, 1) for _ in range(tasks)))
 
 
@@ -206,7 +206,7 @@ def trained_so_far(project: Project, prepared: Prepared) -> Trained:
     progress = TrainedSoFar.read(checkpoint.data) if checkpoint else TrainedSoFar()
     judged.left_out(progress.damaged)
     if progress.killed:
-        remedy = "a model that is moved away is trained anew, on all items"
+        remedy = "move the model away to train again on all items"
         judged.remarks.append(f"trained without {first_few(progress.killed)}, on which its process died   ({remedy})")
     judged.items = judged.steps = progress.done
     judged.epochs = progress.epoch
@@ -227,7 +227,7 @@ def trained_so_far(project: Project, prepared: Prepared) -> Trained:
         judged.skipped = len(prepared.skipped)
         if left_out := sum(epoch.left_out_steps for epoch in epochs):
             made_steps = sum(epoch.steps for epoch in epochs)
-            what = f"{left_out:,} of {left_out + made_steps:,} steps were not finite, and left out"
+            what = f"{left_out:,} of {left_out + made_steps:,} steps were not finite and were skipped"
             judged.remarks.append(f"{what} (train.nan: {project.config.train.nan})")
     judged.remarks += unvalidated(project, prepared)
     return judged
@@ -349,8 +349,8 @@ def novelty(project: Project) -> list[str]:
     before = json.loads(known[-1].read_text()).get("recipe", {})
     names = [name for name in {**before, **prepared.recipe} if before.get(name) != prepared.recipe.get(name)]
     changed = ", ".join(CALLED.get(name, f"train.{name}") for name in names)
-    way_back = f"   (to go on with that: {FLAG})" if names == ["code"] else ""
-    new = f"a new training: {changed} changed since {known[-1].parent.name}, which stays as it is{way_back}"
+    way_back = f"   (to continue it: {FLAG})" if names == ["code"] else ""
+    new = f"a new training: {changed} changed since {known[-1].parent.name}, which is kept{way_back}"
     return [new, *unvalidated(project, prepared)]
 
 
@@ -359,7 +359,7 @@ def unvalidated(project: Project, prepared: Prepared) -> list[str]:
     table, wanted = items_of(project, prepared.table, None), project.config.train.validation.split
     if wanted is None or wanted in table.splits or not any(table.splits):
         return []
-    return [f"nothing is validated: no item is in split {wanted!r} (train.validation.split); {table.named_splits()}"]
+    return [f"no validation: no item is in split {wanted!r} (train.validation.split); {table.named_splits()}"]
 
 
 def refuse_misfits(project: Project, task: Task) -> None:
@@ -473,9 +473,7 @@ def unmonitored(epochs: list[dict[str, Any]], monitor: str) -> list[str]:
     known = dict.fromkeys(name for epoch in epochs for name in epoch["validation"])
     if not known or monitor in known:
         return []
-    return [
-        f"no figure of a validation is called {monitor!r} (train.validation.monitor); there are: {', '.join(known)}"
-    ]
+    return [f"the validation has no metric {monitor!r} (train.validation.monitor); available: {', '.join(known)}"]
 
 
 def best_of(epochs: list[dict[str, Any]], monitor: str, *, lower: bool) -> dict[str, Any]:

@@ -245,7 +245,7 @@ def _merge(project: Project, folder: RunFolder, reports: list[Path], validated: 
         writer = ReportWriter(project.cache.disk, project.cache.root / REPORTS)
         path = _merged(folder, reports, validated, writer, name)
     except (CacheUnusable, CacheFull) as error:
-        log.warning("the damage list is kept in the run's folder: %s", error.what)
+        log.warning("the damage list is in the run's folder: %s", error.what)
         path = _merged(folder, reports, validated, ReportWriter(Disk(), folder.path), name)
     validated.report = str(path)
     with folder.todo(StageName.VALIDATE).open("rb") as file:
