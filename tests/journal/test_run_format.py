@@ -81,5 +81,5 @@ def test_the_work_of_a_run_is_known_though_a_setting_was_added_since(tmp_path: P
     frozen = json.loads(run.config.read_text())
     del frozen["data"]["labels"]
     run.config.write_text(json.dumps(frozen))
-    with pytest.raises(SubmissionRefused, match="working on this data set"):
+    with pytest.raises(SubmissionRefused, match="already processes this data set"):
         refuse_double(config, ["scan"])

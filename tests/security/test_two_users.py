@@ -291,5 +291,5 @@ def test_what_a_dead_process_of_another_left_is_cleaned_where_the_folder_lets_on
     cleaned = lab.bob.types("cache", "clean", "--older-than", "0", "--yes")
     assert cleaned.code == 0, cleaned.said
     assert left.exists() == (mode == STICKY)
-    assert mode != STICKY or f"it is user {ALICE}'s, who alone may remove it" in cleaned.said
+    assert mode != STICKY or f"it is user {ALICE}'s: only its owner may remove it" in cleaned.said
     assert "0 to do" in submits(lab.alice).said, "what the other's project needs has stayed"

@@ -123,7 +123,7 @@ def another_user_cleans(scene: Scene) -> None:
         for path in (other.folder, *other.folder.rglob("*")):
             os.chown(path, BOB, BOB)
         before, shared = run.project.records(), (f"--set=cache.root={cache}", "--set=graph.neighbours=5")
-        unknown = "it cannot be told whether their runs go on"  # those of a project that is closed to this user
+        unknown = "whether their runs are active is unknown"  # those of a project that is closed to this user
         answers = {"--yes": (0, "") if is_shared else (2, WHOSE), "--all": (2, unknown if is_shared else WHOSE)}
         for word, (code, answer) in answers.items():
             done = other.types("cache", "clean", "--yes", word, *shared, umask=scene.rng.choice(UMASKS))

@@ -37,7 +37,7 @@ def task_leaks(scene: Scene) -> None:
     project = scene.project(leak_bytes=LEAK_BYTES)
     run = scene.trains(project)
     told = scene.ends(run)
-    scene.says(told, "host_oom", "again with [0-9.]+ ?[MG]", "leak|grows")
+    scene.says(told, "host_oom", "retry with [0-9.]+ ?[MG]", "leak|grows")
     scene.trained(run)
 
 

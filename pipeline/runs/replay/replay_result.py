@@ -123,11 +123,9 @@ class ReplayResult:
         peak = max((result.peak_bytes for result in rerun.results), default=0)
         taken = f"{format_bytes(rerun.reserved_bytes)} reserved and {format_bytes(peak)} live at the peak"
         if rerun.reserved_bytes > limit:
-            return f"this device has enough memory: {taken}; the run's limit was {format_bytes(limit)}, which is too little"
-        return (
-            f"{taken}, within the {format_bytes(limit)} that the run's device allowed:"
-            " what else was on it then is not here (fragments, other processes)"
-        )
+            return f"this device has enough memory: {taken}; the run's limit was {format_bytes(limit)}"
+        why = "fragmentation or other processes caused it there"
+        return f"{taken}, within the {format_bytes(limit)} of the run's device: {why}"
 
     def _all_finite(self) -> str:
         why = [] if self.is_exact else ["the weights differ from those of that step"]

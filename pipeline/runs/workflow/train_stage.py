@@ -142,7 +142,7 @@ class TrainStage(Stage):
     def check(self, project: Project, folder: RunFolder, judged: Trained) -> list[str]:  # noqa: ARG002
         """Return warnings about what was not validated, skipped items and recoveries from running out of memory."""
         skipped = f"{judged.skipped:,} items are too large for any plan and were skipped (train.oversize: skip)"
-        ooms = f"memory ended {judged.ooms:,} times; no step was lost   (pipeline replay {folder.name} shows where)"
+        ooms = f"out of memory {judged.ooms:,} times; no step was lost   (pipeline replay {folder.name} shows where)"
         whose = "1 item was skipped: its" if judged.damaged == 1 else f"{judged.damaged:,} items were skipped: their"
         remedy = "pipeline cache repair --yes; move the model away to train again on all items"
         damaged = f"{whose} records in the cache are damaged ({first_few(judged.damaged_items)})   ({remedy})"

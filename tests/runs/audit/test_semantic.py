@@ -84,11 +84,11 @@ def test_what_the_stages_made_is_in_order_and_made_anew_is_the_same(project):
     found = validated(project, 1.0)
     assert findings(found) == []
     told = notes(found)
-    assert told["graphs made anew"] == told["inventories made anew"] == told["files read again"] == ITEMS
-    assert told["embeddings computed again"] == 2 * ITEMS
+    assert told["graphs rebuilt"] == told["inventories rebuilt"] == told["files read again"] == ITEMS
+    assert told["embeddings recomputed"] == 2 * ITEMS
     assert told["weights read again"] == 1
-    assert told["graphs made anew that are not the same bit for bit"] == 0
-    assert told["embeddings computed again that are not the same bit for bit"] == 0
+    assert told["rebuilt graphs that differ in some bits"] == 0
+    assert told["recomputed embeddings that differ in some bits"] == 0
     kinds = {checked.kind for checked in found if checked.whole}
     assert kinds == {"scan", "files", "graph", "sets", "embed", "weights", "parity", "recipes"}
 
@@ -191,7 +191,7 @@ def test_a_record_that_says_nothing_costs_no_other_item_its_place_in_the_data_se
     found = validated(project, 0.0)
     (one,) = findings(found)
     assert (one.kind, one.key, one.lost) == (kind, key.hex(), True)
-    assert notes(found)["graphs that are not of this data set: judged by themselves"] == 1
+    assert notes(found)["graphs outside this data set: checked on their own"] == 1
 
 
 @pytest.mark.nightly

@@ -176,7 +176,7 @@ def test_a_run_of_another_cluster_is_shown_as_that_and_no_verb_acts_on_it(pipeli
     for words in (("resume",), ("cancel", "--yes")):
         refused = pipeline(*words)
         assert (refused.code, "login node of theirs" in refused.said) == (2, True)
-        assert f"no cluster has that name any longer: rm -r {run.path}" in refused.said
+        assert f"if that cluster no longer exists: rm -r {run.path}" in refused.said
     with pytest.raises(ConfigError):
         Supervisor(run, SlurmExecutor(SlurmSection()))
     assert len([*run.claims.iterdir()]) == 1

@@ -219,7 +219,7 @@ class TestTyped:
         done = cached.submits("validate", *sets)
         assert done.code == 0, done.err + done.out
         keys, notes = cached.keys(), cached.report().summary.notes
-        anew = ("graphs made anew", "inventories made anew", "embeddings computed again", "files read again")
+        anew = ("graphs rebuilt", "inventories rebuilt", "embeddings recomputed", "files read again")
         assert [notes[name] for name in anew] == [len(keys[kind]) for kind in ("graph", "scan", "embed", "files")]
 
     def test_a_plan_says_how_many_files_there_are_and_reads_none(self, cached):

@@ -93,8 +93,8 @@ def test_what_outgrows_the_memory_or_the_time_of_its_partition_ends_in_the_next(
     assert run.stage()["census"]["accepted"] == 4
     causes = {failed["task"]: (failed["cause"], failed["then"]) for failed in run.stage()["failures"]}
     assert causes == {
-        1: ("host_oom", "again with 1152MiB of memory, in main, not small"),
-        2: ("interrupted", "it goes on with 2 min, in main, not small"),
+        1: ("host_oom", "retry with 1152MiB of memory, in main, not small"),
+        2: ("interrupted", "continues with 2 min, in main, not small"),
     }
     assert asks(run)[0] == ("0-3", "small", 576)
     assert sorted(asks(run)[1:]) == [("1", "main", 1152), ("2", "main", 576)]
@@ -159,7 +159,7 @@ def test_two_places_in_the_queue_are_never_asked_for_a_third_and_all_tasks_end(m
     run = project.submits()
     run.ends()
     assert refused(run) == []
-    assert "waits until what is queued" not in run.story()
+    assert "wait for queue slots" not in run.story()
     assert {len(parse_ranges(job["tasks"])) for job in run.stage()["jobs"]} <= {1, 2}
     assert run.stage()["census"]["accepted"] == 5
 
