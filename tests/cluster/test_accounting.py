@@ -114,7 +114,7 @@ class TestRecords:
         rows = rows_of(RECORDED_22_05)
         assert (rows["26"].state, rows["26"].signal) == (TaskState.FAILED, signal.SIGUSR2)
         assert rows["26"].before == ((TaskState.REQUEUED, "n3"),)
-        assert rows["15"].why == "cancelled by user 0; began again after NODE_FAIL on n3"
+        assert rows["15"].why == "cancelled by user 0; restarted after NODE_FAIL on n3"
         assert [rows[job].restarts for job in ("26", "15", "27_0")] == [1, 1, 0]
 
         assert len(rows["26"].steps) == 2, "its last ones"

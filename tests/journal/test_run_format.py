@@ -69,7 +69,7 @@ def test_work_goes_on_beside_a_run_of_a_newer_format_and_nothing_is_emptied_that
     assert pipeline("submit", "--stage", "scan", "--follow").code == 0
     refused = pipeline("cache", "clean", "--all", "--yes")
     assert refused.code == 2
-    assert "cannot be told" in refused.err
+    assert "is unknown" in refused.err
     new.stages.unlink()  # no run
     new.format.unlink()
     assert pipeline("cache", "clean", "--all", "--yes").code == 0

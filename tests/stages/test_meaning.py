@@ -133,9 +133,9 @@ def said(*path: Any, value: Any) -> Change:
 
 OF_RESIDUES = {
     "an array is missing": (without("ligand.node.side"), "there is no ligand.node.side"),
-    "an array too much": (lambda arrays, _: arrays.update(more=np.zeros(3)), "more is in no such graph"),
+    "an array too much": (lambda arrays, _: arrays.update(more=np.zeros(3)), "more does not belong in such a graph"),
     "another length": (shorter("receptor.node.row"), "receptor.node.row is [29]"),
-    "a wrong size": (said("sizes", "pairs", value=1), "sizes.pairs is 1, and there are 750"),
+    "a wrong size": (said("sizes", "pairs", value=1), "sizes.pairs is 1, expected 750"),
     "no number": (put("receptor.node.pos", (4, 1), np.nan), "receptor.node.pos[4]"),
     "a chain that is none": (put("ligand.node.chain", 24, 3), "ligand chain[24] is 3: of 1 chains"),
     "a row beyond the text": (put("ligand.node.row", 24, 25), "ligand row[24] is 25: of 25 letters"),
