@@ -35,6 +35,24 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} min"
 
 
+def short_bytes(count: float) -> str:
+    """Return bytes for a table: 512B, 1.5K, 340M, 23.5G."""
+    value, unit = format_bytes(count).split()
+    return value + unit[0]
+
+
+def short_seconds(seconds: float) -> str:
+    """Return a duration for a table: 4.2s, 51s, 3m 07s, 12m, 2h 15m."""
+    if seconds < 9.95:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m" if whole >= 600 or not whole % 60 else f"{whole // 60}m {whole % 60:02d}s"
+    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+
+
 def printable_text(text: str) -> str:
     """Return untrusted text fit for printing: shortened, control characters escaped."""
     cut = text if len(text) <= SHOWN_LENGTH else text[: SHOWN_LENGTH - 1] + "…"

@@ -13,21 +13,22 @@ import typer
 
 from pipeline.cli.completion import completing, gpus
 from pipeline.cli.explain_verb import GraphForm, show_graph
-from pipeline.cli.options import ConfigFile, Json, Sets, choice, load_config, one_of, one_stage, print_json
+from pipeline.cli.options import ConfigFile, Json, Sets, Verbose, choice, load_config, one_of, one_stage, print_json
 from pipeline.command_line import Command
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from pipeline.cluster.job_spec import Executor
     from pipeline.config.load import LoadedConfig
+    from pipeline.errors import PlanInfeasible
     from pipeline.project.project import Project
     from pipeline.report.plan_facts import TrainOutlook
     from pipeline.runs.workflow.jobs import StagePlan
     from pipeline.script.batch_finding import Try
 
-UNTOLD = "note: the cluster does not tell its limits here (no Slurm answers): they are not counted in"
+UNTOLD = "note: no Slurm answers here: the plan ignores the limits of the cluster"
 PLANNED = ("scan", "embed", "graph", "train", "validate", "all")
 
 
@@ -70,6 +71,7 @@ def plan_command(
     sizes: Sizes = None,
     probe: Probe = False,
     graph: GraphForm = None,
+    verbose: Verbose = False,
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: Json = False,
@@ -80,14 +82,14 @@ def plan_command(
     For training it shows the memory of GPUs, too; it needs none.
     """
     from pipeline.cluster.job_spec import Limits
-    from pipeline.errors import ConfigError
+    from pipeline.errors import ConfigError, PlanInfeasible
     from pipeline.project.project import Project, open_executor
 
     stage = one_stage("plan", stage, stage_option)
     loaded = load_config(config, sets)
     of_training = [name for name, given in (("--gpu", gpu), ("--probe", probe), ("--sizes", sizes)) if given]
     if of_training and graph is not None:
-        problem = f"{of_training[0]} and --dag are two questions"
+        problem = f"{of_training[0]} and --dag cannot be combined"
         raise ConfigError(problem, where="pipeline plan", remedy=Command.of("plan --dag"))
     if of_training and stage != "train":
         problem = f"{of_training[0]} is about training, but the stage is {stage}"
@@ -103,33 +105,67 @@ def plan_command(
         if loaded.config.cluster.executor == "slurm" and executor.limits_of() == Limits():
             typer.echo(UNTOLD, err=True)
         if stage == "train":
-            outlook = _training(loaded, project, executor, gpus=gpu or (), sizes=sizes, probing=probe)
-            _show_training(outlook, as_json=as_json)
-            if not as_json:
-                _show_place(project, executor, outlook)
+            try:
+                outlook = _training(loaded, project, executor, gpus=gpu or (), sizes=sizes, probing=probe)
+            except PlanInfeasible as error:
+                if as_json:
+                    raise
+                _show_misfit(error, gpu or ())
+                raise typer.Exit(error.exit_code) from None
+            _show_training(project, executor, outlook, as_json=as_json, verbose=verbose)
         else:
-            _show_stages(stage, project, executor, loaded.origins, as_json=as_json)
+            _show_stages(stage, loaded, project, executor, as_json=as_json, verbose=verbose)
 
 
 def _show_stages(
-    stage: str, project: Project, executor: Executor, origins: Mapping[str, str], *, as_json: bool
+    stage: str, loaded: LoadedConfig, project: Project, executor: Executor, *, as_json: bool, verbose: bool
 ) -> None:
-    """Print what a stage and those it needs would take, but for those that are planned by tracing a step."""
+    """Print what a stage and those it needs would take."""
+    from pipeline.errors import PipelineError
     from pipeline.report import tables
-    from pipeline.report.plan_tables import estimate_report
+    from pipeline.report.plan_tables import stages_report
     from pipeline.runs.views.efficiency import estimates
-    from pipeline.runs.workflow.table import STAGES, untrained, up_to
+    from pipeline.runs.workflow import table
+    from pipeline.runs.workflow.jobs import plan_stage, spec_of
 
-    names = up_to(stage, project.config)
-    planned = list(estimates(project, [name for name in names if not STAGES[name].together], executor, origins))
+    plans: list[StagePlan] = []
+    notes = [table.untrained(stage, project.config)]
+    for name in table.up_to(stage, project.config):
+        if as_json and table.STAGES[name].together:
+            continue
+        try:
+            plan = plan_stage(project, table.stage(name, project.config), executor, folder=None)
+        except PipelineError as error:
+            if not table.STAGES[name].together:
+                raise
+            notes.append(f"{name}: {error}")
+            continue
+        if project.config.cluster.executor == "local":  # a cluster is asked when jobs are submitted
+            executor.check(spec_of(None, project.config, plan.job))
+        plans.append(plan)
+    planned = estimates(project, plans, executor, loaded.origins)
     if as_json:
         print_json([asdict(estimate) for estimate in planned])
         return
-    tables.show_parts(*estimate_report(planned), columns=tables.MESSAGE)
-    if note := untrained(stage, project.config):
-        typer.echo(note)
-    elif stage == "all" and project.config.train.task is not None:
-        typer.echo("training is planned apart: pipeline plan train --gpu a100-80gb")
+    waits = any(stage.stage == "train" and stage.counts.get("unplanned") for stage in planned)
+    later = {"train": _early_plan(loaded, project, executor)} if waits else {}
+    report = stages_report(planned, later, verbose=verbose)
+    tables.show_parts(*report, *filter(None, notes), columns=tables.MESSAGE)
+    if not verbose:
+        typer.echo("Where the numbers come from: -v")
+
+
+def _early_plan(loaded: LoadedConfig, project: Project, executor: Executor) -> str:
+    """Say what training would take by the sizes of a scan, or why that cannot be known yet."""
+    from pipeline.errors import PipelineError
+    from pipeline.report.plan_tables import training_answer
+
+    try:
+        outlook = _training(loaded, project, executor, gpus=(), sizes=None, probing=False)
+    except PipelineError as error:
+        error.in_project(Command.typed(sys.argv[1:]))
+        return f"cannot be planned yet: {error.what}\n  next: {error.remedy}"
+    return "\n".join(training_answer(outlook))
 
 
 def _show_script(project: Project, executor: Executor, *, traced: Sequence[str], as_json: bool) -> None:
@@ -139,7 +175,7 @@ def _show_script(project: Project, executor: Executor, *, traced: Sequence[str],
     from pipeline.runs.workflow.script_stage import ScriptStage
 
     if traced:
-        problem = f"train.command is a script, which cannot be traced: {traced[0]} can say nothing of it"
+        problem = f"{traced[0]} needs a task: the script of train.command cannot be traced"
         raise ConfigError(
             problem, where="pipeline plan", remedy=Command.of("plan train", then="   (its first attempt)")
         )
@@ -192,52 +228,54 @@ def _stdout_to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def _show_training(outlook: TrainOutlook, *, as_json: bool) -> None:
-    """Print the plan of a training, then raise the error of a failed probe, if any."""
+def _show_misfit(error: PlanInfeasible, gpus: Sequence[str]) -> None:
+    """Print that no plan fits, why, and what helps."""
     from pipeline.report import tables
-    from pipeline.report.plan_tables import training_report
+
+    error.in_project(Command.typed(sys.argv[1:]))
+    place = f"{error.where}: " if error.where else ""
+    answer = (f"✗ Does not fit {gpus[0] if gpus else 'in memory'}", f"  Why  {place}{error.what}")
+    tables.show_parts(*answer, f"  Fix  {error.remedy}", columns=tables.MESSAGE)
+
+
+def _show_training(
+    project: Project, executor: Executor, outlook: TrainOutlook, *, as_json: bool, verbose: bool
+) -> None:
+    """Print the plan of a training, then raise the error of a failed probe, if any."""
+    from pipeline.journal.attempts import Ask
+    from pipeline.report import tables
+    from pipeline.report.plan_tables import training_answer, training_report
+    from pipeline.runs.workflow import table
+    from pipeline.runs.workflow.jobs import place
 
     if as_json:
         print_json([outlook.to_json()])
     else:
-        tables.show_parts(*training_report(outlook), columns=tables.MESSAGE)
+        ask = Ask(outlook.mem.mem_bytes, outlook.time_s)
+        where, why = place(project, table.stage("train", project.config), executor, ask)
+        details = training_report(outlook) if verbose else []
+        details += [f"partition {where}: {why}"] if verbose and where else []
+        tables.show_parts(*training_answer(outlook, where), *details, columns=tables.MESSAGE)
     for probe in outlook.probed:
         if probe.error is not None:
             raise probe.error
 
 
-def _show_place(project: Project, executor: Executor, outlook: TrainOutlook) -> None:
-    """Print which partition a training goes to, and why, where it may go to several."""
-    from pipeline.journal.attempts import Ask
-    from pipeline.runs.workflow import table
-    from pipeline.runs.workflow.jobs import place
-
-    ask = Ask(outlook.mem.mem_bytes, outlook.time_s)
-    where, why = place(project, table.stage("train", project.config), executor, ask)
-    if where:
-        typer.echo(f"job: partition {where}: {why}")
-
-
-def show_plan(project: Project, stages: list[str], executor: Executor, emit: Path | None) -> None:
-    """Print a table of what each stage would do, and the scripts that would be submitted."""
+def show_plan(project: Project, stages: list[str], executor: Executor, typed: Command, emit: Path | None) -> None:
+    """Print what each stage would do, and the scripts that `typed` would submit."""
     from pipeline.report import tables
-    from pipeline.report.plan_tables import later_line, plan_table
+    from pipeline.report.plan_tables import stages_report
+    from pipeline.runs.views.efficiency import estimates
     from pipeline.runs.workflow import script_stage, table
     from pipeline.runs.workflow.jobs import plan_stage, script_outline
     from pipeline.units import format_bytes
 
     plans = [plan_stage(project, table.stage(name, project.config), executor, folder=None) for name in stages]
-    parts = [part for plan in plans for part in plan.parts()]
-    tables.show_parts(plan_table([part.row() for part in parts]))
-    for plan in plans:
-        if waiting := plan.counts().get("waiting"):
-            typer.echo(f"{plan.stage.name}: {waiting:,} items are not scanned yet; what they hold is not counted")
-    for plan in parts:
+    tables.show_parts(*stages_report(estimates(project, plans, executor, {})), "")
+    for plan in (part for whole in plans for part in whole.parts()):
         if script_stage.is_script(project.config, plan.stage.name):
             typer.echo("\n".join(script_outline(project, plan.stage, executor).lines()))
-        elif plan.counts().get("unplanned"):
-            typer.echo(later_line(plan.stage.name))
-        elif plan.survey.shards:
+        elif plan.survey.shards and not plan.counts().get("unplanned"):
             typer.echo(f"{plan.title}: memory {plan.job.why}")
             for name, shard in zip(plan.survey.names, plan.survey.shards, strict=True) if plan.own else ():
                 mem = format_bytes(plan.own[name].ask.mem_bytes)
@@ -247,7 +285,8 @@ def show_plan(project: Project, stages: list[str], executor: Executor, emit: Pat
     if project.config.cluster.executor == "slurm":
         _show_scripts(project, plans, executor, emit)
     elif emit is not None:
-        typer.echo("no scripts: this run would be local (--executor slurm)", err=True)
+        typer.echo("no scripts written: cluster.executor is local (add --executor slurm)", err=True)
+    typer.echo(f"dry run: nothing submitted; to apply: {typed}")
 
 
 def _show_scripts(project: Project, plans: Sequence[StagePlan], executor: Executor, emit: Path | None) -> None:
@@ -266,7 +305,7 @@ def _show_scripts(project: Project, plans: Sequence[StagePlan], executor: Execut
             raise ConfigError(f"cannot write: {error.strerror}", where=str(emit / name), remedy="--emit DIR") from error
         typer.echo(f"wrote {emit / name}")
     if emit is not None:
-        typer.echo("to be read: RUN stands for a run folder that `submit` makes. To submit by hand: sbatch/")
+        typer.echo("RUN stands for the run folder that `pipeline submit` creates. To submit by hand, see sbatch/.")
 
 
 def print_plan(project: Project, stages: list[str], executor: Executor, note: str) -> None:

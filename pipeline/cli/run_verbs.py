@@ -107,7 +107,7 @@ def submit_command(
         typer.echo(note, err=True)
     with _checked(project, stages, typed, may_be_silent=idle) as (project, opened):
         if idle:
-            print_plan(project, stages, opened, note) if as_json else show_plan(project, stages, opened, emit)
+            print_plan(project, stages, opened, note) if as_json else show_plan(project, stages, opened, typed, emit)
             return
         if only:
             _refuse_unplanned(project, stages)

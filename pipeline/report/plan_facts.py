@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pipeline.memory.planning.comparison import Configuration, Offer, PlannedOffer
     from pipeline.memory.planning.memory_plan import MemoryPlan
 
-PLANNING = "planning: tracing the training step, then small real steps on this CPU (seconds to minutes) ..."
+PLANNING = "planning memory: tracing a training step, then small real steps on this CPU (seconds to minutes) ..."
 EVERY = "all items"  # the stage of a curriculum that has them
 
 
@@ -34,7 +34,7 @@ class ProbeOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What a probe of a card measured, beside what was predicted."""
+    """What a probe of a GPU predicted and measured."""
 
     card: str
     outcome: ProbeOutcome
@@ -45,7 +45,7 @@ class Probed:
     log: str
     why: str = ""
     notes: tuple[str, ...] = ()
-    error: PipelineError | None = None  # for whoever wants to end with its exit code
+    error: PipelineError | None = None  # its exit code ends the command
 
     @property
     def ratio(self) -> float:
@@ -64,7 +64,7 @@ class TrainOutlook:
     kept: Mapping[str, int]  # by the same: micro-batches of a step that a rank keeps for its second pass
     ahead_bytes: Mapping[str, int]  # by the same: of the inputs that are copied while a step runs; 0: none are
     standing: StandingFootprint
-    evaluation_bytes: int | None  # live, of the largest micro-batch without gradients; None: nobody can tell
+    evaluation_bytes: int | None  # live, of the largest micro-batch without gradients; None: unknown
     configurations: Sequence[Configuration]
     item: Mapping[str, int]  # of the configurations
     alternatives: Sequence[PlannedOffer]
@@ -77,12 +77,17 @@ class TrainOutlook:
     time_s: int  # that a job may ask for, as configured
     findings: Sequence[LintFinding]
     probed: Sequence[Probed] = ()
-    ignores_sizes: bool = False  # larger batches take no more: example() may not do what it is told
-    pace: float | None = None  # measured/planned seconds of a step; None: nobody measured it
+    ignores_sizes: bool = False  # larger batches take no more: example() may ignore its sizes
+    pace: float | None = None  # measured/planned seconds of a step; None: not measured
 
     @property
     def plan(self) -> MemoryPlan:
         return self.plans[EVERY]
+
+    @property
+    def epoch_s(self) -> float:
+        """Return how long an epoch takes, by measured steps where there are some."""
+        return self.plan.epoch_s.value * (self.pace or 1.0)
 
     @property
     def train_s(self) -> float:

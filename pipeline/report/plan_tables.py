@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from pipeline.memory.footprint import Provenance
 from pipeline.memory.hardware.allocator_variables import VARIABLES
+from pipeline.memory.lint.lint_facts import Severity
+from pipeline.memory.planning.comparison import PlannedOffer
 from pipeline.memory.planning.memory_plan import RemedyVerdict
 from pipeline.report.stage_lines import named_records, unit_of
 from pipeline.report.tables import plural, text_table
-from pipeline.units import format_bytes, format_seconds
+from pipeline.units import first_few, format_bytes, format_seconds, short_bytes, short_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from rich.console import RenderableType
-    from rich.table import Table
 
-    from pipeline.journal.attempts import Ask
     from pipeline.journal.run_status import StageStatus
     from pipeline.memory.planning.memory_plan import MemoryPlan
     from pipeline.report.facts import Estimate
@@ -40,54 +41,120 @@ WORDS = {
 }
 
 
+def training_answer(plan: TrainOutlook, partition: str = "") -> list[str]:
+    """Say whether training fits, what its job requests, and how a step is cut; then what needs attention."""
+    chosen = plan.plan
+    shown = _aligned(_offer_cells(planned, plan) for planned in plan.alternatives or [PlannedOffer(plan.offer, chosen)])
+    gpus = [plural(plan.gpus, "GPU")] if plan.gpus else []
+    limit = f"{short_seconds(plan.time_s)} limit"
+    request = [*gpus, plural(plan.cpus, "CPU"), f"--mem {short_bytes(plan.mem.mem_bytes)}", limit]
+    request += [f"partition {partition}"] if partition else []
+    nodes = f"{plan.nodes} nodes, each " if plan.nodes > 1 else ""
+    shown.append(f"  Request  {nodes}{' · '.join(request)}")
+    times = f"epoch {_about(plan.epoch_s)}, training {_about(plan.train_s)}"
+    shown.append(f"  Batch    {_cut(plan)} · {times} ({'estimated' if plan.pace is None else 'measured'})")
+    shown += [f"  Sizes    {plan.sizes_from.removeprefix('sizes ')}"] if plan.sizes_from else []
+    shown += [f"  Uses     {' and '.join(chosen.remedies)}"] if chosen.remedies else []
+    shown += [f"  ! {line}" for line in _attention(plan)]
+    is_simulated = plan.gpus and chosen.margin.origin is not Provenance.MEASURED
+    shown += ["  GPU plans are simulated: not yet validated on GPU hardware."] if is_simulated else []
+    return [*shown, f"  Breakdown: -v{' · Correct on hardware: --probe' if is_simulated else ''}"]
+
+
+def _offer_cells(planned: PlannedOffer, outlook: TrainOutlook) -> tuple[str, str]:
+    """Say whether training fits an offer; then how much memory it takes and, of several offers, the cost of each."""
+    plan, name = planned.plan, planned.offer.name
+    if plan is None or planned.gpu_hours is None or planned.hours is None:
+        return f"✗ Does not fit {name}", planned.why
+    where = "in memory"
+    if planned.offer.cards[0].caching:
+        where = " or ".join(card if card.endswith("iB") else card.upper().replace("-", " ") for card in plan.cards)
+    several, each = (f"{plan.ranks} × ", " each") if plan.ranks > 1 else ("", "")
+    size = f"{format_bytes(plan.total.value)} of {format_bytes(plan.limit_bytes)}{each}"
+    facts = [f"{size} ({plan.reserved.origin.value}, {plan.margin.factor - 1:.0%} margin)"]
+    if outlook.alternatives:
+        facts += [f"{_about(3600 * planned.hours.value)}, {planned.gpu_hours.value:.2g} GPU-hours"]
+    if name in outlook.waits_s:
+        facts.append(f"starts in about {short_seconds(outlook.waits_s[name])}")
+    return f"✓ Fits {several}{where}", " · ".join(facts)
+
+
+def _aligned(rows: Iterable[tuple[str, str]]) -> list[str]:
+    """Return lines of two columns."""
+    lines = list(rows)
+    width = max(len(first) for first, _ in lines)
+    return [f"{first.ljust(width)}   {second}" for first, second in lines]
+
+
+def _cut(plan: TrainOutlook) -> str:
+    """Say how the items of a step are cut into micro-batches."""
+    chosen, step = plan.plan, min(plan.plan.batch, plan.items)
+    holders = f"{chosen.ranks} {'GPU' if plan.gpus else 'processe'}s × " if chosen.ranks > 1 else ""
+    if chosen.ranks * chosen.accumulation_most * chosen.items_most == step:
+        return (
+            f"{step} = {holders}{plural(chosen.accumulation_most, 'micro-batch')} × {plural(chosen.items_most, 'item')}"
+        )
+    most = plural(chosen.items_most, "item")
+    return f"{step} = {holders}up to {chosen.accumulation_most} micro-batches of up to {most}"
+
+
+def _about(seconds: float) -> str:
+    return "<1s" if seconds < 1 else short_seconds(seconds)
+
+
+def _attention(plan: TrainOutlook) -> Iterator[str]:
+    """Yield what a person should know before training starts, each with its fix."""
+    chosen = plan.plan
+    if chosen.batch > plan.items:
+        yield f"only {plural(plan.items, 'item')}: a step uses all of them, not {chosen.batch} (train.effective_batch)"
+    yield from _oversize(chosen)
+    if plan.ignores_sizes:
+        yield "memory does not grow with the sizes: does example() of your task use the sizes it receives?"
+    for probe in plan.probed:
+        measured = (
+            f", {format_bytes(probe.measured_bytes)}, {probe.ratio:.2f} × the plan" if probe.measured_bytes else ""
+        )
+        yield f"probe on {probe.card}: {probe.outcome.value}{measured}{f': {probe.why}' if probe.why else ''}"
+    for finding in plan.findings:
+        if finding.severity is not Severity.INFO:
+            yield f"{finding.what}: {finding.why} → {finding.remedy}"
+
+
 def training_report(plan: TrainOutlook) -> list[RenderableType]:
-    """Show the plan of a training."""
+    """Show every detail of the plan of a training."""
     parts = (_verdict, _stages, _components, _configurations, _tried, _alternatives, _job, _probes, _words)
     shown: list[RenderableType] = []
     for part in parts:
         lines = list(part(plan))
-        shown += ["", *lines] if lines and shown else lines
+        shown += ["", *lines] if lines else []
     return shown
 
 
 def _verdict(plan: TrainOutlook) -> Iterator[str]:
-    """Yield the main decisions: the GPUs, whether it fits, the batches, and what saves memory."""
+    """Yield what is trained, how sure the plan is, and how a step is cut."""
     chosen = plan.plan
-    cards = ", ".join(chosen.cards)
-    where = cards if chosen.ranks == 1 else f"{chosen.ranks} x {cards}"
-    yield f"train: {plan.task}, {plural(plan.items, 'item')}, {plan.standing.parameters:,} parameters on {where}"
-    if plan.sizes_from:
-        yield f"  {plan.sizes_from}"
-    total, limit = chosen.total.value, chosen.limit_bytes
+    yield f"{plan.task}: {plural(plan.items, 'item')}, {plan.standing.parameters:,} parameters"
+    yield f"  fits with a probability of {chosen.probability.value:.0%} ({chosen.probability.origin.value})"
+    holder = "GPU" if plan.gpus else "process"
+    padded = "" if chosen.padding is None else f", at most {chosen.padding - 1:.0%} padding"
     yield (
-        f"  fits: {format_bytes(total)} of the {format_bytes(limit)} that torch may have there ({total / limit:.0%}), "
-        f"with a probability of {chosen.probability.value:.0%} ({chosen.probability.origin.value})"
-    )
-    if chosen.batch > plan.items:
-        yield f"  there are only {plan.items:,} items: a step has them all, not {chosen.batch:,}"
-    step, holder = min(chosen.batch, plan.items), "GPU" if plan.gpus else "process"
-    padded = "" if chosen.padding is None else f", padded by at most {chosen.padding - 1:.0%}"
-    yield (
-        f"  a step of {step} items is {chosen.accumulation_mean:.1f} micro-batches a {holder}, at most "
-        f"{chosen.accumulation_most}; a micro-batch is {chosen.items_median:g} items, "
-        f"at most {chosen.items_most}{padded}"
+        f"  micro-batches per step and {holder}: {chosen.accumulation_mean:.1f} on average, "
+        f"{chosen.accumulation_most} at most; items in each: {chosen.items_median:g} (median), "
+        f"{chosen.items_most} at most{padded}"
     )
     yield f"  micro-batches are not larger because {chosen.filled.value}"
-    if chosen.remedies:
-        yield f"  saves memory by {' and '.join(chosen.remedies)}"
     if chosen.allocator.settings:
         yield f"  {VARIABLES[0]}={chosen.allocator.settings}"
-    yield from _oversize(chosen)
 
 
 def _oversize(chosen: MemoryPlan) -> Iterator[str]:
-    """Name the items that are left out or cut."""
+    """Name the items that are left out or cropped."""
     items = chosen.oversize
     if items:
-        named = ", ".join(item.id for item in items[:NAMED])
-        yield f"  {plural(len(items), 'item')} too large for any plan, such as {named}: left out or cropped"
+        named = first_few((item.id for item in items), NAMED)
+        yield f"{plural(len(items), 'item')} too large for any plan: {named} (train.oversize)"
     if chosen.crop:
-        yield f"  items are cropped to {', '.join(f'{most:,} {name}' for name, most in chosen.crop.items())}"
+        yield f"larger items are cropped to {', '.join(f'{most:,} {name}' for name, most in chosen.crop.items())}"
 
 
 def _stages(plan: TrainOutlook) -> Iterator[RenderableType]:
@@ -247,15 +314,14 @@ def _words(plan: TrainOutlook) -> Iterator[str]:
         yield f"    {finding.remedy}   ({finding.source})"
 
 
-PLANNED = ("items", "refused", "unusable", "cached", "missing", "tasks")
-UNPLANNED = ("items", "cached", "missing")  # what is not known of a stage that is planned later
 REFUSED = {
     "scan": "refused by the source",
     "embed": "that cannot be encoded",
-    "graph": "left out before",
+    "graph": "rejected earlier",
     "train": "points that fit no machine",
 }
-LATER = {"train": "planned when its graphs are there"}
+LATER = {"train": "waits for its graphs"}
+NOTHING: dict[str, str] = {}
 
 
 def stage_lines(stage: StageStatus) -> list[str]:
@@ -293,45 +359,52 @@ def _sorted_out(name: str, counts: Mapping[str, int]) -> str:
 
 
 def later_line(name: str) -> str:
-    """Say when a stage is planned that cannot be planned yet."""
-    return f"{name}: {LATER.get(name, 'counted when the model is trained')}"
+    """Say why a stage cannot be planned yet."""
+    return f"{name}: {LATER.get(name, 'waits for a trained model')}"
 
 
-def plan_table(plans: Iterable[tuple[str, Mapping[str, int], int, int, Ask | None]]) -> Table:
-    """Show what would be submitted."""
-    rows = []
-    for name, counts, made_bytes, cpus, ask in plans:
-        asks = ("", "", "") if ask is None else (cpus, format_bytes(ask.mem_bytes), format_seconds(ask.time_s))
-        unknown = UNPLANNED if counts.get("unplanned") else ()
-        planned = ["?" if column in unknown else f"{counts[column]:,}" for column in PLANNED]
-        disk = format_bytes(made_bytes) if made_bytes else ""
-        rows.append((name, f"{unit_of(name, counts)}s", *planned, *asks, disk))
-    columns = ("stage", "of", *PLANNED, "cpus", "mem", "time limit", "disk")
-    return text_table(columns, rows, right=" ".join((*PLANNED, "cpus", "mem", "disk")))
+def stages_report(
+    stages: Sequence[Estimate], later: Mapping[str, str] = NOTHING, *, verbose: bool = False
+) -> list[RenderableType]:
+    """Say which stages have work, then what each requests; if asked, also where the numbers come from.
 
-
-def estimate_report(stages: Sequence[Estimate]) -> list[RenderableType]:
-    """Show what each stage would use, and where the numbers are from."""
-    columns = ("stage", "to do", "cached", "tasks", "cpus", "gpus", "mem", "limit", "disk", "about")
-    shown: list[RenderableType] = [text_table(columns, map(_estimate_row, stages), right=" ".join(columns[1:]))]
-    unknown = "not scanned yet, and what they hold is not counted"
-    waiting = {stage.stage: stage.counts.get("waiting", 0) for stage in stages}
-    shown += [f"{name}: {plural(count, 'item')} {unknown}" for name, count in waiting.items() if count]
+    `later`: of stages that are not planned yet, what is known of them.
+    """
+    due = [stage for stage in stages if stage.is_due]
+    known = [stage.all_s for stage in due if stage.all_s is not None]
+    disk = sum(stage.disk_bytes for stage in due)
+    facts = [f"about {short_seconds(sum(known))}"] if known and len(known) == len(due) else []
+    facts += [f"{short_bytes(disk)} of disk"] if disk else []
+    answer = f"{len(due)} of {plural(len(stages), 'stage')} {'has' if len(due) == 1 else 'have'} work"
+    shown: list[RenderableType] = [" · ".join((answer, *facts))]
+    if not due:
+        shown = [f"✓ Nothing to do: {first_few(stage.stage for stage in stages)} complete"]
+    columns = ("STAGE", "WORK", "CACHED", "TO DO", "TASKS", "EACH TASK REQUESTS", "TIME")
+    shown += ["", text_table(columns, map(_estimate_row, stages), right=columns[2:5])]
+    waiting = {stage.stage: stage.counts["waiting"] for stage in stages if stage.counts.get("waiting")}
+    if waiting:
+        shown.append(f"{' and '.join(waiting)}: counted after the scan of {plural(max(waiting.values()), 'item')}")
+    waits = [stage.stage for stage in stages if stage.counts.get("unplanned")]
+    shown += [f"{name}: {later[name]}" if name in later else later_line(name) for name in waits]
     for stage in stages:
-        if stage.is_due:
-            shown += ["", f"{stage.stage}: where the numbers are from"]
-            shown += [f"  {name}: {source}" for name, source in stage.sources.items()]
+        left_out = {REFUSED.get(stage.stage.split()[0], "refused"): "refused", "missing or unreadable": "unusable"}
+        lines = [f"{stage.counts[name]:,} {words}" for words, name in left_out.items() if stage.counts.get(name)]
+        shown += [f"{stage.stage}: {', '.join(lines)}"] if lines else []
+    for stage in due if verbose else ():
+        shown += ["", f"{stage.stage}: where the numbers come from"]
+        shown += [f"  {name}: {source}" for name, source in stage.sources.items()]
     return shown
 
 
 def _estimate_row(stage: Estimate) -> tuple[str, ...]:
-    missing, tasks = f"{stage.counts['missing']:,}", f"{stage.tasks:,}"
-    if stage.is_due and not stage.tasks:
-        missing = tasks = "?"
-    counts = (stage.stage, missing, f"{stage.counts['cached']:,}", tasks)
-    if not stage.is_due:
-        return (*counts, *[""] * 6)
-    disk = format_bytes(stage.disk_bytes) if stage.disk_bytes else ""
-    about = "unknown" if stage.all_s is None else format_seconds(stage.all_s)
-    asked = (str(stage.cpus), str(stage.gpus), format_bytes(stage.mem_bytes), format_seconds(stage.time_s))
-    return (*counts, *asked, disk, about)
+    counts = stage.counts
+    is_known = not counts.get("unplanned") and (stage.tasks or not stage.is_due)
+    missing, tasks = (f"{counts['missing']:,}", f"{stage.tasks:,}") if is_known else ("?", "?")
+    unit = unit_of(stage.stage, counts)
+    work = plural(counts["items"], unit) if is_known else f"{unit}s"
+    row = (stage.stage, work, f"{counts['cached']:,}", missing, tasks)
+    if not stage.is_due or counts.get("unplanned"):
+        return (*row, "", "")
+    gpus = [plural(stage.gpus, "GPU")] if stage.gpus else []
+    asked = [*gpus, plural(stage.cpus, "CPU"), short_bytes(stage.mem_bytes), f"{short_seconds(stage.time_s)} limit"]
+    return (*row, " · ".join(asked), "?" if stage.all_s is None else short_seconds(stage.all_s))

@@ -123,7 +123,7 @@ def test_a_dry_run_tells_the_same_as_a_document_and_as_text(typed: Command) -> N
     told = json.loads(typed(*words, "--json").out)
     (stage,) = told["stages"]
     assert (stage["stage"], stage["counts"]["items"], told["scripts"]) == ("scan", 3, {})
-    assert f"{stage['counts']['missing']}" in typed(*words).out.splitlines()[1].split()
+    assert f"{stage['counts']['missing']}" in typed(*words).out.splitlines()[3].split()
     wet = typed("submit", "--stage", "scan", "--json")
     assert (wet.code, wet.out) == (2, "")
 

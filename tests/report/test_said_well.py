@@ -1,33 +1,16 @@
-"""What tables say of stages that are not planned yet, and what a stage that falls short is refused for."""
+"""How a stage that falls short is refused."""
 
 from __future__ import annotations
 
-from io import StringIO
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from pipeline.command_line import Command
 from pipeline.errors import DataError, JobFailed
-from pipeline.report.plan_tables import plan_table
 from pipeline.runs.workflow.stage import Judged
 from pipeline.runs.workflow.table import STAGES, StageTrouble, refuse_or_warn
-
-COUNTS = dict.fromkeys(("items", "refused", "unusable", "cached", "missing", "waiting"), 0)
-
-
-def test_a_training_that_cannot_be_planned_yet_is_not_said_to_be_nothing() -> None:
-    rows = [
-        ("train", {**COUNTS, "tasks": 1, "unplanned": 1}, 0, 1, None),
-        ("graph", {**COUNTS, "tasks": 0}, 0, 1, None),
-    ]
-    stream = StringIO()
-    Console(file=stream, width=200).print(plan_table(rows))
-    _, train, graph = stream.getvalue().splitlines()
-    assert train.split() == ["train", "steps", "?", "0", "0", "?", "?", "1"]
-    assert graph.split() == ["graph", "graphs", "0", "0", "0", "0", "0", "0"]
 
 
 def test_work_that_is_not_done_fails_the_job_and_too_many_rejections_blame_the_data() -> None:

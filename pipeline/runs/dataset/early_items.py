@@ -42,12 +42,12 @@ RESIDUES_PER_CUBIC_A = 0.0075  # in proteins: 135 cubic Å each
 def refuse_sequences(config: Config) -> None:
     """Refuse to train on bare sequences."""
     if config.data.source == "fasta":
-        what = "sequences alone have no graphs to train on"
+        what = "training needs graphs, and sequences have none"
         raise ConfigError(what, where="data.source is fasta", remedy=Command.submit("embed"))
 
 
 def refuse_unknown_splits(project: Project) -> None:
-    """Raise where the table has no item in the split to train on, or one whose name is nearly that of another split."""
+    """Raise where a configured split has no items, or its name is a near miss of an existing split."""
     source, train = project.source, project.config.train
     if source.source == "reader":
         return  # which is known after its scan
@@ -80,8 +80,8 @@ def refuse_other_width(project: Project, task: Task) -> None:
     except PipelineError:  # which the stage embed, or the check of the weights, says better
         return
     if width != wanted:
-        what = f"the task expects embeddings of {wanted} numbers, those of embed.weights have {width}"
-        remedy = f"--set train.options.embedding_dim={width}   (or name other weights)"
+        what = f"the task expects embeddings of width {wanted}, embed.weights gives {width}"
+        remedy = f"--set train.options.embedding_dim={width}   (or choose other embed.weights)"
         raise ConfigError(what, where="train.options.embedding_dim", remedy=remedy)
 
 
@@ -92,19 +92,19 @@ def typed_sizes(text: str) -> dict[str, int]:
         name, _, number = (word.strip() for word in part.partition("="))
         least, most = (1, MOST_ITEMS) if name == ITEMS else (0, MOST)
         if not name or not number.isdecimal() or not least <= int(number) <= most:
-            what = f"{part.strip()!r} is no size: a name and a whole number from {least} to {most:,}"
-            remedy = "--sizes nodes=300,edges=6000   (as the task's cost() is told them)"
+            what = f"{part.strip()!r} is not a size: expected NAME=N, N from {least} to {most:,}"
+            remedy = "--sizes nodes=300,edges=6000   (the names that cost() of your task reads)"
             raise ConfigError(what, where="--sizes", remedy=remedy)
         if name in sizes:
-            raise ConfigError(f"{name} is told twice", where="--sizes", remedy=SIZES)
+            raise ConfigError(f"{name} is given twice", where="--sizes", remedy=SIZES)
         sizes[name] = int(number)
     if not sizes.keys() - {ITEMS}:
-        raise ConfigError(f"{text!r} tells no size of an item", where="--sizes", remedy=SIZES)
+        raise ConfigError(f"{text!r} names no size of an item", where="--sizes", remedy=SIZES)
     return sizes
 
 
 def typed_table(typed: Mapping[str, int], batch: int) -> tuple[ItemTable, str]:
-    """Return a data set of items that all have the typed sizes, as many as a step has if none says it, and say so."""
+    """Return a data set of items with the typed sizes, by default as many as a step has, and a note on it."""
     sizes = {name: size for name, size in typed.items() if name != ITEMS}
     items = typed.get(ITEMS, batch)
     name_T, zero_N = np.frombuffer(NAMELESS.encode(), np.uint8), np.zeros(items, np.int64)
@@ -116,33 +116,33 @@ def typed_table(typed: Mapping[str, int], batch: int) -> tuple[ItemTable, str]:
         sizes={name: zero_N + size for name, size in sizes.items()},
     )
     each = ", ".join(f"{size:,} {name}" for name, size in sizes.items())
-    many = "" if ITEMS in typed else f"; {ITEMS}=N says how many there are"
-    return table, f"sizes as typed: {each} an item{many}"
+    many = "" if ITEMS in typed else f"; set their number with {ITEMS}=N"
+    return table, f"sizes from --sizes: {each} per item{many}"
 
 
 @contextmanager
 def naming_sizes(config: Config) -> Iterator[None]:
-    """Let an error about a data set, which may not be there yet, name the way to plan that needs none."""
+    """Add to errors about the data set that a plan by --sizes needs none."""
     try:
         yield
     except (ConfigError, DataError) as error:
-        sizes = "--sizes NAME=NUMBER,... as its task's cost() is told them" if is_reader(config) else SIZES
-        way, told = f", or plan for sizes that you name: {sizes}", error.next
-        error.next = replace(told, then=told.then + way) if isinstance(told, Command) else told + way
+        sizes = "--sizes NAME=NUMBER,... (the names that cost() of your task reads)" if is_reader(config) else SIZES
+        way, known = f"   or give sizes: {sizes}", error.next
+        error.next = replace(known, then=known.then + way) if isinstance(known, Command) else known + way
         raise
 
 
 def scanned_table(project: Project) -> tuple[ItemTable, str]:
-    """Return the items that the cache knows from scans, with the sizes that their graphs will have, and say so."""
+    """Return the items that the cache knows from scans, with the sizes of their future graphs, and a note on it."""
     config = project.config
     with naming_sizes(config):
         table, waiting = _scanned(project)
         if not len(table):
-            what = f"{unmade(config)}, and no scan of it is there to plan from"
+            what = f"{unmade(config)}, and no scan to plan from"
             raise ConfigError(what, where=str(config.cluster.runs), remedy=Command.submit("scan"))
-    edges = "each node's nearest" if _are_counted(config.graph) else f"about {_edges_of_node(config.graph)} a node"
-    left = f"; {waiting:,} more are not scanned yet" if waiting else ""
-    return table.table(), f"sizes of the scan: {len(table):,} items, no graphs yet, edges are {edges}{left}"
+    edges = "exact" if _are_counted(config.graph) else f"estimated at {_edges_of_node(config.graph)} per node"
+    left = f"; {waiting:,} more items are not scanned yet" if waiting else ""
+    return table.table(), f"sizes from the scan of {len(table):,} items: no graphs yet, edges are {edges}{left}"
 
 
 def _scanned(project: Project) -> tuple[TableBuilder, int]:

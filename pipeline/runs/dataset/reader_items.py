@@ -138,7 +138,7 @@ def reader_tables(project: Project) -> Iterator[tuple[RunFolder, bytes, ItemTabl
 
 
 def unmade(config: Config) -> str:
-    """Return the message that what a training reads is not there."""
+    """Say that the input of a training is missing."""
     if is_reader(config):
-        return "this data set was not read as it stands"
-    return "the graphs of this data set are not made with this configuration"
+        return "the current version of this data set was not scanned"
+    return "this data set has no graphs with this configuration"

@@ -37,14 +37,14 @@ def shown_plan(question: Question) -> TrainOutlook:
     with suppress(KeyError, TypeError, ValueError):  # of another version, or torn
         if path is not None and (data := read_json(path)) is not None:
             outlook: TrainOutlook = rebuilt(TrainOutlook, data)
-            question.tell("the plan that was made before: nothing that it follows from has changed")
+            question.tell("using the cached plan: its inputs have not changed")
             return outlook
     from pipeline.memory.planning.memory_plan import json_data
     from pipeline.runs.model.training_outlook import plan_training
 
     outlook = plan_training(question)
     if path is not None and not outlook.waits_s:  # how long a queue is changes from minute to minute
-        standing = replace(outlook.standing, setup=EMPTY, first_update=EMPTY, update=EMPTY)  # nobody is shown these
+        standing = replace(outlook.standing, setup=EMPTY, first_update=EMPTY, update=EMPTY)  # which no screen shows
         plain = {field.name: getattr(outlook, field.name) for field in fields(outlook)}
         parts = {field.name: getattr(standing, field.name) for field in fields(standing)}
         plain["standing"] = {name: None if isinstance(value, Tape) else value for name, value in parts.items()}

@@ -80,7 +80,6 @@ KEPT_BYTES = 2 << 30  # of a step's batches: beyond that, reading them again for
 def plan_training(question: Question, *, probing: bool = False) -> TrainOutlook:
     """Plan training; a probe runs the worst bucket on every card first."""
     begun_s = time.monotonic()
-    question.tell(PLANNING)
     work = Work.of(question.config, beside=question.beside, on_gpu=bool(question.gpus))
     with blamed(work.task):
         outlook = _outlook(question, work, probing=probing)
@@ -90,6 +89,7 @@ def plan_training(question: Question, *, probing: bool = False) -> TrainOutlook:
 
 def _outlook(question: Question, work: Work, *, probing: bool) -> TrainOutlook:
     case = _case(question, work)
+    question.tell(PLANNING)
     config, offer, oracle = question.config, case.offers[0], case.oracle
     plans = case.plans()
     probed: tuple[Probed, ...] = ()

@@ -12,8 +12,7 @@ from pipeline.config.load import read_resolved
 from pipeline.config.schema_cluster import StageResources
 from pipeline.project.project import cluster_name, profiles_of
 from pipeline.report.facts import Estimate, StageUse, Suggested
-from pipeline.runs.workflow import table
-from pipeline.runs.workflow.jobs import plan_stage, recipe_name, spec_of, tasks_at_once
+from pipeline.runs.workflow.jobs import recipe_name, tasks_at_once
 from pipeline.units import GIB, format_bytes
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from pipeline.memory.history.task_history import Suggestion
     from pipeline.project.project import Project
     from pipeline.runs.workflow.jobs import StagePlan
-    from pipeline.runs.workflow.stage import Stage
 
 TIME_MARGIN = 1.5
 TIME_STEP_S = 300
@@ -179,20 +177,15 @@ DEFAULT = "default"
 
 
 def estimates(
-    project: Project, names: Sequence[str], executor: Executor, origins: Mapping[str, str]
-) -> Iterator[Estimate]:
-    """Yield what each stage would take."""
-    for stage in (table.stage(name, project.config) for name in names):
-        plan = plan_stage(project, stage, executor, folder=None)
-        if project.config.cluster.executor == "local":  # a cluster is asked when jobs are submitted
-            executor.check(spec_of(None, project.config, plan.job))
-        for planned in plan.parts():
-            yield _estimate(stage.at(project, planned.name), stage, planned, executor, origins)
+    project: Project, plans: Iterable[StagePlan], executor: Executor, origins: Mapping[str, str]
+) -> list[Estimate]:
+    """Return what each stage would take, and each encoder where there are several."""
+    return [_estimate(project, part, executor, origins) for plan in plans for part in plan.parts()]
 
 
-def _estimate(
-    project: Project, stage: Stage, planned: StagePlan, executor: Executor, origins: Mapping[str, str]
-) -> Estimate:
+def _estimate(project: Project, planned: StagePlan, executor: Executor, origins: Mapping[str, str]) -> Estimate:
+    stage = planned.stage
+    project = stage.at(project, planned.name)
     counts, tasks = planned.counts(), len(planned.survey.shards)
     missing, waiting = counts["missing"], counts.get("waiting", 0)
     at_once = min(tasks, tasks_at_once(project.config, stage, executor)) or 1
@@ -222,19 +215,20 @@ def _sources(project: Project, planned: StagePlan, origins: Mapping[str, str], p
     def origin(name: str) -> str:
         return origins.get(f"{key}.{name}", DEFAULT)
 
-    assert isinstance(resources, StageResources)  # training has a plan of its own
-    by = "minutes_per_task" if resources.items_per_task == "auto" else "items_per_task"
     mem = "mem" if resources.mem_per_gpu is None else "mem_per_gpu"
     pinned = resources.mem != "auto" or resources.mem_per_gpu is not None
-    sources = {
-        "tasks": f"by {key}.{by}: {getattr(resources, by)} ({origin(by)})",
+    sources = {}
+    if isinstance(resources, StageResources):
+        by = "minutes_per_task" if resources.items_per_task == "auto" else "items_per_task"
+        sources["tasks"] = f"by {key}.{by}: {getattr(resources, by)} ({origin(by)})"
+    sources |= {
         "cpus": f"{key}.cpus ({origin('cpus')})",
         "gpus": f"{key}.gpus ({origin('gpus')})",
         "mem": f"{key}.{mem} ({origin(mem)})" if pinned else planned.job.why,
         "limit": f"{key}.time ({origin('time')})",
-        "disk": "planned" if planned.survey.bytes else "not planned for this stage",
+        "disk": "estimated" if planned.survey.bytes else "not estimated for this stage",
     }
-    about = f"measured here: {pace:,.1f} a second and task" if pace else "no task of this recipe was measured here"
+    about = f"measured: {pace:,.1f} per second and task" if pace else "unknown (no earlier runs)"
     if planned.job.ask.partition:
         sources["partition"] = f"{planned.job.ask.partition}: {planned.job.where}"
     return sources | {"about": about}

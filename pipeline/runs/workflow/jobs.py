@@ -160,11 +160,6 @@ class StagePlan:
         """Return the counts to show and to record."""
         return {**self.survey.counts, "tasks": len(self.survey.shards)}
 
-    def row(self) -> tuple[str, Mapping[str, int], int, int, Ask | None]:
-        """Return its row in a table of stages."""
-        ask = self.ask if self.survey.shards else None
-        return self.title, self.counts(), self.survey.bytes, self.job.cpus, ask
-
     def to_json(self) -> dict[str, Any]:
         """Return the JSON for the ledger."""
         counts = {**self.counts(), "cost": self.survey.cost}

@@ -49,7 +49,7 @@ def test_a_cluster_that_is_not_there_is_named_and_planned_for_all_the_same(make_
     monkeypatch.setenv("PATH", str(make_project(4) / "empty"))
     done = pipeline("plan", "--stage", "scan", "--set", "cluster.executor=slurm")
     assert (done.code, done.err != "") == (0, True)
-    assert done.out.startswith("stage")
+    assert "scan" in done.out
 
 
 def test_a_wrong_stage_is_refused_with_the_right_one(make_project, pipeline):

@@ -293,7 +293,7 @@ def test_a_dry_run_says_what_would_be_done_and_leaves_nothing(fasta, pipeline):
     assert done.code == 0, done.err
     assert sorted(fasta.iterdir()) == before
     pipeline("submit", "--stage", "scan", "--follow")
-    assert "30" in pipeline("submit", "--stage", "embed", "--dry-run").out.splitlines()[2].split()
+    assert "30" in pipeline("submit", "--stage", "embed", "--dry-run").out.splitlines()[4].split()
 
 
 def flip_a_bit(folder: Path) -> None:
