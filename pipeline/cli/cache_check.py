@@ -34,40 +34,45 @@ _OUT = Command.of("cache validate --out FILE", then="   (in a folder where you c
 
 def validate_command(
     quick: Annotated[
-        bool, typer.Option("--quick", help="Check structure only: two reads a file, and the index.")
+        bool, typer.Option("--quick", help="Check only the structure: two reads per file, and the index.")
     ] = False,
-    full: Annotated[bool, typer.Option("--full", help="Read every byte and check every record (the default).")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Check every byte and every record (the default).")] = False,
     semantic: Annotated[
-        bool, typer.Option("--semantic", help="Read every byte, and check that what each record says makes sense.")
+        bool, typer.Option("--semantic", help="Like --full, and check that the content of each record makes sense.")
     ] = False,
     sample: Annotated[
         float,
         typer.Option(
-            "--sample", metavar="P", min=0.0, max=1.0, help="With --semantic: compute this share again, and compare."
+            "--sample", metavar="P", min=0.0, max=1.0, help="With --semantic: recompute this share and compare."
         ),
     ] = 0.0,
     subset: Annotated[
-        str, typer.Option("--subset", metavar="n/t", help="Only the n-th of t parts, such as 1/8.")
+        str, typer.Option("--subset", metavar="n/t", help="Check only the n-th of t parts, such as 1/8.")
     ] = "1/1",
     kind: Annotated[
         list[str] | None,
-        typer.Option("--kind", metavar="KIND", help="Only records of this kind; may be given several times."),
+        typer.Option("--kind", metavar="KIND", help="Check only records of this kind."),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Where to write the damage list (default: the cache)."),
+        typer.Option("--out", metavar="FILE", help="Write the damage report to this file. Default: into the cache."),
     ] = None,
     verdicts: Annotated[
         Path | None,
         typer.Option(
-            "--verdicts", metavar="FILE", help="Write a line of JSON there for every record, intact ones too."
+            "--verdicts", metavar="FILE", help="Write one JSON line per record to this file, intact records included."
         ),
     ] = None,
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """Look for damage in the cache, and change nothing; exit 4 if anything is wrong."""
+    """Check the cache for damage (read-only); exit with 4 if damaged.
+
+    Examples:
+    pipeline cache validate --full          # read every byte
+    pipeline cache validate --subset 1/8    # a part, for a job of its own
+    """
     from pipeline.errors import ConfigError
     from pipeline.store.maintenance.damage_report import damage_found
     from pipeline.store.maintenance.scrub import Subset
@@ -107,14 +112,17 @@ def _how(sample: float, *, quick: bool, full: bool, semantic: bool) -> str:
 def repair_command(
     damage: Annotated[
         Path | None,
-        typer.Option("--list", metavar="FILE", help="Only what this damage list names; by default everything."),
+        typer.Option("--list", metavar="FILE", help="Repair only files in this damage report. Default: all."),
     ] = None,
     yes: Yes = False,
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """Save the intact records of damaged files, put damaged files aside, and rebuild the index."""
+    """Save intact records of damaged files and rebuild the index.
+
+    The damaged files are set aside, not deleted.
+    """
     from pipeline.report import check_tables, tables
     from pipeline.report.live_status import CheckBars
     from pipeline.store.format.disk import ask_owner
@@ -191,7 +199,7 @@ def saying_wait(settle_s: float) -> Callable[[], None]:
 
 
 def compact_command(yes: Yes = False, config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
-    """Merge many small files into few; records are verified and stay as they are."""
+    """Merge many small cache files into a few; records are verified."""
     from pipeline.report import check_tables, tables
     from pipeline.store.format.disk import ask_owner
     from pipeline.store.maintenance import rewrite as compaction

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeline.cli import cache_check
-from pipeline.cli.options import ConfigFile, DamageList, Json, Sets, as_typed, load_config, print_json
+from pipeline.cli.help import Verbs
+from pipeline.cli.options import ConfigFile, DamageList, Json, Sets, Yes, as_typed, load_config, print_json
 from pipeline.cli.run_verbs import print_run_tables, run_to_its_end, to_regenerate, typed_command
 from pipeline.command_line import Command, quoted
 from pipeline.stage_names import StageName
@@ -23,21 +24,29 @@ if TYPE_CHECKING:
     from pipeline.store.maintenance.transfer import Moved, Told
 
 SHOWN = 5
+EXAMPLES = """\
+pipeline cache stat                     # size and content
+pipeline cache validate --full          # read every byte
+pipeline cache repair --yes
+pipeline cache clean --older-than 7d    # a dry run: shows what --yes deletes"""
 
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of the export.")]
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the export.")]
 
 
 def export_command(
     folder: Folder,
     kinds: Annotated[
-        list[str] | None, typer.Option("--kind", metavar="KIND", help="Only such records; may be given several times.")
+        list[str] | None, typer.Option("--kind", metavar="KIND", help="Copy only records of this kind.")
     ] = None,
-    link: Annotated[bool, typer.Option("--link", help="Link files instead of copying them, on the same disk.")] = False,
+    link: Annotated[bool, typer.Option("--link", help="Link files instead of copying them (same disk only).")] = False,
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """Copy the cache to a folder, with checksums; run again, it copies what is missing."""
+    """Copy the cache to a folder, with checksums.
+
+    Run it again to continue: it copies only missing files.
+    """
     from pipeline.store.cache_folder import CacheFolder
     from pipeline.store.format.cache_layout import MANIFEST
     from pipeline.store.maintenance import transfer
@@ -56,7 +65,7 @@ def export_command(
 
 
 def import_cache_command(folder: Folder, config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
-    """Add an export to the cache; every file is verified, and nothing is overwritten."""
+    """Add an export to the cache, verified; nothing is overwritten."""
     from pipeline.store.cache_folder import CacheFolder
     from pipeline.store.maintenance import transfer
     from pipeline.store.maintenance.leftovers import refuse_links_out
@@ -116,7 +125,10 @@ def _refuse(moved: Moved, where: Path, remedy: Command, done: str) -> None:
 def regenerate_command(
     damage_list: DamageList = None, config: ConfigFile = None, sets: Sets = None, as_json: Json = False
 ) -> None:
-    """Compute lost records again, on this machine; on a cluster: pipeline submit regenerate."""
+    """Rebuild missing records on this machine.
+
+    On a cluster, use: pipeline submit regenerate
+    """
     from pipeline.journal.run_status import RunState
     from pipeline.journal.run_status import RunStatus as Status
     from pipeline.project.project import Project
@@ -149,7 +161,7 @@ TOLD_EVERY_S = 5.0
 
 
 def stat_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
-    """Print what the cache holds, from its index alone."""
+    """Show what the cache holds, read from its index alone."""
     import gc
 
     gc.disable()  # a short life, in which collecting would only walk through what was imported
@@ -170,20 +182,23 @@ def stat_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = F
 
 
 def clean_command(
-    keep_recipes: Annotated[
-        bool, typer.Option("--keep-recipes", help="Keep every record of every recipe that is known.")
-    ] = False,
+    keep_recipes: Annotated[bool, typer.Option("--keep-recipes", help="Keep all records of known recipes.")] = False,
     older_than: Annotated[
         str | None,
-        typer.Option("--older-than", metavar="TIME", help="Keep what is younger, such as 7d (default 1d)."),
+        typer.Option("--older-than", metavar="TIME", help="Keep younger files, such as 7d. Default: 1d."),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Remove everything that this program made here.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do it; without it, only show what would be done.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Delete the whole cache.")] = False,
+    yes: Yes = False,
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """Delete what no recipe and no data set needs any more."""
+    """Delete unused cache records (dry run without --yes).
+
+    Examples:
+    pipeline cache clean                    # shows what --yes would delete
+    pipeline cache clean --older-than 7d --yes
+    """
     from pipeline.errors import ConfigError
     from pipeline.project.project import Project
     from pipeline.report import tables
@@ -286,7 +301,7 @@ def _again(asked: CleanRequest, older_than: str | None) -> Command:
     return as_typed(Command.of("cache clean", *words, "--yes"))
 
 
-app = typer.Typer(help="Look at the cache, check, repair, clean or move it.", no_args_is_help=True)
+app = Verbs(f"Inspect, check, repair, clean or move the cache.\n\nExamples:\n{EXAMPLES}")
 app.command("stat")(stat_command)
 app.command("validate")(cache_check.validate_command)
 app.command("repair")(cache_check.repair_command)
@@ -295,8 +310,3 @@ app.command("clean")(clean_command)
 app.command("compact")(cache_check.compact_command)
 app.command("export")(export_command)
 app.command("import")(import_cache_command)
-
-
-@app.callback()
-def cache_options() -> None:
-    """Look at the cache, check, repair, clean or move it."""

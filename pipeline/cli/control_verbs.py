@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pipeline.cli.help import Verbs
 from pipeline.cli.log_verbs import run_folder
 from pipeline.cli.options import (
     STAGES,
@@ -44,7 +45,7 @@ BEGINNING_S = 0.1  # how often a new supervisor is looked for that has not begun
 
 
 def resume_command(run: Run = None, follow: Follow = False, config: ConfigFile = None, sets: Sets = None) -> None:
-    """Take up a run that nobody looks after any more, or that was stopped, cancelled or failed before it was done."""
+    """Resume a stopped, failed or orphaned run."""
     from pipeline.cli.run_verbs import begin_again, follow_to_end, print_run_tables
     from pipeline.errors import ConfigError
     from pipeline.journal.run_status import ENDED, RunState, StatusReader
@@ -78,16 +79,16 @@ def resume_command(run: Run = None, follow: Follow = False, config: ConfigFile =
 
 def cancel_command(
     run: Run = None,
-    stage: Annotated[str | None, one_of(STAGES, "--stage", "Only the jobs of this stage.")] = None,
+    stage: Annotated[str | None, one_of(STAGES, "--stage", "Cancel only the jobs of this stage.")] = None,
     point: Annotated[
         list[str] | None,
-        typer.Option("--point", metavar="NAME", help="Only points of a sweep: seed=3, or more of a name, or seed=*."),
+        typer.Option("--point", metavar="NAME", help="Cancel only these points of a sweep, such as seed=3 or seed=*."),
     ] = None,
     yes: Yes = False,
     config: ConfigFile = None,
     sets: Sets = None,
 ) -> None:
-    """End a run, or points of its sweep; finished work is kept."""
+    """Cancel a run or points of its sweep; finished work is kept."""
     from pipeline.errors import ConfigError
     from pipeline.journal.run_status import RunState
     from pipeline.runs.engine.lifecycle import cancel as end
@@ -179,16 +180,22 @@ def _words(cancellation: Cancellation) -> str:
 
 def status_command(
     run: Run = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Keep showing it until it has ended.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Update the screen until the run ends.")] = False,
     exit_code: Annotated[
         bool,
-        typer.Option("--exit-code", help="Exit with 7 if the run has no supervisor, or its own code if it failed."),
+        typer.Option("--exit-code", help="Exit with the code of a failed run, or 7 for an orphaned one."),
     ] = False,
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """Show what a run is doing, or how it ended."""
+    """Show the progress of a run, or how it ended.
+
+    Examples:
+    pipeline status                         # the newest run
+    pipeline status 20261128-6cd9 --watch
+    pipeline status --exit-code             # for scripts
+    """
     import gc
 
     from pipeline.errors import ConfigError, JobFailed
@@ -238,13 +245,16 @@ def _looks(folder: RunFolder, *, watch: bool) -> tuple[Callable[[], SeenRun], Ca
 
 
 def prune_command(
-    keep: Annotated[int, typer.Option("--keep", min=0, help="How many of the newest runs stay in any case.")] = 10,
+    keep: Annotated[int, typer.Option("--keep", min=0, help="Keep at least this many of the newest runs.")] = 10,
     yes: Yes = False,
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """Remove the folders of old runs; records, models and measurements stay, and so does what goes on or is read."""
+    """Remove the folders of old runs.
+
+    Records, models and measurements stay, and so do active runs and those that trainings still read.
+    """
     from pipeline.report.tables import plural
     from pipeline.runs.upkeep.prune_runs import foresee_pruning, prune
     from pipeline.units import format_bytes
@@ -268,7 +278,7 @@ def prune_command(
 
 
 def list_command(
-    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Show at most N runs. Default: 20.")] = 20,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Show at most N runs. Default: 20.")] = 20,
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: Json = False,
@@ -299,6 +309,6 @@ def list_command(
         show_parts(shown if rows else f"{runs}: no runs yet")
 
 
-runs_app = typer.Typer(help="List runs, and remove the folders of old ones.", no_args_is_help=True)
+runs_app = Verbs("List runs and remove the folders of old ones.")
 runs_app.command("list")(list_command)
 runs_app.command("prune")(prune_command)

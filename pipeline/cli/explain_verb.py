@@ -6,8 +6,8 @@ import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperCommand
 
+from pipeline.cli.help import Verb
 from pipeline.cli.options import ConfigFile, Json, Sets, as_typed, choice, load_config, print_json
 from pipeline.command_line import Command
 from pipeline.stage_names import StageName
@@ -28,13 +28,13 @@ GraphForm = Annotated[
     typer.Option(
         OPTION,
         metavar=f"[={'|'.join(GRAPH_FORMS)}]",
-        help="Draw the stages as a graph: what is done, what is not, and why.",
+        help="Draw the graph of stages with their states and reasons. Default form: text.",
         **choice(GRAPH_FORMS),
     ),
 ]
 
 
-class WithGraph(TyperCommand):
+class WithGraph(Verb):
     """A command whose `--dag` needs no value; `--graph` is an old name of it."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
@@ -71,13 +71,13 @@ def _graph_text(boxes: Sequence[StageBox]) -> list[RenderableType]:
 
 
 def explain_command(
-    item: Annotated[str | None, typer.Argument(metavar="ITEM", help="The id of an item.")] = None,
+    item: Annotated[str | None, typer.Argument(metavar="ITEM", help="Item id.")] = None,
     stage: Annotated[
         str | None,
         typer.Option(
             "--stage",
             metavar=f"[{'|'.join(StageName)}]",
-            help="Explain a stage; train: what differs from the nearest earlier model.",
+            help="Explain this stage. For train: what differs from the most similar earlier model.",
             **choice(tuple(StageName)),
         ),
     ] = None,
@@ -85,7 +85,12 @@ def explain_command(
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """Say why an item or a stage is done again, or not yet: which file or setting changed, and what is next."""
+    """Explain why an item or a stage is missing, rebuilt or waiting.
+
+    Examples:
+    pipeline explain 1abc                   # one item, in every stage
+    pipeline explain --stage train          # why a training starts from scratch
+    """
     from pipeline.errors import ConfigError
     from pipeline.project.project import Project
 

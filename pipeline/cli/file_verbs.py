@@ -7,26 +7,31 @@ from typing import Annotated
 
 import typer
 
+from pipeline.cli.help import Verbs
 from pipeline.cli.options import ConfigFile, Json, Sets, Where, load_config, load_config_if_any, one_of, print_json
 from pipeline.command_line import Command
 
 FORMATS = ("h5", "safetensors", "parquet", "npy")
 POOLINGS = ("none", "mean", "cls", "max")
 
-embeddings_app = typer.Typer(help="Write cached embeddings as files for other programs.", no_args_is_help=True)
+embeddings_app = Verbs("Write cached embeddings to files for other programs.")
 
 
 def embed_command(
-    fasta: Annotated[Path, typer.Argument(metavar="FASTA", help="Sequences; an id is the first word of a header.")],
+    fasta: Annotated[Path, typer.Argument(metavar="FASTA", help="FASTA file. The first word of a header is the id.")],
     weights: Annotated[
-        Path | None, typer.Option("--weights", metavar="PATH", help="The checkpoint; default: as embed.weights says.")
+        Path | None,
+        typer.Option("--weights", metavar="PATH", help="Encoder checkpoint. Default: embed.weights."),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where to; default: embedded/FASTA.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Folder. Default: embedded/FASTA.")] = None,
     executor: Where = None,
     config: ConfigFile = None,
     sets: Sets = None,
 ) -> None:
-    """Embed the sequences of a FASTA file; what is embedded already is not done again."""
+    """Embed the sequences of a FASTA file without a project.
+
+    Sequences that are already in the cache are not embedded again.
+    """
     from pipeline.cli.run_verbs import submit_command
     from pipeline.setup.written_project import write_fasta_project
 
@@ -39,29 +44,29 @@ def embed_command(
 
 
 def dock_command(
-    receptor: Annotated[Path, typer.Argument(metavar="RECEPTOR", help="A structure file: the partner that stays.")],
-    ligand: Annotated[Path, typer.Argument(metavar="LIGAND", help="A structure file: the partner that is moved.")],
+    receptor: Annotated[Path, typer.Argument(metavar="RECEPTOR", help="Structure file of the partner that stays.")],
+    ligand: Annotated[Path, typer.Argument(metavar="LIGAND", help="Structure file of the partner that moves.")],
     model: Annotated[
-        str, typer.Option("--model", metavar="NAME", help="A trained model, or DiffDock-PP's published weights.")
+        str, typer.Option("--model", metavar="NAME", help="Trained model, or the published weights of DiffDock-PP.")
     ],
-    poses: Annotated[int, typer.Option("--poses", metavar="<int>", min=1, help="How many poses are drawn.")] = 40,
-    steps: Annotated[int, typer.Option("--steps", metavar="<int>", min=1, help="Steps from noise to a pose.")] = 40,
+    poses: Annotated[int, typer.Option("--poses", min=1, help="Number of poses to sample.")] = 40,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Diffusion steps per pose.")] = 40,
     confidence: Annotated[
-        str | None, typer.Option("--confidence", metavar="NAME", help="A model, or weights, that ranks the poses.")
+        str | None, typer.Option("--confidence", metavar="NAME", help="Model or weights that rank the poses.")
     ] = None,
-    top: Annotated[int, typer.Option("--top", metavar="<int>", min=1, help="How many are written as files.")] = 5,
+    top: Annotated[int, typer.Option("--top", min=1, help="Number of poses to write as files.")] = 5,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Where to; default: docked/RECEPTOR-LIGAND.")
+        Path | None, typer.Option("--out", metavar="DIR", help="Project folder. Default: docked/RECEPTOR-LIGAND.")
     ] = None,
-    trajectory: Annotated[bool, typer.Option("--trajectory", help="Write the way of each of them, too.")] = False,
+    trajectory: Annotated[bool, typer.Option("--trajectory", help="Also write their trajectories.")] = False,
     bound: Annotated[
-        bool, typer.Option("--bound", help="The files stand as bound: tell how far poses are from that.")
+        bool, typer.Option("--bound", help="Treat the input as the bound complex and report RMSDs to it.")
     ] = False,
     executor: Where = None,
     config: ConfigFile = None,
     sets: Sets = None,
 ) -> None:
-    """Dock two proteins: draw poses of the ligand, rank them, and write the best as structures."""
+    """Dock two proteins: sample poses, rank them, write the best."""
     from pipeline.cli.run_verbs import submit_command
     from pipeline.setup.written_project import Docking, write_dock_project
 
@@ -74,26 +79,25 @@ def dock_command(
 
 @embeddings_app.command("export")
 def export_embeddings_command(
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The file to write.")],
-    format_: Annotated[
-        str | None, one_of(FORMATS, "--format", "What to write; by default as the name of the file ends.")
-    ] = None,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File to write.")],
+    format_: Annotated[str | None, one_of(FORMATS, "--format", "File format. Default: by the suffix of FILE.")] = None,
     pool: Annotated[
-        str, one_of(POOLINGS, "--pool", "A row for each residue (none), or one for each chain; cls: its CLS token's.")
+        str, one_of(POOLINGS, "--pool", "One row per residue (none) or per chain. cls: the CLS token.")
     ] = "none",
-    split: Annotated[str | None, typer.Option("--split", metavar="NAME", help="Only the items of this split.")] = None,
+    split: Annotated[str | None, typer.Option("--split", metavar="NAME", help="Export only this split.")] = None,
     encoder: Annotated[
-        str | None, typer.Option("--encoder", metavar="NAME", help="Whose; default: main, not those of embed.also.")
+        str | None,
+        typer.Option("--encoder", metavar="NAME", help="main, or one of embed.also. Default: main."),
     ] = None,
-    partial: Annotated[bool, typer.Option("--partial", help="Leave out, and count, what has no embedding.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    partial: Annotated[bool, typer.Option("--partial", help="Skip and count items without an embedding.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     as_json: Json = False,
     config: ConfigFile = None,
     sets: Sets = None,
 ) -> None:
-    """Write the embeddings of a data set's proteins into one file, each under its own id.
+    """Write the embeddings of a data set into one file.
 
-    A sequence has the id of its item, a chain of a structure is ITEM:CHAIN. The file appears whole or not at all.
+    A sequence has the id of its item; a chain of a structure is ITEM:CHAIN. The file appears whole or not at all.
     """
     from pipeline.config.schema_data import MAIN
     from pipeline.project.project import Project

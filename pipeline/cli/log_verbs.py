@@ -28,19 +28,19 @@ LOGGED = (*STAGES[:-1], "supervise")  # what has logs
 
 def logs_command(
     run: Run = None,
-    stage: Annotated[str | None, one_of(LOGGED, "--stage", "Only of this stage, or of the supervisors.")] = None,
-    task: Annotated[int | None, typer.Option("--task", min=0, help="Only of this task, every line.")] = None,
+    stage: Annotated[str | None, one_of(LOGGED, "--stage", "Show only this stage, or the supervisors.")] = None,
+    task: Annotated[int | None, typer.Option("--task", min=0, help="Show only logs of this task, in full.")] = None,
     point: Point = None,
-    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Only of this process of a task.")] = None,
-    attempt: Annotated[int | None, typer.Option("--attempt", min=1, help="Only of this attempt at each task.")] = None,
-    failed: Annotated[bool, typer.Option("--failed", help="Only of attempts that failed.")] = False,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow the output until the run has ended.")] = False,
-    everything: Annotated[bool, typer.Option("--all", help="Every line of every such log, not only the ends.")] = False,
+    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Show only lines of this rank of a task.")] = None,
+    attempt: Annotated[int | None, typer.Option("--attempt", min=1, help="Show only this attempt of tasks.")] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="Show only failed attempts.")] = False,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow the output until the run ends.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show whole logs, not only their ends.")] = False,
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """Show what tasks printed: failed ones, else the newest."""
+    """Show logs of failed tasks, else the newest logs."""
     from pipeline.errors import ConfigError
     from pipeline.journal.run_logs import LogChoice, wanted_logs
     from pipeline.journal.run_status import StatusReader

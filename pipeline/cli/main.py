@@ -30,6 +30,7 @@ from pipeline.cli import (
     setup_verbs,
     split_verb,
 )
+from pipeline.cli.help import COMMON, DATA, DEBUG, RESULTS, RUN, SHORTCUTS, START, Verbs
 from pipeline.command_line import Command
 from pipeline.config.masking import without_secrets
 from pipeline.errors import PipelineError, SubmissionRefused
@@ -44,17 +45,14 @@ READING = (
     "split", "data", "runs",
 )  # fmt: skip
 
-app = typer.Typer(
+app = Verbs(
+    "Train protein-structure models on a shared Slurm cluster, with memory planned before you submit.",
     name="pipeline",
-    help="Train protein-structure models on a SLURM cluster without ever dying of memory.",
     epilog=EPILOG,
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-START, RUN, RESULTS, DATA, SHORTCUTS, DEBUG = "Start", "Run", "Results", "Data and cache", "Shortcuts", "Debug"
 app.command("init", rich_help_panel=START)(setup_verbs.init_command)
 app.command("doctor", rich_help_panel=START)(setup_verbs.doctor_command)
 app.command("demo", rich_help_panel=START)(run_verbs.demo_command)
@@ -79,7 +77,7 @@ app.command("dock", rich_help_panel=SHORTCUTS)(file_verbs.dock_command)
 app.command("find-batch", rich_help_panel=SHORTCUTS)(plan_verbs.find_batch_command)
 app.command("explain", rich_help_panel=DEBUG)(explain_verb.explain_command)
 app.command("replay", rich_help_panel=DEBUG)(report_verbs.replay_command)
-old = typer.Typer(hidden=True)
+old = Verbs("Old name of `pipeline embeddings`.", hidden=True)
 old.command("embeddings")(file_verbs.export_embeddings_command)
 app.add_typer(old, name="export")  # these names are of version 0.1
 app.command("items", hidden=True)(report_verbs.items_command)
@@ -96,11 +94,20 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def pipeline_options(
     _version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            rich_help_panel=COMMON,
+            help="Print the version and exit.",
+        ),
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with every error.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", rich_help_panel=COMMON, help="Show a traceback with each error, and debug logs.")
+    ] = False,
 ) -> None:
-    """Train protein-structure models on a SLURM cluster without ever dying of memory."""
+    """Set up logging."""
     logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(_Hiding("%(levelname)s: %(message)s"))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeline.cli.completion import completing, models
+from pipeline.cli.help import Verbs
 from pipeline.cli.options import ConfigFile, Json, Sets, load_config, load_config_if_any, print_json
 from pipeline.command_line import Command
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from pipeline.errors import ConfigError
     from pipeline.runs.model.trained_model import TrainedModel
 
-weights_app = typer.Typer(help="Download, import, check and make the encoder's checkpoints.", no_args_is_help=True)
-Force = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
+weights_app = Verbs("Download, import, check and create encoder checkpoints.")
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
 
 
 @weights_app.command("fetch")
@@ -32,20 +33,25 @@ def fetch_command(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[NAME]",
-            autocompletion=completing(models),
-            help="A published model (default: the configured one).",
+            metavar="NAME", autocompletion=completing(models), help="Published model. Default: the configured one."
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="PATH", help="Where to put it (default: as configured).")
+        Path | None,
+        typer.Option("--out", metavar="PATH", help="Where to write. Default: as configured."),
     ] = None,
-    url: Annotated[str | None, typer.Option("--url", metavar="URL", help="A mirror, or a model of your own.")] = None,
+    url: Annotated[
+        str | None,
+        typer.Option("--url", metavar="URL", help="Download from this mirror or URL."),
+    ] = None,
     force: Force = False,
     config: ConfigFile = None,
     sets: Sets = None,
 ) -> None:
-    """Download a checkpoint; run again after an interruption, it goes on from there."""
+    """Download a published checkpoint.
+
+    Run it again after an interruption: the download continues.
+    """
     from pipeline.encoder.checkpoints.checkpoint_files import published, stem
     from pipeline.encoder.checkpoints.weights import examine_checkpoint
 
@@ -65,15 +71,16 @@ def fetch_command(
 
 @weights_app.command("import")
 def import_weights_command(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="A .pt file, or a Hugging Face folder.")],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A .pt file or a Hugging Face folder.")],
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="PATH", help="Where to put it (default: as configured).")
+        Path | None,
+        typer.Option("--out", metavar="PATH", help="Where to write. Default: as configured."),
     ] = None,
     force: Force = False,
     config: ConfigFile = None,
     sets: Sets = None,
 ) -> None:
-    """Check a checkpoint that you brought, and copy it to where it is used."""
+    """Check your own checkpoint and copy it to where it is used."""
     from pipeline.encoder.checkpoints import weights
     from pipeline.encoder.checkpoints.checkpoint_files import files_of
 
@@ -92,13 +99,13 @@ def import_weights_command(
 @weights_app.command("check")
 def check_weights_command(
     path: Annotated[
-        Path | None, typer.Argument(metavar="[PATH]", help="A checkpoint (default: the configured one).")
+        Path | None, typer.Argument(metavar="PATH", help="Checkpoint. Default: the configured one.")
     ] = None,
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """Read a checkpoint without running anything in it, and show what it is."""
+    """Show what a checkpoint holds; nothing in it is executed."""
     from pipeline.encoder.checkpoints.weights import examine_checkpoint, find_checkpoint
     from pipeline.report import tables
 
@@ -112,16 +119,16 @@ def check_weights_command(
 
 @weights_app.command("synth")
 def synth_command(
-    layers: Annotated[int, typer.Option("--layers", help="How many layers.")],
-    dim: Annotated[int, typer.Option("--dim", help="Width of an embedding.")],
-    heads: Annotated[int, typer.Option("--heads", help="Attention heads; they divide the width.")],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where to put it; an ESM-2 must be esm2….pt.")],
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the random weights.")] = 0,
-    stress: Annotated[float, typer.Option("--stress", help="Sharpens attention: harder on half precision.")] = 1.0,
-    family: Annotated[str, typer.Option("--family", help="esm2, esm1b (and ESM-1v), or esmc.")] = "esm2",
+    layers: Annotated[int, typer.Option("--layers", help="Number of layers.")],
+    dim: Annotated[int, typer.Option("--dim", help="Embedding width.")],
+    heads: Annotated[int, typer.Option("--heads", help="Number of attention heads, a divisor of the width.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File to write. For ESM-2: esm2….pt.")],
+    seed: Annotated[int, typer.Option("--seed", help="Random seed of the weights.")] = 0,
+    stress: Annotated[float, typer.Option("--stress", help="Sharpen attention: harder in half precision.")] = 1.0,
+    family: Annotated[str, typer.Option("--family", help="Model family: esm2, esm1b (also ESM-1v) or esmc.")] = "esm2",
     force: Force = False,
 ) -> None:
-    """Write random weights in the family's own format, for trials and benchmarks."""
+    """Write a checkpoint with random weights for trials and benchmarks."""
     from pipeline.encoder.checkpoints import synth as maker
 
     with _room_for(out, replace=force) as place:
@@ -259,13 +266,13 @@ def _rows(examined: Examined) -> list[tuple[str, object]]:
     ]
 
 
-models_app = typer.Typer(help="List, show and export trained models.", no_args_is_help=True)
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Its name, its folder, or one of its checkpoints.")]
+models_app = Verbs("List, show and export trained models.")
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Model name, its folder, or one of its checkpoints.")]
 
 
 @models_app.command("list")
 def list_models_command(as_json: Json = False, config: ConfigFile = None, sets: Sets = None) -> None:
-    """List the models that were trained with this configuration's folder of models."""
+    """List the trained models of this project (train.models)."""
     from pipeline.runs.model.trained_model import model_names
 
     models = load_config_if_any(config, sets).config.train.models
@@ -281,7 +288,7 @@ def list_models_command(as_json: Json = False, config: ConfigFile = None, sets: 
 
 @models_app.command("show")
 def show_model_command(model: Model, as_json: Json = False, config: ConfigFile = None, sets: Sets = None) -> None:
-    """Show what a model is: task, checkpoint, encoder, and its figures."""
+    """Show the task, checkpoint, encoder and metrics of a model."""
     from pipeline.runs.model.trained_model import card_lines, model_card
 
     named = _named(model, load_config_if_any(config, sets).config.train.models)
@@ -296,14 +303,18 @@ def show_model_command(model: Model, as_json: Json = False, config: ConfigFile =
 @models_app.command("export")
 def export_model_command(
     model: Model,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder, which can be taken anywhere.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder, self-contained.")],
     form: Annotated[
-        str | None, typer.Option("--as", metavar="SYSTEM", help="Also write the weights as SYSTEM names them: dreams.")
+        str | None,
+        typer.Option("--as", metavar="SYSTEM", help="Also name the weights as this system does: dreams."),
     ] = None,
     config: ConfigFile = None,
     sets: Sets = None,
 ) -> None:
-    """Write a model's weights (safetensors), settings, code and card into a folder, to use on another machine."""
+    """Export a model for use on another machine.
+
+    The folder holds its weights (safetensors), settings, code and model card.
+    """
     from pipeline.runs.model.trained_model import export_model
 
     loaded = load_config_if_any(config, sets)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from pipeline.cli.completion import completing, runs, settings
+from pipeline.cli.help import COMMON
 from pipeline.command_line import Command
 from pipeline.stage_names import StageName
 
@@ -20,7 +21,12 @@ if TYPE_CHECKING:
 
 ConfigFile: TypeAlias = Annotated[
     Path | None,
-    typer.Option("--config", metavar="FILE", help="Default: $PIPELINE_CONFIG, pipeline.yaml, configs/pipeline.yaml."),
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        rich_help_panel=COMMON,
+        help="Configuration file. Default: $PIPELINE_CONFIG, pipeline.yaml or configs/pipeline.yaml.",
+    ),
 ]
 Sets: TypeAlias = Annotated[
     list[str] | None,
@@ -28,19 +34,23 @@ Sets: TypeAlias = Annotated[
         "--set",
         metavar="KEY=VALUE",
         autocompletion=completing(settings),
-        help="Override a configured value; may be given several times.",
+        rich_help_panel=COMMON,
+        help="Override a setting, such as train.epochs=3.",
     ),
 ]
-Yes: TypeAlias = Annotated[bool, typer.Option("--yes", help="Do it; without it, only show what would be done.")]
-Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
-Verbose: TypeAlias = Annotated[bool, typer.Option("--verbose", "-v", help="Show every detail, not only the answer.")]
+Yes: TypeAlias = Annotated[bool, typer.Option("--yes", help="Apply the changes. Without it, the command is a dry run.")]
+Json: TypeAlias = Annotated[
+    bool, typer.Option("--json", rich_help_panel=COMMON, help="Print one JSON document and nothing else.")
+]
+Verbose: TypeAlias = Annotated[bool, typer.Option("--verbose", "-v", help="Show details that the default leaves out.")]
 Run: TypeAlias = Annotated[
     str | None,
-    typer.Argument(metavar="RUN", autocompletion=completing(runs), help="Name of a run (default: the newest)."),
+    typer.Argument(
+        metavar="RUN", autocompletion=completing(runs), help="Run name, prefix or folder. Default: the newest."
+    ),
 ]
-
 Point: TypeAlias = Annotated[
-    str | None, typer.Option("--point", metavar="NAME", help="Of this point of a sweep: seed=3, or more of its name.")
+    str | None, typer.Option("--point", metavar="NAME", help="Select a point of a sweep, such as seed=3.")
 ]
 
 STAGES = tuple(StageName)
@@ -58,8 +68,8 @@ def choice(names: Sequence[str]) -> dict[str, Any]:
         if text in names:
             return str(text)
         near = get_close_matches(text, names, n=1)
-        meant = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(names)}"
-        raise typer.BadParameter(f"there is no {text!r}: {meant}")
+        meant = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(names)}"
+        raise typer.BadParameter(f"unknown value {text!r}: {meant}")
 
     return {"parser": parsed, "autocompletion": completing(lambda _ctx, _word: ((name, "") for name in names))}
 
@@ -70,46 +80,42 @@ StageToRun: TypeAlias = Annotated[
 ]
 StageOption: TypeAlias = Annotated[str | None, one_of((*STAGES, "all"), "--stage", "The same as STAGE.", hidden=True)]
 Where: TypeAlias = Annotated[
-    str | None, one_of(("local", "slurm"), "--executor", "Where to run it; by default as cluster.executor says.")
+    str | None, one_of(("local", "slurm"), "--executor", "Where to run. Default: cluster.executor.")
 ]
-Only: TypeAlias = Annotated[bool, typer.Option("--only", help="Run that stage only; the stages it needs are done.")]
+Only: TypeAlias = Annotated[bool, typer.Option("--only", help="Run this stage alone: its prerequisites are done.")]
 DamageList: TypeAlias = Annotated[
     Path | None,
-    typer.Option(
-        "--list", metavar="FILE", help="Regenerate what this damage list calls lost; by default all that is missing."
-    ),
+    typer.Option("--list", metavar="FILE", help="Rebuild only records in this damage report. Default: all missing."),
 ]
 ModelName: TypeAlias = Annotated[
     str | None,
-    typer.Option("--model", metavar="NAME", help="Evaluate or predict with this model, folder or checkpoint."),
+    typer.Option("--model", metavar="NAME", help="Evaluate or predict with this model: a name, folder or checkpoint."),
 ]
 AcceptCode: TypeAlias = Annotated[
-    bool, typer.Option("--accept-code", help="Go on with the last training though the task's code changed.")
+    bool, typer.Option("--accept-code", help="Continue the last training although the task's code changed.")
 ]
 Sweep: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
         "--sweep",
         metavar="KEY=VALUES",
-        help="Train a model for each value: A,B,C or A:B, which leaves B out; several make a grid.",
+        help="Train one model per value: A,B,C, or A:B (B excluded). Several options make a grid.",
     ),
 ]
 SweepFile: TypeAlias = Annotated[
     Path | None,
-    typer.Option("--sweep-file", metavar="FILE", help="Train a model for each row: CSV with a header, or YAML."),
+    typer.Option("--sweep-file", metavar="FILE", help="Train one model per row of a CSV or YAML file."),
 ]
 Prune: TypeAlias = Annotated[
-    str | None, one_of(("none", "median"), "--prune", "End those of a sweep early that fall behind the median.")
+    str | None, one_of(("none", "median"), "--prune", "Stop sweep points early that fall behind the median.")
 ]
-Follow: TypeAlias = Annotated[bool, typer.Option("--follow", help="Stay and show progress until the run has ended.")]
+Follow: TypeAlias = Annotated[bool, typer.Option("--follow", help="Show progress until the run ends.")]
 DryRun: TypeAlias = Annotated[
-    bool, typer.Option("--dry-run", help="Show what would be done, with the job scripts, and do nothing.")
+    bool, typer.Option("--dry-run", help="Show the work and the job scripts without submitting anything.")
 ]
 Emit: TypeAlias = Annotated[
-    Path | None, typer.Option("--emit", metavar="DIR", help="Write the job scripts into DIR, and do nothing else.")
-]
-JsonPlan: TypeAlias = Annotated[
-    bool, typer.Option("--json", help="With --dry-run: one JSON document and nothing else.")
+    Path | None,
+    typer.Option("--emit", metavar="DIR", help="Write the job scripts into DIR without submitting anything."),
 ]
 
 

@@ -36,7 +36,7 @@ PlannedStage = Annotated[
     str | None,
     typer.Argument(
         metavar="STAGE",
-        help=f"The stage to plan, with those it needs (train: alone): {', '.join(PLANNED)}. Default: all.",
+        help=f"Stage to plan, with those it needs (train: alone): {', '.join(PLANNED)}. Default: all.",
         **choice(PLANNED),
     ),
 ]
@@ -48,7 +48,7 @@ Gpus = Annotated[
         metavar="GPU",
         autocompletion=completing(gpus),
         help="Plan for this GPU: a100-80gb, 24GiB, 3xa100-40gb, or a,b for a job that may get either. "
-        "Several times: compared.",
+        "Several are compared.",
     ),
 ]
 Sizes = Annotated[
@@ -56,12 +56,12 @@ Sizes = Annotated[
     typer.Option(
         "--sizes",
         metavar="NAME=N,...",
-        help="Plan training for items of these sizes, whatever data there are: nodes=300,edges=6000, as the task's "
-        "cost() is told them; items=N: how many.",
+        help="Plan training for items of these sizes instead of your data, such as nodes=300,edges=6000. "
+        "The names are those that the task's cost() receives; items=N sets the number of items.",
     ),
 ]
 Probe = Annotated[
-    bool, typer.Option("--probe", help="Run the largest micro-batch on each GPU for minutes, and correct the plan.")
+    bool, typer.Option("--probe", help="Run the largest micro-batch on each GPU for some minutes and correct the plan.")
 ]
 
 
@@ -77,9 +77,14 @@ def plan_command(
     as_json: Json = False,
     stage_option: StageOption = None,
 ) -> None:
-    """Show the memory, time and disk that stages would take.
+    """Estimate the memory, time and disk of stages before you submit.
 
-    For training it shows the memory of GPUs, too; it needs none.
+    The plan of train includes GPU memory; making it needs no GPU.
+
+    Examples:
+    pipeline plan                           # memory, time and disk of each stage
+    pipeline plan train --gpu a100-80gb --gpu h100-80gb-sxm
+    pipeline plan --dag                     # which stages are done, and why not
     """
     from pipeline.cluster.job_spec import Limits
     from pipeline.errors import ConfigError, PlanInfeasible
@@ -339,26 +344,26 @@ def _stage_json(project: Project, plan: StagePlan, executor: Executor) -> dict[s
 
 def find_batch_command(
     command: Annotated[
-        list[str], typer.Argument(metavar="COMMAND...", help="What starts the script, with {micro_batch} in it.")
+        list[str],
+        typer.Argument(metavar="COMMAND", help="Command of your script, with {micro_batch} in it."),
     ],
-    most: Annotated[int, typer.Option("--max", metavar="<int>", min=1, help="The largest micro-batch to try.")],
+    most: Annotated[int, typer.Option("--max", min=1, help="Largest micro-batch to try.")],
     divides: Annotated[
-        int | None,
-        typer.Option("--divides", metavar="<int>", min=1, help="Try only what this is a multiple of: a rank's share."),
+        int | None, typer.Option("--divides", min=1, help="Try only divisors of this, such as a rank's share.")
     ] = None,
     steps: Annotated[
-        int, typer.Option("--steps", metavar="<int>", min=1, help="After how many steps a script that says so ends.")
+        int, typer.Option("--steps", min=1, help="End a script that prints its steps after this many.")
     ] = 3,
     seconds: Annotated[
         float | None,
-        typer.Option("--seconds", metavar="<float>", min=0.1, help="End a script that runs this long: its size fits."),
+        typer.Option("--seconds", min=0.1, help="Count a size as fitting when the script has run this long."),
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Try again though the answer is remembered.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Search again although the result is remembered.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Find the largest micro-batch with which a script of your own runs, on all of its ranks.
+    """Find the largest micro-batch that fits your own training script.
 
-    pipeline find-batch --max 256 -- torchrun --nproc-per-node 2 train.py --batch {micro_batch} --steps 3
+    All ranks of the script must run. The command of the script follows --.
     """
     from pipeline.errors import ConfigError
     from pipeline.records import RankPlace

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PRINTED = Path("-")
 Page = Annotated[
     Path | None,
-    typer.Option("--html", metavar="FILE", help="Write a page about the whole run, in one file; -: print it."),
+    typer.Option("--html", metavar="FILE", help="Write a self-contained HTML report of the run; -: print it."),
 ]
 
 
@@ -39,13 +39,14 @@ TOO_WIDE = (*KEYS, "origin", "place")
 def items_command(
     run: Run = None,
     key: Annotated[
-        str | None, typer.Option("--key", metavar="HEX", help="Only items with a record whose key begins with this.")
+        str | None,
+        typer.Option("--key", metavar="HEX", help="List only items with a record whose key has this prefix."),
     ] = None,
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """List the items that a scan found usable: ids, chains, sizes, and the keys of their records."""
+    """List usable items: ids, chains, sizes and record keys."""
     import csv
     from itertools import islice
 
@@ -103,7 +104,12 @@ def _scanned(run: str | None, config: Path | None, sets: Sequence[str] | None) -
 def report_command(
     run: Run = None, html: Page = None, config: ConfigFile = None, sets: Sets = None, as_json: Json = False
 ) -> None:
-    """Show what a run asked for, used, and should ask for."""
+    """Show requested and used resources of a run, and better requests.
+
+    Examples:
+    pipeline report                         # the newest run
+    pipeline report --html report.html
+    """
     from pipeline.journal.active_runs import status_of
     from pipeline.journal.budget import spending_of_run
     from pipeline.report import tables
@@ -154,7 +160,7 @@ Compared = Annotated[
     typer.Argument(
         metavar="RUN|MODEL",
         autocompletion=completing(runs),
-        help="Runs, with all points of a sweep, and models (default: every model here).",
+        help="Runs (with all points of a sweep) and models. Default: every model of this project.",
     ),
 ]
 
@@ -162,16 +168,17 @@ Compared = Annotated[
 def compare_command(
     what: Compared = None,
     metric: Annotated[
-        str | None, typer.Option("--metric", metavar="NAME", help="By this figure; by default the monitored one.")
+        str | None, typer.Option("--metric", metavar="NAME", help="Rank by this metric. Default: the monitored metric.")
     ] = None,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write a page with their curves, in one file.")
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a self-contained HTML report with their curves."),
     ] = None,
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """Compare trainings: settings that differ, figures over seeds, memory, hours."""
+    """Compare trainings: settings, metrics over seeds, memory, hours."""
     from pipeline.report import tables
     from pipeline.report.compared import comparison_lines
     from pipeline.runs.views.compared_models import comparison
@@ -232,22 +239,25 @@ RUNGS = ("", "checkpointing", "offload", "cpu")
 
 def replay_command(
     run: Run = None,
-    step: Annotated[int | None, typer.Option("--step", min=1, help="The step that went wrong.")] = None,
+    step: Annotated[
+        int | None,
+        typer.Option("--step", min=1, help="Step that failed. Without it, the error lists the recorded steps."),
+    ] = None,
     rank: Annotated[
         int | None,
-        typer.Option("--rank", min=0, help="Of this rank (default: where it failed first)."),
+        typer.Option("--rank", min=0, help="Rank to replay. Default: the rank that failed first."),
     ] = None,
     point: Point = None,
     device: Annotated[
-        str, typer.Option("--device", help=f"Where to run it: {CARD}, {CPU}, or auto: a GPU if there is one.")
+        str, typer.Option("--device", help=f"Where to run: {CARD}, {CPU}, or auto (a GPU if there is one).")
     ] = "auto",
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """Run a failed training step again, and show what fails.
+    """Replay a failed training step and show what fails.
 
-    Steps that ran out of memory or were not finite leave a bundle. Nothing is changed.
+    Steps that ran out of memory or were not finite leave a bundle. A replay changes nothing.
     """
     from pipeline.errors import ConfigError
     from pipeline.report import tables

@@ -17,7 +17,7 @@ from pipeline.cli.options import (
     DryRun,
     Emit,
     Follow,
-    JsonPlan,
+    Json,
     ModelName,
     Only,
     Prune,
@@ -66,10 +66,20 @@ def submit_command(
     emit: Emit = None,
     config: ConfigFile = None,
     sets: Sets = None,
-    as_json: JsonPlan = False,
+    as_json: Json = False,
     stage_option: StageOption = None,
 ) -> None:
-    """Run a stage and those it needs; finished work is kept."""
+    """Run a stage and everything it needs; finished work is kept.
+
+    Run it again to continue after an interruption: only missing work is done.
+
+    Examples:
+    pipeline submit                         # up to a trained and evaluated model
+    pipeline submit train --executor slurm  # returns at once: pipeline status
+    pipeline submit train --set train.epochs=20 --follow
+    pipeline submit train --sweep train.seed=0:5 --dry-run
+    pipeline submit predict --model interface-153f919b
+    """
     from pipeline.cli.plan_verbs import print_plan, show_plan
     from pipeline.project.project import Project
     from pipeline.runs.upkeep.retention import register_use
@@ -484,13 +494,13 @@ def follow_to_end(folder: RunFolder, ended: Callable[[RunStatus], None]) -> None
 
 def demo_command(
     folder: Annotated[
-        Path, typer.Argument(metavar="[DIR]", help="Where to make it; must not exist or be empty.")
+        Path, typer.Argument(metavar="DIR", help="Folder for the project. It must be empty or not exist.")
     ] = Path("demo"),
     recipe: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of a recipe at toy size, as `pipeline init --recipe` has them.")
+        str | None, typer.Option(metavar="NAME", help="Demonstrate this recipe of `pipeline init` at toy size.")
     ] = None,
 ) -> None:
-    """Make a small project, and run every stage on it here."""
+    """Create a small project and run every stage on this machine."""
     from pipeline.setup.demo_project import make_project, what_to_look_at
 
     config_file = make_project(folder, recipe)

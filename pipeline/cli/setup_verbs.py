@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeline.cli.completion import Shell, completing, recipes, shell_script
+from pipeline.cli.help import Verbs
 from pipeline.cli.options import ConfigFile, Json, Sets, choice, load_config, print_json
 from pipeline.command_line import quoted
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def doctor_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
-    """Check settings, data, disk and packages; say what to do."""
+    """Check settings, data, disk, packages and cluster; suggest fixes."""
     from pipeline.report import tables
     from pipeline.setup.checkup import run_checks
 
@@ -33,12 +34,13 @@ def doctor_command(config: ConfigFile = None, sets: Sets = None, as_json: Json =
 
 
 def init_command(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where to write.")] = Path(),
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the project.")] = Path(),
     recipe: Annotated[
         str | None,
         typer.Option(
             "--recipe",
             autocompletion=completing(recipes),
+            metavar="NAME",
             help="Start from complex_docking, rna_ligand, spectra_finetune, denovo_recursive, contrastive_pair or"
             " encoder_finetune.",
         ),
@@ -46,8 +48,12 @@ def init_command(
 ) -> None:
     """Write a commented pipeline.yaml and a cluster profile.
 
-    The profile, DIR/sites/CLUSTER.yaml, holds what sinfo, scontrol and sacctmgr tell: partitions, limits, accounts,
-    kinds of GPU. Nothing is ever written over.
+    The profile, DIR/sites/CLUSTER.yaml, holds what sinfo, scontrol and sacctmgr report: partitions, limits, accounts
+    and GPUs. Existing files are never overwritten.
+
+    Examples:
+    pipeline init                           # in the current folder
+    pipeline init dock --recipe complex_docking
     """
     from pipeline.files import shipped
     from pipeline.setup.init_files import write_init_files
@@ -71,9 +77,13 @@ _SHELLS = tuple(shell.value for shell in Shell)
 def completion_command(
     shell: Annotated[Shell, typer.Argument(metavar="|".join(_SHELLS), help="Your shell.", **choice(_SHELLS))],
 ) -> None:
-    """Print a script with which your shell completes commands: source <(pipeline completion bash), in ~/.bashrc.
+    """Print a script that makes your shell complete commands.
 
-    zsh: the same in ~/.zshrc, below compinit. fish: pipeline completion fish | source
+    bash: add source <(pipeline completion bash) to ~/.bashrc.
+
+    zsh: add source <(pipeline completion zsh) to ~/.zshrc, below compinit.
+
+    fish: add pipeline completion fish | source to config.fish.
     """
     typer.echo(shell_script(shell), nl=False)
 
@@ -92,12 +102,12 @@ def _look() -> tuple[Site | None, str]:
         return None, f"Slurm is here but does not answer, so jobs will run on this machine: {last_line(error.what)}"
 
 
-config_app = typer.Typer(help="Show, check and describe the configuration.", no_args_is_help=True)
+config_app = Verbs("Show, check and describe the configuration.")
 
 
 @config_app.command("show")
 def show_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
-    """Print every value and where it comes from."""
+    """Print every setting, its value and where it comes from."""
     from pipeline.config import load
     from pipeline.report import tables
 
@@ -111,7 +121,7 @@ def show_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = F
 
 @config_app.command("check")
 def check_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
-    """Say whether the configuration is valid and what it names exists."""
+    """Check that the configuration is valid and that its paths exist."""
     from pipeline.config.load import missing_inputs
     from pipeline.setup.checkup import check_configuration
 
@@ -126,7 +136,7 @@ def check_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = 
 
 @config_app.command("schema")
 def schema_command() -> None:
-    """Print the JSON Schema of the configuration, for editors."""
+    """Print the JSON Schema of the configuration for your editor."""
     from pipeline.config.load import json_schema
 
     print_json(json_schema())

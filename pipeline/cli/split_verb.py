@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pipeline.cli.help import Verbs
 from pipeline.cli.options import ConfigFile, Json, Sets, as_typed, load_config, one_of, print_json
 from pipeline.cli.report_verbs import items_command
 from pipeline.command_line import Command
@@ -29,38 +30,52 @@ LIKE_FOLDS = Command.of("data split --folds 5 --out FILE")
 
 def split_command(
     by: Annotated[
-        str, one_of(METHODS, "--by", "What makes chains alike: the same sequence; mmseqs; foldseek; your clusters.")
+        str, one_of(METHODS, "--by", "How to group similar chains: same sequence, mmseqs, foldseek, or your clusters.")
     ] = "sequence",
     fractions: Annotated[
-        str | None, typer.Option("--fractions", metavar="A/B/C", help="Of train/val/test, or A/B of train/test.")
+        str | None,
+        typer.Option(
+            "--fractions", metavar="A/B/C", help="Shares of train/val/test, or A/B of train/test. Default: .8/.1/.1."
+        ),
     ] = None,
-    folds: Annotated[
-        int | None, typer.Option("--folds", metavar="<int>", help="Instead of fractions: a file for each of K folds.")
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="<int>", min=0, help="Another seed, other splits.")] = 0,
+    folds: Annotated[int | None, typer.Option("--folds", help="Write one file for each of K folds instead.")] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed for the split.")] = 0,
     clusters: Annotated[
         list[Path] | None,
-        typer.Option("--clusters", metavar="FILE", help="Lines of representative<TAB>member; may be given again."),
+        typer.Option("--clusters", metavar="FILE", help="Cluster file: representative<TAB>member in each line."),
     ] = None,
     min_identity: Annotated[
         float | None,
-        typer.Option("--min-identity", metavar="<float>", help="For identity: from 0 to 1; 0.3 if not given."),
+        typer.Option(
+            "--min-identity", help="Sequence identity that joins chains, 0 to 1, for --by identity. Default: 0.3."
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="The table to write.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Table to write.")] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Say what the splits there are share, and end with 3 if they do.")
+        bool, typer.Option("--check", help="Check the existing splits instead. Exit with 3 if they share chains.")
     ] = False,
     write_fasta: Annotated[
-        Path | None, typer.Option("--write-fasta", metavar="FILE", help="Only write the protein chains, as ID_CHAIN.")
+        Path | None,
+        typer.Option(
+            "--write-fasta",
+            metavar="FILE",
+            help="Write only the protein chains, named ID_CHAIN, for clustering elsewhere.",
+        ),
     ] = None,
     as_json: Json = False,
     config: ConfigFile = None,
     sets: Sets = None,
 ) -> None:
-    """Divide the data set so that no two splits share a chain, or check how it is divided.
+    """Split the data set without shared chains, or check its splits.
 
-    Items that share a sequence or a cluster in any chain stay together, and so do items that share with those.
-    It needs a scan, and writes a table that a configuration can name.
+    Items that share a sequence or a cluster in any chain stay in one split. Run a scan first. The table that this
+    command writes can be named in the configuration.
+
+    Examples:
+    pipeline data split --out splits.csv    # no shared sequence
+    pipeline data split --by identity --min-identity 0.3 --out splits.csv
+    pipeline data split --folds 5 --out folds.csv
+    pipeline data split --check             # the splits that there are
     """
     from pipeline.project.project import Project
     from pipeline.runs.dataset.split_data import Alike, read_shared
@@ -249,6 +264,6 @@ def _check(project: Project, alike: Alike, out: Path | None, *, as_json: bool) -
         raise typer.Exit(DataError.exit_code)
 
 
-data_app = typer.Typer(help="List the items of the data set; divide it into splits.", no_args_is_help=True)
+data_app = Verbs("List the items of the data set and split it.")
 data_app.command("items")(items_command)
 data_app.command("split")(split_command)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer import Context
 from typer.main import get_command
 
+from pipeline.cli.help import ORDER, panels
 from pipeline.cli.main import app
 from tests.testkit.command import Command
 
@@ -85,6 +89,64 @@ def test_a_stage_is_named_by_its_place_or_by_an_option(tmp_path: Path, pipeline:
     assert (pipeline("plan", "scan", "--graph", "--config", str(config)).out, dot[:7]) == (text, "digraph")
 
 
+def every(name: str, inner: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a command and those below it that help lists, each with what is typed for it."""
+    yield name, inner
+    for word, below in getattr(inner, "commands", {}).items():
+        if not below.hidden:
+            yield from every(f"{name} {word}", below)
+
+
+COMMANDS = dict(every("pipeline", get_command(app)))
+
+
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_help_is_plain_where_it_is_no_terminal_and_nothing_in_it_is_cut(
+    pipeline: Command, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert "\x1b" not in pipeline("submit", "--help").out
+    monkeypatch.setenv("NO_COLOR", "1")
+    for name, inner in COMMANDS.items():
+        with Context(inner, info_name=name, max_content_width=100) as context:
+            shown = inner.get_help(context)
+            assert max(map(len, shown.splitlines())) <= int(columns), name
+            for panel, rows in panels(inner, context).items():
+                assert f"{panel}:" in shown.splitlines(), (name, panel)
+                said = "".join(shown.split())
+                assert [row for row in rows if "".join("".join(row).split()) not in said] == [], name
+    root = COMMANDS["pipeline"]
+    assert list(panels(root, Context(root)))[:6] == [*ORDER[3:9]]
+
+
+def test_a_summary_fits_into_a_line_of_80_columns() -> None:
+    for name, inner in COMMANDS.items():
+        summary = inner.help.partition("\n")[0]
+        assert name == "pipeline" or len(summary) <= 65, summary
+        assert summary.endswith("."), name
+
+
+def test_headings_are_bold_on_a_terminal_unless_no_colour_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = COMMANDS["pipeline"]
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[1mStart" in root.get_help(Context(root))
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in root.get_help(Context(root))
+
+
+def test_the_examples_of_help_are_commands_that_can_be_parsed() -> None:
+    shown = [line for inner in COMMANDS.values() for line in (inner.epilog or "").splitlines() if "pipeline" in line]
+    for line in shown:
+        words, inner = shlex.split(line, comments=True)[1:], get_command(app)
+        while hasattr(inner, "commands"):
+            inner = inner.commands[words.pop(0)]
+        inner.make_context("pipeline", words)
+    assert len(shown) > 20
+    assert {"submit", "plan", "status", "cache", "init", "explain", "report", "split"} <= {
+        name.split()[-1] for name, inner in COMMANDS.items() if inner.epilog
+    }
+
+
 def test_help_needs_neither_numpy_nor_pydantic() -> None:
     code = (
         "import sys; sys.argv = ['pipeline', '--help']\n"
@@ -92,4 +154,4 @@ def test_help_needs_neither_numpy_nor_pydantic() -> None:
         "try: app()\n"
         "except SystemExit: pass\n"
     )
-    assert imports_none_of(code, "torch", "numpy", "pydantic", "gemmi", "yaml")
+    assert imports_none_of(code, "torch", "numpy", "pydantic", "gemmi", "yaml", "rich")

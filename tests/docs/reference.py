@@ -14,6 +14,7 @@ from typing import Any, get_origin
 import typer
 
 from pipeline import errors
+from pipeline.cli.help import COMMON, panels
 from pipeline.cli.main import app
 from pipeline.config.schema import SECTIONS, Config
 from pipeline.config.schema_parts import Section
@@ -169,8 +170,18 @@ def first_line(documented: Any) -> str:
 
 def commands() -> str:
     """Return the page of all commands."""
-    root = typer.main.get_command(app)
-    lines = [MADE, "# Every command\n", "`--json` prints one JSON document; progress and logs go to stderr.\n"]
+    root: Any = typer.main.get_command(app)
+    with typer.Context(root) as context:
+        rows = panels(root.commands["status"], context)[COMMON]
+    lines = [
+        MADE,
+        "# Every command\n",
+        "Common options, which most commands have:\n",
+        "| option | meaning |",
+        "|---|---|",
+    ]
+    lines += [f"| `{name}` | {meaning} |" for name, meaning in rows]
+    lines += ["", "Progress and logs go to stderr.\n"]
     for name, command in walk("pipeline", root):
         lines += [f"## {name}\n", *described(command)]
     lines += ["## Exit codes\n", "| code | meaning | errors | what to do |", "|---|---|---|---|"]
@@ -181,7 +192,7 @@ def commands() -> str:
         lines.append(f"| {number} | {meaning} | {', '.join(f'`{error.__name__}`' for error in classes)} | {advice} |")
     lines += [
         "",
-        "130: it was interrupted (Ctrl-C); 141: nobody read what it printed (`| head`). An error says what went wrong, "
+        "130: interrupted (Ctrl-C); 141: no process read the output (`| head`). An error says what happened, "
         "where, and the next command to type.\n",
     ]
     return "\n".join(lines)
@@ -199,19 +210,18 @@ def walk(name: str, command: Any) -> Iterator[tuple[str, Any]]:
 def described(command: Any) -> Iterator[str]:
     """Yield what a command does, and a table of its options."""
     yield re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(command.help or "")).strip() + "\n"
-    inner = getattr(command, "commands", {})
-    if inner:
-        yield f"Commands: {', '.join(f'`{word}`' for word in inner)}\n"
     with typer.Context(command) as context:
-        records = [parameter.get_help_record(context) for parameter in command.params if parameter.name != "help"]
-    rows = [f"| `{record[0].replace('|', BAR)}` | {cell(record[1])} |" for record in records if record]
-    if rows:
-        yield from (
-            "| option | meaning |",
-            "|---|---|",
-            *(row.replace("`[[", "`[").replace("]]", "]") for row in rows),
-            "",
-        )
+        found = panels(command, context)
+    common = [name for name, _ in found.pop(COMMON) if "--help" not in name]
+    for panel, rows in found.items():
+        if rows:
+            yield from (f"| {panel.lower()} | |", "|---|---|")
+            yield from (f"| `{name.replace('|', BAR)}` | {cell(meaning)} |" for name, meaning in rows)
+            yield ""
+    if common:
+        yield f"Common options: {', '.join(f'`{name}`' for name in common)}\n"
+    if command.epilog and command.epilog.startswith("pipeline "):
+        yield f"<!-- not run: examples of the help -->\n```sh\n{command.epilog}\n```\n"
 
 
 def family(error: type[PipelineError]) -> Iterator[type[PipelineError]]:

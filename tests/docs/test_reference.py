@@ -11,7 +11,7 @@ from tests.docs.reference import EXITS, FOLDER, configuration, file_rows, pages
 
 
 def test_the_reference_is_up_to_date() -> None:
-    assert {path.name: path.read_text() for path in FOLDER.iterdir()} == pages(), "python -m tests.docs.reference"
+    assert {name: (FOLDER / name).read_text() for name in pages()} == pages(), "python -m tests.docs.reference"
 
 
 def test_every_setting_and_every_section_has_a_place() -> None:

@@ -1,0 +1,98 @@
+"""How help looks: panels of commands and options, no summary cut, examples as they are typed."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from typer.models import CommandFunctionType
+
+ARGUMENTS, OPTIONS, COMMANDS, EXAMPLES, COMMON = "Arguments", "Options", "Commands", "Examples", "Common options"
+START, RUN, RESULTS, DATA, SHORTCUTS, DEBUG = "Start", "Run", "Results", "Data and cache", "Shortcuts", "Debug"
+ORDER = (ARGUMENTS, OPTIONS, COMMANDS, START, RUN, RESULTS, DATA, SHORTCUTS, DEBUG, COMMON)
+
+
+def panels(command: Any, ctx: Any) -> dict[str, list[tuple[str, str]]]:
+    """Return what a command takes by the heading of its panel: a name and its meaning each."""
+    found: dict[str, list[tuple[str, str]]] = {panel: [] for panel in ORDER}
+    for panel, name, meaning in (*_parameters(command, ctx), *_commands(command)):
+        found[panel].append((name, meaning))
+    return {panel: rows for panel, rows in found.items() if rows}
+
+
+def _parameters(command: Any, ctx: Any) -> Iterator[tuple[str, str, str]]:
+    for param in command.get_params(ctx):
+        if (record := param.get_help_record(ctx)) is None:
+            continue
+        is_option, meaning = param.param_type_name == "option", [param.help or ""]
+        if param.required and is_option:
+            meaning.append("Required.")
+        elif param.default is not None and not getattr(param, "is_flag", False) and "Default:" not in meaning[0]:
+            meaning.append(f"Default: {param.default}.")
+        if getattr(param, "multiple", False):
+            meaning.append("Repeatable.")
+        usual = COMMON if param.name == "help" else OPTIONS if is_option else ARGUMENTS
+        name = re.sub("<(int|float)( range)?>", "N", record[0]) if is_option else record[0].partition(" ")[0]
+        yield param.rich_help_panel or usual, name, " ".join(meaning)
+
+
+def _commands(group: Any) -> Iterator[tuple[str, str, str]]:
+    for name, command in getattr(group, "commands", {}).items():
+        if not command.hidden:
+            yield command.rich_help_panel or COMMANDS, name, command.help.partition("\n")[0]
+
+
+class _Panels:
+    """Formats help by panels; of a docstring, what follows `Examples:` goes last."""
+
+    epilog: str | None
+
+    def __init__(self, *args: Any, help: str | None = None, epilog: str | None = None, **more: Any) -> None:  # noqa: A002
+        text, _, examples = (help or "").partition("\n\nExamples:\n")
+        super().__init__(*args, help=text, epilog=examples or epilog, **more)  # type: ignore[call-arg]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write each panel below its heading, which is bold on a terminal."""
+        for panel, rows in panels(self, ctx).items():
+            with formatter.section(_heading(panel)):
+                formatter.write_dl(rows)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write examples line by line; the exit codes are a text."""
+        if self.epilog and self.epilog.startswith("pipeline "):
+            with formatter.section(_heading(EXAMPLES)):
+                formatter.write("".join(f"  {line}\n" for line in self.epilog.splitlines()))
+        else:
+            super().format_epilog(ctx, formatter)  # type: ignore[misc]  # of the command
+
+
+def _heading(text: str) -> str:
+    return text if "NO_COLOR" in os.environ else typer.style(text, bold=True)
+
+
+class Verb(_Panels, TyperCommand):
+    """A command."""
+
+
+class _Group(_Panels, TyperGroup):
+    """A group of commands."""
+
+
+class Verbs(typer.Typer):
+    """The commands of a group, or all."""
+
+    def __init__(self, help: str, **more: Any) -> None:  # noqa: A002 - typer's word for it
+        super().__init__(help=help, cls=_Group, no_args_is_help=True, rich_markup_mode=None, **more)
+
+    def command(  # type: ignore[override]
+        self, name: str, *, cls: type[TyperCommand] = Verb, **more: Any
+    ) -> Callable[[CommandFunctionType], CommandFunctionType]:
+        """Add a command."""
+        return super().command(name, cls=cls, **more)
