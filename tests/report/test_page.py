@@ -78,8 +78,9 @@ class Opened:
         page.on("console", lambda message: self.complaints.append(message.text))
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.goto(file.as_uri())
-        for folded in page.locator("summary").all() if unfolded else ():
-            folded.click()
+        folded = page.locator("details:not([open]) > summary")
+        while unfolded and folded.count():
+            folded.first.click()
 
     def text(self, place: str) -> str:
         return self.page.locator(place).inner_text()

@@ -35,6 +35,7 @@ SHORT = 24  # characters: a cell with more of them is kept wide enough to be rea
 ERROR_MOST = 10 * TEXT_MOST
 NEXT = "\n  next: "
 OUT_OF_MEMORY = (Cause.HOST_OOM.value, Cause.GPU_OOM.value, STEP_OOM)
+SHOWN = {RunState.ABANDONED: "orphaned"}
 JUDGING = ("scan", "embed", "graph")  # stages that judge the items of a data set
 
 
@@ -137,7 +138,7 @@ def _error(error: str) -> Markup:
 def state_of_run(facts: PageFacts) -> str:
     """Return the state of the run, or that a validation found damage."""
     status = facts.run.status
-    return DAMAGED if any(map(found_damage, status.stages.values())) else status.state.value
+    return DAMAGED if any(map(found_damage, status.stages.values())) else SHOWN.get(status.state, status.state.value)
 
 
 def story_lines(stage: StageFacts) -> Iterator[str]:
@@ -169,7 +170,7 @@ def verdict(facts: PageFacts) -> str:
         RunState.DONE: f"Done in {took}",
         RunState.FAILED: f"Failed{failed} after {took}",
         RunState.STOPPED: f"Stopped after {took}",
-        RunState.ABANDONED: "Orphaned: its supervisor died; finished work is kept",
+        RunState.ABANDONED: f"Orphaned after {took}",
         RunState.RUNNING: f"Running for {took}",
         RunState.WAITING: "Not started yet",
     }

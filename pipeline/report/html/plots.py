@@ -56,10 +56,12 @@ class Axis:
     high: float
     ticks: tuple[tuple[float, str], ...]
     unit: str = ""
+    is_log: bool = False
 
     def place(self, value: float, start: float, end: float) -> float:
         """Return the pixel of a value on an axis that is drawn from `start` to `end`."""
-        share = (value - self.low) / (self.high - self.low)
+        low, high, value = (math.log(each) if self.is_log else each for each in (self.low, self.high, value))
+        share = (value - low) / (high - low)
         return start + min(1.0, max(0.0, share)) * (end - start)
 
 
@@ -74,6 +76,12 @@ def number_axis(low: float, high: float, unit: str = "", *, most: int = 5) -> Ax
     words = [f"{value:,.{places}f}" for value in values] if is_plain else _short(values, step)
     ticks = zip(values, words, strict=True)
     return Axis(first * step, last * step, tuple(ticks), unit)
+
+
+def log_axis(low: float, high: float) -> Axis:
+    """Return an axis over positive numbers with a tick at each power of ten."""
+    powers = [10.0**n for n in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
+    return Axis(powers[0], powers[-1], tuple((power, f"{power:g}") for power in powers), "log", is_log=True)
 
 
 def _short(values: Sequence[float], step: float) -> list[str]:

@@ -42,7 +42,7 @@ class StageFacts:
 
 @dataclass(frozen=True, slots=True)
 class TroubledAttempt:
-    """An attempt that did not end well, what was done after it, and how its task stands now."""
+    """A failed attempt, the reaction to it, and the present state of its task."""
 
     stage: str  # and of which encoder, or point of a sweep
     attempt: Attempt
@@ -51,25 +51,15 @@ class TroubledAttempt:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOutItems:
-    """Items that a run leaves out because they killed their task."""
-
-    stage: str
-    names: Sequence[str]
-    more: int
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
 class Troubles:
-    """The attempts that did not end well."""
+    """The failed attempts."""
 
     total: int
     causes: Mapping[tuple[str, str], int]  # stage and cause → attempts
     attempts: Sequence[TroubledAttempt]
     survived: int
     open: int
-    left_out: Sequence[LeftOutItems]
+    left_out: Sequence[Mapping[str, Any]]  # items that killed their task
 
 
 @dataclass(frozen=True, slots=True)

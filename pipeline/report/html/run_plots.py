@@ -18,6 +18,7 @@ from pipeline.report.html.plots import (
     figure,
     figure_of,
     legend,
+    log_axis,
     number_axis,
     plot,
     svg,
@@ -255,6 +256,7 @@ METRICS_DRAWN = 12
 FIRST = 2  # terms of a loss that are drawn on top
 OTHERS = ("learning_rate", "gradient_norm")
 LOSS = "loss"
+WIDE_RANGE = 30  # of a loss: beyond, its axis is logarithmic
 
 
 def first_plots(training: TrainingFacts) -> list[Markup]:
@@ -347,4 +349,6 @@ def _curves(title: str, training: TrainingFacts, lines: Sequence[Line]) -> Marku
     if not values:
         return tag("p", f"{title}: never a finite number", class_="note bad")
     last = max(training.epochs[-1].step if training.epochs else 0, *(step for line in lines for step, _ in line.points))
-    return plot(title, whole_axis(0, last, "step"), number_axis(min(values), max(values)), lines)
+    low, high = min(values), max(values)
+    y = log_axis(low, high) if title.startswith(LOSS) and high > WIDE_RANGE * low > 0 else number_axis(low, high)
+    return plot(title, whole_axis(0, last, "step"), y, lines)

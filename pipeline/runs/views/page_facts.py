@@ -15,7 +15,6 @@ from pipeline.records import EventKind
 from pipeline.report.html.run_facts import (
     STEP_OOM,
     FailuresAt,
-    LeftOutItems,
     RejectedItems,
     Rejections,
     StageFacts,
@@ -39,7 +38,6 @@ ATTEMPTS = 200  # failed, each with a row
 REJECTIONS = 200
 LIST_MOST = 40
 DICT_MOST = 200
-NAMED = 5
 
 
 def stage_facts(run: SeenRun, stage: StageStatus) -> StageFacts:
@@ -66,7 +64,9 @@ def trouble_facts(status: RunStatus) -> Troubles:
         attempts=[_trouble(stage, attempt) for stage, attempt in failures[:ATTEMPTS]],
         survived=sum(stage.task(attempt.task).good for stage, attempt in failures),
         open=sum(1 for stage in stages for task in stage.work.values() if task.ended and task.open),
-        left_out=[_left_out(stage, record) for stage in stages for record in stage.left_out[:LIST_MOST]],
+        left_out=[
+            {"stage": stage.name, **bounded(record)} for stage in stages for record in stage.left_out[:LIST_MOST]
+        ],
     )
 
 
@@ -75,11 +75,6 @@ def _trouble(stage: StageStatus, attempt: Attempt) -> TroubledAttempt:
     now = "done" if task.good else "running again" if task.job is not None else "not done"
     of = f"{stage.name} {stage.name_of(attempt.task)}".rstrip()
     return TroubledAttempt(of, attempt, task.then.get(attempt.number, ""), now)
-
-
-def _left_out(stage: StageStatus, record: Mapping[str, Any]) -> LeftOutItems:
-    names = [clip(str(name)) for name in record.get("names", ())]
-    return LeftOutItems(stage.name, names[:NAMED], max(0, len(names) - NAMED), record.get("why", ""))
 
 
 def rejection_facts(folder: RunFolder, status: RunStatus) -> Rejections:
