@@ -55,7 +55,6 @@ def init_command(
     pipeline init                           # in the current folder
     pipeline init dock --recipe complex_docking
     """
-    from pipeline.files import shipped
     from pipeline.setup.init_files import write_init_files
 
     site, why_not = _look()
@@ -66,9 +65,8 @@ def init_command(
     for note in (f"could not be asked: {silent}" for silent in site.silent) if site else (why_not,):
         typer.echo(f"note: {note}", err=True)
     enter = "" if folder == Path() else f"  cd {quoted(folder)}\n"
-    guides = shipped("docs/systems")
-    edit = "your complexes are" if recipe is None else f"your data are; {guides} tells how to make some for a trial"
-    typer.echo(f"next:\n{enter}  edit pipeline.yaml     say in data.path where {edit}\n  pipeline doctor")
+    trial = "" if recipe is None else f"; to try it on synthetic data: pipeline demo DIR --recipe {recipe}"
+    typer.echo(f"next:\n{enter}  edit pipeline.yaml     set data.path to your data{trial}\n  pipeline doctor")
 
 
 _SHELLS = tuple(shell.value for shell in Shell)
