@@ -13,7 +13,6 @@ from pipeline.graphs.residue_graph import build_residue_graph
 from pipeline.records import Item, Part, Role
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.parsing.read_structure import FileReading, parse_structure
-from pipeline.structures.parsing.second_parser import NotComparable, disagreements, read_second
 from pipeline.structures.parsing.structure_files import format_of, read_file
 from pipeline.structures.policy import Policy, apply_policy
 from tests.conftest import ROOT
@@ -23,6 +22,7 @@ from tests.graphs.test_atom import check_contacts
 from tests.graphs.test_bonds import disagreement
 from tests.graphs.test_residue import labelled
 from tests.structures.parsing.test_plain_pdb import is_plain, unzipped
+from tests.structures.second_parser import NotComparable, disagreements, read_second
 
 LARGER = ROOT.parent / "shared" / "structures"
 pytestmark = [

@@ -3,8 +3,6 @@
 A record that is fine by itself is compared: a graph with the inventory of its item, if the item is in the current data
 set, and a sample of records with what the source files or the encoder give now. The sample depends on keys alone, so
 it is the same however tasks divide a validation.
-
-A difference that a second parser finds is no loss: a rebuilt record would be the same.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.command_line import install_extra
 from pipeline.encoder.checkpoints.weights import checkpoint_facts, key_as_it_stands
 from pipeline.encoder.embedding_recipe import as_floats
 from pipeline.errors import CacheDamaged, PipelineError, RecordMissing
@@ -42,8 +39,7 @@ from pipeline.store.maintenance.damage_report import Checked
 from pipeline.store.maintenance.scrub import WHOLE, Wrong
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.inventory import plain_recipe
-from pipeline.structures.parsing.second_parser import NotComparable, disagreements, read_second, second_parser
-from pipeline.structures.parsing.structure_files import format_of, read_file
+from pipeline.structures.parsing.structure_files import read_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -159,15 +155,12 @@ class Semantic:
         return anew
 
     def _inventory_again(self, record: Record) -> Wrong | None:
-        """Return where an inventory differs from what its files give, or from what a second parser reads in them."""
+        """Return where an inventory differs from what its files give."""
         anew = self._read_item_again(record.key)
         if anew is None:
             return None
         self._notes["inventories rebuilt"] += 1
-        if why := _combined(_inventory_differences(record, anew)):
-            return why
-        problem = _combined(self._second_opinion(anew))
-        return problem and Wrong(problem.what, lost=False)
+        return _combined(_inventory_differences(record, anew))
 
     def _graph_again(self, record: Record) -> Wrong | None:
         """Return where a graph differs from what is built of its item's files."""
@@ -241,27 +234,6 @@ class Semantic:
                 what = f"{away:.2g} of their length from the recomputed values; at most {most:.2g} is accepted"
                 return Wrong(f"the numbers of {name} are {what}")
         return None
-
-    def _second_opinion(self, anew: Anew) -> Iterator[str]:
-        """Yield where a second parser reads the files of an item differently."""
-        if anew.read is None:
-            return
-        name = second_parser()
-        if name is None:
-            self._notes[f"not compared: no second parser is installed ({install_extra('bcif')})"] += 1
-            return
-        for side in (*anew.read.sides.values(), *anew.read.bound.values()):
-            part, reading = side.part, self._project.recipe.reading
-            reading = reading if part.model is None else replace(reading, model=part.model)
-            try:
-                atoms = read_second(anew.files[part.path].data, format_of(Path(part.path)), reading)
-            except NotComparable as why:
-                self._notes[f"not compared with {name}: {why}"] += 1
-                continue
-            self._notes[f"partners compared with {name}"] += 1
-            for chain in side.chains:
-                for difference in disagreements(atoms, side.structure, chain):
-                    yield f"{Path(part.path).name}: {difference}"
 
     # What must be known besides
 

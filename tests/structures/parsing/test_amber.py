@@ -18,11 +18,11 @@ from pipeline.records import Inventory, Item, Kind, Part, Reason, Role
 from pipeline.structures.atoms import UnusableInput, name_text
 from pipeline.structures.inventory import Complex, ScanRecipe, examine_item, item_key
 from pipeline.structures.parsing.read_structure import FileReading, parse_structure
-from pipeline.structures.parsing.second_parser import NotComparable, read_second
 from pipeline.structures.parsing.structure_files import item_paths, plain_files
 from pipeline.structures.policy import Policy, Structure, apply_policy
 from tests.structures.parsing.amber_text import complex_files, edited, write_complex
 from tests.structures.parsing.molecule_text import THEOPHYLLINE
+from tests.structures.second_parser import NotComparable, read_second
 
 KEEP = ScanRecipe(policy=Policy(ligands="keep"))
 LIMIT = 1 << 20

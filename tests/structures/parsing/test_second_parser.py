@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.structures.parsing.read_structure import FileReading, parse_structure
-from pipeline.structures.parsing.second_parser import NotComparable, disagreements, read_second
 from pipeline.structures.parsing.structure_files import HAS_BIOTITE, format_of, read_file
 from pipeline.structures.policy import Policy, Structure, apply_policy
 from pipeline.structures.synthetic import complex_pdb
 from tests.graphs.complexes import LIMIT
+from tests.structures.second_parser import NotComparable, disagreements, read_second
 
 pytestmark = pytest.mark.skipif(
     not HAS_BIOTITE, reason="no second parser is installed: pip install 'protein-training-pipeline[bcif]'"

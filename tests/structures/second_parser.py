@@ -1,4 +1,4 @@
-"""Compares what we read of a file with a second parser: biotite, where it is installed.
+"""Compares what the package reads from a file with a second parser: biotite.
 
 Only what both define is compared. In each protein chain: biotite has every residue that we read, under the same name;
 we have every standard amino acid of an ATOM record with a CA, with the right letter; and the CA atoms have the same
@@ -19,7 +19,6 @@ import numpy as np
 
 from pipeline.records import Kind
 from pipeline.structures.atoms import BLANK_CHAIN, name_text
-from pipeline.structures.parsing.structure_files import HAS_BIOTITE
 from pipeline.structures.policy import BACKBONE
 
 if TYPE_CHECKING:
@@ -64,11 +63,6 @@ class _Residue:
     def letter(self) -> str | None:
         """Its letter, if it is certainly a standard amino acid of a chain."""
         return LETTERS.get(next(iter(self.names))) if len(self.names) == 1 and self.is_atom and self.ca else None
-
-
-def second_parser() -> str | None:
-    """Name the second parser, if there is one."""
-    return "biotite" if HAS_BIOTITE else None
 
 
 def read_second(data: bytes, form: str, reading: FileReading) -> Any:
