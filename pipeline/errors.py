@@ -24,7 +24,7 @@ from typing import ClassVar
 
 from pipeline.command_line import Command
 
-SUBMIT_AGAIN = Command.submit("all", then="   (does only what is missing)")  # the remedy for work that was lost
+SUBMIT_AGAIN = Command.submit("all", then="   (processes only missing items)")  # the remedy for work that was lost
 
 
 class PipelineError(Exception):

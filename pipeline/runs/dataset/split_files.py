@@ -184,9 +184,7 @@ def _rewrite_cells(table: Path, placed: Iterator[Placed], files: Sequence[IO[str
         for file, cells_of_file in zip(files, values, strict=True):
             _write_row(file, _filled(row, width, columns, cells_of_file), delimiter, quoted=quoted)
     if line:
-        raise DataError(
-            "its rows cannot be told apart by their lines", where=f"{table}:{line}", remedy="mend its quotes"
-        )
+        raise DataError("its rows cannot be matched to lines", where=f"{table}:{line}", remedy="correct its quotes")
 
 
 def _numbered(reader: Any) -> Iterator[tuple[int, list[str]]]:
