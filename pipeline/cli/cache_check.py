@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pipeline.cli.help import option
 from pipeline.cli.options import ConfigFile, Json, Sets, Yes, as_typed, load_config, print_json
 from pipeline.command_line import Command
 
@@ -33,35 +34,21 @@ _OUT = Command.of("cache validate --out FILE", then="   (in a folder where you c
 
 
 def validate_command(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Check only the structure: two reads per file, and the index.")
-    ] = False,
-    full: Annotated[bool, typer.Option("--full", help="Check every byte and every record (the default).")] = False,
+    quick: Annotated[bool, option("--quick", "Check only the structure: two reads per file, and the index.")] = False,
+    full: Annotated[bool, option("--full", "Check every byte and every record (the default).")] = False,
     semantic: Annotated[
-        bool, typer.Option("--semantic", help="Like --full, and check that the content of each record makes sense.")
+        bool, option("--semantic", "Like --full, and check that the content of each record makes sense.")
     ] = False,
     sample: Annotated[
-        float,
-        typer.Option(
-            "--sample", metavar="P", min=0.0, max=1.0, help="With --semantic: recompute this share and compare."
-        ),
+        float, option("--sample P", "With --semantic: recompute this share and compare.", min=0.0, max=1.0)
     ] = 0.0,
-    subset: Annotated[
-        str, typer.Option("--subset", metavar="n/t", help="Check only the n-th of t parts, such as 1/8.")
-    ] = "1/1",
-    kind: Annotated[
-        list[str] | None,
-        typer.Option("--kind", metavar="KIND", help="Check only records of this kind."),
-    ] = None,
+    subset: Annotated[str, option("--subset n/t", "Check only the n-th of t parts, such as 1/8.")] = "1/1",
+    kind: Annotated[list[str] | None, option("--kind KIND", "Check only records of this kind.")] = None,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FILE", help="Write the damage report to this file. Default: into the cache."),
+        Path | None, option("--out FILE", "Write the damage report to this file. Default: into the cache.")
     ] = None,
     verdicts: Annotated[
-        Path | None,
-        typer.Option(
-            "--verdicts", metavar="FILE", help="Write one JSON line per record to this file, intact records included."
-        ),
+        Path | None, option("--verdicts FILE", "Write one JSON line per record to this file, intact records included.")
     ] = None,
     config: ConfigFile = None,
     sets: Sets = None,
@@ -111,8 +98,7 @@ def _how(sample: float, *, quick: bool, full: bool, semantic: bool) -> str:
 
 def repair_command(
     damage: Annotated[
-        Path | None,
-        typer.Option("--list", metavar="FILE", help="Repair only files in this damage report. Default: all."),
+        Path | None, option("--list FILE", "Repair only files in this damage report. Default: all.")
     ] = None,
     yes: Yes = False,
     config: ConfigFile = None,

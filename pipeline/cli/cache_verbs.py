@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeline.cli import cache_check
-from pipeline.cli.help import Verbs
+from pipeline.cli.help import Verbs, argument, option
 from pipeline.cli.options import ConfigFile, DamageList, Json, Sets, Yes, as_typed, load_config, print_json
 from pipeline.cli.run_verbs import print_run_tables, run_to_its_end, to_regenerate, typed_command
 from pipeline.command_line import Command, quoted
@@ -30,15 +30,13 @@ pipeline cache validate --full          # read every byte
 pipeline cache repair --yes
 pipeline cache clean --older-than 7d    # a dry run: shows what --yes deletes"""
 
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the export.")]
+Folder = Annotated[Path, argument("DIR", "Folder of the export.")]
 
 
 def export_command(
     folder: Folder,
-    kinds: Annotated[
-        list[str] | None, typer.Option("--kind", metavar="KIND", help="Copy only records of this kind.")
-    ] = None,
-    link: Annotated[bool, typer.Option("--link", help="Link files instead of copying them (same disk only).")] = False,
+    kinds: Annotated[list[str] | None, option("--kind KIND", "Copy only records of this kind.")] = None,
+    link: Annotated[bool, option("--link", "Link files instead of copying them (same disk only).")] = False,
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: Json = False,
@@ -182,12 +180,11 @@ def stat_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = F
 
 
 def clean_command(
-    keep_recipes: Annotated[bool, typer.Option("--keep-recipes", help="Keep all records of known recipes.")] = False,
+    keep_recipes: Annotated[bool, option("--keep-recipes", "Keep all records of known recipes.")] = False,
     older_than: Annotated[
-        str | None,
-        typer.Option("--older-than", metavar="TIME", help="Keep younger files, such as 7d. Default: 1d."),
+        str | None, option("--older-than TIME", "Keep younger files, such as 7d. Default: 1d.")
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Delete the whole cache.")] = False,
+    everything: Annotated[bool, option("--all", "Delete the whole cache.")] = False,
     yes: Yes = False,
     config: ConfigFile = None,
     sets: Sets = None,

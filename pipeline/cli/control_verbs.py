@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.help import Verbs
+from pipeline.cli.help import Verbs, option
 from pipeline.cli.log_verbs import run_folder
 from pipeline.cli.options import (
     STAGES,
@@ -81,8 +81,7 @@ def cancel_command(
     run: Run = None,
     stage: Annotated[str | None, one_of(STAGES, "--stage", "Cancel only the jobs of this stage.")] = None,
     point: Annotated[
-        list[str] | None,
-        typer.Option("--point", metavar="NAME", help="Cancel only these points of a sweep, such as seed=3 or seed=*."),
+        list[str] | None, option("--point NAME", "Cancel only these points of a sweep, such as seed=3 or seed=*.")
     ] = None,
     yes: Yes = False,
     config: ConfigFile = None,
@@ -180,10 +179,9 @@ def _words(cancellation: Cancellation) -> str:
 
 def status_command(
     run: Run = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Update the screen until the run ends.")] = False,
+    watch: Annotated[bool, option("--watch", "Update the screen until the run ends.")] = False,
     exit_code: Annotated[
-        bool,
-        typer.Option("--exit-code", help="Exit with the code of a failed run, or 7 for an orphaned one."),
+        bool, option("--exit-code", "Exit with the code of a failed run, or 7 for an orphaned one.")
     ] = False,
     config: ConfigFile = None,
     sets: Sets = None,
@@ -245,7 +243,7 @@ def _looks(folder: RunFolder, *, watch: bool) -> tuple[Callable[[], SeenRun], Ca
 
 
 def prune_command(
-    keep: Annotated[int, typer.Option("--keep", min=0, help="Keep at least this many of the newest runs.")] = 10,
+    keep: Annotated[int, option("--keep", "Keep at least this many of the newest runs.", min=0)] = 10,
     yes: Yes = False,
     config: ConfigFile = None,
     sets: Sets = None,
@@ -278,7 +276,7 @@ def prune_command(
 
 
 def list_command(
-    limit: Annotated[int, typer.Option("--limit", min=1, help="Show at most N runs. Default: 20.")] = 20,
+    limit: Annotated[int, option("--limit", "Show at most N runs. Default: 20.", min=1)] = 20,
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: Json = False,

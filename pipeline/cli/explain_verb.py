@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.help import Verb
-from pipeline.cli.options import ConfigFile, Json, Sets, as_typed, choice, load_config, print_json
+from pipeline.cli.help import Verb, argument, option
+from pipeline.cli.options import ConfigFile, Json, Sets, as_typed, choice, load_config, one_of, print_json
 from pipeline.command_line import Command
 from pipeline.stage_names import StageName
 
@@ -25,10 +25,9 @@ KEY_DIGITS = 16  # the first 8 are those of all records of a recipe
 GRAPH_FORMS = (TEXT, "mermaid", "dot")
 GraphForm = Annotated[
     str | None,
-    typer.Option(
-        OPTION,
-        metavar=f"[={'|'.join(GRAPH_FORMS)}]",
-        help="Draw the graph of stages with their states and reasons. Default form: text.",
+    option(
+        f"{OPTION} [={'|'.join(GRAPH_FORMS)}]",
+        "Draw the graph of stages with their states and reasons. Default form: text.",
         **choice(GRAPH_FORMS),
     ),
 ]
@@ -71,14 +70,13 @@ def _graph_text(boxes: Sequence[StageBox]) -> list[RenderableType]:
 
 
 def explain_command(
-    item: Annotated[str | None, typer.Argument(metavar="ITEM", help="Item id.")] = None,
+    item: Annotated[str | None, argument("ITEM", "Item id.")] = None,
     stage: Annotated[
         str | None,
-        typer.Option(
+        one_of(
+            tuple(StageName),
             "--stage",
-            metavar=f"[{'|'.join(StageName)}]",
-            help="Explain this stage. For train: what differs from the most similar earlier model.",
-            **choice(tuple(StageName)),
+            "Explain this stage. For train: what differs from the most similar earlier model.",
         ),
     ] = None,
     config: ConfigFile = None,

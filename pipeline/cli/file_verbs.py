@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.help import Verbs
+from pipeline.cli.help import Verbs, argument, option
 from pipeline.cli.options import ConfigFile, Json, Sets, Where, load_config, load_config_if_any, one_of, print_json
 from pipeline.command_line import Command
 
@@ -18,12 +18,9 @@ embeddings_app = Verbs("Write cached embeddings to files for other programs.")
 
 
 def embed_command(
-    fasta: Annotated[Path, typer.Argument(metavar="FASTA", help="FASTA file. The first word of a header is the id.")],
-    weights: Annotated[
-        Path | None,
-        typer.Option("--weights", metavar="PATH", help="Encoder checkpoint. Default: embed.weights."),
-    ] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Folder. Default: embedded/FASTA.")] = None,
+    fasta: Annotated[Path, argument("FASTA", "FASTA file. The first word of a header is the id.")],
+    weights: Annotated[Path | None, option("--weights PATH", "Encoder checkpoint. Default: embed.weights.")] = None,
+    out: Annotated[Path | None, option("--out DIR", "Project folder. Default: embedded/FASTA.")] = None,
     executor: Where = None,
     config: ConfigFile = None,
     sets: Sets = None,
@@ -44,24 +41,16 @@ def embed_command(
 
 
 def dock_command(
-    receptor: Annotated[Path, typer.Argument(metavar="RECEPTOR", help="Structure file of the partner that stays.")],
-    ligand: Annotated[Path, typer.Argument(metavar="LIGAND", help="Structure file of the partner that moves.")],
-    model: Annotated[
-        str, typer.Option("--model", metavar="NAME", help="Trained model, or the published weights of DiffDock-PP.")
-    ],
-    poses: Annotated[int, typer.Option("--poses", min=1, help="Number of poses to sample.")] = 40,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Diffusion steps per pose.")] = 40,
-    confidence: Annotated[
-        str | None, typer.Option("--confidence", metavar="NAME", help="Model or weights that rank the poses.")
-    ] = None,
-    top: Annotated[int, typer.Option("--top", min=1, help="Number of poses to write as files.")] = 5,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Project folder. Default: docked/RECEPTOR-LIGAND.")
-    ] = None,
-    trajectory: Annotated[bool, typer.Option("--trajectory", help="Also write their trajectories.")] = False,
-    bound: Annotated[
-        bool, typer.Option("--bound", help="Treat the input as the bound complex and report RMSDs to it.")
-    ] = False,
+    receptor: Annotated[Path, argument("RECEPTOR", "Structure file of the partner that stays.")],
+    ligand: Annotated[Path, argument("LIGAND", "Structure file of the partner that moves.")],
+    model: Annotated[str, option("--model NAME", "Trained model, or the published weights of DiffDock-PP.")],
+    poses: Annotated[int, option("--poses", "Number of poses to sample.", min=1)] = 40,
+    steps: Annotated[int, option("--steps", "Diffusion steps per pose.", min=1)] = 40,
+    confidence: Annotated[str | None, option("--confidence NAME", "Model or weights that rank the poses.")] = None,
+    top: Annotated[int, option("--top", "Number of poses to write as files.", min=1)] = 5,
+    out: Annotated[Path | None, option("--out DIR", "Project folder. Default: docked/RECEPTOR-LIGAND.")] = None,
+    trajectory: Annotated[bool, option("--trajectory", "Also write the trajectories of these poses.")] = False,
+    bound: Annotated[bool, option("--bound", "Treat the input as the bound complex and report RMSDs to it.")] = False,
     executor: Where = None,
     config: ConfigFile = None,
     sets: Sets = None,
@@ -79,18 +68,17 @@ def dock_command(
 
 @embeddings_app.command("export")
 def export_embeddings_command(
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File to write.")],
+    out: Annotated[Path, option("--out FILE", "File to write.")],
     format_: Annotated[str | None, one_of(FORMATS, "--format", "File format. Default: by the suffix of FILE.")] = None,
     pool: Annotated[
         str, one_of(POOLINGS, "--pool", "One row per residue (none) or per chain. cls: the CLS token.")
     ] = "none",
-    split: Annotated[str | None, typer.Option("--split", metavar="NAME", help="Export only this split.")] = None,
+    split: Annotated[str | None, option("--split NAME", "Export only the items of this split.")] = None,
     encoder: Annotated[
-        str | None,
-        typer.Option("--encoder", metavar="NAME", help="main, or one of embed.also. Default: main."),
+        str | None, option("--encoder NAME", "Encoder: main, or one of embed.also. Default: main.")
     ] = None,
-    partial: Annotated[bool, typer.Option("--partial", help="Skip and count items without an embedding.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    partial: Annotated[bool, option("--partial", "Skip and count items without an embedding.")] = False,
+    force: Annotated[bool, option("--force", "Replace an existing file.")] = False,
     as_json: Json = False,
     config: ConfigFile = None,
     sets: Sets = None,

@@ -16,7 +16,20 @@ if TYPE_CHECKING:
 
 ARGUMENTS, OPTIONS, COMMANDS, EXAMPLES, COMMON = "Arguments", "Options", "Commands", "Examples", "Common options"
 START, RUN, RESULTS, DATA, SHORTCUTS, DEBUG = "Start", "Run", "Results", "Data and cache", "Shortcuts", "Debug"
+OF_MOST = ("config", "sets", "as_json", "_version", "debug", "help")
 ORDER = (ARGUMENTS, OPTIONS, COMMANDS, START, RUN, RESULTS, DATA, SHORTCUTS, DEBUG, COMMON)
+
+
+def option(names: str, help: str, **more: Any) -> Any:  # noqa: A002 - typer's word for it
+    """Return an option by its names and the kind of its value: `--out FILE`, `-f --follow`."""
+    words = names.split()
+    flags = [word for word in words if word.startswith("-")]
+    return typer.Option(*flags, metavar=" ".join(words[len(flags) :]) or None, help=help, **more)
+
+
+def argument(name: str, help: str, **more: Any) -> Any:  # noqa: A002
+    """Return an argument by the name that help shows."""
+    return typer.Argument(metavar=name, help=help, **more)
 
 
 def panels(command: Any, ctx: Any) -> dict[str, list[tuple[str, str]]]:
@@ -38,9 +51,9 @@ def _parameters(command: Any, ctx: Any) -> Iterator[tuple[str, str, str]]:
             meaning.append(f"Default: {param.default}.")
         if getattr(param, "multiple", False):
             meaning.append("Repeatable.")
-        usual = COMMON if param.name == "help" else OPTIONS if is_option else ARGUMENTS
+        panel = COMMON if param.name in OF_MOST else OPTIONS if is_option else ARGUMENTS
         name = re.sub("<(int|float)( range)?>", "N", record[0]) if is_option else record[0].partition(" ")[0]
-        yield param.rich_help_panel or usual, name, " ".join(meaning)
+        yield panel, name, " ".join(meaning)
 
 
 def _commands(group: Any) -> Iterator[tuple[str, str, str]]:

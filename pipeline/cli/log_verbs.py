@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pipeline.cli.help import option
 from pipeline.cli.options import STAGES, ConfigFile, Json, Point, Run, Sets, load_config, one_of, print_json
 from pipeline.command_line import Command
 
@@ -28,14 +29,16 @@ LOGGED = (*STAGES[:-1], "supervise")  # what has logs
 
 def logs_command(
     run: Run = None,
-    stage: Annotated[str | None, one_of(LOGGED, "--stage", "Show only this stage, or the supervisors.")] = None,
-    task: Annotated[int | None, typer.Option("--task", min=0, help="Show only logs of this task, in full.")] = None,
+    stage: Annotated[
+        str | None, one_of(LOGGED, "--stage", "Show only logs of this stage, or of the supervisors.")
+    ] = None,
+    task: Annotated[int | None, option("--task", "Show only logs of this task, in full.", min=0)] = None,
     point: Point = None,
-    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Show only lines of this rank of a task.")] = None,
-    attempt: Annotated[int | None, typer.Option("--attempt", min=1, help="Show only this attempt of tasks.")] = None,
-    failed: Annotated[bool, typer.Option("--failed", help="Show only failed attempts.")] = False,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow the output until the run ends.")] = False,
-    everything: Annotated[bool, typer.Option("--all", help="Show whole logs, not only their ends.")] = False,
+    rank: Annotated[int | None, option("--rank", "Show only lines of this rank of a task.", min=0)] = None,
+    attempt: Annotated[int | None, option("--attempt", "Show only this attempt at each task.", min=1)] = None,
+    failed: Annotated[bool, option("--failed", "Show only failed attempts.")] = False,
+    follow: Annotated[bool, option("-f --follow", "Follow the output until the run ends.")] = False,
+    everything: Annotated[bool, option("--all", "Show every matching log in full, not only the ends.")] = False,
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: Json = False,

@@ -30,7 +30,7 @@ from pipeline.cli import (
     setup_verbs,
     split_verb,
 )
-from pipeline.cli.help import COMMON, DATA, DEBUG, RESULTS, RUN, SHORTCUTS, START, Verbs
+from pipeline.cli.help import DATA, DEBUG, RESULTS, RUN, SHORTCUTS, START, Verbs, option
 from pipeline.command_line import Command
 from pipeline.config.masking import without_secrets
 from pipeline.errors import PipelineError, SubmissionRefused
@@ -94,18 +94,9 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def pipeline_options(
     _version: Annotated[
-        bool,
-        typer.Option(
-            "--version",
-            callback=_print_version,
-            is_eager=True,
-            rich_help_panel=COMMON,
-            help="Print the version and exit.",
-        ),
+        bool, option("--version", "Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", rich_help_panel=COMMON, help="Show a traceback with each error, and debug logs.")
-    ] = False,
+    debug: Annotated[bool, option("--debug", "Show a traceback with each error, and debug logs.")] = False,
 ) -> None:
     """Set up logging."""
     logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeline.cli.completion import completing, models
-from pipeline.cli.help import Verbs
+from pipeline.cli.help import Verbs, argument, option
 from pipeline.cli.options import ConfigFile, Json, Sets, load_config, load_config_if_any, print_json
 from pipeline.command_line import Command
 
@@ -25,25 +25,18 @@ if TYPE_CHECKING:
     from pipeline.runs.model.trained_model import TrainedModel
 
 weights_app = Verbs("Download, import, check and create encoder checkpoints.")
-Force = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
+Force = Annotated[bool, option("--force", "Replace an existing file.")]
 
 
 @weights_app.command("fetch")
 def fetch_command(
     name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="NAME", autocompletion=completing(models), help="Published model. Default: the configured one."
-        ),
+        str | None, argument("NAME", "Published model. Default: the configured one.", autocompletion=completing(models))
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="PATH", help="Where to write. Default: as configured."),
+        Path | None, option("--out PATH", "File or folder to write. Default: next to embed.weights.")
     ] = None,
-    url: Annotated[
-        str | None,
-        typer.Option("--url", metavar="URL", help="Download from this mirror or URL."),
-    ] = None,
+    url: Annotated[str | None, option("--url URL", "Download from this address: a mirror, or your own model.")] = None,
     force: Force = False,
     config: ConfigFile = None,
     sets: Sets = None,
@@ -71,10 +64,9 @@ def fetch_command(
 
 @weights_app.command("import")
 def import_weights_command(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="A .pt file or a Hugging Face folder.")],
+    source: Annotated[Path, argument("SRC", "A .pt file or a Hugging Face folder.")],
     out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="PATH", help="Where to write. Default: as configured."),
+        Path | None, option("--out PATH", "File or folder to write. Default: next to embed.weights.")
     ] = None,
     force: Force = False,
     config: ConfigFile = None,
@@ -98,9 +90,7 @@ def import_weights_command(
 
 @weights_app.command("check")
 def check_weights_command(
-    path: Annotated[
-        Path | None, typer.Argument(metavar="PATH", help="Checkpoint. Default: the configured one.")
-    ] = None,
+    path: Annotated[Path | None, argument("PATH", "Checkpoint. Default: the configured one.")] = None,
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: Json = False,
@@ -119,13 +109,13 @@ def check_weights_command(
 
 @weights_app.command("synth")
 def synth_command(
-    layers: Annotated[int, typer.Option("--layers", help="Number of layers.")],
-    dim: Annotated[int, typer.Option("--dim", help="Embedding width.")],
-    heads: Annotated[int, typer.Option("--heads", help="Number of attention heads, a divisor of the width.")],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File to write. For ESM-2: esm2….pt.")],
-    seed: Annotated[int, typer.Option("--seed", help="Random seed of the weights.")] = 0,
-    stress: Annotated[float, typer.Option("--stress", help="Sharpen attention: harder in half precision.")] = 1.0,
-    family: Annotated[str, typer.Option("--family", help="Model family: esm2, esm1b (also ESM-1v) or esmc.")] = "esm2",
+    layers: Annotated[int, option("--layers", "Number of layers.")],
+    dim: Annotated[int, option("--dim", "Embedding width.")],
+    heads: Annotated[int, option("--heads", "Number of attention heads, a divisor of the width.")],
+    out: Annotated[Path, option("--out FILE", "File to write. The name of an ESM-2 must be like esm2….pt.")],
+    seed: Annotated[int, option("--seed", "Random seed of the weights.")] = 0,
+    stress: Annotated[float, option("--stress", "Sharpen attention: harder in half precision.")] = 1.0,
+    family: Annotated[str, option("--family", "Model family: esm2, esm1b (also ESM-1v) or esmc.")] = "esm2",
     force: Force = False,
 ) -> None:
     """Write a checkpoint with random weights for trials and benchmarks."""
@@ -267,7 +257,7 @@ def _rows(examined: Examined) -> list[tuple[str, object]]:
 
 
 models_app = Verbs("List, show and export trained models.")
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Model name, its folder, or one of its checkpoints.")]
+Model = Annotated[str, argument("MODEL", "Model name, its folder, or one of its checkpoints.")]
 
 
 @models_app.command("list")
@@ -303,10 +293,9 @@ def show_model_command(model: Model, as_json: Json = False, config: ConfigFile =
 @models_app.command("export")
 def export_model_command(
     model: Model,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder, self-contained.")],
+    folder: Annotated[Path, argument("FOLDER", "New folder, self-contained.")],
     form: Annotated[
-        str | None,
-        typer.Option("--as", metavar="SYSTEM", help="Also name the weights as this system does: dreams."),
+        str | None, option("--as SYSTEM", "Also write the weights under the names of this system: dreams.")
     ] = None,
     config: ConfigFile = None,
     sets: Sets = None,

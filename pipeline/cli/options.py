@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from pipeline.cli.completion import completing, runs, settings
-from pipeline.cli.help import COMMON
+from pipeline.cli.help import argument, option
 from pipeline.command_line import Command
 from pipeline.stage_names import StageName
 
@@ -21,44 +21,29 @@ if TYPE_CHECKING:
 
 ConfigFile: TypeAlias = Annotated[
     Path | None,
-    typer.Option(
-        "--config",
-        metavar="FILE",
-        rich_help_panel=COMMON,
-        help="Configuration file. Default: $PIPELINE_CONFIG, pipeline.yaml or configs/pipeline.yaml.",
-    ),
+    option("--config FILE", "Configuration file. Default: $PIPELINE_CONFIG, pipeline.yaml or configs/pipeline.yaml."),
 ]
 Sets: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        autocompletion=completing(settings),
-        rich_help_panel=COMMON,
-        help="Override a setting, such as train.epochs=3.",
-    ),
+    option("--set KEY=VALUE", "Override a setting, such as train.epochs=3.", autocompletion=completing(settings)),
 ]
-Yes: TypeAlias = Annotated[bool, typer.Option("--yes", help="Apply the changes. Without it, the command is a dry run.")]
-Json: TypeAlias = Annotated[
-    bool, typer.Option("--json", rich_help_panel=COMMON, help="Print one JSON document and nothing else.")
-]
-Verbose: TypeAlias = Annotated[bool, typer.Option("--verbose", "-v", help="Show details that the default leaves out.")]
+Yes: TypeAlias = Annotated[bool, option("--yes", "Apply the changes. Without it, the command is a dry run.")]
+Json: TypeAlias = Annotated[bool, option("--json", "Print one JSON document and nothing else.")]
+Verbose: TypeAlias = Annotated[bool, option("--verbose -v", "Show details that the default output leaves out.")]
 Run: TypeAlias = Annotated[
     str | None,
-    typer.Argument(
-        metavar="RUN", autocompletion=completing(runs), help="Run name, prefix or folder. Default: the newest."
+    argument(
+        "RUN", "Run: its name, a prefix of it, or its folder. Default: the newest run.", autocompletion=completing(runs)
     ),
 ]
-Point: TypeAlias = Annotated[
-    str | None, typer.Option("--point", metavar="NAME", help="Select a point of a sweep, such as seed=3.")
-]
+Point: TypeAlias = Annotated[str | None, option("--point NAME", "Select a point of a sweep, such as seed=3.")]
 
 STAGES = tuple(StageName)
 
 
-def one_of(names: Sequence[str], option: str, help: str, **more: Any) -> Any:  # noqa: A002 - typer's word for it
+def one_of(names: Sequence[str], name: str, help: str, **more: Any) -> Any:  # noqa: A002 - typer's word for it
     """Return an option with a fixed choice of values, which suggests the nearest where another is typed."""
-    return typer.Option(option, metavar=f"[{'|'.join(names)}]", help=help, **choice(names), **more)
+    return option(f"{name} [{'|'.join(names)}]", help, **choice(names), **more)
 
 
 def choice(names: Sequence[str]) -> dict[str, Any]:
@@ -76,46 +61,43 @@ def choice(names: Sequence[str]) -> dict[str, Any]:
 
 StageToRun: TypeAlias = Annotated[
     str | None,
-    typer.Argument(metavar="STAGE", help=f"{', '.join(STAGES)} or all. Default: all.", **choice((*STAGES, "all"))),
+    argument("STAGE", f"Stage to run: {', '.join(STAGES)} or all. Default: all.", **choice((*STAGES, "all"))),
 ]
 StageOption: TypeAlias = Annotated[str | None, one_of((*STAGES, "all"), "--stage", "The same as STAGE.", hidden=True)]
 Where: TypeAlias = Annotated[
     str | None, one_of(("local", "slurm"), "--executor", "Where to run. Default: cluster.executor.")
 ]
-Only: TypeAlias = Annotated[bool, typer.Option("--only", help="Run this stage alone: its prerequisites are done.")]
+Only: TypeAlias = Annotated[bool, option("--only", "Run this stage alone. Assume that its prerequisites are done.")]
 DamageList: TypeAlias = Annotated[
-    Path | None,
-    typer.Option("--list", metavar="FILE", help="Rebuild only records in this damage report. Default: all missing."),
+    Path | None, option("--list FILE", "Rebuild only the records in this damage report. Default: all missing records.")
 ]
 ModelName: TypeAlias = Annotated[
-    str | None,
-    typer.Option("--model", metavar="NAME", help="Evaluate or predict with this model: a name, folder or checkpoint."),
+    str | None, option("--model NAME", "Evaluate or predict with this model: a name, folder or checkpoint.")
 ]
 AcceptCode: TypeAlias = Annotated[
-    bool, typer.Option("--accept-code", help="Continue the last training although the task's code changed.")
+    bool, option("--accept-code", "Continue the last training although the task's code changed.")
 ]
 Sweep: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option(
-        "--sweep",
-        metavar="KEY=VALUES",
-        help="Train one model per value: A,B,C, or A:B (B excluded). Several options make a grid.",
-    ),
+    option("--sweep KEY=VALUES", "Train one model per value: A,B,C, or A:B (B excluded). Several options make a grid."),
 ]
 SweepFile: TypeAlias = Annotated[
-    Path | None,
-    typer.Option("--sweep-file", metavar="FILE", help="Train one model per row of a CSV or YAML file."),
+    Path | None, option("--sweep-file FILE", "Train one model per row of a CSV or YAML file.")
 ]
 Prune: TypeAlias = Annotated[
-    str | None, one_of(("none", "median"), "--prune", "Stop sweep points early that fall behind the median.")
+    str | None,
+    one_of(
+        ("none", "median"),
+        "--prune",
+        "Stop sweep points early that fall behind the median. Default: train.sweep.prune.",
+    ),
 ]
-Follow: TypeAlias = Annotated[bool, typer.Option("--follow", help="Show progress until the run ends.")]
+Follow: TypeAlias = Annotated[bool, option("--follow", "Show progress until the run ends.")]
 DryRun: TypeAlias = Annotated[
-    bool, typer.Option("--dry-run", help="Show the work and the job scripts without submitting anything.")
+    bool, option("--dry-run", "Show the work and the job scripts without submitting anything.")
 ]
 Emit: TypeAlias = Annotated[
-    Path | None,
-    typer.Option("--emit", metavar="DIR", help="Write the job scripts into DIR without submitting anything."),
+    Path | None, option("--emit DIR", "Write the job scripts into DIR without submitting anything.")
 ]
 
 

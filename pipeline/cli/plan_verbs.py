@@ -13,6 +13,7 @@ import typer
 
 from pipeline.cli.completion import completing, gpus
 from pipeline.cli.explain_verb import GraphForm, show_graph
+from pipeline.cli.help import argument, option
 from pipeline.cli.options import ConfigFile, Json, Sets, Verbose, choice, load_config, one_of, one_stage, print_json
 from pipeline.command_line import Command
 
@@ -34,34 +35,31 @@ PLANNED = ("scan", "embed", "graph", "train", "validate", "all")
 
 PlannedStage = Annotated[
     str | None,
-    typer.Argument(
-        metavar="STAGE",
-        help=f"Stage to plan, with those it needs (train: alone): {', '.join(PLANNED)}. Default: all.",
+    argument(
+        "STAGE",
+        f"Stage to plan, with those it needs (train: alone): {', '.join(PLANNED)}. Default: all.",
         **choice(PLANNED),
     ),
 ]
 StageOption = Annotated[str | None, one_of(PLANNED, "--stage", "The same as STAGE.", hidden=True)]
 Gpus = Annotated[
     list[str] | None,
-    typer.Option(
-        "--gpu",
-        metavar="GPU",
+    option(
+        "--gpu GPU",
+        "Plan for this GPU: a100-80gb, 24GiB, 3xa100-40gb, or a,b for a job that may get either. Several are compared.",
         autocompletion=completing(gpus),
-        help="Plan for this GPU: a100-80gb, 24GiB, 3xa100-40gb, or a,b for a job that may get either. "
-        "Several are compared.",
     ),
 ]
 Sizes = Annotated[
     str | None,
-    typer.Option(
-        "--sizes",
-        metavar="NAME=N,...",
-        help="Plan training for items of these sizes instead of your data, such as nodes=300,edges=6000. "
+    option(
+        "--sizes NAME=N,...",
+        "Plan training for items of these sizes instead of your data, such as nodes=300,edges=6000. "
         "The names are those that the task's cost() receives; items=N sets the number of items.",
     ),
 ]
 Probe = Annotated[
-    bool, typer.Option("--probe", help="Run the largest micro-batch on each GPU for some minutes and correct the plan.")
+    bool, option("--probe", "Run the largest micro-batch on each GPU for some minutes and correct the plan.")
 ]
 
 
@@ -343,22 +341,16 @@ def _stage_json(project: Project, plan: StagePlan, executor: Executor) -> dict[s
 
 
 def find_batch_command(
-    command: Annotated[
-        list[str],
-        typer.Argument(metavar="COMMAND", help="Command of your script, with {micro_batch} in it."),
-    ],
-    most: Annotated[int, typer.Option("--max", min=1, help="Largest micro-batch to try.")],
+    command: Annotated[list[str], argument("COMMAND", "Command that starts your script, with {micro_batch} in it.")],
+    most: Annotated[int, option("--max", "Largest micro-batch to try.", min=1)],
     divides: Annotated[
-        int | None, typer.Option("--divides", min=1, help="Try only divisors of this, such as a rank's share.")
+        int | None, option("--divides", "Try only divisors of this number, such as a rank's share of a batch.", min=1)
     ] = None,
-    steps: Annotated[
-        int, typer.Option("--steps", min=1, help="End a script that prints its steps after this many.")
-    ] = 3,
+    steps: Annotated[int, option("--steps", "End a script that prints its steps after this many.", min=1)] = 3,
     seconds: Annotated[
-        float | None,
-        typer.Option("--seconds", min=0.1, help="Count a size as fitting when the script has run this long."),
+        float | None, option("--seconds", "Count a size as fitting when the script has run this long.", min=0.1)
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Search again although the result is remembered.")] = False,
+    again: Annotated[bool, option("--again", "Search again although the result is remembered.")] = False,
     as_json: Json = False,
 ) -> None:
     """Find the largest micro-batch that fits your own training script.

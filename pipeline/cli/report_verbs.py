@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipeline.cli.completion import completing, runs
+from pipeline.cli.help import argument, option
 from pipeline.cli.log_verbs import run_folder
 from pipeline.cli.options import ConfigFile, Json, Point, Run, Sets, load_config, print_json
 from pipeline.command_line import Command
@@ -25,10 +26,7 @@ if TYPE_CHECKING:
     from pipeline.report.compared import ComparedModel
 
 PRINTED = Path("-")
-Page = Annotated[
-    Path | None,
-    typer.Option("--html", metavar="FILE", help="Write a self-contained HTML report of the run; -: print it."),
-]
+Page = Annotated[Path | None, option("--html FILE", "Write a self-contained HTML report of the run; -: print it.")]
 
 
 ITEMS_SHOWN = 40  # of a table; --json and the file have all
@@ -38,10 +36,7 @@ TOO_WIDE = (*KEYS, "origin", "place")
 
 def items_command(
     run: Run = None,
-    key: Annotated[
-        str | None,
-        typer.Option("--key", metavar="HEX", help="List only items with a record whose key has this prefix."),
-    ] = None,
+    key: Annotated[str | None, option("--key HEX", "List only items with a record whose key has this prefix.")] = None,
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: Json = False,
@@ -157,10 +152,10 @@ def _write_page(folder: RunFolder, file: Path, *, as_json: bool) -> None:
 
 Compared = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="RUN|MODEL",
+    argument(
+        "RUN|MODEL",
+        "Runs (with all points of a sweep) and models. Default: every model of this project.",
         autocompletion=completing(runs),
-        help="Runs (with all points of a sweep) and models. Default: every model of this project.",
     ),
 ]
 
@@ -168,12 +163,9 @@ Compared = Annotated[
 def compare_command(
     what: Compared = None,
     metric: Annotated[
-        str | None, typer.Option("--metric", metavar="NAME", help="Rank by this metric. Default: the monitored metric.")
+        str | None, option("--metric NAME", "Rank by this metric. Default: the monitored metric.")
     ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option("--html", metavar="FILE", help="Write a self-contained HTML report with their curves."),
-    ] = None,
+    html: Annotated[Path | None, option("--html FILE", "Write a self-contained HTML report with their curves.")] = None,
     config: ConfigFile = None,
     sets: Sets = None,
     as_json: Json = False,
@@ -240,16 +232,12 @@ RUNGS = ("", "checkpointing", "offload", "cpu")
 def replay_command(
     run: Run = None,
     step: Annotated[
-        int | None,
-        typer.Option("--step", min=1, help="Step that failed. Without it, the error lists the recorded steps."),
+        int | None, option("--step", "Step that failed. Without it, the error lists the recorded steps.", min=1)
     ] = None,
-    rank: Annotated[
-        int | None,
-        typer.Option("--rank", min=0, help="Rank to replay. Default: the rank that failed first."),
-    ] = None,
+    rank: Annotated[int | None, option("--rank", "Rank to replay. Default: the rank that failed first.", min=0)] = None,
     point: Point = None,
     device: Annotated[
-        str, typer.Option("--device", help=f"Where to run: {CARD}, {CPU}, or auto (a GPU if there is one).")
+        str, option("--device", f"Where to run: {CARD}, {CPU}, or auto (a GPU if there is one).")
     ] = "auto",
     config: ConfigFile = None,
     sets: Sets = None,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pipeline.cli.help import argument, option
 from pipeline.cli.options import (
     AcceptCode,
     ConfigFile,
@@ -493,11 +494,9 @@ def follow_to_end(folder: RunFolder, ended: Callable[[RunStatus], None]) -> None
 
 
 def demo_command(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder for the project. It must be empty or not exist.")
-    ] = Path("demo"),
+    folder: Annotated[Path, argument("DIR", "Folder for the project. It must be empty or not exist.")] = Path("demo"),
     recipe: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Demonstrate this recipe of `pipeline init` at toy size.")
+        str | None, option("--recipe NAME", "Demonstrate this recipe of `pipeline init` at toy size.")
     ] = None,
 ) -> None:
     """Create a small project and run every stage on this machine."""

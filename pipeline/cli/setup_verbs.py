@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeline.cli.completion import Shell, completing, recipes, shell_script
-from pipeline.cli.help import Verbs
+from pipeline.cli.help import Verbs, argument, option
 from pipeline.cli.options import ConfigFile, Json, Sets, choice, load_config, print_json
 from pipeline.command_line import quoted
 
@@ -34,15 +34,14 @@ def doctor_command(config: ConfigFile = None, sets: Sets = None, as_json: Json =
 
 
 def init_command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the project.")] = Path(),
+    folder: Annotated[Path, argument("DIR", "Folder of the project.")] = Path(),
     recipe: Annotated[
         str | None,
-        typer.Option(
-            "--recipe",
-            autocompletion=completing(recipes),
-            metavar="NAME",
-            help="Start from complex_docking, rna_ligand, spectra_finetune, denovo_recursive, contrastive_pair or"
+        option(
+            "--recipe NAME",
+            "Start from complex_docking, rna_ligand, spectra_finetune, denovo_recursive, contrastive_pair or"
             " encoder_finetune.",
+            autocompletion=completing(recipes),
         ),
     ] = None,
 ) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipeline.cli.help import Verbs
+from pipeline.cli.help import Verbs, option
 from pipeline.cli.options import ConfigFile, Json, Sets, as_typed, load_config, one_of, print_json
 from pipeline.cli.report_verbs import items_command
 from pipeline.command_line import Command
@@ -33,34 +33,24 @@ def split_command(
         str, one_of(METHODS, "--by", "How to group similar chains: same sequence, mmseqs, foldseek, or your clusters.")
     ] = "sequence",
     fractions: Annotated[
-        str | None,
-        typer.Option(
-            "--fractions", metavar="A/B/C", help="Shares of train/val/test, or A/B of train/test. Default: .8/.1/.1."
-        ),
+        str | None, option("--fractions A/B/C", "Shares of train/val/test, or A/B of train/test. Default: .8/.1/.1.")
     ] = None,
-    folds: Annotated[int | None, typer.Option("--folds", help="Write one file for each of K folds instead.")] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed for the split.")] = 0,
+    folds: Annotated[int | None, option("--folds", "Write one file for each of K folds instead.")] = None,
+    seed: Annotated[int, option("--seed", "Random seed for the split.", min=0)] = 0,
     clusters: Annotated[
-        list[Path] | None,
-        typer.Option("--clusters", metavar="FILE", help="Cluster file: representative<TAB>member in each line."),
+        list[Path] | None, option("--clusters FILE", "Cluster file: representative<TAB>member in each line.")
     ] = None,
     min_identity: Annotated[
         float | None,
-        typer.Option(
-            "--min-identity", help="Sequence identity that joins chains, 0 to 1, for --by identity. Default: 0.3."
-        ),
+        option("--min-identity", "Sequence identity that joins chains, 0 to 1, for --by identity. Default: 0.3."),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Table to write.")] = None,
+    out: Annotated[Path | None, option("--out FILE", "Table to write.")] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Check the existing splits instead. Exit with 3 if they share chains.")
+        bool, option("--check", "Check the existing splits instead. Exit with 3 if they share chains.")
     ] = False,
     write_fasta: Annotated[
         Path | None,
-        typer.Option(
-            "--write-fasta",
-            metavar="FILE",
-            help="Write only the protein chains, named ID_CHAIN, for clustering elsewhere.",
-        ),
+        option("--write-fasta FILE", "Write only the protein chains, named ID_CHAIN, for clustering elsewhere."),
     ] = None,
     as_json: Json = False,
     config: ConfigFile = None,
