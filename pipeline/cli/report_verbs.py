@@ -132,7 +132,7 @@ def report_command(
 
 
 def _write_page(folder: RunFolder, file: Path, *, as_json: bool) -> None:
-    """Write or print the HTML page of a run as it is now."""
+    """Write or print the HTML report of a run as it is now."""
     from pipeline.errors import ConfigError
     from pipeline.runs.views.run_page import page_now, write_page_where_asked
 
@@ -147,7 +147,7 @@ def _write_page(folder: RunFolder, file: Path, *, as_json: bool) -> None:
     if as_json:
         print_json({"run": folder.name, "state": run.status.state.value, "html": str(file)})
     else:
-        typer.echo(f"run {folder.name}: {run.status.state.value}\npage: {file}")
+        typer.echo(f"run {folder.name}: {run.status.state.value}\nHTML report: {file}")
 
 
 Compared = Annotated[
@@ -186,7 +186,7 @@ def compare_command(
         return
     tables.show_parts(*comparison_lines(shown))
     if html is not None:
-        typer.echo(f"page: {html.parent.resolve() / html.name}")
+        typer.echo(f"HTML report: {html.parent.resolve() / html.name}")
 
 
 def _models(named: Sequence[str], config: Path | None, sets: Sequence[str] | None) -> list[ComparedModel]:
