@@ -142,7 +142,8 @@ def _round_step(step: float) -> float:
 
 
 Point = tuple[float, float]
-WIDTH, HEIGHT = 380, 210
+Size = tuple[int, int, str]  # pixels, and CSS class
+SMALL: Size = (380, 210, "")
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 22, 36
 DOTS = 40  # points of a line up to which each is marked
 COLOURS = 8
@@ -159,12 +160,13 @@ class Line:
     hints: Sequence[str] = ()  # what each point says when it is pointed at
 
 
-def plot(title: str, x: Axis, y: Axis, lines: Sequence[Line], width: int = WIDTH, height: int = HEIGHT) -> Markup:
-    """Return a plot with its title and legend."""
-    drawn = [_frame(x, y, width, height), *(_line(line, x, y, width, height) for line in lines)]
-    picture = svg(title, drawn, width, height)
+def plot(title: str, x: Axis, y: Axis, lines: Sequence[Line], sizes: Sequence[Size] = (SMALL,)) -> Markup:
+    """Return a plot with its title and legend, drawn in each size; the style sheet shows the one that fits."""
+    pictures = Markup("").join(
+        svg(title, [_frame(x, y, w, h), *(_line(line, x, y, w, h) for line in lines)], w, h, css) for w, h, css in sizes
+    )
     named = [(line.name, f"s{line.colour % COLOURS} {line.style}") for line in lines if line.name]
-    return figure_of(title, picture, legend(named) if len(named) > 1 else "")
+    return figure_of(title, pictures, legend(named) if len(named) > 1 else "")
 
 
 def svg(title: str, parts: Iterable[Markup], width: int, height: int, css: str = "") -> Markup:

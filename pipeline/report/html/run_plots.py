@@ -9,8 +9,7 @@ from markupsafe import Markup
 
 from pipeline.report.html.plots import (
     COLOURS,
-    HEIGHT,
-    WIDTH,
+    SMALL,
     Axis,
     Line,
     byte_axis,
@@ -182,8 +181,8 @@ def curve_plots(shown: Comparison) -> Iterator[Markup]:
             values = [value for line in lines for _, value in line.points]
             epochs = [epoch for line in lines for epoch, _ in line.points]
             x = whole_axis(min(epochs), max(epochs), "epoch")
-            size = (WIDE, HIGH) if name == shown.metric else (WIDTH, HEIGHT)
-            yield plot(name, x, number_axis(min(values), max(values)), lines, *size)
+            sizes = [(WIDE, HIGH, "wide"), (*SMALL[:2], "narrow")] if name == shown.metric else [SMALL]
+            yield plot(name, x, number_axis(min(values), max(values)), lines, sizes)
 
 
 # Memory, requested and used
