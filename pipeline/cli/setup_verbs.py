@@ -10,24 +10,25 @@ import typer
 
 from pipeline.cli.completion import Shell, completing, recipes, shell_script
 from pipeline.cli.help import Verbs, argument, option
-from pipeline.cli.options import ConfigFile, Json, Sets, choice, load_config, print_json
+from pipeline.cli.options import ConfigFile, Json, Sets, Verbose, choice, load_config, print_json
 from pipeline.command_line import quoted
 
 if TYPE_CHECKING:
     from pipeline.cluster.site_facts import Site
 
 
-def doctor_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
+def doctor_command(
+    verbose: Verbose = False, config: ConfigFile = None, sets: Sets = None, as_json: Json = False
+) -> None:
     """Check settings, data, disk, packages and cluster; suggest fixes."""
     from pipeline.report import tables
-    from pipeline.setup.checkup import run_checks
+    from pipeline.setup.checkup import findings_lines, run_checks
 
     findings = run_checks(config, sets or ())
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:
-        rows = [(finding.verdict.value, finding.what, finding.found, finding.remedy) for finding in findings]
-        tables.show_parts(tables.text_table(("", "check", "found", "what to do"), rows))
+        tables.show_parts(*findings_lines(findings, verbose=verbose))
     code = max((finding.exit_code for finding in findings), default=0)
     if code:
         raise typer.Exit(code)

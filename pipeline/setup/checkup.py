@@ -27,6 +27,7 @@ from pipeline.project.container_image import digest_now, image_around, is_contai
 from pipeline.project.project import Encoding, Project, local_machine, scan_recipe_of, source_spec
 from pipeline.project.run_code import PACKAGE, load_task
 from pipeline.records import Inventory, Item, Rejection
+from pipeline.report.tables import plural
 from pipeline.runs.dataset.early_items import refuse_unknown_splits
 from pipeline.runs.dataset.reader_items import is_reader, look_at_files, read_first, reader_of, refuse_crop
 from pipeline.runs.workflow.script_stage import ScriptStage
@@ -51,11 +52,12 @@ LITTLE_BYTES = 5 << 30
 LITTLE_INODES = 100_000
 PACKAGE_NAME = re.compile(r"[\w.-]+")
 TESTED_TORCH = "2.13"  # as constraints.txt pins it; a test compares
+SIGNS = {CheckVerdict.OK: "✓", CheckVerdict.NOTE: "!", CheckVerdict.BAD: "✗"}
 EXTRAS = {"bcif": ("biotite", "BinaryCIF files are rejected")}
 
 
 def run_checks(config_file: Path | None, sets: Sequence[str]) -> list[CheckResult]:
-    """Return the findings of every check; a check that fails never hides the next one."""
+    """Return the findings of every check; later checks run after a failure, too."""
     python = f"{sys.version.split()[0]} ({sys.executable})"
     findings = [good_check("python", python), *_around(), *_packages()]
     try:
@@ -70,13 +72,27 @@ def run_checks(config_file: Path | None, sets: Sequence[str]) -> list[CheckResul
     return [*findings, *_found((*before, *here, *after, *there), loaded)]
 
 
+def findings_lines(findings: Sequence[CheckResult], *, verbose: bool = False) -> list[str]:
+    """Return a line for each problem with its fix, and how many checks passed; with `verbose`, one for each check."""
+    shown = [finding for finding in findings if verbose or finding.verdict is not CheckVerdict.OK]
+    width = max((len(finding.what) for finding in shown), default=0)
+    lines = []
+    for finding in shown:
+        found, *more = finding.found.splitlines()
+        found = " ".join([found, *([", ".join(map(str.strip, more))] if more else [])])
+        fix = f" → {finding.remedy}" if finding.remedy else ""
+        lines.append(f"{SIGNS[finding.verdict]} {finding.what.ljust(width)}  {found}{fix}")
+    passed = sum(finding.verdict is CheckVerdict.OK for finding in findings)
+    return [*lines, f"✓ {plural(passed, 'check')} passed{'' if verbose else ' (-v to list)'}"]
+
+
 def configuration_checks() -> tuple[Checks, Checks]:
-    """Return the checks of what a configuration says: of what it reads, and of its settings."""
+    """Return the checks of a configuration: of its inputs, and of its settings."""
     return (("data", _data), ("weights", _weights), ("cache", _layers)), (("settings", settings_findings),)
 
 
 def check_configuration(loaded: LoadedConfig) -> list[CheckResult]:
-    """Return what is worth knowing about a configuration; raise where a run would fail for what it says."""
+    """Return notes on a configuration; raise where a run would fail because of it."""
     before, after = configuration_checks()
     findings = _found((*before, *after), loaded)
     if bad := [finding for finding in findings if finding.verdict is CheckVerdict.BAD]:
@@ -89,7 +105,7 @@ def check_configuration(loaded: LoadedConfig) -> list[CheckResult]:
 
 
 def _found(checks: Checks, loaded: LoadedConfig) -> list[CheckResult]:
-    """Return the findings of checks, each problem once; one that fails never hides the next one."""
+    """Return the findings of checks, each problem once; later checks run after a failure, too."""
     findings = list[CheckResult]()
     for name, look in checks:
         try:
@@ -101,20 +117,20 @@ def _found(checks: Checks, loaded: LoadedConfig) -> list[CheckResult]:
 
 
 def _around() -> Iterator[CheckResult]:
-    """Tell that this runs in a container, and what cannot be done from within."""
+    """Report a container around this process, and its limits."""
     around = image_around()
     if not around:
         return
     if shutil.which("sbatch") is None:
-        what = f"this runs in {around}, without sbatch: jobs can be neither submitted nor followed from here"
-        remedy = "type it outside; workers alone run inside by cluster.slurm.container.image"
+        what = f"running in {around} without sbatch: cannot submit or follow jobs"
+        remedy = "run pipeline outside; cluster.slurm.container.image puts only the workers inside"
         yield noted_check("inside", what, remedy)
     else:
-        yield good_check("inside", f"this runs in {around}, which has sbatch")
+        yield good_check("inside", f"running in {around}, which has sbatch")
 
 
 def _container(loaded: LoadedConfig) -> Iterator[CheckResult]:
-    """Look at the image that workers are to run in: whether it is there, starts, and holds this version."""
+    """Check that the image of the workers exists, starts, and holds this version."""
     config = loaded.config
     if not is_contained(config):
         return
@@ -134,14 +150,14 @@ def _packages() -> Iterator[CheckResult]:
     needed = _required()
     missing = [name for name in needed or () if not _installed(name)]
     if needed is None:
-        what = f"pipeline {__version__} lies in {PACKAGE.parent} and is not installed: what it needs is not checked"
+        what = f"pipeline {__version__} in {PACKAGE.parent} is not installed: dependencies not checked"
         yield noted_check("packages", what, f"pip install {DISTRIBUTION}   (in a checkout: pip install .)")
         yield _torch()
     elif missing:
         remedy = f"pip install {' '.join(missing)}"
         yield refused_check("packages", f"missing: {', '.join(missing)}", remedy, exit_code=2)
     else:
-        yield good_check("packages", f"pipeline {__version__} and all it needs")
+        yield good_check("packages", f"pipeline {__version__} and its dependencies")
         yield _torch()
     for extra, (module, without) in EXTRAS.items():
         if find_spec(module) is None:
@@ -149,16 +165,16 @@ def _packages() -> Iterator[CheckResult]:
 
 
 def _torch() -> CheckResult:
-    """Say whether the installed torch is the one that is tested; others may well work."""
+    """Compare the installed torch with the tested version; others may work."""
     found = version("torch")
     if found.startswith(f"{TESTED_TORCH}."):
-        return good_check("torch", f"{found}, as tested")
-    remedy = f"pip install 'torch=={TESTED_TORCH}.*'   (plans follow what torch does within: compare them with a probe)"
-    return noted_check("torch", f"{found} is installed, {TESTED_TORCH} is what was tested", remedy)
+        return good_check("torch", f"{found} (tested)")
+    remedy = f"pip install 'torch=={TESTED_TORCH}.*'   (plans depend on torch's internals: check one with --probe)"
+    return noted_check("torch", f"{found} is installed, but only {TESTED_TORCH} is tested", remedy)
 
 
 def _required() -> list[str] | None:
-    """Return the names of the dependencies, without those of extras; None where nothing is installed to tell them."""
+    """Return the names of the dependencies, without those of extras; None if pipeline is not installed."""
     try:
         lines = [line for line in requires(DISTRIBUTION) or () if "extra ==" not in line]
     except PackageNotFoundError:
@@ -176,7 +192,7 @@ def _installed(name: str) -> bool:
 
 
 def _data(loaded: LoadedConfig) -> Iterator[CheckResult]:
-    """List the beginning of the data set, and check its files."""
+    """List the first items of the data set, and check their files."""
     if missing := missing_inputs(loaded):
         remedy = f"edit {loaded.path}, or use --set KEY=VALUE"
         yield from (refused_check("data", line, remedy, exit_code=2) for line in missing)
@@ -195,8 +211,8 @@ def _data(loaded: LoadedConfig) -> Iterator[CheckResult]:
         what = f"no usable item at {config.data.path}" + (f"; {bad[0].id}: {bad[0].detail}" if bad else "")
         yield refused_check("data", what, "pipeline config show   (see data.*)", exit_code=3)
     elif absent:
-        what = f"{len(absent)} files of the first {len(good)} items are missing or unreadable, such as {absent[0]}"
-        yield refused_check("data", what, "see data.path and data.structures_dir", exit_code=3)
+        what = f"{len(absent)} files of the first {len(good)} items are missing or unreadable, for example {absent[0]}"
+        yield refused_check("data", what, "correct data.path or data.structures_dir", exit_code=3)
     else:
         count = f"the first {LOOKED_AT}" if len(listed) == LOOKED_AT else f"all {len(listed)}"
         refused = f", {len(bad)} refused ({bad[0].id}: {bad[0].detail})" if bad else ""
@@ -207,18 +223,18 @@ def _data(loaded: LoadedConfig) -> Iterator[CheckResult]:
 
 
 def _entries(project: Project) -> CheckResult:
-    """Let the reader read the beginning of its data set."""
+    """Read the first items of a reader's data set."""
     look_at_files(reader_of(project))
     taken, path = read_first(reader_of(project), LOOKED_AT), project.config.data.path
     if not len(taken.table):
         what = f"no usable item among the first {taken.entries} at {path}"
         return refused_check("data", what, "pipeline config show   (see data.*)", exit_code=3)
-    found = f"{path}: {len(taken.table)} of the first {taken.entries} items can be used"
+    found = f"{path}: {len(taken.table)} of the first {taken.entries} items are usable"
     return good_check("data", found) if len(taken.table) == taken.entries else noted_check("data", found, EACH_REFUSED)
 
 
 def _weights(loaded: LoadedConfig) -> Iterator[CheckResult]:
-    """Check what encodes; only embedding needs it."""
+    """Check the encoders; only embedding needs them."""
     config = loaded.config
     if is_reader(config):
         return
@@ -232,7 +248,7 @@ def _weights_of(loaded: LoadedConfig, config: Config, of: str) -> CheckResult:
         try:
             find_checkpoint(config.embed.weights)
         except ConfigError as error:
-            return noted_check(f"weights{of}", f"{error.what}; needed from the stage embed on", error.remedy)
+            return noted_check(f"weights{of}", f"{error.what}; needed by the stage embed", error.remedy)
     beside = loaded.base_dir.absolute()
     weights = Encoding.open(config, _opened(config), remember=False, beside=beside).weights
     summary = (
@@ -246,15 +262,15 @@ def _cache(loaded: LoadedConfig) -> Iterator[CheckResult]:
     root, cache = loaded.config.cache.root, _opened(loaded.config)
     broken = [f"{kind}/{name}: {why}" for kind in cache.kinds() for name, why in cache.kind(kind).stat().unreadable]
     if broken:
-        what = f"{len(broken)} unreadable files, such as {broken[0]}; what they held is made anew"
+        what = f"{len(broken)} unreadable files, for example {broken[0]}; the next run rebuilds their records"
         yield noted_check("cache", what, "pipeline cache stat")
     else:
-        yield good_check("cache", f"{root}" if _existing(root) == root else f"{root} (made when first used)")
+        yield good_check("cache", f"{root}" if _existing(root) == root else f"{root} (created on first use)")
     for layer in cache.under:
         records = sum(layer.own(kind).stat().records for kind in layer.kinds())
-        yield good_check("cache under it", f"{layer.root}: {records:,} records, only read")
+        yield good_check("cache under it", f"{layer.root}: {records:,} records, read-only")
     writable = _writable("cache folder", root)
-    if writable.verdict is CheckVerdict.BAD and cache.is_there:  # what is all there needs no writing
+    if writable.verdict is CheckVerdict.BAD and cache.is_there:  # a complete cache needs no writing
         remedy = lay_over([root, *loaded.config.cache.under])
         writable = replace(writable, verdict=CheckVerdict.NOTE, remedy=str(remedy), exit_code=0)
     yield writable
@@ -262,7 +278,7 @@ def _cache(loaded: LoadedConfig) -> Iterator[CheckResult]:
 
 
 def _layers(loaded: LoadedConfig) -> Iterator[CheckResult]:
-    """Check the caches that the configuration names, to be read under its own."""
+    """Check the caches in cache.under."""
     return (failed_check("cache under it", error) for error in _opened(loaded.config).left_out)
 
 
@@ -286,40 +302,39 @@ def _writable(what: str, folder: Path) -> CheckResult:
     place = _existing(folder)
     try:
         with tempfile.TemporaryFile(dir=place):
-            return good_check(what, f"{folder} can be written")
+            return good_check(what, f"{folder} is writable")
     except OSError as error:
-        remedy = "choose another folder in the configuration, or ask for write permission"
+        remedy = "choose another folder in the configuration, or get write permission"
         return refused_check(what, f"{folder} cannot be written: {error.strerror}", remedy, exit_code=2)
 
 
 def _room(root: Path) -> CheckResult:
-    """Check free bytes and inodes; a quota is not visible from here."""
+    """Check free bytes and inodes; quotas are not visible."""
     place = _existing(root)
     free_bytes, inodes = shutil.disk_usage(place).free, os.statvfs(place).f_favail
-    summary = f"{format_bytes(free_bytes)} free, {inodes:,} files can be made"
+    summary = f"{format_bytes(free_bytes)} free, room for {inodes:,} files"
     if free_bytes < LITTLE_BYTES or 0 < inodes < LITTLE_INODES:
-        return noted_check("disk", summary, "make room, or set cache.root to a larger disk")
+        return noted_check("disk", summary, "free space, or set cache.root to a larger disk")
     return good_check("disk", summary)
 
 
 def _machine(loaded: LoadedConfig) -> Iterator[CheckResult]:
     """Return the resources of the local executor."""
     machine = local_machine(loaded.config.cluster.slots)
-    memory, gpus = format_bytes(machine.mem_bytes), len(machine.gpus)
-    yield good_check("machine", f"{machine.cpus} cores, {memory} memory, {gpus} GPUs for local tasks")
+    memory = format_bytes(machine.mem_bytes)
+    gpus = f", {plural(len(machine.gpus), 'GPU')}" if machine.gpus else ""
+    yield good_check("machine", f"{machine.cpus} cores, {memory} memory{gpus} for local tasks")
 
 
 def settings_findings(loaded: LoadedConfig) -> Iterator[CheckResult]:
-    """Return the settings that are known to do harm, and check that the task or the script can be used."""
+    """Yield harmful settings, and check that trackers, the task or the script can be used."""
     for problem in lint(facts_of(loaded.config)):
         bad = problem.severity is Severity.ERROR
         verdict, remedy = CheckVerdict.BAD if bad else CheckVerdict.NOTE, f"{problem.remedy}   ({problem.source})"
         yield CheckResult("settings", verdict, f"{problem.what}: {problem.why}", remedy, exit_code=2 if bad else 0)
     for tracker in loaded.config.train.trackers:
         if find_spec(tracker) is None:
-            what = (
-                f"{loaded.origins['train.trackers']}: train.trackers: {tracker} is not installed, and gets no figures"
-            )
+            what = f"{loaded.origins['train.trackers']}: train.trackers: {tracker} is not installed"
             yield refused_check("trackers", what, install_extra(tracker), exit_code=2)
     if loaded.config.train.task is not None:
         try:
@@ -338,7 +353,7 @@ def settings_findings(loaded: LoadedConfig) -> Iterator[CheckResult]:
 
 
 def _try_task(loaded: LoadedConfig) -> None:
-    """Try the task: its model on a batch of tensors without data, and on a few items if graphs exist."""
+    """Try the task on tensors without data, and on a few items if graphs exist."""
     from pipeline.runs.model.prepare import size_names, some_items
     from pipeline.runs.model.task_contract import breaches
     from pipeline.runs.workflow.train_stage import refuse_misfits
@@ -351,12 +366,12 @@ def _try_task(loaded: LoadedConfig) -> None:
     refuse_unknown_splits(project)
     refuse_misfits(project, task)
     if problems := list(breaches(task, items=items, seed=train.seed, item_sizes=sizes, padded=padded)):
-        remedy = "what a task must have: pipeline/protocol.py"
+        remedy = "correct the task: pipeline/protocol.py lists the methods that it needs"
         raise ConfigError("\n".join(problems), where=f"train.task: {train.task}", remedy=remedy)
 
 
 def facts_of(config: Config) -> RunFacts:
-    """Return the facts for the linter that are known before a model is built."""
+    """Return the facts that the linter can know before a model is built."""
     train, resources = config.train, config.cluster.train
     return RunFacts(
         environment=dict(os.environ),

@@ -1,4 +1,4 @@
-"""The checks of `pipeline doctor` about a Slurm cluster: whether it would take the jobs, and what is worth knowing."""
+"""The checks of `pipeline doctor` about a Slurm cluster: would it accept the jobs, and what affects them."""
 
 from __future__ import annotations
 
@@ -56,24 +56,24 @@ class CheckResult:
 
 
 def failed_check(what: str, error: PipelineError) -> CheckResult:
-    """Return the row for an error; its command to type next is about the project that was typed."""
+    """Return the row for an error; its next command repeats the typed --config and --set."""
     error.in_project(Command.typed(sys.argv[1:]))
     place = f"{error.where}: " if error.where else ""
     return CheckResult(what, CheckVerdict.BAD, f"{place}{error.what}", error.remedy, error.exit_code)
 
 
 def good_check(what: str, found: str) -> CheckResult:
-    """Return a row that all is well."""
+    """Return the row of a check that passed."""
     return CheckResult(what, CheckVerdict.OK, found)
 
 
 def noted_check(what: str, found: str, remedy: str = "") -> CheckResult:
-    """Return a row of what is worth knowing and is no failure."""
+    """Return the row of a check that needs attention and is no failure."""
     return CheckResult(what, CheckVerdict.NOTE, found, remedy)
 
 
 def refused_check(what: str, found: str, remedy: str, exit_code: int = 6) -> CheckResult:
-    """Return a row of what would fail: by default, because the scheduler would refuse it."""
+    """Return the row of a failure; by default the scheduler would refuse the jobs."""
     return CheckResult(what, CheckVerdict.BAD, found, remedy, exit_code)
 
 
@@ -89,24 +89,24 @@ NETWORKED = (
 )  # fmt: skip
 IN_MEMORY = ("tmpfs", "ramfs", "overlay")
 SETUP_S = 60.0
-EDIT = "edit the profile or the configuration, or: --set"
+EDIT = "edit the configuration, or --set"
 
 
 def check_cluster(loaded: LoadedConfig) -> Iterator[CheckResult]:
-    """Check the cluster if jobs go there; without its commands or its controller the other checks are left out."""
+    """Check the cluster if jobs go there; without its commands or its controller, skip the other checks."""
     if loaded.config.cluster.executor != "slurm":
         if slurm_commands.is_there():
-            remedy = "--set cluster.executor=slurm; `pipeline init DIR` writes a profile of the cluster"
-            yield noted_check("cluster", "Slurm is here, but cluster.executor is local", remedy)
+            remedy = "set cluster.executor=slurm to use it (pipeline init DIR writes a cluster profile)"
+            yield noted_check("cluster", "Slurm is available, but cluster.executor is local", remedy)
         return
     if missing := [name for name in COMMANDS if shutil.which(name) is None]:
-        remedy = "log in to a machine that submits jobs, or load its module; or --set cluster.executor=local"
+        remedy = "log in to a submit host or load its module; or --set cluster.executor=local"
         yield refused_check("slurm", f"not on the PATH: {first_few(missing)}", remedy)
         return
     try:
         site = look_at_site(slurm_commands.run_command, slurm_commands.my_name())
     except CommandFailed as error:
-        remedy = "scontrol ping   (if it is down, ask the site); or --set cluster.executor=local"
+        remedy = "scontrol ping   (if it is down, ask your admins); or --set cluster.executor=local"
         yield refused_check("slurm", f"the controller does not answer: {last_line(error.what)}", remedy)
         return
     yield good_check("slurm", f"{site.name}, Slurm {site.version}")
@@ -125,12 +125,12 @@ def check_cluster(loaded: LoadedConfig) -> Iterator[CheckResult]:
 
 
 def check_partitions(config: Config, site: Site) -> Iterator[CheckResult]:
-    """Check that every partition that is named exists, is up, and allows the time that is asked for."""
+    """Check that each named partition exists, is up, and allows the requested time."""
     states = _states()
     for name, keys in _wanted(config).items():
         partition = site.partition(name) if name else site.default
         if not site.partitions:
-            yield noted_check("partition", "the cluster tells of none: unknown whether it is there", "sinfo")
+            yield noted_check("partition", "sinfo lists no partitions: cannot check yours", "sinfo")
             return
         if partition is None:
             yield _no_partition(name, keys, site)
@@ -147,8 +147,8 @@ def check_charging(config: Config, site: Site) -> Iterator[CheckResult]:
     enforced = any(word in site.setting("AccountingStorageEnforce").lower() for word in ("associations", "all", "1"))
     asked = ", ".join(filter(None, (slurm.account and f"account {slurm.account}", slurm.qos and f"QOS {slurm.qos}")))
     if not site.associations and (enforced or asked):
-        what = f"{asked or 'the default account'}: the accounting tells of no account that you may charge"
-        yield noted_check("account", what, "sacctmgr show assoc user=$USER   (the rows below ask the scheduler itself)")
+        what = f"{asked or 'the default account'}: the accounting lists no account of yours"
+        yield noted_check("account", what, "sacctmgr show assoc user=$USER   (the job checks ask the scheduler itself)")
     elif slurm.account and slurm.account not in accounts:
         yield _not_yours("account", slurm.account, accounts)
     elif slurm.qos and qos and slurm.qos not in qos:
@@ -158,7 +158,7 @@ def check_charging(config: Config, site: Site) -> Iterator[CheckResult]:
 
 
 def check_setup(config: Config, _site: Site) -> Iterator[CheckResult]:
-    """Run the setup lines of jobs here; where nodes differ from this machine they may fail and still be right."""
+    """Run the setup lines of jobs on this machine; nodes may differ."""
     lines = config.cluster.slurm.setup
     if not lines:
         return
@@ -166,20 +166,26 @@ def check_setup(config: Config, _site: Site) -> Iterator[CheckResult]:
         words = ["bash", "-eo", "pipefail", "-c", "\n".join(lines)]
         done = subprocess.run(words, capture_output=True, text=True, timeout=SETUP_S, check=False)
     except subprocess.TimeoutExpired:
-        yield noted_check("setup", f"its lines take longer than {SETUP_S:.0f} s here", "cluster.slurm.setup")
+        yield noted_check(
+            "setup",
+            f"the setup lines take longer than {SETUP_S:.0f} s on this machine",
+            "correct cluster.slurm.setup, or ignore this if only the nodes can run it",
+        )
         return
     if done.returncode:
         message = last_line(done.stderr) or f"exit code {done.returncode}"
         yield noted_check(
-            "setup", f"its lines fail here, and every job begins with them: {message}", "cluster.slurm.setup"
+            "setup",
+            f"the setup lines of every job fail on this machine: {message}",
+            "correct cluster.slurm.setup, or ignore this if only the nodes can run it",
         )
     else:
-        yield good_check("setup", f"{len(lines)} lines run here")
+        yield good_check("setup", f"{len(lines)} lines run on this machine")
 
 
 def check_jobs(config: Config, _site: Site) -> Iterator[CheckResult]:
-    """Ask the scheduler whether it would take the job of each stage; nothing is submitted."""
-    from pipeline.cluster.slurm import SlurmExecutor  # local runs need not wait for this import
+    """Ask the scheduler whether it would accept the job of each stage; nothing is submitted."""
+    from pipeline.cluster.slurm import SlurmExecutor  # local runs do not need this import
 
     project = Project.open(config, remember=False)
     executor = SlurmExecutor(config.cluster.slurm)
@@ -196,37 +202,38 @@ def check_jobs(config: Config, _site: Site) -> Iterator[CheckResult]:
 
 
 def check_accounting(_config: Config, site: Site) -> Iterator[CheckResult]:
-    """Check that sacct answers, which knows peaks of memory and how tasks ended."""
-    without = "how tasks end is told by the queue and by the tasks themselves; memory they used is not"
+    """Check that sacct answers: it knows peak memory and how tasks ended."""
+    without = "the queue and the tasks report how tasks end, but not their peak memory"
     if "none" in site.setting("AccountingStorageType"):
-        yield noted_check("accounting", f"this cluster keeps none: {without}")
+        yield noted_check("accounting", f"no accounting on this cluster: {without}")
         return
     try:
         slurm_commands.run_command(SACCT, SACCT_S)
         yield good_check("accounting", "sacct answers")
     except CommandFailed as error:
-        yield noted_check("accounting", f"{error.what}; {without}", "sacct   (try it; runs go on without)")
+        yield noted_check("accounting", f"{error.what}; {without}", "run sacct to see its error (runs work without it)")
 
 
 def check_memory(config: Config, site: Site) -> Iterator[CheckResult]:
-    """Tell whether a task that uses more memory than it asked for is stopped."""
+    """Check whether Slurm stops a task that exceeds its requested memory."""
     asked = config.cluster.slurm.memory != "none"
     if site.counts_memory is False and asked:
-        what = f"memory is not given out here (SelectTypeParameters={site.setting('SelectTypeParameters') or 'none'})"
-        yield noted_check("memory", f"{what}: tasks of one node share it", f"{EDIT} cluster.slurm.memory=none")
+        setting = f"SelectTypeParameters={site.setting('SelectTypeParameters') or 'none'}"
+        what = f"Slurm does not allocate memory ({setting}): tasks on a node share it"
+        yield noted_check("memory", what, f"{EDIT} cluster.slurm.memory=none")
     elif site.limits_memory is False or not asked:
-        what = "a task that uses more than it asks for is not stopped, but may fill its node"
-        yield noted_check("memory", what, "leave room: cluster.STAGE.mem")
+        what = "a task that exceeds its requested memory is not stopped, and may fill its node"
+        yield noted_check("memory", what, "request generously: cluster.STAGE.mem")
     elif site.limits_memory is None:
-        yield noted_check("memory", "whether a task over its memory is stopped was not told")
+        yield noted_check("memory", "unknown whether Slurm stops a task that exceeds its memory")
     else:
-        yield good_check("memory", "a task over its memory is stopped, and tried again with more")
+        yield good_check("memory", "a task that exceeds its memory is stopped, and retried with more")
 
 
 def check_preemption(config: Config, site: Site) -> Iterator[CheckResult]:
-    """Tell what happens to tasks that are preempted."""
+    """Report what happens to preempted tasks."""
     if site.setting("JobRequeue") == "0":
-        yield noted_check("requeue", "JobRequeue=0: jobs are not requeued of themselves; ours ask for it (--requeue)")
+        yield noted_check("requeue", "JobRequeue=0: Slurm does not requeue jobs by default; ours use --requeue")
     if site.setting("PreemptType") in ("", "preempt/none"):
         return
     used = [site.partition(name) if name else site.default for name in _wanted(config)]
@@ -235,27 +242,29 @@ def check_preemption(config: Config, site: Site) -> Iterator[CheckResult]:
         mode = (partition.preempt_mode or site.setting("PreemptMode")).upper()
         if mode in ("", "OFF"):
             continue
-        how = "are told by the signal we ask for" if signalled else "are told by SIGTERM"
-        what = f"{partition.name}: {mode}: tasks that have to make room {how}, and have {partition.grace_s} s"
-        remedy = "what they have not finished is done again" if partition.grace_s < config.cluster.slurm.grace else ""
+        how = "the signal we ask for" if signalled else "SIGTERM"
+        what = f"{partition.name}: {mode}: preempted tasks get {how} and {partition.grace_s} s to stop"
+        remedy = (
+            "none needed: unfinished items are done again" if partition.grace_s < config.cluster.slurm.grace else ""
+        )
         yield noted_check("preemption", what, remedy)
 
 
 def check_limits(config: Config, site: Site) -> Iterator[CheckResult]:
-    """Tell how many tasks fit in an array and in the queue."""
+    """Report how many tasks fit in an array and in the queue."""
     slurm = config.cluster.slurm
     size = site.max_array_size if slurm.max_array_size == "auto" else slurm.max_array_size
-    arrays = f"arrays of {size:,} tasks" if size else "the size of arrays was not told"
+    arrays = f"arrays of {size:,} tasks" if size else "arrays of unknown size"
     facts = Facts(slurm)
     caps, most = facts.caps(), facts.limits().queued_tasks
-    queue = "no limit on tasks in the queue is known" if most is None else f"{most:,} tasks of yours in the queue"
-    yield good_check("limits", f"{arrays}; {queue}; larger stages are cut, or go in waves")
-    if told := [f"{cap.name}: {shown(kind, cap.value)}" for kind, cap in caps.items()]:
-        yield good_check("allowances", f"{'; '.join(told)}; no task asks for more")
+    queue = "no known limit on queued tasks" if most is None else f"{most:,} of your tasks in the queue"
+    yield good_check("limits", f"{arrays}; {queue}; larger stages are split or submitted in waves")
+    if known := [f"{cap.name}: {shown(kind, cap.value)}" for kind, cap in caps.items()]:
+        yield good_check("allowances", f"{'; '.join(known)}; no task requests more")
 
 
 def check_folders(config: Config, _site: Site) -> Iterator[CheckResult]:
-    """Tell on what kind of disk the folders are that the nodes need; whether they see them cannot be proven here."""
+    """Report folders that other nodes may not see; that they do see them cannot be proven here."""
     places = {
         "run folders": config.cluster.runs,
         "cache": config.cache.root,
@@ -266,15 +275,15 @@ def check_folders(config: Config, _site: Site) -> Iterator[CheckResult]:
     mounts = _mounts()
     own = {name: why for name, path in places.items() if (why := _only_here(path, mounts))}
     if not own:
-        yield good_check("shared folders", f"{first_few(places)} are on disks of the network")
+        yield good_check("shared folders", f"{first_few(places)} are on network disks")
     for why in dict.fromkeys(own.values()):
         names = [name for name in own if own[name] == why]
-        remedy = "the nodes must have it at the same path; else choose a folder on a shared disk"
+        remedy = "choose a folder on a shared disk, unless every node has it at the same path"
         yield noted_check("shared folders", f"{first_few(names)}: {why}", remedy)
 
 
 def _wanted(config: Config) -> dict[str, list[str]]:
-    """Return the partitions that jobs go to, empty for the default, each with the settings that name it."""
+    """Return the partitions of all jobs (empty: the default), each with the settings that name it."""
     cluster, wanted = config.cluster, dict[str, list[str]]()
     sections = {name: cluster.resources(name).partition for name in table.everything(config)}
     if cluster.supervisor.where == "job":
@@ -301,16 +310,16 @@ def _no_partition(name: str, keys: list[str], site: Site) -> CheckResult:
     """Return the row of a partition that does not exist."""
     names = [partition.name for partition in site.partitions]
     if not name:
-        what = f"none is named, and the cluster has no default; there are {first_few(names)}"
+        what = f"no partition is set, and the cluster has no default; available: {first_few(names)}"
         return refused_check("partition", what, f"{EDIT} cluster.slurm.partition={names[0]}")
     close = get_close_matches(name, names, n=1)
     meant = f"; did you mean {close[0]}?" if close else ";"
-    what = f"{name} ({keys[0]}) does not exist or is hidden from you{meant} there are {first_few(names)}"
+    what = f"{name} ({keys[0]}) does not exist or is hidden from you{meant} available: {first_few(names)}"
     return refused_check("partition", what, f"{EDIT} {keys[0]}={close[0] if close else names[0]}")
 
 
 def _states() -> dict[str, list[tuple[int, str]]]:
-    """Return for each partition how many nodes are in which state; empty where sinfo fails."""
+    """Return the number of nodes in each state, by partition; empty if sinfo fails."""
     try:
         rows = [line.split("|") for line in slurm_commands.run_command(STATES, SACCT_S).splitlines()]
     except CommandFailed:
@@ -322,55 +331,55 @@ def _states() -> dict[str, list[tuple[int, str]]]:
 
 
 def _standing(partition: Partition, nodes: Sequence[tuple[int, str]]) -> CheckResult:
-    """Return the row of a partition that exists: whether it is up."""
+    """Return the row of an existing partition: whether it is up, and its time limit."""
     if not partition.is_up:
-        what = f"{partition.name} takes no jobs to run now (its State is not UP): they would wait"
+        what = f"{partition.name} is not UP: jobs would wait"
         return noted_check("partition", what, f"scontrol show partition {partition.name}")
     if nodes and not any(state.startswith(UP) for _, state in nodes):
         standing = first_few(f"{count} {state}" for count, state in nodes)
         return noted_check(
-            "partition", f"{partition.name}: none of its nodes can run jobs now ({standing})", "sinfo --list-reasons"
+            "partition", f"{partition.name}: no node can run jobs now ({standing})", "sinfo --list-reasons"
         )
-    longest = "any time" if partition.time_s is None else f"at most {format_duration(partition.time_s)}"
+    longest = "no time limit" if partition.time_s is None else f"at most {format_duration(partition.time_s)}"
     count = sum(count for count, _ in nodes) or partition.nodes or 0
     return good_check("partition", f"{partition.name} is up: {count} nodes, {longest}")
 
 
 def _too_long(config: Config, partition: Partition, name: str) -> Iterator[CheckResult]:
-    """Yield the stages that ask for more time than a partition gives."""
+    """Yield the stages that request more time than a partition allows."""
     for stage in table.everything(config):
         resources = config.cluster.resources(stage)
         slurm = config.cluster.slurm
         where = resources.partition or (slurm.partition or "" if not slurm.partitions else None)
         if where == name and partition.time_s is not None and resources.time > partition.time_s:
             most = format_duration(partition.time_s)
-            what = f"{stage} asks for {format_duration(resources.time)}, and {partition.name} gives at most {most}"
+            what = f"{stage} requests {format_duration(resources.time)}, {partition.name} allows {most}"
             yield refused_check("time", what, f"{EDIT} cluster.{stage}.time={most}")
 
 
 def _not_yours(kind: str, name: str, known: list[str]) -> CheckResult:
     close = get_close_matches(name, known, n=1)
-    what = f"{kind} {name} is not among yours: {first_few(known)}"
+    what = f"{kind} {name} is not one of yours: {first_few(known)}"
     return refused_check("account", what, f"{EDIT} cluster.slurm.{kind}={close[0] if close else known[0]}")
 
 
 def _tested(executor: SlurmExecutor, spec: JobSpec) -> CheckResult:
-    """Return the row for a job, by what the scheduler answers."""
+    """Return the row of a job by the answer of the scheduler."""
     try:
         start = executor.starts(spec)
     except SubmissionRefused as error:
         change = error.command.change if error.command and error.command.change else error.remedy
         return refused_check(f"job {spec.name}", error.what, change)
     except CommandFailed as error:
-        return noted_check(f"job {spec.name}", f"could not be asked about: {error.what}", "scontrol ping")
+        return noted_check(f"job {spec.name}", f"could not be checked: {error.what}", "scontrol ping")
     if start is None:
-        return good_check(f"job {spec.name}", "the scheduler would take it")
+        return good_check(f"job {spec.name}", "the scheduler would accept it")
     when = datetime.fromtimestamp(start, tz=UTC).astimezone()
-    return good_check(f"job {spec.name}", f"the scheduler would take it, and start it about {when:%Y-%m-%d %H:%M}")
+    return good_check(f"job {spec.name}", f"the scheduler would accept it, and start it about {when:%Y-%m-%d %H:%M}")
 
 
 def _mounts() -> list[tuple[Path, str]]:
-    """Return where disks are mounted and of which kind they are, the innermost first."""
+    """Return mount points and their kinds of disk, the innermost first."""
     try:
         rows = [line.split() for line in MOUNTS.read_text().splitlines()]
     except OSError:
@@ -384,10 +393,10 @@ def _only_here(path: Path, mounts: list[tuple[Path, str]]) -> str:
     real = Path(os.path.realpath(path))
     own = [*OWN_PLACES, *filter(None, (os.environ.get("TMPDIR"),))]
     if place := next((place for place in own if real.is_relative_to(place)), ""):
-        return f"below {place}, which every machine has for itself"
+        return f"below {place}, which is local to each machine"
     kind = next((kind for folder, kind in mounts if real.is_relative_to(folder)), "")
     if kind.startswith(NETWORKED):
         return ""
     if kind in IN_MEMORY:
-        return f"on {kind}, which every machine has for itself"
-    return f"on {kind}, a disk of this machine" if kind else "on a disk of which nothing is known"
+        return f"on {kind}, which is local to each machine"
+    return f"on {kind}, a disk of this machine" if kind else "on an unknown kind of disk"

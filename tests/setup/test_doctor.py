@@ -273,6 +273,6 @@ def test_folders_that_nodes_may_not_see_are_told_with_why(
     monkeypatch.delenv("TMPDIR", raising=False)
     sets = ("data.path=/group/a.csv", "cache.root=/group/my scratch/cache", "cluster.runs=/tmp/runs")
     rows = {row.found for row in slurm_checks.check_folders(config(*sets), site_of(PLAIN))}
-    assert "run folders: below /tmp, which every machine has for itself" in rows
-    assert "cache: on tmpfs, which every machine has for itself" in rows
+    assert "run folders: below /tmp, which is local to each machine" in rows
+    assert "cache: on tmpfs, which is local to each machine" in rows
     assert not any("data" in row for row in rows)

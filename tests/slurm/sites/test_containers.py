@@ -295,4 +295,4 @@ def test_doctor_says_what_is_well_and_where_it_runs_itself(make: Make, image: Pa
     rows = examined(project, "local", **inside)
     assert rows["inside"]["verdict"] == "note"
     assert str(image) in rows["inside"]["found"]
-    assert "neither submitted nor followed" in rows["inside"]["found"]
+    assert "cannot submit or follow" in rows["inside"]["found"]

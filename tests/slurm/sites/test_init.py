@@ -53,7 +53,7 @@ def test_a_new_project_is_one_that_the_cluster_takes(project: Path, pipeline: Co
     assert pipeline("config", "check").code == 0
     code, found = rows(pipeline)
     assert code == 0, found
-    assert "the scheduler would take it, and start it about" in found["job scan"]["found"]
+    assert "the scheduler would accept it, and start it about" in found["job scan"]["found"]
     assert found["job supervise"]["verdict"] == "ok"
     assert (found["partition"]["verdict"], found["account"]["verdict"]) == ("ok", "ok")
     assert (found["accounting"]["verdict"], found["limits"]["verdict"]) == ("ok", "ok")
