@@ -220,7 +220,7 @@ def test_a_training_at_its_time_limit_saves_itself_and_goes_on(begun: dict[str, 
     assert restarts(run) >= 1  # how much of its minute is left once it has started is for the machine to say
     told = (run.folder.events / "train-000000-0.jsonl").read_text()
     assert '"exit_code":75' in told
-    assert "interrupted with work left: back into the queue" in run.story()
+    assert "interrupted with work left: requeued" in run.story()
     assert weights(model(run), STEPS) == peace
 
 
