@@ -1,4 +1,4 @@
-"""docs/ as a site: it is built without a warning, which is without a link that leads nowhere, and loads nothing."""
+"""The website builds without a warning, so that no link is broken, and loads nothing from other sites."""
 
 from __future__ import annotations
 
@@ -8,17 +8,28 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.docs import site
+from tests.report.test_page import browser
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+__all__ = ["browser"]  # a fixture
 ROOT = Path(__file__).resolve().parents[2]
 LOADED = re.compile(r"<(?:script|img|link|iframe|source|audio|video)\b[^<>]*? (?:src|href)=\"([^\"]*)\"")
 OUTSIDE = re.compile(r"(?:url\(|@import) *[\"']?(?:https?:)?//[^);]*")
 PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.DOTALL)
 INSIDE = re.compile(r"<code>.*?</code>|<[^>]+>", re.DOTALL)
 RAW = re.compile(r"```|^\s*\||^- |^\d+\. |<!--", re.MULTILINE)  # a list or table that was not taken for one
+
+COPIED = """() => [...document.querySelectorAll('code:has(.gp)')].map(code => {
+  code.setAttribute('data-md-copying', '')  // as the theme does while it copies
+  return code.innerText
+})"""
 
 
 @pytest.fixture(scope="session")
@@ -54,6 +65,18 @@ def test_pages_load_nothing_from_elsewhere_show_no_mark_of_ours_and_are_a_click_
     assert {page.replace("README", "index") for page in pages} - {
         *re.findall(r'href="([^"#]*)', html["index.html"])
     } == set()
+
+
+@pytest.mark.nightly
+def test_pages_fit_a_phone_and_their_buttons_copy_commands_without_the_prompt(built: Path, browser: Browser) -> None:
+    page = browser.new_page(viewport={"width": 400, "height": 800})
+    copied = []
+    for path in sorted((built / "docs").rglob("*.html")):
+        page.goto(path.as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400, path
+        copied += page.evaluate(COPIED)
+    assert len(copied) > 50
+    assert [text for text in copied if re.search(r"^\$ ", text, re.MULTILINE)] == []
 
 
 def test_a_link_in_code_is_left_and_one_to_a_folder_leads_to_its_page() -> None:
