@@ -13,7 +13,7 @@ import typer
 from pipeline.cli.completion import completing, runs
 from pipeline.cli.help import argument, option
 from pipeline.cli.log_verbs import run_folder
-from pipeline.cli.options import ConfigFile, Json, Point, Run, Sets, load_config, print_json
+from pipeline.cli.options import ConfigFile, Json, Point, Run, Sets, Verbose, load_config, print_json
 from pipeline.command_line import Command
 from pipeline.device.kinds import CARD, CPU
 
@@ -97,7 +97,12 @@ def _scanned(run: str | None, config: Path | None, sets: Sequence[str] | None) -
 
 
 def report_command(
-    run: Run = None, html: Page = None, config: ConfigFile = None, sets: Sets = None, as_json: Json = False
+    run: Run = None,
+    html: Page = None,
+    verbose: Verbose = False,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    as_json: Json = False,
 ) -> None:
     """Show requested and used resources of a run, and better requests.
 
@@ -108,7 +113,7 @@ def report_command(
     from pipeline.journal.active_runs import status_of
     from pipeline.journal.budget import spending_of_run
     from pipeline.report import tables
-    from pipeline.report.run_tables import efficiency_report
+    from pipeline.report.use_tables import use_report
     from pipeline.runs.views.efficiency import stage_uses
 
     folder = run_folder(run, config, sets)
@@ -128,7 +133,7 @@ def report_command(
         waits = list(map(asdict, status.waits.values()))
         print_json(document | {"failures": failures, "waits": waits})
         return
-    tables.show_parts(*efficiency_report(status, stages, account))
+    tables.show_parts(*use_report(status, stages, account, verbose=verbose))
 
 
 def _write_page(folder: RunFolder, file: Path, *, as_json: bool) -> None:

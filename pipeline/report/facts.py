@@ -1,11 +1,12 @@
-"""Figures of stages for reports: what a stage would use, what it has used, and what to ask for next time."""
+"""What a stage would use, what it used, and what to request next time."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING
 
-from pipeline.units import format_bytes, format_seconds
+from pipeline.units import MIB, short_bytes, short_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,12 +24,24 @@ class Suggested:
     def shown(self, value: int) -> str:
         """Format a value of this setting."""
         name = self.key.rpartition(".")[2]
-        return format_bytes(value) if name == "mem" else format_seconds(value) if name == "time" else f"{value:,}"
+        return short_bytes(value) if name == "mem" else short_seconds(value) if name == "time" else f"{value:,}"
+
+    @property
+    def typed(self) -> str:
+        """The better value as --set takes it."""
+        name = self.key.rpartition(".")[2]
+        return (
+            f"{ceil(self.value / MIB)}MiB"
+            if name == "mem"
+            else f"{self.value // 60}m"
+            if name == "time"
+            else str(self.value)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class StageUse:
-    """What the attempts at a stage's tasks were given and have used; None: not measured."""
+    """What the attempts at a stage's tasks requested and used; None: not measured."""
 
     stage: str
     tasks: int
@@ -56,12 +69,12 @@ class StageUse:
     planned_bytes: int | None
     why: str  # where the memory of the first attempts was from
     suggested: tuple[Suggested, ...]
-    advice: tuple[str, ...] = ()  # what lay idle, in words
+    advice: tuple[str, ...] = ()  # unused resources, in words
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a stage would use; None: not known."""
+    """What a stage would use; None: unknown."""
 
     stage: str
     counts: Mapping[str, int]
@@ -74,7 +87,7 @@ class Estimate:
     disk_bytes: int
     task_s: float | None
     all_s: float | None
-    sources: Mapping[str, str]  # what a number is called → where it is from
+    sources: Mapping[str, str]  # name of a number → where it comes from
 
     @property
     def is_due(self) -> bool:

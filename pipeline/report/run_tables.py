@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.verdict import Cause
@@ -24,7 +23,7 @@ from pipeline.report.stage_lines import (
     validated_files,
     wait_lines,
 )
-from pipeline.report.tables import plural, text_table
+from pipeline.report.tables import plural
 from pipeline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -34,9 +33,7 @@ if TYPE_CHECKING:
 
     from pipeline.journal.active_runs import SeenRun
     from pipeline.journal.attempts import Attempt
-    from pipeline.journal.budget import Account
-    from pipeline.journal.run_status import RunStatus, StageStatus
-    from pipeline.report.facts import StageUse
+    from pipeline.journal.run_status import StageStatus
 
 STORIES_SHOWN = 5
 TASKS_NAMED = 5
@@ -118,77 +115,3 @@ def _told(stage: StageStatus, group: Sequence[Attempt], action: str) -> str:
     noun = f"{'point' if stage.is_swept else 'task'}{'s' * (len(group) != 1)}"
     headline = f"  {noun} {tasks}, attempt {first.number}: {first.cause.value}{asked}: {first.reason}"
     return f"{headline}{output}{followed}\n    log: {first.log}"
-
-
-UNKNOWN = "unknown"
-USED = ("stage", "tasks", "tries", "memory", "peak", "mem %", "cpus", "cpu %", "limit", "longest")
-
-
-def efficiency_report(
-    status: RunStatus, stages: Sequence[StageUse], account: Account | None = None
-) -> list[RenderableType]:
-    """Show what the stages of a run have used, what went wrong, and what to ask for next time."""
-    shown: list[RenderableType] = [f"run {status.name}: {status.state.value}"]
-    shown += [account.line()] if account else []
-    if not stages:
-        if status.state is RunState.DONE:
-            return [*shown, "nothing was left to do: no task was needed"]
-        return [*shown, "no task has ended yet; nothing was measured"]
-    shown += wait_lines(status.waits.values(), status.ended_at or math.inf)
-    shown += ["", text_table(USED, map(_row, stages), right=USED[1:])]
-    shown += ["", *(line for use in stages for line in _lines(use))]
-    for stage in status.in_order():
-        if failed := stage.failures:
-            count = plural(len(failed), "attempt")
-            shown += ["", f"{stage.name}: {count} did not end well (pipeline logs --failed)", *story(stage, failed)]
-    if advice := [f"  {use.stage}: {line}" for use in stages for line in use.advice]:
-        shown += ["", "what lay idle", *advice]
-    suggested = [
-        f"  {setting.key}: {setting.shown(setting.value)}, was {setting.shown(setting.was)}: {setting.why}"
-        for use in stages
-        for setting in use.suggested
-    ]
-    if suggested:
-        shown += ["", "for the next run (mem: auto asks for this by itself)", *suggested]
-    return shown
-
-
-def _row(use: StageUse) -> tuple[str, ...]:
-    return (
-        use.stage,
-        f"{use.tasks:,}",
-        f"{use.attempts:,}",
-        _size(use.asked_bytes),
-        _size(use.peak_bytes),
-        _percent(use.mem_used),
-        str(use.cpus),
-        _percent(use.cpu_used),
-        _time(use.limit_s),
-        _time(use.longest_s),
-    )
-
-
-def _lines(use: StageUse) -> list[str]:
-    """Return the figures of a stage that have no column in the table."""
-    pace = f" ({use.items_per_s:,.1f} a second and task)" if use.items_per_s else ""
-    parts = [f"{plural(use.items, unit_of(use.stage))}{pace}", f"{use.core_hours:,.2f} core hours"]
-    if use.gpus:
-        memory = _size(use.gpu_peak_bytes) + (f" of {format_bytes(use.gpu_total_bytes)}" if use.gpu_total_bytes else "")
-        parts += [f"{use.gpu_hours:,.2f} GPU hours", f"GPU busy {_percent(use.gpu_busy)}", f"GPU memory {memory}"]
-    planned = f"; planned {format_bytes(use.planned_bytes)}" if use.planned_bytes else ""
-    why = f" ({use.why})" if use.why else ""
-    median = f" (median {format_bytes(use.median_peak_bytes)})" if use.median_peak_bytes else ""
-    memory = f"  memory: first {_size(use.first_bytes)}{why}{planned}; peak {_size(use.peak_bytes)}{median}"
-    return [f"{use.stage}: {', '.join(parts)}", memory]
-
-
-def _size(count: int | None) -> str:
-    return UNKNOWN if count is None else format_bytes(count)
-
-
-def _time(seconds: float | None) -> str:
-    return UNKNOWN if seconds is None else format_seconds(seconds)
-
-
-def _percent(share: float | None) -> str:
-    return UNKNOWN if share is None else f"{share:.0%}"

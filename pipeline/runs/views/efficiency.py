@@ -1,4 +1,4 @@
-"""What the stages of a run have used of what they asked for, and what the next run should ask for."""
+"""What the stages of a run requested and used, and what the next run should request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.config.schema_cluster import StageResources
 from pipeline.project.project import cluster_name, profiles_of
 from pipeline.report.facts import Estimate, StageUse, Suggested
 from pipeline.runs.workflow.jobs import recipe_name, tasks_at_once
-from pipeline.units import GIB, format_bytes
+from pipeline.units import GIB, format_bytes, short_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ TIME_STEP_S = 300
 SPARE_CPUS = 0.5  # efficiency below which fewer cores are suggested
 TELLING_S = 30.0  # of shorter tasks most is their start
 IDLE_GPU = 0.5  # share of busy time below which it is worth saying
-SLICE_MARGIN, LEAST_SLICED = 1.1, 20 * GIB  # cards with less are not cut
+SLICE_MARGIN, LEAST_SLICED = 1.1, 20 * GIB  # smaller GPUs have no slices
 
 
 def stage_uses(folder: RunFolder, status: RunStatus) -> list[StageUse]:
@@ -44,7 +44,7 @@ def stage_uses(folder: RunFolder, status: RunStatus) -> list[StageUse]:
 
 
 def suggested_memory(config: Config, planned: StageJob | None) -> Suggestion | None:
-    """Return what the next such tasks should ask for; None for one that remembers nothing."""
+    """Return what the next such tasks should request; None without measurements."""
     if planned is None or not planned.recipe:
         return None
     history, cluster = profiles_of(config), cluster_name(config)
@@ -102,34 +102,34 @@ def _cards_of(jobs: Mapping[str, StageJob], attempt: Attempt) -> int:
 
 
 def _took_s(attempt: Attempt) -> float:
-    """Return how long an attempt ran, before the scheduler began it again too."""
+    """Return how long an attempt ran, with the time before the scheduler requeued it."""
     return attempt.elapsed_s + attempt.earlier_s
 
 
 def _advice(name: str, config: Config, ended: Sequence[Attempt], jobs: Mapping[str, StageJob]) -> Iterator[str]:
-    """Yield what of the cores and GPUs lay idle, as far as it was measured, and what would have been enough."""
+    """Yield which CPUs and GPUs were mostly unused, as far as measured, and what would be enough."""
     resources = config.cluster.resources(name)
     if (cores := _cores(ended, jobs)) and cores < resources.cpus:
-        yield f"{cores} of {resources.cpus} cores used"
+        yield f"used {cores} of {resources.cpus} CPUs"
     telling = [attempt for attempt in ended if _cards_of(jobs, attempt) and attempt.elapsed_s >= TELLING_S]
     busy = _share((attempt.gpu_busy, 1.0, attempt.elapsed_s) for attempt in telling)
     if busy is not None and busy < IDLE_GPU:
-        yield f"its GPUs were busy {busy:.0%} of the time: what feeds them is slower (cluster.{name}.cpus)"
+        yield f"GPUs were busy {busy:.0%} of the time: loading is slower, give it more CPUs (cluster.{name}.cpus)"
     peak = max((attempt.gpu_peak_bytes or 0 for attempt in ended), default=0)
     total = max((attempt.gpu_total_bytes or 0 for attempt in ended), default=0)
     if peak and total and (slice_bytes := _slice_for(peak, total)):
         cut, whole = round(slice_bytes / GIB), round(total / GIB)
-        yield f"its peak of {format_bytes(peak)} of GPU memory would fit a {cut} GB slice of its {whole} GB"
+        yield f"the GPU peak of {format_bytes(peak)} would fit a {cut} GB slice of its {whole} GB"
 
 
 def _slice_for(peak_bytes: int, total_bytes: int) -> int | None:
-    """Return the smallest part of a GPU, as MIG cuts it, that holds so much and a tenth more; None where none does."""
+    """Return the smallest MIG slice of a GPU that holds so much and a tenth more; None if none does."""
     parts = [total_bytes // share for share in (8, 4, 2)] if total_bytes >= LEAST_SLICED else []
     return next((part for part in parts if SLICE_MARGIN * peak_bytes <= part), None)
 
 
 def _share(parts: Iterable[tuple[float | None, float, float]]) -> float | None:
-    """Return used of available, each by its weight; what was not measured, or not available, does not count."""
+    """Return used of available by weight; unmeasured or unavailable parts do not count."""
     known = [(used, available, weight) for used, available, weight in parts if used is not None and available > 0]
     total = sum(available * weight for _, available, weight in known)
     return sum(used * weight for used, _, weight in known) / total if total else None
@@ -138,28 +138,28 @@ def _share(parts: Iterable[tuple[float | None, float, float]]) -> float | None:
 def _suggestions(
     name: str, config: Config, ended: Sequence[Attempt], jobs: Mapping[str, StageJob], mem: Suggestion | None
 ) -> list[Suggested]:
-    """Return what the next run should ask for, where that differs from what is configured."""
+    """Return better requests for the next run, where they differ from the configured ones."""
     key, resources = f"cluster.{name}", config.cluster.resources(name)
     suggestions = []
     if mem is not None and mem.tasks:
         suggestions.append(Suggested(f"{key}.mem", _asked(ended), mem.mem_bytes, mem.why))
     if (longest := max((attempt.elapsed_s for attempt in ended), default=0.0)) > 0:
         time_s = max(1, ceil(TIME_MARGIN * longest / TIME_STEP_S)) * TIME_STEP_S
-        why = f"the longest took {ceil(longest)} s; {TIME_MARGIN:g} times that, in steps of {TIME_STEP_S // 60} min"
+        why = f"{TIME_MARGIN:g} × the longest task ({short_seconds(longest)}), in steps of {TIME_STEP_S // 60}m"
         suggestions.append(Suggested(f"{key}.time", int(resources.time), time_s, why))
     if (cores := _cores(ended, jobs)) and cores < resources.cpus:
-        why = f"the busiest task kept {cores} of {resources.cpus} busy"
+        why = f"the busiest task used {cores} of {resources.cpus}"
         suggestions.append(Suggested(f"{key}.cpus", resources.cpus, cores, why))
     return [suggested for suggested in suggestions if suggested.value != suggested.was]
 
 
 def _asked(ended: Sequence[Attempt]) -> int:
-    """Return the memory that first attempts asked for."""
+    """Return the memory that first attempts requested."""
     return max((attempt.ask.mem_bytes for attempt in ended if attempt.number == 1), default=0)
 
 
 def _cores(ended: Sequence[Attempt], jobs: Mapping[str, StageJob]) -> int | None:
-    """Return how many cores of a process are enough, where less than half of their time was used; else None."""
+    """Return how many cores of a process are enough if less than half of their time was used; else None."""
     telling = [attempt for attempt in ended if attempt.cpu_s is not None and attempt.elapsed_s >= TELLING_S]
     share = _share((attempt.cpu_s, _cores_of(jobs, attempt) * attempt.elapsed_s, 1.0) for attempt in telling)
     if share is None or share >= SPARE_CPUS:

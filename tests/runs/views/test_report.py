@@ -15,7 +15,7 @@ from pipeline.journal.run_status import RunState, RunStatus, StageJob
 from pipeline.memory.history.task_history import Suggestion
 from pipeline.records import EventKind
 from pipeline.report.facts import StageUse
-from pipeline.report.run_tables import efficiency_report
+from pipeline.report.use_tables import use_report
 from pipeline.runs.views.efficiency import stage_uses, used
 from tests.journal.ledgers import Told
 
@@ -77,7 +77,7 @@ def test_gpus_that_idled_and_memory_of_a_larger_card_are_told_in_words(tmp_path:
     assert found.gpu_busy == pytest.approx(0.2)
     assert found.gpu_hours == pytest.approx(400 / 3600)
     assert len(found.advice) == 2
-    lines = "\n".join(map(str, efficiency_report(RunStatus("r", RunState.DONE), [found])))
+    lines = "\n".join(map(str, use_report(RunStatus("r", RunState.DONE), [found])))
     assert all(advice in lines for advice in found.advice)
 
 
