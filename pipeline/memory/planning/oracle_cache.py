@@ -111,7 +111,7 @@ _SPREAD = {Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER, Category
 _UNKNOWN = "not traced"
 _NOTE = "sharded over {} ranks by a formula: {}"
 _TRACED = (
-    "one rank of {} was traced; FSDP gathers parameters in separate CUDA streams, whose free memory the simulation "
+    "one rank of {} was traced; FSDP gathers parameters in separate streams, whose free memory the simulation "
     "does not count"
 )
 _OWN = 1 << 40  # a block number that no tape of a model has
