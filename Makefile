@@ -5,13 +5,16 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Where a machine forbids it, thousands of short processes would compile all that they import, each for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-changed test-all check site bench prove weeks clean slurm-up slurm-down slurm-packages browser-packages
+.PHONY: demo picture test test-changed test-all check site bench prove weeks clean slurm-up slurm-down slurm-packages browser-packages
 
 DIR ?= demo
 
 demo: .venv/ready        ## a small project in $(DIR), every stage run on this machine
 	test "$(DIR)" != demo || rm -rf demo
 	pipeline demo "$(DIR)"
+
+picture: .venv/tools browser-packages demo  ## docs/report.png, the first screen of a new demo's HTML report
+	python -m tests.docs.pictures "$(DIR)/report.html"
 
 # Two more than there are cores: those on Slurm wait more than they work, in two shares.
 WORKERS ?= $(shell expr $$(nproc) + 2)

@@ -1,4 +1,4 @@
-"""Render docs/report.png, the first screen of a run's HTML report: `python -m tests.docs.pictures REPORT.html`."""
+"""Render docs/report.png, the first screen of an HTML report: `make picture`, or this module and a report's path."""
 
 from __future__ import annotations
 

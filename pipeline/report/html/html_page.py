@@ -35,7 +35,6 @@ SHORT = 24  # characters: a cell with more of them is kept wide enough to be rea
 ERROR_MOST = 10 * TEXT_MOST
 NEXT = "\n  next: "
 OUT_OF_MEMORY = (Cause.HOST_OOM.value, Cause.GPU_OOM.value, STEP_OOM)
-SHOWN = {RunState.ABANDONED: "orphaned"}
 JUDGING = ("scan", "embed", "graph")  # stages that judge the items of a data set
 
 
@@ -138,7 +137,8 @@ def _error(error: str) -> Markup:
 def state_of_run(facts: PageFacts) -> str:
     """Return the state of the run, or that a validation found damage."""
     status = facts.run.status
-    return DAMAGED if any(map(found_damage, status.stages.values())) else SHOWN.get(status.state, status.state.value)
+    state = "orphaned" if status.state is RunState.ABANDONED else status.state.value
+    return DAMAGED if any(map(found_damage, status.stages.values())) else state
 
 
 def story_lines(stage: StageFacts) -> Iterator[str]:
@@ -174,14 +174,8 @@ def verdict(facts: PageFacts) -> str:
         RunState.RUNNING: f"Running for {took}",
         RunState.WAITING: "Not started yet",
     }
-    clauses = [
-        *_problem(facts),
-        *_progress(facts),
-        *_metrics(facts),
-        *_memory(facts),
-        *_survived(facts),
-        *_items(facts),
-    ]
+    parts = (_problem, _progress, _metrics, _memory, _survived, _items)
+    clauses = [clause for part in parts for clause in part(facts)]
     return f"{heads[status.state]}{': ' if clauses else ''}{'; '.join(clauses)}."
 
 
@@ -242,12 +236,11 @@ def _survived(facts: PageFacts) -> Iterator[str]:
 
 
 def _items(facts: PageFacts) -> Iterator[str]:
-    """Yield how many items the last stage that judged the data set rejected."""
+    """Yield how many records were rebuilt, and how many items the last stage that judged the data set rejected."""
+    rebuilt = [sum(s.census["whole"].values()) for s in facts.stages if s.status.name == "regenerate" and s.census]
+    yield from (f"{plural(count, 'record')} rebuilt" for count in rebuilt)
     judged = [stage.census for stage in facts.stages if stage.status.name in JUDGING and stage.census]
     for census in judged[-1:]:
         rejected = census["items"] - census["accepted"]
         yield from [] if facts.training else [f"{plural(census['accepted'], 'item')} usable"]
         yield from [f"{plural(rejected, 'item')} rejected"] if rejected else []
-
-
-CLAUSES = (_problem, _progress, _metrics, _memory, _survived, _items)

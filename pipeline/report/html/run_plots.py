@@ -49,7 +49,7 @@ LEAST_SHARE = 0.004  # of the run: what took less is not drawn
 MOST_MARKS = 240  # of failures of a stage: pixels
 TIMELINE_KEY = (
     ("planning", "plan"), ("queued or starting", "wait"), ("running", "run"), ("tasks at once", "busy"),
-    ("failed", "fail"), ("failed, survived", "fail survived"),
+    ("failed", "fail"), ("survived failure", "fail survived"),
 )  # fmt: skip
 
 
