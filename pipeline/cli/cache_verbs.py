@@ -12,17 +12,17 @@ import typer
 from pipeline.cli import cache_check
 from pipeline.cli.help import Verbs, argument, option
 from pipeline.cli.options import ConfigFile, DamageList, Json, Sets, Yes, as_typed, load_config, print_json
-from pipeline.cli.run_verbs import print_run_tables, run_to_its_end, to_regenerate, typed_command
+from pipeline.cli.run_verbs import run_to_its_end, to_regenerate, typed_command
 from pipeline.command_line import Command, quoted
 from pipeline.stage_names import StageName
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pipeline.journal.run_status import RunStatus
     from pipeline.report.cleaning_tables import Cleaning, CleanRequest
     from pipeline.store.maintenance.transfer import Moved, Told
 
+TOLD_EVERY_S = 5.0
 SHOWN = 5
 EXAMPLES = """\
 pipeline cache stat                     # size and content
@@ -141,21 +141,8 @@ def regenerate_command(
         print_json(Status("", RunState.DONE).to_json()) if as_json else typer.echo(nothing)
         return
     typed = typed_command(StageName.REGENERATE, config, sets, damage_list)
-    show_end = (lambda status: print_json(status.to_json())) if as_json else _in_short
+    show_end = (lambda status: print_json(status.to_json())) if as_json else None
     run_to_its_end(project, stages, typed, loaded.path, show_end)
-
-
-def _in_short(status: RunStatus) -> None:
-    """Print the result of a run; in one line where there was nothing to do."""
-    if status.state.value != "done" or any(stage.missing or stage.warnings for stage in status.stages.values()):
-        print_run_tables(status)
-        return
-    last = status.stages.get(StageName.REGENERATE)
-    scope = "what the list names" if last and last.items else "everything that this data set needs"
-    typer.echo(f"nothing to regenerate: {scope} is there   (pipeline status {status.name})")
-
-
-TOLD_EVERY_S = 5.0
 
 
 def stat_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:

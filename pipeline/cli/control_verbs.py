@@ -19,6 +19,7 @@ from pipeline.cli.options import (
     Json,
     Run,
     Sets,
+    Verbose,
     Yes,
     as_typed,
     load_config,
@@ -46,24 +47,25 @@ BEGINNING_S = 0.1  # how often a new supervisor is looked for that has not begun
 
 def resume_command(run: Run = None, follow: Follow = False, config: ConfigFile = None, sets: Sets = None) -> None:
     """Resume a stopped, failed or orphaned run."""
-    from pipeline.cli.run_verbs import begin_again, follow_to_end, print_run_tables
+    from pipeline.cli.run_verbs import begin_again, follow_to_end
     from pipeline.errors import ConfigError
     from pipeline.journal.run_status import ENDED, RunState, StatusReader
     from pipeline.project.project import stays
+    from pipeline.report.live_status import RunProgress
     from pipeline.runs.engine.handover import pay_visit, start_supervisor
 
     folder, frozen, executor, status = _opened(run, config, sets, "resume")
     with executor:
         if status.state is RunState.DONE:
             again = replace(folder.command(), then="   (does what is missing)")
-            problem = f"run {folder.name} has ended: it is {status.state.value}"
+            problem = f"run {folder.name} is done"
             raise ConfigError(problem, where=str(folder.path), remedy=again)
         if status.state in ENDED:
             begin_again(folder, frozen, status, follow=follow)
             return
-    done = "is looked after: nothing to do"
+    done = "is running: nothing to resume"
     if status.state is not RunState.RUNNING:
-        done = "goes on"
+        done = "resumed"
         if stays(frozen):
             pid, reader = start_supervisor(folder), StatusReader(folder)
             while follow and reader.read().pid != pid and not os.waitpid(pid, os.WNOHANG)[0]:
@@ -74,7 +76,8 @@ def resume_command(run: Run = None, follow: Follow = False, config: ConfigFile =
                 raise typer.Exit(failed)
     typer.echo(f"run {folder.name} {done}\n  watch it: pipeline status {folder.name} --watch")
     if follow:
-        follow_to_end(folder, print_run_tables)
+        with RunProgress() as progress:
+            follow_to_end(folder, progress)
 
 
 def cancel_command(
@@ -104,7 +107,7 @@ def cancel_command(
             raise ConfigError(problem, where="--stage", remedy=Command.of("status", folder.name))
         cancellation = foresee(status, executor, stage)
         if cancellation.empty and stage is not None and status.state is RunState.RUNNING and not executor.outlives:
-            problem = "on this machine a stage ends with its run"
+            problem = "a local run cannot cancel one stage"
             raise ConfigError(problem, where="--stage", remedy=Command.of("cancel", folder.name))
         if cancellation.empty:
             typer.echo(f"run {folder.name} is {status.state.value}: nothing to cancel")
@@ -112,7 +115,7 @@ def cancel_command(
         typer.echo(f"run {folder.name}: {_words(cancellation)}")
         if not yes:
             again = Command.of("cancel", folder.name, *(("--stage", stage) if stage else ()), "--yes")
-            typer.echo(f"nothing was done yet\n  next: {as_typed(again)}")
+            typer.echo(f"dry run: nothing cancelled; to apply:\n  {as_typed(again)}")
             return
         end(folder, status, executor, cancellation, stage)
     typer.echo("cancelled; finished work is kept")
@@ -128,8 +131,7 @@ def _cancel_points(opened: Opened, wanted: Sequence[str], stage: str | None, *, 
 
     folder, frozen, executor, status = opened
     if stage is not None:
-        what = "a point is a task of stage train: it is named by --point alone"
-        raise ConfigError(what, where="--point", remedy="leave --stage out")
+        raise ConfigError("cannot be combined with --stage", where="--point", remedy="leave --stage out")
     points = [point.name for point in points_in(frozen)]
     tasks = points_to_end(status, points, wanted)
     if status.state in ENDED:
@@ -140,10 +142,10 @@ def _cancel_points(opened: Opened, wanted: Sequence[str], stage: str | None, *, 
         typer.echo(f"  {name}")
     if not yes:
         again = Command.of("cancel", folder.name, *(word for name in wanted for word in ("--point", name)), "--yes")
-        typer.echo(f"nothing was done yet\n  next: {as_typed(again)}")
+        typer.echo(f"dry run: nothing cancelled; to apply:\n  {as_typed(again)}")
         return
     cancel_points(folder, frozen, executor, list(tasks))
-    typer.echo("cancelled; the others go on, and after the run the same sweep, submitted again, trains what is missing")
+    typer.echo("cancelled; other points continue. Submit the same sweep again to train these points.")
 
 
 def _opened(run: str | None, file: Path | None, sets: list[str] | None, verb: str) -> Opened:
@@ -180,6 +182,7 @@ def _words(cancellation: Cancellation) -> str:
 def status_command(
     run: Run = None,
     watch: Annotated[bool, option("--watch", "Update the screen until the run ends.")] = False,
+    verbose: Verbose = False,
     exit_code: Annotated[
         bool, option("--exit-code", "Exit with the code of a failed run, or 7 for an orphaned one.")
     ] = False,
@@ -199,22 +202,23 @@ def status_command(
     from pipeline.errors import ConfigError, JobFailed
     from pipeline.journal.run_status import RunState
     from pipeline.report import tables
-    from pipeline.report.run_tables import run_report
+    from pipeline.report.run_tables import run_report, status_report
 
     if watch and as_json:
-        raise ConfigError("one document cannot go on", where="--json", remedy="leave --watch or --json out")
+        raise ConfigError("cannot be combined with --watch", where="--json", remedy="leave --watch or --json out")
     folder = run_folder(run, config, sets)
     now, goes_on = _looks(folder, watch=watch)
+    typed = as_typed(Command.of("status", *filter(None, [run])))
     if watch:
         from pipeline.report.live_status import watched
 
-        watched(now, goes_on)
+        watched(now, goes_on, typed)
     gc.disable()  # a short life, in which collecting would walk through all tasks again and again
     seen = now()
     if as_json:
         print_json(seen.to_json())
     elif not watch:
-        tables.show_parts(*run_report(seen))
+        tables.show_parts(*(run_report(seen) if verbose else status_report(seen, typed)))
     is_abandoned = seen.status.state is RunState.ABANDONED
     if exit_code and (code := JobFailed.exit_code if is_abandoned else seen.status.exit_code):
         raise typer.Exit(code)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pipeline.journal.run_folder import RunFolder
     from pipeline.journal.run_status import RunStatus
     from pipeline.project.project import Project
-    from pipeline.report.live_status import StageBars
+    from pipeline.report.live_status import RunProgress
     from pipeline.runs.workflow.stage import Stage
 
 
@@ -116,33 +116,35 @@ def submit_command(
         _accept_code(project)
     if (note := untrained(stage, project.config)) and not as_json:
         typer.echo(note, err=True)
-    with _checked(project, stages, typed, may_be_silent=idle) as (project, opened):
+    with _checked(project, stages, typed, may_be_silent=idle) as (project, opened, progress):
         if idle:
+            progress.close()
             print_plan(project, stages, opened, note) if as_json else show_plan(project, stages, opened, typed, emit)
             return
         if only:
             _refuse_unplanned(project, stages)
         register_use(project, stages, loaded.path)
-        _start(project, stages, typed, opened, follow=follow)
+        _start(project, stages, typed, opened, progress, follow=follow)
 
 
 @contextmanager
 def _checked(
     project: Project, stages: list[str], typed: Command, *, may_be_silent: bool = False
-) -> Iterator[tuple[Project, Executor]]:
+) -> Iterator[tuple[Project, Executor, RunProgress]]:
     """Open the executor of a project and check its stages; a refusal repeats what was typed."""
     from pipeline.errors import SubmissionRefused
     from pipeline.project.container_image import is_contained, refuse_unfit_image, with_digest
     from pipeline.project.project import open_executor
+    from pipeline.report.live_status import RunProgress
     from pipeline.runs.workflow.table import with_typed_command
 
-    with open_executor(project.config) as opened:
+    with open_executor(project.config) as opened, RunProgress() as progress:
         try:
             project = replace(project, executor=opened, config=with_digest(project.config))
             for note in refuse_unfit_image(project.config) if is_contained(project.config) else ():
-                typer.echo(f"note: cluster.slurm.container: {note}", err=True)
-            _check_first(project, stages, opened, may_be_silent=may_be_silent)
-            yield project, opened
+                typer.echo(f"! cluster.slurm.container: {note}", err=True)
+            _check_first(project, stages, opened, progress, may_be_silent=may_be_silent)
+            yield project, opened, progress
         except SubmissionRefused as error:
             raise with_typed_command(error, typed) from None
 
@@ -232,50 +234,68 @@ def _start(
     stages: list[str],
     typed: Command,
     executor: Executor,
+    progress: RunProgress,
     *,
     follow: bool,
     ended: Callable[[RunStatus], None] | None = None,
 ) -> None:
-    """Start a run, unless one is doing the same already; `ended` prints its result in place of the tables."""
+    """Start a run, unless one is doing the same already; `ended` prints its result in place of a summary."""
+    from pipeline.journal.run_status import ENDED
     from pipeline.project.project import stays
     from pipeline.runs.engine.handover import start_supervisor
     from pipeline.runs.engine.lifecycle import gives_way, new_run, refuse_double
     from pipeline.runs.engine.run_supervisor import Supervisor
     from pipeline.runs.upkeep.retention import tags_read
 
-    config, ended = project.config, ended or print_run_tables
+    config, is_json = project.config, ended is not None
     same = refuse_double(config, stages, project.only)
     if same is None:
         folder = new_run(config, stages, typed, project.beside, project.only, tags_read(project, stages))
         same = gives_way(folder, config, stages, project.only)
     if same is not None:
-        message = f"run {same.name} is doing this already\n  watch it: {_status_of(same)}"
-        typer.echo(message, err=ended is not print_run_tables)
+        progress.close()
+        typer.echo(f"run {same.name} is doing this already\n  watch it: {_status_of(same)}", err=is_json)
         if follow:
-            follow_to_end(same, ended)
+            follow_to_end(same, progress, ended)
         return
     if not stays(config):
         Supervisor(folder, executor).visit(until_s=INLINE_S)
     elif follow:
-        _follow(folder, executor, ended)
+        _follow(folder, executor, progress, ended)
         return
     else:
         start_supervisor(folder)
-    if follow:
-        follow_to_end(folder, ended)
+    if follow or _first_look(folder).state in ENDED:
+        follow_to_end(folder, progress, ended)
         return
+    progress.close()
     typer.echo(f"run {folder.name} started\n  watch it: {_status_of(folder)}")
 
 
+def _first_look(folder: RunFolder) -> RunStatus:
+    """Return the status of a new run once something was found to do, or after some seconds."""
+    from pipeline.journal.run_status import ENDED, StatusReader
+    from pipeline.waiting import wait_for
+
+    reader = StatusReader(folder)
+
+    def is_known() -> bool:
+        status = reader.read()
+        return status.state in ENDED or any(stage.missing for stage in status.stages.values())
+
+    wait_for(is_known, INLINE_S, WATCH_EVERY_S / 5)
+    return reader.status
+
+
 def run_to_its_end(
-    project: Project, stages: list[str], typed: Command, file: Path | None, ended: Callable[[RunStatus], None]
+    project: Project, stages: list[str], typed: Command, file: Path | None, ended: Callable[[RunStatus], None] | None
 ) -> None:
-    """Run stages, show their progress until they have ended, and print the result by `ended`."""
+    """Run stages, show their progress until they have ended, and print the result, by `ended` if given."""
     from pipeline.runs.upkeep.retention import register_use
 
-    with _checked(project, stages, typed) as (project, opened):
+    with _checked(project, stages, typed) as (project, opened, progress):
         register_use(project, stages, file)
-        _start(project, stages, typed, opened, follow=True, ended=ended)
+        _start(project, stages, typed, opened, progress, follow=True, ended=ended)
 
 
 def begin_again(folder: RunFolder, config: Config, status: RunStatus, *, follow: bool) -> None:
@@ -287,9 +307,9 @@ def begin_again(folder: RunFolder, config: Config, status: RunStatus, *, follow:
 
     project = Project.open(config, beside=folder.task_root, strict=True, only=only_of(folder))
     stages, typed = json.loads(folder.stages.read_text()), folder.command()
-    typer.echo(f"run {folder.name} has ended ({status.state.value}); what it has left undone is done by a new run")
-    with _checked(project, stages, typed) as (project, executor):
-        _start(project, stages, typed, executor, follow=follow)
+    typer.echo(f"run {folder.name} has ended ({status.state.value}); a new run does the rest")
+    with _checked(project, stages, typed) as (project, executor, progress):
+        _start(project, stages, typed, executor, progress, follow=follow)
 
 
 def _accept_code(project: Project) -> None:
@@ -321,7 +341,9 @@ def typed_command(
     return Command.of("submit", stage, *listed, *also).in_project(Command.about(config, sets))
 
 
-def _check_first(project: Project, stages: list[str], executor: Executor, *, may_be_silent: bool = False) -> None:
+def _check_first(
+    project: Project, stages: list[str], executor: Executor, progress: RunProgress, *, may_be_silent: bool = False
+) -> None:
     """Refuse before submission an unusable source, cache, checkpoint or request, which would fail in a job later.
 
     Of a cluster that does not answer a note is printed where it `may_be_silent`, once.
@@ -343,7 +365,7 @@ def _check_first(project: Project, stages: list[str], executor: Executor, *, may
             if not may_be_silent:
                 raise
             silent.append(error.what)
-            typer.echo(f"note: whether the cluster takes these jobs could not be checked: {error.what}", err=True)
+            typer.echo(f"! the cluster could not check these jobs: {error.what}", err=True)
 
     cluster = project.config.cluster
     account = Spending(cluster.runs, Budget.of(cluster.budget)).account()
@@ -353,7 +375,7 @@ def _check_first(project: Project, stages: list[str], executor: Executor, *, may
         stage.inspect(project)
         if not stage.has_tasks:
             continue
-        _say_planning(stage, project)
+        _show_planning(stage, project, progress)
         if stage.is_sweep:
             _say_infeasible(project)
         job = spec_of(None, project.config, first_job(project, stage, executor).job)
@@ -363,9 +385,8 @@ def _check_first(project: Project, stages: list[str], executor: Executor, *, may
         check(supervisor_spec(None, project.config, "1"))
 
 
-def _say_planning(stage: Stage, project: Project) -> None:
-    """Print that a training is planned, which may take a while, and why an earlier training is not continued."""
-    from pipeline.report.plan_facts import PLANNING
+def _show_planning(stage: Stage, project: Project, progress: RunProgress) -> None:
+    """Show that a training is planned, which may take a while, and why an earlier training is not continued."""
     from pipeline.runs.model.prepare import is_planned
     from pipeline.runs.workflow.sweep_stage import unplanned
     from pipeline.runs.workflow.train_stage import novelty
@@ -374,10 +395,10 @@ def _say_planning(stage: Stage, project: Project) -> None:
         return
     if stage.is_sweep:
         if points := unplanned(project):
-            typer.echo(f"planning {len(points):,} points: their steps are run on tensors without data ...", err=True)
+            progress.planning(stage.name, f"planning memory of {len(points):,} points…")
         return
     if not is_planned(project):
-        typer.echo(PLANNING, err=True)
+        progress.planning(stage.name)
     for line in novelty(project) if stage.name == StageName.TRAIN else ():
         typer.echo(line, err=True)
 
@@ -388,7 +409,7 @@ def _say_infeasible(project: Project) -> None:
 
     for plan in plans_of(project) or ():
         if plan.prepared is None:
-            typer.echo(f"note: {plan.name} is not trained, the others are: {plan.why}", err=True)
+            typer.echo(f"! train: {plan.name} is not trained, the others are: {plan.why}", err=True)
 
 
 def _warn_of_little(stage: str, job: JobSpec, planned_bytes: int) -> None:
@@ -397,95 +418,79 @@ def _warn_of_little(stage: str, job: JobSpec, planned_bytes: int) -> None:
 
     if (job.mem_bytes or 0) < NEARLY * planned_bytes:
         gets, needs = format_bytes(job.mem_bytes or 0), format_bytes(planned_bytes)
-        shortage = f"a task gets {gets}, and is thought to need {needs}"
-        typer.echo(f"note: {stage}: {shortage} (cluster.{stage}.mem: auto)", err=True)
+        typer.echo(f"! {stage}: requests {gets} but needs about {needs} (cluster.{stage}.mem: auto)", err=True)
 
 
-def _follow(folder: RunFolder, executor: Executor, ended: Callable[[RunStatus], None]) -> None:
+def _follow(
+    folder: RunFolder, executor: Executor, progress: RunProgress, ended: Callable[[RunStatus], None] | None
+) -> None:
     """Supervise a run in this process and show its progress."""
-    from pipeline.report.live_status import StageBars
+    from pipeline.journal.active_runs import Sparing, seen_in_queue
     from pipeline.runs.engine.run_supervisor import Supervisor, SupervisorStopped, stop_on_signals
 
-    with StageBars() as live:
-        for caveat in executor.caveats:
-            typer.echo(f"note: {caveat}", err=True)
-        show = shown(live)
-
-        def watch(status: RunStatus) -> None:
-            try:
-                show(status)
-            except (BrokenPipeError, SystemExit) as error:  # nobody reads any more: rich turns one into the other
-                raise SupervisorStopped from error
-
-        supervisor = Supervisor(folder, executor, watch)
-        stop_on_signals()
-        try:
-            supervisor.run()
-        except (KeyboardInterrupt, SupervisorStopped):
-            typer.echo(f"\n{_after_stop(folder, executor)}", err=True)
-            raise KeyboardInterrupt from None
-        finally:
-            live.stop()
-            executor.close()
-            ended(supervisor.status)
-
-
-def _after_stop(folder: RunFolder, executor: Executor) -> str:
-    """Return how to go on after a Ctrl-C."""
-    if executor.outlives:
-        return f"its jobs go on, and nobody looks after them: pipeline resume {folder.name}"
-    return "stopped; what is finished is kept: run the same command again to go on"
-
-
-def print_run_tables(status: RunStatus) -> None:
-    """Print the result of a run without its error, which `main` prints."""
-    from pipeline.journal.active_runs import SeenRun
-    from pipeline.report import tables
-    from pipeline.report.run_tables import run_report
-
-    tables.show_parts(*run_report(SeenRun(status), with_error=False))
-
-
-def shown(live: StageBars) -> Callable[[RunStatus], None]:
-    """Return a callback that announces each stage once and shows its progress."""
-    from pipeline.report import tables
-    from pipeline.report.plan_tables import stage_lines
-
-    announced: set[str] = set()
+    ask = Sparing()
+    for caveat in executor.caveats:
+        typer.echo(f"! {caveat}", err=True)
 
     def watch(status: RunStatus) -> None:
-        for stage in status.in_order():
-            if stage.name not in announced and stage.submitted:
-                announced.add(stage.name)
-                tables.show_parts(*stage_lines(stage), to_stderr=True)
-            live.show(stage)
+        try:
+            progress.show(lambda: seen_in_queue(status, ask(status)))
+        except (BrokenPipeError, SystemExit) as error:  # its reader has gone: rich turns one into the other
+            raise SupervisorStopped from error
 
-    return watch
+    supervisor = Supervisor(folder, executor, watch)
+    stop_on_signals()
+    try:
+        supervisor.run()
+    except (KeyboardInterrupt, SupervisorStopped):
+        if executor.outlives:
+            progress.close()
+            typer.echo(f"! Jobs are still running unsupervised.\n  next: pipeline resume {folder.name}", err=True)
+        raise KeyboardInterrupt from None
+    finally:
+        executor.close()
+        _show_end(folder, supervisor.status, progress, ended)
 
 
-def follow_to_end(folder: RunFolder, ended: Callable[[RunStatus], None]) -> None:
-    """Show a run that another process supervises until it has ended or nobody does; Ctrl-C does not stop it."""
+def _show_end(
+    folder: RunFolder, status: RunStatus, progress: RunProgress, ended: Callable[[RunStatus], None] | None
+) -> None:
+    """Show how a run ended, without its error, which `main` prints."""
+    from pipeline.journal.active_runs import SeenRun
+    from pipeline.journal.run_status import RunState
+    from pipeline.report.run_summary import ending
+    from pipeline.report.tables import show_parts
+
+    progress.end(SeenRun(status))
+    if ended is not None:
+        ended(status)
+    elif status.state is not RunState.ABANDONED and (lines := ending(status, folder.command())):
+        show_parts(*[""] * progress.has_printed, *lines)
+
+
+def follow_to_end(folder: RunFolder, progress: RunProgress, ended: Callable[[RunStatus], None] | None = None) -> None:
+    """Show a run that another process supervises until it has ended or is orphaned; Ctrl-C does not stop it."""
     import time
+    from functools import partial
 
     from pipeline.errors import JobFailed
-    from pipeline.journal.active_runs import GOING_ON, Sparing, current_status
+    from pipeline.journal.active_runs import GOING_ON, Sparing, current_status, seen_in_queue
     from pipeline.journal.run_status import RunState, StatusReader
-    from pipeline.report.live_status import StageBars
 
     reader, ask = StatusReader(folder), Sparing()
-    with StageBars() as live:
-        show = shown(live)
-        try:
-            while reader.status.state in GOING_ON:
-                show(current_status(reader, ask)[0])
-                time.sleep(WATCH_EVERY_S)
-        except KeyboardInterrupt:
-            typer.echo(f"\nthe run goes on: {_status_of(folder)}", err=True)
-            raise
+    try:
+        while reader.status.state in GOING_ON:
+            status, queue = current_status(reader, ask)
+            progress.show(partial(seen_in_queue, status, queue))
+            time.sleep(WATCH_EVERY_S)
+    except KeyboardInterrupt:
+        progress.close()
+        typer.echo(f"the run continues\n  watch it: {_status_of(folder)}", err=True)
+        raise
     status = reader.status
-    ended(status)
+    _show_end(folder, status, progress, ended)
     if status.state is RunState.ABANDONED:
-        what = f"nobody looks after run {folder.name} any more: its supervisor is gone; finished work is kept"
+        what = f"run {folder.name} has no supervisor (its process died); finished work is kept"
         raise JobFailed(what, where=str(folder.path), remedy=Command.of("resume", folder.name))
     if status.exit_code:
         failed = JobFailed(status.error)

@@ -24,7 +24,7 @@ from pipeline.journal.run_folder import NAME, RunFolder, is_newer, runs_in
 from pipeline.journal.run_logs import end_of, harmless, supervisor_logs
 from pipeline.journal.run_status import RunState, StatusReader, Wait
 from pipeline.records import EventKind
-from pipeline.units import format_seconds
+from pipeline.units import short_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -86,7 +86,7 @@ class QueueLook:
         expected = min((task.starts for _, task in waiting if task.starts and task.starts > now), default=None)
         when = f"{datetime.fromtimestamp(expected):%Y-%m-%d %H:%M}" if expected else ""  # noqa: DTZ006 - people's own
         start = f", the first expected to start at {when}" if when else ""
-        return f"for {format_seconds(max(0.0, now - min(at for at, _ in waiting)))}{start}"
+        return f"for {short_seconds(max(0.0, now - min(at for at, _ in waiting)))}{start}"
 
     def where(self, jobs: Iterable[JobId]) -> str:
         """Return on which node the first unfinished job runs, or why it waits; empty where all have ended."""
@@ -219,12 +219,15 @@ def run_as_shown(
 ) -> SeenRun:
     """Return a run as it is shown, by its ledger and the queue."""
     status, now = current_status(reader, ask)
-    stages = status.stages.values()
+    return replace(seen_in_queue(status, now), supervisor=supervisor(folder, status, now))
+
+
+def seen_in_queue(status: RunStatus, now: QueueLook) -> SeenRun:
+    """Return a run with what its tasks wait for."""
+    stages, at = status.stages.values(), time.time()
     waits_for = {stage.name: now.reasons(stage.live) for stage in stages}
-    at = time.time()
     delayed = {stage.name: now.delayed({job: stage.jobs[job].at for job in stage.live}, at) for stage in stages}
-    shown = SeenRun(status, at, waits_for, supervisor(folder, status, now), now.trouble)
-    return replace(shown, delayed=delayed, stuck=stuck_in(status, now))
+    return SeenRun(status, at, waits_for, trouble=now.trouble, delayed=delayed, stuck=stuck_in(status, now))
 
 
 def use(stage: StageStatus) -> dict[str, int | None]:
@@ -409,6 +412,12 @@ class Trail:
         if ooms > self._ooms.get(event.writer, 0):
             self._note(Happening(event.at, event.data["stage"], f"survived out of memory ({ooms:,} so far)"))
         self._ooms[event.writer] = ooms
+
+
+def loss_of(stage: StageStatus) -> float | None:
+    """Return the latest loss that a process of a stage reported."""
+    losses = (_loss(figures) for figures in reversed(stage.figures.values()))
+    return next((loss for loss in losses if loss is not None), None)
 
 
 def _loss(figures: Mapping[str, float]) -> float | None:

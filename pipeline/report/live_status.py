@@ -1,13 +1,14 @@
-"""What goes on, shown while it does: bars on a terminal or lines now and then, and `status --watch`."""
+"""Progress while it is made: the stages of a run, checks and downloads, and `status --watch`."""
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import time
 from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.live import Live
 from rich.progress import (
@@ -23,38 +24,31 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from pipeline.report.run_tables import run_report
+from pipeline.report.run_summary import held_lines, notes, planning_row, rows_of
+from pipeline.report.run_tables import status_report
 from pipeline.report.screen import Screen, screen
-from pipeline.report.stage_lines import UNIT, counted_so_far, speed, unit_of
-from pipeline.report.tables import show_parts, the_console
+from pipeline.report.tables import NO_TERMINAL, SPINNER, fitted, show_parts, the_console
 from pipeline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from rich.console import Console
-    from rich.progress import Task
 
+    from pipeline.command_line import Command
     from pipeline.encoder.checkpoints.download import DownloadProgress
     from pipeline.journal.active_runs import SeenRun
     from pipeline.journal.run_status import RunStatus, StageStatus
+    from pipeline.report.run_summary import Row
     from pipeline.store.maintenance.damage_report import Checked
 
 LINE_EVERY_S = 10.0
-WIDE = 160  # columns
-BAR, BESIDE_NOTE = 20, 60  # columns of a bar, and of all that stands before its note
+LOOK_EVERY_S = 0.25
+FRAMES_PER_S = 8
+BAR = 20  # columns
 EVERY_S = 2.0
 GLANCE_S = 0.2  # how soon a terminal's new size is seen
 CHANGES = 30  # of a stage, from which its pace is computed
-
-
-class _Rate(ProgressColumn):
-    """Items, steps or files a second."""
-
-    def render(self, task: Task) -> Text:
-        """Show the rate once it is known."""
-        speed = task.finished_speed or task.speed
-        return Text(f"{speed:,.0f} {UNIT.get(task.description, 'item')}s/s" if speed else "")
 
 
 class LiveBars:
@@ -67,7 +61,6 @@ class LiveBars:
         self._tasks: dict[str, TaskID] = {}
         self._begun = time.monotonic()
         self._told: dict[str, tuple[float, int]] = {}  # when a line was printed, and how far it was then
-        self._warned: set[tuple[str, str]] = set()
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -81,12 +74,6 @@ class LiveBars:
         """Stop drawing; the bars stay on the screen."""
         if self._console.is_terminal:
             self._bars.stop()
-
-    def _warn(self, name: str, warning: str) -> None:
-        """Print a warning, once."""
-        if (name, warning) not in self._warned:
-            self._warned.add((name, warning))
-            self._console.print(Text(f"{name}: warning: {warning}"), soft_wrap=True)
 
     def _update(self, name: str, done: int, total: int | None, line: str, note: str = "", *, now: bool = False) -> None:
         """Show progress; without a terminal print a line if there is some, `now` or if the last is long ago."""
@@ -102,28 +89,125 @@ class LiveBars:
             self._console.print(f"{name}: {line}".rstrip(), soft_wrap=True)
 
 
-class StageBars(LiveBars):
-    """Progress of the stages of a run."""
+class RunProgress:
+    """Shows a run on stderr: on a terminal a line per stage that is drawn again and again, else lines now and then.
+
+    Lines that do not change any more are printed for good above the others. While nothing was found to do, none is.
+    """
 
     def __init__(self) -> None:
-        super().__init__(MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
+        self._console, self._meter = the_console(to_stderr=True), PaceMeter()
+        self._rows: list[Row] = []
+        self._notes: list[str] = []  # of stages that have not ended
+        self._printed: set[str] = set()  # stages and notes
+        self._has_work, self._looked_at, self._said_at = False, -math.inf, dict[str, float]()
+        self._live = Live(
+            console=self._console, get_renderable=self._drawn, refresh_per_second=FRAMES_PER_S, transient=True
+        )
+        self._handlers: list[logging.StreamHandler[Any]] = []
 
-    def show(self, stage: StageStatus) -> None:
-        """Show the progress of a stage."""
-        for warning in stage.warnings:
-            self._warn(stage.name, warning)
-        if stage.missing == 0:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def planning(self, name: str, words: str = "") -> None:
+        """Show that a stage is planned, before anything is submitted."""
+        row = planning_row(name, time.time())
+        self._rows = [replace(row, parts=(words,)) if words else row]
+        self._has_work = True
+        self._redraw()
+
+    def show(self, run: Callable[[], SeenRun]) -> None:
+        """Show a run as `run` returns it, unless that was done a moment ago."""
+        if time.monotonic() - self._looked_at >= LOOK_EVERY_S:
+            self._take(run())
+            self._redraw()
+            self._looked_at = time.monotonic()
+
+    def end(self, run: SeenRun) -> None:
+        """Print what is left to say of the stages of a run that has ended."""
+        self._take(run)
+        self.close()
+        if self._has_work:
+            self._print(row for row in self._rows if row.state != "waiting")
+            self._print_notes()
+
+    def close(self) -> None:
+        """Stop drawing; only the lines that were printed for good stay."""
+        self._live.stop()
+        for handler in self._handlers:
+            handler.setStream(sys.stderr)
+        self._handlers.clear()
+
+    @property
+    def has_printed(self) -> bool:
+        return bool(self._printed)
+
+    def _take(self, run: SeenRun) -> None:
+        """Compute the lines of a run, and print those that do not change any more."""
+        stages = run.status.in_order()
+        self._has_work = self._has_work or any(stage.missing or stage.warnings for stage in stages)
+        self._rows = rows_of(run, self._meter.take(run.status, time.time()))
+        self._notes = [f"! {note}" for stage in stages for note in notes(stage)]
+        self._notes += [f"! the queue does not answer: {run.trouble}"] if run.trouble else []
+        self._notes += held_lines(run.stuck)
+        if not self._has_work:
             return
-        rejected = sum(stage.reasons.values())
-        figures = [*speed(stage.measured()), *([] if stage.is_swept else counted_so_far(stage.figures))]
-        left_out = [f"{rejected:,} rejected"] if rejected else []
-        note = ", ".join([*figures, *left_out])
-        line = f"{stage.items_done:,} of {stage.missing:,} {unit_of(stage.name, stage.counts())}s {note}"
-        if self._console.is_terminal and self._console.width < WIDE:  # the bar and the count matter more
-            shorter = (", ".join([*left_out, *figures[:1]]), *left_out)
-            note = next((text for text in shorter if len(text) <= self._console.width - BESIDE_NOTE), "")
-        is_news = stage.items_done >= stage.missing or stage.name not in self._told
-        self._update(stage.name, stage.items_done, stage.missing, line, note, now=is_news)
+        for stage, row in zip(stages, self._rows, strict=False):
+            if row.state not in ("running", "waiting"):
+                self._print([row])
+                self._print_notes(stage.name)
+
+    def _print(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            if row.name not in self._printed:
+                self._printed.add(row.name)
+                self._say(row.line(self._width, time.time()))
+
+    def _print_notes(self, stage: str = "") -> None:
+        for note in self._notes:
+            if note not in self._printed and note.startswith(f"! {stage}"):
+                self._printed.add(note)
+                self._say(Text(note, style="yellow"))
+
+    def _say(self, line: Text) -> None:
+        show_parts(line, to_stderr=True)
+
+    @property
+    def _width(self) -> int:
+        """Columns of a line, with room for symbols that are longer where the terminal cannot encode them."""
+        room = 0 if self._console.encoding.startswith("utf") else len("...")
+        return self._console.width - room if self._console.is_terminal else NO_TERMINAL
+
+    def _redraw(self) -> None:
+        if not self._console.is_terminal:
+            self._print_now_and_then()
+        elif not self._live.is_started:
+            self._live.start(refresh=True)
+            own = (each for each in logging.getLogger().handlers if isinstance(each, logging.StreamHandler))
+            self._handlers += [each for each in own if each.stream is self._console.file]
+            for handler in self._handlers:  # else their lines would be glued to the last one
+                handler.setStream(sys.stderr)  # which now prints above
+
+    def _drawn(self) -> Text:
+        """Return the lines that may still change, none longer than the terminal is wide."""
+        now = time.time()
+        mark = SPINNER[int(now * FRAMES_PER_S) % len(SPINNER)]
+        left = [row for row in self._rows if row.name not in self._printed]
+        lines = [row.line(self._width, now, mark if row.state == "running" else "") for row in left]
+        lines += [Text(note, style="yellow") for note in self._notes if note not in self._printed]
+        return Text("\n", no_wrap=True).join(fitted(line, self._width) for line in lines)
+
+    def _print_now_and_then(self) -> None:
+        """Without a terminal: print a line when a stage begins, and after each while how far it is."""
+        moment = time.monotonic()
+        for row in (row for row in self._rows if row.state == "running" and self._has_work):
+            if moment - self._said_at.get(row.name, -math.inf) >= LINE_EVERY_S:
+                self._said_at[row.name] = moment
+                self._say(replace(row, share=None, since=0.0).line(NO_TERMINAL, time.time(), " "))
+                self._print_notes()
 
 
 class CheckBars(LiveBars):
@@ -189,7 +273,7 @@ class PaceMeter:
         return (done - before) / took if took > 0 and since else 0.0
 
 
-def watched(now: Callable[[], SeenRun], goes_on: Callable[[], bool]) -> None:
+def watched(now: Callable[[], SeenRun], goes_on: Callable[[], bool], typed: Command) -> None:
     """Show the run that `now` returns until it has ended, or until Ctrl-C; the last report stays on the screen."""
     last: list[SeenRun] = []
 
@@ -202,11 +286,11 @@ def watched(now: Callable[[], SeenRun], goes_on: Callable[[], bool]) -> None:
         if sys.stdout.isatty() and not console.is_dumb_terminal:
             _on_screen(console, look)
         else:
-            _as_lines(look)
+            _as_lines(look, typed)
     except KeyboardInterrupt:  # leaving is no failure
         pass
     for run in last:
-        show_parts(*run_report(run))
+        show_parts(*status_report(run, typed))
 
 
 def _on_screen(console: Console, look: Callable[[], SeenRun | None]) -> None:
@@ -225,13 +309,13 @@ def _on_screen(console: Console, look: Callable[[], SeenRun | None]) -> None:
                 time.sleep(GLANCE_S)
 
 
-def _as_lines(look: Callable[[], SeenRun | None]) -> None:
+def _as_lines(look: Callable[[], SeenRun | None], typed: Command) -> None:
     """Print a report whenever it has changed."""
     before = None
     while run := look():
         document = replace(run, at=math.inf).to_json()  # a clock is no change
         if document != before:
-            show_parts(*run_report(run), "")
+            show_parts(*status_report(run, typed), "")
             sys.stdout.flush()
         before = document
         time.sleep(EVERY_S)

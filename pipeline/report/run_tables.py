@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rich.text import Text
+
 from pipeline.cluster.verdict import Cause
+from pipeline.command_line import Command
+from pipeline.journal.active_runs import GOING_ON, use
 from pipeline.journal.run_status import RunState
+from pipeline.report.run_summary import MARKS, STYLES, ending, held_lines, notes, rows_of, words_of
 from pipeline.report.stage_lines import (
     CENSUS,
     DAMAGED,
@@ -23,8 +28,8 @@ from pipeline.report.stage_lines import (
     validated_files,
     wait_lines,
 )
-from pipeline.report.tables import plural
-from pipeline.units import format_bytes, format_seconds
+from pipeline.report.tables import NO_TERMINAL, plural, text_table
+from pipeline.units import format_bytes, format_seconds, short_bytes, short_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -33,10 +38,49 @@ if TYPE_CHECKING:
 
     from pipeline.journal.active_runs import SeenRun
     from pipeline.journal.attempts import Attempt
-    from pipeline.journal.run_status import StageStatus
+    from pipeline.journal.run_status import RunStatus, StageStatus
+    from pipeline.report.run_summary import Row
 
+AT_A_GLANCE = ("STAGE", "STATE", "DONE", "CACHED", "TIME", "PEAK/REQUESTED")
 STORIES_SHOWN = 5
 TASKS_NAMED = 5
+
+
+def status_report(run: SeenRun, typed: Command) -> list[RenderableType]:
+    """Show a run at a glance: its stages, what needs attention, how it ended or what it does, and what to type next."""
+    status, is_over, named = run.status, run.status.state not in GOING_ON, typed.words[1:]
+    took = (status.ended_at or (run.at if math.isfinite(run.at) else 0.0)) - status.started_at
+    clock = [short_seconds(took)] if status.started_at and took > 0 else []
+    shown: list[RenderableType] = [" · ".join([f"Run {status.name}", words_of(status.state), *clock])]
+    if status.state not in (*GOING_ON, RunState.DONE):
+        shown += [*ending(status, typed, named), *_indented(status.error), *_indented(run.supervisor), ""]
+    if rows := rows_of(run, {}):
+        cells = (_cells(row, status.stages.get(row.name)) for row in rows)
+        shown.append(text_table(AT_A_GLANCE, cells, right=AT_A_GLANCE[2:]))
+    if not is_over:
+        going = [row for row in rows if row.state == "running"]
+        shown += ["", *(row.line(NO_TERMINAL, run.at) for row in going)] if going else []
+        shown += [f"! the queue does not answer: {run.trouble}"] if run.trouble else []
+        shown += [] if rows else [run.supervisor]
+    shown += [*held_lines(run.stuck), *(f"! {note}" for stage in status.in_order() for note in notes(stage))]
+    shown += [run.account.line()] if run.account and run.account.is_low else []
+    shown += ["", *ending(status, typed, named)] if status.state is RunState.DONE else []
+    return [*shown, f"  Details: {Command.of('status', *named, '-v').in_project(typed)}"]
+
+
+def _indented(text: str) -> list[str]:
+    return [f"  {line}" for line in text.splitlines()]
+
+
+def _cells(row: Row, stage: StageStatus | None) -> tuple[str | Text, ...]:
+    """Return the cells of a stage."""
+    state = Text(f"{MARKS[row.state]} {'orphaned' if row.state == 'abandoned' else row.state}", STYLES[row.state])
+    if stage is None:
+        return (row.name, state, *[""] * 4)
+    asked, peak, _ = use(stage).values()
+    peak = peak or max((int(figures.get("host_peak_bytes", 0)) for figures in stage.figures.values()), default=0)
+    memory = f"{short_bytes(peak) if peak else '?'}/{short_bytes(asked)}" if asked else ""
+    return row.name, state, f"{stage.items_done:,}/{stage.missing:,}", f"{stage.cached:,}", row.took, memory
 
 
 def run_report(run: SeenRun, *, with_error: bool = True) -> list[RenderableType]:

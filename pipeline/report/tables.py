@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import sys
 from functools import lru_cache
+from io import TextIOWrapper
 from textwrap import wrap
 from typing import IO, TYPE_CHECKING, Any
 
@@ -18,11 +20,26 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 NO_TERMINAL, MESSAGE = 200, 100  # columns of tables where there is no terminal, and of what is pasted into a message
+SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 TEXT_MOST = 600  # characters of a text on a page
+
+
+SYMBOLS = {"✓": "ok", "✗": "x", "·": "-", "…": "...", "→": "->", "━": "=", "─": "-"} | dict.fromkeys(SPINNER, "*")
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    """Replace what a stream cannot encode."""
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(SYMBOLS.get(symbol, "?") for symbol in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error("symbols", _in_ascii)
 
 
 @lru_cache(maxsize=2)
 def _console_of(stream: IO[str]) -> Console:
+    if isinstance(stream, TextIOWrapper):
+        stream.reconfigure(errors="symbols")
     return Console(file=stream, highlight=False, soft_wrap=not stream.isatty())
 
 
@@ -55,6 +72,14 @@ def _wrapped(text: str, columns: int) -> str:
         indent = " " * (len(line) - len(line.lstrip()) + 4)
         lines += wrap(line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]
     return "\n".join(lines)
+
+
+def fitted(line: Text, width: int) -> Text:
+    """Return a line that is no longer than a screen is wide, without blanks at its end."""
+    line = line.copy()
+    line.truncate(width, overflow="ellipsis")
+    line.rstrip()
+    return line
 
 
 def text_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: str | Sequence[str] = "") -> Table:

@@ -240,6 +240,7 @@ class Supervisor:
 
     def _open(self, stage: Stage) -> StageStatus:
         """Begin a stage: plan what is missing from the store, and submit it."""
+        self.watch(self.status)  # planning can take minutes, in which it is to be seen
         with self._failing_ends(stage):
             planned = plan_stage(self.project, stage, self.executor, self.folder)
             self._emit(EventKind.STAGE_SUBMITTED, stage=stage.name, **planned.to_json())

@@ -18,6 +18,7 @@ from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_folder import writing_run
 from pipeline.project.run_code import blamed
 from pipeline.records import EventKind, Reason
+from pipeline.report.run_summary import OUT_OF_MEMORY
 from pipeline.runs.dataset.early_items import refuse_other_width, refuse_sequences, refuse_unknown_splits
 from pipeline.runs.dataset.loading import rows_of, source_of
 from pipeline.runs.dataset.reader_items import refuse_crop, unmade
@@ -142,7 +143,7 @@ class TrainStage(Stage):
     def check(self, project: Project, folder: RunFolder, judged: Trained) -> list[str]:  # noqa: ARG002
         """Return warnings about what was not validated, skipped items and recoveries from running out of memory."""
         skipped = f"{judged.skipped:,} items are too large for any plan and were skipped (train.oversize: skip)"
-        ooms = f"out of memory {judged.ooms:,} times; no step was lost   (pipeline replay {folder.name} shows where)"
+        ooms = f"{OUT_OF_MEMORY} {judged.ooms:,} times; no step was lost   (pipeline replay {folder.name} shows where)"
         whose = "1 item was skipped: its" if judged.damaged == 1 else f"{judged.damaged:,} items were skipped: their"
         remedy = "pipeline cache repair --yes; move the model away to train again on all items"
         damaged = f"{whose} records in the cache are damaged ({first_few(judged.damaged_items)})   ({remedy})"

@@ -131,7 +131,7 @@ class TrainingObserver:
     def oom(self, step: int, share: RankShare, piece: Piece, error: str) -> None:
         """Write a bundle of a micro-batch that ran out of memory, and say so."""
         self._ooms += 1
-        self.tell.report.figures["ooms"] = float(self._ooms)
+        self.tell.report.figures |= {"ooms": float(self._ooms), "oom_step": float(step), "oom_items": float(len(piece))}
         self.say(f"step {step}: out of memory at {len(piece)} items ({', '.join(piece.ids[:3])}): {error}")
         self._bundle(BundleKind.OOM, step, share, piece, error)
 
