@@ -140,6 +140,7 @@ def _checked(
 
     with open_executor(project.config) as opened, RunProgress() as progress:
         try:
+            progress.planning(stages[0])
             project = replace(project, executor=opened, config=with_digest(project.config))
             for note in refuse_unfit_image(project.config) if is_contained(project.config) else ():
                 typer.echo(f"! cluster.slurm.container: {note}", err=True)

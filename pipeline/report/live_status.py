@@ -24,14 +24,14 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from pipeline.report.run_summary import held_lines, notes, planning_row, rows_of
+from pipeline.report.run_summary import held_lines, notes, planning_row, rows_of, waiting_row
 from pipeline.report.run_tables import status_report
 from pipeline.report.screen import Screen, screen
 from pipeline.report.tables import NO_TERMINAL, SPINNER, fitted, show_parts, the_console
 from pipeline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from rich.console import Console
 
@@ -95,8 +95,8 @@ class RunProgress:
     Lines that do not change any more are printed for good above the others. While nothing was found to do, none is.
     """
 
-    def __init__(self) -> None:
-        self._console, self._meter = the_console(to_stderr=True), PaceMeter()
+    def __init__(self, stages: Sequence[str] = ()) -> None:
+        self._console, self._meter, self._stages = the_console(to_stderr=True), PaceMeter(), stages
         self._rows: list[Row] = []
         self._notes: list[str] = []  # of stages that have not ended
         self._printed: set[str] = set()  # stages and notes
@@ -113,10 +113,9 @@ class RunProgress:
         self.close()
 
     def planning(self, name: str, words: str = "") -> None:
-        """Show that a stage is planned, before anything is submitted."""
-        row = planning_row(name, time.time())
-        self._rows = [replace(row, parts=(words,)) if words else row]
-        self._has_work = True
+        """Show on a terminal that a stage is planned, before anything is submitted."""
+        row = planning_row(name, time.time(), words)
+        self._rows = [row if stage == name else waiting_row(stage) for stage in self._stages]
         self._redraw()
 
     def show(self, run: Callable[[], SeenRun]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
@@ -93,14 +93,19 @@ def rows_of(run: SeenRun, pace: Mapping[str, float]) -> list[Row]:
     is_next = status.state is RunState.RUNNING and all(row.state == "done" for row in rows)
     for name in status.planned:
         if name not in status.stages:
-            rows.append(planning_row(name, begun) if is_next else Row("waiting", name, ("waiting",)))
+            rows.append(planning_row(name, begun) if is_next else waiting_row(name))
             is_next = False
     return rows
 
 
-def planning_row(name: str, since: float) -> Row:
+def waiting_row(name: str) -> Row:
+    """Return the row of a stage that has not begun."""
+    return Row("waiting", name, ("waiting",))
+
+
+def planning_row(name: str, since: float, words: str = "") -> Row:
     """Return the row of a stage that is being planned."""
-    return Row("running", name, ("planning memory…" if name in PLANNED else "planning…",), since=since)
+    return Row("running", name, (words or ("planning memory…" if name in PLANNED else "planning…"),), since=since)
 
 
 def _row(stage: StageStatus, run: SeenRun, pace: float) -> Row:
@@ -239,23 +244,29 @@ def ending(status: RunStatus, typed: Command, named: Sequence[str] = ()) -> list
     took = short_seconds(max(0.0, status.ended_at - status.started_at)) if status.started_at else "0s"
     if is_up_to_date(status):
         return [f"✓ Up to date: {plural(len(status.stages), 'stage')}, nothing to do."]
-    places = list(_places(status))
+    places, about = list(_places(status)), _project(typed)
+    resume = Command.of("resume", status.name).in_project(about)
     if status.state is RunState.DONE:
         damage = any(map(found_damage, status.stages.values()))
         head = " · ".join([f"{'✗ Found damage' if damage else '✓ Done'} in {took}", *_metrics(status)])
-        places += [("Next", str(following.in_project(typed)))] if (following := _next(status, named)) else []
+        places += [("Next", str(following.in_project(about)))] if (following := _next(status, named)) else []
     elif status.state is RunState.FAILED:
         failed = [stage.name for stage in status.in_order() if stage.state is RunState.FAILED]
         head = f"✗ Failed after {took}{f': stage {failed[-1]}' if failed else ''}"
     elif status.state is RunState.STOPPED:
-        head, places = f"! Stopped after {took}; finished work is kept", [("Next", f"pipeline resume {status.name}")]
+        head, places = f"! Stopped after {took}; finished work is kept", [("Next", str(resume))]
     elif status.state is RunState.ABANDONED:
         head = "✗ Orphaned: this run has no supervisor (its process died); finished work is kept"
-        places = [("Next", f"pipeline resume {status.name}")]
+        places = [("Next", str(resume))]
     else:
         return []
     columns = max((len(name) for name, _ in places), default=0) + 2
     return [head, *rejected_note(status), *(f"  {name:<{columns}}{value}" for name, value in places)]
+
+
+def _project(typed: Command) -> Command:
+    """Return what a typed command says of its project, without where to run."""
+    return replace(typed, settings=tuple(pair for pair in typed.settings if pair[0] != "cluster.executor"))
 
 
 def rejected_note(status: RunStatus) -> list[str]:

@@ -80,7 +80,8 @@ def _cells(row: Row, stage: StageStatus | None) -> tuple[str | Text, ...]:
     asked, peak, _ = use(stage).values()
     peak = peak or max((int(figures.get("host_peak_bytes", 0)) for figures in stage.figures.values()), default=0)
     memory = f"{short_bytes(peak) if peak else '?'}/{short_bytes(asked)}" if asked else ""
-    return row.name, state, f"{stage.items_done:,}/{stage.missing:,}", f"{stage.cached:,}", row.took, memory
+    done = f"{stage.cached + stage.items_done:,}/{stage.cached + stage.missing:,}"
+    return row.name, state, done, f"{stage.cached:,}", row.took, memory
 
 
 def run_report(run: SeenRun, *, with_error: bool = True) -> list[RenderableType]:
