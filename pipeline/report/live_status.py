@@ -24,10 +24,10 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from pipeline.report.run_summary import held_lines, notes, planning_row, rows_of, waiting_row
+from pipeline.report.run_summary import MEMORY, held_lines, notes, planning_row, rows_of, waiting_row
 from pipeline.report.run_tables import status_report
 from pipeline.report.screen import Screen, screen
-from pipeline.report.tables import NO_TERMINAL, SPINNER, fitted, show_parts, the_console
+from pipeline.report.tables import NO_TERMINAL, SPINNER, columns, fitted, show_parts, the_console
 from pipeline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -203,8 +203,9 @@ class RunProgress:
         """Without a terminal: print a line when a stage begins, and after each while how far it is."""
         moment = time.monotonic()
         for row in (row for row in self._rows if row.state == "running" and self._has_work):
-            if moment - self._said_at.get(row.name, -math.inf) >= LINE_EVERY_S:
-                self._said_at[row.name] = moment
+            what = f"{row.name} {row.since}"
+            if moment - self._said_at.get(what, -math.inf) >= LINE_EVERY_S and (MEMORY in row.parts or not row.since):
+                self._said_at[what] = moment
                 self._say(replace(row, share=None, since=0.0).line(NO_TERMINAL, time.time(), " "))
                 self._print_notes()
 
@@ -289,7 +290,7 @@ def watched(now: Callable[[], SeenRun], goes_on: Callable[[], bool], typed: Comm
     except KeyboardInterrupt:  # leaving is no failure
         pass
     for run in last:
-        show_parts(*status_report(run, typed))
+        show_parts(*status_report(run, typed, columns()))
 
 
 def _on_screen(console: Console, look: Callable[[], SeenRun | None]) -> None:
@@ -314,7 +315,7 @@ def _as_lines(look: Callable[[], SeenRun | None], typed: Command) -> None:
     while run := look():
         document = replace(run, at=math.inf).to_json()  # a clock is no change
         if document != before:
-            show_parts(*status_report(run, typed), "")
+            show_parts(*status_report(run, typed, columns()), "")
             sys.stdout.flush()
         before = document
         time.sleep(EVERY_S)

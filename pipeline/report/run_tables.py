@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
@@ -41,25 +43,30 @@ if TYPE_CHECKING:
     from pipeline.journal.run_status import RunStatus, StageStatus
     from pipeline.report.run_summary import Row
 
+TABLE_COLUMNS = 64  # that the table needs
 AT_A_GLANCE = ("STAGE", "STATE", "DONE", "CACHED", "TIME", "PEAK/REQUESTED")
 STORIES_SHOWN = 5
 TASKS_NAMED = 5
 
 
-def status_report(run: SeenRun, typed: Command) -> list[RenderableType]:
+def status_report(run: SeenRun, typed: Command, width: int = NO_TERMINAL) -> list[RenderableType]:
     """Show a run at a glance: its stages, what needs attention, how it ended or what it does, and what to type next."""
     status, is_over, named = run.status, run.status.state not in GOING_ON, typed.words[1:]
     took = (status.ended_at or (run.at if math.isfinite(run.at) else 0.0)) - status.started_at
     clock = [short_seconds(took)] if status.started_at and took > 0 else []
     shown: list[RenderableType] = [" · ".join([f"Run {status.name}", words_of(status.state), *clock])]
     if status.state not in (*GOING_ON, RunState.DONE):
-        shown += [*ending(status, typed, named), *_indented(status.error), *_indented(run.supervisor), ""]
-    if rows := rows_of(run, {}):
+        head, *places = ending(status, typed, named)
+        shown += [head, *_indented(status.error), *_indented(run.supervisor), *places, ""]
+    rows = rows_of(run, {})
+    if rows and width >= TABLE_COLUMNS:
         cells = (_cells(row, status.stages.get(row.name)) for row in rows)
         shown.append(text_table(AT_A_GLANCE, cells, right=AT_A_GLANCE[2:]))
+        going = [replace(row, share=None).line(width, run.at) for row in rows if row.state == "running"]
+        shown += ["", *going] if going and not is_over else []
+    else:
+        shown += [row.line(width, run.at) for row in rows]
     if not is_over:
-        going = [row for row in rows if row.state == "running"]
-        shown += ["", *(row.line(NO_TERMINAL, run.at) for row in going)] if going else []
         shown += [f"! the queue does not answer: {run.trouble}"] if run.trouble else []
         shown += [] if rows else [run.supervisor]
     shown += [*held_lines(run.stuck), *(f"! {note}" for stage in status.in_order() for note in notes(stage))]

@@ -53,7 +53,7 @@ def show_parts(*parts: RenderableType, to_stderr: bool = False, columns: int = 0
     """Print for a person; without a terminal there is no colour, and a line as long as it needs to be, or `columns`."""
     console = the_console(to_stderr=to_stderr)
     columns = console.width if console.file.isatty() else columns
-    shown = [_wrapped(part, columns) if columns and isinstance(part, str) else part for part in parts]
+    shown = [_wrapped(part, columns) if columns else part for part in parts]
     if console.file.isatty():
         for part in shown:
             console.print(part, markup=False)
@@ -65,8 +65,18 @@ def show_parts(*parts: RenderableType, to_stderr: bool = False, columns: int = 0
     console.file.write("".join(f"{line.rstrip()}\n" for line in printed.get().splitlines()))
 
 
-def _wrapped(text: str, columns: int) -> str:
+def columns() -> int:
+    """Return how many columns a line on stdout may have."""
+    console = the_console()
+    return console.width if console.file.isatty() else NO_TERMINAL
+
+
+def _wrapped(text: RenderableType, columns: int) -> RenderableType:
     """Wrap the lines of a text at a width; continued lines are indented."""
+    if isinstance(text, Text) and text.cell_len > columns:
+        return Text(str(_wrapped(text.plain, columns)), text.style)
+    if not isinstance(text, str):
+        return text
     lines = []
     for line in text.splitlines():
         indent = " " * (len(line) - len(line.lstrip()) + 4)

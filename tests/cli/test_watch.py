@@ -1,7 +1,4 @@
-"""What `status --watch` shows: as text at fixed sizes, and in a real terminal; and what a refresh costs.
-
-`python -m tests.cli.test_watch` writes the frozen screens anew.
-"""
+"""What `status --watch` shows in a real terminal, and what a refresh costs."""
 
 from __future__ import annotations
 
@@ -13,80 +10,42 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from pipeline.cli.control_verbs import _looks
+from pipeline.command_line import Command
 from pipeline.journal.active_runs import SeenRun
 from pipeline.journal.run_status import RunStatus, StageStatus
 from pipeline.records import EventKind
 from pipeline.report import live_status
 from pipeline.report.live_status import PaceMeter, watched
-from pipeline.report.screen import Screen, screen, sparkline
-from tests.cli.told import NOON, beginning, event, seen, training
+from pipeline.report.screen import sparkline
+from tests.cli.test_screens import watched as screen_of_watch
+from tests.cli.told import RUNS, beginning, seen, training
 from tests.journal.ledgers import Told
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PIPELINE = Path(sys.executable).with_name("pipeline")
-SCREENS = Path(__file__).parent / "screens"
 LONG_S = 300  # a machine may be busy; this only ends what would never end
-PACE = {"graph": 12.5, "train": 3.4}
-DIED = event(900, EventKind.RUN_ENDED, state="failed", error="graph: 2 tasks failed\n  next: see", exit_code=7)
-RUNS: dict[str, tuple[list[Any], dict[str, Any]]] = {
-    "graphs": (beginning(), {}),
-    "planning": (beginning()[:6], {}),
-    "training": (training(), {}),
-    "failed": ([*beginning(), DIED], {}),
-    "abandoned": (beginning(), {"abandoned": True, "supervisor": "gone"}),
-    "mute-queue": (beginning(), {"trouble": "squeue: error: Unable to contact slurm controller"}),
-    "nothing-yet": ([], {}),
-}
-SHOWN = [("graphs", 80, 24), ("training", 80, 24), ("training", 120, 30), ("failed", 80, 24), ("abandoned", 60, 12)]
-SHOWN += [("mute-queue", 80, 16), ("nothing-yet", 80, 6), ("planning", 80, 12), ("training", 40, 8)]
-
-
-@pytest.fixture(autouse=True)
-def _in_utc(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("TZ", "UTC")
-    time.tzset()
-    yield
-    monkeypatch.undo()
-    time.tzset()
-
-
-def shown(name: str, width: int, height: int) -> list[str]:
-    events, more = RUNS[name]
-    return [line.plain for line in screen(seen(events, **more), Screen(width, height, NOON + 500, PACE))]
-
-
-def frozen(name: str, width: int, height: int) -> Path:
-    return SCREENS / f"{name}-{width}x{height}.txt"
-
-
-def test_every_screen_is_as_frozen() -> None:
-    assert {path.name for path in SCREENS.iterdir()} == {frozen(*one).name for one in SHOWN}
-    for one in SHOWN:
-        text = "\n".join(shown(*one)) + "\n"
-        assert text == frozen(*one).read_text(), f"{one}; if meant: python -m tests.cli.test_watch"
 
 
 def test_a_screen_never_has_more_lines_nor_longer_ones_than_there_are_and_always_what_to_type_next() -> None:
     for name in RUNS:
         for width in (1, 20, 40, 79, 80, 132, 250):
             for height in (1, 2, 3, 5, 8, 13, 24, 50):
-                lines = shown(name, width, height)
+                lines = screen_of_watch(name, width, height)
                 assert len(lines) <= height, (name, width, height)
                 assert max(map(len, lines)) <= width, (name, width, height)
     for height in (4, 6, 10, 24):
-        assert "next: pipeline logs 20261122-120000-0001-train --failed" in shown("failed", 80, height)
-        assert "next: pipeline resume 20261122-120000-0001-train" in shown("abandoned", 80, height)
+        assert "next: pipeline logs 20261122-8000 --failed" in screen_of_watch("failed", 80, height)
+        assert "next: pipeline resume 20261122-8000" in screen_of_watch("orphaned", 80, height)
 
 
 def test_a_curve_follows_its_values() -> None:
@@ -121,9 +80,9 @@ def test_where_there_is_no_terminal_a_report_is_printed_whenever_something_has_c
     later = replace(first, at=first.at + 60)  # only the clock went on
     looks = iter([first, later, first, second, second])
     goes_on = iter([True, True, True, True, False])
-    watched(lambda: next(looks), lambda: next(goes_on))
+    watched(lambda: next(looks), lambda: next(goes_on), Command.of("status"))
     out = capsys.readouterr().out
-    assert out.count("run 20261122-120000-0001-train: running") == 3  # the last one stays
+    assert out.count("Run 20261122-8000 · running") == 3  # the last one stays
     assert "\x1b" not in out
 
 
@@ -138,9 +97,9 @@ def test_leaving_is_quiet_and_the_last_report_stays(
             raise KeyboardInterrupt
         return seen(beginning())
 
-    watched(look, lambda: True)
+    watched(look, lambda: True, Command.of("status"))
     printed = capsys.readouterr()
-    assert (printed.out.count("run 20261122-120000-0001-train: running"), printed.err) == (2, "")
+    assert (printed.out.count("Run 20261122-8000 · running"), printed.err) == (2, "")
 
 
 def test_a_refresh_opens_only_files_that_grew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +166,7 @@ def test_a_terminal_is_filled_resized_and_given_back(tmp_path: Path, no_color: b
         running.send_signal(signal.SIGINT)
         rest = read_until(terminal, "reported no")
         assert running.wait(LONG_S) == 0
-    assert rest.index("\x1b[?1049l") < rest.index(f"run {told.folder.name}: ")
+    assert rest.index("\x1b[?1049l") < rest.index(f"Run {told.folder.name} · ")
     assert "interrupted" not in rest
 
 
@@ -220,10 +179,3 @@ def test_a_terminal_is_given_back_by_what_is_told_to_end(tmp_path: Path) -> None
     assert "\x1b[?1049l" in rest
     assert "\x1b[?25h" in rest  # the cursor
     assert "Traceback" not in rest
-
-
-if __name__ == "__main__":
-    os.environ["TZ"] = "UTC"
-    time.tzset()
-    for each in SHOWN:
-        frozen(*each).write_text("\n".join(shown(*each)) + "\n")

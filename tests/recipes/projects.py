@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from pipeline.setup.demo_project import DEMOS
 from tests.conftest import ROOT
 from tests.memory.tracing.traced import tracer
 from tests.testkit.command import Command
-from tests.testkit.project import settle
+from tests.testkit.project import settle, to_do
 
 RECIPES = ROOT / "configs" / "recipes"
 COMMON = ("train.epochs=2", "train.precision=fp32", "cluster.executor=local", "cluster.train.cpus=1")
@@ -114,9 +113,9 @@ def ran(pipeline: Command, words: Sequence[str], stage: str = "all") -> Any:
     return pipeline("submit", "--stage", stage, "--follow", "--executor", "local", *words)
 
 
-def done_again(said: str) -> Mapping[str, int]:
-    """Return how much each stage of a run still had to do, as it says at its beginning."""
-    return {stage: int(count.replace(",", "")) for stage, count in re.findall(r"^(\w+): .*?([\d,]+) to do", said, re.M)}
+def left_to_do() -> Mapping[str, int]:
+    """Return how much each stage of the newest run had to do when it began."""
+    return {stage: missing for stage, (_, missing) in to_do().items()}
 
 
 def config_of(recipe: Recipe, *settings: str) -> Config:

@@ -20,8 +20,8 @@ from tests.recipes.projects import (
     SPECTRA,
     Recipe,
     config_of,
-    done_again,
     epochs_of,
+    left_to_do,
     planned,
     ran,
     written,
@@ -49,7 +49,7 @@ def test_a_recipe_is_checked_trained_and_evaluated_and_again_there_is_nothing_to
     assert math.isfinite(json.loads(kept.read_text())["evaluation"]["figures"]["loss"])
     again = ran(pipeline, recipe.sets())
     assert again.code == 0, again.err
-    left = done_again(again.err)
+    left = left_to_do()
     assert {"scan", "train", "evaluate"} <= left.keys()
     assert not any(left.values())
 

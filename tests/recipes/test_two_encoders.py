@@ -29,7 +29,7 @@ from pipeline.tasks.encoder_finetune import EncoderFinetune
 from pipeline.training.checkpoints.chosen_checkpoint import write_published
 from pipeline.training.checkpoints.published_names import files_beside, in_form
 from tests.recipes.conftest import Scanned
-from tests.recipes.projects import ALL, Recipe, config_of, done_again, epochs_of, options, ran, written
+from tests.recipes.projects import ALL, Recipe, config_of, epochs_of, left_to_do, options, ran, written
 from tests.testkit.command import Command
 from tests.testkit.project import settle
 
@@ -165,7 +165,7 @@ def test_a_recipe_goes_from_files_to_predictions_with_an_encoder_and_does_nothin
     done = ran(pipeline, words, "predict")
     assert done.code == 0, done.err
     if recipe.structures:
-        assert done_again(done.err)["graph"] == 0  # they are of no encoder
+        assert left_to_do()["graph"] == 0  # they are of no encoder
     (model,) = {*folder.glob("models/*")} - models  # whose name says what decides the outcome
     (epoch,) = epochs_of(folder)
     assert epoch["items"] > 0
@@ -174,7 +174,7 @@ def test_a_recipe_goes_from_files_to_predictions_with_an_encoder_and_does_nothin
     assert told(folder)[new] not in before.values()
     again = ran(pipeline, words, "predict")
     assert again.code == 0, again.err
-    assert not any(done_again(again.err).values())
+    assert not any(left_to_do().values())
     assert {*folder.glob("models/*")} - models == {model}
 
 

@@ -30,7 +30,7 @@ from pipeline.store.maintenance.leftovers import User as CacheUser
 from pipeline.store.maintenance.leftovers import register
 from pipeline.structures.synthetic import complex_pdb
 from tests.testkit.command import Command, Typed
-from tests.testkit.project import PIPELINE, MakeProject, settle
+from tests.testkit.project import PIPELINE, MakeProject, settle, to_do
 
 ROOT = Path(__file__).parents[2]
 ALICE, BOB, LAB = 64101, 64102, 64100
@@ -141,10 +141,11 @@ def submits(user: User, umask: int = 0o077) -> Typed:
 @pytest.mark.parametrize("umask", UMASKS)
 def test_a_groups_folder_makes_files_the_groups_whatever_the_umask(lab: Lab, umask: int) -> None:
     lab.shares(GROUPS)
-    assert "scan: 3 items: 0 cached" in submits(lab.alice, umask).said
+    submits(lab.alice, umask)
+    assert to_do(lab.alice.folder)["scan"] == (0, 3)
     adds(lab.data, 3)
-    said = submits(lab.bob, umask).said
-    assert "scan: 4 items: 3 cached, 1 to do" in said, "what the other has made is used"
+    submits(lab.bob, umask)
+    assert to_do(lab.bob.folder)["scan"] == (3, 1), "what the other has made is used"
     assert {path.stat().st_uid for path in lab.paths()} == {ALICE, BOB}, "and what is missing is added"
     for path in lab.paths():
         mode = path.stat().st_mode
@@ -154,7 +155,7 @@ def test_a_groups_folder_makes_files_the_groups_whatever_the_umask(lab: Lab, uma
             assert mode & stat.S_ISGID, path
             assert mode & stat.S_IWGRP, path
         assert umask != 0o077 or not mode & stat.S_IRWXO or path.name.startswith("."), path
-    assert "graph: 4 graphs: 4 cached, 0 to do" in submits(lab.alice, umask).said
+    assert "nothing to do" in submits(lab.alice, umask).said
 
 
 @pytest.mark.nightly
@@ -169,7 +170,8 @@ def test_default_acls_of_the_folder_are_kept(lab: Lab, umask: int) -> None:
         pytest.skip(f"the file system of temporary files has no ACLs: {refused.strip()}")
     submits(lab.alice, umask)
     adds(lab.data, 3)
-    assert "scan: 4 items: 3 cached, 1 to do" in submits(lab.bob, umask).said
+    submits(lab.bob, umask)
+    assert to_do(lab.bob.folder)["scan"] == (3, 1)
     for path in lab.paths():
         words = ["getfacl", "--numeric", "--omit-header", "--absolute-names", str(path)]
         told = subprocess.run(words, capture_output=True, text=True, check=True).stdout
@@ -191,7 +193,7 @@ def test_a_private_cache_stays_private_and_says_whose_it_is(lab: Lab) -> None:
 def test_a_cache_that_may_only_be_read_serves_what_it_has_and_refuses_the_rest_at_submission(lab: Lab) -> None:
     lab.shares(READ_ONLY)
     submits(lab.alice)
-    assert "3 cached, 0 to do" in submits(lab.bob).said
+    assert "nothing to do" in submits(lab.bob).said
     adds(lab.data, 3)
     done = lab.bob.types(*GRAPHS)
     assert done.code == 2
@@ -270,7 +272,7 @@ def test_what_is_damaged_of_one_users_is_made_anew_by_another(lab: Lab) -> None:
     assert repaired.code == 0, repaired.said
     submits(lab.bob)
     assert lab.bob.types("cache", "validate").code == 0
-    assert "0 to do" in submits(lab.alice).said
+    assert "nothing to do" in submits(lab.alice).said
 
 
 @pytest.mark.nightly
@@ -292,4 +294,4 @@ def test_what_a_dead_process_of_another_left_is_cleaned_where_the_folder_lets_on
     assert cleaned.code == 0, cleaned.said
     assert left.exists() == (mode == STICKY)
     assert mode != STICKY or f"it is user {ALICE}'s: only its owner may remove it" in cleaned.said
-    assert "0 to do" in submits(lab.alice).said, "what the other's project needs has stayed"
+    assert "nothing to do" in submits(lab.alice).said, "what the other's project needs has stayed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ def test_an_array_of_tasks_draws_the_poses_that_one_task_draws(
     several = ("cluster.predict.tasks=3", "train.predict.folder=again", "cluster.executor=slurm")
     done = pipeline(*words, *(word for one in several for word in ("--set", one)))
     assert done.code == 0, done.err
-    assert "15 to do in 3 tasks" in done.err
+    (stage,) = json.loads(pipeline("status", "--json").out)["stages"]
+    assert (stage["missing"], stage["tasks"]) == (15, 3)
     tables = [(docking.poses(where) / "predictions.csv").read_text() for where in ("predictions", "again")]
     assert tables[0] == tables[1]

@@ -1,0 +1,128 @@
+"""What terminals and a pipe show of a run, frozen in `screens`.
+
+`python -m tests.cli.test_screens` writes the frozen screens again.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+from pipeline.cli.run_verbs import _show_end
+from pipeline.command_line import Command
+from pipeline.journal.run_status import ENDED, RunState
+from pipeline.report import live_status
+from pipeline.report.live_status import RunProgress
+from pipeline.report.run_tables import status_report
+from pipeline.report.screen import Screen, screen
+from pipeline.report.tables import columns, show_parts
+from tests.cli.told import NOON, PACE, RUNS, seen
+
+SCREENS = Path(__file__).parent / "screens"
+WIDTHS = {"40": 40, "80": 80, "120": 120, "200": 200, "pipe": 0}
+SIX = tuple(RUNS)[:6]
+SHOWN = [(name, width) for name in SIX for width in WIDTHS if width != "40" or name in ("done", "running")]
+SHOWN += [(name, "80") for name in tuple(RUNS)[6:]]
+TYPED = Command.submit("all")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def screen_of(output: str) -> list[str]:
+    """Return the lines that a terminal of unlimited height shows after it received some output."""
+    lines, at = [""], 0
+    for piece in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r?\n|\r|[^\x1b\r\n]+", output):
+        if piece == "\x1b[2K":
+            lines[at] = ""
+        elif up := re.fullmatch(r"\x1b\[(\d+)A", piece):
+            at -= int(up[1])
+        elif piece.endswith("\n"):
+            at += 1
+            lines += [""] * (at == len(lines))
+        elif piece[0] not in "\x1b\r":
+            lines[at] += piece
+    return [line.rstrip() for line in lines]
+
+
+def followed(name: str, stream: io.StringIO) -> str:
+    """Return what `submit --follow` wrote of a run, to which it was shown event after event."""
+    events, more = RUNS[name]
+    run = seen(events, **more)
+    with redirect_stdout(stream), redirect_stderr(stream), RunProgress() as progress:
+        for count in range(1, len(events) + 1):
+            progress.show(lambda count=count: seen(events[:count]))  # type: ignore[misc]
+        if run.status.state in (*ENDED, RunState.ABANDONED):
+            _show_end(SimpleNamespace(command=lambda: TYPED), run.status, progress, None)  # type: ignore[arg-type]
+        else:
+            progress.show(lambda: run)
+            print("a line that the user's own code prints", file=sys.stderr)  # noqa: T201
+            progress._live.refresh()
+        return stream.getvalue()
+
+
+def reported(name: str, stream: io.StringIO) -> str:
+    """Return what `status` wrote of a run."""
+    events, more = RUNS[name]
+    with redirect_stdout(stream):
+        show_parts(*status_report(seen(events, **more), Command.of("status"), columns()))
+    return stream.getvalue()
+
+
+def watched(name: str, width: int, height: int = 24) -> list[str]:
+    """Return the lines that `status --watch` shows of a run."""
+    events, more = RUNS[name]
+    return [line.plain for line in screen(seen(events, **more), Screen(width, height, NOON + 500, PACE))]
+
+
+def shown(name: str, width: int) -> str:
+    """Return all that is shown of a run on a terminal, or in a pipe where it has no width."""
+    make = Terminal if width else io.StringIO
+    with mock.patch.dict("os.environ", {"COLUMNS": str(width or 80), "TERM": "xterm", "TZ": "UTC"}, clear=True):
+        time.tzset()
+        with (
+            mock.patch.object(live_status, "LOOK_EVERY_S", 0.0),
+            mock.patch.object(time, "time", return_value=NOON + 500),
+        ):
+            parts = {"submit --follow": followed(name, make()), "status": reported(name, make())}
+    time.tzset()
+    if not width:
+        assert "\x1b" not in "".join(parts.values())
+    blocks = {typed: screen_of(text) for typed, text in parts.items()}
+    blocks |= {"status --watch": watched(name, width)} if width else {}
+    assert not width or all(len(line) <= width for lines in blocks.values() for line in lines), blocks
+    return "\n".join(f"$ pipeline {typed}\n" + "\n".join(lines).rstrip() + "\n" for typed, lines in blocks.items())
+
+
+@pytest.mark.parametrize(("name", "width"), SHOWN)
+def test_a_screen_is_as_frozen(name: str, width: str) -> None:
+    frozen = SCREENS / f"{name}-{width}.txt"
+    assert shown(name, WIDTHS[width]) == frozen.read_text(), "if meant: python -m tests.cli.test_screens"
+
+
+def test_every_frozen_screen_is_one_that_is_shown() -> None:
+    assert {path.stem for path in SCREENS.iterdir()} == {f"{name}-{width}" for name, width in SHOWN}
+
+
+def test_a_stream_that_cannot_encode_symbols_gets_ascii() -> None:
+    stream = io.TextIOWrapper(raw := io.BytesIO(), encoding="ascii")
+    with redirect_stdout(stream):
+        show_parts("✓ Done in 3.1s · ⠹ → …")
+    stream.flush()
+    assert raw.getvalue() == b"ok Done in 3.1s - * -> ...\n"
+
+
+if __name__ == "__main__":
+    SCREENS.mkdir(exist_ok=True)
+    for each, wide in SHOWN:
+        (SCREENS / f"{each}-{wide}.txt").write_text(shown(each, WIDTHS[wide]))
