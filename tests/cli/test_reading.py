@@ -68,7 +68,7 @@ def scanned(folder: Path) -> None:
     done = make_project(folder, 3).submits("scan")
     assert done.code == 0, done.err
     assert "\x1b" not in done.out + done.err
-    assert "scan: 3 of 3 items" in done.err  # a line in the place of a bar
+    assert "✓ scan      3 usable" in done.err  # a line in the place of a bar
 
 
 @pytest.fixture
