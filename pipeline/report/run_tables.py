@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from pipeline.journal.active_runs import SeenRun
     from pipeline.journal.attempts import Attempt
-    from pipeline.journal.run_status import RunStatus, StageStatus
+    from pipeline.journal.run_status import StageStatus
     from pipeline.report.run_summary import Row
 
 TABLE_COLUMNS = 64  # that the table needs
