@@ -164,12 +164,6 @@ def test_the_first_screen_has_the_verdict_the_losses_and_the_monitored_metric(re
     assert max(bottoms) < 800
 
 
-def test_a_run_leaves_its_page_when_it_has_ended(real: RunFolder) -> None:
-    text = real.report.read_text()
-    assert f"<title>{real.name}: done</title>" in text
-    assert [path.name for path in real.path.iterdir() if "partial" in path.name] == []
-
-
 def test_the_verb_writes_the_page_where_it_is_asked_to(real: RunFolder, pipeline: Command, tmp_path: Path) -> None:
     def report(*words: str) -> Any:
         return pipeline("report", str(real.path), "--html", *words)

@@ -1,4 +1,4 @@
-"""The page of a run is of bounded size, made while the run goes on, and never a reason for it to fail."""
+"""The HTML report of a run is of bounded size, renewed while the run goes on, and never fails the run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import pytest
 from pipeline.journal.run_folder import RunFolder
 from pipeline.journal.run_status import RunState
 from pipeline.project.project import open_executor
+from pipeline.records import Event, EventKind
 from pipeline.runs.engine.lifecycle import Cancellation, cancel
 from pipeline.runs.views import run_page as pages
+from pipeline.runs.views.page_facts import planning_over_time
 from pipeline.runs.views.run_page import Page, of_run, page_now
+from tests.journal.ledgers import fold_events
 from tests.report.runs_told import begun, many, trained
 from tests.testkit.counted import calls_of
 
@@ -73,6 +76,18 @@ def test_a_run_that_is_cancelled_says_so_on_its_page(tmp_path, monkeypatch):
     with open_executor(page.config) as executor:
         cancel(told.folder, told.status, executor, Cancellation((), 0, (), 0), None)
     assert ": stopped</title>" in told.folder.report.read_text()
+
+
+def test_time_between_stages_is_planning():
+    def event(at: float, kind: EventKind, **data: object) -> Event:
+        return Event(kind, at, "supervisor-000001", data)
+
+    begins = event(10.0, EventKind.RUN_STARTED, stages=["scan", "train"], host="elsewhere", pid=1)
+    ends = event(14.0, EventKind.STAGE_ENDED, stage="scan", state="done", census={}, warnings=[], error="")
+    status = fold_events("run", [begins, event(11.0, EventKind.STAGE_SUBMITTED, stage="scan"), ends])
+    assert planning_over_time(status, 10.0, 19.0) == {"scan": (10.0, 11.0), "train": (14.0, 19.0)}
+    status.apply(event(18.0, EventKind.STAGE_SUBMITTED, stage="train"))
+    assert planning_over_time(status, 10.0, 19.0) == {"scan": (10.0, 11.0), "train": (14.0, 18.0)}
 
 
 class TestBounds:
