@@ -20,6 +20,7 @@ from pipeline.cli import (
     cache_verbs,
     completion,
     control_verbs,
+    demo_verb,
     explain_verb,
     file_verbs,
     log_verbs,
@@ -55,7 +56,7 @@ app = Verbs(
 )
 app.command("init", rich_help_panel=START)(setup_verbs.init_command)
 app.command("doctor", rich_help_panel=START)(setup_verbs.doctor_command)
-app.command("demo", rich_help_panel=START)(run_verbs.demo_command)
+app.command("demo", rich_help_panel=START)(demo_verb.demo_command)
 app.add_typer(setup_verbs.config_app, name="config", rich_help_panel=START)
 app.command("completion", rich_help_panel=START)(setup_verbs.completion_command)
 app.command("plan", cls=explain_verb.WithGraph, rich_help_panel=RUN)(plan_verbs.plan_command)

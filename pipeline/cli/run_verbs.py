@@ -1,4 +1,4 @@
-"""The verbs that begin runs: demo, submit."""
+"""`pipeline submit`, and how a run is followed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import os
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from pipeline.cli.help import argument, option
 from pipeline.cli.options import (
     AcceptCode,
     ConfigFile,
@@ -497,19 +496,3 @@ def follow_to_end(folder: RunFolder, progress: RunProgress, ended: Callable[[Run
         failed = JobFailed(status.error)
         failed.exit_code = status.exit_code  # type: ignore[misc]  # the run's own
         raise failed
-
-
-def demo_command(
-    folder: Annotated[Path, argument("DIR", "Folder for the project. It must be empty or not exist.")] = Path("demo"),
-    recipe: Annotated[
-        str | None, option("--recipe NAME", "Demonstrate this recipe of `pipeline init` at toy size.")
-    ] = None,
-) -> None:
-    """Create a small project and run every stage on this machine."""
-    from pipeline.setup.demo_project import make_project, what_to_look_at
-
-    config_file = make_project(folder, recipe)
-    submit_command("all", "local", follow=True, config=config_file)
-    if recipe is not None:
-        submit_command("predict", "local", follow=True, config=config_file)
-    typer.echo(what_to_look_at(folder, recipe))

@@ -224,6 +224,7 @@ def what_was_made(folder: Path, name: str) -> str:
 
 COMPLEXES = 24
 ACTIVATE = "\n  source {}/bin/activate"
+PACKAGE = Path(__file__).parents[1]
 
 
 def make_project(folder: Path, recipe: str | None = None) -> Path:
@@ -232,17 +233,26 @@ def make_project(folder: Path, recipe: str | None = None) -> Path:
 
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            what = "the demo wants a new or an empty folder"
+            what = "the demo needs a new or empty folder"
             raise ConfigError(what, where=str(folder), remedy="pipeline demo DIR")
         if recipe is not None:
             return write_recipe_demo(folder, recipe)
         write_demo(folder / "data", COMPLEXES)
         write_random_checkpoint(folder / "weights" / "esm2_demo.pt", layers=3, dim=32, heads=4)
-        config = folder / "pipeline.yaml"
-        shutil.copyfile(Path(__file__).with_name("demo.yaml"), config)
+        shutil.copyfile(PACKAGE / "tasks" / "demo_task.py", folder / "demo_task.py")
+        return shutil.copyfile(PACKAGE / "setup" / "demo.yaml", folder / "pipeline.yaml")
     except OSError as error:
         raise ConfigError(f"cannot write: {error.strerror}", where=str(folder), remedy="pipeline demo DIR") from error
-    return config
+
+
+def flip_a_byte(cache: Path) -> Path:
+    """Damage a graph in a cache, and return the file that holds it."""
+    shard = next((cache / "graph" / "shards").iterdir())
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.chmod(0o644)
+    shard.write_bytes(content)
+    return shard
 
 
 def what_to_look_at(folder: Path, recipe: str | None = None) -> str:
@@ -250,17 +260,12 @@ def what_to_look_at(folder: Path, recipe: str | None = None) -> str:
     if recipe is not None:
         return what_was_made(folder, recipe)
     activate = "" if "VIRTUAL_ENV" in os.environ or sys.prefix == sys.base_prefix else ACTIVATE.format(sys.prefix)
-    return f"""
-Look around:{activate}
+    return f"""\
+Try next:{activate}
   cd {quoted(folder)}
-  less data/manifest.csv                    24 complexes and one broken file
-  pipeline status                           what was accepted, what rejected
-  pipeline submit --stage all --follow      again: everything is cached
-  pipeline plan --stage train               what training takes, before it runs
-  pipeline submit --stage predict --follow  predictions for every complex
-  pipeline submit --stage train --follow --set train.epochs=8  continue training
-  pipeline report                           memory and time: requested and used
-  pipeline weights check                    the small random ESM-2 that it ran
-  pipeline cache stat                       what the cache holds
-  pipeline config show                      every setting and its origin
-  pipeline doctor                           whether this machine is ready"""
+  pipeline status                    What did the run do, and which file was rejected?
+  pipeline submit --follow           What does a second run do? Nothing: all results are cached.
+  pipeline plan train --gpu rtx4090  Would this training fit on another GPU?
+  pipeline replay --step 1           Which complexes ran out of memory, and would they again?
+  pipeline submit predict --follow   Which residues touch in each complex?
+  pipeline config show               What can I change, and where is each value from?"""
