@@ -46,9 +46,10 @@ def _main_demo() -> Iterator[Command]:
 
     _begin("1/5 Scan", "pipeline reads each structure once, and reports a broken file instead of stopping.")
     yield Command.of("submit graph --follow")
-    _begin("2/5 Damage", "One byte of a cached graph is flipped on purpose. pipeline finds the record and rebuilds it.")
+    _begin("2/5 Damage", "One byte of a cached scan is flipped on purpose. pipeline finds the record and rebuilds it.")
     typer.echo(f"flipped a byte in the middle of {flip_a_byte(Path('cache'))}\n")
     yield Command.of("cache validate --out damage.jsonl")
+    yield Command.of("cache repair --list damage.jsonl --yes")
     yield Command.of("cache regenerate --list damage.jsonl")
     _begin("3/5 Plan", "pipeline predicts the memory of a training before it runs, and needs no GPU for that.")
     yield Command.of("plan train")

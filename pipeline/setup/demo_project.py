@@ -246,8 +246,8 @@ def make_project(folder: Path, recipe: str | None = None) -> Path:
 
 
 def flip_a_byte(cache: Path) -> Path:
-    """Damage a graph in a cache, and return the file that holds it."""
-    shard = next((cache / "graph" / "shards").iterdir())
+    """Damage a record of the scan in a cache, and return its file."""
+    shard = next((cache / "scan" / "shards").iterdir())
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.chmod(0o644)
@@ -263,9 +263,9 @@ def what_to_look_at(folder: Path, recipe: str | None = None) -> str:
     return f"""\
 Try next:{activate}
   cd {quoted(folder)}
-  pipeline status                    What did the run do, and which file was rejected?
-  pipeline submit --follow           What does a second run do? Nothing: all results are cached.
-  pipeline plan train --gpu rtx4090  Would this training fit on another GPU?
-  pipeline replay --step 1           Which complexes ran out of memory, and would they again?
-  pipeline submit predict --follow   Which residues touch in each complex?
-  pipeline config show               What can I change, and where is each value from?"""
+  pipeline status                     What did the run do, and which file was rejected?
+  pipeline submit --follow            What does a second run do? Nothing: all results are cached.
+  pipeline plan train --gpu rtx4090   Would this training fit on another GPU?
+  pipeline replay --step 1            Which complexes ran out of memory, and would they again?
+  pipeline submit predict --follow    Which residues touch in each complex?
+  pipeline config show                What can I change, and where is each value from?"""
