@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.options import argument, option
+from pipeline.cli.help import argument, option
 from pipeline.command_line import Command
 
 if TYPE_CHECKING:
