@@ -249,7 +249,7 @@ def ending(status: RunStatus, typed: Command, named: Sequence[str] = ()) -> list
     resume = Command.of("resume", status.name).in_project(about)
     if status.state is RunState.DONE:
         damage = any(map(found_damage, status.stages.values()))
-        head = " · ".join([f"{'✗ Found damage' if damage else '✓ Done'} in {took}", *_metrics(status)])
+        head = " · ".join([f"{'✗ Found damage' if damage else '✓ Done'} in {took}", *metrics(status)])
         places += [("Next", str(following.in_project(about)))] if (following := _next(status, named)) else []
     elif status.state is RunState.FAILED:
         failed = [stage.name for stage in status.in_order() if stage.state is RunState.FAILED]
@@ -285,7 +285,7 @@ def rejected_note(status: RunStatus) -> list[str]:
     return [f"! {total:,} rejected: {example}"]
 
 
-def _metrics(status: RunStatus) -> list[str]:
+def metrics(status: RunStatus) -> list[str]:
     """Return the metric that chose the best epoch, in validation and in evaluation."""
     trained, evaluated = (_census(status, name) for name in ("train", "evaluate"))
     measured = evaluated.get("figures") or {}

@@ -156,7 +156,7 @@ def test_a_finished_run_is_shown_whole_and_asks_the_network_for_nothing(real: Ru
 
 def test_the_first_screen_has_the_verdict_the_losses_and_the_monitored_metric(real: RunFolder, show: Open) -> None:
     seen = show(real, width=1280, unfolded=False)
-    assert re.match(r"Done in .*: contact_auroc 0\.\d+ \(val\), 0\.\d+ \(test\); peak memory", seen.text(".verdict"))
+    assert re.match(r"Done in .*: contact_auroc 0\.\d+ \(val\) / 0\.\d+ \(test\); peak memory", seen.text(".verdict"))
     plots = seen.page.locator("#training figure")
     assert plots.locator("figcaption b").all_inner_texts()[-1] == "validation: contact_auroc"
     bottoms = [box["y"] + box["height"] for plot in plots.all() if (box := plot.bounding_box())]

@@ -19,6 +19,7 @@ from pipeline.report.compared import hours, spread
 from pipeline.report.html import run_plots
 from pipeline.report.html.plots import figure, moment, tag
 from pipeline.report.html.run_facts import STEP_OOM
+from pipeline.report.run_summary import metrics, words_of
 from pipeline.report.stage_lines import CENSUS, DAMAGED, found_damage, speed_lines, state_of_stage, unit_of
 from pipeline.report.tables import TEXT_MOST, clip, plural
 from pipeline.units import format_bytes, format_seconds
@@ -137,8 +138,7 @@ def _error(error: str) -> Markup:
 def state_of_run(facts: PageFacts) -> str:
     """Return the state of the run, or that a validation found damage."""
     status = facts.run.status
-    state = "orphaned" if status.state is RunState.ABANDONED else status.state.value
-    return DAMAGED if any(map(found_damage, status.stages.values())) else state
+    return DAMAGED if any(map(found_damage, status.stages.values())) else words_of(status.state)
 
 
 def story_lines(stage: StageFacts) -> Iterator[str]:
@@ -203,16 +203,7 @@ def _progress(facts: PageFacts) -> Iterator[str]:
 
 def _metrics(facts: PageFacts) -> Iterator[str]:
     """Yield the monitored metric of the best epoch and of the evaluation, or of the best point of a sweep."""
-    training, found = facts.training, list[str]()
-    evaluated = next((s.census for s in facts.stages if s.status.name == "evaluate" and s.census.get("figures")), {})
-    tested = evaluated.get("figures", {})
-    monitor = training.monitor if training else next((name for name in tested if not name.startswith("loss")), "loss")
-    if training and (known := [value for e in training.epochs if (value := e.validation.get(monitor)) is not None]):
-        found.append(f"{figure((min if training.lower_is_better else max)(known))} ({training.split})")
-    if (value := tested.get(monitor)) is not None:
-        found.append(f"{figure(value)} ({evaluated['split'] or 'all items'})")
-    if found:
-        yield f"{monitor} {', '.join(found)}"
+    yield from metrics(facts.run.status)
     if (shown := facts.compared) and (best := shown.best.get(shown.models[0].folder)):
         yield f"best {shown.metric} {figure(best[1])} ({shown.called(shown.models[0])}, of {len(shown.models)} points)"
 

@@ -122,8 +122,6 @@ class TrainingFacts:
     prepared: Prepared
     folder: Path
     monitor: str
-    split: str  # on which it is validated
-    lower_is_better: bool
     on_gpu: bool
     epochs: Sequence[Epoch]  # of the curves
     newest: Sequence[Epoch]  # of the tables

@@ -186,8 +186,6 @@ def training_facts(folder: RunFolder, config: Config, stage: StageStatus | None)
         prepared=prepared,
         folder=made.path,
         monitor=settings.monitor,
-        split=settings.split or "all items",
-        lower_is_better=settings.lower_is_better,
         on_gpu=bool(stage and any(job.gpus for job in stage.jobs.values())) or bool(config.cluster.train.gpus),
         epochs=thinned(epochs, POINTS),
         newest=epochs[-EPOCH_ROWS:],
