@@ -434,7 +434,7 @@ def _follow(
 
     def watch(status: RunStatus) -> None:
         try:
-            progress.show(lambda: seen_in_queue(status, ask(status)))
+            progress.show(status, lambda status: seen_in_queue(status, ask(status)))
         except (BrokenPipeError, SystemExit) as error:  # its reader has gone: rich turns one into the other
             raise SupervisorStopped from error
 
@@ -461,11 +461,11 @@ def _show_end(
     from pipeline.report.run_summary import ending
     from pipeline.report.tables import show_parts
 
-    progress.end(SeenRun(status))
+    gap = [""] * progress.end(SeenRun(status))
     if ended is not None:
         ended(status)
     elif status.state is not RunState.ABANDONED and (lines := ending(status, folder.command())):
-        show_parts(*[""] * progress.has_printed, *lines)
+        show_parts(*gap, *lines)
 
 
 def follow_to_end(folder: RunFolder, progress: RunProgress, ended: Callable[[RunStatus], None] | None = None) -> None:
@@ -481,7 +481,7 @@ def follow_to_end(folder: RunFolder, progress: RunProgress, ended: Callable[[Run
     try:
         while reader.status.state in GOING_ON:
             status, queue = current_status(reader, ask)
-            progress.show(partial(seen_in_queue, status, queue))
+            progress.show(status, partial(seen_in_queue, now=queue))
             time.sleep(WATCH_EVERY_S)
     except KeyboardInterrupt:
         progress.close()

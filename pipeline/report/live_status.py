@@ -11,24 +11,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.live import Live
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.text import Text
 
-from pipeline.report.run_summary import MEMORY, held_lines, notes, planning_row, rows_of, waiting_row
+from pipeline.report.run_summary import MEMORY, Row, held_lines, notes, planning_row, rows_of, waiting_row
 from pipeline.report.run_tables import status_report
 from pipeline.report.screen import Screen, screen
 from pipeline.report.tables import NO_TERMINAL, SPINNER, columns, fitted, show_parts, the_console
-from pipeline.units import format_bytes, format_seconds
+from pipeline.units import short_bytes, short_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -39,68 +28,28 @@ if TYPE_CHECKING:
     from pipeline.encoder.checkpoints.download import DownloadProgress
     from pipeline.journal.active_runs import SeenRun
     from pipeline.journal.run_status import RunStatus, StageStatus
-    from pipeline.report.run_summary import Row
     from pipeline.store.maintenance.damage_report import Checked
 
 LINE_EVERY_S = 10.0
 LOOK_EVERY_S = 0.25
 FRAMES_PER_S = 8
-BAR = 20  # columns
 EVERY_S = 2.0
 GLANCE_S = 0.2  # how soon a terminal's new size is seen
 CHANGES = 30  # of a stage, from which its pace is computed
 
 
-class LiveBars:
-    """Shows progress on stderr (stdout is for the document): bars on a terminal, else a line now and then."""
+class LiveLines:
+    """Progress on stderr (stdout is for the document): lines that a terminal draws again and again, else now and then.
 
-    def __init__(self, *columns: ProgressColumn) -> None:
-        self._console = the_console(to_stderr=True)
-        shown = (TextColumn("{task.description}"), BarColumn(BAR), *columns, TextColumn("{task.fields[note]}"))
-        self._bars = Progress(*shown, console=self._console)
-        self._tasks: dict[str, TaskID] = {}
-        self._begun = time.monotonic()
-        self._told: dict[str, tuple[float, int]] = {}  # when a line was printed, and how far it was then
-
-    def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            self._bars.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """Stop drawing; the bars stay on the screen."""
-        if self._console.is_terminal:
-            self._bars.stop()
-
-    def _update(self, name: str, done: int, total: int | None, line: str, note: str = "", *, now: bool = False) -> None:
-        """Show progress; without a terminal print a line if there is some, `now` or if the last is long ago."""
-        if self._console.is_terminal:
-            if name not in self._tasks:  # it begins where it is first seen: what came before must not count as speed
-                self._tasks[name] = self._bars.add_task(name, total=total, completed=done, note="")
-            self._bars.update(self._tasks[name], completed=done, total=total, note=note)
-            return
-        at, before = self._told.get(name, (self._begun, 0))
-        moment = time.monotonic()
-        if done > before and (now or moment - at > LINE_EVERY_S):
-            self._told[name] = (moment, done)
-            self._console.print(f"{name}: {line}".rstrip(), soft_wrap=True)
-
-
-class RunProgress:
-    """Shows a run on stderr: on a terminal a line per stage that is drawn again and again, else lines now and then.
-
-    Lines that do not change any more are printed for good above the others. While nothing was found to do, none is.
+    What is printed meanwhile stands above them.
     """
 
-    def __init__(self, stages: Sequence[str] = ()) -> None:
-        self._console, self._meter, self._stages = the_console(to_stderr=True), PaceMeter(), stages
+    def __init__(self) -> None:
+        self._console, self._begun = the_console(to_stderr=True), time.monotonic()
         self._rows: list[Row] = []
-        self._notes: list[str] = []  # of stages that have not ended
-        self._printed: set[str] = set()  # stages and notes
-        self._has_work, self._looked_at, self._said_at = False, -math.inf, dict[str, float]()
+        self._notes: list[str] = []
+        self._printed: set[str] = set()  # rows and notes that do not change any more
+        self._said_at: dict[str, float] = {}
         self._live = Live(
             console=self._console, get_renderable=self._drawn, refresh_per_second=FRAMES_PER_S, transient=True
         )
@@ -112,27 +61,6 @@ class RunProgress:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def planning(self, name: str, words: str = "") -> None:
-        """Show on a terminal that a stage is planned, before anything is submitted."""
-        row = planning_row(name, time.time(), words)
-        self._rows = [row if stage == name else waiting_row(stage) for stage in self._stages]
-        self._redraw()
-
-    def show(self, run: Callable[[], SeenRun]) -> None:
-        """Show a run as `run` returns it, unless that was done a moment ago."""
-        if time.monotonic() - self._looked_at >= LOOK_EVERY_S:
-            self._take(run())
-            self._redraw()
-            self._looked_at = time.monotonic()
-
-    def end(self, run: SeenRun) -> None:
-        """Print what is left to say of the stages of a run that has ended."""
-        self._take(run)
-        self.close()
-        if self._has_work:
-            self._print(row for row in self._rows if row.state != "waiting")
-            self._print_notes()
-
     def close(self) -> None:
         """Stop drawing; only the lines that were printed for good stay."""
         self._live.stop()
@@ -140,8 +68,73 @@ class RunProgress:
             handler.setStream(sys.stderr)
         self._handlers.clear()
 
+    def _redraw(self) -> None:
+        if not self._console.is_terminal:
+            self._print_now_and_then()
+        elif not self._live.is_started:
+            self._live.start(refresh=True)
+            own = (each for each in logging.getLogger().handlers if isinstance(each, logging.StreamHandler))
+            self._handlers += [each for each in own if each.stream is self._console.file]
+            for handler in self._handlers:  # else their lines would be glued to the last one
+                handler.setStream(sys.stderr)  # which now prints above
+
+    def _print_now_and_then(self) -> None:
+        """Without a terminal: print a line for each row, once it has lasted a while."""
+        moment = time.monotonic()
+        for row in self._rows:
+            if moment - self._said_at.get(row.name, self._begun) >= LINE_EVERY_S:
+                self._said_at[row.name] = moment
+                self._say(replace(row, share=None).line(NO_TERMINAL, time.time(), " "))
+
+    def _say(self, line: Text) -> None:
+        show_parts(line, to_stderr=True)
+
     @property
-    def has_printed(self) -> bool:
+    def _width(self) -> int:
+        """Columns of a line, with room for symbols that are longer where the terminal cannot encode them."""
+        room = 0 if self._console.encoding.startswith("utf") else len("...")
+        return self._console.width - room if self._console.is_terminal else NO_TERMINAL
+
+    def _drawn(self) -> Text:
+        """Return the lines that may still change, none longer than the terminal is wide."""
+        now = time.time()
+        mark = SPINNER[int(now * FRAMES_PER_S) % len(SPINNER)]
+        left = [row for row in self._rows if row.name not in self._printed]
+        lines = [row.line(self._width, now, mark if row.state == "running" else "") for row in left]
+        lines += [Text(note, style="yellow") for note in self._notes if note not in self._printed]
+        return Text("\n", no_wrap=True).join(fitted(line, self._width) for line in lines)
+
+
+class RunProgress(LiveLines):
+    """Progress of a run, a line per stage; while nothing was found to do, none is printed for good."""
+
+    def __init__(self, stages: Sequence[str] = ()) -> None:
+        super().__init__()
+        self._stages, self._meter, self._has_work = stages, PaceMeter(), False
+        self._states: list[tuple[str, str]] = []
+        self._looked_at = -math.inf
+
+    def planning(self, name: str, words: str = "") -> None:
+        """Show on a terminal that a stage is planned, before anything is submitted."""
+        row = planning_row(name, time.time(), words)
+        self._rows = [row if stage == name else waiting_row(stage) for stage in self._stages]
+        self._redraw()
+
+    def show(self, status: RunStatus, seen: Callable[[RunStatus], SeenRun]) -> None:
+        """Show a run, unless that was done a moment ago and no stage has begun or ended since."""
+        states = [(stage.name, stage.state.value) for stage in status.stages.values()]
+        if states != self._states or time.monotonic() - self._looked_at >= LOOK_EVERY_S:
+            self._take(seen(status))
+            self._redraw()
+            self._states, self._looked_at = states, time.monotonic()
+
+    def end(self, run: SeenRun) -> bool:
+        """Print what is left to say of the stages of a run that has ended; return whether anything was printed."""
+        self._take(run)
+        self.close()
+        if self._has_work:
+            self._print(row for row in self._rows if row.state != "waiting")
+            self._print_notes()
         return bool(self._printed)
 
     def _take(self, run: SeenRun) -> None:
@@ -152,12 +145,10 @@ class RunProgress:
         self._notes = [f"! {note}" for stage in stages for note in notes(stage)]
         self._notes += [f"! the queue does not answer: {run.trouble}"] if run.trouble else []
         self._notes += held_lines(run.stuck)
-        if not self._has_work:
-            return
-        for stage, row in zip(stages, self._rows, strict=False):
+        for row in self._rows if self._has_work else ():
             if row.state not in ("running", "waiting"):
                 self._print([row])
-                self._print_notes(stage.name)
+                self._print_notes(row.name)
 
     def _print(self, rows: Iterable[Row]) -> None:
         for row in rows:
@@ -171,34 +162,6 @@ class RunProgress:
                 self._printed.add(note)
                 self._say(Text(note, style="yellow"))
 
-    def _say(self, line: Text) -> None:
-        show_parts(line, to_stderr=True)
-
-    @property
-    def _width(self) -> int:
-        """Columns of a line, with room for symbols that are longer where the terminal cannot encode them."""
-        room = 0 if self._console.encoding.startswith("utf") else len("...")
-        return self._console.width - room if self._console.is_terminal else NO_TERMINAL
-
-    def _redraw(self) -> None:
-        if not self._console.is_terminal:
-            self._print_now_and_then()
-        elif not self._live.is_started:
-            self._live.start(refresh=True)
-            own = (each for each in logging.getLogger().handlers if isinstance(each, logging.StreamHandler))
-            self._handlers += [each for each in own if each.stream is self._console.file]
-            for handler in self._handlers:  # else their lines would be glued to the last one
-                handler.setStream(sys.stderr)  # which now prints above
-
-    def _drawn(self) -> Text:
-        """Return the lines that may still change, none longer than the terminal is wide."""
-        now = time.time()
-        mark = SPINNER[int(now * FRAMES_PER_S) % len(SPINNER)]
-        left = [row for row in self._rows if row.name not in self._printed]
-        lines = [row.line(self._width, now, mark if row.state == "running" else "") for row in left]
-        lines += [Text(note, style="yellow") for note in self._notes if note not in self._printed]
-        return Text("\n", no_wrap=True).join(fitted(line, self._width) for line in lines)
-
     def _print_now_and_then(self) -> None:
         """Without a terminal: print a line when a stage begins, and after each while how far it is."""
         moment = time.monotonic()
@@ -210,11 +173,11 @@ class RunProgress:
                 self._print_notes()
 
 
-class CheckBars(LiveBars):
+class CheckBars(LiveLines):
     """Progress of a look at the files of a cache."""
 
     def __init__(self, name: str, total: int | None) -> None:
-        super().__init__(MofNCompleteColumn(), TextColumn("files"), TimeRemainingColumn())
+        super().__init__()
         self._name, self._total, self._files, self._bytes, self._wrong = name, total, 0, 0, 0
 
     def take(self, checked: Checked) -> None:
@@ -223,31 +186,35 @@ class CheckBars(LiveBars):
         self._wrong += len(checked.findings)
         self._files += bool(checked.shard)
         rate = self._bytes / max(1e-3, time.monotonic() - self._begun)
-        note = f"{format_bytes(self._bytes)}, {format_bytes(rate)}/s, {self._wrong:,} wrong"
-        of = "" if self._total is None else f" of {self._total:,}"
-        self._update(self._name, self._files, self._total, f"{self._files:,}{of} files, {note}", note)
+        files = f"{self._files:,} files" if self._total is None else f"{self._files:,}/{self._total:,} files"
+        parts = files, short_bytes(self._bytes), f"{short_bytes(rate)}/s", f"{self._wrong:,} wrong"
+        self._rows = [Row("running", self._name, parts, share=self._files / self._total if self._total else None)]
+        self._redraw()
 
 
-class DownloadBars(LiveBars):
+class DownloadBars(LiveLines):
     """Progress of a download."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+        super().__init__()
         self._name = name
 
     def show(self, progress: DownloadProgress) -> None:
         """Show the progress so far."""
-        is_whole = progress.bytes == progress.total
-        self._update(self._name, progress.bytes, progress.total, download_words(progress), now=is_whole)
+        share = progress.bytes / progress.total if progress.total else None
+        self._rows = [Row("running", self._name, tuple(download_words(progress).split(", ")), share=share)]
+        if share == 1:
+            self._said_at.setdefault(self._name, -math.inf)
+        self._redraw()
 
 
 def download_words(progress: DownloadProgress) -> str:
     """Say how far a download is, and how long it will take."""
     if progress.total is None:
-        return f"{format_bytes(progress.bytes)}, {format_bytes(progress.rate)}/s"
+        return f"{short_bytes(progress.bytes)}, {short_bytes(progress.rate)}/s"
     left_s = (progress.total - progress.bytes) / max(progress.rate, 1e-9)
-    ends = f", {format_seconds(left_s)} left" if left_s else ""
-    return f"{format_bytes(progress.bytes)} of {format_bytes(progress.total)}, {format_bytes(progress.rate)}/s{ends}"
+    ends = f", about {short_seconds(left_s)} left" if left_s else ""
+    return f"{short_bytes(progress.bytes)}/{short_bytes(progress.total)}, {short_bytes(progress.rate)}/s{ends}"
 
 
 class PaceMeter:

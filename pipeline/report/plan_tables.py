@@ -10,7 +10,7 @@ from pipeline.memory.hardware.allocator_variables import VARIABLES
 from pipeline.memory.lint.lint_facts import Severity
 from pipeline.memory.planning.comparison import PlannedOffer
 from pipeline.memory.planning.memory_plan import RemedyVerdict
-from pipeline.report.stage_lines import named_records, unit_of
+from pipeline.report.stage_lines import unit_of
 from pipeline.report.tables import plural, text_table
 from pipeline.units import first_few, format_bytes, format_seconds, short_bytes, short_seconds
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from pipeline.journal.run_status import StageStatus
     from pipeline.memory.planning.memory_plan import MemoryPlan
     from pipeline.report.facts import Estimate
     from pipeline.report.plan_facts import TrainOutlook
@@ -322,40 +321,6 @@ REFUSED = {
 }
 LATER = {"train": "waits for its graphs"}
 NOTHING: dict[str, str] = {}
-
-
-def stage_lines(stage: StageStatus) -> list[str]:
-    """Say the same of a stage that was submitted, and of each encoder where there are several."""
-    whole = stage_line(stage.name, stage.counts())
-    return [whole, *(f"  {part.of}: {_sorted_out(part.name, part.counts())}" for part in stage.by_part() if part.of)]
-
-
-def stage_line(name: str, counts: Mapping[str, int]) -> str:
-    """Say how much of a stage's work was done already when it was submitted, and how much was not."""
-    if name == "regenerate":
-        return f"regenerate: {named_records(counts['items'])}"
-    if counts.get("unplanned"):
-        return later_line(name)
-    return f"{name}: {_sorted_out(name, counts)}"
-
-
-def _sorted_out(name: str, counts: Mapping[str, int]) -> str:
-    """Say how many things a stage has, and how much of each kind."""
-    parts = [f"{counts['cached']:,} cached", f"{counts['missing']:,} to do"]
-    if name == "validate":
-        parts = parts[1:]
-    if counts["refused"]:
-        parts.append(f"{counts['refused']:,} {REFUSED[name]}")
-    if counts["unusable"]:
-        parts.append(f"{counts['unusable']:,} missing or unreadable")
-    tasks = f" in {plural(counts['tasks'], 'task')}" if counts["tasks"] else ""
-    residues = f" ({counts['residues']:,} residues)" if counts.get("residues") else ""
-    if counts.get("unnamed"):
-        parts.append(f"{counts['unnamed']:,} missing that the list does not name")
-    waiting = f"; {plural(counts['waiting'], 'item')} still to scan" if counts.get("waiting") else ""
-    if counts.get("unkept"):
-        parts = ["built when they are read (graph.cache: false)"]
-    return f"{plural(counts['items'], unit_of(name, counts))}: {', '.join(parts)}{tasks}{residues}{waiting}"
 
 
 def later_line(name: str) -> str:

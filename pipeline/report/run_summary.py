@@ -63,13 +63,14 @@ class Row:
         parts = list(self.parts)
         if self.since and parts:
             parts[-1] += f" {short_seconds(max(0.0, now - self.since))}"
-        room = width - NAME - 2
+        head = f"{self.name:<{NAME - 1}} "
+        room = width - len(head) - 2
         bar = f"{_bar(self.share)}  " if self.share is not None and width >= WITH_BAR else ""
         text = bar + joined(parts, ", " if self.state == "running" else " · ", room - len(bar) - TOOK * bool(self.took))
         if self.took:
             text = f"{text:<{max(0, min(RESULT, room - TOOK))}}{self.took:>{TOOK}}"
-        head = (f"{mark or MARKS[self.state]} ", STYLES[self.state]), (f"{self.name:<{NAME}}", "bold")
-        return Text.assemble(*head, (text, "dim" if self.state == "waiting" else ""))
+        marked = f"{mark or MARKS[self.state]} ", STYLES[self.state]
+        return Text.assemble(marked, (head, "bold"), (text, "dim" if self.state == "waiting" else ""))
 
 
 def _bar(share: float) -> str:

@@ -23,7 +23,7 @@ def test_a_long_look_says_now_and_then_how_far_and_how_fast_it_is(
         for number in range(3):
             progress.take(Checked("graph", f"{number}", read_bytes=11 << 20))
     printed = capsys.readouterr()
-    assert (printed.out, printed.err) == ("", "full: 2 of 9 files, 22.0 MiB, 2.0 MiB/s, 0 wrong\n")
+    assert (printed.out, printed.err) == ("", "  full      2/9 files, 22.0M, 2.0M/s, 0 wrong\n")
 
 
 def test_a_long_line_is_wrapped_and_indented_on_a_terminal_and_left_alone_elsewhere(

@@ -61,11 +61,12 @@ def followed(name: str, stream: io.StringIO) -> str:
     run = seen(events, **more)
     with redirect_stdout(stream), redirect_stderr(stream), RunProgress() as progress:
         for count in range(1, len(events) + 1):
-            progress.show(lambda count=count: seen(events[:count]))  # type: ignore[misc]
+            early = seen(events[:count])
+            progress.show(early.status, lambda _, early=early: early)  # type: ignore[misc]
         if run.status.state in (*ENDED, RunState.ABANDONED):
             _show_end(SimpleNamespace(command=lambda: TYPED), run.status, progress, None)  # type: ignore[arg-type]
         else:
-            progress.show(lambda: run)
+            progress.show(run.status, lambda _: run)
             print("a line that the user's own code prints", file=sys.stderr)  # noqa: T201
             progress._live.refresh()
         return stream.getvalue()
