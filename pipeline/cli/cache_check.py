@@ -84,15 +84,15 @@ def validate_command(
 
 
 def _how(sample: float, *, quick: bool, full: bool, semantic: bool) -> str:
-    """Return how deep to look; refuse options that contradict each other."""
+    """Return how thoroughly to check; refuse options that contradict each other."""
     from pipeline.errors import ConfigError
 
     if quick + full + semantic > 1:
-        problem = "a validation is quick, full or semantic: one of them"
+        problem = "--quick, --full and --semantic cannot be combined"
         raise ConfigError(problem, where="--quick", remedy=Command.of("cache validate"))
     if sample and not semantic:
         remedy = Command.of("cache validate --semantic --sample", sample)
-        raise ConfigError("a sample is made anew with --semantic alone", where="--sample", remedy=remedy)
+        raise ConfigError("--sample requires --semantic", where="--sample", remedy=remedy)
     return "quick" if quick else "semantic" if semantic else "full"
 
 
@@ -136,7 +136,7 @@ def repair_command(
         print_json({"root": cache.root, "done": yes, **asdict(totals), "files": files_json})
     else:
         table = check_tables.mended_table(shown.kinds) if yes else check_tables.mend_table(shown.mends, shown.more)
-        tables.show_parts(*table, *check_tables.repaired_lines(totals, did=yes))
+        tables.show_parts(*check_tables.repaired_lines(totals, did=yes), *table)
         _say_next(totals, damage, yes=yes)
     if totals.stay and (yes or not (totals.quarantined or totals.indexes)):
         repair_again = as_typed(Command.of("cache repair --yes"))
@@ -145,7 +145,7 @@ def repair_command(
 
 @dataclass
 class _Mends:
-    """The report of a repair: every shard, or the first ones, and the totals of each kind."""
+    """The report of a repair: every shard or the first ones, and the totals of each kind."""
 
     cache: CacheFolder
     all: bool
@@ -169,18 +169,18 @@ class _Mends:
 
 
 def _say_next(totals: Repaired, damage: Path | None, *, yes: bool) -> None:
-    """Print the next command after a repair, or after a look at what it would do."""
+    """Print the next command after a repair or its dry run."""
     if totals.missing:
         following = as_typed(Command.of("cache regenerate --list", totals.missing))
-        typer.echo(f"list of what is lost: {totals.missing}\n  next: {following}")
+        typer.echo(f"damage list of the lost records: {totals.missing}\n  next: {following}")
     elif not yes and (totals.quarantined or totals.indexes):
         listed = ("--list", damage) if damage else ()
-        typer.echo(f"nothing was changed\n  next: {as_typed(Command.of('cache repair', *listed, '--yes'))}")
+        typer.echo(f"dry run: nothing repaired; to apply: {as_typed(Command.of('cache repair', *listed, '--yes'))}")
 
 
 def saying_wait(settle_s: float) -> Callable[[], None]:
-    """Return a callback that says for how long other hosts are given time to see the new files."""
-    message = f"waiting {settle_s:g} s until other hosts see the new files (cache.visibility_s), then the old ones go"
+    """Return a callback that says how long other hosts get to see the new files."""
+    message = f"waiting {settle_s:g} s for other hosts to see the new files (cache.visibility_s) ..."
     return lambda: typer.echo(message, err=True)
 
 
@@ -203,11 +203,13 @@ def compact_command(yes: Yes = False, config: ConfigFile = None, sets: Sets = No
         kinds = [asdict(replace(kind, twice=frozenset())) | {"twice": len(kind.twice)} for kind in compacted]
         print_json({"root": cache.root, "done": yes, "kinds": kinds})
         return
-    tables.show_parts(check_tables.compact_table(compacted, did=yes) if compacted else "empty: nothing was stored yet")
-    if yes and compacted:
-        typer.echo(check_tables.compacted_line(compacted))
-    elif any(kind.small for kind in compacted):
-        typer.echo(f"nothing was changed\n  next: {as_typed(Command.of('cache compact --yes'))}")
+    if not compacted:
+        typer.echo("The cache is empty.")
+        return
+    answer = check_tables.compacted_line(compacted, did=yes)
+    tables.show_parts(answer, "", check_tables.compact_table(compacted, did=yes))
+    if not yes and any(kind.small for kind in compacted):
+        typer.echo(f"dry run: nothing merged; to apply: {as_typed(Command.of('cache compact --yes'))}")
 
 
 def _look(loaded: LoadedConfig, how: str, sample: float) -> Look:
@@ -371,12 +373,11 @@ def _show_found(collected: _Found, *, as_json: bool) -> None:
         summary = asdict(collected.summary) | {"kinds": kinds}
         print_json({"root": collected.cache.root, "list": collected.path, "unwritten": collected.unwritten, **summary})
         return
+    tables.show_parts(check_tables.check_line(collected.kinds, collected.summary), "")
     tables.show_parts(check_tables.check_table(collected.kinds))
     for note, count in collected.summary.notes.items():
         typer.echo(f"{note}: {count:,}")
     if not collected.summary.findings:
-        if collected.kinds:
-            typer.echo(check_tables.whole_line(collected.kinds))
         return
     unwritten = f"no damage list is left: {collected.unwritten}  (--out FILE)"
     typer.echo(f"damage list: {collected.path}" if collected.path else unwritten)

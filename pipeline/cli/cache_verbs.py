@@ -11,7 +11,7 @@ import typer
 
 from pipeline.cli import cache_check
 from pipeline.cli.help import Verbs, argument, option
-from pipeline.cli.options import ConfigFile, DamageList, Json, Sets, Yes, as_typed, load_config, print_json
+from pipeline.cli.options import ConfigFile, DamageList, Json, Sets, Verbose, Yes, as_typed, load_config, print_json
 from pipeline.cli.run_verbs import run_to_its_end, to_regenerate, typed_command
 from pipeline.command_line import Command, quoted
 from pipeline.stage_names import StageName
@@ -56,8 +56,8 @@ def export_command(
     _say(moved, folder, as_json=as_json)
     if not as_json:
         named = quoted(folder)
-        typer.echo(f"  check it anywhere: cd {named} && sha256sum --check --quiet {MANIFEST}")
-        typer.echo(f"  take it in: pipeline cache import {named}   (where it is wanted)")
+        typer.echo(f"  check it: cd {named} && sha256sum --check --quiet {MANIFEST}")
+        typer.echo(f"  import it elsewhere: pipeline cache import {named}")
     remedy = Command.of("cache validate --full", then="   (then repair it, and export again)")
     _refuse(moved, cache.root, remedy, "exported")
 
@@ -72,7 +72,7 @@ def import_cache_command(folder: Folder, config: ConfigFile = None, sets: Sets =
     refuse_links_out(cache)
     moved = _showing("import", lambda tell: transfer.take_in(cache, folder, tell=tell))
     _say(moved, cache.root, as_json=as_json)
-    remedy = Command.of("cache import", folder, then="   (again, once these files are copied anew)")
+    remedy = Command.of("cache import", folder, then="   (after you copy these files again)")
     _refuse(moved, folder, remedy, "imported")
 
 
@@ -97,12 +97,12 @@ def _say(moved: Moved, folder: Path, *, as_json: bool) -> None:
     if as_json:
         print_json({"folder": folder, **asdict(moved)})
         return
-    there = f", {moved.there:,} {'was' if moved.there == 1 else 'were'} there already" if moved.there else ""
-    dropped = f", {plural(moved.dropped, 'older file')} removed: newer ones hold all that was there"
+    there = f", {moved.there:,} already there" if moved.there else ""
+    dropped = f", {plural(moved.dropped, 'older file')} removed: newer files hold their records"
     there += dropped if moved.dropped else ""
     kinds = ", ".join(f"{kind} {files:,}" for kind, files in sorted(moved.kinds.items()))
     typer.echo(
-        f"{folder}: {plural(moved.copied, 'file')} copied ({format_bytes(moved.bytes)}){there}: {kinds or 'nothing'}"
+        f"✓ {folder}: {plural(moved.copied, 'file')} copied ({format_bytes(moved.bytes)}){there}: {kinds or 'nothing'}"
     )
 
 
@@ -137,7 +137,7 @@ def regenerate_command(
         Project.open(loaded.config, beside=loaded.base_dir.absolute(), strict=True), damage_list
     )
     if not stages:
-        nothing = f"nothing to regenerate: {damage_list} names no record that is lost"
+        nothing = f"✓ Nothing to regenerate: {damage_list} lists no lost record"
         print_json(Status("", RunState.DONE).to_json()) if as_json else typer.echo(nothing)
         return
     typed = typed_command(StageName.REGENERATE, config, sets, damage_list)
@@ -145,11 +145,11 @@ def regenerate_command(
     run_to_its_end(project, stages, typed, loaded.path, show_end)
 
 
-def stat_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
+def stat_command(verbose: Verbose = False, config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
     """Show what the cache holds, read from its index alone."""
     import gc
 
-    gc.disable()  # a short life, in which collecting would only walk through what was imported
+    gc.disable()  # in a short process, collecting would only walk through the imports
     from pipeline.runs.upkeep.retention import holdings
 
     held = holdings(load_config(config, sets).config)
@@ -160,10 +160,11 @@ def stat_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = F
 
     lines = cache_tables.holdings_lines(held, as_typed)
     if not held.is_there:
-        tables.show_parts(f"cache {held.root}", *lines)
+        tables.show_parts(*lines)
         return
     stores, recipes = cache_tables.store_table(held.stats), cache_tables.recipe_table(held.recipes, held.undescribed)
-    tables.show_parts(f"cache {held.root}", "", stores, "", *([recipes, ""] if recipes else []), *lines)
+    recipes = recipes if verbose else ""
+    tables.show_parts(*cache_tables.holdings_answer(held), "", stores, "", *([recipes, ""] if recipes else []), *lines)
 
 
 def clean_command(
@@ -191,7 +192,9 @@ def clean_command(
     from pipeline.store.format.disk import ask_owner
 
     if keep_recipes and everything:
-        raise ConfigError("either keeps recipes, or removes all", where="--all", remedy=Command.of("cache clean --all"))
+        raise ConfigError(
+            "--keep-recipes and --all cannot be combined", where="--all", remedy=Command.of("cache clean --all")
+        )
     asked = CleanRequest(keep_recipes, everything, None if older_than is None else _seconds(older_than))
     loaded = load_config(config, sets)
     project = Project.open(loaded.config, remember=False, beside=loaded.base_dir.absolute())
@@ -199,29 +202,29 @@ def clean_command(
     document = cleaning.to_json() if as_json else {}
     if not as_json:
         lines = cleaning_lines(cleaning, as_typed)
-        tables.show_parts(*lines, *([""] if lines else []), _headline(cleaning))
+        tables.show_parts(_headline(cleaning), *([""] if lines else []), *lines)
     if yes and cleaning.files:
         with ask_owner(cleaning.cache.root):
             document["removed"] = _carry_out(cleaning)
     if as_json:
         print_json(document)
     elif not yes and cleaning.files:
-        typer.echo(f"nothing was done yet\n  next: {_again(asked, older_than)}")
+        typer.echo(f"dry run: nothing removed; to apply: {_again(asked, older_than)}")
 
 
 def _headline(cleaning: Cleaning) -> str:
-    """Say how much space would be freed."""
+    """Say how much space cleaning would free."""
     from pipeline.report.tables import plural
     from pipeline.store.maintenance.sweep import Fate
     from pipeline.units import format_bytes
 
     if not cleaning.cache.is_there:
-        return f"cache {cleaning.cache.root}: no cache is there yet: nothing to clean"
+        return f"✓ Nothing to clean: {cleaning.cache.root} does not exist yet"
     if not cleaning.files:
         waits = cleaning.young or cleaning.stays(*Fate)[0]
-        return f"cache {cleaning.cache.root}: {'nothing can go now: see above' if waits else 'nothing to clean'}"
+        return f"✓ Nothing to clean in {cleaning.cache.root}{' now: see below' if waits else ''}"
     freed = f"{format_bytes(cleaning.freed_bytes)} in {plural(cleaning.files, 'file')}"
-    return f"cache {cleaning.cache.root}: {freed} can be given back"
+    return f"{freed} can be freed in {cleaning.cache.root}"
 
 
 def _carry_out(cleaning: Cleaning) -> dict[str, object]:
@@ -237,12 +240,12 @@ def _carry_out(cleaning: Cleaning) -> dict[str, object]:
             freed, files = freed + removed.bytes, files + (not removed.stays)
             if removed.stays:
                 stayed.append({"file": removed.name, "why": removed.stays})
-                typer.echo(f"stays: {removed.name}: {removed.stays}", err=True)
+                typer.echo(f"kept: {removed.name}: {removed.stays}", err=True)
             if time.monotonic() - told_s > TOLD_EVERY_S:
                 told_s = time.monotonic()
                 typer.echo(f"{plural(files, 'file')}, {format_bytes(freed)} so far ...", err=True)
     finally:
-        typer.echo(f"removed {plural(files, 'file')}: {format_bytes(freed)} given back", err=True)
+        typer.echo(f"✓ Removed {plural(files, 'file')}: {format_bytes(freed)} freed", err=True)
     return {"files": files, "bytes": freed, "stayed": stayed}
 
 
@@ -251,14 +254,14 @@ def _counter() -> Callable[[int], None]:
     import sys
 
     if sys.stderr.isatty():
-        typer.echo("looking at what is needed ...", err=True)
+        typer.echo("checking which records are needed ...", err=True)
     told_s = time.monotonic()
 
     def on(items: int) -> None:
         nonlocal told_s
         if time.monotonic() - told_s > TOLD_EVERY_S:
             told_s = time.monotonic()
-            typer.echo(f"looked at {items:,} items of the data set ...", err=True)
+            typer.echo(f"checked {items:,} items of the data set ...", err=True)
 
     return on
 
@@ -273,7 +276,7 @@ def _seconds(text: str) -> float:
     try:
         return 0 if text == "0" else parse_duration(text)
     except PydanticCustomError:
-        problem = f"{text!r} is no time: it must be above zero and have a unit, or be 0 alone"
+        problem = f"{text!r} is not a duration: expected a number above 0 with a unit, or 0"
         remedy = Command.of("cache clean --older-than 7d", then="   (12h, 90m)")
         raise ConfigError(problem, where="--older-than", remedy=remedy) from None
 

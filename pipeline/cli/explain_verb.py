@@ -61,12 +61,12 @@ def show_graph(stage: str, project: Project, form: str, *, as_json: bool) -> Non
 
 
 def _graph_text(boxes: Sequence[StageBox]) -> list[RenderableType]:
-    """Return a graph as text: its names and arrows, and a row for each stage."""
+    """Return a graph as text: names and arrows, then a row for each stage."""
     from pipeline.report.stage_graph import graph_lines
     from pipeline.report.tables import text_table
 
     rows = [(box.name, box.state, box.counts, box.why) for box in boxes]
-    return ["\n".join(graph_lines(boxes)), "", text_table(("stage", "state", "of it", "why"), rows)]
+    return ["\n".join(graph_lines(boxes)), "", text_table(("STAGE", "STATE", "WORK", "WHY"), rows)]
 
 
 def explain_command(
@@ -93,7 +93,7 @@ def explain_command(
     from pipeline.project.project import Project
 
     if (item is None) == (stage is None):
-        what = "name an item, or a stage with --stage" + (": not both" if item else "")
+        what = "name an item or --stage STAGE" + (", not both" if item else "")
         remedy = Command.of("explain ITEM", then="   or   pipeline explain --stage train")
         raise ConfigError(what, where="pipeline explain", remedy=remedy)
     loaded = load_config(config, sets)
@@ -105,6 +105,7 @@ def explain_command(
 
 
 def _show_item(project: Project, name: str, *, as_json: bool) -> None:
+    from pipeline.report.stage_graph import WorkState
     from pipeline.report.tables import show_parts, text_table
     from pipeline.runs.views.explained_item import explain_item
 
@@ -116,8 +117,10 @@ def _show_item(project: Project, name: str, *, as_json: bool) -> None:
         (of.stage, of.because.state.value, str(of.because), " ".join(key[:KEY_DIGITS] for key in of.keys.values()))
         for of in explained.stages
     ]
-    title = f"{explained.id}   ({explained.origin})" if explained.origin else explained.id
-    show_parts(title, text_table(("stage", "state", "why", "key"), rows))
+    worst = next((of for of in explained.stages if of.because.state in (WorkState.REFUSED, WorkState.TO_DO)), None)
+    answer = f"! {worst.stage}: {worst.because.state.value}" if worst else "✓ nothing to do"
+    title = f"{explained.id} ({explained.origin})" if explained.origin else explained.id
+    show_parts(f"{answer}   {title}", "", text_table(("STAGE", "STATE", "WHY", "KEY"), rows))
     _show_next(explained.next)
 
 

@@ -1,4 +1,4 @@
-"""What a cache holds, and what cleaning it gives back, as text."""
+"""The contents of a cache, as text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Group
 from pipeline.command_line import Command
 from pipeline.report.tables import age, plural, text_table
 from pipeline.store.maintenance.damage_report import damage_found, ways_on
-from pipeline.units import first_few, format_bytes
+from pipeline.units import first_few, format_bytes, short_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,25 +29,25 @@ AsTyped: TypeAlias = "Callable[[Command], object]"
 DIGEST_LETTERS = (32, 64)  # of a digest, the first few of which say enough
 NAMED = 5
 NOT_KNOWN = Command.submit("all")
-TO_LOOK = "(or --dry-run: only looks)"
+TO_LOOK = "(or with --dry-run)"
 INDEXES = {
-    "behind": "newer files are read by their own tables; the next run brings it up to date",
-    "none": "every file is read by its own table; the next run makes one",
-    "damaged": "every file is read by its own table; `pipeline cache repair` or the next run makes it anew",
+    "behind": "newer files are read by their own tables; the next run updates it",
+    "none": "every file is read by its own table; the next run creates one",
+    "damaged": "every file is read by its own table; `pipeline cache repair` or the next run rebuilds it",
 }
 
 
 def store_table(stats: Sequence[StoreStat]) -> RenderableType:
-    """Show what each kind of record takes."""
+    """Show the number and size of each kind of record."""
     if not stats:
-        return "empty: nothing was stored yet"
+        return "The cache is empty."
     now = datetime.now(tz=UTC)
     rows = [
         (
             stat.kind,
             f"{stat.records:,}",
-            format_bytes(stat.bytes),
-            format_bytes(stat.bytes / stat.records) if stat.records else "",
+            short_bytes(stat.bytes),
+            short_bytes(stat.bytes / stat.records) if stat.records else "",
             stat.shards,
             len(stat.unreadable),
             stat.index.value,
@@ -55,31 +55,31 @@ def store_table(stats: Sequence[StoreStat]) -> RenderableType:
         )
         for stat in stats
     ]
-    columns = ("kind", "items", "size", "per item", "files", "unreadable", "index", "age")
-    shown = text_table(columns, rows, right="items size per item files unreadable")
+    columns = ("KIND", "RECORDS", "SIZE", "EACH", "FILES", "UNREADABLE", "INDEX", "AGE")
+    shown = text_table(columns, rows, right=columns[1:6])
     states = {stat.index.value for stat in stats}
     notes = [f"index {state}: {meaning}" for state, meaning in INDEXES.items() if state in states]
     broken = [(stat.kind, name, reason) for stat in stats for name, reason in stat.unreadable]
-    tables: list[RenderableType] = ["", text_table(("kind", "unreadable file", "why"), broken)] if broken else []
+    tables: list[RenderableType] = ["", text_table(("KIND", "UNREADABLE FILE", "WHY"), broken)] if broken else []
     return Group(shown, *notes, *tables)
 
 
 def recipe_table(recipes: Mapping[str, Sequence[RecipeStat]], undescribed: Mapping[str, int]) -> RenderableType:
-    """Show the recipes by which records were made; of several for a kind, only the settings that differ."""
+    """Show the settings of records; if a kind has several, only those that differ."""
     rows = []
     for kind, known in recipes.items():
         first = known[0].recipe if len(known) > 1 else {}
         shared = {name for name in first if all(made.recipe.get(name) == first[name] for made in known)}
         for made in known:
             words = (f"{name} {short_value(value)}" for name, value in made.recipe.items() if name not in shared)
-            rows.append((kind, f"{made.records:,}", format_bytes(made.bytes), ", ".join(words)))
+            rows.append((kind, f"{made.records:,}", short_bytes(made.bytes), ", ".join(words)))
         if count := undescribed.get(kind):
-            rows.append((kind, f"{count:,}", "", "recipes that cannot be read: the next run describes its own anew"))
-    return text_table(("recipes of", "items", "size", "made with"), rows, right="items size") if rows else ""
+            rows.append((kind, f"{count:,}", "", "unreadable recipes: the next run writes its own again"))
+    return text_table(("KIND", "RECORDS", "SIZE", "SETTINGS"), rows, right="RECORDS SIZE") if rows else ""
 
 
 def short_value(value: Any) -> str:
-    """Format a value of a recipe; of digests, the first letters."""
+    """Format a value of a recipe; shorten digests."""
     if isinstance(value, dict):
         return "(" + ", ".join(f"{name} {short_value(part)}" for name, part in value.items()) + ")"
     if isinstance(value, list):
@@ -91,7 +91,7 @@ def short_value(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """How many of the records of a kind that the data set needs are missing, as of the last look at it."""
+    """How many needed records of a kind are missing, as of the last run."""
 
     kind: str
     needed: int
@@ -151,31 +151,33 @@ class Holdings:
         """Say what the last validation found."""
         summary = self.report.summary if self.report else None
         if summary is None or not summary.findings:
-            return "all well"
+            return "no damage"
         return f"{plural(summary.findings, 'finding')}, {plural(summary.lost, 'record')} lost"
 
     def remedy(self) -> str | Command:
-        """Return what to do after the last validation; empty: nothing is wrong."""
+        """Return what to do after the last validation; empty: nothing."""
         if self.report is None or not self.report.summary.findings:
             return ""
-        if self.repair:  # which left these alone
+        if self.repair:  # which left these files alone
             return ways_on({self.root / file: why for file, why in self.report.summary.stay.items()})
         return damage_found(self.report.summary, self.root, self.report.path).next
 
 
 def holdings_lines(held: Holdings, as_typed: AsTyped = str) -> list[RenderableType]:
-    """Return lines on what is missing, the last validation, the users of the cache and its quarantine.
+    """Return lines on missing records, the last validation, the users of the cache and its quarantine.
 
     `as_typed` completes the commands in them.
     """
     if not held.is_there:
-        return [f"no cache is there yet: {as_typed(NOT_KNOWN)}   (makes it)", *_layer_lines(held, as_typed)]
+        return [f"{held.root} does not exist yet. To create it: {as_typed(NOT_KNOWN)}", *_layer_lines(held, as_typed)]
     now = datetime.now(tz=UTC)
     shown: list[RenderableType] = [_missing_line(missing, now, as_typed) for missing in held.missing]
     if held.missing:
-        shown += [f"{kind}: not known yet: {as_typed(Command.submit(kind))}   {TO_LOOK}" for kind in held.unknown]
+        shown += [
+            f"{kind}: missing records unknown: {as_typed(Command.submit(kind))}   {TO_LOOK}" for kind in held.unknown
+        ]
     elif held.unknown:  # what a reader gives needs nothing
-        shown.append(f"what this data set needs is not known yet: {as_typed(NOT_KNOWN)}   {TO_LOOK}")
+        shown.append(f"missing records unknown: {as_typed(NOT_KNOWN)}   {TO_LOOK}")
     if held.report:
         shown += _validation_lines(held, held.report, now, as_typed)
     elif held.stats:
@@ -189,27 +191,35 @@ def holdings_lines(held: Holdings, as_typed: AsTyped = str) -> list[RenderableTy
     return [*shown, *_layer_lines(held, as_typed)]
 
 
+def holdings_answer(held: Holdings) -> list[str]:
+    """Say how much a cache holds, and whether any of it is damaged."""
+    size, files = sum(stat.bytes for stat in held.stats), sum(stat.shards for stat in held.stats)
+    records = plural(sum(stat.records for stat in held.stats), "record")
+    bad = sum(len(stat.unreadable) for stat in held.stats) or (held.report.summary.findings if held.report else 0)
+    return [f"{'!' if bad else '✓'} {records} · {short_bytes(size)} in {plural(files, 'file')} · {held.root}"]
+
+
 def _layer_lines(held: Holdings, as_typed: AsTyped) -> Iterator[str]:
-    """Yield which other caches are read, too, and which are left out and why."""
+    """Yield which caches below are read, and which are left out and why."""
     if held.under:
-        yield f"reads also from {first_few(map(str, held.under), NAMED)}"
+        yield f"also reads {first_few(map(str, held.under), NAMED)}"
     for refused in held.left_out:
-        yield f"left out of cache.under: {refused.where}: {refused.what}"
+        yield f"! not read (cache.under): {refused.where}: {refused.what}"
         yield f"  next: {said(refused.next, as_typed)}"
 
 
 def _missing_line(missing: Missing, now: datetime, as_typed: AsTyped) -> str:
-    """Say how many records of a kind are missing, and how old that knowledge is."""
+    """Say how many records of a kind are missing, and when that was counted."""
     when = age(now, datetime.fromtimestamp(missing.at, UTC))
-    changed = "; it has changed since" if missing.changed else ""
+    changed = "; the data set has changed since" if missing.changed else ""
     needed = f"{missing.needed:,}"
-    state = f"{missing.missing:,} of {needed} missing" if missing.missing else f"all {needed} are there"
+    state = f"{missing.missing:,} of {needed} missing" if missing.missing else f"all {needed} present"
     again = f": {as_typed(Command.submit(missing.kind))}" if missing.missing or changed else ""
-    return f"{missing.kind}: {state}, by the data set of {when} ago{changed}{again}"
+    return f"{missing.kind}: {state}, counted {when} ago{changed}{again}"
 
 
 def _validation_lines(held: Holdings, report: DamageReport, now: datetime, as_typed: AsTyped) -> Iterator[str]:
-    """Yield when and how a cache was last validated, what was found, and what to do about it."""
+    """Yield when and how a cache was last validated, the findings, and what to do about them."""
     last = report.summary
     when = age(now, datetime.fromtimestamp(last.begun, UTC))
     part = f", of kind {first_few(last.only, NAMED)}" if last.only else ""
@@ -222,5 +232,5 @@ def _validation_lines(held: Holdings, report: DamageReport, now: datetime, as_ty
 
 
 def said(remedy: str | Command, as_typed: AsTyped) -> object:
-    """Return what to do next as it is printed; a command is completed, other advice stays."""
+    """Return what to do next as it is printed; complete a command with the typed options."""
     return as_typed(remedy) if isinstance(remedy, Command) else remedy

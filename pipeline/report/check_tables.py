@@ -1,11 +1,11 @@
-"""What checking, repairing and compacting a cache found and did, as text for a terminal."""
+"""The results of validating, repairing and compacting a cache, as text."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from pipeline.report.tables import plural, text_table
-from pipeline.units import format_bytes
+from pipeline.units import format_bytes, short_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -16,46 +16,48 @@ if TYPE_CHECKING:
     from pipeline.store.maintenance.rewrite import Compacted
     from pipeline.store.maintenance.shard_repair import Mend, Repaired
 
-SHOWN = 20  # shards of which each has a line
-FAULTS = {  # fault → what is counted, and what is wrong with it
+SHOWN = 20  # shards that have a line each
+FAULTS = {  # fault → the noun, and the damage
     "index": ("fault", "of the index"),
     "header": ("header", "damaged"),
     "table": ("table", "damaged"),
     "record": ("record", "damaged"),
-    "gone": ("record", "gone"),
-    "newer": ("file", "of a later version"),
-    "foreign": ("file", "that no pipeline wrote"),
-    "unreadable": ("place", "that cannot be read"),
-    "meaning": ("record", "meaningless"),
+    "gone": ("record", "missing"),
+    "newer": ("file", "of a newer version"),
+    "foreign": ("file", "not written by pipeline"),
+    "unreadable": ("path", "unreadable"),
+    "meaning": ("record", "inconsistent"),
 }
 
 
 def check_table(kinds: Mapping[str, Summary]) -> RenderableType:
-    """Show what was found in each kind."""
+    """Show the findings of each kind."""
     if not kinds:
-        return "empty: nothing was stored yet"
-    listed = any(tally.listed for tally in kinds.values())  # records that were not read are not called whole
+        return "The cache is empty."
+    listed = any(tally.listed for tally in kinds.values())  # unread records do not count as intact
     rows = [
         (
             kind,
             f"{tally.shards:,}",
-            format_bytes(tally.bytes),
+            short_bytes(tally.bytes),
             f"{tally.records:,}",
             f"{tally.listed if listed else tally.whole:,}",
             f"{tally.lost:,}",
-            ", ".join(_fault(*fault) for fault in sorted(tally.faults.items())) or "nothing",
+            ", ".join(_fault(*fault) for fault in sorted(tally.faults.items())) or "-",
         )
         for kind, tally in kinds.items()
     ]
-    columns = ("kind", "shards", "read", "records", "listed" if listed else "whole", "lost", "what is wrong")
-    return text_table(columns, rows, right="shards read records listed whole lost")
+    columns = ("KIND", "FILES", "READ", "RECORDS", "LISTED" if listed else "INTACT", "LOST", "DAMAGE")
+    return text_table(columns, rows, right=columns[1:6])
 
 
-def whole_line(kinds: Mapping[str, Summary]) -> str:
-    """Say that nothing is wrong, and how much was looked at."""
+def check_line(kinds: Mapping[str, Summary], summary: Summary) -> str:
+    """Say whether anything is damaged, and how much was checked."""
+    if summary.findings:
+        return f"✗ {plural(summary.findings, 'problem')} found, {plural(summary.lost, 'record')} lost"
     records, files = sum(tally.records for tally in kinds.values()), sum(tally.shards for tally in kinds.values())
-    unread = "   (--full reads the records, too)" if any(tally.listed for tally in kinds.values()) else ""
-    return f"nothing is wrong: {plural(records, 'record')} in {plural(files, 'file')}{unread}"
+    unread = "   (--full also reads the records)" if any(tally.listed for tally in kinds.values()) else ""
+    return f"✓ No damage: {plural(records, 'record')} in {plural(files, 'file')}{unread}"
 
 
 def _fault(fault: str, count: int) -> str:
@@ -64,7 +66,7 @@ def _fault(fault: str, count: int) -> str:
 
 
 def mend_table(mends: Sequence[Mend], more: int) -> list[RenderableType]:
-    """Show what would be done about each of the first shards."""
+    """Show the planned repair of each of the first shards."""
     if not mends:
         return []
     rows = [
@@ -73,86 +75,91 @@ def mend_table(mends: Sequence[Mend], more: int) -> list[RenderableType]:
             mend.shard or "(index)",
             mend.why,
             mend.salvaged,
-            "not known" if mend.unknown else f"{len(mend.lost):,}",
+            "?" if mend.unknown else f"{len(mend.lost):,}",
             _fate(mend),
         )
         for mend in mends
     ]
-    columns = ("kind", "file", "what is wrong", "salvaged", "lost", "what becomes of it")
-    shown: list[RenderableType] = [text_table(columns, rows, right="salvaged lost")]
-    return [*shown, f"… and {plural(more, 'file')} more (--json names all)"] if more else shown
+    columns = ("KIND", "FILE", "DAMAGE", "SALVAGED", "LOST", "ACTION")
+    shown: list[RenderableType] = [text_table(columns, rows, right="SALVAGED LOST")]
+    return [*shown, f"… and {plural(more, 'file')} more (--json lists all)"] if more else shown
 
 
 def mended_table(kinds: Mapping[str, Repaired]) -> list[RenderableType]:
-    """Show what was done in each kind."""
+    """Show the repairs of each kind."""
     if not kinds:
         return []
-    columns = ("kind", "put into quarantine", "left alone", "salvaged", "lost")
+    columns = ("KIND", "QUARANTINED", "LEFT ALONE", "SALVAGED", "LOST")
     rows = [
         (kind, f"{done.quarantined:,}", f"{done.stay:,}", f"{done.salvaged:,}", f"{done.lost:,}")
         for kind, done in kinds.items()
     ]
-    return [text_table(columns, rows, right=" ".join(columns[1:]))]
+    return [text_table(columns, rows, right=columns[1:])]
 
 
 def _fate(mend: Mend) -> str:
-    """Say what becomes of a shard or an index."""
+    """Say what repair does with a shard or an index."""
     if mend.stays:
-        return f"left alone: {mend.stays}"
+        return f"leave alone: {mend.stays}"
     if not mend.shard:
-        return "made anew from the shards"
-    return "the index forgets it" if mend.gone else "put into quarantine"
+        return "rebuild from the shards"
+    return "remove from the index" if mend.gone else "quarantine"
 
 
 def repaired_lines(repaired: Repaired, *, did: bool) -> list[str]:
-    """Return the totals of a repair that was done, or would be."""
+    """Return the totals of a repair or its dry run."""
     if not (repaired.quarantined or repaired.indexes or repaired.stay or repaired.lost):
-        return ["nothing is damaged"]
-    would = "" if did else "would be "
+        return ["✓ Nothing is damaged"]
+    would = "" if did else "to be "
     size = format_bytes(repaired.salvaged_bytes)
     lines = [
-        f"{plural(repaired.salvaged, 'record')} ({size}) {would}carried over to new shards, "
-        f"{plural(repaired.quarantined, 'shard')} {would}put into quarantine, "
-        f"{repaired.indexes:,} {'index' if repaired.indexes == 1 else 'indexes'} {would}made anew"
+        f"{plural(repaired.salvaged, 'record')} ({size}) {would}copied to new shards, "
+        f"{plural(repaired.quarantined, 'shard')} {would}quarantined, "
+        f"{repaired.indexes:,} {'index' if repaired.indexes == 1 else 'indexes'} {would}rebuilt"
     ]
     if repaired.lost:
-        verb = "is" if repaired.lost == 1 else "are"
-        lines.append(f"{plural(repaired.lost, 'record')} {verb} lost, to be computed again")
+        lines.append(f"! {plural(repaired.lost, 'record')} lost, to be computed again")
     if repaired.unknown:
         shards = plural(repaired.unknown, "shard")
-        lines.append(f"of {shards} nobody knows what was in it: `pipeline submit` computes it")
+        lines.append(f"! {shards} with unknown records: `pipeline submit` computes what is missing")
     if repaired.stay:
-        lines.append(f"{plural(repaired.stay, 'file')} left alone")
+        lines.append(f"! {plural(repaired.stay, 'file')} left alone")
     return lines
 
 
 def compact_table(kinds: Sequence[Compacted], *, did: bool) -> RenderableType:
-    """Show what compaction does for each kind."""
+    """Show the compaction of each kind."""
     rows = [
         (
             kind.kind,
             f"{kind.shards:,}",
             f"{len(kind.small):,}",
             f"{kind.records:,}",
-            format_bytes(kind.size_bytes),
+            short_bytes(kind.size_bytes),
             _after(kind, did),
         )
         for kind in kinds
     ]
-    columns = ("kind", "files", "small", "records in them", "size", "after" if did else "what would be done")
-    return text_table(columns, rows, right="files small records size")
+    columns = ("KIND", "FILES", "SMALL", "RECORDS IN SMALL", "SIZE", "AFTER" if did else "ACTION")
+    return text_table(columns, rows, right=columns[1:5])
 
 
-def compacted_line(kinds: Sequence[Compacted]) -> str:
-    """Return the totals of a compaction."""
+def compacted_line(kinds: Sequence[Compacted], *, did: bool) -> str:
+    """Return the totals of a compaction or its dry run."""
+    if not did and (small := sum(len(kind.small) for kind in kinds)):
+        return f"{plural(small, 'small file')} to merge"
     before, after = sum(kind.shards for kind in kinds), sum(kind.after for kind in kinds)
-    return f"{plural(before, 'file')} became {after:,}" if any(kind.gone for kind in kinds) else "nothing was changed"
+    return (
+        f"✓ {plural(before, 'file')} merged into {after:,}"
+        if any(kind.gone for kind in kinds)
+        else "✓ Nothing to merge"
+    )
 
 
 def _after(kind: Compacted, did: bool) -> str:  # noqa: FBT001 - a fact about the table
-    """Say what compaction did, or would do, with the small files of a kind."""
+    """Say what compaction does with the small files of a kind."""
     if not kind.small:
-        return "nothing to do"
+        return "-"
     damaged = f"; {plural(len(kind.damaged), 'damaged file')} left alone" if kind.damaged else ""
-    taken = f"; {plural(len(kind.taken), 'file')} gone meanwhile" if kind.taken else ""
-    return f"{plural(kind.after, 'file')}{damaged}{taken}" if did else "small files made into few"
+    taken = f"; {plural(len(kind.taken), 'file')} removed meanwhile" if kind.taken else ""
+    return f"{plural(kind.after, 'file')}{damaged}{taken}" if did else "merge small files"

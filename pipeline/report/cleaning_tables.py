@@ -1,4 +1,4 @@
-"""What cleaning a cache would remove, what stays and why, and that as text."""
+"""What cleaning a cache removes and keeps, and why, as data and as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipeline.report.cache_tables import NAMED, said, short_value
 from pipeline.report.tables import plural, text_table
 from pipeline.store.maintenance.leftovers import Left
 from pipeline.store.maintenance.sweep import Fate, Live
-from pipeline.units import first_few, format_bytes, format_seconds
+from pipeline.units import first_few, format_bytes, format_seconds, short_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 DAY_S = 86_400
 GRACE_S = DAY_S
 FORGOTTEN_S = 30 * DAY_S
-EVERYTHING_GOES = "everything goes"
+EVERYTHING_GOES = "--all"
 BECAUSE = {
-    "files": "of files that are not as they were, or not in the data set",
+    "files": "files changed or not in the data set",
     "limits": "older than a week",
-    "sets": "of no run that is there",
-    "recipes": "nothing is made by them",
+    "sets": "of removed runs",
+    "recipes": "no record uses them",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class CleanNote:
-    """Why something stays, and what the user can do about it."""
+    """Why something is kept, and what the user can do about it."""
 
     what: str
     remedy: str | Command = ""
@@ -62,20 +62,20 @@ class CleanRequest:
         """Return the age in seconds below which a file that holds no records stays."""
         if self.all:
             return self.grace_s
-        longer_s = {Left.MEMORY: FORGOTTEN_S, Left.TEMPORARY: GRACE_S}  # a writer may not have closed it yet
+        longer_s = {Left.MEMORY: FORGOTTEN_S, Left.TEMPORARY: GRACE_S}  # a writer may still have it open
         return max(self.grace_s, longer_s.get(what, 0))
 
 
 @dataclass(slots=True)
 class Cleaning:
-    """What would be removed from a cache, and what stays, and why."""
+    """What would be removed from a cache, what stays, and why."""
 
     cache: CacheFolder
     asked: CleanRequest
     now: float
-    users: dict[str, tuple[float, float]]  # the files that say who uses the cache, and their times
+    users: dict[str, tuple[float, float]]  # files that register users of the cache, with their times
     others: tuple[User, ...] = ()
-    forgotten: tuple[User, ...] = ()  # who is there no more, or has said something else since
+    forgotten: tuple[User, ...] = ()  # users that no longer exist, or registered again
     own: User | None = None  # what this project uses today
     settle_s: float = 0.0  # that others' hosts have to see new files before old ones go
     live: dict[str, Live] = field(default_factory=dict)
@@ -102,11 +102,11 @@ class Cleaning:
             for tag, (tag_items, tag_bytes) in marked.tags.items():
                 items, size_bytes = items - tag_items, size_bytes - tag_bytes
                 if tag_items:
-                    why = "not in the data set" if (kind, tag) in self.wanted else "of a recipe that is not used"
+                    why = "not in the data set" if (kind, tag) in self.wanted else "settings not in use"
                     why = EVERYTHING_GOES if self.asked.all else why
                     yield Dead(kind, why, self.recipes.get((kind, tag)), tag_items, tag_bytes)
             if items:
-                why = BECAUSE.get(kind, "of no recipe that is known")
+                why = BECAUSE.get(kind, "unknown settings")
                 yield Dead(kind, EVERYTHING_GOES if self.asked.all else why, None, items, size_bytes)
 
     def stays(self, *fates: Fate) -> tuple[int, int]:
@@ -174,13 +174,13 @@ def cleaning_lines(cleaning: Cleaning, as_typed: AsTyped = str) -> list[Renderab
     shown: list[RenderableType] = []
     if dead := list(cleaning.dead()):
         rows = [
-            (group.kind, f"{group.items:,}", format_bytes(group.bytes), group.why, group.made_with) for group in dead
+            (group.kind, f"{group.items:,}", short_bytes(group.bytes), group.why, group.made_with) for group in dead
         ]
-        shown += [text_table(("dead", "items", "size", "because", "made with"), rows, right="items size"), ""]
+        shown += [text_table(("UNNEEDED", "RECORDS", "SIZE", "WHY", "SETTINGS"), rows, right="RECORDS SIZE"), ""]
     if cleaning.leftovers:
         leftovers = _by_what(cleaning.leftovers).items()
-        left = [(label, f"{files:,}", format_bytes(taken)) for label, (files, taken) in leftovers]
-        shown += [text_table(("left over", "files", "size"), left, right="files size"), ""]
+        left = [(label, f"{files:,}", short_bytes(taken)) for label, (files, taken) in leftovers]
+        shown += [text_table(("LEFTOVER", "FILES", "SIZE"), left, right="FILES SIZE"), ""]
     shown += _staying(cleaning, as_typed)
     for note in cleaning.notes:
         shown += [f"note: {note.what}", *([f"  next: {said(note.remedy, as_typed)}"] if note.remedy else [])]
@@ -191,27 +191,29 @@ def _staying(cleaning: Cleaning, as_typed: AsTyped) -> Iterator[str]:
     """Yield which unneeded records and files stay, and why."""
     grace_s = cleaning.asked.grace_s
     reasons = {
-        Fate.YOUNG: f"in files that are younger than {_span(grace_s)} (--older-than)",
-        Fate.SPARSE: f"in files that hold much more of what is needed: {as_typed(Command.of('cache compact'))}",
-        Fate.FOREIGN: "in files that are not as this program makes them",
+        Fate.YOUNG: f"in files younger than {_span(grace_s)} (--older-than)",
+        Fate.SPARSE: f"in files of mostly needed records: {as_typed(Command.of('cache compact'))}",
+        Fate.FOREIGN: "in files of an unknown form",
     }
     for fate, why in reasons.items():
         items, taken = cleaning.stays(fate)
         if items:
-            yield f"stays: {plural(items, 'dead item')}, {format_bytes(taken)}, {why}"
+            yield f"kept: {plural(items, 'unneeded record')}, {format_bytes(taken)}, {why}"
     for seconds in sorted({cleaning.asked.grace_of(file.what) for file in cleaning.young}):
         option = " (--older-than)" if seconds == grace_s else ""
         young = [file for file in cleaning.young if cleaning.asked.grace_of(file.what) == seconds]
         for label, (files, taken) in _by_what(young).items():
             held = f"{plural(files, 'file')}, {format_bytes(taken)}"
-            yield f"stays: {label}: {held}, younger than {_span(seconds)}{option}"
+            yield f"kept: {label}: {held}, younger than {_span(seconds)}{option}"
     if damaged := [f"{kind}/{shard}" for kind, shard, _ in cleaning.damaged()]:
-        yield f"stays: cannot be read: {first_few(damaged, NAMED)}: {as_typed(Command.of('cache repair'))}"
+        yield f"kept: unreadable: {first_few(damaged, NAMED)}: {as_typed(Command.of('cache repair'))}"
     if cleaning.foreign:
-        yield f"left alone, not made by this program: {first_few(map(str, cleaning.foreign), NAMED)}"
+        yield f"left alone, not written by pipeline: {first_few(map(str, cleaning.foreign), NAMED)}"
     if others := dict.fromkeys(user.config or user.runs for user in cleaning.others):
-        consequence = "what they need goes, too" if cleaning.asked.all else "all that is made by their recipes stays"
-        yield f"used also by {first_few(others, NAMED)}: {consequence}"
+        consequence = (
+            "--all removes their records, too" if cleaning.asked.all else "records made with their settings are kept"
+        )
+        yield f"also used by {first_few(others, NAMED)}: {consequence}"
 
 
 def _span(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Trainings beside each other: the settings that differ, what came out, and means over seeds; as text for people."""
+"""Compared trainings: settings that differ, the best metrics, means over seeds, as data and as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from pipeline.report.tables import plural, text_table
-from pipeline.units import format_bytes
+from pipeline.units import short_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ SHOWN_MOST = 28  # characters of a setting's value in a table
 
 @dataclass(frozen=True, slots=True)
 class ComparedModel:
-    """One training: what decided it, and what came of it."""
+    """One training: its settings and its results."""
 
     name: str  # of its folder
     folder: str
@@ -34,7 +34,7 @@ class ComparedModel:
     hours: float
     planned_bytes: int  # of a rank's device; 0: unknown
     peak_bytes: int
-    curves: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)  # figure → (epoch, value)
+    curves: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)  # metric → (epoch, value)
     point: str = ""  # of the sweep that it was named by
     why: str = ""  # it was pruned
     names: Mapping[str, str] = field(default_factory=dict)  # of what is known by digest: its table and its weights
@@ -46,7 +46,7 @@ class Group:
 
     settings: Mapping[str, Any]  # those that differ between groups
     models: Sequence[str]
-    known: int  # of them, with a figure
+    known: int  # of them, with a metric
     mean: float | None
     deviation: float | None  # None: of fewer than two
     hours: float
@@ -55,12 +55,12 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Models beside each other, the best first."""
+    """Compared models, the best first."""
 
     metric: str
     lower: bool
     models: Sequence[ComparedModel]
-    best: Mapping[str, tuple[int, float]]  # folder of a model → the epoch and the value of its best figure
+    best: Mapping[str, tuple[int, float]]  # folder of a model → its best epoch and value
     differing: Sequence[str]  # settings
     groups: Sequence[Group]
 
@@ -70,7 +70,7 @@ class Comparison:
         return brief(known.get(value, value) if isinstance(value, str) else value)
 
     def called(self, model: ComparedModel) -> str:
-        """Return what tells a model from the others, in words."""
+        """Return the settings that distinguish a model from the others."""
         differing = ", ".join(f"{name}={self.cell(model.settings.get(name))}" for name in self.differing)
         return model.point or differing or model.name
 
@@ -92,7 +92,7 @@ class Comparison:
 
 
 def compared(models: Sequence[ComparedModel], metric: str, *, lower: bool) -> Comparison:
-    """Compare models by the best value of a figure of their validations."""
+    """Compare models by the best value of a validation metric."""
     best = {model.folder: found for model in models if (found := _best(model.curves.get(metric, ()), lower=lower))}
     differing = _differing([model.settings for model in models])
     worst = float("inf")
@@ -121,7 +121,7 @@ def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 def _groups(
     models: Sequence[ComparedModel], best: Mapping[str, tuple[int, float]], differing: Sequence[str]
 ) -> list[Group]:
-    """Put together what differs in nothing but its seed."""
+    """Group models that differ only in their seed."""
     others = [name for name in differing if name != SEED]
     together: dict[str, list[ComparedModel]] = {}
     for model in models:
@@ -156,7 +156,7 @@ def hours(count: float) -> str:
 
 
 def spread(group: Group) -> str:
-    """Return mean ± standard deviation, and of how many."""
+    """Return mean ± standard deviation."""
     if group.mean is None:
         return UNKNOWN
     deviation = "" if group.deviation is None else f" ± {group.deviation:.2g}"
@@ -164,14 +164,18 @@ def spread(group: Group) -> str:
 
 
 def comparison_lines(shown: Comparison) -> list[RenderableType]:
-    """Show models, the best first, and means over seeds where there are several."""
+    """Name the best model; then show all of them, and means over several seeds."""
     names, better = list(shown.differing), "lower" if shown.lower else "higher"
     best = f"best {shown.metric}"
-    columns = ("model", *names, best, "epoch", "trained", "hours", "planned", "peak", "state")
+    columns = ("MODEL", *names, best, "EPOCH", "TRAINED", "HOURS", "PLANNED", "PEAK", "STATE")
     rows = [_row(model, shown) for model in shown.models]
-    title = f"{plural(len(rows), 'model')} by {shown.metric} ({better} is better)"
-    lines: list[RenderableType] = [title, ""]
-    lines.append(text_table(columns, rows, right=(best, "epoch", "trained", "hours", "planned", "peak")))
+    first = shown.models[0]
+    epoch, value = shown.best.get(first.folder, (0, None))
+    answer = f"No model has a {shown.metric} yet"
+    if value is not None:
+        answer = f"✓ Best {shown.metric}: {value:.4g} at epoch {epoch}, {shown.called(first)}"
+    lines: list[RenderableType] = [f"{answer} ({plural(len(rows), 'model')}, {better} is better)", ""]
+    lines.append(text_table(columns, rows, right=(best, *columns[-6:-1])))
     if len(shown.groups) < len(shown.models):
         others = [name for name in names if name != SEED]
         cells = [
@@ -183,8 +187,8 @@ def comparison_lines(shown: Comparison) -> list[RenderableType]:
             )
             for group in shown.groups
         ]
-        columns = (*others, "seeds", f"mean ± sd of {best}", "hours")
-        lines += ["", text_table(columns, cells, right=("seeds", columns[-2], "hours"))]
+        columns = (*others, "SEEDS", f"mean ± sd of {best}", "HOURS")
+        lines += ["", text_table(columns, cells, right=columns[-3:])]
     return lines
 
 
@@ -197,7 +201,7 @@ def _row(model: ComparedModel, shown: Comparison) -> tuple[str, ...]:
         UNKNOWN if epoch is None else f"{epoch:,}",
         f"{model.epochs:,}",
         hours(model.hours),
-        format_bytes(model.planned_bytes) if model.planned_bytes else UNKNOWN,
-        format_bytes(model.peak_bytes) if model.peak_bytes else UNKNOWN,
+        short_bytes(model.planned_bytes) if model.planned_bytes else UNKNOWN,
+        short_bytes(model.peak_bytes) if model.peak_bytes else UNKNOWN,
         model.state,
     )

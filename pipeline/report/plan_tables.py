@@ -304,8 +304,6 @@ def _probes(plan: TrainOutlook) -> Iterator[RenderableType]:
 def _words(plan: TrainOutlook) -> Iterator[str]:
     """Yield notes on the plan's uncertainty, and the findings of the linter."""
     chosen = plan.plan
-    if plan.ignores_sizes:
-        yield "warning: memory does not grow with the sizes: does example() make batches as large as it is told to?"
     notes = dict.fromkeys((chosen.margin.why, *chosen.notes, *chosen.allocator.notes))
     yield from (f"note: {note}" for note in notes)
     for finding in plan.findings:

@@ -1,4 +1,4 @@
-"""The workflow as a graph of stages: what each needs, what is done and what is not, and why; drawn in three ways."""
+"""The workflow as a graph of stages with their states and reasons: text, Mermaid or Graphviz."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class WorkState(StrEnum):
-    """How the work of a stage on something stands."""
+    """The state of a stage, or of its work on an item."""
 
     DONE = "done"
     TO_DO = "to do"
@@ -25,23 +25,20 @@ FILLED: dict[str, str] = {WorkState.DONE: "#d9f0dd", WorkState.TO_DO: "#dbe7f6",
 
 @dataclass(frozen=True, slots=True)
 class StageBox:
-    """A stage of a configuration, as it stands."""
+    """A stage of a configuration, with its state."""
 
     name: str
     needs: tuple[str, ...]  # names of other boxes
     state: str
     counts: str = ""
-    why: str = ""  # it is not done, or done again
+    why: str = ""  # of its state
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def arrows(boxes: Sequence[StageBox]) -> list[tuple[str, str]]:
-    """Return from which box to which one an arrow leads: to those that a box needs, unless another of them needs them.
-
-    What a box needs and is not shown does not count.
-    """
+    """Return the arrows between boxes as pairs of names: direct needs only, among the shown boxes."""
     shown = {box.name: [name for name in box.needs if any(name == other.name for other in boxes)] for box in boxes}
     return [
         (name, box.name)
@@ -91,7 +88,7 @@ def graph_lines(boxes: Sequence[StageBox]) -> list[str]:
 
 
 def _joints(before: int, after: int) -> Iterator[str]:
-    """Yield what stands between two columns, row by row: every box of the first leads to every one of the second."""
+    """Yield the joints between two columns, row by row: each box of the first leads to each of the second."""
     if before == after == 1:
         yield "──> "
         return
@@ -137,7 +134,7 @@ def _told(box: StageBox) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """Return a text on one line, without what a drawing's language would take for its own."""
+    """Return a text on one line, without symbols that a drawing language reads as its own."""
     return " ".join(text.split()).replace("<", "‹").replace(">", "›")
 
 

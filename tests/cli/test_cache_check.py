@@ -61,7 +61,7 @@ def columns(text: str, kind: str) -> list[str]:
 def test_a_whole_cache_is_said_to_be_so(pipeline: Command, cache: CacheFolder) -> None:
     for how in ((), ("--full",), ("--quick",)):
         done = pipeline(*VALIDATE, *how)
-        assert (done.code, columns(done.out, "graph")[-1]) == (0, "nothing"), how
+        assert (done.code, columns(done.out, "graph")[-1]) == (0, "-"), how
         report = last_report(cache.disk, cache.root)
         assert report is not None
         summary, quick = report.summary, how == ("--quick",)  # nobody says of what was not read that it is whole
@@ -74,7 +74,7 @@ def test_damage_is_named_listed_and_ends_with_4(pipeline: Command, cache: CacheF
     done = pipeline(*VALIDATE)
     assert done.code == 4
     assert columns(done.out, "graph")[3:] == ["8", "7", "1", "1 record damaged"]
-    assert columns(done.out, "scan")[-1] == "nothing"
+    assert columns(done.out, "scan")[-1] == "-"
     report = last_report(cache.disk, cache.root)
     assert report is not None
     (finding,) = report.findings()
@@ -220,9 +220,9 @@ def test_repairing_first_says_what_it_would_do(pipeline: Command, cache: CacheFo
     assert done.code == 0
     assert sorted(path for path in cache.root.rglob("*")) == before
     assert re.split(r"\s{2,}", next(line for line in done.out.splitlines() if shard in line).strip()) == [
-        "graph", shard, "1 damaged record", "3", "1", "put into quarantine",
+        "graph", shard, "1 damaged record", "3", "1", "quarantine",
     ]  # fmt: skip
-    assert "next: pipeline cache repair --yes" in done.out
+    assert "to apply: pipeline cache repair --yes" in done.out
 
 
 def test_validate_then_repair_then_validate_is_whole_again(pipeline: Command, cache: CacheFolder) -> None:
@@ -231,13 +231,13 @@ def test_validate_then_repair_then_validate_is_whole_again(pipeline: Command, ca
     assert command is not None
     done = pipeline(*command[1].split(), "--yes")
     assert done.code == 0
-    listed_at = re.search(r"list of what is lost: (\S+)", done.out)
+    listed_at = re.search(r"damage list of the lost records: (\S+)", done.out)
     assert listed_at is not None
     assert [one.key for one in read_report(Path(listed_at[1])).findings()] == [key_of(1).hex()]
     assert f"next: pipeline cache regenerate --list {listed_at[1]}" in done.out
     assert [path.name for path in (cache.root / "graph" / "quarantine").iterdir()] == [shard]
     assert pipeline(*VALIDATE).code == 0
-    assert "nothing is damaged" in pipeline(*REPAIR, "--yes").out
+    assert "Nothing is damaged" in pipeline(*REPAIR, "--yes").out
 
 
 def test_what_a_repair_does_can_be_read_by_programs(pipeline: Command, cache: CacheFolder) -> None:
@@ -259,11 +259,11 @@ def test_compacting_says_what_it_would_do_then_does_it(pipeline: Command, cache:
     before = listed(store)
     done = pipeline(*COMPACT)
     assert columns(done.out, "graph")[:4] == ["graph", "12", "12", "18"]
-    assert "next: pipeline cache compact --yes" in done.out
+    assert "to apply: pipeline cache compact --yes" in done.out
     assert listed(store) == before
     done = pipeline(*COMPACT, "--yes")
     assert columns(done.out, "graph")[-1] == "1 file"
-    assert "14 files became 2" in done.out
+    assert "14 files merged into 2" in done.out
     assert len(listed(store)) == 1
     assert pipeline(*VALIDATE).code == 0
     assert json.loads(pipeline(*COMPACT, "--json").out)["kinds"][0]["small"] == []

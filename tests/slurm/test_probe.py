@@ -86,7 +86,7 @@ def test_a_probe_that_nobody_waits_for_corrects_the_next_plan(healthy: Cluster, 
     said: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         probed(prepared, said, Interrupted(prepared.config.cluster.slurm))
-    assert said[-1].startswith("the probes go on and the next plan will know what they measured")
+    assert said[-1].startswith("the probes continue")
     healthy.until(lambda: ratios(prepared, "main") != (), "the probe to write down what it measured", 60.0)
     assert not remembered(prepared, "main")[0].died
 

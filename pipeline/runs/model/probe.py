@@ -278,7 +278,7 @@ def _wait_for_all(
     except KeyboardInterrupt:
         if executor.outlives and waiting:
             names = " ".join(waiting)
-            tell(f"the probes go on and the next plan will know what they measured; to end them: scancel {names}")
+            tell(f"the probes continue, and the next plan uses their results; to cancel them: scancel {names}")
         raise
     return done
 
@@ -293,7 +293,7 @@ def _outcome_of(job: _ProbeJob, status: TaskStatus | None, config: Config) -> Pr
         error = JobFailed(what, where=job.log, remedy=f"cat {quoted(job.log)}")
         return replace(_unmeasured(errand, ProbeOutcome.FAILED, error), why=result.why, log=job.log)
     died = result.state == DIED
-    unheard = () if result.remembered else ("it could not be written down for later plans",)
+    unheard = () if result.remembered else ("the measurement could not be saved for later plans",)
     return Probed(
         card=errand.card,
         outcome=ProbeOutcome.DIED if died else ProbeOutcome.MEASURED,
@@ -309,9 +309,9 @@ def _outcome_of(job: _ProbeJob, status: TaskStatus | None, config: Config) -> Pr
 
 def _why_it_died(result: ProbeResult, errand: Errand) -> str:
     if result.bytes >= errand.predicted_bytes:
-        return f"it needs more than {result.bytes:,} bytes; {errand.predicted_bytes:,} were predicted"
-    had = f"it had {result.bytes:,} bytes, fewer than the {errand.predicted_bytes:,} that were predicted"
-    return had if errand.device != CPU else f"{had}: raise cluster.train.mem, {errand.mem_bytes:,} now"
+        return f"it needs more than {result.bytes:,} bytes, predicted {errand.predicted_bytes:,}"
+    had = f"it had {result.bytes:,} bytes, less than the predicted {errand.predicted_bytes:,}"
+    return had if errand.device != CPU else f"{had}: raise cluster.train.mem (now {errand.mem_bytes:,})"
 
 
 def _unmeasured(errand: Errand, outcome: ProbeOutcome, error: PipelineError) -> Probed:
@@ -322,7 +322,7 @@ def _unmeasured(errand: Errand, outcome: ProbeOutcome, error: PipelineError) -> 
 def _result_by_job_end(job: _ProbeJob, status: TaskStatus | None) -> ProbeResult:
     """Return the result of a probe that wrote none, by its job's end; out of memory is remembered even so."""
     if status is None:
-        return ProbeResult(FAILED, why="nobody knows what became of its job")
+        return ProbeResult(FAILED, why="the final state of its job is unknown")
     verdict = judge_attempt(status, Word(), end_of(job.log, LOG_LINES) or "", asked_bytes=job.errand.mem_bytes)
     if verdict.cause not in (Cause.HOST_OOM, Cause.GPU_OOM):
         return ProbeResult(FAILED, why=verdict.reason or status.state.value)

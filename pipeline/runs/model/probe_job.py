@@ -223,11 +223,11 @@ def record_peak(config: Config, run: str, peak: Peak) -> bool:
 
 
 def read_errand(folder: ProbeFolder) -> tuple[Config, Errand]:
-    """Return the configuration of a probe, and what it is to run."""
+    """Return the configuration and the order of a probe."""
     config = read_resolved(folder.config)
     errand = read_value(folder.errand, Errand)
     if errand is None:
-        what = "it does not say what is to be probed, or says it for another version"
+        what = "it describes no probe, or one of another version"
         raise ConfigError(what, where=str(folder.errand), remedy=Command.of("plan train --probe"))
     return config, errand
 

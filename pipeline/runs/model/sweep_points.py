@@ -220,10 +220,10 @@ def _refuse_unswept(key: str) -> None:
     if section == "train" and name in SWEPT:
         return
     if name == "task":
-        raise _refused(f"{key} is another model altogether: that is a run of its own", SWEEP)
+        raise _refused(f"{key} means another model: start a separate run", SWEEP)
     if section in ("train", "cluster", "cache"):
-        raise _refused(f"{key} makes no other model: a training has the same weights under any value of it", SWEEP)
-    what = f"{key} changes what is trained on, which stages before the training make: that is a run of its own"
+        raise _refused(f"{key} does not change the trained model", SWEEP)
+    what = f"{key} changes the training data, which earlier stages make: start a separate run"
     raise _refused(what, SWEEP, Command.submit("train").with_settings((key, "…")))
 
 

@@ -171,8 +171,8 @@ def _careless(task: Task, model: nn.Module, items: Sequence[Any]) -> Iterator[st
     batch = _collated(task, items, np.random.default_rng(0))
     if drawn_so_far(CPU) != before:
         yield (
-            "collate() draws from the random numbers of torch, numpy or Python, which other threads draw from, too:"
-            " draw what is an item's from item.rng"
+            "collate() uses the global random numbers of torch, numpy or Python, which other threads use, too:"
+            " use the rng that collate() receives, or item.rng"
         )
     versions: list[list[int]] = []
     for _ in range(2):

@@ -1,7 +1,6 @@
-"""Why something is to be done of one item: its files, its records, and what earlier runs have listed of it.
+"""Why one item has work: from its files, its records, and the lists of earlier runs.
 
-Nothing but this item is looked up: the lists of runs are searched as bytes, and only where none has it is the source
-read, as far as the item.
+Only this item is looked up: run lists are searched as bytes; the source is read only if none has the item.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ NAMED, COMPARED = 5, 200_000  # items with names like one that there is not; tha
 
 @dataclass(frozen=True, slots=True)
 class StageOfItem:
-    """How one stage's work on an item stands."""
+    """The state of one stage's work on an item."""
 
     stage: str
     because: Because
@@ -73,7 +72,7 @@ class StageOfItem:
 
 @dataclass(frozen=True, slots=True)
 class ItemExplained:
-    """How the work on an item stands, stage by stage."""
+    """The state of an item, stage by stage."""
 
     id: str
     origin: str
@@ -87,7 +86,7 @@ class ItemExplained:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """What runs have listed of an item."""
+    """What earlier runs recorded of an item."""
 
     run: str = ""  # the newest that could use it
     keys: Mapping[str, str] = field(default_factory=dict)  # of its records there, by stage
@@ -96,7 +95,7 @@ class Listed:
 
 
 def explain_item(project: Project, name: str) -> ItemExplained:
-    """Say how the work of each stage on an item stands, and why."""
+    """Return the state of an item in each stage, and why."""
     if is_reader(project.config):
         return _explain_entry(project, name)
     entry = find_item(project, name)
@@ -108,8 +107,8 @@ def explain_item(project: Project, name: str) -> ItemExplained:
     stages, wanted = [StageOfItem("scan", scan, {"inventory": key.hex()} if key else {})], everything(project.config)
     later = [name for name in wanted if name in LATER]
     if scan.state is WorkState.REFUSED:
-        stages += [StageOfItem(stage, Because(WorkState.NONE, "the item is left out")) for stage in later]
-        return ItemExplained(name, entry.origin, stages, Command.submit("scan", then="   (once that is mended)"))
+        stages += [StageOfItem(stage, Because(WorkState.NONE, "the item is rejected")) for stage in later]
+        return ItemExplained(name, entry.origin, stages, Command.submit("scan", then="   (after you fix that)"))
     looks = {
         StageName.EMBED: lambda: _embed(project, inventory),
         StageName.GRAPH: lambda: _graph(project, inventory, key, listed),
@@ -124,14 +123,14 @@ def explain_item(project: Project, name: str) -> ItemExplained:
 
 
 def _after_refusal(because: Because, listed: Listed) -> Because:
-    """Say also why the newest run has left an item out that is tried again."""
+    """Add why the newest run rejected an item that is tried again."""
     if not listed.refused or because.changes:
         return because
-    return replace(because, why=f"{because.why} (run {listed.refused_by} left it out: {listed.refused})")
+    return replace(because, why=f"{because.why} (run {listed.refused_by} rejected it: {listed.refused})")
 
 
 def find_item(project: Project, name: str) -> Item | Rejection:
-    """Return an item of the data set; raise ConfigError, with names like it, where there is none."""
+    """Return an item of the data set; if there is none, raise ConfigError with similar names."""
     listing = _newest_listing(project)
     if listing is not None and (found := _in_listing(listing.items, name)) is not None and _is_as_listed(found):
         return found
@@ -144,16 +143,14 @@ def find_item(project: Project, name: str) -> Item | Rejection:
 
 
 def no_item(name: str, names: Sequence[str], where: str) -> ConfigError:
-    """Return the error for a name that no item has."""
+    """Return the error for an unknown item."""
     near = near_names(name, names)
-    what = f"no item is called {name!r}" + (
-        f"; did you mean {', '.join(near)}?" if near else f"; there are {len(names):,}"
-    )
-    return ConfigError(what, where=where, remedy=Command.of("data items", then="   (lists them; --json names all)"))
+    what = f"no item {name!r}" + (f"; did you mean {', '.join(near)}?" if near else f" among {len(names):,}")
+    return ConfigError(what, where=where, remedy=Command.of("data items", then="   (lists them; --json lists all)"))
 
 
 def near_names(name: str, names: Sequence[str]) -> list[str]:
-    """Return a few names like one: those that differ in case, then those that hold it, then similar ones."""
+    """Return a few similar names: other case first, then longer names, then close matches."""
     lower = name.lower()
     same = [other for other in names if other.lower() == lower]
     holding = islice((other for other in names if lower in other.lower() and other not in same), NAMED)
@@ -162,7 +159,7 @@ def near_names(name: str, names: Sequence[str]) -> list[str]:
 
 
 def _newest_listing(project: Project) -> RunFolder | None:
-    """Return the newest run that froze this very data set; None where its files are newer, or none did."""
+    """Return the newest run with this data set; None if its files are newer, or no run has it."""
     data = project.config.data.model_dump(mode="json")
     named = [path for path in (project.config.data.path, project.config.data.splits) if path and path.is_file()]
     for folder in islice(reversed(runs_in(project.config.cluster.runs)), RUNS_LOOKED_AT):
@@ -229,7 +226,7 @@ def _refusal_in(path: Path, name: str) -> str:
 
 
 def _scan(project: Project, item: Item, listed: Listed) -> tuple[Because, Inventory | None, bytes | None]:
-    """Say how the scan of an item stands; return its inventory and its key, as far as they are known."""
+    """Return the state of an item's scan, with its inventory and key if known."""
     store, recipe = project.shelves.inventories, project.recipe
     earlier = _contents(store, listed.keys.get("scan", ""))
     # an inventory names no digest of what lies beside a file, and of a topology only a joint one
@@ -290,7 +287,7 @@ def _recipes(project: Project, kind: str) -> list[Mapping[str, Any]]:
 def _record(
     store: Store, key: bytes, listed: Listed, kind: str, recipe: Mapping[str, Any], others: Sequence[Mapping[str, Any]]
 ) -> RecordFound:
-    """Read a record, and say what there is of it."""
+    """Read a record, and return its state."""
     try:
         meta, damage = store.get(key).meta, ""
     except CacheDamaged as error:
@@ -303,9 +300,9 @@ def _record(
 
 
 def _embed(project: Project, inventory: Inventory | None) -> StageOfItem:
-    """Say how the embeddings of an item's sequences stand."""
+    """Return the state of the embeddings of an item's sequences."""
     if inventory is None:
-        return StageOfItem("embed", Because(WorkState.WAITING, "its scan says which sequences it has"))
+        return StageOfItem("embed", Because(WorkState.WAITING, "waits for its scan"))
     keys, parts, several = dict[str, str](), list[Because](), len(project.encoders) > 1
     ours: list[Mapping[str, Any]] = []  # recipes: another encoder's record is not this one's with other settings
     for view in project.encoders.values():
@@ -339,9 +336,9 @@ def _embedded_by(
 def _graph(project: Project, inventory: Inventory | None, scanned: bytes | None, listed: Listed) -> StageOfItem:
     """Say how the graph of an item stands."""
     if inventory is None or scanned is None:
-        return StageOfItem("graph", Because(WorkState.WAITING, "its scan comes first"))
+        return StageOfItem("graph", Because(WorkState.WAITING, "waits for its scan"))
     if not project.config.graph.cache:
-        why = "graphs are not kept (graph.cache: false): each is built when it is trained on"
+        why = "graphs are built during training (graph.cache: false)"
         return StageOfItem("graph", Because(WorkState.NONE, why))
     graphs, plain = project.graphs, project.graphs.recipe.plain()
     key = graphs.recipe.key(scanned)
@@ -353,13 +350,13 @@ def _graph(project: Project, inventory: Inventory | None, scanned: bytes | None,
 
 
 def _train(project: Project, item: Item) -> StageOfItem:
-    """Say whether an item is trained on, and how the training stands."""
+    """Say whether an item is trained on, and the state of the training."""
     split = project.config.train.split
     if item.split and split is not None and item.split != split:
-        why = f"it is not trained on: its split is {item.split}, and train.split is {split}"
+        why = f"not used for training: its split is {item.split}, train.split is {split}"
         return StageOfItem("train", Because(WorkState.NONE, why))
     if project.config.train.task is None:
-        return StageOfItem("train", Because(WorkState.WAITING, "a script is trained with: what it does is its own"))
+        return StageOfItem("train", Because(WorkState.WAITING, "trained by a script: unknown"))
     try:
         explained = explain_training(project)
     except PipelineError as error:
@@ -369,7 +366,7 @@ def _train(project: Project, item: Item) -> StageOfItem:
 
 
 def _explain_entry(project: Project, name: str) -> ItemExplained:
-    """Say how an item of a reader stands: all are read together, or none is."""
+    """Return the state of a reader's item: all items are read together."""
     where = str(project.config.data.path)
     for folder, key, table in reader_tables(project):
         names = [table.ids[number] for number in range(len(table))]
@@ -382,7 +379,7 @@ def _explain_entry(project: Project, name: str) -> ItemExplained:
             because = Because(WorkState.REFUSED, f"{told['reason']}: {told['detail']}")
             return ItemExplained(name, told.get("origin", ""), [StageOfItem("scan", because)], None)
         raise no_item(name, names, where)
-    why = "the reader, its options, its code or its files are others than any run has read, or none has read them"
+    why = "no run has read this data set with the current reader, options, code and files"
     return ItemExplained(
         name, where, [StageOfItem("scan", Because(WorkState.TO_DO, why))], Command.submit(StageName.SCAN)
     )

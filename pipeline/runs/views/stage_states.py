@@ -1,4 +1,4 @@
-"""How each stage of a configuration stands, and why it has something to do."""
+"""The state of each stage of a configuration, and why it has work."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ COUNTED = {
     "waiting": "not scanned",
     "refused": "refused",
     "unusable": "unusable",
-    "unkept": "not kept",
+    "unkept": "not stored",
 }
-UNDECIDED = ("table", "precision", "crop", "skipped")  # of a recipe: by a plan, or by stages that come first
+UNDECIDED = ("table", "precision", "crop", "skipped")  # in a recipe, before the plan and earlier stages
 
 
 @dataclass(frozen=True, slots=True)
 class StageExplained:
-    """How a stage stands, and why; of a training, the earlier one that is most like it."""
+    """The state of a stage, and why; for a training, the most similar earlier model."""
 
     box: StageBox
     changes: tuple[SettingChange, ...] = ()
@@ -70,7 +70,7 @@ def stage_needs(config: Config, names: Sequence[str]) -> dict[str, tuple[str, ..
 
 
 def explain_stage(project: Project, name: str, needs: tuple[str, ...] = ()) -> StageExplained:
-    """Say how a stage stands, and why it has something to do."""
+    """Return the state of a stage, and why it has work."""
     stage = table.stage(name, project.config)
     if name == StageName.TRAIN and not is_script(project.config, name):
         return explain_training(project, needs)
@@ -78,8 +78,8 @@ def explain_stage(project: Project, name: str, needs: tuple[str, ...] = ()) -> S
         counts = _counts(project, stage)
         recorded = _recorded(project, stage)
         reasons = [why_stage(name, counts, recipe, recorded) for recipe in _recipes(project, stage)]
-        because = min(reasons, key=lambda reason: len(reason.changes))  # of several encoders, that which is nearest
-    except ConfigError as error:  # such as weights that are not there yet
+        because = min(reasons, key=lambda reason: len(reason.changes))  # of several encoders, the most similar
+    except ConfigError as error:  # such as missing weights
         counts, because = {}, Because(WorkState.WAITING, f"{error.where}: {error.what}".splitlines()[0])
     box = StageBox(name, needs, because.state.value, _counted(name, counts), str(because))
     return StageExplained(box, because.changes, next=_next(name, because))
@@ -90,7 +90,7 @@ def _next(name: str, because: Because) -> Command | None:
 
 
 def _counts(project: Project, stage: Stage) -> Mapping[str, int]:
-    """Return what a stage counts; what only a plan could tell is not traced for that."""
+    """Return the counts of a stage, without planning a training for them."""
     if stage.together and not is_script(project.config, stage.name) and not is_planned(project):
         return {"unplanned": 1}
     return stage.survey(project, None, 1).counts
@@ -117,9 +117,9 @@ def _counted(name: str, counts: Mapping[str, int]) -> str:
 
 
 def explain_training(project: Project, needs: tuple[str, ...] = ()) -> StageExplained:
-    """Say how the training of a configuration stands: how far it is, or what differs from the nearest earlier one."""
+    """Return the progress of a configuration's training, or what differs from the most similar earlier one."""
     if project.config.train.task is None:
-        what = "no task is named: nothing is trained"
+        what = "no task is set, so nothing is trained"
         raise ConfigError(what, where="train.task", remedy="--set train.task=package.module:Name")
     whole = made_table(project)
     prepared = prepare(project) if whole is not None and is_planned(project) else None
@@ -129,12 +129,12 @@ def explain_training(project: Project, needs: tuple[str, ...] = ()) -> StageExpl
     left_out = () if prepared else UNDECIDED
     model, changes = nearest_model(project, _without(recipe, left_out), left_out)
     if model and not changes:
-        first = "the plan is" if whole else "the graphs of this configuration are"
-        because = Because(WorkState.WAITING, f"{first} not made yet; in all else it is {model}")
+        first = "its plan" if whole else "its graphs"
+        because = Because(WorkState.WAITING, f"waits for {first}; otherwise identical to {model}")
     elif model:
-        because = Because(WorkState.TO_DO, f"it is another training than {model}, the nearest", changes)
+        because = Because(WorkState.TO_DO, f"it differs from {model}, the most similar model", changes)
     else:
-        because = Because(WorkState.TO_DO if whole else WorkState.WAITING, "no model was trained before")
+        because = Because(WorkState.TO_DO if whole else WorkState.WAITING, "no earlier model")
     box = StageBox("train", needs, because.state.value, "", str(because))
     return StageExplained(box, because.changes, model, _next("train", because))
 
@@ -142,11 +142,11 @@ def explain_training(project: Project, needs: tuple[str, ...] = ()) -> StageExpl
 def _begun(
     project: Project, needs: tuple[str, ...], progress: TrainedSoFar, epochs: int, model: str, prepared: Any
 ) -> StageExplained:
-    """Say how a training stands that has begun."""
+    """Return the state of a training that has started."""
     counts = f"{plural(progress.done, 'step')}, epoch {progress.epoch:,} of {epochs:,}"
     if progress.is_over(project, prepared):
         return StageExplained(StageBox("train", needs, WorkState.DONE.value, counts), (), model)
-    because = Because(WorkState.TO_DO, f"{model} goes on from its newest checkpoint")
+    because = Because(WorkState.TO_DO, f"{model} continues from its newest checkpoint")
     box = StageBox("train", needs, because.state.value, counts, because.why)
     return StageExplained(box, (), model, _next("train", because))
 
@@ -154,11 +154,11 @@ def _begun(
 def nearest_model(
     project: Project, recipe: Mapping[str, Any], left_out: Sequence[str] = ()
 ) -> tuple[str, tuple[SettingChange, ...]]:
-    """Return the model whose recipe differs least from a training's, the newest of several, and the differences."""
+    """Return the most similar (and newest) model to a training, and the differences."""
     plain = json.loads(json.dumps(recipe))
     found = list[tuple[int, float, str, tuple[SettingChange, ...]]]()
     for path in project.config.train.models.glob("*/prepared.json"):
-        with suppress(OSError, ValueError, KeyError, PipelineError):  # half of one, or of another version
+        with suppress(OSError, ValueError, KeyError, PipelineError):  # incomplete, or of another version
             theirs = _without(json.loads(path.read_text())["recipe"], left_out)
             changes = changes_between("train", theirs, plain)
             found.append((len(changes), -path.stat().st_mtime, path.parent.name, changes))
