@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pipeline.journal.run_folder import RunFolder
+from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.runs.views.run_page import page_now, renew, write_page
 from tests.docs.conftest import Demo, demo
 from tests.docs.pictures import chromium
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["demo"]  # a fixture: the demo that the pages of the documentation are tried in
 
-SECTIONS = ("training", "timeline", "memory", "rejections", "details")
+SECTIONS = ("training", "timeline", "events", "memory", "rejections", "details")
 PHONE, DESK = 360, 1200  # pixels
 ENOUGH = 4.5  # contrast of text: WCAG 2.1, AA
 
@@ -122,8 +122,7 @@ def show(browser: Browser, tmp_path: Path) -> Iterator[Open]:
 
 @pytest.fixture
 def real(demo: Demo) -> RunFolder:
-    (run,) = (path for path in (demo.pristine / "runs").iterdir() if (path / "stages.json").exists())
-    return RunFolder(run)
+    return runs_in(demo.pristine / "runs")[-1]
 
 
 @pytest.fixture
@@ -146,9 +145,9 @@ def test_a_finished_run_is_shown_whole_and_asks_the_network_for_nothing(real: Ru
     assert seen.column("stages", "stage") == stages
     assert seen.column("stages", "state") == ["done"] * 5
     assert seen.page.locator(".timeline svg.wide rect.run").count() == 5
-    assert seen.page.locator(".timeline svg.wide rect.plan").count() > 0
-    assert seen.column("memory of a task", "stage") == ["scan", "embed", "train", "evaluate"]
-    assert "cluster.scan.time" in seen.column("suggested requests", "setting")
+    assert seen.page.locator(".timeline svg.wide path.fail.survived").count() == 1
+    assert seen.column("memory of a task", "stage") == ["embed", "train", "evaluate"]
+    assert "cluster.train.time" in seen.column("suggested requests", "setting")
     assert "train.epochs" in seen.column("settings", "setting")
     assert seen.asked == [seen.page.url]
     assert seen.complaints == []
@@ -156,7 +155,10 @@ def test_a_finished_run_is_shown_whole_and_asks_the_network_for_nothing(real: Ru
 
 def test_the_first_screen_has_the_verdict_the_losses_and_the_monitored_metric(real: RunFolder, show: Open) -> None:
     seen = show(real, width=1280, unfolded=False)
-    assert re.match(r"Done in .*: contact_auroc 0\.\d+ \(val\) / 0\.\d+ \(test\); peak memory", seen.text(".verdict"))
+    assert re.match(
+        r"Done in .*: contact_auroc 0\.\d+ \(val\) / 0\.\d+ \(test\); .* survived 1 out-of-memory",
+        seen.text(".verdict"),
+    )
     plots = seen.page.locator("#training figure")
     assert plots.locator("figcaption b").all_inner_texts()[-1] == "validation: contact_auroc"
     bottoms = [box["y"] + box["height"] for plot in plots.all() if (box := plot.bounding_box())]
