@@ -9,14 +9,14 @@ VARIABLE = (
     (re.compile(r"\x1b\[[\d;?]*[A-Za-z]"), ""),
     (re.compile(r"run \S+:"), "run R:"),
     (re.compile(r"\b\d{8}-(\d{6}-)?[0-9a-f]{4}(-\w+)?"), "R"),
-    (re.compile(r"\b\d+(\.\d+)? (ms|s|min|h)\b"), "T"),
+    (re.compile(r"\b\d+(\.\d+)?( ms| s| min| h|s|m|h( \d+m)?)\b"), "T"),
     (re.compile(r"[\d,]+ residues/s"), "N residues/s"),
     (re.compile(r"peak \d+ MiB"), "peak M"),
     (re.compile(r"[\d.]+ MiB (allocated|reserved|at the peak|used)"), "M"),
-    (re.compile(r"\b[\d.,]+ (B|kB|MB|GB|KiB|MiB|GiB)\b"), "M"),
+    (re.compile(r"\b[\d.,]+ (B|kB|MB|GB|KiB|MiB|GiB)\b|\b[\d.]+[KMGT]\b"), "M"),
     (re.compile(r"[\d.,]+ items/s(, \d+% [a-z ]+)*"), "N items/s"),
     # the last digits are the processor's
-    (re.compile(r"(interface|contacts|loss|_auroc|_auprc|_l5|accuracy|rmse)( +)[\d.e-]+"), r"\1 F"),
+    (re.compile(r"(interface|contacts|loss|_auroc|_auprc|_l5|accuracy|rmse)( +)[\d.e-]+( \(val\) / [\d.e-]+)?"), r"\1 F"),
     (re.compile(r"is \d of 3:"), "is E of 3:"),
     (re.compile(r"(?<![\w.])/(?:[\w.@+-]+/)*(?=[\w.@+-])"), "/"),  # folders above
     (re.compile(r"\b(?=\w*\d)(?=\w*[a-f])[0-9a-f]{8,64}\b"), "D"),  # digests
