@@ -16,7 +16,8 @@ VARIABLE = (
     (re.compile(r"\b[\d.,]+ (B|kB|MB|GB|KiB|MiB|GiB)\b|\b[\d.]+[KMGT]\b"), "M"),
     (re.compile(r"[\d.,]+ items/s(, \d+% [a-z ]+)*"), "N items/s"),
     # the last digits are the processor's
-    (re.compile(r"(interface|contacts|loss|_auroc|_auprc|_l5|accuracy|rmse)( +)[\d.e-]+( \(val\) / [\d.e-]+)?"), r"\1 F"),
+    (re.compile(r"(interface|contacts|loss|_auroc|_auprc|_l5|accuracy|rmse)( +)[\d.e-]+"), r"\1 F"),
+    (re.compile(r"\(val\) / [\d.e-]+"), "(val) / F"),
     (re.compile(r"is \d of 3:"), "is E of 3:"),
     (re.compile(r"(?<![\w.])/(?:[\w.@+-]+/)*(?=[\w.@+-])"), "/"),  # folders above
     (re.compile(r"\b(?=\w*\d)(?=\w*[a-f])[0-9a-f]{8,64}\b"), "D"),  # digests
