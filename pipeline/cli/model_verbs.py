@@ -302,7 +302,7 @@ def export_model_command(
 ) -> None:
     """Export a model for use on another machine.
 
-    The folder holds its weights (safetensors), settings, code and model card.
+    The folder holds its weights (safetensors), settings, code and a README.
     """
     from pipeline.runs.model.trained_model import export_model
 

@@ -66,8 +66,8 @@ def find_config(explicit: Path | None) -> Path:
     for place in PLACES:
         if place.is_file():
             return place
-    problem = f"no configuration: neither {' nor '.join(map(str, PLACES))} is here"
-    remedy = "pipeline init   (writes one here; pipeline demo DIR makes a complete project; or --config FILE)"
+    problem = f"no configuration: neither {' nor '.join(map(str, PLACES))} exists here"
+    remedy = "pipeline init   (writes one here; or pass --config FILE; pipeline demo DIR creates a whole project)"
     raise ConfigError(problem, where=str(Path.cwd()), remedy=remedy)
 
 
@@ -118,7 +118,7 @@ def missing_inputs(loaded: LoadedConfig) -> list[str]:
     for key, path in (*named, *((UNDER, path) for path in loaded.config.cache.under)):
         name = ".".join(key)
         if path is not None and not os.access(path, os.R_OK):
-            missing.append(f"{loaded.origins[name]}: {name}: {path} does not exist, or may not be read")
+            missing.append(f"{loaded.origins[name]}: {name}: {path} does not exist or is not readable")
     return missing
 
 
@@ -148,14 +148,14 @@ def from_resolved(text: str | bytes, where: str = "") -> Config:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))
-        problem = f"this frozen configuration is not of this version: {key}: {first['msg']}"
+        problem = f"this frozen configuration is from another version: {key}: {first['msg']}"
         raise ConfigError(problem, where=where, remedy=NEW_RUN) from error
 
 
 def _present(path: Path, said_by: str) -> Path:
     readable = os.access(path, os.R_OK)
     if not readable or path.is_dir():
-        problem = "is a folder" if readable else "does not exist, or may not be read"
+        problem = "is a directory, expected a file" if readable else "does not exist or is not readable"
         raise ConfigError(f"the configuration {path} {problem}", where=said_by, remedy="name an existing YAML file")
     return path
 
@@ -166,9 +166,9 @@ def _text(path: Path) -> str:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"cannot read it: {error.strerror}", where=str(path), remedy=REMEDY) from error
+        raise ConfigError(f"cannot read the configuration: {error.strerror}", where=str(path), remedy=REMEDY) from error
     if len(data) > MAX_BYTES:
-        problem = f"larger than {MAX_BYTES >> 10} KiB: this is no configuration"
+        problem = f"larger than {MAX_BYTES >> 10} KiB: not a configuration"
         raise ConfigError(problem, where=str(path), remedy="name the YAML file with --config FILE")
     try:
         return data.decode("utf-8-sig")
@@ -186,7 +186,7 @@ def _typed(words: str, nth: int) -> Document:
     key = tuple(name.strip().split("."))
     try:
         if "=" not in words or not all(key):
-            raise ConfigError("wants KEY=VALUE, such as data.limit=10", where=f"--set {shown}")
+            raise ConfigError("expected KEY=VALUE, such as data.limit=10", where=f"--set {shown}")
         return document.read(value, key)
     except ConfigError as error:
         document.problems.append(Problem(document.offset, f"{error.where}: {error.what}"))

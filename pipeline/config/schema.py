@@ -27,40 +27,38 @@ OTHERS: KeyPath = ("embed", "also")
 
 
 class CacheSection(Section):
-    """Where results are kept."""
+    """Where results are stored."""
 
-    root: Path = Field(default=Path("cache"), description="Folder of the cache; share it between runs.")
+    root: Path = Field(default=Path("cache"), description="Folder of the cache. Share it between runs.")
     under: tuple[Path, ...] = Field(
-        default=(), description="Caches of others that are looked through after it, in this order, and only read."
+        default=(), description="Further caches to read after this one, in this order. They are never written."
     )
     stage: NodeFolder = Field(
         default=None,
-        description="Folder on a node's own disk to which training first copies what it reads; null: it does not.",
+        description="Folder on the node's disk to which training copies its records first. null: no copy.",
     )
-    shard_bytes: Size = Field(
-        default=256 << 20, description="Size at which a cache file is closed and the next one begins."
-    )
+    shard_bytes: Size = Field(default=256 << 20, description="Close a cache file at this size and start the next.")
     verify_bytes: SizeOrNone = Field(
         default=8 << 30,
-        description="Cached embeddings and graphs are read and verified up to so many bytes before they count as done.",
+        description="Bytes of cached embeddings and graphs to verify at each submit. 0: none.",
     )
     check: Literal["quick", "full", "semantic"] = Field(
         default="full",
-        description="How deep `submit validate` looks: at structure, at every byte, or at what records say.",
+        description="Depth of `submit validate`: file structure, every byte, or the meaning of the records.",
     )
     sample: float = Field(
-        default=0.0, ge=0, le=1, description="Share of the records that it makes anew, where check is semantic."
+        default=0.0, ge=0, le=1, description="Share of the records to recompute and compare, for check: semantic."
     )
     visibility_s: float = Field(
         default=10.0,
         ge=0,
         le=3600,
-        description="How long to wait for files that another node has just written to appear.",
+        description="Seconds to wait for files that another node has just written.",
     )
 
 
 class Config(Section):
-    """Everything that a run is told."""
+    """All settings of a run."""
 
     data: DataSection
     structures: StructuresSection = StructuresSection()
@@ -73,17 +71,23 @@ class Config(Section):
     def conflicts(self) -> Iterator[Conflict]:
         on_card = any(encoder.device == CARD for encoder in (self.embed, *self.embed.also.values()))
         if on_card and self.cluster.embed.gpus == 0:
-            yield "embed", f"device is {CARD}, but cluster.embed.gpus is 0: ask for a GPU, or leave device auto"
+            yield "embed", f"device is {CARD}, but cluster.embed.gpus is 0: request a GPU, or set device: auto"
         named, known = self.train.embeddings, [MAIN, *self.embed.also]
         if named != "auto" and self.data.source == "reader":
-            yield "train", "embeddings are named, but items of a reader have none: leave them auto"
+            yield "train", "embeddings names encoders, but items of a reader have no embeddings: set it to auto"
         if unknown := [name for name in named if name not in known] if named != "auto" else []:
-            problem = f"embeddings: {unknown[0]} is no encoder of this configuration; there are {', '.join(known)}"
-            yield "train", f"{problem} (embed.also names further ones)"
+            problem = f"embeddings: unknown encoder {unknown[0]}; choose from {', '.join(known)}"
+            yield "train", f"{problem} (embed.also adds others)"
         if self.data.state == "unbound" and (self.graph.cross_neighbours or self.graph.cross_radius is not None):
-            yield "graph", "cross edges join partners that stand together, but data.state is unbound: leave them out"
+            yield (
+                "graph",
+                "cross edges need bound partners, but data.state is unbound: remove cross_neighbours and cross_radius",
+            )
         if self.data.partners == "none" and (self.graph.cross_neighbours or self.graph.cross_radius is not None):
-            yield "graph", "cross edges join two partners, but data.partners is none: leave them out"
+            yield (
+                "graph",
+                "cross edges need two partners, but data.partners is none: remove cross_neighbours and cross_radius",
+            )
         if self.structures.ligands == "keep" and self.graph.nodes != "atom":
             yield "structures", "ligands is keep, but only graphs with graph.nodes: atom hold them"
         if self.structures.pae != "none" and self.graph.nodes != "residue":

@@ -30,32 +30,28 @@ warnings.filterwarnings("ignore", 'Field name "validate" in "ClusterSection"', U
 
 
 class SlotsSection(Section):
-    """What the local executor may use of this machine."""
+    """Resources of this machine that the local executor may use."""
 
     cpus: AutoCount = Field(
-        default="auto", description="CPU cores for all tasks together; auto: those this process may use."
+        default="auto", description="CPU cores for all tasks together. auto: the cores that this process may use."
     )
     mem: AutoMemory = Field(
-        default="auto", description="Memory for all tasks together; auto: what the machine has free."
+        default="auto", description="Memory for all tasks together. auto: the free memory of the machine."
     )
-    gpus: AutoCountOrNone = Field(
-        default="auto", description="GPUs for all tasks together; auto: those that are visible."
-    )
+    gpus: AutoCountOrNone = Field(default="auto", description="GPUs for all tasks together. auto: all visible GPUs.")
 
 
 class Resources(Section):
-    """What one task asks for."""
+    """Resources that one task requests."""
 
-    cpus: int = Field(default=1, ge=1, description="CPU cores of a task.")
-    gpus: int = Field(default=0, ge=0, description="GPUs of a task.")
-    mem: AutoMemory = Field(default="auto", description="Memory of a task; auto: planned.")
-    mem_per_gpu: Memory | None = Field(
-        default=None, description="Memory of a task for each of its GPUs, in place of mem."
-    )
+    cpus: int = Field(default=1, ge=1, description="CPU cores per task.")
+    gpus: int = Field(default=0, ge=0, description="GPUs per task.")
+    mem: AutoMemory = Field(default="auto", description="Memory per task. auto: planned.")
+    mem_per_gpu: Memory | None = Field(default=None, description="Memory per GPU of a task, instead of mem.")
     time: Duration = Field(default=3600, description="Time limit of a task.")
-    partition: Line | None = Field(default=None, description="Partition of this stage; null: cluster.slurm.partition.")
+    partition: Line | None = Field(default=None, description="Partition of this stage. null: cluster.slurm.partition.")
     constraint: Line | None = Field(
-        default=None, description="Nodes of this stage by their features; null: cluster.slurm.constraint."
+        default=None, description="Node features that this stage needs. null: cluster.slurm.constraint."
     )
 
     @property
@@ -64,21 +60,19 @@ class Resources(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.mem_per_gpu is not None and self.mem != "auto":
-            yield "mem_per_gpu", "excludes mem: keep one of the two"
+            yield "mem_per_gpu", "cannot be combined with mem: keep one of the two"
         if self.mem_per_gpu is not None and self.gpus == 0:
-            yield "mem_per_gpu", "means nothing where gpus is 0: use mem"
+            yield "mem_per_gpu", "needs GPUs, but gpus is 0: use mem"
 
 
 class StageResources(Resources):
-    """What one task of a stage asks for, and how the stage is cut into tasks."""
+    """Resources that one task of a stage requests, and how the stage is cut into tasks."""
 
-    items_per_task: AutoCount = Field(
-        default="auto", description="Items a task works through; auto: by the number of items."
+    items_per_task: AutoCount = Field(default="auto", description="Items per task. auto: by the number of items.")
+    minutes_per_task: int = Field(default=10, ge=1, description="Target minutes per task, for items_per_task: auto.")
+    parallel: int = Field(
+        default=64, ge=1, description="Maximum number of tasks of a stage that run at once on a cluster."
     )
-    minutes_per_task: int = Field(
-        default=10, ge=1, description="About how long a task should take, where items_per_task is auto."
-    )
-    parallel: int = Field(default=64, ge=1, description="Tasks of a stage that run at once on a cluster, at most.")
 
     @property
     def nodes(self) -> int:
@@ -90,18 +84,18 @@ class StageResources(Resources):
 
 
 class CheckResources(StageResources):
-    """What one task of validating the cache asks for; its items are cache files."""
+    """Resources that one task of validate requests. Its items are cache files."""
 
-    parallel: int = Field(default=16, ge=1, description="Tasks that read the disk at once on a cluster, at most.")
+    parallel: int = Field(
+        default=16, ge=1, description="Maximum number of tasks that read the disk at once on a cluster."
+    )
 
 
 class TrainResources(Resources):
-    """What training asks for: one process, a rank, for each GPU; mem is that of a node, cpus those of a rank."""
+    """Resources that training requests, with one process (rank) per GPU. mem is per node, cpus per rank."""
 
-    nodes: int = Field(default=1, ge=1, description="Nodes; cluster.train.gpus is the GPUs of each.")
-    ranks: AutoCount = Field(
-        default="auto", description="Processes on each node; auto: one for each GPU, and one where there is none."
-    )
+    nodes: int = Field(default=1, ge=1, description="Number of nodes. cluster.train.gpus is per node.")
+    ranks: AutoCount = Field(default="auto", description="Processes per node. auto: one per GPU, or one without GPUs.")
 
     @property
     def parallel(self) -> int:
@@ -122,14 +116,14 @@ class TrainResources(Resources):
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
         if self.gpus and self.ranks not in ("auto", self.gpus):
-            yield "ranks", f"is {self.ranks} where gpus is {self.gpus}: a process has one GPU of its own"
+            yield "ranks", f"is {self.ranks}, but gpus is {self.gpus}: each process needs one GPU of its own"
 
 
 class PredictResources(TrainResources):
-    """What predicting asks for: as training, and in how many tasks of an array the rows are cut."""
+    """Resources that predict requests: as for training, and the number of tasks."""
 
     tasks: int = Field(
-        default=1, ge=1, description="Tasks that share the rows, each started, repaired and resumed by itself."
+        default=1, ge=1, description="Number of tasks that share the rows. Each starts, retries and resumes on its own."
     )
 
     @property
@@ -138,12 +132,12 @@ class PredictResources(TrainResources):
 
 
 class CardSection(Section):
-    """A kind of GPU that a cluster has."""
+    """A kind of GPU of the cluster."""
 
-    gres: Line | None = Field(default=None, description="Its type in a request, as in gpu:a100:1; null: none is named.")
-    feature: Line | None = Field(default=None, description="The feature of its nodes, where that tells them apart.")
-    partition: Line | None = Field(default=None, description="Where it is; null: cluster.slurm.partition.")
-    mem: Memory = Field(description="Memory of one.")
+    gres: Line | None = Field(default=None, description="GPU type in a request, as in gpu:a100:1. null: no type.")
+    feature: Line | None = Field(default=None, description="Node feature that identifies this kind of GPU.")
+    partition: Line | None = Field(default=None, description="Partition of these GPUs. null: cluster.slurm.partition.")
+    mem: Memory = Field(description="Memory of one GPU.")
 
 
 Bind: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[/$][^:,]*(:/[^:,]*(:(ro|rw))?)?$")]
@@ -151,113 +145,111 @@ Variable: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za
 
 
 class ContainerSection(Section):
-    """The image that workers run in; supervisors, and what people type, stay outside."""
+    """Container image for tasks. Supervisors and your own commands run outside."""
 
     image: Line | None = Field(
         default=None,
-        description="File or folder of the image, or a name that the runtime knows; null: workers run in no container.",
+        description="Image: a file, a folder, or a name that the runtime knows. null: no container.",
     )
-    runtime: Literal["apptainer", "pyxis", "podman"] = Field(default="apptainer", description="What starts it.")
+    runtime: Literal["apptainer", "pyxis", "podman"] = Field(default="apptainer", description="Container runtime.")
     binds: tuple[Bind, ...] = Field(
         default=(),
-        description="Folders that it sees besides those that the configuration names: FOLDER, FOLDER:INSIDE[:ro].",
+        description="Folders to mount in addition to the configured ones: FOLDER or FOLDER:INSIDE[:ro].",
     )
-    env: dict[Variable, str] = Field(default={}, description="Environment variables inside, by name.")
-    options: tuple[Line, ...] = Field(default=(), description="Further options of the runtime, such as --rocm.")
+    env: dict[Variable, str] = Field(default={}, description="Environment variables in the container, by name.")
+    options: tuple[Line, ...] = Field(default=(), description="Additional options of the runtime, such as --rocm.")
     digest: Line | None = Field(
-        default=None, description="Digest that the image must have; null: what it has when a run is submitted."
+        default=None, description="Required digest of the image. null: its digest at submission."
     )
 
 
 class SlurmSection(Section):
-    """What a cluster is like; a profile in configs/sites/ holds these keys, and this section overrides it."""
+    """Properties of the cluster. A profile in configs/sites/ holds these keys; this section overrides it."""
 
-    name: Line = Field(default="slurm", description="What measurements of this cluster are remembered under.")
-    partition: Line | None = Field(default=None, description="Partition of jobs; null: the cluster's default.")
+    name: Line = Field(default="slurm", description="Name under which measurements of this cluster are stored.")
+    partition: Line | None = Field(default=None, description="Partition of jobs. null: the cluster's default.")
     partitions: tuple[Line, ...] = Field(
-        default=(), description="Where tasks may go, in place of partition: to the cheapest, or first, that holds them."
+        default=(),
+        description="Partitions to choose from, instead of partition: the cheapest (or first) that fits a task.",
     )
-    prices: dict[Line, float] = Field(
-        default={}, description="What an hour costs in a partition, beside 1 in those that are not named."
-    )
-    account: Line | None = Field(default=None, description="Account that jobs are charged to.")
+    prices: dict[Line, float] = Field(default={}, description="Price of an hour by partition. Others cost 1.")
+    account: Line | None = Field(default=None, description="Account to charge.")
     qos: Line | None = Field(default=None, description="Quality of service of jobs.")
-    constraint: Line | None = Field(default=None, description="Features that nodes must have, as sbatch takes them.")
-    reservation: Line | None = Field(default=None, description="Reservation that jobs run in.")
-    gpus: Literal["gres", "gpus-per-node"] = Field(default="gres", description="How jobs ask for GPUs here.")
+    constraint: Line | None = Field(default=None, description="Required node features, in the syntax of sbatch.")
+    reservation: Line | None = Field(default=None, description="Reservation for jobs.")
+    gpus: Literal["gres", "gpus-per-node"] = Field(default="gres", description="Option with which jobs request GPUs.")
     memory: Literal["mem", "mem-per-cpu", "none"] = Field(
-        default="mem", description="How jobs ask for memory here; none: it is not limited."
+        default="mem", description="Option with which jobs request memory. none: the cluster does not limit memory."
     )
-    options: tuple[Line, ...] = Field(default=(), description="Further options of sbatch, such as --exclusive=user.")
+    options: tuple[Line, ...] = Field(default=(), description="Additional options of sbatch, such as --exclusive=user.")
     setup: tuple[str, ...] = Field(
-        default=(), description="Shell lines that every job runs first: modules, conda, environment."
+        default=(), description="Shell lines that each job runs first: modules, conda, environment."
     )
-    scratch: Line | None = Field(default=None, description="Folder on the node for temporary files, such as $TMPDIR.")
+    scratch: Line | None = Field(default=None, description="Folder for temporary files on the node, such as $TMPDIR.")
     container: ContainerSection = ContainerSection()
-    max_array_size: AutoCount = Field(default="auto", description="MaxArraySize; auto: as scontrol says.")
+    max_array_size: AutoCount = Field(default="auto", description="MaxArraySize of the cluster. auto: from scontrol.")
     max_submit: AutoCount = Field(
-        default="auto", description="Tasks of yours that may be in the queue at once; auto: as sacctmgr says."
+        default="auto", description="Maximum number of your tasks in the queue. auto: from sacctmgr."
     )
-    largest_mem: AutoMemory = Field(default="auto", description="Memory of the largest node; auto: as sinfo says.")
-    longest_time: Duration | None = Field(
-        default=None, description="The longest a job may ask for; null: as sinfo says."
+    largest_mem: AutoMemory = Field(default="auto", description="Memory of the largest node. auto: from sinfo.")
+    longest_time: Duration | None = Field(default=None, description="Longest time limit of a job. null: from sinfo.")
+    cards: tuple[CardSection, ...] = Field(default=(), description="Kinds of GPU to choose from. Empty: any GPU.")
+    grace: Duration = Field(
+        default=90, description="Time before the limit at which a task is asked to save its state and end."
     )
-    cards: tuple[CardSection, ...] = Field(
-        default=(), description="Kinds of GPU, for choosing one; none: whatever comes."
-    )
-    grace: Duration = Field(default=90, description="How long before its time limit a task is told to finish in order.")
-    poll: Duration = Field(default=15, description="How often a supervisor that stays looks at its jobs.")
+    poll: Duration = Field(default=15, description="Interval at which a permanent supervisor checks its jobs.")
 
     def conflicts(self) -> Iterator[Conflict]:
         if odd := [name for name, price in self.prices.items() if not 0 <= price < float("inf")]:
-            yield "prices", f"has {self.prices[odd[0]]:g} for {odd[0]}: a price is a number from 0"
+            yield "prices", f"has {self.prices[odd[0]]:g} for {odd[0]}: use a number of at least 0"
 
 
 class SupervisorSection(Section):
-    """What judges and repairs a run between its jobs."""
+    """The small process that checks tasks, retries failures and starts the next stage."""
 
     where: Literal["job", "login"] = Field(
-        default="job", description="job: small jobs of the cluster; login: a process on the machine that submits."
+        default="job", description="job: small jobs on the cluster; login: a process on the submitting machine."
     )
-    partition: Line | None = Field(default=None, description="Its partition; null: cluster.slurm.partition.")
-    qos: Line | None = Field(default=None, description="Its quality of service; null: cluster.slurm.qos.")
-    mem: Memory = Field(default=1 << 30, description="Memory of its job.")
-    time: Duration = Field(default=3600, description="Time limit of its job.")
+    partition: Line | None = Field(
+        default=None, description="Partition of the supervisor. null: cluster.slurm.partition."
+    )
+    qos: Line | None = Field(default=None, description="Quality of service of the supervisor. null: cluster.slurm.qos.")
+    mem: Memory = Field(default=1 << 30, description="Memory of the supervisor job.")
+    time: Duration = Field(default=3600, description="Time limit of the supervisor job.")
     watch: Duration = Field(
         default=300,
-        description="How often a small job looks, while others wait, whether they ever will start; 0: never.",
+        description="Interval at which a small job checks whether waiting jobs can ever start. 0: never.",
     )
-    tries: int = Field(default=3, ge=1, description="Attempts at a task that make no progress, before the stage fails.")
+    tries: int = Field(default=3, ge=1, description="Attempts without progress at a task before the stage fails.")
 
 
 class NotifySection(Section):
-    """Who is told when a stage has ended."""
+    """Whom to notify when a stage ends."""
 
     command: tuple[Name, ...] = Field(
-        default=(), description="Command to run, with the run, the stage, its state and a message as further words."
+        default=(), description="Command to run. It receives the run, the stage, its state and a message as arguments."
     )
     mail: Line | None = Field(
         default=None,
         pattern=r"^[^\s-]\S*$",  # or sendmail would take it for an option
-        description="Address that gets a mail, where the node has sendmail.",
+        description="Mail address to notify. Needs sendmail on the node.",
     )
 
 
 class ClusterSection(Section):
-    """Where tasks run, and what they may use."""
+    """Where tasks run and which resources they request."""
 
     executor: Literal["local", "slurm"] = Field(
-        default="local", description="What runs the tasks; local: this machine; slurm: a cluster."
+        default="local", description="Where tasks run. local: this machine; slurm: a cluster."
     )
     site: Line | None = Field(
-        default=None, description="Profile of the cluster: a file, or a name in configs/sites; null: none."
+        default=None, description="Profile of the cluster: a file, or a name in configs/sites. null: none."
     )
-    runs: Path = Field(
-        default=Path("runs"), description="Folder of the run folders: logs, events, frozen configurations."
-    )
-    private: bool = Field(default=True, description="Whether run folders are readable by their owner alone.")
+    runs: Path = Field(default=Path("runs"), description="Folder of runs: logs, events, frozen configurations.")
+    private: bool = Field(default=True, description="Make run folders readable only by their owner.")
     budget: Budget | None = Field(
-        default=None, description="Hours that all runs in `runs` may take together: 500 gpu-hours; null: no limit."
+        default=None,
+        description="Hours that all runs in `runs` may use together, such as 500 gpu-hours. null: no limit.",
     )
     slots: SlotsSection = SlotsSection()
     slurm: SlurmSection = SlurmSection()

@@ -28,18 +28,19 @@ ROUNDING = 1e-9
 
 
 class CurriculumSection(Section):
-    """Epochs that are trained on some of the items alone, by their sizes, or with other options of the task."""
+    """A stage of training with a selection of items by size, or with other task options."""
 
-    epochs: int = Field(ge=1, description="How many epochs; the rest, with all items, comes after the last stage.")
-    largest: dict[Name, int] = Field(default={}, description="Sizes of the items that take part, at most, by name.")
-    smallest: dict[Name, int] = Field(default={}, description="Sizes of the items that take part, at least, by name.")
+    epochs: int = Field(ge=1, description="Number of epochs. After the last stage, training continues with all items.")
+    largest: dict[Name, int] = Field(default={}, description="Maximum sizes of the items of this stage, by name.")
+    smallest: dict[Name, int] = Field(default={}, description="Minimum sizes of the items of this stage, by name.")
     options: dict[Name, Option] = Field(
-        default={}, description="Of the task, in place of train.options: what it computes, not its model or sizes."
+        default={},
+        description="Task options that replace those in train.options. They must not change the model or sizes.",
     )
 
     def conflicts(self) -> Iterator[Conflict]:
         if not (self.largest or self.smallest or self.options):
-            yield "epochs", "says nothing that differs: add largest, smallest or options"
+            yield "epochs", "stage changes nothing: add largest, smallest or options"
 
     @model_serializer(mode="wrap")
     def _only_what_is_said(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -47,31 +48,36 @@ class CurriculumSection(Section):
 
 
 class ScheduleSection(Section):
-    """How the learning rate changes, by optimizer steps."""
+    """Learning-rate schedule, by optimizer steps."""
 
     kind: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="constant; or falling to `least` of it over all epochs, linear or cosine."
+        default="constant", description="constant, or decay over all epochs to `least` (linear or cosine)."
     )
-    warmup: int = Field(default=0, ge=0, description="Steps over which the rate grows from 0.")
-    least: float = Field(default=0.0, ge=0, le=1, description="Share of the learning rate at the end.")
+    warmup: int = Field(default=0, ge=0, description="Warm-up steps, in which the rate grows from 0.")
+    least: float = Field(default=0.0, ge=0, le=1, description="Final learning rate, as a share of learning_rate.")
 
 
 class ValidationSection(Section):
-    """How a model is looked at while it is trained."""
+    """Validation during training."""
 
-    split: Name | None = Field(default="val", description="Which split; null, or one that has no items: none.")
+    split: Name | None = Field(
+        default="val", description="Split to validate on. null, or a split without items: no validation."
+    )
     every: Interval = Field(
-        default=1, description="How often: epochs such as 2, a part of one such as 0.25, or '500 steps'."
+        default=1, description="Interval: epochs such as 2, a part of an epoch such as 0.25, or '500 steps'."
     )
     limit: ItemLimit = Field(
-        default=None, description="Items at most, always the same: a number, a part such as 0.25, or null for all."
+        default=None,
+        description="Maximum number of items, always the same ones: 1000, or a part such as 0.25. null: all.",
     )
-    monitor: Name = Field(default="loss", description="The figure by which checkpoints are the best: loss or a metric.")
+    monitor: Name = Field(
+        default="loss", description="Metric that selects the best checkpoints: loss, or a metric of the task."
+    )
     better: Literal["auto", "lower", "higher"] = Field(
-        default="auto", description="Which values are better; auto: lower for loss, higher for metrics."
+        default="auto", description="Better values of the monitored metric. auto: lower for loss, higher for others."
     )
     patience: int | None = Field(
-        default=None, ge=1, description="End after so many validations without a better one; null: never."
+        default=None, ge=1, description="Stop after this many validations without improvement. null: never."
     )
 
     @property
@@ -97,169 +103,182 @@ class ValidationSection(Section):
 
 
 class CheckpointsSection(Section):
-    """When training is saved, and what is kept."""
+    """When to write checkpoints, and which to keep."""
 
-    every: int | None = Field(default=None, ge=1, description="Steps between checkpoints; null: by time alone.")
-    minutes: float = Field(default=10, gt=0, description="Minutes between checkpoints at most; one ends every epoch.")
-    last: int = Field(default=2, ge=2, description="How many of the newest are kept; a damaged one is skipped.")
-    best: int = Field(default=1, ge=0, description="How many of the best are kept.")
+    every: int | None = Field(default=None, ge=1, description="Steps between checkpoints. null: by time only.")
+    minutes: float = Field(
+        default=10, gt=0, description="Maximum minutes between checkpoints. Each epoch ends with one."
+    )
+    last: int = Field(default=2, ge=2, description="Number of newest checkpoints to keep. Damaged ones are skipped.")
+    best: int = Field(default=1, ge=0, description="Number of best checkpoints to keep.")
     asynchronous: AutoFlag = Field(
-        default="auto", description="Whether training goes on while a copy is written; auto: where memory allows."
+        default="auto", description="Continue training while a checkpoint is written. auto: if memory allows."
     )
 
 
-CHECKPOINT = "best or last of what is trained here; or a model's name or folder, or a checkpoint: nothing is trained."
+CHECKPOINT = "best or last of this training. Or an existing model's name, folder or checkpoint: no training."
 
 
 class EvaluateSection(Section):
-    """Which model is looked at, and on what."""
+    """Which model to evaluate, and on which items."""
 
-    split: Name | None = Field(default="test", description="Which split; null: every item.")
+    split: Name | None = Field(default="test", description="Split to evaluate. null: all items.")
     checkpoint: Name = Field(default="best", description=CHECKPOINT)
     options: dict[Name, Option] = Field(
-        default={}, description="Options of the task where it is evaluated, over train.options; the model is the same."
+        default={},
+        description="Task options for evaluation that replace those in train.options. The model stays the same.",
     )
 
 
 class PredictSection(Section):
-    """Which model predicts, and where the predictions go."""
+    """Which model predicts, and where to write predictions."""
 
-    split: Name | None = Field(default=None, description="Which split; null: every item.")
+    split: Name | None = Field(default=None, description="Split to predict. null: all items.")
     checkpoint: Name = Field(default="best", description=CHECKPOINT)
-    folder: Path = Field(default=Path("predictions"), description="Folder of predictions, a folder for each set.")
+    folder: Path = Field(default=Path("predictions"), description="Folder of predictions, with one folder per set.")
     for_training: bool = Field(
         default=False,
-        description="Whether they are what is trained on: a model of another task makes them first, into the folder.",
+        description="Train on these predictions: the model of another task writes them to the folder first.",
     )
-    parquet: bool = Field(default=False, description="Whether predictions.parquet is written beside the CSV.")
+    parquet: bool = Field(default=False, description="Also write predictions.parquet next to the CSV file.")
     options: dict[Name, Option] = Field(
-        default={}, description="Options of the task where it predicts, over train.options; the model is the same."
+        default={},
+        description="Task options for prediction that replace those in train.options. The model stays the same.",
     )
 
 
 class SweepSection(Section):
-    """Many trainings in one run: each point of settings is a model of its own."""
+    """Many trainings in one run. Each point (a choice of settings) is its own model."""
 
     points: tuple[dict[Name, Option], ...] = Field(
-        default=(), description="Settings over the others, a training each; pipeline submit --sweep writes them."
+        default=(), description="Settings of each training, over the others. `pipeline submit --sweep` writes them."
     )
     prune: Literal["none", "median"] = Field(
-        default="none", description="End points that are worse than the median of the others at the same epoch."
+        default="none",
+        description="median: stop points that are worse than the median of the others at the same epoch.",
     )
-    grace: int = Field(default=3, ge=1, description="Epochs that every point is trained before it may be pruned.")
-    parallel: int = Field(default=16, ge=1, description="Points that are trained at once on a cluster, at most.")
+    grace: int = Field(default=3, ge=1, description="Epochs before a point can be pruned.")
+    parallel: int = Field(default=16, ge=1, description="Maximum number of points that train at once on a cluster.")
 
 
 class TrainSection(Section):
-    """What is trained, and what the planner may decide about it."""
+    """What to train, and what the planner may choose."""
 
     task: Name | None = Field(
-        default=None, pattern=r"^[\w.]+:\w+$", description="The model and its loss, as package.module:Name."
+        default=None, pattern=r"^[\w.]+:\w+$", description="Class with the model and its loss, as package.module:Name."
     )
-    options: dict[Name, Option] = Field(default={}, description="What the task's class is called with, by name.")
+    options: dict[Name, Option] = Field(default={}, description="Arguments of the task's class, by name.")
     command: Name | None = Field(
-        default=None, description="A script of your own in place of a task; {micro_batch} and others are filled in."
+        default=None, description="Your own script instead of a task. {micro_batch} and others are filled in."
     )
     preset: Literal["standard", "careful", "extreme"] | None = Field(
-        default=None, description="Settings to begin with, from configs/presets; what is written here beats them."
+        default=None, description="Base settings from configs/presets. Your own settings override them."
     )
-    models: Path = Field(default=Path("models"), description="Folder of what is trained, a folder each.")
-    pretrained: Path | None = Field(default=None, description="Weights to begin with: a file, or a checkpoint.")
+    models: Path = Field(default=Path("models"), description="Folder of trained models, with one folder per model.")
+    pretrained: Path | None = Field(default=None, description="Initial weights: a file or a checkpoint.")
     pretrained_partial: bool = Field(
-        default=False, description="Whether weights that are missing or of other sizes may be left out."
+        default=False, description="Skip initial weights that are missing or differ in size."
     )
     pretrained_as: Name | None = Field(
-        default=None, description="The published form of those weights, such as dreams; null: told by their names."
+        default=None,
+        description="Published form of the initial weights, such as dreams. null: detected by their names.",
     )
     pretrained_map: dict[Name, Name] = Field(
-        default={}, description="Names in the file: names in the model; of tensors or modules, * for a layer's number."
+        default={},
+        description="Map from names in the file to names in the model (tensors or modules). *: a layer number.",
     )
     pretrained_entry: Name | None = Field(
-        default=None, description="Which entry of a checkpoint is read, such as ema_state_dict; null: the usual one."
+        default=None, description="Entry of the checkpoint to read, such as ema_state_dict. null: the usual one."
     )
     seed: int = Field(
         default=0,
         ge=0,
         le=10**18,  # torch takes 64 bits
-        description="Of fresh parameters, the order of items, and all random numbers.",
+        description="Random seed of new parameters, the order of items, and all other random numbers.",
     )
-    split: Name | None = Field(default="train", description="Which split is trained on; null: every item.")
+    split: Name | None = Field(default="train", description="Split to train on. null: all items.")
     embeddings: AutoNames = Field(
         default="auto",
-        description="Whose embeddings items carry, side by side: main, or a name in embed.also; auto: main's alone.",
+        description="Encoders whose embeddings are concatenated: main, or names in embed.also. auto: main.",
     )
-    effective_batch: int = Field(
-        default=8, ge=1, le=9_999_999, description="Items in an optimizer step, over all GPUs."
+    effective_batch: int = Field(default=8, ge=1, le=9_999_999, description="Items per optimizer step, over all GPUs.")
+    micro_batch: AutoCount = Field(
+        default="auto", description="Maximum number of items per micro-batch on a GPU. auto: planned, by cost."
     )
-    micro_batch: AutoCount = Field(default="auto", description="Most items of a GPU at once; auto: planned, by cost.")
     batching: Literal["concatenated", "padded"] = Field(
-        default="concatenated", description="How items make a batch: one after the other, or padded to the largest."
+        default="concatenated",
+        description="How to combine items into a batch: concatenate them, or pad them to the largest.",
     )
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        default="fp32", description="What is computed in; auto: the planner may choose half precision."
+        default="fp32", description="Precision of training. auto: the planner may choose half precision."
     )
     checkpointing: AutoFlag = Field(
-        default="auto", description="Whether repeated blocks are computed again in backward; auto: where it is needed."
+        default="auto",
+        description="Recompute repeated blocks in the backward pass (activation checkpointing). auto: if needed.",
     )
-    offload: AutoFlag = Field(
-        default="auto", description="Whether activations wait in the host's memory; auto: where it is needed."
-    )
+    offload: AutoFlag = Field(default="auto", description="Keep activations in host memory. auto: if needed.")
     sharding: AutoFlag = Field(
-        default="auto", description="Whether parameters and optimizer state are spread over the GPUs (FSDP2)."
+        default="auto", description="Shard parameters and optimizer state over the GPUs (FSDP2)."
     )
-    optimizer: Literal["adamw", "adam", "sgd"] = Field(default="adamw", description="The optimizer.")
+    optimizer: Literal["adamw", "adam", "sgd"] = Field(default="adamw", description="Optimizer.")
     way: Literal["auto", "foreach", "fused", "loop"] = Field(
-        default="auto", description="How the optimizer works through the parameters; auto: foreach on GPUs, else loop."
+        default="auto", description="Implementation of the optimizer. auto: foreach on GPUs, else loop."
     )
-    learning_rate: float = Field(default=1e-4, gt=0, description="Its learning rate.")
-    weight_decay: float = Field(default=0.01, ge=0, description="Its weight decay.")
-    clip: float | None = Field(default=1.0, gt=0, description="The norm of all gradients at most; null: any.")
-    ema: float | None = Field(default=None, gt=0, lt=1, description="Decay of moving averages; null: none are kept.")
-    frozen: tuple[Name, ...] = Field(default=(), description="Parameters whose names begin so are not trained.")
+    learning_rate: float = Field(default=1e-4, gt=0, description="Learning rate.")
+    weight_decay: float = Field(default=0.01, ge=0, description="Weight decay.")
+    clip: float | None = Field(
+        default=1.0, gt=0, description="Clip the norm of all gradients to this value. null: no clipping."
+    )
+    ema: float | None = Field(
+        default=None, gt=0, lt=1, description="Decay of the moving average of parameters. null: no average."
+    )
+    frozen: tuple[Name, ...] = Field(default=(), description="Freeze parameters with these name prefixes.")
     schedule: ScheduleSection = ScheduleSection()
-    compile: bool = Field(default=False, description="Whether torch.compile is used.")
+    compile: bool = Field(default=False, description="Use torch.compile.")
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = Field(
-        default="default", description="How hard it tries."
+        default="default", description="`torch.compile` mode."
     )
     allocator: Literal["auto", "default", "expandable"] = Field(
-        default="auto", description="How torch's allocator takes memory from the card."
+        default="auto", description="How torch's allocator reserves GPU memory."
     )
     oversize: Literal["error", "crop", "skip"] = Field(
-        default="error", description="Items that no plan can hold; error: nothing is submitted."
+        default="error", description="Items that no plan can hold. error: submit nothing."
     )
-    epochs: int = Field(default=10, ge=1, description="Epochs in all.")
+    epochs: int = Field(default=10, ge=1, description="Total number of epochs.")
     curriculum: tuple[CurriculumSection, ...] = Field(
-        default=(), description="Epochs with the smaller items, or other options, first."
+        default=(), description="Stages that come first, with smaller items or other options."
     )
     validation: ValidationSection = ValidationSection()
     checkpoints: CheckpointsSection = CheckpointsSection()
     nan: Literal["stop", "skip", "rollback"] = Field(
-        default="stop", description="A loss or a gradient that is not finite: end, leave the step out, or go back."
+        default="stop",
+        description="If a loss or gradient is not finite: stop, skip the step, or roll back to a checkpoint.",
     )
     too_large: Literal["cpu", "skip", "error"] = Field(
-        default="cpu", description="An item that ends a GPU's memory even alone, with every remedy: where it goes."
+        default="cpu",
+        description="If an item alone runs out of GPU memory: run it on the CPU, skip it, or stop with an error.",
     )
-    hang: Duration = Field(default=1800, description="Without progress for so long, a process counts as hung.")
-    slots: int = Field(default=4, ge=2, description="Batches that the loader holds in memory.")
-    threads: int = Field(default=2, ge=1, description="Threads that read batches, or as many processes.")
+    hang: Duration = Field(default=1800, description="Treat a process as hung after this long without progress.")
+    slots: int = Field(default=4, ge=2, description="Number of batches that the loader keeps in memory.")
+    threads: int = Field(default=2, ge=1, description="Number of threads (or processes) that read batches.")
     readers: Literal["auto", "threads", "processes"] = Field(
         default="auto",
-        description="Who reads and collates; auto: threads, and once they have fallen behind in an epoch, processes.",
+        description="Read and collate with threads or processes. auto: threads, then processes if they fall behind.",
     )
-    pin: AutoFlag = Field(default="auto", description="Whether batches are in pinned memory; auto: for GPUs.")
+    pin: AutoFlag = Field(default="auto", description="Pin the memory of batches. auto: for GPUs.")
     empty_cache_every: int | None = Field(
-        default=None, ge=1, description="Empty the allocator's cache every so many micro-batches; null: never."
+        default=None, ge=1, description="Empty the allocator's cache after this many micro-batches. null: never."
     )
     memory_fraction: float | None = Field(
-        default=None, gt=0, le=1, description="Share of a card's memory that may be used; null: all of it."
+        default=None, gt=0, le=1, description="Share of GPU memory to use. null: all."
     )
     collect_every: int | None = Field(
-        default=None, ge=1, description="Let Python collect garbage every so many steps only; null: when it wants to."
+        default=None, ge=1, description="Collect Python garbage only after this many steps. null: Python decides."
     )
-    synchronise: bool = Field(default=False, description="Wait for the card after every micro-batch: for measuring.")
-    log_every: int = Field(default=10, ge=1, description="Steps between lines of figures.")
+    synchronise: bool = Field(default=False, description="Wait for the GPU after each micro-batch, for measurements.")
+    log_every: int = Field(default=10, ge=1, description="Steps between logged metrics.")
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
-        default=(), description="Who gets the figures besides the files."
+        default=(), description="Trackers that also receive the metrics."
     )
     evaluate: EvaluateSection = EvaluateSection()
     predict: PredictSection = PredictSection()
@@ -273,9 +292,11 @@ class TrainSection(Section):
     def conflicts(self) -> Iterator[Conflict]:
         if self.micro_batch != "auto" and self.micro_batch > self.effective_batch:
             batch = self.effective_batch
-            problem = f"{self.micro_batch} is more than effective_batch, {batch}: lower it, or raise that"
+            problem = (
+                f"{self.micro_batch} exceeds effective_batch ({batch}): lower micro_batch or raise effective_batch"
+            )
             yield "micro_batch", problem
         if self.task is not None and self.command is not None:
-            yield "command", "is a script in place of a task: keep one of the two"
+            yield "command", "cannot be combined with train.task: keep one of the two"
         if self.curriculum and sum(stage.epochs for stage in self.curriculum) >= self.epochs:
-            yield "curriculum", f"leaves none of the {self.epochs} epochs (train.epochs) for all items"
+            yield "curriculum", f"uses all {self.epochs} epochs (train.epochs): leave some for all items"

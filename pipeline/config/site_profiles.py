@@ -26,7 +26,7 @@ _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 def anchored(text: str, base: Path) -> str:
     """Return the absolute path of `text`, which may be relative to the folder `base` and hold ~ and $VARIABLES."""
     if not text or "\0" in text:
-        raise ValueError("a path cannot be empty" if not text else "a path cannot hold a NUL character")
+        raise ValueError("a path cannot be empty" if not text else "a path cannot contain a NUL character")
     try:
         path = Path(_VARIABLE.sub(_variable, text)).expanduser()
     except RuntimeError as error:
@@ -84,7 +84,7 @@ def read_site(path: Path, text: str) -> Document:
     """Return the entries of a profile as parts of the section `cluster`."""
     document = Document(_shown(path)).read(text, ABOVE)
     if document.entries[ABOVE].value != {}:
-        problem = "a profile must hold the keys slurm: and supervisor:"
+        problem = "a profile must contain the keys slurm: and supervisor:"
         raise ConfigError(problem, where=document.entries[ABOVE].origin, remedy="see configs/sites/README.md")
     del document.entries[ABOVE]
     strangers = {key: entry for key, entry in document.entries.items() if key[1] not in HELD}
@@ -110,15 +110,15 @@ def explain_card(detail: ErrorDetails) -> str:
         return ""
     number, name = detail["loc"][len(CARDS)], str(detail["loc"][-1])
     if detail["type"] == "missing":
-        return f"card {int(number) + 1} needs {name}: {CardSection.model_fields[name].description}"
+        return f"GPU {int(number) + 1} needs {name}: {CardSection.model_fields[name].description}"
     close = get_close_matches(name, CardSection.model_fields, n=1)
-    meant = f'; did you mean "{close[0]}"?' if close else f"; there are {', '.join(CardSection.model_fields)}"
-    return f"card {int(number) + 1}: {name}: unknown key{meant}"
+    meant = f'; did you mean "{close[0]}"?' if close else f"; choose from {', '.join(CardSection.model_fields)}"
+    return f"GPU {int(number) + 1}: {name}: unknown key{meant}"
 
 
 def _readable(path: Path) -> Path:
     if not os.path.isfile(path):  # noqa: PTH113 - which never raises
-        raise ValueError(f"{_shown(path)} {'is no file' if os.path.lexists(path) else 'does not exist'}")
+        raise ValueError(f"{_shown(path)} {'is not a file' if os.path.lexists(path) else 'does not exist'}")
     return path
 
 
@@ -126,8 +126,8 @@ def _unknown(site: str, known: list[str], shelves: tuple[Path, ...]) -> str:
     """Say that no profile has a name, and which was probably meant."""
     close = get_close_matches(site, known, n=1)
     meant = f'; did you mean "{close[0]}"?' if close else ""
-    there = f"; there are {', '.join(known)}" if known else f"; none is in {', '.join(map(_shown, shelves))}"
-    return f'no profile is called "{site}"{meant}{there} (pipeline init makes one of this cluster)'
+    there = f"; choose from {', '.join(known)}" if known else f"; none is in {', '.join(map(_shown, shelves))}"
+    return f'no profile named "{site}"{meant}{there} (pipeline init writes one for this cluster)'
 
 
 def _misplaced(name: str) -> str:
@@ -137,7 +137,7 @@ def _misplaced(name: str) -> str:
     if (*ABOVE, name) in SECTIONS or name in ("executor", "site", "runs", "private"):
         return f"{name}: belongs in the configuration, below cluster: (a profile holds {' and '.join(HELD)})"
     close = get_close_matches(name, HELD, n=1)
-    return f"{name}: unknown key" + (f'; did you mean "{close[0]}"?' if close else f"; there are {', '.join(HELD)}")
+    return f"{name}: unknown key" + (f'; did you mean "{close[0]}"?' if close else f"; choose from {', '.join(HELD)}")
 
 
 def _shown(path: Path) -> str:

@@ -42,13 +42,13 @@ _SCALARS: dict[str, Callable[[str], Any]] = {
     "str": str,
 }
 _ADVICE = {
-    "\\t": "YAML wants spaces, not tabs, before a key",
-    "scanning an alias": "a value that begins with * must stand in quotes",
-    "scanning an anchor": "a value that begins with & must stand in quotes",
-    "mapping values are not allowed": "a value with a colon and a space inside must stand in quotes; "
-    "or the line above ends without its colon",
+    "\\t": "indent keys with spaces, not tabs",
+    "scanning an alias": "quote a value that starts with *",
+    "scanning an anchor": "quote a value that starts with &",
+    "mapping values are not allowed": "quote a value that contains a colon and a space; "
+    "or add the missing colon at the end of the line above",
     "could not find expected ':'": "a key needs a colon and a space after it",
-    "expected <block end>": "this line stands further left or right than its neighbours",
+    "expected <block end>": "the indentation of this line differs from its neighbours",
 }
 
 
@@ -98,19 +98,19 @@ class Document:
         elif isinstance(node, yaml.MappingNode):
             self._mapping(key, node)
         elif not _is_null(node):
-            raise self._refusal("the file must hold keys, such as data:", self._line(node))
+            raise self._refusal("the file must contain keys, such as data:", self._line(node))
         return self
 
     def _compose(self, text: str) -> yaml.Node:
         """Parse a text into YAML nodes."""
         if bad := yaml.reader.Reader.NON_PRINTABLE.search(text):
             line = text.count("\n", 0, bad.start()) + 1
-            raise self._refusal(f"no valid YAML: the character {bad.group()!r} is not allowed", line)
+            raise self._refusal(f"invalid YAML: the character {bad.group()!r} is not allowed", line)
         try:
             node = _Loader(text).get_single_node()
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
-            raise self._refusal(f"no valid YAML: {_advice(error)}", mark.line + 1 if mark else 1) from error
+            raise self._refusal(f"invalid YAML: {_advice(error)}", mark.line + 1 if mark else 1) from error
         return node or yaml.ScalarNode(_NULL, "", yaml.Mark(self.name, 0, 0, 0, None, 0))
 
     def _enter(self, key: KeyPath, node: yaml.Node, line: int) -> None:
@@ -131,9 +131,9 @@ class Document:
             line = self._line(name_node)
             path = (*key, _short(str(name_node.value)))
             if not isinstance(name_node, yaml.ScalarNode):
-                self._problem(line, key, "a key must be a word")
+                self._problem(line, key, "keys must be words")
             elif path in self.entries:
-                self._problem(line, path, f"written twice; first at {self.entries[path].origin}")
+                self._problem(line, path, f"duplicate key; first at {self.entries[path].origin}")
             else:
                 self._enter(path, value_node, line)
 
@@ -154,7 +154,7 @@ class Document:
             json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # neither infinite nor half a character
         except (ValueError, KeyError):
             self._problem(
-                self._line(node), key, f"{_short(without_secrets_in(node.value, key[-1]))} is no valid {kind}"
+                self._line(node), key, f"{_short(without_secrets_in(node.value, key[-1]))} is not a valid {kind}"
             )
             return None
         return value
@@ -163,7 +163,7 @@ class Document:
         """Refuse a document that unfolds without end, and note a tag that asks for an object."""
         self._nodes += 1
         if self._nodes > MAX_NODES or depth > MAX_DEPTH:
-            problem = f"more than {MAX_NODES} values or {MAX_DEPTH} levels, once aliases are followed"
+            problem = f"more than {MAX_NODES} values or {MAX_DEPTH} levels after aliases are expanded"
             raise self._refusal(problem, self._line(node))
         if node.tag.removeprefix(_TAG) not in (*_SCALARS, "seq", "map"):
             self._problem(self._line(node), key, f"the tag {_short(node.tag)} is not allowed: plain values only")
@@ -265,14 +265,14 @@ def _wanted(key: KeyPath, detail: ErrorDetails) -> str:
     """Say what the schema wants at a key."""
     kind = detail["type"]
     if kind == "literal_error":
-        return f"wants one of {', '.join(_choices(key))}"
+        return f"expected one of {', '.join(_choices(key))}"
     if kind in _KINDS:
-        return f"wants {_KINDS[kind]}"
+        return f"expected {_KINDS[kind]}"
     if kind == "string_pattern_mismatch":
-        return next((f"wants {form}" for of, form in _FORMS.items() if key[: len(of)] == of), detail["msg"])
+        return next((f"expected {form}" for of, form in _FORMS.items() if key[: len(of)] == of), detail["msg"])
     if kind in _BOUNDS:
-        return f"wants {_BOUNDS[kind].format(**detail['ctx'])}"
-    return f"wants {detail['msg']}" if kind == WANTS else detail["msg"]
+        return f"expected {_BOUNDS[kind].format(**detail['ctx'])}"
+    return f"expected {detail['msg']}" if kind == WANTS else detail["msg"]
 
 
 def _advice_on_value(key: KeyPath, kind: str, value: object) -> str:
@@ -282,7 +282,7 @@ def _advice_on_value(key: KeyPath, kind: str, value: object) -> str:
     if kind == "string_type" and isinstance(value, bool | int | float | None):
         return f": unquoted, YAML reads {_kind(value)}; put it in quotes"
     if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str) and _is_plain(value):
-        return ": leave the quotes out"
+        return ": remove the quotes"
     return ""
 
 
@@ -292,7 +292,7 @@ def _meant(key: KeyPath) -> str:
         return f"; {here}"
     siblings = [field[-1] for field in FIELDS if field[:-1] == key[:-1]]
     elsewhere = [".".join(leaf) for leaf in LEAVES if leaf[-1] == key[-1]]
-    known = f"; there are {', '.join(siblings)}" if siblings else ""
+    known = f"; choose from {', '.join(siblings)}" if siblings else ""
     return _suggestion(key[-1], siblings) or _suggestion(".".join(key), elsewhere, cutoff=0.0) or known
 
 

@@ -174,5 +174,5 @@ def test_hostile_file_is_refused_soon_and_briefly(complaint: Any) -> None:
 
 def test_missing_or_unreadable_file_is_a_configuration_error(project: Path) -> None:
     for path in (Path("gone.yaml"), project):
-        with pytest.raises(ConfigError, match="cannot read it"):
+        with pytest.raises(ConfigError, match="cannot read the configuration"):
             read_config(path)

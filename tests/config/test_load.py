@@ -104,8 +104,8 @@ def test_check_names_inputs_that_are_missing_and_where_they_were_written(loaded:
     (project / "m.csv").touch()
     missing = missing_inputs(loaded("data:\n  path: m.csv\n  splits: gone.csv\n", "data.structures_dir=pdbs"))
     assert missing == [
-        f"--set: data.structures_dir: {project}/pdbs does not exist, or may not be read",
-        f"pipeline.yaml:3: data.splits: {project}/gone.csv does not exist, or may not be read",
+        f"--set: data.structures_dir: {project}/pdbs does not exist or is not readable",
+        f"pipeline.yaml:3: data.splits: {project}/gone.csv does not exist or is not readable",
     ]
 
 
@@ -131,7 +131,7 @@ def test_configuration_that_is_named_must_exist(project: Path, monkeypatch: pyte
     with pytest.raises(ConfigError, match=r"--config: .*gone.yaml does not exist"):
         find_config(Path("gone.yaml"))
     monkeypatch.setenv("PIPELINE_CONFIG", str(project))
-    with pytest.raises(ConfigError, match=r"\$PIPELINE_CONFIG: .* is a folder"):
+    with pytest.raises(ConfigError, match=r"\$PIPELINE_CONFIG: .* is a directory"):
         find_config(None)
 
 

@@ -118,5 +118,5 @@ def test_a_label_has_a_name_of_its_own() -> None:
 def test_labels_are_of_tables_and_not_called_as_parts_of_a_batch() -> None:
     assert set(TAKEN) == OF_GRAPHS
     data = '{"path": "a", "source": "reader", "reader": "a:B", "labels": ["affinity"]}'
-    with pytest.raises(ValidationError, match="is for structures"):
+    with pytest.raises(ValidationError, match="applies to structures"):
         Config.model_validate_json(f'{{"data": {data}}}', strict=True)

@@ -78,7 +78,7 @@ def test_a_site_that_cannot_be_one_is_refused_with_the_known_ones(complaint: Any
         "mixed-gpu": "generic, mem-per-cpu, mixed-gpus",
         "MIXED-GPUS": "generic, mem-per-cpu, mixed-gpus",
         "none.yaml": "none.yaml does not exist",
-        "./sites": "sites is no file",
+        "./sites": "sites is not a file",
     }.items():
         refused = complaint(DATA + f"cluster:\n  site: {site}\n")
         assert "pipeline.yaml:3: cluster.site: " in refused

@@ -192,5 +192,5 @@ def test_a_width_that_is_not_the_encoders_is_told_with_the_one_that_is(pipeline:
 def test_a_recipe_whose_items_have_no_embeddings_trains_on_none_and_refuses_to_name_some(recipe: Recipe) -> None:
     with_others = config_of(recipe, "embed.also.other.layer=1")
     assert embeddings_used(Project.open(with_others)) == {}
-    with pytest.raises(ConfigError, match="items of a reader have none: leave them auto"):
+    with pytest.raises(ConfigError, match="items of a reader have no embeddings"):
         config_of(recipe, "train.embeddings=[main]")

@@ -68,14 +68,14 @@ def test_aliases_that_unfold_to_a_thousand_million_values_are_refused_at_once(
     words = {"file": (), "--set": ("--set", f"data={one_line}"), "site": ("--set", "cluster.site=./site.yaml")}[place]
     told: list[Typed] = []
     assert calls_of(lambda: told.append(pipeline(*CHECK, *words))) < 1_000_000
-    assert (told[0].code, "once aliases are followed" in told[0].err) == (2, True), told[0].err
+    assert (told[0].code, "after aliases are expanded" in told[0].err) == (2, True), told[0].err
 
 
 def test_a_file_without_end_is_refused_before_it_is_built(pipeline: Command, here: Path) -> None:
     for text, said in [
         ("data: " + "[" * 100_000, "nested too deeply"),
-        ("data: &a [*a]\n", "once aliases are followed"),
-        ("data: {path: data.csv}\n# " + "x" * MAX_BYTES, "this is no configuration"),
+        ("data: &a [*a]\n", "after aliases are expanded"),
+        ("data: {path: data.csv}\n# " + "x" * MAX_BYTES, "not a configuration"),
         ("data: {path: data.csv}\n<<: {embed: {}}\n", "unknown key"),
     ]:
         (here / "pipeline.yaml").write_text(text)

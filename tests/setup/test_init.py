@@ -209,7 +209,7 @@ def test_a_project_of_init_trains_on_real_structures(pipeline: Command, tmp_path
     tiny = ("--layers", "2", "--dim", "32", "--heads", "4", "--out", "esm2_small.pt")
     assert pipeline("weights", "synth", *tiny).code == 0
     untrained = pipeline("submit", "--stage", "all", "--dry-run", *sets, "--set", "train.task=null")
-    assert "no train.task set: stopping after graph" in untrained.err
+    assert "train.task is not set: stopping after graph" in untrained.err
     done = pipeline("submit", "--stage", "all", "--follow", *sets)
     assert done.code == 0, done.err
     assert list(Path("models").glob("interface-*/evaluations/test-*.json"))
