@@ -88,7 +88,7 @@ def _stage_row(time: TimeFacts, stage: StageFacts, x: Axis, ends: tuple[float, f
     status = stage.status
     begun, until = status.started_at, status.ended_at or time.end
     first = min(stage.first_task_at or until, until) if status.tasks else begun
-    took = format_seconds(max(0.0, until - begun))
+    took = format_seconds(max(0.0, until - begun)) if status.tasks or not status.ended_at else "cached"
     state = status.state.value
     parts = _bar(x, ends, (begun, first), top, "wait", f"{status.name}: queued or starting")
     if until > first or not status.tasks:
