@@ -42,7 +42,7 @@ def short_bytes(count: float) -> str:
 
 
 def short_seconds(seconds: float) -> str:
-    """Return a duration for a table: 4.2s, 51s, 3m 07s, 12m, 2h 15m."""
+    """Return a duration for a table: 4.2s, 51s, 3m 07s, 12m, 2h, 2h 15m."""
     if seconds < 9.95:
         return f"{seconds:.1f}s"
     whole = round(seconds)
@@ -50,7 +50,7 @@ def short_seconds(seconds: float) -> str:
         return f"{whole}s"
     if whole < 3600:
         return f"{whole // 60}m" if whole >= 600 or not whole % 60 else f"{whole // 60}m {whole % 60:02d}s"
-    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    return f"{whole // 3600}h {whole % 3600 // 60:02d}m".removesuffix(" 00m")
 
 
 def printable_text(text: str) -> str:

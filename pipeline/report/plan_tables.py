@@ -70,9 +70,11 @@ def _offer_cells(planned: PlannedOffer, outlook: TrainOutlook) -> tuple[str, str
         where = " or ".join(card if card.endswith("iB") else card.upper().replace("-", " ") for card in plan.cards)
     several, each = (f"{plan.ranks} × ", " each") if plan.ranks > 1 else ("", "")
     size = f"{format_bytes(plan.total.value)} of {format_bytes(plan.limit_bytes)}{each}"
-    facts = [f"{size} ({plan.reserved.origin.value}, {plan.margin.factor - 1:.0%} margin)"]
-    if outlook.alternatives:
-        facts += [f"{_about(3600 * planned.hours.value)}, {planned.gpu_hours.value:.2g} GPU-hours"]
+    facts = [size, f"training {_about(3600 * planned.hours.value)}", f"{planned.gpu_hours.value:.2g} GPU-hours"]
+    if not outlook.alternatives:
+        facts = [f"{size} ({plan.reserved.origin.value}, {plan.margin.factor - 1:.0%} margin)"]
+    elif plan.remedies:
+        facts.append(f"with {' and '.join(plan.remedies)}")
     if name in outlook.waits_s:
         facts.append(f"starts in about {short_seconds(outlook.waits_s[name])}")
     return f"✓ Fits {several}{where}", " · ".join(facts)
@@ -121,7 +123,7 @@ def _attention(plan: TrainOutlook) -> Iterator[str]:
 
 def training_report(plan: TrainOutlook) -> list[RenderableType]:
     """Show every detail of the plan of a training."""
-    parts = (_verdict, _stages, _components, _configurations, _tried, _alternatives, _job, _probes, _words)
+    parts = (_verdict, _stages, _components, _configurations, _tried, _job, _probes, _words)
     shown: list[RenderableType] = []
     for part in parts:
         lines = list(part(plan))
@@ -246,23 +248,6 @@ def _tried(plan: TrainOutlook) -> Iterator[RenderableType]:
         yield f"{plural(others, 'other combination')} of remedies would not be faster"
 
 
-def _alternatives(plan: TrainOutlook) -> Iterator[RenderableType]:
-    """Show what other GPUs would cost."""
-    if not plan.alternatives:
-        return
-    rows = [
-        (
-            planned.offer.name,
-            f"{planned.gpu_hours.value:.3g}" if planned.gpu_hours else "",
-            format_seconds(3600 * planned.hours.value) if planned.hours else "",
-            format_seconds(plan.waits_s[planned.offer.name]) if planned.offer.name in plan.waits_s else "",
-            ", ".join(planned.plan.remedies if planned.plan else ()) or planned.why or "as it is",
-        )
-        for planned in plan.alternatives
-    ]
-    yield text_table(("alternative", "GPU-hours", "takes", "waits", "how"), rows, right="GPU-hours takes waits")
-
-
 def _job(plan: TrainOutlook) -> Iterator[RenderableType]:
     """Show what a job asks for, and where its memory goes."""
     chosen = plan.plan
@@ -369,5 +354,5 @@ def _estimate_row(stage: Estimate) -> tuple[str, ...]:
     if not stage.is_due or counts.get("unplanned"):
         return (*row, "", "")
     gpus = [plural(stage.gpus, "GPU")] if stage.gpus else []
-    asked = [*gpus, plural(stage.cpus, "CPU"), short_bytes(stage.mem_bytes), f"{short_seconds(stage.time_s)} limit"]
+    asked = [*gpus, plural(stage.cpus, "CPU"), short_bytes(stage.mem_bytes), short_seconds(stage.time_s)]
     return (*row, " · ".join(asked), "?" if stage.all_s is None else short_seconds(stage.all_s))

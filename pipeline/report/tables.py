@@ -24,7 +24,9 @@ SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 TEXT_MOST = 600  # characters of a text on a page
 
 
-SYMBOLS = {"✓": "ok", "✗": "x", "·": "-", "…": "...", "→": "->", "━": "=", "─": "-"} | dict.fromkeys(SPINNER, "*")
+SYMBOLS = {"✓": "ok", "✗": "x", "·": "-", "…": "...", "→": "->", "━": "=", "─": "-", "×": "x"} | dict.fromkeys(
+    SPINNER, "*"
+)
 
 
 def _in_ascii(error: UnicodeError) -> tuple[str, int]:
@@ -56,13 +58,21 @@ def show_parts(*parts: RenderableType, to_stderr: bool = False, columns: int = 0
     shown = [_wrapped(part, columns) if columns else part for part in parts]
     if console.file.isatty():
         for part in shown:
-            console.print(part, markup=False)
+            console.print(_coloured(part) if isinstance(part, str) else part)
         return
     console.width = columns or NO_TERMINAL
     with console.capture() as printed:
         for part in shown:
             console.print(part, markup=False)
     console.file.write("".join(f"{line.rstrip()}\n" for line in printed.get().splitlines()))
+
+
+def _coloured(text: str) -> Text:
+    """Return a text whose lines that begin with a verdict have it in colour."""
+    coloured = Text(text)
+    for symbol, colour in (("✓", "green"), ("✗", "red"), ("!", "yellow")):
+        coloured.highlight_regex(rf"(?m)^ *{symbol}(?= )", colour)
+    return coloured
 
 
 def columns() -> int:

@@ -102,7 +102,7 @@ def _details(use: StageUse) -> list[str]:
     if use.gpus:
         parts += [f"{use.gpu_hours:,.2f} GPU-hours", f"GPU busy {_percent(use.gpu_busy)}"]
     planned = f"; planned {short_bytes(use.planned_bytes)}" if use.planned_bytes else ""
-    why = f" ({use.why})" if use.why else ""
+    why = f", {use.why}" if use.why else ""
     memory = (
         f"  memory: first request {_size(use.first_bytes)}{why}{planned}, median peak {_size(use.median_peak_bytes)}"
     )
