@@ -115,7 +115,7 @@ def cancel_command(
         typer.echo(f"run {folder.name}: {_words(cancellation)}")
         if not yes:
             again = Command.of("cancel", folder.name, *(("--stage", stage) if stage else ()), "--yes")
-            typer.echo(f"dry run: nothing cancelled; to apply:\n  {as_typed(again)}")
+            typer.echo(f"dry run: nothing cancelled; to apply: {as_typed(again)}")
             return
         end(folder, status, executor, cancellation, stage)
     typer.echo("cancelled; finished work is kept")
@@ -142,7 +142,7 @@ def _cancel_points(opened: Opened, wanted: Sequence[str], stage: str | None, *, 
         typer.echo(f"  {name}")
     if not yes:
         again = Command.of("cancel", folder.name, *(word for name in wanted for word in ("--point", name)), "--yes")
-        typer.echo(f"dry run: nothing cancelled; to apply:\n  {as_typed(again)}")
+        typer.echo(f"dry run: nothing cancelled; to apply: {as_typed(again)}")
         return
     cancel_points(folder, frozen, executor, list(tasks))
     typer.echo("cancelled; other points continue. Submit the same sweep again to train these points.")
@@ -269,14 +269,15 @@ def prune_command(
         for run in pruning.goes:
             typer.echo(f"  {run.folder.name}   {format_bytes(run.bytes)}")
         for why, runs in pruning.stays.items():
-            typer.echo(f"{plural(runs, 'run')} stay{'s' if runs == 1 else ''}: {why}")
-        goes = f"{plural(len(pruning.goes), 'run')} can go: {format_bytes(pruning.bytes)}"
+            typer.echo(f"kept: {plural(runs, 'run')}: {why}")
+        goes = f"{plural(len(pruning.goes), 'run')} to remove: {format_bytes(pruning.bytes)}"
         typer.echo(f"{pruning.runs}: {'nothing to prune' if is_empty else goes}")
     if yes and not is_empty:
         gone = list(prune(pruning))
         typer.echo(f"removed {plural(len(gone), 'run')}: {format_bytes(sum(run.bytes for run in gone))}", err=True)
     elif not is_empty and not as_json:
-        typer.echo(f"nothing was done yet\n  next: {as_typed(Command.of('runs prune', '--keep', keep, '--yes'))}")
+        again = as_typed(Command.of("runs prune", "--keep", keep, "--yes"))
+        typer.echo(f"dry run: nothing removed; to apply: {again}")
 
 
 def list_command(

@@ -49,13 +49,14 @@ def logs_command(
     from pipeline.journal.run_status import StatusReader
 
     if follow and as_json:
-        raise ConfigError("one document cannot be followed", where="--json", remedy="leave -f or --json out")
+        raise ConfigError("cannot be combined with --follow", where="--json", remedy="leave -f or --json out")
     folder = run_folder(run, config, sets)
     status = StatusReader(folder).read()
     if point is not None:
         if task is not None or stage not in (None, "train"):
-            what = "a point is a task of stage train: it is named by --point alone"
-            raise ConfigError(what, where="--point", remedy="leave --stage and --task out")
+            raise ConfigError(
+                "cannot be combined with --stage or --task", where="--point", remedy="leave --stage and --task out"
+            )
         stage, task = "train", point_of(status, point)
     if rank is not None:
         stage, rank = _ranked(folder, status, stage, rank)
@@ -72,7 +73,9 @@ def logs_command(
     shown = logs if everything else logs[-SHOWN:]
     _show(shown, rank, whole=everything or task is not None)
     if len(shown) < len(logs):
-        typer.echo(f"\nthe newest {len(shown)} of {len(logs):,}; others: --stage S --task N, or --all", err=True)
+        typer.echo(
+            f"\nshowing the newest {len(shown)} of {len(logs):,} logs; more: --stage STAGE --task N, or --all", err=True
+        )
 
 
 def run_folder(run: str | None, config: Path | None, sets: Sequence[str] | None) -> RunFolder:
@@ -98,7 +101,7 @@ def _show(logs: Sequence[Log], rank: int | None = None, *, whole: bool) -> None:
         ends = [(path, _end_of(path, rank)) for path in log.paths]
         written = [(path, end) for path, end in ends if end] or ends[-1:]
         for path, end in written:
-            note = "  (nothing there yet, or not any more)" if end is None else "" if end else "  (empty)"
+            note = "  (log not found)" if end is None else "" if end else "  (empty)"
             _head(log, path, note)
             _write(_of_rank(kept.whole(path), rank) if whole else [end or ""])
 
@@ -169,13 +172,13 @@ def _none(folder: RunFolder, status: RunStatus, wanted: LogChoice) -> ConfigErro
     from pipeline.errors import ConfigError
 
     if wanted.stage and wanted.stage not in status.stages:
-        problem = f"stage {wanted.stage} has not begun (begun: {', '.join(status.stages) or 'none'})"
+        problem = f"stage {wanted.stage} has not started (started: {', '.join(status.stages) or 'none'})"
     elif wanted.failed:
-        problem = "no such attempt has failed"
+        problem = "no matching attempt failed"
     else:
         highest = ((stage.name, max(stage.jobs and stage.work, default="none")) for stage in status.in_order())
         tasks = ", ".join(f"{name} {task}" for name, task in highest)
-        problem = f"there is no such log (the highest task of each stage: {tasks or 'none'})"
+        problem = f"no matching log (highest task of each stage: {tasks or 'none'})"
     return ConfigError(problem, where=folder.name, remedy=Command.of("status", folder.name))
 
 
@@ -204,8 +207,8 @@ def _refuse_rank(status: RunStatus, stage: str | None, rank: int, world: int = 1
     processes = max(world, max((job.gpus for known in begun for job in known.jobs.values()), default=1) or 1)
     if rank >= processes or processes > 1:
         problem = (
-            f"the {processes} processes of a task write into one log"
+            f"the {processes} processes of a task write to one log"
             if rank < processes
-            else f"tasks here have {processes} {'process: 0' if processes == 1 else f'processes: 0-{processes - 1}'}"
+            else f"tasks have {processes} {'process: 0' if processes == 1 else f'processes: 0-{processes - 1}'}"
         )
         raise ConfigError(problem, where=f"--rank {rank}", remedy="leave --rank out")

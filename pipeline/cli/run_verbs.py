@@ -88,13 +88,13 @@ def submit_command(
     stage = one_stage("submit", stage, stage_option)
     idle = dry_run or emit is not None
     if as_json and (emit is not None or not dry_run):
-        _refuse("a document is printed of what would be done", "--json", stage, "--dry-run --json")
+        _refuse("requires --dry-run", "--json", stage, "--dry-run --json")
     if damage_list is not None and stage != StageName.REGENERATE:
-        _refuse(f"a list says what to regenerate, but the stage is {stage}", "--list", "regenerate", "--list FILE")
+        _refuse(f"cannot be combined with stage {stage}", "--list", "regenerate", "--list FILE")
     if accept_code and idle:
-        _refuse("what is accepted is recorded, and this would only say what would be done", "--accept-code", stage)
+        _refuse("cannot be combined with --dry-run or --emit", "--accept-code", stage, "--accept-code")
     if only and stage in ("all", StageName.REGENERATE):
-        _refuse("several stages are not one alone", "--only", stage)
+        _refuse(f"takes a single stage, not {stage}", "--only", "train", "--only")
     sets = [*(sets or ()), *([f"cluster.executor={executor}"] if executor else ())]
     loaded = load_config(config, sets)
     if model is not None:
@@ -142,7 +142,7 @@ def _checked(
             progress.planning(stages[0])
             project = replace(project, executor=opened, config=with_digest(project.config))
             for note in refuse_unfit_image(project.config) if is_contained(project.config) else ():
-                typer.echo(f"! cluster.slurm.container: {note}", err=True)
+                _note(f"cluster.slurm.container: {note}")
             _check_first(project, stages, opened, progress, may_be_silent=may_be_silent)
             yield project, opened, progress
         except SubmissionRefused as error:
@@ -155,7 +155,7 @@ def _settings_of_model(stage: str, model: str, config: Config) -> list[str]:
     from pipeline.training.checkpoints.chosen_checkpoint import weights_file
 
     if stage not in (StageName.EVALUATE, StageName.PREDICT):
-        _refuse(f"a model is named to be used, but the stage is {stage}", "--model", "predict", f"--model {model}")
+        _refuse(f"cannot be combined with stage {stage}", "--model", "predict", f"--model {model}")
     is_unlabelled = stage == StageName.PREDICT and config.data.labels
     place = place_of(config.train.models, model) or weights_file(model)
     if place is not None and place != config.train.models / model:
@@ -169,7 +169,7 @@ def _sweep_words(stage: str, sweep: Sequence[str], file: Path | None, prune: str
     words += ["--sweep-file", str(file)] if file else []
     words += ["--prune", prune] if prune else []
     if words and stage != StageName.TRAIN:
-        _refuse(f"a sweep is of trainings, but the stage is {stage}", words[0], "train", " ".join(words[:2]))
+        _refuse(f"cannot be combined with stage {stage}", words[0], "train", " ".join(words[:2]))
     return words
 
 
@@ -179,7 +179,7 @@ def _settings_of_sweep(sweep: Sequence[str], file: Path | None, prune: str | Non
 
     points = [f"train.sweep.points={typed_points(sweep, file)}"] if sweep or file else []
     if not points and not config.train.sweep.points:
-        _refuse("there is nothing to prune without --sweep", "--prune", "train", "--sweep train.seed=0:5")
+        _refuse("requires --sweep", "--prune", "train", "--sweep train.seed=0:5")
     return [*points, *([f"train.sweep.prune={prune}"] if prune else [])]
 
 
@@ -198,7 +198,7 @@ def _stages_of(project: Project, stage: str, damage_list: Path | None, *, only: 
         return to_regenerate(project, damage_list)
     stages = up_to(stage, project.config)
     if project.config.train.sweep.points and StageName.TRAIN in stages[:-1]:
-        _refuse(f"a sweep trains many models, of which stage {stages[-1]} uses one", "train.sweep.points", "train")
+        _refuse(f"a sweep trains many models; stage {stages[-1]} needs one", "train.sweep.points", "train")
     return project, stages[-1:] if only else stages
 
 
@@ -254,7 +254,7 @@ def _start(
         same = gives_way(folder, config, stages, project.only)
     if same is not None:
         progress.close()
-        typer.echo(f"run {same.name} is doing this already\n  watch it: {_status_of(same)}", err=is_json)
+        typer.echo(f"run {same.name} already does this\n  watch it: {_status_of(same)}", err=is_json)
         if follow:
             follow_to_end(same, progress, ended)
         return
@@ -319,13 +319,15 @@ def _accept_code(project: Project) -> None:
     from pipeline.runs.model.prepare import prepare
 
     if project.config.train.sweep.points:
-        _refuse("code is accepted for one training: name its settings with --set", "--accept-code", "train")
+        _refuse(
+            "accepts code for one training, not for a sweep", "--accept-code", "train", "--set KEY=VALUE --accept-code"
+        )
     prepared = prepare(project)
     if prepared is None:
         remedy = Command.of("submit train")
-        raise ConfigError("nothing was trained with this data set yet", where="--accept-code", remedy=remedy)
+        raise ConfigError("nothing was trained on this data set yet", where="--accept-code", remedy=remedy)
     name = accept_code(prepared, project.config.train.models)
-    typer.echo(f"the task's code of today is accepted for {name}, which goes on", err=True)
+    typer.echo(f"accepted the current code of the task for {name}, which continues", err=True)
 
 
 def _status_of(folder: RunFolder) -> str:
@@ -365,12 +367,12 @@ def _check_first(
             if not may_be_silent:
                 raise
             silent.append(error.what)
-            typer.echo(f"! the cluster could not check these jobs: {error.what}", err=True)
+            _note(f"the cluster could not check these jobs: {error.what}")
 
     cluster = project.config.cluster
     account = Spending(cluster.runs, Budget.of(cluster.budget)).account()
     if account and account.is_low:
-        typer.echo(account.line(), err=True)
+        _note(account.line())
     for stage in (table.stage(name, project.config) for name in stages):
         stage.inspect(project)
         if not stage.has_tasks:
@@ -383,6 +385,13 @@ def _check_first(
         _warn_of_little(stage.name, job, stage.mem_bytes(project))
     if not stays(project.config):
         check(supervisor_spec(None, project.config, "1"))
+
+
+def _note(text: str) -> None:
+    """Print a note on stderr, above what is drawn there."""
+    from pipeline.report.tables import show_parts
+
+    show_parts(f"! {text}", to_stderr=True)
 
 
 def _show_planning(stage: Stage, project: Project, progress: RunProgress) -> None:
@@ -400,7 +409,7 @@ def _show_planning(stage: Stage, project: Project, progress: RunProgress) -> Non
     if not is_planned(project):
         progress.planning(stage.name)
     for line in novelty(project) if stage.name == StageName.TRAIN else ():
-        typer.echo(line, err=True)
+        _note(line)
 
 
 def _say_infeasible(project: Project) -> None:
@@ -409,7 +418,7 @@ def _say_infeasible(project: Project) -> None:
 
     for plan in plans_of(project) or ():
         if plan.prepared is None:
-            typer.echo(f"! train: {plan.name} is not trained, the others are: {plan.why}", err=True)
+            _note(f"train: {plan.name} is not trained, the others are: {plan.why}")
 
 
 def _warn_of_little(stage: str, job: JobSpec, planned_bytes: int) -> None:
@@ -418,7 +427,7 @@ def _warn_of_little(stage: str, job: JobSpec, planned_bytes: int) -> None:
 
     if (job.mem_bytes or 0) < NEARLY * planned_bytes:
         gets, needs = format_bytes(job.mem_bytes or 0), format_bytes(planned_bytes)
-        typer.echo(f"! {stage}: requests {gets} but needs about {needs} (cluster.{stage}.mem: auto)", err=True)
+        _note(f"{stage}: requests {gets} but needs about {needs} (cluster.{stage}.mem: auto)")
 
 
 def _follow(
@@ -430,7 +439,7 @@ def _follow(
 
     ask = Sparing()
     for caveat in executor.caveats:
-        typer.echo(f"! {caveat}", err=True)
+        _note(caveat)
 
     def watch(status: RunStatus) -> None:
         try:
