@@ -54,9 +54,8 @@ def logs_command(
     status = StatusReader(folder).read()
     if point is not None:
         if task is not None or stage not in (None, "train"):
-            raise ConfigError(
-                "cannot be combined with --stage or --task", where="--point", remedy="leave --stage and --task out"
-            )
+            what = "cannot be combined with --stage or --task"
+            raise ConfigError(what, where="--point", remedy="leave --stage and --task out")
         stage, task = "train", point_of(status, point)
     if rank is not None:
         stage, rank = _ranked(folder, status, stage, rank)
@@ -73,9 +72,7 @@ def logs_command(
     shown = logs if everything else logs[-SHOWN:]
     _show(shown, rank, whole=everything or task is not None)
     if len(shown) < len(logs):
-        typer.echo(
-            f"\nshowing the newest {len(shown)} of {len(logs):,} logs; more: --stage STAGE --task N, or --all", err=True
-        )
+        typer.echo(f"\nshowing the newest {len(shown)} of {len(logs):,} logs; more: --task N, or --all", err=True)
 
 
 def run_folder(run: str | None, config: Path | None, sets: Sequence[str] | None) -> RunFolder:

@@ -168,7 +168,7 @@ class TestTheVerb:
 
     def test_a_log_that_is_not_there_is_refused_with_what_there_is(self, told: Told, pipeline: Command) -> None:
         for words, says in {
-            "--stage graph": "begun: scan",
+            "--stage graph": "started: scan",
             "--task 99": "scan 1",
             "--attempt 5": "",
             "--rank 1": "1 process",

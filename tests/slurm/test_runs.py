@@ -250,7 +250,7 @@ def test_following_ends_without_a_supervisor_and_resume_takes_up_what_was_then_c
         words = [PIPELINE, *SUBMIT, "--follow"]
         follower = subprocess.Popen(words, cwd=project.folder, stdout=output, stderr=output)
     try:
-        until("it to follow", lambda: "is doing this already" in said.read_text(), story=said.read_text)
+        until("it to follow", lambda: "already does this" in said.read_text(), story=said.read_text)
         healthy.run("scancel", *{job["array"] for job in run.jobs(healthy, "supervise")})
         assert follower.wait(timeout=60.0) == 7, said.read_text()
     finally:

@@ -152,7 +152,7 @@ def test_an_id_in_two_splits_is_a_leak_although_its_second_row_is_left_out(pipel
     [
         ({"cluster__scan__cpus": 999}, 6, "999"),
         ({"cluster__scan__mem": "900TiB"}, 6, "of memory"),
-        ({"cache__root": "data"}, 2, "not a cache"),
+        ({"cache__root": "data"}, 2, "neither a cache nor empty"),
         ({"cluster__scan": {"mem": "2G", "mem_per_gpu": "1G", "gpus": 1}}, 2, "mem_per_gpu"),
         ({"dta": {}}, 2, 'did you mean "data"'),
     ],
