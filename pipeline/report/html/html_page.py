@@ -229,7 +229,7 @@ def _survived(facts: PageFacts) -> Iterator[str]:
 def _items(facts: PageFacts) -> Iterator[str]:
     """Yield how many records were rebuilt, and how many items the last stage that judged the data set rejected."""
     rebuilt = [sum(s.census["whole"].values()) for s in facts.stages if s.status.name == "regenerate" and s.census]
-    yield from (f"{plural(count, 'record')} rebuilt" for count in rebuilt)
+    yield from (f"{plural(count, 'record')} rebuilt" for count in rebuilt if count)
     judged = [stage.census for stage in facts.stages if stage.status.name in JUDGING and stage.census]
     for census in judged[-1:]:
         rejected = census["items"] - census["accepted"]
