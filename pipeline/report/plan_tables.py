@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.memory.footprint import Provenance
 from pipeline.memory.hardware.allocator_variables import VARIABLES
-from pipeline.memory.lint.lint_facts import Severity
+from pipeline.memory.lint import Severity
 from pipeline.memory.planning.comparison import PlannedOffer
 from pipeline.memory.planning.memory_plan import RemedyVerdict
 from pipeline.report.stage_lines import unit_of

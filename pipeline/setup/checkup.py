@@ -21,8 +21,7 @@ from pipeline.config.load import find_config, missing_inputs, read_config
 from pipeline.config.schema_data import MAIN
 from pipeline.encoder.checkpoints.weights import find_checkpoint
 from pipeline.errors import ConfigError, DataError, PipelineError, SubmissionRefused
-from pipeline.memory.lint.lint_facts import RunFacts, Severity
-from pipeline.memory.lint.lint_rules import lint
+from pipeline.memory.lint import RunFacts, Severity, lint
 from pipeline.project.container_image import digest_now, image_around, is_contained, refuse_unfit_image
 from pipeline.project.project import Encoding, Project, local_machine, scan_recipe_of, source_spec
 from pipeline.project.run_code import PACKAGE, load_task
@@ -377,7 +376,5 @@ def facts_of(config: Config) -> RunFacts:
         environment=dict(os.environ),
         empty_cache_every=train.empty_cache_every,
         memory_fraction=train.memory_fraction,
-        batch=train.effective_batch,
-        micro_batch=None if train.micro_batch == "auto" else train.micro_batch,
         gpus=max(1, resources.gpus) * resources.nodes,
     )

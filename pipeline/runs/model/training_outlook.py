@@ -18,8 +18,7 @@ from pipeline.memory.footprint import Category
 from pipeline.memory.hardware.gpus import device
 from pipeline.memory.hardware.host_memory import TrainingJob, staged_bytes, train_need
 from pipeline.memory.history.task_history import Suggestion
-from pipeline.memory.lint.lint_facts import RunFacts
-from pipeline.memory.lint.lint_rules import lint
+from pipeline.memory.lint import RunFacts, lint
 from pipeline.memory.planning.comparison import Offer, compare_configurations, compare_offers
 from pipeline.memory.planning.memory_plan import CardSpec, DataSizes
 from pipeline.memory.planning.planner import CurriculumStage, plan_stages
@@ -425,20 +424,13 @@ def _facts(config: Config, work: Work, plan: MemoryPlan, offer: Offer) -> RunFac
     model = work.model()
     return RunFacts(
         environment=dict(os.environ),
-        to_save_gpu_memory=frozenset(),
         empty_cache_every=train.empty_cache_every,
         memory_fraction=train.memory_fraction,
-        batch=train.effective_batch,
         accumulation=plan.accumulation_most,
         gpus=offer.ranks,
         module_types=frozenset(type(module).__name__ for module in model.modules()),
-        in_batch_contrastive=work.is_in_batch or None,
-        two_passes=work.is_contrastive or None,
-        parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
-        gpu_bytes=min(card.memory_bytes for card in offer.cards) if work.device != CPU else None,
-        variable_shapes=len({tuple(bucket.sizes.values()) for bucket in plan.buckets}) > 1,
+        in_batch_contrastive=work.is_in_batch and not work.is_contrastive,
         precision=plan.choice.precision,
         native_bf16=all(card.has_bf16 for card in cards) if cards else None,
-        optimizer_way=work.settings.way,
         cpus=config.cluster.train.cpus,
     )

@@ -1,1 +1,0 @@
-"""Checks for settings that do harm, or nothing, where people hope to save memory."""
