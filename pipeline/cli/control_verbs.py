@@ -103,7 +103,7 @@ def cancel_command(
             _cancel_points(opened, point, stage, yes=yes)
             return
         if stage is not None and stage not in status.stages:
-            problem = f"run {folder.name} has no stage {stage!r} ({', '.join(status.stages) or 'none has begun'})"
+            problem = f"run {folder.name} has no stage {stage!r} ({', '.join(status.stages) or 'no stage has started'})"
             raise ConfigError(problem, where="--stage", remedy=Command.of("status", folder.name))
         cancellation = foresee(status, executor, stage)
         if cancellation.empty and stage is not None and status.state is RunState.RUNNING and not executor.outlives:

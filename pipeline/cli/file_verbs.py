@@ -113,7 +113,7 @@ def export_embeddings_command(
         shared = "chains embedded as one text have one CLS token (embed.context: partner)"
         typer.echo(f"note: {shared}: {exported.joined:,} share the row of theirs", err=True)
     if told:
-        typer.echo(f"note: left out: {', '.join(told)}", err=True)
+        typer.echo(f"note: skipped: {', '.join(told)}", err=True)
 
 
 def _told_by(out: Path) -> str:
@@ -124,4 +124,4 @@ def _told_by(out: Path) -> str:
     for name, suffixes in SUFFIXES.items():
         if out.suffix.lower() in suffixes:
             return name
-    raise ConfigError("its name does not tell the format", where=str(out), remedy=f"--format {'|'.join(FORMATS)}")
+    raise ConfigError("the format is not clear from the suffix", where=str(out), remedy=f"--format {'|'.join(FORMATS)}")

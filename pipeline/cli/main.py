@@ -180,7 +180,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python tries again as it ends, and complains
         if isinstance(error, BrokenPipeError):
             sys.exit(UNREAD)
-        typer.echo(f"error: what this prints cannot be written: {error.strerror}", err=True)
+        typer.echo(f"error: cannot write the output: {error.strerror}", err=True)
         sys.exit(SubmissionRefused.exit_code)
     except _Terminated:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -55,7 +55,7 @@ def fetch_command(
         raise _unknown_model(name)
     target = _place_for(f"{name}.pt", out, configured)
     if os.path.lexists(target) and not force:
-        _say(_existing(target, name), "is there already")
+        _say(_existing(target, name), "already there")
     else:
         _download(name, model, url, target)
         _say(examine_checkpoint(target).accepted(), "fetched")
@@ -84,7 +84,7 @@ def import_weights_command(
     if not is_there:
         weights.install_checkpoint(files, target, replace=force)
     installed = replace(examined, weights=replace(examined.weights, path=str(target)))
-    _say(installed, "is there already" if is_there else "copied")
+    _say(installed, "already there" if is_there else "copied")
     _say_how_to_use(target, configured)
 
 
@@ -155,7 +155,7 @@ def _unknown_model(name: str) -> ConfigError:
 
     if name.lower().startswith("esmc"):
         model = max(ESMC_PLACES, key=lambda known: ("600" in known) == ("600" in name))
-        problem = "ESM C is downloaded by whoever agrees to its licence, which differs between its sizes"
+        problem = "ESM C needs your agreement to its licence, which differs between sizes: download it yourself"
         place = f"huggingface.co/{ESMC_PLACES[model]}, data/weights/{model}.pth"
         return ConfigError(f"{problem}: {place}", where=name, remedy=f"pipeline weights import {model}.pth")
     names = [model.name for model in MODELS]
@@ -163,8 +163,8 @@ def _unknown_model(name: str) -> ConfigError:
     near = near if 0 < len(near) < len(names) else get_close_matches(name, names, n=3)
     rows = [f"    {model.name:20}  {model.layers:2} layers, width {model.dim:,}" for model in MODELS]
     meant = f": did you mean {' or '.join(near)}?" if near else ""
-    problem = "\n".join((f"no model of that name can be fetched{meant}", *rows))
-    remedy = f"pipeline weights fetch {near[0] if near else 'NAME'}   (a model of your own: --url URL)"
+    problem = "\n".join((f"unknown model{meant}", *rows))
+    remedy = f"pipeline weights fetch {near[0] if near else 'NAME'}   (your own model: --url URL)"
     return ConfigError(problem, where=name, remedy=remedy)
 
 
@@ -176,7 +176,7 @@ def _existing(target: Path, name: str) -> Examined:
     try:
         return examine_checkpoint(target).accepted()
     except WeightsUnusable as trouble:
-        remedy = f"pipeline weights fetch {name} --force   (which replaces it)"
+        remedy = f"pipeline weights fetch {name} --force   (replaces it)"
         raise WeightsUnusable(trouble.what, where=str(target), remedy=remedy) from trouble
 
 
@@ -198,7 +198,7 @@ def _download(name: str, model: Published | None, url: str | None, target: Path)
                 tell=shown.show,
             )
         except KeyboardInterrupt:
-            typer.echo("\nwhat came is kept: the same command goes on from there", err=True)
+            typer.echo("\nthe partial download is kept: run the same command again to continue", err=True)
             raise
 
 
@@ -219,7 +219,7 @@ def _say(examined: Examined, how: str) -> None:
     from pipeline.encoder.checkpoints.checkpoint_files import FAMILIES
 
     weights = examined.weights
-    known = {"published": "as published", "unknown": "there is no published digest to compare with"}[examined.verdict]
+    known = {"published": "as published", "unknown": "no published digest to compare with"}[examined.verdict]
     what = f"{FAMILIES[weights.family]}, {weights.layers} layers of width {weights.dim:,}, {weights.precision}"
     typer.echo(f"{weights.path}: {how}: {what}; {known}")
 
@@ -227,7 +227,7 @@ def _say(examined: Examined, how: str) -> None:
 def _say_how_to_use(target: Path, configured: Path) -> None:
     """Print the setting that makes this checkpoint the one that is used, unless it is so already."""
     if target.absolute() != configured.absolute():
-        typer.echo(f"to use it, put this into the configuration:\nembed:\n  weights: {target.absolute()}")
+        typer.echo(f"to use it, add this to the configuration:\nembed:\n  weights: {target.absolute()}")
 
 
 def _rows(examined: Examined) -> list[tuple[str, object]]:
@@ -237,7 +237,9 @@ def _rows(examined: Examined) -> list[tuple[str, object]]:
 
     weights = examined.weights
     longest = (
-        [("at most", f"{weights.longest:,} residues as one; longer ones go in windows")] if weights.longest else []
+        [("at most", f"{weights.longest:,} residues in one piece; longer sequences use windows")]
+        if weights.longest
+        else []
     )
     return [
         ("family", FAMILIES[weights.family]),
@@ -247,11 +249,11 @@ def _rows(examined: Examined) -> list[tuple[str, object]]:
         ("width", f"{weights.dim:,}"),
         ("heads", weights.heads),
         *longest,
-        ("parameters", f"{examined.parameters:,} (of what encodes)"),
+        ("parameters", f"{examined.parameters:,} (of the encoder)"),
         ("stored in", weights.precision),
         ("size", format_bytes(weights.bytes)),
         *(("SHA-256", f"{digest}  {file}") for file, digest in examined.sha256),
-        ("published", {"published": "yes, byte for byte", "unknown": "not known"}.get(examined.verdict, "NO")),
+        ("published", {"published": "yes, byte for byte", "unknown": "unknown"}.get(examined.verdict, "NO")),
         ("in keys", weights.digest),
     ]
 
@@ -273,7 +275,7 @@ def list_models_command(as_json: Json = False, config: ConfigFile = None, sets: 
     for name in names:
         typer.echo(name)
     if not names:
-        typer.echo(f"no model is in {models}", err=True)
+        typer.echo(f"no models in {models}", err=True)
 
 
 @models_app.command("show")
@@ -315,8 +317,8 @@ def export_model_command(
         typer.echo("note: the task's code has changed since this model was trained", err=True)
     if form is not None:
         place = folder / form
-        typer.echo(f"the same weights as {form} names them: {place if place.is_dir() else f'{place}.safetensors'}")
-    typer.echo(f"its README.md says how to use it: pipeline submit predict --model {folder} …")
+        typer.echo(f"the same weights under the names of {form}: {place if place.is_dir() else f'{place}.safetensors'}")
+    typer.echo(f"use it (see its README.md): pipeline submit predict --model {folder} …")
 
 
 @contextmanager
@@ -338,6 +340,6 @@ def _named(name: str, models: Path) -> TrainedModel:
 
     named = named_model(models, name)
     if named is None:
-        problem = "no model is named by this: best, last and a bare checkpoint are of some training"
+        problem = "not a model: name one (best, last and a bare checkpoint belong to a training)"
         raise ConfigError(problem, where=name, remedy=Command.of("model list"))
     return named

@@ -95,7 +95,7 @@ def plan_command(
         problem = f"{of_training[0]} and --dag cannot be combined"
         raise ConfigError(problem, where="pipeline plan", remedy=Command.of("plan --dag"))
     if of_training and stage != "train":
-        problem = f"{of_training[0]} is about training, but the stage is {stage}"
+        problem = f"{of_training[0]} requires the stage train, not {stage}"
         raise ConfigError(problem, where="pipeline plan", remedy=Command.of("plan train"))
     with open_executor(loaded.config) as executor:
         project = Project.open(loaded.config, remember=False, strict=True, beside=loaded.base_dir.absolute())

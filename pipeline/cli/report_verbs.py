@@ -50,8 +50,8 @@ def items_command(
     from pipeline.report import tables
 
     if key is not None and not re.fullmatch("[0-9a-fA-F]+", key):
-        problem = f"{key!r} is no beginning of a key, which is a hexadecimal number"
-        raise ConfigError(problem, where="--key", remedy=Command.of("data items --json", then="   (names the keys)"))
+        problem = f"{key!r} is not a hexadecimal key prefix"
+        raise ConfigError(problem, where="--key", remedy=Command.of("data items --json", then="   (shows the keys)"))
     path = _scanned(run, config, sets).inventory
     with path.open(encoding="utf-8", errors="backslashreplace", newline="") as file:
         table = csv.DictReader(file)
@@ -64,7 +64,7 @@ def items_command(
         rows = [[row[name] for name in columns] for row in islice(chosen, ITEMS_SHOWN)]
         more = sum(1 for _ in chosen)
     if key and not rows:
-        typer.echo(f"no item has a record whose key begins with {key}: {path}", err=True)
+        typer.echo(f"no item has a record with key prefix {key}: {path}", err=True)
         return
     tables.show_parts(tables.text_table(columns, rows), f"{f'{more:,} more, and ' if more else ''}all columns: {path}")
 
@@ -91,7 +91,7 @@ def _scanned(run: str | None, config: Path | None, sets: Sequence[str] | None) -
         folder = run_folder(run, config, sets)
         folders, where = [folder] if folder.inventory.exists() else [], folder.path
     if not folders:
-        what = "no run has scanned the data set yet" if run is None else "this run has scanned nothing"
+        what = "no run has scanned the data set yet" if run is None else "this run has no scan"
         raise ConfigError(what, where=str(where), remedy=Command.submit("scan"))
     return folders[-1]
 
@@ -142,7 +142,7 @@ def _write_page(folder: RunFolder, file: Path, *, as_json: bool) -> None:
     from pipeline.runs.views.run_page import page_now, write_page_where_asked
 
     if as_json and file == PRINTED:
-        raise ConfigError("two documents cannot be printed at once", where="--html -", remedy="leave --json out")
+        raise ConfigError("cannot be combined with --json", where="--html -", remedy="leave --json out")
     page, run = page_now(folder)
     if file == PRINTED:
         typer.echo(page.html(run))
@@ -221,10 +221,10 @@ def _compared(name: str, config: Path | None, sets: Sequence[str] | None) -> lis
         try:
             run = find_run(here.cluster.runs, name)
         except ConfigError as error:
-            what = f"{name!r} is neither a run nor a model here ({error.what})"
+            what = f"{name!r} is not a run or a model of this project ({error.what})"
             raise ConfigError(what, where="pipeline compare", remedy=Command.of("model list")) from error
     if not (models := models_of_run(run)):
-        raise ConfigError("this run has trained nothing yet", where=run.name, remedy=Command.of("status", run.name))
+        raise ConfigError("this run has not trained a model yet", where=run.name, remedy=Command.of("status", run.name))
     return models
 
 
@@ -262,9 +262,9 @@ def replay_command(
     refuse_others(folder, "replay")  # a replay loads the run's code
     if step is None:
         steps = ", ".join(map(str, steps_with_bundles(folder, point)))
-        known = f"there are bundles of the steps {steps}" if steps else "no step has left a bundle"
+        known = f"steps with a bundle: {steps}" if steps else "no step has a bundle"
         remedy = Command.of("replay", folder.name, "--step", "N", then=f"   ({known})")
-        raise ConfigError("which step is to be made again?", where="--step", remedy=remedy)
+        raise ConfigError("choose the step to replay", where="--step", remedy=remedy)
     case = find_case(folder, step, rank, point)
     if not as_json:
         typer.echo(case.bundle.words())

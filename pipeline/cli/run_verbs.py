@@ -106,7 +106,7 @@ def submit_command(
     project = Project.open(loaded.config, remember=not idle, beside=loaded.base_dir.absolute(), strict=True)
     project, stages = _stages_of(project, stage, damage_list, only=only)
     if not stages:
-        nothing = f"nothing to regenerate: {damage_list} names no record that is lost"
+        nothing = f"nothing to regenerate: no record in {damage_list} is missing"
         print_json({"stages": [], "scripts": {}}) if as_json else typer.echo(nothing)
         return
     alone = ["--only"] if only and loaded.config.train.command is not None else []  # a script may want no other stage

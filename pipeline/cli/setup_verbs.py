@@ -61,8 +61,8 @@ def init_command(
     written = write_init_files(folder, site, recipe)
     typer.echo(f"{written.config}: the configuration, with `cluster.executor: {'slurm' if site else 'local'}`")
     if written.profile is not None and site is not None:
-        typer.echo(f"{written.profile}: what was found of the cluster {site.name} (Slurm {site.version}); check it")
-    for note in (f"could not be asked: {silent}" for silent in site.silent) if site else (why_not,):
+        typer.echo(f"{written.profile}: profile of the cluster {site.name} (Slurm {site.version}); check it")
+    for note in (f"no answer: {silent}" for silent in site.silent) if site else (why_not,):
         typer.echo(f"note: {note}", err=True)
     enter = "" if folder == Path() else f"  cd {quoted(folder)}\n"
     trial = "" if recipe is None else f"; to try it on synthetic data: pipeline demo DIR --recipe {recipe}"

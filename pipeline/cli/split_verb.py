@@ -91,7 +91,7 @@ def split_command(
         _check(project, alike, out, as_json=as_json)
         return
     if out is None:
-        raise _mistake("where is the table to be written?", "--out", LIKE_FRACTIONS)
+        raise _mistake("is required: the table to write", "--out", LIKE_FRACTIONS)
     check_out(project.source, out, folds or 0)
     shared = read_shared(project, alike, seed)
     _divide(project, shared, wanted, out, folds=folds or 0, as_json=as_json)
@@ -101,9 +101,9 @@ def _wanted(fractions: str | None, folds: int | None) -> dict[str, float]:
     """Return what share of the items each split is to have."""
     if folds is not None:
         if fractions is not None:
-            raise _mistake("folds are equally large", "--fractions", LIKE_FOLDS)
+            raise _mistake("cannot be combined with --folds", "--fractions", LIKE_FOLDS)
         if folds < FEWEST_FOLDS:
-            problem = f"{folds} folds: one tests, one validates and one trains at least"
+            problem = f"must be at least {FEWEST_FOLDS} (train, validation, test), got {folds}"
             raise _mistake(problem, "--folds", LIKE_FOLDS)
         return {f"fold {fold}": 1 / folds for fold in range(folds)}
     try:
@@ -114,7 +114,7 @@ def _wanted(fractions: str | None, folds: int | None) -> dict[str, float]:
         sum(shares), 1, abs_tol=1e-3
     )  # as in 8/1/1, or in .8/.1/.1
     if len(shares) not in NAMES or not all(0 < share < math.inf for share in shares) or not is_whole:
-        what = f"{fractions!r} is not two or three positive numbers with / between that make 1, or shares such as 8/1/1"
+        what = f"expected shares such as .8/.1/.1 (they sum to 1) or 8/1/1, got {fractions!r}"
         raise _mistake(what, "--fractions", LIKE_FRACTIONS)
     return {name: share / sum(shares) for name, share in zip(NAMES[len(shares)], shares, strict=True)}
 
@@ -124,7 +124,9 @@ def _identity(by: str, min_identity: float | None) -> float:
         remedy = Command.of("data split --by identity --min-identity 0.3 --out FILE")
         raise _mistake(f"cannot be used with --by {by}", "--min-identity", remedy)
     if min_identity is not None and not 0 < min_identity <= 1:
-        raise _mistake(f"{min_identity:g} is no fraction: 0.3 is 30%", "--min-identity", "--min-identity 0.3")
+        raise _mistake(
+            f"must be above 0 and at most 1 (0.3 is 30%), got {min_identity:g}", "--min-identity", "--min-identity 0.3"
+        )
     return 0.3 if min_identity is None else min_identity
 
 
@@ -152,7 +154,9 @@ def _divide(
     division = divide_items(shared, wanted)
     filled = len(set(division.split_N.tolist()))
     if folds > filled:
-        problem = f"{tables.plural(folds - filled, 'fold')} of {folds} would test no item: too few share nothing"
+        problem = (
+            f"{tables.plural(folds - filled, 'fold')} of {folds} have no items to test: too few independent groups"
+        )
         raise _mistake(problem, "--folds", Command.of("data split --folds", max(FEWEST_FOLDS, filled), "--out", out))
     files = fold_files(out, folds) if folds else [out]
     with written_to(out):
@@ -180,7 +184,7 @@ def _division_shown(document: dict[str, Any], division: Division, shared: Shared
     rejected = f", {shared.rejected:,} rejected" if shared.rejected else ""
     yield (
         f"{document['items']:,} items{rejected}; {shared.chains:,} chains; "
-        f"{tables.plural(document['components'], 'component')} that share nothing"
+        f"{tables.plural(document['components'], 'component')} without shared chains"
     )
     yield ""
     rows = [
@@ -195,12 +199,12 @@ def _division_shown(document: dict[str, Any], division: Division, shared: Shared
     yield f"items of the largest components: {largest} ({document['largest'][0] / document['items']:.1%} in the first)"
     for table, chains in document["without_cluster"].items():
         if chains:
-            yield f"{chains:,} of {shared.chains:,} chains are in no cluster of {table}: only their sequences join them"
+            yield f"{chains:,} of {shared.chains:,} chains are not in {table}: only identical sequences join them"
     if document["larger_than_a_split"]:
         smallest = min(division.fractions)
         yield (
             f"note: {tables.plural(document['larger_than_a_split'], 'component')} with more items than the smallest "
-            f"split should have ({smallest:.0%}): shares may differ from what was asked by as much"
+            f"split should have ({smallest:.0%}): shares may differ from the requested ones by as much"
         )
     yield from (f"written: {path}" for path in document["files"])
     if document["next"]:
@@ -222,7 +226,7 @@ def _check(project: Project, alike: Alike, out: Path | None, *, as_json: bool) -
     shared = read_shared(project, alike)
     counts = {name: shared.splits.count(number) for name, number in shared.names.items()}
     if len([name for name in counts if name and counts[name]]) < len(NAMES[2]):
-        problem = "the data set is not divided: its items are in no two splits"
+        problem = "the data set has fewer than two splits"
         raise DataError(problem, where=str(project.source.path), remedy=LIKE_FRACTIONS)
     found = shared_levels(shared)
     if out is not None:
@@ -247,9 +251,9 @@ def _check(project: Project, alike: Alike, out: Path | None, *, as_json: bool) -
         if rows:
             tables.show_parts(tables.text_table(("the same", "partners", "groups", "items"), rows, right="groups"))
         else:
-            tables.show_parts(f"no two splits share anything: compared by {', '.join(levels_told)}")
+            tables.show_parts(f"no shared chains between splits (compared by {', '.join(levels_told)})")
         if out is not None:
-            typer.echo(f"every item of a leak: {out}")
+            typer.echo(f"all items of the leaks: {out}")
     if found:
         raise typer.Exit(DataError.exit_code)
 

@@ -133,7 +133,7 @@ def test_where_nothing_can_be_printed_to_a_command_does_the_same(typed: Command)
         (">&-", 0, ""),
         ("2>&-", 0, ""),
         (">&- 2>&-", 0, ""),
-        (">/dev/full", 6, "error: what this prints cannot be written: No space left on device\n"),
+        (">/dev/full", 6, "error: cannot write the output: No space left on device\n"),
     ]:
         words = ["sh", "-c", f'"$0" status {closed}', PIPELINE]
         done = subprocess.run(words, capture_output=True, text=True, check=False)

@@ -86,9 +86,9 @@ def test_a_command_lists_the_items_of_a_run_and_finds_the_item_of_a_key(
     assert json.loads(pipeline("items", "--key", "ff" * 16, "--json").out) == []
     nothing = pipeline("items", "--key", "ff" * 16)
     assert (nothing.code, nothing.out) == (0, "")
-    assert f"no item has a record whose key begins with {'ff' * 16}" in nothing.err
+    assert f"no item has a record with key prefix {'ff' * 16}" in nothing.err
     wrong = pipeline("items", "--key", "c1.pdb")
-    assert (wrong.code, "'c1.pdb' is no beginning of a key" in wrong.err) == (2, True)
+    assert (wrong.code, "'c1.pdb' is not a hexadecimal key prefix" in wrong.err) == (2, True)
 
 
 def test_items_of_a_reader_are_listed_too(pipeline: Command, tmp_path: Path) -> None:
