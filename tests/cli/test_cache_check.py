@@ -122,7 +122,7 @@ def test_what_cannot_be_meant_is_refused_and_leaves_nothing(pipeline: Command, c
         ("--quick --full", ""),
         ("--kind none", "none"),
         ("--subset 3/2", ""),
-        ("--out pipe", "a device is no file"),
+        ("--out pipe", "a device is not a regular file"),
         ("--verdicts cache/pipeline-cache.json/x", "cannot write"),
     ]:
         done = pipeline(*VALIDATE, *words.split())
@@ -231,7 +231,7 @@ def test_validate_then_repair_then_validate_is_whole_again(pipeline: Command, ca
     assert command is not None
     done = pipeline(*command[1].split(), "--yes")
     assert done.code == 0
-    listed_at = re.search(r"damage list of the lost records: (\S+)", done.out)
+    listed_at = re.search(r"damage report of the lost records: (\S+)", done.out)
     assert listed_at is not None
     assert [one.key for one in read_report(Path(listed_at[1])).findings()] == [key_of(1).hex()]
     assert f"next: pipeline cache regenerate --list {listed_at[1]}" in done.out
@@ -301,9 +301,9 @@ def test_a_list_that_cannot_be_written_where_it_is_wanted_is_not_blamed_on_the_c
     (unprivileged / "locked").mkdir(mode=0o555)
     done = pipeline(*VALIDATE, "--config", config, "--out", str(unprivileged / "locked/list.jsonl"))
     assert done.code == 2
-    assert "the damage list cannot be written here: Permission denied" in done.err
+    assert "the damage report cannot be written here: Permission denied" in done.err
     assert "cache.root" not in done.err
-    assert "a folder is no file" in pipeline(*VALIDATE, "--config", config, "--out", str(unprivileged)).err
+    assert "a folder is not a regular file" in pipeline(*VALIDATE, "--config", config, "--out", str(unprivileged)).err
 
 
 def test_who_may_not_write_in_a_cache_asks_its_owner(pipeline: Command, unprivileged: Path) -> None:

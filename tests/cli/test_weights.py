@@ -251,7 +251,7 @@ def test_import_never_replaces_another_checkpoint_unless_told_to(pipeline: Comma
     assert pipeline("weights", "import", str(source), "--force").code == 0
     assert names("weights") == before
     assert pipeline("weights", "check", str(place)).code == 0
-    assert "is there already" in pipeline("weights", "import", str(source)).out
+    assert "already there" in pipeline("weights", "import", str(source)).out
 
 
 def test_an_import_that_is_refused_leaves_nothing(pipeline: Command, publish, tiny, monkeypatch):
@@ -283,7 +283,7 @@ def test_a_copy_that_the_disk_gives_back_otherwise_is_refused(pipeline: Command,
 def test_check_says_everything_about_a_checkpoint(pipeline: Command, tiny, publish, configure):
     sha256 = hashlib.sha256(tiny.read_bytes()).hexdigest()
     said = pipeline("weights", "check", str(tiny))
-    for word in (TINY, "fair-esm", "fp32", f"{sha256}  {tiny.name}", "not known"):
+    for word in (TINY, "fair-esm", "fp32", f"{sha256}  {tiny.name}", "unknown"):
         assert word in said.out
     publish()
     configure(str(tiny))
