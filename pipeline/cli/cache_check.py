@@ -45,7 +45,7 @@ def validate_command(
     subset: Annotated[str, option("--subset n/t", "Check only the n-th of t parts, such as 1/8.")] = "1/1",
     kind: Annotated[list[str] | None, option("--kind KIND", "Check only records of this kind.")] = None,
     out: Annotated[
-        Path | None, option("--out FILE", "Write the damage report to this file. Default: into the cache.")
+        Path | None, option("--out FILE", "Write the damage list to this file. Default: into the cache.")
     ] = None,
     verdicts: Annotated[
         Path | None, option("--verdicts FILE", "Write one JSON line per record to this file, intact records included.")
@@ -80,7 +80,7 @@ def validate_command(
     if collected.summary.findings:
         raise damage_found(collected.summary, cache.root, collected.path)
     if out and collected.unwritten:
-        raise ConfigError(f"the damage report could not be written: {collected.unwritten}", where=str(out), remedy=_OUT)
+        raise ConfigError(f"the damage list could not be written: {collected.unwritten}", where=str(out), remedy=_OUT)
 
 
 def _how(sample: float, *, quick: bool, full: bool, semantic: bool) -> str:
@@ -98,7 +98,7 @@ def _how(sample: float, *, quick: bool, full: bool, semantic: bool) -> str:
 
 def repair_command(
     damage: Annotated[
-        Path | None, option("--list FILE", "Repair only files in this damage report. Default: all.")
+        Path | None, option("--list FILE", "Repair only files in this damage list. Default: all.")
     ] = None,
     yes: Yes = False,
     config: ConfigFile = None,
@@ -172,7 +172,7 @@ def _say_next(totals: Repaired, damage: Path | None, *, yes: bool) -> None:
     """Print the next command after a repair or its dry run."""
     if totals.missing:
         following = as_typed(Command.of("cache regenerate --list", totals.missing))
-        typer.echo(f"damage report of the lost records: {totals.missing}\n  next: {following}")
+        typer.echo(f"damage list of the lost records: {totals.missing}\n  next: {following}")
     elif not yes and (totals.quarantined or totals.indexes):
         listed = ("--list", damage) if damage else ()
         typer.echo(f"dry run: nothing repaired; to apply: {as_typed(Command.of('cache repair', *listed, '--yes'))}")
@@ -341,7 +341,7 @@ class _Found:
             raise ConfigError(f"{other} is not a regular file", where=str(self.out), remedy=_OUT)
         try:
             if self.out:
-                with refused_as("the damage report cannot be written here", _OUT):
+                with refused_as("the damage list cannot be written here", _OUT):
                     return ReportWriter(Disk(), self.out.absolute().parent)
             return ReportWriter(self.cache.disk, self.cache.root / REPORTS)
         except (CacheUnusable, CacheFull) as error:
@@ -379,5 +379,5 @@ def _show_found(collected: _Found, *, as_json: bool) -> None:
         typer.echo(f"{note}: {count:,}")
     if not collected.summary.findings:
         return
-    unwritten = f"the damage report could not be written: {collected.unwritten}  (--out FILE)"
+    unwritten = f"the damage list could not be written: {collected.unwritten}  (--out FILE)"
     typer.echo(f"damage list: {collected.path}" if collected.path else unwritten)

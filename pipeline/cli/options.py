@@ -69,7 +69,7 @@ Where: TypeAlias = Annotated[
 ]
 Only: TypeAlias = Annotated[bool, option("--only", "Run this stage alone. Assume that its prerequisites are done.")]
 DamageList: TypeAlias = Annotated[
-    Path | None, option("--list FILE", "Rebuild only the records in this damage report. Default: all missing records.")
+    Path | None, option("--list FILE", "Rebuild only the records in this damage list. Default: all missing records.")
 ]
 ModelName: TypeAlias = Annotated[
     str | None, option("--model NAME", "Evaluate or predict with this model: a name, folder or checkpoint.")

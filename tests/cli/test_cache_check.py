@@ -158,7 +158,7 @@ def test_a_cache_that_cannot_be_written_is_validated_and_it_is_said_that_no_list
     done = pipeline(*VALIDATE, "--config", str(configured(unprivileged)))
     root.chmod(0o755)
     assert done.code == 4
-    assert "the damage report could not be written" in done.out
+    assert "the damage list could not be written" in done.out
 
 
 COMMANDS = (VALIDATE, REPAIR, COMPACT)
@@ -231,7 +231,7 @@ def test_validate_then_repair_then_validate_is_whole_again(pipeline: Command, ca
     assert command is not None
     done = pipeline(*command[1].split(), "--yes")
     assert done.code == 0
-    listed_at = re.search(r"damage report of the lost records: (\S+)", done.out)
+    listed_at = re.search(r"damage list of the lost records: (\S+)", done.out)
     assert listed_at is not None
     assert [one.key for one in read_report(Path(listed_at[1])).findings()] == [key_of(1).hex()]
     assert f"next: pipeline cache regenerate --list {listed_at[1]}" in done.out
@@ -301,7 +301,7 @@ def test_a_list_that_cannot_be_written_where_it_is_wanted_is_not_blamed_on_the_c
     (unprivileged / "locked").mkdir(mode=0o555)
     done = pipeline(*VALIDATE, "--config", config, "--out", str(unprivileged / "locked/list.jsonl"))
     assert done.code == 2
-    assert "the damage report cannot be written here: Permission denied" in done.err
+    assert "the damage list cannot be written here: Permission denied" in done.err
     assert "cache.root" not in done.err
     assert "a folder is not a regular file" in pipeline(*VALIDATE, "--config", config, "--out", str(unprivileged)).err
 
