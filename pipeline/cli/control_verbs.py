@@ -218,7 +218,7 @@ def status_command(
     if as_json:
         print_json(seen.to_json())
     elif not watch:
-        tables.show_parts(*(run_report(seen) if verbose else status_report(seen, typed, tables.columns())))
+        tables.show_parts(*(run_report if verbose else status_report)(seen, typed, tables.columns()))
     is_abandoned = seen.status.state is RunState.ABANDONED
     if exit_code and (code := JobFailed.exit_code if is_abandoned else seen.status.exit_code):
         raise typer.Exit(code)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from rich.live import Live
 from rich.text import Text
 
-from pipeline.report.run_summary import MEMORY, Row, held_lines, notes, planning_row, rows_of, waiting_row
+from pipeline.report.run_summary import SOON, Row, held_lines, notes, planning_row, rows_of, waiting_row
 from pipeline.report.run_tables import status_report
 from pipeline.report.screen import Screen, screen
 from pipeline.report.tables import NO_TERMINAL, SPINNER, columns, fitted, show_parts, the_console
@@ -46,6 +46,7 @@ class LiveLines:
 
     def __init__(self) -> None:
         self._console, self._begun = the_console(to_stderr=True), time.monotonic()
+        self._quiet_since = self._begun
         self._rows: list[Row] = []
         self._notes: list[str] = []
         self._printed: set[str] = set()  # rows and notes that do not change any more
@@ -79,12 +80,20 @@ class LiveLines:
                 handler.setStream(sys.stderr)  # which now prints above
 
     def _print_now_and_then(self) -> None:
-        """Without a terminal: print a line for each row, once it has lasted a while."""
+        """Without a terminal: print a line of what goes on, and again after a while."""
         moment = time.monotonic()
-        for row in self._rows:
-            if moment - self._said_at.get(row.name, self._begun) >= LINE_EVERY_S:
-                self._said_at[row.name] = moment
-                self._say(replace(row, share=None).line(NO_TERMINAL, time.time(), " "))
+        for row in (row for row in self._rows if row.state == "running" and SOON not in row.parts):
+            what = f"{row.name} {row.since}"
+            if moment - self._said_at.get(what, self._quiet_since) >= LINE_EVERY_S:
+                self._said_at[what] = moment
+                self._say(replace(row, share=None, since=0.0).line(NO_TERMINAL, time.time(), " "))
+                self._print_notes()
+
+    def _print_notes(self, stage: str = "") -> None:
+        for note in self._notes:
+            if note not in self._printed and note.startswith(f"! {stage}"):
+                self._printed.add(note)
+                self._say(Text(note, style="yellow"))
 
     def _say(self, line: Text) -> None:
         show_parts(line, to_stderr=True)
@@ -112,13 +121,14 @@ class RunProgress(LiveLines):
         super().__init__()
         self._stages, self._meter, self._has_work = stages, PaceMeter(), False
         self._states: list[tuple[str, str]] = []
-        self._looked_at = -math.inf
+        self._looked_at = self._quiet_since = -math.inf
 
     def planning(self, name: str, words: str = "") -> None:
         """Show on a terminal that a stage is planned, before anything is submitted."""
         row = planning_row(name, time.time(), words)
         self._rows = [row if stage == name else waiting_row(stage) for stage in self._stages]
-        self._redraw()
+        if self._console.is_terminal:
+            self._redraw()
 
     def show(self, status: RunStatus, seen: Callable[[RunStatus], SeenRun]) -> None:
         """Show a run, unless that was done a moment ago and no stage has begun or ended since."""
@@ -140,8 +150,9 @@ class RunProgress(LiveLines):
     def _take(self, run: SeenRun) -> None:
         """Compute the lines of a run, and print those that do not change any more."""
         stages = run.status.in_order()
-        self._has_work = self._has_work or any(stage.missing or stage.warnings for stage in stages)
-        self._rows = rows_of(run, self._meter.take(run.status, time.time()))
+        self._has_work = self._has_work or any(stage.missing or stage.warnings or stage.error for stage in stages)
+        rows = rows_of(run, self._meter.take(run.status, time.time()))
+        self._rows = rows if self._has_work or self._console.is_terminal else []
         self._notes = [f"! {note}" for stage in stages for note in notes(stage)]
         self._notes += [f"! the queue does not answer: {run.trouble}"] if run.trouble else []
         self._notes += held_lines(run.stuck)
@@ -155,22 +166,6 @@ class RunProgress(LiveLines):
             if row.name not in self._printed:
                 self._printed.add(row.name)
                 self._say(row.line(self._width, time.time()))
-
-    def _print_notes(self, stage: str = "") -> None:
-        for note in self._notes:
-            if note not in self._printed and note.startswith(f"! {stage}"):
-                self._printed.add(note)
-                self._say(Text(note, style="yellow"))
-
-    def _print_now_and_then(self) -> None:
-        """Without a terminal: print a line when a stage begins, and after each while how far it is."""
-        moment = time.monotonic()
-        for row in (row for row in self._rows if row.state == "running" and self._has_work):
-            what = f"{row.name} {row.since}"
-            if moment - self._said_at.get(what, -math.inf) >= LINE_EVERY_S and (MEMORY in row.parts or not row.since):
-                self._said_at[what] = moment
-                self._say(replace(row, share=None, since=0.0).line(NO_TERMINAL, time.time(), " "))
-                self._print_notes()
 
 
 class CheckBars(LiveLines):
@@ -204,7 +199,7 @@ class DownloadBars(LiveLines):
         share = progress.bytes / progress.total if progress.total else None
         self._rows = [Row("running", self._name, tuple(download_words(progress).split(", ")), share=share)]
         if share == 1:
-            self._said_at.setdefault(self._name, -math.inf)
+            self._quiet_since = -math.inf
         self._redraw()
 
 

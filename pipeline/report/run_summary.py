@@ -32,7 +32,7 @@ STYLES = {
     "abandoned": "bold red",
     "stopped": "yellow",
 }
-MEMORY = "planning memory…"
+MEMORY, SOON = "planning memory…", "planning…"
 PLANNED = ("train", "evaluate", "predict")  # the stages whose memory is planned
 NAME, BAR, RESULT, TOOK = 10, 12, 40, 7  # columns
 WITH_BAR = 76  # columns of a line that has room for a bar
@@ -107,7 +107,7 @@ def waiting_row(name: str) -> Row:
 
 def planning_row(name: str, since: float, words: str = "") -> Row:
     """Return the row of a stage that is being planned."""
-    return Row("running", name, (words or (MEMORY if name in PLANNED else "planning…"),), since=since)
+    return Row("running", name, (words or (MEMORY if name in PLANNED else SOON),), since=since)
 
 
 def _row(stage: StageStatus, run: SeenRun, pace: float) -> Row:

@@ -15,23 +15,17 @@ from pipeline.journal.run_status import RunState
 from pipeline.report.run_summary import MARKS, STYLES, ending, held_lines, notes, rows_of, words_of
 from pipeline.report.stage_lines import (
     CENSUS,
-    DAMAGED,
     counted,
-    found_damage,
     memory_line,
-    named_records,
     rejection_table,
     script_figures,
     so_far,
     speed_lines,
-    state_of_stage,
     tasks_line,
-    unit_of,
-    validated_files,
     wait_lines,
 )
 from pipeline.report.tables import NO_TERMINAL, plural, text_table
-from pipeline.units import format_bytes, format_seconds, short_bytes, short_seconds
+from pipeline.units import format_bytes, short_bytes, short_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -91,20 +85,15 @@ def _cells(row: Row, stage: StageStatus | None) -> tuple[str | Text, ...]:
     return row.name, state, done, f"{stage.cached:,}", row.took, memory
 
 
-def run_report(run: SeenRun, *, with_error: bool = True) -> list[RenderableType]:
-    """Show a run: its stages, what they made, and what went wrong."""
-    status, stages = run.status, run.status.in_order()
-    state = f"{DAMAGED} ({status.state.value})" if any(map(found_damage, stages)) else status.state.value
-    shown: list[RenderableType] = [f"run {status.name}: {state}"]
-    if status.state is RunState.ABANDONED:
-        shown.append(f"nobody looks after it any more; finished work is kept: pipeline resume {status.name}")
-    shown += [f"supervisor: {run.supervisor}"] if run.supervisor else []
+def run_report(run: SeenRun, typed: Command, width: int = NO_TERMINAL) -> list[RenderableType]:
+    """Show a run with every detail: what each stage made and used, and the story of its attempts."""
+    status, shown = run.status, status_report(run, typed, width)[:-1]
+    shown += [f"  Supervisor: {run.supervisor}"] if run.supervisor and status.state in GOING_ON else []
     shown += wait_lines((wait for wait in run.waits if wait.of not in status.stages), run.at)
-    shown += [f"the queue could not be asked: {run.trouble}"] if run.trouble else []
-    shown += [run.account.line()] if run.account else []
+    shown += [run.account.line()] if run.account and not run.account.is_low else []
     rejected: Mapping[str, int] = {}
-    for stage in stages:
-        shown += ["", _head(stage), *_progress(stage, run)]
+    for stage in status.in_order():
+        shown += ["", Text(f"{stage.name}: {counted(stage)}", "bold"), *_progress(stage, run)]
         if stage.census:
             shown += CENSUS[stage.name](stage.census)
             if stage.census["rejected"] not in ({}, rejected):  # what an earlier stage has left out stays left out
@@ -112,13 +101,10 @@ def run_report(run: SeenRun, *, with_error: bool = True) -> list[RenderableType]
                 shown += ["", rejection_table(rejected, stage.census["examples"])]
         elif reasons := stage.reasons:
             shown.append(rejection_table(reasons, {}))
-        shown += [f"warning: {warning}" for warning in stage.warnings]
         is_stopped = status.state is RunState.STOPPED
         failed = [attempt for attempt in stage.failures if not (is_stopped and attempt.cause is Cause.CANCELLED)]
         failed = [attempt for attempt in failed if attempt.reason.partition("\n")[0] not in (status.error or "")]
-        shown += [f"{plural(len(failed), 'attempt')} did not end well", *story(stage, failed)] if failed else []
-    shown += ["", f"error: {status.error}"] if status.error and with_error else []
-    shown += [f"next: pipeline resume {status.name}"] if status.state is RunState.STOPPED else []
+        shown += [f"{plural(len(failed), 'attempt')} failed", *story(stage, failed)] if failed else []
     return shown
 
 
@@ -130,18 +116,6 @@ def _progress(stage: StageStatus, run: SeenRun) -> Iterator[str]:
     yield from script_figures(stage.figures)
     yield from so_far(stage)
     yield from speed_lines(stage)
-
-
-def _head(stage: StageStatus) -> str:
-    """Say in a line the state of a stage, and how much of it is cached and done."""
-    took = f" in {format_seconds(stage.ended_at - stage.started_at)}" if stage.ended_at else ""
-    counts = counted(stage)
-    if stage.name == "validate":
-        counts = f"{stage.items_done:,} read"
-    counts = f"{validated_files(stage) or plural(stage.items, unit_of(stage.name, stage.counts()))}, {counts}"
-    if stage.name == "regenerate":
-        counts = named_records(stage.items)
-    return f"{stage.name}: {state_of_stage(stage)}{took}: {counts}"
 
 
 def story(stage: StageStatus, failed: Sequence[Attempt]) -> list[str]:
