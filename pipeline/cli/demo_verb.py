@@ -28,7 +28,7 @@ def demo_command(
         ),
     ] = None,
 ) -> None:
-    """Create a small project and run it on this machine: plan, train, survive faults, report."""
+    """Create a small project here; plan, train, survive faults, report."""
     from pipeline.config.load import ENVIRONMENT
     from pipeline.setup.demo_project import make_project, what_to_look_at
 

@@ -73,7 +73,7 @@ _SHELLS = tuple(shell.value for shell in Shell)
 
 
 def completion_command(
-    shell: Annotated[Shell, typer.Argument(metavar="|".join(_SHELLS), help="Your shell.", **choice(_SHELLS))],
+    shell: Annotated[Shell, argument("|".join(_SHELLS), "Your shell.", **choice(_SHELLS))],
 ) -> None:
     """Print a script that makes your shell complete commands.
 

@@ -154,7 +154,7 @@ class StructuresSection(Section):
     )
     pae: Literal["none", "beside", "required"] = Field(
         default="none",
-        description="Predicted aligned errors on edges. If their JSON is missing: NaN (beside) or reject (required).",
+        description="Predicted aligned errors on edges, from a JSON next to each file. required: reject if missing.",
     )
     max_residues: int = Field(default=10_000, ge=1, description="Reject complexes with more residues.")
     max_file_bytes: Size = Field(default=64 << 20, description="Reject files larger than this after decompression.")

@@ -46,27 +46,29 @@ class RunFolder:
     format = _RunFile("format.txt")  # the format of the folder, as a number
     config = _RunFile("config.json")  # the configuration, resolved and frozen at submission
     stages = _RunFile("stages.json")  # the names of the stages, in order
-    again = _RunFile("again.txt")  # the command that does what is missing: the one that was typed
-    recipes = _RunFile("recipes.json")  # kind and tag of each recipe that it reads; absent in runs of older versions
-    items = _RunFile("items.jsonl")  # every item of the data set, a line each, as the sources gave them
-    only = _RunFile("only")  # the keys of the records that the run may make; absent where it may make all
+    again = _RunFile("again.txt")  # the command that was typed; it continues the run
+    recipes = _RunFile("recipes.json")  # kind and tag of each recipe that the run reads; absent in older runs
+    items = _RunFile("items.jsonl")  # all items of the data set as the sources gave them, one per line
+    only = _RunFile("only")  # the keys of the records that the run may write; absent if it may write all
     meetings = _RunFile("meetings")  # where the ranks of a task exchange their addresses
-    task_code = _RunFile("task_code.txt")  # the folder of the user's own code at submission; absent where there is none
-    table = _RunFile("table.txt")  # the key of the table of what can be trained on, in hex
-    entered = _RunFile("entered.json")  # what a reader gave, and from which files
-    rejected = _RunFile("rejected.jsonl")  # every item that was left out, a line each, with the reason
-    inventory = _RunFile("inventory.csv")  # every item that can be used: its chains, sizes and keys
-    residues_left_out = _RunFile("residues_left_out.csv")  # residues of these that are no nodes, and their atoms
-    points = _RunFile("points")  # a link to the model of each point of a sweep, named by what differs
-    leaks = _RunFile("leaks.csv")  # every item that shares an id, a sequence or a cluster with another split
-    events = _RunFile("events")  # one file of events per process that took part
-    left_out = _RunFile("left_out.jsonl")  # items that killed their task and are left out since, a line each
-    claims = _RunFile("claims")  # a file for each visit of a supervisor, which names it
-    told = _RunFile("told")  # a file for each telling that something waits, or does so no longer
-    code = _RunFile("code.txt")  # the folder of the package as it was at submission
-    logs = _RunFile("logs")  # what the tasks printed
-    report = _RunFile("report.html")  # the page that shows how the run goes, as its last supervisor has left it
-    supervisor_log = _RunFile("supervisor.log")  # what the supervisor printed, when it ran in the background
+    task_code = _RunFile("task_code.txt")  # the folder of your own code at submission; absent if there is none
+    table = _RunFile("table.txt")  # the key of the table of trainable items, in hex
+    entered = _RunFile("entered.json")  # the entries of a reader, and their files
+    rejected = _RunFile("rejected.jsonl")  # all rejected items with their reasons, one per line
+    inventory = _RunFile("inventory.csv")  # all usable items: chains, sizes and keys
+    residues_left_out = _RunFile(
+        "residues_left_out.csv"
+    )  # residues of usable items that are not nodes, and their atoms
+    points = _RunFile("points")  # a link to the model of each sweep point, named by its settings
+    leaks = _RunFile("leaks.csv")  # items that share an id, a sequence or a cluster with another split
+    events = _RunFile("events")  # one file of events per process
+    left_out = _RunFile("left_out.jsonl")  # items that killed their task and are skipped since, one per line
+    claims = _RunFile("claims")  # one file per supervisor visit
+    told = _RunFile("told")  # one file per notification about a wait
+    code = _RunFile("code.txt")  # the folder of this package's code at submission
+    logs = _RunFile("logs")  # output of the tasks
+    report = _RunFile("report.html")  # the HTML report, as the last supervisor wrote it
+    supervisor_log = _RunFile("supervisor.log")  # output of a supervisor in the background
 
     @property
     def name(self) -> str:

@@ -218,7 +218,7 @@ def what_was_made(folder: Path, name: str) -> str:
     files = [f"  less {quoted(path.relative_to(folder))}" for path in made]
     return "\n".join([
         "", "Look around:", f"  cd {quoted(folder)}", *files, "  pipeline status", "  pipeline report",
-        "  pipeline plan --stage train", f"At its real size, with comments:   pipeline init DIR --recipe {name}",
+        "  pipeline plan train", f"At its real size, with comments:   pipeline init DIR --recipe {name}",
     ])  # fmt: skip
 
 

@@ -202,13 +202,13 @@ class ModelFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.prepared = path / "prepared.json"  # what was decided before it began
-        self.accepted_code = path / "accepted_code.json"  # the digests of other code that it goes on with
-        self.pruned = path / "pruned.json"  # why a sweep has ended it early, and after which epoch
-        self.writers = path / "writers"  # the claim of the process that trains it: its run, its host, and since when
-        self.export = path / "model.json"  # only of an exported model: its card
-        self.settings = path / "settings.json"  # the configuration that it was trained with
-        self.checkpoints = path / "checkpoints"  # a folder for each checkpoint
-        self.bundles = path / "bundles"  # to replay steps that went wrong
-        self.outputs = path / "outputs"  # the outputs of the model on the items of a validation; gone afterwards
-        self.evaluations = path / "evaluations"  # the figures of splits, a file each
+        self.prepared = path / "prepared.json"  # settings and plan, decided before training
+        self.accepted_code = path / "accepted_code.json"  # digests of other code with which it may continue
+        self.pruned = path / "pruned.json"  # why a sweep stopped it early, and after which epoch
+        self.writers = path / "writers"  # the claim of the training process: run, host and start
+        self.export = path / "model.json"  # of an exported model only: task, checkpoint and metrics
+        self.settings = path / "settings.json"  # the configuration of the training
+        self.checkpoints = path / "checkpoints"  # one folder per checkpoint
+        self.bundles = path / "bundles"  # failed steps, for `pipeline replay`
+        self.outputs = path / "outputs"  # temporary outputs of a validation
+        self.evaluations = path / "evaluations"  # metrics, one file per split

@@ -31,18 +31,18 @@ SIZE, TIME = "a size (512MiB, 24G)", "a time (90m, 2h, 1-12:00:00)"
 DEFINITIONS: dict[str, Any] = Config.model_json_schema()["$defs"]
 EXITS = {
     0: "done, or nothing to do",
-    1: "please report it with what `--debug` shows",
-    2: "the message names file, line and the nearest valid name",
+    1: "please report it with the output of `--debug`",
+    2: "correct the file and line that the message names",
     3: "`pipeline status` shows the reasons; `rejected.jsonl` in the run's folder lists every item",
-    4: "nothing damaged is served, and what is lost is made anew: `pipeline cache repair`",
+    4: "damaged records are never used and count as missing: `pipeline cache repair`",
     5: "the plan names the item and what would make it fit",
     6: "the message has the scheduler's words and the setting to change",
     7: "the message names task, cause and log (`pipeline logs --failed`); finished work is kept: submit again",
 }
 
 LOGS = {
-    EPOCHS: "a line an epoch: losses, figures, memory, and where its time went",
-    FIGURES: "a line for each step whose losses were logged",
+    EPOCHS: "one line per epoch: losses, metrics, memory and times",
+    FIGURES: "one line per logged step",
 }
 
 
@@ -59,10 +59,10 @@ def configuration() -> str:
     lines = [
         MADE,
         "# Every setting\n",
-        "`pipeline config show` says what each is in your project and where that comes from, `pipeline config check`"
-        " what is wrong. The file is `--config FILE`, else `$PIPELINE_CONFIG`, `./pipeline.yaml`,"
-        " `./configs/pipeline.yaml`; `--set section.key=value` beats it. Unknown keys and wrong types are errors with"
-        " their line. Units of sizes are powers of 1024; relative paths start from the folder of the file.\n",
+        "`pipeline config show` prints the value of each setting and where it comes from. `pipeline config check` finds"
+        " mistakes and their lines. The configuration is `--config FILE`, else `$PIPELINE_CONFIG`, `./pipeline.yaml`,"
+        " or `./configs/pipeline.yaml`. `--set section.key=value` overrides it. Units of sizes are powers of 1024."
+        " Relative paths start from the folder of the file.\n",
     ]
     for names, model in sections():
         level = "#" * (2 + min(name.count(".") for name in names))
@@ -238,11 +238,11 @@ def family(error: type[PipelineError]) -> Iterator[type[PipelineError]]:
 def files() -> str:
     """Return the page of the files of a project."""
     lines = [MADE, "# The files of a run and of a training\n"]
-    lines += ["## A run\n", "In `cluster.runs`, a folder for each submission; `pipeline status` reads it.\n"]
+    lines += ["## A run\n", "`cluster.runs` has one folder per run. `pipeline status` reads it.\n"]
     lines += file_rows(RunFolder, stage_files())
-    lines += ["## A training\n", "In `train.models`, a folder for each recipe.\n"]
+    lines += ["## A training\n", "`train.models` has one folder per recipe.\n"]
     lines += file_rows(ModelFolder, LOGS.items())
-    lines += ["## Why an item was left out\n", "`reason` in `rejected.jsonl` is one of\n"]
+    lines += ["## Why an item was rejected\n", "Values of `reason` in `rejected.jsonl`:\n"]
     lines += [", ".join(f"`{reason.value}`" for reason in Reason), ""]
     return "\n".join(lines)
 
