@@ -66,7 +66,8 @@ def items_command(
     if key and not rows:
         typer.echo(f"no item has a record with key prefix {key}: {path}", err=True)
         return
-    tables.show_parts(tables.text_table(columns, rows), f"{f'{more:,} more, and ' if more else ''}all columns: {path}")
+    answer = f"{tables.plural(len(rows) + more, 'usable item')}{f', the first {len(rows)} here' if more else ''}"
+    tables.show_parts(answer, "", tables.text_table(columns, rows), f"All items and columns: {path}")
 
 
 def _print_array(rows: Iterator[Mapping[str, str]]) -> None:

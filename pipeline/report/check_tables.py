@@ -121,7 +121,7 @@ def repaired_lines(repaired: Repaired, *, did: bool) -> list[str]:
         lines.append(f"! {plural(repaired.lost, 'record')} lost, to be computed again")
     if repaired.unknown:
         shards = plural(repaired.unknown, "shard")
-        lines.append(f"! {shards} with unknown records: `pipeline submit` computes what is missing")
+        lines.append(f"! {shards} with unknown records: `pipeline submit` computes missing records")
     if repaired.stay:
         lines.append(f"! {plural(repaired.stay, 'file')} left alone")
     return lines

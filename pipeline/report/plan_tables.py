@@ -1,4 +1,4 @@
-"""The plan of a training as text: its memory by component, its batches, its job, and where each number is from."""
+"""Plans as text: the answer first; then memory by component, batches, the job, and where each number comes from."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pipeline.report.plan_facts import TrainOutlook
 
 MOST_ROWS = 12  # of activations by module
-LEAST_SHARE = 0.002  # of the peak: smaller parts are added up
+LEAST_SHARE = 0.002  # of the peak: smaller parts are summed
 NAMED = 5
 WORDS = {
     "parameters": "parameters",
@@ -36,7 +36,7 @@ WORDS = {
     "activations": "activations",
     "loss": "loss",
     "temporaries": "temporaries",
-    "scratch": "kernels' own",
+    "scratch": "kernel workspace",
 }
 
 
@@ -162,7 +162,7 @@ def _stages(plan: TrainOutlook) -> Iterator[RenderableType]:
     """Show the batch plan of each stage of a curriculum."""
     if len(plan.plans) < 2:
         return
-    columns = ("curriculum", "items", "at most", "micro-batches", "live", "total", "epoch")
+    columns = ("CURRICULUM", "ITEMS", "AT MOST", "MICRO-BATCHES", "TENSORS", "TOTAL", "EPOCH")
     rows = [
         (
             name,
@@ -175,7 +175,7 @@ def _stages(plan: TrainOutlook) -> Iterator[RenderableType]:
         )
         for name, chosen in plan.plans.items()
     ]
-    yield text_table(columns, rows, right=" ".join(columns[1:]) + " most")
+    yield text_table(columns, rows, right=columns[1:])
 
 
 def _components(plan: TrainOutlook) -> Iterator[RenderableType]:
@@ -184,17 +184,17 @@ def _components(plan: TrainOutlook) -> Iterator[RenderableType]:
     live = sum(part.bytes for part in chosen.parts)
     origin, reserved, margin = chosen.live.origin.value, chosen.reserved, chosen.margin
     rows = [(label, format_bytes(size), f"{size / live:.1%}", origin) for label, size in _parts(chosen, live)]
-    rows.append(("live at the peak of a step", format_bytes(live), "100.0%", origin))
+    rows.append(("tensors at the peak of a step", format_bytes(live), "100.0%", origin))
     if plan.evaluation_bytes is not None:
-        rows.append(("  (evaluating such a micro-batch)", format_bytes(plan.evaluation_bytes), "", origin))
-    rows.append(("held by torch's allocator", format_bytes(reserved.value), "", reserved.origin.value))
+        rows.append(("  (evaluating this micro-batch)", format_bytes(plan.evaluation_bytes), "", origin))
+    rows.append(("reserved by torch's allocator", format_bytes(reserved.value), "", reserved.origin.value))
     total = format_bytes(chosen.total.value)
-    rows.append((f"with the margin x {margin.factor:.3f}", total, "", margin.origin.value))
-    yield text_table(("component", "memory", "share", "from"), rows, right="memory share")
+    rows.append((f"with a margin of {margin.factor - 1:.1%}", total, "", margin.origin.value))
+    yield text_table(("COMPONENT", "MEMORY", "SHARE", "FROM"), rows, right="MEMORY SHARE")
 
 
 def _parts(chosen: MemoryPlan, live: int) -> Iterator[tuple[str, int]]:
-    """Yield each component with its bytes; the largest activations by module, the small ones added up."""
+    """Yield each component with its bytes: the largest activations by module, small ones summed."""
     groups: dict[str, list[tuple[str, int]]] = defaultdict(list)
     for part in chosen.parts:
         groups[part.category.value].append((part.name, part.bytes))
@@ -205,20 +205,20 @@ def _parts(chosen: MemoryPlan, live: int) -> Iterator[tuple[str, int]]:
         for name, size in kept:
             yield f"{WORDS[category]}{f' of {name}' if name else ''}", size
         if others_bytes:
-            yield f"{WORDS[category]}{', others' if kept else ''}", others_bytes
+            yield f"{WORDS[category]}{', other' if kept else ''}", others_bytes
 
 
 def _configurations(plan: TrainOutlook) -> Iterator[RenderableType]:
-    """Show which batch configurations fit on which cards."""
+    """Show which batch configurations fit which GPUs."""
     if not plan.configurations:
         return
     cards = list(plan.configurations[0].fits)
     item = ", ".join(f"{count:,} {name}" for name, count in plan.item.items())
-    yield f"micro-batches of items with {item} (95 of 100 items have less):"
-    columns = ("items x micro-batches", "live", "held", "total", *cards)
+    yield f"micro-batches of large items ({item}; 95% of items are smaller):"
+    columns = ("ITEMS × MICRO-BATCHES", "TENSORS", "RESERVED", "TOTAL", *cards)
     rows = [
         (
-            f"{configuration.items} x {configuration.accumulation}",
+            f"{configuration.items} × {configuration.accumulation}",
             format_bytes(configuration.live.value),
             format_bytes(configuration.reserved.value),
             format_bytes(configuration.total.value),
@@ -226,11 +226,11 @@ def _configurations(plan: TrainOutlook) -> Iterator[RenderableType]:
         )
         for configuration in plan.configurations
     ]
-    yield text_table(columns, rows, right="live held total")
+    yield text_table(columns, rows, right="TENSORS RESERVED TOTAL")
 
 
 def _tried(plan: TrainOutlook) -> Iterator[RenderableType]:
-    """Show the combinations of remedies that were tried, and the verdict on each."""
+    """Show the remedies that were tried, and the verdict on each."""
     rows = [
         (
             trial.remedy,
@@ -242,28 +242,27 @@ def _tried(plan: TrainOutlook) -> Iterator[RenderableType]:
         for trial in plan.plan.trials
         if trial.verdict is not RemedyVerdict.NOT_NEEDED
     ]
-    yield text_table(("remedy", "verdict", "total", "epoch", ""), rows, right="total epoch")
+    yield text_table(("REMEDY", "VERDICT", "TOTAL", "EPOCH", ""), rows, right="TOTAL EPOCH")
     others = sum(trial.verdict is RemedyVerdict.NOT_NEEDED for trial in plan.plan.trials)
     if others:
         yield f"{plural(others, 'other combination')} of remedies would not be faster"
 
 
 def _job(plan: TrainOutlook) -> Iterator[RenderableType]:
-    """Show what a job asks for, and where its memory goes."""
+    """Show what a job requests, and where its memory goes."""
     chosen = plan.plan
     rows = [(part.name, format_bytes(part.bytes), part.origin.value, part.why) for part in plan.host.parts]
     gpus = f"{plural(plan.gpus, 'GPU')}, " if plan.gpus else ""
-    each = f"{gpus}{plural(plan.cpus, 'cpu')}, --mem {format_bytes(plan.mem.mem_bytes)}"
+    each = f"{gpus}{plural(plan.cpus, 'CPU')}, --mem {format_bytes(plan.mem.mem_bytes)}"
     core_hours = plan.train_s / 3600 * plan.nodes * plan.cpus
     takes = f"{chosen.gpu_hours.value:.3g} GPU-hours" if plan.gpus else f"{core_hours:.3g} core-hours"
-    yield f"job: {plural(plan.nodes, 'node')}, each with {each}"
+    yield f"job: {plural(plan.nodes, 'node')}, each {each}"
     yield f"  --mem: {plan.mem.why}"
     yield (
-        f"  an epoch takes about {format_seconds(chosen.epoch_s.value)}, all {format_seconds(plan.train_s)} "
-        f"({chosen.epoch_s.origin.value}), {takes}; "
-        f"a job may take {format_seconds(plan.time_s)}"
+        f"  epoch {format_seconds(plan.epoch_s)}, training {format_seconds(plan.train_s)} "
+        f"({chosen.epoch_s.origin.value}), {takes}; time limit {format_seconds(plan.time_s)}"
     )
-    yield text_table(("host memory", "a node", "from", ""), rows, right="node")
+    yield text_table(("HOST MEMORY", "PER NODE", "FROM", ""), rows, right=("PER NODE",))
 
 
 def _probes(plan: TrainOutlook) -> Iterator[RenderableType]:
@@ -282,12 +281,12 @@ def _probes(plan: TrainOutlook) -> Iterator[RenderableType]:
         )
         for probe in plan.probed
     ]
-    columns = ("probe", "outcome", "predicted", "measured", "ratio", "step", "")
-    yield text_table(columns, rows, right="predicted measured ratio step")
+    columns = ("PROBE", "OUTCOME", "PREDICTED", "MEASURED", "RATIO", "STEP", "")
+    yield text_table(columns, rows, right=columns[2:6])
 
 
 def _words(plan: TrainOutlook) -> Iterator[str]:
-    """Yield notes on the plan's uncertainty, and the findings of the linter."""
+    """Yield notes on the plan, and the findings of the linter."""
     chosen = plan.plan
     notes = dict.fromkeys((chosen.margin.why, *chosen.notes, *chosen.allocator.notes))
     yield from (f"note: {note}" for note in notes)
@@ -304,11 +303,6 @@ REFUSED = {
 }
 LATER = {"train": "waits for its graphs"}
 NOTHING: dict[str, str] = {}
-
-
-def later_line(name: str) -> str:
-    """Say why a stage cannot be planned yet."""
-    return f"{name}: {LATER.get(name, 'waits for a trained model')}"
 
 
 def stages_report(
@@ -333,7 +327,7 @@ def stages_report(
     if waiting:
         shown.append(f"{' and '.join(waiting)}: counted after the scan of {plural(max(waiting.values()), 'item')}")
     waits = [stage.stage for stage in stages if stage.counts.get("unplanned")]
-    shown += [f"{name}: {later[name]}" if name in later else later_line(name) for name in waits]
+    shown += [f"{name}: {(LATER | dict(later)).get(name, 'waits for a trained model')}" for name in waits]
     for stage in stages:
         left_out = {REFUSED.get(stage.stage.split()[0], "refused"): "refused", "missing or unreadable": "unusable"}
         lines = [f"{stage.counts[name]:,} {words}" for words, name in left_out.items() if stage.counts.get(name)]

@@ -67,7 +67,7 @@ def test_a_task_written_from_the_documentation_plugs_in(
     assert shown.code == 0, shown.err
     assert "fits: " in shown.out, shown.out
     assert "no example" not in shown.out + shown.err
-    (live,) = [line for line in shown.out.splitlines() if line.startswith("live at the peak of a step")]
+    (live,) = [line for line in shown.out.splitlines() if line.startswith("tensors at the peak of a step")]
     assert live.split()[-1] == "traced", live
     assert json.loads((model / "prepared.json").read_text())["stretches"][0]["live_bytes"] > 0
 
