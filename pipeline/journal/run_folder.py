@@ -56,9 +56,7 @@ class RunFolder:
     entered = _RunFile("entered.json")  # the entries of a reader, and their files
     rejected = _RunFile("rejected.jsonl")  # all rejected items with their reasons, one per line
     inventory = _RunFile("inventory.csv")  # all usable items: chains, sizes and keys
-    residues_left_out = _RunFile(
-        "residues_left_out.csv"
-    )  # residues of usable items that are not nodes, and their atoms
+    residues_left_out = _RunFile("residues_left_out.csv")  # residues of usable items that are no nodes, and their atoms
     points = _RunFile("points")  # a link to the model of each sweep point, named by its settings
     leaks = _RunFile("leaks.csv")  # items that share an id, a sequence or a cluster with another split
     events = _RunFile("events")  # one file of events per process
