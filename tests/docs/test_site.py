@@ -25,11 +25,7 @@ OUTSIDE = re.compile(r"(?:url\(|@import) *[\"']?(?:https?:)?//[^);]*")
 PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.DOTALL)
 INSIDE = re.compile(r"<code>.*?</code>|<[^>]+>", re.DOTALL)
 RAW = re.compile(r"```|^\s*\||^- |^\d+\. |<!--", re.MULTILINE)  # a list or table that was not taken for one
-
-COPIED = """() => [...document.querySelectorAll('code:has(.gp)')].map(code => {
-  code.setAttribute('data-md-copying', '')  // as the theme does while it copies
-  return code.innerText
-})"""
+COPY = "nodes => nodes.map(n => { n.setAttribute('data-md-copying', ''); return n.innerText })"  # as the theme copies
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +70,7 @@ def test_pages_fit_a_phone_and_their_buttons_copy_commands_without_the_prompt(bu
     for path in sorted((built / "docs").rglob("*.html")):
         page.goto(path.as_uri())
         assert page.evaluate("document.documentElement.scrollWidth") <= 400, path
-        copied += page.evaluate(COPIED)
+        copied += page.locator("code:has(.gp)").evaluate_all(COPY)
     assert len(copied) > 50
     assert [text for text in copied if re.search(r"^\$ ", text, re.MULTILINE)] == []
 
