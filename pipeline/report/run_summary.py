@@ -251,7 +251,7 @@ def ending(status: RunStatus, typed: Command, named: Sequence[str] = ()) -> list
     if status.state is RunState.DONE:
         damage = any(map(found_damage, status.stages.values()))
         head = " · ".join([f"{'✗ Found damage' if damage else '✓ Done'} in {took}", *metrics(status)])
-        places += [("Next", str(following.in_project(about)))] if (following := _next(status, named)) else []
+        places += [("Next", str(following))] if (following := _next(status, typed, named)) else []
     elif status.state is RunState.FAILED:
         failed = [stage.name for stage in status.in_order() if stage.state is RunState.FAILED]
         head = f"✗ Failed after {took}{f': stage {failed[-1]}' if failed else ''}"
@@ -267,8 +267,8 @@ def ending(status: RunStatus, typed: Command, named: Sequence[str] = ()) -> list
 
 
 def _project(typed: Command) -> Command:
-    """Return what a typed command says of its project, without where to run."""
-    return replace(typed, settings=tuple(pair for pair in typed.settings if pair[0] != "cluster.executor"))
+    """Return what a typed command says of where runs are."""
+    return replace(typed, settings=tuple(pair for pair in typed.settings if pair[0] == "cluster.runs"))
 
 
 def rejected_note(status: RunStatus) -> list[str]:
@@ -305,13 +305,13 @@ def _places(status: RunStatus) -> Iterator[tuple[str, str]]:
             yield name, min(os.path.relpath(place), str(place), key=len)
 
 
-def _next(status: RunStatus, named: Sequence[str]) -> Command | None:
+def _next(status: RunStatus, typed: Command, named: Sequence[str]) -> Command | None:
     """Return the command that most people type next."""
     if any(map(found_damage, status.stages.values())):
-        return Command.of("cache regenerate --list", _census(status, "validate")["report"])
+        return Command.of("cache regenerate --list", _census(status, "validate")["report"]).in_project(typed)
     if _census(status, "train").get("folder"):
-        return Command.of("report", *named, "--html", "report.html")
-    return Command.submit("all") if set(status.stages) <= {"scan", "embed", "graph"} else None
+        return Command.of("report", *named, "--html", "report.html").in_project(_project(typed))
+    return Command.submit("all").in_project(typed) if set(status.stages) <= {"scan", "embed", "graph"} else None
 
 
 def _census(status: RunStatus, name: str) -> Mapping[str, Any]:
