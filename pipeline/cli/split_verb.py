@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pipeline.project.project import Project
     from pipeline.runs.dataset.split_data import Alike, Division, SharedItems
 
-METHODS = ("sequence", "identity", "structure", "clusters")
+METHODS = ("sequence", "identity", "clusters")
 NAMES = {2: ("train", "test"), 3: ("train", "val", "test")}
 FEWEST_FOLDS = 3  # test, validation, and what trains
 LIKE_FRACTIONS = Command.of("data split --fractions .8/.1/.1 --out FILE")
@@ -30,7 +30,7 @@ LIKE_FOLDS = Command.of("data split --folds 5 --out FILE")
 
 def split_command(
     by: Annotated[
-        str, one_of(METHODS, "--by", "How to group similar chains: same sequence, mmseqs, foldseek, or your clusters.")
+        str, one_of(METHODS, "--by", "How to group similar chains: same sequence, mmseqs, or your clusters.")
     ] = "sequence",
     fractions: Annotated[
         str | None, option("--fractions A/B/C", "Shares of train/val/test, or A/B of train/test. Default: .8/.1/.1.")

@@ -22,7 +22,7 @@ from pipeline.structures.sources.source_rows import text_lines
 from pipeline.units import printable_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
 COVERAGE = "0.8"  # of both chains, that an alignment must have for them to be in one cluster
 LAST_LINES = 5  # of what a program said, in an error
@@ -93,27 +93,16 @@ def chain_names(item: str, path: str, chain: str, model: int | None, *, alone: b
 
 def run_mmseqs(fasta: Path, folder: Path, min_identity: float) -> ClusterTable:
     """Cluster sequences by identity with mmseqs, which must be installed."""
-    limits = ("--min-seq-id", f"{min_identity:g}", "-c", COVERAGE, "--cov-mode", "0")
-    return _easy_cluster("mmseqs", [str(fasta)], folder, limits)
-
-
-def run_foldseek(structures: Path, folder: Path) -> ClusterTable:
-    """Cluster the chains of all structure files of a folder with foldseek, which must be installed."""
-    return _easy_cluster("foldseek", [str(structures)], folder, ("-c", COVERAGE))
-
-
-def _easy_cluster(program: str, inputs: Sequence[str], folder: Path, limits: Sequence[str]) -> ClusterTable:
-    """Run `PROGRAM easy-cluster INPUT PREFIX TMP …` and read what it writes."""
-    found = shutil.which(program)
     remedy = Command.of("data split --write-fasta chains.fasta", then="   (cluster it elsewhere; then --by clusters)")
-    if found is None:
-        what = f"{program} is not installed here, or not on the path"
+    if (program := shutil.which("mmseqs")) is None:
+        what = "mmseqs is not installed here, or not on the path"
         raise ConfigError(what, where=f"PATH={os.environ.get('PATH', '')}", remedy=remedy)
     threads = str(len(os.sched_getaffinity(0)))
-    words = [found, "easy-cluster", *inputs, str(folder / "found"), str(folder / "tmp"), *limits, "--threads", threads]
+    words = [program, "easy-cluster", str(fasta), str(folder / "found"), str(folder / "tmp")]
+    words += ["--min-seq-id", f"{min_identity:g}", "-c", COVERAGE, "--cov-mode", "0", "--threads", threads]
     ended = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     table = folder / "found_cluster.tsv"
     if ended.returncode or not table.exists():
         said = "\n  ".join(ended.stdout.strip().splitlines()[-LAST_LINES:])
-        raise JobFailed(f"{program} ended with {ended.returncode}:\n  {said}", where=join(words[:2]), remedy=remedy)
+        raise JobFailed(f"mmseqs ended with {ended.returncode}:\n  {said}", where=join(words[:2]), remedy=remedy)
     return ClusterTable(table)

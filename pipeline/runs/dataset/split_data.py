@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections import Counter
 from contextlib import ExitStack, contextmanager
@@ -16,8 +15,8 @@ import numpy as np
 from pipeline.command_line import Command
 from pipeline.errors import ConfigError, DataError
 from pipeline.files import replacing
-from pipeline.records import Item, Kind, Rejection, Role
-from pipeline.runs.dataset.chain_clusters import ClusterTable, chain_names, run_foldseek, run_mmseqs
+from pipeline.records import Kind, Rejection, Role
+from pipeline.runs.dataset.chain_clusters import ClusterTable, chain_names, run_mmseqs
 from pipeline.runs.dataset.item_splits import (
     ChainLinks,
     SharedBySplits,
@@ -28,7 +27,6 @@ from pipeline.runs.dataset.item_splits import (
     text_digest,
 )
 from pipeline.runs.dataset.worklist import KnownItem, known_items, list_items
-from pipeline.structures.sources.source_folder import split_suffix
 from pipeline.units import printable_text
 
 if TYPE_CHECKING:
@@ -37,12 +35,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pipeline.project.project import Project
-    from pipeline.records import ChainSummary, Inventory, Part
+    from pipeline.records import ChainSummary, Inventory, Item, Part
     from pipeline.structures.inventory import LigandChoice
 
     WriteChain: TypeAlias = Callable[[str, ChainSummary, int], None]  # its item, it, and its sequence's digest
 
-By: TypeAlias = Literal["sequence", "identity", "structure", "clusters"]
+By: TypeAlias = Literal["sequence", "identity", "clusters"]
 MOST_SPLITS = 64  # that are compared, each with each other
 LARGEST = 5  # components that are told of
 
@@ -99,11 +97,11 @@ class SharedItems:
 
 def read_shared(project: Project, alike: Alike, seed: int = 0, fasta: Path | None = None) -> SharedItems:
     """Read the inventories of all items, and cluster their chains as asked; into `fasta` every chain is written."""
-    _refuse_unfit(project, alike)
+    if project.source.source == "reader":
+        what = "a reader's items have no chains: their splits are the reader's, as data.options says"
+        raise ConfigError(what, where="data.source", remedy=Command.of("config show"))
     with TemporaryDirectory(prefix="pipeline-split-") as made:
         folder, tables = Path(made), {str(path): ClusterTable(path) for path in alike.tables}
-        if alike.by == "structure":
-            tables["structure"] = run_foldseek(_linked_files(project, folder / "structures"), folder)
         unique = folder / "unique.fasta" if alike.by == "identity" else None
         with _writing_chains(fasta, unique) as write:
             shared = _collected(project, tables, seed, write)
@@ -115,16 +113,6 @@ def read_shared(project: Project, alike: Alike, seed: int = 0, fasta: Path | Non
         what = "the data set's table has no column cluster, and no --clusters names a table of chains"
         raise ConfigError(what, where="--by clusters", remedy=Command.of("data split --by clusters --clusters FILE"))
     return shared
-
-
-def _refuse_unfit(project: Project, alike: Alike) -> None:
-    if project.source.source == "reader":
-        what = "a reader's items have no chains: their splits are the reader's, as data.options says"
-        raise ConfigError(what, where="data.source", remedy=Command.of("config show"))
-    if alike.by == "structure" and project.source.source == "fasta":
-        raise ConfigError(
-            "sequences have no structure", where="--by structure", remedy=Command.of("data split --by identity")
-        )
 
 
 def usable_items(project: Project) -> Iterator[KnownItem | Rejection]:
@@ -154,7 +142,7 @@ def _collected(project: Project, tables: dict[str, ClusterTable], seed: int, wri
             shared.sequences.add(number, chain.partner, digest)
             write(entry.item.id, chain.summary, digest)
             for name, table in tables.items():
-                found = [cluster for path in chain.paths(name) for cluster in table.clusters_of(path)]
+                found = [cluster for path in chain.paths() for cluster in table.clusters_of(path)]
                 shared.unclustered[name] += not found
                 for cluster in found:
                     shared.levels[name].add(number, chain.partner, cluster)
@@ -171,12 +159,10 @@ class _Chain:
     parts: tuple[Part | None, ...]
     alone: bool
 
-    def paths(self, table: str) -> Iterator[Iterator[str]]:
+    def paths(self) -> Iterator[Iterator[str]]:
         """Yield for each file that the chain may be of what a table may call it."""
         for part in self.parts:
-            path = part.path if part else ""
-            path = _linked_file(path) if table == "structure" else path
-            model = part.model if part else None
+            path, model = (part.path, part.model) if part else ("", None)
             yield chain_names(self.item.id, path, self.summary.name, model, alone=self.alone)
 
 
@@ -239,22 +225,6 @@ def _writing_chains(every: Path | None, unique: Path | None) -> Iterator[WriteCh
 
 def _write_sequence(file: IO[str], name: str, sequence: str) -> None:
     file.write(f">{name}\n{sequence}\n")
-
-
-def _linked_file(path: str) -> str:
-    """Return the name under which a structure file is given to foldseek."""
-    return f"s{text_digest(path):016x}{split_suffix(Path(path).name)[1]}"
-
-
-def _linked_files(project: Project, folder: Path) -> Path:
-    """Link every structure file of the data set into a folder, under a name that is its own."""
-    folder.mkdir()
-    for item in list_items(project):
-        for part in item.parts if isinstance(item, Item) else ():
-            link = folder / _linked_file(part.path)
-            if not link.is_symlink() and Path(part.path).exists():
-                link.symlink_to(os.path.abspath(part.path))  # noqa: PTH100 - links stay what they are
-    return folder
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,7 @@ from tests.testkit.project import RESIDUES, Project, settle, write_config
 
 SCAN = ("submit", "--executor", "local", "--follow", "--stage", "scan")
 FAMILIES, MEMBERS = 12, 3  # items of one family have the same receptor
-# What `mmseqs easy-cluster IN PREFIX TMP …` and `foldseek easy-cluster DIR PREFIX TMP …` are called with and leave
-# behind; those programs themselves are not installed where this is tested. It joins receptors of the families 0 and 1.
+# A stand-in for `mmseqs easy-cluster IN PREFIX TMP …`, which tests do not install. It joins receptors of families 0, 1.
 STAND_IN = """#!{python}
 import os, sys
 words = sys.argv[1:]
@@ -30,13 +29,8 @@ with open({told!r}, "a") as told:
 assert words[0] == "easy-cluster" and not os.path.exists(words[3]), words
 if {code}:
     sys.exit("Error: the prefilter died")
-if os.path.isdir(words[1]):
-    files = [(open(os.path.join(words[1], name)).read()[17:20], name) for name in sorted(os.listdir(words[1]))]
-    named = [(chain == "A" and word in ("ALA", "CYS"), f"{{name if number % 2 else name[:-4]}}_{{chain}}")
-             for number, (word, name) in enumerate(files) for chain in "AB"]
-else:
-    lines = open(words[1]).read().split()
-    named = [(len(word) == 4 and word[0] in "AC", name[1:]) for name, word in zip(lines[::2], lines[1::2])]
+lines = open(words[1]).read().split()
+named = [(len(word) == 4 and word[0] in "AC", name[1:]) for name, word in zip(lines[::2], lines[1::2])]
 first = {{}}
 with open(words[2] + "_cluster.tsv", "w") as table:
     for is_alike, name in named:
@@ -172,20 +166,14 @@ def test_a_table_that_is_none_is_refused(scanned, pipeline):
 
 
 @pytest.mark.nightly
-def test_mmseqs_and_foldseek_are_run_where_they_are_installed(scanned, pipeline, monkeypatch):
-    told = installed(scanned, monkeypatch, "mmseqs", "foldseek")
+def test_mmseqs_is_run_where_it_is_installed(scanned, pipeline, monkeypatch):
+    told = installed(scanned, monkeypatch, "mmseqs")
     said = pipeline("split", "--by", "identity", "--min-identity", "0.4", "--out", "i.csv", "--json")
     assert said.code == 0
     joined = json.loads(said.out)
     assert joined["components"] == FAMILIES - 1
     assert joined["without_cluster"] == {}
-    said = pipeline("split", "--by", "structure", "--out", "s.csv", "--json")
-    assert said.code == 0
-    joined = json.loads(said.out)
-    assert (joined["components"], joined["without_cluster"]) == (FAMILIES - 1, {"structure": 0})
-    by_identity, by_structure = told.read_text().splitlines()
-    assert by_identity.startswith("mmseqs --min-seq-id 0.4 -c 0.8 --cov-mode 0 --threads ")
-    assert by_structure.startswith("foldseek -c 0.8 --threads ")
+    assert told.read_text().startswith("mmseqs --min-seq-id 0.4 -c 0.8 --cov-mode 0 --threads ")
     assert pipeline("split", "--check", "--by", "identity", "--set", "data.path=i.csv").code == 0
 
 
