@@ -33,5 +33,6 @@ def test_importing_the_public_face_does_not_import_torch() -> None:
 
 def test_documentation_and_users_import_from_the_public_face_alone() -> None:
     found = [(name, page) for page in PAGES for names in IMPORT.findall(page.read_text()) for name in names if name]
-    assert [place for place in found if place[0] not in {"pipeline", "pipeline.api"}] == []
+    allowed = ("pipeline", "pipeline.api", "pipeline.tasks.interface")  # the last: a task that `train.task` names
+    assert [place for place in found if place[0] not in allowed] == []
     assert len(found) > 5
