@@ -60,9 +60,7 @@ class ScheduleSection(Section):
 class ValidationSection(Section):
     """Validation during training."""
 
-    split: Name | None = Field(
-        default="val", description="Split to validate on. null, or a split without items: no validation."
-    )
+    split: Name | None = Field(default="val", description="Split to validate on. null or empty split: none.")
     every: Interval = Field(
         default=1, description="Interval: epochs such as 2, a part of an epoch such as 0.25, or '500 steps'."
     )
@@ -70,9 +68,7 @@ class ValidationSection(Section):
         default=None,
         description="Maximum number of items, always the same ones: 1000, or a part such as 0.25. null: all.",
     )
-    monitor: Name = Field(
-        default="loss", description="Metric that selects the best checkpoints: loss, or a metric of the task."
-    )
+    monitor: Name = Field(default="loss", description="Metric that selects the best checkpoints, such as loss.")
     better: Literal["auto", "lower", "higher"] = Field(
         default="auto", description="Better values of the monitored metric. auto: lower for loss, higher for others."
     )
@@ -106,9 +102,7 @@ class CheckpointsSection(Section):
     """When to write checkpoints, and which to keep."""
 
     every: int | None = Field(default=None, ge=1, description="Steps between checkpoints. null: by time only.")
-    minutes: float = Field(
-        default=10, gt=0, description="Maximum minutes between checkpoints. Each epoch ends with one."
-    )
+    minutes: float = Field(default=10, gt=0, description="Maximum minutes between checkpoints. Each epoch writes one.")
     last: int = Field(default=2, ge=2, description="Number of newest checkpoints to keep. Damaged ones are skipped.")
     best: int = Field(default=1, ge=0, description="Number of best checkpoints to keep.")
     asynchronous: AutoFlag = Field(
@@ -202,9 +196,7 @@ class TrainSection(Section):
         description="Encoders whose embeddings are concatenated: main, or names in embed.also. auto: main.",
     )
     effective_batch: int = Field(default=8, ge=1, le=9_999_999, description="Items per optimizer step, over all GPUs.")
-    micro_batch: AutoCount = Field(
-        default="auto", description="Maximum number of items per micro-batch on a GPU. auto: planned, by cost."
-    )
+    micro_batch: AutoCount = Field(default="auto", description="Maximum items per micro-batch on a GPU. auto: by cost.")
     batching: Literal["concatenated", "padded"] = Field(
         default="concatenated",
         description="How to combine items into a batch: concatenate them, or pad them to the largest.",
@@ -226,11 +218,9 @@ class TrainSection(Section):
     )
     learning_rate: float = Field(default=1e-4, gt=0, description="Learning rate.")
     weight_decay: float = Field(default=0.01, ge=0, description="Weight decay.")
-    clip: float | None = Field(
-        default=1.0, gt=0, description="Clip the norm of all gradients to this value. null: no clipping."
-    )
+    clip: float | None = Field(default=1.0, gt=0, description="Maximum norm of all gradients (clipping). null: none.")
     ema: float | None = Field(
-        default=None, gt=0, lt=1, description="Decay of the moving average of parameters. null: no average."
+        default=None, gt=0, lt=1, description="Decay of the moving average of weights. null: none."
     )
     frozen: tuple[Name, ...] = Field(default=(), description="Freeze parameters with these name prefixes.")
     schedule: ScheduleSection = ScheduleSection()
