@@ -90,7 +90,7 @@ clean:                   ## what the targets above made
 INSTALL := $(BIN)/pip install --quiet --quiet --disable-pip-version-check --no-compile -c constraints.txt
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .venv
-	$(INSTALL) -e '.[bcif]'
+	$(INSTALL) -e '.[bcif,hdf5,images]'
 	touch $@
 
 .venv/tools: .venv/ready

@@ -23,8 +23,8 @@ def demo_command(
         str | None,
         option(
             "--recipe NAME",
-            "Demonstrate a recipe of `pipeline init` at toy size: complex_docking, contrastive_pair, denovo_recursive, "
-            "encoder_finetune, rna_ligand or spectra_finetune.",
+            "Demonstrate a recipe of `pipeline init` at toy size: complex_docking, denovo_recursive, encoder_finetune, "
+            "spectra_finetune, rna_ligand (needs the extra hdf5) or contrastive_pair (needs the extra images).",
         ),
     ] = None,
 ) -> None:

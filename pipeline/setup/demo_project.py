@@ -1,6 +1,6 @@
 """`pipeline demo`: a small project of synthetic complexes, in which every other command works.
 
-With `--recipe NAME` it is a recipe at toy size on made data of its field, from nothing to what it is for.
+With `--recipe NAME` it is a recipe at toy size on synthetic data, in which a rule is planted that it learns.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ if TYPE_CHECKING:
 
 SPLITS = ("train", "train", "train", "train", "val", "test")
 HEAD = """\
-# The recipe {name} at toy size, on made data; written by `pipeline demo --recipe {name}`.
+# The recipe {name} at toy size, on synthetic data; written by `pipeline demo --recipe {name}`.
 # At its real size, with comments: pipeline init DIR --recipe {name}
 """
-WIDTH = 16  # of the small encoder, and of what stands for a ligand
+PAIRS = 3  # of proteins that dock
+WIDTH = 16  # of the small encoder, and of the embedding of a ligand
 
 
 @dataclass(frozen=True)
 class RecipeDemo:
-    """What makes a recipe small, and what it reads."""
+    """A recipe at toy size: its data, with a rule to learn, and the settings that make it small."""
 
-    make: Callable[[Path, int], None]  # writes so many items, or about so many, below the project's folder
+    make: Callable[[Path, int], None]  # writes this number of items, or about it, in the project's folder
+    metric: str  # of validations, which shows that the planted rule was learned
     options: Mapping[str, Any]  # of the task
     settings: tuple[str, ...] = ()
     items: int = 24
@@ -46,29 +48,28 @@ class RecipeDemo:
     needs: tuple[str, str] | None = None  # an extra, and the module that it brings
 
     def sets(self, folder: Path) -> list[str]:
-        """Return the settings that make the recipe small, as --set has them."""
+        """Return the settings that make the recipe small, as `--set` takes them."""
         options = (f"train.options.{name}={json.dumps(value)}" for name, value in self.options.items())
         common = ("train.epochs=2", "train.precision=fp32", "cluster.train.gpus=0", "cluster.train.cpus=1")
         return [
             *options,
             *common,
             "cluster.executor=local",
-            *(one.replace("FOLDER", str(folder.absolute())) for one in self.settings),
+            *(setting.replace("FOLDER", str(folder.absolute())) for setting in self.settings),
         ]
 
 
 def _complexes(folder: Path, items: int) -> None:
+    """Write complexes of a few pairs of proteins, each turned and shaken: how a pair docks can be learned."""
     from pipeline.encoder.checkpoints.synth import write_random_checkpoint  # it imports torch
-    from pipeline.structures.synthetic import complex_pdb
+    from pipeline.structures.synthetic import shaken_pair, to_pdb
 
     structures = folder / "data" / "structures"
     structures.mkdir(parents=True)
     rows = ["path,split"]
     for number in range(items):
-        lines = complex_pdb(number, 20 + number, 20 + number).decode().splitlines(keepends=True)
-        for chain, letter in (("A", "r"), ("B", "l")):
-            own = [line for line in lines if line.startswith("ATOM") and line[21] == chain]
-            (structures / f"c{number}_{letter}_b.pdb").write_text("".join([*own, "END\n"]))
+        for partner, letter in zip(shaken_pair(number // len(SPLITS) % PAIRS, number, 20), "rl", strict=True):
+            (structures / f"c{number}_{letter}_b.pdb").write_bytes(to_pdb({letter.upper(): partner}))
         rows.append(f"c{number},{SPLITS[number % len(SPLITS)]}")
     (folder / "data" / "splits.csv").write_text("\n".join([*rows, ""]))
     write_random_checkpoint(folder / "weights" / "esm2_tiny.pt", layers=1, dim=WIDTH, heads=2)
@@ -102,36 +103,45 @@ def _sequences(folder: Path, items: int) -> None:
 DEMOS = {
     "complex_docking": RecipeDemo(
         _complexes,
-        {"embedding_dim": WIDTH, "scalars": 4, "vectors": 2, "layers": 2, "steps": 2},
+        "loss.translation",
+        {"embedding_dim": WIDTH, "scalars": 8, "vectors": 4, "layers": 2, "steps": 8, "multiplicity": 4,
+         "translation_most": 12.0},
         (
             "embed.weights=FOLDER/weights/esm2_tiny.pt",
             "cluster.embed.gpus=0",
             "cluster.embed.cpus=1",
             "graph.neighbours=8",
-            "train.evaluate.options={samples: 2}",
-            "train.predict.options={samples: 2, steps: 2}",
-            "train.effective_batch=2",
-            "train.validation.every=1",
+            "train.evaluate.options={samples: 1}",
+            "train.predict.options={samples: 2, steps: 8}",
+            "train.effective_batch=8",
+            "train.epochs=12",
+            "train.learning_rate=0.005",
+            "train.validation.every=2",
         ),
-        items=6,
+        items=126,
         shows=("poses.csv",),
     ),
     "spectra_finetune": RecipeDemo(
         _spectra,
+        "r2",
         {
             "layers": 2, "heads": 4, "d_fourier": 56, "d_peak": 8, "fourier_width": 64, "finest": 0.01, "max_peaks": 20,
         },
         ("train.frozen=[]", "train.epochs=16", "train.effective_batch=32", "train.learning_rate=0.001",
-         "train.predict.split=test"),
+         "train.schedule={kind: cosine}", "train.predict.split=test"),
         items=900,
     ),
     "encoder_finetune": RecipeDemo(
         _sequences,
+        "r2",
         {"layers": 2, "width": WIDTH, "heads": 2, "rank": 2, "alpha": 4.0},
-        ("train.pretrained=FOLDER/weights/esm2_tiny.pt", "train.effective_batch=4"),
+        ("train.pretrained=FOLDER/weights/esm2_tiny.pt", "train.effective_batch=16", "train.epochs=12",
+         "train.learning_rate=0.01"),
+        items=300,
     ),
     "denovo_recursive": RecipeDemo(
         _peptides,
+        "residue_recall",
         {
             "width": 64, "heads": 4, "encoder_layers": 1, "decoder_layers": 1, "latent_steps": 1,
             "supervision_steps": 2, "max_peaks": 20, "longest": 6, "smoothing": 0.0, "spectrum_weight": 0.05,
@@ -148,18 +158,20 @@ DEMOS = {
     ),
     "rna_ligand": RecipeDemo(
         _pockets,
-        {"hidden_irreps": "8x0e+4x1o", "layers": 2, "output_dim": WIDTH, "feature_width": 8},
+        "recall_at_1",
+        {"hidden_irreps": "8x0e+4x1o", "layers": 1, "output_dim": WIDTH, "feature_width": 8},
         (
-            "train.epochs=5", "train.learning_rate=0.01", "train.predict.split=test",
+            "train.epochs=4", "train.learning_rate=0.01", "train.predict.split=test",
             "train.options.targets=FOLDER/data/ligand_embeddings.h5",
             "train.options.library=FOLDER/data/ligand_library.h5",
         ),
-        items=200,
+        items=400,
         shows=("ranked_ligands.csv",),
         needs=("hdf5", "h5py"),
     ),
     "contrastive_pair": RecipeDemo(
         _captions,
+        "left_to_right_at_1",
         {
             "width": 32, "layers": 2, "heads": 2, "out": 16, "vocabulary": 1000, "image_size": 32, "patch": 8,
             "image_width": 32, "image_layers": 2, "image_heads": 2, "right_most": 16,
@@ -178,7 +190,7 @@ def write_recipe_demo(folder: Path, name: str) -> Path:
     text = recipe_text(name, None)
     demo = DEMOS[name]
     if demo.needs and find_spec(demo.needs[1]) is None:
-        what = f"the demo of {name} needs the extra {demo.needs[0]}, which is not installed"
+        what = f"the demo of {name} needs {demo.needs[1]}, which is not installed (extra {demo.needs[0]})"
         raise ConfigError(what, where="--recipe", remedy=install_extra(demo.needs[0]))
     folder.mkdir(parents=True, exist_ok=True)
     demo.make(folder, demo.items)
@@ -191,35 +203,51 @@ def write_recipe_demo(folder: Path, name: str) -> Path:
 
 
 def small_settings(config: Config, folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the settings that are not the defaults, with paths as they are from the project's folder.
+    """Return the settings that differ from the defaults, with paths relative to the project's folder.
 
-    Those among a task's options stay whole, as jobs read them wherever they run.
+    Paths among a task's options stay absolute, because jobs may read them from another folder.
     """
-    usual = read_config(None, ["data.path=nowhere"]).config.model_dump(mode="json")
+    defaults = read_config(None, ["data.path=nowhere"]).config.model_dump(mode="json")
     whole = config.model_dump(mode="json")
     plain = json.loads(json.dumps(whole).replace(f"{folder.absolute()}/", ""))
     plain["train"]["options"] = whole["train"]["options"]
-    return {section: values for section, values in _differing(plain, usual).items() if isinstance(values, dict)}
+    return {section: values for section, values in _differing(plain, defaults).items() if isinstance(values, dict)}
 
 
-def _differing(values: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are not the usual ones, sections within sections too."""
+def _differing(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that differ from the defaults, in nested sections too."""
     kept = {
-        name: _differing(value, usual[name]) if isinstance(value, dict) and isinstance(usual.get(name), dict) else value
+        name: _differing(value, defaults[name])
+        if isinstance(value, dict) and isinstance(defaults.get(name), dict)
+        else value
         for name, value in values.items()
-        if value != usual.get(name)
+        if value != defaults.get(name)
     }
     return {name: value for name, value in kept.items() if value != {}}
 
 
 def what_was_made(folder: Path, name: str) -> str:
-    """Return where the output of a recipe lies, and what to type next."""
-    made = [path for shown in DEMOS[name].shows for path in sorted(folder.glob(f"predictions/*/{shown}"))]
+    """Return what a recipe learned, where its output is, and commands to try next."""
+    demo = DEMOS[name]
+    made = [path for shown in demo.shows for path in sorted(folder.glob(f"predictions/*/{shown}"))]
     files = [f"  less {quoted(path.relative_to(folder))}" for path in made]
     return "\n".join([
-        "", "Look around:", f"  cd {quoted(folder)}", *files, "  pipeline status", "  pipeline report",
-        "  pipeline plan train", f"At its real size, with comments:   pipeline init DIR --recipe {name}",
+        f"Learned: {learned(folder, demo.metric)}", "",
+        "Try next:", f"  cd {quoted(folder)}", *files, "  pipeline status", "  pipeline report --html report.html",
+        "  pipeline plan train", f"The recipe at its real size, with comments: pipeline init DIR --recipe {name}",
     ])  # fmt: skip
+
+
+def learned(folder: Path, metric: str) -> str:
+    """Return a metric of the validations after the first and the last epoch, and of the test items."""
+    (log,), (tested,) = folder.glob("models/*/epochs.jsonl"), folder.glob("models/*/evaluations/*.json")
+    epochs = [epoch for epoch in map(json.loads, log.read_text().splitlines()) if metric in epoch["validation"]]
+    first, last = (
+        f"{epoch['validation'][metric]:.3g} after epoch {epoch['epoch']}" for epoch in epochs[:: len(epochs) - 1]
+    )
+    test = json.loads(tested.read_text())["evaluation"]
+    course = f"{first}, {last} (validation)"
+    return f"{metric} {course}, {test['figures'][metric]:.3g} (test, n={test['items']})"
 
 
 COMPLEXES = 24

@@ -1,4 +1,4 @@
-"""`pipeline init`: the configuration that a project starts with, and the profile of the cluster it was made on."""
+"""`pipeline init`: writes the first configuration of a project, and a profile of the cluster that it runs on."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def write_init_files(folder: Path, site: Site | None, recipe: str | None = None)
     profile = None if site is None else folder / "sites" / f"{file_name(site.name)}.yaml"
     for path in filter(None, (config, profile)):
         if os.path.lexists(path):
-            remedy = f"pipeline init NEWFOLDER, and take from it what you need; or move {path.name} away"
-            raise ConfigError("exists already, and is left as it is", where=str(path), remedy=remedy)
+            remedy = f"pipeline init NEWDIR   (then copy what you need), or move {path.name} away"
+            raise ConfigError("already exists, and init overwrites no file", where=str(path), remedy=remedy)
     begun: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ def profile_text(site: Site) -> str:
 
 
 def _template(name: str) -> Template:
-    """Return a template of a file; what a cluster tells is made harmless by the filters `line` and `word`."""
+    """Return a template of a file; the filters `line` and `word` quote text that Slurm reports."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # which the command line need not wait for
 
     loader = FileSystemLoader(Path(__file__).parent)
@@ -168,7 +168,7 @@ def _table(site: Site) -> Iterator[str]:
         alike = site.nodes_of(partition.name)
         rows += [_row(first, nodes) for nodes in alike] or [(first[0], "0", "", "", "", first[1], "")]
     if len(rows) == 1:
-        yield "No partition was told."
+        yield "Slurm reports no partitions."
         return
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -202,7 +202,7 @@ class _CardEntry:
 
 
 def _card(site: Site, kind: GpuKind, home: str) -> _CardEntry:
-    """Return the entry of a kind of GPU, and what is to be said beside it."""
+    """Return the entry of a kind of GPU, and the notes next to it."""
     where = home if home in kind.partitions else best_partition(site, kind.partitions)
     keys = {"gres": kind.gres, "feature": kind.feature, "partition": "" if where == home else where}
     guess = f"{kind.sizes_gib[0]}GiB" if kind.sizes_gib else "?GiB"
@@ -212,7 +212,7 @@ def _card(site: Site, kind: GpuKind, home: str) -> _CardEntry:
     notes = [barred, *notes] if barred else notes
     if len(kind.sizes_gib) != 1:
         sizes = " or ".join(f"{size_gib}GiB" for size_gib in kind.sizes_gib[1:])
-        notes.insert(0, f"or {sizes}: which of them is not told" if sizes else "its memory is not told")
+        notes.insert(0, f"or {sizes}: Slurm does not report which" if sizes else "Slurm does not report its memory")
     return _CardEntry(entry, notes, is_known=len(kind.sizes_gib) == 1 and not barred)
 
 
@@ -228,7 +228,7 @@ class GpuKind:
 
 
 def gpu_kinds(site: Site) -> list[GpuKind]:
-    """Return the kinds of GPU of a cluster, told apart by type and, where that is not enough, by feature."""
+    """Return the kinds of GPU of a cluster, distinguished by type and, where types are the same, by feature."""
     kinds: dict[tuple[str, str, SizesGib], GpuKind] = {}
     for nodes in site.nodes:
         for kind in _of_nodes(nodes):
@@ -263,12 +263,12 @@ def _of_nodes(nodes: SiteNodes) -> Iterator[GpuKind]:
             feature = next((name for name in nodes.features if names_a_model(name)), "")
             sizes = sizes_gib(feature)
         elif len(sizes) > 1:
-            feature, sizes = _told_by_feature(nodes.features, sizes)
+            feature, sizes = _size_by_feature(nodes.features, sizes)
         yield GpuKind(gpus.type, feature, sizes, count=gpus.count)
 
 
-def _told_by_feature(features: Sequence[str], sold: SizesGib) -> tuple[str, SizesGib]:
-    """Return the node feature that tells which of several memory sizes a GPU has, and that size."""
+def _size_by_feature(features: Sequence[str], sold: SizesGib) -> tuple[str, SizesGib]:
+    """Return the node feature that names one of several memory sizes of a GPU, and that size."""
     for feature in features:
         named = sizes_gib(feature) if names_a_model(feature) else ()
         near = tuple(size for size in sold if size in named) or nearest_sizes(sold, sizes_said(feature))

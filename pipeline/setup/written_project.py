@@ -1,6 +1,6 @@
-"""A folder with a configuration that a verb writes for what is typed, by the settings of the project here.
+"""Writes a folder with a configuration for one command, from what was typed and the settings of the project.
 
-`pipeline embed` writes one for a FASTA file, `pipeline dock` one for two structures, by a model's settings, too.
+`pipeline embed` writes one for a FASTA file; `pipeline dock` writes one for two structures and a model.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def refuse_absent(*files: Path) -> None:
     """Raise where one of these files is not there."""
     for file in files:
         if not file.is_file():
-            raise ConfigError("there is no such file", where=str(file), remedy=f"ls {quoted(file.parent)}")
+            raise ConfigError("file not found", where=str(file), remedy=f"ls {quoted(file.parent)}")
 
 
 def cluster_settings(project: LoadedConfig, *stages: str) -> dict[str, Any]:
-    """Return where things are computed: as here; without a project on this machine, with a card where it has one."""
+    """Return the cluster settings of the project; without one, those of this machine, with a GPU if it has one."""
     cluster = project.config.cluster.model_dump(mode="json", exclude_unset=True)
     if project.path:
         return cluster
@@ -52,9 +52,9 @@ def cluster_settings(project: LoadedConfig, *stages: str) -> dict[str, Any]:
 def write_project(
     folder: Path, head: str, settings: Mapping[str, Mapping[str, Any]], beside: Mapping[str, str] = NO_FILES
 ) -> Path:
-    """Write a configuration, and first the texts of files beside it, into a folder; return its path."""
+    """Write the texts of some files and then a configuration into a folder; return the configuration's path."""
     first = f"# {head};"
-    lines = [f"{first} what is done is kept: the same command goes on.\n"]
+    lines = [f"{first} finished work is kept: run the same command again to continue.\n"]
     lines += [f"{section}: {json.dumps(values)}" for section, values in settings.items()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -63,15 +63,15 @@ def write_project(
             write_whole(folder / name, text)
     except OSError as error:
         what = f"cannot write: {error.strerror}"
-        raise ConfigError(what, where=str(folder), remedy="name another by --out") from error
+        raise ConfigError(what, where=str(folder), remedy="choose another folder: --out DIR") from error
     return folder / CONFIG
 
 
 def _refuse_own(config: Path, first: str) -> None:
-    """Raise where a configuration is there that we did not write, such as a project's: it would be lost."""
+    """Raise if another configuration is there, such as a project's, which would be lost."""
     if config.exists() and not config.read_bytes().startswith(first.encode()):
-        what = "it is a configuration of another kind, and stays as it is"
-        raise ConfigError(what, where=str(config), remedy="name another folder by --out")
+        what = "this command did not write this configuration, and does not overwrite it"
+        raise ConfigError(what, where=str(config), remedy="choose another folder: --out DIR")
 
 
 def write_fasta_project(folder: Path, fasta: Path, weights: Path | None, project: LoadedConfig) -> Path:
@@ -97,7 +97,7 @@ PUBLISHED_SAMPLING = {"temperature": 2.439, "psi": 0.216, "data_translation": 0.
 
 @dataclass(frozen=True)
 class Docking:
-    """What is docked, and how."""
+    """Two structures to dock, and the options."""
 
     receptor: Path
     ligand: Path
@@ -163,12 +163,14 @@ def _settings_of_model(docking: Docking, here: Config, beside: Path) -> dict[str
         return {"embed": {"context": "partner"}, "train": {"task": TASK, "options": _published_options(file)}}
     model = named_model(here.train.models, docking.model)
     if model is None or model.config is None:
-        what = "a model that docks is a trained one, or a file of weights"
+        what = "not a trained model, and not a file of weights"
         raise ConfigError(what, where=f"--model {docking.model}", remedy=Command.of("model list"))
     train = model.config.train
     if not isinstance(load_task(train.task, train.options, beside=beside), Publishes):
-        what = f"this is a model of {train.task}, which draws no poses"
-        raise ConfigError(what, where=f"--model {docking.model}", remedy=f"name one of {TASK}: pipeline model list")
+        what = f"a model of {train.task}, which predicts no poses"
+        raise ConfigError(
+            what, where=f"--model {docking.model}", remedy=Command.of("model list", then=f"   (choose one of {TASK})")
+        )
     settings = portable_settings(model.config, there=True)
     if "also" not in settings["embed"]:  # else this project may know another encoder by that name
         del settings["embed"]["weights"]
@@ -183,7 +185,7 @@ def _published_options(weights: Path) -> dict[str, Any]:
     try:
         sizes = trunk_options(from_published(stored_weights(weights).tensors))
     except (KeyError, ValueError, IndexError) as error:
-        what = "these are not the weights of a model that docks"
+        what = "not the weights of a docking model"
         raise ConfigError(what, where=f"--model {weights}", remedy="name DiffDock-PP's score model") from error
     return {"as_published": True, **sizes}
 
@@ -194,6 +196,6 @@ def _judge(wanted: str, here: Config) -> dict[str, Any]:
         return {"confidence": str(file)}
     model = named_model(here.train.models, wanted)
     if model is None or model.config is None:
-        raise ConfigError("there is no such model", where=f"--confidence {wanted}", remedy=Command.of("model list"))
+        raise ConfigError("model not found", where=f"--confidence {wanted}", remedy=Command.of("model list"))
     is_as_published = bool(model.config.train.options.get("as_published", False))
     return {"confidence": str(chosen_of(model).path), "confidence_as_published": is_as_published}

@@ -53,6 +53,7 @@ APART_CA = 4.5  # Å at least between CA atoms three or more residues apart
 TOUCH_CA, CONTACT_CA = 7.0, 11.0  # Å between partners when poses are compared, by every other CA
 STICKY, STICKY_WITHIN = "FWY", 5.0  # the demo's residues that touch a partner: atoms at most so many Å apart
 PLAIN = str.maketrans("FWY", "LAS")  # what stands for them elsewhere
+SHAKE = 0.1  # Å, standard deviation of the errors of a shaken pair
 TOUCH = 2.8  # Å between the nearest atoms of two partners in the end
 
 
@@ -142,6 +143,18 @@ def dock(rng: np.random.Generator, receptor: Fold, ligand: Fold) -> tuple[Fold, 
     )
     lift = _lift(receptor.atoms()[2], ligand.atoms()[2], TOUCH)
     return receptor, Fold(ligand.sequence, ligand.pos_R53 + np.array([0, 0, lift]))
+
+
+def shaken_pair(pair: int, seed: int, length: int) -> tuple[Fold, Fold]:
+    """Return two docked chains in another orientation: a pair always has the same shapes, with other sequences."""
+    of_pair, own = np.random.default_rng(pair), np.random.default_rng((pair, seed))
+    partners = dock(of_pair, *(fold_chain(draw_sequence(of_pair, length)) for _ in range(2)))
+    turn_33 = Rotation.random(random_state=own.integers(1 << 31)).as_matrix()
+    receptor, ligand = (
+        Fold(draw_sequence(own, length), (partner.pos_R53 + own.normal(0, SHAKE, partner.pos_R53.shape)) @ turn_33.T)
+        for partner in partners
+    )
+    return receptor, ligand
 
 
 def to_pdb(chains: Mapping[str, Fold]) -> bytes:

@@ -38,6 +38,8 @@ def test_the_demo_learns_the_rule_in_its_data_though_memory_runs_out_once(demo: 
     metrics = [epoch["validation"]["contact_auroc"] for epoch in epochs]
     assert metrics[-1] > 0.85 > metrics[0] + 0.2
     assert sum(epoch["ooms"] for epoch in epochs) == 1
+    damage = json.loads((demo.pristine / "damage.jsonl").read_text().splitlines()[0])
+    assert (damage["records"] - damage["whole"], damage["lost"]) == (1, 1)
 
 
 @pytest.mark.nightly

@@ -34,7 +34,7 @@ def test_published_weights_need_no_project_and_say_their_sizes_to_which_typed_op
     assert config.train.predict.options.items() >= {"samples": 3, "temperature": 2.439, "psi": 0.5, "ode": True}.items()
     assert load_pretrained(ComplexDocking(**config.train.options).model(), Path("score.pth")).is_whole
     torch.save({"elsewhere.weight": torch.zeros(2)}, "other.pth")
-    with pytest.raises(ConfigError, match="model that docks"):
+    with pytest.raises(ConfigError, match="docking model"):
         write_dock_project(Path("out"), replace(docking, model="other.pth"), read_config(None, ["data.path=."]))
 
 

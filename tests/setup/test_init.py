@@ -180,7 +180,7 @@ def test_nothing_is_ever_written_over(pipeline: Command, monkeypatch: pytest.Mon
     assert [path.name for path in tmp_path.iterdir()] == ["pipeline.yaml"]
     (tmp_path / "new/sites").mkdir(parents=True)
     (tmp_path / "new/sites/plain.yaml").symlink_to("nowhere")
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         write_init_files(tmp_path / "new", site_of(PLAIN))
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["sites"]
     for folder in ("pipeline.yaml/below", "/proc/none"):

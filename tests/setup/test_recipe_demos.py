@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,16 @@ from pipeline.setup.demo_project import DEMOS, write_recipe_demo
 from tests.conftest import ROOT
 from tests.testkit.command import Command
 
+# No model reaches these on the test items without training: most are twice what chance gives, an r2 of chance is 0.
+BEYOND_CHANCE = {
+    "complex_docking": 0.47,  # a loss: 0.5 for a model that predicts no move
+    "spectra_finetune": 0.2,
+    "encoder_finetune": 0.3,
+    "denovo_recursive": 0.3,
+    "rna_ligand": 0.6,
+    "contrastive_pair": 0.3,
+}
+
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
 
 
@@ -22,20 +33,22 @@ def test_every_recipe_has_a_demo() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", DEMOS)
-def test_a_recipe_runs_from_nothing_to_its_own_output(
+def test_a_recipe_learns_the_rule_in_its_data_and_writes_its_own_output(
     name: str, pipeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     done = pipeline("demo", "here", "--recipe", name)
     assert done.code == 0, done.err
+    (file,) = Path("here/models").glob("*/evaluations/*.json")
+    test = json.loads(file.read_text())["evaluation"]
+    reached, bound = test["figures"][DEMOS[name].metric], BEYOND_CHANCE[name]
+    assert test["items"] >= 20
+    assert (reached < bound) if name == "complex_docking" else (reached > bound), reached
     for shown in DEMOS[name].shows:
-        (table,) = (tmp_path / "here" / "predictions").glob(f"*/{shown}")
-        with table.open(newline="") as file:
-            assert list(csv.DictReader(file)), table
+        (table,) = Path("here/predictions").glob(f"*/{shown}")
+        with table.open(newline="") as rows:
+            assert list(csv.DictReader(rows)), table
         assert f"less predictions/{table.parent.name}/{shown}" in done.out
-    again = pipeline("submit", "--stage", "all", "--follow", "--config", "here/pipeline.yaml")
-    assert again.code == 0, again.err
-    assert "nothing to do" in again.out
 
 
 def test_the_settings_of_a_demo_are_the_recipes_own_but_for_what_makes_it_small(tmp_path: Path) -> None:
