@@ -57,7 +57,7 @@ def resume_command(run: Run = None, follow: Follow = False, config: ConfigFile =
     folder, frozen, executor, status = _opened(run, config, sets, "resume")
     with executor:
         if status.state is RunState.DONE:
-            again = replace(folder.command(), then="   (does what is missing)")
+            again = replace(folder.command(), then="   (does the rest)")
             problem = f"run {folder.name} is done"
             raise ConfigError(problem, where=str(folder.path), remedy=again)
         if status.state in ENDED:
