@@ -103,8 +103,8 @@ def _sequences(folder: Path, items: int) -> None:
 DEMOS = {
     "complex_docking": RecipeDemo(
         _complexes,
-        "loss.translation",
-        {"embedding_dim": WIDTH, "scalars": 8, "vectors": 4, "layers": 2, "steps": 8, "multiplicity": 4,
+        "ligand_rmsd_median",
+        {"embedding_dim": WIDTH, "scalars": 8, "vectors": 4, "layers": 2, "steps": 8, "multiplicity": 1,
          "translation_most": 12.0},
         (
             "embed.weights=FOLDER/weights/esm2_tiny.pt",
@@ -114,7 +114,7 @@ DEMOS = {
             "train.evaluate.options={samples: 1}",
             "train.predict.options={samples: 2, steps: 8}",
             "train.effective_batch=8",
-            "train.epochs=12",
+            "train.epochs=4",
             "train.learning_rate=0.005",
             "train.validation.every=2",
         ),
