@@ -117,7 +117,7 @@ def _show_item(project: Project, name: str, *, as_json: bool) -> None:
         (of.stage, of.because.state.value, str(of.because), " ".join(key[:KEY_DIGITS] for key in of.keys.values()))
         for of in explained.stages
     ]
-    worst = next((of for of in explained.stages if of.because.state in (WorkState.REFUSED, WorkState.TO_DO)), None)
+    worst = next((of for of in explained.stages if of.because.state not in (WorkState.DONE, WorkState.NONE)), None)
     answer = f"! {worst.stage}: {worst.because.state.value}" if worst else "✓ nothing to do"
     title = f"{explained.id} ({explained.origin})" if explained.origin else explained.id
     show_parts(f"{answer}   {title}", "", text_table(("STAGE", "STATE", "WHY", "KEY"), rows))

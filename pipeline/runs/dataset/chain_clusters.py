@@ -69,7 +69,7 @@ class ClusterTable:
 
 
 def _no_table(path: Path, number: int, line: str) -> DataError:
-    what = f"not two names with a tab between them: {printable_text(line.strip()[:80])!r}"
+    what = f"not two tab-separated names: {printable_text(line.strip()[:80])!r}"
     hint = "   (mmseqs and foldseek call it …_cluster.tsv; of others, make one: representative<TAB>member)"
     return DataError(what, where=f"{path}:{number}", remedy=f"sed -n {number}p {quote(str(path))}{hint}")
 

@@ -50,7 +50,7 @@ def open_loader(
     from pipeline.training.ranks.process_group import end_after_gloo, place_in_group
 
     if (rank is None) != (ranks is None):
-        problem = f"rank={rank}, ranks={ranks}: each says nothing without the other"
+        problem = f"rank={rank}, ranks={ranks}: give both or neither"
         raise ConfigError(problem, where="open_loader", remedy="open_loader(…, rank=…, ranks=…), or neither")
     end_after_gloo()
     sets = [sets] if isinstance(sets, str) else list(sets)
@@ -138,7 +138,7 @@ def table_of(project: Project) -> ItemTable:
             return table
     except (CacheDamaged, RecordMissing) as error:
         raise type(error)(error.what, where=error.where, remedy=again) from error
-    what = "no run has made graphs of this data set with this configuration"
+    what = "this data set has no graphs with this configuration"
     what = reader_items.unmade(project.config) if reader_items.is_reader(project.config) else what
     raise ConfigError(what, where=str(project.config.cluster.runs), remedy=again)
 

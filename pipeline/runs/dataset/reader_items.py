@@ -58,7 +58,7 @@ def refuse_unreadable(project: Project) -> EntriesTaken:
 def refuse_crop(config: Config) -> None:
     """Refuse `oversize: crop` for a reader's items."""
     if is_reader(config) and config.train.oversize == "crop":
-        what = "only graphs can be cropped: what may be cut out of a reader's items is not known"
+        what = "only graphs can be cropped, not the items of a reader"
         raise ConfigError(what, where="train.oversize is crop", remedy="--set train.oversize=skip   (or error)")
 
 
@@ -72,8 +72,10 @@ def read_first(reader: Reader, most: int) -> EntriesTaken:
             if len(taken.table) > before:
                 table = taken.table.table()
                 if arrays_digest(as_arrays(reader.read(table.place(before)))) != table.key(before):
-                    what = f"read() of the reader gives other arrays of {table.ids[before]} than entries()"
-                    raise ConfigError(what, where=READER.where, remedy="what a reader must have: pipeline/protocol.py")
+                    what = f"read() and entries() of the reader return different arrays for {table.ids[before]}"
+                    raise ConfigError(
+                        what, where=READER.where, remedy="correct the reader: pipeline/protocol.py lists its methods"
+                    )
     return taken
 
 

@@ -125,7 +125,7 @@ def usable_items(project: Project) -> Iterator[KnownItem | Rejection]:
             elif not unknown:
                 yield entry
     if unknown:
-        what = f"{unknown:,} items have still to be scanned, such as {example}: their sequences are not known"
+        what = f"{unknown:,} items are not scanned yet, for example {example}: their sequences are unknown"
         raise DataError(what, where=str(project.source.path), remedy=Command.submit("scan"))
 
 
@@ -196,8 +196,10 @@ def _by_sequence(sequences: ChainLinks, table: ClusterTable) -> ChainLinks:
 
 def _refuse_strangers(name: str, table: ClusterTable, shared: SharedItems) -> None:
     if shared.chains and shared.unclustered[name] == shared.chains:
-        what = f"none of the {shared.chains:,} chains is in it: its members are called as {table.example!r}"
-        remedy = Command.of("data split --write-fasta chains.fasta", then="   (names chains as ID_CHAIN: cluster that)")
+        what = f"it contains none of the {shared.chains:,} chains; its members look like {table.example!r}"
+        remedy = Command.of(
+            "data split --write-fasta chains.fasta", then="   (cluster that file: its chains are named ID_CHAIN)"
+        )
         raise DataError(what, where=name, remedy=remedy)
 
 
@@ -267,7 +269,7 @@ class Division:
 def divide_items(shared: SharedItems, fractions: dict[str, float]) -> Division:
     """Divide items into splits that share nothing."""
     if not len(shared):
-        raise DataError("no item can be used: there is nothing to divide", remedy=Command.of("status"))
+        raise DataError("no usable item to split", remedy=Command.of("status"))
     draw_N, size_N = np.array(shared.draws, np.uint64), np.array(shared.sizes, np.int64)
     component_N = _named_by_draw(find_components(len(shared), shared.links()), draw_N)
     split_N = distribute(component_N, size_N, draw_N, list(fractions.values()))

@@ -44,12 +44,12 @@ class Placed:
 def check_place(spec: SourceSpec, out: Path) -> None:
     """Refuse a file that is the data set itself, or cannot be written."""
     if any(own is not None and out.resolve() == own.resolve() for own in (spec.path, spec.splits)):
-        what = "that is the data set's own file, which stays as it is"
-        raise ConfigError(what, where=str(out), remedy=f"take another name, such as {out.stem}.split{out.suffix}")
+        what = "this is the data set's own file, which is never overwritten"
+        raise ConfigError(what, where=str(out), remedy=f"choose another name, for example {out.stem}.split{out.suffix}")
     if not out.absolute().parent.is_dir():
-        raise ConfigError("its folder is not there", where=str(out), remedy=f"mkdir -p {quote(str(out.parent))}")
+        raise ConfigError("its folder does not exist", where=str(out), remedy=f"mkdir -p {quote(str(out.parent))}")
     if other := what_is_no_file(out):
-        raise ConfigError(f"{other} is no file", where=str(out), remedy="name a file")
+        raise ConfigError(f"{other} is not a file", where=str(out), remedy="name a file")
 
 
 def check_out(spec: SourceSpec, out: Path, folds: int) -> None:
@@ -63,7 +63,7 @@ def check_out(spec: SourceSpec, out: Path, folds: int) -> None:
         check_place(spec, path)
     needs_folder = spec.source in TABLES and spec.structures_dir is None
     if table and needs_folder and out.parent.resolve() != table.parent.resolve():
-        what = "paths in a table start at its folder: elsewhere they would name nothing"
+        what = "the paths in the table are relative to its folder, so the new table must be there"
         raise ConfigError(what, where=str(out), remedy=f"--out {table.parent / out.name}, or set data.structures_dir")
 
 
@@ -120,7 +120,7 @@ def _placed(project: Project, shared: SharedItems, division: Division, folds: in
         yield Placed(entry, tuple(told) if folds else ({"split": division.names[split], **cluster},))
         number += 1
     if number < len(shared):
-        what = "it changed while it was read"
+        what = "it changed while being read"
         raise DataError(what, where=str(project.source.path), remedy=Command.of("data split --out FILE"))
 
 
@@ -184,7 +184,7 @@ def _rewrite_cells(table: Path, placed: Iterator[Placed], files: Sequence[IO[str
         for file, cells_of_file in zip(files, values, strict=True):
             _write_row(file, _filled(row, width, columns, cells_of_file), delimiter, quoted=quoted)
     if line:
-        raise DataError("its rows cannot be matched to lines", where=f"{table}:{line}", remedy="correct its quotes")
+        raise DataError("its rows do not match its lines", where=f"{table}:{line}", remedy="correct its quotes")
 
 
 def _numbered(reader: Any) -> Iterator[tuple[int, list[str]]]:
