@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from pipeline.errors import DataError
-from pipeline.files import replacing, write_whole
+from pipeline.files import write_whole
 from pipeline.records import Role
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.parsing.read_structure import PLAIN, FileReading
@@ -32,8 +32,7 @@ from pipeline.tasks.docking.pose_quality import (
     nearest_move,
     pose_quality,
 )
-from pipeline.tasks.docking.posed_cif import PosedCif, posed_cif
-from pipeline.tasks.docking.posed_pdb import PosedPdb, posed_pdb
+from pipeline.tasks.docking.posed_files import PosedFile, posed_file
 from pipeline.tasks.docking.rigid_diffusion import pose_rmsd
 
 if TYPE_CHECKING:
@@ -50,7 +49,6 @@ FARTHEST = 500.0  # Å between the centres of receptor and ligand; farther off, 
 LEAST_TURN = 1e-3  # by which the columns of a rotation may miss being of length 1 and at right angles
 CA = BACKBONE.index("CA")
 TRUTH = ("complex_rmsd", "ligand_rmsd", "interface_rmsd", "fnat", "irmsd", "lrmsd", "dockq", "capri")
-PosedText: TypeAlias = "PosedPdb | PosedCif"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +97,10 @@ class PoseRow(NamedTuple):
         return PoseScore(self.complex, self.rank, rmsds, self.dockq, self.split, kind)
 
 
-def posed_text(docked: DockedComplex) -> PosedText:
+def posed_text(docked: DockedComplex) -> PosedFile:
     """Return the text of a complex's files, for poses to be written into: mmCIF if any of the files is."""
-    sources = docked_sources(docked.item, docked.read, docked.files, docked.reading)
-    text = posed_pdb(sources) if all(source.form == "pdb" for source in sources) else posed_cif(sources)
-    if not text.moved:
+    text = posed_file(docked_sources(docked.item, docked.read, docked.files, docked.reading))
+    if not len(text.pos_N3):
         raise DataError("no atom of the ligand was found in its file", item=docked.item.id)
     return text
 
@@ -130,8 +127,7 @@ def write_docked(folder: Path, docked: DockedComplex, poses: SampledPoses, *, to
 def write_trajectory(path: Path, docked: DockedComplex, moves: RigidMoves) -> None:
     """Write the ligand alone after each move, as one file of several models beside which the receptor can be opened."""
     text = posed_text(docked)
-    with replacing(path) as aside, aside.open("wb") as file:
-        file.writelines(text.frames(moves, [f"LIGAND OF {docked.item.id}: {len(moves.turn_P33)} POSES"]))
+    write_whole(path, text.trajectory(moves, [f"LIGAND OF {docked.item.id}: {len(moves.turn_P33)} POSES"]))
 
 
 def pose_problems(read: Complex, poses: SampledPoses) -> list[str]:
@@ -167,13 +163,13 @@ def _told(poses: SampledPoses, at: int) -> dict[str, Any]:
     return {"sample": int(poses.sample_P[at]), "confidence": confidence}
 
 
-def _remarks(docked: DockedComplex, text: PosedText, row: PoseRow) -> list[str]:
+def _remarks(docked: DockedComplex, text: PosedFile, row: PoseRow) -> list[str]:
     """Return what is said at the top of a pose's file."""
     confidence = "NO CONFIDENCE" if math.isnan(row.confidence) else f"CONFIDENCE {row.confidence:.4f}"
     chains = {role: ", ".join(chain.name for chain in side.chains) for role, side in docked.read.sides.items()}
     return [
         f"POSE OF {docked.item.id}: RANK {row.rank}, SAMPLE {row.sample}, {confidence}",
-        f"RECEPTOR {chains[Role.RECEPTOR]} AS IT WAS, LIGAND {chains[Role.LIGAND]} MOVED ({len(text.moved)} ATOMS)",
+        f"RECEPTOR {chains[Role.RECEPTOR]} AS IT WAS, LIGAND {chains[Role.LIGAND]} MOVED ({len(text.pos_N3)} ATOMS)",
     ]
 
 
