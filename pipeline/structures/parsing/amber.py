@@ -1,4 +1,4 @@
-"""AMBER: atoms, residues and bonds of a topology by ParmEd, and their coordinates from the restart file beside it.
+"""AMBER: atoms, residues and bonds of a topology, and their coordinates from the restart file beside it.
 
 A topology has no chains. Residues that follow each other and are bonded are one; those that hold a residue of a
 protein, RNA or DNA are A, B, …, and all else (ligands, ions, waters) is in the chain `_`: a molecule of it is `_:LIG`,
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import re
-from io import BytesIO, StringIO
+from io import BytesIO
 from itertools import product
 from string import ascii_uppercase
 from typing import TYPE_CHECKING, Any
 
+import gemmi
 import numpy as np
 
 from pipeline.records import Reason
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-REVISION = 1  # raise it when the same files give other atoms
+REVISION = 2  # raise it when the same files give other atoms
 TOPOLOGIES = (".prmtop", ".parm7")
 COORDINATES = (".inpcrd", ".rst7", ".crd")  # the first of these that is there; ASCII or NetCDF
 ENDINGS = tuple(suffix + packed for packed in ("", ".gz") for suffix in COORDINATES)
@@ -33,15 +34,13 @@ TOPOLOGY_ENDINGS = tuple(suffix + packed for packed in ("", ".gz") for suffix in
 LONGEST_ENDING = max(map(len, TOPOLOGY_ENDINGS))
 OXYGEN, HYDROGEN, ELEMENTS = 8, 1, 118
 NON_POLYMER = 2
-FORMAT = re.compile(r"^%FORMAT(.*)$", re.MULTILINE)
-PLAIN_FORMAT = re.compile(r"\(\d*(a|i)\d+\)|\(\d*[edf]\d+\.\d+\)", re.IGNORECASE)
+FORMAT = re.compile(r"%FORMAT\(\s*\d*[aAiIeEfFdD](\d+)(?:\.\d+)?\s*\)")
+MASSES = np.array([0.0, *(gemmi.Element(number).weight for number in range(1, ELEMENTS + 1))])
 WIDTH, PER_LINE = 12, 6  # of the numbers of a restart file
 MOST_CHAINS = 26 + 26**2
 # What each list of a topology is as long as: this entry of POINTERS, times so many numbers.
 LENGTHS = {
     "ATOM_NAME": (0, 1),
-    "ATOMIC_NUMBER": (0, 1),
-    "MASS": (0, 1),
     "RESIDUE_LABEL": (11, 1),
     "RESIDUE_POINTER": (11, 1),
     "BONDS_INC_HYDROGEN": (2, 3),
@@ -107,58 +106,73 @@ def read_amber(topology: bytes, coordinates: bytes) -> AtomTable:
     )
 
 
-def _sections(data: bytes) -> dict[str, list[Any]]:
-    """Return the lists of a topology that are needed; refuse one of another length than POINTERS say."""
-    version, *parts = data.decode("latin-1").split("\n%FLAG ")
-    if not version.startswith("%VERSION"):
-        raise UnusableInput(Reason.PARSE_ERROR, "not an AMBER topology: its first line is not %VERSION")
-    texts = {part.partition("\n")[0].strip(): part for part in parts}
-    pointers = _section(version, "POINTERS", texts)
-    sections = {}
-    for name, (pointer, factor) in LENGTHS.items():
-        if name == "MASS" and "ATOMIC_NUMBER" in sections:
-            continue
-        if name == "ATOMIC_NUMBER" and name not in texts:  # before 2012 an element was known by its mass
-            continue
-        sections[name] = _section(version, name, texts)
-        wanted = pointers[pointer] * factor if pointer < len(pointers) else -1
-        if len(sections[name]) != wanted:
-            what = f"%FLAG {name} holds {len(sections[name])} values, but POINTERS say {wanted}"
-            raise UnusableInput(Reason.PARSE_ERROR, what)
+def read_lists(data: bytes) -> dict[str, str]:
+    """Return the text of each list of a topology, by its flag."""
+    head, *parts = data.decode("latin-1").split("\n%FLAG ")
+    if not head.startswith("%VERSION"):
+        raise _bad("not an AMBER topology: its first line is not %VERSION")
+    return {part.partition("\n")[0].strip(): part for part in parts}
+
+
+def read_words(lists: Mapping[str, str], name: str, length: int | None = None) -> list[str]:
+    """Return the cells of a list, each of the width that its format says, and as many as POINTERS say."""
+    if name not in lists:
+        raise _bad(f"the topology has no %FLAG {name}")
+    lines = lists[name].split("\n")[1:]
+    found = next((match for line in lines if (match := FORMAT.match(line))), None)
+    if found is None:
+        raise _bad(f"%FLAG {name} needs a plain %FORMAT, such as (20a4) or (10I8)")
+    width = int(found[1])
+    body = (line.rstrip() for line in lines if not line.startswith("%"))
+    cells = [line[at : at + width].strip() for line in body for at in range(0, len(line), width)]
+    if length is not None and len(cells) != length:
+        raise _bad(f"%FLAG {name} holds {len(cells)} values, but POINTERS say {length}")
+    return cells
+
+
+def read_numbers(lists: Mapping[str, str], name: str, length: int | None = None) -> NDArray[np.float64]:
+    """Return a list of numbers, which must be finite."""
+    try:
+        values = np.array([float(cell) for cell in read_words(lists, name, length)])
+    except ValueError as error:
+        raise _bad(f"%FLAG {name}: {error}") from error
+    if not np.isfinite(values).all():
+        raise _bad(f"%FLAG {name}: value {int(np.argmin(np.isfinite(values))) + 1} is not finite")
+    return values
+
+
+def _bad(what: str) -> UnusableInput:
+    return UnusableInput(Reason.PARSE_ERROR, what[:200])
+
+
+def _sections(data: bytes) -> dict[str, Any]:
+    """Return the lists of a topology that are needed; before 2012 an element was known by its mass."""
+    lists = read_lists(data)
+    pointers = read_numbers(lists, "POINTERS").astype(np.int64)
+    if len(pointers) <= max(place for place, _ in LENGTHS.values()):
+        raise _bad("%FLAG POINTERS has too few numbers")
+    sections: dict[str, Any] = {}
+    for name, (pointer, times) in LENGTHS.items():
+        read = read_words if name in ("ATOM_NAME", "RESIDUE_LABEL") else read_numbers
+        sections[name] = read(lists, name, int(pointers[pointer]) * times)
+    by = "ATOMIC_NUMBER" if "ATOMIC_NUMBER" in lists else "MASS"
+    sections[by] = read_numbers(lists, by, int(pointers[0]))
     if not sections["ATOM_NAME"] or not sections["RESIDUE_LABEL"]:
         raise UnusableInput(Reason.NO_ATOMS, "the topology has no atoms")
     return sections
 
 
-def _section(version: str, name: str, texts: Mapping[str, str]) -> list[Any]:
-    """Return one list of a topology."""
-    from parmed.amber import AmberFormat
-
-    if name not in texts:
-        raise UnusableInput(Reason.PARSE_ERROR, f"the topology has no %FLAG {name}")
-    formats = FORMAT.findall(texts[name])
-    if len(formats) != 1 or not PLAIN_FORMAT.fullmatch(formats[0].strip()):
-        raise UnusableInput(Reason.PARSE_ERROR, f"%FLAG {name} needs one plain %FORMAT, such as (20a4) or (10I8)")
-    form = AmberFormat()
-    try:
-        form.rdparm(StringIO(f"{version}\n%FLAG {texts[name]}\n"))
-        values: list[Any] = form.parm_data[name]
-    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, NameError) as error:
-        raise UnusableInput(Reason.PARSE_ERROR, f"%FLAG {name}: {error}"[:200]) from error
-    return values
-
-
-def _first_atoms(sections: Mapping[str, list[Any]]) -> NDArray[np.int64]:
-    first_R = _numbers(sections["RESIDUE_POINTER"]) - 1
+def _first_atoms(sections: Mapping[str, Any]) -> NDArray[np.int64]:
+    first_R: NDArray[np.int64] = sections["RESIDUE_POINTER"].astype(np.int64) - 1
     if first_R[0] != 0 or (np.diff(first_R) < 1).any() or first_R[-1] >= len(sections["ATOM_NAME"]):
         raise UnusableInput(Reason.PARSE_ERROR, "%FLAG RESIDUE_POINTER: residues do not follow each other")
     return first_R
 
 
-def _bonds(sections: Mapping[str, list[Any]]) -> NDArray[np.int64]:
+def _bonds(sections: Mapping[str, Any]) -> NDArray[np.int64]:
     """Return the pairs of atoms that are bonded; a topology has three times the number of each, from 0."""
-    rows = [_numbers(sections[name]).reshape(-1, 3) for name in ("BONDS_WITHOUT_HYDROGEN", "BONDS_INC_HYDROGEN")]
-    bonds_B2 = np.sort(np.concatenate(rows)[:, :2] // 3, axis=1)
+    rows = [sections[name].astype(np.int64).reshape(-1, 3) for name in ("BONDS_WITHOUT_HYDROGEN", "BONDS_INC_HYDROGEN")]
+    bonds_B2: NDArray[np.int64] = np.sort(np.concatenate(rows)[:, :2] // 3, axis=1)
     atoms = len(sections["ATOM_NAME"])
     wrong = np.flatnonzero((bonds_B2[:, 0] < 0) | (bonds_B2[:, 1] >= atoms) | (bonds_B2[:, 0] == bonds_B2[:, 1]))
     if len(wrong):
@@ -167,18 +181,15 @@ def _bonds(sections: Mapping[str, list[Any]]) -> NDArray[np.int64]:
     return bonds_B2
 
 
-def _elements(sections: Mapping[str, list[Any]]) -> NDArray[np.int64]:
+def _elements(sections: Mapping[str, Any]) -> NDArray[np.int64]:
     """Return atomic numbers, from masses where the topology has none."""
     if "ATOMIC_NUMBER" in sections:
-        return _numbers(sections["ATOMIC_NUMBER"])
-    from parmed.periodic_table import AtomicNum, element_by_mass
-
-    known = {mass: AtomicNum[element_by_mass(mass)] for mass in set(sections["MASS"])}
-    return np.array([known[mass] for mass in sections["MASS"]], np.int64)
+        return np.array(sections["ATOMIC_NUMBER"], np.int64)
+    return np.array(np.abs(sections["MASS"][:, None] - MASSES).argmin(1), np.int64)
 
 
 def _check_elements(
-    sections: Mapping[str, list[Any]],
+    sections: Mapping[str, Any],
     element_A: NDArray[np.int64],
     residue_A: NDArray[np.int64],
     water_R: NDArray[np.bool_],
@@ -235,7 +246,7 @@ def read_positions(data: bytes, atoms: int) -> NDArray[np.float64]:
     _check_count(int(count[0]), atoms)
     body = lines[2 : 2 + -(-atoms * 3 // PER_LINE)]
     texts = [line[at : at + WIDTH] for line in body for at in range(0, WIDTH * PER_LINE, WIDTH)][: atoms * 3]
-    try:  # by hand: ParmEd passes over the second atom of a line that it cannot read, and moves up those behind it
+    try:
         return np.array([float(number) for number in texts]).reshape(atoms, 3)
     except ValueError as error:
         what = f"the coordinates of {atoms} atoms are {len(texts)} numbers, or contain invalid ones: {error}"
@@ -266,10 +277,3 @@ def _check_count(count: int, atoms: int) -> None:
 def _words(names: list[str]) -> NDArray[np.uint64]:
     codes = {name: name_word(name) for name in set(names)}
     return np.array([codes[name] for name in names], np.uint64)
-
-
-def _numbers(values: list[Any]) -> NDArray[np.int64]:
-    try:
-        return np.array(values, np.int64)
-    except (OverflowError, ValueError, TypeError) as error:
-        raise UnusableInput(Reason.PARSE_ERROR, f"the topology contains an invalid number: {error}"[:200]) from error

@@ -26,7 +26,7 @@ from pipeline.structures.atoms import (
     name_word,
 )
 from pipeline.structures.parsing import aligned_errors, amber, molecules, pdb_lines, plain_pdb, structure_files
-from pipeline.structures.parsing.structure_files import EXTRA
+from pipeline.structures.parsing.structure_files import MOLECULES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -70,7 +70,7 @@ def parse_structure(
     `beside` holds the coordinates of a topology.
     """
     try:
-        if form in EXTRA:
+        if form in ("amber", *MOLECULES):
             return _simple(data, form, reading, beside)
         if form == "pdb":
             return _pdb(data, reading, max_residues)

@@ -183,8 +183,6 @@ FORMATS = {
 
 
 MOLECULES = ("sdf", "mol2")
-EXTRA = {"amber": "parmed", "sdf": "rdkit", "mol2": "rdkit"}  # what the extra `molecules` installs to read them
-REVISIONS = {"amber": amber.REVISION, "sdf": molecules.REVISION, "mol2": molecules.REVISION}
 GZIP_WINDOW, GZIP_MAGIC = 31, b"\x1f\x8b"
 PADDING = re.compile(rb"\0*")
 TAR_MAGIC, TAR_MAGIC_AT = b"ustar", 257
@@ -195,9 +193,8 @@ def stat_file(path: Path, max_bytes: int) -> os.stat_result:
     """Return a file's state; refuse one whose name, type or size already rules it out."""
     if not HAS_BIOTITE and ".bcif" in path.suffixes[-2:]:
         raise UnusableInput(Reason.NEEDS_EXTRA, f"BinaryCIF needs an extra: {install_extra('bcif')}")
-    needed = EXTRA.get(FORMATS.get(_suffix(path), ""))
-    if needed and find_spec(needed) is None:
-        what = f"{_suffix(path)} needs {needed}, an extra: {install_extra('molecules')}"
+    if FORMATS.get(_suffix(path)) in MOLECULES and find_spec("rdkit") is None:
+        what = f"{_suffix(path)} needs rdkit, an extra: {install_extra('molecules')}"
         raise UnusableInput(Reason.NEEDS_EXTRA, what)
     try:
         state = path.stat()
@@ -282,9 +279,10 @@ def _suffix(path: Path) -> str:
 @cache
 def parser_of(form: str) -> str:
     """Name the parser of a format, with its version."""
-    if form in EXTRA:
-        parser = f"{EXTRA[form]}-{_version(EXTRA[form])}+{form}-{REVISIONS[form]}"
-        return f"{parser}+{PARSER}" if form == "amber" else parser  # gemmi knows what its residues are by their names
+    if form in MOLECULES:
+        return f"rdkit-{_version('rdkit')}+{form}-{molecules.REVISION}"
+    if form == "amber":
+        return f"amber-{amber.REVISION}+{PARSER}"  # gemmi knows what its residues are by their names
     if form == "pdb" and plain_pdb.REVISION:
         return f"{PARSER}+plain-{plain_pdb.REVISION}"
     return f"{PARSER}+biotite-{version('biotite')}" if form == "bcif" and HAS_BIOTITE else PARSER
@@ -292,7 +290,7 @@ def parser_of(form: str) -> str:
 
 def parsers() -> dict[str, str]:
     """Return the parser of each format that can be read here."""
-    forms = (form for form in dict.fromkeys(FORMATS.values()) if form not in EXTRA or find_spec(EXTRA[form]))
+    forms = (form for form in dict.fromkeys(FORMATS.values()) if form not in MOLECULES or find_spec("rdkit"))
     return {form: parser_of(form) for form in forms}
 
 

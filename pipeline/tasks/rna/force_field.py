@@ -12,7 +12,6 @@ of a kind.
 from __future__ import annotations
 
 import math
-import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from scipy.spatial import cKDTree
 
 from pipeline.readers.entry import UnusableEntry
 from pipeline.structures.atoms import UnusableInput
-from pipeline.structures.parsing.amber import NUCLEOTIDES, read_positions
+from pipeline.structures.parsing.amber import NUCLEOTIDES, read_lists, read_numbers, read_positions, read_words
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -38,7 +37,6 @@ LENGTH, STIFFNESS, ANGLE, BEND, BARRIER, FOLD, PHASE = 2.0, 500.0, 180.0, 200.0,
 MODIFIED = ("PSU", "I", "M2G", "M7G", "OMC", "OMG", "5MU", "5MC", "1MA", "2MG", "6MA", "URA", "GUA", "ADE", "CYT")
 RNA = frozenset({*(name for name, base in NUCLEOTIDES.items() if not base.startswith("D")), *"ACGU", *MODIFIED})
 ELEMENTS = 118
-FORMAT = re.compile(r"%FORMAT\(\s*\d*([aAiIeEfFdD])(\d+)(?:\.\d+)?\s*\)")
 ATOMS, TYPES, RESIDUES = 0, 1, 11  # of POINTERS
 # Numbers of POINTERS that lists are as long as, and times what.
 LENGTHS = {
@@ -90,10 +88,10 @@ class PocketArrays(NamedTuple):
 
 def read_pocket(topology: bytes, coordinates: bytes, more_residues: Collection[str] = ()) -> PocketArrays:
     """Return the RNA of a topology at its coordinates; `more_residues` are names that are RNA, too."""
-    sections = _sections(topology)
-    kept_A = _is_rna(sections, more_residues)
-    feature_A3 = _features(sections, kept_A)
     try:
+        sections = _sections(topology)
+        kept_A = _is_rna(sections, more_residues)
+        feature_A3 = _features(sections, kept_A)
         pos_A3 = read_positions(coordinates, len(kept_A))
     except UnusableInput as error:
         raise UnusableEntry(error.detail) from error
@@ -115,50 +113,18 @@ def read_pocket(topology: bytes, coordinates: bytes, more_residues: Collection[s
 
 def _sections(data: bytes) -> dict[str, Any]:
     """Return the lists of a topology that are needed: numbers, and the labels of residues."""
-    if not data:
-        raise UnusableEntry("the topology is empty")
-    head, *parts = data.decode("latin-1").split("\n%FLAG ")
-    if not head.startswith("%VERSION"):
-        raise UnusableEntry("not an AMBER topology: its first line is not %VERSION")
-    texts = {part.partition("\n")[0].strip(): part for part in parts}
-    pointers = _numbers(texts, "POINTERS").astype(np.int64)
+    lists = read_lists(data)
+    pointers = read_numbers(lists, "POINTERS").astype(np.int64)
     if len(pointers) <= max(place for place, _ in LENGTHS.values()) or (pointers < 0).any():
         raise UnusableEntry("%FLAG POINTERS has too few or negative numbers")
     lengths = {name: int(pointers[place]) * times for name, (place, times) in LENGTHS.items()}
     lengths["NONBONDED_PARM_INDEX"] = int(pointers[TYPES]) ** 2
     lengths["LENNARD_JONES_ACOEF"] = lengths["LENNARD_JONES_BCOEF"] = int(pointers[TYPES] * (pointers[TYPES] + 1) // 2)
-    sections: dict[str, Any] = {name: _numbers(texts, name, length) for name, length in lengths.items()}
-    sections["RESIDUE_LABEL"] = [label.strip() for label in _cells(texts, "RESIDUE_LABEL")][: int(pointers[RESIDUES])]
+    sections: dict[str, Any] = {name: read_numbers(lists, name, length) for name, length in lengths.items()}
+    sections["RESIDUE_LABEL"] = read_words(lists, "RESIDUE_LABEL", int(pointers[RESIDUES]))
     if not pointers[ATOMS] or not pointers[RESIDUES]:
         raise UnusableEntry("the topology has no atoms")
     return sections
-
-
-def _cells(texts: Mapping[str, str], name: str) -> list[str]:
-    """Return the cells of a list, each of the width that its format says."""
-    if name not in texts:
-        raise UnusableEntry(f"the topology has no %FLAG {name}")
-    lines = texts[name].split("\n")[1:]
-    found = next((match for line in lines if (match := FORMAT.match(line))), None)
-    if found is None:
-        raise UnusableEntry(f"%FLAG {name} needs a plain %FORMAT, such as (20a4) or (10I8)")
-    width = int(found[2])
-    body = (line.rstrip("\r\n") for line in lines if not line.startswith("%"))
-    return [line[at : at + width] for line in body for at in range(0, len(line), width)]
-
-
-def _numbers(texts: Mapping[str, str], name: str, length: int | None = None) -> Floats:
-    """Return a list of numbers, which must be finite and as many as POINTERS say."""
-    cells = [cell for cell in _cells(texts, name) if not cell.isspace()]
-    try:
-        values = np.array([float(cell) for cell in cells])
-    except ValueError as error:
-        raise UnusableEntry(f"%FLAG {name}: {error}") from error
-    if length is not None and len(values) != length:
-        raise UnusableEntry(f"%FLAG {name} holds {len(values)} values, but POINTERS say {length}")
-    if not np.isfinite(values).all():
-        raise UnusableEntry(f"%FLAG {name}: value {int(np.argmin(np.isfinite(values))) + 1} is not finite")
-    return values
 
 
 def _is_rna(sections: Mapping[str, Any], more_residues: Collection[str]) -> NDArray[np.bool_]:

@@ -197,7 +197,7 @@ def test_a_second_model_or_an_assembly_is_not_there(form: str) -> None:
         read_second(data, form, FileReading())
 
 
-@pytest.mark.parametrize(("module", "name"), [("parmed", "x.prmtop"), ("rdkit", "x.sdf"), ("rdkit", "x.mol2.gz")])
+@pytest.mark.parametrize(("module", "name"), [("rdkit", "x.sdf"), ("rdkit", "x.mol2.gz")])
 def test_without_what_reads_a_form_the_extra_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str
 ) -> None:

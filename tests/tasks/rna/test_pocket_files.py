@@ -179,7 +179,7 @@ def piled(text):
 
 
 DAMAGES = {  # what becomes of the topology and of the coordinates, and what is said
-    "empty": (lambda _: "", same, "the topology is empty"),
+    "empty": (lambda _: "", same, "not an AMBER topology"),
     "another file": (lambda text: "HEADER RNA\n" + text, same, "not an AMBER topology"),
     "ends early": (lambda text: text[: len(text) // 2], same, "the topology has no %FLAG|holds .* values"),
     "no charges": (lambda text: text.replace("%FLAG CHARGE", "%FLAG Q"), same, "the topology has no %FLAG CHARGE"),
@@ -191,7 +191,7 @@ DAMAGES = {  # what becomes of the topology and of the coordinates, and what is 
         same,
         "names parameter 999",
     ),
-    "no RNA": (of_list("RESIDUE_LABEL", lambda _: "XXX " * 20 + "\n"), same, "no residue is RNA: XXX"),
+    "no RNA": (of_list("RESIDUE_LABEL", lambda _: "XXX " * 2 + "\n"), same, "no residue is RNA: XXX"),
     "no coordinates": (same, lambda _: None, "missing coordinates"),
     "of others": (same, lambda text: text.replace(text.split("\n")[1], "   12"), "are of 12 atoms"),
     "at one place": (same, piled, "the same position"),

@@ -102,7 +102,7 @@ def test_at_its_published_size_it_has_the_originals_tensors():
 
 def test_a_network_that_is_mended_refuses_published_weights_and_says_what_to_set():
     form = RnaLigand(hidden_irreps="8x0e+4x1o+2x2e").model().published_forms()[SYSTEM]
-    with pytest.raises(ConfigError, match="its oddities") as caught:
+    with pytest.raises(ConfigError, match="as_published") as caught:
         form.read(pocket_state("best"))
     assert caught.value.remedy == "--set train.options.as_published=true"
 

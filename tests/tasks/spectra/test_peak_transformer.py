@@ -102,6 +102,6 @@ def test_published_weights_go_in_and_out_without_a_change(name):
 def test_published_weights_are_refused_where_the_network_has_no_oddities():
     form = DreamsNames(PeakSizes())
     for use in (form.read, form.write):
-        with pytest.raises(ConfigError, match="its oddities") as caught:
+        with pytest.raises(ConfigError, match="as_published") as caught:
             use(dreams_state("ssl"))
         assert "as_published=true" in str(caught.value)
