@@ -21,7 +21,7 @@ from pipeline.errors import SubmissionRefused
 from tests.cluster.programs import MIB, finish, python, step_until
 from tests.slurm.test_executor import opened
 from tests.testkit.cluster import Cluster
-from tests.testkit.cluster.config import CPUS_PER_NODE, GPUS_PER_NODE
+from tests.testkit.cluster.config import GPUS_PER_NODE
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("cluster")]
 
@@ -125,20 +125,6 @@ def test_ranks_that_stop_in_order_one_after_the_other_all_come_to_their_end_and_
 
 
 @pytest.mark.nightly
-def test_a_killed_rank_is_named_and_the_others_end_with_it(executor: SlurmExecutor, tmp_path: Path) -> None:
-    """The job's exit code is that of the others, if srun has heard of any: under load it was once the signal."""
-    spec = ranks(tmp_path, KILLED + "lose(1)", mem_bytes=100 * MIB)
-    (task,) = finish(executor, executor.submit(spec))
-    log = Path(task.stderr).read_text()
-    assert task.state is TaskState.FAILED, log
-    assert task.exit_code == (PEER_LOST if f"Exited with exit code {PEER_LOST}" in log else signal.SIGKILL), log
-    verdict = judged(task, spec)
-    assert verdict.cause is Cause.CRASHED
-    assert f"rank 1 on {verdict.node}" in verdict.reason
-    assert verdict.node in task_nodes(task)
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize(("nodes", "eater"), [(1, 1), (2, 3)])
 def test_a_rank_over_the_memory_of_its_node_is_out_of_memory(
     executor: SlurmExecutor, tmp_path: Path, nodes: int, eater: int
@@ -154,19 +140,6 @@ def test_a_rank_over_the_memory_of_its_node_is_out_of_memory(
     assert verdict.node in task_nodes(task)
     if nodes == 1:
         assert (task.peak_rss_bytes or 0) > 20 * MIB
-
-
-@pytest.mark.nightly
-def test_preempted_ranks_are_told_each_and_go_on(executor: SlurmExecutor, healthy: Cluster, tmp_path: Path) -> None:
-    whole = ranks(tmp_path, TELLS, nodes=len(healthy.nodes), cpus=CPUS_PER_NODE // 2, partition="preempt")
-    job = executor.submit(whole)
-    world = range(whole.processes)
-    step_until(executor, lambda: sorted(written(tmp_path, "began")) == [*world])
-    urgent = executor.submit(python(tmp_path, "pass", cpus=CPUS_PER_NODE, partition="urgent"))
-    tasks = finish(executor, job, urgent)
-    assert [(task.state, task.restarts) for task in tasks] == [(TaskState.COMPLETED, 1), (TaskState.COMPLETED, 0)]
-    assert written(tmp_path, "told") == {rank: str(int(signal.SIGTERM)) for rank in world}
-    assert sorted(written(tmp_path, "ended")) == [*world]
 
 
 @pytest.mark.nightly

@@ -12,8 +12,6 @@ from scipy.spatial.distance import cdist
 from pipeline.protocol import ITEMS
 from pipeline.tasks.complex_docking import tables
 from pipeline.tasks.docking.rigid_diffusion import table_rows
-from pipeline.training.step.optimizers import StepSettings
-from pipeline.training.step.step import Step
 from tests.tasks.cases import stepped
 from tests.tasks.docking_items import (
     CA,
@@ -218,7 +216,7 @@ def test_no_items_have_no_figures():
     assert SMALL.metrics({name: [] for name in ("ligand_rmsd", "complex_rmsd", "interface_rmsd", "move")}) == {}
 
 
-# ---- it works and it learns ----
+# ---- it works ----
 
 
 def test_real_complexes_are_docked_in_the_frame_of_their_files(structures):
@@ -231,16 +229,3 @@ def test_real_complexes_are_docked_in_the_frame_of_their_files(structures):
         )
     figures = SMALL.metrics(outputs_of(SMALL, model_of(dtype=torch.float32), batch))
     assert all(np.isfinite(value) for value in figures.values())
-
-
-@pytest.mark.nightly
-def test_it_learns_which_way_a_few_ligands_were_moved():
-    task = replace(SMALL, scalars=8, multiplicity=4)
-    batch = collated(*(made(seed, 30, 20) for seed in range(2)), task=task, ids=("e", "f"))
-    torch.manual_seed(0)
-    step = Step(task, StepSettings(learning_rate=1e-2, clip=1.0))
-    before = sum(float(total.detach()) / weight for total, weight in task.loss(step.model, batch).values())
-    for _ in range(60):
-        step.run([batch])
-    after = sum(float(total.detach()) / weight for total, weight in task.loss(step.model, batch).values())
-    assert after < 0.6 * before

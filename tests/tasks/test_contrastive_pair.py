@@ -19,11 +19,9 @@ from pipeline.training.step.contrastive import make_step
 from pipeline.training.step.optimizers import StepSettings
 from tests.tasks.cases import MIXED_PAIRS as MIXED
 from tests.tasks.cases import PAIRS as SMALL
-from tests.tasks.cases import RNG, apart, model_of, pair, stepped
+from tests.tasks.cases import RNG, model_of, pair
 from tests.tasks.items import double
 from tests.tasks.reader_items import batch_of
-
-STEP = 128
 
 
 def collated(*pairs, task=SMALL):
@@ -99,28 +97,6 @@ def test_the_temperature_is_learned_stays_above_a_hundredth_and_can_come_back():
     same = {"left": rows["left"], "right": rows["left"].roll(1, 0)}  # all wrong: less sharp would be better
     SMALL.contrast(model, {name: one.detach() for name, one in same.items()})["pairs"][0].backward()
     assert float(model.log_scale.grad) > 1
-
-
-# ---- a step ----
-
-
-@pytest.fixture(scope="module")
-def whole():
-    """Return the pairs of a step, and the gradients of one batch of them."""
-    pairs = [pair(seed) for seed in range(STEP)]
-    model = model_of(SMALL)
-    total, weight = SMALL.loss(model, double(collated(*pairs)))["pairs"]
-    assert weight == STEP
-    (total / weight).backward()
-    return pairs, {name: one.grad for name, one in model.named_parameters()}
-
-
-@pytest.mark.parametrize("cuts", [(16, 32, 48, 64, 80, 96, 112), (1, 2, 90), (64,)])
-def test_a_step_has_the_same_gradients_however_it_is_cut(whole, cuts):
-    pairs, wanted = whole
-    spans = zip((0, *cuts), (*cuts, STEP), strict=True)
-    found = stepped(SMALL, [double(collated(*pairs[start:stop])) for start, stop in spans])
-    assert apart(found, wanted) < 1e-10
 
 
 # ---- figures ----

@@ -14,9 +14,6 @@ from pipeline.graphs.build_graph import build_graph
 from pipeline.graphs.item_graph import GraphRecipe, ItemGraph
 from pipeline.records import Role
 from pipeline.structures.synthetic import complex_pdb
-from pipeline.tasks.interface import Interface
-from pipeline.training.step.optimizers import StepSettings
-from pipeline.training.step.step import Step
 from tests.graphs.conftest import read_pairs
 from tests.tasks.cases import INTERFACE as SMALL
 from tests.tasks.cases import RNG, model_of, outputs_of, stepped, unlabelled
@@ -220,28 +217,3 @@ def test_it_runs_on_every_real_complex(structures):
         assert all(np.isfinite(values[0]).all() for values in found.values())
         assert (found["contacts_label"][0] == 1).sum() == len(graph.labels["contact_pairs"])
         assert len(SMALL.metrics(found)) == 5
-
-
-@pytest.mark.nightly
-def test_it_overfits_eight_real_complexes(structures):
-    task = Interface(embedding_dim=DIM, width=32, layers=2, pair_width=16, pair_layers=1)
-    graphs, names = smallest_real(structures, OVERFIT)
-    batches = [collated(*graphs[at : at + 4], task=task, ids=names[at : at + 4]) for at in range(0, OVERFIT, 4)]
-    torch.manual_seed(0)
-    step = Step(task, StepSettings(learning_rate=1e-2, clip=1.0))
-    figures = {}
-    for turn in range(1, 161):
-        step.run(batches)
-        if turn % 10 == 0:
-            figures = figures_of(task, step.model, batches)
-            if figures["interface_auroc"] > 0.97 and figures["contact_auroc"] > 0.95:
-                break
-    assert figures["interface_auroc"] > 0.95
-    assert figures["contact_auroc"] > 0.95
-
-
-def figures_of(task, model, batches):
-    model.eval()
-    found = [outputs_of(task, model, batch) for batch in batches]
-    model.train()
-    return task.metrics({name: [one for part in found for one in part[name]] for name in found[0]})

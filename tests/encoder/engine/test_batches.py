@@ -17,7 +17,6 @@ from pipeline.encoder.engine.token_batches import (
     cap_shards,
     cost,
     deal_shards,
-    fitting_cap,
     largest_divisor,
     plan_batches,
     recipe_costs,
@@ -28,14 +27,6 @@ from tests.testkit.counted import calls_of
 relaxed = settings(deadline=None)  # other work may share the machine
 LENGTHS = st.lists(st.integers(0, 3000), max_size=80).map(lambda lengths: np.array(lengths, np.int64))
 ENDLESS = 1 << 60
-
-
-@relaxed
-@given(st.integers(1, 500), st.integers(1, 70))
-def test_a_largest_divisor_divides_and_no_larger_one_does(count, cap):
-    found = largest_divisor(count, cap)
-    assert count % found == 0
-    assert not [one for one in range(found + 1, cap + 1) if one <= count and count % one == 0]
 
 
 @relaxed
@@ -135,21 +126,6 @@ def test_what_is_truncated_or_taken_whole_costs_what_is_computed():
     assert found.tolist() == [2 * truncated, len(windows(131, 50, 10)) * truncated]
     beside_longer = recipe_costs(np.array([80, 81]), replace(RECIPE, long="windows", whole=80), 8)
     assert beside_longer[0] == largest
-
-
-def test_an_automatic_cap_fills_the_budget_with_usual_sequences():
-    assert fitting_cap(np.array([98] * 9 + [5000]), 1000) == 10
-    assert fitting_cap(np.array([10] * 3), 24) == 2
-    assert fitting_cap(np.array([5000]), 1000) == 1
-    assert fitting_cap(np.array([8]), 100_000) == 64
-    assert fitting_cap(np.array([], np.int64), 1000) == 1
-
-
-def test_a_cost_is_the_multiply_adds_of_the_matrices():
-    layers, dim, tokens = 3, 16, 10 + ENDS
-    linear = sum(tokens * dim * out for out in (dim, dim, dim, dim, 4 * dim, 4 * dim))
-    attention = tokens * tokens * dim + tokens * tokens * dim  # scores, and the sums they weigh
-    assert cost(np.array([10]), layers, dim).tolist() == [layers * (linear + attention)]
 
 
 @relaxed

@@ -47,18 +47,6 @@ def test_a_quadratic_truth_is_found_again(constant: int, per_node: int, per_pair
     assert truth(wanted) <= thought.high
 
 
-@given(st.integers(1, 4096), st.integers(0, 64), ratios)
-def test_squares_of_padded_items_are_found_again(per_row: int, per_pair: int, ratio: int) -> None:
-    def truth(sizes: dict[str, int]) -> int:
-        return MIB + sizes["items"] * (per_row * sizes["length"] + per_pair * sizes["length"] ** 2)
-
-    points = [{"items": 2**place, "length": 16 * 2**place} for place in range(5)]
-    wanted = times(points[-1], ratio)
-    thought = extrapolate([(sizes, truth(sizes)) for sizes in points], wanted)
-    assert thought.bytes == pytest.approx(truth(wanted), rel=0.01)
-    assert truth(wanted) <= thought.high
-
-
 @given(st.lists(st.tuples(st.integers(1, 900), st.integers(1, 900)), min_size=8, max_size=12, unique=True), slopes)
 def test_drivers_that_vary_apart_are_told_apart(sizes: list[tuple[int, int]], slope: int) -> None:
     def truth(nodes: int, pairs: int) -> int:
@@ -80,15 +68,6 @@ def test_noise_is_covered_in_nearly_all_cases(noise: float, ratio: int) -> None:
         points = [(sizes, int((constant + slope * sizes["nodes"]) * draw.normal(1, noise))) for sizes in RAY]
         covered += extrapolate(points, wanted).high >= constant + slope * wanted["nodes"]
     assert covered >= 95
-
-
-@given(st.integers(1, 1000), st.integers(1, 64), ratios)
-def test_steps_of_padded_blocks_are_covered(per_node: int, step: int, ratio: int) -> None:
-    def truth(sizes: dict[str, int]) -> int:
-        return 1000 * per_node * step * -(-sizes["nodes"] // step)
-
-    wanted = times(RAY[-1], ratio)
-    assert truth(wanted) <= extrapolate([(sizes, truth(sizes)) for sizes in RAY], wanted).high
 
 
 @given(st.integers(0, 1 << 20), st.integers(1, 50_000), st.floats(0.02, 0.1875), ratios)

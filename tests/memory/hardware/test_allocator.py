@@ -225,26 +225,6 @@ def test_what_always_holds(
     assert allocator.reserved_bytes == 0
 
 
-@given(EVENTS, st.sampled_from(ALL))
-@settings(max_examples=50, deadline=None)
-def test_a_tape_does_what_its_events_do(events: list[tuple[bool, int, int]], chosen: AllocatorSettings) -> None:
-    one, other = Allocator(chosen), Allocator(chosen)
-    live: dict[int, int] = {}
-    played: list[tuple[int, int]] = []
-    for number, (is_release, size, which) in enumerate(events):
-        if is_release and live:
-            released = sorted(live)[which % len(live)]
-            one.release(released)
-            played.append((released, -live.pop(released)))
-        else:
-            one.allocate(number, size)
-            live[number] = size
-            played.append((number, size))
-    other.play(tape(*played))
-    assert sorted(one.live()) == sorted(other.live())
-    assert one.peak_reserved_bytes == other.peak_reserved_bytes
-
-
 def lines_of(blocks: int) -> int:
     """Return how many lines of Python run while so many blocks are allocated and released in turn."""
     rng, numbers = np.random.default_rng(0), np.arange(blocks)

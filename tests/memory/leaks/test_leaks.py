@@ -88,22 +88,6 @@ class KeepsActivations(Model):
         return super().forward(x)
 
 
-class KeepsShapes(Model):
-    """A cache with a key that never comes again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cache: dict[tuple[int, int], Tensor] = {}
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        key = (len(x), self.calls)
-        if key not in self.cache:
-            self.cache[key] = torch.zeros(ROWS, WIDTH)  # marker: cache
-        return super().forward(x) + self.cache[key].mean()
-
-
 class KeepsGradients(Model):
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +211,6 @@ OF = f"of {__name__}."
 TENSOR_LEAKS = (
     (KeepsLosses, "saved", FORWARD, f"list `losses` {OF}KeepsLosses"),
     (KeepsActivations, "global", FORWARD, f"list `SEEN` of module {__name__}"),
-    (KeepsShapes, "cache", FORWARD, f"dict `cache` {OF}KeepsShapes"),
     (KeepsGradients, "hook", "note", f"list `seen` {OF}KeepsGradients"),
     (CyclesThroughAutograd, "ctx", FORWARD, "a cycle"),
 )

@@ -159,34 +159,6 @@ def test_a_step_that_fails_at_any_block_is_the_one_that_was_cut_so_from_the_star
     assert sorted(map(len, expected)) == [4, 4, 4]  # each of the three parts has failed somewhere
 
 
-def test_under_a_real_limit_a_step_runs_that_would_die() -> None:
-    limited.need()
-    torch.manual_seed(0)
-    network, rows_BD = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 1)), torch.randn(64, 64)
-    with LimitedDevice() as device:
-        snapshot = StepSnapshot(network, device="cpu")
-
-        def run(part: range) -> None:
-            network(rows_BD[part.start : part.stop]).sum().backward()
-
-        run(range(8))
-        run(range(8))  # beside gradients it takes more
-        network.zero_grad()
-        device.limit_bytes = device.peak_bytes
-        with pytest.raises(torch.OutOfMemoryError):
-            run(range(64))
-        snapshot.rewind()
-        done = replay_until_it_fits([range(64)], run, again=snapshot.rewind, halve=halve, cannot=refuse, cost=len)
-    parts = cut([range(64)], done.ran)
-    assert [len(part) for part in parts] == [32, 8, 8, 8, 8]  # the first has the room that gradients take from then on
-    assert [oom.path for oom in done.ooms] == [(0,), (0, 1), (0, 1, 0)]
-    kept = [one.grad for one in network.parameters()]
-    network.zero_grad()
-    for part in parts:
-        run(part)
-    assert all(torch.equal(left, one.grad) for left, one in zip(kept, network.parameters(), strict=True))
-
-
 class Trials:
     """Runs parts that fit up to a size, and notes what was run."""
 
@@ -306,21 +278,6 @@ def test_other_errors_pass_through() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         replay_until_it_fits([range(4)], run, again=lambda: pytest.fail("began again"), halve=halve, cannot=refuse)
-
-
-def test_nothing_of_a_failed_part_is_alive_when_the_step_begins_again() -> None:
-    alive = []
-
-    def run(part: range) -> None:
-        held = torch.zeros(8)
-        alive.append(weakref.ref(held))
-        if len(part) > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    def again() -> None:
-        assert all(one() is None for one in alive)
-
-    assert len(replay_until_it_fits([range(4)], run, again=again, halve=halve, cannot=refuse).ooms) == 3
 
 
 def test_buffers_that_never_change_are_copied_once_and_not_where_the_model_is() -> None:

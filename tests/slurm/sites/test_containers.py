@@ -154,18 +154,6 @@ def test_a_preempted_task_is_begun_again(make: Make, cluster: Cluster) -> None:
 
 
 @pytest.mark.nightly
-def test_a_cancelled_run_is_resumed(make: Make) -> None:
-    project = make(3, {"c1.pdb": LINGERS}, **ONE_EACH)
-    run = project.submits()
-    run.arrives_at("c1.pdb")
-    assert project.types("cancel", "--yes").code == 0
-    run.ends(RunState.STOPPED)
-    project.lets_go()
-    assert project.types("resume").code == 0
-    complete(project.newest, 3)
-
-
-@pytest.mark.nightly
 def test_a_worker_that_heeds_the_warning_of_its_time_limit_goes_on_where_it_stopped(limited: dict[str, Run]) -> None:
     run = limited["heeded"]
     complete(run, 2)

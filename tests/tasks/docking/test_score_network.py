@@ -17,14 +17,12 @@ from tests.tasks.originals import (
     confidence_model,
     docked,
     noised,
-    off,
     posed,
     relative_off,
     score_model,
 )
 
 SCORES, LOGITS = {"f32": 1e-4, "f64": 1e-10}, {"f32": 1e-5, "f64": 1e-10}
-NODES = 1e-5
 NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly if name != "1Z0K" else ()) for name in COMPLEXES]
 
 
@@ -36,25 +34,6 @@ def test_scores_at_three_noise_levels_are_the_originals(name, precision):
     scores = score_model(precision)([posed(name, inputs["ligand.pos_noised"], inputs["t"], PRECISIONS[precision])])
     for score, kind in zip(scores, ("tr", "rot"), strict=True):
         assert relative_off(score[0], outputs[f"score.{precision}.{kind}"]) < SCORES[precision]
-
-
-@torch.no_grad()
-def check_features(name, precision, outputs):
-    trunk, pose = score_model(precision).trunk, noised(name, PRECISIONS[precision])
-    seen = 0
-    for layer, features in enumerate(trunk.steps(pose, trunk.shared(pose))):
-        for role, blocks in zip(("receptor", "ligand"), features, strict=True):
-            expected = outputs.get(f"score.f32.t0.5.{role}.layer{layer}")
-            if expected is not None:  # of the receptor's last there are none
-                seen += 1
-                channels_first = torch.cat([block.transpose(2, 3).flatten(2) for block in blocks], -1)[0]
-                assert off(channels_first, expected) < NODES
-    assert seen == 9
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_features_after_each_layer_are_the_originals(precision):
-    check_features("1Z0K", precision, docked("1Z0K"))
 
 
 @torch.no_grad()

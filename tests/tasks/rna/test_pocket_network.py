@@ -1,4 +1,4 @@
-"""The network against the original's numbers: nine variants, each module of a layer, losses and gradients."""
+"""The network against the original's numbers: nine variants, losses and gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.errors import ConfigError
-from pipeline.tasks.rna.pocket_network import PocketNetwork, PocketSizes, smooth_end
+from pipeline.tasks.rna.pocket_network import PocketNetwork, PocketSizes
 from pipeline.tasks.rna.published_form import NAMES, SYSTEM, RnaForm
 from pipeline.tasks.rna_ligand import RnaLigand, RnaLigandContrast
 from pipeline.training.checkpoints.published_names import renamed
@@ -17,7 +17,6 @@ from tests.tasks.originals import (
     POCKETS,
     VARIANTS,
     off,
-    part,
     pocket_batch,
     pocket_network,
     pocket_sizes,
@@ -44,31 +43,6 @@ def test_a_turned_pocket_is_as_wrong_as_in_the_original(variant):
     turned_BD = model(one._replace(pos_N3=one.pos_N3 @ recorded("rna3effi/inputs")["rotation"].T))
     assert off(turned_BD, recorded("rna3effi/outputs")[f"{variant}.rotated"]) < ANOTHER_MODEL
     assert off(turned_BD, model(one)) > 0.01  # its norm depends on how a pocket lies
-
-
-@torch.no_grad()
-def test_every_module_of_a_layer_gives_what_the_originals_does():
-    outputs = part("rna3effi/outputs", "best.part.")
-    model, batch = pocket_network("best"), pocket_batch(POCKETS[1])
-    shapes = model._shapes(batch)
-    layer, normed_NF = model.layers[0], outputs["pre_norm.0"]
-    assert off(model.atoms(batch.feature_N3), outputs["input_embedding"]) < 1e-5
-    assert off(layer.before(outputs["input_embedding"]), normed_NF) < 1e-5
-    bonded, shape = layer.kinds["bonds"], shapes["bonds"]
-    assert off(bonded.basis(shape.length_E1), outputs["bonded.0.bessel"] * outputs["bonded.0.cutoff"]) < 1e-6
-    assert off(smooth_end(shape.length_E1), outputs["bonded.0.cutoff"]) < 1e-6
-    weights = bonded.weigh(torch.cat([bonded.basis(shape.length_E1), batch.bonds.constant_EK], -1))
-    assert off(weights[:40], outputs["bonded.0.radial.first_40"]) < 1e-6
-    sent_EF = bonded.enter(normed_NF)[batch.bonds.atom_PE[0]]
-    assert off(bonded.product(sent_EF, shape.harmonics_EH, weights), outputs["bonded.0.messages"]) < 1e-6
-    for kind, name in zip(
-        ("bonds", "near", "angles", "dihedrals"), ("bonded", "nonbonded", "angle", "dihedral"), strict=True
-    ):
-        said_NF = layer.kinds[kind](normed_NF, getattr(batch, kind), shapes[kind])
-        assert off(said_NF, outputs[f"{name}.0"]) < 1e-4
-    known_NI = model.atom_invariants(batch)
-    assert off(known_NI, outputs["invariants"]) < 1e-4
-    assert off(model.pool(outputs["invariants"], batch.item_N, 1), outputs["pooling"]) < 1e-5
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -33,35 +33,6 @@ def test_spectra_one_by_one_padded_further_and_in_double_are_the_originals():
     assert off(in_double[:, 0], outputs["ssl.embedding_100_double"]) < 1e-10
 
 
-@torch.no_grad()
-def test_parts_of_the_first_layer_are_the_originals():
-    outputs, model, items = recorded("dreams/outputs"), peak_model(), slice(4, 8)
-    peaks = peaks_of(recorded("dreams/inputs")["spec_100"][items])
-    waves_BLQ = model.embed.masses.rounded_waves(peaks.mz_BL)
-    assert off(waves_BLQ[1, :4], outputs["part.fourier"]) < 1e-7
-    x_BLD = model.embed(peaks.mz_BL, peaks.intensity_BL)
-    assert off(x_BLD[..., :8], outputs["part.ff_peak"]) < 1e-6
-    assert off(x_BLD[..., 8:], outputs["part.ff_fourier"]) < NEAR
-    layer, bias = model.layers[0], model.bias(x_BLD, peaks.real_BL)
-    attended_BLD = layer.attention(layer.before_attention(x_BLD), bias)
-    assert off(attended_BLD, outputs["part.att.0"]) < NEAR
-    fed_BLD = layer.down(layer.up(layer.before_feed(x_BLD + attended_BLD)).relu())
-    assert off(fed_BLD, outputs["part.ff.0"]) < NEAR
-
-
-@torch.no_grad()
-def test_what_each_layer_feeds_forward_is_the_originals():
-    outputs, model = recorded("dreams/outputs"), peak_model()
-    peaks = peaks_of(recorded("dreams/inputs")["spec_100"])
-    x_BLD = model.embed(peaks.mz_BL, peaks.intensity_BL)
-    bias = model.bias(x_BLD, peaks.real_BL)
-    for place, layer in enumerate(model.layers):
-        x_BLD = x_BLD + layer.attention(layer.before_attention(x_BLD), bias)
-        fed_BLD = layer.down(layer.up(layer.before_feed(x_BLD)).relu())
-        assert off(fed_BLD[:, 0], outputs[f"layer.{place}.embedding"]) < NEAR
-        x_BLD = x_BLD + fed_BLD
-
-
 @pytest.mark.parametrize("name", HEADS)
 @torch.no_grad()
 def test_what_heads_tell_is_the_originals(name):

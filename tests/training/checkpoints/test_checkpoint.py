@@ -7,8 +7,6 @@ import json
 import math
 import os
 import random
-import select
-import signal
 import time
 import tracemalloc
 
@@ -381,38 +379,6 @@ def test_killed_at_any_step_of_the_disk_one_whole_checkpoint_is_there(tmp_path, 
         assert is_state_at(loaded, loaded.step)
         again.sweep()
         assert all(name.startswith("step-") for name in names(folder))
-
-
-@pytest.mark.nightly
-@pytest.mark.fault
-def test_killed_at_random_moments_the_newest_is_whole_and_none_that_was_told_of_is_lost(tmp_path):
-    rng, kills, last = random.Random(1), 0, 0
-    while kills < 40:
-        reading, writing = os.pipe()
-
-        def train(first=last, writing=writing):
-            made = checkpoints(tmp_path / "c", last=2, token=new_token("run"))
-            made.sweep()
-            for step in range(first + 1, first + 100_000):
-                made.save(state_at(step, size=3_000), step)
-                os.write(writing, step.to_bytes(4, "little"))
-
-        child = forked(train)
-        os.close(writing)
-        told = os.read(reading, 4)  # it is at work
-        select.select([], [], [], rng.random() * 0.03)  # the random moment
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        while more := os.read(reading, 4096):
-            told = more[-4:]
-        os.close(reading)
-        said = []
-        loaded = checkpoints(tmp_path / "c", said=said).newest()
-        assert said == []
-        assert loaded.step >= int.from_bytes(told, "little")
-        assert is_state_at(loaded, loaded.step)
-        kills, last = kills + 1, loaded.step
-    assert last > 40
 
 
 # Memory

@@ -32,7 +32,7 @@ from pipeline.training.step.step import Step
 from tests.store.faulty_disks import FailingDisk
 from tests.testkit.limited import device as limited
 from tests.testkit.limited.device import LimitedDevice
-from tests.training.checkpoints.saved import forked, spoil
+from tests.training.checkpoints.saved import forked
 from tests.training.loop.loops import (
     Aimed,
     Judged,
@@ -144,36 +144,10 @@ def test_wherever_memory_ends_the_run_is_the_one_that_was_cut_so_from_the_start(
     assert ooms == 4 * (len(calls) - 1)
 
 
-def test_terms_whose_weights_are_asked_for_survive_the_end_of_memory(tmp_path: Path) -> None:
-    limited.need()
-    for terms in ("several", "weighted"):
-        plot = Plot(items=9, budget=60, terms=terms)
-        undisturbed, step = interrupted(plot, tmp_path / f"{terms}-undisturbed", {})
-        at = {call: step.blocks[call] // 2 for call in range(1, len(step.blocks), 4)}
-        run, _ = interrupted(plot, tmp_path / terms, at)
-        assert furthest(run.state(), undisturbed.state()) < EXACT
-
-
 # Ends, and is taken up
 
 
 FULL = Plot(train={**ADAM, **WARM, "epochs": 3, "checkpoints": {"every": 2}}, items=14, budget=60, dropout=0.3)
-
-
-@pytest.mark.nightly
-def test_a_run_that_was_told_to_end_after_any_step_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
-    whole = Run(FULL, tmp_path / "whole").to_end()
-    for steps in range(1, whole.trainer.steps + 1):
-        folder = tmp_path / str(steps)
-        first = Run(FULL, folder, ending=signals_after(steps)).to_end()
-        assert (first.trainer.done, first.trainer.ended_by) == (steps, signal.SIGTERM)
-        then = Run(FULL, folder).to_end()
-        assert then.trainer.done == whole.trainer.done
-        assert then.state() == whole.state()
-        lines = [read_epochs(one.made.folder.path) for one in (then, whole)]
-        assert [[(one.epoch, one.loss, one.items, one.steps) for one in told] for told in lines[:1]] == [
-            [(one.epoch, one.loss, one.items, one.steps) for one in told] for told in lines[1:]
-        ]
 
 
 @pytest.mark.parametrize("behind", [False, True])
@@ -270,17 +244,6 @@ def test_random_numbers_of_users_are_where_they_would_be(tmp_path: Path) -> None
     for steps in (1, 4):
         Run(plot, tmp_path / str(steps), task=Drawing(plot), ending=signals_after(steps)).to_end()
         assert Run(plot, tmp_path / str(steps), task=Drawing(plot)).to_end().state() == whole.state()
-
-
-def test_a_truncated_checkpoint_is_passed_over_and_said_so(tmp_path: Path) -> None:
-    whole = Run(FULL, tmp_path / "whole").to_end()
-    Run(FULL, tmp_path / "run").to_end(stop=5)
-    newest = sorted((tmp_path / "run/model/checkpoints").glob("step-*"))[-1]
-    spoil(newest / "state.safetensors", lambda content: content.__delitem__(slice(len(content) // 2, None)))
-    run = Run(FULL, tmp_path / "run").to_end()
-    assert run.state() == whole.state()
-    assert any(f"{newest.name} is skipped" in line for line in run.said)
-    assert any("is used instead" in line for line in run.said)
 
 
 # A full disk

@@ -273,18 +273,6 @@ def test_without_shuffling_each_window_comes_in_file_order_largest_items_first()
         assert (np.diff(sizes["nodes"][items]) <= 0).all()
 
 
-def test_ranks_have_about_the_same_to_do():
-    sizes = made(10_000)
-    for by in (("nodes",), ("receptor", "ligand")):
-        for ranks in (2, 3, 6, 8):
-            sampler = Sampler(sizes, SamplerSettings(batch=4 * ranks, by=by), ranks=ranks)
-            ratios = []
-            for step in range(100):
-                loads = [sum(real(sizes, by, part) for part in share) for share in sampler.shares(0, step)]
-                ratios.append(max(loads) / np.mean(loads))
-            assert np.mean(ratios) <= 1.05
-
-
 @relaxed
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 4))
 def test_no_swap_and_no_gift_of_the_costliest_rank_would_lower_what_the_two_have_to_do(costs, ranks):
@@ -333,16 +321,6 @@ def test_no_other_way_to_cut_a_sorted_share_makes_fewer_micro_batches(sizes, bud
         for places in combinations(range(1, len(order)), number)
     )
     assert len(micros) == min(len(way) for way in ways if all(is_allowed(part) for part in way))
-
-
-@pytest.mark.parametrize("by", [("nodes",), ("receptor", "ligand")])
-def test_a_share_of_hundreds_of_items_is_cut_within_its_limits(by):
-    sizes = made(1000)
-    most = 8 * int(sizes["nodes"].max())
-    micros = list(Sampler(sizes, SamplerSettings(batch=500, by=by, budget={"nodes": most})))
-    assert sorted(np.concatenate([micro.items for micro in micros]).tolist()) == list(range(1000))
-    assert all(padded(sizes, ("nodes",), micro.items) <= most for micro in micros)
-    assert all(padded(sizes, by, micro.items) <= 1.03 * real(sizes, by, micro.items) for micro in micros)
 
 
 def test_the_costliest_micro_batch_comes_first():

@@ -13,17 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError, DataError, PlanInfeasible
-from pipeline.stages.train import fresh_step
 from pipeline.training.step.contrastive import ContrastiveStep, joined_rows
 from pipeline.training.step.optimizers import StepSettings
 from tests.training.loop.loops import Plot, batch_of, furthest, state_of
-from tests.training.step.kinds import Always, Trouble, training, weights_of
+from tests.training.step.kinds import Always, training, weights_of
 from tests.training.step.towers import Pairs, cut, drawn, of
 
 pytestmark = pytest.mark.usefixtures("quick")
 EXACT = 1e-10
-ITEMS = 128
-CUTS = {"one": [128], "8 x 16": [16] * 8, "16 x 8": [8] * 16, "1 x 128": [1] * 128, "uneven": [100, 3, 25]}
 ONE_STEP = {"effective_batch": 14, "epochs": 1, "learning_rate": 1.0}
 PLOT = Plot(train=ONE_STEP, budget=90)
 
@@ -55,22 +52,6 @@ def error(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
 
 
 # A step
-
-
-@pytest.mark.parametrize("terms", [1, 2])
-@pytest.mark.parametrize("sizes", CUTS.values(), ids=CUTS)
-def test_a_step_cut_anyhow_has_the_gradient_of_one_batch_of_128(sizes: list[int], terms: int) -> None:
-    task = Pairs(terms=terms)
-    torch.manual_seed(0)
-    model, whole = task.model(), drawn(ITEMS)
-    told = task.loss(model, whole)
-    torch.autograd.backward(sum((total / weight for total, weight in told.values()), torch.zeros(())))
-    true = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
-    found, values, step = gradients(sizes, task)
-    assert error(found, true) < EXACT
-    for name, (total, weight) in told.items():
-        assert values[name] == pytest.approx(float(total.detach()) / weight, rel=EXACT)
-    assert int(step.model.seen) == ITEMS, "statistics move once a step"
 
 
 def test_both_passes_draw_the_same_random_numbers() -> None:
@@ -176,44 +157,11 @@ class Noted(Pairs):
         return super().embed(model, batch)
 
 
-def last_cuts(task: Noted) -> list[tuple[str, ...]]:
-    """Return the micro-batches of which the step came to consist: those that went back last, of all items once."""
-    cuts: list[tuple[str, ...]] = []
-    for had_trace, ids in reversed(task.calls):
-        if not had_trace or sum(map(len, cuts)) == PLOT.items:
-            break
-        cuts.insert(0, ids)
-    return cuts
-
-
 def test_a_step_of_one_micro_batch_is_made_in_one_pass(tmp_path: Path) -> None:
     whole = training("contrastive", replace(PLOT, budget=10_000), tmp_path / "whole", task=(task := Noted())).to_end()
     assert all(had_trace for had_trace, _ in task.calls)
     cut = training("contrastive", PLOT, tmp_path / "cut").to_end()
     assert furthest(weights_of(whole), weights_of(cut)) < EXACT
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("site", ["embed", "contrast", "forward", "backward"])
-def test_a_step_that_runs_out_of_memory_anywhere_is_that_of_the_cuts_it_ends_with(tmp_path: Path, site: str) -> None:
-    plot = replace(PLOT, train={**ONE_STEP, "epochs": 2}, dropout=0.5)
-    task, trouble, cuts = Noted(dropout=0.5), Trouble(site), list[list[tuple[str, ...]]]()
-    run = training("contrastive", plot, tmp_path, task=trouble.within(task))
-
-    def note(done: int) -> None:
-        if done:
-            cuts.append(last_cuts(task))
-        trouble.arm(done)
-
-    run.to_end(each=note)
-    assert trouble.has_struck
-    embedded = [ids for had_trace, ids in task.calls if not had_trace][-len(cuts[-1]) :]
-    assert embedded == cuts[-1], "both passes are cut alike"
-    step = fresh_step(run.made)
-    step.make_state()
-    for epoch, ids in enumerate(cuts):
-        step.run([batch_of(plot, of(plot), [int(one[4:]) for one in names], epoch) for names in ids])
-    assert run.state() == state_of(step)
 
 
 def test_a_loss_that_fits_nowhere_says_that_the_effective_batch_is_too_large(tmp_path: Path) -> None:

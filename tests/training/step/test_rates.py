@@ -6,8 +6,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as some
 
 from pipeline.config.schema_train import ScheduleSection
 from pipeline.training.step.optimizers import factor, set_rate
@@ -28,22 +26,6 @@ def test_a_falling_rate_ends_at_its_least(kind: str, middle: float) -> None:
     assert factor(schedule, 5, 11) == pytest.approx(middle)
     assert factor(schedule, 10, 11) == pytest.approx(0.1)
     assert factor(schedule, 99, 11) == pytest.approx(0.1)
-
-
-@given(
-    kind=some.sampled_from(["constant", "linear", "cosine"]),
-    warmup=some.integers(0, 20),
-    least=some.floats(0, 1),
-    step=some.integers(0, 40),
-    steps=some.integers(1, 30),
-)
-def test_a_share_is_never_above_one_nor_below_its_least_after_the_warm_up(
-    kind: str, warmup: int, least: float, step: int, steps: int
-) -> None:
-    share = factor(ScheduleSection.model_validate({"kind": kind, "warmup": warmup, "least": least}), step, steps)
-    assert 0 < share <= 1 or (share == 0 and least == 0)
-    if step >= warmup:
-        assert share >= least - 1e-12
 
 
 def test_every_group_gets_its_share_of_its_own_rate_however_often() -> None:

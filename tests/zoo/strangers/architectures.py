@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -64,19 +63,6 @@ class ResNet(nn.Module):
         for convolution, norm in zip(self.convolutions, self.norms, strict=True):
             image = functional.relu(image + norm(convolution(image)))
         return self.out(image.mean((2, 3)))
-
-
-class UNet(nn.Module):
-    """Down, up, and a straight way between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.low = nn.Conv2d(4, 16, 3, padding=1), nn.Conv2d(16, 32, 3, stride=2, padding=1)
-        self.up, self.out = nn.ConvTranspose2d(32, 16, 2, stride=2), nn.Conv2d(32, 4, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        high = self.down(x.view(-1, 4, 16, 16)).relu()
-        return self.out(torch.cat([high, self.up(self.low(high).relu())], 1))
 
 
 class LooksUp(nn.Module):
@@ -163,20 +149,6 @@ class Messages(nn.Module):
         return torch.zeros_like(nodes).index_add(0, ends[1], nodes[ends[0]] * (shares / total[ends[1]])[:, None])
 
 
-class Variational(nn.Module):
-    """A variational autoencoder, with a decoder under spectral norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode, self.out = nn.Sequential(nn.Linear(WIDTH, 96), nn.SiLU(), nn.Linear(96, 32)), nn.Linear(96, WIDTH)
-        self.decode = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 96))
-
-    def forward(self, x: Tensor) -> Tensor:
-        mean, log_scale = self.encode(x).chunk(2, -1)
-        drawn = mean + torch.randn_like(mean) * log_scale.exp()
-        return self.out(self.decode(drawn).sigmoid())
-
-
 class Waves(nn.Module):
     """A layer of a Fourier neural operator."""
 
@@ -212,19 +184,15 @@ class Scan(nn.Module):
 FAMILIES: dict[str, Callable[[], Small]] = {
     "lstm": lambda: Small(lambda: Recurrent(nn.LSTM)),
     "lstm, packed": lambda: Small(lambda: Recurrent(nn.LSTM, packed=True)),
-    "lstm, both ways": lambda: Small(lambda: Recurrent(partial(nn.LSTM, bidirectional=True))),
-    "gru": lambda: Small(lambda: Recurrent(nn.GRU)),
     "gru, packed": lambda: Small(lambda: Recurrent(nn.GRU, packed=True)),
     "gaussian": lambda: Small(Gaussian),
     "resnet": lambda: Small(ResNet),
     "resnet, channels last": lambda: Small(lambda: ResNet(torch.channels_last)),
-    "u-net": lambda: Small(UNet),
     "sparse table": lambda: Small(LooksUp),
     "evoformer": lambda: Small(Pairs),
     "invariant points": lambda: Small(InvariantPoints),
     "gat": lambda: Small(Messages),
     "vmap": lambda: Small(Mapped),
-    "variational": lambda: Small(Variational),
     "fourier": lambda: Small(Waves),
     "state space": lambda: Small(Scan),
 }
