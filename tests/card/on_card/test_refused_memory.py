@@ -115,7 +115,7 @@ class OneStep:
         count = card.allocations() - before
         if lost := trainer.whole.lost:
             trainer.whole.lost = ""
-            assert "within the optimizer" in lost
+            assert "optimizer" in lost
             return None, count
         assert norm is not None
         return self.run.state(), count

@@ -17,6 +17,7 @@ from pipeline.encoder.engine.token_batches import (
     cap_shards,
     cost,
     deal_shards,
+    fitting_cap,
     largest_divisor,
     plan_batches,
     recipe_costs,
@@ -62,7 +63,7 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="padded"):
         plan_batches(np.array([1]), policy="padded", cap=1, budget=1)
     for pair in ((0, 1), (1, 0)):
-        with pytest.raises(ValueError, match="dealt"):
+        with pytest.raises(ValueError, match="shards"):
             deal_shards(np.array([1]), np.array([1.0]), *pair)
 
 
@@ -126,6 +127,21 @@ def test_what_is_truncated_or_taken_whole_costs_what_is_computed():
     assert found.tolist() == [2 * truncated, len(windows(131, 50, 10)) * truncated]
     beside_longer = recipe_costs(np.array([80, 81]), replace(RECIPE, long="windows", whole=80), 8)
     assert beside_longer[0] == largest
+
+
+def test_an_automatic_cap_fills_the_budget_with_usual_sequences():
+    assert fitting_cap(np.array([98] * 9 + [5000]), 1000) == 10
+    assert fitting_cap(np.array([10] * 3), 24) == 2
+    assert fitting_cap(np.array([5000]), 1000) == 1
+    assert fitting_cap(np.array([8]), 100_000) == 64
+    assert fitting_cap(np.array([], np.int64), 1000) == 1
+
+
+def test_a_cost_is_the_multiply_adds_of_the_matrices():
+    layers, dim, tokens = 3, 16, 10 + ENDS
+    linear = sum(tokens * dim * out for out in (dim, dim, dim, dim, 4 * dim, 4 * dim))
+    attention = tokens * tokens * dim + tokens * tokens * dim  # scores, and the sums they weigh
+    assert cost(np.array([10]), layers, dim).tolist() == [layers * (linear + attention)]
 
 
 @relaxed

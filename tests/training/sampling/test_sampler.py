@@ -398,7 +398,7 @@ def test_settings_and_sizes_that_mean_nothing_are_refused_by_name():
         "batch": {"batch": 0}, "window": {"window": 0}, "brick": {"brick": 0}, "micro_batch": {"micro_batch": 0},
         "seed": {"seed": -1}, "needs a size": {"by": ()}, "padding": {"padding": 0.9}, "nan": {"padding": math.nan},
         "nodes": {"budget": {"nodes": 0}}, "atoms": {"by": ("atoms",)}, "'atoms'": {"cost": "nodes*atoms"},
-        "called 'atoms'": {"budget": {"atoms": 5}},
+        "named 'atoms'": {"budget": {"atoms": 5}},
     }  # fmt: skip
     for text, change in changes.items():
         with pytest.raises(ValueError, match=text):
@@ -407,13 +407,13 @@ def test_settings_and_sizes_that_mean_nothing_are_refused_by_name():
         "float64": {"nodes": np.array([1.5, 2.0])},
         r"int64\[2, 1\]": {"nodes": np.array([[1], [2]])},
         "item 1": {"nodes": np.array([3, -2])},
-        "there are none": {},
+        "none": {},
         "3 items": {"nodes": np.arange(3), "edges": np.arange(2)},
     }
     for text, wrong in sizes.items():
         with pytest.raises(ValueError, match=text):
             Sampler(wrong, SamplerSettings(batch=4, cost="edges" if "edges" in wrong else None))
-    with pytest.raises(ValueError, match="no rank 2"):
+    with pytest.raises(ValueError, match="rank 2"):
         Sampler(made(3), SamplerSettings(batch=4), rank=2, ranks=2)
     with pytest.raises(DataError):
         Sampler(made(0), SamplerSettings(batch=4))
