@@ -297,7 +297,7 @@ def export_model_command(
     model: Model,
     folder: Annotated[Path, argument("FOLDER", "New folder, self-contained.")],
     form: Annotated[
-        str | None, option("--as SYSTEM", "Also write the weights under the names of this system: dreams.")
+        str | None, option("--as SYSTEM", "Also write the weights under published names, such as dreams or clip.")
     ] = None,
     config: ConfigFile = None,
     sets: Sets = None,

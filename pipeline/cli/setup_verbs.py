@@ -35,7 +35,7 @@ def doctor_command(
 
 
 def init_command(
-    folder: Annotated[Path, argument("DIR", "Folder of the project.")] = Path(),
+    folder: Annotated[Path, argument("DIR", "Folder of the project. Default: the current one.")] = Path(),
     recipe: Annotated[
         str | None,
         option(

@@ -65,7 +65,7 @@ def split_command(
     pipeline data split --out splits.csv    # no shared sequence
     pipeline data split --by identity --min-identity 0.3 --out splits.csv
     pipeline data split --folds 5 --out folds.csv
-    pipeline data split --check             # the splits that there are
+    pipeline data split --check             # existing splits
     """
     from pipeline.project.project import Project
     from pipeline.runs.dataset.split_data import Alike, read_shared

@@ -28,11 +28,11 @@ ROUNDING = 1e-9
 
 
 class CurriculumSection(Section):
-    """A stage of training with a selection of items by size, or with other task options."""
+    """A phase of training with a selection of items by size, or with other task options."""
 
-    epochs: int = Field(ge=1, description="Number of epochs. After the last stage, training continues with all items.")
-    largest: dict[Name, int] = Field(default={}, description="Maximum sizes of the items of this stage, by name.")
-    smallest: dict[Name, int] = Field(default={}, description="Minimum sizes of the items of this stage, by name.")
+    epochs: int = Field(ge=1, description="Number of epochs. After the last phase, training continues with all items.")
+    largest: dict[Name, int] = Field(default={}, description="Maximum sizes of the items of this phase, by name.")
+    smallest: dict[Name, int] = Field(default={}, description="Minimum sizes of the items of this phase, by name.")
     options: dict[Name, Option] = Field(
         default={},
         description="Task options that replace those in train.options. They must not change the model or sizes.",
@@ -40,7 +40,7 @@ class CurriculumSection(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         if not (self.largest or self.smallest or self.options):
-            yield "epochs", "stage changes nothing: add largest, smallest or options"
+            yield "epochs", "phase changes nothing: add largest, smallest or options"
 
     @model_serializer(mode="wrap")
     def _only_what_is_said(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -236,7 +236,7 @@ class TrainSection(Section):
     )
     epochs: int = Field(default=10, ge=1, description="Total number of epochs.")
     curriculum: tuple[CurriculumSection, ...] = Field(
-        default=(), description="Stages that come first, with smaller items or other options."
+        default=(), description="Phases that come first, with smaller items or other options."
     )
     validation: ValidationSection = ValidationSection()
     checkpoints: CheckpointsSection = CheckpointsSection()
@@ -268,7 +268,7 @@ class TrainSection(Section):
     synchronise: bool = Field(default=False, description="Wait for the GPU after each micro-batch, for measurements.")
     log_every: int = Field(default=10, ge=1, description="Steps between logged metrics.")
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
-        default=(), description="Trackers that also receive the metrics."
+        default=(), description="Trackers that also receive the metrics. wandb without a login writes files for `wandb sync`."
     )
     evaluate: EvaluateSection = EvaluateSection()
     predict: PredictSection = PredictSection()
