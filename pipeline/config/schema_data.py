@@ -213,7 +213,10 @@ class EmbedSection(Section):
         default={}, description="Arguments of your encoder class, by name. It receives weights in any case."
     )
     layer: AutoCount = Field(default="auto", description="Layer whose output is stored. auto: the last.")
-    cls: bool = Field(default=False, description="Also store the row of the <cls> token, under a new key. For embeddings export --pool cls.")
+    cls: bool = Field(
+        default=False,
+        description="Also store the row of the <cls> token, under a new key. For embeddings export --pool cls.",
+    )
     context: Literal["chain", "partner"] = Field(
         default="chain", description="Unit to encode: each chain, or the joined chains of a partner."
     )
@@ -330,7 +333,7 @@ class GraphSection(Section):
         default=5.0,
         gt=0,
         le=100,
-        description="Heavy atoms within this distance in Å make a native contact. null: no labels. Unbound input needs it.",
+        description="Heavy atoms within this distance in Å make a contact. null: no labels. Unbound input needs it.",
     )
     cache: bool = Field(default=True, description="Store graphs on disk. false: rebuild them at each read.")
     atom: AtomGraphSection = AtomGraphSection()
