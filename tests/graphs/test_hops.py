@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import pairwise, permutations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -71,9 +70,3 @@ def test_every_path_of_distinct_atoms_is_there_once_and_in_order(molecule: tuple
             if some[0] < some[-1] and all(pair in both for pair in pairwise(some))
         ]
         assert path.tolist() == [list(some) for some in wanted]
-
-
-@pytest.mark.parametrize(("ring", "kinds"), [(3, (3, 0, 0)), (4, (4, 2, 0)), (5, (5, 5, 0)), (6, (6, 6, 3))])
-def test_pairs_of_a_ring_are_what_they_are_the_short_way_round(ring: int, kinds: tuple[int, ...]) -> None:
-    bonds = {tuple(sorted((node, (node + 1) % ring))) for node in range(ring)}
-    assert tuple(len(kind) // 2 for kind in by_hops(bonds, ring)) == kinds

@@ -34,7 +34,6 @@ from tests.recipes.projects import (
     Recipe,
     config_of,
     epochs_of,
-    left_to_do,
     peak,
     planned,
     ran,
@@ -208,16 +207,6 @@ def test_a_loss_that_is_added_has_its_headroom_planned() -> None:
 
 
 @nightly
-def test_any_micro_batch_keeps_the_effective_batch(pipeline: Command, scanned: Scanned) -> None:
-    for recipe, batch, items in ((RNA, 8, 1), (RNA, 8, 2), (SPECTRA, 2, 1), (PAIR, 128, 32), (PAIR, 128, 8)):
-        scanned(recipe)
-        words = recipe.sets(f"train.micro_batch={items}", f"train.effective_batch={batch}")
-        for made in planned(pipeline, *words)["plans"].values():
-            assert made["batch"] == batch
-            assert made["items_most"] <= items
-
-
-@nightly
 def test_8_on_each_of_3_gpus_are_24_effective_and_memory_of_the_host_is_planned(
     pipeline: Command, scanned: Scanned
 ) -> None:
@@ -250,20 +239,6 @@ def test_an_ema_costs_a_copy_of_the_parameters_and_each_stage_has_its_own_plan(
 
 
 @nightly
-def test_memory_is_flat_over_epochs_and_its_figures_are_kept(pipeline: Command, scanned: Scanned) -> None:
-    folder = scanned(RNA)
-    done = ran(pipeline, RNA.sets("train.epochs=6", "train.seed=5"), "train")
-    assert done.code == 0, done.err
-    assert "leak" not in done.err + done.out
-    epochs = epochs_of(folder)
-    assert len(epochs) == 6
-    assert epochs[-1]["allocated_bytes"] - epochs[1]["allocated_bytes"] < 16 << 20  # the process, to malloc's pieces
-    for epoch in epochs:
-        assert 0 < epoch["allocated_bytes"] <= epoch["peak_bytes"]
-        assert epoch["reserved_bytes"] >= epoch["allocated_bytes"]
-
-
-@nightly
 def test_validation_is_limited_and_thinned(pipeline: Command, scanned: Scanned) -> None:
     folder = scanned(SPECTRA)
     words = SPECTRA.sets("train.validation.limit=1", "train.validation.every=2", "train.seed=7")
@@ -278,34 +253,6 @@ def test_graphs_that_are_not_kept_on_disk_are_built_when_they_are_read(pipeline:
     assert done.code == 0, done.err
     assert epochs_of(folder)[-1]["items"] == 4
     assert epochs_of(folder)[-1]["items_per_s"] > 0
-
-
-@nightly
-def test_caches_are_used_again_and_damaged_ones_are_found_and_rebuilt(pipeline: Command, scanned: Scanned) -> None:
-    folder = scanned(COMPLEX)
-    again = ran(pipeline, COMPLEX.sets(), "graph")
-    assert (again.code, any(left_to_do().values())) == (0, False), again.err
-    shards = [path for path in (folder / "cache").rglob("*") if path.is_file() and "graph" in str(path)]
-    largest = max(shards, key=lambda path: path.stat().st_size)
-    content = bytearray(largest.read_bytes())
-    for place in range(len(content) // 4, 3 * len(content) // 4, 97):
-        content[place] ^= 0xFF
-    largest.chmod(0o644)
-    largest.write_bytes(content)
-    again = ran(pipeline, COMPLEX.sets(), "graph")
-    assert again.code == 0, again.err
-    assert sum(left_to_do().values()) > 0
-    assert ran(pipeline, COMPLEX.sets(), "graph").code == 0
-    assert not any(left_to_do().values())
-
-
-@nightly
-def test_fewer_structures_make_a_trial(pipeline: Command, scanned: Scanned) -> None:
-    folder = scanned(COMPLEX)
-    done = ran(pipeline, COMPLEX.sets("data.limit=2"), "scan")
-    assert done.code == 0, done.err
-    assert "2 items" in done.out
-    assert folder.is_dir()
 
 
 @nightly

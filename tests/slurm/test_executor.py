@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -17,11 +16,11 @@ import pytest
 
 from pipeline.cluster import slurm as module
 from pipeline.cluster import slurm_commands
-from pipeline.cluster.job_spec import TASK, JobSpec, TaskState
+from pipeline.cluster.job_spec import JobSpec, TaskState
 from pipeline.cluster.slurm import SlurmExecutor
 from pipeline.config.schema_cluster import SlurmSection
 from pipeline.errors import SubmissionRefused
-from tests.cluster.programs import AWAIT, EATS, IGNORES_TERM, MIB, WAITS, finish, python, step_until
+from tests.cluster.programs import MIB, WAITS, finish, python, step_until
 from tests.testkit.cluster import Cluster
 from tests.testkit.cluster.config import MAX_ARRAY_SIZE, TINY_MAX_SUBMIT
 
@@ -130,24 +129,6 @@ with opened(memory="mem-per-cpu") as executor:
         (task,) = finish(executor, executor.submit(spec))
         assert Path(task.stdout).read_text() == "COMPLETED None 2\n", Path(task.stderr).read_text()
 
-    def test_three_nodes_give_six_tasks_a_gpu_and_two_cores_each(self, healthy: Cluster, tmp_path: Path) -> None:
-        body = f"""{AWAIT}
-import json, os, sys
-folder, number = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-(folder / f"{{number}}.here").touch()
-for other in range(6):
-    await_file(folder / f"{{other}}.here")
-names = ("SLURMD_NODENAME", "CUDA_VISIBLE_DEVICES", "SLURM_CPUS_PER_TASK", "OMP_NUM_THREADS")
-print(json.dumps([os.environ[name] for name in names]))
-"""
-        with opened() as executor:
-            spec = python(tmp_path, body, str(tmp_path), tasks=6, cpus=2, gpus=1, mem_bytes=100 * MIB)
-            tasks = finish(executor, executor.submit(spec))
-        given = [json.loads(Path(task.stdout).read_text()) for task in tasks]
-        assert len({(node, gpu) for node, gpu, _, _ in given}) == 6
-        assert {node for node, *_ in given} == set(healthy.nodes)
-        assert {(cpus, threads) for *_, cpus, threads in given} == {("2", "2")}
-
 
 class TestNumbers:
     def test_tasks_above_the_largest_array_have_an_offset(self, executor: SlurmExecutor, tmp_path: Path) -> None:
@@ -168,16 +149,6 @@ class TestNumbers:
         spec = replace(python(tmp_path, "pass"), tasks=[100, 100 + MAX_ARRAY_SIZE])
         with pytest.raises(SubmissionRefused):
             executor.submit(spec)
-
-    @pytest.mark.nightly
-    def test_many_tasks_go_in_several_jobs(self, executor: SlurmExecutor, tmp_path: Path) -> None:
-        most = executor.limits_of().job_tasks
-        assert most == MAX_ARRAY_SIZE
-        whole = JobSpec("test", ("true", TASK), tasks=range(30), log_dir=str(tmp_path))
-        jobs = [executor.submit(replace(whole, tasks=range(at, at + most))) for at in range(0, 30, most)]
-        tasks = finish(executor, *jobs)
-        assert [task.task for task in tasks] == list(range(30))
-        assert {task.state for task in tasks} == {TaskState.COMPLETED}
 
     def test_limits_are_what_the_cluster_says_unless_the_site_does(self, executor: SlurmExecutor) -> None:
         limits = executor.limits_of()
@@ -236,16 +207,6 @@ class TestLostAnswers:
 
 
 class TestEnds:
-    @pytest.mark.nightly
-    def test_interrupted_task_comes_back_and_goes_on(self, executor: SlurmExecutor, tmp_path: Path) -> None:
-        job = executor.submit(python(tmp_path, TELLS_ON_SIGNALS, tasks=2))
-        logs = [Path(task.stdout) for task in executor.status([job])]
-        step_until(executor, lambda: all(log.exists() and "began" in log.read_text() for log in logs))
-        slurm_commands.run_command(["scancel", "--signal=USR2", job])
-        tasks = finish(executor, job)
-        assert [(task.state, task.restarts) for task in tasks] == [(TaskState.COMPLETED, 1)] * 2
-        assert [log.read_text() for log in logs] == [f"began None\ntold {int(signal.SIGUSR2)}\nbegan 1\n"] * 2
-
     def test_cancelled_task_does_not_come_back(self, executor: SlurmExecutor, tmp_path: Path) -> None:
         job = executor.submit(python(tmp_path, TELLS_ON_SIGNALS))
         log = Path(executor.status([job])[0].stdout)
@@ -255,37 +216,6 @@ class TestEnds:
         assert (task.state, task.restarts) == (TaskState.CANCELLED, 0)
         assert log.read_text() == f"began None\ntold {int(signal.SIGTERM)}\n"
         assert executor.queued([job]) == set()
-
-    @pytest.mark.nightly
-    def test_preempted_task_comes_back(self, healthy: Cluster, tmp_path: Path) -> None:
-        with opened() as executor:
-            job = executor.submit(python(tmp_path, TELLS_ON_SIGNALS, tasks=3, cpus=4, partition="preempt"))
-            logs = [Path(task.stdout) for task in executor.status([job])]
-            step_until(executor, lambda: all(log.exists() and "began" in log.read_text() for log in logs))
-            urgent = executor.submit(python(tmp_path, "pass", cpus=4, partition="urgent"))
-            victims = lambda: [log for log in logs if "told" in log.read_text()]  # noqa: E731
-            step_until(executor, lambda: len(victims()) == 1)
-            for index, log in enumerate(logs):
-                if log not in victims():  # the others may go on, too; a task that waits to come back takes no signal
-                    slurm_commands.run_command(["scancel", "--signal=USR2", f"{job}_{index}"])
-            tasks = finish(executor, job, urgent)
-        assert {task.state for task in tasks} == {TaskState.COMPLETED}
-
-    @pytest.mark.nightly
-    def test_task_over_its_time_is_killed_even_if_it_ignores_sigterm(
-        self, executor: SlurmExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("tests.cluster.programs.DEADLINE_S", 180.0)  # Slurm counts in minutes
-        ignores = IGNORES_TERM.replace(
-            "import signal;", "import signal; signal.signal(signal.SIGUSR2, signal.SIG_IGN);"
-        )
-        (task,) = finish(executor, executor.submit(python(tmp_path, ignores, time_s=60)))
-        assert task.state is TaskState.TIMEOUT
-
-    def test_memory_is_counted_for_the_task_alone(self, executor: SlurmExecutor, tmp_path: Path) -> None:
-        jobs = [executor.submit(python(tmp_path, EATS, mem_bytes=60 * MIB)), executor.submit(python(tmp_path, "pass"))]
-        over, other = finish(executor, *jobs)
-        assert (over.state, other.state) == (TaskState.OUT_OF_MEMORY, TaskState.COMPLETED)
 
     @pytest.mark.nightly
     @pytest.mark.parametrize("sacct", ["exit 1", "echo garbage", "kill -9 $$"])
@@ -368,16 +298,3 @@ class TestRefusals:
         (tmp_path / "file").touch()
         with pytest.raises(SubmissionRefused):
             executor.submit(python(tmp_path / "file", "pass"))
-
-    def test_full_disk_for_logs_is_told_before_anything_is_submitted(self, executor: SlurmExecutor) -> None:
-        spec = python(Path("/dev/shm") / unique("full"), "pass", tag=unique("full"))
-        Path(spec.log_dir).mkdir()
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", spec.log_dir], check=True)
-        try:
-            Path(spec.log_dir, "rest").write_bytes(b"x" * 4096)
-            with pytest.raises(SubmissionRefused, match="No space left on device"):
-                executor.submit(spec)
-        finally:
-            subprocess.run(["umount", spec.log_dir], check=True)
-            Path(spec.log_dir).rmdir()
-        assert jobs_named(spec.tag) == []

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.structures.parsing.read_structure import FileReading
     from pipeline.structures.policy import Chain, Structure
 
     Place = tuple[int, str]  # a residue's number and insertion code
@@ -38,16 +37,6 @@ LETTERS = {
     "TYR": "Y", "VAL": "V",
 }  # fmt: skip
 CA = BACKBONE.index("CA")
-APART_FORMS = {  # and why the second parser says nothing of them
-    "bcif": "BinaryCIF, which both read by the same parser",
-    "amber": "AMBER topologies, which have no chains to go by",
-    "sdf": "small molecules",
-    "mol2": "small molecules",
-}
-
-
-class NotComparable(Exception):
-    """A file for which the two parsers define different things, or that the second cannot read."""
 
 
 @dataclass(slots=True)
@@ -65,33 +54,16 @@ class _Residue:
         return LETTERS.get(next(iter(self.names))) if len(self.names) == 1 and self.is_atom and self.ca else None
 
 
-def read_second(data: bytes, form: str, reading: FileReading) -> Any:
-    """Return the atoms of a file as the second parser reads them; raise NotComparable where that is no comparison."""
-    if form in APART_FORMS:
-        raise NotComparable(APART_FORMS[form])
-    if reading.assembly is not None or reading.chain_names != "author":
-        raise NotComparable("assemblies and label names")
+def read_second(data: bytes, form: str) -> Any:
+    """Return the atoms of a file as the second parser reads them."""
     from biotite.structure.io import pdb, pdbx
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            if form == "pdb":
-                _refuse_open_models(data)
-                file = pdb.PDBFile.read(io.StringIO(data.decode("latin-1")))
-                return file.get_structure(model=reading.model, altloc="all", extra_fields=["occupancy"])
-            return pdbx.get_structure(pdbx.CIFFile.read(io.StringIO(data.decode())), model=reading.model, altloc="all")
-        except NotComparable:
-            raise
-        except Exception as error:
-            raise NotComparable("files that the second parser refuses") from error
-
-
-def _refuse_open_models(data: bytes) -> None:
-    """Refuse atoms behind the last model: biotite takes them for the first one's."""
-    end = data.rfind(b"\nENDMDL")
-    if end >= 0 and (data.find(b"\nATOM", end) >= 0 or data.find(b"\nHETATM", end) >= 0):
-        raise NotComparable("files with atoms outside of their models")
+        if form == "pdb":
+            file = pdb.PDBFile.read(io.StringIO(data.decode("latin-1")))
+            return file.get_structure(model=1, altloc="all", extra_fields=["occupancy"])
+        return pdbx.get_structure(pdbx.CIFFile.read(io.StringIO(data.decode())), model=1, altloc="all")
 
 
 def disagreements(atoms: Any, structure: Structure, chain: Chain) -> Iterator[str]:

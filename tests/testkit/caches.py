@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -95,8 +94,3 @@ def cut(path: Path, rng: random.Random) -> None:
 def remove(path: Path, _rng: random.Random) -> None:
     """Let a file be gone."""
     path.unlink()
-
-
-def found_in(report: DamageReport) -> list[str]:
-    """Return what a report has found, in an order of its own."""
-    return sorted(json.dumps(one.to_json(), sort_keys=True) for one in report.findings())

@@ -23,7 +23,7 @@ from tests.testkit.cluster import Cluster
 from tests.testkit.command import Command
 from tests.testkit.project import settle
 from tests.testkit.slurm_runs import PIPELINE, Run, make_project
-from tests.training.own_loops.test_ranks_of_others import HOPELESS, SCRIPT, undisturbed
+from tests.training.own_loops.test_ranks_of_others import SCRIPT, undisturbed
 
 pytestmark = pytest.mark.slurm
 
@@ -125,6 +125,25 @@ def test_two_tasks_of_srun_make_the_steps_of_one_process_through_an_oom(healthy:
     for rank in range(2):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == pytest.approx(undisturbed(), abs=1e-10)
     assert not list(tmp_path.glob("ranks-*")), "where they met is gone"
+
+
+HOPELESS = """\
+import torch
+
+from pipeline.api import Governed
+
+model = torch.nn.Linear(2, 1)
+governed = Governed(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+def loss_of(items):
+    if governed.ranks.rank == 1:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    return model(torch.stack(items)).sum(), len(items)
+
+
+governed.step(list(torch.randn(4, 2)), loss_of)
+"""
 
 
 @pytest.mark.nightly

@@ -22,7 +22,6 @@ from pipeline.structures.parsing.structure_files import item_paths, plain_files
 from pipeline.structures.policy import Policy, Structure, apply_policy
 from tests.structures.parsing.amber_text import complex_files, edited, write_complex
 from tests.structures.parsing.molecule_text import THEOPHYLLINE
-from tests.structures.second_parser import NotComparable, read_second
 
 KEEP = ScanRecipe(policy=Policy(ligands="keep"))
 LIMIT = 1 << 20
@@ -193,8 +192,6 @@ def test_a_second_model_or_an_assembly_is_not_there(form: str) -> None:
         with pytest.raises(UnusableInput) as caught:
             parse_structure(data, form, reading, beside=beside)
         assert caught.value.reason is reason
-    with pytest.raises(NotComparable):
-        read_second(data, form, FileReading())
 
 
 @pytest.mark.parametrize(("module", "name"), [("rdkit", "x.sdf"), ("rdkit", "x.mol2.gz")])

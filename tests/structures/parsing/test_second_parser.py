@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.structures.parsing.read_structure import FileReading, parse_structure
 from pipeline.structures.parsing.structure_files import HAS_BIOTITE, format_of, read_file
-from pipeline.structures.policy import Policy, Structure, apply_policy
+from pipeline.structures.policy import Policy, apply_policy
 from tests.graphs.complexes import LIMIT
 from tests.structures.second_parser import disagreements, read_second
 
@@ -17,16 +17,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def ours(data: bytes, form: str = "pdb", reading: FileReading = FileReading()) -> Structure:  # noqa: B008 - it is frozen
-    return apply_policy(parse_structure(data, form, reading), Policy())
-
-
 def test_nothing_real_is_read_otherwise(structures: Path) -> None:
     compared = 0
     for path in sorted(structures.glob("*/*.gz")):
         if path.name not in ("1aki.bcif.gz", "HEM.cif.gz"):
             form, data = format_of(path), read_file(path, LIMIT)
-            structure, atoms = ours(data, form), read_second(data, form, FileReading())
+            structure = apply_policy(parse_structure(data, form, FileReading()), Policy())
+            atoms = read_second(data, form)
             found = [what for chain in structure.chains for what in disagreements(atoms, structure, chain)]
             assert not found, (path.name, found[:3])
             compared += 1

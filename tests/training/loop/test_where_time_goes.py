@@ -12,7 +12,7 @@ from torch import nn
 from pipeline.training.loop.metrics_log import read_epochs
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
-from pipeline.training.step_clock import COPY, FORWARD, OTHER, READ, StepClock
+from pipeline.training.step_clock import FORWARD, StepClock
 from tests.training.loop.loops import Judged, Plot, Run
 
 SECOND_NS = 1_000_000_000
@@ -29,19 +29,6 @@ class Hand:
 
     def moves(self, seconds: float) -> None:
         self.ns += round(seconds * SECOND_NS)
-
-
-def test_time_counts_for_the_innermost_phase_and_what_was_before_goes_on() -> None:
-    hand = Hand()
-    clock = StepClock(hand)
-    hand.moves(1)
-    with clock.within(READ):
-        hand.moves(2)
-        with clock.within(COPY):
-            hand.moves(4)
-        hand.moves(8)
-    hand.moves(16)
-    assert clock.seconds() == {OTHER: 17.0, READ: 10.0, COPY: 4.0}
 
 
 class Slow(Judged):
