@@ -213,10 +213,7 @@ class EmbedSection(Section):
         default={}, description="Arguments of your encoder class, by name. It receives weights in any case."
     )
     layer: AutoCount = Field(default="auto", description="Layer whose output is stored. auto: the last.")
-    cls: bool = Field(
-        default=False,
-        description="Also store the row of the <cls> token, under a new key. For embeddings export --pool cls.",
-    )
+    cls: bool = Field(default=False, description="Also store the row of the <cls> token (for --pool cls); a new key.")
     context: Literal["chain", "partner"] = Field(
         default="chain", description="Unit to encode: each chain, or the joined chains of a partner."
     )

@@ -268,8 +268,7 @@ class TrainSection(Section):
     synchronise: bool = Field(default=False, description="Wait for the GPU after each micro-batch, for measurements.")
     log_every: int = Field(default=10, ge=1, description="Steps between logged metrics.")
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
-        default=(),
-        description="Trackers that also receive the metrics. wandb without a login writes files for `wandb sync`.",
+        default=(), description="Trackers that also receive the metrics. Without a login, type `wandb sync` later."
     )
     evaluate: EvaluateSection = EvaluateSection()
     predict: PredictSection = PredictSection()
