@@ -58,8 +58,8 @@ def split_command(
 ) -> None:
     """Split the data set without shared chains, or check its splits.
 
-    Items that share a sequence or a cluster in any chain stay in one split. Run a scan first. The table that this
-    command writes can be named in the configuration.
+    Items that share a sequence or a cluster in any chain stay in one split. Run a scan first. Then set
+    data.path (for pairs: data.splits) to the new table.
 
     Examples:
     pipeline data split --out splits.csv    # no shared sequence
