@@ -110,9 +110,8 @@ def _wanted(fractions: str | None, folds: int | None) -> dict[str, float]:
         shares = [float(word) for word in (fractions or ".8/.1/.1").split("/")]
     except ValueError:
         shares = []
-    is_whole = max(shares, default=0.0) >= 1 or math.isclose(
-        sum(shares), 1, abs_tol=1e-3
-    )  # as in 8/1/1, or in .8/.1/.1
+    # As in 8/1/1, or in .8/.1/.1
+    is_whole = max(shares, default=0.0) >= 1 or math.isclose(sum(shares), 1, abs_tol=1e-3)
     if len(shares) not in NAMES or not all(0 < share < math.inf for share in shares) or not is_whole:
         what = f"expected shares such as .8/.1/.1 (they sum to 1) or 8/1/1, got {fractions!r}"
         raise _mistake(what, "--fractions", LIKE_FRACTIONS)

@@ -90,7 +90,7 @@ def find_gpus(devices: Path = DEVICES) -> tuple[str, ...]:
     if visible is not None:
         return tuple(name.strip() for name in visible.split(",") if name.strip())
     numbers = sorted(int(path.name[6:]) for path in devices.glob("nvidia[0-9]*") if path.name[6:].isdigit())
-    return tuple(map(str, numbers)) or tuple(map(str, range(_count_by_driver())))
+    return tuple(map(str, numbers)) or tuple(map(str, range(len(card_names()))))
 
 
 def card_names() -> list[str]:
@@ -100,14 +100,8 @@ def card_names() -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     lines = listed.stdout.decode(errors="replace").splitlines()
-    return [
-        line.partition(" (UUID")[0] for line in lines if line.startswith("GPU ")
-    ]  # another card of its kind will do
-
-
-def _count_by_driver() -> int:
-    """Count GPUs with nvidia-smi, for systems that show no device files."""
-    return len(card_names())
+    # Without the UUID: another GPU of its kind will do
+    return [line.partition(" (UUID")[0] for line in lines if line.startswith("GPU ")]
 
 
 def find_mem_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:

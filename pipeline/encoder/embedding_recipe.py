@@ -118,7 +118,8 @@ class EmbeddingRecipe:
         cuts = [wanted.cut]
         if self.windowed(residues) not in cuts:
             cuts.append(self.windowed(residues))
-        precisions = [self.precision, *(["fp32"] if self.precision != "fp32" and self.full_precision_will_do else [])]
+        may_be_full = self.precision != "fp32" and (self.half_fallback or self.on_oom == "cpu")  # the CPU computes so
+        precisions = [self.precision, *(["fp32"] if may_be_full else [])]
         return tuple(Variant(precision, cut) for cut in cuts for precision in precisions)
 
     def windowed(self, residues: int) -> SequenceCut | None:
@@ -127,11 +128,6 @@ class EmbeddingRecipe:
         if wanted is not None or self.on_oom != "windows" or residues <= self.length:
             return wanted
         return SequenceCut("windows", self.length, self.overlap)
-
-    @property
-    def full_precision_will_do(self) -> bool:
-        """Whether fp32 may stand in for half precision; the CPU computes in fp32 only."""
-        return self.half_fallback or self.on_oom == "cpu"
 
     def refuses(self, residues: int) -> bool:
         return self.long == "error" and residues > self.length

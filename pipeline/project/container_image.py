@@ -138,7 +138,7 @@ def _digest_of_podmans(config: Config, image: str) -> str:
         raise SubmissionRefused(
             "podman is not on the PATH here, so its images cannot be checked",
             where=WHERE,
-            remedy=_path_remedy("podman"),
+            remedy='cluster.slurm.setup: ["module load podman"], or another cluster.slurm.container.runtime',
         )
     if done.returncode:
         raise _no_image(image, _last_line(done.stderr))
@@ -148,10 +148,6 @@ def _digest_of_podmans(config: Config, image: str) -> str:
 def _no_image(image: str, why: str) -> SubmissionRefused:
     remedy = Command.of("doctor").with_settings((f"{WHERE}.image", ANY))
     return SubmissionRefused(f"image not found: {why}", where=f"{WHERE}.image: {image}", remedy=remedy)
-
-
-def _path_remedy(runtime: str) -> str:
-    return f'cluster.slurm.setup: ["module load {runtime}"], or another cluster.slurm.container.runtime'
 
 
 def run_here(config: Config, words: str, program: str) -> subprocess.CompletedProcess[str]:

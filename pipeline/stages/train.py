@@ -210,9 +210,8 @@ def trainer_of(job: Job) -> Trainer:
     if train.compile:
         step.model.compile(mode=train.compile_mode)
     stretches, checkpoints = _courses(job, step), _checkpoints(job, step)
-    if is_card(step.device) and not (
-        step.is_spread or job.tell.shrink
-    ):  # the memory of one that shrinks was too little
+    # The memory of one that shrinks was too little
+    if is_card(step.device) and not (step.is_spread or job.tell.shrink):
         step.ahead = CopyAhead(step.device)
     watch = _watch(job, step, checkpoints)
     stepper = _stepper(job, step, stretches[0], watch, lambda piece, oom: trainer.oom(piece, oom.error))

@@ -434,9 +434,8 @@ def _chains(
     for first, last in zip(starts, [*starts, len(chain_R)][1:], strict=True):
         name = table.chain_name(chain_R[first])
         kind = KIND_CODES[int(np.argmax(np.bincount(kind_R[first:last], minlength=UNKNOWN_KIND + 1)[:UNKNOWN_KIND]))]
-        own_R = (kind_R[first:last] == PROTEIN) == (
-            kind is Kind.PROTEIN
-        )  # a letter of the other kind means another thing
+        # A letter of the other kind means another thing
+        own_R = (kind_R[first:last] == PROTEIN) == (kind is Kind.PROTEIN)
         letters = np.where(own_R, letters_R[first:last], 0).astype(np.uint8).tobytes().decode("ascii")
         sequence = letters.replace("\0", UNKNOWN_LETTER[kind])
         nodes = int(np.count_nonzero(node_R[first:last]))

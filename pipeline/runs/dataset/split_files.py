@@ -116,17 +116,14 @@ def _placed(project: Project, shared: SharedItems, division: Division, folds: in
             continue
         split = int(division.split_N[number])
         cluster = {"cluster": division.component_name(number, shared.draws)}
-        told = ({"split": _role(split, fold, folds), **cluster, "fold": str(split)} for fold in range(folds))
-        yield Placed(entry, tuple(told) if folds else ({"split": division.names[split], **cluster},))
+        # In the file of fold K, fold K is the test, the next one validates, and all others train.
+        roles = ({0: "test", 1: "val"}.get((split - fold) % folds, "train") for fold in range(folds))
+        rows = tuple({"split": role, **cluster, "fold": str(split)} for role in roles)
+        yield Placed(entry, rows if folds else ({"split": division.names[split], **cluster},))
         number += 1
     if number < len(shared):
         what = "it changed while being read"
         raise DataError(what, where=str(project.source.path), remedy=Command.of("data split --out FILE"))
-
-
-def _role(split: int, fold: int, folds: int) -> str:
-    """Return what a split is in the file of a fold: it is the test, the next one validates, all others train."""
-    return {0: "test", 1: "val"}.get((split - fold) % folds, "train")
 
 
 def _write_new(spec: SourceSpec, placed: Iterator[Placed], files: Sequence[IO[str]], folders: Sequence[Path]) -> None:

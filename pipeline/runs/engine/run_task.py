@@ -99,9 +99,8 @@ def run_task(words: Sequence[str]) -> int:
             relieve(project.cache, table.kinds_of(json.loads(folder.stages.read_text())))
         processes = table.stage(row.name, config).processes(project)
         if part is None and processes > 1:
-            if script_stage.is_script(
-                project.config, row.name
-            ):  # each of its processes sees all GPUs, as under torchrun
+            # Each of its processes sees all GPUs, as under torchrun
+            if script_stage.is_script(project.config, row.name):
                 words = [*words, "--lent", os.environ.get(VISIBLE, "")]
             return (_together if row.together else _fan_out)(words, folder, processes, ledger, facts)
         if row.together:

@@ -44,7 +44,7 @@ def stage_facts(run: SeenRun, stage: StageStatus) -> StageFacts:
     """Return what is known of a stage, however many tasks it has."""
     return StageFacts(
         status=stage,
-        first_task_at=first_start(stage),
+        first_task_at=min((begin for begin, _ in _times(stage, 0.0)), default=None),
         left_s=run.left_s(stage),
         waits_for=bounded(run.waits_for.get(stage.name, ())),
         waits=bounded(wait_lines((wait for wait in run.waits if wait.of == stage.name), run.at)),
@@ -199,11 +199,6 @@ def span_of(status: RunStatus, now: float) -> tuple[float, float]:
     last = max([status.ended_at, *(stage.ended_at for stage in status.stages.values()), *ends], default=0.0)
     end = max(last, begun) if status.ended_at else now
     return begun, max(end, begun + 1e-3)
-
-
-def first_start(stage: StageStatus) -> float | None:
-    """Return when the first task of a stage began to run."""
-    return min((begin for begin, _ in _times(stage, 0.0)), default=None)
 
 
 def running_over_time(status: RunStatus, begun: float, end: float) -> dict[str, list[tuple[float, int]]]:

@@ -102,7 +102,7 @@ class RegenerateStage(Stage):
         if unmade := sum(judged.unmade.values()):
             lines.append(f"{unmade:,} of rejected items ({_by_kind(judged.unmade)}): less {folder.rejected}")
         if foreign := sum(judged.foreign.values()):
-            not_yet = f"{plural(judged.unscanned, 'item')} {_be(judged.unscanned)} not"
+            not_yet = f"{plural(judged.unscanned, 'item')} {'is' if judged.unscanned == 1 else 'are'} not"
             far = f", as far as scanned ({not_yet})" if judged.unscanned else ""
             lines.append(
                 f"{foreign:,} of no item of this data set with these settings{far} ({_by_kind(judged.foreign)})"
@@ -158,10 +158,6 @@ def _remarks(judged: Regenerated) -> list[str]:
         was = "was" if judged.replaced == 1 else "were"
         remarks.append(f"{plural(judged.replaced, 'embedding')} {was} not made: {others} there")
     return remarks
-
-
-def _be(count: int) -> str:
-    return "is" if count == 1 else "are"
 
 
 def _by_kind(counts: Mapping[str, int]) -> str:

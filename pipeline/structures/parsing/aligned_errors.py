@@ -68,8 +68,6 @@ BESIDE = (
 OURS = ".pae"  # NAME.pae.json belongs to NAME.pdb, whoever made it
 TABLES = ("predicted_aligned_error", "pae")  # as AlphaFold DB calls it since 2022, and all others
 TOKENS = ("token_chain_ids", "token_res_ids")
-HIGHEST = ("max_predicted_aligned_error", "max_pae")
-ROUNDED = 0.5  # Å by which a whole number may be above the highest error
 LARGEST_ERROR = 1000.0  # Å
 MOST_BESIDES = 16 << 20  # bytes of what is not a table
 KEY = re.compile(rb'"(\w+)"\s*:\s*(\[)\s*\[')
@@ -123,7 +121,6 @@ def read_errors(data: bytes) -> AlignedErrors:
         there = ", ".join(map(str, list(content)[:8])) or "nothing"
         raise _bad(f"it has no table {' or '.join(TABLES)}; it has {there}")
     pae_NN = _square(data, tables[name], name)
-    _check_highest(pae_NN, content)
     return AlignedErrors(pae_NN, _tokens(content, len(pae_NN)))
 
 
@@ -210,17 +207,6 @@ def _rows(data: bytes, table: _TablePlace, name: str) -> Iterator[bytes]:
         at, separator = found.end(), found[2]
 
 
-def _check_highest(pae_NN: Errors, content: Mapping[str, Any]) -> None:
-    """Refuse errors above the one that the JSON says is the highest possible."""
-    for name in HIGHEST:
-        highest = content.get(name, LARGEST_ERROR)
-        if isinstance(highest, bool) or not isinstance(highest, (int, float)):
-            raise _bad(f"{name} is {str(highest)[:20]!r}, which is not a number")
-        if not pae_NN.max() <= highest + ROUNDED:
-            on, of = (int(place) + 1 for place in np.unravel_index(int(pae_NN.argmax()), pae_NN.shape))
-            raise _bad(f"the error of residue {of} aligned on {on} is {pae_NN.max():g}, and {name} says {highest:g}")
-
-
 def _tokens(content: Mapping[str, Any], size: int) -> tuple[tuple[str, int], ...] | None:
     """Return the chain and the residue's number of each token, as AlphaFold 3 writes them."""
     if not any(name in content for name in TOKENS):
@@ -228,14 +214,10 @@ def _tokens(content: Mapping[str, Any], size: int) -> tuple[tuple[str, int], ...
     chains, numbers = (content.get(name) for name in TOKENS)
     if not (isinstance(chains, list) and isinstance(numbers, list) and len(chains) == len(numbers) == size):
         raise _bad(f"{' and '.join(TOKENS)} are not two lists of {size:,} entries")
-    return tuple((str(chain), int(number)) for chain, number in _checked(chains, numbers))
-
-
-def _checked(chains: Sequence[Any], numbers: Sequence[Any]) -> Iterator[tuple[str, int]]:
-    for token, (chain, number) in enumerate(zip(chains, numbers, strict=True), 1):
-        if not isinstance(chain, str) or type(number) is not int:
-            raise _bad(f"token {token} is of chain {chain!r} and residue {number!r}: expected a name and a number")
-        yield chain, number
+    tokens = tuple(zip(chains, numbers, strict=True))
+    if not all(isinstance(chain, str) and type(number) is int for chain, number in tokens):
+        raise _bad(f"{' and '.join(TOKENS)} are not names of chains and numbers of residues")
+    return tokens
 
 
 def _of_residues(errors: AlignedErrors, structure: Structure) -> Errors:

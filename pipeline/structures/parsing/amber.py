@@ -71,8 +71,8 @@ def coordinates_beside(path: str) -> tuple[str, ...]:
 def read_amber(topology: bytes, coordinates: bytes) -> AtomTable:
     """Return the atoms of a topology at their coordinates."""
     sections = _sections(topology)
-    first_R = _first_atoms(sections)
     atoms = len(sections["ATOM_NAME"])
+    first_R = first_atoms(sections["RESIDUE_POINTER"], atoms)
     residue_A = np.repeat(np.arange(len(first_R)), np.diff(first_R, append=atoms))
     name_A = _words(sections["ATOM_NAME"])
     linking_R = np.bincount(residue_A, weights=np.isin(name_A, LINKING_WORDS), minlength=len(first_R)) > 0
@@ -162,10 +162,11 @@ def _sections(data: bytes) -> dict[str, Any]:
     return sections
 
 
-def _first_atoms(sections: Mapping[str, Any]) -> NDArray[np.int64]:
-    first_R: NDArray[np.int64] = sections["RESIDUE_POINTER"].astype(np.int64) - 1
-    if first_R[0] != 0 or (np.diff(first_R) < 1).any() or first_R[-1] >= len(sections["ATOM_NAME"]):
-        raise UnusableInput(Reason.PARSE_ERROR, "%FLAG RESIDUE_POINTER: residues do not follow each other")
+def first_atoms(pointers: NDArray[np.float64], atoms: int) -> NDArray[np.int64]:
+    """Return the first atom of each residue, by RESIDUE_POINTER."""
+    first_R: NDArray[np.int64] = pointers.astype(np.int64) - 1
+    if first_R[0] != 0 or (np.diff(first_R) < 1).any() or first_R[-1] >= atoms:
+        raise _bad("%FLAG RESIDUE_POINTER: residues do not follow each other")
     return first_R
 
 

@@ -124,9 +124,8 @@ class ResidueInput(nn.Module):
     def forward(self, partner: DockingPartner, time_TM: Tensor) -> Tensor:
         """Return features [T, N, M]."""
         type_N, told_NE = partner.token_N, partner.embedding_NE
-        if (
-            self.sizes.as_published
-        ):  # the embedding and the type are joined in the other order than they are taken apart
+        # The embedding and the type are joined in the other order than they are taken apart
+        if self.sizes.as_published:
             type_N, told_NE = (
                 told_NE[:, 0].long().clamp(0, TYPES - 1),
                 torch.cat([told_NE[:, 1:], type_N.to(told_NE).unsqueeze(1)], 1),

@@ -19,7 +19,14 @@ from scipy.spatial import cKDTree
 
 from pipeline.readers.entry import UnusableEntry
 from pipeline.structures.atoms import UnusableInput
-from pipeline.structures.parsing.amber import NUCLEOTIDES, read_lists, read_numbers, read_positions, read_words
+from pipeline.structures.parsing.amber import (
+    NUCLEOTIDES,
+    first_atoms,
+    read_lists,
+    read_numbers,
+    read_positions,
+    read_words,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -130,9 +137,7 @@ def _sections(data: bytes) -> dict[str, Any]:
 def _is_rna(sections: Mapping[str, Any], more_residues: Collection[str]) -> NDArray[np.bool_]:
     """Return a mask of the atoms of RNA."""
     atoms = len(sections["CHARGE"])
-    first_R = sections["RESIDUE_POINTER"].astype(np.int64) - 1
-    if first_R[0] != 0 or (np.diff(first_R) < 1).any() or first_R[-1] >= atoms:
-        raise UnusableEntry("%FLAG RESIDUE_POINTER: residues do not follow each other")
+    first_R = first_atoms(sections["RESIDUE_POINTER"], atoms)
     known, labels = RNA | set(more_residues), sections["RESIDUE_LABEL"]
     is_rna_R = np.array([label in known for label in labels])
     if len(labels) != len(first_R) or not is_rna_R.any():

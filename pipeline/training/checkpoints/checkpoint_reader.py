@@ -106,9 +106,8 @@ def plain_json(value: Any, where: str) -> Any:
     if value is None or isinstance(value, str | bool | int | float):
         if type(value) in (str, bool, int, float, type(None)):
             return value
-        raise TypeError(
-            f"{where} is a {type(value).__name__}: convert it to a plain Python value"
-        )  # an enum or a NumPy number
+        # An enum or a NumPy number
+        raise TypeError(f"{where} is a {type(value).__name__}: convert it to a plain Python value")
     if isinstance(value, Mapping):
         if strange := [key for key in value if type(key) is not str]:
             raise TypeError(f"{where} has a key that is not a string: {strange[0]!r}")

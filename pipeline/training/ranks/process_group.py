@@ -223,9 +223,8 @@ class ProcessGroup(RankAtWork):
         if self._is_open:
             self._is_open = False
             self._watchdog.leave(why)
-            if (
-                self._watchdog.has_lost
-            ):  # it never completes pending calls, and destroying the group would wait for them
+            # It never completes pending calls, and destroying the group would wait for them
+            if self._watchdog.has_lost:
                 with suppress(RuntimeError, AttributeError):  # it is broken already; older versions of torch cannot
                     dist.group.WORLD.abort()  # type: ignore[union-attr]
             dist.destroy_process_group()
