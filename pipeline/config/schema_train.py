@@ -289,4 +289,4 @@ class TrainSection(Section):
         if self.task is not None and self.command is not None:
             yield "command", "cannot be combined with train.task: keep one of the two"
         if self.curriculum and sum(stage.epochs for stage in self.curriculum) >= self.epochs:
-            yield "curriculum", f"uses all {self.epochs} epochs (train.epochs): leave some for all items"
+            yield "curriculum", f"uses all {self.epochs} epochs (train.epochs): leave some for all items, or use []"
