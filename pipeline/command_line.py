@@ -32,7 +32,7 @@ class Command:
     @classmethod
     def submit(cls, stage: str, then: str = "", before: str | Command = "") -> Command:
         """Return the command that submits a stage."""
-        return cls(("submit", stage), then=then, before=before)
+        return cls(("submit",) if stage == "all" else ("submit", stage), then=then, before=before)
 
     @classmethod
     def about(cls, config: object, sets: Sequence[str]) -> Command:
@@ -67,11 +67,11 @@ class Command:
     @property
     def stage(self) -> str:
         """What it submits; empty where it is another command."""
-        return self.words[1] if self.words[:1] == ("submit",) and len(self.words) > 1 else ""
+        return (*self.words, "all")[1] if self.words[:1] == ("submit",) else ""
 
     def with_stage(self, stage: str) -> Command:
         """Return the same for another stage."""
-        return replace(self, words=("submit", stage, *self.words[2:]))
+        return replace(self, words=(*self.submit(stage).words, *self.words[2:]))
 
     def with_settings(self, *settings: tuple[str, str], then: str = "") -> Command:
         """Return the command with settings in the place of what it said of their keys."""

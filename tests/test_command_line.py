@@ -16,19 +16,19 @@ PACKAGE = Path(__file__).resolve().parents[1] / "pipeline"
 
 def test_what_was_written_is_read_back() -> None:
     for text in [
-        "pipeline submit all",
+        "pipeline submit",
         "pipeline submit train --config 'my project/pipeline.yaml' --set train.epochs=6",
         "pipeline submit regenerate --list lost.jsonl --set 'data.path=a b'",
     ]:
         assert str(Command.read(text)) == text
     # a quote without its other half is still read
-    assert Command.read("pipeline submit all --set a='x").settings == (("a", "'x"),)
+    assert Command.read("pipeline submit --set a='x").settings == (("a", "'x"),)
 
 
 def test_a_setting_takes_the_place_of_the_one_before() -> None:
-    command = Command.read("pipeline submit all --set cluster.scan.mem=1GiB --set data.limit=3")
+    command = Command.read("pipeline submit --set cluster.scan.mem=1GiB --set data.limit=3")
     changed = command.with_settings(("cluster.scan.mem", "2GiB"), then="   (finished work is kept)")
-    wanted = "pipeline submit all --set data.limit=3 --set cluster.scan.mem=2GiB   (finished work is kept)"
+    wanted = "pipeline submit --set data.limit=3 --set cluster.scan.mem=2GiB   (finished work is kept)"
     assert str(changed) == wanted
     # what the reader is to choose is not quoted
     assert str(Command.submit("scan").with_settings(("a", ANY), then=", or wait")).endswith("--set a=…, or wait")
@@ -46,7 +46,7 @@ def test_a_refusal_says_again_what_was_typed_with_what_is_to_change() -> None:
     typed = typed_command("all", None, ["cluster.scan.mem=1GiB", "data.limit=3"])
     remedy = Command.submit("scan").with_settings(("cluster.scan.mem", "4GiB"), then="   (or less)")
     error = with_typed_command(SubmissionRefused("too little", remedy=remedy), typed)
-    wanted = "pipeline submit all --set data.limit=3 --set cluster.scan.mem=4GiB   (or less)"
+    wanted = "pipeline submit --set data.limit=3 --set cluster.scan.mem=4GiB   (or less)"
     assert error.remedy == str(error.command) == wanted
     assert with_typed_command(SubmissionRefused("x", remedy="sinfo"), typed).remedy == "sinfo"
 

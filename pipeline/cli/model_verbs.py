@@ -115,7 +115,7 @@ def synth_command(
     out: Annotated[Path, option("--out FILE", "File to write. The name of an ESM-2 must be like esm2….pt.")],
     seed: Annotated[int, option("--seed", "Random seed of the weights.")] = 0,
     stress: Annotated[float, option("--stress", "Sharpen attention: harder in half precision.")] = 1.0,
-    family: Annotated[str, option("--family", "Model family: esm2, esm1b (also ESM-1v) or esmc.")] = "esm2",
+    family: Annotated[str, option("--family NAME", "Model family: esm2, esm1b (also ESM-1v) or esmc.")] = "esm2",
     force: Force = False,
 ) -> None:
     """Write a checkpoint with random weights for trials and benchmarks."""

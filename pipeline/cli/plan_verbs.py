@@ -154,7 +154,7 @@ def _show_stages(
     later = {"train": _early_plan(loaded, project, executor)} if waits else {}
     report = stages_report(planned, later, verbose=verbose)
     tables.show_parts(*report, *filter(None, notes), columns=tables.MESSAGE)
-    if not verbose:
+    if not verbose and any(plan.survey.shards for plan in plans):
         typer.echo("Where the numbers come from: -v")
 
 
@@ -258,7 +258,7 @@ def _show_training(
         where, why = place(project, table.stage("train", project.config), executor, ask)
         details = training_report(outlook) if verbose else []
         details += [f"partition {where}: {why}"] if verbose and where else []
-        tables.show_parts(*training_answer(outlook, where), *details, columns=tables.MESSAGE)
+        tables.show_parts(*training_answer(outlook, where, verbose=verbose), *details, columns=tables.MESSAGE)
     for probe in outlook.probed:
         if probe.error is not None:
             raise probe.error

@@ -243,7 +243,7 @@ def replay_command(
     rank: Annotated[int | None, option("--rank", "Rank to replay. Default: the rank that failed first.", min=0)] = None,
     point: Point = None,
     device: Annotated[
-        str, option("--device", f"Where to run: {CARD}, {CPU}, or auto (a GPU if there is one).")
+        str, option("--device DEVICE", f"Where to run: {CARD}, {CPU}, or auto (a GPU if there is one).")
     ] = "auto",
     config: ConfigFile = None,
     sets: Sets = None,

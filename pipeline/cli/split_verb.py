@@ -191,7 +191,7 @@ def _division_shown(document: dict[str, Any], division: Division, shared: Shared
         for name, split in document["splits"].items()
     ]
     yield tables.text_table(
-        ("split", "asked", "got", "items", "median residues"), rows, right=("asked", "got", "items", "median residues")
+        ("split", "requested", "got", "items", "median residues"), rows, right="requested got items median residues"
     )
     yield ""
     largest = ", ".join(f"{count:,}" for count in document["largest"])

@@ -144,13 +144,13 @@ class RunProgress(LiveLines):
         self.close()
         if self._has_work:
             self._print(row for row in self._rows if row.state != "waiting")
-            self._print_notes()
+        self._print_notes("" if self._has_work else "scan")  # leaks stay in the data, also where nothing was to do
         return bool(self._printed)
 
     def _take(self, run: SeenRun) -> None:
         """Compute the lines of a run, and print those that do not change any more."""
         stages = run.status.in_order()
-        self._has_work = self._has_work or any(stage.missing or stage.warnings or stage.error for stage in stages)
+        self._has_work = self._has_work or any(stage.missing or stage.error for stage in stages)
         rows = rows_of(run, self._meter.take(run.status, time.time()))
         self._rows = rows if self._has_work or self._console.is_terminal else []
         self._notes = [f"! {note}" for stage in stages for note in notes(stage)]

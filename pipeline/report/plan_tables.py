@@ -40,7 +40,7 @@ WORDS = {
 }
 
 
-def training_answer(plan: TrainOutlook, partition: str = "") -> list[str]:
+def training_answer(plan: TrainOutlook, partition: str = "", *, verbose: bool = False) -> list[str]:
     """Say whether training fits, what its job requests, and how a step is cut; then what needs attention."""
     chosen = plan.plan
     shown = _aligned(_offer_cells(planned, plan) for planned in plan.alternatives or [PlannedOffer(plan.offer, chosen)])
@@ -57,7 +57,8 @@ def training_answer(plan: TrainOutlook, partition: str = "") -> list[str]:
     shown += [f"  ! {line}" for line in _attention(plan)]
     is_simulated = plan.gpus and chosen.margin.origin is not Provenance.MEASURED
     shown += ["  GPU plans are simulated: not yet validated on GPU hardware."] if is_simulated else []
-    return [*shown, f"  Breakdown: -v{' · Correct on hardware: --probe' if is_simulated else ''}"]
+    hints = [*["Breakdown: -v"] * (not verbose), *["Correct on hardware: --probe"] * bool(is_simulated)]
+    return [*shown, f"  {' · '.join(hints)}"] if hints else shown
 
 
 def _offer_cells(planned: PlannedOffer, outlook: TrainOutlook) -> tuple[str, str]:

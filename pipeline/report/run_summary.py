@@ -115,8 +115,8 @@ def _row(stage: StageStatus, run: SeenRun, pace: float) -> Row:
     if stage.state is RunState.RUNNING:
         return Row("running", stage.name, tuple(doing(stage, run, pace)), share=_share(stage))
     if stage.state is not RunState.DONE:
-        parts = words_of(stage.state), f"{stage.items_done:,}/{stage.missing:,} {unit_of(stage.name, stage.counts())}s"
-        return Row(stage.state.value, stage.name, parts, took)
+        counted = [f"{stage.items_done:,}/{stage.missing:,} {unit_of(stage.name, stage.counts())}s"][: stage.missing]
+        return Row(stage.state.value, stage.name, (words_of(stage.state), *counted), took)
     return Row("failed" if found_damage(stage) else "done", stage.name, tuple(made(stage, run.status)), took)
 
 
@@ -234,8 +234,7 @@ def held_lines(waits: Iterable[Wait]) -> list[str]:
 
 def is_up_to_date(status: RunStatus) -> bool:
     """Tell whether a run ended without anything to do."""
-    stages = status.stages.values()
-    return status.state is RunState.DONE and not any(stage.missing or stage.warnings for stage in stages)
+    return status.state is RunState.DONE and not any(stage.missing for stage in status.stages.values())
 
 
 def ending(status: RunStatus, typed: Command, named: Sequence[str] = ()) -> list[str]:

@@ -321,13 +321,13 @@ def wait_lines(waits: Iterable[Wait], now: float) -> list[str]:
 
 
 def memory_line(stage: StageStatus) -> list[str]:
-    """Return how much memory a task was given, and how much it used."""
+    """Return how much memory a task requested, and how much it used."""
     asked, peak, gpu = use(stage).values()
     reported_peak = max((int(figures.get("host_peak_bytes", 0)) for figures in stage.figures.values()), default=0)
     # Before a task has ended, only its processes report their use.
-    so_far = f"{format_bytes(reported_peak)} by a process so far" if reported_peak else "use unknown"
+    so_far = f"{format_bytes(reported_peak)} used by a process so far" if reported_peak else "use unknown"
     used = f"{format_bytes(peak)} used" if peak else so_far
-    parts = [f"memory of a task: {format_bytes(asked)} asked for, {used}"] if asked else []
+    parts = [f"memory per task: {format_bytes(asked)} requested, {used}"] if asked else []
     parts += [f"GPU memory {format_bytes(gpu)}"] if gpu else []
     return [", ".join(parts)] if parts else []
 

@@ -50,14 +50,14 @@ def use_report(
     for stage in status.in_order():
         if failed := stage.failures:
             shown += ["", f"{stage.name}: {plural(len(failed), 'attempt')} failed", *story(stage, failed)]
-    return [*shown, "", *(line for use in stages for line in _details(use))]
+    return [*shown, *[""] * bool(stages), *(line for use in stages for line in _details(use))]
 
 
 def _verdict(status: RunStatus, stages: Sequence[StageUse]) -> Iterator[str]:
     """Yield whether memory was enough, and how many attempts failed."""
     if not stages:
         is_done = status.state is RunState.DONE
-        yield "✓ Nothing was left to do: no task was needed" if is_done else "No task has ended yet: nothing to report"
+        yield "✓ Up to date: no task was needed" if is_done else "No task has ended: nothing to report"
         return
     ooms = {use.stage: sum(use.causes.get(cause, 0) for cause in OOMS) for use in stages}
     known = [(use.peak_bytes / use.asked_bytes, use) for use in stages if use.peak_bytes and use.asked_bytes]

@@ -27,11 +27,11 @@ def test_a_command_gets_the_options_that_it_does_not_have(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "argv", ["pipeline", *TYPED])
     for command, wanted in (
         (Command.of("cache repair --list", "a b"), f"pipeline cache repair --list 'a b' {OPTIONS}"),
-        (Command.submit("all", then="   (again)"), f"pipeline submit all {OPTIONS}   (again)"),
-        (Command.submit("all", before="ls -ld x   or   "), f"ls -ld x   or   pipeline submit all {OPTIONS}"),
+        (Command.submit("all", then="   (again)"), f"pipeline submit {OPTIONS}   (again)"),
+        (Command.submit("all", before="ls -ld x   or   "), f"ls -ld x   or   pipeline submit {OPTIONS}"),
         (
             Command.submit("all").with_settings(("cache.root", "FOLDER")),
-            "pipeline submit all --config 'my lab.yaml' --set cache.root=FOLDER",
+            "pipeline submit --config 'my lab.yaml' --set cache.root=FOLDER",
         ),
     ):
         assert str(as_typed(command)) == wanted

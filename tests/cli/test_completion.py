@@ -152,7 +152,7 @@ def imported_by(lines: list[str]) -> set[str]:
 
 def test_an_answer_imports_no_more_than_it_takes_to_read_a_configuration(runs: Path) -> None:
     for _ in range(30):
-        Told(runs).folder.again.write_text("pipeline submit all\n")
+        Told(runs).folder.again.write_text("pipeline submit\n")
     done = subprocess.run([PIPELINE, "__complete", "pipeline status "], capture_output=True, text=True, check=True)
     assert len(done.stdout.splitlines()) == 30
     quick = imported_by(["", "status ", "submit --set ", "cancel --stage "])

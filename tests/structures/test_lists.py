@@ -51,7 +51,7 @@ def test_every_item_of_a_leak_is_listed_by_id_and_the_error_names_the_list(
     assert all({row["split"] for row in listed if row["group"] == group} == {"train", "test"} for group in groups)
     warned = pipeline(*SUBMIT, "--stage", "scan", "--set", "data.on_leak=warn")
     assert warned.code == 0
-    assert "leaks.csv" in warned.out
+    assert "leaks.csv" in warned.err
 
 
 def test_items_that_can_be_used_are_listed_with_chains_sizes_and_keys(

@@ -81,8 +81,8 @@ def find_checkpoint(path: Path) -> Path:
         if _is_there(place) if place == path else _is_checkpoint(place):
             return place
     name = model.name if (model := published(stem(path))) else MAIN_MODEL
-    lines = "\n".join(f"    {place}" for place in places)
-    what = f"embed.weights: checkpoint not found. Searched:\n{lines}"
+    lines = "".join(f"\n    {place}" for place in places if place != path)
+    what = f"embed.weights: checkpoint not found{lines and f'. Also searched:{lines}'}"
     fetch = f"pipeline weights fetch {name}   (or set embed.weights to your own)"
     raise ConfigError(what, where=str(path), remedy=fetch)
 

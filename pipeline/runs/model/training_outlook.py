@@ -120,7 +120,7 @@ def _outlook(question: Question, work: Work, *, probing: bool) -> TrainOutlook:
         waits_s=dict(waits(question, case.offers, mem.mem_bytes)) if len(case.offers) > 1 else {},
         host=host,
         mem=mem,
-        cpus=max(config.cluster.train.cpus, host.ranks * (1 + config.train.threads)),
+        cpus=config.cluster.train.cpus_on_node,
         gpus=offer.ranks // config.cluster.train.nodes if work.device != CPU else 0,
         nodes=config.cluster.train.nodes,
         time_s=int(config.cluster.train.time),
