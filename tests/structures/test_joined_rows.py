@@ -35,7 +35,7 @@ def test_rows_count_through_the_joined_chains_and_nucleic_acids_have_none() -> N
 )  # fmt: skip
 def test_a_map_that_does_not_fit_is_refused(seqres_R: list[int]) -> None:
     one = partner(chain("A", "MKVGG", residues=3))
-    with pytest.raises(ValueError, match="chain A: its map into the full sequence does not fit"):
+    with pytest.raises(ValueError, match="chain A: its map into the full sequence is inconsistent"):
         joined_embedding_rows(one, np.array(seqres_R, np.int32))
 
 
