@@ -22,7 +22,6 @@ from pipeline.structures.synthetic import complex_pdb
 from tests.graphs.complexes import complex_of, side
 
 AB = (side(Role.RECEPTOR, "A"), side(Role.LIGAND, "B"))
-KEY = bytes(16)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from pipeline.graphs import residue_graph
 from pipeline.graphs.item_graph import GraphRecipe, ItemGraph, PartnerGraph, edge_lengths
 from pipeline.graphs.residue_graph import INCOMPLETE, LETTERS, MODIFIED, NO_BACKBONE, VIRTUAL_CB
 from pipeline.records import Kind, Reason, Role
-from pipeline.records import Part as ItemPart
 from pipeline.structures.atoms import UnusableInput, name_text
 from pipeline.structures.inventory import Complex
 from pipeline.structures.inventory import ScanRecipe as ScanRecipe
@@ -26,7 +25,6 @@ from tests.structures.pdb_text import atom
 from tests.structures.pdb_text import residue as residue_lines
 
 ONLY_CA = ScanRecipe(policy=Policy(require="ca"))
-BOTH = ItemPart(Role.COMPLEX, "")
 AB = (side(Role.RECEPTOR, "A"), side(Role.LIGAND, "B"))
 NO_LABELS = GraphRecipe(contacts=None)
 
