@@ -4,13 +4,13 @@ PipelineError            1   a bug, unless a child says otherwise
 ├── ConfigError          2   the configuration or the command line is wrong
 │   └── CacheUnusable    2   the cache folder cannot be used as it is: no cache, read-only, newer format
 ├── DataError            3   the input data cannot be used
-│   └── WeightsUnusable  3   a checkpoint is not ESM-2, or its bytes are not what they should be
-├── CacheDamaged         4   bytes in the cache are not the bytes that were written
+│   └── WeightsUnusable  3   a checkpoint is damaged, or not of the expected model
+├── CacheDamaged         4   bytes in the cache differ from those that were written
 ├── RecordMissing        4   no readable copy of a record is in the cache
 ├── PlanInfeasible       5   no plan fits the machine
-├── SubmissionRefused    6   the executor or the cluster would not take the job
-│   ├── ClusterSilent    6   the cluster does not answer, so that nobody knows whether it takes the job
-│   └── BudgetReached    6   the project's budget does not hold what was to be submitted
+├── SubmissionRefused    6   the executor or the cluster refused the job
+│   ├── ClusterSilent    6   the cluster does not answer, so it is unknown whether it accepted the job
+│   └── BudgetReached    6   the work would exceed the project's budget
 └── JobFailed            7   a job ran and failed
     └── CacheFull        7   the disk or the quota under the cache is full
 
@@ -28,7 +28,7 @@ SUBMIT_AGAIN = Command.submit("all", then="   (processes only missing items)")  
 
 
 class PipelineError(Exception):
-    """Something went wrong that a person should read about."""
+    """An error with a message for the user."""
 
     exit_code: ClassVar[int] = 1
 
@@ -79,11 +79,11 @@ class DataError(PipelineError):
 
 
 class WeightsUnusable(DataError):
-    """A checkpoint is not ESM-2, or its bytes are not what they should be."""
+    """A checkpoint is damaged, or not of the expected model."""
 
 
 class CacheDamaged(PipelineError):
-    """Bytes in the cache are not the bytes that were written."""
+    """Bytes in the cache differ from those that were written."""
 
     exit_code = 4
 
@@ -101,17 +101,17 @@ class PlanInfeasible(PipelineError):
 
 
 class SubmissionRefused(PipelineError):
-    """The executor or the cluster would not take the job."""
+    """The executor or the cluster refused the job."""
 
     exit_code = 6
 
 
 class ClusterSilent(SubmissionRefused):
-    """The cluster does not answer, so that nobody knows whether it takes the job."""
+    """The cluster does not answer, so it is unknown whether it accepted the job."""
 
 
 class BudgetReached(SubmissionRefused):
-    """The project's budget does not hold what was to be submitted."""
+    """The work would exceed the project's budget."""
 
 
 class JobFailed(PipelineError):

@@ -31,12 +31,12 @@ SIZE, TIME = "a size (512MiB, 24G)", "a time (90m, 2h, 1-12:00:00)"
 DEFINITIONS: dict[str, Any] = Config.model_json_schema()["$defs"]
 EXITS = {
     0: "done, or nothing to do",
-    1: "please report it with the output of `--debug`",
+    1: "report it with the output of `--debug`",
     2: "correct the file and line that the message names",
-    3: "`pipeline status` shows the reasons; `rejected.jsonl` in the run's folder lists every item",
+    3: "`pipeline status` shows the reasons; `rejected.jsonl` in the run's folder lists rejected items",
     4: "damaged records are never used and count as missing: `pipeline cache repair`",
     5: "the plan names the item and what would make it fit",
-    6: "the message has the scheduler's words and the setting to change",
+    6: "the message quotes the scheduler and names the setting to change",
     7: "the message names task, cause and log (`pipeline logs --failed`); finished work is kept: submit again",
 }
 
@@ -188,7 +188,7 @@ def commands() -> str:
     for number, advice in EXITS.items():
         classes = [error for error in family(PipelineError) if error.exit_code == number]
         meaning = "ok" if number == 0 else first_line(min(classes, key=lambda error: len(error.__mro__))).rstrip(".")
-        meaning = "a bug of ours" if number == 1 else meaning
+        meaning = "a bug in pipeline" if number == 1 else meaning
         lines.append(f"| {number} | {meaning} | {', '.join(f'`{error.__name__}`' for error in classes)} | {advice} |")
     lines += [
         "",
@@ -262,7 +262,7 @@ def file_rows(folder: type, others: Iterable[tuple[str, str]] = ()) -> list[str]
     """Return a table of the names that a class of paths gives its files, with the comment behind each name."""
     names = [*re.findall(r'(?:_RunFile\(|= path / )"([^"]+)"\)?  # (.+)', inspect.getsource(folder)), *others]
     rows = [f"| `{name}` | {cell(meaning[0].upper() + meaning[1:])}. |" for name, meaning in names]
-    return ["| file | what it is |", "|---|---|", *sorted(rows), ""]
+    return ["| file | meaning |", "|---|---|", *sorted(rows), ""]
 
 
 if __name__ == "__main__":
