@@ -114,11 +114,11 @@ def _show_item(project: Project, name: str, *, as_json: bool) -> None:
         print_json(explained.to_json())
         return
     rows = [
-        (of.stage, of.because.state.value, str(of.because), " ".join(key[:KEY_DIGITS] for key in of.keys.values()))
+        (of.stage, of.because.state.word, str(of.because), " ".join(key[:KEY_DIGITS] for key in of.keys.values()))
         for of in explained.stages
     ]
     worst = next((of for of in explained.stages if of.because.state not in (WorkState.DONE, WorkState.NONE)), None)
-    answer = f"! {worst.stage}: {worst.because.state.value}" if worst else "✓ nothing to do"
+    answer = f"! {worst.stage}: {worst.because.state.word}" if worst else "✓ nothing to do"
     title = f"{explained.id} ({explained.origin})" if explained.origin else explained.id
     show_parts(f"{answer}   {title}", "", text_table(("STAGE", "STATE", "WHY", "KEY"), rows))
     _show_next(explained.next)

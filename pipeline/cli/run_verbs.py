@@ -339,9 +339,9 @@ def typed_command(
     stage: str, config: Path | None, sets: list[str], damage_list: Path | None = None, also: Sequence[str] = ()
 ) -> Command:
     """Return the command to type again to do what is missing: without --follow and the like."""
-    listed = ("--list", str(damage_list)) if damage_list else ()
-    submitted = Command.submit(stage)
-    return replace(submitted, words=(*submitted.words, *listed, *also)).in_project(Command.about(config, sets))
+    listed = ("--list", damage_list) if damage_list else ()
+    submitted = " ".join(Command.submit(stage).words)
+    return Command.of(submitted, *listed, *also).in_project(Command.about(config, sets))
 
 
 def _check_first(

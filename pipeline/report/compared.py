@@ -171,7 +171,7 @@ def comparison_lines(shown: Comparison) -> list[RenderableType]:
     rows = [_row(model, shown) for model in shown.models]
     first = shown.models[0]
     epoch, value = shown.best.get(first.folder, (0, None))
-    answer = f"No model has a {shown.metric} yet"
+    answer = f"No model has a validation {shown.metric} yet"
     if value is not None:
         answer = f"✓ Best {shown.metric}: {value:.4g} at epoch {epoch}, {shown.called(first)}"
     lines: list[RenderableType] = [f"{answer} ({plural(len(rows), 'model')}, {better} is better)", ""]

@@ -297,7 +297,7 @@ def _words(plan: TrainOutlook) -> Iterator[str]:
 
 
 REFUSED = {
-    "scan": "refused by the source",
+    "scan": "rejected by the source",
     "embed": "that cannot be encoded",
     "graph": "rejected earlier",
     "train": "points that fit no machine",
@@ -330,7 +330,7 @@ def stages_report(
     waits = [stage.stage for stage in stages if stage.counts.get("unplanned")]
     shown += [f"{name}: {(LATER | dict(later)).get(name, 'waits for a trained model')}" for name in waits]
     for stage in stages:
-        left_out = {REFUSED.get(stage.stage.split()[0], "refused"): "refused", "missing or unreadable": "unusable"}
+        left_out = {REFUSED.get(stage.stage.split()[0], "rejected"): "refused", "missing or unreadable": "unusable"}
         lines = [f"{stage.counts[name]:,} {words}" for words, name in left_out.items() if stage.counts.get(name)]
         shown += [f"{stage.stage}: {', '.join(lines)}"] if lines else []
     for stage in due if verbose else ():

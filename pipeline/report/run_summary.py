@@ -232,18 +232,13 @@ def held_lines(waits: Iterable[Wait]) -> list[str]:
     return lines
 
 
-def is_up_to_date(status: RunStatus) -> bool:
-    """Tell whether a run ended without anything to do."""
-    return status.state is RunState.DONE and not any(stage.missing for stage in status.stages.values())
-
-
 def ending(status: RunStatus, typed: Command, named: Sequence[str] = ()) -> list[str]:
     """Return how a run ended: the result, what was rejected, where the results are, and what to type next.
 
     `named`: the run as it was typed, where it may not be the newest.
     """
     took = short_seconds(max(0.0, status.ended_at - status.started_at)) if status.started_at else "0s"
-    if is_up_to_date(status):
+    if status.state is RunState.DONE and not any(stage.missing for stage in status.stages.values()):
         return [f"✓ Up to date: {plural(len(status.stages), 'stage')}, nothing to do."]
     places, about = list(_places(status)), _project(typed)
     resume = Command.of("resume", status.name).in_project(about)

@@ -19,6 +19,11 @@ class WorkState(StrEnum):
     REFUSED = "refused"
     NONE = "nothing to do"
 
+    @property
+    def word(self) -> str:
+        """The state on screens; its value is that of earlier documents."""
+        return "rejected" if self is WorkState.REFUSED else self.value
+
 
 FILLED: dict[str, str] = {WorkState.DONE: "#d9f0dd", WorkState.TO_DO: "#dbe7f6", WorkState.WAITING: "#ececec"}
 

@@ -214,7 +214,7 @@ def _data(loaded: LoadedConfig) -> Iterator[CheckResult]:
         yield refused_check("data", what, "correct data.path or data.structures_dir", exit_code=3)
     else:
         count = f"the first {LOOKED_AT}" if len(listed) == LOOKED_AT else f"all {len(listed)}"
-        refused = f", {len(bad)} refused ({bad[0].id}: {bad[0].detail})" if bad else ""
+        refused = f", {len(bad)} rejected ({bad[0].id}: {bad[0].detail})" if bad else ""
         found = f"{config.data.path}: {count} items listed{refused}"
         yield noted_check("data", found, EACH_REFUSED) if bad else good_check("data", found)
         if unread := unread_columns(good[0], config.data.labels):

@@ -119,7 +119,7 @@ def test_weights_that_nobody_named_and_items_that_are_refused_are_a_note_of_both
     (folder / "data" / "c0.ent").write_bytes((folder / "data" / "c0.pdb").read_bytes())
     assert verdicts(pipeline)[1]["weights"] == "note"
     checked = pipeline("config", "check")
-    assert (checked.code, "valid" in checked.out, "1 refused" in checked.err) == (0, True, True)
+    assert (checked.code, "valid" in checked.out, "1 rejected" in checked.err) == (0, True, True)
     assert "next: pipeline weights fetch" in checked.err
     assert "next: pipeline submit scan" in checked.err
 

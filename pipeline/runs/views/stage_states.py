@@ -33,7 +33,7 @@ COUNTED = {
     "done": "done",
     "missing": "to do",
     "waiting": "not scanned",
-    "refused": "refused",
+    "refused": "rejected",
     "unusable": "unusable",
     "unkept": "not stored",
 }
