@@ -340,8 +340,7 @@ def typed_command(
 ) -> Command:
     """Return the command to type again to do what is missing: without --follow and the like."""
     listed = ("--list", damage_list) if damage_list else ()
-    submitted = " ".join(Command.submit(stage).words)
-    return Command.of(submitted, *listed, *also).in_project(Command.about(config, sets))
+    return Command.of(" ".join(Command.submit(stage).words), *listed, *also).in_project(Command.about(config, sets))
 
 
 def _check_first(

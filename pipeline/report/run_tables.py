@@ -51,13 +51,7 @@ def status_report(run: SeenRun, typed: Command, width: int = NO_TERMINAL) -> lis
     shown: list[RenderableType] = [" · ".join([f"Run {status.name}", words_of(status.state), *clock])]
     if status.state not in (*GOING_ON, RunState.DONE):
         head, *places = ending(status, typed, named)
-        shown += [
-            head,
-            *_indented(status.error.removesuffix("; finished work is kept")),
-            *_indented(run.supervisor),
-            *places,
-            "",
-        ]
+        shown += [head, *_indented(status.error), *_indented(run.supervisor), *places, ""]
     rows = rows_of(run, {})
     if rows and width >= TABLE_COLUMNS:
         cells = (_cells(row, status.stages.get(row.name)) for row in rows)
@@ -76,7 +70,7 @@ def status_report(run: SeenRun, typed: Command, width: int = NO_TERMINAL) -> lis
 
 
 def _indented(text: str) -> list[str]:
-    return [f"  {line}" for line in text.splitlines()]
+    return [f"  {line.removesuffix('; finished work is kept')}" for line in text.splitlines()]  # the headline says it
 
 
 def _cells(row: Row, stage: StageStatus | None) -> tuple[str | Text, ...]:

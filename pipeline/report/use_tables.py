@@ -56,8 +56,7 @@ def use_report(
 def _verdict(status: RunStatus, stages: Sequence[StageUse]) -> Iterator[str]:
     """Yield whether memory was enough, and how many attempts failed."""
     if not stages:
-        is_done = status.state is RunState.DONE
-        yield "✓ Up to date: no task was needed" if is_done else "No task has ended: nothing to report"
+        yield "✓ Up to date: no task was needed" if status.state is RunState.DONE else "! No task has ended"
         return
     ooms = {use.stage: sum(use.causes.get(cause, 0) for cause in OOMS) for use in stages}
     known = [(use.peak_bytes / use.asked_bytes, use) for use in stages if use.peak_bytes and use.asked_bytes]
