@@ -427,7 +427,7 @@ def _warn_of_little(stage: str, job: JobSpec, planned_bytes: int) -> None:
 
     if (job.mem_bytes or 0) < NEARLY * planned_bytes:
         gets, needs = format_bytes(job.mem_bytes or 0), format_bytes(planned_bytes)
-        _note(f"{stage}: requests {gets} but needs about {needs} (cluster.{stage}.mem: auto)")
+        _note(f"{stage}: requests {gets} but needs about {needs}; set cluster.{stage}.mem=auto")
 
 
 def _follow(

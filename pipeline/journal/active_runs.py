@@ -449,7 +449,7 @@ def _text(kind: EventKind, data: Mapping[str, Any]) -> str:
     if kind is EventKind.STAGE_SUBMITTED:
         return f"started, {data['missing']:,} to do" if data.get("missing") else ""
     if kind is EventKind.TASK_SPLIT:
-        return f"split into {len(data['into'])}: {data['why']}"
+        return str(data["why"])
     if kind is EventKind.LEFT_OUT:
         return f"skipped {', '.join(data['names'])}: {data['why']}"
     plain = {

@@ -152,7 +152,7 @@ def brief(value: Any) -> str:
 
 def hours(count: float) -> str:
     """Return hours for people."""
-    return f"{count:,.2f}" if count >= LEAST_HOURS else f"< {LEAST_HOURS}"
+    return f"{count:,.2f}" if count >= LEAST_HOURS else f"<{LEAST_HOURS}"
 
 
 def spread(group: Group) -> str:

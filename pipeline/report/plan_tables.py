@@ -10,6 +10,7 @@ from pipeline.memory.hardware.allocator_variables import VARIABLES
 from pipeline.memory.lint import Severity
 from pipeline.memory.planning.comparison import PlannedOffer
 from pipeline.memory.planning.memory_plan import RemedyVerdict
+from pipeline.report.compared import hours
 from pipeline.report.stage_lines import unit_of
 from pipeline.report.tables import plural, text_table
 from pipeline.units import first_few, format_bytes, format_seconds, short_bytes, short_seconds
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from pipeline.memory.planning.memory_plan import MemoryPlan
     from pipeline.report.facts import Estimate
-    from pipeline.report.plan_facts import TrainOutlook
+from pipeline.report.plan_facts import TrainOutlook
 
 MOST_ROWS = 12  # of activations by module
 LEAST_SHARE = 0.002  # of the peak: smaller parts are summed
@@ -71,7 +72,7 @@ def _offer_cells(planned: PlannedOffer, outlook: TrainOutlook) -> tuple[str, str
         where = " or ".join(card if card.endswith("iB") else card.upper().replace("-", " ") for card in plan.cards)
     several, each = (f"{plan.ranks} × ", " each") if plan.ranks > 1 else ("", "")
     size = f"{format_bytes(plan.total.value)} of {format_bytes(plan.limit_bytes)}{each}"
-    facts = [size, f"training {_about(3600 * planned.hours.value)}", f"{planned.gpu_hours.value:.2g} GPU-hours"]
+    facts = [size, f"training {_about(3600 * planned.hours.value)}", f"{hours(planned.gpu_hours.value)} GPU-hours"]
     if not outlook.alternatives:
         facts = [f"{size} ({plan.reserved.origin.value}, {plan.margin.factor - 1:.0%} margin)"]
     elif plan.remedies:
@@ -256,7 +257,7 @@ def _job(plan: TrainOutlook) -> Iterator[RenderableType]:
     gpus = f"{plural(plan.gpus, 'GPU')}, " if plan.gpus else ""
     each = f"{gpus}{plural(plan.cpus, 'CPU')}, --mem {format_bytes(plan.mem.mem_bytes)}"
     core_hours = plan.train_s / 3600 * plan.nodes * plan.cpus
-    takes = f"{chosen.gpu_hours.value:.3g} GPU-hours" if plan.gpus else f"{core_hours:.3g} core-hours"
+    takes = f"{hours(chosen.gpu_hours.value)} GPU-hours" if plan.gpus else f"{hours(core_hours)} core-hours"
     yield f"job: {plural(plan.nodes, 'node')}, each {each}"
     yield f"  --mem: {plan.mem.why}"
     yield (

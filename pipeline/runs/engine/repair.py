@@ -189,7 +189,7 @@ def _after_timeout(history: Sequence[Attempt], means: Means) -> Decision:
     if means.is_whole or means.is_shared:
         return GiveUp(f"no progress in {most}")
     if means.items > 1:
-        return Split(last.ask, f"in halves: no progress in {most}")
+        return Split(last.ask, f"split in halves: no progress in {most}")
     return GiveUp(f"one item takes longer than {most}")
 
 
