@@ -114,7 +114,7 @@ def _accepted(counted: Mapping[str, Any]) -> str:
     total, each = counted["items"] + counted["undone"], counted.get("each", 1)
     return (
         (plural(total, "item") if each == 1 else f"{plural(total, 'prediction')} ({each} an item)")
-        + f": {counted['accepted']:,} accepted, "
+        + f": {counted['accepted']:,} usable, "
         f"{counted['items'] - counted['accepted']:,} rejected ({counted['rejected_fraction']:.1%})"
         + (f", {counted['undone']:,} not done" if counted["undone"] else "")
         + (f", {counted['unnamed']:,} missing that the list does not name" if counted.get("unnamed") else "")

@@ -39,13 +39,13 @@ def by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., st
 
 @pytest.mark.nightly
 def test_scan_as_it_is(by_hand: Callable[..., str]) -> None:
-    assert "24 accepted, 1 rejected" in by_hand("scan")
+    assert "24 usable, 1 rejected" in by_hand("scan")
 
 
 @pytest.mark.nightly
 def test_graph_does_what_it_needs_before_it(by_hand: Callable[..., str]) -> None:
     said = by_hand("graph")
-    assert said.index("scan: done in") < said.index("24 accepted") < said.index("graph: done in")
+    assert said.index("scan: done in") < said.index("24 usable") < said.index("graph: done in")
 
 
 @pytest.mark.nightly

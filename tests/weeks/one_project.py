@@ -210,7 +210,7 @@ def uncounted(told: str, left_out: list[str], files: Files, went: Set[str] = fro
     bad = sorted({item_of(name) for name, content in files.items() if content == BAD} | went)
     if left_out != bad:
         return f"left out are {left_out}, and bad are {bad}"
-    if f"{len(files) - len(bad)} accepted, {len(bad)} rejected" not in told:
+    if f"{len(files) - len(bad)} usable, {len(bad)} rejected" not in told:
         return f"nobody said that {len(files) - len(bad)} items were accepted, and {len(bad)} not"
     return "".join(f"nobody named {name}" for name in bad if name not in told)
 

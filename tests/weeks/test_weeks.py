@@ -80,12 +80,12 @@ def test_an_end_that_is_told_wrongly_is_found(scene: Scene) -> None:
 
 def test_a_file_that_is_not_counted_or_not_named_is_found() -> None:
     files = {"c1.pdb": b"ATOM", "bad.pdb": BAD}
-    told = "1 accepted, 1 rejected (50.0%) no_atoms 1 bad"
+    told = "1 usable, 1 rejected (50.0%) no_atoms 1 bad"
     assert uncounted(told, ["bad"], files) == ""
     assert uncounted(told, [], files)
-    assert uncounted("2 accepted, 0 rejected", ["bad"], files)
+    assert uncounted("2 usable, 0 rejected", ["bad"], files)
     assert uncounted(told.removesuffix("bad"), ["bad"], files)
-    one_went, three = "1 accepted, 2 rejected: bad, c0", {**files, "c0.pdb": b"whole"}
+    one_went, three = "1 usable, 2 rejected: bad, c0", {**files, "c0.pdb": b"whole"}
     assert uncounted(one_went, ["bad", "c0"], three, {"c0"}) == ""
     assert uncounted(one_went, ["bad", "c0"], three)
     assert uncounted(one_went.removesuffix("c0"), ["bad", "c0"], three, {"c0"})

@@ -40,7 +40,7 @@ def test_poses_are_drawn_ranked_and_written_and_not_again(pipeline, docking):
     assert [row["among"] for row in summary] == ["top-1", "top-5", "oracle"]
     best = [min(float(row["ligand_rmsd"]) for row in table[at : at + 5]) for at in (0, 5, 10)]
     assert float(summary[2]["ligand_rmsd_mean"]) == pytest.approx(sum(best) / 3, abs=1e-3)
-    assert "15 predictions (5 an item): 15 accepted" in pipeline("status", "-v").out
+    assert "15 predictions (5 an item): 15 usable" in pipeline("status", "-v").out
     assert pipeline(*SUBMIT).code == 0
     assert to_do()["predict"] == (15, 0)
 

@@ -35,7 +35,7 @@ def test_a_published_benchmark_is_read_in_both_states_up_to_the_true_pose(pipeli
         done = pipeline(*SUBMIT, "--set", sets)
         assert done.code == 0, done.err
         report = pipeline("status", "-v").out
-        assert "5 items: 5 accepted, 0 rejected" in report
+        assert "5 items: 5 usable, 0 rejected" in report
         assert "splits: train 3, val 1, test 1" in report
         loader = open_loader("pipeline.yaml", SamplerSettings(batch=4, padding=None), sets=[sets], embed=False)
         items = [item for batch in loader for item in batch.items]
