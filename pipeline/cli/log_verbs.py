@@ -50,7 +50,7 @@ def logs_command(
 
     if follow and as_json:
         raise ConfigError("cannot be combined with --follow", where="--json", remedy="leave -f or --json out")
-    folder = run_folder(run, config, sets)
+    folder = run_folder(run, config, sets, with_work=True)
     status = StatusReader(folder).read()
     if point is not None:
         if task is not None or stage not in (None, "train"):
@@ -75,11 +75,26 @@ def logs_command(
         typer.echo(f"\nshowing the newest {len(shown)} of {len(logs):,} logs; more: --task N, or --all", err=True)
 
 
-def run_folder(run: str | None, config: Path | None, sets: Sequence[str] | None) -> RunFolder:
-    """Return the run that a command line names, by its folder or by the beginning of its name."""
-    from pipeline.journal.run_folder import by_path, find_run
+def run_folder(
+    run: str | None, config: Path | None, sets: Sequence[str] | None, *, with_work: bool = False
+) -> RunFolder:
+    """Return the run that a command line names, by its folder or by the beginning of its name.
 
-    return (by_path(run) if run else None) or find_run(load_config(config, sets).config.cluster.runs, run)
+    Default: the newest; `with_work`: the newest that had something to do.
+    """
+    from pipeline.journal.run_folder import by_path, find_run, runs_in
+    from pipeline.journal.run_status import RunState, StatusReader
+
+    def had_work(folder: RunFolder) -> bool:
+        status = StatusReader(folder).read()
+        return status.state is not RunState.DONE or any(stage.missing for stage in status.stages.values())
+
+    if run and (folder := by_path(run)):
+        return folder
+    newest = find_run(runs := load_config(config, sets).config.cluster.runs, run)
+    if run or not with_work or had_work(newest):
+        return newest
+    return next(filter(had_work, reversed(runs_in(runs))), newest)
 
 
 def point_of(status: RunStatus, name: str) -> int:

@@ -117,7 +117,7 @@ def report_command(
     from pipeline.report.use_tables import use_report
     from pipeline.runs.views.efficiency import stage_uses
 
-    folder = run_folder(run, config, sets)
+    folder = run_folder(run, config, sets, with_work=True)
     if html is not None:
         _write_page(folder, html, as_json=as_json)
         return
@@ -259,7 +259,7 @@ def replay_command(
     from pipeline.runs.replay.replay_case import find_case, steps_with_bundles
     from pipeline.runs.replay.replay_step import replay_document
 
-    folder = run_folder(run, config, sets)
+    folder = run_folder(run, config, sets, with_work=True)
     refuse_others(folder, "replay")  # a replay loads the run's code
     if step is None:
         steps = ", ".join(map(str, steps_with_bundles(folder, point)))

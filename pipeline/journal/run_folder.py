@@ -75,7 +75,8 @@ class RunFolder:
     @property
     def unique(self) -> str:
         """The name with a digest of the path: runs of other projects may begin in the same second."""
-        return f"{self.name}-{hashlib.blake2b(os.fsencode(self.path), digest_size=3).hexdigest()}"
+        place = os.path.realpath(self.path)
+        return f"{self.name}-{hashlib.blake2b(os.fsencode(place), digest_size=3).hexdigest()}"
 
     @property
     def task_root(self) -> Path | None:

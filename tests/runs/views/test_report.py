@@ -138,3 +138,6 @@ def test_a_real_run_is_reported(make_project, pipeline):
     assert (stage["tasks"], stage["items"], stage["causes"]) == (1, 3, {"done": 1})
     assert stage["planned_bytes"] > 0
     assert document["state"] == "done"
+    assert pipeline("submit", "scan", "--executor", "local", "--follow").code == 0  # which has nothing to do
+    assert pipeline("report", "--json").json() == document
+    assert pipeline("logs", "--json").code == 0
