@@ -144,7 +144,8 @@ class RunProgress(LiveLines):
         self.close()
         if self._has_work:
             self._print(row for row in self._rows if row.state != "waiting")
-        self._print_notes("" if self._has_work else "scan")  # leaks stay in the data, also where nothing was to do
+        for name in ("",) if self._has_work else ("scan", "train"):  # of the data and of settings, also without work
+            self._print_notes(name)
         return bool(self._printed)
 
     def _take(self, run: SeenRun) -> None:

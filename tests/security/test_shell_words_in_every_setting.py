@@ -184,7 +184,7 @@ def test_no_setting_and_no_folder_ends_a_line_of_a_script(tmp_path: Path, end: s
     assert refused.keys() >= {
         ("cluster", "slurm", name) for name in ("partition", "account", "qos", "constraint", "options")
     }
-    with pytest.raises(ConfigError, match="cannot be printed") as caught:
+    with pytest.raises(ConfigError, match="unprintable character") as caught:
         list(scripts(configured(tmp_path, ("cluster", "slurm", "setup"), [f"true{end * (end != NEXT)}\0"])))
     assert caught.value.where == "cluster.slurm.setup"
     (folder := tmp_path / f"a{end}touch {MADE}").mkdir()

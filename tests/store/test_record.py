@@ -55,7 +55,7 @@ REFUSED = [
 
 def test_what_a_record_cannot_hold_is_refused():
     for arrays in REFUSED:
-        with pytest.raises(ValueError, match="cannot"):
+        with pytest.raises(ValueError, match=r"cannot|not a valid"):
             encode_record(KEY, arrays, {})
     for meta in ({"x": float("nan")}, {"x": object()}):
         with pytest.raises((ValueError, TypeError)):

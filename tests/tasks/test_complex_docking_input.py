@@ -141,7 +141,7 @@ def test_a_table_without_poses_is_refused_with_what_makes_them(tmp_path):
     (tmp_path / "predictions.csv").write_text("id,loss\na,1\n")
     with pytest.raises(DataError, match="has no poses") as caught:
         collated(THREE[0], ids=["a"], task=replace(CONFIDENCE, poses=str(tmp_path)))
-    assert "--stage predict" in caught.value.remedy
+    assert "submit predict" in caught.value.remedy
 
 
 @pytest.mark.parametrize("published", [True, False])

@@ -196,7 +196,7 @@ class Run:
         columns = ("array", "task", "job", "name", "state", "node")
         done = cluster.run("squeue", "-h", "-r", "-o", "%F|%K|%A|%j|%T|%N")
         rows = [dict(zip(columns, line.split("|"), strict=True)) for line in done.stdout.splitlines()]
-        return [row for row in rows if row["name"].startswith(f"{self.name}-{kind}") and row["state"] in LIVE]
+        return [row for row in rows if row["name"].startswith(f"{self.folder.unique}-{kind}") and row["state"] in LIVE]
 
     def node_of(self, cluster: Cluster, task: int) -> str:
         """Return the node on which a task of the stage scan runs."""

@@ -109,5 +109,5 @@ def test_a_sequence_beyond_the_learned_positions_is_not_encoded_as_one(tmp_path)
     write_random_relative(tmp_path / "esm1b.pt", SHAPES["esm1b"])
     checkpoint = load_esm_checkpoint(tmp_path / "esm1b.pt")
     assert checkpoint.architecture.longest == 1022
-    with pytest.raises(AssertionError, match="beyond 1022 residues"):
+    with pytest.raises(AssertionError, match="longer than 1022 residues"):
         rows_of(checkpoint, 3, drawn(1023))

@@ -277,7 +277,7 @@ def test_too_few_different_sizes_are_no_plan_and_waiting_takes_none_of_the_allow
 
     oracle = MeasuredSmall(lambda choice, watch, model: Training(make()), slow, LEAST, Allowance(time_s=0.12))
     if is_busy:
-        with pytest.raises(Unmeasurable, match="different"):
+        with pytest.raises(Unmeasurable, match="distinct"):
             oracle.micro(CHOICE, wanted)
     else:
         assert oracle.micro(CHOICE, wanted).again.peak_bytes >= 0.99 * real_step("masked", wanted, 1)

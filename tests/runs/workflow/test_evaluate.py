@@ -87,7 +87,7 @@ def test_a_split_that_is_not_there_is_an_error_that_names_those_that_are(pipelin
 def test_a_training_warns_where_no_checkpoint_is_the_best(pipeline, trained, setting):
     done = pipeline("submit", "--stage", "train", "--follow", "--set", f"train.validation.{setting}")
     assert (done.code, to_do()["train"][1]) == (0, 0), done.err
-    assert f"train.validation.{setting.partition('=')[0]}" in done.out
+    assert f"train.validation.{setting.partition('=')[0]}" in done.err
 
 
 def test_all_stages_say_that_there_is_nothing_to_evaluate_where_no_item_is_in_the_split(pipeline, trained):

@@ -167,7 +167,7 @@ def test_two_places_in_the_queue_are_never_asked_for_a_third_and_all_tasks_end(m
 def test_a_queue_without_a_place_for_supervisors_is_refused_with_what_to_change(make: Make, narrow: Cluster) -> None:
     done = make(1).types("submit", "--stage", "scan", "--executor", "slurm")
     assert done.code == 6
-    assert f"MaxSubmitJobs of the association {ACCOUNT}/root allows 2 in the queue" in done.said, done.said
+    assert f"MaxSubmitJobs of the association {ACCOUNT}/root allows 2 jobs in the queue" in done.said, done.said
     assert "--set cluster.supervisor.where=login" in done.said
 
 

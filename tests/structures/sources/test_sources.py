@@ -60,7 +60,7 @@ def test_first_of_duplicate_ids_is_kept_and_the_others_name_its_line(tmp_path: P
     entries = read("manifest", manifest)
     assert ids(entries) == ["a", "b"]
     assert reasons(entries) == [Reason.DUPLICATE_ID] * 2
-    assert entries[2].detail == "m.csv:2 has this id already (this one is in split 'val')"
+    assert entries[2].detail == "m.csv:2 already has this id (this one is in split 'val')"
     assert entries[2].origin == "m.csv:4"
 
 
@@ -91,7 +91,7 @@ def test_what_is_no_file_or_no_folder_is_an_error(tmp_path: Path) -> None:
     for name in ("m.csv", "structures"):
         (tmp_path / name).mkdir()
         for source in ("manifest", "sabdab", "pinder", "fasta"):
-            with pytest.raises(ConfigError, match="a folder"):
+            with pytest.raises(ConfigError, match="a directory"):
                 read(source, tmp_path / name)
     for source in ("pairs", "glob"):
         with pytest.raises(ConfigError, match="a file"):

@@ -83,7 +83,7 @@ def test_a_list_may_name_folders_and_pickles_as_that_of_dips_does(tmp_path: Path
 
 
 def test_a_folder_without_pairs_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="the source 'pairs' finds nothing here"):
+    with pytest.raises(DataError, match="the source 'pairs' finds no items here"):
         read("pairs", touch(tmp_path, "1abc.pdb"))
 
 
@@ -285,5 +285,5 @@ def test_only_structure_suffixes_are_taken_off() -> None:
 
 
 def test_a_source_without_a_table_has_no_labels(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.labels means nothing to the source 'glob'"):
+    with pytest.raises(ConfigError, match=r"data\.labels does not apply to the source 'glob'"):
         read("glob", touch(tmp_path, "a.pdb"), pattern=("*.pdb",), labels=("affinity",))

@@ -81,7 +81,7 @@ def test_a_partner_whose_turn_nothing_says_is_refused_by_name():
     graph = unbound_of(made(0))
     known_N = np.zeros(graph.parts[1].size, bool)
     known_N[:2] = True
-    with pytest.raises(ConfigError, match="2 residues of the ligand are in the bound structure: 3 say how"):
+    with pytest.raises(ConfigError, match="2 residues of the ligand are in the bound structure; superposing needs 3"):
         bound_frame(*sides_of(changed(graph, 1, labelled=known_N)))
 
 

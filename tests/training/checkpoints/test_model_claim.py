@@ -75,7 +75,7 @@ def test_a_writer_that_was_replaced_or_whose_folder_is_gone_stops_and_removes_no
     second = ModelClaim(model / "writers", tmp_path / "moved/run")  # a later attempt of the same run does not wait
     other = checkpoints(model / "checkpoints", last=2, check=second.check)
     other.save(state_at(2), 2)
-    with pytest.raises(ConfigError, match="taken over"):
+    with pytest.raises(ConfigError, match="now writes this model"):
         one.save(state_at(3), 3)
     checkpoints(model / "checkpoints", last=9).save(state_at(4), 4)  # as one in flight when it was replaced
     for step in (5, 6, 7):

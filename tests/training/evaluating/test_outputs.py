@@ -209,9 +209,9 @@ def test_a_damaged_part_is_refused_and_its_items_are_done_again(tmp_path, suffix
 
 def test_outputs_of_another_checkpoint_do_not_mix(tmp_path):
     write(tmp_path, 0, [1], of="one")
-    with pytest.raises(ConfigError, match=r"outputs of one, not of two.*\n.*rm -r"):
+    with pytest.raises(ConfigError, match=r"outputs belong to one, not to two.*\n.*rm -r"):
         OutputWriter(tmp_path, 0, of="two").done_numbers()
-    with pytest.raises(ConfigError, match="outputs of one, not of two"):
+    with pytest.raises(ConfigError, match="outputs belong to one, not to two"):
         GatheredOutputs(tmp_path, of="two")
     assert GatheredOutputs(tmp_path, of="one").numbers.tolist() == [1]
 

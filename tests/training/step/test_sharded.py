@@ -67,7 +67,7 @@ def test_a_damaged_part_is_found_and_the_checkpoint_before_is_used(trained: Path
     spoil(tmp_path / "run/model/checkpoints/step-00000003/rank-0001.safetensors", change)
     run = training("local", PLOT, tmp_path / "run")
     assert next(run.trainer.run()) == 2
-    assert any("step-00000003 is passed over: rank-0001.safetensors" in line for line in run.said)
+    assert any("step-00000003 is skipped: rank-0001.safetensors" in line for line in run.said)
 
 
 # The model
@@ -107,7 +107,7 @@ def test_what_cannot_be_spread_is_refused() -> None:
     model.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ConfigError, match="scale"):
         shard(model, SingleRank(), "cpu")
-    with pytest.raises(ConfigError, match=r"several types: float32 \(0.bias\) and float64 \(1.bias\)"):
+    with pytest.raises(ConfigError, match=r"several dtypes: float32 \(0.bias\) and float64 \(1.bias\)"):
         shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), SingleRank(), "cpu")
 
 

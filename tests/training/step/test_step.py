@@ -132,7 +132,7 @@ def test_frozen_parameters_stay_have_no_state_and_must_be_some_and_not_all() -> 
     moved = [name for name, one in step.model.named_parameters() if not torch.equal(one, before[name])]
     assert moved == [name for name in before if name.startswith(("blocks.2", "head"))]
     assert {name.split()[0] for what, name, _ in step.owned() if what == "optimizer"} == set(moved)
-    for frozen, named in ((("block.0",), "blocks"), (("blocks", "head"), "no parameter")):
+    for frozen, named in ((("block.0",), "blocks"), (("blocks", "head"), "no trainable parameter")):
         with pytest.raises(ConfigError, match=named):
             Step(OneTerm(), StepSettings(frozen=frozen))
 
