@@ -79,7 +79,7 @@ def test_cancel_says_what_it_would_end_and_ends_it_when_told(pipeline, make_proj
     run = begin(folder)
     shown = pipeline("cancel")
     assert shown.code == 0
-    assert f"next: pipeline cancel {run.name} --yes" in shown.out
+    assert f"to apply: pipeline cancel {run.name} --yes" in shown.out
     assert newest_status(folder)["state"] == "running"
     assert pipeline("cancel", "--yes").code == 0
     until("the run to stop", lambda: newest_status(folder)["state"] == "stopped")

@@ -204,7 +204,7 @@ def test_points_are_cancelled_alone_and_the_others_are_done(there: Path, pipelin
     until("a step of the second", lambda: any(process.startswith("train-000001") for process in done_of(there)))
     assert pipeline("cancel", "--point", "seed=33 epochs=2").code == 2
     shown = pipeline("cancel", "--point", "epochs=100000")
-    assert f"next: pipeline cancel {run} --point epochs=100000 --yes" in shown.out
+    assert f"to apply: pipeline cancel {run} --point epochs=100000 --yes" in shown.out
     assert pipeline("cancel", "--point", "epochs=1*", "--yes").code == 0
     assert [stage(pipeline)["task_states"].get(state) for state in ("cancelled", "failed")] == [2, None]
     until("the run to end", lambda: stage(pipeline)["state"] != "running")
