@@ -291,8 +291,9 @@ def list_command(
 
     from pipeline.journal.active_runs import GOING_ON, status_of
     from pipeline.journal.run_folder import runs_in
+    from pipeline.report.run_summary import words_of
     from pipeline.report.tables import show_parts, text_table
-    from pipeline.units import format_seconds
+    from pipeline.units import short_seconds
 
     runs = load_config(config, sets).config.cluster.runs
     listed, rows = list[dict[str, object]](), list[tuple[str, ...]]()
@@ -303,12 +304,12 @@ def list_command(
         listed.append({"run": folder.name, "state": status.state.value, "stages": stages, "started_at": begun or None})
         listed[-1] |= {"duration_s": took_s}
         at = f"{datetime.fromtimestamp(begun):%Y-%m-%d %H:%M}" if begun else ""  # noqa: DTZ006 - people's own
-        took = "" if took_s is None else format_seconds(took_s)
-        rows.append((folder.name, status.state.value, at, took, " ".join(stages)))
+        took = "" if took_s is None else short_seconds(took_s)
+        rows.append((folder.name, words_of(status.state), at, took, " ".join(stages)))
     if as_json:
         print_json(listed)
     else:
-        shown = text_table(("run", "state", "started", "took", "stages"), rows)
+        shown = text_table(("RUN", "STATE", "STARTED", "TIME", "STAGES"), rows)
         show_parts(shown if rows else f"{runs}: no runs yet")
 
 

@@ -91,7 +91,7 @@ def split_command(
         _check(project, alike, out, as_json=as_json)
         return
     if out is None:
-        raise _mistake("is required: the table to write", "--out", LIKE_FRACTIONS)
+        raise _mistake("required: the file to write the table to", "--out", LIKE_FRACTIONS)
     check_out(project.source, out, folds or 0)
     shared = read_shared(project, alike, seed)
     _divide(project, shared, wanted, out, folds=folds or 0, as_json=as_json)
