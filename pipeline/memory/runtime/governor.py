@@ -79,6 +79,15 @@ class Want:
     why: str = ""  # empty: nothing has changed
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A piece of consecutive items that run together; `rung` counts the remedies of the ladder that it needs."""
+
+    start: int
+    stop: int
+    rung: int = 0
+
+
 class Governor:
     """Keeps the budget and says how micro-batches are cut; the budget changes only between steps."""
 
@@ -151,6 +160,38 @@ class Governor:
             fits=could_be is None or could_be >= self.largest,
         )
 
+    def cost(self, costs: Sequence[int]) -> int:
+        """Return the memory cost of items that run together: with padding, each costs as much as the largest."""
+        return max(costs) * len(costs) if self.padded else sum(costs)
+
+    def cuts(self, costs: Sequence[int]) -> list[Cut]:
+        """Cut items with these costs into pieces that fit, by the budget and by what has failed in this step."""
+        parts = admitted(costs, self.budget, padded=self.padded)
+        if self._wanted is not None:
+            parts = [smaller for part in parts for smaller in self._below_failed(part, costs[part])]
+        return [
+            Cut(part.start, part.stop, self._first_rung(costs[part.start]) if part.stop - part.start == 1 else 0)
+            for part in parts
+        ]
+
+    def _below_failed(self, part: slice, costs: Sequence[int]) -> list[slice]:
+        """Cut a piece that costs as much as one that failed into pieces of half that cost."""
+        assert self._wanted is not None
+        if len(costs) < 2 or self.cost(costs) < self._wanted:
+            return [part]
+        smaller = admitted([max(1, cost) for cost in costs], max(1, self._wanted // 2), padded=self.padded)
+        return [slice(part.start + piece.start, part.start + piece.stop) for piece in smaller]
+
+    def failed(self, costs: Sequence[int], rung: int = 0) -> bool:
+        """Learn from a piece that did not fit; return False if nothing is left to try for its only item."""
+        if len(costs) > 1:
+            self.out_of_memory(self.cost(costs))
+        elif rung < len(self.ladder):
+            self.climbed(self.cost(costs), self.ladder[rung])
+        else:
+            return False
+        return True
+
     def admit(self, costs: Sequence[int]) -> list[slice]:
         """Return how to cut a micro-batch of items with these costs: as few pieces as fit, and even."""
         return admitted(costs, self.budget, padded=self.padded)
@@ -177,6 +218,10 @@ class Governor:
         """Return the highest rung that an item of at most this cost has needed; None if none did."""
         needed = [name for name, least in self.learned.rungs if cost >= least]
         return max(needed, key=self._height, default=None)
+
+    def _first_rung(self, cost: int) -> int:
+        rung = self.rung(cost)
+        return self.ladder.index(rung) + 1 if rung in self.ladder else 0
 
     def _height(self, rung: str) -> int:
         return self.ladder.index(rung) if rung in self.ladder else len(self.ladder)

@@ -1,10 +1,12 @@
-"""Recovery when memory runs out within a step: rewind to its start, and repeat it with smaller parts.
+"""The rule for memory that ends: smaller pieces, then the remedies for a single item, then without the item.
 
-Nothing here knows what a part is: the caller says how one is run, how one is halved, and how the step is rewound.
+`Governor.failed` learns from a piece that did not fit, `Governor.cuts` applies what is known to any items. So each
+caller runs pieces as they are cut, and after a failure cuts again:
 
-A part that failed has left half of its gradients in `.grad`, has drawn random numbers and has moved statistics. So the
-whole step is run again, from its start. That gives, bit for bit, what it would have given had it been cut like this
-from the beginning.
+- A training step runs again from its start on all ranks (`until_it_fits`): the failed piece has left half of its
+  gradients in `.grad`, has drawn random numbers and has moved statistics. That gives, bit for bit, what the step would
+  have given with these cuts from the beginning. `StepSnapshot` brings the start back.
+- An evaluation leaves nothing behind: only the piece that failed runs again (`each_that_fits`).
 """
 
 from __future__ import annotations
@@ -19,14 +21,54 @@ import torch
 
 from pipeline.device.accelerator import computing
 from pipeline.device.out_of_memory import free_caches, out_of_memory_error
+from pipeline.memory.runtime.governor import Cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor, nn
 
+    from pipeline.memory.runtime.governor import Governor
+
+Report = TypeVar("Report")
 Part = TypeVar("Part")
 Path: TypeAlias = tuple[int, ...]  # (3,): the fourth part; (3, 1): the second of what stands in its place; and so on
+
+
+def until_it_fits(
+    attempt: Callable[[], Report], *, fits: Callable[[Report], bool], rewind: Callable[[], None]
+) -> Report:
+    """Make a step of all ranks: where memory ended on any of them, all run it again from its start.
+
+    `attempt` runs this rank's pieces up to the first that does not fit, and returns what all ranks report; so `fits`
+    decides the same on all of them. `rewind` goes back to the start of the step.
+    """
+    while not fits(report := attempt()):
+        rewind()
+    return report
+
+
+def each_that_fits(
+    governor: Governor, costs: Sequence[int], run: Callable[[Cut], object], *, device: str
+) -> Iterator[tuple[Cut, str]]:
+    """Run items in pieces, each of which leaves nothing behind when it fails; yield each piece that is done.
+
+    With a piece comes an empty string, or, for a single item that fits in no way, the error.
+    """
+    waiting = governor.cuts(costs)
+    while waiting:
+        cut = waiting.pop(0)
+        error = out_of_memory_error(run, cut)
+        if error is not None:
+            forget_failed_backward()
+            free_caches(device)
+            own = costs[cut.start : cut.stop]
+            if governor.failed(own, cut.rung):
+                waiting[:0] = [
+                    Cut(cut.start + part.start, cut.start + part.stop, part.rung) for part in governor.cuts(own)
+                ]
+                continue
+        yield cut, error or ""
 
 
 @dataclass(frozen=True, slots=True)
