@@ -1,0 +1,320 @@
+"""Sealed folders: tensors and JSON data that appear whole or not at all, and are verified whenever they are read.
+
+    NAME/    *.safetensors    tensors, also for other programs
+             manifest.json    sizes and digests of those files, the identity of their owner, and all JSON data
+
+    seal(folder / NAME, {"weights": tensors}, data, identity)     write aside, flush, rename
+    sealed = unseal(folder / NAME, identity)                      every byte is read and compared
+    sealed.data["step"]; sealed.tensors("weights")["layer.bias"]  tensors are mapped, not copied
+
+The manifest's first line holds the format's version and a digest of all that follows: any changed byte is detected, and
+a later format is not mistaken for damage. A folder that several processes fill is written with `write_tensors`, by
+each process its files, and published by one of them with `publish`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from pipeline.errors import ConfigError, JobFailed
+from pipeline.keys import content_digest
+from pipeline.store.format.disk import Disk
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    from torch import Tensor
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+TENSORS = ".safetensors"
+PIECE_BYTES = 8 << 20  # read or written, and digested, at once
+ANOTHER = "choose an intact checkpoint, or train again"
+OTHER_MODEL = "use the model that wrote it, or train into a new folder (train.models)"
+_HEAD = re.compile(rb'\{"format": (\d+), "digest": "([0-9a-f]{32})", "sealed":\n')
+# dtypes by their names in a file. Strings, so that reading manifests does not wait for torch.
+DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "C64": "complex64", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+DTYPE_NAMES = {f"torch.{dtype}": name for name, dtype in DTYPES.items()}
+
+
+class FolderDamaged(JobFailed):
+    """Bytes of a sealed folder are missing, unreadable, or differ from those that were written."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """The size and digest of a file as it was written."""
+
+    bytes: int
+    digest: str  # xxh3-128, in hexadecimal
+
+
+@dataclass(frozen=True)
+class SealedFolder:
+    """A folder whose manifest was verified; each file is verified before its tensors are mapped."""
+
+    path: Path
+    identity: Mapping[str, Any]
+    files: Mapping[str, WrittenFile]
+    data: Mapping[str, Any]
+    digest: str  # of the manifest, and so of all bytes
+    remedy: str = field(default=ANOTHER, compare=False)
+    disk: Disk = field(default_factory=Disk, compare=False, repr=False)
+    _verified: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
+
+    def verify(self) -> None:
+        """Read all files; raise FolderDamaged if a byte differs."""
+        for name in self.files:
+            self._verify(name)
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Return the tensors of a file, mapped; tied ones are the same object under each of their names."""
+        from safetensors import safe_open
+
+        self._verify(file := f"{name}{TENSORS}")
+        with safe_open(self.path / file, framework="pt") as opened:
+            same = json.loads((opened.metadata() or {}).get("same", "{}"))
+            tensors = {name: opened.get_tensor(name) for name in opened.offset_keys()}
+        return tensors | {alias: tensors[first] for alias, first in same.items()}
+
+    def refuse_stranger(self, identity: Mapping[str, Any]) -> None:
+        """Raise unless the folder has this identity; the error lists the differences."""
+        pairs = {name: (self.identity.get(name), identity.get(name)) for name in sorted({*self.identity, *identity})}
+        shown = [
+            f"{name} is {_short(there)} there, {_short(here)} here"
+            for name, (there, here) in pairs.items()
+            if there != here
+        ]
+        if shown:
+            problem = f"this checkpoint belongs to another training: {'; '.join(shown)}"
+            raise ConfigError(problem, where=str(self.path), remedy=OTHER_MODEL)
+
+    def _verify(self, name: str) -> None:
+        if name not in self._verified:
+            verify_file(self.path / name, self.files[name], self.disk, self.remedy)
+            self._verified.add(name)
+
+
+def seal(
+    path: Path,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    data: Mapping[str, Any],
+    identity: Mapping[str, Any] | None = None,
+    *,
+    partial: Path | None = None,
+    disk: Disk | None = None,
+) -> None:
+    """Publish a folder with a file for each group of tensors; after an error nothing is left of it.
+
+    `partial` is where it is written first; what a killed process has left there is removed.
+    """
+    disk, partial = disk or Disk(), partial or path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        disk.make_folder(partial)
+        files = {
+            f"{name}{TENSORS}": write_tensors(partial / f"{name}{TENSORS}", tensors[name], disk) for name in tensors
+        }
+        publish(partial, path, files, data, identity, disk=disk)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def publish(
+    partial: Path,
+    path: Path,
+    files: Mapping[str, WrittenFile],
+    data: Mapping[str, Any],
+    identity: Mapping[str, Any] | None = None,
+    *,
+    disk: Disk,
+) -> None:
+    """Give a folder with all its files a manifest and its name."""
+    write_manifest(partial / MANIFEST, files, data, identity, disk=disk)
+    disk.fsync_folder(partial)
+    disk.rename(partial, path)
+    disk.fsync_folder(path.parent)
+
+
+def unseal(path: Path, identity: Mapping[str, Any] | None = None, *, remedy: str = ANOTHER) -> SealedFolder:
+    """Open a folder after reading and verifying every byte; an `identity` refuses folders of any other."""
+    sealed = read_sealed(path, remedy=remedy)
+    if identity is not None:
+        sealed.refuse_stranger(identity)
+    sealed.verify()
+    return sealed
+
+
+def read_sealed(
+    path: Path, manifest: str = MANIFEST, *, remedy: str = ANOTHER, disk: Disk | None = None
+) -> SealedFolder:
+    """Open a folder by its manifest alone, without torch; its files are verified when they are used."""
+    disk, file = disk or Disk(), path / manifest
+    try:
+        fd = disk.open_read(file)
+        try:
+            content = disk.read_at(fd, disk.size_of_open(fd), 0)
+        finally:
+            disk.close(fd)
+    except OSError as error:
+        raise _unreadable(file, error, remedy) from error
+    head, line, body = content.partition(b"\n")
+    match = _HEAD.fullmatch(head + line)
+    if match is None or _digest(int(match[1]), body) != match[2].decode():
+        problem = f"is damaged: its {len(content):,} bytes differ from those written"
+        raise FolderDamaged(problem, where=str(file), remedy=remedy)
+    if int(match[1]) > FORMAT:
+        problem = f"is of format {int(match[1])}; this version of pipeline reads up to {FORMAT}"
+        raise ConfigError(problem, where=str(file), remedy="use the version of pipeline that wrote it, or a newer one")
+    sealed = json.loads(content)["sealed"]
+    files = {name: WrittenFile(*written) for name, written in sealed["files"].items()}
+    return SealedFolder(path, sealed["identity"], files, sealed["data"], match[2].decode(), remedy, disk)
+
+
+def write_manifest(
+    path: Path,
+    files: Mapping[str, WrittenFile],
+    data: Mapping[str, Any],
+    identity: Mapping[str, Any] | None = None,
+    *,
+    disk: Disk,
+) -> None:
+    """Write a manifest and wait until it is on the disk."""
+    listed = {name: [file.bytes, file.digest] for name, file in files.items()}
+    body = json.dumps({"identity": identity or {}, "files": listed, "data": data}, indent=1).encode() + b"}\n"
+    head = f'{{"format": {FORMAT}, "digest": "{_digest(FORMAT, body)}", "sealed":\n'
+    _write(path, [head.encode() + body], disk)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], disk: Disk) -> WrittenFile:
+    """Write a new file of tensors, a tensor at a time, and wait until it is on the disk; tied ones are written once."""
+    return _write(path, _pieces(tensors), disk)
+
+
+def verify_file(path: Path, written: WrittenFile, disk: Disk, remedy: str = ANOTHER) -> None:
+    """Read a whole file; raise FolderDamaged unless its bytes are those that were written."""
+    digest, offset, piece = xxhash.xxh3_128(), 0, memoryview(bytearray(min(PIECE_BYTES, written.bytes)))
+    try:
+        fd = disk.open_read(path)
+        try:
+            size = os.fstat(fd).st_size
+            while size == written.bytes and (count := disk.fill(fd, [piece[: size - offset]], offset)):
+                digest.update(piece[:count])
+                offset += count
+        finally:
+            disk.close(fd)
+    except OSError as error:
+        raise _unreadable(path, error, remedy) from error
+    if offset == written.bytes and digest.hexdigest() == written.digest:
+        return
+    problem = "has changed since it was written (checksum mismatch)"
+    if size != written.bytes:
+        problem = (
+            f"{'is truncated' if size < written.bytes else 'has extra bytes'}: {size:,} of {written.bytes:,} bytes"
+        )
+    raise FolderDamaged(problem, where=str(path), remedy=remedy)
+
+
+def distinct(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return each tensor under its first name only, and the first name of every other name."""
+    kept: dict[str, Tensor] = {}
+    same: dict[str, str] = {}
+    first_names: dict[Any, str] = {}
+    for name, tensor in tensors.items():
+        start = tensor.untyped_storage()._cdata if tensor.is_meta else tensor.data_ptr()  # noqa: SLF001 - it has no data
+        place = (tensor.device, start, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj())
+        key = place if tensor.numel() and start else id(tensor)
+        if (first := first_names.setdefault(key, name)) == name:
+            kept[name] = tensor
+        else:
+            same[name] = first
+    return kept, same
+
+
+def refuse_strange(tensors: Mapping[str, Tensor]) -> None:
+    """Raise where a tensor's layout or dtype cannot be stored."""
+    for name, tensor in tensors.items():
+        is_strided = str(tensor.layout) == "torch.strided"
+        if not is_strided or str(tensor.dtype) not in DTYPE_NAMES:
+            problem = (
+                f"{name} has a dtype that checkpoints cannot store: {tensor.dtype if is_strided else tensor.layout}"
+            )
+            remedy = "use a plain tensor, or keep it out of the model's state"
+            raise ConfigError(problem, where="train.task", remedy=remedy)
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return a tensor's bytes: its own where it is contiguous and on the CPU, else a copy's."""
+    import torch
+
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    whole = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+    flat = whole.as_strided((whole.numel(),), (1,))  # where there is only one value, its stride may be anything
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # before 3.12 the stubs lack it
+
+
+def _write(path: Path, pieces: Iterable[bytes | memoryview], disk: Disk) -> WrittenFile:
+    digest, offset = xxhash.xxh3_128(), 0
+    fd = disk.open_new(path)
+    try:
+        for piece in pieces:
+            digest.update(piece)
+            disk.write_at(fd, piece, offset)
+            offset += len(piece)
+            del piece  # or a copy of a tensor would be held while the next one is made
+        disk.make_published(fd)
+        disk.fsync(fd)
+    finally:
+        disk.close(fd)
+    return WrittenFile(offset, digest.hexdigest())
+
+
+def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    """Yield the content of a safetensors file in pieces."""
+    kept, same = distinct(tensors)
+    # The widest first, so that each lies at a multiple of its width, without gaps: safetensors maps them as they are.
+    order = sorted(kept, key=lambda name: (-kept[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "same": json.dumps(same)}}
+    end = 0
+    for name in order:
+        begin, end = end, end + kept[name].numel() * kept[name].element_size()
+        dtype, shape = DTYPE_NAMES[str(kept[name].dtype)], list(kept[name].shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for name in order:
+        data = tensor_bytes(kept[name])
+        for start in range(0, len(data), PIECE_BYTES):
+            yield data[start : start + PIECE_BYTES]
+        del data
+
+
+def _unreadable(path: Path, error: OSError, remedy: str) -> FolderDamaged:
+    is_missing = isinstance(error, FileNotFoundError)
+    problem = "is missing" if is_missing else f"cannot be read: {error.strerror or error}"
+    return FolderDamaged(problem, where=str(path), remedy=remedy)
+
+
+def _digest(version: int, body: bytes) -> str:
+    return content_digest(b"%d\n" % version + body).hex()
+
+
+def _short(value: Any) -> str:
+    text = "nothing" if value is None else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
