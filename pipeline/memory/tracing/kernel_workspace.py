@@ -1,8 +1,8 @@
 """Memory that kernels allocate and release internally: no tensor shows it, so traces add it from these tables.
 
-Sources: torch's own (2.13, under aten/src/ATen/native unless said otherwise), named at each entry. Approximate, where
-it says "about"; what a table does not know costs nothing. What only CPU kernels take is in no table: small real steps
-measure it (`traced_oracles`).
+Sources: torch 2.13, under aten/src/ATen/native unless named otherwise, at each rule. Approximate where it says "about";
+operators without a rule cost nothing. Small real steps measure the CPU's kernels (`traced_oracles`); its own tables
+have only the two whose memory grows otherwise than the rest of a step.
 """
 
 from __future__ import annotations
@@ -22,15 +22,12 @@ Operator: TypeAlias = Any  # torch._ops.OpOverload, which has no types
 
 _BROADCAST: Any = torch.broadcast_shapes  # torch gives it no types
 FLOAT, INDEX = 4, 8
-_SORT_IN_PLACE = 1024  # cuda/Sort.cpp: shorter ones are sorted within a block
+_SORT_IN_PLACE = 1024  # cuda/Sort.cpp: shorter rows are sorted within a block
 _SMALL_EMBEDDING = 3072  # cuda/Embedding.cu: fewer indices are added up without sorting
 _ROWS_A_THREAD = 10  # cuda/EmbeddingBackwardKernel.cu: NROWS_PER_THREAD
 _LONGEST_ROW = 128  # cuda/mem_eff_attention: wider heads are accumulated in memory
 _MM_FOR_DISTANCES = 25  # Distance.cpp: more rows than that go through a matrix product
-_PAGE = 4096  # oneDNN begins each part of a workspace at one
-_LINE = 16  # numbers of a cache line
-_ALIASED = 256  # numbers: rows as long as a multiple of it would fall together in the cache
-_NORM_BLOCKS = 64  # cuda/layer_norm_kernel.cu: partial sums of a weight's gradient, at most about so many
+_NORM_BLOCKS = 64  # cuda/layer_norm_kernel.cu: partial sums of a weight's gradient, about this many at most
 
 
 class Call(NamedTuple):
@@ -39,18 +36,10 @@ class Call(NamedTuple):
     args: Sequence[Any]
     kwargs: dict[str, Any]
     result: Any
-
-    name: str = ""  # of the operator, whatever its overload
+    name: str  # of the operator, whatever its overload
 
     def argument(self, place: int, name: str, default: Any) -> Any:
-        """Return an argument by its place or its name."""
         return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
-
-    @property
-    def dim(self) -> int:
-        """Return the dimension that it sorts along, whose position differs between overloads."""
-        numbers = [arg for arg in self.args[1:] if isinstance(arg, int) and not isinstance(arg, bool)]
-        return int(self.kwargs.get("dim", numbers[0] if numbers else -1))
 
 
 Rule: TypeAlias = "Callable[[Call], int]"
@@ -61,20 +50,22 @@ def operator_name(op: Operator) -> str:
     return str(op._schema.name).removeprefix("aten::")
 
 
-def bytes_held(tensor: Tensor | None) -> int:
-    """Return a tensor's bytes; 0 for None."""
-    return 0 if tensor is None else tensor.numel() * tensor.element_size()
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
-def up_to_multiple(count: int, multiple: int) -> int:
-    """Return a count rounded up to a multiple."""
+def _first_bytes(call: Call) -> int:
+    return _bytes(call.args[0])
+
+
+def _rounded_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-# ---- both ----
+# ---- losses and products, made of several kernels on every device ----
 
 
-def loss_bytes(args: Sequence[Any]) -> int:
+def _loss_bytes(args: Sequence[Any]) -> int:
     """Return the bytes of all terms of a loss."""
     return int(prod(_BROADCAST(args[0].shape, args[1].shape)) * args[0].element_size())
 
@@ -84,70 +75,59 @@ def _reduced_loss(times: int) -> Rule:
 
     def rule(call: Call) -> int:
         reduced = not call.result.dim() or not call.args[0].dim()
-        return times * loss_bytes(call.args) if reduced else (times - 1) * loss_bytes(call.args)
+        return (times if reduced else times - 1) * _loss_bytes(call.args)
 
     return rule
 
 
-def _log_sum_exp(call: Call) -> int:
-    """ReduceOps.cpp: the exponentials, and the largest of each row."""
-    return bytes_held(call.args[0]) + bytes_held(call.result)
-
-
 def _distances(call: Call) -> int:
-    """Distance.cpp: `_euclidean_dist` puts norms and ones beside both, and multiplies."""
+    """Distance.cpp: `_euclidean_dist` puts norms and ones next to both, and multiplies."""
     first, second, norm, mode = call.args[0], call.args[1], call.args[2], call.argument(3, "compute_mode", None)
     rows, columns, width = first.shape[-2], second.shape[-2], first.shape[-1]
     many = rows > _MM_FOR_DISTANCES or columns > _MM_FOR_DISTANCES
     if norm != 2 or mode == 2 or not (mode == 1 or many):
         return 0
     items = call.result.numel() // max(1, rows * columns)
-    beside = (rows + columns) * (width + 2)
+    during = (rows + columns) * (width + 2)
     before = rows * width + rows * (width + 2) + 2 * (rows + columns) - rows * columns
-    return int(items * max(beside, before) * call.result.element_size())
+    return int(items * max(during, before) * call.result.element_size())
+
+
+def _euclidean_distances(call: Call) -> int:
+    """Distance.cpp, `_euclidean_dist`: norms and ones next to both."""
+    first, second = call.args[:2]
+    rows = (first.numel() + second.numel()) // first.shape[-1]
+    return _bytes(first) + _bytes(second) + int(2 * rows * FLOAT)
 
 
 def _safe_softmax(call: Call) -> int:
-    """attention.cpp: which numbers are masked, and which rows wholly."""
+    """attention.cpp: masks of the numbers, and of the rows that are masked wholly."""
     rows = int(call.result.numel() // max(1, call.result.shape[-1])) if call.result.dim() else 1
     return int(call.result.numel()) + rows
 
 
-def _group_sums(call: Call) -> int:
-    """group_norm_kernel: two sums for each item and channel."""
-    return int(2 * call.args[5] * call.args[6] * call.args[0].element_size())
-
-
-def _distances_by_product(call: Call) -> int:
-    """Distance.cpp, `_euclidean_dist`: norms and ones beside both."""
-    first, second = call.args[:2]
-    rows = (first.numel() + second.numel()) // first.shape[-1]
-    return bytes_held(first) + bytes_held(second) + int(2 * rows * FLOAT)
-
-
-def is_in_order(tensor: Tensor) -> bool:
+def _is_in_order(tensor: Tensor) -> bool:
     """Tell whether a tensor is contiguous, channels last or not."""
     orders = {4: torch.channels_last, 5: torch.channels_last_3d}
     last = orders.get(tensor.dim())
     return tensor.is_contiguous() or (last is not None and tensor.is_contiguous(memory_format=last))
 
 
-def copied(*places: int) -> Rule:
+def _copied(*places: int) -> Rule:
     """Return the rule of kernels that copy these arguments where they are not contiguous, as expanded gradients are."""
 
     def rule(call: Call) -> int:
         given = [call.args[place] for place in places if len(call.args) > place]
-        return sum(bytes_held(one) for one in given if isinstance(one, torch.Tensor) and not is_in_order(one))
+        return sum(_bytes(arg) for arg in given if isinstance(arg, torch.Tensor) and not _is_in_order(arg))
 
     return rule
 
 
-def together(*rules: Rule) -> Rule:
-    """Return the rule of kernels that take what several rules say at once."""
+def _sum_of(*rules: Rule) -> Rule:
     return lambda call: sum(rule(call) for rule in rules)
 
 
-def is_operand(matrix: Tensor) -> bool:
+def _is_operand(matrix: Tensor) -> bool:
     """Tell whether BLAS takes a matrix as it lies: rows or columns next to each other."""
     rows, columns = matrix.shape[-2:]
     down, along = matrix.stride()[-2:]
@@ -156,7 +136,7 @@ def is_operand(matrix: Tensor) -> bool:
 
 def _operands(first: int) -> Rule:
     """LinearAlgebra.cpp and cuda/Blas.cpp: matrices that BLAS cannot take are copied."""
-    return lambda call: sum(bytes_held(one) for one in call.args[first : first + 2] if not is_operand(one))
+    return lambda call: sum(_bytes(arg) for arg in call.args[first : first + 2] if not _is_operand(arg))
 
 
 def _three_linear(call: Call) -> int:
@@ -176,75 +156,34 @@ def _three_linear(call: Call) -> int:
     return int((first + second) * tensors[0].element_size())
 
 
-def _matrix_exponential(call: Call) -> int:
-    """LinearAlgebra.cpp, `linalg_matrix_exp`: about; powers of the matrix for the highest degree, measured."""
-    return 10 * bytes_held(call.args[0])
-
-
-def _inverse(call: Call) -> int:
+def _pseudo_inverse(call: Call) -> int:
     """LinearAlgebra.cpp, `pinv`: a copy, and the singular vectors of both sides."""
     matrix = call.args[0]
     least = min(matrix.shape[-2:])
-    return int(bytes_held(matrix) * 2 + bytes_held(matrix) // max(matrix.shape[-2:]) * (least + 2))
-
-
-def _whole_input(call: Call) -> int:
-    """BatchLinearAlgebra.cpp: LAPACK and cuSOLVER write over a copy."""
-    return bytes_held(call.args[0])
+    return int(_bytes(matrix) * 2 + _bytes(matrix) // max(matrix.shape[-2:]) * (least + 2))
 
 
 def _scattered_mean(call: Call) -> int:
     """TensorAdvancedIndexing.cpp, `scatter_reduce`: a mean counts what arrives with as many ones."""
-    return bytes_held(call.args[3]) + bytes_held(call.args[0]) if call.args[4] == "mean" else 0
+    return _bytes(call.args[3]) + _bytes(call.args[0]) if call.args[4] == "mean" else 0
 
 
-def _magnitudes(call: Call) -> int:
-    """UnaryOps.cpp: the absolute values of complex numbers are complex before they are real."""
-    return bytes_held(call.args[0]) if call.args[0].is_complex() else 0
+# ---- attention ----
 
 
-# ---- storages that are larger than what fake ones show ----
-
-
-def kept_terms(call: Call) -> int:
-    """Loss.cpp: the mean is written into what was allocated for all the terms; CPU and CUDA alike."""
-    return 0 if call.argument(_REDUCTION[call.name], "reduction", 1) == 0 else loss_bytes(call.args)
-
-
-_REDUCTION = {"mse_loss": 2, "smooth_l1_loss": 2, "binary_cross_entropy": 3}
-KEPT_ON_BOTH: dict[str, Rule] = dict.fromkeys(_REDUCTION, kept_terms)
-
-
-def _cudnn_reserve(call: Call) -> int:
-    """Return what cuDNN keeps of an LSTM's layer for backward, as assumed: gates, cells, their tanh and outputs."""
-    steps, items = call.args[0].shape[:2]
-    width, is_training = call.args[10], call.args[15]
-    return int(steps * items * width * 7 * call.args[0].element_size()) if is_training else 0
-
-
-def _cudnn_gates(call: Call) -> int:
-    """Return what cuDNN works in for an LSTM's layer, as assumed: the gates of all steps, and the weights once more."""
-    steps, items = call.args[0].shape[:2]
-    weights = sum(bytes_held(one) for one in call.args[1:5])
-    return int(steps * items * call.args[1].shape[0] * call.args[0].element_size()) + weights
-
-
-# ---- CUDA ----
-
-
-def copied_heads(tensor: Tensor) -> int:
+def _copied_heads(tensor: Tensor) -> int:
     """Return the bytes of the copy that is made if the heads are not contiguous."""
-    return 0 if tensor.transpose(1, 2).is_contiguous() else bytes_held(tensor)
+    return 0 if tensor.transpose(1, 2).is_contiguous() else _bytes(tensor)
 
 
 def _flash_backward(call: Call) -> int:
     """transformers/cuda/flash_attn/flash_api.cpp, mha_bwd: softmax_d, dq_accum, and keys' gradients for every head."""
     grad, query, key, _, out = call.args[:5]
     items, heads, queries, head = query.shape
-    rounded = up_to_multiple(head, 32 if head <= _LONGEST_ROW else 64)
-    sums = items * heads * up_to_multiple(queries, 128) * (1 + rounded) * FLOAT
+    rounded = _rounded_up(head, 32 if head <= _LONGEST_ROW else 64)
+    sums = items * heads * _rounded_up(queries, 128) * (1 + rounded) * FLOAT
     expanded = 2 * items * heads * key.shape[2] * head * query.element_size() if key.shape[1] != heads else 0
-    return int(sums + expanded) + copied_heads(grad) + copied_heads(out)
+    return int(sums + expanded) + _copied_heads(grad) + _copied_heads(out)
 
 
 def _efficient_forward(call: Call) -> int:
@@ -264,10 +203,13 @@ def _efficient_backward(call: Call) -> int:
     tiles = ceil(queries / rows) * ceil(head / columns) * (rows * columns + 4)
     if half and widest > _LONGEST_ROW:  # gradients of keys and values are accumulated in memory too
         splits = max(1, min(ceil(key.shape[2] / columns), 200 // (items * heads)))
-        tiles += splits * columns * (up_to_multiple(head, rows) + up_to_multiple(value.shape[-1], rows))
+        tiles += splits * columns * (_rounded_up(head, rows) + _rounded_up(value.shape[-1], rows))
     delta = items * heads * queries * FLOAT
     product = 0 if half else items * heads * queries * value.shape[-1] * FLOAT + delta
-    return int(delta + max(product, items * heads * up_to_multiple(tiles, 4) * FLOAT)) + copied_heads(grad)
+    return int(delta + max(product, items * heads * _rounded_up(tiles, 4) * FLOAT)) + _copied_heads(grad)
+
+
+# ---- sorting, scattering, norms, convolutions, recurrent layers ----
 
 
 def _embedding_backward(call: Call) -> int:
@@ -288,13 +230,14 @@ def _sorting(count: int, key_bytes: int = INDEX) -> int:
 
 
 def _sort(call: Call) -> int:
-    """cuda/Sort.cpp: about; the order before, what cub takes, and a copy where rows are not next to each other."""
+    """cuda/Sort.cpp: about; the order before, cub's buffers, and a copy where rows are not next to each other."""
     tensor = call.args[0]
-    dim = call.dim
+    numbers = [arg for arg in call.args[1:] if isinstance(arg, int) and not isinstance(arg, bool)]
+    dim = int(call.kwargs.get("dim", numbers[0] if numbers else -1))  # its position differs between overloads
     if not tensor.dim() or tensor.shape[dim] <= _SORT_IN_PLACE:
         return 0
-    aside = 0 if tensor.stride(dim) == 1 else 3 * bytes_held(tensor)
-    return aside + INDEX * int(tensor.numel()) + _sorting(tensor.numel(), tensor.element_size())
+    copy = 0 if tensor.stride(dim) == 1 else 3 * _bytes(tensor)
+    return copy + INDEX * int(tensor.numel()) + _sorting(tensor.numel(), tensor.element_size())
 
 
 def _top_k(call: Call) -> int:
@@ -304,7 +247,7 @@ def _top_k(call: Call) -> int:
 
 
 def _put(call: Call) -> int:
-    """cuda/Indexing.cu, index_put_with_sort_kernel: places, their order before and after, and what cub takes."""
+    """cuda/Indexing.cu, index_put_with_sort_kernel: places, their order before and after, and cub's buffers."""
     indices = [index for index in call.args[1] if index is not None]
     if not call.argument(3, "accumulate", False) or not indices:  # noqa: FBT003
         return 0
@@ -320,11 +263,6 @@ def _add(call: Call) -> int:
     return int(4 * INDEX * count + _sorting(count))
 
 
-def _prefix_sum(call: Call) -> int:
-    """cuda/IndexKernel.cu: where each chosen number is from."""
-    return INDEX * int(call.args[1].numel())
-
-
 def _weight_sums(call: Call) -> int:
     """cuda/layer_norm_kernel.cu: about; partial sums of the gradients of weight and bias."""
     return int(2 * _NORM_BLOCKS * prod(call.args[2]) * FLOAT)
@@ -332,7 +270,37 @@ def _weight_sums(call: Call) -> int:
 
 def _convolution_reserve(call: Call) -> int:
     """Return a reserve: cuDNN's workspace is known only on the card; input and output in another layout are assumed."""
-    return bytes_held(call.args[0]) + bytes_held(call.result if isinstance(call.result, torch.Tensor) else call.args[1])
+    return _bytes(call.args[0]) + _bytes(call.result if isinstance(call.result, torch.Tensor) else call.args[1])
+
+
+def _recurrent_kept(call: Call) -> int:
+    """Return the memory that cuDNN keeps of an LSTM layer for backward, assumed: gates, cells, their tanh, outputs."""
+    steps, items = call.args[0].shape[:2]
+    width, is_training = call.args[10], call.args[15]
+    return int(steps * items * width * 7 * call.args[0].element_size()) if is_training else 0
+
+
+def _recurrent_scratch(call: Call) -> int:
+    """Return cuDNN's workspace for an LSTM layer, assumed: the gates of all steps, and the weights once more."""
+    steps, items = call.args[0].shape[:2]
+    weights = sum(_bytes(arg) for arg in call.args[1:5])
+    return int(steps * items * call.args[1].shape[0] * call.args[0].element_size()) + weights
+
+
+def _onednn_row(width: int) -> int:
+    """Return the length of a row as oneDNN lays it out (rnn_utils.cpp, `get_good_ld`)."""
+    padded = _rounded_up(width, 16)  # numbers of a cache line
+    return padded if padded % 256 else padded + 16  # else rows would fall together in the cache
+
+
+def _onednn_recurrent_kept(call: Call) -> int:
+    """OneDNN's rnn_utils.cpp: an LSTM layer keeps gates, outputs, states and their gradients for backward, in pages."""
+    steps, items, inputs = call.args[0].shape
+    width, is_training = call.args[10], call.args[15]
+    between = 2 * (steps + 1) * items  # states before and after each step, of the layer and below it
+    parts = [steps * items * _onednn_row(4 * width), steps * items * _onednn_row(width)]
+    parts += [between * _onednn_row(max(inputs, width))] * 3 + [between * width] * 2
+    return sum(_rounded_up(FLOAT * part, 4096) for part in parts) if is_training else 0
 
 
 _COPYING = (  # their first argument
@@ -344,96 +312,75 @@ _COPYING = (  # their first argument
     "linalg_solve_triangular"
 )
 
-BOTH_DEVICES: dict[str, Rule] = {
-    "native_group_norm_backward": _group_sums,
-    "logsumexp": _log_sum_exp,
+_SCRATCH: dict[str, Rule] = {
+    **dict.fromkeys(_COPYING.split(), _copied(0)),
+    **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), _copied(0, 1)),
+    # group_norm_kernel: two sums for each item and channel
+    "native_group_norm_backward": lambda call: 2 * call.args[5] * call.args[6] * call.args[0].element_size(),
+    # ReduceOps.cpp: the exponentials, and the largest of each row
+    "logsumexp": lambda call: _first_bytes(call) + _bytes(call.result),
     "_cdist_forward": _distances,
-    "mse_loss": _reduced_loss(1),
-    "smooth_l1_loss": _reduced_loss(1),
-    "huber_loss": _reduced_loss(1),
+    "_euclidean_dist": _euclidean_distances,
+    **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss"), _reduced_loss(1)),
     "binary_cross_entropy_with_logits": _reduced_loss(2),
+    "soft_margin_loss_backward": lambda call: 2 * _loss_bytes(call.args[1:]),
     "_safe_softmax": _safe_softmax,
-    "_euclidean_dist": _distances_by_product,
     "_trilinear": _three_linear,
-    "linalg_matrix_exp": _matrix_exponential,
-    "linalg_pinv": _inverse,
-    "_linalg_svd": _whole_input,
-    "linalg_inv_ex": _whole_input,
-    "linalg_lu": _whole_input,
-    "soft_margin_loss_backward": lambda call: 2 * loss_bytes(call.args[1:]),
+    # LinearAlgebra.cpp, `linalg_matrix_exp`: about; powers of the matrix for the highest degree, measured
+    "linalg_matrix_exp": lambda call: 10 * _first_bytes(call),
+    "linalg_pinv": _pseudo_inverse,
+    # BatchLinearAlgebra.cpp: LAPACK and cuSOLVER write over a copy
+    **dict.fromkeys(("_linalg_svd", "linalg_inv_ex", "linalg_lu"), _first_bytes),
     "scatter_reduce": _scattered_mean,
-    "abs": _magnitudes,
+    # UnaryOps.cpp: the absolute values of complex numbers are complex before they are real
+    "abs": lambda call: _first_bytes(call) if call.args[0].is_complex() else 0,
     "mm": _operands(0),
     "addmm": _operands(1),
-    **dict.fromkeys(_COPYING.split(), copied(0)),
-    **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), copied(0, 1)),
-}
-_CUDA: dict[str, Rule] = {
-    **BOTH_DEVICES,
+    "bmm": _operands(0),
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_scaled_dot_product_efficient_attention": _efficient_forward,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
-    "_scaled_dot_product_cudnn_attention_backward": _flash_backward,  # about: only the card knows cuDNN's workspace
-    "embedding_dense_backward": together(_embedding_backward, copied(0)),
-    "bmm": _operands(0),
-    **dict.fromkeys(("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"), _cudnn_gates),
+    "_scaled_dot_product_cudnn_attention_backward": _flash_backward,  # about: only the GPU knows cuDNN's workspace
+    "embedding_dense_backward": _sum_of(_embedding_backward, _copied(0)),
     "sort": _sort,
     "topk": _top_k,
-    "index_put": _put,
-    "index_put_": _put,
-    "_index_put_impl_": _put,
-    "_unsafe_index_put": _put,
-    "index_add": _add,
-    "index_add_": _add,
-    "scatter_add": _add,
-    "scatter_add_": _add,
-    "masked_scatter": _prefix_sum,
-    "masked_scatter_": _prefix_sum,
-    "native_layer_norm_backward": together(_weight_sums, copied(0, 1)),
-    "convolution": _convolution_reserve,
-    "convolution_backward": _convolution_reserve,
+    **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _put),
+    **dict.fromkeys(("index_add", "index_add_", "scatter_add", "scatter_add_"), _add),
+    # cuda/IndexKernel.cu: where each chosen number is from
+    **dict.fromkeys(("masked_scatter", "masked_scatter_"), lambda call: INDEX * int(call.args[1].numel())),
+    "native_layer_norm_backward": _sum_of(_weight_sums, _copied(0, 1)),
+    **dict.fromkeys(("convolution", "convolution_backward"), _convolution_reserve),
+    **dict.fromkeys(("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"), _recurrent_scratch),
 }
+_REDUCTION = {"mse_loss": 2, "smooth_l1_loss": 2, "binary_cross_entropy": 3}  # place of the argument
 
 
-_CUDA_KEPT: dict[str, Rule] = {**KEPT_ON_BOTH, "mkldnn_rnn_layer": _cudnn_reserve}
+def _kept_terms(call: Call) -> int:
+    """Loss.cpp: the mean is written into the storage that was allocated for all the terms."""
+    return 0 if call.argument(_REDUCTION[call.name], "reduction", 1) == 0 else _loss_bytes(call.args)
 
 
-def _row(width: int) -> int:
-    """Return the length of a row as oneDNN lays it out (rnn_utils.cpp, `get_good_ld`)."""
-    padded = up_to_multiple(width, _LINE)
-    return padded if padded % _ALIASED else padded + _LINE
+_KEPT: dict[str, Rule] = {**dict.fromkeys(_REDUCTION, _kept_terms), "mkldnn_rnn_layer": _recurrent_kept}
+_SCRATCH_ON_CPU: dict[str, Rule] = {"_trilinear": _three_linear}
+_KEPT_ON_CPU: dict[str, Rule] = {"mkldnn_rnn_layer": _onednn_recurrent_kept}
 
 
-def _recurrent_workspace(call: Call) -> int:
-    """OneDNN's rnn_utils.cpp: what an LSTM's layer keeps for backward: gates, outputs, states and their gradients."""
-    steps, items, inputs = call.args[0].shape
-    width, is_training = call.args[10], call.args[15]
-    between = 2 * (steps + 1) * items  # states before and after each step, of the layer and below it
-    parts = [steps * items * _row(4 * width), steps * items * _row(width)]
-    parts += [between * _row(max(inputs, width))] * 3 + [between * width] * 2
-    return sum(up_to_multiple(FLOAT * part, _PAGE) for part in parts) if is_training else 0
-
-
-_CPU_KEPT: dict[str, Rule] = {**KEPT_ON_BOTH, "mkldnn_rnn_layer": _recurrent_workspace}
-
-
-def taken(rules: dict[str, Rule], op: Operator, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
-    """Return what a table says of a call; what it does not know costs nothing, and no rule knows nested tensors."""
+def _charged(rules: dict[str, Rule], op: Operator, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
+    """Return the bytes that a table has for a call; no rule knows nested tensors."""
     name = operator_name(op)
     rule = rules.get(name)
     if rule is None or any(getattr(value, "is_nested", False) for value in (*args, result)):
         return 0
-    return max(0, rule(Call(args, kwargs, result, name)))
+    return max(0, int(rule(Call(args, kwargs, result, name))))
 
 
-def unseen(rules: dict[str, Rule], op: Operator, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
-    """Return what a table says the last result's storage has, beyond what it has here: real ones have it all."""
-    size = taken(rules, op, args, kwargs, result)
+def _hidden(rules: dict[str, Rule], op: Operator, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
+    size = _charged(rules, op, args, kwargs, result)
     last = result[-1] if isinstance(result, (list, tuple)) else result
     return max(0, size - int(last.untyped_storage().nbytes())) if size else 0
 
 
-# The peak bytes of an operator's kernel beyond its results; for a CPU, what is not the CPU's own.
-scratch_bytes, scratch_bytes_cpu = partial(taken, _CUDA), partial(taken, BOTH_DEVICES)
-# By how many bytes the storage of the last result is larger than the one here.
-hidden_bytes, hidden_bytes_cpu = partial(unseen, _CUDA_KEPT), partial(unseen, _CPU_KEPT)
+# The peak bytes of an operator's kernel beyond its results.
+scratch_bytes, scratch_bytes_cpu = partial(_charged, _SCRATCH), partial(_charged, _SCRATCH_ON_CPU)
+# By how many bytes the storage of the last result is larger than here.
+hidden_bytes, hidden_bytes_cpu = partial(_hidden, _KEPT), partial(_hidden, _KEPT_ON_CPU)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.memory.tracing.kernel_workspace import hidden_bytes_cpu, scratch_bytes
+from pipeline.memory.tracing.kernel_workspace import hidden_bytes, scratch_bytes
 
 aten = torch.ops.aten
 
@@ -18,7 +18,7 @@ def test_a_mean_keeps_the_storage_of_its_terms(op: Any) -> None:
         args = (torch.randn(30, 7), torch.randn(30, 7), reduction)
         result = op(*args)
         plain = torch.empty(result.shape)  # as fake ones are
-        assert hidden_bytes_cpu(op, args, {}, plain) == result.untyped_storage().nbytes() - plain.nbytes
+        assert hidden_bytes(op, args, {}, plain) == result.untyped_storage().nbytes() - plain.nbytes
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
