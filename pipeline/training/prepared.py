@@ -31,7 +31,7 @@ LOOSER = (1.1, 1.2, 1.4, 2.0, 8.0)  # that a plan may choose instead: fewer micr
 
 
 @dataclass(frozen=True, slots=True)
-class PhasePlan:
+class Stretch:
     """Some epochs that train on the same items under the same plan."""
 
     name: str
@@ -75,7 +75,7 @@ class Prepared:
     checkpointing: bool
     offload: bool
     sharded: bool
-    phases: tuple[PhasePlan, ...]
+    stretches: tuple[Stretch, ...]
     limit_bytes: int  # the most that torch may take of a GPU, or a process of the machine
     margin: float  # by which the plan may be wrong
     ranks: int
@@ -91,16 +91,16 @@ class Prepared:
 
     @property
     def epochs(self) -> int:
-        return sum(phase.epochs for phase in self.phases)
+        return sum(stretch.epochs for stretch in self.stretches)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Prepared:
-        phases = tuple(PhasePlan(**phase) for phase in data["phases"])
+        stretches = tuple(Stretch(**stretch) for stretch in data["stretches"])
         texts = {name: tuple(data[name]) for name in ("remedies", "skipped", "notes")}
-        return cls(**{**data, "phases": phases, **texts})
+        return cls(**{**data, "stretches": stretches, **texts})
 
     @classmethod
     def read(cls, path: Path) -> Prepared:
@@ -170,7 +170,7 @@ def shrunk_budget(budget: int, times: int) -> int:
     return max(1, budget >> min(times, MOST_SHRUNK))
 
 
-def phase_plan(
+def stretch_of(
     name: str,
     epochs: int,
     plan: MemoryPlan,
@@ -179,9 +179,9 @@ def phase_plan(
     smallest: Mapping[str, int] | None = None,
     kept: int = 0,
     ahead_bytes: int = 0,
-) -> PhasePlan:
-    """Return the phase that a plan describes."""
-    return PhasePlan(
+) -> Stretch:
+    """Return the stretch that a plan describes."""
+    return Stretch(
         name=name,
         epochs=epochs,
         budget_bytes=int(plan.budget[COST]),

@@ -179,7 +179,7 @@ class MeasuredSmall:
         return (2 * max(drawn) - min(drawn)) / measured.micro.again.peak_bytes
 
     def _session(self, choice: MemoryChoice) -> TraceSession:
-        from pipeline.memory.tracing.guesses import told_cause
+        from pipeline.memory.tracing.guesses import failure_reason
         from pipeline.memory.tracing.tracer import TraceSession
 
         if choice not in self._sessions:
@@ -194,8 +194,8 @@ class MeasuredSmall:
                 if choice == MemoryChoice() and self._near is None:
                     raise
                 if choice == MemoryChoice():  # it was not asked to run on the CPU
-                    raise Unmeasurable(told_cause(error)) from error
-                what = f"a real step failed: {told_cause(error)}"
+                    raise Unmeasurable(failure_reason(error)) from error
+                what = f"a real step failed: {failure_reason(error)}"
                 raise CannotRun(what, remedy="let the planner choose checkpointing and precision") from error
             self._sessions[choice] = session
         return self._sessions[choice]

@@ -1,4 +1,4 @@
-"""Makes models fake: their tensors have shapes and no values, and take no memory."""
+"""Fake models: their tensors have shapes and no values, and take no memory."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import warnings
 from contextlib import contextmanager, suppress
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     FakeTensor,
@@ -21,10 +22,9 @@ from torch._subclasses.fake_tensor import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
-    from torch import Tensor
-
-
+_SCOPED_LIBRARY: Any = torch.library._scoped_library  # torch gives it no types
 _STATE: Any = fake_tensor._CacheKeyState(None)  # type: ignore[attr-defined]  # no size is a symbol
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 
@@ -125,7 +125,7 @@ def _is_seen_otherwise(output: Any) -> bool:
 @contextmanager
 def conversions() -> Iterator[None]:
     """Let `Module.to` and the like replace parameters: fake ones cannot be converted in place as real ones are."""
-    apply, made = nn.Module._apply, dict[int, tuple[torch.Tensor, torch.Tensor]]()
+    apply, made = nn.Module._apply, dict[int, tuple[Tensor, Tensor]]()
     here = threading.get_ident()
 
     def converted(old: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -140,25 +140,26 @@ def conversions() -> Iterator[None]:
         if threading.get_ident() != here:
             return apply(module, function, recurse)  # type: ignore[no-any-return, no-untyped-call]
         for part in module.modules() if recurse else (module,):
-            for tensors in (part._parameters, part._buffers):
+            for tensors in _registered(part):
                 for name, old in tensors.items():
                     if old is not None:
-                        tensors[name] = converted(old, function)  # type: ignore[assignment]
+                        tensors[name] = converted(old, function)
         made.clear()
         return module
 
-    nn.Module._apply = replace  # type: ignore[method-assign]
-    try:
+    with patch.object(nn.Module, "_apply", replace):
         yield
-    finally:
-        nn.Module._apply = apply  # type: ignore[method-assign]
+
+
+def _registered(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    return module._parameters, module._buffers
 
 
 @contextmanager
 def eagerly() -> Iterator[None]:
     """Run compiled code eagerly."""
     with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
-        warnings.filterwarnings("ignore", "Using `torch.compile")  # that hooks, which we have, run once more
+        warnings.filterwarnings("ignore", "Using `torch.compile")  # the recorder's hooks are meant to run once more
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # as torch's own deepcopy does
         yield
 
@@ -171,16 +172,14 @@ def faked(model: nn.Module, mode: FakeTensorMode, see: Callable[[Tensor], object
         if id(tensor) not in made:
             fresh = _off_meta(tensor, mode) if tensor.is_meta else mode.from_tensor(tensor, static_shapes=True)
             made[id(tensor)] = tensor, fresh
-            see(made[id(tensor)][1])
+            see(fresh)
         return made[id(tensor)][1]
 
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    tensors[name] = fake(tensor)  # type: ignore[assignment]
+        for tensors in _registered(module):
+            tensors.update({name: fake(tensor) for name, tensor in tensors.items() if tensor is not None})
         for name, value in list(vars(module).items()):
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 object.__setattr__(module, name, fake(value))
     return model
 
@@ -192,29 +191,17 @@ def _off_meta(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
         return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
-@contextmanager
-def unlogged() -> Iterator[None]:
-    """Keep torch from logging tracebacks of what fake tensors cannot do: the plan has a note of it."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    was, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = was
-
-
-_LIBRARY: Any = torch.library.Library  # torch gives it no types
+def unlogged() -> AbstractContextManager[Any]:
+    """Keep torch from logging tracebacks of failures with fake tensors: the plan notes their reason."""
+    return patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", new=True)
 
 
 @contextmanager
 def replaced(kernels: Mapping[str, Callable[..., Any]], key: str) -> Iterator[None]:
     """Replace kernels of `aten` operators under a dispatch key, in the whole process."""
-    library = _LIBRARY("aten", "IMPL")
-    try:
+    with _SCOPED_LIBRARY("aten", "IMPL") as library:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Warning only once for all operators")  # that it replaces one: meant so
+            warnings.filterwarnings("ignore", "Warning only once for all operators")  # of replacing a kernel
             for name, kernel in kernels.items():
                 library.impl(name, kernel, key)
         yield
-    finally:
-        library._destroy()

@@ -1,4 +1,4 @@
-"""Fake tensors lack values: branches on them are guessed, and what cannot go on without them is told by its line."""
+"""Fake tensors lack values: guesses for branches that depend on them, and reasons with the user's line for the rest."""
 
 from __future__ import annotations
 
@@ -20,27 +20,29 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 
+from pipeline.device.rng import RngState
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import CodeType, FrameType
 
-MOST_FLIPS = 16  # branches that are tried the other way, for one model
+MOST_FLIPS = 16  # branches of a model that are tried the other way
 FAILS, LESS = "ends in an error", "takes no more"  # the other way of a branch
-# Of Python and of NumPy, of which a model that draws its way keeps one pair. After two of any kind those follow whose
-# first 6, 16 and 48 numbers are all high, and all low: of 150,000 seeds the ones with the highest least, and so on.
+# Pairs of seeds, of Python and of NumPy. A model whose path depends on random numbers keeps the dearest pair. The last
+# six were chosen among 150,000 so that their first 6, 16 and 48 numbers are all high, and all low.
 SEEDS = (
     *((0, 0), (1, 1)),
     *((139169, 9927), (112983, 88644), (137601, 11638), (146363, 123713), (52228, 1453), (114668, 114240)),
 )
-MOST_ANSWERS = 2048  # at one line in one run: what asks more often is a loop that ends when values say so
+MOST_ANSWERS = 2048  # at one line in one run; a loop that asks more often ends only when values say so
 
 
 class EndlessGuess(Exception):
-    """A loop goes on for as long as values say so, which are guessed."""
+    """A loop's number of repetitions depends on values."""
 
 
 class CodeLine(NamedTuple):
-    """A line of code at which values were asked for."""
+    """A line of code that asks for a value."""
 
     file: str
     line: int
@@ -55,9 +57,9 @@ class Guesses(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._taken: dict[CodeLine, bool] = {}  # in the order in which they were met
-        self._before: dict[CodeLine, bool] | None = None  # while others are tried
-        self._found: dict[CodeLine, str] = {}  # what became of the other answer
+        self._taken: dict[CodeLine, bool] = {}  # in the order of their first questions
+        self._before: dict[CodeLine, bool] | None = None  # while another way is tried
+        self._found: dict[CodeLine, str] = {}  # how the other answer ended
         self._asked: Counter[CodeLine] = Counter()
         self._flips = 0
 
@@ -88,17 +90,17 @@ class Guesses(TorchFunctionMode):
         return True
 
     def open_lines(self, *, again: bool) -> list[CodeLine]:
-        """Return the lines of the last run whose other answer is to be tried, those that were tried before `again`."""
+        """Return the lines of the last run whose other answer is still to be tried; with `again`, tried ones too."""
         found = {None, *([LESS] if again else [])}
         return [line for line in self._asked if self._found.get(line) in found][:MOST_FLIPS]
 
-    def other_way(self, line: CodeLine) -> None:
-        """Answer otherwise at a line, until that is kept or not."""
+    def flip(self, line: CodeLine) -> None:
+        """Give the other answer at a line, until `decide`."""
         self._before = dict(self._taken)
         self._taken[line] = not self._taken[line]
 
     def decide(self, line: CodeLine, found: str, *, keep: bool) -> None:
-        """Keep the other answer at a line, or go back to the one before, and note what became of the one not kept."""
+        """Keep the other answer at a line, or go back, and note how the answer that is not kept ended."""
         assert self._before is not None
         self._taken, self._before = self._taken if keep else self._before, None
         self._found[line] = found
@@ -114,41 +116,35 @@ class Guesses(TorchFunctionMode):
 
 
 class Draws:
-    """Python's and NumPy's random numbers in a run: always the same, and whether there were any."""
+    """Python's and NumPy's random numbers in a run: always those of one seed, and whether the model drew any."""
 
     def __init__(self) -> None:
-        self.seed, self.any = 0, False  # which of the seeds
-        self._begun = self._state()
+        self.seed, self.any = 0, False  # index of SEEDS
+        self._begun = RngState.capture_without_torch()
 
     @contextmanager
     def seeded(self) -> Iterator[None]:
-        """Draw from the seed within, and leave others' numbers alone."""
-        before = random.getstate(), np.random.get_state()  # noqa: NPY002 - models draw from it
+        """Draw from the seed, and restore the generators afterwards."""
+        before = RngState.capture_without_torch()
         self.begin()
         try:
             yield
         finally:
-            self.any = self.any or self._state() != self._begun
-            random.setstate(before[0])
-            np.random.set_state(before[1])  # noqa: NPY002
+            self.any = self.any or RngState.capture_without_torch() != self._begun
+            before.restore()
 
     def begin(self) -> None:
-        """Begin with the seed: what was drawn for a batch does not count."""
+        """Start from the seed; numbers drawn for the batch do not count."""
         of_python, of_numpy = SEEDS[self.seed]
         random.seed(of_python)
-        np.random.seed(of_numpy)  # noqa: NPY002
-        self._begun = self._state()
-
-    @staticmethod
-    def _state() -> tuple[object, ...]:
-        name, keys, *others = np.random.get_state(legacy=True)  # noqa: NPY002
-        return random.getstate(), name, np.asarray(keys).tobytes(), *others
+        np.random.seed(of_numpy)  # noqa: NPY002 - models draw from it
+        self._begun = RngState.capture_without_torch()
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return in words that the model draws numbers itself."""
-        told = f"assumed the most expensive of {len(SEEDS)} seeds"
-        return (f"{told}: it depends on random numbers from outside torch",) if self.any else ()
+        """Return a note if the model draws numbers itself."""
+        note = f"assumed the most expensive of {len(SEEDS)} seeds: it depends on random numbers from outside torch"
+        return (note,) if self.any else ()
 
 
 def _asking_line() -> CodeLine:
@@ -164,21 +160,23 @@ def _is_between(frame: FrameType) -> bool:
     return in_torch or frame.f_code.co_name == "__torch_function__"
 
 
-def told_cause(error: BaseException) -> str:
+def failure_reason(error: BaseException) -> str:
     """Return why a trace ended, at the user's own line where there is one."""
-    what = str(error).strip().split("\n")[0] or type(error).__name__
+    problem = str(error).strip().split("\n")[0] or type(error).__name__
     if isinstance(error, EndlessGuess):
-        return what
+        return problem
     if isinstance(error, DynamicOutputShapeException):
-        what = f"its shape depends on values ({what}); keep the shape: multiply by the mask, torch.where, ignore_index"
+        remedy = "keep the shape: multiply by the mask, torch.where, ignore_index"
+        problem = f"its shape depends on values ({problem}); {remedy}"
     elif isinstance(error, DataDependentOutputException):
-        what = f"it needs a value, which a trace does not have ({what}); keep it a tensor, without item() or tolist()"
+        remedy = "keep it a tensor, without item() or tolist()"
+        problem = f"it needs a value, which a trace does not have ({problem}); {remedy}"
     where = users_expression(error)
-    return f"{where}: {what}" if where else what
+    return f"{where}: {problem}" if where else problem
 
 
 def users_expression(error: BaseException) -> str:
-    """Return the innermost place of an error in the user's own code, and what stands there; empty: nowhere."""
+    """Return the innermost place of an error in the user's own code, with its expression; empty: none."""
     frames = zip(traceback.walk_tb(error.__traceback__), traceback.extract_tb(error.__traceback__), strict=True)
     theirs = [summary for (frame, _), summary in frames if _is_users(frame.f_code, frame.f_globals)]
     own = [summary for summary in theirs if "site-packages" not in summary.filename] or theirs

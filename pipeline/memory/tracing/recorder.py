@@ -1,7 +1,9 @@
-"""Records every storage that torch makes and drops while code runs on fake tensors: size, time, place in the code.
+"""Records every storage that torch allocates and frees while code runs on fake tensors: size, time, place in the code.
 
-Active dispatch modes keep the engine from adding gradients in place; here it is done as on a real device. Memory inside
-kernels is added by functions that the caller passes.
+While a dispatch mode is active, the autograd engine does not add gradients in place; the recorder does so where the
+engine would on a real device. Functions passed by the caller add the memory inside kernels.
+
+Shapes: E events.
 """
 
 from __future__ import annotations
@@ -11,12 +13,17 @@ import re
 import sys
 import threading
 import weakref
-from array import array
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeAlias
+from unittest.mock import patch
 
+import numpy as np
 import torch
+from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
@@ -28,20 +35,20 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from pipeline.memory.footprint import Category, MemoryPart
+from pipeline.memory.footprint import Category, MemoryPart, Tape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
     Charge = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]
-    from collections import Counter
 
-SCRATCH = "scratch"  # the phase of what kernels take within themselves
+SCRATCH = "scratch"  # the phase of memory that a kernel allocates and releases itself
+UNREGISTERED = "kept by the model without registration"
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 _PUT, _PUT_IN_PLACE = torch.ops.aten.index_put.default, torch.ops.aten._index_put_impl_.default
-_INTO_ZEROS = {  # made for it: FunctionsManual.cpp, value_selecting_reduction_backward and gather_backward
+_INTO_ZEROS = {  # FunctionsManual.cpp, value_selecting_reduction_backward and gather_backward: into zeros made for it
     torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
     torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
 }
@@ -50,54 +57,137 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
 _LEARN_SHAPES = "_propagate_tensor_meta_non_cached"
 _UNSAFE = True  # indices were checked in forward
 _ENGINE = "_engine_run_backward"  # the Python function under which only the engine itself calls operators
+_MODES = (__name__, "torch._subclasses", "torch.utils._python_dispatch", "torch._compile", "torch._dynamo")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RecordedBlock:
-    """A storage, and where it was made."""
+    """A storage: when and where it was allocated, and whose it is."""
 
     number: int
     bytes: int
     phase: str
-    module: str  # the innermost module that was running; empty: none
-    born: int  # the event; below 0: before all of them
-    died: int = -1  # below 0: it lives
+    module: str  # the innermost running module; empty: none
+    born: int  # index of the event; -1: before the recording
+    died: int = -1  # -1: it is live
     node: int = -1  # of the autograd graph, where no module was running
     terms: tuple[str, ...] = ()  # of the loss that need it
+    use: tuple[Category, str] | None = None  # category and name of a tensor that the training owns
+    shared: int = 0  # number of an owned block in every tape, below 0
+
+
+Becomes: TypeAlias = "Mapping[RecordedBlock, int]"  # blocks that become gradients, and the gradients' shared numbers
 
 
 @dataclass(slots=True)
 class Recording:
-    """The allocations and the work of some code."""
+    """The allocations and the work of a piece of code."""
 
-    before: tuple[RecordedBlock, ...] = ()  # what was live when it began
-    blocks: list[RecordedBlock] = field(default_factory=list)  # what was made since
-    block_E: array[int] = field(default_factory=lambda: array("q"))
-    bytes_E: array[int] = field(default_factory=lambda: array("q"))
+    before: tuple[RecordedBlock, ...] = ()  # live when it began
+    blocks: list[RecordedBlock] = field(default_factory=list)  # allocated since
+    events: list[tuple[RecordedBlock, int]] = field(default_factory=list)  # bytes above 0: allocated, below: released
     flops: float = 0.0
     kernels: int = 0
     moved_bytes: float = 0.0  # read and written by kernels
-    host_bytes: int = 0  # away on the host at most
+    host_bytes: int = 0  # offloaded at most
 
-    def add(self, block: RecordedBlock, signed_bytes: int) -> None:
-        """Note that a block was allocated, or released."""
-        self.block_E.append(block.number)
-        self.bytes_E.append(signed_bytes)
+    @property
+    def peak_bytes(self) -> int:
+        """Return the most bytes that were live, beyond those live before."""
+        return max(accumulate((size for _, size in self.events), initial=0))
+
+    def tape(self, setup: Sequence[RecordedBlock] = (), becomes: Becomes = MappingProxyType({})) -> Tape:
+        """Return the recording as a tape that can be played after any other of the model.
+
+        Blocks that the training does not own, such as a table that the model keeps for the next batch, are allocated
+        at the start if they were live before, and released at the end if they still are. Other tapes do not know that
+        the model replaced a block of `setup`: it is released at the start and allocated at the end.
+        """
+        before = set(self.before)
+        kept = [block for block in self.before if block.use is None]
+        events = [(block, -block.bytes) for block in setup if block not in before]
+        events += [(block, block.bytes) for block in kept]
+        events += self.events
+        events += [(block, -block.bytes) for block in (*kept, *self.blocks) if block.died < 0 and block.use is None]
+        numbered = [
+            (block.shared or becomes.get(block, block.number), size)
+            for block, size in events
+            if size > 0 or block not in becomes
+        ]
+        numbered += [(block.shared, block.bytes) for block in setup if block.died >= 0]
+        block_E, bytes_E = np.array(numbered, np.int64).reshape(-1, 2).T
+        own_E = block_E >= 0
+        block_E[own_E] = np.unique(block_E[own_E], return_inverse=True)[1]
+        return Tape(block_E, bytes_E)
+
+    def parts(self, becomes: Becomes = MappingProxyType({})) -> tuple[MemoryPart, ...]:
+        """Return what was live at the peak; blocks in `becomes` count as the gradients, in place of earlier ones."""
+        live_E = np.cumsum([0 if size < 0 and block in becomes else size for block, size in self.events])
+        peak = int(live_E.argmax()) if live_E.max(initial=0) > 0 else -1
+        backward = next((block.born for block in self.blocks if block.phase == "backward"), len(self.events))
+        sums: Counter[tuple[Category, str]] = Counter()
+        for block in (*self.before, *self.blocks):
+            stays = block in becomes
+            use = (Category.GRADIENTS, "") if stays else _use_of(block, backward)
+            is_earlier = bool(becomes) and use[0] is Category.GRADIENTS and not stays
+            if not is_earlier and block.born <= peak and (stays or not 0 <= block.died <= peak):
+                sums[use] += block.bytes
+        return as_parts(sums)
+
+
+def _use_of(block: RecordedBlock, backward: int) -> tuple[Category, str]:
+    """Return a block's category and name: an activation if forward leaves it for backward, else a temporary."""
+    if block.use is not None:
+        category, name = block.use
+        return category, family(name) if category is Category.BUFFERS else ""
+    if block.born < 0:
+        return Category.BUFFERS, UNREGISTERED
+    if block.phase == SCRATCH:
+        return Category.SCRATCH, ""
+    if block.phase == "inputs":
+        return Category.INPUTS, ""
+    if block.phase == "forward" and (block.died < 0 or block.died > backward):
+        if block.module:
+            return Category.ACTIVATIONS, family(block.module)
+        return Category.LOSS, " and ".join(block.terms)
+    return Category.TEMPORARIES, block.phase
+
+
+def outermost(name: str) -> str:
+    """Return the repeated block that a parameter belongs to, such as layers.3, or else its top module."""
+    counted = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", name)
+    return counted[0] if counted else name.partition(".")[0]
+
+
+def family(name: str) -> str:
+    """Return a name with the numbers of repeated blocks replaced: layers.*.attention."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def as_parts(sums: Counter[tuple[Category, str]]) -> tuple[MemoryPart, ...]:
+    """Return sums of bytes as parts, in the order of categories."""
+    order = list(Category)
+    parts = [MemoryPart(category, name, size) for (category, name), size in sums.items() if size]
+    return tuple(sorted(parts, key=lambda part: (order.index(part.category), -part.bytes, part.name)))
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records storages; enter it inside the fake mode. It also watches a step (`training.step.step.StepWatch`)."""
+    """Records storages while it is entered, inside the fake mode.
+
+    A step reports its phases to it (`training.step.step.StepWatch`) and offloads tensors through it
+    (`training.step.checkpointing.Carrier`).
+    """
 
     def __init__(self, scratch: Charge = lambda *_: 0, hidden: Charge = lambda *_: 0) -> None:
-        """Take functions for the bytes that a kernel needs while it runs, and that it keeps with its result."""
+        """Take functions for the bytes that a kernel allocates while it runs, and that it keeps with its result."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
         self.part = "idle"
         self.modules: list[str] = []
-        self.added: dict[int, list[RecordedBlock]] = {}  # in backward, to the block of a number
+        self.added: dict[RecordedBlock, list[RecordedBlock]] = {}  # to each block, in backward
+        self.live: dict[int, RecordedBlock] = {}
         self._scratch, self._hidden = scratch, hidden
         self._known: dict[int, tuple[weakref.ref[Any], RecordedBlock | None]] = {}  # no block: it is on the host
-        self._live: dict[int, RecordedBlock] = {}
         self._made = 0
         self._on_host = False
         self._host_bytes = 0
@@ -105,15 +195,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def begin(self) -> Recording:
         """Start a new recording; of the last one only live blocks are kept."""
-        for block in self._live.values():
+        for block in self.live.values():
             block.born, block.node = -1, -1
         self.added.clear()
-        self.recording = Recording(tuple(self._live.values()), host_bytes=self._host_bytes)
+        self.recording = Recording(tuple(self.live.values()), host_bytes=self._host_bytes)
         return self.recording
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and the wrapper that would see to it is slow
+        return False  # nothing is compiled here, and the wrapper that checks for it is slow
 
     def phase(self, name: str) -> None:
         """Note that a part of the step begins."""
@@ -122,22 +212,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and record new storages."""
         if func is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # asked for again and again, and answered at length
+            return args[0].fake_device  # a shortcut: torch asks for it very often
         if any(kind not in _PLAIN for kind in types):
-            return NotImplemented  # a tensor made of others, which are seen when it has come apart
-        with torch._C.DisableTorchFunction():  # the caller's modes have seen the call; what it is made of is ours
+            return NotImplemented  # a wrapper such as DTensor: its parts come by later
+        with torch._C.DisableTorchFunction():  # the caller's function modes have already seen this call
             return self._recorded(func, args, kwargs or {})
 
     def _recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator as the engine would, and note what it made."""
-        if func is _ADD and _engine_adds(args, kwargs) and _counts(args[0]) == self._alone and _is_dense(args[0]):
-            func = _ADD_IN_PLACE  # the engine holds all of the gradient, so that it may write into it
+        """Run an operator in place where the autograd engine would, and record what it allocates."""
+        if func is _ADD and _engine_adds(args, kwargs) and _counts(args[0]) == self._alone and is_dense(args[0]):
+            func = _ADD_IN_PLACE  # the engine holds the only reference to this gradient
         elif func is _PUT and _engine_calls(kwargs):
-            func, args = _PUT_IN_PLACE, (*args, _UNSAFE)  # into zeros made for it: FunctionsManual.cpp, index_backward
+            func, args = _PUT_IN_PLACE, (*args, _UNSAFE)  # FunctionsManual.cpp, index_backward: into zeros made for it
         elif func in _INTO_ZEROS and _engine_calls(kwargs):
             func = _INTO_ZEROS[func]
-        if func is _ADD_IN_PLACE and self.part == "backward":
-            self._added(*args[:2])
+        if func is _ADD_IN_PLACE and self.part == "backward" and isinstance(args[1], torch.Tensor):
+            target, source = self.block_of(args[0]), self.block_of(args[1])
+            if target is not None and source is not None:
+                self.added.setdefault(target, []).append(source)
         out = func(*args, **kwargs)
         hidden = self._hidden(func, args, kwargs, out)
         results = list(_tensors(out))
@@ -145,12 +237,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(made) or func._schema.is_mutable:
             self._count(func, args, kwargs, out)
         return out
-
-    def _added(self, into: Any, added: Any) -> None:
-        """Note that a block is added to another, as gradients are in later micro-batches."""
-        target, source = self.block_of(into), self.block_of(added) if isinstance(added, torch.Tensor) else None
-        if target is not None and source is not None:
-            self.added.setdefault(target.number, []).append(source)
 
     def see(self, tensor: Tensor, hidden: int = 0) -> bool:
         """Record the storage of a tensor, with `hidden` further bytes; return whether it is new."""
@@ -178,27 +264,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _born(self, size: int, phase: str = "") -> RecordedBlock:
         recording, module = self.recording, self.modules[-1] if self.modules else ""
-        block = RecordedBlock(self._made, size, phase or self.part, module, len(recording.block_E))
+        block = RecordedBlock(self._made, size, phase or self.part, module, len(recording.events))
         self._made += 1
-        self._live[block.number] = block
+        self.live[block.number] = block
         recording.blocks.append(block)
-        recording.add(block, size)
+        recording.events.append((block, size))
         return block
 
     def _dies(self, block: RecordedBlock) -> None:
-        del self._live[block.number]
-        block.died = len(self.recording.block_E)
-        self.recording.add(block, -block.bytes)
-
-    @property
-    def live(self) -> Iterable[RecordedBlock]:
-        """Return the blocks that are live now."""
-        return self._live.values()
+        del self.live[block.number]
+        block.died = len(self.recording.events)
+        self.recording.events.append((block, -block.bytes))
 
     def block_of(self, tensor: Tensor) -> RecordedBlock | None:
         """Return the block of a tensor; None if it is on the host, or was not recorded."""
-        _, block = self._known.get(_storage(tensor)._cdata, (None, None))
-        return block
+        return self._known.get(_storage(tensor)._cdata, (None, None))[1]
 
     @contextmanager
     def resizes(self) -> Iterator[None]:
@@ -214,20 +294,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._note(storage)
             return done
 
-        torch.UntypedStorage.resize_ = follow  # type: ignore[method-assign, assignment]
-        try:
+        with patch.object(torch.UntypedStorage, "resize_", follow):
             yield
-        finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
-    @contextmanager
-    def on_host(self) -> Iterator[None]:
-        """Count storages that are made meanwhile as host memory."""
+    def away(self, tensor: Tensor) -> Tensor:
+        """Offload a tensor: return a copy that counts as host memory."""
         self._on_host = True
         try:
-            yield
+            return torch.empty_like(tensor)
         finally:
             self._on_host = False
+
+    def back(self, kept: Tensor, _: torch.device) -> Tensor:
+        """Return a copy of an offloaded tensor that counts on the device."""
+        return torch.empty_like(kept)
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Count a kernel's work and its internal memory."""
@@ -252,10 +332,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def inside(self, model: nn.Module) -> Iterator[None]:
-        """Attribute what is made meanwhile to the running module of a model, or to an operation of the loss."""
+        """Attribute allocations to the running module of a model, or to an operation of the loss."""
         names = {id(module): name or _class_name(module) for name, module in model.named_modules()}
-
-        here = threading.get_ident()  # hooks are of the whole process
+        here = threading.get_ident()  # hooks belong to the whole process
 
         def enter(module: nn.Module, _: Any) -> None:
             if threading.get_ident() == here:
@@ -274,23 +353,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             before.remove()
             after.remove()
             self.modules.clear()
-
-
-class OnHost:
-    """Moves offloaded tensors to the host in the recorder's books, and back (`training.step.checkpointing.Carrier`)."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        """Take the recorder."""
-        self._recorder = recorder
-
-    def away(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that is counted on the host."""
-        with self._recorder.on_host():
-            return torch.empty_like(tensor)
-
-    def back(self, kept: Tensor, _: torch.device) -> Tensor:
-        """Return a copy that is counted on the device."""
-        return torch.empty_like(kept)
 
 
 class _Outside(TorchFunctionMode):
@@ -325,8 +387,8 @@ def _behind(node: Any, lowest: int) -> Iterable[int]:
 
 @contextmanager
 def shapes_unseen() -> Iterator[None]:
-    """Keep from every mode what DTensor computes once in a process only to learn shapes: it takes no memory."""
-    sharding = sys.modules.get("torch.distributed.tensor._sharding_prop")  # who is not sharded has not imported it
+    """Hide from every mode the operators that DTensor runs once a process to learn shapes: they take no memory."""
+    sharding = sys.modules.get("torch.distributed.tensor._sharding_prop")  # imported only where a model is sharded
     kind = getattr(sharding, "ShardingPropagator", None)
     if (learn := getattr(kind, _LEARN_SHAPES, None)) is None:
         yield
@@ -336,11 +398,8 @@ def shapes_unseen() -> Iterator[None]:
         with _disable_current_modes():
             return learn(propagator, schema)
 
-    setattr(kind, _LEARN_SHAPES, learn_unseen)
-    try:
+    with patch.object(kind, _LEARN_SHAPES, learn_unseen):
         yield
-    finally:
-        setattr(kind, _LEARN_SHAPES, learn)
 
 
 def _storage(tensor: Any) -> Any:
@@ -399,16 +458,6 @@ def _engine_calls(kwargs: Mapping[str, Any]) -> bool:
     return _caller() == _ENGINE
 
 
-def _is_dense(tensor: Any) -> bool:
-    """Tell whether a tensor is non-overlapping and dense, in whatever order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def _counts(tensor: Any) -> tuple[int, int]:
     """Return the reference counts of a tensor and of its storage."""
     return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
@@ -445,42 +494,3 @@ def _caller() -> str:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_MODES):
         frame = frame.f_back
     return frame.f_code.co_name
-
-
-_MODES = (__name__, "torch._subclasses", "torch.utils._python_dispatch", "torch._compile", "torch._dynamo")
-
-
-UNREGISTERED = "kept by the model without registration"
-
-
-def category_of(block: RecordedBlock, backward: int) -> tuple[Category, str]:
-    """Return a block's category and name: an activation if forward leaves it for backward, else a temporary."""
-    if block.born < 0:
-        return Category.BUFFERS, UNREGISTERED
-    if block.phase == SCRATCH:
-        return Category.SCRATCH, ""
-    if block.phase == "inputs":
-        return Category.INPUTS, ""
-    if block.phase == "forward" and (block.died < 0 or block.died > backward):
-        if block.module:
-            return Category.ACTIVATIONS, family(block.module)
-        return Category.LOSS, " and ".join(block.terms)
-    return Category.TEMPORARIES, block.phase
-
-
-def outermost(name: str) -> str:
-    """Return the repeated block that a parameter belongs to, such as layers.3, or else its top module."""
-    counted = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", name)
-    return counted[0] if counted else name.partition(".")[0]
-
-
-def family(name: str) -> str:
-    """Return a name with the numbers of repeated blocks replaced: layers.*.attention."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-
-
-def as_parts(sums: Counter[tuple[Category, str]]) -> tuple[MemoryPart, ...]:
-    """Return sums of bytes as parts, in the order of categories."""
-    order = list(Category)
-    parts = [MemoryPart(category, name, size) for (category, name), size in sums.items() if size]
-    return tuple(sorted(parts, key=lambda part: (order.index(part.category), -part.bytes, part.name)))

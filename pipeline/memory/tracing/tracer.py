@@ -1,8 +1,8 @@
 """The memory of a training step, to the byte, from running it on fake tensors: no data, no GPU, seconds for any size.
 
-The step is the very one that trains; it is handed in as a callable, because training stands above memory. What a trace
-cannot see (memory inside kernels, CUDA's casts, a GPU's attention) is imitated by `kernel_workspace`, `autocast` and
-`sdpa_choice`.
+Training stands above memory, so that the step to trace, the very one that trains, is passed in as a callable. A trace
+cannot see memory inside kernels, CUDA's casts and a GPU's attention: `kernel_workspace`, `autocast` and `sdpa_choice`
+imitate them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -23,35 +23,29 @@ from pipeline.errors import PipelineError, PlanInfeasible
 from pipeline.memory.footprint import ALIKE, Category, MicroFootprint, Provenance, StandingFootprint, Tape, Unmeasurable
 from pipeline.memory.tracing.autocast import cuda_casts, cuda_composites
 from pipeline.memory.tracing.fake_cuda import cuda_calls
-from pipeline.memory.tracing.fake_mode import (
-    FakeMode,
-    conversions,
-    eagerly,
-    faked,
-    unlogged,
-)
-from pipeline.memory.tracing.guesses import FAILS, LESS, SEEDS, Draws, EndlessGuess, Guesses, told_cause
+from pipeline.memory.tracing.fake_mode import FakeMode, conversions, eagerly, faked, unlogged
+from pipeline.memory.tracing.guesses import FAILS, LESS, SEEDS, Draws, EndlessGuess, Guesses, failure_reason
 from pipeline.memory.tracing.kernel_workspace import hidden_bytes, hidden_bytes_cpu, scratch_bytes, scratch_bytes_cpu
-from pipeline.memory.tracing.recorder import OnHost, Recorder, as_parts, category_of, family, outermost, shapes_unseen
+from pipeline.memory.tracing.recorder import Recorder, as_parts, outermost, shapes_unseen
 from pipeline.memory.tracing.sdpa_choice import cuda_attention
 from pipeline.waiting import signals_held
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
 
-    from pipeline.memory.footprint import MemoryChoice, MemoryPart, Sizes
-    from pipeline.memory.tracing.recorder import RecordedBlock, Recording
+    from pipeline.memory.footprint import MemoryChoice, Sizes
+    from pipeline.memory.tracing.recorder import Charge, RecordedBlock, Recording
 
 Answer = TypeVar("Answer")
-_WORTH_COLLECTING = 1 << 16  # bytes that may be garbage: to look takes longer than a small trace
-_LASTING = (Category.PARAMETERS, Category.BUFFERS, Category.EMA)  # they stand before the first micro-batch
-_COMPARED = 3  # runs of other sizes, after which branches are taken as before
-FIRST = (1, 2, 4)  # times the smallest sizes, until a model takes them
-MARKED = "pipeline: a micro-batch"  # to a profiler
-_ONE_AT_A_TIME = threading.RLock()  # some of what a trace changes is the whole process's
+_WORTH_COLLECTING = 1 << 16  # bytes of possible garbage: collecting takes longer than a small trace
+_LASTING = (Category.PARAMETERS, Category.BUFFERS, Category.EMA)  # live before the first micro-batch
+_COMPARED = 3  # sizes at which both ways of a branch are tried
+FIRST = (1, 2, 4)  # times the smallest sizes, until the model accepts them
+MARKED = "pipeline: a micro-batch"  # name of a run to a profiler
+_ONE_AT_A_TIME = threading.RLock()  # a trace changes some globals of torch
 
 
 class TracedTraining(Protocol):
@@ -59,7 +53,7 @@ class TracedTraining(Protocol):
 
     model: nn.Module
     carrier: Any
-    contrasts: bool  # a step's first micro-batch does more than later ones: it stands for what comes before them
+    contrasts: bool  # a step's first micro-batch also embeds the others' items
 
     def accumulate(self, batch: Any) -> None:
         """Run a micro-batch forward and backward."""
@@ -74,7 +68,7 @@ class TracedTraining(Protocol):
         """Run a batch without gradients."""
 
     def owned(self) -> Iterable[tuple[str, str, Tensor]]:
-        """Yield the tensors that may outlive a micro-batch, each after its category and name."""
+        """Yield category, name and tensor of everything that may outlive a micro-batch."""
 
 
 class Build(Protocol):
@@ -89,26 +83,27 @@ class Target:
     """The device that a trace imitates: a GPU, or the CPU itself."""
 
     imitate: Callable[[], AbstractContextManager[object]] = ExitStack
-    scratch: Callable[..., int] = scratch_bytes_cpu
-    hidden: Callable[..., int] = hidden_bytes_cpu
+    scratch: Charge = scratch_bytes_cpu  # bytes that a kernel allocates while it runs
+    hidden: Charge = hidden_bytes_cpu  # bytes that it keeps with its result
+    builds: bool = True  # the model is built on it, not copied to it
 
 
 CPU = Target()
 
 
 def card_target(capability: tuple[int, int]) -> Target:
-    """Return what is imitated of a card of a compute capability: its calls, casts, kernels and their scratch memory."""
+    """Return the target for a GPU of a compute capability: its calls, casts, kernels and their scratch memory."""
 
     @contextmanager
     def imitate() -> Iterator[None]:
         with cuda_calls(capability), cuda_casts(), cuda_composites(), cuda_attention(capability):
             yield
 
-    return Target(imitate, scratch_bytes, hidden_bytes)
+    return Target(imitate, scratch_bytes, hidden_bytes, builds=False)
 
 
 def calls_to_card() -> AbstractContextManager[None]:
-    """Return a context in which code that calls a card directly finds one."""
+    """Return a context in which code that calls a GPU directly finds one."""
     return cuda_calls()
 
 
@@ -117,7 +112,7 @@ class CannotTrace(Unmeasurable):
 
 
 class Tracer:
-    """An `Oracle` that traces; each choice has a model of its own, made when first needed."""
+    """An `Oracle` that traces, with a session for each choice."""
 
     def __init__(
         self,
@@ -128,8 +123,7 @@ class Tracer:
         target: Target = CPU,
     ) -> None:
         """Take functions that make a training, its model and a batch, and the sizes of the batch for a first step."""
-        self._build, self._model, self._example, self._smallest = build, model, example, smallest
-        self._target = target
+        self._build, self._parts = build, (example, smallest, model, target)
         self._sessions: dict[MemoryChoice, TraceSession] = {}
 
     def standing(self, choice: MemoryChoice) -> StandingFootprint:
@@ -145,18 +139,12 @@ class Tracer:
         return self._answer(choice, lambda session: session.evaluation(sizes))
 
     def _answer(self, choice: MemoryChoice, ask: Callable[[TraceSession], Answer]) -> Answer:
-        """Return a session's answer; a tape that does not add up is none, and a lower rung is asked."""
-        session = self._session(choice)
+        if choice not in self._sessions:
+            self._sessions[choice] = TraceSession(partial(self._build, choice), *self._parts)
         try:
-            return ask(session)
+            return ask(self._sessions[choice])
         except (LookupError, ValueError, AssertionError) as error:
             raise CannotTrace(f"its blocks do not add up: {type(error).__name__}: {error}") from error
-
-    def _session(self, choice: MemoryChoice) -> TraceSession:
-        if choice not in self._sessions:
-            build = partial(self._build, choice)
-            self._sessions[choice] = TraceSession(build, self._example, self._smallest, self._model, self._target)
-        return self._sessions[choice]
 
 
 class TraceSession:
@@ -177,14 +165,13 @@ class TraceSession:
         self._mode = FakeMode(allow_non_fake_inputs=True) if model is not None else None
         self._micros: dict[tuple[object, ...], MicroFootprint] = {}
         self._standing: StandingFootprint | None = None
-        self._shared: dict[int, tuple[Category, str, int]] = {}  # block → what for, whose, its number in every tape
-        self._numbers: dict[tuple[Category, str], int] = {}
-        self._compared = 0  # runs of which both ways of each branch were traced
-        self._setup: dict[int, RecordedBlock] = {}  # by their numbers: what stands before the first micro-batch
+        self._shared: dict[tuple[Category, str], int] = {}  # numbers of owned blocks in every tape
+        self._compared = 0  # runs in which branches were traced both ways
+        self._setup: list[RecordedBlock] = []  # live before the first micro-batch
         self._building_bytes = 0  # the most that was live while the model was built
         self._joined = False  # gradients of several parameters are one block
         self._training = self._built(build, model)
-        self._training.carrier = OnHost(self._recorder)
+        self._training.carrier = self._recorder
 
     def _built(
         self, build: Callable[[Recorder, nn.Module | None], TracedTraining], model: Callable[[], nn.Module] | None
@@ -202,7 +189,7 @@ class TraceSession:
 
     def _built_real(self, model: Callable[[], nn.Module], failed: CannotTrace) -> nn.Module:
         """Build the model with real tensors; its errors are the model's own, unless only CUDA is missing."""
-        watch = Recorder(self._target.scratch, self._target.hidden)
+        watch = Recorder()
         try:
             with self._target.imitate(), watch:
                 real = model()
@@ -210,70 +197,75 @@ class TraceSession:
             if "CUDA" in str(error):
                 raise failed from error
             raise error from failed
-        self._building_bytes = _peak_bytes(watch.recording) if self._target.scratch is CPU.scratch else 0
+        self._building_bytes = watch.recording.peak_bytes
         return real
 
     @contextmanager
     def _open(self) -> Iterator[None]:
         """Enter the fake mode, if any, and the recorder; any error of fake tensors becomes CannotTrace."""
+        is_fake = self._mode is not None
+        fake_contexts = (unlogged(), self._mode, conversions()) if is_fake else ()
         try:
-            with self._modes():
+            with ExitStack() as stack:
+                stack.enter_context(_ONE_AT_A_TIME)
+                stack.enter_context(signals_held())  # an exception within torch's engine ends in an abort
+                for context in (self._target.imitate(), eagerly(), self._recorder.resizes(), shapes_unseen()):
+                    stack.enter_context(context)
+                for context in (*fake_contexts, self._recorder, self._guesses if is_fake else nullcontext()):
+                    stack.enter_context(context)
                 yield
         except (CannotTrace, PipelineError):
             raise
         except Exception as error:
-            if self._mode is None:
+            if not is_fake:
                 raise
-            raise CannotTrace(told_cause(error)) from error
-
-    @contextmanager
-    def _modes(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(_ONE_AT_A_TIME)
-            stack.enter_context(signals_held())  # an exception within torch's engine ends in an abort
-            stack.enter_context(self._target.imitate())
-            stack.enter_context(eagerly())
-            stack.enter_context(self._recorder.resizes())
-            stack.enter_context(shapes_unseen())
-            for context in (unlogged(), self._mode, conversions()) if self._mode is not None else ():
-                stack.enter_context(context)
-            stack.enter_context(self._recorder)
-            if self._mode is not None:
-                stack.enter_context(self._guesses)
-            yield
+            raise CannotTrace(failure_reason(error)) from error
 
     def standing(self) -> StandingFootprint:
         """Trace what does not depend on the batch: the state, the first update and later ones."""
         if self._standing is None:
-            training = self._training
-            blocks = self._set_up()
-            setup, largest, sums = self._made(blocks), self._largest_block_bytes(blocks), self._sums(blocks)
-            stood = {block.number for block in blocks}
-            self._begin()
+            training, blocks = self._training, self._set_up()
+            setup, largest_bytes = self._building(blocks), _largest_module_bytes(blocks)
+            state_bytes = _state_bytes(blocks)
+            self._accumulate_least()
             self._draw_most()
-            self._highest(lambda: self._training.accumulate(self._batch(self._smallest)))
+            self._highest(lambda: training.accumulate(self._batch(self._smallest)))
             origin, with_gradients = self._origin, self._with_gradients()
             first_update, _ = self._taped(training.update)
             self._make_gradients(with_gradients)
             update, recording = self._taped(training.update)
-            sums += self._sums(block for block in self._own() if block.number not in stood)
-            update_parts = self._parts(recording)
-            self._make_gradients(with_gradients)  # from now on there are some
+            state_bytes += _state_bytes(set(self._own()) - set(blocks))
+            update_parts = recording.parts()
+            self._make_gradients(with_gradients)  # micro-batches of a step find some
+            parameters = list(training.model.parameters())
             self._standing = StandingFootprint(
                 setup=setup,
                 first_update=first_update,
                 update=update,
-                parts=as_parts(sums),
+                parts=as_parts(state_bytes),
                 update_parts=update_parts,
-                parameters=sum(parameter.numel() for parameter in training.model.parameters()),
-                trained=sum(parameter.numel() for parameter in training.model.parameters() if parameter.requires_grad),
+                parameters=sum(parameter.numel() for parameter in parameters),
+                trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
                 origin=origin,
-                largest_block_bytes=largest,
+                largest_block_bytes=largest_bytes,
             )
         return self._standing
 
-    def _begin(self) -> None:
-        """Take a first micro-batch, of more where the model refuses so little: BatchNorm needs two values a channel."""
+    def _set_up(self) -> list[RecordedBlock]:
+        """Return the blocks that are live before the first micro-batch."""
+        self._building_bytes = max(self._building_bytes, self._recorder.recording.peak_bytes)
+        self._setup = self._own()
+        return self._setup
+
+    def _building(self, blocks: Iterable[RecordedBlock]) -> Tape:
+        """Return a tape that builds the model and keeps these blocks; for a GPU, the host builds it."""
+        passing_bytes = self._building_bytes if self._target.builds else 0
+        passing = [(0, passing_bytes), (0, -passing_bytes)] if passing_bytes else []
+        pairs = [(block.shared, block.bytes) for block in blocks]
+        return Tape(*np.array([*passing, *pairs], np.int64).reshape(-1, 2).T)
+
+    def _accumulate_least(self) -> None:
+        """Run a first micro-batch, larger where the model needs more: BatchNorm needs two values a channel."""
         least = self._smallest
         for times in FIRST:
             self._smallest = {name: times * size for name, size in least.items()}
@@ -285,48 +277,57 @@ class TraceSession:
             else:
                 return
 
-    def _set_up(self) -> list[RecordedBlock]:
-        """Return the blocks that stand before the first micro-batch."""
-        if self._target.scratch is CPU.scratch:  # else the host builds it, and it is copied to the GPU
-            self._building_bytes = max(self._building_bytes, _peak_bytes(self._recorder.recording))
-        blocks = self._own()
-        self._setup = {self._shared[block.number][2]: block for block in blocks}
-        return blocks
+    def _draw_most(self) -> None:
+        """Keep the random numbers with which a step takes most, if the model's path depends on them."""
+        if self._mode is not None and not self._draws.any:
+            return
+        most, kept = self._accumulate(self._smallest)[0], self._draws.seed
+        for seed in range(1, len(SEEDS)):
+            self._draws.seed = seed
+            try:
+                tape = self._accumulate(self._smallest)[0]
+            except Exception:  # noqa: BLE001, S112 - a path without a gradient, for example: it takes no more
+                continue
+            if _takes_more(tape, most):
+                most, kept = tape, seed
+            elif not self._draws.any and not _takes_more(most, tape):
+                break
+        self._draws.seed = kept
 
     def peaks(self, sizes: Sizes) -> list[tuple[int, int]]:
-        """Run a later micro-batch with other random numbers each time; return what each takes beyond what stands.
+        """Run a later micro-batch with two seeds; return for each what it takes, and how much of that was kept before.
 
-        Beside it: how much of that the model has kept from before. Each is followed by a run that is only marked, for
-        whoever profiles: some of torch's backward works in place where nobody looks on, and otherwise out of it.
+        Each is followed by a run without the recorder, marked for a profiler: under it, some of torch's backward works
+        in place that otherwise does not.
         """
         if not self._setup:
             self._set_up()
-            self._begin()
+            self._accumulate_least()
         peaks = []
         for self._draws.seed in (0, 1):
-            tape, recording = self._repeated(lambda: self._training.accumulate(self._batch(sizes)))
-            own_bytes = _peak_bytes(recording)
-            peaks.append((tape.peak_bytes, tape.peak_bytes - own_bytes))
+            tape, recording = self._settled(lambda: self._training.accumulate(self._batch(sizes)))
+            peaks.append((tape.peak_bytes, tape.peak_bytes - recording.peak_bytes))
             with eagerly(), self._draws.seeded(), torch.autograd.profiler.record_function(MARKED):
                 self._training.accumulate(self._batch(sizes))
         return peaks
 
     def micro(self, sizes: Sizes) -> MicroFootprint:
-        """Trace a later micro-batch of a step, and derive from it the tape as the first micro-batch."""
+        """Trace a later micro-batch of a step, and derive from it the tape of the first micro-batch."""
         key = tuple(sorted(sizes.items()))
         if key not in self._micros:
             self.standing()
             again, recording = self._highest(lambda: self._training.accumulate(self._batch(sizes)))
+            micro = self._micro(sizes, again, recording)
             becomes = None if self._training.contrasts else self._becomes()
             if becomes is None:
-                first, first_parts = self._traced_first(sizes)
+                self._taped(self._training.release)
+                first, alone = self._accumulate(sizes)
+                first_parts = alone.parts()
             else:
-                first, first_parts = self._tape(recording, becomes), self._parts(recording, becomes)
-            micro = self._micro(sizes, first, again, recording)
-            if self._training.contrasts:  # all are embedded twice, and who does it the first time is the first
-                work = self._recorder.recording
-                micro = replace(micro, flops=work.flops, kernels=work.kernels, moved_bytes=work.moved_bytes)
-            self._micros[key] = replace(micro, first_parts=first_parts)
+                first, first_parts = recording.tape(self._setup, becomes), recording.parts(becomes)
+            if self._training.contrasts:  # every item is embedded twice, once by the step's first micro-batch
+                micro = replace(micro, flops=alone.flops, kernels=alone.kernels, moved_bytes=alone.moved_bytes)
+            self._micros[key] = replace(micro, first=first, first_parts=first_parts)
         return self._micros[key]
 
     def evaluation(self, sizes: Sizes) -> MicroFootprint:
@@ -335,15 +336,15 @@ class TraceSession:
         if key not in self._micros:
             self.standing()
             tape, recording = self._highest(lambda: self._training.evaluate(self._batch(sizes)))
-            self._micros[key] = self._micro(sizes, tape, tape, recording)
+            self._micros[key] = self._micro(sizes, tape, recording)
         return self._micros[key]
 
-    def _micro(self, sizes: Sizes, first: Tape, again: Tape, recording: Recording) -> MicroFootprint:
+    def _micro(self, sizes: Sizes, tape: Tape, recording: Recording) -> MicroFootprint:
         return MicroFootprint(
             sizes=sizes,
-            first=first,
-            again=again,
-            parts=self._parts(recording),
+            first=tape,
+            again=tape,
+            parts=recording.parts(),
             flops=recording.flops,
             kernels=recording.kernels,
             moved_bytes=recording.moved_bytes,
@@ -356,62 +357,20 @@ class TraceSession:
     def _origin(self) -> Provenance:
         return Provenance.GUESSED if self._guesses.notes or self._draws.any else Provenance.TRACED
 
-    def _draw_most(self) -> None:
-        """Keep the random numbers with which a step takes most, if the model goes its way by them."""
-        if self._mode is not None and not self._draws.any:
-            return
-        most, kept = self._accumulate(self._smallest)[0], self._draws.seed
-        for seed in range(1, len(SEEDS)):
-            self._draws.seed = seed
-            try:
-                tape = self._accumulate(self._smallest)[0]
-            except Exception:  # noqa: BLE001, S112 - a way on which nothing is learned, say: it takes no more
-                continue
-            if _takes_more(tape, most):
-                most, kept = tape, seed
-            elif not self._draws.any and not _takes_more(most, tape):
-                break
-        self._draws.seed = kept
+    def _becomes(self) -> dict[RecordedBlock, int] | None:
+        """Map the blocks that a later micro-batch adds to the gradients to the gradients' shared numbers.
 
-    def _highest(self, run: Callable[[], object]) -> tuple[Tape, Recording]:
-        """Call a function with its guesses either way, and keep those with which it takes most."""
-        taped, is_last = self._repeated(run), True
-        for line in self._guesses.open_lines(again=self._compared < _COMPARED):
-            self._guesses.other_way(line)
-            try:
-                other = self._repeated(run)
-            except (CannotTrace, PipelineError) as error:
-                self._guesses.decide(line, FAILS, keep=False)
-                if isinstance(error.__cause__, EndlessGuess):  # it may take anything
-                    raise
-                is_last = False
-            else:
-                is_last = _takes_more(other[0], taped[0])
-                self._guesses.decide(line, LESS, keep=is_last)
-                taped = other if is_last else taped
-        self._compared += 1
-        return taped if is_last else self._repeated(run)
-
-    def _becomes(self) -> dict[int, int] | None:
-        """Map blocks that become gradients in a step's first micro-batch to the gradients' numbers in every tape.
-
-        They are the blocks that a later micro-batch adds to the gradients; None where that is ambiguous.
+        In a step's first micro-batch they become the gradients. None where that is ambiguous.
         """
-        becomes: dict[int, int] = {}
+        becomes: dict[RecordedBlock, int] = {}
         for block in self._own():
-            category, _, number = self._shared[block.number]
-            if category is Category.GRADIENTS:
-                added = self._recorder.added.get(block.number, [])
+            if block.use is not None and block.use[0] is Category.GRADIENTS:
+                added = self._recorder.added.get(block, [])
                 if len(added) != 1 or added[0].born < 0 or added[0].bytes != block.bytes:
                     return None
-                becomes[added[0].number] = number
-        gradients = sum(1 for place in self._numbers if place[0] is Category.GRADIENTS)
+                becomes[added[0]] = block.shared
+        gradients = sum(1 for category, _ in self._shared if category is Category.GRADIENTS)
         return becomes if len(becomes) == gradients else None
-
-    def _traced_first(self, sizes: Sizes) -> tuple[Tape, tuple[MemoryPart, ...]]:
-        self._taped(self._training.release)
-        tape, recording = self._accumulate(sizes)
-        return tape, self._parts(recording)
 
     def _accumulate(self, sizes: Sizes) -> tuple[Tape, Recording]:
         return self._taped(lambda: self._training.accumulate(self._batch(sizes)))
@@ -424,24 +383,50 @@ class TraceSession:
             torch.manual_seed(self._draws.seed)
         return batch
 
-    def _repeated(self, run: Callable[[], object]) -> tuple[Tape, Recording]:
-        """Call a function, and once more if the model keeps something else than before: what it kept is there then."""
+    def _highest(self, run: Callable[[], object]) -> tuple[Tape, Recording]:
+        """Run with each guess either way, and keep those with which it takes most."""
+        taped, is_last = self._settled(run), True
+        for line in self._guesses.open_lines(again=self._compared < _COMPARED):
+            self._guesses.flip(line)
+            try:
+                other = self._settled(run)
+            except (CannotTrace, PipelineError) as error:
+                self._guesses.decide(line, FAILS, keep=False)
+                if isinstance(error.__cause__, EndlessGuess):  # it may take anything
+                    raise
+                is_last = False
+            else:
+                is_last = _takes_more(other[0], taped[0])
+                self._guesses.decide(line, LESS, keep=is_last)
+                taped = other if is_last else taped
+        self._compared += 1
+        return taped if is_last else self._settled(run)
+
+    def _settled(self, run: Callable[[], object]) -> tuple[Tape, Recording]:
+        """Run, and again if the model then keeps more or less than before: the second run finds what it keeps."""
         before = self._kept_bytes()
+
+        def is_settled() -> bool:
+            return abs(self._kept_bytes() - before) <= ALIKE * taped[0].peak_bytes
+
         taped = self._taped(run)
-        if abs(self._kept_bytes() - before) <= ALIKE * taped[0].peak_bytes:
+        if is_settled():
             return taped
         gc.collect()
-        return taped if abs(self._kept_bytes() - before) <= ALIKE * taped[0].peak_bytes else self._taped(run)
+        return taped if is_settled() else self._taped(run)
 
     def _kept_bytes(self) -> int:
-        """Return the bytes of what is live and not the training's own: a model keeps it."""
-        return sum(block.bytes for block in self._recorder.live if block.number not in self._shared)
+        """Return the live bytes that are not the training's own: the model keeps them."""
+        return _unowned_bytes(self._recorder.live.values())
 
     def _taped(self, run: Callable[[], object]) -> tuple[Tape, Recording]:
-        """Call a function; return its tape and its recording."""
+        """Run; return the tape and its recording. Where it fails, guess otherwise and run again."""
         while True:
             with_gradients = self._with_gradients()
-            recording = self._begun()
+            recording = self._recorder.begin()
+            if _unowned_bytes(recording.before) > _WORTH_COLLECTING:  # probably garbage of the recording before
+                gc.collect()
+                recording = self._recorder.begin()
             self._guesses.begin()
             try:
                 with self._open(), self._draws.seeded(), self._recorder.inside(self._training.model):
@@ -455,14 +440,13 @@ class TraceSession:
                 if isinstance(error, PipelineError) and self._guesses.notes:  # real values may go another way
                     raise CannotTrace("; ".join((error.what, *self._guesses.notes))) from error
                 raise
-            else:
-                self._own()
-                return self._tape(recording), recording
+            self._own()
+            return recording.tape(self._setup), recording
 
     def _with_gradients(self) -> list[nn.Parameter]:
         owned = self._training.owned()
-        gradients = [self._recorder.block_of(one) for what, _, one in owned if Category(what) is Category.GRADIENTS]
-        self._joined = self._joined or len({id(block) for block in gradients}) < len(gradients)
+        gradients = [self._recorder.block_of(tensor) for use, _, tensor in owned if use == Category.GRADIENTS]
+        self._joined = self._joined or len(set(gradients)) < len(gradients)
         given = {name: one for name, one in self._training.model.named_parameters() if one.grad is not None}
         if sparse := [name for name, one in given.items() if one.grad is not None and one.grad.is_sparse]:
             what = f"the gradients of {', '.join(sparse)} are sparse: the memory to add them depends on values"
@@ -471,7 +455,7 @@ class TraceSession:
 
     def _make_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Give parameters the gradients that a micro-batch would leave."""
-        if self._joined and parameters:  # in blocks that several share, as shards have them: nobody else makes such
+        if self._joined and parameters:  # in blocks that several share, as of shards: only a micro-batch makes such
             self._accumulate(self._smallest)
             return
         with self._open(), torch.no_grad():
@@ -479,115 +463,46 @@ class TraceSession:
                 parameter.grad = torch.empty_like(parameter)
         self._own()
 
-    def _begun(self) -> Recording:
-        """Begin a recording, after collecting garbage of the one before if there is much."""
-        recording = self._recorder.begin()
-        if sum(block.bytes for block in recording.before if block.number not in self._shared) > _WORTH_COLLECTING:
-            gc.collect()
-            recording = self._recorder.begin()
-        live = {block.number for block in recording.before}
-        self._shared = {number: place for number, place in self._shared.items() if number in live}
-        return recording
-
     def _own(self) -> list[RecordedBlock]:
-        """Return the blocks that the training owns, and note category, name and number in every tape of each."""
-        kept: dict[int, RecordedBlock] = {}
+        """Mark the blocks that the training owns with category, name and shared number, and return them."""
+        owned: dict[RecordedBlock, None] = {}
         for category, name, tensor in self._training.owned():
-            self._recorder.see(tensor)  # copies of modules are made behind its back
-            block = self._recorder.block_of(tensor)
-            if block is not None and block.number not in kept:  # else it is tied to one that was named before
-                place = (Category(category), name)
-                if self._setup and place[0] in _LASTING and block.number not in self._shared:
-                    continue  # in place of what stood there before: it is the model's, as what it keeps is
-                number = self._numbers.setdefault(place, -1 - len(self._numbers))
-                self._shared.setdefault(block.number, (*place, number))
-                kept[block.number] = block
-        return list(kept.values())
-
-    def _tape(self, recording: Recording, becomes: Mapping[int, int] | None = None) -> Tape:
-        """Return the recording as a self-contained tape.
-
-        Unowned blocks that are live before, such as a table that the model keeps for the next batch, are allocated at
-        its beginning; those live afterwards are released at its end. Blocks in `becomes` have the gradients' numbers.
-        Of what stood there at first and was replaced the others' tapes know nothing: it is away within this one.
-        """
-        becomes = becomes or {}
-        before = {block.number for block in recording.before}
-        away = [(number, -block.bytes) for number, block in self._setup.items() if block.number not in before]
-        back = [(number, block.bytes) for number, block in self._setup.items() if block.died >= 0]
-        kept = [block for block in recording.before if block.number not in self._shared]
-        unreleased = [
-            block for block in (*kept, *recording.blocks) if block.died < 0 and block.number not in self._shared
-        ]
-        numbers_E = [block.number for block in kept] + list(recording.block_E)
-        bytes_E = [block.bytes for block in kept] + list(recording.bytes_E)
-        events = [
-            (self._number(number, becomes), size)
-            for number, size in zip(numbers_E, bytes_E, strict=True)
-            if size > 0 or number not in becomes
-        ]
-        events += [(block.number, -block.bytes) for block in unreleased if block.number not in becomes]
-        block_E, bytes_E_ = np.array([*away, *events, *back], np.int64).reshape(-1, 2).T
-        own = block_E >= 0
-        block_E[own] = np.unique(block_E[own], return_inverse=True)[1]
-        return Tape(block_E, bytes_E_)
-
-    def _number(self, block: int, becomes: Mapping[int, int]) -> int:
-        """Return a block's number in a tape: if it stays, below 0 and the same in all tapes."""
-        return self._shared[block][2] if block in self._shared else becomes.get(block, block)
-
-    def _parts(self, recording: Recording, becomes: Mapping[int, int] | None = None) -> tuple[MemoryPart, ...]:
-        """Return what was live at the peak; blocks in `becomes` count as gradients, in place of earlier ones."""
-        becomes = becomes or {}
-        events = zip(recording.block_E, recording.bytes_E, strict=True)
-        live_E = np.cumsum([0 if size < 0 and block in becomes else size for block, size in events])
-        peak = int(live_E.argmax()) if live_E.max(initial=0) > 0 else -1  # else it is where it begins
-        blocks = recording.blocks
-        backward = next((block.born for block in blocks if block.phase == "backward"), len(recording.block_E))
-        sums: Counter[tuple[Category, str]] = Counter()
-        for block in (*recording.before, *blocks):
-            stays = block.number in becomes
-            use = (Category.GRADIENTS, "") if stays else self._what(block, backward)
-            is_old = bool(becomes) and not stays and use[0] is Category.GRADIENTS
-            if block.born <= peak and (stays or block.died < 0 or block.died > peak) and not is_old:
-                sums[use] += block.bytes
-        return as_parts(sums)
-
-    def _what(self, block: RecordedBlock, backward: int) -> tuple[Category, str]:
-        if block.number not in self._shared:
-            return category_of(block, backward)
-        category, name, _ = self._shared[block.number]
-        return category, family(name) if category is Category.BUFFERS else ""
-
-    def _made(self, blocks: Iterable[RecordedBlock]) -> Tape:
-        """Return a tape that builds the model, of which these blocks stay."""
-        passing = [(0, self._building_bytes), (0, -self._building_bytes)] if self._building_bytes else []
-        pairs = [(self._shared[block.number][2], block.bytes) for block in blocks]
-        return Tape(*np.array([*passing, *pairs], np.int64).reshape(-1, 2).T)
-
-    def _sums(self, blocks: Iterable[RecordedBlock]) -> Counter[tuple[Category, str]]:
-        sums: Counter[tuple[Category, str]] = Counter()
-        for block in blocks:
-            sums[self._shared[block.number][0], ""] += block.bytes
-        return sums
-
-    def _largest_block_bytes(self, blocks: Iterable[RecordedBlock]) -> int:
-        """Return the parameter bytes of the largest module that sharding would gather as a whole."""
-        sums: Counter[str] = Counter()
-        for block in blocks:
-            category, name, _ = self._shared[block.number]
-            if category is Category.PARAMETERS:
-                sums[outermost(name)] += block.bytes
-        return max(sums.values(), default=0)
+            self._recorder.see(tensor)  # modules may be copied outside the session
+            block, use = self._recorder.block_of(tensor), (Category(category), name)
+            if block is None or block in owned:  # tied to one that was named before
+                continue
+            if self._setup and use[0] in _LASTING and block.use is None:
+                continue  # it replaced a block of the setup: the model keeps it, as it keeps anything unregistered
+            if block.use is None:
+                block.use, block.shared = use, self._shared.setdefault(use, -1 - len(self._shared))
+            owned[block] = None
+        return list(owned)
 
 
-def _peak_bytes(recording: Recording) -> int:
-    """Return the most that was live of what a recording allocated."""
-    return int(np.cumsum(recording.bytes_E).max(initial=0))
+def _unowned_bytes(blocks: Iterable[RecordedBlock]) -> int:
+    return sum(block.bytes for block in blocks if block.use is None)
+
+
+def _state_bytes(blocks: Iterable[RecordedBlock]) -> Counter[tuple[Category, str]]:
+    """Return the bytes of owned blocks by category."""
+    sums: Counter[tuple[Category, str]] = Counter()
+    for block in blocks:
+        if block.use is not None:
+            sums[block.use[0], ""] += block.bytes
+    return sums
+
+
+def _largest_module_bytes(blocks: Iterable[RecordedBlock]) -> int:
+    """Return the parameter bytes of the largest module that sharding would gather as a whole."""
+    sums: Counter[str] = Counter()
+    for block in blocks:
+        if block.use is not None and block.use[0] is Category.PARAMETERS:
+            sums[outermost(block.use[1])] += block.bytes
+    return max(sums.values(), default=0)
 
 
 def _takes_more(tape: Tape, other: Tape) -> bool:
-    """Tell whether a way takes more than another: at its peak, else in what it leaves, else in all it allocates."""
+    """Tell whether a run takes more than another: at its peak, else in what it leaves, else in all it allocates."""
     measures = [(of.peak_bytes, of.left_bytes, int(np.maximum(of.bytes_E, 0).sum())) for of in (tape, other)]
     for more, less in zip(*measures, strict=True):
         if abs(more - less) > ALIKE * max(more, less):

@@ -42,7 +42,7 @@ def _scratch(operator: Any, *call: Any) -> int:
     return scratch_bytes(operator, *call) if operator_name(operator) in IN_PARTS else 0
 
 
-CARD = Target(_as_on_the_card, _scratch)
+CARD = Target(_as_on_the_card, _scratch, builds=False)
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,7 @@ def test_a_trace_is_what_real_steps_take(name):
         predicted = StepTapes.of(standing, [micro] * times).peak_bytes(standing.bytes)
         assert predicted == pytest.approx(true_peak(task, sizes, times, **settings), rel=0.002)
     parts = parts_at_peak(standing, micro)
-    if name != "docking":  # whose parts are 1.2% short of the peak
-        assert sum(part.bytes for part in parts) == live_peak_bytes(standing, micro, accumulate=True)
+    assert sum(part.bytes for part in parts) == live_peak_bytes(standing, micro, accumulate=True)
     assert all(part.bytes > 0 for part in parts)
     check_tapes(standing, micro, first=true_peak(task, sizes, turns=1, **settings))
 
