@@ -34,9 +34,9 @@ from pipeline.training.items.item_table import ItemTable
 from pipeline.training.items.loader import PROCESSES, THREADS, Loader
 from pipeline.training.items.residue_embeddings import Embeddings
 from pipeline.training.loop.observer import TrainingObserver
-from pipeline.training.loop.progress import RunningStretch
+from pipeline.training.loop.phase import Phase
 from pipeline.training.loop.trainer import Trainer
-from pipeline.training.prepared import COST, LIKENESS, ModelFolder, Prepared, Stretch, sampler_settings, shrunk_budget
+from pipeline.training.prepared import COST, LIKENESS, ModelFolder, PhasePlan, Prepared, sampler_settings, shrunk_budget
 from pipeline.training.ranks.rank_protocol import Ranks
 from pipeline.training.sampling.sampler import Sampler
 from pipeline.training.step.local_contrastive import ContrastiveStepper
@@ -82,13 +82,13 @@ class Job:
     make_step: Callable[[Callable[[nn.Module], None]], Step]
     source: Callable[[ItemTable], ItemSource]
     embeddings: Callable[[], Embeddings | None]
-    stretches: Sequence[tuple[Stretch, Items]]
+    phases: Sequence[tuple[PhasePlan, Items]]
     validation: Items | None
     ranks: Ranks
     tell: TaskContext
     say: Callable[[str], None]
     task: Task
-    stage_tasks: Mapping[str, Task] = field(default_factory=dict)  # of stretches with other options, by name
+    stage_tasks: Mapping[str, Task] = field(default_factory=dict)  # of phases with other options, by name
     remember: Callable[[int, float], None] = lambda _bytes, _s: None  # what a card held in an epoch, and a step took
     leave_out: frozenset[str] = frozenset()
     damaged: DamagedItems | None = None  # what to do about records that cannot be read; None: that is an error
@@ -99,7 +99,7 @@ class Job:
     def loader(
         self,
         items: Items,
-        stretch: Stretch,
+        phase: PhasePlan,
         *,
         device: str,
         shuffle: bool,
@@ -109,8 +109,8 @@ class Job:
         """Return a loader of items for a device, cut into micro-batches as planned."""
         settings = sampler_settings(
             batch,
-            max(self.budget_of(stretch.budget_bytes), int(items.cost_N.max(initial=1))),
-            padding=stretch.padding if self.train.batching == "padded" else None,
+            max(self.budget_of(phase.budget_bytes), int(items.cost_N.max(initial=1))),
+            padding=phase.padding if self.train.batching == "padded" else None,
             seed=self.train.seed,
             micro_batch=1 if self.tell.careful else pinned(self.train.micro_batch),
             shuffle=shuffle,
@@ -118,13 +118,13 @@ class Job:
         data = content_digest(items.table.key_N16.tobytes()).hex()
         sizes = {COST: items.cost_N, LIKENESS: items.likeness_N}
         sampler = Sampler(sizes, settings, rank=self.ranks.rank, ranks=self.ranks.world, data=data)
-        task = self.task_of(stretch)
+        task = self.task_of(phase)
         weighs = shuffle and isinstance(task, Weights)  # nobody asks for the weights of an evaluation
         return Loader(
             self.worked_on.reading(self.source(items.table)),
             self.embeddings(),
             sampler,
-            slots=self.train.slots + (stretch.kept if shuffle else 0),
+            slots=self.train.slots + (phase.kept if shuffle else 0),
             threads=threads or self.train.threads,
             readers=PROCESSES if shuffle and not threads and self.train.readers == PROCESSES else THREADS,
             pin=device != CPU if self.train.pin == "auto" else self.train.pin,
@@ -144,7 +144,7 @@ class Job:
     @property
     def trained_without(self) -> frozenset[str]:
         """The items that are left out of what is trained on."""
-        tables = [items.table for _, items in self.stretches] if self.leave_out else []
+        tables = [items.table for _, items in self.phases] if self.leave_out else []
         ids = (table.ids[number] for table in tables for number in range(len(table)))
         return self.leave_out.intersection(ids)
 
@@ -152,9 +152,9 @@ class Job:
     def worked_on(self) -> WorkedOn:
         return WorkedOn(self.tell.on)
 
-    def task_of(self, stretch: Stretch) -> Task:
-        """Return the task by which a stretch is trained."""
-        return self.stage_tasks.get(stretch.name, self.task)
+    def task_of(self, phase: PhasePlan) -> Task:
+        """Return the task by which a phase is trained."""
+        return self.stage_tasks.get(phase.name, self.task)
 
     def budget_of(self, budget: int) -> int:
         """Return what is left of a budget after the GPU has run out of memory."""
@@ -209,12 +209,12 @@ def trainer_of(job: Job) -> Trainer:
     step = fresh_step(job)
     if train.compile:
         step.model.compile(mode=train.compile_mode)
-    stretches, checkpoints = _courses(job, step), _checkpoints(job, step)
+    phases, checkpoints = _phases(job, step), _checkpoints(job, step)
     # The memory of one that shrinks was too little
     if is_card(step.device) and not (step.is_spread or job.tell.shrink):
         step.ahead = CopyAhead(step.device)
     watch = _watch(job, step, checkpoints)
-    stepper = _stepper(job, step, stretches[0], watch, lambda piece, oom: trainer.oom(piece, oom.error))
+    stepper = _stepper(job, step, phases[0], watch, lambda piece, oom: watch.oom(piece, oom.error))
     watch.budget = lambda: stepper.governor.budget
     evaluation = _evaluation(job, step, watch)
     host = HostMeter(limit_bytes=job.tell.mem_bytes or None)
@@ -222,11 +222,11 @@ def trainer_of(job: Job) -> Trainer:
     warn = partial(job.tell.report.warnings.__setitem__, "checkpoints")
     keeper = Keeper(checkpoints, ranks, fresh=Fresh(job), tell=job.say, warn=warn, behind=behind, host=host)
     stepper.upkeep.begin()
-    trainer = Trainer(
+    return Trainer(
         train,
         step,
         stepper,
-        stretches,
+        phases,
         ranks,
         keeper,
         watch,
@@ -234,31 +234,30 @@ def trainer_of(job: Job) -> Trainer:
         meter=watch.meter if step.device != CPU else None,  # the one, as it keeps an epoch's highest peak
         host=host,
         ending=job.tell.ending,
-        governor_of=lambda course: _governor(job, step, course, stepper.ladder),
+        governor_of=lambda phase: _governor(job, step, phase, stepper.ladder),
         leave_out=job.trained_without,
         damaged=job.damaged,
         prune=job.prune,
     )
-    return trainer
 
 
-def _courses(job: Job, step: Step) -> list[RunningStretch]:
-    """Return the stretches of a training with their loaders."""
-    courses, first = list[RunningStretch](), 0
-    for stretch, items in job.stretches:
-        loader = job.loader(items, stretch, device=step.device, shuffle=True, batch=job.train.effective_batch)
-        courses.append(RunningStretch(stretch, loader, items.cost_N, first, job.task_of(stretch)))
-        first += stretch.epochs
-    return courses
+def _phases(job: Job, step: Step) -> list[Phase]:
+    """Return the phases of a training with their loaders."""
+    phases, first = list[Phase](), 0
+    for phase, items in job.phases:
+        loader = job.loader(items, phase, device=step.device, shuffle=True, batch=job.train.effective_batch)
+        phases.append(Phase(phase, loader, items.cost_N, first, job.task_of(phase)))
+        first += phase.epochs
+    return phases
 
 
-def _governor(job: Job, step: Step, course: RunningStretch, ladder: Sequence[str]) -> Governor:
-    """Return the governor of a stretch's memory budget, as planned."""
+def _governor(job: Job, step: Step, phase: Phase, ladder: Sequence[str]) -> Governor:
+    """Return the governor of a phase's memory budget, as planned."""
     return Governor(
-        budget=job.budget_of(course.stretch.budget_bytes),
-        base_bytes=course.stretch.base_bytes,
-        limit_bytes=job.prepared.limit_bytes - course.stretch.ahead_bytes if step.device != CPU else None,
-        largest=int(course.cost_N.max()),
+        budget=job.budget_of(phase.plan.budget_bytes),
+        base_bytes=phase.plan.base_bytes,
+        limit_bytes=job.prepared.limit_bytes - phase.plan.ahead_bytes if step.device != CPU else None,
+        largest=int(phase.cost_N.max()),
         margin=job.prepared.margin,
         padded=job.train.batching == "padded",
         ladder=ladder,
@@ -300,7 +299,7 @@ def _watch(job: Job, step: Step, checkpoints: CheckpointFolder) -> TrainingObser
 
 
 def _stepper(
-    job: Job, step: Step, course: RunningStretch, watch: TrainingObserver, failed: Callable[[Piece, Oom], None]
+    job: Job, step: Step, phase: Phase, watch: TrainingObserver, failed: Callable[[Piece, Oom], None]
 ) -> Stepper:
     """Return the stepper that runs this rank's part of each step."""
     kind: Callable[..., Stepper] = Stepper
@@ -311,9 +310,7 @@ def _stepper(
     train, until_taken_up = job.train, Governor(budget=1)
     habits = Habits(train.memory_fraction, train.empty_cache_every, train.collect_every, train.synchronise)
     upkeep = Upkeep(habits, step.device)
-    return kind(
-        step, until_taken_up, course.cost_N, upkeep, too_large=train.too_large, begin=watch.begin, failed=failed
-    )
+    return kind(step, until_taken_up, phase.cost_N, upkeep, too_large=train.too_large, begin=watch.begin, failed=failed)
 
 
 def _evaluation(job: Job, step: Step, watch: TrainingObserver) -> Evaluator | None:
@@ -321,10 +318,10 @@ def _evaluation(job: Job, step: Step, watch: TrainingObserver) -> Evaluator | No
     items = job.validation.without(job.leave_out) if job.validation is not None and job.leave_out else job.validation
     if items is None or not len(items.table):
         return None
-    stretch, batch = job.stretches[-1][0], max(job.train.effective_batch, job.ranks.world)
+    phase, batch = job.phases[-1][0], max(job.train.effective_batch, job.ranks.world)
     return Evaluator(
         step,
-        job.loader(items, stretch, device=step.device, shuffle=False, batch=batch),
+        job.loader(items, phase, device=step.device, shuffle=False, batch=batch),
         job.ranks,
         job.folder.outputs,
         cost_N=items.cost_N,

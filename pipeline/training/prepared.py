@@ -31,7 +31,7 @@ LOOSER = (1.1, 1.2, 1.4, 2.0, 8.0)  # that a plan may choose instead: fewer micr
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class PhasePlan:
     """Some epochs that train on the same items under the same plan."""
 
     name: str
@@ -75,7 +75,7 @@ class Prepared:
     checkpointing: bool
     offload: bool
     sharded: bool
-    stretches: tuple[Stretch, ...]
+    phases: tuple[PhasePlan, ...]
     limit_bytes: int  # the most that torch may take of a GPU, or a process of the machine
     margin: float  # by which the plan may be wrong
     ranks: int
@@ -91,16 +91,16 @@ class Prepared:
 
     @property
     def epochs(self) -> int:
-        return sum(stretch.epochs for stretch in self.stretches)
+        return sum(phase.epochs for phase in self.phases)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Prepared:
-        stretches = tuple(Stretch(**stretch) for stretch in data["stretches"])
+        phases = tuple(PhasePlan(**phase) for phase in data["phases"])
         texts = {name: tuple(data[name]) for name in ("remedies", "skipped", "notes")}
-        return cls(**{**data, "stretches": stretches, **texts})
+        return cls(**{**data, "phases": phases, **texts})
 
     @classmethod
     def read(cls, path: Path) -> Prepared:
@@ -170,7 +170,7 @@ def shrunk_budget(budget: int, times: int) -> int:
     return max(1, budget >> min(times, MOST_SHRUNK))
 
 
-def stretch_of(
+def phase_plan(
     name: str,
     epochs: int,
     plan: MemoryPlan,
@@ -179,9 +179,9 @@ def stretch_of(
     smallest: Mapping[str, int] | None = None,
     kept: int = 0,
     ahead_bytes: int = 0,
-) -> Stretch:
-    """Return the stretch that a plan describes."""
-    return Stretch(
+) -> PhasePlan:
+    """Return the phase that a plan describes."""
+    return PhasePlan(
         name=name,
         epochs=epochs,
         budget_bytes=int(plan.budget[COST]),

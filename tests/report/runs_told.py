@@ -11,7 +11,7 @@ from pipeline.config.load import dump_resolved, read_config
 from pipeline.journal.attempts import Ask, Attempt
 from pipeline.records import EventKind
 from pipeline.training.loop.metrics_log import Epoch, MetricRange, MetricsLog
-from pipeline.training.prepared import ModelFolder, Prepared, Stretch
+from pipeline.training.prepared import ModelFolder, PhasePlan, Prepared
 from tests.journal.ledgers import Told
 
 GIB = 1 << 30
@@ -80,9 +80,9 @@ def trained(folder: Path, epochs: int = 30, later: int = 0) -> Told:
     """
     told = begun(folder, "train", tasks=1)
     told.job("7", [0], ask=LARGE, gpus=1, why="planned")
-    stretch = Stretch("all items", epochs, 5 * GIB, GIB, 6 * GIB, 10 * GIB, {"item": 1.0})
+    phase = PhasePlan("all items", epochs, 5 * GIB, GIB, 6 * GIB, 10 * GIB, {"item": 1.0})
     prepared = Prepared(
-        "own-0123", {}, "00", "bf16", False, False, False, (stretch,), 20 * GIB, 0.02, 1, 4, 8 * GIB, "planned", ""
+        "own-0123", {}, "00", "bf16", False, False, False, (phase,), 20 * GIB, 0.02, 1, 4, 8 * GIB, "planned", ""
     )  # fmt: skip
     told.folder.plan("train").write_text(json.dumps(asdict(prepared)))
     config = read_config(folder / "pipeline.yaml").config

@@ -69,7 +69,7 @@ def test_a_task_written_from_the_documentation_plugs_in(
     assert "no example" not in shown.out + shown.err
     (live,) = [line for line in shown.out.splitlines() if line.startswith("tensors at the peak of a step")]
     assert live.split()[-1] == "traced", live
-    assert json.loads((model / "prepared.json").read_text())["stretches"][0]["live_bytes"] > 0
+    assert json.loads((model / "prepared.json").read_text())["phases"][0]["live_bytes"] > 0
 
     run = pipeline("submit", "--stage", "predict", "--executor", "local", "--follow")
     assert run.code == 0, run.out + run.err

@@ -143,17 +143,17 @@ class TrainingFacts:
 
     @property
     def most_reserved_bytes(self) -> int | None:
-        return max((stretch.reserved_bytes for stretch in self.prepared.stretches), default=None)
+        return max((phase.reserved_bytes for phase in self.prepared.phases), default=None)
 
     def predicted_bytes(self, epoch: int) -> int | None:
         """Return the memory that was planned for an epoch: of a GPU, else of a node, if one process has it alone."""
         if not self.on_gpu:
             return self.prepared.mem_bytes if self.prepared.ranks == 1 else None
         last = 0
-        for stretch in self.prepared.stretches:
-            last += stretch.epochs
+        for phase in self.prepared.phases:
+            last += phase.epochs
             if epoch <= last:
-                return stretch.reserved_bytes
+                return phase.reserved_bytes
         return self.most_reserved_bytes
 
 

@@ -28,7 +28,7 @@ from pipeline.runs.model.task_contract import GRAPH
 from pipeline.runs.model.training_work import Work, sizes_of
 from pipeline.training.items.item_source import NUMBERS
 from pipeline.training.items.item_table import ItemTable
-from pipeline.training.prepared import ModelFolder, Prepared, likeness, stretch_of
+from pipeline.training.prepared import ModelFolder, Prepared, likeness, phase_plan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.project.project import Project
     from pipeline.stages.train import Items
-    from pipeline.training.prepared import Stretch
+    from pipeline.training.prepared import PhasePlan
 
 NAME_DIGITS = 8
 FEW_ITEMS = 3  # that a task is tried with
@@ -130,8 +130,8 @@ def _planned(project: Project, table: str) -> Prepared:
     train, plan = project.config.train, outlook.plan
     stages = train.stages
     last_epochs = train.epochs - sum(stage.epochs for stage in stages.values())
-    stretches = tuple(
-        stretch_of(
+    phases = tuple(
+        phase_plan(
             name,
             stages[name].epochs if name in stages else last_epochs,
             stage_plan,
@@ -154,7 +154,7 @@ def _planned(project: Project, table: str) -> Prepared:
         checkpointing=plan.choice.checkpointing,
         offload=plan.choice.offload,
         sharded=plan.choice.shards > 1,
-        stretches=stretches,
+        phases=phases,
         limit_bytes=plan.limit_bytes,
         margin=plan.margin.factor - 1,
         ranks=plan.ranks,
@@ -300,15 +300,15 @@ def steps_of(project: Project, prepared: Prepared) -> int:
     table = trained_table(project, prepared)
     sizes = task_sizes(project, prepared, table)
     batch = project.config.train.effective_batch
-    return sum(-(-int(stretch.keeps(sizes).sum()) // batch) * stretch.epochs for stretch in prepared.stretches)
+    return sum(-(-int(phase.keeps(sizes).sum()) // batch) * phase.epochs for phase in prepared.phases)
 
 
-def stretch_items(table: ItemTable, sizes: Mapping[str, Any], stretch: Stretch) -> Items:
-    """Return the items of a stretch and what they cost."""
-    keep_N = np.flatnonzero(stretch.keeps(sizes))
+def phase_items(table: ItemTable, sizes: Mapping[str, Any], phase: PhasePlan) -> Items:
+    """Return the items of a phase and what they cost."""
+    keep_N = np.flatnonzero(phase.keeps(sizes))
     if len(keep_N) < len(table):
         table, sizes = table.take(keep_N), {name: size_N[keep_N] for name, size_N in sizes.items()}
-    return _costed(table, sizes, stretch)
+    return _costed(table, sizes, phase)
 
 
 def validation_items(project: Project, prepared: Prepared) -> Items | None:
@@ -329,18 +329,18 @@ def taken_of(limit: int | float | None, items: int) -> int | None:
 
 
 def evaluated_items(project: Project, prepared: Prepared, table: ItemTable, limit: int | None = None) -> Items:
-    """Return items, `limit` of them at most, and what they cost under the plan of the last stretch."""
+    """Return items, `limit` of them at most, and what they cost under the plan of the last phase."""
     if limit is not None and limit < len(table):
         chosen = np.random.default_rng(project.config.train.seed).choice(len(table), limit, replace=False)
         table = table.take(np.sort(chosen))
-    return _costed(table, task_sizes(project, prepared, table), prepared.stretches[-1])
+    return _costed(table, task_sizes(project, prepared, table), prepared.phases[-1])
 
 
-def _costed(table: ItemTable, sizes: Mapping[str, Any], stretch: Stretch) -> Items:
-    """Return items and what they cost in a stretch; sizes are not kept, they would be most of what an item takes."""
+def _costed(table: ItemTable, sizes: Mapping[str, Any], phase: PhasePlan) -> Items:
+    """Return items and what they cost in a phase; sizes are not kept, they would be most of what an item takes."""
     from pipeline.stages.train import Items
 
-    return Items(replace(table, sizes={}), stretch.cost(sizes), likeness(sizes))
+    return Items(replace(table, sizes={}), phase.cost(sizes), likeness(sizes))
 
 
 def size_names(project: Project) -> list[str]:

@@ -24,6 +24,7 @@ from pipeline.runs.model.prepare import embeddings_used, pathless
 from pipeline.stages.apply import kept_figures
 from pipeline.store.format.disk import Disk
 from pipeline.training.prepared import BEST, LAST, ModelFolder, Prepared
+from pipeline.training.state import TRAINING
 from pipeline.units import first_few
 
 if TYPE_CHECKING:
@@ -212,8 +213,8 @@ def model_card(model: TrainedModel) -> dict[str, Any]:
         "encoder": _encoder(model),
         "recipe": {name: value for name, value in recipe.items() if name not in own},
         "precision": model.prepared.precision,
-        "left_out": manifest.data.get("place", {}).get("damaged", []),  # items, as their records were damaged
-        "killed": manifest.data.get("place", {}).get("killed", []),  # the same, as its process died on them
+        "left_out": manifest.data.get(TRAINING, {}).get("damaged", []),  # items, as their records were damaged
+        "killed": manifest.data.get(TRAINING, {}).get("killed", []),  # the same, as its process died on them
         **_evaluations(model.folder.evaluations),
         "pipeline": __version__,
         "prepared": model.prepared.to_json(),

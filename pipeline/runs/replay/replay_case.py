@@ -111,13 +111,13 @@ class ReplayedShare:
     def __init__(self, case: ReplayCase, job: Job) -> None:
         self.notes: list[str] = []
         self._case, self._bundle = case, case.bundle
-        place = _stretch_index(case.prepared, self._bundle.epoch)
-        stretch, self._items = job.stretches[place]
-        self.stage = stretch.name
+        place = _phase_index(case.prepared, self._bundle.epoch)
+        phase, self._items = job.phases[place]
+        self.stage = phase.name
         self.sizes = _sizes(case, place)
         self.padded = job.train.batching == "padded"
         self._loader = job.loader(
-            self._items, stretch, device=CPU, shuffle=True, batch=job.train.effective_batch, threads=1
+            self._items, phase, device=CPU, shuffle=True, batch=job.train.effective_batch, threads=1
         )
         cuts = self._bundle.cuts
         self._ids = {number: name for cut in cuts for name, number in zip(cut.ids, cut.numbers, strict=True)}
@@ -186,14 +186,14 @@ class ReplayedShare:
                 yield self._part(micro.index, numbers)
 
 
-def _stretch_index(prepared: Prepared, epoch: int) -> int:
-    """Return the index of the stretch of a training that an epoch is in."""
-    ends = np.cumsum([stretch.epochs for stretch in prepared.stretches])
+def _phase_index(prepared: Prepared, epoch: int) -> int:
+    """Return the index of the phase of a training that an epoch is in."""
+    ends = np.cumsum([phase.epochs for phase in prepared.phases])
     return min(int(np.searchsorted(ends, epoch, side="right")), len(ends) - 1)
 
 
 def _sizes(case: ReplayCase, place: int) -> Mapping[str, Any]:
-    """Return the sizes of the items of a stretch, as the task says them."""
+    """Return the sizes of the items of a phase, as the task says them."""
     sizes = task_sizes(case.project, case.prepared, trained_table(case.project, case.prepared))
-    keep_N = case.prepared.stretches[place].keeps(sizes)
+    keep_N = case.prepared.phases[place].keeps(sizes)
     return {name: size_N[keep_N] for name, size_N in sizes.items()}

@@ -13,7 +13,7 @@ from pipeline.config.schema_train import ValidationSection
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.report.compared import ComparedModel, compared
 from pipeline.runs.workflow.sweep_stage import DONE, PRUNED, UNDONE, told_plans
-from pipeline.runs.workflow.train_stage import TrainedSoFar
+from pipeline.runs.workflow.train_stage import progress_of
 from pipeline.training.loop.metrics_log import read_epochs
 from pipeline.training.loop.pruning import Pruned
 from pipeline.training.prepared import ModelFolder, Prepared
@@ -67,7 +67,7 @@ def read_model(path: Path, point: str = "") -> ComparedModel:
     trained = epochs[-1].epoch if epochs else 0
     pruned = Pruned.read(made, trained)
     config = _config_of(made)
-    is_over = trained >= prepared.epochs or TrainedSoFar.of(made).is_stale(_validation(config))
+    is_over = trained >= prepared.epochs or progress_of(made).is_stale(_validation(config))
     return ComparedModel(
         name=path.name,
         folder=str(path),

@@ -17,7 +17,7 @@ from pipeline.runs.model.prepare import folder_of, is_planned, prepare, recipe_o
 from pipeline.runs.views.why import Because, Recorded, SettingChange, changes_between, why_stage
 from pipeline.runs.workflow import table
 from pipeline.runs.workflow.script_stage import is_script
-from pipeline.runs.workflow.train_stage import TrainedSoFar
+from pipeline.runs.workflow.train_stage import progress_of
 from pipeline.stage_names import StageName
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.project.project import Project
     from pipeline.runs.workflow.stage import Stage
+    from pipeline.training.state import TrainingState
 
 DATA = "data"
 COUNTED = {
@@ -124,7 +125,7 @@ def explain_training(project: Project, needs: tuple[str, ...] = ()) -> StageExpl
     whole = made_table(project)
     prepared = prepare(project) if whole is not None and is_planned(project) else None
     if prepared is not None and (folder := folder_of(project, prepared)).path.exists():
-        return _begun(project, needs, TrainedSoFar.of(folder), prepared.epochs, prepared.name, prepared)
+        return _begun(project, needs, progress_of(folder), prepared.epochs, prepared.name)
     recipe = prepared.recipe if prepared else recipe_of(project, whole or "", "")
     left_out = () if prepared else UNDECIDED
     model, changes = nearest_model(project, _without(recipe, left_out), left_out)
@@ -140,11 +141,11 @@ def explain_training(project: Project, needs: tuple[str, ...] = ()) -> StageExpl
 
 
 def _begun(
-    project: Project, needs: tuple[str, ...], progress: TrainedSoFar, epochs: int, model: str, prepared: Any
+    project: Project, needs: tuple[str, ...], progress: TrainingState, epochs: int, model: str
 ) -> StageExplained:
     """Return the state of a training that has started."""
     counts = f"{plural(progress.done, 'step')}, epoch {progress.epoch:,} of {epochs:,}"
-    if progress.is_over(project, prepared):
+    if progress.is_over(epochs, project.config.train.validation):
         return StageExplained(StageBox("train", needs, WorkState.DONE.value, counts), (), model)
     because = Because(WorkState.TO_DO, f"{model} continues from its newest checkpoint")
     box = StageBox("train", needs, because.state.value, counts, because.why)

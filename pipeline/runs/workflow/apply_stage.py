@@ -268,8 +268,8 @@ class ApplyStage(Stage):
             asked = {"costs": prepared.to_json(), "split": self.settings(project).split}
             find = partial(self._largest, project, prepared)
             largest = code_of(project).remembered(project.config.cluster.runs, asked, find)
-            each += max(0, largest - prepared.stretches[-1].budget_bytes)
-            each += max(stretch.live_bytes for stretch in prepared.stretches) if train.gpus else 0
+            each += max(0, largest - prepared.phases[-1].budget_bytes)
+            each += max(phase.live_bytes for phase in prepared.phases) if train.gpus else 0
         return own.ranks_per_node * each
 
     def _largest(self, project: Project, prepared: Prepared) -> int:
@@ -279,7 +279,7 @@ class ApplyStage(Stage):
 
     def gpu_bytes(self, project: Project) -> int:
         prepared = self._prepared(project) if self.own_resources(project).gpus else None
-        return max(stretch.reserved_bytes for stretch in prepared.stretches) if prepared else 0
+        return max(phase.reserved_bytes for phase in prepared.phases) if prepared else 0
 
     def recipe(self, project: Project) -> Mapping[str, Any]:
         return TrainStage().recipe(project)
@@ -419,6 +419,6 @@ def _done(folder: Path, applied: Application) -> list[list[int]]:
 
 def _costs(project: Project, prepared: Prepared, table: ItemTable, *, limited: bool = True) -> Integers:
     """Return the planned bytes of each item, as in training but not cropped."""
-    stretch = prepared.stretches[-1]
+    phase = prepared.phases[-1]
     sizes = sizes_of(Work.of(project.config, beside=project.beside).task, table.sizes)
-    return (stretch if limited else replace(stretch, budget_bytes=UNLIMITED)).cost(sizes)
+    return (phase if limited else replace(phase, budget_bytes=UNLIMITED)).cost(sizes)

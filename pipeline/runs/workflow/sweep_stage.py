@@ -18,14 +18,15 @@ from pipeline.journal.run_folder import writing_run
 from pipeline.journal.run_status import StatusReader
 from pipeline.runs.dataset.early_items import refuse_unknown_splits
 from pipeline.runs.dataset.worklist import Shard, StageSurvey, read_shard
-from pipeline.runs.model.prepare import folder_of, plan_file, prepare, steps_of
+from pipeline.runs.model.prepare import folder_of, plan_file, prepare
 from pipeline.runs.model.sweep_points import SWEEP, at, points_of
 from pipeline.runs.workflow.train_stage import (
     NOTHING,
     Trained,
-    TrainedSoFar,
     TrainStage,
     damaged_items,
+    progress_of,
+    steps_left,
     train_there,
     trained_so_far,
     unprepared,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from pipeline.project.project import Project
     from pipeline.records import TaskContext
     from pipeline.runs.workflow.stage import Outcomes
+    from pipeline.training.state import TrainingState
 
 REFUSED_FOR_S = 3600.0  # after which memory that is free now, or another node, may let it pass
 LONGEST = 255  # of a file's name
@@ -133,7 +135,7 @@ class SweepStage(TrainStage):
         """Return the memory that a GPU must have at least for every point: all go to the same cards."""
         if not (plans := plans_of(project)):
             return super().gpu_bytes(project)
-        return max(stretch.reserved_bytes for plan in plans if plan.prepared for stretch in plan.prepared.stretches)
+        return max(phase.reserved_bytes for plan in plans if plan.prepared for phase in plan.prepared.phases)
 
     def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
         """Train a point, as one of the ranks."""
@@ -240,12 +242,12 @@ def _prunes(project: Project) -> bool:
     return project.config.train.sweep.prune != "none"
 
 
-def _standing(project: Project, prepared: Prepared, *, prunes: bool) -> tuple[TrainedSoFar, int]:
+def _standing(project: Project, prepared: Prepared, *, prunes: bool) -> tuple[TrainingState, int]:
     """Return how far a point is, and how many steps are left: none where it is over, or was pruned."""
     made = folder_of(project, prepared)
-    progress = TrainedSoFar.of(made)
-    is_over = progress.is_over(project, prepared) or (prunes and Pruned.read(made, progress.epoch) is not None)
-    return progress, 0 if is_over else max(1, steps_of(project, prepared) - progress.done)
+    progress = progress_of(made)
+    is_pruned = prunes and Pruned.read(made, progress.epoch) is not None
+    return progress, 0 if is_pruned else steps_left(project, prepared, progress)
 
 
 def _judged(project: Project, plan: PointPlan, cancelled: str, *, prunes: bool) -> tuple[Trained, dict[str, Any]]:

@@ -28,9 +28,9 @@ from pipeline.runs.model.prepare import (
     code_of,
     folder_of,
     items_of,
+    phase_items,
     prepare,
     steps_of,
-    stretch_items,
     tables_of,
     task_sizes,
     trained_table,
@@ -43,6 +43,7 @@ from pipeline.runs.workflow.graph_stage import remake_graph
 from pipeline.runs.workflow.stage import Judged, Stage
 from pipeline.stage_names import StageName
 from pipeline.training.prepared import ModelFolder, Prepared
+from pipeline.training.state import TRAINING, TrainingState
 from pipeline.units import first_few
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeline.config.schema import Config
-    from pipeline.config.schema_train import TrainSection, ValidationSection
+    from pipeline.config.schema_train import TrainSection
     from pipeline.journal.run_folder import RunFolder
     from pipeline.memory.footprint import MemoryChoice
     from pipeline.project.project import Project
@@ -105,8 +106,12 @@ class TrainStage(Stage):
         prepared = prepare(project)
         if prepared is None:
             return unprepared(project, folder)
-        progress = TrainedSoFar.of(folder_of(project, prepared))
-        left = 0 if progress.is_over(project, prepared) else max(1, steps_of(project, prepared) - progress.done)
+        progress = progress_of(folder_of(project, prepared))
+        left = (
+            0
+            if progress.is_over(prepared.epochs, project.config.train.validation)
+            else max(1, steps_of(project, prepared) - progress.done)
+        )
         counts = NOTHING | {"items": progress.done + left, "cached": progress.done, "missing": left}
         if folder is not None:
             with writing_run(folder.plan(self.name)):
@@ -122,7 +127,7 @@ class TrainStage(Stage):
     def gpu_bytes(self, project: Project) -> int:
         """Return the memory that a GPU must have at least, by the plan."""
         prepared = prepare(project)
-        return max(stretch.reserved_bytes for stretch in prepared.stretches) if prepared else 0
+        return max(phase.reserved_bytes for phase in prepared.phases) if prepared else 0
 
     def recipe(self, project: Project) -> Mapping[str, Any]:
         """Return the choices under which measurements of its jobs are kept."""
@@ -204,15 +209,16 @@ def trained_so_far(project: Project, prepared: Prepared) -> Trained:
     identity = newest.identity if newest else {}
     checkpoint = CheckpointFolder(made.checkpoints, last=1, best=0, identity=identity, tell=log_line).newest()
     judged = Trained(folder=str(made.path), monitor=settings.monitor)
-    progress = TrainedSoFar.read(checkpoint.data) if checkpoint else TrainedSoFar()
-    judged.left_out(progress.damaged)
+    progress = TrainingState.from_json(checkpoint.data[TRAINING]) if checkpoint else TrainingState()
+    judged.left_out(sorted(progress.damaged))
     if progress.killed:
         remedy = "move the model away to train again on all items"
-        judged.remarks.append(f"trained without {first_few(progress.killed)}, on which its process died   ({remedy})")
+        killed = first_few(sorted(progress.killed))
+        judged.remarks.append(f"trained without {killed}, on which its process died   ({remedy})")
     judged.items = judged.steps = progress.done
     judged.epochs = progress.epoch
-    if not progress.is_over(project, prepared):
-        judged.undone = max(1, steps_of(project, prepared) - progress.done)
+    if left := steps_left(project, prepared, progress):
+        judged.undone = left
         judged.first_undone = f"step {progress.done + 1}"
     epochs = read_epochs(made.path) if made.path.exists() else []
     if epochs:
@@ -234,36 +240,16 @@ def trained_so_far(project: Project, prepared: Prepared) -> Trained:
     return judged
 
 
-@dataclass(frozen=True, slots=True)
-class TrainedSoFar:
-    """The progress of a training, by a checkpoint."""
+def progress_of(folder: ModelFolder) -> TrainingState:
+    """Return how far a training has come, by its newest checkpoint."""
+    newest = latest(folder)
+    return TrainingState.from_json(newest.data[TRAINING]) if newest else TrainingState()
 
-    done: int = 0  # steps
-    epoch: int = 0
-    stale: int = 0  # validations without a better one,
-    monitor: str = ""  # by this figure
-    damaged: tuple[str, ...] = ()  # items that it was trained without
-    killed: tuple[str, ...] = ()  # the same, of those on which its process died
 
-    @classmethod
-    def of(cls, folder: ModelFolder) -> TrainedSoFar:
-        """Return the progress by the newest checkpoint."""
-        newest = latest(folder)
-        return cls.read(newest.data) if newest else cls()
-
-    @classmethod
-    def read(cls, data: Mapping[str, Any]) -> TrainedSoFar:
-        place = data["place"]
-        left_out = (tuple(place.get(why, ())) for why in ("damaged", "killed"))
-        return cls(place["done"], place["epoch"], place["stale"], place.get("monitor", ""), *left_out)
-
-    def is_over(self, project: Project, prepared: Prepared) -> bool:
-        """Tell whether the training is complete: by its epochs, or because it stopped improving."""
-        return self.epoch >= prepared.epochs or self.is_stale(project.config.train.validation)
-
-    def is_stale(self, settings: ValidationSection) -> bool:
-        """Tell whether it stopped improving, by the figure that is monitored."""
-        return settings.patience is not None and self.monitor == settings.monitor and self.stale >= settings.patience
+def steps_left(project: Project, prepared: Prepared, progress: TrainingState) -> int:
+    """Return how many steps a training still needs; at least one unless it is over."""
+    is_over = progress.is_over(prepared.epochs, project.config.train.validation)
+    return 0 if is_over else max(1, steps_of(project, prepared) - progress.done)
 
 
 def latest(folder: ModelFolder) -> Manifest | None:
@@ -318,7 +304,7 @@ def job_of(
         make_step=lambda begin: _step(work, choice, ranks, device, begin, is_spread=prepared.sharded),
         source=lambda items: source_of(project, items, damaged),
         embeddings=lambda: rows_of(project),
-        stretches=[(stretch, stretch_items(table, sizes, stretch)) for stretch in prepared.stretches],
+        phases=[(phase, phase_items(table, sizes, phase)) for phase in prepared.phases],
         validation=validation,
         ranks=ranks,
         tell=tell,
@@ -426,7 +412,7 @@ def remember_peak(
         driver="",
         allocator=prepared.allocator,
         sizes="an epoch",
-        predicted_bytes=max(stretch.reserved_bytes for stretch in prepared.stretches),
+        predicted_bytes=max(phase.reserved_bytes for phase in prepared.phases),
         measured_bytes=peak_bytes,
         died=False,
         outside_bytes=total_bytes - free_bytes - card.reserved_bytes,

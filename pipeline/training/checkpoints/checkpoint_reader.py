@@ -24,6 +24,7 @@ from pipeline.training.checkpoints.tensor_file import (
     damaged_file,
     unreadable_file,
 )
+from pipeline.training.state import TRAINING
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,7 +59,7 @@ class Manifest:
     @property
     def of_all_items(self) -> bool:
         """Whether no step was made without items that could not be read."""
-        return not self.data.get("place", {}).get("damaged")
+        return not self.data.get(TRAINING, {}).get("damaged")
 
 
 def rank_file(rank: int) -> str:

@@ -11,19 +11,20 @@ A `Saver` saves in the background: it copies tensors into host memory, and a thr
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from pipeline.device.accelerator import computing
+from pipeline.device.rng import RngState
 from pipeline.errors import JobFailed, PipelineError
 from pipeline.memory.runtime.pinned_tensors import TensorRuns, layout_of
 from pipeline.training.checkpoints.checkpoint_folder import NotSaved, State
 from pipeline.training.checkpoints.checkpoint_reader import plain_json
 from pipeline.training.checkpoints.tensor_file import distinct
 from pipeline.training.checkpoints.training_state import by_name, model_state, pack, plain_name, unpack
-from pipeline.training.random_state import rng_state, set_rng_state
+from pipeline.training.state import TRAINING, TrainingState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -142,29 +143,11 @@ ROOM = 0.8  # share of the host's memory limit that may be in use with the copie
 
 
 @dataclass(frozen=True, slots=True)
-class SavedProgress:
-    """A training's progress, as JSON data."""
-
-    epoch: int = 0
-    done: int = 0  # steps
-    sampler: Mapping[str, Any] = field(default_factory=dict)
-    best: float | None = None
-    stale: int = 0
-    monitor: str = ""  # the figure that these two are of
-    tally: Mapping[str, Any] = field(default_factory=dict)
-    poisoned: list[int] = field(default_factory=list)
-    validated: int = 0  # the step after which that was done last
-    damaged: list[str] = field(default_factory=list)  # items that steps were made without
-    killed: list[str] = field(default_factory=list)  # the same, of those on which its process died
-
-
-@dataclass(frozen=True, slots=True)
 class ResumedTraining:
-    """The progress of a resumed training, and this rank's own data."""
+    """The state of a resumed training, and this rank's own data; empty at the beginning."""
 
-    place: SavedProgress
-    own: Mapping[str, Any]
-    step: int = 0
+    state: TrainingState
+    own: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Keeper:
@@ -207,9 +190,8 @@ class Keeper:
 
     def save(
         self,
-        place: SavedProgress,
+        training: TrainingState,
         step: Step,
-        done: int,
         *,
         own: Mapping[str, Any],
         figure: float | None,
@@ -222,7 +204,7 @@ class Keeper:
         """
         self.finish()
         packed = pack(step.model, step.optimizer, averages=_averages(step), scaler=step.scaler)
-        data = {**packed.data, "place": asdict(place)}
+        data = {**packed.data, TRAINING: training.to_json()}
         buffers = _buffers(step) if self.ranks.rank else {}  # rank 0's are among the shared tensors
         tensors = packed.tensors
         parts: dict[str, Tensor] = {}
@@ -231,13 +213,13 @@ class Keeper:
             from pipeline.training.checkpoints.sharded_checkpoint import divided  # which is slow to import
 
             tensors, parts, part_data = divided(packed.tensors)
-        own_tensors = {**rng_state(step.device), **buffers, **parts}
+        own_tensors = {**RngState.capture(step.device).tensors(), **buffers, **parts}
         state = State(tensors=tensors, data=data, own=own_tensors, own_data={**own, **part_data})
         if wait or not self._goes_behind(state):
-            return self._saved(state, done, figure, lower=lower)
+            return self._saved(state, training.done, figure, lower=lower)
         if self._saver is None:
             self._saver = Saver(self.checkpoints, rank=self.ranks.rank)
-        self._saver.begin(state, done, figure=figure, lower_is_better=lower)
+        self._saver.begin(state, training.done, figure=figure, lower_is_better=lower)
         self._is_open = True
         return True
 
@@ -307,7 +289,7 @@ class Keeper:
         self._warn_of(f"{many}{error.what}   ({error.remedy})")
         return str(error)
 
-    def take_up(self, step: Step, *, of_all: bool = False) -> ResumedTraining:
+    def resume(self, step: Step, *, of_all: bool = False) -> ResumedTraining:
         """Restore a step from the newest checkpoint, `of_all`: that all items made, or reset it where there is none."""
         self.finish()
         loaded = self._newest(of_all=of_all) if self.ranks.rank == 0 else None
@@ -316,7 +298,7 @@ class Keeper:
             raise JobFailed(f"rank 0 found no checkpoint to continue from: {reply['error']}", where=str(self.folder))
         if not reply["name"]:
             self._fresh(step)
-            return ResumedTraining(SavedProgress(), {})
+            return ResumedTraining(TrainingState())
         return self._restore(loaded or self.checkpoints.open(reply["name"], verified=True), step)
 
     def _newest(self, *, of_all: bool) -> LoadedCheckpoint | None:
@@ -335,7 +317,7 @@ class Keeper:
         unpack(loaded, loaded.data, step.model, step.optimizer, averages=_averages(step), scaler=step.scaler)
         own = loaded.own(self.ranks.rank)
         if own is not None:
-            set_rng_state(own.tensors, step.device)
+            RngState.from_tensors(own.tensors, step.device).restore()
             with torch.no_grad():
                 for name, buffer in _buffers(step).items():
                     if name in own.tensors:
@@ -344,7 +326,7 @@ class Keeper:
             own = first
         if loaded.world != self.ranks.world:
             self._tell(f"{loaded.name} is of {loaded.world} ranks, now {self.ranks.world}: steps stay the same")
-        return ResumedTraining(SavedProgress(**loaded.data["place"]), own.data if own else {}, loaded.step)
+        return ResumedTraining(TrainingState.from_json(loaded.data[TRAINING]), own.data if own else {})
 
 
 def _buffers(step: Step) -> dict[str, Tensor]:

@@ -183,12 +183,12 @@ class RejectionCounts:
 def _loader(job: ApplyJob, numbers_K: Integers, step: Step) -> Loader:
     """Return a loader of some items, in micro-batches as planned."""
     train, table = job.train, job.table.take(numbers_K)
-    stretch = job.prepared.stretches[-1]
-    budget = shrunk_budget(stretch.budget_bytes, job.tell.shrink)
+    phase = job.prepared.phases[-1]
+    budget = shrunk_budget(phase.budget_bytes, job.tell.shrink)
     settings = sampler_settings(
         STEP_ITEMS * job.ranks.world,
         budget,
-        padding=stretch.padding if train.batching == "padded" else None,
+        padding=phase.padding if train.batching == "padded" else None,
         micro_batch=1 if job.tell.careful else None if train.micro_batch == "auto" else train.micro_batch,
         shuffle=False,
     )

@@ -13,12 +13,12 @@ import torch
 
 from pipeline.device.accelerator import Card, is_card
 from pipeline.device.kinds import CPU
+from pipeline.device.rng import RngState
 from pipeline.memory.leaks.leak_detector import Leaks
 from pipeline.memory.runtime.meters import HostMeter
 from pipeline.training.forensics import step_bundle
 from pipeline.training.forensics.step_bundle import Bundle, BundleCut, BundleKind, CrashNote, PieceInFlight
 from pipeline.training.loop.metrics_log import VALIDATION, Epoch, MetricRange, MetricsLog, open_trackers
-from pipeline.training.random_state import rng_state
 from pipeline.training.step_clock import FIGURE, OBSERVE, READ
 
 if TYPE_CHECKING:
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from pipeline.memory.runtime.meters import Meter
     from pipeline.records import TaskContext
     from pipeline.training.items.batch import BatchOrigin
-    from pipeline.training.loop.progress import EpochTotals
     from pipeline.training.prepared import ModelFolder, Prepared
     from pipeline.training.ranks.rank_protocol import Ranks
+    from pipeline.training.state import EpochTotals
     from pipeline.training.step.micro_batches import Piece, RankShare
     from pipeline.training.step.step import Step
 
@@ -56,7 +56,8 @@ class TrainingObserver:
         self.device = self.model_step.device
         self.budget: Callable[[], int] = lambda: 0  # of the present governor
         self._figures: MetricsLog | None = None
-        self._rng: Mapping[str, torch.Tensor] = {}
+        self._rng: RngState | None = None  # at the start of the step
+        self._step: tuple[int, RankShare] | None = None  # its number, while it runs
         self._begun: list[tuple[tuple[int, ...], int]] = []  # numbers and rungs of the pieces of the present pass
         self._leaks = Leaks(
             device=self.device,
@@ -68,7 +69,6 @@ class TrainingObserver:
         self._now = 0  # the step, since training began
         self._ooms = self._ooms_before = 0  # since this process began: so far, and up to the last epoch's end
         self._origin: BatchOrigin | None = None  # of the last piece of a step
-        self._is_in_step = False
 
     def expect(self, steps: int, buffers: Callable[[], list[torch.Tensor]]) -> None:
         """Expect a training of so many steps, with buffers of loaders that may grow and are no leak."""
@@ -85,7 +85,7 @@ class TrainingObserver:
         place = f"rank {self.ranks.rank}, " if self.ranks.world > 1 else ""
         self.tell.report.warnings[leak.key] = f"{place}{warning}"
 
-    def taken_up(self, step: int) -> None:
+    def resumed(self, step: int) -> None:
         """Start, or restart, after a step: metrics of later ones are dropped."""
         self._now, self._origin = step, None
         self._leave_poison()
@@ -104,16 +104,16 @@ class TrainingObserver:
         """Return the planned peak of an epoch: of a GPU, or of the only process of a machine."""
         if self.device == CPU:
             return self.prepared.mem_bytes if self.ranks.world == 1 else 0
-        ends = accumulate(stretch.epochs for stretch in self.prepared.stretches)
-        stretches = zip(self.prepared.stretches, ends, strict=True)
-        reserved_bytes = next((stretch.reserved_bytes for stretch, end in stretches if epoch < end), 0)
+        ends = accumulate(phase.epochs for phase in self.prepared.phases)
+        phases = zip(self.prepared.phases, ends, strict=True)
+        reserved_bytes = next((phase.reserved_bytes for phase, end in phases if epoch < end), 0)
         return int(reserved_bytes * (1 + self.prepared.margin))
 
     def begin(self, piece: Piece) -> None:
         """Note the micro-batch in flight, in case it kills this process."""
         self.tell.on(piece.ids)
         self.ranks.progress(f"{piece.ids[0]} and {len(piece) - 1} more")
-        if not self._is_in_step:  # a validation keeps nothing of its pieces
+        if self._step is None:  # a validation keeps nothing of its pieces
             return
         if any(not set(numbers).isdisjoint(piece.numbers) for numbers, _ in self._begun):  # the step begins again
             self._begun.clear()
@@ -128,8 +128,11 @@ class TrainingObserver:
             PieceInFlight(self._now, origin.epoch, origin.step, piece.ids, piece.numbers, piece.rung, self.budget())
         )
 
-    def oom(self, step: int, share: RankShare, piece: Piece, error: str) -> None:
-        """Write a bundle of a micro-batch that ran out of memory, and say so."""
+    def oom(self, piece: Piece, error: str) -> None:
+        """Write a bundle of a micro-batch of the present step that ran out of memory, and say so."""
+        if self._step is None:  # the rehearsal: no step to replay
+            return
+        step, share = self._step
         self._ooms += 1
         self.tell.report.figures |= {"ooms": float(self._ooms), "oom_step": float(step), "oom_items": float(len(piece))}
         self.say(f"step {step}: out of memory at {len(piece)} items ({', '.join(piece.ids[:3])}): {error}")
@@ -163,7 +166,7 @@ class TrainingObserver:
         state = {"items": list(on.numbers), "rung": on.rung, "micro_batches": 1}
         state["pieces"] = [{"numbers": list(on.numbers), "rung": on.rung}]
         at = {"epoch": on.epoch, "step": on.step, "epoch_step": on.epoch_step}
-        self._rng = rng_state(self.device)
+        self._rng = RngState.capture(self.device)
         cuts = (BundleCut(on.ids, on.numbers),)
         self._write(BundleKind.POISON, message, state, cuts=cuts, failed=0, budget={"cost": on.budget}, **at)
         self.say(f"step {on.step}, {', '.join(on.ids[:3])}: {message}")
@@ -185,7 +188,7 @@ class TrainingObserver:
             device=self.device,
             state={**state, "card": _card(self.device)},
         )
-        is_written = step_bundle.write_bundle(self.folder.bundles, bundle, self._rng)
+        is_written = step_bundle.write_bundle(self.folder.bundles, bundle, self._rng.tensors() if self._rng else {})
         again = f"to reproduce it: pipeline replay --step {bundle.step}"
         self.say(again if is_written else "no bundle: the disk is full")
 
@@ -253,17 +256,17 @@ class TrainingObserver:
         self._leaks.step(bucket)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self, step: int, share: RankShare) -> Iterator[None]:
         """Surround a step."""
         with self.model_step.clock.within(OBSERVE):
-            self._rng = rng_state(self.device)  # for a bundle
+            self._rng = RngState.capture(self.device)  # for a bundle
         self._begun.clear()
-        self._is_in_step = True
+        self._step = step, share
         try:
             with self._leaks.watching():
                 yield
         finally:
-            self._is_in_step = False
+            self._step = None
             self._breath.off()
 
     def close(self) -> None:

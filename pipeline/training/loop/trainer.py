@@ -1,20 +1,22 @@
-"""Training: epochs of exact steps, over all ranks, from wherever it was left to its end.
+"""The training loop: epoch, step, validation, checkpoint, on all ranks together, from any checkpoint to the end.
 
-A step is made by all ranks together (`whole_step`). Budgets change, checkpoints are taken and signals are heeded only
-between steps; a step that is not finite, or that tore a rank's parameters, is left out or leads back to a checkpoint.
+It reads from `Trainer.run` downwards. All ranks make the same decisions, from what they exchange (`StepReport`).
+Budgets change, checkpoints are saved and signals are obeyed only between steps. A step whose loss or gradient is not
+finite, or during which a rank lost its parameters, is left out, or training returns to a checkpoint.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pipeline.command_line import Command
 from pipeline.errors import DataError, JobFailed
 from pipeline.memory.runtime.meters import NEAR
 from pipeline.records import NOT_FINITE
-from pipeline.training.loop.progress import EpochTotals, TrainingProgress, make_state, rehearse
+from pipeline.training.loop.phase import make_state, rehearse
+from pipeline.training.state import TrainingState
 from pipeline.training.step.global_step import WholeStep
 from pipeline.training.step.optimizers import factor, set_rate
 from pipeline.training.step_clock import CHECKPOINT, OBSERVE, VALIDATE
@@ -30,16 +32,16 @@ if TYPE_CHECKING:
     from pipeline.training.items.item_source import DamagedItems
     from pipeline.training.items.loader import Loader
     from pipeline.training.loop.observer import TrainingObserver
-    from pipeline.training.loop.progress import RunningStretch
+    from pipeline.training.loop.phase import Phase
     from pipeline.training.loop.pruning import MedianStop
     from pipeline.training.ranks.rank_protocol import Ranks
     from pipeline.training.step.global_step import RankReport, StepReport
     from pipeline.training.step.local_step import Stepper
-    from pipeline.training.step.micro_batches import Piece, RankShare
+    from pipeline.training.step.micro_batches import RankShare
     from pipeline.training.step.step import Step
 
-WORTH_SAVING_S = 60.0  # of work, before a validation
-ROLLBACKS = 3  # without a step in between that went well
+WORTH_SAVING_S = 60.0  # a validation after so much unsaved work begins with a checkpoint
+ROLLBACKS = 3  # without a good step in between
 LOSS = "loss"
 
 
@@ -50,39 +52,60 @@ class Trainer:
     train: TrainSection
     step: Step
     stepper: Stepper
-    courses: list[RunningStretch]
+    phases: list[Phase]
     ranks: Ranks
     keeper: Keeper
     watcher: TrainingObserver
-    governor_of: Callable[[RunningStretch], Governor]
+    governor_of: Callable[[Phase], Governor]  # with the budget of the plan
     validation: Evaluator | None = None
     meter: Meter | None = None
     host: HostMeter | None = None
-    ending: Callable[[], int] = lambda: 0  # by which signal it was told to end; 0: by none
+    ending: Callable[[], int] = lambda: 0  # the signal that asked this process to end; 0: none
     leave_out: frozenset[str] = frozenset()
     damaged: DamagedItems | None = None  # what loaders could not read
-    prune: MedianStop | None = None  # ends it early, of all ranks the first decides
+    prune: MedianStop | None = None  # may end the training early; the first rank decides
+
+    state: TrainingState = field(init=False)
+    phase: Phase = field(init=False)  # whose budget and task the step has
+    ended_by: int = field(default=0, init=False)  # a signal
+    is_pruned: bool = field(default=False, init=False)
+    _restarts: bool = field(default=False, init=False)  # the loader must read again: new budget, rollback or lost items
+    _rollbacks: int = field(default=0, init=False)  # since training last came further
+    _furthest: int = field(default=0, init=False)  # step that it had reached before these
+    _saved_s: float = field(default_factory=time.monotonic, init=False)  # time of the last checkpoint
+    _step_began_s: float = field(default_factory=time.monotonic, init=False)
 
     def __post_init__(self) -> None:
-        self.standing = TrainingProgress(self.train.validation, self.courses[-1].epochs.stop)
-        self.standing.killed |= self.leave_out
         self.whole = WholeStep(
             self.step, self.stepper, self.ranks, meter=self.meter, complete=self._complete, say=self.watcher.say
         )
-        self.clock, self.ended_by = self.step.clock, 0  # by a signal
-        self._entered: RunningStretch | None = None
-        self._planned = 1  # the budget of its plan
-        self._share: RankShare | None = None
-        self._rollbacks = 0  # without getting further
-        self._furthest = 0  # step to which training had come before the last of them
-        self._saved_s = self._since_s = time.monotonic()  # the last checkpoint was taken; the last step ended
-        self._cropped = 0  # items, as the loader counts them
-        self._again = False  # the loader has to begin anew: budgets have changed, or there was a rollback
+        self.state = TrainingState(killed=set(self.leave_out))
+
+    def run(self) -> Iterator[int]:
+        """Train, from the newest checkpoint if there is one."""
         self.watcher.expect(self.steps, lambda: [slot for loader in self.loaders for slot in loader.buffers])
+        self._resume()
+        yield self.done
+        if self._was_pruned():
+            return
+        if not self.is_over:
+            self._rehearse()
+            self.step.clock.restart(self.state.totals.seconds)
+        while not (self.is_over or self.ended_by):
+            yield from self._epoch()
 
     @property
     def done(self) -> int:
-        return self.standing.done
+        return self.state.done
+
+    @property
+    def steps(self) -> int:
+        """The number of steps of the whole training."""
+        return sum(phase.steps * phase.plan.epochs for phase in self.phases)
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_pruned or self.state.is_over(self.phases[-1].epochs.stop, self.train.validation)
 
     @property
     def governor(self) -> Governor:
@@ -91,183 +114,124 @@ class Trainer:
     @property
     def loaders(self) -> list[Loader]:
         """All loaders, the validation's last."""
-        of_validation = self.validation.loader if self.validation else None
-        return [course.loader for course in self.courses] + ([of_validation] if of_validation else [])
+        validation = [self.validation.loader] if self.validation and self.validation.loader else []
+        return [phase.loader for phase in self.phases] + validation
 
-    @property
-    def steps(self) -> int:
-        """The steps of the whole training."""
-        return sum(course.steps * course.stretch.epochs for course in self.courses)
+    # Epochs
 
-    def run(self) -> Iterator[int]:
-        """Train, from the newest checkpoint on if there is one."""
-        self._take_up()
-        yield self.done
-        if self._was_pruned():
-            return
-        if not self.standing.is_finished:
-            self._verify(self._course())
-            self.clock.restart(self.standing.tally.seconds)
-        while not (self.standing.is_finished or self.ended_by):
-            yield from self._epoch(self._course())
-
-    def _course(self) -> RunningStretch:
-        return next(course for course in self.courses if self.standing.epoch in course.epochs)
-
-    # One epoch
-
-    def _epoch(self, course: RunningStretch) -> Iterator[int]:
-        """Train an epoch to its end, or to where the loader has to begin anew."""
-        self._enter(course)
-        self._again = False
-        if not self._is_at_end(course):
-            yield from self._steps(course)
-        if not (self.ended_by or self._again or self.standing.is_finished or self._gone_back()):
+    def _epoch(self) -> Iterator[int]:
+        """Train the rest of an epoch, or up to where the loader must restart."""
+        phase = self._phase_of_epoch()
+        self._enter(phase)
+        self._restarts = False
+        if self.state.next < phase.steps:
+            yield from self._steps(phase)
+        if not (self._stops or self._rolled_back()):
             self._end_epoch()
 
-    def _is_at_end(self, course: RunningStretch) -> bool:
-        return self.standing.next >= course.steps
-
-    def _steps(self, course: RunningStretch) -> Iterator[int]:
-        course.loader.load_state_dict(course.at(self.standing.epoch, self.standing.next))
-        self._since_s = time.monotonic()
-        hold = max(0, course.loader.slots - 2)  # one is used, the next is read
-        for share in course.shares(self.step, hold=hold, leave_out=self.leave_out):
-            if self._validated_within(course):
-                self._step(course, share)
-                with self.clock.within(OBSERVE):
+    def _steps(self, phase: Phase) -> Iterator[int]:
+        phase.loader.load_state_dict(phase.at(self.state.epoch, self.state.next))
+        self._step_began_s = time.monotonic()
+        hold = max(0, phase.loader.slots - 2)  # one is used, the next is read
+        for share in phase.shares(self.step, hold=hold, leave_out=self.leave_out):
+            if self._validated_within(phase):
+                self._step(share)
+                with self.step.clock.within(OBSERVE):
                     yield self.done
-            if self.ended_by or self._again or self.standing.is_finished:
-                course.loader.close()
+            if self._stops:
+                phase.loader.close()
                 return
 
-    def _enter(self, course: RunningStretch) -> None:
-        """Switch to a stretch's budget and costs; the share of the budget that was learned carries over."""
-        if course is self._entered:
-            return
-        share = self.governor.budget / self._planned
-        governor = self.governor_of(course)
-        planned = governor.budget
-        if share < 1:
-            governor.adopt(int(planned * share))
-        self._go_by(governor, planned, course)
+    @property
+    def _stops(self) -> bool:
+        """Whether the epoch does not continue with its next step."""
+        return bool(self.ended_by) or self._restarts or self.is_over
 
-    def _go_by(self, governor: Governor, planned: int, course: RunningStretch) -> None:
-        if course.task is not self.step.task:
-            self.step.turn_to(course.task)
+    def _phase_of_epoch(self) -> Phase:
+        """Return the phase of the present epoch; after the last epoch, the last phase."""
+        return next((phase for phase in self.phases if self.state.epoch in phase.epochs), self.phases[-1])
+
+    def _enter(self, phase: Phase) -> None:
+        """Switch to a phase; what the last one has learned of its budget holds for this one in proportion."""
+        if phase is self.phase:
+            return
+        learned = self.governor.budget / self.governor_of(self.phase).budget
+        governor = self.governor_of(phase)
+        if learned < 1:
+            governor.adopt(int(governor.budget * learned))
+        self._switch(phase, governor)
+
+    def _switch(self, phase: Phase, governor: Governor) -> None:
+        if phase.task is not self.step.task:
+            self.step.turn_to(phase.task)
             self.stepper.forget_terms()
-        self._entered, self._planned = course, planned
-        self.stepper.governor, self.stepper.cost_N = governor, course.cost_N
-        self._cropped = course.loader.stats.cropped
-        course.cut_by(governor.budget)
+        self.phase = phase
+        self.stepper.governor, self.stepper.cost_N = governor, phase.cost_N
+        phase.cut_by(governor.budget)
 
     def _end_epoch(self) -> None:
-        """Validate, report and save."""
-        self.standing.refuse_nothing_learned()
-        is_due = self.validation is not None and self.standing.is_due_after()
-        figures = self._validated() if is_due else {}
-        if figures is not None:
-            self._close_epoch(figures, self.standing.judge(figures))
-
-    def _validated_within(self, course: RunningStretch) -> bool:
-        """Validate where that is due between two steps of an epoch; tell whether the epoch goes on."""
-        if self.validation is None or not self.standing.is_due_within(course.steps):
-            return True
-        figures = None if self._gone_back() else self._validated()
-        if figures is None:
-            return False
-        figure = self.standing.judge(figures)
-        if self.standing.is_stale:  # it stands within its epoch, where one with more patience goes on
-            self._report_epoch(figures, self.clock.seconds())
-            self.standing.is_finished = True
-            self._save(figure)
-            return False
-        self.watcher.validated(self.done, figures)
-        self._save(figure)
-        self._since_s = time.monotonic()
-        return True
-
-    def _validated(self) -> dict[str, float] | None:
-        """Return the figures of a validation; None where a signal ended it."""
-        assert self.validation is not None
-        self.step.drop_ahead()
-        is_due = time.monotonic() - self._saved_s > WORTH_SAVING_S
-        if self.ranks.exchange({"due": is_due})[0]["due"]:  # a long validation must not put so much at risk
-            self._save(None)
-        task = self.step.task
-        self.step.turn_to(self.courses[-1].task)  # so that the figures of all stages compare
-        with self.clock.whole(VALIDATE), self.ranks.patient("validation"), self.step.averaged():
-            figures = self.validation.figures()
-        self.step.turn_to(task)
-        if isinstance(figures, int):  # the signal that ended it
-            self._save(None, wait=True)
-            self.ended_by = figures
-            return None
-        news = self.damaged.news() if self.damaged else []
-        if lost := {item for reply in self.ranks.exchange({"damaged": news}) for item in reply["damaged"]}:
-            self._lose(lost)
-        self.standing.validated = self.done
-        return figures
-
-    def _report_epoch(self, figures: dict[str, float], seconds: dict[str, float]) -> None:
-        """Report an epoch, or what there is of it."""
-        self.standing.tally.seconds = seconds
-        with self.clock.within(OBSERVE):
-            self.watcher.epoch(self.standing.tally, self.done, figures, self.step.optimizer.param_groups[0]["lr"])
-
-    def _close_epoch(self, figures: dict[str, float], figure: float | None) -> None:
-        """Report an epoch, go on to the next, and save."""
-        standing = self.standing
-        self._report_epoch(figures, self.clock.restart())
-        if self.train.readers == "auto" and self._course().hasten_readers(standing.tally.seconds, self.host):
+        """Validate where due, report, prepare the next epoch, and save."""
+        state, validation = self.state, self.train.validation
+        state.refuse_nothing_learned()
+        is_last = state.epoch + 1 == self.phases[-1].epochs.stop
+        metrics: dict[str, float] | None = {}
+        if self.validation is not None and (is_last or validation.is_due_after(state.epoch + 1, self.done)):
+            metrics = self._validated()
+        if metrics is None:
+            return
+        value = state.judge(metrics, validation)
+        self._report_epoch(metrics, self.step.clock.restart())
+        if self.train.readers == "auto" and self.phase.hasten_readers(state.totals.seconds, self.host):
             self.watcher.say(
                 "reading fell behind: switching to reader processes (to prevent: --set train.readers=threads)"
             )
-        standing.end_epoch()
-        if standing.epoch < standing.epochs:
-            self._enter(self._course())  # also where patience is at its end: with more of it training goes on there
-        standing.tally = EpochTotals(standing.epoch)
-        pruned = self._pruned() if figures and not standing.is_finished else ""
-        self._save(figure, wait=bool(pruned))  # as at the end of any epoch: a plain training may go on from there
-        if pruned:
-            self.watcher.say(f"pruned: {pruned}")
-            standing.is_finished = True
+        state.end_epoch()
+        self._enter(self._phase_of_epoch())  # even if the training is over: with more patience it continues there
+        why_pruned = self._pruned() if metrics and not self.is_over else ""
+        self._save(value, wait=bool(why_pruned))  # before it is pruned: a plain training may continue from here
+        if why_pruned:
+            self.watcher.say(f"pruned: {why_pruned}")
+            self.is_pruned = True
+
+    def _report_epoch(self, metrics: dict[str, float], seconds: dict[str, float]) -> None:
+        self.state.totals.seconds = seconds
+        with self.step.clock.within(OBSERVE):
+            self.watcher.epoch(self.state.totals, self.done, metrics, self.step.optimizer.param_groups[0]["lr"])
 
     def _was_pruned(self) -> bool:
-        """Tell whether the sweep has ended this training before, as the first rank finds."""
-        epochs = self.standing.epoch
+        """Tell whether a sweep has ended this training before."""
+        epochs = self.state.epoch
         return self.prune is not None and self.ranks.exchange({"is": self.prune.stands(epochs)})[0]["is"]
 
     def _pruned(self) -> str:
-        """Return why the sweep ends this training here, as the first rank finds; empty where it goes on."""
+        """Return why the sweep ends this training here; empty if it continues."""
         if self.prune is None:
             return ""
         why: str = self.ranks.exchange({"prune": self.prune.decide() if self.ranks.rank == 0 else ""})[0]["prune"]
         return why
 
-    # One step
+    # Steps
 
-    def _step(self, course: RunningStretch, share: RankShare) -> None:
-        """Make one step, or skip it, and then what is due between two steps."""
+    def _step(self, share: RankShare) -> None:
+        """Make one step, or leave it out, and do what is due after it."""
         number = self.done + 1
         self.ranks.progress(f"step {number}")
-        self._share = share  # the last step's share goes, with the slots that it holds
-        if number in self.standing.poisoned:
+        if number in self.state.poisoned:
             share.drain()
-            self.standing.leave_out_step()
+            self.state.leave_out_step()
             self.watcher.say(f"step {number} is skipped: it was not finite before")
             return
         rate = set_rate(self.step.optimizer, factor(self.train.schedule, self.done, self.steps))
-        with self.watcher.watching():
+        with self.watcher.watching(number, share):
             report = self.whole.accumulate(share, number)
-            is_taken = not (report.lost or report.damaged or report.not_finite)
-            norm = self.whole.take(report) if is_taken else None
+            is_usable = not (report.lost or report.damaged or report.not_finite)
+            norm = self.whole.take(report) if is_usable else None
         if report.lost:
             self._roll_back(report.lost, self.done - 1, frugal=True)
         if report.damaged:
             self.stepper.go_back()
             self._lose(report.damaged)
-            self._again = True  # without them
+            self._restarts = True
         if report.lost or report.damaged:
             return
         if self.done > self._furthest:
@@ -275,85 +239,210 @@ class Trainer:
         if norm is None:
             self._poison(share, report)
         else:
-            self.standing.count(report, time.monotonic() - self._since_s)
-        if not self._again:
-            self._between(course, report, None if norm is None else {"learning_rate": rate, "gradient_norm": norm})
+            self.state.count(report, time.monotonic() - self._step_began_s)
+        if not self._restarts:
+            self._after_step(report, None if norm is None else {"learning_rate": rate, "gradient_norm": norm})
 
     def _complete(self, report: RankReport) -> None:
-        """Add to this rank's report of a step what the ranks decide between steps."""
+        """Add to this rank's report of a step what all ranks decide by between steps."""
         checkpoints = self.train.checkpoints
         is_late = (time.monotonic() - self._saved_s) / 60 >= checkpoints.minutes
-        assert self._entered is not None
-        before, self._cropped = self._cropped, self._entered.loader.stats.cropped
-        report.cropped = self._cropped - before
         report.ending = self.ending()
         report.is_due = is_late or bool(checkpoints.every and (self.done + 1) % checkpoints.every == 0)
         report.host_share = self.host.read().share if self.host else 0.0
         report.is_written = self.keeper.is_written
         report.damaged = self.damaged.news() if self.damaged else []
 
-    # What goes wrong
+    def _after_step(self, report: StepReport, metrics: dict[str, float | None] | None) -> None:
+        """Do what is due between steps; `metrics` is None after a step that was left out."""
+        if self.governor.adopt(report.budget):
+            self.watcher.say(f"step {self.done}: micro-batches cost {self.governor.budget:,} at most from here")
+            self.phase.cut_by(self.governor.budget)
+            self._restarts = True  # batches that were read ahead are cut for another budget
+        with self.step.clock.within(OBSERVE):
+            self.stepper.upkeep.after_step(empty_cache=self.whole.empty_cache)
+            self.whole.emptied()
+            self.watcher.between(max((rank.micros for rank in report.words), default=0))
+            if metrics is not None and self.ranks.rank == 0 and self.done % self.train.log_every == 0:
+                losses = {f"{LOSS}.{name}": mean for name, mean in report.means.items()}
+                self.watcher.step(self.done, {**losses, **metrics, "items": float(report.sum_of("items"))})
+        with self.step.clock.within(CHECKPOINT):
+            if report.is_written:
+                self.keeper.hand_in()
+            self.keeper.listen()
+        self.ended_by = report.ending
+        is_full = report.host_share >= NEAR
+        if report.ending or is_full:
+            self._save(None, wait=True)
+        elif report.is_due and self.state.next < self.phase.steps:  # an epoch ends with a checkpoint anyway
+            self._save(None)
+        self._step_began_s = time.monotonic()
+        if is_full and not report.ending:
+            problem = (
+                f"the host's memory is used to {report.host_share:.0%}: saved a checkpoint to continue with more memory"
+            )
+            raise JobFailed(problem, where="training", remedy="pipeline resume") from MemoryError(problem)
 
-    def oom(self, piece: Piece, error: str) -> None:
-        """Report a micro-batch that did not fit."""
-        if self._share is not None:
-            self.watcher.oom(self.done + 1, self._share, piece, error)
+    # Validation
+
+    def _validated_within(self, phase: Phase) -> bool:
+        """Validate where that is due between two steps of an epoch; return whether the epoch continues."""
+        state, validation = self.state, self.train.validation
+        is_between = 0 < state.next < phase.steps and state.validated != self.done
+        is_due = is_between and validation.is_due_within(state.next, phase.steps, self.done)
+        if self.validation is None or not is_due:
+            return True
+        metrics = None if self._rolled_back() else self._validated()
+        if metrics is None:
+            return False
+        value = state.judge(metrics, validation)
+        if self.is_over:  # it stays within this epoch, and continues here with more patience
+            self._report_epoch(metrics, self.step.clock.seconds())
+        else:
+            self.watcher.validated(self.done, metrics)
+        self._save(value)
+        self._step_began_s = time.monotonic()
+        return not self.is_over
+
+    def _validated(self) -> dict[str, float] | None:
+        """Return the metrics of a validation; None if a signal ended it."""
+        assert self.validation is not None
+        self.step.drop_ahead()
+        is_late = time.monotonic() - self._saved_s > WORTH_SAVING_S
+        if self.ranks.exchange({"save": is_late})[0]["save"]:
+            self._save(None)
+        task = self.step.task
+        self.step.turn_to(self.phases[-1].task)  # so that metrics of all phases compare
+        with self.step.clock.whole(VALIDATE), self.ranks.patient("validation"), self.step.averaged():
+            metrics = self.validation.figures()
+        self.step.turn_to(task)
+        if isinstance(metrics, int):  # the signal
+            self._save(None, wait=True)
+            self.ended_by = metrics
+            return None
+        news = self.damaged.news() if self.damaged else []
+        if lost := {item for reply in self.ranks.exchange({"damaged": news}) for item in reply["damaged"]}:
+            self._lose(lost)
+        self.state.validated = self.done
+        return metrics
+
+    # Checkpoints
+
+    def _save(self, value: float | None, *, wait: bool = False) -> None:
+        """Save a checkpoint, with its value of the monitored metric; if the disk is full, training continues."""
+        if self.whole.lost_by():
+            return  # the next step rolls back
+        self.state.order = self._phase_of_epoch().loader.sampler.state_dict()
+        self.state.totals.seconds = self.step.clock.seconds()
+        with self.step.clock.within(CHECKPOINT), self.ranks.patient("saving"):
+            saved = self.keeper.save(
+                self.state,
+                self.step,
+                own={"governor": self.governor.state()},
+                figure=value,
+                lower=self.train.validation.lower_is_better,
+                wait=wait or self.is_over,
+            )
+        self._saved_s = time.monotonic()
+        if not saved and self.is_over:
+            why = self.keeper.unsaved[-1] if self.keeper.unsaved else None  # rank 0 knows
+            problem = f"the trained model could not be saved{f': {why.what}' if why else ''}"
+            remedy = f"{why.remedy}, and submit again" if why else "pipeline logs --failed"
+            raise JobFailed(problem, where=str(self.keeper.folder), remedy=remedy) from why
+
+    def _resume(self, *, of_all: bool = False) -> None:
+        """Restore the newest checkpoint, with `of_all` the newest that all items made; else start at the beginning."""
+        killed = self.state.killed
+        with self.ranks.patient("resuming"):
+            resumed = self.keeper.resume(self.step, of_all=of_all)
+        self.state = state = resumed.state
+        state.killed |= killed
+        state.follow(self.train.validation.monitor)
+        self.watcher.resumed(self.done)
+        if self.is_over:
+            return
+        phase = self._phase_of_epoch()
+        governor = self.governor_of(phase)
+        if resumed.own.get("governor"):
+            governor.load(resumed.own["governor"])
+        governor.adopt(min(report["budget"] for report in self.ranks.exchange({"budget": governor.budget})))
+        self._switch(phase, governor)
+        at = phase.at(state.epoch, min(state.next, phase.steps - 1))
+        phase.loader.load_state_dict({**at, **state.order, "epoch": at["epoch"], "step": at["step"]})
+        self.step.clock.restart(state.totals.seconds)
+
+    def _rehearse(self) -> None:
+        """Before the first step: allocate the optimizer's state, run the worst micro-batch, compare with the plan."""
+        learned = self.governor.learned
+        with self.ranks.patient("the first run"):
+            wanted = rehearse(
+                self.step, self.stepper, self.phase, self.meter, self.watcher.say, leave_out=self.leave_out
+            )
+        if self.done and wanted == self.governor.budget:  # a resumed run knows what an uninterrupted one would
+            self.governor.learned = learned
+        reports = self.ranks.exchange({"budget": wanted, "terms": self.stepper.rehearsed_terms})
+        self.stepper.learn_terms(max(report["terms"] for report in reports))
+        if self.governor.adopt(min(report["budget"] for report in reports)):
+            self.phase.cut_by(self.governor.budget)
+
+    # Failures
 
     def _poison(self, share: RankShare, report: StepReport) -> None:
         """Handle a step that is not finite, as `train.nan` says."""
         number, kind = self.done + 1, "loss" if report.not_finite else "gradient"
         items = self._culprits(share, report)
         named = f"of {', '.join(items[:5])}" if items else "no single item causes it"
-        what = f"the {kind} of step {number} {NOT_FINITE} ({named})"
+        problem = f"the {kind} of step {number} {NOT_FINITE} ({named})"
         policy = self.train.nan
         if policy == "stop":
             self._save(None, wait=True)
-        self.watcher.poison(number, share, what)
+        self.watcher.poison(number, share, problem)
         if policy == "stop":
             remedy = Command.of(f"replay --step {number}", then="   or   --set train.nan=skip")
-            raise DataError(what, where=f"epoch {self.standing.epoch}", remedy=remedy)
+            raise DataError(problem, where=f"epoch {self.state.epoch}", remedy=remedy)
         if policy == "skip":
-            self.watcher.say(f"{what}: skipped")
-            self.standing.leave_out_step()
+            self.watcher.say(f"{problem}: skipped")
+            self.state.leave_out_step()
             return
-        self.standing.poisoned.add(number)
-        self._roll_back(what, number)
-
-    def _lose(self, items: set[str]) -> None:
-        """Go on without items that cannot be read; raise where too many are lost by now.
-
-        Then the newest checkpoint is the last that all items made: it is saved before the first step without some.
-        """
-        assert self.damaged is not None
-        too_many = self.damaged.too_many(items)
-        if too_many is not None and self.standing.damaged:
-            self._take_up(of_all=True)
-        if too_many is not None or not self.standing.damaged:
-            self._save(None, wait=True)
-        if too_many is not None:
-            raise too_many
-        self.standing.damaged |= items
+        self.state.poisoned.add(number)
+        self._roll_back(problem, number)
 
     def _culprits(self, share: RankShare, report: StepReport) -> list[str]:
         """Undo the step; return the items of all ranks that are not finite on their own."""
         self.stepper.go_back()
-        everyone = self.step.is_spread or self.stepper.is_joint or not report.not_finite
-        mine = everyone or self.ranks.rank in report.not_finite
-        own = self.stepper.not_finite(share) if mine else []
-        items = [item for answer in self.ranks.exchange({"items": own}) for item in answer["items"]]
+        is_shared = self.step.is_spread or self.stepper.is_joint or not report.not_finite
+        takes_part = is_shared or self.ranks.rank in report.not_finite
+        own = self.stepper.not_finite(share) if takes_part else []
+        items = [item for reply in self.ranks.exchange({"items": own}) for item in reply["items"]]
         self.stepper.go_back()
         return items
 
-    def _gone_back(self) -> bool:
-        """Roll back if any rank lost its parameters in the last step; tell whether one did."""
+    def _lose(self, items: set[str]) -> None:
+        """Continue without items that cannot be read; raise if too many are lost by now.
+
+        In that case the newest checkpoint is the last that all items made: it is saved before the first step without
+        some.
+        """
+        assert self.damaged is not None
+        too_many = self.damaged.too_many(items)
+        if too_many is not None and self.state.damaged:
+            self._resume(of_all=True)
+        if too_many is not None or not self.state.damaged:
+            self._save(None, wait=True)
+        if too_many is not None:
+            raise too_many
+        self.state.damaged |= items
+
+    def _rolled_back(self) -> bool:
+        """Roll back if any rank lost its parameters in the last step; return whether one did."""
         if lost := self.whole.lost_by():
             self._roll_back(lost, self.done - 1, frugal=True)
         return bool(lost)
 
     def _roll_back(self, why: str, furthest: int, *, frugal: bool = False) -> None:
-        """Return to the newest checkpoint, with every rank; `frugal` has the optimizer take less memory from then on.
+        """Return to the newest checkpoint, on all ranks; `frugal` makes the optimizer take less memory from then on.
 
-        `furthest` is the step beyond which training must come before it counts as having gone on.
+        Training must come beyond the step `furthest` before this counts as overcome.
         """
         self._rollbacks += 1
         self._furthest = max(self._furthest, furthest)
@@ -364,104 +453,14 @@ class Trainer:
         self.watcher.say(f"{why}: returning to the last checkpoint")
         self.stepper.go_back()  # drops gradients that were not applied
         if frugal:
-            for group in self.step.optimizer.param_groups:  # its way with the least memory of its own
+            for group in self.step.optimizer.param_groups:  # the implementation that needs the least memory
                 group["foreach"], group["fused"] = False, None
-        poisoned, damaged = set(self.standing.poisoned), set(self.standing.damaged)
+        before = self.state
         self.whole.lost = ""
-        for course in self.courses:
-            course.loader.close()
-        self._take_up()
-        make_state(self.step)  # at the beginning there is none
-        self.standing.poisoned |= poisoned
-        self.standing.damaged |= damaged  # each is reported once
-        self._again = True
-
-    # Between steps
-
-    def _between(self, course: RunningStretch, report: StepReport, figures: dict[str, float | None] | None) -> None:
-        """Do what is due between steps; `figures` is None after a skipped step."""
-        if self.governor.adopt(report.budget):
-            self.watcher.say(f"step {self.done}: micro-batches cost {self.governor.budget:,} at most from here")
-            course.cut_by(self.governor.budget)
-            self._again = True  # batches that were read ahead are cut for another budget
-        with self.clock.within(OBSERVE):
-            self.stepper.upkeep.after_step(empty_cache=self.whole.empty_cache)
-            self.whole.emptied()
-            self.watcher.between(max((rank.micros for rank in report.words), default=0))
-            if figures is not None and self.ranks.rank == 0 and self.done % self.train.log_every == 0:
-                losses = {f"{LOSS}.{name}": mean for name, mean in report.means.items()}
-                self.watcher.step(self.done, {**losses, **figures, "items": float(report.sum_of("items"))})
-        with self.clock.within(CHECKPOINT):
-            if report.is_written:
-                self.keeper.hand_in()
-            self.keeper.listen()
-        self.ended_by = report.ending
-        is_full = report.host_share >= NEAR  # left in order, and taken up with more
-        ends = bool(report.ending) or is_full
-        if ends or (report.is_due and not self._is_at_end(course)):  # an epoch ends with one anyway
-            self._save(None, wait=ends)
-        self._since_s = time.monotonic()
-        if is_full and not report.ending:
-            what = (
-                f"the host's memory is used to {report.host_share:.0%}: saved a checkpoint to continue with more memory"
-            )
-            raise JobFailed(what, where="training", remedy="pipeline resume") from MemoryError(what)
-
-    # Where training stands
-
-    def _save(self, figure: float | None, *, wait: bool = False) -> None:
-        """Save a checkpoint; if the disk is full, training goes on."""
-        if self.whole.lost_by():
-            return  # the next step goes back
-        standing = self.standing
-        course = self._course() if standing.epoch < standing.epochs else self.courses[-1]
-        standing.tally.seconds = self.clock.seconds()
-        with self.clock.within(CHECKPOINT), self.ranks.patient("saving"):
-            saved = self.keeper.save(
-                standing.place(course.at(standing.epoch, standing.next)),
-                self.step,
-                self.done,
-                own={"governor": self.governor.state()},
-                figure=figure,
-                lower=self.train.validation.lower_is_better,
-                wait=wait or standing.is_finished,
-            )
-        self._saved_s = time.monotonic()
-        if not saved and standing.is_finished:
-            why = self.keeper.unsaved[-1] if self.keeper.unsaved else None  # rank 0 knows
-            what = f"the trained model could not be saved{f': {why.what}' if why else ''}"
-            remedy = f"{why.remedy}, and submit again" if why else "pipeline logs --failed"
-            raise JobFailed(what, where=str(self.keeper.folder), remedy=remedy) from why
-
-    def _take_up(self, *, of_all: bool = False) -> None:
-        """Restore the newest checkpoint, `of_all`: the newest that all items made, or start at the beginning."""
-        with self.ranks.patient("taking up"):
-            restored = self.keeper.take_up(self.step, of_all=of_all)
-        standing, place, own = self.standing, restored.place, restored.own
-        standing.take_up(place)
-        self.watcher.taken_up(self.done)
-        if standing.is_finished:
-            return
-        course = self._course()
-        governor = self.governor_of(course)
-        planned = governor.budget
-        if own.get("governor"):
-            governor.load(own["governor"])
-        governor.adopt(min(report["budget"] for report in self.ranks.exchange({"budget": governor.budget})))
-        self._go_by(governor, planned, course)
-        first = min(standing.next, course.steps - 1)
-        at = course.at(standing.epoch, first)
-        course.loader.load_state_dict({**(place.sampler or at), "epoch": standing.epoch, "step": first})
-        self.clock.restart(standing.tally.seconds)
-
-    def _verify(self, course: RunningStretch) -> None:
-        """Before the first step: allocate the optimizer's state, run the worst micro-batch, compare with the plan."""
-        learned = self.governor.learned
-        with self.ranks.patient("the first run"):
-            wanted = rehearse(self.step, self.stepper, course, self.meter, self.watcher.say, leave_out=self.leave_out)
-        if self.done and wanted == self.governor.budget:  # a resumed run knows what one without a stop would
-            self.governor.learned = learned
-        reports = self.ranks.exchange({"budget": wanted, "terms": self.stepper.rehearsed_terms})
-        self.stepper.learn_terms(max(report["terms"] for report in reports))
-        if self.governor.adopt(min(report["budget"] for report in reports)):
-            course.cut_by(self.governor.budget)
+        for phase in self.phases:
+            phase.loader.close()
+        self._resume()
+        make_state(self.step)  # a checkpoint of the beginning has none
+        self.state.poisoned |= before.poisoned
+        self.state.damaged |= before.damaged  # loaders report each only once
+        self._restarts = True

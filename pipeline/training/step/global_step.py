@@ -53,7 +53,6 @@ class RankReport:
         """Take over the budget and the counts of an attempt after which the step started again."""
         self.budget = min(self.budget, first.budget)
         self.ooms += first.ooms
-        self.cropped += first.cropped
         self.damaged = [*first.damaged, *self.damaged]
 
 
@@ -231,6 +230,7 @@ class WholeStep:
             micros=local.micros,
             ooms=local.ooms,
             rejected=share.rejected,
+            cropped=share.cropped,
             skipped=len(share.skipped),
             just_skipped=len(local.skipped),
             remedied=local.remedied,

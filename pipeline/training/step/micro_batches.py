@@ -94,7 +94,7 @@ class RankShare:
         self._ids: list[tuple[str, ...]] = []
         self._held: dict[int, TaskBatch] = {}
         self.is_last_pass = False  # batches are let go of as they are gone through
-        self.rejected = 0
+        self.rejected = self.cropped = 0
         self.is_over = False  # there was no further step
         self._next = self._take()
 
@@ -122,6 +122,7 @@ class RankShare:
         if len(self._held) < self._hold and not self.is_last_pass:
             self._held[len(self._seen)] = batch
         self.rejected += len(batch.rejected)
+        self.cropped += batch.cropped
         self._seen.append((batch.numbers, batch.origin))
         self._ids.append(batch.ids)
         return batch

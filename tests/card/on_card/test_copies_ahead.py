@@ -26,7 +26,7 @@ from tests.card.on_card.test_late_copies import BATCHES, COLLATES, FEW, Mover, i
 from tests.card.on_card.test_plans import AGAIN, BF16, FAMILIES, NONE
 from tests.card.on_card.test_refused_memory import OneStep, shown, step_on_card
 from tests.memory.tracing.traced import chosen, tracer
-from tests.training.loop.loops import Plot, Run, stretches_of, task_of
+from tests.training.loop.loops import Plot, Run, phases_of, task_of
 
 SEEDS = 48
 WORDS = 1 << 12
@@ -155,11 +155,11 @@ def training(folder: Path, name: str, *, ahead: bool = True, batch: int = 6, mak
     plot = Plot(items=3 * batch, budget=40, train=train, dropout=0.2, terms="one" if is_shown else name)
     if batch == 3 or is_shown:
         plot = replace(plot, budget=1, train={**train, "micro_batch": 1})
-    stretches = [(replace(stretch, ahead_bytes=int(ahead)), items) for stretch, items in stretches_of(plot)]
+    phases = [(replace(phase, ahead_bytes=int(ahead)), items) for phase, items in phases_of(plot)]
     task = shown(name) if is_shown else task_of(plot)
-    run = Run(plot, folder, make=make, task=task, stretches=stretches)
-    for course in run.trainer.courses:
-        surely_at_hand(course.loader)
+    run = Run(plot, folder, make=make, task=task, phases=phases)
+    for phase in run.trainer.phases:
+        surely_at_hand(phase.loader)
     if run.trainer.step.ahead is not None:
         run.trainer.step.ahead = Counting(card.NAME)
     return run
@@ -213,7 +213,7 @@ def test_a_step_whose_copies_are_under_way_survives_the_refusal_of_any_allocatio
     ahead.drop()
     gc.unfreeze()
     gc.collect()
-    assert step.course.loader._ring.free.qsize() == len(step.course.loader._ring.slots)
+    assert step.phase.loader._ring.free.qsize() == len(step.phase.loader._ring.slots)
 
 
 def test_a_card_that_has_no_room_is_asked_once_and_the_training_goes_on(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ class OneStep:
         steps = trainer.run()
         next(steps)
         next(steps)  # the first step
-        (self.course,) = trainer.courses
+        (self.phase,) = trainer.phases
         model, optimizer = trainer.step.model.state_dict(), trainer.step.optimizer.state_dict()
         self.model = {name: tensor.cpu().clone() for name, tensor in model.items()}
         self.optimizer = copy.deepcopy(optimizer)
@@ -105,9 +105,9 @@ class OneStep:
         trainer.step.model.load_state_dict(self.model)
         trainer.step.optimizer.load_state_dict(copy.deepcopy(self.optimizer))
         torch.get_device_module(card.NAME).set_rng_state(self.random)
-        trainer.stepper.governor = trainer.governor_of(self.course)  # which remembers who climbed
-        self.course.loader.load_state_dict(self.course.at(0, 1))
-        share = next(iter(self.course.shares(trainer.step, hold=2, leave_out=frozenset())))
+        trainer.stepper.governor = trainer.governor_of(self.phase)  # which remembers who climbed
+        self.phase.loader.load_state_dict(self.phase.at(0, 1))
+        share = next(iter(self.phase.shares(trainer.step, hold=2, leave_out=frozenset())))
         before = card.allocations()
         with nullcontext() if refuse is None else card.refusing(refuse):
             report = trainer.whole.accumulate(share, 2)

@@ -120,7 +120,7 @@ def test_random_numbers_are_kept_of_the_card_in_use_alone(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(("device", "pins"), [("cpu", False), (card.NAME, True)])
 def test_memory_is_pinned_only_where_the_job_runs_on_a_card(tmp_path: Any, device: str, pins: bool) -> None:
     run = Run(Plot({"epochs": 1}, items=8), tmp_path, make=lambda task, settings: Step(task, settings, device=device))
-    loader = run.trainer.courses[0].loader
+    loader = run.trainer.phases[0].loader
     next(iter(loader))
     assert any(memory.is_pinned() for memory in loader.buffers) == pins
     loader.close()

@@ -14,7 +14,7 @@ from pipeline.memory.planning.memory_plan import MemoryPlan
 from pipeline.memory.planning.planner import plan_memory
 from pipeline.runs.model.training_outlook import _ahead_bytes
 from pipeline.runs.model.training_work import data_of, example_bytes, host_card
-from pipeline.training.prepared import stretch_of
+from pipeline.training.prepared import phase_plan
 from tests.memory.planning.planned import Ground, request_for
 from tests.zoo import ZOO
 
@@ -61,5 +61,5 @@ def test_nothing_is_copied_ahead_on_a_cpu_from_memory_that_is_not_pinned_or_for_
 
 def test_what_is_copied_ahead_is_counted(ground: Ground, plan: MemoryPlan) -> None:
     held = ahead_of(ground, plan)
-    without, stretch = stretch_of("all", 1, plan), stretch_of("all", 1, plan, ahead_bytes=held)
-    assert stretch.reserved_bytes == without.reserved_bytes + held
+    without, phase = phase_plan("all", 1, plan), phase_plan("all", 1, plan, ahead_bytes=held)
+    assert phase.reserved_bytes == without.reserved_bytes + held

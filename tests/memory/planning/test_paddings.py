@@ -17,10 +17,10 @@ from pipeline.memory.planning.planner import plan_memory
 from pipeline.runs.model.training_work import Work, data_of, least_of, request_of, step_settings, target_of
 from pipeline.tasks.spectra_finetune import SpectraFinetune
 from pipeline.training.loop.metrics_log import read_epochs
-from pipeline.training.prepared import PADDING, stretch_of
+from pipeline.training.prepared import PADDING, phase_plan
 from tests.memory.planning.oracles import GIB, MIB, Integers, Model, card
 from tests.memory.planning.planned import sampler_under
-from tests.training.loop.loops import Plot, Run, stretches_of
+from tests.training.loop.loops import Plot, Run, phases_of
 
 BATCH = 16
 SIZES = {"length": np.random.default_rng(1).integers(20, 400, 400)}
@@ -82,16 +82,16 @@ def test_padding_is_for_padded_items_whose_number_is_free() -> None:
     concatenated = planned(MANY, GIB, data_of(SIZES, PlanRequest(batch=BATCH), padded=False))
     assert concatenated.padding is None
     free = planned(MANY, GIB)
-    assert stretch_of("all", 1, free).padding == free.padding
+    assert phase_plan("all", 1, free).padding == free.padding
 
 
 def begun(folder: Path, padding: float) -> Run:
-    """Return a training of padded items that a stretch pads so much at most."""
+    """Return a training of padded items that a phase pads so much at most."""
     plot = Plot(
         train={"batching": "padded", "epochs": 3, "optimizer": "adamw", "checkpoints": {"every": 1}}, budget=500
     )
-    stretches = [(replace(stretch, padding=padding), items) for stretch, items in stretches_of(plot)]
-    return Run(plot, folder, stretches=stretches)
+    phases = [(replace(phase, padding=padding), items) for phase, items in phases_of(plot)]
+    return Run(plot, folder, phases=phases)
 
 
 def test_a_training_pads_as_its_plan_says_and_resumes_under_another_padding(tmp_path: Path) -> None:

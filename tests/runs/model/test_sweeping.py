@@ -15,7 +15,7 @@ from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.journal.run_status import StatusReader
 from pipeline.report.compared import ComparedModel, compared
 from pipeline.runs.views.compared_models import read_model
-from pipeline.training.prepared import ModelFolder, Stretch
+from pipeline.training.prepared import ModelFolder, PhasePlan
 from tests.testkit.command import Command, Typed
 from tests.testkit.once import Shelf
 from tests.testkit.project import Project, copied, to_do, until
@@ -135,8 +135,8 @@ def test_models_of_one_name_in_two_folders_have_their_own_figures() -> None:
 
 def test_models_of_other_numbers_of_epochs_are_no_seeds_of_one_another(tmp_path: Path) -> None:
     for name, seed, epochs in (("a", 1, 8), ("b", 2, 8), ("c", 3, 60)):
-        stretch = Stretch("all items", epochs, 1, 1, 1, 1, {"item": 1.0})
-        prepared = prepared_of([stretch])
+        phase = PhasePlan("all items", epochs, 1, 1, 1, 1, {"item": 1.0})
+        prepared = prepared_of([phase])
         recipe = {"seed": seed, "epochs": None}  # under a constant schedule more epochs are a longer training
         (tmp_path / name).mkdir()
         ModelFolder(tmp_path / name).prepared.write_text(json.dumps({**prepared.to_json(), "recipe": recipe}))
@@ -149,7 +149,7 @@ def test_a_table_is_named_by_its_file_and_not_by_its_digest_alone(tmp_path: Path
         (tmp_path / name).mkdir()
         made = ModelFolder(tmp_path / name)
         table = name * 32
-        told = {**prepared_of([Stretch("all", 2, 1, 1, 1, 1, {"item": 1.0})]).to_json(), "table": table}
+        told = {**prepared_of([PhasePlan("all", 2, 1, 1, 1, 1, {"item": 1.0})]).to_json(), "table": table}
         made.prepared.write_text(json.dumps(told | {"recipe": {"table": table}}))
         data = {"source": "manifest", "path": tmp_path / f"{name}.csv"}
         made.settings.write_text(dump_resolved(Config.model_validate({"data": data})))

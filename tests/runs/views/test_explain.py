@@ -46,7 +46,7 @@ def project(shelf: Shelf, tmp_path: Path) -> Path:
     """Return a project whose scan, embeddings and graphs are made, with files of its own."""
     shelf.copy("explained", make, tmp_path)
     settle(tmp_path / "data")
-    kit.Project(tmp_path).finishes("scan")  # the copies are new files
+    kit.Project(tmp_path).finishes("scan", "embed")  # the copies are new files, the weights as well
     return tmp_path
 
 

@@ -23,7 +23,7 @@ from pipeline.training.checkpoints.training_state import model_key, pack
 from pipeline.training.evaluating.apply_model import ApplyJob, ApplyResult, apply_model
 from pipeline.training.evaluating.outputs import GatheredOutputs
 from pipeline.training.items.item_table import ItemTable, table_digest
-from pipeline.training.prepared import ModelFolder, Stretch
+from pipeline.training.prepared import ModelFolder, PhasePlan
 from pipeline.training.ranks.rank_protocol import Ranks, SingleRank
 from pipeline.training.step.contrastive import make_step
 from pipeline.training.step.optimizers import StepSettings
@@ -114,7 +114,7 @@ def job(
 ) -> ApplyJob:
     table = table_of(ITEMS)
     most = max(budget, int(table.sizes["nodes"].max()))
-    plan = prepared_of([Stretch("all", 1, most, 0, most, most, {"nodes": 1.0})])
+    plan = prepared_of([PhasePlan("all", 1, most, 0, most, most, {"nodes": 1.0})])
     made = ModelFolder(folder / "model")
     if not made.checkpoints.exists():
         save(made.checkpoints, 0.5)
@@ -129,7 +129,7 @@ def job(
         train=TrainSection.model_validate({"checkpoints": {"minutes": 1e-6}, **train}),
         prepared=plan,
         table=table,
-        cost_N=plan.stretches[0].cost({"nodes": table.sizes["nodes"]}),
+        cost_N=plan.phases[0].cost({"nodes": table.sizes["nodes"]}),
         made=table_digest(table),
         data="",
         make_step=lambda: step_of(task),

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from pipeline.errors import ConfigError
 from pipeline.keys import recipe_key
 from pipeline.records import Item, Part, Role
-from pipeline.runs.model.prepare import stretch_items
+from pipeline.runs.model.prepare import phase_items
 from pipeline.stages.structure_checks import wrong_table
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.training.items.item_table import ItemTable, TableBuilder
-from pipeline.training.prepared import Stretch
+from pipeline.training.prepared import PhasePlan
 from tests.testkit.counted import calls_of
 
 ROWS = st.lists(
@@ -125,11 +125,11 @@ def test_a_training_keeps_of_each_item_its_name_key_and_costs_and_never_has_it_t
     for number in range(count):
         builder.add(f"c{number:07d}", recipe_key("t", {"n": number}), "train", dict.fromkeys(names, number))
     key = builder.write(store)
-    stretch = Stretch("all", 1, 1 << 40, 0, 0, 0, {"item": 2.0, "size0*size1": 0.5, "size2": 1.0})
+    phase = PhasePlan("all", 1, 1 << 40, 0, 0, 0, {"item": 2.0, "size0*size1": 0.5, "size2": 1.0})
 
     def costed():
         table = ItemTable.read(store, key).of_split("train")
-        return stretch_items(table, {name: table.sizes[name].astype(np.int64) for name in names[:3]}, stretch)
+        return phase_items(table, {name: table.sizes[name].astype(np.int64) for name in names[:3]}, phase)
 
     costed()  # what is imported and opened once is not the items'
     tracemalloc.start()

@@ -24,7 +24,7 @@ from pipeline.stages.train import Items, Job, close, trainer_of
 from pipeline.training.items.batch_layout import ItemArrays
 from pipeline.training.items.item_table import ItemTable, TableBuilder
 from pipeline.training.loop.trainer import Trainer
-from pipeline.training.prepared import ModelFolder, Prepared, Stretch, likeness
+from pipeline.training.prepared import ModelFolder, PhasePlan, Prepared, likeness
 from pipeline.training.ranks.rank_protocol import Ranks, SingleRank
 from pipeline.training.sampling.sampler import MicroBatch
 from pipeline.training.step.optimizers import StepSettings
@@ -56,8 +56,8 @@ class Plot:
     nan: Mapping[int, int] = field(default_factory=dict)  # an item, and the epoch from which on it is not a number
     momentum: float = 0.0
     crop: Mapping[str, int] = field(default_factory=dict)
-    stretches: Sequence[tuple[int, int, int]] = ()  # epochs, most nodes, budget
-    first_terms: str = ""  # those of the first of several stretches, where they are others
+    phases: Sequence[tuple[int, int, int]] = ()  # epochs, most nodes, budget
+    first_terms: str = ""  # those of the first of several phases, where they are others
     validated: int = 0  # items
     outgrown: bool = False  # gradients overflow, the loss does not
     leave_out: tuple[str, ...] = ()
@@ -188,25 +188,25 @@ def table_of(items: int) -> ItemTable:
     return builder.table()
 
 
-def stretches_of(plot: Plot) -> list[tuple[Stretch, Items]]:
-    """Return the stretches of a plot with their items: of a cost of one a node."""
+def phases_of(plot: Plot) -> list[tuple[PhasePlan, Items]]:
+    """Return the phases of a plot with their items: of a cost of one a node."""
     table, train = table_of(plot.items), plot.config()
     made = []
-    for number, (epochs, most, budget) in enumerate(plot.stretches or [(train.epochs, 1 << 30, plot.budget)], 1):
-        stretch = Stretch(f"stage {number}", epochs, budget, 0, budget, budget, {"nodes": 1.0}, {"nodes": most})
+    for number, (epochs, most, budget) in enumerate(plot.phases or [(train.epochs, 1 << 30, plot.budget)], 1):
+        phase = PhasePlan(f"stage {number}", epochs, budget, 0, budget, budget, {"nodes": 1.0}, {"nodes": most})
         sizes = {"nodes": table.sizes["nodes"]}
-        keep_N = np.flatnonzero(stretch.keeps(sizes))
+        keep_N = np.flatnonzero(phase.keeps(sizes))
         kept = {"nodes": sizes["nodes"][keep_N]}
-        made.append((stretch, Items(table.take(keep_N), stretch.cost(kept), likeness(kept))))
+        made.append((phase, Items(table.take(keep_N), phase.cost(kept), likeness(kept))))
     return made
 
 
-def prepared_of(stretches: Sequence[Stretch], **more: Any) -> Prepared:
+def prepared_of(phases: Sequence[PhasePlan], **more: Any) -> Prepared:
     """Return what a plan says of a training."""
     off: dict[str, Any] = {"checkpointing": False, "offload": False, "sharded": False, "precision": "fp32"}
     host: dict[str, Any] = {"cpus": 1, "ranks": 1, "mem_bytes": 1 << 30, "mem_why": "", "allocator": "", "step_s": 0.1}
     given = {"limit_bytes": 1 << 30, "margin": 0.05, **off, **host, **more}
-    return Prepared(name="made", recipe={}, table="", stretches=tuple(stretches), **given)
+    return Prepared(name="made", recipe={}, table="", phases=tuple(phases), **given)
 
 
 @dataclass
@@ -221,7 +221,7 @@ class Run:
     task: Any = None
     limit_bytes: int = 1 << 30
     mem_bytes: int = 0  # of the host
-    stretches: list[tuple[Stretch, Items]] | None = None
+    phases: list[tuple[PhasePlan, Items]] | None = None
 
     def __post_init__(self) -> None:
         if self.ranks.world > 1:  # a process of its own: every replay collects garbage, which torch itself is not
@@ -243,17 +243,17 @@ class Run:
         """Return what the stage is given."""
         train, plot = self.plot.config(), self.plot
         task = self.task or task_of(plot, self.ranks.rank)
-        stretches = self.stretches or stretches_of(plot)
+        phases = self.phases or phases_of(plot)
         first = {"stage 1": task_of(replace(plot, terms=plot.first_terms))} if plot.first_terms else {}
         limits = {"limit_bytes": self.limit_bytes, "precision": train.precision, "crop": dict(plot.crop)}
-        prepared = prepared_of([stretch for stretch, _ in stretches], ranks=self.ranks.world, **limits)
+        prepared = prepared_of([phase for phase, _ in phases], ranks=self.ranks.world, **limits)
         path = self.folder / "model"
         path.mkdir(parents=True, exist_ok=True)
         validation = None
         if plot.validated:
             table = table_of(plot.items + plot.validated).take(np.arange(plot.items, plot.items + plot.validated))
             sizes = {"nodes": table.sizes["nodes"]}
-            validation = Items(table, stretches[-1][0].cost(sizes), likeness(sizes))
+            validation = Items(table, phases[-1][0].cost(sizes), likeness(sizes))
         return Job(
             train=train,
             prepared=prepared,
@@ -261,7 +261,7 @@ class Run:
             make_step=lambda begin: self.make(task, self.settings),
             source=Memory,
             embeddings=lambda: None,
-            stretches=stretches,
+            phases=phases,
             validation=validation,
             ranks=self.ranks,
             tell=self.tell,
@@ -306,8 +306,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 def warm(run: Run) -> None:
     """Let the rings have their memory before a device counts."""
-    for course in run.trainer.courses:
-        for _ in course.loader:
+    for phase in run.trainer.phases:
+        for _ in phase.loader:
             pass
 
 

@@ -112,7 +112,7 @@ def plain(plot: Plot, run: Run, cuts: list[list[tuple[str, ...]]]) -> dict[str, 
 
     step = fresh_step(run.made)
     step.make_state()
-    steps = run.trainer.courses[0].loader.sampler.steps
+    steps = run.trainer.phases[0].loader.sampler.steps
     for number, step_cuts in enumerate(cuts):
         set_rate(step.optimizer, factor(plot.config().schedule, number, len(cuts)))
         weight = 0.0
@@ -380,7 +380,7 @@ CURRICULUM = Plot(
     train={**ADAM, "epochs": 4, "checkpoints": {"every": 2}},
     items=14,
     dropout=0.3,
-    stretches=((2, 30, 50), (2, 999, 100)),
+    phases=((2, 30, 50), (2, 999, 100)),
 )
 
 
@@ -391,7 +391,7 @@ def test_a_curriculum_trains_smaller_items_first_and_goes_on_from_anywhere(tmp_p
     whole, step = interrupted(CURRICULUM, tmp_path / "whole", at)
     small = {f"item{n}" for n, nodes in enumerate(table_of(14).sizes["nodes"]) if nodes <= 30}
     assert 4 <= len(small) < 14
-    first = whole.trainer.courses[0]
+    first = whole.trainer.phases[0]
     per = first.loader.sampler.steps
     seen = [{name for cut in one for name in cut} for one in step.cuts]
     assert set().union(*seen[: 2 * per]) == small
@@ -413,11 +413,11 @@ def test_a_stage_of_other_options_has_its_own_loss_and_is_validated_by_that_of_t
     tmp_path: Path, terms: str
 ) -> None:
     train = {**ADAM, "epochs": 4, "validation": {"split": "val"}}
-    plot = Plot(train=train, terms=terms, first_terms="one", stretches=((2, 999, 50), (2, 999, 50)), validated=4)
+    plot = Plot(train=train, terms=terms, first_terms="one", phases=((2, 999, 50), (2, 999, 50)), validated=4)
     whole = Run(plot, tmp_path / "whole").to_end()
-    per = whole.trainer.courses[0].steps
+    per = whole.trainer.phases[0].steps
     begun = Run(plot, tmp_path / "begun").to_end(stop=2 * per)
-    alone = Run(replace(plot, terms="one", stretches=((4, 999, 50),)), tmp_path / "alone").to_end(stop=2 * per)
+    alone = Run(replace(plot, terms="one", phases=((4, 999, 50),)), tmp_path / "alone").to_end(stop=2 * per)
     assert begun.state() == alone.state()
     epochs = read_epochs(whole.made.folder.path)
     assert [set(one.loss) for one in epochs] == [{"squares"}] * 2 + [{"squares", "means"}] * 2

@@ -15,7 +15,7 @@ import torch
 from pipeline.memory.footprint import MemoryChoice
 from pipeline.stages.train import Items
 from pipeline.training.loop.metrics_log import Epoch, read_epochs
-from pipeline.training.prepared import Stretch, likeness, stretch_of
+from pipeline.training.prepared import PhasePlan, likeness, phase_plan
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
 from tests.memory.planning.planned import BATCH, Ground, OnDevice, limits
@@ -60,9 +60,9 @@ class Lent:
 
 
 def trained(
-    ground: Ground, folder: Path, stretch: Stretch, choice: MemoryChoice, limit: int, **train: Any
+    ground: Ground, folder: Path, phase: PhasePlan, choice: MemoryChoice, limit: int, **train: Any
 ) -> tuple[Run, LimitedDevice]:
-    """Train under a stretch on a device of so many bytes."""
+    """Train under a phase on a device of so many bytes."""
     member = ground.member
     device = LimitedDevice()
 
@@ -74,14 +74,14 @@ def trained(
 
     settings = {
         "effective_batch": BATCH,
-        "epochs": stretch.epochs,
+        "epochs": phase.epochs,
         "batching": "padded" if member.padded else "concatenated",
         "slots": 4,
         **train,
     }
-    cost_N = stretch.cost(ground.sizes)
-    items = [(stretch, Items(table_of(ground.items), cost_N, likeness(ground.sizes)))]
-    run = Run(Plot(train=settings, items=ground.items), folder, make=make, task=Lent(ground, device), stretches=items)
+    cost_N = phase.cost(ground.sizes)
+    items = [(phase, Items(table_of(ground.items), cost_N, likeness(ground.sizes)))]
+    run = Run(Plot(train=settings, items=ground.items), folder, make=make, task=Lent(ground, device), phases=items)
     warm(run)
     step = run.trainer.step
     before = sum(one.nbytes for one in (*step.model.parameters(), *step.model.buffers(), *step.averages))
@@ -107,7 +107,7 @@ def test_a_planned_training_loses_no_step_at_any_limit(tmp_path: Path, name: str
     micros = []
     for place, limit in enumerate(limits(ground, LIMITS)):
         made = ground.planned(limit)
-        run, device = trained(ground, tmp_path / str(place), stretch_of("all", 1, made), made.choice, limit)
+        run, device = trained(ground, tmp_path / str(place), phase_plan("all", 1, made), made.choice, limit)
         assert run.trainer.done == run.trainer.steps == ITEMS // BATCH
         assert device.refused == ooms(run) == 0, place
         micros.append(epochs(run)[0].micro_batches)
@@ -118,13 +118,13 @@ def test_a_plan_that_is_wrong_by_half_costs_no_step(tmp_path: Path) -> None:
     ground = Ground.of(ZOO["mlp"], ITEMS)
     limit = limits(ground, LIMITS)[-2]
     made = ground.planned(limit)
-    stretch = replace(stretch_of("all", 3, made), budget_bytes=2 * made.budget["cost"])
-    run, device = trained(ground, tmp_path / "run", stretch, made.choice, limit)
+    phase = replace(phase_plan("all", 3, made), budget_bytes=2 * made.budget["cost"])
+    run, device = trained(ground, tmp_path / "run", phase, made.choice, limit)
     assert run.trainer.done == run.trainer.steps
     assert device.refused > 0
-    assert run.trainer.governor.budget < stretch.budget_bytes
+    assert run.trainer.governor.budget < phase.budget_bytes
     assert epochs(run)[-1].ooms == 0, "learned in the rehearsal, or in an epoch before"
-    roomy, _ = trained(ground, tmp_path / "roomy", stretch, made.choice, 1 << 40)
+    roomy, _ = trained(ground, tmp_path / "roomy", phase, made.choice, 1 << 40)
     assert ooms(roomy) == 0
     assert weights(run).keys() == weights(roomy).keys()
 
@@ -139,11 +139,11 @@ def tall() -> Ground:
     return replace(made, sizes={"length": np.array([150] * 4 + [900] * 2)})
 
 
-def single(ground: Ground, budget_items: int = 1) -> Stretch:
-    """Return a stretch whose micro-batches are as large as its largest item."""
+def single(ground: Ground, budget_items: int = 1) -> PhasePlan:
+    """Return a phase whose micro-batches are as large as its largest item."""
     (name,) = ground.sizes
     most = int(ground.sizes[name].max()) * budget_items
-    return Stretch("all", 2, most, 0, most, most, {name: 1.0})
+    return PhasePlan("all", 2, most, 0, most, most, {name: 1.0})
 
 
 @pytest.mark.nightly
@@ -153,10 +153,10 @@ def test_an_item_that_does_not_fit_alone_climbs_the_ladder(tmp_path: Path) -> No
     one, both = replace(plain, checkpointing=True), replace(plain, checkpointing=True, offload=True)
     needs = [ground.alone(choice) for choice in (plain, one, both)]
     assert needs[2] < needs[1] < needs[0]
-    stretch = single(ground)
-    fits, _ = trained(ground, tmp_path / "fits", stretch, plain, 1 << 40, micro_batch=1)
+    phase = single(ground)
+    fits, _ = trained(ground, tmp_path / "fits", phase, plain, 1 << 40, micro_batch=1)
     for limit, rung in (((needs[0] + needs[1]) // 2, "checkpointing"), ((needs[1] + needs[2]) // 2, "offload")):
-        run, device = trained(ground, tmp_path / rung, stretch, plain, limit, micro_batch=1)
+        run, device = trained(ground, tmp_path / rung, phase, plain, limit, micro_batch=1)
         assert device.refused > 0
         assert dict(run.trainer.governor.learned.rungs).keys() >= {rung}
         assert sum(one.remedied.get(rung, 0) for one in read_epochs(run.made.folder.path)) > 0, "and it is told"
@@ -190,7 +190,7 @@ def test_memory_between_steps_is_flat_over_fifty_epochs(tmp_path: Path) -> None:
     live: dict[int, set[int]] = {}
     with limited_device as device:
         for _ in run.trainer.run():
-            live.setdefault(run.trainer.standing.epoch, set()).add(device.live_bytes)
+            live.setdefault(run.trainer.state.epoch, set()).add(device.live_bytes)
         assert run.trainer.done == 150
     assert len(live[1]) == 1
     assert all(live[epoch] == live[1] for epoch in range(1, 50))

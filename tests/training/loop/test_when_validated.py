@@ -13,7 +13,7 @@ from pipeline.config.schema import Config
 from pipeline.config.schema_train import ValidationSection
 from pipeline.runs.views.compared_models import read_model
 from pipeline.runs.workflow.sweep_stage import DONE
-from pipeline.runs.workflow.train_stage import TrainedSoFar
+from pipeline.runs.workflow.train_stage import progress_of
 from pipeline.training.loop.metrics_log import STEP, read_epochs, read_figures
 from tests.training.loop.loops import Plot, Run, signals_after
 
@@ -45,7 +45,7 @@ def looked_at(run: Run) -> list[int]:
 )
 def test_it_is_looked_at_as_often_as_was_asked_for(tmp_path: Path, every: Any, of_epoch: Any) -> None:
     run = Run(plot_of(every), tmp_path).to_end()
-    steps = run.trainer.courses[0].steps
+    steps = run.trainer.phases[0].steps
     assert steps >= 3
     assert looked_at(run) == sorted(of_epoch(steps))
 
@@ -81,25 +81,25 @@ def test_patience_counts_looks_within_an_epoch_and_ends_it_there(tmp_path: Path)
     plot = plot_of("1 step", better="higher", patience=1)
     plot.train["learning_rate"] = 1e-12  # type: ignore[index]
     run = Run(plot, tmp_path).to_end()
-    assert run.trainer.standing.is_finished
-    assert run.trainer.done < run.trainer.courses[0].steps
+    assert run.trainer.is_over
+    assert run.trainer.done < run.trainer.phases[0].steps
     (epoch,) = read_epochs(run.made.folder.path)
     assert (epoch.step, epoch.steps) == (run.trainer.done, run.trainer.done)
     assert Run(plot, tmp_path).to_end().trainer.done == run.trainer.done
 
 
 @pytest.mark.parametrize("every", [1, "1 step"])
-@pytest.mark.parametrize("stretches", [(), ((2, 30, 50), (1, 999, 100))])
+@pytest.mark.parametrize("phases", [(), ((2, 30, 50), (1, 999, 100))])
 def test_a_training_that_ended_early_goes_on_with_more_patience_as_if_it_had_not(
-    tmp_path: Path, every: Any, stretches: Any
+    tmp_path: Path, every: Any, phases: Any
 ) -> None:
     def plot(patience: int | None) -> Plot:
         made = plot_of(every, monitor="loss", better="higher", patience=patience)
-        return replace(made, train={**made.train, "learning_rate": 1e-12}, stretches=stretches)
+        return replace(made, train={**made.train, "learning_rate": 1e-12}, phases=phases)
 
     whole = Run(plot(None), tmp_path / "whole").to_end()
     early = Run(plot(1), tmp_path / "early").to_end()
-    assert early.trainer.standing.is_finished
+    assert early.trainer.is_over
     assert early.trainer.done < whole.trainer.done
     rest = Run(plot(None), tmp_path / "early").to_end()
     assert rest.state() == whole.state()
@@ -117,9 +117,9 @@ def test_a_training_that_ended_early_within_an_epoch_is_compared_as_done(tmp_pat
     made.settings.write_text(settings.model_dump_json())
     assert read_model(made.path).state == DONE
     more = ValidationSection(patience=2, better="higher")
-    assert not TrainedSoFar.of(made).is_stale(more)
+    assert not progress_of(made).is_stale(more)
     of_another = ValidationSection(patience=1, monitor="auroc")
-    assert not TrainedSoFar.of(made).is_stale(of_another), "that began anew to count"
+    assert not progress_of(made).is_stale(of_another), "that began anew to count"
 
 
 @pytest.mark.parametrize("every", [0, 1.0, 1.5, -1, True, "steps", "0 steps", "5 epochs", None])

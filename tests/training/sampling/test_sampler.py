@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError, DataError, PlanInfeasible
-from pipeline.training.loop.progress import worst_of
+from pipeline.training.loop.phase import worst_of
 from pipeline.training.prepared import COST, LIKENESS, sampler_settings
 from pipeline.training.sampling.epoch_order import ORDER_VERSION, SamplerSettings, deal_to_ranks
 from pipeline.training.sampling.sampler import Sampler, oversize
@@ -344,8 +344,8 @@ def test_the_micro_batch_tried_before_step_1_is_the_costliest_of_the_whole_epoch
         sampler = Sampler({COST: cost_N, LIKENESS: np.ones_like(cost_N)}, settings)
         taken = [cost_N[micro.items] for micro in sampler]
         sampler.set_epoch(0)
-        course = SimpleNamespace(loader=SimpleNamespace(sampler=sampler), cost_N=cost_N)
-        worst = worst_of(course, padded=padding is not None)
+        phase = SimpleNamespace(loader=SimpleNamespace(sampler=sampler), cost_N=cost_N)
+        worst = worst_of(phase, padded=padding is not None)
         of = (lambda cost_K: len(cost_K) * cost_K.max()) if padding else np.sum
         assert of(cost_N[worst.items]) == max(map(of, taken))
 

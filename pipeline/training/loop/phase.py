@@ -1,0 +1,152 @@
+"""A phase of a training: epochs on the same items under the same plan, and the rehearsal of its worst micro-batch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.device.out_of_memory import free_caches, out_of_memory_error
+from pipeline.errors import PlanInfeasible
+from pipeline.memory.runtime.recovery import StepSnapshot
+from pipeline.training.items.loader import PROCESSES
+from pipeline.training.sampling.sampler import MicroBatch
+from pipeline.training.step.micro_batches import Piece, RankShare
+from pipeline.training.step_clock import READ
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from pipeline.memory.runtime.meters import HostMeter, Meter
+    from pipeline.protocol import Task
+    from pipeline.training.items.batch import BatchOrigin, TaskBatch
+    from pipeline.training.items.loader import Loader
+    from pipeline.training.prepared import PhasePlan
+    from pipeline.training.step.local_step import Stepper
+    from pipeline.training.step.step import Step
+    from pipeline.training.step_clock import StepClock
+
+
+FELL_BEHIND, FELL_BEHIND_S = 0.1, 10.0  # of an epoch, and seconds, were waited for what threads read
+ROOM_TO_FORK = 0.7  # of the host's memory may be used when processes are forked
+
+
+@dataclass(frozen=True, eq=False)
+class Phase:
+    """Epochs that train on the same items under the same plan."""
+
+    plan: PhasePlan
+    loader: Loader
+    cost_N: NDArray[Any]
+    first_epoch: int
+    task: Task  # its loss
+
+    @property
+    def epochs(self) -> range:
+        return range(self.first_epoch, self.first_epoch + self.plan.epochs)
+
+    @property
+    def steps(self) -> int:
+        return self.loader.sampler.steps
+
+    def at(self, epoch: int, step: int) -> dict[str, Any]:
+        """Return the sampler's state at a step of an epoch."""
+        return {**self.loader.sampler.state_dict(), "epoch": epoch, "step": step}
+
+    def cut_by(self, budget: int) -> None:
+        """Have the sampler cut micro-batches to a budget, if it uses one."""
+        sampler = self.loader.sampler
+        if sampler.settings.budget:
+            sampler.adjust({**sampler.settings.budget, "cost": budget})
+
+    def hasten_readers(self, seconds: Mapping[str, float], host: HostMeter | None) -> bool:
+        """Have processes read from now on, if threads fell behind and there is memory and a core; tell whether so."""
+        waited_s = seconds.get(READ, 0.0)
+        fell_behind = waited_s > max(FELL_BEHIND_S, FELL_BEHIND * sum(seconds.values()))
+        has_room = host is None or host.read().share < ROOM_TO_FORK
+        if self.loader.readers == PROCESSES or not fell_behind or not has_room or len(os.sched_getaffinity(0)) < 2:
+            return False
+        self.loader.readers = PROCESSES
+        return True
+
+    def shares(self, step: Step, *, hold: int, leave_out: Collection[str]) -> Iterator[RankShare]:
+        """Yield this rank's share of each step, from where the loader is to the end of the epoch."""
+        batches, fetch = step.clock.each(READ, self.loader.read()), partial(self._fetch, step.clock)
+        ahead = step.ahead if self.plan.ahead_bytes else None
+        named: dict[str, Any] = {"hold": hold, "leave_out": leave_out, "ahead": ahead, "at_hand": self.loader.at_hand}
+        while not (share := RankShare(batches, fetch, **named)).is_over:
+            yield share
+
+    def _fetch(self, clock: StepClock, numbers: Sequence[int], origin: BatchOrigin) -> TaskBatch:
+        """Read a micro-batch again, as ahead of its turn: some of it may be left out, or not fit but in pieces."""
+        with clock.within(READ):
+            return self.loader.fetch_again(numbers, origin, ahead=True)
+
+
+def rehearse(
+    step: Step,
+    stepper: Stepper,
+    phase: Phase,
+    meter: Meter | None,
+    say: Callable[[str], None],
+    *,
+    leave_out: Collection[str] = (),
+) -> int:
+    """Run this rank's worst micro-batch, restore everything, and return the budget that it shows to be safe."""
+    snapshot = StepSnapshot(step.model, device=step.device, scaler=step.scaler)
+    make_state(step)
+    worst = worst_of(phase, padded=stepper.governor.padded)
+    if worst is None:
+        if not step.is_spread:
+            return stepper.governor.budget
+        no_items = np.zeros(0, np.int64)  # this rank takes part in the passes of those that have some
+        worst = MicroBatch(phase.loader.sampler.epoch, 0, 0, 1, no_items)
+    if meter is not None:
+        meter.reset_peak()
+    fetch = partial(phase.loader.fetch, micro=worst, ahead=True)
+    batch = fetch(worst.items.tolist())
+    stepper.rehearse(RankShare(iter([batch]), lambda numbers, _: fetch(numbers), hold=1, leave_out=leave_out))
+    memory = meter.read() if meter is not None else None
+    cost = stepper.cost(Piece(batch, 0, len(batch))) if len(batch) else 0
+    step.release()
+    snapshot.rewind()
+    want = stepper.governor.after_step()
+    wanted = want.budget
+    if want.why:
+        say(f"largest micro-batch: {want.why}")
+    if not cost or memory is None or memory.peak_allocated_bytes is None:  # allocated bytes are not counted here
+        return wanted
+    verdict = stepper.governor.verified(memory, phase.plan.base_bytes + cost)
+    if verdict.is_off or not verdict.fits:
+        say(f"the largest micro-batch took {verdict.ratio:.2f} of its estimate; the new budget is {verdict.budget:,}")
+    return min(wanted, verdict.budget)
+
+
+def make_state(step: Step) -> None:
+    """Allocate the optimizer's state before it is needed, or say that there is no room for it."""
+    for _ in range(2):  # once more, without what is held for reuse
+        if out_of_memory_error(step.make_state) is None:
+            return
+        step.optimizer.state.clear()  # there may be half of it
+        step.release()
+        free_caches(step.device)
+    what = "the state of the optimizer does not fit in memory"
+    raise PlanInfeasible(what, where="training", remedy="pipeline plan train   (or use a larger GPU)")
+
+
+def worst_of(phase: Phase, *, padded: bool) -> MicroBatch | None:
+    """Return this rank's costliest micro-batch of the coming epoch, every step of which is cut for that."""
+    sampler = phase.loader.sampler
+    worst, most = None, 0
+    for step in range(sampler.steps):
+        for micro in sampler.micros(sampler.epoch, step):
+            cost_K = phase.cost_N[micro.items]
+            cost = int(len(cost_K) * cost_K.max(initial=0) if padded else cost_K.sum())
+            if cost > most:
+                worst, most = micro, cost
+    return worst

@@ -1,0 +1,144 @@
+"""Where a training stands between two steps: the data of its checkpoints, besides tensors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pipeline.config.schema_train import ValidationSection
+    from pipeline.training.step.global_step import StepReport
+
+
+TRAINING = "training"  # key of a state in the data of a checkpoint
+
+
+@dataclass(slots=True)
+class EpochTotals:
+    """The totals of an epoch so far, over all ranks."""
+
+    epoch: int = 0
+    steps: int = 0
+    items: int = 0
+    fewest: int = 0  # items of a step
+    most: int = 0
+    micros: int = 0
+    ooms: int = 0
+    rejected: int = 0
+    skipped: int = 0  # items that fit nowhere
+    cropped: int = 0
+    remedied: dict[str, int] = field(default_factory=dict)  # items by the memory remedy that they needed
+    left_out: int = 0  # steps
+    wall_s: float = 0.0  # of all steps
+    seconds: dict[str, float] = field(default_factory=dict)  # of the first rank, by activity, also between steps
+    terms: dict[str, list[float]] = field(default_factory=dict)  # sums and weights
+
+    def add(self, report: StepReport, took_s: float) -> None:
+        """Add a step."""
+        items = report.sum_of("items")
+        self.fewest = min(self.fewest, items) if self.steps else items
+        self.most = max(self.most, items)
+        self.steps += 1
+        self.items += items
+        for name in ("micros", "ooms", "rejected", "skipped", "cropped"):
+            setattr(self, name, getattr(self, name) + report.sum_of(name))
+        for remedy, items in report.remedied.items():
+            self.remedied[remedy] = self.remedied.get(remedy, 0) + items
+        self.wall_s += took_s
+        for name, (total, weight) in report.totals.items():
+            before = self.terms.get(name, [0.0, 0.0])
+            self.terms[name] = [before[0] + total, before[1] + weight]
+
+    @property
+    def losses(self) -> dict[str, float | None]:
+        """Each term's mean."""
+        return {name: total / weight if weight else None for name, (total, weight) in self.terms.items()}
+
+
+@dataclass(slots=True)
+class TrainingState:
+    """How far a training has come, and what it must not forget."""
+
+    epoch: int = 0
+    done: int = 0  # steps since the training began
+    next: int = 0  # step of the epoch
+    order: Mapping[str, Any] = field(default_factory=dict)  # of items, as the sampler describes it
+    monitor: str = "loss"
+    best: float | None = None  # value of that metric
+    stale: int = 0  # validations without a better one
+    validated: int = 0  # the step after which the model was last validated
+    totals: EpochTotals = field(default_factory=EpochTotals)
+    poisoned: set[int] = field(default_factory=set)  # steps that a rollback leaves out
+    damaged: set[str] = field(default_factory=set)  # items left out since their records were damaged
+    killed: set[str] = field(default_factory=set)  # items left out since the process died on them
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON data."""
+        return asdict(self) | {name: sorted(getattr(self, name)) for name in ("poisoned", "damaged", "killed")}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TrainingState:
+        """Read what `to_json` returned."""
+        sets = {name: set(data[name]) for name in ("poisoned", "damaged", "killed")}
+        return cls(**{**data, **sets, "totals": EpochTotals(**data["totals"])})
+
+    def follow(self, monitor: str) -> None:
+        """Watch a metric; what is known of another one says nothing about it."""
+        if monitor != self.monitor:
+            self.monitor, self.best, self.stale = monitor, None, 0
+
+    def is_over(self, epochs: int, validation: ValidationSection) -> bool:
+        """Tell whether the training is complete: by its epochs, or because it stopped improving."""
+        return self.epoch >= epochs or self.is_stale(validation)
+
+    def is_stale(self, validation: ValidationSection) -> bool:
+        """Tell whether validations have stopped improving for as long as the settings allow."""
+        is_same = self.monitor == validation.monitor
+        return validation.patience is not None and is_same and self.stale >= validation.patience
+
+    def count(self, report: StepReport, took_s: float) -> None:
+        """Count a step."""
+        self.done += 1
+        self.next += 1
+        self.totals.add(report, took_s)
+
+    def leave_out_step(self) -> None:
+        """Count a step that changed nothing."""
+        self.done += 1
+        self.next += 1
+        self.totals.left_out += 1
+
+    def end_epoch(self) -> None:
+        """Go to the start of the next epoch."""
+        self.epoch += 1
+        self.next = 0
+        self.totals = EpochTotals(self.epoch)
+
+    def judge(self, metrics: Mapping[str, float], validation: ValidationSection) -> float | None:
+        """Return the monitored metric of a validation; count validations since the best one."""
+        value = metrics.get(validation.monitor)
+        if metrics and value is None:
+            problem = f"the validation has no metric {validation.monitor!r}; available: {', '.join(metrics)}"
+            remedy = "set train.validation.monitor to one of these"
+            raise DataError(problem, where="train.validation.monitor", remedy=remedy)
+        if value is None:
+            return None
+        if not math.isfinite(value):
+            self.stale += 1
+            return None
+        is_better = self.best is None or (value < self.best if validation.lower_is_better else value > self.best)
+        self.best, self.stale = (value, 0) if is_better else (self.best, self.stale + 1)
+        return value
+
+    def refuse_nothing_learned(self) -> None:
+        """Raise after an epoch in which every loss had weight 0: only the weight decay moved the model."""
+        weights = [weight for _, weight in self.totals.terms.values()]
+        if weights and not any(weights):
+            problem = f"nothing was learned in an epoch of {self.totals.items:,} items: every loss term has weight 0"
+            remedy = "check that the items have labels, targets or peptides"
+            raise DataError(problem, where="train.task", remedy=remedy)
