@@ -18,7 +18,6 @@ from pipeline.device.kinds import CPU
 from pipeline.keys import content_digest
 from pipeline.memory.runtime.governor import Governor
 from pipeline.memory.runtime.meters import Habits, HostMeter, Upkeep, meter_of
-from pipeline.memory.runtime.recovery import Oom
 from pipeline.protocol import Weights
 from pipeline.records import Reason, TaskContext
 from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder, new_token
@@ -39,10 +38,9 @@ from pipeline.training.loop.trainer import Trainer
 from pipeline.training.prepared import COST, LIKENESS, ModelFolder, PhasePlan, Prepared, sampler_settings, shrunk_budget
 from pipeline.training.ranks.rank_protocol import Ranks
 from pipeline.training.sampling.sampler import Sampler
-from pipeline.training.step.local_contrastive import ContrastiveStepper
-from pipeline.training.step.local_sharded import ShardedStepper
-from pipeline.training.step.local_step import Stepper
-from pipeline.training.step.micro_batches import Piece
+from pipeline.training.step.contrastive import ExactContrastiveStep
+from pipeline.training.step.exact_step import ExactStep
+from pipeline.training.step.fsdp import ExactShardedStep
 from pipeline.training.step.step import Step
 
 if TYPE_CHECKING:
@@ -214,7 +212,7 @@ def trainer_of(job: Job) -> Trainer:
     if is_card(step.device) and not (step.is_spread or job.tell.shrink):
         step.ahead = CopyAhead(step.device)
     watch = _watch(job, step, checkpoints)
-    stepper = _stepper(job, step, phases[0], watch, lambda piece, oom: watch.oom(piece, oom.error))
+    stepper = _stepper(job, step, phases[0], watch)
     watch.budget = lambda: stepper.governor.budget
     evaluation = _evaluation(job, step, watch)
     host = HostMeter(limit_bytes=job.tell.mem_bytes or None)
@@ -298,19 +296,23 @@ def _watch(job: Job, step: Step, checkpoints: CheckpointFolder) -> TrainingObser
     )
 
 
-def _stepper(
-    job: Job, step: Step, phase: Phase, watch: TrainingObserver, failed: Callable[[Piece, Oom], None]
-) -> Stepper:
-    """Return the stepper that runs this rank's part of each step."""
-    kind: Callable[..., Stepper] = Stepper
-    if step.contrasts:
-        kind = partial(ContrastiveStepper, ranks=job.ranks)
-    elif step.is_spread:
-        kind = ShardedStepper
-    train, until_taken_up = job.train, Governor(budget=1)
+def _stepper(job: Job, step: Step, phase: Phase, watch: TrainingObserver) -> ExactStep:
+    """Return what makes each step together with all ranks."""
+    kind = ExactContrastiveStep if step.contrasts else ExactShardedStep if step.is_spread else ExactStep
+    train = job.train
     habits = Habits(train.memory_fraction, train.empty_cache_every, train.collect_every, train.synchronise)
     upkeep = Upkeep(habits, step.device)
-    return kind(step, until_taken_up, phase.cost_N, upkeep, too_large=train.too_large, begin=watch.begin, failed=failed)
+    return kind(
+        step,
+        job.ranks,
+        phase.cost_N,
+        upkeep,
+        too_large=train.too_large,
+        meter=watch.meter if step.device != CPU else None,
+        begin=watch.begin,
+        failed=watch.oom,
+        say=watch.say,
+    )
 
 
 def _evaluation(job: Job, step: Step, watch: TrainingObserver) -> Evaluator | None:

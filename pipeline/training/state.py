@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pipeline.config.schema_train import ValidationSection
-    from pipeline.training.step.global_step import StepReport
+    from pipeline.training.step.exact_step import StepReport
 
 
 TRAINING = "training"  # key of a state in the data of a checkpoint

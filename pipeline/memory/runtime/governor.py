@@ -229,7 +229,6 @@ class Governor:
     def after_step(self, memory: Memory | None = None) -> Want:
         """Return the budget this rank wants from the next step on; nothing changes before `adopt`."""
         failed, cost = self._wanted, self._step_cost
-        self._wanted, self._step_cost = None, 0
         grown = 0
         if memory is not None:
             before, self._retries = self._retries, memory.retries
@@ -260,6 +259,7 @@ class Governor:
 
     def adopt(self, budget: int) -> bool:
         """Set the budget that all ranks agreed on, between steps; return whether it changed."""
+        self._wanted, self._step_cost = None, 0
         budget = max(self.largest, min(budget, self.budget))
         changed = budget != self.budget
         self.learned = replace(self.learned, budget=budget)

@@ -132,7 +132,7 @@ class Evaluator:
     def _all_together(self) -> Iterator[Reason | None]:
         """Evaluate in step with all ranks, as a model that is sharded over them needs."""
         from pipeline.training.sampling.sampler import MicroBatch
-        from pipeline.training.step.local_sharded import joint_pass, joint_turns
+        from pipeline.training.step.collectives import joint_turns
 
         loader, refused, step = self.loader, list[Rejection](), cast("ShardedStep", self.step)
         assert loader is not None
@@ -148,7 +148,7 @@ class Evaluator:
 
         for turn in joint_turns(pieces(), self.ranks, fetch):
             self.ranks.progress("evaluation")
-            outcome = joint_pass(step, partial(self._evaluated, turn.piece))
+            outcome = step.joint_pass(partial(self._evaluated, turn.piece))
             if outcome.result is None:  # memory ended on this rank or on another
                 turn.instead = [turn.piece] if turn.counts else []
                 if outcome.error:

@@ -20,7 +20,7 @@ from pipeline.protocol import Weights
 from pipeline.training.checkpoints.training_state import plain_name
 from pipeline.training.random_state import as_drawn, rng_state, set_rng_state
 from pipeline.training.step.contrastive import CachedGradients, ContrastiveStep, joined_rows, split_rows
-from pipeline.training.step.local_step import accumulate_piece, weights_of
+from pipeline.training.step.exact_step import accumulate_piece, weights_of
 from pipeline.training.step.optimizers import sums_by_name
 from pipeline.training.step_clock import StepClock
 

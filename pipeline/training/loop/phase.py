@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pipeline.training.items.batch import BatchOrigin, TaskBatch
     from pipeline.training.items.loader import Loader
     from pipeline.training.prepared import PhasePlan
-    from pipeline.training.step.local_step import Stepper
+    from pipeline.training.step.exact_step import ExactStep
     from pipeline.training.step.step import Step
     from pipeline.training.step_clock import StepClock
 
@@ -90,7 +90,7 @@ class Phase:
 
 def rehearse(
     step: Step,
-    stepper: Stepper,
+    stepper: ExactStep,
     phase: Phase,
     meter: Meter | None,
     say: Callable[[str], None],

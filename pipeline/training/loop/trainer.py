@@ -17,7 +17,6 @@ from pipeline.memory.runtime.meters import NEAR
 from pipeline.records import NOT_FINITE
 from pipeline.training.loop.phase import make_state, rehearse
 from pipeline.training.state import TrainingState
-from pipeline.training.step.global_step import WholeStep
 from pipeline.training.step.optimizers import factor, set_rate
 from pipeline.training.step_clock import CHECKPOINT, OBSERVE, VALIDATE
 
@@ -35,8 +34,7 @@ if TYPE_CHECKING:
     from pipeline.training.loop.phase import Phase
     from pipeline.training.loop.pruning import MedianStop
     from pipeline.training.ranks.rank_protocol import Ranks
-    from pipeline.training.step.global_step import RankReport, StepReport
-    from pipeline.training.step.local_step import Stepper
+    from pipeline.training.step.exact_step import ExactStep, RankReport, StepReport
     from pipeline.training.step.micro_batches import RankShare
     from pipeline.training.step.step import Step
 
@@ -51,7 +49,7 @@ class Trainer:
 
     train: TrainSection
     step: Step
-    stepper: Stepper
+    stepper: ExactStep
     phases: list[Phase]
     ranks: Ranks
     keeper: Keeper
@@ -76,9 +74,7 @@ class Trainer:
     _step_began_s: float = field(default_factory=time.monotonic, init=False)
 
     def __post_init__(self) -> None:
-        self.whole = WholeStep(
-            self.step, self.stepper, self.ranks, meter=self.meter, complete=self._complete, say=self.watcher.say
-        )
+        self.stepper.complete = self._complete
         self.state = TrainingState(killed=set(self.leave_out))
 
     def run(self) -> Iterator[int]:
@@ -223,9 +219,9 @@ class Trainer:
             return
         rate = set_rate(self.step.optimizer, factor(self.train.schedule, self.done, self.steps))
         with self.watcher.watching(number, share):
-            report = self.whole.accumulate(share, number)
+            report = self.stepper.accumulate(share, number)
             is_usable = not (report.lost or report.damaged or report.not_finite)
-            norm = self.whole.take(report) if is_usable else None
+            norm = self.stepper.take(report) if is_usable else None
         if report.lost:
             self._roll_back(report.lost, self.done - 1, frugal=True)
         if report.damaged:
@@ -251,7 +247,7 @@ class Trainer:
         report.is_due = is_late or bool(checkpoints.every and (self.done + 1) % checkpoints.every == 0)
         report.host_share = self.host.read().share if self.host else 0.0
         report.is_written = self.keeper.is_written
-        report.damaged = self.damaged.news() if self.damaged else []
+        report.damaged += self.damaged.news() if self.damaged else []
 
     def _after_step(self, report: StepReport, metrics: dict[str, float | None] | None) -> None:
         """Do what is due between steps; `metrics` is None after a step that was left out."""
@@ -260,9 +256,9 @@ class Trainer:
             self.phase.cut_by(self.governor.budget)
             self._restarts = True  # batches that were read ahead are cut for another budget
         with self.step.clock.within(OBSERVE):
-            self.stepper.upkeep.after_step(empty_cache=self.whole.empty_cache)
-            self.whole.emptied()
-            self.watcher.between(max((rank.micros for rank in report.words), default=0))
+            self.stepper.upkeep.after_step(empty_cache=self.stepper.empty_cache)
+            self.stepper.emptied()
+            self.watcher.between(max((rank.micros for rank in report.ranks), default=0))
             if metrics is not None and self.ranks.rank == 0 and self.done % self.train.log_every == 0:
                 losses = {f"{LOSS}.{name}": mean for name, mean in report.means.items()}
                 self.watcher.step(self.done, {**losses, **metrics, "items": float(report.sum_of("items"))})
@@ -330,7 +326,7 @@ class Trainer:
 
     def _save(self, value: float | None, *, wait: bool = False) -> None:
         """Save a checkpoint, with its value of the monitored metric; if the disk is full, training continues."""
-        if self.whole.lost_by():
+        if self.stepper.lost_by():
             return  # the next step rolls back
         self.state.order = self._phase_of_epoch().loader.sampler.state_dict()
         self.state.totals.seconds = self.step.clock.seconds()
@@ -435,7 +431,7 @@ class Trainer:
 
     def _rolled_back(self) -> bool:
         """Roll back if any rank lost its parameters in the last step; return whether one did."""
-        if lost := self.whole.lost_by():
+        if lost := self.stepper.lost_by():
             self._roll_back(lost, self.done - 1, frugal=True)
         return bool(lost)
 
@@ -456,7 +452,7 @@ class Trainer:
             for group in self.step.optimizer.param_groups:  # the implementation that needs the least memory
                 group["foreach"], group["fused"] = False, None
         before = self.state
-        self.whole.lost = ""
+        self.stepper.lost = ""
         for phase in self.phases:
             phase.loader.close()
         self._resume()

@@ -4,7 +4,7 @@ Within a forward and a backward FSDP gathers the parameters of a block and reduc
 ends in between would leave the others waiting. So all ranks agree before every collective: each says which one it is
 about to begin, or that it has given up; where anyone has, all leave the pass.
 
-Why nobody waits for ever, as long as all ranks begin the same passes (`local_sharded.joint_turns`):
+Why nobody waits for ever, as long as all ranks begin the same passes (`joint_turns`):
 
 1. In a pass a rank calls `agree` before each of its collectives and once at the end, whatever became of the pass, and
    makes no other call that involves all ranks. So the first agreement of one rank meets the first of every other, the
@@ -22,6 +22,7 @@ so does every error that is not out of memory: the watchdog tells the other rank
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
@@ -34,13 +35,15 @@ from pipeline.device.out_of_memory import out_of_memory_error
 from pipeline.errors import ConfigError
 from pipeline.memory.footprint import Unmeasurable
 from pipeline.training.ranks.rank_protocol import Ranks, SingleRank
+from pipeline.training.step.micro_batches import Piece
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import torch.distributed as dist
     from torch import Tensor
 
+    from pipeline.training.items.batch import TaskBatch
     from pipeline.training.ranks.rank_protocol import Said
 
 Result = TypeVar("Result")
@@ -137,6 +140,45 @@ class Passes:
             problem = "parameters cannot be gathered because ranks run different blocks"
             raise ConfigError(problem, where=WHERE, remedy=f"run every block for every batch   or {NOT_SHARDED}")
         return not self._is_given_up
+
+
+@dataclass(slots=True)
+class Turn:
+    """A pass that all ranks make at the same time."""
+
+    piece: Piece
+    counts: bool  # else it is another rank's item, run along
+    items: int  # of the first turn, over all ranks
+    instead: list[Piece] | None = None  # once all gave up the pass: what this rank runs in place of its piece
+
+
+def joint_turns(
+    pieces: Iterable[Piece], ranks: Ranks, fetch: Callable[[int], TaskBatch], cost: Callable[[Piece], int] = len
+) -> Iterator[Turn]:
+    """Yield this rank's pieces, then the cheapest item of any rank for as long as another rank has pieces.
+
+    `fetch` returns a batch of one item by its number. After a pass that was given up, set `instead` on every rank, or
+    take no further turn on any.
+    """
+    own, waiting = iter(pieces), deque[Piece]()
+    cheapest: tuple[int, int] | None = None
+    items = 0
+    while True:
+        piece = waiting.popleft() if waiting else next(own, None)
+        replies = ranks.exchange({"items": len(piece) if piece else 0, "cheapest": _cheapest(piece, cost)})
+        if not any(reply["items"] for reply in replies):
+            return
+        items = items or sum(reply["items"] for reply in replies)
+        offers = [(int(reply["cheapest"][0]), int(reply["cheapest"][1])) for reply in replies if reply["cheapest"]]
+        cheapest = min([*offers, *([cheapest] if cheapest else [])])
+        turn = Turn(piece or Piece(fetch(cheapest[1]), 0, 1), piece is not None, items)
+        yield turn
+        waiting.extend(turn.instead or [])
+
+
+def _cheapest(piece: Piece | None, cost: Callable[[Piece], int]) -> tuple[int, int] | None:
+    """Return the cost and the number of the cheapest item of a piece."""
+    return min((cost(single), single.numbers[0]) for single in piece.singles()) if piece else None
 
 
 class _Comm:

@@ -12,20 +12,25 @@ Shapes: B items of a step, over all ranks; … of an embedding.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
 from pipeline.device.kinds import CPU
-from pipeline.device.out_of_memory import free_caches, out_of_memory_error
-from pipeline.errors import PlanInfeasible
+from pipeline.device.out_of_memory import after_freeing_caches, free_caches, out_of_memory_error
+from pipeline.device.rng import RngState
+from pipeline.errors import DataError, PlanInfeasible
 from pipeline.memory.runtime.recovery import StepSnapshot, forget_failed_backward
 from pipeline.protocol import Contrastive
-from pipeline.training.random_state import as_drawn
+from pipeline.training.items.batch import refuse_changed
 from pipeline.training.step.checkpointing import twin
+from pipeline.training.step.exact_step import ExactStep
+from pipeline.training.step.micro_batches import HOST
 from pipeline.training.step.optimizers import checked_terms, refused, whole_loss
 from pipeline.training.step.step import Step
+from pipeline.training.step_clock import OTHER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -33,6 +38,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from pipeline.protocol import Batch, Task
+    from pipeline.training.ranks.rank_protocol import Ranks
+    from pipeline.training.step.micro_batches import Piece, RankShare
     from pipeline.training.step.optimizers import StepSettings, Terms
 
     Rows = Mapping[str, Tensor]  # a row for each item
@@ -214,7 +221,7 @@ class ContrastiveStep(Step):
         parts = [self.embed(batch) for batch in batches]
         sizes = [len(next(iter(part.values()))) for part in parts]
         snapshot.restore()
-        with as_drawn(self.device):
+        with RngState.preserved(self.device):
             cached = self.contrast(joined_rows(parts))
         for batch, rows in zip(batches, split_rows(cached.rows, sizes), strict=True):
             self.go_back(batch, rows)
@@ -301,3 +308,174 @@ def _refuse_others(rows: Rows, gradients: Rows) -> None:
             problem = f"embed() returned {', '.join(rows)} for items for which it returned {name!r} before"
             raise refused(problem, SEE)
         _refuse_rows({name: rows[name]}, len(gradient), "as it had for the same items before")
+
+
+# A step of all ranks
+
+
+@dataclass(slots=True)
+class _Embedded:
+    """An embedded piece without its batch: its slice of which micro-batch, on which rung."""
+
+    micro: int
+    start: int
+    stop: int
+    rung: int
+    ids: tuple[str, ...]
+
+
+class ExactContrastiveStep(ExactStep):
+    """Makes contrastive steps together with all ranks, which exchange their embeddings between the two passes.
+
+    A single micro-batch of a single rank needs one pass.
+    """
+
+    is_joint = True
+    step: ContrastiveStep
+
+    @property
+    def needs_weights(self) -> bool:
+        return False  # they come with the loss of all items
+
+    def _totals(self) -> dict[str, tuple[float, float]]:
+        return {} if self.ranks.rank else self.step.totals  # those of the first rank are of all items
+
+    def _rehearsed(self, share: RankShare) -> bool:
+        return super()._run(share, None)  # the step's other items are made up, and no other rank takes part
+
+    def _run(self, share: RankShare, weights: Mapping[str, float] | None) -> bool:  # noqa: ARG002 - see `needs_weights`
+        share.is_last_pass = False
+        whole = self._whole(share)
+        if whole is not None:
+            share.is_last_pass = True
+            return self._all_fit([whole], partial(self._remedied, run=self._at_once), share)
+        embedded: list[_Embedded] = []
+        parts: list[dict[str, Tensor]] = []
+
+        def embed(piece: Piece) -> None:
+            rows = self.step.embed(piece.collated(self.step), len(piece), on_host=piece.is_on_host)
+            embedded.append(_Embedded(piece.batch.origin.index, piece.start, piece.stop, piece.rung, piece.ids))
+            parts.append(rows)
+
+        fits = self._all_fit(self._ready(share), partial(self._remedied, run=embed), share)
+        if not all(reply["fits"] for reply in self._exchange({"fits": fits})):
+            return False
+        assert self._snapshot is not None
+        self._snapshot.restore()  # the second pass draws the same numbers, and statistics move once
+        cached, start = self._contrasted(parts, sum(piece.stop - piece.start for piece in embedded))
+        if cached is None:  # no rank has an item
+            return True
+        share.is_last_pass = True
+        rows = split_rows(cached.rows, [piece.stop - piece.start for piece in embedded], start)
+
+        def back(piece: Piece) -> None:
+            self.step.go_back(piece.collated(self.step), next(rows), on_host=piece.is_on_host)
+            self._count(piece)
+
+        fits = self._all_fit(self._as_embedded(share, embedded), partial(self._remedied, run=back), share)
+        if fits:
+            cached.finish()
+        return fits
+
+    def _whole(self, share: RankShare) -> Piece | None:
+        """Return the single piece that holds the whole step; None: there are several."""
+        if self.ranks.world > 1 or share.origin.of > 1:
+            return None
+        pieces = list(self._ready(share))
+        return pieces[0] if len(pieces) == 1 and not pieces[0].is_on_host else None
+
+    def _remedied(self, piece: Piece, *, run: Callable[[Piece], None]) -> None:
+        self._told(piece)
+        with self.step.clock.within(OTHER), self.step.remedied(piece.rung):
+            run(piece)
+
+    def _at_once(self, piece: Piece) -> None:
+        self.step.accumulate_alone(piece.collated(self.step))
+        self._count(piece)
+
+    def _contrasted(self, parts: list[dict[str, Tensor]], items: int) -> tuple[CachedGradients | None, int]:
+        """Return the gradients of all ranks' embeddings, None where no rank has any, and this rank's first row."""
+        own = after_freeing_caches(partial(joined_rows, parts), self.step.device)
+        rows, start = gathered(self.ranks, own, items, self.step.device)
+        if not rows:
+            return None, start
+        counts, may_leave = self.ranks.rank == 0, self.too_large == HOST
+        with RngState.preserved(self.step.device):
+            cached = self.step.where_it_fits(
+                lambda on_host: self.step.contrast(dict(rows), counts=counts, on_host=on_host),
+                rows,
+                may_leave=may_leave,
+            )
+        return cached, start
+
+    def _as_embedded(self, share: RankShare, embedded: list[_Embedded]) -> Iterator[Piece]:
+        """Yield a share's pieces as they were embedded; a batch that was read again must have the same items."""
+        left = list(embedded)
+        for piece in share:
+            while left and left[0].micro == piece.batch.origin.index and piece.start <= left[0].start < piece.stop:
+                before = left.pop(0)
+                again = replace(piece, start=before.start, stop=before.stop, rung=before.rung)
+                refuse_changed(before.ids, again.ids)
+                yield again
+        for before in left:
+            refuse_changed(before.ids, ())
+
+    def _is_finite(self, piece: Piece) -> bool:
+        """Say whether an item's embedding is finite: its loss alone, without other items, would say nothing."""
+        finite: list[bool] = []
+
+        def embed(piece: Piece) -> None:
+            with self.step.evaluating():
+                rows = self.step.embed(piece.collated(self.step))
+            finite.extend(bool(torch.isfinite(row).all()) for row in rows.values())
+
+        out_of_memory_error(embed, piece)
+        return all(finite)
+
+
+def gathered(ranks: Ranks, own: dict[str, Tensor], items: int, device: str) -> tuple[dict[str, Tensor], int]:
+    """Return the rows of all ranks, in their order, and the index of this rank's first; `own` is emptied.
+
+    Between the ranks' words and their sums nothing may fail on one of them alone: memory that ends is freed and asked
+    for again, and sums are made where the rows are.
+    """
+    if ranks.world == 1:
+        return own, 0
+    like = {name: [list(row.shape[1:]), str(row.dtype).removeprefix("torch.")] for name, row in own.items()}
+    replies = ranks.exchange({"items": items, "like": like})
+    likes = {rank: reply["like"] for rank, reply in enumerate(replies) if reply["items"]}
+    shapes = {rank: {name: shape for name, (shape, _) in like.items()} for rank, like in likes.items()}
+    first_shapes = next(iter(shapes.values()), {})
+    for rank, rank_shapes in shapes.items():
+        if rank_shapes != first_shapes:
+            problem = f"embed() returned {first_shapes} on rank {next(iter(shapes))} and {rank_shapes} on rank {rank}"
+            raise DataError(
+                problem, where="train.task", remedy="return tensors with the same shapes except for the first dimension"
+            )
+    counts = [reply["items"] for reply in replies]
+    start = sum(counts[: ranks.rank])
+    kinds = {name: _widest(like[name][1] for like in likes.values()) for name in first_shapes}
+
+    def placed(name: str) -> Tensor:
+        """Return this rank's rows in their place, and zeros for those of others."""
+        dtype = torch.uint8 if kinds[name] == torch.bool else kinds[name]
+        whole = torch.zeros(sum(counts), *first_shapes[name], dtype=dtype, device=device)
+        if name in own:
+            whole[start : start + items] = own[name].to(dtype)
+        return whole
+
+    wholes: dict[str, Tensor] = {}
+    for name in kinds:
+        wholes[name] = after_freeing_caches(partial(placed, name), device)
+        own.pop(name, None)
+    for name, whole in wholes.items():  # every row is of one rank and zero on the others: the sum gathers them
+        ranks.add_up([whole])  # each alone: packed together they would take as much memory again
+        if kinds[name] == torch.bool:
+            wholes[name] = after_freeing_caches(whole.bool, device)
+    return wholes, start
+
+
+def _widest(kinds: Iterable[str]) -> torch.dtype:
+    """Return the dtype that holds the numbers of all ranks: a rank that embeds on its CPU has full precision."""
+    dtypes: list[torch.dtype] = [getattr(torch, kind) for kind in kinds]
+    return reduce(torch.promote_types, dtypes)

@@ -1,7 +1,8 @@
 """A model that fits on no single device: parameters, gradients and optimizer state sharded over the ranks (FSDP2).
 
 A block's parameters are gathered before it computes, and its gradients are reduced after it, by all ranks together,
-within every forward and backward. So all must make the same number of passes: `local_sharded` sees to it.
+within every forward and backward. So all must make the same number of passes (`collectives.joint_turns`): a rank that
+has no micro-batch left runs the cheapest item of the step along with the others, with its loss times zero.
 
 In half precision parameters are gathered and computed with in it, and gradients are added up in full precision. Nothing
 else is cast between blocks: what is computed in which precision is for autocast to say, as in a model of one device.
@@ -9,11 +10,12 @@ else is cast between blocks: what is computed in which precision is for autocast
 
 from __future__ import annotations
 
+import math
 import socket
 from collections import Counter
 from contextlib import nullcontext
-from functools import wraps
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -23,10 +25,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pipeline.device.batch_transfer import map_tensors
 from pipeline.device.kinds import CPU
+from pipeline.device.out_of_memory import free_caches
 from pipeline.errors import ConfigError
+from pipeline.protocol import Weights
 from pipeline.training.step.checkpointing import repeated
-from pipeline.training.step.collectives import NOT_SHARDED, WHERE, Gather, Passes, ReduceScatter
-from pipeline.training.step.optimizers import freeze_parameters
+from pipeline.training.step.collectives import NOT_SHARDED, WHERE, Gather, Passes, ReduceScatter, joint_turns
+from pipeline.training.step.exact_step import ExactStep
+from pipeline.training.step.micro_batches import HOST, RUNGS
+from pipeline.training.step.optimizers import freeze_parameters, sums_by_name
 from pipeline.training.step.step import DTYPES, Step, checked_model
 
 if TYPE_CHECKING:
@@ -37,10 +43,14 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from pipeline.protocol import Batch, Task
+    from pipeline.training.items.batch import TaskBatch
     from pipeline.training.ranks.rank_protocol import Ranks
-    from pipeline.training.step.optimizers import StepSettings
+    from pipeline.training.step.collectives import PassOutcome, Turn
+    from pipeline.training.step.micro_batches import Piece, RankShare
+    from pipeline.training.step.optimizers import StepSettings, Terms
     from pipeline.training.step.step import StepWatch
 
+Result = TypeVar("Result")
 TINY = 1e-6  # beside the norm, as in torch.nn.utils.clip_grad_norm_
 
 
@@ -190,11 +200,6 @@ class SpreadModel:
         # Ranks may use different parameters, where a term has no items on one of them.
         parts[-1].set_reduce_scatter_unused_params(True)
 
-    def reduces(self, *, now: bool) -> None:
-        """Choose whether the next backward reduces gradients over ranks, or keeps them unsharded for a later one."""
-        self._parts[-1].set_requires_gradient_sync(now)
-        self._parts[-1].set_is_last_backward(now)
-
     def reset(self) -> None:
         """Return to shards after a pass that was given up: no block is gathered, and no gradient is kept of it."""
         self._parts[-1].reset_iter_state()
@@ -261,8 +266,16 @@ class ShardedStep(Step):
 
         self.ranks = ranks
         model, self.spread = built(frozen, ranks, device, settings.precision)
-        self.agreed = 1.0
+        self.divisor = 1.0
         super().__init__(task, settings, device=device, model=model, watch=watch, scaled=scaled)
+
+    def joint_pass(self, run: Callable[[], Result]) -> PassOutcome[Result]:
+        """Make a pass together with all ranks; where it was given up, the model is as it was before."""
+        outcome = self.spread.passes.run(run)
+        if outcome.is_given_up:
+            self.spread.reset()
+            free_caches(self.device)
+        return outcome
 
     def accompany(self, batch: Batch) -> None:
         """Run another rank's micro-batch with a loss of zero, so that all ranks make as many passes."""
@@ -318,3 +331,84 @@ class ShardedStep(Step):
             kept = average_shard.clone()
             average_shard.copy_(parameter_shard)
             parameter_shard.copy_(kept)
+
+
+class ExactShardedStep(ExactStep):
+    """Makes steps of a sharded model, pass by pass together with all ranks."""
+
+    step: ShardedStep
+
+    def _remedies(self) -> tuple[str, ...]:
+        return RUNGS[: RUNGS.index(HOST)]  # no rank has all parameters, to run an item on its CPU
+
+    def _weigh(self, share: RankShare) -> dict[str, float] | None:
+        """Return the weights of this rank's terms; where the model must run for that, all ranks run it."""
+        if isinstance(self.step.task, Weights):
+            return super()._weigh(share)
+        weights: list[Mapping[str, Any]] = []
+        share.is_last_pass = False
+        for turn in self._turns(share):
+            terms = self._made(turn, self._aside, share)
+            if terms is None:
+                return None
+            if turn.counts:
+                weights.append({name: weight for name, (_, weight) in terms.items()})
+        return {name: float(value) for name, value in sums_by_name(weights).items()}
+
+    def _aside(self, piece: Piece) -> Terms:
+        with self.step.remedied(piece.rung):
+            return self.step.aside(piece.collated(self.step))
+
+    def _run(self, share: RankShare, weights: Mapping[str, float] | None) -> bool:
+        """Run this rank's pieces, and others' items while they have more passes to make; return whether all fit."""
+        self.step.spread.begin_step()
+        share.is_last_pass = True
+        for turn in self._turns(share):
+            self.step.divisor = power_of_two(turn.items)
+
+            def run(piece: Piece, *, counts: bool = turn.counts) -> bool:
+                if counts:
+                    self._run_piece(piece, weights)
+                else:
+                    with self.step.remedied(piece.rung):
+                        self.step.accompany(piece.collated(self.step))
+                return True
+
+            if not self._made(turn, run, share):
+                return False
+        self.step.spread.drop_unused(self.step.trained)
+        return True
+
+    def not_finite(self, share: RankShare) -> list[str]:
+        """Return the ids of this rank's items whose own loss is not finite; all ranks must call it."""
+        ids: list[str] = []
+        singles = (single for piece in share for single in piece.singles())
+        for turn in joint_turns(singles, self.ranks, self._fetch(share), self.cost):
+            outcome = self.step.joint_pass(partial(self._values, turn.piece))
+            if outcome.result is None:  # an item that does not fit counts as finite
+                turn.instead = [turn.piece] if turn.counts and not outcome.error else []
+            elif turn.counts and not all(map(math.isfinite, outcome.result)):
+                ids += turn.piece.ids
+        return ids
+
+    def _values(self, piece: Piece) -> list[float]:
+        return [float(total) for total, _ in self.step.evaluate(piece.collated(self.step)).values()]
+
+    def _turns(self, share: RankShare) -> Iterator[Turn]:
+        return joint_turns(self._ready(share), self.ranks, self._fetch(share), self.cost)
+
+    def _fetch(self, share: RankShare) -> Callable[[int], TaskBatch]:
+        return lambda number: share.fetch((number,), share.origin)
+
+    def _made(self, turn: Turn, run: Callable[[Piece], Result], share: RankShare) -> Result | None:
+        """Make a turn's pass with all ranks; return None, and learn from it, where memory ended."""
+        piece = turn.piece if turn.counts else next(self._ready([turn.piece]))
+        outcome = self.step.joint_pass(partial(run, piece))
+        if outcome.error:
+            self._learn(piece, outcome.error, share, is_own=turn.counts)
+        return outcome.result
+
+
+def power_of_two(number: int) -> float:
+    """Round up to a power of two: dividing by it changes no digit of a float."""
+    return float(1 << max(0, number - 1).bit_length())

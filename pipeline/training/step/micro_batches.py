@@ -85,18 +85,17 @@ class RankShare:
     ) -> None:
         """Read the step's first batch, which says which step it is; keep at most `hold` batches for a second pass.
 
-        `ahead` is told what follows each piece: held, or the batch that is the next to be read, once it is `at_hand`.
+        `ahead` receives what follows each piece: a held batch, or the next one to be read, once it is `at_hand`.
         """
-        self._batches, self._fetch, self._hold, self._leave_out = batches, fetch, hold, set(leave_out)
+        self._batches, self.fetch, self._hold, self._leave_out = batches, fetch, hold, set(leave_out)
         self._ahead, self._at_hand = ahead, at_hand
         self.skipped: list[str] = []  # items that `leave_out` added
-        self._seen: list[tuple[tuple[int, ...], BatchOrigin]] = []
-        self._ids: list[tuple[str, ...]] = []
+        self.cuts: list[tuple[tuple[str, ...], tuple[int, ...]]] = []  # ids and numbers of each batch read
+        self._origins: list[BatchOrigin] = []
         self._held: dict[int, TaskBatch] = {}
-        self.is_last_pass = False  # batches are let go of as they are gone through
+        self.is_last_pass = False  # batches are dropped once they were iterated
         self.rejected = self.cropped = 0
-        self.is_over = False  # there was no further step
-        self._next = self._take()
+        self.is_over = not self._read()  # there was no further step
 
     def leave_out(self, ids: Sequence[str]) -> None:
         """Leave out items that fit nowhere from now on."""
@@ -105,63 +104,51 @@ class RankShare:
 
     @property
     def origin(self) -> BatchOrigin:
-        return self._seen[0][1]
-
-    @property
-    def cuts(self) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
-        return [(ids, numbers) for ids, (numbers, _) in zip(self._ids, self._seen, strict=True)]
-
-    def _take(self) -> TaskBatch | None:
-        """Take the next batch of the step from the loader; None: the step has no more."""
-        if self._is_whole:
-            return None
-        batch = next(self._batches, None)
-        if batch is None:
-            self.is_over = True
-            return None
-        if len(self._held) < self._hold and not self.is_last_pass:
-            self._held[len(self._seen)] = batch
-        self.rejected += len(batch.rejected)
-        self.cropped += batch.cropped
-        self._seen.append((batch.numbers, batch.origin))
-        self._ids.append(batch.ids)
-        return batch
+        return self._origins[0]
 
     def __iter__(self) -> Iterator[Piece]:
         """Yield a piece for each micro-batch that has items."""
         place = 0
-        while True:
-            if place < len(self._seen) and not (place == len(self._seen) - 1 and self._next is not None):
-                held = self._held.get(place)  # compared with None: an empty batch is falsy
-                batch: TaskBatch | None = self._fetch(*self._seen[place]) if held is None else held
-                del held
-            else:
-                batch, self._next = self._next, None
-                batch = self._take() if batch is None else batch
-            if self.is_last_pass:
+        while (batch := self._batch(place)) is not None:
+            if self.is_last_pass or len(self._held) > self._hold:
                 self._held.pop(place, None)
-            if batch is None:
-                return
             place += 1
             if self._ahead is not None:
                 self._ahead.following = partial(self._following, place)
             yield from self._pieces(batch)
             del batch  # its slot is free for the next one
 
-    def _following(self, place: int) -> Batch | None:
-        """Return what is collated of the micro-batch that comes after so many, or after them all; None: not at hand."""
-        if place < len(self._seen):
-            batch = self._held.get(place)
-        elif self._is_whole and not self.is_last_pass:
-            batch = self._held.get(0)
-        else:
-            batch = self._at_hand()
-        return batch.value if batch is not None and batch.is_made else None
+    def drain(self) -> None:
+        """Read the rest of the step from the loader and drop it."""
+        self._held.clear()
+        if self._ahead is not None:
+            self._ahead.drop()
+        while self._read():
+            self._held.clear()
+
+    def _read(self) -> bool:
+        """Read the next batch of the step from the loader; return False if there is none."""
+        batch = None if self._is_whole else next(self._batches, None)
+        if batch is None:
+            return False
+        self._held[len(self._origins)] = batch
+        self.rejected += len(batch.rejected)
+        self.cropped += batch.cropped
+        self._origins.append(batch.origin)
+        self.cuts.append((batch.ids, batch.numbers))
+        return True
 
     @property
     def _is_whole(self) -> bool:
         """Whether all micro-batches of the step were read."""
-        return bool(self._seen) and self._seen[-1][1].index + 1 == self._seen[-1][1].of
+        return bool(self._origins) and self._origins[-1].index + 1 == self._origins[-1].of
+
+    def _batch(self, place: int) -> TaskBatch | None:
+        """Return the batch at a place of the step: held, read, or read again; None after the last one."""
+        if place == len(self._origins) and not self._read():
+            return None
+        held = self._held.get(place)  # compared with None: an empty batch is falsy
+        return self.fetch(self.cuts[place][1], self._origins[place]) if held is None else held
 
     def _pieces(self, batch: TaskBatch) -> Iterator[Piece]:
         """Yield a batch as one piece, or as the runs between items that are left out."""
@@ -172,11 +159,12 @@ class RankShare:
                     yield Piece(batch, start, place)
                 start = place + 1
 
-    def drain(self) -> None:
-        """Read the rest of the step from the loader and drop it."""
-        self._next, self._hold = None, 0
-        self._held.clear()
-        if self._ahead is not None:
-            self._ahead.drop()
-        while self._take() is not None:
-            pass
+    def _following(self, place: int) -> Batch | None:
+        """Return what is collated of the micro-batch that comes after so many, or after them all; None: not at hand."""
+        if place < len(self._origins):
+            batch = self._held.get(place)
+        elif self._is_whole and not self.is_last_pass:
+            batch = self._held.get(0)
+        else:
+            batch = self._at_hand()
+        return batch.value if batch is not None and batch.is_made else None

@@ -72,7 +72,7 @@ class Step:
     is_spread = False  # the model is sharded over ranks, which then make all passes at the same time
     contrasts = False  # the loss compares all items of the step
     ahead: CopyAhead | None = None  # copies the batch that follows; None: each is copied when its turn comes
-    agreed: float | None = None  # what all ranks divide a single term by until its weight is known; None: by a guess
+    divisor: float | None = None  # of a single term, until its weight is known; None: the weight of the first part
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class Step:
             return whole_loss(terms)
         ((total, weight),) = terms.values()
         if not self._totals:
-            self._guess = guessed_weight(weight) if self.agreed is None else self.agreed
+            self._guess = guessed_weight(weight) if self.divisor is None else self.divisor
         return total / (float(self._guess) if total.device.type != torch.device(self.device).type else self._guess)
 
     def update(self, weights: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
@@ -241,7 +241,7 @@ class Step:
 
     def settle(self, weight: Tensor | float) -> None:
         """Divide the gradients of a single term by its weight instead of what they were divided by."""
-        guess = self._guess if self.agreed is None else self.agreed
+        guess = self._guess if self.divisor is None else self.divisor
         is_number = isinstance(weight, float)  # the loop has waited for it; a number scales gradients of any precision
         self._scale(float(quotient(float(guess), weight)) if is_number else quotient(guess, weight))
 

@@ -110,11 +110,11 @@ class OneStep:
         share = next(iter(self.phase.shares(trainer.step, hold=2, leave_out=frozenset())))
         before = card.allocations()
         with nullcontext() if refuse is None else card.refusing(refuse):
-            report = trainer.whole.accumulate(share, 2)
-            norm = trainer.whole.take(report)
+            report = trainer.stepper.accumulate(share, 2)
+            norm = trainer.stepper.take(report)
         count = card.allocations() - before
-        if lost := trainer.whole.lost:
-            trainer.whole.lost = ""
+        if lost := trainer.stepper.lost:
+            trainer.stepper.lost = ""
             assert "optimizer" in lost
             return None, count
         assert norm is not None
