@@ -53,15 +53,15 @@ KEY = np.dtype(f"V{KEY_BYTES}")
 def join_ranks(project: Project, folder: RunFolder, prepared: Prepared, tell: TaskContext) -> Ranks:
     """Return this process among its ranks, on the device that it has."""
     from pipeline.training.ranks.process_group import join_process_group
-    from pipeline.training.ranks.watchdog import HangLimits
+    from pipeline.training.ranks.rank_monitor import HangLimits
 
     place = tell.place
     device = take_device(project, place.local_rank, prepared)
     hang_s = float(project.config.train.hang)
     folder.meetings.mkdir(exist_ok=True)
-    patience = HangLimits(hang_s=hang_s, slow_s=max(2 * hang_s, 3600.0))
+    limits = HangLimits(hang_s=hang_s, slow_s=max(2 * hang_s, 3600.0))
     return join_process_group(
-        place, folder.meetings, device=device, patience=patience, tell=log_line, sharded=prepared.sharded
+        place, folder.meetings, device=device, limits=limits, report=log_line, sharded=prepared.sharded
     )
 
 

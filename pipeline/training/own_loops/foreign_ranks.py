@@ -22,8 +22,8 @@ from pipeline.errors import ConfigError
 from pipeline.records import RankPlace
 from pipeline.training.ranks.gradient_sums import reduce_in_pieces
 from pipeline.training.ranks.process_group import end_after_gloo, exchange_json, join_process_group
+from pipeline.training.ranks.rank_monitor import HangLimits
 from pipeline.training.ranks.rank_protocol import PIECE_BYTES, RankLost, SingleRank
-from pipeline.training.ranks.watchdog import HangLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -86,7 +86,7 @@ def ranks_of(device: str) -> Ranks:
     place = RankPlace.by_slurm(os.environ)
     if place is None:
         return SingleRank()
-    group = join_process_group(place, Path.cwd(), device=device, patience=HangLimits(hang_s=DAY_S, slow_s=DAY_S))
+    group = join_process_group(place, Path.cwd(), device=device, limits=HangLimits(hang_s=DAY_S, slow_s=DAY_S))
     atexit.register(group.close)
     return group
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import secrets
 import socket
 import threading
 import time
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is documented there
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # they are documented there
 
 from pipeline.device.accelerator import collectives, computing, is_card, numbered, on_card
 from pipeline.device.kinds import CPU
@@ -29,9 +30,9 @@ from pipeline.device.out_of_memory import free_caches
 from pipeline.errors import ConfigError
 from pipeline.records import RankPlace
 from pipeline.training.ranks.gradient_sums import reduce_in_pieces
+from pipeline.training.ranks.rank_monitor import Activity, HangLimits, RankMonitor
 from pipeline.training.ranks.rank_protocol import PIECE_BYTES, SingleRank
-from pipeline.training.ranks.rendezvous import COME_WITHIN_S, LOOPBACK, Meeting, meet
-from pipeline.training.ranks.watchdog import Activity, HangLimits, Watchdog
+from pipeline.training.ranks.rendezvous import COME_WITHIN_S, LOOPBACK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 LETTER_BYTES = 4096  # of each rank's message; if one is longer, a second round follows
 LENGTH_BYTES = 8
 LOOK_EVERY_S = 1.0
-NEVER = timedelta(days=7)  # the watchdog finds who is lost, and says who; a timeout of torch would not
+NEVER = timedelta(days=7)  # the rank monitor names who is lost; a timeout of torch would not
 INTERFACE = "GLOO_SOCKET_IFNAME"  # gloo reads its interface from nowhere else
 GLOO_THREAD = "pt_gloo_runloop"
 GLOO_RESTS_WITHIN_S = 10.0
@@ -54,38 +55,46 @@ def join_process_group(
     folder: Path,
     *,
     device: str = CPU,
-    patience: HangLimits | None = None,
+    limits: HangLimits | None = None,
     within_s: float = COME_WITHIN_S,
-    tell: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
     sharded: bool = False,
 ) -> Ranks:
-    """Join the process group once all ranks have come; `tell` is called with the message if one is lost.
+    """Join the process group once all ranks have come; `report` is called with the message if one is lost.
 
-    `folder` is one that all ranks see. A card must have been made the current device before; what collectives take of
-    its memory is taken here, so that whatever is measured later has it: those of sharded models, too, if `sharded`.
+    `folder` is one that all ranks see. A GPU must have been made the current device before. What collectives take of
+    its memory, those of sharded models too if `sharded`, is taken here, so that later measurements include it.
     """
+    limits = limits or HangLimits()
+    monitor = RankMonitor(place, limits, report)
     if place.world == 1:
-        return WatchedSingleRank(place, patience or HangLimits(), tell)
-    store = _store(LOOPBACK, 0, place) if place.rank == 0 else None
-    met = meet(place, folder, {"store": store.port} if store else {}, within_s)
-    watchdog = Watchdog(place, met, patience or HangLimits(), tell)
+        monitor.start()
+        return WatchedSingleRank(monitor, limits)
+    store, door, shared = None, -1, {}
+    if place.rank == 0:
+        listener = socket.create_server(("" if place.nodes > 1 else LOOPBACK, 0))
+        port, door = listener.getsockname()[1], listener.detach()
+        store, shared = _store(LOOPBACK, port, door), {"store": port, "prefix": secrets.token_hex(16)}
+    met = monitor.start(folder, shared, within_s)
     try:
-        store = store or _store(met.keeper, met.said["store"], place)
+        store = store or _store(met.keeper, met.shared["store"])
         with _on(interface_of(met.address)):
             dist.init_process_group(
                 collectives(device),
-                store=store,
+                store=PrefixStore(met.shared["prefix"], store),
                 rank=place.rank,
                 world_size=place.world,
                 timeout=NEVER,
                 device_id=numbered(device) if is_card(device) else None,  # its communicator is made at once
             )
     except Exception as error:
-        lost = watchdog.blame(str(error)) if isinstance(error, (RuntimeError, OSError)) else None
-        watchdog.leave(str(lost or error))
-        watchdog.close()
+        lost = monitor.blame(str(error)) if isinstance(error, (RuntimeError, OSError)) else None
+        monitor.leave(str(lost or error))
+        monitor.close()
         raise (lost or error) from error
-    group = ProcessGroup(place, met, watchdog, patience or HangLimits())
+    if place.rank == 0 and not is_card(device):  # NCCL may connect once more
+        _shut(door)
+    group = ProcessGroup(place, met.hosts, monitor, limits)
     if is_card(device):
         try:
             group.warm_up(device, sharded=sharded)
@@ -95,14 +104,16 @@ def join_process_group(
     return group
 
 
-def _store(host: str, port: int, place: RankPlace) -> TCPStore:
-    """Connect to torch's TCPStore; as rank 0 keep it, on one node for this node alone, since it admits everybody."""
-    listener = None
-    if place.rank == 0:
-        opened = socket.create_server(("" if place.nodes > 1 else LOOPBACK, 0))
-        port, listener = opened.getsockname()[1], opened.detach()
+def _store(host: str, port: int, listener: int | None = None) -> TCPStore:
+    """Connect to torch's TCPStore; as rank 0, which passes a listening socket, keep it."""
     within = timedelta(seconds=60)
-    return TCPStore(host, port, None, place.rank == 0, within, wait_for_workers=False, master_listen_fd=listener)
+    return TCPStore(host, port, None, listener is not None, within, wait_for_workers=False, master_listen_fd=listener)
+
+
+def _shut(door: int) -> None:
+    """Have a store, which would admit everybody, accept no connection from now on; it keeps those that it has."""
+    with socket.socket() as unbound:
+        os.dup2(unbound.fileno(), door)
 
 
 def interface_of(address: str) -> str | None:
@@ -125,58 +136,57 @@ def _on(interface: str | None) -> Iterator[None]:
 
 
 class RankAtWork:
-    """A rank that tells its watchdog what it does."""
+    """A rank that reports its work to its monitor."""
 
-    def __init__(self, watchdog: Watchdog, patience: HangLimits) -> None:
-        self._watchdog, self._patience = watchdog, patience
+    def __init__(self, monitor: RankMonitor, limits: HangLimits) -> None:
+        self._monitor, self._limits = monitor, limits
         self._slow = 0  # reasons to be patient
         self._calls = 0
+        self._is_open = True
 
     def progress(self, activity: str) -> None:
-        """Note what this rank does now, for the watchdog; raise if another rank was lost meanwhile."""
-        self._watchdog.check()
-        self._watchdog.doing = Activity(activity, self._allowance_s, self._calls)
+        self._monitor.check()
+        self._note(activity)
 
     @contextmanager
     def patient(self, activity: str) -> Iterator[None]:
-        before = self._watchdog.doing.what
+        before = self._monitor.doing.what
         self._slow += 1
         self.progress(activity)
         try:
             yield
         finally:
             self._slow -= 1
-            self._watchdog.doing = Activity(before, self._allowance_s, self._calls)
-
-    @property
-    def _allowance_s(self) -> float:
-        return self._patience.slow_s if self._slow else self._patience.hang_s
-
-
-class WatchedSingleRank(RankAtWork, SingleRank):
-    """`Ranks` of a training in one process, which its watchdog ends where it hangs."""
-
-    def __init__(self, place: RankPlace, patience: HangLimits, tell: Callable[[str], None]) -> None:
-        super().__init__(Watchdog(place, Meeting({}, (place.host,), {}, "", ""), patience, tell), patience)
-        self._is_open = True
+            self._note(before)
 
     def close(self, why: str = "") -> None:
         if self._is_open:
             self._is_open = False
-            self._watchdog.leave(why)
-            self._watchdog.close()
+            self._monitor.leave(why)
+            self._leave_group()
+            self._monitor.close()
+
+    def _leave_group(self) -> None:
+        pass
+
+    def _note(self, activity: str, *, waits: bool = False) -> None:
+        allowance_s = self._limits.slow_s if self._slow else self._limits.hang_s
+        self._monitor.doing = Activity(activity, allowance_s, self._calls, waits)
+
+
+class WatchedSingleRank(RankAtWork, SingleRank):
+    """`Ranks` of a training in one process, which its monitor ends where it hangs."""
 
 
 class ProcessGroup(RankAtWork):
     """`Ranks` over torch.distributed."""
 
-    def __init__(self, place: RankPlace, met: Meeting, watchdog: Watchdog, patience: HangLimits) -> None:
-        super().__init__(watchdog, patience)
+    def __init__(self, place: RankPlace, hosts: Sequence[str], monitor: RankMonitor, limits: HangLimits) -> None:
+        super().__init__(monitor, limits)
         end_after_gloo()
-        self.place, self.hosts, self.rank, self.world = place, met.hosts, place.rank, place.world
+        self.place, self.hosts, self.rank, self.world = place, hosts, place.rank, place.world
         self._slow = 1  # the first step is a reason to be patient
         self._has_stepped = False
-        self._is_open = True
 
     def exchange(self, message: Said) -> list[Said]:
         def gather(all_B: list[Tensor], own_B: Tensor) -> None:
@@ -194,7 +204,7 @@ class ProcessGroup(RankAtWork):
         if not self._has_stepped:
             self._has_stepped = True
             self._slow -= 1
-            self.progress(self._watchdog.doing.what)
+            self.progress(self._monitor.doing.what)
 
     def warm_up(self, device: str, *, sharded: bool) -> None:
         """Make each kind of collective call once, small and large: a library takes its memory at the first of each."""
@@ -219,28 +229,24 @@ class ProcessGroup(RankAtWork):
         with self._waiting():
             self._await(begin, in_stream=in_stream)
 
-    def close(self, why: str = "") -> None:
-        if self._is_open:
-            self._is_open = False
-            self._watchdog.leave(why)
-            # It never completes pending calls, and destroying the group would wait for them
-            if self._watchdog.has_lost:
-                with suppress(RuntimeError, AttributeError):  # it is broken already; older versions of torch cannot
-                    dist.group.WORLD.abort()  # type: ignore[union-attr]
-            dist.destroy_process_group()
-            self._watchdog.close()
+    def _leave_group(self) -> None:
+        # It never completes pending calls, and destroying the group would wait for them
+        if self._monitor.has_lost:
+            with suppress(RuntimeError, AttributeError):  # it is broken already; older versions of torch cannot
+                dist.group.WORLD.abort()  # type: ignore[union-attr]
+        dist.destroy_process_group()
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         """Surround a collective call: meanwhile this rank waits for the others, and does not count as hung."""
-        self._watchdog.check()
+        self._monitor.check()
         self._calls += 1
-        before = self._watchdog.doing
-        self._watchdog.doing = Activity(before.what, self._allowance_s, self._calls, waits=True)
+        activity = self._monitor.doing.what
+        self._note(activity, waits=True)
         try:
             yield
         finally:
-            self._watchdog.doing = Activity(before.what, self._allowance_s, self._calls)
+            self._note(activity)
 
     def _await(self, begin: Callable[[], dist.Work], *, in_stream: bool = False) -> None:
         """Wait until a collective call has completed, or a rank is lost."""
@@ -250,10 +256,10 @@ class ProcessGroup(RankAtWork):
             if not in_stream:
                 work.get_future().add_done_callback(lambda _: done.set())
                 while not done.wait(LOOK_EVERY_S):
-                    self._watchdog.check()
+                    self._monitor.check()
             work.wait()
         except RuntimeError as error:  # torch has no type for it; a peer's death breaks a connection
-            raise self._watchdog.blame(str(error).partition("\n")[0]) from error
+            raise self._monitor.blame(str(error).partition("\n")[0]) from error
 
 
 def exchange_json(message: Said, world: int, gather: Callable[[list[Tensor], Tensor], object]) -> list[Said]:

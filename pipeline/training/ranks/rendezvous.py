@@ -1,20 +1,20 @@
-"""How ranks that were started apart find each other, on a node that others use too.
+"""Ranks that were started apart find each other, on a node that strangers use too.
 
-Rank 0 lets the kernel pick a port, and writes where it is, with two random words, into a file of the run that is named
-after this very start of the ranks. The others look for the file, connect, say the first word and expect the second: a
-file that was left behind, and whoever has its port now, is never joined.
+Rank 0 lets the kernel pick a port. It writes its addresses and two random words into a file of the run, which only this
+user can read and whose name no other start of the ranks has. The others look for the file, connect, send the first word
+and expect the second. So they never join another program that now has the port of a file that was left behind.
 
-The connections stay for the watchdog. The store of torch.distributed could not take their place: it admits everybody,
-tells nobody that a client's connection broke, and keeps signals waiting for as long as it waits itself.
+The connections stay open for the rank monitor. torch's TCPStore could not replace them: it admits everybody and lists
+its keys to them, reports no broken connection, and waits forever for a process that is stopped (torch 2.13).
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import os
 import secrets
-import selectors
 import socket
 import time
 from contextlib import suppress
@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import JobFailed
 from pipeline.files import replacing
-from pipeline.records import RankPlace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
+
+    from pipeline.records import RankPlace
 
 COME_WITHIN_S = 300.0  # all ranks; a node may boot a container first
 LOOK_EVERY_S = (0.02, 1.0)  # at first, and at last
@@ -35,8 +36,7 @@ CONNECT_WITHIN_S = 5.0
 GREET_WITHIN_S, MOST_SILENT = 10.0, 64  # connections that have not said who they are; the oldest go first
 LOOPBACK = "127.0.0.1"
 LONGEST_LINE = 1 << 16
-NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # a program may have SIGPIPE end it
-KEEP_ALIVE = {  # the kernel asks the other: a node that is gone is known within 25 s, a busy process is left alone
+KEEP_ALIVE = {  # the kernel asks the other: a lost node is noticed within 25 s, a busy process is left alone
     "TCP_KEEPIDLE": 10,
     "TCP_KEEPINTVL": 5,
     "TCP_KEEPCNT": 3,
@@ -44,167 +44,170 @@ KEEP_ALIVE = {  # the kernel asks the other: a node that is gone is known within
 }
 
 
-class JsonConnection:
-    """A connection between two ranks that carries JSON, one message a line; only `next` ever waits."""
+class JsonLink:
+    """A connection between two ranks that carries a JSON object a line; sending never waits."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(0)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer, self.close = reader, writer, writer.close
+        self._socket: socket.socket = writer.get_extra_info("socket")
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in KEEP_ALIVE.items():
             if hasattr(socket, name):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        self._socket, self._received, self._unsent = connection, b"", b""
-        self._messages: list[dict[str, Any]] = []  # that were received and not taken
-        self.fileno, self.close = connection.fileno, connection.close  # selectors ask for the first
-
-    @property
-    def address(self) -> str:
-        return str(self._socket.getsockname()[0])
+                self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self.address: str = self._socket.getsockname()[0]
 
     @property
     def is_clogged(self) -> bool:
-        """Whether some of what was sent is still buffered, since the other end does not read."""
-        return bool(self._unsent)
+        """Whether the other end does not read: some of what was sent is still buffered."""
+        return self._writer.transport.get_write_buffer_size() > 0
+
+    def drop_in_child(self) -> None:
+        """Let go of the connection in a forked process, which would hide the death of its parent."""
+        if (fd := self._socket.fileno()) >= 0:
+            with socket.socket() as unconnected:
+                os.dup2(unconnected.fileno(), fd)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message, or buffer what cannot go now; `receive` reports a broken connection."""
-        self._unsent += json.dumps(message).encode() + b"\n"
-        try:
-            self._unsent = self._unsent[self._socket.send(self._unsent, NO_SIGNAL) :]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._unsent = b""
+        self._writer.write(json.dumps(message).encode() + b"\n")
 
-    def receive(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return the messages that have come, and whether the connection is open; malformed data closes it."""
-        is_open = self._read() and len(self._received) <= LONGEST_LINE
-        messages, self._messages = self._messages, []
-        return messages, is_open
-
-    def next(self, within_s: float) -> dict[str, Any]:
-        """Wait for the next message."""
-        until = time.monotonic() + within_s
-        with selectors.DefaultSelector() as ready:
-            ready.register(self, selectors.EVENT_READ)
-            while not self._messages:
-                if not ready.select(max(0.0, until - time.monotonic())):
-                    raise TimeoutError(f"no answer within {within_s:.0f} s")
-                if not self._read() and not self._messages:
-                    raise ConnectionError("the connection was closed")
-        return self._messages.pop(0)
-
-    def _read(self) -> bool:
-        """Read what has arrived; tell whether the connection is still open."""
-        is_open = True
+    async def next(self, within_s: float | None = None) -> dict[str, Any] | None:
+        """Wait for the next message; None if none comes any more, or what comes is malformed."""
         try:
-            while is_open and len(self._received) <= 2 * LONGEST_LINE:
-                part = self._socket.recv(LONGEST_LINE)
-                self._received += part
-                is_open = bool(part)
-        except BlockingIOError:
-            pass
-        except OSError:
-            is_open = False
-        *lines, self._received = self._received.split(b"\n")
-        try:
-            self._messages += [dict(json.loads(line)) for line in lines]
-        except (ValueError, TypeError, RecursionError):
-            return False
-        return is_open
+            return dict(json.loads(await asyncio.wait_for(self._reader.readline(), within_s)))
+        except (OSError, ValueError, TypeError, RecursionError):
+            return None
 
 
 @dataclass(frozen=True)
 class Meeting:
     """The connections and addresses of this rank, once all ranks have come."""
 
-    connections: dict[int, JsonConnection]  # rank 0: to every other; the others: to rank 0
-    hosts: tuple[str, ...]  # by rank
-    said: Mapping[str, Any]  # what rank 0 lets everybody know
-    keeper: str  # the address of rank 0, as this rank reaches it
-    address: str  # the address of this rank, as others reach it
+    links: Mapping[int, JsonLink]  # rank 0: to every other; the others: to rank 0
+    hosts: Sequence[str]  # by rank
+    shared: Mapping[str, Any]  # by rank 0 with all
+    keeper: str = LOOPBACK  # the address of rank 0, as this rank reaches it
+    address: str = LOOPBACK  # the address of this rank, as others reach it
 
 
-def meet(place: RankPlace, folder: Path, shared: Mapping[str, Any], within_s: float = COME_WITHIN_S) -> Meeting:
-    """Connect all ranks; `shared` of rank 0 is returned to each of them."""
+async def meet(place: RankPlace, folder: Path, shared: Mapping[str, Any], within_s: float) -> Meeting:
+    """Connect all ranks; `shared` of rank 0 reaches each of them."""
     file = folder / f"ranks-{place.meeting}.json"
-    return _keep(place, file, shared, within_s) if place.rank == 0 else _join(place, file, within_s)
+    return await (_Host(place, within_s).gather(file, shared) if place.rank == 0 else _join(place, file, within_s))
 
 
-def _keep(place: RankPlace, file: Path, shared: Mapping[str, Any], within_s: float) -> Meeting:
-    """As rank 0: publish the address, admit the others, and send them what they need."""
-    with socket.create_server(("" if place.nodes > 1 else LOOPBACK, 0), backlog=place.world) as listener:
-        words = {"token": secrets.token_hex(16), "answer": secrets.token_hex(16)}
-        with replacing(file) as partial:
-            partial.touch(0o600, exist_ok=False)  # nobody else may read the words
-            partial.write_text(json.dumps({**words, "addresses": _addresses(place), "port": listener.getsockname()[1]}))
+class _Host:
+    """Rank 0: admits ranks that know the first word."""
+
+    def __init__(self, place: RankPlace, within_s: float) -> None:
+        self._place, self._within_s = place, within_s
+        self._words = {"token": secrets.token_hex(16), "answer": secrets.token_hex(16)}
+        self._silent: dict[JsonLink, None] = {}  # the oldest first
+        self._came: dict[int, tuple[JsonLink, str]] = {}
+        self._all_came = asyncio.Event()
+
+    async def gather(self, file: Path, shared: Mapping[str, Any]) -> Meeting:
+        """Publish the address, admit the others, and send them what they need."""
+        place = self._place
+        listener = socket.create_server(("" if place.nodes > 1 else LOOPBACK, 0), backlog=place.world)
+        port = listener.getsockname()[1]
+        server = await asyncio.start_server(self._admit, sock=listener, limit=LONGEST_LINE)
         try:
-            came = _admit(listener, place.world, words, within_s)
+            with replacing(file) as partial:
+                partial.touch(0o600, exist_ok=False)  # only this user may read the words
+                partial.write_text(json.dumps({**self._words, "addresses": addresses_of(place), "port": port}))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._all_came.wait(), self._within_s)
         finally:
+            server.close()
             file.unlink(missing_ok=True)
-    connections = {rank: connection for rank, (connection, _) in came.items()}
-    if missing := sorted(set(range(1, place.world)) - came.keys()):
-        for connection in connections.values():
-            connection.send({"missing": missing})
-            connection.close()
-        raise _did_not_come(missing, place.world, f" within {within_s:.0f} s")
-    hosts = (place.host, *(came[rank][1] for rank in range(1, place.world)))
-    outward = [own for connection in connections.values() if not _is_loopback(own := connection.address)]
-    address = outward[0] if outward else LOOPBACK
-    for connection in connections.values():
-        connection.send({"hosts": hosts, "said": shared, "address": address})
-    return Meeting(connections, hosts, shared, LOOPBACK, address)
+            for stranger in self._silent:
+                stranger.close()
+        links = {rank: link for rank, (link, _) in self._came.items()}
+        if missing := sorted(set(range(1, place.world)) - links.keys()):
+            for link in links.values():
+                link.send({"missing": missing})
+                link.close()
+            raise _did_not_come(missing, place.world, f" within {self._within_s:.0f} s")
+        hosts = [place.host, *(self._came[rank][1] for rank in range(1, place.world))]
+        address = next((link.address for link in links.values() if not _is_loopback(link.address)), LOOPBACK)
+        for link in links.values():
+            link.send({"hosts": hosts, "shared": shared, "address": address})
+        return Meeting(links, hosts, shared, LOOPBACK, address)
+
+    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Let a rank in; disconnect a stranger, at the latest when it has been silent for too long."""
+        link = JsonLink(reader, writer)
+        self._silent[link] = None
+        if len(self._silent) > MOST_SILENT:
+            next(iter(self._silent)).close()
+        greeting = await link.next(GREET_WITHIN_S) or {}
+        del self._silent[link]
+        rank, token = greeting.get("rank"), str(greeting.get("token")).encode(errors="replace")
+        is_ours = hmac.compare_digest(token, self._words["token"].encode())
+        if not is_ours or not isinstance(rank, int) or not 0 < rank < self._place.world:
+            link.close()
+            return
+        if rank in self._came:  # it lost its connection, and comes once more
+            self._came[rank][0].close()
+        self._came[rank] = link, str(greeting.get("host"))
+        link.send({"answer": self._words["answer"]})
+        if len(self._came) == self._place.world - 1:
+            self._all_came.set()
 
 
-def _admit(
-    listener: socket.socket, world: int, words: Mapping[str, str], within_s: float
-) -> dict[int, tuple[JsonConnection, str]]:
-    """Accept ranks that know the token, and return them with their hosts; others are disconnected."""
-    came: dict[int, tuple[JsonConnection, str]] = {}
-    silent: dict[JsonConnection, float] = {}  # the oldest first, and until when each may stay so
+async def _join(place: RankPlace, file: Path, within_s: float) -> Meeting:
+    """As another rank: look for rank 0 until it is found."""
     until = time.monotonic() + within_s
-    listener.settimeout(0)
-    with selectors.DefaultSelector() as ready:
-        ready.register(listener, selectors.EVENT_READ)
-        while len(came) < world - 1 and (left_s := until - time.monotonic()) > 0:
-            for key, _ in ready.select(min(left_s, GREET_WITHIN_S)):
-                connection: JsonConnection | None = key.data
-                if connection is None:
-                    with suppress(OSError):  # it may have gone again
-                        connection = JsonConnection(listener.accept()[0])
-                        ready.register(connection, selectors.EVENT_READ, connection)
-                        silent[connection] = time.monotonic() + GREET_WITHIN_S
-                    continue
-                messages, is_open = connection.receive()
-                if is_open and not messages:
-                    continue
-                ready.unregister(connection)
-                del silent[connection]
-                if not is_open or (rank := _rank_of(messages[0], words["token"], world)) is None:
-                    connection.close()
-                    continue
-                connection.send({"answer": words["answer"]})
-                if rank in came:  # it lost its connection, and comes once more
-                    came[rank][0].close()
-                came[rank] = connection, str(messages[0].get("host"))
-            late = [connection for connection, by in silent.items() if by < time.monotonic()]
-            for connection in {*late, *list(silent)[:-MOST_SILENT]}:
-                ready.unregister(connection)
-                del silent[connection]
-                connection.close()
-    for connection in silent:
-        connection.close()
-    return came
+    pause_s, trouble = LOOK_EVERY_S[0], f"{file} does not exist yet"
+    while time.monotonic() < until:
+        try:
+            os.listdir(file.parent)  # noqa: PTH208 - NFS remembers that a name is not there, but asks for a list
+            return await _attempt(place, json.loads(file.read_text()), until)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            trouble = f"the address in {file} does not answer: {error}"
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, LOOK_EVERY_S[1])
+    raise JobFailed(
+        f"rank {place.rank} of {place.world} ({place.host}) did not find rank 0 within {within_s:.0f} s: {trouble}",
+        remedy="pipeline logs   (shows why rank 0 did not start; all ranks must see the same run folder)",
+    )
 
 
-def _rank_of(message: Mapping[str, Any], token: str, world: int) -> int | None:
-    """Return the rank that a greeting is from, None if its token is wrong."""
-    rank, word = message.get("rank"), str(message.get("token"))
-    knows = hmac.compare_digest(word.encode(errors="replace"), token.encode())
-    return rank if knows and isinstance(rank, int) and 0 < rank < world else None
+async def _attempt(place: RankPlace, content: Mapping[str, Any], until: float) -> Meeting:
+    """Join the rank 0 that a file describes; raises OSError if no process, or another program, answers there."""
+    keeper, link = await _connect(content["addresses"], int(content["port"]))
+    try:
+        link.send({"token": content["token"], "rank": place.rank, "host": place.host})
+        first = await link.next(CONNECT_WITHIN_S) or {}
+        if not hmac.compare_digest(str(first.get("answer")).encode(), str(content["answer"]).encode()):
+            raise ConnectionError("another program answers there")
+        reply = await link.next(max(0.0, until - time.monotonic()) + CONNECT_WITHIN_S)
+        if reply is None:
+            raise ConnectionError("the connection was closed")
+        if "missing" in reply:
+            raise _did_not_come(reply["missing"], place.world)
+        own = reply["address"] if _is_loopback(link.address) else link.address
+        return Meeting({0: link}, reply["hosts"], reply["shared"], keeper, own)
+    except BaseException:
+        link.close()
+        raise
 
 
-def _addresses(place: RankPlace) -> list[str]:
+async def _connect(addresses: Iterable[str], port: int) -> tuple[str, JsonLink]:
+    """Connect to the first address that answers."""
+    trouble = OSError("it has no address")
+    for address in addresses:
+        try:
+            opening = asyncio.open_connection(address, port, limit=LONGEST_LINE)
+            return address, JsonLink(*await asyncio.wait_for(opening, CONNECT_WITHIN_S))
+        except OSError as error:
+            trouble = OSError(f"{address}:{port}: {error}")
+    raise trouble
+
+
+def addresses_of(place: RankPlace) -> list[str]:
     """Return the names and addresses under which other nodes may reach this one, the likeliest first."""
     if place.nodes == 1:
         return [LOOPBACK]
@@ -219,55 +222,6 @@ def _addresses(place: RankPlace) -> list[str]:
 
 def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address in ("localhost", "localhost.localdomain", "::1")
-
-
-def _join(place: RankPlace, file: Path, within_s: float) -> Meeting:
-    """As another rank: look for rank 0 until it is found."""
-    until = time.monotonic() + within_s
-    pause_s, trouble = LOOK_EVERY_S[0], f"{file} does not exist yet"
-    while time.monotonic() < until:
-        try:
-            os.listdir(file.parent)  # noqa: PTH208 - NFS remembers that a name is not there, but asks for a list
-            return _attempt(place, json.loads(file.read_text()), until)
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            trouble = f"the address in {file} does not answer: {error}"
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, LOOK_EVERY_S[1])
-    raise JobFailed(
-        f"rank {place.rank} of {place.world} ({place.host}) did not find rank 0 within {within_s:.0f} s: {trouble}",
-        remedy="pipeline logs   (shows why rank 0 did not start; all ranks must see the same run folder)",
-    )
-
-
-def _attempt(place: RankPlace, content: Mapping[str, Any], until: float) -> Meeting:
-    """Join the rank 0 that a file describes; raises OSError if nobody, or somebody else, answers there."""
-    address, connection = _connect(content["addresses"], int(content["port"]))
-    try:
-        connection.send({"token": content["token"], "rank": place.rank, "host": place.host})
-        first = connection.next(CONNECT_WITHIN_S)
-        if not hmac.compare_digest(str(first.get("answer")).encode(), str(content["answer"]).encode()):
-            raise ConnectionError("another program answers there")
-        reply = connection.next(max(0.0, until - time.monotonic()) + CONNECT_WITHIN_S)
-        if "missing" in reply:
-            raise _did_not_come(reply["missing"], place.world)
-        own = reply["address"] if _is_loopback(connection.address) else connection.address
-        return Meeting({0: connection}, tuple(reply["hosts"]), reply["said"], address, own)
-    except BaseException:
-        connection.close()
-        raise
-
-
-def _connect(addresses: Iterable[str], port: int) -> tuple[str, JsonConnection]:
-    """Connect to the first address that answers."""
-    error: OSError = ConnectionError("it has no address")
-    for address in addresses:
-        try:
-            return address, JsonConnection(socket.create_connection((address, port), timeout=CONNECT_WITHIN_S))
-        except OSError as refused:
-            error = OSError(f"{address}:{port}: {refused}")
-    raise error
 
 
 def _did_not_come(missing: Iterable[int], world: int, late: str = "") -> JobFailed:

@@ -17,7 +17,7 @@ Why nobody waits for ever, as long as all ranks begin the same passes (`joint_tu
 
 An agreement itself takes no memory of the device: it is two numbers in the host's memory, over gloo, and on a GPU only
 the processes meet, not their streams. A collective that fails as it begins (NCCL may allocate there) ends the job, and
-so does every error that is not out of memory: the watchdog tells the other ranks.
+so does every error that is not out of memory: the rank monitor tells the other ranks.
 """
 
 from __future__ import annotations

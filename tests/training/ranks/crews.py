@@ -20,7 +20,7 @@ from pipeline.device.kinds import CPU
 from pipeline.errors import PipelineError
 from pipeline.records import RankPlace
 from pipeline.training.ranks.process_group import ProcessGroup, WatchedSingleRank, join_process_group
-from pipeline.training.ranks.watchdog import HangLimits
+from pipeline.training.ranks.rank_monitor import HangLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,7 +84,7 @@ def crew(
     world: int,
     part: Callable[..., Any],
     *words: Any,
-    patience: HangLimits | None = None,
+    limits: HangLimits | None = None,
     meeting: str = "test",
     meeting_folder: Path | None = None,
     nodes: int = 1,
@@ -96,7 +96,7 @@ def crew(
     processes = [
         _context.Process(
             target=_be,
-            args=(f"{rank}/{world}", nodes, device, folder, where, meeting, patience, part, words),
+            args=(f"{rank}/{world}", nodes, device, folder, where, meeting, limits, part, words),
             daemon=True,
         )
         for rank in range(world)
@@ -121,7 +121,7 @@ def _be(
     folder: Path,
     where: Path,
     meeting: str,
-    patience: HangLimits | None,
+    limits: HangLimits | None,
     do: Callable[..., Any],
     words: tuple[Any, ...],
 ) -> None:
@@ -136,8 +136,8 @@ def _be(
     try:
         if is_card(device):
             select_card(place.local_rank)
-        tell = folder.joinpath(f"{place.rank}.told").write_text
-        group = join_process_group(place, where, device=device, patience=patience, within_s=120, tell=tell)
+        report = folder.joinpath(f"{place.rank}.told").write_text
+        group = join_process_group(place, where, device=device, limits=limits, within_s=120, report=report)
         assert isinstance(group, ProcessGroup | WatchedSingleRank)
         result = do(group, *words)
         folder.joinpath(f"{place.rank}.json").write_text(json.dumps(result))

@@ -15,12 +15,14 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # they are documented there
 
 from pipeline.records import RankPlace
 from pipeline.training.ranks.process_group import LETTER_BYTES, ProcessGroup, WatchedSingleRank
+from pipeline.training.ranks.rank_monitor import Activity, HangLimits, LostRank, stuck_rank
 from pipeline.training.ranks.rank_protocol import HUNG, LOST
-from pipeline.training.ranks.rendezvous import _addresses
-from pipeline.training.ranks.watchdog import Activity, HangLimits, LostRank, stuck_rank
+from pipeline.training.ranks.rendezvous import addresses_of
 from tests.training.ranks.crews import DEADLINE_S, await_file, crew
 
 pytestmark = pytest.mark.nightly
@@ -30,6 +32,19 @@ WORLD = 3
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "complex64")
 SHAPES = ((), (5,), (3, 7), (0, 4), (2, 3, 4))
 SAID = {"a": 0.1 + 0.2, "nan": math.nan, "inf": -math.inf, "tiny": 5e-324, "text": "Å\n", "list": [1, None, True]}
+
+
+def reaches_store() -> bool:
+    """Return whether a new connection to torch's store is accepted."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    assert isinstance(store, TCPStore)
+    try:
+        socket.create_connection(("127.0.0.1", store.port)).close()
+    except ConnectionRefusedError:
+        return False
+    return True
 
 
 def everything(group: ProcessGroup) -> dict[str, Any]:
@@ -50,6 +65,7 @@ def everything(group: ProcessGroup) -> dict[str, Any]:
         "alike": [one.to(torch.complex128).real.flatten().tolist() for one in alike],
         "many": [one.flatten().tolist() for one in many],
         "strided": strided.tolist(),
+        "store": reaches_store(),
         "listens": [one.laddr.ip for one in psutil.Process().net_connections("tcp") if one.status == "LISTEN"],
     }
 
@@ -65,6 +81,7 @@ def test_ranks_talk_and_add_up_bitwise_alike_and_leave_in_order(tmp_path: Path) 
         assert [len(one["long"]) for one in long] == [0, LETTER_BYTES, 2 * LETTER_BYTES]
         assert nothing == [{}, {}, {}]
         assert set(result["listens"]) <= {"127.0.0.1"}, "on one node nothing is open to others"
+        assert not result["store"], "not even to those on this node"
         assert result["alike"] == [[6.0] * math.prod(shape) for _ in DTYPES for shape in SHAPES]
         assert result["strided"] == (torch.arange(12.0).reshape(3, 4) * 6).tolist(), "layout does not matter"
         assert result["many"] == results[0]["many"]
@@ -78,8 +95,8 @@ def test_ranks_talk_and_add_up_bitwise_alike_and_leave_in_order(tmp_path: Path) 
 
 
 def await_word_of(group: ProcessGroup, rank: int, what: str) -> None:
-    """Wait until the watchdog of this rank has heard what another does, where it hears of it directly."""
-    peer = group._watchdog._peers.get(rank)
+    """Wait until the monitor of this rank has heard what another does, where it hears of it directly."""
+    peer = group._monitor._peers.get(rank)
     while peer is not None and peer.doing.what != what:
         time.sleep(0.005)
 
@@ -102,7 +119,7 @@ def lose(group: ProcessGroup, folder: Path, victim: int, doing: str) -> None:
 
 @pytest.mark.parametrize(("victim", "doing"), [(0, "waits"), (1, "waits"), (0, "computes"), (1, "is stuck")])
 def test_a_killed_rank_is_named_by_all_others(tmp_path: Path, victim: int, doing: str) -> None:
-    started = crew(tmp_path, 3, lose, tmp_path, victim, doing, patience=QUICK)
+    started = crew(tmp_path, 3, lose, tmp_path, victim, doing, limits=QUICK)
     for rank in range(3):
         await_file(tmp_path / f"ready-{rank}")
     os.kill(started.pid(victim), signal.SIGKILL)
@@ -130,7 +147,7 @@ def be_survived(group: ProcessGroup, folder: Path) -> None:
 
 
 def test_a_child_that_outlives_a_killed_rank_does_not_hide_its_death(tmp_path: Path) -> None:
-    started = crew(tmp_path, 2, be_survived, tmp_path, patience=QUICK)
+    started = crew(tmp_path, 2, be_survived, tmp_path, limits=QUICK)
     await_file(tmp_path / "child")
     os.kill(started.pid(1), signal.SIGKILL)
     codes = started.wait()
@@ -147,7 +164,7 @@ def add_one(group: ProcessGroup) -> list[float]:
 
 
 def test_ranks_on_several_nodes_reach_each_other_by_an_address_that_is_no_loopback(tmp_path: Path) -> None:
-    if not list(_addresses(RankPlace(0, 2, nodes=2))):
+    if not list(addresses_of(RankPlace(0, 2, nodes=2))):
         pytest.skip("this machine has no address but the loopback's")
     assert crew(tmp_path, 2, add_one, nodes=2).results() == [[2.0, 2.0, 2.0, 2]] * 2
 
@@ -168,7 +185,7 @@ def fall_asleep() -> None:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_hung_rank_shows_where_it_is_and_is_named(tmp_path: Path, victim: int) -> None:
-    started = crew(tmp_path, 2, hang, victim, patience=QUICK)
+    started = crew(tmp_path, 2, hang, victim, limits=QUICK)
     assert started.wait() == [HUNG if rank == victim else LOST for rank in range(2)]
     for rank in range(2):
         assert f"rank {victim} ({socket.gethostname()}) made no progress for 2 s" in started.told(rank)
@@ -187,7 +204,7 @@ def hang_alone(group: WatchedSingleRank) -> None:
 
 
 def test_a_training_in_one_process_that_hangs_shows_where_it_is_and_ends(tmp_path: Path) -> None:
-    started = crew(tmp_path, 1, hang_alone, patience=QUICK)
+    started = crew(tmp_path, 1, hang_alone, limits=QUICK)
     assert started.wait() == [HUNG]
     assert "made no progress for 2 s; its last action: step 2" in started.told(0)
     assert "in fall_asleep" in started.err(0)
@@ -206,7 +223,7 @@ def stop(group: ProcessGroup, folder: Path) -> None:
 
 
 def test_a_process_of_which_no_thread_runs_is_named_by_the_others(tmp_path: Path) -> None:
-    started = crew(tmp_path, 2, stop, tmp_path, patience=QUICK)
+    started = crew(tmp_path, 2, stop, tmp_path, limits=QUICK)
     await_file(tmp_path / "ready")
     await_file(tmp_path / "heard")
     os.kill(started.pid(1), signal.SIGSTOP)
@@ -233,7 +250,7 @@ def be_slow(group: ProcessGroup) -> list[Any]:
 
 
 def test_what_is_slow_is_not_a_hang(tmp_path: Path) -> None:
-    assert crew(tmp_path, 2, be_slow, patience=SHORT).results()[0] == [{}, {}]
+    assert crew(tmp_path, 2, be_slow, limits=SHORT).results()[0] == [{}, {}]
 
 
 def give_up(group: ProcessGroup, why: str) -> None:
@@ -249,7 +266,7 @@ def give_up(group: ProcessGroup, why: str) -> None:
     ("why", "how"), [("the disk is full", "gave up: the disk is full"), ("", "ended while others")]
 )
 def test_who_leaves_others_alone_is_named(tmp_path: Path, why: str, how: str) -> None:
-    started = crew(tmp_path, 3, give_up, why, patience=QUICK)
+    started = crew(tmp_path, 3, give_up, why, limits=QUICK)
     assert started.wait() == [LOST, 0, LOST]
     for rank in (0, 2):
         assert f"rank 1 ({socket.gethostname()}) {how}" in started.err(rank)
@@ -276,7 +293,7 @@ def stop_waiting(*_: Any) -> None:
 
 
 def test_a_signal_is_handled_while_others_are_waited_for(tmp_path: Path) -> None:
-    started = crew(tmp_path, 2, interrupt, tmp_path, patience=QUICK)
+    started = crew(tmp_path, 2, interrupt, tmp_path, limits=QUICK)
     await_file(tmp_path / "ready")
     os.kill(started.pid(0), signal.SIGUSR1)
     assert started.wait() == [0, 0]
@@ -286,7 +303,7 @@ def test_a_signal_is_handled_while_others_are_waited_for(tmp_path: Path) -> None
 def test_ranks_that_wait_for_each_other_are_stuck_and_the_one_behind_is_named() -> None:
     ahead, behind = Activity("step 4", 10.0, calls=12, waits=True), Activity("step 3", 10.0, calls=11, waits=True)
     found = stuck_rank({0: ("n1", ahead, 11.0), 1: ("n2", behind, 11.0)})
-    how = "waits for the others, and they for it: it is in call 11, others in call 12"
+    how = "waits for the others, which wait for it: it is in call 11, others in call 12"
     assert found == LostRank(1, "n2", how, "step 3")
     assert str(found) == f"rank 1 (n2) {how}; its last action: step 3"
     assert stuck_rank({0: ("n1", ahead, 11.0), 1: ("n2", behind, 9.0)}) is None
