@@ -325,11 +325,11 @@ def export_model_command(
 def _told_as_damage() -> Iterator[None]:
     """Let a damaged checkpoint end the command as damage does; in a job it is the job that failed."""
     from pipeline.errors import CacheDamaged
-    from pipeline.training.checkpoints.tensor_file import CheckpointDamaged
+    from pipeline.training.checkpoints.sealed_folder import FolderDamaged
 
     try:
         yield
-    except CheckpointDamaged as error:
+    except FolderDamaged as error:
         error.exit_code = CacheDamaged.exit_code  # type: ignore[misc]  # of this one alone
         raise
 

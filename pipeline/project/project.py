@@ -153,7 +153,7 @@ def _checkpoint(config: Config, beside: Path | None) -> Path:
     except ConfigError as error:
         if beside is None or not ModelFolder(beside).export.is_file():
             raise
-        card = read_export(beside)
+        card = read_export(beside).data
         width = f", of {card['options']['embedding_dim']} numbers" if "embedding_dim" in card["options"] else ""
         takes = ", ".join(f"{name} {value}" for name, value in card["encoder"].items())
         what = f"{error.what}\n  the model takes {takes}{width}"

@@ -20,6 +20,7 @@ from pipeline.memory.runtime.governor import Governor
 from pipeline.memory.runtime.meters import Habits, HostMeter, Upkeep, meter_of
 from pipeline.protocol import Weights
 from pipeline.records import Reason, TaskContext
+from pipeline.training.checkpoints.checkpoint import latest_checkpoint
 from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder, new_token
 from pipeline.training.checkpoints.keeper import Keeper
 from pipeline.training.checkpoints.published_names import WeightsReading
@@ -335,11 +336,8 @@ def _evaluation(job: Job, step: Step, watch: TrainingObserver) -> Evaluator | No
 
 def _reference(checkpoints: CheckpointFolder) -> Reference | None:
     """Return the newest checkpoint, from which a step can be reached again."""
-    manifest = checkpoints.latest()
-    if manifest is None:
-        return None
-    path = checkpoints.folder / manifest.name
-    return Reference(str(path), content_digest((path / "manifest.json").read_bytes()).hex())
+    newest = latest_checkpoint(checkpoints.folder)
+    return Reference(str(newest.path), newest.sealed.digest) if newest else None
 
 
 def fresh_step(job: Job) -> Step:

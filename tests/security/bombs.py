@@ -34,6 +34,7 @@ from pipeline.encoder.checkpoints.esm_checkpoint import (
 )
 from pipeline.encoder.checkpoints.weight_containers import read_pt, read_safetensors
 from pipeline.errors import PipelineError
+from pipeline.files import file_digest
 from pipeline.readers import hdf5
 from pipeline.readers.captions import Captions
 from pipeline.readers.pairs import Pairs
@@ -46,7 +47,7 @@ from pipeline.structures.parsing.read_structure import FileReading, parse_struct
 from pipeline.structures.parsing.structure_files import format_of, read_file
 from pipeline.structures.sources.data_source import items
 from pipeline.structures.sources.item_ids import SourceSpec
-from pipeline.training.checkpoints.tensor_file import TensorFile, WrittenFile
+from pipeline.training.checkpoints.sealed_folder import WrittenFile, unseal, write_manifest
 from pipeline.training.checkpoints.trained_weights import stored_weights
 from tests.structures.parsing.amber_text import complex_files
 
@@ -294,17 +295,23 @@ def weights_tensor(folder: Path) -> object:
     return read_safetensors([path])
 
 
-@bomb("its header is damaged")
+def sealed_by_hand(folder: Path, content: bytes) -> object:
+    """Open a sealed folder whose digests are right and whose tensors are not."""
+    (folder / "a.safetensors").write_bytes(content)
+    files = {"a.safetensors": WrittenFile(len(content), file_digest(folder / "a.safetensors"))}
+    write_manifest(folder / "manifest.json", files, {}, disk=Disk())
+    return unseal(folder).tensors("a")
+
+
+@bomb("cannot be read")
 def checkpoint_header(folder: Path) -> object:
-    path = hollow(folder / "a.safetensors", struct.pack("<Q", 2 * GIB - 16), size=2 * GIB)
-    return TensorFile(Disk(), path, WrittenFile(2 * GIB, "0" * 32))
+    return sealed_by_hand(folder, struct.pack("<Q", 2 * GIB - 16) + bytes(1000))
 
 
-@bomb("its header is damaged")
+@bomb("cannot be read")
 def checkpoint_shape(folder: Path) -> object:
     header = b'{"a": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 4]}}'
-    (path := folder / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
-    return TensorFile(Disk(), path, WrittenFile(12 + len(header), "0" * 32))
+    return sealed_by_hand(folder, struct.pack("<Q", len(header)) + header + bytes(4))
 
 
 @bomb("is a compressed archive")

@@ -119,7 +119,7 @@ def test_a_bundle_that_names_other_places_is_written_and_read_in_its_own(tmp_pat
     assert made is not None
     assert step_bundle.read_bundle(made).cuts[0].ids == ("../../outside", "/outside")
     assert {path.name for path in tmp_path.iterdir()} == {"a"}
-    assert {path.name for path in made.iterdir()} == {step_bundle.BUNDLE, step_bundle.RNG}
+    assert {path.name for path in made.iterdir()} == {"manifest.json", "rng.safetensors"}
 
 
 def test_no_command_takes_a_path_for_the_name_of_a_run(pipeline: Command, tmp_path: Path) -> None:

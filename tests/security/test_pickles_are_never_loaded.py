@@ -34,7 +34,7 @@ from pipeline.store.maintenance.transfer import export_cache, take_in
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.parsing.read_structure import FileReading, parse_structure
 from pipeline.structures.parsing.structure_files import FORMATS, format_of, read_file
-from pipeline.training.checkpoints.checkpoint_reader import open_checkpoint
+from pipeline.training.checkpoints.checkpoint import open_checkpoint
 from pipeline.training.evaluating.outputs import GatheredOutputs
 from pipeline.training.forensics import step_bundle
 from tests.conftest import ROOT
@@ -141,15 +141,15 @@ def test_every_file_of_a_training_checkpoint(tmp_path: Path, evil: bytes) -> Non
         copy = shutil.copytree(good, tmp_path / name / good.name)
         (copy / name).unlink()
         (copy / name).write_bytes(evil)
-        assert refused(lambda here=copy: open_checkpoint(here))  # type: ignore[misc]
+        assert refused(lambda here=copy: open_checkpoint(here).sealed.verify())  # type: ignore[misc]
     assert not (tmp_path / "made").exists()
 
 
 def test_every_file_of_a_bundle_for_replaying(tmp_path: Path, evil: bytes) -> None:
-    for name in (step_bundle.BUNDLE, step_bundle.RNG):
+    for name in ("manifest.json", "rng.safetensors"):
         written = step_bundle.write_bundle(tmp_path / name, BUNDLE_OF, RNG_OF)
         assert written is not None
-        assert {path.name for path in written.iterdir()} == {step_bundle.BUNDLE, step_bundle.RNG}
+        assert {path.name for path in written.iterdir()} == {"manifest.json", "rng.safetensors"}
         (written / name).unlink()
         (written / name).write_bytes(evil)
         assert refused(lambda here=written: (step_bundle.read_bundle(here), step_bundle.read_rng(here)))  # type: ignore[misc]

@@ -221,7 +221,7 @@ def pretrained_digest(project: Project) -> str | None:
 
 def digest_of_files(path: Path) -> str:
     """Return the digest of a file, or of the names and content of a folder's files."""
-    from pipeline.training.checkpoints.checkpoint_reader import MANIFEST  # which waits for torch
+    from pipeline.training.checkpoints.sealed_folder import MANIFEST
 
     digest = xxhash.xxh3_128()
     manifest = path / MANIFEST  # of a checkpoint of ours: it has the digests of the other files

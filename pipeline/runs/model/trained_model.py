@@ -22,7 +22,6 @@ from pipeline.project.run_code import load_reader, load_task, source_digest, sou
 from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.runs.model.prepare import embeddings_used, pathless
 from pipeline.stages.apply import kept_figures
-from pipeline.store.format.disk import Disk
 from pipeline.training.prepared import BEST, LAST, ModelFolder, Prepared
 from pipeline.training.state import TRAINING
 from pipeline.units import first_few
@@ -129,7 +128,7 @@ def named_model(models: Path, wanted: str) -> TrainedModel | None:
 
 def place_of(models: Path, wanted: str) -> Path | None:
     """Return the folder of the model or checkpoint that is named: one in the folder of models before any other."""
-    from pipeline.training.checkpoints.checkpoint_reader import MANIFEST
+    from pipeline.training.checkpoints.sealed_folder import MANIFEST
 
     for path in (models / wanted, Path(wanted).absolute()):
         with suppress(OSError):  # no file can have such a name, or this user may not look
@@ -150,7 +149,7 @@ def _read(path: Path, checkpoint: str) -> TrainedModel:
         if is_export:
             from pipeline.training.checkpoints.chosen_checkpoint import read_export
 
-            card = read_export(path)
+            card = read_export(path).data
             prepared, settings = Prepared.from_json(card["prepared"]), json.dumps(card["settings"])
         else:
             prepared = Prepared.read(folder.prepared)
@@ -193,12 +192,12 @@ def model_card(model: TrainedModel) -> dict[str, Any]:
     if model.folder.export.is_file():
         from pipeline.training.checkpoints.chosen_checkpoint import read_export
 
-        card = read_export(model.folder.path)
-        return {name: value for name, value in card.items() if name not in ("format", "settings")}
-    from pipeline.training.checkpoints.checkpoint_reader import read_manifest
+        card = read_export(model.folder.path).data
+        return {name: value for name, value in card.items() if name != "settings"}
+    from pipeline.training.checkpoints.checkpoint import open_checkpoint
 
     chosen, recipe = chosen_of(model), model.prepared.recipe
-    manifest = read_manifest(Disk(), chosen.path)
+    manifest = open_checkpoint(chosen.path)
     own = ("embeddings", "code", "table", "task", "options")
     return {
         "name": model.prepared.name,
@@ -269,7 +268,7 @@ def export_model(model: TrainedModel, folder: Path, beside: Path | None, form: s
         code |= sources(load_reader(data.reader, data.path, data.options, beside=beside))
     is_changed = source_digest(task) != card["code"]
     whole = card | {"code_changed": is_changed, "settings": json.loads(model.folder.settings.read_text())}
-    weights = checkpoint_weights(chosen.path)
+    weights, _ = checkpoint_weights(chosen.path)
     published, texts = dict[str, Any](), dict[str, str]()
     if form is not None:
         network = task.model()

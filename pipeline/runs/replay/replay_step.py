@@ -30,13 +30,14 @@ from pipeline.runs.workflow.train_stage import job_of
 from pipeline.training.ranks.rank_protocol import SingleRank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
     from pipeline.memory.footprint import MemoryChoice
     from pipeline.memory.runtime.meters import Meter
     from pipeline.stages.train import Job
+    from pipeline.training.checkpoints.checkpoint import Checkpoint
     from pipeline.training.forensics.rerun import Rerun, RerunPart
     from pipeline.training.prepared import Prepared
     from pipeline.training.step.step import Step
@@ -197,51 +198,38 @@ def _loaded_step(case: ReplayCase, job: Job) -> tuple[Step, str, bool]:
 
 def _load(case: ReplayCase, step: Step) -> tuple[str, bool]:
     """Load the checkpoint nearest to the step; return which it is, and whether it is the step's own."""
-    from pipeline.training.checkpoints.checkpoint_reader import open_checkpoint
-    from pipeline.training.checkpoints.tensor_file import CheckpointDamaged
+    from pipeline.training.checkpoints.sealed_folder import FolderDamaged
     from pipeline.training.checkpoints.training_state import by_name, model_key, unpack
 
     before, recorded = case.bundle.step - 1, case.bundle.checkpoint
     named = Path(recorded.path).name if recorded else ""
     gone: list[str] = []
-    for name in _earlier_checkpoints(case):
-        identity = {"model": model_key(step.model), "recipe": case.prepared.name}
+    for checkpoint in _earlier_checkpoints(case):
+        name = checkpoint.name
+        checkpoint.sealed.refuse_stranger({"model": model_key(step.model), "recipe": case.prepared.name})
+        averages = by_name(step.model, step.trained, step.averages) if step.averages else None
         try:
-            loaded = open_checkpoint(case.made.checkpoints / name, identity)
-        except CheckpointDamaged:
+            checkpoint.sealed.verify()
+            unpack(checkpoint, step.model, step.optimizer, averages=averages, scaler=step.scaler)
+        except FolderDamaged:
             gone.append(f"{name} is damaged")
             continue
-        averages = by_name(step.model, step.trained, step.averages) if step.averages else None
-        unpack(loaded, loaded.data, step.model, step.optimizer, averages=averages, scaler=step.scaler)
-        if named and name != named and loaded.step != before and not gone:
+        if named and name != named and checkpoint.step != before and not gone:
             gone.append(f"{named} is missing")
-        return _weights_meaning(f"checkpoint {name}", loaded.step, before, gone)
+        return _weights_meaning(f"checkpoint {name}", checkpoint.step, before, gone)
     if recorded is not None and not gone:
         gone.append(f"{named} is missing")
     return _weights_meaning("fresh ones", 0, before, gone)
 
 
-def _earlier_checkpoints(case: ReplayCase) -> Iterator[str]:
-    """Yield the names of earlier checkpoints: that right before the step, the recorded one, then the older ones."""
-    from pipeline.store.format.disk import Disk
-    from pipeline.training.checkpoints import checkpoint_reader
-    from pipeline.training.checkpoints.tensor_file import CheckpointDamaged
+def _earlier_checkpoints(case: ReplayCase) -> list[Checkpoint]:
+    """Return earlier checkpoints: that right before the step, the recorded one, then the older ones."""
+    from pipeline.training.checkpoints.checkpoint import checkpoints_in
 
     before, recorded = case.bundle.step - 1, case.bundle.checkpoint
     named = Path(recorded.path).name if recorded else ""
-    known = []
-    for name in Disk().list_folder(case.made.checkpoints):
-        if name.startswith("step-"):
-            try:
-                known.append(checkpoint_reader.read_manifest(Disk(), case.made.checkpoints / name))
-            except CheckpointDamaged:
-                continue
-    older = [manifest for manifest in known if manifest.step <= before]
-    older.sort(
-        key=lambda manifest: (manifest.step == before, manifest.name == named, manifest.step, manifest.serial),
-        reverse=True,
-    )
-    yield from (manifest.name for manifest in older)
+    older = [checkpoint for checkpoint in checkpoints_in(case.made.checkpoints) if checkpoint.step <= before]
+    return sorted(older, key=lambda it: (it.step == before, it.name == named, it.step, it.serial), reverse=True)
 
 
 def _weights_meaning(what: str, step: int, before: int, gone: list[str]) -> tuple[str, bool]:

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from pipeline.protocol import Task
     from pipeline.records import TaskContext
     from pipeline.runs.workflow.stage import Outcomes
-    from pipeline.training.checkpoints.checkpoint_reader import Manifest
+    from pipeline.training.checkpoints.checkpoint import Checkpoint
     from pipeline.training.checkpoints.model_claim import ModelClaim
     from pipeline.training.loop.pruning import MedianStop
     from pipeline.training.ranks.rank_protocol import Ranks
@@ -206,7 +206,7 @@ def trained_so_far(project: Project, prepared: Prepared) -> Trained:
 
     made, settings = folder_of(project, prepared), project.config.train.validation
     newest = latest(made)
-    identity = newest.identity if newest else {}
+    identity = newest.sealed.identity if newest else {}
     checkpoint = CheckpointFolder(made.checkpoints, last=1, best=0, identity=identity, tell=log_line).newest()
     judged = Trained(folder=str(made.path), monitor=settings.monitor)
     progress = TrainingState.from_json(checkpoint.data[TRAINING]) if checkpoint else TrainingState()
@@ -252,11 +252,11 @@ def steps_left(project: Project, prepared: Prepared, progress: TrainingState) ->
     return 0 if is_over else max(1, steps_of(project, prepared) - progress.done)
 
 
-def latest(folder: ModelFolder) -> Manifest | None:
-    """Return the manifest of the newest checkpoint; None where there is none."""
-    from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder
+def latest(folder: ModelFolder) -> Checkpoint | None:
+    """Return the newest checkpoint by its manifest; None where there is none."""
+    from pipeline.training.checkpoints.checkpoint import latest_checkpoint
 
-    return CheckpointFolder(folder.checkpoints, last=1, best=0, identity={}, tell=lambda _: None).latest()
+    return latest_checkpoint(folder.checkpoints)
 
 
 def job_of(

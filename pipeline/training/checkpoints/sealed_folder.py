@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import xxhash
+from safetensors import SafetensorError, safe_open
 
 from pipeline.errors import ConfigError, JobFailed
 from pipeline.keys import content_digest
@@ -82,12 +83,13 @@ class SealedFolder:
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of a file, mapped; tied ones are the same object under each of their names."""
-        from safetensors import safe_open
-
         self._verify(file := f"{name}{TENSORS}")
-        with safe_open(self.path / file, framework="pt") as opened:
-            same = json.loads((opened.metadata() or {}).get("same", "{}"))
-            tensors = {name: opened.get_tensor(name) for name in opened.offset_keys()}
+        try:
+            with safe_open(self.path / file, framework="pt") as opened:
+                same = json.loads((opened.metadata() or {}).get("same", "{}"))
+                tensors = {name: opened.get_tensor(name) for name in opened.offset_keys()}
+        except SafetensorError as error:
+            raise FolderDamaged(f"cannot be read: {error}", where=str(self.path / file), remedy=self.remedy) from error
         return tensors | {alias: tensors[first] for alias, first in same.items()}
 
     def refuse_stranger(self, identity: Mapping[str, Any]) -> None:

@@ -21,12 +21,16 @@ from pipeline.command_line import quoted
 from pipeline.encoder.checkpoints.weight_containers import read_pt, read_safetensors
 from pipeline.errors import ConfigError, DataError, JobFailed, WeightsUnusable
 from pipeline.protocol import FitsOptions
-from pipeline.store.format.disk import Disk
-from pipeline.training.checkpoints import checkpoint_reader
-from pipeline.training.checkpoints.checkpoint_reader import MANIFEST, STATE, open_checkpoint
-from pipeline.training.checkpoints.chosen_checkpoint import ChosenCheckpoint, checkpoint_digest, load_export
+from pipeline.training.checkpoints.checkpoint import fill, in_one_part, open_checkpoint, tensor_words
+from pipeline.training.checkpoints.chosen_checkpoint import (
+    EXPORTED,
+    ChosenCheckpoint,
+    checkpoint_digest,
+    checkpoint_weights,
+    read_export,
+)
 from pipeline.training.checkpoints.published_names import USUAL, in_own_names, without_prefix, wrapping_prefix
-from pipeline.training.checkpoints.tensor_file import ANOTHER, CheckpointDamaged, distinct, tensor_words
+from pipeline.training.checkpoints.sealed_folder import ANOTHER, MANIFEST, FolderDamaged, distinct
 from pipeline.training.checkpoints.training_state import model_key, model_state, model_targets, plain_name
 from pipeline.training.prepared import ModelFolder
 
@@ -77,19 +81,15 @@ def _load(step: Step, chosen: ChosenCheckpoint, reading: WeightsReading) -> str:
             load_pretrained(step.model, chosen.path, reading=reading)
             return ""
         if ModelFolder(chosen.path).export.is_file():
-            load_export(chosen.path, step.model)
+            sealed = read_export(chosen.path)
+            fill(model_state(step.model), in_one_part(sealed.tensors(EXPORTED)), chosen.path)
             return ""
+        loaded = open_checkpoint(chosen.path)
         # Of any training, as long as the model is the same.
-        identity = checkpoint_reader.read_manifest(Disk(), chosen.path).identity
-        identity = {**identity, "model": model_key(step.model)}
-        loaded = open_checkpoint(chosen.path, identity, verified=True)  # loading digests every byte
-        if loaded.is_divided:
-            from pipeline.training.checkpoints.sharded_checkpoint import assembled  # which is slow to import
-
-            loaded = assembled(loaded)
-        loaded.load_into(model_targets(step.model, loaded.specs))
-    except (CheckpointDamaged, FileNotFoundError) as error:
-        return f"{error.where}: {error.what}" if isinstance(error, CheckpointDamaged) else "it was removed"
+        loaded.sealed.refuse_stranger({**loaded.sealed.identity, "model": model_key(step.model)})
+        loaded.load_into(model_targets(step.model, loaded.tensors))
+    except (FolderDamaged, FileNotFoundError) as error:
+        return f"{error.where}: {error.what}" if isinstance(error, FolderDamaged) else "it was removed"
     return ""
 
 
@@ -197,7 +197,7 @@ def stored_weights(path: Path, entry: str | None = None) -> StoredWeights:
     if not path.exists():
         raise ConfigError("weights not found", where=f"{WHERE}: {path}", remedy=f"ls -ldL {quoted(path)}")
     if (path / MANIFEST).is_file():
-        return _of_checkpoint(path)
+        return StoredWeights(*checkpoint_weights(path))
     try:
         if path.is_dir():
             tensors = read_safetensors(_files_of(path))
@@ -210,16 +210,6 @@ def stored_weights(path: Path, entry: str | None = None) -> StoredWeights:
             raise ConfigError(error.what, where=where, remedy=UNTRUSTED) from error
         raise DataError(error.what, where=where, remedy=FORMS) from error
     return StoredWeights({plain_name(name): tensor for name, tensor in tensors.items()})
-
-
-def _of_checkpoint(path: Path) -> StoredWeights:
-    """Read the model of a checkpoint of ours, after checking all its bytes."""
-    loaded = open_checkpoint(path)
-    stored = read_safetensors([path / STATE])
-    stored |= {alias: stored[name] for alias, name in loaded.same.items()}
-    model = {name.removeprefix("model."): tensor for name, tensor in stored.items() if name.startswith("model.")}
-    averages = {name.removeprefix("ema."): tensor for name, tensor in stored.items() if name.startswith("ema.")}
-    return StoredWeights(model | averages, frozenset(averages))
 
 
 def _files_of(folder: Path) -> list[Path]:

@@ -1,10 +1,10 @@
 """Bundles and crash notes: what a failed step leaves on disk, so that it can be reproduced on one machine.
 
     bundles/step-00000123-oom-rank-0/
-        bundle.json        what happened, to which items, under which cuts, plan and checkpoint
+        manifest.json      what happened, to which items, under which cuts, plan and checkpoint
         rng.safetensors    states of the random number generators at the start of the step
 
-A folder appears whole or not at all. The first one is kept, and the newest; a full disk costs a bundle, not the run.
+A bundle is a sealed folder. The first one is kept, and the newest; a full disk costs a bundle, not the run.
 
 A rank's crash note names the micro-batch in flight, in a file that survives a kill, so that the next start knows where
 the last one died. A single crash says nothing about the items; a second one on the same items does.
@@ -25,15 +25,17 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from pipeline.command_line import Command, quoted
-from pipeline.errors import ConfigError, DataError, JobFailed
+from pipeline.errors import ConfigError, DataError
 from pipeline.store.format.disk import Disk
-from pipeline.training.checkpoints.tensor_file import TensorFile, WrittenFile, write_pieces, write_tensors
+from pipeline.training.checkpoints.sealed_folder import MANIFEST, FolderDamaged, seal, unseal
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
+
+    from pipeline.training.checkpoints.sealed_folder import SealedFolder
 
 _DEATHS_KEPT = 8
 _NOTE_BYTES = 1 << 16  # a longer note is not written: it would have to be cut
@@ -122,9 +124,9 @@ def _poison(deaths: list[PieceInFlight], last: PieceInFlight | None) -> PieceInF
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
 KEPT = 20  # the newest, besides the first
-BUNDLE, RNG = "bundle.json", "rng.safetensors"
+RNG = "rng"
+_OTHER = "replay another bundle, or train again"
 _NAME = re.compile(r"step-(\d{8,})-([a-z]+)-rank-(\d+)(?:-(\d+))?")
 _PARTIAL = ".partial-rank-"
 _ITEMS_SHOWN = 4
@@ -190,13 +192,8 @@ class Bundle:
     device: str
     state: Mapping[str, Any] = field(default_factory=dict)  # everything else that replaying needs, as JSON data
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"kind": self.kind.value, "format": FORMAT}
-
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Bundle:
-        if data["format"] != FORMAT:
-            raise ValueError(f"of format {data['format']}, not {FORMAT}")
         known = {entry.name: data[entry.name] for entry in fields(cls)}
         known["kind"] = BundleKind(data["kind"])
         known["cuts"] = tuple(BundleCut.from_json(cut) for cut in data["cuts"])
@@ -220,39 +217,31 @@ class Bundle:
 
 def write_bundle(folder: Path, bundle: Bundle, rng: Mapping[str, Tensor]) -> Path | None:
     """Write a bundle into the folder of bundles; return its folder, or None on a disk error."""
-    disk = Disk()
-    partial = folder / f"{_PARTIAL}{bundle.rank}"
+    name = f"step-{bundle.step:08d}-{bundle.kind.value}-rank-{bundle.rank}"
+    numbered = (name, *(f"{name}-{number}" for number in range(2, 1_000_000)))  # where the step has failed before
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # left by a kill
-        disk.make_folder(partial)
-        _fill(disk, partial, bundle, rng)
-        published = _published(disk, partial, bundle)
-        _prune(folder, bundle.rank)
+        path = next(folder / free for free in numbered if not os.path.lexists(folder / free))
+        data = json.loads(json.dumps(asdict(bundle), default=_plain))
+        seal(path, {RNG: rng}, data, partial=(aside := folder / f"{_PARTIAL}{bundle.rank}"))
+        _prune(folder, aside)
     except OSError as error:
         log.warning("%s: the replay bundle of step %d was not saved: %s", folder, bundle.step, error.strerror or error)
-        shutil.rmtree(partial, ignore_errors=True)
         return None
-    return published
+    return path
 
 
 def read_bundle(path: Path) -> Bundle:
     """Read the bundle in a folder."""
     try:
-        return Bundle.from_json(_json(path))
+        return Bundle.from_json(_verified(path).data)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise _damaged(path, error) from error
+        problem = f"the bundle cannot be read: {type(error).__name__}: {error}"
+        raise DataError(problem, where=str(path), remedy=_OTHER) from error
 
 
 def read_rng(path: Path) -> dict[str, Tensor]:
     """Read the states of the random number generators at the start of the step."""
-    try:
-        written = WrittenFile(**_json(path)["rng"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(path, error) from error
-    try:
-        return TensorFile(Disk(), path / RNG, written).load()
-    except JobFailed as error:  # its remedy is about checkpoints
-        raise DataError(error.what, where=error.where, remedy="replay another bundle, or train again") from error
+    return _verified(path).tensors(RNG)
 
 
 def bundles_in(folder: Path) -> list[Path]:
@@ -274,11 +263,13 @@ def find_bundles(folder: Path, step: int, rank: int | None = None) -> list[Path]
     return matching
 
 
-def _fill(disk: Disk, partial: Path, bundle: Bundle, rng: Mapping[str, Tensor]) -> None:
-    written = write_tensors(disk, partial / RNG, rng)
-    text = json.dumps(bundle.to_json() | {"rng": asdict(written)}, indent=1, default=_plain)
-    write_pieces(disk, partial / BUNDLE, [text.encode()])
-    disk.fsync_folder(partial)
+def _verified(path: Path) -> SealedFolder:
+    if not (path / MANIFEST).exists():
+        raise ConfigError("is not a replay bundle", where=str(path), remedy=f"ls {quoted(path.parent)}")
+    try:
+        return unseal(path)
+    except FolderDamaged as error:  # its remedy is about checkpoints
+        raise DataError(error.what, where=error.where, remedy=_OTHER) from error
 
 
 def _plain(value: Any) -> Any:
@@ -286,41 +277,13 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else str(value)
 
 
-def _published(disk: Disk, partial: Path, bundle: Bundle) -> Path:
-    """Rename the partial folder; a number is added where the step has failed before."""
-    name = f"step-{bundle.step:08d}-{bundle.kind.value}-rank-{bundle.rank}"
-    target, number = partial.parent / name, 1
-    while disk.exists(target):
-        number += 1
-        target = partial.parent / f"{name}-{number}"
-    disk.rename(partial, target)
-    disk.fsync_folder(target.parent)
-    return target
-
-
-def _prune(folder: Path, rank: int) -> None:
+def _prune(folder: Path, aside: Path) -> None:
     """Remove bundles that are neither the first nor among the newest; other ranks may do the same meanwhile."""
     for path in bundles_in(folder)[1:-KEPT]:
-        aside = folder / f"{_PARTIAL}{rank}"  # moved first, so that a reader sees it whole or not at all
-        try:
-            path.rename(aside)
-        except OSError:
-            continue
-        shutil.rmtree(aside, ignore_errors=True)
+        with suppress(OSError):
+            path.rename(aside)  # first, so that a reader sees it whole or not at all
+            shutil.rmtree(aside, ignore_errors=True)
 
 
 def _order(match: re.Match[str]) -> tuple[int, int, str, int]:
     return int(match[1]), int(match[4] or 1), match[2], int(match[3])
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads((path / BUNDLE).read_bytes())
-    except OSError as error:
-        remedy = f"ls {quoted(path.parent)}"
-        raise ConfigError(f"is not a replay bundle: {error.strerror}", where=str(path), remedy=remedy) from error
-
-
-def _damaged(path: Path, error: Exception) -> DataError:
-    problem = f"the bundle cannot be read: {type(error).__name__}: {error}"
-    return DataError(problem, where=str(path / BUNDLE), remedy="replay another bundle, or train again")

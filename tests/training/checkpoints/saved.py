@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from pipeline.store.format.disk import Disk
-from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder, State
+from pipeline.training.checkpoints.checkpoint import State
+from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder
 
 IDENTITY = {"model": "abc", "recipe": {"rate": 0.1}}
 
@@ -44,7 +45,7 @@ def state_at(step: int, size: int = 40) -> State:
 
 def is_state_at(loaded: Any, step: int) -> bool:
     """Say whether a loaded checkpoint is that of a step, read by way of its own loading."""
-    wanted = state_at(step, loaded.specs["model.weight"].shape[0])
+    wanted = state_at(step, loaded.tensors["model.weight"].shape[0])
     targets = {name: torch.zeros_like(one) for name, one in wanted.tensors.items()}
     loaded.load_into(targets)
     own = loaded.own(0)
@@ -53,8 +54,8 @@ def is_state_at(loaded: Any, step: int) -> bool:
         and loaded.data == wanted.data
         and all(same_bits(one, wanted.tensors[name]) for name, one in targets.items())
         and own is not None
-        and own.data == wanted.own_data
-        and same_bits(own.tensors["rng"], wanted.own["rng"])
+        and own.own_data == wanted.own_data
+        and same_bits(own.own["rng"], wanted.own["rng"])
     )
 
 

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.training.checkpoints.checkpoint_folder import State
-from pipeline.training.checkpoints.tensor_file import CheckpointDamaged
+from pipeline.training.checkpoints.checkpoint import State
+from pipeline.training.checkpoints.sealed_folder import FolderDamaged
 from pipeline.training.checkpoints.trained_weights import load_pretrained
 from pipeline.training.checkpoints.training_state import pack
 from tests.training.checkpoints.saved import checkpoints, spoil
@@ -129,7 +129,7 @@ def test_a_damaged_checkpoint_of_ours_is_refused(tmp_path):
     path = write_checkpoint(tmp_path, Net())
     spoil(path / "state.safetensors", lambda content: content.__setitem__(-1, content[-1] ^ 1))
     before = copies(model := Net())
-    with pytest.raises(CheckpointDamaged):
+    with pytest.raises(FolderDamaged):
         load_pretrained(model, path)
     assert is_filled(model, before)
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from pipeline.config.schema_train import TrainSection
 from pipeline.errors import ConfigError
 from pipeline.records import Reason, TaskContext
-from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder, State
+from pipeline.training.checkpoints.checkpoint import State
+from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder
 from pipeline.training.checkpoints.chosen_checkpoint import choose_checkpoint
 from pipeline.training.checkpoints.trained_weights import load_checkpoint
 from pipeline.training.checkpoints.training_state import model_key, pack

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
 
 from pipeline.errors import ConfigError, DataError
+from pipeline.training.checkpoints.sealed_folder import MANIFEST, seal
 from pipeline.training.forensics.step_bundle import (
-    BUNDLE,
     KEPT,
-    RNG,
     Bundle,
     BundleCheckpoint,
     BundleCut,
@@ -23,7 +21,9 @@ from pipeline.training.forensics.step_bundle import (
     read_rng,
     write_bundle,
 )
-from tests.training.checkpoints.saved import kill_at_each_step, on_full_disk
+from tests.training.checkpoints.saved import kill_at_each_step, on_full_disk, spoil
+
+RNG = "rng.safetensors"
 
 BUNDLE_OF = Bundle(
     kind=BundleKind.OOM,
@@ -58,7 +58,7 @@ def names_in(folder):
 def test_a_bundle_is_read_as_it_was_written(tmp_path):
     path = write_bundle(tmp_path / "bundles", BUNDLE_OF, RNG_OF)
     assert path.name == "step-00000123-oom-rank-0"
-    assert names_in(path) == [BUNDLE, RNG]
+    assert names_in(path) == [MANIFEST, RNG]
     assert read_bundle(path) == BUNDLE_OF
     states = read_rng(path)
     assert states.keys() == RNG_OF.keys()
@@ -101,22 +101,22 @@ def test_bundles_are_found_by_step_and_rank(tmp_path):
         find_bundles(tmp_path / "empty", 7)
 
 
-def test_a_damaged_bundle_is_named(tmp_path):
+@pytest.mark.parametrize("file", [MANIFEST, RNG])
+def test_a_damaged_bundle_is_named(tmp_path, file):
     path = write_bundle(tmp_path, BUNDLE_OF, RNG_OF)
-    for name in (BUNDLE, RNG):
-        (path / name).chmod(0o600)
-    whole = (path / RNG).read_bytes()
-    for spoiled in (whole[:-3], whole[:-3] + b"xyz", b""):
-        (path / RNG).write_bytes(spoiled)
-        with pytest.raises(DataError, match=r"rng\.safetensors"):
-            read_rng(path)
-    text = (path / BUNDLE).read_text()
-    for broken in (text[:-9], "[]", "{}", json.dumps(json.loads(text) | {"kind": "bad weather"})):
-        (path / BUNDLE).write_text(broken)
-        with pytest.raises(DataError, match=r"bundle\.json"):
-            read_bundle(path)
+    spoil(path / file, lambda content: content.__setitem__(-2, content[-2] ^ 1))
+    with pytest.raises(DataError, match=file):
+        read_rng(path)
+    with pytest.raises(DataError, match=file):
+        read_bundle(path)
+
+
+def test_what_is_no_bundle_is_named(tmp_path):
     with pytest.raises(ConfigError, match="is not a replay bundle"):
         read_bundle(tmp_path / "nothing")
+    seal(tmp_path / "other", {"rng": {}}, {"kind": "bad weather"})
+    with pytest.raises(DataError, match="KeyError"):
+        read_bundle(tmp_path / "other")
 
 
 def test_a_full_disk_costs_the_bundle_and_not_the_run(tmp_path):

@@ -24,7 +24,8 @@ from pipeline.errors import CacheDamaged, DataError, JobFailed, RecordMissing
 from pipeline.records import Rejection
 from pipeline.runs.engine.run_task import failure_kind
 from pipeline.stages.train import Job
-from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder
+from pipeline.training.checkpoints.checkpoint import by_figure, checkpoints_in, latest_checkpoint
+from pipeline.training.checkpoints.sealed_folder import unseal
 from pipeline.training.items.batch_layout import ItemArrays
 from pipeline.training.items.item_source import DamagedItems
 from pipeline.training.loop.metrics_log import read_epochs
@@ -219,7 +220,7 @@ def test_a_purge_of_the_cache_ends_on_the_last_checkpoint_that_all_items_made(
     run = OfPurged(plot, tmp_path / "run")
     with pytest.raises(CacheDamaged, match="max_rejected_fraction"):
         run.to_end(each=purge)
-    newest = CheckpointFolder(run.made.folder.checkpoints, last=1, best=0, identity={}, tell=print).latest()
+    newest = latest_checkpoint(run.made.folder.checkpoints)
     assert newest is not None
     assert newest.of_all_items
     assert newest.step >= 1
@@ -307,10 +308,9 @@ def test_a_loss_that_is_not_finite_ends_with_the_item_and_the_step(tmp_path: Pat
     raised.value.in_project(Command.about("mine.yaml", []))
     assert f"next: pipeline replay --step {number} --config mine.yaml   or   " in str(raised.value)
     (bundle,) = (run.made.folder.bundles).iterdir()
-    told = json.loads((bundle / "bundle.json").read_text())
+    told = unseal(bundle).data
     assert told["step"] == number
-    checkpoints = CheckpointFolder(run.made.folder.checkpoints, last=1, best=0, identity={}, tell=print)
-    latest = checkpoints.latest()
+    latest = latest_checkpoint(run.made.folder.checkpoints)
     assert latest is not None
     assert latest.step == number - 1
     assert told["checkpoint"]["path"].endswith(latest.name)
@@ -357,10 +357,8 @@ def test_an_average_is_validated_and_the_best_is_kept(tmp_path: Path) -> None:
     run = Run(plot, tmp_path, task=Judged(plot)).to_end()
     epochs = read_epochs(run.made.folder.path)
     assert [bool(one.validation) for one in epochs] == [False, True, False, True]
-    checkpoints = run.trainer.keeper.checkpoints
     figures = [one.validation["mean"] for one in epochs if one.validation]
-    best = checkpoints.best()
-    assert best is not None
+    best = by_figure(checkpoints_in(run.made.folder.checkpoints))[0]
     assert best.figure == max(figures)
     step = run.trainer.step
     table = table_of(plot.items + plot.validated)
