@@ -13,7 +13,7 @@ from pipeline.journal.run_status import RunState
 from pipeline.report.run_summary import NAME, STYLES, held_lines, notes, rows_of, words_of
 from pipeline.report.stage_lines import DAMAGED, TASK_STATES, found_damage
 from pipeline.report.tables import fitted
-from pipeline.training.step_clock import shares_so_far
+from pipeline.training.step_clock import latest_shares
 from pipeline.units import short_bytes, short_seconds
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _training(stage: StageStatus, losses: Sequence[float], on: Screen) -> list[s
         parts.append(f"loss {sparkline(losses[-min(MOST_SPARKS, max(1, on.width - 72)) :])}")
     if "learning_rate" in latest:
         parts.append(f"learning rate {latest['learning_rate']:.3g}")
-    return [*parts, ", ".join(waits)] if (waits := shares_so_far(latest)) else parts
+    return [*parts, ", ".join(waits)] if (waits := latest_shares(latest)) else parts
 
 
 def sparkline(values: Sequence[float]) -> str:

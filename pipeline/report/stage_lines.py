@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.cluster.job_spec import SUPERVISE
 from pipeline.journal.active_runs import use
 from pipeline.report.tables import plural, text_table
-from pipeline.training.step_clock import shares_so_far, told_shares
+from pipeline.training.step_clock import latest_shares, shown_shares
 from pipeline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def trained_lines(census: Mapping[str, Any]) -> list[Any]:
     lines = [f"{plural(census['epochs'], 'epoch')}, {plural(census['steps'], 'step')}"]
     if last:
         losses = ", ".join(f"{name} {_figure(value)}" for name, value in last["loss"].items())
-        pace = ", ".join([f"{last['items_per_s']:,.3g} items/s", *told_shares(last["seconds"])])
+        pace = ", ".join([f"{last['items_per_s']:,.3g} items/s", *shown_shares(last["seconds"])])
         lines.append(f"last epoch: {losses}; {pace}")
         memory = [format_bytes(last[name]) for name in ("allocated_bytes", "reserved_bytes", "peak_bytes")]
         lines.append(f"memory: {memory[0]} allocated, {memory[1]} reserved, {memory[2]} at the peak")
@@ -379,4 +379,4 @@ def counted_so_far(figures: Mapping[str, Mapping[str, float]]) -> list[str]:
     findings, read = (sum(int(process.get(name, 0)) for process in figures.values()) for name in (FINDINGS, ITEMS_READ))
     lines = [f"{plural(findings, 'thing')} wrong so far"] if findings else []
     lines += [f"{plural(read, 'item')} read so far"] if read else []
-    return lines + [waits for process in figures.values() for waits in shares_so_far(process)]
+    return lines + [waits for process in figures.values() for waits in latest_shares(process)]

@@ -1,10 +1,11 @@
-"""What is decided before a training begins: its plan, its name, and where its files are."""
+"""Decisions made before a training begins: its name, the plan of each phase, and the paths of its files."""
 
 from __future__ import annotations
 
 import json
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
     Integers = NDArray[np.int64]
 
-COST = "cost"  # the size by which micro-batches are cut: bytes
-LIKENESS = "likeness"  # that by which an epoch is put in order: it does not depend on a plan
+COST = "cost"  # the size that limits micro-batches: bytes
+LIKENESS = "likeness"  # the size that orders an epoch; it does not depend on a plan
 UNIT = 1000  # of likeness: an item of mean sizes
 MOST_SHRUNK = 16
 PADDING = 1.03  # padded/real of a micro-batch, at most
@@ -32,20 +33,20 @@ LOOSER = (1.1, 1.2, 1.4, 2.0, 8.0)  # that a plan may choose instead: fewer micr
 
 @dataclass(frozen=True, slots=True)
 class PhasePlan:
-    """Some epochs that train on the same items under the same plan."""
+    """The plan of a phase: epochs on the same items."""
 
     name: str
     epochs: int
     budget_bytes: int  # of a micro-batch: the sum of its items' costs, or their number times the largest
-    base_bytes: int  # beside them
+    base_bytes: int  # besides
     live_bytes: int  # of the worst micro-batch
     reserved_bytes: int  # what the allocator is expected to hold then
-    weights: Mapping[str, float]  # bytes that an item costs for each unit of its sizes
-    largest: Mapping[str, int] = field(default_factory=dict)  # items above take no part
-    smallest: Mapping[str, int] = field(default_factory=dict)  # nor do items below
+    weights: Mapping[str, float]  # bytes that an item costs per unit of its sizes
+    largest: Mapping[str, int] = field(default_factory=dict)  # larger items take no part,
+    smallest: Mapping[str, int] = field(default_factory=dict)  # nor do smaller ones
     padding: float = PADDING  # of micro-batches that are padded
     kept: int = 0  # micro-batches of a step that a rank keeps for its second pass
-    ahead_bytes: int = 0  # of `reserved_bytes`: for the inputs that are copied while a step runs; 0: none are
+    ahead_bytes: int = 0  # of `reserved_bytes`, for inputs that are copied while a step runs; 0: none
 
     def cost(self, sizes: Mapping[str, Integers]) -> Integers:
         """Return each item's cost in bytes by its sizes; at most the budget, so that each item fits alone."""
@@ -92,6 +93,11 @@ class Prepared:
     @property
     def epochs(self) -> int:
         return sum(phase.epochs for phase in self.phases)
+
+    def phase_of(self, epoch: int) -> int:
+        """Return the index of the phase of an epoch, counted from 0; of later ones, the last."""
+        ends = accumulate(phase.epochs for phase in self.phases)
+        return next((index for index, end in enumerate(ends) if epoch < end), len(self.phases) - 1)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -180,7 +186,7 @@ def phase_plan(
     kept: int = 0,
     ahead_bytes: int = 0,
 ) -> PhasePlan:
-    """Return the phase that a plan describes."""
+    """Return a phase's plan."""
     return PhasePlan(
         name=name,
         epochs=epochs,

@@ -1,13 +1,13 @@
-"""Where the time of an epoch goes, by name: a stopwatch that always runs, and belongs to one phase at any moment.
+"""Where the time of an epoch goes: a stopwatch that always runs, for one named activity at a time.
 
-    with clock.within(READ):  # what was before goes on after it
+    with clock.within(READ):  # then the activity before it continues
         batch = next(batches)
 
-Whoever does something on the main thread that is not the model's work surrounds it so, wherever that is: phases nest,
-and time counts for the innermost alone. So the phases of an epoch add up to its wall to the nanosecond; what nobody
-has named is `other`. Only the thread that trains uses it: what runs beside it costs no time but that of waiting for it.
-On a card the times are those of the processor, which hands work over and waits for it where a result is needed: at the
-latest in `update`, for the norm of the gradients.
+Code on the main thread that does anything other than the model's work names its activity like this. Activities nest,
+and time counts for the innermost alone. So they add up to the epoch's wall time to the nanosecond; the rest is `other`.
+Only the training thread uses the clock: parallel work costs time only where this thread waits for it. On a GPU the
+times are those of the CPU, which launches work and waits where it needs a result: at the latest in `update`, for the
+norm of the gradients.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FORWARD, BACKWARD, REDUCE, UPDATE = "forward", "backward", "reduce", "update"
-MODEL_PHASES = (FORWARD, BACKWARD, REDUCE, UPDATE)  # what a step is for; all else is told where it is much
-READ, COPY, WEIGH = "read", "copy", "weigh"  # reading ends with what `collate` makes
+MODEL_WORK = (FORWARD, BACKWARD, REDUCE, UPDATE)  # what a step is for
+READ, COPY, WEIGH = "read", "copy", "weigh"  # reading includes `collate`
 WORDS, OBSERVE, CHECKPOINT, VALIDATE, OTHER = "words", "observe", "checkpoint", "validate", "other"
-TOLD = {
+LABELS = {
     READ: "waiting for data",
     COPY: "copying to the device",
     WEIGH: "computing loss weights",
@@ -33,9 +33,9 @@ TOLD = {
     CHECKPOINT: "checkpoint",
     VALIDATE: "validation",
 }
-TOLD_FROM = 0.05  # of an epoch
-FIGURE = "phase."  # how the figures of a process begin that tell the seconds of its last epoch
-_OF_STEP = {  # what `training.step.step.StepWatch` is told → a phase
+SHOWN_FROM = 0.05  # of an epoch
+FIGURE = "seconds."  # begins the names of a process' figures that give the times of its last epoch
+_OF_STEP = {  # what a step reports to its `StepWatch`
     "inputs": COPY,
     "forward": FORWARD,
     "embed": FORWARD,
@@ -52,16 +52,16 @@ _OF_STEP = {  # what `training.step.step.StepWatch` is told → a phase
 
 
 class StepClock:
-    """Adds up the time of phases; it watches a `Step`, which tells it what it does."""
+    """Adds up the time of each activity; it watches a `Step`, which reports what it does."""
 
     def __init__(self, now_ns: Callable[[], int] = time.perf_counter_ns) -> None:
         self._now_ns = now_ns
         self._ns: dict[str, int] = {}
         self._name, self._since_ns = OTHER, now_ns()
-        self.is_held = False  # a phase counts for all that begins within it
+        self.is_held = False  # the present activity counts for all that begins within it
 
     def begin(self, name: str) -> str:
-        """End the present phase and begin another, unless one holds on; return the name of the one before."""
+        """Switch to another activity, unless the present one is held; return the name of the one before."""
         before = self._name
         if not self.is_held:
             now_ns = self._now_ns()
@@ -70,40 +70,40 @@ class StepClock:
         return before
 
     def within(self, name: str) -> _Within:
-        """Surround a phase; what was before goes on after it, whatever began meanwhile."""
+        """Surround an activity; the one before it continues afterwards."""
         return _Within(self, name)
 
     def whole(self, name: str) -> _Within:
-        """Surround a phase that has none within: whatever begins meanwhile counts for it."""
+        """Surround an activity that includes all others that begin meanwhile."""
         return _Within(self, name, holds=True)
 
     def each(self, name: str, iterator: Iterator[T]) -> Iterator[T]:
-        """Return an iterator whose every `next` is a phase; it keeps nothing of what it gives."""
+        """Return an iterator whose every `next` is an activity; it keeps no reference to what it yields."""
         return _Each(self, name, iterator)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each phase so far; they add up to the time since `restart`."""
+        """Return the seconds of each activity so far; they add up to the time since `restart`."""
         held, self.is_held = self.is_held, False
         self.begin(self._name)
         self.is_held = held
         return {name: spent_ns / 1e9 for name, spent_ns in self._ns.items()}
 
     def restart(self, seconds: Mapping[str, float] | None = None) -> dict[str, float]:
-        """Begin anew, after some seconds of an epoch that an earlier process made; return those until now."""
+        """Start from 0, or from what an earlier process spent on the epoch; return the seconds until now."""
         so_far = self.seconds()
         self._ns = dict.fromkeys(self._ns, 0) | {name: round(spent * 1e9) for name, spent in (seconds or {}).items()}
         return so_far
 
     def phase(self, name: str) -> None:
-        """Take what a step says that it does."""
+        """Switch to what a step reports that it does."""
         self.begin(_OF_STEP[name])
 
     def terms(self, terms: Mapping[str, Any]) -> None:
-        """Take what a step says of its loss: nothing to time."""
+        """Do nothing with what a step reports of its loss."""
 
 
 class _Within:
-    """A phase while it lasts; a class of its own, as a generator takes twice the time."""
+    """A surrounded activity; a class, since a generator takes twice the time."""
 
     __slots__ = ("_before", "_clock", "_holds", "_name")
 
@@ -135,13 +135,13 @@ class _Each(Generic[T]):
             return next(self._iterator)
 
 
-def told_shares(seconds: Mapping[str, float]) -> list[str]:
-    """Say what takes more than a twentieth of an epoch beside the model's work, the most first: `12% collates`."""
+def shown_shares(seconds: Mapping[str, float]) -> list[str]:
+    """Describe what takes more than a twentieth of an epoch besides the model's work, the most first."""
     whole = sum(seconds.values())
-    others = sorted((-spent, name) for name, spent in seconds.items() if name not in MODEL_PHASES)
-    return [f"{-spent / whole:.0%} {TOLD.get(name, name)}" for spent, name in others if -spent > TOLD_FROM * whole]
+    others = sorted((-spent, name) for name, spent in seconds.items() if name not in MODEL_WORK)
+    return [f"{-spent / whole:.0%} {LABELS.get(name, name)}" for spent, name in others if -spent > SHOWN_FROM * whole]
 
 
-def shares_so_far(figures: Mapping[str, float]) -> list[str]:
-    """Say the same of the last epoch of a process that goes on, by its figures."""
-    return told_shares({name.removeprefix(FIGURE): s for name, s in figures.items() if name.startswith(FIGURE)})
+def latest_shares(figures: Mapping[str, float]) -> list[str]:
+    """Describe the same of the last epoch of a running process, by its figures."""
+    return shown_shares({name.removeprefix(FIGURE): s for name, s in figures.items() if name.startswith(FIGURE)})

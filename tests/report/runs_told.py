@@ -99,7 +99,7 @@ def trained(folder: Path, epochs: int = 30, later: int = 0) -> Told:
 def _epoch(number: int) -> Epoch:
     return Epoch(
         epoch=number, step=10 * number, steps=10, loss={"distance": 1.0 / number}, learning_rate=1e-3,
-        batch=MetricRange(8, 8, 8), items=80, items_per_s=100.0 - number, wait_share=0.01, allocated_bytes=4 * GIB,
+        batch=MetricRange(8, 8, 8), items=80, items_per_s=100.0 - number, allocated_bytes=4 * GIB,
         reserved_bytes=9 * GIB, peak_bytes=(9 * GIB if number != 3 else 11 * GIB), ooms=int(number == 3),
         micro_batches=2, rejected=0, cropped=0, wall_s=1.0, remedied={"smaller": 5} if number == 3 else {},
         seconds={"forward": 0.5, "collate": 0.125 * (number > 1), "read": 0.375, "copy": 0.001},

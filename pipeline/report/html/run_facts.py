@@ -149,12 +149,7 @@ class TrainingFacts:
         """Return the memory that was planned for an epoch: of a GPU, else of a node, if one process has it alone."""
         if not self.on_gpu:
             return self.prepared.mem_bytes if self.prepared.ranks == 1 else None
-        last = 0
-        for phase in self.prepared.phases:
-            last += phase.epochs
-            if epoch <= last:
-                return phase.reserved_bytes
-        return self.most_reserved_bytes
+        return self.prepared.phases[self.prepared.phase_of(epoch - 1)].reserved_bytes
 
 
 @dataclass(frozen=True, slots=True)

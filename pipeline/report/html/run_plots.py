@@ -28,7 +28,7 @@ from pipeline.report.html.plots import (
     x_ticks,
 )
 from pipeline.report.stage_lines import UNIT
-from pipeline.training.step_clock import MODEL_PHASES, READ, TOLD
+from pipeline.training.step_clock import LABELS, MODEL_WORK
 from pipeline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def pace_plots(facts: PageFacts) -> list[Markup]:
     epochs = facts.training.epochs if facts.training else ()
     if len(epochs) < FEWEST - 1:
         return plots
-    waits = [Line(TOLD.get(name, name), points, colour) for colour, (name, points) in enumerate(_shares(epochs))]
+    waits = [Line(LABELS.get(name, name), points, colour) for colour, (name, points) in enumerate(_shares(epochs))]
     idle = number_axis(0, max([5.0, *(value for line in waits for _, value in line.points)]), "% of an epoch")
     return [*plots, plot("train: time outside the model", _steps(epochs), idle, waits)]
 
@@ -153,8 +153,8 @@ def _steps(epochs: Sequence[Epoch]) -> Axis:
 def _shares(epochs: Sequence[Epoch]) -> Iterator[tuple[str, list[tuple[float, float]]]]:
     """Yield each phase that is not the model's work with its percentage of every epoch, if at least 1% of one."""
     wholes = [sum(epoch.seconds.values()) or epoch.wall_s or 1.0 for epoch in epochs]
-    spent = [epoch.seconds or {READ: epoch.wait_share * epoch.wall_s} for epoch in epochs]
-    for name in sorted({name for seconds in spent for name in seconds} - set(MODEL_PHASES)):
+    spent = [epoch.seconds for epoch in epochs]
+    for name in sorted({name for seconds in spent for name in seconds} - set(MODEL_WORK)):
         parts = [100 * seconds.get(name, 0.0) / whole for seconds, whole in zip(spent, wholes, strict=True)]
         if max(parts) >= 1:
             yield name, [(epoch.step, part) for epoch, part in zip(epochs, parts, strict=True)]

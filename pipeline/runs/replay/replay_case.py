@@ -111,7 +111,7 @@ class ReplayedShare:
     def __init__(self, case: ReplayCase, job: Job) -> None:
         self.notes: list[str] = []
         self._case, self._bundle = case, case.bundle
-        place = _phase_index(case.prepared, self._bundle.epoch)
+        place = case.prepared.phase_of(self._bundle.epoch)
         phase, self._items = job.phases[place]
         self.stage = phase.name
         self.sizes = _sizes(case, place)
@@ -184,12 +184,6 @@ class ReplayedShare:
             numbers = tuple(number for number in micro.items.tolist() if ids[number] not in out)
             if numbers:
                 yield self._part(micro.index, numbers)
-
-
-def _phase_index(prepared: Prepared, epoch: int) -> int:
-    """Return the index of the phase of a training that an epoch is in."""
-    ends = np.cumsum([phase.epochs for phase in prepared.phases])
-    return min(int(np.searchsorted(ends, epoch, side="right")), len(ends) - 1)
 
 
 def _sizes(case: ReplayCase, place: int) -> Mapping[str, Any]:

@@ -1,8 +1,8 @@
-"""Writes what training measured: a line an epoch and a line every few steps, as JSON lines.
+"""Metrics of a training: a line for each epoch and every few steps, as JSON lines in the model's folder.
 
-A line that a kill has torn is ignored. A run that goes on from a checkpoint first cuts off what was written after it,
-so no step appears twice. Only rank 0 writes. TensorBoard and Weights & Biases get the same, where they are installed: a
-tracker never ends a run; a failure becomes one warning, and the tracker is not used again.
+A resumed training first cuts off lines of later steps, so no step appears twice; a torn last line is ignored. Only rank
+0 writes. TensorBoard and Weights & Biases receive the same numbers, where configured. A tracker never ends a training:
+its first failure becomes a warning, and it is not used again.
 """
 
 from __future__ import annotations
@@ -13,18 +13,15 @@ import math
 import netrc
 import os
 import secrets
-import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from importlib import import_module
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from pipeline.command_line import install_extra
-from pipeline.files import write_whole
-from pipeline.training.step_clock import told_shares
+from pipeline.files import read_json, write_whole
+from pipeline.training.step_clock import READ, shown_shares
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
@@ -34,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EPOCHS, FIGURES = "epochs.jsonl", "figures.jsonl"
-STEP, VALIDATION = "step", "validation/"  # the latter begins the names of a validation's figures
+STEP, VALIDATION = "step", "validation/"  # the latter begins the names of a validation's metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +41,6 @@ class MetricRange:
     least: float
     mean: float
     most: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> MetricRange:
-        """Return the range of at least one value."""
-        return cls(min(values), math.fsum(values) / len(values), max(values))
 
     def words(self) -> str:
         """Format it for people."""
@@ -69,7 +61,6 @@ class Epoch:
     batch: MetricRange  # items in an optimizer step
     items: int
     items_per_s: float
-    wait_share: float  # of the time of steps, for data
     allocated_bytes: int  # at the end of the epoch
     reserved_bytes: int
     peak_bytes: int
@@ -77,12 +68,13 @@ class Epoch:
     micro_batches: int
     rejected: int
     cropped: int
-    wall_s: float
-    remedied: Mapping[str, int] = field(default_factory=dict)  # items that ran on a rung of the ladder, by its name
+    wall_s: float  # of its steps
+    skipped_items: int = 0  # that fit nowhere
+    left_out_steps: int = 0  # that were not finite
+    planned_bytes: int = 0  # for the peak; 0: unknown
+    remedied: Mapping[str, int] = field(default_factory=dict)  # items by the memory remedy that they needed
     validation: Mapping[str, float | None] = field(default_factory=dict)
-    more: Mapping[str, float | None] = field(default_factory=dict)
-    planned_bytes: int = 0  # for that peak; 0: nobody knows
-    seconds: Mapping[str, float] = field(default_factory=dict)  # by phase, from the epoch's beginning to its end
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by activity, from the epoch's beginning to its end
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON data."""
@@ -96,14 +88,14 @@ class Epoch:
         return cls(**known | {"batch": MetricRange(**data["batch"])})
 
     @property
-    def left_out_steps(self) -> int:
-        """How many steps were not finite, and left out."""
-        return int(self.more.get("left_out_steps") or 0)
+    def wait_share(self) -> float:
+        """The share of the steps' time that was spent waiting for data."""
+        return self.seconds.get(READ, 0.0) / self.wall_s if self.wall_s else 0.0
 
     @property
     def waits(self) -> list[str]:
-        """What took more than a twentieth of it beside the model's work, in words."""
-        return told_shares(self.seconds)
+        """What took more than a twentieth of it besides the model's work, in words."""
+        return shown_shares(self.seconds)
 
     def words(self) -> str:
         """Format it for people, in a line."""
@@ -113,29 +105,29 @@ class Epoch:
         held = {"allocated": self.allocated_bytes, "reserved": self.reserved_bytes, "peak": self.peak_bytes}
         parts.append(" / ".join(f"{name} {format_bytes(size)}" for name, size in held.items()))
         parts += [f"batch {self.batch.words()}", f"{self.items_per_s:,.3g} items/s", ", ".join(self.waits)]
-        events = {"out of memory": self.ooms, **{f"by {rung}": items for rung, items in self.remedied.items()}}
+        events = {"out of memory": self.ooms, **{f"by {remedy}": items for remedy, items in self.remedied.items()}}
         events |= {"rejected": self.rejected, "cropped": self.cropped, "skipped steps": self.left_out_steps}
         return "  ".join([*filter(None, parts), *(f"{count:,} {name}" for name, count in events.items() if count)])
 
     def scalars(self) -> dict[str, float]:
         """Return its numbers by name, for trackers."""
-        skipped = {"epoch", "step", "loss", "validation", "batch", "more", "remedied", "seconds"}
-        names = [field.name for field in fields(self) if field.name not in skipped]
-        plain = {f"epoch/{name}": getattr(self, name) for name in names}
+        numbers = {name: getattr(self, name) for name in self.__slots__}
+        plain = {f"epoch/{name}": value for name, value in numbers.items() if isinstance(value, int | float)}
+        del plain["epoch/epoch"], plain["epoch/step"]
+        plain |= {"epoch/wait_share": self.wait_share}
         plain |= {f"epoch/batch_{name}": value for name, value in asdict(self.batch).items()}
-        plain |= {f"epoch/by_{rung}": items for rung, items in self.remedied.items()}
+        plain |= {f"epoch/by_{remedy}": items for remedy, items in self.remedied.items()}
         plain |= {f"seconds/{name}": spent_s for name, spent_s in self.seconds.items()}
-        plain |= {f"loss/{name}": value for name, value in self.loss.items()}
-        plain |= {f"{VALIDATION}{name}": value for name, value in self.validation.items()}
-        plain |= {f"epoch/{name}": value for name, value in self.more.items()}
-        return {name: float(value) for name, value in plain.items() if value is not None}
+        plain |= {f"loss/{name}": value for name, value in self.loss.items() if value is not None}
+        plain |= {f"{VALIDATION}{name}": value for name, value in self.validation.items() if value is not None}
+        return {name: float(value) for name, value in plain.items()}
 
 
 class MetricsLog:
     """Writes a training's metrics into its folder, and passes them to the trackers."""
 
     def __init__(self, folder: Path, *, step: int = 0, trackers: Sequence[Tracker] = ()) -> None:
-        """Go on after a step: lines of later ones are cut off."""
+        """Continue after a step: lines of later ones are cut off."""
         folder.mkdir(parents=True, exist_ok=True)
         self._trackers = trackers
         self._epochs, self._figures = _StepLines(folder / EPOCHS, step), _StepLines(folder / FIGURES, step)
@@ -143,12 +135,12 @@ class MetricsLog:
     def epoch(self, epoch: Epoch) -> None:
         """Log the metrics of an epoch."""
         self._epochs.append(epoch.to_json())
-        self._tell(epoch.step, epoch.scalars())
+        self._track(epoch.step, epoch.scalars())
 
     def log(self, step: int, figures: Mapping[str, float | None]) -> None:
         """Log some metrics of a step."""
         self._figures.append({STEP: step, **finite(dict(figures))})
-        self._tell(step, {name: float(value) for name, value in figures.items() if value is not None})
+        self._track(step, {name: float(value) for name, value in figures.items() if value is not None})
 
     def close(self) -> None:
         self._epochs.close()
@@ -162,7 +154,7 @@ class MetricsLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _tell(self, step: int, figures: Mapping[str, float]) -> None:
+    def _track(self, step: int, figures: Mapping[str, float]) -> None:
         for tracker in self._trackers:
             tracker.scalars(step, figures)
 
@@ -241,9 +233,9 @@ def _number(value: float | None) -> str:
 
 
 TENSORBOARD, WANDB = "tensorboard", "wandb"
-FLUSH_S = 10  # so much is lost at most when a process is killed
-LOGIN_S = 60  # a node without a network does not hold up training for longer
-IDS = "trackers.json"
+FLUSH_S = 10  # a killed process loses at most so much
+LOGIN_S = 60  # a node without a network delays training by at most so much
+TRACKED = "trackers.json"
 PROJECT = "pipeline"
 SERVICE = "https://api.wandb.ai"
 
@@ -261,12 +253,12 @@ class Tracker(Protocol):
 def open_trackers(
     names: Sequence[str], folder: Path, *, step: int = 0, name: str = "", config: Mapping[str, Any] | None = None
 ) -> list[Tracker]:
-    """Return the named trackers, to go on after a step; `name` and `config` describe the run to people."""
-    made: dict[str, Callable[[], Tracker]] = {
+    """Return the named trackers, to continue after a step; `name` and `config` describe the run to people."""
+    open_tracker: dict[str, Callable[[], Tracker]] = {
         TENSORBOARD: lambda: TensorBoard(folder / TENSORBOARD, step),
         WANDB: lambda: Wandb(folder, name or folder.name, config or {}),
     }
-    return [FailsafeTracker(tracker, made[tracker]) for tracker in names]
+    return [FailsafeTracker(tracker, open_tracker[tracker]) for tracker in names]
 
 
 class FailsafeTracker:
@@ -323,26 +315,39 @@ class Wandb:
     def __init__(self, folder: Path, name: str, config: Mapping[str, Any]) -> None:
         import wandb
 
-        known = last_step(folder, run_id(folder, WANDB))  # before it begins another file
+        run, sent = tracked_run(folder)
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             dir=str(folder),
-            id=run_id(folder, WANDB),
+            id=run,
             name=name,
             config=dict(config),
             resume="allow",
             mode=None if "WANDB_MODE" in os.environ or _has_account() else "offline",
             settings=wandb.Settings(silent=True, console="off", init_timeout=LOGIN_S),
         )
-        self._known = max(known, self._run.step - 1)  # what the service has of a run that is resumed
+        self._sent = max(sent, self._run.step - 1)  # W&B accepts each step once
 
     def scalars(self, step: int, figures: Mapping[str, float]) -> None:
         """Log the metrics of a step, unless W&B already has it from before a resume."""
-        if step > self._known:
+        if step > self._sent:
             self._run.log(dict(figures), step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+def tracked_run(folder: Path) -> tuple[str, int]:
+    """Return the id of a folder's W&B run, and the last step that it was ever sent.
+
+    Call it before `MetricsLog` cuts off lines. What earlier calls saw is remembered, since those lines are gone.
+    """
+    known = read_json(folder / TRACKED)
+    known = known if isinstance(known, dict) else {}
+    logged = [line[STEP] for name in (EPOCHS, FIGURES) for line, _ in _read(folder / name)] if known else []
+    run, sent = known.get(WANDB) or secrets.token_hex(8), max([known.get(STEP, 0), *logged])
+    write_whole(folder / TRACKED, json.dumps({WANDB: run, STEP: sent}))
+    return run, sent
 
 
 def _has_account() -> bool:
@@ -354,54 +359,3 @@ def _has_account() -> bool:
         return netrc.netrc().authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False
-
-
-def run_id(folder: Path, name: str) -> str:
-    """Return the id of the run in a folder, created on first use."""
-    path = folder / IDS
-    known: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
-    if name not in known:
-        known[name] = secrets.token_hex(8)
-        write_whole(path, json.dumps(known))
-    return known[name]
-
-
-MAGIC = b":W&B"
-HEADER_BYTES, BLOCK_BYTES = 7, 1 << 15  # of a file and of a piece alike; a piece never crosses a block's end
-WHOLE, LAST = 1, 4  # kinds of pieces: a record, or the end of one
-
-
-def wandb_history(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yield each logged step with its metrics by name; stops at the first damaged record."""
-    protocol: Any = import_module("wandb.proto.wandb_internal_pb2")
-    for data in _records(path.read_bytes()):
-        record = protocol.Record.FromString(data)
-        if record.WhichOneof("record_type") == "history":
-            named = {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
-            figures = {name: json.loads(value) for name, value in named.items() if not name.startswith("_")}
-            yield record.history.step.num, figures
-
-
-def last_step(folder: Path, run: str) -> int:
-    """Return the last step logged in any file of a run in this folder; 0 if none."""
-    files = sorted(folder.glob(f"wandb/*run-*/run-{run}.wandb"))
-    return max((step for path in files for step, _ in wandb_history(path)), default=0)
-
-
-def _records(data: bytes) -> Iterator[bytes]:
-    """Yield the records of a W&B file, joined from their chunks."""
-    if not data.startswith(MAGIC):
-        return
-    at, record = HEADER_BYTES, b""
-    while at + HEADER_BYTES <= len(data):
-        if (left := BLOCK_BYTES - at % BLOCK_BYTES) < HEADER_BYTES:
-            at += left
-            continue
-        digest, size, kind = struct.unpack_from("<IHB", data, at)
-        if zlib.crc32(data[at + HEADER_BYTES - 1 : at + HEADER_BYTES + size]) != digest:  # of the kind and what follows
-            return
-        record += data[at + HEADER_BYTES : at + HEADER_BYTES + size]
-        at += HEADER_BYTES + size
-        if kind in (WHOLE, LAST):
-            yield record
-            record = b""

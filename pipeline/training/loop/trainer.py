@@ -258,7 +258,7 @@ class Trainer:
         with self.step.clock.within(OBSERVE):
             self.stepper.upkeep.after_step(empty_cache=self.stepper.empty_cache)
             self.stepper.emptied()
-            self.watcher.between(max((rank.micros for rank in report.ranks), default=0))
+            self.watcher.between_steps(max((rank.micros for rank in report.ranks), default=0))
             if metrics is not None and self.ranks.rank == 0 and self.done % self.train.log_every == 0:
                 losses = {f"{LOSS}.{name}": mean for name, mean in report.means.items()}
                 self.watcher.step(self.done, {**losses, **metrics, "items": float(report.sum_of("items"))})
@@ -392,7 +392,7 @@ class Trainer:
         policy = self.train.nan
         if policy == "stop":
             self._save(None, wait=True)
-        self.watcher.poison(number, share, problem)
+        self.watcher.poison(problem)
         if policy == "stop":
             remedy = Command.of(f"replay --step {number}", then="   or   --set train.nan=skip")
             raise DataError(problem, where=f"epoch {self.state.epoch}", remedy=remedy)

@@ -35,7 +35,6 @@ EPOCH = Epoch(
     batch=MetricRange(24, 24, 24),
     items=240,
     items_per_s=12.13,
-    wait_share=0.004,
     allocated_bytes=int(3.1 * GIB),
     reserved_bytes=int(3.4 * GIB),
     peak_bytes=int(3.9 * GIB),
@@ -52,14 +51,14 @@ def test_the_line_says_what_went_wrong_and_how_the_batch_varied():
     worse = replace(
         EPOCH,
         loss={"contacts": math.nan, "distance": 1.5},
-        batch=MetricRange.of([24, 24, 12]),
+        batch=MetricRange(12, 20, 24),
         allocated_bytes=31 << 20,
         reserved_bytes=0,
         peak_bytes=42 << 20,
         ooms=2,
         rejected=1,
         cropped=1003,
-        more={"left_out_steps": 2.0},
+        left_out_steps=2,
     )
     assert worse.words() == (
         "epoch 3  contacts not finite  distance 1.5  val auroc 0.812  "

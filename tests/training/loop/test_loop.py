@@ -325,7 +325,7 @@ def test_a_loss_that_is_not_finite_costs_its_step_alone(tmp_path: Path, policy: 
     run = Run(poisoned(policy), tmp_path / "run").to_end()
     (epoch,) = read_epochs(run.made.folder.path)
     assert run.trainer.done == run.trainer.steps
-    assert epoch.more["left_out_steps"] == 1
+    assert epoch.left_out_steps == 1
     assert all(value == value and value is not None for value in epoch.loss.values())
     finite = run.state()
     assert all(value == value for one in finite.values() for value in one)
@@ -344,7 +344,7 @@ def test_a_gradient_that_is_not_finite_is_seen_where_the_loss_is(tmp_path: Path)
     plot = replace(poisoned("skip"), nan={}, outgrown=True)
     run = Run(plot, tmp_path).to_end()
     assert any("the gradient of step" in line for line in run.said)
-    assert read_epochs(run.made.folder.path)[0].more["left_out_steps"] == 1
+    assert read_epochs(run.made.folder.path)[0].left_out_steps == 1
     assert all(value == value for one in run.state().values() for value in one)
 
 

@@ -78,7 +78,7 @@ def test_at_most_half_of_those_that_stand_together_end(values: list[float], epoc
 
 def epoch_line(epoch: int, loss: float | None) -> str:
     zero = dict.fromkeys(
-        ("step", "steps", "learning_rate", "items", "items_per_s", "wait_share", "allocated_bytes", "reserved_bytes",
+        ("step", "steps", "learning_rate", "items", "items_per_s", "allocated_bytes", "reserved_bytes",
          "peak_bytes", "ooms", "micro_batches", "rejected", "cropped", "wall_s"), 1,
     )  # fmt: skip
     batch = {"least": 1, "mean": 1, "most": 1}

@@ -268,8 +268,8 @@ def outcome(
         "has_struck": trouble.has_struck,
         "blocks": trouble.blocks,
         "ooms": sum(epoch.ooms for epoch in epochs),
-        "skipped": sum(epoch.more.get("skipped_items", 0) for epoch in epochs),
-        "left_out": sum(epoch.more.get("left_out_steps", 0) for epoch in epochs),
+        "skipped": sum(epoch.skipped_items for epoch in epochs),
+        "left_out": sum(epoch.left_out_steps for epoch in epochs),
         "validation": [epoch.validation for epoch in epochs],
     }
 
