@@ -17,7 +17,6 @@ the budget from its checkpoint, cuts the same.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError
@@ -166,7 +165,7 @@ class Governor:
 
     def cuts(self, costs: Sequence[int]) -> list[Cut]:
         """Cut items with these costs into pieces that fit, by the budget and by what has failed in this step."""
-        parts = admitted(costs, self.budget, padded=self.padded)
+        parts = _even_slices(costs, self.budget, padded=self.padded)
         if self._wanted is not None:
             parts = [smaller for part in parts for smaller in self._below_failed(part, costs[part])]
         return [
@@ -179,7 +178,7 @@ class Governor:
         assert self._wanted is not None
         if len(costs) < 2 or self.cost(costs) < self._wanted:
             return [part]
-        smaller = admitted([max(1, cost) for cost in costs], max(1, self._wanted // 2), padded=self.padded)
+        smaller = _even_slices([max(1, cost) for cost in costs], max(1, (self._wanted + 1) // 2), padded=self.padded)
         return [slice(part.start + piece.start, part.start + piece.stop) for piece in smaller]
 
     def failed(self, costs: Sequence[int], rung: int = 0) -> bool:
@@ -191,10 +190,6 @@ class Governor:
         else:
             return False
         return True
-
-    def admit(self, costs: Sequence[int]) -> list[slice]:
-        """Return how to cut a micro-batch of items with these costs: as few pieces as fit, and even."""
-        return admitted(costs, self.budget, padded=self.padded)
 
     def ran(self, cost: int) -> None:
         """Note that a micro-batch of this cost ran."""
@@ -275,7 +270,7 @@ def is_crowded(memory: Memory, limit_bytes: int | None = None) -> bool:
     return memory.peak_reserved_bytes >= CROWDED * limit and idle_bytes >= IDLE * limit
 
 
-def admitted(costs: Sequence[int], budget: int, *, padded: bool = False) -> list[slice]:
+def _even_slices(costs: Sequence[int], budget: int, *, padded: bool = False) -> list[slice]:
     """Return consecutive slices within a budget: as few as possible, and then as even as possible."""
     slices = _packed(costs, budget, padded=padded)
     if len(slices) < 2 or max(costs) > budget:
@@ -288,16 +283,6 @@ def admitted(costs: Sequence[int], budget: int, *, padded: bool = False) -> list
         else:
             high = middle
     return _packed(costs, low, padded=padded)
-
-
-def halved(costs: Sequence[int]) -> list[slice]:
-    """Return two consecutive slices, split so that the costlier costs least; a single item gives one slice."""
-    count = len(costs)
-    if count < 2:
-        return [slice(0, count)]
-    before = [0, *accumulate(costs)]
-    middle = min(range(1, count), key=lambda at: (max(before[at], before[-1] - before[at]), abs(2 * at - count)))
-    return [slice(0, middle), slice(middle, count)]
 
 
 def _packed(costs: Sequence[int], budget: int, *, padded: bool) -> list[slice]:

@@ -11,28 +11,23 @@ caller runs pieces as they are cut, and after a failure cuts again:
 
 from __future__ import annotations
 
-import random
-from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
 import torch
 
-from pipeline.device.accelerator import computing
 from pipeline.device.out_of_memory import free_caches, out_of_memory_error
+from pipeline.device.rng import RngState
 from pipeline.memory.runtime.governor import Cut
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor, nn
 
     from pipeline.memory.runtime.governor import Governor
 
 Report = TypeVar("Report")
-Part = TypeVar("Part")
-Path: TypeAlias = tuple[int, ...]  # (3,): the fourth part; (3, 1): the second of what stands in its place; and so on
 
 
 def until_it_fits(
@@ -71,100 +66,6 @@ def each_that_fits(
         yield cut, error or ""
 
 
-@dataclass(frozen=True, slots=True)
-class Oom:
-    """A part that ran out of memory."""
-
-    path: Path
-    attempt: int  # how often the step had begun again before
-    error: str  # its first line
-    is_single: bool  # it could not be halved
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayedStep:
-    """The out-of-memory errors of a step, and the parts that ran in the end."""
-
-    ooms: tuple[Oom, ...]
-    ran: tuple[Path, ...]  # the parts of which it consists, in order
-
-
-class _Cuts(Generic[Part]):
-    """Which parts are replaced by smaller ones; parts are iterated anew each time, and not kept."""
-
-    def __init__(self, halve: Callable[[Part], Sequence[Part]], cost: Callable[[Part], float] | None) -> None:
-        self._halve, self._cost = halve, cost
-        self._replaced: dict[Path, Callable[[Part], Sequence[Part]]] = {}
-        self._failed: list[tuple[Path, float]] = []
-
-    def replace(self, path: Path, part: Part, by: Callable[[Part], Sequence[Part]]) -> None:
-        """Replace a part that failed by the parts that `by` returns."""
-        self._replaced[path] = by
-        if self._cost is not None:
-            self._failed.append((path, self._cost(part)))
-
-    def of(self, parts: Iterable[Part]) -> Iterator[tuple[Path, Part]]:
-        for place, part in enumerate(parts):
-            yield from self._leaves((place,), part)
-
-    def _leaves(self, path: Path, part: Part) -> Iterator[tuple[Path, Part]]:
-        by = self._replaced.get(path)
-        pieces = by(part) if by is not None else self._foreseen(path, part)
-        if pieces is None:
-            yield path, part
-            return
-        for place, piece in enumerate(pieces):
-            yield from self._leaves((*path, place), piece)
-
-    def _foreseen(self, path: Path, part: Part) -> Sequence[Part] | None:
-        """Return the halves of a part that costs no less than one that failed before it; None for other parts."""
-        if self._cost is None or not self._failed:
-            return None
-        cost = self._cost(part)
-        if not any(path > failed and cost >= too_much for failed, too_much in self._failed):
-            return None
-        halves = self._halve(part)
-        return halves if len(halves) > 1 else None
-
-
-def replay_until_it_fits(
-    parts: Iterable[Part],
-    run: Callable[[Part], None],
-    *,
-    again: Callable[[], None],
-    halve: Callable[[Part], Sequence[Part]],
-    cannot: Callable[[Part, Oom], Callable[[Part], Sequence[Part]]],
-    note: Callable[[Part, Oom], None] = lambda part, oom: None,  # noqa: ARG005
-    cost: Callable[[Part], float] | None = None,
-) -> ReplayedStep:
-    """Run parts in order; whenever memory runs out, begin again with the failed part halved. Other errors are raised.
-
-    `parts` is iterated anew each time; a part holds no device memory. `again` rewinds to the step's start
-    (`StepSnapshot.rewind`). `halve` returns fewer than two parts for one that cannot be halved; then `cannot` raises,
-    or returns a function from the part to its replacement: the same on the next rung, or nothing. `note` is called
-    before `again`. With `cost`, later parts that cost no less are halved before they fail.
-    """
-    cuts = _Cuts(halve, cost)
-    ooms: list[Oom] = []
-    while True:
-        ran: list[Path] = []
-        with closing(cuts.of(parts)) as leaves:  # type: ignore[type-var]  # a generator
-            for path, part in leaves:
-                error = out_of_memory_error(run, part)
-                if error is not None:
-                    break
-                ran.append(path)
-            else:
-                return ReplayedStep(tuple(ooms), tuple(ran))
-        is_single = len(halve(part)) < 2
-        oom = Oom(path, len(ooms), error, is_single)
-        ooms.append(oom)
-        note(part, oom)
-        cuts.replace(path, part, cannot(part, oom) if is_single else halve)
-        del part  # it may hold a slot that its like is read into again
-        again()
-
-
 def forget_failed_backward() -> None:
     """Release what a backward that raised keeps on the CPU; the threads of GPUs do so by themselves.
 
@@ -175,7 +76,7 @@ def forget_failed_backward() -> None:
 
 
 class StepSnapshot:
-    """Everything that a forward pass may change besides gradients: random states, buffers, the scaler.
+    """The state that a forward pass may change besides gradients: random generators, buffers, the scaler.
 
     Plain attributes of a module are not restored.
     """
@@ -202,7 +103,7 @@ class StepSnapshot:
             for module in self._model.modules()
             for name, tensor in module._buffers.items()  # noqa: SLF001 - named_buffers() leaves out those that are None
         ]
-        self._restore_numbers = _numbers_now(self._device)
+        self._numbers = RngState.capture(self._device)
         self._restore_scale = _scale_now(scaler) if scaler is not None and scaler.is_enabled() else None
         self._buffers = buffers
 
@@ -215,7 +116,7 @@ class StepSnapshot:
 
     def restore(self) -> None:
         """Restore the saved state; may be called any number of times."""
-        self._restore_numbers()
+        self._numbers.restore()
         for buffer in self._buffers:
             buffer.restore()
         if self._restore_scale is not None:
@@ -283,22 +184,6 @@ def _same_bits(kept: Tensor, now: Tensor) -> bool:
     return torch.equal(torch.nan_to_num(kept), torch.nan_to_num(now.detach().cpu()))
 
 
-def _numbers_now(device: str) -> Callable[[], None]:
-    """Return a function that restores the present state of all random generators, without synchronising."""
-    own = computing(device)
-    card = own.rng_state()
-    python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - users draw from it
-
-    def restore() -> None:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
-        torch.set_rng_state(host)
-        if card is not None:
-            own.set_rng_state(card)
-
-    return restore
-
-
 def _scale_now(scaler: torch.amp.GradScaler) -> Callable[[], None]:
     """Return a function that restores the scaler; `state_dict()` would synchronise with the card."""
     kept = {name: _copy(getattr(scaler, name)) for name in ("_scale", "_growth_tracker")}
@@ -313,56 +198,3 @@ def _scale_now(scaler: torch.amp.GradScaler) -> Callable[[], None]:
 
 def _copy(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().clone()
-
-
-class WeightedMean:
-    """A mean loss over several parts whose total weight is known only after the last of them.
-
-    The sum of each part is divided by a guess, the weight of the first part; `settle` then corrects the gradients,
-    which are those of the whole whatever the sizes of its parts.
-    """
-
-    def __init__(self) -> None:
-        self.total: Tensor | float = 0.0
-        self.weight: Tensor | float = 0.0
-        self._guess: Tensor | float | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        return self._guess is None
-
-    def loss(self, total: Tensor, weight: Tensor | float) -> Tensor:
-        """Return the loss to run backward for a part."""
-        if self._guess is None:
-            self._guess = guessed_weight(weight)
-        return total / self._guess
-
-    def add(self, total: Tensor, weight: Tensor | float) -> None:
-        """Add a part whose backward has run."""
-        self.total = self.total + total.detach()
-        self.weight = self.weight + (weight.detach() if isinstance(weight, torch.Tensor) else weight)
-
-    def settle(self, parameters: Iterable[Tensor], whole: float | None = None) -> Tensor:
-        """Scale the gradients to those of the mean, or to their part in one of a larger weight; return the mean."""
-        if self._guess is not None:
-            scale_gradients(parameters, quotient(self._guess, self.weight if whole is None else whole))
-        return torch.as_tensor(quotient(self.total, self.weight))
-
-
-def guessed_weight(weight: Tensor | float) -> Tensor | float:
-    """Return the divisor to use until the weight of the whole step is known: the weight of its first part."""
-    return weight.detach().clamp(min=1.0) if isinstance(weight, torch.Tensor) else max(weight, 1.0)
-
-
-def quotient(total: Any, weight: Tensor | float) -> Any:
-    """Return total / weight, and 0 where the weight is 0."""
-    if isinstance(weight, torch.Tensor):
-        return torch.where(weight == 0, torch.zeros_like(weight), total / weight.where(weight != 0, 1))
-    return total / weight if weight else total * 0.0
-
-
-def scale_gradients(parameters: Iterable[Tensor], factor: Tensor | float) -> None:
-    """Multiply all gradients by a factor, in place."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if gradients and not (isinstance(factor, float) and factor == 1.0):
-        torch._foreach_mul_(gradients, factor)

@@ -12,9 +12,9 @@ as a whole: batch normalisation, and losses that compare the items of a batch.
 
 Over several processes (`foreign_ranks`) each hands over its own items, or none, and all make the same steps. A step is
 that of the items of all ranks: its loss is the sum over all of them by their weight, which is what
-DistributedDataParallel has where all ranks have the same weight. Gradients stay a rank's own through every
-out-of-memory, and are added up once, after the last backward. So each rank splits as it must; at the end of a step all
-take over the least budget. All begin with the parameters of the first rank. A rank that cannot go on says so to the
+DistributedDataParallel has where all ranks have the same weight. Gradients are summed once, after the last backward.
+Where memory ends on a rank, all run the step again, that rank in smaller parts; at the end of a step all take over the
+least budget. All begin with the parameters of the first rank. A rank that cannot go on says so to the
 others, and all end.
 """
 
@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
@@ -30,12 +31,13 @@ import torch
 from pipeline.device.kinds import CPU
 from pipeline.device.out_of_memory import free_caches, out_of_memory_error
 from pipeline.errors import ConfigError, JobFailed, PlanInfeasible
-from pipeline.memory.runtime.governor import UNPLANNED, Governor, halved
+from pipeline.memory.runtime.governor import UNPLANNED, Governor
 from pipeline.memory.runtime.meters import CardMeter
-from pipeline.memory.runtime.recovery import Oom, StepSnapshot, WeightedMean, replay_until_it_fits
+from pipeline.memory.runtime.recovery import StepSnapshot, until_it_fits
 from pipeline.training.own_loops.foreign_ranks import READ, begin_alike, keep_quiet, ranks_of, wrappers_of
 from pipeline.training.ranks.gradient_sums import GradientSums
 from pipeline.training.ranks.rank_protocol import RankLost
+from pipeline.training.step.optimizers import WeightedMean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -97,53 +99,67 @@ class Governed:
         self._cost, self._too_large, self._clip, self._backward = cost, too_large, clip, backward
         self._meter = None if self.device == CPU else CardMeter(self.device)
         self._snapshot: StepSnapshot | None = None
+        self._left_out: set[int] = set()  # items of the step that do not fit alone
         self._mean = WeightedMean()
 
     def step(self, items: Sequence[Any], loss_of: LossOf) -> Tensor:
         """Make an optimizer step of all items, in as many parts as fit; return the loss, of all ranks."""
         self.ranks.progress(f"step {self.steps}")
         keep_quiet(self._wrappers)
-        with self._telling_others():
-            self._run(items, loss_of)
-            share = self._share()
-        shares = self._hear(share)
+        self._release()
+        self._left_out.clear()
+        self._snapshot = StepSnapshot(self.model, device=self.device, scaler=self.scaler, before=self._snapshot)
+        shares = until_it_fits(
+            partial(self._attempt, items, loss_of),
+            fits=lambda shares: not any(share["again"] for share in shares),
+            rewind=self._go_back,
+        )
         with self._telling_others():
             loss = self._update(shares)
             want = self._want()
         self._end(self._hear(want))
         return loss
 
-    def _run(self, items: Sequence[Any], loss_of: LossOf) -> None:
-        """Run this rank's items forward and backward, beginning again in smaller parts whenever memory ends."""
-        costs = [self._cost(item) for item in items]
+    def _attempt(self, items: Sequence[Any], loss_of: LossOf) -> list[Said]:
+        """Run this rank's items forward and backward, up to the first that do not fit; return all ranks' shares."""
+        with self._telling_others():
+            fits = self._run(items, loss_of)
+            share = self._share() if fits else {}
+        return self._hear({**share, "again": not fits})
+
+    def _run(self, items: Sequence[Any], loss_of: LossOf) -> bool:
+        places = [place for place in range(len(items)) if place not in self._left_out]
+        costs = [self._cost(items[place]) for place in places]
+        cuts = self.governor.cuts(costs)
+        for cut in cuts:
+            part = places[cut.start : cut.stop]
+            error = out_of_memory_error(self._accumulate, [items[place] for place in part], loss_of)
+            if error is not None:
+                self._learn(part, costs[cut.start : cut.stop], error)
+                return False
+        for cut in cuts:
+            self.governor.ran(sum(costs[cut.start : cut.stop]))
+        return True
+
+    def _learn(self, places: Sequence[int], costs: Sequence[int], error: str) -> None:
+        """Run items that did not fit in smaller parts from now on; skip a single one, or raise."""
+        self._tell("out of memory", sum(costs), f"items {places[0]} to {places[-1]}: {error}")
+        if self.governor.failed(costs):
+            return
+        if self._too_large == "error":
+            raise PlanInfeasible(
+                f"item {places[0]} of the step does not fit alone: {error}",
+                where=f"step {self.steps}",
+                remedy="crop it, compute its activations again (torch.utils.checkpoint), or set too_large='skip'",
+            )
+        self._tell("skipped", costs[0], f"item {places[0]} does not fit alone")
+        self._left_out.add(places[0])
+
+    def _go_back(self) -> None:
+        """Return to the start of the step."""
+        assert self._snapshot is not None
         self._release()
-        snapshot = self._snapshot = StepSnapshot(
-            self.model, device=self.device, scaler=self.scaler, before=self._snapshot
-        )
-
-        def cost_of(part: range) -> int:
-            return sum(costs[part.start : part.stop])
-
-        def run(part: range) -> None:
-            self._accumulate(items[part.start : part.stop], loss_of)
-            self.governor.ran(cost_of(part))
-
-        def again() -> None:
-            self._release()
-            snapshot.rewind()
-
-        def note(part: range, oom: Oom) -> None:
-            self.governor.out_of_memory(cost_of(part))
-            self._tell("out of memory", cost_of(part), f"items {part.start} to {part.stop - 1}: {oom.error}")
-
-        def halve(part: range) -> list[range]:
-            return [part[piece] for piece in halved(costs[part.start : part.stop])]
-
-        def cannot(part: range, oom: Oom) -> Callable[[range], Sequence[range]]:
-            return self._alone(part.start, cost_of(part), oom)
-
-        parts = [range(len(items))[piece] for piece in self.governor.admit(costs)]
-        replay_until_it_fits(parts, run, again=again, halve=halve, cannot=cannot, note=note, cost=cost_of)
+        self._snapshot.rewind()
 
     # Ranks
 
@@ -251,17 +267,6 @@ class Governed:
             of = "" if least == self.ranks.rank else f"rank {least}: "
             self._tell("budget", self.governor.budget, of + wants[least]["why"])
         self.steps += 1
-
-    def _alone(self, place: int, cost: int, oom: Oom) -> Callable[[range], Sequence[range]]:
-        """Skip an item that does not fit alone, or raise."""
-        if self._too_large == "error":
-            raise PlanInfeasible(
-                f"item {place} of the step does not fit alone: {oom.error}",
-                where=f"step {self.steps}",
-                remedy="crop it, compute its activations again (torch.utils.checkpoint), or set too_large='skip'",
-            )
-        self._tell("skipped", cost, f"item {place} does not fit alone")
-        return lambda part: []  # noqa: ARG005
 
     def _release(self) -> None:
         """Drop the gradients, and begin a new mean."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeline.errors import ConfigError
-from pipeline.memory.runtime.recovery import quotient
 from pipeline.protocol import ParameterGroups
 
 if TYPE_CHECKING:
@@ -90,6 +89,59 @@ def whole_loss(terms: Terms, weights: Mapping[str, Any] | None = None) -> Tensor
     first, *others = [quotient(total, weights[name]) for name, (total, _) in terms.items()]
     loss: Tensor = sum(others, first)
     return loss
+
+
+class WeightedMean:
+    """A mean loss over several parts whose total weight is known only after the last of them.
+
+    The sum of each part is divided by a guess, the weight of the first part; `settle` then corrects the gradients,
+    which are those of the whole whatever the sizes of its parts.
+    """
+
+    def __init__(self) -> None:
+        self.total: Tensor | float = 0.0
+        self.weight: Tensor | float = 0.0
+        self._guess: Tensor | float | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self._guess is None
+
+    def loss(self, total: Tensor, weight: Tensor | float) -> Tensor:
+        """Return the loss to run backward for a part."""
+        if self._guess is None:
+            self._guess = guessed_weight(weight)
+        return total / self._guess
+
+    def add(self, total: Tensor, weight: Tensor | float) -> None:
+        """Add a part whose backward has run."""
+        self.total = self.total + total.detach()
+        self.weight = self.weight + (weight.detach() if isinstance(weight, torch.Tensor) else weight)
+
+    def settle(self, parameters: Iterable[Tensor], whole: float | None = None) -> Tensor:
+        """Scale the gradients to those of the mean, or to their part in one of a larger weight; return the mean."""
+        if self._guess is not None:
+            scale_gradients(parameters, quotient(self._guess, self.weight if whole is None else whole))
+        return torch.as_tensor(quotient(self.total, self.weight))
+
+
+def guessed_weight(weight: Tensor | float) -> Tensor | float:
+    """Return the divisor to use until the weight of the whole step is known: the weight of its first part."""
+    return weight.detach().clamp(min=1.0) if isinstance(weight, torch.Tensor) else max(weight, 1.0)
+
+
+def quotient(total: Any, weight: Tensor | float) -> Any:
+    """Return total / weight, and 0 where the weight is 0."""
+    if isinstance(weight, torch.Tensor):
+        return torch.where(weight == 0, torch.zeros_like(weight), total / weight.where(weight != 0, 1))
+    return total / weight if weight else total * 0.0
+
+
+def scale_gradients(parameters: Iterable[Tensor], factor: Tensor | float) -> None:
+    """Multiply all gradients by a factor, in place."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients and not (isinstance(factor, float) and factor == 1.0):
+        torch._foreach_mul_(gradients, factor)
 
 
 def only_trained(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:

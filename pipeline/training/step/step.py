@@ -23,15 +23,16 @@ from pipeline.device.accelerator import computing
 from pipeline.device.batch_transfer import moved
 from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError
-from pipeline.memory.runtime.recovery import guessed_weight, quotient
 from pipeline.protocol import Contrastive, Weights
 from pipeline.training.step.checkpointing import Pinned, Recomputing, offloaded, twin
 from pipeline.training.step.optimizers import (
     checked_terms,
     forget_scaling,
     freeze_parameters,
+    guessed_weight,
     only_trained,
     optimizer_of,
+    quotient,
     refused,
     step_in_place,
     sums_by_name,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError, JobFailed, PlanInfeasible
-from pipeline.memory.runtime.governor import Governor, admitted, halved, is_crowded
+from pipeline.memory.runtime.governor import Governor, is_crowded
 from pipeline.memory.runtime.meters import NEAR, Habits, HostMeter, Memory, ProcessMeter, Upkeep
 from pipeline.training.own_loops import governed as governed_module
 from pipeline.training.own_loops.governed import Governed, GovernedEvent
@@ -97,16 +97,8 @@ CUTS: list[tuple[list[int], int, list[list[int]]]] = [
 
 
 def test_a_micro_batch_is_cut_into_as_few_even_pieces_as_fit() -> None:
-    found = [[costs[piece] for piece in admitted(costs, budget)] for costs, budget, _ in CUTS]
+    found = [[costs[cut.start : cut.stop] for cut in Governor(budget=budget).cuts(costs)] for costs, budget, _ in CUTS]
     assert found == [pieces for *_, pieces in CUTS]
-
-
-def test_halves_are_alike_in_cost() -> None:
-    costs = [10, 1, 1, 1, 1, 6]
-    assert [costs[piece] for piece in halved(costs)] == [[10], [1, 1, 1, 1, 6]]
-    assert halved([3]) == [slice(0, 1)]
-    assert halved([1] * 200_000) == [slice(0, 100_000), slice(100_000, 200_000)]  # hours, if each cut were added up
-    assert [len(costs[piece]) for piece in halved([1] * 7)] in ([3, 3], [3, 4], [4, 2])
 
 
 # After a step
@@ -166,7 +158,9 @@ def test_the_retry_that_belongs_to_an_oom_is_not_held_against_it_twice() -> None
     governor.after_step(memory(live=500, reserved=600))
     governor.out_of_memory(700)
     governor.ran(350)
-    assert governor.after_step(memory(live=500, reserved=600, retries=1)).budget == 630
+    want = governor.after_step(memory(live=500, reserved=600, retries=1))
+    assert want.budget == 630
+    governor.adopt(want.budget)
     governor.ran(600)
     assert governor.after_step(memory(live=500, reserved=600, retries=1)).why == ""
 

@@ -1,24 +1,111 @@
-"""Steps in which memory ends: whatever fails, the step is the one that had been cut like that from the beginning."""
+"""The rule for memory that ends: smaller pieces, then remedies, then without; and the start of a step."""
 
 from __future__ import annotations
 
-import gc
 import random
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.memory.runtime.recovery import Oom, Path, ReplayedStep, StepSnapshot, replay_until_it_fits
+from pipeline.device.out_of_memory import out_of_memory_error
+from pipeline.memory.runtime.governor import Cut, Governor
+from pipeline.memory.runtime.recovery import StepSnapshot, each_that_fits, until_it_fits
 from tests.testkit.limited import device as limited
 from tests.testkit.limited.device import LimitedDevice, RefuseOne
 
 pytestmark = pytest.mark.usefixtures("quick")
-ROWS = 13  # of a step
+LADDER = ("checkpointing", "offload")
+
+
+def spans(cuts: list[Cut]) -> list[tuple[int, int, int]]:
+    return [(cut.start, cut.stop, cut.rung) for cut in cuts]
+
+
+def test_a_failed_piece_is_halved_and_so_are_those_that_cost_as_much_until_the_step_ends() -> None:
+    governor = Governor(budget=100)
+    costs = [20, 20, 20, 20]
+    assert spans(governor.cuts(costs)) == [(0, 4, 0)]
+    assert governor.failed(costs)
+    assert spans(governor.cuts(costs)) == [(0, 2, 0), (2, 4, 0)]
+    assert spans(governor.cuts([30, 30])) == [(0, 2, 0)], "it costs less than what failed"
+    assert governor.failed(costs[:2])
+    assert spans(governor.cuts(costs)) == [(0, 1, 0), (1, 2, 0), (2, 3, 0), (3, 4, 0)]
+    want = governor.after_step()
+    governor.adopt(want.budget)
+    assert spans(governor.cuts(costs)) == [(0, 1, 0), (1, 2, 0), (2, 3, 0), (3, 4, 0)]
+
+
+def test_a_single_item_climbs_the_ladder_and_its_like_start_on_its_rung() -> None:
+    governor = Governor(budget=100, ladder=LADDER)
+    assert governor.failed([90])
+    assert spans(governor.cuts([95, 50])) == [(0, 1, 1), (1, 2, 0)]
+    assert governor.failed([90], 1)
+    assert not governor.failed([90], 2), "nothing is left"
+    assert spans(governor.cuts([90])) == [(0, 1, 2)]
+    assert governor.after_step().budget == 100, "an item alone says nothing of the budget"
+
+
+@pytest.mark.parametrize("costs", [[0, 0, 0], [1, 1], [0, 5], [7, 7, 7, 7, 7]])
+@pytest.mark.parametrize("padded", [False, True])
+def test_any_costs_end_in_single_items(costs: list[int], padded: bool) -> None:
+    governor = Governor(padded=padded)
+    for _ in range(10):
+        largest = max(governor.cuts(costs), key=lambda cut: cut.stop - cut.start)
+        if largest.stop - largest.start == 1:
+            return
+        assert governor.failed(costs[largest.start : largest.stop])
+    pytest.fail("it is cut for ever")
+
+
+def test_halving_thousands_of_items_takes_no_time() -> None:
+    governor, costs = Governor(), [3, 1, 4, 1, 5] * 40_000
+    for _ in range(4):
+        first = governor.cuts(costs)[0]
+        governor.failed(costs[first.start : first.stop])
+    assert len(governor.cuts(costs)) == 16
+
+
+def test_what_leaves_nothing_behind_runs_again_by_itself() -> None:
+    ran, tried = [], []
+
+    def run(cut: Cut) -> None:
+        tried.append((cut.start, cut.stop, cut.rung))
+        if cut.stop - cut.start > 2 or cut.stop == 6 or (cut.start == 0 and cut.rung < 1):
+            raise MemoryError("full")
+        ran.append((cut.start, cut.stop, cut.rung))
+
+    governor = Governor(ladder=("cpu",))
+    done = list(each_that_fits(governor, [9, 1, 1, 1, 1, 9], run, device="cpu"))
+    assert [(cut.start, cut.stop, error) for cut, error in done] == [
+        (0, 1, ""),
+        (1, 3, ""),
+        (3, 5, ""),
+        (5, 6, "full"),
+    ]
+    assert ran == [(0, 1, 1), (1, 3, 0), (3, 5, 0)]
+    assert tried.count((1, 3, 0)) == 1, "what fits runs once"
+
+
+def test_a_step_runs_again_until_it_fits_on_all_ranks() -> None:
+    reports = iter([[True, False], [False, True], [True, True]])
+    rewound = []
+    assert until_it_fits(lambda: next(reports), fits=all, rewind=lambda: rewound.append(1)) == [True, True]
+    assert len(rewound) == 2
+
+
+def test_other_errors_pass() -> None:
+    def run(_: Cut) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(each_that_fits(Governor(), [1], run, device="cpu"))
+
+
+# A step that fails anywhere
+
+ROWS = 12  # of a step
 
 
 class Network(nn.Module):
@@ -47,72 +134,31 @@ class Network(nn.Module):
         return self.second(self.drop(hidden_BD).relu()).sum() * scale
 
 
-@dataclass
 class World:
-    """A model in the middle of its training, and what a step is made of."""
+    """A model in the middle of its training, and the snapshot that a step goes back to."""
 
-    network: Network
-    rows_BD: Tensor
-    snapshot: StepSnapshot
-
-    @classmethod
-    def new(cls) -> World:
+    def __init__(self) -> None:
         torch.manual_seed(0), random.seed(0), np.random.seed(0)  # noqa: NPY002
-        network, rows_BD = Network(), torch.randn(ROWS, 24)
-        first = StepSnapshot(network, device="cpu")
-        network(rows_BD).backward()
-        network.zero_grad()
-        return cls(network, rows_BD, StepSnapshot(network, device="cpu", before=first))
+        self.network, self.rows_BD = Network(), torch.randn(ROWS, 24)
+        first = StepSnapshot(self.network, device="cpu")
+        self.network(self.rows_BD).backward()
+        self.network.zero_grad()
+        self.snapshot = StepSnapshot(self.network, device="cpu", before=first)
 
-    def run(self, part: range) -> None:
-        self.network(self.rows_BD[part.start : part.stop]).backward()
-
-    def again(self) -> None:
-        self.snapshot.rewind()
+    def run(self, cut: Cut) -> None:
+        self.network(self.rows_BD[cut.start : cut.stop]).backward()
 
     def left(self) -> dict[str, object]:
         """Return all that a step leaves, and what would be drawn next."""
-        grads = {f"{name}.grad": one.grad for name, one in self.network.named_parameters()}
+        grads = {f"{name}.grad": parameter.grad for name, parameter in self.network.named_parameters()}
         drawn = {"torch": torch.rand(3), "python": random.random(), "numpy": np.random.rand()}  # noqa: NPY002
         return grads | dict(self.network.named_buffers()) | drawn
 
 
-def halve(part: range) -> Sequence[range]:
-    middle = len(part) // 2
-    return [part[:middle], part[middle:]] if middle else [part]
-
-
-def refuse(part: object, oom: Oom) -> Callable[[object], Sequence[object]]:
-    raise AssertionError(f"{part} cannot be halved: {oom}")
-
-
-@dataclass
-class Steps:
-    """The parts of a step."""
-
-    parts: Sequence[range] = (range(5), range(5, 9), range(9, ROWS))
-    begun: int = 0
-
-    def __iter__(self) -> Iterator[range]:
-        self.begun += 1
-        return iter(self.parts)
-
-
-def cut(parts: Sequence[range], ran: Sequence[Path]) -> list[range]:
-    """Return the parts that paths name."""
-    found = []
-    for path in ran:
-        part = parts[path[0]]
-        for half in path[1:]:
-            part = halve(part)[half]
-        found.append(part)
-    return found
-
-
-def expected_of(parts: Sequence[range]) -> dict[str, object]:
-    world = World.new()
-    for part in parts:
-        world.run(part)
+def expected_of(cuts: tuple[Cut, ...]) -> dict[str, object]:
+    world = World()
+    for cut in cuts:
+        world.run(cut)
     return world.left()
 
 
@@ -122,162 +168,51 @@ def assert_same(left: dict[str, object], right: dict[str, object]) -> None:
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(right[name])), name
 
 
-def stepped(place: int) -> tuple[dict[str, object], ReplayedStep, int]:
-    """Make a step of which one block is refused; return what it leaves, and how many blocks it took in all."""
-    refuse_one = RefuseOne()
+def stepped(place: int) -> tuple[dict[str, object], tuple[Cut, ...], int, int]:
+    """Make a step of which one block is refused; return what it leaves, its cuts, its failures and its blocks."""
+    refuse_one, governor, failures = RefuseOne(), Governor(budget=4), []
     with LimitedDevice(through=refuse_one) as device:
-        world = World.new()
+        world = World()
         before_bytes = device.live_bytes
         refuse_one.after = place
 
-        def again() -> None:
-            world.again()
+        def attempt() -> list[Cut] | None:
+            for cut in (cuts := governor.cuts([1] * ROWS)):
+                if out_of_memory_error(world.run, cut) is not None:
+                    failures.append(cut)
+                    governor.failed([1] * (cut.stop - cut.start), cut.rung)
+                    return None
+            return cuts
+
+        def rewind() -> None:
+            world.snapshot.rewind()
             assert device.live_bytes == before_bytes  # nothing of the failed pass, nor of those before it
 
-        done = replay_until_it_fits(Steps(), world.run, again=again, halve=halve, cannot=refuse)
+        cuts = until_it_fits(attempt, fits=lambda cuts: cuts is not None, rewind=rewind)
         taken = place - refuse_one.after
         left = {name: torch.as_tensor(value).clone() for name, value in world.left().items()}
-        world.again()
-        assert device.live_bytes - before_bytes == sum(
-            one.nbytes for one in left.values() if one.dtype != torch.float64
-        )
-    return left, done, taken
+        rewind_bytes = sum(value.nbytes for value in left.values() if value.dtype != torch.float64)
+        world.snapshot.rewind()
+        assert device.live_bytes - before_bytes == rewind_bytes
+    return left, tuple(cuts or ()), len(failures), taken
 
 
 def test_a_step_that_fails_at_any_block_is_the_one_that_was_cut_so_from_the_start() -> None:
     limited.need()
-    _, undisturbed, blocks = stepped(1 << 40)
-    assert not undisturbed.ooms
+    _, undisturbed, failures, blocks = stepped(1 << 40)
+    assert failures == 0
     assert blocks >= 150
-    expected: dict[tuple[Path, ...], dict[str, object]] = {}
+    expected: dict[tuple[Cut, ...], dict[str, object]] = {}
     for place in range(blocks):
-        left, done, _ = stepped(place)
-        assert len(done.ooms) == 1, place
-        if done.ran not in expected:
-            expected[done.ran] = expected_of(cut(Steps().parts, done.ran))
-        assert_same(left, expected[done.ran])
-    assert sorted(map(len, expected)) == [4, 4, 4]  # each of the three parts has failed somewhere
+        left, cuts, failures, _ = stepped(place)
+        assert failures == 1, place
+        if cuts not in expected:
+            expected[cuts] = expected_of(cuts)
+        assert_same(left, expected[cuts])
+    assert undisturbed not in expected
 
 
-class Trials:
-    """Runs parts that fit up to a size, and notes what was run."""
-
-    def __init__(self, fits: int) -> None:
-        self.fits, self.now, self.begun, self.noted = fits, [], 0, []
-
-    def run(self, part: range) -> None:
-        if len(part) > self.fits:
-            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried {len(part)}\nand more")
-        self.now.append(part)
-
-    def again(self) -> None:
-        self.now.clear()
-        self.begun += 1
-
-    def note(self, part: range, oom: Oom) -> None:
-        self.noted.append((part, oom))
-
-
-def tried(fits: int, parts: Sequence[range], **more: object) -> tuple[Trials, ReplayedStep]:
-    trials = Trials(fits)
-    options = {"halve": halve, "cannot": refuse, "note": trials.note, **more}
-    return trials, replay_until_it_fits(parts, trials.run, again=trials.again, **options)
-
-
-def test_only_the_part_that_failed_is_halved_until_it_fits() -> None:
-    trials, done = tried(4, [range(4), range(4, 9), range(9, 10)])
-    assert trials.now == [range(4), range(4, 6), range(6, 9), range(9, 10)]
-    assert done.ran == ((0,), (1, 0), (1, 1), (2,))
-    assert [part for part, _ in trials.noted] == [range(4, 9)]
-    assert trials.begun == 1
-    trials, done = tried(1, [range(4)])
-    assert trials.now == [range(1), range(1, 2), range(2, 3), range(3, 4)]
-    assert [(oom.path, oom.attempt) for oom in done.ooms] == [((0,), 0), ((0, 0), 1), ((0, 1), 2)]
-
-
-def test_with_costs_what_comes_later_and_costs_no_less_need_not_fail() -> None:
-    parts = [range(2), range(2, 6), range(6, 10), range(10, 12)]
-    slow, quick = tried(2, parts), tried(2, parts, cost=len)
-    assert slow[0].now == quick[0].now
-    assert (slow[0].begun, quick[0].begun) == (2, 1)
-
-
-def test_what_ran_before_is_not_cut_for_what_failed_after_it() -> None:
-    """The first micro-batch has room that the gradients take from the later ones."""
-    runs = []
-
-    def run(part: range) -> None:
-        if len(part) > 2 and len(runs) % 10 == 1:
-            raise MemoryError
-        runs.append(part)
-
-    done = replay_until_it_fits([range(4), range(4, 8)], run, again=runs.clear, halve=halve, cannot=refuse, cost=len)
-    assert runs == [range(4), range(4, 6), range(6, 8)]
-    assert done.ooms[0].error == "MemoryError"
-
-
-def test_parts_are_asked_for_anew_and_not_kept() -> None:
-    steps = Steps()
-    alive: list[weakref.ref[np.ndarray]] = []
-
-    class Read:
-        """Reads a part whenever it is asked for it."""
-
-        def __iter__(self) -> Iterator[np.ndarray]:
-            for part in steps:
-                read = np.arange(part.start, part.stop)
-                alive.append(weakref.ref(read))
-                yield read
-
-    def run(part: np.ndarray) -> None:
-        gc.collect()
-        assert sum(one() is not None for one in alive) == 1
-        if len(part) > 4:
-            raise MemoryError
-
-    done = replay_until_it_fits(
-        Read(), run, again=lambda: None, halve=lambda part: np.array_split(part.copy(), 2), cannot=refuse
-    )
-    assert done.ran == ((0, 0), (0, 1), (1,), (2,))
-    assert steps.begun == 2
-
-
-def test_an_item_that_does_not_fit_climbs_until_it_fits_or_is_left_out() -> None:
-    rungs = ["plain", "checkpointing", "offload"]
-    climbed = []
-
-    def run(part: tuple[str, str]) -> None:
-        if part in {("huge", rung) for rung in rungs} or part == ("large", "plain"):
-            raise MemoryError
-
-    def cannot(part: tuple[str, str], oom: Oom) -> Callable[[tuple[str, str]], Sequence[tuple[str, str]]]:
-        assert oom.is_single
-        climbed.append(part)
-        if part[1] == rungs[-1]:
-            return lambda part: []
-        return lambda part: [(part[0], rungs[rungs.index(part[1]) + 1])]
-
-    ran = []
-    parts = [("small", "plain"), ("large", "plain"), ("huge", "plain")]
-    done = replay_until_it_fits(
-        parts,
-        lambda part: (run(part), ran.append(part)),
-        again=ran.clear,
-        halve=lambda part: [part],
-        cannot=cannot,
-        cost=lambda part: 1.0,
-    )
-    assert ran == [("small", "plain"), ("large", "checkpointing")]
-    assert climbed == [("large", "plain"), *(("huge", rung) for rung in rungs)]
-    assert len(done.ooms) == 4
-
-
-def test_other_errors_pass_through() -> None:
-    def run(part: range) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        replay_until_it_fits([range(4)], run, again=lambda: pytest.fail("began again"), halve=halve, cannot=refuse)
+# Its start
 
 
 def test_buffers_that_never_change_are_copied_once_and_not_where_the_model_is() -> None:
