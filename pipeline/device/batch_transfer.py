@@ -1,18 +1,15 @@
-"""Batches of any structure are moved to a device here, and host memory that is filled anew waits for their copies.
+"""Batches of any structure are moved to a device here, on request or ahead of their turn.
 
-A copy from pinned memory goes on while the host does: memory that is used again must not be written to before. Who
-moves batches need not know whose memory they are of: every memory that is lent at that moment is told of an event after
-the copies, also where a collate has made views of it that nobody can follow.
+A copy from pinned memory goes on while the host does. torch's allocator for pinned memory waits for such copies before
+it gives memory out again, for all memory that it gave out itself and all views of it.
 """
 
 from __future__ import annotations
 
 import copy
-import threading
 from dataclasses import fields, is_dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
 from torch.utils._pytree import tree_map
@@ -29,15 +26,10 @@ def moved(batch: Any, device: torch.device | str, *, waits: bool = False) -> Any
 
     `waits`: the copies are done when this returns, as they are to the host.
     """
-    to_card = is_card(device)
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device, non_blocking=to_card and not waits)
-
-    found = map_tensors(move, batch, own=lambda value: value.to(device))
-    if to_card:
-        _note_copies(Card(device))
-    return found
+    non_blocking = is_card(device) and not waits
+    return map_tensors(
+        lambda tensor: tensor.to(device, non_blocking=non_blocking), batch, own=lambda value: value.to(device)
+    )
 
 
 def map_tensors(
@@ -133,42 +125,5 @@ class CopyAhead:
             self._side.wait_event(is_free)
             for target, tensor in pairs:
                 target.copy_(tensor, non_blocking=True)
-            _note_copies(self._card)
             self._of, self._there, self._done = batch, there, self._card.event()
         self.bytes = sum(target.nbytes for target, _ in pairs)
-
-
-# Memory that is filled anew
-
-
-class CopiesUnderWay:
-    """The copies to cards that may still read some memory of the host: an event after the last of each stream."""
-
-    def __init__(self) -> None:
-        self.is_lent = False  # somebody holds the memory, and may copy it
-        self._events: dict[tuple[int, int], Any] = {}
-        with _adding:
-            _known.add(self)
-
-    def note(self, stream: tuple[int, int], event: Any) -> None:
-        """Take an event after a copy, in place of an earlier one of that stream."""
-        self._events[stream] = event
-
-    def wait(self) -> None:
-        """Wait until no copy reads the memory any more."""
-        while self._events:
-            self._events.popitem()[1].synchronize()
-
-
-_known: WeakSet[CopiesUnderWay] = WeakSet()
-_adding = threading.Lock()  # readers make memory while another thread goes through all
-
-
-def _note_copies(card: Card) -> None:
-    """Record an event after all copies of the current stream, for all memory that is lent."""
-    with _adding:
-        lent = [copies for copies in _known if copies.is_lent]
-    if lent:
-        stream, event = card.current_stream(), card.event()
-        for copies in lent:
-            copies.note((card.index, int(stream.stream_id)), event)

@@ -6,10 +6,9 @@ an embedded residue.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,10 +20,10 @@ from pipeline.graphs import item_graph as graphs
 from pipeline.graphs import pyg_view
 from pipeline.graphs.item_graph import CROSS, EDGE, LABEL, NODE, PATH, RESIDUE
 from pipeline.records import Role
-from pipeline.training.items.batch_layout import BFLOAT16, CENTRE, EMBEDDING, ENCODED, OF_GRAPHS, PTR, nodes_axis
+from pipeline.training.items.batch_layout import CENTRE, EMBEDDING, ENCODED, OF_GRAPHS, PTR, nodes_axis
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -103,8 +102,7 @@ class BatchOrigin:
 class ItemBatch:
     """The graphs of some items over one run of bytes; empty where a rank has no items in a step.
 
-    The memory is not reused while the batch or a view of it exists. A loop that keeps as many batches as the loader has
-    slots must keep clones.
+    The memory is not reused while the batch or a view of it exists.
     """
 
     memory: Tensor  # uint8
@@ -154,8 +152,37 @@ class ItemBatch:
         return _below(self.fields, LABEL)
 
     @property
-    def items(self) -> BatchItems:
-        return BatchItems(self)
+    def items(self) -> list[ItemTensors]:
+        """The single items, their tensors as views of the batch, but for node numbers, which count within the item."""
+        own = {name: self._split(name) for name in self.layout.places if not name.startswith(f"{PTR}.")}
+        return [
+            self._item(place, {name: tensors[place] for name, tensors in own.items()}) for place in range(len(self))
+        ]
+
+    def _split(self, name: str) -> Sequence[Tensor]:
+        """Return each item's rows of a field."""
+        values, place = self[name], self.layout.places[name]
+        if not place.axis:
+            return values.unbind()
+        if place.points_to:
+            owner_N = self.owner(place.axis)
+            first_TN = torch.stack([self.ptr(target)[owner_N] for target in place.points_to])
+            values = values - (first_TN if place.are_edges else first_TN.T if values.ndim > 1 else first_TN[0])
+        return torch.split_with_sizes(values, np.diff(self.layout.bounds[place.axis]).tolist(), int(place.are_edges))
+
+    def _item(self, place: int, fields: Mapping[str, Tensor]) -> ItemTensors:
+        """Return an item by its own fields; of partners that it lacks there are fields without rows."""
+        nodes = {role: self.layout.rows(nodes_axis(role), place) for role in self.layout.roles()}
+        return ItemTensors(
+            id=self.ids[place],
+            number=self.numbers[place],
+            sides={role: _side(role, fields) for role, own in nodes.items() if own.start < own.stop},
+            cross=_ends(_below(fields, CROSS)),
+            cross_fields=_besides(_below(fields, CROSS)),
+            labels=_below(fields, LABEL),
+            rng=item_rng(self.origin, self.ids[place]),
+            values={name: tensor for name, tensor in fields.items() if name.partition(".")[0] not in OF_GRAPHS},
+        )
 
     @property
     def rng(self) -> np.random.Generator:
@@ -186,19 +213,18 @@ class ItemBatch:
 
 @dataclass(frozen=True, eq=False)
 class TaskBatch:
-    """What a task's `collate` made of the items of a micro-batch, in a thread or process that reads."""
+    """What a loader made of the items of a micro-batch: usually what the task's `collate` returned."""
 
-    value: Any  # None where there are no items
-    numbers: tuple[int, ...]
+    numbers: tuple[int, ...]  # of the items in the table
     ids: tuple[str, ...]
     origin: BatchOrigin
-    read_again: Callable[[Sequence[int], BatchOrigin], TaskBatch]
-    rejected: tuple[Rejection, ...] = ()
-    weights: Mapping[str, Any] | None = None  # of the terms of its loss, where the task tells them
+    value: Any = None  # None where there are no items
+    rejected: tuple[Rejection, ...] = ()  # items that have no graph after all
+    weights: Mapping[str, Any] | None = None  # of the terms of its loss, where the task defines them
     cropped: int = 0  # items
     bytes: int = 0  # of its tensors
-    is_made: bool = True  # else memory ended while it was, or it is to be made late: whoever asks for it makes it
-    lease: Any = None  # keeps the place of the batch among those that may be in memory at once
+    is_made: bool = True  # False: `collate` ran out of memory, or must not run ahead; `part` makes the value
+    read_again: Callable[[Sequence[int], BatchOrigin], TaskBatch] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -207,78 +233,19 @@ class TaskBatch:
         """Return what `collate` makes of some of the items, which are read again unless they are all."""
         if (start, stop) == (0, len(self)) and self.is_made:
             return self.value
+        assert self.read_again is not None
         part, ids = self.read_again(self.numbers[start:stop], self.origin), self.ids[start:stop]
         refuse_changed(ids, part.ids)
         return part.value
 
 
 def refuse_changed(ids: tuple[str, ...], again: tuple[str, ...]) -> None:
-    """Raise where items that were read for a step are others when they are read again for it."""
+    """Raise if items that were read for a step cannot be read a second time."""
     if ids != again:
         name = next((name for name in ids if name not in again), ids[0])
         what = f"{name} could be read at the start of the step but not at its end"
         remedy = "check whether its files changed or the disk fails; then   pipeline resume"
         raise DataError(what, where=name, remedy=remedy)
-
-
-class BatchItems(Sequence[ItemTensors]):
-    """The items of a batch, each built on access; tensors are views, except those that hold node numbers."""
-
-    def __init__(self, batch: ItemBatch) -> None:
-        self._batch = batch
-
-    def __len__(self) -> int:
-        return len(self._batch)
-
-    @overload
-    def __getitem__(self, place: int) -> ItemTensors: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[ItemTensors]: ...
-    def __getitem__(self, place: int | slice) -> ItemTensors | list[ItemTensors]:
-        if isinstance(place, slice):
-            return [self[at] for at in range(*place.indices(len(self)))]
-        if not -len(self) <= place < len(self):
-            raise IndexError(f"item {place} of a batch of {len(self)}")
-        batch, place = self._batch, place % len(self)
-        rows = {axis: batch.layout.rows(axis, place) for axis in batch.layout.bounds}
-        mine = {name: self._rows(name, place, rows) for name in batch.layout.places if not name.startswith(f"{PTR}.")}
-        return item_tensors(batch.layout, place, mine, batch.ids[place], batch.numbers[place], batch.origin)
-
-    def _rows(self, name: str, place: int, rows: Mapping[str, slice]) -> Tensor:
-        """Return an item's rows of a field, with node numbers counted within the item."""
-        values = self._batch[name]
-        axis, points_to, are_edges = self._batch.layout.places[name][3:]
-        if not axis:
-            return values[place]
-        own = rows[axis]
-        values = values.narrow(int(are_edges), own.start, own.stop - own.start)  # half the time of a slice
-        if not points_to:
-            return values
-        first = torch.tensor([rows[target].start for target in points_to], device=values.device)
-        return values - (first[:, None] if are_edges else first)
-
-
-def item_tensors(
-    layout: BatchLayout, place: int, fields: Mapping[str, Tensor], id_: str, number: int, origin: BatchOrigin
-) -> ItemTensors:
-    """Return an item by its own fields; of partners that it lacks there are fields without rows."""
-    nodes = {role: layout.rows(nodes_axis(role), place) for role in layout.roles()}
-    return ItemTensors(
-        id=id_,
-        number=number,
-        sides={role: _side(role, fields) for role, own in nodes.items() if own.start < own.stop},
-        cross=_ends(_below(fields, CROSS)),
-        cross_fields=_besides(_below(fields, CROSS)),
-        labels=_below(fields, LABEL),
-        rng=item_rng(origin, id_),
-        values={name: tensor for name, tensor in fields.items() if name.partition(".")[0] not in OF_GRAPHS},
-    )
-
-
-def as_tensor(array: Any, dtype: str) -> Tensor:
-    """Return an array as a tensor over the same memory; bfloat16 is held as its bits."""
-    tensor = torch.from_numpy(array)
-    return tensor.view(torch.bfloat16) if dtype == BFLOAT16 else tensor
 
 
 def padded_field(batch: ItemBatch, name: str, fill: float = 0) -> tuple[Tensor, Tensor]:

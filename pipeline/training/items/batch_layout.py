@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -207,11 +207,8 @@ class BatchBuilder:
         """Count every item's rows along every axis, and check that its fields agree."""
         counts: dict[str, list[int]] = {}
         for entry, column in columns:
-            if entry.axis and entry.form is not FieldForm.DEGREE:
-                try:
-                    mine = list(map(len, column))  # type: ignore[arg-type]  # of an array that is missing it raises
-                except TypeError:
-                    mine = [-1 if array is None else len(array) for array in column]
+            if entry.axis:
+                mine = [-1 if array is None else len(array) for array in column]
                 known = counts.setdefault(entry.axis, mine)
                 if known != mine:
                     counts[entry.axis] = [_agreed(entry, *both) for both in zip(known, mine, strict=True)]
@@ -258,33 +255,6 @@ class BatchBuilder:
         for axis, bounds in self.layout.bounds.items():
             self.layout.view(f"{PTR}.{axis}", memory)[:] = bounds
 
-    def apart(self) -> list[dict[str, Array]]:
-        """Return each item's own arrays as `write` would lay them out, edges and nodes counted within the item.
-
-        They are views of what was read, where their type is that of a batch already.
-        """
-        items: list[dict[str, Array]] = [{} for _ in range(self.layout.items)]
-        for entry, arrays in self._fields.values():
-            if entry.form is FieldForm.DEGREE:
-                continue
-            dtype = held_as(self.layout.places[entry.name].dtype)
-            if entry.form is FieldForm.NEIGHBOUR:
-                arrays = [self._edges_of(entry, place, tails) for place, tails in enumerate(arrays)]
-            for item, array in zip(items, arrays, strict=True):
-                item[entry.name] = array.astype(dtype, copy=not array.flags.writeable)
-        return items
-
-    def _edges_of(self, entry: ArrayField, place: int, tails_E: Array) -> Integers:
-        """Return an item's edges as pairs (tails, heads)."""
-        degree, degrees = self._fields[entry.name, FieldForm.DEGREE]
-        degree_N, rows = degrees[place], self.layout.rows(degree.axis, place)
-        if len(degree_N) != rows.stop - rows.start:
-            raise ValueError(f"{entry.name} has {len(degree_N)} nodes, expected {rows.stop - rows.start}")
-        edges_2E: Integers = np.empty((2, len(tails_E)), np.int64)
-        edges_2E[0] = tails_E
-        edges_2E[1] = np.repeat(np.arange(len(degree_N)), degree_N)
-        return edges_2E
-
     def _write_rows(self, entry: ArrayField, arrays: Sequence[Array], memory: Bytes) -> None:
         """Concatenate arrays; node and residue numbers become those of the batch."""
         out = self.layout.view(entry.name, memory)
@@ -298,12 +268,10 @@ class BatchBuilder:
     def _write_edges(self, entry: ArrayField, neighbours: Sequence[Array], memory: Bytes) -> None:
         """Write edges as pairs (tails, heads), with the heads repeated by their degrees."""
         tails_E, heads_E = self.layout.view(entry.name, memory)
-        degree, degrees = self._fields[entry.name, FieldForm.DEGREE]
+        _, degrees = self._fields[entry.name, FieldForm.DEGREE]
         np.concatenate(neighbours, out=tails_E, casting="same_kind")
         tails_E += self._offsets(entry.points_to[0], entry.axis)
         degree_N = np.concatenate(degrees)
-        if len(degree_N) != self._total(degree.axis):
-            raise ValueError(f"{entry.name} has {len(degree_N)} nodes, expected {self._total(degree.axis)}")
         heads_E[:] = np.repeat(np.arange(len(degree_N)), degree_N)
 
     def _offsets(self, target: str, axis: str) -> Integers:
@@ -318,13 +286,7 @@ class BatchBuilder:
 
 
 def _columns(arrays_B: Sequence[Mapping[str, Array]]) -> list[tuple[ArrayField, list[Array | None]]]:
-    """Return each field that any item has, in the order of their names (a record has another), and its arrays."""
-    if arrays_B and len(arrays_B[0]) > 1 and all(arrays.keys() == arrays_B[0].keys() for arrays in arrays_B):
-        names = sorted(arrays_B[0])  # the usual case, in calls that do not come back to Python for each array
-        return [
-            (parse_field(name), list(column))
-            for name, column in zip(names, zip(*map(itemgetter(*names), arrays_B), strict=True), strict=True)
-        ]
+    """Return each field that any item has, in the order of the names, and the arrays of all items."""
     names = sorted({name for arrays in arrays_B for name in arrays})
     return [(parse_field(name), [arrays.get(name) for arrays in arrays_B]) for name in names]
 

@@ -1,8 +1,8 @@
-"""Processes that read batches, for tasks whose Python would keep the interpreter of the training to itself.
+"""Processes that read batches, for tasks whose Python would keep the interpreter of the training busy.
 
-They are forked with all that the loader knows, are told which micro-batch to make, and write its tensors to memory that
-both share: nothing but names, places and what is no tensor goes through a pipe. A process is only ever a short cut:
-what one cannot make, whatever the reason, the thread that asked for it makes itself, and says what is wrong with it.
+They are forked with all that the loader knows, and write a batch's tensors to memory that both share; only an outline
+of the batch goes through a pipe. A process is a short cut: where it fails, for any reason, the thread that asked makes
+the batch itself, and raises what is wrong with it.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ import gc
 import logging
 import mmap
 import os
-import select
 import signal
 import warnings
+import weakref
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from queue import Empty, LifoQueue, SimpleQueue
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from pipeline.memory.hardware.host_memory import slot_bytes
+from pipeline.training.items.batch_maker import filled, outline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from typing import TypeAlias
 
-    from numpy.typing import NDArray
+    from pipeline.training.items.batch import TaskBatch
+    from pipeline.training.items.batch_maker import Room
+    from pipeline.training.sampling.sampler import MicroBatch
 
-    Bytes = NDArray[np.uint8]
-    Make = Callable[[Any, Callable[[int], Bytes]], Any]  # what was asked for, and memory for its tensors → the answer
+    Make: TypeAlias = Callable[[MicroBatch, Room], TaskBatch]
 
 log = logging.getLogger(__name__)
 
-LEFT_ALONE = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # it ends when its pipe does
-END_S = 5.0
-_open: WeakSet[Connection] = WeakSet()  # this process's ends of the pipes of all that it forked
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # a process ends when its pipe does
+_open: weakref.WeakSet[Connection] = weakref.WeakSet()  # this process's ends of the pipes of all that it forked
 
 
 class SharedRun:
@@ -52,57 +52,74 @@ class SharedRun:
         with suppress(OSError):
             os.close(self._file)
 
-    def room(self, used: int) -> Bytes:
-        """Return so many bytes, of the file as it is or grown."""
+    def room(self, used: int) -> torch.Tensor:
+        """Return memory of this size, of the file as it is or grown."""
         size = os.fstat(self._file).st_size
         if used > size:
             size = slot_bytes(used, pin=False)
             os.ftruncate(self._file, size)
         if size > len(self._mapped):
             self._mapped = np.frombuffer(mmap.mmap(self._file, size), np.uint8)
-        return self._mapped[:used]
+        return torch.from_numpy(self._mapped[:used])
 
 
-@dataclass(eq=False)
-class _Reader:
-    """A process, and this end of its pipe."""
-
+class _Reader(NamedTuple):
     pid: int
     pipe: Connection
 
-    def ask(self, what: Any, run: int) -> Any:
-        """Return what the process made into a run; None where it could not."""
-        self.pipe.send((what, run))
-        return self.pipe.recv()
-
     def end(self) -> int:
-        """Return the exit code of the process, which ends with its pipe, or is killed."""
+        """Close the pipe, which ends the process; return its exit code."""
         self.pipe.close()
         try:
-            ends = os.pidfd_open(self.pid)
-            if not select.select([ends], [], [], END_S)[0]:
-                os.kill(self.pid, signal.SIGKILL)
-            os.close(ends)
             return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        except (ProcessLookupError, ChildProcessError):  # somebody waits for all children
+        except ChildProcessError:  # other code waits for all children
             return 0
 
 
 class ReaderProcesses:
-    """Some processes that make what they are asked for, each by the same function, as it was when they were forked."""
+    """Processes that call `make` as it was when they were forked, each for one micro-batch at a time."""
 
-    def __init__(self, make: Make, runs: Sequence[SharedRun], count: int) -> None:
-        self._readers: list[_Reader] = []
+    def __init__(self, make: Make, count: int, *, batches: int) -> None:
+        """Fork; `batches` may be in use at once."""
+        self.runs = [SharedRun() for _ in range(batches)]
+        self._free: LifoQueue[int] = LifoQueue()  # the last first: no more runs have memory than were ever in use
+        for run in range(batches):
+            self._free.put(run)
+        self._readers = [_forked(make, self.runs) for _ in range(count)]
         self._idle: SimpleQueue[_Reader | None] = SimpleQueue()
-        for _ in range(count):
-            self._readers.append(_forked(make, runs))
-            self._idle.put(self._readers[-1])
+        for reader in self._readers:
+            self._idle.put(reader)
 
-    def ask(self, what: Any, run: int) -> Any:
-        """Have a process make something into a run; None where none could, or none is left."""
+    def make(self, micro: MicroBatch, copied: Callable[[torch.Tensor], torch.Tensor] | None) -> TaskBatch | None:
+        """Have a process make a batch, over shared memory or what `copied` made of it; None where no process can."""
+        try:
+            run = self._free.get_nowait()
+        except Empty:  # the loop keeps many batches
+            return None
+        answer = self._ask(micro, run)
+        if answer is None:
+            self._free.put(run)
+            return None
+        sketch, used = answer
+        memory = self.runs[run].room(used)
+        if copied is None:
+            owner = memory.numpy()  # which the tensors of the batch keep
+            weakref.finalize(owner, self._free.put, run)
+            memory = torch.from_numpy(owner)
+        else:
+            memory = copied(memory)
+            self._free.put(run)
+        batch: TaskBatch = filled(sketch, memory)
+        return batch
+
+    def _ask(self, micro: MicroBatch, run: int) -> tuple[Any, int] | None:
         reader = self._idle.get()
         try:
-            return None if reader is None else reader.ask(what, run)
+            if reader is None:
+                return None
+            reader.pipe.send((micro, run))
+            answer: tuple[Any, int] | None = reader.pipe.recv()
+            return answer
         except (EOFError, OSError):
             assert reader is not None
             self._readers.remove(reader)
@@ -131,29 +148,37 @@ def _forked(make: Make, runs: Sequence[SharedRun]) -> _Reader:
         _open.add(ours)
         return _Reader(pid, ours)
     try:
-        for end in (ours, *_open):  # as long as one is open here, another would wait for what is asked of it
+        for end in (ours, *_open):  # open here, they would keep the other processes from ending
             end.close()
         _serve(make, runs, theirs)
     finally:
-        os._exit(0)  # nothing of the process that forked it is to be closed here
+        os._exit(0)  # without closing anything of the process that forked this one
 
 
 def _serve(make: Make, runs: Sequence[SharedRun], pipe: Connection) -> None:
-    """Make what is asked for until nobody can ask any more."""
-    for number in LEFT_ALONE:
+    """Answer until the other end of the pipe is closed."""
+    for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    torch.set_num_threads(1)  # those of the process before are not here
-    gc.freeze()  # what that had stays as it is: untouched it is shared, and none of it is to be finalised here
+    torch.set_num_threads(1)  # torch's threads were not forked
+    gc.freeze()  # untouched, the memory of that process stays shared, and nothing of it is finalised here
     with suppress(EOFError, OSError):
         while True:
-            what, run = pipe.recv()
+            micro, run = pipe.recv()
             try:
-                answer = make(what, runs[run].room)
-            except Exception:  # noqa: BLE001 - whoever asked finds it out for itself
-                answer = None
-            try:
-                pipe.send(answer)
+                pipe.send(_answer(make, micro, runs[run]))
             except (EOFError, OSError):
                 raise
-            except Exception:  # noqa: BLE001 - of a class that cannot be sent
+            except Exception:  # noqa: BLE001 - the thread that asked makes the batch, and meets the error
                 pipe.send(None)
+
+
+def _answer(make: Make, micro: MicroBatch, run: SharedRun) -> tuple[Any, int]:
+    memory = torch.empty(0, dtype=torch.uint8)
+
+    def room(used: int) -> torch.Tensor:
+        nonlocal memory
+        memory = run.room(used)
+        return memory
+
+    batch = make(micro, room)
+    return outline(batch, memory), len(memory)

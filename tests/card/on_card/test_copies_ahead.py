@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,14 +39,8 @@ def surely_at_hand(loader: Loader) -> None:
     ask = loader.at_hand
 
     def waited() -> Any:
-        reading = loader._reading
-        assert reading is not None
-
-        def is_over() -> bool:
-            return reading._ended is not None and reading._given >= reading._drawn
-
-        with reading._changed:
-            reading._changed.wait_for(lambda: reading._given in reading._done or is_over())
+        assert loader._reading is not None
+        wait([*loader._reading._waiting][:1])
         return ask()
 
     loader.at_hand = waited  # type: ignore[method-assign]
@@ -100,7 +95,7 @@ def test_no_batch_that_was_copied_ahead_is_wrong_whatever_the_order_of_copies(fo
     mover = Ahead(form)
     assert {seed: wrong for seed in range(SEEDS) if (wrong := mover.wrong(seed))} == {}
     assert mover.ahead.begun == mover.ahead.taken == SEEDS * (BATCHES - 1)
-    assert mover.loader._ring.free.qsize() == len(mover.loader._ring.slots)
+    assert len(mover.loader._in_use) == 0
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -179,7 +174,7 @@ def test_a_training_is_the_same_to_the_bit_with_batches_that_are_copied_ahead(tm
         (loader,) = run.trainer.loaders
         del run
         gc.collect()
-        assert loader._ring.free.qsize() == len(loader._ring.slots)
+        assert len(loader._in_use) == 0
 
 
 class OneStepAhead(OneStep):
@@ -213,7 +208,7 @@ def test_a_step_whose_copies_are_under_way_survives_the_refusal_of_any_allocatio
     ahead.drop()
     gc.unfreeze()
     gc.collect()
-    assert step.phase.loader._ring.free.qsize() == len(step.phase.loader._ring.slots)
+    assert len(step.phase.loader._in_use) == 0
 
 
 def test_a_card_that_has_no_room_is_asked_once_and_the_training_goes_on(tmp_path: Path) -> None:

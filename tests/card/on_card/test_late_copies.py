@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pipeline.device import batch_transfer
 from pipeline.device.accelerator import Card
 from pipeline.encoder.embedding_recipe import Variant
 from pipeline.encoder.engine.io_threads import RowWriter
@@ -108,14 +107,7 @@ class Mover:
 def test_no_batch_is_wrong_on_the_card_whatever_the_order_of_copies(form: str) -> None:
     mover = Mover(form)
     assert {seed: wrong for seed in range(SEEDS) if (wrong := mover.wrong(seed))} == {}
-    assert {memory.is_pinned() for memory in mover.loader.buffers} == {True}
-
-
-@pytest.mark.parametrize("form", COLLATES)
-def test_without_events_after_the_copies_batches_are_wrong(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_transfer, "_note_copies", lambda card: None)
-    mover = Mover(form)
-    assert any(mover.wrong(seed) for seed in range(FEW))
+    assert all(leaf.is_pinned() for host in mover.loader for leaf in tree_leaves(fields_of(host)))
 
 
 # Rows that come back

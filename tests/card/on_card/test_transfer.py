@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from pipeline.device.accelerator import computing
 from pipeline.memory.runtime.meters import Habits, Upkeep
@@ -121,6 +122,6 @@ def test_random_numbers_are_kept_of_the_card_in_use_alone(monkeypatch: pytest.Mo
 def test_memory_is_pinned_only_where_the_job_runs_on_a_card(tmp_path: Any, device: str, pins: bool) -> None:
     run = Run(Plot({"epochs": 1}, items=8), tmp_path, make=lambda task, settings: Step(task, settings, device=device))
     loader = run.trainer.phases[0].loader
-    next(iter(loader))
-    assert any(memory.is_pinned() for memory in loader.buffers) == pins
+    batch = next(iter(loader))
+    assert all(leaf.is_pinned() == pins for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
     loader.close()

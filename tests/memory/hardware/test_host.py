@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tracemalloc
@@ -32,8 +33,9 @@ from pipeline.memory.hardware.host_memory import (
 )
 from pipeline.records import Item, Part, Role
 from pipeline.store.cache_folder import CacheFolder
-from pipeline.training.items import read_ahead
+from pipeline.training.items import loader
 from pipeline.training.items.item_table import ItemTable, TableBuilder
+from pipeline.training.items.reader_processes import SharedRun
 from pipeline.units import GIB, MIB
 
 BASE = Baseline(200 * MIB, Provenance.MEASURED, "made up")
@@ -76,16 +78,22 @@ def status_of(script: str, name: str) -> int:
     return int(ran.stdout.partition(f"{name}:")[2].split()[0]) << 10
 
 
-@pytest.mark.parametrize("pin", [False, True])
-def test_the_ring_is_predicted_as_it_grows(pin: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_ahead, "bytes_on_host", lambda size, **_: torch.empty(size, dtype=torch.uint8))
+def test_memory_for_batches_is_predicted_as_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+
+    def taking(size_bytes: int, **_: Any) -> torch.Tensor:
+        taken.append(size_bytes)
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(loader, "bytes_on_host", taking)
     for batch in (1, MIB, 3 * MIB + 17, 8 * MIB):
-        ring = read_ahead.Ring(3, pin=pin)
-        for used in (batch // 3, batch) if pin else (batch,):
-            for slot in ring.slots:
-                ring.room(slot, used)
-        assert ring.bytes == ring_bytes(3, batch, pin=pin)
-        assert not pin or all(pinned_bytes(len(slot.memory)) == len(slot.memory) for slot in ring.slots)
+        pinned, shared = loader.PinnedMemory(), [SharedRun() for _ in range(3)]
+        for used in (batch // 3, batch, batch // 2):
+            assert [len(pinned(used)) for _ in range(3)] == [used] * 3
+        assert sum(taken[-3:]) == ring_bytes(3, batch, pin=True)
+        assert all(pinned_bytes(size) == size for size in taken)
+        assert [len(run.room(batch)) for run in shared] == [batch] * 3
+        assert sum(os.fstat(run._file).st_size for run in shared) == ring_bytes(3, batch, pin=False)
 
 
 @pytest.mark.parametrize("with_items", [False, True])

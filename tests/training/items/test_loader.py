@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 import threading
+import weakref
 from dataclasses import dataclass
 from itertools import islice
 
@@ -13,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import CacheDamaged, ConfigError, RecordMissing
+from pipeline.errors import CacheDamaged, RecordMissing
 from pipeline.records import Reason, Rejection, Role
 from pipeline.store.cache_folder import CacheFolder
-from pipeline.training.items import read_ahead
+from pipeline.training.items import loader as loader_module
 from pipeline.training.items.batch import padded_field
-from pipeline.training.items.loader import Loader
+from pipeline.training.items.loader import PROCESSES, THREADS, Loader
 from pipeline.training.sampling.epoch_order import SamplerSettings
 from pipeline.training.sampling.sampler import Sampler
 from tests.training.items.content import ALONE, ENCODER, PRECISION, graph_of, made
@@ -166,14 +167,28 @@ def test_what_a_backward_pass_needs_is_kept_until_it_ran(data):
     assert float(weight.grad) == pytest.approx(wanted, rel=1e-3, abs=1e-3)
 
 
-def test_a_loop_that_keeps_more_batches_than_slots_is_told_so(data):
-    loader = data.loader(lists_of(24, 4), slots=3)
-    batches = iter(loader)
-    kept = [next(batches) for _ in range(3)]
-    with pytest.raises(ConfigError, match=r"still holds the last 3 batches.*\n.*clone"):
-        next(batches)
-    del kept
-    assert len([batch.clone() for batch in loader]) == 6
+@pytest.mark.parametrize("readers", [THREADS, PROCESSES])
+def test_a_loop_may_keep_every_batch(data, readers):
+    loader = data.loader(lists_of(24, 2), slots=2, readers=readers)
+    for batch in list(loader):
+        for item in batch.items:
+            check_item(data, item)
+    loader.end()
+
+
+@pytest.mark.parametrize(("slots", "kept"), [(2, 1), (4, 1), (4, 3), (3, 9)])
+def test_no_more_batches_are_read_ahead_than_there_are_slots(data, slots, kept):
+    made, alive, most = [], [], 0
+
+    def collate(items, rng):
+        made.append(weakref.ref(held := Held(items, ())))
+        return held
+
+    batches = data.loader([[number] for number in range(24)], slots=slots, collate=collate).read()
+    for _ in range(24):
+        alive = [*alive, next(batches)][-kept:]
+        most = max(most, sum(ref() is not None for ref in made))
+    assert most <= max(slots, kept + 1) + 1  # the one that the loop lets go of when it gets the next
 
 
 def test_what_goes_wrong_comes_in_its_place_and_what_came_before_is_whole(data, tmp_path):
@@ -186,7 +201,7 @@ def test_what_goes_wrong_comes_in_its_place_and_what_came_before_is_whole(data, 
 
 
 def threads_left():
-    return sum(thread.name.startswith("reader-") for thread in threading.enumerate())
+    return sum(thread.name.startswith("reader") for thread in threading.enumerate())
 
 
 @pytest.mark.nightly
@@ -293,7 +308,7 @@ def alike(one, other):
 @pytest.mark.parametrize("pin", [False, True])
 @pytest.mark.parametrize("crop", [None, {"nodes": 40}])
 def test_collate_is_handed_the_very_items_that_a_joined_batch_has(tmp_path, pin, crop, monkeypatch):
-    monkeypatch.setattr(read_ahead, "bytes_on_host", lambda size, pin: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(loader_module, "bytes_on_host", lambda size, pin: torch.empty(size, dtype=torch.uint8))
     graphs = [
         graph_of(0, atoms=True),
         graph_of(1, ALONE, atoms=True),
