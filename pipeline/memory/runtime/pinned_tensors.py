@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.device.accelerator import computing, on_card, release_pinned
+from pipeline.device.accelerator import on_card, release_pinned
 from pipeline.device.out_of_memory import unless_out_of_memory
 from pipeline.memory.hardware.host_memory import ALIGNMENT, CHUNK_BYTES, PinnedLayout, pinned_layout
 
@@ -65,88 +64,23 @@ class TensorRuns:
         self._sizes, self._places, self._runs = sizes, layout.places, runs
 
 
-@dataclass(eq=False, slots=True)
-class _Chunk:
-    memory: Tensor
-    lent: set[int] = field(default_factory=set)  # whose bytes are in it
-    reads: list[Any] = field(default_factory=list)  # copies from it that may be under way
+class PinnedChunks:
+    """Pinned memory for tensors that come and go, in chunks of one size; torch keeps a chunk that is free for the next.
 
+    A chunk is free once all that lay in it is gone, and copies from it to a card have ended.
+    """
 
-@dataclass(slots=True)
-class ChunkPiece:
-    """A part of a chunk."""
+    def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._chunk_bytes = self._used = chunk_bytes
+        self._chunk = bytes_on_host(0, pin=False)
 
-    chunk: _Chunk
-    start: int
-    end: int
-
-
-class ChunkLease:
-    """Room for one tensor in chunks; they are free again when this is gone."""
-
-    def __init__(self) -> None:
-        self._pieces: list[ChunkPiece] = []
-
-    def __del__(self) -> None:
-        for piece in self._pieces:
-            piece.chunk.lent.discard(id(self))
-
-    def add(self, chunk: _Chunk, start: int, end: int) -> None:
-        """Take a part of a chunk."""
-        chunk.lent.add(id(self))
-        self._pieces.append(ChunkPiece(chunk, start, end))
-
-    def fill(self, flat: Tensor) -> None:
-        """Copy the elements of a flat tensor into the chunks."""
-        begin = 0
-        for piece in self._pieces:
-            values = piece.chunk.memory[piece.start : piece.end].view(flat.dtype)
-            values.copy_(flat[begin : begin + len(values)])
-            begin += len(values)
-
-    def empty_into(self, flat: Tensor) -> None:
-        """Copy what is in the chunks into a flat tensor, beside the host's work where that is on a card."""
-        begin = 0
-        for piece in self._pieces:
-            values = piece.chunk.memory[piece.start : piece.end].view(flat.dtype)
-            flat[begin : begin + len(values)].copy_(values, non_blocking=True)
-            begin += len(values)
-        if self._pieces and (read := computing(flat.device).event()) is not None:
-            for piece in self._pieces:
-                piece.chunk.reads.append(read)
-
-
-class TensorChunks:
-    """Memory of the host for tensors that come and go: each chunk is used again once all that lay in it is gone."""
-
-    def __init__(self, *, pin: bool, chunk_bytes: int = CHUNK_BYTES) -> None:
-        self._pin, self._chunk_bytes = pin, chunk_bytes
-        self._chunks: list[_Chunk] = []
-        self._at: _Chunk | None = None
-        self._used = 0  # of the chunk at hand
-
-    @property
-    def held_bytes(self) -> int:
-        return len(self._chunks) * self._chunk_bytes
-
-    def lease(self, size_bytes: int) -> ChunkLease:
-        """Return room for so many bytes, behind what was lent last."""
-        lease = ChunkLease()
+    def pieces(self, size_bytes: int) -> list[Tensor]:
+        """Return memory of this size, in pieces behind what was given out last."""
+        pieces = []
         while size_bytes:
-            if self._at is None or self._used >= self._chunk_bytes or not self._at.lent:
-                self._at, self._used = self._free(), 0
-            end = min(self._used + size_bytes, self._chunk_bytes)
-            lease.add(self._at, self._used, end)
-            size_bytes -= end - self._used
-            self._used = -(-end // ALIGNMENT) * ALIGNMENT
-        return lease
-
-    def _free(self) -> _Chunk:
-        chunk = next((chunk for chunk in self._chunks if not chunk.lent), None)
-        if chunk is None:
-            chunk = _Chunk(bytes_on_host(self._chunk_bytes, pin=self._pin))
-            self._chunks.append(chunk)
-        for read in chunk.reads:
-            read.synchronize()
-        chunk.reads.clear()
-        return chunk
+            if self._used >= self._chunk_bytes:
+                self._chunk, self._used = bytes_on_host(self._chunk_bytes), 0
+            pieces.append(self._chunk[self._used : self._used + size_bytes])
+            size_bytes -= len(pieces[-1])
+            self._used += -(-len(pieces[-1]) // ALIGNMENT) * ALIGNMENT
+        return pieces

@@ -13,14 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.device.accelerator import on_card
 from pipeline.device.kinds import CPU
-from pipeline.memory.runtime.pinned_tensors import TensorChunks
+from pipeline.memory.runtime.pinned_tensors import PinnedChunks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
-
-    from pipeline.memory.runtime.pinned_tensors import ChunkLease
 
 
 class Recomputing:
@@ -93,38 +91,42 @@ class Carrier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Away:
-    """A tensor whose values lie in chunks."""
+    """A tensor whose values lie in pinned memory."""
 
     like: Tensor  # without data: it has the shape, the strides and the type
-    lease: ChunkLease
+    pieces: Sequence[Tensor]  # bytes
 
 
 class Pinned:
-    """Copies to chunks of the host's memory, which are pinned for tensors of a card and used again by later steps."""
+    """Copies to the host's memory, which is pinned for tensors of a card."""
 
     def __init__(self) -> None:
-        self._chunks = {pin: TensorChunks(pin=pin) for pin in (False, True)}
+        self._chunks = PinnedChunks()
 
     def away(self, tensor: Tensor) -> Any:
-        if tensor.layout != torch.strided or type(tensor) is not torch.Tensor or tensor.is_conj() or tensor.is_neg():
-            return tensor.to(CPU, copy=True)  # it is not what its bytes say
+        is_plain = tensor.layout is torch.strided and type(tensor) is torch.Tensor
+        if not (on_card(tensor) and is_plain) or tensor.is_conj() or tensor.is_neg():
+            return tensor.to(CPU, copy=True)
         like = torch.empty_like(tensor, device="meta")  # in the same order: channels last
-        lease = self._chunks[on_card(tensor)].lease(tensor.nbytes)
         dense = tensor if tensor.stride() == like.stride() else torch.empty_like(tensor).copy_(tensor)
-        lease.fill(_flat(dense))
-        return _Away(like, lease)
+        pieces = self._chunks.pieces(tensor.nbytes)
+        for part, piece in zip(_parts(dense, pieces), pieces, strict=True):
+            piece.copy_(part)
+        return _Away(like, pieces)
 
     def back(self, kept: Any, device: torch.device) -> Tensor:
         if isinstance(kept, torch.Tensor):
             return kept.to(device, copy=True)
         tensor = torch.empty_like(kept.like, device=device)
-        kept.lease.empty_into(_flat(tensor))
+        for part, piece in zip(_parts(tensor, kept.pieces), kept.pieces, strict=True):
+            part.copy_(piece, non_blocking=True)
         return tensor
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """Return a dense tensor's elements as they lie in memory."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
+def _parts(tensor: Tensor, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the bytes of a dense tensor as they lie in memory, in parts as large as some pieces."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return torch.split_with_sizes(flat, [len(piece) for piece in pieces])
 
 
 def offloaded(model: nn.Module, carrier: Carrier) -> torch.autograd.graph.saved_tensors_hooks:

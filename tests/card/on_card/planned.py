@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipeline.memory.footprint import MemoryChoice, StepTapes
 from pipeline.memory.hardware.caching_allocator import Allocator, AllocatorSettings
-from pipeline.memory.runtime.pinned_tensors import TensorChunks
+from pipeline.memory.runtime.pinned_tensors import PinnedChunks
 from pipeline.memory.tracing.autocast import cuda_casts, cuda_composites
 from pipeline.memory.tracing.kernel_workspace import operator_name, scratch_bytes
 from pipeline.memory.tracing.tracer import Target, Tracer
@@ -89,13 +89,28 @@ def measured(
             found = accelerator.memory_stats()
             peaks.append((found["allocated_bytes.all.peak"], found["reserved_bytes.all.peak"]))
         allocated, reserved = zip(*peaks, strict=True)
-        return Peaks(allocated, reserved, (chunks.held_bytes,))
+        return Peaks(allocated, reserved, (chunks.most_bytes,))
 
 
-def in_small_chunks(step: Step) -> TensorChunks:
+class Counting(PinnedChunks):
+    """Counts what it takes."""
+
+    most_bytes = 0
+
+    def __init__(self, chunk_bytes: int) -> None:
+        super().__init__(chunk_bytes)
+        self._before = card.pinned_bytes()[0]
+
+    def pieces(self, size_bytes: int) -> list[torch.Tensor]:
+        found = super().pieces(size_bytes)
+        self.most_bytes = max(self.most_bytes, card.pinned_bytes()[0] - self._before)
+        return found
+
+
+def in_small_chunks(step: Step) -> Counting:
     """Have a step offload to chunks that are hardly larger than what is in them."""
     assert isinstance(step.carrier, Pinned)
-    chunks = step.carrier._chunks[True] = TensorChunks(pin=True, chunk_bytes=CHUNK_BYTES)
+    chunks = step.carrier._chunks = Counting(CHUNK_BYTES)
     return chunks
 
 
