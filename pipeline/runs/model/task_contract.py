@@ -165,11 +165,11 @@ def _careless(task: Task, model: nn.Module, items: Sequence[Any]) -> Iterator[st
     import torch
 
     from pipeline.device.batch_transfer import map_tensors
-    from pipeline.training.random_state import drawn_so_far
+    from pipeline.device.rng import RngState
 
-    before = drawn_so_far(CPU)
+    before = RngState.capture(CPU)
     batch = _collated(task, items, np.random.default_rng(0))
-    if drawn_so_far(CPU) != before:
+    if RngState.capture(CPU) != before:
         yield (
             "collate() uses the global random numbers of torch, numpy or Python, which other threads use, too:"
             " use the rng that collate() receives, or item.rng"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeline.device.batch_transfer import map_tensors
-from pipeline.training.random_state import drawn_so_far
+from pipeline.device.rng import RngState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,9 +38,9 @@ class OneForward:
         if torch.is_grad_enabled() or any(module.training for module in self._model.modules()):
             self._result, self._given = None, ()
             return self._forward(*args, **named)
-        before = drawn_so_far(self._device)
+        before = RngState.capture(self._device)
         result = self._forward(*args, **named)
-        if drawn_so_far(self._device) == before:
+        if RngState.capture(self._device) == before:
             self._given, self._result = given, result
             self._state = self._as_now(given, result)
         return result

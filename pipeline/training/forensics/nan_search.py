@@ -21,7 +21,6 @@ from pipeline.memory.runtime.recovery import StepSnapshot, forget_failed_backwar
 from pipeline.training.checkpoints.training_state import plain_name
 from pipeline.training.forensics.rerun import not_finite
 from pipeline.training.items.batch import ItemBatch
-from pipeline.training.random_state import set_rng_state
 from pipeline.units import first_few
 
 if TYPE_CHECKING:
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from pipeline.device.rng import RngState
     from pipeline.training.forensics.rerun import PartResult, RerunPart
     from pipeline.training.step.micro_batches import Piece
     from pipeline.training.step.step import Step
@@ -95,7 +95,7 @@ def suspects(
 
 
 def _looked_at(
-    step: Step, piece: Piece, rng: Mapping[str, Tensor], snapshot: StepSnapshot, *, backward: bool
+    step: Step, piece: Piece, rng: RngState | None, snapshot: StepSnapshot, *, backward: bool
 ) -> Suspect | None:
     """Run a piece with hooks on every module; None: all is finite, or it does not fit in memory."""
     suspect: list[Suspect | None] = []
@@ -103,7 +103,8 @@ def _looked_at(
     def again() -> None:
         step.release()
         snapshot.restore()
-        set_rng_state(rng, step.device)
+        if rng is not None:
+            rng.restore()
 
     def look(piece: Piece) -> None:
         again()

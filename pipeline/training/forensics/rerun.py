@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeline.device.out_of_memory import out_of_memory_error
+from pipeline.device.rng import RngState
 from pipeline.memory.runtime.recovery import StepSnapshot
 from pipeline.protocol import Weights
 from pipeline.training.checkpoints.training_state import plain_name
-from pipeline.training.random_state import as_drawn, rng_state, set_rng_state
 from pipeline.training.step.contrastive import CachedGradients, ContrastiveStep, joined_rows, split_rows
 from pipeline.training.step.exact_step import accumulate_piece, weights_of
 from pipeline.training.step.optimizers import sums_by_name
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from pipeline.memory.runtime.meters import Memory, Meter
     from pipeline.training.step.micro_batches import Piece
     from pipeline.training.step.step import Step
-
-    Numbers = Mapping[str, Tensor]  # states of random numbers
 
 
 class PartOutcome(StrEnum):
@@ -67,7 +65,7 @@ class PartResult:
     peak_bytes: int = 0  # live tensors including the model; where a device does not count them, resident memory
     grown_bytes: int = 0  # above the memory at the start of the step
     error: str = ""
-    rng: Numbers = field(default_factory=dict)  # before it ran
+    rng: RngState | None = None  # before it ran
 
 
 @dataclass(slots=True)
@@ -89,7 +87,7 @@ def rerun(
     step: Step,
     parts: Sequence[RerunPart],
     read: Callable[[RerunPart], Piece],
-    rng: Numbers,
+    rng: RngState,
     meter: Meter,
     *,
     begin: Callable[[RerunPart], None] = lambda _: None,
@@ -102,12 +100,12 @@ def rerun(
     joint = _Joint(step) if isinstance(step, ContrastiveStep) and len(parts) > 1 else None
 
     def all_fit(run: Callable[[Piece], None]) -> bool:
-        set_rng_state(rng, step.device)
+        rng.restore()
         for result in report.results:
             result.outcome = PartOutcome.NOT_RUN
         for result in report.results:
             begin(result.part)
-            result.rng = rng_state(step.device)
+            result.rng = RngState.capture(step.device)
             _run(step, result, read, run, meter)
             _measure(report, result, meter.read(), first)
             if result.outcome is PartOutcome.OOM:
@@ -180,7 +178,7 @@ class _Joint:
         def take() -> None:
             self._cached = self.step.contrast(rows)
 
-        with as_drawn(self.step.device):
+        with RngState.preserved(self.step.device):
             error = out_of_memory_error(take)
         if error is not None:
             last.outcome, last.error = PartOutcome.OOM, f"the loss of all {sum(items)} items: {error}"

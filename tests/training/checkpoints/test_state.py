@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline.device.rng import RngState
 from pipeline.errors import ConfigError
 from pipeline.training.checkpoints.checkpoint import State
 from pipeline.training.checkpoints.training_state import by_name, model_state, pack, trained_names, unpack
-from pipeline.training.random_state import rng_state, set_rng_state
 from tests.training.checkpoints.saved import checkpoints, same_bits
 
 OPTIMIZERS = {
@@ -74,11 +74,11 @@ class Training:
 
     def save(self, made, step):
         packed = self.packed()
-        made.save(State(packed.tensors, packed.data, rng_state()), step)
+        made.save(State(packed.tensors, packed.data, RngState.capture().tensors()), step)
 
     def load(self, loaded):
         unpack(loaded, self.model, self.optimizer, averages=self.averages)
-        set_rng_state(loaded.own(0).own)
+        RngState.from_tensors(loaded.own(0).own).restore()
         return self
 
 
@@ -181,8 +181,8 @@ def test_random_numbers_go_on_where_they_were(tmp_path, gauss):
     if gauss:  # both keep the second number of a pair
         drawn()
     made = checkpoints(tmp_path)
-    made.save(State(own=rng_state()), 1)
+    made.save(State(own=RngState.capture().tensors()), 1)
     wanted = [drawn() for _ in range(3)]
     drawn()
-    set_rng_state(made.newest().own(0).own)
+    RngState.from_tensors(made.newest().own(0).own).restore()
     assert [drawn() for _ in range(3)] == wanted

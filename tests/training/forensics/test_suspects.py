@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeline.device.rng import RngState
 from pipeline.memory.runtime.meters import meter_of
 from pipeline.training.forensics.nan_search import Suspect, suspects
 from pipeline.training.forensics.rerun import PartOutcome, Rerun, RerunPart, rerun
-from pipeline.training.random_state import rng_state
 from pipeline.training.step.contrastive import make_step
 from pipeline.training.step.micro_batches import Piece
 from pipeline.training.step.optimizers import StepSettings
@@ -69,7 +69,7 @@ def look(task: Task) -> tuple[Rerun, list[Suspect], Step]:
     step = Step(task, StepSettings(), device="cpu")
     piece = Piece(collated_by(task, batch_of([made(1, 6, 5)] * 3, None, IDS)), 0, 3)
     part = RerunPart(0, IDS, piece.numbers)
-    found = rerun(step, [part], lambda _: piece, rng_state(), meter_of("cpu"))
+    found = rerun(step, [part], lambda _: piece, RngState.capture(), meter_of("cpu"))
     bad = found.of(PartOutcome.NOT_FINITE)
     return found, suspects(step, bad or found.results, lambda _: piece, backward=not bad), step
 
@@ -125,7 +125,7 @@ def replayed(task: Pairs, sizes: Sequence[int]) -> tuple[Rerun, list[Suspect]]:
     def read(part: RerunPart) -> Piece:
         return Piece(collated_by(task, batch), part.numbers[0], part.numbers[-1] + 1)
 
-    found = rerun(step, parts, read, rng_state(), meter_of("cpu"))
+    found = rerun(step, parts, read, RngState.capture(), meter_of("cpu"))
     return found, suspects(step, found.of(PartOutcome.NOT_FINITE), read)
 
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from pipeline.device.rng import RngState
 from pipeline.training.loop.metrics_log import read_epochs
-from pipeline.training.random_state import rng_state
 from pipeline.training.ranks.rank_protocol import Ranks, SingleRank
 from pipeline.training.step.contrastive import make_step
 from pipeline.training.step.fsdp import ShardedStep
@@ -37,7 +37,7 @@ multiprocessing.get_context("forkserver").set_forkserver_preload(
 
 FULL = "CUDA out of memory. Tried to allocate 2.00 GiB"
 TRAINED = 14  # items; those after them are validated on
-RNG_BYTES = {state.nbytes for state in rng_state().values()}  # such blocks are in the host's memory
+RNG_BYTES = {state.nbytes for state in RngState.capture().tensors().values()}  # such blocks are in the host's memory
 SCALAR_BYTES = 64  # a smaller block is a number, which takes no memory on a GPU
 SITES = ("collate", "forward", "backward", "optimizer", "validation")
 GRADIENT = {"epochs": 1, "learning_rate": 1.0, "optimizer": "sgd"}  # in one such step parameters lose their gradient
