@@ -190,7 +190,7 @@ def close(trainer: Trainer) -> None:
     with ExitStack() as stack:
         for loader in trainer.loaders:
             stack.callback(loader.end)
-        stack.callback(trainer.watcher.close)
+        stack.callback(trainer.observer.close)
         stack.callback(trainer.stepper.upkeep.end)
         stack.callback(trainer.keeper.close)
 

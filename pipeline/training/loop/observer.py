@@ -54,7 +54,7 @@ class TrainingObserver:
     folder: ModelFolder
     model_step: Step
     ranks: Ranks
-    tell: TaskContext
+    context: TaskContext
     say: Callable[[str], None]  # to people
     meter: Meter
     checkpoint: Callable[[], step_bundle.BundleCheckpoint | None]
@@ -89,9 +89,9 @@ class TrainingObserver:
         path = self.folder.path
         trackers = open_trackers(self.train.trackers, path, step=step, name=self.prepared.name, config=self.config)
         self._metrics = MetricsLog(path, step=step, trackers=trackers)
-        self.tell.report.figures["epochs"] = float(self.prepared.epochs)
+        self.context.report.figures["epochs"] = float(self.prepared.epochs)
         if self.device != CPU:
-            self.tell.report.figures["planned_bytes"] = float(self._planned_bytes(0))
+            self.context.report.figures["planned_bytes"] = float(self._planned_bytes(0))
 
     # A step
 
@@ -109,7 +109,7 @@ class TrainingObserver:
 
     def begin(self, piece: Piece) -> None:
         """Note the piece that runs now, in case it kills this process."""
-        self.tell.on(piece.ids)
+        self.context.on(piece.ids)
         self.ranks.progress(f"{piece.ids[0]} and {len(piece) - 1} more")
         if (step := self._running()) is None:  # a validation
             return
@@ -125,7 +125,7 @@ class TrainingObserver:
             return
         self._ooms += 1
         counts = {"ooms": self._ooms, "oom_step": step.number, "oom_items": len(piece)}
-        self.tell.report.figures |= {name: float(count) for name, count in counts.items()}
+        self.context.report.figures |= {name: float(count) for name, count in counts.items()}
         self.say(f"step {step.number}: out of memory at {len(piece)} items ({', '.join(piece.ids[:3])}): {error}")
         self._write_step(BundleKind.OOM, step, piece, error)
 
@@ -148,7 +148,7 @@ class TrainingObserver:
         memory = self.meter.read()
         if self._metrics is not None:
             self._metrics.log(step, {**metrics, "reserved_bytes": float(memory.reserved_bytes)})
-        self.tell.report.figures |= {name: float(value) for name, value in metrics.items() if value is not None}
+        self.context.report.figures |= {name: float(value) for name, value in metrics.items() if value is not None}
 
     def validated(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log and print the metrics of a validation within an epoch."""
@@ -201,7 +201,7 @@ class TrainingObserver:
             figures["device_peak_bytes"] = float(peak)
             if totals.steps:
                 self.remember(peak, totals.wall_s / totals.steps)
-        self.tell.report.figures |= figures
+        self.context.report.figures |= figures
 
     def close(self) -> None:
         self._leaks.close()
@@ -227,7 +227,7 @@ class TrainingObserver:
         warning = f"memory leaks: {leak.words()}"
         self.say(f"WARNING: {warning}")
         place = f"rank {self.ranks.rank}, " if self.ranks.world > 1 else ""
-        self.tell.report.warnings[leak.key] = f"{place}{warning}"
+        self.context.report.warnings[leak.key] = f"{place}{warning}"
 
     # Bundles
 
@@ -241,7 +241,7 @@ class TrainingObserver:
             "rung": piece.rung if piece else 0,
             "pieces": [{"numbers": list(numbers), "rung": rung} for numbers, rung in step.begun],
             "micro_batches": share.origin.of,
-            "careful": self.tell.careful,
+            "careful": self.context.careful,
         }
         at = {"epoch": share.origin.epoch, "step": step.number, "epoch_step": share.origin.step}
         self._write(kind, message, step.rng, state, cuts=cuts, failed=failed, budget={"cost": self.budget()}, **at)

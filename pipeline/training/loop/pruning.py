@@ -1,7 +1,7 @@
-"""Median stopping: a training of a sweep ends early where it is worse than the median of the others at the same epoch.
+"""Median stopping: a training of a sweep ends early if it is worse than the median of the others at the same epoch.
 
-The rule sees validated figures by epoch alone. What it decides is a file in the model's folder, so it holds through any
-death, and a plain training of the same model, which does not ask, goes on from there.
+The rule uses only validated metrics by epoch. Its decision is a file in the model's folder, so it survives any restart.
+A plain training of the same model ignores it and continues from there.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
     from pipeline.training.prepared import ModelFolder
 
-FEWEST = 3  # others that a median is of
+FEWEST = 3  # others, for a median
 
 
 def falls_behind(
     own: Mapping[int, float], others: Sequence[Mapping[int, float]], *, grace: int, lower: bool
 ) -> float | None:
-    """Return the median of the others' best figures up to the newest epoch where that of `own` is worse; else None.
+    """Return the median of the others' best values up to the newest epoch if the best of `own` is worse; else None.
 
-    Figures are by epoch, counted from 1. Others count that were validated at that very epoch; nobody is judged within
-    the first `grace` epochs, nor by fewer than three others. What is not finite is the worst there is.
+    Values are by epoch, counted from 1. Only others that were validated at that very epoch count. The rule does not
+    apply within the first `grace` epochs, nor with fewer than three others. A value that is not finite is the worst.
     """
     epoch = max(own, default=0)
     if epoch < grace:
@@ -42,14 +42,13 @@ def falls_behind(
 
 
 def _best(figures: Mapping[int, float], epoch: int, *, lower: bool) -> float:
-    """Return the best figure up to an epoch."""
     worst = math.inf if lower else -math.inf
     known = [figure if math.isfinite(figure) else worst for at, figure in figures.items() if at <= epoch]
     return min(known) if lower else max(known)
 
 
 def figures_by_epoch(folder: ModelFolder, monitor: str) -> dict[int, float]:
-    """Return the figures of a training's validations by their epochs; what was not finite is NaN."""
+    """Return the values of a metric by epoch; NaN for those that were not finite."""
     figures = {}
     for epoch in read_epochs(folder.path):
         if monitor in epoch.validation:
@@ -60,14 +59,14 @@ def figures_by_epoch(folder: ModelFolder, monitor: str) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class Pruned:
-    """Where and why a training was ended by its sweep."""
+    """Where and why a sweep ended a training."""
 
-    epoch: int  # the last that it was trained
+    epoch: int  # the last one
     why: str
 
     @classmethod
     def read(cls, folder: ModelFolder, epochs: int) -> Pruned | None:
-        """Return what was decided; None where nothing was, or the training has gone on beyond it since."""
+        """Return the decision; None if there is none, or the training has continued beyond it."""
         data = read_json(folder.pruned)
         if not isinstance(data, dict) or not isinstance(data.get("epoch"), int) or data["epoch"] < epochs:
             return None
@@ -76,7 +75,7 @@ class Pruned:
 
 @dataclass(frozen=True)
 class MedianStop:
-    """The rule for one training, among the others of its sweep."""
+    """The rule for one training among the others of its sweep."""
 
     folder: ModelFolder
     others: Sequence[ModelFolder]
@@ -84,12 +83,12 @@ class MedianStop:
     lower: bool
     grace: int
 
-    def stands(self, epochs: int) -> bool:
-        """Tell whether a training that has come so far was ended before."""
+    def has_ended(self, epochs: int) -> bool:
+        """Return whether the rule ended this training before, after so many epochs or later."""
         return Pruned.read(self.folder, epochs) is not None
 
     def decide(self) -> str:
-        """Return why the training ends after its newest epoch, and write that down; empty where it goes on."""
+        """Return why the training ends after its newest epoch, and record it; empty if it continues."""
         own = figures_by_epoch(self.folder, self.monitor)
         others = [figures_by_epoch(other, self.monitor) for other in self.others]
         middle = falls_behind(own, others, grace=self.grace, lower=self.lower)

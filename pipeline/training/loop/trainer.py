@@ -53,7 +53,7 @@ class Trainer:
     phases: list[Phase]
     ranks: Ranks
     keeper: Keeper
-    watcher: TrainingObserver
+    observer: TrainingObserver
     governor_of: Callable[[Phase], Governor]  # with the budget of the plan
     validation: Evaluator | None = None
     meter: Meter | None = None
@@ -79,7 +79,7 @@ class Trainer:
 
     def run(self) -> Iterator[int]:
         """Train, from the newest checkpoint if there is one."""
-        self.watcher.expect(self.steps, lambda: [slot for loader in self.loaders for slot in loader.buffers])
+        self.observer.expect(self.steps, lambda: [slot for loader in self.loaders for slot in loader.buffers])
         self._resume()
         yield self.done
         if self._was_pruned():
@@ -178,7 +178,7 @@ class Trainer:
         value = state.judge(metrics, validation)
         self._report_epoch(metrics, self.step.clock.restart())
         if self.train.readers == "auto" and self.phase.hasten_readers(state.totals.seconds, self.host):
-            self.watcher.say(
+            self.observer.say(
                 "reading fell behind: switching to reader processes (to prevent: --set train.readers=threads)"
             )
         state.end_epoch()
@@ -186,18 +186,18 @@ class Trainer:
         why_pruned = self._pruned() if metrics and not self.is_over else ""
         self._save(value, wait=bool(why_pruned))  # before it is pruned: a plain training may continue from here
         if why_pruned:
-            self.watcher.say(f"pruned: {why_pruned}")
+            self.observer.say(f"pruned: {why_pruned}")
             self.is_pruned = True
 
     def _report_epoch(self, metrics: dict[str, float], seconds: dict[str, float]) -> None:
         self.state.totals.seconds = seconds
         with self.step.clock.within(OBSERVE):
-            self.watcher.epoch(self.state.totals, self.done, metrics, self.step.optimizer.param_groups[0]["lr"])
+            self.observer.epoch(self.state.totals, self.done, metrics, self.step.optimizer.param_groups[0]["lr"])
 
     def _was_pruned(self) -> bool:
         """Tell whether a sweep has ended this training before."""
         epochs = self.state.epoch
-        return self.prune is not None and self.ranks.exchange({"is": self.prune.stands(epochs)})[0]["is"]
+        return self.prune is not None and self.ranks.exchange({"is": self.prune.has_ended(epochs)})[0]["is"]
 
     def _pruned(self) -> str:
         """Return why the sweep ends this training here; empty if it continues."""
@@ -215,10 +215,10 @@ class Trainer:
         if number in self.state.poisoned:
             share.drain()
             self.state.leave_out_step()
-            self.watcher.say(f"step {number} is skipped: it was not finite before")
+            self.observer.say(f"step {number} is skipped: it was not finite before")
             return
         rate = set_rate(self.step.optimizer, factor(self.train.schedule, self.done, self.steps))
-        with self.watcher.watching(number, share):
+        with self.observer.watching(number, share):
             report = self.stepper.accumulate(share, number)
             is_usable = not (report.lost or report.damaged or report.not_finite)
             norm = self.stepper.take(report) if is_usable else None
@@ -252,16 +252,16 @@ class Trainer:
     def _after_step(self, report: StepReport, metrics: dict[str, float | None] | None) -> None:
         """Do what is due between steps; `metrics` is None after a step that was left out."""
         if self.governor.adopt(report.budget):
-            self.watcher.say(f"step {self.done}: micro-batches cost {self.governor.budget:,} at most from here")
+            self.observer.say(f"step {self.done}: micro-batches cost {self.governor.budget:,} at most from here")
             self.phase.cut_by(self.governor.budget)
             self._restarts = True  # batches that were read ahead are cut for another budget
         with self.step.clock.within(OBSERVE):
             self.stepper.upkeep.after_step(empty_cache=self.stepper.empty_cache)
             self.stepper.emptied()
-            self.watcher.between_steps(max((rank.micros for rank in report.ranks), default=0))
+            self.observer.between_steps(max((rank.micros for rank in report.ranks), default=0))
             if metrics is not None and self.ranks.rank == 0 and self.done % self.train.log_every == 0:
                 losses = {f"{LOSS}.{name}": mean for name, mean in report.means.items()}
-                self.watcher.step(self.done, {**losses, **metrics, "items": float(report.sum_of("items"))})
+                self.observer.step(self.done, {**losses, **metrics, "items": float(report.sum_of("items"))})
         with self.step.clock.within(CHECKPOINT):
             if report.is_written:
                 self.keeper.hand_in()
@@ -295,7 +295,7 @@ class Trainer:
         if self.is_over:  # it stays within this epoch, and continues here with more patience
             self._report_epoch(metrics, self.step.clock.seconds())
         else:
-            self.watcher.validated(self.done, metrics)
+            self.observer.validated(self.done, metrics)
         self._save(value)
         self._step_began_s = time.monotonic()
         return not self.is_over
@@ -354,7 +354,7 @@ class Trainer:
         self.state = state = resumed.state
         state.killed |= killed
         state.follow(self.train.validation.monitor)
-        self.watcher.resumed(self.done)
+        self.observer.resumed(self.done)
         if self.is_over:
             return
         phase = self._phase_of_epoch()
@@ -372,7 +372,7 @@ class Trainer:
         learned = self.governor.learned
         with self.ranks.patient("the first run"):
             wanted = rehearse(
-                self.step, self.stepper, self.phase, self.meter, self.watcher.say, leave_out=self.leave_out
+                self.step, self.stepper, self.phase, self.meter, self.observer.say, leave_out=self.leave_out
             )
         if self.done and wanted == self.governor.budget:  # a resumed run knows what an uninterrupted one would
             self.governor.learned = learned
@@ -392,12 +392,12 @@ class Trainer:
         policy = self.train.nan
         if policy == "stop":
             self._save(None, wait=True)
-        self.watcher.poison(problem)
+        self.observer.poison(problem)
         if policy == "stop":
             remedy = Command.of(f"replay --step {number}", then="   or   --set train.nan=skip")
             raise DataError(problem, where=f"epoch {self.state.epoch}", remedy=remedy)
         if policy == "skip":
-            self.watcher.say(f"{problem}: skipped")
+            self.observer.say(f"{problem}: skipped")
             self.state.leave_out_step()
             return
         self.state.poisoned.add(number)
@@ -446,7 +446,7 @@ class Trainer:
             less = "a GPU with more memory, or --set train.way=loop"
             remedy = less if frugal else "a lower train.learning_rate, or --set train.nan=skip"
             raise JobFailed(f"{why}; returning to the last checkpoint did not help", where="training", remedy=remedy)
-        self.watcher.say(f"{why}: returning to the last checkpoint")
+        self.observer.say(f"{why}: returning to the last checkpoint")
         self.stepper.go_back()  # drops gradients that were not applied
         if frugal:
             for group in self.step.optimizer.param_groups:  # the implementation that needs the least memory

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -80,6 +83,35 @@ def test_a_step_of_several_ranks_has_the_gradient_of_one_batch(tmp_path: Path, w
     assert all(one == told[0] for one in told)
     for plot, got in zip(plots, told[0], strict=True):
         assert furthest(got, big_batch(plot, range(plot.items))) < EXACT, plot
+
+
+# Killed and resumed
+
+
+def trained(group: ProcessGroup, folder: Path, plot: Plot, killed_after: int | None, victim: int) -> State:
+    """Train to the end, or up to the step after which one rank is killed."""
+    run = Run(plot, folder, ranks=group)
+    for done in run.trainer.run():
+        if done == killed_after and group.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return run.state()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("behind", [False, True])
+def test_four_ranks_of_which_any_is_killed_at_random_end_with_the_same_bits(tmp_path: Path, *, behind: bool) -> None:
+    checkpoints = {"every": 1, "asynchronous": behind}
+    train = {**ADAM, "effective_batch": 5, "checkpoints": checkpoints, "validation": {"split": "val"}}
+    plot = Plot(train=train, items=14, budget=60, dropout=0.3, terms="several", validated=4)
+    whole = crew(tmp_path / "whole", 4, trained, tmp_path / "run", plot, None, 0).results()
+    draw = random.Random(5 + behind)
+    kills = [draw.randint(0, 2) for _ in range(3)]
+    for number, later in enumerate(kills):
+        step = sum(kills[:number]) + later  # in the worst case, a checkpoint in the background was lost each time
+        victim = draw.randrange(4)
+        codes = crew(tmp_path / f"killed {number}", 4, trained, tmp_path / "killed", plot, step, victim).wait()
+        assert codes == [-signal.SIGKILL if rank == victim else LOST for rank in range(4)]
+    assert crew(tmp_path / "rest", 4, trained, tmp_path / "killed", plot, None, 0).results() == whole
 
 
 # What all must decide alike
