@@ -14,6 +14,7 @@ import netrc
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol
@@ -124,29 +125,30 @@ class Epoch:
 
 
 class MetricsLog:
-    """Writes a training's metrics into its folder, and passes them to the trackers."""
+    """Writes a training's metrics into its folder, and passes them to trackers by name."""
 
-    def __init__(self, folder: Path, *, step: int = 0, trackers: Sequence[Tracker] = ()) -> None:
+    def __init__(self, folder: Path, *, step: int = 0, trackers: Mapping[str, Tracker] | None = None) -> None:
         """Continue after a step: lines of later ones are cut off."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._trackers = trackers
+        self._trackers = dict(trackers or {})
         self._epochs, self._figures = _StepLines(folder / EPOCHS, step), _StepLines(folder / FIGURES, step)
 
     def epoch(self, epoch: Epoch) -> None:
         """Log the metrics of an epoch."""
         self._epochs.append(epoch.to_json())
-        self._track(epoch.step, epoch.scalars())
+        self._track(lambda tracker: tracker.scalars(epoch.step, epoch.scalars()))
 
     def log(self, step: int, figures: Mapping[str, float | None]) -> None:
         """Log some metrics of a step."""
         self._figures.append({STEP: step, **finite(dict(figures))})
-        self._track(step, {name: float(value) for name, value in figures.items() if value is not None})
+        known = {name: float(value) for name, value in figures.items() if value is not None}
+        self._track(lambda tracker: tracker.scalars(step, known))
 
     def close(self) -> None:
         self._epochs.close()
         self._figures.close()
-        for tracker in self._trackers:
-            tracker.close()
+        self._track(lambda tracker: tracker.close())
+        self._trackers.clear()
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -154,9 +156,13 @@ class MetricsLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _track(self, step: int, figures: Mapping[str, float]) -> None:
-        for tracker in self._trackers:
-            tracker.scalars(step, figures)
+    def _track(self, call: Callable[[Tracker], None]) -> None:
+        """Call each tracker; one that fails is not used again."""
+        for name, tracker in list(self._trackers.items()):
+            with failure_as_warning(name):
+                call(tracker)
+                continue
+            del self._trackers[name]
 
 
 class _StepLines:
@@ -252,41 +258,28 @@ class Tracker(Protocol):
 
 def open_trackers(
     names: Sequence[str], folder: Path, *, step: int = 0, name: str = "", config: Mapping[str, Any] | None = None
-) -> list[Tracker]:
-    """Return the named trackers, to continue after a step; `name` and `config` describe the run to people."""
-    open_tracker: dict[str, Callable[[], Tracker]] = {
+) -> dict[str, Tracker]:
+    """Return the named trackers that work, to continue after a step; `name` and `config` describe the run to people."""
+    make: dict[str, Callable[[], Tracker]] = {
         TENSORBOARD: lambda: TensorBoard(folder / TENSORBOARD, step),
         WANDB: lambda: Wandb(folder, name or folder.name, config or {}),
     }
-    return [FailsafeTracker(tracker, open_tracker[tracker]) for tracker in names]
+    trackers: dict[str, Tracker] = {}
+    for tracker in names:
+        with failure_as_warning(tracker):
+            trackers[tracker] = make[tracker]()
+    return trackers
 
 
-class FailsafeTracker:
-    """Wraps a tracker: a failure becomes a warning and ends its use."""
-
-    def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
-        self._name = name
-        self._tracker: Tracker | None = None
-        self._tried(lambda: setattr(self, "_tracker", make()))
-
-    def scalars(self, step: int, figures: Mapping[str, float]) -> None:
-        if (tracker := self._tracker) is not None:
-            self._tried(lambda: tracker.scalars(step, figures))
-
-    def close(self) -> None:
-        if (tracker := self._tracker) is not None:
-            self._tried(tracker.close)
-            self._tracker = None
-
-    def _tried(self, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except ImportError as error:
-            self._tracker = None
-            log.warning("%s receives no metrics: %s; %s", self._name, error, install_extra(self._name))
-        except Exception as error:  # noqa: BLE001 - a service that shows curves is no reason to lose a training
-            self._tracker = None
-            log.warning("%s receives no more metrics: %s: %s", self._name, type(error).__name__, error)
+@contextmanager
+def failure_as_warning(tracker: str) -> Iterator[None]:
+    """Turn any error of a tracker into a warning."""
+    try:
+        yield
+    except ImportError as error:
+        log.warning("%s receives no metrics: %s; %s", tracker, error, install_extra(tracker))
+    except Exception as error:  # noqa: BLE001 - a service that shows curves is no reason to lose a training
+        log.warning("%s receives no more metrics: %s: %s", tracker, type(error).__name__, error)
 
 
 class TensorBoard:
