@@ -142,7 +142,7 @@ def replay_here(
         share = ReplayedShare(case, job)
         step.turn_to(job.stage_tasks.get(share.stage, job.task))
         result.notes += share.notes
-        rng = RngState.from_tensors(step_bundle.read_rng(case.where), step.device)
+        rng = RngState.from_tensors(step_bundle.read_rng(case.where), chosen)
         measured = meter or meter_of(chosen)
         result.rerun = rerun(step, share.parts, share.read, rng, measured, begin=begin)
         result.suspects = _suspects(step, result.rerun, share)

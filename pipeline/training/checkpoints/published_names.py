@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from itertools import combinations
 from typing import TYPE_CHECKING
 
 from pipeline.errors import ConfigError
 from pipeline.protocol import HasFilesBeside, HasPublishedForms
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -87,17 +86,20 @@ def renamed(name: str, names: Mapping[str, str]) -> str:
     Of several that fit the longest decides, and among those that with the fewest "*".
     """
     parts = name.split(".")
-    longest, most = (max((known.count(sign) for known in names), default=0) for sign in ".*")
-    for length in range(min(len(parts), longest + 1), 0, -1):
-        numbered = [place for place, part in enumerate(parts[:length]) if part.isdigit()]
-        for stars in (chosen for count in range(most + 1) for chosen in combinations(numbered, count)):
-            known = ".".join("*" if place in stars else part for place, part in enumerate(parts[:length]))
-            if known in names:
-                other = names[known]
-                for place in stars:
-                    other = other.replace("*", parts[place], 1)
-                return ".".join([other, *parts[length:]])
-    return name
+    fitting = [(-len(signs), signs.count("*"), signs) for known in names if _fits(signs := known.split("."), parts)]
+    if not fitting:
+        return name
+    _, _, signs = min(fitting)
+    other = names[".".join(signs)]
+    for sign, part in zip(signs, parts, strict=False):
+        other = other.replace("*", part, 1) if sign == "*" else other
+    return ".".join([other, *parts[len(signs) :]])
+
+
+def _fits(signs: Sequence[str], parts: Sequence[str]) -> bool:
+    """Tell whether a name begins with these parts; "*" stands for a number."""
+    pairs = zip(signs, parts, strict=False)
+    return len(signs) <= len(parts) and all(sign == part or (sign == "*" and part.isdigit()) for sign, part in pairs)
 
 
 def in_own_names(model: nn.Module, tensors: Mapping[str, Tensor], reading: WeightsReading, place: str) -> NamedWeights:

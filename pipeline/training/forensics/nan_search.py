@@ -84,6 +84,7 @@ def suspects(
     all_suspects: list[Suspect] = []
     for result in results:
         piece = read(result.part)
+        assert result.rng is not None  # it ran
         alone = [_looked_at(step, single, result.rng, snapshot, backward=backward) for single in piece.singles()]
         part_suspects = [suspect for suspect in alone if suspect is not None]
         if not part_suspects and len(piece) > 1:
@@ -94,17 +95,14 @@ def suspects(
     return all_suspects
 
 
-def _looked_at(
-    step: Step, piece: Piece, rng: RngState | None, snapshot: StepSnapshot, *, backward: bool
-) -> Suspect | None:
+def _looked_at(step: Step, piece: Piece, rng: RngState, snapshot: StepSnapshot, *, backward: bool) -> Suspect | None:
     """Run a piece with hooks on every module; None: all is finite, or it does not fit in memory."""
     suspect: list[Suspect | None] = []
 
     def again() -> None:
         step.release()
         snapshot.restore()
-        if rng is not None:
-            rng.restore()
+        rng.restore()
 
     def look(piece: Piece) -> None:
         again()

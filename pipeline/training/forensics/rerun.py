@@ -1,6 +1,7 @@
 """Running a rank's share of a failed step again with the same cuts: each part is measured, and nothing is recovered.
 
-Where a loss compares all items of a step, all parts are embedded first, then each goes backward from the loss of all.
+It is the training's own step (`step.exact_step`, `step.contrastive`), except that parts stay as they were cut and that
+it ends at the first one that does not fit.
 
 The step is afterwards as it was before, except for memory that the allocator keeps.
 """
@@ -8,29 +9,31 @@ The step is afterwards as it was before, except for memory that the allocator ke
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from pipeline.device.out_of_memory import out_of_memory_error
 from pipeline.device.rng import RngState
+from pipeline.errors import PlanInfeasible
 from pipeline.memory.runtime.recovery import StepSnapshot
-from pipeline.protocol import Weights
 from pipeline.training.checkpoints.training_state import plain_name
-from pipeline.training.step.contrastive import CachedGradients, ContrastiveStep, joined_rows, split_rows
-from pipeline.training.step.exact_step import accumulate_piece, weights_of
-from pipeline.training.step.optimizers import sums_by_name
+from pipeline.training.ranks.rank_protocol import SingleRank
+from pipeline.training.step.contrastive import ExactContrastiveStep
+from pipeline.training.step.exact_step import ExactStep
 from pipeline.training.step_clock import StepClock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
-    from pipeline.memory.runtime.meters import Memory, Meter
-    from pipeline.training.step.micro_batches import Piece
+    from pipeline.memory.runtime.meters import Meter
+    from pipeline.training.step.contrastive import CachedGradients
+    from pipeline.training.step.micro_batches import Piece, RankShare
     from pipeline.training.step.step import Step
 
 
@@ -51,13 +54,13 @@ class RerunPart:
     ids: tuple[str, ...]
     numbers: tuple[int, ...]  # in the table
     rung: int = 0  # of the ladder
-    cost_bytes: int = 0  # as planned, beside the model
+    cost_bytes: int = 0  # as planned, in addition to the model
     sizes: Mapping[str, int] = field(default_factory=dict)  # of all items together
 
 
 @dataclass(slots=True)
 class PartResult:
-    """How a part ended, and the memory that it took."""
+    """How a part ended, and the memory that it took in the more costly of its passes."""
 
     part: RerunPart
     outcome: PartOutcome = PartOutcome.NOT_RUN
@@ -93,116 +96,115 @@ def rerun(
     begin: Callable[[RerunPart], None] = lambda _: None,
 ) -> Rerun:
     """Run parts in order, up to the first that does not fit in memory."""
-    snapshot = StepSnapshot(step.model, device=step.device, scaler=step.scaler)
-    weights = None if step.contrasts else _weights(step, parts, read)
-    first = meter.read()
-    report = Rerun([PartResult(part) for part in parts], is_counted=first.allocated_bytes is not None)
-    joint = _Joint(step) if isinstance(step, ContrastiveStep) and len(parts) > 1 else None
+    before = StepSnapshot(step.model, device=step.device, scaler=step.scaler)
+    kind = _MeasuredContrastiveStep if step.contrasts else _MeasuredStep
+    measured: _MeasuredStep = kind(step, parts, read, meter, begin)
+    rng.restore()
+    measured.run_again()
+    step.release()
+    before.rewind()
+    return measured.report
 
-    def all_fit(run: Callable[[Piece], None]) -> bool:
-        rng.restore()
-        for result in report.results:
+
+class _MeasuredStep(ExactStep):
+    """Makes a step of one rank from parts as they are given, and measures each."""
+
+    def __init__(
+        self,
+        step: Step,
+        parts: Sequence[RerunPart],
+        read: Callable[[RerunPart], Piece],
+        meter: Meter,
+        begin: Callable[[RerunPart], None],
+    ) -> None:
+        nothing: Any = None  # no item is counted, and no upkeep is due
+        super().__init__(step, SingleRank(), nothing, nothing, meter=meter)
+        first = meter.read()
+        self._standing = first.reserved_bytes if first.allocated_bytes is None else first.allocated_bytes
+        self.report = Rerun([PartResult(part) for part in parts], is_counted=first.allocated_bytes is not None)
+        self._read, self._begins, self._measures = read, begin, meter
+        self._at = self.report.results[0]
+
+    def run_again(self) -> None:
+        """Run all parts, and examine the gradients of a share that ran to its end."""
+        self._start()
+        share = cast("RankShare", SimpleNamespace())
+        weights, can_run = self._agreed_weights(share)
+        if not (can_run and self._run(share, weights)):
+            return
+        self.report.gradients, totals = not_finite(self.step), self.step.totals
+        if weights is None and len(totals) == 1:
+            self.step.settle(next(weight for _, weight in totals.values()))
+        if totals:
+            self.report.norm = float(self.step.norm())
+
+    def _ready(self, share: Iterable[Piece]) -> Iterator[Piece]:  # noqa: ARG002 - parts stay as they are
+        for result in self.report.results:
+            self._at = result
+            self._begins(result.part)
+            result.rng = RngState.capture(self.step.device)
+            yield self._read(result.part)
+
+    def _all_fit(self, pieces: Iterable[Piece], run: Callable[[Piece], object], share: RankShare) -> bool:  # noqa: ARG002
+        for result in self.report.results:
             result.outcome = PartOutcome.NOT_RUN
-        for result in report.results:
-            begin(result.part)
-            result.rng = RngState.capture(step.device)
-            _run(step, result, read, run, meter)
-            _measure(report, result, meter.read(), first)
-            if result.outcome is PartOutcome.OOM:
+        for piece in pieces:
+            self._measure(piece, run)
+            if self._at.outcome is PartOutcome.OOM:
                 return False
         return True
 
-    if joint is None:
-        is_whole = all_fit(lambda piece: accumulate_piece(step, piece, weights, is_whole_step=True))
-    else:
-        is_whole = all_fit(joint.embed)
-        snapshot.restore()
-        is_whole = is_whole and joint.contrast(report.results[-1]) and all_fit(joint.back)
-        joint.judge(report.results)
-    if is_whole:
-        _look_at_gradients(step, report, weights)
-    step.release()
-    snapshot.rewind()
-    return report
-
-
-def _measure(report: Rerun, result: PartResult, memory: Memory, first: Memory) -> None:
-    """Note the memory of a part, in the more costly of its passes."""
-    counted = memory.peak_allocated_bytes
-    before = first.reserved_bytes if first.allocated_bytes is None else first.allocated_bytes
-    report.reserved_bytes = max(report.reserved_bytes, memory.peak_reserved_bytes)
-    result.peak_bytes = max(result.peak_bytes, memory.peak_reserved_bytes if counted is None else counted)
-    result.grown_bytes = max(0, result.peak_bytes - before)
-
-
-def _run(
-    step: Step, result: PartResult, read: Callable[[RerunPart], Piece], run: Callable[[Piece], None], meter: Meter
-) -> None:
-    """Run a pass of a part; note how that ended."""
-    before, sums = step.totals, _Sums()
-    step.watch = sums
-    piece = read(result.part)
-    meter.reset_peak()
-    error = out_of_memory_error(run, piece)
-    step.watch = step.clock
-    if error is not None:
-        result.outcome, result.error = PartOutcome.OOM, error
-        return
-    for name, (total, weight) in step.totals.items():
-        total_before, weight_before = before.get(name, (0.0, 0.0))
-        result.terms[name] = (sums.sums.get(name, total - total_before), weight - weight_before)
-    finite = all(math.isfinite(total) and math.isfinite(weight) for total, weight in result.terms.values())
-    result.outcome = PartOutcome.FITS if finite else PartOutcome.NOT_FINITE
-
-
-class _Joint:
-    """The passes of a share with a contrastive loss; parts come in the same order each time."""
-
-    def __init__(self, step: ContrastiveStep) -> None:
-        self.step = step
-        self._rows: list[dict[str, Tensor]] = []  # of each part; then their gradients
-        self._finite: list[bool] = []
-        self._cached = CachedGradients()
-
-    def embed(self, piece: Piece) -> None:
-        """Embed a part without gradients."""
-        rows = self.step.embed(piece.collated(self.step), len(piece), on_host=piece.is_on_host)
-        self._finite.append(all(bool(torch.isfinite(row).all()) for row in rows.values()))
-        self._rows.append(rows)
-
-    def contrast(self, last: PartResult) -> bool:
-        """Compute the loss of all items; return whether it fits in memory, else note the error in the last part."""
-        items = [len(next(iter(part.values()))) for part in self._rows]
-        rows = joined_rows(self._rows)
-
-        def take() -> None:
-            self._cached = self.step.contrast(rows)
-
-        with RngState.preserved(self.step.device):
-            error = out_of_memory_error(take)
+    def _measure(self, piece: Piece, run: Callable[[Piece], object]) -> None:
+        """Run a pass of a part; note how that ended, and its memory."""
+        result, totals, own = self._at, self.step.totals, _Sums()
+        self.step.watch = own
+        self._measures.reset_peak()
+        error = out_of_memory_error(run, piece)
+        self.step.watch = self.step.clock
+        for name, (total, weight) in self.step.totals.items():
+            total_before, weight_before = totals.get(name, (0.0, 0.0))
+            result.terms[name] = (own.sums.get(name, total - total_before), weight - weight_before)
+        finite = all(math.isfinite(value) for term in result.terms.values() for value in term)
+        result.outcome, result.error = PartOutcome.FITS if finite else PartOutcome.NOT_FINITE, ""
         if error is not None:
-            last.outcome, last.error = PartOutcome.OOM, f"the loss of all {sum(items)} items: {error}"
-            return False
-        self._rows = list(split_rows(self._cached.rows, items))
-        return True
+            result.outcome, result.error, result.terms = PartOutcome.OOM, error, {}
+        memory = self._measures.read()
+        peak = memory.peak_reserved_bytes if memory.peak_allocated_bytes is None else memory.peak_allocated_bytes
+        self.report.reserved_bytes = max(self.report.reserved_bytes, memory.peak_reserved_bytes)
+        result.peak_bytes = max(result.peak_bytes, peak)
+        result.grown_bytes = max(0, result.peak_bytes - self._standing)
 
-    def back(self, piece: Piece) -> None:
-        """Run a part forward with gradients, and backward from the cached gradients of its rows."""
-        batch, rows = piece.collated(self.step), self._rows.pop(0)
-        with self.step.remedied(piece.rung):
-            self.step.go_back(batch, rows, on_host=piece.is_on_host)
-        if not self._rows:
-            self._cached.finish()
+    def _count(self, piece: Piece) -> None:
+        pass
 
-    def judge(self, results: Sequence[PartResult]) -> None:
-        """Give the first part the terms of all, and mark parts whose embeddings (else: whose loss) are not finite."""
+
+class _MeasuredContrastiveStep(_MeasuredStep, ExactContrastiveStep):
+    """The same where a loss compares all items: the first part has the terms of all."""
+
+    def run_again(self) -> None:
+        super().run_again()
         totals = self.step.totals
-        is_finite = all(map(math.isfinite, (value for term in totals.values() for value in term)))
-        for place, result in enumerate(results):
+        ran = [result for result in self.report.results if result.outcome in (PartOutcome.FITS, PartOutcome.NOT_FINITE)]
+        for place, result in enumerate(self.report.results):
             result.terms = {} if place else totals
-            if result.outcome in (PartOutcome.FITS, PartOutcome.NOT_FINITE):
-                fits = self._finite[place] if not all(self._finite) else is_finite
-                result.outcome = PartOutcome.FITS if fits else PartOutcome.NOT_FINITE
+        if not all(math.isfinite(value) for term in totals.values() for value in term):
+            bad = [result for result in ran if not self._is_finite(self._read(result.part))] or ran
+            for result in ran:
+                result.outcome = PartOutcome.NOT_FINITE if result in bad else PartOutcome.FITS
+
+    def _whole(self, share: RankShare) -> Piece | None:
+        pieces = list(self._ready(share)) if len(self.report.results) == 1 else []
+        return pieces[0] if pieces and not pieces[0].is_on_host else None
+
+    def _contrasted(self, parts: list[dict[str, Tensor]], items: int) -> tuple[CachedGradients | None, int]:
+        try:
+            return super()._contrasted(parts, items)
+        except PlanInfeasible as error:
+            self._at.outcome, self._at.error = PartOutcome.OOM, error.what
+            return None, 0
+
+    def _as_embedded(self, share: RankShare, embedded: list[Any]) -> Iterator[Piece]:  # noqa: ARG002
+        return self._ready(share)
 
 
 class _Sums(StepClock):
@@ -215,36 +217,6 @@ class _Sums(StepClock):
     def terms(self, terms: Mapping[str, Tensor]) -> None:
         """Record the sums."""
         self.sums = {name: float(total.detach()) for name, total in terms.items()}
-
-
-def _weights(step: Step, parts: Sequence[RerunPart], read: Callable[[RerunPart], Piece]) -> dict[str, float] | None:
-    """Return the weights of the share's terms where backward needs them: not for a single term."""
-    weights: list[Mapping[str, Any]] = []
-
-    def in_parts(piece: Piece) -> None:  # a single item that does not fit has no weight here
-        error = out_of_memory_error(lambda: weights.append(weights_of(step, piece)))
-        if error is not None and len(piece) > 1:
-            for half in piece.halves():
-                in_parts(half)
-
-    if len(parts) < 2 and not isinstance(step.task, Weights):
-        return None
-    for part in parts:
-        in_parts(replace(read(part), rung=0))
-        if not isinstance(step.task, Weights) and weights and len(weights[0]) == 1:
-            return None
-    return {name: float(value) for name, value in sums_by_name(weights).items()} or None
-
-
-def _look_at_gradients(step: Step, report: Rerun, weights: Mapping[str, float] | None) -> None:
-    """Note the norm of the gradients of a share that ran to its end, and which are not finite."""
-    report.gradients = not_finite(step)
-    totals = step.totals
-    if weights is None and len(totals) == 1:
-        ((_, weight),) = totals.values()
-        step.settle(weight)
-    if totals:
-        report.norm = float(step.norm())
 
 
 def not_finite(step: Step) -> list[str]:
