@@ -230,7 +230,6 @@ def trainer_of(job: Job) -> Trainer:
         keeper,
         watch,
         validation=evaluation,
-        meter=watch.meter if step.device != CPU else None,  # the one, as it keeps an epoch's highest peak
         host=host,
         ending=job.tell.ending,
         governor_of=lambda phase: _governor(job, step, phase, stepper.ladder),

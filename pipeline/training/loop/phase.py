@@ -18,11 +18,11 @@ from pipeline.training.step.micro_batches import Piece, RankShare
 from pipeline.training.step_clock import READ
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from pipeline.memory.runtime.meters import HostMeter, Meter
+    from pipeline.memory.runtime.meters import HostMeter
     from pipeline.protocol import Task
     from pipeline.training.items.batch import BatchOrigin, TaskBatch
     from pipeline.training.items.loader import Loader
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from pipeline.training.step_clock import StepClock
 
 
-FELL_BEHIND, FELL_BEHIND_S = 0.1, 10.0  # of an epoch, and seconds, were waited for what threads read
-ROOM_TO_FORK = 0.7  # of the host's memory may be used when processes are forked
+FELL_BEHIND, FELL_BEHIND_S = 0.1, 10.0  # share of an epoch, and seconds, of waiting for reader threads
+ROOM_TO_FORK = 0.7  # share of the host's memory that may be in use when processes are forked
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,13 +59,13 @@ class Phase:
         return {**self.loader.sampler.state_dict(), "epoch": epoch, "step": step}
 
     def cut_by(self, budget: int) -> None:
-        """Have the sampler cut micro-batches to a budget, if it uses one."""
+        """Make the sampler cut micro-batches to a budget, if it uses one."""
         sampler = self.loader.sampler
         if sampler.settings.budget:
             sampler.adjust({**sampler.settings.budget, "cost": budget})
 
     def hasten_readers(self, seconds: Mapping[str, float], host: HostMeter | None) -> bool:
-        """Have processes read from now on, if threads fell behind and there is memory and a core; tell whether so."""
+        """Switch to reader processes if threads fell behind and there is memory and a core; return whether it did."""
         waited_s = seconds.get(READ, 0.0)
         fell_behind = waited_s > max(FELL_BEHIND_S, FELL_BEHIND * sum(seconds.values()))
         has_room = host is None or host.read().share < ROOM_TO_FORK
@@ -75,7 +75,7 @@ class Phase:
         return True
 
     def shares(self, step: Step, *, hold: int, leave_out: Collection[str]) -> Iterator[RankShare]:
-        """Yield this rank's share of each step, from where the loader is to the end of the epoch."""
+        """Yield this rank's share of each step, from the loader's position to the end of the epoch."""
         batches, fetch = step.clock.each(READ, self.loader.read()), partial(self._fetch, step.clock)
         ahead = step.ahead if self.plan.ahead_bytes else None
         named: dict[str, Any] = {"hold": hold, "leave_out": leave_out, "ahead": ahead, "at_hand": self.loader.at_hand}
@@ -83,27 +83,20 @@ class Phase:
             yield share
 
     def _fetch(self, clock: StepClock, numbers: Sequence[int], origin: BatchOrigin) -> TaskBatch:
-        """Read a micro-batch again, as ahead of its turn: some of it may be left out, or not fit but in pieces."""
+        """Read a micro-batch again: some of it may be left out, or fit only in pieces."""
         with clock.within(READ):
             return self.loader.fetch_again(numbers, origin, ahead=True)
 
 
-def rehearse(
-    step: Step,
-    stepper: ExactStep,
-    phase: Phase,
-    meter: Meter | None,
-    say: Callable[[str], None],
-    *,
-    leave_out: Collection[str] = (),
-) -> int:
-    """Run this rank's worst micro-batch, restore everything, and return the budget that it shows to be safe."""
+def rehearse(stepper: ExactStep, phase: Phase, *, leave_out: Collection[str] = ()) -> int:
+    """Run this rank's worst micro-batch, restore everything, and return the budget that is safe by this measurement."""
+    step, governor, meter = stepper.step, stepper.governor, stepper.meter
     snapshot = StepSnapshot(step.model, device=step.device, scaler=step.scaler)
     make_state(step)
-    worst = worst_of(phase, padded=stepper.governor.padded)
+    worst = worst_of(phase, padded=governor.padded)
     if worst is None:
         if not step.is_spread:
-            return stepper.governor.budget
+            return governor.budget
         no_items = np.zeros(0, np.int64)  # this rank takes part in the passes of those that have some
         worst = MicroBatch(phase.loader.sampler.epoch, 0, 0, 1, no_items)
     if meter is not None:
@@ -115,32 +108,33 @@ def rehearse(
     cost = stepper.cost(Piece(batch, 0, len(batch))) if len(batch) else 0
     step.release()
     snapshot.rewind()
-    want = stepper.governor.after_step()
-    wanted = want.budget
+    want = governor.after_step()
     if want.why:
-        say(f"largest micro-batch: {want.why}")
+        stepper.say(f"largest micro-batch: {want.why}")
     if not cost or memory is None or memory.peak_allocated_bytes is None:  # allocated bytes are not counted here
-        return wanted
-    verdict = stepper.governor.verified(memory, phase.plan.base_bytes + cost)
-    if verdict.is_off or not verdict.fits:
-        say(f"the largest micro-batch took {verdict.ratio:.2f} of its estimate; the new budget is {verdict.budget:,}")
-    return min(wanted, verdict.budget)
+        return want.budget
+    check = governor.verified(memory, phase.plan.base_bytes + cost)
+    if check.is_off or not check.fits:
+        stepper.say(
+            f"the largest micro-batch took {check.ratio:.2f} of its estimate; the new budget is {check.budget:,}"
+        )
+    return min(want.budget, check.budget)
 
 
 def make_state(step: Step) -> None:
-    """Allocate the optimizer's state before it is needed, or say that there is no room for it."""
+    """Allocate the optimizer's state before it is needed; raise if there is no room for it."""
     for _ in range(2):  # once more, without what is held for reuse
         if out_of_memory_error(step.make_state) is None:
             return
         step.optimizer.state.clear()  # there may be half of it
         step.release()
         free_caches(step.device)
-    what = "the state of the optimizer does not fit in memory"
-    raise PlanInfeasible(what, where="training", remedy="pipeline plan train   (or use a larger GPU)")
+    problem = "the state of the optimizer does not fit in memory"
+    raise PlanInfeasible(problem, where="training", remedy="pipeline plan train   (or use a larger GPU)")
 
 
 def worst_of(phase: Phase, *, padded: bool) -> MicroBatch | None:
-    """Return this rank's costliest micro-batch of the coming epoch, every step of which is cut for that."""
+    """Return this rank's costliest micro-batch of the coming epoch, by looking at every step; None without items."""
     sampler = phase.loader.sampler
     worst, most = None, 0
     for step in range(sampler.steps):

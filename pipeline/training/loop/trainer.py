@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from pipeline.config.schema_train import TrainSection
     from pipeline.memory.runtime.governor import Governor
-    from pipeline.memory.runtime.meters import HostMeter, Meter
+    from pipeline.memory.runtime.meters import HostMeter
     from pipeline.training.checkpoints.keeper import Keeper
     from pipeline.training.evaluating.evaluator import Evaluator
     from pipeline.training.items.item_source import DamagedItems
@@ -56,7 +56,6 @@ class Trainer:
     observer: TrainingObserver
     governor_of: Callable[[Phase], Governor]  # with the budget of the plan
     validation: Evaluator | None = None
-    meter: Meter | None = None
     host: HostMeter | None = None
     ending: Callable[[], int] = lambda: 0  # the signal that asked this process to end; 0: none
     leave_out: frozenset[str] = frozenset()
@@ -371,9 +370,7 @@ class Trainer:
         """Before the first step: allocate the optimizer's state, run the worst micro-batch, compare with the plan."""
         learned = self.governor.learned
         with self.ranks.patient("the first run"):
-            wanted = rehearse(
-                self.step, self.stepper, self.phase, self.meter, self.observer.say, leave_out=self.leave_out
-            )
+            wanted = rehearse(self.stepper, self.phase, leave_out=self.leave_out)
         if self.done and wanted == self.governor.budget:  # a resumed run knows what an uninterrupted one would
             self.governor.learned = learned
         reports = self.ranks.exchange({"budget": wanted, "terms": self.stepper.rehearsed_terms})

@@ -231,9 +231,7 @@ def starved(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> ReplayCase:
     """Train where whole micro-batches do not fit; return the case of the first of them."""
     limited.need()
     with pytest.MonkeyPatch.context() as patch:  # else the worst micro-batch, run first, shows what fits
-        patch.setattr(
-            "pipeline.training.loop.trainer.rehearse", lambda _, stepper, *rest, **more: stepper.governor.budget
-        )
+        patch.setattr("pipeline.training.loop.trainer.rehearse", lambda stepper, *rest, **more: stepper.governor.budget)
         with LimitedDevice() as device:
             run_to_end(job(lab, ModelFolder(tmp_path_factory.mktemp("roomy"))))
         made = ModelFolder(tmp_path_factory.mktemp("starved"))
