@@ -1,4 +1,4 @@
-"""Decides which items are trained on in which step, and how ranks and micro-batches share them.
+"""Which items a training step uses, and how ranks and micro-batches share them.
 
 A step holds exactly `batch` items, whatever the ranks and the memory (`epoch_order`). A rank's share of a step and its
 micro-batches follow from the step's items alone. So a run that is resumed on other ranks, or whose budget was halved
@@ -74,7 +74,7 @@ class Sampler:
     ) -> None:
         """Take the sizes of all items; `data` identifies the items, in words or as a digest.
 
-        `place` tells rank and ranks anew as each loop begins: where others start the ranks, they are known late.
+        `place` returns rank and ranks as each loop begins, where another program starts the ranks.
         """
         if not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} is not one of {ranks}")
@@ -87,14 +87,14 @@ class Sampler:
         self._sizes, self._data, self._place = sizes, data, place
         self._order = EpochOrder([sizes[name] for name in settings.by], settings)
         self._first = 0  # the step at which a loop over the epoch begins
-        self._next = (0, 0)  # the epoch and the step that follow what was handed out
+        self._next = (0, 0)  # the epoch and the step that follow what was yielded
 
     @property
     def steps(self) -> int:
         return self._order.steps
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        """Yield this rank's micro-batches of the epoch; a step in which it has no items is one empty micro-batch."""
+        """Yield this rank's micro-batches of the epoch: one that is empty for a step in which it has no items."""
         if self._place:
             self.rank, self.ranks = self._place()
             self._check_likeness()
@@ -103,46 +103,35 @@ class Sampler:
         for step in range(self._first, self.steps):
             for micro in self.micros(epoch, step):
                 if micro.is_last:
-                    self._hand_out(epoch, step)
+                    self._advance(epoch, step)
                 yield micro
 
-    def _hand_out(self, epoch: int, step: int) -> None:
+    def _advance(self, epoch: int, step: int) -> None:
         """Note that a step was yielded; after the last one comes the next epoch."""
         self._next = (epoch, step + 1) if step + 1 < self.steps else (epoch + 1, 0)
         if self._next[0] != epoch:
             self.epoch, self._first = self._next
 
     def _check_likeness(self) -> None:
-        """Refuse steps of which one of several ranks may have another number of batches, or none of the items.
-
-        Whoever averages gradients over ranks waits for as many batches of each; our own trainer does not need that.
-        """
-        settings = self.settings
+        """Refuse steps in which ranks may have different numbers of batches: loops other than ours would hang."""
+        settings, where = self.settings, f"{self.ranks} ranks"
         if self.ranks == 1:
             return
-        where = f"{self.ranks} ranks"
         if settings.budget or settings.micro_batch or settings.padding is not None:
             what = "ranks may need different numbers of micro-batches, and would wait for each other"
-            raise ConfigError(
-                what, where=where, remedy="SamplerSettings(batch=…, padding=None), no budget or micro_batch"
-            )
-        items = len(self._sizes[settings.by[0]])
-        least = min(settings.batch, 0 if settings.drop_last else items % settings.batch or settings.batch)
-        if 0 < least < self.ranks or settings.batch < self.ranks:
-            what = f"a step of {least or settings.batch} items leaves some ranks without items"
-            raise ConfigError(
-                what, where=where, remedy="SamplerSettings(drop_last=True, …), and at least one item for each rank"
-            )
+            remedy = "SamplerSettings(batch=…, padding=None), no budget or micro_batch"
+            raise ConfigError(what, where=where, remedy=remedy)
+        rest = 0 if settings.drop_last else len(self._sizes[settings.by[0]]) % settings.batch
+        if (least := rest or settings.batch) < self.ranks:
+            what = f"a step of {least} items leaves some ranks without items"
+            remedy = "SamplerSettings(drop_last=True, …), and at least one item for each rank"
+            raise ConfigError(what, where=where, remedy=remedy)
 
     def step_items(self, epoch: int, step: int) -> Integers:
         """Return the items of a step over all ranks."""
-        self._check_place(epoch, step)
-        return self._order.items(epoch, step)
-
-    def _check_place(self, epoch: int, step: int) -> None:
-        """Refuse a step that does not exist."""
         if epoch < 0 or not 0 <= step < self.steps:
             raise ValueError(f"epoch {epoch} has no step {step}: it has {self.steps:,} steps")
+        return self._order.items(epoch, step)
 
     def shares(self, epoch: int, step: int) -> list[list[Integers]]:
         """Return, for each rank, the items of each of its micro-batches of a step; a rank may have none."""
@@ -196,9 +185,9 @@ class Sampler:
             self._go(epoch, 0)
 
     def state_dict(self, after: MicroBatch | None = None) -> dict[str, Any]:
-        """Return, as JSON data, where to go on: after what was yielded, or after a micro-batch that was used.
+        """Return, as JSON data, where to continue: after what was yielded, or `after` a micro-batch of it.
 
-        A loader that reads ahead must say which. A step that has not been used to its end is begun again.
+        A loader that reads ahead passes the last one that was used. A step that was not used to its end starts again.
         """
         epoch, step = self._next
         if after is not None:
@@ -208,7 +197,7 @@ class Sampler:
         return {"epoch": epoch, "step": step, **self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to the position in a state, if it is of the same order; ranks and budgets may have changed."""
+        """Go to the position in a state of the same order of items; ranks and budgets may have changed."""
         changed = [
             f"{name} {state.get(name, 'nothing')!r} then, {value!r} now"
             for name, value in self._identity.items()
@@ -219,7 +208,7 @@ class Sampler:
                 f"the sampler's state belongs to a different order of items: {'; '.join(changed)}",
                 remedy="undo the change, or start a new run from the checkpoint's weights",
             )
-        self._check_place(state["epoch"], state["step"])
+        self.step_items(state["epoch"], state["step"])  # raises if there is no such step
         self.moves += 1
         self._go(state["epoch"], state["step"])
 
@@ -229,7 +218,7 @@ class Sampler:
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """What determines the order, as JSON data: settings, sizes, and the version of the algorithm."""
+        """All that determines the order, as JSON data: settings, sizes, and the version of the algorithm."""
         settings = self.settings
         digests = [content_digest(np.ascontiguousarray(self._sizes[name], np.int64).data) for name in settings.by]
         return {
@@ -262,7 +251,7 @@ def product(sizes: Sizes, name: str) -> NDArray[np.float64]:
 
 
 def check_sizes(sizes: Sizes, settings: SamplerSettings) -> None:
-    """Refuse sizes that are missing, that are not one whole number an item, or of which there are too few."""
+    """Refuse sizes that are missing or not one whole number per item, and too few items."""
     named = (*settings.budget, *([settings.cost] if settings.cost else []))
     names = (*settings.by, *settings.padded, *(factor for name in named for factor in factors_of(name, sizes)))
     missing = [name for name in names if name not in sizes]
