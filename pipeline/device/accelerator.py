@@ -1,11 +1,11 @@
-"""What is asked of the device that computes: the CPU, or a card of whatever kind torch.accelerator offers here.
+"""The device that computes: the CPU, or a GPU of any kind that torch.accelerator supports ("card" for short).
 
     device = computing("cuda:1")
     device.limit_fraction(0.9)
     with device.forked_rng():
         ...
 
-What all cards have is asked of torch.accelerator; what only some kinds have, of the module of that kind.
+Functions that all cards have come from torch.accelerator, others from the module of that kind.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ TorchDevice: TypeAlias = torch.device  # for rooms that do not import torch
 
 
 def is_card(device: torch.device | str) -> bool:
-    """Tell whether a device is a card, of whatever kind."""
+    """Whether a device is a card, of any kind."""
     return torch.device(device).type not in NOT_CARDS
 
 
 def on_card(tensor: Tensor) -> bool:
-    """Tell whether a tensor is in a card's memory."""
+    """Whether a tensor is in a card's memory."""
     return tensor.device.type not in NOT_CARDS
 
 
@@ -42,14 +42,14 @@ def card_here() -> str | None:
 
 
 def release_pinned() -> None:
-    """Give back the pinned memory that nobody uses: torch keeps it for allocations of the very same size."""
-    # Asked of a kind of card that does not bring torch's caching allocator for the host, torch ends the process.
+    """Free unused pinned memory, which torch keeps for allocations of the same size."""
+    # For a kind of card without torch's caching host allocator, torch would end the process.
     if card_here() is not None and hasattr(torch.get_device_module(), "host_memory_stats"):
         torch.accelerator.empty_host_cache()
 
 
 def located(device: str) -> str | None:
-    """Return the device of this machine that a planned one stands for, None where there is none of it."""
+    """Return the device of this machine that a planned one stands for; None if the machine has none."""
     kind, here = torch.device(device).type, card_here()
     if kind == CPU:
         return CPU
@@ -70,7 +70,7 @@ def numbered(device: torch.device | str) -> torch.device:
 
 
 def collectives(device: torch.device | str) -> str:
-    """Return what a process group is begun with, for tensors of a device and of the host."""
+    """Return the backends of a process group, for tensors of a device and of the host."""
     from torch.distributed import Backend
 
     kind = torch.device(device).type
@@ -84,54 +84,54 @@ def collectives(device: torch.device | str) -> str:
 
 
 def torch_sees() -> str:
-    """Say what kind of card torch is built for, which is often why it sees none."""
+    """Return a phrase about the cards that torch is built for, often the reason why it sees none."""
     return f"torch {torch.__version__} is built for CUDA {torch.version.cuda or 'not at all'}"
 
 
 def driver_version() -> str:
-    """Return the version of the cards' driver, '' where nobody says."""
+    """Return the version of the cards' driver; '' if unknown."""
     return DRIVER.read_text().strip() if DRIVER.exists() else ""
 
 
 def computing(device: torch.device | str) -> ComputeDevice:
-    """Return what there is to ask of a device."""
+    """Return the interface of a device."""
     return Card(device) if is_card(device) else ComputeDevice(device)
 
 
 class ComputeDevice:
-    """The CPU: whatever is asked of it is done when the call returns, and its memory is the host's."""
+    """The CPU: work is done when a call returns, and its memory is the host's."""
 
     def __init__(self, device: torch.device | str) -> None:
         self.on = torch.device(device)
 
     @property
     def kind(self) -> str:
-        """What torch calls it, as for autocast."""
+        """Torch's name of the kind of device, as for autocast."""
         return self.on.type
 
     @property
     def name(self) -> str:
-        """Name what can change a result: the model of the card, or the instructions of the CPU that torch uses."""
+        """The hardware that can change a result: the card's model, or the CPU instructions that torch uses."""
         return f"{CPU} {torch.backends.cpu.get_cpu_capability()}"
 
     def synchronize(self) -> None:
-        """Wait until all is done."""
+        """Wait for all work."""
 
     def synchronize_stream(self) -> None:
-        """Wait until all is done that was asked of the current stream."""
+        """Wait for the work of the current stream."""
 
     def empty_cache(self) -> None:
-        """Give back what is kept for reuse."""
+        """Free memory that torch keeps for reuse."""
 
     def limit_fraction(self, fraction: float) -> None:
-        """Let this process have no more than a share of the memory."""
+        """Limit this process to a share of the memory."""
 
     def event(self, *, timed: bool = False) -> Any:
-        """Return an event, recorded in the current stream; None where nothing goes on after a call."""
+        """Return an event, recorded in the current stream; None on CPUs."""
         del timed
 
     def rng_state(self) -> Tensor | None:
-        """Return the state of this device's own generator; None for the CPU, whose is the host's."""
+        """Return the state of this device's own generator; None for the CPU."""
 
     def set_rng_state(self, state: Tensor) -> None:
         """Restore the state of the device's own generator."""
@@ -160,51 +160,50 @@ class Card(ComputeDevice):
 
     @property
     def capability(self) -> tuple[int, int] | None:
-        """What its kernels are chosen by; None where its kind has no such number."""
-        told = self._properties()
-        return (told.major, told.minor) if hasattr(told, "major") else None
+        """The compute capability, by which kernels are chosen; None for kinds without one."""
+        found = self._properties()
+        return (found.major, found.minor) if hasattr(found, "major") else None
 
     @property
     def total_bytes(self) -> int:
-        """All of its memory."""
+        """The size of its memory."""
         return int(getattr(self._properties(), "total_memory", 0)) or self.free_and_total_bytes()[1]
 
     def begin(self) -> None:
-        """Have torch look at the card now, which it does at first use: nothing is known of its memory before."""
-        begun = getattr(self._own, "init", None)
-        if begun is not None:
-            begun()
+        """Initialise the card now instead of at first use; its memory is unknown before."""
+        if (init := getattr(self._own, "init", None)) is not None:
+            init()
 
     def memory_stats(self) -> dict[str, int]:
-        """Return what the allocator counts, by torch's names; nothing where there is no card."""
+        """Return the allocator's counters, by torch's names; none without a card."""
         return dict(torch.accelerator.memory_stats(self.index)) if card_here() is not None else {}
 
     def free_and_total_bytes(self) -> tuple[int, int]:
-        """Return what nobody uses of the card, and all of it."""
+        """Return the free and the total memory of the card."""
         return torch.accelerator.get_memory_info(self.index)
 
     @property
     def allocated_bytes(self) -> int:
-        """What live tensors take."""
+        """The memory of live tensors."""
         return self.memory_stats().get("allocated_bytes.all.current", 0)
 
     @property
     def reserved_bytes(self) -> int:
-        """What the allocator holds for tensors."""
+        """The memory that the allocator holds for tensors."""
         return self.memory_stats().get("reserved_bytes.all.current", 0)
 
     @property
     def peak_allocated_bytes(self) -> int:
-        """The most that live tensors took, since the peaks were reset."""
+        """The highest `allocated_bytes` since the peaks were reset."""
         return self.memory_stats().get("allocated_bytes.all.peak", 0)
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """The most that the allocator held, since the peaks were reset."""
+        """The highest `reserved_bytes` since the peaks were reset."""
         return self.memory_stats().get("reserved_bytes.all.peak", 0)
 
     def reset_peaks(self) -> None:
-        """Have the peaks begin anew, at what is used now."""
+        """Reset the peaks to the present use."""
         torch.accelerator.reset_peak_memory_stats(self.index)
 
     def empty_cache(self) -> None:
@@ -219,22 +218,20 @@ class Card(ComputeDevice):
 
     @property
     def fraction(self) -> float:
-        """The share of the card that this process may have; 1 where its kind knows no such limit."""
-        told = getattr(self._own, "get_per_process_memory_fraction", None)
-        return 1.0 if told is None else float(told(self.index))
+        """The share of the memory that this process may use; 1 for kinds without such a limit."""
+        fraction = getattr(self._own, "get_per_process_memory_fraction", None)
+        return 1.0 if fraction is None else float(fraction(self.index))
 
     def limit_fraction(self, fraction: float) -> None:
-        """Let this process have no more than a share of the memory, where cards of its kind can be limited."""
-        limit = getattr(self._own, "set_per_process_memory_fraction", None)
-        if limit is not None:
+        if (limit := getattr(self._own, "set_per_process_memory_fraction", None)) is not None:
             limit(fraction, self.index)  # torch refuses a device without one
 
     def current_stream(self) -> torch.Stream:
-        """Return the stream that work goes to now."""
+        """Return the stream that work goes to."""
         return torch.accelerator.current_stream(self.index)
 
     def new_stream(self) -> torch.Stream:
-        """Return a stream beside the current one; it is a context in which work goes to it."""
+        """Return another stream; as a context, it is the one that work goes to."""
         return torch.Stream(torch.device(self.kind, self.index))
 
     def event(self, *, timed: bool = False) -> Any:
@@ -253,5 +250,5 @@ class Card(ComputeDevice):
         return cast("AbstractContextManager[None]", torch.random.fork_rng([self.index], device_type=self.kind))
 
     def _properties(self) -> Any:
-        told = getattr(self._own, "get_device_properties", None)
-        return None if told is None else told(self.index)
+        properties = getattr(self._own, "get_device_properties", None)
+        return None if properties is None else properties(self.index)

@@ -67,7 +67,7 @@ class EntriesTaken:
 
     def _add(self, entry: Entry, arrays: Mapping[str, Array]) -> None:
         sizes = array_sizes(arrays)
-        self.forms.take(arrays)
+        self.forms.add(arrays)
         self.table.also(sizes)
         sizes = {**dict.fromkeys(self.table.sizes, 0), **sizes}
         self.table.add(entry.id, arrays_digest(arrays), entry.split, sizes, place=entry.place)

@@ -1,9 +1,9 @@
-"""Crops items to a size that fits: keeps what is nearest to one native contact, with everything that joins it.
+"""Crops items to a size that fits: keeps the residues nearest to one native contact, and the edges between them.
 
-The contact is drawn anew each epoch, from (seed, epoch, item) alone, so every rank, a resumed run and a replay crop
-alike. The larger partner is cropped first; of atoms, whole residues stay. Coordinates are not changed.
+The contact is drawn in each epoch from (seed, epoch, item) alone, so every rank, a resumed run and a replay crop alike.
+The larger partner is cropped first. Atoms of a residue stay or go together. Coordinates are not changed.
 
-Shapes: N nodes and R residues of a partner, U units of it that stay or go as one (residues, or single nodes), E edges.
+Shapes: N nodes and R residues of a partner, U units that stay or go together (residues, or single nodes), E edges.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     Integers = NDArray[np.int64]
 
 Sizes: TypeAlias = Mapping[str, int]
-Measure: TypeAlias = Callable[[Mapping[str, int]], Mapping[str, Any]]  # sizes of a graph → what limits are of
+Measure: TypeAlias = Callable[[Mapping[str, int]], Mapping[str, Any]]  # sizes of a graph → the sizes that are limited
 
 CONTACTS = "contact_pairs"
 CA = 1  # of a residue node's positions: N, CA, C, CB
-_STREAM = 1  # of random numbers: others than those that the item draws in training
+_STREAM = 1  # the item's random numbers in training come from another stream
 
 
 def crop_rng(seed: int, epoch: int, id_: str) -> np.random.Generator:
@@ -44,7 +44,7 @@ def crop_rng(seed: int, epoch: int, id_: str) -> np.random.Generator:
 def crop_item(item: ItemArrays, limits: Sizes, rng: np.random.Generator, measure: Measure = dict) -> ItemArrays:
     """Return an item cropped to the limits, or itself if it fits.
 
-    `measure` turns the sizes of a graph into what is limited: a task's `cost`.
+    `measure` turns the sizes of a graph into those that are limited, as a task's `cost` does.
     """
     if _fits(measure(item.meta["sizes"]), limits):
         return item

@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-GONE = frozenset({Reason.MISSING_FILE, Reason.UNREADABLE_FILE})  # it was there when the data set was prepared
+GONE = frozenset({Reason.MISSING_FILE, Reason.UNREADABLE_FILE})  # of files that existed when the data set was prepared
 GRAPH_AGAIN = Command.submit("graph", then="   (processes only missing items)")
-GRAPHS_ANEW = Command.submit("graph", then=f"   ({ANEW})")
+REBUILD_GRAPHS = Command.submit("graph", then=f"   ({ANEW})")
 NAMED = 3  # items in a message
 REPAIR = Command.of("cache repair --yes", then="   then   ")
 MEND = Command.submit("train", before=REPAIR, then="   (rebuilds lost records and continues)")
@@ -63,34 +63,34 @@ class ItemSource(Protocol):
 
 @dataclass(eq=False)
 class DamagedItems:
-    """Items of which a training finds damaged records: graphs are made anew, items without embeddings are left out.
+    """Items whose records a training finds damaged: graphs are rebuilt, items without embeddings are skipped.
 
-    Loaders ask it, from several threads; whether a training may go on without them all ranks decide between two steps.
+    Loaders call it from several threads. Between two steps, all ranks decide whether the training may continue.
     """
 
-    make_anew: Callable[[str, bytes], bool]  # makes the graph of an item, of this key; whether it can be read then
+    rebuild: Callable[[str, bytes], bool]  # the graph of an item, under this key; returns whether it can be read now
     items: int  # of the training
-    most: int  # of these that may be left out
+    most: int  # of these that may be skipped
     where: str  # the cache
-    refuse: Callable[[str, Reason, str], None] = lambda _id, _reason, _detail: None  # tells of an item that is skipped
+    refuse: Callable[[str, Reason, str], None] = lambda _id, _reason, _detail: None  # records a skipped item
     say: Callable[[str], None] = lambda _: None
-    everywhere: set[str] = field(default_factory=set)  # that any rank leaves out
+    everywhere: set[str] = field(default_factory=set)  # items that any rank skips
 
     def __post_init__(self) -> None:
         self._lock = Lock()
         self._why: dict[str, str] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
-    def is_made_anew(self, error: PipelineError, key: bytes) -> bool:
-        """Make the graph of the error's item anew in the cache; tell whether it can be read now."""
+    def is_rebuilt(self, error: PipelineError, key: bytes) -> bool:
+        """Rebuild the graph of the error's item in the cache; return whether it can be read now."""
         with self._lock:
-            if error.item in self._why or not self.make_anew(error.item, key):
+            if error.item in self._why or not self.rebuild(error.item, key):
                 return False
             self.say(f"{error.what}: rebuilt")
             return True
 
     def leave_out(self, error: PipelineError) -> Rejection:
-        """Return the error's item as one to leave out."""
+        """Return a rejection of the error's item."""
         with self._lock:
             if error.item not in self._why:
                 self._why[error.item] = f"{error.where}: {error.what}"
@@ -98,16 +98,16 @@ class DamagedItems:
             return Rejection(error.item, Reason.DAMAGED, self._why[error.item])
 
     def news(self) -> list[str]:
-        """Return the items that this rank leaves out since the last call, and tell of them."""
+        """Report the items that this rank skips since the last call, and return them."""
         with self._lock:
-            new = [item for item in self._why if item not in self._told]
-            self._told.update(new)
+            new = [item for item in self._why if item not in self._reported]
+            self._reported.update(new)
         for item in new:
             self.refuse(item, Reason.DAMAGED, self._why[item])
         return new
 
     def too_many(self, new: set[str]) -> CacheDamaged | None:
-        """Take the items that any rank leaves out from now on; return the error if these are too many in all."""
+        """Add the items that any rank skips from now on; return the error if these are too many in all."""
         self.everywhere |= new
         if len(self.everywhere) <= self.most:
             return None
@@ -147,13 +147,13 @@ class CachedGraphs:
             yield ItemArrays(number, id_, record.arrays, meta, self.table.values(number))
 
     def _record(self, id_: str, key: bytes, places: Sequence[RecordPlace]) -> Record:
-        """Return the record of a graph, made anew if it cannot be read and that is possible."""
+        """Return the record of a graph, which is rebuilt if it cannot be read."""
         try:
             return self.store.get_at(key, places, _own_memory)
         except (CacheDamaged, RecordMissing) as error:
             what = f"the graph of {id_}: {error.what}"
-            lost = type(error)(what, where=error.where, remedy=GRAPHS_ANEW, item=id_)
-            if self.mending is None or not self.mending.is_made_anew(lost, key):
+            lost = type(error)(what, where=error.where, remedy=REBUILD_GRAPHS, item=id_)
+            if self.mending is None or not self.mending.is_rebuilt(lost, key):
                 raise lost from error
             return self.store.get(key)
 
@@ -237,7 +237,7 @@ class ReaderItems:
             raise MemoryError(f"out of memory while reading {id_}") from error
         except PipelineError as error:
             raise DataError(f"{id_} cannot be read: {error.what}", where=error.where, remedy=SCAN_AGAIN) from error
-        except Exception as error:  # whatever a user's code raises
+        except Exception as error:  # from the user's code
             what = f"{id_} cannot be read: {type(error).__name__}: {error}"
             raise DataError(what, remedy=SCAN_AGAIN) from error
 
@@ -246,7 +246,7 @@ def _rejected(item: Item, reason: Reason, detail: str) -> Rejection:
     return Rejection(item.id, reason, detail, item.origin, item.split)
 
 
-NUMBERS = "numbers"  # the size that every item has: how many numbers it is of in all
+NUMBERS = "numbers"  # the size that every item has: the total number of values in its arrays
 TAKEN = {ITEMS, NUMBERS, *OF_GRAPHS}
 _NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
 _WIDEST = 8  # bytes of a number
@@ -267,7 +267,7 @@ def as_arrays(values: Mapping[str, Any]) -> dict[str, Array]:
 
 
 def array_sizes(arrays: Mapping[str, Array]) -> dict[str, int]:
-    """Return the rows of an item along each axis, and how many numbers it has in all."""
+    """Return an item's rows along each axis, and its total number of values."""
     rows = {parse_field(name).axis: len(array) for name, array in arrays.items() if parse_field(name).axis}
     return {NUMBERS: sum(array.size for array in arrays.values()), **rows}
 
@@ -281,11 +281,11 @@ class ArrayForms:
     items: int = 0
 
     def wrong(self, arrays: Mapping[str, Array]) -> str:
-        """Say why an item's arrays cannot be joined with those before; empty if they can."""
+        """Return why an item's arrays cannot be joined with earlier ones; empty if they can."""
         return next(self._complaints(arrays), "") if arrays else "it has no arrays"
 
-    def take(self, arrays: Mapping[str, Array]) -> None:
-        """Add an item's arrays to what later ones must match."""
+    def add(self, arrays: Mapping[str, Array]) -> None:
+        """Add an item's arrays, which later ones must match."""
         self.items += 1
         for name, array in arrays.items():
             self.known.setdefault(name, _form(name, array))
@@ -293,7 +293,7 @@ class ArrayForms:
             self.most[axis] = max(rows, self.most.get(axis, 0))
 
     def _complaints(self, arrays: Mapping[str, Array]) -> Iterator[str]:
-        """Yield what is wrong with the arrays: each alone, together, and compared with earlier items."""
+        """Yield the problems of the arrays: of each alone, together, and compared with earlier items."""
         yield from _wrong_alone(arrays)
         first: dict[str, tuple[str, int]] = {}
         for name, array in arrays.items():
@@ -304,7 +304,7 @@ class ArrayForms:
         for name, array in arrays.items():
             mine, before = _form(name, array), self.known.get(name)
             if before is not None and mine != before:
-                yield f"{name} is {_said(mine)}, but {_said(before)} in earlier items"
+                yield f"{name} is {_shown(mine)}, but {_shown(before)} in earlier items"
         sizes = array_sizes(arrays)
         for name, (dtype, _) in self.known.items():
             if name not in arrays and not _may_lack(name, dtype, sizes):
@@ -315,7 +315,7 @@ class ArrayForms:
 
 
 def _wrong_alone(arrays: Mapping[str, Array]) -> Iterator[str]:
-    """Yield what is wrong with each array by itself."""
+    """Yield the problems of each array by itself."""
     for name, array in arrays.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             yield f"{name!r} is not a valid array name: use letters, digits, _ and dots"
@@ -331,11 +331,11 @@ def _form(name: str, array: Array) -> tuple[np.dtype[Any], tuple[int, ...]]:
     return array.dtype, array.shape[1:] if parse_field(name).form is FieldForm.ROWS else array.shape
 
 
-def _said(form: tuple[np.dtype[Any], tuple[int, ...]]) -> str:
+def _shown(form: tuple[np.dtype[Any], tuple[int, ...]]) -> str:
     return f"{form[0].name} {list(form[1])}"
 
 
 def _may_lack(name: str, dtype: np.dtype[Any], rows: Mapping[str, int]) -> bool:
-    """Tell whether an item may lack an array: no rows, or NaN or False, can stand for it."""
+    """Whether no rows, NaN or False can stand for an array that an item lacks."""
     is_rows = parse_field(name).form is FieldForm.ROWS
     return dtype.kind == "f" or (is_rows and (dtype.kind == "b" or not rows.get(parse_field(name).axis)))

@@ -1,8 +1,7 @@
 """The table of a data set: every item's id, the key of its graph, its split and its sizes, in a few arrays.
 
-Shapes: N items. Nothing in memory is larger than a number or a few bytes of text an item, so that a million items are
-read in a second. Where graphs are not kept on disk, the items themselves come along, to build them from; for a reader's
-items, the places where it finds them again.
+Shapes: N items. An item takes a few numbers and a few bytes of text, so that a million items are read in a second. If
+graphs are not cached, the table also has the items themselves, to build graphs from; for a reader, their places.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ LABEL = "label."
 
 @dataclass(frozen=True, slots=True)
 class PackedTexts:
-    """Many short texts in one array of bytes."""
+    """Many short texts in one array of bytes, such as ids."""
 
     bytes_T: NDArray[np.uint8]
     start_N: Integers
@@ -68,7 +67,7 @@ class ItemTable:
     key_N16: NDArray[np.uint8]  # of graphs, or the digests of what a reader gives
     split_N: NDArray[np.uint8]
     splits: tuple[str, ...]
-    sizes: Mapping[str, Integers]  # each [N]; of as few bytes as they are stored in: products of them may not fit
+    sizes: Mapping[str, Integers]  # each [N], in the type they are stored in: products of them may overflow
     items: PackedTexts | None = None  # or places, as JSON
     labels: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # each [N]; NaN where it is unknown
 
@@ -104,12 +103,12 @@ class ItemTable:
         return self.take(np.flatnonzero(self.split_N == self.splits.index(name)))
 
     def named_splits(self) -> str:
-        """Say which splits there are."""
+        """Return a phrase that lists the splits."""
         named = ", ".join(repr(split) for split in self.splits if split)
         return f"there are: {named}" if named else "this data set has no splits"
 
     def other_splits(self, key: str) -> str:
-        """Say what a setting that names a split may be instead."""
+        """Return command-line settings for the splits that exist."""
         named = (*filter(None, self.splits), "null")
         return " or ".join(f"--set {key}={name}" for name in named) + "   (null: every item)"
 
@@ -126,7 +125,7 @@ class ItemTable:
         )
 
     def sampled(self, samples: int) -> ItemTable:
-        """Return a table with so many rows for each item, one after the other, as `protocol.item_of` knows them."""
+        """Return a table with a row for each sample of each item, named as `protocol.item_of` expects."""
         if samples == 1:
             return self
         rows = self.take(np.repeat(np.arange(len(self)), samples))
@@ -144,7 +143,7 @@ class ItemTable:
         if meta["format"] != FORMAT:
             raise ValueError(f"a table of format {meta['format']}, not {FORMAT}")
         return cls(
-            ids=PackedTexts.of(arrays["id.bytes"].copy(), arrays["id.end"]),  # else a part would keep the whole record
+            ids=PackedTexts.of(arrays["id.bytes"].copy(), arrays["id.end"]),  # a view would keep the whole record
             key_N16=arrays["key"],
             split_N=arrays["split"],
             splits=tuple(meta["splits"]),
@@ -156,7 +155,7 @@ class ItemTable:
 
 @dataclass(slots=True)
 class TableBuilder:
-    """Collects items one at a time; takes no more memory than the table."""
+    """Collects items one at a time, in the memory that their table takes."""
 
     ids: _Joined = field(default_factory=lambda: _Joined())
     items: _Joined = field(default_factory=lambda: _Joined())
@@ -197,7 +196,7 @@ class TableBuilder:
             values = self.sizes.setdefault(name, array("i"))
             try:
                 values.append(size)
-            except OverflowError:  # the first that needs them makes it eight bytes of each
+            except OverflowError:  # from the first large one on, eight bytes for each
                 self.sizes[name] = array("q", [*values, size])
         for name, label in (labels or {}).items():
             self.labels.setdefault(name, array("f")).append(label)
@@ -207,7 +206,7 @@ class TableBuilder:
     def also(self, sizes: Iterable[str]) -> None:
         """Add sizes that later items will have; earlier items have 0."""
         for name in sizes:
-            if name not in self.sizes:  # or every item would make as many zeros as there are items
+            if name not in self.sizes:
                 self.sizes[name] = array("i", bytes(4 * len(self)))
 
     def table(self) -> ItemTable:
@@ -216,7 +215,7 @@ class TableBuilder:
         return replace(table, sizes={name: size_N.astype(np.int64) for name, size_N in table.sizes.items()})
 
     def write(self, store: Store) -> bytes:
-        """Write the table to the store, unless it is there, and return its key."""
+        """Write the table to the store, unless the store has it, and return its key."""
         arrays, meta = _encode(self.views())
         bytes_of = {name: np.ascontiguousarray(array).reshape(-1).view(np.uint8) for name, array in arrays.items()}
         digests = {name: content_digest(values.data).hex() for name, values in bytes_of.items()}
@@ -241,7 +240,7 @@ class TableBuilder:
 
 @dataclass(slots=True)
 class _Joined:
-    """Texts that are being collected."""
+    """Texts being collected."""
 
     bytes_T: bytearray = field(default_factory=bytearray)
     ends: array[int] = field(default_factory=lambda: array("q"))

@@ -1,8 +1,7 @@
 """Reads the embeddings of a partner's residues from the store, and joins them by the graph's row map.
 
-The embeddings of several encoders are joined by their numbers: each residue's row has those of the first, then those of
-the next. Shapes: R residues of a partner, L residues of a text, D numbers a residue. A text is a sequence that was
-embedded.
+With several encoders, a residue's row has the numbers of the first, then those of the next. A text is a sequence that
+was embedded. Shapes: R residues of a partner, L residues of a text, D numbers a residue.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _DTYPES = {"fp32": ("float32", np.float32), "fp16": ("float16", np.float16), "bf
 
 
 class StoredEmbedding(NamedTuple):
-    """The key of an embedding in the store, and where it lies."""
+    """The key of an embedding in the store, and its places there."""
 
     key: bytes
     places: Sequence[RecordPlace]
@@ -63,7 +62,7 @@ class Embeddings:
     def __init__(self, store: Store, *recipes: EmbeddingRecipe) -> None:
         self._store, self._recipes = store, recipes
         storages = {recipe.storage for recipe in recipes}
-        # The name of the numbers' type, and what numpy holds them as: of different ones, what holds them all.
+        # The type of the numbers, and numpy's type for it; fp32 can hold all that encoders store.
         self.dtype, self._numpy = _DTYPES[storages.pop() if len(storages) == 1 else "fp32"]
         self._widths = [0] * len(recipes)
         self._found: dict[bytes, StoredEmbedding] = {}  # by the digest of the text
@@ -110,7 +109,7 @@ class Embeddings:
         return entries, absent
 
     def width(self, copies: Mapping[Text, StoredEmbedding]) -> int:
-        """Return how many numbers a residue has: read once, from the first embedding of each encoder that can be."""
+        """Return how many numbers a residue has: read once, from any readable embedding of each encoder."""
         for of, known in enumerate(self._widths):
             mine = (copy for text, copy in copies.items() if text.of == of)
             for copy in () if known else chain(mine, self._any(self._recipes[of])):
@@ -162,7 +161,7 @@ class Embeddings:
             rows_LD = self._rows(text, copy, out_RD.shape[1], item, room)
             if not self._is_stored_so(text):
                 rows_LD = as_floats(rows_LD)
-            if not len(into_LD):  # its rows are not in a row: each goes where its residue is
+            if not len(into_LD):  # some residues are missing, or in another order
                 here = np.flatnonzero((row_R >= first) & (row_R < first + len(rows_LD)))
                 out_RD[here] = rows_LD[row_R[here] - first]
             elif not reads_there:
@@ -170,7 +169,7 @@ class Embeddings:
             first += len(text.sequence)
 
     def _is_stored_so(self, text: Text) -> bool:
-        """Tell whether a text's numbers are stored in the type that the joined ones have."""
+        """Whether a text's numbers are stored in the type of the joined ones."""
         return _DTYPES[self._recipes[text.of].storage][0] == self.dtype
 
     def _check_rows(self, copies: Sequence[tuple[Text, StoredEmbedding]], row_R: NDArray[np.int32], item: str) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Integers = NDArray[np.int64]
     Floats = NDArray[np.float64]
 
-ORDER_VERSION = 1  # to be raised whenever the same seed gives another order
+ORDER_VERSION = 1  # raise it whenever the same seed gives another order
 WINDOW = 4096
 BRICK = 8  # dealt evenly to 1, 2, 4 or 8 ranks; steps of 24 then vary in size as random ones of 3 do
 SHUFFLE = 0  # the random stream that shuffles all items; the streams of windows follow
@@ -34,16 +34,16 @@ class SamplerSettings:
 
     batch: int  # items in a step, over all ranks
     seed: int = 0
-    by: tuple[str, ...] = ("nodes",)  # the sizes that are padded: items alike in them come together
+    by: tuple[str, ...] = ("nodes",)  # the sizes that are padded: items alike in them share micro-batches
     window: int = WINDOW  # items that are arranged together: more of them are more alike, fewer mix better
     brick: int = BRICK  # items alike that enter a step together: more make fewer micro-batches, fewer mix better
     shuffle: bool = True  # without: windows in the order of the data, largest items of each first
     drop_last: bool = False
-    cost: str | None = None  # what the ranks shall have alike; default: the product of `by`
+    cost: str | None = None  # the size that ranks share evenly; default: the product of `by`
     budget: Mapping[str, int] = field(default_factory=dict)  # of a micro-batch: its items times their largest size
     micro_batch: int | None = None  # items in a micro-batch at most
     padding: float | None = 1.03  # padded/real of a micro-batch at most; None: concatenated, budgets are of sums
-    padded: tuple[str, ...] = ()  # the sizes of which that is; default: `by`
+    padded: tuple[str, ...] = ()  # the sizes that `padding` is about; default: `by`
 
     def __post_init__(self) -> None:
         counts = {"batch": self.batch, "window": self.window, "brick": self.brick, "micro_batch": self.micro_batch}
@@ -76,14 +76,14 @@ class EpochOrder:
 
     def items(self, epoch: int, step: int) -> Integers:
         """Return the items of one step."""
-        if step >= self._starts[-1]:  # what is left makes the last, short step
+        if step >= self._starts[-1]:  # the last, short step
             return np.array(self._shuffled(epoch)[self._starts[-1] * self._batch :], np.int64)
         window = int(np.searchsorted(self._starts, step, side="right")) - 1
         return np.array(self._arranged(epoch, window)[step - self._starts[window]])
 
     def _shuffled(self, epoch: int) -> NDArray[np.signedinteger]:
         """Return all items in the epoch's random order; the last epoch asked for is cached."""
-        kept = self._epoch  # looked at once: a thread that reads ahead may replace it
+        kept = self._epoch  # read once: another thread may replace it
         if kept is None or kept[0] != epoch:
             drawn_N = shuffled(self._items, self._seed, epoch) if self._shuffle else np.arange(self._items)
             narrow = np.int32 if self._items <= np.iinfo(np.int32).max else np.int64
@@ -141,7 +141,7 @@ def arrange(sizes_DN: Sequence[Integers], starts_B: Integers) -> Integers:
     """Return indices ordered so that each brick (from one start to the next) holds items alike in size, largest first.
 
     By one size, that is a stable sort. By several, the bricks are halved again and again, each time across the size
-    that differs most in them. Nothing here rounds: every rank must come to the same order, whatever its processor.
+    that differs most in them. Nothing here rounds, so that every rank gets the same order on any processor.
     """
     if len(sizes_DN) == 1:
         return np.asarray(np.argsort(-sizes_DN[0].astype(np.int64, copy=False), kind="stable"))
@@ -165,8 +165,8 @@ def _by_widest(sizes_DN: NDArray[np.float64], starts_C: Integers) -> Integers:
 
 
 BLOCK = 128  # a share is cut in blocks of so many items: the best cuts of K items take K² steps
-EVEN = 1.001  # ranks whose costs are so close to their mean are left as they are
-MOST_SWAPPED = 512  # so many items are even enough when dealt, and too many to try every swap
+EVEN = 1.001  # ranks with a cost below this multiple of the mean are left as they are
+MOST_SWAPPED = 512  # more items are even enough when dealt, and too many to try every swap
 
 
 @dataclass(frozen=True)
