@@ -1,18 +1,18 @@
-"""Inspection of a few steps: what they left in memory, how much, where it was made, and what holds it."""
+"""A close look at a few steps: what they left in memory, how much, where it was made, and what holds it."""
 
 from __future__ import annotations
 
 import gc
 import sys
-import time
 import tracemalloc
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from heapq import nlargest
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,75 +22,134 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeline.memory.leaks.referrers import (
     ReferrerSearch,
     all_containers,
-    calling_site,
     code_line,
-    container_lengths,
-    site_text,
-    traced_site,
+    is_users,
     tracked_objects,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import CodeType
+    from collections.abc import Callable, Iterator, Sequence
+    from types import FrameType
 
     from torch import Tensor
 
-Site: TypeAlias = tuple[str, int]
-
-SETTLED = 3  # steps that what is left must outlive: the next batch, or a copy that is being saved, does not
+WINDOW = 8  # steps that are inspected: a leak at every fourth is seen twice
+SETTLED = 3  # steps that leftovers must outlive: the next batch, or a copy that is being saved, does not
 _SEARCH_S = 1.0
-_TOO_LONG = "not found within a second"
 _FRAMES = 8  # of a traceback, the innermost: more make tracing slower still
-_MOST_KINDS, _MOST_SITES = 3, 3
+_MOST_NAMED = 3  # kinds and sites of a leftover, and containers
 _MOST_GROUPS = 12
-_WEIGH_S, _SAMPLE = 1.0, 512
-_LEAST_SHARE = 0.05  # of the largest, to be named
+_SAMPLE = 512  # objects that are weighed of many
+_LEAST_SHARE = 0.05  # of the largest container, to be named
+_OWN = str(Path(__file__).parent)
+_BACKWARD = "_engine_run_backward"  # in torch/autograd/graph.py: frames below it run within backward
 _HIDDEN = (
     "no Python reference found: perhaps a cycle through autograd (an output kept on ctx, a hook on its own tensor)"
 )
+_REFERENCE: Any = StorageWeakRef  # torch gives it no types
+_FROM_DATA = frozenset(("lift_fresh", "lift_fresh_copy"))  # torch.tensor([...]): their input is new itself
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Memory that was allocated: what it is, and the line that made it."""
+
+    kind: str
+    bytes: int
+    site: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MadeStorage(Made):
+    """A storage that may be gone by now."""
+
+    reference: Any = None
+
+    @classmethod
+    def of(cls, tensor: Tensor, site: str) -> MadeStorage:
+        storage = tensor.untyped_storage()
+        kind = f"{type(tensor).__name__} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        return cls(kind, storage.nbytes(), site, _REFERENCE(storage))
+
+    @property
+    def is_gone(self) -> bool:
+        return bool(self.reference.expired())
 
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """What the inspected steps left in memory with one holder."""
+    """Memory that the inspected steps left with one holder."""
 
     bytes_per_step: float
     kinds: tuple[str, ...]
     sites: tuple[str, ...]
     holder: str
 
+    @classmethod
+    def of(cls, made: Sequence[Made], holder: str, steps: int, scale: float = 1.0) -> Leftover:
+        """Add up what was made; `scale` is for a sample."""
+        sizes, sites, counts = Counter[str](), Counter[str](), Counter(one.kind for one in made)
+        for one in made:
+            sizes[one.kind] += one.bytes
+            sites[one.site] += one.bytes
+        del sites[""]
+        kinds = tuple(f"{round(scale * counts[kind])} x {kind}" for kind, _ in sizes.most_common(_MOST_NAMED))
+        best_sites = tuple(site for site, _ in sites.most_common(_MOST_NAMED))
+        return cls(scale * sizes.total() / steps, kinds, best_sites, holder)
 
-class InspectionWindow:
-    """Inspects so many steps, then waits a few more to see what outlives them."""
 
-    def __init__(self, steps: int, *, with_objects: bool, own: Callable[[], Sequence[Tensor]] = tuple) -> None:
-        """Begin; `with_objects` includes Python and numpy objects, which slows Python down meanwhile."""
-        self.steps, self.with_objects, self._own = steps, with_objects, own
-        self._look = StorageWatch()
-        self._later: list[MadeStorage] = []  # seen at a boundary, while nobody saw where they were made
+class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records every new storage while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: dict[int, MadeStorage] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Leave compiled code alone: run eagerly it would round differently."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and record its new storages."""
+        returned = func(*args, **(kwargs or {}))
+        inputs = () if func.overloadpacket.__name__ in _FROM_DATA else _tensors(args)
+        known = {0, *map(_number, inputs), *map(_number, _tensors(tuple((kwargs or {}).values())))}
+        for tensor in _tensors(returned):
+            if (number := _number(tensor)) not in known and tensor.untyped_storage().nbytes():
+                self.made[number] = MadeStorage.of(tensor, _calling_site())
+        return returned
+
+
+class Inspection:
+    """Inspects some steps, then waits a few more to see what outlives them."""
+
+    def __init__(self, *, with_objects: bool, own: Callable[[], Sequence[Tensor]] = tuple) -> None:
+        """Start; `with_objects` includes Python and numpy objects, which slows Python down meanwhile."""
+        self._with_objects, self._own = with_objects, own
+        self._watch, self._step = StorageWatch(), 0
+        self._unwatched: dict[int, MadeStorage] = {}  # made outside of `watching`
         self._snapshot: tracemalloc.Snapshot | None = None
         self._starts_tracing = with_objects and not tracemalloc.is_tracing()
-        self._lengths = container_lengths(all_containers())
+        self._lengths = {id(container): len(container) for container in all_containers()}
         self._known = {number for number, _ in visible_tensors()}
         if self._starts_tracing:
             tracemalloc.start(_FRAMES)
 
     def watching(self) -> AbstractContextManager[Any]:
-        """Return the context to run a step in, so that the tensors made in it are seen."""
-        return self._look if self._look.step < self.steps else nullcontext()
+        """Return the context to run a step in, so that new tensors are recorded."""
+        return self._watch if self._step < WINDOW else nullcontext()
 
-    def boundary(self) -> bool:
+    def end_step(self) -> bool:
         """Note the end of a step; return whether the inspection is complete."""
-        look = self._look
-        look.prune()
-        look.step += 1
-        if look.step == 1 and self.with_objects:
+        made = self._watch.made = {number: made for number, made in self._watch.made.items() if not made.is_gone}
+        self._step += 1
+        if self._step == 1 and self._with_objects:
             self._snapshot = tracemalloc.take_snapshot()
-        if look.step == self.steps:
-            unseen = ((number, tensor) for number, tensor in visible_tensors() if number not in self._known)
-            self._later = [MadeStorage.of(tensor, "") for number, tensor in unseen if number not in look.made]
-        return look.step >= self.steps + SETTLED
+        if self._step == WINDOW:
+            fresh = ((number, tensor) for number, tensor in visible_tensors() if number not in self._known)
+            self._unwatched = {number: MadeStorage.of(tensor, "") for number, tensor in fresh if number not in made}
+        return self._step >= WINDOW + SETTLED
 
     def close(self) -> None:
         if self._starts_tracing:
@@ -101,30 +160,29 @@ class InspectionWindow:
         """Return what the steps left in memory, the largest first."""
         groups, containers = self._tensors()
         leftovers = []
-        for holder, made in groups.items():
-            if self._recurs(made):
-                weighed = _Weighed()
-                for storage in made:
-                    weighed.count(storage.kind, storage.bytes, storage.site)
-                leftovers.append(weighed.found(holder, self.steps))
-        if self.with_objects:
-            leftovers += self._objects(
-                containers, expected_rate - sum(leftover.bytes_per_step for leftover in leftovers)
-            )
+        for holder, storages in groups.items():
+            with_site = sum(bool(storage.site) for storage in storages)
+            if with_site > 1 or len(storages) - with_site >= WINDOW // 2:  # they recur
+                leftovers.append(Leftover.of(storages, holder, WINDOW))
+        if self._with_objects:
+            leftovers += self._objects(containers)
+            if sum(leftover.bytes_per_step for leftover in leftovers) < expected_rate / 2:
+                leftovers += self._by_line()
         return sorted(leftovers, key=lambda leftover: -leftover.bytes_per_step)
 
     def _tensors(self) -> tuple[dict[str, list[MadeStorage]], set[int]]:
         """Return the surviving storages by the name of their holder, and the ids of the containers that hold them."""
-        storages = (*self._later, *self._look.made.values())
         own = set(map(_number, self._own()))
-        made = {storage.number: storage for storage in storages if not storage.is_gone and storage.number not in own}
+        made = {
+            number: storage
+            for number, storage in (self._unwatched | self._watch.made).items()
+            if number not in own and not storage.is_gone
+        }
         containers: set[int] = set()
         groups: dict[str, list[MadeStorage]] = defaultdict(list)
-        if not made:
-            return groups, containers
         shown: dict[int, Any] = {}
         roots: list[Any] = []  # of graphs: a step that has ended leaves hardly any
-        for number, tensor in visible_tensors():
+        for number, tensor in visible_tensors() if made else ():
             if number in made:
                 shown[number] = tensor
             if number not in self._known and tensor.grad_fn is not None:
@@ -132,9 +190,8 @@ class InspectionWindow:
         by_site: dict[str, list[int]] = defaultdict(list)
         for number in shown:
             by_site[made[number].site].append(number)
-        largest = sorted(by_site.values(), key=lambda numbers: -sum(made[number].bytes for number in numbers))
         hidden = [storage for number, storage in made.items() if number not in shown]
-        for numbers in largest[:_MOST_GROUPS]:
+        for numbers in nlargest(_MOST_GROUPS, by_site.values(), key=lambda some: sum(made[one].bytes for one in some)):
             holder = self._holder([shown[number] for number in numbers], containers, (shown, roots))
             if holder is not None:  # empty: only a graph refers to them
                 (groups[holder] if holder else hidden).extend(made[number] for number in numbers)
@@ -143,225 +200,54 @@ class InspectionWindow:
             groups[graph_holder or _HIDDEN] += hidden
         shown.clear()
         roots.clear()
-        return self._without_garbage(groups), containers
+        gc.collect()
+        regrouped: dict[str, list[MadeStorage]] = defaultdict(list)
+        for holder, storages in groups.items():
+            for storage in storages:
+                regrouped[
+                    f"{holder}, in a cycle that only garbage collection frees" if storage.is_gone else holder
+                ].append(storage)
+        return regrouped, containers
 
     def _holder(self, tensors: list[Any], containers: set[int], ours: Sequence[object]) -> str | None:
         """Return the name of what holds some tensors, "" if not found; None if it is a container that does not grow."""
         search = ReferrerSearch(_SEARCH_S)
         search.ignore(tensors, *ours)
         container = search.container_of(tensors)
-        if container is None:
-            cycle = search.cycle_of(tensors[0])
-            name = f"a cycle of references: {cycle}" if cycle else search.name_of(tensors[0])
-            return name or (_TOO_LONG if search.is_over else "")
-        before = self._lengths.get(id(container))
-        if before is not None and len(container) <= before:
-            return None
-        containers.add(id(container))
-        return search.name_of(container)
+        if container is not None:
+            if len(container) <= self._lengths.get(id(container), -1):
+                return None
+            containers.add(id(container))
+            return search.name_of(container)
+        return search.name_of(tensors[0]) or ("not found within a second" if search.is_over else "")
 
-    def _recurs(self, made: Sequence[MadeStorage]) -> bool:
-        """Tell whether storages were left more than once; those whose making was not seen, in most steps."""
-        with_site = sum(bool(storage.site) for storage in made)
-        return with_site > 1 or len(made) - with_site >= max(3, self.steps // 2)
-
-    def _without_garbage(self, groups: dict[str, list[MadeStorage]]) -> dict[str, list[MadeStorage]]:
-        """Collect garbage, and say so in the holder's name of what that frees."""
-        gc.collect()
-        regrouped: dict[str, list[MadeStorage]] = defaultdict(list)
-        for holder, made in groups.items():
-            in_garbage = f"{holder or 'a cycle of references'}; only garbage collection frees it"
-            for storage in made:
-                regrouped[in_garbage if storage.is_gone else holder].append(storage)
-        return regrouped
-
-    def _objects(self, containers: set[int], missing: float) -> list[Leftover]:
+    def _objects(self, named: set[int]) -> list[Leftover]:
         """Return Python containers that grew, with what was allocated for their new elements."""
-        counted = set(containers)
-        weighed: list[tuple[_Weighed, Any]] = []
+        seen = set(named)
+        leftovers: list[tuple[Leftover, Any]] = []
         everything = all_containers()
         for container in everything:
-            grown = len(container) - self._lengths.get(id(container), len(container))
-            if grown >= max(2, self.steps // 2) and id(container) not in containers:
-                weighed.append((_Weighed(), container))
-                weighed[-1][0].weigh(_newest(container, grown), counted)
-        weighed.sort(key=lambda pair: -pair[0].bytes)
-        del weighed[_MOST_SITES:]
-        leftovers = []
-        for sizes, container in weighed:
-            if sizes.bytes > _LEAST_SHARE * weighed[0][0].bytes:
+            added = len(container) - self._lengths.get(id(container), len(container))
+            if added >= WINDOW // 2 and id(container) not in named:
+                newest = _newest(container, added)
+                sample = newest[:: 1 + len(newest) // _SAMPLE]
+                leftover = Leftover.of(_traced(sample, seen), "", self._step, len(newest) / len(sample))
+                leftovers.append((leftover, container))
+        largest = nlargest(_MOST_NAMED, leftovers, key=lambda pair: pair[0].bytes_per_step)
+        named_leftovers = []
+        for leftover, container in largest:
+            if leftover.bytes_per_step > _LEAST_SHARE * largest[0][0].bytes_per_step:
                 search = ReferrerSearch(_SEARCH_S)
-                search.ignore(everything, *weighed)
-                leftovers.append(sizes.found(search.name_of(container), self._look.step))
-        enough = sum(leftover.bytes_per_step for leftover in leftovers) >= missing / 2
-        return leftovers if enough else [*leftovers, *self._by_site()]
+                search.ignore(everything, *largest, *leftovers)
+                named_leftovers.append(replace(leftover, holder=search.name_of(container)))
+        return named_leftovers
 
-    def _by_site(self) -> list[Leftover]:
+    def _by_line(self) -> list[Leftover]:
         """Return the lines that have allocated more since the first step, whatever holds it."""
-        if self._snapshot is None:
-            return []
-        gained: Counter[Site] = Counter()
-        for difference in tracemalloc.take_snapshot().compare_to(self._snapshot, "traceback"):
-            site = traced_site(difference.traceback)
-            if difference.size_diff > 0 and site:
-                gained[site] += difference.size_diff
-        steps, most = self._look.step - 1, gained.most_common(_MOST_SITES)
-        return [Leftover(size / steps, ("Python objects",), (code_line(*site),), "") for site, size in most]
-
-
-def _newest(container: Any, count: int) -> list[Any]:
-    """Return the last elements, or all where there is no order."""
-    if isinstance(container, set):
-        return list(container)
-    newest = list(islice(reversed(container), count))
-    return [*newest, *(container[key] for key in newest)] if isinstance(container, dict) else newest
-
-
-class _Weighed:
-    """Bytes of objects, by type and by the line that made them."""
-
-    def __init__(self) -> None:
-        self.scale = 1.0
-        self.kinds: Counter[str] = Counter()
-        self.counts: Counter[str] = Counter()
-        self.sites: Counter[str] = Counter()
-
-    @property
-    def bytes(self) -> int:
-        return round(self.scale * sum(self.kinds.values()))
-
-    def count(self, kind: str, size: int, site: str) -> None:
-        self.kinds[kind] += size
-        self.counts[kind] += 1
-        if site:
-            self.sites[site] += size
-
-    def weigh(self, objects: Sequence[object], seen: set[int]) -> None:
-        """Add objects with all that was made for them since tracing began; of many, a sample is scaled up."""
-        sample = objects[:: max(1, len(objects) // _SAMPLE)]
-        end, weighed = time.thread_time() + _WEIGH_S, 0  # of the processor: a busy machine weighs as much
-        for thing in sample:
-            if weighed and time.thread_time() > end:
-                break
-            self._weigh_one(thing, seen)
-            weighed += 1
-        self.scale = len(objects) / max(weighed, 1)
-
-    def _weigh_one(self, thing: Any, seen: set[int]) -> None:
-        """Add an object with all that it refers to and that was made since tracing began."""
-        waiting = [thing]
-        while waiting:
-            thing = waiting.pop()
-            traced = tracemalloc.get_object_traceback(thing)
-            if traced is None or id(thing) in seen:
-                continue
-            seen.add(id(thing))
-            site = traced_site(traced)
-            if site and not issubclass(type(thing), torch.Tensor):  # what it stores is counted elsewhere
-                self.count(_kind(thing), sys.getsizeof(thing), code_line(*site))
-            waiting.extend(gc.get_referents(thing))
-            if issubclass(type(thing), np.ndarray) and thing.base is not None:
-                waiting.append(thing.base)
-
-    def found(self, holder: str, steps: int) -> Leftover:
-        kinds = tuple(
-            f"{round(self.scale * self.counts[kind])} x {kind}" for kind, _ in self.kinds.most_common(_MOST_KINDS)
-        )
-        return Leftover(
-            self.bytes / steps, kinds, tuple(site for site, _ in self.sites.most_common(_MOST_SITES)), holder
-        )
-
-
-def _kind(thing: Any) -> str:
-    kind = type(thing)
-    if issubclass(kind, np.ndarray):
-        return f"ndarray {thing.dtype} {list(thing.shape)}"
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-_REFERENCE: Any = StorageWeakRef  # torch gives it no types
-
-
-_MOST_LINES = 100_000  # of one look: nodes of a step, of which each may be asked for
-
-
-_BEGUN = frozenset(("lift_fresh", "lift_fresh_copy"))  # torch.tensor([...]): what goes in is new itself
-
-
-@dataclass(frozen=True, slots=True)
-class MadeStorage:
-    """A storage, and where it was made."""
-
-    reference: Any
-    bytes: int
-    kind: str
-    site: str
-
-    @classmethod
-    def of(cls, tensor: Tensor, site: str) -> MadeStorage:
-        storage = tensor.untyped_storage()
-        return cls(_REFERENCE(storage), storage.nbytes(), tensor_text(tensor), site)
-
-    @property
-    def number(self) -> int:
-        """Return a number that is unique among living storages."""
-        return int(self.reference.cdata)
-
-    @property
-    def is_gone(self) -> bool:
-        return bool(self.reference.expired())
-
-
-class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every new storage, while it is entered."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.made: dict[int, MadeStorage] = {}
-        self.step = 0
-        self._lines: dict[int, tuple[CodeType, int]] = {}  # of forward, by the node that goes back from there
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Leave compiled code alone: run eagerly it would round differently."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, and note what it made."""
-        returned = func(*args, **(kwargs or {}))
-        outputs = list(_tensors(returned))
-        if outputs:
-            inputs = () if func.overloadpacket.__name__ in _BEGUN else _tensors(args)
-            known = {_number(tensor) for tensor in (*inputs, *_tensors(tuple((kwargs or {}).values())))}
-            site = self._site()
-            for tensor in outputs:
-                number = _number(tensor)
-                if number and number not in known and tensor.untyped_storage().nbytes():
-                    self.made[number] = MadeStorage.of(tensor, site)
-        return returned
-
-    def prune(self) -> None:
-        self.made = {number: storage for number, storage in self.made.items() if not storage.is_gone}
-        self._lines = {}
-
-    def _site(self) -> str:
-        """Return the user's line that called the operator; in backward, the line of the forward."""
-        node = torch._C._current_autograd_node()  # noqa: SLF001 - torch.profiler's own way
-        site = calling_site()
-        if node is None:
-            if site is not None and len(self._lines) < _MOST_LINES:
-                # Below autograd: the operator's node has been made, and has taken the number before this one.
-                self._lines[torch.autograd._get_sequence_nr() - 1] = site  # noqa: SLF001
-            return site_text(site)
-        made = self._lines.get(node._sequence_nr())  # noqa: SLF001
-        if site is None and made is not None:
-            return f"{site_text(made)}, in its backward"
-        return site_text(site) or "in backward"
-
-
-def tensor_text(tensor: Tensor) -> str:
-    """Return a tensor's type, dtype and shape as text."""
-    return f"{type(tensor).__name__} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        gained = tracemalloc.take_snapshot().compare_to(self._snapshot, "traceback") if self._snapshot else []
+        made = [Made("Python objects", gain.size_diff, _traced_site(gain.traceback)) for gain in gained]
+        grown = [line for line in made if line.site and line.bytes > 0]
+        return [Leftover.of(grown, "", self._step - 1)] if grown else []
 
 
 def visible_tensors() -> Iterator[tuple[int, Tensor]]:
@@ -385,5 +271,54 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 def _number(tensor: Tensor) -> int:
     try:
         return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
-    except (NotImplementedError, RuntimeError):  # sparse ones, wrappers: what they store is seen by itself
+    except (NotImplementedError, RuntimeError):  # sparse ones, wrappers: their parts are seen by themselves
         return 0
+
+
+def _calling_site() -> str:
+    """Return the innermost calling line in the user's files; within backward, only of hooks and the like."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - `inspect` would make a list of all frames, for each tensor
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        if frame.f_code.co_name == _BACKWARD:
+            return "in backward"
+        frame = frame.f_back
+    return code_line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame is not None else ""
+
+
+def _traced_site(traceback: tracemalloc.Traceback | None) -> str:
+    """Return the innermost line in the user's files; empty if there is none, or this folder allocated it."""
+    for frame in reversed(traceback or ()):
+        if frame.filename.startswith(_OWN):
+            return ""
+        if is_users(frame.filename):
+            return code_line(frame.filename, frame.lineno)
+    return ""
+
+
+def _newest(container: Any, count: int) -> list[Any]:
+    """Return the last elements, or all where there is no order."""
+    if isinstance(container, set):
+        return list(container)
+    newest = list(islice(reversed(container), count))
+    return [*newest, *(container[key] for key in newest)] if isinstance(container, dict) else newest
+
+
+def _traced(objects: Sequence[object], seen: set[int]) -> list[Made]:
+    """Return objects with all that they refer to, as far as it was allocated since tracing began."""
+    made: list[Made] = []
+    waiting: list[Any] = list(objects)
+    while waiting:
+        thing = waiting.pop()
+        traced, kind = tracemalloc.get_object_traceback(thing), type(thing)
+        if traced is None or id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        site, is_array = _traced_site(traced), issubclass(kind, np.ndarray)
+        if site and not issubclass(kind, torch.Tensor):  # whose storage is counted elsewhere
+            name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+            name = f"ndarray {thing.dtype} {list(thing.shape)}" if is_array else name
+            made.append(Made(name, sys.getsizeof(thing), site))
+        waiting.extend(gc.get_referents(thing))
+        if is_array and thing.base is not None:
+            waiting.append(thing.base)
+    return made

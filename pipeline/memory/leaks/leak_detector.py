@@ -1,29 +1,31 @@
 """Finds what makes memory grow from step to step, and reports it before it ends the run.
 
-    leaks = Leaks(device="cpu", tell=lambda leak: print(leak.words()), limit_bytes=4 << 30)
+    leaks = Leaks(device="cpu", report=lambda leak: print(leak.words()), limit_bytes=4 << 30)
     for epoch in range(50):
         for batch in loader:
-            with leaks.watching():  # nothing, unless something is suspected
+            with leaks.watching():  # does nothing, unless growth is suspected
                 model(batch).backward()
             optimizer.step()
             optimizer.zero_grad()
             leaks.step(bucket)  # a few microseconds
         leaks.epoch()
 
-Suspected is memory that grew in two epochs running, the first aside, or, within an epoch, in lap after lap so fast
-that it would end the run. Then some steps are inspected closely (`InspectionWindow`), and what they leave is reported.
-Inspected steps are slow: but for one short look, they cost 2% of the training's time at most.
+Growth is suspected if memory grew in two consecutive epochs, not counting the first. Within an epoch, it is suspected
+if lap after lap grew so fast that the run would not last. Then some steps are inspected closely (`Inspection`), and
+their leftovers are reported. Inspected steps are slow, so inspections take at most 2% of the training's time, except
+for the first.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
-from pipeline.memory.leaks import inspection
+from pipeline.memory.leaks.inspection import SETTLED, WINDOW, Inspection, Leftover
 from pipeline.memory.leaks.memory_growth import (
     Series,
     card_counter,
@@ -38,45 +40,50 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pipeline.memory.leaks.inspection import InspectionWindow, Leftover
-
 TENSORS, HOST, OBJECTS = "tensors", "host memory", "Python objects"
-# What may come in an epoch without being a leak: records of the epoch, free lists, malloc's bookkeeping.
+# The growth of an epoch that is no leak: records of the epoch, free lists, malloc's bookkeeping.
 TENSOR_FLOOR_BYTES, HOST_FLOOR_BYTES, RESIDENT_FLOOR_BYTES = 64 << 10, 1 << 20, 8 << 20
 OBJECTS_EVERY = 8  # steps: to count Python's objects takes 25 µs for 160 000 of them [measured], and more for more
-WINDOWS = (4, 16, 64)  # steps: what does not leak at every step wants a longer look
-EXPLAINED = 0.5  # of what grows must be found, or a longer look follows
-LEAST_SHARE = 0.05  # of what grows, to be told
+EXPLAINED = 0.5  # the share of the growth that found leftovers, or later growth, must reach
+LEAST_SHARE = 0.05  # of the growth, to be reported
 NEAR = 20  # within an epoch: the limit is so many times as far as the run has come, or nearer
-WITHOUT_LIMIT = 0.25  # of what is live, as growth, where there is no limit
-NOT_FOUND = "no growing object was found in the inspected steps"
-LOOK_COST, LOOK_SHARE = 20, 0.02  # of an inspected step, in steps; and the most of all steps for looks
-AGAIN = 2.0  # a leak is told again when it has taken so many times as much
+WITHOUT_LIMIT = 0.25  # of the live bytes, as growth, where there is no limit
+INSPECTION_COST, INSPECTION_SHARE = 20, 0.02  # of an inspected step, in steps; and of all steps at most
+AGAIN = 2.0  # a leak is reported again when it has grown so many times as large
+
+
+class State(Enum):
+    """What the detector knows of the growth of memory."""
+
+    QUIET = auto()  # nothing grows
+    INSPECTING = auto()  # something grows, and steps are inspected
+    NAMED = auto()  # known leaks explain the growth
+    NOT_FOUND = auto()  # an inspection found nothing: if the growth goes on, it is reported without a name
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLeak:
-    """Something that grows."""
+    """Memory that grows from step to step."""
 
-    memory: str  # whose: tensors, host memory or Python objects
+    memory: str  # which: tensors, host memory or Python objects
     bytes_per_step: int
-    bytes_per_epoch: int | None  # none: no epoch has ended yet
+    bytes_per_epoch: int | None  # None: no epoch has ended yet
     total_bytes: int  # so far
-    types: tuple[str, ...] = ()  # what it is: "4 x Tensor float32 [64, 128]" in the steps looked at
-    sites: tuple[str, ...] = ()  # where it was made: "train.py:31 in loss"
-    holder: str = ""  # who keeps it: "list `history` of mylab.docking.Model"
-    steps_left: int | None = None  # until the limit, at this rate; none: nobody knows the limit
+    types: tuple[str, ...] = ()  # "4 x Tensor float32 [64, 128]" in the inspected steps
+    sites: tuple[str, ...] = ()  # the lines that made it: "train.py:31 in loss"
+    holder: str = ""  # "list `history` of mylab.docking.Model"
+    steps_left: int | None = None  # until the limit, at this rate; None: unknown
 
     @property
     def key(self) -> tuple[str, ...]:
-        """Return what makes it the same leak, however much it has grown."""
+        """Return what identifies a leak, however large it has grown."""
         return (self.memory, self.holder, *self.sites)
 
     def words(self) -> str:
         epoch = "" if self.bytes_per_epoch is None else f", {format_bytes(self.bytes_per_epoch)} an epoch"
         rate = f"by {format_bytes(self.bytes_per_step)} a step{epoch}, {format_bytes(self.total_bytes)} so far"
         known = (
-            ", ".join(self.types) or NOT_FOUND,
+            ", ".join(self.types) or "no growing object was found in the inspected steps",
             f"made at {'; '.join(self.sites)}" if self.sites else "",
             f"kept by {self.holder}" if self.holder else "",
             f"out of memory in about {self.steps_left} steps" if self.steps_left is not None else "",
@@ -93,66 +100,66 @@ class Leaks:
         *,
         device: str,
         live: Callable[[], int] | None = None,
-        tell: Callable[[MemoryLeak], None],
+        report: Callable[[MemoryLeak], None],
         limit_bytes: int | None,
-        step_bytes: int = 0,
         steps: float = math.inf,
         own: Callable[[], Sequence[Tensor]] = tuple,
     ) -> None:
-        """Begin; `live` counts bytes of tensors where torch does not, `step_bytes` is what a step adds at its peak.
+        """Start; `live` counts bytes of tensors where torch does not.
 
-        Looks are paid for by `steps`, of the whole training; `own` returns buffers that may grow and are no leak.
+        `steps` of the whole training limit the inspections. `own` returns buffers that may grow without being a leak.
         """
-        self.limit_bytes, self.step_bytes = limit_bytes, step_bytes
-        self.steps, self.own = steps, own
-        self._tell = tell
+        self.limit_bytes, self.steps, self.own = limit_bytes, steps, own
+        self.state = State.QUIET
+        self._report_leak = report
         on_cpu = device.partition(":")[0] == "cpu"
         self._tensors = live or (None if on_cpu else card_counter(device))
-        self._limited = self._tensors or resident_bytes  # what ends at the limit
-        self._series = _series(self._tensors, lambda: _unpinned_bytes(self.own()), shared=on_cpu)
-        self._step = self._epoch_began = 0
+        self._series = _series(self._tensors, self.own_bytes, shared=on_cpu)
+        self._step = self._epoch_start = self._inspected = self._searched_at = 0
         self._epoch_steps: int | None = None
-        self._window: InspectionWindow | None = None
-        self._tries = 0
-        self._inspected = 0  # steps
-        self._searched: dict[str, tuple[int, int]] = {}  # in vain: when, and what was live then
+        self._suspected: Mapping[Series, float] = {}  # bytes per step
+        self._live_then: dict[Series, int] = {}  # when an inspection had found nothing
+        self._inspection: Inspection | None = None
         self._leaks: dict[tuple[str, ...], MemoryLeak] = {}
-        self._told: dict[tuple[str, ...], int] = {}
-        self._rates: dict[str, float] = {}  # that are looked into, in bytes per step
+        self._reported: dict[tuple[str, ...], int] = {}  # total bytes
+
+    def own_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.own() if not buffer.is_pinned())
 
     def step(self, bucket: Hashable) -> None:
         """Note the end of a step of a bucket, after its gradients were released."""
         self._step += 1
-        lap = False
+        lap_ended = False
         for series in self._series:
             is_due = series.name != OBJECTS or self._step % OBJECTS_EVERY == 0
-            if is_due and (self._window is None or series.name == TENSORS):  # a look's own records are host memory, too
-                lap |= series.add(bucket, series.count(), self._step)
-        if self._window is not None:
-            self._look(self._window)
-        elif lap:
-            self._consider({series: series.by_laps for series in self._series if self._is_grave(series)})
+            # An inspection's own records are host memory, too.
+            if is_due and (self._inspection is None or series.name == TENSORS):
+                lap_ended |= series.add(bucket, series.count(), self._step)
+        if self._inspection is not None:
+            if self._inspection.end_step():
+                self._conclude(self._inspection)
+        elif lap_ended:
+            self._suspect({series: series.by_laps for series in self._series if self._ends_the_run(series)})
 
     def epoch(self) -> list[MemoryLeak]:
-        """Note the end of an epoch; return the known leaks with present figures."""
-        self._epoch_steps, self._epoch_began = self._step - self._epoch_began, self._step
+        """Note the end of an epoch; return the known leaks with current figures."""
+        self._epoch_steps, self._epoch_start = self._step - self._epoch_start, self._step
         for series in self._series:
             series.end_epoch()
-        if self._window is None:
-            rates = {series: series.by_epochs for series in self._series}
-            self._consider({series: rate for series, rate in rates.items() if rate > 0})
+        if self._inspection is None:
+            self._suspect({series: rate for series in self._series if (rate := series.by_epochs) > 0})
         return list(self._leaks.values())
 
     def watching(self) -> AbstractContextManager[Any]:
-        """Return the context to run forward and backward in; it does nothing unless a leak is suspected."""
-        return nullcontext() if self._window is None else self._window.watching()
+        """Return the context to run forward and backward in; it does nothing unless growth is suspected."""
+        return nullcontext() if self._inspection is None else self._inspection.watching()
 
     def close(self) -> None:
-        if self._window is not None:
-            self._window.close()
-        self._window = None
+        if self._inspection is not None:
+            self._inspection.close()
+        self._inspection = None
 
-    def _is_grave(self, series: Series) -> bool:
+    def _ends_the_run(self, series: Series) -> bool:
         """Tell whether a series grows so fast that the run would not last much longer."""
         rate = series.by_laps
         if rate <= 0:
@@ -165,125 +172,101 @@ class Leaks:
     def _steps_left(self, memory: str, rate: float) -> int | None:
         if self.limit_bytes is None or (memory != TENSORS and self._tensors is not None):
             return None
-        return max(0, int((self.limit_bytes - self.step_bytes - self._limited()) / rate))
+        return max(0, int((self.limit_bytes - (self._tensors or resident_bytes)()) / rate))
 
-    def _consider(self, suspected: Mapping[Series, float]) -> None:
-        """Inspect suspected growth (bytes per step by series), unless known leaks explain it."""
+    def _suspect(self, suspected: Mapping[Series, float]) -> None:
+        """Inspect growth, unless known leaks explain it, or it went on after an inspection found nothing."""
         if not suspected:
             return
-        rates = {series.name: rate for series, rate in suspected.items()}
-        known = sum(leak.bytes_per_step for leak in self._leaks.values())
-        if known and sum(rates.values()) < known * AGAIN:
-            self._rates = rates
-            self._refresh(known, sum(series.gained_bytes for series in suspected))
-            return
-        self._rates = rates
-        went_on = [series for series, rate in suspected.items() if self._went_on(series, rate)]
-        for series in went_on:
-            del self._searched[series.name]
-            self._report(self._leak(series.name, suspected[series], series.gained_bytes, None))
-        if not went_on and not self._open():
-            self._give_up()
+        self._suspected = suspected
+        rate, known = sum(suspected.values()), sum(leak.bytes_per_step for leak in self._leaks.values())
+        if rate < AGAIN * known:
+            for leak in list(self._leaks.values()):
+                self._report(replace(leak, **self._figures(leak.memory, leak.bytes_per_step, known)))
+        elif self.state is State.NOT_FOUND and self._went_on():
+            self.state = State.NAMED
+            for series, series_rate in suspected.items():
+                self._report(MemoryLeak(series.name, **self._figures(series.name, series_rate, rate)))
+        else:
+            self._inspect()
 
-    def _open(self) -> bool:
-        """Begin an inspection, if the training is long enough for it; one short look is always taken."""
-        inspected = self._inspected + WINDOWS[self._tries] + inspection.SETTLED
-        if self._inspected and LOOK_COST * inspected > LOOK_SHARE * max(self.steps, self._step):
-            return False
-        self._inspected = inspected
-        self._window = inspection.InspectionWindow(
-            WINDOWS[self._tries], with_objects=set(self._rates) != {TENSORS}, own=self.own
+    def _inspect(self) -> None:
+        """Start an inspection, if the training is long enough for it; the first always starts."""
+        inspected = self._inspected + WINDOW + SETTLED
+        if self._inspected and INSPECTION_COST * inspected > INSPECTION_SHARE * max(self.steps, self._step):
+            self._note_not_found()
+            return
+        self._inspected, self.state = inspected, State.INSPECTING
+        with_objects = {series.name for series in self._suspected} != {TENSORS}
+        self._inspection = Inspection(with_objects=with_objects, own=self.own)
+
+    def _note_not_found(self) -> None:
+        self.state, self._searched_at = State.NOT_FOUND, self._step
+        self._live_then = {series: series.live_bytes for series in self._suspected}
+        for series in self._suspected:
+            series.restart()
+
+    def _went_on(self) -> bool:
+        """Tell whether a series has grown ever since an inspection found nothing; noise that rose does not."""
+        return any(
+            series.live_bytes - live
+            >= EXPLAINED * self._suspected.get(series, math.inf) * (self._step - self._searched_at)
+            for series, live in self._live_then.items()
         )
-        return True
 
-    def _give_up(self) -> None:
-        """Note that what grows was not found: should it go on, that is a leak all the same."""
-        for series in self._series:
-            if series.name in self._rates:
-                self._searched[series.name] = self._step, series.live_bytes
-                series.forget()
-
-    def _went_on(self, series: Series, rate: float) -> bool:
-        """Tell whether a series has grown ever since it was looked for in vain: noise that rose thrice does not."""
-        if series.name not in self._searched:
-            return False
-        step, live = self._searched[series.name]
-        return series.live_bytes - live >= EXPLAINED * rate * (self._step - step)
-
-    def _look(self, window: InspectionWindow) -> None:
-        """Go on with an inspection; when complete, report what it found, or take a longer one."""
-        if not window.boundary():
-            return
-        # Where small objects grow, what refers to them does too, in leaps, and is not counted with them.
-        without = HOST if OBJECTS in self._rates else None
-        expected = sum(rate for name, rate in self._rates.items() if name != without)
+    def _conclude(self, inspection: Inspection) -> None:
+        """Report what an inspection found."""
+        names = {series.name for series in self._suspected}
+        # Where small objects grow, their container does too, in leaps, and is not counted with them.
+        expected = sum(rate for series, rate in self._suspected.items() if series.name != HOST or OBJECTS not in names)
+        leftovers: list[Leftover] = []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            try:
-                leftovers = window.found(expected)
-            except Exception:  # noqa: BLE001 - it looks at all objects there are, and some are built to object
-                leftovers = []  # a search that fails has found nothing, and ends no run
+            with suppress(Exception):  # it looks at all objects, and some raise when looked at: that ends no run
+                leftovers = inspection.found(expected)
         self.close()
+        # Leftovers much smaller than the growth, a log say, are not why memory grows.
+        least = LEAST_SHARE * max(expected, sum(leftover.bytes_per_step for leftover in leftovers))
+        leftovers = [leftover for leftover in leftovers if leftover.bytes_per_step >= least]
+        if not leftovers:
+            self._note_not_found()
+            return
+        self.state = State.NAMED
         explained = sum(leftover.bytes_per_step for leftover in leftovers)
-        if explained < EXPLAINED * expected and self._tries + 1 < len(WINDOWS):
-            self._tries += 1
-            if self._open():
-                return
-        self._tries = 0
-        grown = max(explained, expected)  # what is little of it, a log say, is not why memory grows
-        leftovers = [leftover for leftover in leftovers if leftover.bytes_per_step >= LEAST_SHARE * grown]
-        if leftovers:
-            self._name(leftovers, explained, expected)
-        else:
-            self._give_up()
+        # Items differ in size, and an inspection is short; where only tensors and arrays grow, the long run is exact.
+        scale = expected / explained if OBJECTS not in names else 1.0
+        scale = scale if EXPLAINED <= scale <= 1 / EXPLAINED else 1.0
+        memory = max(self._suspected.items(), key=lambda pair: pair[1])[0].name
+        for found in leftovers:
+            figures = self._figures(memory, scale * found.bytes_per_step, scale * explained)
+            self._report(MemoryLeak(memory, **figures, types=found.kinds, sites=found.sites, holder=found.holder))
 
-    def _name(self, leftovers: Sequence[Leftover], explained: float, expected: float) -> None:
-        # Items differ in size, and some steps are few; where only tensors and arrays grow, the long run is exact.
-        scale = expected / explained if explained and OBJECTS not in self._rates else 1.0
-        if not EXPLAINED <= scale <= 1 / EXPLAINED:
-            scale = 1.0
-        gained = sum(series.gained_bytes for series in self._series if series.name in self._rates)
-        memory = max(self._rates, key=lambda name: self._rates[name])
-        for leftover in leftovers:
-            total = round(leftover.bytes_per_step / explained * gained)
-            self._report(self._leak(memory, scale * leftover.bytes_per_step, total, leftover))
-
-    def _leak(self, memory: str, rate: float, total: int, leftover: Leftover | None) -> MemoryLeak:
-        epoch = None if self._epoch_steps is None else round(rate * self._epoch_steps)
-        steps_left = self._steps_left(memory, max(rate, sum(self._rates.values())))
-        details = (leftover.kinds, leftover.sites, leftover.holder) if leftover else ((), (), "")
-        return MemoryLeak(memory, round(rate), epoch, total, *details, steps_left)
-
-    def _refresh(self, known: int, gained: int) -> None:
-        """Update the known leaks, and report again those that have grown much."""
-        for leak in list(self._leaks.values()):
-            epoch = None if self._epoch_steps is None else leak.bytes_per_step * self._epoch_steps
-            steps_left = self._steps_left(leak.memory, max(sum(self._rates.values()), 1.0))
-            total = round(leak.bytes_per_step / known * gained)
-            self._report(replace(leak, bytes_per_epoch=epoch, total_bytes=total, steps_left=steps_left))
+    def _figures(self, memory: str, rate: float, known: float) -> dict[str, Any]:
+        """Return the sizes of a leak that grows at some rate, out of that of all known leaks."""
+        return {
+            "bytes_per_step": round(rate),
+            "bytes_per_epoch": None if self._epoch_steps is None else round(rate * self._epoch_steps),
+            "total_bytes": round(rate / known * sum(series.gained_bytes for series in self._suspected)),
+            "steps_left": self._steps_left(memory, max(rate, sum(self._suspected.values()))),
+        }
 
     def _report(self, leak: MemoryLeak) -> None:
         """Keep a leak; report it if it is new, or has grown much since."""
-        known = self._leaks.get(leak.key)
+        is_new = leak.key not in self._leaks
         self._leaks[leak.key] = leak
-        if known is None or leak.total_bytes >= AGAIN * self._told.get(leak.key, 0):
-            self._told[leak.key] = leak.total_bytes
-            self._tell(leak)
+        if is_new or leak.total_bytes >= AGAIN * self._reported.get(leak.key, 0):
+            self._reported[leak.key] = leak.total_bytes
+            self._report_leak(leak)
 
 
-def _unpinned_bytes(buffers: Sequence[Tensor]) -> int:
-    return sum(buffer.nbytes for buffer in buffers if not buffer.is_pinned())
-
-
-def _series(tensors: Callable[[], int] | None, own: Callable[[], int], *, shared: bool) -> list[Series]:
+def _series(tensors: Callable[[], int] | None, own_bytes: Callable[[], int], *, shared: bool) -> list[Series]:
     """Return the series to watch: Python objects, tensors, host memory."""
     series = [Series(OBJECTS, HOST_FLOOR_BYTES, small_objects_bytes)]
     if tensors is not None:
         series.append(Series(TENSORS, TENSOR_FLOOR_BYTES, tensors))
-    malloc = malloc_counter()
+    malloc, floor_bytes = malloc_counter(), HOST_FLOOR_BYTES
     if malloc is None:
-        return [*series, Series(HOST, RESIDENT_FLOOR_BYTES, lambda: resident_bytes() - own())]
-    if tensors is not None and shared:
-        host, counted = malloc, tensors  # tensors are in malloc's memory: what is left of it is counted
-        return [*series, Series(HOST, HOST_FLOOR_BYTES, lambda: host() - counted())]
-    return [*series, Series(HOST, HOST_FLOOR_BYTES, lambda: malloc() - own())]
+        malloc, floor_bytes, shared = resident_bytes, RESIDENT_FLOOR_BYTES, False
+    # On a CPU, tensors are in malloc's memory: what is left of it is counted.
+    other = tensors if tensors is not None and shared else own_bytes
+    return [*series, Series(HOST, floor_bytes, lambda: malloc() - other())]

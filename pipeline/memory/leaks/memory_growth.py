@@ -1,4 +1,4 @@
-"""Counts of memory in use, and whether one grows from span to span of a training: by epochs, and by laps within."""
+"""Counters of memory in use, and a test whether one grows: from epoch to epoch, and from lap to lap within them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, TypeAlias
 
+from pipeline.device.accelerator import Card
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
@@ -20,7 +22,8 @@ MOST_BUCKETS = 512  # of one span; where nearly every step has its own, all are 
 COMMON = 3  # buckets that two spans must share to be compared by them
 LASTING = 0.5  # of the growth before: a cache that fills slows down, a leak does not
 LAPS, LAST_LAPS = 16, 6  # kept at most; and how many must all have grown
-LAP_STEPS = 8  # at first: 56 steps are the earliest at which anything is suspected
+LAP_STEPS = 8  # at first: 56 steps are the earliest at which a lap can raise suspicion
+EPOCHS = 3  # that are compared; the first of a run, in which caches fill, is dropped
 
 
 def note_least(marks: Marks, bucket: Hashable, live: int, step: int) -> None:
@@ -33,13 +36,12 @@ def note_least(marks: Marks, bucket: Hashable, live: int, step: int) -> None:
 
 def growth(before: Marks, after: Marks) -> tuple[float, float]:
     """Return the median growth of a bucket between two spans, in bytes and in bytes per step."""
-    common = [bucket for bucket in after if bucket in before and bucket != ANY]
-    if len(common) < COMMON:
-        common = [bucket for bucket in after if bucket in before]
-    pairs = [(after[bucket][0] - before[bucket][0], after[bucket][1] - before[bucket][1]) for bucket in common]
-    if not pairs:
+    shared = after.keys() & before.keys()
+    buckets = shared - {ANY} if len(shared - {ANY}) >= COMMON else shared
+    gains = [(after[bucket][0] - before[bucket][0], after[bucket][1] - before[bucket][1]) for bucket in buckets]
+    if not gains:
         return 0.0, 0.0
-    return median(gained for gained, _ in pairs), median(gained / max(steps, 1) for gained, steps in pairs)
+    return median(gained for gained, _ in gains), median(gained / max(steps, 1) for gained, steps in gains)
 
 
 def leaking(spans: Sequence[Marks], floor_bytes: float) -> float:
@@ -49,28 +51,26 @@ def leaking(spans: Sequence[Marks], floor_bytes: float) -> float:
         return 0.0
     half = len(gains) // 2
     early, late = (median(rate for _, rate in part) for part in (gains[:half], gains[-half:]))
-    if late < LASTING * early:
-        return 0.0
     gained, rate = growth(spans[0], spans[-1])
-    return rate if gained >= floor_bytes * len(gains) else 0.0
+    return rate if late >= LASTING * early and gained >= floor_bytes * len(gains) else 0.0
 
 
 class Series:
-    """One count of bytes over a run: by epochs, and by laps within them."""
+    """One counter of bytes over a run."""
 
     def __init__(self, name: str, floor_bytes: int, count: Callable[[], int]) -> None:
         self.name, self.floor_bytes, self.count = name, floor_bytes, count
-        self.epochs: list[Marks] = []  # the first, in which caches fill, is dropped
+        self.epochs: list[Marks] = []
         self.laps: list[Marks] = []
-        self.base: Marks = {}  # what was live when growth began to count
-        self.live_bytes = 0  # when last looked
+        self.live_bytes = 0  # when last counted
+        self._base: Marks = {}  # the first lap
         self._epoch: Marks = {}
         self._lap: Marks = {}
         self._lap_steps, self._lap_end = LAP_STEPS, 2 * LAP_STEPS
-        self._ended = 0
+        self._is_first_epoch = True
 
     def add(self, bucket: Hashable, live: int, step: int) -> bool:
-        """Note what is live after a step; return whether a lap ended."""
+        """Note the live bytes after a step; return whether a lap ended."""
         self.live_bytes = live
         note_least(self._epoch, bucket, live, step)
         if step <= LAP_STEPS:  # optimizer state, workspaces, compiled kernels
@@ -78,32 +78,28 @@ class Series:
         note_least(self._lap, bucket, live, step)
         if step < self._lap_end:
             return False
-        self._end_lap(step)
-        return True
-
-    def _end_lap(self, step: int) -> None:
         self.laps.append(self._lap)
-        self.base = self.base or self._lap
+        self._base = self._base or self._lap
         self._lap = {}
         if len(self.laps) == LAPS:  # a run of any length is known by so many
             self.laps = [_merged(*pair) for pair in zip(self.laps[::2], self.laps[1::2], strict=True)]
             self._lap_steps *= 2
         self._lap_end = step + self._lap_steps
-
-    def forget(self) -> None:
-        """Begin anew to see whether it grows."""
-        self.epochs, self.laps = [], []
+        return True
 
     def end_epoch(self) -> None:
-        self._ended += 1
-        if self._ended > 1 and self._epoch:
-            self.epochs = [*self.epochs[-2:], self._epoch]
-        self._epoch = {}
+        if self._epoch and not self._is_first_epoch:
+            self.epochs = [*self.epochs[1 - EPOCHS :], self._epoch]
+        self._is_first_epoch, self._epoch = False, {}
+
+    def restart(self) -> None:
+        """Forget the epochs and laps so far."""
+        self.epochs, self.laps = [], []
 
     @property
     def by_epochs(self) -> float:
-        """Return the growth over the last three epochs in bytes per step; 0 if there is none."""
-        return leaking(self.epochs, self.floor_bytes) if len(self.epochs) == 3 else 0.0
+        """Return the growth over the last epochs in bytes per step; 0 if there is none."""
+        return leaking(self.epochs, self.floor_bytes) if len(self.epochs) == EPOCHS else 0.0
 
     @property
     def by_laps(self) -> float:
@@ -112,9 +108,8 @@ class Series:
 
     @property
     def gained_bytes(self) -> int:
-        """Return how much more is live than at the first lap."""
-        newest = self._lap or (self.laps[-1] if self.laps else {})
-        return max(0, round(growth(self.base, newest)[0])) if self.base and newest else 0
+        """Return the growth since the first lap."""
+        return max(0, round(growth(self._base, self._lap or (self.laps[-1] if self.laps else {}))[0]))
 
 
 def _merged(first: Marks, second: Marks) -> Marks:
@@ -124,7 +119,7 @@ def _merged(first: Marks, second: Marks) -> Marks:
     return marks
 
 
-BLOCK_BYTES = 48  # of a small object of Python's, as it usually is: only their number is told
+BLOCK_BYTES = 48  # of a small Python object, typically: Python counts only how many there are
 _PROBE_BYTES = 1 << 20
 
 
@@ -146,7 +141,7 @@ def malloc_counter() -> Callable[[], int] | None:
         figures = mallinfo()
         return int(figures.uordblks + figures.hblkhd)
 
-    # Another malloc may stand before glibc's, which then knows of nothing.
+    # Another malloc may stand before glibc's, which then counts nothing.
     before = count()
     probe = ctypes.create_string_buffer(_PROBE_BYTES)
     counted = count() - before
@@ -157,7 +152,7 @@ def malloc_counter() -> Callable[[], int] | None:
 def resident_bytes() -> int:
     """Return the process's resident memory without mapped files; 0 if unknown."""
     try:
-        with open("/proc/self/statm", "rb", buffering=0) as file:  # noqa: PTH123 - asked at every step
+        with open("/proc/self/statm", "rb", buffering=0) as file:  # noqa: PTH123 - read at every step
             _, resident, shared = file.read(256).split()[:3]
     except (OSError, ValueError):
         return 0
@@ -170,8 +165,6 @@ def small_objects_bytes() -> int:
 
 
 def card_counter(device: str) -> Callable[[], int]:
-    """Return a function that counts the bytes of tensors on a card."""
-    from pipeline.device.accelerator import Card
-
+    """Return a function that counts the bytes of tensors on a GPU."""
     card = Card(device)
     return lambda: card.allocated_bytes

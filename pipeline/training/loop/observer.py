@@ -71,7 +71,7 @@ class TrainingObserver:
         self._leaks = Leaks(
             device=self.device,
             live=None if self.device == CPU else self._live_bytes,
-            tell=self._leaking,
+            report=self._leaking,
             limit_bytes=_limit(self.prepared, self.device),
         )
 

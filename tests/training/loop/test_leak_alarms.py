@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.memory.leaks.inspection import InspectionWindow
+from pipeline.memory.leaks.inspection import SETTLED, WINDOW, Inspection
 from pipeline.memory.leaks.memory_growth import malloc_counter
 from tests.training.loop.loops import Plot, Run, Tiny
 
@@ -23,13 +23,13 @@ def inspected(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     if malloc_counter() is None:
         pytest.skip("no malloc that tells what is in use: glibc before 2.33, or another one")
     steps: list[int] = []
-    real = InspectionWindow.boundary
+    real = Inspection.end_step
 
-    def boundary(window: InspectionWindow) -> bool:
+    def end_step(inspection: Inspection) -> bool:
         steps.append(1)
-        return real(window)
+        return real(inspection)
 
-    monkeypatch.setattr(InspectionWindow, "boundary", boundary)
+    monkeypatch.setattr(Inspection, "end_step", end_step)
     return steps
 
 
@@ -59,7 +59,7 @@ def test_what_no_look_finds_is_looked_for_once_and_told_without_blaming_a_log(
     finally:
         for place in task.taken:
             LIBC.free(place)
-    assert len(inspected) <= 7  # the only look that a short training is given: 4 steps, and 3 to see what stays
+    assert len(inspected) <= WINDOW + SETTLED, "a short training is inspected once"
     told = told_of(run)
     assert told
     assert all("was not found" in line and "kept by" not in line for line in told)
