@@ -1,4 +1,7 @@
-"""Settings and surroundings that change what is trained, or waste memory or time: a finding for each, with its fix."""
+"""Settings that change the training, or waste memory or time: a finding for each, with its fix.
+
+docs/explanation/memory.md lists more settings to avoid, which no check looks for.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from pipeline.memory.hardware.allocator_variables import VARIABLES, allocator_options, number_at_start
+from pipeline.memory.hardware.allocator_variables import VARIABLES, allocator_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 _DOCS, _PYTORCH = "https://docs.pytorch.org/docs/stable", "https://github.com/pytorch/pytorch"
-_ALLOCATOR_DOCS = f"{_DOCS}/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf"
-_NATIVE_ONLY = {"expandable_segments", "garbage_collection_threshold", "max_split_size_mb", "roundup_power2_divisions"}
 
 
 class Severity(StrEnum):
@@ -21,7 +22,6 @@ class Severity(StrEnum):
 
     ERROR = "error"  # the run fails, or trains something else than intended
     WARNING = "warning"  # it costs memory, time, or both
-    INFO = "info"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,50 +44,28 @@ class RunFacts:
     empty_cache_every: int | None = None  # micro-batches
     memory_fraction: float | None = None
     accumulation: int = 1  # micro-batches of a step on a GPU
-    gpus: int = 1
     module_types: frozenset[str] = frozenset()  # class names of the model's modules
-    in_batch_contrastive: bool = False  # the loss compares items of a micro-batch with each other, and only those
-    precision: str = "fp32"
-    native_bf16: bool | None = None  # of all GPUs that the run may get
-    cpus: int | None = None  # of a rank
-
-    def has(self, module: str) -> bool:
-        """Tell whether the model has a module whose class name contains this."""
-        return any(module in name for name in self.module_types)
+    in_batch_contrastive: bool = False  # the loss compares the items of a micro-batch only with each other
 
 
 def lint(facts: RunFacts) -> tuple[LintFinding, ...]:
     """Return the findings in a run, the worst first."""
-    found = [*_environment(facts), *_training(facts)]
-    return tuple(sorted(found, key=lambda finding: list(Severity).index(finding.severity)))
+    return tuple(sorted(_findings(facts), key=lambda finding: list(Severity).index(finding.severity)))
 
 
-def _environment(facts: RunFacts) -> Iterator[LintFinding]:
-    """Yield harmful environment variables."""
-    known = facts.environment
-    names = [name for name in VARIABLES if name in known]
-    options, faults = allocator_options(known[names[0]]) if names else ({}, [])
-    expandable = options.get("expandable_segments") == "True"
-    if faults := [f"{name}: {fault}" for name in names for fault in allocator_options(known[name])[1]]:
+def _findings(facts: RunFacts) -> Iterator[LintFinding]:
+    read = {name: allocator_options(facts.environment[name]) for name in VARIABLES if name in facts.environment}
+    if faults := [f"{name}: {fault}" for name, (_, faults) in read.items() for fault in faults]:
         yield LintFinding(
             "allocator-malformed",
             Severity.ERROR,
             "; ".join(faults),
             "torch raises when it reads the variable; CUDA builds also reject unknown options",
             "write option:value,option:value as documented",
-            _ALLOCATOR_DOCS,
+            f"{_DOCS}/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf",
         )
-    if len(names) > 1:
-        yield LintFinding(
-            "allocator-variables",
-            Severity.WARNING,
-            f"{' and '.join(names)} are set",
-            f"both name one setting and torch reads only one: torch 2.13 reads {VARIABLES[0]}, other versions "
-            f"{VARIABLES[1]}",
-            "set one of them, and unset the other",
-            _ALLOCATOR_DOCS,
-        )
-    if expandable and (size := options.get("max_split_size_mb")):
+    options = next(iter(read.values()), ({}, ()))[0]  # of the variable that torch reads
+    if options.get("expandable_segments") == "True" and (size := options.get("max_split_size_mb")):
         yield LintFinding(
             "split-size-of-expandable-segments",
             Severity.WARNING,
@@ -97,47 +75,6 @@ def _environment(facts: RunFacts) -> Iterator[LintFinding]:
             "use expandable_segments:True alone",
             f"{_PYTORCH}/issues/123548 and {_PYTORCH}/pull/193400",
         )
-    if options.get("backend") == "cudaMallocAsync" and (ignored := sorted(_NATIVE_ONLY & options.keys())):
-        yield LintFinding(
-            "async-backend",
-            Severity.WARNING,
-            f"backend:cudaMallocAsync with {', '.join(ignored)}",
-            "cudaMallocAsync ignores these options, and plans assume the native allocator",
-            "remove backend",
-            _ALLOCATOR_DOCS,
-        )
-    if (value := known.get("PYTORCH_NO_CUDA_MEMORY_CACHING")) is not None:
-        yield LintFinding(
-            "no-cache",
-            Severity.WARNING,
-            f"PYTORCH_NO_CUDA_MEMORY_CACHING={value}",
-            "any value, even 0, makes every tensor a cudaMalloc and cudaFree, which wait for the GPU",
-            "unset PYTORCH_NO_CUDA_MEMORY_CACHING (for memory checkers only)",
-            f"{_DOCS}/cuda_environment_variables.html",
-        )
-    if known.get("CUDA_LAUNCH_BLOCKING") == "1":
-        yield LintFinding(
-            "launch-blocking",
-            Severity.WARNING,
-            "CUDA_LAUNCH_BLOCKING=1",
-            "the CPU waits for every kernel; use it only to find a failing kernel",
-            "unset CUDA_LAUNCH_BLOCKING",
-            "https://discuss.pytorch.org/t/cuda-launch-blocking-1-reduces-the-training-speed/160924",
-        )
-    threads = number_at_start(known.get("OMP_NUM_THREADS", "")) or 0
-    if facts.cpus and threads > facts.cpus:
-        yield LintFinding(
-            "crowded-cores",
-            Severity.WARNING,
-            f"OMP_NUM_THREADS={threads:.0f} on {facts.cpus} cores",
-            "threads wait for each other, and each has a stack and a malloc arena in host memory",
-            "set OMP_NUM_THREADS to at most the cores of a process",
-            f"{_PYTORCH}/blob/v2.13.0/torch/distributed/run.py",
-        )
-
-
-def _training(facts: RunFacts) -> Iterator[LintFinding]:
-    """Yield harmful settings of the training, and layers that do not suit its cuts."""
     if facts.accumulation > 1 and facts.in_batch_contrastive:
         yield LintFinding(
             "accumulated-contrast",
@@ -148,7 +85,7 @@ def _training(facts: RunFacts) -> Iterator[LintFinding]:
             "micro-batches",
             "https://github.com/luyug/GradCache",
         )
-    if facts.accumulation > 1 and facts.has("BatchNorm"):
+    if facts.accumulation > 1 and any("BatchNorm" in name for name in facts.module_types):
         yield LintFinding(
             "accumulated-norm",
             Severity.ERROR,
@@ -176,23 +113,4 @@ def _training(facts: RunFacts) -> Iterator[LintFinding]:
             "it only makes torch run out of memory earlier",
             "remove it unless others share the GPU",
             f"{_DOCS}/generated/torch.cuda.memory.set_per_process_memory_fraction.html",
-        )
-    if facts.precision == "bf16" and facts.native_bf16 is False:
-        yield LintFinding(
-            "emulated-bf16",
-            Severity.WARNING,
-            "bf16 on a GPU without it",
-            "below compute capability 8.0 (V100, T4) bf16 is computed in fp32 with casts: slower, although "
-            "is_bf16_supported() returns True",
-            "use fp16 with loss scaling on these GPUs, or request others",
-            f"{_PYTORCH}/pull/148322 and {_PYTORCH}/issues/124996",
-        )
-    if facts.gpus > 1 and facts.has("BatchNorm") and not facts.has("SyncBatchNorm"):
-        yield LintFinding(
-            "norm-of-each-gpu",
-            Severity.INFO,
-            f"BatchNorm on {facts.gpus} GPUs, each by itself",
-            "its statistics cover the items of one GPU and change with their number",
-            "use torch.nn.SyncBatchNorm.convert_sync_batchnorm or another norm",
-            f"{_DOCS}/generated/torch.nn.SyncBatchNorm.html",
         )

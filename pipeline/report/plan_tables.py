@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from pipeline.memory.footprint import Provenance
 from pipeline.memory.hardware.allocator_variables import VARIABLES
-from pipeline.memory.lint import Severity
 from pipeline.memory.planning.comparison import PlannedOffer
 from pipeline.memory.planning.memory_plan import RemedyVerdict
 from pipeline.report.compared import hours
@@ -118,9 +117,7 @@ def _attention(plan: TrainOutlook) -> Iterator[str]:
             f", {format_bytes(probe.measured_bytes)}, {probe.ratio:.2f} × the plan" if probe.measured_bytes else ""
         )
         yield f"probe on {probe.card}: {probe.outcome.value}{measured}{f': {probe.why}' if probe.why else ''}"
-    for finding in plan.findings:
-        if finding.severity is not Severity.INFO:
-            yield f"{finding.what}: {finding.why} → {finding.remedy}"
+    yield from (f"{finding.what}: {finding.why} → {finding.remedy}" for finding in plan.findings)
 
 
 def training_report(plan: TrainOutlook) -> list[RenderableType]:

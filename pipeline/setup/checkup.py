@@ -371,10 +371,9 @@ def _try_task(loaded: LoadedConfig) -> None:
 
 def facts_of(config: Config) -> RunFacts:
     """Return the facts that the linter can know before a model is built."""
-    train, resources = config.train, config.cluster.train
+    train = config.train
     return RunFacts(
         environment=dict(os.environ),
         empty_cache_every=train.empty_cache_every,
         memory_fraction=train.memory_fraction,
-        gpus=max(1, resources.gpus) * resources.nodes,
     )

@@ -28,16 +28,6 @@ CASES: dict[str, tuple[RunFacts, RunFacts]] = {  # what is found, and the neares
         env(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True,max_split_size_mb:128"),
         conf("expandable_segments:True"),
     ),
-    "allocator-variables": (
-        env(PYTORCH_CUDA_ALLOC_CONF="", PYTORCH_ALLOC_CONF="expandable_segments:True"),
-        env(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"),
-    ),
-    "async-backend": (
-        conf("backend:cudaMallocAsync,expandable_segments:True"),
-        conf("backend:native,expandable_segments:True"),
-    ),
-    "no-cache": (env(PYTORCH_NO_CUDA_MEMORY_CACHING="0"), env()),
-    "launch-blocking": (env(CUDA_LAUNCH_BLOCKING="1"), env(CUDA_LAUNCH_BLOCKING="0")),
     "empty-cache": (RunFacts(empty_cache_every=10), RunFacts(empty_cache_every=0)),
     "memory-fraction": (RunFacts(memory_fraction=0.95), RunFacts(memory_fraction=1.0)),
     "accumulated-contrast": (
@@ -47,15 +37,6 @@ CASES: dict[str, tuple[RunFacts, RunFacts]] = {  # what is found, and the neares
     "accumulated-norm": (
         RunFacts(accumulation=8, module_types=NORM),
         RunFacts(accumulation=8, module_types=frozenset({"GroupNorm"})),
-    ),
-    "norm-of-each-gpu": (
-        RunFacts(module_types=NORM, gpus=2),
-        RunFacts(module_types=frozenset({"SyncBatchNorm"}), gpus=2),
-    ),
-    "emulated-bf16": (RunFacts(precision="bf16", native_bf16=False), RunFacts(precision="fp16", native_bf16=False)),
-    "crowded-cores": (
-        RunFacts(environment={"OMP_NUM_THREADS": "16"}, cpus=8),
-        RunFacts(environment={"OMP_NUM_THREADS": "8"}, cpus=8),
     ),
 }
 

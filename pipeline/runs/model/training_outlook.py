@@ -124,7 +124,7 @@ def _outlook(question: Question, work: Work, *, probing: bool) -> TrainOutlook:
         gpus=offer.ranks // config.cluster.train.nodes if work.device != CPU else 0,
         nodes=config.cluster.train.nodes,
         time_s=int(config.cluster.train.time),
-        findings=lint(_facts(config, work, plan, offer)),
+        findings=lint(_facts(config, work, plan)),
         probed=probed,
         ignores_sizes=_ignores_sizes(oracle, plan, least_of(case.sizes)),
         pace=measured_pace(config, work, plan.choice, [card.name for card in offer.cards]),
@@ -417,20 +417,15 @@ def _mem(config: Config, host: HostNeed) -> Suggestion:
     return profiles_of(config).suggest(NAME, task, where, planned_bytes=host.total_bytes)
 
 
-def _facts(config: Config, work: Work, plan: MemoryPlan, offer: Offer) -> RunFacts:
+def _facts(config: Config, work: Work, plan: MemoryPlan) -> RunFacts:
     """Return the facts of the run that the linter judges."""
     train = config.train
-    cards = [device(card.name) for card in offer.cards if is_known(card)]
     model = work.model()
     return RunFacts(
         environment=dict(os.environ),
         empty_cache_every=train.empty_cache_every,
         memory_fraction=train.memory_fraction,
         accumulation=plan.accumulation_most,
-        gpus=offer.ranks,
         module_types=frozenset(type(module).__name__ for module in model.modules()),
         in_batch_contrastive=work.is_in_batch and not work.is_contrastive,
-        precision=plan.choice.precision,
-        native_bf16=all(card.has_bf16 for card in cards) if cards else None,
-        cpus=config.cluster.train.cpus,
     )
