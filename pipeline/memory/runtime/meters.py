@@ -1,8 +1,8 @@
-"""How much memory there is and how much of it is used, while training runs: of the card, of the process, of the host.
+"""How much memory there is and how much of it is used while training runs: of a GPU, of the process, of the host.
 
-A card's figures are its allocator's own. On the CPU nobody but a profiler counts tensors: a process's figures are its
-resident memory, which also holds what malloc keeps and what libraries allocate at first use: on small models far more.
-What ends a job on the host is its cgroup's limit, where file cache counts but is given up before anything is killed.
+A GPU's figures are its allocator's own. On the CPU only a profiler counts tensors: a process's figures are its resident
+memory, which includes memory that malloc keeps and that libraries allocate at first use. On small models that is far
+more. On the host, a job ends at its cgroup's limit, where file cache counts but is given up before anything is killed.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Memory:
     """How a device's memory is used; None where unknown."""
 
     allocated_bytes: int | None  # live tensors
-    reserved_bytes: int  # what is held for them; of a process, what is resident
+    reserved_bytes: int  # held for them by the allocator; of a process, resident
     peak_allocated_bytes: int | None  # since the peaks were reset
     peak_reserved_bytes: int
     outside_bytes: int  # in use by others
-    limit_bytes: int | None  # what may be reserved
-    retries: int = 0  # how often the allocator had to give everything back to serve one block, since the start
-    ooms: int = 0  # how often that did not help, since the start
+    limit_bytes: int | None  # of what may be reserved
+    retries: int = 0  # times the allocator had to give everything back to serve one block, since the start
+    ooms: int = 0  # times that did not help, since the start
     highest_reserved_bytes: int = 0  # the peak since the last reset that did not keep it; 0: as the peak
 
 
@@ -110,7 +110,7 @@ class ProcessMeter:
             limit_bytes=host.limit_bytes,
         )
 
-    def reset_peak(self, *, keep: bool = False) -> bool:  # noqa: ARG002 - nobody asks a process to keep it
+    def reset_peak(self, *, keep: bool = False) -> bool:  # noqa: ARG002 - no caller asks a process to keep it
         """Reset the peak to what is resident now; where the system does not allow that, it stays the highest ever."""
         _before_resets[0] = highest_resident_bytes()
         try:
@@ -120,12 +120,12 @@ class ProcessMeter:
         return True
 
 
-_before_resets = [0]  # the highest peak that a reset took back: the kernel's own figure falls with it
+_before_resets = [0]  # the highest peak before a reset: the kernel's own figure falls with it
 
 
 def highest_resident_bytes() -> int:
-    """Return the most memory that this process has ever had, whatever was reset meanwhile."""
-    peak = _status(PROC, "VmHWM")  # getrusage's begins with that of the process which started this one
+    """Return the most memory that this process has ever had, also before its peak was reset."""
+    peak = _status(PROC, "VmHWM")  # getrusage's starts with that of the parent process
     return max(_before_resets[0], peak or peak_of(resource.getrusage(resource.RUSAGE_SELF)))
 
 
@@ -136,12 +136,12 @@ def peak_of(used: resource.struct_rusage) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BeforeModel:
-    """The card and the memory in use before the model was built."""
+    """The GPU and the memory in use before the model was built."""
 
     gpu: str
     driver: str
-    taken_bytes: int  # by others on the card, or by this process before
-    available_bytes: int  # for the step; 0: nobody knows
+    taken_bytes: int  # by others on the GPU, or by this process before
+    available_bytes: int  # for the step; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class StepReading:
     """Measured memory of a step."""
 
     bytes: int
-    live_bytes: int  # tensors alone; 0: nobody counted
+    live_bytes: int  # tensors alone; 0: not counted
     outside_bytes: int
     notes: tuple[str, ...] = ()
 
@@ -158,7 +158,7 @@ class StepGauge:
     """Measures the memory of a step, from before its model is built; the process does nothing else."""
 
     def __init__(self, device: str, limit_bytes: int = 0) -> None:
-        """Start measuring; `limit_bytes` is for the process, a card has its own limit."""
+        """Start measuring; `limit_bytes` is for the process, a GPU has its own limit."""
         from pipeline.device.accelerator import computing, driver_version
 
         self._is_card = device != CPU
@@ -170,19 +170,16 @@ class StepGauge:
         if not self._meter.reset_peak():
             self.notes = (*self.notes, NO_RESET)
         memory = self._meter.read()
-        if self._is_card:
-            taken, most = memory.outside_bytes + memory.reserved_bytes, memory.limit_bytes or 0
-            free = most - memory.reserved_bytes
-            self.before = BeforeModel(known_name(self._device.name), driver_version(), taken, free)
-        else:
-            available = max(0, limit_bytes - memory.reserved_bytes) if limit_bytes else 0
-            self.before = BeforeModel(CPU, "", memory.reserved_bytes, available)
+        limit_bytes = memory.limit_bytes or 0 if self._is_card else limit_bytes
+        name, driver = (known_name(self._device.name), driver_version()) if self._is_card else (CPU, "")
+        taken_bytes = memory.reserved_bytes + (memory.outside_bytes if self._is_card else 0)
+        self.before = BeforeModel(name, driver, taken_bytes, max(0, limit_bytes - memory.reserved_bytes))
 
     def wait(self) -> None:
         self._device.synchronize()
 
     def read(self) -> StepReading:
-        """Return the peak since the start: reserved bytes of a card, else the growth of the process."""
+        """Return the peak since the start: reserved bytes of a GPU, else the growth of the process."""
         memory = self._meter.read()
         if self._is_card:
             return StepReading(memory.peak_reserved_bytes, memory.peak_allocated_bytes or 0, memory.outside_bytes)
@@ -190,7 +187,7 @@ class StepGauge:
         return StepReading(max(0, memory.peak_reserved_bytes - taken), 0, taken, self.notes)
 
     def died_at(self, error: BaseException) -> int | None:
-        """Return the bytes that were not enough for a step that ended with this error; None for other errors."""
+        """Return the bytes that were not enough, if the step ended out of memory; None for other errors."""
         import torch
 
         from pipeline.device.out_of_memory import is_out_of_memory
@@ -203,7 +200,7 @@ class StepGauge:
 
 
 def _warm_up() -> None:
-    """Let torch do the loading and allocating that it does once in a process."""
+    """Let torch load libraries and allocate once, before anything is measured."""
     import torch
 
     layer = torch.nn.Linear(64, 64)
@@ -213,10 +210,10 @@ def _warm_up() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Host memory as counted against the limit above which the job is killed."""
+    """Host memory as counted against the limit at which the job is killed."""
 
     used_bytes: int
-    limit_bytes: int | None  # None: there is none
+    limit_bytes: int | None  # None: no limit
 
     @property
     def share(self) -> float:
@@ -224,7 +221,7 @@ class Host:
 
 
 class HostMeter:
-    """Reads this process's cgroup and those above it: the one nearest its limit counts."""
+    """Reads this process's cgroup and its parents: the one nearest its limit counts."""
 
     def __init__(self, *, limit_bytes: int | None = None, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
         """Find the cgroups; `limit_bytes` is a further limit on this process alone."""
@@ -239,7 +236,7 @@ class HostMeter:
         return max(hosts, key=lambda host: host.share)
 
 
-# Of a cgroup, version 2 and 1: what is used, its limit, and file cache, which is given up before anything is killed.
+# Of a cgroup, version 2 and 1: its use, its limit, and file cache, which is given up before anything is killed.
 _FILES = (
     ("memory.current", "memory.max", ("inactive_file", "active_file")),
     ("memory.usage_in_bytes", "memory.limit_in_bytes", ("total_inactive_file", "total_active_file")),
@@ -247,7 +244,7 @@ _FILES = (
 
 
 def _of_group(folder: Path) -> Host | None:
-    """Return use and limit of a cgroup, read anew since limits may change; None where there is no limit."""
+    """Return use and limit of a cgroup, read each time since limits may change; None without a limit."""
     for usage, limit, cached in _FILES:
         used_bytes, limit_bytes = _number(folder / usage), _number(folder / limit)  # "max" where there is none
         if used_bytes is not None and limit_bytes is not None and limit_bytes < NO_LIMIT:
@@ -257,7 +254,7 @@ def _of_group(folder: Path) -> Host | None:
 
 
 def _status(proc: Path, name: str) -> int:
-    """Return a figure of /proc/self/status in bytes; 0 if absent."""
+    """Return a value of /proc/self/status in bytes; 0 if absent."""
     return (_line(proc / "self" / "status", f"{name}:", "kB") or 0) << 10
 
 
@@ -278,55 +275,49 @@ def _number(path: Path) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """Upkeep of memory in a training loop: how often to empty caches, collect garbage, synchronise."""
+    """Memory maintenance in a training loop: how often to empty caches, collect garbage, synchronise."""
 
-    memory_fraction: float | None = None  # of a card that may be used; None: all of it
+    memory_fraction: float | None = None  # of a GPU that may be used; None: all of it
     empty_cache_every: int | None = None  # micro-batches; None: never
-    collect_every: int | None = None  # steps between collections of garbage; None: whenever Python wants to
-    synchronise: bool = False  # after every micro-batch: for measuring
+    collect_every: int | None = None  # steps between garbage collections; None: as Python decides
+    synchronise: bool = False  # after every micro-batch, for measuring
 
 
 class Upkeep:
-    """Does the upkeep of `Habits` between `begin` and `end`, which restores Python's garbage collector."""
+    """Does the maintenance of `Habits` between `begin` and `end`, which restores Python's garbage collector."""
 
     def __init__(self, habits: Habits, device: str) -> None:
-        self.habits, self._device = habits, device
-        self._is_card = device != CPU
+        from pipeline.device.accelerator import computing
+
+        self.habits, self._name, self._device = habits, device, computing(device)
         self._micro_batches = self._steps = 0
         self._was_collecting, self._had_frozen = True, 0
 
     def begin(self) -> None:
-        """Limit the share of the card, and take over garbage collection, where the habits say so."""
+        """Limit the share of the GPU, and take over garbage collection, as configured."""
         self._was_collecting, self._had_frozen = gc.isenabled(), gc.get_freeze_count()
-        if self._is_card and self.habits.memory_fraction is not None:
-            from pipeline.device.accelerator import computing
-
-            computing(self._device).limit_fraction(self.habits.memory_fraction)
+        if self.habits.memory_fraction is not None:
+            self._device.limit_fraction(self.habits.memory_fraction)
         if self.habits.collect_every is not None:
             gc.disable()
 
     def end(self) -> None:
         if self.habits.collect_every is not None:
-            if not self._had_frozen:  # there is no telling whose they are
+            if not self._had_frozen:  # otherwise objects of others would be unfrozen, too
                 gc.unfreeze()
             if self._was_collecting:
                 gc.enable()
 
     def after_micro_batch(self) -> None:
-        """Synchronise, and empty the card's cache, where the habits say so."""
+        """Synchronise, and empty the GPU's cache, as configured."""
         self._micro_batches += 1
-        every = self.habits.empty_cache_every
-        if not self._is_card:
-            return
-        from pipeline.device.accelerator import computing
-
         if self.habits.synchronise:
-            computing(self._device).synchronize()
-        if every is not None and self._micro_batches % every == 0:
-            computing(self._device).empty_cache()
+            self._device.synchronize()
+        if self.habits.empty_cache_every and self._micro_batches % self.habits.empty_cache_every == 0:
+            self._device.empty_cache()
 
     def after_step(self, *, empty_cache: bool = False) -> None:
-        """Collect garbage if it is time; objects that exist after the first step are frozen."""
+        """Collect garbage if it is due; objects that exist after the first step are frozen."""
         self._steps += 1
         every = self.habits.collect_every
         if every is not None and (self._steps == 1 or self._steps % every == 0):
@@ -336,4 +327,4 @@ class Upkeep:
         if empty_cache:
             from pipeline.device.out_of_memory import free_caches
 
-            free_caches(self._device)
+            free_caches(self._name)
