@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.files import file_digest, write_whole
 from pipeline.keys import content_digest
-from pipeline.store.format.disk import Disk
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
@@ -85,14 +84,14 @@ def kept_figures(path: Path) -> Figures | None:
 
 
 def _write_figures(path: Path, figures: Figures) -> None:
-    from pipeline.training.evaluating.output_parts import publish_text
+    from pipeline.training.evaluating.outputs import publish_text
 
     document = asdict(figures)
     text = (
         json.dumps({"format": EVALUATION_FORMAT, "digest": _json_digest(document), "evaluation": document}, indent=1)
         + "\n"
     )
-    publish_text(Disk(), path, text)
+    publish_text(path, text)
 
 
 def _json_digest(document: Mapping[str, Any]) -> str:
@@ -220,8 +219,7 @@ def _of_all_tasks(job: ApplyJob, applied: ApplyResult) -> ApplyResult | None:
 
 def _write_predictions(job: ApplyJob, applied: ApplyResult, split: str | None) -> None:
     from pipeline.training.evaluating.evaluator import TaskOutputs
-    from pipeline.training.evaluating.output_parts import publish_text
-    from pipeline.training.evaluating.outputs import GatheredOutputs
+    from pipeline.training.evaluating.outputs import GatheredOutputs, publish_text
     from pipeline.training.evaluating.prediction_tables import write_tables
 
     folder = applied.parts.parent  # as `prediction_parts` says
@@ -235,7 +233,7 @@ def _write_predictions(job: ApplyJob, applied: ApplyResult, split: str | None) -
         files={str(path.relative_to(folder)): (path.stat().st_size, file_digest(path)) for path in files},
         **_of(job, applied, split),
     )
-    publish_text(Disk(), folder / TOLD, json.dumps(asdict(predictions), indent=1) + "\n")
+    publish_text(folder / TOLD, json.dumps(asdict(predictions), indent=1) + "\n")
     for parts in folder.glob(f"{PARTS}*"):  # those of other checkpoints included
         shutil.rmtree(parts, ignore_errors=True)
     job.say(f"{predictions.items:,} predictions: {folder}")

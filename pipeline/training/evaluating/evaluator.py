@@ -1,11 +1,11 @@
-"""Runs a model over a split and computes its loss, outputs and metrics, over any ranks and within the memory there is.
+"""Runs a model over a split and computes its loss, outputs and metrics, on any number of ranks and with little memory.
 
-The outputs go to files at once (`outputs`), and so, where it is to outlive a kill, does the loss: the sums and
-weights of a piece's terms stand beside its first item, and a part of the files never ends within a piece.
+The outputs go to files at once (`outputs`). So does the loss, if it must survive a kill: the sums and weights of a
+piece's terms are stored with its first item, and a part of the files never ends within a piece.
 
-A loss that compares items is not of a piece: what items are embedded to goes to the files, and rank 0 computes the
-loss of as many at a time as a step has (`Settings.batch`), in the order of their numbers; the last are fewer. So it is
-the same however the split is cut, over whatever ranks.
+A loss that compares items belongs to no piece: the items' embeddings go to the files, and rank 0 computes the loss of
+as many at a time as a step has (`Settings.batch`), in the order of their numbers; the last are fewer. So it is the
+same however the split is cut, on any ranks.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import math
 import shutil
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote, unquote
@@ -23,11 +23,12 @@ from urllib.parse import quote, unquote
 import numpy as np
 import torch
 
-from pipeline.device.out_of_memory import free_caches, out_of_memory_error
+from pipeline.device.batch_transfer import map_tensors
+from pipeline.device.rng import RngState
 from pipeline.errors import PlanInfeasible
-from pipeline.memory.runtime.recovery import forget_failed_backward
+from pipeline.memory.runtime.governor import Governor
+from pipeline.memory.runtime.recovery import each_that_fits
 from pipeline.records import Reason, Rejection
-from pipeline.training.evaluating.one_forward import computed_once
 from pipeline.training.evaluating.outputs import PART_BYTES, GatheredOutputs, OutputWriter, numbers_of, returned_values
 from pipeline.training.step.checkpointing import twin
 from pipeline.training.step.contrastive import embedded
@@ -38,7 +39,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
+    from torch import nn
 
+    from pipeline.memory.runtime.governor import Cut
     from pipeline.protocol import Contrastive
     from pipeline.training.items.batch import TaskBatch
     from pipeline.training.items.loader import Loader
@@ -48,8 +51,8 @@ if TYPE_CHECKING:
     from pipeline.training.step.step import Step
 
 LOSS = "loss"
-SUM, WEIGHT = "sum of term ", "weight of term "  # columns of files: a name with spaces is hardly a task's own
-EMBEDDED = "embedded as "  # another
+SUM, WEIGHT = "sum of term ", "weight of term "  # columns of files: a task hardly uses names with spaces
+EMBEDDED = "embedded as "
 WHOLE = 1 << 62  # bytes of a part: it ends only when it is flushed
 HOST, ERROR = "cpu", "error"
 
@@ -61,33 +64,32 @@ class Evaluator:
     step: Step
     loader: Loader | None  # None: no items are left
     ranks: Ranks
-    folder: Path  # that all ranks see, for what the model says of items
-    of: str = ""  # names the model and the items; if set, finished work outlives a kill
+    folder: Path  # for outputs; all ranks see it
+    of: str = ""  # names the model and the items; if set, finished work survives a kill
     numbers: NDArray[Any] | None = None  # of the loader's items in the whole table, if it has only some
     cost_N: NDArray[Any] | None = None  # bytes of each item
-    first_writer: int = 0  # by which files of this rank's outputs are told from those of other tasks
+    first_writer: int = 0  # distinguishes this rank's files from those of other tasks
     with_loss: bool = True
-    too_large: str = ERROR  # how to treat an item that does not fit on the device: cpu, skip or error
-    flush_s: float = math.inf  # of work is lost at most
+    too_large: str = ERROR  # for an item that does not fit on the device: cpu, skip or error
+    flush_s: float = math.inf  # work that a kill loses at most
     begin: Callable[[Piece], None] = lambda _: None
     reject: Callable[[Rejection], None] = lambda _: None
     ending: Callable[[], int] = lambda: 0
 
     def __post_init__(self) -> None:
         self.rejected = 0
-        self.ended_by = 0  # the signal after which it did not go on
-        self._says = callable(getattr(self.step.task, "outputs", None))
+        self.ended_by = 0  # the signal that ended it
+        self._has_outputs = callable(getattr(self.step.task, "outputs", None))
         self._contrasts = self.with_loss and self.step.contrasts  # the loss is of many items together
         self._writer: OutputWriter | None = None
         self._pending_bytes, self._flushed_s = 0, 0.0
-        self._too_much = math.inf  # cost of the smallest piece that did not fit
+        self._governor = Governor()
         self._terms: dict[str, list[float]] = {}
-        self._gathered: GatheredOutputs | None = None  # what all ranks wrote, verified for the losses
+        self._gathered: GatheredOutputs | None = None  # the outputs of all ranks, verified for the losses
 
     def figures(self) -> dict[str, float] | int:
         """Return the loss and the metrics of the split, or the signal that ended it; the files are removed."""
         self.clear()
-        self._too_much = math.inf
         for _ in self.run():
             pass
         ended_by = max(report["ended_by"] for report in self.ranks.exchange({"ended_by": self.ended_by}))
@@ -107,8 +109,10 @@ class Evaluator:
         self._gathered = None
         if self.loader is None:
             return
-        if self._says or self.of or self._contrasts:
+        if self._has_outputs or self.of or self._contrasts:
             self._writer = OutputWriter(self.folder, self.first_writer + self.ranks.rank, of=self.of, part_bytes=WHOLE)
+        leaves = self.too_large == HOST and self.step.device != HOST and not self.step.is_spread
+        self._governor = Governor(ladder=(HOST,) if leaves else ())
         self._flushed_s = time.monotonic()
         self.loader.set_epoch(0)
         try:
@@ -123,8 +127,12 @@ class Evaluator:
         for batch in self.loader.read():
             self.ranks.progress("evaluation")
             yield from map(self._left_out, batch.rejected)
-            if len(batch):
-                yield from self._in_parts(Piece(batch, 0, len(batch)))
+            whole = Piece(batch, 0, len(batch))
+            run = partial(self._evaluate, whole)
+            for cut, error in each_that_fits(self._governor, self._costs(whole), run, device=self.step.device):
+                yield from (
+                    [None] * (cut.stop - cut.start) if not error else [self._fits_nowhere(_part(whole, cut), error)]
+                )
             if signal := self.ending():
                 self.ended_by = signal
                 return
@@ -134,14 +142,13 @@ class Evaluator:
         from pipeline.training.sampling.sampler import MicroBatch
         from pipeline.training.step.collectives import joint_turns
 
-        loader, refused, step = self.loader, list[Rejection](), cast("ShardedStep", self.step)
+        loader, rejected, step = self.loader, list[Rejection](), cast("ShardedStep", self.step)
         assert loader is not None
 
         def pieces() -> Iterator[Piece]:
             for batch in loader.read():
-                refused.extend(batch.rejected)
-                if len(batch):
-                    yield from self._small(Piece(batch, 0, len(batch)))
+                rejected.extend(batch.rejected)
+                yield from self._cuts(Piece(batch, 0, len(batch)))
 
         def fetch(number: int) -> TaskBatch:
             return loader.fetch((number,), MicroBatch(0, 0, 0, 1, np.array([number])))
@@ -152,64 +159,39 @@ class Evaluator:
             if outcome.result is None:  # memory ended on this rank or on another
                 turn.instead = [turn.piece] if turn.counts else []
                 if outcome.error:
-                    turn.instead = turn.piece.halves() if len(turn.piece) > 1 else []
-                    self._too_much = min(self._too_much, self._cost(turn.piece))
-                if outcome.error and not turn.instead:
-                    yield self._climb(turn.piece, outcome.error, counts=turn.counts)
+                    can_be_cut = self._governor.failed(self._costs(turn.piece))
+                    turn.instead = list(self._cuts(turn.piece)) if can_be_cut else []
+                    if not can_be_cut:
+                        yield self._fits_nowhere(turn.piece, outcome.error, counts=turn.counts)
             elif turn.counts:
                 self._keep(turn.piece, *outcome.result)
                 yield from [None] * len(turn.piece)
-        yield from map(self._left_out, refused)
+        yield from map(self._left_out, rejected)
 
-    def _small(self, piece: Piece) -> Iterator[Piece]:
-        """Yield a piece in parts that cost less than the cheapest that did not fit."""
-        if len(piece) < 2 or self._cost(piece) < self._too_much:
-            yield piece
-            return
-        for half in piece.halves():
-            yield from self._small(half)
+    def _costs(self, piece: Piece) -> list[int]:
+        return [1] * len(piece) if self.cost_N is None else [int(self.cost_N[number]) for number in piece.numbers]
+
+    def _cuts(self, piece: Piece) -> Iterator[Piece]:
+        yield from (_part(piece, cut) for cut in self._governor.cuts(self._costs(piece)))
 
     def _left_out(self, rejection: Rejection) -> Reason:
         self.rejected += 1
         self.reject(rejection)
         return rejection.reason
 
-    def _in_parts(self, piece: Piece) -> Iterator[Reason | None]:
-        """Evaluate a piece, in halves if it runs out of memory or costs as much as one that did."""
-        if len(piece) < 2 or self._cost(piece) < self._too_much:
-            error = out_of_memory_error(self._evaluate, piece)
-            if error is None:
-                yield from [None] * len(piece)
-                return
-            forget_failed_backward()
-            free_caches(self.step.device)
-            if len(piece) < 2:
-                yield self._climb(piece, error)
-                return
-            self._too_much = min(self._too_much, self._cost(piece))
-        for half in piece.halves():
-            yield from self._in_parts(half)
-
-    def _cost(self, piece: Piece) -> float:
-        return 0.0 if self.cost_N is None else float(self.cost_N[list(piece.numbers)].sum())
-
-    def _climb(self, piece: Piece, error: str, *, counts: bool = True) -> Reason | None:
-        """Handle a single item that does not fit, as `train.too_large` says; one that another rank has cannot go."""
+    def _fits_nowhere(self, piece: Piece, error: str, *, counts: bool = True) -> Reason:
+        """Leave out an item that does not fit, as `train.too_large` says; one of another rank cannot be left out."""
         name = piece.ids[0]
         if self.too_large == ERROR or not counts:
-            what = f"{name} does not fit in memory, even alone and without gradients: {error}"
+            problem = f"{name} does not fit in memory, even alone and without gradients: {error}"
             remedy = "use a larger GPU   or   --set train.too_large=skip"
-            raise PlanInfeasible(what, where="evaluation", remedy=remedy)
-        if self.too_large == HOST and self.step.device != HOST and not self.step.is_spread:
-            on_host = out_of_memory_error(lambda alone: self._evaluate(alone, on_host=True), piece)
-            if on_host is None:
-                return None
-            error = on_host
+            raise PlanInfeasible(problem, where="evaluation", remedy=remedy)
         return self._left_out(Rejection(name, Reason.DOES_NOT_FIT, f"even alone: {error}"))
 
-    def _evaluate(self, piece: Piece, *, on_host: bool = False) -> None:
-        """Evaluate a piece; one that fails has added nothing to the results."""
-        self._keep(piece, *self._evaluated(piece, on_host=on_host))
+    def _evaluate(self, whole: Piece, cut: Cut) -> None:
+        """Evaluate a piece, on the host if it has climbed there; one that fails adds nothing to the results."""
+        piece = _part(whole, cut)
+        self._keep(piece, *self._evaluated(piece, on_host=cut.rung > 0))
 
     def _evaluated(self, piece: Piece, *, on_host: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the outputs and the loss terms of a piece."""
@@ -220,11 +202,12 @@ class Evaluator:
         model = twin(self.step.model).eval() if on_host else self.step.model
         terms: dict[str, Any] = {}
         outputs: dict[str, Any] = {}
-        once = nullcontext() if self.step.is_spread else computed_once(model, HOST if on_host else self.step.device)
+        is_asked_twice = self._has_outputs and self.with_loss and not self.step.is_spread
+        once = computed_once(model, HOST if on_host else self.step.device) if is_asked_twice else nullcontext()
         with self.step.evaluating(), once, nullcontext() if on_host else self.step.cast():
             if self.with_loss and not self._contrasts:
                 terms = dict(task.loss(model, batch) if on_host else self.step.terms_of(batch))
-            if self._says:
+            if self._has_outputs:
                 outputs = returned_values("outputs", task.outputs(model, batch))  # type: ignore[attr-defined]
             if self._contrasts:
                 vectors = embedded(cast("Contrastive", task), model, batch)
@@ -232,14 +215,10 @@ class Evaluator:
         return outputs, {name: (float(total), float(weight)) for name, (total, weight) in terms.items()}
 
     def _keep(self, piece: Piece, outputs: dict[str, Any], terms: Mapping[str, tuple[float, float]]) -> None:
-        """Add what a piece gave to the results."""
-        if self._writer is not None:
-            self._write(piece, outputs, terms)
+        """Add a piece to the results: outputs to the files, with its loss terms beside its first item."""
         _add_terms(self._terms, terms)
-
-    def _write(self, piece: Piece, outputs: dict[str, Any], terms: Mapping[str, tuple[float, float]]) -> None:
-        """Write the outputs of a piece, and its loss terms beside its first item."""
-        assert self._writer is not None
+        if self._writer is None:
+            return
         if self.of:
             absent = [None] * (len(piece) - 1)
             for name, values in terms.items():
@@ -258,25 +237,22 @@ class Evaluator:
 
     def losses(self) -> dict[str, float]:
         """Return the mean of each term over all ranks, work of earlier starts included, and the sum of the means."""
-        if self._contrasts:
-            self.ranks.exchange({})  # all have written
         if self.of or self._contrasts:
-            sums = self._kept_terms() if self.ranks.rank == 0 else {}
-            reports = self.ranks.exchange({"terms": sums})[:1]
+            self.ranks.exchange({})  # all have written
+            own = self._kept_terms() if self.ranks.rank == 0 else {}
         else:
-            reports = self.ranks.exchange({"terms": self._terms})
+            own = self._terms
         self._terms = {}
-        ranks_terms = [report["terms"] for report in reports]
-        names = dict.fromkeys(name for terms in ranks_terms for name in terms)
+        terms = [report["terms"] for report in self.ranks.exchange({"terms": own})]
         means: dict[str, float] = {}
-        for name in names:
-            total, weight = map(math.fsum, zip(*(terms[name] for terms in ranks_terms if name in terms), strict=True))
+        for name in dict.fromkeys(name for of_rank in terms for name in of_rank):
+            total, weight = map(math.fsum, zip(*(of_rank[name] for of_rank in terms if name in of_rank), strict=True))
             means[name] = total / weight if weight else 0.0
         losses = {LOSS: math.fsum(means.values())} if means else {}
         return losses | ({f"{LOSS}.{name}": mean for name, mean in means.items()} if len(means) > 1 else {})
 
     def _kept_terms(self) -> dict[str, list[float]]:
-        """Return the sums and weights of terms that the files hold, or, if contrastive, that embeddings there give."""
+        """Return the sums and weights of terms that the files hold, or, if contrastive, of the embeddings there."""
         gathered = self._gathered = GatheredOutputs(self.folder, of=self.of)
         if not self._contrasts:
             sums, weights = _columns(gathered, SUM), _columns(gathered, WEIGHT)
@@ -303,14 +279,55 @@ class Evaluator:
     def metrics(self) -> dict[str, float]:
         """Return the task's metrics over all items, which rank 0 computes."""
         task = self.step.task
-        gathered, self._gathered = self._gathered, None  # some file systems cannot remove what is open
-        if not self._says or not callable(getattr(task, "metrics", None)):
+        gathered, self._gathered = self._gathered, None  # some file systems cannot remove open files
+        if not self._has_outputs or not callable(getattr(task, "metrics", None)):
             return {}
         self.ranks.exchange({})  # all have written
         figures: dict[str, float] = {}
         if self.ranks.rank == 0 and (outputs := TaskOutputs(gathered or GatheredOutputs(self.folder, of=self.of))):
             figures = numbers_of(task.metrics(outputs))  # type: ignore[attr-defined]
         return dict(self.ranks.exchange(figures)[0])
+
+
+@contextmanager
+def computed_once(model: nn.Module, device: str) -> Iterator[None]:
+    """Let a second call of a model return the first result, where computing it again would give the same.
+
+    A task calls the model for the loss and again for the outputs. The result is reused only without gradients and
+    random numbers, in eval mode, and if no tensor that went in or came out has changed since.
+    """
+    name = "forward" if model._compiled_call_impl is None else "_compiled_call_impl"  # noqa: SLF001 - set by compile()
+    own, forward, kind = vars(model).get(name), getattr(model, name), torch.device(device).type
+    last: tuple[Any, Any, list[Any]] | None = None  # arguments, result, and the state of both
+
+    def state(*values: Any) -> list[Any]:
+        found: list[Any] = [torch.is_grad_enabled(), any(module.training for module in model.modules())]
+        found += [torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)]
+        map_tensors(lambda tensor: found.append((id(tensor), tensor._version)), values)  # noqa: SLF001 - the only count of in-place changes
+        return found
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        nonlocal last
+        given, known, last = (*args, *kwargs, *kwargs.values()), last, None
+        if known is not None and len(given) == len(known[0]):
+            is_same = all(here is there for here, there in zip(given, known[0], strict=True))
+            if is_same and state(given, known[1]) == known[2]:
+                return known[1]
+        before = RngState.capture(device)
+        result = forward(*args, **kwargs)
+        modes = state()[:2]
+        if not any(modes) and RngState.capture(device) == before:
+            last = given, result, state(given, result)
+        return result
+
+    setattr(model, name, once)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(model, name)
+        else:
+            setattr(model, name, own)
 
 
 class TaskOutputs(Mapping[str, Any]):
@@ -330,6 +347,10 @@ class TaskOutputs(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+def _part(piece: Piece, cut: Cut) -> Piece:
+    return replace(piece, start=piece.start + cut.start, stop=piece.start + cut.stop)
 
 
 def _columns(gathered: GatheredOutputs, prefix: str) -> dict[str, Any]:

@@ -1,39 +1,34 @@
-"""What a model says of each item, gathered over ranks through files: nobody holds the outputs of a whole split.
+"""The outputs of a model for each item, gathered over ranks through files: no process holds those of a whole split.
 
-Every rank writes parts of bounded size, each of which appears whole or not at all. So an evaluation that was
-ended goes on with the items that no part has, on any number of ranks. `prediction_tables` writes them for people.
+    part-00001-000003/    a sealed folder: outputs of some items, written by one rank
+        values.safetensors    one run of numbers for each name and type
+        manifest.json         ids, numbers and shapes, and the model that made them
 
-Shapes: N items of all parts, M of them that have a name.
+Every rank writes parts of bounded size, each of which appears whole or not at all. So an evaluation that was ended
+continues with the items that are in no part, on any number of ranks. `prediction_tables` writes them for people.
+
+Shapes: N items of all parts, M of them that have a name, K entries of a column.
 """
 
 from __future__ import annotations
 
-import json
 import logging
+import math
+import os
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from pipeline.command_line import quoted
 from pipeline.errors import ConfigError, DataError, JobFailed
 from pipeline.store.format.disk import Disk
-from pipeline.training.checkpoints.tensor_file import TensorFile, WrittenFile
-from pipeline.training.evaluating.output_parts import (
-    FORMAT,
-    INDEX,
-    VALUES,
-    OpenFiles,
-    OutputPart,
-    parts_in,
-    paths_in,
-    publish_tensors,
-    publish_text,
-    read_index,
-    redo_remedy,
-    signed,
-)
+from pipeline.training.checkpoints.sealed_folder import FolderDamaged, SealedFolder, read_sealed, seal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,35 +42,37 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PART_BYTES = 64 << 20
-INDEX_BYTES = 64  # about what an entry takes in the index
+INDEX_BYTES = 64  # about what an entry takes in a manifest
+_NAME = re.compile(r"part-(\d{5,})-(\d{6,})")
+_VALUES = "values"
 
 
 class OutputWriter:
     """Writes the outputs of one rank's items to files."""
 
     def __init__(self, folder: Path, rank: int, *, of: str = "", part_bytes: int = PART_BYTES) -> None:
-        """Go on in a folder; `of` names what made the outputs, such as a checkpoint's digest: others are refused.
+        """Continue in a folder; `of` names the maker of the outputs, such as a checkpoint's digest: others are refused.
 
         Memory is twice the bytes of a part, or of an item that is larger alone.
         """
         self._folder, self._rank, self._of, self._part_bytes = folder, rank, of, part_bytes
-        self._disk = Disk()
-        self._disk.make_folder(folder)
-        self._part = 1 + max((part for owner, part in parts_in(self._disk, folder) if owner == rank), default=-1)
+        Disk().make_folder(folder)
+        self._part = 1 + max((part for owner, part in _parts_in(folder) if owner == rank), default=-1)
         self._pending = _Pending()
 
     def done_numbers(self) -> Integers:
-        """Return the items, of all ranks, that are done; a damaged part is renamed and its items done again.
+        """Return the items, of all ranks, that are done; a damaged part is renamed, so that its items are done again.
 
         While others write, two ranks may get different answers: each skips only items of its own share.
         """
         done: list[int] = []
-        for path in paths_in(self._disk, self._folder):
+        for path in _paths_in(self._folder):
             try:
-                index = read_index(path, self._of)
-                TensorFile(self._disk, path.with_suffix(VALUES), WrittenFile(**index["values"]))
-                done += index["numbers"]
-            except (DataError, JobFailed) as error:
+                sealed = _opened(path, self._of)
+                if not _sizes_fit(sealed):
+                    raise FolderDamaged("is truncated, or has extra bytes", where=str(path))
+                done += sealed.data["numbers"]
+            except FolderDamaged as error:
                 log.warning("%s: %s; its items are computed again", error.where, error.what)
                 path.replace(path.with_suffix(".damaged"))
         return np.unique(np.array(done, np.int64))
@@ -95,8 +92,6 @@ class OutputWriter:
         if not self._pending.ids:
             return
         pending, self._pending = self._pending, _Pending()
-        stem = f"part-{self._rank:05d}-{self._part:06d}"
-        head = {"format": FORMAT, "of": self._of, "ids": pending.ids, "numbers": pending.numbers}
         columns: list[dict[str, Any]] = []
         values: dict[str, torch.Tensor] = {}
         for place, ((name, dtype), (items, arrays)) in enumerate(pending.columns.items()):
@@ -104,9 +99,10 @@ class OutputWriter:
             columns.append({"name": name, "dtype": dtype, "items": items, "shapes": shapes})
             values[str(place)] = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
             arrays.clear()  # the values are held once
-        written = publish_tensors(self._disk, self._folder / f"{stem}{VALUES}", values)
-        head |= {"values": {"bytes": written.bytes, "digest": written.digest}, "columns": columns}
-        publish_text(self._disk, self._folder / f"{stem}{INDEX}", signed(json.dumps(head)))
+        data = {"ids": pending.ids, "numbers": pending.numbers, "columns": columns}
+        path = self._folder / f"part-{self._rank:05d}-{self._part:06d}"
+        with disk_errors(path):
+            seal(path, {_VALUES: values}, data, {"of": self._of})
         self._part += 1
 
     close = flush
@@ -140,32 +136,69 @@ class _Pending:
         self.bytes += len(id_) + INDEX_BYTES
 
 
+class _Part:
+    """A part whose bytes were verified."""
+
+    def __init__(self, path: Path, of: str) -> None:
+        self._sealed = _opened(path, of)
+        self._sealed.verify()
+        self.path, self.ids = path, self._sealed.data["ids"]
+        self.numbers_N = np.array(self._sealed.data["numbers"], np.int64)
+        self.columns = [_Column(self, place, **column) for place, column in enumerate(self._sealed.data["columns"])]
+
+    @cached_property
+    def values(self) -> dict[str, torch.Tensor]:
+        """The values by column, mapped."""
+        return self._sealed.tensors(_VALUES)
+
+
+class _Column:
+    """The values of one name and type in a part."""
+
+    def __init__(
+        self, part: _Part, place: int, name: str, dtype: str, items: list[int], shapes: list[list[int]]
+    ) -> None:
+        self.part, self.name, self.kind = part, name, np.dtype(dtype).kind
+        self._key = str(place)
+        self.item_K = np.array(items, np.int64)
+        self.ndim_K = np.array(list(map(len, shapes)), np.int64)
+        self.size_K = np.array(list(map(math.prod, shapes)), np.int64)
+        self._end_K, self._shapes = np.cumsum(self.size_K), shapes
+
+    def entry(self, entry: int) -> Array:
+        """Read one item's array."""
+        end = int(self._end_K[entry])
+        values = self.part.values[self._key][end - int(self.size_K[entry]) : end].numpy()
+        return values.reshape(self._shapes[entry]).copy()
+
+
 class GatheredOutputs(Mapping[str, "OutputColumn"]):
     """The outputs of all ranks by name, ordered by item number; values are read from disk on access."""
 
     def __init__(self, folder: Path, *, of: str = "") -> None:
-        """Read the indices, and verify every byte of the values."""
-        disk = Disk()
-        self._files = OpenFiles()
-        self._parts = [OutputPart.read(disk, path, of) for path in paths_in(disk, folder)]
+        """Read the manifests, and verify every byte of the values."""
+        self._parts = [_Part(path, of) for path in _paths_in(folder)]
         sizes = [len(part.numbers_N) for part in self._parts]
-        part_N = np.repeat(np.arange(len(sizes)), sizes)
-        place_N = np.concatenate([np.zeros(0, np.int64), *(np.arange(size) for size in sizes)])
-        number_N = np.concatenate([np.zeros(0, np.int64), *(part.numbers_N for part in self._parts)])
+        number_N = _joined(part.numbers_N for part in self._parts)
         order_N = np.argsort(number_N, kind="stable")
-        self.numbers, self._part_N, self._place_N = number_N[order_N], part_N[order_N], place_N[order_N]
+        self.numbers = number_N[order_N]
+        self._part_N = np.repeat(np.arange(len(sizes)), sizes)[order_N]
+        self._place_N = _joined(map(np.arange, sizes))[order_N]
         if (twice := np.flatnonzero(np.diff(self.numbers) == 0)).size:
             at = int(twice[0])
             first, second = (self._parts[int(self._part_N[place])].path for place in (at, at + 1))
             number = f"{self.numbers[at]:,}"
             what = f"{self.id(at)} (item {number}) is in it, and in {first.name}; so are {len(twice)} in all"
-            raise DataError(what, where=str(second), remedy=redo_remedy(second))
-        names = sorted({column.name for part in self._parts for column in part.columns})
-        self._columns = {name: OutputColumn(name, self._parts, self._files) for name in names}
+            raise DataError(what, where=str(second), remedy=_redo(second))
+        columns: dict[str, list[_Column]] = {}
+        for part in self._parts:
+            for column in part.columns:
+                columns.setdefault(column.name, []).append(column)
+        self._columns = {name: OutputColumn(columns[name]) for name in sorted(columns)}
 
     def id(self, place: int) -> str:
         """Return an item's id, by its index among all items."""
-        return self._parts[int(self._part_N[place])].ids[int(self._place_N[place])]
+        return str(self._parts[int(self._part_N[place])].ids[int(self._place_N[place])])
 
     def __getitem__(self, name: str) -> OutputColumn:
         return self._columns[name]
@@ -180,38 +213,28 @@ class GatheredOutputs(Mapping[str, "OutputColumn"]):
 class OutputColumn(Sequence[Any]):
     """The values of one output, ordered by item number; each array is read from disk on access."""
 
-    def __init__(self, name: str, parts: Sequence[OutputPart], files: OpenFiles) -> None:
-        """Index the parts, at least one of which has `name`."""
-        self.name, self._files, self._parts = name, files, parts
-        there = [
-            (part, place, column)
-            for part, read in enumerate(parts)
-            for place, column in enumerate(read.columns)
-            if column.name == name
-        ]
-        sizes = [len(column.item_K) for _, _, column in there]
-        numbers_M = np.concatenate([parts[part].numbers_N[column.item_K] for part, _, column in there])
+    def __init__(self, columns: Sequence[_Column]) -> None:
+        """Index the columns of one name, from all parts."""
+        self._columns, sizes = columns, [len(column.item_K) for column in columns]
+        numbers_M = _joined(column.part.numbers_N[column.item_K] for column in columns)
         order_M = np.argsort(numbers_M, kind="stable")
         self.numbers: Integers = numbers_M[order_M]
-        self._part_M = np.repeat([part for part, _, _ in there], sizes)[order_M]
-        self._column_M = np.repeat([place for _, place, _ in there], sizes)[order_M]
-        self._entry_M = np.concatenate([np.arange(size) for size in sizes])[order_M]
-        self._kinds = {column.dtype.kind for _, _, column in there}
-        size_M = np.concatenate([np.diff(column.start_K) // column.dtype.itemsize for _, _, column in there])
-        self._size_M = size_M[order_M]
-        self._ndim_M = np.concatenate([np.diff(column.first_K) for _, _, column in there])[order_M]
+        self._column_M = np.repeat(np.arange(len(sizes)), sizes)[order_M]
+        self._entry_M = _joined(map(np.arange, sizes))[order_M]
 
     @property
     def width(self) -> int | None:
         """How many numbers each item has, apart from those that have none; None: not one row of equally many."""
-        widths = set(self._size_M.tolist()) - {0}
-        is_row = widths <= {1} or (len(widths) == 1 and int(self._ndim_M.max()) == 1)
+        widths = set(_joined(column.size_K for column in self._columns).tolist()) - {0}
+        dimensions = max(int(column.ndim_K.max()) for column in self._columns)
+        is_row = widths <= {1} or (len(widths) == 1 and dimensions == 1)
         return max(widths, default=0) if is_row else None
 
     @property
     def number(self) -> type:
         """What each value is: a bool, an int or a float."""
-        return bool if self._kinds == {"b"} else int if self._kinds <= set("biu") else float
+        kinds = {column.kind for column in self._columns}
+        return bool if kinds == {"b"} else int if kinds <= set("biu") else float
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -222,13 +245,78 @@ class OutputColumn(Sequence[Any]):
             return [self[at] for at in range(*place.indices(len(self)))]
         if not -len(self) <= place < len(self):
             raise IndexError(f"entry {place} of {len(self)}")
-        part = self._parts[int(self._part_M[place])]
-        return part.entry(self._files, int(self._column_M[place]), int(self._entry_M[place]))
+        return self._columns[int(self._column_M[place])].entry(int(self._entry_M[place]))
 
     def id(self, place: int) -> str:
-        part = self._parts[int(self._part_M[place])]
-        column = part.columns[int(self._column_M[place])]
-        return part.ids[int(column.item_K[self._entry_M[place]])]
+        column = self._columns[int(self._column_M[place])]
+        return str(column.part.ids[int(column.item_K[self._entry_M[place]])])
+
+
+def _joined(arrays: Any) -> Integers:
+    return np.concatenate([np.zeros(0, np.int64), *arrays])
+
+
+def _parts_in(folder: Path) -> list[tuple[int, int]]:
+    """Return the rank and the number of each part in a folder."""
+    matches = [_NAME.fullmatch(path.name) for path in (folder.iterdir() if folder.is_dir() else ())]
+    return sorted((int(match[1]), int(match[2])) for match in matches if match)
+
+
+def _paths_in(folder: Path) -> list[Path]:
+    return [folder / f"part-{rank:05d}-{part:06d}" for rank, part in _parts_in(folder)]
+
+
+def _opened(path: Path, of: str) -> SealedFolder:
+    """Open a part; refuse one that another model made."""
+    sealed = read_sealed(path, remedy=_redo(path))
+    if (maker := sealed.identity["of"]) != of:
+        what = f"these outputs belong to {maker or 'an unnamed model'}, not to {of or 'an unnamed model'}"
+        raise ConfigError(what, where=str(path), remedy=f"use another folder, or   rm -r {quoted(path.parent)}")
+    return sealed
+
+
+def _sizes_fit(sealed: SealedFolder) -> bool:
+    files = {sealed.path / name: written.bytes for name, written in sealed.files.items()}
+    return all(file.is_file() and file.stat().st_size == size for file, size in files.items())
+
+
+def _redo(path: Path) -> str:
+    return f"rm -r {quoted(path)}   then the same command   (continues where it stopped)"
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn errors of the disk, such as no space, into one that says how to continue."""
+    try:
+        yield
+    except OSError as error:
+        remedy = f"df -h {quoted(path.parent)}   then the same command   (continues where it stopped)"
+        raise JobFailed(f"cannot be written: {error.strerror}", where=str(path), remedy=remedy) from error
+
+
+@contextmanager
+def publishing(*paths: Path) -> Iterator[list[Path]]:
+    """Yield partial paths to write to, renamed to `paths` on success; leftovers of a kill are removed first."""
+    disk, partials = Disk(), [path.with_name(f".{path.name}.partial") for path in paths]
+    with disk_errors(paths[0]):
+        try:
+            for partial in partials:
+                partial.unlink(missing_ok=True)
+            yield partials
+            for partial, path in zip(partials, paths, strict=True):
+                disk.rename(partial, path)
+            disk.fsync_folder(paths[0].parent)
+        finally:
+            for partial in partials:
+                partial.unlink(missing_ok=True)
+
+
+def publish_text(path: Path, text: str) -> None:
+    """Write a text file atomically, replacing an earlier one."""
+    with publishing(path) as (partial,), partial.open("x", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def returned_values(method: str, returned: Any) -> dict[str, Any]:

@@ -23,9 +23,9 @@ import torch
 
 from pipeline.files import csv_rows
 from pipeline.store.format.disk import Disk
+from pipeline.training.checkpoints.sealed_folder import write_tensors
 from pipeline.training.evaluating.embedding_files import import_arrow
-from pipeline.training.evaluating.output_parts import publish_tensors, publishing
-from pipeline.training.evaluating.outputs import INDEX_BYTES, PART_BYTES
+from pipeline.training.evaluating.outputs import INDEX_BYTES, PART_BYTES, publishing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -67,7 +67,8 @@ class _ArrayFiles:
         """Write the pending arrays."""
         for name, arrays in self.pending.items():
             path = self.folder / f"{name}-{self.written.get(name, 0):05d}.safetensors"
-            publish_tensors(Disk(), path, {id_: torch.from_numpy(array) for id_, array in arrays.items()})
+            with publishing(path) as (partial,):
+                write_tensors(partial, {id_: torch.from_numpy(array) for id_, array in arrays.items()}, Disk())
             self.paths.append(path)
             self.written[name] = self.written.get(name, 0) + 1
         self.pending, self.bytes = {}, 0
@@ -81,7 +82,7 @@ def write_tables(
     disk.make_folder(folder)
     arrays, layout = _ArrayFiles(folder, part_bytes), _Layout(gathered)
     tables = [folder / CSV, folder / LINES, *([folder / PARQUET] if parquet else [])]
-    with publishing(disk, *tables) as partials:
+    with publishing(*tables) as partials:
         with ExitStack() as stack:
             files = [stack.enter_context(path.open("x", encoding="utf-8", newline="")) for path in partials[:2]]
             typed = stack.enter_context(_ParquetRows(partials[2], layout)) if parquet else None

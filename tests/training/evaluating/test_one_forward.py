@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.training.evaluating.one_forward import computed_once
+from pipeline.training.evaluating.evaluator import computed_once
 
 
 class Counted(nn.Module):

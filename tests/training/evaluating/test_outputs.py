@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import shutil
 import tracemalloc
 
 import numpy as np
@@ -17,6 +18,7 @@ from safetensors.numpy import load_file
 
 from pipeline.errors import ConfigError, DataError, JobFailed
 from pipeline.files import cell_text
+from pipeline.training.checkpoints.sealed_folder import FolderDamaged
 from pipeline.training.evaluating.outputs import GatheredOutputs, OutputWriter
 from pipeline.training.evaluating.prediction_tables import write_tables
 from tests.training.checkpoints.saved import kill_at_each_step, on_full_disk, spoil
@@ -190,19 +192,19 @@ CHANGES = [bytearray.pop, lambda data: data.append(data.pop() ^ 1), bytearray.cl
 IS_FLIPPED = 1
 
 
-@pytest.mark.parametrize("suffix", [".json", ".safetensors"])
-def test_a_damaged_part_is_refused_and_its_items_are_done_again(tmp_path, suffix, caplog):
+@pytest.mark.parametrize("file", ["manifest.json", "values.safetensors"])
+def test_a_damaged_part_is_refused_and_its_items_are_done_again(tmp_path, file, caplog):
     for number, change in enumerate(CHANGES):
         folder = tmp_path / str(number)
         write(folder, 0, list(range(9)), part_bytes=1)
-        spoil(folder / f"part-00000-000004{suffix}", change)
-        with pytest.raises(DataError, match="part-00000-000004") as refused:
+        spoil(folder / "part-00000-000004" / file, change)
+        with pytest.raises(FolderDamaged, match="part-00000-000004") as refused:
             GatheredOutputs(folder)
         if number != IS_FLIPPED:  # of a whole length: only reading finds it
             assert OutputWriter(folder, 1).done_numbers().tolist() == [0, 1, 2, 3, 5, 6, 7, 8]
             assert "part-00000-000004" in caplog.text
         else:
-            (folder / refused.value.remedy.split()[1]).unlink()
+            shutil.rmtree(folder / refused.value.remedy.split()[2])
         write(folder, 1, [4])
         check(GatheredOutputs(folder), range(9))
 
@@ -279,7 +281,7 @@ def test_tables_have_every_number_and_arrays_whatever_the_ids(tmp_path):
     for number, (id_, row) in enumerate(zip(IDS, rows, strict=True)):
         np.testing.assert_array_equal(load_file(folder / row["map.file"])[id_], np.full((number, 2), number))
     everywhere = {path.parent for path in tmp_path.rglob("*") if path.is_file()}
-    assert everywhere == {tmp_path / "parts", folder}
+    assert everywhere == {tmp_path / "parts/part-00000-000000", folder}
 
 
 def test_what_is_not_finite_is_null_in_json_and_itself_in_the_table(tmp_path):

@@ -48,7 +48,7 @@ class Grabbing(Tiny):
 
 
 @pytest.mark.nightly
-def test_what_no_look_finds_is_looked_for_once_and_told_without_blaming_a_log(
+def test_what_an_inspection_misses_is_inspected_once_and_reported_without_blaming_a_log(
     tmp_path: Path, inspected: list[int]
 ) -> None:
     plot = Plot(train={"epochs": 40})
@@ -62,5 +62,5 @@ def test_what_no_look_finds_is_looked_for_once_and_told_without_blaming_a_log(
     assert len(inspected) <= WINDOW + SETTLED, "a short training is inspected once"
     told = told_of(run)
     assert told
-    assert all("was not found" in line and "kept by" not in line for line in told)
+    assert all("no growing object was found" in line and "kept by" not in line for line in told)
     assert any("host memory grows" in warning for warning in run.tell.report.warnings.values())
