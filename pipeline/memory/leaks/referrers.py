@@ -17,14 +17,12 @@ import os
 import sys
 import time
 from collections import deque
+from importlib.util import find_spec
 from itertools import chain, filterfalse, groupby, starmap
 from operator import itemgetter, methodcaller
 from pathlib import Path
 from types import CellType, FrameType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -35,15 +33,14 @@ _DEPTH, _WIDTH = 6, 24  # of the search
 _NESTED = 2  # tuples in tuples that are looked through
 
 
-def _folder(file: str | None) -> str:
-    return f"{Path(str(file)).parent}{os.sep}"
+def _folder(module: str) -> str:
+    spec = find_spec(module)
+    assert spec is not None
+    return f"{Path(str(spec.origin)).parent}{os.sep}"
 
 
-_MEMORY = Path(__file__).parents[1]
-_LIBRARIES = (
-    "<", _folder(torch.__file__), _folder(np.__file__), f"{_MEMORY}{os.sep}", f"{_MEMORY.with_name('training')}{os.sep}"
-)  # fmt: skip
-_STANDARD = _folder(os.__file__)
+_LIBRARIES = ("<", *map(_folder, ("torch", "numpy", "pipeline.memory", "pipeline.training")))
+_STANDARD = f"{Path(os.__file__).parent}{os.sep}"
 
 
 @functools.lru_cache(maxsize=4096)
