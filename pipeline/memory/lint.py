@@ -1,6 +1,6 @@
 """Settings that change the training, or waste memory or time: a finding for each, with its fix.
 
-docs/explanation/memory.md lists more settings to avoid, which no check looks for.
+docs/explanation/memory.md lists more settings to avoid, which are not checked.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def test_outputs_and_predictions_of_hostile_ids_are_rows_and_no_files(tmp_path: 
     write_tables(GatheredOutputs(tmp_path / "a/outputs"), tmp_path / "a/predictions")
     assert {path.name for path in tmp_path.iterdir()} == {"a"}
     assert {path.name for path in (tmp_path / "a").iterdir()} == {"outputs", "predictions"}
-    assert not [name for name in tree(tmp_path) if "outside" in name or name.count("/") > 2]
+    assert not [name for name in tree(tmp_path) if "outside" in name or name.count("/") > 3]
     lines = (tmp_path / "a/predictions/predictions.jsonl").read_text().split("\n")
     rows = [json.loads(line)["id"] for line in filter(None, lines)]
     assert rows == ids
