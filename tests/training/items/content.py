@@ -187,6 +187,6 @@ def collated_by(task: Any, batch: ItemBatch) -> TaskBatch:
         places = [batch.numbers.index(number) for number in numbers]
         ids = tuple(batch.ids[place] for place in places)
         value = task.collate([batch.items[place] for place in places], item_rng(origin, "\n".join(ids)))
-        return TaskBatch(value, tuple(numbers), ids, origin, again)
+        return TaskBatch(tuple(numbers), ids, origin, value, read_again=again)
 
     return again(batch.numbers, batch.origin)
