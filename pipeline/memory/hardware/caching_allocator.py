@@ -7,21 +7,12 @@ segment never runs out of addresses here; in torch they end at 9/8 of the card, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.memory.hardware.allocator_blocks import (
-    CACHED,
-    LIVE,
-    UNMAPPED,
-    BlockPool,
-    SegmentBlock,
-    free_from,
-    growable,
-    merge,
-)
 from pipeline.units import MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -36,7 +27,9 @@ _LARGE_SEGMENT = 20 * MIB  # kLargeBuffer; large_segment_size() in newer ones
 _OWN_SEGMENT = 10 * MIB  # kMinLargeAlloc: from here on a request gets a segment of its own size
 _LARGE_ROUND = 2 * MIB  # kRoundLarge
 
-_ENDLESS = 1 << 54  # how many addresses an expandable segment has; nobody gets to their end
+_ENDLESS = 1 << 54  # addresses of an expandable segment: more than any run needs
+_ADDRESS_BITS = 56  # of a key, below the size
+LIVE, CACHED, UNMAPPED = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +49,7 @@ class AllocatorSettings:
 
 
 class SimulatedOutOfMemory(RuntimeError):
-    """The GPU would have had no memory left for a block, also after all that is cached was given back."""
+    """The GPU would have had no memory left for a block, even after the cache was emptied."""
 
     def __init__(self, wanted_bytes: int, allocated_bytes: int, reserved_bytes: int, limit_bytes: int) -> None:
         super().__init__(
@@ -67,6 +60,100 @@ class SimulatedOutOfMemory(RuntimeError):
         self.allocated_bytes = allocated_bytes
         self.reserved_bytes = reserved_bytes
         self.limit_bytes = limit_bytes
+
+
+@dataclass(slots=True, eq=False)
+class SegmentBlock:
+    """A range of addresses that is used, cached, or not backed by memory."""
+
+    pool: BlockPool
+    address: int
+    bytes: int
+    state: int
+    before: SegmentBlock | None = None  # neighbours in the segment
+    after: SegmentBlock | None = None
+
+    def cut(self, size: int) -> SegmentBlock:
+        """Shorten the block to `size`; return a new block of the rest."""
+        rest = SegmentBlock(self.pool, self.address + size, self.bytes - size, self.state)
+        rest.before, rest.after = self, self.after
+        if self.after is not None:
+            self.after.before = rest
+        self.after = rest
+        self.bytes = size
+        return rest
+
+    def absorb(self, other: SegmentBlock) -> None:
+        if other is self.before:
+            self.address = other.address
+            self.before = other.before
+            if other.before is not None:
+                other.before.after = self
+        else:
+            self.after = other.after
+            if other.after is not None:
+                other.after.before = self
+        self.bytes += other.bytes
+
+
+@dataclass(slots=True, eq=False)
+class BlockPool:
+    """The cached blocks of small or of large requests, by size, then by address."""
+
+    page_bytes: int
+    start: int  # of its expandable segment
+    least_rest: int  # a rest as large as this is split off
+    keys: list[int] = field(default_factory=list)
+    blocks: list[SegmentBlock] = field(default_factory=list)
+    unmapped: list[SegmentBlock] = field(default_factory=list)  # by address
+
+    def add(self, block: SegmentBlock) -> None:
+        """Add a cached block."""
+        key = block.bytes << _ADDRESS_BITS | block.address
+        place = bisect_left(self.keys, key)
+        self.keys.insert(place, key)
+        self.blocks.insert(place, block)
+
+    def remove(self, block: SegmentBlock) -> None:
+        """Remove a cached block."""
+        place = bisect_left(self.keys, block.bytes << _ADDRESS_BITS | block.address)
+        del self.keys[place]
+        del self.blocks[place]
+
+    def first(self, size: int) -> int:
+        """Return the place of the smallest block that is large enough."""
+        return bisect_left(self.keys, size << _ADDRESS_BITS)
+
+    def add_unmapped(self, block: SegmentBlock) -> None:
+        """Add a block that is not backed by memory."""
+        self.unmapped.append(block)
+        self.unmapped.sort(key=lambda free: free.address)
+
+
+def merge(block: SegmentBlock) -> None:
+    """Merge a block with neighbours of the same state (`try_merge_blocks`)."""
+    for neighbour in (block.before, block.after):
+        if neighbour is not None and neighbour.state == block.state:
+            if block.state == CACHED:
+                block.pool.remove(neighbour)
+            else:
+                block.pool.unmapped.remove(neighbour)
+            block.absorb(neighbour)
+
+
+def growable(block: SegmentBlock) -> int:
+    """Return how large a block is, or can become."""
+    after = block.after
+    return block.bytes + (after.bytes if after is not None and after.state == UNMAPPED else 0)
+
+
+def free_from(block: SegmentBlock | None, enough: int) -> int:
+    """Return the free bytes of addresses from a block on, counting no further than `enough`."""
+    free = 0
+    while block is not None and block.state != LIVE and free < enough:
+        free += block.bytes
+        block = block.after
+    return free
 
 
 class Allocator:
@@ -82,15 +169,15 @@ class Allocator:
         self.settings = settings
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
-        self.segments_made = self.segments_freed = 0  # calls of the driver, each of which is slow
-        self.retries = 0  # how often the whole cache was given back for a block
+        self.segments_made = self.segments_freed = 0  # slow calls of the driver
+        self.retries = 0  # how often the cache was emptied for a block
         self._fraction_bytes = limit_bytes if is_fraction else None
         self._most_bytes = _ENDLESS if limit_bytes is None else limit_bytes
         self._small = BlockPool(_SMALL_SEGMENT, 0, _LEAST)
         self._large = BlockPool(_LARGE_SEGMENT, _ENDLESS, _LEAST if settings.expandable else _SMALL + 1)
         self._next_address = 0
         self._blocks: dict[int, SegmentBlock] = {}  # by number
-        self._left: list[SegmentBlock] = []  # by tapes, which alone knew their numbers
+        self._left: list[SegmentBlock] = []  # live blocks of tapes that ended
 
     def play(self, tape: Tape) -> None:
         """Play a tape; its own blocks that it does not release stay in use."""

@@ -1,7 +1,7 @@
 """GPUs by name: the memory that programs can use, their rates, and what else occupies their memory.
 
-The one place that knows names and sizes: `pipeline init` reads them here too. All figures are of one GPU as programs
-see them: one of an A16's four.
+No other file knows names and sizes; `pipeline init` reads them here. All figures are of one GPU as programs see them:
+one of an A16's four.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ SizesGib: TypeAlias = tuple[int, ...]
 
 _GIGA, _TERA = 10**9, 10**12
 
-# NCCL's buffers: 0.5 to 0.7 GB seen per group of several GPUs; the most of it is planned for. They are taken as
-# ranks join (`ProcessGroup.warm_up`), so that what is measured before the first step is measured beside them.
+# NCCL's buffers: 0.5 to 0.7 GB seen per group of several GPUs; the most of it is planned for. They are allocated
+# as ranks join (`ProcessGroup.warm_up`), before anything of the first step is measured.
 COMMUNICATOR_BYTES = 700 * 10**6
-# What is unknown: kernels that are loaded when first called, cuDNN's plans, page tables, drivers that keep more.
+# For the unknown: kernels that are loaded when first called, cuDNN's plans, page tables, drivers that keep more.
 _RESERVE_SHARE, _LEAST_RESERVE_BYTES = 0.01, 128 * MIB
 # Of a size without a name: most cards have up to a sixteenth less than their box says (an A10 a twelfth).
 _UNNAMED_RESERVE_SHARE = 1 / 16
-# A process that has done nothing else than to begin: 287 MB (pytorch#86509, loading lazily, as torch does since 1.13),
+# A process that has only started: 287 MB (pytorch#86509, loading lazily, as torch does since 1.13),
 # 300-400 MB on a V100 (pytorch#20532), 256 MiB on a 3090 (InvokeAI#9413), 426 MiB on an Ada card (unsloth-zoo#1053),
 # 522 MiB on an H100 and 616 MiB on a newer one (LMCache#4019). By generation, rounded up; a profile corrects it.
 _CONTEXT_MIB = {3: 350, 6: 350, 7: 400, 8: 450, 9: 550, 10: 640, 12: 640}
 # parseChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp: 32 MiB on Hopper and Blackwell, else 2 x 4 MiB
-# and 8 x 16 KiB; cuBLASLt has 1 MiB beside it. Each thread has its own: one runs forward, another backward.
+# and 8 x 16 KiB; cuBLASLt has 1 MiB more. Each thread has its own: one runs forward, another backward.
 _CUBLAS_BYTES, _CUBLAS_HOPPER_BYTES, _CUBLASLT_BYTES = 8 * MIB + 128 * 1024, 32 * MIB, MIB
 _THREADS = 2
 
@@ -41,14 +41,14 @@ class Device:
 
     name: str
     usable_bytes: int  # torch's "total capacity": all processes and contexts together
-    reserve_bytes: int  # left alone, for what nobody knows
+    reserve_bytes: int  # kept free for the unknown
     context_bytes: int  # CUDA's own, of each process, outside torch
     capability: tuple[int, int]
     fp32_flops: float  # peak rates per second, dense
     tf32_flops: float  # fp32's where there are no such units
     half_flops: float  # fp16, and bf16 where it has it, adding up in fp32
     bandwidth: float  # bytes per second
-    notes: tuple[str, ...] = ()  # what was assumed
+    notes: tuple[str, ...] = ()  # assumptions
 
     @property
     def has_fp16(self) -> bool:
@@ -74,7 +74,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class _Card:
-    """A model of GPU; `told_gib` where nvidia-smi's total in GiB is not that of torch's rounded down."""
+    """A model of GPU; `smi_gib` where nvidia-smi's total in GiB is not that of torch's rounded down."""
 
     usable_gib: float
     capability: tuple[int, int]
@@ -82,12 +82,12 @@ class _Card:
     tf32: float
     half: float
     bandwidth: float  # GB/s
-    words: str = ""  # what a name has that means this one among its like
-    told_gib: int = 0
+    words: str = ""  # pattern of names that mean this card among others of its model
+    smi_gib: int = 0
 
     @property
     def size_gib(self) -> int:
-        return self.told_gib or int(self.usable_gib)
+        return self.smi_gib or int(self.usable_gib)
 
 
 # Memory: the least "total capacity" that torch's out-of-memory errors report in public threads (139.72, 178.35, 79.10,
@@ -100,8 +100,8 @@ _CARDS: dict[str, _Card] = {
     "h100-80gb-sxm": _Card(79.10, (9, 0), 67, 494.7, 989.4, 3350, words="sxm|hbm3"),
     "h100-94gb-nvl": _Card(93.00, (9, 0), 60, 417.5, 835.5, 3900, words="nvl"),
     # H200 data sheet: SXM as H100, 4.8 TB/s; NVL 60/835*/1,671*. torch calls the one "NVIDIA H200", the other "… NVL"
-    "h200-141gb-nvl": _Card(139.72, (9, 0), 60, 417.5, 835.5, 4800, words="nvl", told_gib=140),
-    "h200-141gb-sxm": _Card(139.72, (9, 0), 67, 494.7, 989.4, 4800, words="sxm|hbm3|^nvidia_h200$", told_gib=140),
+    "h200-141gb-nvl": _Card(139.72, (9, 0), 60, 417.5, 835.5, 4800, words="nvl", smi_gib=140),
+    "h200-141gb-sxm": _Card(139.72, (9, 0), 67, 494.7, 989.4, 4800, words="sxm|hbm3|^nvidia_h200$", smi_gib=140),
     # Blackwell architecture brief, HGX B200 at 1,000 W, of 8: TF32 2.2 PF*, FP16 4.5 PF*; 7.7 TB/s
     "b200-180gb": _Card(178.35, (10, 0), 75, 1100, 2250, 7700),
     # A100 data sheet: 19.5/156/312; 40 GB 1,555 GB/s; 80 GB PCIe 1,935, SXM 2,039 GB/s
@@ -141,33 +141,32 @@ _CARDS: dict[str, _Card] = {
     "rtx-5000-ada": _Card(31, (8, 9), 65.3, 130.6, 261.1, 576),
     "rtx-4090": _Card(23.51, (8, 9), 82.6, 82.6, 165.2, 1008),
     # RTX Blackwell white paper: RTX PRO 6000 (its server edition), RTX 5090; GA102 white paper: RTX 3090
-    "rtx-pro-6000": _Card(94.50, (12, 0), 120, 240, 480, 1597, told_gib=95),
+    "rtx-pro-6000": _Card(94.50, (12, 0), 120, 240, 480, 1597, smi_gib=95),
     "rtx-5090": _Card(31.34, (12, 0), 104.8, 104.8, 209.5, 1792),
     "rtx-3090": _Card(23.50, (8, 6), 35.6, 35.6, 71, 936),
     # Pascal white paper
     "gtx-1080-ti": _Card(10, (6, 1), 11.3, 11.3, 0, 484),
 }
 
-# How names speak of a server's cards, and of others; the first that is found counts: a10g before a10.
-_SERVER = sorted({name.split("-")[0] for name in _CARDS if not name.startswith(("rtx", "gtx", "titan"))}, key=len)
-_SPOKEN: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("v100s?", tuple(name for name in _CARDS if name.startswith("v100"))),
-    *((word, tuple(name for name in _CARDS if name.split("-")[0] == word)) for word in reversed(_SERVER)),
-    ("(?:rtx)?_?a6000", ("rtx-a6000",)),
-    ("(?:rtx)?_?a5000", ("rtx-a5000",)),
-    ("rtx_?8000", ("rtx-8000",)),
-    ("rtx_?6000_ada", ("rtx-6000-ada",)),
-    ("rtx_?5000_ada", ("rtx-5000-ada",)),
-    ("rtx_?pro_?6000", ("rtx-pro-6000",)),
-    ("rtx_?6000", ("rtx-6000", "rtx-6000-ada")),  # Quadro or Ada
-    ("(?:rtx)?_?5090", ("rtx-5090",)),
-    ("(?:rtx)?_?4090", ("rtx-4090",)),
-    ("(?:rtx)?_?3090", ("rtx-3090",)),
-    ("(?:rtx)?_?2080_?ti", ("rtx-2080-ti",)),
-    ("(?:gtx)?_?1080_?ti", ("gtx-1080-ti",)),
-    ("titan_?rtx", ("titan-rtx",)),
-)
-_NAMED = tuple((re.compile(rf"(?<![a-z0-9]){spoken}(?![0-9])"), cards) for spoken, cards in _SPOKEN)
+
+def _model(card: str) -> str:
+    """Return the name of a card without its size and form."""
+    return re.sub(r"-\d+gb.*", "", card)
+
+
+_MODELS = {model: tuple(card for card in _CARDS if _model(card) == model) for model in map(_model, _CARDS)}
+_MODELS["rtx-6000"] += ("rtx-6000-ada",)  # many write only RTX 6000
+# Spellings that do not follow from the name of a model.
+_SPELLED = {"v100": "v100s?", "rtx-6000": "rtx_?6000", "rtx-8000": "rtx_?8000"}
+
+
+def _spelling(model: str) -> re.Pattern[str]:
+    """Return a pattern of a model's name in a normalised text: rtx_4090, rtx4090 and 4090 are one."""
+    name = re.sub(r"^(rtx|gtx)-", r"(?:\1_?)?", model).replace("-", "_?")
+    return re.compile(rf"(?<![a-z0-9]){_SPELLED.get(model, name)}(?![0-9])")
+
+
+_SPELLINGS = [(_spelling(model), _MODELS[model]) for model in sorted(_MODELS, key=len, reverse=True)]  # a10g, then a10
 _SLICE = re.compile(r"(?<![a-z0-9])(\d+)g\.(\d+)gb")  # MIG, such as 1g.10gb or a100_3g.20gb
 _SIZE = re.compile(r"(?<![0-9])(\d+)_?gi?b?(?![a-z0-9.])")
 _BARE_SIZE = re.compile(r"_(\d{2,3})(?![a-z0-9.])")  # as in a100-80
@@ -184,28 +183,35 @@ _WHERE = "the GPU's name"
 
 def device(name: str) -> Device:
     """Return the GPU of a name, or of a plain size such as 24GiB; the smallest where a name fits several."""
-    text = _plain(name.strip())
+    name = name.strip()
+    text = _plain(name)
     if size := _PLAIN_SIZE.fullmatch(text):
         size_bytes = int(float(size[1]) * _UNIT_BYTES[size[2]])
         if not MIB <= size_bytes <= _LARGEST_BYTES:
-            raise ConfigError(
-                f"no GPU has {name.strip()}", where=_WHERE, remedy="use a GPU name, or a size such as 24GiB"
-            )
-        return _unnamed(name.strip(), size_bytes)
-    model, names = _model_in(text)
+            raise ConfigError(f"no GPU has {name}", where=_WHERE, remedy="use a GPU name, or a size such as 24GiB")
+        return _unnamed(name, size_bytes)
+    model, cards = _model_in(text)
     if model and text[model.end() : model.end() + 1].isalpha():
-        raise _unknown(name)  # such as a10o and 3090ti: what follows would be overlooked
+        raise _unknown(name)  # a10o and 3090ti, for example, are other models
     if mig := _SLICE.search(text):  # it is as fast as its share of the compute slices
-        parents = names or (("a30",) if int(mig[2]) in _SLICES_OF_A30_GIB else _SLICED)
+        parents = cards or (("a30",) if int(mig[2]) in _SLICES_OF_A30_GIB else _SLICED)
         return _part(text, parents, _usable_gib(int(mig[2])), int(mig[1]))
-    if not names:
+    if not cards:
         raise _unknown(name)
     sizes = sizes_said(text, bare=True)
-    if sizes and sizes[-1] < min(_CARDS[card].size_gib for card in names):
-        return _part(text, names, _usable_gib(sizes[-1]))
-    candidates = _meant(text, names, sizes)
-    doubt = f"{name.strip()} may be {', '.join(candidates[:-1])} or {candidates[-1]}: assuming the smallest"
+    if sizes and sizes[-1] < min(_CARDS[card].size_gib for card in cards):
+        return _part(text, cards, _usable_gib(sizes[-1]))
+    candidates = _meant(text, cards, sizes)
+    doubt = f"{name} may be {', '.join(candidates[:-1])} or {candidates[-1]}: assuming the smallest"
     return replace(_named(candidates[0]), notes=(doubt,) if len(candidates) > 1 else ())
+
+
+def known_name(card: str) -> str:
+    """Return the canonical name of a card; unknown ones keep their name."""
+    try:
+        return device(card).name
+    except ConfigError:
+        return card
 
 
 def known_names() -> tuple[str, ...]:
@@ -214,7 +220,7 @@ def known_names() -> tuple[str, ...]:
 
 
 def names_a_model(text: str) -> bool:
-    """Return whether a text has the name of a GPU in it."""
+    """Return whether a text contains the name of a GPU."""
     return _model_in(_plain(text))[0] is not None
 
 
@@ -228,7 +234,7 @@ def sizes_gib(name: str) -> SizesGib:
         return (_usable_gib(int(mig[2])),)
     sold = tuple(sorted({_CARDS[card].size_gib for card in _model_in(text)[1]}))
     sizes = sizes_said(text)
-    if sold and sizes and sizes[-1] < min(sold):  # a part of one, such as h200.35gb
+    if sold and sizes and sizes[-1] < min(sold):  # a part of a GPU, such as h200.35gb
         return (_usable_gib(sizes[-1]),)
     if len(sold) > 1:
         return nearest_sizes(sold, sizes_said(text, bare=True)) or sold
@@ -236,11 +242,11 @@ def sizes_gib(name: str) -> SizesGib:
 
 
 def sizes_said(text: str, *, bare: bool = False) -> list[int]:
-    """Return the sizes in GiB beside a GPU's name; with `bare`, also numbers without a unit if there are no others."""
-    beside = _plain(text)
-    if (model := _model_in(beside)[0]) is not None:  # its name may look like a size: a10g
-        beside = beside[: model.start()] + beside[model.end() :]
-    matches = _SIZE.findall(beside) or (_BARE_SIZE.findall(beside) if bare else [])
+    """Return the sizes in GiB that follow or precede a GPU's name; with `bare`, also numbers without a unit."""
+    rest = _plain(text)
+    if (model := _model_in(rest)[0]) is not None:  # its name may look like a size: a10g
+        rest = rest[: model.start()] + rest[model.end() :]
+    matches = _SIZE.findall(rest) or (_BARE_SIZE.findall(rest) if bare else [])
     return [int(size) for size in matches]
 
 
@@ -250,24 +256,23 @@ def nearest_sizes(sold: SizesGib, said: list[int]) -> SizesGib:
 
 
 def _plain(name: str) -> str:
-    """Return a name normalised for the patterns."""
     return re.sub(r"[\s-]", "_", name.lower())
 
 
 def _model_in(text: str) -> tuple[re.Match[str] | None, tuple[str, ...]]:
     """Return where a text names a GPU, and which cards that may mean."""
-    return next(((match, cards) for spoken, cards in _NAMED if (match := spoken.search(text))), (None, ()))
+    return next(((match, cards) for spelling, cards in _SPELLINGS if (match := spelling.search(text))), (None, ()))
 
 
 def _usable_gib(said_gib: int) -> int:
-    """Return what is surely usable of the size in a name."""
+    """Return the GiB that are surely usable of the size in a name."""
     return max(1, said_gib * 15 // 16)
 
 
-def _meant(text: str, names: tuple[str, ...], said: list[int]) -> list[str]:
+def _meant(text: str, cards: tuple[str, ...], said: list[int]) -> list[str]:
     """Return the cards that a name can mean, the least first: the smallest, then the slowest."""
-    sizes = nearest_sizes(tuple(_CARDS[card].size_gib for card in names), said)
-    candidates = [card for card in names if not sizes or _CARDS[card].size_gib in sizes]
+    sizes = nearest_sizes(tuple(_CARDS[card].size_gib for card in cards), said)
+    candidates = [card for card in cards if not sizes or _CARDS[card].size_gib in sizes]
     worded = [card for card in candidates if _CARDS[card].words and re.search(_CARDS[card].words, text)]
     return sorted(worded or candidates, key=lambda card: (_CARDS[card].usable_gib, *_speed(card)))
 
@@ -283,27 +288,18 @@ def _reserve(size: int, share: float = _RESERVE_SHARE) -> int:
 def _named(name: str) -> Device:
     card = _CARDS[name]
     usable = int(card.usable_gib * GIB)
-    return Device(
-        name=name,
-        usable_bytes=usable,
-        reserve_bytes=_reserve(usable),
-        context_bytes=_CONTEXT_MIB[card.capability[0]] * MIB,
-        capability=card.capability,
-        fp32_flops=card.fp32 * _TERA,
-        tf32_flops=card.tf32 * _TERA,
-        half_flops=card.half * _TERA,
-        bandwidth=card.bandwidth * _GIGA,
-    )
+    context = _CONTEXT_MIB[card.capability[0]] * MIB
+    rates = (card.fp32 * _TERA, card.tf32 * _TERA, card.half * _TERA, card.bandwidth * _GIGA)
+    return Device(name, usable, _reserve(usable), context, card.capability, *rates)
 
 
-def _part(text: str, names: tuple[str, ...], usable_gib: int, slices: int = 0) -> Device:
-    """Return a slice of a GPU with so much memory and so many compute slices."""
-    large = [card for card in names if _CARDS[card].usable_gib >= usable_gib] or list(names)
+def _part(text: str, cards: tuple[str, ...], usable_gib: int, slices: int = 0) -> Device:
+    """Return a slice of a GPU with this much memory and this many compute slices."""
+    large = [card for card in cards if _CARDS[card].usable_gib >= usable_gib] or list(cards)
     parent = min(large, key=_speed)
-    whole = _named(parent)
-    memory = min(1.0, usable_gib * GIB / whole.usable_bytes)
+    whole, usable = _named(parent), usable_gib * GIB
+    memory = min(1.0, usable / whole.usable_bytes)
     compute = min(1.0, slices / _FEWER_SLICES.get(parent, _SLICES)) if slices else memory
-    usable = usable_gib * GIB
     return replace(
         whole,
         name=text,
@@ -336,17 +332,8 @@ def _unnamed(name: str, size: int) -> Device:
 
 
 def _unknown(name: str) -> ConfigError:
-    names = (card.split("-")[0] if card.split("-")[0] in _SERVER else card for card in _CARDS)
-    short = {_plain(card).replace("_", ""): card for card in dict.fromkeys(names)}
+    short = {model.replace("-", ""): model for model in _MODELS}
     near = difflib.get_close_matches(_plain(name).replace("_", ""), short, n=4)
     known = f"similar: {', '.join(short[key] for key in near)}" if near else f"known: {', '.join(short.values())}"
     problem = f'unknown GPU "{name}" ({known})'
     return ConfigError(problem, where=_WHERE, remedy="use a known name or its memory, such as 24GiB")
-
-
-def known_name(card: str) -> str:
-    """Return the canonical name of a card; unknown ones keep their name."""
-    try:
-        return device(card).name
-    except ConfigError:
-        return card

@@ -12,8 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.memory.footprint import Tape
-from pipeline.memory.hardware.allocator_blocks import CACHED, UNMAPPED
-from pipeline.memory.hardware.caching_allocator import Allocator, AllocatorSettings, SimulatedOutOfMemory
+from pipeline.memory.hardware.caching_allocator import (
+    CACHED,
+    UNMAPPED,
+    Allocator,
+    AllocatorSettings,
+    SimulatedOutOfMemory,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
