@@ -2,7 +2,7 @@
 
 CPU's own autocast leaves softmax, norms, exp and most losses in half precision, where CUDA's takes fp32: a plan made
 with it is low by up to 28%. Here the dispatcher's kernels for CPU autocast are replaced by ones that do what CUDA's do,
-so that casts made inside composite operators are there too.
+so that casts inside composite operators happen too.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 from pipeline.memory.tracing.fake_mode import replaced
 
@@ -29,8 +30,8 @@ Policy: TypeAlias = "Callable[[Operator, Any, Any], Any]"  # of an operator, its
 LOWER, FP32, FP32_DTYPE, FP32_APPENDED, PROMOTE, BANNED = "lower", "fp32", "dtype", "appended", "promote", "banned"
 
 # torch 2.13, aten/src/ATen/autocast_mode.h: AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32,
-# AT_FORALL_FP32_SET_OPT_DTYPE, AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE, AT_FORALL_PROMOTE; autocast_mode.cpp: what is
-# banned, and cudnn_convolution*. What the installed torch does not know, or its CUDA does not cast, is passed over.
+# AT_FORALL_FP32_SET_OPT_DTYPE, AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE, AT_FORALL_PROMOTE; autocast_mode.cpp: those
+# banned, and cudnn_convolution*. `policies` skips names that the installed torch does not cast on CUDA.
 POLICIES = {
     LOWER: """
         _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
@@ -65,56 +66,45 @@ def policies() -> dict[str, str]:
     return {name: policy for policy, names in POLICIES.items() for name in names.split() if name in cast}
 
 
-@contextmanager
-def cuda_casts() -> Iterator[None]:
-    """Let `torch.autocast("cpu", …)` cast as CUDA's does; may be nested.
-
-    Kernels belong to the process: other threads that use CPU's autocast meanwhile get the same casts.
-    """
-    global _depth
-    with _LOCK:
-        _depth += 1
-        if _depth == 1:
-            _KERNELS.enter_context(_installed())
-    try:
-        yield
-    finally:
-        with _LOCK:
-            _depth -= 1
-            if _depth == 0:
-                _KERNELS.close()
-
-
-_LOCK, _KERNELS = threading.Lock(), ExitStack()
-_depth = 0  # how often it is open now
-
-
 class _Cached(NamedTuple):
     weight: weakref.ref[torch.Tensor]
     cast: torch.Tensor
 
 
-_CACHE: dict[int, _Cached] = {}  # casts of weights live until the outermost autocast ends, by the weight's id
+_CACHE: dict[int, _Cached] = {}  # casts of weights until the outermost autocast ends, by the weight's id
+_ONE_AT_A_TIME = threading.RLock()  # kernels belong to the process
+_is_entered = False
 
 
 @contextmanager
-def _installed() -> Iterator[None]:
-    policy_of = policies()
-    of_cpu = _registered("AutocastCPU") - set(policy_of) - _CPU_ONLY_KEPT
-    kernels: dict[str, Kernel] = dict.fromkeys(sorted(of_cpu), torch.library.fallthrough_kernel)
-    kernels |= {name: _kernel(_POLICIES[policy], _operator(name)) for name, policy in policy_of.items()}
-    clear = torch.clear_autocast_cache
+def cuda_casts() -> Iterator[None]:
+    """Let `torch.autocast("cpu", …)` cast as CUDA's does; may be nested.
 
-    def clear_all() -> None:
-        _CACHE.clear()
-        clear()
-
-    # the outermost autocast calls it as it ends
-    with replaced(kernels, "AutocastCPU"), patch.object(torch, "clear_autocast_cache", clear_all):
-        try:
+    Other threads that use CPU's autocast meanwhile get the same casts.
+    """
+    global _is_entered
+    with _ONE_AT_A_TIME:
+        if _is_entered:
             yield
-        finally:
+            return
+        policy_of = policies()
+        of_cpu = _registered("AutocastCPU") - set(policy_of) - _CPU_ONLY_KEPT
+        kernels: dict[str, Kernel] = dict.fromkeys(sorted(of_cpu), torch.library.fallthrough_kernel)
+        kernels |= {name: _kernel(_POLICIES[policy], _operator(name)) for name, policy in policy_of.items()}
+        clear = torch.clear_autocast_cache
+
+        def clear_all() -> None:
             _CACHE.clear()
+            clear()
+
+        # the outermost autocast calls it as it ends
+        with replaced(kernels, "AutocastCPU"), patch.object(torch, "clear_autocast_cache", clear_all):
+            _is_entered = True
+            try:
+                yield
+            finally:
+                _is_entered = False
+                _CACHE.clear()
 
 
 def _registered(key: str) -> set[str]:
@@ -147,12 +137,13 @@ def _casting(choose: Callable[[Any], torch.dtype]) -> Policy:
     return policy
 
 
-def _lower(_: Any) -> torch.dtype:
+def _lower(_: Any = None) -> torch.dtype:
     return torch.get_autocast_dtype("cpu")
 
 
 def _widest(inputs: Any) -> torch.dtype:
-    return torch.float32 if any(tensor.dtype == torch.float32 for tensor in _eligible(inputs)) else _lower(inputs)
+    of_tensors = (leaf.dtype for leaf in tree_leaves(inputs) if _is_eligible(leaf))
+    return torch.float32 if torch.float32 in of_tensors else _lower()
 
 
 def _fp32_dtype(operator: Operator, args: Any, kwargs: Any) -> Any:
@@ -195,7 +186,7 @@ _POLICIES: dict[str, Policy] = {
 
 
 def _cast_all(dtype: torch.dtype, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    # a mode of the caller's has already seen this call, and must not see what it is made of
+    # a mode of the caller's has already seen this call, and must not see its casts
     with torch._C.DisableTorchFunction():
         return tuple(_cast(dtype, arg) for arg in args), {name: _cast(dtype, arg) for name, arg in kwargs.items()}
 
@@ -222,18 +213,9 @@ def _cached(dtype: torch.dtype, weight: torch.Tensor) -> torch.Tensor:
     return entry.cast
 
 
-def _eligible(value: Any) -> Iterator[torch.Tensor]:
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    for part in parts:
-        yield from _eligible(part)
-    if _is_eligible(value):
-        yield value
-
-
 def _is_eligible(value: Any) -> bool:
-    if not isinstance(value, torch.Tensor):
-        return False
-    return value.is_cpu and value.is_floating_point() and value.dtype != torch.float64
+    is_plain = isinstance(value, torch.Tensor) and value.is_cpu and value.is_floating_point()
+    return bool(is_plain and value.dtype != torch.float64)
 
 
 @contextmanager
@@ -254,15 +236,7 @@ def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # no
     return tensor * torch.empty_like(tensor).bernoulli_(1 - p).div_(1 - p)
 
 
-def _softmax(tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return _normalised(torch.ops.aten._softmax, tensor, dim, dtype)
-
-
-def _log_softmax(tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return _normalised(torch.ops.aten._log_softmax, tensor, dim, dtype)
-
-
-def _normalised(operator: Any, tensor: torch.Tensor, dim: int, dtype: torch.dtype | None) -> torch.Tensor:
+def _normalised(operator: Any, tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     at_once = isinstance(tensor, FakeTensor) and (tensor.dtype, dtype) == (torch.float16, torch.float32)
     converted = tensor if dtype is None or at_once else tensor.to(dtype)
     result: torch.Tensor = operator(converted, dim, at_once)
@@ -301,7 +275,7 @@ class _FusedNorm(torch.autograd.Function):
 _FUSED_NORM: Any = _FusedNorm.apply  # torch gives it no types
 _COMPOSITES: dict[str, Callable[..., Any]] = {
     "dropout": _dropout,
-    "softmax.int": _softmax,
-    "log_softmax.int": _log_softmax,
+    "softmax.int": functools.partial(_normalised, torch.ops.aten._softmax),
+    "log_softmax.int": functools.partial(_normalised, torch.ops.aten._log_softmax),
     "rms_norm": _rms_norm,
 }

@@ -1,11 +1,11 @@
-"""Which kernel scaled dot-product attention takes on a CUDA card, and fake tensors that are allocated as it does.
+"""Which kernel scaled dot-product attention takes on a GPU, and fake tensors that are allocated as it does.
 
-The choice follows torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, the padding of heads and masks
-attention.cpp beside it. Outputs, log-sum-exps and what is saved for backward are those of torch's own shape functions;
-what the kernels allocate within themselves is in `kernel_workspace`.
+The choice follows torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp; the padding of heads and masks
+attention.cpp in the same folder. Outputs, log-sum-exps and tensors saved for backward are those of torch's own shape
+functions; `kernel_workspace` has what the kernels allocate internally.
 
-Taken for granted: a torch with all kernels built and a cuDNN newer than 9.15, as wheels for CUDA 13 have; no nested
-tensors; no Flash Attention 3. Pointers are taken to be as aligned as their offsets.
+Assumed: a torch with all kernels built and a cuDNN newer than 9.15, as wheels for CUDA 13 have; no nested tensors; no
+Flash Attention 3; pointers as aligned as their offsets.
 
 Shapes: B items, H heads, Q queries, K keys, D head dimension.
 """
@@ -23,18 +23,19 @@ from torch.backends import cuda
 from pipeline.memory.tracing.fake_mode import replaced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 Capability = tuple[int, int]
 
 _SWITCHES: Any = cuda  # which kernels are allowed; torch gives them no types
+_ATEN: Any = torch.ops.aten
 
 _HALVES = (torch.float16, torch.bfloat16)
 _OLDEST_FLASH, _OLDEST_EFFICIENT, _NEWEST = (8, 0), (5, 0), (12, 1)
 _LARGEST_FLASH_HEAD = 256
 _LARGEST_CUDNN_HEAD = 128  # 256 on Hopper with a cuDNN newer than 9.22, which no wheel has yet
 _LARGEST_CUDNN_COUNT = 65535
-_NO_MASK_BACK = False  # what was dropped is not asked for
+_NO_MASK_BACK = False  # the mask of dropped numbers is not needed
 _MASK_ALIGNMENT = _HEAD_ALIGNMENT = 8
 
 
@@ -45,6 +46,7 @@ class Backend(StrEnum):
     EFFICIENT = "efficient"
     CUDNN = "cudnn"
     MATH = "math"
+    CPU_FLASH = "cpu flash"  # of real tensors
 
 
 class AttentionCall(NamedTuple):
@@ -69,13 +71,11 @@ class AttentionCall(NamedTuple):
 
 
 def attention_backend(attention: AttentionCall, capability: Capability) -> Backend:
-    """Return the kernel that a card of this compute capability takes."""
-    usable = {Backend.CUDNN: _cudnn_can, Backend.FLASH: _flash_can, Backend.EFFICIENT: _efficient_can}
-    if capability[0] not in (9, 10) or capability[1] not in (0, 3):  # check_prefer_cudnn_attention
-        usable.pop(Backend.CUDNN)
+    """Return the kernel that a GPU of this compute capability takes."""
     if not _is_plain(attention):
         return Backend.MATH
-    return next((name for name, can in usable.items() if can(attention, capability)), Backend.MATH)
+    usable = {Backend.CUDNN: _cudnn_can, Backend.FLASH: _flash_can, Backend.EFFICIENT: _efficient_can}
+    return next((backend for backend, can in usable.items() if can(attention, capability)), Backend.MATH)
 
 
 def _is_plain(attention: AttentionCall) -> bool:
@@ -86,9 +86,7 @@ def _is_plain(attention: AttentionCall) -> bool:
     if not (query.shape[0] == key.shape[0] == value.shape[0]) or 0 in (query.shape[2], key.shape[2]):
         return False
     heads, of_key, of_value = query.shape[1], key.shape[1], value.shape[1]
-    if attention.gqa:
-        return of_key == of_value and heads % of_key == 0
-    return heads == of_key == of_value
+    return of_key == of_value and (heads % of_key == 0 if attention.gqa else heads == of_key)
 
 
 def _flash_can(attention: AttentionCall, capability: Capability) -> bool:
@@ -100,38 +98,37 @@ def _flash_can(attention: AttentionCall, capability: Capability) -> bool:
         return False
     if attention.causal and query.shape[-2] != key.shape[-2]:
         return False
-    small = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)  # cards with little shared memory
-    if (
-        small
-        and any(tensor.requires_grad for tensor in attention.inputs)
-        and not (head <= 192 or (not attention.dropout and head > 224))
-    ):
-        return False
+    has_little_shared_memory = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
+    if has_little_shared_memory and any(tensor.requires_grad for tensor in attention.inputs):
+        return head <= 192 or (not attention.dropout and head > 224)
     return _OLDEST_FLASH <= capability <= _NEWEST
 
 
 def _efficient_can(attention: AttentionCall, capability: Capability) -> bool:
     query, key, value = attention.inputs
-    types = (torch.float16, torch.float32) + ((torch.bfloat16,) if capability >= (8, 0) else ())
+    ampere = capability >= (8, 0)
+    types = (torch.float16, torch.float32, *((torch.bfloat16,) if ampere else ()))
     if query.dtype not in types or not _SWITCHES.mem_efficient_sdp_enabled():
         return False
     aligned = _gemm_alignment(query.dtype, capability)
     if query.shape[-1] != key.shape[-1] or query.shape[-1] % aligned or value.shape[-1] % aligned:
         return False
-    if capability >= (8, 0) and any(tensor.storage_offset() % aligned for tensor in attention.inputs):
+    if ampere and any(tensor.storage_offset() % aligned for tensor in attention.inputs):
         return False
     return _OLDEST_EFFICIENT <= capability <= _NEWEST
 
 
 def _gemm_alignment(dtype: torch.dtype, capability: Capability) -> int:
-    """Return what the head dimension must be a multiple of (torch's `minimum_gemm_alignment`)."""
+    """Return a factor that the head dimension must have (torch's `minimum_gemm_alignment`)."""
     tensor_cores = capability >= (8, 0) or (capability >= (7, 0) and dtype in _HALVES)
     least = 4 if capability >= (8, 0) else 1
     return max(least, 16 // dtype.itemsize) if tensor_cores else least
 
 
-def _cudnn_can(attention: AttentionCall, capability: Capability) -> bool:  # noqa: ARG001 - asked like the others
+def _cudnn_can(attention: AttentionCall, capability: Capability) -> bool:
     query, key, value = attention.inputs
+    if capability[0] not in (9, 10) or capability[1] not in (0, 3):  # check_prefer_cudnn_attention
+        return False
     deterministic = torch.are_deterministic_algorithms_enabled()
     if deterministic and not torch.is_deterministic_algorithms_warn_only_enabled():
         return False
@@ -149,7 +146,7 @@ def _cudnn_can(attention: AttentionCall, capability: Capability) -> bool:  # noq
 
 @contextmanager
 def cuda_attention(capability: Capability) -> Iterator[None]:
-    """Let attention on fake tensors allocate as on such a card, forward and backward; real tensors are left alone."""
+    """Let attention on fake tensors allocate as on such a GPU, forward and backward; real tensors are left alone."""
 
     def attend(
         query: torch.Tensor,
@@ -169,21 +166,43 @@ def cuda_attention(capability: Capability) -> Iterator[None]:
 
 
 def _attend(attention: AttentionCall, scale: float | None, capability: Capability) -> torch.Tensor:
-    """Run the kernel that the card would take; on real tensors, the one that the CPU would."""
-    query, key, value, mask, dropout, causal, _ = attention
-    chosen = attention_backend(attention, capability) if isinstance(query, FakeTensor) else None
-    additive = _additive(mask, query.dtype)
-    if chosen is None and _on_cpu(attention, scale):
-        return _first(
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                query, key, value, dropout, causal, attn_mask=additive, scale=scale
-            )
+    """Run the kernel that the GPU would take; on real tensors, the one that the CPU would."""
+    query, key, value, mask, dropout, causal, gqa = attention
+    chosen = Backend.MATH
+    if isinstance(query, FakeTensor):
+        chosen = attention_backend(attention, capability)
+    elif _takes_flash_on_cpu(attention, scale):
+        chosen = Backend.CPU_FLASH
+    if mask is not None and mask.dtype == torch.bool:  # convert_boolean_attn_mask
+        mask = torch.where(mask.logical_not(), float("-inf"), torch.zeros((), dtype=query.dtype, device=mask.device))
+    head, trains = query.shape[-1], attention.trains
+    out: torch.Tensor
+    if chosen is Backend.CPU_FLASH:
+        out, *_ = _ATEN._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout, causal, attn_mask=mask, scale=scale
         )
-    return _KERNELS[chosen or Backend.MATH](attention._replace(mask=additive), scale)
+    elif chosen is Backend.FLASH:
+        padded = [_padded(tensor, _HEAD_ALIGNMENT) for tensor in attention.inputs]
+        scale = scale or head**-0.5
+        out, *_ = _ATEN._scaled_dot_product_flash_attention(*padded, dropout, causal, _NO_MASK_BACK, scale=scale)
+        out = out[..., :head]
+    elif chosen is Backend.EFFICIENT:
+        mask = _aligned(mask, (*query.shape[:3], key.shape[2]))
+        out, *_ = _ATEN._scaled_dot_product_efficient_attention(
+            query, key, value, mask, trains, dropout, causal, scale=scale
+        )
+    elif chosen is Backend.CUDNN:
+        out, *_ = _ATEN._scaled_dot_product_cudnn_attention(
+            query, key, value, mask, trains, dropout, causal, _NO_MASK_BACK, scale=scale
+        )
+    else:
+        out, *_ = _ATEN._scaled_dot_product_attention_math(
+            query, key, value, mask, dropout, causal, None, scale=scale, enable_gqa=gqa
+        )
+    return out
 
 
-def _on_cpu(attention: AttentionCall, scale: float | None) -> bool:
-    """Tell whether torch itself would take the CPU's flash kernel."""
+def _takes_flash_on_cpu(attention: AttentionCall, scale: float | None) -> bool:
     query, key, value, mask, dropout, causal, gqa = attention
     choice = torch._fused_sdp_choice(
         query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=gqa
@@ -191,85 +210,16 @@ def _on_cpu(attention: AttentionCall, scale: float | None) -> bool:
     return bool(choice == torch.nn.attention.SDPBackend.FLASH_ATTENTION.value)
 
 
-def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return a boolean mask as numbers to add to the scores (torch's `convert_boolean_attn_mask`)."""
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    return torch.where(mask.logical_not(), float("-inf"), torch.zeros((), dtype=dtype, device=mask.device))
-
-
-def _flash(attention: AttentionCall, scale: float | None) -> torch.Tensor:
-    head = attention.query.shape[-1]
-    padded = [_padded(tensor, _HEAD_ALIGNMENT) for tensor in attention.inputs]
-    out = torch.ops.aten._scaled_dot_product_flash_attention(
-        *padded,
-        attention.dropout,
-        attention.causal,
-        _NO_MASK_BACK,
-        scale=scale or head**-0.5,
-    )
-    return _first(out)[..., :head]
-
-
-def _efficient(attention: AttentionCall, scale: float | None) -> torch.Tensor:
-    query, key, value = attention.inputs
-    return _first(
-        torch.ops.aten._scaled_dot_product_efficient_attention(
-            query, key, value, _mask_for(attention), attention.trains, attention.dropout, attention.causal, scale=scale
-        )
-    )
-
-
-def _cudnn(attention: AttentionCall, scale: float | None) -> torch.Tensor:
-    query, key, value, mask, dropout, causal, _ = attention
-    return _first(
-        torch.ops.aten._scaled_dot_product_cudnn_attention(
-            query,
-            key,
-            value,
-            mask,
-            attention.trains,
-            dropout,
-            causal,
-            _NO_MASK_BACK,
-            scale=scale,
-        )
-    )
-
-
-def _math(attention: AttentionCall, scale: float | None) -> torch.Tensor:
-    query, key, value, mask, dropout, causal, gqa = attention
-    return _first(
-        torch.ops.aten._scaled_dot_product_attention_math(
-            query, key, value, mask, dropout, causal, None, scale=scale, enable_gqa=gqa
-        )
-    )
-
-
-_KERNELS: dict[Backend, Callable[[AttentionCall, float | None], torch.Tensor]] = {
-    Backend.FLASH: _flash,
-    Backend.EFFICIENT: _efficient,
-    Backend.CUDNN: _cudnn,
-    Backend.MATH: _math,
-}
-
-
-def _mask_for(attention: AttentionCall) -> torch.Tensor | None:
+def _aligned(mask: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor | None:
     """Return the mask as the memory-efficient kernel wants it, copied where its rows are not aligned."""
-    mask = attention.mask
     if mask is None:
         return None
     if mask.stride(-1) != 1 or any(stride % _MASK_ALIGNMENT for stride in mask.stride()[:-1]):
         width = mask.shape[-1]
         mask = torch.nn.functional.pad(mask, (0, _MASK_ALIGNMENT - width % _MASK_ALIGNMENT))[..., :width]
-    return mask.expand(*attention.query.shape[:3], attention.key.shape[2])
+    return mask.expand(shape)
 
 
 def _padded(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
     short = -tensor.shape[-1] % multiple
     return torch.nn.functional.pad(tensor, (0, short)) if short else tensor
-
-
-def _first(outputs: Any) -> torch.Tensor:
-    first: torch.Tensor = outputs[0]
-    return first
