@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_TOTAL_BYTES = 1 << 36  # what a program is told that asks for the card's memory; no plan is made from it
+_TOTAL_BYTES = 1 << 36  # of the GPU, to a program that asks; no plan uses it
 _SIGNS = ("not compiled with CUDA", "no attribute '_cuda", "'CUDA' backend", "No CUDA GPUs", "NVIDIA driver")
 _SILENT = (
     *("init", "synchronize", "empty_cache", "ipc_collect", "set_device", "set_stream", "set_sync_debug_mode"),
@@ -64,7 +64,8 @@ class _Mapping(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.backward:
-            return self._backward(*args, **kwargs)
+            with self:  # for checkpointed layers and hooks
+                return torch.autograd.backward(args[0], kwargs.pop("gradient"), **kwargs)
         if func in _LEFT_OUT:
             return args[0]
         if func in _MOVING:
@@ -74,11 +75,6 @@ class _Mapping(TorchFunctionMode):
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         return func(*args, **kwargs)
-
-    def _backward(self, loss: torch.Tensor, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Run backward with the mapping on, for checkpointed layers and hooks."""
-        with self:
-            torch.autograd.backward(loss, gradient, *args, **kwargs)
 
 
 _LEFT_OUT = frozenset({torch.Tensor.cuda, torch.Tensor.pin_memory})
@@ -108,9 +104,6 @@ class Stream:
     def __enter__(self) -> Stream:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        """Leave."""
-
     def query(self) -> bool:
         """Return that all work is done."""
         return True
@@ -126,28 +119,29 @@ class Stream:
     def record(self, *args: Any) -> None:
         """Do nothing."""
 
-    wait = synchronize = wait_stream = wait_event = record
+    wait = synchronize = wait_stream = wait_event = __exit__ = record
 
 
 class _Instances(type):
     """Makes `isinstance` check against the class that is replaced."""
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, cls.real)  # type: ignore[attr-defined]
+        return isinstance(instance, _REAL_GENERATOR)
 
 
 class _Generator(metaclass=_Instances):
     """Makes generators of the CPU, whatever the device."""
 
-    real = torch.Generator
-
     def __new__(cls, device: Any = "cpu") -> Any:
-        return cls.real(device=on_cpu(device, moving=True))
+        return _REAL_GENERATOR(device=on_cpu(device, moving=True))
+
+
+_REAL_GENERATOR = torch.Generator
 
 
 def _answers(capability: tuple[int, int], mode: _Mapping) -> Iterator[tuple[Any, str, Any]]:
     """Yield the patches: object, attribute, replacement."""
-    for name, value in (_queries(capability) | _left_out()).items():
+    for name, value in {**_queries(capability), **_commands()}.items():
         if hasattr(torch.cuda, name):
             yield torch.cuda, name, value
     for name in ("range", "range_push", "range_pop", "mark"):
@@ -160,23 +154,23 @@ def _answers(capability: tuple[int, int], mode: _Mapping) -> Iterator[tuple[Any,
     yield torch.Tensor, "record_stream", _always(None)  # it looks at the stream before any mode does
     yield from _autocast_answers()
     yield from _hook_answers(mode)
-    yield from _default_answers()
+    yield from _device_answers()
 
 
 def _queries(capability: tuple[int, int]) -> dict[str, Callable[..., Any]]:
-    name = f"CUDA {capability[0]}.{capability[1]}"
-    card = SimpleNamespace(
-        name=name, major=capability[0], minor=capability[1], total_memory=_TOTAL_BYTES, multi_processor_count=1
-    )
-    known: dict[str, Any] = {
+    major, minor = capability
+    name = f"CUDA {major}.{minor}"
+    card = SimpleNamespace(name=name, major=major, minor=minor, total_memory=_TOTAL_BYTES, multi_processor_count=1)
+    values: dict[str, Any] = {
         "is_available": True,
         "is_initialized": True,
+        "is_tf32_supported": capability >= (8, 0),
         "device_count": 1,
         "current_device": 0,
         "get_device_name": name,
         "get_device_capability": capability,
         "get_device_properties": card,
-        "get_arch_list": [f"sm_{capability[0]}{capability[1]}"],
+        "get_arch_list": [f"sm_{major}{minor}"],
         "mem_get_info": (_TOTAL_BYTES, _TOTAL_BYTES),
         "memory_stats": {},
         "memory_snapshot": [],
@@ -184,28 +178,22 @@ def _queries(capability: tuple[int, int]) -> dict[str, Callable[..., Any]]:
         "can_device_access_peer": False,
         "initial_seed": 0,
         "utilization": 0,
+        **dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached"), 0),
+        **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "max_memory_cached"), 0),
     }
-    answers: dict[str, Callable[..., Any]] = {name: _always(value) for name, value in known.items()}
-    for kind in ("allocated", "reserved", "cached"):
-        answers |= {f"memory_{kind}": _always(0), f"max_memory_{kind}": _always(0)}
+    answers: dict[str, Callable[..., Any]] = {name: _always(value) for name, value in values.items()}
     answers["is_bf16_supported"] = lambda including_emulation=True: including_emulation or capability >= (8, 0)
-    answers["is_tf32_supported"] = _always(capability >= (8, 0))
     return answers
 
 
-def _left_out() -> dict[str, Any]:
+def _commands() -> dict[str, Any]:
     return {
         **dict.fromkeys(_SILENT, _always(None)),
+        **dict.fromkeys(("Stream", "Event", "ExternalStream"), Stream),
+        **dict.fromkeys(("stream", "StreamContext"), nullcontext),
+        **dict.fromkeys(("device", "device_of"), _Span),
+        **dict.fromkeys(("current_stream", "default_stream"), lambda device=None: Stream()),  # noqa: ARG005
         "_lazy_init": _refuse_caller,
-        "Stream": Stream,
-        "Event": Stream,
-        "ExternalStream": Stream,
-        "stream": lambda stream: nullcontext(stream),
-        "StreamContext": nullcontext,
-        "device": _Span,
-        "device_of": _Span,
-        "current_stream": lambda device=None: Stream(),  # noqa: ARG005
-        "default_stream": lambda device=None: Stream(),  # noqa: ARG005
         "get_rng_state": lambda device="cuda": torch.get_rng_state(),  # noqa: ARG005
         "get_rng_state_all": lambda: [torch.get_rng_state()],
     }
@@ -239,28 +227,32 @@ def _hook_answers(mode: _Mapping) -> Iterator[tuple[Any, str, Any]]:
     hooks = torch.autograd.graph.saved_tensors_hooks
     begin = hooks.__init__
 
+    def within(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def mapped(value: Any) -> Any:
+            with mode:
+                return hook(value)
+
+        return mapped
+
     def begin_mapped(self: Any, pack_hook: Callable[[Any], Any], unpack_hook: Callable[[Any], Any]) -> None:
-        begin(self, _within(mode, pack_hook), _within(mode, unpack_hook))
+        begin(self, within(pack_hook), within(unpack_hook))
 
     yield hooks, "__init__", begin_mapped
     yield torch.autograd, "has_torch_function", _always(value=False)  # of autograd.grad, which would stop the mapping
 
 
-def _default_answers() -> Iterator[tuple[Any, str, Any]]:
+def _device_answers() -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patches of calls that name a device without a function mode seeing it."""
     context = torch.utils._device.DeviceContext
-    begin = context.__init__
+    begin, load, to = context.__init__, torch.load, torch.nn.Module.to
 
     def begin_on_cpu(self: Any, device: Any) -> None:
         begin(self, on_cpu(device, moving=True))
-
-    load = torch.load
 
     def load_on_cpu(*args: Any, **kwargs: Any) -> Any:
         if "map_location" in kwargs:
             kwargs["map_location"] = on_cpu(kwargs["map_location"], moving=True)
         return load(*args, **kwargs)
-
-    to = torch.nn.Module.to
 
     def to_on_cpu(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
         args = tuple(on_cpu(arg, moving=place == 0) for place, arg in enumerate(args))
@@ -281,19 +273,11 @@ def _kind(device_type: str) -> str:
 
 def _for_kind(call: Callable[..., Any]) -> Callable[..., Any]:
     def on_kind(device_type: Any = "cuda", *args: Any) -> Any:
-        if isinstance(device_type, bool):  # set_autocast_enabled(True), of old, means CUDA's
+        if isinstance(device_type, bool):  # the old set_autocast_enabled(True) means CUDA's
             return call("cpu", device_type)
         return call(_kind(device_type), *args)
 
     return on_kind
-
-
-def _within(mode: _Mapping, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def mapped(value: Any) -> Any:
-        with mode:
-            return hook(value)
-
-    return mapped
 
 
 def _always(value: Any) -> Callable[..., Any]:
@@ -301,7 +285,7 @@ def _always(value: Any) -> Callable[..., Any]:
 
 
 class _Span(nullcontext[None]):
-    """A class, as what it replaces is: it stands in annotations, too."""
+    """Stands in for context managers that are classes in torch, since annotations name them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         super().__init__()
