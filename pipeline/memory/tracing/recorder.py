@@ -315,7 +315,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         recording.kernels += 1
         recording.moved_bytes += sum(tensor.nbytes for tensor in (*_tensors(args), *_tensors(out)))
         if func.overloadpacket in flop_registry:
-            recording.flops += _flops(flop_registry[func.overloadpacket], args, kwargs, out)
+            recording.flops += float(flop_registry[func.overloadpacket](*args, **kwargs, out_val=out))
         if size := self._scratch(func, args, kwargs, out):
             self._dies(self._born(size, SCRATCH))
 
@@ -421,27 +421,6 @@ def _tensors(value: Any) -> Iterator[Any]:
 def _class_name(module: nn.Module) -> str:
     """Return the name of a module's class: of the user's own, which FSDP replaces by one of both."""
     return next(kind.__name__ for kind in type(module).__mro__ if not kind.__name__.startswith("FSDP"))
-
-
-def _flops(count: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
-    """Return the floating-point operations of a call; torch's wrapper takes long to find the shapes of tensors."""
-    if (of_shapes := getattr(count, "__wrapped__", None)) is None:
-        return float(count(*args, **kwargs, out_val=out))
-    return _flops_of_shapes(
-        of_shapes, _shapes(args), tuple(zip(kwargs, _shapes([*kwargs.values()]), strict=True)), _shapes(out)
-    )
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _flops_of_shapes(count: Any, shapes: tuple[Any, ...], by_name: tuple[Any, ...], out_shape: Any) -> float:
-    return float(count(*shapes, **dict(by_name), out_shape=out_shape))
-
-
-def _shapes(value: Any) -> Any:
-    """Return a value with its tensors replaced by their shapes, and lists by tuples."""
-    if isinstance(value, torch.Tensor):
-        return value.shape
-    return tuple(map(_shapes, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _engine_adds(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
