@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from pipeline.device.accelerator import computing
+from pipeline.device.heap import trim_heap
 from pipeline.device.kinds import CARD_IS_FULL, HOST_IS_FULL
 
 if TYPE_CHECKING:
@@ -68,11 +68,3 @@ def free_caches(device: str) -> None:
     gc.collect()
     trim_heap()
     computing(device).empty_cache()
-
-
-def trim_heap() -> None:
-    """Return to the system what the C library keeps: 200 MB after a batch of 8,192 tokens of width 1,280."""
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError, TypeError):  # another system, or another C library
-        return

@@ -84,6 +84,7 @@ class Prepared:
     mem_bytes: int  # of a node
     mem_why: str
     allocator: str  # settings of torch's, '' for its own
+    heap_bytes: int = 0  # freed memory that the C library keeps in a rank without a GPU; 0: as by default
     remedies: tuple[str, ...] = ()
     crop: Mapping[str, int] = field(default_factory=dict)  # the largest size of an item; empty: none is cropped
     skipped: tuple[int, ...] = ()  # items of the split that no plan can hold

@@ -115,13 +115,15 @@ ARENA_BYTES = 32 * MIB  # that glibc's malloc may keep for a thread: larger bloc
 # And of a step on the CPU: 571 MiB for 40 layers of 1 MiB with activations of 8 MiB each, 458 MiB where every block is
 # given back at once (MALLOC_MMAP_THRESHOLD_=65536) [measured, glibc 2.36].
 STEP_SLACK = 0.25
+KEPT_MOST_BYTES = 1 << 30  # of what a step on the CPU frees: more makes it hardly faster [measured]
+KEPT_LEAST_BYTES = 64 * MIB  # glibc keeps up to this much by itself
 READER_BYTES = 128 * MIB  # of a process that reads: what it changes of the memory that it was forked with, and its own
 PAGE_CACHE_BYTES = 256 * MIB  # to read ahead, and for pages of a checkpoint that are not on the disk yet
 LEAST_MARGIN = 0.05  # peaks of a process lie between the moments at which anybody looks
 RING_GROWTH, RING_UNIT = 9 / 8, MIB  # batches of one budget differ a little: room for the next one too
 DRAWN_BYTES = 20  # of an item, while an epoch is shuffled: random numbers, their order, the order that is kept
 KEY_BYTES, OFFSET_BYTES, STORED_SIZE_BYTES = 16, 8, 4  # in the table of a data set
-BASELINE, CONTEXT = "interpreter and torch", "CUDA context"
+BASELINE, CONTEXT, KEPT = "interpreter and torch", "CUDA context", "kept by malloc"
 
 
 class Phase(StrEnum):
@@ -164,6 +166,11 @@ class HostNeed:
         return self.total_bytes - self.bytes
 
     @property
+    def kept_bytes(self) -> int:
+        """Return what malloc may keep in each process; 0: what it keeps by default."""
+        return sum(part.bytes for part in self.parts if part.name == KEPT) // self.ranks
+
+    @property
     def total_bytes(self) -> int:
         return max(_with_margin(self.during(phase)) for phase in (Phase.START, Phase.TRAIN))
 
@@ -180,6 +187,7 @@ class TrainingJob:
     several: bool = False  # ranks in all, here or on other nodes
     model_bytes: int = 0  # parameters and buffers, as they are built on the CPU
     step_bytes: int = 0  # without a card: the peak of a training step, the model included
+    kept_bytes: int = 0  # of that, what malloc keeps from step to step
     resumed_bytes: int = 0  # of a checkpoint, while it is read
     staged_bytes: int = 0  # copies of model, optimizer and averages while they are saved, as they lie in memory
     batch_bytes: int = 0  # the largest
@@ -206,6 +214,12 @@ def train_need(run: TrainingJob, baseline: Baseline) -> HostNeed:
     of_all = (replace(part, bytes=run.ranks * part.bytes) for part in parts)
     files = HostPart("page cache", PAGE_CACHE_BYTES, Provenance.ASSUMED, "the rest is released under pressure")
     return HostNeed(tuple(part for part in (*of_all, files) if part.bytes), run.ranks)
+
+
+def kept_bytes(step_bytes: int, spare_bytes: int) -> int:
+    """Return how much of what a step frees malloc may keep, given what the step leaves of its limit; 0: no room."""
+    kept = min(step_bytes, KEPT_MOST_BYTES, spare_bytes)
+    return kept if kept >= min(step_bytes, KEPT_LEAST_BYTES) else 0
 
 
 def ring_bytes(slots: int, batch_bytes: int, *, pin: bool) -> int:
@@ -249,6 +263,7 @@ def _phases(run: TrainingJob) -> Iterable[HostPart]:
     yield HostPart("resumed state", run.resumed_bytes, traced, "a checkpoint being read", start)
     if not run.gpu:
         yield HostPart("training step", run.step_bytes, traced, "it runs on the CPU", train)
+        yield HostPart(KEPT, run.kept_bytes, traced, "what steps free, for the next: fewer page faults", train)
     ring = ring_bytes(run.slots, run.batch_bytes, pin=run.gpu)
     kind = "pinned: powers of two" if run.gpu else "not pinned"
     yield HostPart("ring", ring, traced, f"{run.slots} slots of the largest batch, {kind}", train)

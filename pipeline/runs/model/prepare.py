@@ -162,6 +162,7 @@ def _planned(project: Project, table: str) -> Prepared:
         mem_bytes=outlook.mem.mem_bytes,
         mem_why=outlook.mem.why,
         allocator=plan.allocator.settings,
+        heap_bytes=outlook.host.kept_bytes,
         step_s=plan.step_s.value,
         remedies=plan.remedies,
         crop=plan.crop,

@@ -19,6 +19,7 @@ import numpy as np
 
 from pipeline.command_line import Command
 from pipeline.config.site_profiles import anchored
+from pipeline.device.heap import keep_freed_memory
 from pipeline.device.kinds import CARD, CPU
 from pipeline.errors import JobFailed, PipelineError
 from pipeline.keys import KEY_BYTES, content_digest, recipe_key
@@ -68,6 +69,7 @@ def join_ranks(project: Project, folder: RunFolder, prepared: Prepared, tell: Ta
 def take_device(project: Project, local_rank: int, prepared: Prepared) -> str:
     """Return the device of a rank, made the current one; the allocator's settings must stand before torch uses it."""
     if not project.config.cluster.train.gpus:
+        keep_freed_memory(prepared.heap_bytes)
         return CPU
     if prepared.allocator:
         set_allocator(prepared.allocator)

@@ -16,7 +16,7 @@ from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError
 from pipeline.memory.footprint import Category
 from pipeline.memory.hardware.gpus import device
-from pipeline.memory.hardware.host_memory import TrainingJob, staged_bytes, train_need
+from pipeline.memory.hardware.host_memory import TrainingJob, kept_bytes, staged_bytes, train_need
 from pipeline.memory.history.task_history import Suggestion
 from pipeline.memory.lint import RunFacts, lint
 from pipeline.memory.planning.comparison import Offer, compare_configurations, compare_offers
@@ -391,6 +391,7 @@ def _host(
         several=offer.ranks > 1,
         model_bytes=parameters,
         step_bytes=0 if gpu else int(plan.live.value),
+        kept_bytes=0 if gpu else kept_bytes(int(plan.live.value), plan.limit_bytes - int(plan.total.value)),
         resumed_bytes=standing.bytes,
         staged_bytes=staged_bytes(standing.blocks, pinned=gpu),
         batch_bytes=_batch_bytes(plan),

@@ -12,12 +12,14 @@ from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
+from pipeline.device.heap import keep_freed_memory
 from pipeline.encoder.checkpoints.checkpoint_files import FAMILIES
 from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, texts
 from pipeline.encoder.engine.token_batches import cap_shards, deal_shards, recipe_costs
 from pipeline.journal.attempts import left_out_items, refused_parts
 from pipeline.journal.ledger import write_rejections
 from pipeline.journal.run_folder import writing_run
+from pipeline.memory.hardware.host_memory import kept_bytes
 from pipeline.project.project import asked_bytes
 from pipeline.runs.dataset import worklist
 from pipeline.runs.dataset.standing import Standing, data_state, recall_standing, remember_standing
@@ -101,6 +103,11 @@ class EmbedStage(Stage):
         dim, processes = project.encoding.weights.dim, max(1, project.config.cluster.embed.gpus)
         return processes * (BASE_BYTES + 2 * 4 * _parameters(project) + WORKING_TOKENS * dim * 64)
 
+    def _kept_bytes(self, project: Project, task_bytes: int) -> int:
+        """Return how much malloc may keep of a batch for the next: half, if the task has its planned memory."""
+        half = WORKING_TOKENS * project.encoding.weights.dim * 64 // 2
+        return kept_bytes(half, half + task_bytes - self.mem_bytes(project))
+
     def gpu_bytes(self, project: Project) -> int:
         """Return the least memory of a GPU: for the card's context, the weights and a sequence of common length."""
         if len(project.encoders) > 1:  # all tasks of a stage go to the same cards
@@ -131,6 +138,8 @@ class EmbedStage(Stage):
             todo = Texts(rows_N2[:, 1].astype(np.int64), read)
             task_bytes = tell.mem_bytes or asked_bytes(project.config.cluster.embed, self.mem_bytes(project))
             settings = replace(encoding.settings, mem_bytes=task_bytes // processes, shrink=tell.shrink)
+            if not project.config.cluster.embed.gpus:
+                keep_freed_memory(self._kept_bytes(project, task_bytes))
             if tell.careful:
                 settings = replace(settings, cap=1)
             yield from embed_texts(todo, encoding.source, encoding.recipe, settings, encoding.shelves, tell)

@@ -26,6 +26,7 @@ from pipeline.memory.hardware.host_memory import (
     Phase,
     TrainingJob,
     chunked_bytes,
+    kept_bytes,
     measured_baseline,
     pinned_bytes,
     ring_bytes,
@@ -145,6 +146,25 @@ def test_a_gpu_brings_its_context_and_pinned_memory_and_a_cpu_its_step() -> None
     assert (part(gpu, "offloaded"), part(gpu, "training step")) == (chunked_bytes(GIB), 0)
     assert (part(cpu, "offloaded"), part(cpu, "training step")) == (GIB, 9 * GIB)
     assert part(cpu, host_memory.CONTEXT) == part(cpu, "communicator") == 0 < part(gpu, "communicator")
+
+
+@pytest.mark.parametrize(
+    ("step", "spare", "kept"),
+    [
+        (9 * GIB, 9 * GIB, GIB),
+        (300 * MIB, 9 * GIB, 300 * MIB),
+        (9 * GIB, 200 * MIB, 200 * MIB),
+        (9 * GIB, 20 * MIB, 0),  # no room
+        (20 * MIB, 30 * MIB, 20 * MIB),
+        (20 * MIB, 10 * MIB, 0),
+        (9 * GIB, -GIB, 0),
+    ],
+)
+def test_malloc_keeps_what_a_step_frees_as_far_as_there_is_room(step: int, spare: int, kept: int) -> None:
+    assert kept_bytes(step, spare) == kept
+    run = TrainingJob(gpu=False, ranks=2, step_bytes=step, kept_bytes=kept)
+    need = train_need(run, BASE)
+    assert (need.kept_bytes, part(need, host_memory.KEPT)) == (kept, 2 * kept)
 
 
 @pytest.mark.nightly
