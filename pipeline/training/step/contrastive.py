@@ -12,7 +12,7 @@ Shapes: B items of a step, over all ranks; … of an embedding.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -313,17 +313,6 @@ def _refuse_others(rows: Rows, gradients: Rows) -> None:
 # A step of all ranks
 
 
-@dataclass(slots=True)
-class _Embedded:
-    """An embedded piece without its batch: its slice of which micro-batch, on which rung."""
-
-    micro: int
-    start: int
-    stop: int
-    rung: int
-    ids: tuple[str, ...]
-
-
 class ExactContrastiveStep(ExactStep):
     """Makes contrastive steps together with all ranks, which exchange their embeddings between the two passes.
 
@@ -349,30 +338,30 @@ class ExactContrastiveStep(ExactStep):
         if whole is not None:
             share.is_last_pass = True
             return self._all_fit([whole], partial(self._remedied, run=self._at_once), share)
-        embedded: list[_Embedded] = []
+        embedded: list[tuple[str, ...]] = []  # ids of each piece
         parts: list[dict[str, Tensor]] = []
 
         def embed(piece: Piece) -> None:
-            rows = self.step.embed(piece.collated(self.step), len(piece), on_host=piece.is_on_host)
-            embedded.append(_Embedded(piece.batch.origin.index, piece.start, piece.stop, piece.rung, piece.ids))
-            parts.append(rows)
+            parts.append(self.step.embed(piece.collated(self.step), len(piece), on_host=piece.is_on_host))
+            embedded.append(piece.ids)
 
         fits = self._all_fit(self._ready(share), partial(self._remedied, run=embed), share)
         if not all(reply["fits"] for reply in self._exchange({"fits": fits})):
             return False
         assert self._snapshot is not None
         self._snapshot.restore()  # the second pass draws the same numbers, and statistics move once
-        cached, start = self._contrasted(parts, sum(piece.stop - piece.start for piece in embedded))
+        cached, start = self._contrasted(parts, sum(map(len, embedded)))
         if cached is None:  # no rank has an item
             return True
         share.is_last_pass = True
-        rows = split_rows(cached.rows, [piece.stop - piece.start for piece in embedded], start)
+        rows = split_rows(cached.rows, list(map(len, embedded)), start)
 
-        def back(piece: Piece) -> None:
+        def back(piece: Piece) -> None:  # cut as it was embedded, since nothing failed in between
+            refuse_changed(embedded.pop(0), piece.ids)
             self.step.go_back(piece.collated(self.step), next(rows), on_host=piece.is_on_host)
             self._count(piece)
 
-        fits = self._all_fit(self._as_embedded(share, embedded), partial(self._remedied, run=back), share)
+        fits = self._all_fit(self._ready(share), partial(self._remedied, run=back), share)
         if fits:
             cached.finish()
         return fits
@@ -407,18 +396,6 @@ class ExactContrastiveStep(ExactStep):
                 may_leave=may_leave,
             )
         return cached, start
-
-    def _as_embedded(self, share: RankShare, embedded: list[_Embedded]) -> Iterator[Piece]:
-        """Yield a share's pieces as they were embedded; a batch that was read again must have the same items."""
-        left = list(embedded)
-        for piece in share:
-            while left and left[0].micro == piece.batch.origin.index and piece.start <= left[0].start < piece.stop:
-                before = left.pop(0)
-                again = replace(piece, start=before.start, stop=before.stop, rung=before.rung)
-                refuse_changed(before.ids, again.ids)
-                yield again
-        for before in left:
-            refuse_changed(before.ids, ())
 
     def _is_finite(self, piece: Piece) -> bool:
         """Say whether an item's embedding is finite: its loss alone, without other items, would say nothing."""

@@ -68,102 +68,63 @@ class RankReport:
         """Forget what an earlier attempt of the step ran."""
         self.terms, self.items, self.micros, self.remedied, self.again = {}, 0, 0, {}, False
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    @property
+    def is_finite(self) -> bool:
+        return all(map(math.isfinite, (value for term in self.terms.values() for value in term)))
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The reports of all ranks; every rank draws the same conclusions from them."""
+    """The reports of all ranks, and the same conclusions from them on every rank."""
 
     ranks: tuple[RankReport, ...]
+    totals: Mapping[str, tuple[float, float]]  # each term's sum and weight over all ranks
+    runs_again: bool  # all ranks have to run the step again
+    lost: str  # the first rank whose parameters are half updated, and why; empty: none
+    not_finite: tuple[int, ...]  # ranks with a sum or weight that is not finite
+    damaged: set[str]  # items that any rank leaves out from now on
+    remedied: Mapping[str, int]  # items that ran on each rung of the ladder
+    budget: int  # the least that a rank wants
+    room: int  # the least
+    ending: int  # the signal that asked any rank to end; 0: none
+    is_due: bool  # a checkpoint is
+    is_written: bool  # every rank's part of the last checkpoint
+    host_share: float  # the largest
 
     @classmethod
     def of(cls, messages: Sequence[Mapping[str, Any]]) -> StepReport:
         """Read the ranks' messages; refuse terms of unequal names."""
-        reports = tuple(RankReport(**message) for message in messages)
-        _refuse_unequal([list(report.terms) for report in reports])
-        return cls(reports)
-
-    @property
-    def names(self) -> list[str]:
-        return next((list(report.terms) for report in self.ranks if report.terms), [])
-
-    @property
-    def totals(self) -> dict[str, tuple[float, float]]:
-        """Each term's sum and weight over all ranks."""
-        found = {name: [report.terms[name] for report in self.ranks if report.terms] for name in self.names}
-        return {
-            name: (math.fsum(total for total, _ in terms), math.fsum(weight for _, weight in terms))
-            for name, terms in found.items()
-        }
+        ranks = tuple(RankReport(**message) for message in messages)
+        _refuse_unequal([list(report.terms) for report in ranks])
+        with_items = [report.terms for report in ranks if report.terms]
+        lost = _first_lost([report.lost for report in ranks])
+        return cls(
+            ranks,
+            totals={name: _sums([terms[name] for terms in with_items]) for name in next(iter(with_items), ())},
+            runs_again=any(report.again for report in ranks) and not lost,
+            lost=lost,
+            not_finite=tuple(rank for rank, report in enumerate(ranks) if not report.is_finite),
+            damaged={item for report in ranks for item in report.damaged},
+            remedied=sums_by_name(report.remedied for report in ranks),
+            budget=min(report.budget for report in ranks),
+            room=min(report.room for report in ranks),
+            ending=max(report.ending for report in ranks),
+            is_due=ranks[0].is_due,
+            is_written=all(report.is_written for report in ranks),
+            host_share=max(report.host_share for report in ranks),
+        )
 
     @property
     def means(self) -> dict[str, float | None]:
         return {name: total / weight if weight else None for name, (total, weight) in self.totals.items()}
 
-    @property
-    def not_finite(self) -> list[int]:
-        """The ranks with a sum or weight that is not finite."""
-        return [
-            rank
-            for rank, report in enumerate(self.ranks)
-            if not all(map(math.isfinite, (value for term in report.terms.values() for value in term)))
-        ]
-
-    @property
-    def runs_again(self) -> bool:
-        """Whether all ranks have to run the step again."""
-        return any(report.again for report in self.ranks) and not self.lost
-
-    def with_gradient(self, parameters: int) -> list[int]:
-        """Return the numbers of the parameters that have a gradient on any rank."""
-        absent = [set(report.absent) for report in self.ranks if report.absent is not None]
-        nowhere = set.intersection(*absent) if absent else set(range(parameters))
-        return [number for number in range(parameters) if number not in nowhere]
-
     def sum_of(self, name: str) -> int:
         """Return the sum of a count over all ranks."""
         return sum(getattr(report, name) for report in self.ranks)
 
-    @property
-    def remedied(self) -> dict[str, int]:
-        """How many items ran on each rung of the ladder."""
-        return sums_by_name(report.remedied for report in self.ranks)
-
-    @property
-    def ending(self) -> int:
-        """The signal that asked any rank to end; 0: none."""
-        return max(report.ending for report in self.ranks)
-
-    @property
-    def lost(self) -> str:
-        return _first_lost([report.lost for report in self.ranks])
-
-    @property
-    def damaged(self) -> set[str]:
-        """The items that any rank leaves out from now on."""
-        return {item for report in self.ranks for item in report.damaged}
-
-    @property
-    def is_written(self) -> bool:
-        return all(report.is_written for report in self.ranks)
-
-    @property
-    def is_due(self) -> bool:
-        return self.ranks[0].is_due
-
-    @property
-    def budget(self) -> int:
-        return min(report.budget for report in self.ranks)
-
-    @property
-    def room(self) -> int:
-        return min(report.room for report in self.ranks)
-
-    @property
-    def host_share(self) -> float:
-        return max(report.host_share for report in self.ranks)
+    def without_gradient(self) -> set[int]:
+        """Return the numbers of the parameters that have a gradient on no rank."""
+        return set.intersection(*(set(report.absent) for report in self.ranks if report.absent is not None))
 
 
 class ExactStep:
@@ -226,7 +187,7 @@ class ExactStep:
 
     def take(self, report: StepReport) -> float | None:
         """Step the optimizer with the gradients of all ranks; return their norm, None where it is not finite."""
-        if not report.names:  # no rank has any item
+        if not report.totals:  # no rank has any item
             self.step.release()
             return 0.0
         if not self._has_weights:
@@ -257,8 +218,8 @@ class ExactStep:
             )  # than ever before: they were divided by a guess
         else:
             own.again = True
-        report = StepReport.of(self._exchange(own.to_json()))
-        self.learn_terms(len(report.names))
+        report = StepReport.of(self._exchange(asdict(own)))
+        self.learn_terms(len(report.totals))
         self._has_weights = self.is_joint or weights is not None
         return report
 
@@ -410,10 +371,8 @@ class ExactStep:
             return
         with self.step.clock.within(REDUCE):
             self._sums.add_up(report.room)
-        present = set(report.with_gradient(len(self.step.trained)))
-        for number, parameter in enumerate(self.step.trained):
-            if number not in present:
-                parameter.grad = None
+        for number in report.without_gradient():
+            self.step.trained[number].grad = None
 
     def _updated(self) -> float | None:
         """Step the optimizer with gradients that are sums; return their norm, None where it is not finite."""
@@ -492,6 +451,10 @@ def accumulate_piece(
         return
     with step.remedied(piece.rung):
         (step.accumulate_alone if is_whole_step else step.accumulate)(batch, weights)
+
+
+def _sums(terms: Sequence[Sequence[float]]) -> tuple[float, float]:
+    return math.fsum(total for total, _ in terms), math.fsum(weight for _, weight in terms)
 
 
 def _first_lost(reasons: Sequence[str]) -> str:

@@ -202,9 +202,12 @@ class SpreadModel:
 
     def reset(self) -> None:
         """Return to shards after a pass that was given up: no block is gathered, and no gradient is kept of it."""
+        states = [cast("Any", part)._get_fsdp_state() for part in self._parts]  # noqa: SLF001 - no public way
+        if states[-1]._is_root is None:  # noqa: SLF001 - no pass has reached the model yet
+            return
         self._parts[-1].reset_iter_state()
-        for part in self._parts:
-            for group in cast("Any", part)._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001 - no public way
+        for state in states:
+            for group in state._fsdp_param_groups:  # noqa: SLF001
                 for parameter in group.fsdp_params:
                     parameter.unsharded_accumulated_grad = None
                     if hasattr(parameter, "_unsharded_param"):

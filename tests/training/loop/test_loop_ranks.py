@@ -21,68 +21,17 @@ from tests.training.loop.loops import (
     Plot,
     Run,
     Tiny,
-    big_batch,
-    furthest,
     signals_after,
 )
 from tests.training.ranks.crews import Crew, crew
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
 
-EXACT = 1e-10
 ADAM = {"optimizer": "adamw", "ema": 0.9, "clip": 1.0, "weight_decay": 0.1, "epochs": 2}
-CASES = [
-    ("one", 9, 60, {}),
-    ("one", 9, 25, {"micro_batch": 1}),
-    ("one", 2, 60, {}),  # with three ranks, one has no item
-    ("several", 7, 40, {}),
-    ("weighted", 7, 40, {}),
-    ("several", 1, 40, {}),
-    ("weighted", 2, 200, {}),
-]
 LONG = Plot(train={**ADAM, "checkpoints": {"every": 2}}, items=14, budget=60)
 
 
 State = Mapping[str, list[float]]
-
-
-def apart(one: State, other: State) -> float:
-    """Return how far two trainings are apart, but for what each rank has seen for itself."""
-    return furthest({**one, "seen": []}, {**other, "seen": []})
-
-
-def weights(state: State) -> State:
-    """Return a state without what each rank has seen for itself."""
-    return {name: one for name, one in state.items() if name != "seen"}
-
-
-def one_steps(group: ProcessGroup, folder: Path, plots: list[Plot]) -> list[dict[str, list[float]]]:
-    """Return the gradients of one step of each plot."""
-    found = []
-    for number, plot in enumerate(plots):
-        run = Run(plot, folder / str(number), ranks=group)
-        before = run.state()
-        after = run.to_end().state()
-        trained = [name for name, _ in run.trainer.step.model.named_parameters() if not name.startswith("unused")]
-        found.append({name: [a - b for a, b in zip(before[name], after[name], strict=True)] for name in trained})
-    return found
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_step_of_several_ranks_has_the_gradient_of_one_batch(tmp_path: Path, world: int) -> None:
-    plots = [
-        Plot(
-            train={"effective_batch": items, "epochs": 1, "learning_rate": 1.0, **more},
-            items=items,
-            budget=budget,
-            terms=terms,
-        )
-        for terms, items, budget, more in CASES
-    ]
-    told = crew(tmp_path / "crew", world, one_steps, tmp_path, plots).results()
-    assert all(one == told[0] for one in told)
-    for plot, got in zip(plots, told[0], strict=True):
-        assert furthest(got, big_batch(plot, range(plot.items))) < EXACT, plot
 
 
 # Killed and resumed

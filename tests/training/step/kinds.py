@@ -188,8 +188,10 @@ class Trouble:
             return
         middle = [module for module in model.modules() if isinstance(module, nn.Tanh)][1]
         hook = middle.register_forward_hook(lambda _, __, output: output.register_hook(_refuse) and None)
-        yield
-        hook.remove()
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def _strikes(self, site: str, items: int = 2) -> bool:
         strikes = site == self.site != "" and self.is_armed and not self.has_struck and items > 1
