@@ -337,11 +337,14 @@ def settings_findings(loaded: LoadedConfig) -> Iterator[CheckResult]:
             yield refused_check("trackers", what, install_extra(tracker), exit_code=2)
     if loaded.config.train.task is not None:
         try:
-            _try_task(loaded)
+            unweighted = _try_task(loaded)
         except PipelineError as error:
             yield failed_check("task", error)
         else:
             yield good_check("task", loaded.config.train.task)
+            if unweighted:
+                what = f"loss() returns {', '.join(unweighted)}, and the task has no weights(): each step first runs"
+                yield noted_check("task", f"{what} the model without gradients", "add weights(batch) to skip that pass")
     if loaded.config.train.command is not None:
         try:
             ScriptStage().inspect(Project.open(loaded.config, remember=False))
@@ -351,10 +354,10 @@ def settings_findings(loaded: LoadedConfig) -> Iterator[CheckResult]:
             yield good_check("script", loaded.config.train.command)
 
 
-def _try_task(loaded: LoadedConfig) -> None:
-    """Try the task on tensors without data, and on a few items if graphs exist."""
+def _try_task(loaded: LoadedConfig) -> list[str]:
+    """Try the task on tensors without data, and on a few items if graphs exist; return the terms without weights."""
     from pipeline.runs.model.prepare import size_names, some_items
-    from pipeline.runs.model.task_contract import breaches
+    from pipeline.runs.model.task_contract import breaches, unweighted_terms
     from pipeline.runs.workflow.train_stage import refuse_misfits
 
     train, beside = loaded.config.train, loaded.base_dir.absolute()
@@ -367,6 +370,7 @@ def _try_task(loaded: LoadedConfig) -> None:
     if problems := list(breaches(task, items=items, seed=train.seed, item_sizes=sizes, padded=padded)):
         remedy = "correct the task: pipeline/protocol.py lists the methods that it needs"
         raise ConfigError("\n".join(problems), where=f"train.task: {train.task}", remedy=remedy)
+    return unweighted_terms(task, items, item_sizes=sizes, padded=padded)
 
 
 def facts_of(config: Config) -> RunFacts:

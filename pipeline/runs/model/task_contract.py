@@ -74,6 +74,24 @@ def breaches(
         yield user_code_failed("trying the task", error).what
 
 
+def unweighted_terms(
+    task: Task, items: Sequence[Any] = (), *, item_sizes: Sequence[str] = GRAPH, padded: bool = False
+) -> list[str]:
+    """Return the terms of a loss that each step weighs by a pass without gradients: several, without `weights`."""
+    from pipeline.training.step.optimizers import evaluated_terms
+
+    if isinstance(task, Weights | Contrastive):
+        return []
+    if items:
+        batch = _collated(task, items, np.random.default_rng(0))
+    elif isinstance(task, Example):
+        batch = task.example(_made_up(task, item_sizes, padded=padded))
+    else:
+        return []
+    terms = list(evaluated_terms(task, _built(task, 0), batch))
+    return terms if len(terms) > 1 else []
+
+
 def _built(task: Task, seed: int) -> nn.Module:
     """Return the task's model, whose parameters are those of a seed."""
     from pipeline.training.step.step import checked_model
@@ -162,10 +180,9 @@ def _try_step(task: Task, sizes: Mapping[str, int]) -> None:
 
 def _careless(task: Task, model: nn.Module, items: Sequence[Any]) -> Iterator[str]:
     """Check what reading ahead rests on: `collate` draws from the items alone, and `loss` leaves a batch as it is."""
-    import torch
-
     from pipeline.device.batch_transfer import map_tensors
     from pipeline.device.rng import RngState
+    from pipeline.training.step.optimizers import evaluated_terms
 
     before = RngState.capture(CPU)
     batch = _collated(task, items, np.random.default_rng(0))
@@ -178,8 +195,7 @@ def _careless(task: Task, model: nn.Module, items: Sequence[Any]) -> Iterator[st
     for _ in range(2):
         versions.append([])
         map_tensors(lambda tensor: versions[-1].append(tensor._version), batch)  # noqa: SLF001 - no other name counts changes in place
-        with torch.no_grad():
-            task.loss(model, batch)
+        evaluated_terms(task, model, batch)
     if versions[0] != versions[1]:
         yield "loss() changes its batch in place, which may be kept for a second pass: change a copy"
 
@@ -188,11 +204,13 @@ def _with_data(task: Task, model: nn.Module, items: Sequence[Any]) -> Iterator[s
     """Check what micro-batches rest on: a batch's sums are those of its items, and `weights` agrees with `loss`."""
     import torch
 
+    from pipeline.training.step.optimizers import evaluated_terms
+
     rng = np.random.default_rng(0)
     model.eval()
+    whole = evaluated_terms(task, model, _collated(task, items, rng))
+    parts = [evaluated_terms(task, model, _collated(task, [item], rng)) for item in items]
     with torch.no_grad():
-        whole = task.loss(model, _collated(task, items, rng))
-        parts = [task.loss(model, _collated(task, [item], rng)) for item in items]
         weights = task.weights(_collated(task, items, rng)) if isinstance(task, Weights) else None
     for name, (total, weight) in whole.items():
         summed = math.fsum(float(part[name][0]) for part in parts if name in part)

@@ -140,7 +140,7 @@ def replay_here(
         if work.is_contrastive and case.bundle.world > 1:
             result.notes.append("items of this rank are compared only with each other, not with other ranks")
         share = ReplayedShare(case, job)
-        step.turn_to(job.stage_tasks.get(share.stage, job.task))
+        step.task = job.stage_tasks.get(share.stage, job.task)
         result.notes += share.notes
         rng = RngState.from_tensors(step_bundle.read_rng(case.where), chosen)
         measured = meter or meter_of(chosen)

@@ -203,9 +203,6 @@ class _MeasuredContrastiveStep(_MeasuredStep, ExactContrastiveStep):
             self._at.outcome, self._at.error = PartOutcome.OOM, error.what
             return None, 0
 
-    def _as_embedded(self, share: RankShare, embedded: list[Any]) -> Iterator[Piece]:  # noqa: ARG002
-        return self._ready(share)
-
 
 class _Sums(StepClock):
     """Records a micro-batch's own sums: in a running total, one that is not finite would spoil all later ones."""

@@ -157,10 +157,7 @@ class Trainer:
         self._switch(phase, governor)
 
     def _switch(self, phase: Phase, governor: Governor) -> None:
-        if phase.task is not self.step.task:
-            self.step.turn_to(phase.task)
-            self.stepper.forget_terms()
-        self.phase = phase
+        self.phase, self.step.task = phase, phase.task
         self.stepper.governor, self.stepper.cost_N = governor, phase.cost_N
         phase.cut_by(governor.budget)
 
@@ -307,10 +304,10 @@ class Trainer:
         if self.ranks.exchange({"save": is_late})[0]["save"]:
             self._save(None)
         task = self.step.task
-        self.step.turn_to(self.phases[-1].task)  # so that metrics of all phases compare
+        self.step.task = self.phases[-1].task  # so that metrics of all phases compare
         with self.step.clock.whole(VALIDATE), self.ranks.patient("validation"), self.step.averaged():
             metrics = self.validation.figures()
-        self.step.turn_to(task)
+        self.step.task = task
         if isinstance(metrics, int):  # the signal
             self._save(None, wait=True)
             self.ended_by = metrics
@@ -374,7 +371,7 @@ class Trainer:
         if self.done and wanted == self.governor.budget:  # a resumed run knows what an uninterrupted one would
             self.governor.learned = learned
         reports = self.ranks.exchange({"budget": wanted, "terms": self.stepper.rehearsed_terms})
-        self.stepper.learn_terms(max(report["terms"] for report in reports))
+        self.step.learn_terms(max(report["terms"] for report in reports))
         if self.governor.adopt(min(report["budget"] for report in reports)):
             self.phase.cut_by(self.governor.budget)
 

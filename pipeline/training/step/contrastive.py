@@ -73,6 +73,10 @@ class ContrastiveStep(Step):
     contrasts = True
     row_of: Mapping[str, Tensor] = {}  # embeddings with no rows: their shapes and dtypes
 
+    @property
+    def needs_weights(self) -> bool:
+        return False  # they come with the loss of all items
+
     def weights(self, batches: Sequence[Batch]) -> None:
         """Return nothing: weights come with the loss of all items."""
 
@@ -322,17 +326,13 @@ class ExactContrastiveStep(ExactStep):
     is_joint = True
     step: ContrastiveStep
 
-    @property
-    def needs_weights(self) -> bool:
-        return False  # they come with the loss of all items
-
     def _totals(self) -> dict[str, tuple[float, float]]:
         return {} if self.ranks.rank else self.step.totals  # those of the first rank are of all items
 
     def _rehearsed(self, share: RankShare) -> bool:
         return super()._run(share, None)  # the step's other items are made up, and no other rank takes part
 
-    def _run(self, share: RankShare, weights: Mapping[str, float] | None) -> bool:  # noqa: ARG002 - see `needs_weights`
+    def _run(self, share: RankShare, weights: Mapping[str, float] | None) -> bool:  # noqa: ARG002 - they come later
         share.is_last_pass = False
         whole = self._whole(share)
         if whole is not None:

@@ -166,8 +166,6 @@ class ExactStep:
         if ranks.world > 1 and not step.is_spread:
             self._sums = GradientSums(step.trained, ranks, step.device)
         self.rehearsed_terms = 0  # of the loss; 0: no item was tried out
-        self._is_several: bool | None  # terms; None: unknown yet
-        self.forget_terms()
 
     def _remedies(self) -> tuple[str, ...]:
         on_host = self.step.device != CPU and self.too_large == HOST
@@ -219,13 +217,13 @@ class ExactStep:
         else:
             own.again = True
         report = StepReport.of(self._exchange(asdict(own)))
-        self.learn_terms(len(report.totals))
+        self.step.learn_terms(len(report.totals))
         self._has_weights = self.is_joint or weights is not None
         return report
 
     def _agreed_weights(self, share: RankShare) -> tuple[dict[str, float] | None, bool]:
         """Return the weights of all ranks' terms, None where they are not needed, and whether this attempt can run."""
-        needed = self.needs_weights
+        needed = self.step.needs_weights
         if not (needed or self.is_joint or self.step.is_spread):  # the latter make all passes together, or none
             return None, not self.lost
         own: dict[str, float] | None = {}
@@ -237,8 +235,8 @@ class ExactStep:
             return None, False
         weights = sums_by_name(reply["weights"] for reply in replies)
         if needed:
-            self.learn_terms(len(weights))
-        return weights if self.needs_weights else None, True
+            self.step.learn_terms(len(weights))
+        return weights if self.step.needs_weights else None, True
 
     def _finish(self, share: RankShare) -> None:
         """Complete the report of a share that ran."""
@@ -347,22 +345,6 @@ class ExactStep:
         self.step.drop_ahead()
         self._snapshot.rewind()
 
-    # The terms of the loss
-
-    @property
-    def needs_weights(self) -> bool:
-        """Whether a step must know its terms' weights first: there are several terms, or their number is unknown."""
-        return self._is_several is not False
-
-    def forget_terms(self) -> None:
-        """Forget how many terms the loss has: the task is another."""
-        self._is_several = True if isinstance(self.step.task, Weights) else None
-
-    def learn_terms(self, names: int) -> None:
-        """Remember whether the loss has several terms; `names`: how many over all ranks, 0 where no item ran."""
-        if names:
-            self._is_several = names > 1 or isinstance(self.step.task, Weights)
-
     # The update
 
     def _add_up(self, report: StepReport) -> None:
@@ -408,8 +390,8 @@ class ExactStep:
 
     def _rehearsed(self, share: RankShare) -> bool:
         self._ran.clear()
-        weights = self._weigh(share) if self.needs_weights else None
-        fits = (weights is not None or not self.needs_weights) and self._run(share, weights)
+        weights = self._weigh(share) if self.step.needs_weights else None
+        fits = (weights is not None or not self.step.needs_weights) and self._run(share, weights)
         for cost in self._ran if fits else ():
             self.governor.ran(cost)
         return fits

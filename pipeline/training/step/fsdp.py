@@ -32,11 +32,11 @@ from pipeline.training.step.checkpointing import repeated
 from pipeline.training.step.collectives import NOT_SHARDED, WHERE, Gather, Passes, ReduceScatter, joint_turns
 from pipeline.training.step.exact_step import ExactStep
 from pipeline.training.step.micro_batches import HOST, RUNGS
-from pipeline.training.step.optimizers import freeze_parameters, sums_by_name
+from pipeline.training.step.optimizers import freeze_parameters
 from pipeline.training.step.step import DTYPES, Step, checked_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from pipeline.protocol import Batch, Task
     from pipeline.training.items.batch import TaskBatch
     from pipeline.training.ranks.rank_protocol import Ranks
-    from pipeline.training.step.collectives import PassOutcome, Turn
+    from pipeline.training.step.collectives import PassOutcome
     from pipeline.training.step.micro_batches import Piece, RankShare
-    from pipeline.training.step.optimizers import StepSettings, Terms
+    from pipeline.training.step.optimizers import StepSettings
     from pipeline.training.step.step import StepWatch
 
 Result = TypeVar("Result")
@@ -344,43 +344,31 @@ class ExactShardedStep(ExactStep):
     def _remedies(self) -> tuple[str, ...]:
         return RUNGS[: RUNGS.index(HOST)]  # no rank has all parameters, to run an item on its CPU
 
-    def _weigh(self, share: RankShare) -> dict[str, float] | None:
-        """Return the weights of this rank's terms; where the model must run for that, all ranks run it."""
-        if isinstance(self.step.task, Weights):
-            return super()._weigh(share)
-        weights: list[Mapping[str, Any]] = []
-        share.is_last_pass = False
-        for turn in self._turns(share):
-            terms = self._made(turn, self._aside, share)
-            if terms is None:
-                return None
-            if turn.counts:
-                weights.append({name: weight for name, (_, weight) in terms.items()})
-        return {name: float(value) for name, value in sums_by_name(weights).items()}
-
-    def _aside(self, piece: Piece) -> Terms:
-        with self.step.remedied(piece.rung):
-            return self.step.aside(piece.collated(self.step))
-
     def _run(self, share: RankShare, weights: Mapping[str, float] | None) -> bool:
-        """Run this rank's pieces, and others' items while they have more passes to make; return whether all fit."""
         self.step.spread.begin_step()
-        share.is_last_pass = True
-        for turn in self._turns(share):
+        fits = super()._run(share, weights)
+        if fits:
+            self.step.spread.drop_unused(self.step.trained)
+        return fits
+
+    def _all_fit(self, pieces: Iterable[Piece], run: Callable[[Piece], object], share: RankShare) -> bool:
+        """Run this rank's pieces, and others' items while they have more passes to make; return whether all fit."""
+        if isinstance(self.step.task, Weights) and not share.is_last_pass:
+            return super()._all_fit(pieces, run, share)  # weighed without the model
+        for turn in joint_turns(pieces, self.ranks, self._fetch(share), self.cost):
             self.step.divisor = power_of_two(turn.items)
-
-            def run(piece: Piece, *, counts: bool = turn.counts) -> bool:
-                if counts:
-                    self._run_piece(piece, weights)
-                else:
-                    with self.step.remedied(piece.rung):
-                        self.step.accompany(piece.collated(self.step))
-                return True
-
-            if not self._made(turn, run, share):
+            piece = turn.piece if turn.counts else next(self._ready([turn.piece]))
+            outcome = self.step.joint_pass(partial(run if turn.counts else partial(self._accompany, share), piece))
+            if outcome.error:
+                self._learn(piece, outcome.error, share, is_own=turn.counts)
+            if outcome.is_given_up:
                 return False
-        self.step.spread.drop_unused(self.step.trained)
         return True
+
+    def _accompany(self, share: RankShare, piece: Piece) -> None:
+        """Run another rank's item along, in the pass that runs or in the one that weighs."""
+        with self.step.remedied(piece.rung):
+            (self.step.accompany if share.is_last_pass else self.step.aside)(piece.collated(self.step))
 
     def not_finite(self, share: RankShare) -> list[str]:
         """Return the ids of this rank's items whose own loss is not finite; all ranks must call it."""
@@ -397,19 +385,8 @@ class ExactShardedStep(ExactStep):
     def _values(self, piece: Piece) -> list[float]:
         return [float(total) for total, _ in self.step.evaluate(piece.collated(self.step)).values()]
 
-    def _turns(self, share: RankShare) -> Iterator[Turn]:
-        return joint_turns(self._ready(share), self.ranks, self._fetch(share), self.cost)
-
     def _fetch(self, share: RankShare) -> Callable[[int], TaskBatch]:
         return lambda number: share.fetch((number,), share.origin)
-
-    def _made(self, turn: Turn, run: Callable[[Piece], Result], share: RankShare) -> Result | None:
-        """Make a turn's pass with all ranks; return None, and learn from it, where memory ended."""
-        piece = turn.piece if turn.counts else next(self._ready([turn.piece]))
-        outcome = self.step.joint_pass(partial(run, piece))
-        if outcome.error:
-            self._learn(piece, outcome.error, share, is_own=turn.counts)
-        return outcome.result
 
 
 def power_of_two(number: int) -> float:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from pipeline.config.schema_train import ScheduleSection
-    from pipeline.protocol import Task
+    from pipeline.protocol import Batch, Task
 
     Terms = Mapping[str, tuple[Tensor, Tensor | float]]
 
@@ -57,6 +57,19 @@ def checked_terms(terms: Any) -> Terms:
     for name, term in terms.items():
         _check_term(name, term)
     return terms
+
+
+def evaluated_terms(task: Task, model: nn.Module, batch: Batch) -> Terms:
+    """Return the terms of a loss without gradients, also of a loss through a derivative, such as forces."""
+    try:
+        with torch.no_grad():
+            return task.loss(model, batch)
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+    with torch.enable_grad():
+        terms = task.loss(model, batch)
+    return {name: (total.detach(), weight) for name, (total, weight) in terms.items()}
 
 
 def _check_term(name: Any, term: Any) -> None:
@@ -121,7 +134,8 @@ class WeightedMean:
     def settle(self, parameters: Iterable[Tensor], whole: float | None = None) -> Tensor:
         """Scale the gradients to those of the mean, or to their part in one of a larger weight; return the mean."""
         if self._guess is not None:
-            scale_gradients(parameters, quotient(self._guess, self.weight if whole is None else whole))
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            scale_in_place(gradients, quotient(self._guess, self.weight if whole is None else whole))
         return torch.as_tensor(quotient(self.total, self.weight))
 
 
@@ -137,9 +151,8 @@ def quotient(total: Any, weight: Tensor | float) -> Any:
     return total / weight if weight else total * 0.0
 
 
-def scale_gradients(parameters: Iterable[Tensor], factor: Tensor | float) -> None:
-    """Multiply all gradients by a factor, in place."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+def scale_in_place(gradients: list[Tensor], factor: Tensor | float) -> None:
+    """Multiply gradients by a factor."""
     if gradients and not (isinstance(factor, float) and factor == 1.0):
         torch._foreach_mul_(gradients, factor)
 

@@ -27,6 +27,7 @@ from pipeline.protocol import Contrastive, Weights
 from pipeline.training.step.checkpointing import Pinned, Recomputing, offloaded, twin
 from pipeline.training.step.optimizers import (
     checked_terms,
+    evaluated_terms,
     forget_scaling,
     freeze_parameters,
     guessed_weight,
@@ -34,6 +35,7 @@ from pipeline.training.step.optimizers import (
     optimizer_of,
     quotient,
     refused,
+    scale_in_place,
     step_in_place,
     sums_by_name,
     whole_loss,
@@ -112,7 +114,7 @@ class Step:
         self._guess: Tensor | float = 0.0  # what gradients were divided by, as the weight is not known yet
         self._totals: dict[str, Any] = {}
         self._is_unscaled = False  # the gradients are no longer those of a scaled loss
-        self._is_one_term: bool | None = None  # not known before the loss was called
+        self._are_several: dict[int, bool] = {}  # whether a task's loss has several terms, once that is known
 
     def run(self, batches: Sequence[Batch]) -> dict[str, Tensor]:
         """Make one optimizer step from its micro-batches; return the value of each term."""
@@ -128,24 +130,26 @@ class Step:
         """Return the weights of a step's terms where backward needs them, else None."""
         if isinstance(self.task, Weights):
             return sums_by_name(self.task.weights(batch) for batch in batches)
-        if len(batches) <= 1 or self._is_one_term is True:
+        if len(batches) <= 1 or not self.needs_weights:
             return None
-        first = self.aside(batches[0])
-        self._is_one_term = len(first) == 1
-        if self._is_one_term:
-            return None
-        all_terms = (first, *map(self.aside, batches[1:]))
-        return sums_by_name({name: weight for name, (_, weight) in terms.items()} for terms in all_terms)
+        weights = sums_by_name({name: weight for name, (_, weight) in self.aside(batch).items()} for batch in batches)
+        self.learn_terms(len(weights))
+        return weights if self.needs_weights else None
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether the weights must be known before backward: there are several terms, or their number is unknown."""
+        return isinstance(self.task, Weights) or self._are_several.get(id(self.task), True)
+
+    def learn_terms(self, names: int) -> None:
+        """Remember whether the loss has several terms; `names`: how many over all ranks, 0 where no item ran."""
+        if names:
+            self._are_several[id(self.task)] = names > 1
 
     def accumulate_all(self, batches: Sequence[Batch], weights: Mapping[str, Any] | None) -> None:
         """Add the gradients of a step's micro-batches."""
         for batch in batches:
             self.accumulate(batch, weights)
-
-    def turn_to(self, task: Task) -> None:
-        """Make steps as another stage of a curriculum says, with the same model."""
-        if task is not self.task:
-            self.task, self._is_one_term = task, None
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -215,7 +219,7 @@ class Step:
         if weights is not None:
             return whole_loss(terms, weights)
         if len(terms) > 1:
-            if self._is_one_term or len(self._totals) == 1:
+            if len(self._totals) == 1:
                 problem = f"loss() returned {', '.join(terms)} after micro-batches with one term: define weights()"
                 raise refused(problem, "weights(batch) returns each term's weight before the loss is computed")
             return whole_loss(terms)
@@ -358,14 +362,7 @@ class Step:
             yield "ema", str(place), average
 
     def _terms(self, model: nn.Module, batch: Batch) -> Terms:
-        try:
-            return self.task.loss(model, batch)
-        except RuntimeError as error:
-            if torch.is_grad_enabled() or "does not require grad" not in str(error):
-                raise
-        with torch.enable_grad():  # a loss through a derivative, such as forces, which needs them to be evaluated
-            terms = self.task.loss(model, batch)
-        return {name: (total.detach(), weight) for name, (total, weight) in terms.items()}
+        return self.task.loss(model, batch) if torch.is_grad_enabled() else evaluated_terms(self.task, model, batch)
 
     def cast(self) -> AbstractContextManager[Any]:
         """Return a context in which the model runs in the precision of the settings."""
@@ -390,8 +387,7 @@ class Step:
     def _scale(self, factor: Tensor | float) -> None:
         """Correct the gradients for what they were divided by."""
         self.watch.phase("scale")
-        if (gradients := self.gradients) and not (isinstance(factor, float) and factor == 1.0):
-            torch._foreach_mul_(gradients, factor)
+        scale_in_place(self.gradients, factor)
 
     def _average(self) -> None:
         decay = self.settings.ema

@@ -13,7 +13,7 @@ from torch import nn
 
 from pipeline.errors import ConfigError
 from pipeline.project.run_code import load_reader, load_task
-from pipeline.runs.model.task_contract import breaches
+from pipeline.runs.model.task_contract import breaches, unweighted_terms
 from pipeline.runs.model.training_work import sizes_of
 from pipeline.tasks.interface import Interface
 from tests.tasks.items import DIM, batch_of, made
@@ -159,6 +159,46 @@ def test_a_task_that_keeps_to_it_has_no_breach(task: Any, items: Sequence[Any]) 
 def test_a_breach_names_what_broke_it(kind: type[Right], items: Sequence[Any]) -> None:
     found = list(breaches(kind(), items=items))
     assert any(BREACHES[kind] in one for one in found), found
+
+
+class Forces(Right):
+    """A term through a derivative, and another: without `weights`."""
+
+    def loss(self, model: nn.Module, batch: Any) -> dict[str, tuple[torch.Tensor, float]]:
+        x = batch.clone().requires_grad_()
+        (force,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        return {"force": (force.square().sum(), float(len(x))), **super().loss(model, batch)}
+
+
+class Weighted(Forces):
+    def weights(self, batch: Any) -> dict[str, float]:
+        return {"force": float(len(batch)), "square": float(len(batch))}
+
+
+def test_several_terms_without_weights_keep_the_contract_and_are_named(items: Sequence[Any]) -> None:
+    assert list(breaches(Forces(), items=items)) == []
+    assert unweighted_terms(Forces(), items) == unweighted_terms(Forces()) == ["force", "square"]
+    assert unweighted_terms(Weighted(), items) == unweighted_terms(Right(), items) == []
+
+
+def test_config_check_says_once_that_several_terms_without_weights_cost_a_pass(
+    pipeline: Command, make_project: MakeProject, tmp_path: Path
+) -> None:
+    make_project(1)
+    (tmp_path / "twolab.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "class Task:\n"
+        "    def model(self): return nn.Linear(2, 2)\n"
+        "    def cost(self, item): return {'nodes': item['nodes']}\n"
+        "    def collate(self, items, rng): return None\n"
+        "    def example(self, sizes): return torch.ones(sizes['nodes'], 2)\n"
+        "    def loss(self, model, batch):\n"
+        "        total = model(batch).sum()\n"
+        "        return {'one': (total, 1.0), 'other': (total, 2.0)}\n"
+    )
+    done = pipeline("config", "check", "--set", "train.task=twolab:Task")
+    assert done.out.count("no weights()") + done.err.count("no weights()") == 1
 
 
 def test_config_check_tries_the_task_out(pipeline: Command, make_project: MakeProject, tmp_path: Path) -> None:

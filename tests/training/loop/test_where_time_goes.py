@@ -57,7 +57,7 @@ def slow(folder: Path, hand: Hand, **train: Any) -> Run:
         return step
 
     run = Run(plot, folder, task=task, make=make)
-    run.trainer.stepper.learn_terms(1)  # else the first step looks for more
+    run.trainer.step.learn_terms(1)  # else the first step looks for more
     return run
 
 

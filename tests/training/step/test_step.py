@@ -235,6 +235,7 @@ def test_terms_that_come_and_go_need_weights_told_beforehand() -> None:
             return terms if len(batch["y"]) == 4 else {"squared": terms["squared"]}
 
     step = Step(Sometimes(), StepSettings())
+    step.run(cut(data(), [12, 12]))
     with pytest.raises(ConfigError, match=r"weights\(\)"):
         step.run(cut(data(), [20, 4]))
 
