@@ -218,7 +218,6 @@ def _of_all_tasks(job: ApplyJob, applied: ApplyResult) -> ApplyResult | None:
 
 
 def _write_predictions(job: ApplyJob, applied: ApplyResult, split: str | None) -> None:
-    from pipeline.training.evaluating.evaluator import TaskOutputs
     from pipeline.training.evaluating.outputs import GatheredOutputs, publish_text
     from pipeline.training.evaluating.prediction_tables import write_tables
 
@@ -227,7 +226,7 @@ def _write_predictions(job: ApplyJob, applied: ApplyResult, split: str | None) -
     gathered = GatheredOutputs(applied.parts, of=applied.of)
     files = write_tables(gathered, folder, parquet=job.train.predict.parquet)
     if job.publish is not None:
-        files += job.publish(folder, TaskOutputs(gathered))
+        files += job.publish(folder, gathered)
     predictions = Predictions(
         items=len(gathered.numbers),
         files={str(path.relative_to(folder)): (path.stat().st_size, file_digest(path)) for path in files},

@@ -14,7 +14,6 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.protocol import ITEMS
 from pipeline.runs.model.task_contract import breaches
 from pipeline.tasks.rna_ligand import RnaLigandContrast
-from pipeline.training.evaluating.evaluator import TaskOutputs
 from pipeline.training.evaluating.outputs import GatheredOutputs, OutputWriter
 from tests.tasks.cases import apart, stepped
 from tests.tasks.items import double
@@ -266,7 +265,7 @@ def test_predictions_are_a_table_of_the_nearest_ligands_of_each_pocket(tmp_path)
     batch = task.collate(batch_of([pocket(0), pocket(1)], IDS[:2]).items[:], RNG)
     with torch.no_grad(), OutputWriter(tmp_path / "parts", 0) as writer:
         writer.add(IDS[:2], [0, 1], task.outputs(model_of(dtype=torch.float32), batch))
-    (table,) = task.publish(tmp_path, TaskOutputs(GatheredOutputs(tmp_path / "parts")), (), None)
+    (table,) = task.publish(tmp_path, GatheredOutputs(tmp_path / "parts"), (), None)
     with table.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == ["query", "rank", "ligand_id", "distance", "metric", "is_true"]

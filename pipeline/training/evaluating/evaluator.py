@@ -1,7 +1,6 @@
 """Runs a model over a split and computes its loss, outputs and metrics, on any number of ranks and with little memory.
 
-The outputs go to files at once (`outputs`). So does the loss, if it must survive a kill: the sums and weights of a
-piece's terms are stored with its first item, and a part of the files never ends within a piece.
+The outputs go to files at once (`outputs`). So does the loss, if it must survive a kill.
 
 A loss that compares items belongs to no piece: the items' embeddings go to the files, and rank 0 computes the loss of
 as many at a time as a step has (`Settings.batch`), in the order of their numbers; the last are fewer. So it is the
@@ -12,13 +11,11 @@ from __future__ import annotations
 
 import math
 import shutil
-import time
 from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
-from urllib.parse import quote, unquote
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -29,7 +26,7 @@ from pipeline.errors import PlanInfeasible
 from pipeline.memory.runtime.governor import Governor
 from pipeline.memory.runtime.recovery import each_that_fits
 from pipeline.records import Reason, Rejection
-from pipeline.training.evaluating.outputs import PART_BYTES, GatheredOutputs, OutputWriter, numbers_of, returned_values
+from pipeline.training.evaluating.outputs import GatheredOutputs, OutputWriter, numbers_of, returned_values, summed
 from pipeline.training.step.checkpointing import twin
 from pipeline.training.step.contrastive import embedded
 from pipeline.training.step.micro_batches import Piece
@@ -50,10 +47,9 @@ if TYPE_CHECKING:
     from pipeline.training.step.fsdp import ShardedStep
     from pipeline.training.step.step import Step
 
+Terms: TypeAlias = "dict[str, tuple[float, float]]"  # the sum and the weight of each
+
 LOSS = "loss"
-SUM, WEIGHT = "sum of term ", "weight of term "  # columns of files: a task hardly uses names with spaces
-EMBEDDED = "embedded as "
-WHOLE = 1 << 62  # bytes of a part: it ends only when it is flushed
 HOST, ERROR = "cpu", "error"
 
 
@@ -82,9 +78,8 @@ class Evaluator:
         self._has_outputs = callable(getattr(self.step.task, "outputs", None))
         self._contrasts = self.with_loss and self.step.contrasts  # the loss is of many items together
         self._writer: OutputWriter | None = None
-        self._pending_bytes, self._flushed_s = 0, 0.0
         self._governor = Governor()
-        self._terms: dict[str, list[float]] = {}
+        self._terms: dict[str, list[tuple[float, float]]] = {}
         self._gathered: GatheredOutputs | None = None  # the outputs of all ranks, verified for the losses
 
     def figures(self) -> dict[str, float] | int:
@@ -110,15 +105,16 @@ class Evaluator:
         if self.loader is None:
             return
         if self._has_outputs or self.of or self._contrasts:
-            self._writer = OutputWriter(self.folder, self.first_writer + self.ranks.rank, of=self.of, part_bytes=WHOLE)
+            writer = self.first_writer + self.ranks.rank
+            self._writer = OutputWriter(self.folder, writer, of=self.of, part_s=self.flush_s)
         leaves = self.too_large == HOST and self.step.device != HOST and not self.step.is_spread
         self._governor = Governor(ladder=(HOST,) if leaves else ())
-        self._flushed_s = time.monotonic()
         self.loader.set_epoch(0)
         try:
             yield from self._all_together() if self.step.is_spread else self._apart()
         finally:
-            self._flush()
+            if self._writer is not None:
+                self._writer.flush()
             self._writer = None
 
     def _apart(self) -> Iterator[Reason | None]:
@@ -193,8 +189,8 @@ class Evaluator:
         piece = _part(whole, cut)
         self._keep(piece, *self._evaluated(piece, on_host=cut.rung > 0))
 
-    def _evaluated(self, piece: Piece, *, on_host: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the outputs and the loss terms of a piece."""
+    def _evaluated(self, piece: Piece, *, on_host: bool = False) -> tuple[dict[str, Any], dict[str, Any], Terms]:
+        """Return the outputs, the embeddings of a contrastive loss, and the loss terms of a piece."""
         self.begin(piece)
         task = self.step.task
         batch = piece.collated(self.step)
@@ -202,6 +198,7 @@ class Evaluator:
         model = twin(self.step.model).eval() if on_host else self.step.model
         terms: dict[str, Any] = {}
         outputs: dict[str, Any] = {}
+        embeddings: dict[str, Any] = {}
         is_asked_twice = self._has_outputs and self.with_loss and not self.step.is_spread
         once = computed_once(model, HOST if on_host else self.step.device) if is_asked_twice else nullcontext()
         with self.step.evaluating(), once, nullcontext() if on_host else self.step.cast():
@@ -210,30 +207,16 @@ class Evaluator:
             if self._has_outputs:
                 outputs = returned_values("outputs", task.outputs(model, batch))  # type: ignore[attr-defined]
             if self._contrasts:
-                vectors = embedded(cast("Contrastive", task), model, batch)
-                outputs |= {EMBEDDED + _escaped(name): rows for name, rows in vectors.items()}
-        return outputs, {name: (float(total), float(weight)) for name, (total, weight) in terms.items()}
+                embeddings = embedded(cast("Contrastive", task), model, batch)
+        return outputs, embeddings, {name: (float(total), float(weight)) for name, (total, weight) in terms.items()}
 
-    def _keep(self, piece: Piece, outputs: dict[str, Any], terms: Mapping[str, tuple[float, float]]) -> None:
-        """Add a piece to the results: outputs to the files, with its loss terms beside its first item."""
-        _add_terms(self._terms, terms)
-        if self._writer is None:
-            return
-        if self.of:
-            absent = [None] * (len(piece) - 1)
-            for name, values in terms.items():
-                for prefix, value in zip((SUM, WEIGHT), values, strict=True):
-                    outputs[prefix + _escaped(name)] = [value, *absent]
-        numbers = piece.numbers if self.numbers is None else self.numbers[list(piece.numbers)].tolist()
-        self._writer.add(piece.ids, numbers, outputs)
-        self._pending_bytes += sum(map(_nbytes, outputs.values()))
-        if self._pending_bytes >= PART_BYTES or time.monotonic() - self._flushed_s >= self.flush_s:
-            self._flush()
-
-    def _flush(self) -> None:
+    def _keep(self, piece: Piece, outputs: dict[str, Any], embeddings: dict[str, Any], terms: Terms) -> None:
+        """Add a piece to the results."""
+        for name, term in terms.items():
+            self._terms.setdefault(name, []).append(term)
         if self._writer is not None:
-            self._writer.flush()
-            self._pending_bytes, self._flushed_s = 0, time.monotonic()
+            numbers = piece.numbers if self.numbers is None else self.numbers[list(piece.numbers)].tolist()
+            self._writer.add(piece.ids, numbers, outputs, hidden=embeddings, terms=terms)
 
     def losses(self) -> dict[str, float]:
         """Return the mean of each term over all ranks, work of earlier starts included, and the sum of the means."""
@@ -241,35 +224,34 @@ class Evaluator:
             self.ranks.exchange({})  # all have written
             own = self._kept_terms() if self.ranks.rank == 0 else {}
         else:
-            own = self._terms
+            own = {name: summed(terms) for name, terms in self._terms.items()}
         self._terms = {}
-        terms = [report["terms"] for report in self.ranks.exchange({"terms": own})]
+        ranks = [report["terms"] for report in self.ranks.exchange({"terms": own})]
         means: dict[str, float] = {}
-        for name in dict.fromkeys(name for of_rank in terms for name in of_rank):
-            total, weight = map(math.fsum, zip(*(of_rank[name] for of_rank in terms if name in of_rank), strict=True))
+        for name in dict.fromkeys(name for terms in ranks for name in terms):
+            total, weight = summed([terms[name] for terms in ranks if name in terms])
             means[name] = total / weight if weight else 0.0
         losses = {LOSS: math.fsum(means.values())} if means else {}
         return losses | ({f"{LOSS}.{name}": mean for name, mean in means.items()} if len(means) > 1 else {})
 
-    def _kept_terms(self) -> dict[str, list[float]]:
+    def _kept_terms(self) -> Terms:
         """Return the sums and weights of terms that the files hold, or, if contrastive, of the embeddings there."""
         gathered = self._gathered = GatheredOutputs(self.folder, of=self.of)
         if not self._contrasts:
-            sums, weights = _columns(gathered, SUM), _columns(gathered, WEIGHT)
-            return {name: [math.fsum(map(float, column)) for column in (sums[name], weights[name])] for name in sums}
-        columns = _columns(gathered, EMBEDDED)
-        items = min(map(len, columns.values()), default=0)
-        terms: dict[str, list[float]] = {}
+            return gathered.terms()
+        items = min(map(len, gathered.hidden.values()), default=0)
+        terms: dict[str, list[tuple[float, float]]] = {}
         for start in range(0, items, size := self.step.settings.batch or max(items, 1)):
-            rows = {name: column[start : start + size] for name, column in columns.items()}
-            _add_terms(terms, self._contrast(rows))
-        return terms
+            rows = {name: column[start : start + size] for name, column in gathered.hidden.items()}
+            for name, term in self._contrast(rows).items():
+                terms.setdefault(name, []).append(term)
+        return {name: summed(values) for name, values in terms.items()}
 
-    def _contrast(self, rows: Mapping[str, list[Any]]) -> dict[str, tuple[float, float]]:
+    def _contrast(self, rows: Mapping[str, list[Any]]) -> Terms:
         """Return the sums and weights of the loss of some items together, on the CPU if the GPU has no room."""
         step = cast("ContrastiveStep", self.step)
 
-        def take(on_host: bool) -> dict[str, tuple[float, float]]:  # noqa: FBT001 - one of two ways
+        def take(on_host: bool) -> Terms:  # noqa: FBT001 - one of two ways
             device = HOST if on_host else step.device
             stacked = {name: torch.from_numpy(np.stack(arrays)).to(device) for name, arrays in rows.items()}
             return step.evaluate_rows(stacked, on_host=on_host)
@@ -284,7 +266,7 @@ class Evaluator:
             return {}
         self.ranks.exchange({})  # all have written
         figures: dict[str, float] = {}
-        if self.ranks.rank == 0 and (outputs := TaskOutputs(gathered or GatheredOutputs(self.folder, of=self.of))):
+        if self.ranks.rank == 0 and (outputs := gathered or GatheredOutputs(self.folder, of=self.of)):
             figures = numbers_of(task.metrics(outputs))  # type: ignore[attr-defined]
         return dict(self.ranks.exchange(figures)[0])
 
@@ -330,47 +312,5 @@ def computed_once(model: nn.Module, device: str) -> Iterator[None]:
             setattr(model, name, own)
 
 
-class TaskOutputs(Mapping[str, Any]):
-    """The outputs as a task returned them, without the columns added here."""
-
-    def __init__(self, gathered: GatheredOutputs) -> None:
-        self._gathered = gathered
-        self._names = [name for name in gathered if not name.startswith((SUM, WEIGHT, EMBEDDED))]
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._names:
-            raise KeyError(name)
-        return self._gathered[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
 def _part(piece: Piece, cut: Cut) -> Piece:
     return replace(piece, start=piece.start + cut.start, stop=piece.start + cut.stop)
-
-
-def _columns(gathered: GatheredOutputs, prefix: str) -> dict[str, Any]:
-    """Return the columns with a prefix, by the names of their terms."""
-    return {unquote(name.removeprefix(prefix)): gathered[name] for name in gathered if name.startswith(prefix)}
-
-
-def _add_terms(sums: dict[str, list[float]], terms: Mapping[str, tuple[float, float]]) -> None:
-    """Add sums and weights of terms to `sums`."""
-    for name, values in terms.items():
-        sums[name] = [kept + value for kept, value in zip(sums.get(name, [0.0, 0.0]), values, strict=True)]
-
-
-def _escaped(name: str) -> str:
-    """Return a term's name without dots, as names of columns must be."""
-    return quote(name, safe=" ").replace(".", "%2E")
-
-
-def _nbytes(values: Any) -> int:
-    """Return roughly how many bytes the values of an output take."""
-    if hasattr(values, "nbytes"):
-        return int(values.nbytes)
-    return sum(int(getattr(value, "nbytes", 8)) for value in values) if hasattr(values, "__iter__") else 8

@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import re
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -45,17 +46,21 @@ PART_BYTES = 64 << 20
 INDEX_BYTES = 64  # about what an entry takes in a manifest
 _NAME = re.compile(r"part-(\d{5,})-(\d{6,})")
 _VALUES = "values"
+HIDDEN = "."  # before the names of outputs that tasks do not see; those of a task have no dots
 
 
 class OutputWriter:
     """Writes the outputs of one rank's items to files."""
 
-    def __init__(self, folder: Path, rank: int, *, of: str = "", part_bytes: int = PART_BYTES) -> None:
+    def __init__(
+        self, folder: Path, rank: int, *, of: str = "", part_bytes: int = PART_BYTES, part_s: float = math.inf
+    ) -> None:
         """Continue in a folder; `of` names the maker of the outputs, such as a checkpoint's digest: others are refused.
 
-        Memory is twice the bytes of a part, or of an item that is larger alone.
+        A part ends between two calls of `add`, after so many bytes or seconds; memory is twice the bytes of a part.
         """
-        self._folder, self._rank, self._of, self._part_bytes = folder, rank, of, part_bytes
+        self._folder, self._rank, self._of = folder, rank, of
+        self._part_bytes, self._part_s = part_bytes, part_s
         Disk().make_folder(folder)
         self._part = 1 + max((part for owner, part in _parts_in(folder) if owner == rank), default=-1)
         self._pending = _Pending()
@@ -77,15 +82,27 @@ class OutputWriter:
                 path.replace(path.with_suffix(".damaged"))
         return np.unique(np.array(done, np.int64))
 
-    def add(self, ids: Sequence[str], numbers: Sequence[int], outputs: Mapping[str, Any]) -> None:
-        """Add the outputs of some items: for each name a value for each item, None where it has none."""
-        if len(numbers) != len(ids):
-            raise ValueError(f"{len(ids)} ids and {len(numbers)} numbers of items")
-        entries = {_checked_name(name): _entries(name, values, len(ids)) for name, values in outputs.items()}
+    def add(
+        self,
+        ids: Sequence[str],
+        numbers: Sequence[int],
+        outputs: Mapping[str, Any],
+        *,
+        hidden: Mapping[str, Any] | None = None,
+        terms: Mapping[str, tuple[float, float]] | None = None,
+    ) -> None:
+        """Add the outputs of some items: for each name a value for each item, None where it has none.
+
+        `hidden` are outputs that tasks do not see; `terms` are sums and weights of the items' loss.
+        """
+        columns = {_checked_name(name): _entries(name, values, len(ids)) for name, values in outputs.items()}
+        columns |= {HIDDEN + name: _entries(name, values, len(ids)) for name, values in (hidden or {}).items()}
         for place, (id_, number) in enumerate(zip(ids, numbers, strict=True)):
-            self._pending.add(id_, int(number), {name: values[place] for name, values in entries.items()})
-            if self._pending.bytes >= self._part_bytes:
-                self.flush()
+            self._pending.add(id_, int(number), {name: values[place] for name, values in columns.items()})
+        for name, term in (terms or {}).items():
+            self._pending.terms.setdefault(name, []).append(term)
+        if self._pending.bytes >= self._part_bytes or time.monotonic() - self._pending.since_s >= self._part_s:
+            self.flush()
 
     def flush(self) -> None:
         """Write what was added so far as a part."""
@@ -99,7 +116,8 @@ class OutputWriter:
             columns.append({"name": name, "dtype": dtype, "items": items, "shapes": shapes})
             values[str(place)] = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
             arrays.clear()  # the values are held once
-        data = {"ids": pending.ids, "numbers": pending.numbers, "columns": columns}
+        terms = {name: summed(values) for name, values in pending.terms.items()}
+        data = {"ids": pending.ids, "numbers": pending.numbers, "terms": terms, "columns": columns}
         path = self._folder / f"part-{self._rank:05d}-{self._part:06d}"
         with disk_errors(path):
             seal(path, {_VALUES: values}, data, {"of": self._of})
@@ -121,8 +139,10 @@ class _Pending:
 
     ids: list[str] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
+    terms: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     columns: dict[tuple[str, str], tuple[list[int], list[Array]]] = field(default_factory=dict)  # by name and type
     bytes: int = 0
+    since_s: float = field(default_factory=time.monotonic)
 
     def add(self, id_: str, number: int, outputs: Mapping[str, Array | None]) -> None:
         for name, array in outputs.items():
@@ -144,7 +164,9 @@ class _Part:
         self._sealed.verify()
         self.path, self.ids = path, self._sealed.data["ids"]
         self.numbers_N = np.array(self._sealed.data["numbers"], np.int64)
-        self.columns = [_Column(self, place, **column) for place, column in enumerate(self._sealed.data["columns"])]
+        self.terms: dict[str, tuple[float, float]] = self._sealed.data["terms"]
+        columns = self._sealed.data["columns"]
+        self.columns = [_Column(self, str(place), column) for place, column in enumerate(columns)]
 
     @cached_property
     def values(self) -> dict[str, torch.Tensor]:
@@ -155,15 +177,13 @@ class _Part:
 class _Column:
     """The values of one name and type in a part."""
 
-    def __init__(
-        self, part: _Part, place: int, name: str, dtype: str, items: list[int], shapes: list[list[int]]
-    ) -> None:
-        self.part, self.name, self.kind = part, name, np.dtype(dtype).kind
-        self._key = str(place)
-        self.item_K = np.array(items, np.int64)
-        self.ndim_K = np.array(list(map(len, shapes)), np.int64)
-        self.size_K = np.array(list(map(math.prod, shapes)), np.int64)
-        self._end_K, self._shapes = np.cumsum(self.size_K), shapes
+    def __init__(self, part: _Part, key: str, column: Mapping[str, Any]) -> None:
+        self.part, self._key = part, key
+        self.name, self.kind = column["name"], np.dtype(column["dtype"]).kind
+        self.item_K, self._shapes = np.array(column["items"], np.int64), column["shapes"]
+        self.ndim_K = np.array(list(map(len, self._shapes)), np.int64)
+        self.size_K = np.array(list(map(math.prod, self._shapes)), np.int64)
+        self._end_K = np.cumsum(self.size_K)
 
     def entry(self, entry: int) -> Array:
         """Read one item's array."""
@@ -191,10 +211,16 @@ class GatheredOutputs(Mapping[str, "OutputColumn"]):
             what = f"{self.id(at)} (item {number}) is in it, and in {first.name}; so are {len(twice)} in all"
             raise DataError(what, where=str(second), remedy=_redo(second))
         columns: dict[str, list[_Column]] = {}
-        for part in self._parts:
-            for column in part.columns:
-                columns.setdefault(column.name, []).append(column)
-        self._columns = {name: OutputColumn(columns[name]) for name in sorted(columns)}
+        for column in (column for part in self._parts for column in part.columns):
+            columns.setdefault(column.name, []).append(column)
+        all_columns = {name: OutputColumn(columns[name]) for name in sorted(columns)}
+        self._columns = {name: column for name, column in all_columns.items() if not name.startswith(HIDDEN)}
+        self.hidden = {name[1:]: column for name, column in all_columns.items() if name.startswith(HIDDEN)}
+
+    def terms(self) -> dict[str, tuple[float, float]]:
+        """Return the sum and the weight of each loss term over all items."""
+        names = dict.fromkeys(name for part in self._parts for name in part.terms)
+        return {name: summed([part.terms[name] for part in self._parts if name in part.terms]) for name in names}
 
     def id(self, place: int) -> str:
         """Return an item's id, by its index among all items."""
@@ -250,6 +276,12 @@ class OutputColumn(Sequence[Any]):
     def id(self, place: int) -> str:
         column = self._columns[int(self._column_M[place])]
         return str(column.part.ids[int(column.item_K[self._entry_M[place]])])
+
+
+def summed(terms: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the exact sum of sums and weights."""
+    total, weight = map(math.fsum, zip(*terms, strict=True))
+    return total, weight
 
 
 def _joined(arrays: Any) -> Integers:

@@ -196,7 +196,7 @@ IS_FLIPPED = 1
 def test_a_damaged_part_is_refused_and_its_items_are_done_again(tmp_path, file, caplog):
     for number, change in enumerate(CHANGES):
         folder = tmp_path / str(number)
-        write(folder, 0, list(range(9)), part_bytes=1)
+        write(folder, 0, list(range(9)), size=1, part_bytes=1)
         spoil(folder / "part-00000-000004" / file, change)
         with pytest.raises(FolderDamaged, match="part-00000-000004") as refused:
             GatheredOutputs(folder)
