@@ -17,7 +17,7 @@ from pipeline.device.batch_transfer import CopyAhead
 from pipeline.device.kinds import CPU
 from pipeline.keys import content_digest
 from pipeline.memory.runtime.governor import Governor
-from pipeline.memory.runtime.meters import Habits, HostMeter, Upkeep, meter_of
+from pipeline.memory.runtime.meters import HostMeter, Maintenance, MaintenanceSettings, meter_of
 from pipeline.protocol import Weights
 from pipeline.records import Reason, TaskContext
 from pipeline.training.checkpoints.checkpoint import latest_checkpoint
@@ -300,8 +300,8 @@ def _stepper(job: Job, step: Step, phase: Phase, watch: TrainingObserver) -> Exa
     """Return what makes each step together with all ranks."""
     kind = ExactContrastiveStep if step.contrasts else ExactShardedStep if step.is_spread else ExactStep
     train = job.train
-    habits = Habits(train.memory_fraction, train.empty_cache_every, train.collect_every, train.synchronise)
-    upkeep = Upkeep(habits, step.device)
+    habits = MaintenanceSettings(train.memory_fraction, train.empty_cache_every, train.collect_every, train.synchronise)
+    upkeep = Maintenance(habits, step.device)
     return kind(
         step,
         job.ranks,

@@ -15,7 +15,7 @@ import pytest
 from pipeline.errors import ConfigError
 from pipeline.memory.footprint import MemoryChoice
 from pipeline.memory.lint import RunFacts, lint
-from pipeline.memory.runtime.meters import Habits
+from pipeline.memory.runtime.meters import MaintenanceSettings
 from pipeline.project.run_code import load_task
 from pipeline.protocol import Contrastive
 from pipeline.runs.model.prepare import taken_of
@@ -131,7 +131,7 @@ def test_settings_that_do_harm_are_warned_of() -> None:
 def test_lightning_has_a_callback_that_collects_garbage_in_order() -> None:
     from pipeline.training.own_loops.lightning_callback import GovernorCallback
 
-    callback: Any = GovernorCallback(habits=Habits(collect_every=25))
+    callback: Any = GovernorCallback(habits=MaintenanceSettings(collect_every=25))
     module = SimpleNamespace(device="cpu", automatic_optimization=True)
     callback.on_train_start(None, module)
     was_collecting = gc.isenabled()

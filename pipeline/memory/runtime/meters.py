@@ -274,8 +274,8 @@ def _number(path: Path) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Habits:
-    """Memory maintenance in a training loop: how often to empty caches, collect garbage, synchronise."""
+class MaintenanceSettings:
+    """How often a training loop empties caches, collects garbage and synchronises."""
 
     memory_fraction: float | None = None  # of a GPU that may be used; None: all of it
     empty_cache_every: int | None = None  # micro-batches; None: never
@@ -283,26 +283,26 @@ class Habits:
     synchronise: bool = False  # after every micro-batch, for measuring
 
 
-class Upkeep:
-    """Does the maintenance of `Habits` between `begin` and `end`, which restores Python's garbage collector."""
+class Maintenance:
+    """Maintains memory between `begin` and `end`, which restores Python's garbage collector."""
 
-    def __init__(self, habits: Habits, device: str) -> None:
+    def __init__(self, settings: MaintenanceSettings, device: str) -> None:
         from pipeline.device.accelerator import computing
 
-        self.habits, self._name, self._device = habits, device, computing(device)
+        self.settings, self._name, self._device = settings, device, computing(device)
         self._micro_batches = self._steps = 0
         self._was_collecting, self._had_frozen = True, 0
 
     def begin(self) -> None:
         """Limit the share of the GPU, and take over garbage collection, as configured."""
         self._was_collecting, self._had_frozen = gc.isenabled(), gc.get_freeze_count()
-        if self.habits.memory_fraction is not None:
-            self._device.limit_fraction(self.habits.memory_fraction)
-        if self.habits.collect_every is not None:
+        if self.settings.memory_fraction is not None:
+            self._device.limit_fraction(self.settings.memory_fraction)
+        if self.settings.collect_every is not None:
             gc.disable()
 
     def end(self) -> None:
-        if self.habits.collect_every is not None:
+        if self.settings.collect_every is not None:
             if not self._had_frozen:  # otherwise objects of others would be unfrozen, too
                 gc.unfreeze()
             if self._was_collecting:
@@ -311,15 +311,15 @@ class Upkeep:
     def after_micro_batch(self) -> None:
         """Synchronise, and empty the GPU's cache, as configured."""
         self._micro_batches += 1
-        if self.habits.synchronise:
+        if self.settings.synchronise:
             self._device.synchronize()
-        if self.habits.empty_cache_every and self._micro_batches % self.habits.empty_cache_every == 0:
+        if self.settings.empty_cache_every and self._micro_batches % self.settings.empty_cache_every == 0:
             self._device.empty_cache()
 
     def after_step(self, *, empty_cache: bool = False) -> None:
         """Collect garbage if it is due; objects that exist after the first step are frozen."""
         self._steps += 1
-        every = self.habits.collect_every
+        every = self.settings.collect_every
         if every is not None and (self._steps == 1 or self._steps % every == 0):
             gc.collect()
             if self._steps == 1:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pipeline.device.accelerator import Card, is_card
-from pipeline.memory.runtime.meters import Habits, Upkeep
+from pipeline.device.accelerator import Card, computing, is_card
 from pipeline.records import Reason, Rejection
 from pipeline.training.checkpoints.published_names import WeightsReading
 from pipeline.training.checkpoints.trained_weights import load_checkpoint
@@ -98,8 +97,8 @@ def apply_model(job: ApplyJob) -> Generator[Reason | None, None, ApplyResult | N
     ranks, train = job.ranks, job.train
     torch.manual_seed(train.seed)
     step = job.make_step()
-    upkeep = Upkeep(Habits(train.memory_fraction), step.device)
-    upkeep.begin()
+    if train.memory_fraction is not None:
+        computing(step.device).limit_fraction(train.memory_fraction)
     with ranks.patient("loading the model"):
         chosen = load_checkpoint(step, ranks, job.choose, job.say, WeightsReading.of(train))
     job.say(f"checkpoint {chosen.path}, step {chosen.step:,}" + (f" ({chosen.note})" if chosen.note else ""))

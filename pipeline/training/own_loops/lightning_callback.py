@@ -28,7 +28,7 @@ from lightning.pytorch import Callback
 
 from pipeline.device.out_of_memory import is_out_of_memory
 from pipeline.errors import ConfigError, PipelineError
-from pipeline.memory.runtime.meters import Habits, HostMeter, Upkeep, meter_of
+from pipeline.memory.runtime.meters import HostMeter, Maintenance, MaintenanceSettings, meter_of
 from pipeline.training.own_loops.governed import Governed
 
 if TYPE_CHECKING:
@@ -48,13 +48,13 @@ _log = logging.getLogger(__name__)
 
 
 class GovernorCallback(Callback):
-    """Records memory, does the upkeep of `Habits`, and makes the steps: sets `governed` on the module."""
+    """Records memory, does the upkeep of `MaintenanceSettings`, and makes the steps: sets `governed` on the module."""
 
     def __init__(
         self,
         *,
         splits: bool = False,
-        habits: Habits | None = None,
+        habits: MaintenanceSettings | None = None,
         heard: Callable[[Mapping[str, Any]], None] = lambda record: None,  # noqa: ARG005
         **options: Any,
     ) -> None:
@@ -65,8 +65,8 @@ class GovernorCallback(Callback):
         super().__init__()
         self._splits = splits
         self.records: list[Mapping[str, Any]] = []
-        self._habits, self._heard, self._options = habits or Habits(), heard, options
-        self._upkeep: Upkeep | None = None
+        self._habits, self._heard, self._options = habits or MaintenanceSettings(), heard, options
+        self._upkeep: Maintenance | None = None
         self._meter: Meter | None = None
         self._governed: Governed | None = None
         self._learned: Mapping[str, Any] | None = None
@@ -98,7 +98,7 @@ class GovernorCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start measuring; give the module a `governed`, and its batches in parts."""
         device = str(pl_module.device)
-        self._meter, self._upkeep = meter_of(device), Upkeep(self._habits, device)
+        self._meter, self._upkeep = meter_of(device), Maintenance(self._habits, device)
         self._meter.reset_peak()
         self._upkeep.begin()
         if not pl_module.automatic_optimization:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.memory.runtime.meters import Meter, Upkeep
+    from pipeline.memory.runtime.meters import Maintenance, Meter
     from pipeline.training.ranks.rank_protocol import Ranks
     from pipeline.training.step.micro_batches import Piece, RankShare
     from pipeline.training.step.step import Step
@@ -137,7 +137,7 @@ class ExactStep:
         step: Step,
         ranks: Ranks,
         cost_N: NDArray[Any],
-        upkeep: Upkeep,
+        upkeep: Maintenance,
         *,
         too_large: str = HOST,
         meter: Meter | None = None,

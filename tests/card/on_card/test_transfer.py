@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pipeline.device.accelerator import computing
-from pipeline.memory.runtime.meters import Habits, Upkeep
+from pipeline.memory.runtime.meters import Maintenance, MaintenanceSettings
 from pipeline.training.step.step import Step
 from tests.card import card
 from tests.training.loop.loops import Plot, Run
@@ -103,7 +103,7 @@ def test_the_share_of_a_card_is_asked_for_by_its_number(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(getattr(torch, card.NAME), "set_per_process_memory_fraction", limit)
     torch.accelerator.set_device_index(1)
-    Upkeep(Habits(memory_fraction=0.5), card.NAME).begin()
+    Maintenance(MaintenanceSettings(memory_fraction=0.5), card.NAME).begin()
     assert asked == [(0.5, 1)]
 
 

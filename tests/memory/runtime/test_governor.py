@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import ConfigError, JobFailed, PlanInfeasible
 from pipeline.memory.runtime.governor import Governor, is_crowded
-from pipeline.memory.runtime.meters import NEAR, Habits, HostMeter, Memory, ProcessMeter, Upkeep
+from pipeline.memory.runtime.meters import NEAR, HostMeter, Maintenance, MaintenanceSettings, Memory, ProcessMeter
 from pipeline.training.own_loops import governed as governed_module
 from pipeline.training.own_loops.governed import Governed, GovernedEvent
 from tests.testkit.limited import device as limited
@@ -310,7 +310,7 @@ def test_what_a_process_had_at_most_is_nothing_of_what_started_it() -> None:
     assert 5 * MB < int(done.stdout) < 100 * MB
 
 
-# Habits
+# MaintenanceSettings
 
 
 def test_garbage_is_collected_by_count_and_as_before_afterwards() -> None:
@@ -326,7 +326,7 @@ def test_garbage_is_collected_by_count_and_as_before_afterwards() -> None:
 
     gc.unfreeze()
     assert gc.isenabled()
-    upkeep = Upkeep(Habits(collect_every=3), "cpu")
+    upkeep = Maintenance(MaintenanceSettings(collect_every=3), "cpu")
     upkeep.begin()
     try:
         assert not gc.isenabled()

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from pipeline.errors import ConfigError
-from pipeline.memory.runtime.meters import Habits
+from pipeline.memory.runtime.meters import MaintenanceSettings
 from pipeline.training.own_loops.governed import Governed
 from tests.docs.blocks import Page
 from tests.testkit.limited import device as limited
@@ -55,7 +55,7 @@ def test_with_automatic_optimization_an_oom_is_recorded_with_what_to_do(
     kit: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     limited.need()
-    callback = kit.GovernorCallback(habits=Habits(collect_every=5))
+    callback = kit.GovernorCallback(habits=MaintenanceSettings(collect_every=5))
     with LimitedDevice(kit.limit_for(16)), pytest.raises(torch.OutOfMemoryError), caplog.at_level(logging.ERROR):
         kit.fit(kit.Regression(manual=False), callback, tmp_path)
     failure = callback.records[-1]
