@@ -91,7 +91,7 @@ def _folder(folder: Path) -> CheckpointFiles:
         pt = next((folder / name for name in names if name.endswith(".pt")), None)
         raise WeightsUnusable(what, where=str(folder), remedy=f"set embed.weights to {pt}" if pt else USE_ESM2)
     if INDEX in names:
-        return CheckpointFiles(_name(folder), HUGGING_FACE, _shards(folder), (folder / CONFIG, folder / INDEX))
+        return CheckpointFiles(_name(folder), HUGGING_FACE, shards_of(folder), (folder / CONFIG, folder / INDEX))
     if SINGLE in names:
         return CheckpointFiles(_name(folder), HUGGING_FACE, (folder / SINGLE,), (folder / CONFIG,))
     if any(name.startswith("pytorch_model") for name in names):
@@ -102,7 +102,7 @@ def _folder(folder: Path) -> CheckpointFiles:
 def _one_of_folder(path: Path) -> CheckpointFiles:
     """Return the files of a checkpoint given as one .safetensors file; one part of several stands for all of them."""
     folder = path.parent
-    if (folder / INDEX).is_file() and path in (shards := _shards(folder)):
+    if (folder / INDEX).is_file() and path in (shards := shards_of(folder)):
         return CheckpointFiles(_name(folder), HUGGING_FACE, shards, (folder / CONFIG, folder / INDEX))
     if not (folder / CONFIG).is_file():
         what = f"{CONFIG}, which has the number of heads, is not next to it"
@@ -110,7 +110,7 @@ def _one_of_folder(path: Path) -> CheckpointFiles:
     return CheckpointFiles(_name(folder), HUGGING_FACE, (path,), (folder / CONFIG,))
 
 
-def _shards(folder: Path) -> tuple[Path, ...]:
+def shards_of(folder: Path) -> tuple[Path, ...]:
     """Return the weight files that an index names; refuse other paths and missing files."""
     index = folder / INDEX
     names = read_json_object(index).get("weight_map")

@@ -36,7 +36,7 @@ ROOM = 0.8  # share of the host's memory limit that may be in use with the copie
 
 def staging_bytes(*groups: Mapping[str, Tensor]) -> int:
     """Return the bytes that copies of groups of tensors take; tied ones count once."""
-    return layout_of([tensor for group in groups for tensor in distinct(group)[0].values()]).bytes
+    return layout_of(list(distinct(_numbered(groups))[0].values())).bytes
 
 
 class StagingBuffers:
@@ -51,19 +51,18 @@ class StagingBuffers:
 
     def copied(self, *groups: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """Return copies of each group, valid until the next call; tied tensors stay tied."""
-        parts = [distinct(group) for group in groups]
-        tensors = [tensor for kept, _ in parts for tensor in kept.values()]
-        rooms = self._runs.rooms(tensors)
-        for room, tensor in zip(rooms, tensors, strict=True):
-            room.copy_(tensor.detach(), non_blocking=True)
-        for device in {tensor.device for tensor in tensors}:
+        kept, same = distinct(_numbered(groups))
+        rooms = dict(zip(kept, self._runs.rooms(list(kept.values())), strict=True))
+        for key, tensor in kept.items():
+            rooms[key].copy_(tensor.detach(), non_blocking=True)
+        for device in {tensor.device for tensor in kept.values()}:
             computing(device).synchronize_stream()
-        left = iter(rooms)
-        copies = [dict(zip(kept, left, strict=False)) for kept, _ in parts]
-        return [
-            {name: copy[same.get(name, name)] for name in group}
-            for group, copy, (_, same) in zip(groups, copies, parts, strict=True)
-        ]
+        rooms |= {alias: rooms[first] for alias, first in same.items()}
+        return [{name: rooms[number, name] for name in group} for number, group in enumerate(groups)]
+
+
+def _numbered(groups: Sequence[Mapping[str, Tensor]]) -> dict[tuple[int, str], Tensor]:
+    return {(number, name): tensor for number, group in enumerate(groups) for name, tensor in group.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,11 @@ each process its files, and published by one of them with `publish`.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import xxhash
 from safetensors import SafetensorError, safe_open
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
+
+Key = TypeVar("Key")
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -166,14 +167,7 @@ def read_sealed(
 ) -> SealedFolder:
     """Open a folder by its manifest alone, without torch; its files are verified when they are used."""
     disk, file = disk or Disk(), path / manifest
-    try:
-        fd = disk.open_read(file)
-        try:
-            content = disk.read_at(fd, disk.size_of_open(fd), 0)
-        finally:
-            disk.close(fd)
-    except OSError as error:
-        raise _unreadable(file, error, remedy) from error
+    content = b"".join(map(bytes, _read(file, disk, remedy)))
     head, line, body = content.partition(b"\n")
     match = _HEAD.fullmatch(head + line)
     if match is None or _digest(int(match[1]), body) != match[2].decode():
@@ -209,33 +203,20 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], disk: Disk) -> Writ
 
 def verify_file(path: Path, written: WrittenFile, disk: Disk, remedy: str = ANOTHER) -> None:
     """Read a whole file; raise FolderDamaged unless its bytes are those that were written."""
-    digest, offset, piece = xxhash.xxh3_128(), 0, memoryview(bytearray(min(PIECE_BYTES, written.bytes)))
-    try:
-        fd = disk.open_read(path)
-        try:
-            size = os.fstat(fd).st_size
-            while size == written.bytes and (count := disk.fill(fd, [piece[: size - offset]], offset)):
-                digest.update(piece[:count])
-                offset += count
-        finally:
-            disk.close(fd)
-    except OSError as error:
-        raise _unreadable(path, error, remedy) from error
-    if offset == written.bytes and digest.hexdigest() == written.digest:
-        return
-    problem = "has changed since it was written (checksum mismatch)"
-    if size != written.bytes:
-        problem = (
-            f"{'is truncated' if size < written.bytes else 'has extra bytes'}: {size:,} of {written.bytes:,} bytes"
-        )
-    raise FolderDamaged(problem, where=str(path), remedy=remedy)
+    digest, size = xxhash.xxh3_128(), 0
+    for piece in _read(path, disk, remedy):
+        digest.update(piece)
+        size += len(piece)
+    if (size, digest.hexdigest()) != (written.bytes, written.digest):
+        problem = f"has changed since it was written (checksum mismatch): {size:,} of {written.bytes:,} bytes"
+        raise FolderDamaged(problem, where=str(path), remedy=remedy)
 
 
-def distinct(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def distinct(tensors: Mapping[Key, Tensor]) -> tuple[dict[Key, Tensor], dict[Key, Key]]:
     """Return each tensor under its first name only, and the first name of every other name."""
-    kept: dict[str, Tensor] = {}
-    same: dict[str, str] = {}
-    first_names: dict[Any, str] = {}
+    kept: dict[Key, Tensor] = {}
+    same: dict[Key, Key] = {}
+    first_names: dict[Any, Key] = {}
     for name, tensor in tensors.items():
         start = tensor.untyped_storage()._cdata if tensor.is_meta else tensor.data_ptr()  # noqa: SLF001 - it has no data
         place = (tensor.device, start, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj())
@@ -268,6 +249,23 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     whole = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
     flat = whole.as_strided((whole.numel(),), (1,))  # where there is only one value, its stride may be anything
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # before 3.12 the stubs lack it
+
+
+def _read(path: Path, disk: Disk, remedy: str) -> Iterator[memoryview]:
+    """Yield the content of a file in pieces, each valid until the next."""
+    try:
+        fd = disk.open_read(path)
+        try:
+            piece, offset = memoryview(bytearray(min(PIECE_BYTES, disk.size_of_open(fd)))), 0
+            while count := disk.fill(fd, [piece], offset):
+                yield piece[:count]
+                offset += count
+        finally:
+            disk.close(fd)
+    except OSError as error:
+        is_missing = isinstance(error, FileNotFoundError)
+        problem = "is missing" if is_missing else f"cannot be read: {error.strerror or error}"
+        raise FolderDamaged(problem, where=str(path), remedy=remedy) from error
 
 
 def _write(path: Path, pieces: Iterable[bytes | memoryview], disk: Disk) -> WrittenFile:
@@ -305,12 +303,6 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
         for start in range(0, len(data), PIECE_BYTES):
             yield data[start : start + PIECE_BYTES]
         del data
-
-
-def _unreadable(path: Path, error: OSError, remedy: str) -> FolderDamaged:
-    is_missing = isinstance(error, FileNotFoundError)
-    problem = "is missing" if is_missing else f"cannot be read: {error.strerror or error}"
-    return FolderDamaged(problem, where=str(path), remedy=remedy)
 
 
 def _digest(version: int, body: bytes) -> str:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pipeline.command_line import quoted
+from pipeline.encoder.checkpoints.checkpoint_files import INDEX, SINGLE, shards_of
 from pipeline.encoder.checkpoints.weight_containers import read_pt, read_safetensors
 from pipeline.errors import ConfigError, DataError, JobFailed, WeightsUnusable
 from pipeline.protocol import FitsOptions
@@ -94,7 +95,6 @@ def _load(step: Step, chosen: ChosenCheckpoint, reading: WeightsReading) -> str:
 
 
 WHERE = "train.pretrained"
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NESTED = ("state_dict", "model_state_dict", "model")  # where training scripts put the weights
 OTHERS = "use weights of this model"
 PARTIAL = ", or load only what fits: train.pretrained_partial: true"
@@ -215,27 +215,12 @@ def stored_weights(path: Path, entry: str | None = None) -> StoredWeights:
 def _files_of(folder: Path) -> list[Path]:
     """Return the .safetensors files of a Hugging Face folder."""
     if (folder / INDEX).is_file():
-        return _parts(folder)
+        return list(shards_of(folder))
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     names = sorted(path.name for path in folder.iterdir())
     problem = f"the folder holds neither {SINGLE} nor {INDEX}; it holds {', '.join(names[:8]) or 'nothing'}"
     raise ConfigError(problem, where=f"{WHERE}: {folder}", remedy=FORMS)
-
-
-def _parts(folder: Path) -> list[Path]:
-    index = folder / INDEX
-    try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        is_plain = all(name.endswith(".safetensors") and "/" not in name and "\0" not in name for name in names)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError("is not an index of parts", where=f"{WHERE}: {index}", remedy=FORMS) from error
-    if not names or not is_plain:
-        raise DataError("names no parts in this folder", where=f"{WHERE}: {index}", remedy=FORMS)
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        problem = f"{len(missing)} of its {len(names)} parts are missing: {', '.join(missing[:4])}"
-        raise DataError(problem, where=f"{WHERE}: {folder}", remedy="copy the whole folder")
-    return [folder / name for name in names]
 
 
 def _state_dict(content: Any, path: Path, entry: str | None) -> dict[str, Tensor]:
@@ -301,11 +286,10 @@ def _misfit(problem: str, report: PretrainedReport, remedy: str) -> ConfigError:
 
 def _nearest(missing: Sequence[str], unexpected: Sequence[str]) -> dict[str, str]:
     """Return for the missing names that are shown the most similar one of the file, if any is."""
-    near: dict[str, str] = {}
-    for name in missing[:_MOST_LINES]:
-        if matches := difflib.get_close_matches(name, unexpected[:_MOST_COMPARED], 1, _NEAR):
-            near[name] = matches[0]
-    return near
+    matches = {
+        name: difflib.get_close_matches(name, unexpected[:_MOST_COMPARED], 1, _NEAR) for name in missing[:_MOST_LINES]
+    }
+    return {name: found[0] for name, found in matches.items() if found}
 
 
 def _group(title: str, names: Sequence[str]) -> list[str]:

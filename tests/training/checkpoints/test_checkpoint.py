@@ -166,7 +166,7 @@ def test_a_disk_that_cannot_be_read_is_told(tmp_path):
     save(tmp_path, 1)
     said = []
     with pytest.raises(JobFailed, match="Input/output error"):
-        checkpoints(tmp_path, said=said, disk=FailingDisk("read_at", errno.EIO)).newest()
+        checkpoints(tmp_path, said=said, disk=FailingDisk("fill", errno.EIO)).newest()
     assert "Input/output error" in said[0]
 
 

@@ -128,7 +128,7 @@ def test_an_opened_folder_verifies_a_file_before_it_maps_its_tensors(tmp_path):
     assert sealed.tensors("b")["y"].eq(0).all()
 
 
-@pytest.mark.parametrize("step", ["open_read", "read_at", "fill"])
+@pytest.mark.parametrize("step", ["open_read", "fill"])
 def test_a_disk_that_cannot_be_read_is_damage(tmp_path, step):
     path = sealed_at(tmp_path)
     with pytest.raises(FolderDamaged, match="Input/output error"):
