@@ -1,1 +1,1 @@
-"""What stands between two steps, written and read: whole or not at all."""
+"""Checkpoints and weights: written whole, verified when read, claimed by one writer."""

@@ -76,9 +76,10 @@ class ResumedTraining:
 class Keeper:
     """Saves and resumes a training; every rank makes the same calls.
 
-        keeper.save(…)      each rank writes its part in a thread; Future of this rank's receipt
-        keeper.hand_in()    at a later boundary of steps, once all ranks have written: rank 0 publishes, in its thread
-        keeper.finish()     wait for both
+        keeper.save(…)               each rank writes its part in a thread
+        keeper.submit_receipts()     between later steps, once all ranks have written: rank 0 publishes, in its thread
+        keeper.collect_results()     report a checkpoint that could not be saved
+        keeper.finish()              wait for all of that
 
     `behind` says whether training continues while a checkpoint is written: always, never, or where the host has room
     for copies of the tensors (`auto`).
@@ -147,8 +148,8 @@ class Keeper:
         self.finish()
         return bool(self.ranks.exchange({"saved": len(self.unsaved) == failed})[0]["saved"])
 
-    def hand_in(self) -> None:
-        """Let rank 0 publish what all ranks have written, without waiting for that."""
+    def submit_receipts(self) -> None:
+        """Let rank 0 publish what all ranks have written, without waiting for it."""
         if self._writing is None:
             return
         written, self._writing = self._writing, None
@@ -158,10 +159,10 @@ class Keeper:
 
     def finish(self) -> None:
         """Wait until the checkpoint in progress is saved; report a failure."""
-        self.hand_in()
-        self.listen(wait=True)
+        self.submit_receipts()
+        self.collect_results(wait=True)
 
-    def listen(self, *, wait: bool = False) -> None:
+    def collect_results(self, *, wait: bool = False) -> None:
         """Report a save that failed in the background."""
         if self._publishing is None or not (wait or self._publishing.done()):
             return

@@ -42,7 +42,7 @@ class ModelClaim:
         self._writers, self._run = writers, run
         self._text = _claimant(run)
         Disk().make_folder(writers)
-        while not self._is_taken():
+        while not self._try_to_claim():
             pass
         self.is_lost = False  # as the last beat found; `check` says how
         self._is_over = Event()
@@ -76,7 +76,7 @@ class ModelClaim:
             self.check()
             self._path.unlink()
 
-    def _is_taken(self) -> bool:
+    def _try_to_claim(self) -> bool:
         """Try once to take over from the holder of the last claim; raise while it lives."""
         last = last_claim(self._writers)
         if last:

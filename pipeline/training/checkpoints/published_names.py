@@ -24,7 +24,7 @@ AS = "train.pretrained_as"
 class WeightsReading:
     """How a file of weights is to be read."""
 
-    form: str | None = None  # the published form; None: it is told by the names
+    form: str | None = None  # the published form; None: recognized by the names
     names: Mapping[str, str] = field(default_factory=dict)  # of the file's → the model's, before all else
     entry: str | None = None  # of a checkpoint with several, such as ema_state_dict
 

@@ -1,1 +1,1 @@
-"""When a step goes wrong: what is left behind, and how it is made again and searched."""
+"""Failed steps: bundles on disk, their replay, and the search for values that are not finite."""

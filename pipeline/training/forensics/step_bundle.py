@@ -124,7 +124,7 @@ def _poison(deaths: list[PieceInFlight], last: PieceInFlight | None) -> PieceInF
 
 log = logging.getLogger(__name__)
 
-KEPT = 20  # the newest, besides the first
+KEPT = 20  # the newest, in addition to the first
 RNG = "rng"
 _OTHER = "replay another bundle, or train again"
 _NAME = re.compile(r"step-(\d{8,})-([a-z]+)-rank-(\d+)(?:-(\d+))?")

@@ -260,8 +260,8 @@ class Trainer:
                 self.observer.step(self.done, {**losses, **metrics, "items": float(report.sum_of("items"))})
         with self.step.clock.within(CHECKPOINT):
             if report.is_written:
-                self.keeper.hand_in()
-            self.keeper.listen()
+                self.keeper.submit_receipts()
+            self.keeper.collect_results()
         self.ended_by = report.ending
         is_full = report.host_share >= NEAR
         if report.ending or is_full:
