@@ -1,18 +1,17 @@
 """The host memory that training needs on its node (`--mem`), predicted from plain numbers.
 
-The need is what always stands, and the larger of two phases: while a run starts (the model is built on the CPU, a
-checkpoint is read) and while it trains. What the first took is given back before the second: 1 GiB of parameters of
-4 MiB and a copy of them left 3 MiB behind with glibc 2.36 [measured].
+It is a constant part, and the larger of two phases: while a run starts (the model is built on the CPU, a checkpoint is
+read) and while it trains. The memory of the first is released before the second: 1 GiB of parameters of 4 MiB and a
+copy of them left 3 MiB behind with glibc 2.36 [measured].
 
-The kernel's file cache counts in a job's cgroup, but is given up under pressure, so that an allowance is enough for
-it.
+The kernel's file cache counts in a job's cgroup, but shrinks under pressure, so that an allowance is enough for it.
 
 Measured needs of past runs (`task_history.Profiles`) correct `HostNeed.total_bytes`, as they do every stage's plan.
 
-torch rounds every allocation of pinned memory up to a power of two, and keeps what is freed for others of that very
-size (ATen/core/CachingHostAllocator.h, torch 2.13). Many things of any sizes are therefore laid into a few runs whose
-sizes are powers of two that they fill: a state of 5 GiB takes runs of 4 and 1 GiB, not one of 8. What comes and goes
-in changing sizes is cut into chunks of one size, each of which fits wherever one is free.
+torch rounds every allocation of pinned memory up to a power of two, and keeps freed memory for others of exactly that
+size (ATen/core/CachingHostAllocator.h, torch 2.13). Therefore many tensors share a few runs whose sizes are powers of
+two that they fill: a state of 5 GiB takes runs of 4 and 1 GiB, not one of 8. Tensors that come and go in changing sizes
+are cut into chunks of one size, each of which fits wherever one is free.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from pipeline.memory.footprint import LIVE_ONLY, Provenance
 from pipeline.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-ALIGNMENT = 64  # bytes: of whatever type a tensor is, it may begin there
+ALIGNMENT = 64  # bytes: enough for tensors of any type
 CHUNK_BYTES = 32 * MIB  # a power of two, and large enough that one copy takes longer than it takes to begin it
 SMALL_BYTES = 1 << 16
 RANDOM_BYTES = 8 << 10  # the states of two generators: torch's is 5,056 bytes, a card's 16
@@ -38,7 +37,7 @@ RANDOM_BYTES = 8 << 10  # the states of two generators: torch's is 5,056 bytes, 
 
 @dataclass(frozen=True, slots=True)
 class PinnedPlace:
-    """Where in a run something lies."""
+    """The place of a tensor in a run."""
 
     run: int
     start: int
@@ -46,7 +45,7 @@ class PinnedPlace:
 
 @dataclass(frozen=True, slots=True)
 class PinnedLayout:
-    """Runs of memory, and the place of each thing in them, in the order in which they were named."""
+    """Runs of memory, and the place of each tensor in them, in the given order."""
 
     runs: tuple[int, ...]
     places: tuple[PinnedPlace, ...]
@@ -57,21 +56,21 @@ class PinnedLayout:
 
 
 def pinned_bytes(size: int) -> int:
-    """Return what an allocation of pinned memory takes."""
+    """Return the bytes that torch allocates for pinned memory of a size."""
     return 1 << (size - 1).bit_length() if size > 0 else 0
 
 
 def pinned_layout(sizes: Sequence[int], *, pinned: bool) -> PinnedLayout:
-    """Return the runs for things of some sizes: never more than each would take by itself, but for small ones.
+    """Return the runs for tensors of some sizes: never more than each would take by itself, except for small ones.
 
-    The largest come first, each into the first run with room; a new run is as large as what is left fills, or as the
-    next thing needs. Small things have a run of their own: how many there are is known last, and moves no other.
+    The largest come first, each into the first run with room; a new run is as large as the rest fills, or as the next
+    tensor needs. Small tensors share a run of their own, so that their number moves no other.
     """
     needed = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
     least = SMALL_BYTES if pinned else 1
     large = sorted((number for number, size in enumerate(needed) if size >= least), key=lambda number: -needed[number])
     left, runs, used = sum(needed[number] for number in large), list[int](), list[int]()
-    places = [PinnedPlace(0, 0)] * len(sizes)  # where what is empty stays
+    places = [PinnedPlace(0, 0)] * len(sizes)  # of empty tensors
     for number in large:
         size = needed[number]
         run = next((run for run, whole in enumerate(runs) if used[run] + size <= whole), len(runs))
@@ -90,15 +89,15 @@ def pinned_layout(sizes: Sequence[int], *, pinned: bool) -> PinnedLayout:
 
 
 def staged_bytes(blocks: Sequence[int], *, pinned: bool) -> int:
-    """Return what copies of a training's state take while it is saved, from the sizes of its tensors.
+    """Return the memory of copies of a training's state while it is saved, from the sizes of its tensors.
 
-    With each goes a counter of the optimizer's, at most; then there are the states of random generators.
+    At most, the optimizer has a counter for each; the states of random generators come on top.
     """
     return pinned_layout([*blocks, *(ALIGNMENT for _ in blocks), RANDOM_BYTES], pinned=pinned).bytes
 
 
 def chunked_bytes(size: int) -> int:
-    """Return what the chunks take in which so many bytes lie at most; the last to come may begin anywhere in one."""
+    """Return the bytes of the chunks for at most `size` bytes; the last tensor may begin anywhere in a chunk."""
     return (-(-size // CHUNK_BYTES) + 1) * CHUNK_BYTES if size > 0 else 0
 
 
@@ -117,16 +116,16 @@ ARENA_BYTES = 32 * MIB  # that glibc's malloc may keep for a thread: larger bloc
 STEP_SLACK = 0.25
 KEPT_MOST_BYTES = 1 << 30  # of what a step on the CPU frees: more makes it hardly faster [measured]
 KEPT_LEAST_BYTES = 64 * MIB  # glibc keeps up to this much by itself
-READER_BYTES = 128 * MIB  # of a process that reads: what it changes of the memory that it was forked with, and its own
+READER_BYTES = 128 * MIB  # of a process that reads: its own, and changed pages of the memory it was forked with
 PAGE_CACHE_BYTES = 256 * MIB  # to read ahead, and for pages of a checkpoint that are not on the disk yet
-LEAST_MARGIN = 0.05  # peaks of a process lie between the moments at which anybody looks
+LEAST_MARGIN = 0.05  # peaks of a process lie between the samples
 RING_GROWTH, RING_UNIT = 9 / 8, MIB  # batches of one budget differ a little: room for the next one too
 DRAWN_BYTES = 20  # of an item, while an epoch is shuffled: random numbers, their order, the order that is kept
 KEY_BYTES, OFFSET_BYTES, STORED_SIZE_BYTES = 16, 8, 4  # in the table of a data set
 BASELINE, CONTEXT, KEPT = "interpreter and torch", "CUDA context", "kept by malloc"
 
 
-class Phase(StrEnum):
+class Period(StrEnum):
     """When host memory is needed."""
 
     ALWAYS = "always"
@@ -142,7 +141,7 @@ class HostPart:
     bytes: int
     origin: Provenance
     why: str
-    phase: Phase = Phase.ALWAYS
+    period: Period = Period.ALWAYS
 
     @property
     def margin_bytes(self) -> int:
@@ -158,7 +157,7 @@ class HostNeed:
 
     @property
     def bytes(self) -> int:
-        peak = max((self.during(phase) for phase in (Phase.START, Phase.TRAIN)), key=_with_margin)
+        peak = max((self.during(period) for period in (Period.START, Period.TRAIN)), key=_with_margin)
         return sum(part.bytes for part in peak)
 
     @property
@@ -172,10 +171,10 @@ class HostNeed:
 
     @property
     def total_bytes(self) -> int:
-        return max(_with_margin(self.during(phase)) for phase in (Phase.START, Phase.TRAIN))
+        return max(_with_margin(self.during(period)) for period in (Period.START, Period.TRAIN))
 
-    def during(self, phase: Phase) -> tuple[HostPart, ...]:
-        return tuple(part for part in self.parts if part.phase in (Phase.ALWAYS, phase))
+    def during(self, period: Period) -> tuple[HostPart, ...]:
+        return tuple(part for part in self.parts if part.period in (Period.ALWAYS, period))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,14 +203,7 @@ class TrainingJob:
 
 def train_need(run: TrainingJob, baseline: Baseline) -> HostNeed:
     """Return the host memory that a training job needs on a node."""
-    items = f"{run.items} items with {run.sizes} sizes each"
-    table = table_bytes(run.items, run.sizes, run.id_bytes, run.item_bytes)
-    parts = (
-        *_process(run, baseline),
-        HostPart("table of the data set", table, Provenance.TRACED, items),
-        *_phases(run),
-    )
-    of_all = (replace(part, bytes=run.ranks * part.bytes) for part in parts)
+    of_all = (replace(part, bytes=run.ranks * part.bytes) for part in _parts(run, baseline))
     files = HostPart("page cache", PAGE_CACHE_BYTES, Provenance.ASSUMED, "the rest is released under pressure")
     return HostNeed(tuple(part for part in (*of_all, files) if part.bytes), run.ranks)
 
@@ -243,22 +235,20 @@ def table_bytes(items: int, sizes: int, id_bytes: int, item_bytes: int = 0) -> i
     return items * (record + id_bytes + starts + split + DRAWN_BYTES)
 
 
-def _process(run: TrainingJob, baseline: Baseline) -> Iterable[HostPart]:
-    """Yield what a process needs besides data and model."""
+def _parts(run: TrainingJob, baseline: Baseline) -> Iterator[HostPart]:
+    """Yield the memory of a process: its own, until the first step, and from then on."""
+    start, train, traced, assumed = Period.START, Period.TRAIN, Provenance.TRACED, Provenance.ASSUMED
     each_process = f"of each of {run.ranks} processes"
     yield HostPart(BASELINE, baseline.bytes, baseline.origin, f"{baseline.why}, {each_process}")
     if run.gpu:
-        yield HostPart(CONTEXT, CUDA_CONTEXT_BYTES, Provenance.ASSUMED, f"pytorch#113326, {each_process}")
+        yield HostPart(CONTEXT, CUDA_CONTEXT_BYTES, assumed, f"pytorch#113326, {each_process}")
     if run.several and run.gpu:
-        yield HostPart("communicator", COMMUNICATOR_BYTES, Provenance.ASSUMED, f"NCCL's buffers, {each_process}")
+        yield HostPart("communicator", COMMUNICATOR_BYTES, assumed, f"NCCL's buffers, {each_process}")
     threads = run.threads + 1
     arenas = threads * ARENA_BYTES + (0 if run.gpu else int(STEP_SLACK * run.step_bytes))
-    yield HostPart("malloc", arenas, Provenance.ASSUMED, f"what glibc may keep for {threads} threads, {each_process}")
-
-
-def _phases(run: TrainingJob) -> Iterable[HostPart]:
-    """Yield what a process needs until the first step, and from then on."""
-    start, train, traced, assumed = Phase.START, Phase.TRAIN, Provenance.TRACED, Provenance.ASSUMED
+    yield HostPart("malloc", arenas, assumed, f"what glibc may keep for {threads} threads, {each_process}")
+    table = table_bytes(run.items, run.sizes, run.id_bytes, run.item_bytes)
+    yield HostPart("table of the data set", table, traced, f"{run.items} items with {run.sizes} sizes each")
     yield HostPart("model", run.model_bytes, traced, "parameters are built on the CPU", start)
     yield HostPart("resumed state", run.resumed_bytes, traced, "a checkpoint being read", start)
     if not run.gpu:
@@ -308,7 +298,7 @@ class Baseline:
 STATED = Baseline(IMPORT_BYTES, Provenance.ASSUMED, "as measured in pytorch#113326")
 
 
-@cache  # it takes seconds
+@cache  # seconds
 def measured_baseline(*modules: str) -> Baseline:
     """Return the memory of a process that imports some modules, measured in a new one; STATED if that fails."""
     modules = modules or TRAINING

@@ -23,7 +23,7 @@ from pipeline.memory.hardware.host_memory import (
     Baseline,
     HostNeed,
     HostPart,
-    Phase,
+    Period,
     TrainingJob,
     chunked_bytes,
     kept_bytes,
@@ -115,8 +115,8 @@ def test_the_table_of_a_data_set_takes_what_is_predicted(tmp_path: Path, with_it
 def test_only_the_larger_phase_is_asked_for() -> None:
     kept = HostPart("kept", 100, Provenance.MEASURED, "")
     start, train = (
-        HostPart("s", 60, Provenance.TRACED, "", Phase.START),
-        HostPart("t", 50, Provenance.TRACED, "", Phase.TRAIN),
+        HostPart("s", 60, Provenance.TRACED, "", Period.START),
+        HostPart("t", 50, Provenance.TRACED, "", Period.TRAIN),
     )
     need = HostNeed((kept, start, train))
     assert (need.bytes, need.total_bytes, need.margin_bytes) == (160, 168, 8)
@@ -134,8 +134,8 @@ def test_every_rank_has_its_own_of_everything_but_files() -> None:
 def test_a_checkpoint_is_staged_while_the_ring_is_full_but_the_model_was_given_back() -> None:
     run = TrainingJob(gpu=False, model_bytes=2 * GIB, resumed_bytes=GIB, staged_bytes=GIB, slots=2, batch_bytes=GIB)
     need = train_need(run, BASE)
-    starts, trains = (sum(one.bytes for one in need.during(phase)) for phase in (Phase.START, Phase.TRAIN))
-    always = sum(one.bytes for one in need.parts if one.phase is Phase.ALWAYS)
+    starts, trains = (sum(one.bytes for one in need.during(period)) for period in (Period.START, Period.TRAIN))
+    always = sum(one.bytes for one in need.parts if one.period is Period.ALWAYS)
     assert (starts - always, trains - always) == (3 * GIB, 5.25 * GIB)  # the ring is 2.25, batches 2, the checkpoint 1
 
 
