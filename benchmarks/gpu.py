@@ -140,7 +140,7 @@ class Day:
 def facts(asked: Given) -> Found:
     """Return what the GPU says of itself; without one, why there is none."""
     from pipeline.device.accelerator import Card, card_here, torch_sees
-    from pipeline.memory.history.step_history import torch_version
+    from pipeline.memory.history import torch_version
     from pipeline.memory.runtime.meters import StepGauge
 
     kind = card_here()

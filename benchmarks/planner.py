@@ -57,7 +57,7 @@ def accuracy(members: Sequence[Member]) -> list[Row]:
 def worst_error(member: Member) -> float:
     """Return the largest error of a model at its sizes."""
     from pipeline.memory.footprint import MemoryChoice
-    from pipeline.memory.planning.oracle_cache import OracleCache
+    from pipeline.memory.planning.budget_search import ChoiceMemory
     from pipeline.protocol import ITEMS as COUNT
     from pipeline.runs.model.training_work import target_of
     from tests.memory.planning.planned import work_of
@@ -68,8 +68,8 @@ def worst_error(member: Member) -> float:
     oracle = work.oracle(least, target_of(None), padded=member.padded, kept=Path(folder.name))
     for sizes in member.sizes:
         for accumulate in (False, True):
-            questions = OracleCache(oracle, tuple(sizes))
-            planned = questions.peak_bytes(choice, tuple(sizes.values()), accumulate=accumulate)
+            memory = ChoiceMemory(oracle, choice, tuple(sizes))
+            planned = memory.peak_bytes(tuple(sizes.values()), accumulate=accumulate)
             real = real_peak(work, choice, sizes, 1 + accumulate)
             errors.append(abs(planned / real - 1))
             say(f"  {member.name:30}{1 + accumulate:3}{planned:15,}{real:15,}{planned / real:10.5f}")
@@ -120,7 +120,7 @@ def epochs_of(member: Member) -> list[dict[str, Any]]:
         plan = ground.planned(limit)
         trained = epoch(ground, plan.choice, sampler_under(plan, ground.sizes), limit)
         row = {"ooms": trained.ooms, "used": trained.peak_bytes / limit}
-        say(f"  {member.name:26}{limit:14,}{trained.ooms:4}{row['used']:8.1%}  {plan.filled.value}")
+        say(f"  {member.name:26}{limit:14,}{trained.ooms:4}{row['used']:8.1%}  {plan.cuts.limit.value}")
         rows.append(row)
     return rows
 

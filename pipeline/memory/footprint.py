@@ -168,14 +168,6 @@ class Evaluates(Protocol):
 
 
 @runtime_checkable
-class AnswersShards(Protocol):
-    """An oracle that answers for some sharded models."""
-
-    def refuses_shards(self, choice: MemoryChoice) -> str:
-        """Return why it cannot answer for a sharded choice; empty: it can."""
-
-
-@runtime_checkable
 class Computes(Protocol):
     """An oracle that computes some answers from others, until it is asked to confirm them."""
 

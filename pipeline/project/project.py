@@ -22,7 +22,7 @@ from pipeline.encoder.embedding_recipe import EmbeddingRecipe as EmbeddingRecipe
 from pipeline.encoder.engine.token_batches import EngineSettings
 from pipeline.errors import ConfigError
 from pipeline.graphs.item_graph import GraphRecipe as GraphRecipe
-from pipeline.memory.history.task_history import Profiles
+from pipeline.memory.history import Profiles
 from pipeline.project.container_image import image_of
 from pipeline.project.restriction import EVERYTHING, Only
 from pipeline.project.run_code import load_encoder

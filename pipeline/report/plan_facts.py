@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pipeline.errors import PipelineError
     from pipeline.memory.footprint import StandingFootprint
     from pipeline.memory.hardware.host_memory import HostNeed
-    from pipeline.memory.history.task_history import Suggestion
+    from pipeline.memory.history import Suggestion
     from pipeline.memory.lint import LintFinding
     from pipeline.memory.planning.comparison import Configuration, Offer, PlannedOffer
     from pipeline.memory.planning.memory_plan import MemoryPlan

@@ -69,7 +69,7 @@ def _offer_cells(planned: PlannedOffer, outlook: TrainOutlook) -> tuple[str, str
     where = "in memory"
     if planned.offer.cards[0].caching:
         where = " or ".join(card if card.endswith("iB") else card.upper().replace("-", " ") for card in plan.cards)
-    several, each = (f"{plan.ranks} × ", " each") if plan.ranks > 1 else ("", "")
+    several, each = (f"{plan.request.ranks} × ", " each") if plan.request.ranks > 1 else ("", "")
     size = f"{format_bytes(plan.total.value)} of {format_bytes(plan.limit_bytes)}{each}"
     facts = [size, f"training {_about(3600 * planned.hours.value)}", f"{hours(planned.gpu_hours.value)} GPU-hours"]
     if not outlook.alternatives:
@@ -90,14 +90,13 @@ def _aligned(rows: Iterable[tuple[str, str]]) -> list[str]:
 
 def _cut(plan: TrainOutlook) -> str:
     """Say how the items of a step are cut into micro-batches."""
-    chosen, step = plan.plan, min(plan.plan.batch, plan.items)
-    holders = f"{chosen.ranks} {'GPU' if plan.gpus else 'processe'}s × " if chosen.ranks > 1 else ""
-    if chosen.ranks * chosen.accumulation_most * chosen.items_most == step:
-        return (
-            f"{step} = {holders}{plural(chosen.accumulation_most, 'micro-batch')} × {plural(chosen.items_most, 'item')}"
-        )
-    most = plural(chosen.items_most, "item")
-    return f"{step} = {holders}up to {chosen.accumulation_most} micro-batches of up to {most}"
+    request, cuts = plan.plan.request, plan.plan.cuts
+    step = min(request.batch, plan.items)
+    holders = f"{request.ranks} {'GPU' if plan.gpus else 'processe'}s × " if request.ranks > 1 else ""
+    items = plural(cuts.items_most, "item")
+    if request.ranks * cuts.steps_most * cuts.items_most == step:
+        return f"{step} = {holders}{plural(cuts.steps_most, 'micro-batch')} × {items}"
+    return f"{step} = {holders}up to {cuts.steps_most} micro-batches of up to {items}"
 
 
 def _about(seconds: float) -> str:
@@ -106,9 +105,9 @@ def _about(seconds: float) -> str:
 
 def _attention(plan: TrainOutlook) -> Iterator[str]:
     """Yield what a person should know before training starts, each with its fix."""
-    chosen = plan.plan
-    if chosen.batch > plan.items:
-        yield f"only {plural(plan.items, 'item')}: a step uses all of them, not {chosen.batch} (train.effective_batch)"
+    chosen, batch = plan.plan, plan.plan.request.batch
+    if batch > plan.items:
+        yield f"only {plural(plan.items, 'item')}: a step uses all of them, not {batch} (train.effective_batch)"
     yield from _oversize(chosen)
     if plan.ignores_sizes:
         yield "memory does not grow with the sizes: does example() of your task use the sizes it receives?"
@@ -138,11 +137,11 @@ def _verdict(plan: TrainOutlook) -> Iterator[str]:
     holder = "GPU" if plan.gpus else "process"
     padded = "" if chosen.padding is None else f", at most {chosen.padding - 1:.0%} padding"
     yield (
-        f"  micro-batches per step and {holder}: {chosen.accumulation_mean:.1f} on average, "
-        f"{chosen.accumulation_most} at most; items in each: {chosen.items_median:g} (median), "
-        f"{chosen.items_most} at most{padded}"
+        f"  micro-batches per step and {holder}: {chosen.cuts.steps_mean:.1f} on average, "
+        f"{chosen.cuts.steps_most} at most; items in each: {chosen.cuts.items_median:g} (median), "
+        f"{chosen.cuts.items_most} at most{padded}"
     )
-    yield f"  micro-batches are not larger because {chosen.filled.value}"
+    yield f"  micro-batches are not larger because {chosen.cuts.limit.value}"
     if chosen.allocator.settings:
         yield f"  {VARIABLES[0]}={chosen.allocator.settings}"
 
@@ -165,9 +164,9 @@ def _stages(plan: TrainOutlook) -> Iterator[RenderableType]:
     rows = [
         (
             name,
-            f"{chosen.items_median:g}",
-            str(chosen.items_most),
-            f"{chosen.accumulation_mean:.1f}",
+            f"{chosen.cuts.items_median:g}",
+            str(chosen.cuts.items_most),
+            f"{chosen.cuts.steps_mean:.1f}",
             format_bytes(chosen.live.value),
             format_bytes(chosen.total.value),
             format_seconds(chosen.epoch_s.value),

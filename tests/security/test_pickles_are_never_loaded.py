@@ -26,7 +26,7 @@ from pipeline.encoder.checkpoints.weight_containers import read_pt, read_safeten
 from pipeline.errors import PipelineError, WeightsUnusable
 from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_folder import RunFolder
-from pipeline.memory.history.task_history import Profiles
+from pipeline.memory.history import Profiles
 from pipeline.readers.pairs import Pairs
 from pipeline.readers.spectra import Spectra
 from pipeline.store.cache_folder import CacheFolder

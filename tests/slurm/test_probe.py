@@ -9,7 +9,7 @@ import pytest
 from pipeline.cluster.slurm import SlurmExecutor
 from pipeline.errors import SubmissionRefused
 from pipeline.memory.footprint import Provenance
-from pipeline.memory.history.step_history import Peak
+from pipeline.memory.history import Peak
 from pipeline.report.plan_facts import Probed, ProbeOutcome
 from pipeline.runs.model.probe import ProbedCard, measured_ratios, model_name, probe
 from pipeline.runs.model.probe_job import peaks_of

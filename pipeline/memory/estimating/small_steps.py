@@ -78,8 +78,8 @@ class MeasuredSize:
         return max(self.micro.first.peak_bytes, self.micro.again.peak_bytes)
 
 
-class MeasuredSmall:
-    """An `Oracle` that runs small micro-batches; its answers are of the whole model, whatever the shards."""
+class SmallSteps:
+    """An `Oracle` that runs small micro-batches."""
 
     def __init__(
         self,
@@ -353,7 +353,7 @@ def _own_numbers() -> Iterator[None]:
 
 def _rehearsed(choice: MemoryChoice) -> MemoryChoice:
     """Return a choice reduced to what a single machine without a GPU can run."""
-    return MemoryChoice(precision=choice.precision, checkpointing=choice.checkpointing)
+    return replace(choice, offload=False)
 
 
 def _not_rehearsed(choice: MemoryChoice) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ copy of them left 3 MiB behind with glibc 2.36 [measured].
 
 The kernel's file cache counts in a job's cgroup, but shrinks under pressure, so that an allowance is enough for it.
 
-Measured needs of past runs (`task_history.Profiles`) correct `HostNeed.total_bytes`, as they do every stage's plan.
+Measured needs of past runs (`history.Profiles`) correct `HostNeed.total_bytes`, as they do every stage's plan.
 
 torch rounds every allocation of pinned memory up to a power of two, and keeps freed memory for others of exactly that
 size (ATen/core/CachingHostAllocator.h, torch 2.13). Therefore many tensors share a few runs whose sizes are powers of

@@ -1,74 +1,113 @@
 """The largest budget of a micro-batch under which the worst of them fit, found with few questions to the oracle.
 
-Shapes: N items, M micro-batches, S sizes (`items` first), P points that were asked about.
+Each round fits a cost model to all answers so far, cuts an epoch under a budget of it, and asks about the corners of
+the micro-batches, the costliest first. What does not fit lowers the budget; what leaves room raises it.
+
+Shapes: N items, M micro-batches, S sizes (`items` first).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeline.memory.planning.memory_plan import MicroBatchLimit
-from pipeline.memory.planning.size_groups import (
-    MOST_BUCKETS,
+from pipeline.memory.footprint import Computes, StepTapes, least_sure, live_peak_bytes
+from pipeline.memory.planning.cost_model import (
+    ITEM,
+    MOST_GROUPS,
     NEAR,
     CostModel,
     SizeGroup,
     Terms,
     extremes,
-    fit,
     grouped,
     rounded_up,
 )
+from pipeline.memory.planning.memory_plan import MicroBatchLimit
 from pipeline.protocol import ITEMS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from pipeline.memory.footprint import Integers, MemoryChoice
+    from pipeline.memory.footprint import (
+        Floats,
+        Integers,
+        MemoryChoice,
+        MicroFootprint,
+        Oracle,
+        Provenance,
+        Sizes,
+        StandingFootprint,
+    )
+    from pipeline.memory.planning.cost_model import Predict
     from pipeline.memory.planning.memory_plan import DataSizes, Micros, PlanRequest
-    from pipeline.memory.planning.oracle_cache import OracleCache
 
+    Row = tuple[int, ...]
 
-ENOUGH = 0.92  # of the limit in use: a larger budget is not looked for
-LEAST = 0.83  # of it: below, a plan for every order of an epoch gives way to one for the order that was cut
-_ENOUGH_FOR_ONE = 0.90  # then less is looked for: what other orders need lies above
-_WORTH_LESS_SURE = 1.05  # times as much in use is worth a plan for one order
-_ROUNDS, _FEWER_ROUNDS = 8, 5
+ENOUGH = 0.92  # of the limit in use: a larger budget is not tried
+LEAST = 0.83  # of the limit: a plan for every order that uses less gives way to one for the simulated order
+_WORTH_LESS_SURE = 1.05  # times as much must be in use then
+_ROUNDS = 8
+_REFITS = 2  # rounds without an answer that fits, after which budgets shrink faster than the model learns
 _CLOSE = 1.015  # budgets so near each other are the same
-_SCREENED = 5  # that are asked about for a first model
-_SECANTS = 2  # rounds, before the interval is halved
-_SHRINK = 0.97
-_QUESTIONS, _LEAST_BUCKETS = 30, 6  # with ever fewer buckets a plan is looser, and made in time
-_SHRINKS = 6
+_SCREENED = 5  # questions for a first model
+_QUESTIONS, _LEAST_GROUPS = 24, 6  # with ever fewer groups a plan is looser, and made in time
 
 
-@dataclass(frozen=True, eq=False)
-class FoundBudget:
-    """A budget, the micro-batches cut under it, and the memory of the worst of them."""
+class ChoiceMemory:
+    """The memory of one choice of settings; each question is asked once."""
 
-    model: CostModel
-    cost_N: Integers
-    budget: int
-    micros: Micros
-    rows_MS: Integers  # of the micro-batches that were cut
-    possible_MS: Integers  # the most one-sided ones of other orders
-    live: int  # of the worst that was asked about
-    worst: tuple[int, ...]
-    worst_cut: int  # the live peak of the worst that was cut
-    every_order: bool
-    filled: MicroBatchLimit = MicroBatchLimit.FULL
-    groups: tuple[SizeGroup, ...] = ()
+    def __init__(self, oracle: Oracle, choice: MemoryChoice, names: tuple[str, ...]) -> None:
+        self.choice, self.names = choice, names
+        self.micros: dict[Row, MicroFootprint] = {}
+        self._oracle = oracle
+        self._peaks: dict[tuple[Row, bool], int] = {}
+
+    @cached_property
+    def standing(self) -> StandingFootprint:
+        return self._oracle.standing(self.choice)
+
+    def micro(self, row: Row) -> MicroFootprint:
+        """Return the memory of a micro-batch of exactly these sizes."""
+        if row not in self.micros:
+            self.micros[row] = self._oracle.micro(self.choice, self._sizes(row))
+        return self.micros[row]
+
+    def peak_bytes(self, row: Row, *, accumulate: bool = True) -> int:
+        """Return the live peak of a step of one such micro-batch, or of several; a run's first step is included."""
+        if (row, accumulate) not in self._peaks:
+            standing, micro = self.standing, self.micro(row)
+            first = StepTapes.of(standing, [micro, micro] if accumulate else [micro], first=True)
+            later_bytes = live_peak_bytes(standing, micro, accumulate=accumulate)
+            self._peaks[row, accumulate] = max(first.peak_bytes(standing.setup.left_bytes), later_bytes)
+        return self._peaks[row, accumulate]
+
+    def confirm(self, row: Row) -> bool:
+        """Tell whether an answer was right if it was computed from others; if not, forget all of them."""
+        if not isinstance(self._oracle, Computes):
+            return True
+        micro = self._oracle.confirmed(self.choice, self._sizes(row))
+        is_right = self.micros[row].is_like(micro)
+        self._peaks = {asked: peak for asked, peak in self._peaks.items() if is_right and asked[0] != row}
+        self.micros = {**(self.micros if is_right else {}), row: micro}
+        return is_right
+
+    def _sizes(self, row: Row) -> Sizes:
+        return dict(zip(self.names, row, strict=True))
 
     @property
-    def accumulate(self) -> bool:
-        return bool(self.micros.per_share().max() > 1)
+    def origin(self) -> Provenance:
+        return least_sure((self.standing.origin, *(micro.origin for micro in self.micros.values())))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        notes = (note for micro in self.micros.values() for note in micro.notes)
+        return tuple(dict.fromkeys((*self.standing.notes, *notes)))
 
 
 class DataBounds:
-    """What a data set's sizes tell before the oracle is asked."""
+    """What the sizes of a data set show before the oracle is asked."""
 
     def __init__(self, data: DataSizes, request: PlanRequest) -> None:
         self.data, self.request = data, request
@@ -78,237 +117,199 @@ class DataBounds:
         self.share = int(self.whole.items_M.max(initial=1))  # items that a rank has in a step at most
         first = 1 if data.padded else self.share
         most = np.partition(self.sizes_NS, -first, axis=0)[-first:].sum(axis=0)
-        self.most_S = np.concatenate(([self.share], most))  # that a micro-batch can have, in any order of the data
+        self.most_S = np.concatenate(([self.share], most))  # of a micro-batch in any order of the data
 
-    def mean(self, items: int) -> tuple[int, ...]:
+    def mean(self, items: int) -> Row:
         """Return the sizes of a micro-batch of so many average items."""
         mean_S = np.ceil(self.sizes_NS.mean(axis=0) * (1 if self.data.padded else items)).astype(np.int64)
         return self.rounded(np.concatenate(([items], mean_S)))
 
-    def largest(self) -> int:
-        """Return the item whose sizes, each by the largest of its kind, sum to the most."""
-        return int(np.argmax((self.sizes_NS / np.maximum(self.sizes_NS.max(axis=0), 1)).sum(axis=1)))
+    def rounded(self, row_S: Integers) -> Row:
+        return tuple(rounded_up(row_S, self.most_S).tolist())
 
-    def alone(self, item: int) -> tuple[int, ...]:
+    def alone(self, item: int) -> Row:
         return (1, *self.sizes_NS[item].tolist())
 
-    def rounded(self, row_S: Integers) -> tuple[int, ...]:
-        """Return slightly larger, rounded sizes to ask the oracle about, so that fewer questions are needed."""
-        return tuple(rounded_up(row_S, self.most_S).tolist())
+    @property
+    def largest(self) -> Row:
+        """Return the item whose sizes, each relative to the largest of its kind, sum to the most."""
+        return self.alone(int(np.argmax((self.sizes_NS / np.maximum(self.sizes_NS.max(axis=0), 1)).sum(axis=1))))
+
+
+@dataclass(frozen=True, eq=False)
+class FoundBudget:
+    """A budget, the micro-batches cut under it, and the memory of the worst of them."""
+
+    model: CostModel
+    budget: int
+    micros: Micros
+    groups: tuple[SizeGroup, ...]  # of the micro-batches that were cut, then of the most one-sided of other orders
+    live: int  # the peak of the worst corner
+    worst: Row
+    cut_live: int  # the peak of the worst that was cut
+    every_order: bool
+    limit: MicroBatchLimit = MicroBatchLimit.FULL
+
+    @property
+    def accumulate(self) -> bool:
+        return bool(self.micros.per_share().max() > 1)
 
 
 class BudgetSearch:
     """Searches for the largest budget under one choice of settings."""
 
-    def __init__(self, questions: OracleCache, ground: DataBounds, choice: MemoryChoice) -> None:
-        self.ground = ground
-        self._questions, self._choice = questions, choice
-        self._data, self._request = ground.data, ground.request
-        self._sizes_NS, self._share = ground.sizes_NS, ground.share
-        self._fewest_of: tuple[CostModel, int] | None = None
+    def __init__(self, memory: ChoiceMemory, bounds: DataBounds) -> None:
+        self.memory, self.bounds = memory, bounds
+        self._is_screened = False
 
-    def live(self, row: Sequence[int], *, accumulate: bool = True) -> int:
-        """Return the live peak of a step of such micro-batches, several accumulated or one alone."""
-        return self._questions.peak_bytes(self._choice, tuple(row), accumulate=accumulate)
+    def find(self, limit: int) -> FoundBudget | None:
+        """Return the largest budget under which all fits below a live peak, or None."""
+        if self.bounds.request.micro_batch is not None:
+            return self._pinned(limit)
+        found = self._all_at_once(limit) or self._largest(limit, every_order=True)
+        if found is not None and (found.limit is not MicroBatchLimit.FULL or found.cut_live >= LEAST * limit):
+            return found
+        one_order = self._largest(limit, every_order=False)
+        if found is None or (one_order is not None and one_order.cut_live > _WORTH_LESS_SURE * found.cut_live):
+            return one_order
+        return found
 
     def model(self) -> CostModel:
-        rows = self._questions.rows(self._choice)
-        return fit(self.ground.terms, rows, [float(self.live(row)) for row in rows])
+        rows = list(self.memory.micros)
+        return self.bounds.terms.fit(rows, [float(self.memory.peak_bytes(row)) for row in rows])
 
-    def find(self, limit: int, before: FoundBudget | None = None, *, sure: bool = False) -> FoundBudget | None:
-        """Return the largest budget under which all fits below a live peak, or None.
-
-        `before` is the result for another limit, to start from; `sure`: only what holds in every order of an epoch.
-        """
-        if self._request.micro_batch is not None:
-            return self._pinned(limit)
-        if before is None:
-            whole = self._all_at_once(limit)
-            if whole is not None:
-                return whole
-            self._screen(limit)
-        loose = None
-        if before is None or before.every_order:
-            least = 0.0 if sure else LEAST * limit
-            found = self._settled(self._largest(limit, before, every_order=True), limit, least)
-            if sure or (found is not None and found.groups):
-                return found
-            loose = found
-        tighter = self._settled(self._largest(limit, before or loose, every_order=False), limit)
-        if loose is None or (tighter is not None and tighter.worst_cut > loose.worst_cut * _WORTH_LESS_SURE):
-            return tighter
-        return self._settled(loose, limit) or tighter
+    def screened_model(self, limit: int) -> CostModel:
+        """Ask about a few micro-batches near the limit, each dominated by another size, and return a first model."""
+        bounds, memory = self.bounds, self.memory
+        whole, single = memory.peak_bytes(bounds.mean(bounds.share)), memory.peak_bytes(bounds.mean(1))
+        model = self.model()
+        if self._is_screened:
+            return model
+        self._is_screened = True
+        if not bounds.data.padded:  # two points do not tell the sizes apart: each gets the same part
+            slope = max(whole - single, 1) / max(bounds.share - 1, 1)
+            mean = {name: max(size, 1) for name, size in zip(bounds.terms.texts, bounds.mean(1), strict=True)}
+            weights = {name: slope / len(mean) / size for name, size in mean.items()}
+            model = CostModel(weights, max(single - slope, 0.0))
+        budget = max(int(limit - model.base), 1)
+        cost_N = model.cost(bounds.data.sizes, budget)
+        rows_MS = extremes(bounds.sizes_NS, cost_N, budget, bounds.share, padded=bounds.data.padded)
+        few = np.unique(np.linspace(0, len(rows_MS) - 1, _SCREENED).astype(np.int64))
+        for row in rows_MS[few]:
+            memory.peak_bytes(bounds.rounded(row))
+        return self.model()
 
     def _all_at_once(self, limit: int) -> FoundBudget | None:
-        """Return the plan that cuts nothing, if the largest micro-batch that could ever be still fits."""
-        accumulate = bool(self.ground.whole.per_share().max() > 1)
-        middling, largest = self.ground.mean(self._share), self.ground.rounded(self.ground.most_S)
-        if any(self.live(row, accumulate=accumulate) > limit for row in (middling, largest)):
+        """Return the plan that cuts nothing, if the largest possible micro-batch fits."""
+        bounds, data = self.bounds, self.bounds.data
+        accumulate = bool(bounds.whole.per_share().max() > 1)
+        largest = bounds.rounded(bounds.most_S)
+        if any(
+            self.memory.peak_bytes(row, accumulate=accumulate) > limit for row in (bounds.mean(bounds.share), largest)
+        ):
             return None
-        self.live(self.ground.mean(1))
+        self.memory.peak_bytes(bounds.mean(1))
         model = self.model()
-        cost_N = model.cost(self._sizes_NS)
-        most = int(cost_N.max()) * self._share if self._data.padded else int(-np.sort(-cost_N)[: self._share].sum())
-        verified = self._verified(self._try(model, cost_N, most, every_order=True), limit)
-        return verified if verified.live <= limit else None
+        cost_N = model.cost(data.sizes)
+        most = int(cost_N.max()) * bounds.share if data.padded else int(-np.sort(-cost_N)[: bounds.share].sum())
+        found = self._tried(model, cost_N, most, limit, every_order=True)
+        return found if found.live <= limit else None
 
-    def _screen(self, limit: int) -> None:
-        """Ask about a few micro-batches near the limit, each dominated by another size, to fit a first model."""
-        whole, single = self.live(self.ground.mean(self._share)), self.live(self.ground.mean(1))
-        if self._data.padded:
-            model = self.model()
-        else:
-            slope = max(whole - single, 1) / max(self._share - 1, 1)
-            mean_S = np.maximum(np.array(self.ground.mean(1)), 1).astype(np.float64)
-            model = CostModel(self.ground.terms, slope / len(mean_S) / mean_S, max(single - slope, 0.0))
-        budget = max(int(limit - model.base), 1)
-        cost_N = np.minimum(model.cost(self._sizes_NS), budget)
-        rows_MS = extremes(self._sizes_NS, cost_N, budget, self._share, padded=self._data.padded)
-        few = np.unique(np.linspace(0, len(rows_MS) - 1, _SCREENED).astype(np.int64))
-        for row in np.unique(rounded_up(rows_MS[few], self.ground.most_S), axis=0).tolist():
-            self.live(row)
-
-    def _try(self, model: CostModel, cost_N: Integers, budget: int, *, every_order: bool) -> FoundBudget:
-        """Cut under a budget and ask about the micro-batches that look worst."""
-        cost_N = np.minimum(cost_N, budget)
-        micros = self._data.cut(self._data.sizes, cost_N, budget, self._request.ranks)
-        rows_MS = micros.ordered(self.ground.terms.names)
-        possible_MS = extremes(self._sizes_NS, cost_N, budget, self._share, padded=self._data.padded)
-        accumulate = bool(micros.per_share().max() > 1)
-        live, worst = self._worst(model, rows_MS, accumulate=accumulate)
-        cut_live = live
-        if every_order:
-            live, worst = max((live, worst), self._worst(model, possible_MS, accumulate=accumulate))
-        return FoundBudget(model, cost_N, budget, micros, rows_MS, possible_MS, live, worst, cut_live, every_order)
-
-    def _worst(self, model: CostModel, rows_MS: Integers, *, accumulate: bool) -> tuple[int, tuple[int, ...]]:
-        """Ask about the micro-batch that is predicted to take most."""
-        distinct_MS = np.unique(rounded_up(rows_MS, self.ground.most_S), axis=0)
-        row = tuple(distinct_MS[int(np.argmax(model.predict(distinct_MS)))].tolist())
-        return self.live(row, accumulate=accumulate), row
-
-    def _settled(self, found: FoundBudget, limit: int, least: float = 0.0) -> FoundBudget | None:
-        """Verify all micro-batches, lowering the budget until they fit; None if they never do.
-
-        If the cut micro-batches take less than `least`, nothing more is asked, and the result has no groups.
-        """
-        for _ in range(_SHRINKS):
-            if found.worst_cut < least and self._filled(found) is MicroBatchLimit.FULL:
-                return found
-            verified = self._verified(found, limit)
-            if verified.live <= limit:
-                return verified
-            if found.budget == 1:
-                return None
-            base = found.model.base
-            less = min((limit - base) / (verified.live - base), _SHRINK) if limit > base else 0.0
-            budget = max(int(found.budget * less), 1)
-            found = self._try(found.model, found.cost_N, budget, every_order=found.every_order)
-        verified = self._verified(self._try(found.model, found.cost_N, 1, every_order=found.every_order), limit)
-        return verified if verified.live <= limit else None
-
-    def _largest(self, limit: int, before: FoundBudget | None, *, every_order: bool) -> FoundBudget:
-        """Return the largest budget that fits, by narrowing an interval of budgets."""
-        model = before.model if before else self.model()
-        cost_N, enough = model.cost(self._sizes_NS), ENOUGH if every_order else _ENOUGH_FOR_ONE
-        budget, above = max(int(limit - model.base), 1), 0.0
-        if before is not None and before.budget > 1:
-            budget = max(int(before.budget * max(limit - model.base, 1.0) / max(before.live - model.base, 1.0)), 1)
+    def _largest(self, limit: int, *, every_order: bool) -> FoundBudget | None:
+        """Return the largest budget that fits, by narrowing an interval of budgets relative to what is predicted."""
+        self.screened_model(limit)
         best: FoundBudget | None = None
-        for turn in range(_ROUNDS if every_order else _FEWER_ROUNDS):
-            found = self._try(model, cost_N, budget, every_order=every_order)
+        share, low, high = 1.0, 0.0, float("inf")
+        for turn in range(_ROUNDS):
+            model, asked = self.model(), len(self.memory.micros)
+            base = min(model.base, 0.99 * limit)
+            budget = max(int(share * (limit - base)), 1)
+            cost_N = model.cost(self.bounds.data.sizes, budget)
+            found = self._tried(model, cost_N, budget, limit, every_order=every_order)
+            wanted = ((1 + ENOUGH) / 2 * limit - base) / max(found.live - base, 1.0)
             if found.live <= limit:
-                best = found
-                if found.live >= enough * limit or self._uncut(found):
+                best = found if best is None or found.cut_live >= best.cut_live else best
+                low = max(low, share)
+                if found.live >= ENOUGH * limit or found.limit is not MicroBatchLimit.FULL:
                     break
-            else:
-                above = float(budget)
-            if turn < 2 and above and best is None:  # what was learned weighs the sizes better
-                model = self.model()
-                cost_N, above = model.cost(self._sizes_NS), 0.0
-            bounds = (float(best.budget) if best else 0.0, above or (0.0 if best else float(budget)))
-            budget = _next(budget, found.live, limit, model.base, bounds, turn)
-            if best is not None and (budget <= best.budget * _CLOSE or (above and above <= best.budget * _CLOSE)):
-                break
-        if best is None:
-            return self._try(model, cost_N, 1, every_order=every_order)
-        is_full = above > 0 or best.live >= enough * limit
-        return replace(best, filled=MicroBatchLimit.FULL if is_full else MicroBatchLimit.EVEN)
-
-    def _uncut(self, found: FoundBudget) -> bool:
-        """Tell whether no larger budget would make fewer micro-batches."""
-        return len(found.micros.step_M) <= self._fewest(found.model)
-
-    def _fewest(self, model: CostModel) -> int:
-        """Return the fewest micro-batches that an epoch can be cut into, whatever the budget."""
-        if not self._data.padded:
-            return len(self.ground.whole.step_M)
-        if self._fewest_of is None or self._fewest_of[0] is not model:
-            cost_N = model.cost(self._sizes_NS)
-            cut = self._data.cut(self._data.sizes, cost_N, int(cost_N.max()) * self._share, self._request.ranks)
-            self._fewest_of = model, len(cut.step_M)
-        return self._fewest_of[1]
-
-    def _verified(self, found: FoundBudget, limit: int) -> FoundBudget:
-        """Ask about one upper bound for each group of micro-batches, up to the first that is above the limit."""
-        rows_MS = np.concatenate((found.rows_MS, found.possible_MS)) if found.every_order else found.rows_MS
-        model = self.model()
-        groups: list[SizeGroup] = []
-        live, worst = 0, found.worst
-        most = min(max(_QUESTIONS - self._questions.asked, _LEAST_BUCKETS), MOST_BUCKETS)
-        for candidate in grouped(rows_MS, model.predict, self.ground.most_S, limit, most):
-            group = self._answered(candidate, model, limit)
-            groups.append(group)
-            live, worst = max((live, worst), (self.live(group.corner, accumulate=found.accumulate), group.corner))
-            if live > limit:
-                break
-        return replace(found, live=live, worst=worst, groups=tuple(groups), filled=self._filled(found))
-
-    def _answered(self, group: SizeGroup, model: CostModel, limit: int) -> SizeGroup:
-        """Return the group with a corner that was asked about before and is hardly larger, if there is one."""
-        asked = np.array(self._questions.rows(self._choice))
-        over = asked[(asked >= np.array(group.corner)).all(axis=1)]
-        if len(over) == 0:
-            return group
-        nearest = tuple(over[int(np.argmin(model.predict(over)))].tolist())
-        gap = float(np.diff(model.predict(np.array([group.corner, nearest])))[0])
-        is_near = gap <= NEAR * limit and self.live(nearest) <= limit
-        return SizeGroup(nearest, group.places) if is_near else group
-
-    def _filled(self, found: FoundBudget) -> MicroBatchLimit:
-        if self._request.micro_batch is not None:
-            return MicroBatchLimit.PINNED
-        if len(found.micros.step_M) <= len(self.ground.whole.step_M):
-            return MicroBatchLimit.WHOLE_SHARE
-        return MicroBatchLimit.PADDING if self._uncut(found) else found.filled
+                share *= min(max(wanted, 1.0 + 0.1 * (turn + 1)), 8.0)
+            elif best is not None or turn >= _REFITS or len(self.memory.micros) == asked:  # the model learns no more
+                high = min(high, share)
+                share *= min(max(wanted, 1 / 8), 1 / (1.0 + 0.03 * (turn + 1)))
+            if low and high < float("inf"):
+                share = share if low * _CLOSE < share < high / _CLOSE else float(np.sqrt(low * high))
+                if high <= low * _CLOSE:
+                    break
+        if best is None:  # each item alone
+            ones_N = np.ones(self.bounds.data.items, np.int64)
+            best = self._tried(self.model(), ones_N, 1, limit, every_order=every_order)
+            return best if best.live <= limit else None
+        is_full = high < float("inf") or best.live >= ENOUGH * limit
+        is_cut = best.limit is MicroBatchLimit.FULL
+        return replace(best, limit=MicroBatchLimit.EVEN) if is_cut and not is_full else best
 
     def _pinned(self, limit: int) -> FoundBudget | None:
         """Return micro-batches of the number of items that the settings fix, if they fit."""
-        wanted = min(self._request.micro_batch or 1, self._share)
-        self.live(self.ground.mean(wanted))
-        self.live(self.ground.mean(1))
-        model, ones_N = self.model(), np.ones(self._data.items, np.int64)
+        bounds = self.bounds
+        wanted = min(bounds.request.micro_batch or 1, bounds.share)
+        for items in (wanted, 1):
+            self.memory.peak_bytes(bounds.mean(items))
+        model, ones_N = CostModel({ITEM: 1.0}, self.model().base), np.ones(bounds.data.items, np.int64)
         for every_order in (True, False):
-            found = self._verified(self._try(model, ones_N, wanted, every_order=every_order), limit)
+            found = self._tried(model, ones_N, wanted, limit, every_order=every_order)
             if found.live <= limit:
-                return found
+                return replace(found, limit=MicroBatchLimit.PINNED)
         return None
 
+    def _tried(self, model: CostModel, cost_N: Integers, budget: int, limit: int, *, every_order: bool) -> FoundBudget:
+        """Cut under a budget; ask about the corners of the micro-batches, up to the first that is above the limit."""
+        bounds, data = self.bounds, self.bounds.data
+        micros = data.cut(data.sizes, cost_N, budget, bounds.request.ranks)
+        rows_MS = micros.sizes_MS
+        if every_order:
+            others_MS = extremes(bounds.sizes_NS, cost_N, budget, bounds.share, padded=data.padded)
+            rows_MS = np.concatenate((rows_MS, others_MS))
+        accumulate = bool(micros.per_share().max() > 1)
+        fitted = self.model()  # which knows the answers to all questions; the cost model may be that of a pinned size
 
-def _next(budget: float, live: int, limit: int, base: float, bounds: tuple[float, float], turn: int) -> int:
-    """Return the budget to try next; `bounds` are one that fits and one that does not, 0 where unknown.
+        def predict(rows_MS: Integers) -> Floats:
+            return bounds.terms.predict(fitted, rows_MS)
 
-    Live memory above its base is assumed to grow in proportion to the budget; steps widen where it does not.
-    """
-    below, above = bounds
-    if below and above and turn > _SECANTS:
-        return max(int(np.sqrt(below * above)), 1)
-    wanted = budget * max(limit * (0.5 + 0.5 * ENOUGH) - base, 1.0) / max(live - base, 1.0)
-    step = 1.0 + 0.1 * (turn + 1)
-    if below and above:
-        wanted = min(max(wanted, below + 0.1 * (above - below)), above - 0.1 * (above - below))
-    elif below:
-        wanted = max(wanted, below * step)
-    else:
-        wanted = min(wanted, above / step)
-    return max(int(min(max(wanted, budget / 8), budget * 8)), 1)
+        groups: list[SizeGroup] = []
+        live, worst = 0, bounds.mean(1)
+        most = min(max(_QUESTIONS - len(self.memory.micros), _LEAST_GROUPS), MOST_GROUPS)
+        for candidate in grouped(rows_MS, predict, bounds.most_S, limit, most):
+            group = self._answered(candidate, predict, limit)
+            groups.append(group)
+            live, worst = max(
+                (live, worst), (self.memory.peak_bytes(group.corner, accumulate=accumulate), group.corner)
+            )
+            if live > limit:
+                break
+        cut_live = 0
+        if live <= limit:
+            cut_worst = micros.sizes_MS[int(np.argmax(predict(micros.sizes_MS)))]
+            cut_live = self.memory.peak_bytes(bounds.rounded(cut_worst), accumulate=accumulate)
+        found = FoundBudget(model, budget, micros, tuple(groups), live, worst, cut_live, every_order)
+        if len(micros.step_M) <= len(bounds.whole.step_M):
+            return replace(found, limit=MicroBatchLimit.WHOLE_SHARE)
+        return replace(found, limit=MicroBatchLimit.PADDING) if self._is_uncut(found) else found
+
+    def _answered(self, group: SizeGroup, predict: Predict, limit: int) -> SizeGroup:
+        """Return the group with a corner that was asked about before and is hardly larger, if there is one."""
+        asked = np.array(list(self.memory.micros))
+        over = asked[(asked >= np.array(group.corner)).all(axis=1)]
+        if len(over) == 0:
+            return group
+        nearest = tuple(over[int(np.argmin(predict(over)))].tolist())
+        gap = float(np.diff(predict(np.array([group.corner, nearest])))[0])
+        is_near = gap <= NEAR * limit and self.memory.peak_bytes(nearest) <= limit
+        return SizeGroup(nearest, group.places) if is_near else group
+
+    def _is_uncut(self, found: FoundBudget) -> bool:
+        """Tell whether no larger budget would make fewer micro-batches."""
+        data, whole = self.bounds.data, self.bounds.whole
+        if data.padded and len(found.micros.step_M) > len(whole.step_M):
+            cost_N = found.model.cost(data.sizes)
+            whole = data.cut(data.sizes, cost_N, int(cost_N.max()) * self.bounds.share, self.bounds.request.ranks)
+        return len(found.micros.step_M) <= len(whole.step_M)

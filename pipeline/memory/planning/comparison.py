@@ -7,17 +7,9 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from pipeline.errors import PipelineError
-from pipeline.memory.footprint import (
-    Category,
-    MemoryChoice,
-    MemoryPart,
-    Provenance,
-    least_sure,
-    margin_of,
-    parts_at_peak,
-)
+from pipeline.memory.footprint import MemoryChoice, Provenance, least_sure, margin_of
+from pipeline.memory.planning.budget_search import ChoiceMemory
 from pipeline.memory.planning.memory_plan import Figure
-from pipeline.memory.planning.oracle_cache import OracleCache
 from pipeline.memory.planning.planner import plan_memory
 from pipeline.memory.planning.step_estimates import live_only
 from pipeline.memory.planning.step_estimates import reserve as reserve_by_simulation
@@ -26,12 +18,11 @@ from pipeline.protocol import ITEMS
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pipeline.memory.footprint import MicroFootprint, Oracle, StandingFootprint
+    from pipeline.memory.footprint import Oracle
     from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, MemoryPlan, PlanRequest
     from pipeline.memory.planning.step_estimates import Reserve
 
-
-_PLAYED = 3  # steps: the first makes the optimizer's state, the later ones show what that breaks up
+_SIMULATED = 3  # steps: the first makes the optimizer's state, the later ones show how that fragments memory
 _DISTINCT = 2  # micro-batches of a step: the first makes the gradients, all others are alike
 
 
@@ -44,7 +35,6 @@ class Configuration:
     live: Figure
     reserved: Figure
     total: Figure
-    parts: tuple[MemoryPart, ...]
     fits: Mapping[str, bool]  # by card
 
 
@@ -59,41 +49,30 @@ def compare_configurations(
     request: PlanRequest | None = None,
     reserve: Reserve = reserve_by_simulation,
 ) -> list[Configuration]:
-    """Return the memory of each (items, accumulation) pair; a `request` brings the ratios of past runs."""
-    choice, questions = choice or MemoryChoice(), OracleCache(oracle, (ITEMS, *item))
+    """Return the memory of each (items, micro-batches) pair; a `request` brings the ratios of past runs."""
+    choice = choice or MemoryChoice()
+    memory = ChoiceMemory(oracle, choice, (ITEMS, *item))
     caching, ratios = any(card.caching for card in cards), request.ratios if request is not None else ()
     rows = []
     for items, accumulation in configurations:
-        sizes = (items, *(size if padded else items * size for size in item.values()))
-        standing, micro = questions.standing(choice), questions.micro(choice, sizes)
-        live = questions.peak_bytes(choice, sizes, accumulate=accumulation > 1)
-        reserved = reserve(standing, [[micro] * min(accumulation, _DISTINCT)] * _PLAYED) if caching else live_only(live)
-        origin = least_sure((standing.origin, micro.origin))
+        micro = memory.micro(row := (items, *(size if padded else items * size for size in item.values())))
+        live = memory.peak_bytes(row, accumulate=accumulation > 1)
+        steps = [[micro] * min(accumulation, _DISTINCT)] * _SIMULATED
+        reserved = reserve(memory.standing, steps) if caching else live_only(live)
+        origin = least_sure((memory.standing.origin, micro.origin))
         margin = margin_of(origin, ratios, caching=caching, compiled=request is not None and request.compiled)
-        total = ceil(reserved.bytes * margin.factor)
-        row = Configuration(
-            items,
-            accumulation,
-            Figure(live, origin),
-            Figure(reserved.bytes, least_sure((origin, reserved.origin))),
-            Figure(total, least_sure((origin, reserved.origin, margin.origin))),
-            _parts(standing, micro, live, accumulate=accumulation > 1),
-            {card.name: total <= card.budget_bytes for card in cards},
+        total, held = ceil(reserved.bytes * margin.factor), least_sure((origin, reserved.origin))
+        rows.append(
+            Configuration(
+                items,
+                accumulation,
+                Figure(live, origin),
+                Figure(reserved.bytes, held),
+                Figure(total, least_sure((held, margin.origin))),
+                {card.name: total <= card.budget_bytes for card in cards},
+            )
         )
-        rows.append(row)
     return rows
-
-
-def _parts(
-    standing: StandingFootprint, micro: MicroFootprint, live: int, *, accumulate: bool
-) -> tuple[MemoryPart, ...]:
-    """Return the parts that sum to a live peak; with a single micro-batch, not all gradients exist at the peak."""
-    parts = parts_at_peak(standing, micro, accumulate=accumulate)
-    more = live - sum(part.bytes for part in parts)
-    if more > 0:
-        return (*parts, MemoryPart(Category.TEMPORARIES, "of a run's first update", more))
-    gradients = next((part for part in parts if part.category is Category.GRADIENTS and part.bytes > -more), None)
-    return tuple(replace(part, bytes=part.bytes + more) if part is gradients else part for part in parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,14 @@ from pipeline.memory.footprint import Provenance
 from pipeline.protocol import ITEMS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import TypeAlias
 
     from numpy.typing import NDArray
 
     from pipeline.memory.footprint import Integers, Margin, MemoryChoice, MemoryPart
     from pipeline.memory.hardware.gpus import Device
+    from pipeline.memory.planning.cost_model import CostModel
 
     Table = Mapping[str, Integers]  # one value an item, by the size's name
     # Cuts epochs into micro-batches as training will, by sizes, costs, a budget in bytes, and ranks: of summed costs,
@@ -50,13 +51,14 @@ class Micros:
     def steps(self) -> float:
         return len(np.unique(self.step_M)) / self.epochs
 
+    @property
+    def share_M(self) -> Integers:
+        """Return a number for each micro-batch's rank and step: those of one rank in one step have the same."""
+        return np.asarray(self.step_M * (int(self.rank_M.max(initial=0)) + 1) + self.rank_M)
+
     def per_share(self) -> Integers:
         """Return the number of micro-batches of each rank in each step."""
-        ranks = int(self.rank_M.max(initial=0)) + 1
-        return np.asarray(np.unique(self.step_M * ranks + self.rank_M, return_counts=True)[1])
-
-    def ordered(self, names: tuple[str, ...]) -> Integers:
-        return self.sizes_MS[:, [self.names.index(name) for name in names]]
+        return np.asarray(np.unique(self.share_M, return_counts=True)[1])
 
 
 class Names(Protocol):
@@ -172,6 +174,7 @@ class CardSpec:
     budget_bytes: int  # what torch may reserve: less context, communicators and what the system keeps
     flops_per_s: Mapping[str, float]  # by precision, at best; a precision that is not in it cannot be used
     bytes_per_s: float  # of its memory
+    launch_s: float = 7e-6  # between two kernels of eager torch
     link_bytes_per_s: float = 12e9  # to the host; PCIe 3 x16 in practice
     peer_bytes_per_s: float = 10e9  # to the other ranks
     caching: bool = True  # memory is held by the caching allocator; else live bytes are all there is
@@ -218,9 +221,9 @@ class CardSpecs:
     def flops_per_s(self, precision: str) -> float:
         return min(card.flops_per_s[precision] for card in self.cards)
 
-    def slowest(self, rate: str) -> float:
-        """Return the lowest value among the cards of a field of `CardSpec`."""
-        return float(min(getattr(card, rate) for card in self.cards))
+    def slowest(self, rate: str, pick: Callable[[Iterable[float]], float] = min) -> float:
+        """Return the lowest (or highest) value among the cards of a field of `CardSpec`."""
+        return pick(float(getattr(card, rate)) for card in self.cards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +238,7 @@ class RemedyVerdict(StrEnum):
     """The result of trying a remedy."""
 
     CHOSEN = "chosen"
-    SLOWER = "slower"  # by an estimate; whether all would fit was not looked at
-    NOT_NEEDED = "not needed"  # could not be faster than what fits
+    NOT_NEEDED = "not needed"  # an earlier one fits
     TOO_LARGE = "does not fit"
     UNSUPPORTED = "not supported by every GPU"
     FAILS = "ends in an error"
@@ -282,7 +284,6 @@ class Bucket:
 
     sizes: Mapping[str, int]
     live: Figure
-    micros: int  # of the epoch that was cut; 0: of a possible one only
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,69 +292,67 @@ class Reserved:
 
     bytes: int
     settings: str = ""  # of torch's allocator; empty: leave it unset
-    compared: tuple[tuple[str, int], ...] = ()  # settings and what they hold
     origin: Provenance = Provenance.SIMULATED
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """The micro-batches of an epoch."""
+
+    items_median: float
+    items_most: int
+    steps_mean: float  # micro-batches of a rank in a step
+    steps_most: int
+    limit: MicroBatchLimit
+    every_order: bool  # the plan holds for the most one-sided micro-batches of any epoch, not only for the simulated
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """How to train so that everything fits."""
 
-    choice: MemoryChoice
-    remedies: tuple[str, ...]  # what it does beside smaller micro-batches, in words
+    request: PlanRequest
     cards: tuple[str, ...]
     limit_bytes: int  # what torch may reserve of the smallest card
-    ranks: int
-    batch: int
-    padded: bool
-    budget: Mapping[str, int]  # for the sampler
-    cost_weights: Mapping[str, float]  # bytes an item costs per unit of its sizes
-    base: Figure  # bytes beside the items' costs
-    micro_batch: int | None  # as it was pinned
-    items_median: float
-    items_most: int
-    accumulation_most: int
-    accumulation_mean: float
-    micros: int
+    choice: MemoryChoice
+    remedies: tuple[str, ...]  # in addition to smaller micro-batches, in words
+    cost_model: CostModel
+    budget_bytes: int  # of a micro-batch: the sum of its items' costs, or their number times the largest
+    padding: float | None  # padded/real of a micro-batch, at most; None: items are concatenated
+    cuts: Cuts
     live: Figure
     reserved: Figure
     total: Figure  # with the margin; what must be below the limit
-    used: float  # of the limit, by what is expected to be reserved
-    filled: MicroBatchLimit
-    every_order: bool  # it holds for the most one-sided micro-batches of any epoch, not only for the one that was cut
-    parts: tuple[MemoryPart, ...]  # at the live peak
     margin: Margin
     probability: Figure  # that the whole data set fits
     allocator: Reserved
+    parts: tuple[MemoryPart, ...]  # at the live peak
+    buckets: tuple[Bucket, ...]
     step_s: Figure
     epoch_s: Figure
-    gpu_hours: Figure
     host_bytes: int  # that are offloaded
     trials: tuple[RemedyTrial, ...]
-    oversize: tuple[OversizeItem, ...]
-    crop: Mapping[str, int]  # the largest size of an item; empty: nothing is cropped
-    buckets: tuple[Bucket, ...]
-    questions: int  # that the oracle was asked
     notes: tuple[str, ...]
-    padding: float | None = None  # padded/real of a micro-batch, at most; None: as it was cut
+    oversize: tuple[OversizeItem, ...] = ()
+    crop: Mapping[str, int] = field(default_factory=dict)  # the largest size of an item; empty: nothing is cropped
 
-    def cost(self, sizes: Mapping[str, Any]) -> Any:
-        """Return the cost of items by their sizes (numbers or arrays); none is above the budget."""
-        total = sum(weight * _term(term, sizes) for term, weight in self.cost_weights.items())
-        return np.clip(np.ceil(total), 1, self.budget["cost"]).astype(np.int64)
+    @property
+    def worst(self) -> Bucket:
+        return max(self.buckets, key=lambda bucket: bucket.live.value)
+
+    @property
+    def gpu_hours(self) -> Figure:
+        request = self.request
+        return Figure(self.epoch_s.value * request.epochs * request.ranks / 3600, self.epoch_s.origin)
+
+    def cost(self, sizes: Mapping[str, Integers]) -> Integers:
+        """Return the cost of items by their sizes; none is above the budget."""
+        return self.cost_model.cost(sizes, self.budget_bytes)
 
     def to_json(self) -> dict[str, Any]:
         data: dict[str, Any] = json_data(self)
         return data
-
-
-def _term(term: str, sizes: Mapping[str, Any]) -> Any:
-    factors = () if term == "item" else term.split("*")
-    value: Any = np.ones_like(np.asarray(next(iter(sizes.values()))), dtype=np.float64)
-    for factor in factors:
-        value = value * np.asarray(sizes[factor], np.float64)
-    return value
 
 
 def json_data(value: Any) -> Any:

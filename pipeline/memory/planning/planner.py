@@ -1,34 +1,46 @@
-"""The planner: how to train so that the whole data set fits, in the least time among what fits.
+"""The planner: the first remedies, in one fixed order, with which the whole data set fits.
 
-A pure function of what an oracle says about the model. Remedies are tried in one order: smaller micro-batches,
-checkpointing, precision, offload, sharding. A later one is taken where it is needed, or faster by more than WORTH.
+A pure function of what an oracle says about the model. Micro-batches are as large as fit. The remedies are tried in the
+order of counting: none, checkpointing, precision, both, offload, …, sharding. Only precision may go first: where an
+estimate says that another one than the preferred is faster.
 """
 
 from __future__ import annotations
 
 import gc
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import reduce
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
+from math import ceil
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.errors import ConfigError, PlanInfeasible
-from pipeline.memory.footprint import Provenance, least_sure, parts_at_peak
-from pipeline.memory.planning.budget_search import BudgetSearch
-from pipeline.memory.planning.memory_plan import Bucket, CardSpecs, Figure, MemoryPlan, Oversize, RemedyVerdict
-from pipeline.memory.planning.oracle_cache import OracleCache
-from pipeline.memory.planning.remedies import (
-    WORTH,
-    ChoiceOutcome,
-    ChoiceSearch,
-    choices,
-    crop_limits,
-    outsized,
-    remedies,
-    too_large,
+from pipeline.errors import ConfigError, PipelineError, PlanInfeasible
+from pipeline.memory.footprint import (
+    CannotRun,
+    Margin,
+    MemoryChoice,
+    Provenance,
+    Unmeasurable,
+    least_sure,
+    margin_of,
+    parts_at_peak,
 )
+from pipeline.memory.planning.budget_search import BudgetSearch, ChoiceMemory, DataBounds, FoundBudget
+from pipeline.memory.planning.memory_plan import (
+    Bucket,
+    CardSpecs,
+    Cuts,
+    Figure,
+    MemoryPlan,
+    RemedyTrial,
+    RemedyVerdict,
+    Reserved,
+)
+from pipeline.memory.planning.oversize import without_oversize
+from pipeline.memory.planning.step_estimates import epoch_s, live_only, micro_s, sample_steps, update_s, work_s
 from pipeline.memory.planning.step_estimates import reserve as reserve_by_simulation
 from pipeline.protocol import ITEMS
 from pipeline.units import format_bytes
@@ -37,14 +49,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pipeline.memory.footprint import Oracle
-    from pipeline.memory.planning.budget_search import FoundBudget
-    from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, OversizeItem, PlanRequest
+    from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, Micros, PlanRequest
     from pipeline.memory.planning.step_estimates import Reserve
 
-
-_TURNS = 3  # times more items are given up because those that were kept did not fit together with the allocator's own
-_LOWER = 0.95  # of the limit, each time
-_UNTRIED = (RemedyVerdict.UNSUPPORTED, RemedyVerdict.FAILS, RemedyVerdict.NOT_NEEDED)
+WORTH = 1.05  # another precision must be so many times as fast as the preferred one
+SLACK = 1.10  # times the fastest epoch: fewer micro-batches are worth it, since kernels of few items are less efficient
+_TURNS = 4  # times the budget is corrected for what the allocator holds beyond what is live
+_FRAGMENTED = 1.02  # what is expected of it at first
 
 
 def plan_memory(
@@ -59,13 +70,19 @@ def plan_memory(
     """Return the plan for all cards a job may land on; error texts suggest one of `others` where only they would do."""
     request.check(data)
     with _old_objects_left_alone():
-        questions = OracleCache(oracle, (ITEMS, *data.names))
-        search = ChoiceSearch(questions, data, request, CardSpecs.of(cards), reserve)
-        best, outcomes = _best(search)
-        if best is not None:
-            return _plan(search, best, outcomes)
-        _refuse(search, outcomes)
-        return _without_oversize(search, outcomes, others)
+        case = PlanCase(oracle, data, request, CardSpecs.of(cards), reserve)
+        outcomes = case.outcomes()
+        if outcomes[-1].found is not None:
+            return case.plan(outcomes)
+        _refuse(case, outcomes)
+        frugal = min((outcome for outcome in outcomes if outcome.alone), key=lambda outcome: outcome.total)
+
+        def planned(kept: DataSizes) -> MemoryPlan | None:
+            tried = (other := replace(case, data=kept)).outcomes()
+            return other.plan(tried) if tried[-1].found is not None else None
+
+        bounds, memory = case.bounds, case.memory(frugal.choice)
+        return without_oversize(BudgetSearch(memory, bounds), frugal.margin, case.limit, others, planned)
 
 
 @contextmanager
@@ -79,117 +96,263 @@ def _old_objects_left_alone() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _best(search: ChoiceSearch) -> tuple[ChoiceOutcome | None, list[ChoiceOutcome]]:
-    """Search the choice that is estimated to be the fastest; where it does not fit after all, the next one."""
-    outcomes = _estimates(search)
-    while open_ := [outcome for outcome in outcomes if outcome.verdict is RemedyVerdict.SLOWER]:
-        fastest = reduce(lambda best, other: other if other.epoch_s * WORTH < best.epoch_s else best, open_)
-        searched = search.search(fastest)
-        outcomes[outcomes.index(fastest)] = searched
-        if searched.found is not None:
-            return searched, outcomes
-    return None, outcomes
+def _either(wanted: bool | None) -> tuple[bool, ...]:  # noqa: FBT001 - a setting of three values
+    return (False, True) if wanted is None else (wanted,)
 
 
-def _estimates(search: ChoiceSearch) -> list[ChoiceOutcome]:
-    """Estimate the choices in order, leaving out those that could not be faster than one that may fit."""
-    best: ChoiceOutcome | None = None
-    outcomes: list[ChoiceOutcome] = []
-    for choice in choices(search.request):
-        if best is not None and search.cards.supports(choice.precision):
-            least_s = search.least_s(best, choice)
-            if least_s * WORTH >= best.epoch_s:
-                why = f"not faster: {least_s:.3g} s an epoch at least, {best.epoch_s:.3g} s without"
-                outcomes.append(ChoiceOutcome(choice, RemedyVerdict.NOT_NEEDED, why))
-                continue
-        outcome = search.estimate(choice)
-        outcomes.append(outcome)
-        if outcome.verdict is RemedyVerdict.SLOWER and (best is None or outcome.epoch_s * WORTH < best.epoch_s):
-            best = outcome
-    return outcomes
+def choices(request: PlanRequest) -> list[MemoryChoice]:
+    """Return the choices that a request allows, in the order in which they are tried."""
+    shards = (1, request.ranks) if request.shards is None and request.ranks > 1 else (request.shards or 1,)
+    options = product(shards, _either(request.offload), request.precisions, _either(request.checkpointing))
+    return [
+        MemoryChoice(precision, checkpointing=checkpointing, offload=offload, shards=parts)
+        for parts, offload, precision, checkpointing in options
+    ]
 
 
-def _plan(
-    search: ChoiceSearch, best: ChoiceOutcome, tried: Sequence[ChoiceOutcome], **replacements: object
-) -> MemoryPlan:
-    """Return the plan of a choice that fits; `replacements` override its fields."""
-    found, reserved, request, choice = best.found, best.reserved, search.request, best.choice
-    assert found is not None
-    assert reserved is not None
-    standing = search.questions.standing(choice)
-    origin = least_sure((standing.origin, *(micro.origin for micro in best.micros)))
-    per_share = found.micros.per_share()
-    hours = best.epoch_s * request.epochs * request.ranks / 3600
-    of_order = 1.0 if found.every_order else found.micros.epochs / (found.micros.epochs + 1)
-    plan = MemoryPlan(
-        choice=choice,
-        remedies=remedies(choice, request),
-        cards=tuple(card.name for card in search.cards.cards),
-        limit_bytes=search.limit,
-        ranks=request.ranks,
-        batch=request.batch,
-        padded=search.data.padded,
-        budget={"cost": found.budget},
-        cost_weights={"item": 1.0} if request.micro_batch is not None else found.model.named(),
-        base=Figure(found.model.base, Provenance.ASSUMED),
-        micro_batch=request.micro_batch,
-        items_median=float(np.median(found.micros.items_M)),
-        items_most=int(found.micros.items_M.max()),
-        accumulation_most=int(per_share.max()),
-        accumulation_mean=float(per_share.mean()),
-        micros=len(found.rows_MS),
-        live=Figure(found.live, origin),
-        reserved=Figure(reserved.bytes, least_sure((origin, reserved.origin))),
-        total=Figure(best.total, least_sure((origin, reserved.origin, best.margin.origin))),
-        used=reserved.bytes / search.limit,
-        filled=found.filled,
-        every_order=found.every_order,
-        parts=parts_at_peak(standing, search.questions.micro(choice, found.worst), accumulate=found.accumulate),
-        margin=best.margin,
-        probability=Figure(best.margin.probability * of_order, best.margin.trust),
-        allocator=reserved,
-        step_s=Figure(best.step_s, Provenance.ASSUMED),
-        epoch_s=Figure(best.epoch_s, Provenance.ASSUMED),
-        gpu_hours=Figure(hours, Provenance.ASSUMED),
-        host_bytes=max(micro.host_bytes for micro in best.micros),
-        trials=tuple(outcome.trial(request) for outcome in tried),
-        oversize=(),
-        crop={},
-        buckets=_buckets(search, best, found),
-        questions=search.questions.asked,
-        notes=_notes(search, best, found),
-        padding=best.padding,
+def remedies(choice: MemoryChoice, request: PlanRequest) -> tuple[str, ...]:
+    """Return the remedies of a choice in addition to smaller micro-batches, in words."""
+    texts = (
+        (choice.checkpointing, "checkpointing"),
+        (choice.precision != request.precisions[0], f"precision {choice.precision}"),
+        (choice.offload, "offload"),
+        (choice.shards > 1, f"sharding over {choice.shards} ranks"),
     )
-    return replace(plan, **replacements)  # type: ignore[arg-type]
+    return tuple(text for is_so, text in texts if is_so)
 
 
-def _buckets(search: ChoiceSearch, best: ChoiceOutcome, found: FoundBudget) -> tuple[Bucket, ...]:
-    cut = len(found.rows_MS)
-    return tuple(
-        Bucket(
-            dict(zip(search.questions.names, group.corner, strict=True)),
-            Figure(search.questions.peak_bytes(best.choice, group.corner, accumulate=found.accumulate), micro.origin),
-            int((group.places < cut).sum()),
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """The result of trying a choice; `found` is None where it does not fit."""
+
+    choice: MemoryChoice
+    verdict: RemedyVerdict
+    why: str
+    margin: Margin = field(default_factory=lambda: margin_of(Provenance.TRACED))
+    alone: int = 0  # the live peak of the item that takes most alone; 0: it was not asked
+    found: FoundBudget | None = None
+    reserved: Reserved | None = None
+    padding: float | None = None
+    step_s: float = 0.0
+    epoch_s: float = 0.0
+
+    @property
+    def total(self) -> int:
+        """Return the bytes, margin included, that must be below the limit."""
+        return ceil((self.reserved.bytes if self.reserved else self.alone) * self.margin.factor)
+
+    def trial(self, request: PlanRequest) -> RemedyTrial:
+        """Return the result for a report; where it does not fit, the total is that of the largest item alone."""
+        total = Figure(self.total, self.margin.origin) if self.total else None
+        time = Figure(self.epoch_s, Provenance.ASSUMED) if self.epoch_s else None
+        remedy = " + ".join(("smaller micro-batches", *remedies(self.choice, request)))
+        return RemedyTrial(remedy, self.choice, self.verdict, self.why, total, time)
+
+
+@dataclass(frozen=True, eq=False)
+class PlanCase:
+    """One data set, and the oracle, request and cards to plan it for."""
+
+    oracle: Oracle
+    data: DataSizes
+    request: PlanRequest
+    cards: CardSpecs
+    reserve: Reserve
+    memories: dict[MemoryChoice, ChoiceMemory] = field(default_factory=dict)
+
+    @property
+    def limit(self) -> int:
+        """Return the bytes that torch may reserve on the smallest card."""
+        return self.cards.smallest.budget_bytes
+
+    @cached_property
+    def bounds(self) -> DataBounds:
+        return DataBounds(self.data, self.request)
+
+    def memory(self, choice: MemoryChoice) -> ChoiceMemory:
+        return self.memories.setdefault(choice, ChoiceMemory(self.oracle, choice, (ITEMS, *self.data.names)))
+
+    def margin(self, choice: MemoryChoice) -> Margin:
+        """Return the margin for the oracle's answers about a choice so far."""
+        request = self.request
+        ratios = request.ratios if request.measured in (None, choice) else ()
+        return margin_of(self.memory(choice).origin, ratios, caching=self.cards.caching, compiled=request.compiled)
+
+    def outcomes(self) -> list[Outcome]:
+        """Try the choices in order, up to the first that fits: it is the last."""
+        outcomes: list[Outcome] = []
+        for choice in choices(replace(self.request, precisions=self._precisions())):
+            outcomes.append(self.tried(choice))
+            if outcomes[-1].found is not None:
+                break
+        return outcomes
+
+    def _precisions(self) -> tuple[str, ...]:
+        """Return the allowed precisions, the fastest first if that is worth it for a rank's share of average items."""
+        request, first = self.request, self.request.precisions[0]
+        able = [precision for precision in request.precisions if self.cards.supports(precision)]
+        if len(able) < 2 or not self.cards.supports(first):
+            return request.precisions
+        rates = {precision: self.cards.flops_per_s(precision) for precision in able}
+        fastest = max(able, key=rates.__getitem__)
+        choice = choices(replace(request, precisions=(fastest,)))[0]
+        try:
+            micro = (
+                self.memory(choice).micro(self.bounds.mean(self.bounds.share))
+                if rates[fastest] > rates[first]
+                else None
+            )
+        except (CannotRun, Unmeasurable):
+            return request.precisions
+        if micro is None or work_s(micro, rates[first], self.cards) < WORTH * work_s(micro, rates[fastest], self.cards):
+            return request.precisions
+        return (fastest, *(precision for precision in request.precisions if precision != fastest))
+
+    def tried(self, choice: MemoryChoice) -> Outcome:
+        """Return the outcome of a choice: its largest budget, or why it does not fit."""
+        if unsupported := self.unsupported(choice):
+            return unsupported
+        memory = self.memory(choice)
+        try:
+            standing = memory.standing
+        except CannotRun as error:
+            return Outcome(choice, RemedyVerdict.FAILS, error.what)
+        except (Unmeasurable, PipelineError) as error:
+            if choice.shards == 1:
+                raise
+            return Outcome(choice, RemedyVerdict.FAILS, str(error).partition("\n")[0])  # some models cannot be sharded
+        margin = self.margin(choice)
+        if standing.bytes * margin.factor > self.limit:
+            why = f"parameters, gradients and optimizer state take {format_bytes(standing.bytes)}, whatever the batch"
+            return Outcome(choice, RemedyVerdict.TOO_LARGE, why, margin)
+        alone = memory.peak_bytes(self.bounds.largest)
+        margin = self.margin(choice)
+        if alone * margin.factor > self.limit:
+            why = f"the largest item alone takes {format_bytes(alone)}"
+            return Outcome(choice, RemedyVerdict.TOO_LARGE, why, margin, alone)
+        return self._budgeted(memory, alone)
+
+    def unsupported(self, choice: MemoryChoice) -> Outcome | None:
+        lacking = [card.name for card in self.cards.cards if choice.precision not in card.flops_per_s]
+        why = f"{', '.join(lacking)} does not support {choice.precision}"
+        return Outcome(choice, RemedyVerdict.UNSUPPORTED, why) if lacking else None
+
+    def _budgeted(self, memory: ChoiceMemory, alone: int) -> Outcome:
+        """Return the outcome with the best budget, lowered until what the allocator reserves fits too."""
+        choice, fragmented = memory.choice, _FRAGMENTED if self.cards.caching else 1.0
+        margin = self.margin(choice)
+        bounds, padding = self._padded(memory, int(self.limit / margin.factor / fragmented))
+        for _ in range(_TURNS):
+            found = BudgetSearch(memory, bounds).find(int(self.limit / margin.factor / fragmented))
+            if found is None:
+                break
+            margin, reserved = self.margin(choice), live_only(found.live)
+            if self.cards.caching:
+                micros = [memory.micro(group.corner) for group in found.groups]
+                reserved = self.reserve(memory.standing, sample_steps(found, micros, self.request.seed))
+            if reserved.bytes * margin.factor > self.limit:
+                fragmented = max(reserved.bytes / found.live, fragmented) * 1.002
+            elif memory.confirm(found.worst):  # else what was computed was wrong: all is asked again
+                found = replace(found, live=memory.peak_bytes(found.worst, accumulate=found.accumulate))
+                times = self._times(memory, bounds, found.micros)
+                why, chosen = found.limit.value, RemedyVerdict.CHOSEN
+                return Outcome(choice, chosen, why, margin, alone, found, reserved, padding, *times)
+        why = "no allowed micro-batch fits together with the allocator's reserve"
+        return Outcome(choice, RemedyVerdict.TOO_LARGE, why, margin, alone)
+
+    def _padded(self, memory: ChoiceMemory, limit: int) -> tuple[DataBounds, float | None]:
+        """Return the data as it is cut best: into the fewest micro-batches whose padding costs little time."""
+        if not self.data.looser:
+            return self.bounds, self.data.padding
+        model = BudgetSearch(memory, self.bounds).screened_model(limit)
+        budget = max(int(limit - model.base), 1)
+        cost_N = model.cost(self.data.sizes, budget)
+        found: list[tuple[float, int, float]] = []
+        for padding, cut in {self.data.padding or 1.0: self.data.cut, **self.data.looser}.items():
+            micros = cut(self.data.sizes, cost_N, budget, self.request.ranks)
+            found.append((self._times(memory, self.bounds, micros)[1], len(micros.step_M), padding))
+        fastest_s = min(found)[0]
+        _, padding = min((count, padding) for time_s, count, padding in found if time_s <= SLACK * fastest_s)
+        if padding not in self.data.looser:
+            return self.bounds, self.data.padding
+        return DataBounds(self.data.padded_to(padding), self.request), padding
+
+    def _times(self, memory: ChoiceMemory, bounds: DataBounds, micros: Micros) -> tuple[float, float]:
+        """Return step and epoch times, from a fit to the micro-batches that the oracle was asked about."""
+        standing, choice = memory.standing, memory.choice
+        times = [micro_s(micro, standing, choice, self.cards) for micro in memory.micros.values()]
+        time_M = bounds.terms.predict(bounds.terms.fit(list(memory.micros), times), micros.sizes_MS)
+        return epoch_s(micros, time_M, update_s(standing, choice, self.cards, self.request.ranks))
+
+    def plan(self, tried: Sequence[Outcome]) -> MemoryPlan:
+        """Return the plan of the last choice that was tried, which fits."""
+        request, outcome = self.request, tried[-1]
+        found, reserved, choice, margin = outcome.found, outcome.reserved, outcome.choice, outcome.margin
+        assert found is not None
+        assert reserved is not None
+        memory = self.memory(choice)
+        micros = {group.corner: memory.micro(group.corner) for group in found.groups}
+        per_share = found.micros.per_share()
+        simulated = 1.0 if found.every_order else found.micros.epochs / (found.micros.epochs + 1)
+        origin = least_sure((memory.standing.origin, *(micro.origin for micro in micros.values())))
+        held = least_sure((origin, reserved.origin))
+        untried = [one for one in choices(request) if one not in {outcome.choice for outcome in tried}]
+        unneeded = [
+            self.unsupported(one) or Outcome(one, RemedyVerdict.NOT_NEEDED, "an earlier remedy fits") for one in untried
+        ]
+        return MemoryPlan(
+            request=request,
+            cards=tuple(card.name for card in self.cards.cards),
+            limit_bytes=self.limit,
+            choice=choice,
+            remedies=remedies(choice, request),
+            cost_model=found.model,
+            budget_bytes=found.budget,
+            padding=outcome.padding,
+            cuts=Cuts(
+                items_median=float(np.median(found.micros.items_M)),
+                items_most=int(found.micros.items_M.max()),
+                steps_mean=float(per_share.mean()),
+                steps_most=int(per_share.max()),
+                limit=found.limit,
+                every_order=found.every_order,
+            ),
+            live=Figure(found.live, origin),
+            reserved=Figure(reserved.bytes, held),
+            total=Figure(outcome.total, least_sure((held, margin.origin))),
+            margin=margin,
+            probability=Figure(margin.probability * simulated, margin.trust),
+            allocator=reserved,
+            parts=parts_at_peak(memory.standing, micros[found.worst], accumulate=found.accumulate),
+            buckets=tuple(
+                Bucket(
+                    dict(zip(memory.names, row, strict=True)),
+                    Figure(memory.peak_bytes(row, accumulate=found.accumulate), micro.origin),
+                )
+                for row, micro in micros.items()
+            ),
+            step_s=Figure(outcome.step_s, Provenance.ASSUMED),
+            epoch_s=Figure(outcome.epoch_s, Provenance.ASSUMED),
+            host_bytes=max(micro.host_bytes for micro in micros.values()),
+            trials=tuple(outcome.trial(request) for outcome in (*tried, *unneeded)),
+            notes=self._notes(memory, outcome, found),
         )
-        for group, micro in zip(found.groups, best.micros, strict=True)
-    )
+
+    def _notes(self, memory: ChoiceMemory, outcome: Outcome, found: FoundBudget) -> tuple[str, ...]:
+        """Return the notes that say how far to trust the numbers."""
+        order = (
+            "it holds for the simulated order of items: the next epoch has a larger micro-batch "
+            f"with a chance of 1/{found.micros.epochs + 1}"
+        )
+        cards = (note for card in self.cards.cards for note in card.notes)
+        return (outcome.margin.why, *([] if found.every_order else [order]), *memory.notes, *cards)
 
 
-def _notes(search: ChoiceSearch, best: ChoiceOutcome, found: FoundBudget) -> tuple[str, ...]:
-    """Return the notes that say how far to trust the numbers."""
-    epochs = found.micros.epochs + 1
-    order = (
-        "it holds for the simulated order of items: the next epoch has a larger micro-batch "
-        f"with a chance of 1/{epochs}"
-    )
-    cards = (note for card in search.cards.cards for note in card.notes)
-    return (best.margin.why, *([] if found.every_order else [order]), *search.questions.notes(best.choice), *cards)
-
-
-def _refuse(search: ChoiceSearch, outcomes: Sequence[ChoiceOutcome]) -> None:
+def _refuse(case: PlanCase, outcomes: Sequence[Outcome]) -> None:
     """Raise where leaving out items would not help: no precision works, the state is too large, or a pinned batch."""
-    able = [outcome for outcome in outcomes if outcome.verdict not in _UNTRIED]
-    limit = f"{', '.join(card.name for card in search.cards.cards)} lets torch have {format_bytes(search.limit)}"
+    untried = (RemedyVerdict.UNSUPPORTED, RemedyVerdict.FAILS)
+    able = [outcome for outcome in outcomes if outcome.verdict not in untried]
+    limit = f"{', '.join(card.name for card in case.cards.cards)} lets torch have {format_bytes(case.limit)}"
     if not able:
         why = "; ".join(dict.fromkeys(outcome.why for outcome in outcomes))
         if any(outcome.verdict is RemedyVerdict.FAILS for outcome in outcomes):
@@ -197,56 +360,21 @@ def _refuse(search: ChoiceSearch, outcomes: Sequence[ChoiceOutcome]) -> None:
         remedy = "allow fp32, or exclude the GPUs that lack it"
         raise ConfigError(f"no allowed precision works on every GPU: {why}", remedy=remedy)
     if not any(outcome.alone for outcome in able):
-        least = min(search.questions.standing(outcome.choice).bytes for outcome in able)
+        least = min(case.memory(outcome.choice).standing.bytes for outcome in able)
         raise PlanInfeasible(
             f"the model alone, before any batch, takes at least {format_bytes(least)}; {limit}",
             remedy="allow sharding over several GPUs, use a larger GPU, or train fewer parameters",
         )
-    fits_alone = any(0 < outcome.alone * outcome.margin.factor <= search.limit for outcome in able)
-    if search.request.micro_batch is not None and fits_alone:
-        raise _pinned_too_large(search, limit)
-
-
-def _pinned_too_large(search: ChoiceSearch, limit: str) -> ConfigError:
-    """Return the error that says how many items would fit."""
-    assert search.request.micro_batch is not None
-    items = search.request.micro_batch // 2
-    while items and _best(replace(search, request=replace(search.request, micro_batch=items)))[0] is None:
-        items //= 2
-    fits = f"{items} fit: set it to that, or " if items else ""
-    return ConfigError(
-        f"micro-batches of {search.request.micro_batch} items do not fit under any allowed remedy; {limit}",
-        remedy=f"{fits}let the planner choose",
-    )
-
-
-def _without_oversize(
-    search: ChoiceSearch, outcomes: Sequence[ChoiceOutcome], others: Sequence[CardSpec]
-) -> MemoryPlan:
-    """Raise an error that names the items that fit under no choice, or plan without them where that is allowed."""
-    able = [outcome for outcome in outcomes if outcome.alone]
-    frugal = min(able, key=lambda outcome: outcome.total)
-    budget_search = BudgetSearch(search.questions, search.ground, frugal.choice)
-    live = int(search.limit / frugal.margin.factor)
-    first: tuple[OversizeItem, ...] | None = None
-    for _ in range(_TURNS):
-        items, keep_N = outsized(budget_search, live, frugal.margin, search.limit, others)
-        first = items if first is None else first
-        if items and search.request.oversize is Oversize.ERROR:
-            raise too_large(items, search.data.items, search.limit)
-        if items and (keep_N.any() or search.request.oversize is Oversize.CROP):
-            crop = crop_limits(budget_search, live) if search.request.oversize is Oversize.CROP else {}
-            kept = search.data.cropped(crop) if crop else search.data.only(keep_N)
-            best, kept_outcomes = _best(replace(search, data=kept))
-            if best is not None:
-                return _plan(replace(search, data=kept), best, kept_outcomes, oversize=items, crop=crop)
-        live = int(live * _LOWER)
-    if first:  # later turns were below the limit
-        raise too_large(first, search.data.items, search.limit)
-    raise PlanInfeasible(
-        f"nothing fits under the allowed settings: {'; '.join(dict.fromkeys(outcome.why for outcome in able))}",
-        remedy="allow checkpointing, bf16, offload or sharding, or use a larger GPU",
-    )
+    pinned = case.request.micro_batch
+    if pinned is not None and any(0 < outcome.alone * outcome.margin.factor <= case.limit for outcome in able):
+        items = pinned // 2
+        while items and replace(case, request=replace(case.request, micro_batch=items)).outcomes()[-1].found is None:
+            items //= 2
+        fits = f"{items} fit: set it to that, or " if items else ""
+        raise ConfigError(
+            f"micro-batches of {pinned} items do not fit under any allowed remedy; {limit}",
+            remedy=f"{fits}let the planner choose",
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,30 +392,26 @@ def plan_stages(
     stages: Sequence[CurriculumStage],
     request: PlanRequest,
     cards: Sequence[CardSpec],
-    *,
-    reserve: Reserve = reserve_by_simulation,
-    others: Sequence[CardSpec] = (),
+    **given: Any,
 ) -> dict[str, MemoryPlan]:
-    """Return a plan for each stage; all share precision and sharding, which a run cannot change between stages."""
+    """Return a plan for each stage; all share precision and sharding, which a run cannot change between stages.
+
+    `given` is passed to `plan_memory`.
+    """
     if not stages:
         raise ConfigError("a curriculum without stages", remedy="name at least one stage")
 
-    def planned_for(wanted: PlanRequest) -> dict[str, MemoryPlan]:
+    def planned(wanted: PlanRequest) -> dict[str, MemoryPlan]:
         return {
             stage.name: plan_memory(
-                stage.oracle or oracle,
-                stage.data,
-                replace(wanted, epochs=stage.epochs),
-                cards,
-                reserve=reserve,
-                others=others,
+                stage.oracle or oracle, stage.data, replace(wanted, epochs=stage.epochs), cards, **given
             )
             for stage in stages
         }
 
-    plans = planned_for(request)
+    plans = planned(request)
     if len({(plan.choice.precision, plan.choice.shards) for plan in plans.values()}) == 1:
         return plans
     order = choices(request)
     needy = max((plan.choice for plan in plans.values()), key=order.index)
-    return planned_for(replace(request, precisions=(needy.precision,), shards=needy.shards))
+    return planned(replace(request, precisions=(needy.precision,), shards=needy.shards))

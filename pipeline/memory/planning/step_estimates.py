@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 EFFICIENCY = 0.4  # of the best rate: what well-tuned training reaches (40-60% MFU: PaLM, arXiv:2204.02311, table 3)
 BANDWIDTH = 0.7  # of the memory's
-LAUNCH_S = 7e-6  # between two kernels of eager torch
 _TOUCHED = 2  # times an allocated byte is moved at least: written and read
 _UPDATE_TOUCHED = 7  # of an optimizer with two moments: reads four tensors, writes three
 _REDUCED = 2.0  # times the gradients pass the wire in an all-reduce
@@ -33,53 +31,26 @@ _GATHERED = 3.0  # times the parameters pass it for a micro-batch: gathered twic
 _GATHERED_HALF = 2.0  # the same where they are gathered in half precision
 
 
-@dataclass(frozen=True, slots=True)
-class MicroTime:
-    """Where the time of a micro-batch goes."""
-
-    compute_s: float
-    memory_s: float
-    launch_s: float
-    transfer_s: float = 0.0
-
-    @property
-    def total_s(self) -> float:
-        """Return the sum; nothing is assumed to overlap."""
-        return self.compute_s + self.memory_s + self.launch_s + self.transfer_s
-
-    def times(self, count: float) -> MicroTime:
-        parts = (self.compute_s, self.memory_s, self.launch_s, self.transfer_s)
-        return MicroTime(*(count * part for part in parts))
+def micro_s(micro: MicroFootprint, standing: StandingFootprint, choice: MemoryChoice, cards: CardSpecs) -> float:
+    """Return the time of a micro-batch on the slowest of the cards; nothing is assumed to overlap."""
+    return work_s(micro, cards.flops_per_s(choice.precision), cards) + transfer_s(micro, standing, choice, cards)
 
 
-def micro_time(micro: MicroFootprint, standing: StandingFootprint, choice: MemoryChoice, cards: CardSpecs) -> MicroTime:
-    """Return the time of a micro-batch on the slowest of the cards."""
+def work_s(micro: MicroFootprint, flops_per_s: float, cards: CardSpecs) -> float:
+    """Return the time to compute, to move memory and to launch kernels."""
     moved = micro.moved_bytes or _TOUCHED * float(np.maximum(micro.again.bytes_E, 0).sum())
-    transfer = 2 * micro.host_bytes / cards.slowest("link_bytes_per_s") + transfer_again_s(standing, choice, cards)
-    return MicroTime(
-        micro.flops / (cards.flops_per_s(choice.precision) * EFFICIENCY),
-        moved / (cards.slowest("bytes_per_s") * BANDWIDTH),
-        micro.kernels * LAUNCH_S,
-        transfer,
-    )
+    compute = micro.flops / (flops_per_s * EFFICIENCY)
+    return compute + moved / (cards.slowest("bytes_per_s") * BANDWIDTH) + micro.kernels * cards.slowest("launch_s", max)
 
 
-def transfer_again_s(standing: StandingFootprint, choice: MemoryChoice, cards: CardSpecs) -> float:
-    """Return the transfer time that each micro-batch adds whatever its size: a sharded model is gathered every time."""
+def transfer_s(micro: MicroFootprint, standing: StandingFootprint, choice: MemoryChoice, cards: CardSpecs) -> float:
+    """Return the time of transfers: offloaded activations, and a sharded model's parameters, gathered every time."""
+    offloaded = 2 * micro.host_bytes / cards.slowest("link_bytes_per_s")
     if choice.shards == 1:
-        return 0.0
-    return gathered_s(choice.shards * parameter_bytes(standing), choice, cards)
-
-
-def parameter_bytes(standing: StandingFootprint) -> int:
-    """Return the bytes of the parameters that a rank has."""
-    return sum(part.bytes for part in standing.parts if part.category is Category.PARAMETERS)
-
-
-def gathered_s(all_bytes: int, choice: MemoryChoice, cards: CardSpecs) -> float:
-    """Return the transfer time of a micro-batch of a sharded model whose parameters have so many bytes in all."""
+        return offloaded
+    own = sum(part.bytes for part in standing.parts if part.category is Category.PARAMETERS)
     times = _GATHERED_HALF if choice.precision != "fp32" else _GATHERED
-    return times * all_bytes / cards.slowest("peer_bytes_per_s")
+    return offloaded + times * choice.shards * own / cards.slowest("peer_bytes_per_s")
 
 
 def update_s(standing: StandingFootprint, choice: MemoryChoice, cards: CardSpecs, ranks: int) -> float:
@@ -116,17 +87,13 @@ def reserve(
     replays = {settings: replay_steps(played, settings, standing.setup) for settings in allowed}
     least = min(replay.reserved_bytes for replay in replays.values())
     chosen, best = next(pair for pair in replays.items() if pair[1].reserved_bytes <= WITHIN * least)
-    reserved_of = {settings.name: replay.reserved_bytes for settings, replay in replays.items()}
     why = f"{chosen.name} reserves {format_bytes(best.reserved_bytes)}, {best.fragmentation:.2f} times the live memory"
-    alternatives = "; ".join(
-        f"{name}: {format_bytes(size)}" for name, size in reserved_of.items() if name != chosen.name
-    )
-    return Reserved(
-        best.reserved_bytes,
-        chosen.text,
-        tuple(reserved_of.items()),
-        notes=(f"{why} ({alternatives})" if alternatives else why,),
-    )
+    others = [
+        f"{settings.name}: {format_bytes(replay.reserved_bytes)}"
+        for settings, replay in replays.items()
+        if settings != chosen
+    ]
+    return Reserved(best.reserved_bytes, chosen.text, notes=(f"{why} ({'; '.join(others)})" if others else why,))
 
 
 def ahead_bytes(
@@ -155,19 +122,16 @@ def sample_steps(found: FoundBudget, micro_of: Sequence[MicroFootprint], seed: i
 
     Every bucket occurs, also those that only another order of the epoch would produce.
     """
-    group_M = np.zeros(len(found.rows_MS) + len(found.possible_MS), np.int64)
+    share_M = found.micros.share_M
+    group_M = np.zeros(len(share_M), np.int64)
     for number, group in enumerate(found.groups):
-        group_M[group.places] = number
-    group_M = group_M[: len(found.rows_MS)]
-    ranks = int(found.micros.rank_M.max(initial=0)) + 1
-    share_M = found.micros.step_M * ranks + found.micros.rank_M
+        group_M[group.places[group.places < len(group_M)]] = number
     generator = np.random.default_rng(seed)
     shares = generator.permutation(np.unique(share_M)).tolist()
-    steps = [[micro_of[number] for number in group_M[share_M == share].tolist()] for share in shares[:_MOST_SHARES]]
-    repeat = 2 if found.accumulate else 1
-    kept = [[micro] * repeat for micro in micro_of]
+    kept = [[micro] * (2 if found.accumulate else 1) for micro in micro_of]
     events = sum(len(micro.again.bytes_E) for micros in kept for micro in micros)
-    for micros in steps:  # as many as can be played in time
+    for share in shares[:_MOST_SHARES]:  # as many as can be simulated in time
+        micros = [micro_of[number] for number in group_M[share_M == share].tolist()]
         events += sum(len(micro.again.bytes_E) for micro in micros)
         if events > _MOST_EVENTS:
             break

@@ -15,7 +15,7 @@ from pipeline.errors import BudgetReached, ClusterSilent, SubmissionRefused
 from pipeline.journal.attempts import Attempt, leave_out
 from pipeline.journal.budget import Budget, Spending
 from pipeline.journal.ledger import read_notes
-from pipeline.memory.history.task_history import Measured
+from pipeline.memory.history import Measured
 from pipeline.project.container_image import with_digest
 from pipeline.project.project import cluster_name, profiles_of
 from pipeline.records import EventKind

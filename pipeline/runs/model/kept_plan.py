@@ -97,12 +97,11 @@ def rebuilt(hint: Any, value: Any) -> Any:
 def _names() -> dict[str, Any]:
     """Return the names that the types of a plan are written with."""
     from pipeline import errors
-    from pipeline.memory import footprint, lint
+    from pipeline.memory import footprint, history, lint
     from pipeline.memory.hardware import host_memory
-    from pipeline.memory.history import task_history
-    from pipeline.memory.planning import comparison, memory_plan
+    from pipeline.memory.planning import comparison, cost_model, memory_plan
     from pipeline.report import plan_facts as shown
 
-    modules = (errors, footprint, host_memory, task_history, lint, comparison, memory_plan, shown)
+    modules = (errors, footprint, host_memory, history, lint, comparison, cost_model, memory_plan, shown)
     names = {name: value for module in modules for name, value in vars(module).items()}
     return {**names, "Mapping": Mapping, "Sequence": Sequence, "Any": Any}

@@ -17,7 +17,7 @@ from pipeline.errors import CacheDamaged, DataError, RecordMissing, WeightsUnusa
 from pipeline.files import write_whole
 from pipeline.journal.run_folder import writing_run
 from pipeline.keys import content_digest, recipe_tag
-from pipeline.memory.history.step_history import torch_version
+from pipeline.memory.history import torch_version
 from pipeline.project.run_code import package_digest
 from pipeline.project.user_code import PLANS, TaskCode, task_code
 from pipeline.runs.dataset.loading import batches_of, made_table
@@ -157,7 +157,7 @@ def _planned(project: Project, table: str) -> Prepared:
         phases=phases,
         limit_bytes=plan.limit_bytes,
         margin=plan.margin.factor - 1,
-        ranks=plan.ranks,
+        ranks=plan.request.ranks,
         cpus=project.config.cluster.train.cpus,
         mem_bytes=outlook.mem.mem_bytes,
         mem_why=outlook.mem.why,

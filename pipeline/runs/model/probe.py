@@ -24,9 +24,9 @@ from pipeline.journal.run_logs import end_of
 from pipeline.memory.footprint import Category
 from pipeline.memory.hardware.allocator_variables import allocator_settings
 from pipeline.memory.hardware.host_memory import STATED, TrainingJob, train_need
-from pipeline.memory.history.step_history import fingerprint, ratios_of_all
+from pipeline.memory.history import fingerprint, ratios_of_all
 from pipeline.memory.planning.memory_plan import CardSpecs
-from pipeline.memory.planning.step_estimates import SETTINGS, micro_time, reserve, update_s
+from pipeline.memory.planning.step_estimates import SETTINGS, micro_s, reserve, update_s
 from pipeline.project.container_image import folders_inside, with_digest
 from pipeline.project.project import asked_bytes
 from pipeline.project.run_code import freeze, module_command
@@ -165,17 +165,15 @@ def errand_of(
     beside: Path | None = None,
 ) -> Errand:
     """Return what a probe of a card is to run, and what is predicted of it."""
-    worst = max(plan.buckets, key=lambda bucket: bucket.live.value)
+    worst = plan.worst
     standing, micro = oracle.standing(plan.choice), oracle.micro(plan.choice, worst.sizes)
-    micros = 2 if plan.accumulation_most > 1 else 1  # every further one is like the second
+    micros = 2 if plan.cuts.steps_most > 1 else 1  # every further one is like the second
     predicted_bytes = int(worst.live.value)
     if place.card.caching:
         planned = [settings for settings in SETTINGS if settings.text == plan.allocator.settings]
         predicted_bytes = reserve(standing, [[micro] * micros] * STEPS, planned or SETTINGS).bytes
     cards = CardSpecs.of([place.card])
-    step_s = micros * micro_time(micro, standing, plan.choice, cards).total_s + update_s(
-        standing, plan.choice, cards, 1
-    )
+    step_s = micros * micro_s(micro, standing, plan.choice, cards) + update_s(standing, plan.choice, cards, 1)
     model_bytes = sum(part.bytes for part in standing.parts if part.category is Category.PARAMETERS)
     mem_bytes, time_s = _limits(config, work, place, executor, model_bytes + micro.host_bytes)
     return Errand(

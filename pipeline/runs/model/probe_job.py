@@ -29,7 +29,7 @@ from pipeline.errors import ConfigError
 from pipeline.files import read_json, write_whole
 from pipeline.journal.run_folder import RunFolder
 from pipeline.memory.footprint import MemoryChoice
-from pipeline.memory.history.step_history import Peak, PeakHistory, sizes_text, torch_version
+from pipeline.memory.history import Peak, PeakHistory, sizes_text, torch_version
 from pipeline.memory.runtime.meters import BeforeModel, StepGauge, peak_of
 from pipeline.project.container_image import image_of
 from pipeline.project.run_code import module_command

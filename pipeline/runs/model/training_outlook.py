@@ -17,7 +17,7 @@ from pipeline.errors import ConfigError
 from pipeline.memory.footprint import Category
 from pipeline.memory.hardware.gpus import device
 from pipeline.memory.hardware.host_memory import TrainingJob, kept_bytes, staged_bytes, train_need
-from pipeline.memory.history.task_history import Suggestion
+from pipeline.memory.history import Suggestion
 from pipeline.memory.lint import RunFacts, lint
 from pipeline.memory.planning.comparison import Offer, compare_configurations, compare_offers
 from pipeline.memory.planning.memory_plan import CardSpec, DataSizes
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pipeline.config.schema import Config
-    from pipeline.memory.estimating.fallback_oracle import OracleLadder
+    from pipeline.memory.estimating.oracle import BestOracle
     from pipeline.memory.footprint import StandingFootprint
     from pipeline.memory.hardware.caching_allocator import AllocatorSettings
     from pipeline.memory.hardware.host_memory import HostNeed
@@ -131,21 +131,21 @@ def _outlook(question: Question, work: Work, *, probing: bool) -> TrainOutlook:
     )
 
 
-def _evaluation_bytes(oracle: OracleLadder, plan: MemoryPlan, tell: Callable[[str], object]) -> int | None:
+def _evaluation_bytes(oracle: BestOracle, plan: MemoryPlan, tell: Callable[[str], object]) -> int | None:
     """Return the live bytes while the largest micro-batch is evaluated between two steps; None: unknown."""
-    worst, choice = max(plan.buckets, key=lambda bucket: bucket.live.value), oracle.answerable(plan.choice)
+    worst, choice = plan.worst, plan.choice
     footprint = oracle.evaluation(choice, worst.sizes)
     if oracle.no_evaluation:
         tell(f"evaluating cannot be planned, and may fail when it runs: {oracle.no_evaluation}")
     return oracle.standing(choice).bytes + footprint.again.peak_bytes if footprint else None
 
 
-def _ignores_sizes(oracle: OracleLadder, plan: MemoryPlan, least: Mapping[str, int]) -> bool:
+def _ignores_sizes(oracle: BestOracle, plan: MemoryPlan, least: Mapping[str, int]) -> bool:
     """Tell whether the worst micro-batch takes no more than the least one although its sizes are twice as large."""
-    worst = max(plan.buckets, key=lambda bucket: bucket.live.value).sizes
+    worst = plan.worst.sizes
     if any(worst[name] < 2 * size for name, size in least.items()):
         return False
-    choice = oracle.answerable(plan.choice)
+    choice = plan.choice
     return oracle.micro(choice, worst).again.peak_bytes <= oracle.micro(choice, least).again.peak_bytes
 
 
@@ -159,10 +159,10 @@ class _PlanningCase:
     sizes: Mapping[str, Integers]
     sizes_from: str
     offers: Sequence[Offer]
-    oracle: OracleLadder
-    stages: Mapping[str, tuple[Work, OracleLadder]]  # of the curriculum that have other options
+    oracle: BestOracle
+    stages: Mapping[str, tuple[Work, BestOracle]]  # of the curriculum that have other options
 
-    def made_by(self, stage: str) -> tuple[Work, OracleLadder]:
+    def made_by(self, stage: str) -> tuple[Work, BestOracle]:
         """Return the work of a stage of the curriculum, and its oracle."""
         return self.stages.get(stage, (self.work, self.oracle))
 
@@ -353,19 +353,19 @@ def _stages(config: Config, data: DataSizes) -> Iterator[CurriculumStage]:
 
 def _kept(work: Work, plan: MemoryPlan) -> int:
     """Return how many micro-batches a rank keeps for a step's second pass, so that no item is read twice."""
-    return min(plan.accumulation_most, KEPT_BYTES // _batch_bytes(plan)) if work.goes_twice else 0
+    return min(plan.cuts.steps_most, KEPT_BYTES // _batch_bytes(plan)) if work.goes_twice else 0
 
 
 def _batch_bytes(plan: MemoryPlan) -> int:
     return max(1, sum(part.bytes for part in plan.parts if part.category is Category.INPUTS))
 
 
-def _ahead_bytes(config: Config, work: Work, oracle: OracleLadder, plan: MemoryPlan) -> int:
+def _ahead_bytes(config: Config, work: Work, oracle: BestOracle, plan: MemoryPlan) -> int:
     """Return what a card has to hold of the micro-batch that is copied while one runs; 0: none is, for want of room."""
     is_possible = work.device != CPU and config.train.pin is not False and plan.choice.shards == 1
     if not is_possible or not isinstance(work.task, Example):
         return 0
-    worst, choice = max(plan.buckets, key=lambda bucket: bucket.live.value), oracle.answerable(plan.choice)
+    worst, choice = plan.worst, plan.choice
     inputs = max((example_bytes(work.task, bucket.sizes) for bucket in plan.buckets), key=sum)
     settings = next(one for one in SETTINGS if one.text == plan.allocator.settings)
     held_bytes = ahead_bytes(oracle.standing(choice), oracle.micro(choice, worst.sizes), inputs, settings)
@@ -426,7 +426,7 @@ def _facts(config: Config, work: Work, plan: MemoryPlan) -> RunFacts:
         environment=dict(os.environ),
         empty_cache_every=train.empty_cache_every,
         memory_fraction=train.memory_fraction,
-        accumulation=plan.accumulation_most,
+        accumulation=plan.cuts.steps_most,
         module_types=frozenset(type(module).__name__ for module in model.modules()),
         in_batch_contrastive=work.is_in_batch and not work.is_contrastive,
     )

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,9 @@ import numpy as np
 from pipeline.device.kinds import CARD, CPU
 from pipeline.errors import ConfigError
 from pipeline.keys import recipe_key
-from pipeline.memory.estimating.fallback_oracle import Formula, OracleLadder
+from pipeline.memory.estimating.oracle import BestOracle, Formula
 from pipeline.memory.footprint import MemoryChoice, Unmeasurable
-from pipeline.memory.history.step_history import fingerprint
-from pipeline.memory.history.trace_files import RememberedOracle
+from pipeline.memory.history import fingerprint
 from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, Micros, Oversize, PlanRequest
 from pipeline.project.run_code import load_task, package_digest, source_digest, user_code_failed
 from pipeline.protocol import ITEMS, Contrastive, Example, Weights
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
     from pipeline.config.schema import Config
     from pipeline.config.schema_train import TrainSection
-    from pipeline.memory.footprint import Sizes
+    from pipeline.memory.footprint import Sizes, StandingFootprint
     from pipeline.memory.planning.memory_plan import Cutter, Names
     from pipeline.memory.tracing.recorder import Recorder
     from pipeline.memory.tracing.tracer import Target
@@ -151,51 +150,35 @@ class Work:
 
     def oracle(
         self, least: Sizes, target: Target, *, padded: bool, kept: Path | None = None, own: OwnItems | None = None
-    ) -> OracleLadder:
+    ) -> BestOracle:
         """Return the memory oracle of the model: traced, else measured on small steps, else by a formula.
 
         `kept` is the folder of the traces that were made before of this model with these options, `own` are items of
         the data set, for small steps of a task that has no `example`.
         """
-        from pipeline.memory.estimating.small_steps import MeasuredSmall
-        from pipeline.memory.estimating.traced_oracles import ConfirmedOracle, ProjectedOracle
-        from pipeline.memory.tracing.tracer import CPU as ON_CPU
-        from pipeline.memory.tracing.tracer import Tracer, TraceSession
+        from pipeline.memory.estimating.small_steps import SmallSteps
+        from pipeline.memory.estimating.traced import Confirmation, TracedOracle, compared
+        from pipeline.memory.tracing import tracer
 
-        def trace() -> Tracer:
-            return Tracer(self.build, self.model, self.example, least, target)
+        @cache
+        def tracing(target: Target) -> tracer.Tracer:
+            return tracer.Tracer(self.build, self.model, self.example, least, target)
 
-        def traced() -> ProjectedOracle:
-            if kept is None:
-                return ProjectedOracle(trace())
-            remembered = RememberedOracle(kept, trace)
-            return ProjectedOracle(
-                ConfirmedOracle(
-                    remembered,
-                    remembered if target is ON_CPU else Tracer(self.build, self.model, self.example, least),
-                    lambda: TraceSession(partial(self.build, MemoryChoice()), self.example, least),
-                    least,
-                    kept,
-                )
-            )
+        def confirmation(standing: StandingFootprint) -> Confirmation:
+            real = partial(tracer.TraceSession, partial(self.build, MemoryChoice()), self.example, least)
+            on_card = target is not tracer.CPU
+            return compared(standing, partial(tracing, tracer.CPU), real, least, on_card=on_card)
 
         def formula() -> Formula:
             states = {"adamw": 2, "adam": 2, "sgd": 1}[self.settings.optimizer]
-            averages = int(self.settings.ema is not None)
-            return Formula(self.model(), states=states, averages=averages, padded=padded)
+            return Formula(self.model(), states=states, averages=int(self.settings.ema is not None), padded=padded)
 
         if not isinstance(self.task, Example):
-            measured = partial(MeasuredSmall, self.build, own, least, near=own.near) if own else None
-            ladder = OracleLadder([*filter(None, [measured]), formula])
-            ladder.reasons.append("the task has no example(sizes): with one, every allocation would be traced")
-            return ladder
-        return OracleLadder(
-            [
-                traced,
-                lambda: MeasuredSmall(self.build, self.example, least),
-                formula,
-            ]
-        )
+            sources = [partial(SmallSteps, self.build, own, least, near=own.near)] if own else []
+            missing = "the task has no example(sizes): with one, every allocation would be traced"
+            return BestOracle([*sources, formula], [missing])
+        traced = partial(TracedOracle, partial(tracing, target), confirmation if kept is not None else None, kept)
+        return BestOracle([traced, partial(SmallSteps, self.build, self.example, least), formula])
 
     def model(self) -> nn.Module:
         """Build the model alone, on a device without memory where that works."""
@@ -379,7 +362,7 @@ def cutter(batch: int, *, padding: float | None, seed: int = 0, micro_batch: int
 def host_card(memory_bytes: int) -> CardSpec:
     """Return a machine's own memory as a card without a caching allocator."""
     rates = {"fp32": 5e10, "bf16": 5e10}  # a core or two; only ratios matter
-    return CardSpec(CPU, memory_bytes, memory_bytes, rates, 1e10, caching=False)
+    return CardSpec(CPU, memory_bytes, memory_bytes, rates, 1e10, launch_s=6e-5, caching=False)  # [ratio measured]
 
 
 def request_of(train: TrainSection, ranks: int, ratios: Sequence[float] = ()) -> PlanRequest:

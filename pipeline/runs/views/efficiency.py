@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pipeline.journal.attempts import Attempt
     from pipeline.journal.run_folder import RunFolder
     from pipeline.journal.run_status import RunStatus, StageJob, StageStatus
-    from pipeline.memory.history.task_history import Suggestion
+    from pipeline.memory.history import Suggestion
     from pipeline.project.project import Project
     from pipeline.runs.workflow.jobs import StagePlan
 

@@ -397,7 +397,7 @@ def remember_peak(
     """Record the peak memory of an epoch on a GPU, for later plans of the model."""
     from pipeline.device.accelerator import Card
     from pipeline.memory.hardware.gpus import known_name
-    from pipeline.memory.history.step_history import Peak
+    from pipeline.memory.history import Peak
     from pipeline.runs.model.probe import model_name
     from pipeline.runs.model.probe_job import record_peak, torch_of
 

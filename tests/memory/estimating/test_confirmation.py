@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from pipeline.memory.estimating import traced_oracles
-from pipeline.memory.estimating.fallback_oracle import OracleLadder
-from pipeline.memory.estimating.traced_oracles import verdict
+from pipeline.memory.estimating import traced
+from pipeline.memory.estimating.oracle import BestOracle
+from pipeline.memory.estimating.traced import verdict
 from pipeline.memory.footprint import MemoryChoice, Provenance, live_peak_bytes
 from pipeline.memory.tracing.tracer import TraceSession
-from tests.memory.tracing.traced import LARGE, WIDTH, Small, confirmed, layers, true_peak
+from tests.memory.tracing.traced import LARGE, WIDTH, Small, confirmed, layers, tracer, true_peak
 from tests.testkit.limited import device
 from tests.zoo import ZOO
 
@@ -76,13 +76,11 @@ def test_small_differences_pass_lawful_ones_are_added_and_others_refute(pairs, f
     assert found.added_bytes == pytest.approx(added * MEGABYTE, abs=0.1 * MEGABYTE)
     assert bool(found.refused) is is_refused
     assert bool(found.note) is (factor > 1 or added > 0)
-    assert verdict([]).note
 
 
 def test_a_trace_that_real_steps_bear_out_is_passed_on_as_it_is() -> None:
-    oracle = confirmed(Small(layers))
-    micro = oracle.micro(PLAIN, LARGE)
-    assert micro == oracle._oracle.micro(PLAIN, LARGE)
+    micro, unconfirmed = confirmed(Small(layers)).micro(PLAIN, LARGE), tracer(Small(layers)).micro(PLAIN, LARGE)
+    assert (micro.again.peak_bytes, micro.parts, micro.notes) == (unconfirmed.again.peak_bytes, unconfirmed.parts, ())
     assert micro.origin is Provenance.TRACED
 
 
@@ -91,9 +89,8 @@ def test_the_zoos_traces_are_borne_out(name) -> None:
     member = ZOO[name]
     settings = {**member.settings, "way": "foreach"}
     settings.pop("foreach", None)
-    found = confirmed(member.build(), member.sizes[0], **settings)._confirmation()
-    assert found.factor == 1
-    assert not found.refused
+    standing = confirmed(member.build(), member.sizes[0], **settings).standing(PLAIN)
+    assert (standing.origin, standing.notes) == (Provenance.TRACED, ())
 
 
 def test_what_each_item_takes_beyond_its_trace_is_planned_too() -> None:
@@ -102,7 +99,7 @@ def test_what_each_item_takes_beyond_its_trace_is_planned_too() -> None:
     oracle = confirmed(task)
     standing, micro = oracle.standing(PLAIN), oracle.micro(PLAIN, LARGE)
     real = true_peak(task, LARGE)
-    assert live_peak_bytes(standing, oracle._oracle.micro(PLAIN, LARGE), accumulate=False) < 0.8 * real
+    assert live_peak_bytes(standing, tracer(task).micro(PLAIN, LARGE), accumulate=False) < 0.8 * real
     assert real <= live_peak_bytes(standing, micro, accumulate=False) <= 1.3 * real
     assert micro.origin is Provenance.GUESSED
     assert any("real steps" in note for note in micro.notes)
@@ -125,7 +122,7 @@ def test_a_trace_that_real_steps_refute_is_left_to_the_next_rung() -> None:
         def standing(self, choice):
             return confirmed(Small(layers)).standing(choice)
 
-    ladder = OracleLadder([lambda: confirmed(Small(DrawsWidth)), Lower])
+    ladder = BestOracle([lambda: confirmed(Small(DrawsWidth)), Lower])
     (note, *_) = ladder.standing(PLAIN).notes
     assert "real steps" in note
 
@@ -146,7 +143,7 @@ def test_a_confirmation_is_made_once_and_kept(tmp_path) -> None:
 
 @pytest.mark.parametrize(("limit", "value"), [("MOST_BYTES", KILOBYTE), ("MOST_S", 0.0)])
 def test_a_model_that_is_too_large_for_this_machine_is_not_built_and_told(monkeypatch, limit, value) -> None:
-    monkeypatch.setattr(traced_oracles, limit, value)
+    monkeypatch.setattr(traced, limit, value)
 
     def never() -> TraceSession:
         pytest.fail("it is too large")

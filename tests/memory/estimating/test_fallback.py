@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from pipeline.errors import PlanInfeasible
 from pipeline.memory import footprint
-from pipeline.memory.estimating.fallback_oracle import Formula, OracleLadder
-from pipeline.memory.estimating.small_steps import Allowance, MeasuredSmall
+from pipeline.memory.estimating.oracle import BestOracle, Formula
+from pipeline.memory.estimating.small_steps import Allowance, SmallSteps
 from pipeline.memory.footprint import (
     Category,
     MemoryChoice,
@@ -145,7 +145,7 @@ MOST_ABOVE = {"masked": 1.25, "gradients first": 2.0, "graph": 1.11, "loop": 4.5
 LEAST = {"items": 1, "nodes": 8, "edges": 16}
 
 
-def measured(kind: str, most: float = 1 / 4, **options: Any) -> tuple[MeasuredSmall, Training]:
+def measured(kind: str, most: float = 1 / 4, **options: Any) -> tuple[SmallSteps, Training]:
     """Return an oracle that may run up to a fraction of what is wanted."""
     make, example, wanted = KINDS[kind]
     training = Training(make())
@@ -155,7 +155,7 @@ def measured(kind: str, most: float = 1 / 4, **options: Any) -> tuple[MeasuredSm
             raise RuntimeError("no more memory")
         return example(sizes)
 
-    return MeasuredSmall(lambda choice, watch, model: training, up_to, LEAST, **options), training
+    return SmallSteps(lambda choice, watch, model: training, up_to, LEAST, **options), training
 
 
 def peak_of(run: Callable[[], object]) -> int:
@@ -237,7 +237,7 @@ def test_the_same_question_is_answered_at_once_and_random_numbers_of_others_stay
     state = torch.get_rng_state()
     one = oracle.micro(CHOICE, {"nodes": 400})
     runs = len(training.ran)
-    assert oracle.micro(MemoryChoice(shards=8), {"nodes": 400}) == one
+    assert oracle.micro(CHOICE, {"nodes": 400}).again is one.again
     assert len(training.ran) == runs
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -250,7 +250,7 @@ def test_sizes_too_small_to_be_batches_are_passed_over() -> None:
             raise ValueError("more nodes, please")
         return example(sizes)
 
-    oracle = MeasuredSmall(lambda choice, watch, model: Training(make()), picky, LEAST)
+    oracle = SmallSteps(lambda choice, watch, model: Training(make()), picky, LEAST)
     assert oracle.micro(CHOICE, {"nodes": 3000}).first.peak_bytes > 0
 
 
@@ -275,7 +275,7 @@ def test_too_few_different_sizes_are_no_plan_and_waiting_takes_none_of_the_allow
         time.sleep(0 if is_busy else 0.02)
         return example(sizes)
 
-    oracle = MeasuredSmall(lambda choice, watch, model: Training(make()), slow, LEAST, Allowance(time_s=0.12))
+    oracle = SmallSteps(lambda choice, watch, model: Training(make()), slow, LEAST, Allowance(time_s=0.12))
     if is_busy:
         with pytest.raises(Unmeasurable, match="distinct"):
             oracle.micro(CHOICE, wanted)
@@ -291,7 +291,7 @@ def test_a_size_that_varies_only_beyond_what_was_run_is_varied_by_itself() -> No
             raise RuntimeError("no more memory")
         return (torch.randn(sizes["nodes"] + 5000 * sizes["items"], 16),)
 
-    oracle = MeasuredSmall(lambda choice, watch, model: Training(Masked(16, 64)), truth, LEAST)
+    oracle = SmallSteps(lambda choice, watch, model: Training(Masked(16, 64)), truth, LEAST)
     micro = oracle.micro(CHOICE, {"items": 16, "nodes": 3200})
     assert micro.again.peak_bytes >= 0.99 * real_step("masked", {"nodes": 83_200}, 1)
 
@@ -338,7 +338,7 @@ class Fails:
 def test_the_ladder_goes_down_once_and_says_why() -> None:
     fails = Fails("aten.nonzero needs values")
     formula = Formula(Masked(16, 8), states=2, averages=0, padded=False)
-    ladder = OracleLadder([lambda: fails, lambda: formula])
+    ladder = BestOracle([lambda: fails, lambda: formula])
     assert ladder.standing(CHOICE).notes[0] == "aten.nonzero needs values"
     assert ladder.micro(CHOICE, {"nodes": 10}).notes[0] == "aten.nonzero needs values"
     assert fails.asked == 1
@@ -346,5 +346,5 @@ def test_the_ladder_goes_down_once_and_says_why() -> None:
 
 def test_a_ladder_without_rungs_left_names_all_reasons_and_the_remedy() -> None:
     with pytest.raises(PlanInfeasible, match="one; two") as refused:
-        OracleLadder([lambda: Fails("one"), lambda: Fails("two")]).standing(CHOICE)
+        BestOracle([lambda: Fails("one"), lambda: Fails("two")]).standing(CHOICE)
     assert refused.value.remedy

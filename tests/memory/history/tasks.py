@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pipeline.memory.history.task_history import Measured, Past
+from pipeline.memory.history import Measured
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -28,18 +28,6 @@ TASK = Measured(
     node="n1",
     at=1000.0,
 )
-PAST = Past(
-    at=1000.0,
-    run="a",
-    task=0,
-    attempt=1,
-    killed=False,
-    peak_bytes=500 * MIB,
-    asked_bytes=GIB,
-    size=0,
-    items=100,
-    elapsed_s=400.0,
-)
 
 
 def measured(task: int = 0, **changed: Any) -> Measured:
@@ -47,6 +35,6 @@ def measured(task: int = 0, **changed: Any) -> Measured:
     return replace(TASK, task=task, **{"at": 1000.0 + task, **changed})
 
 
-def past(task: int = 0, **changed: Any) -> Past:
+def past(task: int = 0, **changed: Any) -> Measured:
     """Return what is remembered of such a task."""
-    return replace(PAST, task=task, **{"at": 1000.0 + task, **changed})
+    return replace(TASK, **{"run": "a", "task": task, "at": 1000.0 + task, **changed})

@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeline.memory.footprint import MemoryChoice
-from pipeline.memory.history.step_history import Peak, PeakHistory, fingerprint, ratios_of_all
+from pipeline.memory.history import Peak, PeakHistory, fingerprint, ratios_of_all
 
 ONE = Peak(
     model="m",
@@ -71,7 +71,7 @@ def test_a_plan_for_several_cards_is_corrected_once_all_were_measured(tmp_path: 
 def test_lines_that_are_no_measurement_are_passed_over_and_others_read_back_as_they_were(tmp_path: Path) -> None:
     wrong: list[dict[str, object]] = [{"predicted_bytes": -1}, {"died": 1}, {"at": float("inf")}, {"gpu": 5}]
     found = peaks(tmp_path, ONE, *(replace(ONE, **change) for change in wrong))  # type: ignore[arg-type]
-    assert found.of("m", "a100") == [ONE]
+    assert found.of("m", "a100") == [replace(ONE, run="run")]
 
 
 def test_writers_share_no_file_and_a_torn_line_hides_no_other(tmp_path: Path) -> None:

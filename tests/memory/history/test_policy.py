@@ -7,11 +7,11 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.memory.history.task_history import (
+from pipeline.memory.history import (
     FLOOR_BYTES,
     NEWEST,
     STEP_BYTES,
-    Past,
+    Measured,
     Suggestion,
     SuggestionBounds,
     pace,
@@ -21,7 +21,7 @@ from pipeline.memory.history.task_history import (
 from tests.memory.history.tasks import GIB, MIB, past
 
 
-def ask(tasks: list[Past], *, planned_bytes: int = GIB, bounds: SuggestionBounds | None = None) -> Suggestion:
+def ask(tasks: list[Measured], *, planned_bytes: int = GIB, bounds: SuggestionBounds | None = None) -> Suggestion:
     suggestion = suggest(tasks, bounds or SuggestionBounds(), planned_bytes=planned_bytes)
     assert suggestion is not None
     return suggestion
@@ -115,7 +115,7 @@ SIZES = st.sampled_from([0, 1, 40, 100, 150, 900])
 BYTES = st.integers(1, 64 * GIB)
 TASKS = st.lists(
     st.builds(
-        Past,
+        past,
         at=st.floats(0, 1e9),
         run=st.sampled_from("ab"),
         task=st.integers(0, 3),
@@ -133,7 +133,7 @@ TASKS = st.lists(
 
 
 @given(TASKS, BYTES, st.data())
-def test_a_larger_peak_never_lowers_the_suggestion(tasks: list[Past], plan: int, data: st.DataObject) -> None:
+def test_a_larger_peak_never_lowers_the_suggestion(tasks: list[Measured], plan: int, data: st.DataObject) -> None:
     chosen = data.draw(st.integers(0, len(tasks) - 1))
     before = suggest(tasks, SuggestionBounds(), planned_bytes=plan)
     if before is None or tasks[chosen].peak_bytes is None:
@@ -144,7 +144,7 @@ def test_a_larger_peak_never_lowers_the_suggestion(tasks: list[Past], plan: int,
 
 
 @given(TASKS, BYTES)
-def test_never_at_or_below_a_limit_that_killed_while_nothing_later_lived(tasks: list[Past], plan: int) -> None:
+def test_never_at_or_below_a_limit_that_killed_while_nothing_later_lived(tasks: list[Measured], plan: int) -> None:
     suggestion = suggest(tasks, SuggestionBounds(), planned_bytes=plan)
     for kill in tasks:
         if not kill.killed or kill.asked_bytes is None:
@@ -156,7 +156,7 @@ def test_never_at_or_below_a_limit_that_killed_while_nothing_later_lived(tasks: 
 
 
 @given(TASKS, BYTES, st.randoms(use_true_random=False))
-def test_the_order_of_records_does_not_matter(tasks: list[Past], plan: int, random) -> None:
+def test_the_order_of_records_does_not_matter(tasks: list[Measured], plan: int, random) -> None:
     shuffled = random.sample(tasks, len(tasks))
     one, other = (suggest(order, SuggestionBounds(), planned_bytes=plan) for order in (tasks, shuffled))
     assert one == other
@@ -165,7 +165,7 @@ def test_the_order_of_records_does_not_matter(tasks: list[Past], plan: int, rand
 
 @given(TASKS, BYTES, st.sampled_from([1.0, 2.0, float("inf")]))
 def test_every_suggestion_is_whole_steps_above_the_floor_and_within_its_bounds(
-    tasks: list[Past], plan: int, at_most: float
+    tasks: list[Measured], plan: int, at_most: float
 ) -> None:
     suggestion = suggest(tasks, SuggestionBounds(trusted=False, at_most=at_most), planned_bytes=plan)
     if suggestion is not None:

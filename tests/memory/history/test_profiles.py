@@ -10,15 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.memory.history import record_files
-from pipeline.memory.history.record_files import measurement_line
-from pipeline.memory.history.task_history import Profiles, Suggestion
+from pipeline.memory import history
+from pipeline.memory.history import Profiles, Suggestion, measurement_line
 from tests.memory.history.tasks import GIB, MIB, measured
 
 ROOT = Path(__file__).parents[3]
 WRITER = """
 import sys; from pathlib import Path
-from pipeline.memory.history.task_history import Profiles; from tests.memory.history.tasks import *
+from pipeline.memory.history import Profiles; from tests.memory.history.tasks import *
 folder, name = Path(sys.argv[1]), sys.argv[2]
 for number in range(20):
     profiles = Profiles(folder)
@@ -148,7 +147,7 @@ def test_a_full_disk_is_told_and_the_torn_line_spoils_no_other(tmp_path: Path, m
         return real(descriptor, data[:200])
 
     with monkeypatch.context() as patch:
-        patch.setattr(record_files.os, "write", full)
+        patch.setattr(history.os, "write", full)
         assert not profiles.record("run", "w", [measured(1)])
     assert profiles.record("run", "w", [measured(2)])
     assert ask(tmp_path).tasks == 2
@@ -186,12 +185,12 @@ def test_a_look_up_reads_no_more_however_much_is_remembered(tmp_path: Path, monk
         (path,) = (tmp_path / "records").glob(f"{run}~*")
         os.utime(path, (5_000 - age, 5_000 - age))
     size = path.stat().st_size
-    monkeypatch.setattr(record_files, "MOST_BYTES", size)
+    monkeypatch.setattr(history, "MOST_BYTES", size)
     assert ask(tmp_path).tasks == 9
-    monkeypatch.setattr(record_files, "MOST_BYTES", size + size // 2)  # a file that is cut loses its first line
+    monkeypatch.setattr(history, "MOST_BYTES", size + size // 2)  # a file that is cut loses its first line
     assert ask(tmp_path).tasks == 9 + 4
-    monkeypatch.setattr(record_files, "MOST_BYTES", 100 * size)
-    monkeypatch.setattr(record_files, "MOST_FILES", 2)
+    monkeypatch.setattr(history, "MOST_BYTES", 100 * size)
+    monkeypatch.setattr(history, "MOST_FILES", 2)
     assert ask(tmp_path).tasks == 18
 
 

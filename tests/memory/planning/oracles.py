@@ -44,8 +44,7 @@ class Model:
     asked: list[tuple[MemoryChoice, tuple[tuple[str, int], ...]]] = field(default_factory=list)
 
     def standing(self, choice: MemoryChoice) -> StandingFootprint:
-        assert choice.shards == 1, "sharding is the planner's own formula"
-        size = self.parameters
+        size = self.parameters // choice.shards
         update = ((0, size), (0, -size))
         blocks = tuple(MemoryPart(Category.PARAMETERS, f"block {block}", size // LAYERS) for block in range(LAYERS))
         parts = (*blocks, MemoryPart(Category.OPTIMIZER, "", 2 * size))
@@ -69,11 +68,13 @@ class Model:
 
     def peak(self, choice: MemoryChoice, sizes: Mapping[str, int]) -> int:
         """Return the live peak of a step of several such micro-batches: the truth, told without tapes."""
-        return max(4 * self.parameters + self.live(choice, sizes), 5 * self.parameters)
+        return max(
+            4 * self.parameters // choice.shards + self.live(choice, sizes), 5 * self.parameters // choice.shards
+        )
 
     def micro(self, choice: MemoryChoice, sizes: Mapping[str, int]) -> MicroFootprint:
         self.asked.append((choice, tuple(sizes.items())))
-        live, size = self.live(choice, sizes), self.parameters
+        live, size = self.live(choice, sizes), self.parameters // choice.shards
         kept = [(block, live * (block + 1) // LAYERS - live * block // LAYERS) for block in range(LAYERS)]
         gone = [(block, -bytes_) for block, bytes_ in reversed(kept)]
         parts = (

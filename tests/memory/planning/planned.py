@@ -142,8 +142,8 @@ def largest(rows_MS: Integers) -> Integers:
 
 def sampler_under(made: MemoryPlan, sizes: Sizes, budget: int | None = None, ranks: int = 1) -> Sampler:
     """Return the sampler of training under a plan, or as it were with another budget."""
-    budget = budget or made.budget[COST]
-    settings = sampler_settings(BATCH, budget, padding=made.padding, micro_batch=made.micro_batch)
+    budget = budget or made.budget_bytes
+    settings = sampler_settings(BATCH, budget, padding=made.padding, micro_batch=made.request.micro_batch)
     return Sampler({COST: made.cost(sizes), LIKENESS: likeness(sizes)}, settings, ranks=ranks)
 
 

@@ -38,14 +38,14 @@ def test_a_planned_epoch_trains_without_running_out_of_memory(name: str) -> None
         one = trained(ground, made)
         assert one.ooms == 0
         assert one.micros > one.steps, "the limit has made the sampler cut"
-        assert one.peak_bytes > USED * made.limit_bytes or made.filled is MicroBatchLimit.PADDING
+        assert one.peak_bytes > USED * made.limit_bytes or made.cuts.limit is MicroBatchLimit.PADDING
 
 
 def test_twice_the_planned_budget_runs_out_of_memory() -> None:
     ground = Ground.of(ZOO["mlp"], ITEMS)
     limit = limit_of(ground, TIMES[1])
     made = ground.planned(limit)
-    larger = sampler_under(made, ground.sizes, 2 * made.budget["cost"])
+    larger = sampler_under(made, ground.sizes, 2 * made.budget_bytes)
     assert epoch(ground, made.choice, larger, limit).ooms > 0
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
-from pipeline.memory.estimating.fallback_oracle import OracleLadder
+from pipeline.memory.estimating.oracle import BestOracle
 from pipeline.memory.footprint import MemoryChoice, Provenance
 from pipeline.memory.tracing.tracer import CannotTrace
 from tests.memory.tracing.traced import LARGE, SIZES, WIDTH, Small, layers, play, tracer
@@ -107,10 +107,10 @@ def test_a_loss_that_cannot_be_evaluated_without_gradients_is_planned_all_the_sa
         assert torch.is_grad_enabled()
         return forces(model, batch)
 
-    needs = OracleLadder([lambda: tracer(Small(layers, terms=forces))])
+    needs = BestOracle([lambda: tracer(Small(layers, terms=forces))])
     assert needs.micro(PLAIN, LARGE).again.peak_bytes > 0
     assert needs.evaluation(PLAIN, LARGE) is not None
-    ladder = OracleLadder([lambda: tracer(Small(layers, terms=trained_only))])
+    ladder = BestOracle([lambda: tracer(Small(layers, terms=trained_only))])
     assert ladder.micro(PLAIN, LARGE).again.peak_bytes > 0
     assert ladder.evaluation(PLAIN, LARGE) is None
     assert "test_ladder.py:" in ladder.no_evaluation

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules import module as hooks
 
-from pipeline.memory.estimating.fallback_oracle import OracleLadder
+from pipeline.memory.estimating.oracle import BestOracle
 from pipeline.memory.footprint import Category, MemoryChoice, StepTapes, live_peak_bytes, parts_at_peak
 from pipeline.memory.hardware.caching_allocator import Allocator, AllocatorSettings
 from pipeline.memory.tracing.tracer import CannotTrace
@@ -248,7 +248,7 @@ def test_the_ladder_goes_down_when_a_model_cannot_be_traced():
         def standing(self, choice):
             return standing
 
-    ladder = OracleLadder([lambda: tracer(Small(lambda: Refusing(lambda y: y * y.sum().item()))), Lower])
+    ladder = BestOracle([lambda: tracer(Small(lambda: Refusing(lambda y: y * y.sum().item()))), Lower])
     assert ladder.standing(PLAIN).bytes == standing.bytes
     assert ladder.standing(PLAIN).notes
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from pipeline.device.kinds import CPU as ON_CPU
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, PlanInfeasible
 from pipeline.memory.footprint import Category, MemoryChoice, Provenance, Unmeasurable, live_peak_bytes
-from pipeline.memory.planning.oracle_cache import OracleCache
+from pipeline.memory.planning.budget_search import ChoiceMemory
+from pipeline.memory.planning.memory_plan import PlanRequest
+from pipeline.memory.planning.planner import plan_memory
 from pipeline.memory.tracing.tracer import Tracer
 from pipeline.protocol import ITEMS
-from pipeline.runs.model.training_work import Work, target_of
+from pipeline.runs.model.training_work import Work, data_of, host_card, target_of
 from pipeline.training.step.collectives import imagined
 from pipeline.training.step.fsdp import ShardedStep
 from pipeline.training.step.optimizers import StepSettings
@@ -91,8 +95,8 @@ def test_the_peak_of_a_sharded_step_is_that_of_a_real_one(choice: MemoryChoice) 
 
 def asked(work: Work, choice: MemoryChoice, kept: Path | None = None) -> tuple[Any, Any, tuple[str, ...]]:
     """Return what a planner hears of a choice: standing, a micro-batch, the notes of both."""
-    questions = OracleCache(work.oracle(SIZES, target_of(None), padded=False, kept=kept), (ITEMS,))
-    return questions.standing(choice), questions.micro(choice, (64,)), questions.notes(choice)
+    memory = ChoiceMemory(work.oracle(SIZES, target_of(None), padded=False, kept=kept), choice, (ITEMS,))
+    return memory.standing, memory.micro((64,)), memory.notes
 
 
 def test_a_plan_takes_the_trace_and_says_so(tmp_path: Path) -> None:
@@ -125,20 +129,29 @@ class Scaled(nn.Module):
         return self.map(x_ND) * self.scale
 
 
-def test_what_cannot_be_traced_in_shards_is_planned_by_a_formula_that_says_why() -> None:
-    choice = MemoryChoice(shards=RANKS)
-    standing, micro, notes = asked(work_of(Scaled), choice)
-    assert (standing.origin, micro.origin) == (Provenance.ASSUMED, Provenance.ASSUMED)
-    assert any("parameter scale" in note for note in notes)
-    whole, _, others = asked(work_of(Scaled), MemoryChoice())
-    assert whole.origin is Provenance.TRACED
-    assert not [note for note in others if "formula" in note]
-    ladder = work_of(Scaled).oracle(SIZES, target_of(None), padded=False)
-    assert ladder.answerable(choice) == MemoryChoice()  # what else a plan asks is of the whole model
-    assert ladder.evaluation(ladder.answerable(choice), SIZES) is not None
-    assert work_of().oracle(SIZES, target_of(None), padded=False).answerable(choice) == choice
+def test_a_model_that_cannot_be_sharded_is_planned_without_and_says_why() -> None:
+    choice, work = MemoryChoice(shards=RANKS), work_of(Scaled)
     with pytest.raises(ConfigError, match="cannot be sharded"):
-        traced(work_of(Scaled)).standing(choice)
+        asked(work, choice)
+    request, sizes = PlanRequest(batch=8, ranks=RANKS, shards=None), {"length": np.arange(1, 17)}
+    data = data_of(sizes, request, padded=False)
+    oracle, card = work.oracle(SIZES, target_of(None), padded=False), host_card(1 << 30)
+    assert plan_memory(oracle, data, request, [card]).choice.shards == 1
+    with pytest.raises(PlanInfeasible, match="parameter scale"):
+        plan_memory(oracle, data, replace(request, shards=RANKS), [card])
+
+
+def test_a_model_that_cannot_be_traced_is_measured_in_shards() -> None:
+    class Branching(nn.Linear):
+        def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
+            y_ND = super().forward(x_ND)
+            return y_ND * float(y_ND.max())
+
+    work, choice = work_of(lambda: Branching(WIDTH, WIDTH)), MemoryChoice(shards=RANKS)
+    standing, _, _ = asked(work, choice)
+    whole, _, _ = asked(work, MemoryChoice())
+    assert standing.origin is Provenance.EXTRAPOLATED
+    assert standing.bytes == pytest.approx(whole.bytes / RANKS, rel=0.1)
 
 
 def test_within_a_group_of_real_ranks_nothing_is_imagined() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.memory.estimating.traced_oracles import ConfirmedOracle
+from pipeline.memory.estimating.traced import TracedOracle, compared
 from pipeline.memory.footprint import Category, MemoryChoice, MemoryPart, Tape
 from pipeline.memory.tracing.tracer import CPU, Target, Tracer, TraceSession
 from pipeline.training.step.contrastive import make_step
@@ -58,15 +58,16 @@ def tracer(task: Any, target: Target = CPU, least: Mapping[str, int] = SIZES, **
 
 def confirmed(
     task: Any, least: Mapping[str, int] = SIZES, kept: Any = None, real: Any = None, **settings: Any
-) -> ConfirmedOracle:
-    """Return what holds the traces of a task to real steps."""
+) -> TracedOracle:
+    """Return an oracle that compares the traces of a task with real steps."""
 
     def build(choice, watch, model):
         return make_step(task, chosen(choice, settings), model=model, watch=watch)
 
     traces = Tracer(build, task.model, task.example, least)
     steps = partial(TraceSession, partial(build, MemoryChoice()), task.example, least)
-    return ConfirmedOracle(traces, traces, real or steps, least, kept)
+    compare = partial(compared, on_cpu=lambda: traces, real=real or steps, least=least, on_card=False)
+    return TracedOracle(lambda: traces, compare, kept)
 
 
 def chosen(choice: MemoryChoice, settings: Mapping[str, Any]) -> StepSettings:

@@ -13,7 +13,7 @@ from pipeline.cluster.machine import Machine
 from pipeline.errors import ConfigError, JobFailed, SubmissionRefused
 from pipeline.memory.footprint import Provenance
 from pipeline.memory.hardware.gpus import device
-from pipeline.memory.history.step_history import DIED_GROWTH
+from pipeline.memory.history import DIED_GROWTH
 from pipeline.memory.planning.memory_plan import CardSpec
 from pipeline.memory.runtime.meters import RSS_IS_MEANT, BeforeModel
 from pipeline.report.plan_facts import Probed, ProbeOutcome

@@ -222,8 +222,8 @@ def test_parameters_and_their_kin_are_what_the_model_has(plan):
 def test_a_small_card_gets_smaller_micro_batches_and_the_same_step(plan):
     large = plan("--gpu", "a100-80gb", "--set", "train.task=planlab:Wide")["plans"]["all items"]
     small = plan("--gpu", "2200MiB", "--set", "train.task=planlab:Wide")["plans"]["all items"]
-    assert (large["batch"], small["batch"]) == (4, 4)
-    assert large["accumulation_most"] <= small["accumulation_most"]
+    assert (large["request"]["batch"], small["request"]["batch"]) == (4, 4)
+    assert large["cuts"]["steps_most"] <= small["cuts"]["steps_most"]
     assert small["total"]["value"] <= small["limit_bytes"] < large["limit_bytes"]
 
 
@@ -254,7 +254,7 @@ def test_half_precision_is_chosen_only_where_it_is_allowed(plan):
 def test_a_precision_left_to_the_planner_is_the_same_however_a_step_is_cut(plan):
     words = ("--gpu", "a100-40gb", "--set", "train.task=planlab:Middling", "--set", "train.precision=auto")
     cuts = {items: plan(*words, "--set", f"train.micro_batch={items}")["plans"]["all items"] for items in ("1", "auto")}
-    assert [cut["items_most"] for cut in cuts.values()] == [1, ITEMS // 2]
+    assert [cut["cuts"]["items_most"] for cut in cuts.values()] == [1, ITEMS // 2]
     assert {items: cut["choice"]["precision"] for items, cut in cuts.items()} == {"1": "bf16", "auto": "bf16"}
 
 

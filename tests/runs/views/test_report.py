@@ -12,7 +12,7 @@ from pipeline.config.load import dump_resolved
 from pipeline.config.schema import Config
 from pipeline.journal.attempts import Ask, Attempt
 from pipeline.journal.run_status import RunState, RunStatus, StageJob
-from pipeline.memory.history.task_history import Suggestion
+from pipeline.memory.history import Suggestion
 from pipeline.records import EventKind
 from pipeline.report.facts import StageUse
 from pipeline.report.use_tables import use_report

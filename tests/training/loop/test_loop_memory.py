@@ -118,7 +118,7 @@ def test_a_plan_that_is_wrong_by_half_costs_no_step(tmp_path: Path) -> None:
     ground = Ground.of(ZOO["mlp"], ITEMS)
     limit = limits(ground, LIMITS)[-2]
     made = ground.planned(limit)
-    phase = replace(phase_plan("all", 3, made), budget_bytes=2 * made.budget["cost"])
+    phase = replace(phase_plan("all", 3, made), budget_bytes=2 * made.budget_bytes)
     run, device = trained(ground, tmp_path / "run", phase, made.choice, limit)
     assert run.trainer.done == run.trainer.steps
     assert device.refused > 0

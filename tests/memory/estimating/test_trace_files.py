@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.memory.estimating import traced
+from pipeline.memory.estimating.traced import TracedOracle
 from pipeline.memory.footprint import MemoryChoice, Tape
-from pipeline.memory.history import trace_files
-from pipeline.memory.history.trace_files import RememberedOracle
 from tests.memory.planning.oracles import Model
 
 SIZES = {"items": 4, "nodes": 300}
@@ -25,9 +25,9 @@ def nobody() -> Model:
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_what_was_asked_is_read_as_it_was_and_nobody_is_asked_again(tmp_path: Path, choice: MemoryChoice) -> None:
-    first = RememberedOracle(tmp_path / "model", model)
+    first = TracedOracle(model, folder=tmp_path / "model")
     answers = first.standing(choice), first.micro(choice, SIZES)
-    again = RememberedOracle(tmp_path / "model", nobody)
+    again = TracedOracle(nobody, folder=tmp_path / "model")
     for kept, answer in zip((again.standing(choice), again.micro(choice, SIZES)), answers, strict=True):
         for name in type(answer).__dataclass_fields__:
             value, same = getattr(kept, name), getattr(answer, name)
@@ -39,33 +39,33 @@ def test_what_was_asked_is_read_as_it_was_and_nobody_is_asked_again(tmp_path: Pa
 
 
 def test_other_sizes_choices_and_models_are_asked(tmp_path: Path) -> None:
-    RememberedOracle(tmp_path / "model", model).micro(CHOICES[0], SIZES)
+    TracedOracle(model, folder=tmp_path / "model").micro(CHOICES[0], SIZES)
     for folder, choice, sizes in (
         ("model", CHOICES[0], {**SIZES, "nodes": 301}),
         ("model", CHOICES[1], SIZES),
         ("other", CHOICES[0], SIZES),
     ):
         asked = model()
-        RememberedOracle(tmp_path / folder, lambda asked=asked: asked).micro(choice, sizes)
+        TracedOracle(lambda asked=asked: asked, folder=tmp_path / folder).micro(choice, sizes)
         assert len(asked.asked) == 1
 
 
 def test_a_damaged_file_is_asked_again_and_replaced(tmp_path: Path) -> None:
     for damage in (b"", b"PK", b"no archive"):
-        RememberedOracle(tmp_path / "model", model).micro(CHOICES[0], SIZES)
+        TracedOracle(model, folder=tmp_path / "model").micro(CHOICES[0], SIZES)
         (path,) = (tmp_path / "model").iterdir()
         path.write_bytes(damage or path.read_bytes()[:-200])
-        answer = RememberedOracle(tmp_path / "model", model).micro(CHOICES[0], SIZES)
-        assert RememberedOracle(tmp_path / "model", nobody).micro(CHOICES[0], SIZES).parts == answer.parts
+        answer = TracedOracle(model, folder=tmp_path / "model").micro(CHOICES[0], SIZES)
+        assert TracedOracle(nobody, folder=tmp_path / "model").micro(CHOICES[0], SIZES).parts == answer.parts
 
 
 def test_where_nothing_can_be_written_answers_come_all_the_same(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    assert RememberedOracle(tmp_path / "file", model).micro(CHOICES[0], SIZES).kernels == 200
+    assert TracedOracle(model, folder=tmp_path / "file").micro(CHOICES[0], SIZES).kernels == 200
 
 
 def test_only_the_newest_models_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_files, "MOST_MODELS", 3)
+    monkeypatch.setattr(traced, "MOST_MODELS", 3)
     for number in range(5):
-        RememberedOracle(tmp_path / f"model {number}", model).standing(CHOICES[0])
+        TracedOracle(model, folder=tmp_path / f"model {number}").standing(CHOICES[0])
     assert len(list(tmp_path.iterdir())) == 3

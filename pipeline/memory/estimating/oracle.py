@@ -1,11 +1,4 @@
-"""The ladder of oracles: a model's memory from the best source that can answer.
-
-    trace       every allocation of the step, on fake tensors
-    rehearsal   small real steps on the CPU, extrapolated
-    formula     counts of parameters
-
-Each answer says how far to trust it, and why the higher rungs failed.
-"""
+"""A model's memory from the best source that can answer: traced, measured in small real steps, or from a formula."""
 
 from __future__ import annotations
 
@@ -16,7 +9,6 @@ import numpy as np
 
 from pipeline.errors import PlanInfeasible
 from pipeline.memory.footprint import (
-    AnswersShards,
     CannotRun,
     Category,
     Computes,
@@ -32,79 +24,60 @@ from pipeline.memory.footprint import (
 from pipeline.protocol import ITEMS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import nn
 
-    from pipeline.memory.footprint import Oracle
-
-    Sizes = Mapping[str, int]
+    from pipeline.memory.footprint import Oracle, Sizes
 
 Answer = TypeVar("Answer", StandingFootprint, MicroFootprint)
-NOT_TRACED = "the model is not traced"
 
 
-class OracleLadder:
-    """Asks the highest rung that can answer; one that has failed is not asked again.
+class BestOracle:
+    """Asks the best source that can answer; one that has failed is not asked again."""
 
-    Earlier answers are still those of the failed rung: ask again before comparing.
-    """
-
-    def __init__(self, rungs: Sequence[Callable[[], Oracle]]) -> None:
-        """Take the rungs, the best first, as functions that make them when needed."""
-        self.rungs = list(rungs)
-        self.reasons: list[str] = []
-        self.no_evaluation = ""  # why the memory of evaluating cannot be told, where a rung has tried
-        self.oracle: Oracle | None = None
+    def __init__(self, sources: Sequence[Callable[[], Oracle]], reasons: Sequence[str] = ()) -> None:
+        """Take functions that make the sources when needed, the best first, and why better ones are missing."""
+        self.sources, self.reasons = list(sources), list(reasons)
+        self.no_evaluation = ""  # why the memory of evaluating is unknown, if a source was asked
+        self.source: Oracle | None = None
 
     def standing(self, choice: MemoryChoice) -> StandingFootprint:
         """Return the memory that does not depend on the batch."""
-        return self.answer(lambda oracle: oracle.standing(choice))
+        return self._answer(lambda source: source.standing(choice))
 
     def micro(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
         """Return the memory of a micro-batch of these sizes."""
-        return self.answer(lambda oracle: oracle.micro(choice, sizes))
+        return self._answer(lambda source: source.micro(choice, sizes))
 
     def confirmed(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
         """Return the memory of a micro-batch of these sizes, not computed from that of others."""
-
-        def ask(oracle: Oracle) -> MicroFootprint:
-            return oracle.confirmed(choice, sizes) if isinstance(oracle, Computes) else oracle.micro(choice, sizes)
-
-        return self.answer(ask)
+        return self._answer(
+            lambda source: (source.confirmed if isinstance(source, Computes) else source.micro)(choice, sizes)
+        )
 
     def evaluation(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint | None:
-        """Return the memory of a batch without gradients; None where the present rung cannot tell."""
-        if not isinstance(self.oracle, Evaluates):
+        """Return the memory of a batch without gradients; None where the present source does not know it."""
+        if not isinstance(self.source, Evaluates):
             return None
         try:
-            return self.oracle.evaluation(choice, sizes)
+            return self.source.evaluation(choice, sizes)
         except Unmeasurable as failed:
             self.no_evaluation = str(failed)
             return None
 
-    def refuses_shards(self, choice: MemoryChoice) -> str:
-        """Return why the present rung cannot answer for a sharded choice; empty: it can."""
-        self.standing(replace(choice, shards=1))  # makes the rung that can answer at all
-        return self.oracle.refuses_shards(choice) if isinstance(self.oracle, AnswersShards) else NOT_TRACED
-
-    def answerable(self, choice: MemoryChoice) -> MemoryChoice:
-        """Return a choice that the present rung can answer for: without shards, where it refuses them."""
-        return choice if choice.shards == 1 or not self.refuses_shards(choice) else replace(choice, shards=1)
-
-    def answer(self, ask: Callable[[Oracle], Answer]) -> Answer:
-        """Return the answer of the highest rung that has one."""
-        before = list(self.rungs), list(self.reasons), self.oracle
-        while self.rungs:
+    def _answer(self, ask: Callable[[Oracle], Answer]) -> Answer:
+        before = list(self.sources), list(self.reasons), self.source
+        while self.sources:
             try:
-                self.oracle = self.oracle or self.rungs[0]()
-                answer: Answer = ask(self.oracle)
+                self.source = self.source or self.sources[0]()
+                answer: Answer = ask(self.source)
             except Unmeasurable as failed:
                 self.reasons.append(str(failed))
-                self.oracle = None
-                del self.rungs[0]
-            except CannotRun:  # a higher rung's answers to other choices stand
-                self.rungs, self.reasons, self.oracle = before
+                self.source = None
+                del self.sources[0]
+            except CannotRun:  # answers of a better source about other choices stand
+                self.sources, self.reasons, self.source = before
                 raise
             else:
                 return replace(answer, notes=(*self.reasons, *answer.notes))
@@ -127,7 +100,7 @@ TRUST = (
 
 
 class Formula:
-    """An `Oracle` that only counts parameters; its answers are of the whole model, whatever the shards."""
+    """An `Oracle` that only counts parameters; the savings of checkpointing, offload and shards are ignored."""
 
     def __init__(self, model: nn.Module, *, states: int, averages: int, padded: bool) -> None:
         """Count the parameters of a model, which may be on the meta device.
@@ -137,27 +110,30 @@ class Formula:
         """
         tensors = list(model.parameters())
         trained = [tensor.numel() for tensor in tensors if tensor.requires_grad]
-        self._parameters, self._trained = sum(tensor.numel() for tensor in tensors), sum(trained)
-        self._tensors, self._largest = len(tensors), max(trained, default=0)
-        self._widths = map_widths(model)
+        self._parameters, self._trained, self._largest = (
+            sum(map(_count, tensors)),
+            sum(trained),
+            max(trained, default=0),
+        )
+        self._tensors, self._widths, self._padded = len(tensors), map_widths(model), padded
+        self._model_bytes, self._gradient_bytes = FLOAT_BYTES * self._parameters, FLOAT_BYTES * self._trained
+        self._state_bytes, self._average_bytes = states * self._gradient_bytes, averages * self._model_bytes
         self._buffer_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.buffers())
-        self._states, self._averages, self._padded = states, averages, padded
 
-    def standing(self, choice: MemoryChoice) -> StandingFootprint:  # noqa: ARG002 - all choices stand alike
+    def standing(self, choice: MemoryChoice) -> StandingFootprint:  # noqa: ARG002 - the same for all
         """Return the memory that does not depend on the batch."""
-        model, gradient = FLOAT_BYTES * self._parameters, FLOAT_BYTES * self._trained
-        state, average = self._states * gradient, self._averages * model
+        gradient = self._gradient_bytes
         parts = [
-            (Category.PARAMETERS, model),
+            (Category.PARAMETERS, self._model_bytes),
             (Category.BUFFERS, self._buffer_bytes),
-            (Category.OPTIMIZER, state),
-            (Category.EMA, average),
+            (Category.OPTIMIZER, self._state_bytes),
+            (Category.EMA, self._average_bytes),
         ]
         # Optimizers that take all tensors at once need about a copy of them on the way (torch.optim, `foreach`).
         passing = [(0, gradient), (0, -gradient), (-1, -gradient)]
         return StandingFootprint(
-            setup=_tape([(-2, model), (-3, self._buffer_bytes), (-4, average)]),
-            first_update=_tape([(-5, state), *passing]),
+            setup=_tape([(-2, self._model_bytes), (-3, self._buffer_bytes), (-4, self._average_bytes)]),
+            first_update=_tape([(-5, self._state_bytes), *passing]),
             update=_tape(passing),
             parts=_parts(parts),
             update_parts=_parts([*parts, (Category.GRADIENTS, gradient), (Category.TEMPORARIES, gradient)]),
@@ -171,25 +147,26 @@ class Formula:
         """Return the memory of a micro-batch of these sizes."""
         largest = max((value for name, value in sizes.items() if name != ITEMS), default=1)
         items = sizes.get(ITEMS, 1)
-        rows = largest * items if self._padded else max(largest, items)  # to which each map is thought to be applied
+        rows = largest * items if self._padded else max(largest, items)  # to which each map is assumed to be applied
         casts = 0 if choice.precision == "fp32" else HALF_BYTES * self._parameters
-        gradient, gradient_on_its_way = FLOAT_BYTES * self._trained, FLOAT_BYTES * self._largest
-        live = FLOAT_BYTES * COPIES * rows * self._widths + gradient_on_its_way + casts
-        saves = {"checkpointing": choice.checkpointing, "offloading": choice.offload}
+        live = FLOAT_BYTES * (COPIES * rows * self._widths + self._largest) + casts
+        saves = {"checkpointing": choice.checkpointing, "offloading": choice.offload, "sharding": choice.shards > 1}
+        peak = [(Category.GRADIENTS, self._gradient_bytes), (Category.ACTIVATIONS, live)]
         return MicroFootprint(
             sizes=dict(sizes),
-            first=_tape([(0, live), (-1, gradient), (0, -live)]),
+            first=_tape([(0, live), (-1, self._gradient_bytes), (0, -live)]),
             again=_tape([(0, live), (0, -live)]),
-            parts=(
-                *self.standing(choice).parts,
-                *_parts([(Category.GRADIENTS, gradient), (Category.ACTIVATIONS, live)]),
-            ),
+            parts=(*self.standing(choice).parts, *_parts(peak)),
             flops=float(FLOPS_A_PARAMETER * self._parameters * rows),
             kernels=KERNELS_A_TENSOR * self._tensors,
             moved_bytes=float(MOVED * live),
             origin=Provenance.ASSUMED,
             notes=(TRUST, *(f"the formula ignores the savings of {name}" for name, asked in saves.items() if asked)),
         )
+
+
+def _count(tensor: nn.Parameter) -> int:
+    return tensor.numel()
 
 
 def map_widths(model: nn.Module) -> int:
@@ -204,11 +181,9 @@ def map_widths(model: nn.Module) -> int:
 
 
 def _parts(sizes: Iterable[tuple[Category, int]]) -> tuple[MemoryPart, ...]:
-    """Return the parts that are not empty."""
     return tuple(MemoryPart(category, "", size) for category, size in sizes if size)
 
 
 def _tape(events: Iterable[tuple[int, int]]) -> Tape:
-    """Return events as a tape, without empty blocks."""
     table = np.array([event for event in events if event[1]], np.int64).reshape(-1, 2)
     return Tape(table[:, 0].copy(), table[:, 1].copy())

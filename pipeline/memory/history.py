@@ -1,0 +1,491 @@
+"""What a run remembers for the next plan: measured steps and tasks, and the requests that follow from them.
+
+Records are lines of JSON in files of one writing process each, read from the newest back. A look-up reads the newest
+MOST_FILES files and of these MOST_BYTES, however much was ever recorded: what is older no longer counts. Lines that are
+torn, foreign or out of bounds are skipped.
+
+How much memory a task requests:
+
+- Which tasks count: of this recipe on this cluster; else of this recipe elsewhere (how memory is counted depends on
+  the cluster, so never less than planned); else of other recipes of the stage (another encoder may need ten times as
+  much: never less than planned, never more than twice that); else the plan.
+- Of which age: the NEWEST tasks count, because inputs, versions and nodes change.
+- How much: the 99th percentile, so that one outlier in hundreds of tasks costs one retry and not everyone's memory
+  (up to 99 tasks it is the largest), and a MARGIN, because peaks are sampled: the truth lies above them.
+- Going below the plan takes ENOUGH tasks that ran for SAMPLED_S: of shorter ones a sampler with Slurm's usual
+  interval of 30 s may have seen only the start.
+- A task that died of memory needed more than the larger of its limit and its sampled peak (a job killed at 200 MiB
+  showed 119 MiB). It is settled by a later attempt at it, or a later task at least as large, that lived with a
+  higher limit and whose peak is known; then what it died at counts as one need among others. Until then at least
+  GROWTH times as much is requested.
+- Never less than FLOOR_BYTES, in whole STEP_BYTES, so that equal tasks make equal requests.
+
+The caller limits the answer to the largest node.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import stat
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from heapq import nlargest
+from importlib import metadata
+from itertools import chain, islice
+from math import ceil
+from statistics import median
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from pipeline.files import shared_bits
+from pipeline.memory.hardware.gpus import known_name
+from pipeline.store.format.disk import Disk
+from pipeline.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import nn
+
+Record = TypeVar("Record")
+
+MOST_FILES, MOST_BYTES = 2000, 64 << 20  # a line has about 300 bytes, and a run some files
+_ENDING = ".jsonl"
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]+")
+_NAME_LENGTH = 80
+_LARGEST = float(1 << 62)  # more than any byte count
+_TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "bool": (bool,),
+    "float": (int, float),
+    "int | None": (int, NoneType),
+}
+
+
+class Records(Generic[Record]):
+    """The records of one folder: flat dataclasses with a field `run`."""
+
+    def __init__(self, folder: Path, kind: type[Record]) -> None:
+        self._folder, self._kind = folder, kind
+        self._types = {field.name: _TYPES[str(field.type)] for field in fields(kind)}  # type: ignore[arg-type]
+        self._names: dict[tuple[str, str, int], str] = {}
+        self._torn: set[str] = set()  # files whose last line a full disk has cut
+
+    def append(self, run: str, writer: str, records: Iterable[Record]) -> bool:
+        """Append records and sync them to disk; return False where the folder cannot be written."""
+        lines = b"".join(measurement_line(run, record) for record in records)
+        try:
+            if lines:
+                self._append(self._name(run, writer), lines)
+        except OSError:
+            return False
+        return True
+
+    def _append(self, name: str, lines: bytes) -> None:
+        Disk().make_folder(self._folder)
+        lines = b"\n" + lines if name in self._torn else lines
+        descriptor = os.open(self._folder / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            if (bits := shared_bits(self._folder)) and not os.fstat(descriptor).st_size:
+                os.fchmod(descriptor, stat.S_IMODE(os.fstat(descriptor).st_mode) | bits)
+            self._torn.add(name)
+            while lines:
+                lines = lines[os.write(descriptor, lines) :]
+            self._torn.discard(name)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _name(self, run: str, writer: str) -> str:
+        key = (run, writer, os.getpid())  # a forked child is another writer
+        if key not in self._names:
+            words = (_NOT_IN_NAMES.sub("-", word)[:_NAME_LENGTH] for word in (run, writer))
+            self._names[key] = "~".join((*words, secrets.token_hex(6))) + _ENDING
+        return self._names[key]
+
+    def newest(self, having: Mapping[str, str], lacking: Mapping[str, str] | None = None) -> Iterator[Record]:
+        """Yield records, newest first, with the field values in `having` and none of those in `lacking`."""
+        wanted = [_pattern(name, text) for name, text in having.items()]
+        unwanted = [_pattern(name, text) for name, text in (lacking or {}).items()]
+        for line in self._lines():
+            if all(text.search(line) for text in wanted) and not any(text.search(line) for text in unwanted):
+                record = self._record_of(line)
+                if record is not None:
+                    yield record
+
+    def _lines(self) -> Iterator[bytes]:
+        """Yield whole lines, the newest first."""
+        left_bytes = MOST_BYTES
+        for path in self._newest_files():
+            data, is_whole = _tail(path, left_bytes)
+            left_bytes -= len(data)
+            lines = data.split(b"\n")
+            yield from lines[-2 : None if is_whole else 0 : -1]  # the last has no end, the first perhaps no beginning
+            if left_bytes <= 0:
+                return
+
+    def _newest_files(self) -> list[Path]:
+        ages: list[tuple[int, str]] = []
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError), os.scandir(self._folder) as entries:
+            ages.extend((entry.stat().st_mtime_ns, entry.name) for entry in entries if entry.name.endswith(_ENDING))
+        return [self._folder / name for _, name in sorted(ages, reverse=True)[:MOST_FILES]]
+
+    def _record_of(self, line: bytes) -> Record | None:
+        """Return the record of a line; None if it is torn, foreign or out of bounds."""
+        try:
+            data = json.loads(line)
+            values = {name: data[name] for name in self._types}
+            fit = all(_fits(value, types) for value, types in zip(values.values(), self._types.values(), strict=True))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+        return self._kind(**values) if fit else None
+
+
+def measurement_line(run: str, record: Any) -> bytes:
+    """Return a record of a run as a line of JSON."""
+    return json.dumps(asdict(record) | {"run": run}, separators=(",", ":")).encode() + b"\n"
+
+
+def _tail(path: Path, most: int) -> tuple[bytes, bool]:
+    """Return the end of a file, and whether that is all of it; empty if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - most)
+            file.seek(start)
+            return file.read(most), start == 0
+    except OSError:
+        return b"", True
+
+
+def _pattern(name: str, text: str) -> re.Pattern[bytes]:
+    return re.compile(rb"%b: ?%b" % (re.escape(json.dumps(name).encode()), re.escape(json.dumps(text).encode())))
+
+
+def _fits(value: Any, types: tuple[type, ...]) -> bool:
+    """Tell whether a value has one of these types and is within bounds."""
+    if type(value) is str:
+        value.encode()  # raises where a half of a surrogate pair stands alone
+    elif value is not None and not 0 <= value <= _LARGEST:  # NaN is not, either
+        return False
+    return type(value) in types
+
+
+DIED_GROWTH = 1.25  # times what a step died at is taken as its need until one lived: assumed, a step beyond what failed
+NEWEST = 200  # measurements that count, of steps or of tasks
+CPU = "cpu"
+_NO_MEMORY = frozenset({"learning_rate", "weight_decay"})  # options that change no byte
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The measured worst bucket of a plan; if it ran out of memory, the peak is what was available."""
+
+    model: str  # its fingerprint
+    card: str  # as the plan calls it
+    gpu: str  # as `devices` calls what the driver named; `cpu` where there is none
+    torch: str
+    driver: str
+    allocator: str  # its settings
+    sizes: str  # of the micro-batch
+    predicted_bytes: int
+    measured_bytes: int
+    died: bool
+    outside_bytes: int  # on the card but not torch's: contexts of all processes
+    predicted_s: float  # of a step
+    step_s: float  # 0: not measured
+    at: float
+    run: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """Return measured over predicted bytes, a lower bound where the step died."""
+        return self.measured_bytes / self.predicted_bytes if self.predicted_bytes else 0.0
+
+
+class PeakHistory:
+    """The measured peaks in one folder, for this version of torch."""
+
+    def __init__(self, folder: Path, torch: str | None = None) -> None:
+        self._files = Records(folder / "records", Peak)
+        self._torch = torch_version() if torch is None else torch
+
+    def record(self, run: str, writer: str, peaks: Iterable[Peak]) -> bool:
+        """Store measurements; return False where the folder cannot be written."""
+        return self._files.append(run, writer, peaks)
+
+    def of(self, model: str, card: str) -> list[Peak]:
+        """Return the measured peaks of a model on a card, newest first."""
+        gpu = known_name(card)
+        records = self._files.newest({"model": model, "torch": self._torch})
+        on_card = (peak for peak in records if card == peak.card or gpu == peak.gpu)
+        distinct = {
+            (peak.at, peak.run, peak.card, peak.sizes, peak.allocator): peak for peak in islice(on_card, NEWEST)
+        }
+        return [distinct[key] for key in sorted(distinct, reverse=True)]
+
+    def ratios(self, model: str, card: str) -> tuple[float, ...]:
+        """Return measured/predicted bytes of a model on a card, newest first."""
+        return ratios(self.of(model, card))
+
+    def seconds(self, model: str, card: str) -> tuple[float, ...]:
+        """Return measured/predicted seconds of a step of a model on a card, newest first."""
+        return tuple(
+            peak.step_s / peak.predicted_s for peak in self.of(model, card) if peak.step_s and peak.predicted_s
+        )
+
+
+def ratios(peaks: Sequence[Peak]) -> tuple[float, ...]:
+    """Return measured/predicted of peaks, to correct a prediction.
+
+    A step that died needs more than was available: until one with a higher ratio lived, its ratio counts times
+    DIED_GROWTH. One that died with less than was predicted says nothing new.
+    """
+    lived = max((peak.ratio for peak in peaks if not peak.died), default=0.0)
+    telling = (peak for peak in peaks if peak.predicted_bytes and not (peak.died and peak.ratio <= max(lived, 1.0)))
+    return tuple(peak.ratio * (DIED_GROWTH if peak.died else 1.0) for peak in telling)
+
+
+def ratios_of_all(peaks: PeakHistory, model: str, cards: Sequence[str]) -> tuple[float, ...]:
+    """Return the ratios for a plan that holds on several cards: () while one of them was never measured."""
+    ratios_by_card = [peaks.ratios(model, card) for card in cards]
+    return tuple(chain.from_iterable(ratios_by_card)) if all(ratios_by_card) else ()
+
+
+def fingerprint(model: nn.Module, *options: Any) -> str:
+    """Return a digest of what determines a model's memory: its tensors, its modules with their numbers, the options.
+
+    Options are dataclasses. The model may be on fake tensors or on the meta device.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for line in (*_tensors(model), *_modules(model), *_options(options)):
+        digest.update(line.encode(errors="backslashreplace") + b"\n")
+    return digest.hexdigest()
+
+
+def _tensors(model: nn.Module) -> Iterator[str]:
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            yield f"{kind} {name} {tuple(tensor.shape)} {tensor.dtype}"
+
+
+def _modules(model: nn.Module) -> Iterator[str]:
+    """Yield module classes with their numeric attributes, such as attention heads, which no parameter shows."""
+    for name, module in model.named_modules():
+        numbers = {key: value for key, value in sorted(vars(module).items()) if isinstance(value, int | float)}
+        numbers.pop("training", None)
+        yield f"module {name} {type(module).__qualname__} {numbers}"
+
+
+def _options(options: Iterable[Any]) -> Iterator[str]:
+    for option in options:
+        assert is_dataclass(option)
+        for field in fields(option):
+            if field.name not in _NO_MEMORY:
+                yield f"option {field.name} {getattr(option, field.name)!r}"
+
+
+def sizes_text(sizes: Mapping[str, int]) -> str:
+    """Return the sizes of a micro-batch as they are remembered."""
+    return " ".join(f"{name}={size}" for name, size in sorted(sizes.items()))
+
+
+def torch_version() -> str:
+    """Return the version of torch that is installed, without importing it; what it was built for is left out."""
+    return metadata.version("torch").partition("+")[0]
+
+
+ENOUGH = 5
+PERCENTILE = 99
+MARGIN_PERCENT = 20
+GROWTH = 1.5
+SAMPLED_S = 30.0
+FLOOR_BYTES = 256 * MIB
+STEP_BYTES = 64 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """An attempt at a task that succeeded or ran out of host memory; None is what was not measured."""
+
+    stage: str
+    recipe: str  # hex
+    cluster: str
+    attempt: int
+    task: int
+    items: int  # what this attempt finished; 0 says nothing of its pace
+    size: int  # its largest item, in the stage's unit of cost; 0 is unknown
+    cpus: int
+    asked_bytes: int | None
+    peak_bytes: int | None
+    gpu_peak_bytes: int | None
+    killed: bool  # died of host memory: it needed more than the larger of what it asked for and its peak
+    elapsed_s: float
+    cpu_s: float
+    node: str
+    at: float  # when it ended: by run, task, attempt and this a task recorded twice counts once
+    run: str = ""
+
+    @property
+    def least_bytes(self) -> int:
+        """Return the least that it needed; 0 if not measured."""
+        return max(self.peak_bytes or 0, (self.asked_bytes or 0) if self.killed else 0)
+
+    @property
+    def lived(self) -> bool:
+        """Tell whether it succeeded and its peak is known."""
+        return not self.killed and bool(self.peak_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class SuggestionBounds:
+    """How far past tasks of a kind may change the plan, and how messages call them."""
+
+    whose: str = ""
+    trusted: bool = True  # enough of it may ask for less than was planned
+    at_most: float = float("inf")  # times what was planned
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """The memory to request, and why."""
+
+    mem_bytes: int
+    why: str
+    tasks: int  # how many it rests on
+
+
+def planned(planned_bytes: int) -> Suggestion:
+    """Return the plan, as a request."""
+    return Suggestion(_request(planned_bytes), "estimated (no earlier runs)", 0)
+
+
+def suggest(past: Iterable[Measured], bounds: SuggestionBounds, *, planned_bytes: int) -> Suggestion | None:
+    """Return the request that past tasks suggest; None where none was measured."""
+    telling = [task for task in past if task.least_bytes]
+    if not telling:
+        return None
+    pool = _newest(telling)
+    mem_bytes, why = _need(pool, bounds)
+    if mem_bytes > bounds.at_most * planned_bytes:
+        mem_bytes, why = int(bounds.at_most * planned_bytes), f"{why}; at most {bounds.at_most:g} times the estimate"
+    if mem_bytes < planned_bytes and not (bounds.trusted and _enough(pool)):
+        mem_bytes, why = planned_bytes, f"{why}; too few measurements to go below the estimate"
+    if mem_bytes < FLOOR_BYTES:
+        why = f"{why}; never below {format_bytes(FLOOR_BYTES)}"
+    return Suggestion(_request(mem_bytes), why, _tasks(pool))
+
+
+def pace(past: Iterable[Measured]) -> float | None:
+    """Return the median of items per second, of the newest tasks that ended well."""
+    done = [task for task in past if not task.killed and task.items > 0 and task.elapsed_s > 0]
+    return median(task.items / task.elapsed_s for task in _newest(done)) if done else None
+
+
+def _newest(past: Iterable[Measured]) -> list[Measured]:
+    return nlargest(NEWEST, past, key=_order)
+
+
+def _order(task: Measured) -> tuple[float | str, ...]:
+    own = (task.killed, task.least_bytes, task.asked_bytes or 0, task.size, task.elapsed_s)
+    return task.at, task.run, task.task, task.attempt, *own  # the rest only for one that was recorded twice
+
+
+def _enough(pool: Iterable[Measured]) -> bool:
+    """Tell whether the pool may overrule the plan."""
+    return sum(task.lived and task.elapsed_s >= SAMPLED_S for task in pool) >= ENOUGH
+
+
+def _need(pool: Sequence[Measured], bounds: SuggestionBounds) -> tuple[int, str]:
+    """Return the need and its reason: the larger of what surviving tasks used and what killed ones must get."""
+    living = [task for task in pool if task.lived]
+    deaths = [task for task in pool if task.killed]
+    open_deaths = [death for death in deaths if not any(_outlives(task, death) for task in living)]
+    known = living + [death for death in deaths if death not in set(open_deaths)]
+    needs = [_from_peaks(known, bounds)] if known else []
+    needs += [_from_deaths(open_deaths, bounds)] if open_deaths else []
+    return max(needs)
+
+
+def _outlives(task: Measured, death: Measured) -> bool:
+    """Tell whether a task that lived settles what a killed one needed."""
+    if (task.run, task.task) == (death.run, death.task):  # with as much, it lived without what did not fit
+        return task.attempt > death.attempt and (task.asked_bytes is None or task.asked_bytes >= death.least_bytes)
+    if task.asked_bytes is not None and task.asked_bytes <= death.least_bytes:
+        return False
+    return task.at > death.at and task.size >= death.size > 0
+
+
+def _from_peaks(known: Sequence[Measured], bounds: SuggestionBounds) -> tuple[int, str]:
+    needs = sorted(task.least_bytes for task in known)
+    at_percentile = needs[ceil(len(needs) * PERCENTILE / 100) - 1]
+    tasks = f"{_counted(_tasks(known))}{bounds.whose}"
+    why = f"from {tasks}: {PERCENTILE}th percentile {format_bytes(at_percentile)} + {MARGIN_PERCENT}%"
+    return at_percentile * (100 + MARGIN_PERCENT) // 100, why
+
+
+def _from_deaths(deaths: Sequence[Measured], bounds: SuggestionBounds) -> tuple[int, str]:
+    limit = max(death.least_bytes for death in deaths)
+    upto = "" if all(death.least_bytes == limit for death in deaths) else "up to "
+    why = (
+        f"{_counted(_tasks(deaths))}{bounds.whose} died at {upto}{format_bytes(limit)}: at least {GROWTH:g} times that"
+    )
+    return ceil(limit * GROWTH), why
+
+
+def _request(mem_bytes: int) -> int:
+    return ceil(max(mem_bytes, FLOOR_BYTES) / STEP_BYTES) * STEP_BYTES
+
+
+def _tasks(pool: Iterable[Measured]) -> int:
+    return len({(task.run, task.task) for task in pool})
+
+
+def _counted(tasks: int) -> str:
+    return "1 task" if tasks == 1 else f"{tasks} tasks"
+
+
+_LOOKED_AT = 5 * NEWEST  # some are recorded twice, and some show nothing
+_BOUNDS = {  # by whether tasks are of the same recipe and on the same cluster, the most telling first
+    (True, True): SuggestionBounds(),
+    (True, False): SuggestionBounds(" on other clusters", trusted=False),
+    (False, True): SuggestionBounds(" of other recipes", trusted=False, at_most=2),
+    (False, False): SuggestionBounds(" of other recipes on other clusters", trusted=False, at_most=2),
+}
+
+
+class Profiles:
+    """The measured needs of tasks in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files = Records(folder / "records", Measured)
+
+    def record(self, run: str, writer: str, measured: Iterable[Measured]) -> bool:
+        """Store attempts that succeeded or ran out of memory; return False where the folder cannot be written."""
+        return self._files.append(run, writer, measured)
+
+    def suggest(self, stage: str, recipe: str, cluster: str, *, planned_bytes: int) -> Suggestion:
+        """Return how much memory to request."""
+        for (same_recipe, same_cluster), bounds in _BOUNDS.items():
+            having, lacking = {"stage": stage}, dict[str, str]()
+            (having if same_recipe else lacking)["recipe"] = recipe
+            (having if same_cluster else lacking)["cluster"] = cluster
+            past = self._past(having, lacking, _LOOKED_AT if bounds.trusted else NEWEST)
+            suggestion = suggest(past, bounds, planned_bytes=planned_bytes)
+            if suggestion is not None:
+                return suggestion
+        return planned(planned_bytes)
+
+    def pace(self, stage: str, recipe: str, cluster: str) -> float | None:
+        """Return the items per second of a task of this recipe here; None where none was measured."""
+        return pace(self._past({"stage": stage, "recipe": recipe, "cluster": cluster}, {}, NEWEST))
+
+    def _past(self, having: Mapping[str, str], lacking: Mapping[str, str], limit: int) -> list[Measured]:
+        """Return the newest attempts; of duplicates the larger."""
+        newest = sorted(islice(self._files.newest(having, lacking), limit), key=_order)
+        return list({_order(task)[:4]: task for task in newest}.values())

@@ -1,1 +1,0 @@
-"""Measured memory of tasks and steps, kept from run to run, and the requests that follow from it."""
