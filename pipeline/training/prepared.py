@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipeline.memory.planning.memory_plan import CostModel
 from pipeline.training.sampling.epoch_order import SamplerSettings
 
 if TYPE_CHECKING:
@@ -50,15 +51,7 @@ class PhasePlan:
 
     def cost(self, sizes: Mapping[str, Integers]) -> Integers:
         """Return each item's cost in bytes by its sizes; at most the budget, so that each item fits alone."""
-        items = len(next(iter(sizes.values())))
-        total_N = np.zeros(items)
-        for term, weight in self.weights.items():
-            product_N = np.ones(items)
-            for name in () if term == "item" else term.split("*"):
-                product_N *= sizes[name]
-            product_N *= weight
-            total_N += product_N
-        return np.clip(np.ceil(total_N), 1, self.budget_bytes).astype(np.int64)
+        return CostModel(self.weights).cost(sizes, self.budget_bytes)
 
     def keeps(self, sizes: Mapping[str, Integers]) -> NDArray[np.bool_]:
         """Tell which items take part."""
@@ -191,11 +184,11 @@ def phase_plan(
     return PhasePlan(
         name=name,
         epochs=epochs,
-        budget_bytes=int(plan.budget_bytes),
+        budget_bytes=plan.budget_bytes,
         base_bytes=int(plan.cost_model.base),
         live_bytes=int(plan.live.value),
         reserved_bytes=int(plan.reserved.value) + ahead_bytes,
-        weights={name: float(weight) for name, weight in plan.cost_model.weights.items()},
+        weights=dict(plan.cost_model.weights),
         largest=dict(largest or {}),
         smallest=dict(smallest or {}),
         padding=plan.padding or PADDING,

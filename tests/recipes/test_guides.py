@@ -214,7 +214,7 @@ def test_8_on_each_of_3_gpus_are_24_effective_and_memory_of_the_host_is_planned(
     words = COMPLEX.sets("train.effective_batch=24", "train.micro_batch=8", gpus=3)
     found = planned(pipeline, "--gpu", COMPLEX.card, *words)
     (made,) = found["plans"].values()
-    assert (made["ranks"], made["batch"], made["items_most"] <= 8) == (3, 24, True)
+    assert (made["request"]["ranks"], made["request"]["batch"], made["cuts"]["items_most"] <= 8) == (3, 24, True)
     host = planned(pipeline, *COMPLEX.sets())["host"]
     assert 0 < host["mem_bytes"] < 2 * sum(part["bytes"] for part in host["parts"]) + (1 << 30)
 

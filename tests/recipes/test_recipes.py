@@ -61,7 +61,7 @@ def test_a_small_recipe_is_traced_and_fits(pipeline: Command, scanned: Scanned, 
     found = planned(pipeline, *recipe.sets())
     for plan in found["plans"].values():
         assert plan["live"]["origin"] == "traced"
-        assert 0 < plan["used"] < 1
+        assert 0 < plan["reserved"]["value"] < plan["limit_bytes"]
 
 
 @pytest.mark.nightly
@@ -71,8 +71,8 @@ def test_a_recipe_as_it_stands_fits_the_card_of_its_guide(pipeline: Command, sca
     found = planned(pipeline, "--gpu", recipe.card)
     for plan in found["plans"].values():
         assert plan["live"]["origin"] == "traced"
-        assert plan["batch"] == written(recipe)["train"]["effective_batch"]
-        assert plan["used"] < 1
+        assert plan["request"]["batch"] == written(recipe)["train"]["effective_batch"]
+        assert plan["reserved"]["value"] < plan["limit_bytes"]
 
 
 def test_a_recipe_names_no_setting_that_is_not_there(tmp_path: Path) -> None:

@@ -42,9 +42,9 @@ def outlook(*cards: str, **more: Any) -> Any:
     offers = []
     for at, card in enumerate(cards or ("cpu",), 1):
         plan: Any = SimpleNamespace(
-            total=SimpleNamespace(value=50 * MIB * at), limit_bytes=22.8 * GIB, cards=(card,), ranks=1, batch=4,
-            reserved=SimpleNamespace(origin=reserved), margin=margin, remedies=(), accumulation_most=1, items_most=4,
-            oversize=(), crop={}, gpu_hours=SimpleNamespace(value=0.25 * at),
+            total=SimpleNamespace(value=50 * MIB * at), limit_bytes=22.8 * GIB, cards=(card,), margin=margin, remedies=(),
+            request=SimpleNamespace(ranks=1, batch=4), cuts=SimpleNamespace(steps_most=1, items_most=4),
+            reserved=SimpleNamespace(origin=reserved), oversize=(), crop={}, gpu_hours=SimpleNamespace(value=0.25 * at),
         )  # fmt: skip
         offer: Any = SimpleNamespace(name=card, cards=(SimpleNamespace(caching=bool(cards)),), ranks=1)
         offers.append(PlannedOffer(offer, plan))

@@ -16,17 +16,15 @@ import numpy as np
 
 from pipeline.memory.footprint import Computes, StepTapes, least_sure, live_peak_bytes
 from pipeline.memory.planning.cost_model import (
-    ITEM,
     MOST_GROUPS,
     NEAR,
-    CostModel,
     SizeGroup,
     Terms,
     extremes,
     grouped,
     rounded_up,
 )
-from pipeline.memory.planning.memory_plan import MicroBatchLimit
+from pipeline.memory.planning.memory_plan import ITEM, CostModel, MicroBatchLimit
 from pipeline.protocol import ITEMS
 
 if TYPE_CHECKING:

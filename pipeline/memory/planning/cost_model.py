@@ -1,4 +1,4 @@
-"""The cost of items and micro-batches in bytes, and micro-batches in few groups.
+"""Cost models fitted to answers about micro-batches, and micro-batches in few groups.
 
 A group is bounded by its corner, the largest value of each size in it. Memory never falls when a size grows: if the
 corner fits, so does every micro-batch of the group.
@@ -8,7 +8,7 @@ Shapes: N items, M micro-batches, S sizes (the number of items first), P points 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations_with_replacement
 from typing import TYPE_CHECKING, TypeAlias
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from scipy.optimize import nnls
 
+from pipeline.memory.planning.memory_plan import ITEM, CostModel, product_of
 from pipeline.protocol import ITEMS
 
 if TYPE_CHECKING:
@@ -25,33 +26,9 @@ if TYPE_CHECKING:
 
 Predict: TypeAlias = Callable[["Integers"], "Floats"]
 
-MOST_COST = 1 << 52  # the sampler adds costs in float64
-ITEM = "item"  # the term that is the same for every item; others name sizes, such as `nodes` or `nodes*edges`
 _DIGITS = 7  # of a size, in binary, are kept: it is at most 1/64 larger
 MOST_GROUPS = 16
 NEAR = 0.10  # of the limit: a corner so near its group is not worth another question
-
-
-@dataclass(frozen=True)
-class CostModel:
-    """Predicts bytes: `base`, and a weight for each term of the sizes."""
-
-    weights: Mapping[str, float]
-    base: float = 0.0
-
-    def cost(self, sizes: Mapping[str, Integers], most: int = MOST_COST) -> Integers:
-        """Return each item's cost as a whole number of bytes from 1 to `most`, without the base."""
-        total_N = np.zeros(len(next(iter(sizes.values()))))
-        for term, weight in self.weights.items():
-            total_N += weight * _product(term, sizes)
-        return np.clip(np.ceil(total_N), 1, most).astype(np.int64)
-
-
-def _product(term: str, sizes: Mapping[str, Integers]) -> Floats:
-    product_N = np.ones(len(next(iter(sizes.values()))))
-    for name in () if term == ITEM else term.split("*"):
-        product_N *= sizes[name]
-    return product_N
 
 
 @dataclass(frozen=True)
@@ -70,7 +47,7 @@ class Terms:
         """Return the terms of micro-batches: of padded ones, the items times those of the largest item."""
         columns = dict(zip(self.names, rows_MS.T, strict=True))
         if self.padded:
-            return np.stack([columns[ITEMS] * _product(term, columns) for term in self.texts], axis=1)
+            return np.stack([columns[ITEMS] * product_of(term, columns) for term in self.texts], axis=1)
         return rows_MS.astype(np.float64)
 
     def fit(self, rows_PS: Sequence[Sequence[int]], values: Sequence[float]) -> CostModel:

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.memory.footprint import Integers, Margin, MemoryChoice, MemoryPart
+    from pipeline.memory.footprint import Floats, Integers, Margin, MemoryChoice, MemoryPart
     from pipeline.memory.hardware.gpus import Device
-    from pipeline.memory.planning.cost_model import CostModel
 
     Table = Mapping[str, Integers]  # one value an item, by the size's name
     # Cuts epochs into micro-batches as training will, by sizes, costs, a budget in bytes, and ranks: of summed costs,
@@ -224,6 +223,33 @@ class CardSpecs:
     def slowest(self, rate: str, pick: Callable[[Iterable[float]], float] = min) -> float:
         """Return the lowest (or highest) value among the cards of a field of `CardSpec`."""
         return pick(float(getattr(card, rate)) for card in self.cards)
+
+
+MOST_COST = 1 << 52  # the sampler adds costs in float64
+ITEM = "item"  # the term that is the same for every item; others name sizes, such as `nodes` or `nodes*edges`
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Predicts bytes: `base`, and a weight for each term of the sizes."""
+
+    weights: Mapping[str, float]
+    base: float = 0.0
+
+    def cost(self, sizes: Mapping[str, Integers], most: int = MOST_COST) -> Integers:
+        """Return each item's cost as a whole number of bytes from 1 to `most`, without the base."""
+        total_N = np.zeros(len(next(iter(sizes.values()))))
+        for term, weight in self.weights.items():
+            total_N += weight * product_of(term, sizes)
+        return np.clip(np.ceil(total_N), 1, most).astype(np.int64)
+
+
+def product_of(term: str, sizes: Mapping[str, Integers]) -> Floats:
+    """Return the value of a term for each item."""
+    product_N = np.ones(len(next(iter(sizes.values()))))
+    for name in () if term == ITEM else term.split("*"):
+        product_N *= sizes[name]
+    return product_N
 
 
 @dataclass(frozen=True, slots=True)

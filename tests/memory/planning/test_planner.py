@@ -17,9 +17,10 @@ from pipeline.errors import ConfigError, DataError, PlanInfeasible
 from pipeline.memory.footprint import MemoryChoice, Provenance, margin_of
 from pipeline.memory.hardware.gpus import device
 from pipeline.memory.planning.comparison import Offer, compare_configurations, compare_offers
-from pipeline.memory.planning.cost_model import CostModel, Terms, extremes
+from pipeline.memory.planning.cost_model import Terms, extremes
 from pipeline.memory.planning.memory_plan import (
     CardSpec,
+    CostModel,
     DataSizes,
     MemoryPlan,
     MicroBatchLimit,
