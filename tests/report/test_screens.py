@@ -42,9 +42,10 @@ def outlook(*cards: str, **more: Any) -> Any:
     offers = []
     for at, card in enumerate(cards or ("cpu",), 1):
         plan: Any = SimpleNamespace(
-            total=SimpleNamespace(value=50 * MIB * at), limit_bytes=22.8 * GIB, cards=(card,), margin=margin, remedies=(),
+            total=SimpleNamespace(value=50 * MIB * at), limit_bytes=22.8 * GIB, cards=(card,), remedies=(),
             request=SimpleNamespace(ranks=1, batch=4), cuts=SimpleNamespace(steps_most=1, items_most=4),
-            reserved=SimpleNamespace(origin=reserved), oversize=(), crop={}, gpu_hours=SimpleNamespace(value=0.25 * at),
+            reserved=SimpleNamespace(origin=reserved), margin=margin, oversize=(), crop={},
+            gpu_hours=SimpleNamespace(value=0.25 * at),
         )  # fmt: skip
         offer: Any = SimpleNamespace(name=card, cards=(SimpleNamespace(caching=bool(cards)),), ranks=1)
         offers.append(PlannedOffer(offer, plan))
