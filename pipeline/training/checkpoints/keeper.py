@@ -138,6 +138,7 @@ class Keeper:
         if behind:
             tensors, own_tensors = self._staging.copied({} if self.ranks.rank else state.tensors, state.own)
             state = replace(state, tensors=tensors, own=own_tensors)
+        computing(step.device).synchronize_stream()  # the thread has a stream of its own
         self._publish = partial(
             self.checkpoints.publish, data=state.data, step=training.done, figure=figure, lower_is_better=lower
         )

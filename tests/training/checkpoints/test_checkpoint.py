@@ -11,15 +11,17 @@ import tracemalloc
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError, JobFailed
-from pipeline.training.checkpoints.checkpoint import State, by_figure, checkpoints_in, open_checkpoint
+from pipeline.training.checkpoints.checkpoint import State, StoredTensor, by_figure, checkpoints_in, open_checkpoint
 from pipeline.training.checkpoints.checkpoint_folder import NotSaved, new_token
 from pipeline.training.checkpoints.sealed_folder import FolderDamaged
 from tests.store.faulty_disks import FailingDisk, KillingDisk
 from tests.testkit.limited import device as limited
 from tests.testkit.limited.device import LimitedDevice
-from tests.training.checkpoints.saved import IDENTITY, checkpoints, forked, is_state_at, spoil, state_at
+from tests.training.checkpoints.saved import IDENTITY, checkpoints, forked, is_state_at, same_bits, spoil, state_at
 
 MB = 1 << 20
 
@@ -112,6 +114,62 @@ def test_one_rank_that_cannot_write_leaves_no_checkpoint(tmp_path):
     with pytest.raises(NotSaved, match=r"rank 1.*step-00000004"):
         ranks[0].publish(receipts, {}, 5)
     assert names(tmp_path) == ["step-00000004"]
+
+
+# Shards
+
+
+def cut(tensor, data):
+    """Cut a tensor into boxes at drawn places of each dimension; return their offsets and copies."""
+    parts = [([0] * tensor.dim(), tensor)]
+    for dim, length in enumerate(tensor.shape):
+        at = data.draw(st.integers(0, length))
+        halves = []
+        for offset, part in parts:
+            behind = [start + at * (place == dim) for place, start in enumerate(offset)]
+            halves += [(offset, part.narrow(dim, 0, at)), (behind, part.narrow(dim, at, length - at))]
+        parts = halves
+    return [(offset, part.clone()) for offset, part in parts]
+
+
+@given(shape=st.lists(st.integers(0, 5), max_size=3), data=st.data())
+@settings(deadline=None)
+def test_shards_of_any_cut_make_the_whole_tensor(shape, data):
+    tensor = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    stored = StoredTensor(tuple(shape), cut(tensor, data))
+    assert stored.is_whole
+    assert same_bits(stored.whole(), tensor)
+    start, size = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 5))
+    for dim in range(len(shape)):
+        first, length = min(start, shape[dim]), min(size, shape[dim] - min(start, shape[dim]))
+        offset = [first if place == dim else 0 for place in range(len(shape))]
+        shard = torch.full_like(tensor.narrow(dim, first, length), -1)
+        stored.copy_to(Sharded(shard, offset))
+        assert same_bits(shard, tensor.narrow(dim, first, length))
+
+
+class Sharded:
+    """Stands for a distributed tensor, of which this rank has one shard."""
+
+    def __init__(self, shard, offset):
+        self._local_tensor, self.offsets = shard, offset
+
+    def __create_chunk_list__(self):
+        return [self]
+
+    def detach(self):
+        return self
+
+    def to_local(self):
+        return self._local_tensor
+
+
+def test_a_checkpoint_that_lacks_a_shard_is_damaged(tmp_path):
+    made = checkpoints(tmp_path)
+    place = {"parts": {"model.x": {"shape": [4], "offset": [0]}}}
+    made.save(State(own={"part.model.x": torch.zeros(2)}, own_data=place), 1)
+    with pytest.raises(FolderDamaged, match=r"missing parts of model\.x"):
+        _ = made.newest().tensors
 
 
 # Damage
