@@ -1,4 +1,4 @@
-"""The settings of torch's caching allocator in the environment: which variable torch reads, and what it holds."""
+"""The settings of torch's caching allocator in the environment: the variable that torch reads, and its options."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 # As torch 2.13 looks for them [measured; a test looks]; versions before and after have looked in another order.
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -43,50 +43,48 @@ def allocator_options(text: str) -> tuple[dict[str, str], tuple[str, ...]]:
     return options, (*faults, *_value_faults(options))
 
 
-def _value_faults(options: Mapping[str, str]) -> list[str]:
-    """Return the faults of values that torch refuses; of a number it reads only the beginning."""
-    faults = [
-        f"{name} must be True or False" for name in _SWITCHES & options.keys() if options[name] not in ("True", "False")
-    ]
-    faults += [
-        f"{name} must be a number" for name in _MEGABYTES & options.keys() if number_at_start(options[name]) is None
-    ]
-    sizes = {name: size for name in _MEGABYTES if (size := number_at_start(options.get(name, ""))) is not None}
-    large = sizes.get("large_segment_size_mb", LARGE_SEGMENT_MB)
-    least = {"max_split_size_mb": large, "max_non_split_rounding_mb": LARGE_SEGMENT_MB}
-    faults += [f"{name} is {most:g} at least" for name, most in least.items() if 0 <= sizes.get(name, most) < most]
+def _value_faults(options: Mapping[str, str]) -> Iterator[str]:
+    """Yield the faults of values that torch refuses; of a number it reads only the beginning."""
+    sizes = {name: _number(options[name]) for name in _MEGABYTES & options.keys()}
+    yield from (f"{name} must be a number" for name, size in sizes.items() if size is None)
+    for name in _SWITCHES & options.keys():
+        if options[name] not in ("True", "False"):
+            yield f"{name} must be True or False"
+    large = sizes.get("large_segment_size_mb")
+    large = LARGE_SEGMENT_MB if large is None else large
+    for name, least in (("max_split_size_mb", large), ("max_non_split_rounding_mb", LARGE_SEGMENT_MB)):
+        size = sizes.get(name)
+        if size is not None and 0 <= size < least:
+            yield f"{name} is {least:g} at least"
     if large <= _SMALLEST_SEGMENT_MB:
-        faults.append(f"large_segment_size_mb is more than {_SMALLEST_SEGMENT_MB}")
-    threshold = options.get("garbage_collection_threshold")
-    if threshold is not None and not 0 < (number_at_start(threshold) or 0.0) < 1:
-        faults.append("garbage_collection_threshold is between 0 and 1")
+        yield f"large_segment_size_mb is more than {_SMALLEST_SEGMENT_MB}"
+    if not 0 < (_number(options.get("garbage_collection_threshold", "0.5")) or 0.0) < 1:
+        yield "garbage_collection_threshold is between 0 and 1"
     if options.get("backend", "native") not in ("native", "cudaMallocAsync"):
-        faults.append("backend is native or cudaMallocAsync")
+        yield "backend is native or cudaMallocAsync"
     divisions = options.get("roundup_power2_divisions", "1")
     least_division = 0 if divisions.startswith("[") else 1
-    for division in (number_at_start(text) for text in re.findall(r"[^\[\]:,>]+", divisions)):
-        if division is None or division < least_division or int(division) & (int(division) - 1):
-            return [*faults, "roundup_power2_divisions are powers of two"]
-    return faults
+    numbers = [_number(text) for text in re.findall(r"[^\[\]:,>]+", divisions)]
+    if any(each is None or each < least_division or int(each) & (int(each) - 1) for each in numbers):
+        yield "roundup_power2_divisions are powers of two"
 
 
-def number_at_start(text: str) -> float | None:
-    """Return the number that a text begins with."""
+def _number(text: str) -> float | None:
     match = re.match(r"[+-]?(\d+\.?\d*|\.\d+)", text)
     return float(match[0]) if match else None
 
 
 @dataclass(frozen=True, slots=True)
 class AllocatorVariable:
-    """The variable that gives torch a plan's settings beside the user's own, which win."""
+    """The variable that gives torch a plan's settings and the user's own, which win."""
 
     name: str
     value: str
-    overruled: tuple[str, ...]  # options of the plan of which the user's own environment says something else
+    overruled: tuple[str, ...]  # options of the plan that the user's environment sets otherwise
 
     @classmethod
     def of(cls, planned: str, environment: Mapping[str, str]) -> AllocatorVariable:
-        """Add planned settings to what is set already; of several variables torch reads the first."""
+        """Add planned settings to those that are set already; of several variables torch reads the first."""
         name = next((name for name in VARIABLES if name in environment), VARIABLES[0])
         own = environment.get(name, "")
         set_already, wanted = allocator_options(own)[0], allocator_options(planned)[0]
@@ -96,13 +94,12 @@ class AllocatorVariable:
 
     @property
     def note(self) -> str:
-        """Say what of the plan is not followed; empty: nothing."""
-        return (
-            f"{self.name} of the environment overrules the plan: {', '.join(self.overruled)}" if self.overruled else ""
-        )
+        """Return a note on options of the plan that are not followed; empty: none."""
+        options = ", ".join(self.overruled)
+        return f"{self.name} of the environment overrules the plan: {options}" if options else ""
 
 
 def allocator_settings(planned: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what to set for a process with this environment; nothing where nothing is planned."""
+    """Return the variable to set for a process with this environment; none where nothing is planned."""
     variable = AllocatorVariable.of(planned, environment)
     return {variable.name: variable.value} if planned else {}

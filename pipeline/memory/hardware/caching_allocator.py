@@ -56,10 +56,7 @@ class SimulatedOutOfMemory(RuntimeError):
             f"out of memory: {format_bytes(wanted_bytes)} wanted, {format_bytes(limit_bytes)} may be reserved, "
             f"{format_bytes(reserved_bytes)} are, {format_bytes(allocated_bytes)} of them in use"
         )
-        self.wanted_bytes = wanted_bytes
-        self.allocated_bytes = allocated_bytes
-        self.reserved_bytes = reserved_bytes
-        self.limit_bytes = limit_bytes
+        self.allocated_bytes, self.limit_bytes = allocated_bytes, limit_bytes
 
 
 @dataclass(slots=True, eq=False)
