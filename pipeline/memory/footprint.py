@@ -1,6 +1,6 @@
-"""What a training step takes in memory, as values: its parts as tapes of allocations, and what they add up to.
+"""The memory of a training step, as values: tapes of its allocations, their peaks and parts, and margins.
 
-Tapes are made by `tracer` (or a stand-in for it), replayed by `caching_allocator`, weighed by `planner`.
+`tracer` or a stand-in makes the tapes, `caching_allocator` replays them, and the planner compares them with a limit.
 
 Shapes: E events.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Category(StrEnum):
-    """What a block of memory is used for."""
+    """The use of a block of memory."""
 
     PARAMETERS = "parameters"
     BUFFERS = "buffers"
@@ -35,18 +35,18 @@ class Category(StrEnum):
     EMA = "ema"
     INPUTS = "inputs"
     ACTIVATIONS = "activations"  # kept from forward to backward, by module
-    LOSS = "loss"  # the same, of one term of the loss alone
-    TEMPORARIES = "temporaries"  # gone before the part of the step that made it has ended
-    SCRATCH = "scratch"  # of kernels: no tensor, from a table
+    LOSS = "loss"  # the same, by term of the loss
+    TEMPORARIES = "temporaries"  # freed within the part of the step that made them
+    SCRATCH = "scratch"  # internal to kernels: from a table
 
 
 class Provenance(StrEnum):
-    """Where a number comes from, the most reliable first."""
+    """The origin of a number, the most reliable first."""
 
-    MEASURED = "measured"  # on such a card
+    MEASURED = "measured"  # on such a GPU
     TRACED = "traced"  # every allocation of the very step, on fake tensors
     SIMULATED = "simulated"  # an allocator fed with a trace
-    GUESSED = "guessed"  # traced, but where values decide what is run: the dearest way that was found
+    GUESSED = "guessed"  # traced, but branches depend on values: the dearest branch found
     EXTRAPOLATED = "extrapolated"  # from small real steps on the CPU
     ASSUMED = "assumed"  # a formula, or a figure from a table
 
@@ -55,8 +55,8 @@ class Provenance(StrEnum):
 class Tape:
     """Allocations and releases, in order.
 
-    Blocks from 0 on are this tape's own: each time it is played they are new ones. Negative ones are the same block in
-    every tape of a model: what one allocates another may release.
+    Blocks from 0 on are this tape's own, and new each time it is played. A negative number is the same block in every
+    tape of a model: one tape may allocate it, and another release it.
     """
 
     block_E: Integers
@@ -73,7 +73,7 @@ class Tape:
         return int(self.bytes_E.sum())
 
 
-ALIKE = 1e-3  # of a peak: what was computed is as good as traced
+ALIKE = 1e-3  # of a peak: smaller differences do not matter
 EMPTY = Tape(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
@@ -103,13 +103,13 @@ class StandingFootprint:
     setup: Tape  # parameters, buffers, moving averages
     first_update: Tape  # clipping, the optimizer's first step, which makes its state; releases the gradients
     update: Tape  # every later one
-    parts: tuple[MemoryPart, ...]  # what is live between two steps
+    parts: tuple[MemoryPart, ...]  # live between two steps
     parameters: int  # how many numbers
     trained: int  # how many of them are trained
     origin: Provenance = Provenance.TRACED
     notes: tuple[str, ...] = ()  # how far to trust it, in words
-    largest_block_bytes: int = 0  # parameters of it that a formula takes for whole at once in shards; 0: nobody knows
-    update_parts: tuple[MemoryPart, ...] = ()  # what is live at the peak of an update, `parts` included
+    largest_block_bytes: int = 0  # of parameters that shards gather at once; 0: unknown
+    update_parts: tuple[MemoryPart, ...] = ()  # live at the peak of an update, `parts` included
 
     @property
     def bytes(self) -> int:
@@ -141,7 +141,7 @@ class MicroFootprint:
     origin: Provenance = Provenance.TRACED
     notes: tuple[str, ...] = ()
     host_bytes: int = 0  # offloaded at most
-    first_parts: tuple[MemoryPart, ...] = ()  # of the peak of `first`; empty: nobody knows
+    first_parts: tuple[MemoryPart, ...] = ()  # of the peak of `first`; empty: unknown
 
     def is_like(self, other: MicroFootprint) -> bool:
         """Tell whether both take the same memory, or nearly so."""
@@ -205,13 +205,13 @@ def live_peak_bytes(standing: StandingFootprint, micro: MicroFootprint, *, accum
 def parts_at_peak(
     standing: StandingFootprint, micro: MicroFootprint, *, accumulate: bool = True
 ) -> tuple[MemoryPart, ...]:
-    """Return what is live at the peak of building the model, or of a step of such micro-batches."""
+    """Return the parts live at the peak of building the model, or of a step of such micro-batches."""
     parts = micro.parts if accumulate or not micro.first_parts else micro.first_parts
     built = (MemoryPart(Category.TEMPORARIES, "building the model", standing.setup.peak_bytes),)
     return max(standing.update_parts, parts, built, key=lambda parts: sum(part.bytes for part in parts))
 
 
-FIRST_CONTACT = {  # what is added to a prediction for the caching allocator of a card, by where it is from
+FIRST_CONTACT = {  # share added to a prediction for the caching allocator of a GPU, by its origin
     Provenance.MEASURED: 0.02,
     Provenance.TRACED: 0.08,
     Provenance.SIMULATED: 0.08,
@@ -219,16 +219,16 @@ FIRST_CONTACT = {  # what is added to a prediction for the caching allocator of 
     Provenance.EXTRAPOLATED: 0.15,
     Provenance.ASSUMED: 0.30,
 }
-LIVE_ONLY = {  # no allocator stands between
+LIVE_ONLY = {  # without a caching allocator
     **FIRST_CONTACT,
     Provenance.TRACED: 0.02,
     Provenance.SIMULATED: 0.02,
     Provenance.GUESSED: 0.05,
 }
 ASSUMED_PROBABILITY = 0.95
-REPEATED = 0.02  # how far a run that is repeated is from itself
+REPEATED = 0.02  # difference between repetitions of a run
 COMPILED = 0.10  # fusing mostly saves memory; its buffers, autotuning and captured graphs may take some: assumed
-LEAST = 0.9  # of a prediction is kept, whatever was measured
+LEAST = 0.9  # of a prediction, however little was measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +260,7 @@ def margin_of(
 
 
 def _after(ratios: Sequence[float]) -> Margin:
-    """Return the margin after measured runs; its text says how little a few of them prove."""
+    """Return the margin after measured runs; its text says how little a few runs prove."""
     worst, runs = max(ratios), len(ratios)
     shown = runs / (runs + 1)
     trust = Provenance.MEASURED if shown >= ASSUMED_PROBABILITY else Provenance.ASSUMED
@@ -283,8 +283,8 @@ def least_sure(origins: Iterable[Provenance]) -> Provenance:
 
 
 class Unmeasurable(Exception):
-    """A source cannot answer; the message says why."""
+    """An oracle cannot answer; the message says why."""
 
 
 class CannotRun(PlanInfeasible):
-    """Real steps end in an error under a choice, and do not without."""
+    """Real steps fail under a choice of settings, and not without it."""
