@@ -102,6 +102,11 @@ def card_target(capability: tuple[int, int]) -> Target:
     return Target(imitate, scratch_bytes, hidden_bytes, builds=False)
 
 
+def calls_to_card() -> AbstractContextManager[None]:
+    """Return a context in which code that calls a GPU directly finds one, for rooms that name no kind of GPU."""
+    return cuda_calls()
+
+
 class CannotTrace(Unmeasurable):
     """The code needs values that fake tensors lack, or fails on them; see the cause."""
 

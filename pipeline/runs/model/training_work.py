@@ -185,10 +185,10 @@ class Work:
         import torch
 
         from pipeline.device.accelerator import located
-        from pipeline.memory.tracing.fake_cuda import cuda_calls
+        from pipeline.memory.tracing.tracer import calls_to_card
         from pipeline.training.step.step import checked_model
 
-        with cuda_calls() if self.device != CPU and located(self.device) is None else nullcontext():
+        with calls_to_card() if self.device != CPU and located(self.device) is None else nullcontext():
             try:
                 with torch.device("meta"):
                     model = self.task.model()
