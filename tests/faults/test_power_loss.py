@@ -111,6 +111,7 @@ WRONG = [
     *((disk, work, "lost") for disk in (WithoutFsync, WithoutFolders) for work in ("publish", "compact", "sweep")),
     *((disk, work, "lost") for disk in (WithoutFsync, WithoutFolders) for work in ("repair", "import")),
     *((disk, work, "torn") for disk in (WithoutFsync, FirstTheName) for work in ("publish", "index")),
+    *((disk, "seal", "torn") for disk in (WithoutFsync, WithoutFolders)),
     (WithoutFsync, "publish", "refused"),
     (WithoutNewFolders, "publish", "lost"),
 ]

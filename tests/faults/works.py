@@ -7,15 +7,19 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from pipeline.errors import PipelineError
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import REPORTS
+from pipeline.store.format.disk import write_refused
 from pipeline.store.format.shard import read_table
 from pipeline.store.key_lists import sorted_pairs
 from pipeline.store.maintenance import rewrite, scrub, sweep, transfer
 from pipeline.store.maintenance import shard_repair as repairing
 from pipeline.store.maintenance.damage_report import ReportWriter, Summary, read_report
 from pipeline.store.maintenance.leftovers import User, forget, register
+from pipeline.training.checkpoints.sealed_folder import seal, unseal
 from tests.faults.judged import KIND, NAME, HastyDisk
 from tests.store.content import is_right, key_of, put
 from tests.store.maintenance.damage import flip
@@ -210,6 +214,32 @@ def _import(folder: Path, cache: CacheFolder, say: Say) -> None:
         say(map(key_of, range(6)))
 
 
+def _seal(folder: Path, cache: CacheFolder, say: Say) -> None:
+    tensors = {"weights": {"x": torch.arange(9.0), "n": torch.tensor(3)}, "rng": {"state": torch.zeros(5)}}
+    path = folder / "sealed" / f"step-{len(_sealed(folder))}"
+    try:
+        seal(path, tensors, {"step": 3}, disk=cache.disk)
+    except OSError as error:
+        raise write_refused(cache.disk, path, error) from error
+
+
+def _sealed(folder: Path) -> list[Path]:
+    return list((folder / "sealed").glob("step-*"))
+
+
+def _is_sealed_or_not_there(folder: Path, ended: bool) -> Iterator[str]:
+    if ended and not _sealed(folder):
+        yield "unfinished: nothing is sealed"
+    for path in _sealed(folder):
+        try:
+            sealed = unseal(path)
+        except PipelineError as error:
+            yield f"torn: {error!r}"
+        else:
+            if sealed.data != {"step": 3} or not sealed.tensors("weights")["x"].equal(torch.arange(9.0)):
+                yield "wrong: a sealed folder has other content"
+
+
 WORKS = (
     Work("read", _read, lambda folder: (fill(folder, range(3)), fill(folder, range(3, 6), index=False)), range(6)),
     Work("publish", _publish, new=range(6)),
@@ -228,4 +258,5 @@ WORKS = (
     Work("sweep", _sweep, _half_dead, range(6), [*range(100, 106)], judge=_is_swept),
     Work("export", _export, lambda folder: fill(folder, range(3), range(3, 6)), range(6), judge=_is_all_or_refused),
     Work("import", _import, _exported, range(6, 9), range(6)),
+    Work("seal", _seal, lambda folder: fill(folder, range(2)), range(2), judge=_is_sealed_or_not_there),
 )
