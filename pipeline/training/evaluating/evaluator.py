@@ -27,9 +27,8 @@ from pipeline.memory.runtime.governor import Governor
 from pipeline.memory.runtime.recovery import each_that_fits
 from pipeline.records import Reason, Rejection
 from pipeline.training.evaluating.outputs import GatheredOutputs, OutputWriter, numbers_of, returned_values, summed
-from pipeline.training.step.checkpointing import twin
 from pipeline.training.step.contrastive import embedded
-from pipeline.training.step.micro_batches import Piece
+from pipeline.training.step.micro_batches import ON_HOST, Piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -187,27 +186,25 @@ class Evaluator:
     def _evaluate(self, whole: Piece, cut: Cut) -> None:
         """Evaluate a piece, on the host if it has climbed there; one that fails adds nothing to the results."""
         piece = _part(whole, cut)
-        self._keep(piece, *self._evaluated(piece, on_host=cut.rung > 0))
+        self._keep(piece, *self._evaluated(piece, ON_HOST if cut.rung else 0))
 
-    def _evaluated(self, piece: Piece, *, on_host: bool = False) -> tuple[dict[str, Any], dict[str, Any], Terms]:
+    def _evaluated(self, piece: Piece, rung: int = 0) -> tuple[dict[str, Any], dict[str, Any], Terms]:
         """Return the outputs, the embeddings of a contrastive loss, and the loss terms of a piece."""
         self.begin(piece)
-        task = self.step.task
-        batch = piece.collated(self.step)
-        batch = batch if on_host else self.step.moved(batch)
-        model = twin(self.step.model).eval() if on_host else self.step.model
+        task, batch = self.step.task, piece.collated(self.step)
         terms: dict[str, Any] = {}
         outputs: dict[str, Any] = {}
         embeddings: dict[str, Any] = {}
         is_asked_twice = self._has_outputs and self.with_loss and not self.step.is_spread
-        once = computed_once(model, HOST if on_host else self.step.device) if is_asked_twice else nullcontext()
-        with self.step.evaluating(), once, nullcontext() if on_host else self.step.cast():
-            if self.with_loss and not self._contrasts:
-                terms = dict(task.loss(model, batch) if on_host else self.step.terms_of(batch))
-            if self._has_outputs:
-                outputs = returned_values("outputs", task.outputs(model, batch))  # type: ignore[attr-defined]
-            if self._contrasts:
-                embeddings = embedded(cast("Contrastive", task), model, batch)
+        with self.step.remedied(rung), self.step.evaluating():
+            batch, model = self.step.moved(batch), self.step.model
+            with computed_once(model, self.step.place) if is_asked_twice else nullcontext(), self.step.cast():
+                if self.with_loss and not self._contrasts:
+                    terms = dict(self.step.terms_of(batch))
+                if self._has_outputs:
+                    outputs = returned_values("outputs", task.outputs(model, batch))  # type: ignore[attr-defined]
+                if self._contrasts:
+                    embeddings = embedded(cast("Contrastive", task), model, batch)
         return outputs, embeddings, {name: (float(total), float(weight)) for name, (total, weight) in terms.items()}
 
     def _keep(self, piece: Piece, outputs: dict[str, Any], embeddings: dict[str, Any], terms: Terms) -> None:
@@ -251,12 +248,8 @@ class Evaluator:
         """Return the sums and weights of the loss of some items together, on the CPU if the GPU has no room."""
         step = cast("ContrastiveStep", self.step)
 
-        def take(on_host: bool) -> Terms:  # noqa: FBT001 - one of two ways
-            device = HOST if on_host else step.device
-            stacked = {name: torch.from_numpy(np.stack(arrays)).to(device) for name, arrays in rows.items()}
-            return step.evaluate_rows(stacked, on_host=on_host)
-
-        return step.where_it_fits(take, rows, may_leave=self.too_large == HOST)
+        stacked = {name: torch.from_numpy(np.stack(arrays)) for name, arrays in rows.items()}
+        return step.where_it_fits(lambda: step.evaluate_rows(stacked), rows, may_leave=self.too_large == HOST)
 
     def metrics(self) -> dict[str, float]:
         """Return the task's metrics over all items, which rank 0 computes."""

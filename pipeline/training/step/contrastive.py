@@ -12,7 +12,7 @@ Shapes: B items of a step, over all ranks; … of an embedding.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -25,9 +25,8 @@ from pipeline.errors import DataError, PlanInfeasible
 from pipeline.memory.runtime.recovery import StepSnapshot, forget_failed_backward
 from pipeline.protocol import Contrastive
 from pipeline.training.items.batch import refuse_changed
-from pipeline.training.step.checkpointing import twin
 from pipeline.training.step.exact_step import ExactStep
-from pipeline.training.step.micro_batches import HOST
+from pipeline.training.step.micro_batches import HOST, ON_HOST
 from pipeline.training.step.optimizers import checked_terms, refused, whole_loss
 from pipeline.training.step.step import Step
 from pipeline.training.step_clock import OTHER
@@ -52,13 +51,15 @@ SEE = "embed() is described by Contrastive in pipeline/protocol.py"
 class CachedGradients:
     """The gradients of the loss of all items, kept for the second pass."""
 
-    rows: dict[str, Tensor] = field(default_factory=dict)  # of the embeddings that the loss depends on
-    own: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)  # of the model's parameters in the loss
+    rows: dict[str, Tensor]  # of the embeddings that the loss depends on
+    own: list[Tensor | None]  # of the model's trained parameters in the loss, in their order; empty: another rank's
 
-    def finish(self) -> None:
+    def finish(self, model: nn.Module) -> None:
         """Add the model's own gradients, after the second pass: one that failed must not have changed them."""
-        for parameter, gradient in self.own:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+        for parameter, gradient in zip(trained, self.own, strict=False):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self.own.clear()
 
 
@@ -98,13 +99,13 @@ class ContrastiveStep(Step):
     def _embedded(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         return embedded(self._task, model, batch)
 
-    def embed(self, batch: Batch, items: int | None = None, *, on_host: bool = False) -> dict[str, Tensor]:
+    def embed(self, batch: Batch, items: int | None = None) -> dict[str, Tensor]:
         """Embed a micro-batch without gradients: the first pass; `items` checks the number of rows."""
         self.watch.phase("inputs")
-        batch = self.moved(batch, on_host=on_host)
+        batch = self.moved(batch)
         self.watch.phase("embed")
         with torch.no_grad(), self.cast():
-            rows = self._embedded(twin(self.model) if on_host else self.model, batch)
+            rows = self._embedded(self.model, batch)
         if items is not None:
             _refuse_rows(rows, items, "as many as there are items in the batch")
         # copied: the memory of a captured graph is reused
@@ -112,21 +113,19 @@ class ContrastiveStep(Step):
 
     # Loss
 
-    def contrast(self, rows: dict[str, Tensor], *, counts: bool = True, on_host: bool = False) -> CachedGradients:
+    def contrast(self, rows: dict[str, Tensor], *, counts: bool = True) -> CachedGradients:
         """Return the gradients of the loss of all items, scaled as any loss is; `rows` is emptied.
 
         Only one rank counts the model's own gradients and the terms (`counts`): they are the same on all ranks.
         """
         self.watch.phase("contrast")
-        model = twin(self.model) if on_host else self.model
-        leaves = {name: _leaf(row.cpu() if on_host else row) for name, row in rows.items()}
+        leaves = {name: _leaf(row.to(self.place)) for name, row in rows.items()}
         rows.clear()
-        terms = self._contrasted(model, leaves)
+        terms = self._contrasted(leaves)
         self.watch.terms({name: total for name, (total, _) in terms.items()})
-        loss = whole_loss(terms)
-        scaled = loss * self.scaler.get_scale() if on_host and self.scaler.is_enabled() else self.scaler.scale(loss)
         inputs = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-        own = [parameter for parameter in model.parameters() if parameter.requires_grad] if counts else []
+        own = [parameter for parameter in self.model.parameters() if parameter.requires_grad] if counts else []
+        scaled = self.scaler.scale(whole_loss(terms))
         gradients = torch.autograd.grad(scaled, [*inputs.values(), *own], allow_unused=True)
         if counts:
             self.add_terms(terms)
@@ -134,21 +133,24 @@ class ContrastiveStep(Step):
         if not cached:
             problem = "contrast() depends on no embedding: nothing would be learned from it"
             raise refused(problem, "do not detach what embed() returned")
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        pairs = zip(trained, gradients[len(inputs) :], strict=counts)
         return CachedGradients(
             {name: gradient.to(self.device) for name, gradient in cached.items()},
-            [(parameter, gradient.to(parameter.device)) for parameter, gradient in pairs if gradient is not None],
+            [None if gradient is None else gradient.to(self.device) for gradient in gradients[len(inputs) :]],
         )
 
-    def where_it_fits(self, run: Callable[[bool], Result], rows: Mapping[str, Sized], *, may_leave: bool) -> Result:
-        """Return what `run` makes of the loss of all rows, which cannot be cut: it is told whether to run on the host.
+    def where_it_fits(self, run: Callable[[], Result], rows: Mapping[str, Sized], *, may_leave: bool) -> Result:
+        """Return what `run` computes from the loss of all rows, which cannot be cut.
 
-        An out-of-memory frees caches; the second leaves the GPU for the host, if it may.
+        The first out-of-memory frees caches, the second leaves the GPU for the CPU, if it may.
         """
         results: list[Result] = []
-        for on_host in (False, False, True) if may_leave and self.device != CPU else (False, False):
-            error = out_of_memory_error(lambda on_host=on_host: results.append(run(on_host)))
+
+        def attempt(rung: int) -> None:
+            with self.remedied(rung):
+                results.append(run())
+
+        for rung in (0, 0, ON_HOST) if may_leave and self.device != CPU else (0, 0):
+            error = out_of_memory_error(attempt, rung)
             if error is None:
                 return results[0]
             forget_failed_backward()
@@ -159,37 +161,30 @@ class ContrastiveStep(Step):
         remedy = "a smaller effective batch, or a larger GPU"
         raise PlanInfeasible(problem, where="train.effective_batch", remedy=remedy)
 
-    def _contrasted(self, model: nn.Module, rows: Rows) -> Terms:
+    def _contrasted(self, rows: Rows) -> Terms:
         with self.cast():
-            return checked_terms(self._task.contrast(model, rows))
+            return checked_terms(self._task.contrast(self.model, rows))
 
-    def evaluate_rows(self, rows: Rows, *, on_host: bool = False) -> dict[str, tuple[float, float]]:
+    def evaluate_rows(self, rows: Rows) -> dict[str, tuple[float, float]]:
         """Return each term's sum and weight over all items' embeddings, in eval mode."""
         with self.evaluating():
-            terms = self._contrasted(twin(self.model).eval() if on_host else self.model, rows)
+            terms = self._contrasted({name: row.to(self.place) for name, row in rows.items()})
         return {name: (float(total), float(weight)) for name, (total, weight) in terms.items()}
 
     # Second pass
 
-    def go_back(self, batch: Batch, gradients: Rows, *, on_host: bool = False) -> None:
+    def go_back(self, batch: Batch, gradients: Rows) -> None:
         """Embed a micro-batch with gradients and run backward from the gradients of its rows: the second pass."""
-        if not on_host:
-            rows = self._traced(batch)
-            _refuse_others(rows, gradients)
-            self._back(rows, gradients)
-            return
-        host = twin(self.model)
-        rows = self._embedded(host, self.moved(batch, on_host=True))
+        rows = self._traced(batch)
         _refuse_others(rows, gradients)
-        self._back(rows, {name: gradient.cpu() for name, gradient in gradients.items()})
-        self.take_gradients(host)
+        self._back(rows, gradients)
 
     def _back(self, rows: dict[str, Tensor], gradients: Rows) -> None:
         """Run backward from the gradients of rows, as many as there are rows, in the rows' dtype."""
         self.watch.phase("backward")
         ends = [name for name in gradients if rows[name].requires_grad]
         if ends:  # else only what the loss itself has is trained
-            cut = [gradients[name][: len(rows[name])].to(rows[name].dtype) for name in ends]
+            cut = [gradients[name][: len(rows[name])].to(rows[name].device, rows[name].dtype) for name in ends]
             torch.autograd.backward([rows.pop(name) for name in ends], cut)
 
     def _traced(self, batch: Batch) -> dict[str, Tensor]:
@@ -202,7 +197,7 @@ class ContrastiveStep(Step):
     def _back_from_loss(self, rows: dict[str, Tensor]) -> None:
         """Compute the loss of rows that still have their graph, and run backward; `rows` is emptied."""
         with self.saved():
-            terms = self._contrasted(self.model, rows)
+            terms = self._contrasted(rows)
             rows.clear()
             self.watch.terms({name: total for name, (total, _) in terms.items()})
             loss = whole_loss(terms)
@@ -229,7 +224,7 @@ class ContrastiveStep(Step):
             cached = self.contrast(joined_rows(parts))
         for batch, rows in zip(batches, split_rows(cached.rows, sizes), strict=True):
             self.go_back(batch, rows)
-        cached.finish()
+        cached.finish(self.model)
 
     def accumulate(self, batch: Batch, weights: Mapping[str, Any] | None = None) -> None:  # noqa: ARG002
         """Run one micro-batch as in a whole step, with the other items made up: for measuring memory and time.
@@ -257,11 +252,11 @@ class ContrastiveStep(Step):
         del rows
         parts.append({name: row[:1].expand(whole - items, *row.shape[1:]).clone() for name, row in parts[0].items()})
         cached = self.contrast(joined_rows(parts))
-        if not (self.row_of or cached.own):
+        if not (self.row_of or any(gradient is not None for gradient in cached.own)):
             problem = "neither embed() nor contrast() depends on a parameter that is trained: nothing would be learned"
             raise refused(problem, "do not detach what they return, or freeze fewer parameters")
         self._back(self._traced(batch), cached.rows)
-        cached.finish()
+        cached.finish(self.model)
 
 
 def embedded(task: Contrastive, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -342,7 +337,7 @@ class ExactContrastiveStep(ExactStep):
         parts: list[dict[str, Tensor]] = []
 
         def embed(piece: Piece) -> None:
-            parts.append(self.step.embed(piece.collated(self.step), len(piece), on_host=piece.is_on_host))
+            parts.append(self.step.embed(piece.collated(self.step), len(piece)))
             embedded.append(piece.ids)
 
         fits = self._all_fit(self._ready(share), partial(self._remedied, run=embed), share)
@@ -358,12 +353,12 @@ class ExactContrastiveStep(ExactStep):
 
         def back(piece: Piece) -> None:  # cut as it was embedded, since nothing failed in between
             refuse_changed(embedded.pop(0), piece.ids)
-            self.step.go_back(piece.collated(self.step), next(rows), on_host=piece.is_on_host)
+            self.step.go_back(piece.collated(self.step), next(rows))
             self._count(piece)
 
         fits = self._all_fit(self._ready(share), partial(self._remedied, run=back), share)
         if fits:
-            cached.finish()
+            cached.finish(self.step.model)
         return fits
 
     def _whole(self, share: RankShare) -> Piece | None:
@@ -391,9 +386,7 @@ class ExactContrastiveStep(ExactStep):
         counts, may_leave = self.ranks.rank == 0, self.too_large == HOST
         with RngState.preserved(self.step.device):
             cached = self.step.where_it_fits(
-                lambda on_host: self.step.contrast(dict(rows), counts=counts, on_host=on_host),
-                rows,
-                may_leave=may_leave,
+                lambda: self.step.contrast(dict(rows), counts=counts), rows, may_leave=may_leave
             )
         return cached, start
 

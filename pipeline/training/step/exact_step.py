@@ -420,7 +420,7 @@ def weights_of(step: Step, piece: Piece) -> Mapping[str, Any]:
     if isinstance(step.task, Weights):
         return step.task.weights(batch)
     with step.remedied(piece.rung):
-        return {name: weight for name, (_, weight) in step.aside(batch, on_host=piece.is_on_host).items()}
+        return {name: weight for name, (_, weight) in step.aside(batch).items()}
 
 
 def accumulate_piece(
@@ -428,9 +428,6 @@ def accumulate_piece(
 ) -> None:
     """Run a piece forward and backward on its rung; `is_whole_step`: it holds all items of the step."""
     batch = piece.collated(step)
-    if piece.is_on_host:
-        step.accumulate_on_host(batch, weights)
-        return
     with step.remedied(piece.rung):
         (step.accumulate_alone if is_whole_step else step.accumulate)(batch, weights)
 

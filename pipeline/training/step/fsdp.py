@@ -286,10 +286,6 @@ class ShardedStep(Step):
         first, *others = (total * 0.0 for total, _ in terms.values())
         torch.autograd.backward(self.scaler.scale(sum(others, first)))
 
-    def accumulate_on_host(self, batch: Batch, weights: Mapping[str, Any] | None = None) -> None:
-        """Refuse: no rank has all parameters."""
-        raise NotImplementedError("a sharded model cannot run on one rank alone")
-
     def cast(self) -> AbstractContextManager[Any]:
         """Return a context in which the model runs in the precision of the settings, without copies of weights."""
         precision = DTYPES.get(self.settings.precision)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 CHECKPOINTING, OFFLOAD, HOST, SKIP = "checkpointing", "offload", "cpu", "skip"
 RUNGS = (CHECKPOINTING, OFFLOAD, HOST, SKIP)  # the ladder of remedies; a piece's `rung` counts those it has climbed
+ON_HOST = RUNGS.index(HOST) + 1  # such a count
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Piece:
 
     @property
     def is_on_host(self) -> bool:
-        return self.rung > RUNGS.index(HOST)
+        return self.rung >= ON_HOST
 
     @property
     def weights(self) -> Mapping[str, Any] | None:

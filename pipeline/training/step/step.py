@@ -25,6 +25,7 @@ from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError
 from pipeline.protocol import Contrastive, Weights
 from pipeline.training.step.checkpointing import Pinned, Recomputing, offloaded, twin
+from pipeline.training.step.micro_batches import CHECKPOINTING, OFFLOAD, ON_HOST, RUNGS
 from pipeline.training.step.optimizers import (
     checked_terms,
     evaluated_terms,
@@ -75,6 +76,7 @@ class Step:
     is_spread = False  # the model is sharded over ranks, which then make all passes at the same time
     contrasts = False  # the loss compares all items of the step
     ahead: CopyAhead | None = None  # copies the batch that follows; None: each is copied when its turn comes
+    _is_on_host = False  # a copy of the model runs on the CPU
     divisor: float | None = None  # of a single term, until its weight is known; None: the weight of the first part
 
     def __init__(
@@ -189,27 +191,9 @@ class Step:
             totals[name] = (total_before + total.detach().to(self.device), weight_before + weight)
         self._totals = totals  # all or none: where memory ends in between, a loss of all items is computed again
 
-    def accumulate_on_host(self, batch: Batch, weights: Mapping[str, Any] | None = None) -> None:
-        """Add the gradients of a micro-batch that does not fit on the GPU: a copy of the model runs on the CPU."""
-        host = twin(self.model)
-        terms = self._terms(host, self.moved(batch, on_host=True))
-        loss = self._loss(terms, weights)
-        torch.autograd.backward(loss * self.scaler.get_scale() if self.scaler.is_enabled() else loss)
-        self.take_gradients(host)
-        self.add_terms(terms)
-
-    def take_gradients(self, host: nn.Module) -> None:
-        """Add the gradients of a copy of the model in the host's memory."""
-        for parameter, copied in zip(self.model.parameters(), host.parameters(), strict=True):
-            if copied.grad is not None:
-                gradient = copied.grad.to(parameter.device, parameter.dtype)
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-
-    def aside(self, batch: Batch, *, on_host: bool = False) -> Terms:
+    def aside(self, batch: Batch) -> Terms:
         """Return the terms of a micro-batch without side effects on gradients, batch statistics or random numbers."""
         with self.evaluating(), computing(self.device).forked_rng():
-            if on_host:
-                return self._terms(twin(self.model).eval(), self.moved(batch, on_host=True))
             with self.saved():  # a loss through a gradient keeps what it needs for that
                 terms = self.terms_of(self.moved(batch))
             return {name: (total.detach(), weight) for name, (total, weight) in terms.items()}
@@ -309,15 +293,35 @@ class Step:
 
     @contextmanager
     def remedied(self, rung: int) -> Iterator[None]:
-        """Save memory for a while, beyond the settings: from rung 1 by checkpointing, from rung 2 also by offload."""
+        """Save memory for a while, beyond the settings: 1 by checkpointing, 2 also by offload, 3 on the CPU instead."""
+        if rung >= ON_HOST:
+            with self._on_host():
+                yield
+            return
         checkpointed, offloaded_before = self._recomputing.on, self._offloads
-        self._recomputing.turn(on=checkpointed or rung >= 1)
-        self._offloads = offloaded_before or rung >= 2
+        self._recomputing.turn(on=checkpointed or rung > RUNGS.index(CHECKPOINTING))
+        self._offloads = offloaded_before or rung > RUNGS.index(OFFLOAD)
         try:
             yield
         finally:
             self._recomputing.turn(on=checkpointed)
             self._offloads = offloaded_before
+
+    @contextmanager
+    def _on_host(self) -> Iterator[None]:
+        """Run a copy of the model on the CPU in full precision, and add its gradients to the model's own."""
+        own, self.model, self._is_on_host = self.model, twin(self.model), True
+        try:
+            yield
+            self._take_gradients(own)
+        finally:
+            self.model, self._is_on_host = own, False
+
+    def _take_gradients(self, own: nn.Module) -> None:
+        for parameter, copied in zip(own.parameters(), self.model.parameters(), strict=True):
+            if copied.grad is not None:
+                gradient = copied.grad.to(parameter.device, parameter.dtype)
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -366,14 +370,17 @@ class Step:
 
     def cast(self) -> AbstractContextManager[Any]:
         """Return a context in which the model runs in the precision of the settings."""
-        precision = DTYPES.get(self.settings.precision)
+        precision = None if self._is_on_host else DTYPES.get(self.settings.precision)
         return torch.autocast(torch.device(self.device).type, precision) if precision else nullcontext()
 
-    def moved(self, batch: Batch, *, on_host: bool = False) -> Batch:
-        """Return a batch on the device, or in the host's memory."""
-        if on_host or self.ahead is None:
-            return moved(batch, CPU if on_host else self.device)
-        return self.ahead.moved(batch)
+    def moved(self, batch: Batch) -> Batch:
+        """Return a batch on the device where the model runs."""
+        return moved(batch, self.place) if self._is_on_host or self.ahead is None else self.ahead.moved(batch)
+
+    @property
+    def place(self) -> str:
+        """The device where the model runs now."""
+        return CPU if self._is_on_host else self.device
 
     def drop_ahead(self) -> None:
         """Let go of the batch that was copied ahead: memory is needed for something else."""
@@ -382,7 +389,7 @@ class Step:
 
     def saved(self) -> AbstractContextManager[Any]:
         """Return a context for the forward: with offload, it keeps activations in the host's memory."""
-        return offloaded(self.model, self.carrier) if self._offloads else nullcontext()
+        return offloaded(self.model, self.carrier) if self._offloads and not self._is_on_host else nullcontext()
 
     def _scale(self, factor: Tensor | float) -> None:
         """Correct the gradients for what they were divided by."""

@@ -54,6 +54,24 @@ def error(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
 # A step
 
 
+@pytest.mark.parametrize("rung", [2, 3])
+def test_a_remedy_for_a_part_or_for_the_loss_changes_no_gradient(rung: int) -> None:
+    expected, _, _ = gradients([10, 14])
+    torch.manual_seed(0)
+    step = Caught(Pairs(), StepSettings(optimizer="sgd"))
+    first, second = cut(drawn(24), [10, 14])
+    rows = [step.embed(first)]
+    with step.remedied(rung):
+        rows.append(step.embed(second))
+        cached = step.contrast(joined_rows(rows))
+    step.go_back(first, {name: row[:10] for name, row in cached.rows.items()})
+    with step.remedied(rung):
+        step.go_back(second, {name: row[10:] for name, row in cached.rows.items()})
+    cached.finish(step.model)
+    step.update()
+    assert error(step.caught, expected) < EXACT
+
+
 def test_both_passes_draw_the_same_random_numbers() -> None:
     task = Pairs(dropout=0.5)
     torch.manual_seed(0)

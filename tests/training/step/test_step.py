@@ -125,6 +125,20 @@ def test_saving_memory_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> N
         assert all(torch.equal(one, other) for one, other in zip(plain, saving, strict=True)), setting
 
 
+@pytest.mark.parametrize("rung", [1, 2, 3])
+def test_a_remedy_for_one_micro_batch_changes_no_gradient(rung: int) -> None:
+    settings = StepSettings(optimizer="sgd", learning_rate=0.1)
+    expected, _ = after(OneTerm(), cut(data(), [10, 14]), settings, steps=1)
+    step = Step(OneTerm(), settings)
+    first, second = cut(data(), [10, 14])
+    step.accumulate(first)
+    with step.remedied(rung):
+        step.accumulate(second)
+    step.update()
+    for parameter, wanted in zip(step.model.parameters(), expected, strict=True):
+        assert torch.allclose(parameter, wanted, rtol=1e-12)
+
+
 def test_frozen_parameters_stay_have_no_state_and_must_be_some_and_not_all() -> None:
     step = Step(OneTerm(), StepSettings(frozen=("blocks.0.", "blocks.1.")))
     before = {name: one.detach().clone() for name, one in step.model.named_parameters()}
