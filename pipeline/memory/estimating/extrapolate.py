@@ -34,7 +34,6 @@ FLOOR = 0.02  # margin of a fit without any error, and of each doubling: the rea
 ROUNDING = 1e-9  # of the solver: no error
 BEND = 1e-4  # of the largest: above what all smaller points foretell by more, a steeper regime has begun
 SURE = 0.01  # an error up to which a fit is taken for the law
-NEARBY = 0.6  # of the largest
 TRUSTED_ERROR = 0.1  # of tapes made block by block: above it, peaks are extrapolated instead
 DEGREES = (1, 2, 3)
 
@@ -44,19 +43,18 @@ class Extrapolated:
     """The estimate for a larger size; `high` is the number to plan with."""
 
     bytes: int
-    low: int
     high: int
     error: float  # the worst when each measured size is predicted from the others
     ratio: float  # the wanted size over the largest measured, of the driver that is furthest
     note: str
 
     @classmethod
-    def of(cls, likely: float, low: float, high: float, error: float, ratio: float) -> Extrapolated:
+    def of(cls, likely: float, high: float, error: float, ratio: float) -> Extrapolated:
         """Return the estimate in whole bytes, with its note."""
         likely_bytes, high_bytes = ceil(likely), ceil(high)
         more = high_bytes / likely_bytes - 1 if likely_bytes else 0.0
         note = f"extrapolated ×{ratio:.3g}: leave-one-out error {error:.1%}, planned with +{more:.0%}"
-        return cls(likely_bytes, max(0, int(low)), high_bytes, error, ratio, note)
+        return cls(likely_bytes, high_bytes, error, ratio, note)
 
     @property
     def margin(self) -> float:
@@ -122,7 +120,7 @@ def extrapolate(points: Sequence[tuple[Sizes, int]], wanted: Sizes) -> Extrapola
     likely = fitted_bytes if error <= SURE else max(fitted_bytes, tail)
     margin = margin_bytes(likely, float(y_P[-1]), error, design.ratio)
     high = max(likely + margin, tail, steepest(design, y_P, degree))
-    return Extrapolated.of(likely, min(fitted_bytes, tail) - margin, high, error, design.ratio)
+    return Extrapolated.of(likely, high, error, design.ratio)
 
 
 def margin_bytes(likely: float, largest: float, error: float, ratio: float) -> float:
@@ -162,7 +160,7 @@ def fit_error(design: Design, y_P: Floats, degree: int) -> float:
 def left_out(points: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
     """Yield each point of the larger half, with all other points.
 
-    The smaller half is only fitted: errors there are negligible beside the wanted size.
+    The smaller half is only fitted: errors there are negligible at the wanted size.
     """
     for place in range(points // 2, points):
         yield place, np.delete(np.arange(points), place)
@@ -206,7 +204,7 @@ def projected(recorded: Tapes, wanted: Sizes) -> tuple[Tape, Extrapolated] | Non
         place: tape_at(tapes[-1], design[others], bytes_PE[others], design[[place]])
         for place, others in left_out(len(tapes))
     }
-    # What passes is looked at as well: where gradients are the peak of small sizes, they hide its error.
+    # Temporary blocks are checked as well: where gradients are the peak of small sizes, they hide the error.
     error = max(
         worst_error([peak(tape) for tape in tapes], {place: peak(tape) for place, tape in again.items()})
         for peak in (lambda tape: tape.peak_bytes, passing_peak_bytes)
@@ -214,7 +212,7 @@ def projected(recorded: Tapes, wanted: Sizes) -> tuple[Tape, Extrapolated] | Non
     tape = tape_at(tapes[-1], design, bytes_PE, design.wanted)
     peak = tape.peak_bytes
     margin = margin_bytes(peak, float(tapes[-1].peak_bytes), error, design.ratio)
-    return tape, Extrapolated.of(peak, peak - margin, peak + margin, error, design.ratio)
+    return tape, Extrapolated.of(peak, peak + margin, error, design.ratio)
 
 
 def passing_peak_bytes(tape: Tape) -> int:
@@ -235,7 +233,7 @@ def runs_alike(recorded: Tapes) -> list[tuple[Sizes, Tape]]:
 
 def tape_at(model: Tape, design: Design, bytes_PE: Floats, at: Design) -> Tape:
     """Return the tape with each block's size from its own fit."""
-    # Blocks of the same bytes at every point are told by one number: rows of tables take long to compare.
+    # Blocks with the same bytes at every point share one number: comparing rows of tables takes long.
     marks_P = np.random.default_rng(0).random(len(bytes_PE))
     _, first_U, which_E = np.unique(marks_P @ np.abs(bytes_PE), return_index=True, return_inverse=True)
     unlike_UP = np.abs(bytes_PE)[:, first_U].T
@@ -262,31 +260,13 @@ def enlarged(recorded: Tapes, wanted: Sizes) -> tuple[Tape, Extrapolated, str]:
     sizes, tape = recorded[-1]
     if dict(sizes) == dict(wanted):
         peak = tape.peak_bytes
-        estimate = Extrapolated(peak, peak, ceil(peak * (1 + FLOOR)), 0.0, 1.0, f"planned with +{FLOOR:.0%}")
+        estimate = Extrapolated(peak, ceil(peak * (1 + FLOOR)), 0.0, 1.0, f"planned with +{FLOOR:.0%}")
         return stretched(tape, estimate.high), estimate, "this very size was run"
     blocks = projected(recorded, wanted)
     if blocks and blocks[1].error <= TRUSTED_ERROR:
         return stretched(blocks[0], blocks[1].high), blocks[1], "each block was extrapolated separately"
     worse = worst_peak(recorded, wanted)
-    smaller = smaller_alike(recorded, wanted)
-    if smaller and smaller[1].high > worse.high:
-        return stretched(smaller[0], smaller[1].high), smaller[1], "each block was extrapolated from the smaller sizes"
     return stretched(tape, worse.high), worse, "the sizes ran differently: the largest trace was scaled to the peak"
-
-
-def smaller_alike(recorded: Tapes, wanted: Sizes) -> tuple[Tape, Extrapolated] | None:
-    """Extrapolate block by block from the smaller sizes, where only the nearby larger ones differ in structure.
-
-    A kernel that switches its algorithm at some size must not hide what grows elsewhere in the step.
-    """
-    last = recorded[-1][0]
-    for count in range(len(recorded) - 1, FEWEST - 1, -1):
-        if any(recorded[count - 1][0][name] < NEARBY * value for name, value in last.items()):
-            return None
-        blocks = projected(recorded[:count], wanted)
-        if blocks and blocks[1].error <= TRUSTED_ERROR:
-            return blocks
-    return None
 
 
 def worst_peak(recorded: Tapes, wanted: Sizes) -> Extrapolated:

@@ -219,22 +219,22 @@ def real_peaks(
     Also return by how many bytes the model keeps more after each micro-batch; 0: not after each. `kernels`: as torch's
     own allocator counts them, with what kernels take within themselves.
     """
-    told, allocated, failed = list[tuple[int, int]](), list[int](), None
+    recorded, allocated, failed = list[tuple[int, int]](), list[int](), None
     with _given_out(allocated) if kernels else nullcontext():
         try:
             session = make()
-            for one in sizes:
-                told += session.peaks(one)
+            for size in sizes:
+                recorded += session.peaks(size)
         except Exception as error:  # noqa: BLE001 - whatever a model does with such sizes, or without a card
             failed = error
-    peaks = [kept + own for (_, kept), own in zip(told, allocated, strict=False)] or [peak for peak, _ in told]
-    growth = min((after - before for (_, before), (_, after) in pairwise(told)), default=0)
+    peaks = [kept + own for (_, kept), own in zip(recorded, allocated, strict=False)] or [peak for peak, _ in recorded]
+    growth = min((after - before for (_, before), (_, after) in pairwise(recorded)), default=0)
     return list(zip(peaks[::2], peaks[1::2], strict=False)), failed, max(0, growth)
 
 
 @contextmanager
 def _given_out(found: list[int]) -> Iterator[None]:
-    """Add to a list the most that torch's allocator gave out in each run that is marked within."""
+    """Append the most that torch's allocator gave out in each marked run."""
     from torch.autograd.profiler import profile
 
     from pipeline.memory.tracing.tracer import MARKED

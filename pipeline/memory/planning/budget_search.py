@@ -184,7 +184,7 @@ class BudgetSearch:
         if self._is_screened:
             return model
         self._is_screened = True
-        if not bounds.data.padded:  # two points do not tell the sizes apart: each gets the same part
+        if not bounds.data.padded:  # two points cannot separate the sizes: each gets the same part
             slope = max(whole - single, 1) / max(bounds.share - 1, 1)
             mean = {name: max(size, 1) for name, size in zip(bounds.terms.texts, bounds.mean(1), strict=True)}
             weights = {name: slope / len(mean) / size for name, size in mean.items()}

@@ -306,7 +306,7 @@ class OversizeItem:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Micro-batches none of which takes more than one of these sizes."""
+    """Micro-batches that take at most what one of these sizes takes."""
 
     sizes: Mapping[str, int]
     live: Figure

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pipeline.memory.planning.budget_search import FoundBudget
     from pipeline.memory.planning.memory_plan import CardSpecs, Micros
 
-    # What is held at most while steps are made, each of which is given by its micro-batches.
+    # Returns the most that is reserved during steps, each given by its micro-batches.
     Reserve: TypeAlias = Callable[[StandingFootprint, Sequence[Sequence[MicroFootprint]]], Reserved]
 
 EFFICIENCY = 0.4  # of the best rate: what well-tuned training reaches (40-60% MFU: PaLM, arXiv:2204.02311, table 3)
@@ -54,7 +54,7 @@ def transfer_s(micro: MicroFootprint, standing: StandingFootprint, choice: Memor
 
 
 def update_s(standing: StandingFootprint, choice: MemoryChoice, cards: CardSpecs, ranks: int) -> float:
-    """Return the time of a step beside its micro-batches: the optimizer, and the reduction over ranks."""
+    """Return the time of a step in addition to its micro-batches: the optimizer and the reduction over ranks."""
     trained = 4.0 * standing.trained
     update = _UPDATE_TOUCHED * trained / choice.shards / (cards.slowest("bytes_per_s") * BANDWIDTH)
     reduce = _REDUCED * trained / cards.slowest("peer_bytes_per_s") if ranks > choice.shards else 0.0
@@ -99,7 +99,7 @@ def reserve(
 def ahead_bytes(
     standing: StandingFootprint, micro: MicroFootprint, inputs: Sequence[int], settings: AllocatorSettings
 ) -> int:
-    """Return how much more is reserved where the inputs of the next micro-batch lie beside each, by simulation."""
+    """Simulate how much more is reserved where the inputs of the next micro-batch are copied ahead."""
     sizes = np.array([size for size in inputs if size], np.int64)
     takes = [Tape(_AHEAD - np.arange(len(sizes)) - turn * len(sizes), sizes) for turn in (0, 1)]
     gives = [Tape(take.block_E, -sizes) for take in takes]

@@ -1,7 +1,7 @@
 """Memory that kernels allocate and release internally: no tensor shows it, so traces add it from these tables.
 
 Sources: torch 2.13, under aten/src/ATen/native unless named otherwise, at each rule. Approximate where it says "about";
-operators without a rule cost nothing. Small real steps measure the CPU's kernels (`traced_oracles`); its own tables
+operators without a rule cost nothing. Small real steps measure the CPU's kernels (`estimating/traced`); its own tables
 have only the two whose memory grows otherwise than the rest of a step.
 """
 
