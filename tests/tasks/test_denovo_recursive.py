@@ -103,9 +103,9 @@ def test_a_batch_of_spectra_without_peptides_has_outputs_and_no_figures():
     ],
 )
 def test_micro_batches_add_up_to_one_batch_whatever_is_set(changes):
-    task, items = replace(SHALLOW, sigma=5.0, **changes), batch_of(MIXED_PEPTIDES).items
+    task, batch = replace(SHALLOW, sigma=5.0, **changes), batch_of(MIXED_PEPTIDES)
     whole, cut = (
-        stepped(task, [double(task.collate(items[slice(*span)], RNG)) for span in spans])
+        stepped(task, [double(task.collate(batch.items[slice(*span)], RNG)) for span in spans])
         for spans in ([(0, 5)], [(0, 1), (1, 3), (3, 5)])
     )
     assert apart(whole, cut) < 1e-10

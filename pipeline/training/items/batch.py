@@ -6,8 +6,9 @@ an embedded residue.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
     from pipeline.records import Rejection
     from pipeline.training.items.batch_layout import BatchLayout
+
+FIELDS = "fields"  # the group of what lies along edges
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,54 +137,62 @@ class ItemBatch:
     @property
     def sides(self) -> dict[str, PartnerTensors]:
         """The joined graphs of each role."""
-        return {role: _side(role, self.fields) for role in self.layout.roles()}
+        return {role: _side(role, self._groups) for role in self.layout.roles()}
 
     @property
     def cross(self) -> dict[str, Tensor]:
         """The edges between partners, from the ligand (row 0) to the receptor."""
-        return _ends(_below(self.fields, CROSS))
+        return self._groups[CROSS]
 
     @property
     def cross_fields(self) -> dict[str, Tensor]:
-        """What those edges have besides, such as near.pae."""
-        return _besides(_below(self.fields, CROSS))
+        """The fields of those edges, such as near.pae."""
+        return self._groups[f"{CROSS}.{FIELDS}"]
 
     @property
     def labels(self) -> dict[str, Tensor]:
         """The labels of the interfaces."""
-        return _below(self.fields, LABEL)
+        return self._groups[LABEL]
+
+    @cached_property
+    def _groups(self) -> dict[str, dict[str, Tensor]]:
+        return _grouped(self.fields)
 
     @property
     def items(self) -> list[ItemTensors]:
         """The single items, their tensors as views of the batch, but for node numbers, which count within the item."""
-        own = {name: self._split(name) for name in self.layout.places if not name.startswith(f"{PTR}.")}
-        return [
-            self._item(place, {name: tensors[place] for name, tensors in own.items()}) for place in range(len(self))
-        ]
+        names = [name for name in self.layout.places if not name.startswith(f"{PTR}.")]
+        if not names:
+            return []
+        rows = zip(*map(self._split, names), strict=True)
+        return [self._item(place, dict(zip(names, own, strict=True))) for place, own in enumerate(rows)]
 
     def _split(self, name: str) -> Sequence[Tensor]:
         """Return each item's rows of a field."""
         values, place = self[name], self.layout.places[name]
         if not place.axis:
             return values.unbind()
-        if place.points_to:
-            owner_N = self.owner(place.axis)
-            first_TN = torch.stack([self.ptr(target)[owner_N] for target in place.points_to])
-            values = values - (first_TN if place.are_edges else first_TN.T if values.ndim > 1 else first_TN[0])
-        return torch.split_with_sizes(values, np.diff(self.layout.bounds[place.axis]).tolist(), int(place.are_edges))
+        parts = torch.split_with_sizes(values, np.diff(self.layout.bounds[place.axis]).tolist(), int(place.are_edges))
+        if not place.points_to:
+            return parts
+        first_BT = torch.stack([self.ptr(target)[:-1] for target in place.points_to], dim=1)
+        return [
+            part - (first[:, None] if place.are_edges else first) for part, first in zip(parts, first_BT, strict=True)
+        ]
 
     def _item(self, place: int, fields: Mapping[str, Tensor]) -> ItemTensors:
         """Return an item by its own fields; of partners that it lacks there are fields without rows."""
-        nodes = {role: self.layout.rows(nodes_axis(role), place) for role in self.layout.roles()}
+        bounds, groups = self.layout.bounds, _grouped(fields)
+        nodes = {role: bounds[nodes_axis(role)] for role in self.layout.roles()}
         return ItemTensors(
             id=self.ids[place],
             number=self.numbers[place],
-            sides={role: _side(role, fields) for role, own in nodes.items() if own.start < own.stop},
-            cross=_ends(_below(fields, CROSS)),
-            cross_fields=_besides(_below(fields, CROSS)),
-            labels=_below(fields, LABEL),
+            sides={role: _side(role, groups) for role, start in nodes.items() if start[place] < start[place + 1]},
+            cross=groups[CROSS],
+            cross_fields=groups[f"{CROSS}.{FIELDS}"],
+            labels=groups[LABEL],
             rng=item_rng(self.origin, self.ids[place]),
-            values={name: tensor for name, tensor in fields.items() if name.partition(".")[0] not in OF_GRAPHS},
+            values=groups[""],
         )
 
     @property
@@ -267,32 +278,37 @@ def item_rng(origin: BatchOrigin, name: str) -> np.random.Generator:
     return np.random.default_rng([origin.seed, origin.epoch, xxhash.xxh3_64_intdigest(name.encode())])
 
 
-def _side(role: str, fields: Mapping[str, Tensor]) -> PartnerTensors:
-    mine = _below(fields, role)
+@lru_cache(maxsize=4096)
+def _group(name: str) -> tuple[str, str]:
+    """Return the group of a field, such as `receptor.node`, and its name within; what a reader gave is in group ``."""
+    first, _, rest = name.partition(".")
+    if first not in OF_GRAPHS:
+        return "", name
+    if first in (CROSS, LABEL):
+        group, short = first, rest
+    else:
+        kind, _, short = rest.partition(".")
+        group, short = (f"{first}.{kind}", short) if short else (first, kind)
+    return (f"{group}.{FIELDS}", short) if "." in short else (group, short)
+
+
+def _grouped(fields: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    groups: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in fields.items():
+        group, short = _group(name)
+        groups[group][short] = tensor
+    return groups
+
+
+def _side(role: str, groups: Mapping[str, dict[str, Tensor]]) -> PartnerTensors:
     return PartnerTensors(
         role=role,
-        centre=mine[CENTRE],
-        nodes=_below(mine, NODE),
-        edges=_ends(_below(mine, EDGE)),
-        edge_fields=_besides(_below(mine, EDGE)),
-        residues=_below(mine, RESIDUE),
-        paths=_below(mine, PATH),
-        embedding=mine.get(EMBEDDING),
-        encoded=mine.get(ENCODED),
+        centre=groups[role][CENTRE],
+        nodes=groups[f"{role}.{NODE}"],
+        edges=groups[f"{role}.{EDGE}"],
+        edge_fields=groups[f"{role}.{EDGE}.{FIELDS}"],
+        residues=groups[f"{role}.{RESIDUE}"],
+        paths=groups[f"{role}.{PATH}"],
+        embedding=groups[role].get(EMBEDDING),
+        encoded=groups[role].get(ENCODED),
     )
-
-
-def _below(fields: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the fields below a prefix, without the prefix."""
-    start = f"{prefix}."
-    return {name[len(start) :]: tensor for name, tensor in fields.items() if name.startswith(start)}
-
-
-def _ends(edges: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the two ends of each kind of edges."""
-    return {name: tensor for name, tensor in edges.items() if "." not in name}
-
-
-def _besides(edges: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the fields of edges, which are named by the kind and their own name."""
-    return {name: tensor for name, tensor in edges.items() if "." in name}

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import contextmanager
+import weakref
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,9 @@ import torch
 from pipeline.device.batch_transfer import map_tensors
 from pipeline.device.out_of_memory import is_out_of_memory
 from pipeline.errors import CacheDamaged, RecordMissing
+from pipeline.memory.hardware.host_memory import slot_bytes
 from pipeline.records import Rejection
-from pipeline.training.items.batch import BatchOrigin, ItemBatch, TaskBatch, item_rng
+from pipeline.training.items.batch import BatchOrigin, ItemBatch, TaskBatch
 from pipeline.training.items.batch_layout import ALIGNMENT, EMBEDDING, ENCODED, BatchBuilder, EmbeddingForm
 from pipeline.training.items.crop import crop_item, crop_rng
 from pipeline.training.items.item_source import CachedGraphs, ReaderItems
@@ -43,9 +45,21 @@ if TYPE_CHECKING:
     Collate: TypeAlias = Callable[[Sequence[ItemTensors], np.random.Generator], Any]
 
 
-def unpinned(size_bytes: int) -> torch.Tensor:
-    """Return memory for a batch."""
-    return torch.from_numpy(np.empty(size_bytes, np.uint8))
+class ReusedMemory:
+    """Memory that batches are joined in, used again once nothing refers to it: new memory costs as much as reading."""
+
+    def __init__(self) -> None:
+        self._free: list[NDArray[np.uint8]] = []
+
+    def __call__(self, used: int) -> torch.Tensor:
+        memory = np.empty(0, np.uint8)
+        with suppress(IndexError):
+            memory = self._free.pop()
+        if len(memory) < used:
+            memory = np.empty(slot_bytes(used, pin=False), np.uint8)
+        owner = memory[:used]  # which the tensor keeps, and all that shares its memory
+        weakref.finalize(owner, self._free.append, memory)
+        return torch.from_numpy(owner)
 
 
 @dataclass(eq=False)
@@ -63,7 +77,7 @@ class BatchMaker:
     may_collate: Callable[[Sequence[str]], bool]
 
     def __post_init__(self) -> None:
-        self._memory = _Memory()
+        self._joined_in, self._scratch = ReusedMemory(), _Scratch()
 
     def without_mending(self) -> BatchMaker:
         """Return one that raises for records that cannot be read."""
@@ -105,14 +119,16 @@ class BatchMaker:
             cropped=sum(item is not before for item, before in zip(items, whole, strict=True)),
         )
         if self.collate is None:
-            joined = self._joined(items, batch, room or unpinned)
+            joined = self._joined(items, batch, room or self._joined_in)
             return replace(batch, value=joined, bytes=joined.memory.nbytes)
         if not items:
             return batch
         if ahead and not self.may_collate(batch.ids):
             return replace(batch, is_made=False)
         try:
-            value = self.collate(self._joined(items, batch, unpinned).items, item_rng(origin, "\n".join(batch.ids)))
+            joined = self._joined(items, batch, self._joined_in)
+            value = self.collate(joined.items, joined.rng)
+            del joined
             weights = None if self.weigh is None else self.weigh(value)
             if room is not None:
                 value, weights = packed((value, weights), room)
@@ -149,16 +165,16 @@ class BatchMaker:
             embedding_RD = layout.view(f"{role}.{EMBEDDING}", bytes_T)[rows]
             encoded_R = layout.view(f"{role}.{ENCODED}", bytes_T)[rows]
             copies, row_R = [(text, stored[text]) for text in texts], builder.row_map(item, role)
-            self.embeddings.join(copies, row_R, embedding_RD, encoded_R, item.id, self._memory.scratch)
+            self.embeddings.join(copies, row_R, embedding_RD, encoded_R, item.id, self._scratch.memory)
         return ItemBatch(memory, layout, batch.numbers, batch.ids, batch.origin, batch.rejected)
 
 
-class _Memory(threading.local):
-    """Scratch memory of each thread, for one embedding at a time."""
+class _Scratch(threading.local):
+    """Memory of each thread for one embedding at a time."""
 
     bytes_T: NDArray[np.uint8] = np.empty(0, np.uint8)
 
-    def scratch(self, length: int) -> memoryview:
+    def memory(self, length: int) -> memoryview:
         if length > len(self.bytes_T):
             self.bytes_T = np.empty(length * 5 // 4, np.uint8)
         return self.bytes_T[:length].data
