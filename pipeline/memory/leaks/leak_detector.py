@@ -25,10 +25,10 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
+from pipeline.device.kinds import CPU
 from pipeline.memory.leaks.inspection import SETTLED, WINDOW, Inspection, Leftover
 from pipeline.memory.leaks.memory_growth import (
     Series,
-    card_counter,
     malloc_counter,
     resident_bytes,
     small_objects_bytes,
@@ -105,16 +105,15 @@ class Leaks:
         steps: float = math.inf,
         own: Callable[[], Sequence[Tensor]] = tuple,
     ) -> None:
-        """Start; `live` counts bytes of tensors where torch does not.
+        """Start; `live` counts the bytes of tensors on the device, where they are counted.
 
         `steps` of the whole training limit the inspections. `own` returns buffers that may grow without being a leak.
         """
         self.limit_bytes, self.steps, self.own = limit_bytes, steps, own
         self.state = State.QUIET
         self._report_leak = report
-        on_cpu = device.partition(":")[0] == "cpu"
-        self._tensors = live or (None if on_cpu else card_counter(device))
-        self._series = _series(self._tensors, self.own_bytes, shared=on_cpu)
+        self._tensors = live
+        self._series = _series(live, self.own_bytes, shared=device.partition(":")[0] == CPU)
         self._step = self._epoch_start = self._inspected = self._searched_at = 0
         self._epoch_steps: int | None = None
         self._suspected: Mapping[Series, float] = {}  # bytes per step

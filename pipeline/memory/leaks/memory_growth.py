@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import sys
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, TypeAlias
 
-from pipeline.device.accelerator import Card
+import psutil
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -150,21 +149,11 @@ def malloc_counter() -> Callable[[], int] | None:
 
 
 def resident_bytes() -> int:
-    """Return the process's resident memory without mapped files; 0 if unknown."""
-    try:
-        with open("/proc/self/statm", "rb", buffering=0) as file:  # noqa: PTH123 - read at every step
-            _, resident, shared = file.read(256).split()[:3]
-    except (OSError, ValueError):
-        return 0
-    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+    """Return the process's resident memory without mapped files."""
+    memory = psutil.Process().memory_info()
+    return int(memory.rss - getattr(memory, "shared", 0))
 
 
 def small_objects_bytes() -> int:
     """Return about how much memory Python's small objects take, which malloc does not see."""
     return sys.getallocatedblocks() * BLOCK_BYTES
-
-
-def card_counter(device: str) -> Callable[[], int]:
-    """Return a function that counts the bytes of tensors on a GPU."""
-    card = Card(device)
-    return lambda: card.allocated_bytes

@@ -15,9 +15,9 @@ import json
 import math
 import os
 import re
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -28,7 +28,7 @@ from pipeline.training.evaluating.embedding_files import import_arrow
 from pipeline.training.evaluating.outputs import INDEX_BYTES, PART_BYTES, publishing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pipeline.training.evaluating.outputs import GatheredOutputs
 
     Array = NDArray[Any]
+    Row: TypeAlias = dict[str, Any]
 
 CSV, LINES, PARQUET = "predictions.csv", "predictions.jsonl", "predictions.parquet"
 WIDEST = 16  # numbers of a vector that stand in columns of their own
@@ -85,13 +86,12 @@ def write_tables(
     with publishing(*tables) as partials:
         with ExitStack() as stack:
             files = [stack.enter_context(path.open("x", encoding="utf-8", newline="")) for path in partials[:2]]
-            typed = stack.enter_context(_ParquetRows(partials[2], layout)) if parquet else None
-            add = csv_rows(files[0], layout.names)
+            add_typed = stack.enter_context(_parquet_rows(partials[2], layout.types)) if parquet else lambda _: None
+            add = csv_rows(files[0], layout.types)
             for row, line in layout.rows(gathered, arrays):
-                add("" if value is None else value for value in row)
+                add("" if value is None else value for value in row.values())
                 files[1].write(json.dumps(line, ensure_ascii=False) + "\n")
-                if typed is not None:
-                    typed.add(row)
+                add_typed(row)
             for file in files:
                 file.flush()
                 os.fsync(file.fileno())
@@ -117,15 +117,14 @@ class _Layout:
         self.types: dict[str, type] = {"id": str}
         for name, columns in self.columns.items():
             self.types |= dict.fromkeys(columns, self.numbers[name])
-        for name in self.arrays:  # behind what people look at
+        for name in self.arrays:  # last, since people read them least
             self.types |= {f"{name}.shape": str, f"{name}.file": str}
-        self.names = list(self.types)
 
-    def rows(self, gathered: GatheredOutputs, files: _ArrayFiles) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+    def rows(self, gathered: GatheredOutputs, files: _ArrayFiles) -> Iterator[tuple[Row, Row]]:
         """Yield each item's row, and the same as JSON data."""
         for id_, outputs in _items(gathered):
-            row: dict[str, Any] = dict.fromkeys(self.names) | {"id": id_}
-            line: dict[str, Any] = {"id": id_}
+            row: Row = dict.fromkeys(self.types) | {"id": id_}
+            line: Row = {"id": id_}
             for name, columns in self.columns.items():
                 values = _numbers(outputs[name], self.numbers[name]) if name in outputs else []
                 row |= zip(columns, values, strict=False)  # of those that are there
@@ -136,7 +135,7 @@ class _Layout:
                 shape, file = (list(array.shape), files.add(name, id_, array)) if array is not None else (None, None)
                 row |= {f"{name}.shape": shape and "x".join(map(str, shape)), f"{name}.file": file}
                 line |= {f"{name}.shape": shape, f"{name}.file": file}
-            yield [row[name] for name in self.names], line
+            yield row, line
 
 
 def _items(gathered: GatheredOutputs) -> Iterator[tuple[str, Mapping[str, Array]]]:
@@ -161,34 +160,26 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class _ParquetRows:
-    """Writes rows to a Parquet file, some thousand at a time."""
+@contextmanager
+def _parquet_rows(path: Path, types: Mapping[str, type]) -> Iterator[Callable[[Row], None]]:
+    """Yield a function that adds a row to a Parquet file; some thousand are written at a time."""
+    arrow = import_arrow()
+    from pyarrow.parquet import ParquetWriter
 
-    def __init__(self, path: Path, layout: _Layout) -> None:
-        arrow = import_arrow()
-        kinds = {str: arrow.string(), bool: arrow.bool_(), int: arrow.int64(), float: arrow.float64()}
-        self._arrow, self._names = arrow, layout.names
-        self._schema = arrow.schema([(name, kinds[kind]) for name, kind in layout.types.items()])
-        self._path, self._rows = path, list[list[Any]]()
+    kinds = {str: arrow.string(), bool: arrow.bool_(), int: arrow.int64(), float: arrow.float64()}
+    schema = arrow.schema([(name, kinds[kind]) for name, kind in types.items()])
+    rows: list[Row] = []
 
-    def __enter__(self) -> _ParquetRows:
-        from pyarrow.parquet import ParquetWriter
+    def flush() -> None:
+        if rows:
+            writer.write_table(arrow.Table.from_pylist(rows, schema=schema))
+            rows.clear()
 
-        self._writer = ParquetWriter(self._path, self._schema)
-        return self
+    def add(row: Row) -> None:
+        rows.append(row)
+        if len(rows) >= ROWS_AT_ONCE:
+            flush()
 
-    def add(self, row: Sequence[Any]) -> None:
-        self._rows.append(list(row))
-        if len(self._rows) >= ROWS_AT_ONCE:
-            self._flush()
-
-    def _flush(self) -> None:
-        values_of = zip(*self._rows, strict=True)
-        columns = [self._arrow.array(values, kind) for values, kind in zip(values_of, self._schema.types, strict=True)]
-        self._writer.write_table(self._arrow.Table.from_arrays(columns, schema=self._schema))
-        self._rows = []
-
-    def __exit__(self, *_: object) -> None:
-        if self._rows:
-            self._flush()
-        self._writer.close()
+    with ParquetWriter(path, schema) as writer:
+        yield add
+        flush()
