@@ -1,4 +1,4 @@
-"""A close look at a few steps: what they left in memory, how much, where it was made, and what holds it."""
+"""A close look at a few steps: the memory that they left behind, its size, the lines that made it, and its holder."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _FROM_DATA = frozenset(("lift_fresh", "lift_fresh_copy"))  # torch.tensor([...])
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """Memory that was allocated: what it is, and the line that made it."""
+    """Allocated memory, and the line that made it."""
 
     kind: str
     bytes: int
@@ -88,10 +88,10 @@ class Leftover:
     @classmethod
     def of(cls, made: Sequence[Made], holder: str, steps: int, scale: float = 1.0) -> Leftover:
         """Add up what was made; `scale` is for a sample."""
-        sizes, sites, counts = Counter[str](), Counter[str](), Counter(one.kind for one in made)
-        for one in made:
-            sizes[one.kind] += one.bytes
-            sites[one.site] += one.bytes
+        sizes, sites, counts = Counter[str](), Counter[str](), Counter(memory.kind for memory in made)
+        for memory in made:
+            sizes[memory.kind] += memory.bytes
+            sites[memory.site] += memory.bytes
         del sites[""]
         kinds = tuple(f"{round(scale * counts[kind])} x {kind}" for kind, _ in sizes.most_common(_MOST_NAMED))
         best_sites = tuple(site for site, _ in sites.most_common(_MOST_NAMED))
@@ -157,7 +157,7 @@ class Inspection:
         self._starts_tracing = False
 
     def found(self, expected_rate: float = 0.0) -> list[Leftover]:
-        """Return what the steps left in memory, the largest first."""
+        """Return the memory that the steps left behind, the largest first."""
         groups, containers = self._tensors()
         leftovers = []
         for holder, storages in groups.items():
@@ -191,7 +191,9 @@ class Inspection:
         for number in shown:
             by_site[made[number].site].append(number)
         hidden = [storage for number, storage in made.items() if number not in shown]
-        for numbers in nlargest(_MOST_GROUPS, by_site.values(), key=lambda some: sum(made[one].bytes for one in some)):
+        for numbers in nlargest(
+            _MOST_GROUPS, by_site.values(), key=lambda group: sum(made[number].bytes for number in group)
+        ):
             holder = self._holder([shown[number] for number in numbers], containers, (shown, roots))
             if holder is not None:  # empty: only a graph refers to them
                 (groups[holder] if holder else hidden).extend(made[number] for number in numbers)
@@ -210,7 +212,7 @@ class Inspection:
         return regrouped, containers
 
     def _holder(self, tensors: list[Any], containers: set[int], ours: Sequence[object]) -> str | None:
-        """Return the name of what holds some tensors, "" if not found; None if it is a container that does not grow."""
+        """Name the holder of some tensors: "" if not found, None if it is a container that does not grow."""
         search = ReferrerSearch(_SEARCH_S)
         search.ignore(tensors, *ours)
         container = search.container_of(tensors)
@@ -222,7 +224,7 @@ class Inspection:
         return search.name_of(tensors[0]) or ("not found within a second" if search.is_over else "")
 
     def _objects(self, named: set[int]) -> list[Leftover]:
-        """Return Python containers that grew, with what was allocated for their new elements."""
+        """Return Python containers that grew, with the memory of their new elements."""
         seen = set(named)
         leftovers: list[tuple[Leftover, Any]] = []
         everything = all_containers()

@@ -1,4 +1,4 @@
-"""Finds what makes memory grow from step to step, and reports it before it ends the run.
+"""Detects memory that grows from step to step, finds its cause, and reports it before it ends the run.
 
     leaks = Leaks(device="cpu", report=lambda leak: print(leak.words()), limit_bytes=4 << 30)
     for epoch in range(50):
@@ -53,7 +53,7 @@ AGAIN = 2.0  # a leak is reported again when it has grown so many times as large
 
 
 class State(Enum):
-    """What the detector knows of the growth of memory."""
+    """The detector's knowledge of the growth of memory."""
 
     QUIET = auto()  # nothing grows
     INSPECTING = auto()  # something grows, and steps are inspected
@@ -266,6 +266,6 @@ def _series(tensors: Callable[[], int] | None, own_bytes: Callable[[], int], *, 
     malloc, floor_bytes = malloc_counter(), HOST_FLOOR_BYTES
     if malloc is None:
         malloc, floor_bytes, shared = resident_bytes, RESIDENT_FLOOR_BYTES, False
-    # On a CPU, tensors are in malloc's memory: what is left of it is counted.
+    # On a CPU, tensors are in malloc's memory, too: only the rest is counted.
     other = tensors if tensors is not None and shared else own_bytes
     return [*series, Series(HOST, floor_bytes, lambda: malloc() - other())]

@@ -1,4 +1,4 @@
-"""Names what keeps objects alive, as in the code: "list `history` of mylab.docking.Model".
+"""Names the holder that keeps objects alive, as in the code: "list `history` of mylab.docking.Model".
 
 Best effort within a time limit. The search goes from the objects through their referrers to the container that has most
 of them, and from there to a name.

@@ -99,7 +99,7 @@ class ProcessMeter:
         self._host = HostMeter(limit_bytes=limit_bytes, proc=proc, cgroups=cgroups)
 
     def read(self) -> Memory:
-        """Return the present figures; `outside_bytes` is what else counts towards the same limit."""
+        """Return the present figures; `outside_bytes` also count towards the same limit."""
         resident_bytes, host = _status(self._proc, "VmRSS"), self._host.read()
         return Memory(
             allocated_bytes=None,
@@ -111,7 +111,7 @@ class ProcessMeter:
         )
 
     def reset_peak(self, *, keep: bool = False) -> bool:  # noqa: ARG002 - no caller asks a process to keep it
-        """Reset the peak to what is resident now; where the system does not allow that, it stays the highest ever."""
+        """Reset the peak to present resident memory; if the system does not allow that, it stays the highest ever."""
         _before_resets[0] = highest_resident_bytes()
         try:
             (self._proc / "self" / "clear_refs").write_text(RESET_PEAK)

@@ -1,6 +1,6 @@
-"""Applies a trained model to the items of a split: what evaluating and predicting share, as one rank of several.
+"""Applies a trained model to the items of a split, as one rank of several; evaluating and predicting share this.
 
-What earlier starts have done is not done again. Every rank yields once for each of its items.
+Items that earlier starts have done are not done again. Every rank yields once for each of its items.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ STEP_ITEMS = 64  # of a rank, which the sampler cuts into micro-batches together
 
 @dataclass(frozen=True, eq=False)
 class ApplyJob:
-    """What applying a model needs to know."""
+    """A model, the items to apply it to, and how."""
 
     train: TrainSection
     prepared: Prepared
@@ -77,7 +77,7 @@ class ApplyJob:
 
 @dataclass(frozen=True, slots=True)
 class ApplyResult:
-    """What applying a model gave, on this rank."""
+    """The results of applying a model, on this rank."""
 
     evaluation: Evaluator
     chosen: ChosenCheckpoint

@@ -1,9 +1,9 @@
-"""Embeddings in one file for other programs, by their ids: written one after the other, and nothing grows with them.
+"""Embeddings in one file for other programs, by their ids, written one after the other in constant memory.
 
     h5            a dataset for each id, [L, D] or [D]; `original_id` is among its attributes
     safetensors   a tensor for each id
     parquet       a row for each id: `id`, `item`, `chain`, `split`, `residues`, `embedding`
-    npy           one array: a row for each id, or all rows one after the other; NAME.csv beside it says whose they are
+    npy           one array: a row for each id, or all rows one after the other; NAME.csv next to it lists their ids
 
 HDF5 reads `/` in a name as a folder: there, % is written as %25 and / as %2F. All other names are the ids as they are.
 
@@ -47,7 +47,7 @@ _SAFE_TYPES = {"float32": "F32", "float16": "F16"}
 
 
 class EmbeddedId(NamedTuple):
-    """Whose an embedding is."""
+    """The id of an embedding, and the item and chain that it belongs to."""
 
     id: str
     item: str
@@ -58,7 +58,7 @@ class EmbeddedId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExportForm:
-    """What is the same of all embeddings of a file."""
+    """The properties that all embeddings of a file share."""
 
     width: int
     dtype: np.dtype[Any]
@@ -75,12 +75,12 @@ def writing_embeddings(format_: str, out: Path, form: ExportForm) -> Iterator[Ad
         with aside.open("rb") as file:
             os.fsync(file.fileno())
         if format_ == "npy":
-            out.unlink(missing_ok=True)  # else old rows would stand beside the new table for a moment
+            out.unlink(missing_ok=True)  # otherwise old rows would stand next to the new table for a moment
             _table_aside(aside).replace(table_beside(out))
 
 
 def table_beside(path: Path) -> Path:
-    """Return the table that stands beside an array."""
+    """Return the table that belongs to an array."""
     return path.with_suffix(".csv")
 
 
@@ -115,12 +115,12 @@ def _safetensors(aside: Path, out: Path, form: ExportForm) -> Iterator[Add]:
                 raise DataError("safetensors reserves the name __metadata__", where=str(out), remedy="--format h5")
             first = numbers.tell()
             numbers.write(np.ascontiguousarray(array).data)
-            told = {
+            entry = {
                 "dtype": _SAFE_TYPES[form.dtype.name],
                 "shape": array.shape,
                 "data_offsets": [first, numbers.tell()],
             }
-            header.write(f",{json.dumps(whose.id)}:{json.dumps(told)}".encode())
+            header.write(f",{json.dumps(whose.id)}:{json.dumps(entry)}".encode())
 
         yield add
         header.write(b"}")
@@ -200,8 +200,8 @@ def _npy(aside: Path, _out: Path, form: ExportForm) -> Iterator[Add]:
 
 
 def _write_header(file: Any, rows: int, form: ExportForm) -> int:
-    told = {"descr": form.dtype.str, "fortran_order": False, "shape": (rows, form.width)}
-    np.lib.format.write_array_header_1_0(file, told)
+    header = {"descr": form.dtype.str, "fortran_order": False, "shape": (rows, form.width)}
+    np.lib.format.write_array_header_1_0(file, header)
     return int(file.tell())
 
 
@@ -218,7 +218,7 @@ _WRITERS: dict[str, Callable[[Path, Path, ExportForm], AbstractContextManager[Ad
 
 
 def import_arrow(where: str = "train.predict.parquet", otherwise: str = "--set train.predict.parquet=false") -> Any:
-    """Return the module that writes Parquet; raise with how to install it, or what to type `otherwise`."""
+    """Return the module that writes Parquet; the error says how to install it, and the option to use `otherwise`."""
     try:
         import pyarrow
     except ImportError as error:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PART_BYTES = 64 << 20
-INDEX_BYTES = 64  # about what an entry takes in a manifest
+INDEX_BYTES = 64  # of an entry in a manifest, about
 _NAME = re.compile(r"part-(\d{5,})-(\d{6,})")
 _VALUES = "values"
 HIDDEN = "."  # before the names of outputs that tasks do not see; those of a task have no dots
@@ -105,7 +105,7 @@ class OutputWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what was added so far as a part."""
+        """Write the outputs added so far as a part."""
         if not self._pending.ids:
             return
         pending, self._pending = self._pending, _Pending()
@@ -258,7 +258,7 @@ class OutputColumn(Sequence[Any]):
 
     @property
     def number(self) -> type:
-        """What each value is: a bool, an int or a float."""
+        """The type of each value: bool, int or float."""
         kinds = {column.kind for column in self._columns}
         return bool if kinds == {"b"} else int if kinds <= set("biu") else float
 
@@ -352,7 +352,7 @@ def publish_text(path: Path, text: str) -> None:
 
 
 def returned_values(method: str, returned: Any) -> dict[str, Any]:
-    """Return what a method of a task has returned, if it has names; else raise an error that says what is wrong."""
+    """Return the values that a task's method has returned by their names; raise ConfigError if they have none."""
     if not isinstance(returned, Mapping):
         got = "nothing" if returned is None else type(returned).__name__
         raise _refusal(f"{method}() must return values by their names, got {got}", method)
@@ -360,7 +360,7 @@ def returned_values(method: str, returned: Any) -> dict[str, Any]:
 
 
 def numbers_of(metrics: Any) -> dict[str, float]:
-    """Return the figures of a task if each is a number; else raise an error that says what is wrong."""
+    """Return the metrics of a task; raise ConfigError if one is not a number."""
     figures: dict[str, float] = {}
     for name, value in returned_values("metrics", metrics).items():
         try:
@@ -371,8 +371,8 @@ def numbers_of(metrics: Any) -> dict[str, float]:
     return figures
 
 
-def _refusal(what: str, method: str = "outputs") -> ConfigError:
-    return ConfigError(what, where="train.task", remedy=f"{method}() is described in pipeline/protocol.py")
+def _refusal(problem: str, method: str = "outputs") -> ConfigError:
+    return ConfigError(problem, where="train.task", remedy=f"{method}() is described in pipeline/protocol.py")
 
 
 def _checked_name(name: Any) -> str:

@@ -1,11 +1,11 @@
-"""A model's outputs as tables that people sort, and files of what is too large for a cell.
+"""A model's outputs as tables for people, and files of arrays that are too large for a cell.
 
 A folder of predictions holds
 
     predictions.csv               a line an item: its id; a number for each output of one number, `name.0`, `name.1` …
                                   for a short vector; for anything larger its shape, and the file that holds it
     predictions.jsonl             the same as JSON: vectors as lists; null where an item has nothing or no finite number
-    predictions.parquet           the same columns as the CSV's with their types, where it is asked for
+    predictions.parquet           the same columns as the CSV's with their types, on request
     contacts-00000.safetensors    the arrays of the output `contacts`, each under its item's id
 """
 

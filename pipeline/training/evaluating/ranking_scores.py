@@ -1,7 +1,7 @@
 """Metrics of binary scores (AUROC, average precision) over any number of items, in a fixed amount of memory.
 
 A score is kept as one of 65,536 bins: its bits as a half-precision number, put in order. Figures are exact for scores
-of that precision (three digits); scores that become one number there count as ties. Shapes: S scores, H high ones, G
+of that precision (three digits); scores that are equal there count as ties. Shapes: S scores, H high ones, G
 groups of scores, K bins.
 """
 

@@ -1,4 +1,4 @@
-"""The rows of an item table that the tasks of an array apply a model to, side by side."""
+"""The rows of an item table, shared among the tasks of an array that apply a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RowShare:
     stop: int
     task: int
     tasks: int
-    run: str  # of this run alone: what an earlier one left says nothing of it
+    run: str  # notes of earlier runs do not count
 
     def of(self, rows_N: Integers) -> Integers:
         """Return those of some rows that are this task's."""
