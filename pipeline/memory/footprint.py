@@ -108,7 +108,6 @@ class StandingFootprint:
     trained: int  # how many of them are trained
     origin: Provenance = Provenance.TRACED
     notes: tuple[str, ...] = ()  # how far to trust it, in words
-    largest_block_bytes: int = 0  # of parameters that shards gather at once; 0: unknown
     update_parts: tuple[MemoryPart, ...] = ()  # live at the peak of an update, `parts` included
 
     @property

@@ -153,12 +153,6 @@ def _use_of(block: RecordedBlock, backward: int) -> tuple[Category, str]:
     return Category.TEMPORARIES, block.phase
 
 
-def outermost(name: str) -> str:
-    """Return the repeated block that a parameter belongs to, such as layers.3, or else its top module."""
-    counted = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", name)
-    return counted[0] if counted else name.partition(".")[0]
-
-
 def family(name: str) -> str:
     """Return a name with the numbers of repeated blocks replaced: layers.*.attention."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)

@@ -26,7 +26,7 @@ from pipeline.memory.tracing.fake_cuda import cuda_calls
 from pipeline.memory.tracing.fake_mode import FakeMode, conversions, eagerly, faked, unlogged
 from pipeline.memory.tracing.guesses import FAILS, LESS, SEEDS, Draws, EndlessGuess, Guesses, failure_reason
 from pipeline.memory.tracing.kernel_workspace import hidden_bytes, hidden_bytes_cpu, scratch_bytes, scratch_bytes_cpu
-from pipeline.memory.tracing.recorder import Recorder, as_parts, outermost, shapes_unseen
+from pipeline.memory.tracing.recorder import Recorder, as_parts, shapes_unseen
 from pipeline.memory.tracing.sdpa_choice import cuda_attention
 from pipeline.waiting import signals_held
 
@@ -225,8 +225,7 @@ class TraceSession:
         """Trace what does not depend on the batch: the state, the first update and later ones."""
         if self._standing is None:
             training, blocks = self._training, self._set_up()
-            setup, largest_bytes = self._building(blocks), _largest_module_bytes(blocks)
-            state_bytes = _state_bytes(blocks)
+            setup, state_bytes = self._building(blocks), _state_bytes(blocks)
             self._accumulate_least()
             self._draw_most()
             self._highest(lambda: training.accumulate(self._batch(self._smallest)))
@@ -247,7 +246,6 @@ class TraceSession:
                 parameters=sum(parameter.numel() for parameter in parameters),
                 trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
                 origin=origin,
-                largest_block_bytes=largest_bytes,
             )
         return self._standing
 
@@ -490,15 +488,6 @@ def _state_bytes(blocks: Iterable[RecordedBlock]) -> Counter[tuple[Category, str
         if block.use is not None:
             sums[block.use[0], ""] += block.bytes
     return sums
-
-
-def _largest_module_bytes(blocks: Iterable[RecordedBlock]) -> int:
-    """Return the parameter bytes of the largest module that sharding would gather as a whole."""
-    sums: Counter[str] = Counter()
-    for block in blocks:
-        if block.use is not None and block.use[0] is Category.PARAMETERS:
-            sums[outermost(block.use[1])] += block.bytes
-    return max(sums.values(), default=0)
 
 
 def _takes_more(tape: Tape, other: Tape) -> bool:

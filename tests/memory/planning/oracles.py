@@ -56,7 +56,6 @@ class Model:
             update_parts=(*parts, MemoryPart(Category.GRADIENTS, "", size), MemoryPart(Category.TEMPORARIES, "", size)),
             parameters=size // 4,
             trained=size // 4,
-            largest_block_bytes=size // LAYERS,
             origin=self.origin,
         )
 
