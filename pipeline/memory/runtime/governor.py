@@ -1,17 +1,17 @@
 """How large micro-batches may be: as planned, as measured before step 1, and as training shows from then on.
 
-A budget is in the units of costs: bytes of a plan, or items where nobody has planned. The rules:
+A budget has the unit of costs: bytes if there is a plan, else items. The rules:
 
-- measured before step 1: what items take is their cost times a ratio, and the budget is lowered until that fits;
-- an out-of-memory at cost c: BACKOFF times c, or the largest cost below c that has run since, if that is more;
-- the allocator had to give everything back to serve a block: PRESSURE times what ran, but not below a FLOOR of the most
-  that ever ran, for smaller micro-batches cost time, too;
-- its memory was full of blocks that nobody used: they are given back, and if that did not help, PRESSURE again;
-- nothing raises a budget: what would have fitted is recorded, for the next plan. It never falls below the largest item,
-  which cannot be cut: that one climbs the ladder.
+- Measured before step 1: items take their cost times a ratio, and the budget is lowered until that fits.
+- Out of memory at cost c: BACKOFF times c, or the largest cost below c that has run since, if that is more.
+- The allocator had to free its cache to serve a block: PRESSURE times the cost that ran. It stays above FLOOR times the
+  largest cost that ever ran, since smaller micro-batches take more time.
+- The allocator's memory was full of unused blocks: they are freed, and if that did not help, PRESSURE again.
+- The budget never grows; a larger one that would have fitted is recorded for the next plan. It never falls below the
+  largest item, which cannot be cut and climbs the ladder of remedies instead.
 
-A rank says what it wants; the least is what all of them get, at the boundary of a step. So a resumed run, which takes
-the budget from its checkpoint, cuts the same.
+Each rank wants a budget, and all get the least, between two steps. A resumed run takes the budget from its checkpoint,
+so it cuts the same.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ BACKOFF = 0.9  # plans err by a few percent: one step of a tenth mostly does, an
 PRESSURE = 0.95  # of what ran is tried after a retry of the allocator: it did fit, only just
 FLOOR = 0.5  # of the largest cost that ran is left by pressure
 CROWDED = 0.95  # of the limit was reserved,
-IDLE = 0.1  # and so much of it in blocks that nobody used, even at the peak: then what is free is given back
+IDLE = 0.1  # and so much of it in unused blocks, even at the peak: then the cache is emptied
 OFF = 0.02  # a prediction is right within this: a run that is repeated is no closer to itself
-UNPLANNED = 1 << 62  # a budget that nobody has set
+UNPLANNED = 1 << 62  # no budget was set
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Learned:
 
 @dataclass(frozen=True, slots=True)
 class PredictionCheck:
-    """The measured memory of the worst bucket beside its prediction."""
+    """The measured memory of the worst bucket, compared with its prediction."""
 
     predicted_bytes: int
     measured_bytes: int
@@ -88,7 +88,7 @@ class Cut:
 
 
 class Governor:
-    """Keeps the budget and says how micro-batches are cut; the budget changes only between steps."""
+    """Cuts micro-batches to a budget and learns from those that do not fit; the budget changes only between steps."""
 
     def __init__(
         self,
@@ -102,9 +102,9 @@ class Governor:
         padded: bool = False,
         ladder: Sequence[str] = (),
     ) -> None:
-        """Begin as planned.
+        """Start with the plan.
 
-        `base_bytes` is what there is beside the items' costs, `limit_bytes` what torch may reserve, `largest` the cost
+        `base_bytes` is the memory besides the items' costs, `limit_bytes` what torch may reserve, `largest` the cost
         of the largest item, `padded` whether a micro-batch costs its items times the largest of them, `ladder` the
         rungs from first to last.
         """
@@ -199,7 +199,7 @@ class Governor:
 
     def out_of_memory(self, cost: int) -> None:
         """Note that a micro-batch of this cost did not fit."""
-        ran = self.learned.ran if self.learned.ran < cost else 0  # what ran once, and larger, says no more
+        ran = self.learned.ran if self.learned.ran < cost else 0  # memory has changed since a larger one ran
         self.learned = replace(self.learned, ooms=self.learned.ooms + 1, ran=ran)
         self._wanted = cost if self._wanted is None else min(self._wanted, cost)
 

@@ -67,10 +67,10 @@ def each_that_fits(
 
 
 def forget_failed_backward() -> None:
-    """Release what a backward that raised keeps on the CPU; the threads of GPUs do so by themselves.
+    """Release the tensors that a failed backward keeps on the CPU; the threads of GPUs do so by themselves.
 
-    On the CPU the caller's own thread works off the graph. After an error what was ready to run stays in its queue, and
-    keeps what it saved, until the next backward (torch/csrc/autograd/engine.cpp: `local_ready_queue`).
+    On the CPU the caller's own thread works off the graph. After an error the nodes that were ready to run stay in its
+    queue, with the tensors they saved, until the next backward (torch/csrc/autograd/engine.cpp: `local_ready_queue`).
     """
     torch.autograd.backward(torch.zeros((), requires_grad=True).clone())
 
@@ -130,7 +130,7 @@ class StepSnapshot:
 
 @dataclass(slots=True)
 class _Buffer:
-    """A buffer of a module: the tensor itself, in case another takes its place, and a copy of its content.
+    """A buffer of a module: the tensor itself, in case it is replaced, and a copy of its content.
 
     Most never change. Until one has, its only copy is in the host's memory, made at the first step.
     """
@@ -141,7 +141,7 @@ class _Buffer:
     kept: Tensor | None
     version: int
     changes: bool
-    is_new: bool  # nobody has seen a step of it
+    is_new: bool  # no step of it was observed yet
 
     @classmethod
     def of(cls, module: nn.Module, name: str, tensor: Tensor | None, before: _Buffer | None) -> _Buffer:

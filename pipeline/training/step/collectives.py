@@ -1,16 +1,16 @@
 """The collectives of a sharded model, which all ranks begin or none does: so memory may end on any of them in any pass.
 
 Within a forward and a backward FSDP gathers the parameters of a block and reduces its gradients. A rank whose memory
-ends in between would leave the others waiting. So all ranks agree before every collective: each says which one it is
-about to begin, or that it has given up; where anyone has, all leave the pass.
+ends in between would leave the others waiting. So all ranks agree before every collective: each reports which one it
+is about to begin, or that it has given up; where any has, all leave the pass.
 
-Why nobody waits for ever, as long as all ranks begin the same passes (`joint_turns`):
+Why no rank waits for ever, as long as all ranks begin the same passes (`joint_turns`):
 
-1. In a pass a rank calls `agree` before each of its collectives and once at the end, whatever became of the pass, and
+1. In a pass a rank calls `agree` before each of its collectives and once at the end, also of a failed pass, and
    makes no other call that involves all ranks. So the first agreement of one rank meets the first of every other, the
    second the second, and so on, as long as none stops.
-2. What comes of an agreement is the same on all ranks: all are about to begin the same collective, all have come to
-   the end, someone has given up, or the model does not do the same on all ranks.
+2. The outcome of an agreement is the same on all ranks: all are about to begin the same collective, all have come to
+   the end, a rank has given up, or the model does not do the same on all ranks.
 3. In the first case all begin that collective: its memory was allocated before, and nothing stands in between. In each
    of the others no rank agrees or begins anything further in this pass: they raise, and `Passes.run` returns.
 4. So every rank leaves a pass after the same number of agreements and collectives, all of which are complete.
@@ -50,7 +50,7 @@ Result = TypeVar("Result")
 
 WHERE = "train.sharding"
 NOT_SHARDED = "--set train.sharding=false"
-END, GAVE_UP = 0, 1 << 62  # beside them: a collective by its kind and size
+END, GAVE_UP = 0, 1 << 62  # any other number is a collective by its kind and size
 
 
 class ConnectedRanks(Ranks, Protocol):
@@ -61,7 +61,7 @@ class ConnectedRanks(Ranks, Protocol):
 
 
 class ImaginedRanks(SingleRank):
-    """The first of ranks that do not exist, for a step that is only traced: what it waits for is there at once."""
+    """The first of ranks that do not exist, for a step that is only traced: it never waits."""
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -70,7 +70,7 @@ class ImaginedRanks(SingleRank):
         return super().exchange(message) * self.world
 
     def collective(self, begin: Callable[[], dist.Work], *, in_stream: bool = False) -> None:
-        """Leave out the call: its memory was allocated before, and nobody reads the numbers."""
+        """Leave out the call: its memory was allocated before, and the numbers are not read."""
 
 
 @contextmanager
@@ -88,12 +88,12 @@ def imagined(world: int) -> Iterator[ImaginedRanks]:
 
 
 class PassGivenUp(Exception):
-    """Another rank could not finish the pass: this one leaves it, too. No error: whoever made the pass catches it."""
+    """Another rank could not finish the pass, so this one leaves it; `Passes.run` catches it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassOutcome(Generic[Result]):
-    """What came of a pass of all ranks."""
+    """The result of a pass of all ranks."""
 
     result: Result | None = None
     error: str = ""  # why memory ended on this very rank; empty: it did not

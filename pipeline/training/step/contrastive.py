@@ -125,8 +125,7 @@ class ContrastiveStep(Step):
         self.watch.terms({name: total for name, (total, _) in terms.items()})
         inputs = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         own = [parameter for parameter in self.model.parameters() if parameter.requires_grad] if counts else []
-        scaled = self.scaler.scale(whole_loss(terms))
-        gradients = torch.autograd.grad(scaled, [*inputs.values(), *own], allow_unused=True)
+        gradients = torch.autograd.grad(self.scaled(whole_loss(terms)), [*inputs.values(), *own], allow_unused=True)
         if counts:
             self.add_terms(terms)
         cached = {name: gradient for name, gradient in zip(inputs, gradients, strict=False) if gradient is not None}
@@ -202,7 +201,7 @@ class ContrastiveStep(Step):
             self.watch.terms({name: total for name, (total, _) in terms.items()})
             loss = whole_loss(terms)
         self.watch.phase("backward")
-        torch.autograd.backward(self.scaler.scale(loss))
+        torch.autograd.backward(self.scaled(loss))
         self.add_terms(terms)
 
     # Micro-batches

@@ -1,11 +1,11 @@
-"""A model that fits on no single device: parameters, gradients and optimizer state sharded over the ranks (FSDP2).
+"""A model too large for a single device: parameters, gradients and optimizer state sharded over the ranks (FSDP2).
 
 A block's parameters are gathered before it computes, and its gradients are reduced after it, by all ranks together,
 within every forward and backward. So all must make the same number of passes (`collectives.joint_turns`): a rank that
 has no micro-batch left runs the cheapest item of the step along with the others, with its loss times zero.
 
 In half precision parameters are gathered and computed with in it, and gradients are added up in full precision. Nothing
-else is cast between blocks: what is computed in which precision is for autocast to say, as in a model of one device.
+else is cast between blocks: autocast chooses the precision of each operation, as in a model of one device.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from pipeline.training.step.step import StepWatch
 
 Result = TypeVar("Result")
-TINY = 1e-6  # beside the norm, as in torch.nn.utils.clip_grad_norm_
+TINY = 1e-6  # added to the norm, as in torch.nn.utils.clip_grad_norm_
 
 
 def local(tensor: Tensor) -> Tensor:

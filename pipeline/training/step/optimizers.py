@@ -1,4 +1,4 @@
-"""What a step is built from: its settings, its optimizer, and its loss terms: {name: (sum, weight)}."""
+"""The parts of a step: its settings, its optimizer, and its loss terms {name: (sum, weight)}."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def refused(problem: str, remedy: str = SEE) -> ConfigError:
 
 
 def checked_terms(terms: Any) -> Terms:
-    """Return the terms of a loss if each is a sum and a weight; else raise an error that says what is wrong."""
+    """Return the terms of a loss if each is a sum and a weight; else raise an error with the problem."""
     if not isinstance(terms, Mapping) or not terms:
         got = "a tensor" if isinstance(terms, torch.Tensor) else type(terms).__name__ if terms else "nothing"
         raise refused(f"loss() must return {{term: (sum, weight)}} with at least one term, got {got}")
@@ -216,9 +216,9 @@ def step_in_place(optimizer: Optimizer) -> None:
 
 
 def forget_scaling(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
-    """Forget what a scaler noted of gradients that are gone, also where memory ended within the optimizer.
+    """Forget a scaler's state of gradients that are gone, also where memory ended within the optimizer.
 
-    A fused optimizer is told the scale by two attributes, which then stay, and are multiplied into the next step's.
+    A fused optimizer receives the scale in two attributes, which would stay and scale the next step's gradients.
     """
     if scaler.is_enabled():
         scaler._per_optimizer_states.pop(id(optimizer), None)  # noqa: SLF001 - else a second unscale_() is refused

@@ -176,8 +176,14 @@ class Step:
             loss = self._loss(terms, weights)
         del batch
         self.watch.phase("backward")
-        torch.autograd.backward(self.scaler.scale(loss))
+        torch.autograd.backward(self.scaled(loss))
         self.add_terms(terms)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return a loss times the scale of half precision, if there is one."""
+        if self._is_on_host and self.scaler.is_enabled():
+            return loss * self.scaler.get_scale()  # `scale` would not wait for the copy from the GPU
+        return self.scaler.scale(loss)
 
     def accumulate_alone(self, batch: Batch, weights: Mapping[str, Any] | None = None) -> None:
         """Add the gradients of a micro-batch's own loss, as if it were a whole step."""
