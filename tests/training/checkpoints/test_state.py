@@ -166,23 +166,3 @@ def test_a_refusal_leaves_everything_as_it_was(tmp_path):
         training.load(made.newest())
     del training.averages["strange"]
     assert all(same_bits(one, before[name]) for name, one in training.packed().tensors.items())
-
-
-def drawn():
-    gauss = random.gauss(0, 1), float(np.random.standard_normal())  # noqa: NPY002
-    return torch.rand(3).tolist(), random.random(), gauss, np.random.rand(2).tolist()  # noqa: NPY002
-
-
-@pytest.mark.parametrize("gauss", [False, True])
-def test_random_numbers_go_on_where_they_were(tmp_path, gauss):
-    torch.manual_seed(1)
-    random.seed(1)
-    np.random.seed(1)  # noqa: NPY002
-    if gauss:  # both keep the second number of a pair
-        drawn()
-    made = checkpoints(tmp_path)
-    made.save(State(own=RngState.capture().tensors()), 1)
-    wanted = [drawn() for _ in range(3)]
-    drawn()
-    RngState.from_tensors(made.newest().own(0).own).restore()
-    assert [drawn() for _ in range(3)] == wanted

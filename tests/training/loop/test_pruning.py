@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from statistics import median
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,23 +56,6 @@ def test_lower_and_higher_mirror_each_other(own: Figures, others: list[Figures],
     high = falls_behind(turned[0], turned[1:], grace=grace, lower=False)
     assert (low is None) == (high is None)
     assert low is None or high is None or low == -high
-
-
-@given(curves.filter(bool), st.lists(curves, min_size=FEWEST, max_size=6))
-def test_the_best_of_all_is_never_ended(own: Figures, others: list[Figures]) -> None:
-    best = min((value for figures in others for value in figures.values()), default=0.0)
-    assert falls_behind({**own, max(own): best - 1}, others, grace=1, lower=True) is None
-
-
-@given(st.lists(st.floats(-10, 10), min_size=FEWEST + 1, max_size=9), st.integers(1, 4))
-def test_at_most_half_of_those_that_stand_together_end(values: list[float], epoch: int) -> None:
-    known = [flat(value, epoch) for value in values]
-    ended = [
-        value
-        for place, value in enumerate(values)
-        if falls_behind(known[place], [*known[:place], *known[place + 1 :]], grace=1, lower=True) is not None
-    ]
-    assert all(value >= median(values) for value in ended)
 
 
 def epoch_line(epoch: int, loss: float | None) -> str:
