@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from pipeline.command_line import quoted
@@ -49,7 +49,12 @@ class State:
         """The same state, with this rank's shards of sharded tensors among its own."""
         shards = {name: shard_of(tensor) for name, tensor in self.tensors.items() if is_sharded(tensor)}
         places = {
-            name: {"shape": list(self.tensors[name].shape), "offset": offset} for name, (_, offset) in shards.items()
+            name: {
+                "shape": list(self.tensors[name].shape),
+                "dtype": str(shard.dtype).removeprefix("torch."),
+                "part": {"offset": offset, "shape": list(shard.shape)},
+            }
+            for name, (shard, offset) in shards.items()
         }
         whole = {name: tensor for name, tensor in self.tensors.items() if name not in shards}
         own = {**self.own, **{f"{SHARD}{name}": shard for name, (shard, _) in shards.items()}}
@@ -70,27 +75,33 @@ def shard_of(tensor: Any) -> tuple[Tensor, list[int]]:
 
 
 @dataclass(frozen=True)
+class Part:
+    """A part of a stored tensor; `load` verifies its file and maps it."""
+
+    offset: Sequence[int]
+    shape: Sequence[int]
+    load: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
 class StoredTensor:
     """A tensor of a checkpoint in one part, or in the shards of several ranks."""
 
     shape: tuple[int, ...]
-    parts: list[tuple[Sequence[int], Tensor]]  # their offsets
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.parts[0][1].dtype
+    dtype: torch.dtype
+    parts: list[Part]
 
     @property
     def is_whole(self) -> bool:
         """Whether the parts add up to the whole."""
-        return sum(part.numel() for _, part in self.parts) == math.prod(self.shape)
+        return sum(math.prod(part.shape) for part in self.parts) == math.prod(self.shape)
 
     def whole(self) -> Tensor:
         """Return the whole tensor: mapped where it is in one part, else assembled."""
         import torch
 
         if len(self.parts) == 1:
-            return self.parts[0][1]
+            return self.parts[0].load()
         self.copy_to(tensor := torch.empty(self.shape, dtype=self.dtype))
         return tensor
 
@@ -101,16 +112,15 @@ class StoredTensor:
     def copy_to(self, target: Tensor) -> None:
         """Fill a tensor, or this rank's shard of it, with the parts that overlap it."""
         local, begin = shard_of(target.detach())
-        for offset, part in self.parts:
-            into = local
-            for dim, (here, there) in enumerate(zip(begin, offset, strict=True)):
-                start, stop = max(here, there), min(here + into.shape[dim], there + part.shape[dim])
-                if start >= stop:
-                    break
-                size = stop - start
-                into, part = into.narrow(dim, start - here, size), part.narrow(dim, start - there, size)
-            else:
-                into.copy_(part)
+        for part in self.parts:
+            sides = zip(begin, local.shape, part.offset, part.shape, strict=True)
+            spans = [(max(here, there), min(here + size, there + length)) for here, size, there, length in sides]
+            if all(start < stop for start, stop in spans):
+                into, loaded = local, part.load()
+                for dim, (start, stop) in enumerate(spans):
+                    into = into.narrow(dim, start - begin[dim], stop - start)
+                    loaded = loaded.narrow(dim, start - part.offset[dim], stop - start)
+                into.copy_(loaded)
 
 
 @dataclass(frozen=True)
@@ -124,6 +134,7 @@ class Checkpoint:
     lower_is_better: bool
     ranks: Sequence[Mapping[str, Any]]
     data: Mapping[str, Any]
+    _files: dict[str, dict[str, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def path(self) -> Path:
@@ -145,16 +156,23 @@ class Checkpoint:
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
         """The tensors that are no rank's own, by name."""
+        import torch
+
         shards: dict[str, StoredTensor] = {}
         for rank, data in enumerate(self.ranks):
-            own = self.sealed.tensors(rank_file(rank)) if data.get(SHARDS) else {}
             for name, place in data.get(SHARDS, {}).items():
-                shard = (place["offset"], own[f"{SHARD}{name}"])
-                shards.setdefault(name, StoredTensor(tuple(place["shape"]), [])).parts.append(shard)
+                empty = StoredTensor(tuple(place["shape"]), getattr(torch, place["dtype"]), [])
+                load = partial(self._load, rank_file(rank), f"{SHARD}{name}")
+                shards.setdefault(name, empty).parts.append(Part(**place["part"], load=load))
         if lacking := [name for name, tensor in shards.items() if not tensor.is_whole]:
             problem = f"is missing parts of {first_few(lacking, _MOST_NAMED)}"
             raise FolderDamaged(problem, where=str(self.path), remedy=self.sealed.remedy)
         return in_one_part(self.sealed.tensors(STATE)) | shards
+
+    def _load(self, file: str, name: str) -> Tensor:
+        if file not in self._files:
+            self._files[file] = self.sealed.tensors(file)
+        return self._files[file][name]
 
     def load_into(self, targets: Mapping[str, Tensor]) -> None:
         """Fill tensors by name, in place, if their dtypes and shapes match; of a sharded one, this rank's shard."""
@@ -171,7 +189,10 @@ class Checkpoint:
 
 def in_one_part(tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
     """Return tensors as those of an unsharded checkpoint."""
-    return {name: StoredTensor(tuple(tensor.shape), [([0] * tensor.dim(), tensor)]) for name, tensor in tensors.items()}
+    return {
+        name: StoredTensor(tuple(tensor.shape), tensor.dtype, [Part([0] * tensor.dim(), tensor.shape, tensor.detach)])
+        for name, tensor in tensors.items()
+    }
 
 
 def fill(targets: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], path: Path) -> None:

@@ -15,7 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError, JobFailed
-from pipeline.training.checkpoints.checkpoint import State, StoredTensor, by_figure, checkpoints_in, open_checkpoint
+from pipeline.training.checkpoints.checkpoint import (
+    Part,
+    State,
+    StoredTensor,
+    by_figure,
+    checkpoints_in,
+    open_checkpoint,
+)
 from pipeline.training.checkpoints.checkpoint_folder import NotSaved, new_token
 from pipeline.training.checkpoints.sealed_folder import FolderDamaged
 from tests.store.faulty_disks import FailingDisk, KillingDisk
@@ -129,14 +136,14 @@ def cut(tensor, data):
             behind = [start + at * (place == dim) for place, start in enumerate(offset)]
             halves += [(offset, part.narrow(dim, 0, at)), (behind, part.narrow(dim, at, length - at))]
         parts = halves
-    return [(offset, part.clone()) for offset, part in parts]
+    return [Part(offset, part.shape, part.clone) for offset, part in parts]
 
 
 @given(shape=st.lists(st.integers(0, 5), max_size=3), data=st.data())
 @settings(deadline=None)
 def test_shards_of_any_cut_make_the_whole_tensor(shape, data):
     tensor = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-    stored = StoredTensor(tuple(shape), cut(tensor, data))
+    stored = StoredTensor(tuple(shape), tensor.dtype, cut(tensor, data))
     assert stored.is_whole
     assert same_bits(stored.whole(), tensor)
     start, size = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 5))
@@ -166,8 +173,9 @@ class Sharded:
 
 def test_a_checkpoint_that_lacks_a_shard_is_damaged(tmp_path):
     made = checkpoints(tmp_path)
-    place = {"parts": {"model.x": {"shape": [4], "offset": [0]}}}
-    made.save(State(own={"part.model.x": torch.zeros(2)}, own_data=place), 1)
+    place = {"shape": [4], "dtype": "float32", "part": {"offset": [0], "shape": [2]}}
+    own = State(own={"part.model.x": torch.zeros(2)}, own_data={"parts": {"model.x": place}})
+    made.save(own, 1)
     with pytest.raises(FolderDamaged, match=r"missing parts of model\.x"):
         _ = made.newest().tensors
 
