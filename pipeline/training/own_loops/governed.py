@@ -13,18 +13,16 @@ as a whole: batch normalisation, and losses that compare the items of a batch.
 Over several processes (`foreign_ranks`) each hands over its own items, or none, and all make the same steps. A step is
 that of the items of all ranks: its loss is the sum over all of them by their weight, which is what
 DistributedDataParallel has where all ranks have the same weight. Gradients are summed once, after the last backward.
-Where memory ends on a rank, all run the step again, that rank in smaller parts; at the end of a step all take over the
-least budget. All begin with the parameters of the first rank. A rank that cannot go on says so to the
-others, and all end.
+Where memory ends on a rank, all run the step again, that rank in smaller parts; at the end of a step all adopt the
+least budget. All begin with the parameters of the first rank. Where a rank cannot continue, all ranks raise its reason.
 """
 
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
 
@@ -40,7 +38,7 @@ from pipeline.training.ranks.rank_protocol import RankLost
 from pipeline.training.step.optimizers import WeightedMean
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -49,9 +47,8 @@ if TYPE_CHECKING:
 
     LossOf: TypeAlias = Callable[[list[Any]], tuple[Tensor, Tensor | float]]
 
-Item = TypeVar("Item")
-
-BACKOFF = 0.75  # nobody has planned: all that is known of what fits is that half of it did
+RESTART = "load the last checkpoint, and train with fewer parameters, another optimizer or a larger GPU"
+BACKOFF = 0.75  # without a plan, all that is known is that half of the piece did fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +80,7 @@ class Governed:
 
         `cost` says what an item costs, in any unit that adds up, and `budget` what may run at once, if that is known.
         `too_large` is what becomes of an item that does not fit alone, `clip` the norm of all gradients at most;
-        `backward` stands in for that of torch. `events` keeps what happened; set `heard` to be called with each event.
+        `backward` stands in for that of torch. `events` keeps what happened; `on_event` is called with each.
         """
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.device = str(next(model.parameters()).device)
@@ -94,7 +91,7 @@ class Governed:
             begin_alike(model, self.ranks)
         self.governor = Governor(budget=UNPLANNED if budget is None else budget, backoff=BACKOFF)
         self.events: list[GovernedEvent] = []
-        self.heard: Callable[[GovernedEvent], None] | None = None
+        self.on_event: Callable[[GovernedEvent], None] | None = None
         self.steps = 0
         self._cost, self._too_large, self._clip, self._backward = cost, too_large, clip, backward
         self._meter = None if self.device == CPU else CardMeter(self.device)
@@ -110,22 +107,19 @@ class Governed:
         self._left_out.clear()
         self._snapshot = StepSnapshot(self.model, device=self.device, scaler=self.scaler, before=self._snapshot)
         shares = until_it_fits(
-            partial(self._attempt, items, loss_of),
+            lambda: self._exchange(lambda: self._attempt(items, loss_of)),
             fits=lambda shares: not any(share["again"] for share in shares),
             rewind=self._go_back,
         )
-        with self._telling_others():
-            loss = self._update(shares)
-            want = self._want()
-        self._end(self._hear(want))
-        return loss
+        loss: list[Tensor] = []
+        self._adopt_least(self._exchange(lambda: self._update(shares, loss)))
+        self.steps += 1
+        return loss[0]
 
-    def _attempt(self, items: Sequence[Any], loss_of: LossOf) -> list[Said]:
-        """Run this rank's items forward and backward, up to the first that do not fit; return all ranks' shares."""
-        with self._telling_others():
-            fits = self._run(items, loss_of)
-            share = self._share() if fits else {}
-        return self._hear({**share, "again": not fits})
+    def _attempt(self, items: Sequence[Any], loss_of: LossOf) -> Said:
+        """Run this rank's items forward and backward, up to the first that do not fit; return its share of the step."""
+        fits = self._run(items, loss_of)
+        return {**(self._share() if fits else {}), "again": not fits}
 
     def _run(self, items: Sequence[Any], loss_of: LossOf) -> bool:
         places = [place for place in range(len(items)) if place not in self._left_out]
@@ -143,7 +137,7 @@ class Governed:
 
     def _learn(self, places: Sequence[int], costs: Sequence[int], error: str) -> None:
         """Run items that did not fit in smaller parts from now on; skip a single one, or raise."""
-        self._tell("out of memory", sum(costs), f"items {places[0]} to {places[-1]}: {error}")
+        self._report("out of memory", sum(costs), f"items {places[0]} to {places[-1]}: {error}")
         if self.governor.failed(costs):
             return
         if self._too_large == "error":
@@ -152,7 +146,7 @@ class Governed:
                 where=f"step {self.steps}",
                 remedy="crop it, compute its activations again (torch.utils.checkpoint), or set too_large='skip'",
             )
-        self._tell("skipped", costs[0], f"item {places[0]} does not fit alone")
+        self._report("skipped", costs[0], f"item {places[0]} does not fit alone")
         self._left_out.add(places[0])
 
     def _go_back(self) -> None:
@@ -163,27 +157,23 @@ class Governed:
 
     # Ranks
 
-    @contextmanager
-    def _telling_others(self) -> Iterator[None]:
-        """Surround what a rank does alone: where it fails, the others hear of it in place of what they wait for."""
+    def _exchange(self, work: Callable[[], Said]) -> list[Said]:
+        """Do this rank's own work and exchange what it returns; where it fails on one rank, all raise."""
         try:
-            yield
+            message = work()
         except Exception as error:
             reason = str(error).partition("\n")[0] or type(error).__name__
             with suppress(RankLost):  # they are gone already
                 self.ranks.exchange({"failed": reason})
             raise
-
-    def _hear(self, message: Said) -> list[Said]:
-        """Exchange messages with all ranks; raise if one of them has failed."""
-        if self.ranks.world == 1:  # a device is not waited for
+        if self.ranks.world == 1:  # without synchronising with a GPU
             return [message]
-        heard = self.ranks.exchange(message)
-        for rank, said in enumerate(heard):
-            if "failed" in said:
-                problem = f"rank {rank} of {self.ranks.world} cannot continue: {said['failed']}"
+        replies = self.ranks.exchange(message)
+        for rank, reply in enumerate(replies):
+            if "failed" in reply:
+                problem = f"rank {rank} of {self.ranks.world} cannot continue: {reply['failed']}"
                 raise RankLost(problem, where=f"step {self.steps}", remedy=READ)
-        return heard
+        return replies
 
     def _share(self) -> Said:
         """Return the weight of this rank's items, once there is memory for adding up their gradients."""
@@ -221,25 +211,26 @@ class Governed:
         self._backward(loss if self.scaler is None else self.scaler.scale(loss))
         self._mean.add(total, weight)
 
-    def _update(self, shares: Sequence[Said]) -> Tensor:
-        """Scale the gradients by the weight of the whole step, and run the optimizer."""
-        if self._is_empty(shares):  # every item was skipped
-            return torch.zeros((), device=self.device)
-        values: list[Tensor] = []
-        error = out_of_memory_error(self._make_step, values, shares)
-        if error is not None:
-            raise JobFailed(
-                f"out of memory in optimizer.step(); parameters may be half updated: {error}",
-                where=f"step {self.steps}",
-                remedy="load the last checkpoint, and train with fewer parameters, another optimizer or a larger GPU",
-            )
-        return values[0]
+    def _update(self, shares: Sequence[Said], loss: list[Tensor]) -> Said:
+        """Run the optimizer and drop the gradients; return the budget that this rank's governor wants."""
+        has_run = not self._mean.is_empty if self._sums is None else any(share["has_run"] for share in shares)
+        if has_run:
+            error = out_of_memory_error(self._make_step, shares, loss)
+            if error is not None:
+                problem = f"out of memory in optimizer.step(); parameters may be half updated: {error}"
+                raise JobFailed(problem, where=f"step {self.steps}", remedy=RESTART)
+        else:  # every item was skipped
+            loss.append(torch.zeros((), device=self.device))
+        self._release()
+        want = self.governor.after_step(None if self._meter is None else self._meter.read())
+        if want.empty_cache:
+            free_caches(self.device)
+        if self._meter is not None:
+            self._meter.reset_peak()
+        return {"budget": want.budget, "why": want.why}
 
-    def _is_empty(self, shares: Sequence[Said]) -> bool:
-        return self._mean.is_empty if self._sums is None else not any(share["has_run"] for share in shares)
-
-    def _make_step(self, values: list[Tensor], shares: Sequence[Said]) -> None:
-        values.append(self._add_up(shares))
+    def _make_step(self, shares: Sequence[Said], loss: list[Tensor]) -> None:
+        loss.append(self._add_up(shares))
         if self._clip is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
@@ -250,23 +241,12 @@ class Governed:
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
-    def _want(self) -> Said:
-        """Drop the gradients, and return the budget that this rank's governor wants."""
-        self._release()
-        want = self.governor.after_step(None if self._meter is None else self._meter.read())
-        if want.empty_cache:
-            free_caches(self.device)
-        if self._meter is not None:
-            self._meter.reset_peak()
-        return {"budget": want.budget, "why": want.why}
-
-    def _end(self, wants: Sequence[Said]) -> None:
-        """Take over the least budget of all ranks."""
+    def _adopt_least(self, wants: Sequence[Said]) -> None:
+        """Adopt the least budget of all ranks."""
         least = min(range(len(wants)), key=lambda rank: wants[rank]["budget"])
         if self.governor.adopt(wants[least]["budget"]):
             of = "" if least == self.ranks.rank else f"rank {least}: "
-            self._tell("budget", self.governor.budget, of + wants[least]["why"])
-        self.steps += 1
+            self._report("budget", self.governor.budget, of + wants[least]["why"])
 
     def _release(self) -> None:
         """Drop the gradients, and begin a new mean."""
@@ -277,11 +257,11 @@ class Governed:
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
-    def _tell(self, what: Literal["out of memory", "skipped", "budget"], cost: int, detail: str) -> None:
+    def _report(self, what: Literal["out of memory", "skipped", "budget"], cost: int, detail: str) -> None:
         event = GovernedEvent(self.steps, what, cost, detail)
         self.events.append(event)
-        if self.heard is not None:
-            self.heard(event)
+        if self.on_event is not None:
+            self.on_event(event)
 
 
 def _checked(returned: Any) -> tuple[Tensor, Tensor | float]:

@@ -55,17 +55,17 @@ class GovernorCallback(Callback):
         *,
         splits: bool = False,
         habits: MaintenanceSettings | None = None,
-        heard: Callable[[Mapping[str, Any]], None] = lambda record: None,  # noqa: ARG005
+        on_record: Callable[[Mapping[str, Any]], None] = lambda record: None,  # noqa: ARG005
         **options: Any,
     ) -> None:
         """Take whether to split batches of a module that optimizes automatically, and options of `Governed`.
 
-        `heard` is called with each record: epoch, event, growth, failure.
+        `on_record` is called with each record: epoch, event, growth, failure.
         """
         super().__init__()
         self._splits = splits
         self.records: list[Mapping[str, Any]] = []
-        self._habits, self._heard, self._options = habits or MaintenanceSettings(), heard, options
+        self._habits, self._on_record, self._options = habits or MaintenanceSettings(), on_record, options
         self._upkeep: Maintenance | None = None
         self._meter: Meter | None = None
         self._governed: Governed | None = None
@@ -119,7 +119,7 @@ class GovernorCallback(Callback):
             backward=module.manual_backward,
             **self._options,
         )
-        governed.heard = lambda event: self._tell({"kind": "event", **asdict(event)})
+        governed.on_event = lambda event: self._report({"kind": "event", **asdict(event)})
         if self._learned is not None:
             governed.load_state_dict(self._learned)
         return governed
@@ -149,7 +149,7 @@ class GovernorCallback(Callback):
         assert self._meter is not None
         memory, host = self._meter.read(), HostMeter().read()
         figures = {name: value for name, value in asdict(memory).items() if value is not None}
-        self._tell({"kind": "epoch", "epoch": trainer.current_epoch, **figures, "host": asdict(host)})
+        self._report({"kind": "epoch", "epoch": trainer.current_epoch, **figures, "host": asdict(host)})
         pl_module.log_dict({f"memory/{name}": float(value) for name, value in figures.items()})
         self._used.append(memory.reserved_bytes if memory.allocated_bytes is None else memory.allocated_bytes)
         self._look_for_growth(trainer.current_epoch)
@@ -159,7 +159,7 @@ class GovernorCallback(Callback):
         last = self._used[-GROWING - 1 :]
         if len(last) > GROWING and all(now - then >= GROWTH_BYTES for then, now in itertools.pairwise(last)):
             grown_bytes = last[-1] - last[0]
-            self._tell({"kind": "growth", "epoch": epoch, "epochs": GROWING, "bytes": grown_bytes})
+            self._report({"kind": "growth", "epoch": epoch, "epochs": GROWING, "bytes": grown_bytes})
             _log.warning("memory grew in each of %d epochs, by %s bytes in all", GROWING, f"{grown_bytes:,}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: ARG002
@@ -172,7 +172,7 @@ class GovernorCallback(Callback):
             error, remedy = exception.what, exception.remedy
         figures = {} if self._meter is None else asdict(self._meter.read())
         at = {"epoch": trainer.current_epoch, "step": trainer.global_step}
-        self._tell({"kind": "failure", **at, "error": error, "remedy": remedy, **figures})
+        self._report({"kind": "failure", **at, "error": error, "remedy": remedy, **figures})
         _log.error("step %d: %s\n  next: %s", trainer.global_step, error, remedy)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002 - Lightning's
@@ -192,9 +192,9 @@ class GovernorCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._learned = state_dict or None
 
-    def _tell(self, record: Mapping[str, Any]) -> None:
+    def _report(self, record: Mapping[str, Any]) -> None:
         self.records.append(record)
-        self._heard(record)
+        self._on_record(record)
 
 
 class _InParts:

@@ -2,7 +2,7 @@
 
 A rank is the given command with `--part 1/3 --meeting NAME`: its rank, the world size, and a name that only the ranks
 of this start share. Signals are forwarded to all. When one fails, the others have some time to end by themselves (they
-notice, see `watchdog`), then they get SIGTERM, then SIGKILL; all are waited for.
+notice, see `rank_monitor`), then they get SIGTERM, then SIGKILL; all are waited for.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ LOOK_EVERY_S = 0.05
 class GracePeriods:
     """How long the other ranks may go on after one of them has failed."""
 
-    alone_s: float = 25.0  # more than the watchdog takes
-    told_s: float = 15.0  # after SIGTERM
+    alone_s: float = 25.0  # more than the rank monitor takes
+    term_s: float = 15.0  # after SIGTERM
 
 
 def launch_ranks(
@@ -52,7 +52,7 @@ def launch_ranks(
             processes.start(words, own)
         return processes.wait()
     except BaseException:
-        processes.graces = GracePeriods(0.0, processes.graces.told_s)
+        processes.graces = GracePeriods(0.0, processes.graces.term_s)
         processes.end()
         raise
     finally:
@@ -98,7 +98,7 @@ class _RankProcesses:
 
     def end(self) -> None:
         """Wait for all ranks, with SIGTERM and then SIGKILL when their grace periods are over."""
-        for grace_s, number in ((self.graces.alone_s, signal.SIGTERM), (self.graces.told_s, signal.SIGKILL)):
+        for grace_s, number in ((self.graces.alone_s, signal.SIGTERM), (self.graces.term_s, signal.SIGKILL)):
             if wait_for(self._all_ended, grace_s, LOOK_EVERY_S):
                 return
             self._send(number)

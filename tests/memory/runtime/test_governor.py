@@ -424,18 +424,18 @@ def test_it_trains_where_the_plain_loop_dies() -> None:
     items.model.zero_grad()
     limited.forget_failed_backward()
     items.calls.clear()
-    heard: list[GovernedEvent] = []
+    reported: list[GovernedEvent] = []
     governed = items.governed(cost=len)
-    governed.heard = heard.append
+    governed.on_event = reported.append
     with LimitedDevice(limit_bytes) as device:
         for _ in range(3):
             governed.step(items.items, items.loss_of)
         refused = device.refused
     assert refused > 0
-    assert heard == governed.events
-    assert {event.what for event in heard} == {"out of memory", "budget"}
+    assert reported == governed.events
+    assert {event.what for event in reported} == {"out of memory", "budget"}
     assert parameters(items).isfinite().all()
-    replays = [event.step for event in heard if event.what == "out of memory"]
+    replays = [event.step for event in reported if event.what == "out of memory"]
     assert replays.count(0) > replays.count(1) >= replays.count(2) == 0  # it learns
     expected = Items(width=64)
     for _ in range(3):

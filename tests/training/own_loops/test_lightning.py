@@ -66,11 +66,11 @@ def test_with_automatic_optimization_an_oom_is_recorded_with_what_to_do(
 
 
 def test_every_epoch_has_its_figures_and_they_are_logged(kit: Any, tmp_path: Path) -> None:
-    heard: list[object] = []
-    callback = kit.GovernorCallback(heard=heard.append)
+    reported: list[object] = []
+    callback = kit.GovernorCallback(on_record=reported.append)
     trainer = kit.fit(kit.Regression(manual=False), callback, tmp_path, 3)
     assert [record["epoch"] for record in callback.records if record["kind"] == "epoch"] == [0, 1, 2]
-    assert heard == callback.records
+    assert reported == callback.records
     figures = callback.records[-1]
     assert figures["peak_reserved_bytes"] >= figures["reserved_bytes"] > 0
     assert figures["host"]["used_bytes"] > 0
