@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.training.step_clock import READ
 
@@ -18,11 +18,17 @@ if TYPE_CHECKING:
     from pipeline.device.batch_transfer import CopyAhead
     from pipeline.protocol import Batch
     from pipeline.training.items.batch import BatchOrigin, TaskBatch
-    from pipeline.training.step.step import Step
+    from pipeline.training.step_clock import StepClock
 
 CHECKPOINTING, OFFLOAD, HOST, SKIP = "checkpointing", "offload", "cpu", "skip"
 RUNGS = (CHECKPOINTING, OFFLOAD, HOST, SKIP)  # the ladder of remedies; a piece's `rung` counts those it has climbed
 ON_HOST = RUNGS.index(HOST) + 1  # such a count
+
+
+class Timed(Protocol):
+    """Anything whose time a clock measures, such as a `Step`."""
+
+    clock: StepClock
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +60,7 @@ class Piece:
         """The weights of its terms, where they are known already."""
         return self.batch.weights if len(self) == len(self.batch) else None
 
-    def collated(self, step: Step) -> Batch:
+    def collated(self, step: Timed) -> Batch:
         """Return the task's batch of these items; of some of a micro-batch, they are read again."""
         with step.clock.within(READ):
             return self.batch.part(self.start, self.stop)
