@@ -368,7 +368,7 @@ class ExactContrastiveStep(ExactStep):
         return pieces[0] if len(pieces) == 1 and not pieces[0].is_on_host else None
 
     def _remedied(self, piece: Piece, *, run: Callable[[Piece], None]) -> None:
-        self._told(piece)
+        self._announce(piece)
         with self.step.clock.within(OTHER), self.step.remedied(piece.rung):
             run(piece)
 

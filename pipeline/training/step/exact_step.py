@@ -5,11 +5,12 @@
     report   all ranks exchange what they did; where memory ended on any, all return to the start and run again
     update   gradients are summed over ranks, and the optimizer steps
 
-Between two of these phases ranks talk, within them they do not. A rank whose piece did not fit cuts smaller pieces in
-the next attempt. An item that does not fit alone runs with the next remedy: checkpointing, activations in the host's
-memory, then the CPU or without it, as configured (`memory.runtime.recovery`).
+Ranks communicate only between these phases. A rank whose piece did not fit cuts smaller pieces in the next attempt. A
+single item that does not fit runs with the next remedy (`memory.runtime.recovery`): checkpointing, activations in the
+host's memory, then the CPU; if none helps, the item is left out or the training ends, as configured.
 
-Contrastive steps (`contrastive`) and sharded ones (`fsdp`) differ in how a rank weighs and runs its share.
+Contrastive steps (`contrastive`) and sharded ones (`fsdp`) differ in how a rank weighs and runs its share. They also
+communicate while it runs.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ class ExactStep:
         """
         self.step, self.ranks, self.cost_N, self.upkeep, self.too_large = step, ranks, cost_N, upkeep, too_large
         self.meter, self.say, self._begin, self._failed = meter, say, begin, failed
-        self.complete: Callable[[RankReport], None] = lambda _: None  # fills in the fields that it knows nothing of
+        self.complete: Callable[[RankReport], None] = lambda _: None  # fills in what the loop knows
         self.ladder = self._remedies()
         self.governor = Governor(budget=1, ladder=self.ladder)  # until a phase has its own
         self.lost = ""
@@ -274,7 +275,7 @@ class ExactStep:
 
     def _weights_of(self, piece: Piece) -> Mapping[str, Any]:
         if piece.weights is None:  # it is collated, or runs
-            self._told(piece)
+            self._announce(piece)
         return weights_of(self.step, piece)
 
     def _run(self, share: RankShare, weights: Mapping[str, float] | None) -> bool:
@@ -292,7 +293,7 @@ class ExactStep:
         return True
 
     def _run_piece(self, piece: Piece, weights: Mapping[str, float] | None) -> None:
-        self._told(piece)
+        self._announce(piece)
         with self.step.clock.within(OTHER):
             accumulate_piece(self.step, piece, weights)
         self._count(piece)
@@ -304,7 +305,7 @@ class ExactStep:
                 yield replace(piece, start=piece.start + cut.start, stop=piece.start + cut.stop, rung=cut.rung)
 
     def _learn(self, piece: Piece, error: str, share: RankShare, *, is_own: bool = True) -> None:
-        """Make sure that the next attempt cuts or leaves out a piece that did not fit, or runs it with a remedy."""
+        """Have the next attempt cut a piece that did not fit, run it with a remedy, or leave it out."""
         self._own.ooms += 1
         self._failed(piece, error)
         if self.governor.failed(self._costs(piece), piece.rung):
@@ -316,7 +317,7 @@ class ExactStep:
             raise PlanInfeasible(problem, where="training", remedy=remedy)
         share.leave_out(piece.ids)
 
-    def _told(self, piece: Piece) -> None:
+    def _announce(self, piece: Piece) -> None:
         with self.step.clock.within(OBSERVE):
             self._begin(piece)
 
