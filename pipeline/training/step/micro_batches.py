@@ -1,7 +1,7 @@
 """A rank's share of a step: its micro-batches, iterable several times, and pieces of them.
 
-A step of two passes keeps the batches of the first for the second, which lets go of each as it goes along. After an
-out-of-memory a step runs again from its start, or in pieces of its micro-batches: what is needed then is read again.
+A step of two passes keeps the batches of the first pass for the second, which drops each after its turn. After an
+out-of-memory a step runs again, in pieces of its micro-batches, whose items are read again.
 """
 
 from __future__ import annotations
@@ -64,13 +64,6 @@ class Piece:
         """Return the task's batch of these items; of some of a micro-batch, they are read again."""
         with step.clock.within(READ):
             return self.batch.part(self.start, self.stop)
-
-    def halves(self) -> list[Piece]:
-        """Split it in two; a single item stays whole."""
-        if len(self) < 2:
-            return [self]
-        middle = (self.start + self.stop) // 2
-        return [replace(self, stop=middle), replace(self, start=middle)]
 
     def singles(self) -> list[Piece]:
         """Split it into pieces of one item."""
