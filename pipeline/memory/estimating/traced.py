@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import shutil
 import zipfile
+from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
@@ -178,6 +179,8 @@ def computed_from(known: Sequence[MicroFootprint], wanted: Sizes) -> MicroFootpr
     ordered = sorted(known, key=lambda micro: sum(micro.sizes[name] / max(wanted[name], 1) for name in wanted))
     least = [min(ordered, key=lambda micro: micro.sizes[name]) for name in wanted]  # each size has to vary
     near = [micro for place, micro in enumerate(ordered) if micro in least or place >= len(ordered) - NEAREST]
+    (events, _), *_ = Counter(len(micro.again.bytes_E) for micro in near).most_common()
+    near = [micro for micro in near if len(micro.again.bytes_E) == events]  # a first size may have filled tables
     first = projected([(micro.sizes, micro.first) for micro in near], wanted)
     again = projected([(micro.sizes, micro.again) for micro in near], wanted)
     if first is None or again is None or max(first[1].error, again[1].error) > ALIKE:

@@ -195,16 +195,15 @@ class PlanCase:
             return request.precisions
         rates = {precision: self.cards.flops_per_s(precision) for precision in able}
         fastest = max(able, key=rates.__getitem__)
-        choice = choices(replace(request, precisions=(fastest,)))[0]
+        if rates[fastest] <= WORTH * rates[first]:
+            return request.precisions
+        memory = self.memory(choices(replace(request, precisions=(fastest,)))[0])
         try:
-            micro = (
-                self.memory(choice).micro(self.bounds.mean(self.bounds.share))
-                if rates[fastest] > rates[first]
-                else None
-            )
+            memory.micro(self.bounds.largest)  # before others: a model may fill tables for its largest item
+            micro = memory.micro(self.bounds.mean(self.bounds.share))
         except (CannotRun, Unmeasurable):
             return request.precisions
-        if micro is None or work_s(micro, rates[first], self.cards) < WORTH * work_s(micro, rates[fastest], self.cards):
+        if work_s(micro, rates[first], self.cards) < WORTH * work_s(micro, rates[fastest], self.cards):
             return request.precisions
         return (fastest, *(precision for precision in request.precisions if precision != fastest))
 
