@@ -246,21 +246,21 @@ def filled(batch: Any, memory: torch.Tensor) -> Any:
 
 
 class WorkedOn:
-    """Tells which items this process works on, in case it dies: those of a piece, and what threads read or collate."""
+    """Reports the items that this process works on, in case it dies: those of a piece, and those of reading threads."""
 
-    def __init__(self, tell: Callable[[Sequence[str]], None]) -> None:
-        self._tell, self._lock, self._pid = tell, threading.Lock(), os.getpid()
+    def __init__(self, report: Callable[[Sequence[str]], None]) -> None:
+        self._report, self._lock, self._pid = report, threading.Lock(), os.getpid()
         self._piece: Sequence[str] = ()
-        self._threads: dict[int, Sequence[str]] = {}  # what each is at
+        self._threads: dict[int, Sequence[str]] = {}  # the items of each
 
     def begin(self, ids: Sequence[str]) -> None:
-        """Tell the items of a piece that is begun."""
+        """Report the items of a piece that starts."""
         with self._lock:
             self._piece = ids
-            self._say()
+            self._send()
 
     def noted(self, collate: Collate) -> Collate:
-        """Return a `collate` that tells its items while a thread is in it."""
+        """Return a `collate` that reports its items while it runs."""
 
         def collated(items: Sequence[Any], rng: Any) -> Any:
             with self._at([item.id for item in items]):
@@ -269,25 +269,25 @@ class WorkedOn:
         return collated
 
     def reading(self, source: ItemSource) -> ItemSource:
-        """Return a source that tells its items while a thread reads them, where a user's code is what reads."""
+        """Return a source that reports its items while a user's reader reads them."""
         return replace(source, noted=self._at) if isinstance(source, ReaderItems) else source
 
     @contextmanager
     def _at(self, ids: Sequence[str]) -> Iterator[None]:
-        """Tell items while this thread is at them."""
-        if os.getpid() != self._pid:  # a process that reads ends alone
+        """Report items while this thread works on them."""
+        if os.getpid() != self._pid:  # a reader process that dies does not end this one
             yield
             return
         thread = threading.get_ident()
         with self._lock:
             self._threads[thread] = ids
-            self._say()
+            self._send()
         try:
             yield
         finally:
             with self._lock:
                 del self._threads[thread]
-                self._say()
+                self._send()
 
-    def _say(self) -> None:
-        self._tell(list(dict.fromkeys(chain(self._piece, *self._threads.values()))))
+    def _send(self) -> None:
+        self._report(list(dict.fromkeys(chain(self._piece, *self._threads.values()))))

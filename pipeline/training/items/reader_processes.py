@@ -68,11 +68,12 @@ class _Reader(NamedTuple):
     pipe: Connection
 
     def end(self) -> int:
-        """Close the pipe, which ends the process; return its exit code."""
+        """Kill the process, which has nothing to lose: processes forked later may keep its pipe open."""
         self.pipe.close()
         try:
+            os.kill(self.pid, signal.SIGKILL)
             return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        except ChildProcessError:  # other code waits for all children
+        except (ProcessLookupError, ChildProcessError):  # other code waits for all children
             return 0
 
 

@@ -108,6 +108,21 @@ def test_processes_stay_for_the_next_epoch_and_end_with_the_loader(data):
             os.kill(pid, 0)
 
 
+@pytest.mark.timeout(60)
+def test_processes_end_even_if_a_process_forked_later_holds_their_pipes(data):
+    loader = data.loader([[0], [1]], readers=PROCESSES)
+    assert len(list(loader)) == 2
+    read, write = os.pipe()
+    if not (pid := os.fork()):
+        os.close(write)
+        os.read(read, 1)  # until the other end is closed
+        os._exit(0)
+    loader.end()
+    os.close(write)
+    os.close(read)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
 def test_what_is_not_to_be_collated_ahead_no_process_collates(data):
     loader = data.loader(LISTS, collate=structured, readers=PROCESSES, may_collate=lambda ids: "item1" not in ids)
     for batch in loader.read():
