@@ -69,11 +69,11 @@ def test_positives_are_of_its_molecule_and_negatives_of_another_of_its_mass_and_
 def test_an_item_draws_one_of_its_candidates_by_its_own_numbers(tmp_path: Path) -> None:
     entries = found_in(library(tmp_path / "x.mgf", 12))
     task = SpectraFinetune(head="embedding", **SMALL)
-    items = batch_of([entries[name].arrays for name in ("A0", "C0", "B1")], ["A0", "C0", "B1"]).items
-    together = task.collate(items[:], np.random.default_rng(0))
+    batch = batch_of([entries[name].arrays for name in ("A0", "C0", "B1")], ["A0", "C0", "B1"])
+    together = task.collate(batch.items, np.random.default_rng(0))
     assert together.anchor_T.tolist() == [0, 2]
     assert task.weights(together) == {"triplet": 2.0}
-    alone = task.collate(items[2:], np.random.default_rng(9))
+    alone = task.collate(batch.items[2:], np.random.default_rng(9))
     assert torch.equal(alone.peaks.mz_BL, together.peaks.mz_BL[[2, 4, 6]])
     assert task.outputs(task.model().eval(), together)["embedding"].shape == (3, 16)
 
