@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -17,6 +18,7 @@ from pipeline.records import RankPlace
 from pipeline.training.ranks import rendezvous
 from pipeline.training.ranks.rendezvous import JsonLink, Meeting, meet
 
+Result = TypeVar("Result")
 WITHIN_S = 20.0
 STEP = {
     "SLURM_JOB_ID": "41",
@@ -47,6 +49,12 @@ async def together(*joining: Awaitable[Meeting]) -> list[Meeting]:
     return meetings
 
 
+def finished(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine in a thread of its own, as ranks do: a browser's test may have left a loop in this one."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()
+
+
 async def published(folder: Path) -> dict[str, Any]:
     """Return what rank 0 has written for the others, once it has."""
     while not (file := folder / "ranks-m.json").exists():
@@ -60,7 +68,7 @@ def test_ranks_meet_and_the_file_is_gone_afterwards(tmp_path: Path) -> None:
     async def run() -> list[Meeting]:
         return await together(*(join(place, tmp_path) for place in ranks(4)))
 
-    meetings = asyncio.run(run())
+    meetings = finished(run())
     assert all([*met.hosts] == ["host0", "host1", "host2", "host3"] for met in meetings)
     assert all(met.shared == {"store": "m"} for met in meetings)
     assert [sorted(met.links) for met in meetings] == [[1, 2, 3], [0], [0], [0]]
@@ -74,7 +82,7 @@ def test_two_starts_in_one_folder_do_not_mix(tmp_path: Path) -> None:
     async def run() -> list[Meeting]:
         return await together(*(join(place, tmp_path) for place in places))
 
-    assert [met.shared["store"] for met in asyncio.run(run())] == [place.meeting for place in places]
+    assert [met.shared["store"] for met in finished(run())] == [place.meeting for place in places]
 
 
 def test_ranks_on_several_nodes_meet_on_an_address_that_others_reach(tmp_path: Path) -> None:
@@ -85,7 +93,7 @@ def test_ranks_on_several_nodes_meet_on_an_address_that_others_reach(tmp_path: P
             await together(first, join(ranks(2, nodes=2)[1], tmp_path))
         return addresses
 
-    if not (addresses := asyncio.run(run())):
+    if not (addresses := finished(run())):
         pytest.skip("this machine has no address but the loopback's")
     assert not any(address.startswith("127.") or address == "localhost" for address in addresses)
 
@@ -109,7 +117,7 @@ def test_a_file_that_was_left_behind_is_not_joined(tmp_path: Path) -> None:
         return await together(join(ranks(2)[0], tmp_path), later)
 
     asked = asyncio.Event()
-    assert [met.shared for met in asyncio.run(run())] == [{"store": "m"}] * 2
+    assert [met.shared for met in finished(run())] == [{"store": "m"}] * 2
 
 
 @pytest.mark.parametrize(
@@ -135,7 +143,7 @@ def test_a_stranger_without_the_word_is_disconnected(tmp_path: Path, greeting: b
         with socket.create_connection(("127.0.0.1", port)):  # says nothing, and holds up no rank
             return await together(first, join(ranks(2)[1], tmp_path))
 
-    assert [*asyncio.run(run())[0].hosts] == ["host0", "host1"]
+    assert [*finished(run())[0].hosts] == ["host0", "host1"]
 
 
 @pytest.mark.parametrize(("limit", "most"), [("MOST_SILENT", 2), ("GREET_WITHIN_S", 0.1)])
@@ -155,7 +163,7 @@ def test_silent_connections_are_limited_in_number_and_time(
             assert await asyncio.to_thread(oldest.recv, 1) == b""
         await together(first, join(ranks(2)[1], tmp_path))
 
-    asyncio.run(run())
+    finished(run())
 
 
 def test_ranks_that_do_not_come_are_named_by_all(tmp_path: Path) -> None:
@@ -163,14 +171,14 @@ def test_ranks_that_do_not_come_are_named_by_all(tmp_path: Path) -> None:
         came = (join(ranks(4)[rank], tmp_path, within_s=1.0) for rank in (0, 2))
         return await asyncio.gather(*came, return_exceptions=True)
 
-    errors = asyncio.run(run())
+    errors = finished(run())
     assert all(isinstance(error, JobFailed) and "1, 3" in str(error) for error in errors)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_rank_0_that_does_not_come_is_named_with_the_file_it_should_write(tmp_path: Path) -> None:
     with pytest.raises(JobFailed, match=r"rank 0 .*ranks-m\.json"):
-        asyncio.run(meet(ranks(2)[1], tmp_path, {}, 0.1))
+        finished(meet(ranks(2)[1], tmp_path, {}, 0.1))
 
 
 def test_srun_says_who_a_process_is() -> None:
