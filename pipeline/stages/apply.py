@@ -139,7 +139,7 @@ def _of(job: ApplyJob, applied: ApplyResult, split: str | None) -> dict[str, Any
 
 
 PREDICTIONS_FORMAT = 2  # 1 had shapes where numbers belong
-TOLD, PARTS = "predictions.json", ".parts-"
+DESCRIPTION, PARTS = "predictions.json", ".parts-"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ def read_predictions(
 ) -> Predictions | None:
     """Return what a folder holds, if it is of this checkpoint and these items; files up to `verify_bytes` are read."""
     try:
-        predictions = Predictions(**json.loads((folder / TOLD).read_text()))
+        predictions = Predictions(**json.loads((folder / DESCRIPTION).read_text()))
         if (predictions.digest, predictions.made, predictions.format) != (chosen.digest, made, PREDICTIONS_FORMAT):
             return None
         left = sum(size for size, _ in predictions.files.values()) if verify_bytes is None else verify_bytes
@@ -222,7 +222,7 @@ def _write_predictions(job: ApplyJob, applied: ApplyResult, split: str | None) -
     from pipeline.training.evaluating.prediction_tables import write_tables
 
     folder = applied.parts.parent  # as `prediction_parts` says
-    (folder / TOLD).unlink(missing_ok=True)  # its files are about to be replaced
+    (folder / DESCRIPTION).unlink(missing_ok=True)  # its files are about to be replaced
     gathered = GatheredOutputs(applied.parts, of=applied.of)
     files = write_tables(gathered, folder, parquet=job.train.predict.parquet)
     if job.publish is not None:
@@ -232,7 +232,7 @@ def _write_predictions(job: ApplyJob, applied: ApplyResult, split: str | None) -
         files={str(path.relative_to(folder)): (path.stat().st_size, file_digest(path)) for path in files},
         **_of(job, applied, split),
     )
-    publish_text(folder / TOLD, json.dumps(asdict(predictions), indent=1) + "\n")
+    publish_text(folder / DESCRIPTION, json.dumps(asdict(predictions), indent=1) + "\n")
     for parts in folder.glob(f"{PARTS}*"):  # those of other checkpoints included
         shutil.rmtree(parts, ignore_errors=True)
     job.say(f"{predictions.items:,} predictions: {folder}")

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     Room = Callable[[int], tuple[memoryview, memoryview]]  # memory for so many bytes, in two stretches
 
-ANEW = "processes only missing items; pipeline cache repair sets damaged files aside"
+ONLY_MISSING = "processes only missing items; pipeline cache repair sets damaged files aside"
 log = logging.getLogger(__name__)
 
 _OPEN_SHARDS = 64
@@ -270,7 +270,7 @@ class Store:
             shard, reason = self._reasons[key]
             where = str(self.layout.shard(shard))
             return CacheDamaged(
-                f"record {key.hex()}: {reason}", where=where, remedy=Command.submit("all", then=f"   ({ANEW})")
+                f"record {key.hex()}: {reason}", where=where, remedy=Command.submit("all", then=f"   ({ONLY_MISSING})")
             )
         what, where = f"record {key.hex()} is not in the cache", str(self.layout.folder)
         return RecordMissing(what, where=where, remedy=SUBMIT_AGAIN)

@@ -29,7 +29,7 @@ from pipeline.runs.workflow.embedded import refusal
 from pipeline.stages.embed import EmbeddingVerifier
 from pipeline.stages.scan import look_again
 from pipeline.store.cache_folder import ELSEWHERE
-from pipeline.store.store import ANEW, WholeRecords
+from pipeline.store.store import ONLY_MISSING, WholeRecords
 from pipeline.structures.sources.item_ids import SeenIds
 from pipeline.training.evaluating.embedding_files import EmbeddedId, ExportForm, table_beside, writing_embeddings
 
@@ -235,7 +235,7 @@ def _verified(
     store: Store, chains: Sequence[_ChainRows], keys: Sequence[bytes], width: int, pool: str
 ) -> Iterator[tuple[_ChainRows, Record]]:
     """Yield each chain with the verified record of its text."""
-    again = Command.submit("embed", then=f"   ({ANEW})")
+    again = Command.submit("embed", then=f"   ({ONLY_MISSING})")
     records = store.read(keys)
     for chain in chains:
         try:

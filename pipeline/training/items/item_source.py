@@ -21,7 +21,7 @@ from pipeline.graphs import item_graph as graphs
 from pipeline.graphs.build_graph import build_graph
 from pipeline.protocol import ITEMS
 from pipeline.records import Reason, Rejection
-from pipeline.store.store import ANEW
+from pipeline.store.store import ONLY_MISSING
 from pipeline.structures import inventory
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.parsing.structure_files import read_structure_file as read_one
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 GONE = frozenset({Reason.MISSING_FILE, Reason.UNREADABLE_FILE})  # of files that existed when the data set was prepared
 GRAPH_AGAIN = Command.submit("graph", then="   (processes only missing items)")
-REBUILD_GRAPHS = Command.submit("graph", then=f"   ({ANEW})")
+REBUILD_GRAPHS = Command.submit("graph", then=f"   ({ONLY_MISSING})")
 NAMED = 3  # items in a message
 REPAIR = Command.of("cache repair --yes", then="   then   ")
 MEND = Command.submit("train", before=REPAIR, then="   (rebuilds lost records and continues)")

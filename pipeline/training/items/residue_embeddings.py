@@ -21,7 +21,7 @@ from pipeline.errors import SUBMIT_AGAIN, CacheDamaged, DataError, RecordMissing
 from pipeline.keys import TAG_BYTES
 from pipeline.records import Kind
 from pipeline.store.cache_folder import ELSEWHERE
-from pipeline.store.store import ANEW
+from pipeline.store.store import ONLY_MISSING
 from pipeline.structures.partners import NO_ROW
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     Rows = NDArray[Any]
 
-EMBED_AGAIN = Command.submit("embed", then=f"   ({ANEW})")
+EMBED_AGAIN = Command.submit("embed", then=f"   ({ONLY_MISSING})")
 REMEMBERED = 32_768  # places of embeddings: less than a kilobyte each
 _NO_ROWS: Rows = np.empty(0)  # of a record that has none
 _DTYPES = {"fp32": ("float32", np.float32), "fp16": ("float16", np.float16), "bf16": ("bfloat16", np.uint16)}

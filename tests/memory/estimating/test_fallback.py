@@ -272,7 +272,7 @@ def test_too_few_different_sizes_are_no_plan_and_waiting_takes_none_of_the_allow
         ends_s = time.thread_time() + 0.1
         while is_busy and time.thread_time() < ends_s:
             pass
-        time.sleep(0 if is_busy else 0.02)
+        time.sleep(0 if is_busy else 0.1)
         return example(sizes)
 
     oracle = SmallSteps(lambda choice, watch, model: Training(make()), slow, LEAST, Allowance(time_s=0.6))

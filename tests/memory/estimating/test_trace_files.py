@@ -19,15 +19,15 @@ def model() -> Model:
     return Model(lambda sizes: 1000.0 * sizes["nodes"])
 
 
-def nobody() -> Model:
+def never_asked() -> Model:
     pytest.fail("the model was asked")
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_what_was_asked_is_read_as_it_was_and_nobody_is_asked_again(tmp_path: Path, choice: MemoryChoice) -> None:
+def test_what_was_asked_is_read_as_it_was_and_not_asked_again(tmp_path: Path, choice: MemoryChoice) -> None:
     first = TracedOracle(model, folder=tmp_path / "model")
     answers = first.standing(choice), first.micro(choice, SIZES)
-    again = TracedOracle(nobody, folder=tmp_path / "model")
+    again = TracedOracle(never_asked, folder=tmp_path / "model")
     for kept, answer in zip((again.standing(choice), again.micro(choice, SIZES)), answers, strict=True):
         for name in type(answer).__dataclass_fields__:
             value, same = getattr(kept, name), getattr(answer, name)
@@ -56,7 +56,7 @@ def test_a_damaged_file_is_asked_again_and_replaced(tmp_path: Path) -> None:
         (path,) = (tmp_path / "model").iterdir()
         path.write_bytes(damage or path.read_bytes()[:-200])
         answer = TracedOracle(model, folder=tmp_path / "model").micro(CHOICES[0], SIZES)
-        assert TracedOracle(nobody, folder=tmp_path / "model").micro(CHOICES[0], SIZES).parts == answer.parts
+        assert TracedOracle(never_asked, folder=tmp_path / "model").micro(CHOICES[0], SIZES).parts == answer.parts
 
 
 def test_where_nothing_can_be_written_answers_come_all_the_same(tmp_path: Path) -> None:

@@ -156,11 +156,11 @@ class Run:
     """A plain loop, with averages and evaluation, watched."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
-        self.told: list[MemoryLeak] = []
+        self.reported: list[MemoryLeak] = []
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters())
         self.averages = [one.detach().clone() for one in model.parameters()]
-        self.leaks = Leaks(device="cpu", report=self.told.append, limit_bytes=None, **options)
+        self.leaks = Leaks(device="cpu", report=self.reported.append, limit_bytes=None, **options)
         self.evaluated = Model()
         self.random = random.Random(0)
         self.watched = 0
@@ -230,7 +230,7 @@ def test_a_leak_of_tensors_is_named(model: type[Model], marker: str, function: s
     assert any(TENSOR in one for one in leak.types)
     assert any(one.endswith(f"{line(marker)} in {function}") for one in leak.sites)
     assert holder in leak.holder
-    assert run.told[0].sites == leak.sites
+    assert run.reported[0].sites == leak.sites
 
 
 @pytest.mark.nightly
@@ -254,7 +254,7 @@ def test_fifty_epochs_of_varied_shapes_have_no_leak() -> None:
         Model()(torch.ones(rows, WIDTH)).backward()
     with device.LimitedDevice() as card:
         run = Run(Model(), live=lambda: card.live_bytes)
-        assert run.epochs(50, rows=run.varied) == run.told == []
+        assert run.epochs(50, rows=run.varied) == run.reported == []
         assert run.watched == 0
 
 
@@ -274,10 +274,10 @@ def test_one_huge_epoch_is_warned_before_it_ends_in_out_of_memory() -> None:
     with device.LimitedDevice(8 << 20) as card:
         run = Run(KeepsActivations(), live=lambda: card.live_bytes)
         run.leaks.limit_bytes = card.limit_bytes
-        while not run.told:
+        while not run.reported:
             run.step(run.varied())  # torch.OutOfMemoryError, were it not for the warning
             steps += 1
-        leak = only(run.told)
+        leak = only(run.reported)
         assert leak.bytes_per_epoch is None
         assert leak.sites[0].endswith(f"{line('global')} in forward")
         left = (8 << 20) - card.live_bytes
@@ -291,13 +291,13 @@ def test_a_slow_leak_far_from_the_limit_waits_for_the_end_of_epochs() -> None:
         run.leaks.limit_bytes = card.limit_bytes
         for _ in range(200):
             run.step(ROWS)
-        assert (run.watched, run.told) == (0, [])
+        assert (run.watched, run.reported) == (0, [])
 
 
 @pytest.mark.usefixtures("_limited")
-def test_a_known_leak_is_told_again_only_when_it_has_doubled() -> None:
+def test_a_known_leak_is_reported_again_only_when_it_has_doubled() -> None:
     _, run = limited(KeepsActivations, count=14)
-    totals = [leak.total_bytes for leak in run.told]
+    totals = [leak.total_bytes for leak in run.reported]
     assert 2 <= len(totals) <= 4
     assert all(after >= 2 * before for before, after in pairwise(totals))
     assert run.watched == inspection.WINDOW
@@ -317,7 +317,7 @@ def test_looking_changes_no_number() -> None:
 
 
 @pytest.mark.usefixtures("_limited")
-def test_cycles_that_nobody_collects_are_told_as_such() -> None:
+def test_cycles_that_are_never_collected_are_reported_as_such() -> None:
     gc.disable()
     try:
         leaks, _ = limited(CyclesThroughPython)

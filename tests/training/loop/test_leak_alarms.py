@@ -1,4 +1,4 @@
-"""A loader's own buffers are no leak, a look costs a training little, and a leak is told wherever people look."""
+"""A loader's own buffers are no leak, a look costs a training little, and a leak is reported wherever people look."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def inspected(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return steps
 
 
-def told_of(run: Run) -> list[str]:
+def reported_by(run: Run) -> list[str]:
     return [line for line in run.said if "memory leaks" in line]
 
 
@@ -60,7 +60,7 @@ def test_what_an_inspection_misses_is_inspected_once_and_reported_without_blamin
         for place in task.taken:
             LIBC.free(place)
     assert len(inspected) <= WINDOW + SETTLED, "a short training is inspected once"
-    told = told_of(run)
-    assert told
-    assert all("no growing object was found" in line and "kept by" not in line for line in told)
+    reported = reported_by(run)
+    assert reported
+    assert all("no growing object was found" in line and "kept by" not in line for line in reported)
     assert any("host memory grows" in warning for warning in run.tell.report.warnings.values())

@@ -308,12 +308,12 @@ def test_a_loss_that_is_not_finite_ends_with_the_item_and_the_step(tmp_path: Pat
     raised.value.in_project(Command.about("mine.yaml", []))
     assert f"next: pipeline replay --step {number} --config mine.yaml   or   " in str(raised.value)
     (bundle,) = (run.made.folder.bundles).iterdir()
-    told = unseal(bundle).data
-    assert told["step"] == number
+    content = unseal(bundle).data
+    assert content["step"] == number
     latest = latest_checkpoint(run.made.folder.checkpoints)
     assert latest is not None
     assert latest.step == number - 1
-    assert told["checkpoint"]["path"].endswith(latest.name)
+    assert content["checkpoint"]["path"].endswith(latest.name)
     # taken up, it comes to the same step
     with pytest.raises(DataError, match=f"step {number} is not finite"):
         Run(poisoned("stop"), tmp_path).to_end()

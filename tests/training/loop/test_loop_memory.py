@@ -159,7 +159,7 @@ def test_an_item_that_does_not_fit_alone_climbs_the_ladder(tmp_path: Path) -> No
         run, device = trained(ground, tmp_path / rung, phase, plain, limit, micro_batch=1)
         assert device.refused > 0
         assert dict(run.trainer.governor.learned.rungs).keys() >= {rung}
-        assert sum(one.remedied.get(rung, 0) for one in read_epochs(run.made.folder.path)) > 0, "and it is told"
+        assert sum(one.remedied.get(rung, 0) for one in read_epochs(run.made.folder.path)) > 0, "and it is counted"
         assert run.trainer.done == run.trainer.steps
         assert epochs(run)[-1].items == 6
         assert epochs(run)[-1].ooms == 0, "what an item needs is known in the second epoch"

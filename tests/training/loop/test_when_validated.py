@@ -119,7 +119,7 @@ def test_a_training_that_ended_early_within_an_epoch_is_compared_as_done(tmp_pat
     more = ValidationSection(patience=2, better="higher")
     assert not progress_of(made).is_stale(more)
     of_another = ValidationSection(patience=1, monitor="auroc")
-    assert not progress_of(made).is_stale(of_another), "that began anew to count"
+    assert not progress_of(made).is_stale(of_another), "its count starts from zero"
 
 
 @pytest.mark.parametrize("every", [0, 1.0, 1.5, -1, True, "steps", "0 steps", "5 epochs", None])

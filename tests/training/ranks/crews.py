@@ -64,9 +64,9 @@ class Crew:
         """Return what a rank wrote to its stderr."""
         return self.folder.joinpath(f"{rank}.err").read_text()
 
-    def told(self, rank: int) -> str:
-        """Return what a rank's ledger was told."""
-        return self.folder.joinpath(f"{rank}.told").read_text()
+    def reported(self, rank: int) -> str:
+        """Return what a rank reported to its ledger."""
+        return self.folder.joinpath(f"{rank}.reported").read_text()
 
     def result(self, rank: int) -> Any:
         """Return what the part of a rank returned."""
@@ -136,7 +136,7 @@ def _be(
     try:
         if is_card(device):
             select_card(place.local_rank)
-        report = folder.joinpath(f"{place.rank}.told").write_text
+        report = folder.joinpath(f"{place.rank}.reported").write_text
         group = join_process_group(place, where, device=device, limits=limits, within_s=120, report=report)
         assert isinstance(group, ProcessGroup | WatchedSingleRank)
         result = do(group, *words)

@@ -91,7 +91,7 @@ def test_ranks_talk_and_add_up_bitwise_alike_and_leave_in_order(tmp_path: Path) 
         got = torch.tensor(results[0]["many"][number], dtype=torch.float64)
         torch.testing.assert_close(got, (parts[0] + parts[1]).flatten(), rtol=1e-15, atol=1e-15)
     assert [one.err(rank) for one in crews for rank in range(WORLD)] == [""] * 2 * WORLD
-    assert not [*tmp_path.glob("ranks-*"), *tmp_path.glob("*/*.told")]
+    assert not [*tmp_path.glob("ranks-*"), *tmp_path.glob("*/*.reported")]
 
 
 def await_word_of(group: ProcessGroup, rank: int, what: str) -> None:
@@ -129,7 +129,7 @@ def test_a_killed_rank_is_named_by_all_others(tmp_path: Path, victim: int, doing
     )
     for rank in {0, 1, 2} - {victim}:
         assert f"stops: {name}" in started.err(rank)
-        assert name in started.told(rank)
+        assert name in started.reported(rank)
         assert (f"error: one of 3 ranks is lost: {name}" in started.err(rank)) == (doing != "is stuck")
 
 
@@ -153,7 +153,7 @@ def test_a_child_that_outlives_a_killed_rank_does_not_hide_its_death(tmp_path: P
     codes = started.wait()
     os.kill(int(tmp_path.joinpath("child").read_text()), signal.SIGKILL)  # it was there until now
     assert codes == [LOST, -signal.SIGKILL]
-    assert f"rank 1 ({socket.gethostname()}) died without an error message" in started.told(0)
+    assert f"rank 1 ({socket.gethostname()}) died without an error message" in started.reported(0)
 
 
 def add_one(group: ProcessGroup) -> list[float]:
@@ -188,8 +188,8 @@ def test_a_hung_rank_shows_where_it_is_and_is_named(tmp_path: Path, victim: int)
     started = crew(tmp_path, 2, hang, victim, limits=QUICK)
     assert started.wait() == [HUNG if rank == victim else LOST for rank in range(2)]
     for rank in range(2):
-        assert f"rank {victim} ({socket.gethostname()}) made no progress for 2 s" in started.told(rank)
-        assert "its last action: step 2, micro-batch 1" in started.told(rank)
+        assert f"rank {victim} ({socket.gethostname()}) made no progress for 2 s" in started.reported(rank)
+        assert "its last action: step 2, micro-batch 1" in started.reported(rank)
     assert "in fall_asleep" in started.err(victim)
     assert "Thread 0x" in started.err(victim)
     assert "fall_asleep" not in started.err(1 - victim)
@@ -206,7 +206,7 @@ def hang_alone(group: WatchedSingleRank) -> None:
 def test_a_training_in_one_process_that_hangs_shows_where_it_is_and_ends(tmp_path: Path) -> None:
     started = crew(tmp_path, 1, hang_alone, limits=QUICK)
     assert started.wait() == [HUNG]
-    assert "made no progress for 2 s; its last action: step 2" in started.told(0)
+    assert "made no progress for 2 s; its last action: step 2" in started.reported(0)
     assert "in fall_asleep" in started.err(0)
 
 
@@ -231,7 +231,7 @@ def test_a_process_of_which_no_thread_runs_is_named_by_the_others(tmp_path: Path
     code = started.processes[0].exitcode
     started.end()
     assert code == LOST
-    assert f"rank 1 ({socket.gethostname()}) has not answered for 2 s; its last action: step 2" in started.told(0)
+    assert f"rank 1 ({socket.gethostname()}) has not answered for 2 s; its last action: step 2" in started.reported(0)
 
 
 def be_slow(group: ProcessGroup) -> list[Any]:
