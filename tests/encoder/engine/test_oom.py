@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import weakref
 from pathlib import Path
 
@@ -103,8 +104,28 @@ def test_an_encoder_that_cannot_be_built_beside_another_is_tried_once_and_teache
     assert (len(attempts), learned) == (1, [])
 
 
+class CountingShelf(Shelf):
+    """A shelf that says when the second batch is being stored: the engine can know the outcome of the first then."""
+
+    def __init__(self):
+        super().__init__()
+        self.second_batch = threading.Event()
+
+    def __call__(self, made):
+        super().__call__(made)
+        if len(self.taken) == 4:  # the first batch gives three rows and a spoiled one
+            self.second_batch.set()
+
+
 class Neighbours(Workshop):
-    """A card on which the main encoder has less room while another stands beside it."""
+    """A GPU on which the main encoder has less room while another is loaded.
+
+    Its third batch waits for the writer, so that the spoiled sequence is computed again before the fourth.
+    """
+
+    def __init__(self, shelf):
+        super().__init__(spoiled="W")
+        self.shelf = shelf
 
     def __call__(self, checkpoint, *, precision, device, **more):
         made = super().__call__(checkpoint, precision=precision, device=device, **more)
@@ -115,13 +136,16 @@ class Neighbours(Workshop):
         return made
 
     def _crowd(self, tokens):
+        if len(self.calls("cuda", "fp16")) == 2:
+            assert self.shelf.second_batch.wait(60)
         self.built.pop(("cuda", "fp32"), None)  # so that whether it stands is for the engine to say
         if ("cuda", "fp32") in self.standing and len(tokens) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
 def test_an_oom_beside_another_encoder_drops_it_and_teaches_nothing():
-    workshop, shelf, learned = Neighbours(spoiled="W"), Shelf(), []
+    shelf, learned = CountingShelf(), []
+    workshop = Neighbours(shelf)
     engine = stood_in(workshop, recipe(precision="fp16"), learned.append, device="cuda", cap=4)
     sequences = ["A" * 20 + "W", *texts(*[20] * 30)]
     outcomes = run(engine, sequences, shelf)
