@@ -106,9 +106,9 @@ def packed(weights: Path, device: str, precision: str) -> Side:
     """Return our forward pass over packed batches, longest first; `gpu.py` times it without the command around it."""
     import torch
 
-    from pipeline.encoder.checkpoints.esm_checkpoint import load_esm_checkpoint
     from pipeline.encoder.embedding_recipe import tokenize
-    from pipeline.encoder.forward.esm2 import EsmEncoder
+    from pipeline.encoder.esm2 import EsmEncoder
+    from pipeline.encoder.esm_checkpoint import load_esm_checkpoint
 
     checkpoint = load_esm_checkpoint(weights)
     layers = checkpoint.architecture.layers
@@ -141,8 +141,8 @@ def convert(weights: str, folder: str) -> None:
     """Write fair-esm's checkpoint as a folder of Hugging Face's, with its tokenizer."""
     from transformers import EsmConfig, EsmModel, EsmTokenizer
 
-    from pipeline.encoder.checkpoints.esm_checkpoint import load_esm_checkpoint
     from pipeline.encoder.embedding_recipe import VOCABULARY
+    from pipeline.encoder.esm_checkpoint import load_esm_checkpoint
 
     checkpoint = load_esm_checkpoint(Path(weights))
     shape = checkpoint.architecture

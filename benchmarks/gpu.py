@@ -273,7 +273,7 @@ def products(given: Given) -> Found:
 def weights(given: Given) -> Found:
     """Write random weights in both forms."""
     from benchmarks.embed import convert
-    from pipeline.encoder.checkpoints.synth import write_random_checkpoint
+    from pipeline.encoder.synth import write_random_checkpoint
 
     path = Path(given["weights"])
     write_random_checkpoint(path, *given["shape"])

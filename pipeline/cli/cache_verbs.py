@@ -78,7 +78,7 @@ def import_cache_command(folder: Folder, config: ConfigFile = None, sets: Sets =
 
 def _showing(name: str, move: Callable[[Told], Moved]) -> Moved:
     """Move files and show the progress on stderr."""
-    from pipeline.encoder.checkpoints.download import DownloadProgress
+    from pipeline.encoder.download import DownloadProgress
     from pipeline.report.live_status import DownloadBars
 
     begun = time.monotonic()

@@ -121,6 +121,6 @@ def gpus(_ctx: typer.Context, _word: str) -> Iterator[tuple[str, str]]:
 
 def models(_ctx: typer.Context, _word: str) -> Iterator[tuple[str, str]]:
     """Yield the published encoders."""
-    from pipeline.encoder.checkpoints.checkpoint_files import MODELS
+    from pipeline.encoder.checkpoint_files import MODELS
 
     yield from ((model.name, f"{model.layers} layers, width {model.dim:,}") for model in MODELS)

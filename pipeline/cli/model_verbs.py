@@ -19,8 +19,8 @@ from pipeline.command_line import Command
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pipeline.encoder.checkpoints.checkpoint_files import Published
-    from pipeline.encoder.checkpoints.weights import Examined
+    from pipeline.encoder.checkpoint_files import Published
+    from pipeline.encoder.weights import Examined
     from pipeline.errors import ConfigError
     from pipeline.runs.model.trained_model import TrainedModel
 
@@ -45,8 +45,8 @@ def fetch_command(
 
     Run it again after an interruption: the download continues.
     """
-    from pipeline.encoder.checkpoints.checkpoint_files import published, stem
-    from pipeline.encoder.checkpoints.weights import examine_checkpoint
+    from pipeline.encoder.checkpoint_files import published, stem
+    from pipeline.encoder.weights import examine_checkpoint
 
     configured = _configured(config, sets)
     name = name or stem(configured)
@@ -73,8 +73,8 @@ def import_weights_command(
     sets: Sets = None,
 ) -> None:
     """Check your own checkpoint and copy it to where it is used."""
-    from pipeline.encoder.checkpoints import weights
-    from pipeline.encoder.checkpoints.checkpoint_files import files_of
+    from pipeline.encoder import weights
+    from pipeline.encoder.checkpoint_files import files_of
 
     configured = _configured(config, sets)
     files, examined = files_of(source), weights.examine_checkpoint(source).accepted()
@@ -96,7 +96,7 @@ def check_weights_command(
     as_json: Json = False,
 ) -> None:
     """Show what a checkpoint holds; nothing in it is executed."""
-    from pipeline.encoder.checkpoints.weights import examine_checkpoint, find_checkpoint
+    from pipeline.encoder.weights import examine_checkpoint, find_checkpoint
     from pipeline.report import tables
 
     examined = examine_checkpoint(path or find_checkpoint(_configured(config, sets)))
@@ -119,7 +119,7 @@ def synth_command(
     force: Force = False,
 ) -> None:
     """Write a checkpoint with random weights for trials and benchmarks."""
-    from pipeline.encoder.checkpoints import synth as maker
+    from pipeline.encoder import synth as maker
 
     with _room_for(out, replace=force) as place:
         if family == "esm2":
@@ -150,7 +150,7 @@ def _unknown_model(name: str) -> ConfigError:
     """Return an error that lists the published models, and suggests those with similar names."""
     from difflib import get_close_matches
 
-    from pipeline.encoder.checkpoints.checkpoint_files import ESMC_PLACES, MODELS
+    from pipeline.encoder.checkpoint_files import ESMC_PLACES, MODELS
     from pipeline.errors import ConfigError
 
     if name.lower().startswith("esmc"):
@@ -170,7 +170,7 @@ def _unknown_model(name: str) -> ConfigError:
 
 def _existing(target: Path, name: str) -> Examined:
     """Check a checkpoint that is there already."""
-    from pipeline.encoder.checkpoints.weights import examine_checkpoint
+    from pipeline.encoder.weights import examine_checkpoint
     from pipeline.errors import WeightsUnusable
 
     try:
@@ -182,7 +182,7 @@ def _existing(target: Path, name: str) -> Examined:
 
 def _download(name: str, model: Published | None, url: str | None, target: Path) -> None:
     """Download a checkpoint; a file that is another model is refused."""
-    from pipeline.encoder.checkpoints import download, weights
+    from pipeline.encoder import download, weights
     from pipeline.report.live_status import DownloadBars
 
     sha256, size = (model.pt_sha256, model.pt_bytes) if model else (None, None)
@@ -216,7 +216,7 @@ def _room_for(out: Path, *, replace: bool) -> Iterator[Path]:
 
 def _say(examined: Examined, how: str) -> None:
     """Print in a line what a checkpoint is."""
-    from pipeline.encoder.checkpoints.checkpoint_files import FAMILIES
+    from pipeline.encoder.checkpoint_files import FAMILIES
 
     weights = examined.weights
     known = {"published": "as published", "unknown": "no published digest to compare with"}[examined.verdict]
@@ -232,7 +232,7 @@ def _say_how_to_use(target: Path, configured: Path) -> None:
 
 def _rows(examined: Examined) -> list[tuple[str, object]]:
     """Return the properties of a checkpoint as rows of a table."""
-    from pipeline.encoder.checkpoints.checkpoint_files import FAMILIES
+    from pipeline.encoder.checkpoint_files import FAMILIES
     from pipeline.units import format_bytes
 
     weights = examined.weights

@@ -17,7 +17,7 @@ import xxhash
 from pipeline import __version__
 from pipeline.cluster.sbatch import PYTHON, inside, shell_word
 from pipeline.command_line import ANY, DISTRIBUTION, Command
-from pipeline.encoder.checkpoints.weights import find_checkpoint
+from pipeline.encoder.weights import find_checkpoint
 from pipeline.errors import ConfigError, SubmissionRefused
 from pipeline.files import file_digest, write_whole
 

@@ -15,11 +15,11 @@ from pipeline.cluster.machine import Machine
 from pipeline.command_line import quoted
 from pipeline.config.schema_data import MAIN
 from pipeline.device.kinds import CARD, CPU
-from pipeline.encoder.checkpoints.checkpoint_files import ESM1B, FAMILIES
-from pipeline.encoder.checkpoints.weights import CheckpointFacts, find_checkpoint, identify
+from pipeline.encoder.checkpoint_files import ESM1B, FAMILIES
 from pipeline.encoder.embedding_recipe import BF16_PRODUCTS
 from pipeline.encoder.embedding_recipe import EmbeddingRecipe as EmbeddingRecipe
 from pipeline.encoder.engine.token_batches import EngineSettings
+from pipeline.encoder.weights import CheckpointFacts, find_checkpoint, identify
 from pipeline.errors import ConfigError
 from pipeline.graphs.item_graph import GraphRecipe as GraphRecipe
 from pipeline.memory.history import Profiles

@@ -19,9 +19,9 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.encoder.checkpoints.weights import CheckpointFacts, sha256_of
 from pipeline.encoder.embedding_recipe import LETTERS
 from pipeline.encoder.engine import hugging_face
+from pipeline.encoder.weights import CheckpointFacts, sha256_of
 from pipeline.errors import ConfigError
 from pipeline.files import FileState, read_json, state_of, write_whole
 from pipeline.keys import is_settled, recipe_key

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from pipeline.command_line import Command
-    from pipeline.encoder.checkpoints.download import DownloadProgress
+    from pipeline.encoder.download import DownloadProgress
     from pipeline.journal.active_runs import SeenRun
     from pipeline.journal.run_status import RunStatus, StageStatus
     from pipeline.store.maintenance.damage_report import Checked

@@ -19,7 +19,7 @@ from pipeline import __version__
 from pipeline.command_line import DISTRIBUTION, Command, install_extra
 from pipeline.config.load import find_config, missing_inputs, read_config
 from pipeline.config.schema_data import MAIN
-from pipeline.encoder.checkpoints.weights import find_checkpoint
+from pipeline.encoder.weights import find_checkpoint
 from pipeline.errors import ConfigError, DataError, PipelineError, SubmissionRefused
 from pipeline.memory.lint import RunFacts, Severity, lint
 from pipeline.project.container_image import digest_now, image_around, is_contained, refuse_unfit_image

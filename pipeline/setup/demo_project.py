@@ -61,7 +61,7 @@ class RecipeDemo:
 
 def _complexes(folder: Path, items: int) -> None:
     """Write complexes of a few pairs of proteins, each turned and shaken: how a pair docks can be learned."""
-    from pipeline.encoder.checkpoints.synth import write_random_checkpoint  # it imports torch
+    from pipeline.encoder.synth import write_random_checkpoint  # it imports torch
     from pipeline.structures.synthetic import shaken_pair, to_pdb
 
     structures = folder / "data" / "structures"
@@ -94,7 +94,7 @@ def _captions(folder: Path, items: int) -> None:
 
 
 def _sequences(folder: Path, items: int) -> None:
-    from pipeline.encoder.checkpoints.synth import write_random_checkpoint  # it imports torch
+    from pipeline.encoder.synth import write_random_checkpoint  # it imports torch
 
     made.sequences(folder / "data" / "sequences.csv", items)
     write_random_checkpoint(folder / "weights" / "esm2_tiny.pt", layers=2, dim=WIDTH, heads=2)
@@ -257,7 +257,7 @@ PACKAGE = Path(__file__).parents[1]
 
 def make_project(folder: Path, recipe: str | None = None) -> Path:
     """Write the project, or a recipe's, and return its configuration file; raise for a folder that is not empty."""
-    from pipeline.encoder.checkpoints.synth import write_random_checkpoint  # it imports torch
+    from pipeline.encoder.synth import write_random_checkpoint  # it imports torch
 
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pipeline.encoder.engine.encoder_source import EncoderSource
     from pipeline.encoder.engine.sequence_work import Embedding, Forward
     from pipeline.encoder.engine.token_batches import EngineSettings
-    from pipeline.encoder.forward.parity import ParityVerdict
+    from pipeline.encoder.parity import ParityVerdict
     from pipeline.records import Reason, TaskContext
     from pipeline.store.store import Store
     from pipeline.store.writer import StoreWriter
@@ -220,8 +220,8 @@ class _Builder:
 
     def _pass(self, device: str, precision: str) -> Mapping[str, Any]:
         """Return how close the encoder comes to the reference; raise where that is not close enough."""
+        from pipeline.encoder import linear, parity
         from pipeline.encoder.engine.memory_ladder import device_name
-        from pipeline.encoder.forward import linear, parity
 
         if precision == BF16_PRODUCTS and not linear.bf16_products_here():
             what = "this processor has neither AVX512-BF16 nor AMX, which embed.precision: bf16 needs on a CPU"

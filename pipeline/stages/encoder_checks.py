@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.encoder.checkpoints.weights import CheckpointFacts
 from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, ENCODER_VERSION, STORED, BadSequence, tokenize
+from pipeline.encoder.weights import CheckpointFacts
 from pipeline.keys import recipe_key, tagged_key
 
 if TYPE_CHECKING:

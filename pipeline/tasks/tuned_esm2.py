@@ -1,6 +1,6 @@
 """ESM-2 as a network that is trained: frozen but for low-rank additions (LoRA), or for its top layers.
 
-Its parameters have fair-esm's names, and what it computes is what `encoder.forward` computes, padded instead of packed.
+Its parameters have fair-esm's names, and what it computes is what `encoder.esm2` computes, padded instead of packed.
 Its weights are read from fair-esm's and Hugging Face's files, and written for the latter as an ordinary checkpoint:
 additions of low rank are in the weights, and `config.json` is beside them.
 
@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipeline.encoder.checkpoints.checkpoint_files import CONFIG
-from pipeline.encoder.checkpoints.esm_checkpoint import Architecture, esm_name, face_config, face_name, frequencies
+from pipeline.encoder.checkpoint_files import CONFIG
 from pipeline.encoder.embedding_recipe import PAD, VOCABULARY
-from pipeline.encoder.forward.esm_layer import EPSILON, MASKED_IN_TRAINING
+from pipeline.encoder.esm_checkpoint import Architecture, esm_name, face_config, face_name, frequencies
+from pipeline.encoder.esm_layer import EPSILON, MASKED_IN_TRAINING
 from pipeline.tasks.task_parts import at_least_single
 
 if TYPE_CHECKING:

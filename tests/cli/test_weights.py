@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.encoder.checkpoints import checkpoint_files, weights
-from pipeline.encoder.checkpoints.checkpoint_files import Published
-from pipeline.encoder.checkpoints.download import DownloadProgress
-from pipeline.encoder.checkpoints.synth import write_random_checkpoint
+from pipeline.encoder import checkpoint_files, weights
+from pipeline.encoder.checkpoint_files import Published
+from pipeline.encoder.download import DownloadProgress
+from pipeline.encoder.synth import write_random_checkpoint
 from pipeline.report.live_status import DownloadBars, download_words
 from tests.encoder.checkpoints import file_server as web
 from tests.encoder.checkpoints.file_server import File, Server

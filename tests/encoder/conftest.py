@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.encoder.checkpoints.synth import write_random_checkpoint
+from pipeline.encoder.synth import write_random_checkpoint
 
 
 @pytest.fixture(scope="session", autouse=True)

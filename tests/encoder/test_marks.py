@@ -16,15 +16,15 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import cosine_similarity
 
-from pipeline.encoder.checkpoints.checkpoint_files import ESM1B, ESMC
-from pipeline.encoder.checkpoints.esm_checkpoint import Architecture, EsmCheckpoint, load_esm_checkpoint
-from pipeline.encoder.checkpoints.synth import write_random_checkpoint, write_random_relative
+from pipeline.encoder.checkpoint_files import ESM1B, ESMC
 from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, EmbeddingRecipe, as_floats, tokenize
 from pipeline.encoder.engine.embed_engine import Engine
 from pipeline.encoder.engine.sequence_work import Embedding
 from pipeline.encoder.engine.token_batches import EngineSettings
-from pipeline.encoder.forward.esm2 import EsmEncoder
-from pipeline.encoder.forward.parity import Reference, check_parity, judge_rows
+from pipeline.encoder.esm2 import EsmEncoder
+from pipeline.encoder.esm_checkpoint import Architecture, EsmCheckpoint, load_esm_checkpoint
+from pipeline.encoder.parity import Reference, check_parity, judge_rows
+from pipeline.encoder.synth import write_random_checkpoint, write_random_relative
 from tests.encoder.engine.stand_ins import CHECKPOINT, Shelf, Workshop, recipe, run, settings, texts
 from tests.encoder.own import drawn
 

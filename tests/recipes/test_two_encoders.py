@@ -20,7 +20,7 @@ import pytest
 import torch
 import yaml
 
-from pipeline.encoder.checkpoints.synth import relative, write_random_checkpoint, write_random_relative
+from pipeline.encoder.synth import relative, write_random_checkpoint, write_random_relative
 from pipeline.errors import ConfigError
 from pipeline.project.project import Project
 from pipeline.readers import made

@@ -25,14 +25,14 @@ import msgpack
 import numpy as np
 import torch
 
-from pipeline.encoder.checkpoints.esm_checkpoint import (
+from pipeline.encoder.esm_checkpoint import (
     PT_PREFIX,
     Architecture,
     digest_weights,
     load_esm_checkpoint,
     shapes,
 )
-from pipeline.encoder.checkpoints.weight_containers import read_pt, read_safetensors
+from pipeline.encoder.published_weights import read_pt, read_safetensors
 from pipeline.errors import PipelineError
 from pipeline.files import file_digest
 from pipeline.readers import hdf5

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.encoder.checkpoints.weight_containers import read_pt
+from pipeline.encoder.published_weights import read_pt
 from pipeline.errors import WeightsUnusable
 from pipeline.readers.images import class_names
 from pipeline.readers.spectrum_files import mzml

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from pipeline.config.load import from_resolved
-from pipeline.encoder.checkpoints.weight_containers import read_pt, read_safetensors
+from pipeline.encoder.published_weights import read_pt, read_safetensors
 from pipeline.errors import PipelineError, WeightsUnusable
 from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_folder import RunFolder
@@ -274,7 +274,7 @@ def test_no_collective_call_unpickles_what_another_rank_sends() -> None:
 
 def test_torch_loads_in_one_file_and_weights_alone() -> None:
     loads = [(file, call) for file, name, call in calls() if name == "torch.load"]
-    assert {file for file, _ in loads} == {"pipeline/encoder/checkpoints/weight_containers.py"}
+    assert {file for file, _ in loads} == {"pipeline/encoder/published_weights.py"}
     assert all(any(ast.unparse(word) == "weights_only=True" for word in call.keywords) for _, call in loads)
 
 

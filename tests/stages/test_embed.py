@@ -14,13 +14,13 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from pipeline.encoder.checkpoints.esm_checkpoint import digest_weights, load_esm_checkpoint
-from pipeline.encoder.checkpoints.synth import write_random_checkpoint
+from pipeline.encoder import linear, parity
 from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, EmbeddingRecipe, Variant
 from pipeline.encoder.engine.encoder_source import EsmSource
 from pipeline.encoder.engine.token_batches import EngineSettings
-from pipeline.encoder.forward import linear, parity
-from pipeline.encoder.forward.parity import ParityVerdict, Reference
+from pipeline.encoder.esm_checkpoint import digest_weights, load_esm_checkpoint
+from pipeline.encoder.parity import ParityVerdict, Reference
+from pipeline.encoder.synth import write_random_checkpoint
 from pipeline.errors import CacheFull, JobFailed
 from pipeline.records import Reason, TaskContext
 from pipeline.stages.embed import EmbeddingVerifier, EmbedShelves, Texts, embed_texts

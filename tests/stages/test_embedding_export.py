@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from pipeline.config.load import read_config
-from pipeline.encoder.checkpoints.synth import write_random_checkpoint
+from pipeline.encoder.synth import write_random_checkpoint
 from pipeline.project.project import Project
 from pipeline.runs.workflow.embedding_export import WantedExport, export_embeddings
 from pipeline.training.evaluating.embedding_files import FORMATS, SUFFIXES, hdf5_name

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from pipeline.config.load import read_config
-from pipeline.encoder.checkpoints.esm_checkpoint import digest_weights, load_esm_checkpoint
-from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.encoder.embedding_recipe import CLS, EOS, PAD, tokenize
-from pipeline.encoder.forward.esm2 import EsmEncoder
+from pipeline.encoder.esm2 import EsmEncoder
+from pipeline.encoder.esm_checkpoint import digest_weights, load_esm_checkpoint
+from pipeline.encoder.synth import write_random_checkpoint
 from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
 from pipeline.memory.hardware.gpus import GIB
 from pipeline.protocol import ITEMS

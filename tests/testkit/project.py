@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.encoder.checkpoints.synth import write_random_checkpoint
+from pipeline.encoder.synth import write_random_checkpoint
 from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.journal.run_status import StatusReader
 from pipeline.keys import TICK_NS

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from pipeline.device.out_of_memory import unless_out_of_memory
-from pipeline.encoder.checkpoints.esm_checkpoint import as_dtype
 from pipeline.encoder.embedding_recipe import Variant
 from pipeline.encoder.engine import memory_ladder, token_batches
 from pipeline.encoder.engine.io_threads import BatchReader, RowWriter
@@ -22,8 +21,9 @@ from pipeline.encoder.engine.sequence_work import (
     full_precision,
 )
 from pipeline.encoder.engine.token_batches import EngineSettings
-from pipeline.encoder.forward.esm2 import EsmEncoder
-from pipeline.encoder.forward.parity import no_room
+from pipeline.encoder.esm2 import EsmEncoder
+from pipeline.encoder.esm_checkpoint import as_dtype
+from pipeline.encoder.parity import no_room
 from pipeline.records import Reason
 
 if TYPE_CHECKING:

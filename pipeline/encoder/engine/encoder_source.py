@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline.device.accelerator import is_card
 from pipeline.device.out_of_memory import free_caches, is_out_of_memory, unless_out_of_memory
-from pipeline.encoder.checkpoints.esm_checkpoint import EsmCheckpoint, as_dtype, load_esm_checkpoint
-from pipeline.encoder.checkpoints.weights import identify
+from pipeline.encoder import parity
 from pipeline.encoder.embedding_recipe import BF16_PRODUCTS
-from pipeline.encoder.forward import parity
-from pipeline.encoder.forward.esm2 import TYPICAL, EsmEncoder, Strain
+from pipeline.encoder.esm2 import TYPICAL, EsmEncoder, Strain
+from pipeline.encoder.esm_checkpoint import EsmCheckpoint, as_dtype, load_esm_checkpoint
+from pipeline.encoder.weights import identify
 from pipeline.errors import JobFailed, PipelineError
 from pipeline.protocol import Referenced, has_cls
 

@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from pipeline.command_line import install_extra
-from pipeline.encoder.checkpoints.checkpoint_files import CONFIG, read_json_object
+from pipeline.encoder.checkpoint_files import CONFIG, read_json_object
 from pipeline.errors import ConfigError, DataError, JobFailed
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from pipeline.encoder.engine.sequence_work import (
     Span,
     below,
 )
-from pipeline.encoder.forward.esm2 import TILE
+from pipeline.encoder.esm2 import TILE
 from pipeline.errors import JobFailed
 from pipeline.memory.runtime.meters import highest_resident_bytes
 from pipeline.records import Reason

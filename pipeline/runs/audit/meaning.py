@@ -16,8 +16,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.encoder.checkpoints.weights import checkpoint_facts, key_as_it_stands
 from pipeline.encoder.embedding_recipe import as_floats
+from pipeline.encoder.weights import checkpoint_facts, key_as_it_stands
 from pipeline.errors import CacheDamaged, PipelineError, RecordMissing
 from pipeline.graphs.build_graph import encoded_graph
 from pipeline.keys import TAG_BYTES, content_digest, recipe_tag

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from pipeline.command_line import quoted
-from pipeline.encoder.checkpoints.checkpoint_files import INDEX, SINGLE, shards_of
-from pipeline.encoder.checkpoints.weight_containers import read_pt, read_safetensors
+from pipeline.encoder.checkpoint_files import INDEX, SINGLE, shards_of
+from pipeline.encoder.published_weights import read_pt, read_safetensors
 from pipeline.errors import ConfigError, DataError, JobFailed, WeightsUnusable
 from pipeline.protocol import FitsOptions
 from pipeline.training.checkpoints.checkpoint import fill, in_one_part, open_checkpoint, tensor_words

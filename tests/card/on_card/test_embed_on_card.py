@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.encoder.checkpoints.esm_checkpoint import EsmCheckpoint, load_esm_checkpoint
-from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.encoder.engine import memory_ladder
 from pipeline.encoder.engine.embed_engine import Engine
-from pipeline.encoder.forward.parity import check_parity
+from pipeline.encoder.esm_checkpoint import EsmCheckpoint, load_esm_checkpoint
+from pipeline.encoder.parity import check_parity
+from pipeline.encoder.synth import write_random_checkpoint
 from pipeline.errors import PlanInfeasible
 from pipeline.records import Reason
 from tests.card import card

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from pipeline.encoder.checkpoints.checkpoint_files import CONFIG, INDEX, SINGLE
+from pipeline.encoder.checkpoint_files import CONFIG, INDEX, SINGLE
 
 PREFIX = "encoder.sentence_encoder."
 PARTS = {

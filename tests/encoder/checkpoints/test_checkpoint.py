@@ -20,8 +20,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.encoder.checkpoints.checkpoint_files import CONFIG, INDEX, SINGLE
-from pipeline.encoder.checkpoints.esm_checkpoint import (
+from pipeline.encoder.checkpoint_files import CONFIG, INDEX, SINGLE
+from pipeline.encoder.esm_checkpoint import (
     DTYPES,
     as_dtype,
     digest_weights,
@@ -30,7 +30,7 @@ from pipeline.encoder.checkpoints.esm_checkpoint import (
     load_esm_checkpoint,
     shapes,
 )
-from pipeline.encoder.checkpoints.synth import write_random_checkpoint
+from pipeline.encoder.synth import write_random_checkpoint
 from pipeline.errors import ConfigError, WeightsUnusable
 from tests.encoder.checkpoints.relatives import (
     PREFIX,

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipeline.encoder.checkpoints.checkpoint_files import CONFIG, ESM1B, ESMC, SINGLE
-from pipeline.encoder.checkpoints.esm_checkpoint import Architecture, digest_weights, load_esm_checkpoint
-from pipeline.encoder.checkpoints.synth import write_random_relative
-from pipeline.encoder.checkpoints.weights import CheckpointFacts, checkpoint_facts
+from pipeline.encoder.checkpoint_files import CONFIG, ESM1B, ESMC, SINGLE
+from pipeline.encoder.esm_checkpoint import Architecture, digest_weights, load_esm_checkpoint
+from pipeline.encoder.synth import write_random_relative
+from pipeline.encoder.weights import CheckpointFacts, checkpoint_facts
 from pipeline.errors import WeightsUnusable
 from pipeline.store.cache_folder import CacheFolder
 from tests.encoder.checkpoints.relatives import PREFIX, contents, face_config, face_name

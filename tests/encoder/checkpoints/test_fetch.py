@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.encoder.checkpoints.download import DownloadProgress, RetryPolicy, by_hand, fetch_file
+from pipeline.encoder.download import DownloadProgress, RetryPolicy, by_hand, fetch_file
 from pipeline.errors import ConfigError, DataError, WeightsUnusable
 from tests.encoder.checkpoints import file_server as web
 from tests.encoder.checkpoints.file_server import File, Server
@@ -122,7 +122,7 @@ def test_parts_of_two_files_are_never_glued_together(serve, get, change):
 
 
 CHILD = """
-import sys; from pathlib import Path; from pipeline.encoder.checkpoints.download import fetch_file
+import sys; from pathlib import Path; from pipeline.encoder.download import fetch_file
 fetch_file(sys.argv[1], Path(sys.argv[2]), sha256=None, tell=lambda progress: print(progress.bytes, flush=True))
 """
 
@@ -309,7 +309,7 @@ FULL = """
 import resource, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
-from pathlib import Path; from pipeline.encoder.checkpoints.download import fetch_file
+from pathlib import Path; from pipeline.encoder.download import fetch_file
 from pipeline.errors import ConfigError
 try: fetch_file(sys.argv[1], Path(sys.argv[2]), sha256=None, tell=lambda progress: None)
 except ConfigError as error: print(error)

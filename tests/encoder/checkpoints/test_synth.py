@@ -9,9 +9,9 @@ import esm
 import pytest
 import torch
 
-from pipeline.encoder.checkpoints.esm_checkpoint import frequencies, load_esm_checkpoint
-from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.encoder.embedding_recipe import PAD, VOCABULARY
+from pipeline.encoder.esm_checkpoint import frequencies, load_esm_checkpoint
+from pipeline.encoder.synth import write_random_checkpoint
 from pipeline.errors import ConfigError
 
 
@@ -85,7 +85,7 @@ def test_file_that_is_there_is_never_replaced(tmp_path, there):
 
 FULL = """
 import resource, signal, sys; from pathlib import Path
-from pipeline.encoder.checkpoints.synth import write_random_checkpoint
+from pipeline.encoder.synth import write_random_checkpoint
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 write_random_checkpoint(Path(sys.argv[1]), 2, 64, 4)
 """
@@ -98,7 +98,7 @@ def test_a_disk_that_fails_or_takes_only_a_part_leaves_nothing(tmp_path, monkeyp
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pipeline.encoder.checkpoints.synth.os.fsync", full)
+    monkeypatch.setattr("pipeline.encoder.synth.os.fsync", full)
     with pytest.raises(ConfigError):
         write_random_checkpoint(tmp_path / "esm2_a.pt", 1, 8, 2)
     assert list(tmp_path.iterdir()) == []

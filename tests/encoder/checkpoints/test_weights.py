@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.encoder.checkpoints import esm_checkpoint as checkpoints
-from pipeline.encoder.checkpoints import weights
-from pipeline.encoder.checkpoints.checkpoint_files import ESM1B, ESM2, MODELS, Published, published
-from pipeline.encoder.checkpoints.synth import write_random_checkpoint
-from pipeline.encoder.checkpoints.weights import (
+from pipeline.encoder import esm_checkpoint as checkpoints
+from pipeline.encoder import weights
+from pipeline.encoder.checkpoint_files import ESM1B, ESM2, MODELS, Published, published
+from pipeline.encoder.synth import write_random_checkpoint
+from pipeline.encoder.weights import (
     CheckpointFacts,
     equals_published,
     find_checkpoint,
@@ -244,7 +244,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, path: Path, **values: object) -> Pu
     """Let the table know a synthetic checkpoint."""
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     model = replace(MODELS[0], **{"pt_bytes": path.stat().st_size, "pt_sha256": digest, **values})
-    monkeypatch.setattr("pipeline.encoder.checkpoints.weights.published", {model.name: model}.get)
+    monkeypatch.setattr("pipeline.encoder.weights.published", {model.name: model}.get)
     return model
 
 

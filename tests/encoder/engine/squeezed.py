@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pipeline.encoder.checkpoints.esm_checkpoint import load_esm_checkpoint
-from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.encoder.embedding_recipe import EmbeddingRecipe
 from pipeline.encoder.engine.embed_engine import Engine
 from pipeline.encoder.engine.token_batches import EngineSettings
+from pipeline.encoder.esm_checkpoint import load_esm_checkpoint
+from pipeline.encoder.synth import write_random_checkpoint
 
 ROOM_BYTES = 160 << 20  # rows, queries, keys and values of the long one take 197 MB: it cannot fit as one
 LONG, SHORT, MANY = 48_000, 700, 40

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.encoder.checkpoints.esm_checkpoint import load_esm_checkpoint
 from pipeline.encoder.embedding_recipe import SequenceCut, Variant, windows
 from pipeline.encoder.engine import embed_engine, memory_ladder, token_batches
 from pipeline.encoder.engine.embed_engine import Engine
-from pipeline.encoder.forward.esm2 import TILE
-from pipeline.encoder.forward.parity import Reference
+from pipeline.encoder.esm2 import TILE
+from pipeline.encoder.esm_checkpoint import load_esm_checkpoint
+from pipeline.encoder.parity import Reference
 from pipeline.errors import PlanInfeasible
 from pipeline.records import Reason
 from pipeline.store.format.disk import Disk

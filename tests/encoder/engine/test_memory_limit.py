@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from pipeline.encoder.checkpoints.synth import write_random_checkpoint
+from pipeline.encoder.synth import write_random_checkpoint
 from pipeline.journal.run_folder import runs_in
 from pipeline.store.cache_folder import CacheFolder
 from tests.testkit.command import Command
@@ -32,9 +32,9 @@ import torch
 import pipeline.runs.workflow.embed_stage, pipeline.stages.embed
 from pipeline.cluster.processes import used_bytes
 from pipeline.encoder.engine.memory_ladder import Room
-from pipeline.encoder.checkpoints.esm_checkpoint import load_esm_checkpoint
-from pipeline.encoder.forward.esm2 import EsmEncoder
-from pipeline.encoder.forward.parity import Reference
+from pipeline.encoder.esm_checkpoint import load_esm_checkpoint
+from pipeline.encoder.esm2 import EsmEncoder
+from pipeline.encoder.parity import Reference
 torch.set_num_threads(1)
 checkpoint, cpu = load_esm_checkpoint(Path(sys.argv[1])), torch.device("cpu")
 Reference(checkpoint, 1, cpu)  # what it imports stays

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity
 
-from pipeline.encoder.checkpoints.esm_checkpoint import EsmCheckpoint, load_esm_checkpoint
-from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, EmbeddingRecipe, Variant, tokenize
 from pipeline.encoder.engine.embed_engine import Engine
 from pipeline.encoder.engine.sequence_work import Embedding
 from pipeline.encoder.engine.token_batches import EngineSettings
-from pipeline.encoder.forward.esm2 import EsmEncoder, Strain
-from pipeline.encoder.forward.linear import bf16_products_here
-from pipeline.encoder.forward.parity import check_parity
+from pipeline.encoder.esm2 import EsmEncoder, Strain
+from pipeline.encoder.esm_checkpoint import EsmCheckpoint, load_esm_checkpoint
+from pipeline.encoder.linear import bf16_products_here
+from pipeline.encoder.parity import check_parity
+from pipeline.encoder.synth import write_random_checkpoint
 from tests.encoder.sequences import natural
 
 pytestmark = pytest.mark.skipif(not bf16_products_here(), reason="this processor has neither AVX512-BF16 nor AMX")

@@ -15,11 +15,9 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import cosine_similarity
 
-from pipeline.encoder.checkpoints.esm_checkpoint import load_esm_checkpoint
-from pipeline.encoder.checkpoints.synth import write_random_checkpoint
+from pipeline.encoder import esm2, linear
 from pipeline.encoder.embedding_recipe import LETTERS, tokenize
-from pipeline.encoder.forward import esm2, linear
-from pipeline.encoder.forward.esm2 import (
+from pipeline.encoder.esm2 import (
     FILL,
     TILE,
     EsmEncoder,
@@ -28,7 +26,9 @@ from pipeline.encoder.forward.esm2 import (
     by_sequence,
     choose_attention,
 )
-from pipeline.encoder.forward.linear import PackedLinear, TorchLinear, choose_linear
+from pipeline.encoder.esm_checkpoint import load_esm_checkpoint
+from pipeline.encoder.linear import PackedLinear, TorchLinear, choose_linear
+from pipeline.encoder.synth import write_random_checkpoint
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 2, 3, FILL - 2, FILL, 700, TILE - 3, TILE - 2, TILE - 1)

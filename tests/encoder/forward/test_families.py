@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity
 
-from pipeline.encoder.checkpoints.checkpoint_files import ESM1B, ESMC
-from pipeline.encoder.checkpoints.esm_checkpoint import Architecture, EsmCheckpoint, load_esm_checkpoint
-from pipeline.encoder.checkpoints.synth import write_random_relative
+from pipeline.encoder.checkpoint_files import ESM1B, ESMC
 from pipeline.encoder.embedding_recipe import LETTERS, tokenize
-from pipeline.encoder.forward.esm2 import FILL, EsmEncoder
-from pipeline.encoder.forward.parity import Reference, check_parity, sample_sequences
+from pipeline.encoder.esm2 import FILL, EsmEncoder
+from pipeline.encoder.esm_checkpoint import Architecture, EsmCheckpoint, load_esm_checkpoint
+from pipeline.encoder.parity import Reference, check_parity, sample_sequences
+from pipeline.encoder.synth import write_random_relative
 from tests.encoder.own import drawn
 
 CPU = torch.device("cpu")

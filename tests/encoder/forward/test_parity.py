@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipeline.encoder.checkpoints.esm_checkpoint import load_esm_checkpoint
-from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.encoder.embedding_recipe import LETTERS, tokenize
-from pipeline.encoder.forward.esm2 import EsmEncoder
-from pipeline.encoder.forward.parity import (
+from pipeline.encoder.esm2 import EsmEncoder
+from pipeline.encoder.esm_checkpoint import load_esm_checkpoint
+from pipeline.encoder.parity import (
     Reference,
     beside_the_truth,
     check_parity,
     compare,
     sample_sequences,
 )
+from pipeline.encoder.synth import write_random_checkpoint
 from pipeline.errors import WeightsUnusable
 
 CPU = torch.device("cpu")

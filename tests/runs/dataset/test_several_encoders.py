@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipeline.config.load import read_config
-from pipeline.encoder.checkpoints.synth import write_random_checkpoint
+from pipeline.encoder.synth import write_random_checkpoint
 from pipeline.errors import ConfigError
 from pipeline.journal.attempts import leave_out
 from pipeline.journal.ledger import LedgerReader

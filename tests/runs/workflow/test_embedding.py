@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from pipeline.config.load import read_config
-from pipeline.encoder.checkpoints.synth import write_random_checkpoint
+from pipeline.encoder.synth import write_random_checkpoint
 from pipeline.errors import CacheDamaged, CacheUnusable
 from pipeline.journal.ledger import LedgerReader
 from pipeline.project.project import Project, asked_bytes

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.config.load import read_config
-from pipeline.encoder.checkpoints.synth import write_random_checkpoint
+from pipeline.encoder.synth import write_random_checkpoint
 from tests.testkit.cluster import Cluster
 from tests.testkit.cluster import config as cluster_config
 from tests.testkit.command import Command

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from pipeline.encoder.checkpoints.weight_containers import read_pt
+from pipeline.encoder.published_weights import read_pt
 from pipeline.errors import ConfigError, DataError, WeightsUnusable
 from pipeline.training.checkpoints.published_names import NameTable, WeightsReading, in_form, renamed
 from pipeline.training.checkpoints.trained_weights import load_pretrained, stored_weights

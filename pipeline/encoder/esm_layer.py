@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import layer_norm
 
-from pipeline.encoder.checkpoints.checkpoint_files import ESMC
+from pipeline.encoder.checkpoint_files import ESMC
 from pipeline.encoder.embedding_recipe import PAD
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pipeline.encoder.checkpoints.esm_checkpoint import EsmCheckpoint
-    from pipeline.encoder.forward.linear import Parameters, TorchLinear
+    from pipeline.encoder.esm_checkpoint import EsmCheckpoint
+    from pipeline.encoder.linear import Parameters, TorchLinear
 
 MASKED_IN_TRAINING = 0.15 * 0.8  # of the tokens; fair-esm scales embeddings by what was left
 EPSILON = 1e-5

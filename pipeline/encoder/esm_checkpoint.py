@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.encoder.checkpoints.checkpoint_files import (
+from pipeline.encoder.checkpoint_files import (
     ESM1B,
     ESM2,
     ESMC,
@@ -30,14 +30,14 @@ from pipeline.encoder.checkpoints.checkpoint_files import (
     files_of,
     read_json_object,
 )
-from pipeline.encoder.checkpoints.weight_containers import (
+from pipeline.encoder.embedding_recipe import ENDS, MASK, PAD, VOCABULARY
+from pipeline.encoder.published_weights import (
     family_of,
     family_of_config,
     read_pt,
     read_safetensors,
     refuse_names,
 )
-from pipeline.encoder.embedding_recipe import ENDS, MASK, PAD, VOCABULARY
 from pipeline.errors import WeightsUnusable
 
 if TYPE_CHECKING:

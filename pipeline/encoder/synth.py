@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipeline.command_line import quoted
-from pipeline.encoder.checkpoints.checkpoint_files import ESM1B, ESMC, FAMILIES
-from pipeline.encoder.checkpoints.esm_checkpoint import (
+from pipeline.encoder.checkpoint_files import ESM1B, ESMC, FAMILIES
+from pipeline.encoder.embedding_recipe import PAD, VOCABULARY
+from pipeline.encoder.esm_checkpoint import (
     PT_PREFIX,
     Architecture,
     esm1b_settings,
@@ -25,7 +26,6 @@ from pipeline.encoder.checkpoints.esm_checkpoint import (
     frequencies,
     shapes,
 )
-from pipeline.encoder.embedding_recipe import PAD, VOCABULARY
 from pipeline.errors import ConfigError
 from pipeline.store.format.disk import Disk, link_or_rename
 

@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from pipeline import __version__
 from pipeline.command_line import quoted
-from pipeline.encoder.checkpoints.partial_download import (
+from pipeline.encoder.partial_download import (
     BLOCK_BYTES,
     DownloadOrigin,
     Partial,

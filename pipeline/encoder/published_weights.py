@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from pipeline.encoder.checkpoints.checkpoint_files import (
+from pipeline.encoder.checkpoint_files import (
     ESM1B,
     ESM2,
     ESMC,
@@ -33,8 +33,8 @@ from pipeline.encoder.checkpoints.checkpoint_files import (
     USE_ESM2,
     unreadable_checkpoint,
 )
-from pipeline.encoder.checkpoints.partial_download import BLOCK_BYTES
 from pipeline.encoder.embedding_recipe import MASK, PAD, VOCABULARY
+from pipeline.encoder.partial_download import BLOCK_BYTES
 from pipeline.errors import WeightsUnusable
 
 if TYPE_CHECKING:

@@ -21,18 +21,18 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from pipeline.device.accelerator import is_card
-from pipeline.encoder.checkpoints.checkpoint_files import ESMC
-from pipeline.encoder.checkpoints.esm_checkpoint import as_dtype
+from pipeline.encoder.checkpoint_files import ESMC
 from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, CLS, ENDS, EOS, PAD, tokenize
-from pipeline.encoder.forward.esm_layer import EsmLayer, ParameterReader
-from pipeline.encoder.forward.linear import Bfloat16Linear, TorchLinear, choose_linear, without_tf32
+from pipeline.encoder.esm_checkpoint import as_dtype
+from pipeline.encoder.esm_layer import EsmLayer, ParameterReader
+from pipeline.encoder.linear import Bfloat16Linear, TorchLinear, choose_linear, without_tf32
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from pipeline.encoder.checkpoints.esm_checkpoint import EsmCheckpoint
+    from pipeline.encoder.esm_checkpoint import EsmCheckpoint
 
 
 @dataclass(frozen=True, slots=True, eq=False)

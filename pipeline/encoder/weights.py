@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.encoder.checkpoints.checkpoint_files import (
+from pipeline.encoder.checkpoint_files import (
     _SUFFIXES,
     CONFIG,
     ESM2,
@@ -29,8 +29,8 @@ from pipeline.encoder.checkpoints.checkpoint_files import (
     stem,
     unreadable_checkpoint,
 )
-from pipeline.encoder.checkpoints.partial_download import BLOCK_BYTES, explaining_disk_errors, refuse_small_disk
 from pipeline.encoder.embedding_recipe import LETTERS
+from pipeline.encoder.partial_download import BLOCK_BYTES, explaining_disk_errors, refuse_small_disk
 from pipeline.errors import CacheFull, CacheUnusable, ConfigError, WeightsUnusable
 from pipeline.files import FileState, state_of
 from pipeline.keys import is_settled, recipe_key
@@ -40,7 +40,7 @@ from pipeline.store.store import WholeRecords
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from pipeline.encoder.checkpoints.checkpoint_files import Published
+    from pipeline.encoder.checkpoint_files import Published
     from pipeline.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -143,13 +143,13 @@ def sha256_of(path: Path) -> str:
 
 def checkpoint_facts(path: Path) -> CheckpointFacts:
     """Read every tensor of a checkpoint and return the facts about it; refuse an unusable one."""
-    from pipeline.encoder.checkpoints.esm_checkpoint import (
+    from pipeline.encoder.esm_checkpoint import (
         digest_weights,
         dtype_name,
         load_esm_checkpoint,
         refuse_not_finite,
     )
-    from pipeline.encoder.checkpoints.weight_containers import refuse_flipped_bits
+    from pipeline.encoder.published_weights import refuse_flipped_bits
 
     checkpoint = load_esm_checkpoint(path)
     for file in files_of(path).tensors:
@@ -255,7 +255,7 @@ class Examined:
 
 def examine_checkpoint(path: Path) -> Examined:
     """Read every tensor and every byte of the checkpoint at a path, and return what it is."""
-    from pipeline.encoder.checkpoints.esm_checkpoint import load_esm_checkpoint
+    from pipeline.encoder.esm_checkpoint import load_esm_checkpoint
 
     facts = checkpoint_facts(path)
     verdict, why = _judge(path, facts)
@@ -276,7 +276,7 @@ def _judge(path: Path, facts: CheckpointFacts) -> tuple[str, WeightsUnusable | N
 
 def refuse_other(path: Path, model: Published | None) -> None:
     """Refuse a file that is no checkpoint, or not of the published model's architecture."""
-    from pipeline.encoder.checkpoints.esm_checkpoint import load_esm_checkpoint
+    from pipeline.encoder.esm_checkpoint import load_esm_checkpoint
 
     shape = load_esm_checkpoint(path).architecture
     _refuse_other_shape(model, (shape.family, shape.layers, shape.dim, shape.heads), path)

@@ -20,11 +20,11 @@ from pipeline.command_line import Command
 from pipeline.device.accelerator import is_card
 from pipeline.device.kinds import CPU
 from pipeline.device.out_of_memory import free_caches, unless_out_of_memory
-from pipeline.encoder.checkpoints.checkpoint_files import ESM1B, ESMC
-from pipeline.encoder.checkpoints.esm_checkpoint import esm1b_settings
+from pipeline.encoder.checkpoint_files import ESM1B, ESMC
 from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, CLS, EOS, LETTERS, tokenize
-from pipeline.encoder.forward.esm2 import EsmEncoder, Strain
-from pipeline.encoder.forward.linear import without_tf32
+from pipeline.encoder.esm2 import EsmEncoder, Strain
+from pipeline.encoder.esm_checkpoint import esm1b_settings
+from pipeline.encoder.linear import without_tf32
 from pipeline.errors import PlanInfeasible, WeightsUnusable
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.encoder.checkpoints.esm_checkpoint import Architecture, EsmCheckpoint
+    from pipeline.encoder.esm_checkpoint import Architecture, EsmCheckpoint
 
     Tokens = NDArray[np.uint8]
     Rows: TypeAlias = NDArray[np.float32] | NDArray[np.float64]

@@ -1,1 +1,0 @@
-"""Checkpoints of the ESM families: found, identified, downloaded, read without running anything in them."""
