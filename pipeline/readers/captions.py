@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import tarfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from io import FileIO
 from itertools import groupby
@@ -27,12 +27,12 @@ from pipeline.readers.byte_pairs import CONTEXT, BytePairs, TooLong
 from pipeline.readers.entry import (
     SCAN_AGAIN,
     Bytes,
+    Count,
     Opened,
     UnusableEntry,
     cannot_read,
-    check_count,
-    check_names,
     check_option,
+    check_types,
     checked_path,
     entry_id,
     entry_rejection,
@@ -57,13 +57,14 @@ USUAL = {
     "caption": ("title", "caption", "text"),
     "id": ("id",),
     "split": ("split",),
+    "label": (),
 }
 REFUSE, CUT = LONG = ("refuse", "cut")
 PLACE = re.compile(r"\{(\w+)\}")
 MOST_BYTES = 1 << 28  # of an image's file
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Captions:
     """The images and captions of a table or of tars.
 
@@ -81,50 +82,33 @@ class Captions:
     classes: Any = ()  # their names, or a file with one a line: what numbers them
     id: str = ""  # `id` if it is there; else the image's name and the number of the row
     split: str = ""  # `split` if it is there
-    size: int = 224  # pixels of a side
+    size: Count = 224  # pixels of a side
     merges: str = ""  # file of byte pairs, from the table's folder; without, each byte is a token
-    context: int = CONTEXT  # tokens of a text at most
+    context: Count = CONTEXT  # tokens of a text at most
     long: str = REFUSE  # a longer text is refused, or cut
-    most_pixels: int = MOST_PIXELS  # of an image as it is in its file
-    _table: TextTable = field(init=False, repr=False, compare=False)  # where it is no tars
-    _columns: dict[str, str] = field(init=False, repr=False, compare=False, default_factory=dict)  # by meaning
-    _bytes: Opened[Bytes] = field(init=False, repr=False, compare=False, default_factory=lambda: Opened(Bytes))
+    most_pixels: Count = MOST_PIXELS  # of an image as it is in its file
 
     def __post_init__(self) -> None:
         self._check_options()
-        object.__setattr__(self, "path", checked_path(Path(self.path)))
+        self.path = checked_path(Path(self.path))
+        self._folder = self.path if self.path.is_dir() else self.path.parent
         image_library()
-        if self._tars:
-            self._check_tars()
-        else:
-            self._read_header()
-        assert self.pairs, "the merges file is read here to report errors"
-
-    def _check_options(self) -> None:
-        for name in ("size", "context", "most_pixels"):
-            check_count(name, getattr(self, name))
-        names = ("image", "caption", "template", "images", "label", "id", "split", "merges")
-        check_names({name: getattr(self, name) for name in names})
-        check_option("long", self.long, f"{REFUSE} or {CUT}", fits=self.long in LONG)
-        check_option("context", self.context, "a whole number from 2", fits=self.context > 1)
+        self.names = class_names(self.classes, where="data.options.classes", beside=self._folder)
+        self.pairs = BytePairs.read(self._folder / self.merges if self.merges else None, where="data.options.merges")
+        self._numbers = {name: number for number, name in enumerate(self.names)}
+        self._bytes = Opened(Bytes)
         if self.label and not self.names:
             what, remedy = "the number of each class is unknown", "list the classes, or name a file with one a line"
             raise ConfigError(what, where="data.options.classes", remedy=remedy)
+        if self._tars:
+            self._refuse_columns()
+        else:
+            self._read_header()
 
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        """The names of classes."""
-        return class_names(self.classes, where="data.options.classes", beside=self._folder)
-
-    @cached_property
-    def pairs(self) -> BytePairs:
-        """The byte pairs that texts are made tokens by."""
-        path = self._folder / self.merges if self.merges else None
-        return BytePairs.read(path, where="data.options.merges")
-
-    @property
-    def _folder(self) -> Path:
-        return Path(self.path) if Path(self.path).is_dir() else Path(self.path).parent
+    def _check_options(self) -> None:
+        check_types(self)
+        check_option("long", self.long, f"{REFUSE} or {CUT}", fits=self.long in LONG)
+        check_option("context", self.context, "a whole number from 2", fits=self.context > 1)
 
     @cached_property
     def _tars(self) -> tuple[Path, ...]:
@@ -133,13 +117,11 @@ class Captions:
             return tuple(sorted(self.path.glob(f"*{TAR}")))
         return (self.path,) if self.path.suffix.lower() == TAR else ()
 
-    def _check_tars(self) -> None:
-        given = [
-            name for name in ("image", "caption", "template", "images", "label", "id", "split") if getattr(self, name)
-        ]
-        if given:
-            problem = f"tars have no columns: {given[0]} is of a table"
-            raise ConfigError(problem, where=f"data.options.{given[0]}", remedy="remove it")
+    def _refuse_columns(self) -> None:
+        for option in ("image", "caption", "template", "images", "label", "id", "split"):
+            if getattr(self, option):
+                problem = f"tars have no columns: {option} is of a table"
+                raise ConfigError(problem, where=f"data.options.{option}", remedy="remove it")
 
     def files(self) -> tuple[Path, ...]:
         """Return the table or the tars, and the file of merges; images are looked at when they are read."""
@@ -174,20 +156,15 @@ class Captions:
         if self.path.suffix.lower() not in PARTED_BY or not self.path.is_file():
             problem = f"captions are read from {', '.join(PARTED_BY)}, {TAR}, or a folder of {TAR}"
             raise ConfigError(problem, where=str(self.path), remedy="set data.path to one of these")
-        object.__setattr__(self, "_table", TextTable.read(self.path))
-        for option in ("image", *(() if self.template else ("caption",)), "label", "id", "split"):
-            if name := self._column(option):
-                self._columns[option] = name
-        for name in PLACE.findall(self.template):
-            self._columns[f"template.{name}"] = self._table.column("template", name)
-
-    def _column(self, option: str) -> str:
-        """Return the column that an option names, or a usual one; "" where none is needed."""
-        if given := getattr(self, option).strip():
-            return self._table.column(option, given)
-        small = {name.lower(): name for name in self._table.header}
-        usual = next((small[name] for name in USUAL.get(option, ()) if name in small), "")
-        return usual if usual or option in ("label", "id", "split") else self._table.column(option, "")
+        self._table = TextTable.read(self.path)
+        required = {"image": True, "caption": not self.template}
+        found = {
+            option: self._table.find(option, getattr(self, option), names, required=required.get(option, False))
+            for option, names in USUAL.items()
+            if option != "caption" or not self.template
+        }
+        found |= {f"template.{name}": self._table.column("template", name) for name in PLACE.findall(self.template)}
+        self._columns = {meaning: name for meaning, name in found.items() if name}
 
     def _name(self, cells: Mapping[str, str], number: int) -> str:
         """Return the id of a row: its own, or the image's name and the row's number."""
@@ -224,10 +201,6 @@ class Captions:
         if name and name not in self._numbers:
             raise UnusableEntry(f"the class {name!r} is not in data.options.classes")
         return self._numbers[name] if name else -1
-
-    @cached_property
-    def _numbers(self) -> dict[str, int]:
-        return {name: number for number, name in enumerate(self.names)}
 
     # Tars
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gzip
 import os
 import zlib
+from collections.abc import Callable
+from dataclasses import fields
 from functools import lru_cache
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pipeline.command_line import Command, quoted
 from pipeline.errors import ConfigError, DataError
@@ -16,7 +18,6 @@ from pipeline.records import Reason, Rejection
 from pipeline.units import printable_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
     from pathlib import Path
     from typing import BinaryIO
 
@@ -85,15 +86,20 @@ def check_option(name: str, value: object, wanted: str, *, fits: bool) -> None:
         raise ConfigError(f"{value!r} is not {wanted}", where=f"data.options.{name}", remedy=f"set it to {wanted}")
 
 
-def check_count(name: str, value: object) -> None:
-    """Raise for a value that is not a whole number from 1; true is none."""
-    check_option(name, value, "a whole number from 1", fits=type(value) is int and value >= 1)
+Count = int  # the type of an option that is a whole number from 1
+CHECKED_TYPES: dict[str, tuple[str, Callable[[object], bool]]] = {
+    "str": ("a name, as text", lambda value: type(value) is str),
+    "bool": ("true or false", lambda value: type(value) is bool),
+    "Count": ("a whole number from 1", lambda value: type(value) is int and value >= 1),
+}
 
 
-def check_names(names: Mapping[str, object]) -> None:
-    """Raise for options that are not texts."""
-    for name, value in names.items():
-        check_option(name, value, "a name, as text", fits=type(value) is str)
+def check_types(reader: Any) -> None:
+    """Raise for an option whose value does not have the type that the reader's class declares."""
+    for option in fields(reader):
+        if checked := CHECKED_TYPES.get(str(option.type)):
+            wanted, fits = checked
+            check_option(option.name, value := getattr(reader, option.name), wanted, fits=fits(value))
 
 
 def opened(path: Path) -> BinaryIO:

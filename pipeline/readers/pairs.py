@@ -7,33 +7,24 @@ patches of an image, D numbers a row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.readers import hdf5
-from pipeline.readers.entry import (
-    SCAN_AGAIN,
-    Bytes,
-    Opened,
-    UnusableEntry,
-    check_count,
-    check_names,
-    checked_file,
-    entry_id,
-    entry_rejection,
-)
+from pipeline.readers.entry import Count, Opened, UnusableEntry, entry_id, entry_rejection
 from pipeline.readers.images import SUFFIXES as IMAGES
-from pipeline.readers.table_rows import PARTED_BY, TextTable, rows_in_table
+from pipeline.readers.table_rows import PARTED_BY, TableReader, rows_in_table
 from pipeline.records import Entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -47,56 +38,40 @@ CAPTIONS = "pipeline.readers.captions:Captions"
 SUFFIXES = (*PARTED_BY, *hdf5.SUFFIXES)
 
 
-@dataclass(frozen=True)
-class Pairs:
+@dataclass(eq=False)
+class Pairs(TableReader):
     """The pairs of one file.
 
     Arrays: `left.token` and `right.token` uint8 [T], the UTF-8 bytes of texts; `left.vector` and `right.vector` float32
     [R, D] where a dataset of an HDF5 file is numbers [N, R, D]. A place is [offset, length] in a table, or [row].
     """
 
-    path: Path
     left: str = "left"  # column of the header, or dataset
     right: str = "right"
-    id: str = ""  # `id` if it is there; else the file's name and the number of the pair
-    split: str = ""  # `split` if it is there
-    most: int = 4096  # bytes of a text, or rows; a longer side is refused
-    _table: TextTable | None = field(init=False, repr=False, compare=False, default=None)
-    _columns: dict[str, str] = field(init=False, repr=False, compare=False, default_factory=dict)  # of it, by option
-    _bytes: Opened[Bytes] = field(init=False, repr=False, compare=False, default_factory=lambda: Opened(Bytes))
-    _tables: Opened[hdf5.Hdf5Table] = field(init=False, repr=False, compare=False)
+    most: Count = 4096  # bytes of a text, or rows; a longer side is refused
 
     def __post_init__(self) -> None:
-        check_count("most", self.most)
-        check_names(self._given())
-        object.__setattr__(self, "path", checked_file(Path(self.path)))
-        object.__setattr__(self, "_tables", Opened(partial(_hdf5_table, given=self._given())))
-        if self.path.suffix.lower() not in SUFFIXES:
-            problem = f"pairs are read from {', '.join(SUFFIXES)}"
-            raise ConfigError(problem, where=str(self.path), remedy="convert them to one of these, and set data.path")
-        if self.path.suffix.lower() in PARTED_BY:
-            object.__setattr__(self, "_table", self._read_header())
+        super().__post_init__()
+        self._only_tables("pairs", SUFFIXES)
+        self._open = partial(_hdf5_table, given={name: getattr(self, name) for name in (*SIDES, "id", "split")})
+        self._tables = Opened(self._open)
+        if self._columns:
             self._refuse_images()
 
-    def files(self) -> tuple[Path, ...]:
-        """Return the one file that is read."""
-        return (self.path,)
+    def _find_columns(self) -> dict[str, str]:
+        return self._found(*SIDES)
 
     def entries(self) -> Iterator[Entry | Rejection]:
         """Yield every pair as an entry, or its rejection."""
-        return self._table.entries(self._cells, self._arrays) if self._table else self._of_hdf5()
+        return super().entries() if self._columns else self._of_hdf5()
 
-    def read(self, place: list[int]) -> Arrays:
-        """Return the arrays of the pair at a place."""
-        try:
-            if self._table:
-                return self._arrays(self._cells(self._bytes(self.path).at(*place)))
-            return self._arrays(self._tables(self.path).rows(place[0], place[0] + 1)[0])
-        except (UnusableEntry, IndexError) as error:
-            raise DataError(f"no pair at {place}: {error}", where=str(self.path), remedy=SCAN_AGAIN) from error
+    def _row_arrays(self, place: list[int]) -> Arrays:
+        if self._columns:
+            return super()._row_arrays(place)
+        return self._arrays(self._tables(self.path).rows(place[0], place[0] + 1)[0])
 
     def _of_hdf5(self) -> Iterator[Entry | Rejection]:
-        with _hdf5_table(self.path, self._given()) as table:
+        with self._open(self.path) as table:
             long = self._too_long(table)
             for number, row in table.all_rows(without=long):
                 name, split = (hdf5.cell_text(row, meaning) for meaning in ("id", "split"))
@@ -113,40 +88,19 @@ class Pairs:
         shapes = {side: table.columns[side].shape for side in SIDES}
         return {side: shape[1] for side, shape in shapes.items() if len(shape) == 3 and shape[1] > self.most}
 
-    def _given(self) -> dict[str, str]:
-        return {"left": self.left, "right": self.right, "id": self.id, "split": self.split}
-
-    def _read_header(self) -> TextTable:
-        """Return the table; the columns of both sides and those that options name must be in it exactly once."""
-        table = TextTable.read(self.path)
-        usual = {name.lower(): name for name in table.header}
-        for option, column in self._given().items():
-            name = column.strip() or usual.get(option, "")
-            if name or option in SIDES:
-                self._columns[option] = table.column(option, name)
-        return table
-
     def _refuse_images(self) -> None:
         """Refuse a column of paths of images, whose letters would be read as a text."""
-        first = [row.text for row in islice(rows_in_table(self.path), 1, 1 + LOOKED_AT)]
+        rows = []
+        for row in islice(rows_in_table(self.path), 1, 1 + LOOKED_AT):
+            with suppress(UnusableEntry):
+                rows.append(self._cells(row.text))
         for side in SIDES:
-            texts = [cells[side].strip() for cells in map(self._cells_or_none, first) if cells and cells[side].strip()]
+            texts = [cells[side].strip() for cells in rows if cells[side].strip()]
             if texts and all(text.lower().endswith(IMAGES) for text in texts):
                 column = self._columns[side]
                 problem = f"the column {column!r} has image paths, which would be read as text: {texts[0]}"
                 remedy = f"--set data.reader={CAPTIONS}   (and left: images, right: text in train.options)"
                 raise ConfigError(problem, where=f"data.options.{side}", remedy=remedy)
-
-    def _cells_or_none(self, line: bytes) -> dict[str, str] | None:
-        try:
-            return self._cells(line)
-        except UnusableEntry:
-            return None
-
-    def _cells(self, line: bytes) -> dict[str, str]:
-        """Return the relevant cells of a line, by meaning."""
-        assert self._table is not None
-        return self._table.cells(line, self._columns)
 
     def _arrays(self, row: Mapping[str, Any]) -> Arrays:
         arrays = {}

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipeline.readers.entry import UnusableEntry, check_count, check_names, check_option
+from pipeline.readers.entry import Count, UnusableEntry, check_option
 from pipeline.readers.peptides import letters_only
 from pipeline.readers.spectra import KEYS, Spectra
 from pipeline.records import Entry
@@ -38,13 +38,13 @@ RESIDUE = "peptide.residue"
 FILES = ("test_file", "val_file")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class PeptideSpectra(Spectra):
     """Spectra of peptides; arrays and options are those of `Spectra`, and some of which peptides are taken."""
 
-    least_peaks: int = 1  # of a spectrum, as it stands in its file
-    shortest: int = 1  # peptide, in residues
-    longest: int = 100
+    least_peaks: Count = 1  # of a spectrum, as it stands in its file
+    shortest: Count = 1  # peptide, in residues
+    longest: Count = 100
     unknown: bool = False  # whether spectra without a peptide are taken, to be predicted
     test_file: str = ""  # whose spectra are the test split, such as H.-sapiens.mgf; those of others are for training
     val_file: str = ""
@@ -59,11 +59,7 @@ class PeptideSpectra(Spectra):
 
     def _check_options(self) -> None:
         super()._check_options()
-        for name in ("least_peaks", "shortest", "longest"):
-            check_count(name, getattr(self, name))
         check_option("longest", self.longest, f"shortest ({self.shortest}) or more", fits=self.longest >= self.shortest)
-        check_names({name: getattr(self, name) for name in FILES})
-        check_option("unknown", self.unknown, "true or false", fits=type(self.unknown) is bool)
 
     def entries(self) -> Iterator[Entry | Rejection]:
         """Yield every spectrum as an entry, or its rejection."""
@@ -73,8 +69,8 @@ class PeptideSpectra(Spectra):
                 entry = entry._replace(split=splits.get(self._paths[entry.place[0]].name, "train"))
             yield entry
 
-    def _divided(self, path: Path, body: bytes) -> tuple[dict[str, str], NDArray[np.float64]]:
-        headers, peak_P2 = super()._divided(path, body)
+    def _divide(self, path: Path, body: bytes) -> tuple[dict[str, str], NDArray[np.float64]]:
+        headers, peak_P2 = super()._divide(path, body)
         return library_headers(headers, self._keys["peptide"]), peak_P2
 
     def _arrays(self, raw: RawSpectrum, name: str = "") -> Arrays:

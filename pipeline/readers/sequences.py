@@ -11,32 +11,19 @@ names columns of numbers, of which an empty cell is not known; `sites` a column 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.errors import ConfigError, DataError
-from pipeline.readers.entry import (
-    SCAN_AGAIN,
-    Bytes,
-    Opened,
-    UnusableEntry,
-    check_count,
-    check_names,
-    check_option,
-    checked_file,
-)
-from pipeline.readers.table_rows import PARTED_BY, TextTable, label_number
+from pipeline.readers.entry import Count, UnusableEntry, check_option
+from pipeline.readers.table_rows import PARTED_BY, TableReader, label_number
 from pipeline.units import printable_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from numpy.typing import NDArray
-
-    from pipeline.records import Entry, Rejection
 
     Arrays = Mapping[str, NDArray[Any]]
 
@@ -45,75 +32,43 @@ NOT_KNOWN = -1
 WRONG_LETTER = re.compile(r"[^A-IK-Z]")  # J is none that an encoder knows
 
 
-@dataclass(frozen=True)
-class Sequences:
+@dataclass(eq=False)
+class Sequences(TableReader):
     """The sequences of a table.
 
     Arrays: `sequence.letter` uint8 [L], the letters' ASCII; `target` float32 [K], NaN where not known;
-    `sequence.site` int8 [L], -1 where not known. A place is [offset, length].
+    `sequence.site` int8 [L], -1 where not known.
     """
 
-    path: Path
     sequence: str = "sequence"  # its column
     target: tuple[str, ...] = ()  # columns of numbers
     sites: str = ""  # column of a character for each residue
-    id: str = ""  # `id` if it is there; else the file's name and the number of the row
-    split: str = ""  # `split` if it is there
-    most: int = 10_000  # residues; a longer sequence is refused
-    _table: TextTable = field(init=False, repr=False, compare=False)
-    _columns: dict[str, str] = field(init=False, repr=False, compare=False, default_factory=dict)  # by meaning
-    _bytes: Opened[Bytes] = field(init=False, repr=False, compare=False, default_factory=lambda: Opened(Bytes))
+    most: Count = 10_000  # residues; a longer sequence is refused
 
     def __post_init__(self) -> None:
-        check_count("most", self.most)
-        check_names({name: getattr(self, name) for name in ("sequence", "sites", "id", "split")})
         is_list = not isinstance(self.target, str) and all(isinstance(name, str) for name in self.target)
         check_option("target", self.target, "a list of columns", fits=is_list)
-        object.__setattr__(self, "target", tuple(self.target))
-        object.__setattr__(self, "path", checked_file(Path(self.path)))
-        if self.path.suffix.lower() not in PARTED_BY:
-            problem = f"sequences are read from {' and '.join(PARTED_BY)}"
-            raise ConfigError(problem, where=str(self.path), remedy="convert them to one of these, and set data.path")
-        object.__setattr__(self, "_table", TextTable.read(self.path))
-        self._columns["sequence"] = self._table.column("sequence", self.sequence)
-        for name in self.target:
-            self._columns[f"{TARGET} {name}"] = self._table.column("target", name)
-        if self.sites:
-            self._columns["sites"] = self._table.column("sites", self.sites)
-        for name in ("id", "split"):
-            if (column := getattr(self, name)) or name in self._table.header:
-                self._columns[name] = self._table.column(name, column or name)
+        self.target = tuple(self.target)
+        super().__post_init__()
+        self._only_tables("sequences", tuple(PARTED_BY))
 
-    def files(self) -> tuple[Path, ...]:
-        """Return the one file that is read."""
-        return (self.path,)
+    def _find_columns(self) -> dict[str, str]:
+        targets = {f"{TARGET} {name}": self._table.column("target", name) for name in self.target}
+        sites = self._table.find("sites", self.sites, required=False)
+        return {"sequence": self._table.column("sequence", self.sequence), **targets, "sites": sites}
 
-    def entries(self) -> Iterator[Entry | Rejection]:
-        """Yield every sequence as an entry, or its rejection."""
-        return self._table.entries(self._cells, self._arrays)
-
-    def read(self, place: list[int]) -> Arrays:
-        """Return the arrays of the sequence at a place."""
-        try:
-            return self._arrays(self._cells(self._bytes(self.path).at(*place)))
-        except UnusableEntry as error:
-            raise DataError(f"no sequence at {place}: {error}", where=str(self.path), remedy=SCAN_AGAIN) from error
-
-    def _cells(self, line: bytes) -> dict[str, str]:
-        return self._table.cells(line, self._columns)
-
-    def _arrays(self, cells: Mapping[str, str]) -> Arrays:
-        text = cells["sequence"].strip()
+    def _arrays(self, row: Mapping[str, Any]) -> Arrays:
+        text = row["sequence"].strip()
         if not 0 < len(text) <= self.most:
             raise UnusableEntry(f"{len(text):,} residues; most allows {self.most:,}" if text else "no sequence")
         if wrong := WRONG_LETTER.search(text):
             raise UnusableEntry(f"{printable_text(wrong[0])!r} at position {wrong.start() + 1} is not a residue letter")
         arrays: dict[str, NDArray[Any]] = {LETTER: np.frombuffer(text.encode("ascii"), np.uint8)}
         if self.target:
-            numbers = [label_number(cells[f"{TARGET} {name}"], name) for name in self.target]
+            numbers = [label_number(row[f"{TARGET} {name}"], name) for name in self.target]
             arrays[TARGET] = np.array(numbers, np.float32)
         if self.sites:
-            arrays[SITE] = _sites(cells["sites"].strip(), len(text))
+            arrays[SITE] = _sites(row["sites"].strip(), len(text))
         return arrays
 
 

@@ -8,7 +8,8 @@ Shapes: P peaks (2: m/z and intensity), K targets, L residues.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,19 +22,20 @@ from pipeline.readers.entry import (
     PACKED,
     SCAN_AGAIN,
     Bytes,
+    Count,
     Opened,
     UnusableEntry,
     cannot_read,
-    check_count,
-    check_names,
     check_option,
+    check_types,
     checked_file,
     checked_path,
     entry_id,
     entry_rejection,
     parse_number,
 )
-from pipeline.readers.spectrum_files import mgf, msp, mzml
+from pipeline.readers.spectrum_files.blocks import MGF, MSP, charge
+from pipeline.readers.spectrum_files.mzml import MZML
 from pipeline.readers.spectrum_files.spectrum_headers import (
     FORMATS,
     molecule_number,
@@ -46,9 +48,11 @@ from pipeline.records import Entry, Reason, Rejection
 from pipeline.units import printable_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
+
+    from pipeline.readers.spectrum_files.blocks import Block
 
     Arrays = Mapping[str, NDArray[Any]]
 
@@ -61,20 +65,9 @@ KEYS = {  # what an option means where it is left out: an MGF header, and HDF5 c
 SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
-class TextForm(NamedTuple):
-    """How a text file of spectra is read: in blocks, each by itself."""
-
-    blocks: Callable[[Path], Iterator[Any]]
-    value_of: Callable[[bytes, str], str]  # of a header in a spectrum that cannot be read
-    none: str  # what is said of a file without spectra
-
-
-FORMS = {
-    ".mgf": TextForm(mgf.blocks, mgf.header_value, "no spectra found (no BEGIN IONS line)"),
-    ".msp": TextForm(msp.msp_blocks, msp.msp_header, "no spectra found (no headers and peaks)"),
-    ".mzml": TextForm(mzml.mzml_blocks, mzml.mzml_header, "no spectra found (no <spectrum> of MS level 2)"),
-}
+FORMS = {".mgf": MGF, ".msp": MSP, ".mzml": MZML}
 SUFFIXES = (*FORMS, *hdf5.SUFFIXES)
+MOST_NAMES = 100  # of headers that an error lists
 
 
 class RawSpectrum(NamedTuple):
@@ -89,7 +82,7 @@ class RawSpectrum(NamedTuple):
     molecule: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Spectra:
     """The spectra of a file, or of all MGF, MSP, mzML (MS level 2 and above) and HDF5 files of a folder, by name.
 
@@ -101,8 +94,8 @@ class Spectra:
     """
 
     path: Path
-    max_peaks: int = 100  # the most intense are kept; of equal ones, those of lower m/z
-    most_peaks: int = 5000  # a spectrum of more is refused: it was not centroided
+    max_peaks: Count = 100  # the most intense are kept; of equal ones, those of lower m/z
+    most_peaks: Count = 5000  # a spectrum of more is refused: it was not centroided
     least_intensity: float = 0.0  # relative to the largest; a peak of intensity 0 is never kept
     target: tuple[str, ...] = ()  # headers or columns that are numbers; nothing, NA and NaN are not known
     labels: str = ""  # a CSV or TSV with a column `id` that has the targets, beside the data or by its whole path
@@ -112,30 +105,26 @@ class Spectra:
     id: str = ""  # header or column; TITLE, `id` or `name`; where it is empty, the file's name and a number
     split: str = ""  # header or column; SPLIT, `fold` or `split`
     peptide: str = ""  # header or column; SEQ, `sequence`
-    _paths: tuple[Path, ...] = field(init=False, repr=False, compare=False)
-    _keys: dict[str, str] = field(init=False, repr=False, compare=False)  # headers of options
-    _table: LabelTable | None = field(init=False, repr=False, compare=False)
-    _bytes: Opened[Bytes] = field(init=False, repr=False, compare=False, default_factory=lambda: Opened(Bytes))
-    _tables: Opened[hdf5.Hdf5Table] = field(init=False, repr=False, compare=False)
-    _groups: Opened[mzml.Groups] = field(
-        init=False, repr=False, compare=False, default_factory=lambda: Opened(mzml.groups)
-    )
 
     def __post_init__(self) -> None:
+        self.target = (self.target,) if isinstance(self.target, str) else self.target
         self._check_options()
-        target = (self.target,) if isinstance(self.target, str) else tuple(self.target)
-        path = checked_path(Path(self.path))
-        keys = {option: str(getattr(self, option) or KEYS[option][0]).upper() for option in KEYS}
-        for name, value in (("target", target), ("path", path), ("_paths", _files(path)), ("_keys", keys)):
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "_tables", Opened(partial(_table, columns=self._columns())))
-        beside = path if path.is_dir() else path.parent
-        object.__setattr__(self, "_table", LabelTable(beside / self.labels, target) if self.labels else None)
+        self.target, self.path = tuple(self.target), checked_path(Path(self.path))
+        self._folder = self.path if self.path.is_dir() else self.path.parent
+        self._paths = _files(self.path)
+        self._given = {option: name for option in KEYS if (name := getattr(self, option))}
+        self._keys = {option: str(self._given.get(option, KEYS[option][0])).upper() for option in KEYS}
+        self._table = LabelTable(self._folder / self.labels, self.target) if self.labels else None
+        self._own_targets = () if self.labels else self.target  # those in the files of spectra
+        targets = {name.upper(): "target" for name in self._own_targets}
+        self._wanted = {self._keys[option]: option for option in self._given} | targets  # headers
+        self._bytes = Opened(Bytes)
+        self._tables = Opened(partial(_table, columns=self._columns()))
+        self._shared = Opened(_shared)
 
     def files(self) -> tuple[Path, ...]:
         """Return the files in reading order, and last the table of labels."""
-        beside = self.path if self.path.is_dir() else self.path.parent
-        return (*self._paths, *([beside / self.labels] if self.labels else ()))
+        return (*self._paths, *([self._folder / self.labels] if self.labels else ()))
 
     def entries(self) -> Iterator[Entry | Rejection]:
         """Yield every spectrum as an entry, or its rejection."""
@@ -160,7 +149,7 @@ class Spectra:
             path = self._paths[file]
             if rest:
                 body = self._bytes(path).at(start, rest[0])
-                return self._arrays(self._from_text(*self._divided(path, body)), name)
+                return self._arrays(self._from_text(*self._divide(path, body)), name)
             return self._arrays(self._from_hdf5(self._tables(path).rows(start, start + 1)[0]), name)
         except (UnusableEntry, IndexError) as error:
             what = f"no spectrum at {list(place)}: {error}"
@@ -175,64 +164,64 @@ class Spectra:
             "charge": (("charge",), ""),
             "RT": (("RT",), ""),
             **{option: (names, "") for option, (_, names) in KEYS.items()},
-            **{option: ((name,), named.format(option)) for option, name in self._given().items()},
-            **{f"target {name}": ((name,), named.format("target")) for name in self._own_targets()},
+            **{option: ((name,), named.format(option)) for option, name in self._given.items()},
+            **{f"target {name}": ((name,), named.format("target")) for name in self._own_targets},
         }
 
-    def _own_targets(self) -> tuple[str, ...]:
-        """Return the targets that are read from the files of spectra themselves."""
-        return () if self.labels else self.target
-
-    def _given(self) -> dict[str, str]:
-        return {option: name for option in KEYS if (name := getattr(self, option))}
-
     def _check_options(self) -> None:
-        check_count("max_peaks", self.max_peaks)
-        check_count("most_peaks", self.most_peaks)
-        least, target = self.least_intensity, [self.target] if isinstance(self.target, str) else self.target
+        check_types(self)
+        least = self.least_intensity
         fits = type(least) in (int, float) and 0 <= least < 1
         check_option("least_intensity", least, "a number from 0 and less than 1", fits=fits)
-        fits = isinstance(target, (list, tuple)) and all(type(name) is str and name for name in target)
+        fits = isinstance(self.target, (list, tuple)) and all(type(name) is str and name for name in self.target)
         check_option("target", self.target, "a list of names", fits=fits)
-        check_names({option: getattr(self, option) for option in (*KEYS, "labels")})
+        fits = bool(self.target) or not self.labels
+        check_option("target", self.target, "a list of the columns of data.options.labels", fits=fits)
         known = f"one of {', '.join(filter(None, FORMATS))}"
         check_option("quality", self.quality, known, fits=self.quality in FORMATS)
-        check_option("retention", self.retention, "true or false", fits=type(self.retention) is bool)
-        fits = bool(target) or not self.labels
-        check_option("target", target, "a list of the columns of data.options.labels", fits=fits)
 
     def _of_text(self, file: int, path: Path) -> Iterator[Entry | Rejection]:
-        form, count = FORMS[_suffix(path)], 0
-        wanted = [(option, self._keys[option]) for option in self._given()]
-        sought = mgf.Sought([*wanted, *(("target", name.upper()) for name in self._own_targets())])
+        form, count, seen = FORMS[_suffix(path)], 0, dict[str, None]()
+        missing = self._wanted
         for block in form.blocks(path):
-            if block.end >= 0:
-                yield self._of_block(file, path, block, count, sought)
-                count += 1
-            if isinstance(block, mgf.MgfBlock) and (stray := mgf.stray(block)):
-                line = block.line + stray.line
-                yield Rejection(f"{path.name}-line-{line}", Reason.BAD_ENTRY, stray.detail, f"{path.name}:{line}")
+            origin = f"{path.name}:{block.line}"
+            if block.is_between:
+                yield Rejection(f"{path.name}-line-{block.line}", Reason.BAD_ENTRY, block.problem, origin)
+                continue
+            headers, peaks = self._divided(path, block)
+            name, split = entry_id(self._name(headers, path), path, count), headers.get(self._keys["split"], "")
+            try:
+                arrays = self._arrays(self._from_text(headers, peaks), name)
+            except UnusableEntry as error:
+                yield entry_rejection(name, error, split, path, block.line)
+            else:
+                place = [file, block.offset, len(block.body), *([name] if self._table is not None else [])]
+                yield Entry(name, place, arrays, split, origin)
+            count += 1
+            if missing:
+                missing = {key: option for key, option in missing.items() if key not in headers}
+                seen |= dict.fromkeys(headers) if len(seen) < MOST_NAMES else {}
         if not count:
             yield Rejection(path.name, Reason.BAD_ENTRY, form.none, path.name)
-        else:
-            sought.check(path)
+        for key, option in missing.items() if count else ():
+            there = ", ".join(map(printable_text, seen)) or "none"
+            remedy = f"data.options.{option} must name one of these, or be omitted"
+            raise DataError(f"no spectrum has the header {key!r}; there are: {there}", where=str(path), remedy=remedy)
 
-    def _of_block(self, file: int, path: Path, block: Any, count: int, sought: mgf.Sought) -> Entry | Rejection:
-        name, split, body = "", "", block.text[: block.end]
+    def _divided(self, path: Path, block: Block) -> tuple[Mapping[str, str], NDArray[np.float64] | UnusableEntry]:
+        """Return headers and peaks of a block; the error and the headers that matter if it is damaged."""
         try:
-            headers, peak_P2 = self._divided(path, block.spectrum())
-            sought.take(headers)
-            name, split = self._name(headers, path), headers.get(self._keys["split"], "")
-            key = entry_id(name, path, count)
-            arrays = self._arrays(self._from_text(headers, peak_P2), key)
+            if block.problem:
+                raise UnusableEntry(block.problem)
+            return self._divide(path, block.body)
         except UnusableEntry as error:
-            value_of = FORMS[_suffix(path)].value_of
-            sought.take_unreadable(body, value_of)
-            there = {key: value_of(body, key) for key in (self._keys["id"], self._keys["split"], "SCANS")}
-            name, split = name or self._name(there, path), split or there[self._keys["split"]]
-            return entry_rejection(entry_id(name, path, count), error, split, path, block.line)
-        place = [file, block.offset, len(body), *([key] if self._table is not None else [])]
-        return Entry(key, place, arrays, split, f"{path.name}:{block.line}")
+            keys = (*self._wanted, self._keys["id"], self._keys["split"], "SCANS")
+            header_of = FORMS[_suffix(path)].header
+            return {key: value for key in keys if (value := header_of(block.body, key))}, error
+
+    def _divide(self, path: Path, body: bytes) -> tuple[dict[str, str], NDArray[np.float64]]:
+        """Return headers and peaks of a spectrum's text."""
+        return FORMS[_suffix(path)].divide(body, self._shared(path))
 
     def _name(self, headers: Mapping[str, str], path: Path) -> str:
         """Return what a spectrum is called: by the option `id`, or of MGF its title, of mzML its scan."""
@@ -242,21 +231,14 @@ class Spectra:
         scan = headers.get("SCANS", "") if suffix == ".mzml" else ""  # a name of MSP is a molecule's, of many spectra
         return f"{path.name}-scan-{scan}" if scan else ""
 
-    def _divided(self, path: Path, body: bytes) -> tuple[dict[str, str], NDArray[np.float64]]:
-        """Return headers and peaks of a spectrum's text."""
-        if _suffix(path) == ".mzml":
-            return mzml.divide_mzml(body, self._groups(path))
-        return msp.divide_msp(body) if _suffix(path) == ".msp" else mgf.divide(body)
-
     def _text_headers(self, path: Path) -> Iterator[tuple[str, Mapping[str, str]]]:
-        blocks = (block for block in FORMS[_suffix(path)].blocks(path) if block.end >= 0)
+        blocks = (block for block in FORMS[_suffix(path)].blocks(path) if not block.is_between)
         for count, block in enumerate(blocks):
-            try:
-                headers, _ = self._divided(path, block.spectrum())
-                name = entry_id(self._name(headers, path), path, count)
-                yield name, shared_headers(headers, path.name, mgf.charge(headers.get("CHARGE", "")))
-            except UnusableEntry:
-                continue  # it was rejected, and nothing is told of it
+            headers, peaks = self._divided(path, block)
+            with suppress(UnusableEntry):  # the scan has rejected it
+                if not isinstance(peaks, UnusableEntry):
+                    told = shared_headers(headers, path.name, charge(headers.get("CHARGE", "")))
+                    yield entry_id(self._name(headers, path), path, count), told
 
     def _hdf5_headers(self, path: Path) -> Iterator[tuple[str, Mapping[str, str]]]:
         with hdf5.Hdf5Table(path) as table:
@@ -279,12 +261,14 @@ class Spectra:
                 except UnusableEntry as error:
                     yield entry_rejection(name, error, split, path, at)
 
-    def _from_text(self, headers: Mapping[str, str], peak_P2: NDArray[np.float64]) -> RawSpectrum:
+    def _from_text(self, headers: Mapping[str, str], peak_P2: NDArray[np.float64] | UnusableEntry) -> RawSpectrum:
+        if isinstance(peak_P2, UnusableEntry):
+            raise peak_P2
         return RawSpectrum(
             peak_P2,
             precursor_mz=_number(precursor_text(headers), "the precursor's m/z"),
-            charge=mgf.charge(headers.get("CHARGE", "")),
-            target=tuple(label_number(headers.get(name.upper(), ""), name) for name in self._own_targets()),
+            charge=charge(headers.get("CHARGE", "")),
+            target=tuple(label_number(headers.get(name.upper(), ""), name) for name in self._own_targets),
             peptide=headers.get(self._keys["peptide"], ""),
             retention_s=retention_s(headers) if self.retention else math.nan,
             molecule=headers.get(self._keys["molecule"], "") if self.molecule else "",
@@ -299,7 +283,7 @@ class Spectra:
             peak_2P[:, (peak_2P != 0).any(axis=0)].T,
             precursor_mz=_number(row["precursor_mz"], "the precursor's m/z"),
             charge=int(charge),
-            target=tuple(label_number(hdf5.text_of(row[f"target {name}"]), name) for name in self._own_targets()),
+            target=tuple(label_number(hdf5.text_of(row[f"target {name}"]), name) for name in self._own_targets),
             peptide=hdf5.cell_text(row, "peptide"),
             retention_s=_number(row.get("RT", math.nan), "RT") if self.retention else math.nan,
             molecule=hdf5.cell_text(row, "molecule"),
@@ -317,7 +301,7 @@ class Spectra:
             "peaks.intensity": intensity_P,
             "precursor_mz": np.array(raw.precursor_mz, np.float32),
             "charge": np.array(raw.charge, np.int64),
-            **self._labels(raw.target if self._table is None else self._table.of(name), raw.peptide),
+            **self._labels(self._table.of(name) if self._table is not None else raw.target, raw.peptide),
             **({"retention_s": np.array(raw.retention_s, np.float32)} if self.retention else {}),
             **({"molecule": molecule_number(raw.molecule)} if self.molecule else {}),
         }
@@ -346,6 +330,10 @@ class Spectra:
         if len(kept) > self.max_peaks:
             kept = np.sort(kept[np.argsort(-relative_P[kept], kind="stable")[: self.max_peaks]])
         return mz_P[order[kept]], relative_P[kept]
+
+
+def _shared(path: Path) -> Any:
+    return FORMS[_suffix(path)].shared(path)
 
 
 def _suffix(path: Path) -> str:

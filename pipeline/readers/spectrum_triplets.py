@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.errors import ConfigError
-from pipeline.readers.entry import check_count, check_option
+from pipeline.readers.entry import Count, check_option
 from pipeline.readers.spectra import Spectra
 from pipeline.records import Entry, Rejection
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 ROLES = ("positive", "negative")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class SpectrumTriplets(Spectra):
     """The spectra of `Spectra`, each with candidates to be compared with, drawn once by `seed`.
 
@@ -40,12 +40,11 @@ class SpectrumTriplets(Spectra):
     """
 
     mass_within: float = 0.05
-    candidates: int = 4  # of each kind, at most
+    candidates: Count = 4  # of each kind, at most
     seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("candidates", self.candidates)
         fits = type(self.mass_within) in (int, float) and 0 < self.mass_within < np.inf
         check_option("mass_within", self.mass_within, "a number above 0", fits=fits)
         if not self.molecule:

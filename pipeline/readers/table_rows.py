@@ -10,19 +10,30 @@ import csv
 import math
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pipeline.errors import DataError
-from pipeline.readers.entry import UnusableEntry, cannot_read, checked_file, entry_id, entry_rejection, parse_number
+from pipeline.errors import ConfigError, DataError
+from pipeline.readers.entry import (
+    SCAN_AGAIN,
+    Bytes,
+    Opened,
+    UnusableEntry,
+    cannot_read,
+    check_types,
+    checked_file,
+    entry_id,
+    entry_rejection,
+    parse_number,
+)
 from pipeline.readers.spectrum_files.spectrum_headers import NOT_KNOWN
 from pipeline.records import Entry
 from pipeline.units import printable_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
     from typing import BinaryIO
 
     from numpy.typing import NDArray
@@ -112,6 +123,12 @@ class TextTable:
         remedy = f"--set data.options.{option}=COLUMN (a column that occurs once)"
         raise DataError(f"the header needs {wanted}; it is: {there}", where=f"{self.path}:1", remedy=remedy)
 
+    def find(self, option: str, given: str, usual: Sequence[str] = (), *, required: bool = True) -> str:
+        """Return the column that an option names, else one with a usual name; "" if there is none and it may lack."""
+        there = {name.lower(): name for name in self.header}
+        name = given.strip() or next((there[name] for name in usual if name in there), "")
+        return self.column(option, name) if name or required else ""
+
     def cells(self, line: bytes, columns: Mapping[str, str]) -> dict[str, str]:
         """Return the cells of a line by the meaning of their columns."""
         cells = parted_cells(line, self.by)
@@ -141,6 +158,67 @@ class TextTable:
                 yield entry_rejection(name, found, split, self.path, row.line)
             else:
                 yield Entry(name, [row.offset, len(row.text)], found, split, f"{self.path.name}:{row.line}")
+
+
+@dataclass(eq=False)
+class TableReader:
+    """A reader of one CSV or TSV table; a subclass finds its columns, and makes arrays of the cells of a row.
+
+    A place is [offset, length].
+    """
+
+    path: Path
+    id: str = ""  # column; `id` if it is there; else ids are the file's name and the number of the row
+    split: str = ""  # column; `split` if it is there
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        self.path = checked_file(Path(self.path))
+        self._columns: dict[str, str] = {}  # by meaning
+        self._bytes = Opened(Bytes)
+        if self.path.suffix.lower() in PARTED_BY:
+            self._table = TextTable.read(self.path)
+            found = {**self._find_columns(), **self._found("id", "split", required=False)}
+            self._columns = {meaning: name for meaning, name in found.items() if name}
+
+    def _find_columns(self) -> dict[str, str]:
+        """Return the columns that the reader needs, by meaning."""
+        raise NotImplementedError
+
+    def _found(self, *options: str, required: bool = True) -> dict[str, str]:
+        """Return the columns of options; one that is not given has the option's name."""
+        return {name: self._table.find(name, getattr(self, name), [name], required=required) for name in options}
+
+    def _arrays(self, row: Mapping[str, Any]) -> Mapping[str, NDArray[Any]]:
+        """Return the arrays of a row, whose cells are given by meaning."""
+        raise NotImplementedError
+
+    def _cells(self, line: bytes) -> dict[str, str]:
+        return self._table.cells(line, self._columns)
+
+    def _only_tables(self, what: str, suffixes: Sequence[str]) -> None:
+        """Raise for a file that is none of these."""
+        if self.path.suffix.lower() not in suffixes:
+            problem = f"{what} are read from {', '.join(suffixes)}"
+            raise ConfigError(problem, where=str(self.path), remedy="convert them to one of these, and set data.path")
+
+    def files(self) -> tuple[Path, ...]:
+        """Return the one file that is read."""
+        return (self.path,)
+
+    def entries(self) -> Iterator[Entry | Rejection]:
+        """Yield every row as an entry, or its rejection."""
+        return self._table.entries(self._cells, self._arrays)
+
+    def read(self, place: list[int]) -> Mapping[str, NDArray[Any]]:
+        """Return the arrays of the row at a place."""
+        try:
+            return self._row_arrays(place)
+        except (UnusableEntry, IndexError) as error:
+            raise DataError(f"no row at {place}: {error}", where=str(self.path), remedy=SCAN_AGAIN) from error
+
+    def _row_arrays(self, place: list[int]) -> Mapping[str, NDArray[Any]]:
+        return self._arrays(self._cells(self._bytes(self.path).at(*place)))
 
 
 LARGEST = float(np.finfo(np.float32).max)

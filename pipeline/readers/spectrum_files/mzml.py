@@ -1,9 +1,7 @@
 """Spectra of mzML: the elements `spectrum` of MS level 2 and above, each read by itself.
 
-It is read here and by no library: a spectrum's bytes are its place, so that any one is read at random by any thread,
-and a damaged one does not end the file, as it does for whoever parses the whole. Peaks are float32, float64 or whole
-numbers, as they are or by zlib; other compressions (numpress) are refused by name. Shapes: P peaks; 2 is m/z and
-intensity.
+Peaks are float32, float64 or whole numbers, plain or compressed by zlib; other compressions (numpress) are refused by
+name. Shapes: P peaks; 2 is m/z and intensity.
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ from xml.etree import ElementTree  # of elements alone: what a document type cou
 
 import numpy as np
 
-from pipeline.readers.entry import UnusableEntry, cannot_read, opened
-from pipeline.readers.spectrum_files.mgf import CHUNK_BYTES, TextBlock
+from pipeline.readers.entry import UnusableEntry, opened
+from pipeline.readers.spectrum_files.blocks import CHUNK_BYTES, Block, SpectrumForm, pieces
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -25,6 +23,8 @@ if TYPE_CHECKING:
     from xml.etree.ElementTree import Element
 
     from numpy.typing import NDArray
+
+    from pipeline.readers.spectrum_files.blocks import Divided
 
 BEGIN, END = re.compile(rb"<spectrum(?=[\s>])"), b"</spectrum>"
 MOST_BYTES = 64 << 20  # of a spectrum, and of its peaks unpacked
@@ -44,45 +44,16 @@ GROUP = re.compile(
 Groups = dict[str, "Element"]
 
 
-def mzml_blocks(path: Path) -> Iterator[TextBlock]:
-    """Yield the spectra of a file but those of MS level 1."""
-    rest, offset, line = b"", 0, 1
-    try:
-        with opened(path) as file:
-            while chunk := file.read(CHUNK_BYTES):
-                data, done = rest + chunk, 0
-                while (begin := BEGIN.search(data, done)) and (stop := _stop(data, begin.end())) >= 0:
-                    line += data.count(b"\n", done, begin.start())
-                    yield from _asked(_block(offset + begin.start(), line, data[begin.start() : stop]))
-                    line, done = line + data.count(b"\n", begin.start(), stop), stop
-                if begin is None:  # a beginning may be cut by the end of the chunk
-                    skipped = max(done, len(data) - len(b"<spectrum "))
-                    line, done = line + data.count(b"\n", done, skipped), skipped
-                elif len(data) - begin.start() > MOST_BYTES:
-                    yield _block(offset + begin.start(), line, data[begin.start() : begin.start() + CHUNK_BYTES])
-                    line, done = line + data.count(b"\n", done), len(data)
-                rest, offset = data[done:], offset + done
-    except OSError as error:
-        raise cannot_read(path, error) from error
-    if begin := BEGIN.search(rest):
-        yield _block(offset + begin.start(), line + rest.count(b"\n", 0, begin.start()), rest[begin.start() :])
-
-
-def _stop(data: bytes, start: int) -> int:
-    """Return where a spectrum that began ends: after its end, or before the next beginning; -1 if neither is there."""
-    again = BEGIN.search(data, start)
-    end = data.find(END, start, again.start() if again else len(data))
-    return end + len(END) if end >= 0 else again.start() if again else -1
-
-
-def _block(offset: int, line: int, text: bytes) -> TextBlock:
-    problem = "" if text.endswith(END) else "no </spectrum> before the next one or the end of the file: truncated?"
-    return TextBlock(offset, line, text, problem)
-
-
-def _asked(block: TextBlock) -> Iterator[TextBlock]:
-    if not SURVEY.search(block.text):
-        yield block
+def mzml_blocks(path: Path) -> Iterator[Block]:
+    """Yield the spectra of a file except those of MS level 1."""
+    for offset, line, text, _ in pieces(path, BEGIN, MOST_BYTES):
+        stop = text.find(END) + len(END)
+        body = text[:stop] if stop >= len(END) else text[:CHUNK_BYTES]
+        if BEGIN.match(body) and not SURVEY.search(body):
+            problem = (
+                "" if body.endswith(END) else "no </spectrum> before the next one or the end of the file: truncated?"
+            )
+            yield Block(offset, line, body, problem)
 
 
 def groups(path: Path) -> Groups:
@@ -101,7 +72,7 @@ def groups(path: Path) -> Groups:
     return found
 
 
-def divide_mzml(body: bytes, named: Mapping[str, Element]) -> tuple[dict[str, str], NDArray[np.float64]]:
+def divide_mzml(body: bytes, named: Groups) -> Divided:
     """Return headers as MGF would have them, and the peaks [P, 2], of a spectrum's text."""
     spectrum = _element(body)
     said = _parameters(spectrum, named)
@@ -185,3 +156,6 @@ def _numbers(element: Element, said: Mapping[str, Element], name: str) -> NDArra
         return np.frombuffer(data, kinds[0]).astype(np.float64)
     except (ValueError, zlib.error) as error:
         raise UnusableEntry(f"the {name} array cannot be unpacked: {error}") from error
+
+
+MZML = SpectrumForm(mzml_blocks, divide_mzml, mzml_header, "no spectra found (no <spectrum> of MS level 2)", groups)
