@@ -1,13 +1,13 @@
-"""Made-up spectra and pairs, as many as wanted, for trials, tests and benchmarks, never for science.
+"""Synthetic spectra, sequences and pictures, as many as wanted, for trials, tests and benchmarks, never for science.
 
-    python -m pipeline.readers.made spectra FILE.mgf --count 100000 --seed 0      or FILE.h5
+    python -m pipeline.readers.made spectra FILE.mgf --count 100000 --seed 0
     python -m pipeline.readers.made molecules FILE.mgf --count 3000 --seed 0      three spectra of each
-    python -m pipeline.readers.made pairs FILE.tsv --count 100000 --seed 0        or FILE.csv, FILE.h5
     python -m pipeline.readers.made sequences FILE.csv --count 1000 --seed 0      or FILE.tsv
-    python -m pipeline.readers.made captions FILE.csv --count 1000 --seed 0       or FILE.tsv, with images beside it
+    python -m pipeline.readers.made captions FILE.csv --count 1000 --seed 0       or FILE.tsv
 
-An item depends only on the seed and its number: larger files begin with the items of smaller ones, and all formats have
-the same items. Suffixes: L residues, P peaks, B items of a piece.
+An item depends only on the seed and its number: larger files begin with the items of smaller ones. Next to a table of
+captions are `images/`, `classes.txt` (the left figures, as in column `class`) and `merges.txt`, which makes each word
+one token. Suffixes: L residues, P peaks, H × W pixels, C colours.
 """
 
 from __future__ import annotations
@@ -15,34 +15,28 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
-from functools import cache, partial
-from itertools import islice
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pipeline.errors import ConfigError, PipelineError
-from pipeline.readers import hdf5, images, peptides
+from pipeline.readers import peptides
+from pipeline.readers.images import image_library
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
 SPLITS = ("train",) * 8 + ("val", "test")
-PIECE = 1000  # items written at a time
 SEEN = 0.8  # the chance of a fragment to be seen
 OFF = 3e-6  # by how much of itself m/z is off
 # How much each of the letters of `peptides.LETTERS` likes to be out of water (Kyte and Doolittle).
 HYDROPATHY = np.array(
     (-0.4, 1.8, -0.8, -1.6, 4.2, -0.7, 2.5, 3.8, 4.5, -3.5, -3.5, -3.5, -3.9, -3.5, 1.9, -3.2, 2.8, -4.5, -1.3, -0.9)
 )
-NAMES = (
-    "glycine", "alanine", "serine", "proline", "valine", "threonine", "cysteine", "leucine", "isoleucine",
-    "asparagine", "aspartate", "glutamine", "lysine", "glutamate", "methionine", "histidine", "phenylalanine",
-    "arginine", "tyrosine", "tryptophan",
-)  # fmt: skip
 
 
 class MadeSpectrum(NamedTuple):
@@ -67,15 +61,6 @@ class MadeSubstructure(NamedTuple):
     mass: float
     fragment_2: NDArray[np.float64]
     value: float
-
-
-class MadePair(NamedTuple):
-    """A sequence (left) and a sentence about it (right)."""
-
-    id: str
-    split: str
-    left: str
-    right: str
 
 
 class MadeSequence(NamedTuple):
@@ -105,31 +90,28 @@ def spectra(
             remedy=f"peptide_length=(2, 2) or longer, shortest first, with peaks={max(fragments, 4)} or more",
         )
     items = (spectrum(seed, number, peptide_length, peaks, letters) for number in range(count))
-    write_hdf5 = partial(_hdf5_spectra, count=count, longest=peptide_length[1], peaks=peaks)
-    _write(path, items, {".mgf": _mgf, **dict.fromkeys(hdf5.SUFFIXES, write_hdf5)})
+    _check_suffix(path, ".mgf")
+    _mgf(path, items, "SEQ")
 
 
 def molecules(path: Path, count: int, seed: int = 0) -> None:
     """Write spectra of small molecules, three of each, with InChI keys (of no real molecule) and a property."""
-    _write(path, (molecule(seed, number) for number in range(count)), {".mgf": _mgf_molecules})
-
-
-def pairs(path: Path, count: int, seed: int = 0) -> None:
-    """Write protein-like sequences, each with a sentence about its composition."""
-    items = (pair(seed, number) for number in range(count))
-    _write(path, items, {".tsv": _table, ".csv": _table, **dict.fromkeys(hdf5.SUFFIXES, _hdf5_pairs)})
+    _check_suffix(path, ".mgf")
+    _mgf(path, (molecule(seed, number) for number in range(count)), "INCHIKEY")
 
 
 def sequences(path: Path, count: int, seed: int = 0, longest: int = 60) -> None:
     """Write sequences with a number of each and a label of each residue."""
-    items = (sequence(seed, number, longest) for number in range(count))
-    _write(path, items, {".csv": partial(_table, kind=MadeSequence), ".tsv": partial(_table, kind=MadeSequence)})
+    _table(path, MadeSequence._fields, (sequence(seed, number, longest) for number in range(count)))
 
 
 def captions(path: Path, count: int, seed: int = 0) -> None:
-    """Write pictures with captions, and what they are read with, into the folder of the table."""
-    items = (images.picture(seed, number, SPLITS[number % len(SPLITS)]) for number in range(count))
-    _write(path, items, {".csv": images.write_captions, ".tsv": images.write_captions})
+    """Write pictures with captions, their classes and the merges of their words into the folder of the table."""
+    folder = path.parent / "images"
+    folder.mkdir(parents=True, exist_ok=True)
+    (path.parent / "classes.txt").write_text("\n".join([*CLASSES, ""]), encoding="utf-8")
+    (path.parent / "merges.txt").write_text("\n".join(["#version: made", *merges(WORDS), ""]), encoding="utf-8")
+    _table(path, COLUMNS, (_saved(picture(seed, number), folder) for number in range(count)))
 
 
 def spectrum(
@@ -185,18 +167,6 @@ def molecule(seed: int, number: int) -> MadeSpectrum:
     )
 
 
-def pair(seed: int, number: int) -> MadePair:
-    """Return one sequence, whose composition is its own, and a sentence about it."""
-    rng = np.random.default_rng((seed, number))
-    residue_L = rng.choice(20, rng.integers(60, 301), p=rng.dirichlet(np.full(20, 0.7)))
-    share = np.bincount(residue_L, minlength=20) / len(residue_L)
-    order = np.argsort(-share, kind="stable")
-    rich = [f"{NAMES[code]} ({share[code]:.0%})" for code in order[:3]]
-    poor = [NAMES[code] for code in order[-2:]]
-    sentence = f"{len(residue_L)} residues, rich in {rich[0]}, {rich[1]} and {rich[2]}, poor in {poor[0]} and {poor[1]}"
-    return MadePair(f"made-{number:07d}", SPLITS[number % len(SPLITS)], peptides.peptide_text(residue_L), sentence)
-
-
 def sequence(seed: int, number: int, longest: int = 60) -> MadeSequence:
     """Return one sequence, whose composition is its own."""
     rng = np.random.default_rng((seed, number, 3))
@@ -227,20 +197,14 @@ def _peaks(
 _KINDS = ((peptides.b_ions, 400.0), (peptides.y_ions, 1000.0))  # and how high they are
 
 
-def _write(path: Path, made: Iterator[Any], writers: dict[str, Callable[[Path, Iterator[Any]], None]]) -> None:
-    suffix = path.suffix.lower()
-    if suffix not in writers:
-        remedy = f"name it {path.with_suffix(next(iter(writers)))}"
-        raise ConfigError(f"a synthetic file ends with {', '.join(writers)}", where=str(path), remedy=remedy)
+def _check_suffix(path: Path, *suffixes: str) -> None:
+    if path.suffix.lower() not in suffixes:
+        remedy = f"name it {path.with_suffix(suffixes[0])}"
+        raise ConfigError(f"a synthetic file ends with {', '.join(suffixes)}", where=str(path), remedy=remedy)
     path.parent.mkdir(parents=True, exist_ok=True)
-    writers[suffix](path, made)
 
 
-def _mgf_molecules(path: Path, made: Iterable[MadeSpectrum]) -> None:
-    _mgf(path, made, "INCHIKEY")
-
-
-def _mgf(path: Path, made: Iterable[MadeSpectrum], of: str = "SEQ") -> None:
+def _mgf(path: Path, made: Iterable[MadeSpectrum], of: str) -> None:
     with path.open("w", encoding="ascii", newline="\n") as file:
         for spectrum in made:
             peaks = "%.4f %d\n" * len(spectrum.peak_P2) % tuple(spectrum.peak_P2.ravel().tolist())
@@ -250,54 +214,86 @@ def _mgf(path: Path, made: Iterable[MadeSpectrum], of: str = "SEQ") -> None:
             )
 
 
-def _hdf5_spectra(path: Path, made: Iterator[MadeSpectrum], count: int, longest: int, peaks: int) -> None:
-    """Write so many spectra in the layout of DreaMS."""
-
-    def padded(spectrum: MadeSpectrum) -> NDArray[np.float64]:
-        return np.pad(spectrum.peak_P2.T, ((0, 0), (0, peaks - len(spectrum.peak_P2))))
-
-    columns: dict[str, tuple[str, Callable[[MadeSpectrum], Any]]] = {
-        "spectrum": (f"(2,{peaks})f4", padded),
-        "precursor_mz": ("f8", lambda spectrum: spectrum.precursor_mz),
-        "charge": ("i1", lambda spectrum: spectrum.charge),
-        "target": ("f8", lambda spectrum: spectrum.target),
-        "name": ("S32", lambda spectrum: spectrum.id.encode()),
-        "fold": ("S5", lambda spectrum: spectrum.split.encode()),
-        "sequence": (f"S{longest}", lambda spectrum: spectrum.peptide.encode()),
-    }
-    with hdf5.library(path).File(path, "w") as file:
-        for name, (kind, _) in columns.items():
-            dtype = np.dtype(kind)
-            file.create_dataset(name, (count, *dtype.shape), dtype.base)
-        for start in range(0, count, PIECE):
-            piece = list(islice(made, PIECE))
-            for name, (_, value_of) in columns.items():
-                file[name][start : start + len(piece)] = np.array([value_of(spectrum) for spectrum in piece])
-
-
-def _table(path: Path, made: Iterable[Any], kind: Any = MadePair) -> None:
+def _table(path: Path, columns: Sequence[str], rows: Iterable[Iterable[Any]]) -> None:
+    _check_suffix(path, ".csv", ".tsv")
     with path.open("w", encoding="ascii", newline="") as file:
         writer = csv.writer(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", lineterminator="\n")
-        writer.writerow(kind._fields)
-        writer.writerows(made)
+        writer.writerow(columns)
+        writer.writerows(rows)
 
 
-def _hdf5_pairs(path: Path, made: Iterator[MadePair]) -> None:
-    h5py = hdf5.library(path)
-    with h5py.File(path, "w") as file:
-        for name in MadePair._fields:
-            file.create_dataset(name, (0,), h5py.string_dtype(), maxshape=(None,), chunks=(PIECE,))
-        while piece := list(islice(made, PIECE)):
-            for name, values in zip(MadePair._fields, zip(*piece, strict=True), strict=True):
-                column = file[name]
-                column.resize(len(column) + len(piece), axis=0)
-                column[-len(piece) :] = values
+# Pictures with captions
+
+COLOURS = {
+    "red": (220, 40, 40), "green": (40, 180, 60), "blue": (40, 70, 220), "yellow": (235, 220, 50),
+    "purple": (150, 50, 190), "white": (245, 245, 245), "black": (15, 15, 15), "orange": (240, 140, 30),
+}  # fmt: skip
+FIGURES = ("disc", "square", "ring", "cross")
+CLASSES = tuple(f"{colour} {figure}" for colour in COLOURS for figure in FIGURES)
+SIDE = 48  # pixels
+WORDS = (*COLOURS, *FIGURES, "left", "of")
+COLUMNS = ("id", "split", "filepath", "title", "class")
+
+
+class MadePicture(NamedTuple):
+    """A picture of two figures side by side on grey."""
+
+    id: str
+    split: str
+    pixel_HWC: NDArray[np.uint8]
+    left: str
+    right: str
+
+
+def _saved(picture: MadePicture, folder: Path) -> tuple[str, ...]:
+    """Write a picture and return its row, with a caption such as "a red disc left of a blue ring"."""
+    name = f"{picture.id}.png"
+    image_library().fromarray(picture.pixel_HWC).save(folder / name)
+    return picture.id, picture.split, f"images/{name}", f"a {picture.left} left of a {picture.right}", picture.left
+
+
+def picture(seed: int, number: int) -> MadePicture:
+    """Return a picture of two figures, each somewhere in its half."""
+    rng = np.random.default_rng((seed, number))
+    left, right = (CLASSES[kind] for kind in rng.integers(len(CLASSES), size=2))
+    pixel_HWC = rng.integers(100, 140, (SIDE, SIDE, 3)).astype(np.uint8)
+    for half, name in enumerate((left, right)):
+        colour, figure = name.split()
+        centre = rng.uniform((0.35, 0.2 + 0.5 * half), (0.65, 0.3 + 0.5 * half)) * SIDE
+        pixel_HWC[_is_in(figure, centre, float(rng.uniform(0.14, 0.2)) * SIDE)] = COLOURS[colour]
+    return MadePicture(f"made-{number:07d}", SPLITS[number % len(SPLITS)], pixel_HWC, left, right)
+
+
+def _is_in(figure: str, centre: NDArray[np.float64], reach: float) -> NDArray[np.bool_]:
+    """Return which pixels a figure covers."""
+    down_HW, right_HW = np.mgrid[:SIDE, :SIDE] - centre[:, None, None]
+    far_HW, wide_HW = np.hypot(down_HW, right_HW), np.maximum(abs(down_HW), abs(right_HW))
+    narrow_HW = np.minimum(abs(down_HW), abs(right_HW))
+    covered: dict[str, NDArray[np.bool_]] = {
+        "disc": far_HW < reach,
+        "square": wide_HW < 0.9 * reach,
+        "ring": (far_HW < reach) & (far_HW > 0.55 * reach),
+        "cross": (wide_HW < reach) & (narrow_HW < 0.3 * reach),
+    }
+    return covered[figure]
+
+
+def merges(words: Iterable[str]) -> list[str]:
+    """Return the lines of a file of merges by which each of these words is one token."""
+    rank: dict[tuple[str, str], int] = {}
+    for word in words:
+        parts = [*word[:-1], f"{word[-1]}</w>"]
+        while len(parts) > 1:
+            known = [place for place in range(len(parts) - 1) if (parts[place], parts[place + 1]) in rank]
+            place = min(known, key=lambda place: rank[parts[place], parts[place + 1]]) if known else 0
+            rank.setdefault((parts[place], parts[place + 1]), len(rank))
+            parts[place : place + 2] = [parts[place] + parts[place + 1]]
+    return [f"{left} {right}" for left, right in rank]
 
 
 WRITERS: dict[str, Callable[[Path, int, int], None]] = {
     "spectra": spectra,
     "molecules": molecules,
-    "pairs": pairs,
     "sequences": sequences,
     "captions": captions,
 }
@@ -307,7 +303,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser("python -m pipeline.readers.made", description="Write synthetic data.")
     parser.add_argument("what", choices=tuple(WRITERS))
-    parser.add_argument("path", type=Path, help="the file to write: .mgf or .h5; .tsv, .csv or .h5; .csv or .tsv")
+    parser.add_argument("path", type=Path, help="the file to write: .mgf for spectra and molecules, else .csv or .tsv")
     parser.add_argument("--count", type=int, default=1000, help="how many items (1000)")
     parser.add_argument("--seed", type=int, default=0, help="random seed (0)")
     arguments = parser.parse_args(words)

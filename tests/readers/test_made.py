@@ -5,21 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from pipeline.readers import images, made, peptides
+from pipeline.readers import made, peptides
 from pipeline.readers.captions import Captions
-from pipeline.readers.pairs import Pairs
 from pipeline.readers.spectra import Spectra
-from tests.readers.compared import assert_same
 
 KINDS = [
-    *((made.spectra, suffix) for suffix in (".mgf", ".h5")),
-    *((made.pairs, suffix) for suffix in (".tsv", ".csv", ".h5")),
-    *((made.captions, suffix) for suffix in (".csv", ".tsv")),
+    (made.spectra, ".mgf"),
+    (made.molecules, ".mgf"),
+    *((make, suffix) for make in (made.sequences, made.captions) for suffix in (".csv", ".tsv")),
 ]
 
 
@@ -36,12 +33,12 @@ def test_the_same_seed_makes_the_same_bytes_and_another_others(tmp_path: Path) -
 def test_made_captions_say_what_their_pictures_show_in_a_token_a_word(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     made.captions(path, 20, seed=3)
-    reader = Captions(path, label="class", classes="classes.txt", merges="merges.txt", size=images.SIDE)
+    reader = Captions(path, label="class", classes="classes.txt", merges="merges.txt", size=made.SIDE)
     for entry in reader.entries():
         assert len(entry.arrays["right.token"]) == 2 + len(["a", "red", "disc", "left", "of", "a", "blue", "ring"])
-        colour, _ = images.CLASSES[int(entry.arrays["class"])].split()
-        left_HWC = entry.arrays["left.image"][:, : images.SIDE // 2]
-        assert 40 < (left_HWC == images.COLOURS[colour]).all(-1).sum() < left_HWC[..., 0].size / 2
+        colour, _ = made.CLASSES[int(entry.arrays["class"])].split()
+        left_HWC = entry.arrays["left.image"][:, : made.SIDE // 2]
+        assert 40 < (left_HWC == made.COLOURS[colour]).all(-1).sum() < left_HWC[..., 0].size / 2
 
 
 def test_fragments_of_the_peptide_are_the_highest_peaks(tmp_path: Path) -> None:
@@ -59,21 +56,6 @@ def test_fragments_of_the_peptide_are_the_highest_peaks(tmp_path: Path) -> None:
         chance.append((np.abs(mz_P[None] / (y_F[:, None] + 0.5) - 1) < 2e-5).any(axis=1).mean())
     assert np.mean(hits) > 0.6
     assert np.mean(chance) < 0.1
-
-
-@pytest.mark.parametrize(
-    ("make", "reader", "suffixes"),
-    [(made.pairs, Pairs, (".tsv", ".csv", ".h5")), (made.spectra, Spectra, (".mgf", ".h5"))],
-)
-def test_all_formats_hold_the_same(tmp_path: Path, make: Any, reader: Any, suffixes: tuple[str, ...]) -> None:
-    found = []
-    for suffix in suffixes:
-        make(tmp_path / f"x{suffix}", 25, seed=9)
-        found.append(list(reader(tmp_path / f"x{suffix}").entries()))
-    for one, *others in zip(*found, strict=True):
-        for other in others:
-            assert (one.id, one.split) == (other.id, other.split)
-            assert_same(one.arrays, other.arrays)
 
 
 def test_the_command_writes_a_file_and_says_so(tmp_path: Path) -> None:

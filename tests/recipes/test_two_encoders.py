@@ -62,8 +62,8 @@ def embedded(recipe: Recipe, folder: Path, _: Command, names: str, width: int) -
 
 def vectors_of_sequences(recipe: Recipe, folder: Path, pipeline: Command, family: str) -> list[str]:
     """Match sentences to sequences as an encoder sees them: a FASTA file in, means out, and these as a side."""
-    pairs = [made.pair(0, number) for number in range(24)]
-    (folder / "pairs.fasta").write_text("".join(f">{pair.id}\n{pair.left}\n" for pair in pairs))
+    made_sequences = [made.sequence(0, number) for number in range(24)]
+    (folder / "pairs.fasta").write_text("".join(f">{one.id}\n{one.sequence}\n" for one in made_sequences))
     settle(folder)
     own, out = f"embedded/{family}", ("--out", f"{family}.npy", "--force")
     for words in (
@@ -74,11 +74,12 @@ def vectors_of_sequences(recipe: Recipe, folder: Path, pipeline: Command, family
         assert done.code == 0, done.err
     with (folder / f"{family}.csv").open(newline="") as table:
         row_of = {row["id"]: place for place, row in enumerate(csv.DictReader(table))}
-    means = np.load(folder / f"{family}.npy")[[row_of[pair.id] for pair in pairs]]
+    means = np.load(folder / f"{family}.npy")[[row_of[one.id] for one in made_sequences]]
     with h5py.File(folder / "data" / f"{family}.h5", "w") as file:
         file["left"] = means[:, None]  # a row each
-        for name in ("right", "id", "split"):
-            file[name] = [getattr(pair, name) for pair in pairs]
+        file["right"] = [f"{one.sites.count('1')} aromatic residues" for one in made_sequences]
+        for name in ("id", "split"):
+            file[name] = [getattr(one, name) for one in made_sequences]
     data = {"source": "reader", "reader": "pipeline.readers.pairs:Pairs", "path": f"data/{family}.h5"}
     (folder / f"{family}.yaml").write_text(yaml.safe_dump({**written(recipe), "data": data}))
     settle(folder / "data")
