@@ -109,7 +109,10 @@ def plan_command(
             typer.echo(UNTOLD, err=True)
         if stage == "train":
             try:
-                outlook = _training(loaded, project, executor, gpus=gpu or (), sizes=sizes, probing=probe)
+                detailed = verbose or as_json
+                outlook = _training(
+                    loaded, project, executor, gpus=gpu or (), sizes=sizes, probing=probe, detailed=detailed
+                )
             except PlanInfeasible as error:
                 if as_json:
                     raise
@@ -192,7 +195,14 @@ def _show_script(project: Project, executor: Executor, *, traced: Sequence[str],
 
 
 def _training(
-    loaded: LoadedConfig, project: Project, executor: Executor, *, gpus: Sequence[str], sizes: str | None, probing: bool
+    loaded: LoadedConfig,
+    project: Project,
+    executor: Executor,
+    *,
+    gpus: Sequence[str],
+    sizes: str | None,
+    probing: bool,
+    detailed: bool,
 ) -> TrainOutlook:
     """Plan training."""
     from pipeline.runs.dataset.early_items import typed_sizes
@@ -205,6 +215,7 @@ def _training(
         executor=executor,
         gpus=gpus,
         by_plan=True,
+        detailed=detailed,
         sizes=None if sizes is None else typed_sizes(sizes),
         beside=loaded.base_dir.absolute(),
         tell=lambda line: typer.echo(line, err=True),

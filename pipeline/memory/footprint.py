@@ -109,6 +109,7 @@ class StandingFootprint:
     origin: Provenance = Provenance.TRACED
     notes: tuple[str, ...] = ()  # how far to trust it, in words
     update_parts: tuple[MemoryPart, ...] = ()  # live at the peak of an update, `parts` included
+    kernels: int = 0  # of the smallest micro-batch; 0: unknown
 
     @property
     def bytes(self) -> int:

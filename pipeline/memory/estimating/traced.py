@@ -237,6 +237,7 @@ MOST_BYTES = 1 << 30  # of parameters and gradients, or of a step: a larger one 
 MOST_S = 3.0  # of the real steps of a size, as far as can be predicted
 RUNS, FLOP_S, KERNEL_S = 3, 1e-10, 3e-4  # a core or two; most of a small kernel's time is that of recording it
 NUMBER_BYTES = 4
+TOO_LONG = "its smallest batch takes too long on the CPU"
 
 
 def compared(
@@ -258,6 +259,8 @@ def compared(
     state_bytes = NUMBER_BYTES * (standing.parameters + standing.trained)
     if state_bytes > MOST_BYTES:
         return unconfirmed(f"its parameters take {format_bytes(state_bytes)}")
+    if RUNS * standing.kernels * KERNEL_S > MOST_S:
+        return unconfirmed(TOO_LONG)
     traced: list[tuple[Sizes, int]] = []
     failed: Exception | None = None
     traces = on_cpu()
@@ -277,7 +280,7 @@ def compared(
         peaks, failed, growth = real_peaks(real, [sizes for sizes, _ in traced], kernels=not on_card)
     if not peaks:
         why = str(failed).partition("\n")[0]
-        return unconfirmed(f"it fails on the CPU: {why}" if failed else "its smallest batch takes too long on the CPU")
+        return unconfirmed(f"it fails on the CPU: {why}" if failed else TOO_LONG)
     pairs = [(max(pair), bytes_) for pair, (_, bytes_) in zip(peaks, traced, strict=False)]
     found = verdict(pairs, is_even=all(max(pair) <= (1 + WITHIN) * min(pair) for pair in peaks))
     leak = LEAK.format(format_bytes(growth)) if growth > SLACK_BYTES else ""

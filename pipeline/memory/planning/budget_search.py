@@ -28,6 +28,8 @@ from pipeline.memory.planning.memory_plan import ITEM, CostModel, MicroBatchLimi
 from pipeline.protocol import ITEMS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pipeline.memory.footprint import (
         Floats,
         Integers,
@@ -49,6 +51,7 @@ _WORTH_LESS_SURE = 1.05  # times as much must be in use then
 _ROUNDS = 8
 _REFITS = 2  # rounds without an answer that fits, after which budgets shrink faster than the model learns
 _CLOSE = 1.015  # budgets so near each other are the same
+FEWEST = 3  # answers, to which a cost model is fitted
 _SCREENED = 5  # questions for a first model
 _QUESTIONS, _LEAST_GROUPS = 24, 6  # with ever fewer groups a plan is looser, and made in time
 
@@ -117,6 +120,12 @@ class DataBounds:
         most = np.partition(self.sizes_NS, -first, axis=0)[-first:].sum(axis=0)
         self.most_S = np.concatenate(([self.share], most))  # of a micro-batch in any order of the data
 
+    def fit(self, rows: Sequence[Row], values: Sequence[float], of_nothing: float) -> CostModel:
+        """Fit values of micro-batches; of few, the value of one without items says what is the same for all."""
+        if len(rows) < FEWEST:
+            rows, values = [*rows, (0,) * len(self.terms.names)], [*values, of_nothing]
+        return self.terms.fit(rows, values)
+
     def mean(self, items: int) -> Row:
         """Return the sizes of a micro-batch of so many average items."""
         mean_S = np.ceil(self.sizes_NS.mean(axis=0) * (1 if self.data.padded else items)).astype(np.int64)
@@ -174,17 +183,26 @@ class BudgetSearch:
 
     def model(self) -> CostModel:
         rows = list(self.memory.micros)
-        return self.bounds.terms.fit(rows, [float(self.memory.peak_bytes(row)) for row in rows])
+        return self.bounds.fit(rows, [self.memory.peak_bytes(row) for row in rows], self.memory.standing.bytes)
+
+    def fits_uncut(self, limit: int) -> bool:
+        """Tell whether the largest possible micro-batch fits; it is asked only if one of average items does."""
+        if self.bounds.request.micro_batch is not None:
+            return False
+        accumulate = bool(self.bounds.whole.per_share().max() > 1)
+        rows = (self.bounds.mean(self.bounds.share), self.bounds.rounded(self.bounds.most_S))
+        return all(self.memory.peak_bytes(row, accumulate=accumulate) <= limit for row in rows)
 
     def screened_model(self, limit: int) -> CostModel:
         """Ask about a few micro-batches near the limit, each dominated by another size, and return a first model."""
         bounds, memory = self.bounds, self.memory
-        whole, single = memory.peak_bytes(bounds.mean(bounds.share)), memory.peak_bytes(bounds.mean(1))
-        model = self.model()
-        if self._is_screened:
-            return model
+        if self._is_screened or self.fits_uncut(limit):
+            return self.model()
         self._is_screened = True
+        single = memory.peak_bytes(bounds.mean(1))
+        model = self.model()
         if not bounds.data.padded:  # two points cannot separate the sizes: each gets the same part
+            whole = memory.peak_bytes(bounds.mean(bounds.share))
             slope = max(whole - single, 1) / max(bounds.share - 1, 1)
             mean = {name: max(size, 1) for name, size in zip(bounds.terms.texts, bounds.mean(1), strict=True)}
             weights = {name: slope / len(mean) / size for name, size in mean.items()}
@@ -192,25 +210,20 @@ class BudgetSearch:
         budget = max(int(limit - model.base), 1)
         cost_N = model.cost(bounds.data.sizes, budget)
         rows_MS = extremes(bounds.sizes_NS, cost_N, budget, bounds.share, padded=bounds.data.padded)
-        few = np.unique(np.linspace(0, len(rows_MS) - 1, _SCREENED).astype(np.int64))
-        for row in rows_MS[few]:
+        chosen = np.unique(np.linspace(0, len(rows_MS) - 1, _SCREENED).astype(np.int64))
+        for row in rows_MS[chosen]:
             memory.peak_bytes(bounds.rounded(row))
         return self.model()
 
     def _all_at_once(self, limit: int) -> FoundBudget | None:
         """Return the plan that cuts nothing, if the largest possible micro-batch fits."""
         bounds, data = self.bounds, self.bounds.data
-        accumulate = bool(bounds.whole.per_share().max() > 1)
-        largest = bounds.rounded(bounds.most_S)
-        if any(
-            self.memory.peak_bytes(row, accumulate=accumulate) > limit for row in (bounds.mean(bounds.share), largest)
-        ):
+        if not self.fits_uncut(limit):
             return None
-        self.memory.peak_bytes(bounds.mean(1))
-        model = self.model()
+        model = self.screened_model(limit)
         cost_N = model.cost(data.sizes)
         most = int(cost_N.max()) * bounds.share if data.padded else int(-np.sort(-cost_N)[: bounds.share].sum())
-        found = self._tried(model, cost_N, most, limit, every_order=True)
+        found = self._tried(model, cost_N, most, limit, every_order=True, most=1)
         return found if found.live <= limit else None
 
     def _largest(self, limit: int, *, every_order: bool) -> FoundBudget | None:
@@ -259,7 +272,16 @@ class BudgetSearch:
                 return replace(found, limit=MicroBatchLimit.PINNED)
         return None
 
-    def _tried(self, model: CostModel, cost_N: Integers, budget: int, limit: int, *, every_order: bool) -> FoundBudget:
+    def _tried(
+        self,
+        model: CostModel,
+        cost_N: Integers,
+        budget: int,
+        limit: int,
+        *,
+        every_order: bool,
+        most: int = MOST_GROUPS,
+    ) -> FoundBudget:
         """Cut under a budget; ask about the corners of the micro-batches, up to the first that is above the limit."""
         bounds, data = self.bounds, self.bounds.data
         micros = data.cut(data.sizes, cost_N, budget, bounds.request.ranks)
@@ -275,7 +297,7 @@ class BudgetSearch:
 
         groups: list[SizeGroup] = []
         live, worst = 0, bounds.mean(1)
-        most = min(max(_QUESTIONS - len(self.memory.micros), _LEAST_GROUPS), MOST_GROUPS)
+        most = min(max(_QUESTIONS - len(self.memory.micros), _LEAST_GROUPS), most)
         for candidate in grouped(rows_MS, predict, bounds.most_S, limit, most):
             group = self._answered(candidate, predict, limit)
             groups.append(group)

@@ -224,25 +224,31 @@ class PlanCase:
         if standing.bytes * margin.factor > self.limit:
             why = f"parameters, gradients and optimizer state take {format_bytes(standing.bytes)}, whatever the batch"
             return Outcome(choice, RemedyVerdict.TOO_LARGE, why, margin)
+        if BudgetSearch(memory, self.bounds).fits_uncut(self._usable(margin, _FRAGMENTED)):
+            return self._budgeted(memory)
         alone = memory.peak_bytes(self.bounds.largest)
         margin = self.margin(choice)
         if alone * margin.factor > self.limit:
             why = f"the largest item alone takes {format_bytes(alone)}"
             return Outcome(choice, RemedyVerdict.TOO_LARGE, why, margin, alone)
-        return self._budgeted(memory, alone)
+        return self._budgeted(memory)
+
+    def _usable(self, margin: Margin, fragmented: float) -> int:
+        """Return the live bytes that fit below the limit, with the margin and what the allocator holds beyond them."""
+        return int(self.limit / margin.factor / (fragmented if self.cards.caching else 1.0))
 
     def unsupported(self, choice: MemoryChoice) -> Outcome | None:
         lacking = [card.name for card in self.cards.cards if choice.precision not in card.flops_per_s]
         why = f"{', '.join(lacking)} does not support {choice.precision}"
         return Outcome(choice, RemedyVerdict.UNSUPPORTED, why) if lacking else None
 
-    def _budgeted(self, memory: ChoiceMemory, alone: int) -> Outcome:
+    def _budgeted(self, memory: ChoiceMemory) -> Outcome:
         """Return the outcome with the best budget, lowered until what the allocator reserves fits too."""
-        choice, fragmented = memory.choice, _FRAGMENTED if self.cards.caching else 1.0
+        choice, fragmented = memory.choice, _FRAGMENTED
         margin = self.margin(choice)
-        bounds, padding = self._padded(memory, int(self.limit / margin.factor / fragmented))
+        bounds, padding = self._padded(memory, self._usable(margin, fragmented))
         for _ in range(_TURNS):
-            found = BudgetSearch(memory, bounds).find(int(self.limit / margin.factor / fragmented))
+            found = BudgetSearch(memory, bounds).find(self._usable(margin, fragmented))
             if found is None:
                 break
             margin, reserved = self.margin(choice), live_only(found.live)
@@ -255,9 +261,9 @@ class PlanCase:
                 found = replace(found, live=memory.peak_bytes(found.worst, accumulate=found.accumulate))
                 times = self._times(memory, bounds, found.micros)
                 why, chosen = found.limit.value, RemedyVerdict.CHOSEN
-                return Outcome(choice, chosen, why, margin, alone, found, reserved, padding, *times)
+                return Outcome(choice, chosen, why, margin, 0, found, reserved, padding, *times)
         why = "no allowed micro-batch fits together with the allocator's reserve"
-        return Outcome(choice, RemedyVerdict.TOO_LARGE, why, margin, alone)
+        return Outcome(choice, RemedyVerdict.TOO_LARGE, why, margin, memory.peak_bytes(self.bounds.largest))
 
     def _padded(self, memory: ChoiceMemory, limit: int) -> tuple[DataBounds, float | None]:
         """Return the data as it is cut best: into the fewest micro-batches whose padding costs little time."""
@@ -280,7 +286,9 @@ class PlanCase:
         """Return step and epoch times, from a fit to the micro-batches that the oracle was asked about."""
         standing, choice = memory.standing, memory.choice
         times = [micro_s(micro, standing, choice, self.cards) for micro in memory.micros.values()]
-        time_M = bounds.terms.predict(bounds.terms.fit(list(memory.micros), times), micros.sizes_MS)
+        launch_s = self.cards.slowest("launch_s", max) * min(micro.kernels for micro in memory.micros.values())
+        model = bounds.fit(list(memory.micros), times, launch_s)
+        time_M = bounds.terms.predict(model, micros.sizes_MS)
         return epoch_s(micros, time_M, update_s(standing, choice, self.cards, self.request.ranks))
 
     def plan(self, tried: Sequence[Outcome]) -> MemoryPlan:

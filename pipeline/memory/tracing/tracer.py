@@ -228,7 +228,7 @@ class TraceSession:
             setup, state_bytes = self._building(blocks), _state_bytes(blocks)
             self._accumulate_least()
             self._draw_most()
-            self._highest(lambda: training.accumulate(self._batch(self._smallest)))
+            kernels = self._highest(lambda: training.accumulate(self._batch(self._smallest)))[1].kernels
             origin, with_gradients = self._origin, self._with_gradients()
             first_update, _ = self._taped(training.update)
             self._make_gradients(with_gradients)
@@ -246,6 +246,7 @@ class TraceSession:
                 parameters=sum(parameter.numel() for parameter in parameters),
                 trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
                 origin=origin,
+                kernels=kernels,
             )
         return self._standing
 

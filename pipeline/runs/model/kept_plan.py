@@ -66,6 +66,7 @@ def _shown_key(question: Question, table: str) -> str:
         "gpus": list(question.gpus),
         "cluster": config.cluster.model_dump(mode="json"),
         "limits": limits,
+        "detailed": question.detailed,
         "environment": {name: value for name, value in os.environ.items() if name.startswith(SETTINGS)},
         "measured": [(path.name, path.stat().st_size) for path in history],
     }

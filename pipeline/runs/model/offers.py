@@ -53,6 +53,7 @@ class Question:
     executor: Executor
     gpus: Sequence[str] = ()  # as typed
     by_plan: bool = False  # not by `submit`: GPUs can be typed, and items need no graphs yet
+    detailed: bool = False  # also compare batch configurations, which takes more traces
     sizes: Mapping[str, int] | None = None  # of an item, as typed: the data set is not looked at
     beside: Path | None = None  # where the task's modules may be
     tell: Callable[[str], None] = lambda _: None

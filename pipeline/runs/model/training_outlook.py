@@ -114,7 +114,7 @@ def _outlook(question: Question, work: Work, *, probing: bool) -> TrainOutlook:
         ahead_bytes=ahead,
         standing=standing,
         evaluation_bytes=_evaluation_bytes(oracle, plan, question.tell) if question.by_plan else None,
-        configurations=case.configurations(plan) if question.by_plan else (),  # traces that only people look at
+        configurations=case.configurations(plan) if question.detailed else (),
         item=case.typical,
         alternatives=case.side_by_side(),
         waits_s=dict(waits(question, case.offers, mem.mem_bytes)) if len(case.offers) > 1 else {},
