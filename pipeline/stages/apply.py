@@ -3,7 +3,7 @@
 Figures are one small file for each pair of them. Predictions are a folder:
 
 FOLDER/predictions.json    of what it is, and its files; written last: without it nothing is done
-       predictions.csv, predictions.jsonl, NAME-00000.safetensors …    see training/evaluating/prediction_tables.py
+       predictions.csv, predictions.jsonl, NAME-00000.safetensors …    see training/evaluating/outputs.py
 """
 
 from __future__ import annotations
@@ -218,8 +218,7 @@ def _of_all_tasks(job: ApplyJob, applied: ApplyResult) -> ApplyResult | None:
 
 
 def _write_predictions(job: ApplyJob, applied: ApplyResult, split: str | None) -> None:
-    from pipeline.training.evaluating.outputs import GatheredOutputs, publish_text
-    from pipeline.training.evaluating.prediction_tables import write_tables
+    from pipeline.training.evaluating.outputs import GatheredOutputs, publish_text, write_tables
 
     folder = applied.parts.parent  # as `prediction_parts` says
     (folder / DESCRIPTION).unlink(missing_ok=True)  # its files are about to be replaced

@@ -15,8 +15,7 @@ import pytest
 
 from pipeline.files import cell_text
 from pipeline.structures.synthetic import complex_pdb
-from pipeline.training.evaluating.outputs import GatheredOutputs, OutputWriter
-from pipeline.training.evaluating.prediction_tables import write_tables
+from pipeline.training.evaluating.outputs import GatheredOutputs, OutputWriter, write_tables
 from pipeline.training.forensics import step_bundle
 from tests.testkit.command import Command
 from tests.training.forensics.test_bundles import BUNDLE_OF, RNG_OF

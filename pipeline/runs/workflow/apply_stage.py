@@ -35,9 +35,8 @@ from pipeline.runs.model.training_work import Work, sizes_of
 from pipeline.runs.workflow.stage import Judged, Stage
 from pipeline.runs.workflow.train_stage import UNPLANNED_BYTES, TrainStage, refuse_unfit_weights
 from pipeline.stage_names import StageName
-from pipeline.training.evaluating.row_shares import RowShare, cut_rows
 from pipeline.training.items.item_table import ItemTable
-from pipeline.training.prepared import ModelFolder, Prepared
+from pipeline.training.prepared import ModelFolder, Prepared, RowShare, cut_rows
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -410,11 +409,9 @@ class ApplyStage(Stage):
 def _done(folder: Path, applied: Application) -> list[list[int]]:
     """Return the ranges of items that an interrupted run has finished."""
     from pipeline.training.evaluating.apply_model import outputs_name, spans
-    from pipeline.training.evaluating.outputs import OutputWriter
+    from pipeline.training.evaluating.outputs import done_numbers
 
-    if not folder.is_dir():
-        return []
-    return spans(OutputWriter(folder, 0, of=outputs_name(applied.chosen, applied.made)).done_numbers().tolist())
+    return spans(done_numbers(folder, outputs_name(applied.chosen, applied.made)))
 
 
 def _costs(project: Project, prepared: Prepared, table: ItemTable, *, limited: bool = True) -> Integers:

@@ -26,7 +26,7 @@ from pipeline.tasks.docking.docking_trunk import PosedComplex, TrunkSizes
 from pipeline.tasks.docking.score_network import ConfidenceModel, from_published, is_published, trunk_options
 from pipeline.tasks.task_parts import WHERE, above_zero, at_least, part_of
 from pipeline.training.checkpoints.trained_weights import stored_weights
-from pipeline.training.evaluating.prediction_tables import CSV
+from pipeline.training.evaluating.outputs import CSV
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -5,6 +5,7 @@ Items that earlier starts have done are not done again. Every rank yields once f
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +19,7 @@ from pipeline.records import Reason, Rejection
 from pipeline.training.checkpoints.published_names import WeightsReading
 from pipeline.training.checkpoints.trained_weights import load_checkpoint
 from pipeline.training.evaluating.evaluator import Evaluator
-from pipeline.training.evaluating.outputs import OutputWriter
+from pipeline.training.evaluating.outputs import done_numbers
 from pipeline.training.items.batch_maker import WorkedOn
 from pipeline.training.items.loader import Loader
 from pipeline.training.prepared import COST, LIKENESS, sampler_settings, shrunk_budget
@@ -33,11 +34,10 @@ if TYPE_CHECKING:
     from pipeline.config.schema_train import TrainSection
     from pipeline.records import TaskContext
     from pipeline.training.checkpoints.chosen_checkpoint import ChosenCheckpoint
-    from pipeline.training.evaluating.row_shares import RowShare
     from pipeline.training.items.item_source import ItemSource
     from pipeline.training.items.item_table import ItemTable
     from pipeline.training.items.residue_embeddings import Embeddings
-    from pipeline.training.prepared import Prepared
+    from pipeline.training.prepared import Prepared, RowShare
     from pipeline.training.ranks.rank_protocol import Ranks
     from pipeline.training.step.step import Step
 
@@ -106,31 +106,37 @@ def apply_model(job: ApplyJob) -> Generator[Reason | None, None, ApplyResult | N
         step.model.compile(mode=train.compile_mode)
     folder, of = job.parts(chosen), outputs_name(chosen, job.made)
     done_N = _done(job, folder, of)
-    refused = RejectionCounts(job)
     rest_N = np.setdiff1d(np.arange(len(job.table)), done_N)
     if job.share is not None:
         rest_N, done_N = job.share.of(rest_N), job.share.of(done_N)
-    kept_N = np.array([number for number in rest_N.tolist() if job.table.ids[number] not in job.left_out], np.int64)
+    is_kept_N = np.array([job.table.ids[number] not in job.left_out for number in rest_N], np.bool_)
+    kept_N = rest_N[is_kept_N]
+    rejected, examples = Counter[str](), dict[str, str]()
+
+    def refuse(rejection: Rejection) -> None:
+        rejected[rejection.reason] += 1
+        examples.setdefault(rejection.reason, f"{rejection.id}: {rejection.detail}")
+        job.tell.refuse(rejection.id, rejection.reason, rejection.detail)
+
     if ranks.rank == 0:
         yield from [None] * len(np.setdiff1d(done_N, job.known_N))  # by earlier attempts of this run
-        for id_ in (job.table.ids[number] for number in np.setdiff1d(rest_N, kept_N).tolist()):
-            reason, detail = job.left_out[id_]  # it killed its task before
-            refused(Rejection(id_, reason, detail))
-            yield reason
+        for id_ in (job.table.ids[number] for number in rest_N[~is_kept_N]):  # they killed their task before
+            refuse(Rejection(id_, *job.left_out[id_]))
+            yield job.left_out[id_][0]
     evaluation = Evaluator(
         step,
         _loader(job, kept_N, step) if len(kept_N) else None,
         ranks,
         folder,
+        cost_N=job.cost_N[kept_N],
         of=of,
         numbers=kept_N,
-        cost_N=job.cost_N[kept_N],
         first_writer=job.share.task * ranks.world if job.share else 0,
         with_loss=job.with_loss,
         too_large=train.too_large,
         flush_s=60 * train.checkpoints.minutes,
         begin=lambda piece: job.worked_on.begin(piece.ids),
-        reject=refused,
+        reject=refuse,
         ending=job.tell.ending,
     )
     with ranks.patient("compiling") if train.compile else nullcontext():
@@ -139,20 +145,19 @@ def apply_model(job: ApplyJob) -> Generator[Reason | None, None, ApplyResult | N
             yield left_out
     if is_card(step.device):
         job.tell.report.figures["device_peak_bytes"] = float(Card(step.device).peak_reserved_bytes)
-    own = {"ended_by": evaluation.ended_by, "rejected": refused.counts, "examples": refused.examples}
+    own = {"ended_by": evaluation.ended_by, "rejected": rejected, "examples": examples}
     reports = ranks.exchange(own)
     job.tell.report.ended_by = max(rank["ended_by"] for rank in reports)
     if job.tell.report.ended_by:
         return None
-    reasons = sorted({reason for rank in reports for reason in rank["rejected"]})
-    rejected = {reason: sum(rank["rejected"].get(reason, 0) for rank in reports) for reason in reasons}
-    examples = {reason: text for rank in reversed(reports) for reason, text in rank["examples"].items()}
-    return ApplyResult(evaluation, chosen, folder, of, rejected, examples)
+    in_all = sum((Counter(rank["rejected"]) for rank in reports), Counter[str]())
+    first_examples = {reason: text for rank in reversed(reports) for reason, text in rank["examples"].items()}
+    return ApplyResult(evaluation, chosen, folder, of, dict(sorted(in_all.items())), first_examples)
 
 
 def _done(job: ApplyJob, folder: Path, of: str) -> Integers:
     """Return the items that are done, as rank 0 sees them before anybody writes."""
-    mine = OutputWriter(folder, 0, of=of).done_numbers() if job.ranks.rank == 0 else np.zeros(0, np.int64)
+    mine = done_numbers(folder, of) if job.ranks.rank == 0 else np.zeros(0, np.int64)
     done = job.ranks.exchange({"done": spans(mine)})[0]["done"]
     return np.concatenate([np.zeros(0, np.int64), *(np.arange(first, stop) for first, stop in done)])
 
@@ -161,22 +166,6 @@ def spans(numbers: Integers) -> list[list[int]]:
     """Return ascending numbers as ranges [first, stop]."""
     runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
     return [[int(run[0]), int(run[-1]) + 1] for run in runs if len(run)]
-
-
-class RejectionCounts:
-    """Counts the rejected items, and reports each."""
-
-    def __init__(self, job: ApplyJob) -> None:
-        self._job = job
-        self.counts: dict[str, int] = {}
-        self.examples: dict[str, str] = {}
-
-    def __call__(self, rejection: Rejection) -> None:
-        """Record a rejected item of this rank."""
-        reason = rejection.reason.value
-        self.counts[reason] = self.counts.get(reason, 0) + 1
-        self.examples.setdefault(reason, f"{rejection.id}: {rejection.detail}")
-        self._job.tell.refuse(rejection.id, rejection.reason, rejection.detail)
 
 
 def _loader(job: ApplyJob, numbers_K: Integers, step: Step) -> Loader:

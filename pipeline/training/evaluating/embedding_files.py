@@ -30,7 +30,6 @@ from pipeline.readers.hdf5 import library
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -69,14 +68,24 @@ class ExportForm:
 @contextmanager
 def writing_embeddings(format_: str, out: Path, form: ExportForm) -> Iterator[Add]:
     """Yield a function that adds an embedding; the file appears when all are in it, or not at all."""
-    with replacing(out) as aside:
-        with _WRITERS[format_](aside, out, form) as add:
-            yield add
+    with publishing(out) as aside:
+        if format_ == "npy":
+            with publishing(table_beside(out)) as table:
+                with _npy(aside, table, form) as add:
+                    yield add
+                out.unlink(missing_ok=True)  # otherwise old rows would stand next to the new table for a moment
+        else:
+            with _WRITERS[format_](aside, out, form) as add:
+                yield add
+
+
+@contextmanager
+def publishing(path: Path) -> Iterator[Path]:
+    """Yield a path to write to; it takes that name once all of it is on the disk, and goes if writing fails."""
+    with replacing(path) as aside:
+        yield aside
         with aside.open("rb") as file:
             os.fsync(file.fileno())
-        if format_ == "npy":
-            out.unlink(missing_ok=True)  # otherwise old rows would stand next to the new table for a moment
-            _table_aside(aside).replace(table_beside(out))
 
 
 def table_beside(path: Path) -> Path:
@@ -138,65 +147,63 @@ def _safetensors(aside: Path, out: Path, form: ExportForm) -> Iterator[Add]:
 @contextmanager
 def _parquet(aside: Path, out: Path, form: ExportForm) -> Iterator[Add]:
     arrow = import_arrow(str(out), "--format h5")
-    from pyarrow.parquet import ParquetWriter
-
     vector = arrow.list_(arrow.from_numpy_dtype(form.dtype), form.width)
     names = [(name, arrow.string()) for name in ("id", "item", "chain", "split")]
     column = ("embedding", arrow.list_(vector) if form.by_residue else vector)
     schema = arrow.schema([*names, ("residues", arrow.int32()), column], metadata=dict(form.facts))
-    pending, pending_bytes = list[tuple[EmbeddedId, Any]](), 0
+    with parquet_rows(aside, schema) as add_row:
+
+        def add(whose: EmbeddedId, array: NDArray[Any]) -> None:
+            add_row({**whose._asdict(), "embedding": list(array) if form.by_residue else array}, array.nbytes)
+
+        yield add
+
+
+@contextmanager
+def parquet_rows(path: Path, schema: Any) -> Iterator[Callable[..., None]]:
+    """Yield a function that adds a row of so many bytes to a Parquet file; many rows are written at a time."""
+    from pyarrow import Table
+    from pyarrow.parquet import ParquetWriter
+
+    rows: list[Mapping[str, Any]] = []
+    pending_bytes = 0
 
     def flush() -> None:
         nonlocal pending_bytes
-        if not pending:
-            return
-        flat = arrow.array(np.concatenate([array.reshape(-1) for _, array in pending]))
-        made = arrow.FixedSizeListArray.from_arrays(flat, form.width)
-        if form.by_residue:
-            ends = np.cumsum([0, *(len(array) for _, array in pending)], dtype=np.int32)
-            made = arrow.ListArray.from_arrays(arrow.array(ends), made)
-        values = zip(*(whose for whose, _ in pending), strict=True)
-        columns = [arrow.array(column, kind) for column, kind in zip(values, schema.types[:-1], strict=True)]
-        writer.write_table(arrow.Table.from_arrays([*columns, made], schema=schema))
-        pending.clear()
+        if rows:
+            writer.write_table(Table.from_pylist(rows, schema=schema))
+        rows.clear()
         pending_bytes = 0
 
-    def add(whose: EmbeddedId, array: NDArray[Any]) -> None:
+    def add(row: Mapping[str, Any], size: int = 0) -> None:
         nonlocal pending_bytes
-        pending.append((whose, array))
-        pending_bytes += array.nbytes
-        if len(pending) >= PENDING_ROWS or pending_bytes >= PENDING_BYTES:
+        rows.append(row)
+        pending_bytes += size
+        if len(rows) >= PENDING_ROWS or pending_bytes >= PENDING_BYTES:
             flush()
 
-    with ParquetWriter(aside, schema) as writer:
+    with ParquetWriter(path, schema) as writer:
         yield add
         flush()
 
 
 @contextmanager
-def _npy(aside: Path, _out: Path, form: ExportForm) -> Iterator[Add]:
+def _npy(aside: Path, beside: Path, form: ExportForm) -> Iterator[Add]:
     """Write the array's length last: numpy leaves room for it in the header."""
     columns = [*EmbeddedId._fields, *([ROWS] if form.by_residue else [])]
-    beside = _table_aside(aside)
-    try:
-        with aside.open("xb") as file, beside.open("x", encoding="utf-8", newline="") as table:
-            rows, add_line = 0, csv_rows(table, columns)
-            begin = _write_header(file, 0, form)
+    with aside.open("xb") as file, beside.open("x", encoding="utf-8", newline="") as table:
+        rows, add_line = 0, csv_rows(table, columns)
+        begin = _write_header(file, 0, form)
 
-            def add(whose: EmbeddedId, array: NDArray[Any]) -> None:
-                nonlocal rows
-                add_line([*whose, *([rows] if form.by_residue else [])])
-                file.write(np.ascontiguousarray(array).data)
-                rows += math.prod(array.shape[:-1])
+        def add(whose: EmbeddedId, array: NDArray[Any]) -> None:
+            nonlocal rows
+            add_line([*whose, *([rows] if form.by_residue else [])])
+            file.write(np.ascontiguousarray(array).data)
+            rows += math.prod(array.shape[:-1])
 
-            yield add
-            file.seek(0)
-            assert _write_header(file, rows, form) == begin, "a longer header would have overwritten numbers"
-            table.flush()
-            os.fsync(table.fileno())
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+        yield add
+        file.seek(0)
+        assert _write_header(file, rows, form) == begin, "a longer header would have overwritten numbers"
 
 
 def _write_header(file: Any, rows: int, form: ExportForm) -> int:
@@ -205,16 +212,7 @@ def _write_header(file: Any, rows: int, form: ExportForm) -> int:
     return int(file.tell())
 
 
-def _table_aside(aside: Path) -> Path:
-    return aside.with_name(f"{aside.name}.csv")
-
-
-_WRITERS: dict[str, Callable[[Path, Path, ExportForm], AbstractContextManager[Add]]] = {
-    "h5": _hdf5,
-    "safetensors": _safetensors,
-    "parquet": _parquet,
-    "npy": _npy,
-}
+_WRITERS = {"h5": _hdf5, "safetensors": _safetensors, "parquet": _parquet}
 
 
 def import_arrow(where: str = "train.predict.parquet", otherwise: str = "--set train.predict.parquet=false") -> Any:

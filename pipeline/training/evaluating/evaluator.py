@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -26,7 +25,13 @@ from pipeline.errors import PlanInfeasible
 from pipeline.memory.runtime.governor import Governor
 from pipeline.memory.runtime.recovery import each_that_fits
 from pipeline.records import Reason, Rejection
-from pipeline.training.evaluating.outputs import GatheredOutputs, OutputWriter, numbers_of, returned_values, summed
+from pipeline.training.evaluating.outputs import (
+    GatheredOutputs,
+    OutputWriter,
+    numbers_of,
+    returned_values,
+    summed_by_name,
+)
 from pipeline.training.step.contrastive import embedded
 from pipeline.training.step.micro_batches import ON_HOST, Piece
 
@@ -39,14 +44,13 @@ if TYPE_CHECKING:
 
     from pipeline.memory.runtime.governor import Cut
     from pipeline.protocol import Contrastive
+    from pipeline.training.evaluating.outputs import Terms
     from pipeline.training.items.batch import TaskBatch
     from pipeline.training.items.loader import Loader
     from pipeline.training.ranks.rank_protocol import Ranks
     from pipeline.training.step.contrastive import ContrastiveStep
     from pipeline.training.step.fsdp import ShardedStep
     from pipeline.training.step.step import Step
-
-Terms: TypeAlias = "dict[str, tuple[float, float]]"  # the sum and the weight of each
 
 LOSS = "loss"
 HOST, ERROR = "cpu", "error"
@@ -60,9 +64,9 @@ class Evaluator:
     loader: Loader | None  # None: no items are left
     ranks: Ranks
     folder: Path  # for outputs; all ranks see it
+    cost_N: NDArray[Any]  # bytes of each item
     of: str = ""  # names the model and the items; if set, finished work survives a kill
     numbers: NDArray[Any] | None = None  # of the loader's items in the whole table, if it has only some
-    cost_N: NDArray[Any] | None = None  # bytes of each item
     first_writer: int = 0  # distinguishes this rank's files from those of other tasks
     with_loss: bool = True
     too_large: str = ERROR  # for an item that does not fit on the device: cpu, skip or error
@@ -78,7 +82,7 @@ class Evaluator:
         self._contrasts = self.with_loss and self.step.contrasts  # the loss is of many items together
         self._writer: OutputWriter | None = None
         self._governor = Governor()
-        self._terms: dict[str, list[tuple[float, float]]] = {}
+        self._terms: list[Terms] = []  # of each piece
         self._gathered: GatheredOutputs | None = None  # the outputs of all ranks, verified for the losses
 
     def figures(self) -> dict[str, float] | int:
@@ -125,9 +129,8 @@ class Evaluator:
             whole = Piece(batch, 0, len(batch))
             run = partial(self._evaluate, whole)
             for cut, error in each_that_fits(self._governor, self._costs(whole), run, device=self.step.device):
-                yield from (
-                    [None] * (cut.stop - cut.start) if not error else [self._fits_nowhere(_part(whole, cut), error)]
-                )
+                piece = _part(whole, cut)
+                yield from [self._fits_nowhere(piece, error)] if error else [None] * len(piece)
             if signal := self.ending():
                 self.ended_by = signal
                 return
@@ -164,7 +167,7 @@ class Evaluator:
         yield from map(self._left_out, rejected)
 
     def _costs(self, piece: Piece) -> list[int]:
-        return [1] * len(piece) if self.cost_N is None else [int(self.cost_N[number]) for number in piece.numbers]
+        return [int(self.cost_N[number]) for number in piece.numbers]
 
     def _cuts(self, piece: Piece) -> Iterator[Piece]:
         yield from (_part(piece, cut) for cut in self._governor.cuts(self._costs(piece)))
@@ -209,8 +212,7 @@ class Evaluator:
 
     def _keep(self, piece: Piece, outputs: dict[str, Any], embeddings: dict[str, Any], terms: Terms) -> None:
         """Add a piece to the results."""
-        for name, term in terms.items():
-            self._terms.setdefault(name, []).append(term)
+        self._terms.append(terms)
         if self._writer is not None:
             numbers = piece.numbers if self.numbers is None else self.numbers[list(piece.numbers)].tolist()
             self._writer.add(piece.ids, numbers, outputs, hidden=embeddings, terms=terms)
@@ -221,13 +223,10 @@ class Evaluator:
             self.ranks.exchange({})  # all have written
             own = self._kept_terms() if self.ranks.rank == 0 else {}
         else:
-            own = {name: summed(terms) for name, terms in self._terms.items()}
-        self._terms = {}
-        ranks = [report["terms"] for report in self.ranks.exchange({"terms": own})]
-        means: dict[str, float] = {}
-        for name in dict.fromkeys(name for terms in ranks for name in terms):
-            total, weight = summed([terms[name] for terms in ranks if name in terms])
-            means[name] = total / weight if weight else 0.0
+            own = summed_by_name(self._terms)
+        self._terms = []
+        totals = summed_by_name([report["terms"] for report in self.ranks.exchange({"terms": own})])
+        means = {name: total / weight if weight else 0.0 for name, (total, weight) in totals.items()}
         losses = {LOSS: math.fsum(means.values())} if means else {}
         return losses | ({f"{LOSS}.{name}": mean for name, mean in means.items()} if len(means) > 1 else {})
 
@@ -237,19 +236,14 @@ class Evaluator:
         if not self._contrasts:
             return gathered.terms()
         items = min(map(len, gathered.hidden.values()), default=0)
-        terms: dict[str, list[tuple[float, float]]] = {}
-        for start in range(0, items, size := self.step.settings.batch or max(items, 1)):
-            rows = {name: column[start : start + size] for name, column in gathered.hidden.items()}
-            for name, term in self._contrast(rows).items():
-                terms.setdefault(name, []).append(term)
-        return {name: summed(values) for name, values in terms.items()}
+        size = self.step.settings.batch or max(items, 1)
+        return summed_by_name([self._contrast(gathered, slice(start, start + size)) for start in range(0, items, size)])
 
-    def _contrast(self, rows: Mapping[str, list[Any]]) -> Terms:
+    def _contrast(self, gathered: GatheredOutputs, places: slice) -> Terms:
         """Return the sums and weights of the loss of some items together, on the CPU if the GPU has no room."""
         step = cast("ContrastiveStep", self.step)
-
-        stacked = {name: torch.from_numpy(np.stack(arrays)) for name, arrays in rows.items()}
-        return step.where_it_fits(lambda: step.evaluate_rows(stacked), rows, may_leave=self.too_large == HOST)
+        rows = {name: torch.from_numpy(np.stack(column[places])) for name, column in gathered.hidden.items()}
+        return step.where_it_fits(lambda: step.evaluate_rows(rows), rows, may_leave=self.too_large == HOST)
 
     def metrics(self) -> dict[str, float]:
         """Return the task's metrics over all items, which rank 0 computes."""
@@ -275,33 +269,30 @@ def computed_once(model: nn.Module, device: str) -> Iterator[None]:
     own, forward, kind = vars(model).get(name), getattr(model, name), torch.device(device).type
     last: tuple[Any, Any, list[Any]] | None = None  # arguments, result, and the state of both
 
-    def state(*values: Any) -> list[Any]:
-        found: list[Any] = [torch.is_grad_enabled(), any(module.training for module in model.modules())]
-        found += [torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)]
-        map_tensors(lambda tensor: found.append((id(tensor), tensor._version)), values)  # noqa: SLF001 - the only count of in-place changes
+    def state(given: tuple[Any, ...], result: Any) -> list[Any]:
+        is_plain = not torch.is_grad_enabled() and not any(module.training for module in model.modules())
+        found = [is_plain, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), *map(id, given)]
+        map_tensors(lambda tensor: found.append((id(tensor), tensor._version)), (given, result))  # noqa: SLF001 - the only count of in-place changes
         return found
 
     def once(*args: Any, **kwargs: Any) -> Any:
         nonlocal last
         given, known, last = (*args, *kwargs, *kwargs.values()), last, None
-        if known is not None and len(given) == len(known[0]):
-            is_same = all(here is there for here, there in zip(given, known[0], strict=True))
-            if is_same and state(given, known[1]) == known[2]:
-                return known[1]
+        if known is not None and state(given, known[1]) == known[2]:
+            return known[1]
         before = RngState.capture(device)
         result = forward(*args, **kwargs)
-        modes = state()[:2]
-        if not any(modes) and RngState.capture(device) == before:
-            last = given, result, state(given, result)
+        now = state(given, result)
+        if now[0] and RngState.capture(device) == before:
+            last = given, result, now
         return result
 
     setattr(model, name, once)
     try:
         yield
     finally:
-        if own is None:
-            delattr(model, name)
-        else:
+        delattr(model, name)
+        if own is not None:
             setattr(model, name, own)
 
 

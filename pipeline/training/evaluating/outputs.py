@@ -1,35 +1,44 @@
-"""The outputs of a model for each item, gathered over ranks through files: no process holds those of a whole split.
+"""The outputs of a model for each item, gathered over ranks through files, and written as tables for people.
 
     part-00001-000003/    a sealed folder: outputs of some items, written by one rank
-        values.safetensors    one run of numbers for each name and type
-        manifest.json         ids, numbers and shapes, and the model that made them
+        values.safetensors    of each name, type and number of dimensions: the values, and whose they are in which shape
+        manifest.json         ids and numbers of the items, and the model that made them
 
 Every rank writes parts of bounded size, each of which appears whole or not at all. So an evaluation that was ended
-continues with the items that are in no part, on any number of ranks. `prediction_tables` writes them for people.
+continues with the items that are in no part, on any number of ranks. No process holds the outputs of a whole split.
 
-Shapes: N items of all parts, M of them that have a name, K entries of a column.
+A folder of predictions holds
+
+    predictions.csv               a line an item: its id; a number for each output of one number, `name.0`, `name.1` …
+                                  for a short vector; for anything larger its shape, and the file that holds it
+    predictions.jsonl             the same as JSON: vectors as lists; null where an item has nothing or no finite number
+    predictions.parquet           the same columns as the CSV's with their types, on request
+    contacts-00000.safetensors    the arrays of the output `contacts`, each under its item's id
+
+Shapes: N items, M of them that have an output of some name, K of these in one part, D dimensions.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-import os
-import re
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 
 from pipeline.command_line import quoted
 from pipeline.errors import ConfigError, DataError, JobFailed
+from pipeline.files import csv_rows, replacing
 from pipeline.store.format.disk import Disk
-from pipeline.training.checkpoints.sealed_folder import FolderDamaged, SealedFolder, read_sealed, seal
+from pipeline.training.checkpoints.sealed_folder import FolderDamaged, SealedFolder, read_sealed, seal, write_tensors
+from pipeline.training.evaluating.embedding_files import import_arrow, parquet_rows, publishing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,11 +51,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Terms: TypeAlias = "dict[str, tuple[float, float]]"  # the sum and the weight of each term of a loss
+
 PART_BYTES = 64 << 20
-INDEX_BYTES = 64  # of an entry in a manifest, about
-_NAME = re.compile(r"part-(\d{5,})-(\d{6,})")
-_VALUES = "values"
+INDEX_BYTES = 64  # of an entry in a part's tables, about
 HIDDEN = "."  # before the names of outputs that tasks do not see; those of a task have no dots
+_VALUES, _ITEMS, _SHAPES = "values", "items", "shapes"
 
 
 class OutputWriter:
@@ -55,32 +65,16 @@ class OutputWriter:
     def __init__(
         self, folder: Path, rank: int, *, of: str = "", part_bytes: int = PART_BYTES, part_s: float = math.inf
     ) -> None:
-        """Continue in a folder; `of` names the maker of the outputs, such as a checkpoint's digest: others are refused.
+        """Continue in a folder; `of` names the maker of the outputs, such as a checkpoint's digest.
 
         A part ends between two calls of `add`, after so many bytes or seconds; memory is twice the bytes of a part.
         """
         self._folder, self._rank, self._of = folder, rank, of
         self._part_bytes, self._part_s = part_bytes, part_s
         Disk().make_folder(folder)
-        self._part = 1 + max((part for owner, part in _parts_in(folder) if owner == rank), default=-1)
+        own = [path for path in _parts_in(folder) if path.name.startswith(f"part-{rank:05d}-")]
+        self._part = 1 + int(own[-1].name.rpartition("-")[2]) if own else 0
         self._pending = _Pending()
-
-    def done_numbers(self) -> Integers:
-        """Return the items, of all ranks, that are done; a damaged part is renamed, so that its items are done again.
-
-        While others write, two ranks may get different answers: each skips only items of its own share.
-        """
-        done: list[int] = []
-        for path in _paths_in(self._folder):
-            try:
-                sealed = _opened(path, self._of)
-                if not _sizes_fit(sealed):
-                    raise FolderDamaged("is truncated, or has extra bytes", where=str(path))
-                done += sealed.data["numbers"]
-            except FolderDamaged as error:
-                log.warning("%s: %s; its items are computed again", error.where, error.what)
-                path.replace(path.with_suffix(".damaged"))
-        return np.unique(np.array(done, np.int64))
 
     def add(
         self,
@@ -97,143 +91,141 @@ class OutputWriter:
         """
         columns = {_checked_name(name): _entries(name, values, len(ids)) for name, values in outputs.items()}
         columns |= {HIDDEN + name: _entries(name, values, len(ids)) for name, values in (hidden or {}).items()}
-        for place, (id_, number) in enumerate(zip(ids, numbers, strict=True)):
-            self._pending.add(id_, int(number), {name: values[place] for name, values in columns.items()})
+        pending = self._pending
+        pending.add(ids, numbers, columns)
         for name, term in (terms or {}).items():
-            self._pending.terms.setdefault(name, []).append(term)
-        if self._pending.bytes >= self._part_bytes or time.monotonic() - self._pending.since_s >= self._part_s:
+            pending.terms.setdefault(name, []).append(term)
+        if pending.bytes >= self._part_bytes or time.monotonic() - pending.since_s >= self._part_s:
             self.flush()
 
     def flush(self) -> None:
         """Write the outputs added so far as a part."""
-        if not self._pending.ids:
-            return
         pending, self._pending = self._pending, _Pending()
-        columns: list[dict[str, Any]] = []
-        values: dict[str, torch.Tensor] = {}
-        for place, ((name, dtype), (items, arrays)) in enumerate(pending.columns.items()):
-            shapes = [list(array.shape) for array in arrays]
-            columns.append({"name": name, "dtype": dtype, "items": items, "shapes": shapes})
-            values[str(place)] = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
+        if not pending.ids:
+            return
+        tensors: dict[str, torch.Tensor] = {}
+        for place, (items, arrays) in enumerate(pending.columns.values()):
+            tensors[f"{_ITEMS}.{place}"] = torch.tensor(items)
+            tensors[f"{_SHAPES}.{place}"] = torch.tensor([array.shape for array in arrays], dtype=torch.int64)
+            tensors[f"{_VALUES}.{place}"] = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
             arrays.clear()  # the values are held once
-        terms = {name: summed(values) for name, values in pending.terms.items()}
-        data = {"ids": pending.ids, "numbers": pending.numbers, "terms": terms, "columns": columns}
+        data = {
+            "ids": pending.ids,
+            "numbers": pending.numbers,
+            "terms": {name: summed(terms) for name, terms in pending.terms.items()},
+            "columns": [name for name, _, _ in pending.columns],
+        }
         path = self._folder / f"part-{self._rank:05d}-{self._part:06d}"
         with disk_errors(path):
-            seal(path, {_VALUES: values}, data, {"of": self._of})
+            seal(path, {_VALUES: tensors}, data, {"of": self._of})
         self._part += 1
-
-    close = flush
 
     def __enter__(self) -> OutputWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self.close()
+            self.flush()
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A part that is being filled; a column has its items, by their index in the part, and their arrays."""
+    """A part that is being filled; a column has the places of its items in the part, and their arrays."""
 
     ids: list[str] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     terms: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    columns: dict[tuple[str, str], tuple[list[int], list[Array]]] = field(default_factory=dict)  # by name and type
+    columns: dict[tuple[str, np.dtype[Any], int], tuple[list[int], list[Array]]] = field(default_factory=dict)
     bytes: int = 0
     since_s: float = field(default_factory=time.monotonic)
 
-    def add(self, id_: str, number: int, outputs: Mapping[str, Array | None]) -> None:
-        for name, array in outputs.items():
-            if array is not None:
-                items, arrays = self.columns.setdefault((name, str(array.dtype)), ([], []))
-                items.append(len(self.ids))
-                arrays.append(array)
-                self.bytes += array.nbytes + INDEX_BYTES
-        self.ids.append(id_)
-        self.numbers.append(number)
-        self.bytes += len(id_) + INDEX_BYTES
+    def add(self, ids: Sequence[str], numbers: Sequence[int], columns: Mapping[str, Sequence[Array | None]]) -> None:
+        for name, entries in columns.items():
+            for place, array in enumerate(entries, len(self.ids)):
+                if array is not None:
+                    items, arrays = self.columns.setdefault((name, array.dtype, array.ndim), ([], []))
+                    items.append(place)
+                    arrays.append(array)
+                    self.bytes += array.nbytes + INDEX_BYTES
+        self.ids += ids
+        self.numbers += map(int, numbers)
+        self.bytes += sum(map(len, ids)) + INDEX_BYTES * len(ids)
+
+
+def done_numbers(folder: Path, of: str = "") -> Integers:
+    """Return the items, of all ranks, that are done; a damaged part is renamed, so that its items are done again.
+
+    While others write, two ranks may get different answers: each skips only items of its own share.
+    """
+    done: list[int] = []
+    for path in _parts_in(folder):
+        try:
+            sealed = _opened(path, of)
+            sizes = {path / name: written.bytes for name, written in sealed.files.items()}
+            if not all(file.is_file() and file.stat().st_size == size for file, size in sizes.items()):
+                raise FolderDamaged("is truncated, or has extra bytes", where=str(path))
+            done += sealed.data["numbers"]
+        except FolderDamaged as error:
+            log.warning("%s: %s; its items are computed again", error.where, error.what)
+            path.replace(path.with_suffix(".damaged"))
+    return np.unique(np.array(done, np.int64))
 
 
 class _Part:
-    """A part whose bytes were verified."""
+    """A part whose bytes were verified; its values are mapped."""
 
     def __init__(self, path: Path, of: str) -> None:
-        self._sealed = _opened(path, of)
-        self._sealed.verify()
-        self.path, self.ids = path, self._sealed.data["ids"]
-        self.numbers_N = np.array(self._sealed.data["numbers"], np.int64)
-        self.terms: dict[str, tuple[float, float]] = self._sealed.data["terms"]
-        columns = self._sealed.data["columns"]
-        self.columns = [_Column(self, str(place), column) for place, column in enumerate(columns)]
-
-    @cached_property
-    def values(self) -> dict[str, torch.Tensor]:
-        """The values by column, mapped."""
-        return self._sealed.tensors(_VALUES)
+        sealed = _opened(path, of)
+        sealed.verify()
+        tensors = {name: tensor.numpy() for name, tensor in sealed.tensors(_VALUES).items()}
+        self.path, self.ids, self.terms = path, sealed.data["ids"], sealed.data["terms"]
+        self.numbers_N = np.array(sealed.data["numbers"], np.int64)
+        self.columns = [
+            _Column(name, self, *(tensors[f"{kind}.{place}"] for kind in (_ITEMS, _SHAPES, _VALUES)))
+            for place, name in enumerate(sealed.data["columns"])
+        ]
 
 
 class _Column:
-    """The values of one name and type in a part."""
+    """The values of one name, type and number of dimensions in a part."""
 
-    def __init__(self, part: _Part, key: str, column: Mapping[str, Any]) -> None:
-        self.part, self._key = part, key
-        self.name, self.kind = column["name"], np.dtype(column["dtype"]).kind
-        self.item_K, self._shapes = np.array(column["items"], np.int64), column["shapes"]
-        self.ndim_K = np.array(list(map(len, self._shapes)), np.int64)
-        self.size_K = np.array(list(map(math.prod, self._shapes)), np.int64)
-        self._end_K = np.cumsum(self.size_K)
+    def __init__(self, name: str, part: _Part, item_K: Integers, shape_KD: Integers, values: Array) -> None:
+        self.name, self.part, self.item_K, self.shape_KD, self.values = name, part, item_K, shape_KD, values
+        self.size_K = shape_KD.prod(1)
+        self.end_K = np.cumsum(self.size_K)
 
     def entry(self, entry: int) -> Array:
         """Read one item's array."""
-        end = int(self._end_K[entry])
-        values = self.part.values[self._key][end - int(self.size_K[entry]) : end].numpy()
-        return values.reshape(self._shapes[entry]).copy()
+        end = self.end_K[entry]
+        return self.values[end - self.size_K[entry] : end].reshape(self.shape_KD[entry]).copy()
 
 
-class GatheredOutputs(Mapping[str, "OutputColumn"]):
+class GatheredOutputs(dict[str, "OutputColumn"]):
     """The outputs of all ranks by name, ordered by item number; values are read from disk on access."""
 
     def __init__(self, folder: Path, *, of: str = "") -> None:
         """Read the manifests, and verify every byte of the values."""
-        self._parts = [_Part(path, of) for path in _paths_in(folder)]
-        sizes = [len(part.numbers_N) for part in self._parts]
-        number_N = _joined(part.numbers_N for part in self._parts)
-        order_N = np.argsort(number_N, kind="stable")
-        self.numbers = number_N[order_N]
-        self._part_N = np.repeat(np.arange(len(sizes)), sizes)[order_N]
-        self._place_N = _joined(map(np.arange, sizes))[order_N]
+        self._parts = [_Part(path, of) for path in _parts_in(folder)]
+        self.numbers, self._part_N, self._place_N = _in_order([part.numbers_N for part in self._parts])
         if (twice := np.flatnonzero(np.diff(self.numbers) == 0)).size:
             at = int(twice[0])
-            first, second = (self._parts[int(self._part_N[place])].path for place in (at, at + 1))
+            first, second = (self._parts[self._part_N[place]].path for place in (at, at + 1))
             number = f"{self.numbers[at]:,}"
             what = f"{self.id(at)} (item {number}) is in it, and in {first.name}; so are {len(twice)} in all"
             raise DataError(what, where=str(second), remedy=_redo(second))
         columns: dict[str, list[_Column]] = {}
         for column in (column for part in self._parts for column in part.columns):
             columns.setdefault(column.name, []).append(column)
-        all_columns = {name: OutputColumn(columns[name]) for name in sorted(columns)}
-        self._columns = {name: column for name, column in all_columns.items() if not name.startswith(HIDDEN)}
-        self.hidden = {name[1:]: column for name, column in all_columns.items() if name.startswith(HIDDEN)}
+        super().__init__({name: OutputColumn(columns[name]) for name in sorted(columns) if name[0] != HIDDEN})
+        self.hidden = {name[1:]: OutputColumn(columns[name]) for name in columns if name[0] == HIDDEN}
 
-    def terms(self) -> dict[str, tuple[float, float]]:
+    def terms(self) -> Terms:
         """Return the sum and the weight of each loss term over all items."""
-        names = dict.fromkeys(name for part in self._parts for name in part.terms)
-        return {name: summed([part.terms[name] for part in self._parts if name in part.terms]) for name in names}
+        return summed_by_name([part.terms for part in self._parts])
 
     def id(self, place: int) -> str:
         """Return an item's id, by its index among all items."""
-        return str(self._parts[int(self._part_N[place])].ids[int(self._place_N[place])])
-
-    def __getitem__(self, name: str) -> OutputColumn:
-        return self._columns[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
-
-    def __len__(self) -> int:
-        return len(self._columns)
+        return str(self._parts[self._part_N[place]].ids[self._place_N[place]])
 
 
 class OutputColumn(Sequence[Any]):
@@ -241,25 +233,22 @@ class OutputColumn(Sequence[Any]):
 
     def __init__(self, columns: Sequence[_Column]) -> None:
         """Index the columns of one name, from all parts."""
-        self._columns, sizes = columns, [len(column.item_K) for column in columns]
-        numbers_M = _joined(column.part.numbers_N[column.item_K] for column in columns)
-        order_M = np.argsort(numbers_M, kind="stable")
-        self.numbers: Integers = numbers_M[order_M]
-        self._column_M = np.repeat(np.arange(len(sizes)), sizes)[order_M]
-        self._entry_M = _joined(map(np.arange, sizes))[order_M]
+        self._columns = columns
+        of_items = [column.part.numbers_N[column.item_K] for column in columns]
+        self.numbers, self._column_M, self._entry_M = _in_order(of_items)
 
     @property
     def width(self) -> int | None:
         """How many numbers each item has, apart from those that have none; None: not one row of equally many."""
-        widths = set(_joined(column.size_K for column in self._columns).tolist()) - {0}
-        dimensions = max(int(column.ndim_K.max()) for column in self._columns)
+        widths = set(np.concatenate([column.size_K for column in self._columns]).tolist()) - {0}
+        dimensions = max(column.shape_KD.shape[1] for column in self._columns)
         is_row = widths <= {1} or (len(widths) == 1 and dimensions == 1)
         return max(widths, default=0) if is_row else None
 
     @property
     def number(self) -> type:
         """The type of each value: bool, int or float."""
-        kinds = {column.kind for column in self._columns}
+        kinds = {column.values.dtype.kind for column in self._columns}
         return bool if kinds == {"b"} else int if kinds <= set("biu") else float
 
     def __len__(self) -> int:
@@ -269,13 +258,24 @@ class OutputColumn(Sequence[Any]):
         """Read the array of one item, or a list of several."""
         if isinstance(place, slice):
             return [self[at] for at in range(*place.indices(len(self)))]
-        if not -len(self) <= place < len(self):
-            raise IndexError(f"entry {place} of {len(self)}")
-        return self._columns[int(self._column_M[place])].entry(int(self._entry_M[place]))
+        return self._columns[self._column_M[place]].entry(self._entry_M[place])
+
+    def of_item(self, number: int) -> Array | None:
+        """Read the array of the item with a number; None where it has none."""
+        place = int(np.searchsorted(self.numbers, number))
+        return self[place] if place < len(self) and self.numbers[place] == number else None
 
     def id(self, place: int) -> str:
-        column = self._columns[int(self._column_M[place])]
-        return str(column.part.ids[int(column.item_K[self._entry_M[place]])])
+        column = self._columns[self._column_M[place]]
+        return str(column.part.ids[column.item_K[self._entry_M[place]]])
+
+
+def _in_order(numbers: Sequence[Integers]) -> tuple[Integers, Integers, Integers]:
+    """Merge lists of numbers in their order; return also from which list each is, and its place there."""
+    empty_N, sizes = np.zeros(0, np.int64), list(map(len, numbers))
+    number_N, place_N = np.concatenate([empty_N, *numbers]), np.concatenate([empty_N, *map(np.arange, sizes)])
+    order_N = np.argsort(number_N, kind="stable")
+    return number_N[order_N], np.repeat(np.arange(len(sizes)), sizes)[order_N], place_N[order_N]
 
 
 def summed(terms: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -284,18 +284,15 @@ def summed(terms: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return total, weight
 
 
-def _joined(arrays: Any) -> Integers:
-    return np.concatenate([np.zeros(0, np.int64), *arrays])
+def summed_by_name(terms: Sequence[Mapping[str, tuple[float, float]]]) -> Terms:
+    """Return the exact sum of the sums and weights of each name."""
+    names = dict.fromkeys(name for by_name in terms for name in by_name)
+    return {name: summed([by_name[name] for by_name in terms if name in by_name]) for name in names}
 
 
-def _parts_in(folder: Path) -> list[tuple[int, int]]:
-    """Return the rank and the number of each part in a folder."""
-    matches = [_NAME.fullmatch(path.name) for path in (folder.iterdir() if folder.is_dir() else ())]
-    return sorted((int(match[1]), int(match[2])) for match in matches if match)
-
-
-def _paths_in(folder: Path) -> list[Path]:
-    return [folder / f"part-{rank:05d}-{part:06d}" for rank, part in _parts_in(folder)]
+def _parts_in(folder: Path) -> list[Path]:
+    """Return the parts in a folder, in the order of ranks."""
+    return sorted(folder.glob("part-*[0-9]"))
 
 
 def _opened(path: Path, of: str) -> SealedFolder:
@@ -305,11 +302,6 @@ def _opened(path: Path, of: str) -> SealedFolder:
         what = f"these outputs belong to {maker or 'an unnamed model'}, not to {of or 'an unnamed model'}"
         raise ConfigError(what, where=str(path), remedy=f"use another folder, or   rm -r {quoted(path.parent)}")
     return sealed
-
-
-def _sizes_fit(sealed: SealedFolder) -> bool:
-    files = {sealed.path / name: written.bytes for name, written in sealed.files.items()}
-    return all(file.is_file() and file.stat().st_size == size for file, size in files.items())
 
 
 def _redo(path: Path) -> str:
@@ -326,29 +318,13 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise JobFailed(f"cannot be written: {error.strerror}", where=str(path), remedy=remedy) from error
 
 
-@contextmanager
-def publishing(*paths: Path) -> Iterator[list[Path]]:
-    """Yield partial paths to write to, renamed to `paths` on success; leftovers of a kill are removed first."""
-    disk, partials = Disk(), [path.with_name(f".{path.name}.partial") for path in paths]
-    with disk_errors(paths[0]):
-        try:
-            for partial in partials:
-                partial.unlink(missing_ok=True)
-            yield partials
-            for partial, path in zip(partials, paths, strict=True):
-                disk.rename(partial, path)
-            disk.fsync_folder(paths[0].parent)
-        finally:
-            for partial in partials:
-                partial.unlink(missing_ok=True)
-
-
 def publish_text(path: Path, text: str) -> None:
     """Write a text file atomically, replacing an earlier one."""
-    with publishing(path) as (partial,), partial.open("x", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    with disk_errors(path), publishing(path) as aside:
+        aside.write_text(text, encoding="utf-8")
+
+
+# What tasks return
 
 
 def returned_values(method: str, returned: Any) -> dict[str, Any]:
@@ -366,8 +342,7 @@ def numbers_of(metrics: Any) -> dict[str, float]:
         try:
             figures[name] = float(value)
         except (TypeError, ValueError, RuntimeError):  # the last is torch's, of a tensor with several
-            got = f"{value!r:.40}" if isinstance(value, str) else type(value).__name__
-            raise _refusal(f"metrics(): {name!r} must be a number, got {got}", "metrics") from None
+            raise _refusal(f"metrics(): {name!r} must be a number, got {value!r:.40}", "metrics") from None
     return figures
 
 
@@ -383,22 +358,134 @@ def _checked_name(name: Any) -> str:
 
 def _entries(name: str, values: Any, items: int) -> list[Array | None]:
     """Return one array per item, in its own CPU memory, or None."""
-    if isinstance(values, torch.Tensor):  # of all items: one transfer
-        values = _array(name, values) if values.ndim else values
-    is_single = isinstance(values, str | bytes) or (isinstance(values, np.ndarray) and values.ndim == 0)
-    if is_single or not isinstance(values, np.ndarray | Sequence):
-        raise _refusal(f"outputs(): {name!r} must have an entry for each item, got {type(values).__name__}")
-    if len(values) != items:
-        raise _refusal(f"outputs(): {name!r} has {len(values)} entries where the batch has {items} items")
-    return [None if value is None else _array(name, value) for value in values]
+    if isinstance(values, torch.Tensor) and values.ndim:
+        values = _array(name, values)  # of all items: one transfer
+    try:
+        entries = list(values)
+    except TypeError:
+        got = type(values).__name__
+        raise _refusal(f"outputs(): {name!r} must have an entry for each item, got {got}") from None
+    if len(entries) != items:
+        raise _refusal(f"outputs(): {name!r} has {len(entries)} entries where the batch has {items} items")
+    return [None if value is None else _array(name, value) for value in entries]
 
 
 def _array(name: str, value: Any) -> Array:
-    """Return a value as a numpy array, bfloat16 as float32."""
+    """Return a copy of a value as a numpy array, bfloat16 as float32."""
     if isinstance(value, torch.Tensor):
         value = value.detach().to("cpu")
         value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
-    array = np.array(value)
+    array = np.array(value, order="C")
     if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
         raise _refusal(f"outputs(): {name!r} must be numbers, got {array.dtype}")
-    return np.ascontiguousarray(array).reshape(array.shape)
+    return array
+
+
+# Tables
+
+CSV, LINES, PARQUET = "predictions.csv", "predictions.jsonl", "predictions.parquet"
+WIDEST = 16  # numbers of a vector that stand in columns of their own
+
+
+class _ArrayFiles:
+    """Writes arrays to files of bounded size, a series for each output."""
+
+    def __init__(self, folder: Path, most_bytes: int) -> None:
+        self._folder, self._most_bytes = folder, most_bytes
+        self.paths: list[Path] = []
+        self._pending: dict[str, dict[str, torch.Tensor]] = {}  # by file and item
+        self._bytes = self._number = 0
+
+    def add(self, name: str, id_: str, array: Array) -> str:
+        """Add an item's array; return the name of the file that it will be in."""
+        file = f"{name}-{self._number:05d}.safetensors"
+        self._pending.setdefault(file, {})[id_] = torch.from_numpy(array)
+        self._bytes += array.nbytes + len(id_) + INDEX_BYTES
+        if self._bytes >= self._most_bytes:
+            self.flush()
+        return file
+
+    def flush(self) -> None:
+        """Write the pending arrays."""
+        for file, tensors in self._pending.items():
+            with replacing(self._folder / file) as aside:
+                write_tensors(aside, tensors, Disk())
+            self.paths.append(self._folder / file)
+        self._pending, self._bytes, self._number = {}, 0, self._number + 1
+
+
+def write_tables(
+    gathered: GatheredOutputs, folder: Path, *, parquet: bool = False, part_bytes: int = PART_BYTES
+) -> list[Path]:
+    """Write tables of all items, and files of their arrays, into a folder, replacing earlier ones; return them all."""
+    Disk().make_folder(folder)
+    for left in folder.glob(".predictions.*.partial"):  # by a process that was killed
+        left.unlink()
+    arrays, columns = _ArrayFiles(folder, part_bytes), _columns(gathered)
+    types = {"id": str} | {column: kind for of_output in columns.values() for column, kind in of_output.items()}
+    tables = [folder / CSV, folder / LINES, *([folder / PARQUET] if parquet else [])]
+    with disk_errors(folder / CSV), ExitStack() as stack:
+        table, lines, *typed = [stack.enter_context(publishing(path)) for path in tables]
+        text = stack.enter_context(table.open("x", encoding="utf-8", newline=""))
+        json_lines = stack.enter_context(lines.open("x", encoding="utf-8"))
+        add = csv_rows(text, types)
+        add_typed = [stack.enter_context(parquet_rows(path, _schema(types))) for path in typed]
+        for row, line in _rows(gathered, columns, arrays):
+            add("" if value is None else value for value in row.values())
+            json_lines.write(json.dumps(line, ensure_ascii=False) + "\n")
+            for add_row in add_typed:
+                add_row(row)
+        arrays.flush()
+        for path in folder.glob(f"*-{5 * '[0-9]'}.safetensors"):
+            if path not in arrays.paths:
+                path.unlink()
+    return [*tables, *arrays.paths]
+
+
+def _columns(gathered: GatheredOutputs) -> dict[str, dict[str, type]]:
+    """Return the columns of each output with their types; one that no item has, such as unknown labels, has none."""
+    columns: dict[str, dict[str, type]] = {}
+    for name, output in gathered.items():
+        if (width := output.width) is not None and width <= WIDEST:
+            names = [name] if width == 1 else [f"{name}.{at}" for at in range(width)]
+            columns[name] = dict.fromkeys(names, output.number)
+    of_arrays = [name for name in gathered if name not in columns]  # last, since people read them least
+    return columns | {name: {f"{name}.shape": str, f"{name}.file": str} for name in of_arrays}
+
+
+def _rows(
+    gathered: GatheredOutputs, columns: Mapping[str, Mapping[str, type]], files: _ArrayFiles
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield each item's row, and the same as JSON data."""
+    for place, number in enumerate(gathered.numbers.tolist()):
+        id_ = gathered.id(place)
+        row: dict[str, Any] = {"id": id_}
+        line: dict[str, Any] = {"id": id_}
+        for name, types in columns.items():
+            array = gathered[name].of_item(number)
+            if f"{name}.file" in types:
+                shape, file = (None, None) if array is None else (list(array.shape), files.add(name, id_, array))
+                row |= {f"{name}.shape": shape and "x".join(map(str, shape)), f"{name}.file": file}
+                line |= {f"{name}.shape": shape, f"{name}.file": file}
+            elif types:
+                values = [] if array is None else _numbers(array, gathered[name].number)
+                row |= zip_longest(types, values)
+                finite = [_finite(value) for value in values] or None
+                line[name] = finite[0] if finite and len(types) == 1 else finite
+        yield row, line
+
+
+def _numbers(array: Array, number: type) -> list[Any]:
+    """Return an array's values as a column has them, floats in their fewest digits: 0.1 of float32 is 0.1."""
+    values = array.reshape(-1)
+    return [number(str(value)) for value in values] if array.dtype.kind == "f" else list(map(number, values.tolist()))
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _schema(types: Mapping[str, type]) -> Any:
+    arrow = import_arrow()
+    kinds = {str: arrow.string(), bool: arrow.bool_(), int: arrow.int64(), float: arrow.float64()}
+    return arrow.schema([(name, kinds[kind]) for name, kind in types.items()])

@@ -19,8 +19,7 @@ from safetensors.numpy import load_file
 from pipeline.errors import ConfigError, DataError, JobFailed
 from pipeline.files import cell_text
 from pipeline.training.checkpoints.sealed_folder import FolderDamaged
-from pipeline.training.evaluating.outputs import GatheredOutputs, OutputWriter
-from pipeline.training.evaluating.prediction_tables import write_tables
+from pipeline.training.evaluating.outputs import GatheredOutputs, OutputWriter, done_numbers, write_tables
 from tests.training.checkpoints.saved import kill_at_each_step, on_full_disk, spoil
 
 
@@ -147,7 +146,7 @@ def test_what_is_no_output_is_refused_and_leaves_nothing(tmp_path):
             writer.add(["a", "b"], [0, 1], {"good": torch.ones(2), **outputs})
         assert repr(*outputs) in str(refused.value)
         assert "pipeline/protocol.py" in refused.value.remedy
-        writer.close()
+        writer.flush()
         assert list(tmp_path.iterdir()) == []
 
 
@@ -155,7 +154,7 @@ def test_an_item_without_outputs_is_done_all_the_same(tmp_path):
     with OutputWriter(tmp_path, 0) as writer:
         writer.add(["a"], [4], {})
     assert GatheredOutputs(tmp_path).numbers.tolist() == [4]
-    assert OutputWriter(tmp_path, 0).done_numbers().tolist() == [4]
+    assert done_numbers(tmp_path).tolist() == [4]
 
 
 def test_what_is_done_is_not_done_again_on_other_ranks(tmp_path):
@@ -163,8 +162,7 @@ def test_what_is_done_is_not_done_again_on_other_ranks(tmp_path):
     for rank in range(3):
         write(tmp_path, rank, items[:25][rank::3], part_bytes=500)
     for rank in range(2):
-        writer = OutputWriter(tmp_path, rank)
-        done = set(writer.done_numbers().tolist())
+        done = set(done_numbers(tmp_path).tolist())
         assert done >= set(items[:25])
         write(tmp_path, rank, [number for number in items[rank::2] if number not in done])
     check(GatheredOutputs(tmp_path), items)
@@ -201,7 +199,7 @@ def test_a_damaged_part_is_refused_and_its_items_are_done_again(tmp_path, file, 
         with pytest.raises(FolderDamaged, match="part-00000-000004") as refused:
             GatheredOutputs(folder)
         if number != IS_FLIPPED:  # of a whole length: only reading finds it
-            assert OutputWriter(folder, 1).done_numbers().tolist() == [0, 1, 2, 3, 5, 6, 7, 8]
+            assert done_numbers(folder).tolist() == [0, 1, 2, 3, 5, 6, 7, 8]
             assert "part-00000-000004" in caplog.text
         else:
             shutil.rmtree(folder / refused.value.remedy.split()[2])
@@ -212,7 +210,7 @@ def test_a_damaged_part_is_refused_and_its_items_are_done_again(tmp_path, file, 
 def test_outputs_of_another_checkpoint_do_not_mix(tmp_path):
     write(tmp_path, 0, [1], of="one")
     with pytest.raises(ConfigError, match=r"outputs belong to one, not to two.*\n.*rm -r"):
-        OutputWriter(tmp_path, 0, of="two").done_numbers()
+        done_numbers(tmp_path, of="two")
     with pytest.raises(ConfigError, match="outputs belong to one, not to two"):
         GatheredOutputs(tmp_path, of="two")
     assert GatheredOutputs(tmp_path, of="one").numbers.tolist() == [1]
@@ -225,7 +223,7 @@ def test_a_kill_at_any_moment_costs_only_what_was_not_published(tmp_path):
     known = set()
     for number in range(1, steps + 1):
         folder = tmp_path / str(number)
-        there = OutputWriter(folder, 0).done_numbers().tolist()
+        there = done_numbers(folder).tolist()
         known.add(len(there))
         write(folder, 0, [number for number in range(6) if number not in there])
         check(GatheredOutputs(folder), range(6))
@@ -238,7 +236,7 @@ def test_a_full_disk_is_said_so(tmp_path):
             write(tmp_path, 0, list(range(300)))
 
     on_full_disk(3000, work)
-    assert OutputWriter(tmp_path, 0).done_numbers().tolist() == []
+    assert done_numbers(tmp_path).tolist() == []
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.stages.apply import _of_all_tasks
 from pipeline.training.evaluating.apply_model import ApplyResult
-from pipeline.training.evaluating.row_shares import RowShare, cut_rows
+from pipeline.training.prepared import RowShare, cut_rows
 
 
 @given(st.data(), st.integers(1, 40), st.integers(1, 5), st.integers(1, 9))
