@@ -23,11 +23,11 @@ from pipeline.encoder.embedding_recipe import CLS, ENDS, EOS, PAD, tokenize
 from pipeline.errors import ConfigError
 from pipeline.protocol import ITEMS
 from pipeline.readers.sequences import LETTER, NOT_KNOWN, SITE, TARGET
+from pipeline.tasks.ranking_scores import Ranking, logits
 from pipeline.tasks.spectra.peak_batch import item_target
 from pipeline.tasks.spectra.spectra_measures import PREDICTION, error_figures, squared_error
 from pipeline.tasks.task_parts import WHERE, above_zero, at_least, at_least_single, labelled, labels_of, one_of, part_of
 from pipeline.tasks.tuned_esm2 import Esm2Names, TunedEsm2, TunedSizes
-from pipeline.training.evaluating.ranking_scores import Ranking, logits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -27,8 +27,8 @@ from pipeline.tasks.partner_graphs import (
     partners_of,
     size_of,
 )
+from pipeline.tasks.ranking_scores import Ranking, logits, precision_at
 from pipeline.tasks.task_parts import at_least, at_least_single, dropout_of
-from pipeline.training.evaluating.ranking_scores import Ranking, logits, precision_at
 from pipeline.training.items.batch_layout import LIGAND, RECEPTOR
 
 if TYPE_CHECKING:

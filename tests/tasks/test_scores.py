@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from pipeline.training.evaluating.ranking_scores import BINS, Ranking, bins, logits, precision_at
+from pipeline.tasks.ranking_scores import BINS, Ranking, bins, logits, precision_at
 
 HALVES = st.floats(width=16, allow_nan=False)
 SINGLES = st.floats(width=32, allow_nan=False)

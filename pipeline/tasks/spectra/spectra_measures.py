@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from pipeline.tasks.ranking_scores import Ranking, logits
 from pipeline.tasks.task_parts import Vectors, labelled, nearest_vectors, unit_rows
-from pipeline.training.evaluating.ranking_scores import Ranking, logits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
