@@ -18,24 +18,30 @@ if TYPE_CHECKING:
 TRAINING = "training"  # key of a state in the data of a checkpoint
 
 
-@dataclass(slots=True)
-class EpochTotals:
-    """The totals of an epoch so far, over all ranks."""
+@dataclass(slots=True, kw_only=True)
+class EpochCounts:
+    """What is counted of an epoch over all ranks, while it goes on and in the log of metrics."""
 
     epoch: int = 0
     steps: int = 0
     items: int = 0
-    fewest: int = 0  # items of a step
-    most: int = 0
-    micros: int = 0
+    micro_batches: int = 0
     ooms: int = 0
     rejected: int = 0
-    skipped: int = 0  # items that fit nowhere
     cropped: int = 0
+    skipped_items: int = 0  # that fit nowhere
+    left_out_steps: int = 0  # that were not finite
     remedied: dict[str, int] = field(default_factory=dict)  # items by the memory remedy that they needed
-    left_out: int = 0  # steps
-    wall_s: float = 0.0  # of all steps
+    wall_s: float = 0.0  # of its steps
     seconds: dict[str, float] = field(default_factory=dict)  # of the first rank, by activity, also between steps
+
+
+@dataclass(slots=True, kw_only=True)
+class EpochTotals(EpochCounts):
+    """The totals of an epoch so far."""
+
+    fewest: int = 0  # items of a step
+    most: int = 0
     terms: dict[str, list[float]] = field(default_factory=dict)  # sums and weights
 
     def add(self, report: StepReport, took_s: float) -> None:
@@ -45,10 +51,13 @@ class EpochTotals:
         self.most = max(self.most, items)
         self.steps += 1
         self.items += items
-        for name in ("micros", "ooms", "rejected", "skipped", "cropped"):
-            setattr(self, name, getattr(self, name) + report.sum_of(name))
-        for remedy, items in report.remedied.items():
-            self.remedied[remedy] = self.remedied.get(remedy, 0) + items
+        self.micro_batches += report.sum_of("micros")
+        self.ooms += report.sum_of("ooms")
+        self.rejected += report.sum_of("rejected")
+        self.cropped += report.sum_of("cropped")
+        self.skipped_items += report.sum_of("skipped")
+        for remedy, remedied in report.remedied.items():
+            self.remedied[remedy] = self.remedied.get(remedy, 0) + remedied
         self.wall_s += took_s
         for name, (total, weight) in report.totals.items():
             before = self.terms.get(name, [0.0, 0.0])
@@ -111,28 +120,28 @@ class TrainingState:
         """Count a step that changed nothing."""
         self.done += 1
         self.next += 1
-        self.totals.left_out += 1
+        self.totals.left_out_steps += 1
 
     def end_epoch(self) -> None:
         """Go to the start of the next epoch."""
         self.epoch += 1
         self.next = 0
-        self.totals = EpochTotals(self.epoch)
+        self.totals = EpochTotals(epoch=self.epoch)
 
     def judge(self, metrics: Mapping[str, float], validation: ValidationSection) -> float | None:
         """Return the monitored metric of a validation; count validations since the best one."""
+        if not metrics:
+            return None
         value = metrics.get(validation.monitor)
-        if metrics and value is None:
+        if value is None:
             problem = f"the validation has no metric {validation.monitor!r}; available: {', '.join(metrics)}"
             remedy = "set train.validation.monitor to one of these"
             raise DataError(problem, where="train.validation.monitor", remedy=remedy)
-        if value is None:
-            return None
+        self.stale += 1
         if not math.isfinite(value):
-            self.stale += 1
             return None
-        is_better = self.best is None or (value < self.best if validation.lower_is_better else value > self.best)
-        self.best, self.stale = (value, 0) if is_better else (self.best, self.stale + 1)
+        if self.best is None or (value < self.best if validation.lower_is_better else value > self.best):
+            self.best, self.stale = value, 0
         return value
 
     def refuse_nothing_learned(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -87,7 +88,7 @@ def trained(folder: Path, epochs: int = 30, later: int = 0) -> Told:
     told.folder.plan("train").write_text(json.dumps(asdict(prepared)))
     config = read_config(folder / "pipeline.yaml").config
     made = ModelFolder(config.train.models / prepared.name)
-    with MetricsLog(made.path) as figures:
+    with closing(MetricsLog(made.path)) as figures:
         for step in range(1, 10 * (epochs + later) + 1):
             figures.log(step, {"loss.distance": 10.0 / step, "learning_rate": 1e-3})
             if step % 10 == 0:

@@ -14,20 +14,23 @@ import netrc
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from pipeline.command_line import install_extra
-from pipeline.files import read_json, write_whole
+from pipeline.files import json_object, read_json, write_whole
+from pipeline.training.state import EpochCounts
 from pipeline.training.step_clock import READ, shown_shares
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from pipeline.training.state import EpochTotals
 
 log = logging.getLogger(__name__)
 
@@ -50,37 +53,33 @@ class MetricRange:
         return f"{self.least:,g} to {self.most:,g}, {self.mean:,.4g} on average"
 
 
-@dataclass(frozen=True, slots=True)
-class Epoch:
-    """The metrics of an epoch, over all ranks; memory is that of the rank that took most."""
+@dataclass(slots=True, kw_only=True)
+class Epoch(EpochCounts):
+    """The metrics of an epoch, counted from 1, over all ranks; memory is that of the rank that took most."""
 
-    epoch: int
     step: int  # optimizer steps since training began
-    steps: int  # of this epoch
     loss: Mapping[str, float | None]  # each term's mean; None: not finite
     learning_rate: float
     batch: MetricRange  # items in an optimizer step
-    items: int
     items_per_s: float
     allocated_bytes: int  # at the end of the epoch
     reserved_bytes: int
     peak_bytes: int
-    ooms: int
-    micro_batches: int
-    rejected: int
-    cropped: int
-    wall_s: float  # of its steps
-    skipped_items: int = 0  # that fit nowhere
-    left_out_steps: int = 0  # that were not finite
     planned_bytes: int = 0  # for the peak; 0: unknown
-    remedied: Mapping[str, int] = field(default_factory=dict)  # items by the memory remedy that they needed
     validation: Mapping[str, float | None] = field(default_factory=dict)
-    seconds: Mapping[str, float] = field(default_factory=dict)  # by activity, from the epoch's beginning to its end
+
+    @classmethod
+    def of(cls, totals: EpochTotals, **more: Any) -> Epoch:
+        """Return the metrics of an epoch with these totals."""
+        counts = {entry.name: getattr(totals, entry.name) for entry in fields(EpochCounts)}
+        batch = MetricRange(totals.fewest, totals.items / max(1, totals.steps), totals.most)
+        items_per_s = totals.items / totals.wall_s if totals.wall_s else 0.0
+        more |= {"epoch": totals.epoch + 1, "loss": totals.losses, "batch": batch, "items_per_s": items_per_s}
+        return cls(**{**counts, **more})
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON data."""
-        data: dict[str, Any] = finite(asdict(self))
-        return data
+        return dict(finite(asdict(self)))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Epoch:
@@ -112,7 +111,7 @@ class Epoch:
 
     def scalars(self) -> dict[str, float]:
         """Return its numbers by name, for trackers."""
-        numbers = {name: getattr(self, name) for name in self.__slots__}
+        numbers = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         plain = {f"epoch/{name}": value for name, value in numbers.items() if isinstance(value, int | float)}
         del plain["epoch/epoch"], plain["epoch/step"]
         plain |= {"epoch/wait_share": self.wait_share}
@@ -150,12 +149,6 @@ class MetricsLog:
         self._track(lambda tracker: tracker.close())
         self._trackers.clear()
 
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _track(self, call: Callable[[Tracker], None]) -> None:
         """Call each tracker; one that fails is not used again."""
         for name, tracker in list(self._trackers.items()):
@@ -170,28 +163,24 @@ class _StepLines:
 
     def __init__(self, path: Path, step: int) -> None:
         self._path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         lines = takewhile(lambda read: read[0][STEP] <= step, _read(path))
         os.ftruncate(self._file, max((end for _, end in lines), default=0))
 
     def append(self, data: Mapping[str, Any]) -> None:
         """Append a whole line, or nothing."""
         line = json.dumps(data, separators=(",", ":"), allow_nan=False).encode() + b"\n"
-        before = os.fstat(self._file).st_size
+        before, problem = os.fstat(self._file).st_size, "the disk is full"
         try:
             written = os.write(self._file, line)
         except OSError as error:
-            log.warning("%s: a line of metrics was not written: %s", self._path, error.strerror)
-            return
+            written, problem = 0, str(error.strerror)
         if written < len(line):
-            log.warning("%s: a line of metrics was not written: the disk is full", self._path)
+            log.warning("%s: a line of metrics was not written: %s", self._path, problem)
             os.ftruncate(self._file, before)
 
     def close(self) -> None:
-        """Close the file; may be called again."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        os.close(self._file)
 
 
 def read_epochs(folder: Path) -> list[Epoch]:
@@ -216,20 +205,12 @@ def finite(value: Any) -> Any:
 
 def _read(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield each whole line with the offset of its end; stops at the first damaged one."""
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        return
-    with file:
-        end = 0
+    end = 0
+    with suppress(FileNotFoundError), path.open("rb") as file:
         for line in file:
             end += len(line)
-            try:
-                data = json.loads(line)
-                is_whole = line.endswith(b"\n") and isinstance(data[STEP], int)
-            except (ValueError, KeyError, TypeError):
-                return
-            if not is_whole:
+            data = json_object(line.decode(errors="replace"))
+            if not line.endswith(b"\n") or not isinstance(data.get(STEP), int):
                 return
             yield data, end
 

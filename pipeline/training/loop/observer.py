@@ -17,11 +17,11 @@ from pipeline.memory.leaks.leak_detector import Leaks
 from pipeline.memory.runtime.meters import HostMeter
 from pipeline.training.forensics import step_bundle
 from pipeline.training.forensics.step_bundle import Bundle, BundleCut, BundleKind, CrashNote, PieceInFlight
-from pipeline.training.loop.metrics_log import VALIDATION, Epoch, MetricRange, MetricsLog, open_trackers
+from pipeline.training.loop.metrics_log import VALIDATION, Epoch, MetricsLog, open_trackers
 from pipeline.training.step_clock import FIGURE, OBSERVE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pipeline.config.schema_train import TrainSection
     from pipeline.memory.leaks.leak_detector import MemoryLeak
@@ -41,7 +41,6 @@ class ObservedStep:
     number: int
     share: RankShare
     rng: RngState  # at its start
-    runs: bool = True  # now
     begun: list[tuple[tuple[int, ...], int]] = field(default_factory=list)  # items and remedies of this pass' pieces
 
 
@@ -63,17 +62,17 @@ class TrainingObserver:
     budget: Callable[[], int] = lambda: 0  # of micro-batches, at present
 
     def __post_init__(self) -> None:
-        self.device = self.model_step.device
+        self.device = device = self.model_step.device
         self._metrics: MetricsLog | None = None  # of rank 0
         self._newest: ObservedStep | None = None
+        self._running: ObservedStep | None = None  # the same while it runs; None in a rehearsal or a validation
         self._ooms = self._ooms_before = 0  # of this process: so far, and up to the end of the last epoch
         self._crash_note = CrashNote(self.folder.path / f".on-rank-{self.ranks.rank}")
-        self._leaks = Leaks(
-            device=self.device,
-            live=None if self.device == CPU else self._live_bytes,
-            report=self._leaking,
-            limit_bytes=_limit(self.prepared, self.device),
-        )
+        limit_bytes = self.prepared.limit_bytes
+        if device == CPU:  # a leak ends the job, or the machine
+            limit_bytes = HostMeter().read().limit_bytes or psutil.virtual_memory().total
+        live = None if device == CPU else self._live_bytes
+        self._leaks = Leaks(device=device, live=live, report=self._leaking, limit_bytes=limit_bytes)
 
     def expect(self, steps: int, buffers: Callable[[], list[torch.Tensor]]) -> None:
         """Expect a training of so many steps, with buffers of loaders that may grow and are no leak."""
@@ -99,29 +98,28 @@ class TrainingObserver:
     def watching(self, number: int, share: RankShare) -> Iterator[None]:
         """Surround a step."""
         with self.model_step.clock.within(OBSERVE):
-            self._newest = step = ObservedStep(number, share, RngState.capture(self.device))
+            self._newest = self._running = ObservedStep(number, share, RngState.capture(self.device))
         try:
             with self._leaks.watching():
                 yield
         finally:
-            step.runs = False
+            self._running = None
             self._crash_note.off()
 
     def begin(self, piece: Piece) -> None:
         """Note the piece that runs now, in case it kills this process."""
         self.context.on(piece.ids)
         self.ranks.progress(f"{piece.ids[0]} and {len(piece) - 1} more")
-        if (step := self._running()) is None:  # a validation
+        if (step := self._running) is None:
             return
         if any(not set(numbers).isdisjoint(piece.numbers) for numbers, _ in step.begun):  # it runs again
             step.begun.clear()
         step.begun.append((piece.numbers, piece.rung))
-        at, budget = piece.batch.origin, self.budget()
-        self._crash_note.on(PieceInFlight(step.number, at.epoch, at.step, piece.ids, piece.numbers, piece.rung, budget))
+        self._crash_note.on(self._in_flight(step, piece))
 
     def oom(self, piece: Piece, error: str) -> None:
         """Report a piece of the running step that ran out of memory, with a bundle."""
-        if (step := self._running()) is None:  # the rehearsal, which cannot be replayed
+        if (step := self._running) is None:  # a rehearsal cannot be replayed
             return
         self._ooms += 1
         counts = {"ooms": self._ooms, "oom_step": step.number, "oom_items": len(piece)}
@@ -137,9 +135,6 @@ class TrainingObserver:
     def between_steps(self, micros: int) -> None:
         """Look for memory leaks after a step of so many micro-batches."""
         self._leaks.step(micros)
-
-    def _running(self) -> ObservedStep | None:
-        return self._newest if self._newest is not None and self._newest.runs else None
 
     # Metrics
 
@@ -167,28 +162,14 @@ class TrainingObserver:
         self._leaks.epoch()
         if self._metrics is None:
             return
-        epoch = Epoch(
-            epoch=totals.epoch + 1,
+        epoch = Epoch.of(
+            totals,
             step=step,
-            steps=totals.steps,
-            loss=totals.losses,
             learning_rate=rate,
-            batch=MetricRange(totals.fewest, totals.items / max(1, totals.steps), totals.most),
-            items=totals.items,
-            items_per_s=totals.items / totals.wall_s if totals.wall_s else 0.0,
             allocated_bytes=allocated,
             reserved_bytes=reserved,
             peak_bytes=peak,
             planned_bytes=self._planned_bytes(totals.epoch),
-            ooms=totals.ooms,
-            micro_batches=totals.micros,
-            rejected=totals.rejected,
-            cropped=totals.cropped,
-            skipped_items=totals.skipped,
-            left_out_steps=totals.left_out,
-            remedied=totals.remedied,
-            wall_s=totals.wall_s,
-            seconds=totals.seconds,
             validation=metrics,
         )
         self._metrics.epoch(epoch)
@@ -231,20 +212,15 @@ class TrainingObserver:
 
     # Bundles
 
+    def _in_flight(self, step: ObservedStep, piece: Piece | None) -> PieceInFlight:
+        at, budget = step.share.origin, self.budget()
+        ids, numbers, rung = (piece.ids, piece.numbers, piece.rung) if piece else ((), (), 0)
+        return PieceInFlight(step.number, at.epoch, at.step, ids, numbers, rung, budget)
+
     def _write_step(self, kind: BundleKind, step: ObservedStep, piece: Piece | None, message: str) -> None:
         """Write a bundle of a step, whose failed piece may be known."""
-        share, numbers = step.share, piece.numbers if piece else ()
-        cuts = tuple(BundleCut(ids, kept) for ids, kept in share.cuts)
-        failed = next((place for place, cut in enumerate(cuts) if numbers and set(numbers) <= set(cut.numbers)), None)
-        state = {
-            "items": list(numbers),
-            "rung": piece.rung if piece else 0,
-            "pieces": [{"numbers": list(numbers), "rung": rung} for numbers, rung in step.begun],
-            "micro_batches": share.origin.of,
-            "careful": self.context.careful,
-        }
-        at = {"epoch": share.origin.epoch, "step": step.number, "epoch_step": share.origin.step}
-        self._write(kind, message, step.rng, state, cuts=cuts, failed=failed, budget={"cost": self.budget()}, **at)
+        at, share = self._in_flight(step, piece), step.share
+        self._write(kind, at, message, step.rng, share.cuts, step.begun, share.origin.of)
 
     def _report_poison(self) -> None:
         """Write a bundle of the items on which this rank's process has now died twice."""
@@ -253,19 +229,31 @@ class TrainingObserver:
             return
         times = sum(not set(on.ids).isdisjoint(death.ids) for death in self._crash_note.deaths)
         message = f"the process crashed or was killed {times} times on these items"
-        piece = {"numbers": list(on.numbers), "rung": on.rung}
-        state = {"items": piece["numbers"], "rung": on.rung, "micro_batches": 1, "pieces": [piece]}
-        at = {"epoch": on.epoch, "step": on.step, "epoch_step": on.epoch_step, "budget": {"cost": on.budget}}
-        cuts, rng = (BundleCut(on.ids, on.numbers),), RngState.capture(self.device)
-        self._write(BundleKind.POISON, message, rng, state, cuts=cuts, failed=0, **at)
+        cuts, begun = [(on.ids, on.numbers)], [(on.numbers, on.rung)]
+        self._write(BundleKind.POISON, on, message, RngState.capture(self.device), cuts, begun, 1)
         self.say(f"step {on.step}, {', '.join(on.ids[:3])}: {message}")
 
-    def _write(self, kind: BundleKind, message: str, rng: RngState, state: Mapping[str, Any], **where: Any) -> None:
-        """Write a bundle; `state` is what else a replay needs."""
+    def _write(
+        self,
+        kind: BundleKind,
+        at: PieceInFlight,
+        message: str,
+        rng: RngState,
+        cuts: Sequence[tuple[tuple[str, ...], tuple[int, ...]]],
+        begun: Sequence[tuple[tuple[int, ...], int]],
+        micro_batches: int,
+    ) -> None:
+        """Write a bundle; `cuts` are ids and numbers, `begun` numbers and remedies of the pieces that have run."""
+        of_piece = (place for place, (_, numbers) in enumerate(cuts) if at.numbers and {*at.numbers} <= {*numbers})
         bundle = Bundle(
             kind=kind,
             message=message,
-            **where,
+            epoch=at.epoch,
+            step=at.step,
+            epoch_step=at.epoch_step,
+            cuts=tuple(BundleCut(*cut) for cut in cuts),
+            failed=next(of_piece, None),
+            budget={"cost": at.budget},
             rank=self.ranks.rank,
             world=self.ranks.world,
             choice={"precision": self.prepared.precision, "checkpointing": self.prepared.checkpointing},
@@ -275,10 +263,17 @@ class TrainingObserver:
             time_s=time.time(),
             torch=str(torch.__version__),
             device=self.device,
-            state={**state, "card": _card(self.device)},
+            state={
+                "items": at.numbers,
+                "rung": at.rung,
+                "pieces": [{"numbers": numbers, "rung": rung} for numbers, rung in begun],
+                "micro_batches": micro_batches,
+                "careful": self.context.careful,
+                "card": _card(self.device),
+            },
         )
         is_written = step_bundle.write_bundle(self.folder.bundles, bundle, rng.tensors())
-        again = f"to reproduce it: pipeline replay --step {bundle.step}"
+        again = f"to reproduce it: pipeline replay --step {at.step}"
         self.say(again if is_written else "no bundle: the disk is full")
 
 
@@ -288,10 +283,3 @@ def _card(device: str) -> dict[str, Any] | None:
         return None
     card = Card(device)
     return {"name": card.name, "capability": list(card.capability or ()), "total_bytes": card.total_bytes}
-
-
-def _limit(prepared: Prepared, device: str) -> int:
-    """Return the memory at which a leak ends a run: of the GPU, the job, or the machine."""
-    if device != CPU:
-        return prepared.limit_bytes
-    return HostMeter().read().limit_bytes or psutil.virtual_memory().total

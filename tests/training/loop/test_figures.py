@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import sys
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -68,7 +69,7 @@ def test_the_line_says_what_went_wrong_and_how_the_batch_varied():
 
 
 def test_an_epoch_is_read_as_it_was_written(tmp_path):
-    with MetricsLog(tmp_path) as figures:
+    with closing(MetricsLog(tmp_path)) as figures:
         figures.epoch(EPOCH)
         figures.epoch(replace(EPOCH, epoch=4, step=50, loss={"contacts": math.inf}))
     first, second = read_epochs(tmp_path)
@@ -80,11 +81,11 @@ def test_an_epoch_is_read_as_it_was_written(tmp_path):
 
 @pytest.mark.parametrize("resumed", [0, 5, 30, 50])
 def test_a_step_never_appears_twice_after_resuming(tmp_path, resumed):
-    with MetricsLog(tmp_path) as figures:
+    with closing(MetricsLog(tmp_path)) as figures:
         for step in range(10, 51, 10):
             figures.log(step, {"loss": step})
             figures.epoch(replace(EPOCH, epoch=step // 10, step=step))
-    with MetricsLog(tmp_path, step=resumed) as figures:
+    with closing(MetricsLog(tmp_path, step=resumed)) as figures:
         for step in range(10, 61, 10):
             if step > resumed:
                 figures.log(step, {"loss": step + 0.5})
@@ -97,7 +98,7 @@ def test_a_step_never_appears_twice_after_resuming(tmp_path, resumed):
 
 
 def test_a_torn_line_is_none_at_whatever_byte_it_was_torn(tmp_path):
-    with MetricsLog(tmp_path) as figures:
+    with closing(MetricsLog(tmp_path)) as figures:
         for step in (1, 2):
             figures.log(step, {"loss": 0.25})
     path = tmp_path / FIGURES
@@ -106,7 +107,7 @@ def test_a_torn_line_is_none_at_whatever_byte_it_was_torn(tmp_path):
     for end in range(first, len(whole)):
         path.write_bytes(whole[:end])
         assert [line["step"] for line in read_figures(tmp_path)] == [1]
-        with MetricsLog(tmp_path, step=9) as figures:
+        with closing(MetricsLog(tmp_path, step=9)) as figures:
             figures.log(3, {})
         assert [line["step"] for line in read_figures(tmp_path)] == [1, 3]
 
@@ -125,7 +126,7 @@ def test_what_was_noted_before_a_kill_is_there(tmp_path):
 
 def test_a_full_disk_costs_lines_and_not_the_training(tmp_path):
     def work():
-        with MetricsLog(tmp_path) as figures:
+        with closing(MetricsLog(tmp_path)) as figures:
             for step in range(1, 9):
                 figures.log(step, {"loss": 0.123456789})
 
@@ -143,10 +144,10 @@ def points(folder):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:tensorboard")
 def test_tensorboard_shows_each_step_once_after_resuming(tmp_path):
-    with MetricsLog(tmp_path, trackers=open_trackers(["tensorboard"], tmp_path)) as figures:
+    with closing(MetricsLog(tmp_path, trackers=open_trackers(["tensorboard"], tmp_path))) as figures:
         for step in (10, 20, 30, 40):
             figures.log(step, {"loss": 1.0, "broken": None})
-    with MetricsLog(tmp_path, step=20, trackers=open_trackers(["tensorboard"], tmp_path, step=20)) as figures:
+    with closing(MetricsLog(tmp_path, step=20, trackers=open_trackers(["tensorboard"], tmp_path, step=20))) as figures:
         figures.log(30, {"loss": 0.5})
         figures.epoch(EPOCH)
     seen = points(tmp_path)
@@ -171,7 +172,7 @@ class Failing:
 
 def test_a_tracker_that_fails_is_one_warning_and_nothing_more(tmp_path, caplog):
     failing = Failing()
-    with MetricsLog(tmp_path, trackers={"wandb": failing}) as figures:
+    with closing(MetricsLog(tmp_path, trackers={"wandb": failing})) as figures:
         for step in range(5):
             figures.log(step, {"loss": 1.0})
     assert failing.asked == 1

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
+from contextlib import closing
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,7 @@ def test_a_step_that_was_sent_is_known_though_a_resume_has_cut_off_its_line(tmp_
     run, sent = tracked_run(tmp_path)
     assert sent == 0
     for resumed, last in ((0, 9), (4, 5), (2, 3)):  # each process is killed soon after it has resumed
-        with MetricsLog(tmp_path, step=resumed) as log:
+        with closing(MetricsLog(tmp_path, step=resumed)) as log:
             for step in range(resumed + 1, last + 1):
                 log.log(step, {"loss": 1.0})
         assert tracked_run(tmp_path) == (run, 9)
