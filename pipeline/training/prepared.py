@@ -139,29 +139,13 @@ def likeness(sizes: Mapping[str, Integers]) -> Integers:
     return likeness_N
 
 
-def sampler_settings(
-    batch: int,
-    budget_bytes: int,
-    *,
-    padding: float | None,
-    seed: int = 0,
-    micro_batch: int | None = None,
-    shuffle: bool = True,
-) -> SamplerSettings:
+def sampler_settings(batch: int, budget_bytes: int, *, padding: float | None, **more: Any) -> SamplerSettings:
     """Return the sampler's settings, for planning and for training: items have a COST and a LIKENESS.
 
     `padding` is the most that a micro-batch is padded; None: its items are concatenated.
     """
     return SamplerSettings(
-        batch=batch,
-        seed=seed,
-        by=(LIKENESS,),
-        cost=COST,
-        budget={COST: budget_bytes},
-        micro_batch=micro_batch,
-        padding=padding,
-        padded=(COST,),
-        shuffle=shuffle,
+        batch, by=(LIKENESS,), cost=COST, budget={COST: budget_bytes}, padding=padding, padded=(COST,), **more
     )
 
 
@@ -170,30 +154,19 @@ def shrunk_budget(budget: int, times: int) -> int:
     return max(1, budget >> min(times, MOST_SHRUNK))
 
 
-def phase_plan(
-    name: str,
-    epochs: int,
-    plan: MemoryPlan,
-    *,
-    largest: Mapping[str, int] | None = None,
-    smallest: Mapping[str, int] | None = None,
-    kept: int = 0,
-    ahead_bytes: int = 0,
-) -> PhasePlan:
-    """Return a phase's plan."""
+def phase_plan(name: str, epochs: int, plan: MemoryPlan, *, ahead_bytes: int = 0, **more: Any) -> PhasePlan:
+    """Return a phase's plan; `more` are fields that do not follow from the memory plan."""
     return PhasePlan(
-        name=name,
-        epochs=epochs,
+        name,
+        epochs,
         budget_bytes=plan.budget_bytes,
         base_bytes=int(plan.cost_model.base),
         live_bytes=int(plan.live.value),
         reserved_bytes=int(plan.reserved.value) + ahead_bytes,
         weights=dict(plan.cost_model.weights),
-        largest=dict(largest or {}),
-        smallest=dict(smallest or {}),
         padding=plan.padding or PADDING,
-        kept=kept,
         ahead_bytes=ahead_bytes,
+        **more,
     )
 
 

@@ -13,7 +13,8 @@ norm of the gradients.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -37,16 +38,9 @@ SHOWN_FROM = 0.05  # of an epoch
 FIGURE = "seconds."  # begins the names of a process' figures that give the times of its last epoch
 _OF_STEP = {  # what a step reports to its `StepWatch`
     "inputs": COPY,
-    "forward": FORWARD,
-    "embed": FORWARD,
-    "evaluate": FORWARD,
-    "contrast": FORWARD,
+    **dict.fromkeys(("forward", "embed", "evaluate", "contrast"), FORWARD),
     "backward": BACKWARD,
-    "scale": UPDATE,
-    "clip": UPDATE,
-    "optimizer": UPDATE,
-    "ema": UPDATE,
-    "release": UPDATE,
+    **dict.fromkeys(("scale", "clip", "optimizer", "ema", "release"), UPDATE),
     "idle": OTHER,
 }
 
@@ -69,17 +63,18 @@ class StepClock:
             self._name, self._since_ns = name, now_ns
         return before
 
-    def within(self, name: str) -> _Within:
-        """Surround an activity; the one before it continues afterwards."""
-        return _Within(self, name)
-
-    def whole(self, name: str) -> _Within:
-        """Surround an activity that includes all others that begin meanwhile."""
-        return _Within(self, name, holds=True)
+    def within(self, name: str, *, whole: bool = False) -> _Within:
+        """Surround an activity, `whole`: with all that begin meanwhile; the one before it continues afterwards."""
+        return _Within(self, name, whole=whole)
 
     def each(self, name: str, iterator: Iterator[T]) -> Iterator[T]:
         """Return an iterator whose every `next` is an activity; it keeps no reference to what it yields."""
-        return _Each(self, name, iterator)
+        while True:
+            with self.within(name):
+                held = list(islice(iterator, 1))
+            if not held:
+                return
+            yield held.pop()
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each activity so far; they add up to the time since `restart`."""
@@ -107,32 +102,18 @@ class _Within:
 
     __slots__ = ("_before", "_clock", "_holds", "_name")
 
-    def __init__(self, clock: StepClock, name: str, *, holds: bool = False) -> None:
-        self._clock, self._name, self._holds, self._before = clock, name, holds, OTHER
+    def __init__(self, clock: StepClock, name: str, *, whole: bool) -> None:
+        self._clock, self._name, self._holds, self._before = clock, name, whole, OTHER
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> None:
         self._before = self._clock.begin(self._name)
         self._holds = self._holds and not self._clock.is_held
-        if self._holds:
-            self._clock.is_held = True
-        return self
+        self._clock.is_held |= self._holds
 
     def __exit__(self, *_: object) -> None:
         if self._holds:
             self._clock.is_held = False
         self._clock.begin(self._before)
-
-
-class _Each(Generic[T]):
-    def __init__(self, clock: StepClock, name: str, iterator: Iterator[T]) -> None:
-        self._clock, self._name, self._iterator = clock, name, iterator
-
-    def __iter__(self) -> Iterator[T]:
-        return self
-
-    def __next__(self) -> T:
-        with self._clock.within(self._name):
-            return next(self._iterator)
 
 
 def shown_shares(seconds: Mapping[str, float]) -> list[str]:

@@ -135,10 +135,9 @@ def _planned(project: Project, table: str) -> Prepared:
             name,
             stages[name].epochs if name in stages else last_epochs,
             stage_plan,
-            largest=stages[name].largest if name in stages else None,
-            smallest=stages[name].smallest if name in stages else None,
-            kept=outlook.kept[name],
             ahead_bytes=outlook.ahead_bytes[name],
+            kept=outlook.kept[name],
+            **({"largest": stages[name].largest, "smallest": stages[name].smallest} if name in stages else {}),
         )
         for name, stage_plan in outlook.plans.items()
     )

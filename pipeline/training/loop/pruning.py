@@ -49,12 +49,9 @@ def _best(figures: Mapping[int, float], epoch: int, *, lower: bool) -> float:
 
 def figures_by_epoch(folder: ModelFolder, monitor: str) -> dict[int, float]:
     """Return the values of a metric by epoch; NaN for those that were not finite."""
-    figures = {}
-    for epoch in read_epochs(folder.path):
-        if monitor in epoch.validation:
-            value = epoch.validation[monitor]
-            figures[epoch.epoch] = math.nan if value is None else value
-    return figures
+    epochs = [epoch for epoch in read_epochs(folder.path) if monitor in epoch.validation]
+    values = {epoch.epoch: epoch.validation[monitor] for epoch in epochs}
+    return {epoch: math.nan if value is None else value for epoch, value in values.items()}
 
 
 @dataclass(frozen=True)

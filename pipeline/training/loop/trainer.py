@@ -305,7 +305,7 @@ class Trainer:
             self._save(None)
         task = self.step.task
         self.step.task = self.phases[-1].task  # so that metrics of all phases compare
-        with self.step.clock.whole(VALIDATE), self.ranks.patient("validation"), self.step.averaged():
+        with self.step.clock.within(VALIDATE, whole=True), self.ranks.patient("validation"), self.step.averaged():
             metrics = self.validation.figures()
         self.step.task = task
         if isinstance(metrics, int):  # the signal
