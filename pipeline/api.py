@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pipeline.records import Entry, Reason, Rejection
     from pipeline.runs.dataset.loading import open_loader
     from pipeline.runs.model.task_contract import breaches
-    from pipeline.training.checkpoints.published_names import NameTable
+    from pipeline.training.checkpoints.trained_weights import NameTable
     from pipeline.training.items.batch import padded_field as padded
     from pipeline.training.own_loops.governed import Governed
     from pipeline.training.own_loops.lightning_callback import GovernorCallback
@@ -48,7 +48,7 @@ PLACES = {
     "Entry": "pipeline.records.Entry",
     "Governed": "pipeline.training.own_loops.governed.Governed",
     "GovernorCallback": "pipeline.training.own_loops.lightning_callback.GovernorCallback",
-    "NameTable": "pipeline.training.checkpoints.published_names.NameTable",
+    "NameTable": "pipeline.training.checkpoints.trained_weights.NameTable",
     "Reader": "pipeline.protocol.Reader",
     "Reason": "pipeline.records.Reason",
     "Rejection": "pipeline.records.Rejection",

@@ -152,7 +152,7 @@ def _checked(
 def _settings_of_model(stage: str, model: str, config: Config) -> list[str]:
     """Return what `--model` sets: the stage's checkpoint, and that what is predicted needs no labels."""
     from pipeline.runs.model.trained_model import place_of
-    from pipeline.training.checkpoints.chosen_checkpoint import weights_file
+    from pipeline.training.checkpoints.checkpoint import weights_file
 
     if stage not in (StageName.EVALUATE, StageName.PREDICT):
         _refuse(f"cannot be combined with stage {stage}", "--model", "predict", f"--model {model}")

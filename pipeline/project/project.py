@@ -35,7 +35,7 @@ from pipeline.structures.inventory import ScanRecipe
 from pipeline.structures.parsing.read_structure import FileReading
 from pipeline.structures.policy import Policy
 from pipeline.structures.sources.item_ids import SourceSpec
-from pipeline.training.checkpoints.chosen_checkpoint import read_export
+from pipeline.training.checkpoints.checkpoint import read_export
 from pipeline.training.prepared import ModelFolder
 
 if TYPE_CHECKING:

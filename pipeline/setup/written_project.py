@@ -23,7 +23,7 @@ from pipeline.project.run_code import load_task
 from pipeline.protocol import Publishes
 from pipeline.runs.model.trained_model import chosen_of, named_model, portable_settings
 from pipeline.structures.sources.source_folder import split_suffix
-from pipeline.training.checkpoints.chosen_checkpoint import weights_file
+from pipeline.training.checkpoints.checkpoint import weights_file
 
 if TYPE_CHECKING:
     from pipeline.config.load import LoadedConfig
@@ -183,7 +183,7 @@ def _published_options(weights: Path) -> dict[str, Any]:
     from pipeline.training.checkpoints.trained_weights import stored_weights
 
     try:
-        sizes = trunk_options(from_published(stored_weights(weights).tensors))
+        sizes = trunk_options(from_published(stored_weights(weights)))
     except (KeyError, ValueError, IndexError) as error:
         what = "not the weights of a docking model"
         raise ConfigError(what, where=f"--model {weights}", remedy="name DiffDock-PP's score model") from error

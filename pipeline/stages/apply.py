@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipeline.records import Reason
-    from pipeline.training.checkpoints.chosen_checkpoint import ChosenCheckpoint
+    from pipeline.training.checkpoints.checkpoint import ChosenCheckpoint
     from pipeline.training.evaluating.apply_model import ApplyJob, ApplyResult
 
 LETTERS = 12  # of digests, in names

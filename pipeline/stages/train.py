@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import secrets
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -20,12 +21,9 @@ from pipeline.memory.runtime.governor import Governor
 from pipeline.memory.runtime.meters import HostMeter, Maintenance, MaintenanceSettings, meter_of
 from pipeline.protocol import Weights
 from pipeline.records import Reason, TaskContext
-from pipeline.training.checkpoints.checkpoint import latest_checkpoint
-from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder, new_token
-from pipeline.training.checkpoints.keeper import Keeper
-from pipeline.training.checkpoints.published_names import WeightsReading
-from pipeline.training.checkpoints.trained_weights import load_pretrained
-from pipeline.training.checkpoints.training_state import model_key
+from pipeline.training.checkpoints.checkpoint import CheckpointFolder, latest_checkpoint
+from pipeline.training.checkpoints.keeper import Keeper, model_key
+from pipeline.training.checkpoints.trained_weights import WeightsReading, load_pretrained
 from pipeline.training.evaluating.evaluator import Evaluator
 from pipeline.training.forensics.step_bundle import BundleCheckpoint as Reference
 from pipeline.training.items.batch_maker import WorkedOn
@@ -271,7 +269,7 @@ def _checkpoints(job: Job, step: Step) -> CheckpointFolder:
         identity={"model": model_key(step.model), "recipe": job.prepared.name},
         tell=job.say,
         check=job.claim.check if job.claim is not None else lambda: None,
-        token=job.ranks.exchange({"token": new_token("train")})[0]["token"],
+        token=job.ranks.exchange({"token": secrets.token_hex(4)})[0]["token"],
     )
     if job.ranks.rank == 0:
         checkpoints.sweep()

@@ -23,8 +23,7 @@ from pipeline.tasks.contrastive_pair import ContrastivePair
 from pipeline.tasks.pairs.clip_names import options_of
 from pipeline.tasks.rna_ligand import RnaLigand
 from pipeline.tasks.spectra_finetune import SpectraFinetune
-from pipeline.training.checkpoints.published_names import WeightsReading, in_form
-from pipeline.training.checkpoints.trained_weights import load_pretrained, stored_weights
+from pipeline.training.checkpoints.trained_weights import WeightsReading, in_form, load_pretrained, stored_weights
 from tests.reference import FOLDER, checkpoint, recorded, transformers_folder
 from tests.tasks.originals import PEPTRM, off, peaks_of, pocket_sizes
 from tests.testkit.command import Command
@@ -63,7 +62,7 @@ def test_a_published_file_is_taken_whole_and_goes_out_to_the_bit(name: str) -> N
     assert report.form == form
     assert report.is_whole
     assert all(one.startswith(("head.", "atoms.")) for one in report.fresh)
-    back, theirs = in_form(model, model.state_dict(), form), stored_weights(file_of(file)).tensors
+    back, theirs = in_form(model, model.state_dict(), form), stored_weights(file_of(file))
     bare = {one.removeprefix("backbone."): tensor for one, tensor in back.items()}
     for one, tensor in theirs.items():
         if one not in report.left:
@@ -114,7 +113,7 @@ def test_moving_averages_are_another_entry_of_the_same_file() -> None:
 def test_a_file_of_another_system_is_refused_by_what_does_not_fit(name: str, other: str) -> None:
     if FILES[other][1].partition("_")[0] == FILES[name][1].partition("_")[0]:
         return
-    with pytest.raises(ConfigError, match="do not belong to this model: none of its tensors fits"):
+    with pytest.raises(ConfigError, match="do not belong to this model: 0 of its"):
         load_pretrained(FILES[name][2](), file_of(FILES[other][0]), partial=True)
 
 
@@ -143,7 +142,7 @@ def test_code_wrong_shapes_and_another_system_are_refused_at_submission(
             "its pickle imports posix.system. Nothing was executed",
         ),
         "shape": (shaped, f"{first}: float32[3, 2, 1, 7] in the file"),
-        "other": ({"elsewhere.weight": torch.zeros(2)}, "do not belong to this model: none of its tensors fits"),
+        "other": ({"elsewhere.weight": torch.zeros(2)}, "do not belong to this model: 0 of its"),
     }
     for what, (content, says) in bad.items():
         torch.save(content, path := tmp_path / f"{what}.pt")

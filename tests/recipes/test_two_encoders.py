@@ -26,8 +26,7 @@ from pipeline.project.project import Project
 from pipeline.readers import made
 from pipeline.runs.model.prepare import embeddings_used
 from pipeline.tasks.encoder_finetune import EncoderFinetune
-from pipeline.training.checkpoints.chosen_checkpoint import write_published
-from pipeline.training.checkpoints.published_names import files_beside, in_form
+from pipeline.training.checkpoints.trained_weights import write_published
 from tests.recipes.conftest import Scanned
 from tests.recipes.projects import ALL, Recipe, config_of, epochs_of, left_to_do, options, ran, written
 from tests.testkit.command import Command
@@ -96,7 +95,7 @@ def another_checkpoint(recipe: Recipe, folder: Path, _: Command) -> list[str]:
     place = folder / "weights" / "tuned"
     if not place.exists():
         place.mkdir()
-        write_published(place, "esm2", in_form(model, model.state_dict(), "esm2"), files_beside(model, "esm2"))
+        write_published(place, "esm2", model, model.state_dict())
     return recipe.sets(*PLAIN, "train.pretrained=weights/tuned/esm2/model.safetensors", *options(**sizes))
 
 

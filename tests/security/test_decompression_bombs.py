@@ -22,7 +22,7 @@ from pipeline.readers.images import class_names
 from pipeline.readers.spectrum_files import mzml
 from pipeline.structures.parsing import structure_files
 from pipeline.structures.parsing.structure_files import HAS_BIOTITE
-from pipeline.training.checkpoints.published_names import renamed
+from pipeline.training.checkpoints.trained_weights import renamed
 from tests.conftest import ROOT
 from tests.security.bombs import TOLD
 

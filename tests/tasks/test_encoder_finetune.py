@@ -25,9 +25,7 @@ from pipeline.protocol import ITEMS
 from pipeline.readers.sequences import Sequences
 from pipeline.setup.demo_project import write_recipe_demo
 from pipeline.tasks.encoder_finetune import TOKENS, EncoderFinetune
-from pipeline.training.checkpoints.chosen_checkpoint import write_published
-from pipeline.training.checkpoints.published_names import files_beside, in_form
-from pipeline.training.checkpoints.trained_weights import load_pretrained
+from pipeline.training.checkpoints.trained_weights import load_pretrained, write_published
 from tests.memory.tracing.traced import tracer
 from tests.tasks.cases import LORA, RNG, TEXTS, TOP, labelled
 from tests.tasks.reader_items import batch_of
@@ -68,7 +66,7 @@ def embedded(path: Path, *texts: str) -> list[Tensor]:
 
 def written(model: Any, folder: Path) -> Path:
     """Write the encoder of a model as `pipeline model export --as esm2` does."""
-    return write_published(folder, "esm2", in_form(model, model.state_dict(), "esm2"), files_beside(model, "esm2"))
+    return write_published(folder, "esm2", model, model.state_dict())
 
 
 BY_RESIDUE = replace(LORA, told="residues")

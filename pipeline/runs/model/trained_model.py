@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from pipeline.project.project import Project
-    from pipeline.training.checkpoints.chosen_checkpoint import ChosenCheckpoint
+    from pipeline.training.checkpoints.checkpoint import ChosenCheckpoint
 
 DECIDED = ("task", "options", "batching")  # of section `train`: what a model's inputs and layers follow from
 Plain: TypeAlias = "Mapping[str, Any]"
@@ -111,7 +111,7 @@ def named_model(models: Path, wanted: str) -> TrainedModel | None:
     It may be a name in the folder of models, or the path of a model's folder, of an exported one, or of a checkpoint.
     A file of weights is no model: it goes with the configured task.
     """
-    from pipeline.training.checkpoints.chosen_checkpoint import weights_file
+    from pipeline.training.checkpoints.checkpoint import weights_file
 
     if not names_model(wanted) or weights_file(wanted) is not None:
         return None
@@ -147,7 +147,7 @@ def _read(path: Path, checkpoint: str) -> TrainedModel:
     is_export = folder.export.is_file()
     try:
         if is_export:
-            from pipeline.training.checkpoints.chosen_checkpoint import read_export
+            from pipeline.training.checkpoints.checkpoint import read_export
 
             card = read_export(path).data
             prepared, settings = Prepared.from_json(card["prepared"]), json.dumps(card["settings"])
@@ -190,7 +190,7 @@ def _settings(key: str, value: Any, here: Any) -> Iterator[tuple[str, str]]:
 def model_card(model: TrainedModel) -> dict[str, Any]:
     """Return the card of a model: its training, its checkpoint, what it takes, and its figures, as JSON data."""
     if model.folder.export.is_file():
-        from pipeline.training.checkpoints.chosen_checkpoint import read_export
+        from pipeline.training.checkpoints.checkpoint import read_export
 
         card = read_export(model.folder.path).data
         return {name: value for name, value in card.items() if name != "settings"}
@@ -206,7 +206,7 @@ def model_card(model: TrainedModel) -> dict[str, Any]:
         "code": recipe.get("code"),
         "checkpoint": chosen.path.name,
         "step": chosen.step,
-        "figure": manifest.figure,
+        "figure": manifest.metric,
         "monitor": model.config.train.validation.monitor if model.config else None,
         "data": str(model.config.data.path) if model.config else None,
         "encoder": _encoder(model),
@@ -231,7 +231,7 @@ def _encoder(model: TrainedModel) -> dict[str, Any] | None:
 
 def chosen_of(model: TrainedModel) -> ChosenCheckpoint:
     """Return the checkpoint of a model that is meant; raise where it has none."""
-    from pipeline.training.checkpoints.chosen_checkpoint import choose_checkpoint
+    from pipeline.training.checkpoints.checkpoint import choose_checkpoint
 
     chosen = choose_checkpoint(model.folder.checkpoints, model.checkpoint)
     if chosen is None:
@@ -257,8 +257,7 @@ def export_model(model: TrainedModel, folder: Path, beside: Path | None, form: s
 
     `form` also writes the weights as some published system names them.
     """
-    from pipeline.training.checkpoints.chosen_checkpoint import checkpoint_weights, write_export, write_published
-    from pipeline.training.checkpoints.published_names import files_beside, in_form
+    from pipeline.training.checkpoints.trained_weights import checkpoint_weights, write_export, write_published
 
     config = _exportable(model)
     chosen, card, settings = chosen_of(model), model_card(model), portable_settings(config)
@@ -268,14 +267,10 @@ def export_model(model: TrainedModel, folder: Path, beside: Path | None, form: s
         code |= sources(load_reader(data.reader, data.path, data.options, beside=beside))
     is_changed = source_digest(task) != card["code"]
     whole = card | {"code_changed": is_changed, "settings": json.loads(model.folder.settings.read_text())}
-    weights, _ = checkpoint_weights(chosen.path)
-    published, texts = dict[str, Any](), dict[str, str]()
-    if form is not None:
-        network = task.model()
-        published, texts = dict(in_form(network, weights, form)), dict(files_beside(network, form))
+    weights = checkpoint_weights(chosen.path)
     with _written_whole(folder) as aside:
         if form is not None:
-            write_published(aside, form, published, texts)
+            write_published(aside, form, task.model(), weights)
         for name, path in sorted(code.items()):
             (aside / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, aside / name)

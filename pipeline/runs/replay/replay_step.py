@@ -199,8 +199,8 @@ def _loaded_step(case: ReplayCase, job: Job) -> tuple[Step, str, bool]:
 
 def _load(case: ReplayCase, step: Step) -> tuple[str, bool]:
     """Load the checkpoint nearest to the step; return which it is, and whether it is the step's own."""
+    from pipeline.training.checkpoints.keeper import model_key, unpack
     from pipeline.training.checkpoints.sealed_folder import FolderDamaged
-    from pipeline.training.checkpoints.training_state import by_name, model_key, unpack
 
     before, recorded = case.bundle.step - 1, case.bundle.checkpoint
     named = Path(recorded.path).name if recorded else ""
@@ -208,10 +208,9 @@ def _load(case: ReplayCase, step: Step) -> tuple[str, bool]:
     for checkpoint in _earlier_checkpoints(case):
         name = checkpoint.name
         checkpoint.sealed.refuse_stranger({"model": model_key(step.model), "recipe": case.prepared.name})
-        averages = by_name(step.model, step.trained, step.averages) if step.averages else None
         try:
             checkpoint.sealed.verify()
-            unpack(checkpoint, step.model, step.optimizer, averages=averages, scaler=step.scaler)
+            unpack(checkpoint, step)
         except FolderDamaged:
             gone.append(f"{name} is damaged")
             continue

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from pipeline.records import TaskContext
     from pipeline.runs.workflow.stage import Outcomes
     from pipeline.stages.apply import Figures, Predictions
-    from pipeline.training.checkpoints.chosen_checkpoint import ChosenCheckpoint
+    from pipeline.training.checkpoints.checkpoint import ChosenCheckpoint
     from pipeline.training.evaluating.apply_model import ApplyJob
     from pipeline.training.ranks.rank_protocol import Ranks
 
@@ -77,7 +77,7 @@ class Application:
     @classmethod
     def read(cls, path: Path) -> Application:
         """Read the plan that a survey wrote."""
-        from pipeline.training.checkpoints.chosen_checkpoint import ChosenCheckpoint
+        from pipeline.training.checkpoints.checkpoint import ChosenCheckpoint
 
         data = json.loads(path.read_text())
         prepared, chosen = Prepared.from_json(data["prepared"]), ChosenCheckpoint.from_json(data["chosen"])
@@ -181,7 +181,7 @@ class ApplyStage(Stage):
 
     def _refuse_unfit(self, project: Project) -> None:
         """Raise where files that the task reads are not there, or weights that are named are not of its model."""
-        from pipeline.training.checkpoints.chosen_checkpoint import weights_file
+        from pipeline.training.checkpoints.checkpoint import weights_file
 
         are_made_first = project.config.train.predict.for_training
         for path in () if are_made_first else self._code(project).reads:
@@ -306,7 +306,7 @@ class ApplyStage(Stage):
 
     def _choose(self, project: Project, prepared: Prepared, without: Collection[str] = ()) -> ChosenCheckpoint | None:
         """Return the checkpoint to use of the configured training; None where there is none."""
-        from pipeline.training.checkpoints.chosen_checkpoint import choose_checkpoint
+        from pipeline.training.checkpoints.checkpoint import choose_checkpoint
 
         model = self._model(project)
         wanted = model.checkpoint if model else self.settings(project).checkpoint

@@ -201,7 +201,7 @@ def _claimed(made: ModelFolder, folder: RunFolder) -> ModelClaim:
 
 def trained_so_far(project: Project, prepared: Prepared) -> Trained:
     """Return the result of a training, by its newest intact checkpoint, every byte of which is read."""
-    from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder
+    from pipeline.training.checkpoints.checkpoint import CheckpointFolder
     from pipeline.training.loop.metrics_log import read_epochs
 
     made, settings = folder_of(project, prepared), project.config.train.validation
@@ -363,8 +363,7 @@ def refuse_unfit_weights(task: Task, train: TrainSection, path: Path | None = No
     """
     import torch
 
-    from pipeline.training.checkpoints.published_names import WeightsReading
-    from pipeline.training.checkpoints.trained_weights import fitting_weights
+    from pipeline.training.checkpoints.trained_weights import WeightsReading, fitting_weights
 
     try:
         with torch.device("meta"):

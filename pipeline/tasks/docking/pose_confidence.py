@@ -150,7 +150,7 @@ def read_moves(table: Path) -> dict[str, NDArray[np.float64]]:
 @cache
 def trained_confidence(place: str, device: str, dtype: torch.dtype, as_published: bool) -> ConfidenceModel:  # noqa: FBT001 - cached by it
     """Return a trained model, by a file or folder of weights: the published ones, an exported model or a checkpoint."""
-    tensors = dict(stored_weights(Path(place)).tensors)
+    tensors = stored_weights(Path(place))
     if is_published(tensors):
         tensors, as_published = from_published(tensors), True
     model = ConfidenceModel(_sizes_of(tensors, place, as_published=as_published))

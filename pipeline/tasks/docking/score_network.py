@@ -45,7 +45,7 @@ from pipeline.tasks.docking.equivariant import (
 )
 from pipeline.tasks.docking.rigid_diffusion import NoiseSchedule, table_rows
 from pipeline.tasks.task_parts import refuse_mended
-from pipeline.training.checkpoints.published_names import renamed
+from pipeline.training.checkpoints.trained_weights import renamed
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeline.tasks.pairs.pair_towers import heads_of
-from pipeline.training.checkpoints.published_names import NameTable, renamed
+from pipeline.training.checkpoints.trained_weights import NameTable, renamed
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

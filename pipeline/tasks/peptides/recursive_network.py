@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipeline.training.checkpoints.published_names import NameTable
+from pipeline.training.checkpoints.trained_weights import NameTable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,7 +12,7 @@ import torch
 from pipeline.tasks.rna.pocket_network import EdgeLayer
 from pipeline.tasks.rna.turning_fields import FieldGate, FieldLinear, FieldProduct, coupling
 from pipeline.tasks.task_parts import refuse_mended
-from pipeline.training.checkpoints.published_names import NameTable, renamed
+from pipeline.training.checkpoints.trained_weights import NameTable, renamed
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping

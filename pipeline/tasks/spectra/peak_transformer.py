@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional
 
 from pipeline.tasks.task_parts import at_least_single, refuse_mended
-from pipeline.training.checkpoints.published_names import renamed
+from pipeline.training.checkpoints.trained_weights import renamed
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

@@ -1,42 +1,163 @@
-"""Saving a training's state by all ranks together, in the background where memory allows, and resuming from it."""
+"""Saving a training's state by all ranks together, in the background where memory allows, and resuming from it.
+
+    model.NAME                 parameters and persistent buffers
+    optimizer.NAME.KEY         its state of a parameter, by the parameter's name; without a gradient so far, none
+    ema.NAME                   moving averages
+
+Names leave out wrappers of a model or a part of it (torch.compile, activation checkpoints).
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 
 from pipeline.device.accelerator import computing
 from pipeline.device.rng import RngState
-from pipeline.errors import JobFailed, PipelineError
+from pipeline.errors import ConfigError
+from pipeline.keys import recipe_key
 from pipeline.memory.runtime.pinned_tensors import TensorRuns, layout_of
-from pipeline.training.checkpoints.checkpoint_folder import NotSaved
-from pipeline.training.checkpoints.sealed_folder import distinct
-from pipeline.training.checkpoints.training_state import by_name, model_state, pack, plain_name, unpack
+from pipeline.training.checkpoints.checkpoint import NotSaved, State, StoredTensor, tensor_words
+from pipeline.training.checkpoints.sealed_folder import DTYPE_NAMES, OTHER_MODEL, distinct
 from pipeline.training.state import TRAINING, TrainingState
+from pipeline.units import first_few
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from torch import Tensor
+    from torch import nn
 
     from pipeline.memory.runtime.meters import HostMeter
-    from pipeline.training.checkpoints.checkpoint import Checkpoint, State
-    from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder, Receipt
+    from pipeline.training.checkpoints.checkpoint import Checkpoint, CheckpointFolder, Receipt
     from pipeline.training.ranks.rank_protocol import Ranks
     from pipeline.training.step.step import Step
 
 ROOM = 0.8  # share of the host's memory limit that may be in use with the copies of a checkpoint
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
+_MOST_NAMED = 6
+# How an optimizer runs is this attempt's choice, by its plan; all other hyperparameters are the checkpoint's.
+_NOT_KEPT = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 
 
-def staging_bytes(*groups: Mapping[str, Tensor]) -> int:
-    """Return the bytes that copies of groups of tensors take; tied ones count once."""
-    return layout_of(list(distinct(_numbered(groups))[0].values())).bytes
+def pack(step: Step) -> State:
+    """Return the whole state of a training between two steps; tensors are not copied."""
+    names, tensors, others = _names(step.model), _model_tensors(step), dict[str, Any]()
+    for parameter, state in step.optimizer.state.items():
+        for key, value in state.items():
+            kind = tensors if isinstance(value, Tensor) else others
+            kind[f"optimizer.{names[id(parameter)]}.{key}"] = value
+    groups = [
+        {key: value for key, value in group.items() if key not in _NOT_KEPT} for group in step.optimizer.param_groups
+    ]
+    optimizer = {**_trained(step), "groups": groups, "others": others}
+    return State(tensors, {"optimizer": optimizer, "scaler": step.scaler.state_dict()})
+
+
+def unpack(checkpoint: Checkpoint, step: Step) -> None:
+    """Restore what `pack` returned, in place; saved tensors and targets must match one to one.
+
+    Nothing is changed where anything is refused.
+    """
+    saved, optimizer = checkpoint.data["optimizer"], step.optimizer
+    _refuse_other_optimizer(_trained(step), saved)
+    targets, state = _model_tensors(step), dict[Tensor, dict[str, Any]]()
+    pairs = ((parameter, group) for group in optimizer.param_groups for parameter in group["params"])
+    owners = dict(zip(chain(*saved["trained"]), pairs, strict=True))
+    for name, value in {**checkpoint.tensors, **saved["others"]}.items():
+        kind, _, rest = name.partition(".")
+        if kind != "optimizer":
+            continue
+        owner, _, key = rest.rpartition(".")
+        parameter, group = owners[owner]
+        if isinstance(value, StoredTensor):
+            now = optimizer.state.get(parameter, {}).get(key)
+            if now is None or tensor_words(now) != tensor_words(value):
+                now = _unfilled(value, key, parameter, group)
+            targets[name] = now
+        state.setdefault(parameter, {})[key] = targets.get(name, value)
+    if left := [name for name in checkpoint.tensors if name not in targets]:
+        problem = f"the checkpoint has unused entries: {first_few(left, _MOST_NAMED)}"
+        raise ConfigError(problem, where=str(checkpoint.path), remedy=OTHER_MODEL)
+    checkpoint.load_into(targets)
+    optimizer.state.clear()
+    optimizer.state.update(state)
+    for group, kept in zip(optimizer.param_groups, saved["groups"], strict=True):
+        group |= {key: tuple(value) if isinstance(value, list) else value for key, value in kept.items()}
+    if checkpoint.data["scaler"]:  # empty where the training needed none
+        step.scaler.load_state_dict(dict(checkpoint.data["scaler"]))
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without wrappers."""
+    return _WRAPPERS.sub("", name)
+
+
+def model_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by name, not copied; tied ones under each of their names."""
+    state: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor) or value.layout != torch.strided or str(value.dtype) not in DTYPE_NAMES:
+            what = f"{value.dtype}, {value.layout}" if isinstance(value, Tensor) else type(value).__name__
+            problem = f"the model's {name} cannot be saved in a checkpoint: it is {what}"
+            raise ConfigError(
+                problem, where="train.task", remedy="use a plain tensor, or keep it out of the state_dict"
+            )
+        state[plain_name(name)] = value.detach()
+    return state
+
+
+def model_key(model: nn.Module) -> str:
+    """Return a digest of the names, dtypes and shapes of a model's state, for a checkpoint's `identity`."""
+    state = model_state(model).items()
+    return recipe_key("model", {name: [DTYPE_NAMES[str(value.dtype)], *value.shape] for name, value in state}).hex()
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    """Return the name of each parameter by its id(); of tied ones the first."""
+    return {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+
+
+def _model_tensors(step: Step) -> dict[str, Tensor]:
+    """Return the tensors of a model, and the moving averages of its parameters where they are kept."""
+    names = _names(step.model)
+    averages = zip(step.trained, step.averages, strict=bool(step.averages))
+    of_model = {f"model.{name}": tensor for name, tensor in model_state(step.model).items()}
+    return of_model | {f"ema.{names[id(parameter)]}": average.detach() for parameter, average in averages}
+
+
+def _trained(step: Step) -> dict[str, Any]:
+    """Return an optimizer's kind, and the names of the parameters in each of its groups."""
+    names = _names(step.model)
+    trained = [[names[id(parameter)] for parameter in group["params"]] for group in step.optimizer.param_groups]
+    return {"kind": type(step.optimizer).__name__, "trained": trained}
+
+
+def _refuse_other_optimizer(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+    if here["kind"] != there["kind"]:
+        problem = f"the checkpoint's optimizer is {there['kind']}, this one is {here['kind']}"
+        raise ConfigError(problem, where="train.optimizer", remedy=OTHER_MODEL)
+    if here["trained"] != there["trained"]:
+        differing = set(chain(*here["trained"])) ^ set(chain(*there["trained"]))
+        trained = first_few(sorted(differing), _MOST_NAMED) or "the same in other groups"
+        problem = f"the checkpoint's optimizer trains different parameters: {trained}"
+        raise ConfigError(problem, where="train.frozen", remedy=OTHER_MODEL)
+
+
+def _unfilled(stored: StoredTensor, key: str, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """Return a tensor for a parameter's state, as torch makes it: steps are counted on the CPU, else it would wait."""
+    on_cpu = key == "step" and not (group.get("capturable") or group.get("fused"))
+    if not on_cpu and tuple(parameter.shape) == stored.shape:
+        return torch.empty_like(parameter, dtype=stored.dtype, requires_grad=False)
+    return torch.empty(stored.shape, dtype=stored.dtype, device="cpu" if on_cpu else parameter.device)
 
 
 class StagingBuffers:
@@ -45,66 +166,43 @@ class StagingBuffers:
     def __init__(self) -> None:
         self._runs = TensorRuns()
 
-    @property
-    def held_bytes(self) -> int:
-        return self._runs.held_bytes
+    def missing_bytes(self, tensors: Mapping[str, Tensor]) -> int:
+        """Return how much more memory copies of tensors would take."""
+        return max(0, layout_of(list(distinct(tensors)[0].values())).bytes - self._runs.held_bytes)
 
-    def copied(self, *groups: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Return copies of each group, valid until the next call; tied tensors stay tied."""
-        kept, same = distinct(_numbered(groups))
-        rooms = dict(zip(kept, self._runs.rooms(list(kept.values())), strict=True))
-        for key, tensor in kept.items():
-            rooms[key].copy_(tensor.detach(), non_blocking=True)
+    def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies, valid until the next call; tied tensors stay tied."""
+        kept, same = distinct(tensors)
+        copies = dict(zip(kept, self._runs.rooms(list(kept.values())), strict=True))
+        for name, tensor in kept.items():
+            copies[name].copy_(tensor.detach(), non_blocking=True)
         for device in {tensor.device for tensor in kept.values()}:
             computing(device).synchronize_stream()
-        rooms |= {alias: rooms[first] for alias, first in same.items()}
-        return [{name: rooms[number, name] for name in group} for number, group in enumerate(groups)]
+        return copies | {alias: copies[first] for alias, first in same.items()}
 
 
-def _numbered(groups: Sequence[Mapping[str, Tensor]]) -> dict[tuple[int, str], Tensor]:
-    return {(number, name): tensor for number, group in enumerate(groups) for name, tensor in group.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class ResumedTraining:
-    """The state of a resumed training, and this rank's own data; empty at the beginning."""
-
-    state: TrainingState
-    own: Mapping[str, Any] = field(default_factory=dict)
-
-
+@dataclass(eq=False)
 class Keeper:
     """Saves and resumes a training; every rank makes the same calls.
 
-        keeper.save(…)               each rank writes its part in a thread
-        keeper.submit_receipts()     between later steps, once all ranks have written: rank 0 publishes, in its thread
-        keeper.collect_results()     report a checkpoint that could not be saved
-        keeper.finish()              wait for all of that
-
-    `behind` says whether training continues while a checkpoint is written: always, never, or where the host has room
-    for copies of the tensors (`auto`).
+    keeper.save(…)               each rank writes its part in a thread
+    keeper.submit_receipts()     between later steps, once all ranks have written: rank 0 publishes, in its thread
+    keeper.collect_results()     report a checkpoint that could not be saved
+    keeper.finish()              wait for all of that
     """
 
-    def __init__(
-        self,
-        checkpoints: CheckpointFolder,
-        ranks: Ranks,
-        *,
-        fresh: Callable[[Step], None],
-        tell: Callable[[str], None],
-        warn: Callable[[str], None] = lambda _warning: None,
-        behind: bool | Literal["auto"] = False,
-        host: HostMeter | None = None,
-    ) -> None:
-        """Take the folder of checkpoints; `fresh` resets a step to the start of its training.
+    checkpoints: CheckpointFolder
+    ranks: Ranks
+    fresh: Callable[[Step], None]  # resets a step to the start of its training
+    tell: Callable[[str], None]  # prints what happens now
+    warn: Callable[[str], None] = lambda _warning: None  # keeps what people must know of the whole run
+    behind: bool | Literal["auto"] = False  # train on while a checkpoint is written; auto: if copies fit in memory
+    host: HostMeter | None = None
+    unsaved: list[NotSaved] = field(default_factory=list, init=False)  # of rank 0
 
-        `tell` prints what happens now, `warn` keeps what people must know of the whole run.
-        """
-        self.checkpoints, self.ranks = checkpoints, ranks
-        self._fresh, self._tell, self._warn, self._behind, self._host = fresh, tell, warn, behind, host
-        self.unsaved: list[NotSaved] = []  # of rank 0
+    def __post_init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._staging = StagingBuffers()
+        self._staging, self._own_staging = StagingBuffers(), StagingBuffers()
         self._writing: Future[Receipt] | None = None
         self._publish: Callable[[Sequence[Receipt]], Path] = lambda _receipts: self.folder
         self._publishing: Future[Path] | None = None
@@ -124,7 +222,7 @@ class Keeper:
         step: Step,
         *,
         own: Mapping[str, Any],
-        figure: float | None,
+        metric: float | None,
         lower: bool = True,
         wait: bool = True,
     ) -> bool:
@@ -136,11 +234,11 @@ class Keeper:
         state = self._packed(step, training, own)
         behind = not wait and self._goes_behind(state)
         if behind:
-            tensors, own_tensors = self._staging.copied({} if self.ranks.rank else state.tensors, state.own)
+            tensors, own_tensors = self._staging.copied(state.tensors), self._own_staging.copied(state.own)
             state = replace(state, tensors=tensors, own=own_tensors)
         computing(step.device).synchronize_stream()  # the thread has a stream of its own
         self._publish = partial(
-            self.checkpoints.publish, data=state.data, step=training.done, figure=figure, lower_is_better=lower
+            self.checkpoints.publish, data=state.data, step=training.done, metric=metric, lower_is_better=lower
         )
         self._writing = self._thread.submit(self.checkpoints.write, state, training.done, rank=self.ranks.rank)
         if behind:
@@ -172,78 +270,61 @@ class Keeper:
             published.result()
         except NotSaved as error:
             self.unsaved.append(error)
-            self._tell(f"WARNING: {error}\n  training continues; the last good checkpoint is kept")
+            self.tell(f"WARNING: {error}\n  training continues; the last good checkpoint is kept")
             count = len(self.unsaved)
             many = f"{count} checkpoints could not be saved; the last error: " if count > 1 else ""
-            self._warn(f"{many}{error.what}   ({error.remedy})")
+            self.warn(f"{many}{error.what}   ({error.remedy})")
 
     def close(self) -> None:
         """Free threads and copies; waits for this rank's writing, but for no other rank."""
         self._thread.shutdown()
-        self._staging = StagingBuffers()
+        self._staging, self._own_staging = StagingBuffers(), StagingBuffers()
 
     def _packed(self, step: Step, training: TrainingState, own: Mapping[str, Any]) -> State:
-        """Return a snapshot of all data, with the tensors as they are."""
-        state = pack(step.model, step.optimizer, averages=_averages(step), scaler=step.scaler)
+        """Return a snapshot of all data, with the tensors as they are; shared ones on rank 0 only."""
+        state = pack(step)
         buffers = _buffers(step) if self.ranks.rank else {}  # rank 0's are among the shared tensors
         data = json.loads(json.dumps({**state.data, TRAINING: training.to_json()}))
         own_tensors = {**RngState.capture(step.device).tensors(), **buffers}
-        return replace(state, data=data, own=own_tensors, own_data=json.loads(json.dumps(own))).parted
+        state = State(state.tensors, data, own_tensors, json.loads(json.dumps(own))).parted
+        return replace(state, tensors={}) if self.ranks.rank else state
 
     def _goes_behind(self, state: State) -> bool:
         """Tell whether all ranks have room for copies of what they save."""
-        if self._behind is False:
+        if self.behind is False:
             return False
-        has_room = self._behind is True or self._has_room(state)
+        has_room, host = self.behind is True, self.host.read() if self.host else None
+        if not has_room and host is not None and host.limit_bytes is not None:
+            needed = self._staging.missing_bytes(state.tensors) + self._own_staging.missing_bytes(state.own)
+            has_room = host.used_bytes + needed <= ROOM * host.limit_bytes
         return all(reply["room"] for reply in self.ranks.exchange({"room": has_room}))
 
-    def _has_room(self, state: State) -> bool:
-        host = self._host.read() if self._host is not None else None
-        if host is None or host.limit_bytes is None:
-            return False  # unknown
-        needed = staging_bytes({} if self.ranks.rank else state.tensors, state.own) - self._staging.held_bytes
-        return host.used_bytes + max(0, needed) <= ROOM * host.limit_bytes
+    def resume(self, step: Step, *, of_all: bool = False) -> tuple[TrainingState, Mapping[str, Any]]:
+        """Restore a step from the newest checkpoint, `of_all`: that all items made, or reset it where there is none.
 
-    def resume(self, step: Step, *, of_all: bool = False) -> ResumedTraining:
-        """Restore a step from the newest checkpoint, `of_all`: that all items made, or reset it where there is none."""
+        Return the training's state, and this rank's own data.
+        """
         self.finish()
-        loaded = self._newest(of_all=of_all) if self.ranks.rank == 0 else None
-        reply = self.ranks.exchange({"name": loaded.name if loaded else ""})[0]
-        if reply.get("error"):
-            raise JobFailed(f"rank 0 found no checkpoint to continue from: {reply['error']}", where=str(self.folder))
-        if not reply["name"]:
-            self._fresh(step)
-            return ResumedTraining(TrainingState())
-        return self._restore(loaded or self.checkpoints.open(reply["name"]), step)
-
-    def _newest(self, *, of_all: bool) -> Checkpoint | None:
-        """Return the newest intact checkpoint; an error is sent to the other ranks, too."""
-        try:
-            return self.checkpoints.newest(of_all=of_all)
-        except PipelineError as error:
-            self.ranks.exchange({"error": str(error)})
-            raise
-
-    def _restore(self, loaded: Checkpoint, step: Step) -> ResumedTraining:
-        unpack(loaded, step.model, step.optimizer, averages=_averages(step), scaler=step.scaler)
-        own = loaded.own(self.ranks.rank)
-        if own is not None:
+        newest = self.checkpoints.newest(of_all=of_all) if self.ranks.rank == 0 else None
+        name = self.ranks.exchange({"name": newest.name if newest else ""})[0]["name"]
+        if not name:
+            self.fresh(step)
+            return TrainingState(), {}
+        loaded = newest or self.checkpoints.open(name)
+        unpack(loaded, step)
+        if (own := loaded.own(self.ranks.rank)) is not None:
             RngState.from_tensors(own.own, step.device).restore()
             with torch.no_grad():
                 for name, buffer in _buffers(step).items():
                     if name in own.own:
                         buffer.copy_(own.own[name])
+        if len(loaded.ranks) != self.ranks.world:
+            self.tell(f"{loaded.name} is of {len(loaded.ranks)} ranks, now {self.ranks.world}: steps stay the same")
         own = own or loaded.own(0)  # a rank that did not exist starts from rank 0's data
-        if loaded.world != self.ranks.world:
-            self._tell(f"{loaded.name} is of {loaded.world} ranks, now {self.ranks.world}: steps stay the same")
-        return ResumedTraining(TrainingState.from_json(loaded.data[TRAINING]), own.own_data if own else {})
+        return TrainingState.from_json(loaded.data[TRAINING]), own.own_data if own else {}
 
 
 def _buffers(step: Step) -> dict[str, Tensor]:
     """Return the buffers, such as running means, which differ between ranks, under names of their own."""
     parameters = {plain_name(name) for name, _ in step.model.named_parameters(remove_duplicate=False)}
     return {f"buffer.{name}": tensor for name, tensor in model_state(step.model).items() if name not in parameters}
-
-
-def _averages(step: Step) -> dict[str, Any] | None:
-    return by_name(step.model, step.trained, step.averages) if step.averages else None

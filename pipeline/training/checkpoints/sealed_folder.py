@@ -4,12 +4,12 @@
              manifest.json    sizes and digests of those files, the identity of their owner, and all JSON data
 
     seal(folder / NAME, {"weights": tensors}, data, identity)     write aside, flush, rename
-    sealed = unseal(folder / NAME, identity)                      every byte is read and compared
+    sealed = unseal(folder / NAME)                                every byte is read and compared
     sealed.data["step"]; sealed.tensors("weights")["layer.bias"]  tensors are mapped, not copied
 
 The manifest's first line holds the format's version and a digest of all that follows: any changed byte is detected, and
-a later format is not mistaken for damage. A folder that several processes fill is written with `write_tensors`, by
-each process its files, and published by one of them with `publish`.
+a later format is not mistaken for damage. If several processes fill a folder, each writes its files with
+`write_tensors`, and one of them calls `write_manifest` and `publish`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import xxhash
 from safetensors import SafetensorError, safe_open
@@ -56,8 +56,7 @@ class FolderDamaged(JobFailed):
     """Bytes of a sealed folder are missing, unreadable, or differ from those that were written."""
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenFile:
+class WrittenFile(NamedTuple):
     """The size and digest of a file as it was written."""
 
     bytes: int
@@ -95,20 +94,27 @@ class SealedFolder:
 
     def refuse_stranger(self, identity: Mapping[str, Any]) -> None:
         """Raise unless the folder has this identity; the error lists the differences."""
-        pairs = {name: (self.identity.get(name), identity.get(name)) for name in sorted({*self.identity, *identity})}
-        shown = [
-            f"{name} is {_short(there)} there, {_short(here)} here"
-            for name, (there, here) in pairs.items()
-            if there != here
+        differing = [
+            f"{name} is {self.identity.get(name, 'nothing')} there, {identity.get(name, 'nothing')} here"
+            for name in sorted({*self.identity, *identity})
+            if self.identity.get(name) != identity.get(name)
         ]
-        if shown:
-            problem = f"this checkpoint belongs to another training: {'; '.join(shown)}"
+        if differing:
+            problem = f"this checkpoint belongs to another training: {'; '.join(differing)}"
             raise ConfigError(problem, where=str(self.path), remedy=OTHER_MODEL)
 
     def _verify(self, name: str) -> None:
-        if name not in self._verified:
-            verify_file(self.path / name, self.files[name], self.disk, self.remedy)
-            self._verified.add(name)
+        """Read a whole file, once; raise FolderDamaged unless its bytes are those that were written."""
+        if name in self._verified:
+            return
+        written, digest, size = self.files[name], xxhash.xxh3_128(), 0
+        for piece in _read(self.path / name, self.disk, self.remedy):
+            digest.update(piece)
+            size += len(piece)
+        if (size, digest.hexdigest()) != written:
+            problem = f"has changed since it was written (checksum mismatch): {size:,} of {written.bytes:,} bytes"
+            raise FolderDamaged(problem, where=str(self.path / name), remedy=self.remedy)
+        self._verified.add(name)
 
 
 def seal(
@@ -128,36 +134,25 @@ def seal(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         disk.make_folder(partial)
-        files = {
-            f"{name}{TENSORS}": write_tensors(partial / f"{name}{TENSORS}", tensors[name], disk) for name in tensors
-        }
-        publish(partial, path, files, data, identity, disk=disk)
+        groups = {f"{name}{TENSORS}": group for name, group in tensors.items()}
+        files = {file: write_tensors(partial / file, group, disk) for file, group in groups.items()}
+        write_manifest(partial / MANIFEST, files, data, identity or {}, disk)
+        publish(partial, path, disk)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def publish(
-    partial: Path,
-    path: Path,
-    files: Mapping[str, WrittenFile],
-    data: Mapping[str, Any],
-    identity: Mapping[str, Any] | None = None,
-    *,
-    disk: Disk,
-) -> None:
-    """Give a folder with all its files a manifest and its name."""
-    write_manifest(partial / MANIFEST, files, data, identity, disk=disk)
+def publish(partial: Path, path: Path, disk: Disk) -> None:
+    """Give a folder with all its files and its manifest its name."""
     disk.fsync_folder(partial)
     disk.rename(partial, path)
     disk.fsync_folder(path.parent)
 
 
-def unseal(path: Path, identity: Mapping[str, Any] | None = None, *, remedy: str = ANOTHER) -> SealedFolder:
-    """Open a folder after reading and verifying every byte; an `identity` refuses folders of any other."""
+def unseal(path: Path, *, remedy: str = ANOTHER) -> SealedFolder:
+    """Open a folder after reading and verifying every byte."""
     sealed = read_sealed(path, remedy=remedy)
-    if identity is not None:
-        sealed.refuse_stranger(identity)
     sealed.verify()
     return sealed
 
@@ -182,16 +177,10 @@ def read_sealed(
 
 
 def write_manifest(
-    path: Path,
-    files: Mapping[str, WrittenFile],
-    data: Mapping[str, Any],
-    identity: Mapping[str, Any] | None = None,
-    *,
-    disk: Disk,
+    path: Path, files: Mapping[str, WrittenFile], data: Mapping[str, Any], identity: Mapping[str, Any], disk: Disk
 ) -> None:
     """Write a manifest and wait until it is on the disk."""
-    listed = {name: [file.bytes, file.digest] for name, file in files.items()}
-    body = json.dumps({"identity": identity or {}, "files": listed, "data": data}, indent=1).encode() + b"}\n"
+    body = json.dumps({"identity": identity, "files": files, "data": data}, indent=1).encode() + b"}\n"
     head = f'{{"format": {FORMAT}, "digest": "{_digest(FORMAT, body)}", "sealed":\n'
     _write(path, [head.encode() + body], disk)
 
@@ -201,54 +190,19 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], disk: Disk) -> Writ
     return _write(path, _pieces(tensors), disk)
 
 
-def verify_file(path: Path, written: WrittenFile, disk: Disk, remedy: str = ANOTHER) -> None:
-    """Read a whole file; raise FolderDamaged unless its bytes are those that were written."""
-    digest, size = xxhash.xxh3_128(), 0
-    for piece in _read(path, disk, remedy):
-        digest.update(piece)
-        size += len(piece)
-    if (size, digest.hexdigest()) != (written.bytes, written.digest):
-        problem = f"has changed since it was written (checksum mismatch): {size:,} of {written.bytes:,} bytes"
-        raise FolderDamaged(problem, where=str(path), remedy=remedy)
-
-
 def distinct(tensors: Mapping[Key, Tensor]) -> tuple[dict[Key, Tensor], dict[Key, Key]]:
     """Return each tensor under its first name only, and the first name of every other name."""
     kept: dict[Key, Tensor] = {}
     same: dict[Key, Key] = {}
     first_names: dict[Any, Key] = {}
     for name, tensor in tensors.items():
-        start = tensor.untyped_storage()._cdata if tensor.is_meta else tensor.data_ptr()  # noqa: SLF001 - it has no data
-        place = (tensor.device, start, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj())
-        key = place if tensor.numel() and start else id(tensor)
-        if (first := first_names.setdefault(key, name)) == name:
+        storage = tensor.untyped_storage()._cdata  # noqa: SLF001 - tensors on the meta device have no other address
+        place = (storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj())
+        if (first := first_names.setdefault(place, name)) == name:
             kept[name] = tensor
         else:
             same[name] = first
     return kept, same
-
-
-def refuse_strange(tensors: Mapping[str, Tensor]) -> None:
-    """Raise where a tensor's layout or dtype cannot be stored."""
-    for name, tensor in tensors.items():
-        is_strided = str(tensor.layout) == "torch.strided"
-        if not is_strided or str(tensor.dtype) not in DTYPE_NAMES:
-            problem = (
-                f"{name} has a dtype that checkpoints cannot store: {tensor.dtype if is_strided else tensor.layout}"
-            )
-            remedy = "use a plain tensor, or keep it out of the model's state"
-            raise ConfigError(problem, where="train.task", remedy=remedy)
-
-
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """Return a tensor's bytes: its own where it is contiguous and on the CPU, else a copy's."""
-    import torch
-
-    if tensor.numel() == 0:
-        return memoryview(b"")
-    whole = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-    flat = whole.as_strided((whole.numel(),), (1,))  # where there is only one value, its stride may be anything
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # before 3.12 the stubs lack it
 
 
 def _read(path: Path, disk: Disk, remedy: str) -> Iterator[memoryview]:
@@ -292,23 +246,27 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "same": json.dumps(same)}}
     end = 0
     for name in order:
-        begin, end = end, end + kept[name].numel() * kept[name].element_size()
+        begin, end = end, end + kept[name].nbytes
         dtype, shape = DTYPE_NAMES[str(kept[name].dtype)], list(kept[name].shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for name in order:
-        data = tensor_bytes(kept[name])
+        data = _bytes_of(kept[name])
         for start in range(0, len(data), PIECE_BYTES):
             yield data[start : start + PIECE_BYTES]
         del data
 
 
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Return a tensor's bytes: its own where it is contiguous and on the CPU, else a copy's."""
+    import torch
+
+    whole = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+    flat = whole.as_strided((whole.numel(),), (1,))  # where there is only one value, its stride may be anything
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # before 3.12 the stubs lack it
+
+
 def _digest(version: int, body: bytes) -> str:
     return content_digest(b"%d\n" % version + body).hex()
-
-
-def _short(value: Any) -> str:
-    text = "nothing" if value is None else json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

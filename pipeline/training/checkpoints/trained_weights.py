@@ -1,16 +1,17 @@
-"""Weights that were trained before: a training's checkpoint, chosen and loaded, or pretrained weights of any form.
+"""Weights that were trained before: a training's checkpoint, pretrained weights of any form, and models to take away.
 
 Pretrained are a file of torch.save (.pt, .pth, .ckpt; nothing in it is executed), a .safetensors file, a Hugging Face
-folder with one or several, or a checkpoint of ours; of that the moving averages, where it has them, as those were
-evaluated.
+folder with one or several, an exported model, or a checkpoint of ours; of that the moving averages, where it has them,
+as those were evaluated. A `NameTable` says under which names another program publishes a model's weights: they are read
+as ours, and written again to the bit.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,30 +22,103 @@ from pipeline.command_line import quoted
 from pipeline.encoder.checkpoint_files import INDEX, SINGLE, shards_of
 from pipeline.encoder.published_weights import read_pt, read_safetensors
 from pipeline.errors import ConfigError, DataError, JobFailed, WeightsUnusable
-from pipeline.protocol import FitsOptions
-from pipeline.training.checkpoints.checkpoint import fill, in_one_part, open_checkpoint, tensor_words
-from pipeline.training.checkpoints.chosen_checkpoint import (
+from pipeline.protocol import FitsOptions, HasFilesBeside, HasPublishedForms
+from pipeline.store.format.disk import Disk
+from pipeline.training.checkpoints.checkpoint import (
     EXPORTED,
     ChosenCheckpoint,
     checkpoint_digest,
-    checkpoint_weights,
+    open_checkpoint,
     read_export,
+    tensor_words,
 )
-from pipeline.training.checkpoints.published_names import USUAL, in_own_names, without_prefix, wrapping_prefix
-from pipeline.training.checkpoints.sealed_folder import ANOTHER, MANIFEST, FolderDamaged, distinct
-from pipeline.training.checkpoints.training_state import model_key, model_state, model_targets, plain_name
+from pipeline.training.checkpoints.keeper import model_state, plain_name
+from pipeline.training.checkpoints.sealed_folder import (
+    ANOTHER,
+    MANIFEST,
+    TENSORS,
+    FolderDamaged,
+    distinct,
+    write_manifest,
+    write_tensors,
+)
 from pipeline.training.prepared import ModelFolder
+from pipeline.units import first_few
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from torch import nn
 
-    from pipeline.training.checkpoints.published_names import NamedWeights, WeightsReading
+    from pipeline.config.schema_train import TrainSection
+    from pipeline.protocol import PublishedForm
     from pipeline.training.ranks.rank_protocol import Ranks
     from pipeline.training.step.step import Step
 
 TRIES = 5  # attempts to read a checkpoint: one may be damaged, or removed meanwhile
+AS, WHERE = "train.pretrained_as", "train.pretrained"
+NESTED = ("state_dict", "model_state_dict", "model")  # where training scripts put the weights
+OTHERS = "use weights of this model"
+PARTIAL = ", or load only what fits: train.pretrained_partial: true"
+UNTRUSTED = "save the weights as .safetensors, or as a plain state dict: torch.save(model.state_dict(), FILE)"
+FORMS = "use a .pt, .pth, .ckpt or .safetensors file, a Hugging Face folder, or a step-… folder"
+_MOST_NAMED = 5  # of each kind of difference
+
+
+@dataclass(frozen=True)
+class NameTable:
+    """Our name → theirs, of parameters or of modules with all that is in them; "*" is a number, the same in both.
+
+    The longest name that fits decides. What the table does not know stays as it is.
+    """
+
+    names: Mapping[str, str]
+    signs: tuple[str, ...]  # names of theirs that only a file of this system has
+    left: tuple[str, ...] = ()  # theirs that no model here needs: patterns, as of file names
+    fresh: tuple[str, ...] = ()  # ours that their files lack: patterns of what may stay as it begins
+
+    def knows(self, names: Collection[str]) -> bool:
+        """Say whether tensors of these names are of this system."""
+        return all(sign in names for sign in self.signs)
+
+    def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors under our names."""
+        back = {theirs: ours for ours, theirs in self.names.items()}
+        return {renamed(name, back): tensor for name, tensor in tensors.items()}
+
+    def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors under their names."""
+        return {renamed(name, self.names): tensor for name, tensor in tensors.items()}
+
+
+def renamed(name: str, names: Mapping[str, str]) -> str:
+    """Return a parameter's other name by a table of names and modules, or the one that it has.
+
+    Of several that fit the longest decides, and among those that with the fewest "*".
+    """
+    parts = name.split(".")
+    fitting = [(-len(signs), signs.count("*"), signs) for known in names if _fits(signs := known.split("."), parts)]
+    if not fitting:
+        return name
+    _, _, signs = min(fitting)
+    other = names[".".join(signs)]
+    for sign, part in zip(signs, parts, strict=False):
+        other = other.replace("*", part, 1) if sign == "*" else other
+    return ".".join([other, *parts[len(signs) :]])
+
+
+def _fits(signs: Sequence[str], parts: Sequence[str]) -> bool:
+    """Tell whether a name begins with these parts; "*" stands for a number."""
+    pairs = zip(signs, parts, strict=False)
+    return len(signs) <= len(parts) and all(sign == part or (sign == "*" and part.isdigit()) for sign, part in pairs)
+
+
+def published_forms(model: nn.Module) -> Mapping[str, PublishedForm]:
+    """Return the published forms that a model knows, by name."""
+    return model.published_forms() if isinstance(model, HasPublishedForms) else {}
+
+
+# A checkpoint that is to be used
 
 
 def load_checkpoint(
@@ -52,7 +126,7 @@ def load_checkpoint(
     ranks: Ranks,
     select: Callable[[Collection[str]], ChosenCheckpoint],
     say: Callable[[str], None],
-    reading: WeightsReading = USUAL,
+    reading: WeightsReading | None = None,
 ) -> ChosenCheckpoint:
     """Load the checkpoint that rank 0 selects into the model of every rank: its moving averages where it has any.
 
@@ -73,50 +147,46 @@ def load_checkpoint(
     raise JobFailed(problem, where=str(chosen.path.parent), remedy=ANOTHER)
 
 
-def _load(step: Step, chosen: ChosenCheckpoint, reading: WeightsReading) -> str:
+def _load(step: Step, chosen: ChosenCheckpoint, reading: WeightsReading | None) -> str:
     """Fill a model; return what went wrong where another checkpoint may work, else ""."""
     try:
         if checkpoint_digest(chosen.path) != chosen.digest:
             return "it was replaced while being read"
-        if chosen.path.is_file():
-            load_pretrained(step.model, chosen.path, reading=reading)
-            return ""
-        if ModelFolder(chosen.path).export.is_file():
-            sealed = read_export(chosen.path)
-            fill(model_state(step.model), in_one_part(sealed.tensors(EXPORTED)), chosen.path)
-            return ""
-        loaded = open_checkpoint(chosen.path)
-        # Of any training, as long as the model is the same.
-        loaded.sealed.refuse_stranger({**loaded.sealed.identity, "model": model_key(step.model)})
-        loaded.load_into(model_targets(step.model, loaded.tensors))
-    except (FolderDamaged, FileNotFoundError) as error:
-        return f"{error.where}: {error.what}" if isinstance(error, FolderDamaged) else "it was removed"
+        load_pretrained(step.model, chosen.path, reading=reading)
+    except (FolderDamaged, FileNotFoundError, ConfigError) as error:
+        if isinstance(error, FolderDamaged):
+            return f"{error.where}: {error.what}"
+        if isinstance(error, ConfigError) and chosen.path.exists():
+            raise
+        return "it was removed"
     return ""
 
 
-WHERE = "train.pretrained"
-NESTED = ("state_dict", "model_state_dict", "model")  # where training scripts put the weights
-OTHERS = "use weights of this model"
-PARTIAL = ", or load only what fits: train.pretrained_partial: true"
-UNTRUSTED = "save the weights as .safetensors, or as a plain state dict: torch.save(model.state_dict(), FILE)"
-FORMS = "use a .pt, .pth, .ckpt or .safetensors file, a Hugging Face folder, or a step-… folder"
-_MOST_LINES = 5  # of each group
-_MOST_COMPARED = 2_000  # names; looking for similar ones among more takes too long
-_NEAR = 0.6
+# Pretrained weights
+
+
+@dataclass(frozen=True)
+class WeightsReading:
+    """How a file of weights is to be read."""
+
+    form: str | None = None  # the published form; None: recognized by the names
+    names: Mapping[str, str] = field(default_factory=dict)  # of the file's → the model's, before all else
+    entry: str | None = None  # of a checkpoint with several, such as ema_state_dict
+
+    @classmethod
+    def of(cls, train: TrainSection) -> WeightsReading:
+        """Return what a configuration says."""
+        return cls(train.pretrained_as, train.pretrained_map, train.pretrained_entry)
 
 
 @dataclass(frozen=True)
 class PretrainedReport:
     """Which weights were loaded, and which were not."""
 
-    path: str
     loaded: int  # tensors of the model
     missing: tuple[str, ...] = ()  # in the model, not in the file
     unexpected: tuple[str, ...] = ()  # in the file, not in the model
     reshaped: Mapping[str, str] = field(default_factory=dict)  # in both, but different: a text that says how
-    converted: int = 0  # of another precision in the file
-    averages: int = 0  # moving averages among what was loaded
-    prefix: str = ""  # of every name in the file, not of the model's
     form: str = ""  # in which it was published
     left: tuple[str, ...] = ()  # in the file, of no use to this model
     fresh: tuple[str, ...] = ()  # in the model, and new with it
@@ -127,27 +197,21 @@ class PretrainedReport:
         return not (self.missing or self.unexpected or self.reshaped)
 
     def lines(self) -> list[str]:
-        """Return the differences as text: a few names of each kind, with a similar one of the file where missing."""
-        near = _nearest(self.missing, self.unexpected)
-        missing = [f"{name}   (the file has {near[name]})" if name in near else name for name in self.missing]
-        reshaped = [f"{name}: {how}" for name, how in self.reshaped.items()]
+        """Return the differences as text, with a few names of each kind."""
         groups = {
-            "not in the file": missing, "not in the model": self.unexpected, "not alike": reshaped,
-            "not used": self.left, "initialized randomly": self.fresh,
-        }  # fmt: skip
-        return [line for title, names in groups.items() for line in _group(title, names)]
-
-
-@dataclass(frozen=True)
-class StoredWeights:
-    """The tensors of a file by name, memory-mapped where the form allows."""
-
-    tensors: Mapping[str, Tensor]
-    averages: frozenset[str] = frozenset()  # names of the moving averages among them
+            "not in the file": self.missing,
+            "not in the model": self.unexpected,
+            "not alike": [f"{name}: {how}" for name, how in self.reshaped.items()],
+            "not used": self.left,
+            "initialized randomly": self.fresh,
+        }
+        return [
+            f"{title} ({len(names):,}): {first_few(names, _MOST_NAMED)}" for title, names in groups.items() if names
+        ]
 
 
 def load_pretrained(
-    model: nn.Module, path: Path, *, partial: bool = False, reading: WeightsReading = USUAL
+    model: nn.Module, path: Path, *, partial: bool = False, reading: WeightsReading | None = None
 ) -> PretrainedReport:
     """Copy weights into a model: all of them or, if partial, those that fit. Nothing is changed where it fails.
 
@@ -162,22 +226,72 @@ def load_pretrained(
 
 
 def fitting_weights(
-    model: nn.Module, path: Path, *, partial: bool, reading: WeightsReading = USUAL
+    model: nn.Module, path: Path, *, partial: bool, reading: WeightsReading | None = None
 ) -> tuple[PretrainedReport, dict[str, Tensor]]:
     """Compare weights with a model, which may be on the meta device; return how, and those that fit."""
-    stored = stored_weights(path, reading.entry)
-    named = in_own_names(model, stored.tensors, reading, str(path))
-    state = model_state(model)
-    prefix = wrapping_prefix(named.tensors, lambda names: any(name in state for name in names)) or ""
-    tensors = without_prefix(named.tensors, prefix)
-    report, fitting = _compared(state, tensors, named)
-    report = replace(report, path=str(path), prefix=prefix, averages=len(stored.averages.intersection(fitting)))
-    if not fitting:
-        raise _misfit("do not belong to this model: none of its tensors fits", report, OTHERS)
-    if not report.is_whole and not partial:
-        remedy = f"{_fitting_options(model, stored.tensors) or OTHERS}{PARTIAL}"
-        raise _misfit(f"do not belong to this model: {len(fitting)} of its {len(state)} tensors fit", report, remedy)
-    return report, {name: tensors[name] for name in fitting}
+    reading = reading or WeightsReading()
+    stored, state = stored_weights(path, reading.entry), model_state(model)
+    form, left, tensors = ("", (), stored) if _is_ours(path) else _in_own_names(model, stored, reading, path)
+    tensors = _unwrapped(tensors, lambda names: any(name in state for name in names)) or tensors
+    same = distinct(state)[1]
+    in_file = {same.get(name, name) for name in state if name in tensors}
+    reshaped = {name: how for name, mine in state.items() if name in tensors and (how := _unlike(mine, tensors[name]))}
+    for alias, first in same.items():
+        if {alias, first} <= tensors.keys() - reshaped.keys() and not torch.equal(tensors[alias], tensors[first]):
+            reshaped[alias] = f"is tied to {first} in the model but differs from it in the file"
+    fitting = {name: tensors[name] for name in state if name in tensors and name not in reshaped}
+    missing = [name for name in state if same.get(name, name) not in in_file]
+    may_be_fresh = published_forms(model)[form].fresh if form else ()
+    fresh = tuple(name for name in missing if _is_like(name, may_be_fresh))
+    report = PretrainedReport(
+        loaded=len({same.get(name, name) for name in fitting}),
+        missing=tuple(name for name in missing if name not in fresh),
+        unexpected=tuple(name for name in tensors if name not in state),
+        reshaped=reshaped,
+        form=form,
+        left=left,
+        fresh=fresh,
+    )
+    if not fitting or not (report.is_whole or partial):
+        problem = f"the weights do not belong to this model: {len(fitting)} of its {len(state)} tensors fit"
+        remedy = f"{_fitting_options(model, stored) or OTHERS}{PARTIAL}" if fitting else OTHERS
+        raise ConfigError("\n  ".join([problem, *report.lines()]), where=f"{WHERE}: {path}", remedy=remedy)
+    return report, fitting
+
+
+def _in_own_names(
+    model: nn.Module, tensors: Mapping[str, Tensor], reading: WeightsReading, path: Path
+) -> tuple[str, tuple[str, ...], Mapping[str, Tensor]]:
+    """Return the form in which a file's tensors are published, which of them are left, and the rest in our names."""
+    if reading.names:
+        tensors = {renamed(name, reading.names): tensor for name, tensor in tensors.items()}
+    forms = published_forms(model)
+    if reading.form is not None and reading.form not in forms:
+        known = f"it supports {', '.join(forms)}" if forms else "it supports no published weights"
+        remedy = f"leave out {AS}, or choose one of these" if forms else f"leave out {AS}; names: train.pretrained_map"
+        raise ConfigError(f"the model does not support weights of {reading.form!r}; {known}", where=AS, remedy=remedy)
+    for name in forms if reading.form is None else [reading.form]:
+        if (theirs := _unwrapped(tensors, forms[name].knows)) is not None:
+            left = tuple(known for known in theirs if _is_like(known, forms[name].left))
+            return name, left, forms[name].read({known: theirs[known] for known in theirs if known not in left})
+    if reading.form is not None:
+        problem = f"these are not weights of {reading.form}: their names begin with {', '.join(list(tensors)[:4])}"
+        raise ConfigError(problem, where=f"{AS}: {path}", remedy=f"leave out {AS}, or name the file of {reading.form}")
+    return "", (), tensors
+
+
+def _is_like(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _unwrapped(tensors: Mapping[str, Tensor], fits: Callable[[Collection[str]], bool]) -> Mapping[str, Tensor] | None:
+    """Return tensors without the prefix of what wraps a whole model, such as `module.` of DDP; None: none fits."""
+    while not fits(tensors):
+        first = next(iter(tensors), "").partition(".")[0] + "."
+        if not all(name.startswith(first) and name != first for name in tensors) or not tensors:
+            return None
+        tensors = {name.removeprefix(first): tensor for name, tensor in tensors.items()}
+    return tensors
 
 
 def _fitting_options(model: nn.Module, tensors: Mapping[str, Tensor]) -> str:
@@ -189,27 +303,40 @@ def _fitting_options(model: nn.Module, tensors: Mapping[str, Tensor]) -> str:
     return " ".join(f"--set train.options.{name}={json.dumps(value)}" for name, value in options.items())
 
 
-def stored_weights(path: Path, entry: str | None = None) -> StoredWeights:
+def _unlike(mine: Tensor, stored: Tensor) -> str:
+    """Describe why one tensor cannot take another's values; "" where it can."""
+    is_convertible = mine.is_floating_point() and stored.is_floating_point()
+    if mine.shape == stored.shape and (is_convertible or mine.dtype == stored.dtype):
+        return ""
+    return f"{tensor_words(stored)} in the file, {tensor_words(mine)} in the model"
+
+
+def _is_ours(path: Path) -> bool:
+    return (path / MANIFEST).is_file() or ModelFolder(path).export.is_file()
+
+
+def stored_weights(path: Path, entry: str | None = None) -> dict[str, Tensor]:
     """Read every tensor of a file or a folder, by its name without wrappers such as torch.compile's.
 
     `entry` names those of a file with several, such as ema_state_dict.
     """
     if not path.exists():
         raise ConfigError("weights not found", where=f"{WHERE}: {path}", remedy=f"ls -ldL {quoted(path)}")
-    if (path / MANIFEST).is_file():
-        return StoredWeights(*checkpoint_weights(path))
+    if _is_ours(path):
+        is_export = ModelFolder(path).export.is_file()
+        return read_export(path).tensors(EXPORTED) if is_export else checkpoint_weights(path)
     try:
         if path.is_dir():
             tensors = read_safetensors(_files_of(path))
         else:
-            is_plain = path.suffix == ".safetensors"
+            is_plain = path.suffix == TENSORS
             tensors = read_safetensors([path]) if is_plain else _state_dict(read_pt(path, foreign=True), path, entry)
     except WeightsUnusable as error:
         where = f"{WHERE}: {error.where or path}"
         if "run code" in error.what:  # nothing is wrong with the file: it is another that must be named
             raise ConfigError(error.what, where=where, remedy=UNTRUSTED) from error
         raise DataError(error.what, where=where, remedy=FORMS) from error
-    return StoredWeights({plain_name(name): tensor for name, tensor in tensors.items()})
+    return {plain_name(name): tensor for name, tensor in tensors.items()}
 
 
 def _files_of(folder: Path) -> list[Path]:
@@ -227,8 +354,8 @@ def _state_dict(content: Any, path: Path, entry: str | None) -> dict[str, Tensor
     """Return the state dict in what torch.save wrote: the whole content, or under a usual name in it."""
     looked = NESTED if entry is None else (entry,)
     held = content if isinstance(content, Mapping) else {}
-    nested = next((held[name] for name in looked if isinstance(held.get(name), Mapping)), None)
-    named = nested if nested is not None else held if entry is None else {}
+    nested = [held[name] for name in looked if isinstance(held.get(name), Mapping)]
+    named = nested[0] if nested else held if entry is None else {}
     tensors = {name: value for name, value in named.items() if isinstance(name, str) and isinstance(value, Tensor)}
     if tensors:
         return tensors
@@ -237,63 +364,53 @@ def _state_dict(content: Any, path: Path, entry: str | None) -> dict[str, Tensor
     raise DataError(problem, where=f"{WHERE}: {path}", remedy=UNTRUSTED)
 
 
-def _compared(
-    state: Mapping[str, Tensor], stored: Mapping[str, Tensor], named: NamedWeights
-) -> tuple[PretrainedReport, list[str]]:
-    """Return the difference between a model and a file, and the names that fit."""
-    _, same = distinct(state)
-    in_file = {same.get(name, name) for name in state if name in stored}
-    reshaped = {name: how for name, mine in state.items() if name in stored and (how := _unlike(mine, stored[name]))}
-    reshaped |= _untied(same, stored, reshaped)
-    fitting = [name for name in state if name in stored and name not in reshaped]
-    missing = [name for name in state if same.get(name, name) not in in_file]
-    report = PretrainedReport(
-        path="",
-        loaded=len({same.get(name, name) for name in fitting}),
-        missing=tuple(name for name in missing if not named.may_be_fresh(name)),
-        unexpected=tuple(name for name in stored if name not in state),
-        reshaped=reshaped,
-        converted=sum(stored[name].dtype != state[name].dtype for name in fitting),
-        form=named.form,
-        left=named.left,
-        fresh=tuple(name for name in missing if named.may_be_fresh(name)),
-    )
-    return report, fitting
+def checkpoint_weights(path: Path) -> dict[str, Tensor]:
+    """Return a checkpoint's weights by the model's own names: moving averages where it has them."""
+    kinds: dict[str, dict[str, Tensor]] = {"model": {}, "ema": {}, "optimizer": {}}
+    for stored_name, stored in open_checkpoint(path).tensors.items():
+        kind, _, name = stored_name.partition(".")
+        if kind != "optimizer":
+            kinds[kind][name] = stored.whole()
+    return kinds["model"] | kinds["ema"]
 
 
-def _unlike(mine: Tensor, stored: Tensor) -> str:
-    """Describe why one tensor cannot take another's values; "" where it can."""
-    is_convertible = mine.is_floating_point() and stored.is_floating_point()
-    if mine.shape == stored.shape and (is_convertible or mine.dtype == stored.dtype):
-        return ""
-    return f"{tensor_words(stored)} in the file, {tensor_words(mine)} in the model"
+# Models to take away
 
 
-def _untied(same: Mapping[str, str], stored: Mapping[str, Tensor], reshaped: Mapping[str, str]) -> dict[str, str]:
-    """Describe names that are tied in the model, but have different values in the file."""
-    pairs = {alias: first for alias, first in same.items() if alias in stored and first in stored}
-    return {
-        alias: f"is tied to {first} in the model but differs from it in the file"
-        for alias, first in pairs.items()
-        if not {alias, first} & set(reshaped) and not torch.equal(stored[alias], stored[first])
-    }
+def write_export(folder: Path, tensors: Mapping[str, Tensor], card: Mapping[str, Any]) -> dict[str, Any]:
+    """Write weights and then the card, completed by facts about the weights; return the card."""
+    written = write_tensors(folder / (name := f"{EXPORTED}{TENSORS}"), tensors, Disk())
+    parameters = sum(tensor.numel() for tensor in tensors.values())
+    weights = {"bytes": written.bytes, "digest": written.digest, "tensors": len(tensors), "parameters": parameters}
+    whole = {**card, "weights": weights}
+    write_manifest(ModelFolder(folder).export, {name: written}, whole, {}, Disk())
+    return whole
 
 
-def _misfit(problem: str, report: PretrainedReport, remedy: str) -> ConfigError:
-    text = "\n  ".join([f"the weights {problem}", *report.lines()])
-    return ConfigError(text, where=f"{WHERE}: {report.path}", remedy=remedy)
+def in_form(network: nn.Module, weights: Mapping[str, Tensor], form: str) -> Mapping[str, Tensor]:
+    """Return weights as a published system names them; raise where the model knows no such system."""
+    forms = published_forms(network)
+    if form not in forms:
+        known = f"its task supports {', '.join(forms)}" if forms else "its task supports no published names"
+        remedy = f"--as {next(iter(forms))}" if forms else "leave out --as   (docs/how-to/model.md: published_forms)"
+        raise ConfigError(f"no names of {form!r} for this model; {known}", where="--as", remedy=remedy)
+    return forms[form].write(weights)
 
 
-def _nearest(missing: Sequence[str], unexpected: Sequence[str]) -> dict[str, str]:
-    """Return for the missing names that are shown the most similar one of the file, if any is."""
-    matches = {
-        name: difflib.get_close_matches(name, unexpected[:_MOST_COMPARED], 1, _NEAR) for name in missing[:_MOST_LINES]
-    }
-    return {name: found[0] for name, found in matches.items() if found}
+def write_published(folder: Path, form: str, network: nn.Module, weights: Mapping[str, Tensor]) -> Path:
+    """Write weights under another program's names: whole ones, a tied one as often as it has names.
 
+    They are `FORM.safetensors`, or, where text files belong to them, a folder of this form. Return its path.
+    """
+    from safetensors.torch import save_file
 
-def _group(title: str, names: Sequence[str]) -> list[str]:
-    if not names:
-        return []
-    more = [f"  … and {len(names) - _MOST_LINES:,} more"] if len(names) > _MOST_LINES else []
-    return [f"{title} ({len(names):,}):", *(f"  {name}" for name in names[:_MOST_LINES]), *more]
+    whole = {name: tensor.contiguous().clone() for name, tensor in in_form(network, weights, form).items()}
+    known = published_forms(network)[form]
+    texts = known.beside() if isinstance(known, HasFilesBeside) else {}
+    for name, text in texts.items():
+        (folder / form).mkdir(exist_ok=True)
+        (folder / form / name).write_text(text, encoding="utf-8")
+    metadata = {"format": "pt"} if texts else None  # without it transformers refuses a folder's weights
+    place = folder / form if texts else folder / f"{form}{TENSORS}"
+    save_file(whole, place / f"{EXPORTED}{TENSORS}" if texts else place, metadata=metadata)
+    return place

@@ -16,8 +16,7 @@ import torch
 
 from pipeline.device.accelerator import Card, computing, is_card
 from pipeline.records import Reason, Rejection
-from pipeline.training.checkpoints.published_names import WeightsReading
-from pipeline.training.checkpoints.trained_weights import load_checkpoint
+from pipeline.training.checkpoints.trained_weights import WeightsReading, load_checkpoint
 from pipeline.training.evaluating.evaluator import Evaluator
 from pipeline.training.evaluating.outputs import done_numbers
 from pipeline.training.items.batch_maker import WorkedOn
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
     from pipeline.config.schema_train import TrainSection
     from pipeline.records import TaskContext
-    from pipeline.training.checkpoints.chosen_checkpoint import ChosenCheckpoint
+    from pipeline.training.checkpoints.checkpoint import ChosenCheckpoint
     from pipeline.training.items.item_source import ItemSource
     from pipeline.training.items.item_table import ItemTable
     from pipeline.training.items.residue_embeddings import Embeddings

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline.device.out_of_memory import out_of_memory_error
 from pipeline.memory.runtime.recovery import StepSnapshot, forget_failed_backward
-from pipeline.training.checkpoints.training_state import plain_name
+from pipeline.training.checkpoints.keeper import plain_name
 from pipeline.training.forensics.rerun import not_finite
 from pipeline.training.items.batch import ItemBatch
 from pipeline.units import first_few

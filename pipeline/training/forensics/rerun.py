@@ -20,7 +20,7 @@ from pipeline.device.out_of_memory import out_of_memory_error
 from pipeline.device.rng import RngState
 from pipeline.errors import PlanInfeasible
 from pipeline.memory.runtime.recovery import StepSnapshot
-from pipeline.training.checkpoints.training_state import plain_name
+from pipeline.training.checkpoints.keeper import plain_name
 from pipeline.training.ranks.rank_protocol import SingleRank
 from pipeline.training.step.contrastive import ExactContrastiveStep
 from pipeline.training.step.exact_step import ExactStep

@@ -331,7 +331,7 @@ class Trainer:
                 self.state,
                 self.step,
                 own={"governor": self.governor.state()},
-                figure=value,
+                metric=value,
                 lower=self.train.validation.lower_is_better,
                 wait=wait or self.is_over,
             )
@@ -346,8 +346,8 @@ class Trainer:
         """Restore the newest checkpoint, with `of_all` the newest that all items made; else start at the beginning."""
         killed = self.state.killed
         with self.ranks.patient("resuming"):
-            resumed = self.keeper.resume(self.step, of_all=of_all)
-        self.state = state = resumed.state
+            self.state, own = self.keeper.resume(self.step, of_all=of_all)
+        state = self.state
         state.killed |= killed
         state.follow(self.train.validation.monitor)
         self.observer.resumed(self.done)
@@ -355,8 +355,8 @@ class Trainer:
             return
         phase = self._phase_of_epoch()
         governor = self.governor_of(phase)
-        if resumed.own.get("governor"):
-            governor.load(resumed.own["governor"])
+        if own:
+            governor.load(own["governor"])
         governor.adopt(min(report["budget"] for report in self.ranks.exchange({"budget": governor.budget})))
         self._switch(phase, governor)
         at = phase.at(state.epoch, min(state.next, phase.steps - 1))

@@ -14,8 +14,7 @@ from pipeline.memory.hardware.host_memory import (
     staged_bytes,
 )
 from pipeline.memory.runtime.pinned_tensors import PinnedChunks
-from pipeline.training.checkpoints.keeper import StagingBuffers, staging_bytes
-from pipeline.training.checkpoints.training_state import pack
+from pipeline.training.checkpoints.keeper import StagingBuffers
 from pipeline.training.step.checkpointing import Pinned, offloaded
 from tests.card import card
 from tests.card.on_card.planned import Counting
@@ -39,27 +38,30 @@ def trained(widths: list[int]) -> tuple[nn.Module, torch.optim.Optimizer]:
 @pytest.mark.parametrize("widths", [[300] * 9, [520, 60, 61, 62], [1024], [7]])
 def test_copies_of_a_state_take_what_is_planned_for_them(widths: list[int]) -> None:
     model, optimizer = trained(widths)
-    tensors = pack(model, optimizer).tensors
-    own = {"cpu": torch.get_rng_state(), "card": torch.zeros(16, dtype=torch.uint8)}
+    tensors = dict(model.named_parameters())
+    for number, state in enumerate(optimizer.state.values()):
+        tensors |= {f"{number}.{key}": value for key, value in state.items()}
+    tensors |= {"cpu": torch.get_rng_state(), "card": torch.zeros(16, dtype=torch.uint8)}
     blocks = [parameter.nbytes for parameter in model.parameters() for _ in range(3)]  # Adam has two of each
     before, staging = taken(), StagingBuffers()
-    shared, copied_own = staging.copied(tensors, own)
+    needed = staging.missing_bytes(tensors)
+    copies = staging.copied(tensors)
     pinned = taken() - before
-    assert pinned == staging.held_bytes == staging_bytes(tensors, own)
+    assert pinned == needed
+    assert staging.missing_bytes(tensors) == 0
     assert sum(blocks) < pinned <= staged_bytes(blocks, pinned=True)
     by_itself = sum(pinned_bytes(block) for block in blocks if block >= SMALL_BYTES)
     assert pinned <= by_itself + 2 * sum(block for block in blocks if block < SMALL_BYTES) + MIB // 8
-    assert all(torch.equal(shared[name], tensor.cpu()) for name, tensor in tensors.items())
-    assert torch.equal(copied_own["cpu"], own["cpu"])
-    staging.copied(tensors, own)
+    assert all(torch.equal(copies[name], tensor.cpu()) for name, tensor in tensors.items())
+    staging.copied(tensors)
     assert taken() - before == pinned
 
 
 def test_a_state_that_has_grown_leaves_nothing_pinned_of_what_it_took_before() -> None:
     before, staging = taken(), StagingBuffers()
     for size in (3 * MIB, 5 * MIB, MIB):
-        (copies,) = staging.copied({"a": torch.full((size // 4,), float(size), device=card.NAME)})
-        assert taken() - before == staging.held_bytes == pinned_bytes(size)
+        copies = staging.copied({"a": torch.full((size // 4,), float(size), device=card.NAME)})
+        assert taken() - before == pinned_bytes(size)
         assert (copies["a"] == size).all()
 
 
@@ -74,7 +76,7 @@ def test_a_host_that_pins_no_more_saves_from_memory_that_is_not_pinned(monkeypat
         return bytes_on_host(size_bytes, pin=False)
 
     monkeypatch.setattr(pinned_tensors, "bytes_on_host", full)
-    (copies,) = StagingBuffers().copied({"a": torch.ones(1000, device=card.NAME)})
+    copies = StagingBuffers().copied({"a": torch.ones(1000, device=card.NAME)})
     assert taken() == before
     assert (copies["a"] == 1).all()
 

@@ -9,7 +9,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from pipeline.training.checkpoints.chosen_checkpoint import checkpoint_weights
+from pipeline.training.checkpoints.trained_weights import checkpoint_weights
 from tests.card.on_card.typed_on_cards import CARD, Typist, epochs
 from tests.card.on_card.typed_on_cards import projects_root as projects_root
 from tests.card.on_card.typed_on_cards import typist as typist
@@ -103,7 +103,7 @@ def test_two_cards_train_what_one_does(there: Typist, spread: str) -> None:
         trained(there, "alone", *PLAIN, gpus=1)
     models = f"two-{spread}"
     trained(there, models, *PLAIN, f"train.sharding={spread}")
-    alone, two = (checkpoint_weights(last_checkpoint(folder))[0] for folder in ("alone", models))
+    alone, two = (checkpoint_weights(last_checkpoint(folder)) for folder in ("alone", models))
     assert alone.keys() == two.keys()
     for name, weights in alone.items():
         torch.testing.assert_close(two[name], weights, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")

@@ -26,7 +26,7 @@ from pipeline.runs.model.trained_model import portable_settings
 from pipeline.runs.workflow.embed_stage import EmbedStage
 from pipeline.runs.workflow.embedded import name_of
 from pipeline.store.cache_folder import CacheFolder
-from pipeline.training.checkpoints.chosen_checkpoint import write_export
+from pipeline.training.checkpoints.trained_weights import write_export
 from tests.testkit.command import Command
 from tests.testkit.project import LOCAL, WEIGHTS, to_do, write_config
 from tests.testkit.trained import write_project

@@ -40,7 +40,7 @@ def _on_full_disk(*_):
 def test_an_export_that_fills_the_disk_leaves_nothing_and_is_done_again(pipeline, trained, monkeypatch):
     folder = trained.folder / "taken"
     with monkeypatch.context() as full:
-        full.setattr("pipeline.training.checkpoints.chosen_checkpoint.write_tensors", _on_full_disk)
+        full.setattr("pipeline.training.checkpoints.trained_weights.write_tensors", _on_full_disk)
         assert pipeline("model", "export", trained.model.name, str(folder)).code == 2
     assert not list(trained.folder.glob("*taken*"))
     folder.mkdir()

@@ -100,7 +100,7 @@ def test_residues_without_an_edge_are_left_out_without_a_difference():
 
 
 def test_published_weights_go_in_and_out_without_a_change():
-    published = stored_weights(checkpoint("diffdock_pp/confidence.pth")).tensors
+    published = stored_weights(checkpoint("diffdock_pp/confidence.pth"))
     assert is_published(published)
     model = ConfidenceModel(CONFIDENCE_SIZES)
     model.load_state_dict(from_published(published))

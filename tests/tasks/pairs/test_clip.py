@@ -26,11 +26,11 @@ def hugging_file():
 
 
 def half():
-    return stored_weights(half_file()).tensors
+    return stored_weights(half_file())
 
 
 def hugging():
-    return stored_weights(hugging_file()).tensors
+    return stored_weights(hugging_file())
 
 
 def loss_of(model):
@@ -115,12 +115,12 @@ def test_every_half_precision_number_is_the_same_after_in_and_out(form):
 
 @pytest.mark.parametrize(("path", "form"), [(half_file, CLIP), (hugging_file, CLIP_TRANSFORMERS)], ids=FORMS)
 def test_a_training_begins_with_published_weights_and_a_fresh_head_for_classes(path, form):
-    classed = ContrastivePair(**options_of(stored_weights(path()).tensors), classes=("cat", "dog"), class_weight=1.0)
+    classed = ContrastivePair(**options_of(stored_weights(path())), classes=("cat", "dog"), class_weight=1.0)
     model = classed.model()
     report = load_pretrained(model, path())
     assert (report.form, report.fresh) == (form, ("classes.weight", "classes.bias"))
     assert set(report.left) == ({"input_resolution", "context_length", "vocab_size"} if form == CLIP else set())
-    plain = clip_with(stored_weights(path()).tensors, form).state_dict()
+    plain = clip_with(stored_weights(path()), form).state_dict()
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in plain.items())
 
 

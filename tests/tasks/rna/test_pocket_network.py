@@ -11,7 +11,7 @@ from pipeline.errors import ConfigError
 from pipeline.tasks.rna.pocket_network import PocketNetwork, PocketSizes
 from pipeline.tasks.rna.published_form import NAMES, SYSTEM, RnaForm
 from pipeline.tasks.rna_ligand import RnaLigand, RnaLigandContrast
-from pipeline.training.checkpoints.published_names import renamed
+from pipeline.training.checkpoints.trained_weights import renamed
 from tests.reference import document, recorded
 from tests.tasks.originals import (
     POCKETS,

@@ -18,18 +18,25 @@ import torch
 from torch import Tensor
 
 from pipeline.store.format.disk import Disk
-from pipeline.training.checkpoints.checkpoint import State
-from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder
+from pipeline.training.checkpoints.checkpoint import CheckpointFolder, State
 
 IDENTITY = {"model": "abc", "recipe": {"rate": 0.1}}
 
 
+class Checkpoints(CheckpointFolder):
+    """The checkpoints of a training on one rank."""
+
+    def save(self, state: State, step: int, **judged: Any) -> Path:
+        """Write and publish a checkpoint."""
+        return self.publish([self.write(state, step)], state.data, step, **judged)
+
+
 def checkpoints(
     folder: Path, *, last: int = 2, best: int = 0, said: list[str] | None = None, disk: Disk | None = None, **more: Any
-) -> CheckpointFolder:
+) -> Checkpoints:
     """Return a folder of checkpoints that appends to `said` what it tells."""
     tell: Callable[[str], None] = [].append if said is None else said.append
-    return CheckpointFolder(folder, last=last, best=best, tell=tell, disk=disk, **{"identity": IDENTITY} | more)
+    return Checkpoints(folder, last=last, best=best, tell=tell, disk=disk or Disk(), **{"identity": IDENTITY} | more)
 
 
 def state_at(step: int, size: int = 40) -> State:

@@ -67,7 +67,7 @@ def test_any_tensors_come_back_bit_for_bit(tmp_path, named, tie):
 
 def test_data_identity_and_plain_safetensors_are_there(tmp_path):
     path = sealed_at(tmp_path, 7)
-    sealed = unseal(path, IDENTITY)
+    sealed = unseal(path)
     assert (sealed.data, sealed.identity, set(sealed.files)) == (
         {"step": 7},
         IDENTITY,
@@ -90,7 +90,7 @@ def test_tied_tensors_are_written_once_and_read_as_one(tmp_path):
 def test_another_identity_is_an_error_that_lists_the_difference(tmp_path):
     path = sealed_at(tmp_path)
     with pytest.raises(ConfigError, match=r"model.*abc.*xyz.*task.*new"):
-        unseal(path, IDENTITY | {"model": "xyz", "task": "new"})
+        unseal(path).refuse_stranger(IDENTITY | {"model": "xyz", "task": "new"})
 
 
 def test_a_later_format_is_not_mistaken_for_damage(tmp_path, monkeypatch):

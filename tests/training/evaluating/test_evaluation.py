@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from pipeline.config.schema_train import TrainSection
 from pipeline.errors import ConfigError
 from pipeline.records import Reason, TaskContext
-from pipeline.training.checkpoints.checkpoint import State
-from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder
-from pipeline.training.checkpoints.chosen_checkpoint import choose_checkpoint
+from pipeline.training.checkpoints.checkpoint import CheckpointFolder, State, choose_checkpoint
+from pipeline.training.checkpoints.keeper import model_key, model_state
 from pipeline.training.checkpoints.trained_weights import load_checkpoint
-from pipeline.training.checkpoints.training_state import model_key, pack
 from pipeline.training.evaluating.apply_model import ApplyJob, ApplyResult, apply_model
 from pipeline.training.evaluating.apply_model import _loader as items_loader
 from pipeline.training.evaluating.evaluator import Evaluator
@@ -37,6 +35,7 @@ from pipeline.training.step.micro_batches import Piece
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
 from tests.testkit.limited.device import LimitedDevice
+from tests.training.checkpoints.saved import checkpoints
 from tests.training.items.content import graph_of
 from tests.training.loop.loops import Memory, prepared_of, table_of
 from tests.training.ranks.crews import crew
@@ -92,14 +91,19 @@ def step_of(task: Any, device: str = "cpu") -> Step:
 
 def save(folder: Path, *figures: float | None) -> CheckpointFolder:
     """Save a checkpoint for each figure, of steps 1, 2 …, whose parameters are the step."""
-    kept = CheckpointFolder(folder, last=9, best=9, identity=identity(), tell=lambda _: None)
+    kept = checkpoints(folder, last=9, best=9, identity=identity())
     for number, figure in enumerate(figures, 1):
         model = Mute().model()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(number)
-        kept.save(State(pack(model).tensors, {}), number, figure=figure)
+        kept.save(State(weights_of(model), {}), number, metric=figure)
     return kept
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's weights under the names that they have in a checkpoint."""
+    return {f"model.{name}": tensor for name, tensor in model_state(model).items()}
 
 
 def identity() -> dict[str, Any]:
@@ -414,9 +418,9 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_passed_over_and_said_so(tmp_
 
 def test_moving_averages_are_what_is_used_where_there_are_any(tmp_path: Path) -> None:
     model = Mute().model()
-    tensors = dict(pack(model).tensors)
+    tensors = weights_of(model)
     tensors |= {f"ema.{name}": torch.full_like(one, 5.0) for name, one in model.named_parameters()}
-    CheckpointFolder(tmp_path, last=2, best=0, identity=identity(), tell=lambda _: None).save(State(tensors, {}), 1)
+    checkpoints(tmp_path, identity=identity()).save(State(tensors, {}), 1)
     step = step_of(Mute())
     load_checkpoint(step, SingleRank(), lambda without: choose_checkpoint(tmp_path, "last", without), [].append)  # type: ignore[arg-type,return-value]
     assert all(bool((one == 5).all()) for one in step.model.parameters())

@@ -24,7 +24,7 @@ from pipeline.errors import CacheDamaged, DataError, JobFailed, RecordMissing
 from pipeline.records import Rejection
 from pipeline.runs.engine.run_task import failure_kind
 from pipeline.stages.train import Job
-from pipeline.training.checkpoints.checkpoint import by_figure, checkpoints_in, latest_checkpoint
+from pipeline.training.checkpoints.checkpoint import by_metric, checkpoints_in, latest_checkpoint
 from pipeline.training.checkpoints.sealed_folder import unseal
 from pipeline.training.items.batch_layout import ItemArrays
 from pipeline.training.items.item_source import DamagedItems
@@ -358,8 +358,8 @@ def test_an_average_is_validated_and_the_best_is_kept(tmp_path: Path) -> None:
     epochs = read_epochs(run.made.folder.path)
     assert [bool(one.validation) for one in epochs] == [False, True, False, True]
     figures = [one.validation["mean"] for one in epochs if one.validation]
-    best = by_figure(checkpoints_in(run.made.folder.checkpoints))[0]
-    assert best.figure == max(figures)
+    best = by_metric(checkpoints_in(run.made.folder.checkpoints))[0]
+    assert best.metric == max(figures)
     step = run.trainer.step
     table = table_of(plot.items + plot.validated)
     batch = batch_of(replace(plot, items=len(table)), step.task, range(plot.items, len(table)), 0)

@@ -14,7 +14,7 @@ from pipeline.config.schema_train import ValidationSection
 from pipeline.runs.views.compared_models import read_model
 from pipeline.runs.workflow.sweep_stage import DONE
 from pipeline.runs.workflow.train_stage import progress_of
-from pipeline.training.checkpoints.checkpoint import by_figure, checkpoints_in
+from pipeline.training.checkpoints.checkpoint import by_metric, checkpoints_in
 from pipeline.training.loop.metrics_log import STEP, read_epochs, read_figures
 from tests.training.loop.loops import Plot, Run, signals_after
 
@@ -58,13 +58,13 @@ def test_looking_at_it_changes_nothing_of_what_is_trained(tmp_path: Path) -> Non
 
 def test_a_checkpoint_within_an_epoch_can_be_the_best(tmp_path: Path) -> None:
     run = Run(plot_of("1 step", better="higher"), tmp_path).to_end()
-    best = by_figure(checkpoints_in(run.made.folder.checkpoints))[0]
+    best = by_metric(checkpoints_in(run.made.folder.checkpoints))[0]
     figures = {
         line[STEP]: line["validation/loss"] for line in read_figures(run.made.folder.path) if "validation/loss" in line
     }
     figures |= {epoch.step: epoch.validation["loss"] for epoch in read_epochs(run.made.folder.path)}
-    assert best.figure == max(figures.values())  # type: ignore[type-var]
-    assert figures[best.step] == best.figure
+    assert best.metric == max(figures.values())  # type: ignore[type-var]
+    assert figures[best.step] == best.metric
 
 
 @pytest.mark.nightly
