@@ -178,8 +178,7 @@ def loader_of(root: Path, key: bytes, numbers: Sequence[int] | None = None, batc
     from pipeline.training.items.item_source import CachedGraphs
     from pipeline.training.items.loader import Loader
     from pipeline.training.items.residue_embeddings import Embeddings
-    from pipeline.training.sampling.epoch_order import SamplerSettings
-    from pipeline.training.sampling.sampler import Sampler
+    from pipeline.training.sampling import Sampler, SamplerSettings
 
     stores, table = CacheFolder(root), table_of(root, key)
     if numbers is not None:

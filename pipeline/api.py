@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pipeline.training.items.batch import padded_field as padded
     from pipeline.training.own_loops.governed import Governed
     from pipeline.training.own_loops.lightning_callback import GovernorCallback
-    from pipeline.training.sampling.epoch_order import SamplerSettings
+    from pipeline.training.sampling import SamplerSettings
 
 __all__ = [
     "RESIDUE_LETTERS",
@@ -52,7 +52,7 @@ PLACES = {
     "Reader": "pipeline.protocol.Reader",
     "Reason": "pipeline.records.Reason",
     "Rejection": "pipeline.records.Rejection",
-    "SamplerSettings": "pipeline.training.sampling.epoch_order.SamplerSettings",
+    "SamplerSettings": "pipeline.training.sampling.SamplerSettings",
     "Task": "pipeline.protocol.Task",
     "breaches": "pipeline.runs.model.task_contract.breaches",
     "open_loader": "pipeline.runs.dataset.loading.open_loader",

@@ -1,4 +1,4 @@
-"""Batches of any structure are moved to a device here, on request or ahead of their turn.
+"""Batches of any structure are packed into one run of memory, and moved to a device, on request or ahead of their turn.
 
 A copy from pinned memory goes on while the host does. torch's allocator for pinned memory waits for such copies before
 it gives memory out again, for all memory that it gave out itself and all views of it.
@@ -18,7 +18,9 @@ from pipeline.device.accelerator import Card, is_card
 from pipeline.device.out_of_memory import unless_out_of_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+ALIGNMENT = 64
 
 
 def moved(batch: Any, device: torch.device | str, *, waits: bool = False) -> Any:
@@ -32,25 +34,22 @@ def moved(batch: Any, device: torch.device | str, *, waits: bool = False) -> Any
     )
 
 
-def map_tensors(
-    change: Callable[[Any], Any], value: Any, *, own: Callable[[Any], Any] | None = None, kind: type = torch.Tensor
-) -> Any:
+def map_tensors(change: Callable[[torch.Tensor], Any], value: Any, *, own: Callable[[Any], Any] | None = None) -> Any:
     """Return a value with its tensors changed: within dicts, lists, tuples, named tuples and dataclasses.
 
-    `own` is called instead for what has a `to` of its own. All else stays what it is. `kind`: what is changed, if not
-    tensors.
+    `own` is called instead for what has a `to` of its own. All else stays what it is.
     """
 
     def by_itself(leaf: Any) -> bool:
         return own is not None and hasattr(leaf, "to") and not isinstance(leaf, type)
 
     def changed(leaf: Any) -> Any:
-        if isinstance(leaf, kind):
+        if isinstance(leaf, torch.Tensor):
             return change(leaf)
         if own is not None and by_itself(leaf):
             return own(leaf)
         if is_dataclass(leaf) and not isinstance(leaf, type):
-            return _changed_fields(leaf, lambda part: map_tensors(change, part, own=own, kind=kind))
+            return _changed_fields(leaf, lambda part: map_tensors(change, part, own=own))
         return leaf
 
     return tree_map(changed, value, is_leaf=by_itself)
@@ -59,13 +58,58 @@ def map_tensors(
 def _changed_fields(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return a dataclass with everything changed that it holds; not by its `__init__`, which may want other things."""
     made = copy.copy(value)
-    cached = set(vars(made)) if hasattr(made, "__dict__") else set()
-    for name in cached | {field.name for field in fields(value)}:
+    for name in dict.fromkeys([field.name for field in fields(value)] + list(getattr(made, "__dict__", ()))):
         if isinstance(getattr(type(value), name, None), cached_property):
             object.__delattr__(made, name)  # it was of the tensors as they were
         elif hasattr(value, name):
             object.__setattr__(made, name, change(getattr(value, name)))  # frozen ones, too
     return made
+
+
+def tensors_of(batch: Any) -> list[torch.Tensor]:
+    """Return the tensors of a batch, each once."""
+    found: dict[int, torch.Tensor] = {}
+    map_tensors(lambda tensor: found.setdefault(id(tensor), tensor), batch)
+    return list(found.values())
+
+
+def packed(batch: Any, room: Callable[[int], torch.Tensor]) -> Any:
+    """Return a batch with copies of its tensors side by side in memory from `room`; sparse ones stay what they are."""
+    tensors = [tensor for tensor in tensors_of(batch) if tensor.layout == torch.strided and tensor.device.type == "cpu"]
+    views = _views(tensors, room(sum(map(_room_bytes, tensors))))
+    return _replaced(batch, tensors, [view.copy_(tensor) for view, tensor in zip(views, tensors, strict=True)])
+
+
+def outlined(batch: Any, memory: torch.Tensor) -> Any:
+    """Return a packed batch without the contents of its tensors, to be sent to another process."""
+    start = memory.data_ptr()
+    tensors = [tensor for tensor in tensors_of(batch) if tensor.untyped_storage().data_ptr() == start]
+    return _replaced(batch, tensors, [tensor.to("meta") for tensor in tensors])
+
+
+def filled(outline: Any, memory: torch.Tensor) -> Any:
+    """Return a packed batch from its outline and its memory."""
+    tensors = [tensor for tensor in tensors_of(outline) if tensor.is_meta]
+    return _replaced(outline, tensors, _views(tensors, memory))
+
+
+def _replaced(batch: Any, tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> Any:
+    by_id = {id(tensor): other for tensor, other in zip(tensors, others, strict=True)}
+    return map_tensors(lambda tensor: by_id.get(id(tensor), tensor), batch)
+
+
+def _room_bytes(tensor: torch.Tensor) -> int:
+    """Return what a tensor takes of a run."""
+    return tensor.nbytes + -tensor.nbytes % ALIGNMENT
+
+
+def _views(tensors: Sequence[torch.Tensor], memory: torch.Tensor) -> list[torch.Tensor]:
+    """Return a place in memory for each tensor, one behind the other."""
+    views, start = [], 0
+    for tensor in tensors:
+        views.append(memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        start += _room_bytes(tensor)
+    return views
 
 
 class CopyAhead:

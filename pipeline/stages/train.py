@@ -26,17 +26,16 @@ from pipeline.training.checkpoints.keeper import Keeper, model_key
 from pipeline.training.checkpoints.trained_weights import WeightsReading, load_pretrained
 from pipeline.training.evaluating.evaluator import Evaluator
 from pipeline.training.forensics.step_bundle import BundleCheckpoint as Reference
-from pipeline.training.items.batch_maker import WorkedOn
 from pipeline.training.items.item_source import DamagedItems, ItemSource
 from pipeline.training.items.item_table import ItemTable
-from pipeline.training.items.loader import PROCESSES, THREADS, Loader
+from pipeline.training.items.loader import PROCESSES, THREADS, Loader, WorkedOn
 from pipeline.training.items.residue_embeddings import Embeddings
 from pipeline.training.loop.observer import TrainingObserver
 from pipeline.training.loop.phase import Phase
 from pipeline.training.loop.trainer import Trainer
 from pipeline.training.prepared import COST, LIKENESS, ModelFolder, PhasePlan, Prepared, sampler_settings, shrunk_budget
 from pipeline.training.ranks.rank_protocol import Ranks
-from pipeline.training.sampling.sampler import Sampler
+from pipeline.training.sampling import Sampler
 from pipeline.training.step.contrastive import ExactContrastiveStep
 from pipeline.training.step.exact_step import ExactStep
 from pipeline.training.step.fsdp import ExactShardedStep
@@ -118,7 +117,7 @@ class Job:
         task = self.task_of(phase)
         weighs = shuffle and isinstance(task, Weights)  # nobody asks for the weights of an evaluation
         return Loader(
-            self.worked_on.reading(self.source(items.table)),
+            self.source(items.table),
             self.embeddings(),
             sampler,
             slots=self.train.slots + (phase.kept if shuffle else 0),
@@ -128,7 +127,8 @@ class Job:
             seed=self.train.seed,
             crop=self.prepared.crop or None,
             measure=self.task.cost,
-            collate=self.worked_on.noted(task.collate),
+            collate=task.collate,
+            working=self.worked_on.reading,
             may_collate=self._may_collate,
             weigh=cast("Weights", task).weights if weighs else None,
             mending=self.damaged,

@@ -29,7 +29,7 @@ from pipeline.tasks.partner_graphs import (
 )
 from pipeline.tasks.ranking_scores import Ranking, logits, precision_at
 from pipeline.tasks.task_parts import at_least, at_least_single, dropout_of
-from pipeline.training.items.batch_layout import LIGAND, RECEPTOR
+from pipeline.training.items.item_source import LIGAND, RECEPTOR
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

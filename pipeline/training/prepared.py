@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.memory.planning.memory_plan import CostModel
-from pipeline.training.sampling.epoch_order import SamplerSettings
+from pipeline.training.sampling import SamplerSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -14,7 +14,7 @@ from pipeline.config.load import json_schema, read_config
 from pipeline.config.schema import LEAVES, Config
 from pipeline.config.schema_data import TAKEN
 from pipeline.config.schema_parts import format_duration, format_size, parse_duration, parse_size
-from pipeline.training.items.batch_layout import OF_GRAPHS
+from pipeline.training.items.item_source import OF_GRAPHS
 
 BASE = Path(__file__).parents[2] / "configs/pipeline.yaml"
 YOURS = {("data", "path")}

@@ -20,7 +20,9 @@ from pipeline.structures.parsing import structure_files
 from pipeline.structures.parsing.structure_files import read_file
 from pipeline.structures.synthetic import complex_pdb
 from pipeline.training.items import batch
-from pipeline.training.items.batch_layout import EMBEDDING, ENCODED, BatchBuilder, EmbeddingForm, ItemArrays
+from pipeline.training.items.batch import EMBEDDING, ENCODED, BatchBuilder
+from pipeline.training.items.item_source import ItemArrays
+from pipeline.training.sampling import BatchOrigin
 
 DIM = 16
 LIMIT = 64 << 20
@@ -37,7 +39,7 @@ def batch_of(graphs: Sequence[ItemGraph], dim: int | None = DIM, ids: Sequence[s
     """Lay graphs out as the loader does; every residue has numbers of its own for an embedding."""
     names = list(ids) or [f"item{place}" for place in range(len(graphs))]
     found = [ItemArrays(place, names[place], *encode_graph(graph)) for place, graph in enumerate(graphs)]
-    sheet = BatchBuilder(found, EmbeddingForm("float32", dim) if dim else None)
+    sheet = BatchBuilder(found, (torch.float32, dim) if dim else None)
     memory = np.zeros(sheet.layout.used, np.uint8)
     sheet.write(memory)
     layout = sheet.layout
@@ -49,7 +51,7 @@ def batch_of(graphs: Sequence[ItemGraph], dim: int | None = DIM, ids: Sequence[s
             drawn = layout.view(f"{role}.{EMBEDDING}", memory)[rows]
             drawn[:] = rng.normal(size=drawn.shape)
     numbers = tuple(range(len(graphs)))
-    return batch.ItemBatch(torch.from_numpy(memory), layout, numbers, tuple(names), batch.BatchOrigin(0, 0, 0, 1))
+    return batch.ItemBatch(torch.from_numpy(memory), layout, numbers, tuple(names), BatchOrigin(0, 0, 0, 1))
 
 
 def graph_of(data: bytes, *, recipe: GraphRecipe | None = None) -> ItemGraph:

@@ -10,7 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from pipeline.training.items import batch
-from pipeline.training.items.batch_layout import BatchBuilder, ItemArrays
+from pipeline.training.items.batch import BatchBuilder
+from pipeline.training.items.item_source import ItemArrays
+from pipeline.training.sampling import BatchOrigin
 
 META: dict[str, Any] = {"partners": [], "sizes": {}}
 
@@ -26,4 +28,4 @@ def batch_of(values: Sequence[Mapping[str, NDArray[Any]]], ids: Sequence[str] = 
     memory = np.zeros(sheet.layout.used, np.uint8)
     sheet.write(memory)
     numbers = tuple(range(len(found)))
-    return batch.ItemBatch(torch.from_numpy(memory), sheet.layout, numbers, names, batch.BatchOrigin(0, 0, 0, 1))
+    return batch.ItemBatch(torch.from_numpy(memory), sheet.layout, numbers, names, BatchOrigin(0, 0, 0, 1))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from pipeline.command_line import Command
 from pipeline.config.load import find_config, from_resolved, read_config
 from pipeline.errors import CacheDamaged, ConfigError, PipelineError, RecordMissing
@@ -17,16 +15,15 @@ from pipeline.runs.dataset import reader_items
 from pipeline.training.items.item_source import BuiltGraphs, CachedGraphs, ReaderItems
 from pipeline.training.items.item_table import ItemTable
 from pipeline.training.items.residue_embeddings import Embeddings
-from pipeline.training.sampling.sampler import Sampler
+from pipeline.training.sampling import BatchOrigin, Sampler, SamplerSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from pipeline.config.schema import Config
-    from pipeline.training.items.batch_maker import Collate
     from pipeline.training.items.item_source import DamagedItems, ItemSource
-    from pipeline.training.items.loader import Loader
-    from pipeline.training.sampling.epoch_order import SamplerSettings
+    from pipeline.training.items.loader import Collate, Loader
+    from pipeline.training.sampling import SamplerSettings
 
 
 def open_loader(
@@ -83,13 +80,11 @@ def source_of(project: Project, table: ItemTable, mending: DamagedItems | None =
 def batches_of(project: Project, table: ItemTable, collate: Collate | None = None) -> Callable[[Sequence[int]], Any]:
     """Return a function that makes a batch of some items of a table."""
     from pipeline.training.items.loader import Loader  # which waits for torch
-    from pipeline.training.sampling.epoch_order import SamplerSettings
-    from pipeline.training.sampling.sampler import MicroBatch
 
     sampler = Sampler(table.sizes, SamplerSettings(batch=len(table), by=tuple(table.sizes)[:1]))
     source, rows = source_of(project, table), rows_of(project)
     loader = Loader(source, rows, sampler, slots=2, threads=1, pin=False, collate=collate)
-    return lambda items: loader.fetch(items, MicroBatch(0, 0, 0, 1, np.array(items))).value
+    return lambda items: loader.fetch(items, BatchOrigin(0, 0, 0, 1)).value
 
 
 def rows_of(project: Project) -> Embeddings | None:

@@ -25,7 +25,7 @@ from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, Micros, Ov
 from pipeline.project.run_code import load_task, package_digest, source_digest, user_code_failed
 from pipeline.protocol import ITEMS, Contrastive, Example, Weights
 from pipeline.training.prepared import COST, LIKENESS, LOOSER, PADDING, likeness, sampler_settings
-from pipeline.training.sampling.sampler import Sampler
+from pipeline.training.sampling import Sampler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

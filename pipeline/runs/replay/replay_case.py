@@ -6,8 +6,6 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from pipeline.command_line import Command
 from pipeline.config.load import read_resolved
 from pipeline.device.kinds import CPU
@@ -126,14 +124,12 @@ class ReplayedShare:
 
     def read(self, part: RerunPart) -> Piece:
         """Read the items of a part, which must be the same as they were then."""
-        from pipeline.training.sampling.sampler import MicroBatch
+        from pipeline.training.sampling import BatchOrigin
         from pipeline.training.step.micro_batches import Piece
 
         bundle = self._bundle
-        micro = MicroBatch(
-            bundle.epoch, bundle.epoch_step, part.micro, max(1, len(bundle.cuts)), np.array(part.numbers, np.int64)
-        )
-        batch = self._loader.fetch(list(part.numbers), micro, ahead=True)  # memory may have ended in `collate`
+        origin = BatchOrigin(bundle.epoch, bundle.epoch_step, part.micro, max(1, len(bundle.cuts)))
+        batch = self._loader.fetch(part.numbers, origin, ahead=True)  # memory may have ended in `collate`
         if batch.ids != part.ids:
             lost = sorted(set(part.ids) - set(batch.ids)) or list(part.ids)
             what = f"{', '.join(lost[:3])} no longer has its content of that step"

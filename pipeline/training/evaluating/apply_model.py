@@ -19,10 +19,9 @@ from pipeline.records import Reason, Rejection
 from pipeline.training.checkpoints.trained_weights import WeightsReading, load_checkpoint
 from pipeline.training.evaluating.evaluator import Evaluator
 from pipeline.training.evaluating.outputs import done_numbers
-from pipeline.training.items.batch_maker import WorkedOn
-from pipeline.training.items.loader import Loader
+from pipeline.training.items.loader import Loader, WorkedOn
 from pipeline.training.prepared import COST, LIKENESS, sampler_settings, shrunk_budget
-from pipeline.training.sampling.sampler import Sampler
+from pipeline.training.sampling import Sampler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Iterable, Mapping
@@ -182,13 +181,14 @@ def _loader(job: ApplyJob, numbers_K: Integers, step: Step) -> Loader:
     cost_K = np.minimum(job.cost_N[numbers_K], budget)
     sampler = Sampler({COST: cost_K, LIKENESS: cost_K}, settings, rank=job.ranks.rank, ranks=job.ranks.world)
     return Loader(
-        job.worked_on.reading(job.source(table)),
+        job.source(table),
         job.embeddings(),
         sampler,
         slots=train.slots,
         threads=train.threads,
         pin=is_card(step.device) if train.pin == "auto" else train.pin,
         seed=train.seed,
-        collate=job.worked_on.noted(step.task.collate),
+        collate=step.task.collate,
+        working=job.worked_on.reading,
         may_collate=lambda _: not job.tell.careful,
     )

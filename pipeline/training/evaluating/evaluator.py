@@ -32,6 +32,7 @@ from pipeline.training.evaluating.outputs import (
     returned_values,
     summed_by_name,
 )
+from pipeline.training.sampling import BatchOrigin
 from pipeline.training.step.contrastive import embedded
 from pipeline.training.step.micro_batches import ON_HOST, Piece
 
@@ -137,7 +138,6 @@ class Evaluator:
 
     def _all_together(self) -> Iterator[Reason | None]:
         """Evaluate in step with all ranks, as a model that is sharded over them needs."""
-        from pipeline.training.sampling.sampler import MicroBatch
         from pipeline.training.step.collectives import joint_turns
 
         loader, rejected, step = self.loader, list[Rejection](), cast("ShardedStep", self.step)
@@ -149,7 +149,7 @@ class Evaluator:
                 yield from self._cuts(Piece(batch, 0, len(batch)))
 
         def fetch(number: int) -> TaskBatch:
-            return loader.fetch((number,), MicroBatch(0, 0, 0, 1, np.array([number])))
+            return loader.fetch((number,), BatchOrigin(0, 0, 0, 1))
 
         for turn in joint_turns(pieces(), self.ranks, fetch):
             self.ranks.progress("evaluation")

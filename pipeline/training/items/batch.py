@@ -6,10 +6,12 @@ an embedded residue.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,17 +23,204 @@ from pipeline.graphs import item_graph as graphs
 from pipeline.graphs import pyg_view
 from pipeline.graphs.item_graph import CROSS, EDGE, LABEL, NODE, PATH, RESIDUE
 from pipeline.records import Role
-from pipeline.training.items.batch_layout import CENTRE, EMBEDDING, ENCODED, OF_GRAPHS, PTR, nodes_axis
+from pipeline.training.items.item_source import CENTRE, LIGAND, OF_GRAPHS, PTR, RECEPTOR, FieldForm, parse_field
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from pipeline.records import Rejection
-    from pipeline.training.items.batch_layout import BatchLayout
+    from pipeline.training.items.item_source import Array, ArrayField, ItemArrays
+    from pipeline.training.sampling import BatchOrigin
 
+    Integers = NDArray[np.int64]
+    Bytes = NDArray[np.uint8]
+    Column = list[Array | None]  # an array of each item
+
+EMBEDDING, ENCODED = "embedding", "encoded"
 FIELDS = "fields"  # the group of what lies along edges
+ALIGNMENT = 64
+_NUMPY: dict[torch.dtype, np.dtype[Any]] = {
+    getattr(torch, name): np.dtype(name)
+    for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+} | {torch.bfloat16: np.dtype(np.uint16)}
+# torch computes with few unsigned types, and a record's type may be narrower in one item than in the next.
+_TORCH = {dtype: name for name, dtype in _NUMPY.items()} | {
+    np.dtype(np.uint16): torch.int32,
+    np.dtype(np.uint32): torch.int64,
+    np.dtype(np.uint64): torch.int64,
+}
+_dtype_of = attrgetter("dtype")
+
+
+class FieldPlace(NamedTuple):
+    """Where a field lies in the batch's memory, and its shape."""
+
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    axis: str = ""  # along which it lies; empty for one vector an item
+    points_to: tuple[str, ...] = ()  # axes whose rows its numbers are: one for all, or one for each of a pair
+    are_edges: bool = False  # [2, E]: the axis is the second dimension
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(slots=True)
+class BatchLayout:
+    """The places of all fields of a batch, and the row bounds of each item."""
+
+    places: dict[str, FieldPlace] = field(default_factory=dict)
+    bounds: dict[str, Integers] = field(default_factory=dict)  # axis → [B + 1]
+    used: int = 0  # bytes
+
+    def add(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], axis: str = "", **what: Any) -> None:
+        """Place a field behind the others."""
+        place = self.places[name] = FieldPlace(self.used, dtype, shape, axis, **what)
+        self.used += place.bytes + -place.bytes % ALIGNMENT
+
+    def view(self, name: str, memory: Bytes) -> Array:
+        """Return a field as an array over the batch's memory; bfloat16 as its bits."""
+        place = self.places[name]
+        return memory[place.start : place.start + place.bytes].view(_NUMPY[place.dtype]).reshape(place.shape)
+
+    def rows(self, axis: str, item: int) -> slice:
+        """Return an item's rows along an axis."""
+        start, stop = self.bounds[axis][item : item + 2].tolist()
+        return slice(start, stop)
+
+    def total(self, axis: str) -> int:
+        """Return the rows of all items along an axis."""
+        return int(self.bounds[axis][-1])
+
+    def roles(self) -> list[str]:
+        """Return the roles of partners in the batch."""
+        return [role.value for role in Role if f"{role.value}.{NODE}" in self.bounds]
+
+    def residues(self, role: str) -> str:
+        """Return the axis of a partner's residues: its nodes, if these are residues."""
+        return f"{role}.{RESIDUE}" if f"{role}.{RESIDUE}" in self.bounds else f"{role}.{NODE}"
+
+
+class BatchBuilder:
+    """Lays out the items of a batch field by field, then writes them to memory."""
+
+    def __init__(self, items: Sequence[ItemArrays], embedding: tuple[torch.dtype, int] | None = None) -> None:
+        """Lay items out, with room for an `embedding` of this type and width of each residue."""
+        for item in items:
+            roles = [partner["role"] for partner in item.meta["partners"]]
+            if len(roles) > 1 and roles != [RECEPTOR, LIGAND]:  # pairs are of the receptor, first, and the ligand
+                raise ValueError(f"the graph of {item.id} has the partners {', '.join(roles)}")
+        layout = self.layout = BatchLayout()
+        arrays_B = [{**item.values, **item.arrays} if item.values else item.arrays for item in items]
+        names = sorted({name for arrays in arrays_B for name in arrays})
+        columns = [(parse_field(name), [arrays.get(name) for arrays in arrays_B]) for name in names]
+        counts = _row_counts(columns)
+        for axis, counts_B in counts.items():
+            layout.bounds[axis] = np.cumsum([0, *counts_B])
+        self._columns = [(entry, _filled(entry, column, counts)) for entry, column in columns]
+        self._degrees = {entry.name: column for entry, column in self._columns if entry.form is FieldForm.DEGREE}
+        for entry, arrays in self._columns:
+            self._place(entry, arrays)
+        if embedding is not None:
+            self._place_embeddings(*embedding)
+        for axis, bounds in layout.bounds.items():
+            layout.add(f"{PTR}.{axis}", torch.int64, bounds.shape)
+
+    def _place(self, entry: ArrayField, arrays: Sequence[Array]) -> None:
+        """Add a field to the layout."""
+        layout, (name, form, axis, points_to) = self.layout, entry
+        points_to = tuple(target for target in points_to if target in layout.bounds)
+        if form is FieldForm.ITEM:
+            layout.add(name, _dtype(name, arrays), (len(arrays), *arrays[0].shape))
+        elif form is FieldForm.NEIGHBOUR:
+            layout.add(name, torch.int64, (2, layout.total(axis)), axis, points_to=points_to, are_edges=True)
+        elif form is FieldForm.ROWS:
+            dtype = torch.int64 if points_to else _dtype(name, arrays)
+            layout.add(name, dtype, (layout.total(axis), *arrays[0].shape[1:]), axis, points_to=points_to)
+
+    def _place_embeddings(self, dtype: torch.dtype, width: int) -> None:
+        for role in self.layout.roles():
+            axis = self.layout.residues(role)
+            rows = self.layout.total(axis)
+            self.layout.add(f"{role}.{EMBEDDING}", dtype, (rows, width), axis)
+            self.layout.add(f"{role}.{ENCODED}", torch.bool, (rows,), axis)
+
+    def write(self, memory: Bytes) -> None:
+        """Write everything but the embeddings."""
+        for entry, arrays in self._columns:
+            if entry.form is FieldForm.DEGREE:
+                continue
+            out = self.layout.view(entry.name, memory)
+            if entry.form is FieldForm.ITEM:
+                np.stack(arrays, out=out)
+            elif entry.form is FieldForm.NEIGHBOUR:  # pairs of a tail and a head, which is repeated by its degree
+                np.concatenate(arrays, out=out[0], casting="same_kind")
+                out[0] += self._offsets(entry.points_to[0], entry.axis)
+                degree_N = np.concatenate(self._degrees[entry.name])
+                out[1] = np.repeat(np.arange(len(degree_N)), degree_N)
+            else:
+                np.concatenate(arrays, out=out, casting="same_kind")
+                self._renumber(out, self.layout.places[entry.name])
+        for axis, bounds in self.layout.bounds.items():
+            self.layout.view(f"{PTR}.{axis}", memory)[:] = bounds
+
+    def _renumber(self, out: Array, place: FieldPlace) -> None:
+        """Turn an item's numbers of nodes and residues into those of the batch."""
+        if len(place.points_to) == 1:
+            out += self._offsets(place.points_to[0], place.axis).reshape(-1, *[1] * (out.ndim - 1))
+        elif place.points_to:
+            for column, target in enumerate(place.points_to):
+                out[:, column] += self._offsets(target, place.axis)
+
+    def _offsets(self, target: str, axis: str) -> Integers:
+        """Return, for each row along an axis, the total rows along `target` of the items before its own."""
+        return np.repeat(self.layout.bounds[target][:-1], np.diff(self.layout.bounds[axis]))
+
+
+def _row_counts(columns: Sequence[tuple[ArrayField, Column]]) -> dict[str, list[int]]:
+    """Return every item's rows along every axis; refuse fields that disagree. A missing field has -1."""
+    counts: dict[str, list[int]] = {}
+    for entry, column in columns:
+        if not entry.axis:
+            continue
+        mine = [-1 if array is None else len(array) for array in column]
+        known = counts.setdefault(entry.axis, mine)
+        if known != mine:
+            both = list(zip(known, mine, strict=True))
+            if different := [pair for pair in both if -1 < min(pair) < max(pair)]:
+                raise ValueError(f"{entry.name} has {different[0][1]} rows, but {entry.axis} has {different[0][0]}")
+            counts[entry.axis] = [max(pair) for pair in both]
+    return {axis: [max(count, 0) for count in counts_B] for axis, counts_B in counts.items()}
+
+
+def _filled(entry: ArrayField, column: Column, counts: Mapping[str, list[int]]) -> list[Array]:
+    """Fill in arrays that some items lack: NaN for floats, False for booleans, else no rows."""
+    found = [array for array in column if array is not None]
+    if len(found) == len(column):
+        return found
+    sample, is_item = found[0], entry.form is FieldForm.ITEM
+    kind, fill = sample.dtype.kind, np.nan if sample.dtype.kind == "f" else 0
+    shapes = [sample.shape if is_item else (rows, *sample.shape[1:]) for rows in counts.get(entry.axis, column)]
+    filled = []
+    for array, shape in zip(column, shapes, strict=True):
+        if array is None and kind not in "bf" and entry.form is not FieldForm.DEGREE and 0 not in shape:
+            what = f"some graphs of a batch have {entry.name} and others do not: they come from different recipes"
+            raise ValueError(what)
+        filled.append(np.full(shape, fill, sample.dtype) if array is None else array)
+    return filled
+
+
+def _dtype(name: str, arrays: Sequence[Array]) -> torch.dtype:
+    """Return a field's type, which must be the same in every batch."""
+    if name.endswith(".chain") and name.partition(".")[0] in OF_GRAPHS:
+        return torch.int32
+    dtypes = set(map(_dtype_of, arrays))
+    return _TORCH[np.result_type(*dtypes) if len(dtypes) > 1 else dtypes.pop()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,41 +253,26 @@ class ItemTensors:
 
     def pyg(self) -> Any:
         """Return the item as a PyTorch Geometric object over the same CPU memory, with embeddings as `x`."""
-        parts = tuple(
+
+        def arrays(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+            return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+        parts = [
             graphs.PartnerGraph(
-                role=Role(side.role),
-                chains=(),
-                centre_3=side.centre.numpy(),
-                nodes=_arrays(side.nodes),
-                edges=_arrays(side.edges),
-                residues=_arrays(side.residues),
-                paths=_arrays(side.paths),
-                edge_fields=_arrays(side.edge_fields),
+                Role(side.role),
+                (),
+                side.centre.numpy(),
+                *map(arrays, (side.nodes, side.edges, side.residues, side.paths, side.edge_fields)),
             )
             for side in self.sides.values()
-        )
-        between = _arrays(self.cross), _arrays(self.labels), _arrays(self.cross_fields)
-        shown = pyg_view.data(graphs.ItemGraph(parts, *between))
+        ]
+        graph = graphs.ItemGraph(tuple(parts), *map(arrays, (self.cross, self.labels, self.cross_fields)))
+        shown = pyg_view.data(graph)
         for side in self.sides.values():
             if side.embedding is not None:
                 residues = f"{side.role}_{RESIDUE}" if side.residues else side.role
                 (shown if len(parts) == 1 and not side.residues else shown[residues]).x = side.embedding
         return shown
-
-
-def _arrays(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    return {name: tensor.numpy() for name, tensor in tensors.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class BatchOrigin:
-    """The place of a micro-batch in the training: epoch, step and index."""
-
-    epoch: int
-    step: int
-    index: int
-    of: int  # micro-batches of this rank in this step
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,13 +287,9 @@ class ItemBatch:
     numbers: tuple[int, ...]  # of the items in the table
     ids: tuple[str, ...]
     origin: BatchOrigin
-    rejected: tuple[Rejection, ...] = ()  # items that were asked for and have no graph
 
     def __len__(self) -> int:
         return len(self.ids)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.layout.places
 
     def __getitem__(self, name: str) -> Tensor:
         return self.fields[name]
@@ -128,35 +298,15 @@ class ItemBatch:
     def fields(self) -> dict[str, Tensor]:
         """Every field by its name, such as `receptor.node.pos`; they are views."""
         return {
-            name: self.memory[place.start : place.start + place.bytes]
-            .view(getattr(torch, place.dtype))
-            .view(place.shape)
+            name: self.memory[place.start : place.start + place.bytes].view(place.dtype).view(place.shape)
             for name, place in self.layout.places.items()
         }
 
     @property
     def sides(self) -> dict[str, PartnerTensors]:
         """The joined graphs of each role."""
-        return {role: _side(role, self._groups) for role in self.layout.roles()}
-
-    @property
-    def cross(self) -> dict[str, Tensor]:
-        """The edges between partners, from the ligand (row 0) to the receptor."""
-        return self._groups[CROSS]
-
-    @property
-    def cross_fields(self) -> dict[str, Tensor]:
-        """The fields of those edges, such as near.pae."""
-        return self._groups[f"{CROSS}.{FIELDS}"]
-
-    @property
-    def labels(self) -> dict[str, Tensor]:
-        """The labels of the interfaces."""
-        return self._groups[LABEL]
-
-    @cached_property
-    def _groups(self) -> dict[str, dict[str, Tensor]]:
-        return _grouped(self.fields)
+        groups = _grouped(self.fields)
+        return {role: _side(role, groups) for role in self.layout.roles()}
 
     @property
     def items(self) -> list[ItemTensors]:
@@ -182,8 +332,8 @@ class ItemBatch:
 
     def _item(self, place: int, fields: Mapping[str, Tensor]) -> ItemTensors:
         """Return an item by its own fields; of partners that it lacks there are fields without rows."""
-        bounds, groups = self.layout.bounds, _grouped(fields)
-        nodes = {role: bounds[nodes_axis(role)] for role in self.layout.roles()}
+        groups = _grouped(fields)
+        nodes = {role: self.layout.bounds[f"{role}.{NODE}"] for role in self.layout.roles()}
         return ItemTensors(
             id=self.ids[place],
             number=self.numbers[place],
@@ -207,19 +357,12 @@ class ItemBatch:
     def owner(self, axis: str) -> Tensor:
         """Return the item that each row along an axis belongs to [N], as PyG's `batch`."""
         ptr = self.ptr(axis)
-        total = int(self.layout.bounds[axis][-1])
-        return torch.arange(len(self), device=ptr.device).repeat_interleave(ptr.diff(), output_size=total)
+        rows = self.layout.total(axis)
+        return torch.arange(len(self), device=ptr.device).repeat_interleave(ptr.diff(), output_size=rows)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> ItemBatch:
         """Copy the batch to a device, in one transfer."""
         return replace(self, memory=moved(self.memory, device, waits=not non_blocking))
-
-    def clone(self) -> ItemBatch:
-        return replace(self, memory=self.memory.clone())
-
-    def pin_memory(self) -> ItemBatch:
-        """Return the batch in pinned memory; a loader with `pin` has it there already."""
-        return self if self.memory.is_pinned() else replace(self, memory=self.memory.pin_memory())
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,12 +407,11 @@ def padded_field(batch: ItemBatch, name: str, fill: float = 0) -> tuple[Tensor, 
     place = batch.layout.places[name]
     if not place.axis or place.are_edges:
         raise ValueError(f"{name} has no rows to pad")
-    ptr, owner_N = batch.ptr(place.axis), batch.owner(place.axis)
-    most = batch.layout.most(place.axis)
-    row_N = torch.arange(len(owner_N), device=ptr.device) - ptr[owner_N]
+    rows_B, owner_N = batch.ptr(place.axis).diff(), batch.owner(place.axis)
+    most = int(np.diff(batch.layout.bounds[place.axis]).max(initial=0))
+    real = torch.arange(most, device=rows_B.device) < rows_B[:, None]
     dense = batch[name].new_full((len(batch), most, *place.shape[1:]), fill)
-    dense[owner_N, row_N] = batch[name]
-    real = torch.arange(most, device=ptr.device) < ptr.diff()[:, None]
+    dense[owner_N, torch.arange(len(owner_N), device=rows_B.device) - batch.ptr(place.axis)[owner_N]] = batch[name]
     return dense, real
 
 
@@ -281,14 +423,13 @@ def item_rng(origin: BatchOrigin, name: str) -> np.random.Generator:
 @lru_cache(maxsize=4096)
 def _group(name: str) -> tuple[str, str]:
     """Return the group of a field, such as `receptor.node`, and its name within; what a reader gave is in group ``."""
-    first, _, rest = name.partition(".")
+    first, _, short = name.partition(".")
     if first not in OF_GRAPHS:
         return "", name
-    if first in (CROSS, LABEL):
-        group, short = first, rest
-    else:
-        kind, _, short = rest.partition(".")
-        group, short = (f"{first}.{kind}", short) if short else (first, kind)
+    group = first
+    if first not in (CROSS, LABEL) and "." in short:
+        kind, _, short = short.partition(".")
+        group = f"{first}.{kind}"
     return (f"{group}.{FIELDS}", short) if "." in short else (group, short)
 
 

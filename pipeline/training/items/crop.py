@@ -18,12 +18,12 @@ import xxhash
 
 from pipeline.errors import PlanInfeasible
 from pipeline.graphs.item_graph import LABEL, ItemGraph, PartnerGraph, decode_graph, encode_graph
-from pipeline.training.items.batch_layout import PAIRS, FieldForm, parse_field
+from pipeline.training.items.item_source import PAIRS, FieldForm, parse_field
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from pipeline.training.items.batch_layout import ItemArrays
+    from pipeline.training.items.item_source import ItemArrays
 
     Array = NDArray[Any]
     Integers = NDArray[np.int64]

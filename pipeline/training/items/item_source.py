@@ -1,35 +1,42 @@
-"""Sources of the items' graphs: the cache, the structure files (graphs are built on reading), or a user's reader.
+"""An item as arrays by name, what the names mean, and where items are read from.
 
-All give an item as the arrays and the JSON of its record, so that batches are the same bit for bit.
+A field of a batch has the name of the array, `receptor.node.pos`, but for edges: `receptor.edge.near` and `cross.near`
+are pairs, and `receptor.edge.near.pae` lies along them. An axis is what has as many rows in all its fields:
+`receptor.node`, `receptor.edge.near`, `label.contact`. What a user's reader gives (`protocol.Reader`) is named more
+simply: `peaks.mz` lies along `peaks`, `precursor` is one an item.
+
+Items come from the cache, from structure files (graphs are built on reading), or from a user's reader. All give an item
+as the arrays and the JSON of its record, so that batches are the same bit for bit.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from contextlib import nullcontext
 from dataclasses import dataclass, field
+from enum import Enum
+from functools import lru_cache
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
 
 from pipeline.command_line import Command
 from pipeline.errors import CacheDamaged, DataError, PipelineError, RecordMissing
-from pipeline.graphs import item_graph as graphs
 from pipeline.graphs.build_graph import build_graph
+from pipeline.graphs.item_graph import CROSS, DEGREE, EDGE, LABEL, NEIGHBOUR, NODE, PATH, RESIDUE, encode_graph
 from pipeline.protocol import ITEMS
-from pipeline.records import Reason, Rejection
+from pipeline.records import Reason, Rejection, Role
 from pipeline.store.store import ONLY_MISSING
 from pipeline.structures import inventory
 from pipeline.structures.atoms import UnusableInput
-from pipeline.structures.parsing.structure_files import read_structure_file as read_one
-from pipeline.training.items.batch_layout import OF_GRAPHS, FieldForm, ItemArrays, parse_field
+from pipeline.structures.parsing.structure_files import read_structure_file
+from pipeline.units import first_few
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
@@ -38,7 +45,6 @@ if TYPE_CHECKING:
     from pipeline.records import Item
     from pipeline.store.format.record import Record
     from pipeline.store.store import RecordPlace, Store
-    from pipeline.structures.parsing.structure_files import File
     from pipeline.training.items.item_table import ItemTable
 
     Array = NDArray[Any]
@@ -48,10 +54,69 @@ log = logging.getLogger(__name__)
 GONE = frozenset({Reason.MISSING_FILE, Reason.UNREADABLE_FILE})  # of files that existed when the data set was prepared
 GRAPH_AGAIN = Command.submit("graph", then="   (processes only missing items)")
 REBUILD_GRAPHS = Command.submit("graph", then=f"   ({ONLY_MISSING})")
-NAMED = 3  # items in a message
 REPAIR = Command.of("cache repair --yes", then="   then   ")
 MEND = Command.submit("train", before=REPAIR, then="   (rebuilds lost records and continues)")
 SCAN_AGAIN = Command.submit("scan", then="   (touch the file first if this finds nothing to do)")
+NAMED = 3  # items in a message
+
+PTR = "ptr"
+RECEPTOR, LIGAND = Role.RECEPTOR.value, Role.LIGAND.value
+CENTRE = "centre"  # a name that ends so is one vector an item
+PAIRS = "pairs"  # a label that ends so holds nodes: of the receptor, of the ligand
+OF_GRAPHS = {*(role.value for role in Role), CROSS, LABEL, PTR}  # with which the names of a graph's arrays begin
+
+
+class ItemArrays(NamedTuple):
+    """An item's graph as `item_graph.encode` lays it out; the arrays may be views that last as long as the batch."""
+
+    number: int
+    id: str
+    arrays: Mapping[str, Array]
+    meta: Mapping[str, Any]
+    values: Mapping[str, Array] = MappingProxyType({})  # labels of the data set, which are no part of a graph
+
+
+class FieldForm(Enum):
+    """How the arrays of the items become one field of a batch."""
+
+    ROWS = "rows"  # joined along its axis
+    ITEM = "item"  # stacked: one vector an item
+    DEGREE = "degree"  # how many edges each node has
+    NEIGHBOUR = "neighbour"  # the other ends of the edges
+
+
+class ArrayField(NamedTuple):
+    """What the name of an array says about it."""
+
+    name: str  # in a batch
+    form: FieldForm
+    axis: str = ""
+    points_to: tuple[str, ...] = ()  # axes whose rows the numbers are: one for all columns, or one for each
+
+
+@lru_cache(maxsize=4096)
+def parse_field(name: str) -> ArrayField:
+    """Parse the name of an array."""
+    first, *parts = name.split(".")
+    if first not in OF_GRAPHS:
+        return ArrayField(name, FieldForm.ROWS, first) if parts else ArrayField(name, FieldForm.ITEM)
+    if parts[-1].endswith(CENTRE):
+        return ArrayField(name, FieldForm.ITEM)
+    if first == CROSS or parts[0] == EDGE:
+        axis, _, last = name.rpartition(".")
+        heads, tails = (RECEPTOR, LIGAND) if first == CROSS else (first, first)
+        if last == DEGREE:
+            return ArrayField(axis, FieldForm.DEGREE, f"{heads}.{NODE}")
+        if last == NEIGHBOUR:
+            return ArrayField(axis, FieldForm.NEIGHBOUR, axis, (f"{tails}.{NODE}", f"{heads}.{NODE}"))
+        return ArrayField(name, FieldForm.ROWS, axis)
+    if first == LABEL:
+        nodes = (f"{RECEPTOR}.{NODE}", f"{LIGAND}.{NODE}") if parts[0].endswith(PAIRS) else ()
+        return ArrayField(name, FieldForm.ROWS, f"{LABEL}.{parts[0].partition('_')[0]}", nodes)
+    if parts[0] == PATH:
+        return ArrayField(name, FieldForm.ROWS, name, (f"{first}.{NODE}",))
+    points_to = (f"{first}.{RESIDUE}",) if parts[1] == RESIDUE else ()
+    return ArrayField(name, FieldForm.ROWS, f"{first}.{parts[0]}", points_to)
 
 
 class ItemSource(Protocol):
@@ -78,13 +143,13 @@ class DamagedItems:
 
     def __post_init__(self) -> None:
         self._lock = Lock()
-        self._why: dict[str, str] = {}
-        self._reported: set[str] = set()
+        self._skipped: dict[str, Rejection] = {}
+        self._new: list[str] = []
 
     def is_rebuilt(self, error: PipelineError, key: bytes) -> bool:
         """Rebuild the graph of the error's item in the cache; return whether it can be read now."""
         with self._lock:
-            if error.item in self._why or not self.rebuild(error.item, key):
+            if error.item in self._skipped or not self.rebuild(error.item, key):
                 return False
             self.say(f"{error.what}: rebuilt")
             return True
@@ -92,18 +157,18 @@ class DamagedItems:
     def leave_out(self, error: PipelineError) -> Rejection:
         """Return a rejection of the error's item."""
         with self._lock:
-            if error.item not in self._why:
-                self._why[error.item] = f"{error.where}: {error.what}"
+            if error.item not in self._skipped:
+                self._skipped[error.item] = Rejection(error.item, Reason.DAMAGED, f"{error.where}: {error.what}")
+                self._new.append(error.item)
                 self.say(f"{error.what}: {error.item} is skipped")
-            return Rejection(error.item, Reason.DAMAGED, self._why[error.item])
+            return self._skipped[error.item]
 
     def news(self) -> list[str]:
         """Report the items that this rank skips since the last call, and return them."""
         with self._lock:
-            new = [item for item in self._why if item not in self._reported]
-            self._reported.update(new)
+            new, self._new = self._new, []
         for item in new:
-            self.refuse(item, Reason.DAMAGED, self._why[item])
+            self.refuse(item, Reason.DAMAGED, self._skipped[item].detail)
         return new
 
     def too_many(self, new: set[str]) -> CacheDamaged | None:
@@ -111,11 +176,9 @@ class DamagedItems:
         self.everywhere |= new
         if len(self.everywhere) <= self.most:
             return None
-        named = ", ".join(sorted(self.everywhere)[:NAMED]) + (", …" if len(self.everywhere) > NAMED else "")
-        what = (
-            f"the records of {len(self.everywhere):,} of {self.items:,} items are damaged ({named}), more than"
-            " data.max_rejected_fraction allows to skip; a checkpoint was saved"
-        )
+        named = first_few(sorted(self.everywhere), NAMED)
+        what = f"the records of {len(self.everywhere):,} of {self.items:,} items are damaged ({named})"
+        what += ", more than data.max_rejected_fraction allows to skip; a checkpoint was saved"
         return CacheDamaged(what, where=self.where, remedy=MEND)
 
 
@@ -141,10 +204,8 @@ class CachedGraphs:
             meta = record.meta
             if "reason" in meta:  # stored in the graph's place
                 yield Rejection(id_, Reason(meta["reason"]), meta["detail"])
-                continue
-            if meta["format"] != graphs.FORMAT:
-                raise ValueError(f"the graph of {id_} is of format {meta['format']}, not {graphs.FORMAT}")
-            yield ItemArrays(number, id_, record.arrays, meta, self.table.values(number))
+            else:
+                yield ItemArrays(number, id_, record.arrays, meta, self.table.values(number))
 
     def _record(self, id_: str, key: bytes, places: Sequence[RecordPlace]) -> Record:
         """Return the record of a graph, which is rebuilt if it cannot be read."""
@@ -177,34 +238,32 @@ class BuiltGraphs:
             item = self.table.item(number)
             try:
                 yield self._build(number, item)
+                continue
             except UnusableInput as problem:
-                if problem.reason in GONE:
-                    what = f"{item.id}: {problem.detail}"
-                    raise DataError(what, where=problem.reason.value, remedy=GRAPH_AGAIN) from problem
-                yield _rejected(item, problem.reason, problem.detail)
+                reason, detail = problem.reason, problem.detail
+                if reason in GONE:
+                    raise DataError(f"{item.id}: {detail}", where=reason.value, remedy=GRAPH_AGAIN) from problem
             except (DataError, MemoryError):
                 raise
             except Exception as error:  # a bug of ours or of a parser
                 log.exception("the graph of %s could not be built", item.id)
-                yield _rejected(item, Reason.GRAPH_FAILED, f"{type(error).__name__}: {error}"[:200])
+                reason, detail = Reason.GRAPH_FAILED, f"{type(error).__name__}: {error}"[:200]
+            yield Rejection(item.id, reason, detail, item.origin, item.split)
 
     def _build(self, number: int, item: Item) -> ItemArrays:
-        files = {path: read_one(path, self.reading.max_file_bytes) for path in self.reading.paths(item)}
-        self._check_key(number, item, files)
+        files = {path: read_structure_file(path, self.reading.max_file_bytes) for path in self.reading.paths(item)}
+        digests = {path: file.digest for path, file in files.items()}
+        if self.recipe.key(inventory.item_key(item, self.reading, digests)) != self.table.key(number):
+            # sizes, splits and labels may be different
+            what = f"{item.id}: its files or the configuration changed after the data set was prepared"
+            raise DataError(what, where=", ".join(files), remedy=GRAPH_AGAIN)
         taken, read = inventory.examine_item(item, files, self.reading)
         if taken.reason is not None:
             raise UnusableInput(taken.reason, taken.detail)
         if read is None:
             raise UnusableInput(Reason.NO_NODES, "a sequence without a structure has no graph")
-        arrays, meta = graphs.encode_graph(build_graph(read, self.recipe))
+        arrays, meta = encode_graph(build_graph(read, self.recipe))
         return ItemArrays(number, item.id, arrays, meta, self.table.values(number))
-
-    def _check_key(self, number: int, item: Item, files: Mapping[str, File]) -> None:
-        """Refuse files that have changed since the table was made: sizes, splits and labels may be different."""
-        digests = {path: file.digest for path, file in files.items()}
-        if self.recipe.key(inventory.item_key(item, self.reading, digests)) != self.table.key(number):
-            what = f"{item.id}: its files or the configuration changed after the data set was prepared"
-            raise DataError(what, where=", ".join(files), remedy=GRAPH_AGAIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,43 +272,30 @@ class ReaderItems:
 
     reader: Reader
     table: ItemTable
-    noted: Callable[[Sequence[str]], AbstractContextManager[Any]] = nullcontext  # surrounds reading of these items
 
     def ids(self, numbers: Sequence[int]) -> tuple[str, ...]:
         return tuple(self.table.ids[number] for number in numbers)
 
-    def read(self, numbers: Sequence[int]) -> Iterator[ItemArrays | Rejection]:
-        with self.noted(self.ids(numbers)):
-            yield from self._read(numbers)
-
-    def _read(self, numbers: Sequence[int]) -> Iterator[ItemArrays]:
+    def read(self, numbers: Sequence[int]) -> Iterator[ItemArrays]:
         for number in numbers:
             id_ = self.table.ids[number]
-            arrays = self._arrays(number, id_)
+            try:
+                arrays = as_arrays(self.reader.read(self.table.place(number)))
+            except MemoryError as error:
+                raise MemoryError(f"out of memory while reading {id_}") from error
+            except Exception as error:  # from the user's code
+                why = error.what if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
+                raise DataError(f"{id_} cannot be read: {why}", remedy=SCAN_AGAIN) from error
             if arrays_digest(arrays) != self.table.key(number):
                 raise DataError(f"{id_} changed after the scan", remedy=SCAN_AGAIN)
-            yield ItemArrays(number, id_, arrays, {"partners": [], "sizes": array_sizes(arrays)})
-
-    def _arrays(self, number: int, id_: str) -> dict[str, Array]:
-        try:
-            return as_arrays(self.reader.read(self.table.place(number)))
-        except MemoryError as error:
-            raise MemoryError(f"out of memory while reading {id_}") from error
-        except PipelineError as error:
-            raise DataError(f"{id_} cannot be read: {error.what}", where=error.where, remedy=SCAN_AGAIN) from error
-        except Exception as error:  # from the user's code
-            what = f"{id_} cannot be read: {type(error).__name__}: {error}"
-            raise DataError(what, remedy=SCAN_AGAIN) from error
-
-
-def _rejected(item: Item, reason: Reason, detail: str) -> Rejection:
-    return Rejection(item.id, reason, detail, item.origin, item.split)
+            yield ItemArrays(number, id_, arrays, {"partners": []})
 
 
 NUMBERS = "numbers"  # the size that every item has: the total number of values in its arrays
 TAKEN = {ITEMS, NUMBERS, *OF_GRAPHS}
 _NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
 _WIDEST = 8  # bytes of a number
+Form = tuple[np.dtype[Any], tuple[int, ...]]
 
 
 def arrays_digest(arrays: Mapping[str, Array]) -> bytes:
@@ -268,7 +314,7 @@ def as_arrays(values: Mapping[str, Any]) -> dict[str, Array]:
 
 def array_sizes(arrays: Mapping[str, Array]) -> dict[str, int]:
     """Return an item's rows along each axis, and its total number of values."""
-    rows = {parse_field(name).axis: len(array) for name, array in arrays.items() if parse_field(name).axis}
+    rows = {axis: len(array) for name, array in arrays.items() if (axis := parse_field(name).axis)}
     return {NUMBERS: sum(array.size for array in arrays.values()), **rows}
 
 
@@ -276,66 +322,58 @@ def array_sizes(arrays: Mapping[str, Array]) -> dict[str, int]:
 class ArrayForms:
     """The types and shapes of a data set's arrays so far; later items must match, since batches join any of them."""
 
-    known: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = field(default_factory=dict)  # of one item, or of a row
+    known: dict[str, Form] = field(default_factory=dict)  # of one item, or of a row
     most: dict[str, int] = field(default_factory=dict)  # rows of any item along each axis
-    items: int = 0
 
     def wrong(self, arrays: Mapping[str, Array]) -> str:
         """Return why an item's arrays cannot be joined with earlier ones; empty if they can."""
-        return next(self._complaints(arrays), "") if arrays else "it has no arrays"
+        return next(self._problems(arrays), "") if arrays else "it has no arrays"
 
     def add(self, arrays: Mapping[str, Array]) -> None:
         """Add an item's arrays, which later ones must match."""
-        self.items += 1
         for name, array in arrays.items():
             self.known.setdefault(name, _form(name, array))
         for axis, rows in array_sizes(arrays).items():
             self.most[axis] = max(rows, self.most.get(axis, 0))
 
-    def _complaints(self, arrays: Mapping[str, Array]) -> Iterator[str]:
+    def _problems(self, arrays: Mapping[str, Array]) -> Iterator[str]:
         """Yield the problems of the arrays: of each alone, together, and compared with earlier items."""
-        yield from _wrong_alone(arrays)
-        first: dict[str, tuple[str, int]] = {}
         for name, array in arrays.items():
-            if axis := parse_field(name).axis:
-                other, rows = first.setdefault(axis, (name, len(array)))
-                if rows != len(array):
-                    yield f"{name} has {len(array)} rows, and {other} has {rows}"
-        for name, array in arrays.items():
-            mine, before = _form(name, array), self.known.get(name)
-            if before is not None and mine != before:
-                yield f"{name} is {_shown(mine)}, but {_shown(before)} in earlier items"
+            yield from _problems_alone(name, array)
         sizes = array_sizes(arrays)
+        for name, array in arrays.items():
+            axis, form = parse_field(name).axis, _form(name, array)
+            if axis and sizes[axis] != len(array):
+                yield f"{name} has {len(array)} rows; {axis} has {sizes[axis]}"
+            if form != (before := self.known.get(name, form)):
+                yield f"{name} is {_shown(form)}, but {_shown(before)} in earlier items"
+            if self.most and name not in self.known and not _may_lack(name, array.dtype, self.most):
+                yield f"earlier items have no {name} ({array.dtype.name} has no fill value)"
         for name, (dtype, _) in self.known.items():
             if name not in arrays and not _may_lack(name, dtype, sizes):
                 yield f"it has no {name}, which earlier items have ({dtype.name} has no fill value)"
-        for name, array in arrays.items():
-            if self.items and name not in self.known and not _may_lack(name, array.dtype, self.most):
-                yield f"earlier items have no {name} ({array.dtype.name} has no fill value)"
 
 
-def _wrong_alone(arrays: Mapping[str, Array]) -> Iterator[str]:
-    """Yield the problems of each array by itself."""
-    for name, array in arrays.items():
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            yield f"{name!r} is not a valid array name: use letters, digits, _ and dots"
-        if (first := name.partition(".")[0]) in TAKEN:
-            yield f"{name}: the name {first} is taken"
-        if array.dtype.kind not in "biuf" or array.dtype.itemsize > _WIDEST or not array.dtype.isnative:
-            yield f"{name} has dtype {array.dtype}, which torch does not support"
-        if parse_field(name).axis and not array.ndim:
-            yield f"{name} is a scalar, but its axis is {parse_field(name).axis}"
+def _problems_alone(name: str, array: Array) -> Iterator[str]:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        yield f"{name!r} is not a valid array name: use letters, digits, _ and dots"
+    if (first := name.partition(".")[0]) in TAKEN:
+        yield f"{name}: the name {first} is taken"
+    if array.dtype.kind not in "biuf" or array.dtype.itemsize > _WIDEST or not array.dtype.isnative:
+        yield f"{name} has dtype {array.dtype}, which torch does not support"
+    if (axis := parse_field(name).axis) and not array.ndim:
+        yield f"{name} is a scalar, but its axis is {axis}"
 
 
-def _form(name: str, array: Array) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    return array.dtype, array.shape[1:] if parse_field(name).form is FieldForm.ROWS else array.shape
+def _form(name: str, array: Array) -> Form:
+    return array.dtype, array.shape[1:] if parse_field(name).axis else array.shape
 
 
-def _shown(form: tuple[np.dtype[Any], tuple[int, ...]]) -> str:
+def _shown(form: Form) -> str:
     return f"{form[0].name} {list(form[1])}"
 
 
 def _may_lack(name: str, dtype: np.dtype[Any], rows: Mapping[str, int]) -> bool:
     """Whether no rows, NaN or False can stand for an array that an item lacks."""
-    is_rows = parse_field(name).form is FieldForm.ROWS
-    return dtype.kind == "f" or (is_rows and (dtype.kind == "b" or not rows.get(parse_field(name).axis)))
+    axis = parse_field(name).axis
+    return dtype.kind == "f" or (bool(axis) and (dtype.kind == "b" or not rows.get(axis)))

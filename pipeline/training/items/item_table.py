@@ -81,14 +81,11 @@ class ItemTable:
 
     def item(self, number: int) -> Item:
         """Return the item, to build its graph from."""
-        if self.items is None:
-            raise ValueError("the table has no items: it lists graphs in the cache")
-        return Item.from_json(json.loads(self.items[number]))
+        return Item.from_json(self.place(number))
 
     def place(self, number: int) -> Any:
         """Return where the reader finds an item."""
-        if self.items is None:
-            raise ValueError("the table has no file positions: its items do not come from a reader")
+        assert self.items is not None
         return json.loads(self.items[number])
 
     def values(self, number: int) -> dict[str, NDArray[np.float32]]:
@@ -174,18 +171,17 @@ class TableBuilder:
         key: bytes,
         split: str,
         sizes: Mapping[str, int],
-        item: Item | None = None,
         place: Any = None,
+        *,
         labels: Mapping[str, float] | None = None,
     ) -> None:
         """Add an item: the key and sizes of its graph, and the item itself if graphs are built when they are read.
 
         For a reader's item, `key` is the digest of its arrays and `place` is JSON data.
         """
-        kept = place if item is None else item.to_json()
         if len(key) != KEY_BYTES:
             raise ValueError(f"a key is {KEY_BYTES} bytes, not {key!r}")
-        if len(self) and (sizes.keys() != self.sizes.keys() or (kept is None) != (len(self.items) == 0)):
+        if len(self) and (sizes.keys() != self.sizes.keys() or (place is None) != (len(self.items) == 0)):
             raise ValueError(f"{id}: every item needs the same sizes, and either all items or none must be included")
         if self.splits.setdefault(split, len(self.splits)) >= MOST_SPLITS:
             raise ConfigError(f"more than {MOST_SPLITS} splits; one of them is {split!r}", where=id)
@@ -193,30 +189,34 @@ class TableBuilder:
         self.keys += key
         self.split_N.append(self.splits[split])
         for name, size in sizes.items():
-            values = self.sizes.setdefault(name, array("i"))
-            try:
-                values.append(size)
-            except OverflowError:  # from the first large one on, eight bytes for each
-                self.sizes[name] = array("q", [*values, size])
+            self.sizes.setdefault(name, array("q")).append(size)
         for name, label in (labels or {}).items():
             self.labels.setdefault(name, array("f")).append(label)
-        if kept is not None:
+        if place is not None:
+            kept = place.to_json() if isinstance(place, Item) else place
             self.items.add(json.dumps(kept, separators=(",", ":")))
 
     def also(self, sizes: Iterable[str]) -> None:
         """Add sizes that later items will have; earlier items have 0."""
         for name in sizes:
-            if name not in self.sizes:
-                self.sizes[name] = array("i", bytes(4 * len(self)))
+            self.sizes.setdefault(name, array("q", bytes(8 * len(self))))
 
     def table(self) -> ItemTable:
         """Return a copy of the table so far."""
-        table = deepcopy(self).views()
-        return replace(table, sizes={name: size_N.astype(np.int64) for name, size_N in table.sizes.items()})
+        return deepcopy(self).views()
 
     def write(self, store: Store) -> bytes:
         """Write the table to the store, unless the store has it, and return its key."""
-        arrays, meta = _encode(self.views())
+        table = self.views()
+        arrays: dict[str, Array] = {"key": table.key_N16, "split": table.split_N}
+        for name, texts in (("id", table.ids), ("item", table.items)):
+            if texts is not None:
+                arrays |= {f"{name}.bytes": texts.bytes_T, f"{name}.end": texts.end_N}
+        for name, size_N in table.sizes.items():
+            arrays[_SIZE + name] = size_N if size_N.max(initial=0) >> 31 else size_N.astype(np.int32)
+        arrays |= {LABEL + name: label_N for name, label_N in table.labels.items()}
+        meta = {"format": FORMAT, "splits": list(table.splits), "sizes": list(table.sizes), "items": len(table)}
+        meta |= {"labels": list(table.labels)} if table.labels else {}
         bytes_of = {name: np.ascontiguousarray(array).reshape(-1).view(np.uint8) for name, array in arrays.items()}
         digests = {name: content_digest(values.data).hex() for name, values in bytes_of.items()}
         key = recipe_key(KIND, {"meta": meta, "content": digests})
@@ -232,7 +232,7 @@ class TableBuilder:
             key_N16=np.frombuffer(self.keys, np.uint8).reshape(-1, KEY_BYTES),
             split_N=np.frombuffer(self.split_N, np.uint8),
             splits=tuple(self.splits),
-            sizes={name: np.frombuffer(size_N, size_N.typecode) for name, size_N in self.sizes.items()},
+            sizes={name: np.frombuffer(size_N, np.int64) for name, size_N in self.sizes.items()},
             items=self.items.texts() if len(self.items) else None,
             labels={name: np.frombuffer(label_N, np.float32) for name, label_N in self.labels.items()},
         )
@@ -255,19 +255,6 @@ class _Joined:
     def texts(self) -> PackedTexts:
         """Return the texts without copying."""
         return PackedTexts.of(np.frombuffer(self.bytes_T, np.uint8), np.frombuffer(self.ends, np.int64))
-
-
-def _encode(table: ItemTable) -> tuple[dict[str, Array], dict[str, Any]]:
-    """Return a table as the arrays and JSON of a record, sizes as 32-bit numbers where they fit."""
-    arrays: dict[str, Array] = {"key": table.key_N16, "split": table.split_N}
-    for name, texts in (("id", table.ids), ("item", table.items)):
-        if texts is not None:
-            arrays |= {f"{name}.bytes": texts.bytes_T, f"{name}.end": texts.end_N}
-    for name, size_N in table.sizes.items():
-        arrays[_SIZE + name] = size_N.astype(np.int32, copy=False) if size_N.max(initial=0) < 1 << 31 else size_N
-    arrays |= {LABEL + name: label_N for name, label_N in table.labels.items()}
-    meta = {"format": FORMAT, "splits": list(table.splits), "sizes": list(table.sizes), "items": len(table)}
-    return arrays, {**meta, "labels": list(table.labels)} if table.labels else meta
 
 
 def table_digest(table: ItemTable) -> str:

@@ -3,98 +3,79 @@
     for batch in Loader(CachedGraphs(graphs, table), Embeddings(embeddings, recipe), sampler):
         loss = model(batch.to(device))
 
-Without `collate`, a batch is the joined graphs of its items. Pinned memory comes from torch's cache for the host, which
-waits for copies under way before it gives memory out again. It has blocks of powers of two; all are as large as the
-largest batch needs, so that a plan can count them: host memory is the slots times that.
+A batch is the joined graphs of its items, or what `collate` makes of them. Pinned memory comes from torch's cache for
+the host, which waits for copies under way before it gives memory out again. It has blocks of powers of two; all are as
+large as the largest batch needs, so that a plan can count them: host memory is the slots times that.
+
+Processes can read in place of threads, for tasks whose Python would keep the interpreter of the training busy. They are
+forked with all that the loader knows, and write a batch's tensors to memory that both share; only an outline of the
+batch goes through a pipe. A process is a short cut: where it fails, for any reason, the thread that asked makes the
+batch itself, and raises what is wrong with it.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
+import mmap
+import os
+import signal
+import threading
 import time
+import warnings
+import weakref
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
-from weakref import WeakSet
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import KW_ONLY, dataclass, replace
+from itertools import chain
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import Pipe, wait
+from queue import Empty, LifoQueue, SimpleQueue
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from pipeline.device.accelerator import card_here, release_pinned
+from pipeline.device.batch_transfer import filled, outlined, packed, tensors_of
+from pipeline.device.out_of_memory import is_out_of_memory
+from pipeline.errors import CacheDamaged, RecordMissing
 from pipeline.memory.hardware.host_memory import slot_bytes
 from pipeline.memory.runtime.pinned_tensors import bytes_on_host
 from pipeline.records import Rejection
-from pipeline.training.items.batch_maker import BatchMaker
-from pipeline.training.items.reader_processes import ReaderProcesses
-from pipeline.training.sampling.sampler import MicroBatch
+from pipeline.training.items.batch import EMBEDDING, ENCODED, BatchBuilder, ItemBatch, TaskBatch
+from pipeline.training.items.crop import crop_item, crop_rng
+from pipeline.training.items.item_source import CachedGraphs, ReaderItems
+from pipeline.training.items.residue_embeddings import EmbeddedPartner
+from pipeline.training.sampling import BatchOrigin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+    from multiprocessing.connection import Connection
+    from multiprocessing.context import ForkProcess
+    from typing import TypeAlias
 
-    import torch
+    from numpy.typing import NDArray
 
-    from pipeline.training.items.batch import BatchOrigin, TaskBatch
-    from pipeline.training.items.batch_maker import Collate, Room
+    from pipeline.training.items.batch import ItemTensors
     from pipeline.training.items.crop import Measure
-    from pipeline.training.items.item_source import DamagedItems, ItemSource
+    from pipeline.training.items.item_source import DamagedItems, ItemArrays, ItemSource
     from pipeline.training.items.residue_embeddings import Embeddings
-    from pipeline.training.sampling.sampler import Sampler
+    from pipeline.training.sampling import MicroBatch, Sampler
 
-Job = TypeVar("Job")
-Result = TypeVar("Result")
+    Room: TypeAlias = Callable[[int], torch.Tensor]  # size in bytes → memory
+    Collate: TypeAlias = Callable[[Sequence[ItemTensors], np.random.Generator], Any]
+    Make: TypeAlias = Callable[[MicroBatch, Room], TaskBatch]
+    Reader: TypeAlias = tuple[ForkProcess, Connection]
+
+log = logging.getLogger(__name__)
 
 THREADS, PROCESSES = "threads", "processes"
-
-
-class Prefetch(Generic[Job, Result]):
-    """Results of jobs in their order, made ahead by threads; an error, also of `jobs`, is raised in its place."""
-
-    def __init__(self, jobs: Iterator[Job], make: Callable[[Job], Result], threads: int) -> None:
-        self._jobs, self._make = jobs, make
-        self._drawing = ThreadPoolExecutor(1, "reader")  # one thread, so that jobs are drawn in order
-        self._making = ThreadPoolExecutor(threads, "reader")
-        self._waiting: deque[Future[tuple[Job, Result] | None]] = deque()
-
-    def next(self, ahead: int) -> tuple[Job, Result] | None:
-        """Return the next job and its result, None at the end; first have up to `ahead` under way."""
-        while len(self._waiting) < ahead:
-            job = self._drawing.submit(next, self._jobs, None)
-            self._waiting.append(self._making.submit(self._made, job))
-        return self._waiting.popleft().result()
-
-    def _made(self, drawn: Future[Job | None]) -> tuple[Job, Result] | None:
-        job = drawn.result()
-        return None if job is None else (job, self._make(job))
-
-    def at_hand(self) -> Result | None:
-        """Return the result that comes next, if it is ready; it stays next."""
-        first = self._waiting[0] if self._waiting else None
-        if first is None or not first.done() or first.exception() is not None:
-            return None
-        made = first.result()
-        return None if made is None else made[1]
-
-    def close(self) -> None:
-        """Drop what is under way; wait for threads that are at work."""
-        for wait in (False, True):
-            self._making.shutdown(wait, cancel_futures=True)
-            self._drawing.shutdown(wait, cancel_futures=True)
-        self._waiting.clear()
-
-
-class PinnedMemory:
-    """Pinned memory for batches: blocks that are all as large as the largest batch needs."""
-
-    def __init__(self) -> None:
-        self._block_bytes = 0
-
-    def __call__(self, used: int) -> torch.Tensor:
-        if used > self._block_bytes:
-            self._block_bytes = slot_bytes(used, pin=True)
-            release_pinned()  # smaller blocks that are free would never be used again
-        return bytes_on_host(self._block_bytes, pin=True)[:used]
-
-    def copy(self, memory: torch.Tensor) -> torch.Tensor:
-        return self(len(memory)).copy_(memory)
+FORK = get_context("fork")
+PIECE = "piece"
+IGNORED = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # signals to the training
 
 
 @dataclass(slots=True)
@@ -132,30 +113,28 @@ class Loader:
     may_collate: Callable[[Sequence[str]], bool] = lambda _: True  # ahead, or a user's reader read; else `part` does
     weigh: Callable[[Any], Mapping[str, Any]] | None = None  # returns the weights of a batch's loss terms
     reject: Callable[[Rejection], None] = lambda _: None  # called for items that have no graph after all
-    mending: DamagedItems | None = None  # of embeddings that cannot be read; without, that is an error
+    mending: DamagedItems | None = None  # of records that cannot be read; without, that is an error
+    working: Callable[[Sequence[str]], AbstractContextManager[Any]] = nullcontext  # surrounds user code on these items
 
     def __post_init__(self) -> None:
-        if self.threads < 1:
-            raise ValueError(f"{self.threads} threads: at least 1 is needed")
-        if self.slots < 2:
-            raise ValueError(f"{self.slots} slots: at least 2 are needed, one in use and one being read")
+        if self.threads < 1 or self.slots < 2:
+            what = f"{self.threads} threads, {self.slots} slots: at least 1 and 2 are needed"
+            raise ValueError(f"{what} (one batch is in use while another is read)")
         if self.readers not in (THREADS, PROCESSES):
             raise ValueError(f"readers={self.readers!r}: {THREADS!r} read, or {PROCESSES!r}")
         self.batch_sampler = self.sampler
         self.stats = LoaderStats()
         pin = card_here() is not None if self.pin is None else self.pin
         self._pinned = PinnedMemory() if pin else None
-        self._maker = BatchMaker(**{field.name: getattr(self, field.name) for field in fields(BatchMaker)})
+        self._joined_in = ReusedMemory()
         self._processes: ReaderProcesses | None = None
-        self._reading: Prefetch[MicroBatch, TaskBatch] | None = None
-        self._in_use: WeakSet[TaskBatch] = WeakSet()
-        self._start: Mapping[str, Any] = {}  # where the present loop began
-        self._moves = 0  # of the sampler, then
-        self._last: MicroBatch | None = None  # what was yielded last
+        self._reading: Prefetch | None = None
+        self._in_use: weakref.WeakSet[TaskBatch] = weakref.WeakSet()
+        self._epoch = 0  # of the loop
 
     def __len__(self) -> int:
         """Count the batches of an epoch on this rank."""
-        return self.sampler.count(self._start["epoch"] if self._reading else self.sampler.epoch)
+        return self.sampler.count(self._epoch if self._reading else self.sampler.epoch)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches from the sampler's position to the end of the epoch; ends any earlier loop.
@@ -171,28 +150,29 @@ class Loader:
         """Yield the same batches with their items and origin."""
         self.close()
         if self.readers == PROCESSES and self._processes is None:
-            self._fork()
-        self._start, self._last, self._moves = self.sampler.state_dict(), None, self.sampler.moves
-        reading = self._reading = Prefetch(iter(self.sampler), self._make, self.threads)
+            graphs = replace(self.graphs, mending=None) if isinstance(self.graphs, CachedGraphs) else self.graphs
+            maker = replace(self, graphs=graphs, mending=None, working=nullcontext, pin=False)
+            self._processes = ReaderProcesses(maker.make, self.threads, batches=self.slots + 1)
+        self._epoch = self.sampler.epoch
+        reading = self._reading = Prefetch(self.sampler.drawn(), self._made_ahead, self.threads)
         try:
             while held := self._next(reading):
                 yield held.pop()  # nothing here keeps what the loop lets go of
-            self._reading = self._last = None
         finally:
             reading.close()
             if self._reading is reading:
-                self.close()
+                self._reading = None
 
-    def _next(self, reading: Prefetch[MicroBatch, TaskBatch]) -> list[TaskBatch]:
+    def _next(self, reading: Prefetch) -> list[TaskBatch]:
         """Wait for the next batch, none at the end; measure the wait, and count the batch."""
         if reading is not self._reading:
             raise ValueError("this loop ended because another loop over the same loader started")
         begun = time.perf_counter()
-        made = reading.next(max(1, self.slots - len(self._in_use)))
+        batch = reading.next(max(1, self.slots - len(self._in_use)))
         self.stats.wait_s += time.perf_counter() - begun
-        if made is None:
+        if batch is None:
             return []
-        self._last, batch = made
+        self.sampler.use(batch.origin)
         self._in_use.add(batch)
         stats = self.stats
         stats.batches += 1
@@ -209,18 +189,11 @@ class Loader:
         """Return the batch that comes next, if it has been read; the loop still has to take it."""
         return None if self._reading is None else self._reading.at_hand()
 
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        """Return the memory that is shared with reader processes, as large as it is now."""
-        return [] if self._processes is None else [run.room(0) for run in self._processes.runs]
-
     def close(self) -> None:
         """End the current loop, as leaving it does; the next one begins where it began."""
         if self._reading is not None:
-            reading, self._reading = self._reading, None
-            reading.close()
-            if self.sampler.moves == self._moves:  # else the sampler was moved meanwhile
-                self.sampler.load_state_dict(self._start)
+            self._reading.close()
+            self._reading = None
 
     def end(self) -> None:
         """End the current loop and the processes that read."""
@@ -229,55 +202,311 @@ class Loader:
             self._processes.end()
             self._processes = None
 
-    @property
-    def dataset(self) -> Any:
-        """Refuse code that takes a `DataLoader` apart: it would read batches and throw them away."""
-        what = (
-            "a Loader has no dataset of single items: it knows its rank and continues where loader.load_state_dict(…)"
-        )
-        raise AttributeError(
-            f"{what} says; give it to the loop as it is, not to skip_first_batches or prepare_data_loader"
-        )
-
     def set_epoch(self, epoch: int) -> None:
         self.close()
-        self._last = None
         self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return, as JSON data, where to go on: after the last batch that was yielded, not the last that was read."""
-        if self._last is not None:
-            return self.sampler.state_dict(after=self._last)
-        return dict(self._start) if self._reading else self.sampler.state_dict()
+        return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Have the next loop begin at a saved position."""
         self.close()
-        self._last = None
         self.sampler.load_state_dict(state)
 
-    def fetch(self, items: Sequence[int], micro: MicroBatch, *, ahead: bool = False) -> TaskBatch:
+    def fetch(self, items: Sequence[int], origin: BatchOrigin, *, ahead: bool = False) -> TaskBatch:
         """Read some items of a micro-batch again; nothing is counted or reported."""
-        return replace(self._maker.make(items, micro, ahead=ahead), read_again=self.fetch_again)
+        return replace(self._make(items, origin, None, ahead=ahead), read_again=self.fetch)
 
-    def fetch_again(self, items: Sequence[int], origin: BatchOrigin, *, ahead: bool = False) -> TaskBatch:
-        """Read some items of a batch again, by where it came from."""
-        numbers = np.array(items, dtype=np.int64)
-        return self.fetch(items, MicroBatch(origin.epoch, origin.step, origin.index, origin.of, numbers), ahead=ahead)
-
-    def _make(self, micro: MicroBatch) -> TaskBatch:
+    def _made_ahead(self, micro: MicroBatch) -> TaskBatch:
         """Make a batch, in any thread: by a process, where one can."""
-        copied = None if self._pinned is None else self._pinned.copy
-        made = None if self._processes is None else self._processes.make(micro, copied)
-        if made is None:
-            made = self._maker.make(micro.items.tolist(), micro, self._pinned, ahead=True)
-        return replace(made, read_again=self.fetch_again)
+        made = None if self._processes is None else self._processes.make(micro, self._pinned)
+        return replace(self.make(micro, self._pinned) if made is None else made, read_again=self.fetch)
 
-    def _fork(self) -> None:
-        """Fork the processes that read: while no thread of this loader does."""
-        maker = self._maker.without_mending()
+    def make(self, micro: MicroBatch, room: Room | None) -> TaskBatch:
+        """Make a batch ahead of its step, its tensors in memory from `room`."""
+        return self._make(micro.items.tolist(), micro, room, ahead=True)
 
-        def make(micro: MicroBatch, room: Room) -> TaskBatch:
-            return maker.make(micro.items.tolist(), micro, room, ahead=True)
+    def _make(self, numbers: Sequence[int], micro: BatchOrigin, room: Room | None, *, ahead: bool) -> TaskBatch:
+        """Make a batch of items; leave out what cannot be read, where allowed.
 
-        self._processes = ReaderProcesses(make, self.threads, batches=self.slots + 1)
+        `ahead`: ahead of its step. There `collate` may be forbidden, or run out of memory; the step calls it later.
+        """
+        origin = BatchOrigin(micro.epoch, micro.step, micro.index, micro.of, seed=self.seed)
+        ids = self.graphs.ids(numbers) if isinstance(self.graphs, ReaderItems) else ()  # that user code reads
+        if ahead and self.collate and ids and not self.may_collate(ids):
+            return TaskBatch(tuple(numbers), ids, origin, is_made=False)
+        with self.working(ids):
+            read = list(self.graphs.read(numbers))
+        while True:
+            try:
+                return self._made(read, origin, room, ahead=ahead)
+            except (CacheDamaged, RecordMissing) as error:
+                if self.mending is None or not error.item:
+                    raise
+                rejection = self.mending.leave_out(error)
+                read = [rejection if item.id == rejection.id else item for item in read]
+
+    def _made(
+        self, read: Sequence[ItemArrays | Rejection], origin: BatchOrigin, room: Room | None, *, ahead: bool
+    ) -> TaskBatch:
+        whole = [item for item in read if not isinstance(item, Rejection)]
+        items = [self._cropped(item, origin) for item in whole] if self.crop else whole
+        batch = TaskBatch(
+            numbers=tuple(item.number for item in items),
+            ids=tuple(item.id for item in items),
+            origin=origin,
+            rejected=tuple(item for item in read if isinstance(item, Rejection)),
+            cropped=sum(item is not before for item, before in zip(items, whole, strict=True)),
+        )
+        if self.collate is None:
+            joined = self._joined(items, batch, room or self._joined_in)
+            return replace(batch, value=joined, bytes=joined.memory.nbytes)
+        if not items:
+            return batch
+        if ahead and not self.may_collate(batch.ids):
+            return replace(batch, is_made=False)
+        try:
+            joined = self._joined(items, batch, self._joined_in)
+            with self.working(batch.ids):
+                value = self.collate(joined.items, joined.rng)
+            del joined
+            weights = None if self.weigh is None else self.weigh(value)
+            if room is not None:
+                value, weights = packed((value, weights), room)
+        except (MemoryError, RuntimeError) as error:
+            if not ahead or not is_out_of_memory(error):
+                raise
+            return replace(batch, is_made=False)
+        return replace(batch, value=value, weights=weights, bytes=sum(tensor.nbytes for tensor in tensors_of(value)))
+
+    def _cropped(self, item: ItemArrays, origin: BatchOrigin) -> ItemArrays:
+        return crop_item(item, self.crop or {}, crop_rng(self.seed, origin.epoch, item.id), self.measure)
+
+    def _joined(self, items: Sequence[ItemArrays], batch: TaskBatch, room: Room) -> ItemBatch:
+        """Join the arrays of items and the embeddings of their residues in one run of memory."""
+        embeddings, partners, embedding = self.embeddings, list[EmbeddedPartner](), None
+        if embeddings is not None:
+            partners = embeddings.partners(items)
+            embedding = getattr(torch, embeddings.dtype), embeddings.width
+        builder = BatchBuilder(items, embedding)
+        layout = builder.layout
+        memory = room(layout.used)
+        bytes_T = memory.numpy()
+        builder.write(bytes_T)
+        for place, item, role, copies in partners:
+            assert embeddings is not None
+            axis = layout.residues(role)
+            embedding_RD, encoded_R = (
+                layout.view(f"{role}.{name}", bytes_T)[layout.rows(axis, place)] for name in (EMBEDDING, ENCODED)
+            )
+            embeddings.join(copies, item.arrays[f"{axis}.row"], embedding_RD, encoded_R, item.id)
+        return ItemBatch(memory, layout, batch.numbers, batch.ids, batch.origin)
+
+
+class Prefetch:
+    """Batches of micro-batches in their order, made ahead by threads; an error, of any job, is raised in its place."""
+
+    def __init__(self, micros: Iterator[MicroBatch], make: Callable[[MicroBatch], TaskBatch], threads: int) -> None:
+        self._micros, self._make = micros, make
+        self._drawing = ThreadPoolExecutor(1, "reader")  # one thread, so that micro-batches are drawn in order
+        self._making = ThreadPoolExecutor(threads, "reader")
+        self._waiting: deque[Future[TaskBatch | None]] = deque()
+
+    def next(self, ahead: int) -> TaskBatch | None:
+        """Return the next batch, None at the end; first have up to `ahead` under way."""
+        while len(self._waiting) < ahead:
+            drawn = self._drawing.submit(next, self._micros, None)
+            self._waiting.append(self._making.submit(self._made, drawn))
+        return self._waiting.popleft().result()
+
+    def _made(self, drawn: Future[MicroBatch | None]) -> TaskBatch | None:
+        micro = drawn.result()
+        return None if micro is None else self._make(micro)
+
+    def at_hand(self) -> TaskBatch | None:
+        """Return the batch that comes next, if it is ready; it stays next."""
+        first = self._waiting[0] if self._waiting else None
+        return first.result() if first is not None and first.done() and first.exception() is None else None
+
+    def close(self) -> None:
+        """Drop what is under way; wait for threads that are at work."""
+        for pool in (self._drawing, self._making):
+            pool.shutdown(cancel_futures=True)
+        self._waiting.clear()
+
+
+class ReusedMemory:
+    """Memory that batches are joined in, used again once nothing refers to it: new memory costs as much as reading."""
+
+    def __init__(self) -> None:
+        self._free: list[NDArray[np.uint8]] = []
+
+    def __call__(self, used: int) -> torch.Tensor:
+        memory = np.empty(0, np.uint8)
+        with suppress(IndexError):
+            memory = self._free.pop()
+        if len(memory) < used:
+            memory = np.empty(slot_bytes(used, pin=False), np.uint8)
+        owner = memory[:used]  # which the tensor keeps, and all that shares its memory
+        weakref.finalize(owner, self._free.append, memory)
+        return torch.from_numpy(owner)
+
+
+class PinnedMemory:
+    """Pinned memory for batches: blocks that are all as large as the largest batch needs."""
+
+    def __init__(self) -> None:
+        self._block_bytes = 0
+
+    def __call__(self, used: int) -> torch.Tensor:
+        if used > self._block_bytes:
+            self._block_bytes = slot_bytes(used, pin=True)
+            release_pinned()  # smaller blocks that are free would never be used again
+        return bytes_on_host(self._block_bytes, pin=True)[:used]
+
+
+class SharedRun:
+    """Memory that a process shares with those that it forks: a file without a name, which grows."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("batch", os.MFD_CLOEXEC)
+        self._mapped = np.empty(0, np.uint8)
+        self.used = 0  # bytes, of the batch that is in it
+
+    def __del__(self) -> None:
+        with suppress(OSError):
+            os.close(self._file)
+
+    def __call__(self, used: int) -> torch.Tensor:
+        """Return memory of this size, of the file as it is or grown."""
+        self.used, size = used, os.fstat(self._file).st_size
+        if used > size:
+            size = slot_bytes(used, pin=False)
+            os.ftruncate(self._file, size)
+        if size > len(self._mapped):
+            self._mapped = np.frombuffer(mmap.mmap(self._file, size), np.uint8)
+        return torch.from_numpy(self._mapped[:used])
+
+
+class ReaderProcesses:
+    """Processes that call `make` as it was when they were forked, each for one micro-batch at a time."""
+
+    def __init__(self, make: Make, count: int, *, batches: int) -> None:
+        """Fork; `batches` may be in use at once."""
+        self._runs = [SharedRun() for _ in range(batches)]
+        self._free: LifoQueue[int] = LifoQueue()  # the last first: no more have memory than were ever in use
+        for run in range(batches):
+            self._free.put(run)
+        self._readers = [_forked(make, self._runs) for _ in range(count)]
+        self._idle: SimpleQueue[Reader | None] = SimpleQueue()  # None in place of one that died
+        for reader in self._readers:
+            self._idle.put(reader)
+
+    def make(self, micro: MicroBatch, room: Room | None) -> TaskBatch | None:
+        """Have a process make a batch, over shared memory or copied to `room`; None where no process can."""
+        try:
+            run = self._free.get_nowait()
+        except Empty:  # the loop keeps many batches
+            return None
+        if (answer := self._ask(micro, run)) is None:
+            self._free.put(run)
+            return None
+        outline, used = answer
+        memory = self._runs[run](used)
+        if room is None:
+            owner = memory.numpy()  # which the tensors of the batch keep
+            weakref.finalize(owner, self._free.put, run)
+            memory = torch.from_numpy(owner)
+        else:
+            memory = room(used).copy_(memory)
+            self._free.put(run)
+        batch: TaskBatch = filled(outline, memory)
+        return batch
+
+    def _ask(self, micro: MicroBatch, run: int) -> Any:
+        """Return the outline of a batch and the size of its memory; None where there is no process, or it failed."""
+        reader = self._idle.get()
+        try:
+            if reader is None:
+                return None
+            reader[1].send((micro, run))
+            return reader[1].recv()
+        except (EOFError, OSError):
+            assert reader is not None
+            reader[0].join()
+            log.warning("a reader process ended with exit code %s: a thread replaces it", reader[0].exitcode)
+            reader = None
+            return None
+        finally:
+            self._idle.put(reader)
+
+    def end(self) -> None:
+        """Kill all processes, which have nothing to lose; none may be at work."""
+        while self._readers:
+            process, pipe = self._readers.pop()
+            process.kill()
+            process.join()
+            pipe.close()
+
+    __del__ = end
+
+
+def _forked(make: Make, runs: Sequence[SharedRun]) -> Reader:
+    ours, theirs = Pipe()
+    process = FORK.Process(target=_serve, args=(make, runs, theirs), daemon=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # it only reads, on one core, and takes no thread's lock
+        process.start()
+    theirs.close()
+    return process, ours
+
+
+def _serve(make: Make, runs: Sequence[SharedRun], pipe: Connection) -> None:
+    """Answer until the process that forked this one ends, or kills it."""
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever the training does then
+    torch.set_num_threads(1)  # torch's threads were not forked
+    gc.freeze()  # untouched, the memory of that process stays shared, and nothing of it is finalised here
+    parent: Any = parent_process()
+    with suppress(EOFError, OSError):
+        while parent.sentinel not in wait([pipe, parent.sentinel]):
+            micro, run = pipe.recv()
+            memory = runs[run]
+            try:
+                batch = make(micro, memory)
+                pipe.send((outlined(batch, memory(memory.used)), memory.used))
+            except (EOFError, OSError):
+                raise
+            except Exception:  # noqa: BLE001 - the thread that asked makes the batch, and meets the error
+                pipe.send(None)
+
+
+class WorkedOn:
+    """Reports the items that this process works on, in case it dies: those of a piece, and those of reading threads."""
+
+    def __init__(self, report: Callable[[Sequence[str]], None]) -> None:
+        self._report, self._lock = report, threading.Lock()
+        self._of: dict[Any, Sequence[str]] = {PIECE: ()}  # the items of the piece, and of each thread that reads
+
+    def begin(self, ids: Sequence[str]) -> None:
+        """Report the items of a piece that starts."""
+        self._note(PIECE, ids)
+
+    @contextmanager
+    def reading(self, ids: Sequence[str]) -> Iterator[None]:
+        """Report items while this thread has user code read or collate them."""
+        if ids:
+            self._note(threading.get_ident(), ids)
+        try:
+            yield
+        finally:
+            if ids:
+                self._note(threading.get_ident(), ())
+
+    def _note(self, who: Any, ids: Sequence[str]) -> None:
+        with self._lock:
+            self._of[who] = ids
+            self._report(list(dict.fromkeys(chain(*self._of.values()))))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import lru_cache
-from itertools import accumulate, chain
+from itertools import chain
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,20 +25,21 @@ from pipeline.store.store import ONLY_MISSING
 from pipeline.structures.partners import NO_ROW
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from typing import Any
 
     from numpy.typing import NDArray
 
     from pipeline.encoder.embedding_recipe import EmbeddingRecipe
-    from pipeline.store.format.record import Record
     from pipeline.store.store import RecordPlace, Room, Store
+    from pipeline.training.items.item_source import ItemArrays
 
-    Rows = NDArray[Any]
+    Array = NDArray[Any]
+    Copies = Sequence[tuple["Text", "StoredEmbedding"]]
 
 EMBED_AGAIN = Command.submit("embed", then=f"   ({ONLY_MISSING})")
 REMEMBERED = 32_768  # places of embeddings: less than a kilobyte each
-_NO_ROWS: Rows = np.empty(0)  # of a record that has none
+_NO_ROWS: Array = np.empty(0)  # of a record that has none
 _DTYPES = {"fp32": ("float32", np.float32), "fp16": ("float16", np.float16), "bf16": ("bfloat16", np.uint16)}
 
 
@@ -56,14 +57,23 @@ class Text(NamedTuple):
     sequence: str
 
 
+class EmbeddedPartner(NamedTuple):
+    """The embeddings of an item's partner."""
+
+    place: int  # of the item in a batch
+    item: ItemArrays
+    role: str
+    copies: Copies
+
+
 class Embeddings:
     """Looks up and reads embeddings of one encoder or of several; used by several threads at once."""
 
     def __init__(self, store: Store, *recipes: EmbeddingRecipe) -> None:
         self._store, self._recipes = store, recipes
         storages = {recipe.storage for recipe in recipes}
-        # The type of the numbers, and numpy's type for it; fp32 can hold all that encoders store.
-        self.dtype, self._numpy = _DTYPES[storages.pop() if len(storages) == 1 else "fp32"]
+        # The type of the numbers; fp32 can hold all that encoders store.
+        self.dtype, _ = _DTYPES[storages.pop() if len(storages) == 1 else "fp32"]
         self._widths = [0] * len(recipes)
         self._found: dict[bytes, StoredEmbedding] = {}  # by the digest of the text
         self._lock = Lock()
@@ -76,6 +86,20 @@ class Embeddings:
             for of, recipe in enumerate(self._recipes)
             for sequence in (joined if recipe.context == "partner" else sequences)
         )
+
+    def partners(self, items: Sequence[ItemArrays]) -> list[EmbeddedPartner]:
+        """Return the partners of some items with their embeddings."""
+        partners = [
+            (place, item, partner["role"], self.texts(proteins(partner["chains"])))
+            for place, item in enumerate(items)
+            for partner in item.meta["partners"]
+        ]
+        stored = self.find({text: item.id for _, item, _, texts in partners for text in texts})
+        self._learn_widths(stored)
+        return [
+            EmbeddedPartner(place, item, role, [(text, stored[text]) for text in texts])
+            for place, item, role, texts in partners
+        ]
 
     def find(self, wanted: Mapping[Text, str]) -> dict[Text, StoredEmbedding]:
         """Return the best acceptable embedding of each text (text → item id); raises if one has none."""
@@ -108,44 +132,33 @@ class Embeddings:
                 del self._found[next(iter(self._found))]
         return entries, absent
 
-    def width(self, copies: Mapping[Text, StoredEmbedding]) -> int:
-        """Return how many numbers a residue has: read once, from any readable embedding of each encoder."""
+    @property
+    def width(self) -> int:
+        """How many numbers a residue has."""
+        return sum(self._widths)
+
+    def _learn_widths(self, stored: Mapping[Text, StoredEmbedding]) -> None:
+        """Read the width of each encoder once, from any readable embedding."""
         for of, known in enumerate(self._widths):
-            mine = (copy for text, copy in copies.items() if text.of == of)
+            mine = (copy for text, copy in stored.items() if text.of == of)
             for copy in () if known else chain(mine, self._any(self._recipes[of])):
                 with suppress(CacheDamaged, RecordMissing):  # raised when it is read for an item
                     rows_LD = self._store.get_at(copy.key, copy.places).arrays.get("rows", _NO_ROWS)
                     self._widths[of] = rows_LD.shape[-1]
                     break
-        return sum(self._widths)
 
-    def join(
-        self,
-        copies: Sequence[tuple[Text, StoredEmbedding]],
-        row_R: NDArray[np.int32],
-        out_RD: Rows,
-        encoded_R: NDArray[np.bool_],
-        item: str,
-        scratch: Callable[[int], memoryview],
-    ) -> None:
+    def join(self, copies: Copies, row_R: Array, out_RD: Array, encoded_R: Array, item: str) -> None:
         """Write the embedding of each residue of a partner, and which residues have one.
 
         Residues without one (DNA, RNA, small molecules) get zeros. `copies` are the embeddings of the partner's texts.
         """
-        ends = list(accumulate(self._widths))
-        for of, (width, end) in enumerate(zip(self._widths, ends, strict=True)):
+        start = 0
+        for of, width in enumerate(self._widths):
             mine = [(text, copy) for text, copy in copies if text.of == of]
-            self._join_one(mine, row_R, out_RD[:, end - width : end], encoded_R, item, scratch)
+            self._join_one(mine, row_R, out_RD[:, start : start + width], encoded_R, item)
+            start += width
 
-    def _join_one(
-        self,
-        copies: Sequence[tuple[Text, StoredEmbedding]],
-        row_R: NDArray[np.int32],
-        out_RD: Rows,
-        encoded_R: NDArray[np.bool_],
-        item: str,
-        scratch: Callable[[int], memoryview],
-    ) -> None:
+    def _join_one(self, copies: Copies, row_R: Array, out_RD: Array, encoded_R: Array, item: str) -> None:
         """Write the part of one encoder, which may be a part of each row."""
         straight = _straight([len(text.sequence) for text, _ in copies], row_R, out_RD)
         if sum(map(len, straight)) < len(row_R):
@@ -156,10 +169,10 @@ class Embeddings:
             encoded_R[:] = True
         first = 0
         for (text, copy), into_LD in zip(copies, straight, strict=True):
-            reads_there = into_LD.flags.c_contiguous and self._is_stored_so(text)
-            room = _room(into_LD if reads_there else _NO_ROWS, scratch)
-            rows_LD = self._rows(text, copy, out_RD.shape[1], item, room)
-            if not self._is_stored_so(text):
+            is_stored_so = _DTYPES[self._recipes[text.of].storage][0] == self.dtype
+            reads_there = is_stored_so and into_LD.flags.c_contiguous
+            rows_LD = self._rows(text, copy, out_RD.shape[1], item, into_LD if reads_there else _NO_ROWS)
+            if not is_stored_so:
                 rows_LD = as_floats(rows_LD)
             if not len(into_LD):  # some residues are missing, or in another order
                 here = np.flatnonzero((row_R >= first) & (row_R < first + len(rows_LD)))
@@ -168,11 +181,7 @@ class Embeddings:
                 into_LD[:] = rows_LD
             first += len(text.sequence)
 
-    def _is_stored_so(self, text: Text) -> bool:
-        """Whether a text's numbers are stored in the type of the joined ones."""
-        return _DTYPES[self._recipes[text.of].storage][0] == self.dtype
-
-    def _check_rows(self, copies: Sequence[tuple[Text, StoredEmbedding]], row_R: NDArray[np.int32], item: str) -> None:
+    def _check_rows(self, copies: Copies, row_R: Array, item: str) -> None:
         """Refuse a row map that goes beyond the embeddings."""
         total = sum(len(text.sequence) for text, _ in copies)
         if row_R.max() >= total or row_R.min() < NO_ROW:
@@ -180,34 +189,28 @@ class Embeddings:
             keys = ", ".join(copy.key.hex() for _, copy in copies) or "none"
             raise CacheDamaged(what, where=f"embeddings {keys}", remedy=SUBMIT_AGAIN, item=item)
 
-    def _rows(self, text: Text, copy: StoredEmbedding, width: int, item: str, room: Room) -> Rows:
-        """Return the verified rows of a text [L, D]."""
+    def _rows(self, text: Text, copy: StoredEmbedding, width: int, item: str, into_LD: Array) -> Array:
+        """Return the verified rows of a text [L, D], directly read into memory for just them, where that is given."""
         try:
-            record = self._store.get_at(copy.key, copy.places, room)
+            record = self._store.get_at(copy.key, copy.places, _room(into_LD))
         except (CacheDamaged, RecordMissing) as error:
             self._found.pop(_digest(text), None)
             what = f"the embedding of a sequence of {item}: {error.what}"
             raise type(error)(what, where=error.where, remedy=EMBED_AGAIN, item=item) from error
-        rows_LD: Rows = record.arrays.get("rows", _NO_ROWS)
-        dtype, held_as = _DTYPES[self._recipes[text.of].storage]
+        rows_LD: Array = record.arrays.get("rows", _NO_ROWS)
+        recipe, shape = self._recipes[text.of], (len(text.sequence), width)
+        dtype, held_as = _DTYPES[recipe.storage]
         is_of_dtype = ("rows" in record.bfloat16) == (dtype == "bfloat16")
-        if rows_LD.shape != (len(text.sequence), width) or rows_LD.dtype != held_as or not is_of_dtype:
-            raise self._unfit(text, copy.key, record, width, item)
-        return rows_LD
-
-    def _unfit(self, text: Text, key: bytes, record: Record, width: int, item: str) -> CacheDamaged | DataError:
-        rows_LD, cut = record.arrays.get("rows", _NO_ROWS), record.meta.get("cut")
-        shape, residues, dtype = list(rows_LD.shape), len(text.sequence), _DTYPES[self._recipes[text.of].storage][0]
-        where = f"embedding {key.hex()} of {item}"
-        variants = self._recipes[text.of].accepted(residues)
-        truncated = [variant.cut for variant in variants if variant.cut and variant.cut.policy == "truncate"]
-        if truncated and shape == [truncated[0].length, width]:
-            what = f"a sequence of {residues:,} residues was truncated to {shape[0]:,}: the rest has no embedding"
+        if rows_LD.shape == shape and rows_LD.dtype == held_as and is_of_dtype:
+            return rows_LD
+        where = f"embedding {copy.key.hex()} of {item}"
+        cuts = [variant.cut for variant in recipe.accepted(shape[0]) if variant.cut]
+        if any(cut.policy == "truncate" and rows_LD.shape == (cut.length, width) for cut in cuts):
+            what = f"a sequence of {shape[0]:,} residues was truncated to {len(rows_LD):,}: the rest has no embedding"
             remedy = Command.submit("embed").with_settings(("embed.long.policy", "windows"))
-            return DataError(what, where=where, remedy=remedy)
-        what = f"rows are {rows_LD.dtype} {shape}{f', cut {cut}' if cut else ''}"
-        what += f"; of {residues:,} residues, {dtype} [{residues}, {width}] was expected"
-        return CacheDamaged(what, where=where, remedy=ELSEWHERE, item=item)
+            raise DataError(what, where=where, remedy=remedy)
+        what = f"rows are {rows_LD.dtype} {list(rows_LD.shape)}; expected: {dtype} {list(shape)}"
+        raise CacheDamaged(what, where=where, remedy=ELSEWHERE, item=item)
 
     def _any(self, recipe: EmbeddingRecipe) -> Iterable[StoredEmbedding]:
         """Yield any embeddings of a recipe, for the width of a batch without embedded residues."""
@@ -222,7 +225,7 @@ def proteins(chains: Sequence[tuple[str, str, str]]) -> list[str]:
     return [sequence for _, kind, sequence in chains if kind == Kind.PROTEIN.value]
 
 
-def _straight(lengths: Sequence[int], row_R: NDArray[np.int32], out_RD: Rows) -> list[Rows]:
+def _straight(lengths: Sequence[int], row_R: Array, out_RD: Array) -> list[Array]:
     """Return, for each text, the slice of `out_RD` its rows fill in order (the usual case), else an empty one."""
     pieces, first, start = [], 0, 0
     for length in lengths:
@@ -243,13 +246,13 @@ def _count(length: int) -> bytes:
     return np.arange(length, dtype=np.int32).tobytes()
 
 
-def _room(into_LD: Rows, scratch: Callable[[int], memoryview]) -> Room:
-    """Return the memory for a record: its rows directly into the batch if they go there, the rest into scratch."""
+def _room(into_LD: Array) -> Room:
+    """Return the memory for a record: its rows directly into the batch if they go there, the rest elsewhere."""
 
     def room(length: int) -> tuple[memoryview, memoryview]:
         if not len(into_LD) or length <= into_LD.nbytes:
-            return scratch(length), memoryview(b"")
-        return into_LD.reshape(-1).view(np.uint8).data, scratch(length - into_LD.nbytes)
+            return np.empty(length, np.uint8).data, memoryview(b"")
+        return into_LD.reshape(-1).view(np.uint8).data, np.empty(length - into_LD.nbytes, np.uint8).data
 
     return room
 

@@ -74,9 +74,9 @@ class TrainingObserver:
         live = None if device == CPU else self._live_bytes
         self._leaks = Leaks(device=device, live=live, report=self._leaking, limit_bytes=limit_bytes)
 
-    def expect(self, steps: int, buffers: Callable[[], list[torch.Tensor]]) -> None:
-        """Expect a training of so many steps, with buffers of loaders that may grow and are no leak."""
-        self._leaks.steps, self._leaks.own = steps, buffers
+    def expect(self, steps: int) -> None:
+        """Expect a training of so many steps."""
+        self._leaks.steps = steps
 
     def resumed(self, step: int) -> None:
         """Start, or restart, after a step: metrics of later ones are dropped."""

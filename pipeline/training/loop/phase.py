@@ -13,7 +13,7 @@ from pipeline.device.out_of_memory import free_caches, out_of_memory_error
 from pipeline.errors import PlanInfeasible
 from pipeline.memory.runtime.recovery import StepSnapshot
 from pipeline.training.items.loader import PROCESSES
-from pipeline.training.sampling.sampler import MicroBatch
+from pipeline.training.sampling import MicroBatch
 from pipeline.training.step.micro_batches import Piece, RankShare
 from pipeline.training.step_clock import READ
 
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
     from pipeline.memory.runtime.meters import HostMeter
     from pipeline.protocol import Task
-    from pipeline.training.items.batch import BatchOrigin, TaskBatch
+    from pipeline.training.items.batch import TaskBatch
     from pipeline.training.items.loader import Loader
     from pipeline.training.prepared import PhasePlan
+    from pipeline.training.sampling import BatchOrigin
     from pipeline.training.step.exact_step import ExactStep
     from pipeline.training.step.step import Step
     from pipeline.training.step_clock import StepClock
@@ -85,7 +86,7 @@ class Phase:
     def _fetch(self, clock: StepClock, numbers: Sequence[int], origin: BatchOrigin) -> TaskBatch:
         """Read a micro-batch again: some of it may be left out, or fit only in pieces."""
         with clock.within(READ):
-            return self.loader.fetch_again(numbers, origin, ahead=True)
+            return self.loader.fetch(numbers, origin, ahead=True)
 
 
 def rehearse(stepper: ExactStep, phase: Phase, *, leave_out: Collection[str] = ()) -> int:
@@ -101,7 +102,7 @@ def rehearse(stepper: ExactStep, phase: Phase, *, leave_out: Collection[str] = (
         worst = MicroBatch(phase.loader.sampler.epoch, 0, 0, 1, no_items)
     if meter is not None:
         meter.reset_peak()
-    fetch = partial(phase.loader.fetch, micro=worst, ahead=True)
+    fetch = partial(phase.loader.fetch, origin=worst, ahead=True)
     batch = fetch(worst.items.tolist())
     stepper.rehearse(RankShare(iter([batch]), lambda numbers, _: fetch(numbers), hold=1, leave_out=leave_out))
     memory = meter.read() if meter is not None else None

@@ -78,7 +78,7 @@ class Trainer:
 
     def run(self) -> Iterator[int]:
         """Train, from the newest checkpoint if there is one."""
-        self.observer.expect(self.steps, lambda: [slot for loader in self.loaders for slot in loader.buffers])
+        self.observer.expect(self.steps)
         self._resume()
         yield self.done
         if self._was_pruned():

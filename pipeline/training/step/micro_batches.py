@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from pipeline.device.batch_transfer import CopyAhead
     from pipeline.protocol import Batch
-    from pipeline.training.items.batch import BatchOrigin, TaskBatch
+    from pipeline.training.items.batch import TaskBatch
+    from pipeline.training.sampling import BatchOrigin
     from pipeline.training.step_clock import StepClock
 
 CHECKPOINTING, OFFLOAD, HOST, SKIP = "checkpointing", "offload", "cpu", "skip"

@@ -80,7 +80,7 @@ class Ahead(Mover):
         card.seed_order(seed)
         there, batches = [], self.loader.read()
         while True:
-            share = RankShare(batches, self.loader.fetch_again, hold=0, ahead=self.ahead, at_hand=self.loader.at_hand)
+            share = RankShare(batches, self.loader.fetch, hold=0, ahead=self.ahead, at_hand=self.loader.at_hand)
             share.is_last_pass = True
             if share.is_over:
                 break

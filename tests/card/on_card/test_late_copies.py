@@ -17,7 +17,7 @@ from pipeline.device.accelerator import Card
 from pipeline.encoder.embedding_recipe import Variant
 from pipeline.encoder.engine.io_threads import RowWriter
 from pipeline.encoder.engine.sequence_work import Computed, ComputeStep, Embedding, SequenceWork, Span
-from pipeline.training.items.batch_layout import ItemArrays
+from pipeline.training.items.item_source import ItemArrays
 from pipeline.training.items.loader import Loader
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step

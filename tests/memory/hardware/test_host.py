@@ -36,7 +36,6 @@ from pipeline.records import Item, Part, Role
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.training.items import loader
 from pipeline.training.items.item_table import ItemTable, TableBuilder
-from pipeline.training.items.reader_processes import SharedRun
 from pipeline.units import GIB, MIB
 
 BASE = Baseline(200 * MIB, Provenance.MEASURED, "made up")
@@ -88,12 +87,12 @@ def test_memory_for_batches_is_predicted_as_it_grows(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(loader, "bytes_on_host", taking)
     for batch in (1, MIB, 3 * MIB + 17, 8 * MIB):
-        pinned, shared = loader.PinnedMemory(), [SharedRun() for _ in range(3)]
+        pinned, shared = loader.PinnedMemory(), [loader.SharedRun() for _ in range(3)]
         for used in (batch // 3, batch, batch // 2):
             assert [len(pinned(used)) for _ in range(3)] == [used] * 3
         assert sum(taken[-3:]) == ring_bytes(3, batch, pin=True)
         assert all(pinned_bytes(size) == size for size in taken)
-        assert [len(run.room(batch)) for run in shared] == [batch] * 3
+        assert [len(run(batch)) for run in shared] == [batch] * 3
         assert sum(os.fstat(run._file).st_size for run in shared) == ring_bytes(3, batch, pin=False)
 
 

@@ -19,7 +19,7 @@ from pipeline.memory.planning.planner import plan_memory
 from pipeline.protocol import ITEMS
 from pipeline.runs.model.training_work import Work, cutter, data_of, host_card, least_of, target_of
 from pipeline.training.prepared import COST, LIKENESS, LOOSER, likeness, sampler_settings
-from pipeline.training.sampling.sampler import Sampler
+from pipeline.training.sampling import Sampler
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
 from tests.testkit.limited.device import HostCarrier, LimitedDevice, forget_failed_backward

@@ -30,8 +30,7 @@ from pipeline.memory.planning.memory_plan import (
     RemedyVerdict,
 )
 from pipeline.memory.planning.planner import CurriculumStage, plan_memory, plan_stages
-from pipeline.training.sampling.epoch_order import SamplerSettings
-from pipeline.training.sampling.sampler import Sampler
+from pipeline.training.sampling import Sampler, SamplerSettings
 from tests.memory.planning.oracles import GIB, MIB, Integers, Model, card, data, greedy, heavy
 
 BATCH = 24

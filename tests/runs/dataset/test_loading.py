@@ -19,7 +19,7 @@ from pipeline.runs.dataset.loading import open_loader
 from pipeline.runs.model.prepare import items_of
 from pipeline.structures.synthetic import write_demo
 from pipeline.training.ranks.process_group import place_in_group
-from pipeline.training.sampling.epoch_order import SamplerSettings
+from pipeline.training.sampling import SamplerSettings
 from tests.testkit import project as kit
 from tests.testkit.command import Command
 from tests.testkit.once import Shelf

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.runs.dataset.loading import open_loader
 from pipeline.tasks.docking.docking_items import bound_frame
-from pipeline.training.sampling.epoch_order import SamplerSettings
+from pipeline.training.sampling import SamplerSettings
 from tests.testkit.command import Command
 from tests.testkit.project import settle, write_config
 

@@ -29,6 +29,7 @@ from pipeline.runs.engine.run_task import GO_ON
 from pipeline.runs.workflow import embed_stage
 from pipeline.runs.workflow.jobs import refuse_unfit_disk
 from pipeline.store.cache_folder import CacheFolder
+from pipeline.training.items.item_source import ItemArrays
 from pipeline.training.items.residue_embeddings import Embeddings
 from tests.encoder.sequences import natural
 from tests.testkit import project as kit
@@ -309,13 +310,14 @@ def flip_a_bit(folder: Path) -> None:
 
 def join_all(embeddings: Embeddings, texts: list[str]) -> None:
     """Read the rows of texts as a training does."""
-    found = embeddings.find(dict.fromkeys(embeddings.texts(texts), "an item"))
-    embeddings.width(found)
-    for text, copy in found.items():
+    chains = [["A", "protein", text] for text in texts]
+    item = ItemArrays(0, "it", {}, {"partners": [{"role": "whole", "chains": chains}]})
+    (partner,) = embeddings.partners([item])
+    for text, copy in partner.copies:
         length = len(text.sequence)
         row_R, out_RD = np.arange(length, dtype=np.int32), np.zeros((length, 16), np.float32)
         encoded_R = np.zeros(length, bool)
-        embeddings.join([(text, copy)], row_R, out_RD, encoded_R, "it", lambda size: memoryview(bytearray(size)))
+        embeddings.join([(text, copy)], row_R, out_RD, encoded_R, "it")
 
 
 @pytest.mark.nightly

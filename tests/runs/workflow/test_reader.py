@@ -24,7 +24,7 @@ from pipeline.runs.engine.lifecycle import new_run
 from pipeline.runs.model.prepare import recipe_of, training_name
 from pipeline.runs.workflow.scan_stage import EntriesRead, ReaderScanStage
 from pipeline.runs.workflow.table import everything, up_to
-from pipeline.training.sampling.epoch_order import SamplerSettings
+from pipeline.training.sampling import SamplerSettings
 from tests.runs.workflow.reader_project import SPLITS, write_project, write_spectrum
 from tests.testkit.command import Command
 from tests.testkit.project import settle, to_do

@@ -12,12 +12,12 @@ from pipeline.graphs.item_graph import ChainText, ItemGraph, PartnerGraph, encod
 from pipeline.keys import recipe_key
 from pipeline.records import Kind, Role
 from pipeline.store.cache_folder import CacheFolder
-from pipeline.training.items.batch import BatchOrigin, ItemBatch, TaskBatch, item_rng
+from pipeline.training.items.batch import ItemBatch, TaskBatch, item_rng
 from pipeline.training.items.item_source import CachedGraphs
 from pipeline.training.items.item_table import ItemTable, TableBuilder
 from pipeline.training.items.loader import Loader
 from pipeline.training.items.residue_embeddings import Embeddings
-from pipeline.training.sampling.sampler import MicroBatch
+from pipeline.training.sampling import BatchOrigin, MicroBatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -100,29 +100,30 @@ class Micros:
     lists: Sequence[Sequence[int]]
     epoch: int = 0
     first: int = 0
-    moves: int = 0
+    next: tuple[int, int] = (0, 0)
 
-    def __iter__(self) -> Iterator[MicroBatch]:
-        epoch = self.epoch
-        for step in range(self.first, len(self.lists)):
-            if step + 1 == len(self.lists):
-                self.epoch, self.first = epoch + 1, 0
-            yield MicroBatch(epoch, step, 0, 1, np.array(self.lists[step], np.int64))
+    def drawn(self) -> Iterator[MicroBatch]:
+        epoch, first = self.next = self.epoch, self.first
+        steps = range(first, len(self.lists))
+        return (MicroBatch(epoch, step, 0, 1, np.array(self.lists[step], np.int64)) for step in steps)
+
+    def use(self, micro: BatchOrigin) -> None:
+        self.next = (micro.epoch, micro.step + 1)
+        if micro.step + 1 == len(self.lists):
+            self.epoch, self.first = self.next = (micro.epoch + 1, 0)
 
     def count(self, epoch: int) -> int:
         return len(self.lists)
 
     def set_epoch(self, epoch: int) -> None:
-        self.moves += 1
         if epoch != self.epoch:
-            self.epoch, self.first = epoch, 0
+            self.epoch, self.first = self.next = (epoch, 0)
 
-    def state_dict(self, after: MicroBatch | None = None) -> dict[str, Any]:
-        return {"epoch": after.epoch, "step": after.step + 1} if after else {"epoch": self.epoch, "step": self.first}
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.next[0], "step": self.next[1]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.moves += 1
-        self.epoch, self.first = state["epoch"], state["step"]
+        self.epoch, self.first = self.next = (state["epoch"], state["step"])
 
 
 @dataclass

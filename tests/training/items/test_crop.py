@@ -18,9 +18,9 @@ from pipeline.records import Item, Part, Reason, Rejection, Role
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.structures import inventory
 from pipeline.structures.parsing import structure_files
-from pipeline.training.items.batch_layout import BatchBuilder, ItemArrays
+from pipeline.training.items.batch import BatchBuilder
 from pipeline.training.items.crop import crop_item, crop_rng
-from pipeline.training.items.item_source import CachedGraphs
+from pipeline.training.items.item_source import CachedGraphs, ItemArrays
 from tests.training.items.content import ALONE, PAIR, graph_of, made
 
 
@@ -244,7 +244,7 @@ def test_labels_come_with_their_items_cut_or_whole_in_any_batch(data):
 
 def test_what_is_fetched_again_is_what_the_ring_had(data):
     loader = data.loader([[3, 1, 4], [5, 2]], crop=LIMITS, seed=5)
-    micros = list(data.loader([[3, 1, 4], [5, 2]]).sampler)
+    micros = list(data.loader([[3, 1, 4], [5, 2]]).sampler.drawn())
     for batch, micro in zip(loader, micros, strict=True):
         again = loader.fetch(micro.items.tolist(), micro).value
         assert (again.ids, again.numbers, again.origin) == (batch.ids, batch.numbers, batch.origin)
@@ -262,7 +262,7 @@ def test_what_is_fetched_again_is_what_the_ring_had(data):
 def test_a_fetched_rejection_is_told_with_the_batch_and_to_nobody_else(data, tmp_path):
     told = []
     loader = data.loader([[0, 1]], reject=told.append, graphs=data.only(tmp_path, 0, refused=[1]))
-    (micro,) = list(data.loader([[0, 1]]).sampler)
+    (micro,) = list(data.loader([[0, 1]]).sampler.drawn())
     batch = loader.fetch([0, 1], micro)
     assert batch.ids == ("item0",)
     assert batch.rejected == (Rejection("item1", Reason.NO_CONTACTS, "too far apart"),)

@@ -73,7 +73,7 @@ def test_an_axis_that_comes_late_has_no_rows_in_the_items_before() -> None:
 
 UNJOINABLE: list[tuple[str, list[dict[str, Any]]]] = [  # what is named, and items of which the last is rejected
     ("no arrays", [{}]),
-    ("peaks.of", [{"peaks.mz": np.zeros(3, FLOAT), "peaks.of": np.zeros(2, FLOAT)}]),
+    ("peaks has", [{"peaks.mz": np.zeros(3, FLOAT), "peaks.of": np.zeros(2, FLOAT)}]),
     ("peaks.mz", [{"peaks.mz": FLOAT(1)}]),
     ("peaks mz", [{"peaks mz": np.zeros(3, FLOAT)}]),
     ("receptor", [{"receptor.mz": np.zeros(3, FLOAT)}]),

@@ -20,8 +20,7 @@ from pipeline.store.cache_folder import CacheFolder
 from pipeline.training.items import loader as loader_module
 from pipeline.training.items.batch import padded_field
 from pipeline.training.items.loader import PROCESSES, THREADS, Loader
-from pipeline.training.sampling.epoch_order import SamplerSettings
-from pipeline.training.sampling.sampler import Sampler
+from pipeline.training.sampling import Sampler, SamplerSettings
 from tests.training.items.content import ALONE, ENCODER, PRECISION, graph_of, made
 
 
@@ -69,7 +68,7 @@ def test_edges_and_labels_of_a_batch_join_the_nodes_that_they_join_in_its_items(
         for at, number in enumerate(batch.numbers):
             mine = edges[:, owner[edges[0]] == at] - ptr[at]
             np.testing.assert_array_equal(mine, data.graphs[number].parts[place].edges["near"])
-    pairs, owner = batch.labels["contact_pairs"], batch.owner("label.contact")
+    pairs, owner = batch["label.contact_pairs"], batch.owner("label.contact")
     for at, number in enumerate(batch.numbers):
         first = torch.stack([batch.ptr("receptor.node")[at], batch.ptr("ligand.node")[at]])
         np.testing.assert_array_equal(pairs[owner == at] - first, data.graphs[number].labels["contact_pairs"])
@@ -103,7 +102,7 @@ def test_items_of_all_sorts_share_a_batch(tmp_path):
     nodes = batch.sides["receptor"].nodes
     assert nodes["bound"][: graphs[0].parts[0].size].isnan().all()
     assert not nodes["labelled"][: graphs[0].parts[0].size].any()
-    assert batch.labels["bound_centre"][:2].isnan().all()
+    assert batch["label.bound_centre"][:2].isnan().all()
     assert batch.sides["receptor"].paths["angle"].dtype == torch.int64
 
 
@@ -361,7 +360,7 @@ def test_what_is_not_collated_ahead_is_collated_by_the_thread_that_asks_for_it(d
 
 
 def test_a_batch_goes_to_a_device_in_one_piece(data):
-    (batch,) = (one.clone() for one in data.loader([[0, 1]]))
+    (batch,) = data.loader([[0, 1]])
     there = batch.to("meta")
     assert there["receptor.embedding"].device.type == "meta"
     assert there["receptor.embedding"].shape == batch["receptor.embedding"].shape
@@ -430,7 +429,7 @@ def test_a_missing_graph_names_the_item_and_what_to_type(data, tmp_path):
 def test_a_record_that_says_why_there_is_no_graph_is_a_rejection(data, tmp_path):
     told = []
     loader = data.loader([[0, 1], [1], [2]], reject=told.append, graphs=data.only(tmp_path, 0, 2, refused=[1]))
-    got = [(list(batch.numbers), len(batch.rejected)) for batch in loader]
+    got = [(list(batch.numbers), len(batch.rejected)) for batch in loader.read()]
     assert got == [([0], 1), ([], 1), ([2], 0)]
     assert told == [Rejection("item1", Reason.NO_CONTACTS, "too far apart")] * 2
     assert loader.stats.rejected == 2

@@ -21,12 +21,12 @@ from pipeline.graphs.item_graph import encode_graph
 from pipeline.keys import recipe_key
 from pipeline.records import TaskContext
 from pipeline.stages.train import Items, Job, close, trainer_of
-from pipeline.training.items.batch_layout import ItemArrays
+from pipeline.training.items.item_source import ItemArrays
 from pipeline.training.items.item_table import ItemTable, TableBuilder
 from pipeline.training.loop.trainer import Trainer
 from pipeline.training.prepared import ModelFolder, PhasePlan, Prepared, likeness
 from pipeline.training.ranks.rank_protocol import Ranks, SingleRank
-from pipeline.training.sampling.sampler import MicroBatch
+from pipeline.training.sampling import MicroBatch
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
 from tests.training.items.content import graph_of
@@ -387,8 +387,8 @@ def big_batch(plot: Plot, numbers: Sequence[int], epoch: int = 0) -> dict[str, l
 def batch_of(plot: Plot, task: Any, numbers: Sequence[int], epoch: int) -> Any:
     """Return some items as a task's batch."""
     from pipeline.training.items.loader import Loader
-    from pipeline.training.sampling.epoch_order import SamplerSettings as Sampling
-    from pipeline.training.sampling.sampler import Sampler
+    from pipeline.training.sampling import Sampler
+    from pipeline.training.sampling import SamplerSettings as Sampling
 
     table = table_of(plot.items)
     sampler = Sampler({"nodes": table.sizes["nodes"]}, Sampling(batch=1))

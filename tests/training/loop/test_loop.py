@@ -26,8 +26,7 @@ from pipeline.runs.engine.run_task import failure_kind
 from pipeline.stages.train import Job
 from pipeline.training.checkpoints.checkpoint import by_metric, checkpoints_in, latest_checkpoint
 from pipeline.training.checkpoints.sealed_folder import unseal
-from pipeline.training.items.batch_layout import ItemArrays
-from pipeline.training.items.item_source import DamagedItems
+from pipeline.training.items.item_source import DamagedItems, ItemArrays
 from pipeline.training.loop.metrics_log import read_epochs
 from pipeline.training.step.step import Step
 from tests.store.faulty_disks import FailingDisk
