@@ -1,17 +1,25 @@
-"""A close look at a few steps: the memory that they left behind, its size, the lines that made it, and its holder."""
+"""A close look at a few steps: the memory that they left behind, its size, the lines that made it, and its holder.
+
+Tensors are watched as operators make them, Python objects by tracemalloc. Holders are found from above: among all that
+modules and running functions refer to, containers that grew, and the way to them. No object is asked anything, since
+some run code when asked, and only what is reachable is touched: a reference to a tuple that another thread is building
+would end that thread with a SystemError.
+"""
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
+import os
 import sys
 import tracemalloc
-import warnings
-from collections import Counter, defaultdict
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter, deque
 from dataclasses import dataclass, replace
 from heapq import nlargest
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
+from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,57 +27,64 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.memory.leaks.referrers import (
-    ReferrerSearch,
-    all_containers,
-    code_line,
-    is_users,
-    tracked_objects,
-)
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from types import FrameType
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
-WINDOW = 8  # steps that are inspected: a leak at every fourth is seen twice
-SETTLED = 3  # steps that leftovers must outlive: the next batch, or a copy that is being saved, does not
-_SEARCH_S = 1.0
+WATCHED = 8  # steps: a leak at every fourth is seen twice
+INSPECTED = WATCHED + 3  # the next batch, or a copy that is being saved, does not outlive the last ones
 _FRAMES = 8  # of a traceback, the innermost: more make tracing slower still
-_MOST_NAMED = 3  # kinds and sites of a leftover, and containers
-_MOST_GROUPS = 12
+_MOST_NAMED = 3  # kinds and sites of a leftover, and holders
 _SAMPLE = 512  # objects that are weighed of many
-_LEAST_SHARE = 0.05  # of the largest container, to be named
 _OWN = str(Path(__file__).parent)
 _BACKWARD = "_engine_run_backward"  # in torch/autograd/graph.py: frames below it run within backward
 _HIDDEN = (
-    "no Python reference found: perhaps a cycle through autograd (an output kept on ctx, a hook on its own tensor)"
+    "nothing that Python shows: perhaps a cycle through autograd (an output kept on ctx, a hook on its own tensor)"
 )
+_CYCLE = "a cycle that only garbage collection frees"
 _REFERENCE: Any = StorageWeakRef  # torch gives it no types
 _FROM_DATA = frozenset(("lift_fresh", "lift_fresh_copy"))  # torch.tensor([...]): their input is new itself
+_CONTAINERS: tuple[type, ...] = (list, dict, set, deque)
+_BETWEEN = (*_CONTAINERS, tuple, CellType)  # an object's holder is named by what is behind them
+_ATOMS = frozenset((str, int, float, bool, bytes, type(None), CodeType, BuiltinFunctionType))
 
 
-@dataclass(frozen=True, slots=True)
+_MEMORY = Path(__file__).parents[1]
+_FOLDERS = (Path(torch.__file__).parent, Path(np.__file__).parent, _MEMORY, _MEMORY.with_name("training"))
+_LIBRARIES = ("<", *(f"{folder}{os.sep}" for folder in _FOLDERS))
+_STANDARD = f"{Path(os.__file__).parent}{os.sep}"
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_users(file: str) -> bool:
+    """Tell whether a file is the user's: not of torch, numpy, Python, or this package's memory and training."""
+    if file.startswith(_LIBRARIES):
+        return False
+    return not file.startswith(_STANDARD) or "-packages" in file  # site-packages or dist-packages
+
+
+@functools.lru_cache(maxsize=4096)
+def _code_line(file: str, line: int, function: str = "") -> str:
+    """Return a line of code as text, its file relative to the working directory."""
+    return f"{file.removeprefix(f'{Path.cwd()}{os.sep}')}:{line}" + (f" in {function}" if function else "")
+
+
+@dataclass(slots=True)
 class Made:
-    """Allocated memory, and the line that made it."""
+    """Memory that a step allocated, and the line that made it."""
 
     kind: str
     bytes: int
-    site: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class MadeStorage(Made):
-    """A storage that may be gone by now."""
-
-    reference: Any = None
+    site: str
+    reference: Any = None  # to a storage
+    step: int = 0
 
     @classmethod
-    def of(cls, tensor: Tensor, site: str) -> MadeStorage:
+    def of(cls, tensor: Tensor, site: str, step: int = 0) -> Made:
         storage = tensor.untyped_storage()
         kind = f"{type(tensor).__name__} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-        return cls(kind, storage.nbytes(), site, _REFERENCE(storage))
+        return cls(kind, storage.nbytes(), site, _REFERENCE(storage), step)
 
     @property
     def is_gone(self) -> bool:
@@ -87,7 +102,7 @@ class Leftover:
 
     @classmethod
     def of(cls, made: Sequence[Made], holder: str, steps: int, scale: float = 1.0) -> Leftover:
-        """Add up what was made; `scale` is for a sample."""
+        """Add up what some steps made; `scale` is for a sample."""
         sizes, sites, counts = Counter[str](), Counter[str](), Counter(memory.kind for memory in made)
         for memory in made:
             sizes[memory.kind] += memory.bytes
@@ -103,7 +118,8 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.made: dict[int, MadeStorage] = {}
+        self.made: dict[int, Made] = {}
+        self.step = 0
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -117,148 +133,192 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = {0, *map(_number, inputs), *map(_number, _tensors(tuple((kwargs or {}).values())))}
         for tensor in _tensors(returned):
             if (number := _number(tensor)) not in known and tensor.untyped_storage().nbytes():
-                self.made[number] = MadeStorage.of(tensor, _calling_site())
+                self.made[number] = Made.of(tensor, _calling_site(), self.step)
         return returned
 
 
 class Inspection:
     """Inspects some steps, then waits a few more to see what outlives them."""
 
-    def __init__(self, *, with_objects: bool, own: Callable[[], Sequence[Tensor]] = tuple) -> None:
+    def __init__(self, *, with_objects: bool) -> None:
         """Start; `with_objects` includes Python and numpy objects, which slows Python down meanwhile."""
-        self._with_objects, self._own = with_objects, own
-        self._watch, self._step = StorageWatch(), 0
-        self._unwatched: dict[int, MadeStorage] = {}  # made outside of `watching`
-        self._snapshot: tracemalloc.Snapshot | None = None
+        self.watch = StorageWatch()
+        self._sequence = range(_next_sequence_number(), 0)  # of the nodes of graphs that were made
         self._starts_tracing = with_objects and not tracemalloc.is_tracing()
-        self._lengths = {id(container): len(container) for container in all_containers()}
-        self._known = {number for number, _ in visible_tensors()}
+        before = Reachable()
+        self._lengths = {id(container): len(container) for container in before.containers()}
+        self._known = set(map(_number, before.tensors()))
+        self._old = before.distance
         if self._starts_tracing:
             tracemalloc.start(_FRAMES)
 
-    def watching(self) -> AbstractContextManager[Any]:
-        """Return the context to run a step in, so that new tensors are recorded."""
-        return self._watch if self._step < WINDOW else nullcontext()
-
     def end_step(self) -> bool:
         """Note the end of a step; return whether the inspection is complete."""
-        made = self._watch.made = {number: made for number, made in self._watch.made.items() if not made.is_gone}
-        self._step += 1
-        if self._step == 1 and self._with_objects:
-            self._snapshot = tracemalloc.take_snapshot()
-        if self._step == WINDOW:
-            fresh = ((number, tensor) for number, tensor in visible_tensors() if number not in self._known)
-            self._unwatched = {number: MadeStorage.of(tensor, "") for number, tensor in fresh if number not in made}
-        return self._step >= WINDOW + SETTLED
+        self.watch.made = {number: made for number, made in self.watch.made.items() if not made.is_gone}
+        self.watch.step += 1
+        if self.watch.step == WATCHED:
+            self._sequence = range(self._sequence.start, _next_sequence_number())
+        return self.watch.step >= INSPECTED
 
     def close(self) -> None:
         if self._starts_tracing:
             tracemalloc.stop()
         self._starts_tracing = False
 
-    def found(self, expected_rate: float = 0.0) -> list[Leftover]:
+    def found(self) -> list[Leftover]:
         """Return the memory that the steps left behind, the largest first."""
-        groups, containers = self._tensors()
-        leftovers = []
-        for holder, storages in groups.items():
-            with_site = sum(bool(storage.site) for storage in storages)
-            if with_site > 1 or len(storages) - with_site >= WINDOW // 2:  # they recur
-                leftovers.append(Leftover.of(storages, holder, WINDOW))
-        if self._with_objects:
-            leftovers += self._objects(containers)
-            if sum(leftover.bytes_per_step for leftover in leftovers) < expected_rate / 2:
-                leftovers += self._by_line()
+        made = {number: made for number, made in self.watch.made.items() if made.step < WATCHED}
+        gc.collect()
+        kept = {number: memory for number, memory in made.items() if not memory.is_gone and number not in self._known}
+        garbage = [memory for memory in made.values() if memory.is_gone]
+        reachable = Reachable()
+        leftovers = self._in_containers(reachable, kept)
+        leftovers += self._elsewhere(reachable, kept)
+        leftovers += [Leftover.of(garbage, _CYCLE, WATCHED)] if len(garbage) > 1 else []
         return sorted(leftovers, key=lambda leftover: -leftover.bytes_per_step)
 
-    def _tensors(self) -> tuple[dict[str, list[MadeStorage]], set[int]]:
-        """Return the surviving storages by the name of their holder, and the ids of the containers that hold them."""
-        own = set(map(_number, self._own()))
-        made = {
-            number: storage
-            for number, storage in (self._unwatched | self._watch.made).items()
-            if number not in own and not storage.is_gone
-        }
-        containers: set[int] = set()
-        groups: dict[str, list[MadeStorage]] = defaultdict(list)
-        shown: dict[int, Any] = {}
-        roots: list[Any] = []  # of graphs: a step that has ended leaves hardly any
-        for number, tensor in visible_tensors() if made else ():
-            if number in made:
-                shown[number] = tensor
-            if number not in self._known and tensor.grad_fn is not None:
-                roots.append(tensor)
-        by_site: dict[str, list[int]] = defaultdict(list)
-        for number in shown:
-            by_site[made[number].site].append(number)
-        hidden = [storage for number, storage in made.items() if number not in shown]
-        for numbers in nlargest(
-            _MOST_GROUPS, by_site.values(), key=lambda group: sum(made[number].bytes for number in group)
-        ):
-            holder = self._holder([shown[number] for number in numbers], containers, (shown, roots))
-            if holder is not None:  # empty: only a graph refers to them
-                (groups[holder] if holder else hidden).extend(made[number] for number in numbers)
-        if hidden:
-            graph_holder = self._holder(roots, containers, (shown,)) if roots else None
-            groups[graph_holder or _HIDDEN] += hidden
-        shown.clear()
-        roots.clear()
-        gc.collect()
-        regrouped: dict[str, list[MadeStorage]] = defaultdict(list)
-        for holder, storages in groups.items():
-            for storage in storages:
-                regrouped[
-                    f"{holder}, in a cycle that only garbage collection frees" if storage.is_gone else holder
-                ].append(storage)
-        return regrouped, containers
-
-    def _holder(self, tensors: list[Any], containers: set[int], ours: Sequence[object]) -> str | None:
-        """Name the holder of some tensors: "" if not found, None if it is a container that does not grow."""
-        search = ReferrerSearch(_SEARCH_S)
-        search.ignore(tensors, *ours)
-        container = search.container_of(tensors)
-        if container is not None:
-            if len(container) <= self._lengths.get(id(container), -1):
-                return None
-            containers.add(id(container))
-            return search.name_of(container)
-        return search.name_of(tensors[0]) or ("not found within a second" if search.is_over else "")
-
-    def _objects(self, named: set[int]) -> list[Leftover]:
-        """Return Python containers that grew, with the memory of their new elements."""
-        seen = set(named)
-        leftovers: list[tuple[Leftover, Any]] = []
-        everything = all_containers()
-        for container in everything:
+    def _in_containers(self, reachable: Reachable, kept: dict[int, Made]) -> list[Leftover]:
+        """Return what containers that grew got in these steps; remove its storages from those that were kept."""
+        seen: set[int] = set()
+        found: list[tuple[Leftover, Any]] = []
+        for container in reachable.containers():
             added = len(container) - self._lengths.get(id(container), len(container))
-            if added >= WINDOW // 2 and id(container) not in named:
+            if added > 1:  # it recurs
                 newest = _newest(container, added)
                 sample = newest[:: 1 + len(newest) // _SAMPLE]
-                leftover = Leftover.of(_traced(sample, seen), "", self._step, len(newest) / len(sample))
-                leftovers.append((leftover, container))
-        largest = nlargest(_MOST_NAMED, leftovers, key=lambda pair: pair[0].bytes_per_step)
-        named_leftovers = []
-        for leftover, container in largest:
-            if leftover.bytes_per_step > _LEAST_SHARE * largest[0][0].bytes_per_step:
-                search = ReferrerSearch(_SEARCH_S)
-                search.ignore(everything, *largest, *leftovers)
-                named_leftovers.append(replace(leftover, holder=search.name_of(container)))
-        return named_leftovers
+                made = self._weighed(sample, seen, kept)
+                found.append((Leftover.of(made, "", INSPECTED, len(newest) / len(sample)), container))
+        largest = nlargest(_MOST_NAMED, found, key=lambda pair: pair[0].bytes_per_step)
+        return [replace(leftover, holder=reachable.holder_of(container)) for leftover, container in largest]
 
-    def _by_line(self) -> list[Leftover]:
-        """Return the lines that have allocated more since the first step, whatever holds it."""
-        gained = tracemalloc.take_snapshot().compare_to(self._snapshot, "traceback") if self._snapshot else []
-        made = [Made("Python objects", gain.size_diff, _traced_site(gain.traceback)) for gain in gained]
-        grown = [line for line in made if line.site and line.bytes > 0]
-        return [Leftover.of(grown, "", self._step - 1)] if grown else []
+    def _weighed(self, objects: Sequence[object], seen: set[int], kept: dict[int, Made]) -> list[Made]:
+        """Return objects with all that they refer to, as far as it is new."""
+        made: list[Made] = []
+        waiting: list[Any] = list(objects)
+        while waiting:
+            thing = waiting.pop()
+            if id(thing) in seen or id(thing) in self._old:
+                continue
+            seen.add(id(thing))
+            site, kind = _traced_site(tracemalloc.get_object_traceback(thing)), type(thing)
+            is_array = issubclass(kind, np.ndarray)
+            if issubclass(kind, torch.Tensor):
+                if (number := _number(thing)) not in self._known:
+                    self._known.add(number)
+                    kept.pop(number, None)
+                    made.append(self.watch.made.get(number) or Made.of(thing, site))
+            elif site:
+                name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+                name = f"ndarray {thing.dtype} {list(thing.shape)}" if is_array else name
+                made.append(Made(name, sys.getsizeof(thing), site))
+            waiting.extend(gc.get_referents(thing))
+            if is_array and thing.base is not None:
+                waiting.append(thing.base)
+        return made
+
+    def _elsewhere(self, reachable: Reachable, kept: dict[int, Made]) -> list[Leftover]:
+        """Return storages that no container got: those of tensors in attributes, and of graphs."""
+        roots: list[Tensor] = []
+        shown: list[Tensor] = []
+        for tensor in reachable.tensors():
+            if any(number in self._sequence for number in _sequence_numbers(tensor.grad_fn)):
+                roots.append(tensor)
+            if _number(tensor) in kept:
+                shown.append(tensor)
+        tensors = roots or shown
+        holder = reachable.holder_of(tensors[0]) if tensors else _HIDDEN
+        return [Leftover.of(list(kept.values()), holder, WATCHED)] if len(kept) > 1 else []
 
 
-def visible_tensors() -> Iterator[tuple[int, Tensor]]:
-    """Yield all tensors that have a Python object, each after the number of its storage."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for thing in tracked_objects():
-            if issubclass(type(thing), torch.Tensor) and (number := _number(thing)):
-                yield number, thing
+class Reachable:
+    """All that modules and the variables of running functions refer to, by its distance from them."""
+
+    def __init__(self) -> None:
+        self._locals: dict[int, str] = {}
+        level = [*sys.modules.values(), *self._local_values()]
+        self._levels: list[list[Any]] = []
+        self.distance: dict[int, int] = {}
+        while level:
+            self.distance.update(dict.fromkeys(map(id, level), len(self._levels)))
+            self._levels.append(level)
+            referents = {id(thing): thing for thing in gc.get_referents(*level) if type(thing) not in _ATOMS}
+            level = [thing for number, thing in referents.items() if number not in self.distance]
+
+    def _local_values(self) -> list[Any]:
+        """Return what the variables of running functions are, and note their names."""
+        values: list[Any] = []
+        for running in sys._current_frames().values():  # noqa: SLF001 - the only way to see other threads
+            for frame in _outwards(running):
+                code, names = frame.f_code, frame.f_locals
+                if not code.co_filename.startswith(_OWN):
+                    place = _code_line(code.co_filename, frame.f_lineno, code.co_name)
+                    self._locals.update((id(value), f"`{name}` in {place}") for name, value in names.items())
+                    values += names.values()
+                if type(names) is dict and code.co_flags & inspect.CO_OPTIMIZED:
+                    names.clear()  # before Python 3.13 the frame keeps this copy, with all that is in it
+        del running, frame  # else this function's own frame would keep itself
+        return values
+
+    def containers(self) -> Iterator[Any]:
+        return (thing for thing in chain.from_iterable(self._levels) if type(thing) in _CONTAINERS)
+
+    def tensors(self) -> list[Tensor]:
+        things = (thing for thing in chain.from_iterable(self._levels) if issubclass(type(thing), torch.Tensor))
+        return [tensor for tensor in things if _number(tensor)]
+
+    def holder_of(self, thing: object) -> str:
+        """Return what an object is called in the code: list `history` of mylab.docking.Model."""
+        way = [thing]  # from the object to what refers to it
+        for level in reversed(self._levels[: self.distance[id(thing)]]):
+            parent = next(one for one in level if self._has(one, way[-1]))
+            if type(parent) not in _BETWEEN:
+                return _named(way, parent)
+            way.append(parent)
+        return f"{_kinds(way)} {self._locals[id(way[-1])]}"
+
+    def _has(self, owner: object, thing: object) -> bool:
+        """Tell whether an object refers to another, directly or by a dictionary that was made to name it."""
+        held = gc.get_referents(owner)
+        new = (one for one in held if type(one) is dict and id(one) not in self.distance)
+        return any(one is thing for one in chain(held, *(list(names.values()) for names in new)))
+
+
+def _kinds(way: Sequence[object]) -> str:
+    return " in a ".join(type(thing).__name__ for thing in way)
+
+
+def _named(way: list[object], owner: Any) -> str:
+    """Return the name under which an owner has an object, or one on the way from it."""
+    variables = _variables(owner)
+    for skipped in (0, 1):  # the last is the owner's own dictionary, or its closure
+        inner = way[: len(way) - skipped]
+        name = next((name for name, value in list(variables.items()) if inner and value is inner[-1]), None)
+        if name is not None:
+            return f"{_kinds(inner)} `{name}` of {_title(owner)}"
+    return f"{_kinds(way)} of {_title(owner)}"
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _variables(owner: Any) -> Any:
+    """Return an object's names without running its code; of a function, those it has from around it."""
+    if type(owner) is FunctionType:
+        return dict(zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True))
+    try:
+        return object.__getattribute__(owner, "__dict__")
+    except (AttributeError, TypeError):
+        return {}
+
+
+def _title(owner: Any) -> str:
+    if issubclass(type(owner), ModuleType):
+        return f"module {owner.__name__}"
+    code = owner if type(owner) is FunctionType or issubclass(type(owner), type) else type(owner)
+    return f"{code.__module__}.{code.__qualname__}"
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
@@ -277,14 +337,28 @@ def _number(tensor: Tensor) -> int:
         return 0
 
 
+def _next_sequence_number() -> int:
+    return int(torch._C._autograd._get_sequence_nr())  # noqa: SLF001 - torch counts the nodes of its graphs
+
+
+def _sequence_numbers(node: Any) -> Iterator[int]:
+    """Yield the numbers of a graph's nodes, in the order of their making."""
+    waiting, seen = [node], {None}
+    while waiting:
+        if (node := waiting.pop()) not in seen:
+            seen.add(node)
+            yield node._sequence_nr()  # noqa: SLF001
+            waiting += [below for below, _ in node.next_functions]
+
+
 def _calling_site() -> str:
     """Return the innermost calling line in the user's files; within backward, only of hooks and the like."""
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - `inspect` would make a list of all frames, for each tensor
-    while frame is not None and not is_users(frame.f_code.co_filename):
+    for frame in _outwards(sys._getframe(1)):  # noqa: SLF001 - `inspect` would make a list of all frames, for each tensor
+        if _is_users(frame.f_code.co_filename):
+            return _code_line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         if frame.f_code.co_name == _BACKWARD:
             return "in backward"
-        frame = frame.f_back
-    return code_line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame is not None else ""
+    return ""
 
 
 def _traced_site(traceback: tracemalloc.Traceback | None) -> str:
@@ -292,8 +366,8 @@ def _traced_site(traceback: tracemalloc.Traceback | None) -> str:
     for frame in reversed(traceback or ()):
         if frame.filename.startswith(_OWN):
             return ""
-        if is_users(frame.filename):
-            return code_line(frame.filename, frame.lineno)
+        if _is_users(frame.filename):
+            return _code_line(frame.filename, frame.lineno)
     return ""
 
 
@@ -303,24 +377,3 @@ def _newest(container: Any, count: int) -> list[Any]:
         return list(container)
     newest = list(islice(reversed(container), count))
     return [*newest, *(container[key] for key in newest)] if isinstance(container, dict) else newest
-
-
-def _traced(objects: Sequence[object], seen: set[int]) -> list[Made]:
-    """Return objects with all that they refer to, as far as it was allocated since tracing began."""
-    made: list[Made] = []
-    waiting: list[Any] = list(objects)
-    while waiting:
-        thing = waiting.pop()
-        traced, kind = tracemalloc.get_object_traceback(thing), type(thing)
-        if traced is None or id(thing) in seen:
-            continue
-        seen.add(id(thing))
-        site, is_array = _traced_site(traced), issubclass(kind, np.ndarray)
-        if site and not issubclass(kind, torch.Tensor):  # whose storage is counted elsewhere
-            name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-            name = f"ndarray {thing.dtype} {list(thing.shape)}" if is_array else name
-            made.append(Made(name, sys.getsizeof(thing), site))
-        waiting.extend(gc.get_referents(thing))
-        if is_array and thing.base is not None:
-            waiting.append(thing.base)
-    return made

@@ -1,71 +1,124 @@
 """Detects memory that grows from step to step, finds its cause, and reports it before it ends the run.
 
-    leaks = Leaks(device="cpu", report=lambda leak: print(leak.words()), limit_bytes=4 << 30)
+    leaks = Leaks(live=None, report=lambda leak: print(leak.words()), limit_bytes=4 << 30)
     for epoch in range(50):
         for batch in loader:
             with leaks.watching():  # does nothing, unless growth is suspected
                 model(batch).backward()
             optimizer.step()
             optimizer.zero_grad()
-            leaks.step(bucket)  # a few microseconds
+            leaks.step()  # some 30 microseconds
         leaks.epoch()
 
 Growth is suspected if memory grew in two consecutive epochs, not counting the first. Within an epoch, it is suspected
-if lap after lap grew so fast that the run would not last. Then some steps are inspected closely (`Inspection`), and
-their leftovers are reported. Inspected steps are slow, so inspections take at most 2% of the training's time, except
-for the first.
+if it grew over laps that double in length, so fast that the run would not last. Then some steps are inspected closely
+(`Inspection`), and their leftovers are reported. Inspected steps are slow, so only one step in 1,000 is inspected after
+the first inspection.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
+import sys
 import warnings
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipeline.device.kinds import CPU
-from pipeline.memory.leaks.inspection import SETTLED, WINDOW, Inspection, Leftover
-from pipeline.memory.leaks.memory_growth import (
-    Series,
-    malloc_counter,
-    resident_bytes,
-    small_objects_bytes,
-)
+import psutil
+
+from pipeline.memory.leaks.inspection import INSPECTED, Inspection, Leftover
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from torch import Tensor
-
-TENSORS, HOST, OBJECTS = "tensors", "host memory", "Python objects"
+TENSORS, HOST = "tensors", "host memory"
 # The growth of an epoch that is no leak: records of the epoch, free lists, malloc's bookkeeping.
 TENSOR_FLOOR_BYTES, HOST_FLOOR_BYTES, RESIDENT_FLOOR_BYTES = 64 << 10, 1 << 20, 8 << 20
-OBJECTS_EVERY = 8  # steps: to count Python's objects takes 25 µs for 160 000 of them [measured], and more for more
+OBJECT_BYTES = 48  # of a small Python object, typically: Python counts only how many there are
+FIRST_LAP = 8  # steps; those before create the optimizer's state, workspaces and compiled kernels
+LASTING = 0.5  # of the growth before: a cache that fills slows down, a leak does not
 EXPLAINED = 0.5  # the share of the growth that found leftovers, or later growth, must reach
 LEAST_SHARE = 0.05  # of the growth, to be reported
 NEAR = 20  # within an epoch: the limit is so many times as far as the run has come, or nearer
-WITHOUT_LIMIT = 0.25  # of the live bytes, as growth, where there is no limit
-INSPECTION_COST, INSPECTION_SHARE = 20, 0.02  # of an inspected step, in steps; and of all steps at most
+WITHOUT_LIMIT = 0.25  # of the live bytes, as growth, where the limit of this memory is unknown
+INSPECTED_SHARE = 1 / 1000  # of all steps, as an inspected one takes about 20 times as long
 AGAIN = 2.0  # a leak is reported again when it has grown so many times as large
 
 
-class State(Enum):
-    """The detector's knowledge of the growth of memory."""
+class Live(NamedTuple):
+    """The bytes in use after a step."""
 
-    QUIET = auto()  # nothing grows
-    INSPECTING = auto()  # something grows, and steps are inspected
-    NAMED = auto()  # known leaks explain the growth
-    NOT_FOUND = auto()  # an inspection found nothing: if the growth goes on, it is reported without a name
+    bytes: int
+    step: int
+
+
+def leaking(spans: Sequence[Live], floor_bytes: float) -> float:
+    """Return bytes per step if the least of three spans grew by enough and without slowing down; else 0."""
+    if len(spans) < 3:
+        return 0.0
+    first, middle, last = spans[-3:]
+    early, late, rate = _rate(first, middle), _rate(middle, last), _rate(first, last)
+    goes_on = early > 0 and late >= LASTING * early
+    return rate if goes_on and last.bytes - first.bytes >= 2 * floor_bytes else 0.0
+
+
+def _rate(before: Live, after: Live) -> float:
+    return (after.bytes - before.bytes) / max(1, after.step - before.step)
+
+
+class Series:
+    """One counter of bytes over a run, known by the least of each epoch and lap."""
+
+    def __init__(self, name: str, floor_bytes: int, count: Callable[[], int]) -> None:
+        self.name, self.floor_bytes, self.count = name, floor_bytes, count
+        self.epochs: list[Live] = []
+        self.laps: list[Live] = []
+        self.live = Live(0, 0)
+        self._base: Live | None = None
+        self._epoch: Live | None = None
+        self._lap: Live | None = None
+        self._lap_end = 2 * FIRST_LAP
+        self._is_first_epoch = True
+
+    def add(self, step: int) -> bool:
+        """Count after a step; return whether a lap ended."""
+        self.live = live = Live(self.count(), step)
+        self._epoch = min(self._epoch or live, live)
+        if step <= FIRST_LAP:
+            return False
+        self._base = self._base or live
+        self._lap = min(self._lap or live, live)
+        if step < self._lap_end:
+            return False
+        self.laps.append(self._lap)
+        self._lap, self._lap_end = None, 2 * step
+        return True
+
+    def end_epoch(self) -> None:
+        """Note the end of an epoch; in the first, caches fill."""
+        if self._epoch is not None and not self._is_first_epoch:
+            self.epochs.append(self._epoch)
+        self._is_first_epoch, self._epoch = False, None
+
+    def restart(self) -> None:
+        """Forget the epochs and laps so far."""
+        self.epochs, self.laps = [], []
+
+    @property
+    def gained_bytes(self) -> int:
+        """Return the growth since the first lap."""
+        return max(0, self.live.bytes - (self._base or self.live).bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLeak:
     """Memory that grows from step to step."""
 
-    memory: str  # which: tensors, host memory or Python objects
+    memory: str  # which: tensors on a GPU, or the host's
     bytes_per_step: int
     bytes_per_epoch: int | None  # None: no epoch has ended yet
     total_bytes: int  # so far
@@ -96,176 +149,172 @@ class Leaks:
     """Watches the memory of one process at the boundaries of its steps."""
 
     def __init__(
-        self,
-        *,
-        device: str,
-        live: Callable[[], int] | None = None,
-        report: Callable[[MemoryLeak], None],
-        limit_bytes: int | None,
-        steps: float = math.inf,
-        own: Callable[[], Sequence[Tensor]] = tuple,
+        self, *, live: Callable[[], int] | None, report: Callable[[MemoryLeak], None], limit_bytes: int
     ) -> None:
-        """Start; `live` counts the bytes of tensors on the device, where they are counted.
+        """Start; `live` counts the bytes of tensors on a GPU: the limit is then that of the GPU.
 
-        `steps` of the whole training limit the inspections. `own` returns buffers that may grow without being a leak.
+        `steps` of the whole training limit the inspections.
         """
-        self.limit_bytes, self.steps, self.own = limit_bytes, steps, own
-        self.state = State.QUIET
-        self._report_leak = report
-        self._tensors = live
-        self._series = _series(live, self.own_bytes, shared=device.partition(":")[0] == CPU)
-        self._step = self._epoch_start = self._inspected = self._searched_at = 0
+        self.limit_bytes, self.steps = limit_bytes, math.inf
+        self.known: dict[tuple[str, ...], MemoryLeak] = {}
+        self._report, self._tensors = report, live
+        self._series = self._counted()
+        self._step = self._epoch_start = self._inspected = self._missed_at = 0
         self._epoch_steps: int | None = None
-        self._suspected: Mapping[Series, float] = {}  # bytes per step
-        self._live_then: dict[Series, int] = {}  # when an inspection had found nothing
+        self._rates: Mapping[Series, float] = {}  # of suspected growth, in bytes per step
+        self._missed: dict[Series, int] = {}  # live bytes when an inspection had found nothing
         self._inspection: Inspection | None = None
-        self._leaks: dict[tuple[str, ...], MemoryLeak] = {}
         self._reported: dict[tuple[str, ...], int] = {}  # total bytes
 
-    def own_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.own() if not buffer.is_pinned())
+    def _counted(self) -> list[Series]:
+        """Return the series to watch: tensors, and the host memory of malloc and of small Python objects."""
+        host_floor = RESIDENT_FLOOR_BYTES if malloc_counter() is None else HOST_FLOOR_BYTES
+        series = [Series(HOST, host_floor, self._host_bytes)]
+        return [*series, Series(TENSORS, TENSOR_FLOOR_BYTES, self._tensors)] if self._tensors is not None else series
 
-    def step(self, bucket: Hashable) -> None:
-        """Note the end of a step of a bucket, after its gradients were released."""
+    def _host_bytes(self) -> int:
+        malloc = malloc_counter()
+        return resident_bytes() if malloc is None else malloc() + sys.getallocatedblocks() * OBJECT_BYTES
+
+    def step(self) -> None:
+        """Note the end of a step, after its gradients were released."""
         self._step += 1
-        lap_ended = False
-        for series in self._series:
-            is_due = series.name != OBJECTS or self._step % OBJECTS_EVERY == 0
-            # An inspection's own records are host memory, too.
-            if is_due and (self._inspection is None or series.name == TENSORS):
-                lap_ended |= series.add(bucket, series.count(), self._step)
-        if self._inspection is not None:
+        if self._inspection is not None:  # its own records are memory, too
             if self._inspection.end_step():
                 self._conclude(self._inspection)
-        elif lap_ended:
-            self._suspect({series: series.by_laps for series in self._series if self._ends_the_run(series)})
+            return
+        laps = [series.add(self._step) for series in self._series]
+        if any(laps):
+            rates = {series: leaking(series.laps, series.floor_bytes) for series in self._series}
+            self._suspect({series: rate for series, rate in rates.items() if self._ends_the_run(series, rate)})
 
-    def epoch(self) -> list[MemoryLeak]:
-        """Note the end of an epoch; return the known leaks with current figures."""
+    def epoch(self) -> None:
+        """Note the end of an epoch."""
         self._epoch_steps, self._epoch_start = self._step - self._epoch_start, self._step
         for series in self._series:
             series.end_epoch()
         if self._inspection is None:
-            self._suspect({series: rate for series in self._series if (rate := series.by_epochs) > 0})
-        return list(self._leaks.values())
+            rates = {series: leaking(series.epochs, series.floor_bytes) for series in self._series}
+            self._suspect({series: rate for series, rate in rates.items() if rate > 0})
 
     def watching(self) -> AbstractContextManager[Any]:
         """Return the context to run forward and backward in; it does nothing unless growth is suspected."""
-        return nullcontext() if self._inspection is None else self._inspection.watching()
+        return nullcontext() if self._inspection is None else self._inspection.watch
 
     def close(self) -> None:
         if self._inspection is not None:
             self._inspection.close()
         self._inspection = None
 
-    def _ends_the_run(self, series: Series) -> bool:
+    def _ends_the_run(self, series: Series, rate: float) -> bool:
         """Tell whether a series grows so fast that the run would not last much longer."""
-        rate = series.by_laps
-        if rate <= 0:
-            return False
         steps_left = self._steps_left(series.name, rate)
         if steps_left is None:
-            return series.gained_bytes > WITHOUT_LIMIT * (series.live_bytes - series.gained_bytes)
+            return rate > 0 and series.gained_bytes > WITHOUT_LIMIT * (series.live.bytes - series.gained_bytes)
         return steps_left < NEAR * self._step
 
     def _steps_left(self, memory: str, rate: float) -> int | None:
-        if self.limit_bytes is None or (memory != TENSORS and self._tensors is not None):
+        if rate <= 0 or (memory != TENSORS and self._tensors is not None):
             return None
         return max(0, int((self.limit_bytes - (self._tensors or resident_bytes)()) / rate))
 
-    def _suspect(self, suspected: Mapping[Series, float]) -> None:
+    def _suspect(self, rates: Mapping[Series, float]) -> None:
         """Inspect growth, unless known leaks explain it, or it went on after an inspection found nothing."""
-        if not suspected:
+        if not rates:
             return
-        self._suspected = suspected
-        rate, known = sum(suspected.values()), sum(leak.bytes_per_step for leak in self._leaks.values())
+        self._rates = rates
+        rate, known = sum(rates.values()), sum(leak.bytes_per_step for leak in self.known.values())
         if rate < AGAIN * known:
-            for leak in list(self._leaks.values()):
-                self._report(replace(leak, **self._figures(leak.memory, leak.bytes_per_step, known)))
-        elif self.state is State.NOT_FOUND and self._went_on():
-            self.state = State.NAMED
-            for series, series_rate in suspected.items():
-                self._report(MemoryLeak(series.name, **self._figures(series.name, series_rate, rate)))
+            for leak in list(self.known.values()):
+                self._note(replace(leak, **self._sizes(leak.memory, leak.bytes_per_step, known)))
+        elif self._went_on():
+            for series, series_rate in rates.items():
+                self._note(MemoryLeak(series.name, **self._sizes(series.name, series_rate, rate)))
+        elif self._inspected and self._inspected + INSPECTED > INSPECTED_SHARE * max(self.steps, self._step):
+            self._note_missed()
         else:
-            self._inspect()
+            self._inspected += INSPECTED
+            with_objects = {series.name for series in rates} != {TENSORS}
+            self._inspection = Inspection(with_objects=with_objects)
 
-    def _inspect(self) -> None:
-        """Start an inspection, if the training is long enough for it; the first always starts."""
-        inspected = self._inspected + WINDOW + SETTLED
-        if self._inspected and INSPECTION_COST * inspected > INSPECTION_SHARE * max(self.steps, self._step):
-            self._note_not_found()
-            return
-        self._inspected, self.state = inspected, State.INSPECTING
-        with_objects = {series.name for series in self._suspected} != {TENSORS}
-        self._inspection = Inspection(with_objects=with_objects, own=self.own)
-
-    def _note_not_found(self) -> None:
-        self.state, self._searched_at = State.NOT_FOUND, self._step
-        self._live_then = {series: series.live_bytes for series in self._suspected}
-        for series in self._suspected:
+    def _note_missed(self) -> None:
+        self._missed_at, self._missed = self._step, {series: series.live.bytes for series in self._rates}
+        for series in self._rates:
             series.restart()
 
     def _went_on(self) -> bool:
         """Tell whether a series has grown ever since an inspection found nothing; noise that rose does not."""
-        return any(
-            series.live_bytes - live
-            >= EXPLAINED * self._suspected.get(series, math.inf) * (self._step - self._searched_at)
-            for series, live in self._live_then.items()
-        )
+        steps = self._step - self._missed_at
+        gained = {series: series.live.bytes - then for series, then in self._missed.items()}
+        return any(gained.get(series, -1) >= EXPLAINED * rate * steps for series, rate in self._rates.items())
 
     def _conclude(self, inspection: Inspection) -> None:
         """Report what an inspection found."""
-        names = {series.name for series in self._suspected}
-        # Where small objects grow, their container does too, in leaps, and is not counted with them.
-        expected = sum(rate for series, rate in self._suspected.items() if series.name != HOST or OBJECTS not in names)
+        expected = sum(self._rates.values())
         leftovers: list[Leftover] = []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with suppress(Exception):  # it looks at all objects, and some raise when looked at: that ends no run
-                leftovers = inspection.found(expected)
+                leftovers = inspection.found()
         self.close()
         # Leftovers much smaller than the growth, a log say, are not why memory grows.
-        least = LEAST_SHARE * max(expected, sum(leftover.bytes_per_step for leftover in leftovers))
+        least = LEAST_SHARE * max(expected, *(leftover.bytes_per_step for leftover in leftovers), 0)
         leftovers = [leftover for leftover in leftovers if leftover.bytes_per_step >= least]
         if not leftovers:
-            self._note_not_found()
+            self._note_missed()
             return
-        self.state = State.NAMED
+        self._missed = {}
         explained = sum(leftover.bytes_per_step for leftover in leftovers)
-        # Items differ in size, and an inspection is short; where only tensors and arrays grow, the long run is exact.
-        scale = expected / explained if OBJECTS not in names else 1.0
+        memory = max(self._rates, key=lambda series: self._rates[series]).name
+        # Items differ in size, and an inspection is short: of tensors, which are counted exactly, the long run tells.
+        scale = expected / explained if memory == TENSORS else 1.0
         scale = scale if EXPLAINED <= scale <= 1 / EXPLAINED else 1.0
-        memory = max(self._suspected.items(), key=lambda pair: pair[1])[0].name
         for found in leftovers:
-            figures = self._figures(memory, scale * found.bytes_per_step, scale * explained)
-            self._report(MemoryLeak(memory, **figures, types=found.kinds, sites=found.sites, holder=found.holder))
+            sizes = self._sizes(memory, scale * found.bytes_per_step, scale * explained)
+            self._note(MemoryLeak(memory, **sizes, types=found.kinds, sites=found.sites, holder=found.holder))
 
-    def _figures(self, memory: str, rate: float, known: float) -> dict[str, Any]:
+    def _sizes(self, memory: str, rate: float, known: float) -> dict[str, Any]:
         """Return the sizes of a leak that grows at some rate, out of that of all known leaks."""
         return {
             "bytes_per_step": round(rate),
             "bytes_per_epoch": None if self._epoch_steps is None else round(rate * self._epoch_steps),
-            "total_bytes": round(rate / known * sum(series.gained_bytes for series in self._suspected)),
-            "steps_left": self._steps_left(memory, max(rate, sum(self._suspected.values()))),
+            "total_bytes": round(rate / known * sum(series.gained_bytes for series in self._rates)),
+            "steps_left": self._steps_left(memory, max(rate, sum(self._rates.values()))),
         }
 
-    def _report(self, leak: MemoryLeak) -> None:
+    def _note(self, leak: MemoryLeak) -> None:
         """Keep a leak; report it if it is new, or has grown much since."""
-        is_new = leak.key not in self._leaks
-        self._leaks[leak.key] = leak
+        is_new = leak.key not in self.known
+        self.known[leak.key] = leak
         if is_new or leak.total_bytes >= AGAIN * self._reported.get(leak.key, 0):
             self._reported[leak.key] = leak.total_bytes
-            self._report_leak(leak)
+            self._report(leak)
 
 
-def _series(tensors: Callable[[], int] | None, own_bytes: Callable[[], int], *, shared: bool) -> list[Series]:
-    """Return the series to watch: Python objects, tensors, host memory."""
-    series = [Series(OBJECTS, HOST_FLOOR_BYTES, small_objects_bytes)]
-    if tensors is not None:
-        series.append(Series(TENSORS, TENSOR_FLOOR_BYTES, tensors))
-    malloc, floor_bytes = malloc_counter(), HOST_FLOOR_BYTES
-    if malloc is None:
-        malloc, floor_bytes, shared = resident_bytes, RESIDENT_FLOOR_BYTES, False
-    # On a CPU, tensors are in malloc's memory, too: only the rest is counted.
-    other = tensors if tensors is not None and shared else own_bytes
-    return [*series, Series(HOST, floor_bytes, lambda: malloc() - other())]
+class _Mallinfo(ctypes.Structure):
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in names.split())
+
+
+@functools.cache
+def malloc_counter() -> Callable[[], int] | None:
+    """Return a function that counts the bytes allocated by malloc, tensors and arrays included; None if unavailable."""
+    try:
+        mallinfo = ctypes.CDLL(None).mallinfo2  # glibc since 2.33; `mallinfo` would wrap at 4 GiB
+    except (AttributeError, OSError):
+        return None
+    mallinfo.restype = _Mallinfo
+
+    def count() -> int:
+        counts = mallinfo()
+        return int(counts.uordblks + counts.hblkhd)
+
+    before, probe = count(), ctypes.create_string_buffer(1 << 20)
+    # Another malloc may stand before glibc's, which then counts nothing.
+    return count if count() - before >= len(probe) else None
+
+
+def resident_bytes() -> int:
+    """Return the process's resident memory without mapped files."""
+    memory = psutil.Process().memory_info()
+    return int(memory.rss - getattr(memory, "shared", 0))

@@ -72,7 +72,7 @@ class TrainingObserver:
         if device == CPU:  # a leak ends the job, or the machine
             limit_bytes = HostMeter().read().limit_bytes or psutil.virtual_memory().total
         live = None if device == CPU else self._live_bytes
-        self._leaks = Leaks(device=device, live=live, report=self._leaking, limit_bytes=limit_bytes)
+        self._leaks = Leaks(live=live, report=self._leaking, limit_bytes=limit_bytes)
 
     def expect(self, steps: int) -> None:
         """Expect a training of so many steps."""
@@ -132,9 +132,9 @@ class TrainingObserver:
         assert self._newest is not None
         self._write_step(BundleKind.NAN, self._newest, None, message)
 
-    def between_steps(self, micros: int) -> None:
-        """Look for memory leaks after a step of so many micro-batches."""
-        self._leaks.step(micros)
+    def between_steps(self) -> None:
+        """Look for memory leaks."""
+        self._leaks.step()
 
     # Metrics
 

@@ -254,7 +254,7 @@ class Trainer:
         with self.step.clock.within(OBSERVE):
             self.stepper.upkeep.after_step(empty_cache=self.stepper.empty_cache)
             self.stepper.emptied()
-            self.observer.between_steps(max((rank.micros for rank in report.ranks), default=0))
+            self.observer.between_steps()
             if metrics is not None and self.ranks.rank == 0 and self.done % self.train.log_every == 0:
                 losses = {f"{LOSS}.{name}": mean for name, mean in report.means.items()}
                 self.observer.step(self.done, {**losses, **metrics, "items": float(report.sum_of("items"))})

@@ -16,10 +16,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.memory.leaks import inspection, memory_growth
-from pipeline.memory.leaks.leak_detector import HOST, OBJECTS, TENSORS, Leaks, MemoryLeak
-from pipeline.memory.leaks.memory_growth import LAPS, Series, leaking
-from pipeline.memory.leaks.referrers import ReferrerSearch, all_containers
+from pipeline.memory.leaks import leak_detector
+from pipeline.memory.leaks.inspection import INSPECTED, Reachable
+from pipeline.memory.leaks.leak_detector import HOST, TENSORS, Leaks, Live, MemoryLeak, leaking
 from tests.testkit.limited import device
 
 HERE = Path(__file__)
@@ -31,16 +30,16 @@ SEEN: list[Tensor] = []
 
 
 @pytest.fixture(autouse=True)
-def _nothing_stays(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(inspection, "_SEARCH_S", 60.0)  # on a slow machine a second is soon over
+def _nothing_stays(one_thread: None) -> Iterator[None]:
     yield
     SEEN.clear()
     gc.collect()
 
 
 @pytest.fixture
-def _limited() -> None:
+def _limited(monkeypatch: pytest.MonkeyPatch) -> None:
     device.need()
+    monkeypatch.setattr(leak_detector, "malloc_counter", lambda: int)  # tensors on a GPU take none of the host's memory
 
 
 def line(marker: str) -> str:
@@ -155,12 +154,12 @@ class KeepsNumbers(Model):
 class Run:
     """A plain loop, with averages and evaluation, watched."""
 
-    def __init__(self, model: nn.Module, **options: Any) -> None:
+    def __init__(self, model: nn.Module, live: Callable[[], int] | None = None) -> None:
         self.reported: list[MemoryLeak] = []
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters())
         self.averages = [one.detach().clone() for one in model.parameters()]
-        self.leaks = Leaks(device="cpu", report=self.reported.append, limit_bytes=None, **options)
+        self.leaks = Leaks(live=live, report=self.reported.append, limit_bytes=1 << 40)
         self.evaluated = Model()
         self.random = random.Random(0)
         self.watched = 0
@@ -174,21 +173,20 @@ class Run:
         with torch.no_grad():
             torch._foreach_lerp_(self.averages, list(self.model.parameters()), 0.1)
         self.optimizer.zero_grad(set_to_none=True)
-        self.leaks.step(rows // 32)
+        self.leaks.step()
         return loss.item()
 
     def epochs(
         self, count: int = EPOCHS, steps: int = STEPS, rows: Callable[[], int] = lambda: ROWS
     ) -> list[MemoryLeak]:
-        found: list[MemoryLeak] = []
         for _ in range(count):
             for _ in range(steps):
                 self.step(rows())
             with torch.no_grad():
                 self.evaluated(torch.ones(ROWS, WIDTH))
-            found = self.leaks.epoch()
+            self.leaks.epoch()
         self.leaks.close()
-        return found
+        return list(self.leaks.known.values())
 
     def varied(self) -> int:
         return self.random.randint(*NODES)
@@ -215,7 +213,7 @@ TENSOR_LEAKS = (
 )
 OBJECT_LEAKS = (
     (KeepsArrays, HOST, 800_000, "ndarray float64 [100, 1000]", "arrays", f"list `history` {OF}KeepsArrays"),
-    (KeepsNumbers, OBJECTS, 1000 * (56 + 2 * 24 + 28), "tuple", "numbers", f"dict `numbers` {OF}KeepsNumbers"),
+    (KeepsNumbers, HOST, 1000 * (56 + 2 * 24 + 28), "tuple", "numbers", f"dict `numbers` {OF}KeepsNumbers"),
 )
 
 
@@ -300,7 +298,7 @@ def test_a_known_leak_is_reported_again_only_when_it_has_doubled() -> None:
     totals = [leak.total_bytes for leak in run.reported]
     assert 2 <= len(totals) <= 4
     assert all(after >= 2 * before for before, after in pairwise(totals))
-    assert run.watched == inspection.WINDOW
+    assert run.watched == INSPECTED
 
 
 @pytest.mark.usefixtures("_limited")
@@ -325,7 +323,7 @@ def test_cycles_that_are_never_collected_are_reported_as_such() -> None:
         gc.enable()
     leak = only(leaks)
     assert leak.sites[0].endswith(f"{line('cycle')} in forward")
-    assert "Node" in leak.holder
+    assert "cycle" in leak.holder
 
 
 class Hostile:
@@ -339,7 +337,7 @@ class Hostile:
 @pytest.mark.usefixtures("_limited")
 def test_a_search_among_hostile_objects_ends_no_run() -> None:
     hostile = Hostile()
-    hostile.seen = SEEN  # so that the search comes by
+    hostile.seen = [[SEEN]]  # so that the search comes by
     leaks, _ = limited(KeepsActivations)
     assert only(leaks).holder == f"list `SEEN` of module {__name__}"
 
@@ -361,19 +359,15 @@ def test_a_search_ends_no_thread_that_makes_tuples_meanwhile() -> None:
     thread = threading.Thread(target=make)
     thread.start()
     try:
-        for _ in range(10):
-            assert {id(kept)} <= set(map(id, all_containers()))
-            assert {id(tensor) for tensor in tensors} <= {id(tensor) for _, tensor in inspection.visible_tensors()}
-            container = ReferrerSearch(time_s=60).container_of(tensors)
-            assert container is kept, "through tuples in tuples"
+        for _ in range(3):
+            found = Reachable()
+            assert {id(kept)} <= set(map(id, found.containers()))
+            assert {id(tensor) for tensor in tensors} <= set(map(id, found.tensors()))
+            assert found.holder_of(kept).startswith("list `kept` in ")
     finally:
         is_over.set()
         thread.join()
     assert not failed
-
-
-def spans(*live: int) -> list[dict[Any, tuple[int, int]]]:
-    return [{"a": (bytes_, 10 * place), "b": (bytes_ + 7, 10 * place + 3)} for place, bytes_ in enumerate(live)]
 
 
 GROWTH = [
@@ -382,32 +376,17 @@ GROWTH = [
     ((0, 100, 130), 0.0),  # slows down: a cache that fills
     ((0, 100, 50), 0.0),
     ((0, 10, 20), 0.0),  # below the floor
-    ((0, 100, 200, 190, 400), 0.0),
     ((0,), 0.0),
 ]
 
 
 def test_growth_is_a_leak_if_it_goes_on_and_does_not_slow_down() -> None:
-    found = [leaking(spans(*live), floor_bytes=50) for live, _ in GROWTH]
-    assert found == pytest.approx([rate for _, rate in GROWTH])
-
-
-def test_the_place_of_a_bucket_in_its_epoch_does_not_change_the_rate() -> None:
-    early, late = {"a": (0, 10), "b": (0, 19)}, {"a": (900, 19), "b": (200, 21)}
-    assert leaking([early, late, {"a": (2000, 30), "b": (1100, 30)}], 1) == pytest.approx(100.0)
-
-
-def test_a_run_of_any_length_is_remembered_in_bounded_memory() -> None:
-    series = Series("made up", 1, int)
-    for step in range(1, 200_000):
-        series.add(step, 0, step)
-    assert len(series.laps) < LAPS
-    assert max(map(len, series.laps)) <= 512
-    assert series.by_laps == 0.0
+    spans = [[Live(size, 10 * place) for place, size in enumerate(sizes)] for sizes, _ in GROWTH]
+    assert [leaking(lives, floor_bytes=50) for lives in spans] == pytest.approx([rate for _, rate in GROWTH])
 
 
 def test_malloc_is_counted_to_the_byte() -> None:
-    count = memory_growth.malloc_counter()
+    count = leak_detector.malloc_counter()
     if count is None:
         pytest.skip("no malloc that tells what is in use: glibc before 2.33, or another one")
     before = count()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.memory.leaks.inspection import SETTLED, WINDOW, Inspection
-from pipeline.memory.leaks.memory_growth import malloc_counter
+from pipeline.memory.leaks.inspection import INSPECTED, Inspection
+from pipeline.memory.leaks.leak_detector import malloc_counter
 from tests.training.loop.loops import Plot, Run, Tiny
 
 MEBIBYTE = 1 << 20
@@ -59,7 +59,7 @@ def test_what_an_inspection_misses_is_inspected_once_and_reported_without_blamin
     finally:
         for place in task.taken:
             LIBC.free(place)
-    assert len(inspected) <= WINDOW + SETTLED, "a short training is inspected once"
+    assert len(inspected) <= INSPECTED, "a short training is inspected once"
     reported = reported_by(run)
     assert reported
     assert all("no growing object was found" in line and "kept by" not in line for line in reported)
