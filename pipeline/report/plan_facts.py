@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from pipeline.memory.hardware.host_memory import HostNeed
     from pipeline.memory.history import Suggestion
     from pipeline.memory.lint import LintFinding
-    from pipeline.memory.planning.comparison import Configuration, Offer, PlannedOffer
-    from pipeline.memory.planning.memory_plan import MemoryPlan
+    from pipeline.memory.planning.memory_plan import Configuration, MemoryPlan, Offer, PlannedOffer
 
 PLANNING = "planning memory: tracing a training step, then small real steps on this CPU (seconds to minutes) ..."
 EVERY = "all items"  # the stage of a curriculum that has them

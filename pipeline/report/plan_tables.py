@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.memory.footprint import Provenance
 from pipeline.memory.hardware.allocator_variables import VARIABLES
-from pipeline.memory.planning.comparison import PlannedOffer
-from pipeline.memory.planning.memory_plan import RemedyVerdict
+from pipeline.memory.planning.memory_plan import PlannedOffer, RemedyVerdict
 from pipeline.report.compared import hours
 from pipeline.report.stage_lines import unit_of
 from pipeline.report.tables import plural, text_table

@@ -20,7 +20,7 @@ from pipeline.errors import ConfigError
 from pipeline.journal.run_status import RunState, RunStatus
 from pipeline.memory.footprint import Provenance
 from pipeline.memory.lint import LintFinding, Severity
-from pipeline.memory.planning.comparison import PlannedOffer
+from pipeline.memory.planning.memory_plan import PlannedOffer
 from pipeline.report.facts import Estimate, StageUse, Suggested
 from pipeline.report.plan_tables import stages_report, training_answer
 from pipeline.report.tables import show_parts

@@ -1,34 +1,30 @@
 """The largest budget of a micro-batch under which the worst of them fit, found with few questions to the oracle.
 
 Each round fits a cost model to all answers so far, cuts an epoch under a budget of it, and asks about the corners of
-the micro-batches, the costliest first. What does not fit lowers the budget; what leaves room raises it.
+groups of micro-batches, the costliest first. What does not fit lowers the budget; what leaves room raises it. A corner
+has the largest value of each size in its group: memory never falls when a size grows, so if the corner fits, all fit.
 
-Shapes: N items, M micro-batches, S sizes (`items` first).
+Shapes: N items, M micro-batches, S sizes (`items` first), P points that were asked about, U distinct rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from itertools import chain, combinations_with_replacement
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
+from scipy.optimize import nnls
 
 from pipeline.memory.footprint import Computes, StepTapes, least_sure, live_peak_bytes
-from pipeline.memory.planning.cost_model import (
-    MOST_GROUPS,
-    NEAR,
-    SizeGroup,
-    Terms,
-    extremes,
-    grouped,
-    rounded_up,
-)
-from pipeline.memory.planning.memory_plan import ITEM, CostModel, MicroBatchLimit
+from pipeline.memory.planning.memory_plan import ITEM, CostModel, MicroBatchLimit, product_of
 from pipeline.protocol import ITEMS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
 
     from pipeline.memory.footprint import (
         Floats,
@@ -40,20 +36,173 @@ if TYPE_CHECKING:
         Sizes,
         StandingFootprint,
     )
-    from pipeline.memory.planning.cost_model import Predict
     from pipeline.memory.planning.memory_plan import DataSizes, Micros, PlanRequest
 
-    Row = tuple[int, ...]
+    Row: TypeAlias = tuple[int, ...]
+    Predict: TypeAlias = Callable[[Integers], Floats]
 
 ENOUGH = 0.92  # of the limit in use: a larger budget is not tried
-LEAST = 0.83  # of the limit: a plan for every order that uses less gives way to one for the simulated order
-_WORTH_LESS_SURE = 1.05  # times as much must be in use then
 _ROUNDS = 8
 _REFITS = 2  # rounds without an answer that fits, after which budgets shrink faster than the model learns
 _CLOSE = 1.015  # budgets so near each other are the same
-FEWEST = 3  # answers, to which a cost model is fitted
+_FEWEST = 3  # answers, to which a cost model is fitted
 _SCREENED = 5  # questions for a first model
 _QUESTIONS, _LEAST_GROUPS = 24, 6  # with ever fewer groups a plan is looser, and made in time
+_MOST_GROUPS = 16
+_NEAR = 0.10  # of the limit: a corner so near its group is not worth another question
+_DIGITS = 7  # of a size, in binary, are kept: it is at most 1/64 larger
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The terms of a model: an item, each size, and products of two sizes where items are padded."""
+
+    names: tuple[str, ...]  # of the sizes of a micro-batch, `items` first
+    padded: bool
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        pairs = combinations_with_replacement(self.names[1:], 2) if self.padded else ()
+        return (ITEM, *self.names[1:], *map("*".join, pairs))
+
+    def of(self, rows_MS: Integers) -> Floats:
+        """Return the terms of micro-batches: of padded ones, the items times those of the largest item."""
+        columns = dict(zip(self.names, rows_MS.T, strict=True))
+        if self.padded:
+            return np.stack([columns[ITEMS] * product_of(term, columns) for term in self.texts], axis=1)
+        return rows_MS.astype(np.float64)
+
+    def fit(self, rows: Sequence[Row], values: Sequence[float], of_nothing: float) -> CostModel:
+        """Fit non-negative weights by least squares of relative errors, so that small points count as much as large.
+
+        Where there are few, `of_nothing`, the value of a micro-batch without items, tells what is the same for all.
+        """
+        if len(rows) < _FEWEST:
+            rows, values = [*rows, (0,) * len(self.names)], [*values, of_nothing]
+        target_P = np.array(values, np.float64)
+        unit = max(float(target_P.max(initial=0.0)), 1e-30)
+        target_P = target_P / unit
+        matrix_PT = np.column_stack((np.ones(len(target_P)), self.of(np.array(rows, np.int64))))
+        scale_T = np.maximum(matrix_PT.max(axis=0), 1.0)
+        row_P = 1.0 / np.maximum(target_P, 0.01)  # values near 0 must not dominate
+        weights_T, _ = nnls(matrix_PT / scale_T * row_P[:, None], target_P * row_P)
+        base, *weights = (weights_T / scale_T * unit).tolist()
+        return CostModel({text: weight for text, weight in zip(self.texts, weights, strict=True) if weight > 0}, base)
+
+    def predict(self, model: CostModel, rows_MS: Integers) -> Floats:
+        weights_T = np.array([model.weights.get(text, 0.0) for text in self.texts])
+        return np.asarray(model.base + self.of(rows_MS) @ weights_T)
+
+
+def rounded_up(rows_MS: Integers, most_S: Integers) -> Integers:
+    """Round sizes up to few leading binary digits, but not beyond the largest possible ones.
+
+    An answer holds for all sizes below it; impossible sizes are never asked about, because a model may refuse them.
+    """
+    bits = np.floor(np.log2(np.maximum(rows_MS, 1))).astype(np.int64) + 1
+    step = np.left_shift(1, np.maximum(bits - _DIGITS, 0))
+    up = -(-rows_MS // step) * step
+    return np.asarray(np.maximum(np.minimum(up, most_S), rows_MS))
+
+
+class SizeGroup(NamedTuple):
+    """Micro-batches (by their rows in a table) and the corner that bounds their sizes."""
+
+    corner: Row
+    places: Integers
+
+
+def grouped(rows_MS: Integers, predict: Predict, most_S: Integers, limit: float, most: int) -> list[SizeGroup]:
+    """Return at most so many groups, that of the costliest corner first.
+
+    The group whose corner is predicted furthest above the limit is split again and again, because only corners are
+    asked about; where all are below, the one whose corner is furthest above its members.
+    """
+    distinct_US, which_M = np.unique(rows_MS, axis=0, return_inverse=True)
+
+    def corner(group: Integers) -> Integers:
+        return rounded_up(distinct_US[group].max(axis=0), most_S)
+
+    def gap(group: Integers) -> tuple[float, float]:
+        """Return how far a group's corner is above the limit, and above its cheapest member."""
+        if len(group) < 2:
+            return 0.0, 0.0
+        at_corner = float(predict(corner(group)[None])[0])
+        return max(at_corner - limit, 0.0), max(at_corner - float(predict(distinct_US[group]).min()), 0.0)
+
+    groups = [np.arange(len(distinct_US))]
+    gaps = [gap(groups[0])]
+    while len(groups) < most and max(gaps) > (0.0, _NEAR * limit):
+        worst = gaps.index(max(gaps))
+        gaps.pop(worst)
+        halves = _halves(distinct_US, groups.pop(worst), predict)
+        groups += halves
+        gaps += map(gap, halves)
+    of_U = np.zeros(len(distinct_US), np.int64)
+    for number, group in enumerate(groups):
+        of_U[group] = number
+    of_M = of_U[which_M.ravel()]
+    corners = np.array([corner(group) for group in groups])
+    order = np.argsort(-predict(corners), kind="stable").tolist()
+    return [SizeGroup(tuple(corners[number].tolist()), np.flatnonzero(of_M == number)) for number in order]
+
+
+def _halves(rows_US: Integers, group: Integers, predict: Predict) -> tuple[Integers, Integers]:
+    """Split a group where the costlier of both corners is the least."""
+    rows = rows_US[group]
+    best: tuple[float, NDArray[np.bool_]] | None = None
+    for values in rows.T:
+        low, high = max(int(values.min()), 1), int(values.max())
+        for threshold in {int(np.sqrt(low * high)), int(np.median(values)), int((low + high) / 2)}:
+            upper = values > threshold
+            if not upper.any() or upper.all():
+                continue
+            costs = predict(np.stack((rows[upper].max(axis=0), rows[~upper].max(axis=0))))
+            score = float(costs.max() + 1e-3 * costs.min())
+            if best is None or score < best[0]:
+                best = (score, upper)
+    assert best is not None, "distinct rows differ in some size"
+    return group[best[1]], group[~best[1]]
+
+
+def extremes(sizes_NS: Integers, cost_N: Integers, budget: int, share: int, *, padded: bool) -> Integers:
+    """Return the most extreme micro-batches that a budget allows in any order of an epoch.
+
+    Memory is a maximum of sums of products of sizes: where it grows at least as fast as they do, the worst mixture of
+    items is an unmixed one.
+    """
+    if padded:
+        return _padded_extremes(sizes_NS, cost_N, budget, share)
+    keys = chain(sizes_NS.T, (size_N / cost_N for size_N in sizes_NS.T), (1.0 / cost_N, cost_N))
+    orders = (np.argsort(-key_N, kind="stable") for key_N in keys)  # one at a time: each is as long as the data set
+    rows = [_filled(sizes_NS, cost_N, order_N, budget, share) for order_N in orders]
+    return np.unique(np.array([row for row in rows if row[0] > 0], np.int64).reshape(-1, 1 + sizes_NS.shape[1]), axis=0)
+
+
+def _filled(sizes_NS: Integers, cost_N: Integers, order_N: Integers, budget: int, share: int) -> list[int]:
+    """Return the sizes of the first items that fit together, and of the part of the next one that fills the budget.
+
+    With a part of an item no mixture of whole ones can have more of what the items are ordered by.
+    """
+    sums = np.cumsum(cost_N[order_N[:share]])
+    taken = int(np.searchsorted(sums, budget, side="right"))
+    row = sizes_NS[order_N[:taken]].sum(axis=0)
+    if taken == len(sums):
+        return [taken, *row.tolist()]
+    budget_left = budget - (int(sums[taken - 1]) if taken else 0)
+    part = np.ceil(sizes_NS[order_N[taken]] * (budget_left / int(cost_N[order_N[taken]]))).astype(np.int64)
+    return [taken + (budget_left > 0), *(row + part).tolist()]
+
+
+def _padded_extremes(sizes_NS: Integers, cost_N: Integers, budget: int, share: int) -> Integers:
+    """Return, for each possible cost of the largest item, the most items that fit, each with the largest such sizes."""
+    order_N = np.argsort(cost_N, kind="stable")
+    sorted_N = cost_N[order_N]
+    largest_NS = np.maximum.accumulate(sizes_NS[order_N], axis=0)
+    last_T = np.flatnonzero(np.append(sorted_N[1:] != sorted_N[:-1], [True]))
+    last_T = last_T[sorted_N[last_T] <= budget]
+    items_T = np.minimum(np.minimum(budget // sorted_N[last_T], share), last_T + 1)
+    return np.unique(np.concatenate((items_T[:, None], largest_NS[last_T]), axis=1), axis=0)
 
 
 class ChoiceMemory:
@@ -120,12 +269,6 @@ class DataBounds:
         most = np.partition(self.sizes_NS, -first, axis=0)[-first:].sum(axis=0)
         self.most_S = np.concatenate(([self.share], most))  # of a micro-batch in any order of the data
 
-    def fit(self, rows: Sequence[Row], values: Sequence[float], of_nothing: float) -> CostModel:
-        """Fit values of micro-batches; of few, the value of one without items says what is the same for all."""
-        if len(rows) < FEWEST:
-            rows, values = [*rows, (0,) * len(self.terms.names)], [*values, of_nothing]
-        return self.terms.fit(rows, values)
-
     def mean(self, items: int) -> Row:
         """Return the sizes of a micro-batch of so many average items."""
         mean_S = np.ceil(self.sizes_NS.mean(axis=0) * (1 if self.data.padded else items)).astype(np.int64)
@@ -142,6 +285,18 @@ class DataBounds:
         """Return the item whose sizes, each relative to the largest of its kind, sum to the most."""
         return self.alone(int(np.argmax((self.sizes_NS / np.maximum(self.sizes_NS.max(axis=0), 1)).sum(axis=1))))
 
+    def cut(self, cost_N: Integers, budget: int) -> Micros:
+        return self.data.cut(self.data.sizes, cost_N, budget, self.request.ranks)
+
+    def uncut_budget(self, cost_N: Integers) -> int:
+        """Return a budget that cuts no share of a step."""
+        if self.data.padded:
+            return int(cost_N.max()) * self.share
+        return int(np.partition(cost_N, -self.share)[-self.share :].sum())
+
+    def extremes(self, cost_N: Integers, budget: int) -> Integers:
+        return extremes(self.sizes_NS, cost_N, budget, self.share, padded=self.data.padded)
+
 
 @dataclass(frozen=True, eq=False)
 class FoundBudget:
@@ -153,13 +308,11 @@ class FoundBudget:
     groups: tuple[SizeGroup, ...]  # of the micro-batches that were cut, then of the most one-sided of other orders
     live: int  # the peak of the worst corner
     worst: Row
-    cut_live: int  # the peak of the worst that was cut
-    every_order: bool
     limit: MicroBatchLimit = MicroBatchLimit.FULL
 
     @property
     def accumulate(self) -> bool:
-        return bool(self.micros.per_share().max() > 1)
+        return self.micros.accumulate
 
 
 class BudgetSearch:
@@ -173,25 +326,23 @@ class BudgetSearch:
         """Return the largest budget under which all fits below a live peak, or None."""
         if self.bounds.request.micro_batch is not None:
             return self._pinned(limit)
-        found = self._all_at_once(limit) or self._largest(limit, every_order=True)
-        if found is not None and (found.limit is not MicroBatchLimit.FULL or found.cut_live >= LEAST * limit):
-            return found
-        one_order = self._largest(limit, every_order=False)
-        if found is None or (one_order is not None and one_order.cut_live > _WORTH_LESS_SURE * found.cut_live):
-            return one_order
-        return found
+        return self._uncut() if self.fits_uncut(limit) else self._largest(limit)
 
     def model(self) -> CostModel:
         rows = list(self.memory.micros)
-        return self.bounds.fit(rows, [self.memory.peak_bytes(row) for row in rows], self.memory.standing.bytes)
+        peaks = [self.memory.peak_bytes(row) for row in rows]
+        return self.bounds.terms.fit(rows, peaks, self.memory.standing.bytes)
+
+    @property
+    def _largest_row(self) -> Row:
+        return self.bounds.rounded(self.bounds.most_S)
 
     def fits_uncut(self, limit: int) -> bool:
         """Tell whether the largest possible micro-batch fits; it is asked only if one of average items does."""
-        if self.bounds.request.micro_batch is not None:
-            return False
-        accumulate = bool(self.bounds.whole.per_share().max() > 1)
-        rows = (self.bounds.mean(self.bounds.share), self.bounds.rounded(self.bounds.most_S))
-        return all(self.memory.peak_bytes(row, accumulate=accumulate) <= limit for row in rows)
+        bounds, accumulate = self.bounds, self.bounds.whole.accumulate
+        rows = (bounds.mean(bounds.share), self._largest_row)
+        is_free = bounds.request.micro_batch is None
+        return is_free and all(self.memory.peak_bytes(row, accumulate=accumulate) <= limit for row in rows)
 
     def screened_model(self, limit: int) -> CostModel:
         """Ask about a few micro-batches near the limit, each dominated by another size, and return a first model."""
@@ -199,34 +350,31 @@ class BudgetSearch:
         if self._is_screened or self.fits_uncut(limit):
             return self.model()
         self._is_screened = True
-        single = memory.peak_bytes(bounds.mean(1))
-        model = self.model()
-        if not bounds.data.padded:  # two points cannot separate the sizes: each gets the same part
-            whole = memory.peak_bytes(bounds.mean(bounds.share))
-            slope = max(whole - single, 1) / max(bounds.share - 1, 1)
-            mean = {name: max(size, 1) for name, size in zip(bounds.terms.texts, bounds.mean(1), strict=True)}
-            weights = {name: slope / len(mean) / size for name, size in mean.items()}
-            model = CostModel(weights, max(single - slope, 0.0))
+        model, base = self.model(), memory.standing.bytes
+        if not bounds.data.padded:  # one answer cannot separate the sizes: each gets the same part
+            average = bounds.mean(bounds.share)
+            part = max(memory.peak_bytes(average) - base, 1) / len(average)
+            terms = zip(bounds.terms.texts, average, strict=True)
+            model = CostModel({term: part / max(size, 1) for term, size in terms}, base)
         budget = max(int(limit - model.base), 1)
-        cost_N = model.cost(bounds.data.sizes, budget)
-        rows_MS = extremes(bounds.sizes_NS, cost_N, budget, bounds.share, padded=bounds.data.padded)
-        chosen = np.unique(np.linspace(0, len(rows_MS) - 1, _SCREENED).astype(np.int64))
-        for row in rows_MS[chosen]:
-            memory.peak_bytes(bounds.rounded(row))
+        rows_MS = bounds.extremes(model.cost(bounds.data.sizes, budget), budget)
+        for place in np.unique(np.linspace(0, len(rows_MS) - 1, _SCREENED).astype(np.int64)):
+            memory.peak_bytes(bounds.rounded(rows_MS[place]))
         return self.model()
 
-    def _all_at_once(self, limit: int) -> FoundBudget | None:
-        """Return the plan that cuts nothing, if the largest possible micro-batch fits."""
-        bounds, data = self.bounds, self.bounds.data
-        if not self.fits_uncut(limit):
-            return None
-        model = self.screened_model(limit)
-        cost_N = model.cost(data.sizes)
-        most = int(cost_N.max()) * bounds.share if data.padded else int(-np.sort(-cost_N)[: bounds.share].sum())
-        found = self._tried(model, cost_N, most, limit, every_order=True, most=1)
-        return found if found.live <= limit else None
+    def _uncut(self) -> FoundBudget:
+        """Return the plan that cuts nothing but what would be padded too much."""
+        bounds, model, row = self.bounds, self.model(), self._largest_row
+        cost_N = model.cost(bounds.data.sizes)
+        budget = bounds.uncut_budget(cost_N)
+        micros = bounds.cut(cost_N, budget)
+        live = self.memory.peak_bytes(row, accumulate=micros.accumulate)
+        groups = (SizeGroup(row, np.arange(len(micros.step_M))),)
+        is_whole = len(micros.step_M) <= len(bounds.whole.step_M)
+        why = MicroBatchLimit.WHOLE_SHARE if is_whole else MicroBatchLimit.PADDING
+        return FoundBudget(model, budget, micros, groups, live, row, why)
 
-    def _largest(self, limit: int, *, every_order: bool) -> FoundBudget | None:
+    def _largest(self, limit: int) -> FoundBudget | None:
         """Return the largest budget that fits, by narrowing an interval of budgets relative to what is predicted."""
         self.screened_model(limit)
         best: FoundBudget | None = None
@@ -234,12 +382,10 @@ class BudgetSearch:
         for turn in range(_ROUNDS):
             model, asked = self.model(), len(self.memory.micros)
             base = min(model.base, 0.99 * limit)
-            budget = max(int(share * (limit - base)), 1)
-            cost_N = model.cost(self.bounds.data.sizes, budget)
-            found = self._tried(model, cost_N, budget, limit, every_order=every_order)
+            found = self._tried(model, max(int(share * (limit - base)), 1), limit)
             wanted = ((1 + ENOUGH) / 2 * limit - base) / max(found.live - base, 1.0)
             if found.live <= limit:
-                best = found if best is None or found.cut_live >= best.cut_live else best
+                best = found if best is None or found.live >= best.live else best
                 low = max(low, share)
                 if found.live >= ENOUGH * limit or found.limit is not MicroBatchLimit.FULL:
                     break
@@ -251,45 +397,27 @@ class BudgetSearch:
                 share = share if low * _CLOSE < share < high / _CLOSE else float(np.sqrt(low * high))
                 if high <= low * _CLOSE:
                     break
-        if best is None:  # each item alone
-            ones_N = np.ones(self.bounds.data.items, np.int64)
-            best = self._tried(self.model(), ones_N, 1, limit, every_order=every_order)
-            return best if best.live <= limit else None
-        is_full = high < float("inf") or best.live >= ENOUGH * limit
-        is_cut = best.limit is MicroBatchLimit.FULL
-        return replace(best, limit=MicroBatchLimit.EVEN) if is_cut and not is_full else best
+        alone = best or self._tried(CostModel({ITEM: 1.0}, self.model().base), 1, limit)
+        return alone if alone.live <= limit else None
 
     def _pinned(self, limit: int) -> FoundBudget | None:
         """Return micro-batches of the number of items that the settings fix, if they fit."""
         bounds = self.bounds
         wanted = min(bounds.request.micro_batch or 1, bounds.share)
-        for items in (wanted, 1):
-            self.memory.peak_bytes(bounds.mean(items))
-        model, ones_N = CostModel({ITEM: 1.0}, self.model().base), np.ones(bounds.data.items, np.int64)
-        for every_order in (True, False):
-            found = self._tried(model, ones_N, wanted, limit, every_order=every_order)
-            if found.live <= limit:
-                return replace(found, limit=MicroBatchLimit.PINNED)
-        return None
+        self.memory.peak_bytes(bounds.mean(wanted))
+        model = CostModel({ITEM: 1.0}, self.model().base)
+        found = self._tried(model, wanted, limit)
+        return replace(found, limit=MicroBatchLimit.PINNED) if found.live <= limit else None
 
-    def _tried(
-        self,
-        model: CostModel,
-        cost_N: Integers,
-        budget: int,
-        limit: int,
-        *,
-        every_order: bool,
-        most: int = MOST_GROUPS,
-    ) -> FoundBudget:
-        """Cut under a budget; ask about the corners of the micro-batches, up to the first that is above the limit."""
-        bounds, data = self.bounds, self.bounds.data
-        micros = data.cut(data.sizes, cost_N, budget, bounds.request.ranks)
-        rows_MS = micros.sizes_MS
-        if every_order:
-            others_MS = extremes(bounds.sizes_NS, cost_N, budget, bounds.share, padded=data.padded)
-            rows_MS = np.concatenate((rows_MS, others_MS))
-        accumulate = bool(micros.per_share().max() > 1)
+    def _tried(self, model: CostModel, budget: int, limit: int) -> FoundBudget:
+        """Cut under a budget; ask about the corners of groups of micro-batches, up to the first above the limit.
+
+        The most one-sided micro-batches of other orders are among them: a plan holds in every epoch.
+        """
+        bounds, memory = self.bounds, self.memory
+        cost_N = model.cost(bounds.data.sizes, budget)
+        micros = bounds.cut(cost_N, budget)
+        rows_MS = np.concatenate((micros.sizes_MS, bounds.extremes(cost_N, budget)))
         fitted = self.model()  # which knows the answers to all questions; the cost model may be that of a pinned size
 
         def predict(rows_MS: Integers) -> Floats:
@@ -297,39 +425,26 @@ class BudgetSearch:
 
         groups: list[SizeGroup] = []
         live, worst = 0, bounds.mean(1)
-        most = min(max(_QUESTIONS - len(self.memory.micros), _LEAST_GROUPS), most)
-        for candidate in grouped(rows_MS, predict, bounds.most_S, limit, most):
-            group = self._answered(candidate, predict, limit)
-            groups.append(group)
-            live, worst = max(
-                (live, worst), (self.memory.peak_bytes(group.corner, accumulate=accumulate), group.corner)
-            )
+        most = min(max(_QUESTIONS - len(memory.micros), _LEAST_GROUPS), _MOST_GROUPS)
+        for group in grouped(rows_MS, predict, bounds.most_S, limit, most):
+            corner = self._answered(group.corner, predict, limit)
+            groups.append(SizeGroup(corner, group.places))
+            live, worst = max((live, worst), (memory.peak_bytes(corner, accumulate=micros.accumulate), corner))
             if live > limit:
                 break
-        cut_live = 0
-        if live <= limit:
-            cut_worst = micros.sizes_MS[int(np.argmax(predict(micros.sizes_MS)))]
-            cut_live = self.memory.peak_bytes(bounds.rounded(cut_worst), accumulate=accumulate)
-        found = FoundBudget(model, budget, micros, tuple(groups), live, worst, cut_live, every_order)
+        found = FoundBudget(model, budget, micros, tuple(groups), live, worst)
         if len(micros.step_M) <= len(bounds.whole.step_M):
             return replace(found, limit=MicroBatchLimit.WHOLE_SHARE)
-        return replace(found, limit=MicroBatchLimit.PADDING) if self._is_uncut(found) else found
+        cost_N = model.cost(bounds.data.sizes)  # a budget above all of it would cut nothing but padding
+        fewest = len(bounds.cut(cost_N, bounds.uncut_budget(cost_N)).step_M) if bounds.data.padded else 0
+        return replace(found, limit=MicroBatchLimit.PADDING) if len(micros.step_M) <= fewest else found
 
-    def _answered(self, group: SizeGroup, predict: Predict, limit: int) -> SizeGroup:
-        """Return the group with a corner that was asked about before and is hardly larger, if there is one."""
+    def _answered(self, corner: Row, predict: Predict, limit: int) -> Row:
+        """Return a corner that was asked about before and is hardly larger, if there is one, in place of this one."""
         asked = np.array(list(self.memory.micros))
-        over = asked[(asked >= np.array(group.corner)).all(axis=1)]
+        over = asked[(asked >= np.array(corner)).all(axis=1)]
         if len(over) == 0:
-            return group
+            return corner
         nearest = tuple(over[int(np.argmin(predict(over)))].tolist())
-        gap = float(np.diff(predict(np.array([group.corner, nearest])))[0])
-        is_near = gap <= NEAR * limit and self.memory.peak_bytes(nearest) <= limit
-        return SizeGroup(nearest, group.places) if is_near else group
-
-    def _is_uncut(self, found: FoundBudget) -> bool:
-        """Tell whether no larger budget would make fewer micro-batches."""
-        data, whole = self.bounds.data, self.bounds.whole
-        if data.padded and len(found.micros.step_M) > len(whole.step_M):
-            cost_N = found.model.cost(data.sizes)
-            whole = data.cut(data.sizes, cost_N, int(cost_N.max()) * self.bounds.share, self.bounds.request.ranks)
-        return len(found.micros.step_M) <= len(whole.step_M)
+        gap = float(np.diff(predict(np.array([corner, nearest])))[0])
+        return nearest if gap <= _NEAR * limit and self.memory.peak_bytes(nearest) <= limit else corner

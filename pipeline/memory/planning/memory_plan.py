@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from pipeline.memory.footprint import Provenance
 from pipeline.protocol import ITEMS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import TypeAlias
 
     from numpy.typing import NDArray
@@ -47,10 +47,6 @@ class Micros:
         return self.sizes_MS[:, self.names.index(ITEMS)]
 
     @property
-    def steps(self) -> float:
-        return len(np.unique(self.step_M)) / self.epochs
-
-    @property
     def share_M(self) -> Integers:
         """Return a number for each micro-batch's rank and step: those of one rank in one step have the same."""
         return np.asarray(self.step_M * (int(self.rank_M.max(initial=0)) + 1) + self.rank_M)
@@ -59,15 +55,10 @@ class Micros:
         """Return the number of micro-batches of each rank in each step."""
         return np.asarray(np.unique(self.share_M, return_counts=True)[1])
 
-
-class Names(Protocol):
-    """Names of items by number, for messages."""
-
-    def __getitem__(self, number: int) -> str:
-        """Return the name of an item."""
-
-    def take(self, numbers: Integers) -> Names:
-        """Return the names of these items, in this order."""
+    @property
+    def accumulate(self) -> bool:
+        """Tell whether any rank has several micro-batches in a step."""
+        return bool(self.per_share().max() > 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +68,9 @@ class DataSizes:
     sizes: Table
     cut: Cutter
     padded: bool = False
-    ids: Names | None = None
+    ids: Any = None  # names of items, for messages; `take(numbers)` returns those of some
     padding: float | None = None  # padded/real of a micro-batch that `cut` makes, at most; None: the caller knows
-    looser: Mapping[float, Cutter] = field(default_factory=dict)  # cuts that pad more, by the most that they do
+    looser: Mapping[float | None, Cutter] = field(default_factory=dict)  # cuts that pad more, by the most that they do
 
     def called(self, item: int) -> str:
         return f"item {item:,}" if self.ids is None else self.ids[item]
@@ -103,11 +94,7 @@ class DataSizes:
 
     def cropped(self, limits: Mapping[str, int]) -> DataSizes:
         """Return the items with larger sizes cut down to the limits."""
-        sizes = {name: np.minimum(values_N, limits.get(name, values_N)) for name, values_N in self.sizes.items()}
-        return replace(self, sizes=sizes)
-
-    def padded_to(self, padding: float) -> DataSizes:
-        return replace(self, cut=self.looser[padding], padding=padding)
+        return replace(self, sizes={name: np.minimum(values_N, limits[name]) for name, values_N in self.sizes.items()})
 
 
 class Oversize(StrEnum):
@@ -138,27 +125,14 @@ class PlanRequest:
 
     def check(self, data: DataSizes) -> None:
         """Raise for requests that no plan could satisfy."""
-        if self.ranks < 1 or self.batch < self.ranks:
+        if self.batch < self.ranks:
             raise ConfigError(
                 f"an effective batch of {self.batch} items is too small for {self.ranks} ranks: each needs one",
-                remedy=f"set the batch to at least {max(self.ranks, 1)}, or use at most {max(self.batch, 1)} GPUs",
+                remedy=f"set the batch to at least {self.ranks}, or use at most {self.batch} GPUs",
             )
-        if self.micro_batch is not None and not 1 <= self.micro_batch <= self.batch:
-            raise ConfigError(
-                f"a micro-batch of {self.micro_batch} items; it has at least 1 and at most the batch, {self.batch}",
-                remedy=f"set it between 1 and {-(-self.batch // self.ranks)}, or let the planner choose",
-            )
-        if self.shards is not None and (self.shards < 1 or self.ranks % self.shards):
-            raise ConfigError(
-                f"{self.shards} shards do not divide {self.ranks} ranks",
-                remedy=f"set shards to 1 or {self.ranks}",
-            )
-        if not self.precisions:
-            raise ConfigError("no precision is allowed", remedy="allow fp32, bf16 or fp16")
         if data.items == 0:
-            raise DataError(
-                "the data set has no items to plan for", remedy=Command.of("status", then="   (lists rejections)")
-            )
+            remedy = Command.of("status", then="   (lists rejections)")
+            raise DataError("the data set has no items to plan for", remedy=remedy)
 
 
 REDUCED_BYTES = 64 << 20  # ranks add up their gradients in pieces of it, packed in one buffer
@@ -194,35 +168,24 @@ class CardSpec:
         return cls(device.name, device.usable_bytes, budget_bytes, rates, device.bandwidth, notes=device.notes)
 
 
-@dataclass(frozen=True)
-class CardSpecs:
-    """All cards that a job may land on; each limit is that of the weakest of them."""
-
-    cards: tuple[CardSpec, ...] = field(default=())
-
-    @classmethod
-    def of(cls, cards: Sequence[CardSpec]) -> CardSpecs:
-        if not cards:
-            raise ConfigError("no GPU to plan for", remedy="name a GPU such as `a100-40`, or a size such as 24GiB")
-        return cls(tuple(cards))
-
-    @property
-    def smallest(self) -> CardSpec:
-        return min(self.cards, key=lambda card: card.budget_bytes)
-
-    @property
-    def caching(self) -> bool:
-        return any(card.caching for card in self.cards)
-
-    def supports(self, precision: str) -> bool:
-        return all(precision in card.flops_per_s for card in self.cards)
-
-    def flops_per_s(self, precision: str) -> float:
-        return min(card.flops_per_s[precision] for card in self.cards)
-
-    def slowest(self, rate: str, pick: Callable[[Iterable[float]], float] = min) -> float:
-        """Return the lowest (or highest) value among the cards of a field of `CardSpec`."""
-        return pick(float(getattr(card, rate)) for card in self.cards)
+def weakest(cards: Sequence[CardSpec]) -> CardSpec:
+    """Return the weakest in every respect of all cards that a job may land on, as if they were one."""
+    rates: dict[str, float] = {}
+    for precision in cards[0].flops_per_s:
+        if all(precision in card.flops_per_s for card in cards):
+            rates[precision] = min(card.flops_per_s[precision] for card in cards)
+    return CardSpec(
+        name=", ".join(card.name for card in cards),
+        memory_bytes=min(card.memory_bytes for card in cards),
+        budget_bytes=min(card.budget_bytes for card in cards),
+        flops_per_s=rates,
+        bytes_per_s=min(card.bytes_per_s for card in cards),
+        launch_s=max(card.launch_s for card in cards),
+        link_bytes_per_s=min(card.link_bytes_per_s for card in cards),
+        peer_bytes_per_s=min(card.peer_bytes_per_s for card in cards),
+        caching=any(card.caching for card in cards),
+        notes=tuple(note for card in cards for note in card.notes),
+    )
 
 
 MOST_COST = 1 << 52  # the sampler adds costs in float64
@@ -277,7 +240,6 @@ class MicroBatchLimit(StrEnum):
     FULL = "a larger budget would not fit"
     PINNED = "the settings fix the number of items"
     PADDING = "item sizes differ too much for fewer padded micro-batches"
-    EVEN = "a larger budget would not reduce the number of micro-batches"
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +293,12 @@ class Cuts:
     steps_mean: float  # micro-batches of a rank in a step
     steps_most: int
     limit: MicroBatchLimit
-    every_order: bool  # the plan holds for the most one-sided micro-batches of any epoch, not only for the simulated
+
+    @classmethod
+    def of(cls, micros: Micros, limit: MicroBatchLimit) -> Cuts:
+        """Summarize the micro-batches of an epoch."""
+        items_M, steps = micros.items_M, micros.per_share()
+        return cls(float(np.median(items_M)), int(items_M.max()), float(steps.mean()), int(steps.max()), limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,6 +346,47 @@ class MemoryPlan:
     def to_json(self) -> dict[str, Any]:
         data: dict[str, Any] = json_data(self)
         return data
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """A micro-batch size and an accumulation count, their memory, and the cards on which they fit."""
+
+    items: int
+    accumulation: int
+    live: Figure
+    reserved: Figure
+    total: Figure
+    fits: Mapping[str, bool]  # by card
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A number of GPUs that could be requested."""
+
+    name: str
+    ranks: int
+    cards: tuple[CardSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedOffer:
+    """An offer with its plan, or with the reason why there is none."""
+
+    offer: Offer
+    plan: MemoryPlan | None
+    why: str = ""
+
+    @property
+    def gpu_hours(self) -> Figure | None:
+        return self.plan.gpu_hours if self.plan else None
+
+    @property
+    def hours(self) -> Figure | None:
+        """Return the wall-clock hours of a run."""
+        if self.plan is None:
+            return None
+        return Figure(self.plan.gpu_hours.value / self.offer.ranks, Provenance.ASSUMED)
 
 
 def json_data(value: Any) -> Any:

@@ -2,7 +2,8 @@
 
 A pure function of what an oracle says about the model. Micro-batches are as large as fit. The remedies are tried in the
 order of counting: none, checkpointing, precision, both, offload, …, sharding. Only precision may go first: where an
-estimate says that another one than the preferred is faster.
+estimate says that another one than the preferred is faster. Items that fit under no remedy are named in an error, left
+out or cropped.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import gc
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from math import ceil
 from typing import TYPE_CHECKING, Any
@@ -31,31 +32,38 @@ from pipeline.memory.footprint import (
 from pipeline.memory.planning.budget_search import BudgetSearch, ChoiceMemory, DataBounds, FoundBudget
 from pipeline.memory.planning.memory_plan import (
     Bucket,
-    CardSpecs,
+    CardSpec,
     Cuts,
     Figure,
     MemoryPlan,
+    Offer,
+    Oversize,
+    OversizeItem,
+    PlannedOffer,
     RemedyTrial,
     RemedyVerdict,
     Reserved,
+    weakest,
 )
-from pipeline.memory.planning.oversize import without_oversize
-from pipeline.memory.planning.step_estimates import epoch_s, live_only, micro_s, sample_steps, update_s, work_s
+from pipeline.memory.planning.step_estimates import epoch_s, micro_s, sample_steps, update_s, work_s
 from pipeline.memory.planning.step_estimates import reserve as reserve_by_simulation
 from pipeline.protocol import ITEMS
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from pipeline.memory.footprint import Oracle
-    from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, Micros, PlanRequest
+    from pipeline.memory.planning.memory_plan import DataSizes, Micros, PlanRequest
     from pipeline.memory.planning.step_estimates import Reserve
 
 WORTH = 1.05  # another precision must be so many times as fast as the preferred one
 SLACK = 1.10  # times the fastest epoch: fewer micro-batches are worth it, since kernels of few items are less efficient
 _TURNS = 4  # times the budget is corrected for what the allocator holds beyond what is live
 _FRAGMENTED = 1.02  # what is expected of it at first
+SHOWN = 3  # items that do not fit are named in an error
+_LOWER = 0.95  # of the limit, each time that the others did not fit together with what the allocator adds
+_OVERSIZE_TURNS, _HALVINGS = 3, 7
 
 
 def plan_memory(
@@ -70,19 +78,15 @@ def plan_memory(
     """Return the plan for all cards a job may land on; error texts suggest one of `others` where only they would do."""
     request.check(data)
     with _old_objects_left_alone():
-        case = PlanCase(oracle, data, request, CardSpecs.of(cards), reserve)
-        outcomes = case.outcomes()
-        if outcomes[-1].found is not None:
-            return case.plan(outcomes)
-        _refuse(case, outcomes)
-        frugal = min((outcome for outcome in outcomes if outcome.alone), key=lambda outcome: outcome.total)
-
-        def planned(kept: DataSizes) -> MemoryPlan | None:
-            tried = (other := replace(case, data=kept)).outcomes()
-            return other.plan(tried) if tried[-1].found is not None else None
-
-        bounds, memory = case.bounds, case.memory(frugal.choice)
-        return without_oversize(BudgetSearch(memory, bounds), frugal.margin, case.limit, others, planned)
+        case = PlanCase(oracle, data, request, cards, reserve)
+        plan = case.plan()
+        if plan is not None:
+            return plan
+        _refuse(case)
+        _, choice = min((trial.total.value, number) for number, trial in enumerate(case.trials) if trial.total)
+        search = BudgetSearch(case.memory(case.trials[choice].choice), case.bounds)
+        margin = case.margin(search.memory.choice)
+        return _without_oversize(search, margin, case.limit, others, lambda kept: replace(case, data=kept).plan())
 
 
 @contextmanager
@@ -122,48 +126,25 @@ def remedies(choice: MemoryChoice, request: PlanRequest) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
-    """The result of trying a choice; `found` is None where it does not fit."""
-
-    choice: MemoryChoice
-    verdict: RemedyVerdict
-    why: str
-    margin: Margin = field(default_factory=lambda: margin_of(Provenance.TRACED))
-    alone: int = 0  # the live peak of the item that takes most alone; 0: it was not asked
-    found: FoundBudget | None = None
-    reserved: Reserved | None = None
-    padding: float | None = None
-    step_s: float = 0.0
-    epoch_s: float = 0.0
-
-    @property
-    def total(self) -> int:
-        """Return the bytes, margin included, that must be below the limit."""
-        return ceil((self.reserved.bytes if self.reserved else self.alone) * self.margin.factor)
-
-    def trial(self, request: PlanRequest) -> RemedyTrial:
-        """Return the result for a report; where it does not fit, the total is that of the largest item alone."""
-        total = Figure(self.total, self.margin.origin) if self.total else None
-        time = Figure(self.epoch_s, Provenance.ASSUMED) if self.epoch_s else None
-        remedy = " + ".join(("smaller micro-batches", *remedies(self.choice, request)))
-        return RemedyTrial(remedy, self.choice, self.verdict, self.why, total, time)
-
-
-@dataclass(frozen=True, eq=False)
 class PlanCase:
     """One data set, and the oracle, request and cards to plan it for."""
 
     oracle: Oracle
     data: DataSizes
     request: PlanRequest
-    cards: CardSpecs
+    cards: Sequence[CardSpec]
     reserve: Reserve
     memories: dict[MemoryChoice, ChoiceMemory] = field(default_factory=dict)
+    trials: list[RemedyTrial] = field(init=False, default_factory=list)  # of choices that do not fit
+
+    @cached_property
+    def card(self) -> CardSpec:
+        return weakest(self.cards)
 
     @property
     def limit(self) -> int:
         """Return the bytes that torch may reserve on the smallest card."""
-        return self.cards.smallest.budget_bytes
+        return self.card.budget_bytes
 
     @cached_property
     def bounds(self) -> DataBounds:
@@ -176,26 +157,28 @@ class PlanCase:
         """Return the margin for the oracle's answers about a choice so far."""
         request = self.request
         ratios = request.ratios if request.measured in (None, choice) else ()
-        return margin_of(self.memory(choice).origin, ratios, caching=self.cards.caching, compiled=request.compiled)
+        return margin_of(self.memory(choice).origin, ratios, caching=self.card.caching, compiled=request.compiled)
 
-    def outcomes(self) -> list[Outcome]:
-        """Try the choices in order, up to the first that fits: it is the last."""
-        outcomes: list[Outcome] = []
+    def plan(self) -> MemoryPlan | None:
+        """Try the choices in order, up to the first that fits; None if none does."""
         for choice in choices(replace(self.request, precisions=self._precisions())):
-            outcomes.append(self.tried(choice))
-            if outcomes[-1].found is not None:
-                break
-        return outcomes
+            tried = self._tried(choice)
+            if isinstance(tried, MemoryPlan):
+                return tried
+            self.trials.append(tried)
+        return None
+
+    def _trial(self, choice: MemoryChoice, verdict: RemedyVerdict, why: str, total: float = 0) -> RemedyTrial:
+        """Return the result of a choice for a report; where it does not fit, with the total of the largest item."""
+        remedy = " + ".join(("smaller micro-batches", *remedies(choice, self.request)))
+        figure = Figure(ceil(total), self.margin(choice).origin) if total else None
+        return RemedyTrial(remedy, choice, verdict, why, figure)
 
     def _precisions(self) -> tuple[str, ...]:
         """Return the allowed precisions, the fastest first if that is worth it for a rank's share of average items."""
-        request, first = self.request, self.request.precisions[0]
-        able = [precision for precision in request.precisions if self.cards.supports(precision)]
-        if len(able) < 2 or not self.cards.supports(first):
-            return request.precisions
-        rates = {precision: self.cards.flops_per_s(precision) for precision in able}
-        fastest = max(able, key=rates.__getitem__)
-        if rates[fastest] <= WORTH * rates[first]:
+        request, first, rates = self.request, self.request.precisions[0], self.card.flops_per_s
+        fastest = max((precision for precision in request.precisions if precision in rates), key=rates.get, default="")  # type: ignore[arg-type]
+        if first not in rates or rates[fastest] <= WORTH * rates[first]:
             return request.precisions
         memory = self.memory(choices(replace(request, precisions=(fastest,)))[0])
         try:
@@ -203,185 +186,253 @@ class PlanCase:
             micro = memory.micro(self.bounds.mean(self.bounds.share))
         except (CannotRun, Unmeasurable):
             return request.precisions
-        if work_s(micro, rates[first], self.cards) < WORTH * work_s(micro, rates[fastest], self.cards):
+        if work_s(micro, first, self.card) < WORTH * work_s(micro, fastest, self.card):
             return request.precisions
         return (fastest, *(precision for precision in request.precisions if precision != fastest))
 
-    def tried(self, choice: MemoryChoice) -> Outcome:
-        """Return the outcome of a choice: its largest budget, or why it does not fit."""
-        if unsupported := self.unsupported(choice):
+    def _tried(self, choice: MemoryChoice) -> RemedyTrial | MemoryPlan:
+        """Return the plan with a choice, or why it does not fit."""
+        if unsupported := self._unsupported(choice):
             return unsupported
-        memory = self.memory(choice)
+        memory, too_large = self.memory(choice), partial(self._trial, choice, RemedyVerdict.TOO_LARGE)
         try:
             standing = memory.standing
         except CannotRun as error:
-            return Outcome(choice, RemedyVerdict.FAILS, error.what)
+            return self._trial(choice, RemedyVerdict.FAILS, error.what)
         except (Unmeasurable, PipelineError) as error:
             if choice.shards == 1:
                 raise
-            return Outcome(choice, RemedyVerdict.FAILS, str(error).partition("\n")[0])  # some models cannot be sharded
-        margin = self.margin(choice)
-        if standing.bytes * margin.factor > self.limit:
-            why = f"parameters, gradients and optimizer state take {format_bytes(standing.bytes)}, whatever the batch"
-            return Outcome(choice, RemedyVerdict.TOO_LARGE, why, margin)
-        if BudgetSearch(memory, self.bounds).fits_uncut(self._usable(margin, _FRAGMENTED)):
-            return self._budgeted(memory)
-        alone = memory.peak_bytes(self.bounds.largest)
-        margin = self.margin(choice)
-        if alone * margin.factor > self.limit:
-            why = f"the largest item alone takes {format_bytes(alone)}"
-            return Outcome(choice, RemedyVerdict.TOO_LARGE, why, margin, alone)
-        return self._budgeted(memory)
+            return self._trial(choice, RemedyVerdict.FAILS, str(error).partition("\n")[0])  # it cannot be sharded
+        if standing.bytes * self.margin(choice).factor > self.limit:
+            size = format_bytes(standing.bytes)
+            return too_large(f"parameters, gradients and optimizer state take {size}, whatever the batch")
+        largest = self.bounds.largest
+        if not BudgetSearch(memory, self.bounds).fits_uncut(self._usable(choice, _FRAGMENTED)):
+            alone = memory.peak_bytes(largest)
+            total = alone * self.margin(choice).factor
+            if total > self.limit:
+                return too_large(f"the largest item alone takes {format_bytes(alone)}", total)
+        plan = self._budgeted(memory)
+        if plan is not None:
+            return plan
+        total = memory.peak_bytes(largest) * self.margin(choice).factor
+        return too_large("no allowed micro-batch fits together with the allocator's reserve", total)
 
-    def _usable(self, margin: Margin, fragmented: float) -> int:
-        """Return the live bytes that fit below the limit, with the margin and what the allocator holds beyond them."""
-        return int(self.limit / margin.factor / (fragmented if self.cards.caching else 1.0))
-
-    def unsupported(self, choice: MemoryChoice) -> Outcome | None:
-        lacking = [card.name for card in self.cards.cards if choice.precision not in card.flops_per_s]
+    def _unsupported(self, choice: MemoryChoice) -> RemedyTrial | None:
+        lacking = [card.name for card in self.cards if choice.precision not in card.flops_per_s]
         why = f"{', '.join(lacking)} does not support {choice.precision}"
-        return Outcome(choice, RemedyVerdict.UNSUPPORTED, why) if lacking else None
+        return self._trial(choice, RemedyVerdict.UNSUPPORTED, why) if lacking else None
 
-    def _budgeted(self, memory: ChoiceMemory) -> Outcome:
-        """Return the outcome with the best budget, lowered until what the allocator reserves fits too."""
+    def _usable(self, choice: MemoryChoice, fragmented: float) -> int:
+        """Return the live bytes that fit below the limit, with the margin and what the allocator holds beyond them."""
+        return int(self.limit / self.margin(choice).factor / (fragmented if self.card.caching else 1.0))
+
+    def _budgeted(self, memory: ChoiceMemory) -> MemoryPlan | None:
+        """Return the plan with the largest budget, lowered until what the allocator reserves fits too."""
         choice, fragmented = memory.choice, _FRAGMENTED
-        margin = self.margin(choice)
-        bounds, padding = self._padded(memory, self._usable(margin, fragmented))
+        bounds = self._padded(memory, self._usable(choice, fragmented))
         for _ in range(_TURNS):
-            found = BudgetSearch(memory, bounds).find(self._usable(margin, fragmented))
+            found = BudgetSearch(memory, bounds).find(self._usable(choice, fragmented))
             if found is None:
                 break
-            margin, reserved = self.margin(choice), live_only(found.live)
-            if self.cards.caching:
+            reserved = Reserved(found.live, origin=Provenance.TRACED)
+            if self.card.caching:
                 micros = [memory.micro(group.corner) for group in found.groups]
                 reserved = self.reserve(memory.standing, sample_steps(found, micros, self.request.seed))
-            if reserved.bytes * margin.factor > self.limit:
+            if reserved.bytes * self.margin(choice).factor > self.limit:
                 fragmented = max(reserved.bytes / found.live, fragmented) * 1.002
             elif memory.confirm(found.worst):  # else what was computed was wrong: all is asked again
-                found = replace(found, live=memory.peak_bytes(found.worst, accumulate=found.accumulate))
-                times = self._times(memory, bounds, found.micros)
-                why, chosen = found.limit.value, RemedyVerdict.CHOSEN
-                return Outcome(choice, chosen, why, margin, 0, found, reserved, padding, *times)
-        why = "no allowed micro-batch fits together with the allocator's reserve"
-        return Outcome(choice, RemedyVerdict.TOO_LARGE, why, margin, memory.peak_bytes(self.bounds.largest))
+                return self._plan(memory, bounds, found, reserved)
+        return None
 
-    def _padded(self, memory: ChoiceMemory, limit: int) -> tuple[DataBounds, float | None]:
+    def _padded(self, memory: ChoiceMemory, limit: int) -> DataBounds:
         """Return the data as it is cut best: into the fewest micro-batches whose padding costs little time."""
         if not self.data.looser:
-            return self.bounds, self.data.padding
+            return self.bounds
         model = BudgetSearch(memory, self.bounds).screened_model(limit)
         budget = max(int(limit - model.base), 1)
         cost_N = model.cost(self.data.sizes, budget)
-        found: list[tuple[float, int, float]] = []
-        for padding, cut in {self.data.padding or 1.0: self.data.cut, **self.data.looser}.items():
+        ways = {self.data.padding: self.data.cut, **self.data.looser}
+        found: list[tuple[float, int, float | None]] = []
+        for padding, cut in ways.items():
             micros = cut(self.data.sizes, cost_N, budget, self.request.ranks)
             found.append((self._times(memory, self.bounds, micros)[1], len(micros.step_M), padding))
-        fastest_s = min(found)[0]
-        _, padding = min((count, padding) for time_s, count, padding in found if time_s <= SLACK * fastest_s)
-        if padding not in self.data.looser:
-            return self.bounds, self.data.padding
-        return DataBounds(self.data.padded_to(padding), self.request), padding
+        fastest_s = min(time_s for time_s, *_ in found)
+        *_, padding = min((way for way in found if way[0] <= SLACK * fastest_s), key=lambda way: way[1])
+        return DataBounds(replace(self.data, cut=ways[padding], padding=padding), self.request)
 
     def _times(self, memory: ChoiceMemory, bounds: DataBounds, micros: Micros) -> tuple[float, float]:
         """Return step and epoch times, from a fit to the micro-batches that the oracle was asked about."""
         standing, choice = memory.standing, memory.choice
-        times = [micro_s(micro, standing, choice, self.cards) for micro in memory.micros.values()]
-        launch_s = self.cards.slowest("launch_s", max) * min(micro.kernels for micro in memory.micros.values())
-        model = bounds.fit(list(memory.micros), times, launch_s)
-        time_M = bounds.terms.predict(model, micros.sizes_MS)
-        return epoch_s(micros, time_M, update_s(standing, choice, self.cards, self.request.ranks))
+        times = [micro_s(micro, standing, choice, self.card) for micro in memory.micros.values()]
+        launch_s = self.card.launch_s * min(micro.kernels for micro in memory.micros.values())
+        time_M = bounds.terms.predict(bounds.terms.fit(list(memory.micros), times, launch_s), micros.sizes_MS)
+        return epoch_s(micros, time_M, update_s(standing, choice, self.card, self.request.ranks))
 
-    def plan(self, tried: Sequence[Outcome]) -> MemoryPlan:
-        """Return the plan of the last choice that was tried, which fits."""
-        request, outcome = self.request, tried[-1]
-        found, reserved, choice, margin = outcome.found, outcome.reserved, outcome.choice, outcome.margin
-        assert found is not None
-        assert reserved is not None
-        memory = self.memory(choice)
+    def _plan(self, memory: ChoiceMemory, bounds: DataBounds, found: FoundBudget, reserved: Reserved) -> MemoryPlan:
+        request, choice, margin = self.request, memory.choice, self.margin(memory.choice)
+        peak_bytes = partial(memory.peak_bytes, accumulate=found.accumulate)
         micros = {group.corner: memory.micro(group.corner) for group in found.groups}
-        per_share = found.micros.per_share()
-        simulated = 1.0 if found.every_order else found.micros.epochs / (found.micros.epochs + 1)
         origin = least_sure((memory.standing.origin, *(micro.origin for micro in micros.values())))
         held = least_sure((origin, reserved.origin))
-        untried = [one for one in choices(request) if one not in {outcome.choice for outcome in tried}]
-        unneeded = [
-            self.unsupported(one) or Outcome(one, RemedyVerdict.NOT_NEEDED, "an earlier remedy fits") for one in untried
-        ]
+        total = Figure(ceil(reserved.bytes * margin.factor), least_sure((held, margin.origin)))
+        step_s, whole_s = (Figure(seconds, Provenance.ASSUMED) for seconds in self._times(memory, bounds, found.micros))
+        chosen = self._trial(choice, RemedyVerdict.CHOSEN, found.limit.value)
+        trials = [*self.trials, replace(chosen, total=Figure(total.value, margin.origin), epoch_s=whole_s)]
+        for other in choices(request):
+            if other not in {trial.choice for trial in trials}:
+                unneeded = self._trial(other, RemedyVerdict.NOT_NEEDED, "an earlier remedy fits")
+                trials.append(self._unsupported(other) or unneeded)
+        buckets = []
+        for row, micro in micros.items():
+            buckets.append(Bucket(dict(zip(memory.names, row, strict=True)), Figure(peak_bytes(row), micro.origin)))
         return MemoryPlan(
             request=request,
-            cards=tuple(card.name for card in self.cards.cards),
+            cards=tuple(card.name for card in self.cards),
             limit_bytes=self.limit,
             choice=choice,
             remedies=remedies(choice, request),
             cost_model=found.model,
             budget_bytes=found.budget,
-            padding=outcome.padding,
-            cuts=Cuts(
-                items_median=float(np.median(found.micros.items_M)),
-                items_most=int(found.micros.items_M.max()),
-                steps_mean=float(per_share.mean()),
-                steps_most=int(per_share.max()),
-                limit=found.limit,
-                every_order=found.every_order,
-            ),
-            live=Figure(found.live, origin),
+            padding=bounds.data.padding,
+            cuts=Cuts.of(found.micros, found.limit),
+            live=Figure(peak_bytes(found.worst), origin),
             reserved=Figure(reserved.bytes, held),
-            total=Figure(outcome.total, least_sure((held, margin.origin))),
+            total=total,
             margin=margin,
-            probability=Figure(margin.probability * simulated, margin.trust),
+            probability=Figure(margin.probability, margin.trust),
             allocator=reserved,
             parts=parts_at_peak(memory.standing, micros[found.worst], accumulate=found.accumulate),
-            buckets=tuple(
-                Bucket(
-                    dict(zip(memory.names, row, strict=True)),
-                    Figure(memory.peak_bytes(row, accumulate=found.accumulate), micro.origin),
-                )
-                for row, micro in micros.items()
-            ),
-            step_s=Figure(outcome.step_s, Provenance.ASSUMED),
-            epoch_s=Figure(outcome.epoch_s, Provenance.ASSUMED),
+            buckets=tuple(buckets),
+            step_s=step_s,
+            epoch_s=whole_s,
             host_bytes=max(micro.host_bytes for micro in micros.values()),
-            trials=tuple(outcome.trial(request) for outcome in (*tried, *unneeded)),
-            notes=self._notes(memory, outcome, found),
+            trials=tuple(trials),
+            notes=(margin.why, *memory.notes, *self.card.notes),
         )
 
-    def _notes(self, memory: ChoiceMemory, outcome: Outcome, found: FoundBudget) -> tuple[str, ...]:
-        """Return the notes that say how far to trust the numbers."""
-        order = (
-            "it holds for the simulated order of items: the next epoch has a larger micro-batch "
-            f"with a chance of 1/{found.micros.epochs + 1}"
-        )
-        cards = (note for card in self.cards.cards for note in card.notes)
-        return (outcome.margin.why, *([] if found.every_order else [order]), *memory.notes, *cards)
 
-
-def _refuse(case: PlanCase, outcomes: Sequence[Outcome]) -> None:
+def _refuse(case: PlanCase) -> None:
     """Raise where leaving out items would not help: no precision works, the state is too large, or a pinned batch."""
-    untried = (RemedyVerdict.UNSUPPORTED, RemedyVerdict.FAILS)
-    able = [outcome for outcome in outcomes if outcome.verdict not in untried]
-    limit = f"{', '.join(card.name for card in case.cards.cards)} lets torch have {format_bytes(case.limit)}"
+    able = [trial for trial in case.trials if trial.verdict is RemedyVerdict.TOO_LARGE]
+    limit = f"{case.card.name} lets torch have {format_bytes(case.limit)}"
     if not able:
-        why = "; ".join(dict.fromkeys(outcome.why for outcome in outcomes))
-        if any(outcome.verdict is RemedyVerdict.FAILS for outcome in outcomes):
+        why = "; ".join(dict.fromkeys(trial.why for trial in case.trials))
+        if any(trial.verdict is RemedyVerdict.FAILS for trial in case.trials):
             raise PlanInfeasible(f"the model fails under every allowed setting: {why}")
         remedy = "allow fp32, or exclude the GPUs that lack it"
         raise ConfigError(f"no allowed precision works on every GPU: {why}", remedy=remedy)
-    if not any(outcome.alone for outcome in able):
-        least = min(case.memory(outcome.choice).standing.bytes for outcome in able)
+    if not any(trial.total for trial in able):
+        least = min(case.memory(trial.choice).standing.bytes for trial in able)
         raise PlanInfeasible(
             f"the model alone, before any batch, takes at least {format_bytes(least)}; {limit}",
             remedy="allow sharding over several GPUs, use a larger GPU, or train fewer parameters",
         )
     pinned = case.request.micro_batch
-    if pinned is not None and any(0 < outcome.alone * outcome.margin.factor <= case.limit for outcome in able):
+    if pinned is not None and any(trial.total and trial.total.value <= case.limit for trial in able):
         items = pinned // 2
-        while items and replace(case, request=replace(case.request, micro_batch=items)).outcomes()[-1].found is None:
+        while items and replace(case, request=replace(case.request, micro_batch=items)).plan() is None:
             items //= 2
         fits = f"{items} fit: set it to that, or " if items else ""
         raise ConfigError(
             f"micro-batches of {pinned} items do not fit under any allowed remedy; {limit}",
             remedy=f"{fits}let the planner choose",
         )
+
+
+def _without_oversize(
+    search: BudgetSearch,
+    margin: Margin,
+    budget: int,
+    others: Sequence[CardSpec],
+    planned: Callable[[DataSizes], MemoryPlan | None],
+) -> MemoryPlan:
+    """Plan without the items that do not fit, or with cropped ones; raise an error that names them if wanted."""
+    data, wanted = search.bounds.data, search.bounds.request.oversize
+    live, first = int(budget / margin.factor), tuple[OversizeItem, ...]()
+    for _ in range(_OVERSIZE_TURNS):
+        items = _oversize_items(search, live, margin, budget, others)
+        first = first or items
+        if wanted is Oversize.ERROR:
+            break
+        crop = _crop_limits(search, live) if items and wanted is Oversize.CROP else {}
+        keep_N = ~np.isin(np.arange(data.items), [item.item for item in items])
+        if items and (crop or keep_N.any()):
+            plan = planned(data.cropped(crop) if crop else data.only(keep_N))
+            if plan is not None:
+                return replace(plan, oversize=items, crop=crop)
+        live = int(live * _LOWER)
+    if first:
+        raise _too_large(first, data.items, budget)
+    raise PlanInfeasible(
+        "nothing fits under the allowed settings: no allowed micro-batch fits together with the allocator's reserve",
+        remedy="allow checkpointing, bf16, offload or sharding, or use a larger GPU",
+    )
+
+
+def _too_large(items: Sequence[OversizeItem], count: int, limit: int) -> PlanInfeasible:
+    """Return the error that names the items that fit under no remedy; `count` is the number of all items."""
+    texts = []
+    for item in items[:SHOWN]:
+        sizes = ", ".join(f"{value:,} {name}" for name, value in item.sizes.items())
+        texts.append(f"{item.id} ({sizes}) takes {format_bytes(item.total.value, above=limit)}")
+    more = "; …" if len(items) > SHOWN else ""
+    return PlanInfeasible(
+        f"{len(items):,} of {count:,} items do not fit under any remedy: {'; '.join(texts)}{more}; "
+        f"the GPU lets torch have {format_bytes(limit)}",
+        remedy=f"{items[0].remedy}, or --set train.oversize=skip (or crop)",
+    )
+
+
+def _oversize_items(
+    search: BudgetSearch, limit: int, margin: Margin, budget: int, others: Sequence[CardSpec]
+) -> tuple[OversizeItem, ...]:
+    """Return the items whose live peak alone is above a limit, the largest first.
+
+    Items are ordered by predicted peak; bisection with the oracle finds where the limit is passed.
+    """
+    bounds, memory = search.bounds, search.memory
+    sizes_NS = bounds.sizes_NS
+    by_sum_N = np.argsort(sizes_NS.sum(axis=1), kind="stable")
+    for place in (0.5, 0.9, 0.99):
+        memory.peak_bytes(bounds.alone(int(by_sum_N[int(place * (len(sizes_NS) - 1))])))
+    predicted_N = bounds.terms.predict(search.model(), np.insert(sizes_NS, 0, 1, axis=1))
+    order = np.argsort(-predicted_N, kind="stable").tolist()
+    asked = {order[0]: memory.peak_bytes(bounds.alone(order[0]))}
+    low, high = 0, len(order)  # the first `low` are over, from `high` on none is
+    while low < high:
+        middle = (low + high) // 2
+        asked[order[middle]] = memory.peak_bytes(bounds.alone(order[middle]))
+        low, high = (middle + 1, high) if asked[order[middle]] > limit else (low, middle)
+    items: list[OversizeItem] = []
+    live = 0.0
+    for item in reversed(order[:low]):  # the least of these was asked; a larger one is said to take no less
+        live = max(live, asked.get(item, predicted_N[item]))
+        total_bytes = ceil(live * max(margin.factor, budget / limit))  # an allocator may hold more than is live
+        total = Figure(total_bytes, margin.origin if item in asked else Provenance.ASSUMED)
+        sizes = dict(zip(bounds.data.names, sizes_NS[item].tolist(), strict=True))
+        remedy = _larger_card(total_bytes, others)
+        items.insert(0, OversizeItem(item, bounds.data.called(item), sizes, total, budget, remedy))
+    return tuple(items)
+
+
+def _larger_card(total: int, others: Sequence[CardSpec]) -> str:
+    enough = [card for card in others if card.budget_bytes >= total]
+    if not enough:
+        return f"use a GPU that lets torch have {format_bytes(total)}"
+    card = min(enough, key=lambda card: card.budget_bytes)
+    return f"use a GPU such as {card.name}, which lets torch have {format_bytes(card.budget_bytes)}"
+
+
+def _crop_limits(search: BudgetSearch, limit: int) -> dict[str, int]:
+    """Return a limit for each size such that an item at all limits fits alone."""
+    most_S = search.bounds.sizes_NS.max(axis=0)
+    below, above = 0.0, 1.0
+    for _ in range(_HALVINGS):
+        middle = (below + above) / 2
+        row = (1, *np.maximum((most_S * middle).astype(np.int64), 1).tolist())
+        below, above = (middle, above) if search.memory.peak_bytes(row) <= limit else (below, middle)
+    return dict(zip(search.bounds.data.names, np.maximum((most_S * below).astype(np.int64), 1).tolist(), strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -405,20 +456,36 @@ def plan_stages(
 
     `given` is passed to `plan_memory`.
     """
-    if not stages:
-        raise ConfigError("a curriculum without stages", remedy="name at least one stage")
 
     def planned(wanted: PlanRequest) -> dict[str, MemoryPlan]:
-        return {
-            stage.name: plan_memory(
-                stage.oracle or oracle, stage.data, replace(wanted, epochs=stage.epochs), cards, **given
-            )
-            for stage in stages
-        }
+        plans = {}
+        for stage in stages:
+            for_stage = replace(wanted, epochs=stage.epochs)
+            plans[stage.name] = plan_memory(stage.oracle or oracle, stage.data, for_stage, cards, **given)
+        return plans
 
     plans = planned(request)
     if len({(plan.choice.precision, plan.choice.shards) for plan in plans.values()}) == 1:
         return plans
-    order = choices(request)
-    needy = max((plan.choice for plan in plans.values()), key=order.index)
+    needy = max((plan.choice for plan in plans.values()), key=choices(request).index)
     return planned(replace(request, precisions=(needy.precision,), shards=needy.shards))
+
+
+def compare_offers(
+    oracle: Oracle,
+    data: DataSizes,
+    request: PlanRequest,
+    offers: Sequence[Offer],
+    *,
+    reserve: Reserve = reserve_by_simulation,
+) -> list[PlannedOffer]:
+    """Return offers with their plans, the cheapest in GPU-hours first, those without one last."""
+    planned = []
+    for offer in offers:
+        shards = request.shards if request.shards in (None, 1) else offer.ranks
+        wanted = replace(request, ranks=offer.ranks, shards=shards)
+        try:
+            planned.append(PlannedOffer(offer, plan_memory(oracle, data, wanted, offer.cards, reserve=reserve)))
+        except PipelineError as error:
+            planned.append(PlannedOffer(offer, None, error.what))
+    return sorted(planned, key=lambda offer: offer.gpu_hours.value if offer.gpu_hours else float("inf"))

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeline.memory.footprint import Category, Provenance, StepTapes, Tape
+from pipeline.memory.footprint import Category, Provenance, StepTapes, Tape, least_sure, margin_of
 from pipeline.memory.hardware.caching_allocator import AllocatorSettings, replay_steps
-from pipeline.memory.planning.memory_plan import Reserved
+from pipeline.memory.planning.memory_plan import Configuration, Figure, Reserved
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import TypeAlias
 
     from pipeline.memory.footprint import Floats, MemoryChoice, MicroFootprint, StandingFootprint
-    from pipeline.memory.planning.budget_search import FoundBudget
-    from pipeline.memory.planning.memory_plan import CardSpecs, Micros
+    from pipeline.memory.planning.budget_search import ChoiceMemory, FoundBudget
+    from pipeline.memory.planning.memory_plan import CardSpec, Micros, PlanRequest
 
     # Returns the most that is reserved during steps, each given by its micro-batches.
     Reserve: TypeAlias = Callable[[StandingFootprint, Sequence[Sequence[MicroFootprint]]], Reserved]
@@ -31,34 +32,31 @@ _GATHERED = 3.0  # times the parameters pass it for a micro-batch: gathered twic
 _GATHERED_HALF = 2.0  # the same where they are gathered in half precision
 
 
-def micro_s(micro: MicroFootprint, standing: StandingFootprint, choice: MemoryChoice, cards: CardSpecs) -> float:
-    """Return the time of a micro-batch on the slowest of the cards; nothing is assumed to overlap."""
-    return work_s(micro, cards.flops_per_s(choice.precision), cards) + transfer_s(micro, standing, choice, cards)
+def micro_s(micro: MicroFootprint, standing: StandingFootprint, choice: MemoryChoice, card: CardSpec) -> float:
+    """Return the time of a micro-batch; nothing is assumed to overlap.
 
-
-def work_s(micro: MicroFootprint, flops_per_s: float, cards: CardSpecs) -> float:
-    """Return the time to compute, to move memory and to launch kernels."""
-    moved = micro.moved_bytes or _TOUCHED * float(np.maximum(micro.again.bytes_E, 0).sum())
-    compute = micro.flops / (flops_per_s * EFFICIENCY)
-    return compute + moved / (cards.slowest("bytes_per_s") * BANDWIDTH) + micro.kernels * cards.slowest("launch_s", max)
-
-
-def transfer_s(micro: MicroFootprint, standing: StandingFootprint, choice: MemoryChoice, cards: CardSpecs) -> float:
-    """Return the time of transfers: offloaded activations, and a sharded model's parameters, gathered every time."""
-    offloaded = 2 * micro.host_bytes / cards.slowest("link_bytes_per_s")
+    An offloaded activation is moved twice, and a sharded model's parameters are gathered every time.
+    """
+    seconds = work_s(micro, choice.precision, card) + 2 * micro.host_bytes / card.link_bytes_per_s
     if choice.shards == 1:
-        return offloaded
+        return seconds
     own = sum(part.bytes for part in standing.parts if part.category is Category.PARAMETERS)
     times = _GATHERED_HALF if choice.precision != "fp32" else _GATHERED
-    return offloaded + times * choice.shards * own / cards.slowest("peer_bytes_per_s")
+    return seconds + times * choice.shards * own / card.peer_bytes_per_s
 
 
-def update_s(standing: StandingFootprint, choice: MemoryChoice, cards: CardSpecs, ranks: int) -> float:
+def work_s(micro: MicroFootprint, precision: str, card: CardSpec) -> float:
+    """Return the time to compute, to move memory and to launch kernels."""
+    moved = micro.moved_bytes or _TOUCHED * float(np.maximum(micro.again.bytes_E, 0).sum())
+    compute_s = micro.flops / (card.flops_per_s[precision] * EFFICIENCY)
+    return compute_s + moved / (card.bytes_per_s * BANDWIDTH) + micro.kernels * card.launch_s
+
+
+def update_s(standing: StandingFootprint, choice: MemoryChoice, card: CardSpec, ranks: int) -> float:
     """Return the time of a step in addition to its micro-batches: the optimizer and the reduction over ranks."""
     trained = 4.0 * standing.trained
-    update = _UPDATE_TOUCHED * trained / choice.shards / (cards.slowest("bytes_per_s") * BANDWIDTH)
-    reduce = _REDUCED * trained / cards.slowest("peer_bytes_per_s") if ranks > choice.shards else 0.0
-    return update + reduce
+    update = _UPDATE_TOUCHED * trained / choice.shards / (card.bytes_per_s * BANDWIDTH)
+    return update + (_REDUCED * trained / card.peer_bytes_per_s if ranks > choice.shards else 0.0)
 
 
 def epoch_s(micros: Micros, time_M: Floats, step_s: float) -> tuple[float, float]:
@@ -75,6 +73,8 @@ WITHIN = 1.02  # what reserves so little more than the least is as good, and the
 _AHEAD = -(1 << 40)  # blocks of inputs that are copied ahead, below those of any model
 _MOST_EVENTS = 300_000  # that are played, a few seconds
 _MOST_SHARES = 64
+_SIMULATED = 3  # steps of a configuration: the first makes the optimizer's state, later ones show how that fragments
+_DISTINCT = 2  # micro-batches of a step: the first makes the gradients, all others are alike
 
 
 def reserve(
@@ -88,12 +88,9 @@ def reserve(
     least = min(replay.reserved_bytes for replay in replays.values())
     chosen, best = next(pair for pair in replays.items() if pair[1].reserved_bytes <= WITHIN * least)
     why = f"{chosen.name} reserves {format_bytes(best.reserved_bytes)}, {best.fragmentation:.2f} times the live memory"
-    others = [
-        f"{settings.name}: {format_bytes(replay.reserved_bytes)}"
-        for settings, replay in replays.items()
-        if settings != chosen
-    ]
-    return Reserved(best.reserved_bytes, chosen.text, notes=(f"{why} ({'; '.join(others)})" if others else why,))
+    for settings, replay in replays.items():
+        why += f"; {settings.name}: {format_bytes(replay.reserved_bytes)}" if settings != chosen else ""
+    return Reserved(best.reserved_bytes, chosen.text, notes=(why,))
 
 
 def ahead_bytes(
@@ -110,11 +107,6 @@ def ahead_bytes(
     least = replay_steps([begun, plain, plain], settings, standing.setup).reserved_bytes
     most = replay_steps([begun, StepTapes((takes[0],)), doubled, doubled], settings, standing.setup).reserved_bytes
     return max(most - least, int(sizes.sum()))
-
-
-def live_only(live: int) -> Reserved:
-    """Return the reserved bytes without a caching allocator: those that are live."""
-    return Reserved(live, origin=Provenance.TRACED)
 
 
 def sample_steps(found: FoundBudget, micro_of: Sequence[MicroFootprint], seed: int) -> list[list[MicroFootprint]]:
@@ -137,3 +129,29 @@ def sample_steps(found: FoundBudget, micro_of: Sequence[MicroFootprint], seed: i
             break
         kept.append(micros)
     return [kept[place] for place in generator.permutation(len(kept)).tolist()]
+
+
+def compare_configurations(
+    memory: ChoiceMemory,
+    configurations: Sequence[tuple[int, int]],
+    cards: Sequence[CardSpec],
+    item: Mapping[str, int],
+    request: PlanRequest,
+    *,
+    padded: bool = True,
+    reserve: Reserve = reserve,
+) -> list[Configuration]:
+    """Return the memory of each (items, micro-batches) pair, corrected by the request's ratios of past runs."""
+    rows, caching = [], any(card.caching for card in cards)
+    for items, accumulation in configurations:
+        row = (items, *(size if padded else items * size for size in item.values()))
+        micro, live = memory.micro(row), memory.peak_bytes(row, accumulate=accumulation > 1)
+        steps = [[micro] * min(accumulation, _DISTINCT)] * _SIMULATED
+        reserved = reserve(memory.standing, steps) if caching else Reserved(live, origin=Provenance.TRACED)
+        origin = least_sure((memory.standing.origin, micro.origin))
+        margin = margin_of(origin, request.ratios, caching=caching, compiled=request.compiled)
+        total, held = ceil(reserved.bytes * margin.factor), least_sure((origin, reserved.origin))
+        figures = Figure(live, origin), Figure(reserved.bytes, held), Figure(total, least_sure((held, margin.origin)))
+        fits = {card.name: total <= card.budget_bytes for card in cards}
+        rows.append(Configuration(items, accumulation, *figures, fits))
+    return rows

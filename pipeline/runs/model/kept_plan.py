@@ -100,9 +100,9 @@ def _names() -> dict[str, Any]:
     from pipeline import errors
     from pipeline.memory import footprint, history, lint
     from pipeline.memory.hardware import host_memory
-    from pipeline.memory.planning import comparison, cost_model, memory_plan
+    from pipeline.memory.planning import memory_plan
     from pipeline.report import plan_facts as shown
 
-    modules = (errors, footprint, host_memory, history, lint, comparison, cost_model, memory_plan, shown)
+    modules = (errors, footprint, host_memory, history, lint, memory_plan, shown)
     names = {name: value for module in modules for name, value in vars(module).items()}
     return {**names, "Mapping": Mapping, "Sequence": Sequence, "Any": Any}

@@ -23,8 +23,7 @@ from pipeline.memory.hardware.host_memory import (
     measured_in,
     train_need,
 )
-from pipeline.memory.planning.comparison import Offer
-from pipeline.memory.planning.memory_plan import CardSpec
+from pipeline.memory.planning.memory_plan import CardSpec, Offer
 from pipeline.runs.model.training_work import host_card
 from pipeline.units import format_bytes
 

@@ -25,7 +25,6 @@ from pipeline.memory.footprint import Category
 from pipeline.memory.hardware.allocator_variables import allocator_settings
 from pipeline.memory.hardware.host_memory import STATED, TrainingJob, train_need
 from pipeline.memory.history import fingerprint, ratios_of_all
-from pipeline.memory.planning.memory_plan import CardSpecs
 from pipeline.memory.planning.step_estimates import SETTINGS, micro_s, reserve, update_s
 from pipeline.project.container_image import folders_inside, with_digest
 from pipeline.project.project import asked_bytes
@@ -172,8 +171,8 @@ def errand_of(
     if place.card.caching:
         planned = [settings for settings in SETTINGS if settings.text == plan.allocator.settings]
         predicted_bytes = reserve(standing, [[micro] * micros] * STEPS, planned or SETTINGS).bytes
-    cards = CardSpecs.of([place.card])
-    step_s = micros * micro_s(micro, standing, plan.choice, cards) + update_s(standing, plan.choice, cards, 1)
+    pieces_s = micros * micro_s(micro, standing, plan.choice, place.card)
+    step_s = pieces_s + update_s(standing, plan.choice, place.card, 1)
     model_bytes = sum(part.bytes for part in standing.parts if part.category is Category.PARAMETERS)
     mem_bytes, time_s = _limits(config, work, place, executor, model_bytes + micro.host_bytes)
     return Errand(

@@ -19,13 +19,13 @@ from pipeline.memory.hardware.gpus import device
 from pipeline.memory.hardware.host_memory import TrainingJob, kept_bytes, staged_bytes, train_need
 from pipeline.memory.history import Suggestion
 from pipeline.memory.lint import RunFacts, lint
-from pipeline.memory.planning.comparison import Offer, compare_configurations, compare_offers
-from pipeline.memory.planning.memory_plan import CardSpec, DataSizes
-from pipeline.memory.planning.planner import CurriculumStage, plan_stages
-from pipeline.memory.planning.step_estimates import SETTINGS, ahead_bytes, reserve
+from pipeline.memory.planning.budget_search import ChoiceMemory
+from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, Offer
+from pipeline.memory.planning.planner import CurriculumStage, compare_offers, plan_stages
+from pipeline.memory.planning.step_estimates import SETTINGS, ahead_bytes, compare_configurations, reserve
 from pipeline.project.project import asked_bytes, cluster_name, profiles_of
 from pipeline.project.run_code import blamed
-from pipeline.protocol import Example
+from pipeline.protocol import ITEMS, Example
 from pipeline.report.plan_facts import EVERY, PLANNING, TrainOutlook
 from pipeline.runs.dataset.early_items import (
     SIZES,
@@ -63,8 +63,7 @@ if TYPE_CHECKING:
     from pipeline.memory.footprint import StandingFootprint
     from pipeline.memory.hardware.caching_allocator import AllocatorSettings
     from pipeline.memory.hardware.host_memory import HostNeed
-    from pipeline.memory.planning.comparison import Configuration, PlannedOffer
-    from pipeline.memory.planning.memory_plan import MemoryPlan, PlanRequest
+    from pipeline.memory.planning.memory_plan import Configuration, MemoryPlan, PlannedOffer, PlanRequest
     from pipeline.memory.planning.step_estimates import Reserve
     from pipeline.report.plan_facts import Probed
     from pipeline.training.items.item_table import ItemTable
@@ -237,16 +236,11 @@ class _PlanningCase:
         items = sorted({ceil(share / count) for count in counts}, reverse=True)
         shares = [(count, ceil(share / count)) for count in items]
         cards = self.compared() or self.offers[0].cards
-        return compare_configurations(
-            self.oracle,
-            shares,
-            cards,
-            self.typical,
-            padded=self.padded,
-            choice=plan.choice,
-            request=replace(self.request, ratios=measured_ratios(self.config, self.work, plan.choice, plan.cards)),
-            reserve=self.reserve_under(lambda one: one.text == plan.allocator.settings),
-        )
+        memory = ChoiceMemory(self.oracle, plan.choice, (ITEMS, *self.typical))
+        ratios = measured_ratios(self.config, self.work, plan.choice, plan.cards)
+        request, settings = replace(self.request, ratios=ratios), plan.allocator.settings
+        reserve = self.reserve_under(lambda one: one.text == settings)
+        return compare_configurations(memory, shares, cards, self.typical, request, padded=self.padded, reserve=reserve)
 
     def side_by_side(self) -> list[PlannedOffer]:
         """Return what each offer costs; nothing where there is only one."""

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.config.schema_train import TrainSection
     from pipeline.memory.footprint import Sizes, StandingFootprint
-    from pipeline.memory.planning.memory_plan import Cutter, Names
+    from pipeline.memory.planning.memory_plan import Cutter
     from pipeline.memory.tracing.recorder import Recorder
     from pipeline.memory.tracing.tracer import Target
     from pipeline.protocol import Task, Weights
@@ -327,7 +327,7 @@ def sizes_of(task: Task, item_sizes: Mapping[str, Integers]) -> dict[str, Intege
 
 
 def data_of(
-    sizes: Mapping[str, Integers], request: PlanRequest, *, padded: bool, seed: int = 0, ids: Names | None = None
+    sizes: Mapping[str, Integers], request: PlanRequest, *, padded: bool, seed: int = 0, ids: Any = None
 ) -> DataSizes:
     """Return items as the planner takes them, with all the ways in which training could cut them."""
     cut = partial(cutter, request.batch, seed=seed, micro_batch=request.micro_batch)
