@@ -17,7 +17,7 @@ import psutil
 from pipeline.cluster.fork_server import Forked
 from pipeline.cluster.job_spec import TaskState, mebibytes
 from pipeline.cluster.processes import HAS_PROC, MARK, cpu_s, send, used_bytes
-from pipeline.device.cgroups import CGROUPS, NO_LIMIT, PROC, memory_cgroups
+from pipeline.device.host import CGROUPS, NO_LIMIT, PROC, memory_cgroups
 from pipeline.device.kinds import VISIBLE
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
     device = computing("cuda:1")
     device.limit_fraction(0.9)
-    with device.forked_rng():
+    with RngState.preserved("cuda:1"):
         ...
 
 Functions that all cards have come from torch.accelerator, others from the module of that kind.
@@ -10,15 +10,19 @@ Functions that all cards have come from torch.accelerator, others from the modul
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+import random
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 
 from pipeline.device.kinds import CARD, CPU, DRIVER, NOT_CARDS
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
@@ -28,11 +32,6 @@ TorchDevice: TypeAlias = torch.device  # for rooms that do not import torch
 def is_card(device: torch.device | str) -> bool:
     """Whether a device is a card, of any kind."""
     return torch.device(device).type not in NOT_CARDS
-
-
-def on_card(tensor: Tensor) -> bool:
-    """Whether a tensor is in a card's memory."""
-    return tensor.device.type not in NOT_CARDS
 
 
 def card_here() -> str | None:
@@ -61,12 +60,6 @@ def select_card(local_rank: int) -> str | None:
     if (kind := card_here()) is not None:
         torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
     return kind
-
-
-def numbered(device: torch.device | str) -> torch.device:
-    """Return a card with its number: without one it is the current one."""
-    card = torch.device(device)
-    return torch.device(card.type, torch.accelerator.current_device_index()) if card.index is None else card
 
 
 def collectives(device: torch.device | str) -> str:
@@ -103,11 +96,7 @@ class ComputeDevice:
 
     def __init__(self, device: torch.device | str) -> None:
         self.on = torch.device(device)
-
-    @property
-    def kind(self) -> str:
-        """Torch's name of the kind of device, as for autocast."""
-        return self.on.type
+        self.kind = self.on.type  # torch's name of the kind of device, as for autocast
 
     @property
     def name(self) -> str:
@@ -117,18 +106,11 @@ class ComputeDevice:
     def synchronize(self) -> None:
         """Wait for all work."""
 
-    def synchronize_stream(self) -> None:
-        """Wait for the work of the current stream."""
-
     def empty_cache(self) -> None:
         """Free memory that torch keeps for reuse."""
 
     def limit_fraction(self, fraction: float) -> None:
         """Limit this process to a share of the memory."""
-
-    def event(self, *, timed: bool = False) -> Any:
-        """Return an event, recorded in the current stream; None on CPUs."""
-        del timed
 
     def rng_state(self) -> Tensor | None:
         """Return the state of this device's own generator; None for the CPU."""
@@ -136,13 +118,12 @@ class ComputeDevice:
     def set_rng_state(self, state: Tensor) -> None:
         """Restore the state of the device's own generator."""
 
-    def forked_rng(self) -> AbstractContextManager[None]:
-        """Return a context after which the generators of the host and of this device, of no other, are as before."""
-        return cast("AbstractContextManager[None]", torch.random.fork_rng([]))
-
 
 class Card(ComputeDevice):
-    """A card; its memory is that of torch's caching allocator. Without an index it is the current one."""
+    """A card; its memory is that of torch's caching allocator. Without an index it is the current one.
+
+    Not all kinds of cards have every function of torch.cuda.
+    """
 
     def __init__(self, device: torch.device | str) -> None:
         super().__init__(device)
@@ -154,53 +135,39 @@ class Card(ComputeDevice):
         return torch.accelerator.current_device_index() if self.on.index is None else self.on.index
 
     @property
+    def numbered(self) -> torch.device:
+        return torch.device(self.kind, self.index)
+
+    @property
     def name(self) -> str:
-        named = getattr(self._own, "get_device_name", None)
-        return self.kind if named is None else str(named(self.index))
+        return str(self._asked("get_device_name", self.index) or self.kind)
 
     @property
     def capability(self) -> tuple[int, int] | None:
         """The compute capability, by which kernels are chosen; None for kinds without one."""
-        found = self._properties()
+        found = self._asked("get_device_properties", self.index)
         return (found.major, found.minor) if hasattr(found, "major") else None
 
     @property
     def total_bytes(self) -> int:
         """The size of its memory."""
-        return int(getattr(self._properties(), "total_memory", 0)) or self.free_and_total_bytes()[1]
+        return self.free_and_total_bytes()[1]
 
     def begin(self) -> None:
         """Initialise the card now instead of at first use; its memory is unknown before."""
-        if (init := getattr(self._own, "init", None)) is not None:
-            init()
+        self._asked("init")
 
     def memory_stats(self) -> dict[str, int]:
         """Return the allocator's counters, by torch's names; none without a card."""
         return dict(torch.accelerator.memory_stats(self.index)) if card_here() is not None else {}
 
+    def memory(self, of: Literal["allocated", "reserved"], when: Literal["current", "peak"] = "current") -> int:
+        """Return the bytes of live tensors, or of all that the allocator holds, now or at most since `reset_peaks`."""
+        return self.memory_stats().get(f"{of}_bytes.all.{when}", 0)
+
     def free_and_total_bytes(self) -> tuple[int, int]:
         """Return the free and the total memory of the card."""
         return torch.accelerator.get_memory_info(self.index)
-
-    @property
-    def allocated_bytes(self) -> int:
-        """The memory of live tensors."""
-        return self.memory_stats().get("allocated_bytes.all.current", 0)
-
-    @property
-    def reserved_bytes(self) -> int:
-        """The memory that the allocator holds for tensors."""
-        return self.memory_stats().get("reserved_bytes.all.current", 0)
-
-    @property
-    def peak_allocated_bytes(self) -> int:
-        """The highest `allocated_bytes` since the peaks were reset."""
-        return self.memory_stats().get("allocated_bytes.all.peak", 0)
-
-    @property
-    def peak_reserved_bytes(self) -> int:
-        """The highest `reserved_bytes` since the peaks were reset."""
-        return self.memory_stats().get("reserved_bytes.all.peak", 0)
 
     def reset_peaks(self) -> None:
         """Reset the peaks to the present use."""
@@ -213,18 +180,13 @@ class Card(ComputeDevice):
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.index)
 
-    def synchronize_stream(self) -> None:
-        self.current_stream().synchronize()
-
     @property
     def fraction(self) -> float:
         """The share of the memory that this process may use; 1 for kinds without such a limit."""
-        fraction = getattr(self._own, "get_per_process_memory_fraction", None)
-        return 1.0 if fraction is None else float(fraction(self.index))
+        return float(self._asked("get_per_process_memory_fraction", self.index) or 1.0)
 
     def limit_fraction(self, fraction: float) -> None:
-        if (limit := getattr(self._own, "set_per_process_memory_fraction", None)) is not None:
-            limit(fraction, self.index)  # torch refuses a device without one
+        self._asked("set_per_process_memory_fraction", fraction, self.index)  # torch refuses a device without one
 
     def current_stream(self) -> torch.Stream:
         """Return the stream that work goes to."""
@@ -232,9 +194,10 @@ class Card(ComputeDevice):
 
     def new_stream(self) -> torch.Stream:
         """Return another stream; as a context, it is the one that work goes to."""
-        return torch.Stream(torch.device(self.kind, self.index))
+        return torch.Stream(self.numbered)
 
     def event(self, *, timed: bool = False) -> Any:
+        """Return an event, recorded in the current stream."""
         made = torch.Event(self.kind, enable_timing=timed)
         made.record(self.current_stream())
         return made
@@ -246,9 +209,76 @@ class Card(ComputeDevice):
     def set_rng_state(self, state: Tensor) -> None:
         self._own.set_rng_state(state, self.index)
 
-    def forked_rng(self) -> AbstractContextManager[None]:
-        return cast("AbstractContextManager[None]", torch.random.fork_rng([self.index], device_type=self.kind))
+    def _asked(self, function: str, *arguments: Any) -> Any:
+        """Return what a function of this kind's module says; None if it has no such function."""
+        found = getattr(self._own, function, None)
+        return None if found is None else found(*arguments)
 
-    def _properties(self) -> Any:
-        properties = getattr(self._own, "get_device_properties", None)
-        return None if properties is None else properties(self.index)
+
+@dataclass(frozen=True, eq=False)
+class RngState:
+    """The state of the random number generators that a model draws from: Python's, NumPy's, torch's, its device's.
+
+    States are equal if they would draw the same numbers. Generators that were not captured stay as they are.
+    """
+
+    state: Mapping[str, Any]  # arrays and tensors
+    device: torch.device | str = CPU
+
+    @classmethod
+    def capture(cls, device: torch.device | str = CPU) -> RngState:
+        """Return the present state, without synchronising; to ask other devices would allocate memory there."""
+        own, kind = computing(device).rng_state(), torch.device(device).type
+        of_device = {} if own is None else {f"rng.{kind}": own}
+        return cls({**_of_libraries(), "rng.torch": torch.get_rng_state(), **of_device}, device)
+
+    @classmethod
+    def capture_without_torch(cls) -> RngState:
+        """Return the present state of Python's and NumPy's generators alone, as within torch's dispatch modes."""
+        return cls(_of_libraries())
+
+    def restore(self) -> None:
+        """Make the generators continue from this state."""
+        version, *words = self.state["rng.python"].tolist()
+        gauss = self.state["rng.python.gauss"].tolist()
+        random.setstate((version, tuple(words), gauss[0] if gauss else None))
+        *keys, position, has_gauss = self.state["rng.numpy"].tolist()
+        cached = self.state["rng.numpy.gauss"].item()
+        np.random.set_state(("MT19937", keys, position, has_gauss, cached))  # noqa: NPY002 - users' code draws from it
+        if (of_torch := self.state.get("rng.torch")) is not None:
+            torch.set_rng_state(of_torch)
+        if (own := self.state.get(f"rng.{torch.device(self.device).type}")) is not None:
+            computing(self.device).set_rng_state(own)
+
+    @classmethod
+    @contextmanager
+    def preserved(cls, device: torch.device | str) -> Iterator[None]:
+        """Restore the present state on exit, so that a loss computed twice, or in vain, draws the same numbers."""
+        state = cls.capture(device)
+        try:
+            yield
+        finally:
+            state.restore()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the state as tensors by name, which can be captured states again."""
+        return {name: torch.as_tensor(values) for name, values in self.state.items()}
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RngState) or self.state.keys() != other.state.keys():
+            return False
+        return all(np.array_equal(values, other.state[name]) for name, values in self.state.items())
+
+    __hash__ = None  # type: ignore[assignment]  # it holds arrays
+
+
+def _of_libraries() -> dict[str, Any]:
+    """Return the states of Python's and NumPy's global generators."""
+    version, words, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 - users' code draws from it
+    return {
+        "rng.python": np.array([version, *words], np.int64),
+        "rng.python.gauss": np.array([] if gauss is None else [gauss], np.float64),
+        "rng.numpy": np.append(keys, [position, has_gauss]).astype(np.int64),
+        "rng.numpy.gauss": np.array([cached], np.float64),
+    }

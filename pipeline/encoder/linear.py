@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import gelu, linear, silu
 
-from pipeline.device.accelerator import on_card
+from pipeline.device.accelerator import is_card
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -129,7 +129,7 @@ def packed_works(weights: Sequence[Parameters], rows: int) -> bool:
 
 def _agrees(weight_OI: torch.Tensor, bias_O: torch.Tensor | None, rows: int) -> bool:
     """Say whether both kinds compute the same with these weights."""
-    if on_card(weight_OI) or weight_OI.dtype != torch.float32:
+    if is_card(weight_OI.device) or weight_OI.dtype != torch.float32:
         return False
     x_RI = _noise(rows, weight_OI.shape[1], weight_OI)
     other_RO = _noise(rows, weight_OI.shape[0], weight_OI)

@@ -26,7 +26,6 @@ BESIDE_A_STEP = (
     "memory/leaks/inspection.py",
     "memory/leaks/leak_detector.py",
     "device/out_of_memory.py",
-    "device/rng.py",
     "memory/runtime/pinned_tensors.py",
     "memory/runtime/recovery.py",
     "stages/train.py",

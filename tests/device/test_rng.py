@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.device.rng import RngState
+from pipeline.device.accelerator import RngState
 
 DRAWS = [
     lambda: random.random(),
@@ -32,7 +32,7 @@ def test_a_restored_state_draws_the_same_numbers(*, pairs: int, as_tensors: bool
     state = RngState.capture()
     wanted = drawn() + drawn()
     if as_tensors:
-        state = RngState.from_tensors(state.tensors())
+        state = RngState(state.tensors())
     state.restore()
     assert drawn() + drawn() == wanted
 

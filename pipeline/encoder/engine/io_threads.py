@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 import numpy as np
 import torch
 
-from pipeline.device.accelerator import Card, on_card, release_pinned
+from pipeline.device.accelerator import Card, is_card, release_pinned
 from pipeline.device.out_of_memory import unless_out_of_memory
 from pipeline.encoder.embedding_recipe import BadSequence
 from pipeline.encoder.engine.sequence_work import (
@@ -218,7 +218,7 @@ class Fetch:
 
     def __call__(self, rows_RD: torch.Tensor, span: Span) -> torch.Tensor:
         """Return the rows on the host; those from a card are in a buffer that the next call overwrites."""
-        if not on_card(rows_RD):
+        if not is_card(rows_RD.device):
             return rows_RD
         if self._stream is None:
             self._stream = Card(rows_RD.device).new_stream()

@@ -16,7 +16,7 @@ from pipeline.cluster.machine import find_mem_bytes
 from pipeline.cluster.processes import used_bytes
 from pipeline.command_line import Command
 from pipeline.device.accelerator import Card, computing, is_card, located, torch_sees
-from pipeline.device.heap import trim_heap
+from pipeline.device.host import trim_heap
 from pipeline.device.kinds import CPU
 from pipeline.device.out_of_memory import free_caches, unless_out_of_memory
 from pipeline.encoder.embedding_recipe import ENDS, window_shares, windows
@@ -105,9 +105,9 @@ def card_peak_bytes(encoder: Forward, tokens: int, device: str) -> int | None:
     """Return the peak memory of a forward pass of that many tokens on the GPU; None if it did not fit."""
     card = Card(device)
     card.reset_peaks()
-    before = card.allocated_bytes
+    before = card.memory("allocated")
     fits = unless_out_of_memory(lambda: encode_made_up(encoder, tokens))
-    return None if fits is None else card.peak_allocated_bytes - before
+    return None if fits is None else card.memory("allocated", "peak") - before
 
 
 def encode_made_up(encoder: Forward, tokens: int) -> float:
@@ -131,7 +131,7 @@ def host_free_bytes(mem_bytes: int | None) -> int:
 
 def device_peak_bytes(device: str) -> int:
     """Return this process's peak memory, on the host or on the GPU."""
-    return Card(device).peak_allocated_bytes if is_card(device) else highest_resident_bytes()
+    return Card(device).memory("allocated", "peak") if is_card(device) else highest_resident_bytes()
 
 
 def device_name(device: str) -> str:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from pipeline.device.cgroups import CGROUPS, NO_LIMIT, PROC, memory_cgroups
+from pipeline.device.host import CGROUPS, NO_LIMIT, PROC, memory_cgroups
 from pipeline.device.kinds import CARD, CPU
 from pipeline.memory.hardware.gpus import known_name
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.device.accelerator import on_card, release_pinned
+from pipeline.device.accelerator import is_card, release_pinned
 from pipeline.device.out_of_memory import unless_out_of_memory
 from pipeline.memory.hardware.host_memory import ALIGNMENT, CHUNK_BYTES, PinnedLayout, pinned_layout
 
@@ -24,7 +24,7 @@ def bytes_on_host(size_bytes: int, *, pin: bool = True) -> Tensor:
 def layout_of(tensors: Sequence[Tensor]) -> PinnedLayout:
     """Return how copies of tensors lie in memory: in pinned runs where one is on a card."""
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    return pinned_layout(sizes, pinned=any(map(on_card, tensors)))
+    return pinned_layout(sizes, pinned=any(is_card(tensor.device) for tensor in tensors))
 
 
 class TensorRuns:
@@ -43,7 +43,7 @@ class TensorRuns:
         """Return tensors like some, valid until the next call."""
         sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
         if sizes != self._sizes:
-            self._make(sizes, pin=any(map(on_card, tensors)))
+            self._make(sizes, pin=any(is_card(tensor.device) for tensor in tensors))
         rooms = []
         for tensor, size, place in zip(tensors, sizes, self._places, strict=True):
             run = self._runs[place.run] if size else bytes_on_host(0, pin=False)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from pipeline.device.accelerator import RngState
 from pipeline.device.out_of_memory import free_caches, out_of_memory_error
-from pipeline.device.rng import RngState
 from pipeline.memory.runtime.governor import Cut
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 
-from pipeline.device.rng import RngState
+from pipeline.device.accelerator import RngState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,7 +19,7 @@ import numpy as np
 
 from pipeline.command_line import Command
 from pipeline.config.site_profiles import anchored
-from pipeline.device.heap import keep_freed_memory
+from pipeline.device.host import keep_freed_memory
 from pipeline.device.kinds import CARD, CPU
 from pipeline.errors import JobFailed, PipelineError
 from pipeline.keys import KEY_BYTES, content_digest, recipe_key

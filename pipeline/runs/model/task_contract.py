@@ -180,8 +180,8 @@ def _try_step(task: Task, sizes: Mapping[str, int]) -> None:
 
 def _careless(task: Task, model: nn.Module, items: Sequence[Any]) -> Iterator[str]:
     """Check what reading ahead rests on: `collate` draws from the items alone, and `loss` leaves a batch as it is."""
+    from pipeline.device.accelerator import RngState
     from pipeline.device.batch_transfer import map_tensors
-    from pipeline.device.rng import RngState
     from pipeline.training.step.optimizers import evaluated_terms
 
     before = RngState.capture(CPU)

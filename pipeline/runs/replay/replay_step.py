@@ -123,7 +123,7 @@ def replay_here(
     begin: Callable[[RerunPart], None] = lambda _: None,
 ) -> ReplayResult:
     """Run a rank's share of a step again in this process, and find where it goes wrong."""
-    from pipeline.device.rng import RngState
+    from pipeline.device.accelerator import RngState
     from pipeline.memory.runtime.meters import meter_of
     from pipeline.training.forensics import step_bundle
     from pipeline.training.forensics.rerun import rerun
@@ -142,7 +142,7 @@ def replay_here(
         share = ReplayedShare(case, job)
         step.task = job.stage_tasks.get(share.stage, job.task)
         result.notes += share.notes
-        rng = RngState.from_tensors(step_bundle.read_rng(case.where), chosen)
+        rng = RngState(step_bundle.read_rng(case.where), chosen)
         measured = meter or meter_of(chosen)
         result.rerun = rerun(step, share.parts, share.read, rng, measured, begin=begin)
         result.suspects = _suspects(step, result.rerun, share)

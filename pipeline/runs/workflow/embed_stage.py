@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
-from pipeline.device.heap import keep_freed_memory
+from pipeline.device.host import keep_freed_memory
 from pipeline.encoder.checkpoint_files import FAMILIES
 from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, texts
 from pipeline.encoder.engine.token_batches import cap_shards, deal_shards, recipe_costs

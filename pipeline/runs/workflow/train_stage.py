@@ -414,7 +414,7 @@ def remember_peak(
         predicted_bytes=max(phase.reserved_bytes for phase in prepared.phases),
         measured_bytes=peak_bytes,
         died=False,
-        outside_bytes=total_bytes - free_bytes - card.reserved_bytes,
+        outside_bytes=total_bytes - free_bytes - card.memory("reserved"),
         predicted_s=prepared.step_s,
         step_s=step_s,
         at=time.time(),

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from pipeline.device.accelerator import computing
-from pipeline.device.rng import RngState
+from pipeline.device.accelerator import RngState, computing
 from pipeline.errors import ConfigError
 from pipeline.keys import recipe_key
 from pipeline.memory.runtime.pinned_tensors import TensorRuns, layout_of
@@ -177,7 +176,7 @@ class StagingBuffers:
         for name, tensor in kept.items():
             copies[name].copy_(tensor.detach(), non_blocking=True)
         for device in {tensor.device for tensor in kept.values()}:
-            computing(device).synchronize_stream()
+            computing(device).synchronize()
         return copies | {alias: copies[first] for alias, first in same.items()}
 
 
@@ -236,7 +235,7 @@ class Keeper:
         if behind:
             tensors, own_tensors = self._staging.copied(state.tensors), self._own_staging.copied(state.own)
             state = replace(state, tensors=tensors, own=own_tensors)
-        computing(step.device).synchronize_stream()  # the thread has a stream of its own
+        computing(step.device).synchronize()  # the thread has a stream of its own
         self._publish = partial(
             self.checkpoints.publish, data=state.data, step=training.done, metric=metric, lower_is_better=lower
         )
@@ -313,7 +312,7 @@ class Keeper:
         loaded = newest or self.checkpoints.open(name)
         unpack(loaded, step)
         if (own := loaded.own(self.ranks.rank)) is not None:
-            RngState.from_tensors(own.own, step.device).restore()
+            RngState(own.own, step.device).restore()
             with torch.no_grad():
                 for name, buffer in _buffers(step).items():
                     if name in own.own:

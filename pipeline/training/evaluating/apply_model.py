@@ -142,7 +142,7 @@ def apply_model(job: ApplyJob) -> Generator[Reason | None, None, ApplyResult | N
             job.tell.report.moved = job.tell.report.moved or left_out is None
             yield left_out
     if is_card(step.device):
-        job.tell.report.figures["device_peak_bytes"] = float(Card(step.device).peak_reserved_bytes)
+        job.tell.report.figures["device_peak_bytes"] = float(Card(step.device).memory("reserved", "peak"))
     own = {"ended_by": evaluation.ended_by, "rejected": rejected, "examples": examples}
     reports = ranks.exchange(own)
     job.tell.report.ended_by = max(rank["ended_by"] for rank in reports)

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
+from pipeline.device.accelerator import RngState
 from pipeline.device.batch_transfer import map_tensors
-from pipeline.device.rng import RngState
 from pipeline.errors import PlanInfeasible
 from pipeline.memory.runtime.governor import Governor
 from pipeline.memory.runtime.recovery import each_that_fits

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from pipeline.device.rng import RngState
+    from pipeline.device.accelerator import RngState
     from pipeline.training.forensics.rerun import PartResult, RerunPart
     from pipeline.training.step.micro_batches import Piece
     from pipeline.training.step.step import Step

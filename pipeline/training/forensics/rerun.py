@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from pipeline.device.accelerator import RngState
 from pipeline.device.out_of_memory import out_of_memory_error
-from pipeline.device.rng import RngState
 from pipeline.errors import PlanInfeasible
 from pipeline.memory.runtime.recovery import StepSnapshot
 from pipeline.training.checkpoints.keeper import plain_name

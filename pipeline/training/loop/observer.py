@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from pipeline.device.accelerator import Card, is_card
+from pipeline.device.accelerator import Card, RngState, is_card
 from pipeline.device.kinds import CPU
-from pipeline.device.rng import RngState
 from pipeline.memory.leaks.leak_detector import Leaks
 from pipeline.memory.runtime.meters import HostMeter
 from pipeline.training.forensics import step_bundle
@@ -202,7 +201,7 @@ class TrainingObserver:
     def _live_bytes(self) -> int:
         """Return what tensors take of the GPU, without a batch that was copied ahead, which may have any size."""
         ahead = self.model_step.ahead
-        return Card(self.device).allocated_bytes - (ahead.bytes if ahead is not None else 0)
+        return Card(self.device).memory("allocated") - (ahead.bytes if ahead is not None else 0)
 
     def _leaking(self, leak: MemoryLeak) -> None:
         warning = f"memory leaks: {leak.words()}"

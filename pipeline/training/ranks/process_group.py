@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # they are documented there
 
-from pipeline.device.accelerator import collectives, computing, is_card, numbered, on_card
+from pipeline.device.accelerator import Card, collectives, computing, is_card
 from pipeline.device.kinds import CPU
 from pipeline.device.out_of_memory import free_caches
 from pipeline.errors import ConfigError
@@ -85,7 +85,7 @@ def join_process_group(
                 rank=place.rank,
                 world_size=place.world,
                 timeout=NEVER,
-                device_id=numbered(device) if is_card(device) else None,  # its communicator is made at once
+                device_id=Card(device).numbered if is_card(device) else None,  # its communicator is made at once
             )
     except Exception as error:
         lost = monitor.blame(str(error)) if isinstance(error, (RuntimeError, OSError)) else None
@@ -200,7 +200,7 @@ class ProcessGroup(RankAtWork):
 
     def _sum(self, flat: Tensor) -> None:
         # on a card a sum only takes its place in the stream: whoever reads it waits
-        self.collective(partial(dist.all_reduce, flat, async_op=True), in_stream=on_card(flat))
+        self.collective(partial(dist.all_reduce, flat, async_op=True), in_stream=is_card(flat.device))
         if not self._has_stepped:
             self._has_stepped = True
             self._slow -= 1

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.device.accelerator import on_card
+from pipeline.device.accelerator import is_card
 from pipeline.device.kinds import CPU
 from pipeline.memory.runtime.pinned_tensors import PinnedChunks
 
@@ -105,7 +105,7 @@ class Pinned:
 
     def away(self, tensor: Tensor) -> Any:
         is_plain = tensor.layout is torch.strided and type(tensor) is torch.Tensor
-        if not (on_card(tensor) and is_plain) or tensor.is_conj() or tensor.is_neg():
+        if not (is_card(tensor.device) and is_plain) or tensor.is_conj() or tensor.is_neg():
             return tensor.to(CPU, copy=True)
         like = torch.empty_like(tensor, device="meta")  # in the same order: channels last
         dense = tensor if tensor.stride() == like.stride() else torch.empty_like(tensor).copy_(tensor)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 import numpy as np
 import torch
 
-from pipeline.device.accelerator import on_card
+from pipeline.device.accelerator import is_card
 from pipeline.device.out_of_memory import out_of_memory_error
 from pipeline.errors import ConfigError
 from pipeline.memory.footprint import Unmeasurable
@@ -199,7 +199,7 @@ class Gather(_Comm):
         self._passes.agree(2 * output_tensor.nbytes)
         self._ranks.collective(
             lambda: gather(output_tensor, input_tensor, group=group, async_op=True),
-            in_stream=on_card(output_tensor),
+            in_stream=is_card(output_tensor.device),
         )
 
 
@@ -215,7 +215,7 @@ class ReduceScatter(_Comm):
         async_op: bool = False,  # noqa: ARG002, FBT001, FBT002 - it is torch's
     ) -> None:
         self._passes.agree(2 * input_tensor.nbytes + 1)
-        if not on_card(output_tensor):  # gloo's own does the same, and cannot be watched while waiting
+        if not is_card(output_tensor.device):  # gloo's own does the same, and cannot be watched while waiting
             self._ranks.collective(
                 lambda: torch.distributed.all_reduce(input_tensor, op=op, group=group, async_op=True)
             )

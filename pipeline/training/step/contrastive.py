@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
+from pipeline.device.accelerator import RngState
 from pipeline.device.kinds import CPU
 from pipeline.device.out_of_memory import after_freeing_caches, free_caches, out_of_memory_error
-from pipeline.device.rng import RngState
 from pipeline.errors import DataError, PlanInfeasible
 from pipeline.memory.runtime.recovery import StepSnapshot, forget_failed_backward
 from pipeline.protocol import Contrastive

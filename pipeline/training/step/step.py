@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from pipeline.device.accelerator import computing
+from pipeline.device.accelerator import RngState
 from pipeline.device.batch_transfer import moved
 from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError
@@ -199,7 +199,7 @@ class Step:
 
     def aside(self, batch: Batch) -> Terms:
         """Return the terms of a micro-batch without side effects on gradients, batch statistics or random numbers."""
-        with self.evaluating(), computing(self.device).forked_rng():
+        with self.evaluating(), RngState.preserved(self.device):
             with self.saved():  # a loss through a gradient keeps what it needs for that
                 terms = self.terms_of(self.moved(batch))
             return {name: (total.detach(), weight) for name, (total, weight) in terms.items()}

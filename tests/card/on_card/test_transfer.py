@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pipeline.device.accelerator import computing
+from pipeline.device.accelerator import RngState
 from pipeline.memory.runtime.meters import Maintenance, MaintenanceSettings
 from pipeline.training.step.step import Step
 from tests.card import card
@@ -112,7 +112,7 @@ def test_random_numbers_are_kept_of_the_card_in_use_alone(monkeypatch: pytest.Mo
     read, asked = module.get_rng_state, []
     monkeypatch.setattr(module, "get_rng_state", lambda device=None: asked.append(device) or read(device))
     torch.accelerator.set_device_index(1)
-    with computing(card.NAME).forked_rng():
+    with RngState.preserved(card.NAME):
         drawn = torch.rand(4, device=f"{card.NAME}:1")
     assert asked == [1]
     assert torch.equal(torch.rand(4, device=f"{card.NAME}:1"), drawn)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.device.rng import RngState
+from pipeline.device.accelerator import RngState
 from pipeline.errors import ConfigError
 from pipeline.training.checkpoints.checkpoint import State
 from pipeline.training.checkpoints.keeper import model_state, pack, unpack
@@ -77,7 +77,7 @@ class Training:
 
     def load(self, loaded):
         unpack(loaded, self)
-        RngState.from_tensors(loaded.own(0).own).restore()
+        RngState(loaded.own(0).own).restore()
         return self
 
 

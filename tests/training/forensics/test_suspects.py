@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.device.rng import RngState
+from pipeline.device.accelerator import RngState
 from pipeline.memory.runtime.meters import meter_of
 from pipeline.training.forensics.nan_search import Suspect, suspects
 from pipeline.training.forensics.rerun import PartOutcome, Rerun, RerunPart, rerun
