@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measure import CASE, answer, isolated, machine, pipeline
 from pipeline.device.kinds import VISIBLE, VISIBLE_TO
-from pipeline.memory.hardware.allocator_variables import VARIABLES, allocator_settings
+from pipeline.memory.hardware.caching_allocator import VARIABLES, allocator_settings
 from pipeline.protocol import ITEMS
 
 if TYPE_CHECKING:

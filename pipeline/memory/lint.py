@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from pipeline.memory.hardware.allocator_variables import VARIABLES, allocator_options
+from pipeline.memory.hardware.caching_allocator import VARIABLES, allocator_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -42,7 +42,6 @@ class RunFacts:
 
     environment: Mapping[str, str] = field(default_factory=dict)
     empty_cache_every: int | None = None  # micro-batches
-    memory_fraction: float | None = None
     accumulation: int = 1  # micro-batches of a step on a GPU
     module_types: frozenset[str] = frozenset()  # class names of the model's modules
     in_batch_contrastive: bool = False  # the loss compares the items of a micro-batch only with each other
@@ -54,17 +53,8 @@ def lint(facts: RunFacts) -> tuple[LintFinding, ...]:
 
 
 def _findings(facts: RunFacts) -> Iterator[LintFinding]:
-    read = {name: allocator_options(facts.environment[name]) for name in VARIABLES if name in facts.environment}
-    if faults := [f"{name}: {fault}" for name, (_, faults) in read.items() for fault in faults]:
-        yield LintFinding(
-            "allocator-malformed",
-            Severity.ERROR,
-            "; ".join(faults),
-            "torch raises when it reads the variable; CUDA builds also reject unknown options",
-            "write option:value,option:value as documented",
-            f"{_DOCS}/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf",
-        )
-    options = next(iter(read.values()), ({}, ()))[0]  # of the variable that torch reads
+    variable = next((facts.environment[name] for name in VARIABLES if name in facts.environment), "")
+    options = allocator_options(variable)
     if options.get("expandable_segments") == "True" and (size := options.get("max_split_size_mb")):
         yield LintFinding(
             "split-size-of-expandable-segments",
@@ -104,13 +94,4 @@ def _findings(facts: RunFacts) -> Iterator[LintFinding]:
             "27 to 54 cudaMalloc and cudaFree a step in simulated training",
             "remove it; against fragmentation use expandable_segments:True",
             f"{_DOCS}/notes/cuda.html#memory-management",
-        )
-    if facts.memory_fraction is not None and facts.memory_fraction < 1:
-        yield LintFinding(
-            "memory-fraction",
-            Severity.WARNING,
-            f"a memory fraction of {facts.memory_fraction:g}",
-            "it only makes torch run out of memory earlier",
-            "remove it unless others share the GPU",
-            f"{_DOCS}/generated/torch.cuda.memory.set_per_process_memory_fraction.html",
         )

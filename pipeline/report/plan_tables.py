@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from pipeline.memory.footprint import Provenance
-from pipeline.memory.hardware.allocator_variables import VARIABLES
+from pipeline.memory.hardware.caching_allocator import VARIABLES
 from pipeline.memory.planning.memory_plan import PlannedOffer, RemedyVerdict
 from pipeline.report.compared import hours
 from pipeline.report.stage_lines import unit_of

@@ -39,7 +39,7 @@ from pipeline.cluster.verdict import GO_ON
 from pipeline.errors import ConfigError, JobFailed, PlanInfeasible
 from pipeline.files import read_json, write_whole
 from pipeline.journal.run_folder import writing_run
-from pipeline.memory.hardware.allocator_variables import allocator_settings
+from pipeline.memory.hardware.caching_allocator import allocator_settings
 from pipeline.waiting import wait_for
 
 if TYPE_CHECKING:

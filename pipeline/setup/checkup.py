@@ -379,5 +379,4 @@ def facts_of(config: Config) -> RunFacts:
     return RunFacts(
         environment=dict(os.environ),
         empty_cache_every=train.empty_cache_every,
-        memory_fraction=train.memory_fraction,
     )

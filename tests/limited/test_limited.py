@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeline.memory.footprint import Tape
 from pipeline.memory.hardware.caching_allocator import Allocator, AllocatorSettings
 from tests.limited.models import MODELS, Messages, Perceptron, Transformer, train
 from tests.testkit.limited.device import (
@@ -86,11 +88,16 @@ def real_peak_rounded(run: Callable[[], object]) -> int:
 @pytest.mark.parametrize("expandable", [False, True])
 def test_a_training_passes_at_what_the_simulated_allocator_reserves_and_not_a_page_below(expandable: bool) -> None:
     def reserved_bytes(limit_bytes: int | None) -> int:
-        allocator = Allocator(AllocatorSettings(expandable=expandable), limit_bytes)
-        with LimitedDevice(through=allocator) as device:
+        allocator = Allocator(AllocatorSettings(expandable=expandable))
+
+        def is_had(block: int, signed_bytes: int) -> bool:
+            allocator.play(Tape(np.array([-1 - block]), np.array([signed_bytes])))
+            return limit_bytes is None or allocator.reserved_bytes <= limit_bytes
+
+        with LimitedDevice(through=is_had) as device:
             train(Perceptron)
         assert allocator.peak_allocated_bytes >= device.peak_bytes
-        return allocator.peak_reserved_bytes
+        return allocator.reserved_bytes
 
     need_bytes = reserved_bytes(None)
     assert reserved_bytes(need_bytes) == need_bytes

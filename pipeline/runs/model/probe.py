@@ -22,7 +22,7 @@ from pipeline.errors import ConfigError, JobFailed, PipelineError, SubmissionRef
 from pipeline.journal import run_folder
 from pipeline.journal.run_logs import end_of
 from pipeline.memory.footprint import Category
-from pipeline.memory.hardware.allocator_variables import allocator_settings
+from pipeline.memory.hardware.caching_allocator import allocator_settings
 from pipeline.memory.hardware.host_memory import STATED, TrainingJob, train_need
 from pipeline.memory.history import fingerprint, ratios_of_all
 from pipeline.memory.planning.step_estimates import SETTINGS, micro_s, reserve, update_s

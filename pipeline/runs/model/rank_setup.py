@@ -23,7 +23,7 @@ from pipeline.device.host import keep_freed_memory
 from pipeline.device.kinds import CARD, CPU
 from pipeline.errors import JobFailed, PipelineError
 from pipeline.keys import KEY_BYTES, content_digest, recipe_key
-from pipeline.memory.hardware.allocator_variables import AllocatorVariable
+from pipeline.memory.hardware.caching_allocator import allocator_settings, overruled_note
 from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.stages.graph import HEADER_BYTES
 from pipeline.store.cache_folder import CACHE_FORMAT, CacheFolder
@@ -81,10 +81,9 @@ def take_device(project: Project, local_rank: int, prepared: Prepared) -> str:
 
 def set_allocator(planned: str) -> None:
     """Give torch a plan's allocator settings, before it uses a card; those of the environment win, and that is said."""
-    variable = AllocatorVariable.of(planned, os.environ)
-    os.environ[variable.name] = variable.value
-    if variable.note:
-        log_line(variable.note)
+    if note := overruled_note(planned, os.environ):
+        log_line(note)
+    os.environ.update(allocator_settings(planned, os.environ))
 
 
 def device_here(gpus: int) -> str:

@@ -419,7 +419,6 @@ def _facts(config: Config, work: Work, plan: MemoryPlan) -> RunFacts:
     return RunFacts(
         environment=dict(os.environ),
         empty_cache_every=train.empty_cache_every,
-        memory_fraction=train.memory_fraction,
         accumulation=plan.cuts.steps_most,
         module_types=frozenset(type(module).__name__ for module in model.modules()),
         in_batch_contrastive=work.is_in_batch and not work.is_contrastive,

@@ -65,7 +65,7 @@ def planned(tracer: Tracer, choice: MemoryChoice, sizes: Mapping[str, int], *, e
             for tape in StepTapes.of(standing, [micro] * number, first=is_first).tapes:
                 allocator.play(tape)
             is_first = False
-        peaks.append((allocator.peak_allocated_bytes, allocator.peak_reserved_bytes))
+        peaks.append((allocator.peak_allocated_bytes, allocator.reserved_bytes))
     allocated, reserved = zip(*peaks, strict=True)
     return Peaks(allocated, reserved, (micro.host_bytes,))
 

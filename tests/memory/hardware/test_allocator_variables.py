@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from pipeline.memory.hardware.allocator_variables import VARIABLES, AllocatorVariable, allocator_settings
+from pipeline.memory.hardware.caching_allocator import VARIABLES, allocator_settings, overruled_note
 
 EXPANDABLE = "expandable_segments:True"
 FIRST, _, GENERAL = VARIABLES
@@ -29,7 +29,6 @@ def test_a_plan_is_added_to_the_variable_that_torch_reads(
 
 
 def test_what_the_users_own_environment_overrules_is_said() -> None:
-    note = AllocatorVariable.of(EXPANDABLE, {GENERAL: "expandable_segments:False"}).note
-    assert note == f"{GENERAL} of the environment overrules the plan: expandable_segments"
-    assert not AllocatorVariable.of(EXPANDABLE, {GENERAL: EXPANDABLE}).note
+    assert overruled_note(EXPANDABLE, {GENERAL: "expandable_segments:False"}).endswith(": expandable_segments")
+    assert not overruled_note(EXPANDABLE, {GENERAL: EXPANDABLE})
     assert allocator_settings("", {GENERAL: "backend:native"}) == {}

@@ -29,14 +29,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from pipeline.memory.footprint import Tape
-from pipeline.memory.hardware.caching_allocator import SimulatedOutOfMemory
 
 SOURCE = Path(__file__).with_name("device.cpp")
 CUDA_ROUNDING = 512  # kMinBlockSize of torch's c10/cuda/CUDACachingAllocator.cpp
@@ -46,36 +44,6 @@ Integers = NDArray[np.int64]
 Told = Callable[[int, int], bool]  # a block, and its bytes: below 0 when released; False refuses it
 _Told = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_int64, ctypes.c_int64)
 _only = threading.Lock()  # held while a device is open
-
-
-class Allocator(Protocol):
-    """What a device's memory may be taken from (`pipeline.memory.hardware.caching_allocator.Allocator` is one)."""
-
-    def allocate(self, number: int, size: int) -> None:
-        """Take a block, or raise SimulatedOutOfMemory."""
-
-    def release(self, number: int) -> None:
-        """Give a block back."""
-
-
-class Through:
-    """Hands every block on to an allocator, and refuses what it refuses."""
-
-    def __init__(self, allocator: Allocator) -> None:
-        self._allocator = allocator
-        self._busy = threading.Lock()
-
-    def __call__(self, block: int, signed_bytes: int) -> bool:
-        """Tell the allocator of a block; return whether it could be had."""
-        with self._busy:
-            if signed_bytes < 0:
-                self._allocator.release(block)
-                return True
-            try:
-                self._allocator.allocate(block, signed_bytes)
-            except SimulatedOutOfMemory:
-                return False
-            return True
 
 
 @dataclass(frozen=True)
@@ -90,8 +58,8 @@ class Figures:
 class LimitedDevice:
     """Counts bytes from `with` on, and raises torch.OutOfMemoryError before they pass the limit.
 
-    `round_to` rounds every block up (CUDA_ROUNDING: as torch does on a GPU); `record` keeps a tape; `through` is an
-    allocator to take blocks from, or is told of each and may refuse it, say the seventh. It hears of releases before
+    `round_to` rounds every block up (CUDA_ROUNDING: as torch does on a GPU); `record` keeps a tape; `through` is
+    told of each block and may refuse it, say the seventh. It hears of releases before
     the next allocation, or when a figure is read.
     """
 
@@ -101,10 +69,10 @@ class LimitedDevice:
         *,
         round_to: int = 1,
         record: bool = False,
-        through: Allocator | Told | None = None,
+        through: Told | None = None,
     ) -> None:
         self._limit_bytes, self._round_to, self._record = limit_bytes, round_to, record
-        self._through: Told | None = through if callable(through) or through is None else Through(through)
+        self._through = through
         self._told = _Told() if self._through is None else _Told(self._tell)  # kept here, for C keeps no reference
         self._failure: Exception | None = None
         self._library = library()
