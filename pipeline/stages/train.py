@@ -34,7 +34,7 @@ from pipeline.training.loop.observer import TrainingObserver
 from pipeline.training.loop.phase import Phase
 from pipeline.training.loop.trainer import Trainer
 from pipeline.training.prepared import COST, LIKENESS, ModelFolder, PhasePlan, Prepared, sampler_settings, shrunk_budget
-from pipeline.training.ranks.rank_protocol import Ranks
+from pipeline.training.ranks import Ranks
 from pipeline.training.sampling import Sampler
 from pipeline.training.step.contrastive import ExactContrastiveStep
 from pipeline.training.step.exact_step import ExactStep

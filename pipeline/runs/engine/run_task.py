@@ -41,7 +41,7 @@ from pipeline.runs.workflow import script_stage, table
 from pipeline.stages.read_entries import ITEMS_READ
 from pipeline.store.cache_folder import relieve
 from pipeline.store.format.disk import FULL
-from pipeline.training.ranks.rank_protocol import RankLost
+from pipeline.training.ranks import RankLost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -30,7 +30,7 @@ from pipeline.store.cache_folder import CACHE_FORMAT, CacheFolder
 from pipeline.store.format.shard import DEFAULT_HEADER_BYTES
 from pipeline.store.maintenance.staging import CacheStaging, Unfit, open_scratch
 from pipeline.training.items.residue_embeddings import Embeddings, Text, proteins
-from pipeline.training.ranks.rank_protocol import RankLost
+from pipeline.training.ranks import RankLost
 from pipeline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pipeline.store.maintenance.staging import Keys
     from pipeline.training.items.item_table import ItemTable
     from pipeline.training.prepared import Prepared
-    from pipeline.training.ranks.rank_protocol import Ranks
+    from pipeline.training.ranks import Ranks
 
 WITHIN_S = 1800.0  # after which the rest is left to the cache
 TELL_EVERY_S = 1.0
@@ -61,9 +61,7 @@ def join_ranks(project: Project, folder: RunFolder, prepared: Prepared, tell: Ta
     hang_s = float(project.config.train.hang)
     folder.meetings.mkdir(exist_ok=True)
     limits = HangLimits(hang_s=hang_s, slow_s=max(2 * hang_s, 3600.0))
-    return join_process_group(
-        place, folder.meetings, device=device, limits=limits, report=log_line, sharded=prepared.sharded
-    )
+    return join_process_group(place, folder.meetings, device=device, limits=limits, sharded=prepared.sharded)
 
 
 def take_device(project: Project, local_rank: int, prepared: Prepared) -> str:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pipeline.memory.tracing.recorder import Recorder
     from pipeline.memory.tracing.tracer import Target
     from pipeline.protocol import Task, Weights
-    from pipeline.training.ranks.rank_protocol import Ranks
+    from pipeline.training.ranks import Ranks
     from pipeline.training.step.optimizers import StepSettings
     from pipeline.training.step.step import Step
 

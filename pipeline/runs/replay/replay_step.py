@@ -27,7 +27,7 @@ from pipeline.runs.model.training_work import Work, configs_of_stages, least_of,
 from pipeline.runs.replay.replay_case import ReplayCase, ReplayedShare, project_of_run, read_training_plan
 from pipeline.runs.replay.replay_result import ReplayResult, Traced
 from pipeline.runs.workflow.train_stage import job_of
-from pipeline.training.ranks.rank_protocol import SingleRank
+from pipeline.training.ranks import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +46,7 @@ DEFAULT_CAPABILITY = (8, 0)
 RUNGS_TRACED = 2  # of the ladder: what runs on the processor takes nothing of a card
 
 
-class Apart(SingleRank):
+class Apart(Ranks):
     """One rank of several that runs without the others."""
 
     def __init__(self, rank: int, world: int) -> None:

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from pipeline.stages.apply import Figures, Predictions
     from pipeline.training.checkpoints.checkpoint import ChosenCheckpoint
     from pipeline.training.evaluating.apply_model import ApplyJob
-    from pipeline.training.ranks.rank_protocol import Ranks
+    from pipeline.training.ranks import Ranks
 
     Integers = NDArray[np.int64]
 

@@ -48,7 +48,7 @@ from pipeline.script.command import (
 )
 from pipeline.script.script_process import STEP, run_script
 from pipeline.stage_names import StageName
-from pipeline.training.ranks.rank_protocol import LOST
+from pipeline.training.ranks import LOST
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from pipeline.training.checkpoints.checkpoint import Checkpoint
     from pipeline.training.checkpoints.model_claim import ModelClaim
     from pipeline.training.loop.pruning import MedianStop
-    from pipeline.training.ranks.rank_protocol import Ranks
+    from pipeline.training.ranks import Ranks
     from pipeline.training.step.step import Step
 
 NOTHING = dict.fromkeys(("items", "refused", "unusable", "cached", "missing", "waiting"), 0)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from pipeline.memory.runtime.meters import HostMeter
     from pipeline.training.checkpoints.checkpoint import Checkpoint, CheckpointFolder, Receipt
-    from pipeline.training.ranks.rank_protocol import Ranks
+    from pipeline.training.ranks import Ranks
     from pipeline.training.step.step import Step
 
 ROOM = 0.8  # share of the host's memory limit that may be in use with the copies of a checkpoint

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from pipeline.config.schema_train import TrainSection
     from pipeline.protocol import PublishedForm
-    from pipeline.training.ranks.rank_protocol import Ranks
+    from pipeline.training.ranks import Ranks
     from pipeline.training.step.step import Step
 
 TRIES = 5  # attempts to read a checkpoint: one may be damaged, or removed meanwhile

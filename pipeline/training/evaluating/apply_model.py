@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pipeline.training.items.item_table import ItemTable
     from pipeline.training.items.residue_embeddings import Embeddings
     from pipeline.training.prepared import Prepared, RowShare
-    from pipeline.training.ranks.rank_protocol import Ranks
+    from pipeline.training.ranks import Ranks
     from pipeline.training.step.step import Step
 
     Integers = NDArray[np.int64]

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from pipeline.training.evaluating.outputs import Terms
     from pipeline.training.items.batch import TaskBatch
     from pipeline.training.items.loader import Loader
-    from pipeline.training.ranks.rank_protocol import Ranks
+    from pipeline.training.ranks import Ranks
     from pipeline.training.step.contrastive import ContrastiveStep
     from pipeline.training.step.fsdp import ShardedStep
     from pipeline.training.step.step import Step

@@ -21,7 +21,7 @@ from pipeline.device.out_of_memory import out_of_memory_error
 from pipeline.errors import PlanInfeasible
 from pipeline.memory.runtime.recovery import StepSnapshot
 from pipeline.training.checkpoints.keeper import plain_name
-from pipeline.training.ranks.rank_protocol import SingleRank
+from pipeline.training.ranks import Ranks
 from pipeline.training.step.contrastive import ExactContrastiveStep
 from pipeline.training.step.exact_step import ExactStep
 from pipeline.training.step_clock import StepClock
@@ -118,7 +118,7 @@ class _MeasuredStep(ExactStep):
         begin: Callable[[RerunPart], None],
     ) -> None:
         nothing: Any = None  # no item is counted, and no upkeep is due
-        super().__init__(step, SingleRank(), nothing, nothing, meter=meter)
+        super().__init__(step, Ranks(), nothing, nothing, meter=meter)
         first = meter.read()
         self._standing = first.reserved_bytes if first.allocated_bytes is None else first.allocated_bytes
         self.report = Rerun([PartResult(part) for part in parts], is_counted=first.allocated_bytes is not None)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pipeline.memory.runtime.meters import Meter
     from pipeline.records import TaskContext
     from pipeline.training.prepared import ModelFolder, Prepared
-    from pipeline.training.ranks.rank_protocol import Ranks
+    from pipeline.training.ranks import Ranks
     from pipeline.training.state import EpochTotals
     from pipeline.training.step.micro_batches import Piece, RankShare
     from pipeline.training.step.step import Step

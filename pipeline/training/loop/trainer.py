@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pipeline.training.loop.observer import TrainingObserver
     from pipeline.training.loop.phase import Phase
     from pipeline.training.loop.pruning import MedianStop
-    from pipeline.training.ranks.rank_protocol import Ranks
+    from pipeline.training.ranks import Ranks
     from pipeline.training.step.exact_step import ExactStep, RankReport, StepReport
     from pipeline.training.step.micro_batches import RankShare
     from pipeline.training.step.step import Step

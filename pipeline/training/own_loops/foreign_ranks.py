@@ -20,17 +20,17 @@ from pipeline.device.accelerator import collectives, is_card
 from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError
 from pipeline.records import RankPlace
+from pipeline.training.ranks import PIECE_BYTES, RankLost, Ranks
 from pipeline.training.ranks.gradient_sums import reduce_in_pieces
 from pipeline.training.ranks.process_group import end_after_gloo, exchange_json, join_process_group
 from pipeline.training.ranks.rank_monitor import HangLimits
-from pipeline.training.ranks.rank_protocol import PIECE_BYTES, RankLost, SingleRank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor, nn
 
-    from pipeline.training.ranks.rank_protocol import Ranks, Said
+    from pipeline.training.ranks import Ranks, Said
 
 DAY_S = 86_400.0  # what a loop of others does between two steps may take long: only a death counts as a loss
 MODEL = "Governed"
@@ -42,7 +42,7 @@ PLAIN = (
 READ = "read the output of all ranks: the first failure has the reason"
 
 
-class ForeignRanks(SingleRank):
+class ForeignRanks(Ranks):
     """`Ranks` over a process group that others have begun, and will end."""
 
     def __init__(self, device: str) -> None:
@@ -76,16 +76,16 @@ def _unless_lost(call: Callable[[], Any]) -> Any:
 def ranks_of(device: str) -> Ranks:
     """Return the ranks that this process is one of: in torch's process group, or as torchrun or srun started it."""
     if not dist.is_available():
-        return SingleRank()
+        return Ranks()
     if dist.is_initialized():
-        return ForeignRanks(device) if dist.get_world_size() > 1 else SingleRank()
+        return ForeignRanks(device) if dist.get_world_size() > 1 else Ranks()
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         dist.init_process_group(collectives(device), device_id=torch.device(device) if is_card(device) else None)
         atexit.register(_leave)
         return ForeignRanks(device)
     place = RankPlace.by_slurm(os.environ)
     if place is None:
-        return SingleRank()
+        return Ranks()
     group = join_process_group(place, Path.cwd(), device=device, limits=HangLimits(hang_s=DAY_S, slow_s=DAY_S))
     atexit.register(group.close)
     return group

@@ -33,8 +33,8 @@ from pipeline.memory.runtime.governor import UNPLANNED, Governor
 from pipeline.memory.runtime.meters import CardMeter
 from pipeline.memory.runtime.recovery import StepSnapshot, until_it_fits
 from pipeline.training.own_loops.foreign_ranks import READ, begin_alike, keep_quiet, ranks_of, wrappers_of
+from pipeline.training.ranks import RankLost
 from pipeline.training.ranks.gradient_sums import GradientSums
-from pipeline.training.ranks.rank_protocol import RankLost
 from pipeline.training.step.optimizers import WeightedMean
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from pipeline.training.ranks.rank_protocol import Ranks, Said
+    from pipeline.training.ranks import Ranks, Said
 
     LossOf: TypeAlias = Callable[[list[Any]], tuple[Tensor, Tensor | float]]
 

@@ -14,14 +14,14 @@ import torch
 
 from pipeline.device.out_of_memory import after_freeing_caches, unless_out_of_memory
 from pipeline.errors import ConfigError, PlanInfeasible
-from pipeline.training.ranks.rank_protocol import PIECE_BYTES
+from pipeline.training.ranks import PIECE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor, nn
 
-    from pipeline.training.ranks.rank_protocol import Ranks
+    from pipeline.training.ranks import Ranks
 
 LEAST_PIECE_BYTES = 64 << 10  # smaller ones would take longer than any step
 

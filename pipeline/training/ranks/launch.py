@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.cluster.verdict import GO_ON, SIGNALLED
 from pipeline.device.kinds import VISIBLE
-from pipeline.training.ranks.rank_protocol import LOST
+from pipeline.training.ranks import LOST
 from pipeline.waiting import wait_for
 
 if TYPE_CHECKING:
@@ -26,38 +26,38 @@ if TYPE_CHECKING:
 
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 LOOK_EVERY_S = 0.05
-
-
-@dataclass(frozen=True)
-class GracePeriods:
-    """How long the other ranks may go on after one of them has failed."""
-
-    alone_s: float = 25.0  # more than the rank monitor takes
-    term_s: float = 15.0  # after SIGTERM
+ALONE_S = 25.0  # for the other ranks once one has failed: more than the rank monitor takes
+TERM_S = 15.0  # after SIGTERM
 
 
 def launch_ranks(
-    command: Sequence[str], world: int, environment: Mapping[str, str] | None = None, graces: GracePeriods | None = None
+    command: Sequence[str],
+    world: int,
+    environment: Mapping[str, str] | None = None,
+    *,
+    alone_s: float = ALONE_S,
+    term_s: float = TERM_S,
 ) -> int:
     """Run a command as `world` ranks; return one exit code for all.
 
     It is that of the first rank that failed by its own fault; 75 where some have more to do; else 0.
     """
-    processes = _RankProcesses(graces or GracePeriods())
+    processes = _RankProcesses()
     before = {number: signal.signal(number, processes.forward) for number in FORWARDED}
+    meeting = secrets.token_hex(8)
     try:
-        meeting = secrets.token_hex(8)
         for rank, own in enumerate(rank_environments(world, environment)):
-            words = [*command, "--part", f"{rank}/{world}", "--meeting", meeting]
-            processes.start(words, own)
-        return processes.wait()
+            processes.start([*command, "--part", f"{rank}/{world}", "--meeting", meeting], own)
+        wait_for(lambda: processes.all_ended() or processes.failed, float("inf"), LOOK_EVERY_S)
     except BaseException:
-        processes.graces = GracePeriods(0.0, processes.graces.term_s)
-        processes.end()
+        alone_s = 0.0
         raise
     finally:
+        processes.end(alone_s, term_s)
         for number, handler in before.items():
             signal.signal(number, handler)
+    failed = sorted(processes.failed, key=lambda code: code == LOST)  # last: ranks that ended because another failed
+    return [*failed, *sorted(processes.ended.values(), key=lambda code: (code != GO_ON, -code))][0]
 
 
 def rank_environments(world: int, environment: Mapping[str, str] | None = None) -> list[dict[str, str]]:
@@ -71,7 +71,6 @@ def rank_environments(world: int, environment: Mapping[str, str] | None = None) 
 class _RankProcesses:
     """The rank processes of one start."""
 
-    graces: GracePeriods
     ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
     signals: list[int] = field(default_factory=list)  # that were sent on
     ended: dict[int, int] = field(default_factory=dict)  # codes by rank, the first to end first
@@ -89,20 +88,13 @@ class _RankProcesses:
         self.signals.append(number)
         self._send(number)
 
-    def wait(self) -> int:
-        """Wait for all ranks; once one has failed, end the others; return the exit code that stands for all."""
-        wait_for(lambda: self._all_ended() or self.failed, float("inf"), LOOK_EVERY_S)
-        self.end()
-        failed = sorted(self.failed, key=lambda code: code == LOST)  # last: ranks that ended because another failed
-        return [*failed, *sorted(self.ended.values(), key=lambda code: (code != GO_ON, -code))][0]
-
-    def end(self) -> None:
+    def end(self, alone_s: float, term_s: float) -> None:
         """Wait for all ranks, with SIGTERM and then SIGKILL when their grace periods are over."""
-        for grace_s, number in ((self.graces.alone_s, signal.SIGTERM), (self.graces.term_s, signal.SIGKILL)):
-            if wait_for(self._all_ended, grace_s, LOOK_EVERY_S):
+        for grace_s, number in ((alone_s, signal.SIGTERM), (term_s, signal.SIGKILL)):
+            if wait_for(self.all_ended, grace_s, LOOK_EVERY_S):
                 return
             self._send(number)
-        wait_for(self._all_ended, float("inf"), LOOK_EVERY_S)
+        wait_for(self.all_ended, float("inf"), LOOK_EVERY_S)
 
     @property
     def failed(self) -> list[int]:
@@ -110,22 +102,17 @@ class _RankProcesses:
         orderly = {0, GO_ON, *(SIGNALLED + number for number in self.signals)}
         return [code for code in self.ended.values() if code not in orderly]
 
-    def _all_ended(self) -> bool:
-        """Poll the ranks; tell whether all have ended."""
+    def all_ended(self) -> bool:
+        """Look which ranks have ended, and print the first that failed; tell whether all have ended."""
         for rank, process in enumerate(self.ranks):
             if rank not in self.ended and (code := process.poll()) is not None:
-                self._note(rank, process.pid, code)
+                had_failed = bool(self.failed)
+                self.ended[rank] = SIGNALLED - code if code < 0 else code
+                if self.failed and not had_failed:
+                    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                    line = f"rank {rank} of {len(self.ranks)} (process {process.pid}) {how}: stopping the others"
+                    print(line, file=sys.stderr, flush=True)  # noqa: T201 - a task's stderr is its log
         return len(self.ended) == len(self.ranks)
-
-    def _note(self, rank: int, pid: int, code: int) -> None:
-        """Record how a rank ended, and print the first that failed."""
-        had_failed = bool(self.failed)
-        self.ended[rank] = SIGNALLED - code if code < 0 else code
-        if self.failed and not had_failed:
-            names = {number.value: number.name for number in signal.Signals}  # real-time ones have none
-            how = f"was killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"ended with exit code {code}"
-            line = f"rank {rank} of {len(self.ranks)} (process {pid}) {how}: stopping the others"
-            print(line, file=sys.stderr, flush=True)  # noqa: T201 - a task's stderr is its log
 
     def _send(self, number: int) -> None:
         for process in self.ranks:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import secrets
 import socket
 import threading
@@ -29,9 +30,9 @@ from pipeline.device.kinds import CPU
 from pipeline.device.out_of_memory import free_caches
 from pipeline.errors import ConfigError
 from pipeline.records import RankPlace
+from pipeline.training.ranks import PIECE_BYTES, Ranks
 from pipeline.training.ranks.gradient_sums import reduce_in_pieces
 from pipeline.training.ranks.rank_monitor import Activity, HangLimits, RankMonitor
-from pipeline.training.ranks.rank_protocol import PIECE_BYTES, SingleRank
 from pipeline.training.ranks.rendezvous import COME_WITHIN_S, LOOPBACK
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pipeline.training.ranks.rank_protocol import Ranks, Said
+    from pipeline.training.ranks import Said
 
 LETTER_BYTES = 4096  # of each rank's message; if one is longer, a second round follows
 LENGTH_BYTES = 8
@@ -57,50 +58,47 @@ def join_process_group(
     device: str = CPU,
     limits: HangLimits | None = None,
     within_s: float = COME_WITHIN_S,
-    report: Callable[[str], None] = lambda _: None,
     sharded: bool = False,
-) -> Ranks:
-    """Join the process group once all ranks have come; `report` is called with the message if one is lost.
+) -> MonitoredRanks:
+    """Join the process group once all ranks have come, through a folder that all see.
 
-    `folder` is one that all ranks see. A GPU must have been made the current device before. What collectives take of
-    its memory, those of sharded models too if `sharded`, is taken here, so that later measurements include it.
+    A GPU must have been made the current device before. What collectives take of its memory, those of sharded models
+    too if `sharded`, is taken here, so that later measurements include it.
     """
     limits = limits or HangLimits()
-    monitor = RankMonitor(place, limits, report)
+    monitor = RankMonitor(place, limits)
     if place.world == 1:
         monitor.start()
-        return WatchedSingleRank(monitor, limits)
+        return MonitoredRanks(monitor, limits)
     store, door, shared = None, -1, {}
     if place.rank == 0:
         listener = socket.create_server(("" if place.nodes > 1 else LOOPBACK, 0))
         port, door = listener.getsockname()[1], listener.detach()
         store, shared = _store(LOOPBACK, port, door), {"store": port, "prefix": secrets.token_hex(16)}
     met = monitor.start(folder, shared, within_s)
+    if interface := interface_of(met.address):
+        os.environ.setdefault(INTERFACE, interface)  # rather than that of the host name, often the loopback
+    group = ProcessGroup(monitor, limits)
     try:
-        store = store or _store(met.keeper, met.shared["store"])
-        with _on(interface_of(met.address)):
-            dist.init_process_group(
-                collectives(device),
-                store=PrefixStore(met.shared["prefix"], store),
-                rank=place.rank,
-                world_size=place.world,
-                timeout=NEVER,
-                device_id=Card(device).numbered if is_card(device) else None,  # its communicator is made at once
-            )
-    except Exception as error:
-        lost = monitor.blame(str(error)) if isinstance(error, (RuntimeError, OSError)) else None
-        monitor.leave(str(lost or error))
-        monitor.close()
-        raise (lost or error) from error
-    if place.rank == 0 and not is_card(device):  # NCCL may connect once more
-        _shut(door)
-    group = ProcessGroup(place, met.hosts, monitor, limits)
-    if is_card(device):
-        try:
+        store = store or _store(met.links[0].peer, met.shared["store"])
+        dist.init_process_group(
+            collectives(device),
+            store=PrefixStore(met.shared["prefix"], store),
+            rank=place.rank,
+            world_size=place.world,
+            timeout=NEVER,
+            device_id=Card(device).numbered if is_card(device) else None,  # its communicator is made at once
+        )
+        if is_card(device):
             group.warm_up(device, sharded=sharded)
-        except BaseException as error:
-            group.close(str(error) or type(error).__name__)
+        elif place.rank == 0:  # NCCL may connect once more
+            _shut(door)
+    except (RuntimeError, OSError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
             raise
+        lost = monitor.blame(str(error))
+        group.close(str(lost))
+        raise lost from error
     return group
 
 
@@ -122,24 +120,12 @@ def interface_of(address: str) -> str | None:
     return next((name for name, owned in interfaces if address in (known.address for known in owned)), None)
 
 
-@contextmanager
-def _on(interface: str | None) -> Iterator[None]:
-    """Have gloo use an interface, rather than the one that the host name resolves to, often the loopback."""
-    if interface is None or INTERFACE in os.environ:
-        yield
-        return
-    os.environ[INTERFACE] = interface
-    try:
-        yield
-    finally:
-        del os.environ[INTERFACE]
-
-
-class RankAtWork:
-    """A rank that reports its work to its monitor."""
+class MonitoredRanks(Ranks):
+    """`Ranks` that report their work to a monitor, which ends a rank that hangs; this class: a single one."""
 
     def __init__(self, monitor: RankMonitor, limits: HangLimits) -> None:
         self._monitor, self._limits = monitor, limits
+        self.rank, self.world = monitor.place.rank, monitor.place.world
         self._slow = 0  # reasons to be patient
         self._calls = 0
         self._is_open = True
@@ -163,37 +149,36 @@ class RankAtWork:
         if self._is_open:
             self._is_open = False
             self._monitor.leave(why)
-            self._leave_group()
+            if dist.is_initialized() and self.world > 1:
+                self._leave_group()
             self._monitor.close()
 
     def _leave_group(self) -> None:
-        pass
+        # It never completes pending calls, and destroying the group would wait for them
+        if self._monitor.has_lost:
+            with suppress(RuntimeError, AttributeError):  # it is broken already; older versions of torch cannot
+                dist.group.WORLD.abort()  # type: ignore[union-attr]
+        dist.destroy_process_group()
 
     def _note(self, activity: str, *, waits: bool = False) -> None:
         allowance_s = self._limits.slow_s if self._slow else self._limits.hang_s
         self._monitor.doing = Activity(activity, allowance_s, self._calls, waits)
 
 
-class WatchedSingleRank(RankAtWork, SingleRank):
-    """`Ranks` of a training in one process, which its monitor ends where it hangs."""
-
-
-class ProcessGroup(RankAtWork):
+class ProcessGroup(MonitoredRanks):
     """`Ranks` over torch.distributed."""
 
-    def __init__(self, place: RankPlace, hosts: Sequence[str], monitor: RankMonitor, limits: HangLimits) -> None:
+    def __init__(self, monitor: RankMonitor, limits: HangLimits) -> None:
         super().__init__(monitor, limits)
         end_after_gloo()
-        self.place, self.hosts, self.rank, self.world = place, hosts, place.rank, place.world
         self._slow = 1  # the first step is a reason to be patient
         self._has_stepped = False
 
     def exchange(self, message: Said) -> list[Said]:
         def gather(all_B: list[Tensor], own_B: Tensor) -> None:
-            self._await(lambda: dist.all_gather(all_B, own_B, async_op=True))
+            self.collective(lambda: dist.all_gather(all_B, own_B, async_op=True))
 
-        with self._waiting():
-            return exchange_json(message, self.world, gather)
+        return exchange_json(message, self.world, gather)
 
     def add_up(self, tensors: Sequence[Tensor], piece_bytes: int = PIECE_BYTES, buffer: Tensor | None = None) -> None:
         reduce_in_pieces(tensors, self._sum, piece_bytes, buffer)
@@ -219,38 +204,20 @@ class ProcessGroup(RankAtWork):
                 ]
             for call in calls:
                 with self.patient("the first collectives"):
-                    self.collective(partial(call, async_op=True), in_stream=is_card(device))
+                    self.collective(partial(call, async_op=True), in_stream=True)
             computing(device).synchronize()
             del whole, own
         free_caches(device)
 
     def collective(self, begin: Callable[[], dist.Work], *, in_stream: bool = False) -> None:
-        """Begin a collective call and wait for it, or only place it in the stream; raise if a rank is lost."""
-        with self._waiting():
-            self._await(begin, in_stream=in_stream)
+        """Begin a collective call and wait for it, or only place it in the stream; raise if a rank is lost.
 
-    def _leave_group(self) -> None:
-        # It never completes pending calls, and destroying the group would wait for them
-        if self._monitor.has_lost:
-            with suppress(RuntimeError, AttributeError):  # it is broken already; older versions of torch cannot
-                dist.group.WORLD.abort()  # type: ignore[union-attr]
-        dist.destroy_process_group()
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Surround a collective call: meanwhile this rank waits for the others, and does not count as hung."""
+        Meanwhile this rank waits for the others, and does not count as hung.
+        """
         self._monitor.check()
         self._calls += 1
-        activity = self._monitor.doing.what
+        activity, done = self._monitor.doing.what, threading.Event()
         self._note(activity, waits=True)
-        try:
-            yield
-        finally:
-            self._note(activity)
-
-    def _await(self, begin: Callable[[], dist.Work], *, in_stream: bool = False) -> None:
-        """Wait until a collective call has completed, or a rank is lost."""
-        done = threading.Event()
         try:
             work = begin()
             if not in_stream:
@@ -260,6 +227,8 @@ class ProcessGroup(RankAtWork):
             work.wait()
         except RuntimeError as error:  # torch has no type for it; a peer's death breaks a connection
             raise self._monitor.blame(str(error).partition("\n")[0]) from error
+        finally:
+            self._note(activity)
 
 
 def exchange_json(message: Said, world: int, gather: Callable[[list[Tensor], Tensor], object]) -> list[Said]:
@@ -284,14 +253,10 @@ def place_in_group() -> tuple[int, int]:
     """Return the rank and the ranks of torch's process group; (0, 1) where no ranks were started."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    started = int(os.environ.get("WORLD_SIZE") or 1)
-    if started > 1:
+    if (started := int(os.environ.get("WORLD_SIZE") or 1)) > 1:
         what = f"{started} ranks were started without a process group: each would read every item"
-        raise ConfigError(
-            what,
-            where="WORLD_SIZE",
-            remedy="start the loop after init_process_group, or use open_loader(…, rank=…, ranks=…)",
-        )
+        remedy = "start the loop after init_process_group, or use open_loader(…, rank=…, ranks=…)"
+        raise ConfigError(what, where="WORLD_SIZE", remedy=remedy)
     return 0, 1
 
 
@@ -309,19 +274,18 @@ def _await_gloo() -> None:
     """Wait until gloo's threads sleep, and have not been awake between two looks."""
     until, before = time.monotonic() + GLOO_RESTS_WITHIN_S, None
     while (now := _gloo_threads()) and time.monotonic() < until:
-        if now == before and all(state.startswith("S") for state, *_ in now):
+        if now == before and all(thread[0].startswith("S") for thread in now):
             return
         before = now
         time.sleep(0.001)  # they may have the interpreter meanwhile
 
 
-def _gloo_threads() -> list[tuple[str, ...]]:
+def _gloo_threads() -> list[list[str]]:
     """Return the state of each of torch's threads of gloo, and how often it has given up its core; [] off Linux."""
     threads = []
     for file in Path("/proc/self/task").glob("*/status"):
         with suppress(OSError):  # it has ended
-            lines = dict(line.split(":\t", 1) for line in file.read_text().splitlines() if ":\t" in line)
-            if lines["Name"] == GLOO_THREAD:
-                switches = (count for name, count in lines.items() if name.endswith("ctxt_switches"))
-                threads.append((lines["State"], *switches))
+            text = file.read_text()
+            if GLOO_THREAD in text:
+                threads.append(re.findall(r"^(?:State|\w+ctxt_switches):\t(.*)$", text, re.MULTILINE))
     return threads

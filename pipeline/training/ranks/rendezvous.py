@@ -21,11 +21,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from pipeline.errors import JobFailed
 from pipeline.files import replacing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from pipeline.records import RankPlace
@@ -35,13 +37,13 @@ LOOK_EVERY_S = (0.02, 1.0)  # at first, and at last
 CONNECT_WITHIN_S = 5.0
 GREET_WITHIN_S, MOST_SILENT = 10.0, 64  # connections that have not said who they are; the oldest go first
 LOOPBACK = "127.0.0.1"
-LONGEST_LINE = 1 << 16
 KEEP_ALIVE = {  # the kernel asks the other: a lost node is noticed within 25 s, a busy process is left alone
     "TCP_KEEPIDLE": 10,
     "TCP_KEEPINTVL": 5,
     "TCP_KEEPCNT": 3,
     "TCP_USER_TIMEOUT": 25_000,
 }
+LOGS = "pipeline logs   (shows why it did not start; all ranks must see the same run folder)"
 
 
 class JsonLink:
@@ -54,7 +56,8 @@ class JsonLink:
         for name, value in KEEP_ALIVE.items():
             if hasattr(socket, name):
                 self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        self.address: str = self._socket.getsockname()[0]
+        self.host = ""  # of the rank at the other end
+        self.address, self.peer = (writer.get_extra_info(name)[0] for name in ("sockname", "peername"))
 
     @property
     def is_clogged(self) -> bool:
@@ -83,76 +86,66 @@ class Meeting:
     """The connections and addresses of this rank, once all ranks have come."""
 
     links: Mapping[int, JsonLink]  # rank 0: to every other; the others: to rank 0
-    hosts: Sequence[str]  # by rank
     shared: Mapping[str, Any]  # by rank 0 with all
-    keeper: str = LOOPBACK  # the address of rank 0, as this rank reaches it
-    address: str = LOOPBACK  # the address of this rank, as others reach it
+    address: str = LOOPBACK  # of this rank, as others reach it
 
 
 async def meet(place: RankPlace, folder: Path, shared: Mapping[str, Any], within_s: float) -> Meeting:
     """Connect all ranks; `shared` of rank 0 reaches each of them."""
     file = folder / f"ranks-{place.meeting}.json"
-    return await (_Host(place, within_s).gather(file, shared) if place.rank == 0 else _join(place, file, within_s))
+    return await (_gather(place, file, shared, within_s) if place.rank == 0 else _join(place, file, within_s))
 
 
-class _Host:
-    """Rank 0: admits ranks that know the first word."""
+async def _gather(place: RankPlace, file: Path, shared: Mapping[str, Any], within_s: float) -> Meeting:
+    """As rank 0: publish the address, admit ranks that know the first word, and send them what they need."""
+    words = {"token": secrets.token_hex(16), "answer": secrets.token_hex(16)}
+    links: dict[int, JsonLink] = {}
+    silent: dict[JsonLink, None] = {}  # the oldest first
+    all_came = asyncio.Event()
 
-    def __init__(self, place: RankPlace, within_s: float) -> None:
-        self._place, self._within_s = place, within_s
-        self._words = {"token": secrets.token_hex(16), "answer": secrets.token_hex(16)}
-        self._silent: dict[JsonLink, None] = {}  # the oldest first
-        self._came: dict[int, tuple[JsonLink, str]] = {}
-        self._all_came = asyncio.Event()
-
-    async def gather(self, file: Path, shared: Mapping[str, Any]) -> Meeting:
-        """Publish the address, admit the others, and send them what they need."""
-        place = self._place
-        listener = socket.create_server(("" if place.nodes > 1 else LOOPBACK, 0), backlog=place.world)
-        port = listener.getsockname()[1]
-        server = await asyncio.start_server(self._admit, sock=listener, limit=LONGEST_LINE)
-        try:
-            with replacing(file) as partial:
-                partial.touch(0o600, exist_ok=False)  # only this user may read the words
-                partial.write_text(json.dumps({**self._words, "addresses": addresses_of(place), "port": port}))
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._all_came.wait(), self._within_s)
-        finally:
-            server.close()
-            file.unlink(missing_ok=True)
-            for stranger in self._silent:
-                stranger.close()
-        links = {rank: link for rank, (link, _) in self._came.items()}
-        if missing := sorted(set(range(1, place.world)) - links.keys()):
-            for link in links.values():
-                link.send({"missing": missing})
-                link.close()
-            raise _did_not_come(missing, place.world, f" within {self._within_s:.0f} s")
-        hosts = [place.host, *(self._came[rank][1] for rank in range(1, place.world))]
-        address = next((link.address for link in links.values() if not _is_loopback(link.address)), LOOPBACK)
-        for link in links.values():
-            link.send({"hosts": hosts, "shared": shared, "address": address})
-        return Meeting(links, hosts, shared, LOOPBACK, address)
-
-    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Let a rank in; disconnect a stranger, at the latest when it has been silent for too long."""
-        link = JsonLink(reader, writer)
-        self._silent[link] = None
-        if len(self._silent) > MOST_SILENT:
-            next(iter(self._silent)).close()
+        silent[link := JsonLink(reader, writer)] = None
+        if len(silent) > MOST_SILENT:
+            next(iter(silent)).close()
         greeting = await link.next(GREET_WITHIN_S) or {}
-        del self._silent[link]
+        del silent[link]
         rank, token = greeting.get("rank"), str(greeting.get("token")).encode(errors="replace")
-        is_ours = hmac.compare_digest(token, self._words["token"].encode())
-        if not is_ours or not isinstance(rank, int) or not 0 < rank < self._place.world:
+        is_ours = hmac.compare_digest(token, words["token"].encode())
+        if not is_ours or not isinstance(rank, int) or not 0 < rank < place.world:
             link.close()
             return
-        if rank in self._came:  # it lost its connection, and comes once more
-            self._came[rank][0].close()
-        self._came[rank] = link, str(greeting.get("host"))
-        link.send({"answer": self._words["answer"]})
-        if len(self._came) == self._place.world - 1:
-            self._all_came.set()
+        if rank in links:  # it lost its connection, and comes once more
+            links[rank].close()
+        links[rank], link.host = link, str(greeting.get("host"))
+        link.send({"answer": words["answer"]})
+        if len(links) == place.world - 1:
+            all_came.set()
+
+    here = None if place.nodes > 1 else LOOPBACK
+    server = await asyncio.start_server(admit, here, 0, family=socket.AF_INET, backlog=place.world)
+    try:
+        with replacing(file) as partial:
+            partial.touch(0o600, exist_ok=False)  # only this user may read the words
+            port = server.sockets[0].getsockname()[1]
+            partial.write_text(json.dumps({**words, "addresses": addresses_of(place), "port": port}))
+        with suppress(TimeoutError):
+            await asyncio.wait_for(all_came.wait(), within_s)
+    finally:
+        server.close()
+        file.unlink(missing_ok=True)
+        for stranger in silent:
+            stranger.close()
+    if missing := ", ".join(str(rank) for rank in range(1, place.world) if rank not in links):
+        problem = f"of {place.world} ranks, these did not connect within {within_s:.0f} s: {missing}"
+        for link in links.values():
+            link.send({"problem": problem})
+            link.close()
+        raise JobFailed(problem, remedy=LOGS)
+    address = next((link.address for link in links.values() if not _is_loopback(link.address)), LOOPBACK)
+    for link in links.values():
+        link.send({"host": place.host, "shared": shared, "address": address})
+    return Meeting(links, shared, address)
 
 
 async def _join(place: RankPlace, file: Path, within_s: float) -> Meeting:
@@ -169,15 +162,15 @@ async def _join(place: RankPlace, file: Path, within_s: float) -> Meeting:
             trouble = f"the address in {file} does not answer: {error}"
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, LOOK_EVERY_S[1])
-    raise JobFailed(
-        f"rank {place.rank} of {place.world} ({place.host}) did not find rank 0 within {within_s:.0f} s: {trouble}",
-        remedy="pipeline logs   (shows why rank 0 did not start; all ranks must see the same run folder)",
+    problem = (
+        f"rank {place.rank} of {place.world} ({place.host}) did not find rank 0 within {within_s:.0f} s: {trouble}"
     )
+    raise JobFailed(problem, remedy=LOGS)
 
 
 async def _attempt(place: RankPlace, content: Mapping[str, Any], until: float) -> Meeting:
     """Join the rank 0 that a file describes; raises OSError if no process, or another program, answers there."""
-    keeper, link = await _connect(content["addresses"], int(content["port"]))
+    link = await _connect(content["addresses"], int(content["port"]))
     try:
         link.send({"token": content["token"], "rank": place.rank, "host": place.host})
         first = await link.next(CONNECT_WITHIN_S) or {}
@@ -186,22 +179,21 @@ async def _attempt(place: RankPlace, content: Mapping[str, Any], until: float) -
         reply = await link.next(max(0.0, until - time.monotonic()) + CONNECT_WITHIN_S)
         if reply is None:
             raise ConnectionError("the connection was closed")
-        if "missing" in reply:
-            raise _did_not_come(reply["missing"], place.world)
-        own = reply["address"] if _is_loopback(link.address) else link.address
-        return Meeting({0: link}, reply["hosts"], reply["shared"], keeper, own)
+        if "problem" in reply:
+            raise JobFailed(reply["problem"], remedy=LOGS)
     except BaseException:
         link.close()
         raise
+    link.host = reply["host"]
+    return Meeting({0: link}, reply["shared"], reply["address"] if _is_loopback(link.address) else link.address)
 
 
-async def _connect(addresses: Iterable[str], port: int) -> tuple[str, JsonLink]:
+async def _connect(addresses: Iterable[str], port: int) -> JsonLink:
     """Connect to the first address that answers."""
     trouble = OSError("it has no address")
     for address in addresses:
         try:
-            opening = asyncio.open_connection(address, port, limit=LONGEST_LINE)
-            return address, JsonLink(*await asyncio.wait_for(opening, CONNECT_WITHIN_S))
+            return JsonLink(*await asyncio.wait_for(asyncio.open_connection(address, port), CONNECT_WITHIN_S))
         except OSError as error:
             trouble = OSError(f"{address}:{port}: {error}")
     raise trouble
@@ -211,22 +203,10 @@ def addresses_of(place: RankPlace) -> list[str]:
     """Return the names and addresses under which other nodes may reach this one, the likeliest first."""
     if place.nodes == 1:
         return [LOOPBACK]
-    names = [place.host, socket.gethostname(), socket.getfqdn()]
-    with suppress(OSError):
-        names += socket.gethostbyname_ex(socket.gethostname())[2]
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing: the kernel only chooses the way out
-        names.append(probe.getsockname()[0])
+    owned = (known for addresses in psutil.net_if_addrs().values() for known in addresses)
+    names = [place.host, socket.gethostname(), *(known.address for known in owned if known.family == socket.AF_INET)]
     return [name for name in dict.fromkeys(names) if not _is_loopback(name)]
 
 
 def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address in ("localhost", "localhost.localdomain", "::1")
-
-
-def _did_not_come(missing: Iterable[int], world: int, late: str = "") -> JobFailed:
-    names = ", ".join(map(str, missing))
-    return JobFailed(
-        f"of {world} ranks, these did not connect{late}: {names}",
-        remedy="pipeline logs   (shows their output; the others are ready)",
-    )

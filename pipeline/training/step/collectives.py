@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections import deque
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -34,17 +34,16 @@ from pipeline.device.accelerator import is_card
 from pipeline.device.out_of_memory import out_of_memory_error
 from pipeline.errors import ConfigError
 from pipeline.memory.footprint import Unmeasurable
-from pipeline.training.ranks.rank_protocol import Ranks, SingleRank
+from pipeline.training.ranks import Ranks
 from pipeline.training.step.micro_batches import Piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    import torch.distributed as dist
     from torch import Tensor
 
     from pipeline.training.items.batch import TaskBatch
-    from pipeline.training.ranks.rank_protocol import Said
+    from pipeline.training.ranks import Said
 
 Result = TypeVar("Result")
 
@@ -53,24 +52,14 @@ NOT_SHARDED = "--set train.sharding=false"
 END, GAVE_UP = 0, 1 << 62  # any other number is a collective by its kind and size
 
 
-class ConnectedRanks(Ranks, Protocol):
-    """Ranks that can make a collective call of torch.distributed."""
-
-    def collective(self, begin: Callable[[], dist.Work], *, in_stream: bool = False) -> None:
-        """Begin a collective call and wait for it, or only place it in the stream; raise if a rank is lost."""
-
-
-class ImaginedRanks(SingleRank):
-    """The first of ranks that do not exist, for a step that is only traced: it never waits."""
+class ImaginedRanks(Ranks):
+    """The first of ranks that do not exist, for a step that is only traced: it makes no call, and never waits."""
 
     def __init__(self, world: int) -> None:
         self.world = world
 
     def exchange(self, message: Said) -> list[Said]:
         return super().exchange(message) * self.world
-
-    def collective(self, begin: Callable[[], dist.Work], *, in_stream: bool = False) -> None:
-        """Leave out the call: its memory was allocated before, and the numbers are not read."""
 
 
 @contextmanager
@@ -104,7 +93,7 @@ class Passes:
     """Passes through a sharded model, which all ranks make together: to the end, or none does."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self._ranks = cast("ConnectedRanks", ranks)
+        self._ranks = ranks
         self._numbers = np.zeros(2, np.int64)
         self._word = torch.from_numpy(self._numbers)  # made once: an agreement must not fail for want of memory
         self._is_given_up = False
@@ -185,7 +174,7 @@ class _Comm:
     """A collective of FSDP, which all ranks begin or none."""
 
     def __init__(self, passes: Passes, ranks: Ranks) -> None:
-        self._passes, self._ranks = passes, cast("ConnectedRanks", ranks)
+        self._passes, self._ranks = passes, ranks
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

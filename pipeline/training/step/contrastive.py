@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from pipeline.protocol import Batch, Task
-    from pipeline.training.ranks.rank_protocol import Ranks
+    from pipeline.training.ranks import Ranks
     from pipeline.training.step.micro_batches import Piece, RankShare
     from pipeline.training.step.optimizers import StepSettings, Terms
 

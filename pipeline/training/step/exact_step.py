@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pipeline.memory.runtime.meters import Maintenance, Meter
-    from pipeline.training.ranks.rank_protocol import Ranks
+    from pipeline.training.ranks import Ranks
     from pipeline.training.step.micro_batches import Piece, RankShare
     from pipeline.training.step.step import Step
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from pipeline.protocol import Batch, Task
     from pipeline.training.items.batch import TaskBatch
-    from pipeline.training.ranks.rank_protocol import Ranks
+    from pipeline.training.ranks import Ranks
     from pipeline.training.step.collectives import PassOutcome
     from pipeline.training.step.micro_batches import Piece, RankShare
     from pipeline.training.step.optimizers import StepSettings

@@ -25,7 +25,7 @@ from pipeline.runs.dataset.worklist import Shard, StageSurvey
 from pipeline.runs.engine import run_task
 from pipeline.runs.engine.dispatch import Dispatch
 from pipeline.runs.workflow import table
-from pipeline.training.ranks.rank_protocol import RankLost
+from pipeline.training.ranks import RankLost
 from tests.journal.ledgers import Told
 from tests.testkit.project import DATA, TRAIN, write_config
 

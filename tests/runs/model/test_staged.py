@@ -18,7 +18,7 @@ from pipeline.runs.model import rank_setup as staging
 from pipeline.runs.model.rank_setup import staged
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
-from pipeline.training.ranks.rank_protocol import SingleRank
+from pipeline.training.ranks import Ranks
 from tests.testkit.command import Command
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
@@ -49,7 +49,7 @@ def put_on_node(project: Project, told: TaskContext | None = None) -> tuple[Proj
     """Stage all items of the data set; return the project as it is read then, and what was said."""
     said: list[str] = []
     table = table_of(project)
-    return staged(project, lambda: [table.of_split("train"), table], SingleRank(), told or tell(), said.append), said
+    return staged(project, lambda: [table.of_split("train"), table], Ranks(), told or tell(), said.append), said
 
 
 def figures_of(pipeline: Command) -> Any:
@@ -103,7 +103,7 @@ def test_what_cannot_be_staged_is_said_once_and_read_from_the_cache(trained, nod
 
     def refused(*sets: str) -> str:
         project, said = opened(*sets), list[str]()
-        assert staged(project, lambda: [table], SingleRank(), tell(), said.append) is project
+        assert staged(project, lambda: [table], Ranks(), tell(), said.append) is project
         (one,) = said
         return one
 

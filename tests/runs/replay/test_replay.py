@@ -27,7 +27,7 @@ from pipeline.runs.workflow.train_stage import job_of
 from pipeline.stages.train import Job, train
 from pipeline.training.forensics import step_bundle
 from pipeline.training.prepared import ModelFolder
-from pipeline.training.ranks.rank_protocol import SingleRank
+from pipeline.training.ranks import Ranks
 from tests.testkit import project as kit
 from tests.testkit.command import Command
 from tests.testkit.limited import device as limited
@@ -326,7 +326,7 @@ def job(lab: Lab, made: ModelFolder, *, careful: bool = False) -> Job:
     """Return a training like that of the run in another folder, which leaves out what is not finite."""
     case = lab.case
     tell = TaskContext(lambda _key, _reason, _detail: None, careful=careful)
-    found: Job = job_of(case.project, lab.run, case.prepared, tell, SingleRank())
+    found: Job = job_of(case.project, lab.run, case.prepared, tell, Ranks())
     return replace(found, folder=made, train=found.train.model_copy(update={"nan": "skip"}), validation=None)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from pipeline.store.format.disk import Disk
 from pipeline.training.checkpoints.checkpoint import open_checkpoint
 from pipeline.training.checkpoints.keeper import Keeper
-from pipeline.training.ranks.rank_protocol import SingleRank
+from pipeline.training.ranks import Ranks
 from pipeline.training.state import TrainingState
 from tests.store.faulty_disks import FailingDisk
 from tests.training.checkpoints.saved import checkpoints, same_bits
@@ -48,7 +48,7 @@ class Saving:
         made = checkpoints(folder, last=9, disk=disk)
         self.keeper = Keeper(
             made,
-            SingleRank(),
+            Ranks(),
             fresh=lambda step: None,
             tell=self.said.append,
             warn=self.warned.append,

@@ -29,7 +29,7 @@ from pipeline.training.evaluating.outputs import GatheredOutputs
 from pipeline.training.items.item_table import ItemTable, table_digest
 from pipeline.training.items.loader import Loader
 from pipeline.training.prepared import ModelFolder, PhasePlan
-from pipeline.training.ranks.rank_protocol import Ranks, SingleRank
+from pipeline.training.ranks import Ranks
 from pipeline.training.step.contrastive import make_step
 from pipeline.training.step.micro_batches import Piece
 from pipeline.training.step.optimizers import StepSettings
@@ -150,7 +150,7 @@ def job(
         choose=selected,
         parts=lambda _: folder / "parts",
         known_N=np.array(known, np.int64),
-        ranks=ranks or SingleRank(),
+        ranks=ranks or Ranks(),
         tell=TaskContext(refuse=lambda key, reason, _: refused.append((key, reason)), ending=ending),
         say=said.append,
         left_out=left_out or {},
@@ -352,7 +352,7 @@ def test_an_evaluation_takes_little_more_cpu_time_than_its_forwards(
                 step.model(batch["x"])
         forwards_s = process_time() - start_s
         start_s = process_time()
-        Evaluator(step, loader(), SingleRank(), tmp_path / str(place), cost_N=made.cost_N).figures()
+        Evaluator(step, loader(), Ranks(), tmp_path / str(place), cost_N=made.cost_N).figures()
         ratios.append((process_time() - start_s) / forwards_s)
     assert median(ratios) <= 1.15, (ratios, forwards_s)
 
@@ -409,7 +409,7 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_passed_over_and_said_so(tmp_
         return found
 
     step = step_of(Mute())
-    chosen = load_checkpoint(step, SingleRank(), selected, said.append)
+    chosen = load_checkpoint(step, Ranks(), selected, said.append)
     assert kept.folder == tmp_path
     assert chosen.step == 3
     assert all(bool((one == 3).all()) for one in step.model.parameters())
@@ -422,5 +422,5 @@ def test_moving_averages_are_what_is_used_where_there_are_any(tmp_path: Path) ->
     tensors |= {f"ema.{name}": torch.full_like(one, 5.0) for name, one in model.named_parameters()}
     checkpoints(tmp_path, identity=identity()).save(State(tensors, {}), 1)
     step = step_of(Mute())
-    load_checkpoint(step, SingleRank(), lambda without: choose_checkpoint(tmp_path, "last", without), [].append)  # type: ignore[arg-type,return-value]
+    load_checkpoint(step, Ranks(), lambda without: choose_checkpoint(tmp_path, "last", without), [].append)  # type: ignore[arg-type,return-value]
     assert all(bool((one == 5).all()) for one in step.model.parameters())

@@ -25,7 +25,7 @@ from pipeline.training.items.item_source import ItemArrays
 from pipeline.training.items.item_table import ItemTable, TableBuilder
 from pipeline.training.loop.trainer import Trainer
 from pipeline.training.prepared import ModelFolder, PhasePlan, Prepared, likeness
-from pipeline.training.ranks.rank_protocol import Ranks, SingleRank
+from pipeline.training.ranks import Ranks
 from pipeline.training.sampling import MicroBatch
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
@@ -215,7 +215,7 @@ class Run:
 
     plot: Plot
     folder: Path
-    ranks: Ranks = field(default_factory=SingleRank)
+    ranks: Ranks = field(default_factory=Ranks)
     make: Callable[[Any, StepSettings], Step] = Step
     ending: Callable[[], int] = lambda: 0
     task: Any = None

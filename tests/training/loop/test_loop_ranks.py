@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from pipeline.errors import ConfigError
+from pipeline.training.ranks import LOST
 from pipeline.training.ranks.process_group import ProcessGroup
-from pipeline.training.ranks.rank_protocol import LOST
 from tests.training.checkpoints.saved import spoil
 from tests.training.loop.loops import (
     Plot,

@@ -20,9 +20,9 @@ from pipeline.errors import ConfigError, JobFailed
 from pipeline.training.own_loops import governed as governed_module
 from pipeline.training.own_loops.foreign_ranks import begin_alike, wrappers_of
 from pipeline.training.own_loops.governed import Governed
+from pipeline.training.ranks import PIECE_BYTES, RankLost, Ranks
 from pipeline.training.ranks.gradient_sums import GradientSums
 from pipeline.training.ranks.process_group import ProcessGroup
-from pipeline.training.ranks.rank_protocol import PIECE_BYTES, RankLost, Ranks, SingleRank
 from tests.testkit.limited import device as limited
 from tests.testkit.limited.device import LimitedDevice, RefuseOne
 from tests.training.ranks.crews import crew
@@ -120,7 +120,7 @@ def test_an_oom_in_any_micro_batch_of_a_rank_leaves_the_step_of_one_process(
     assert all(found == ranks[0] for found in ranks), "ranks have drifted apart"
 
 
-class Apart(SingleRank):
+class Apart(Ranks):
     """A group whose messages and sums take no memory of the device, as on a card."""
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -139,7 +139,7 @@ class Apart(SingleRank):
 def test_a_lack_of_room_shrinks_the_pieces_of_that_step_alone() -> None:
     weight = torch.nn.Parameter(torch.zeros(1 << 18))
     weight.grad = torch.ones(1 << 18)
-    sums = GradientSums([weight], SingleRank(), "cpu")
+    sums = GradientSums([weight], Ranks(), "cpu")
     with LimitedDevice(through=lambda _, signed_bytes: signed_bytes < 1 << 20):
         assert sums.reserve() == 1 << 19
     assert sums.reserve() == 1 << 20
@@ -260,7 +260,7 @@ def test_a_model_whose_parameters_are_shared_out_is_refused_with_what_to_do() ->
 def test_statistics_that_ranks_exchange_within_a_pass_are_refused_with_what_to_do() -> None:
     model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(2)))
     with pytest.raises(ConfigError, match=r"exchanges statistics(.|\n)*leave out convert_sync_batchnorm"):
-        begin_alike(model, SingleRank())
+        begin_alike(model, Ranks())
 
 
 def unlike(group: ProcessGroup) -> str:

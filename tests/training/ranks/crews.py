@@ -19,7 +19,7 @@ from pipeline.device.accelerator import is_card, select_card
 from pipeline.device.kinds import CPU
 from pipeline.errors import PipelineError
 from pipeline.records import RankPlace
-from pipeline.training.ranks.process_group import ProcessGroup, WatchedSingleRank, join_process_group
+from pipeline.training.ranks.process_group import join_process_group
 from pipeline.training.ranks.rank_monitor import HangLimits
 
 if TYPE_CHECKING:
@@ -63,10 +63,6 @@ class Crew:
     def err(self, rank: int) -> str:
         """Return what a rank wrote to its stderr."""
         return self.folder.joinpath(f"{rank}.err").read_text()
-
-    def reported(self, rank: int) -> str:
-        """Return what a rank reported to its ledger."""
-        return self.folder.joinpath(f"{rank}.reported").read_text()
 
     def result(self, rank: int) -> Any:
         """Return what the part of a rank returned."""
@@ -136,9 +132,7 @@ def _be(
     try:
         if is_card(device):
             select_card(place.local_rank)
-        report = folder.joinpath(f"{place.rank}.reported").write_text
-        group = join_process_group(place, where, device=device, limits=limits, within_s=120, report=report)
-        assert isinstance(group, ProcessGroup | WatchedSingleRank)
+        group = join_process_group(place, where, device=device, limits=limits, within_s=120)
         result = do(group, *words)
         folder.joinpath(f"{place.rank}.json").write_text(json.dumps(result))
     except PipelineError as error:

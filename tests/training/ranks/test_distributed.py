@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # they are documented there
 
 from pipeline.records import RankPlace
-from pipeline.training.ranks.process_group import LETTER_BYTES, ProcessGroup, WatchedSingleRank
-from pipeline.training.ranks.rank_monitor import Activity, HangLimits, LostRank, stuck_rank
-from pipeline.training.ranks.rank_protocol import HUNG, LOST
+from pipeline.training.ranks import HUNG, LOST
+from pipeline.training.ranks.process_group import LETTER_BYTES, MonitoredRanks, ProcessGroup
+from pipeline.training.ranks.rank_monitor import Activity, HangLimits, WatchedRank, stuck_rank
 from pipeline.training.ranks.rendezvous import addresses_of
 from tests.training.ranks.crews import DEADLINE_S, await_file, crew
 
@@ -91,12 +91,12 @@ def test_ranks_talk_and_add_up_bitwise_alike_and_leave_in_order(tmp_path: Path) 
         got = torch.tensor(results[0]["many"][number], dtype=torch.float64)
         torch.testing.assert_close(got, (parts[0] + parts[1]).flatten(), rtol=1e-15, atol=1e-15)
     assert [one.err(rank) for one in crews for rank in range(WORLD)] == [""] * 2 * WORLD
-    assert not [*tmp_path.glob("ranks-*"), *tmp_path.glob("*/*.reported")]
+    assert not [*tmp_path.glob("ranks-*")]
 
 
 def await_word_of(group: ProcessGroup, rank: int, what: str) -> None:
     """Wait until the monitor of this rank has heard what another does, where it hears of it directly."""
-    peer = group._monitor._peers.get(rank)
+    peer = next((peer for peer in group._monitor._peers.values() if peer.rank == rank), None)
     while peer is not None and peer.doing.what != what:
         time.sleep(0.005)
 
@@ -129,7 +129,6 @@ def test_a_killed_rank_is_named_by_all_others(tmp_path: Path, victim: int, doing
     )
     for rank in {0, 1, 2} - {victim}:
         assert f"stops: {name}" in started.err(rank)
-        assert name in started.reported(rank)
         assert (f"error: one of 3 ranks is lost: {name}" in started.err(rank)) == (doing != "is stuck")
 
 
@@ -153,7 +152,7 @@ def test_a_child_that_outlives_a_killed_rank_does_not_hide_its_death(tmp_path: P
     codes = started.wait()
     os.kill(int(tmp_path.joinpath("child").read_text()), signal.SIGKILL)  # it was there until now
     assert codes == [LOST, -signal.SIGKILL]
-    assert f"rank 1 ({socket.gethostname()}) died without an error message" in started.reported(0)
+    assert f"rank 1 ({socket.gethostname()}) died without an error message" in started.err(0)
 
 
 def add_one(group: ProcessGroup) -> list[float]:
@@ -188,14 +187,14 @@ def test_a_hung_rank_shows_where_it_is_and_is_named(tmp_path: Path, victim: int)
     started = crew(tmp_path, 2, hang, victim, limits=QUICK)
     assert started.wait() == [HUNG if rank == victim else LOST for rank in range(2)]
     for rank in range(2):
-        assert f"rank {victim} ({socket.gethostname()}) made no progress for 2 s" in started.reported(rank)
-        assert "its last action: step 2, micro-batch 1" in started.reported(rank)
+        assert f"rank {victim} ({socket.gethostname()}) made no progress for 2 s" in started.err(rank)
+        assert "its last action: step 2, micro-batch 1" in started.err(rank)
     assert "in fall_asleep" in started.err(victim)
     assert "Thread 0x" in started.err(victim)
     assert "fall_asleep" not in started.err(1 - victim)
 
 
-def hang_alone(group: WatchedSingleRank) -> None:
+def hang_alone(group: MonitoredRanks) -> None:
     """Be slow where that is known, make a step; then do nothing any more, as where a `collate` hangs."""
     with group.patient("validation"):
         time.sleep(QUICK.hang_s + 1)
@@ -206,7 +205,7 @@ def hang_alone(group: WatchedSingleRank) -> None:
 def test_a_training_in_one_process_that_hangs_shows_where_it_is_and_ends(tmp_path: Path) -> None:
     started = crew(tmp_path, 1, hang_alone, limits=QUICK)
     assert started.wait() == [HUNG]
-    assert "made no progress for 2 s; its last action: step 2" in started.reported(0)
+    assert "made no progress for 2 s; its last action: step 2" in started.err(0)
     assert "in fall_asleep" in started.err(0)
 
 
@@ -231,7 +230,7 @@ def test_a_process_of_which_no_thread_runs_is_named_by_the_others(tmp_path: Path
     code = started.processes[0].exitcode
     started.end()
     assert code == LOST
-    assert f"rank 1 ({socket.gethostname()}) has not answered for 2 s; its last action: step 2" in started.reported(0)
+    assert f"rank 1 ({socket.gethostname()}) has not answered for 2 s; its last action: step 2" in started.err(0)
 
 
 def be_slow(group: ProcessGroup) -> list[Any]:
@@ -302,9 +301,8 @@ def test_a_signal_is_handled_while_others_are_waited_for(tmp_path: Path) -> None
 
 def test_ranks_that_wait_for_each_other_are_stuck_and_the_one_behind_is_named() -> None:
     ahead, behind = Activity("step 4", 10.0, calls=12, waits=True), Activity("step 3", 10.0, calls=11, waits=True)
-    found = stuck_rank({0: ("n1", ahead, 11.0), 1: ("n2", behind, 11.0)})
+    first, second = WatchedRank(0, "n1", ahead, 11.0), WatchedRank(1, "n2", behind, 11.0)
     how = "waits for the others, which wait for it: it is in call 11, others in call 12"
-    assert found == LostRank(1, "n2", how, "step 3")
-    assert str(found) == f"rank 1 (n2) {how}; its last action: step 3"
-    assert stuck_rank({0: ("n1", ahead, 11.0), 1: ("n2", behind, 9.0)}) is None
-    assert stuck_rank({0: ("n1", ahead, 11.0), 1: ("n2", Activity("step 3", 10.0, 11), 11.0)}) is None
+    assert stuck_rank([first, second]) == f"rank 1 (n2) {how}; its last action: step 3"
+    assert stuck_rank([first, WatchedRank(1, "n2", behind, 9.0)]) is None
+    assert stuck_rank([first, WatchedRank(1, "n2", Activity("step 3", 10.0, 11), 11.0)]) is None

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.device.kinds import VISIBLE
-from pipeline.training.ranks.launch import GracePeriods, launch_ranks
+from pipeline.training.ranks.launch import launch_ranks
 from tests.cluster.programs import await_true, is_running
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -35,7 +35,7 @@ import time
 while len(list(folder.glob("*.up"))) < int(part.partition("/")[2]):
     time.sleep(0.005)
 """
-SHORT = GracePeriods(0.2, 0.3)
+SHORT = {"alone_s": 0.2, "term_s": 0.3}
 
 
 def command(folder: Path, then: str, what: str = "-") -> list[str]:
@@ -70,8 +70,8 @@ def test_the_first_that_fails_is_named_and_the_others_are_ended(
     tmp_path: Path, how: str, code: int, said: str, what: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     then = f"if rank == 1: {how}\nwhile True: signal.pause()"
-    graces = SHORT if what == "deaf" else GracePeriods(0.2, 300.0)
-    assert launch_ranks(command(tmp_path, then, what), 3, graces=graces) == code
+    graces = SHORT if what == "deaf" else {"alone_s": 0.2, "term_s": 300.0}
+    assert launch_ranks(command(tmp_path, then, what), 3, **graces) == code
     assert f"rank 1 of 3 (process {up(tmp_path, 1)[0]}) {said}" in capfd.readouterr().err
     assert are_gone(tmp_path, 3)
     assert tmp_path.joinpath("0.15").exists() == (what == "-")
@@ -85,7 +85,7 @@ if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 sys.exit(76)
 """
-    assert launch_ranks(command(tmp_path, then), 3, graces=GracePeriods(300.0, 1.0)) == 137
+    assert launch_ranks(command(tmp_path, then), 3, alone_s=300.0, term_s=1.0) == 137
 
 
 def test_a_finished_rank_does_not_end_the_others(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ if rank == 1:
     time.sleep(1.0)  # longer than all graces
     folder.joinpath("done").touch()
 """
-    assert launch_ranks(command(tmp_path, then), 2, graces=SHORT) == 0
+    assert launch_ranks(command(tmp_path, then), 2, **SHORT) == 0
     assert tmp_path.joinpath("done").exists()
 
 

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pipeline.training.ranks.rank_protocol import Ranks, SingleRank
+from pipeline.training.ranks import Ranks
 from tests.training.loop.loops import Plot, furthest
 from tests.training.ranks.crews import crew
 from tests.training.step.kinds import GRADIENT, Trouble, outcome, true_gradient
@@ -63,7 +63,7 @@ def largest_difference(folder: Path, name: str, world: int, *, fails: bool) -> t
     """Return the largest difference to the gradient of one batch, and how often memory ended."""
     folder.mkdir(parents=True, exist_ok=True)
     if world == 1:
-        ranks = [gradients(SingleRank(), folder, name, fails)]
+        ranks = [gradients(Ranks(), folder, name, fails)]
     else:
         ranks = crew(folder, world, gradients, folder, name, fails).results()
     apart = 0.0

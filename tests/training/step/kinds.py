@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from pipeline.device.accelerator import RngState
 from pipeline.training.loop.metrics_log import read_epochs
-from pipeline.training.ranks.rank_protocol import Ranks, SingleRank
+from pipeline.training.ranks import Ranks
 from pipeline.training.step.contrastive import make_step
 from pipeline.training.step.fsdp import ShardedStep
 from pipeline.training.step.optimizers import StepSettings
@@ -123,7 +123,7 @@ def task_of(kind: Kind, plot: Plot) -> Any:
 
 def training(name: str, plot: Plot, folder: Path, ranks: Ranks | None = None, task: Any = None, **more: Any) -> Run:
     """Return a training by steps of a kind."""
-    kind, ranks = KINDS[name], ranks or SingleRank()
+    kind, ranks = KINDS[name], ranks or Ranks()
 
     def make(task: Any, settings: StepSettings) -> Step:
         if kind.is_sharded and ranks.world > 1:
@@ -247,7 +247,7 @@ def outcome(
     name: str, plot: Plot, folder: Path, ranks: Ranks | None = None, trouble: Trouble | None = None, task: Any = None
 ) -> dict[str, Any]:
     """Train to the end, through some trouble; return what JSON can say of it."""
-    trouble, ranks = trouble or Trouble(), ranks or SingleRank()
+    trouble, ranks = trouble or Trouble(), ranks or Ranks()
     run = training(name, plot, folder, ranks, trouble.within(task or task_of(KINDS[name], plot)))
     at_block = trouble.site == "block"
     if at_block:

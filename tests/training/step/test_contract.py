@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from pipeline.errors import DataError, JobFailed, PlanInfeasible
+from pipeline.training.ranks import LOST, Ranks
 from pipeline.training.ranks.process_group import ProcessGroup
-from pipeline.training.ranks.rank_protocol import LOST, Ranks, SingleRank
 from tests.testkit.cost import uncounted
 from tests.testkit.limited import device as limited
 from tests.training.loop.loops import Plot, furthest, signals_after
@@ -49,7 +49,7 @@ def done(name: str, folder: Path, part: Callable[..., Any], *words: Any, world: 
     world = world or KINDS[name].world
     folder.mkdir(parents=True, exist_ok=True)
     if world == 1:
-        return [json.loads(json.dumps(part(SingleRank(), folder, name, *words)))]
+        return [json.loads(json.dumps(part(Ranks(), folder, name, *words)))]
     return crew(folder, world, part, folder, name, *words).results()
 
 
@@ -196,7 +196,7 @@ def always_torn(ranks: Ranks, folder: Path, name: str) -> None:
 def test_memory_that_always_ends_in_the_optimizer_ends_the_training(tmp_path: Path, name: str) -> None:
     if KINDS[name].world == 1:
         with pytest.raises(JobFailed, match="did not help"):
-            always_torn(SingleRank(), tmp_path, name)
+            always_torn(Ranks(), tmp_path, name)
         return
     ranks = crew(tmp_path, 2, always_torn, tmp_path, name)
     assert ranks.wait() == [JobFailed.exit_code] * 2
@@ -215,7 +215,7 @@ def test_an_item_that_is_no_number_ends_all_ranks_by_its_name(tmp_path: Path, na
     plot = replace(LONG, train={**ADAM, "nan": "stop"}, nan={7: 0}, validated=0)
     if KINDS[name].world == 1:
         with pytest.raises(DataError, match=r"of item7\b"):
-            spoiled(SingleRank(), tmp_path, name, plot)
+            spoiled(Ranks(), tmp_path, name, plot)
         return
     ranks = crew(tmp_path, 2, spoiled, tmp_path, name, plot)
     assert ranks.wait() == [DataError.exit_code] * 2

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
+from pipeline.training.ranks import Ranks
 from pipeline.training.ranks.process_group import ProcessGroup
-from pipeline.training.ranks.rank_protocol import SingleRank
 from pipeline.training.step.fsdp import ShardedStep, built, local, shard
 from pipeline.training.step.optimizers import StepSettings
 from tests.testkit.limited import device
@@ -106,9 +106,9 @@ def test_what_cannot_be_spread_is_refused() -> None:
     model = nn.Linear(2, 2)
     model.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ConfigError, match="scale"):
-        shard(model, SingleRank(), "cpu")
+        shard(model, Ranks(), "cpu")
     with pytest.raises(ConfigError, match=r"several dtypes: float32 \(0.bias\) and float64 \(1.bias\)"):
-        shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), SingleRank(), "cpu")
+        shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), Ranks(), "cpu")
 
 
 class Unequal(Heads):
