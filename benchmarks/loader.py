@@ -179,9 +179,9 @@ def waits(root: str, key: str, compared: str) -> float:
         loader = loader_of(Path(root), bytes.fromhex(key), range(min(int(compared), 60 * BATCH)))
         batches = iter(loader)
         next(batches)
-        loader.stats.wait_s = 0.0
+        loader.wait_s = 0.0
         steps = sum(seconds(step) for _ in batches)
-        shares.append(loader.stats.wait_s / (steps + loader.stats.wait_s))
+        shares.append(loader.wait_s / (steps + loader.wait_s))
     return max(shares)
 
 

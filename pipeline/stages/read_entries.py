@@ -6,20 +6,24 @@ Memory is what the table takes and 12 bytes an id, whatever the items hold.
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipeline.protocol import ITEMS
 from pipeline.records import Entry, Reason, Rejection
 from pipeline.structures.sources.item_ids import SeenIds, id_problem
 from pipeline.training.items.item_source import (
-    ArrayForms,
+    NUMBERS,
+    OF_GRAPHS,
     array_sizes,
     arrays_digest,
     as_arrays,
+    parse_field,
 )
 from pipeline.training.items.item_table import TableBuilder
 from pipeline.units import printable_text
@@ -29,7 +33,72 @@ if TYPE_CHECKING:
 
     from pipeline.training.items.item_source import Array
 
+TAKEN = {ITEMS, NUMBERS, *OF_GRAPHS}
+_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
+_WIDEST = 8  # bytes of a number
+Form = tuple[np.dtype[Any], tuple[int, ...]]
 ITEMS_READ = "items_read"  # a figure that tells how many so far
+
+
+@dataclass(slots=True)
+class ArrayForms:
+    """The types and shapes of a data set's arrays so far; later items must match, since batches join any of them."""
+
+    known: dict[str, Form] = field(default_factory=dict)  # of one item, or of a row
+    most: dict[str, int] = field(default_factory=dict)  # rows of any item along each axis
+
+    def wrong(self, arrays: Mapping[str, Array]) -> str:
+        """Return why an item's arrays cannot be joined with earlier ones; empty if they can."""
+        return next(self._problems(arrays), "") if arrays else "it has no arrays"
+
+    def add(self, arrays: Mapping[str, Array]) -> None:
+        """Add an item's arrays, which later ones must match."""
+        for name, values in arrays.items():
+            self.known.setdefault(name, _form(name, values))
+        for axis, rows in array_sizes(arrays).items():
+            self.most[axis] = max(rows, self.most.get(axis, 0))
+
+    def _problems(self, arrays: Mapping[str, Array]) -> Iterator[str]:
+        """Yield the problems of the arrays: of each alone, together, and compared with earlier items."""
+        for name, values in arrays.items():
+            yield from _problems_alone(name, values)
+        sizes = array_sizes(arrays)
+        for name, values in arrays.items():
+            axis, form = parse_field(name).axis, _form(name, values)
+            if axis and sizes[axis] != len(values):
+                yield f"{name} has {len(values)} rows; {axis} has {sizes[axis]}"
+            if form != (before := self.known.get(name, form)):
+                yield f"{name} is {_shown(form)}, but {_shown(before)} in earlier items"
+            if self.most and name not in self.known and not _may_lack(name, values.dtype, self.most):
+                yield f"earlier items have no {name} ({values.dtype.name} has no fill value)"
+        for name, (dtype, _) in self.known.items():
+            if name not in arrays and not _may_lack(name, dtype, sizes):
+                yield f"it has no {name}, which earlier items have ({dtype.name} has no fill value)"
+
+
+def _problems_alone(name: str, values: Array) -> Iterator[str]:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        yield f"{name!r} is not a valid array name: use letters, digits, _ and dots"
+    if (first := name.partition(".")[0]) in TAKEN:
+        yield f"{name}: the name {first} is taken"
+    if values.dtype.kind not in "biuf" or values.dtype.itemsize > _WIDEST or not values.dtype.isnative:
+        yield f"{name} has dtype {values.dtype}, which torch does not support"
+    if (axis := parse_field(name).axis) and not values.ndim:
+        yield f"{name} is a scalar, but its axis is {axis}"
+
+
+def _form(name: str, values: Array) -> Form:
+    return values.dtype, values.shape[1:] if parse_field(name).axis else values.shape
+
+
+def _shown(form: Form) -> str:
+    return f"{form[0].name} {list(form[1])}"
+
+
+def _may_lack(name: str, dtype: np.dtype[Any], rows: Mapping[str, int]) -> bool:
+    """Whether no rows, NaN or False can stand for an values that an item lacks."""
+    axis = parse_field(name).axis
+    return dtype.kind == "f" or (bool(axis) and (dtype.kind == "b" or not rows.get(axis)))
 
 
 @dataclass(slots=True)

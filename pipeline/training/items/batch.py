@@ -23,7 +23,7 @@ from pipeline.graphs import item_graph as graphs
 from pipeline.graphs import pyg_view
 from pipeline.graphs.item_graph import CROSS, EDGE, LABEL, NODE, PATH, RESIDUE
 from pipeline.records import Role
-from pipeline.training.items.item_source import CENTRE, LIGAND, OF_GRAPHS, PTR, RECEPTOR, FieldForm, parse_field
+from pipeline.training.items.item_source import CENTRE, OF_GRAPHS, PTR, FieldForm, parse_field
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -111,10 +111,6 @@ class BatchBuilder:
 
     def __init__(self, items: Sequence[ItemArrays], embedding: tuple[torch.dtype, int] | None = None) -> None:
         """Lay items out, with room for an `embedding` of this type and width of each residue."""
-        for item in items:
-            roles = [partner["role"] for partner in item.meta["partners"]]
-            if len(roles) > 1 and roles != [RECEPTOR, LIGAND]:  # pairs are of the receptor, first, and the ligand
-                raise ValueError(f"the graph of {item.id} has the partners {', '.join(roles)}")
         layout = self.layout = BatchLayout()
         arrays_B = [{**item.values, **item.arrays} if item.values else item.arrays for item in items]
         names = sorted({name for arrays in arrays_B for name in arrays})
@@ -332,18 +328,12 @@ class ItemBatch:
 
     def _item(self, place: int, fields: Mapping[str, Tensor]) -> ItemTensors:
         """Return an item by its own fields; of partners that it lacks there are fields without rows."""
-        groups = _grouped(fields)
-        nodes = {role: self.layout.bounds[f"{role}.{NODE}"] for role in self.layout.roles()}
-        return ItemTensors(
-            id=self.ids[place],
-            number=self.numbers[place],
-            sides={role: _side(role, groups) for role, start in nodes.items() if start[place] < start[place + 1]},
-            cross=groups[CROSS],
-            cross_fields=groups[f"{CROSS}.{FIELDS}"],
-            labels=groups[LABEL],
-            rng=item_rng(self.origin, self.ids[place]),
-            values=groups[""],
-        )
+        groups, name, bounds = _grouped(fields), self.ids[place], self.layout.bounds
+        starts = {role: bounds[f"{role}.{NODE}"] for role in self.layout.roles()}
+        sides = {role: _side(role, groups) for role, start in starts.items() if start[place] < start[place + 1]}
+        rng, of_edges = item_rng(self.origin, name), groups[f"{CROSS}.{FIELDS}"]
+        number = self.numbers[place]
+        return ItemTensors(name, number, sides, groups[CROSS], groups[LABEL], rng, groups[""], of_edges)
 
     @property
     def rng(self) -> np.random.Generator:
@@ -376,7 +366,6 @@ class TaskBatch:
     rejected: tuple[Rejection, ...] = ()  # items that have no graph after all
     weights: Mapping[str, Any] | None = None  # of the terms of its loss, where the task defines them
     cropped: int = 0  # items
-    bytes: int = 0  # of its tensors
     is_made: bool = True  # False: `collate` ran out of memory, or must not run ahead; `part` makes the value
     read_again: Callable[[Sequence[int], BatchOrigin], TaskBatch] | None = None
 
@@ -442,14 +431,7 @@ def _grouped(fields: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def _side(role: str, groups: Mapping[str, dict[str, Tensor]]) -> PartnerTensors:
-    return PartnerTensors(
-        role=role,
-        centre=groups[role][CENTRE],
-        nodes=groups[f"{role}.{NODE}"],
-        edges=groups[f"{role}.{EDGE}"],
-        edge_fields=groups[f"{role}.{EDGE}.{FIELDS}"],
-        residues=groups[f"{role}.{RESIDUE}"],
-        paths=groups[f"{role}.{PATH}"],
-        embedding=groups[role].get(EMBEDDING),
-        encoded=groups[role].get(ENCODED),
-    )
+    own, of_edges = groups[role], groups[f"{role}.{EDGE}.{FIELDS}"]
+    nodes, edges, residues, paths = (groups[f"{role}.{kind}"] for kind in (NODE, EDGE, RESIDUE, PATH))
+    embedding, encoded = own.get(EMBEDDING), own.get(ENCODED)
+    return PartnerTensors(role, own[CENTRE], nodes, edges, residues, paths, embedding, encoded, of_edges)

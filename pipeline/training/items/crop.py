@@ -8,6 +8,7 @@ Shapes: N nodes and R residues of a partner, U units that stay or go together (r
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,8 +18,8 @@ import numpy as np
 import xxhash
 
 from pipeline.errors import PlanInfeasible
-from pipeline.graphs.item_graph import LABEL, ItemGraph, PartnerGraph, decode_graph, encode_graph
-from pipeline.training.items.item_source import PAIRS, FieldForm, parse_field
+from pipeline.graphs.item_graph import ItemGraph, PartnerGraph, decode_graph, encode_graph
+from pipeline.training.items.item_source import PAIRS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -51,14 +52,16 @@ def crop_item(item: ItemArrays, limits: Sizes, rng: np.random.Generator, measure
     graph = decode_graph(item.arrays, item.meta)
     sides = [_OrderedPartner.around(part, node) for part, node in zip(graph.parts, _anchors(graph, rng), strict=True)]
 
-    def fits(most: Sequence[int]) -> bool:
-        return _fits(measure(_outline(graph, sides, _counts(sides, most)).sizes()), limits)
+    def counts(most: Sequence[int]) -> list[int]:
+        return [side.count(nodes) for side, nodes in zip(sides, most, strict=True)]
 
-    kept = _counts(sides, _most(fits, [part.size for part in graph.parts]))
+    def fits(most: Sequence[int]) -> bool:
+        return _fits(measure(_outline(graph, sides, counts(most)).sizes()), limits)
+
+    kept = counts(_most(fits, [part.size for part in graph.parts]))
     if not fits(kept):
-        asked = ", ".join(f"{most:,} {name}" for name, most in limits.items())
-        remedy = "--set train.oversize=skip, or use a larger GPU"
-        raise PlanInfeasible(f"it cannot be cropped to {asked}", where=item.id, remedy=remedy)
+        what = "it cannot be cropped to " + ", ".join(f"{most:,} {name}" for name, most in limits.items())
+        raise PlanInfeasible(what, where=item.id, remedy="--set train.oversize=skip, or use a larger GPU")
     arrays, meta = encode_graph(_cut(graph, sides, kept))
     return item._replace(arrays=arrays, meta={**item.meta, **meta})
 
@@ -102,9 +105,7 @@ class _OrderedPartner:
     @cached_property
     def rank_N(self) -> Integers:
         """The index of each node in the order."""
-        rank_N = np.empty_like(self.order_N)
-        rank_N[self.order_N] = np.arange(len(rank_N))
-        return rank_N
+        return np.argsort(self.order_N)
 
     @cached_property
     def edge_ranks(self) -> dict[str, Integers]:
@@ -125,10 +126,6 @@ class _OrderedPartner:
         return int(np.searchsorted(self.start_U, count))
 
 
-def _counts(sides: Sequence[_OrderedPartner], most: Sequence[int]) -> list[int]:
-    return [side.count(nodes) for side, nodes in zip(sides, most, strict=True)]
-
-
 def _most(fits: Callable[[Sequence[int]], bool], sizes: Sequence[int]) -> list[int]:
     """Return the most nodes of each partner: the same for all, then more for one where another is the limit."""
     most = [_bisect(lambda count: fits([count] * len(sizes)), max(sizes))] * len(sizes)
@@ -140,11 +137,7 @@ def _most(fits: Callable[[Sequence[int]], bool], sizes: Sequence[int]) -> list[i
 
 def _bisect(fits: Callable[[int], bool], most: int) -> int:
     """Return the largest count up to `most` that fits; 1 if none does."""
-    below, above = 1, most + 1
-    while above - below > 1:
-        middle = (below + above) // 2
-        below, above = (middle, above) if fits(middle) else (below, middle)
-    return below
+    return max(1, bisect_left(range(1, most + 1), 1, key=lambda count: not fits(count)))
 
 
 def _outline(graph: ItemGraph, sides: Sequence[_OrderedPartner], counts: Sequence[int]) -> ItemGraph:
@@ -154,10 +147,9 @@ def _outline(graph: ItemGraph, sides: Sequence[_OrderedPartner], counts: Sequenc
         edges = {name: _nothing(2, int(np.searchsorted(rank_E, count))) for name, rank_E in side.edge_ranks.items()}
         residues = {"row": _nothing(side.units(count))}
         parts.append(replace(side.part, nodes={"pos": _nothing(count)}, edges=edges, residues=residues))
-    stays = {name: _stays(sides[::-1], counts[::-1], ends) for name, ends in graph.cross.items()}
-    cross = {name: _nothing(2, int(stays_E.sum())) for name, stays_E in stays.items()}
-    pairs = graph.labels.get(CONTACTS)
-    contacts = 0 if pairs is None else int(_stays(sides, counts, pairs.T).sum())
+    cross = {name: _nothing(2, _stay(sides[::-1], counts[::-1], ends)) for name, ends in graph.cross.items()}
+    pairs_P2 = graph.labels.get(CONTACTS)
+    contacts = 0 if pairs_P2 is None else _stay(sides, counts, pairs_P2.T)
     return ItemGraph(tuple(parts), cross, {CONTACTS: _nothing(contacts)})
 
 
@@ -165,51 +157,46 @@ def _nothing(*shape: int) -> Array:
     return np.broadcast_to(np.int64(0), shape)
 
 
-def _stays(sides: Sequence[_OrderedPartner], counts: Sequence[int], ends: Array) -> NDArray[np.bool_]:
-    """Return which pairs of nodes, a row for each partner, keep both ends."""
+def _stay(sides: Sequence[_OrderedPartner], counts: Sequence[int], ends: Array) -> int:
+    """Return how many pairs of nodes, a row for each partner, keep both ends."""
     stays = [side.rank_N[nodes] < count for side, count, nodes in zip(sides, counts, ends, strict=True)]
-    both: NDArray[np.bool_] = np.logical_and.reduce(stays)
-    return both
+    return int(np.logical_and.reduce(stays).sum())
 
 
 def _cut(graph: ItemGraph, sides: Sequence[_OrderedPartner], counts: Sequence[int]) -> ItemGraph:
     """Return the cropped graph; nodes, residues, edges and labels keep their order."""
-    places = [_places(np.sort(side.order_N[:count]), side.part.size) for side, count in zip(sides, counts, strict=True)]
-    return ItemGraph(
-        parts=tuple(_cut_part(side.part, new_N) for side, new_N in zip(sides, places, strict=True)),
-        cross={name: _kept(places[::-1], edges_2E) for name, edges_2E in graph.cross.items()},
-        labels=_cut_labels(graph.labels, places),
-        cross_fields=_cut_fields(places[::-1], graph.cross, graph.cross_fields),
-    )
+    new = []  # index of each node, -1 if it is dropped
+    for side, count in zip(sides, counts, strict=True):
+        new_N = np.full(side.part.size, -1)
+        new_N[np.sort(side.order_N[:count])] = np.arange(count)
+        new.append(new_N)
+    cross, cross_fields = _cut_edges(new[::-1], graph.cross, graph.cross_fields)
+    parts = tuple(_cut_part(side.part, new_N) for side, new_N in zip(sides, new, strict=True))
+    return ItemGraph(parts, cross, _cut_labels(graph.labels, new), cross_fields)
 
 
-def _places(kept: Integers, size: int) -> Integers:
-    """Return the new index of each node or residue, -1 if it is dropped."""
-    new = np.full(size, -1)
-    new[kept] = np.arange(len(kept))
-    return new
-
-
-def _kept(new: Sequence[Integers], ends: Array) -> Array:
-    """Return the pairs of nodes whose ends both stay, renumbered; a row for each end."""
+def _kept(new: Sequence[Integers], ends: Array) -> tuple[NDArray[np.bool_], Integers]:
+    """Return which nodes that belong together, a row for each, all stay, and those renumbered."""
     moved = np.stack([mine[nodes] for mine, nodes in zip(new, ends, strict=True)])
-    return moved[:, (moved >= 0).all(axis=0)]
+    stays: NDArray[np.bool_] = np.logical_and.reduce(moved >= 0)
+    return stays, moved[:, stays]
 
 
-def _cut_fields(new: Sequence[Integers], edges: Mapping[str, Array], fields: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the fields of the edges whose ends both stay."""
-    ends = {name: edges[name.partition(".")[0]] for name in fields}
-    stays = {
-        name: np.logical_and.reduce([mine[nodes] >= 0 for mine, nodes in zip(new, ends[name], strict=True)])
-        for name in fields
-    }
-    return {name: array[stays[name]] for name, array in fields.items()}
+def _cut_edges(
+    new: Sequence[Integers], edges: Mapping[str, Array], fields: Mapping[str, Array]
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Return the edges whose ends both stay, and their fields."""
+    cut, cut_fields = dict[str, Any](), dict[str, Any]()
+    for kind, edges_2E in edges.items():
+        stays_E, cut[kind] = _kept(new, edges_2E)
+        cut_fields |= {name: array[stays_E] for name, array in fields.items() if name.startswith(f"{kind}.")}
+    return cut, cut_fields
 
 
 def _cut_part(part: PartnerGraph, new_N: Integers) -> PartnerGraph:
     """Return the cropped graph of a partner."""
-    kept_N = np.flatnonzero(new_N >= 0)
-    if len(kept_N) == part.size:
+    kept_N = new_N >= 0
+    if kept_N.all():
         return part
     nodes = {name: array[kept_N] for name, array in part.nodes.items()}
     residues = dict(part.residues)
@@ -217,29 +204,17 @@ def _cut_part(part: PartnerGraph, new_N: Integers) -> PartnerGraph:
         kept_R, residue_N = np.unique(nodes["residue"], return_inverse=True)
         nodes["residue"] = residue_N.astype(nodes["residue"].dtype)
         residues = {name: array[kept_R] for name, array in residues.items()}
-    return replace(
-        part,
-        nodes=nodes,
-        edges={name: _kept([new_N, new_N], edges_2E) for name, edges_2E in part.edges.items()},
-        residues=residues,
-        paths={name: _kept([new_N] * path.shape[1], path.T).T for name, path in part.paths.items()},
-        edge_fields=_cut_fields([new_N, new_N], part.edges, part.edge_fields),
-    )
+    edges, fields = _cut_edges([new_N, new_N], part.edges, part.edge_fields)
+    paths = {name: _kept([new_N] * path.shape[1], path.T)[1].T for name, path in part.paths.items()}
+    return replace(part, nodes=nodes, edges=edges, residues=residues, paths=paths, edge_fields=fields)
 
 
 def _cut_labels(labels: Mapping[str, Array], new: Sequence[Integers]) -> dict[str, Array]:
     """Return the labels of the node pairs that stay, and labels that belong to no pair."""
-    fields = {name: parse_field(f"{LABEL}.{name}") for name in labels}
-    stays = {
-        fields[name].axis: np.logical_and.reduce([mine[nodes] >= 0 for mine, nodes in zip(new, pairs.T, strict=True)])
-        for name, pairs in labels.items()
-        if name.endswith(PAIRS)
-    }
-    cut: dict[str, Array] = {}
-    for name, array in labels.items():
-        kept_P = stays.get(fields[name].axis) if fields[name].form is FieldForm.ROWS else None
-        rows = array if kept_P is None else array[kept_P]
+    cut = dict(labels)
+    for name, pairs_P2 in labels.items():
         if name.endswith(PAIRS):
-            rows = np.stack([mine[nodes] for mine, nodes in zip(new, rows.T, strict=True)], axis=1).astype(array.dtype)
-        cut[name] = rows
+            stays_P, ends_2P = _kept(new, pairs_P2.T)
+            alike = [other for other in labels if other.startswith(name.removesuffix(PAIRS))]
+            cut |= {other: labels[other][stays_P] for other in alike} | {name: ends_2P.T.astype(pairs_P2.dtype)}
     return cut

@@ -12,7 +12,6 @@ as the arrays and the JSON of its record, so that batches are the same bit for b
 from __future__ import annotations
 
 import logging
-import re
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
@@ -27,7 +26,6 @@ from pipeline.command_line import Command
 from pipeline.errors import CacheDamaged, DataError, PipelineError, RecordMissing
 from pipeline.graphs.build_graph import build_graph
 from pipeline.graphs.item_graph import CROSS, DEGREE, EDGE, LABEL, NEIGHBOUR, NODE, PATH, RESIDUE, encode_graph
-from pipeline.protocol import ITEMS
 from pipeline.records import Reason, Rejection, Role
 from pipeline.store.store import ONLY_MISSING
 from pipeline.structures import inventory
@@ -292,10 +290,6 @@ class ReaderItems:
 
 
 NUMBERS = "numbers"  # the size that every item has: the total number of values in its arrays
-TAKEN = {ITEMS, NUMBERS, *OF_GRAPHS}
-_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
-_WIDEST = 8  # bytes of a number
-Form = tuple[np.dtype[Any], tuple[int, ...]]
 
 
 def arrays_digest(arrays: Mapping[str, Array]) -> bytes:
@@ -316,64 +310,3 @@ def array_sizes(arrays: Mapping[str, Array]) -> dict[str, int]:
     """Return an item's rows along each axis, and its total number of values."""
     rows = {axis: len(array) for name, array in arrays.items() if (axis := parse_field(name).axis)}
     return {NUMBERS: sum(array.size for array in arrays.values()), **rows}
-
-
-@dataclass(slots=True)
-class ArrayForms:
-    """The types and shapes of a data set's arrays so far; later items must match, since batches join any of them."""
-
-    known: dict[str, Form] = field(default_factory=dict)  # of one item, or of a row
-    most: dict[str, int] = field(default_factory=dict)  # rows of any item along each axis
-
-    def wrong(self, arrays: Mapping[str, Array]) -> str:
-        """Return why an item's arrays cannot be joined with earlier ones; empty if they can."""
-        return next(self._problems(arrays), "") if arrays else "it has no arrays"
-
-    def add(self, arrays: Mapping[str, Array]) -> None:
-        """Add an item's arrays, which later ones must match."""
-        for name, array in arrays.items():
-            self.known.setdefault(name, _form(name, array))
-        for axis, rows in array_sizes(arrays).items():
-            self.most[axis] = max(rows, self.most.get(axis, 0))
-
-    def _problems(self, arrays: Mapping[str, Array]) -> Iterator[str]:
-        """Yield the problems of the arrays: of each alone, together, and compared with earlier items."""
-        for name, array in arrays.items():
-            yield from _problems_alone(name, array)
-        sizes = array_sizes(arrays)
-        for name, array in arrays.items():
-            axis, form = parse_field(name).axis, _form(name, array)
-            if axis and sizes[axis] != len(array):
-                yield f"{name} has {len(array)} rows; {axis} has {sizes[axis]}"
-            if form != (before := self.known.get(name, form)):
-                yield f"{name} is {_shown(form)}, but {_shown(before)} in earlier items"
-            if self.most and name not in self.known and not _may_lack(name, array.dtype, self.most):
-                yield f"earlier items have no {name} ({array.dtype.name} has no fill value)"
-        for name, (dtype, _) in self.known.items():
-            if name not in arrays and not _may_lack(name, dtype, sizes):
-                yield f"it has no {name}, which earlier items have ({dtype.name} has no fill value)"
-
-
-def _problems_alone(name: str, array: Array) -> Iterator[str]:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        yield f"{name!r} is not a valid array name: use letters, digits, _ and dots"
-    if (first := name.partition(".")[0]) in TAKEN:
-        yield f"{name}: the name {first} is taken"
-    if array.dtype.kind not in "biuf" or array.dtype.itemsize > _WIDEST or not array.dtype.isnative:
-        yield f"{name} has dtype {array.dtype}, which torch does not support"
-    if (axis := parse_field(name).axis) and not array.ndim:
-        yield f"{name} is a scalar, but its axis is {axis}"
-
-
-def _form(name: str, array: Array) -> Form:
-    return array.dtype, array.shape[1:] if parse_field(name).axis else array.shape
-
-
-def _shown(form: Form) -> str:
-    return f"{form[0].name} {list(form[1])}"
-
-
-def _may_lack(name: str, dtype: np.dtype[Any], rows: Mapping[str, int]) -> bool:
-    """Whether no rows, NaN or False can stand for an array that an item lacks."""
-    axis = parse_field(name).axis
-    return dtype.kind == "f" or (bool(axis) and (dtype.kind == "b" or not rows.get(axis)))

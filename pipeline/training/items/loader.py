@@ -38,7 +38,7 @@ import numpy as np
 import torch
 
 from pipeline.device.accelerator import card_here, release_pinned
-from pipeline.device.batch_transfer import filled, outlined, packed, tensors_of
+from pipeline.device.batch_transfer import filled, outlined, packed
 from pipeline.device.out_of_memory import is_out_of_memory
 from pipeline.errors import CacheDamaged, RecordMissing
 from pipeline.memory.hardware.host_memory import slot_bytes
@@ -78,19 +78,6 @@ PIECE = "piece"
 IGNORED = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # signals to the training
 
 
-@dataclass(slots=True)
-class LoaderStats:
-    """Counts of what a loader did so far."""
-
-    batches: int = 0
-    items: int = 0
-    rejected: int = 0
-    cropped: int = 0
-    bytes: int = 0  # of all batches
-    wait_s: float = 0.0  # of the loop, for batches
-    largest_bytes: int = 0
-
-
 @dataclass(eq=False)
 class Loader:
     """Yields the batches of an epoch each time it is iterated over; only one loop at a time.
@@ -123,7 +110,7 @@ class Loader:
         if self.readers not in (THREADS, PROCESSES):
             raise ValueError(f"readers={self.readers!r}: {THREADS!r} read, or {PROCESSES!r}")
         self.batch_sampler = self.sampler
-        self.stats = LoaderStats()
+        self.wait_s = 0.0  # of the loop, for batches
         pin = card_here() is not None if self.pin is None else self.pin
         self._pinned = PinnedMemory() if pin else None
         self._joined_in = ReusedMemory()
@@ -164,23 +151,16 @@ class Loader:
                 self._reading = None
 
     def _next(self, reading: Prefetch) -> list[TaskBatch]:
-        """Wait for the next batch, none at the end; measure the wait, and count the batch."""
+        """Wait for the next batch, none at the end; measure the wait."""
         if reading is not self._reading:
             raise ValueError("this loop ended because another loop over the same loader started")
         begun = time.perf_counter()
         batch = reading.next(max(1, self.slots - len(self._in_use)))
-        self.stats.wait_s += time.perf_counter() - begun
+        self.wait_s += time.perf_counter() - begun
         if batch is None:
             return []
         self.sampler.use(batch.origin)
         self._in_use.add(batch)
-        stats = self.stats
-        stats.batches += 1
-        stats.items += len(batch)
-        stats.rejected += len(batch.rejected)
-        stats.cropped += batch.cropped
-        stats.bytes += batch.bytes
-        stats.largest_bytes = max(stats.largest_bytes, batch.bytes)
         for rejection in batch.rejected:
             self.reject(rejection)
         return [batch]
@@ -216,7 +196,7 @@ class Loader:
         self.sampler.load_state_dict(state)
 
     def fetch(self, items: Sequence[int], origin: BatchOrigin, *, ahead: bool = False) -> TaskBatch:
-        """Read some items of a micro-batch again; nothing is counted or reported."""
+        """Read some items of a micro-batch again; nothing is reported."""
         return replace(self._make(items, origin, None, ahead=ahead), read_again=self.fetch)
 
     def _made_ahead(self, micro: MicroBatch) -> TaskBatch:
@@ -261,8 +241,7 @@ class Loader:
             cropped=sum(item is not before for item, before in zip(items, whole, strict=True)),
         )
         if self.collate is None:
-            joined = self._joined(items, batch, room or self._joined_in)
-            return replace(batch, value=joined, bytes=joined.memory.nbytes)
+            return replace(batch, value=self._joined(items, batch, room or self._joined_in))
         if not items:
             return batch
         if ahead and not self.may_collate(batch.ids):
@@ -279,7 +258,7 @@ class Loader:
             if not ahead or not is_out_of_memory(error):
                 raise
             return replace(batch, is_made=False)
-        return replace(batch, value=value, weights=weights, bytes=sum(tensor.nbytes for tensor in tensors_of(value)))
+        return replace(batch, value=value, weights=weights)
 
     def _cropped(self, item: ItemArrays, origin: BatchOrigin) -> ItemArrays:
         return crop_item(item, self.crop or {}, crop_rng(self.seed, origin.epoch, item.id), self.measure)

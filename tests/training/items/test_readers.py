@@ -54,7 +54,7 @@ def content(batch) -> Any:
     tensors = {**value.named, "values": value.pair.values}
     said = {name: None if one is None else (one.dtype, one.tolist()) for name, one in tensors.items()}
     told = {name: float(weight) for name, weight in batch.weights.items()}
-    return batch.ids, batch.numbers, batch.origin, batch.bytes > 0, said, value.text, told
+    return batch.ids, batch.numbers, batch.origin, said, value.text, told
 
 
 def test_readers_of_another_name_are_refused(data):
