@@ -26,6 +26,7 @@ from pipeline.memory.runtime.governor import Governor
 from pipeline.memory.runtime.recovery import each_that_fits
 from pipeline.records import Reason, Rejection
 from pipeline.training.evaluating.outputs import (
+    HIDDEN,
     GatheredOutputs,
     OutputWriter,
     numbers_of,
@@ -37,7 +38,7 @@ from pipeline.training.step.contrastive import embedded
 from pipeline.training.step.micro_batches import ON_HOST, Piece
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -191,13 +192,12 @@ class Evaluator:
         piece = _part(whole, cut)
         self._keep(piece, *self._evaluated(piece, ON_HOST if cut.rung else 0))
 
-    def _evaluated(self, piece: Piece, rung: int = 0) -> tuple[dict[str, Any], dict[str, Any], Terms]:
-        """Return the outputs, the embeddings of a contrastive loss, and the loss terms of a piece."""
+    def _evaluated(self, piece: Piece, rung: int = 0) -> tuple[dict[str, Any], Terms]:
+        """Return the outputs of a piece, with embeddings for a contrastive loss, and its loss terms."""
         self.begin(piece)
         task, batch = self.step.task, piece.collated(self.step)
         terms: dict[str, Any] = {}
         outputs: dict[str, Any] = {}
-        embeddings: dict[str, Any] = {}
         is_asked_twice = self._has_outputs and self.with_loss and not self.step.is_spread
         with self.step.remedied(rung), self.step.evaluating():
             batch, model = self.step.moved(batch), self.step.model
@@ -208,14 +208,15 @@ class Evaluator:
                     outputs = returned_values("outputs", task.outputs(model, batch))  # type: ignore[attr-defined]
                 if self._contrasts:
                     embeddings = embedded(cast("Contrastive", task), model, batch)
-        return outputs, embeddings, {name: (float(total), float(weight)) for name, (total, weight) in terms.items()}
+                    outputs |= {f"{HIDDEN}{name}": rows for name, rows in embeddings.items()}
+        return outputs, {name: (float(total), float(weight)) for name, (total, weight) in terms.items()}
 
-    def _keep(self, piece: Piece, outputs: dict[str, Any], embeddings: dict[str, Any], terms: Terms) -> None:
+    def _keep(self, piece: Piece, outputs: Mapping[str, Any], terms: Terms) -> None:
         """Add a piece to the results."""
         self._terms.append(terms)
         if self._writer is not None:
             numbers = piece.numbers if self.numbers is None else self.numbers[list(piece.numbers)].tolist()
-            self._writer.add(piece.ids, numbers, outputs, hidden=embeddings, terms=terms)
+            self._writer.add(piece.ids, numbers, outputs, terms)
 
     def losses(self) -> dict[str, float]:
         """Return the mean of each term over all ranks, work of earlier starts included, and the sum of the means."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -81,20 +82,15 @@ class OutputWriter:
         ids: Sequence[str],
         numbers: Sequence[int],
         outputs: Mapping[str, Any],
-        *,
-        hidden: Mapping[str, Any] | None = None,
         terms: Mapping[str, tuple[float, float]] | None = None,
     ) -> None:
         """Add the outputs of some items: for each name a value for each item, None where it has none.
 
-        `hidden` are outputs that tasks do not see; `terms` are sums and weights of the items' loss.
+        `terms` are sums and weights of the items' loss.
         """
-        columns = {_checked_name(name): _entries(name, values, len(ids)) for name, values in outputs.items()}
-        columns |= {HIDDEN + name: _entries(name, values, len(ids)) for name, values in (hidden or {}).items()}
         pending = self._pending
-        pending.add(ids, numbers, columns)
-        for name, term in (terms or {}).items():
-            pending.terms.setdefault(name, []).append(term)
+        pending.add(ids, numbers, {_checked_name(name): _entries(name, outputs[name], len(ids)) for name in outputs})
+        pending.terms.append(terms or {})
         if pending.bytes >= self._part_bytes or time.monotonic() - pending.since_s >= self._part_s:
             self.flush()
 
@@ -112,7 +108,7 @@ class OutputWriter:
         data = {
             "ids": pending.ids,
             "numbers": pending.numbers,
-            "terms": {name: summed(terms) for name, terms in pending.terms.items()},
+            "terms": summed_by_name(pending.terms),
             "columns": [name for name, _, _ in pending.columns],
         }
         path = self._folder / f"part-{self._rank:05d}-{self._part:06d}"
@@ -134,7 +130,7 @@ class _Pending:
 
     ids: list[str] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
-    terms: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    terms: list[Mapping[str, tuple[float, float]]] = field(default_factory=list)
     columns: dict[tuple[str, np.dtype[Any], int], tuple[list[int], list[Array]]] = field(default_factory=dict)
     bytes: int = 0
     since_s: float = field(default_factory=time.monotonic)
@@ -278,16 +274,13 @@ def _in_order(numbers: Sequence[Integers]) -> tuple[Integers, Integers, Integers
     return number_N[order_N], np.repeat(np.arange(len(sizes)), sizes)[order_N], place_N[order_N]
 
 
-def summed(terms: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return the exact sum of sums and weights."""
-    total, weight = map(math.fsum, zip(*terms, strict=True))
-    return total, weight
-
-
 def summed_by_name(terms: Sequence[Mapping[str, tuple[float, float]]]) -> Terms:
     """Return the exact sum of the sums and weights of each name."""
-    names = dict.fromkeys(name for by_name in terms for name in by_name)
-    return {name: summed([by_name[name] for by_name in terms if name in by_name]) for name in names}
+    of_name: dict[str, list[tuple[float, float]]] = {}
+    for by_name in terms:
+        for name, term in by_name.items():
+            of_name.setdefault(name, []).append(term)
+    return {name: (math.fsum(t for t, _ in pairs), math.fsum(w for _, w in pairs)) for name, pairs in of_name.items()}
 
 
 def _parts_in(folder: Path) -> list[Path]:
@@ -351,9 +344,9 @@ def _refusal(problem: str, method: str = "outputs") -> ConfigError:
 
 
 def _checked_name(name: Any) -> str:
-    if not isinstance(name, str) or not name or set("./") & set(name) or not name.isprintable() or name == "id":
-        raise _refusal(f"outputs() returned {name!r}: names are strings without dots or slashes, and not id")
-    return name
+    if isinstance(name, str) and name.isprintable() and re.fullmatch(r"\.?[^./]+", name) and name != "id":
+        return name
+    raise _refusal(f"outputs() returned {name!r}: names are strings without dots or slashes, and not id")
 
 
 def _entries(name: str, values: Any, items: int) -> list[Array | None]:

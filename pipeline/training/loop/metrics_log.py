@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
 from pipeline.command_line import install_extra
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipeline.training.state import EpochTotals
+
+    Tracker: TypeAlias = "TensorBoard | Wandb"  # shows metrics over the steps
 
 log = logging.getLogger(__name__)
 
@@ -227,28 +229,15 @@ PROJECT = "pipeline"
 SERVICE = "https://api.wandb.ai"
 
 
-class Tracker(Protocol):
-    """Shows metrics over the steps."""
-
-    def scalars(self, step: int, figures: Mapping[str, float]) -> None:
-        """Record the metrics of a step."""
-
-    def close(self) -> None:
-        """Write what is buffered."""
-
-
 def open_trackers(
     names: Sequence[str], folder: Path, *, step: int = 0, name: str = "", config: Mapping[str, Any] | None = None
 ) -> dict[str, Tracker]:
     """Return the named trackers that work, to continue after a step; `name` and `config` describe the run to people."""
-    make: dict[str, Callable[[], Tracker]] = {
-        TENSORBOARD: lambda: TensorBoard(folder / TENSORBOARD, step),
-        WANDB: lambda: Wandb(folder, name or folder.name, config or {}),
-    }
     trackers: dict[str, Tracker] = {}
     for tracker in names:
         with failure_as_warning(tracker):
-            trackers[tracker] = make[tracker]()
+            is_board = tracker == TENSORBOARD
+            trackers[tracker] = TensorBoard(folder, step) if is_board else Wandb(folder, name, config or {})
     return trackers
 
 
@@ -264,13 +253,13 @@ def failure_as_warning(tracker: str) -> Iterator[None]:
 
 
 class TensorBoard:
-    """Event files in a folder, for `tensorboard --logdir`."""
+    """Event files in the model's folder, for `tensorboard --logdir`."""
 
     def __init__(self, folder: Path, step: int) -> None:
         """Open the files, hiding what an earlier process wrote of later steps."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(folder), purge_step=step + 1, flush_secs=FLUSH_S)
+        self._writer: Any = SummaryWriter(str(folder / TENSORBOARD), purge_step=step + 1, flush_secs=FLUSH_S)
 
     def scalars(self, step: int, figures: Mapping[str, float]) -> None:
         for name, value in figures.items():
@@ -294,7 +283,7 @@ class Wandb:
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             dir=str(folder),
             id=run,
-            name=name,
+            name=name or folder.name,
             config=dict(config),
             resume="allow",
             mode=None if "WANDB_MODE" in os.environ or _has_account() else "offline",

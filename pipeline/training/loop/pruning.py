@@ -80,12 +80,10 @@ class MedianStop:
     lower: bool
     grace: int
 
-    def has_ended(self, epochs: int) -> bool:
-        """Return whether the rule ended this training before, after so many epochs or later."""
-        return Pruned.read(self.folder, epochs) is not None
-
-    def decide(self) -> str:
-        """Return why the training ends after its newest epoch, and record it; empty if it continues."""
+    def decide(self, epochs: int) -> str:
+        """Return why the training ends after so many epochs, and record it; empty if it continues."""
+        if (pruned := Pruned.read(self.folder, epochs)) is not None:
+            return pruned.why
         own = figures_by_epoch(self.folder, self.monitor)
         others = [figures_by_epoch(other, self.monitor) for other in self.others]
         middle = falls_behind(own, others, grace=self.grace, lower=self.lower)

@@ -81,7 +81,8 @@ class Trainer:
         self.observer.expect(self.steps)
         self._resume()
         yield self.done
-        if self._was_pruned():
+        if why_pruned := self._why_pruned():
+            self.observer.say(f"pruned: {why_pruned}")
             return
         if not self.is_over:
             self._rehearse()
@@ -119,23 +120,24 @@ class Trainer:
         phase = self._phase_of_epoch()
         self._enter(phase)
         self._restarts = False
-        if self.state.next < phase.steps:
-            yield from self._steps(phase)
-        if not (self._stops or self._rolled_back()):
-            self._end_epoch()
-
-    def _steps(self, phase: Phase) -> Iterator[int]:
-        phase.loader.load_state_dict(phase.at(self.state.epoch, self.state.next))
-        self._step_began_s = time.monotonic()
-        hold = max(0, phase.loader.slots - 2)  # one is used, the next is read
-        for share in phase.shares(self.step, hold=hold, leave_out=self.leave_out):
+        for share in self._shares(phase):
             if self._validated_within(phase):
                 self._step(share)
                 with self.step.clock.within(OBSERVE):
                     yield self.done
             if self._stops:
                 phase.loader.close()
-                return
+                break
+        if not (self._stops or self._rolled_back()):
+            self._end_epoch()
+
+    def _shares(self, phase: Phase) -> Iterator[RankShare]:
+        """Yield this rank's share of each step that is left of the epoch."""
+        self._step_began_s = time.monotonic()
+        if self.state.next < phase.steps:
+            phase.loader.load_state_dict(phase.at(self.state.epoch, self.state.next))
+            hold = max(0, phase.loader.slots - 2)  # one is used, the next is read
+            yield from phase.shares(self.step, hold=hold, leave_out=self.leave_out)
 
     @property
     def _stops(self) -> bool:
@@ -166,9 +168,8 @@ class Trainer:
         state, validation = self.state, self.train.validation
         state.refuse_nothing_learned()
         is_last = state.epoch + 1 == self.phases[-1].epochs.stop
-        metrics: dict[str, float] | None = {}
-        if self.validation is not None and (is_last or validation.is_due_after(state.epoch + 1, self.done)):
-            metrics = self._validated()
+        is_due = is_last or validation.is_due_after(state.epoch + 1, self.done)
+        metrics = self._validated() if self.validation is not None and is_due else {}
         if metrics is None:
             return
         value = state.judge(metrics, validation)
@@ -179,7 +180,7 @@ class Trainer:
             )
         state.end_epoch()
         self._enter(self._phase_of_epoch())  # even if the training is over: with more patience it continues there
-        why_pruned = self._pruned() if metrics and not self.is_over else ""
+        why_pruned = self._why_pruned() if metrics and not self.is_over else ""
         self._save(value, wait=bool(why_pruned))  # before it is pruned: a plain training may continue from here
         if why_pruned:
             self.observer.say(f"pruned: {why_pruned}")
@@ -190,17 +191,12 @@ class Trainer:
         with self.step.clock.within(OBSERVE):
             self.observer.epoch(self.state.totals, self.done, metrics, self.step.optimizer.param_groups[0]["lr"])
 
-    def _was_pruned(self) -> bool:
-        """Tell whether a sweep has ended this training before."""
-        epochs = self.state.epoch
-        return self.prune is not None and self.ranks.exchange({"is": self.prune.has_ended(epochs)})[0]["is"]
-
-    def _pruned(self) -> str:
-        """Return why the sweep ends this training here; empty if it continues."""
+    def _why_pruned(self) -> str:
+        """Return why the sweep ends this training here, or ended it before; empty if it continues."""
         if self.prune is None:
             return ""
-        why: str = self.ranks.exchange({"prune": self.prune.decide() if self.ranks.rank == 0 else ""})[0]["prune"]
-        return why
+        why = self.prune.decide(self.state.epoch) if self.ranks.rank == 0 else ""
+        return str(self.ranks.exchange({"why": why})[0]["why"])
 
     # Steps
 
@@ -270,9 +266,7 @@ class Trainer:
             self._save(None)
         self._step_began_s = time.monotonic()
         if is_full and not report.ending:
-            problem = (
-                f"the host's memory is used to {report.host_share:.0%}: saved a checkpoint to continue with more memory"
-            )
+            problem = f"{report.host_share:.0%} of the host's memory is used: saved a checkpoint to continue with more"
             raise JobFailed(problem, where="training", remedy="pipeline resume") from MemoryError(problem)
 
     # Validation

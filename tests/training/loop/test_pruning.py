@@ -75,18 +75,18 @@ def test_what_is_decided_is_a_file_that_holds_until_training_goes_on_beyond_it(t
         (folder.path / "epochs.jsonl").write_text("".join(lines) + '{"torn')
     mine, *others = folders
     pruning = MedianStop(mine, others, "loss", lower=True, grace=2)
-    assert not pruning.has_ended(2)
-    assert "median of the others at epoch 2, 2" in pruning.decide()
-    assert pruning.has_ended(1)  # its last checkpoint may be older than its figures
-    assert pruning.has_ended(2)
-    assert not pruning.has_ended(3)
+    assert Pruned.read(mine, 2) is None
+    why = pruning.decide(2)
+    assert "median of the others at epoch 2, 2" in why
+    assert pruning.decide(1) == why  # its last checkpoint may be older than its figures
+    assert Pruned.read(mine, 3) is None
     told = Pruned.read(mine, 2)
     assert told is not None
     assert told.epoch == 2
-    assert MedianStop(others[0], [mine, *others[1:]], "loss", lower=True, grace=2).decide() == ""
+    assert MedianStop(others[0], [mine, *others[1:]], "loss", lower=True, grace=2).decide(2) == ""
     for torn in ("{", "[]", "{}", '{"epoch": "2"}'):
         mine.pruned.write_text(torn)
-        assert not pruning.has_ended(2)
+        assert Pruned.read(mine, 2) is None
 
 
 def test_only_epochs_that_validated_the_figure_have_one(tmp_path: Path) -> None:
