@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from pipeline.records import Reason
     from pipeline.training.checkpoints.checkpoint import ChosenCheckpoint
-    from pipeline.training.evaluating.apply_model import ApplyJob, ApplyResult
+    from pipeline.training.evaluating.evaluator import ApplyJob, ApplyResult
 
 LETTERS = 12  # of digests, in names
 EVALUATION_FORMAT = 1
@@ -100,7 +100,7 @@ def _json_digest(document: Mapping[str, Any]) -> str:
 
 def evaluate(job: ApplyJob, folder: Path, split: str | None) -> Generator[Reason | None, None, None]:
     """Evaluate a checkpoint on a split, as one rank; yield once for every item of this rank."""
-    from pipeline.training.evaluating.apply_model import apply_model
+    from pipeline.training.evaluating.evaluator import apply_model
 
     applied = yield from apply_model(job)
     if applied is None:
@@ -176,7 +176,7 @@ def read_predictions(
 
 def predict(job: ApplyJob, split: str | None) -> Generator[Reason | None, None, None]:
     """Predict the items of a split, as one rank; yield once for every item of this rank."""
-    from pipeline.training.evaluating.apply_model import apply_model
+    from pipeline.training.evaluating.evaluator import apply_model
 
     applied = yield from apply_model(job)
     if applied is None:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from pipeline.protocol import Task
     from pipeline.training.checkpoints.model_claim import ModelClaim
-    from pipeline.training.loop.pruning import MedianStop
+    from pipeline.training.loop.metrics_log import MedianStop
 
     Integers = NDArray[np.int64]
 

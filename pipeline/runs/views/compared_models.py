@@ -14,8 +14,7 @@ from pipeline.errors import ConfigError, PipelineError
 from pipeline.report.compared import ComparedModel, compared
 from pipeline.runs.workflow.sweep_stage import DONE, PRUNED, UNDONE, told_plans
 from pipeline.runs.workflow.train_stage import progress_of
-from pipeline.training.loop.metrics_log import read_epochs
-from pipeline.training.loop.pruning import Pruned
+from pipeline.training.loop.metrics_log import Pruned, read_epochs
 from pipeline.training.prepared import ModelFolder, Prepared
 
 if TYPE_CHECKING:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from pipeline.runs.workflow.stage import Outcomes
     from pipeline.stages.apply import Figures, Predictions
     from pipeline.training.checkpoints.checkpoint import ChosenCheckpoint
-    from pipeline.training.evaluating.apply_model import ApplyJob
+    from pipeline.training.evaluating.evaluator import ApplyJob
     from pipeline.training.ranks import Ranks
 
     Integers = NDArray[np.int64]
@@ -359,7 +359,7 @@ class ApplyStage(Stage):
     ) -> ApplyJob:
         """Return everything that a rank is given."""
         from pipeline.memory.footprint import MemoryChoice
-        from pipeline.training.evaluating.apply_model import ApplyJob
+        from pipeline.training.evaluating.evaluator import ApplyJob
 
         prepared = applied.prepared
         work = Work.of(project.config, beside=project.beside)
@@ -408,7 +408,7 @@ class ApplyStage(Stage):
 
 def _done(folder: Path, applied: Application) -> list[list[int]]:
     """Return the ranges of items that an interrupted run has finished."""
-    from pipeline.training.evaluating.apply_model import outputs_name, spans
+    from pipeline.training.evaluating.evaluator import outputs_name, spans
     from pipeline.training.evaluating.outputs import done_numbers
 
     return spans(done_numbers(folder, outputs_name(applied.chosen, applied.made)))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pipeline.runs.dataset.worklist import StageSurvey
     from pipeline.runs.workflow.stage import Outcomes
     from pipeline.stages.apply import Figures, Predictions
-    from pipeline.training.evaluating.apply_model import ApplyJob
+    from pipeline.training.evaluating.evaluator import ApplyJob
 
 
 @dataclass(slots=True)

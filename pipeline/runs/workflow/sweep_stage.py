@@ -31,7 +31,7 @@ from pipeline.runs.workflow.train_stage import (
     trained_so_far,
     unprepared,
 )
-from pipeline.training.loop.pruning import MedianStop, Pruned
+from pipeline.training.loop.metrics_log import MedianStop, Pruned
 from pipeline.training.prepared import Prepared
 
 if TYPE_CHECKING:

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from pipeline.runs.workflow.stage import Outcomes
     from pipeline.training.checkpoints.checkpoint import Checkpoint
     from pipeline.training.checkpoints.model_claim import ModelClaim
-    from pipeline.training.loop.pruning import MedianStop
+    from pipeline.training.loop.metrics_log import MedianStop
     from pipeline.training.ranks import Ranks
     from pipeline.training.step.step import Step
 

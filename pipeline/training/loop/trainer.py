@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from pipeline.training.evaluating.evaluator import Evaluator
     from pipeline.training.items.item_source import DamagedItems
     from pipeline.training.items.loader import Loader
+    from pipeline.training.loop.metrics_log import MedianStop
     from pipeline.training.loop.observer import TrainingObserver
     from pipeline.training.loop.phase import Phase
-    from pipeline.training.loop.pruning import MedianStop
     from pipeline.training.ranks import Ranks
     from pipeline.training.step.exact_step import ExactStep, RankReport, StepReport
     from pipeline.training.step.micro_batches import RankShare

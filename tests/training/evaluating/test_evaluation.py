@@ -22,12 +22,11 @@ from pipeline.records import Reason, TaskContext
 from pipeline.training.checkpoints.checkpoint import CheckpointFolder, State, choose_checkpoint
 from pipeline.training.checkpoints.keeper import model_key, model_state
 from pipeline.training.checkpoints.trained_weights import load_checkpoint
-from pipeline.training.evaluating.apply_model import ApplyJob, ApplyResult, apply_model
-from pipeline.training.evaluating.apply_model import _loader as items_loader
-from pipeline.training.evaluating.evaluator import Evaluator
+from pipeline.training.evaluating.evaluator import ApplyJob, ApplyResult, Evaluator, apply_model
+from pipeline.training.evaluating.evaluator import _loader as items_loader
 from pipeline.training.evaluating.outputs import GatheredOutputs
 from pipeline.training.items.item_table import ItemTable, table_digest
-from pipeline.training.items.loader import Loader
+from pipeline.training.items.loader import Loader, WorkedOn
 from pipeline.training.prepared import ModelFolder, PhasePlan
 from pipeline.training.ranks import Ranks
 from pipeline.training.step.contrastive import make_step
@@ -339,7 +338,7 @@ def test_an_evaluation_takes_little_more_cpu_time_than_its_forwards(
     made, step, numbers = job(tmp_path, Wide(), budget=2000), step_of(Wide()), np.arange(200)
 
     def loader() -> Loader:
-        loader = items_loader(made, numbers, step)
+        loader = items_loader(made, numbers, step, WorkedOn(made.tell.on))
         loader.set_epoch(0)
         return loader
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.stages.apply import _of_all_tasks
-from pipeline.training.evaluating.apply_model import ApplyResult
+from pipeline.training.evaluating.evaluator import ApplyResult
 from pipeline.training.prepared import RowShare, cut_rows
 
 

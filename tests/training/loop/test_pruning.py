@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.training.loop.pruning import FEWEST, MedianStop, Pruned, falls_behind, figures_by_epoch
+from pipeline.training.loop.metrics_log import FEWEST, MedianStop, Pruned, falls_behind, figures_by_epoch
 from pipeline.training.prepared import ModelFolder
 
 Figures = dict[int, float]
