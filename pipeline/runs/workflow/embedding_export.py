@@ -31,7 +31,7 @@ from pipeline.stages.scan import look_again
 from pipeline.store.cache_folder import ELSEWHERE
 from pipeline.store.store import ONLY_MISSING, WholeRecords
 from pipeline.structures.sources.item_ids import SeenIds
-from pipeline.training.evaluating.embedding_files import EmbeddedId, ExportForm, table_beside, writing_embeddings
+from pipeline.training.evaluating.embedding_files import EmbeddedId, ExportForm, table_beside, write_embeddings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from pipeline.records import Inventory, Item, Partner
     from pipeline.store.format.record import Record
     from pipeline.store.store import Store
-    from pipeline.training.evaluating.embedding_files import Add
 
     Pool = Callable[[NDArray[np.float32]], NDArray[np.float32]]
 
@@ -112,9 +111,7 @@ def export_embeddings(project: Project, out: Path, wanted: WantedExport) -> Expo
     exported = Exported()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with writing_embeddings(wanted.format, out, form) as add:
-            _write(project, wanted, form, exported, add)
-            _refuse_incomplete(exported, out, wanted)
+        write_embeddings(wanted.format, out, form, _embedded(project, out, wanted, form, exported))
     except OSError as error:
         what, room = f"cannot write: {error.strerror or error}", f"df -h {quoted(out.parent)}"
         raise ConfigError(what, where=str(out), remedy=room) from error
@@ -151,8 +148,10 @@ def _refuse(project: Project, out: Path, wanted: WantedExport) -> None:
             )
 
 
-def _write(project: Project, wanted: WantedExport, form: ExportForm, exported: Exported, add: Add) -> None:
-    """Add every chain of the data set; once something is missing, only count."""
+def _embedded(
+    project: Project, out: Path, wanted: WantedExport, form: ExportForm, exported: Exported
+) -> Iterator[tuple[EmbeddedId, NDArray[Any]]]:
+    """Yield every chain of the data set; once something is missing, only count, and raise in the end."""
     encoding, seen = project.encoding, SeenIds()
     recipe, store = encoding.recipe, encoding.shelves.embeddings
     verifier = EmbeddingVerifier(recipe, WholeRecords(store, 0, encoding.named))  # read once, where it is exported
@@ -175,10 +174,11 @@ def _write(project: Project, wanted: WantedExport, form: ExportForm, exported: E
             continue
         for chain, record in _verified(store, there, keys, form.width, wanted.pool):
             rows_LD = as_floats(record.arrays["rows"])[chain.first : chain.first + chain.whose.residues]
-            add(chain.whose, _pooled(rows_LD, record, chain, wanted, form))
+            yield chain.whose, _pooled(rows_LD, record, chain, wanted, form)
             exported.ids += 1
             exported.residues += len(rows_LD)
             exported.joined += wanted.pool == CLS and chain.whose.residues < len(chain.text)
+    _refuse_incomplete(exported, out, wanted)
 
 
 def _chains(

@@ -29,12 +29,13 @@ from pipeline.files import csv_rows, replacing
 from pipeline.readers.hdf5 import library
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    Add: TypeAlias = Callable[["EmbeddedId", NDArray[Any]], None]
+    Array = NDArray[Any]
+    Embedded: TypeAlias = Iterable[tuple["EmbeddedId", Array]]
 
 SUFFIXES = {"h5": (".h5", ".hdf5"), "safetensors": (".safetensors",), "parquet": (".parquet",), "npy": (".npy",)}
 FORMATS = tuple(SUFFIXES)
@@ -65,18 +66,15 @@ class ExportForm:
     facts: Mapping[str, str]  # how they were made
 
 
-@contextmanager
-def writing_embeddings(format_: str, out: Path, form: ExportForm) -> Iterator[Add]:
-    """Yield a function that adds an embedding; the file appears when all are in it, or not at all."""
+def write_embeddings(format_: str, out: Path, form: ExportForm, embedded: Embedded) -> None:
+    """Write embeddings; the file appears when all are in it, or not at all."""
     with publishing(out) as aside:
         if format_ == "npy":
             with publishing(table_beside(out)) as table:
-                with _npy(aside, table, form) as add:
-                    yield add
+                _write_npy(aside, table, form, embedded)
                 out.unlink(missing_ok=True)  # otherwise old rows would stand next to the new table for a moment
         else:
-            with _WRITERS[format_](aside, out, form) as add:
-                yield add
+            _WRITERS[format_](aside, out, form, embedded)
 
 
 @contextmanager
@@ -98,40 +96,29 @@ def hdf5_name(id_: str) -> str:
     return id_.replace("%", "%25").replace("/", "%2F")
 
 
-@contextmanager
-def _hdf5(aside: Path, out: Path, form: ExportForm) -> Iterator[Add]:
+def _write_hdf5(aside: Path, out: Path, form: ExportForm, embedded: Embedded) -> None:
     h5py = library(out)
     try:
         with h5py.File(aside, "x", locking=False) as file:
             file.attrs.update(form.facts)
-
-            def add(whose: EmbeddedId, array: NDArray[Any]) -> None:
+            for whose, array in embedded:
                 file.create_dataset(hdf5_name(whose.id), data=array).attrs["original_id"] = whose.id
-
-            yield add
     except RuntimeError as error:  # so h5py says that a disk takes no more
         raise OSError(None, str(error)) from error
 
 
-@contextmanager
-def _safetensors(aside: Path, out: Path, form: ExportForm) -> Iterator[Add]:
+def _write_safetensors(aside: Path, out: Path, form: ExportForm, embedded: Embedded) -> None:
     """Collect header and numbers in files without a name: the header comes first, and is known last."""
     with TemporaryFile(dir=out.parent) as header, TemporaryFile(dir=out.parent) as numbers:
         header.write(f'{{"__metadata__":{json.dumps(dict(form.facts))}'.encode())
-
-        def add(whose: EmbeddedId, array: NDArray[Any]) -> None:
+        for whose, array in embedded:
             if whose.id == "__metadata__":
                 raise DataError("safetensors reserves the name __metadata__", where=str(out), remedy="--format h5")
             first = numbers.tell()
             numbers.write(np.ascontiguousarray(array).data)
-            entry = {
-                "dtype": _SAFE_TYPES[form.dtype.name],
-                "shape": array.shape,
-                "data_offsets": [first, numbers.tell()],
-            }
+            place = {"shape": array.shape, "data_offsets": [first, numbers.tell()]}
+            entry = {"dtype": _SAFE_TYPES[form.dtype.name], **place}
             header.write(f",{json.dumps(whose.id)}:{json.dumps(entry)}".encode())
-
-        yield add
         header.write(b"}")
         header.write(b" " * (-header.tell() % _ALIGNED))
         if header.tell() > MOST_HEADER_BYTES:
@@ -144,64 +131,46 @@ def _safetensors(aside: Path, out: Path, form: ExportForm) -> Iterator[Add]:
                 shutil.copyfileobj(part, file)
 
 
-@contextmanager
-def _parquet(aside: Path, out: Path, form: ExportForm) -> Iterator[Add]:
+def _write_parquet(aside: Path, out: Path, form: ExportForm, embedded: Embedded) -> None:
     arrow = import_arrow(str(out), "--format h5")
     vector = arrow.list_(arrow.from_numpy_dtype(form.dtype), form.width)
     names = [(name, arrow.string()) for name in ("id", "item", "chain", "split")]
     column = ("embedding", arrow.list_(vector) if form.by_residue else vector)
     schema = arrow.schema([*names, ("residues", arrow.int32()), column], metadata=dict(form.facts))
-    with parquet_rows(aside, schema) as add_row:
+    rows = (
+        ({**whose._asdict(), "embedding": list(array) if form.by_residue else array}, array.nbytes)
+        for whose, array in embedded
+    )
+    write_parquet(aside, schema, rows)
 
-        def add(whose: EmbeddedId, array: NDArray[Any]) -> None:
-            add_row({**whose._asdict(), "embedding": list(array) if form.by_residue else array}, array.nbytes)
 
-        yield add
-
-
-@contextmanager
-def parquet_rows(path: Path, schema: Any) -> Iterator[Callable[..., None]]:
-    """Yield a function that adds a row of so many bytes to a Parquet file; many rows are written at a time."""
+def write_parquet(path: Path, schema: Any, rows: Iterable[tuple[Mapping[str, Any], int]]) -> None:
+    """Write rows, each with its bytes, to a Parquet file, many at a time."""
     from pyarrow import Table
     from pyarrow.parquet import ParquetWriter
 
-    rows: list[Mapping[str, Any]] = []
-    pending_bytes = 0
-
-    def flush() -> None:
-        nonlocal pending_bytes
-        if rows:
-            writer.write_table(Table.from_pylist(rows, schema=schema))
-        rows.clear()
-        pending_bytes = 0
-
-    def add(row: Mapping[str, Any], size: int = 0) -> None:
-        nonlocal pending_bytes
-        rows.append(row)
-        pending_bytes += size
-        if len(rows) >= PENDING_ROWS or pending_bytes >= PENDING_BYTES:
-            flush()
-
     with ParquetWriter(path, schema) as writer:
-        yield add
-        flush()
+        pending: list[Mapping[str, Any]] = []
+        pending_bytes = 0
+        for row, size in rows:
+            pending.append(row)
+            pending_bytes += size
+            if len(pending) >= PENDING_ROWS or pending_bytes >= PENDING_BYTES:
+                writer.write_table(Table.from_pylist(pending, schema=schema))
+                pending, pending_bytes = [], 0
+        writer.write_table(Table.from_pylist(pending, schema=schema))
 
 
-@contextmanager
-def _npy(aside: Path, beside: Path, form: ExportForm) -> Iterator[Add]:
+def _write_npy(aside: Path, beside: Path, form: ExportForm, embedded: Embedded) -> None:
     """Write the array's length last: numpy leaves room for it in the header."""
     columns = [*EmbeddedId._fields, *([ROWS] if form.by_residue else [])]
     with aside.open("xb") as file, beside.open("x", encoding="utf-8", newline="") as table:
         rows, add_line = 0, csv_rows(table, columns)
         begin = _write_header(file, 0, form)
-
-        def add(whose: EmbeddedId, array: NDArray[Any]) -> None:
-            nonlocal rows
+        for whose, array in embedded:
             add_line([*whose, *([rows] if form.by_residue else [])])
             file.write(np.ascontiguousarray(array).data)
             rows += math.prod(array.shape[:-1])
-
-        yield add
         file.seek(0)
         assert _write_header(file, rows, form) == begin, "a longer header would have overwritten numbers"
 
@@ -212,7 +181,7 @@ def _write_header(file: Any, rows: int, form: ExportForm) -> int:
     return int(file.tell())
 
 
-_WRITERS = {"h5": _hdf5, "safetensors": _safetensors, "parquet": _parquet}
+_WRITERS = {"h5": _write_hdf5, "safetensors": _write_safetensors, "parquet": _write_parquet}
 
 
 def import_arrow(where: str = "train.predict.parquet", otherwise: str = "--set train.predict.parquet=false") -> Any:

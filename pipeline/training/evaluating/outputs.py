@@ -26,10 +26,11 @@ import math
 import re
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ from pipeline.errors import ConfigError, DataError, JobFailed
 from pipeline.files import csv_rows, replacing
 from pipeline.store.format.disk import Disk
 from pipeline.training.checkpoints.sealed_folder import FolderDamaged, SealedFolder, read_sealed, seal, write_tensors
-from pipeline.training.evaluating.embedding_files import import_arrow, parquet_rows, publishing
+from pipeline.training.evaluating.embedding_files import import_arrow, publishing, write_parquet
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -256,10 +257,14 @@ class OutputColumn(Sequence[Any]):
             return [self[at] for at in range(*place.indices(len(self)))]
         return self._columns[self._column_M[place]].entry(self._entry_M[place])
 
-    def of_item(self, number: int) -> Array | None:
-        """Read the array of the item with a number; None where it has none."""
+    def place_of(self, number: int) -> int | None:
+        """Return the place of the item with a number; None where it has no such output."""
         place = int(np.searchsorted(self.numbers, number))
-        return self[place] if place < len(self) and self.numbers[place] == number else None
+        return place if place < len(self) and self.numbers[place] == number else None
+
+    def shape(self, place: int) -> list[int]:
+        shape: list[int] = self._columns[self._column_M[place]].shape_KD[self._entry_M[place]].tolist()
+        return shape
 
     def id(self, place: int) -> str:
         column = self._columns[self._column_M[place]]
@@ -311,10 +316,16 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise JobFailed(f"cannot be written: {error.strerror}", where=str(path), remedy=remedy) from error
 
 
+@contextmanager
+def _publishing_text(path: Path) -> Iterator[TextIO]:
+    with publishing(path) as aside, aside.open("x", encoding="utf-8", newline="") as file:
+        yield file
+
+
 def publish_text(path: Path, text: str) -> None:
     """Write a text file atomically, replacing an earlier one."""
-    with disk_errors(path), publishing(path) as aside:
-        aside.write_text(text, encoding="utf-8")
+    with disk_errors(path), _publishing_text(path) as file:
+        file.write(text)
 
 
 # What tasks return
@@ -330,13 +341,12 @@ def returned_values(method: str, returned: Any) -> dict[str, Any]:
 
 def numbers_of(metrics: Any) -> dict[str, float]:
     """Return the metrics of a task; raise ConfigError if one is not a number."""
-    figures: dict[str, float] = {}
-    for name, value in returned_values("metrics", metrics).items():
-        try:
-            figures[name] = float(value)
-        except (TypeError, ValueError, RuntimeError):  # the last is torch's, of a tensor with several
-            raise _refusal(f"metrics(): {name!r} must be a number, got {value!r:.40}", "metrics") from None
-    return figures
+    given = returned_values("metrics", metrics)
+    try:
+        return {name: float(value) for name, value in given.items()}
+    except (TypeError, ValueError, RuntimeError) as error:  # the last is torch's, of a tensor with several
+        problem = f"metrics() must return a number for each of {', '.join(map(str, given))}: {error}"
+        raise _refusal(problem, "metrics") from None
 
 
 def _refusal(problem: str, method: str = "outputs") -> ConfigError:
@@ -380,59 +390,48 @@ CSV, LINES, PARQUET = "predictions.csv", "predictions.jsonl", "predictions.parqu
 WIDEST = 16  # numbers of a vector that stand in columns of their own
 
 
-class _ArrayFiles:
-    """Writes arrays to files of bounded size, a series for each output."""
-
-    def __init__(self, folder: Path, most_bytes: int) -> None:
-        self._folder, self._most_bytes = folder, most_bytes
-        self.paths: list[Path] = []
-        self._pending: dict[str, dict[str, torch.Tensor]] = {}  # by file and item
-        self._bytes = self._number = 0
-
-    def add(self, name: str, id_: str, array: Array) -> str:
-        """Add an item's array; return the name of the file that it will be in."""
-        file = f"{name}-{self._number:05d}.safetensors"
-        self._pending.setdefault(file, {})[id_] = torch.from_numpy(array)
-        self._bytes += array.nbytes + len(id_) + INDEX_BYTES
-        if self._bytes >= self._most_bytes:
-            self.flush()
-        return file
-
-    def flush(self) -> None:
-        """Write the pending arrays."""
-        for file, tensors in self._pending.items():
-            with replacing(self._folder / file) as aside:
-                write_tensors(aside, tensors, Disk())
-            self.paths.append(self._folder / file)
-        self._pending, self._bytes, self._number = {}, 0, self._number + 1
-
-
 def write_tables(
     gathered: GatheredOutputs, folder: Path, *, parquet: bool = False, part_bytes: int = PART_BYTES
 ) -> list[Path]:
     """Write tables of all items, and files of their arrays, into a folder, replacing earlier ones; return them all."""
     Disk().make_folder(folder)
-    for left in folder.glob(".predictions.*.partial"):  # by a process that was killed
+    for left in folder.glob(".*.partial"):  # by a process that was killed
         left.unlink()
-    arrays, columns = _ArrayFiles(folder, part_bytes), _columns(gathered)
+    columns = _columns(gathered)
     types = {"id": str} | {column: kind for of_output in columns.values() for column, kind in of_output.items()}
-    tables = [folder / CSV, folder / LINES, *([folder / PARQUET] if parquet else [])]
-    with disk_errors(folder / CSV), ExitStack() as stack:
-        table, lines, *typed = [stack.enter_context(publishing(path)) for path in tables]
-        text = stack.enter_context(table.open("x", encoding="utf-8", newline=""))
-        json_lines = stack.enter_context(lines.open("x", encoding="utf-8"))
-        add = csv_rows(text, types)
-        add_typed = [stack.enter_context(parquet_rows(path, _schema(types))) for path in typed]
-        for row, line in _rows(gathered, columns, arrays):
-            add("" if value is None else value for value in row.values())
-            json_lines.write(json.dumps(line, ensure_ascii=False) + "\n")
-            for add_row in add_typed:
-                add_row(row)
-        arrays.flush()
+    with disk_errors(folder / CSV):
+        names = [name for name, of_output in columns.items() if f"{name}.file" in of_output]
+        files = {name: _write_arrays(name, gathered[name], folder, part_bytes) for name in names}
+        rows = partial(_rows, gathered, columns, files)
+        with _publishing_text(folder / CSV) as table, _publishing_text(folder / LINES) as lines:
+            add = csv_rows(table, types)
+            for row, line in rows():
+                add("" if value is None else value for value in row.values())
+                lines.write(json.dumps(line, ensure_ascii=False) + "\n")
+        if parquet:
+            with publishing(folder / PARQUET) as typed:
+                write_parquet(typed, _schema(types), ((row, 0) for row, _ in rows()))
+        arrays = sorted({file for of_output in files.values() for file in of_output})
         for path in folder.glob(f"*-{5 * '[0-9]'}.safetensors"):
-            if path not in arrays.paths:
+            if path not in arrays:
                 path.unlink()
-    return [*tables, *arrays.paths]
+    return [folder / CSV, folder / LINES, *([folder / PARQUET] if parquet else []), *arrays]
+
+
+def _write_arrays(name: str, column: OutputColumn, folder: Path, most_bytes: int) -> list[Path]:
+    """Write an output's arrays, by their items' ids, to files of bounded size; return the file of each."""
+    files: list[Path] = []
+    tensors: dict[str, torch.Tensor] = {}
+    size = number = 0
+    for place in range(len(column)):
+        files.append(path := folder / f"{name}-{number:05d}.safetensors")
+        tensors[column.id(place)] = tensor = torch.from_numpy(column[place])
+        size += tensor.nbytes + INDEX_BYTES
+        if size >= most_bytes or place + 1 == len(column):
+            with replacing(path) as aside:
+                write_tensors(aside, tensors, Disk())
+            tensors, size, number = {}, 0, number + 1
+    return files
 
 
 def _columns(gathered: GatheredOutputs) -> dict[str, dict[str, type]]:
@@ -447,21 +446,21 @@ def _columns(gathered: GatheredOutputs) -> dict[str, dict[str, type]]:
 
 
 def _rows(
-    gathered: GatheredOutputs, columns: Mapping[str, Mapping[str, type]], files: _ArrayFiles
+    gathered: GatheredOutputs, columns: Mapping[str, Mapping[str, type]], files: Mapping[str, Sequence[Path]]
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Yield each item's row, and the same as JSON data."""
-    for place, number in enumerate(gathered.numbers.tolist()):
-        id_ = gathered.id(place)
-        row: dict[str, Any] = {"id": id_}
-        line: dict[str, Any] = {"id": id_}
+    for at, number in enumerate(gathered.numbers.tolist()):
+        row: dict[str, Any] = {"id": gathered.id(at)}
+        line: dict[str, Any] = {"id": gathered.id(at)}
         for name, types in columns.items():
-            array = gathered[name].of_item(number)
-            if f"{name}.file" in types:
-                shape, file = (None, None) if array is None else (list(array.shape), files.add(name, id_, array))
+            column = gathered[name]
+            place = column.place_of(number)
+            if name in files:
+                shape, file = (None, None) if place is None else (column.shape(place), files[name][place].name)
                 row |= {f"{name}.shape": shape and "x".join(map(str, shape)), f"{name}.file": file}
                 line |= {f"{name}.shape": shape, f"{name}.file": file}
             elif types:
-                values = [] if array is None else _numbers(array, gathered[name].number)
+                values = [] if place is None else _numbers(column[place], column.number)
                 row |= zip_longest(types, values)
                 finite = [_finite(value) for value in values] or None
                 line[name] = finite[0] if finite and len(types) == 1 else finite

@@ -93,16 +93,6 @@ class Epoch(EpochCounts):
         known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
         return cls(**known | {"batch": MetricRange(**data["batch"])})
 
-    @property
-    def wait_share(self) -> float:
-        """The share of the steps' time that was spent waiting for data."""
-        return self.seconds.get(READ, 0.0) / self.wall_s if self.wall_s else 0.0
-
-    @property
-    def waits(self) -> list[str]:
-        """What took more than a twentieth of it besides the model's work, in words."""
-        return shown_shares(self.seconds)
-
     def words(self) -> str:
         """Format it for people, in a line."""
         terms = {"loss": next(iter(self.loss.values()))} if len(self.loss) == 1 else self.loss
@@ -110,7 +100,8 @@ class Epoch(EpochCounts):
         parts += [f"val {name} {_number(value)}" for name, value in self.validation.items()]
         held = {"allocated": self.allocated_bytes, "reserved": self.reserved_bytes, "peak": self.peak_bytes}
         parts.append(" / ".join(f"{name} {format_bytes(size)}" for name, size in held.items()))
-        parts += [f"batch {self.batch.words()}", f"{self.items_per_s:,.3g} items/s", ", ".join(self.waits)]
+        parts += [f"batch {self.batch.words()}", f"{self.items_per_s:,.3g} items/s"]
+        parts.append(", ".join(shown_shares(self.seconds)))
         events = {"out of memory": self.ooms, **{f"by {remedy}": items for remedy, items in self.remedied.items()}}
         events |= {"rejected": self.rejected, "cropped": self.cropped, "skipped steps": self.left_out_steps}
         return "  ".join([*filter(None, parts), *(f"{count:,} {name}" for name, count in events.items() if count)])
@@ -120,7 +111,7 @@ class Epoch(EpochCounts):
         numbers = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         plain = {f"epoch/{name}": value for name, value in numbers.items() if isinstance(value, int | float)}
         del plain["epoch/epoch"], plain["epoch/step"]
-        plain |= {"epoch/wait_share": self.wait_share}
+        plain["epoch/wait_share"] = self.seconds.get(READ, 0.0) / self.wall_s if self.wall_s else 0.0
         plain |= {f"epoch/batch_{name}": value for name, value in asdict(self.batch).items()}
         plain |= {f"epoch/by_{remedy}": items for remedy, items in self.remedied.items()}
         plain |= {f"seconds/{name}": spent_s for name, spent_s in self.seconds.items()}
@@ -145,7 +136,7 @@ class MetricsLog:
 
     def log(self, step: int, figures: Mapping[str, float | None]) -> None:
         """Log some metrics of a step."""
-        self._figures.append({STEP: step, **finite(dict(figures))})
+        self._figures.append(finite({STEP: step, **figures}))
         known = {name: float(value) for name, value in figures.items() if value is not None}
         self._track(lambda tracker: tracker.scalars(step, known))
 
@@ -202,11 +193,7 @@ def read_figures(folder: Path) -> list[dict[str, Any]]:
 
 def finite(value: Any) -> Any:
     """Replace numbers that are not finite by None, which JSON can express."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {name: finite(part) for name, part in value.items()}
-    return [finite(part) for part in value] if isinstance(value, list | tuple) else value
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
 def _read(path: Path) -> Iterator[tuple[dict[str, Any], int]]:

@@ -71,11 +71,7 @@ class TrainingObserver:
         if device == CPU:  # a leak ends the job, or the machine
             limit_bytes = HostMeter().read().limit_bytes or psutil.virtual_memory().total
         live = None if device == CPU else self._live_bytes
-        self._leaks = Leaks(live=live, report=self._leaking, limit_bytes=limit_bytes)
-
-    def expect(self, steps: int) -> None:
-        """Expect a training of so many steps."""
-        self._leaks.steps = steps
+        self.leaks = Leaks(live=live, report=self._leaking, limit_bytes=limit_bytes)
 
     def resumed(self, step: int) -> None:
         """Start, or restart, after a step: metrics of later ones are dropped."""
@@ -99,7 +95,7 @@ class TrainingObserver:
         with self.model_step.clock.within(OBSERVE):
             self._newest = self._running = ObservedStep(number, share, RngState.capture(self.device))
         try:
-            with self._leaks.watching():
+            with self.leaks.watching():
                 yield
         finally:
             self._running = None
@@ -131,10 +127,6 @@ class TrainingObserver:
         assert self._newest is not None
         self._write_step(BundleKind.NAN, self._newest, None, message)
 
-    def between_steps(self) -> None:
-        """Look for memory leaks."""
-        self._leaks.step()
-
     # Metrics
 
     def step(self, step: int, metrics: Mapping[str, float | None]) -> None:
@@ -158,7 +150,7 @@ class TrainingObserver:
         memories = [report["memory"] for report in self.ranks.exchange({"memory": sizes})]
         allocated, reserved, peak = map(max, zip(*memories, strict=True))
         self.meter.reset_peak()
-        self._leaks.epoch()
+        self.leaks.epoch()
         if self._metrics is None:
             return
         epoch = Epoch.of(
@@ -184,7 +176,7 @@ class TrainingObserver:
         self.context.report.figures |= figures
 
     def close(self) -> None:
-        self._leaks.close()
+        self.leaks.close()
         self._crash_note.close()
         if self._metrics is not None:
             self._metrics.close()

@@ -75,9 +75,13 @@ class Phase:
         self.loader.readers = PROCESSES
         return True
 
-    def shares(self, step: Step, *, hold: int, leave_out: Collection[str]) -> Iterator[RankShare]:
-        """Yield this rank's share of each step, from the loader's position to the end of the epoch."""
+    def shares(self, step: Step, epoch: int, first: int, leave_out: Collection[str]) -> Iterator[RankShare]:
+        """Yield this rank's share of each step of an epoch, from its step `first` on."""
+        if first >= self.steps:
+            return
+        self.loader.load_state_dict(self.at(epoch, first))
         batches, fetch = step.clock.each(READ, self.loader.read()), partial(self._fetch, step.clock)
+        hold = max(0, self.loader.slots - 2)  # one is used, the next is read
         ahead = step.ahead if self.plan.ahead_bytes else None
         named: dict[str, Any] = {"hold": hold, "leave_out": leave_out, "ahead": ahead, "at_hand": self.loader.at_hand}
         while not (share := RankShare(batches, fetch, **named)).is_over:

@@ -78,7 +78,7 @@ class Trainer:
 
     def run(self) -> Iterator[int]:
         """Train, from the newest checkpoint if there is one."""
-        self.observer.expect(self.steps)
+        self.observer.leaks.steps = self.steps
         self._resume()
         yield self.done
         if why_pruned := self._why_pruned():
@@ -120,7 +120,8 @@ class Trainer:
         phase = self._phase_of_epoch()
         self._enter(phase)
         self._restarts = False
-        for share in self._shares(phase):
+        self._step_began_s = time.monotonic()
+        for share in phase.shares(self.step, self.state.epoch, self.state.next, self.leave_out):
             if self._validated_within(phase):
                 self._step(share)
                 with self.step.clock.within(OBSERVE):
@@ -130,14 +131,6 @@ class Trainer:
                 break
         if not (self._stops or self._rolled_back()):
             self._end_epoch()
-
-    def _shares(self, phase: Phase) -> Iterator[RankShare]:
-        """Yield this rank's share of each step that is left of the epoch."""
-        self._step_began_s = time.monotonic()
-        if self.state.next < phase.steps:
-            phase.loader.load_state_dict(phase.at(self.state.epoch, self.state.next))
-            hold = max(0, phase.loader.slots - 2)  # one is used, the next is read
-            yield from phase.shares(self.step, hold=hold, leave_out=self.leave_out)
 
     @property
     def _stops(self) -> bool:
@@ -250,7 +243,7 @@ class Trainer:
         with self.step.clock.within(OBSERVE):
             self.stepper.upkeep.after_step(empty_cache=self.stepper.empty_cache)
             self.stepper.emptied()
-            self.observer.between_steps()
+            self.observer.leaks.step()
             if metrics is not None and self.ranks.rank == 0 and self.done % self.train.log_every == 0:
                 losses = {f"{LOSS}.{name}": mean for name, mean in report.means.items()}
                 self.observer.step(self.done, {**losses, **metrics, "items": float(report.sum_of("items"))})

@@ -106,8 +106,7 @@ class OneStep:
         trainer.step.optimizer.load_state_dict(copy.deepcopy(self.optimizer))
         torch.get_device_module(card.NAME).set_rng_state(self.random)
         trainer.stepper.governor = trainer.governor_of(self.phase)  # which remembers who climbed
-        self.phase.loader.load_state_dict(self.phase.at(0, 1))
-        share = next(iter(self.phase.shares(trainer.step, hold=2, leave_out=frozenset())))
+        share = next(iter(self.phase.shares(trainer.step, 0, 1, frozenset())))
         before = card.allocations()
         with nullcontext() if refuse is None else card.refusing(refuse):
             report = trainer.stepper.accumulate(share, 2)
