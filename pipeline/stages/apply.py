@@ -106,7 +106,7 @@ def evaluate(job: ApplyJob, folder: Path, split: str | None) -> Generator[Reason
     if applied is None:
         return
     with job.ranks.patient("metrics"):
-        values = applied.evaluation.losses() | applied.evaluation.metrics()
+        values = applied.evaluation.results()
     if job.ranks.rank == 0:
         figures = Figures(
             items=len(job.table) - sum(applied.rejected.values()),

@@ -100,7 +100,6 @@ class Evaluator:
         self._writer: OutputWriter | None = None
         self._governor = Governor()
         self._terms: list[Terms] = []  # of each piece
-        self._gathered: GatheredOutputs | None = None  # the outputs of all ranks, verified for the losses
 
     def figures(self) -> dict[str, float] | int:
         """Return the loss and the metrics of the split, or the signal that ended it; the files are removed."""
@@ -108,7 +107,7 @@ class Evaluator:
         for _ in self.run():
             pass
         ended_by = max(report["ended_by"] for report in self.ranks.exchange({"ended_by": self.ended_by}))
-        figures = int(ended_by) or self.losses() | self.metrics()
+        figures = int(ended_by) or self.results()
         self.clear()
         return figures
 
@@ -121,7 +120,6 @@ class Evaluator:
 
     def run(self) -> Iterator[Reason | None]:
         """Run over this rank's items; yield for each why it was left out, or None."""
-        self._gathered = None
         if self.loader is None:
             return
         if self._has_outputs or self.of or self._contrasts:
@@ -232,22 +230,31 @@ class Evaluator:
             numbers = piece.numbers if self.numbers is None else self.numbers[list(piece.numbers)].tolist()
             self._writer.add(piece.ids, numbers, outputs, terms)
 
-    def losses(self) -> dict[str, float]:
-        """Return the mean of each term over all ranks, work of earlier starts included, and the sum of the means."""
-        if self.of or self._contrasts:
-            self.ranks.exchange({})  # all have written
-            own = self._kept_terms() if self.ranks.rank == 0 else {}
-        else:
-            own = summed_by_name(self._terms)
-        self._terms = []
-        totals = summed_by_name([report["terms"] for report in self.ranks.exchange({"terms": own})])
-        means = {name: total / weight if weight else 0.0 for name, (total, weight) in totals.items()}
-        losses = {LOSS: math.fsum(means.values())} if means else {}
-        return losses | ({f"{LOSS}.{name}": mean for name, mean in means.items()} if len(means) > 1 else {})
+    def results(self) -> dict[str, float]:
+        """Return the loss and the task's metrics over all items and ranks, work of earlier starts included.
 
-    def _kept_terms(self) -> Terms:
+        The loss is the sum of its terms' means. Rank 0 computes what needs the files.
+        """
+        task, are_kept = self.step.task, bool(self.of) or self._contrasts
+        has_metrics = self._has_outputs and callable(getattr(task, "metrics", None))
+        terms, self._terms = self._terms, []
+        own: dict[str, Any] = {"terms": {} if are_kept else summed_by_name(terms), "metrics": {}}
+        self.ranks.exchange({})  # all have written
+        if self.ranks.rank == 0 and (are_kept or has_metrics):
+            gathered = GatheredOutputs(self.folder, of=self.of)
+            if are_kept:
+                own["terms"] = self._kept_terms(gathered)
+            if gathered and has_metrics:
+                own["metrics"] = numbers_of(task.metrics(gathered))  # type: ignore[attr-defined]
+        reports = self.ranks.exchange(own)
+        totals = summed_by_name([report["terms"] for report in reports])
+        means = {name: total / weight if weight else 0.0 for name, (total, weight) in totals.items()}
+        of_terms = {f"{LOSS}.{name}": mean for name, mean in means.items()} if len(means) > 1 else {}
+        loss = {LOSS: math.fsum(means.values())} if means else {}
+        return {**loss, **of_terms, **reports[0]["metrics"]}
+
+    def _kept_terms(self, gathered: GatheredOutputs) -> Terms:
         """Return the sums and weights of terms that the files hold, or, if contrastive, of the embeddings there."""
-        gathered = self._gathered = GatheredOutputs(self.folder, of=self.of)
         if not self._contrasts:
             return gathered.terms()
         items = min(map(len, gathered.hidden.values()), default=0)
@@ -259,18 +266,6 @@ class Evaluator:
         step = cast("ContrastiveStep", self.step)
         rows = {name: torch.from_numpy(np.stack(column[places])) for name, column in gathered.hidden.items()}
         return step.where_it_fits(lambda: step.evaluate_rows(rows), rows, may_leave=self.too_large == HOST)
-
-    def metrics(self) -> dict[str, float]:
-        """Return the task's metrics over all items, which rank 0 computes."""
-        task = self.step.task
-        gathered, self._gathered = self._gathered, None  # some file systems cannot remove open files
-        if not self._has_outputs or not callable(getattr(task, "metrics", None)):
-            return {}
-        self.ranks.exchange({})  # all have written
-        figures: dict[str, float] = {}
-        if self.ranks.rank == 0 and (outputs := gathered or GatheredOutputs(self.folder, of=self.of)):
-            figures = numbers_of(task.metrics(outputs))  # type: ignore[attr-defined]
-        return dict(self.ranks.exchange(figures)[0])
 
 
 @contextmanager

@@ -169,7 +169,7 @@ def run(one: ApplyJob) -> tuple[list[Reason | None], ApplyResult | None]:
 
 def figures(applied: ApplyResult | None) -> dict[str, float]:
     assert applied is not None
-    return applied.evaluation.losses() | applied.evaluation.metrics()
+    return applied.evaluation.results()
 
 
 def wanted(number: int = 1) -> dict[str, float]:
