@@ -57,7 +57,7 @@ Terms: TypeAlias = "dict[str, tuple[float, float]]"  # the sum and the weight of
 
 PART_BYTES = 64 << 20
 INDEX_BYTES = 64  # of an entry in a part's tables, about
-HIDDEN = "."  # before the names of outputs that tasks do not see; those of a task have no dots
+HIDDEN = "\n"  # before the names of outputs that tasks do not see; those of a task are printable
 _VALUES, _ITEMS, _SHAPES = "values", "items", "shapes"
 
 
@@ -354,8 +354,9 @@ def _refusal(problem: str, method: str = "outputs") -> ConfigError:
 
 
 def _checked_name(name: Any) -> str:
-    if isinstance(name, str) and name.isprintable() and re.fullmatch(r"\.?[^./]+", name) and name != "id":
-        return name
+    plain = name.removeprefix(HIDDEN) if isinstance(name, str) else ""
+    if plain.isprintable() and re.fullmatch("[^./]+", plain) and plain != "id":
+        return str(name)
     raise _refusal(f"outputs() returned {name!r}: names are strings without dots or slashes, and not id")
 
 

@@ -16,6 +16,7 @@ from pipeline.memory.leaks.leak_detector import Leaks
 from pipeline.memory.runtime.meters import HostMeter
 from pipeline.training.forensics import step_bundle
 from pipeline.training.forensics.step_bundle import Bundle, BundleCut, BundleKind, CrashNote, PieceInFlight
+from pipeline.training.items.batch import BatchOrigin
 from pipeline.training.loop.metrics_log import VALIDATION, Epoch, MetricsLog, open_trackers
 from pipeline.training.step_clock import FIGURE, OBSERVE
 
@@ -35,11 +36,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ObservedStep:
-    """The newest step."""
+    """A step: the newest, or one in which earlier processes died."""
 
     number: int
-    share: RankShare
+    origin: BatchOrigin  # of its first batch
     rng: RngState  # at its start
+    cuts: Sequence[tuple[tuple[str, ...], tuple[int, ...]]]  # ids and numbers of each batch read so far
     begun: list[tuple[tuple[int, ...], int]] = field(default_factory=list)  # items and remedies of this pass' pieces
 
 
@@ -93,7 +95,7 @@ class TrainingObserver:
     def watching(self, number: int, share: RankShare) -> Iterator[None]:
         """Surround a step."""
         with self.model_step.clock.within(OBSERVE):
-            self._newest = self._running = ObservedStep(number, share, RngState.capture(self.device))
+            self._newest = self._running = ObservedStep(number, share.origin, RngState.capture(self.device), share.cuts)
         try:
             with self.leaks.watching():
                 yield
@@ -120,12 +122,12 @@ class TrainingObserver:
         counts = {"ooms": self._ooms, "oom_step": step.number, "oom_items": len(piece)}
         self.context.report.figures |= {name: float(count) for name, count in counts.items()}
         self.say(f"step {step.number}: out of memory at {len(piece)} items ({', '.join(piece.ids[:3])}): {error}")
-        self._write_step(BundleKind.OOM, step, piece, error)
+        self._write(BundleKind.OOM, step, self._in_flight(step, piece), error)
 
     def poison(self, message: str) -> None:
         """Write a bundle of the newest step, which is not finite."""
         assert self._newest is not None
-        self._write_step(BundleKind.NAN, self._newest, None, message)
+        self._write(BundleKind.NAN, self._newest, self._in_flight(self._newest, None), message)
 
     # Metrics
 
@@ -204,14 +206,8 @@ class TrainingObserver:
     # Bundles
 
     def _in_flight(self, step: ObservedStep, piece: Piece | None) -> PieceInFlight:
-        at, budget = step.share.origin, self.budget()
         ids, numbers, rung = (piece.ids, piece.numbers, piece.rung) if piece else ((), (), 0)
-        return PieceInFlight(step.number, at.epoch, at.step, ids, numbers, rung, budget)
-
-    def _write_step(self, kind: BundleKind, step: ObservedStep, piece: Piece | None, message: str) -> None:
-        """Write a bundle of a step, whose failed piece may be known."""
-        at, share = self._in_flight(step, piece), step.share
-        self._write(kind, at, message, step.rng, share.cuts, step.begun, share.origin.of)
+        return PieceInFlight(step.number, step.origin.epoch, step.origin.step, ids, numbers, rung, self.budget())
 
     def _report_poison(self) -> None:
         """Write a bundle of the items on which this rank's process has now died twice."""
@@ -220,29 +216,21 @@ class TrainingObserver:
             return
         times = sum(not set(on.ids).isdisjoint(death.ids) for death in self._crash_note.deaths)
         message = f"the process crashed or was killed {times} times on these items"
-        cuts, begun = [(on.ids, on.numbers)], [(on.numbers, on.rung)]
-        self._write(BundleKind.POISON, on, message, RngState.capture(self.device), cuts, begun, 1)
+        origin, rng = BatchOrigin(on.epoch, on.epoch_step, 0, 1, self.train.seed), RngState.capture(self.device)
+        step = ObservedStep(on.step, origin, rng, [(on.ids, on.numbers)], [(on.numbers, on.rung)])
+        self._write(BundleKind.POISON, step, on, message)
         self.say(f"step {on.step}, {', '.join(on.ids[:3])}: {message}")
 
-    def _write(
-        self,
-        kind: BundleKind,
-        at: PieceInFlight,
-        message: str,
-        rng: RngState,
-        cuts: Sequence[tuple[tuple[str, ...], tuple[int, ...]]],
-        begun: Sequence[tuple[tuple[int, ...], int]],
-        micro_batches: int,
-    ) -> None:
-        """Write a bundle; `cuts` are ids and numbers, `begun` numbers and remedies of the pieces that have run."""
-        of_piece = (place for place, (_, numbers) in enumerate(cuts) if at.numbers and {*at.numbers} <= {*numbers})
+    def _write(self, kind: BundleKind, step: ObservedStep, at: PieceInFlight, message: str) -> None:
+        """Write a bundle of a step, whose failed piece may be known."""
+        of_piece = (place for place, (_, numbers) in enumerate(step.cuts) if at.numbers and {*at.numbers} <= {*numbers})
         bundle = Bundle(
             kind=kind,
             message=message,
             epoch=at.epoch,
             step=at.step,
             epoch_step=at.epoch_step,
-            cuts=tuple(BundleCut(*cut) for cut in cuts),
+            cuts=tuple(BundleCut(*cut) for cut in step.cuts),
             failed=next(of_piece, None),
             budget={"cost": at.budget},
             rank=self.ranks.rank,
@@ -257,13 +245,13 @@ class TrainingObserver:
             state={
                 "items": at.numbers,
                 "rung": at.rung,
-                "pieces": [{"numbers": numbers, "rung": rung} for numbers, rung in begun],
-                "micro_batches": micro_batches,
+                "pieces": [{"numbers": numbers, "rung": rung} for numbers, rung in step.begun],
+                "micro_batches": step.origin.of,
                 "careful": self.context.careful,
                 "card": _card(self.device),
             },
         )
-        is_written = step_bundle.write_bundle(self.folder.bundles, bundle, rng.tensors())
+        is_written = step_bundle.write_bundle(self.folder.bundles, bundle, step.rng.tensors())
         again = f"to reproduce it: pipeline replay --step {at.step}"
         self.say(again if is_written else "no bundle: the disk is full")
 
