@@ -16,8 +16,8 @@ from pipeline.memory.leaks.leak_detector import Leaks
 from pipeline.memory.runtime.meters import HostMeter
 from pipeline.training.forensics import step_bundle
 from pipeline.training.forensics.step_bundle import Bundle, BundleCut, BundleKind, CrashNote, PieceInFlight
-from pipeline.training.items.batch import BatchOrigin
 from pipeline.training.loop.metrics_log import VALIDATION, Epoch, MetricsLog, open_trackers
+from pipeline.training.sampling import BatchOrigin
 from pipeline.training.step_clock import FIGURE, OBSERVE
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ class TrainingObserver:
             return
         times = sum(not set(on.ids).isdisjoint(death.ids) for death in self._crash_note.deaths)
         message = f"the process crashed or was killed {times} times on these items"
-        origin, rng = BatchOrigin(on.epoch, on.epoch_step, 0, 1, self.train.seed), RngState.capture(self.device)
+        origin, rng = BatchOrigin(on.epoch, on.epoch_step, 0, 1), RngState.capture(self.device)
         step = ObservedStep(on.step, origin, rng, [(on.ids, on.numbers)], [(on.numbers, on.rung)])
         self._write(BundleKind.POISON, step, on, message)
         self.say(f"step {on.step}, {', '.join(on.ids[:3])}: {message}")
