@@ -7,9 +7,9 @@ Shapes: E events.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -150,7 +150,11 @@ class MicroFootprint:
 
 
 class Oracle(Protocol):
-    """Answers how much memory a model takes, by tracing or otherwise."""
+    """Answers how much memory a model takes, by tracing or otherwise.
+
+    Some also have `evaluation(choice, sizes)`, for a batch without gradients, and `confirmed(choice, sizes)`: a
+    micro-batch that is not computed from others.
+    """
 
     def standing(self, choice: MemoryChoice) -> StandingFootprint:
         """Return the memory that does not depend on the batch."""
@@ -159,27 +163,11 @@ class Oracle(Protocol):
         """Return the memory of a micro-batch of these sizes; a repeated question costs nothing."""
 
 
-@runtime_checkable
-class Evaluates(Protocol):
-    """An oracle that also answers for evaluation, without gradients."""
-
-    def evaluation(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
-        """Return the memory of a batch that is only evaluated."""
-
-
-@runtime_checkable
-class Computes(Protocol):
-    """An oracle that computes some answers from others, until it is asked to confirm them."""
-
-    def confirmed(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
-        """Return the memory of a micro-batch of these sizes, not computed from that of others."""
-
-
 @dataclass(frozen=True, slots=True)
 class StepTapes:
     """A training step as tapes, played one after another."""
 
-    tapes: tuple[Tape, ...] = field(default=())
+    tapes: tuple[Tape, ...]
 
     @classmethod
     def of(cls, standing: StandingFootprint, micros: Sequence[MicroFootprint], *, first: bool = False) -> StepTapes:
@@ -247,34 +235,24 @@ def margin_of(
 ) -> Margin:
     """Return the margin for a prediction of some origin, given the ratios measured/predicted of past runs.
 
-    A compiled model is planned as it runs eagerly, with an extra margin for what fusing changes.
+    Its text says how little a few runs prove. A compiled model is planned as it runs eagerly, with an extra margin for
+    what fusing changes.
     """
     extra = (FIRST_CONTACT if caching else LIVE_ONLY)[origin]
+    factor, chance, source, trust = 1.0 + extra, ASSUMED_PROBABILITY, Provenance.ASSUMED, Provenance.ASSUMED
     why = f"no measurements yet: {extra:.0%} on {origin.value} values, assumed sufficient in {ASSUMED_PROBABILITY:.0%}"
-    first = Margin(1.0 + extra, ASSUMED_PROBABILITY, Provenance.ASSUMED, why)
-    margin = _after(ratios) if ratios else first
-    if not compiled:
-        return margin
-    why = f"{margin.why}; compiled: planned as eager, and {COMPILED:.0%}"
-    return replace(margin, factor=margin.factor * (1.0 + COMPILED), why=why)
-
-
-def _after(ratios: Sequence[float]) -> Margin:
-    """Return the margin after measured runs; its text says how little a few runs prove."""
-    worst, runs = max(ratios), len(ratios)
-    shown = runs / (runs + 1)
-    trust = Provenance.MEASURED if shown >= ASSUMED_PROBABILITY else Provenance.ASSUMED
-    assumed = (
-        f"; with these {REPEATED:.0%}, {ASSUMED_PROBABILITY:.0%} is assumed" if trust is Provenance.ASSUMED else ""
-    )
-    why = (
-        f"the worst of {runs} measured run{'s' if runs > 1 else ''} was {worst:.3f} of its prediction, "
-        f"{REPEATED:.0%} are added; the next run is no worse than {'all' if runs > 1 else 'that one'} "
-        f"with a chance of {runs}/{runs + 1}{assumed}"
-    )
-    return Margin(
-        max(worst, LEAST) * (1.0 + REPEATED), max(shown, ASSUMED_PROBABILITY), Provenance.MEASURED, why, trust
-    )
+    if ratios:
+        worst, runs = max(ratios), len(ratios)
+        factor, chance = max(worst, LEAST) * (1.0 + REPEATED), max(runs / (runs + 1), ASSUMED_PROBABILITY)
+        source = Provenance.MEASURED
+        trust = source if runs / (runs + 1) >= ASSUMED_PROBABILITY else trust
+        why = (
+            f"the worst of {runs} measured run{'s' if runs > 1 else ''} was {worst:.3f} of its prediction, "
+            f"{REPEATED:.0%} are added; the next run is no worse with a chance of {runs}/{runs + 1}"
+        )
+    if compiled:
+        factor, why = factor * (1.0 + COMPILED), f"{why}; compiled: planned as eager, and {COMPILED:.0%}"
+    return Margin(factor, chance, source, why, trust)
 
 
 def least_sure(origins: Iterable[Provenance]) -> Provenance:

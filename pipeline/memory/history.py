@@ -32,7 +32,7 @@ import re
 import secrets
 import stat
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields
 from heapq import nlargest
 from importlib import metadata
 from itertools import chain, islice
@@ -56,8 +56,6 @@ Record = TypeVar("Record")
 
 MOST_FILES, MOST_BYTES = 2000, 64 << 20  # a line has about 300 bytes, and a run some files
 _ENDING = ".jsonl"
-_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]+")
-_NAME_LENGTH = 80
 _LARGEST = float(1 << 62)  # more than any byte count
 _TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),
@@ -72,61 +70,56 @@ class Records(Generic[Record]):
     """The records of one folder: flat dataclasses with a field `run`."""
 
     def __init__(self, folder: Path, kind: type[Record]) -> None:
-        self._folder, self._kind = folder, kind
+        self._folder, self._kind = folder / "records", kind
         self._types = {field.name: _TYPES[str(field.type)] for field in fields(kind)}  # type: ignore[arg-type]
         self._names: dict[tuple[str, str, int], str] = {}
-        self._torn: set[str] = set()  # files whose last line a full disk has cut
 
-    def append(self, run: str, writer: str, records: Iterable[Record]) -> bool:
-        """Append records and sync them to disk; return False where the folder cannot be written."""
+    def record(self, run: str, writer: str, records: Iterable[Record]) -> bool:
+        """Store records and sync them to disk; return False where the folder cannot be written."""
+        key = (run, writer, os.getpid())  # a forked child is another writer
+        words = (re.sub(r"[^A-Za-z0-9_-]+", "-", word)[:80] for word in (run, writer))
+        name = self._names.setdefault(key, "~".join((*words, secrets.token_hex(6))) + _ENDING)
         lines = b"".join(measurement_line(run, record) for record in records)
         try:
             if lines:
-                self._append(self._name(run, writer), lines)
+                self._append(name, b"\n" + lines)  # it also ends a line that a full disk has cut
         except OSError:
             return False
         return True
 
     def _append(self, name: str, lines: bytes) -> None:
         Disk().make_folder(self._folder)
-        lines = b"\n" + lines if name in self._torn else lines
         descriptor = os.open(self._folder / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             if (bits := shared_bits(self._folder)) and not os.fstat(descriptor).st_size:
                 os.fchmod(descriptor, stat.S_IMODE(os.fstat(descriptor).st_mode) | bits)
-            self._torn.add(name)
             while lines:
                 lines = lines[os.write(descriptor, lines) :]
-            self._torn.discard(name)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
-    def _name(self, run: str, writer: str) -> str:
-        key = (run, writer, os.getpid())  # a forked child is another writer
-        if key not in self._names:
-            words = (_NOT_IN_NAMES.sub("-", word)[:_NAME_LENGTH] for word in (run, writer))
-            self._names[key] = "~".join((*words, secrets.token_hex(6))) + _ENDING
-        return self._names[key]
-
     def newest(self, having: Mapping[str, str], lacking: Mapping[str, str] | None = None) -> Iterator[Record]:
         """Yield records, newest first, with the field values in `having` and none of those in `lacking`."""
-        wanted = [_pattern(name, text) for name, text in having.items()]
-        unwanted = [_pattern(name, text) for name, text in (lacking or {}).items()]
+        texts = [json.dumps(text).encode() for text in having.values()]
         for line in self._lines():
-            if all(text.search(line) for text in wanted) and not any(text.search(line) for text in unwanted):
-                record = self._record_of(line)
-                if record is not None:
-                    yield record
+            record = self._record_of(line) if all(text in line for text in texts) else None  # parsing takes long
+            if record is None or any(getattr(record, name) != text for name, text in having.items()):
+                continue
+            if all(getattr(record, name) != text for name, text in (lacking or {}).items()):
+                yield record
 
     def _lines(self) -> Iterator[bytes]:
         """Yield whole lines, the newest first."""
         left_bytes = MOST_BYTES
         for path in self._newest_files():
-            data, is_whole = _tail(path, left_bytes)
-            left_bytes -= len(data)
-            lines = data.split(b"\n")
-            yield from lines[-2 : None if is_whole else 0 : -1]  # the last has no end, the first perhaps no beginning
+            with suppress(OSError), path.open("rb") as file:
+                start = max(0, file.seek(0, os.SEEK_END) - left_bytes)
+                file.seek(start)
+                data = file.read(left_bytes)
+                left_bytes -= len(data)
+                # The last line has no end yet; the first of a part of a file has perhaps no beginning.
+                yield from data.split(b"\n")[-2 : 0 if start else None : -1]
             if left_bytes <= 0:
                 return
 
@@ -141,7 +134,7 @@ class Records(Generic[Record]):
         try:
             data = json.loads(line)
             values = {name: data[name] for name in self._types}
-            fit = all(_fits(value, types) for value, types in zip(values.values(), self._types.values(), strict=True))
+            fit = all(_fits(value, self._types[name]) for name, value in values.items())
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
         return self._kind(**values) if fit else None
@@ -150,21 +143,6 @@ class Records(Generic[Record]):
 def measurement_line(run: str, record: Any) -> bytes:
     """Return a record of a run as a line of JSON."""
     return json.dumps(asdict(record) | {"run": run}, separators=(",", ":")).encode() + b"\n"
-
-
-def _tail(path: Path, most: int) -> tuple[bytes, bool]:
-    """Return the end of a file, and whether that is all of it; empty if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            start = max(0, file.seek(0, os.SEEK_END) - most)
-            file.seek(start)
-            return file.read(most), start == 0
-    except OSError:
-        return b"", True
-
-
-def _pattern(name: str, text: str) -> re.Pattern[bytes]:
-    return re.compile(rb"%b: ?%b" % (re.escape(json.dumps(name).encode()), re.escape(json.dumps(text).encode())))
 
 
 def _fits(value: Any, types: tuple[type, ...]) -> bool:
@@ -208,21 +186,17 @@ class Peak:
         return self.measured_bytes / self.predicted_bytes if self.predicted_bytes else 0.0
 
 
-class PeakHistory:
+class PeakHistory(Records[Peak]):
     """The measured peaks in one folder, for this version of torch."""
 
     def __init__(self, folder: Path, torch: str | None = None) -> None:
-        self._files = Records(folder / "records", Peak)
-        self._torch = torch_version() if torch is None else torch
-
-    def record(self, run: str, writer: str, peaks: Iterable[Peak]) -> bool:
-        """Store measurements; return False where the folder cannot be written."""
-        return self._files.append(run, writer, peaks)
+        super().__init__(folder, Peak)
+        self._torch = torch or torch_version()
 
     def of(self, model: str, card: str) -> list[Peak]:
         """Return the measured peaks of a model on a card, newest first."""
         gpu = known_name(card)
-        records = self._files.newest({"model": model, "torch": self._torch})
+        records = self.newest({"model": model, "torch": self._torch})
         on_card = (peak for peak in records if card == peak.card or gpu == peak.gpu)
         distinct = {
             (peak.at, peak.run, peak.card, peak.sizes, peak.allocator): peak for peak in islice(on_card, NEWEST)
@@ -263,28 +237,20 @@ def fingerprint(model: nn.Module, *options: Any) -> str:
     Options are dataclasses. The model may be on fake tensors or on the meta device.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for line in (*_tensors(model), *_modules(model), *_options(options)):
+    for line in _memory_lines(model, options):
         digest.update(line.encode(errors="backslashreplace") + b"\n")
     return digest.hexdigest()
 
 
-def _tensors(model: nn.Module) -> Iterator[str]:
+def _memory_lines(model: nn.Module, options: Iterable[Any]) -> Iterator[str]:
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
             yield f"{kind} {name} {tuple(tensor.shape)} {tensor.dtype}"
-
-
-def _modules(model: nn.Module) -> Iterator[str]:
-    """Yield module classes with their numeric attributes, such as attention heads, which no parameter shows."""
-    for name, module in model.named_modules():
+    for name, module in model.named_modules():  # with numbers such as attention heads, which no parameter shows
         numbers = {key: value for key, value in sorted(vars(module).items()) if isinstance(value, int | float)}
         numbers.pop("training", None)
         yield f"module {name} {type(module).__qualname__} {numbers}"
-
-
-def _options(options: Iterable[Any]) -> Iterator[str]:
     for option in options:
-        assert is_dataclass(option)
         for field in fields(option):
             if field.name not in _NO_MEMORY:
                 yield f"option {field.name} {getattr(option, field.name)!r}"
@@ -367,14 +333,14 @@ def planned(planned_bytes: int) -> Suggestion:
 
 def suggest(past: Iterable[Measured], bounds: SuggestionBounds, *, planned_bytes: int) -> Suggestion | None:
     """Return the request that past tasks suggest; None where none was measured."""
-    telling = [task for task in past if task.least_bytes]
-    if not telling:
+    pool = _newest(task for task in past if task.least_bytes)
+    if not pool:
         return None
-    pool = _newest(telling)
-    mem_bytes, why = _need(pool, bounds)
+    mem_bytes, why = _need(pool, bounds.whose)
     if mem_bytes > bounds.at_most * planned_bytes:
         mem_bytes, why = int(bounds.at_most * planned_bytes), f"{why}; at most {bounds.at_most:g} times the estimate"
-    if mem_bytes < planned_bytes and not (bounds.trusted and _enough(pool)):
+    sampled = sum(task.lived and task.elapsed_s >= SAMPLED_S for task in pool)
+    if mem_bytes < planned_bytes and not (bounds.trusted and sampled >= ENOUGH):
         mem_bytes, why = planned_bytes, f"{why}; too few measurements to go below the estimate"
     if mem_bytes < FLOOR_BYTES:
         why = f"{why}; never below {format_bytes(FLOOR_BYTES)}"
@@ -383,8 +349,8 @@ def suggest(past: Iterable[Measured], bounds: SuggestionBounds, *, planned_bytes
 
 def pace(past: Iterable[Measured]) -> float | None:
     """Return the median of items per second, of the newest tasks that ended well."""
-    done = [task for task in past if not task.killed and task.items > 0 and task.elapsed_s > 0]
-    return median(task.items / task.elapsed_s for task in _newest(done)) if done else None
+    done = _newest(task for task in past if not task.killed and task.items > 0 and task.elapsed_s > 0)
+    return median(task.items / task.elapsed_s for task in done) if done else None
 
 
 def _newest(past: Iterable[Measured]) -> list[Measured]:
@@ -396,19 +362,22 @@ def _order(task: Measured) -> tuple[float | str, ...]:
     return task.at, task.run, task.task, task.attempt, *own  # the rest only for one that was recorded twice
 
 
-def _enough(pool: Iterable[Measured]) -> bool:
-    """Tell whether the pool may overrule the plan."""
-    return sum(task.lived and task.elapsed_s >= SAMPLED_S for task in pool) >= ENOUGH
-
-
-def _need(pool: Sequence[Measured], bounds: SuggestionBounds) -> tuple[int, str]:
+def _need(pool: Sequence[Measured], whose: str) -> tuple[int, str]:
     """Return the need and its reason: the larger of what surviving tasks used and what killed ones must get."""
     living = [task for task in pool if task.lived]
-    deaths = [task for task in pool if task.killed]
-    open_deaths = [death for death in deaths if not any(_outlives(task, death) for task in living)]
-    known = living + [death for death in deaths if death not in set(open_deaths)]
-    needs = [_from_peaks(known, bounds)] if known else []
-    needs += [_from_deaths(open_deaths, bounds)] if open_deaths else []
+    deaths = {task for task in pool if task.killed and not any(_outlives(other, task) for other in living)}
+    known = [task for task in pool if task not in deaths]
+    needs: list[tuple[int, str]] = []
+    if known:
+        used = sorted(task.least_bytes for task in known)
+        at_percentile = used[ceil(len(used) * PERCENTILE / 100) - 1]
+        why = f"{PERCENTILE}th percentile {format_bytes(at_percentile)} + {MARGIN_PERCENT}%"
+        needs.append((at_percentile * (100 + MARGIN_PERCENT) // 100, f"from {_counted(known)}{whose}: {why}"))
+    if deaths:
+        limit = max(death.least_bytes for death in deaths)
+        upto = "" if all(death.least_bytes == limit for death in deaths) else "up to "
+        why = f"died at {upto}{format_bytes(limit)}: at least {GROWTH:g} times that"
+        needs.append((ceil(limit * GROWTH), f"{_counted(deaths)}{whose} {why}"))
     return max(needs)
 
 
@@ -421,23 +390,6 @@ def _outlives(task: Measured, death: Measured) -> bool:
     return task.at > death.at and task.size >= death.size > 0
 
 
-def _from_peaks(known: Sequence[Measured], bounds: SuggestionBounds) -> tuple[int, str]:
-    needs = sorted(task.least_bytes for task in known)
-    at_percentile = needs[ceil(len(needs) * PERCENTILE / 100) - 1]
-    tasks = f"{_counted(_tasks(known))}{bounds.whose}"
-    why = f"from {tasks}: {PERCENTILE}th percentile {format_bytes(at_percentile)} + {MARGIN_PERCENT}%"
-    return at_percentile * (100 + MARGIN_PERCENT) // 100, why
-
-
-def _from_deaths(deaths: Sequence[Measured], bounds: SuggestionBounds) -> tuple[int, str]:
-    limit = max(death.least_bytes for death in deaths)
-    upto = "" if all(death.least_bytes == limit for death in deaths) else "up to "
-    why = (
-        f"{_counted(_tasks(deaths))}{bounds.whose} died at {upto}{format_bytes(limit)}: at least {GROWTH:g} times that"
-    )
-    return ceil(limit * GROWTH), why
-
-
 def _request(mem_bytes: int) -> int:
     return ceil(max(mem_bytes, FLOOR_BYTES) / STEP_BYTES) * STEP_BYTES
 
@@ -446,8 +398,8 @@ def _tasks(pool: Iterable[Measured]) -> int:
     return len({(task.run, task.task) for task in pool})
 
 
-def _counted(tasks: int) -> str:
-    return "1 task" if tasks == 1 else f"{tasks} tasks"
+def _counted(pool: Iterable[Measured]) -> str:
+    return "1 task" if _tasks(pool) == 1 else f"{_tasks(pool)} tasks"
 
 
 _LOOKED_AT = 5 * NEWEST  # some are recorded twice, and some show nothing
@@ -459,15 +411,11 @@ _BOUNDS = {  # by whether tasks are of the same recipe and on the same cluster, 
 }
 
 
-class Profiles:
-    """The measured needs of tasks in one folder."""
+class Profiles(Records[Measured]):
+    """The measured needs of tasks in one folder: of attempts that succeeded or ran out of memory."""
 
     def __init__(self, folder: Path) -> None:
-        self._files = Records(folder / "records", Measured)
-
-    def record(self, run: str, writer: str, measured: Iterable[Measured]) -> bool:
-        """Store attempts that succeeded or ran out of memory; return False where the folder cannot be written."""
-        return self._files.append(run, writer, measured)
+        super().__init__(folder, Measured)
 
     def suggest(self, stage: str, recipe: str, cluster: str, *, planned_bytes: int) -> Suggestion:
         """Return how much memory to request."""
@@ -487,5 +435,5 @@ class Profiles:
 
     def _past(self, having: Mapping[str, str], lacking: Mapping[str, str], limit: int) -> list[Measured]:
         """Return the newest attempts; of duplicates the larger."""
-        newest = sorted(islice(self._files.newest(having, lacking), limit), key=_order)
+        newest = sorted(islice(self.newest(having, lacking), limit), key=_order)
         return list({_order(task)[:4]: task for task in newest}.values())

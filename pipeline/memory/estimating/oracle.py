@@ -11,8 +11,6 @@ from pipeline.errors import PlanInfeasible
 from pipeline.memory.footprint import (
     CannotRun,
     Category,
-    Computes,
-    Evaluates,
     MemoryChoice,
     MemoryPart,
     MicroFootprint,
@@ -24,7 +22,7 @@ from pipeline.memory.footprint import (
 from pipeline.protocol import ITEMS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import nn
 
@@ -52,16 +50,13 @@ class BestOracle:
 
     def confirmed(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
         """Return the memory of a micro-batch of these sizes, not computed from that of others."""
-        return self._answer(
-            lambda source: (source.confirmed if isinstance(source, Computes) else source.micro)(choice, sizes)
-        )
+        return self._answer(lambda source: getattr(source, "confirmed", source.micro)(choice, sizes))
 
     def evaluation(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint | None:
         """Return the memory of a batch without gradients; None where the present source does not know it."""
-        if not isinstance(self.source, Evaluates):
-            return None
+        evaluation = getattr(self.source, "evaluation", None)
         try:
-            return self.source.evaluation(choice, sizes)
+            return evaluation(choice, sizes) if evaluation else None
         except Unmeasurable as failed:
             self.no_evaluation = str(failed)
             return None
@@ -95,12 +90,13 @@ MOVED = 3  # bytes for each one that is live at the peak
 KERNELS_A_TENSOR = 12  # forward, backward and what is between two maps
 TRUST = (
     "estimated by a formula, nothing was run: low confidence, possibly several times too high; quadratic growth "
-    "(attention) counts only if a size expresses it, and repeated modules count once"
+    "(attention) counts only if a size expresses it, and repeated modules count once; the savings of checkpointing, "
+    "offloading and sharding do not count"
 )
 
 
 class Formula:
-    """An `Oracle` that only counts parameters; the savings of checkpointing, offload and shards are ignored."""
+    """An `Oracle` that only counts parameters."""
 
     def __init__(self, model: nn.Module, *, states: int, averages: int, padded: bool) -> None:
         """Count the parameters of a model, which may be on the meta device.
@@ -108,35 +104,29 @@ class Formula:
         `states`: optimizer states per trained number (AdamW: 2); `averages`: moving averages of the model.
         `padded`: sizes are those of the largest item, and items are padded to it; else they are sums over the batch.
         """
-        tensors = list(model.parameters())
-        trained = [tensor.numel() for tensor in tensors if tensor.requires_grad]
-        self._parameters, self._trained, self._largest = (
-            sum(map(_count, tensors)),
-            sum(trained),
-            max(trained, default=0),
-        )
-        self._tensors, self._widths, self._padded = len(tensors), map_widths(model), padded
-        self._model_bytes, self._gradient_bytes = FLOAT_BYTES * self._parameters, FLOAT_BYTES * self._trained
-        self._state_bytes, self._average_bytes = states * self._gradient_bytes, averages * self._model_bytes
-        self._buffer_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.buffers())
+        counts = [tensor.numel() for tensor in model.parameters()]
+        trained = [tensor.numel() for tensor in model.parameters() if tensor.requires_grad]
+        self._tensors, self._parameters, self._trained = len(counts), sum(counts), sum(trained)
+        self._largest, self._widths, self._padded = max(trained, default=0), map_widths(model), padded
+        self._gradients = {Category.GRADIENTS: FLOAT_BYTES * self._trained}
+        self._built = {
+            Category.PARAMETERS: FLOAT_BYTES * self._parameters,
+            Category.BUFFERS: sum(tensor.numel() * tensor.element_size() for tensor in model.buffers()),
+            Category.EMA: averages * FLOAT_BYTES * self._parameters,
+        }
+        self._state = {**self._built, Category.OPTIMIZER: states * FLOAT_BYTES * self._trained}
 
     def standing(self, choice: MemoryChoice) -> StandingFootprint:  # noqa: ARG002 - the same for all
         """Return the memory that does not depend on the batch."""
-        gradient = self._gradient_bytes
-        parts = [
-            (Category.PARAMETERS, self._model_bytes),
-            (Category.BUFFERS, self._buffer_bytes),
-            (Category.OPTIMIZER, self._state_bytes),
-            (Category.EMA, self._average_bytes),
-        ]
+        gradients = self._gradients[Category.GRADIENTS]
         # Optimizers that take all tensors at once need about a copy of them on the way (torch.optim, `foreach`).
-        passing = [(0, gradient), (0, -gradient), (-1, -gradient)]
+        passing = [(0, gradients), (0, -gradients), (-1, -gradients)]
         return StandingFootprint(
-            setup=_tape([(-2, self._model_bytes), (-3, self._buffer_bytes), (-4, self._average_bytes)]),
-            first_update=_tape([(-5, self._state_bytes), *passing]),
+            setup=_tape([(-2 - number, size) for number, size in enumerate(self._built.values())]),
+            first_update=_tape([(-5, self._state[Category.OPTIMIZER]), *passing]),
             update=_tape(passing),
-            parts=_parts(parts),
-            update_parts=_parts([*parts, (Category.GRADIENTS, gradient), (Category.TEMPORARIES, gradient)]),
+            parts=_parts(self._state),
+            update_parts=_parts({**self._state, **self._gradients, Category.TEMPORARIES: gradients}),
             parameters=self._parameters,
             trained=self._trained,
             origin=Provenance.ASSUMED,
@@ -150,23 +140,17 @@ class Formula:
         rows = largest * items if self._padded else max(largest, items)  # to which each map is assumed to be applied
         casts = 0 if choice.precision == "fp32" else HALF_BYTES * self._parameters
         live = FLOAT_BYTES * (COPIES * rows * self._widths + self._largest) + casts
-        saves = {"checkpointing": choice.checkpointing, "offloading": choice.offload, "sharding": choice.shards > 1}
-        peak = [(Category.GRADIENTS, self._gradient_bytes), (Category.ACTIVATIONS, live)]
         return MicroFootprint(
             sizes=dict(sizes),
-            first=_tape([(0, live), (-1, self._gradient_bytes), (0, -live)]),
+            first=_tape([(0, live), (-1, self._gradients[Category.GRADIENTS]), (0, -live)]),
             again=_tape([(0, live), (0, -live)]),
-            parts=(*self.standing(choice).parts, *_parts(peak)),
+            parts=_parts({**self._state, **self._gradients, Category.ACTIVATIONS: live}),
             flops=float(FLOPS_A_PARAMETER * self._parameters * rows),
             kernels=KERNELS_A_TENSOR * self._tensors,
             moved_bytes=float(MOVED * live),
             origin=Provenance.ASSUMED,
-            notes=(TRUST, *(f"the formula ignores the savings of {name}" for name, asked in saves.items() if asked)),
+            notes=(TRUST,),
         )
-
-
-def _count(tensor: nn.Parameter) -> int:
-    return tensor.numel()
 
 
 def map_widths(model: nn.Module) -> int:
@@ -180,8 +164,8 @@ def map_widths(model: nn.Module) -> int:
     return total
 
 
-def _parts(sizes: Iterable[tuple[Category, int]]) -> tuple[MemoryPart, ...]:
-    return tuple(MemoryPart(category, "", size) for category, size in sizes if size)
+def _parts(sizes: Mapping[Category, int]) -> tuple[MemoryPart, ...]:
+    return tuple(MemoryPart(category, "", size) for category, size in sizes.items() if size)
 
 
 def _tape(events: Iterable[tuple[int, int]]) -> Tape:

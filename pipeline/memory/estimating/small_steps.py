@@ -1,9 +1,11 @@
-"""A model's memory, from small real steps on the CPU.
+"""A model's memory from small real steps on the CPU, and the laws by which larger sizes follow from small ones.
 
 A step is built and run at growing sizes until the allowed time or memory ends. Where all sizes allocate in the same
-order, each block is extrapolated; else the peak is, and the largest tape is stretched to it.
+order, each block is extrapolated; else the peak is, and the largest tape is stretched to it. A law is a polynomial of
+the drivers (nodes, edges, pairs, …) without negative terms: memory never shrinks when a batch grows. Its error is that
+of predicting each measured size from all others.
 
-Shapes: E events.
+Shapes: P points, D drivers, K terms, E events, U unlike blocks.
 """
 
 from __future__ import annotations
@@ -13,21 +15,13 @@ import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, pairwise, repeat
-from math import ceil
-from typing import TYPE_CHECKING, Any
+from itertools import combinations_with_replacement, count, pairwise, repeat
+from math import ceil, log2
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from scipy.optimize import nnls
 
-from pipeline.memory.estimating.extrapolate import (
-    FEWEST,
-    Design,
-    Extrapolated,
-    enlarged,
-    extrapolate,
-    runs_alike,
-    stretched,
-)
 from pipeline.memory.footprint import (
     CannotRun,
     Category,
@@ -35,16 +29,29 @@ from pipeline.memory.footprint import (
     MemoryPart,
     MicroFootprint,
     Provenance,
+    Tape,
     Unmeasurable,
 )
+from pipeline.protocol import ITEMS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from pipeline.memory.footprint import Sizes, StandingFootprint, Tape
+    from numpy.typing import NDArray
+
+    from pipeline.memory.footprint import Floats, Sizes, StandingFootprint
     from pipeline.memory.tracing.tracer import Build, TraceSession
 
+    Tapes = Sequence[tuple[Sizes, Tape]]
     Question = tuple[MemoryChoice, tuple[tuple[str, int], ...]]
+
+FEWEST = 3  # different points: with two, nothing is left to check a line with
+EXACT = 1e-3  # of the largest: a fit as good as this is the law, not a coincidence
+FLOOR = 0.02  # margin of a fit without any error, and of each doubling: the real batches are not the rehearsed ones
+ROUNDING = 1e-9  # of the solver: no error
+BEND = 1e-4  # of the largest: above what all smaller points foretell by more, a steeper regime has begun
+TRUSTED_ERROR = 0.1  # of tapes made block by block: above it, peaks are extrapolated instead
+DEGREES = (1, 2, 3)
 
 MOST = 6  # sizes that are fitted: the largest ones
 SMALLEST = 2**-10  # of the wanted size
@@ -52,6 +59,226 @@ WORST_GROWTH = 8.0  # of time and memory when the sizes double: items times the 
 BETWEEN = (5 / 8, 13 / 16)  # of the largest
 SEED = 0
 DRAWS, QUICK_S = 3, 1.0  # pairs of draws of the largest size, where one takes no longer
+
+
+class Estimate(NamedTuple):
+    """The bytes of a larger size; `high` is the number to plan with."""
+
+    likely: int
+    high: int
+    error: float  # the worst when each measured size is predicted from the others
+    ratio: float  # the wanted size over the largest measured, of the driver that is furthest
+
+    @classmethod
+    def of(cls, likely: float, largest: float, error: float, ratio: float) -> Estimate:
+        """Add the margin: floor and error once, and once more for each doubling beyond the largest measured size.
+
+        Where most memory is constant, an error may hide a slope: it is multiplied by the ratio of the sizes.
+        """
+        times = 1 + max(0.0, log2(ratio))
+        margin = FLOOR * likely * times + error * max(likely * times, largest * ratio)
+        return cls(ceil(likely), ceil(likely + margin), error, ratio)
+
+    @property
+    def margin(self) -> float:
+        return self.high / self.likely - 1 if self.likely else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Design:
+    """Measured sizes as fractions of the wanted size, which is 1 in all drivers."""
+
+    x_PD: Floats
+    items: int | None  # the driver that counts items
+
+    @classmethod
+    def of(cls, sizes: Sequence[Sizes], wanted: Sizes) -> Design:
+        """Return the design of these sizes; a driver that never changes explains nothing and is left out."""
+        names = [name for name, value in wanted.items() if value and any(size[name] != value for size in sizes)]
+        rows = [[size[name] / wanted[name] for name in names] for size in sizes]
+        x_PD = np.array(rows, np.float64).reshape(len(sizes), len(names))
+        return cls(x_PD, names.index(ITEMS) if ITEMS in names else None)
+
+    def __getitem__(self, rows: slice | Sequence[int] | NDArray[np.int64]) -> Design:
+        return Design(self.x_PD[rows], self.items)
+
+    @property
+    def is_enough(self) -> bool:
+        """Tell whether enough points are different, and each driver varies: else its share would count as constant."""
+        return len(np.unique(self.x_PD, axis=0)) >= FEWEST and bool(np.ptp(self.x_PD, axis=0).all())
+
+    @property
+    def ratio(self) -> float:
+        """Return how many times larger the wanted size is than the largest point."""
+        return float(1 / self.x_PD.max(axis=0).min()) if self.x_PD.size else 1.0
+
+    @property
+    def wanted(self) -> Design:
+        """Return the wanted size as the only point."""
+        return Design(np.ones((1, self.x_PD.shape[1])), self.items)
+
+    def terms(self, degree: int) -> Floats:
+        """Return the terms up to a degree; degree 3 is items times products of two others, as for padded pairs."""
+        drivers = range(self.x_PD.shape[1])
+        products: list[tuple[int, ...]] = [(), *((driver,) for driver in drivers)]
+        if degree > 1:
+            products += combinations_with_replacement(drivers, 2)
+        if degree > 2 and self.items is not None:
+            sizes = [driver for driver in drivers if driver != self.items]
+            products += [(self.items, *pair) for pair in combinations_with_replacement(sizes, 2)]
+        return np.stack([self.x_PD[:, product].prod(axis=1) for product in products], axis=1)
+
+
+def extrapolate(points: Sequence[tuple[Sizes, int]], wanted: Sizes) -> Estimate:
+    """Return the estimate for the wanted size from the bytes of measured ones."""
+    design = Design.of([sizes for sizes, _ in points], wanted)
+    if not design.is_enough:
+        raise ValueError(f"{len(points)} measured sizes are too few or too similar to extrapolate from")
+    order = np.argsort(design.x_PD.sum(axis=1), kind="stable")
+    design, y_P = design[order], np.array([taken for _, taken in points], np.float64)[order]
+    degree, error = _chosen_degree(design, y_P)
+    likely, largest = _predicted(design, y_P, design.wanted, degree), float(y_P[-1])
+    # Where the last point alone has entered a steeper regime, that is at most the line through the origin.
+    foretold, noise = _predicted(design[:-1], y_P[:-1], design[[-1]], degree), _fit_error(design[:-1], y_P[:-1], degree)
+    is_steeper = largest - foretold > (BEND + 2 * noise) * largest
+    bound = max(likely, largest * design.ratio) if is_steeper else likely
+    return Estimate.of(bound, largest, error, design.ratio)._replace(likely=ceil(likely))
+
+
+def _chosen_degree(design: Design, y_P: Floats) -> tuple[int, float]:
+    """Return the lowest degree that predicts left-out points about as well as any, and its worst error."""
+    errors = {degree: _fit_error(design, y_P, degree) for degree in DEGREES}
+    enough = 1.5 * min(errors.values()) + EXACT
+    return next((degree, error) for degree, error in errors.items() if error <= enough)
+
+
+def _fit_error(design: Design, y_P: Floats, degree: int) -> float:
+    """Return the worst relative error when left-out points are predicted."""
+    left_out = _left_out(len(y_P))
+    guesses = {place: _predicted(design[rest], y_P[rest], design[[place]], degree) for place, rest in left_out}
+    return _worst_error(y_P, guesses)
+
+
+def _left_out(points: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Yield each point of the larger half, with all other points: errors of small ones matter little."""
+    for place in range(points // 2, points):
+        yield place, np.delete(np.arange(points), place)
+
+
+def _worst_error(y_P: Floats | Sequence[int], guesses: dict[int, float]) -> float:
+    """Return the worst relative error of guesses, by the points' places."""
+    worst = max(abs(guess - float(y_P[place])) / max(float(y_P[place]), 1.0) for place, guess in guesses.items())
+    return worst if worst > ROUNDING else 0.0
+
+
+def _predicted(design: Design, y_P: Floats, at: Design, degree: int) -> float:
+    """Return the fitted value at one point."""
+    return float(at.terms(degree)[0] @ _fitted(design.terms(degree), y_P))
+
+
+def _fitted(terms_PK: Floats, y_P: Floats) -> Floats:
+    """Return non-negative coefficients; the largest points, nearest to the wanted size, count most."""
+    scale = max(float(y_P.max(initial=0.0)), 1.0)
+    try:
+        coefficients, _ = nnls(terms_PK, y_P / scale, maxiter=100 * terms_PK.shape[1])
+    except RuntimeError:  # terms so alike that it turns in circles: the largest of all is above every point
+        coefficients = np.eye(terms_PK.shape[1])[0]
+    return np.asarray(coefficients, np.float64) * scale
+
+
+def projected(recorded: Tapes, wanted: Sizes) -> tuple[Tape, Estimate] | None:
+    """Return the tape of the wanted size, each block extrapolated by itself; None where the tapes differ in structure.
+
+    So the peak may be elsewhere in the step than in any measured size.
+    """
+    model = recorded[-1][1]
+    alike = [(sizes, tape) for sizes, tape in recorded if _runs_like(tape, model)]
+    tapes, design = [tape for _, tape in alike], Design.of([sizes for sizes, _ in alike], wanted)
+    if not design.is_enough:
+        return None
+    bytes_PE = np.stack([tape.bytes_E for tape in tapes]).astype(np.float64)
+    again = {
+        place: _tape_at(model, design[rest], bytes_PE[rest], design[[place]]) for place, rest in _left_out(len(tapes))
+    }
+    # Temporary blocks are checked as well: where gradients are the peak of small sizes, they hide the error.
+    error = max(
+        _worst_error([peak(tape) for tape in tapes], {place: peak(tape) for place, tape in again.items()})
+        for peak in (_peak_bytes, _own_peak_bytes)
+    )
+    tape = _tape_at(model, design, bytes_PE, design.wanted)
+    return tape, Estimate.of(tape.peak_bytes, model.peak_bytes, error, design.ratio)
+
+
+def _runs_like(tape: Tape, other: Tape) -> bool:
+    """Tell whether both allocate and release blocks in the same order, whatever their sizes."""
+    signs = np.sign(tape.bytes_E), np.sign(other.bytes_E)
+    return np.array_equal(tape.block_E, other.block_E) and np.array_equal(*signs)
+
+
+def _peak_bytes(tape: Tape) -> int:
+    return tape.peak_bytes
+
+
+def _own_peak_bytes(tape: Tape) -> int:
+    """Return the peak of the tape's own blocks, without those shared with other tapes."""
+    return int(np.cumsum(np.where(tape.block_E >= 0, tape.bytes_E, 0)).max(initial=0))
+
+
+def _turnover_bytes(tape: Tape) -> int:
+    """Return the sum of all allocations of the tape."""
+    return int(tape.bytes_E[tape.bytes_E > 0].sum())
+
+
+def _tape_at(model: Tape, design: Design, bytes_PE: Floats, at: Design) -> Tape:
+    """Return the tape with each block's size from its own fit."""
+    # Blocks with the same bytes at every point share one number: comparing rows of tables takes long.
+    marks_P = np.random.default_rng(0).random(len(bytes_PE))
+    _, first_U, which_E = np.unique(marks_P @ np.abs(bytes_PE), return_index=True, return_inverse=True)
+    laws = [(design.terms(degree), at.terms(degree)[0]) for degree in DEGREES]
+    value_U = np.array([_block_bytes(y_P, laws, design, at) for y_P in np.abs(bytes_PE)[:, first_U].T])
+    sizes_E = np.ceil(value_U[which_E.reshape(-1)] - 1e-6).astype(np.int64)
+    return Tape(model.block_E, np.sign(model.bytes_E) * np.maximum(sizes_E, 1))
+
+
+def _block_bytes(y_P: Floats, laws: Sequence[tuple[Floats, Floats]], design: Design, at: Design) -> float:
+    """Return a block's size by the lowest degree that fits exactly, else by the one that predicts best."""
+    if y_P.min() == y_P.max():
+        return float(y_P[0])
+    for terms_PK, at_K in laws:
+        coefficients = _fitted(terms_PK, y_P)
+        if np.abs(terms_PK @ coefficients - y_P).max() <= EXACT * y_P.max():
+            return float(at_K @ coefficients)
+    degree = _chosen_degree(design, y_P)[0] if len(y_P) >= FEWEST else 1
+    return _predicted(design, y_P, at, degree)
+
+
+def _enlarged(recorded: Tapes, wanted: Sizes) -> tuple[Tape, Estimate, str]:
+    """Return the tape of the wanted size with its margin, the estimate of its peak, and a note on the method."""
+    sizes, tape = recorded[-1]
+    if dict(sizes) == dict(wanted):
+        estimate = Estimate.of(tape.peak_bytes, tape.peak_bytes, 0.0, 1.0)
+        return stretched(tape, estimate.high), estimate, "this very size was run"
+    blocks = projected(recorded, wanted)
+    if blocks and blocks[1].error <= TRUSTED_ERROR:
+        return stretched(blocks[0], blocks[1].high), blocks[1], "each block was extrapolated separately"
+    # Peaks of small batches may hide growth behind gradients, or elsewhere in the step.
+    share = tape.peak_bytes / max(_turnover_bytes(tape), 1)
+    measures: list[Callable[[Tape], float]] = [_peak_bytes, _own_peak_bytes, lambda one: share * _turnover_bytes(one)]
+    estimates = [extrapolate([(size, ceil(measure(one))) for size, one in recorded], wanted) for measure in measures]
+    worse = max(estimates, key=lambda estimate: estimate.high)
+    return stretched(tape, worse.high), worse, "the sizes ran differently: the largest trace was scaled to the peak"
+
+
+def stretched(tape: Tape, peak_bytes: int) -> Tape:
+    """Return the tape with its own blocks scaled up to this peak; it is never made smaller."""
+    own_E = np.where(tape.block_E >= 0, tape.bytes_E, 0)
+    live_E, kept_E = np.cumsum(own_E), np.cumsum(tape.bytes_E - own_E)
+    matters_E = live_E > 0
+    if not matters_E.any():
+        return tape
+    factor = max(1.0, float(((peak_bytes - kept_E[matters_E]) / live_E[matters_E]).min()))
+    larger_E = np.sign(own_E) * np.ceil(np.abs(own_E) * factor).astype(np.int64)
+    return Tape(tape.block_E, np.where(tape.block_E >= 0, larger_E, tape.bytes_E))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +289,11 @@ class Allowance:
     memory_bytes: int = 4 << 30  # of tensors, the model's state included
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredSize:
-    """The measurement of a size that was run."""
+class MeasuredSize(NamedTuple):
+    """A size that was run."""
 
     micro: MicroFootprint
     took_s: float
-
-    @property
-    def sizes(self) -> Sizes:
-        return self.micro.sizes
 
     @property
     def peak_bytes(self) -> int:
@@ -94,8 +316,9 @@ class SmallSteps:
 
         `near` returns sizes for which a batch can be made, near others; None: any can be made.
         """
-        self._build, self._example, self._near = build, example, near
-        self._least = near(least) if near else least
+        self._build, self._example, self._is_given = build, example, near is not None
+        self._near = near or dict
+        self._least = self._near(least)
         self._allowance = allowance or Allowance()
         self._sessions: dict[MemoryChoice, TraceSession] = {}
         self._sizes: dict[Question, MeasuredSize] = {}
@@ -124,31 +347,26 @@ class SmallSteps:
         spare_bytes = self._allowance.memory_bytes - self._session(choice).standing().bytes
         measured: list[MeasuredSize] = []
         failures: list[str] = []  # of sizes that could not be run
-        for sizes in self._possible(rising(wanted)):
-            if not _may_grow(measured, ends_s - time.thread_time(), spare_bytes):
+        for sizes in _distinct(map(self._near, _rising(wanted))):
+            took_s = _grown([size.took_s for size in measured])
+            if took_s > ends_s - time.thread_time() or _grown([size.peak_bytes for size in measured]) > spare_bytes:
                 break
-            measured += (tried := self._tried(sizes, choice, failures))
+            tried = self._tried(sizes, choice, failures)
+            measured += tried
             if measured and not tried:  # before the first it was too small to be a batch at all
                 break
         measured = measured[-MOST:]
-        if measured and measured[-1].sizes == dict(wanted):
+        if measured and measured[-1].micro.sizes == dict(wanted):
             return measured
-        for sizes in self._possible(between(measured, wanted) if measured else ()):
-            largest = measured[-1]
-            if time.thread_time() + 2 * largest.took_s < ends_s and 2 * largest.peak_bytes < spare_bytes:
+        known = [size.micro.sizes for size in measured]
+        for sizes in _distinct(map(self._near, _between(measured, wanted) if measured else ())):
+            is_allowed = time.thread_time() + 2 * measured[-1].took_s < ends_s
+            if is_allowed and sizes not in known and 2 * measured[-1].peak_bytes < spare_bytes:
                 measured[-1:-1] = self._tried(sizes, choice, failures)
-        if not Design.of([size.sizes for size in measured], wanted).is_enough:
+        if not Design.of([size.micro.sizes for size in measured], wanted).is_enough:
             problem = f"too few distinct small batches could be run: {len(measured)}"
             raise Unmeasurable("; ".join((problem, *failures[-1:])))
         return measured
-
-    def _possible(self, wanted: Iterable[Sizes]) -> Iterator[dict[str, int]]:
-        """Yield sizes for which a batch can be made, near these; none twice."""
-        seen: list[dict[str, int]] = []
-        for sizes in wanted:
-            seen.append(dict(self._near(sizes) if self._near else sizes))
-            if seen[-1] not in seen[:-1]:
-                yield seen[-1]
 
     def _tried(self, sizes: Sizes, choice: MemoryChoice, failures: list[str]) -> list[MeasuredSize]:
         """Return the measurement of a size; if the task raises, none, and the error is kept for the message."""
@@ -168,13 +386,12 @@ class SmallSteps:
         """Return by what to multiply what was measured, for what kernels take within themselves, and other numbers."""
         from pipeline.memory.tracing.tracer import TraceSession
 
+        draws = DRAWS if measured.took_s < QUICK_S else 1
         with _own_numbers():
             example = partial(self._seeded_example, count())
             make = partial(TraceSession, partial(self._build, choice), example, self._least)
-            peaks, *_ = real_peaks(make, [measured.sizes] * (DRAWS if measured.took_s < QUICK_S else 1))
-        drawn = [peak for pair in peaks for peak in pair]
-        if not drawn:
-            return 1.0
+            peaks, *_ = real_peaks(make, [measured.micro.sizes] * draws)
+        drawn = [peak for pair in peaks for peak in pair] or [measured.micro.again.peak_bytes]
         # Where some draws differ, others may differ as much again.
         return (2 * max(drawn) - min(drawn)) / measured.micro.again.peak_bytes
 
@@ -187,11 +404,12 @@ class SmallSteps:
                 self._session(MemoryChoice())  # an error of it is the model's own
             try:
                 with _own_numbers():
-                    build = partial(self._build, choice)
-                    session = TraceSession(build, self._same_example, self._least)
+                    # All batches are of the same random numbers: what depends on values grows evenly with sizes.
+                    example = partial(self._seeded_example, repeat(SEED))
+                    session = TraceSession(partial(self._build, choice), example, self._least)
                     session.standing()
             except RuntimeError as error:
-                if choice == MemoryChoice() and self._near is None:
+                if choice == MemoryChoice() and not self._is_given:
                     raise
                 if choice == MemoryChoice():  # it was not asked to run on the CPU
                     raise Unmeasurable(failure_reason(error)) from error
@@ -199,10 +417,6 @@ class SmallSteps:
                 raise CannotRun(what, remedy="let the planner choose checkpointing and precision") from error
             self._sessions[choice] = session
         return self._sessions[choice]
-
-    def _same_example(self, sizes: Sizes) -> Any:
-        """Make a batch from the same random numbers as all others: what depends on values grows evenly with sizes."""
-        return self._seeded_example(repeat(SEED), sizes)
 
     def _seeded_example(self, seeds: Iterator[int], sizes: Sizes) -> Any:
         import torch
@@ -254,27 +468,31 @@ def _answer(
     measured: Sequence[MicroFootprint], wanted: Sizes, standing: StandingFootprint, unseen: float
 ) -> MicroFootprint:
     """Return the memory of the wanted micro-batch, from measured ones, the largest last, and the share they hide."""
-
-    def likely(count: Callable[[MicroFootprint], float]) -> int:
-        """Return a count at the wanted size, without a margin."""
-        if dict(measured[-1].sizes) == dict(wanted):
-            return int(count(measured[-1]))
-        return extrapolate([(micro.sizes, int(count(micro))) for micro in measured], wanted).bytes
-
-    first, first_estimate, _ = enlarged([(micro.sizes, micro.first) for micro in measured], wanted)
-    again, again_estimate, how = enlarged([(micro.sizes, micro.again) for micro in measured], wanted)
+    largest = measured[-1]
+    counts = {name: float(getattr(largest, name)) for name in ("flops", "kernels", "moved_bytes")}
+    if dict(largest.sizes) != dict(wanted):
+        for name in counts:
+            counts[name] = extrapolate([(micro.sizes, int(getattr(micro, name))) for micro in measured], wanted).likely
+    first, first_estimate, _ = _enlarged([(micro.sizes, micro.first) for micro in measured], wanted)
+    again, again_estimate, how = _enlarged([(micro.sizes, micro.again) for micro in measured], wanted)
     first, again = (stretched(tape, ceil(unseen * tape.peak_bytes)) for tape in (first, again))
-    worse = max(first_estimate, again_estimate, key=lambda extrapolated: extrapolated.margin)
+    worse = max(first_estimate, again_estimate, key=lambda estimate: estimate.margin)
+    how_far = f"measured on a real batch of this size on the CPU, planned with +{worse.margin:.0%}"
+    if worse.ratio > 1:
+        how_far = (
+            f"measured on small real batches on the CPU ({len(measured)} sizes), extrapolated ×{worse.ratio:.3g}: "
+            f"leave-one-out error {worse.error:.1%}, planned with +{worse.margin:.0%}"
+        )
     return MicroFootprint(
         sizes=dict(wanted),
         first=first,
         again=again,
         parts=(*standing.parts, *_peak_parts(again, first.left_bytes)),
-        flops=float(likely(lambda micro: micro.flops)),
-        kernels=likely(lambda micro: micro.kernels),
-        moved_bytes=float(likely(lambda micro: micro.moved_bytes)),
+        flops=counts["flops"],
+        kernels=int(counts["kernels"]),
+        moved_bytes=counts["moved_bytes"],
         origin=Provenance.EXTRAPOLATED,
-        notes=(_how_far(worse, len(measured)), how, "activations include inputs and temporaries"),
+        notes=(how_far, how, "activations include inputs and temporaries"),
     )
 
 
@@ -288,57 +506,45 @@ def _peak_parts(tape: Tape, gradient_bytes: int) -> list[MemoryPart]:
     return [part for part in parts if part.bytes]
 
 
-def _how_far(estimate: Extrapolated, sizes: int) -> str:
-    """Say what was measured and how far it was taken."""
-    if estimate.ratio <= 1:
-        return f"measured on a real batch of this size on the CPU, {estimate.note}"
-    largest = f"1/{estimate.ratio:.3g} of this one"
-    return f"measured on small real batches on the CPU ({sizes} sizes up to {largest}), {estimate.note}"
+def _times(sizes: Sizes, fraction: float) -> dict[str, int]:
+    """Return a fraction of sizes; those above 0 stay at least 1."""
+    return {name: max(1, round(value * fraction)) if value else 0 for name, value in sizes.items()}
 
 
-def proportional(wanted: Sizes, fraction: float) -> dict[str, int]:
-    """Return the sizes times a fraction; those above 0 stay at least 1."""
-    return {name: max(1, round(value * fraction)) if value else 0 for name, value in wanted.items()}
+def _rising(wanted: Sizes) -> Iterator[dict[str, int]]:
+    """Yield doubling sizes, up to the wanted one."""
+    fraction = SMALLEST
+    while fraction <= 1:
+        yield _times(wanted, fraction)
+        fraction *= 2
 
 
-def between(measured: Sequence[MeasuredSize], wanted: Sizes) -> list[dict[str, int]]:
+def _between(measured: Sequence[MeasuredSize], wanted: Sizes) -> list[dict[str, int]]:
     """Return more sizes to measure, of at most twice the largest: near it, and with drivers that do not vary yet.
 
     Small sizes may take other ways than larger ones: then more is to be known of the larger ones.
     """
-    largest = measured[-1].sizes
-    alike = len(runs_alike([(size.sizes, size.micro.first) for size in measured]))
-    more = [proportional(largest, share) for share in BETWEEN if alike < FEWEST]
-    for name, value in largest.items():
-        if value < wanted[name] and all(size.sizes[name] == value for size in measured):
-            more.append({**largest, name: 2 * value})
-    known = [dict(size.sizes) for size in measured]
-    return [sizes for place, sizes in enumerate(more) if sizes not in (known + more[:place])]
+    largest = measured[-1].micro
+    alike = sum(_runs_like(size.micro.first, largest.first) for size in measured)
+    more = [_times(largest.sizes, share) for share in BETWEEN if alike < FEWEST]
+    for name, value in largest.sizes.items():
+        if value < wanted[name] and all(size.micro.sizes[name] == value for size in measured):
+            more.append({**largest.sizes, name: 2 * value})
+    return more
 
 
-def rising(wanted: Sizes) -> Iterator[dict[str, int]]:
-    """Yield doubling sizes, up to the wanted one."""
-    fraction, before = SMALLEST, dict[str, int]()
-    while fraction < 1:
-        sizes = proportional(wanted, fraction)
-        if sizes not in (before, dict(wanted)):
-            yield sizes
-        fraction, before = 2 * fraction, sizes
-    yield dict(wanted)
-
-
-def _may_grow(measured: Sequence[MeasuredSize], left_s: float, spare_bytes: int) -> bool:
-    """Tell whether the next size will likely stay within time and memory."""
-    if not measured:
-        return left_s > 0
-    took_s = _grown([size.took_s for size in measured])
-    return took_s <= left_s and _grown([size.peak_bytes for size in measured]) <= spare_bytes
+def _distinct(sizes: Iterable[Sizes]) -> Iterator[Sizes]:
+    seen: list[Sizes] = []
+    for size in sizes:
+        if size not in seen:
+            seen.append(size)
+            yield size
 
 
 def _grown(values: Sequence[float]) -> float:
     """Predict the next value of a series: it grows as before, but at least doubles (a constant may hide the growth)."""
     growth = values[-1] / max(values[-2], 1e-9) if len(values) > 1 else WORST_GROWTH
-    return values[-1] * min(max(growth, 2.0), WORST_GROWTH)
+    return values[-1] * min(max(growth, 2.0), WORST_GROWTH) if values else 0.0
 
 
 @contextmanager

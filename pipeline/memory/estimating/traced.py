@@ -25,8 +25,7 @@ import numpy as np
 
 from pipeline.files import read_json, replacing, write_whole
 from pipeline.keys import recipe_key
-from pipeline.memory.estimating.extrapolate import extrapolate, projected, stretched
-from pipeline.memory.estimating.small_steps import real_peaks
+from pipeline.memory.estimating.small_steps import extrapolate, projected, real_peaks, stretched
 from pipeline.memory.footprint import (
     ALIKE,
     Category,
@@ -127,16 +126,15 @@ class TracedOracle:
         if answer is None:
             self._tracer = self._tracer or self._make()
             answer = getattr(self._tracer, question)(choice, *([] if sizes is None else [sizes]))
-            with suppress(OSError):  # what cannot be kept is traced again
-                if path is not None:
-                    write_answer(path, answer)
+            if path is not None:
+                write_answer(path, answer)
         self._answers[name] = answer
         assert isinstance(answer, kind)
         return answer
 
     def _judged(self, choice: MemoryChoice, answer: Answer) -> Answer:
         """Return an answer with what real steps have shown; raise where they refute it."""
-        found = self._confirmation(choice)
+        found = self._found = self._found or self._confirmation(choice)
         if found.refused:
             raise Unmeasurable(found.refused)
         answer = enlarged(answer, found) if isinstance(answer, MicroFootprint) else answer
@@ -145,18 +143,17 @@ class TracedOracle:
 
     def _confirmation(self, choice: MemoryChoice) -> Confirmation:
         """Return what real steps have shown: now, or when they were run before."""
-        if self._found is None:
-            path = self._folder / "confirmed.json" if self._folder is not None else None
-            with suppress(TypeError):  # of another version
-                self._found = Confirmation(**(read_json(path) or {"": ""})) if path is not None else None
-            if self._found is None:
-                assert self._compare is not None
-                self._found = self._compare(self._answer(StandingFootprint, "standing", choice))
-                with suppress(OSError):
-                    if path is not None:
-                        path.parent.mkdir(parents=True, exist_ok=True)
-                        write_whole(path, json.dumps(asdict(self._found)))
-        return self._found
+        path = self._folder / "confirmed.json" if self._folder is not None else None
+        with suppress(TypeError):  # of another version
+            if path is not None and (kept := read_json(path)) is not None:
+                return Confirmation(**kept)
+        assert self._compare is not None
+        found = self._compare(self._answer(StandingFootprint, "standing", choice))
+        with suppress(OSError):
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(path, json.dumps(asdict(found)))
+        return found
 
 
 def enlarged(micro: MicroFootprint, by: Confirmation) -> MicroFootprint:
@@ -166,10 +163,8 @@ def enlarged(micro: MicroFootprint, by: Confirmation) -> MicroFootprint:
     first, again = (
         stretched(tape, ceil(by.factor * tape.peak_bytes) + by.added_bytes) for tape in (micro.first, micro.again)
     )
-    largest = max(micro.parts, key=lambda part: part.bytes if part.category is Category.ACTIVATIONS else 0)
-    added = again.peak_bytes - micro.again.peak_bytes
-    parts = tuple(replace(part, bytes=part.bytes + added) if part is largest else part for part in micro.parts)
-    return replace(micro, first=first, again=again, parts=parts, first_parts=())
+    more = MemoryPart(Category.SCRATCH, "seen in real steps", again.peak_bytes - micro.again.peak_bytes)
+    return replace(micro, first=first, again=again, parts=(*micro.parts, more), first_parts=())
 
 
 def computed_from(known: Sequence[MicroFootprint], wanted: Sizes) -> MicroFootprint | None:
@@ -186,7 +181,7 @@ def computed_from(known: Sequence[MicroFootprint], wanted: Sizes) -> MicroFootpr
     if first is None or again is None or max(first[1].error, again[1].error) > ALIKE:
         return None
     counts: dict[str, Any] = {
-        name: extrapolate([(micro.sizes, int(getattr(micro, name))) for micro in near], wanted).bytes
+        name: extrapolate([(micro.sizes, int(getattr(micro, name))) for micro in near], wanted).likely
         for name in ("flops", "kernels", "moved_bytes", "host_bytes")
     }
     notes = (*near[-1].notes, NOTE)
@@ -196,19 +191,22 @@ def computed_from(known: Sequence[MicroFootprint], wanted: Sizes) -> MicroFootpr
 def write_answer(path: Path, answer: StandingFootprint | MicroFootprint) -> None:
     """Write an answer to a NumPy archive without pickled objects: its tapes as arrays, the rest as JSON.
 
-    The first answer of a model takes the place of the oldest model's where there are many.
+    The first answer of a model takes the place of the oldest model's where there are many. What cannot be kept is
+    traced again.
     """
     values = {field.name: getattr(answer, field.name) for field in fields(answer)}
-    tapes = {name: value for name, value in values.items() if isinstance(value, Tape)}
-    rest = {name: value for name, value in values.items() if name not in tapes}
-    arrays: dict[str, Any] = {name: np.stack((tape.block_E, tape.bytes_E)) for name, tape in tapes.items()}
-    if not path.parent.exists():
-        path.parent.mkdir(parents=True)
-        models = sorted(path.parent.parent.iterdir(), key=lambda model: model.stat().st_mtime_ns, reverse=True)
-        for model in models[MOST_MODELS:]:
-            shutil.rmtree(model, ignore_errors=True)
-    with replacing(path) as aside, aside.open("wb") as file:
-        np.savez_compressed(file, rest=np.array(json.dumps(rest, default=asdict)), **arrays)
+    arrays: dict[str, Any] = {
+        name: np.stack((tape.block_E, tape.bytes_E)) for name, tape in values.items() if isinstance(tape, Tape)
+    }
+    rest = {name: value for name, value in values.items() if name not in arrays}
+    with suppress(OSError):
+        if not path.parent.exists():
+            path.parent.mkdir(parents=True)
+            models = sorted(path.parent.parent.iterdir(), key=lambda model: model.stat().st_mtime_ns, reverse=True)
+            for model in models[MOST_MODELS:]:
+                shutil.rmtree(model, ignore_errors=True)
+        with replacing(path) as aside, aside.open("wb") as file:
+            np.savez_compressed(file, rest=np.array(json.dumps(rest, default=asdict)), **arrays)
 
 
 def read_answer(path: Path, kind: type[Answer]) -> Answer | None:
@@ -218,9 +216,7 @@ def read_answer(path: Path, kind: type[Answer]) -> Answer | None:
             values = json.loads(str(file["rest"]))
             values |= {name: Tape(*file[name]) for name in file.files if name != "rest"}
         for name in [name for name in values if name.endswith("parts")]:
-            values[name] = tuple(
-                MemoryPart(Category(row["category"]), row["name"], row["bytes"]) for row in values[name]
-            )
+            values[name] = tuple(MemoryPart(**{**row, "category": Category(row["category"])}) for row in values[name])
         return kind(**{**values, "origin": Provenance(values["origin"]), "notes": tuple(values["notes"])})
     except _UNREADABLE:
         return None
@@ -292,26 +288,19 @@ def compared(
 def verdict(pairs: Sequence[tuple[int, int]], *, is_even: bool = True) -> Confirmation:
     """Return what pairs of a real peak and a traced one, of growing sizes, show.
 
-    What is missed is either at most so many bytes at any size, or grows evenly with what is traced. `is_even`: real
+    What is missed is either at most so many bytes at any size, or in proportion to what is traced. `is_even`: real
     peaks are alike whatever is drawn.
     """
     missed = [max(0, real - SLACK_BYTES - traced) for real, traced in pairs]
     if all(more <= WITHIN * traced for more, (_, traced) in zip(missed, pairs, strict=True)):
         return Confirmation()
-    shown = ", ".join(f"{real / max(traced, 1):.2f}" for real, traced in pairs) + " of their traced memory"
-    refused = Confirmation(refused=f"small real steps took {shown}: the trace is not used")
-    if not is_even or len(pairs) < 2:
-        return refused
-    if max(missed[1:]) <= missed[0]:
-        note = f"small real steps took up to {format_bytes(missed[0])} more than traced at every size: added"
-        return Confirmation(added_bytes=missed[0], note=note)
-    knots = [(traced, more) for (_, traced), more in zip(pairs, missed, strict=True)]
-    lines = knots if len(knots) > 2 else [(0, 0), *knots]  # two points are no line
-    before, slope = (max(0.0, (y - x) / max(b - a, 1)) for (a, x), (b, y) in pairwise(lines[-3:]))
-    (earlier, more), (last, _) = knots[-2:]
-    if pairs[-1][0] > (1 + WITHIN) * (last + more + before * (last - earlier)) + SLACK_BYTES:  # steeper and steeper
-        return refused
-    slope = max(slope, before) if len(knots) == 2 else slope
-    added = max(0, *(ceil(more - slope * traced) for traced, more in knots))
-    note = f"small real steps took {shown}: planned with that, and {WITHIN:.0%}"
-    return Confirmation((1 + slope) * (1 + WITHIN), added, note, is_guess=True)
+    ratios = [real / max(traced, 1) for real, traced in pairs]
+    shown = "small real steps took " + ", ".join(f"{ratio:.2f}" for ratio in ratios) + " of their traced memory"
+    if is_even and len(pairs) > 1:
+        if max(missed[1:]) <= missed[0]:
+            note = f"small real steps took up to {format_bytes(missed[0])} more than traced at every size: added"
+            return Confirmation(added_bytes=missed[0], note=note)
+        if all(later <= (1 + WITHIN) * ratio for ratio, later in pairwise(ratios)):
+            note = f"{shown}: planned with that, and {WITHIN:.0%}"
+            return Confirmation(max(ratios) * (1 + WITHIN), note=note, is_guess=True)
+    return Confirmation(refused=f"{shown}: the trace is not used")

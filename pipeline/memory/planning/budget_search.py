@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 from scipy.optimize import nnls
 
-from pipeline.memory.footprint import Computes, StepTapes, least_sure, live_peak_bytes
+from pipeline.memory.footprint import StepTapes, least_sure, live_peak_bytes
 from pipeline.memory.planning.memory_plan import ITEM, CostModel, MicroBatchLimit, product_of
 from pipeline.protocol import ITEMS
 
@@ -235,9 +235,10 @@ class ChoiceMemory:
 
     def confirm(self, row: Row) -> bool:
         """Tell whether an answer was right if it was computed from others; if not, forget all of them."""
-        if not isinstance(self._oracle, Computes):
+        ask = getattr(self._oracle, "confirmed", None)
+        if ask is None:
             return True
-        micro = self._oracle.confirmed(self.choice, self._sizes(row))
+        micro = ask(self.choice, self._sizes(row))
         is_right = self.micros[row].is_like(micro)
         self._peaks = {asked: peak for asked, peak in self._peaks.items() if is_right and asked[0] != row}
         self.micros = {**(self.micros if is_right else {}), row: micro}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.memory.estimating.extrapolate import FLOOR, extrapolate, projected
+from pipeline.memory.estimating.small_steps import FLOOR, extrapolate, projected
 from pipeline.memory.footprint import Tape
 
 MIB = 1 << 20
@@ -31,7 +31,7 @@ def test_an_affine_truth_is_found_again_at_larger_sizes(
 
     wanted = times(RAY[-1], ratio)
     thought = extrapolate([(sizes, truth(sizes)) for sizes in RAY], wanted)
-    assert thought.bytes == pytest.approx(truth(wanted), rel=0.01)
+    assert thought.likely == pytest.approx(truth(wanted), rel=0.01)
     assert truth(wanted) <= thought.high <= 1.11 * truth(wanted)
     assert thought.ratio == ratio
 
@@ -43,7 +43,7 @@ def test_a_quadratic_truth_is_found_again(constant: int, per_node: int, per_pair
 
     wanted = times(RAY[-1], ratio)
     thought = extrapolate([(sizes, truth(sizes)) for sizes in RAY], wanted)
-    assert thought.bytes == pytest.approx(truth(wanted), rel=0.01)
+    assert thought.likely == pytest.approx(truth(wanted), rel=0.01)
     assert truth(wanted) <= thought.high
 
 
@@ -56,7 +56,7 @@ def test_drivers_that_vary_apart_are_told_apart(sizes: list[tuple[int, int]], sl
         return
     points = [({"nodes": nodes, "pairs": pairs}, truth(nodes, pairs)) for nodes, pairs in sizes]
     thought = extrapolate(points, {"nodes": 3000, "pairs": 5000})
-    assert thought.bytes == pytest.approx(truth(3000, 5000), rel=0.01)
+    assert thought.likely == pytest.approx(truth(3000, 5000), rel=0.01)
 
 
 @pytest.mark.parametrize("ratio", [4, 8])
@@ -87,7 +87,7 @@ def test_the_steeper_of_two_regimes_is_followed_once_it_shows(
 def test_more_is_never_thought_to_take_less(taken: list[int], ratio: int) -> None:
     points = list(zip(RAY, taken, strict=True))
     one, more = (extrapolate(points, times(RAY[-1], factor)) for factor in (ratio, 2 * ratio))
-    assert one.bytes <= one.high
+    assert one.likely <= one.high
     assert one.high <= more.high
 
 
@@ -96,7 +96,7 @@ def test_what_does_not_grow_is_planned_with_the_least_margin_which_grows_with_th
     ratio: int, times: int
 ) -> None:
     thought = extrapolate([(sizes, 100 * MIB) for sizes in RAY], dict(RAY[-1], nodes=ratio * RAY[-1]["nodes"]))
-    assert (thought.bytes, thought.error) == (100 * MIB, 0.0)
+    assert (thought.likely, thought.error) == (100 * MIB, 0.0)
     assert thought.margin == pytest.approx(times * FLOOR)
 
 
@@ -122,7 +122,7 @@ def test_a_regime_that_no_small_size_enters_is_found_block_by_block() -> None:
     assert found is not None
     tape, thought = found
     np.testing.assert_array_equal(tape.bytes_E, step_of(6400).bytes_E)
-    assert thought.bytes == tape.peak_bytes == 208 * 6400
+    assert thought.likely == tape.peak_bytes == 208 * 6400
     assert thought.error == 0
 
 
@@ -142,5 +142,5 @@ def test_releases_are_of_what_was_allocated_although_blocks_are_rounded() -> Non
     assert found is not None
     tape, thought = found
     assert tape.left_bytes == 0
-    assert thought.bytes == pytest.approx(4 * 640 * 0.69, rel=0.05)
-    assert thought.high > thought.bytes * (1 + FLOOR)
+    assert thought.likely == pytest.approx(4 * 640 * 0.69, rel=0.05)
+    assert thought.high > thought.likely * (1 + FLOOR)
