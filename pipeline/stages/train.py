@@ -25,7 +25,6 @@ from pipeline.training.checkpoints.checkpoint import CheckpointFolder, latest_ch
 from pipeline.training.checkpoints.keeper import Keeper, model_key
 from pipeline.training.checkpoints.trained_weights import WeightsReading, load_pretrained
 from pipeline.training.evaluating.evaluator import Evaluator
-from pipeline.training.forensics.step_bundle import BundleCheckpoint as Reference
 from pipeline.training.items.item_source import DamagedItems, ItemSource
 from pipeline.training.items.item_table import ItemTable
 from pipeline.training.items.loader import PROCESSES, THREADS, Loader, WorkedOn
@@ -331,10 +330,10 @@ def _evaluation(job: Job, step: Step, watch: TrainingObserver) -> Evaluator | No
     )
 
 
-def _reference(checkpoints: CheckpointFolder) -> Reference | None:
+def _reference(checkpoints: CheckpointFolder) -> dict[str, str] | None:
     """Return the newest checkpoint, from which a step can be reached again."""
     newest = latest_checkpoint(checkpoints.folder)
-    return Reference(str(newest.path), newest.sealed.digest) if newest else None
+    return {"path": str(newest.path), "digest": newest.sealed.digest} if newest else None
 
 
 def fresh_step(job: Job) -> Step:

@@ -203,7 +203,7 @@ def _load(case: ReplayCase, step: Step) -> tuple[str, bool]:
     from pipeline.training.checkpoints.sealed_folder import FolderDamaged
 
     before, recorded = case.bundle.step - 1, case.bundle.checkpoint
-    named = Path(recorded.path).name if recorded else ""
+    named = Path(recorded["path"]).name if recorded else ""
     gone: list[str] = []
     for checkpoint in _earlier_checkpoints(case):
         name = checkpoint.name
@@ -227,7 +227,7 @@ def _earlier_checkpoints(case: ReplayCase) -> list[Checkpoint]:
     from pipeline.training.checkpoints.checkpoint import checkpoints_in
 
     before, recorded = case.bundle.step - 1, case.bundle.checkpoint
-    named = Path(recorded.path).name if recorded else ""
+    named = Path(recorded["path"]).name if recorded else ""
     older = [checkpoint for checkpoint in checkpoints_in(case.made.checkpoints) if checkpoint.step <= before]
     return sorted(older, key=lambda it: (it.step == before, it.name == named, it.step, it.serial), reverse=True)
 

@@ -19,16 +19,18 @@ import re
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
 
 from pipeline.command_line import Command, quoted
 from pipeline.errors import ConfigError, DataError
 from pipeline.store.format.disk import Disk
 from pipeline.training.checkpoints.sealed_folder import MANIFEST, FolderDamaged, seal, unseal
-from pipeline.units import format_bytes
+from pipeline.units import first_few
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,8 +39,16 @@ if TYPE_CHECKING:
 
     from pipeline.training.checkpoints.sealed_folder import SealedFolder
 
+log = logging.getLogger(__name__)
+
+KEPT = 20  # the newest, in addition to the first
+RNG = "rng"
 _DEATHS_KEPT = 8
 _NOTE_BYTES = 1 << 16  # a longer note is not written: it would have to be cut
+_OTHER = "replay another bundle, or train again"
+_NAME = re.compile(r"step-(\d{8,})-([a-z]+)-rank-(\d+)(?:-(\d+))?")
+_PARTIAL = ".partial-rank-"
+_ITEMS_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,32 +63,32 @@ class PieceInFlight:
     rung: int
     budget: int
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> PieceInFlight:
-        return cls(**{**data, "ids": tuple(data["ids"]), "numbers": tuple(data["numbers"])})
 
-    def is_before(self, other: PieceInFlight) -> bool:
-        return (self.epoch, self.epoch_step) < (other.epoch, other.epoch_step)
+_NOTE = TypeAdapter(tuple[list[PieceInFlight], PieceInFlight | None])  # the deaths of earlier starts, and what runs
 
 
 class CrashNote:
     """One rank's crash note; a disk error costs the note, not the run."""
 
     def __init__(self, path: Path) -> None:
-        """Read the note that earlier starts have left."""
-        self._path = path
-        self.deaths, last = _noted(path)
-        self.poison = _poison(self.deaths, last)  # the piece of the last death, if an earlier one shares an item
+        """Read the note that earlier starts have left; an unreadable one counts as empty."""
+        self._path, self.deaths, last = path, list[PieceInFlight](), None
+        with suppress(OSError, ValueError):
+            self.deaths, last = _NOTE.validate_json(path.read_bytes().partition(b"\n")[0])
+        self.poison: PieceInFlight | None = None  # the piece of the last death, if an earlier one shares an item
         if last is not None:
+            if any(set(last.ids) & set(death.ids) for death in self.deaths):
+                self.poison = last
             self.deaths = [*self.deaths, last][-_DEATHS_KEPT:]
         self._file: int | None = None
         with suppress(OSError):
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-        self._write(None)
+        self.off()
 
     def on(self, piece: PieceInFlight) -> None:
         """Note the piece that runs now; forget deaths of earlier steps."""
-        self.deaths = [death for death in self.deaths if not death.is_before(piece)]
+        now = (piece.epoch, piece.epoch_step)
+        self.deaths = [death for death in self.deaths if (death.epoch, death.epoch_step) >= now]
         self._write(piece)
 
     def off(self) -> None:
@@ -89,47 +99,18 @@ class CrashNote:
         """Close the note of a start that ended in order; deaths stay until their step has passed."""
         if self._file is None:
             return
-        self._write(None)
+        self.off()
         os.close(self._file)
         self._file = None
         if not self.deaths:
-            with suppress(OSError):
-                self._path.unlink()
+            self._path.unlink(missing_ok=True)
 
     def _write(self, piece: PieceInFlight | None) -> None:
         """Write the note in one go: a kill leaves this one or the last."""
-        if self._file is None:
-            return
-        deaths = [asdict(death) for death in self.deaths]
-        text = json.dumps([deaths, asdict(piece) if piece else None]).encode() + b"\n"
-        if len(text) <= _NOTE_BYTES:
+        text = _NOTE.dump_json((self.deaths, piece)) + b"\n"
+        if self._file is not None and len(text) <= _NOTE_BYTES:
             with suppress(OSError):
                 os.pwrite(self._file, text, 0)
-
-
-def _noted(path: Path) -> tuple[list[PieceInFlight], PieceInFlight | None]:
-    """Return the deaths of earlier starts, and the piece in flight at the last; an unreadable note counts as empty."""
-    try:
-        deaths, last = json.loads(path.read_bytes().partition(b"\n")[0])
-        return list(map(PieceInFlight.from_json, deaths)), PieceInFlight.from_json(last) if last else None
-    except (OSError, ValueError, TypeError, KeyError):
-        return [], None
-
-
-def _poison(deaths: list[PieceInFlight], last: PieceInFlight | None) -> PieceInFlight | None:
-    if last is None or all(set(last.ids).isdisjoint(death.ids) for death in deaths):
-        return None
-    return last
-
-
-log = logging.getLogger(__name__)
-
-KEPT = 20  # the newest, in addition to the first
-RNG = "rng"
-_OTHER = "replay another bundle, or train again"
-_NAME = re.compile(r"step-(\d{8,})-([a-z]+)-rank-(\d+)(?:-(\d+))?")
-_PARTIAL = ".partial-rank-"
-_ITEMS_SHOWN = 4
 
 
 class BundleKind(StrEnum):
@@ -146,27 +127,6 @@ class BundleCut:
 
     ids: tuple[str, ...]
     numbers: tuple[int, ...]  # in the table
-    sizes: Mapping[str, int] = field(default_factory=dict)  # of all its items together
-    cost: int | None = None  # predicted bytes
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> BundleCut:
-        return cls(tuple(data["ids"]), tuple(data["numbers"]), data["sizes"], data["cost"])
-
-    def words(self) -> str:
-        """Describe it for people."""
-        shown = ", ".join(self.ids[:_ITEMS_SHOWN]) + (", …" if len(self.ids) > _ITEMS_SHOWN else "")
-        sizes = "".join(f", {value:,} {name}" for name, value in self.sizes.items())
-        cost = f", {format_bytes(self.cost)} predicted" if self.cost is not None else ""
-        return f"{len(self.ids)} items ({shown}){sizes}{cost}"
-
-
-@dataclass(frozen=True, slots=True)
-class BundleCheckpoint:
-    """The checkpoint from which the step is reached."""
-
-    path: str
-    digest: str  # of its manifest
 
 
 @dataclass(frozen=True)
@@ -182,23 +142,13 @@ class Bundle:
     cuts: tuple[BundleCut, ...]  # the micro-batches of this rank in this step, in order
     failed: int | None  # the number of the failed one in `cuts`; None: none by itself
     budget: Mapping[str, int]
-    choice: Mapping[str, Any]
     plan: Mapping[str, Any]
-    seed: int
     message: str
-    checkpoint: BundleCheckpoint | None
+    checkpoint: Mapping[str, str] | None  # path and digest of that from which the step is reached
     time_s: float  # since 1970
     torch: str
     device: str
     state: Mapping[str, Any] = field(default_factory=dict)  # everything else that replaying needs, as JSON data
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Bundle:
-        known = {entry.name: data[entry.name] for entry in fields(cls)}
-        known["kind"] = BundleKind(data["kind"])
-        known["cuts"] = tuple(BundleCut.from_json(cut) for cut in data["cuts"])
-        known["checkpoint"] = BundleCheckpoint(**data["checkpoint"]) if data["checkpoint"] else None
-        return cls(**known)
 
     def words(self) -> str:
         """Describe for people what happened."""
@@ -207,12 +157,14 @@ class Bundle:
         lines += [f"  {self.message}", f"  {when:%Y-%m-%d %H:%M:%S} UTC, torch {self.torch}, {self.device}"]
         for place, cut in enumerate(self.cuts):
             mark = " ← this one" if place == self.failed else ""
-            lines.append(f"  micro-batch {place + 1} of {len(self.cuts)}: {cut.words()}{mark}")
+            items = f"{len(cut.ids)} items ({first_few(cut.ids, _ITEMS_SHOWN)})"
+            lines.append(f"  micro-batch {place + 1} of {len(self.cuts)}: {items}{mark}")
         lines.append(f"  budget {', '.join(f'{most:,} {name}' for name, most in self.budget.items()) or 'none'}")
-        lines.append(
-            f"  from checkpoint {self.checkpoint.path}" if self.checkpoint else "  before the first checkpoint"
-        )
-        return "\n".join(lines)
+        at = f"from checkpoint {self.checkpoint['path']}" if self.checkpoint else "before the first checkpoint"
+        return "\n".join([*lines, f"  {at}"])
+
+
+_BUNDLE = TypeAdapter(Bundle)
 
 
 def write_bundle(folder: Path, bundle: Bundle, rng: Mapping[str, Tensor]) -> Path | None:
@@ -223,7 +175,10 @@ def write_bundle(folder: Path, bundle: Bundle, rng: Mapping[str, Tensor]) -> Pat
         path = next(folder / free for free in numbered if not os.path.lexists(folder / free))
         data = json.loads(json.dumps(asdict(bundle), default=_plain))
         seal(path, {RNG: rng}, data, partial=(aside := folder / f"{_PARTIAL}{bundle.rank}"))
-        _prune(folder, aside)
+        for old in bundles_in(folder)[1:-KEPT]:  # other ranks may do the same meanwhile
+            with suppress(OSError):
+                old.rename(aside)  # first, so that a reader sees it whole or not at all
+                shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
         log.warning("%s: the replay bundle of step %d was not saved: %s", folder, bundle.step, error.strerror or error)
         return None
@@ -233,10 +188,9 @@ def write_bundle(folder: Path, bundle: Bundle, rng: Mapping[str, Tensor]) -> Pat
 def read_bundle(path: Path) -> Bundle:
     """Read the bundle in a folder."""
     try:
-        return Bundle.from_json(_verified(path).data)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        problem = f"the bundle cannot be read: {type(error).__name__}: {error}"
-        raise DataError(problem, where=str(path), remedy=_OTHER) from error
+        return _BUNDLE.validate_python(_verified(path).data)
+    except ValueError as error:
+        raise DataError(f"the bundle cannot be read: {error}", where=str(path), remedy=_OTHER) from error
 
 
 def read_rng(path: Path) -> dict[str, Tensor]:
@@ -246,7 +200,7 @@ def read_rng(path: Path) -> dict[str, Tensor]:
 
 def bundles_in(folder: Path) -> list[Path]:
     """Return the bundles in a folder, ordered by step."""
-    order = {name: _order(match) for name in Disk().list_folder(folder) if (match := _NAME.fullmatch(name))}
+    order = {match[0]: _order(match) for match in map(_NAME.fullmatch, Disk().list_folder(folder)) if match}
     return [folder / name for name in sorted(order, key=order.__getitem__)]
 
 
@@ -275,14 +229,6 @@ def _verified(path: Path) -> SealedFolder:
 def _plain(value: Any) -> Any:
     """Return a NumPy or torch scalar as a plain number, anything else as text."""
     return value.item() if hasattr(value, "item") else str(value)
-
-
-def _prune(folder: Path, aside: Path) -> None:
-    """Remove bundles that are neither the first nor among the newest; other ranks may do the same meanwhile."""
-    for path in bundles_in(folder)[1:-KEPT]:
-        with suppress(OSError):
-            path.rename(aside)  # first, so that a reader sees it whole or not at all
-            shutil.rmtree(aside, ignore_errors=True)
 
 
 def _order(match: re.Match[str]) -> tuple[int, int, str, int]:

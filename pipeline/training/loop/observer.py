@@ -57,7 +57,7 @@ class TrainingObserver:
     context: TaskContext
     say: Callable[[str], None]  # to people
     meter: Meter
-    checkpoint: Callable[[], step_bundle.BundleCheckpoint | None]
+    checkpoint: Callable[[], Mapping[str, str] | None]  # path and digest of the newest
     config: Mapping[str, Any] | None = None
     remember: Callable[[int, float], None] = lambda _bytes, _s: None
     budget: Callable[[], int] = lambda: 0  # of micro-batches, at present
@@ -235,9 +235,7 @@ class TrainingObserver:
             budget={"cost": at.budget},
             rank=self.ranks.rank,
             world=self.ranks.world,
-            choice={"precision": self.prepared.precision, "checkpointing": self.prepared.checkpointing},
             plan=self.prepared.to_json(),
-            seed=self.train.seed,
             checkpoint=self.checkpoint(),
             time_s=time.time(),
             torch=str(torch.__version__),
