@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.units import first_few, format_bytes
 
 if TYPE_CHECKING:
-    from pipeline.training.forensics.nan_search import Suspect
-    from pipeline.training.forensics.rerun import PartResult, Rerun
+    from pipeline.training.forensics.rerun import PartResult, Rerun, Suspect
     from pipeline.training.forensics.step_bundle import Bundle
 
 _SHOWN = 3  # items of a part
@@ -159,7 +158,7 @@ class ReplayResult:
             "counted": rerun.is_counted if rerun else None,
             "reserved_bytes": rerun.reserved_bytes if rerun else None,
             "micro_batches": [_plain(result) for result in rerun.results] if rerun else [],
-            "suspects": [{**suspect.to_json(), "words": suspect.words()} for suspect in self.suspects],
+            "suspects": [{**asdict(suspect), "words": suspect.words()} for suspect in self.suspects],
             "gradients_not_finite": rerun.gradients if rerun else [],
             "gradient_norm": rerun.norm if rerun else None,
             "traced": {**asdict(self.traced), "fits": self.traced.fits, "words": self.traced.words()}

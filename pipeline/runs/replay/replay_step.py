@@ -262,8 +262,7 @@ def _notes(case: ReplayCase) -> list[str]:
 
 def _suspects(step: Step, result: Rerun, share: ReplayedShare) -> list[Any]:
     """Search for where numbers that are not finite come from."""
-    from pipeline.training.forensics.nan_search import suspects
-    from pipeline.training.forensics.rerun import PartOutcome
+    from pipeline.training.forensics.rerun import PartOutcome, suspects
 
     bad = result.of(PartOutcome.NOT_FINITE)
     if bad:

@@ -1,7 +1,8 @@
 """Running a rank's share of a failed step again with the same cuts: each part is measured, and nothing is recovered.
 
 It is the training's own step (`step.exact_step`, `step.contrastive`), except that parts stay as they were cut and that
-it ends at the first one that does not fit.
+it ends at the first one that does not fit. `suspects` then finds where a loss or gradient that is not finite comes
+from: the item, term, module, parameter and operation.
 
 The step is afterwards as it was before, except for memory that the allocator keeps.
 """
@@ -9,8 +10,15 @@ The step is afterwards as it was before, except for memory that the allocator ke
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+import re
+import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
+from functools import partial
+from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,22 +27,29 @@ import torch
 from pipeline.device.accelerator import RngState
 from pipeline.device.out_of_memory import out_of_memory_error
 from pipeline.errors import PlanInfeasible
-from pipeline.memory.runtime.recovery import StepSnapshot
+from pipeline.memory.runtime.recovery import StepSnapshot, forget_failed_backward
 from pipeline.training.checkpoints.keeper import plain_name
+from pipeline.training.items.batch import ItemBatch
 from pipeline.training.ranks import Ranks
 from pipeline.training.step.contrastive import ExactContrastiveStep
 from pipeline.training.step.exact_step import ExactStep
 from pipeline.training.step_clock import StepClock
+from pipeline.units import first_few
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from pipeline.memory.runtime.meters import Meter
     from pipeline.training.step.contrastive import CachedGradients
     from pipeline.training.step.micro_batches import Piece, RankShare
     from pipeline.training.step.step import Step
+
+_NAN = re.compile(r"Function '(\w+?)(?:Backward\d*)?' returned nan values")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in')
+_TORCH = str(Path(torch.__file__).parent)
+_SHOWN = 4
 
 
 class PartOutcome(StrEnum):
@@ -218,5 +233,133 @@ class _Sums(StepClock):
 
 def not_finite(step: Step) -> list[str]:
     """Return the names of the parameters whose gradients are not finite."""
-    gradients = ((name, parameter.grad) for name, parameter in step.model.named_parameters())
-    return [plain_name(name) for name, grad in gradients if grad is not None and not bool(torch.isfinite(grad).all())]
+    gradients = {plain_name(name): parameter.grad for name, parameter in step.model.named_parameters()}
+    return [name for name, grad in gradients.items() if grad is not None and _not_finite_parts(grad)]
+
+
+# Where it is not finite
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """Items whose loss or gradients are not finite, and where that begins."""
+
+    ids: tuple[str, ...]  # a single one: it is so by itself
+    fields: tuple[str, ...] = ()  # of the batch that are not finite themselves
+    terms: tuple[str, ...] = ()  # of the loss
+    module: str = ""  # the first whose output is not finite; with none, it is the loss itself
+    kind: str = ""  # of module
+    was_given: bool = False  # the module's input was not finite already
+    parameters: tuple[str, ...] = ()  # whose gradients are not finite though the loss is
+    operation: str = ""  # the first whose derivative is NaN
+    line: str = ""  # where it is called
+
+    def words(self) -> str:
+        """Describe it in a sentence for people."""
+        parts = [f"{self.ids[0]} alone" if len(self.ids) == 1 else f"{len(self.ids)} items together, no single one"]
+        if self.fields:
+            parts.append(f"the batch itself is not finite: {first_few(self.fields, _SHOWN)}")
+        if self.terms:
+            given = ", whose input was not finite" if self.was_given and not self.fields else ""
+            place = f"first in the output of {self.module} ({self.kind}){given}"
+            alone = "every module's output is finite: the problem starts in loss() itself"
+            parts += [f"the term {first_few(self.terms, _SHOWN)} of the loss", place if self.module else alone]
+        if self.parameters:
+            parts.append(f"the loss is finite, the gradients of {first_few(self.parameters, _SHOWN)} are not")
+        if self.operation:
+            parts.append(f"first in the derivative of {self.operation}{f' ({self.line})' if self.line else ''}")
+        return "; ".join(parts)
+
+
+def suspects(
+    step: Step, results: Iterable[PartResult], read: Callable[[RerunPart], Piece], *, backward: bool = False
+) -> list[Suspect]:
+    """Check the items of each part one by one, and together where none fails alone; `backward`: also gradients."""
+    snapshot = StepSnapshot(step.model, device=step.device, scaler=step.scaler)
+    found: list[Suspect] = []
+    for result in results:
+        piece = read(result.part)
+        assert result.rng is not None  # it ran
+        look = partial(_suspect, step, rng=result.rng, snapshot=snapshot, backward=backward)
+        alone = [suspect for single in piece.singles() if (suspect := look(single))]
+        together = look(piece) if not alone and len(piece) > 1 else None
+        found += alone or ([together] if together else [])
+    snapshot.rewind()
+    return found
+
+
+def _suspect(step: Step, piece: Piece, *, rng: RngState, snapshot: StepSnapshot, backward: bool) -> Suspect | None:
+    """Run a piece with hooks on every module; None: all is finite, or it does not fit in memory."""
+    found: list[Suspect | None] = []
+
+    def again() -> None:
+        step.release()
+        snapshot.restore()
+        rng.restore()
+
+    def look(piece: Piece) -> None:
+        again()
+        found.append(_forward(step, piece) or (_backward(step, piece, again) if backward else None))
+
+    if out_of_memory_error(look, piece) is not None:
+        snapshot.rewind()
+    again()
+    return found[0] if found else None
+
+
+def _forward(step: Step, piece: Piece) -> Suspect | None:
+    """Check the forward pass and the loss."""
+    batch = step.moved(piece.collated(step))
+    modules: list[tuple[str, str, bool]] = []  # with a bad output, innermost first: name, class, whether input was bad
+
+    def look(name: str, module: nn.Module, given: Any, output: Any) -> None:
+        if _not_finite_parts(output):
+            modules.append((name or "the model", type(module).__name__, bool(_not_finite_parts(given))))
+
+    with ExitStack() as stack, torch.no_grad(), step.cast():
+        for name, module in step.model.named_modules():
+            stack.callback(module.register_forward_hook(partial(look, plain_name(name))).remove)
+        terms = step.task.loss(step.model, batch)
+    bad = tuple(name for name, term in terms.items() if _not_finite_parts(term))
+    return Suspect(piece.ids, _not_finite_parts(batch), bad, *(modules[0] if modules else ())) if bad else None
+
+
+def _backward(step: Step, piece: Piece, again: Callable[[], None]) -> Suspect | None:
+    """Check the gradients, and find the first operation whose derivative is NaN, and the line that calls it."""
+    again()
+    step.accumulate_alone(piece.collated(step))
+    if not (bad := tuple(not_finite(step))):
+        return None
+    again()
+    with warnings.catch_warnings(record=True) as caught, torch.autograd.set_detect_anomaly(True, check_nan=True):
+        warnings.simplefilter("always")
+        try:
+            step.accumulate_alone(piece.collated(step))
+        except RuntimeError as error:
+            match = _NAN.search(str(error))
+            if match is None:
+                raise
+            forget_failed_backward()
+            trace = "\n".join(str(warning.message) for warning in caught)
+            frames = [frame for frame in _FRAME.finditer(trace) if not frame[1].startswith(_TORCH)]
+            line = f"{frames[-1][1]}:{frames[-1][2]}" if frames else ""  # the innermost
+            return Suspect(piece.ids, parameters=bad, operation=match[1], line=line)
+    return Suspect(piece.ids, parameters=bad)
+
+
+def _not_finite_parts(value: Any, name: str = "") -> tuple[str, ...]:
+    """Return the names of the parts of a nested value that are not finite; `batch` if they have none."""
+    if isinstance(value, ItemBatch):
+        value = value.fields
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    elif hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, Mapping):
+        parts = (_not_finite_parts(part, f"{name}.{key}".removeprefix(".")) for key, part in value.items())
+        return tuple(dict.fromkeys(chain.from_iterable(parts)))
+    if isinstance(value, list | tuple):
+        return tuple(dict.fromkeys(chain.from_iterable(_not_finite_parts(part, name) for part in value)))
+    tensor = torch.tensor(value) if isinstance(value, float) else value
+    has_numbers = isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.is_complex())
+    return (name or "batch",) if has_numbers and not bool(torch.isfinite(tensor).all()) else ()

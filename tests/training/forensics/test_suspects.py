@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from pipeline.device.accelerator import RngState
 from pipeline.memory.runtime.meters import meter_of
-from pipeline.training.forensics.nan_search import Suspect, suspects
-from pipeline.training.forensics.rerun import PartOutcome, Rerun, RerunPart, rerun
+from pipeline.training.forensics.rerun import PartOutcome, Rerun, RerunPart, Suspect, rerun, suspects
 from pipeline.training.step.contrastive import make_step
 from pipeline.training.step.micro_batches import Piece
 from pipeline.training.step.optimizers import StepSettings
