@@ -17,7 +17,6 @@ README.md            the same for people
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import secrets
@@ -117,11 +116,6 @@ class StoredTensor:
     dtype: torch.dtype
     parts: list[Part]
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the parts add up to the whole."""
-        return sum(math.prod(part.shape) for part in self.parts) == math.prod(self.shape)
-
     def whole(self) -> Tensor:
         """Return the whole tensor: mapped where it is in one part, else assembled."""
         import torch
@@ -188,9 +182,6 @@ class Checkpoint:
             for name, place in data.get(SHARDS, {}).items():
                 empty = StoredTensor(tuple(place["shape"]), getattr(torch, place["dtype"]), [])
                 stored.setdefault(name, empty).parts.append(Part(**place["part"], load=partial(shard, rank, name)))
-        if lacking := [name for name, tensor in stored.items() if not tensor.is_whole]:
-            problem = f"is missing parts of {first_few(lacking, _MOST_NAMED)}"
-            raise FolderDamaged(problem, where=str(self.path), remedy=self.sealed.remedy)
         return stored
 
     def load_into(self, targets: Mapping[str, Tensor]) -> None:

@@ -185,8 +185,7 @@ class Keeper:
     """Saves and resumes a training; every rank makes the same calls.
 
     keeper.save(…)               each rank writes its part in a thread
-    keeper.submit_receipts()     between later steps, once all ranks have written: rank 0 publishes, in its thread
-    keeper.collect_results()     report a checkpoint that could not be saved
+    keeper.advance(…)            between later steps: once all ranks have written, rank 0 publishes, in its thread
     keeper.finish()              wait for all of that
     """
 
@@ -203,7 +202,7 @@ class Keeper:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._staging, self._own_staging = StagingBuffers(), StagingBuffers()
         self._writing: Future[Receipt] | None = None
-        self._publish: Callable[[Sequence[Receipt]], Path] = lambda _receipts: self.folder
+        self._publish: Callable[[Sequence[Receipt]], Path] | None = None
         self._publishing: Future[Path] | None = None
 
     @property
@@ -246,22 +245,17 @@ class Keeper:
         self.finish()
         return bool(self.ranks.exchange({"saved": len(self.unsaved) == failed})[0]["saved"])
 
-    def submit_receipts(self) -> None:
-        """Let rank 0 publish what all ranks have written, without waiting for it."""
-        if self._writing is None:
-            return
-        written, self._writing = self._writing, None
-        receipts = self.ranks.exchange(written.result())
-        if self.ranks.rank == 0:
-            self._publishing = self._thread.submit(self._publish, receipts)
-
     def finish(self) -> None:
         """Wait until the checkpoint in progress is saved; report a failure."""
-        self.submit_receipts()
-        self.collect_results(wait=True)
+        self.advance(all_written=True, wait=True)
 
-    def collect_results(self, *, wait: bool = False) -> None:
-        """Report a save that failed in the background."""
+    def advance(self, *, all_written: bool, wait: bool = False) -> None:
+        """Let rank 0 publish what all ranks have written, without waiting for it; report a failure."""
+        if all_written and self._writing is not None:
+            written, self._writing = self._writing, None
+            receipts = self.ranks.exchange(written.result())
+            if self.ranks.rank == 0 and self._publish is not None:
+                self._publishing = self._thread.submit(self._publish, receipts)
         if self._publishing is None or not (wait or self._publishing.done()):
             return
         published, self._publishing = self._publishing, None

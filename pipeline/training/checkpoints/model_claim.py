@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.cluster.machine import born_at, is_alive
 from pipeline.command_line import Command
 from pipeline.errors import ConfigError
-from pipeline.files import create_claim, last_claim, read_json
+from pipeline.files import create_claim, json_object, last_claim, read_json
 from pipeline.store.format.disk import Disk
 from pipeline.waiting import wait_for
 
@@ -40,7 +40,16 @@ class ModelClaim:
     def __init__(self, writers: Path, run: Path) -> None:
         """Claim a model's folder by its subfolder `writers`; raise ConfigError while another run writes the model."""
         self._writers, self._run = writers, run
-        self._text = _claimant(run)
+        claimant = {
+            "run": str(run),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "born": born_at(os.getpid()),
+            "job": os.environ.get("SLURM_JOB_ID", ""),
+            "since": f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}",
+            "token": secrets.token_hex(8),  # so that no other process has the same text
+        }
+        self._text = json.dumps(claimant)
         Disk().make_folder(writers)
         while not self._try_to_claim():
             pass
@@ -51,22 +60,18 @@ class ModelClaim:
 
     def check(self) -> None:
         """Raise where the folder was moved or removed, or another process has taken over."""
-        where = str(self._writers.parent)
+        remedy = Command.of("status")
         try:
             newest = self._writers / f"{last_claim(self._writers):06d}"
-            if newest == self._path and newest.read_text() == self._text:
+            if (text := newest.read_text()) == self._text:
                 return
-            holder = _holder(newest)
+            problem = f"{_who(json_object(text))} now writes this model"
         except FileNotFoundError:
-            holder = {}
+            problem = "the model's folder was moved or removed during training, so training stops"
+            remedy = Command.submit("train", then="   (in the project's new folder)")
         except OSError:  # a disk that cannot be read now: whatever is written next fails by itself
             return
-        if not holder:
-            what = "the model's folder was moved or removed during training, so training stops"
-            raise ConfigError(
-                what, where=where, remedy=Command.submit("train", then="   (in the project's new folder)")
-            )
-        raise ConfigError(f"{_who(holder)} now writes this model", where=where, remedy=Command.of("status"))
+        raise ConfigError(problem, where=str(self._writers.parent), remedy=remedy)
 
     def close(self) -> None:
         """Give the claim up."""
@@ -110,21 +115,6 @@ class ModelClaim:
                 os.utime(self._path)
 
 
-def _claimant(run: Path) -> str:
-    """Return who this process is, as JSON; no other has the same."""
-    return json.dumps(
-        {
-            "run": str(run),
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "born": born_at(os.getpid()),
-            "job": os.environ.get("SLURM_JOB_ID", ""),
-            "since": f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}",
-            "token": secrets.token_hex(8),
-        }
-    )
-
-
 def _holder(path: Path) -> Mapping[str, Any]:
     """Return who holds a claim; nothing where it is gone, or not yet written."""
     holder = read_json(path)
@@ -133,11 +123,9 @@ def _holder(path: Path) -> Mapping[str, Any]:
 
 def _who(holder: Mapping[str, Any]) -> str:
     """Name the holder of a claim."""
+    run, pid, host, since = (holder.get(name, "?") for name in ("run", "pid", "host", "since"))
     job = f", job {holder['job']}" if holder.get("job") else ""
-    return (
-        f"run {holder.get('run', '?')} (process {holder.get('pid', '?')} on {holder.get('host', '?')}{job},"
-        f" since {holder.get('since', '?')})"
-    )
+    return f"run {run} (process {pid} on {host}{job}, since {since})"
 
 
 def _beat(path: Path) -> int:

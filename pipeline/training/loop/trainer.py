@@ -248,9 +248,7 @@ class Trainer:
                 losses = {f"{LOSS}.{name}": mean for name, mean in report.means.items()}
                 self.observer.step(self.done, {**losses, **metrics, "items": float(report.sum_of("items"))})
         with self.step.clock.within(CHECKPOINT):
-            if report.is_written:
-                self.keeper.submit_receipts()
-            self.keeper.collect_results()
+            self.keeper.advance(all_written=report.is_written)
         self.ended_by = report.ending
         is_full = report.host_share >= NEAR
         if report.ending or is_full:

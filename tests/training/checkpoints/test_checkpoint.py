@@ -136,7 +136,6 @@ def cut(tensor, data):
 def test_shards_of_any_cut_make_the_whole_tensor(shape, data):
     tensor = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
     stored = StoredTensor(tuple(shape), tensor.dtype, cut(tensor, data))
-    assert stored.is_whole
     assert same_bits(stored.whole(), tensor)
     start, size = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 5))
     for dim in range(len(shape)):
@@ -161,15 +160,6 @@ class Sharded:
 
     def to_local(self):
         return self._local_tensor
-
-
-def test_a_checkpoint_that_lacks_a_shard_is_damaged(tmp_path):
-    made = checkpoints(tmp_path)
-    place = {"shape": [4], "dtype": "float32", "part": {"offset": [0], "shape": [2]}}
-    own = State(own={"part.model.x": torch.zeros(2)}, own_data={"parts": {"model.x": place}})
-    made.save(own, 1)
-    with pytest.raises(FolderDamaged, match=r"missing parts of model\.x"):
-        _ = made.newest().tensors
 
 
 # Damage
