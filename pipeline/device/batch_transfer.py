@@ -18,7 +18,7 @@ from pipeline.device.accelerator import Card, is_card
 from pipeline.device.out_of_memory import unless_out_of_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 ALIGNMENT = 64
 
@@ -76,40 +76,46 @@ def tensors_of(batch: Any) -> list[torch.Tensor]:
 def packed(batch: Any, room: Callable[[int], torch.Tensor]) -> Any:
     """Return a batch with copies of its tensors side by side in memory from `room`; sparse ones stay what they are."""
     tensors = [tensor for tensor in tensors_of(batch) if tensor.layout == torch.strided and tensor.device.type == "cpu"]
-    views = _views(tensors, room(sum(map(_room_bytes, tensors))))
-    return _replaced(batch, tensors, [view.copy_(tensor) for view, tensor in zip(views, tensors, strict=True)])
+    memory, copies, start = room(sum(map(_room_bytes, tensors))), {}, 0
+    for tensor in tensors:
+        copies[id(tensor)] = _view(tensor, memory, start).copy_(tensor)
+        start += _room_bytes(tensor)
+    return map_tensors(lambda tensor: copies.get(id(tensor), tensor), batch)
 
 
 def outlined(batch: Any, memory: torch.Tensor) -> Any:
     """Return a packed batch without the contents of its tensors, to be sent to another process."""
-    start = memory.data_ptr()
-    tensors = [tensor for tensor in tensors_of(batch) if tensor.untyped_storage().data_ptr() == start]
-    return _replaced(batch, tensors, [tensor.to("meta") for tensor in tensors])
+    outlines: dict[int, torch.Tensor] = {}
+
+    def outline(tensor: torch.Tensor) -> torch.Tensor:
+        is_packed = tensor.untyped_storage().data_ptr() == memory.data_ptr()
+        return outlines.setdefault(id(tensor), tensor.to("meta")) if is_packed else tensor
+
+    return map_tensors(outline, batch)
 
 
 def filled(outline: Any, memory: torch.Tensor) -> Any:
     """Return a packed batch from its outline and its memory."""
-    tensors = [tensor for tensor in tensors_of(outline) if tensor.is_meta]
-    return _replaced(outline, tensors, _views(tensors, memory))
+    views: dict[int, torch.Tensor] = {}
+    start = 0
+
+    def view(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal start
+        if tensor.is_meta and id(tensor) not in views:
+            views[id(tensor)] = _view(tensor, memory, start)
+            start += _room_bytes(tensor)
+        return views.get(id(tensor), tensor)
+
+    return map_tensors(view, outline)
 
 
-def _replaced(batch: Any, tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> Any:
-    by_id = {id(tensor): other for tensor, other in zip(tensors, others, strict=True)}
-    return map_tensors(lambda tensor: by_id.get(id(tensor), tensor), batch)
+def _view(like: torch.Tensor, memory: torch.Tensor, start: int) -> torch.Tensor:
+    return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
 def _room_bytes(tensor: torch.Tensor) -> int:
     """Return what a tensor takes of a run."""
     return tensor.nbytes + -tensor.nbytes % ALIGNMENT
-
-
-def _views(tensors: Sequence[torch.Tensor], memory: torch.Tensor) -> list[torch.Tensor]:
-    """Return a place in memory for each tensor, one behind the other."""
-    views, start = [], 0
-    for tensor in tensors:
-        views.append(memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-        start += _room_bytes(tensor)
-    return views
 
 
 class CopyAhead:

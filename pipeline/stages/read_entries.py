@@ -96,7 +96,7 @@ def _shown(form: Form) -> str:
 
 
 def _may_lack(name: str, dtype: np.dtype[Any], rows: Mapping[str, int]) -> bool:
-    """Whether no rows, NaN or False can stand for an values that an item lacks."""
+    """Whether no rows, NaN or False can stand for an array that an item lacks."""
     axis = parse_field(name).axis
     return dtype.kind == "f" or (bool(axis) and (dtype.kind == "b" or not rows.get(axis)))
 

@@ -70,13 +70,16 @@ class FieldPlace(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(slots=True)
 class BatchLayout:
-    """The places of all fields of a batch, and the row bounds of each item."""
+    """The places of all fields of a batch, and the row bounds of each item.
 
-    places: dict[str, FieldPlace] = field(default_factory=dict)
-    bounds: dict[str, Integers] = field(default_factory=dict)  # axis → [B + 1]
-    used: int = 0  # bytes
+    It is no dataclass: whatever goes through the tensors of a batch need not look here.
+    """
+
+    def __init__(self) -> None:
+        self.places: dict[str, FieldPlace] = {}
+        self.bounds: dict[str, Integers] = {}  # axis → [B + 1]
+        self.used = 0  # bytes
 
     def add(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], axis: str = "", **what: Any) -> None:
         """Place a field behind the others."""

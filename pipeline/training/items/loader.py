@@ -112,8 +112,8 @@ class Loader:
         self.batch_sampler = self.sampler
         self.wait_s = 0.0  # of the loop, for batches
         pin = card_here() is not None if self.pin is None else self.pin
-        self._pinned = PinnedMemory() if pin else None
-        self._joined_in = ReusedMemory()
+        self._pinned = BatchMemory(pin=True) if pin else None
+        self._joined_in = BatchMemory(pin=False)
         self._processes: ReaderProcesses | None = None
         self._reading: Prefetch | None = None
         self._in_use: weakref.WeakSet[TaskBatch] = weakref.WeakSet()
@@ -232,7 +232,7 @@ class Loader:
         self, read: Sequence[ItemArrays | Rejection], origin: BatchOrigin, room: Room | None, *, ahead: bool
     ) -> TaskBatch:
         whole = [item for item in read if not isinstance(item, Rejection)]
-        items = [self._cropped(item, origin) for item in whole] if self.crop else whole
+        items = [self._cropped(item, origin, self.crop) for item in whole] if self.crop else whole
         batch = TaskBatch(
             numbers=tuple(item.number for item in items),
             ids=tuple(item.id for item in items),
@@ -260,8 +260,8 @@ class Loader:
             return replace(batch, is_made=False)
         return replace(batch, value=value, weights=weights)
 
-    def _cropped(self, item: ItemArrays, origin: BatchOrigin) -> ItemArrays:
-        return crop_item(item, self.crop or {}, crop_rng(self.seed, origin.epoch, item.id), self.measure)
+    def _cropped(self, item: ItemArrays, origin: BatchOrigin, limits: Mapping[str, int]) -> ItemArrays:
+        return crop_item(item, limits, crop_rng(self.seed, origin.epoch, item.id), self.measure)
 
     def _joined(self, items: Sequence[ItemArrays], batch: TaskBatch, room: Room) -> ItemBatch:
         """Join the arrays of items and the embeddings of their residues in one run of memory."""
@@ -316,34 +316,32 @@ class Prefetch:
         self._waiting.clear()
 
 
-class ReusedMemory:
-    """Memory that batches are joined in, used again once nothing refers to it: new memory costs as much as reading."""
+class BatchMemory:
+    """Memory for batches, in blocks that are all as large as the largest batch needs.
 
-    def __init__(self) -> None:
-        self._free: list[NDArray[np.uint8]] = []
+    A block is used again once nothing refers to it, as new memory costs as much as reading. A new one is written to at
+    once: else the process would grow for epochs, as larger batches come to each block.
+    """
 
-    def __call__(self, used: int) -> torch.Tensor:
-        memory = np.empty(0, np.uint8)
-        with suppress(IndexError):
-            memory = self._free.pop()
-        if len(memory) < used:
-            memory = np.empty(slot_bytes(used, pin=False), np.uint8)
-        owner = memory[:used]  # which the tensor keeps, and all that shares its memory
-        weakref.finalize(owner, self._free.append, memory)
-        return torch.from_numpy(owner)
-
-
-class PinnedMemory:
-    """Pinned memory for batches: blocks that are all as large as the largest batch needs."""
-
-    def __init__(self) -> None:
-        self._block_bytes = 0
+    def __init__(self, *, pin: bool) -> None:
+        self._pin, self._block_bytes = pin, 0
+        self._free: list[NDArray[np.uint8]] = []  # torch itself keeps pinned ones
 
     def __call__(self, used: int) -> torch.Tensor:
         if used > self._block_bytes:
-            self._block_bytes = slot_bytes(used, pin=True)
-            release_pinned()  # smaller blocks that are free would never be used again
-        return bytes_on_host(self._block_bytes, pin=True)[:used]
+            self._block_bytes = slot_bytes(used, pin=self._pin)
+            if self._pin:
+                release_pinned()  # smaller blocks that are free would never be used again
+        if self._pin:
+            return bytes_on_host(self._block_bytes, pin=True)[:used]
+        block = np.empty(0, np.uint8)
+        with suppress(IndexError):
+            block = self._free.pop()
+        if len(block) < self._block_bytes:
+            block = np.full(self._block_bytes, 0, np.uint8)
+        owner = block[:used]  # which the tensor keeps, and all that shares its memory
+        weakref.finalize(owner, self._free.append, block)
+        return torch.from_numpy(owner)
 
 
 class SharedRun:

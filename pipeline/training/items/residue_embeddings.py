@@ -88,49 +88,44 @@ class Embeddings:
         )
 
     def partners(self, items: Sequence[ItemArrays]) -> list[EmbeddedPartner]:
-        """Return the partners of some items with their embeddings."""
+        """Return the partners of some items with the best acceptable embeddings; raise if a text has none."""
         partners = [
             (place, item, partner["role"], self.texts(proteins(partner["chains"])))
             for place, item in enumerate(items)
             for partner in item.meta["partners"]
         ]
-        stored = self.find({text: item.id for _, item, _, texts in partners for text in texts})
+        wanted = {text: item.id for _, item, _, texts in partners for text in texts}
+        stored, absent = self.look_up(wanted)
+        for text, key in absent.items():
+            what = f"a sequence of {wanted[text]} ({len(text.sequence):,} residues) has no embedding"
+            what += f": record {key.hex()} is not in the cache"
+            raise RecordMissing(what, where=self._store.kind, remedy=EMBED_AGAIN, item=wanted[text])
         self._learn_widths(stored)
         return [
             EmbeddedPartner(place, item, role, [(text, stored[text]) for text in texts])
             for place, item, role, texts in partners
         ]
 
-    def find(self, wanted: Mapping[Text, str]) -> dict[Text, StoredEmbedding]:
-        """Return the best acceptable embedding of each text (text → item id); raises if one has none."""
-        stored, absent = self.look_up(wanted)
-        for text, key in absent.items():
-            what = f"a sequence of {wanted[text]} ({len(text.sequence):,} residues) has no embedding"
-            what += f": record {key.hex()} is not in the cache"
-            raise RecordMissing(what, where=self._store.kind, remedy=EMBED_AGAIN, item=wanted[text])
-        return stored
-
     def look_up(self, texts: Iterable[Text]) -> tuple[dict[Text, StoredEmbedding], dict[Text, bytes]]:
         """Return the best acceptable embedding of each text, and the keys of the texts that have none."""
-        texts, absent = list(texts), dict[Text, bytes]()
+        texts, tried = list(texts), dict[Text, bytes]()
         entries = {text: stored for text in texts if (stored := self._found.get(_digest(text)))}
-        open_ = {text: self._recipes[text.of].accepted(len(text.sequence)) for text in texts if text not in entries}
+        open_ = {
+            text: list(self._recipes[text.of].accepted(len(text.sequence))) for text in texts if text not in entries
+        }
         while open_:
-            keys = [self._recipes[text.of].key(text.sequence, variants[0]) for text, variants in open_.items()]
-            for text, key, places in zip(list(open_), keys, self._store.locate(keys), strict=True):
-                if places:
-                    entries[text] = StoredEmbedding(key, places)
-                    del open_[text]
-                elif not (other_variants := open_[text][1:]):
-                    absent[text] = key
-                    del open_[text]
-                else:
-                    open_[text] = other_variants
+            keys = {
+                text: self._recipes[text.of].key(text.sequence, variants.pop(0)) for text, variants in open_.items()
+            }
+            located = zip(keys.items(), self._store.locate(list(keys.values())), strict=True)
+            entries |= {text: StoredEmbedding(key, places) for (text, key), places in located if places}
+            tried |= keys
+            open_ = {text: variants for text, variants in open_.items() if variants and text not in entries}
         with self._lock:
             self._found |= {_digest(text): stored for text, stored in entries.items()}
             while len(self._found) > REMEMBERED:
                 del self._found[next(iter(self._found))]
-        return entries, absent
+        return entries, {text: key for text, key in tried.items() if text not in entries}
 
     @property
     def width(self) -> int:

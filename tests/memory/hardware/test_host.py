@@ -87,7 +87,7 @@ def test_memory_for_batches_is_predicted_as_it_grows(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(loader, "bytes_on_host", taking)
     for batch in (1, MIB, 3 * MIB + 17, 8 * MIB):
-        pinned, shared = loader.PinnedMemory(), [loader.SharedRun() for _ in range(3)]
+        pinned, shared = loader.BatchMemory(pin=True), [loader.SharedRun() for _ in range(3)]
         for used in (batch // 3, batch, batch // 2):
             assert [len(pinned(used)) for _ in range(3)] == [used] * 3
         assert sum(taken[-3:]) == ring_bytes(3, batch, pin=True)
