@@ -83,6 +83,11 @@ class Epoch(EpochCounts):
         more |= {"epoch": totals.epoch + 1, "loss": totals.losses, "batch": batch, "items_per_s": items_per_s}
         return cls(**{**counts, **more})
 
+    @property
+    def wait_share(self) -> float:
+        """The share of the time that steps waited for data."""
+        return self.seconds.get(READ, 0.0) / self.wall_s if self.wall_s else 0.0
+
     def to_json(self) -> dict[str, Any]:
         """Return JSON data."""
         return dict(finite(asdict(self)))
@@ -111,7 +116,7 @@ class Epoch(EpochCounts):
         numbers = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         plain = {f"epoch/{name}": value for name, value in numbers.items() if isinstance(value, int | float)}
         del plain["epoch/epoch"], plain["epoch/step"]
-        plain["epoch/wait_share"] = self.seconds.get(READ, 0.0) / self.wall_s if self.wall_s else 0.0
+        plain["epoch/wait_share"] = self.wait_share
         plain |= {f"epoch/batch_{name}": value for name, value in asdict(self.batch).items()}
         plain |= {f"epoch/by_{remedy}": items for remedy, items in self.remedied.items()}
         plain |= {f"seconds/{name}": spent_s for name, spent_s in self.seconds.items()}
