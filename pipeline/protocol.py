@@ -132,7 +132,7 @@ class ReadsFiles(Protocol):
 
 
 class PublishedForm(Protocol):
-    """Names, and layouts, under which a model's weights were published (see `NameTable`)."""
+    """Names, and layouts, under which a model's weights were published (see `encoder.published_weights.Form`)."""
 
     @property
     def left(self) -> tuple[str, ...]:

@@ -78,16 +78,10 @@ def import_cache_command(folder: Folder, config: ConfigFile = None, sets: Sets =
 
 def _showing(name: str, move: Callable[[Told], Moved]) -> Moved:
     """Move files and show the progress on stderr."""
-    from pipeline.encoder.download import DownloadProgress
-    from pipeline.report.live_status import DownloadBars
+    from pipeline.report.live_status import CopyingBar
 
-    begun = time.monotonic()
-    with DownloadBars(name) as shown:
-
-        def show(now: int, total: int) -> None:
-            shown.show(DownloadProgress(now, total, now / max(1e-3, time.monotonic() - begun)))
-
-        return move(show)
+    with CopyingBar(name) as shown:
+        return move(shown.show)
 
 
 def _say(moved: Moved, folder: Path, *, as_json: bool) -> None:

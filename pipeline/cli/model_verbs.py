@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,6 @@ from pipeline.command_line import Command
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pipeline.encoder.checkpoint_files import Published
     from pipeline.encoder.weights import Examined
     from pipeline.errors import ConfigError
     from pipeline.runs.model.trained_model import TrainedModel
@@ -31,10 +29,16 @@ Force = Annotated[bool, option("--force", "Replace an existing file.")]
 @weights_app.command("fetch")
 def fetch_command(
     name: Annotated[
-        str | None, argument("NAME", "Published model. Default: the configured one.", autocompletion=completing(models))
+        str | None,
+        argument(
+            "NAME",
+            "Published model, or a repository of Hugging Face. Default: the configured one.",
+            autocompletion=completing(models),
+        ),
     ] = None,
     out: Annotated[
-        Path | None, option("--out PATH", "File or folder to write. Default: next to embed.weights.")
+        Path | None,
+        option("--out PATH", "Where to write. Default: Hugging Face's cache; with --url, next to embed.weights."),
     ] = None,
     url: Annotated[str | None, option("--url URL", "Download from this address: a mirror, or your own model.")] = None,
     force: Force = False,
@@ -45,21 +49,18 @@ def fetch_command(
 
     Run it again after an interruption: the download continues.
     """
+    from pipeline.encoder import weights
     from pipeline.encoder.checkpoint_files import published, stem
-    from pipeline.encoder.weights import examine_checkpoint
 
     configured = _configured(config, sets)
     name = name or stem(configured)
-    model = published(name)
-    if model is None and url is None:
+    if "/" not in name and published(name) is None and url is None:
         raise _unknown_model(name)
-    target = _place_for(f"{name}.pt", out, configured)
-    if os.path.lexists(target) and not force:
-        _say(_existing(target, name), "already there")
-    else:
-        _download(name, model, url, target)
-        _say(examine_checkpoint(target).accepted(), "fetched")
-    _say_how_to_use(target, configured)
+    target = _place_for(f"{name}.pt", out, configured) if url else out
+    there = None if force else _existing(target or configured.with_name(name), name)
+    examined = there or weights.fetch(name, target, url=url, force=force)
+    _say(examined, "already there" if there else "fetched")
+    _say_how_to_use(Path(examined.weights.path), configured)
 
 
 @weights_app.command("import")
@@ -150,17 +151,16 @@ def _unknown_model(name: str) -> ConfigError:
     """Return an error that lists the published models, and suggests those with similar names."""
     from difflib import get_close_matches
 
-    from pipeline.encoder.checkpoint_files import ESMC_PLACES, MODELS
+    from pipeline.encoder.checkpoint_files import MODELS
     from pipeline.errors import ConfigError
 
-    if name.lower().startswith("esmc"):
-        model = max(ESMC_PLACES, key=lambda known: ("600" in known) == ("600" in name))
-        problem = "ESM C needs your agreement to its licence, which differs between sizes: download it yourself"
-        place = f"huggingface.co/{ESMC_PLACES[model]}, data/weights/{model}.pth"
-        return ConfigError(f"{problem}: {place}", where=name, remedy=f"pipeline weights import {model}.pth")
     names = [model.name for model in MODELS]
     near = [model for model in names if name.lower() in model.lower()]
-    near = near if 0 < len(near) < len(names) else get_close_matches(name, names, n=3)
+    near = (
+        near
+        if 0 < len(near) < len(names)
+        else get_close_matches(name, [known for known in names if known[:4] == name[:4].lower()] or names, n=3)
+    )
     rows = [f"    {model.name:20}  {model.layers:2} layers, width {model.dim:,}" for model in MODELS]
     meant = f": did you mean {' or '.join(near)}?" if near else ""
     problem = "\n".join((f"unknown model{meant}", *rows))
@@ -168,38 +168,18 @@ def _unknown_model(name: str) -> ConfigError:
     return ConfigError(problem, where=name, remedy=remedy)
 
 
-def _existing(target: Path, name: str) -> Examined:
-    """Check a checkpoint that is there already."""
-    from pipeline.encoder.weights import examine_checkpoint
-    from pipeline.errors import WeightsUnusable
+def _existing(place: Path, name: str) -> Examined | None:
+    """Return a checkpoint that is there already, or in a library's cache; refuse a damaged one."""
+    from pipeline.encoder.weights import examine_checkpoint, find_checkpoint
+    from pipeline.errors import ConfigError, WeightsUnusable
 
     try:
-        return examine_checkpoint(target).accepted()
+        return examine_checkpoint(find_checkpoint(place)).accepted()
+    except ConfigError:
+        return None
     except WeightsUnusable as trouble:
         remedy = f"pipeline weights fetch {name} --force   (replaces it)"
-        raise WeightsUnusable(trouble.what, where=str(target), remedy=remedy) from trouble
-
-
-def _download(name: str, model: Published | None, url: str | None, target: Path) -> None:
-    """Download a checkpoint; a file that is another model is refused."""
-    from pipeline.encoder import download, weights
-    from pipeline.report.live_status import DownloadBars
-
-    sha256, size = (model.pt_sha256, model.pt_bytes) if model else (None, None)
-    source = url or (model.url if model else "")
-    with DownloadBars(name) as shown:
-        try:
-            download.fetch_file(
-                source,
-                target,
-                sha256=sha256,
-                size=size,
-                accept=lambda path: weights.refuse_other(path, model),
-                tell=shown.show,
-            )
-        except KeyboardInterrupt:
-            typer.echo("\nthe partial download is kept: run the same command again to continue", err=True)
-            raise
+        raise WeightsUnusable(trouble.what, where=str(place), remedy=remedy) from trouble
 
 
 @contextmanager

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline.command_line import quoted
 from pipeline.errors import ConfigError, WeightsUnusable
 
 if TYPE_CHECKING:
+    from collections.abc import Container
     from pathlib import Path
 
 FAIR_ESM, HUGGING_FACE, EVOLUTIONARY_SCALE = "fair-esm", "hugging-face", "evolutionary-scale"
@@ -20,6 +21,8 @@ CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.sa
 MAIN_MODEL = "esm2_t33_650M_UR50D"
 USE_ESM2 = f"set embed.weights to an ESM-2 checkpoint, for example of: pipeline weights fetch {MAIN_MODEL}"
 FETCH_AGAIN = "get it again: pipeline weights fetch NAME, or pipeline weights import FILE"
+BLOCK_BYTES = 1 << 20
+_CONVERT = "; where transformers is installed, AutoModel.from_pretrained('{0}').save_pretrained('{0}') writes it"
 _JSON_BYTES = 64 << 20  # a larger one is no configuration
 
 
@@ -41,23 +44,23 @@ def files_of(path: Path) -> CheckpointFiles:
     """Return the files of the checkpoint at a path: a .pt file, a .safetensors file, or a Hugging Face folder."""
     try:
         mode = path.stat().st_mode
+        names = {entry.name for entry in path.iterdir()} if stat.S_ISDIR(mode) else set()
     except (FileNotFoundError, NotADirectoryError) as error:
         what = "is a link to a missing file" if path.is_symlink() else "checkpoint not found"
         raise ConfigError(what, where=str(path), remedy=USE_ESM2) from error
     except OSError as error:
         raise unreadable_checkpoint(path, error) from error
     if stat.S_ISDIR(mode):
-        return _folder(path)
+        return _folder(path, names)
     if not stat.S_ISREG(mode):
         raise WeightsUnusable("is neither a file nor a folder", where=str(path), remedy=USE_ESM2)
-    if path.name == CONFIG or path.name.endswith(".index.json"):
-        what = "describes weights but has none"
-        raise WeightsUnusable(what, where=str(path), remedy=f"use its folder: {path.parent}")
-    if path.suffix == ".bin":
-        raise _needs_safetensors(path, path.parent)
-    if path.suffix == ".safetensors":
-        return _one_of_folder(path)
-    return CheckpointFiles(path.stem, FAIR_ESM, (path,))
+    if path.name == CONFIG or path.name.endswith((".index.json", ".bin")):
+        remedy = f"use its folder: {path.parent}, with {SINGLE}{_CONVERT.format(path.parent)}"
+        raise WeightsUnusable("is not a file of safetensors", where=str(path), remedy=remedy)
+    if path.suffix != ".safetensors":
+        return CheckpointFiles(path.stem, FAIR_ESM, (path,))
+    whole = _folder(path.parent, {CONFIG, INDEX} if (path.parent / INDEX).is_file() else {CONFIG, SINGLE})
+    return whole if path in whole.tensors else replace(whole, tensors=(path,))  # one part stands for all
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -80,34 +83,20 @@ def unreadable_checkpoint(path: Path, error: OSError) -> WeightsUnusable:
     return WeightsUnusable(what, where=str(path), remedy=f"ls -ldL {quoted(path)}")
 
 
-def _folder(folder: Path) -> CheckpointFiles:
-    """Return the files of a Hugging Face folder."""
-    try:
-        names = sorted(path.name for path in folder.iterdir())
-    except OSError as error:
-        raise unreadable_checkpoint(folder, error) from error
-    if CONFIG not in names:
-        what = f"the folder has no {CONFIG}, so it is not a Hugging Face model"
-        pt = next((folder / name for name in names if name.endswith(".pt")), None)
-        raise WeightsUnusable(what, where=str(folder), remedy=f"set embed.weights to {pt}" if pt else USE_ESM2)
+def _folder(folder: Path, names: Container[str]) -> CheckpointFiles:
+    """Return the files of a Hugging Face folder that has files of these names."""
+    name, config = _name(folder), folder / CONFIG
+    if CONFIG not in names or not config.is_file():
+        what = f"there is no {CONFIG}, which has the number of heads"
+        pt = next((file for file in sorted(folder.glob("*.pt"))), None)
+        remedy = f"set embed.weights to {pt}" if pt else f"copy the model's {CONFIG} to {folder}, or {USE_ESM2}"
+        raise WeightsUnusable(what, where=str(folder), remedy=remedy)
     if INDEX in names:
-        return CheckpointFiles(_name(folder), HUGGING_FACE, shards_of(folder), (folder / CONFIG, folder / INDEX))
+        return CheckpointFiles(name, HUGGING_FACE, shards_of(folder), (config, folder / INDEX))
     if SINGLE in names:
-        return CheckpointFiles(_name(folder), HUGGING_FACE, (folder / SINGLE,), (folder / CONFIG,))
-    if any(name.startswith("pytorch_model") for name in names):
-        raise _needs_safetensors(folder, folder)
-    raise WeightsUnusable(f"the folder has neither {SINGLE} nor {INDEX}", where=str(folder), remedy=FETCH_AGAIN)
-
-
-def _one_of_folder(path: Path) -> CheckpointFiles:
-    """Return the files of a checkpoint given as one .safetensors file; one part of several stands for all of them."""
-    folder = path.parent
-    if (folder / INDEX).is_file() and path in (shards := shards_of(folder)):
-        return CheckpointFiles(_name(folder), HUGGING_FACE, shards, (folder / CONFIG, folder / INDEX))
-    if not (folder / CONFIG).is_file():
-        what = f"{CONFIG}, which has the number of heads, is not next to it"
-        raise WeightsUnusable(what, where=str(path), remedy=f"copy the model's {CONFIG} to {folder}")
-    return CheckpointFiles(_name(folder), HUGGING_FACE, (path,), (folder / CONFIG,))
+        return CheckpointFiles(name, HUGGING_FACE, (folder / SINGLE,), (config,))
+    what = f"the folder has neither {SINGLE} nor {INDEX}"
+    raise WeightsUnusable(what, where=str(folder), remedy=f"{FETCH_AGAIN}{_CONVERT.format(folder)}")
 
 
 def shards_of(folder: Path) -> tuple[Path, ...]:
@@ -136,83 +125,80 @@ def _name(folder: Path) -> str:
     return folder.name
 
 
-def _needs_safetensors(path: Path, folder: Path) -> WeightsUnusable:
-    """Return the error for a Hugging Face pickle, with the command that converts it."""
-    what = "the weights exist only as pytorch_model.bin; pipeline reads safetensors"
-    script = f"from transformers import EsmModel as M; M.from_pretrained('{folder}').save_pretrained('{folder}')"
-    return WeightsUnusable(what, where=str(path), remedy=f'where transformers is installed: python -c "{script}"')
-
-
-_SUFFIXES = (".pt", ".pth", ".safetensors")
+SUFFIXES = (".pt", ".pth", ".safetensors")
 
 
 def stem(path: Path) -> str:
     """Return the model's name in a path."""
-    return path.stem if path.suffix in _SUFFIXES else path.name
-
-
-_HOST = "https://dl.fbaipublicfiles.com/fair-esm"
+    return path.stem if path.suffix in SUFFIXES else path.name
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A published model; digest or size is None where no public source states it."""
+    """A published model; a digest is None where no public source states it."""
 
     name: str
     layers: int
     dim: int
     heads: int
-    pt_bytes: int | None = None
-    pt_sha256: str | None = None
-    safetensors_sha256: str | None = None  # of Hugging Face's facebook/NAME, where it is one file
+    pt_sha256: str | None = None  # of fair-esm's file
+    safetensors_sha256: str | None = None  # of Hugging Face's, where it is one file
+
+    @property
+    def family(self) -> str:
+        return {"esm1": ESM1B, "esm2": ESM2, "esmc": ESMC}[self.name[:4]]
 
     @property
     def shape(self) -> tuple[str, int, int, int]:
         """Return what tells it from others: its family and its sizes."""
-        return ESM1B if self.name.startswith("esm1") else ESM2, self.layers, self.dim, self.heads
+        return self.family, self.layers, self.dim, self.heads
+
+    @property
+    def repository(self) -> str:
+        """Where Hugging Face has it."""
+        return f"biohub/ESMC-{self.name[5:].upper()}" if self.family == ESMC else f"facebook/{self.name}"
 
     @property
     def url(self) -> str:
-        return f"{_HOST}/models/{self.name}.pt"
+        """The address of fair-esm's file, of ESM-2, ESM-1b and ESM-1v."""
+        return f"https://dl.fbaipublicfiles.com/fair-esm/models/{self.name}.pt"
 
 
-# Digests and sizes are those that Synthyra/FastPLMs pins in src/fastplms/models.toml (commit 077c1765). Each SHA-256 is
-# stated the same by other public repositories, among them DeepRank-Ab (650M), SimpleFold's and Protenix's ports (3B).
-# Of 15B, of ESM-1b and ESM-1v, and of the parts that Hugging Face's 3B comes in, we found none.
+# Digests are those that Synthyra/FastPLMs pins in src/fastplms/models.toml (commit 077c1765). Each is stated the same
+# by other public repositories, among them DeepRank-Ab (650M), SimpleFold's and Protenix's ports (3B). Of 15B, ESM-1b,
+# ESM-1v, ESM C, and of the parts that Hugging Face's 3B comes in, we found none.
 MODELS = (
     Published(
-        "esm2_t6_8M_UR50D", 6, 320, 20, 30_099_493,
+        "esm2_t6_8M_UR50D", 6, 320, 20,
         "46f002a9870c9bdecd0ea887acb1f9a38a6b561e8f8bf8a6990b679b9d31b928",
         "24c5fa474c48f3b754b86efe752d5f189d2bcd88190fa2270fc92b2ef3034189",
     ),
     Published(
-        "esm2_t12_35M_UR50D", 12, 480, 20, 134_095_705,
+        "esm2_t12_35M_UR50D", 12, 480, 20,
         "7f21e80e61d16a71735163ef555d3009afb0c98da74c48e29df08606973cc55e",
         "e35647818e0e064351d4531ed480d225a002567b4b2b93ad3a9246d753150fc0",
     ),
     Published(
-        "esm2_t30_150M_UR50D", 30, 640, 20, 592_774_773,
+        "esm2_t30_150M_UR50D", 30, 640, 20,
         "881c7176cf198ef8dec26a3c375d40eb58d0c33df95c22562ca6cc6d3f812c62",
         "c3f1da8aea53bddd32c246c86168c23b9fd72341fb9db9a94436f855f5053566",
     ),
     Published(
-        "esm2_t33_650M_UR50D", 33, 1280, 20, 2_604_537_549,
+        "esm2_t33_650M_UR50D", 33, 1280, 20,
         "ea9d0522b335a8778dea6535a65301f10208dece28cd5865482b0b1fc446168c",
         "a08adabb949fa67ad3c14b509d04fd60368b35007b0095e3358f81200c4f4db0",
     ),
     Published(
-        "esm2_t36_3B_UR50D", 36, 2560, 40, 5_678_116_398,
+        "esm2_t36_3B_UR50D", 36, 2560, 40,
         "7de8b4082ba15891959ab368b77ce3886697af1efb16d3c9e9e7b0c5d3f07500",
     ),
     Published("esm2_t48_15B_UR50D", 48, 5120, 40),
     Published("esm1b_t33_650M_UR50S", 33, 1280, 20),
     *(Published(f"esm1v_t33_650M_UR90S_{seed}", 33, 1280, 20) for seed in range(1, 6)),
+    Published("esmc_300m", 30, 960, 15),
+    Published("esmc_600m", 36, 1152, 18),
+    Published("esmc_6b", 80, 2560, 40),
 )  # fmt: skip
-# Whoever downloads these agrees to a licence, so that nothing here does it for them.
-ESMC_PLACES = {
-    "esmc_300m_2024_12_v0": "EvolutionaryScale/esmc-300m-2024-12",
-    "esmc_600m_2024_12_v0": "EvolutionaryScale/esmc-600m-2024-12",
-}  # on Hugging Face
 
 
 def published(name: str) -> Published | None:

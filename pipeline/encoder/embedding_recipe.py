@@ -35,8 +35,7 @@ VOCABULARY = (
 CLS, PAD, EOS, MASK = (VOCABULARY.index(name) for name in ("<cls>", "<pad>", "<eos>", "<mask>"))
 ENDS = 2  # tokens that a sequence has besides its residues
 LETTERS = "".join(sorted(name for name in VOCABULARY if name.isalpha()))
-_NONE = 255
-_TABLE = np.full(256, _NONE, np.uint8)
+_TABLE = np.zeros(256, np.uint8)
 _TABLE[list(LETTERS.encode())] = [VOCABULARY.index(letter) for letter in LETTERS]
 
 
@@ -161,23 +160,15 @@ class BadSequence(ValueError):
 
 def tokenize(sequence: str) -> NDArray[np.uint8]:
     """Return the tokens of a sequence's residues, without the two marks around them."""
-    if not sequence:
-        raise BadSequence("the sequence is empty")
-    tokens_L = _TABLE[np.frombuffer(sequence.encode("latin-1", "replace"), np.uint8)]
-    wrong = np.flatnonzero(tokens_L == _NONE)
-    if len(wrong):
-        at = int(wrong[0])
-        raise BadSequence(f"{sequence[at]!r} at position {at + 1} is not a residue that ESM-2 knows")
-    return tokens_L
+    refuse_letters(sequence, LETTERS)
+    return _TABLE[np.frombuffer(sequence.encode(), np.uint8)]
 
 
 def refuse_letters(sequence: str, letters: str) -> None:
     """Refuse a sequence that an encoder of these letters cannot read."""
-    if letters == LETTERS:
-        tokenize(sequence)
-    elif not sequence:
+    if not sequence:
         raise BadSequence("the sequence is empty")
-    elif wrong := set(sequence) - set(letters):
+    if wrong := set(sequence).difference(letters):
         at = next(at for at, letter in enumerate(sequence) if letter in wrong)
         raise BadSequence(f"{sequence[at]!r} at position {at + 1} is not a residue that the encoder knows")
 

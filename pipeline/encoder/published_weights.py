@@ -1,4 +1,4 @@
-"""The two file formats of weights, .pt and .safetensors, read without executing anything in them.
+"""Published weights: .pt and .safetensors files, read without executing anything in them, and the names in them.
 
 A checkpoint of Lightning names the classes of its settings, and a TorchScript archive those of its modules. Nobody has
 those packages, and nothing of them is imported or run: only tensors and plain data are wanted, and objects that do
@@ -16,29 +16,22 @@ import struct
 import sys
 import warnings
 import zipfile
+import zlib
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
+from mmap import ACCESS_READ, mmap
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from pipeline.encoder.checkpoint_files import (
-    ESM1B,
-    ESM2,
-    ESMC,
-    FETCH_AGAIN,
-    USE_ESM2,
-    unreadable_checkpoint,
-)
-from pipeline.encoder.embedding_recipe import MASK, PAD, VOCABULARY
-from pipeline.encoder.partial_download import BLOCK_BYTES
+from pipeline.encoder.checkpoint_files import FETCH_AGAIN, USE_ESM2, unreadable_checkpoint
 from pipeline.errors import WeightsUnusable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
 # Of Python's and NumPy's, what only holds values; a name that ends with a dot is a module's.
@@ -257,15 +250,16 @@ def refuse_flipped_bits(path: Path) -> None:
     """
     if not zipfile.is_zipfile(path):
         return
-    with zipfile.ZipFile(path) as archive:
-        for member in (member for member in archive.infolist() if member.CRC):
-            try:
-                with archive.open(member) as file:
-                    while file.read(BLOCK_BYTES):
-                        pass
-            except zipfile.BadZipFile as error:
+    with zipfile.ZipFile(path) as archive, path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+        for member in archive.infolist():
+            if not member.CRC or member.compress_type != zipfile.ZIP_STORED:
+                continue
+            start = member.header_offset + 30 + sum(struct.unpack_from("<HH", data, member.header_offset + 26))
+            with memoryview(data) as view, view[start : start + member.file_size] as content:
+                is_whole = zlib.crc32(content) == member.CRC
+            if not is_whole:
                 what = f"is damaged: {member.filename} has changed (checksum mismatch)"
-                raise WeightsUnusable(what, where=str(path), remedy=FETCH_AGAIN) from error
+                raise WeightsUnusable(what, where=str(path), remedy=FETCH_AGAIN)
 
 
 def _refused(path: Path, message: str) -> WeightsUnusable:
@@ -286,103 +280,82 @@ def _not_a_checkpoint(path: Path, error: Exception) -> WeightsUnusable:
     return WeightsUnusable(f"is not a checkpoint that torch can read ({reason})", where=str(path), remedy=USE_ESM2)
 
 
-_ROBERTA = "roberta_large"  # what fair-esm calls the architecture of ESM-1b and ESM-1v
-_ARCHITECTURES = {
-    "protein_bert_base": "ESM-1",
-    "msa_transformer": "the MSA Transformer",
-    "invariant_gvp": "ESM-IF1",
-}
-# Part of a tensor's name, and the model family that has it; the first match decides.
-_SIGNS = {
-    "esm_s_combine": "ESMFold",
-    "trunk.": "ESMFold",
-    "geom_attn": "ESM3",
-    "structure_tokens_embed": "ESM3",
-    "row_self_attention": "the MSA Transformer",
-    "column_self_attention": "the MSA Transformer",
-    "lora_": "a LoRA adapter",
-    "self_attn.bias_k": "ESM-1",
-}
-_OF_ESM_C = "layernorm_qkv"  # part of the names of its tensors
-_FACE_ESMC = "ESM C in Hugging Face's form (use the .pth file)"
-_MODEL_TYPES = {
-    "esmc": _FACE_ESMC,
-    "esm3": "ESM3",
-    "esmplusplus": _FACE_ESMC,
-    "esmfold": "ESMFold",
-}
-_POSITIONS = {"rotary": ESM2, "absolute": ESM1B}
-# Settings of config.json: the default of transformers, and the value that ESM-2 needs.
-_SETTINGS: dict[str, tuple[Any, Any]] = {
-    "hidden_act": ("gelu", "gelu"),
-    "layer_norm_eps": (1e-12, 1e-5),
-    "is_decoder": (False, False),
-    "vocab_size": (len(VOCABULARY), len(VOCABULARY)),
-    "pad_token_id": (PAD, PAD),
-    "mask_token_id": (MASK, MASK),
-}
+@dataclass(frozen=True)
+class Form:
+    """The names and layouts under which a system publishes weights.
+
+    Names are ours → theirs, of parameters or of modules with all that is in them; "*" is a number, the same in both.
+    The longest name that fits decides. What the table does not know stays as it is.
+    """
+
+    names: Mapping[str, str]
+    signs: tuple[str, ...]  # names of theirs that only a file of this system has
+    left: tuple[str, ...] = ()  # theirs that no model here needs: patterns, as of file names
+    fresh: tuple[str, ...] = ()  # ours that their files lack: patterns of what may stay as it begins
+    prefix: str = ""  # of their names; a file may lack it
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # a name for what is one in ours → their parts
+    parted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # one of theirs → names for our parts of it
+    turned: frozenset[str] = frozenset()  # ours that they store transposed
+
+    def knows(self, names: Collection[str]) -> bool:
+        """Say whether tensors of these names are of this system."""
+        return {name.removeprefix(self.prefix) for name in names}.issuperset(self.signs)
+
+    def read(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors under our names."""
+        found = {name.removeprefix(self.prefix): tensor for name, tensor in tensors.items()}
+        back = {theirs: ours for ours, theirs in self.names.items()}
+        ours = {renamed(name, back): tensor for name, tensor in _join(_part(found, self.parted), self.joined).items()}
+        return {name: tensor.T.contiguous() if name in self.turned else tensor for name, tensor in ours.items()}
+
+    def write(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors under their names, to the bit what `read` was given."""
+        theirs = {
+            renamed(name, self.names): tensor.T.contiguous() if name in self.turned else tensor
+            for name, tensor in tensors.items()
+        }
+        return {self.prefix + name: tensor for name, tensor in _join(_part(theirs, self.joined), self.parted).items()}
 
 
-def family_of(data: object, path: Path) -> str:
-    """Return the family of what a file of torch holds; refuse it unless it has the weights of one that is read."""
-    if not isinstance(data, Mapping):
-        raise _not_esm2(f"holds a {type(data).__name__}, not a checkpoint", path)
-    settings = data.get("args")
-    architecture = settings.get("arch") if isinstance(settings, Mapping) else getattr(settings, "arch", None)
-    for name, family in _ARCHITECTURES.items():
-        if isinstance(architecture, str) and name in architecture:
-            raise _is_other(family, path)
-    model = data.get("model", data.get("state_dict", data))
-    names = [str(name) for name in model] if isinstance(model, Mapping) else []
-    refuse_names(names, path)
-    if any(_OF_ESM_C in name for name in names):
-        return ESMC
-    if names and all("contact_head.regression" in name for name in names):
-        what = "is a checkpoint's contact regression, not the checkpoint"
-        name = path.name.replace("-contact-regression", "")
-        raise WeightsUnusable(what, where=str(path), remedy=f"set embed.weights to {path.with_name(name)}")
-    if architecture == _ROBERTA and "model" in data and isinstance(model, Mapping):
-        return ESM1B
-    settings = data.get("cfg")
-    if "model" not in data or not isinstance(model, Mapping) or not isinstance(settings, Mapping):
-        held = ", ".join(repr(str(name)) for name in list(data)[:4]) or "nothing"
-        raise _not_esm2(f"is not in fair-esm's format, which has cfg and model; it holds {held}", path)
-    if not isinstance(settings.get("model"), Mapping) and not hasattr(settings.get("model"), "__dict__"):
-        raise _not_esm2("its cfg does not describe the model's architecture", path)
-    return ESM2
+def _part(tensors: Mapping[str, Any], groups: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    """Cut each tensor of a group into its parts, which share its memory."""
+    found = dict(tensors)
+    for whole, parts in groups.items():
+        for name, tensor in tensors.items():
+            if f".{whole}." in name and isinstance(tensor, torch.Tensor) and tensor.ndim:
+                names = [name.replace(f".{whole}.", f".{part}.") for part in parts]
+                found |= zip(names, found.pop(name).tensor_split(len(parts)), strict=True)
+    return found
 
 
-def refuse_names(names: Iterable[str], path: Path) -> None:
-    """Refuse tensors whose names belong to another model family."""
-    names = list(names)
-    for sign, family in _SIGNS.items():
-        if any(sign in name for name in names):
-            raise _is_other(family, path)
+def _join(tensors: Mapping[str, Any], groups: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    """Concatenate the parts of each group of which all are there."""
+    found = dict(tensors)
+    for whole, (first, *others) in groups.items():
+        for name in [name for name in tensors if f".{first}." in name]:
+            names = [name, *(name.replace(f".{first}.", f".{other}.") for other in others)]
+            if all(part in found for part in names):
+                found[name.replace(f".{first}.", f".{whole}.")] = torch.cat([found.pop(part) for part in names])
+    return found
 
 
-def family_of_config(config: Mapping[str, Any], path: Path) -> str:
-    """Return the family that a config.json tells of; refuse other models, and other settings."""
-    kind = config.get("model_type")
-    if kind != "esm":
-        raise _is_other(_MODEL_TYPES.get(str(kind).lower(), f"a model of the type {kind!r}"), path)
-    if config.get("is_folding_model"):
-        raise _is_other("ESMFold", path)
-    positions = config.get("position_embedding_type", "absolute")
-    if positions not in _POSITIONS:
-        raise _not_esm2(f"its positions are {positions!r}, which is invalid for ESM", path)
-    if positions == "rotary" and config.get("emb_layer_norm_before"):
-        raise _not_esm2("it has a layer norm before its layers, which ESM-2 does not have", path)
-    for name, (default, needed) in _SETTINGS.items():
-        if (value := config.get(name, default)) != needed:
-            raise _not_esm2(f"{name} is {value!r}, expected {needed!r}", path)
-    if config.get("vocab_list") not in (None, list(VOCABULARY)):
-        raise _not_esm2("its vocab_list is not the vocabulary of ESM-2", path)
-    return _POSITIONS[positions]
+def renamed(name: str, names: Mapping[str, str]) -> str:
+    """Return a parameter's other name by a table of names and modules, or the one that it has.
+
+    Of several that fit the longest decides, and among those that with the fewest "*".
+    """
+    parts = name.split(".")
+    fitting = [(-len(signs), signs.count("*"), signs) for known in names if _fits(signs := known.split("."), parts)]
+    if not fitting:
+        return name
+    _, _, signs = min(fitting)
+    other = names[".".join(signs)]
+    for sign, part in zip(signs, parts, strict=False):
+        other = other.replace("*", part, 1) if sign == "*" else other
+    return ".".join([other, *parts[len(signs) :]])
 
 
-def _is_other(family: str, path: Path) -> WeightsUnusable:
-    return _not_esm2(f"is {family}, not ESM-2, ESM-1b, ESM-1v or ESM C", path)
-
-
-def _not_esm2(what: str, path: Path) -> WeightsUnusable:
-    return WeightsUnusable(what, where=str(path), remedy=USE_ESM2)
+def _fits(signs: Sequence[str], parts: Sequence[str]) -> bool:
+    """Tell whether a name begins with these parts; "*" stands for a number."""
+    pairs = zip(signs, parts, strict=False)
+    return len(signs) <= len(parts) and all(sign == part or (sign == "*" and part.isdigit()) for sign, part in pairs)

@@ -1,4 +1,4 @@
-"""The checkpoint of a run: finding it, identifying it by its content, remembering that, and installing it.
+"""The checkpoint of a run: finding it, identifying it by its content, remembering that; fetching and installing it.
 
 Nothing here imports torch before a checkpoint must be read.
 """
@@ -8,43 +8,45 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import secrets
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from pipeline.encoder.checkpoint_files import (
-    _SUFFIXES,
+    BLOCK_BYTES,
     CONFIG,
+    ESM1B,
     ESM2,
     FAMILIES,
     HUGGING_FACE,
     INDEX,
     MAIN_MODEL,
     SINGLE,
+    SUFFIXES,
     CheckpointFiles,
+    Published,
     files_of,
     published,
     stem,
     unreadable_checkpoint,
 )
 from pipeline.encoder.embedding_recipe import LETTERS
-from pipeline.encoder.partial_download import BLOCK_BYTES, explaining_disk_errors, refuse_small_disk
-from pipeline.errors import CacheFull, CacheUnusable, ConfigError, WeightsUnusable
-from pipeline.files import FileState, state_of
+from pipeline.errors import CacheFull, CacheUnusable, ConfigError, DataError, WeightsUnusable
+from pipeline.files import FileState, replacing, state_of
 from pipeline.keys import is_settled, recipe_key
-from pipeline.store.format.disk import Disk
+from pipeline.store.format.disk import written_to
 from pipeline.store.store import WholeRecords
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from pipeline.encoder.checkpoint_files import Published
     from pipeline.store.store import Store
 
 log = logging.getLogger(__name__)
 
+_WANTED = [CONFIG, INDEX, "*.safetensors"]  # of a repository
 WEIGHTS_VERSION = 1  # raise it when digests of the same weights change
 
 
@@ -76,15 +78,49 @@ class CheckpointFacts:
 
 def find_checkpoint(path: Path) -> Path:
     """Return the path, or another local place of the same checkpoint, such as torch's or Hugging Face's cache."""
-    places = list(dict.fromkeys(_places(path)))
-    for place in places:
-        if _is_there(place) if place == path else _is_checkpoint(place):
+    others = list[Path]()
+    for place in _places(path):
+        try:
+            files_of(place)
+        except WeightsUnusable:
+            if place == path:  # whoever reads it says what is wrong
+                return place
+        except ConfigError:
+            pass
+        else:
             return place
+        others += [place] if place != path else []
     name = model.name if (model := published(stem(path))) else MAIN_MODEL
-    lines = "".join(f"\n    {place}" for place in places if place != path)
+    lines = "".join(f"\n    {place}" for place in others)
     what = f"embed.weights: checkpoint not found{lines and f'. Also searched:{lines}'}"
     fetch = f"pipeline weights fetch {name}   (or set embed.weights to your own)"
     raise ConfigError(what, where=str(path), remedy=fetch)
+
+
+def _places(path: Path) -> Iterator[Path]:
+    """Yield where a checkpoint may be, the likeliest first; a published model also in the caches of libraries."""
+    yield path
+    yield path.with_suffix("") if path.suffix in SUFFIXES else path.with_name(f"{path.name}.pt")
+    if (model := published(stem(path))) is not None:
+        yield _torch_cache(model.name)
+        yield _snapshot(model)
+
+
+def _torch_cache(name: str) -> Path:
+    """Return where torch.hub keeps a file of fair-esm's."""
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("TORCH_HOME") or f"{caches}/torch", "hub", "checkpoints", f"{name}.pt").expanduser()
+
+
+def _snapshot(model: Published) -> Path:
+    """Return the folder in Hugging Face's cache where a model is, or would be."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model.repository, local_files_only=True, allow_patterns=_WANTED))
+    except LocalEntryNotFoundError:
+        return Path(constants.HF_HUB_CACHE, f"models--{model.repository.replace('/', '--')}", "snapshots")
 
 
 def identify(path: Path, seen: Store, *, remember: bool = True) -> CheckpointFacts:
@@ -113,49 +149,16 @@ def key_as_it_stands(place: Path) -> bytes:
     return _key(place, _states(files_of(place)))
 
 
-def equals_published(path: Path, name: str) -> bool:
-    """Say whether a file is the model published under that name; refuse one that differs. False: nobody can tell."""
-    files, model = files_of(path), published(name)
-    if model is None or len(files.tensors) != 1:
-        return False
-    (file,) = files.tensors
-    is_pt = file.suffix == ".pt"
-    expected, size = (model.pt_sha256, model.pt_bytes) if is_pt else (model.safetensors_sha256, None)
-    if expected is None:
-        return False
-    remedy = f"pipeline weights fetch {name}   (or rename your own model)"
-    if size is not None and (size_there := file.stat().st_size) != size:
-        what = f"has {size_there:,} bytes; {name} should have {size:,}"
-        raise WeightsUnusable(what, where=str(file), remedy=remedy)
-    if (sha256 := sha256_of(file)) != expected:
-        what = f"is not {name}: checksum mismatch, expected SHA-256 {expected}, got {sha256}"
-        raise WeightsUnusable(what, where=str(file), remedy=remedy)
-    return True
-
-
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    hasher = hashlib.sha256()
-    for block in _blocks(path):
-        hasher.update(block)
-    return hasher.hexdigest()
-
-
 def checkpoint_facts(path: Path) -> CheckpointFacts:
     """Read every tensor of a checkpoint and return the facts about it; refuse an unusable one."""
-    from pipeline.encoder.esm_checkpoint import (
-        digest_weights,
-        dtype_name,
-        load_esm_checkpoint,
-        refuse_not_finite,
-    )
+    from pipeline.encoder.esm_checkpoint import digest_weights, dtype_name, load_esm_checkpoint, refuse_not_finite
     from pipeline.encoder.published_weights import refuse_flipped_bits
 
-    checkpoint = load_esm_checkpoint(path)
-    for file in files_of(path).tensors:
+    checkpoint, files = load_esm_checkpoint(path), files_of(path)
+    for file in files.tensors:
         refuse_flipped_bits(file)
     refuse_not_finite(checkpoint)
-    shape, size_bytes = checkpoint.architecture, sum(file.stat().st_size for file in files_of(path).all)
+    shape, size_bytes = checkpoint.architecture, sum(file.stat().st_size for file in files.all)
     facts = (digest_weights(checkpoint), shape.layers, shape.dim, shape.heads, dtype_name(checkpoint.dtype), size_bytes)
     return CheckpointFacts(checkpoint.name, checkpoint.form, str(path), *facts, shape.family, shape.longest)
 
@@ -175,59 +178,16 @@ def _key(place: Path, states: list[FileState]) -> bytes:
     return recipe_key("weights", {"version": WEIGHTS_VERSION, "path": str(place.absolute()), "files": states})
 
 
-def _places(path: Path) -> Iterator[Path]:
-    """Yield where a checkpoint may be, the likeliest first; a published model also in the caches of libraries."""
-    yield path
-    if path.suffix in _SUFFIXES:
-        yield path.with_suffix("")
-    else:
-        yield path.parent / f"{path.name}.pt"
-    model = published(stem(path))
-    if model is not None:
-        yield _home("TORCH_HOME", "torch") / "hub" / "checkpoints" / f"{model.name}.pt"
-        yield from _snapshots(model.name)
-
-
-def _home(variable: str, name: str) -> Path:
-    """Return the folder in which a library keeps what it downloaded."""
-    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get(variable) or f"{caches}/{name}").expanduser()
-
-
-def _snapshots(name: str) -> Iterator[Path]:
-    """Yield the folders of Hugging Face's cache for a model: the revision last seen as main, then the others."""
-    hub = os.environ.get("HF_HUB_CACHE")
-    folder = (Path(hub).expanduser() if hub else _home("HF_HOME", "huggingface") / "hub") / f"models--facebook--{name}"
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    hasher = hashlib.sha256()
     try:
-        yield folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
-    except (OSError, ValueError):
-        yield folder / "snapshots"
-    try:
-        yield from sorted((folder / "snapshots").iterdir())
-    except OSError:
-        return
-
-
-def _is_there(path: Path) -> bool:
-    """Say whether there is anything at a path, even if its state cannot be read."""
-    try:
-        path.stat()
+        with path.open("rb") as file:
+            while block := file.read(BLOCK_BYTES):
+                hasher.update(block)
     except OSError as error:
-        return not isinstance(error, FileNotFoundError | NotADirectoryError)
-    return True
-
-
-def _is_checkpoint(path: Path) -> bool:
-    """Say whether a place that the user did not name looks like a checkpoint."""
-    try:
-        if path.suffix == ".pt":
-            return path.is_file()
-        return (path / CONFIG).is_file() and any((path / name).is_file() for name in (INDEX, SINGLE))
-    except OSError:  # the caches of others may be closed
-        return False
-
-
-_DISK = Disk()
+        raise unreadable_checkpoint(path, error) from error
+    return hasher.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,62 +198,112 @@ class Examined:
     parameters: int  # of what encodes: heads are not counted
     sha256: tuple[tuple[str, str], ...]  # name and digest of each file that holds tensors
     verdict: str  # published, unknown or different
-    why: WeightsUnusable | None = None  # what is different
+    why: str | None = None  # what is different
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data."""
-        why = None if self.why is None else self.why.what
-        facts = {"parameters": self.parameters, "sha256": dict(self.sha256), "verdict": self.verdict, "why": why}
+        facts = {"parameters": self.parameters, "sha256": dict(self.sha256), "verdict": self.verdict, "why": self.why}
         return self.weights.to_json() | facts
 
     def accepted(self) -> Examined:
         """Return this; raise if it differs from the model published under its name."""
         if self.why is not None:
-            raise self.why
+            remedy = f"pipeline weights fetch {self.weights.name}   (or rename your own model)"
+            raise WeightsUnusable(f"is not {self.weights.name}: {self.why}", where=self.weights.path, remedy=remedy)
         return self
 
 
-def examine_checkpoint(path: Path) -> Examined:
-    """Read every tensor and every byte of the checkpoint at a path, and return what it is."""
+def examine_checkpoint(path: Path, name: str | None = None) -> Examined:
+    """Read every tensor and every byte of a checkpoint, and compare it with the model published under its name."""
     from pipeline.encoder.esm_checkpoint import load_esm_checkpoint
 
     facts = checkpoint_facts(path)
-    verdict, why = _judge(path, facts)
+    if name is not None:
+        facts = replace(facts, name=name)
     digests = tuple((file.name, sha256_of(file)) for file in files_of(path).tensors)
-    return Examined(
-        facts, sum(tensor.numel() for tensor in load_esm_checkpoint(path).tensors.values()), digests, verdict, why
-    )
+    verdict, why = _compared(facts, published(facts.name), [digest for _, digest in digests])
+    parameters = sum(tensor.numel() for tensor in load_esm_checkpoint(path).tensors.values())
+    return Examined(facts, parameters, digests, verdict, why)
 
 
-def _judge(path: Path, facts: CheckpointFacts) -> tuple[str, WeightsUnusable | None]:
-    """Compare a checkpoint with the model published under its name; return the verdict and the difference."""
+def _compared(facts: CheckpointFacts, model: Published | None, digests: list[str]) -> tuple[str, str | None]:
+    """Compare a checkpoint with a published model; return the verdict, and what is different."""
+    if model is None:
+        return "unknown", None
+    shape = facts.family, facts.layers, facts.dim, facts.heads
+    if shape != model.shape:
+        found, expected = (
+            f"{FAMILIES[family]} of {layers} layers of width {dim} with {heads} heads"
+            for family, layers, dim, heads in (shape, model.shape)
+        )
+        return "different", f"it is {found}, expected {expected}"
+    sha256 = model.safetensors_sha256 if facts.form == HUGGING_FACE else model.pt_sha256
+    if sha256 is None or len(digests) > 1:
+        return "unknown", None
+    if digests != [sha256]:
+        return "different", f"checksum mismatch: expected SHA-256 {sha256}, got {digests[0]}"
+    return "published", None
+
+
+def fetch(name: str, target: Path | None, *, url: str | None = None, force: bool = False) -> Examined:
+    """Download a model of Hugging Face to its cache, or `target`; or a file by its address; and examine it.
+
+    `name` is a published model or a repository. ESM-1b and ESM-1v are fair-esm's files, in torch's cache.
+    """
+    model = published(name)
+    if model is not None and model.family == ESM1B:
+        url, target = url or model.url, target or _torch_cache(name)
+    repository = name if "/" in name else model.repository if model is not None and url is None else ""
+    if repository:
+        place = _snapshot_of(repository, target, force=force)
+        examined = examine_checkpoint(place, name.rpartition("/")[2])
+        if examined.why is not None:
+            for file in files_of(place).tensors:  # another program could take it for the model
+                file.resolve().unlink(missing_ok=True)
+        return examined.accepted()
+    if url is None or target is None:
+        raise ConfigError("no such model, and no address of one", where=name, remedy="--url https://HOST/PATH/NAME.pt")
+    with written_to(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(target) as aside:
+            _download(url, aside)
+            examined = examine_checkpoint(aside, name).accepted()
+    return replace(examined, weights=replace(examined.weights, path=str(target)))
+
+
+def _snapshot_of(repository: str, folder: Path | None, *, force: bool) -> Path:
+    """Download what encoders are read from; what was interrupted goes on."""
+    from huggingface_hub import snapshot_download
+
     try:
-        _refuse_other_shape(published(facts.name), (facts.family, facts.layers, facts.dim, facts.heads), path)
-        return ("published" if equals_published(path, facts.name) else "unknown"), None
-    except WeightsUnusable as difference:
-        return "different", difference
+        place = snapshot_download(repository, local_dir=folder, allow_patterns=_WANTED, force_download=force)
+        return Path(place)
+    except Exception as error:  # the network libraries below that one differ between its versions, as do their errors
+        name = repository.rpartition("/")[2]
+        lines = (
+            "try again (it continues), through a mirror (export HF_ENDPOINT=URL) or a proxy (export https_proxy=URL);",
+            f"  or where there is internet access, run   hf download {repository} --local-dir {name}",
+            f"  then copy that folder to this machine, and run   pipeline weights import {name}",
+        )
+        raise _no_download(repository, error, "\n".join(lines)) from error
 
 
-def refuse_other(path: Path, model: Published | None) -> None:
-    """Refuse a file that is no checkpoint, or not of the published model's architecture."""
-    from pipeline.encoder.esm_checkpoint import load_esm_checkpoint
+def _download(url: str, out: Path) -> None:
+    from torch.hub import download_url_to_file
 
-    shape = load_esm_checkpoint(path).architecture
-    _refuse_other_shape(model, (shape.family, shape.layers, shape.dim, shape.heads), path)
+    try:
+        download_url_to_file(url, str(out))
+    except (OSError, ValueError) as error:
+        lines = (
+            f"try again, through a proxy (export https_proxy=URL), or where there is internet access   curl -LO {url}",
+            "  then copy the file to this machine, and run   pipeline weights import FILE",
+        )
+        raise _no_download(url, error, "\n".join(lines)) from error
 
 
-def _refuse_other_shape(model: Published | None, shape: tuple[str, int, int, int], path: Path) -> None:
-    """Refuse a checkpoint of another architecture than the published model of its name."""
-    if model is None or shape == model.shape:
-        return
-    is_other = shape[0] != model.shape[0]
-    sizes = [
-        f"{layers} layers of width {dim} with {heads} heads{f', as {FAMILIES[family]} is' if is_other else ''}"
-        for family, layers, dim, heads in (shape, model.shape)
-    ]
-    remedy = f"pipeline weights fetch {model.name}   (or rename your own model)"
-    what = f"is not {model.name}: it has {sizes[0]}, expected {sizes[1]}"
-    raise WeightsUnusable(what, where=str(path), remedy=remedy)
+def _no_download(where: str, error: Exception, remedy: str) -> DataError:
+    line = str(error).strip().partition("\n")[0] or type(error).__name__
+    return DataError(f"cannot be downloaded: {line}", where=where, remedy=remedy)
 
 
 def is_installed(source: CheckpointFiles, target: Path) -> bool:
@@ -309,67 +319,23 @@ def install_checkpoint(source: CheckpointFiles, target: Path, *, replace: bool) 
     if os.path.lexists(target) and not replace:
         remedy = "use --out PATH, or replace it with --force"
         raise ConfigError("a different file already exists", where=str(target), remedy=remedy)
-    refuse_small_disk(target.parent, sum(file.stat().st_size for file in source.all))
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
-    with explaining_disk_errors(target):
-        _DISK.make_folder(target.parent)
-        try:
+    with written_to(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
+            copy = Path(folder, target.name)
             if source.form == HUGGING_FACE:
-                partial.mkdir()
+                copy.mkdir()
             for file in source.all:
-                _copy(file, _in_folder(source, file, partial))
-            _publish(partial, target)
-        finally:
-            _remove(partial)
+                written = shutil.copyfile(file, _in_folder(source, file, copy))
+                if sha256_of(written) != sha256_of(file):
+                    what = "the written file reads back differently: the disk or the connection to it is damaged"
+                    raise WeightsUnusable(what, where=str(target.parent), remedy="use --out PATH on another disk")
+            if os.path.lexists(target):
+                target.rename(Path(folder, "old"))
+            copy.rename(target)
 
 
 def _in_folder(source: CheckpointFiles, file: Path, target: Path) -> Path:
     if source.form != HUGGING_FACE:
         return target
     return target / (SINGLE if source.tensors == (file,) else file.name)
-
-
-def _copy(source: Path, target: Path) -> None:
-    """Copy a file, and read the copy back from the disk."""
-    hasher = hashlib.sha256()
-    with target.open("xb") as copy:
-        for block in _blocks(source):
-            hasher.update(block)
-            copy.write(block)
-        copy.flush()
-        os.fsync(copy.fileno())
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(copy.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else memory would vouch for the disk
-    if sha256_of(target) != hasher.hexdigest():
-        what = "the written file reads back differently: the disk or the connection to it is damaged"
-        raise WeightsUnusable(what, where=str(target.parent), remedy="use --out PATH on another disk")
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
-    """Yield a file's bytes."""
-    try:
-        with path.open("rb") as file:
-            while block := file.read(BLOCK_BYTES):
-                yield block
-    except OSError as error:
-        raise unreadable_checkpoint(path, error) from error
-
-
-def _publish(partial: Path, target: Path) -> None:
-    """Give a finished copy its name; a folder cannot be renamed over another, which steps aside first."""
-    old = target.with_name(f"{partial.name}.old")
-    if partial.is_dir():
-        _DISK.fsync_folder(partial)
-    if os.path.lexists(target) and (partial.is_dir() or target.is_dir()):
-        _DISK.rename(target, old)
-    _DISK.rename(partial, target)
-    _DISK.fsync_folder(target.parent)
-    _remove(old)
-
-
-def _remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

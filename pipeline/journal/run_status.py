@@ -18,7 +18,7 @@ from pipeline.records import Event, EventKind
 Told = TypeVar("Told")
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from pipeline.cluster.job_spec import JobId
     from pipeline.journal.run_folder import RunFolder
@@ -295,6 +295,7 @@ class StageStatus:
         }
 
 
+LOWEST_COSINE = "lowest cosine to"  # begins the figure that says how close embeddings are; the reference follows
 INTERNAL = (
     "of",
     "judged", "told", "work", "jobs", "intents", "submitted", "sent", "left_out", "planned", "limits", "own", "names",
@@ -317,9 +318,18 @@ def summary(figures: Sequence[Mapping[str, float]], cost: float, running: int) -
         "left_s": left / (total("cost_done") / total("forward_s") * max(1, running)) if total("cost_done") else 0.0,
         "peak_rss_bytes": max(process["host_peak_bytes"] for process in busy),
         "peak_gpu_bytes": max(process["device_peak_bytes"] for process in busy),
-        "lowest_cosine": min(process["lowest_cosine"] for process in busy),
         "splits": total("splits"),
+        **_lowest_cosines(busy),
     }
+
+
+def _lowest_cosines(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the lowest cosine to each reference, by the words that name it."""
+    found: dict[str, float] = {}
+    for name, cosine in (figure for process in figures for figure in process.items()):
+        if name.startswith(LOWEST_COSINE):
+            found[name] = min(cosine, found.get(name, cosine))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from pipeline.command_line import Command
-    from pipeline.encoder.download import DownloadProgress
     from pipeline.journal.active_runs import SeenRun
     from pipeline.journal.run_status import RunStatus, StageStatus
     from pipeline.store.maintenance.damage_report import Checked
@@ -188,29 +187,22 @@ class CheckBars(LiveLines):
         self._redraw()
 
 
-class DownloadBars(LiveLines):
-    """Progress of a download."""
+class CopyingBar(LiveLines):
+    """Progress of copying files."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name
 
-    def show(self, progress: DownloadProgress) -> None:
-        """Show the progress so far."""
-        share = progress.bytes / progress.total if progress.total else None
-        self._rows = [Row("running", self._name, tuple(download_words(progress).split(", ")), share=share)]
-        if share == 1:
+    def show(self, copied: int, total: int) -> None:
+        """Show how many bytes of all are copied, and how long the rest will take."""
+        rate = copied / max(1e-3, time.monotonic() - self._begun)
+        words = [f"{short_bytes(copied)}/{short_bytes(total)}", f"{short_bytes(rate)}/s"]
+        words += [f"about {short_seconds((total - copied) / max(rate, 1e-9))} left"] if copied < total else []
+        self._rows = [Row("running", self._name, tuple(words), share=copied / total if total else None)]
+        if copied == total:
             self._quiet_since = -math.inf
         self._redraw()
-
-
-def download_words(progress: DownloadProgress) -> str:
-    """Say how far a download is, and how long it will take."""
-    if progress.total is None:
-        return f"{short_bytes(progress.bytes)}, {short_bytes(progress.rate)}/s"
-    left_s = (progress.total - progress.bytes) / max(progress.rate, 1e-9)
-    ends = f", about {short_seconds(left_s)} left" if left_s else ""
-    return f"{short_bytes(progress.bytes)}/{short_bytes(progress.total)}, {short_bytes(progress.rate)}/s{ends}"
 
 
 class PaceMeter:

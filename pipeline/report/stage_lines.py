@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.job_spec import SUPERVISE
 from pipeline.journal.active_runs import use
+from pipeline.journal.run_status import LOWEST_COSINE
 from pipeline.report.tables import plural, text_table
 from pipeline.training.step_clock import latest_shares, shown_shares
 from pipeline.units import format_bytes, format_seconds
@@ -357,7 +358,7 @@ def speed(measured: Mapping[str, float]) -> list[str]:
         parts.append(f"GPU {format_bytes(measured['peak_gpu_bytes'])}")
     if measured["splits"]:
         parts.append(f"{plural(int(measured['splits']), 'split')} for memory")
-    return [*parts, f"lowest cosine to its reference {measured['lowest_cosine']:.7f}"]
+    return [*parts, *(f"{name} {value:.7f}" for name, value in measured.items() if name.startswith(LOWEST_COSINE))]
 
 
 def script_figures(figures: Mapping[str, Mapping[str, float]]) -> list[str]:

@@ -18,12 +18,13 @@ import xxhash
 from pipeline.command_line import Command
 from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, ENCODER_VERSION, Variant
 from pipeline.errors import SUBMIT_AGAIN, CacheDamaged, JobFailed, RecordMissing
+from pipeline.journal.run_status import LOWEST_COSINE
 from pipeline.keys import recipe_key
 from pipeline.store.store import WholeRecords
 from pipeline.waiting import signals_held
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Sequence
     from typing import Any
 
     import numpy as np
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
 
     from pipeline.device.accelerator import TorchDevice
     from pipeline.encoder.embedding_recipe import EmbeddingRecipe
-    from pipeline.encoder.engine.embed_engine import Engine
+    from pipeline.encoder.engine.embed_engine import Embedding, Engine
     from pipeline.encoder.engine.encoder_source import EncoderSource
-    from pipeline.encoder.engine.sequence_work import Embedding, Forward
+    from pipeline.encoder.engine.memory_ladder import Forward
     from pipeline.encoder.engine.token_batches import EngineSettings
     from pipeline.encoder.parity import ParityVerdict
     from pipeline.records import Reason, TaskContext
@@ -118,7 +119,8 @@ def embed_texts(
     settings = memory_ladder.on_its_device(settings)
     source = load()
     builder = _Builder(source, recipe, settings, shelves)
-    precision, tell.report.figures["lowest_cosine"] = builder.gate()
+    precision, lowest = builder.gate()
+    tell.report.figures[f"{LOWEST_COSINE} {source.reference}"] = lowest
     limits = _Limits(recipe, precision, settings, shelves.limits)
     engine = Engine(
         source,
@@ -196,34 +198,36 @@ class _Builder:
         self, source: EncoderSource, recipe: EmbeddingRecipe, settings: EngineSettings, shelves: EmbedShelves
     ) -> None:
         self._source, self._recipe, self._settings, self._shelves = source, recipe, settings, shelves
+        self._compared: dict[tuple[str, str], Forward] = {}  # what was built to be compared, and is not used yet
 
     def gate(self) -> tuple[str, float]:
         """Return the precision that comes close enough to the reference, and its lowest cosine."""
         recipe, device = self._recipe, self._settings.device
         try:
-            return recipe.precision, self._pass(device, recipe.precision)["lowest"]
+            return recipe.precision, self._pass(device, recipe.precision)
         except JobFailed as error:
             if recipe.precision == "fp32" or not recipe.half_fallback:
                 raise
             log.warning("%s; using fp32 instead", error.what)
-            return "fp32", self._pass(device, "fp32")["lowest"]
+            return "fp32", self._pass(device, "fp32")
 
     def __call__(self, checkpoint: object, *, layer: int, precision: str, device: TorchDevice) -> Forward:
         """Return an encoder that passed the gate, if the checkpoint still has the weights that the keys name."""
         del checkpoint  # it is the source
-        passed = self._pass(device.type, precision)
-        encoder = self._source.build(layer=layer, precision=precision, device=device, passed=passed)
+        self._pass(device.type, precision)
+        encoder = self._compared.pop((device.type, precision), None)
+        encoder = encoder or self._source.build(layer=layer, precision=precision, device=device)
         if self._source.digest(self._shelves.weights) != self._recipe.weights:
             what = "the checkpoint changed after this run started; no further records were written"
             raise JobFailed(what, where=self._source.place, remedy=SUBMIT_AGAIN)
         return encoder
 
-    def _pass(self, device: str, precision: str) -> Mapping[str, Any]:
+    def _pass(self, device: str, precision: str) -> float:
         """Return how close the encoder comes to the reference; raise where that is not close enough."""
-        from pipeline.encoder import linear, parity
+        from pipeline.encoder import esm2, parity
         from pipeline.encoder.engine.memory_ladder import device_name
 
-        if precision == BF16_PRODUCTS and not linear.bf16_products_here():
+        if precision == BF16_PRODUCTS and not esm2.bf16_products_here():
             what = "this processor has neither AVX512-BF16 nor AMX, which embed.precision: bf16 needs on a CPU"
             raise JobFailed(what, where="embed.precision", remedy=_IN_FULL)
 
@@ -237,13 +241,14 @@ class _Builder:
         } | ({"cls": True} if recipe.cls else {})
         key = recipe_key("parity", made_from)
         try:
-            return store.get(key).meta  # only what passed is remembered: a fault may be of one card
+            return float(store.get(key).meta["lowest"])  # only what passed is remembered: a fault may be of one card
         except (RecordMissing, CacheDamaged):
-            verdict = self._source.compared(precision, recipe.layer, device, cls=recipe.cls)
+            verdict, encoder = self._source.compared(precision, recipe.layer, device, cls=recipe.cls)
             self._refuse(verdict, precision)
             with store.writer() as writer:
                 writer.put(key, {}, {**made_from, **asdict(verdict)})
-            return asdict(verdict)
+            self._compared[device, precision] = encoder
+            return verdict.lowest
 
     def _refuse(self, verdict: ParityVerdict, precision: str) -> None:
         """Raise where an encoder is not close enough."""

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from pipeline.device.accelerator import TorchDevice
-    from pipeline.encoder.engine.embed_engine import Engine
+    from pipeline.encoder.engine.embed_engine import Embedding, Engine
     from pipeline.encoder.engine.encoder_source import EncoderSource
-    from pipeline.encoder.engine.sequence_work import Embedding, Forward
+    from pipeline.encoder.engine.memory_ladder import Forward
     from pipeline.records import Inventory, Item
     from pipeline.store.format.record import Array, Record
     from pipeline.structures.inventory import Complex, ScanRecipe
@@ -143,4 +143,4 @@ class EncodedAgain:
         return self._engines[recipe]
 
     def _build(self, checkpoint: EncoderSource, *, layer: int, precision: str, device: TorchDevice) -> Forward:
-        return checkpoint.build(layer=layer, precision=precision, device=device, passed={})
+        return checkpoint.build(layer=layer, precision=precision, device=device)

@@ -11,7 +11,7 @@ F frequencies of it, R the rank of an addition, I inputs, O outputs.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,8 +20,8 @@ from torch.nn import functional
 
 from pipeline.encoder.checkpoint_files import CONFIG
 from pipeline.encoder.embedding_recipe import PAD, VOCABULARY
-from pipeline.encoder.esm_checkpoint import Architecture, esm_name, face_config, face_name, frequencies
-from pipeline.encoder.esm_layer import EPSILON, MASKED_IN_TRAINING
+from pipeline.encoder.esm2 import EPSILON, MASKED_IN_TRAINING
+from pipeline.encoder.esm_checkpoint import FACE, FAIR, FREQUENCIES, Architecture, face_config, frequencies
 from pipeline.tasks.task_parts import at_least_single
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 LORA = ("lora_down", "lora_up")
 NAME = "encoder"  # of the encoder within a model
-SIGN = "embed_tokens.weight"
-FREQUENCIES = "self_attn.rot_emb.inv_freq"
 OURS = f"{NAME}.frequency_F"
 
 
@@ -166,11 +164,11 @@ class Esm2Names:
 
     def knows(self, names: Collection[str]) -> bool:
         """Say whether tensors of these names are ESM-2's."""
-        return OURS not in names and any(esm_name(name) == SIGN for name in names)
+        return OURS not in names and (FAIR.knows(names) or FACE.knows(names))
 
     def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return their tensors under our names; the frequencies are the same in all layers."""
-        ours = {esm_name(name): tensor for name, tensor in tensors.items()}
+        ours = (FAIR if FAIR.knows(tensors) else FACE).read(tensors)
         found = {f"{NAME}.{name}": tensor for name, tensor in ours.items() if not name.endswith(FREQUENCIES)}
         stored = f"layers.0.{FREQUENCIES}"
         return found | ({OURS: ours[stored].float()} if stored in ours else {})
@@ -181,7 +179,7 @@ class Esm2Names:
         frequency_F = encoder.pop("frequency_F")
         merged = {name: self._merged(name, encoder) for name in encoder if not name.endswith(LORA)}
         merged |= {f"layers.{layer}.{FREQUENCIES}": frequency_F for layer in range(self.sizes.layers)}
-        return {face_name(name): tensor for name, tensor in merged.items()}
+        return replace(FACE, prefix="").write(merged)
 
     def beside(self) -> dict[str, str]:
         """Return the files that belong to the weights."""

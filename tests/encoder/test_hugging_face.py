@@ -65,7 +65,7 @@ def test_rows_are_those_of_their_library_and_pass_the_gate(tmp_path, kind):
     encoder = HuggingFace(make(tmp_path / kind), residue=residue)
     assert (encoder.width, encoder.layers) == (width, 2)
     source = OwnSource(kind, encoder, lambda: "")
-    verdict = source.compared("fp32", 2, "cpu")
+    verdict = source.compared("fp32", 2, "cpu")[0]
     assert verdict.passed, verdict
     first, last = (source.build(layer=layer, precision="fp32", device=CPU) for layer in (1, 2))
     earlier, later = (forward([forward.tokenize(TEXTS[0])]) for forward in (first, last))
@@ -76,7 +76,7 @@ def test_rows_are_those_of_their_library_and_pass_the_gate(tmp_path, kind):
     parts = forward(tokens).split([len(text) for text in TEXTS])
     assert has_cls(encoder) == (residues.start == 1)  # ProtT5 has a mark only at the end
     marked = forward(tokens, cls=True).split([len(text) + 1 for text in TEXTS]) if has_cls(encoder) else ()
-    assert not marked or source.compared("fp32", 2, "cpu", cls=True).passed
+    assert not marked or source.compared("fp32", 2, "cpu", cls=True)[0].passed
 
     model: Any = transformers.AutoModel if kind == "saprot" else transformers.T5EncoderModel
     model = model.from_pretrained(tmp_path / kind).eval()

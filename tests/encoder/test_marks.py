@@ -18,8 +18,7 @@ from torch.nn.functional import cosine_similarity
 
 from pipeline.encoder.checkpoint_files import ESM1B, ESMC
 from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, EmbeddingRecipe, as_floats, tokenize
-from pipeline.encoder.engine.embed_engine import Engine
-from pipeline.encoder.engine.sequence_work import Embedding
+from pipeline.encoder.engine.embed_engine import Embedding, Engine
 from pipeline.encoder.engine.token_batches import EngineSettings
 from pipeline.encoder.esm2 import EsmEncoder
 from pipeline.encoder.esm_checkpoint import Architecture, EsmCheckpoint, load_esm_checkpoint
@@ -102,7 +101,7 @@ def test_what_the_engine_gives_in_any_storage_is_the_row_of_the_mark(small, stor
     plain = embedded(small, replace(how, cls=False), TEXTS)
     assert all(np.array_equal(made[text].rows_LD, plain[text].rows_LD) for text in TEXTS)
     assert all(plain[text].arrays.keys() == {"rows"} for text in TEXTS)
-    verdict = check_parity(small, storage, layer, "cpu", cls=True)
+    verdict = check_parity(small, storage, layer, "cpu", cls=True)[0]
     assert (verdict.passed, verdict.sequences) == (True, 9)
 
 

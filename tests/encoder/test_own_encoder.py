@@ -186,10 +186,10 @@ GATED = {"Encoder": True, "Apart": True, "Marked": True, "Forgetful": False, "Ot
 @pytest.mark.parametrize(("encoder", "passes"), GATED.items())
 def test_the_gate_sees_rows_that_depend_on_padding_or_are_not_as_they_should_be(tmp_path, pipeline, encoder, passes):
     write_project(tmp_path, TEXTS)
-    verdict = source_of(tmp_path, encoder).compared("fp32", 1, "cpu")
+    verdict = source_of(tmp_path, encoder).compared("fp32", 1, "cpu")[0]
     assert (verdict.passed, verdict.threshold, verdict.sequences) == (passes, 0.99999, 9)
     if encoder == "Encoder":
-        verdict = source_of(tmp_path, encoder).compared("bf16", 1, "cpu")
+        verdict = source_of(tmp_path, encoder).compared("bf16", 1, "cpu")[0]
         assert (verdict.passed, verdict.threshold) == (True, 0.999)
 
 
@@ -199,8 +199,8 @@ def test_the_gate_sees_rows_that_depend_on_padding_or_are_not_as_they_should_be(
 def test_the_gate_sees_a_mark_whose_row_depends_on_padding(tmp_path, pipeline, encoder, passes):
     write_project(tmp_path, TEXTS)
     source = source_of(tmp_path, encoder)
-    assert source.compared("fp32", 1, "cpu", cls=True).passed == passes
-    assert source.compared("fp32", 1, "cpu").passed  # the residues are right
+    assert source.compared("fp32", 1, "cpu", cls=True)[0].passed == passes
+    assert source.compared("fp32", 1, "cpu")[0].passed  # the residues are right
     forward = source.build(layer=1, precision="fp32", device=torch.device("cpu"))
     tokens = [forward.tokenize(text) for text in TEXTS]
     marked = forward(tokens, cls=True).split([1 + len(text) for text in TEXTS])

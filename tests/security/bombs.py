@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from pipeline.encoder.esm_checkpoint import (
-    PT_PREFIX,
+    FAIR,
     Architecture,
     digest_weights,
     load_esm_checkpoint,
@@ -351,7 +351,7 @@ def esm_overlapping(folder: Path) -> object:
     """An ESM-2 of which each tensor is one number again and again."""
     settings = {"encoder_layers": 2, "encoder_embed_dim": 8192, "encoder_attention_heads": 2, "token_dropout": True}
     names = shapes(Architecture(2, 8192, 2, token_dropout=True))
-    state = {f"{PT_PREFIX}{name}": torch.zeros(1).expand(shape) for name, shape in names.items()}
+    state = FAIR.write({name: torch.zeros(1).expand(shape) for name, shape in names.items()})
     torch.save({"cfg": {"model": settings}, "model": state}, path := folder / "a.pt")
     return digest_weights(load_esm_checkpoint(path))
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from pipeline.encoder import linear, parity
+from pipeline.encoder import esm2, parity
 from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, EmbeddingRecipe, Variant
 from pipeline.encoder.engine.encoder_source import EsmSource
 from pipeline.encoder.engine.token_batches import EngineSettings
@@ -197,7 +197,7 @@ def test_half_precision_that_misses_the_reference_publishes_nothing_where_no_oth
 def test_a_processor_without_bf16_products_computes_in_fp32_or_says_what_to_do(
     weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "bf16_products_here", lambda: False)
+    monkeypatch.setattr(esm2, "bf16_products_here", lambda: False)
     products = replace(recipe, precision=BF16_PRODUCTS)
     with pytest.raises(JobFailed) as refusal:
         run(weights, replace(products, half_fallback=False), shelves)

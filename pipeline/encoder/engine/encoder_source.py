@@ -10,8 +10,7 @@ import traceback
 import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -21,19 +20,18 @@ from torch.utils._pytree import tree_leaves
 from pipeline.device.accelerator import is_card
 from pipeline.device.out_of_memory import free_caches, is_out_of_memory, unless_out_of_memory
 from pipeline.encoder import parity
-from pipeline.encoder.embedding_recipe import BF16_PRODUCTS
-from pipeline.encoder.esm2 import TYPICAL, EsmEncoder, Strain
+from pipeline.encoder.esm2 import TYPICAL, EsmEncoder
 from pipeline.encoder.esm_checkpoint import EsmCheckpoint, as_dtype, load_esm_checkpoint
 from pipeline.encoder.weights import identify
 from pipeline.errors import JobFailed, PipelineError
 from pipeline.protocol import Referenced, has_cls
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from pipeline.encoder.engine.sequence_work import Forward
     from pipeline.protocol import Encoder
     from pipeline.store.store import Store
 
@@ -43,65 +41,35 @@ _PROBES = (64, TYPICAL)  # residues
 _PADDING = 1.25  # a batch is cut where padded it is more than so many times its tokens
 
 
-class EncoderSource(Protocol):
-    """What the stage builds encoders from."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def place(self) -> str:
-        """The path, or the setting, that an error points to."""
-
-    @property
-    def dim(self) -> int: ...
-    @property
-    def remedy(self) -> str:
-        """What to do where it is wrong in full precision; empty: it is for us to mend."""
-
-    def digest(self, seen: Store) -> str:
-        """Return the digest of what stands there now."""
-
-    def compared(self, precision: str, layer: int, device: str, *, cls: bool = False) -> parity.ParityVerdict:
-        """Return how close an encoder of this precision comes to the reference; where `cls`, its mark's row, too."""
-
-    def build(self, *, layer: int, precision: str, device: torch.device, passed: Mapping[str, Any]) -> Forward:
-        """Return an encoder, after what it passed the gate with."""
-
-
 @dataclass(frozen=True, slots=True)
 class EsmSource:
-    """A checkpoint of ESM-2, ESM-1b, ESM-1v or ESM C."""
+    """A checkpoint of ESM-2, ESM-1b, ESM-1v or ESM C, from which the stage builds encoders."""
 
     checkpoint: EsmCheckpoint
-    remedy: ClassVar[str] = ""
+    name: str
+    place: str  # that an error points to
+    dim: int
+    reference: str  # what encoders are compared with, in words
+    remedy: ClassVar[str] = ""  # where it is wrong in full precision, that is for us to mend
 
     @classmethod
     def at(cls, path: Path) -> EsmSource:
-        return cls(load_esm_checkpoint(path))
-
-    @property
-    def name(self) -> str:
-        return self.checkpoint.name
-
-    @property
-    def place(self) -> str:
-        return str(self.checkpoint.path)
-
-    @property
-    def dim(self) -> int:
-        return self.checkpoint.dim
+        read = load_esm_checkpoint(path)
+        return cls(read, read.name, str(path), read.dim, parity.reference_name(read))
 
     def digest(self, seen: Store) -> str:
+        """Return the digest of what stands there now."""
         return identify(self.checkpoint.path, seen).digest
 
-    def compared(self, precision: str, layer: int, device: str, *, cls: bool = False) -> parity.ParityVerdict:
+    def compared(
+        self, precision: str, layer: int, device: str, *, cls: bool = False
+    ) -> tuple[parity.ParityVerdict, EsmEncoder]:
+        """Return how close an encoder comes to the reference, and that encoder; where `cls`, its mark's row, too."""
         return parity.check_parity(self.checkpoint, precision, layer, device, cls=cls)
 
-    def build(self, *, layer: int, precision: str, device: torch.device, passed: Mapping[str, Any]) -> EsmEncoder:
-        encoder = EsmEncoder(self.checkpoint, layer=layer, precision=precision, device=device)
-        if precision == BF16_PRODUCTS:
-            encoder.sampled = Strain(passed["scores"], passed["growth"])
-        return encoder
+    def build(self, *, layer: int, precision: str, device: torch.device) -> EsmEncoder:
+        """Return an encoder, after one like it passed the gate."""
+        return EsmEncoder(self.checkpoint, layer=layer, precision=precision, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,60 +91,62 @@ class OwnSource:
     def dim(self) -> int:
         return self.encoder.width
 
+    @property
+    def reference(self) -> str:
+        return "its reference()" if isinstance(self.encoder, Referenced) else "itself, one sequence at a time"
+
     def digest(self, seen: Store) -> str:  # noqa: ARG002 - its own facts are remembered elsewhere
         return self.stands()
 
-    def compared(self, precision: str, layer: int, device: str, *, cls: bool = False) -> parity.ParityVerdict:
+    def compared(
+        self, precision: str, layer: int, device: str, *, cls: bool = False
+    ) -> tuple[parity.ParityVerdict, OwnForward]:
         """Compare it with its reference; without one, with itself in fp32, each sequence alone.
 
         So a mask that is ignored is seen, and a model that draws random numbers. The row of the mark, which no
         reference gives, is compared with its own.
         """
-        readable = (self._readable(text) for text in parity.sample_sequences())
+        readable = ("".join(filter(self.encoder.letters.__contains__, text)) for text in parity.sample_sequences())
         sequences = [text[: self.encoder.longest or None] for text in readable if text]
-        compared = unless_out_of_memory(lambda: self._rows(sequences, precision, layer, device, cls=cls))
+
+        def encoded() -> tuple[list[parity.Rows], OwnForward, list[parity.Rows]]:
+            wanted = self._wanted(sequences, layer, device, cls=cls)
+            free_caches(device)
+            encoder = self.build(layer=layer, precision=precision, device=torch.device(device))
+            return wanted, encoder, _arrays(encoder.together([as_letters(text) for text in sequences], cls=cls))
+
+        compared = unless_out_of_memory(encoded)
         if compared is None:
             raise parity.no_room(f"comparing {self.name} with its reference does", device, where=self.place)
-        return parity.judge_rows(*compared, precision, cls=cls)
+        wanted, encoder, found = compared
+        return parity.judge_rows(found, wanted, precision, cls=cls), encoder
 
-    def build(
-        self, *, layer: int, precision: str, device: torch.device, passed: Mapping[str, Any] | None = None
-    ) -> OwnForward:
-        del passed
+    def build(self, *, layer: int, precision: str, device: torch.device) -> OwnForward:
         return OwnForward(self.encoder, self.name, layer=layer, precision=precision, device=device)
-
-    def _rows(
-        self, sequences: list[str], precision: str, layer: int, device: str, *, cls: bool
-    ) -> tuple[list[parity.Rows], list[parity.Rows]]:
-        """Return the rows of each sequence as they would be kept, and as they should be."""
-        wanted = self._wanted(sequences, layer, device, cls=cls)
-        free_caches(device)
-        encoder = self.build(layer=layer, precision=precision, device=torch.device(device))
-        return _arrays(encoder.together([as_letters(text) for text in sequences], cls=cls)), wanted
 
     def _wanted(self, sequences: list[str], layer: int, device: str, *, cls: bool) -> list[parity.Rows]:
         """Return the rows as the reference has them; without one, as each sequence has them alone, in fp32."""
-        told = self._told(self.encoder, sequences, layer) if isinstance(self.encoder, Referenced) else None
-        if told is not None and not cls:
-            return told
+        known = self._referenced(self.encoder, sequences, layer) if isinstance(self.encoder, Referenced) else None
+        if known is not None and not cls:
+            return known
         encoder = self.build(layer=layer, precision="fp32", device=torch.device(device))
         alone = _arrays([encoder([as_letters(text)], cls=cls) for text in sequences])
-        if told is None:
+        if known is None:
             return alone
-        return [np.concatenate([own_LD[:1], told_LD]) for own_LD, told_LD in zip(alone, told, strict=True)]
+        return [np.concatenate([own_LD[:1], known_LD]) for own_LD, known_LD in zip(alone, known, strict=True)]
 
-    def _told(self, encoder: Referenced, sequences: list[str], layer: int) -> list[parity.Rows]:
+    def _referenced(self, encoder: Referenced, sequences: list[str], layer: int) -> list[parity.Rows]:
         """Return the rows that the encoder's own reference gives."""
         with blaming_encoder(self.name), torch.inference_mode():
-            told = [np.asarray(rows) for rows in encoder.reference(sequences, layer)]
-        found, right = [rows.shape for rows in told], [(len(text), self.dim) for text in sequences]
+            known = [np.asarray(rows) for rows in encoder.reference(sequences, layer)]
+        found, right = [rows.shape for rows in known], [(len(text), self.dim) for text in sequences]
         if found != right:
             what = f"reference() of {self.name} gave rows of the shapes {found}; {right} are residues and width"
             raise JobFailed(what, where="embed.encoder", remedy=_CORRECT)
-        return told
+        return known
 
-    def _readable(self, text: str) -> str:
-        return "".join(letter for letter in text if letter in self.encoder.letters)
+
+EncoderSource: TypeAlias = EsmSource | OwnSource
 
 
 class OwnForward:
@@ -205,8 +175,7 @@ class OwnForward:
     @torch.inference_mode()
     def __call__(self, tokens: Sequence[Letters], *, cls: bool = False) -> torch.Tensor:
         """Return the rows of all residues, in order; where `cls`, before those of each sequence that of its mark."""
-        is_alone = not (self._is_padded and is_card(self._device))
-        parts = ([letters] for letters in tokens) if is_alone else self._batches(tokens)
+        parts = self._batches(tokens) if self._is_padded and is_card(self._device) else ([one] for one in tokens)
         return torch.cat([rows_LD for part in parts for rows_LD in self._encoded(part, cls=cls)])
 
     @torch.inference_mode()

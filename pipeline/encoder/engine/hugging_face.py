@@ -100,10 +100,8 @@ class HuggingFace:
         coded = self._tokenizer(text, return_special_tokens_mask=True)
         tokens: list[int] = coded["input_ids"]
         known = [number for number, mark in enumerate(coded["special_tokens_mask"]) if not mark]
-        if known != list(range(self._marks, self._marks + len(sequence))) or self._unknown in tokens:
-            what = (
-                f"the tokenizer gives {len(known)} tokens for {len(sequence)} residues, or does not know some of them"
-            )
+        if known != list(range(self._marks, self._marks + len(sequence))) or self._tokenizer.unk_token_id in tokens:
+            what = f"the tokenizer gives {len(known)} tokens for {len(sequence)} residues, or does not know some"
             remedy = (
                 "--set embed.options.residue=…, as the model's documentation writes sequences, or embed.options.letters"
             )
@@ -147,11 +145,6 @@ class HuggingFace:
         coded = self._tokenizer(self._residue.format(self.letters[0]), return_special_tokens_mask=True)
         mask: list[int] = coded["special_tokens_mask"]
         return mask.index(0) if 0 in mask else 0
-
-    @cached_property
-    def _unknown(self) -> int | None:
-        number: int | None = self._tokenizer.unk_token_id
-        return number
 
 
 class StructureTable:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
 import psutil
 import torch
 
@@ -19,28 +19,19 @@ from pipeline.device.accelerator import Card, computing, is_card, located, torch
 from pipeline.device.host import trim_heap
 from pipeline.device.kinds import CPU
 from pipeline.device.out_of_memory import free_caches, unless_out_of_memory
-from pipeline.encoder.embedding_recipe import ENDS, window_shares, windows
-from pipeline.encoder.engine.sequence_work import (
-    Computed,
-    ComputeStep,
-    Forward,
-    RefusedSequence,
-    SequenceWork,
-    Span,
-    below,
-)
+from pipeline.encoder.embedding_recipe import ENDS, Variant, window_shares, windows
 from pipeline.encoder.esm2 import TILE
 from pipeline.errors import JobFailed
 from pipeline.memory.runtime.meters import highest_resident_bytes
 from pipeline.records import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
 
-    from pipeline.encoder.embedding_recipe import EmbeddingRecipe, SequenceCut
-    from pipeline.encoder.engine.sequence_work import EmbeddingCounts
+    from pipeline.encoder.embedding_recipe import EmbeddingRecipe, SequenceCut, Span
     from pipeline.encoder.engine.token_batches import EngineSettings
 
     Tokens = NDArray[np.uint8]
@@ -49,56 +40,280 @@ if TYPE_CHECKING:
 CPU_TOKENS, CARD_TOKENS = 8_192, 65_536  # beyond these a batch is not faster, only larger
 SHARE = 0.8  # of what is free; the rest is for fragments, for rows on their way, and for what was not foreseen
 QUEUE_BYTES = 128 << 20  # rows that may wait to be written
+ROW_COPIES = 2  # of finished rows: they themselves, and as the store encodes them
 _PROBES = (512, 2_048)  # tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """The host memory that is left for computing.
+class Forward(Protocol):
+    """An encoder of batches."""
 
-    The CPU must not try what does not fit: where a cgroup or the executor limits memory, no allocation ever fails, and
-    the process is killed.
+    dim: int
+    fill: int  # tokens are filled up to a multiple of this
+    typical: Tokens  # tokens of a sequence that is made up to try it
+
+    def tokenize(self, sequence: str) -> Tokens:
+        """Return a number for each residue; raise BadSequence for one that it cannot read."""
+
+    def bytes_per_token(self, residues: int = ...) -> int:
+        """Return the memory that one more token takes, in a sequence of so many residues."""
+
+    def __call__(self, tokens: Sequence[Tokens], *, cls: bool = False) -> torch.Tensor:
+        """Return the rows of all residues, in order; where `cls`, before those of each sequence that of its mark."""
+
+
+@dataclass(slots=True)
+class EmbeddingCounts:
+    """Counts that only grow, but for the budget; changed by the engine alone, read by anybody."""
+
+    sequences: int = 0  # stored
+    refused: int = 0
+    residues: int = 0  # of what was stored
+    encoded_residues: int = 0  # in all forward passes: what windows share counts twice
+    tokens: int = 0  # in all forward passes: ends and filling included, and what windows share twice
+    batches: int = 0
+    splits: int = 0  # times that memory did not suffice
+    again: int = 0  # sequences done again in full precision
+    forward_s: float = 0.0
+    cost_done: float = 0.0
+    budget_tokens: int = 0
+    host_peak_bytes: int = 0
+    device_peak_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A sequence to compute, and the device and variant by which it is tried."""
+
+    index: int  # its place in what the engine was given
+    text: str
+    tokens_L: Tokens  # of the residues that get a row
+    device: str  # cpu, or a kind of card
+    variant: Variant
+
+    @property
+    def kind(self) -> Kind:
+        return self.device, self.variant.precision
+
+    @property
+    def windows(self) -> SequenceCut | None:
+        """The windows it is cut into; None where it goes through the encoder whole."""
+        cut = self.variant.cut
+        return cut if cut is not None and cut.policy == "windows" else None
+
+    @property
+    def tokens(self) -> int:
+        return len(self.tokens_L) + ENDS
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedSequence:
+    """A sequence without an embedding, and why."""
+
+    index: int
+    reason: Reason
+    detail: str
+
+
+class Ladder:
+    """Computes batches; halves what does not fit, then falls back to windows and the CPU, and refuses the rest.
+
+    On the CPU, what does not fit must not be tried: where a cgroup or the executor limits memory, no allocation ever
+    fails, and the process is killed.
     """
 
-    free_bytes: int
-    token_bytes: int
+    def __init__(
+        self,
+        recipe: EmbeddingRecipe,
+        main: Kind,
+        build: Callable[[str, str], Forward],
+        storage: torch.dtype,
+        counts: EmbeddingCounts,
+        learned: Callable[[int], None],
+        mem_bytes: int | None,
+    ) -> None:
+        self.budget = 0  # until it is allowed
+        self._recipe, self._main, self._build, self._storage = recipe, main, build, storage
+        self._counts, self._learned, self._mem_bytes = counts, learned, mem_bytes
+        self._encoders: dict[Kind, Forward] = {}
+        self._free: dict[Kind, int] = {}  # bytes that were free beside an encoder on the CPU when it had been built
+        self._unfit: set[Kind] = set()  # what could not be built in place of the main one
 
-    @classmethod
-    def beside(cls, encoder: Forward, mem_bytes: int | None) -> Room:
-        """Return the memory left beside an encoder that has just been built."""
-        free_caches(CPU)
-        return cls(host_free_bytes(mem_bytes), encoder.bytes_per_token())
+    @property
+    def main(self) -> Forward:
+        return self._encoder(self._main)
 
-    def tokens(self, taken_bytes: int = 0, token_bytes: int = 0) -> int:
-        """Return how many tokens can be computed at once with so many bytes taken; none if this is not positive.
+    def allow(self, budget: int) -> None:
+        self.budget = self._counts.budget_tokens = budget
 
-        `token_bytes` is what each takes where that is not as usual.
+    def fitting_budget(self, encoder: Forward) -> int:
+        """Return the token budget that the free memory of the device allows beside the main encoder."""
+        device = self._main[0]
+        if device == CPU:
+            return max(1, min(CPU_TOKENS, tokens_beside(self._free[self._main] - QUEUE_BYTES, encoder)))
+        encode_made_up(encoder, 64)  # what is set up once does not belong to a batch
+        small, large = (card_peak_bytes(encoder, tokens, device) for tokens in _PROBES)
+        token_bytes = encoder.bytes_per_token()
+        if small is not None and large is not None and large > small:
+            token_bytes = -(-(large - small) // (_PROBES[1] - _PROBES[0]))
+        free_caches(device)
+        free_bytes = Card(device).free_and_total_bytes()[0] - QUEUE_BYTES
+        return max(1, min(CARD_TOKENS, int(SHARE * free_bytes) // max(1, token_bytes)))
+
+    def run(self, batch: Sequence[Work]) -> torch.Tensor | RefusedSequence | list[Sequence[Work]]:
+        """Return the rows of sequences that share device and variant, one after another, in storage precision.
+
+        Where memory does not suffice for them, return what to try in their place, the first one last; for a single one
+        that cannot be tried otherwise, its refusal.
         """
-        # At width 1,280, 1,022 tokens took 12 rows of fp32 a token, and 9,000 took 8, where 7 are told: a tile is more.
-        return int(SHARE * (self.free_bytes - taken_bytes)) // max(1, token_bytes or self.token_bytes) - TILE
+        rows_RD = self._rows(batch)
+        if rows_RD is not None:
+            self._counts.batches += 1
+            self._counts.host_peak_bytes = device_peak_bytes(CPU)
+            if self._main[0] != CPU:
+                self._counts.device_peak_bytes = device_peak_bytes(self._main[0])
+            return rows_RD
+        if len(batch) > 1:
+            middle = len(batch) // 2
+            return [batch[middle:], batch[:middle]]
+        lower = self._below(batch[0])
+        return _refusal(batch[0]) if lower is None else [[lower]]
 
+    def _below(self, work: Work) -> Work | None:
+        """Return a sequence as it is tried next where it does not fit the memory; None when there is no other way."""
+        residues = len(work.text)
+        cut = self._recipe.windowed(residues)
+        lower = [replace(work, variant=replace(work.variant, cut=cut))] if cut != work.variant.cut else []
+        if work.device != CPU:
+            lower.append(replace(work, device=CPU, variant=Variant("fp32", cut)))
+        accepted = self._recipe.accepted(residues)
+        return next((candidate for candidate in lower if candidate.variant in accepted), None)
 
-def measured(encoder: Forward, device: str, room: Room | None) -> int:
-    """Return the token budget that the free memory of the device allows."""
-    if room is not None:
-        return max(1, min(CPU_TOKENS, room.tokens(QUEUE_BYTES)))
-    encode_made_up(encoder, 64)  # what is set up once does not belong to a batch
-    per_token = bytes_per_token(lambda tokens: card_peak_bytes(encoder, tokens, device)) or encoder.bytes_per_token()
-    free_caches(device)
-    return tokens_that_fit(Card(device).free_and_total_bytes()[0] - QUEUE_BYTES, per_token, CARD_TOKENS)
+    def _rows(self, batch: Sequence[Work]) -> torch.Tensor | None:
+        """Return the rows of a batch, or None when they do not fit."""
+        work, count = batch[0], sum(work.tokens for work in batch)
+        is_large = count > self.budget
+        if is_large:
+            if len(batch) > 1:
+                return None
+            trim_heap()
+            if work.kind == self._main and work.device == CPU:
+                self._drop_others(CPU)
+        cut = work.windows
+        residues = len(work.tokens_L) if cut is None else min(cut.length, len(work.tokens_L))
+        least = count if cut is None else residues + ENDS
+        if not self._builds(work.kind) or self._room(work.kind, count, residues) < least:
+            return None
+        whole = [work.tokens_L for work in batch]
+        rows_RD = self._forward(work.kind, whole) if cut is None else self._in_windows(work, cut)
+        if is_large:
+            trim_heap()  # storing large rows takes as much again
+        return rows_RD
 
+    def _room(self, kind: Kind, rows: int, residues: int) -> float:
+        """Return how many tokens, in sequences of that length, fit the host at once, beside so many finished rows."""
+        if kind not in self._free:
+            return math.inf
+        encoder = self._encoders[kind]
+        rows_bytes = ROW_COPIES * rows * encoder.dim * self._storage.itemsize
+        return tokens_beside(self._free[kind] - rows_bytes, encoder, residues)
 
-def tokens_that_fit(free_bytes: int, per_token_bytes: int, most: int) -> int:
-    """Return how many tokens fit a share of the free memory; at least one."""
-    return max(1, min(most, int(SHARE * free_bytes) // max(1, per_token_bytes)))
+    def _in_windows(self, work: Work, cut: SequenceCut) -> torch.Tensor | None:
+        """Return the rows of a sequence computed in windows, or None when not even one of them fits.
 
+        Each window has a mark of its own: the sequence's is their mean.
+        """
+        marks, mark_1D = int(self._recipe.cls), list[torch.Tensor]()
+        spans = windows(len(work.tokens_L), cut.length, cut.overlap)
+        parts = list(zip(spans, window_shares(spans), strict=True))
+        rows_LD: torch.Tensor | None = None
+        while parts:
+            at_once = min(self.budget, self._room(work.kind, work.tokens, cut.length)) if work.kind == self._main else 1
+            group = parts[: max(1, int(at_once) // (cut.length + ENDS))]
+            rows_RD = self._forward(work.kind, [work.tokens_L[start:stop] for (start, stop), _ in group])
+            if rows_RD is None:
+                if len(group) == 1:
+                    return None
+                continue
+            if rows_LD is None:  # one place for all: windows kept until they can be joined would be a second one
+                rows_LD = unless_out_of_memory(
+                    partial(rows_RD.new_empty, (marks + len(work.tokens_L), rows_RD.shape[1]))
+                )
+                if rows_LD is None:
+                    return None
+            mark_1D += _fill(rows_LD, rows_RD, group, marks)
+            del rows_RD  # the next forward needs its memory
+            parts = parts[len(group) :]
+        if rows_LD is not None and marks:
+            rows_LD[0] = torch.cat(mark_1D).mean(0)
+        return rows_LD
 
-def bytes_per_token(peak_of: Callable[[int], int | None]) -> int | None:
-    """Return the memory that one more token takes, from the peaks at two sizes; None when these cannot be measured."""
-    small, large = (peak_of(tokens) for tokens in _PROBES)
-    if small is None or large is None or large <= small:
+    def _forward(self, kind: Kind, tokens: Sequence[Tokens]) -> torch.Tensor | None:
+        """Send sequences through an encoder; None, and a smaller budget, when memory does not suffice."""
+        count, encoder = sum(map(len, tokens)) + ENDS * len(tokens), self._encoders[kind]
+        rows_RD = unless_out_of_memory(lambda: encoder(tokens, cls=self._recipe.cls).to(self._storage))
+        if rows_RD is not None:
+            self._counts.encoded_residues += count - ENDS * len(tokens)
+            self._counts.tokens += -(-count // encoder.fill) * encoder.fill
+            return rows_RD
+        self._counts.splits += 1
+        free_caches(kind[0])
+        if kind == self._main:  # the budget is of this one: with others, sequences are computed one by one
+            if self._drop_others(kind[0]):
+                return self._forward(kind, tokens)
+            if (half := max(1, count // 2)) < self.budget:
+                self.allow(half)
+                self._learned(half)
         return None
-    return -(-(large - small) // (_PROBES[1] - _PROBES[0]))
+
+    def _encoder(self, kind: Kind) -> Forward:
+        """Return the encoder of a precision on a device, built when it is first asked for."""
+        if kind not in self._encoders:
+            encoder = self._build(*kind)
+            if kind[0] == CPU:
+                free_caches(CPU)
+                self._free[kind] = host_free_bytes(self._mem_bytes)
+            self._encoders[kind] = encoder
+        return self._encoders[kind]
+
+    def _builds(self, kind: Kind) -> bool:
+        """Say whether an encoder exists or can be built; one that did not fit is not tried again."""
+        if kind not in self._unfit and unless_out_of_memory(lambda: self._encoder(kind)) is None:
+            self._unfit.add(kind)
+            self._counts.splits += 1
+            free_caches(kind[0])
+        return kind not in self._unfit
+
+    def _drop_others(self, device: str) -> bool:
+        """Drop all encoders on a device but the main one; return whether there were any."""
+        others = [kind for kind in self._encoders if kind[0] == device and kind != self._main]
+        for kind in others:
+            del self._encoders[kind]
+        if others:
+            free_caches(device)
+        return bool(others)
+
+
+def _fill(
+    rows_LD: torch.Tensor, rows_RD: torch.Tensor, group: Sequence[tuple[Span, Span]], marks: int
+) -> list[torch.Tensor]:
+    """Put each window's share of the rows in its place; return copies of the rows of their marks."""
+    parts = torch.split(rows_RD, [marks + stop - start for (start, stop), _ in group])
+    for part_WD, ((begin, _), (start, stop)) in zip(parts, group, strict=True):
+        rows_LD[marks + start : marks + stop] = part_WD[marks + start - begin : marks + stop - begin]
+    return [part_WD[:marks].to(torch.float32, copy=True) for part_WD in parts] if marks else []
+
+
+def _refusal(work: Work) -> RefusedSequence:
+    how = f" in windows of {work.windows.length:,}" if work.windows else ""
+    where = "this process (cluster.embed.mem)" if work.device == CPU else "the GPU"
+    what = f"{len(work.tokens_L):,} residues{how} do not fit into the memory of {where}"
+    return RefusedSequence(work.index, Reason.DOES_NOT_FIT, what)
+
+
+def tokens_beside(free_bytes: int, encoder: Forward, *residues: int) -> int:
+    """Return how many tokens the CPU can compute at once in that memory; none if this is not positive."""
+    # At width 1,280, 1,022 tokens took 12 rows of fp32 a token, and 9,000 took 8, where 7 are told: a tile is more.
+    return int(SHARE * free_bytes) // max(1, encoder.bytes_per_token(*residues)) - TILE
 
 
 def card_peak_bytes(encoder: Forward, tokens: int, device: str) -> int | None:
@@ -153,243 +368,3 @@ def on_its_device(settings: EngineSettings) -> EngineSettings:
         remedy = Command.submit("embed", before="nvidia-smi   or   ").with_settings(*on_cpu)
         raise JobFailed(what, where="embed.device", remedy=remedy)
     return replace(settings, device=device)
-
-
-ROW_COPIES = 2  # of finished rows: they themselves, and as the store encodes them
-
-
-class MemoryLadder:
-    """Computes batches; halves what does not fit, then falls back to windows and the CPU, and refuses the rest."""
-
-    def __init__(
-        self,
-        recipe: EmbeddingRecipe,
-        main: ComputeStep,
-        build: Callable[[str, str], Forward],
-        storage: torch.dtype,
-        figures: EmbeddingCounts,
-        learned: Callable[[int], None],
-        mem_bytes: int | None,
-    ) -> None:
-        self.budget = 0  # until it is allowed
-        self._recipe = recipe
-        self._main = (main.device, main.variant.precision)
-        self._build = build
-        self._storage = storage
-        self._figures = figures
-        self._learned = learned
-        self._mem_bytes = mem_bytes
-        self._encoders: dict[Kind, Forward] = {}
-        self._rooms: dict[Kind, Room] = {}  # on the CPU
-        self._unfit: set[Kind] = set()  # what could not be built in place of the main one
-
-    @property
-    def main(self) -> Forward:
-        return self._encoder(self._main)
-
-    @property
-    def room(self) -> Room | None:
-        """The memory beside the main encoder on the CPU; None on a GPU."""
-        return self._room(self._main)
-
-    def allow(self, budget: int) -> None:
-        self.budget = self._figures.budget_tokens = budget
-
-    def climb(self, works: Sequence[SequenceWork]) -> Iterator[Computed | RefusedSequence]:
-        """Compute sequences that share a step, with every fallback that it takes."""
-        waiting = [works] if works else []
-        while waiting:
-            yield from self._climb_once(waiting.pop(), waiting)
-
-    def _climb_once(
-        self, batch: Sequence[SequenceWork], waiting: list[Sequence[SequenceWork]]
-    ) -> Iterator[Computed | RefusedSequence]:
-        """Compute a batch, or append to `waiting` what to try in its place; keep no reference to rows."""
-        computed = self._compute(batch)
-        if computed is not None:
-            self._note_batch()
-            yield computed
-        elif len(batch) > 1:
-            waiting += _halves(batch)
-        elif (lower := below(self._recipe, len(batch[0].text), batch[0].step)) is not None:
-            waiting.append([batch[0].at(lower)])
-        else:
-            yield _refusal(batch[0])
-
-    def _compute(self, batch: Sequence[SequenceWork]) -> Computed | None:
-        """Return the rows of a batch, or None when they do not fit."""
-        work, count = batch[0], sum(work.tokens for work in batch)
-        if count > self.budget:
-            if len(batch) > 1:
-                return None
-            self._make_room(work.step)
-        if not self._builds(_kind(work.step)) or not self._has_room(work, count):
-            return None
-        span = Span(work.step.device)
-        cut = work.windows
-        tokens = [work.tokens_L for work in batch]
-        rows_RD = self._forward(work.step, tokens) if cut is None else self._in_windows(work, cut)
-        if count > self.budget:
-            trim_heap()  # storing large rows takes as much again
-        return None if rows_RD is None else Computed(batch, rows_RD, span.stop())
-
-    def _make_room(self, step: ComputeStep) -> None:
-        """Free cached host memory for one large sequence."""
-        trim_heap()
-        if step.device == CPU and self._is_main(step):
-            self._drop_others(step.device)
-
-    def _has_room(self, work: SequenceWork, count: int) -> bool:
-        """Say whether the CPU has the memory for a batch of so many tokens, or for a sequence in windows."""
-        room = self._room(_kind(work.step))
-        if room is None:
-            return True
-        cut = work.windows
-        residues = len(work.tokens_L) if cut is None else min(cut.length, len(work.tokens_L))
-        least = count if cut is None else residues + ENDS
-        token_bytes = self._encoder(_kind(work.step)).bytes_per_token(residues)
-        return room.tokens(self._rows_bytes(work.step, count), token_bytes) >= least
-
-    def _rows_bytes(self, step: ComputeStep, count: int) -> int:
-        """Return the memory that the finished rows of so many tokens take until they are stored."""
-        return ROW_COPIES * count * self._encoder(_kind(step)).dim * self._storage.itemsize
-
-    def _in_windows(self, work: SequenceWork, cut: SequenceCut) -> torch.Tensor | None:
-        """Return the rows of a sequence computed in windows, or None when not even one of them fits.
-
-        Each window has a mark of its own: the sequence's is their mean.
-        """
-        marks, mark_1D = int(self._recipe.cls), list[torch.Tensor]()
-        spans = windows(len(work.tokens_L), cut.length, cut.overlap)
-        shares = window_shares(spans)
-        rows_LD: torch.Tensor | None = None
-        done = 0
-        while done < len(spans):
-            group = slice(done, done + max(1, self._tokens_at_once(work) // (cut.length + ENDS)))
-            rows_RD = self._forward(work.step, [work.tokens_L[start:stop] for start, stop in spans[group]])
-            if rows_RD is None:
-                if len(spans[group]) == 1:
-                    return None
-                continue
-            if rows_LD is None:  # one place for all: windows kept until they can be joined would be a second one
-                shape = marks + len(work.tokens_L), rows_RD.shape[1]
-                rows_LD = unless_out_of_memory(partial(rows_RD.new_empty, shape))
-                if rows_LD is None:
-                    return None
-            mark_1D += _fill(rows_LD, rows_RD, spans[group], shares[group], marks)
-            del rows_RD  # the next forward needs its memory
-            done += len(spans[group])
-        if rows_LD is not None and marks:
-            rows_LD[0] = torch.cat(mark_1D).mean(0)
-        return rows_LD
-
-    def _tokens_at_once(self, work: SequenceWork) -> int:
-        """Return how many tokens of a sequence in windows may be computed at once, beside its finished rows."""
-        if not self._is_main(work.step):
-            return 1
-        room = self._room(self._main)
-        if room is None:
-            return self.budget
-        token_bytes = self.main.bytes_per_token(work.windows.length if work.windows else len(work.tokens_L))
-        return min(self.budget, room.tokens(self._rows_bytes(work.step, work.tokens), token_bytes))
-
-    def _forward(self, step: ComputeStep, tokens: Sequence[Tokens]) -> torch.Tensor | None:
-        """Send sequences through the encoder of a step; None, and a smaller budget, when memory does not suffice."""
-        count = sum(map(len, tokens)) + ENDS * len(tokens)
-        rows_RD = unless_out_of_memory(lambda: self._encode(step, tokens, count))
-        if rows_RD is not None:
-            return rows_RD
-        self._figures.splits += 1
-        free_caches(step.device)
-        if self._is_main(step):
-            if self._drop_others(step.device):
-                return self._forward(step, tokens)
-            self._learn(max(1, count // 2))
-        return None
-
-    def _encode(self, step: ComputeStep, tokens: Sequence[Tokens], count: int) -> torch.Tensor:
-        """Return the rows of sequences that have so many tokens, in storage precision."""
-        encoder = self._encoder(_kind(step))
-        rows_RD = encoder(tokens, cls=self._recipe.cls).to(self._storage)
-        self._figures.encoded_residues += count - ENDS * len(tokens)
-        self._figures.tokens += -(-count // encoder.fill) * encoder.fill
-        return rows_RD
-
-    def _learn(self, budget: int) -> None:
-        if budget < self.budget:
-            self.allow(budget)
-            self._learned(budget)
-
-    def _is_main(self, step: ComputeStep) -> bool:
-        """Say whether the budget applies to this step; on fallback steps sequences are computed one by one."""
-        return _kind(step) == self._main
-
-    def _encoder(self, kind: Kind) -> Forward:
-        """Return the encoder of a precision on a device, built when it is first asked for."""
-        if kind not in self._encoders:
-            encoder = self._build(*kind)
-            if kind[0] == CPU:
-                self._rooms[kind] = Room.beside(encoder, self._mem_bytes)
-            self._encoders[kind] = encoder
-        return self._encoders[kind]
-
-    def _room(self, kind: Kind) -> Room | None:
-        """Return the memory beside an encoder on the CPU; None on a GPU."""
-        self._encoder(kind)
-        return self._rooms.get(kind)
-
-    def _builds(self, kind: Kind) -> bool:
-        """Say whether an encoder exists or can be built; one that did not fit is not tried again."""
-        if kind not in self._unfit and unless_out_of_memory(lambda: self._encoder(kind)) is None:
-            self._unfit.add(kind)
-            self._figures.splits += 1
-            free_caches(kind[0])
-        return kind not in self._unfit
-
-    def _drop_others(self, device: str) -> bool:
-        """Drop all encoders on a device but the main one; return whether there were any."""
-        others = [kind for kind in self._encoders if kind[0] == device and kind != self._main]
-        for kind in others:
-            del self._encoders[kind]
-        if others:
-            free_caches(device)
-        return bool(others)
-
-    def _note_batch(self) -> None:
-        """Count a batch, and update the peak memory."""
-        self._figures.batches += 1
-        self._figures.host_peak_bytes = device_peak_bytes(CPU)
-        if self._main[0] != CPU:
-            self._figures.device_peak_bytes = device_peak_bytes(self._main[0])
-
-
-def _kind(step: ComputeStep) -> Kind:
-    return step.device, step.variant.precision
-
-
-def _fill(
-    rows_LD: torch.Tensor,
-    rows_RD: torch.Tensor,
-    spans: Sequence[tuple[int, int]],
-    shares: Sequence[tuple[int, int]],
-    marks: int,
-) -> Iterator[torch.Tensor]:
-    """Put each window's share of the rows in its place; yield copies of the rows of their marks."""
-    parts = torch.split(rows_RD, [marks + stop - start for start, stop in spans])
-    for part_WD, (begin, _), (start, stop) in zip(parts, spans, shares, strict=True):
-        rows_LD[marks + start : marks + stop] = part_WD[marks + start - begin : marks + stop - begin]
-        if marks:
-            yield part_WD[:marks].to(torch.float32, copy=True)
-
-
-def _halves(batch: Sequence[SequenceWork]) -> tuple[Sequence[SequenceWork], Sequence[SequenceWork]]:
-    """Return two halves by count, the first one last, for the last is popped first."""
-    middle = len(batch) // 2
-    return batch[middle:], batch[:middle]
-
-
-def _refusal(work: SequenceWork) -> RefusedSequence:
-    how = f" in windows of {work.windows.length:,}" if work.windows else ""
-    where = "this process (cluster.embed.mem)" if work.step.device == CPU else "the GPU"
-    what = f"{len(work.tokens_L):,} residues{how} do not fit into the memory of {where}"
-    return RefusedSequence(work.index, Reason.DOES_NOT_FIT, what)

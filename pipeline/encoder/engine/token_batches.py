@@ -60,24 +60,20 @@ def longest_first(lengths_N: Integers) -> Integers:
 
 
 def _divisor_cuts(tokens_N: Integers, cap: int, budget: int) -> Iterator[tuple[int, int]]:
-    """Cut into equal batches, then each of them until it fits the budget."""
+    """Cut into equal batches, then each of them into halves by count until it fits the budget or is one sequence."""
     count = len(tokens_N)
     even = count - count % cap if cap >= 1 else 0
-    sizes = [largest_divisor(even, cap), largest_divisor(count - even, cap)]
     sums_N = np.concatenate(([0], np.cumsum(tokens_N)))
-    for start, stop, size in ((0, even, sizes[0]), (even, count, sizes[1])):
-        for first in range(start, stop, size):
-            yield from _halved(sums_N, first, first + size, budget)
-
-
-def _halved(sums_N: Integers, start: int, stop: int, budget: int) -> Iterator[tuple[int, int]]:
-    """Cut a batch into halves by count until each fits the budget or is a single sequence."""
-    if stop - start == 1 or sums_N[stop] - sums_N[start] <= budget:
-        yield start, stop
-        return
-    middle = (start + stop) // 2
-    yield from _halved(sums_N, start, middle, budget)
-    yield from _halved(sums_N, middle, stop, budget)
+    for start, stop in ((0, even), (even, count)):
+        size = largest_divisor(stop - start, cap)
+        waiting = [(first, first + size) for first in reversed(range(start, stop, size))]
+        while waiting:
+            first, last = waiting.pop()
+            if last - first == 1 or sums_N[last] - sums_N[first] <= budget:
+                yield first, last
+            else:
+                middle = (first + last) // 2
+                waiting += [(middle, last), (first, middle)]
 
 
 def _token_cuts(tokens_N: Integers, budget: int) -> Iterator[tuple[int, int]]:
@@ -142,19 +138,18 @@ def too_long(lengths_N: Integers, recipe: EmbeddingRecipe) -> Integers:
 
 def recipe_costs(lengths_N: Integers, recipe: EmbeddingRecipe, dim: int) -> NDArray[np.float64]:
     """Return the multiply-adds of each sequence, cut as the recipe wants it."""
-    cut = _cut(lengths_N, recipe)
-    if cut is None:
-        return cost(lengths_N, recipe.layer, dim)
-    is_cut_N = lengths_N > recipe.cut_beyond
-    costs_N = cost(np.where(is_cut_N, cut.length, lengths_N), recipe.layer, dim)
-    if cut.policy == "windows":
+    computed_N, cut, is_cut_N = _as_cut(lengths_N, recipe)
+    costs_N = cost(computed_N, recipe.layer, dim)
+    if cut is not None and cut.policy == "windows":
         costs_N *= 1 + np.ceil(is_cut_N * (lengths_N - cut.length) / (cut.length - cut.overlap))
     return costs_N
 
 
-def _cut(lengths_N: Integers, recipe: EmbeddingRecipe) -> SequenceCut | None:
-    """Return how the longest sequence is cut; all sequences that are cut are cut in this way."""
-    return recipe.wanted(int(lengths_N.max(initial=0))).cut
+def _as_cut(lengths_N: Integers, recipe: EmbeddingRecipe) -> tuple[Integers, SequenceCut | None, NDArray[np.bool_]]:
+    """Return the residues of each sequence that are encoded as one, how sequences are cut, and which of them are."""
+    cut = recipe.wanted(int(lengths_N.max(initial=0))).cut  # of the longest, as are all that are cut
+    is_cut_N = lengths_N > (recipe.cut_beyond if cut else np.inf)
+    return np.where(is_cut_N, cut.length, lengths_N) if cut else lengths_N, cut, is_cut_N
 
 
 class BatchSchedule:
@@ -165,11 +160,9 @@ class BatchSchedule:
     ) -> None:
         left_N = np.delete(np.arange(len(lengths_N)), refused_N)
         left_N = left_N[longest_first(lengths_N[left_N])]
-        cut = _cut(lengths_N, recipe)
-        is_cut_N = lengths_N > recipe.cut_beyond
+        self._computed_N, cut, is_cut_N = _as_cut(lengths_N, recipe)
         alone = int(is_cut_N[left_N].sum()) if cut and cut.policy == "windows" else 0
         self._alone, self._whole = left_N[:alone], left_N[alone:]
-        self._computed_N = lengths_N if cut is None else np.where(is_cut_N, cut.length, lengths_N)
         self._policy, self._cap = policy, cap
         self._budget: int | None = None
         self._batches: list[Integers] = []

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from pipeline.command_line import quoted
 from pipeline.encoder.checkpoint_files import INDEX, SINGLE, shards_of
-from pipeline.encoder.published_weights import read_pt, read_safetensors
+from pipeline.encoder.published_weights import Form, read_pt, read_safetensors
+from pipeline.encoder.published_weights import renamed as renamed
 from pipeline.errors import ConfigError, DataError, JobFailed, WeightsUnusable
 from pipeline.protocol import FitsOptions, HasFilesBeside, HasPublishedForms
 from pipeline.store.format.disk import Disk
@@ -46,7 +47,7 @@ from pipeline.training.prepared import ModelFolder
 from pipeline.units import first_few
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable
 
     from torch import nn
 
@@ -65,52 +66,7 @@ FORMS = "use a .pt, .pth, .ckpt or .safetensors file, a Hugging Face folder, or 
 _MOST_NAMED = 5  # of each kind of difference
 
 
-@dataclass(frozen=True)
-class NameTable:
-    """Our name → theirs, of parameters or of modules with all that is in them; "*" is a number, the same in both.
-
-    The longest name that fits decides. What the table does not know stays as it is.
-    """
-
-    names: Mapping[str, str]
-    signs: tuple[str, ...]  # names of theirs that only a file of this system has
-    left: tuple[str, ...] = ()  # theirs that no model here needs: patterns, as of file names
-    fresh: tuple[str, ...] = ()  # ours that their files lack: patterns of what may stay as it begins
-
-    def knows(self, names: Collection[str]) -> bool:
-        """Say whether tensors of these names are of this system."""
-        return all(sign in names for sign in self.signs)
-
-    def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors under our names."""
-        back = {theirs: ours for ours, theirs in self.names.items()}
-        return {renamed(name, back): tensor for name, tensor in tensors.items()}
-
-    def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors under their names."""
-        return {renamed(name, self.names): tensor for name, tensor in tensors.items()}
-
-
-def renamed(name: str, names: Mapping[str, str]) -> str:
-    """Return a parameter's other name by a table of names and modules, or the one that it has.
-
-    Of several that fit the longest decides, and among those that with the fewest "*".
-    """
-    parts = name.split(".")
-    fitting = [(-len(signs), signs.count("*"), signs) for known in names if _fits(signs := known.split("."), parts)]
-    if not fitting:
-        return name
-    _, _, signs = min(fitting)
-    other = names[".".join(signs)]
-    for sign, part in zip(signs, parts, strict=False):
-        other = other.replace("*", part, 1) if sign == "*" else other
-    return ".".join([other, *parts[len(signs) :]])
-
-
-def _fits(signs: Sequence[str], parts: Sequence[str]) -> bool:
-    """Tell whether a name begins with these parts; "*" stands for a number."""
-    pairs = zip(signs, parts, strict=False)
-    return len(signs) <= len(parts) and all(sign == part or (sign == "*" and part.isdigit()) for sign, part in pairs)
+NameTable = Form  # as users know it
 
 
 def published_forms(model: nn.Module) -> Mapping[str, PublishedForm]:

@@ -70,7 +70,7 @@ def lowest_cosine(one: Shelf, other: Shelf) -> float:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 def test_an_encoder_on_a_card_passes_the_gate(checkpoint: EsmCheckpoint, precision: str) -> None:
-    assert check_parity(checkpoint, precision, 3, card.NAME).passed
+    assert check_parity(checkpoint, precision, 3, card.NAME)[0].passed
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])

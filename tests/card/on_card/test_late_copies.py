@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline.device.accelerator import Card
 from pipeline.encoder.embedding_recipe import Variant
-from pipeline.encoder.engine.io_threads import RowWriter
-from pipeline.encoder.engine.sequence_work import Computed, ComputeStep, Embedding, SequenceWork, Span
+from pipeline.encoder.engine.embed_engine import Embedding, RowWriter, Span
+from pipeline.encoder.engine.memory_ladder import Work
 from pipeline.training.items.item_source import ItemArrays
 from pipeline.training.items.loader import Loader
 from pipeline.training.step.optimizers import StepSettings
@@ -113,7 +114,6 @@ def test_no_batch_is_wrong_on_the_card_whatever_the_order_of_copies(form: str) -
 # Rows that come back
 
 ROWS, WIDTH, COMPUTED = 30, 16, 6
-WORK = ComputeStep(card.NAME, Variant("fp32"))
 
 
 class Unwaited(torch.Stream):
@@ -131,12 +131,13 @@ def wrong_rows(seed: int) -> int:
     def sink(embedding: Embedding) -> None:
         got[embedding.index] = embedding.rows_LD
 
-    with RowWriter(sink) as writer:
+    writer = RowWriter(sink)
+    with ThreadPoolExecutor(1) as behind:
         for number in range(COMPUTED):
             span = Span(card.NAME)
             rows_RD = torch.full((ROWS, WIDTH), float(number)).pin_memory().to(card.NAME, non_blocking=True)
-            work = SequenceWork(number, "A" * ROWS, np.zeros(ROWS, np.uint8), WORK)
-            writer.ask(Computed([work], rows_RD, span.stop()))
+            work = Work(number, "A" * ROWS, np.zeros(ROWS, np.uint8), card.NAME, Variant("fp32"))
+            behind.submit(writer, [work], [rows_RD], span.stop())
             del rows_RD
     right = [number for number in got if (got[number] == number).all()]  # one that is missing had no finite numbers
     return COMPUTED - len(right)

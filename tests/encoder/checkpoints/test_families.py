@@ -68,10 +68,10 @@ def test_positions_are_in_the_digest(old, tmp_path):
 def test_what_lacks_a_part_or_has_another_is_refused_by_its_name(old, new, tmp_path):
     args = Namespace(arch="roberta_large", layers=3, embed_dim=32)
     cases: list[tuple[Path, str, object, str]] = [
-        (old, f"{PREFIX}embed_positions.weight", None, "positions"),
+        (old, f"{PREFIX}embed_positions.weight", None, "position"),
         (old, f"{PREFIX}emb_layer_norm_before.bias", None, "emb_layer_norm_before.bias"),
         (old, f"{PREFIX}layers.1.fc1.bias", None, "layers.1.fc1.bias"),
-        (old, "args", args, "encoder_attention_heads"),
+        (old, "args", args, "None heads"),
         (new, "transformer.blocks.1.attn.q_ln.weight", None, "layers.1.self_attn.q_layer_norm.weight"),
         (new, "transformer.blocks.0.attn.out_proj.bias", torch.zeros(64), "ESM C"),
         (new, "transformer.norm.weight", torch.zeros(63), "(63,)"),

@@ -95,10 +95,10 @@ def test_a_disk_that_fails_or_takes_only_a_part_leaves_nothing(tmp_path, monkeyp
     words = [sys.executable, "-c", FULL, str(tmp_path / "esm2_a.pt")]
     assert "ConfigError" in subprocess.run(words, capture_output=True, text=True, check=False).stderr
 
-    def full(_: int) -> None:
+    def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pipeline.encoder.synth.os.fsync", full)
+    monkeypatch.setattr(torch, "save", full)
     with pytest.raises(ConfigError):
         write_random_checkpoint(tmp_path / "esm2_a.pt", 1, 8, 2)
     assert list(tmp_path.iterdir()) == []

@@ -6,7 +6,6 @@ import os
 import re
 import struct
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,9 @@ import torch
 
 from pipeline.encoder import esm_checkpoint as checkpoints
 from pipeline.encoder import weights
-from pipeline.encoder.checkpoint_files import ESM1B, ESM2, MODELS, Published, published
+from pipeline.encoder.checkpoint_files import ESM1B, ESM2, ESMC, MODELS, Published, published
 from pipeline.encoder.synth import write_random_checkpoint
-from pipeline.encoder.weights import (
-    CheckpointFacts,
-    equals_published,
-    find_checkpoint,
-    identify,
-)
+from pipeline.encoder.weights import CheckpointFacts, examine_checkpoint, find_checkpoint, identify
 from pipeline.errors import ConfigError, WeightsUnusable
 from pipeline.store.cache_folder import CacheFolder
 from tests.encoder.checkpoints.relatives import face_folder, face_tensors
@@ -33,9 +27,9 @@ NAME = "esm2_t6_8M_UR50D"
 @pytest.fixture(autouse=True)
 def _no_shared_folders(tmp_path, monkeypatch):
     """Keep what the machine has in its caches out of these tests."""
-    for name in ("TORCH_HOME", "HF_HOME", "HF_HUB_CACHE"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("TORCH_HOME", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))  # it asks HF_HOME only once
 
 
 @pytest.fixture
@@ -202,35 +196,33 @@ def test_published_model_is_found_where_torch_hub_put_it_and_no_other(tiny, tmp_
     assert str(there) not in str(refused.value)
 
 
-@pytest.mark.parametrize(("variable", "below"), [("HF_HOME", "hub"), ("HF_HUB_CACHE", "")])
-def test_published_model_is_found_where_hugging_face_put_it_at_its_main_revision(
-    tiny, tmp_path, monkeypatch, variable, below
-):
-    monkeypatch.setenv(variable, str(tmp_path / "face"))
-    model = tmp_path / "face" / below / f"models--facebook--{NAME}"
-    pickled = face_folder(model / "snapshots" / "0000", face_tensors(tiny))
+def test_published_model_is_found_where_hugging_face_put_it_at_its_main_revision(tiny, tmp_path):
+    model = tmp_path / "hub" / f"models--facebook--{NAME}"
+    pickled = face_folder(model / "snapshots" / "aaaa", face_tensors(tiny))
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")  # which is passed over
-    face_folder(model / "snapshots" / "aaaa", face_tensors(tiny))
     main = face_folder(model / "snapshots" / "bbbb", face_tensors(tiny))
-    assert find_checkpoint(Path(NAME)).name == "aaaa"
     (model / "refs").mkdir()
-    (model / "refs" / "main").write_text("bbbb\n")
+    (model / "refs" / "main").write_text("aaaa")
+    with pytest.raises(ConfigError):
+        find_checkpoint(Path(NAME))
+    (model / "refs" / "main").write_text("bbbb")
     assert find_checkpoint(Path(NAME)) == main
 
 
 def test_nothing_found_says_where_it_looked_and_what_to_type(tmp_path):
     with pytest.raises(ConfigError) as refused:
         find_checkpoint(tmp_path / "weights" / f"{NAME}.pt")
-    for place in ("weights", "xdg/torch/hub/checkpoints", f"xdg/huggingface/hub/models--facebook--{NAME}/snapshots"):
+    for place in ("weights", "xdg/torch/hub/checkpoints", f"hub/models--facebook--{NAME}/snapshots"):
         assert str(tmp_path / place) in str(refused.value)
     assert f"pipeline weights fetch {NAME}" in refused.value.remedy
 
 
 def test_table_says_of_each_model_what_its_name_says():
-    assert len(MODELS) == 12
+    assert len(MODELS) == 15
+    families = {"esm1": ESM1B, "esm2": ESM2, "esmc": ESMC}
     for model in MODELS:
-        assert model.name.startswith((f"esm2_t{model.layers}_", f"esm1b_t{model.layers}_", f"esm1v_t{model.layers}_"))
-        assert model.shape[0] == (ESM2 if model.name.startswith("esm2") else ESM1B)
+        assert model.name.startswith("esmc_") or f"_t{model.layers}_" in model.name
+        assert model.shape[0] == families[model.name[:4]]
         assert published(model.name) is model
         assert model.dim % model.heads == 0
         for digest in (model.pt_sha256, model.safetensors_sha256):
@@ -238,39 +230,42 @@ def test_table_says_of_each_model_what_its_name_says():
     digests = [model.pt_sha256 for model in MODELS if model.pt_sha256]
     assert len(set(digests)) == len(digests) == 5
     assert published("esm2_t6_9M") is None
+    assert published("esmc_600m").repository == "biohub/ESMC-600M"
+    assert published(NAME).repository == f"facebook/{NAME}"
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, path: Path, **values: object) -> Published:
-    """Let the table know a synthetic checkpoint."""
+def pretend(monkeypatch: pytest.MonkeyPatch, path: Path, **values: object) -> None:
+    """Let the table know a synthetic checkpoint under its own name."""
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    model = replace(MODELS[0], **{"pt_bytes": path.stat().st_size, "pt_sha256": digest, **values})
+    model = Published(**{"name": NAME, "layers": 3, "dim": 32, "heads": 4, "pt_sha256": digest, **values})
     monkeypatch.setattr("pipeline.encoder.weights.published", {model.name: model}.get)
-    return model
 
 
-def test_a_file_under_a_published_name_is_that_file_or_refused(tiny, tmp_path, monkeypatch):
-    path = tmp_path / f"{NAME}.pt"
-    path.write_bytes(tiny.read_bytes())
-    with pytest.raises(WeightsUnusable):
-        equals_published(path, NAME)
-    model = pretend(monkeypatch, tiny)
-    assert equals_published(tiny, model.name)
-    assert not equals_published(tiny, "esm2_mine")
-    for size in (1_000, None):
-        pretend(monkeypatch, tiny, pt_sha256="0" * 64, pt_bytes=size)
+def verdict(path: Path) -> str:
+    examined = examine_checkpoint(path, NAME)
+    if examined.why is not None:
         with pytest.raises(WeightsUnusable) as refused:
-            equals_published(tiny, model.name)
-        assert f"weights fetch {model.name}" in refused.value.remedy
-    pretend(monkeypatch, tiny, pt_sha256=None, pt_bytes=None)
-    assert not equals_published(tiny, model.name)  # as its digest is not known
+            examined.accepted()
+        assert f"weights fetch {NAME}" in refused.value.remedy
+    return examined.verdict
+
+
+def test_a_file_under_a_published_name_is_that_file_or_refused(tiny, monkeypatch):
+    assert verdict(tiny) == "different"  # of other sizes
+    pretend(monkeypatch, tiny)
+    assert verdict(tiny) == "published"
+    assert examine_checkpoint(tiny).verdict == "unknown"  # under its own name
+    pretend(monkeypatch, tiny, pt_sha256="0" * 64)
+    assert verdict(tiny) == "different"
+    pretend(monkeypatch, tiny, pt_sha256=None)
+    assert verdict(tiny) == "unknown"
 
 
 def test_safetensors_is_compared_with_its_own_digest(tiny, tmp_path, monkeypatch):
     folder = face_folder(tmp_path / "model", face_tensors(tiny))
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-    model = pretend(monkeypatch, tiny, safetensors_sha256=digest)
-    assert equals_published(folder, model.name)
+    pretend(monkeypatch, tiny, safetensors_sha256=digest)
+    assert verdict(folder) == "published"
     pretend(monkeypatch, tiny, safetensors_sha256="0" * 64)
-    with pytest.raises(WeightsUnusable):
-        equals_published(folder, model.name)
-    assert not equals_published(face_folder(tmp_path / "parts", face_tensors(tiny), shards=2), model.name)
+    assert verdict(folder) == "different"
+    assert verdict(face_folder(tmp_path / "parts", face_tensors(tiny), shards=2)) == "unknown"

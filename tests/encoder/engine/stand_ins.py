@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from pipeline.encoder.embedding_recipe import ENDS, VOCABULARY, EmbeddingRecipe, tokenize
-from pipeline.encoder.engine.embed_engine import Engine
-from pipeline.encoder.engine.sequence_work import Embedding
+from pipeline.encoder.engine.embed_engine import Embedding, Engine
 from pipeline.encoder.engine.token_batches import EngineSettings
 
 DIM = 4

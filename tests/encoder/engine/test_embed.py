@@ -178,7 +178,7 @@ def test_half_precision_that_is_not_finite_is_done_again_in_full_or_refused(prec
 
 
 def test_a_sink_or_a_reader_that_fails_is_heard():
-    sequences, taken, allowed = texts(*range(1, 51)), [], threading.Event()
+    sequences, taken, allowed, second = texts(*range(1, 51)), [], threading.Event(), threading.Event()
 
     def read(places):
         return [sequences[at] for at in places]
@@ -189,14 +189,17 @@ def test_a_sink_or_a_reader_that_fails_is_heard():
         taken.append(made.index)
 
     def late(made):
-        if made.index != 49:
+        if made.index == 49:
+            second.wait()  # so that another batch is on its way when the first has its outcome
+        else:
             allowed.wait()
             raise OSError("the disk is full")
 
     with pytest.raises(OSError, match="the disk is full"):
         list(stood_in(Workshop()).run(lengths_of(sequences), read, sink))
     assert len(taken) == 5
-    work = stood_in(Workshop(), cap=1).run(lengths_of(sequences), read, late)
+    workshop = Workshop(before=lambda tokens: len(tokens[0]) == 49 and second.set())
+    work = stood_in(workshop, cap=1).run(lengths_of(sequences), read, late)
     assert next(work).index == 49
     allowed.set()
     with pytest.raises(OSError, match="the disk is full"):  # while all is being ended

@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 import pipeline.runs.workflow.embed_stage, pipeline.stages.embed
 from pipeline.cluster.processes import used_bytes
-from pipeline.encoder.engine.memory_ladder import Room
+from pipeline.device.out_of_memory import free_caches
 from pipeline.encoder.esm_checkpoint import load_esm_checkpoint
 from pipeline.encoder.esm2 import EsmEncoder
 from pipeline.encoder.parity import Reference
@@ -39,7 +39,7 @@ torch.set_num_threads(1)
 checkpoint, cpu = load_esm_checkpoint(Path(sys.argv[1])), torch.device("cpu")
 Reference(checkpoint, 1, cpu)  # what it imports stays
 encoder = EsmEncoder(checkpoint, layer=1, precision="fp32", device=cpu)
-Room.beside(encoder, None)
+free_caches("cpu")
 print(used_bytes([os.getpid()]) >> 20)
 """
 

@@ -16,8 +16,7 @@ import torch
 from pipeline.device.out_of_memory import is_out_of_memory, unless_out_of_memory
 from pipeline.encoder.embedding_recipe import SequenceCut, Variant
 from pipeline.encoder.engine import memory_ladder
-from pipeline.encoder.engine.embed_engine import Engine
-from pipeline.encoder.engine.sequence_work import Done
+from pipeline.encoder.engine.embed_engine import Done, Engine
 from pipeline.encoder.esm2 import TILE
 from pipeline.records import Reason
 from tests.encoder.engine.stand_ins import CHECKPOINT, Shelf, Workshop, recipe, run, settings, texts

@@ -15,19 +15,21 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import cosine_similarity
 
-from pipeline.encoder import esm2, linear
+from pipeline.encoder import esm2
 from pipeline.encoder.embedding_recipe import LETTERS, tokenize
 from pipeline.encoder.esm2 import (
     FILL,
     TILE,
     EsmEncoder,
+    PackedLinear,
     SequenceBounds,
+    TorchLinear,
     all_at_once,
     by_sequence,
     choose_attention,
+    choose_linear,
 )
 from pipeline.encoder.esm_checkpoint import load_esm_checkpoint
-from pipeline.encoder.linear import PackedLinear, TorchLinear, choose_linear
 from pipeline.encoder.synth import write_random_checkpoint
 
 CPU = torch.device("cpu")
@@ -86,7 +88,7 @@ def test_every_layer_is_what_fair_esm_computes_at_every_length_for_every_letter(
 def real_width_encoder(request, real_width, monkeypatch):
     """Return an encoder with packed linear layers, and one of a torch that has none."""
     if not request.param:
-        monkeypatch.setattr(linear, "packed_works", lambda weights, rows: False)
+        monkeypatch.setattr(esm2, "packed_works", lambda weights, rows: False)
     return EsmEncoder(load_esm_checkpoint(real_width), layer=2, precision="fp32", device=CPU)
 
 
@@ -196,7 +198,7 @@ def test_a_kernel_that_is_missing_older_or_wrong_is_not_used():
 
 
 def test_fp32_is_full_precision_whatever_the_environment_allows_products(real_width, monkeypatch):
-    monkeypatch.setattr(linear, "packed_works", lambda weights, rows: False)
+    monkeypatch.setattr(esm2, "packed_works", lambda weights, rows: False)
     allowed, sequences = list[str](), [draw(300), draw(64)]
 
     def watched(encoder: EsmEncoder) -> torch.Tensor:
@@ -234,7 +236,7 @@ def test_the_call_fits_the_kernel_of_this_torch():
 def test_rows_that_depend_on_the_tile_make_all_tiles_whole_and_a_wrong_onednn_is_not_used(monkeypatch):
     layers = [(torch.randn(32, 16), torch.randn(32))]
     with monkeypatch.context() as patch:
-        patch.setattr(linear, "_rows_alike", lambda *_: False)
+        patch.setattr(torch, "equal", lambda *_: False)
         assert choose_linear(layers, 64, 16)[1] == 64
     monkeypatch.setattr(PackedLinear, "gelu", lambda self, x_RI: self(x_RI))
     assert choose_linear(layers, 64, 16)[0] is TorchLinear

@@ -11,11 +11,12 @@ import esm
 import pytest
 import torch
 from torch.nn.functional import cosine_similarity
+from transformers import EsmcConfig, EsmcModel
 
 from pipeline.encoder.checkpoint_files import ESM1B, ESMC
-from pipeline.encoder.embedding_recipe import LETTERS, tokenize
+from pipeline.encoder.embedding_recipe import CLS, EOS, LETTERS, tokenize
 from pipeline.encoder.esm2 import FILL, EsmEncoder
-from pipeline.encoder.esm_checkpoint import Architecture, EsmCheckpoint, load_esm_checkpoint
+from pipeline.encoder.esm_checkpoint import ESMC_PTH, Architecture, EsmCheckpoint, digest_weights, load_esm_checkpoint
 from pipeline.encoder.parity import Reference, check_parity, sample_sequences
 from pipeline.encoder.synth import write_random_relative
 from tests.encoder.own import drawn
@@ -70,7 +71,7 @@ def test_rows_have_the_same_bits_in_every_batch_and_pass_the_gate_in_half_precis
     texts = TEXTS if checkpoint.dim < 100 else TEXTS[:5]
     for text, rows_LD in zip(texts, rows_of(checkpoint, layer, texts), strict=True):
         assert torch.equal(rows_of(checkpoint, layer, [text])[0], rows_LD)
-    assert check_parity(checkpoint, "bf16", layer, "cpu").passed
+    assert check_parity(checkpoint, "bf16", layer, "cpu")[0].passed
 
 
 def test_the_gate_catches_a_family_that_is_computed_as_another(checkpoint):
@@ -111,3 +112,24 @@ def test_a_sequence_beyond_the_learned_positions_is_not_encoded_as_one(tmp_path)
     assert checkpoint.architecture.longest == 1022
     with pytest.raises(AssertionError, match="longer than 1022 residues"):
         rows_of(checkpoint, 3, drawn(1023))
+
+
+def test_esm_c_under_the_names_of_transformers_is_what_their_model_computes_and_has_the_key_of_its_pth(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 2}
+    model = EsmcModel(EsmcConfig(**sizes)).eval()
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            tensor.copy_(torch.randn_like(tensor) * 0.1 + (name.endswith("norm.weight")))
+    model.save_pretrained(tmp_path / "esmc")
+    checkpoint = load_esm_checkpoint(tmp_path / "esmc")
+    assert (checkpoint.form, checkpoint.architecture.family) == ("hugging-face", ESMC)
+    tokens_1T = torch.tensor([[CLS, *tokenize(SEQUENCE).tolist(), EOS]])
+    with torch.inference_mode():
+        found = model(tokens_1T, output_hidden_states=True)
+    for layer, wanted_1TD in ((1, found.hidden_states[1]), (3, found.last_hidden_state)):
+        (rows_LD,) = rows_of(checkpoint, layer, [SEQUENCE])
+        assert float(cosine_similarity(rows_LD.double(), wanted_1TD[0, 1:-1].double(), dim=1).min()) > 0.9999999
+    assert check_parity(checkpoint, "fp32", 3, "cpu")[0].passed
+    torch.save(ESMC_PTH.write(checkpoint.tensors), tmp_path / "esmc.pth")
+    assert digest_weights(load_esm_checkpoint(tmp_path / "esmc.pth")) == digest_weights(checkpoint)

@@ -54,7 +54,7 @@ def test_the_right_encoder_passes_in_every_layer_and_precision(checkpoint):
         ("bf16", 3, 0.999),
         ("fp16", 3, 0.999),
     ):
-        verdict = check_parity(checkpoint, precision, layer, "cpu")
+        verdict = check_parity(checkpoint, precision, layer, "cpu")[0]
         assert verdict.passed
         assert verdict.lowest > lowest
         assert verdict.sequences == 9
@@ -95,8 +95,8 @@ def test_a_wrong_encoder_is_caught(checkpoint, wanted):
 def test_sharp_attention_passes_in_full_precision_and_is_judged_truly_in_half(tmp_path):
     write_random_checkpoint(tmp_path / "esm2_sharp.pt", layers=4, dim=64, heads=4, seed=0, stress=6.0)
     checkpoint = load_esm_checkpoint(tmp_path / "esm2_sharp.pt")
-    assert check_parity(checkpoint, "fp32", 4, "cpu").passed
-    half = check_parity(checkpoint, "bf16", 4, "cpu")
+    assert check_parity(checkpoint, "fp32", 4, "cpu")[0].passed
+    half = check_parity(checkpoint, "bf16", 4, "cpu")[0]
     assert half.passed == (half.lowest >= 0.999)
     assert half.lowest == pytest.approx(_lowest_by_hand(checkpoint), abs=1e-6)
     assert half.lowest < 0.999  # 0.986 when this was written: sharp enough to hurt
@@ -123,7 +123,7 @@ def test_where_fp32_itself_is_in_doubt_fair_esm_is_the_measure_and_a_wrong_encod
     path = tmp_path / "esm2_doubtful.pt"  # so sharp that fair-esm in fp32 is not what it is in fp64
     write_random_checkpoint(path, layers=6, dim=64, heads=2, stress=10.0)
     doubtful = load_esm_checkpoint(path)
-    verdict = check_parity(doubtful, "fp32", 6, "cpu")
+    verdict = check_parity(doubtful, "fp32", 6, "cpu")[0]
     assert verdict.lowest < 0.99999
     assert 0.999 <= verdict.threshold < 0.99999
     assert verdict.passed
