@@ -377,6 +377,8 @@ class Packing:
 class EsmEncoder:
     """A checkpoint made ready to encode on one device, in one precision, up to one layer."""
 
+    tokenize = staticmethod(tokenize)
+
     def __init__(self, checkpoint: EsmCheckpoint, *, layer: int, precision: str, device: torch.device) -> None:
         shape = checkpoint.architecture
         assert 0 <= layer <= shape.layers, f"layer {layer} of {shape.layers}"
@@ -399,9 +401,6 @@ class EsmEncoder:
             self._position_PD = take.positions() if shape.positions else None
             self._rotary = None if shape.positions else Rotary(checkpoint.rotary_F, device)
             self._attend: Attention = choose_attention(device, self._dtype, self._heads, self.dim // self._heads)
-
-    def tokenize(self, sequence: str) -> NDArray[np.uint8]:
-        return tokenize(sequence)
 
     def bytes_per_token(self, residues: int = TYPICAL) -> int:  # noqa: ARG002 - no kernel here makes an L x L matrix
         """Return the working memory that a token of a batch needs, beside the weights and a constant."""

@@ -261,8 +261,8 @@ def fetch(name: str, target: Path | None, *, url: str | None = None, force: bool
             for file in files_of(place).tensors:  # another program could take it for the model
                 file.resolve().unlink(missing_ok=True)
         return examined.accepted()
-    if url is None or target is None:
-        raise ConfigError("no such model, and no address of one", where=name, remedy="--url https://HOST/PATH/NAME.pt")
+    assert url is not None, f"{name} is no model that is published"
+    assert target is not None, f"{url} has no place to go to"
     with written_to(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target) as aside:

@@ -156,7 +156,7 @@ class Engine:
             if len(text) != lengths_N[index]:
                 raise ValueError(f"sequence {index} has {len(text)} residues, not {lengths_N[index]}")
             try:
-                tokens_L = self._ladder.main.tokenize(text)
+                tokens_L = self._tokenize(text)
             except BadSequence as problem:
                 refused.append(RefusedSequence(index, Reason.BAD_SEQUENCE, str(problem)))
                 continue
@@ -191,14 +191,14 @@ class Engine:
         """Build the encoder and measure how many tokens fit beside it, once."""
         if self._ladder.budget:
             return
-        tokens = unless_out_of_memory(self._fitting_tokens)
-        if tokens is None:
+        encoder, asked = self._ladder.encoder(), self._settings.budget
+        tokens = asked if asked != "auto" else None
+        if encoder is not None and tokens is None:
+            tokens = unless_out_of_memory(lambda: self._ladder.fitting_budget(encoder))
+        if encoder is None or tokens is None:
             raise no_room(f"the weights of {self._checkpoint.name} do", self._settings.device)
+        self._tokenize = encoder.tokenize
         self._ladder.allow(max(1, min(tokens, self._ceiling or tokens) >> self._settings.shrink))
-
-    def _fitting_tokens(self) -> int:
-        encoder, asked = self._ladder.main, self._settings.budget
-        return self._ladder.fitting_budget(encoder) if asked == "auto" else asked
 
 
 def finish(executor: ThreadPoolExecutor) -> None:

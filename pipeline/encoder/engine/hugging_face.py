@@ -179,12 +179,11 @@ class StructureTable:
 
     def _rows_of(self, text: bytes) -> Iterator[tuple[bytes, bytes]]:
         """Yield the rows of a sequence."""
-        first, last = np.searchsorted(self._mark_R, np.uint64(_mark(text)), "left"), len(self._mark_R)
+        first, last = (np.searchsorted(self._mark_R, np.uint64(_mark(text)), side) for side in ("left", "right"))
         with self._path.open("rb") as lines:
-            while first < last and self._mark_R[first] == _mark(text):
-                lines.seek(int(self._place_R[first]))
+            for place in self._place_R[first:last].tolist():
+                lines.seek(place)
                 yield self._row(lines.readline())
-                first += 1
 
     def _windows_of(self, text: bytes) -> Iterator[tuple[bytes, int]]:
         """Yield the letters of each row whose sequence has a text within it, and where that begins."""

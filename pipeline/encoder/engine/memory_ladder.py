@@ -134,13 +134,21 @@ class Ladder:
         self.budget = 0  # until it is allowed
         self._recipe, self._main, self._build, self._storage = recipe, main, build, storage
         self._counts, self._learned, self._mem_bytes = counts, learned, mem_bytes
-        self._encoders: dict[Kind, Forward] = {}
+        self._encoders: dict[Kind, Forward | None] = {}
         self._free: dict[Kind, int] = {}  # bytes that were free beside an encoder on the CPU when it had been built
-        self._unfit: set[Kind] = set()  # what could not be built in place of the main one
 
-    @property
-    def main(self) -> Forward:
-        return self._encoder(self._main)
+    def encoder(self, kind: Kind | None = None) -> Forward | None:
+        """Return the main encoder, or another, built when first asked for; None where it did not fit, for good."""
+        kind = kind or self._main
+        if kind not in self._encoders:
+            encoder = unless_out_of_memory(lambda: self._build(*kind))
+            free_caches(kind[0])
+            if encoder is None:
+                self._counts.splits += 1
+            elif kind[0] == CPU:
+                self._free[kind] = host_free_bytes(self._mem_bytes)
+            self._encoders[kind] = encoder
+        return self._encoders[kind]
 
     def allow(self, budget: int) -> None:
         self.budget = self._counts.budget_tokens = budget
@@ -201,23 +209,23 @@ class Ladder:
         cut = work.windows
         residues = len(work.tokens_L) if cut is None else min(cut.length, len(work.tokens_L))
         least = count if cut is None else residues + ENDS
-        if not self._builds(work.kind) or self._room(work.kind, count, residues) < least:
+        encoder = self.encoder(work.kind)
+        if encoder is None or self._room(work.kind, encoder, count, residues) < least:
             return None
         whole = [work.tokens_L for work in batch]
-        rows_RD = self._forward(work.kind, whole) if cut is None else self._in_windows(work, cut)
+        rows_RD = self._forward(work.kind, encoder, whole) if cut is None else self._in_windows(work, encoder, cut)
         if is_large:
             trim_heap()  # storing large rows takes as much again
         return rows_RD
 
-    def _room(self, kind: Kind, rows: int, residues: int) -> float:
+    def _room(self, kind: Kind, encoder: Forward, rows: int, residues: int) -> float:
         """Return how many tokens, in sequences of that length, fit the host at once, beside so many finished rows."""
         if kind not in self._free:
             return math.inf
-        encoder = self._encoders[kind]
         rows_bytes = ROW_COPIES * rows * encoder.dim * self._storage.itemsize
         return tokens_beside(self._free[kind] - rows_bytes, encoder, residues)
 
-    def _in_windows(self, work: Work, cut: SequenceCut) -> torch.Tensor | None:
+    def _in_windows(self, work: Work, encoder: Forward, cut: SequenceCut) -> torch.Tensor | None:
         """Return the rows of a sequence computed in windows, or None when not even one of them fits.
 
         Each window has a mark of its own: the sequence's is their mean.
@@ -227,9 +235,10 @@ class Ladder:
         parts = list(zip(spans, window_shares(spans), strict=True))
         rows_LD: torch.Tensor | None = None
         while parts:
-            at_once = min(self.budget, self._room(work.kind, work.tokens, cut.length)) if work.kind == self._main else 1
+            room = self._room(work.kind, encoder, work.tokens, cut.length)
+            at_once = min(self.budget, room) if work.kind == self._main else 1
             group = parts[: max(1, int(at_once) // (cut.length + ENDS))]
-            rows_RD = self._forward(work.kind, [work.tokens_L[start:stop] for (start, stop), _ in group])
+            rows_RD = self._forward(work.kind, encoder, [work.tokens_L[start:stop] for (start, stop), _ in group])
             if rows_RD is None:
                 if len(group) == 1:
                     return None
@@ -247,9 +256,9 @@ class Ladder:
             rows_LD[0] = torch.cat(mark_1D).mean(0)
         return rows_LD
 
-    def _forward(self, kind: Kind, tokens: Sequence[Tokens]) -> torch.Tensor | None:
+    def _forward(self, kind: Kind, encoder: Forward, tokens: Sequence[Tokens]) -> torch.Tensor | None:
         """Send sequences through an encoder; None, and a smaller budget, when memory does not suffice."""
-        count, encoder = sum(map(len, tokens)) + ENDS * len(tokens), self._encoders[kind]
+        count = sum(map(len, tokens)) + ENDS * len(tokens)
         rows_RD = unless_out_of_memory(lambda: encoder(tokens, cls=self._recipe.cls).to(self._storage))
         if rows_RD is not None:
             self._counts.encoded_residues += count - ENDS * len(tokens)
@@ -259,37 +268,18 @@ class Ladder:
         free_caches(kind[0])
         if kind == self._main:  # the budget is of this one: with others, sequences are computed one by one
             if self._drop_others(kind[0]):
-                return self._forward(kind, tokens)
+                return self._forward(kind, encoder, tokens)
             if (half := max(1, count // 2)) < self.budget:
                 self.allow(half)
                 self._learned(half)
         return None
 
-    def _encoder(self, kind: Kind) -> Forward:
-        """Return the encoder of a precision on a device, built when it is first asked for."""
-        if kind not in self._encoders:
-            encoder = self._build(*kind)
-            if kind[0] == CPU:
-                free_caches(CPU)
-                self._free[kind] = host_free_bytes(self._mem_bytes)
-            self._encoders[kind] = encoder
-        return self._encoders[kind]
-
-    def _builds(self, kind: Kind) -> bool:
-        """Say whether an encoder exists or can be built; one that did not fit is not tried again."""
-        if kind not in self._unfit and unless_out_of_memory(lambda: self._encoder(kind)) is None:
-            self._unfit.add(kind)
-            self._counts.splits += 1
-            free_caches(kind[0])
-        return kind not in self._unfit
-
     def _drop_others(self, device: str) -> bool:
         """Drop all encoders on a device but the main one; return whether there were any."""
-        others = [kind for kind in self._encoders if kind[0] == device and kind != self._main]
+        others = [kind for kind, built in self._encoders.items() if built and kind[0] == device and kind != self._main]
         for kind in others:
             del self._encoders[kind]
-        if others:
-            free_caches(device)
+        free_caches(device)
         return bool(others)
 
 
