@@ -23,7 +23,7 @@ from pipeline.protocol import Weights
 from pipeline.records import Reason, TaskContext
 from pipeline.training.checkpoints.checkpoint import CheckpointFolder, latest_checkpoint
 from pipeline.training.checkpoints.keeper import Keeper, model_key
-from pipeline.training.checkpoints.trained_weights import WeightsReading, load_pretrained
+from pipeline.training.checkpoints.trained_weights import load_pretrained
 from pipeline.training.evaluating.evaluator import Evaluator
 from pipeline.training.items.item_source import DamagedItems, ItemSource
 from pipeline.training.items.item_table import ItemTable
@@ -348,8 +348,7 @@ def begin_with(job: Job, model: nn.Module) -> None:
     """Load pretrained weights into a model, where any are configured."""
     if job.train.pretrained is None:
         return
-    how = WeightsReading.of(job.train)
-    report = load_pretrained(model, job.train.pretrained, partial=job.train.pretrained_partial, reading=how)
+    report = load_pretrained(model, job.train.pretrained, partial=job.train.pretrained_partial, train=job.train)
     if job.ranks.rank == 0:
         form = f", as {report.form} names them" if report.form else ""
         job.say(f"{report.loaded:,} tensors of {job.train.pretrained}{form}")

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from pipeline.config.load import read_config
+from pipeline.config.schema_train import TrainSection
 from pipeline.errors import ConfigError
 from pipeline.project.run_code import load_task
 from pipeline.setup.demo_project import DEMOS, write_recipe_demo
@@ -23,7 +24,7 @@ from pipeline.tasks.contrastive_pair import ContrastivePair
 from pipeline.tasks.pairs.clip_names import options_of
 from pipeline.tasks.rna_ligand import RnaLigand
 from pipeline.tasks.spectra_finetune import SpectraFinetune
-from pipeline.training.checkpoints.trained_weights import WeightsReading, in_form, load_pretrained, stored_weights
+from pipeline.training.checkpoints.trained_weights import in_form, load_pretrained, stored_weights
 from tests.reference import FOLDER, checkpoint, recorded, transformers_folder
 from tests.tasks.originals import PEPTRM, off, peaks_of, pocket_sizes
 from tests.testkit.command import Command
@@ -104,7 +105,7 @@ def test_a_model_of_other_sizes_refuses_a_published_file_with_the_options_that_f
 def test_moving_averages_are_another_entry_of_the_same_file() -> None:
     path = checkpoint("peptrm/checkpoint_step_3.pt")
     load_pretrained(plain := PEPTRM.model(), path)
-    load_pretrained(averaged := PEPTRM.model(), path, reading=WeightsReading(entry="ema_state_dict"))
+    load_pretrained(averaged := PEPTRM.model(), path, train=TrainSection(pretrained_entry="ema_state_dict"))
     assert any(not torch.equal(one, averaged.state_dict()[name]) for name, one in plain.state_dict().items())
 
 

@@ -363,7 +363,7 @@ def refuse_unfit_weights(task: Task, train: TrainSection, path: Path | None = No
     """
     import torch
 
-    from pipeline.training.checkpoints.trained_weights import WeightsReading, fitting_weights
+    from pipeline.training.checkpoints.trained_weights import fitting_weights
 
     try:
         with torch.device("meta"):
@@ -372,7 +372,7 @@ def refuse_unfit_weights(task: Task, train: TrainSection, path: Path | None = No
         model = task.model()
     partial = train.pretrained_partial and path is None
     if (file := path or train.pretrained) is not None:
-        fitting_weights(model, file, partial=partial, reading=WeightsReading.of(train))
+        fitting_weights(model, file, partial=partial, train=train)
 
 
 def _step(

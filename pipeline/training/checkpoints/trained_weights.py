@@ -82,18 +82,18 @@ def load_checkpoint(
     ranks: Ranks,
     select: Callable[[Collection[str]], ChosenCheckpoint],
     say: Callable[[str], None],
-    reading: WeightsReading | None = None,
+    train: TrainSection | None = None,
 ) -> ChosenCheckpoint:
     """Load the checkpoint that rank 0 selects into the model of every rank: its moving averages where it has any.
 
-    A file of weights is read as `reading` says. One that is damaged, or that a training removes meanwhile, is skipped;
-    `select` gets the names of those.
+    A file of weights is read as settings of `train` say. A checkpoint that is damaged, or that a training removes
+    meanwhile, is skipped; `select` gets the names of those.
     """
     without: list[str] = []
     for _ in range(TRIES):
         mine = select(without).to_json() if ranks.rank == 0 else {}
         chosen = ChosenCheckpoint.from_json(ranks.exchange(mine)[0])
-        replies = ranks.exchange({"why": _load(step, chosen, reading)})
+        replies = ranks.exchange({"why": _load(step, chosen, train)})
         problems = [reply["why"] for reply in replies if reply["why"]]
         if not problems:
             return chosen
@@ -103,12 +103,12 @@ def load_checkpoint(
     raise JobFailed(problem, where=str(chosen.path.parent), remedy=ANOTHER)
 
 
-def _load(step: Step, chosen: ChosenCheckpoint, reading: WeightsReading | None) -> str:
+def _load(step: Step, chosen: ChosenCheckpoint, train: TrainSection | None) -> str:
     """Fill a model; return what went wrong where another checkpoint may work, else ""."""
     try:
         if checkpoint_digest(chosen.path) != chosen.digest:
             return "it was replaced while being read"
-        load_pretrained(step.model, chosen.path, reading=reading)
+        load_pretrained(step.model, chosen.path, train=train)
     except (FolderDamaged, FileNotFoundError, ConfigError) as error:
         if isinstance(error, FolderDamaged):
             return f"{error.where}: {error.what}"
@@ -119,20 +119,6 @@ def _load(step: Step, chosen: ChosenCheckpoint, reading: WeightsReading | None) 
 
 
 # Pretrained weights
-
-
-@dataclass(frozen=True)
-class WeightsReading:
-    """How a file of weights is to be read."""
-
-    form: str | None = None  # the published form; None: recognized by the names
-    names: Mapping[str, str] = field(default_factory=dict)  # of the file's → the model's, before all else
-    entry: str | None = None  # of a checkpoint with several, such as ema_state_dict
-
-    @classmethod
-    def of(cls, train: TrainSection) -> WeightsReading:
-        """Return what a configuration says."""
-        return cls(train.pretrained_as, train.pretrained_map, train.pretrained_entry)
 
 
 @dataclass(frozen=True)
@@ -167,13 +153,14 @@ class PretrainedReport:
 
 
 def load_pretrained(
-    model: nn.Module, path: Path, *, partial: bool = False, reading: WeightsReading | None = None
+    model: nn.Module, path: Path, *, partial: bool = False, train: TrainSection | None = None
 ) -> PretrainedReport:
     """Copy weights into a model: all of them or, if partial, those that fit. Nothing is changed where it fails.
 
-    A tensor of another floating precision is converted; of tied parameters the file needs only one.
+    A tensor of another floating precision is converted; of tied parameters the file needs only one. Settings of `train`
+    say in which form a file is.
     """
-    report, fitting = fitting_weights(model, path, partial=partial, reading=reading)
+    report, fitting = fitting_weights(model, path, partial=partial, train=train)
     state = model_state(model)
     with torch.no_grad():
         for name, tensor in fitting.items():
@@ -182,12 +169,12 @@ def load_pretrained(
 
 
 def fitting_weights(
-    model: nn.Module, path: Path, *, partial: bool, reading: WeightsReading | None = None
+    model: nn.Module, path: Path, *, partial: bool, train: TrainSection | None = None
 ) -> tuple[PretrainedReport, dict[str, Tensor]]:
     """Compare weights with a model, which may be on the meta device; return how, and those that fit."""
-    reading = reading or WeightsReading()
-    stored, state = stored_weights(path, reading.entry), model_state(model)
-    form, left, tensors = ("", (), stored) if _is_ours(path) else _in_own_names(model, stored, reading, path)
+    stored = stored_weights(path, train.pretrained_entry if train else None)
+    state = model_state(model)
+    form, left, tensors = ("", (), stored) if _is_ours(path) else _in_own_names(model, stored, train, path)
     tensors = _unwrapped(tensors, lambda names: any(name in state for name in names)) or tensors
     same = distinct(state)[1]
     in_file = {same.get(name, name) for name in state if name in tensors}
@@ -216,23 +203,23 @@ def fitting_weights(
 
 
 def _in_own_names(
-    model: nn.Module, tensors: Mapping[str, Tensor], reading: WeightsReading, path: Path
+    model: nn.Module, tensors: Mapping[str, Tensor], train: TrainSection | None, path: Path
 ) -> tuple[str, tuple[str, ...], Mapping[str, Tensor]]:
     """Return the form in which a file's tensors are published, which of them are left, and the rest in our names."""
-    if reading.names:
-        tensors = {renamed(name, reading.names): tensor for name, tensor in tensors.items()}
-    forms = published_forms(model)
-    if reading.form is not None and reading.form not in forms:
+    forms, wanted = published_forms(model), train.pretrained_as if train else None
+    if train and train.pretrained_map:  # of the file's names to the model's, before all else
+        tensors = {renamed(name, train.pretrained_map): tensor for name, tensor in tensors.items()}
+    if wanted is not None and wanted not in forms:
         known = f"it supports {', '.join(forms)}" if forms else "it supports no published weights"
         remedy = f"leave out {AS}, or choose one of these" if forms else f"leave out {AS}; names: train.pretrained_map"
-        raise ConfigError(f"the model does not support weights of {reading.form!r}; {known}", where=AS, remedy=remedy)
-    for name in forms if reading.form is None else [reading.form]:
+        raise ConfigError(f"the model does not support weights of {wanted!r}; {known}", where=AS, remedy=remedy)
+    for name in forms if wanted is None else [wanted]:
         if (theirs := _unwrapped(tensors, forms[name].knows)) is not None:
             left = tuple(known for known in theirs if _is_like(known, forms[name].left))
             return name, left, forms[name].read({known: theirs[known] for known in theirs if known not in left})
-    if reading.form is not None:
-        problem = f"these are not weights of {reading.form}: their names begin with {', '.join(list(tensors)[:4])}"
-        raise ConfigError(problem, where=f"{AS}: {path}", remedy=f"leave out {AS}, or name the file of {reading.form}")
+    if wanted is not None:
+        problem = f"these are not weights of {wanted}: their names begin with {', '.join(list(tensors)[:4])}"
+        raise ConfigError(problem, where=f"{AS}: {path}", remedy=f"leave out {AS}, or name the file of {wanted}")
     return "", (), tensors
 
 

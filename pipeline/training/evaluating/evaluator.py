@@ -29,7 +29,7 @@ from pipeline.errors import PlanInfeasible
 from pipeline.memory.runtime.governor import Governor
 from pipeline.memory.runtime.recovery import each_that_fits
 from pipeline.records import Reason, Rejection
-from pipeline.training.checkpoints.trained_weights import WeightsReading, load_checkpoint
+from pipeline.training.checkpoints.trained_weights import load_checkpoint
 from pipeline.training.evaluating.outputs import (
     HIDDEN,
     GatheredOutputs,
@@ -365,7 +365,7 @@ def apply_model(job: ApplyJob) -> Generator[Reason | None, None, ApplyResult | N
     if train.memory_fraction is not None:
         computing(step.device).limit_fraction(train.memory_fraction)
     with ranks.patient("loading the model"):
-        chosen = load_checkpoint(step, ranks, job.choose, job.say, WeightsReading.of(train))
+        chosen = load_checkpoint(step, ranks, job.choose, job.say, train)
     job.say(f"checkpoint {chosen.path}, step {chosen.step:,}" + (f" ({chosen.note})" if chosen.note else ""))
     if train.compile:
         step.model.compile(mode=train.compile_mode)

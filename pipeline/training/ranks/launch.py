@@ -30,14 +30,7 @@ ALONE_S = 25.0  # for the other ranks once one has failed: more than the rank mo
 TERM_S = 15.0  # after SIGTERM
 
 
-def launch_ranks(
-    command: Sequence[str],
-    world: int,
-    environment: Mapping[str, str] | None = None,
-    *,
-    alone_s: float = ALONE_S,
-    term_s: float = TERM_S,
-) -> int:
+def launch_ranks(command: Sequence[str], world: int, *, alone_s: float = ALONE_S, term_s: float = TERM_S) -> int:
     """Run a command as `world` ranks; return one exit code for all.
 
     It is that of the first rank that failed by its own fault; 75 where some have more to do; else 0.
@@ -46,7 +39,7 @@ def launch_ranks(
     before = {number: signal.signal(number, processes.forward) for number in FORWARDED}
     meeting = secrets.token_hex(8)
     try:
-        for rank, own in enumerate(rank_environments(world, environment)):
+        for rank, own in enumerate(rank_environments(world)):
             processes.start([*command, "--part", f"{rank}/{world}", "--meeting", meeting], own)
         wait_for(lambda: processes.all_ended() or processes.failed, float("inf"), LOOK_EVERY_S)
     except BaseException:
@@ -60,11 +53,10 @@ def launch_ranks(
     return [*failed, *sorted(processes.ended.values(), key=lambda code: (code != GO_ON, -code))][0]
 
 
-def rank_environments(world: int, environment: Mapping[str, str] | None = None) -> list[dict[str, str]]:
+def rank_environments(world: int) -> list[dict[str, str]]:
     """Return each rank's environment: one of the GPUs that this process may use."""
-    all_have = dict(os.environ if environment is None else environment)
-    lent = [name for name in all_have.get(VISIBLE, "").split(",") if name] or list(map(str, range(world)))
-    return [{**all_have, VISIBLE: lent[rank % len(lent)]} for rank in range(world)]
+    lent = [name for name in os.environ.get(VISIBLE, "").split(",") if name] or list(map(str, range(world)))
+    return [{**os.environ, VISIBLE: lent[rank % len(lent)]} for rank in range(world)]
 
 
 @dataclass

@@ -32,8 +32,7 @@ from pipeline.errors import ConfigError
 from pipeline.records import RankPlace
 from pipeline.training.ranks import PIECE_BYTES, Ranks
 from pipeline.training.ranks.gradient_sums import reduce_in_pieces
-from pipeline.training.ranks.rank_monitor import Activity, HangLimits, RankMonitor
-from pipeline.training.ranks.rendezvous import COME_WITHIN_S, LOOPBACK
+from pipeline.training.ranks.rank_monitor import COME_WITHIN_S, LOOPBACK, Activity, HangLimits, RankMonitor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -49,6 +48,7 @@ NEVER = timedelta(days=7)  # the rank monitor names who is lost; a timeout of to
 INTERFACE = "GLOO_SOCKET_IFNAME"  # gloo reads its interface from nowhere else
 GLOO_THREAD = "pt_gloo_runloop"
 GLOO_RESTS_WITHIN_S = 10.0
+_STATE = re.compile(r"^(?:State|\w+ctxt_switches):\t(.*)$", re.MULTILINE)
 
 
 def join_process_group(
@@ -76,8 +76,9 @@ def join_process_group(
         port, door = listener.getsockname()[1], listener.detach()
         store, shared = _store(LOOPBACK, port, door), {"store": port, "prefix": secrets.token_hex(16)}
     met = monitor.start(folder, shared, within_s)
-    if interface := interface_of(met.address):
-        os.environ.setdefault(INTERFACE, interface)  # rather than that of the host name, often the loopback
+    for interface, owned in psutil.net_if_addrs().items():
+        if met.address in (known.address for known in owned):
+            os.environ.setdefault(INTERFACE, interface)  # rather than that of the host name, often the loopback
     group = ProcessGroup(monitor, limits)
     try:
         store = store or _store(met.links[0].peer, met.shared["store"])
@@ -112,12 +113,6 @@ def _shut(door: int) -> None:
     """Have a store, which would admit everybody, accept no connection from now on; it keeps those that it has."""
     with socket.socket() as unbound:
         os.dup2(unbound.fileno(), door)
-
-
-def interface_of(address: str) -> str | None:
-    """Return the name of the network interface that has an address, None if unknown."""
-    interfaces = psutil.net_if_addrs().items()
-    return next((name for name, owned in interfaces if address in (known.address for known in owned)), None)
 
 
 class MonitoredRanks(Ranks):
@@ -272,9 +267,9 @@ def end_after_gloo() -> None:
 
 def _await_gloo() -> None:
     """Wait until gloo's threads sleep, and have not been awake between two looks."""
-    until, before = time.monotonic() + GLOO_RESTS_WITHIN_S, None
+    until, before = time.monotonic() + GLOO_RESTS_WITHIN_S, list[list[str]]()
     while (now := _gloo_threads()) and time.monotonic() < until:
-        if now == before and all(thread[0].startswith("S") for thread in now):
+        if now == before and all(state.startswith("S") for state, *_ in now):
             return
         before = now
         time.sleep(0.001)  # they may have the interpreter meanwhile
@@ -282,10 +277,8 @@ def _await_gloo() -> None:
 
 def _gloo_threads() -> list[list[str]]:
     """Return the state of each of torch's threads of gloo, and how often it has given up its core; [] off Linux."""
-    threads = []
+    texts = []
     for file in Path("/proc/self/task").glob("*/status"):
         with suppress(OSError):  # it has ended
-            text = file.read_text()
-            if GLOO_THREAD in text:
-                threads.append(re.findall(r"^(?:State|\w+ctxt_switches):\t(.*)$", text, re.MULTILINE))
-    return threads
+            texts.append(file.read_text())
+    return [_STATE.findall(text) for text in texts if GLOO_THREAD in text]

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from pipeline.config.schema_train import TrainSection
 from pipeline.encoder.published_weights import read_pt
 from pipeline.errors import ConfigError, DataError, WeightsUnusable
 from pipeline.training.checkpoints.trained_weights import (
     NameTable,
-    WeightsReading,
     in_form,
     load_pretrained,
     renamed,
@@ -89,16 +89,16 @@ def test_a_head_that_the_file_has_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reading", "says"),
+    ("form", "says"),
     [
-        (WeightsReading("other"), r"the model does not support weights of 'other'; it supports known"),
-        (WeightsReading("known"), r"these are not weights of known: their names begin with a, b"),
+        ("other", r"the model does not support weights of 'other'; it supports known"),
+        ("known", r"these are not weights of known: their names begin with a, b"),
     ],
 )
-def test_a_form_that_is_not_there_is_refused_by_its_name(tmp_path: Path, reading: WeightsReading, says: str) -> None:
+def test_a_form_that_is_not_there_is_refused_by_its_name(tmp_path: Path, form: str, says: str) -> None:
     torch.save({"a": torch.zeros(1), "b": torch.zeros(1)}, path := tmp_path / "w.pt")
     with pytest.raises(ConfigError, match=says) as caught:
-        load_pretrained(Known(), path, reading=reading)
+        load_pretrained(Known(), path, train=TrainSection(pretrained_as=form))
     assert caught.value.where.startswith("train.pretrained_as")
 
 
@@ -115,15 +115,15 @@ def test_a_table_of_ones_own_brings_weights_that_no_recipe_knows(tmp_path: Path)
     torch.save(
         {renamed(name, back): torch.ones_like(one) for name, one in model.state_dict().items()}, tmp_path / "w.pt"
     )
-    reading = WeightsReading(names={"blocks.*.fc": "body.*", "out": "end"})
-    assert load_pretrained(model, tmp_path / "w.pt", reading=reading).is_whole
+    train = TrainSection(pretrained_map={"blocks.*.fc": "body.*", "out": "end"})
+    assert load_pretrained(model, tmp_path / "w.pt", train=train).is_whole
     assert all((one == 1).all() for one in model.state_dict().values())
 
 
 def test_another_entry_of_a_checkpoint_is_read_where_it_is_named(tmp_path: Path) -> None:
     averages = {name: one + 1 for name, one in theirs().items()}
     torch.save({"model_state_dict": theirs(), "ema_state_dict": averages}, path := tmp_path / "w.pt")
-    load_pretrained(model := Known(), path, reading=WeightsReading(entry="ema_state_dict"))
+    load_pretrained(model := Known(), path, train=TrainSection(pretrained_entry="ema_state_dict"))
     assert torch.equal(model.enter.bias, averages["embed.proj.bias"])
     with pytest.raises(DataError, match=r"a dict of model_state_dict, ema_state_dict; .* under swa"):
         stored_weights(path, "swa")

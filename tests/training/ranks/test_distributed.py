@@ -21,8 +21,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from pipeline.records import RankPlace
 from pipeline.training.ranks import HUNG, LOST
 from pipeline.training.ranks.process_group import LETTER_BYTES, MonitoredRanks, ProcessGroup
-from pipeline.training.ranks.rank_monitor import Activity, HangLimits, WatchedRank, stuck_rank
-from pipeline.training.ranks.rendezvous import addresses_of
+from pipeline.training.ranks.rank_monitor import Activity, HangLimits, WatchedRank, addresses_of, stuck_rank
 from tests.training.ranks.crews import DEADLINE_S, await_file, crew
 
 pytestmark = pytest.mark.nightly

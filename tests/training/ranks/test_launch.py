@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -50,8 +49,9 @@ def are_gone(folder: Path, world: int) -> bool:
     return not any(is_running(int(up(folder, rank)[0])) for rank in range(world))
 
 
-def test_every_rank_knows_which_it_is_and_has_a_gpu_of_its_own(tmp_path: Path) -> None:
-    assert launch_ranks(command(tmp_path, ""), 3, {**os.environ, VISIBLE: "4,GPU-5,6"}) == 0
+def test_every_rank_knows_which_it_is_and_has_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VISIBLE, "4,GPU-5,6")
+    assert launch_ranks(command(tmp_path, ""), 3) == 0
     told = [up(tmp_path, rank)[1:] for rank in range(3)]
     assert [words[0] for words in told] == ["0/3", "1/3", "2/3"]
     assert [words[2] for words in told] == ["4", "GPU-5", "6"]

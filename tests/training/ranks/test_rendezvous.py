@@ -15,8 +15,8 @@ import pytest
 
 from pipeline.errors import JobFailed
 from pipeline.records import RankPlace
-from pipeline.training.ranks import rendezvous
-from pipeline.training.ranks.rendezvous import JsonLink, Meeting, meet
+from pipeline.training.ranks import rank_monitor
+from pipeline.training.ranks.rank_monitor import JsonLink, Meeting, meet
 
 Result = TypeVar("Result")
 WITHIN_S = 20.0
@@ -153,8 +153,8 @@ def test_a_stranger_without_the_word_is_disconnected(tmp_path: Path, greeting: b
 def test_silent_connections_are_limited_in_number_and_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, most: float
 ) -> None:
-    monkeypatch.setattr(rendezvous, "GREET_WITHIN_S", 1000.0)
-    monkeypatch.setattr(rendezvous, limit, most)
+    monkeypatch.setattr(rank_monitor, "GREET_WITHIN_S", 1000.0)
+    monkeypatch.setattr(rank_monitor, limit, most)
 
     async def run() -> None:
         first = join(ranks(2)[0], tmp_path)
