@@ -7,6 +7,9 @@ one process each: a plain loop and Lightning's Trainer without a callback. Both 
 shuffled order, and run a batch at once through the same model with the same optimizer. An epoch costs what a run of
 several epochs takes more than a run of one, in CPU time of the process tree. Before anything is timed, the losses of
 the same complexes under the same parameters are compared.
+
+The same runs say what share of an epoch the training thread spends beside the model, the optimizer and sums over ranks,
+by the times that are logged (`step_clock`), and in which activities.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ import numpy as np
 from benchmarks.measure import Cost, Row, Spread, by_turns, cpu, itself, options, pipeline, publish, run
 from pipeline.structures.synthetic import complex_pdb
 
-REACH, BATCH, WIDTH = 1.03, 8, 320
+REACH, BESIDE, BATCH, WIDTH = 1.03, 0.03, 8, 320
 TASK = {"embedding_dim": WIDTH, "width": 32, "layers": 3, "pair_width": 8, "pair_layers": 0}
 RATE, DECAY, CLIP = 1e-3, 0.01, 1.0
 CONFIG = f"""\
@@ -199,6 +202,19 @@ def ours(folder: Path, epochs: int) -> Cost:
     return run(pipeline("submit", "--stage", "train", "--follow", "--set", f"train.epochs={epochs}"), folder)
 
 
+def beside_model(project: Path) -> tuple[float, dict[str, float]]:
+    """Return the share of its time that the last run's training thread spent beside the model, and of each activity."""
+    from pipeline.training.loop.metrics_log import read_epochs
+    from pipeline.training.loss_terms import sums_by_name
+    from pipeline.training.step_clock import MODEL_WORK
+
+    (folder,) = (path for path in (project / "models").iterdir() if (path / "checkpoints").exists())
+    seconds = sums_by_name(epoch.seconds for epoch in read_epochs(folder)[1:])  # the first one starts readers
+    whole_s = sum(seconds.values())
+    shares = {name: spent_s / whole_s for name, spent_s in seconds.items() if name not in MODEL_WORK}
+    return sum(shares.values()), shares
+
+
 def main() -> int:
     """Time the sides by turns, and print the ratios."""
     typed = options(
@@ -221,6 +237,8 @@ def main() -> int:
                 command = itself(__file__, "--part", name, pickles, str(epochs))
                 ways[f"{name} {epochs}"] = partial(run, command)
         ours(project, 1)  # later submissions use the plan that this one makes
+        ours(project, typed.epochs)
+        beside, shares = beside_model(project)
         spent = {name: cpu(costs) for name, costs in by_turns(ways, typed.rounds, warm=False).items()}
     epoch = {
         side: [
@@ -239,7 +257,17 @@ def main() -> int:
         "training.py",
         "" if to_plain.median <= REACH else "Ours also reads ahead, checks what it reads, logs and saves.",
     )
-    return publish([row], save=typed.save)
+    parts = sorted(((share, name) for name, share in shares.items()), reverse=True)
+    besides = Row(
+        "training thread",
+        "training thread: share of an epoch beside model, optimizer and sums over ranks",
+        "",
+        f"≤ {BESIDE:.0%}",
+        f"{beside:.1%} (" + ", ".join(f"{name} {share:.1%}" for share, name in parts[:4]) + ")",
+        "training.py",
+        "" if beside <= BESIDE else "Of a step of 8 complexes on one core, which readers share.",
+    )
+    return publish([row, besides], save=typed.save)
 
 
 if __name__ == "__main__":

@@ -77,12 +77,12 @@ FAULTS = (
     ),
     Fault(
         "training/step/step.py",
-        "            self.settle(weight)\n",
+        "            self.settle(self._totals)\n",
         "            pass\n",
         "gradients are divided by a guess of the weight",
     ),
     Fault(
-        "memory/runtime/governor.py",
+        "memory/runtime/recovery.py",
         "BACKOFF = 0.9",
         "BACKOFF = 1.0",
         "an out-of-memory does not lower the budget",

@@ -17,8 +17,8 @@ from pipeline.device.accelerator import is_card
 from pipeline.device.batch_transfer import CopyAhead
 from pipeline.device.kinds import CPU
 from pipeline.keys import content_digest
-from pipeline.memory.runtime.governor import Governor
 from pipeline.memory.runtime.meters import HostMeter, Maintenance, MaintenanceSettings, meter_of
+from pipeline.memory.runtime.recovery import Governor
 from pipeline.protocol import Weights
 from pipeline.records import Reason, TaskContext
 from pipeline.training.checkpoints.checkpoint import CheckpointFolder, latest_checkpoint
@@ -249,7 +249,7 @@ def _phases(job: Job, step: Step) -> list[Phase]:
 def _governor(job: Job, step: Step, phase: Phase, ladder: Sequence[str]) -> Governor:
     """Return the governor of a phase's memory budget, as planned."""
     return Governor(
-        budget=job.budget_of(phase.plan.budget_bytes),
+        planned=job.budget_of(phase.plan.budget_bytes),
         base_bytes=phase.plan.base_bytes,
         limit_bytes=job.prepared.limit_bytes - phase.plan.ahead_bytes if step.device != CPU else None,
         largest=int(phase.cost_N.max()),
@@ -308,7 +308,6 @@ def _stepper(job: Job, step: Step, phase: Phase, watch: TrainingObserver) -> Exa
         meter=watch.meter if step.device != CPU else None,
         begin=watch.begin,
         failed=watch.oom,
-        say=watch.say,
     )
 
 

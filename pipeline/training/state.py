@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import DataError
+from pipeline.training.loss_terms import added, sums_by_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,31 +43,20 @@ class EpochTotals(EpochCounts):
 
     fewest: int = 0  # items of a step
     most: int = 0
-    terms: dict[str, list[float]] = field(default_factory=dict)  # sums and weights
+    terms: dict[str, tuple[float, float]] = field(default_factory=dict)  # sums and weights
 
     def add(self, report: StepReport, took_s: float) -> None:
         """Add a step."""
-        items = report.sum_of("items")
+        items = report.of_all(sum, "items")
         self.fewest = min(self.fewest, items) if self.steps else items
         self.most = max(self.most, items)
         self.steps += 1
         self.items += items
-        self.micro_batches += report.sum_of("micros")
-        self.ooms += report.sum_of("ooms")
-        self.rejected += report.sum_of("rejected")
-        self.cropped += report.sum_of("cropped")
-        self.skipped_items += report.sum_of("skipped")
-        for remedy, remedied in report.remedied.items():
-            self.remedied[remedy] = self.remedied.get(remedy, 0) + remedied
+        for name in ("micro_batches", "ooms", "rejected", "cropped", "skipped_items"):
+            setattr(self, name, getattr(self, name) + report.of_all(sum, name))
+        self.remedied = sums_by_name([self.remedied, *(rank.remedied for rank in report.ranks)])
         self.wall_s += took_s
-        for name, (total, weight) in report.totals.items():
-            before = self.terms.get(name, [0.0, 0.0])
-            self.terms[name] = [before[0] + total, before[1] + weight]
-
-    @property
-    def losses(self) -> dict[str, float | None]:
-        """Each term's mean."""
-        return {name: total / weight if weight else None for name, (total, weight) in self.terms.items()}
+        self.terms = added(self.terms, report.totals)
 
 
 @dataclass(slots=True)

@@ -3,28 +3,40 @@
 A GPU's figures are its allocator's own. On the CPU only a profiler counts tensors: a process's figures are its resident
 memory, which includes memory that malloc keeps and that libraries allocate at first use. On small models that is far
 more. On the host, a job ends at its cgroup's limit, where file cache counts but is given up before anything is killed.
+
+How busy and how full all GPUs of a task are is sampled by nvidia-smi while it runs. Nothing is guessed: unknown values
+are left out, and are not 0.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import resource
+import subprocess
 import sys
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from pipeline.device.host import CGROUPS, NO_LIMIT, PROC, memory_cgroups
-from pipeline.device.kinds import CARD, CPU
+from pipeline.device.kinds import CARD, CPU, VISIBLE
 from pipeline.memory.hardware.gpus import known_name
+from pipeline.units import MIB
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    Meter: TypeAlias = "CardMeter | ProcessMeter"
 
 RESET_PEAK = "5"  # man 5 proc_pid_clear_refs: VmHWM becomes VmRSS
 NEAR = 0.95  # of its limit is near it
 RSS_IS_MEANT = "the peak is the process's resident memory, including malloc and libraries"
 NO_RESET = "the process's peak could not be reset: it may be older than the step"
+EVERY_S, TIMEOUT_S = 10.0, 20.0
+QUERY = ("--query-gpu=utilization.gpu,memory.used,memory.total", "--format=csv,noheader,nounits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +52,6 @@ class Memory:
     retries: int = 0  # times the allocator had to give everything back to serve one block, since the start
     ooms: int = 0  # times that did not help, since the start
     highest_reserved_bytes: int = 0  # the peak since the last reset that did not keep it; 0: as the peak
-
-
-class Meter(Protocol):
-    """Reads the memory figures of a device."""
-
-    def read(self) -> Memory:
-        """Return the present figures."""
-
-    def reset_peak(self, *, keep: bool = False) -> bool:
-        """Reset the peaks to present use, or all but the highest; return whether that was possible."""
 
 
 def meter_of(device: str) -> Meter:
@@ -85,6 +87,7 @@ class CardMeter:
         )
 
     def reset_peak(self, *, keep: bool = False) -> bool:
+        """Reset the peaks to present use, or all but the highest; return whether that was possible."""
         self._highest_bytes = self.read().highest_reserved_bytes if keep else 0
         self._card.reset_peaks()
         return True
@@ -93,22 +96,15 @@ class CardMeter:
 class ProcessMeter:
     """Reads the resident memory of this process."""
 
-    def __init__(self, *, limit_bytes: int | None = None, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
-        """Take the limit, or look it up in the cgroup."""
-        self._proc = proc
-        self._host = HostMeter(limit_bytes=limit_bytes, proc=proc, cgroups=cgroups)
+    def __init__(self, *, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
+        self._proc, self._host = proc, HostMeter(proc=proc, cgroups=cgroups)
 
     def read(self) -> Memory:
         """Return the present figures; `outside_bytes` also count towards the same limit."""
-        resident_bytes, host = _status(self._proc, "VmRSS"), self._host.read()
-        return Memory(
-            allocated_bytes=None,
-            reserved_bytes=resident_bytes,
-            peak_allocated_bytes=None,
-            peak_reserved_bytes=_status(self._proc, "VmHWM"),
-            outside_bytes=max(0, host.used_bytes - resident_bytes),
-            limit_bytes=host.limit_bytes,
-        )
+        own, host = _fields(self._proc / "self" / "status"), self._host.read()
+        resident_bytes = own.get("VmRSS", 0)
+        outside_bytes = max(0, host.used_bytes - resident_bytes)
+        return Memory(None, resident_bytes, None, own.get("VmHWM", 0), outside_bytes, host.limit_bytes)
 
     def reset_peak(self, *, keep: bool = False) -> bool:  # noqa: ARG002 - no caller asks a process to keep it
         """Reset the peak to present resident memory; if the system does not allow that, it stays the highest ever."""
@@ -125,7 +121,7 @@ _before_resets = [0]  # the highest peak before a reset: the kernel's own figure
 
 def highest_resident_bytes() -> int:
     """Return the most memory that this process has ever had, also before its peak was reset."""
-    peak = _status(PROC, "VmHWM")  # getrusage's starts with that of the parent process
+    peak = _fields(PROC / "self" / "status").get("VmHWM")  # getrusage's starts with that of the parent process
     return max(_before_resets[0], peak or peak_of(resource.getrusage(resource.RUSAGE_SELF)))
 
 
@@ -231,8 +227,9 @@ class HostMeter:
     def read(self) -> Host:
         hosts = [host for folder in self._groups if (host := _of_group(folder)) is not None]
         if self._limit_bytes is not None or not hosts:
-            held_bytes = _status(self._proc, "RssAnon") + _status(self._proc, "RssShmem")  # mapped files can be dropped
-            hosts.append(Host(held_bytes or _status(self._proc, "VmRSS"), self._limit_bytes))
+            own = _fields(self._proc / "self" / "status")
+            held_bytes = own.get("RssAnon", 0) + own.get("RssShmem", 0)  # mapped files can be dropped
+            hosts.append(Host(held_bytes or own.get("VmRSS", 0), self._limit_bytes))
         return max(hosts, key=lambda host: host.share)
 
 
@@ -248,23 +245,18 @@ def _of_group(folder: Path) -> Host | None:
     for usage, limit, cached in _FILES:
         used_bytes, limit_bytes = _number(folder / usage), _number(folder / limit)  # "max" where there is none
         if used_bytes is not None and limit_bytes is not None and limit_bytes < NO_LIMIT:
-            cached_bytes = sum(_line(folder / "memory.stat", name, " ") or 0 for name in cached)
-            return Host(max(0, used_bytes - cached_bytes), limit_bytes)
+            parts = _fields(folder / "memory.stat")
+            return Host(max(0, used_bytes - sum(parts.get(name, 0) for name in cached)), limit_bytes)
     return None
 
 
-def _status(proc: Path, name: str) -> int:
-    """Return a value of /proc/self/status in bytes; 0 if absent."""
-    return (_line(proc / "self" / "status", f"{name}:", "kB") or 0) << 10
-
-
-def _line(path: Path, name: str, unit: str) -> int | None:
-    """Return the number on the line that begins with a name; None if absent."""
-    with suppress(OSError, ValueError):
-        for line in path.read_text().splitlines():
-            if line.startswith(name) and line[len(name) :][:1].isspace():
-                return int(line[len(name) :].replace(unit, ""))
-    return None
+def _fields(path: Path) -> dict[str, int]:
+    """Return the numbers of a file by the words before them, those of kB in bytes; empty if it cannot be read."""
+    with suppress(OSError):
+        lines = [line.replace(":", " ").split() for line in path.read_text().splitlines()]
+        numbers = [line for line in lines if len(line) > 1 and line[1].isdecimal()]
+        return {name: int(number) << (10 if unit == ["kB"] else 0) for name, number, *unit in numbers}
+    return {}
 
 
 def _number(path: Path) -> int | None:
@@ -328,3 +320,70 @@ class Maintenance:
             from pipeline.device.out_of_memory import free_caches
 
             free_caches(self._name)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuReading:
+    """The use of one GPU at one moment; None where unknown: a slice of a GPU does not report how busy it is."""
+
+    busy: float | None  # share of the last moments in which a kernel ran
+    used_bytes: int | None  # by all processes
+    total_bytes: int | None
+
+
+def read_gpus(names: Sequence[str]) -> list[GpuReading]:
+    """Run nvidia-smi for GPUs named by index or UUID."""
+    command = ["nvidia-smi", f"--id={','.join(names)}", *QUERY]
+    return parse_smi(subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True).stdout)
+
+
+def parse_smi(text: str) -> list[GpuReading]:
+    """Parse the lines that nvidia-smi prints; `[N/A]` is unknown."""
+    readings = []
+    for cells in (line.split(",") for line in text.splitlines()):
+        if len(cells) == 3:
+            percent, used, total = (int(cell) if cell.strip().isdecimal() else None for cell in cells)
+            busy = None if percent is None else percent / 100
+            readings.append(GpuReading(busy, *(None if mib is None else mib * MIB for mib in (used, total))))
+    return readings
+
+
+class GpuSampler:
+    """Reads the use of the GPUs of this process in a thread, until it is closed or a reading fails."""
+
+    def __init__(self, read: Callable[[], list[GpuReading]], every_s: float = EVERY_S) -> None:
+        self._read, self._every_s, self._closed = read, every_s, threading.Event()
+        self._busy_sum = self._looks = 0.0
+        self._used_bytes = self._total_bytes = 0
+        threading.Thread(target=self._run, name="gpu-use", daemon=True).start()
+
+    @classmethod
+    def of_environment(cls) -> GpuSampler:
+        """Return a sampler of the GPUs that this process was assigned; without any it finds nothing."""
+        names = [name.strip() for name in os.environ.get(VISIBLE, "").split(",") if name.strip()]
+        sampler = cls(lambda: read_gpus(names))
+        if not names:
+            sampler.close()
+        return sampler
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures so far, without those that are unknown."""
+        found = {"gpu_busy": self._busy_sum / self._looks, "gpu_looks": self._looks} if self._looks else {}
+        sizes = {"gpu_used_bytes": self._used_bytes, "gpu_total_bytes": self._total_bytes}
+        return found | {name: float(value) for name, value in sizes.items() if value}
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _run(self) -> None:
+        with suppress(Exception):  # without nvidia-smi there are no figures, and the task must not notice
+            while not self._closed.wait(self._every_s):
+                self._add(self._read())
+
+    def _add(self, readings: Sequence[GpuReading]) -> None:
+        """Add a reading of all GPUs: the mean of how busy they are, and the memory of the fullest."""
+        for gpu in readings:
+            if gpu.busy is not None:
+                self._busy_sum, self._looks = self._busy_sum + gpu.busy, self._looks + 1
+            self._used_bytes = max(self._used_bytes, gpu.used_bytes or 0)
+            self._total_bytes = max(self._total_bytes, gpu.total_bytes or 0)

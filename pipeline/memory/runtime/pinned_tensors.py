@@ -8,7 +8,7 @@ import torch
 
 from pipeline.device.accelerator import is_card, release_pinned
 from pipeline.device.out_of_memory import unless_out_of_memory
-from pipeline.memory.hardware.host_memory import ALIGNMENT, CHUNK_BYTES, PinnedLayout, pinned_layout
+from pipeline.memory.hardware.host_memory import PinnedLayout, pinned_layout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,25 +62,3 @@ class TensorRuns:
             layout = pinned_layout(sizes, pinned=False)
             runs = [bytes_on_host(size, pin=False) for size in layout.runs]
         self._sizes, self._places, self._runs = sizes, layout.places, runs
-
-
-class PinnedChunks:
-    """Pinned memory for tensors that come and go, in chunks of one size; torch keeps a chunk that is free for the next.
-
-    A chunk is free once all that lay in it is gone, and copies from it to a card have ended.
-    """
-
-    def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
-        self._chunk_bytes = self._used = chunk_bytes
-        self._chunk = bytes_on_host(0, pin=False)
-
-    def pieces(self, size_bytes: int) -> list[Tensor]:
-        """Return memory of this size, in pieces behind what was given out last."""
-        pieces = []
-        while size_bytes:
-            if self._used >= self._chunk_bytes:
-                self._chunk, self._used = bytes_on_host(self._chunk_bytes), 0
-            pieces.append(self._chunk[self._used : self._used + size_bytes])
-            size_bytes -= len(pieces[-1])
-            self._used += -(-len(pieces[-1]) // ALIGNMENT) * ALIGNMENT
-        return pieces

@@ -31,8 +31,7 @@ from pipeline.device.kinds import VISIBLE
 from pipeline.errors import CacheFull, PipelineError
 from pipeline.journal.ledger import Ledger, Note
 from pipeline.journal.run_folder import RunFolder
-from pipeline.memory.runtime.gpu_use import GpuSampler
-from pipeline.memory.runtime.meters import highest_resident_bytes
+from pipeline.memory.runtime.meters import GpuSampler, highest_resident_bytes
 from pipeline.project.project import Project
 from pipeline.project.restriction import only_of
 from pipeline.project.run_code import WORKER, module_command

@@ -136,8 +136,7 @@ class Work:
         """Build a step to be traced: on the CPU, whatever device the trace imitates; of a sharded model, one rank's."""
         if choice.shards == 1:
             return self.step(choice, watch=watch, model=model)
-        from pipeline.training.step.collectives import imagined
-        from pipeline.training.step.fsdp import ShardedStep
+        from pipeline.training.step.fsdp import ShardedStep, imagined
 
         make = None if model is None else (lambda: model)
         with imagined(choice.shards) as ranks:

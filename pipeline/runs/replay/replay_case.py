@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pipeline.training.forensics.rerun import RerunPart
     from pipeline.training.forensics.step_bundle import Bundle
     from pipeline.training.prepared import ModelFolder
-    from pipeline.training.step.micro_batches import Piece
+    from pipeline.training.step.exact_step import Piece
 
 ORDER = ("nan", "poison", "oom")  # what ended a run comes before what it survived
 
@@ -125,7 +125,7 @@ class ReplayedShare:
     def read(self, part: RerunPart) -> Piece:
         """Read the items of a part, which must be the same as they were then."""
         from pipeline.training.sampling import BatchOrigin
-        from pipeline.training.step.micro_batches import Piece
+        from pipeline.training.step.exact_step import Piece
 
         bundle = self._bundle
         origin = BatchOrigin(bundle.epoch, bundle.epoch_step, part.micro, max(1, len(bundle.cuts)))

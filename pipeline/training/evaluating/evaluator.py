@@ -26,8 +26,7 @@ import torch
 from pipeline.device.accelerator import Card, RngState, computing, is_card
 from pipeline.device.batch_transfer import map_tensors
 from pipeline.errors import PlanInfeasible
-from pipeline.memory.runtime.governor import Governor
-from pipeline.memory.runtime.recovery import each_that_fits
+from pipeline.memory.runtime.recovery import Governor, each_that_fits
 from pipeline.records import Reason, Rejection
 from pipeline.training.checkpoints.trained_weights import load_checkpoint
 from pipeline.training.evaluating.outputs import (
@@ -43,7 +42,8 @@ from pipeline.training.items.loader import Loader, WorkedOn
 from pipeline.training.prepared import COST, LIKENESS, sampler_settings, shrunk_budget
 from pipeline.training.sampling import BatchOrigin, Sampler
 from pipeline.training.step.contrastive import embedded
-from pipeline.training.step.micro_batches import ON_HOST, Piece
+from pipeline.training.step.exact_step import Piece
+from pipeline.training.step.step import ON_HOST
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeline.config.schema_train import TrainSection
-    from pipeline.memory.runtime.governor import Cut
+    from pipeline.memory.runtime.recovery import Cut
     from pipeline.protocol import Contrastive
     from pipeline.records import TaskContext
     from pipeline.training.checkpoints.checkpoint import ChosenCheckpoint
@@ -152,7 +152,7 @@ class Evaluator:
 
     def _all_together(self) -> Iterator[Reason | None]:
         """Evaluate in step with all ranks, as a model that is sharded over them needs."""
-        from pipeline.training.step.collectives import joint_turns
+        from pipeline.training.step.fsdp import joint_turns
 
         loader, rejected, step = self.loader, list[Rejection](), cast("ShardedStep", self.step)
         assert loader is not None
@@ -167,16 +167,16 @@ class Evaluator:
 
         for turn in joint_turns(pieces(), self.ranks, fetch):
             self.ranks.progress("evaluation")
-            outcome = step.joint_pass(partial(self._evaluated, turn.piece))
-            if outcome.result is None:  # memory ended on this rank or on another
+            done, error = step.joint_pass(partial(self._evaluated, turn.piece))
+            if not done:  # memory ended on this rank or on another
                 turn.instead = [turn.piece] if turn.counts else []
-                if outcome.error:
+                if error:
                     can_be_cut = self._governor.failed(self._costs(turn.piece))
                     turn.instead = list(self._cuts(turn.piece)) if can_be_cut else []
                     if not can_be_cut:
-                        yield self._fits_nowhere(turn.piece, outcome.error, counts=turn.counts)
+                        yield self._fits_nowhere(turn.piece, error, counts=turn.counts)
             elif turn.counts:
-                self._keep(turn.piece, *outcome.result)
+                self._keep(turn.piece, *done[0])
                 yield from [None] * len(turn.piece)
         yield from map(self._left_out, rejected)
 
@@ -207,7 +207,7 @@ class Evaluator:
     def _evaluated(self, piece: Piece, rung: int = 0) -> tuple[dict[str, Any], Terms]:
         """Return the outputs of a piece, with embeddings for a contrastive loss, and its loss terms."""
         self.begin(piece)
-        task, batch = self.step.task, piece.collated(self.step)
+        task, batch = self.step.task, piece.collated()
         terms: dict[str, Any] = {}
         outputs: dict[str, Any] = {}
         is_asked_twice = self._has_outputs and self.with_loss and not self.step.is_spread

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from pipeline.device.accelerator import RngState
-from pipeline.device.out_of_memory import out_of_memory_error
+from pipeline.device.out_of_memory import out_of_memory_error, unless_out_of_memory
 from pipeline.errors import PlanInfeasible
 from pipeline.memory.runtime.recovery import StepSnapshot, forget_failed_backward
 from pipeline.training.checkpoints.keeper import plain_name
@@ -33,6 +33,7 @@ from pipeline.training.items.batch import ItemBatch
 from pipeline.training.ranks import Ranks
 from pipeline.training.step.contrastive import ExactContrastiveStep
 from pipeline.training.step.exact_step import ExactStep
+from pipeline.training.step.step import ON_HOST
 from pipeline.training.step_clock import StepClock
 from pipeline.units import first_few
 
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
     from pipeline.memory.runtime.meters import Meter
     from pipeline.training.step.contrastive import CachedGradients
-    from pipeline.training.step.micro_batches import Piece, RankShare
+    from pipeline.training.step.exact_step import Piece, RankShare
     from pipeline.training.step.step import Step
 
 _NAN = re.compile(r"Function '(\w+?)(?:Backward\d*)?' returned nan values")
@@ -142,14 +143,14 @@ class _MeasuredStep(ExactStep):
 
     def run_again(self) -> None:
         """Run all parts, and examine the gradients of a share that ran to its end."""
-        self._start()
+        self.start()
         share = cast("RankShare", SimpleNamespace())
         weights, can_run = self._agreed_weights(share)
-        if not (can_run and self._run(share, weights)):
+        if not (can_run and self._run_share(share, weights)):
             return
         self.report.gradients, totals = not_finite(self.step), self.step.totals
-        if weights is None and len(totals) == 1:
-            self.step.settle(next(weight for _, weight in totals.values()))
+        if weights is None:
+            self.step.settle(totals)
         if totals:
             self.report.norm = float(self.step.norm())
 
@@ -203,13 +204,14 @@ class _MeasuredContrastiveStep(_MeasuredStep, ExactContrastiveStep):
         for place, result in enumerate(self.report.results):
             result.terms = {} if place else totals
         if not all(math.isfinite(value) for term in totals.values() for value in term):
-            bad = [result for result in ran if not self._is_finite(self._read(result.part))] or ran
+            finite = [unless_out_of_memory(partial(self.is_finite, self._read(result.part))) for result in ran]
+            bad = [result for result, is_finite in zip(ran, finite, strict=True) if is_finite is False] or ran
             for result in ran:
                 result.outcome = PartOutcome.NOT_FINITE if result in bad else PartOutcome.FITS
 
     def _whole(self, share: RankShare) -> Piece | None:
         pieces = list(self._ready(share)) if len(self.report.results) == 1 else []
-        return pieces[0] if pieces and not pieces[0].is_on_host else None
+        return pieces[0] if pieces and pieces[0].rung < ON_HOST else None
 
     def _contrasted(self, parts: list[dict[str, Tensor]], items: int) -> tuple[CachedGradients | None, int]:
         try:
@@ -309,7 +311,7 @@ def _suspect(step: Step, piece: Piece, *, rng: RngState, snapshot: StepSnapshot,
 
 def _forward(step: Step, piece: Piece) -> Suspect | None:
     """Check the forward pass and the loss."""
-    batch = step.moved(piece.collated(step))
+    batch = step.moved(piece.collated())
     modules: list[tuple[str, str, bool]] = []  # with a bad output, innermost first: name, class, whether input was bad
 
     def look(name: str, module: nn.Module, given: Any, output: Any) -> None:
@@ -327,14 +329,14 @@ def _forward(step: Step, piece: Piece) -> Suspect | None:
 def _backward(step: Step, piece: Piece, again: Callable[[], None]) -> Suspect | None:
     """Check the gradients, and find the first operation whose derivative is NaN, and the line that calls it."""
     again()
-    step.accumulate_alone(piece.collated(step))
+    step.accumulate_all([piece.collated()], None)
     if not (bad := tuple(not_finite(step))):
         return None
     again()
     with warnings.catch_warnings(record=True) as caught, torch.autograd.set_detect_anomaly(True, check_nan=True):
         warnings.simplefilter("always")
         try:
-            step.accumulate_alone(piece.collated(step))
+            step.accumulate_all([piece.collated()], None)
         except RuntimeError as error:
             match = _NAN.search(str(error))
             if match is None:

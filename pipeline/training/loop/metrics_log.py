@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 from pipeline.command_line import install_extra
 from pipeline.files import json_object, read_json, write_whole
+from pipeline.training.loss_terms import means
 from pipeline.training.state import EpochCounts
 from pipeline.training.step_clock import READ, shown_shares
 from pipeline.units import format_bytes
@@ -80,7 +81,7 @@ class Epoch(EpochCounts):
         counts = {entry.name: getattr(totals, entry.name) for entry in fields(EpochCounts)}
         batch = MetricRange(totals.fewest, totals.items / max(1, totals.steps), totals.most)
         items_per_s = totals.items / totals.wall_s if totals.wall_s else 0.0
-        more |= {"epoch": totals.epoch + 1, "loss": totals.losses, "batch": batch, "items_per_s": items_per_s}
+        more |= {"epoch": totals.epoch + 1, "loss": means(totals.terms), "batch": batch, "items_per_s": items_per_s}
         return cls(**{**counts, **more})
 
     @property

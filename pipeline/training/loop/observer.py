@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pipeline.training.prepared import ModelFolder, Prepared
     from pipeline.training.ranks import Ranks
     from pipeline.training.state import EpochTotals
-    from pipeline.training.step.micro_batches import Piece, RankShare
+    from pipeline.training.step.exact_step import Piece, RankShare
     from pipeline.training.step.step import Step
 
 

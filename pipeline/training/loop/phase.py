@@ -14,11 +14,11 @@ from pipeline.errors import PlanInfeasible
 from pipeline.memory.runtime.recovery import StepSnapshot
 from pipeline.training.items.loader import PROCESSES
 from pipeline.training.sampling import MicroBatch
-from pipeline.training.step.micro_batches import Piece, RankShare
+from pipeline.training.step.exact_step import Piece, RankShare
 from pipeline.training.step_clock import READ
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -83,7 +83,7 @@ class Phase:
         batches, fetch = step.clock.each(READ, self.loader.read()), partial(self._fetch, step.clock)
         hold = max(0, self.loader.slots - 2)  # one is used, the next is read
         ahead = step.ahead if self.plan.ahead_bytes else None
-        named: dict[str, Any] = {"hold": hold, "leave_out": leave_out, "ahead": ahead, "at_hand": self.loader.at_hand}
+        named: dict[str, Any] = {"hold": hold, "left_out": leave_out, "ahead": ahead, "at_hand": self.loader.at_hand}
         while not (share := RankShare(batches, fetch, **named)).is_over:
             yield share
 
@@ -93,7 +93,7 @@ class Phase:
             return self.loader.fetch(numbers, origin, ahead=True)
 
 
-def rehearse(stepper: ExactStep, phase: Phase, *, leave_out: Collection[str] = ()) -> int:
+def rehearse(stepper: ExactStep, phase: Phase, *, say: Callable[[str], None], leave_out: Collection[str] = ()) -> int:
     """Run this rank's worst micro-batch, restore everything, and return the budget that is safe by this measurement."""
     step, governor, meter = stepper.step, stepper.governor, stepper.meter
     snapshot = StepSnapshot(step.model, device=step.device, scaler=step.scaler)
@@ -108,22 +108,20 @@ def rehearse(stepper: ExactStep, phase: Phase, *, leave_out: Collection[str] = (
         meter.reset_peak()
     fetch = partial(phase.loader.fetch, origin=worst, ahead=True)
     batch = fetch(worst.items.tolist())
-    stepper.rehearse(RankShare(iter([batch]), lambda numbers, _: fetch(numbers), hold=1, leave_out=leave_out))
+    stepper.rehearse(RankShare(iter([batch]), lambda numbers, _: fetch(numbers), hold=1, left_out=leave_out))
     memory = meter.read() if meter is not None else None
     cost = stepper.cost(Piece(batch, 0, len(batch))) if len(batch) else 0
     step.release()
     snapshot.rewind()
     want = governor.after_step()
     if want.why:
-        stepper.say(f"largest micro-batch: {want.why}")
+        say(f"largest micro-batch: {want.why}")
     if not cost or memory is None or memory.peak_allocated_bytes is None:  # allocated bytes are not counted here
         return want.budget
-    check = governor.verified(memory, phase.plan.base_bytes + cost)
-    if check.is_off or not check.fits:
-        stepper.say(
-            f"the largest micro-batch took {check.ratio:.2f} of its estimate; the new budget is {check.budget:,}"
-        )
-    return min(want.budget, check.budget)
+    budget, ratio = governor.measured(memory, phase.plan.base_bytes + cost)
+    if abs(ratio - 1) > governor.margin:
+        say(f"the largest micro-batch took {ratio:.2f} of its estimate; the new budget is {budget:,}")
+    return min(want.budget, budget)
 
 
 def make_state(step: Step) -> None:

@@ -7,6 +7,7 @@ finite, or during which a rank lost its parameters, is left out, or training ret
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from pipeline.errors import DataError, JobFailed
 from pipeline.memory.runtime.meters import NEAR
 from pipeline.records import NOT_FINITE
 from pipeline.training.loop.phase import make_state, rehearse
+from pipeline.training.loss_terms import means
 from pipeline.training.state import TrainingState
 from pipeline.training.step.optimizers import factor, set_rate
 from pipeline.training.step_clock import CHECKPOINT, OBSERVE, VALIDATE
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pipeline.config.schema_train import TrainSection
-    from pipeline.memory.runtime.governor import Governor
     from pipeline.memory.runtime.meters import HostMeter
+    from pipeline.memory.runtime.recovery import Governor
     from pipeline.training.checkpoints.keeper import Keeper
     from pipeline.training.evaluating.evaluator import Evaluator
     from pipeline.training.items.item_source import DamagedItems
@@ -34,11 +36,11 @@ if TYPE_CHECKING:
     from pipeline.training.loop.observer import TrainingObserver
     from pipeline.training.loop.phase import Phase
     from pipeline.training.ranks import Ranks
-    from pipeline.training.step.exact_step import ExactStep, RankReport, StepReport
-    from pipeline.training.step.micro_batches import RankShare
+    from pipeline.training.step.exact_step import ExactStep, RankReport, RankShare, StepReport
     from pipeline.training.step.step import Step
 
 WORTH_SAVING_S = 60.0  # a validation after so much unsaved work begins with a checkpoint
+LOOK_EVERY_S = 1.0  # at the host's memory: reading its files takes as long as much else of a step
 ROLLBACKS = 3  # without a good step in between
 LOSS = "loss"
 
@@ -70,6 +72,8 @@ class Trainer:
     _rollbacks: int = field(default=0, init=False)  # since training last came further
     _furthest: int = field(default=0, init=False)  # step that it had reached before these
     _saved_s: float = field(default_factory=time.monotonic, init=False)  # time of the last checkpoint
+    _host_share: float = field(default=0.0, init=False)  # of the host's memory that is used, when it was last looked at
+    _looked_s: float = field(default=-math.inf, init=False)
     _step_began_s: float = field(default_factory=time.monotonic, init=False)
 
     def __post_init__(self) -> None:
@@ -129,7 +133,7 @@ class Trainer:
             if self._stops:
                 phase.loader.close()
                 break
-        if not (self._stops or self._rolled_back()):
+        if not self._stops:
             self._end_epoch()
 
     @property
@@ -204,16 +208,15 @@ class Trainer:
             return
         rate = set_rate(self.step.optimizer, factor(self.train.schedule, self.done, self.steps))
         with self.observer.watching(number, share):
-            report = self.stepper.accumulate(share, number)
-            is_usable = not (report.lost or report.damaged or report.not_finite)
-            norm = self.stepper.take(report) if is_usable else None
-        if report.lost:
-            self._roll_back(report.lost, self.done - 1, frugal=True)
+            report = self.stepper.accumulate(share)
+            norm = None if report.damaged or report.not_finite else self.stepper.take(report)
         if report.damaged:
             self.stepper.go_back()
             self._lose(report.damaged)
             self._restarts = True
-        if report.lost or report.damaged:
+            return
+        if self.stepper.lost:
+            self._roll_back(self.stepper.lost, self.done, frugal=True)
             return
         if self.done > self._furthest:
             self._rollbacks = 0
@@ -227,37 +230,41 @@ class Trainer:
     def _complete(self, report: RankReport) -> None:
         """Add to this rank's report of a step what all ranks decide by between steps."""
         checkpoints = self.train.checkpoints
-        is_late = (time.monotonic() - self._saved_s) / 60 >= checkpoints.minutes
+        now_s = time.monotonic()
+        is_late = (now_s - self._saved_s) / 60 >= checkpoints.minutes
+        if self.host and now_s - self._looked_s >= LOOK_EVERY_S:
+            self._looked_s, self._host_share = now_s, self.host.read().share
         report.ending = self.ending()
         report.is_due = is_late or bool(checkpoints.every and (self.done + 1) % checkpoints.every == 0)
-        report.host_share = self.host.read().share if self.host else 0.0
+        report.host_share = self._host_share
         report.is_written = self.keeper.is_written
         report.damaged += self.damaged.news() if self.damaged else []
 
     def _after_step(self, report: StepReport, metrics: dict[str, float | None] | None) -> None:
         """Do what is due between steps; `metrics` is None after a step that was left out."""
-        if self.governor.adopt(report.budget):
-            self.observer.say(f"step {self.done}: micro-batches cost {self.governor.budget:,} at most from here")
+        least = report.least
+        if self.governor.adopt(least.budget):
+            budget = f"micro-batches cost {self.governor.budget:,} at most from here"
+            self.observer.say(f"step {self.done}: {budget} ({least.why})")
             self.phase.cut_by(self.governor.budget)
             self._restarts = True  # batches that were read ahead are cut for another budget
         with self.step.clock.within(OBSERVE):
-            self.stepper.upkeep.after_step(empty_cache=self.stepper.empty_cache)
-            self.stepper.emptied()
+            self.stepper.between_steps()
             self.observer.leaks.step()
             if metrics is not None and self.ranks.rank == 0 and self.done % self.train.log_every == 0:
-                losses = {f"{LOSS}.{name}": mean for name, mean in report.means.items()}
-                self.observer.step(self.done, {**losses, **metrics, "items": float(report.sum_of("items"))})
+                losses = {f"{LOSS}.{name}": mean for name, mean in means(report.totals).items()}
+                self.observer.step(self.done, {**losses, **metrics, "items": float(report.of_all(sum, "items"))})
         with self.step.clock.within(CHECKPOINT):
-            self.keeper.advance(all_written=report.is_written)
-        self.ended_by = report.ending
-        is_full = report.host_share >= NEAR
-        if report.ending or is_full:
+            self.keeper.advance(all_written=report.of_all(all, "is_written"))
+        self.ended_by, host_share = report.of_all(max, "ending"), report.of_all(max, "host_share")
+        is_full = host_share >= NEAR
+        if self.ended_by or is_full:
             self._save(None, wait=True)
-        elif report.is_due and self.state.next < self.phase.steps:  # an epoch ends with a checkpoint anyway
+        elif report.ranks[0].is_due and self.state.next < self.phase.steps:  # an epoch ends with a checkpoint anyway
             self._save(None)
         self._step_began_s = time.monotonic()
-        if is_full and not report.ending:
-            problem = f"{report.host_share:.0%} of the host's memory is used: saved a checkpoint to continue with more"
+        if is_full and not self.ended_by:
+            problem = f"{host_share:.0%} of the host's memory is used: saved a checkpoint to continue with more"
             raise JobFailed(problem, where="training", remedy="pipeline resume") from MemoryError(problem)
 
     # Validation
@@ -269,7 +276,7 @@ class Trainer:
         is_due = is_between and validation.is_due_within(state.next, phase.steps, self.done)
         if self.validation is None or not is_due:
             return True
-        metrics = None if self._rolled_back() else self._validated()
+        metrics = self._validated()
         if metrics is None:
             return False
         value = state.judge(metrics, validation)
@@ -307,8 +314,6 @@ class Trainer:
 
     def _save(self, value: float | None, *, wait: bool = False) -> None:
         """Save a checkpoint, with its value of the monitored metric; if the disk is full, training continues."""
-        if self.stepper.lost_by():
-            return  # the next step rolls back
         self.state.order = self._phase_of_epoch().loader.sampler.state_dict()
         self.state.totals.seconds = self.step.clock.seconds()
         with self.step.clock.within(CHECKPOINT), self.ranks.patient("saving"):
@@ -352,12 +357,10 @@ class Trainer:
         """Before the first step: allocate the optimizer's state, run the worst micro-batch, compare with the plan."""
         learned = self.governor.learned
         with self.ranks.patient("the first run"):
-            wanted = rehearse(self.stepper, self.phase, leave_out=self.leave_out)
+            wanted = rehearse(self.stepper, self.phase, say=self.observer.say, leave_out=self.leave_out)
         if self.done and wanted == self.governor.budget:  # a resumed run knows what an uninterrupted one would
             self.governor.learned = learned
-        reports = self.ranks.exchange({"budget": wanted, "terms": self.stepper.rehearsed_terms})
-        self.step.learn_terms(max(report["terms"] for report in reports))
-        if self.governor.adopt(min(report["budget"] for report in reports)):
+        if self.governor.adopt(min(report["budget"] for report in self.ranks.exchange({"budget": wanted}))):
             self.phase.cut_by(self.governor.budget)
 
     # Failures
@@ -408,12 +411,6 @@ class Trainer:
             raise too_many
         self.state.damaged |= items
 
-    def _rolled_back(self) -> bool:
-        """Roll back if any rank lost its parameters in the last step; return whether one did."""
-        if lost := self.stepper.lost_by():
-            self._roll_back(lost, self.done - 1, frugal=True)
-        return bool(lost)
-
     def _roll_back(self, why: str, furthest: int, *, frugal: bool = False) -> None:
         """Return to the newest checkpoint, on all ranks; `frugal` makes the optimizer take less memory from then on.
 
@@ -431,7 +428,6 @@ class Trainer:
             for group in self.step.optimizer.param_groups:  # the implementation that needs the least memory
                 group["foreach"], group["fused"] = False, None
         before = self.state
-        self.stepper.lost = ""
         for phase in self.phases:
             phase.loader.close()
         self._resume()

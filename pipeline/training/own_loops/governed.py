@@ -10,32 +10,43 @@
 items, or residues, it is of. It moves them to the device itself. Splitting changes what a model computes over a batch
 as a whole: batch normalisation, and losses that compare the items of a batch.
 
-Over several processes (`foreign_ranks`) each hands over its own items, or none, and all make the same steps. A step is
-that of the items of all ranks: its loss is the sum over all of them by their weight, which is what
-DistributedDataParallel has where all ranks have the same weight. Gradients are summed once, after the last backward.
-Where memory ends on a rank, all run the step again, that rank in smaller parts; at the end of a step all adopt the
-least budget. All begin with the parameters of the first rank. Where a rank cannot continue, all ranks raise its reason.
+Over several processes each hands over its own items, or none, and all make the same steps, whoever started them:
+torchrun, srun, Lightning or Accelerate. A step is that of the items of all ranks: its loss is the sum over all of them
+by their weight, which is what DistributedDataParallel has where all ranks have the same weight. All begin with the
+parameters of the first rank. A wrapper that adds up gradients in every backward is kept quiet: a rank may run out of
+memory in any of them. Where a rank cannot continue, all ranks raise its reason.
+
+The step is the one that trainings make (`step.exact_step`), with one loss term and no remedies for a single item.
 """
 
 from __future__ import annotations
 
-import math
+import atexit
+import os
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+from pipeline.device.accelerator import collectives, is_card
 from pipeline.device.kinds import CPU
-from pipeline.device.out_of_memory import free_caches, out_of_memory_error
 from pipeline.errors import ConfigError, JobFailed, PlanInfeasible
-from pipeline.memory.runtime.governor import UNPLANNED, Governor
-from pipeline.memory.runtime.meters import CardMeter
-from pipeline.memory.runtime.recovery import StepSnapshot, until_it_fits
-from pipeline.training.own_loops.foreign_ranks import READ, begin_alike, keep_quiet, ranks_of, wrappers_of
-from pipeline.training.ranks import RankLost
-from pipeline.training.ranks.gradient_sums import GradientSums
-from pipeline.training.step.optimizers import WeightedMean
+from pipeline.memory.runtime.meters import CardMeter, Maintenance, MaintenanceSettings
+from pipeline.memory.runtime.recovery import UNPLANNED, Governor
+from pipeline.records import RankPlace
+from pipeline.training.items.batch import TaskBatch
+from pipeline.training.ranks import RankLost, Ranks
+from pipeline.training.ranks.process_group import end_after_gloo, exchange_json, join_process_group, reduce_in_pieces
+from pipeline.training.ranks.rank_monitor import HangLimits
+from pipeline.training.sampling import BatchOrigin
+from pipeline.training.step.exact_step import ExactStep, RankShare
+from pipeline.training.step.optimizers import StepSettings, shown
+from pipeline.training.step.step import Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -44,11 +55,21 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from pipeline.training.ranks import Ranks, Said
+    from pipeline.training.step.exact_step import Piece
 
     LossOf: TypeAlias = Callable[[list[Any]], tuple[Tensor, Tensor | float]]
 
+WHERE = "Governed"
 RESTART = "load the last checkpoint, and train with fewer parameters, another optimizer or a larger GPU"
+READ = "read the output of all ranks: the first failure has the reason"
+PLAIN = (
+    "pass the plain model on every rank, without FullyShardedDataParallel(…) or fully_shard(…)"
+    "   or train it by pipeline submit train --set train.sharding=true"
+)
+SHARED_OUT = {"FullyShardedDataParallel", "FSDPModule"}  # by name: to import them takes long
 BACKOFF = 0.75  # without a plan, all that is known is that half of the piece did fit
+DAY_S = 86_400.0  # what a loop of others does between two steps may take long: only a death counts as a loss
+LOSS = "loss"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,121 +103,78 @@ class Governed:
         `too_large` is what becomes of an item that does not fit alone, `clip` the norm of all gradients at most;
         `backward` stands in for that of torch. `events` keeps what happened; `on_event` is called with each.
         """
-        self.model, self.optimizer, self.scaler = model, optimizer, scaler
-        self.device = str(next(model.parameters()).device)
         self._wrappers = wrappers_of(model)
-        self.ranks: Ranks = ranks_of(self.device)
-        self._sums: GradientSums | None = None
+        self._step = step = _OwnStep(model, optimizer, clip)
+        step.backward = backward
+        step.scaler = step.scaler if scaler is None else scaler
+        self.ranks: Ranks = ranks_of(step.device)
         if self.ranks.world > 1:
             begin_alike(model, self.ranks)
-        self.governor = Governor(budget=UNPLANNED if budget is None else budget, backoff=BACKOFF)
+        meter = None if step.device == CPU else CardMeter(step.device)
+        upkeep = Maintenance(MaintenanceSettings(), step.device)
+        self._exact = _OwnExactStep(
+            step, self.ranks, (), upkeep, too_large=too_large, meter=meter, failed=self._out_of_memory
+        )
+        self.governor = Governor(planned=UNPLANNED if budget is None else budget, backoff=BACKOFF)
+        self._exact.governor = self.governor
         self.events: list[GovernedEvent] = []
         self.on_event: Callable[[GovernedEvent], None] | None = None
         self.steps = 0
-        self._cost, self._too_large, self._clip, self._backward = cost, too_large, clip, backward
-        self._meter = None if self.device == CPU else CardMeter(self.device)
-        self._snapshot: StepSnapshot | None = None
-        self._left_out: set[int] = set()  # items of the step that do not fit alone
-        self._mean = WeightedMean()
+        self._cost = cost
 
     def step(self, items: Sequence[Any], loss_of: LossOf) -> Tensor:
         """Make an optimizer step of all items, in as many parts as fit; return the loss, of all ranks."""
         self.ranks.progress(f"step {self.steps}")
-        keep_quiet(self._wrappers)
-        self._release()
-        self._left_out.clear()
-        self._snapshot = StepSnapshot(self.model, device=self.device, scaler=self.scaler, before=self._snapshot)
-        shares = until_it_fits(
-            lambda: self._exchange(lambda: self._attempt(items, loss_of)),
-            fits=lambda shares: not any(share["again"] for share in shares),
-            rewind=self._go_back,
-        )
-        loss: list[Tensor] = []
-        self._adopt_least(self._exchange(lambda: self._update(shares, loss)))
-        self.steps += 1
-        return loss[0]
-
-    def _attempt(self, items: Sequence[Any], loss_of: LossOf) -> Said:
-        """Run this rank's items forward and backward, up to the first that do not fit; return its share of the step."""
-        fits = self._run(items, loss_of)
-        return {**(self._share() if fits else {}), "again": not fits}
-
-    def _run(self, items: Sequence[Any], loss_of: LossOf) -> bool:
-        places = [place for place in range(len(items)) if place not in self._left_out]
-        costs = [self._cost(items[place]) for place in places]
-        cuts = self.governor.cuts(costs)
-        for cut in cuts:
-            part = places[cut.start : cut.stop]
-            error = out_of_memory_error(self._accumulate, [items[place] for place in part], loss_of)
-            if error is not None:
-                self._learn(part, costs[cut.start : cut.stop], error)
-                return False
-        for cut in cuts:
-            self.governor.ran(sum(costs[cut.start : cut.stop]))
-        return True
-
-    def _learn(self, places: Sequence[int], costs: Sequence[int], error: str) -> None:
-        """Run items that did not fit in smaller parts from now on; skip a single one, or raise."""
-        self._report("out of memory", sum(costs), f"items {places[0]} to {places[-1]}: {error}")
-        if self.governor.failed(costs):
-            return
-        if self._too_large == "error":
-            raise PlanInfeasible(
-                f"item {places[0]} of the step does not fit alone: {error}",
-                where=f"step {self.steps}",
-                remedy="crop it, compute its activations again (torch.utils.checkpoint), or set too_large='skip'",
-            )
-        self._report("skipped", costs[0], f"item {places[0]} does not fit alone")
-        self._left_out.add(places[0])
-
-    def _go_back(self) -> None:
-        """Return to the start of the step."""
-        assert self._snapshot is not None
-        self._release()
-        self._snapshot.rewind()
-
-    # Ranks
-
-    def _exchange(self, work: Callable[[], Said]) -> list[Said]:
-        """Do this rank's own work and exchange what it returns; where it fails on one rank, all raise."""
+        for wrapper in self._wrappers:
+            wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
+            wrapper.static_graph = False  # it would begin the first backward's exchange all the same
         try:
-            message = work()
+            loss = self._made(items, loss_of)
         except Exception as error:
-            reason = str(error).partition("\n")[0] or type(error).__name__
-            with suppress(RankLost):  # they are gone already
-                self.ranks.exchange({"failed": reason})
+            if not isinstance(error, RankLost) and self.ranks.world > 1:
+                reason = str(error).partition("\n")[0] or type(error).__name__
+                with suppress(RankLost):  # they are gone already
+                    self.ranks.exchange({"failed": reason})
             raise
-        if self.ranks.world == 1:  # without synchronising with a GPU
-            return [message]
-        replies = self.ranks.exchange(message)
-        for rank, reply in enumerate(replies):
-            if "failed" in reply:
-                problem = f"rank {rank} of {self.ranks.world} cannot continue: {reply['failed']}"
-                raise RankLost(problem, where=f"step {self.steps}", remedy=READ)
-        return replies
+        self.steps += 1
+        return loss
 
-    def _share(self) -> Said:
-        """Return the weight of this rank's items, once there is memory for adding up their gradients."""
-        if self.ranks.world == 1:
-            return {}
-        trained = [parameter for parameter in self._parameters() if parameter.requires_grad]
-        absent = [number for number, parameter in enumerate(trained) if parameter.grad is None]
-        if self._sums is None or [*map(id, self._sums.parameters)] != [*map(id, trained)]:
-            self._sums = GradientSums(cast("list[nn.Parameter]", trained), self.ranks, self.device)
-        has_run = not self._mean.is_empty
-        terms = {"total": float(self._mean.total), "weight": float(self._mean.weight)}
-        return {**terms, "has_run": has_run, "absent": absent, "room": self._sums.reserve()}
+    def _made(self, items: Sequence[Any], loss_of: LossOf) -> Tensor:
+        exact, step = self._exact, self._step
+        step.begin(loss_of)
+        exact.cost_N = [self._cost(item) for item in items]
+        batch = self._batch(items, range(len(items)))
+        share = RankShare(iter([batch]), lambda _numbers, _origin: batch)
+        report = exact.accumulate(share)
+        for name in share.skipped:
+            self._report("skipped", exact.cost_N[batch.ids.index(name)], f"{name} does not fit alone")
+        if report.totals:
+            exact.combine(report)
+            exact.update(step.apply)
+        if exact.lost:
+            raise JobFailed(f"{exact.lost}; parameters may be half updated", where=WHERE, remedy=RESTART)
+        exact.between_steps()
+        if exact.meter is not None:
+            exact.meter.reset_peak()
+        least = report.least
+        if self.governor.adopt(least.budget):
+            rank = report.ranks.index(least)
+            self._report(
+                "budget", self.governor.budget, f"{'' if rank == self.ranks.rank else f'rank {rank}: '}{least.why}"
+            )
+        total, weight = report.totals.get(LOSS, (0.0, 0.0))
+        dtype = torch.promote_types(torch.float32, next(step.model.parameters()).dtype)
+        return torch.tensor(total / weight if weight else 0.0, dtype=dtype, device=step.device)
 
-    def _add_up(self, shares: Sequence[Said]) -> Tensor:
-        """Make the gradients those of the items of all ranks; return the mean loss."""
-        if self._sums is None:
-            return self._mean.settle(self._parameters())
-        total, weight = (math.fsum(share[name] for share in shares) for name in ("total", "weight"))
-        self._mean.settle(self._sums.parameters, weight)
-        self._sums.add_up(min(share["room"] for share in shares))
-        for number in set.intersection(*(set(share["absent"]) for share in shares)):
-            self._sums.parameters[number].grad = None  # on no rank was there any
-        return torch.tensor(total / weight if weight else 0.0, device=self.device)
+    def _batch(self, items: Sequence[Any], numbers: Sequence[int]) -> TaskBatch:
+        """Return some items of a step as a batch, of which parts can be taken."""
+        return TaskBatch(
+            tuple(numbers),
+            tuple(f"item {number}" for number in numbers),
+            BatchOrigin(0, self.steps, 0, 1),
+            [items[number] for number in numbers],
+            read_again=lambda some, _: self._batch(items, some),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "learned": self.governor.state()}
@@ -205,57 +183,9 @@ class Governed:
         self.governor.load(state["learned"])
         self.steps = int(state["steps"])
 
-    def _accumulate(self, items: Sequence[Any], loss_of: LossOf) -> None:
-        total, weight = _checked(loss_of(list(items)))
-        loss = self._mean.loss(total, weight)
-        self._backward(loss if self.scaler is None else self.scaler.scale(loss))
-        self._mean.add(total, weight)
-
-    def _update(self, shares: Sequence[Said], loss: list[Tensor]) -> Said:
-        """Run the optimizer and drop the gradients; return the budget that this rank's governor wants."""
-        has_run = not self._mean.is_empty if self._sums is None else any(share["has_run"] for share in shares)
-        if has_run:
-            error = out_of_memory_error(self._make_step, shares, loss)
-            if error is not None:
-                problem = f"out of memory in optimizer.step(); parameters may be half updated: {error}"
-                raise JobFailed(problem, where=f"step {self.steps}", remedy=RESTART)
-        else:  # every item was skipped
-            loss.append(torch.zeros((), device=self.device))
-        self._release()
-        want = self.governor.after_step(None if self._meter is None else self._meter.read())
-        if want.empty_cache:
-            free_caches(self.device)
-        if self._meter is not None:
-            self._meter.reset_peak()
-        return {"budget": want.budget, "why": want.why}
-
-    def _make_step(self, shares: Sequence[Said], loss: list[Tensor]) -> None:
-        loss.append(self._add_up(shares))
-        if self._clip is not None:
-            if self.scaler is not None:
-                self.scaler.unscale_(self.optimizer)
-            torch.nn.utils.clip_grad_norm_(self._parameters(), self._clip)
-        if self.scaler is None:
-            self.optimizer.step()
-            return
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-
-    def _adopt_least(self, wants: Sequence[Said]) -> None:
-        """Adopt the least budget of all ranks."""
-        least = min(range(len(wants)), key=lambda rank: wants[rank]["budget"])
-        if self.governor.adopt(wants[least]["budget"]):
-            of = "" if least == self.ranks.rank else f"rank {least}: "
-            self._report("budget", self.governor.budget, of + wants[least]["why"])
-
-    def _release(self) -> None:
-        """Drop the gradients, and begin a new mean."""
-        self._mean = WeightedMean()
-        for parameter in self._parameters():
-            parameter.grad = None
-
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+    def _out_of_memory(self, piece: Piece, error: str) -> None:
+        first, last = piece.numbers[0], piece.numbers[-1]
+        self._report("out of memory", self._exact.cost(piece), f"items {first} to {last}: {error}")
 
     def _report(self, what: Literal["out of memory", "skipped", "budget"], cost: int, detail: str) -> None:
         event = GovernedEvent(self.steps, what, cost, detail)
@@ -264,17 +194,125 @@ class Governed:
             self.on_event(event)
 
 
-def _checked(returned: Any) -> tuple[Tensor, Tensor | float]:
-    """Return the sum and weight that `loss_of` returned; raise if it returned anything else."""
-    if isinstance(returned, tuple | list) and len(returned) == 2:
-        total, weight = returned
-        if isinstance(total, torch.Tensor) and total.numel() == 1 and isinstance(weight, torch.Tensor | float | int):
-            return total, weight
-    problem = f"loss_of() must return (sum, weight): a tensor with one number, and a number; got {_shape(returned)}"
-    raise ConfigError(problem, remedy="return losses.sum(), len(losses)")
+class _OwnStep(Step):
+    """A step of a model, an optimizer and a loss of one term that are the loop's own."""
+
+    loss_of: LossOf
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, clip: float | None) -> None:
+        none: Any = None  # there is no task
+        super().__init__(none, StepSettings(clip=clip), device=str(next(model.parameters()).device), model=model)
+        self.optimizer = optimizer
+        self.learn_terms(1)
+
+    def begin(self, loss_of: LossOf) -> None:
+        """Drop the last step's gradients, and begin a step with a loss."""
+        self.release()
+        self.loss_of = loss_of
+        parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        self.trained = [parameter for parameter in parameters if parameter.requires_grad]
+
+    def moved(self, batch: list[Any]) -> list[Any]:
+        return batch  # `loss_of` does it
+
+    def _terms(self, _: nn.Module, batch: list[Any]) -> dict[str, Any]:
+        term = self.loss_of(batch)
+        if not isinstance(term, tuple | list) or len(term) != 2:
+            problem = f"loss_of() must return (sum, weight): a tensor with one number, and a number; got {shown(term)}"
+            raise ConfigError(problem, where=WHERE, remedy="return losses.sum(), len(losses)")
+        return {LOSS: term}
 
 
-def _shape(value: Any) -> str:
-    if isinstance(value, tuple | list):
-        return f"({', '.join(map(_shape, value))})"
-    return f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+class _OwnExactStep(ExactStep):
+    """Makes a loop's steps together with ranks that no monitor watches."""
+
+    def _remedies(self) -> tuple[str, ...]:
+        return ()
+
+    def _refusal(self, piece: Piece, error: str) -> PlanInfeasible:
+        remedy = "crop it, compute its activations again (torch.utils.checkpoint), or set too_large='skip'"
+        return PlanInfeasible(f"{piece.ids[0]} of the step does not fit alone: {error}", where=WHERE, remedy=remedy)
+
+    def _exchange(self, message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        replies = super()._exchange(message)
+        for rank, reply in enumerate(replies):
+            if "failed" in reply:
+                problem = f"rank {rank} of {self.ranks.world} cannot continue: {reply['failed']}"
+                raise RankLost(problem, where=WHERE, remedy=READ)
+        return replies
+
+
+# The ranks
+
+
+class ForeignRanks(Ranks):
+    """`Ranks` over a process group that others have begun, and will end."""
+
+    def __init__(self, device: str) -> None:
+        """Use torch's process group; messages go over gloo, for which all ranks begin a group where there is none."""
+        end_after_gloo()
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        has_gloo = f"{CPU}:{dist.Backend.GLOO}" in dist.get_backend_config()
+        self._words = dist.group.WORLD if has_gloo else dist.new_group(backend=dist.Backend.GLOO)
+        self._sums = dist.group.WORLD if is_card(device) else self._words
+
+    def exchange(self, message: Said) -> list[Said]:
+        gather = partial(dist.all_gather, group=self._words)
+        return exchange_json(message, self.world, lambda all_B, own_B: _unless_lost(partial(gather, all_B, own_B)))
+
+    def add_up(self, tensors: Sequence[Tensor], buffer: Tensor | None = None) -> None:
+        reduce_in_pieces(tensors, lambda flat: _unless_lost(partial(dist.all_reduce, flat, group=self._sums)), buffer)
+
+
+def _unless_lost(call: Callable[[], Any]) -> Any:
+    """Make a collective call; raise RankLost where another rank is gone."""
+    try:
+        return call()
+    except RuntimeError as error:  # torch has no type for it
+        problem = f"another rank ended or never started: {str(error).partition(chr(10))[0]}"
+        raise RankLost(problem, where=WHERE, remedy=READ) from error
+
+
+def ranks_of(device: str) -> Ranks:
+    """Return the ranks that this process is one of: in torch's process group, or as torchrun or srun started it."""
+    if not dist.is_available():
+        return Ranks()
+    if dist.is_initialized():
+        return ForeignRanks(device) if dist.get_world_size() > 1 else Ranks()
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        dist.init_process_group(collectives(device), device_id=torch.device(device) if is_card(device) else None)
+        atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+        return ForeignRanks(device)
+    place = RankPlace.by_slurm(os.environ)
+    if place is None:
+        return Ranks()
+    group = join_process_group(place, Path.cwd(), device=device, limits=HangLimits(hang_s=DAY_S, slow_s=DAY_S))
+    atexit.register(group.close)
+    return group
+
+
+def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
+    """Return the wrappers in a model that add up gradients; refuse those that share out its parameters."""
+    for module in model.modules():
+        kind = SHARED_OUT & {of.__name__ for of in type(module).__mro__}
+        if kind:
+            problem = f"{kind.pop()} gathers parameters within every pass: an OOM on one rank would hang the rest"
+            raise ConfigError(problem, where=WHERE, remedy=PLAIN)
+    return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+
+
+def begin_alike(model: nn.Module, ranks: Ranks) -> None:
+    """Copy the parameters and buffers of the first rank to all others, bit for bit."""
+    if any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()):
+        problem = "SyncBatchNorm exchanges statistics within every pass: an OOM on one rank would hang the rest"
+        raise ConfigError(problem, where=WHERE, remedy="leave out convert_sync_batchnorm(…), or use GroupNorm")
+    tensors = [*model.parameters(), *model.buffers()]
+    shapes = [[list(tensor.shape), str(tensor.dtype)] for tensor in tensors]
+    for rank, reply in enumerate(ranks.exchange({"shapes": shapes})):
+        if reply["shapes"] != shapes:
+            problem = f"the model has different parameters on rank {rank} than on rank {ranks.rank}"
+            raise ConfigError(problem, where=WHERE, remedy="build the same model on every rank")
+    for tensor in tensors:
+        whole = tensor.detach().contiguous()
+        dist.broadcast(whole, 0)
+        tensor.detach().copy_(whole)

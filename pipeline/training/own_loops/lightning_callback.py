@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeline.device.out_of_memory import is_out_of_memory
 from pipeline.errors import ConfigError, PipelineError
@@ -35,13 +36,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from lightning.pytorch import LightningModule, Trainer
-    from torch import Tensor
 
     from pipeline.memory.runtime.meters import Meter
 
 GROWING = 3  # epochs in a row
 GROWTH_BYTES = 1 << 20  # by which memory grows at least in each of them
-WHERE = "GovernorCallback"
 TAKEN_OVER = "optimized_in_parts"  # set on a module whose batches are split: it optimized automatically before
 REMEDY = "split batches with GovernorCallback(splits=True), or lower the batch size"
 _log = logging.getLogger(__name__)
@@ -78,14 +77,13 @@ class GovernorCallback(Callback):
         self._splits = self._splits and is_automatic
         if not self._splits or stage != "fit":
             return
-        if trainer.accumulate_grad_batches != 1:
-            whole = f"use batches {trainer.accumulate_grad_batches} times as large with accumulate_grad_batches=1"
-            raise ConfigError(
-                "splitting batches and accumulating gradients cannot be combined", where=WHERE, remedy=whole
-            )
+        times = trainer.accumulate_grad_batches
+        if times != 1:
+            remedy = f"use batches {times} times as large with accumulate_grad_batches=1"
+            raise _refused("splitting batches and accumulating gradients cannot be combined", remedy)
         if trainer.gradient_clip_val and trainer.gradient_clip_algorithm not in (None, "norm"):
             problem = f"gradients are clipped by {trainer.gradient_clip_algorithm}"
-            raise ConfigError(problem, where=WHERE, remedy="clip by norm, or use manual optimization")
+            raise _refused(problem, "clip by norm, or use manual optimization")
         self._options.setdefault("clip", trainer.gradient_clip_val or None)
         pl_module.automatic_optimization = True  # schedules are read as of such a module: `monitor` counts only there
         setattr(pl_module, TAKEN_OVER, True)
@@ -101,28 +99,19 @@ class GovernorCallback(Callback):
         self._meter, self._upkeep = meter_of(device), Maintenance(self._habits, device)
         self._meter.reset_peak()
         self._upkeep.begin()
-        if not pl_module.automatic_optimization:
-            self._governed = self._govern(trainer, pl_module)
-            pl_module.governed = self._governed  # type: ignore[assignment]  # a plain attribute, no module
-        if self._splits and self._governed is not None:
-            step = _InParts(pl_module.training_step, self._governed)
-            pl_module.training_step = step  # type: ignore[method-assign]
-
-    def _govern(self, trainer: Trainer, module: LightningModule) -> Governed:
-        optimizer = module.optimizers()
+        if pl_module.automatic_optimization:
+            return
+        optimizer: Any = pl_module.optimizers()  # it stands in for one, and counts steps
         if isinstance(optimizer, list):
-            problem = f"{len(optimizer)} optimizers"
-            raise ConfigError(problem, where=WHERE, remedy="create a Governed for each")
-        governed = Governed(
-            trainer.strategy.model or module,  # DistributedDataParallel, where there are ranks
-            optimizer,  # type: ignore[arg-type]  # it stands in for one, and counts steps
-            backward=module.manual_backward,
-            **self._options,
-        )
-        governed.on_event = lambda event: self._report({"kind": "event", **asdict(event)})
+            raise _refused(f"{len(optimizer)} optimizers", "create a Governed for each")
+        model = trainer.strategy.model or pl_module  # DistributedDataParallel, where there are ranks
+        self._governed = governed = Governed(model, optimizer, backward=pl_module.manual_backward, **self._options)
+        governed.on_event = lambda event: self._report("event", asdict(event))
         if self._learned is not None:
             governed.load_state_dict(self._learned)
-        return governed
+        pl_module.governed = governed  # type: ignore[assignment]  # a plain attribute, no module
+        if self._splits:
+            pl_module.training_step = _InParts(pl_module.training_step, governed)  # type: ignore[method-assign]
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *where: Any) -> None:
         """Do the upkeep, and what Lightning does to learning rates where it optimizes."""
@@ -134,45 +123,44 @@ class GovernorCallback(Callback):
     def _schedule(self, trainer: Trainer, module: LightningModule, interval: str, done: int) -> None:
         """Let the schedulers of an interval set the learning rates."""
         for config in trainer.lr_scheduler_configs if self._splits else ():
-            if config.interval == interval and done % config.frequency == 0:
-                figure = trainer.callback_metrics.get(str(config.monitor)) if config.reduce_on_plateau else None
-                if figure is None and config.reduce_on_plateau and config.strict:
-                    problem = f"ReduceLROnPlateau monitors {config.monitor}, which was not logged"
-                    logged = f"log it; available: {', '.join(trainer.callback_metrics) or 'none'}"
-                    raise ConfigError(problem, where=WHERE, remedy=logged)
-                if figure is not None or not config.reduce_on_plateau:
-                    module.lr_scheduler_step(config.scheduler, figure)
+            if config.interval != interval or done % config.frequency:
+                continue
+            value = trainer.callback_metrics.get(str(config.monitor)) if config.reduce_on_plateau else None
+            if value is not None or not config.reduce_on_plateau:
+                module.lr_scheduler_step(config.scheduler, value)
+            elif config.strict:
+                problem = f"ReduceLROnPlateau monitors {config.monitor}, which was not logged"
+                raise _refused(problem, f"log it; available: {', '.join(trainer.callback_metrics) or 'none'}")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record allocated, reserved and peak memory; warn if it keeps growing."""
-        self._schedule(trainer, pl_module, "epoch", trainer.current_epoch + 1)
+        epoch = trainer.current_epoch
+        self._schedule(trainer, pl_module, "epoch", epoch + 1)
         assert self._meter is not None
-        memory, host = self._meter.read(), HostMeter().read()
+        memory = self._meter.read()
         figures = {name: value for name, value in asdict(memory).items() if value is not None}
-        self._report({"kind": "epoch", "epoch": trainer.current_epoch, **figures, "host": asdict(host)})
+        self._report("epoch", {"epoch": epoch, **figures, "host": asdict(HostMeter().read())})
         pl_module.log_dict({f"memory/{name}": float(value) for name, value in figures.items()})
         self._used.append(memory.reserved_bytes if memory.allocated_bytes is None else memory.allocated_bytes)
-        self._look_for_growth(trainer.current_epoch)
-        self._meter.reset_peak()
-
-    def _look_for_growth(self, epoch: int) -> None:
         last = self._used[-GROWING - 1 :]
         if len(last) > GROWING and all(now - then >= GROWTH_BYTES for then, now in itertools.pairwise(last)):
             grown_bytes = last[-1] - last[0]
-            self._report({"kind": "growth", "epoch": epoch, "epochs": GROWING, "bytes": grown_bytes})
+            self._report("growth", {"epoch": epoch, "epochs": GROWING, "bytes": grown_bytes})
             _log.warning("memory grew in each of %d epochs, by %s bytes in all", GROWING, f"{grown_bytes:,}")
+        self._meter.reset_peak()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: ARG002
         """Record a failure for lack of memory, with what to do next."""
         self._end()  # Lightning calls no teardown() of callbacks after an error
-        if not (is_out_of_memory(exception) or isinstance(exception, PipelineError)):
-            return
-        error, remedy = str(exception).partition("\n")[0], REMEDY
         if isinstance(exception, PipelineError):
             error, remedy = exception.what, exception.remedy
-        figures = {} if self._meter is None else asdict(self._meter.read())
+        elif is_out_of_memory(exception):
+            error, remedy = str(exception).partition("\n")[0], REMEDY
+        else:
+            return
+        memory = {} if self._meter is None else asdict(self._meter.read())
         at = {"epoch": trainer.current_epoch, "step": trainer.global_step}
-        self._report({"kind": "failure", **at, "error": error, "remedy": remedy, **figures})
+        self._report("failure", {**at, "error": error, "remedy": remedy, **memory})
         _log.error("step %d: %s\n  next: %s", trainer.global_step, error, remedy)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002 - Lightning's
@@ -192,7 +180,8 @@ class GovernorCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._learned = state_dict or None
 
-    def _report(self, record: Mapping[str, Any]) -> None:
+    def _report(self, kind: str, facts: Mapping[str, Any]) -> None:
+        record = {"kind": kind, **facts}
         self.records.append(record)
         self._on_record(record)
 
@@ -203,48 +192,43 @@ class _InParts:
     def __init__(self, training_step: Callable[..., Any], governed: Governed) -> None:
         self._training_step, self._governed = training_step, governed
 
-    def __call__(self, batch: Any, *where: Any) -> Tensor:
-        def loss_of(rows: list[int]) -> tuple[Tensor, int]:
+    def __call__(self, batch: Any, *where: Any) -> torch.Tensor:
+        def loss_of(rows: list[int]) -> tuple[torch.Tensor, int]:
             returned = self._training_step(part_of(batch, rows[0], rows[-1] + 1, count), *where)
             loss = returned["loss"] if isinstance(returned, dict) else returned
             if loss is None:
                 problem = "training_step returned None: part of a batch cannot be skipped"
-                raise ConfigError(problem, where=WHERE, remedy="return a loss times 0, or use manual optimization")
+                raise _refused(problem, "return a loss times 0, or use manual optimization")
             return loss * len(rows), len(rows)
 
-        count = items_in(batch)
+        tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim())
+        count = next(map(len, tensors), 0)
         if not count:
             raise _cannot_split(batch, count)
         return self._governed.step(range(count), loss_of)
 
 
-def items_in(batch: Any) -> int:
-    """Return how many items a batch has: the first size of its first tensor; 0 where it has none."""
-    if isinstance(batch, torch.Tensor):
-        return len(batch) if batch.dim() else 0
-    values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
-    return next(filter(None, map(items_in, values)), 0)
-
-
 def part_of(batch: Any, start: int, stop: int, count: int) -> Any:
     """Return some items of a batch of `count`: those rows of its tensors, and of its lists of as many."""
-    if isinstance(batch, torch.Tensor):
-        if not batch.dim():
-            return batch
-        if len(batch) == count:
-            return batch[start:stop]
-    elif isinstance(batch, dict):
-        return type(batch)((name, part_of(value, start, stop, count)) for name, value in batch.items())
-    elif isinstance(batch, tuple | list) and len(batch) == count and not items_in(batch):  # texts, say
-        return batch[start:stop]
-    elif isinstance(batch, tuple | list):
-        parts = [part_of(value, start, stop, count) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    elif isinstance(batch, str | int | float | bool | None):
-        return batch
-    raise _cannot_split(batch, count)
+
+    def are_items(value: Any) -> bool:  # texts, say
+        is_list = isinstance(value, tuple | list) and len(value) == count
+        return is_list and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(list(value)))
+
+    def part(value: Any) -> Any:
+        if are_items(value) or (isinstance(value, torch.Tensor) and value.dim() and len(value) == count):
+            return value[start:stop]
+        if isinstance(value, str | int | float | bool | None) or (isinstance(value, torch.Tensor) and not value.dim()):
+            return value
+        raise _cannot_split(value, count)
+
+    return tree_map(part, batch, is_leaf=are_items)
 
 
 def _cannot_split(value: Any, count: int) -> ConfigError:
     problem = f"cannot split a {type(value).__name__} of a batch of {count} items"
-    return ConfigError(problem, where=WHERE, remedy="use manual optimization: self.governed.step(items, self.loss_of)")
+    return _refused(problem, "use manual optimization: self.governed.step(items, self.loss_of)")
+
+
+def _refused(problem: str, remedy: str) -> ConfigError:
+    return ConfigError(problem, where="GovernorCallback", remedy=remedy)

@@ -43,7 +43,7 @@ class Ranks:
         """Gather a JSON object from every rank, in the order of ranks."""
         return [json.loads(json.dumps(message))]  # as it would come from another
 
-    def add_up(self, tensors: Sequence[Tensor], piece_bytes: int = PIECE_BYTES, buffer: Tensor | None = None) -> None:
+    def add_up(self, tensors: Sequence[Tensor], buffer: Tensor | None = None) -> None:
         """All-reduce tensors, of the same shapes on every rank, to their sums in place; pack them into `buffer`."""
 
     def collective(self, begin: Callable[[], Work], *, in_stream: bool = False) -> None:

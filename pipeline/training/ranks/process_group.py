@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -31,11 +31,10 @@ from pipeline.device.out_of_memory import free_caches
 from pipeline.errors import ConfigError
 from pipeline.records import RankPlace
 from pipeline.training.ranks import PIECE_BYTES, Ranks
-from pipeline.training.ranks.gradient_sums import reduce_in_pieces
 from pipeline.training.ranks.rank_monitor import COME_WITHIN_S, LOOPBACK, Activity, HangLimits, RankMonitor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -175,8 +174,8 @@ class ProcessGroup(MonitoredRanks):
 
         return exchange_json(message, self.world, gather)
 
-    def add_up(self, tensors: Sequence[Tensor], piece_bytes: int = PIECE_BYTES, buffer: Tensor | None = None) -> None:
-        reduce_in_pieces(tensors, self._sum, piece_bytes, buffer)
+    def add_up(self, tensors: Sequence[Tensor], buffer: Tensor | None = None) -> None:
+        reduce_in_pieces(tensors, self._sum, buffer)
 
     def _sum(self, flat: Tensor) -> None:
         # on a card a sum only takes its place in the stream: whoever reads it waits
@@ -282,3 +281,39 @@ def _gloo_threads() -> list[list[str]]:
         with suppress(OSError):  # it has ended
             texts.append(file.read_text())
     return [_STATE.findall(text) for text in texts if GLOO_THREAD in text]
+
+
+def reduce_in_pieces(tensors: Iterable[Tensor], reduce: Callable[[Tensor], Any], buffer: Tensor | None = None) -> None:
+    """Reduce tensors in place, small ones packed into flat tensors of one type, in a buffer if given."""
+    for parts in _pieces(tensors, PIECE_BYTES if buffer is None else len(buffer)):
+        if len(parts) == 1 and parts[0].is_contiguous():
+            reduce(parts[0].view(-1))
+            continue
+        sizes, size_bytes = [part.numel() for part in parts], sum(part.nbytes for part in parts)
+        if buffer is None or size_bytes > len(buffer):
+            flat = parts[0].new_empty(sum(sizes))
+        else:
+            flat = buffer[:size_bytes].view(parts[0].dtype)
+        places = [place.view(part.shape) for place, part in zip(torch.split(flat, sizes), parts, strict=True)]
+        torch._foreach_copy_(places, parts)  # one call for all, as in torch's own FSDP
+        reduce(flat)
+        torch._foreach_copy_(parts, places)
+        del flat, places  # one piece at a time
+
+
+def _pieces(tensors: Iterable[Tensor], piece_bytes: int) -> Iterator[list[Tensor]]:
+    """Yield groups of tensors of one device and type, of at most `piece_bytes` together; a larger one is alone."""
+    groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], int]] = {}
+    for tensor in tensors:
+        plain = tensor.detach()
+        real = torch.view_as_real(plain) if plain.is_complex() else plain
+        if not real.numel():
+            continue
+        kind = real.device, real.dtype
+        piece, taken_bytes = groups.get(kind, ([], 0))
+        if piece and taken_bytes + real.nbytes > piece_bytes:
+            yield piece
+            piece, taken_bytes = [], 0
+        piece.append(real)
+        groups[kind] = piece, taken_bytes + real.nbytes
+    yield from (piece for piece, _ in groups.values())

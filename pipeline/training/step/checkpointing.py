@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.device.accelerator import is_card
 from pipeline.device.kinds import CPU
-from pipeline.memory.runtime.pinned_tensors import PinnedChunks
+from pipeline.memory.hardware.host_memory import ALIGNMENT, CHUNK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,17 +24,15 @@ class Recomputing:
     """Switches checkpointing of a model's repeated blocks on and off."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self.blocks: list[str] | None = None  # names of the wrapped blocks; None until first enabled
+        self._model, self._is_wrapped = model, False
         self.on = False
 
     def turn(self, *, on: bool) -> None:
         """Enable or disable checkpointing; not during a forward."""
-        if on and self.blocks is None:
-            blocks = repeated(self._model)
-            for block in blocks.values():
+        if on and not self._is_wrapped:
+            for block in repeated(self._model).values():
                 block.forward = self._again(block.forward)
-            self.blocks = list(blocks)
+            self._is_wrapped = True
         self.on = on
 
     def _again(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,31 +76,14 @@ def repeated(model: nn.Module) -> dict[str, nn.Module]:
 SMALLEST_BYTES = 1 << 16  # below, a copy costs more than the memory is worth
 
 
-class Carrier(Protocol):
-    """Copies tensors to the host's memory and back."""
-
-    def away(self, tensor: Tensor) -> Any:
-        """Return a copy in the host's memory."""
-
-    def back(self, kept: Any, device: torch.device) -> Tensor:
-        """Return a copy on the device."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Away:
-    """A tensor whose values lie in pinned memory."""
-
-    like: Tensor  # without data: it has the shape, the strides and the type
-    pieces: Sequence[Tensor]  # bytes
-
-
 class Pinned:
-    """Copies to the host's memory, which is pinned for tensors of a card."""
+    """Copies to the host's memory, which is pinned for tensors of a card, and back."""
 
     def __init__(self) -> None:
         self._chunks = PinnedChunks()
 
     def away(self, tensor: Tensor) -> Any:
+        """Return a copy in the host's memory: of a card's tensor, a tensor like it without data, and its bytes."""
         is_plain = tensor.layout is torch.strided and type(tensor) is torch.Tensor
         if not (is_card(tensor.device) and is_plain) or tensor.is_conj() or tensor.is_neg():
             return tensor.to(CPU, copy=True)
@@ -112,15 +92,39 @@ class Pinned:
         pieces = self._chunks.pieces(tensor.nbytes)
         for part, piece in zip(_parts(dense, pieces), pieces, strict=True):
             piece.copy_(part)
-        return _Away(like, pieces)
+        return like, pieces
 
     def back(self, kept: Any, device: torch.device) -> Tensor:
+        """Return a copy on the device."""
         if isinstance(kept, torch.Tensor):
             return kept.to(device, copy=True)
-        tensor = torch.empty_like(kept.like, device=device)
-        for part, piece in zip(_parts(tensor, kept.pieces), kept.pieces, strict=True):
+        like, pieces = kept
+        tensor = torch.empty_like(like, device=device)
+        for part, piece in zip(_parts(tensor, pieces), pieces, strict=True):
             part.copy_(piece, non_blocking=True)
         return tensor
+
+
+class PinnedChunks:
+    """Pinned memory for tensors that come and go, in chunks of one size; torch keeps a chunk that is free for the next.
+
+    A chunk is free once all that lay in it is gone, and copies from it to a card have ended.
+    """
+
+    def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._chunk_bytes = self._used = chunk_bytes
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+
+    def pieces(self, size_bytes: int) -> list[Tensor]:
+        """Return memory of this size, in pieces behind what was given out last."""
+        pieces = []
+        while size_bytes:
+            if self._used >= self._chunk_bytes:
+                self._chunk, self._used = torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=True), 0
+            pieces.append(self._chunk[self._used : self._used + size_bytes])
+            size_bytes -= len(pieces[-1])
+            self._used += -(-len(pieces[-1]) // ALIGNMENT) * ALIGNMENT
+        return pieces
 
 
 def _parts(tensor: Tensor, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -129,7 +133,7 @@ def _parts(tensor: Tensor, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
     return torch.split_with_sizes(flat, [len(piece) for piece in pieces])
 
 
-def offloaded(model: nn.Module, carrier: Carrier) -> torch.autograd.graph.saved_tensors_hooks:
+def offloaded(model: nn.Module, carrier: Any) -> torch.autograd.graph.saved_tensors_hooks:
     """Return a context whose forward saves large activations to the host; parameters stay on the device anyway."""
     own = {_place(parameter) for parameter in model.parameters()}
 
@@ -139,7 +143,8 @@ def offloaded(model: nn.Module, carrier: Carrier) -> torch.autograd.graph.saved_
         return carrier.away(tensor), tensor.device
 
     def back(kept: Any) -> Tensor:
-        return carrier.back(*kept) if isinstance(kept, tuple) else kept
+        tensor: Tensor = carrier.back(*kept) if isinstance(kept, tuple) else kept
+        return tensor
 
     return torch.autograd.graph.saved_tensors_hooks(away, back)
 

@@ -20,25 +20,24 @@ import torch
 
 from pipeline.device.accelerator import RngState
 from pipeline.device.kinds import CPU
-from pipeline.device.out_of_memory import after_freeing_caches, free_caches, out_of_memory_error
+from pipeline.device.out_of_memory import after_freeing_caches
 from pipeline.errors import DataError, PlanInfeasible
-from pipeline.memory.runtime.recovery import StepSnapshot, forget_failed_backward
+from pipeline.memory.runtime.recovery import Governor, StepSnapshot, each_that_fits
 from pipeline.protocol import Contrastive
 from pipeline.training.items.batch import refuse_changed
 from pipeline.training.step.exact_step import ExactStep
-from pipeline.training.step.micro_batches import HOST, ON_HOST
-from pipeline.training.step.optimizers import checked_terms, refused, whole_loss
-from pipeline.training.step.step import Step
-from pipeline.training.step_clock import OTHER
+from pipeline.training.step.optimizers import checked_terms, refused, shown, whole_loss
+from pipeline.training.step.step import HOST, ON_HOST, Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 
     from torch import Tensor, nn
 
+    from pipeline.memory.runtime.recovery import Cut
     from pipeline.protocol import Batch, Task
     from pipeline.training.ranks import Ranks
-    from pipeline.training.step.micro_batches import Piece, RankShare
+    from pipeline.training.step.exact_step import Piece, RankShare, Weighed
     from pipeline.training.step.optimizers import StepSettings, Terms
 
     Rows = Mapping[str, Tensor]  # a row for each item
@@ -78,17 +77,11 @@ class ContrastiveStep(Step):
     def needs_weights(self) -> bool:
         return False  # they come with the loss of all items
 
-    def weights(self, batches: Sequence[Batch]) -> None:
-        """Return nothing: weights come with the loss of all items."""
-
-    def settle(self, weight: Tensor | float) -> None:
-        """Do nothing: the weight was known before backward."""
-
-    def _loss(self, terms: Terms, weights: Mapping[str, Any] | None) -> Tensor:  # noqa: ARG002
-        return whole_loss(terms)
+    def settle(self, totals: Mapping[str, tuple[Any, Any]]) -> None:
+        """Do nothing: the weights were known before backward."""
 
     def _terms(self, model: nn.Module, batch: Batch) -> Terms:
-        return self._task.contrast(model, self._embedded(model, batch))
+        return self._task.contrast(model, embedded(self._task, model, batch))
 
     @property
     def _task(self) -> Contrastive:
@@ -96,18 +89,13 @@ class ContrastiveStep(Step):
 
     # First pass
 
-    def _embedded(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        return embedded(self._task, model, batch)
-
     def embed(self, batch: Batch, items: int | None = None) -> dict[str, Tensor]:
         """Embed a micro-batch without gradients: the first pass; `items` checks the number of rows."""
         self.watch.phase("inputs")
         batch = self.moved(batch)
         self.watch.phase("embed")
         with torch.no_grad(), self.cast():
-            rows = self._embedded(self.model, batch)
-        if items is not None:
-            _refuse_rows(rows, items, "as many as there are items in the batch")
+            rows = embedded(self._task, self.model, batch, items)
         # copied: the memory of a captured graph is reused
         return {name: row.detach().to(self.device, copy=True) for name, row in rows.items()}
 
@@ -138,27 +126,25 @@ class ContrastiveStep(Step):
         )
 
     def where_it_fits(self, run: Callable[[], Result], rows: Mapping[str, Sized], *, may_leave: bool) -> Result:
-        """Return what `run` computes from the loss of all rows, which cannot be cut.
-
-        The first out-of-memory frees caches, the second leaves the GPU for the CPU, if it may.
-        """
+        """Return what `run` computes from the loss of all rows, which cannot be cut: on the CPU, if it may leave."""
         results: list[Result] = []
 
-        def attempt(rung: int) -> None:
-            with self.remedied(rung):
+        def attempt(cut: Cut) -> None:
+            if cut.rung:
+                self.drop_ahead()
+            with RngState.preserved(self.device), self.remedied(ON_HOST if cut.rung > 1 else 0):
                 results.append(run())
 
-        for rung in (0, 0, ON_HOST) if may_leave and self.device != CPU else (0, 0):
-            error = out_of_memory_error(attempt, rung)
-            if error is None:
-                return results[0]
-            forget_failed_backward()
-            self.drop_ahead()
-            free_caches(self.device)
-        items = len(next(iter(rows.values())))
-        problem = f"the loss of all {items:,} items together does not fit in memory, though each of them does: {error}"
-        remedy = "a smaller effective batch, or a larger GPU"
-        raise PlanInfeasible(problem, where="train.effective_batch", remedy=remedy)
+        ladder = ("again", HOST) if may_leave and self.device != CPU else ("again",)
+        ((_, error),) = each_that_fits(Governor(ladder=ladder), [1], attempt, device=self.device)
+        if error:
+            items = len(next(iter(rows.values())))
+            problem = (
+                f"the loss of all {items:,} items together does not fit in memory, though each of them does: {error}"
+            )
+            remedy = "a smaller effective batch, or a larger GPU"
+            raise PlanInfeasible(problem, where="train.effective_batch", remedy=remedy)
+        return results[0]
 
     def _contrasted(self, rows: Rows) -> Terms:
         with self.cast():
@@ -173,25 +159,23 @@ class ContrastiveStep(Step):
     # Second pass
 
     def go_back(self, batch: Batch, gradients: Rows) -> None:
-        """Embed a micro-batch with gradients and run backward from the gradients of its rows: the second pass."""
-        rows = self._traced(batch)
-        _refuse_others(rows, gradients)
-        self._back(rows, gradients)
+        """Embed a micro-batch with gradients and run backward from the gradients of its rows: the second pass.
 
-    def _back(self, rows: dict[str, Tensor], gradients: Rows) -> None:
-        """Run backward from the gradients of rows, as many as there are rows, in the rows' dtype."""
+        `gradients` may have more rows; they are taken in the rows' dtype.
+        """
+        rows = self._traced(batch)
         self.watch.phase("backward")
         ends = [name for name in gradients if rows[name].requires_grad]
         if ends:  # else only what the loss itself has is trained
-            cut = [gradients[name][: len(rows[name])].to(rows[name].device, rows[name].dtype) for name in ends]
-            torch.autograd.backward([rows.pop(name) for name in ends], cut)
+            own = [gradients[name][: len(rows[name])].to(rows[name].device, rows[name].dtype) for name in ends]
+            torch.autograd.backward([rows.pop(name) for name in ends], own)
 
     def _traced(self, batch: Batch) -> dict[str, Tensor]:
         self.watch.phase("inputs")
         batch = self.moved(batch)
         self.watch.phase("forward")
         with self.saved(), self.cast():
-            return self._embedded(self.model, batch)
+            return embedded(self._task, self.model, batch)
 
     def _back_from_loss(self, rows: dict[str, Tensor]) -> None:
         """Compute the loss of rows that still have their graph, and run backward; `rows` is emptied."""
@@ -206,14 +190,10 @@ class ContrastiveStep(Step):
 
     # Micro-batches
 
-    def accumulate_alone(self, batch: Batch, weights: Mapping[str, Any] | None = None) -> None:  # noqa: ARG002
-        """Add the gradients of all items of a step in one pass, where they fit in one micro-batch."""
-        self._back_from_loss(self._traced(batch))
-
     def accumulate_all(self, batches: Sequence[Batch], weights: Mapping[str, Any] | None) -> None:  # noqa: ARG002
         """Add the gradients of all items of a step."""
         if len(batches) == 1:
-            self.accumulate_alone(batches[0])
+            self._back_from_loss(self._traced(batches[0]))
             return
         snapshot = StepSnapshot(self.model, device=self.device, scaler=self.scaler)
         parts = [self.embed(batch) for batch in batches]
@@ -232,43 +212,37 @@ class ContrastiveStep(Step):
         """
         whole = self.settings.batch
         if whole is None:
-            self.accumulate_alone(batch)
+            self.accumulate_all([batch], None)
             return
         if self.row_of and self.gradients:
             self.watch.phase("contrast")
-            zeros = {name: row.new_zeros(whole, *row.shape[1:]) for name, row in self.row_of.items()}
-            self._back(self._traced(batch), zeros)
+            self.go_back(batch, {name: row.new_zeros(whole, *row.shape[1:]) for name, row in self.row_of.items()})
             return
-        rows = self._traced(batch)
+        rows = self.embed(batch)
         items = len(next(iter(rows.values())))
-        self.row_of = {
-            name: row.detach().new_empty(0, *row.shape[1:]) for name, row in rows.items() if row.requires_grad
-        }
+        self.row_of = {name: row.new_empty(0, *row.shape[1:]) for name, row in rows.items() if _leaf(row).requires_grad}
         if items >= whole:
-            self._back_from_loss(rows)
+            del rows
+            self.accumulate_all([batch], None)
             return
-        parts = [{name: row.detach() for name, row in rows.items()}]
-        del rows
-        parts.append({name: row[:1].expand(whole - items, *row.shape[1:]).clone() for name, row in parts[0].items()})
+        others = {name: row[:1].expand(whole - items, *row.shape[1:]).clone() for name, row in rows.items()}
+        parts = [rows, others]
+        del rows, others
         cached = self.contrast(joined_rows(parts))
-        if not (self.row_of or any(gradient is not None for gradient in cached.own)):
-            problem = "neither embed() nor contrast() depends on a parameter that is trained: nothing would be learned"
-            raise refused(problem, "do not detach what they return, or freeze fewer parameters")
-        self._back(self._traced(batch), cached.rows)
+        self.go_back(batch, cached.rows)
         cached.finish(self.model)
 
 
-def embedded(task: Contrastive, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Embed a batch; raise unless every tensor has a row for each item."""
+def embedded(task: Contrastive, model: nn.Module, batch: Batch, items: int | None = None) -> dict[str, Tensor]:
+    """Embed a batch; raise unless every tensor has a row for each item, or as many as the others."""
     rows = task.embed(model, batch)
-    if not isinstance(rows, Mapping) or not rows:
-        got = "nothing" if rows is None or isinstance(rows, Mapping) else type(rows).__name__
-        raise refused(f"embed() must return tensors by name, got {got}", SEE)
-    for name, row in rows.items():
-        if not isinstance(row, torch.Tensor) or row.dim() == 0:
-            got = "a single number" if isinstance(row, torch.Tensor) else type(row).__name__
-            raise refused(f"embed(): {name!r} must be a tensor with a row for each item, got {got}", SEE)
-    _refuse_rows(rows, len(next(iter(rows.values()))), "as its first tensor has")
+    tensors = list(rows.values()) if isinstance(rows, Mapping) else []
+    if not tensors or not all(isinstance(row, torch.Tensor) and row.dim() for row in tensors):
+        raise refused(f"embed() must return tensors with a row for each item, by name; got {shown(rows)}", SEE)
+    counts = {len(row) for row in tensors} | ({items} if items is not None else set())
+    if len(counts) > 1:
+        of = "" if items is None else f" for {items} items"
+        raise refused(f"embed() must return a row for each item, got {shown(rows)}{of}", SEE)
     return dict(rows)
 
 
@@ -294,20 +268,6 @@ def _leaf(rows: Tensor) -> Tensor:
     return rows.detach().requires_grad_(rows.is_floating_point() or rows.is_complex())
 
 
-def _refuse_rows(rows: Rows, items: int, why: str) -> None:
-    for name, row in rows.items():
-        if len(row) != items:
-            raise refused(f"embed(): {name!r} has {len(row)} rows, not {items}, {why}", SEE)
-
-
-def _refuse_others(rows: Rows, gradients: Rows) -> None:
-    for name, gradient in gradients.items():
-        if name not in rows:
-            problem = f"embed() returned {', '.join(rows)} for items for which it returned {name!r} before"
-            raise refused(problem, SEE)
-        _refuse_rows({name: rows[name]}, len(gradient), "as it had for the same items before")
-
-
 # A step of all ranks
 
 
@@ -320,61 +280,46 @@ class ExactContrastiveStep(ExactStep):
     is_joint = True
     step: ContrastiveStep
 
-    def _totals(self) -> dict[str, tuple[float, float]]:
-        return {} if self.ranks.rank else self.step.totals  # those of the first rank are of all items
-
-    def _rehearsed(self, share: RankShare) -> bool:
-        return super()._run(share, None)  # the step's other items are made up, and no other rank takes part
-
-    def _run(self, share: RankShare, weights: Mapping[str, float] | None) -> bool:  # noqa: ARG002 - they come later
+    def _run_share(self, share: RankShare, weights: Weighed) -> bool:  # noqa: ARG002 - they come later
         share.is_last_pass = False
         whole = self._whole(share)
         if whole is not None:
-            share.is_last_pass = True
-            return self._all_fit([whole], partial(self._remedied, run=self._at_once), share)
-        embedded: list[tuple[str, ...]] = []  # ids of each piece
+            return self.run_pieces(share, lambda batch: self.step.accumulate_all([batch], None), [whole])
+        ids: list[tuple[str, ...]] = []  # of each piece
         parts: list[dict[str, Tensor]] = []
 
         def embed(piece: Piece) -> None:
-            parts.append(self.step.embed(piece.collated(self.step), len(piece)))
-            embedded.append(piece.ids)
+            parts.append(self._within(piece, partial(self.step.embed, items=len(piece))))
+            ids.append(piece.ids)
 
-        fits = self._all_fit(self._ready(share), partial(self._remedied, run=embed), share)
+        fits = self._all_fit(self._ready(share), embed, share)
         if not all(reply["fits"] for reply in self._exchange({"fits": fits})):
             return False
         assert self._snapshot is not None
         self._snapshot.restore()  # the second pass draws the same numbers, and statistics move once
-        cached, start = self._contrasted(parts, sum(map(len, embedded)))
+        sizes = list(map(len, ids))
+        cached, start = self._contrasted(parts, sum(sizes))
         if cached is None:  # no rank has an item
             return True
-        share.is_last_pass = True
-        rows = split_rows(cached.rows, list(map(len, embedded)), start)
+        rows = split_rows(cached.rows, sizes, start)
 
         def back(piece: Piece) -> None:  # cut as it was embedded, since nothing failed in between
-            refuse_changed(embedded.pop(0), piece.ids)
-            self.step.go_back(piece.collated(self.step), next(rows))
+            refuse_changed(ids.pop(0), piece.ids)
+            self._within(piece, lambda batch: self.step.go_back(batch, next(rows)))
             self._count(piece)
 
-        fits = self._all_fit(self._ready(share), partial(self._remedied, run=back), share)
+        share.is_last_pass = True
+        fits = self._all_fit(self._ready(share), back, share)
         if fits:
             cached.finish(self.step.model)
         return fits
 
     def _whole(self, share: RankShare) -> Piece | None:
-        """Return the single piece that holds the whole step; None: there are several."""
+        """Return the single piece that holds the whole step, and runs on the device; None: there are several."""
         if self.ranks.world > 1 or share.origin.of > 1:
             return None
         pieces = list(self._ready(share))
-        return pieces[0] if len(pieces) == 1 and not pieces[0].is_on_host else None
-
-    def _remedied(self, piece: Piece, *, run: Callable[[Piece], None]) -> None:
-        self._announce(piece)
-        with self.step.clock.within(OTHER), self.step.remedied(piece.rung):
-            run(piece)
-
-    def _at_once(self, piece: Piece) -> None:
-        self.step.accumulate_alone(piece.collated(self.step))
-        self._count(piece)
+        return pieces[0] if len(pieces) == 1 and pieces[0].rung < ON_HOST else None
 
     def _contrasted(self, parts: list[dict[str, Tensor]], items: int) -> tuple[CachedGradients | None, int]:
         """Return the gradients of all ranks' embeddings, None where no rank has any, and this rank's first row."""
@@ -382,24 +327,14 @@ class ExactContrastiveStep(ExactStep):
         rows, start = gathered(self.ranks, own, items, self.step.device)
         if not rows:
             return None, start
-        counts, may_leave = self.ranks.rank == 0, self.too_large == HOST
-        with RngState.preserved(self.step.device):
-            cached = self.step.where_it_fits(
-                lambda: self.step.contrast(dict(rows), counts=counts), rows, may_leave=may_leave
-            )
-        return cached, start
+        run = partial(self.step.contrast, counts=self.ranks.rank == 0)
+        return self.step.where_it_fits(lambda: run(dict(rows)), rows, may_leave=self.too_large == HOST), start
 
-    def _is_finite(self, piece: Piece) -> bool:
+    def is_finite(self, piece: Piece) -> bool:
         """Say whether an item's embedding is finite: its loss alone, without other items, would say nothing."""
-        finite: list[bool] = []
-
-        def embed(piece: Piece) -> None:
-            with self.step.evaluating():
-                rows = self.step.embed(piece.collated(self.step))
-            finite.extend(bool(torch.isfinite(row).all()) for row in rows.values())
-
-        out_of_memory_error(embed, piece)
-        return all(finite)
+        with self.step.evaluating():
+            rows = self.step.embed(piece.collated())
+        return all(bool(torch.isfinite(row).all()) for row in rows.values())
 
 
 def gathered(ranks: Ranks, own: dict[str, Tensor], items: int, device: str) -> tuple[dict[str, Tensor], int]:
@@ -412,39 +347,30 @@ def gathered(ranks: Ranks, own: dict[str, Tensor], items: int, device: str) -> t
         return own, 0
     like = {name: [list(row.shape[1:]), str(row.dtype).removeprefix("torch.")] for name, row in own.items()}
     replies = ranks.exchange({"items": items, "like": like})
-    likes = {rank: reply["like"] for rank, reply in enumerate(replies) if reply["items"]}
-    shapes = {rank: {name: shape for name, (shape, _) in like.items()} for rank, like in likes.items()}
-    first_shapes = next(iter(shapes.values()), {})
-    for rank, rank_shapes in shapes.items():
-        if rank_shapes != first_shapes:
-            problem = f"embed() returned {first_shapes} on rank {next(iter(shapes))} and {rank_shapes} on rank {rank}"
-            raise DataError(
-                problem, where="train.task", remedy="return tensors with the same shapes except for the first dimension"
-            )
-    counts = [reply["items"] for reply in replies]
+    counts, likes = [reply["items"] for reply in replies], [reply["like"] for reply in replies if reply["items"]]
     start = sum(counts[: ranks.rank])
-    kinds = {name: _widest(like[name][1] for like in likes.values()) for name in first_shapes}
+    shapes = [{name: shape for name, (shape, _) in like.items()} for like in likes]
+    if any(other != shapes[0] for other in shapes):
+        problem = f"embed() returned tensors of different shapes on several ranks: {shapes}"
+        remedy = "return tensors with the same shapes except for the first dimension"
+        raise DataError(problem, where="train.task", remedy=remedy)
 
-    def placed(name: str) -> Tensor:
+    def placed(name: str, dtype: torch.dtype) -> Tensor:
         """Return this rank's rows in their place, and zeros for those of others."""
-        dtype = torch.uint8 if kinds[name] == torch.bool else kinds[name]
-        whole = torch.zeros(sum(counts), *first_shapes[name], dtype=dtype, device=device)
+        whole = torch.zeros(sum(counts), *shapes[0][name], dtype=dtype, device=device)
         if name in own:
             whole[start : start + items] = own[name].to(dtype)
         return whole
 
     wholes: dict[str, Tensor] = {}
-    for name in kinds:
-        wholes[name] = after_freeing_caches(partial(placed, name), device)
+    for name in shapes[0] if shapes else ():
+        # A rank that embeds on its CPU has full precision
+        kind = reduce(torch.promote_types, (getattr(torch, like[name][1]) for like in likes))
+        is_bool = kind == torch.bool
+        wholes[name] = after_freeing_caches(partial(placed, name, torch.uint8 if is_bool else kind), device)
         own.pop(name, None)
-    for name, whole in wholes.items():  # every row is of one rank and zero on the others: the sum gathers them
-        ranks.add_up([whole])  # each alone: packed together they would take as much memory again
-        if kinds[name] == torch.bool:
-            wholes[name] = after_freeing_caches(whole.bool, device)
+        # Every row is of one rank and zero on the others; packed together they would take as much memory again
+        ranks.add_up([wholes[name]])
+        if is_bool:
+            wholes[name] = after_freeing_caches(wholes[name].bool, device)
     return wholes, start
-
-
-def _widest(kinds: Iterable[str]) -> torch.dtype:
-    """Return the dtype that holds the numbers of all ranks: a rank that embeds on its CPU has full precision."""
-    dtypes: list[torch.dtype] = [getattr(torch, kind) for kind in kinds]
-    return reduce(torch.promote_types, dtypes)

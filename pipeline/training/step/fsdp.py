@@ -1,111 +1,223 @@
 """A model too large for a single device: parameters, gradients and optimizer state sharded over the ranks (FSDP2).
 
 A block's parameters are gathered before it computes, and its gradients are reduced after it, by all ranks together,
-within every forward and backward. So all must make the same number of passes (`collectives.joint_turns`): a rank that
-has no micro-batch left runs the cheapest item of the step along with the others, with its loss times zero.
+within every forward and backward. So all must make the same number of passes (`joint_turns`): a rank that has no
+micro-batch left runs the cheapest item of the step along with the others, with its loss times zero.
 
 In half precision parameters are gathered and computed with in it, and gradients are added up in full precision. Nothing
 else is cast between blocks: autocast chooses the precision of each operation, as in a model of one device.
+
+A rank whose memory ends between two collectives would leave the others waiting. So all ranks agree before every
+collective: each reports which one it is about to begin, or that it has given up; where any has, all leave the pass.
+Why no rank waits for ever, as long as all ranks begin the same passes:
+
+1. In a pass a rank calls `agree` before each of its collectives and once at the end, also of a failed pass, and
+   makes no other call that involves all ranks. So the first agreement of one rank meets the first of every other, the
+   second the second, and so on, as long as none stops.
+2. The outcome of an agreement is the same on all ranks: all are about to begin the same collective, all have come to
+   the end, a rank has given up, or the model does not do the same on all ranks.
+3. In the first case all begin that collective: its memory was allocated before, and nothing stands in between. In each
+   of the others no rank agrees or begins anything further in this pass: they raise, and `Passes.run` returns.
+4. So every rank leaves a pass after the same number of agreements and collectives, all of which are complete.
+
+An agreement itself takes no memory of the device: it is two numbers in the host's memory, over gloo, and on a GPU only
+the processes meet, not their streams. A collective that fails as it begins (NCCL may allocate there) ends the job, and
+so does every error that is not out of memory: the rank monitor tells the other ranks.
 """
 
 from __future__ import annotations
 
-import math
 import socket
-from collections import Counter
-from contextlib import nullcontext
+from collections import Counter, deque
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._python_dispatch import _disable_current_modes
 
+from pipeline.device.accelerator import is_card
 from pipeline.device.batch_transfer import map_tensors
 from pipeline.device.kinds import CPU
-from pipeline.device.out_of_memory import free_caches
+from pipeline.device.out_of_memory import free_caches, out_of_memory_error
 from pipeline.errors import ConfigError
+from pipeline.memory.footprint import Unmeasurable
 from pipeline.protocol import Weights
+from pipeline.training.ranks import Ranks
 from pipeline.training.step.checkpointing import repeated
-from pipeline.training.step.collectives import NOT_SHARDED, WHERE, Gather, Passes, ReduceScatter, joint_turns
-from pipeline.training.step.exact_step import ExactStep
-from pipeline.training.step.micro_batches import HOST, RUNGS
+from pipeline.training.step.exact_step import ExactStep, Piece
 from pipeline.training.step.optimizers import freeze_parameters
-from pipeline.training.step.step import DTYPES, Step, checked_model
+from pipeline.training.step.step import DTYPES, HOST, RUNGS, Step, checked_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
     from pipeline.protocol import Batch, Task
     from pipeline.training.items.batch import TaskBatch
-    from pipeline.training.ranks import Ranks
-    from pipeline.training.step.collectives import PassOutcome
-    from pipeline.training.step.micro_batches import Piece, RankShare
+    from pipeline.training.ranks import Said
+    from pipeline.training.step.exact_step import RankShare, Weighed
     from pipeline.training.step.optimizers import StepSettings
     from pipeline.training.step.step import StepWatch
 
 Result = TypeVar("Result")
-TINY = 1e-6  # added to the norm, as in torch.nn.utils.clip_grad_norm_
+
+WHERE = "train.sharding"
+NOT_SHARDED = "--set train.sharding=false"
+END, GAVE_UP = 0, 1 << 62  # any other number is a collective by its kind and size
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor, or all of it where it is not sharded."""
-    return cast("Tensor", getattr(tensor, "_local_tensor", tensor))
+# Passes of all ranks
+
+
+class ImaginedRanks(Ranks):
+    """The first of ranks that do not exist, for a step that is only traced: it makes no call, and never waits."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+
+    def exchange(self, message: Said) -> list[Said]:
+        return super().exchange(message) * self.world
+
+
+@contextmanager
+def imagined(world: int) -> Iterator[ImaginedRanks]:
+    """Enter a process group of ranks that do not exist, in which a model can be sharded; it is gone afterwards."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if torch.distributed.is_initialized():
+        raise Unmeasurable("a sharded step cannot be traced within a process group")
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        yield ImaginedRanks(world)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+class PassGivenUp(Exception):
+    """Another rank could not finish the pass, so this one leaves it; `Passes.run` catches it."""
+
+
+class Passes:
+    """Passes through a sharded model, which all ranks make together: to the end, or none does."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._numbers = np.zeros(2, np.int64)
+        self._word = torch.from_numpy(self._numbers)  # made once: an agreement must not fail for want of memory
+        self._is_given_up = False
+
+    def run(self, make: Callable[[], Result]) -> tuple[list[Result], str]:
+        """Make a pass; return its result, and why memory ended on this very rank, else "".
+
+        Where memory ends on any rank, all leave the pass and have no result; what it left behind is to be dropped.
+        """
+        results: list[Result] = []
+        error = out_of_memory_error(self._make, make, results)
+        if not self._is_given_up:
+            self._agreed(END if error is None else GAVE_UP)
+        is_given_up, self._is_given_up = self._is_given_up, False
+        return [] if is_given_up else results, error or ""
+
+    def _make(self, make: Callable[[], Result], results: list[Result]) -> None:
+        with suppress(PassGivenUp):  # where a model has swallowed it, the pass is given up none the less
+            results.append(make())
+
+    def agree(self, collective: int) -> None:
+        """Return where all ranks are about to begin the same collective; leave the pass where any has given up."""
+        if self._is_given_up or not self._agreed(collective):
+            raise PassGivenUp
+
+    def _agreed(self, what: int) -> bool:
+        """Say what this rank is about to do; return whether all do the same, false where any has given up."""
+        self._numbers[:] = what, -what
+        largest = torch.distributed.ReduceOp.MAX
+        self._ranks.collective(lambda: torch.distributed.all_reduce(self._word, op=largest, async_op=True))
+        most, least = int(self._numbers[0]), -int(self._numbers[1])
+        self._is_given_up = most == GAVE_UP
+        if most != least and not self._is_given_up:
+            problem = "parameters cannot be gathered because ranks run different blocks"
+            raise ConfigError(problem, where=WHERE, remedy=f"run every block for every batch   or {NOT_SHARDED}")
+        return not self._is_given_up
+
+
+@dataclass(slots=True)
+class Turn:
+    """A pass that all ranks make at the same time."""
+
+    piece: Piece
+    counts: bool  # else it is another rank's item, run along
+    items: int  # of the first turn, over all ranks
+    instead: list[Piece] | None = None  # once all gave up the pass: what this rank runs in place of its piece
+
+
+def joint_turns(
+    pieces: Iterable[Piece], ranks: Ranks, fetch: Callable[[int], TaskBatch], cost: Callable[[Piece], int] = len
+) -> Iterator[Turn]:
+    """Yield this rank's pieces, then the cheapest item of any rank for as long as another rank has pieces.
+
+    `fetch` returns a batch of one item by its number. After a pass that was given up, set `instead` on every rank, or
+    take no further turn on any.
+    """
+    own, waiting = iter(pieces), deque[Piece]()
+    cheapest: tuple[int, int] | None = None
+    items = 0
+    while True:
+        piece = waiting.popleft() if waiting else next(own, None)
+        replies = ranks.exchange({"items": len(piece) if piece else 0, "cheapest": _cheapest(piece, cost)})
+        if not any(reply["items"] for reply in replies):
+            return
+        items = items or sum(reply["items"] for reply in replies)
+        offers = [(int(reply["cheapest"][0]), int(reply["cheapest"][1])) for reply in replies if reply["cheapest"]]
+        cheapest = min([*offers, *([cheapest] if cheapest else [])])
+        turn = Turn(piece or Piece(fetch(cheapest[1]), 0, 1), piece is not None, items)
+        yield turn
+        waiting.extend(turn.instead or [])
+
+
+def _cheapest(piece: Piece | None, cost: Callable[[Piece], int]) -> tuple[int, int] | None:
+    """Return the cost and the number of the cheapest item of a piece."""
+    return min((cost(single), single.numbers[0]) for single in piece.singles()) if piece else None
+
+
+class Gather:
+    """Gathers the parameters of a block from all ranks, which all begin that or none."""
+
+    def __init__(self, passes: Passes, ranks: Ranks) -> None:
+        self._passes, self._ranks = passes, ranks
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, **_: Any) -> None:
+        self._passes.agree(2 * output_tensor.nbytes)
+        gather = partial(torch.distributed.all_gather_single, output_tensor, input_tensor, group=group, async_op=True)
+        self._ranks.collective(gather, in_stream=is_card(output_tensor.device))
+
+
+class ReduceScatter(Gather):
+    """Adds up the gradients of a block over all ranks, each of which keeps its own part."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any = None, **_: Any) -> None:
+        self._passes.agree(2 * input_tensor.nbytes + 1)
+        named = {"op": op, "group": group, "async_op": True}
+        if is_card(output_tensor.device):
+            reduce = partial(torch.distributed.reduce_scatter_single, output_tensor, input_tensor, **named)
+            self._ranks.collective(reduce, in_stream=True)
+        else:  # gloo's own does the same, and cannot be watched while waiting
+            self._ranks.collective(partial(torch.distributed.all_reduce, input_tensor, **named))
+            output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
 
 
 # Sharding a model
-
-
-def built(
-    make: Callable[[], nn.Module], ranks: Ranks, device: str, precision: str = "fp32"
-) -> tuple[nn.Module, SpreadModel]:
-    """Build a model in the host's memory and shard it, one rank of a host after the other.
-
-    So each starts from the weights that a single process would draw, and a host holds one whole model at most.
-    """
-    hosts = [str(reply["host"]) for reply in ranks.exchange({"host": socket.gethostname()})]
-    turns = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
-    mesh = mesh_of(ranks, device)
-    result: tuple[nn.Module, SpreadModel] | None = None
-    for turn in range(max(turns) + 1):
-        if turns[ranks.rank] == turn:
-            model = make()
-            result = model, shard(model, ranks, device, mesh=mesh, precision=precision)
-        ranks.exchange({})
-    assert result is not None
-    return result
-
-
-def mesh_of(ranks: Ranks, device: str) -> DeviceMesh:
-    """Return a one-dimensional device mesh of all ranks."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    with _disable_current_modes():  # it reads the ranks' numbers, which a trace would make fake
-        return init_device_mesh(torch.device(device).type, (ranks.world,))
-
-
-def shard(
-    model: nn.Module, ranks: Ranks, device: str, *, mesh: DeviceMesh | None = None, precision: str = "fp32"
-) -> SpreadModel:
-    """Shard a model over all ranks: each repeated block by itself, and everything else together."""
-    _refuse_unspreadable(model)
-    mesh = mesh_of(ranks, device) if mesh is None else mesh
-    policy = _policy(model, precision)
-    if policy.param_dtype is not None:
-        _keep_precise(model)
-    parts: list[nn.Module] = [*_separable(model), model]
-    for part in parts:
-        part.register_forward_hook(_own_memory)
-        # Kept unsharded after forward, the outermost would miss what is written into its shards between two passes.
-        fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
-    model.to(device)
-    return SpreadModel(model, cast("list[FSDPModule]", parts), ranks)
 
 
 def _policy(model: nn.Module, precision: str) -> MixedPrecisionPolicy:
@@ -172,33 +284,58 @@ def _separable(model: nn.Module) -> list[nn.Module]:
 
 def _refuse_unspreadable(model: nn.Module) -> None:
     """Raise where a parameter cannot be sharded, or not together with the others."""
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 0:
-            problem = f"the parameter {name} is a scalar, which cannot be sharded"
-            raise ConfigError(problem, where=WHERE, remedy=f"give it the shape (1,)   or {NOT_SHARDED}")
+    scalars = [name for name, parameter in model.named_parameters() if not parameter.dim()]
     kinds = {parameter.dtype: name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if len(kinds) > 1:
-        shown = " and ".join(f"{str(kind).removeprefix('torch.')} ({name})" for kind, name in kinds.items())
-        problem = f"the trained parameters have several dtypes: {shown}"
-        raise ConfigError(problem, where=WHERE, remedy=f"use one dtype   or {NOT_SHARDED}")
+    shown = " and ".join(f"{str(kind).removeprefix('torch.')} ({name})" for kind, name in kinds.items())
+    if scalars or len(kinds) > 1:
+        problem = (
+            f"the parameter {scalars[0]} is a scalar" if scalars else f"the parameters have several dtypes, {shown}"
+        )
+        remedy = f"give scalars the shape (1,), and use one dtype   or {NOT_SHARDED}"
+        raise ConfigError(f"{problem}: it cannot be sharded", where=WHERE, remedy=remedy)
 
 
 class SpreadModel:
     """A model that is sharded over ranks."""
 
-    def __init__(self, model: nn.Module, parts: list[FSDPModule], ranks: Ranks) -> None:
-        self.model, self.ranks, self._parts = model, ranks, parts
-        self.passes = Passes(ranks)
-        self._used: set[int] = set()
+    def __init__(self, make: Callable[[], nn.Module], ranks: Ranks, device: str, precision: str = "fp32") -> None:
+        """Build a model in the host's memory and shard it, one rank of a host after the other.
+
+        So each starts from the weights that a single process would draw, and a host holds one whole model at most.
+        """
+        self.ranks, self.passes = ranks, Passes(ranks)
+        self.used: set[int] = set()  # numbers of the parameters that had gradients in this step
         self._known: set[int] = set()
+        hosts = [str(reply["host"]) for reply in ranks.exchange({"host": socket.gethostname()})]
+        turns = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
+        with _disable_current_modes():  # it reads the ranks' numbers, which a trace would make fake
+            mesh = init_device_mesh(torch.device(device).type, (ranks.world,))
+        for turn in range(max(turns) + 1):
+            if turns[ranks.rank] == turn:
+                self.model = make()
+                self._parts = self._sharded(mesh, precision)
+                self.model.to(device)
+            ranks.exchange({})
+
+    def _sharded(self, mesh: DeviceMesh, precision: str) -> list[FSDPModule]:
+        """Shard each repeated block by itself, and everything else together."""
+        _refuse_unspreadable(self.model)
+        policy = _policy(self.model, precision)
+        if policy.param_dtype is not None:
+            _keep_precise(self.model)
+        parts: list[Any] = [*_separable(self.model), self.model]
         for part in parts:
+            part.register_forward_hook(_own_memory)
+            # Kept unsharded after forward, the outermost would miss what is written into its shards between two passes.
+            fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo supports nothing else
-            part.set_custom_all_gather(cast("Any", Gather(self.passes, ranks)))
-            part.set_custom_reduce_scatter(cast("Any", ReduceScatter(self.passes, ranks)))
-            cast("nn.Module", part).register_forward_pre_hook(self._listen)
+            part.set_custom_all_gather(Gather(self.passes, self.ranks))
+            part.set_custom_reduce_scatter(ReduceScatter(self.passes, self.ranks))
+            part.register_forward_pre_hook(self._listen)
         # Ranks may use different parameters, where a term has no items on one of them.
         parts[-1].set_reduce_scatter_unused_params(True)
+        return parts
 
     def reset(self) -> None:
         """Return to shards after a pass that was given up: no block is gathered, and no gradient is kept of it."""
@@ -213,14 +350,10 @@ class SpreadModel:
                     if hasattr(parameter, "_unsharded_param"):
                         parameter._unsharded_param.grad = None  # noqa: SLF001
 
-    def begin_step(self) -> None:
-        """Forget which parameters had gradients."""
-        self._used.clear()
-
     def drop_unused(self, trained: Sequence[nn.Parameter]) -> None:
         """Drop the gradients of parameters that no rank used: with zeros an optimizer would still move them."""
         numbers = {id(parameter): number for number, parameter in enumerate(self.model.parameters())}
-        replies = self.ranks.exchange({"used": sorted(self._used)})
+        replies = self.ranks.exchange({"used": sorted(self.used)})
         used = {number for reply in replies for number in reply["used"]}
         for parameter in trained:
             if numbers[id(parameter)] not in used:
@@ -237,7 +370,7 @@ class SpreadModel:
             if parameter.requires_grad and not hasattr(parameter, "_local_tensor"):
                 number = numbers[f"{prefix}.{name}" if prefix else name]
                 cast("Any", parameter).register_post_accumulate_grad_hook(
-                    lambda _, number=number: self._used.add(number)
+                    lambda _, number=number: self.used.add(number)
                 )
 
 
@@ -268,17 +401,16 @@ class ShardedStep(Step):
             return model
 
         self.ranks = ranks
-        model, self.spread = built(frozen, ranks, device, settings.precision)
-        self.divisor = 1.0
-        super().__init__(task, settings, device=device, model=model, watch=watch, scaled=scaled)
+        self.spread = SpreadModel(frozen, ranks, device, settings.precision)
+        super().__init__(task, settings, device=device, model=self.spread.model, watch=watch, scaled=scaled)
 
-    def joint_pass(self, run: Callable[[], Result]) -> PassOutcome[Result]:
+    def joint_pass(self, run: Callable[[], Result]) -> tuple[list[Result], str]:
         """Make a pass together with all ranks; where it was given up, the model is as it was before."""
-        outcome = self.spread.passes.run(run)
-        if outcome.is_given_up:
+        results, error = self.spread.passes.run(run)
+        if not results:
             self.spread.reset()
             free_caches(self.device)
-        return outcome
+        return results, error
 
     def accompany(self, batch: Batch) -> None:
         """Run another rank's micro-batch with a loss of zero, so that all ranks make as many passes."""
@@ -286,50 +418,11 @@ class ShardedStep(Step):
         first, *others = (total * 0.0 for total, _ in terms.values())
         torch.autograd.backward(self.scaler.scale(sum(others, first)))
 
-    def cast(self) -> AbstractContextManager[Any]:
-        """Return a context in which the model runs in the precision of the settings, without copies of weights."""
-        precision = DTYPES.get(self.settings.precision)
-        device = torch.device(self.device).type
-        return torch.autocast(device, precision, cache_enabled=False) if precision else nullcontext()
-
     def norm(self) -> Tensor:
         """Return the norm of all gradients over all ranks, which must all call it."""
         squared = super().norm().to(self.device, torch.float64).square().reshape(1)
         self.ranks.add_up([squared])
         return squared.sqrt()[0]
-
-    def clip(self) -> Tensor:
-        """Clip the gradients to the norm of the settings; return the norm that they had."""
-        assert self.settings.clip is not None
-        self.watch.phase("clip")
-        norm = self.norm()
-        if gradients := self.gradients:
-            factor = (self.settings.clip / (norm + TINY)).clamp(max=1.0)
-            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
-        return norm
-
-    def owned(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield this rank's shard of every tensor."""
-        for kind, owner, tensor in super().owned():
-            yield kind, owner, local(tensor)
-
-    @property
-    def gradients(self) -> list[Tensor]:
-        return [local(gradient) for gradient in super().gradients]
-
-    def _average(self) -> None:
-        decay = self.settings.ema
-        assert decay is not None
-        with torch.no_grad():
-            torch._foreach_lerp_(list(map(local, self.averages)), list(map(local, self.trained)), 1 - decay)
-
-    def _swap(self) -> None:
-        """Exchange contents, not tensors: FSDP gathers from its own memory."""
-        for average, parameter in zip(self.averages, self.trained, strict=bool(self.averages)):
-            average_shard, parameter_shard = local(average), local(parameter.detach())
-            kept = average_shard.clone()
-            average_shard.copy_(parameter_shard)
-            parameter_shard.copy_(kept)
 
 
 class ExactShardedStep(ExactStep):
@@ -340,9 +433,9 @@ class ExactShardedStep(ExactStep):
     def _remedies(self) -> tuple[str, ...]:
         return RUNGS[: RUNGS.index(HOST)]  # no rank has all parameters, to run an item on its CPU
 
-    def _run(self, share: RankShare, weights: Mapping[str, float] | None) -> bool:
-        self.step.spread.begin_step()
-        fits = super()._run(share, weights)
+    def _run_share(self, share: RankShare, weights: Weighed) -> bool:
+        self.step.spread.used.clear()
+        fits = super()._run_share(share, weights)
         if fits:
             self.step.spread.drop_unused(self.step.trained)
         return fits
@@ -352,39 +445,31 @@ class ExactShardedStep(ExactStep):
         if isinstance(self.step.task, Weights) and not share.is_last_pass:
             return super()._all_fit(pieces, run, share)  # weighed without the model
         for turn in joint_turns(pieces, self.ranks, self._fetch(share), self.cost):
-            self.step.divisor = power_of_two(turn.items)
+            self.step.guess = float(1 << max(0, turn.items - 1).bit_length())  # to divide by it changes no digit
             piece = turn.piece if turn.counts else next(self._ready([turn.piece]))
-            outcome = self.step.joint_pass(partial(run if turn.counts else partial(self._accompany, share), piece))
-            if outcome.error:
-                self._learn(piece, outcome.error, share, is_own=turn.counts)
-            if outcome.is_given_up:
+            done, error = self.step.joint_pass(partial(run if turn.counts else partial(self._accompany, share), piece))
+            if error:
+                self._learn(piece, error, share, is_own=turn.counts)
+            if not done:
                 return False
         return True
 
     def _accompany(self, share: RankShare, piece: Piece) -> None:
         """Run another rank's item along, in the pass that runs or in the one that weighs."""
         with self.step.remedied(piece.rung):
-            (self.step.accompany if share.is_last_pass else self.step.aside)(piece.collated(self.step))
+            (self.step.accompany if share.is_last_pass else self.step.aside)(piece.collated())
 
     def not_finite(self, share: RankShare) -> list[str]:
         """Return the ids of this rank's items whose own loss is not finite; all ranks must call it."""
         ids: list[str] = []
         singles = (single for piece in share for single in piece.singles())
         for turn in joint_turns(singles, self.ranks, self._fetch(share), self.cost):
-            outcome = self.step.joint_pass(partial(self._values, turn.piece))
-            if outcome.result is None:  # an item that does not fit counts as finite
-                turn.instead = [turn.piece] if turn.counts and not outcome.error else []
-            elif turn.counts and not all(map(math.isfinite, outcome.result)):
+            done, error = self.step.joint_pass(partial(self.is_finite, turn.piece))
+            if not done:  # an item that does not fit counts as finite
+                turn.instead = [turn.piece] if turn.counts and not error else []
+            elif turn.counts and not done[0]:
                 ids += turn.piece.ids
         return ids
 
-    def _values(self, piece: Piece) -> list[float]:
-        return [float(total) for total, _ in self.step.evaluate(piece.collated(self.step)).values()]
-
     def _fetch(self, share: RankShare) -> Callable[[int], TaskBatch]:
         return lambda number: share.fetch((number,), share.origin)
-
-
-def power_of_two(number: int) -> float:
-    """Round up to a power of two: dividing by it changes no digit of a float."""
-    return float(1 << max(0, number - 1).bit_length())

@@ -13,7 +13,7 @@ from pipeline.errors import ConfigError
 from pipeline.protocol import ParameterGroups
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -52,10 +52,17 @@ def refused(problem: str, remedy: str = SEE) -> ConfigError:
 def checked_terms(terms: Any) -> Terms:
     """Return the terms of a loss if each is a sum and a weight; else raise an error with the problem."""
     if not isinstance(terms, Mapping) or not terms:
-        got = "a tensor" if isinstance(terms, torch.Tensor) else type(terms).__name__ if terms else "nothing"
-        raise refused(f"loss() must return {{term: (sum, weight)}} with at least one term, got {got}")
+        raise refused(f"loss() must return {{term: (sum, weight)}} with at least one term, got {shown(terms)}")
     for name, term in terms.items():
-        _check_term(name, term)
+        total, weight = term if isinstance(term, tuple | list) and len(term) == 2 else (None, None)
+        is_number = isinstance(weight, float | int) or (isinstance(weight, torch.Tensor) and weight.numel() == 1)
+        if not (isinstance(total, torch.Tensor) and total.numel() == 1 and is_number):
+            raise refused(
+                f"loss(): {name!r} must be (sum, weight), a tensor with one number and a number; got {shown(term)}"
+            )
+        if torch.is_grad_enabled() and not total.requires_grad:
+            problem = f"loss(): the sum of {name!r} does not depend on any parameter: nothing would be learned from it"
+            raise refused(problem, "leave the term out, or do not detach it")
     return terms
 
 
@@ -72,28 +79,13 @@ def evaluated_terms(task: Task, model: nn.Module, batch: Batch) -> Terms:
     return {name: (total.detach(), weight) for name, (total, weight) in terms.items()}
 
 
-def _check_term(name: Any, term: Any) -> None:
-    if not isinstance(term, tuple | list) or len(term) != 2:
-        got = f"{type(term).__name__}" + (f" of {len(term)}" if isinstance(term, tuple | list) else "")
-        raise refused(f"loss(): {name!r} must be (sum, weight), got {got}")
-    total, weight = term
-    if not isinstance(total, torch.Tensor) or total.numel() != 1:
-        got = f"shape {list(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__
-        raise refused(f"loss(): the sum of {name!r} must be a tensor with one number, got {got}")
-    if torch.is_grad_enabled() and not total.requires_grad:
-        problem = f"loss(): the sum of {name!r} does not depend on any parameter: nothing would be learned from it"
-        raise refused(problem, "leave the term out, or do not detach it")
-    if not isinstance(weight, torch.Tensor | float | int) or (isinstance(weight, torch.Tensor) and weight.numel() != 1):
-        raise refused(f"loss(): the weight of {name!r} must be one number, got {type(weight).__name__}")
-
-
-def sums_by_name(mappings: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Add up the values of several mappings, name by name."""
-    sums: dict[str, Any] = {}
-    for mapping in mappings:
-        for name, value in mapping.items():
-            sums[name] = sums.get(name, 0.0) + value
-    return sums
+def shown(value: Any) -> str:
+    """Describe what a task returned: types, and shapes of tensors."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}: {shown(part)}" for name, part in value.items()) or "nothing"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(shown, value))})"
+    return f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def whole_loss(terms: Terms, weights: Mapping[str, Any] | None = None) -> Tensor:
@@ -104,57 +96,11 @@ def whole_loss(terms: Terms, weights: Mapping[str, Any] | None = None) -> Tensor
     return loss
 
 
-class WeightedMean:
-    """A mean loss over several parts whose total weight is known only after the last of them.
-
-    The sum of each part is divided by a guess, the weight of the first part; `settle` then corrects the gradients,
-    which are those of the whole whatever the sizes of its parts.
-    """
-
-    def __init__(self) -> None:
-        self.total: Tensor | float = 0.0
-        self.weight: Tensor | float = 0.0
-        self._guess: Tensor | float | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        return self._guess is None
-
-    def loss(self, total: Tensor, weight: Tensor | float) -> Tensor:
-        """Return the loss to run backward for a part."""
-        if self._guess is None:
-            self._guess = guessed_weight(weight)
-        return total / self._guess
-
-    def add(self, total: Tensor, weight: Tensor | float) -> None:
-        """Add a part whose backward has run."""
-        self.total = self.total + total.detach()
-        self.weight = self.weight + (weight.detach() if isinstance(weight, torch.Tensor) else weight)
-
-    def settle(self, parameters: Iterable[Tensor], whole: float | None = None) -> Tensor:
-        """Scale the gradients to those of the mean, or to their part in one of a larger weight; return the mean."""
-        if self._guess is not None:
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            scale_in_place(gradients, quotient(self._guess, self.weight if whole is None else whole))
-        return torch.as_tensor(quotient(self.total, self.weight))
-
-
-def guessed_weight(weight: Tensor | float) -> Tensor | float:
-    """Return the divisor to use until the weight of the whole step is known: the weight of its first part."""
-    return weight.detach().clamp(min=1.0) if isinstance(weight, torch.Tensor) else max(weight, 1.0)
-
-
 def quotient(total: Any, weight: Tensor | float) -> Any:
     """Return total / weight, and 0 where the weight is 0."""
     if isinstance(weight, torch.Tensor):
         return torch.where(weight == 0, torch.zeros_like(weight), total / weight.where(weight != 0, 1))
     return total / weight if weight else total * 0.0
-
-
-def scale_in_place(gradients: list[Tensor], factor: Tensor | float) -> None:
-    """Multiply gradients by a factor."""
-    if gradients and not (isinstance(factor, float) and factor == 1.0):
-        torch._foreach_mul_(gradients, factor)
 
 
 def only_trained(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
@@ -200,30 +146,6 @@ def optimizer_of(task: Task, model: nn.Module, settings: StepSettings) -> Optimi
         return torch.optim.SGD(groups, rate, settings.momentum, weight_decay=decay, **way)
     kind = torch.optim.AdamW if settings.optimizer == "adamw" else torch.optim.Adam
     return kind(groups, rate, weight_decay=decay, foreach=way["foreach"], fused=way["fused"])
-
-
-def step_in_place(optimizer: Optimizer) -> None:
-    """Make an optimizer create its state by a step that moves no parameter and is not counted."""
-    kept = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = group["weight_decay"] = 0.0
-    optimizer.step()
-    for group, (rate, decay) in zip(optimizer.param_groups, kept, strict=True):
-        group["lr"], group["weight_decay"] = rate, decay
-    for state in optimizer.state.values():
-        if isinstance(state.get("step"), torch.Tensor):
-            state["step"].zero_()
-
-
-def forget_scaling(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
-    """Forget a scaler's state of gradients that are gone, also where memory ended within the optimizer.
-
-    A fused optimizer receives the scale in two attributes, which would stay and scale the next step's gradients.
-    """
-    if scaler.is_enabled():
-        scaler._per_optimizer_states.pop(id(optimizer), None)  # noqa: SLF001 - else a second unscale_() is refused
-    for name in ("grad_scale", "found_inf"):
-        vars(optimizer).pop(name, None)
 
 
 def factor(schedule: ScheduleSection, step: int, steps: int) -> float:

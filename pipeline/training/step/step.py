@@ -23,38 +23,42 @@ from pipeline.device.accelerator import RngState
 from pipeline.device.batch_transfer import moved
 from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError
-from pipeline.protocol import Contrastive, Weights
+from pipeline.protocol import Weights
+from pipeline.training.loss_terms import added, sums_by_name
 from pipeline.training.step.checkpointing import Pinned, Recomputing, offloaded, twin
-from pipeline.training.step.micro_batches import CHECKPOINTING, OFFLOAD, ON_HOST, RUNGS
 from pipeline.training.step.optimizers import (
     checked_terms,
     evaluated_terms,
-    forget_scaling,
     freeze_parameters,
-    guessed_weight,
     only_trained,
     optimizer_of,
     quotient,
     refused,
-    scale_in_place,
-    step_in_place,
-    sums_by_name,
     whole_loss,
 )
 from pipeline.training.step_clock import StepClock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
 
     from pipeline.device.batch_transfer import CopyAhead
     from pipeline.protocol import Batch, Task
-    from pipeline.training.step.checkpointing import Carrier
     from pipeline.training.step.optimizers import StepSettings, Terms
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+CHECKPOINTING, OFFLOAD, HOST, SKIP = "checkpointing", "offload", "cpu", "skip"
+RUNGS = (CHECKPOINTING, OFFLOAD, HOST, SKIP)  # the ladder of remedies; a piece's `rung` counts those it has climbed
+ON_HOST = RUNGS.index(HOST) + 1  # such a count
+TINY = 1e-6  # added to the norm, as in torch.nn.utils.clip_grad_norm_
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor, or all of it where it is not sharded."""
+    shard: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return shard
 
 
 class StepWatch(Protocol):
@@ -77,7 +81,8 @@ class Step:
     contrasts = False  # the loss compares all items of the step
     ahead: CopyAhead | None = None  # copies the batch that follows; None: each is copied when its turn comes
     _is_on_host = False  # a copy of the model runs on the CPU
-    divisor: float | None = None  # of a single term, until its weight is known; None: the weight of the first part
+    guess: Tensor | float | None = None  # what a single term is divided by, as its weight is not known yet
+    backward: Callable[[Tensor], Any] = staticmethod(torch.autograd.backward)
 
     def __init__(
         self,
@@ -93,9 +98,6 @@ class Step:
 
         `scaled`: whether fp16 losses are scaled; by default on a GPU only.
         """
-        assert isinstance(task, Contrastive) == self.contrasts, (
-            "use make_step, which chooses the step that a task needs"
-        )
         self.task, self.settings, self.device, self.clock = task, settings, device, StepClock()
         self.watch: StepWatch = watch or self.clock
         self.model = checked_model(task.model() if model is None else model).to(device)
@@ -112,8 +114,7 @@ class Step:
         self.scaler = torch.amp.GradScaler(torch.device(device).type, enabled=settings.precision == "fp16" and scaled)
         self.scaler.scale(torch.zeros((), device=device))  # creates the scale now: a first step may have no item
         self.averages = [parameter.detach().clone() for parameter in self.trained] if settings.ema is not None else []
-        self.carrier: Carrier = Pinned()
-        self._guess: Tensor | float = 0.0  # what gradients were divided by, as the weight is not known yet
+        self.carrier: Any = Pinned()  # of offloaded tensors; a trace has its own
         self._totals: dict[str, Any] = {}
         self._is_unscaled = False  # the gradients are no longer those of a scaled loss
         self._are_several: dict[int, bool] = {}  # whether a task's loss has several terms, once that is known
@@ -130,13 +131,17 @@ class Step:
 
     def weights(self, batches: Sequence[Batch]) -> Mapping[str, Any] | None:
         """Return the weights of a step's terms where backward needs them, else None."""
-        if isinstance(self.task, Weights):
-            return sums_by_name(self.task.weights(batch) for batch in batches)
-        if len(batches) <= 1 or not self.needs_weights:
+        if len(batches) < 2 or not self.needs_weights:
             return None
-        weights = sums_by_name({name: weight for name, (_, weight) in self.aside(batch).items()} for batch in batches)
+        weights = sums_by_name(map(self.weights_of, batches))
         self.learn_terms(len(weights))
         return weights if self.needs_weights else None
+
+    def weights_of(self, batch: Batch) -> Mapping[str, Any]:
+        """Return the weights of a batch's terms: from the task's `weights`, else by running the model."""
+        if isinstance(self.task, Weights):
+            return self.task.weights(batch)
+        return {name: weight for name, (_, weight) in self.aside(batch).items()}
 
     @property
     def needs_weights(self) -> bool:
@@ -176,7 +181,7 @@ class Step:
             loss = self._loss(terms, weights)
         del batch
         self.watch.phase("backward")
-        torch.autograd.backward(self.scaled(loss))
+        self.backward(self.scaled(loss))
         self.add_terms(terms)
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -185,17 +190,10 @@ class Step:
             return loss * self.scaler.get_scale()  # `scale` would not wait for the copy from the GPU
         return self.scaler.scale(loss)
 
-    def accumulate_alone(self, batch: Batch, weights: Mapping[str, Any] | None = None) -> None:
-        """Add the gradients of a micro-batch's own loss, as if it were a whole step."""
-        self.accumulate(batch, weights)
-
     def add_terms(self, terms: Terms) -> None:
         """Add the terms of a micro-batch to the totals of the step."""
-        totals = dict(self._totals)
-        for name, (total, weight) in terms.items():
-            total_before, weight_before = totals.get(name, (0.0, 0.0))
-            totals[name] = (total_before + total.detach().to(self.device), weight_before + weight)
-        self._totals = totals  # all or none: where memory ends in between, a loss of all items is computed again
+        own = {name: (total.detach().to(self.device), weight) for name, (total, weight) in terms.items()}
+        self._totals = added(self._totals, own)
 
     def aside(self, batch: Batch) -> Terms:
         """Return the terms of a micro-batch without side effects on gradients, batch statistics or random numbers."""
@@ -209,23 +207,17 @@ class Step:
         if weights is not None:
             return whole_loss(terms, weights)
         if len(terms) > 1:
-            if len(self._totals) == 1:
-                problem = f"loss() returned {', '.join(terms)} after micro-batches with one term: define weights()"
-                raise refused(problem, "weights(batch) returns each term's weight before the loss is computed")
             return whole_loss(terms)
         ((total, weight),) = terms.values()
-        if not self._totals:
-            self._guess = guessed_weight(weight) if self.divisor is None else self.divisor
-        return total / (float(self._guess) if total.device.type != torch.device(self.device).type else self._guess)
+        if self.guess is None:
+            self.guess = weight.detach().clamp(min=1.0) if isinstance(weight, torch.Tensor) else max(weight, 1.0)
+        return total / (float(self.guess) if total.device.type != torch.device(self.device).type else self.guess)
 
     def update(self, weights: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
         """Clip the gradients and step the optimizer; return the value of each term."""
         values = {name: quotient(total, weight) for name, (total, weight) in self._totals.items()}
-        if weights is None and len(self._totals) == 1:
-            ((_, weight),) = self._totals.values()
-            self.settle(weight)
-        if self.settings.clip is not None:
-            self.clip()
+        if weights is None:
+            self.settle(self._totals)
         self.apply()
         return values
 
@@ -234,20 +226,23 @@ class Step:
         """Each term's sum and weight so far, as numbers; waits for the GPU."""
         return {name: (float(total), float(weight)) for name, (total, weight) in self._totals.items()}
 
-    def settle(self, weight: Tensor | float) -> None:
+    def settle(self, totals: Mapping[str, tuple[Any, Any]]) -> None:
         """Divide the gradients of a single term by its weight instead of what they were divided by."""
-        guess = self._guess if self.divisor is None else self.divisor
+        guess = self.guess
+        if guess is None:
+            return
+        if len(totals) > 1:
+            problem = f"loss() returned {', '.join(totals)} after micro-batches with one term: define weights()"
+            raise refused(problem, "weights(batch) returns each term's weight before the loss is computed")
+        ((_, weight),) = totals.values()
+        self.watch.phase("scale")
         is_number = isinstance(weight, float)  # the loop has waited for it; a number scales gradients of any precision
-        self._scale(float(quotient(float(guess), weight)) if is_number else quotient(guess, weight))
-
-    @property
-    def retries_by_scale(self) -> bool:
-        """Whether the loss scale may be why gradients are not finite: the scaler then skips the step by itself."""
-        return self.scaler.is_enabled() and self.scaler.get_scale() > 1
+        if gradients := self.gradients:
+            torch._foreach_mul_(gradients, quotient(float(guess), weight) if is_number else quotient(guess, weight))
 
     @property
     def gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self.trained if parameter.grad is not None]
+        return [local(parameter.grad) for parameter in self.trained if parameter.grad is not None]
 
     def norm(self) -> Tensor:
         """Return the norm of all gradients; may be called again."""
@@ -257,29 +252,31 @@ class Step:
             self._is_unscaled = True
         return torch.nn.utils.get_total_norm(self.gradients, foreach=self.settings.way != "loop")
 
-    def clip(self) -> Tensor:
-        """Clip the gradients to the norm of the settings; return the norm that they had."""
-        norm = self.norm()
-        self.clip_to(norm)
-        return norm
-
-    def clip_to(self, norm: Tensor) -> None:
-        """Clip gradients of a norm to that of the settings."""
-        assert self.settings.clip is not None
-        foreach = self.settings.way != "loop"
-        torch.nn.utils.clip_grads_with_norm_(self.trained, self.settings.clip, norm, foreach=foreach)
-
     def make_state(self) -> None:
         """Make the optimizer create its state now; parameters stay the same to the bit."""
         if self.optimizer.state:
             return
         for parameter in self.trained:
             parameter.grad = torch.zeros_like(parameter)
-        step_in_place(self.optimizer)
+        groups = self.optimizer.param_groups
+        kept = [(group["lr"], group["weight_decay"]) for group in groups]
+        for group in groups:
+            group["lr"] = group["weight_decay"] = 0.0
+        self.optimizer.step()
+        for group, (rate, decay) in zip(groups, kept, strict=True):
+            group["lr"], group["weight_decay"] = rate, decay
+        for state in self.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"].zero_()  # it is not counted
         self.release()
 
-    def apply(self) -> None:
-        """Step the optimizer with the gradients as they are, then update the moving averages."""
+    def apply(self, norm: Tensor | None = None) -> None:
+        """Clip the gradients, of this norm if it is known, and step the optimizer; update the moving averages."""
+        clip, gradients = self.settings.clip, self.gradients
+        if clip is not None and gradients:
+            factor = (clip / ((self.norm() if norm is None else norm) + TINY)).clamp(max=1.0)
+            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+        del gradients
         self.watch.phase("optimizer")
         scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
@@ -293,8 +290,11 @@ class Step:
         """Drop all gradients and the totals of the step so far."""
         self.watch.phase("release")
         self.optimizer.zero_grad(set_to_none=True)
-        forget_scaling(self.scaler, self.optimizer)
-        self._guess, self._totals, self._is_unscaled = 0.0, {}, False
+        if self.scaler.is_enabled():
+            self.scaler._per_optimizer_states.pop(id(self.optimizer), None)  # noqa: SLF001 - else a second unscale_() is refused
+        for name in ("grad_scale", "found_inf"):  # a fused optimizer would scale the next step's gradients by them
+            vars(self.optimizer).pop(name, None)
+        self.guess, self._totals, self._is_unscaled = None, {}, False
         self.watch.phase("idle")
 
     @contextmanager
@@ -340,7 +340,11 @@ class Step:
 
     def _swap(self) -> None:
         for average, parameter in zip(self.averages, self.trained, strict=bool(self.averages)):
-            parameter.data, average.data = average.data, parameter.data
+            # Contents, not tensors: FSDP gathers from its own memory
+            own, other = local(average), local(parameter.detach())
+            kept = own.clone()
+            own.copy_(other)
+            other.copy_(kept)
 
     def evaluate(self, batch: Batch) -> Terms:
         """Return each term's sum and weight in eval mode, without gradients."""
@@ -358,18 +362,18 @@ class Step:
             return checked_terms(self._terms(self.model, batch))
 
     def owned(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield (kind, owner's name, tensor) for every tensor that may live on between micro-batches."""
+        """Yield (kind, owner's name, this rank's tensor) for every tensor that may live on between micro-batches."""
         for name, parameter in self.model.named_parameters():
-            yield "parameters", name, parameter
+            yield "parameters", name, local(parameter)
             if parameter.grad is not None:
-                yield "gradients", name, parameter.grad
+                yield "gradients", name, local(parameter.grad)
             for key, state in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(state, torch.Tensor):
-                    yield "optimizer", f"{name} {key}", state
+                    yield "optimizer", f"{name} {key}", local(state)
         for name, buffer in self.model.named_buffers():
             yield "buffers", name, buffer
         for place, average in enumerate(self.averages):
-            yield "ema", str(place), average
+            yield "ema", str(place), local(average)
 
     def _terms(self, model: nn.Module, batch: Batch) -> Terms:
         return self.task.loss(model, batch) if torch.is_grad_enabled() else evaluated_terms(self.task, model, batch)
@@ -377,7 +381,9 @@ class Step:
     def cast(self) -> AbstractContextManager[Any]:
         """Return a context in which the model runs in the precision of the settings."""
         precision = None if self._is_on_host else DTYPES.get(self.settings.precision)
-        return torch.autocast(torch.device(self.device).type, precision) if precision else nullcontext()
+        kind = torch.device(self.device).type
+        # Without copies of gathered weights, which would wait for backward
+        return torch.autocast(kind, precision, cache_enabled=not self.is_spread) if precision else nullcontext()
 
     def moved(self, batch: Batch) -> Batch:
         """Return a batch on the device where the model runs."""
@@ -397,16 +403,10 @@ class Step:
         """Return a context for the forward: with offload, it keeps activations in the host's memory."""
         return offloaded(self.model, self.carrier) if self._offloads and not self._is_on_host else nullcontext()
 
-    def _scale(self, factor: Tensor | float) -> None:
-        """Correct the gradients for what they were divided by."""
-        self.watch.phase("scale")
-        scale_in_place(self.gradients, factor)
-
     def _average(self) -> None:
-        decay = self.settings.ema
-        assert decay is not None
+        assert self.settings.ema is not None
         with torch.no_grad():
-            torch._foreach_lerp_(self.averages, list(self.trained), 1 - decay)
+            torch._foreach_lerp_([*map(local, self.averages)], [*map(local, self.trained)], 1 - self.settings.ema)
 
 
 def checked_model(model: Any) -> nn.Module:

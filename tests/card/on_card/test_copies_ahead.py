@@ -20,7 +20,7 @@ from pipeline.runs.model.training_work import example_bytes
 from pipeline.stages.train import close
 from pipeline.training.items.loader import Loader
 from pipeline.training.step.contrastive import make_step
-from pipeline.training.step.micro_batches import RankShare
+from pipeline.training.step.exact_step import RankShare
 from tests.card import card
 from tests.card.on_card.planned import CARD, WITHIN, planned
 from tests.card.on_card.test_late_copies import BATCHES, COLLATES, FEW, Mover, is_right

@@ -13,9 +13,8 @@ from pipeline.memory.hardware.host_memory import (
     pinned_bytes,
     staged_bytes,
 )
-from pipeline.memory.runtime.pinned_tensors import PinnedChunks
 from pipeline.training.checkpoints.keeper import StagingBuffers
-from pipeline.training.step.checkpointing import Pinned, offloaded
+from pipeline.training.step.checkpointing import Pinned, PinnedChunks, offloaded
 from tests.card import card
 from tests.card.on_card.planned import Counting
 

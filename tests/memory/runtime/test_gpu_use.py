@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.device.kinds import VISIBLE
-from pipeline.memory.runtime.gpu_use import GpuReading, GpuSampler, parse_smi, read_gpus
+from pipeline.memory.runtime.meters import GpuReading, GpuSampler, parse_smi, read_gpus
 from pipeline.units import GIB, MIB
 from pipeline.waiting import wait_for
 

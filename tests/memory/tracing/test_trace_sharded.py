@@ -20,8 +20,7 @@ from pipeline.memory.planning.planner import plan_memory
 from pipeline.memory.tracing.tracer import Tracer
 from pipeline.protocol import ITEMS
 from pipeline.runs.model.training_work import Work, data_of, host_card, target_of
-from pipeline.training.step.collectives import imagined
-from pipeline.training.step.fsdp import ShardedStep
+from pipeline.training.step.fsdp import ShardedStep, imagined
 from pipeline.training.step.optimizers import StepSettings
 from tests.memory.tracing.traced import Small, of
 from tests.testkit.limited import device

@@ -30,7 +30,7 @@ from pipeline.training.items.loader import Loader, WorkedOn
 from pipeline.training.prepared import ModelFolder, PhasePlan
 from pipeline.training.ranks import Ranks
 from pipeline.training.step.contrastive import make_step
-from pipeline.training.step.micro_batches import Piece
+from pipeline.training.step.exact_step import Piece
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
 from tests.testkit.limited.device import LimitedDevice

@@ -14,7 +14,7 @@ from pipeline.device.accelerator import RngState
 from pipeline.memory.runtime.meters import meter_of
 from pipeline.training.forensics.rerun import PartOutcome, Rerun, RerunPart, Suspect, rerun, suspects
 from pipeline.training.step.contrastive import make_step
-from pipeline.training.step.micro_batches import Piece
+from pipeline.training.step.exact_step import Piece
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
 from tests.tasks.items import batch_of, made

@@ -368,10 +368,10 @@ class Aimed(Step):
         super().release()
         self._pending = []
 
-    def apply(self) -> None:
+    def apply(self, norm: Tensor | None = None) -> None:
         """Note what the update is of."""
         self.cuts.append(self._pending)
-        super().apply()
+        super().apply(norm)
 
 
 def big_batch(plot: Plot, numbers: Sequence[int], epoch: int = 0) -> dict[str, list[float]]:

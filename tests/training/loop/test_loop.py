@@ -120,8 +120,7 @@ def plain(plot: Plot, run: Run, cuts: list[list[tuple[str, ...]]]) -> dict[str, 
             batch = batch_of(plot, step.task, [int(name[4:]) for name in ids], number // steps)
             step.accumulate(batch)
             weight += float(len(batch["y"]))
-        step.settle(weight)
-        step.clip()
+        step.settle({"squares": (0.0, weight)})
         step.apply()
     return state_of(step)
 

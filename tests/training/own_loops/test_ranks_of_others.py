@@ -18,10 +18,8 @@ from torch import Tensor, nn
 
 from pipeline.errors import ConfigError, JobFailed
 from pipeline.training.own_loops import governed as governed_module
-from pipeline.training.own_loops.foreign_ranks import begin_alike, wrappers_of
-from pipeline.training.own_loops.governed import Governed
-from pipeline.training.ranks import PIECE_BYTES, RankLost, Ranks
-from pipeline.training.ranks.gradient_sums import GradientSums
+from pipeline.training.own_loops.governed import Governed, begin_alike, wrappers_of
+from pipeline.training.ranks import RankLost, Ranks
 from pipeline.training.ranks.process_group import ProcessGroup
 from tests.testkit.limited import device as limited
 from tests.testkit.limited.device import LimitedDevice, RefuseOne
@@ -131,18 +129,9 @@ class Apart(Ranks):
         with self.device.host() if self.device else nullcontext():
             return self.group.exchange(message)
 
-    def add_up(self, tensors: Sequence[Tensor], piece_bytes: int = PIECE_BYTES, buffer: Tensor | None = None) -> None:
+    def add_up(self, tensors: Sequence[Tensor], buffer: Tensor | None = None) -> None:
         with self.device.host() if self.device else nullcontext():
-            self.group.add_up(tensors, piece_bytes, buffer)
-
-
-def test_a_lack_of_room_shrinks_the_pieces_of_that_step_alone() -> None:
-    weight = torch.nn.Parameter(torch.zeros(1 << 18))
-    weight.grad = torch.ones(1 << 18)
-    sums = GradientSums([weight], Ranks(), "cpu")
-    with LimitedDevice(through=lambda _, signed_bytes: signed_bytes < 1 << 20):
-        assert sums.reserve() == 1 << 19
-    assert sums.reserve() == 1 << 20
+            self.group.add_up(tensors, buffer)
 
 
 def refused(group: ProcessGroup) -> dict[str, Any]:
@@ -174,7 +163,7 @@ def test_whatever_block_a_rank_cannot_have_all_make_the_step_or_all_are_told(tmp
         assert weights == pytest.approx(own["found"][0], abs=1e-10)
     assert len(other["named"]) == len(own["named"])
     assert all(failed.startswith("JobFailed: ") and "optimizer" in failed for failed in own["named"])
-    assert all(failed.startswith("RankLost: ") and "rank 1 of 2" in failed for failed in other["named"])
+    assert all(failed.startswith("JobFailed: ") and "rank 1: out of memory" in failed for failed in other["named"])
 
 
 def hopeless(group: ProcessGroup, how: str) -> list[str]:
@@ -202,7 +191,7 @@ def test_a_rank_that_cannot_go_on_ends_all_with_its_reason(how: str, own: list[s
     assert own_kind == own[0]
     assert own[1] in own_said
     assert kind == "RankLost"
-    assert "step 0: rank 1 of 2" in said
+    assert "rank 1 of 2" in said
     assert own[1] in said
 
 

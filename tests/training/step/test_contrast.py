@@ -177,7 +177,9 @@ class Noted(Pairs):
 
 def test_a_step_of_one_micro_batch_is_made_in_one_pass(tmp_path: Path) -> None:
     whole = training("contrastive", replace(PLOT, budget=10_000), tmp_path / "whole", task=(task := Noted())).to_end()
-    assert all(had_trace for had_trace, _ in task.calls)
+    calls = task.calls[2:]  # the rehearsal embeds without a trace first
+    assert calls
+    assert all(had_trace for had_trace, _ in calls)
     cut = training("contrastive", PLOT, tmp_path / "cut").to_end()
     assert furthest(weights_of(whole), weights_of(cut)) < EXACT
 

@@ -14,11 +14,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from pipeline.errors import ConfigError
-from pipeline.training.ranks import Ranks
 from pipeline.training.ranks.process_group import ProcessGroup
-from pipeline.training.step.fsdp import ShardedStep, built, local, shard
+from pipeline.training.step.fsdp import ShardedStep, SpreadModel
 from pipeline.training.step.optimizers import StepSettings
+from pipeline.training.step.step import local
 from tests.testkit.limited import device
 from tests.training.checkpoints.saved import spoil
 from tests.training.loop.loops import Plot, signals_after, whole
@@ -84,7 +83,7 @@ def build(group: ProcessGroup, folder: Path) -> dict[str, Any]:
         weakref.finalize(model.blocks[0][2].weight, there.unlink)  # type: ignore[index]
         return model
 
-    model, _ = built(make, group, "cpu")
+    model = SpreadModel(make, group, "cpu").model
     values = {name: whole(one).flatten().tolist() for name, one in model.state_dict().items()}
     own_bytes = sum(local(one).nbytes for one in model.parameters())
     return {"values": values, "next": torch.rand(1).item(), "bytes": own_bytes}
@@ -100,15 +99,6 @@ def test_ranks_build_one_after_the_other_what_one_process_would(tmp_path: Path) 
     whole_bytes = sum(one.nbytes for one in model.parameters())
     assert sum(one["bytes"] for one in found) == whole_bytes
     assert max(one["bytes"] for one in found) < 0.65 * whole_bytes
-
-
-def test_what_cannot_be_spread_is_refused() -> None:
-    model = nn.Linear(2, 2)
-    model.scale = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(ConfigError, match="scale"):
-        shard(model, Ranks(), "cpu")
-    with pytest.raises(ConfigError, match=r"several dtypes: float32 \(0.bias\) and float64 \(1.bias\)"):
-        shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), Ranks(), "cpu")
 
 
 class Unequal(Heads):
