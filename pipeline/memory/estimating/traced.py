@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from pipeline.memory.footprint import Oracle, Sizes
     from pipeline.memory.tracing.tracer import TraceSession
 
-    Key = tuple[tuple[str, int], ...]
+    Question = tuple[MemoryChoice, tuple[tuple[str, int], ...]]
 
 Answer = TypeVar("Answer", StandingFootprint, MicroFootprint)
 
@@ -83,9 +83,8 @@ class TracedOracle:
         """
         self._make, self._compare, self._folder = trace, compare, folder
         self._tracer: Oracle | None = None
-        self._answers: dict[str, StandingFootprint | MicroFootprint] = {}
-        self._traced: dict[MemoryChoice, dict[Key, MicroFootprint]] = {}
-        self._computed: dict[MemoryChoice, dict[Key, MicroFootprint]] = {}
+        self._traced: dict[Question, MicroFootprint] = {}
+        self._computed: dict[Question, MicroFootprint] = {}
         self._wrong: set[MemoryChoice] = set()  # for which something was computed wrongly
         self._found = Confirmation() if compare is None else None
 
@@ -99,36 +98,36 @@ class TracedOracle:
 
     def micro(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
         """Return the memory of a micro-batch of these sizes, computed where that is exact."""
-        key = tuple(sorted(sizes.items()))
-        known, computed = self._traced.setdefault(choice, {}), self._computed.setdefault(choice, {})
-        if key not in known and key not in computed and choice not in self._wrong and len(known) >= LEAST_KNOWN:
-            micro = computed_from(list(known.values()), sizes)
+        asked = (choice, tuple(sorted(sizes.items())))
+        known = [micro for (of, _), micro in self._traced.items() if of == choice]
+        is_new = asked not in self._traced and asked not in self._computed
+        if is_new and choice not in self._wrong and len(known) >= LEAST_KNOWN:
+            micro = computed_from(known, sizes)
             if micro is not None:
-                computed[key] = micro
-        return computed[key] if key in computed else self.confirmed(choice, sizes)
+                self._computed[asked] = micro
+        return self._computed.get(asked) or self.confirmed(choice, sizes)
 
     def confirmed(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
         """Return the memory of a micro-batch as it is traced; if another was computed, compute no more."""
-        key, known = tuple(sorted(sizes.items())), self._traced.setdefault(choice, {})
-        if key not in known:
-            known[key] = self._judged(choice, self._answer(MicroFootprint, "micro", choice, sizes))
-        guess = self._computed.get(choice, {}).pop(key, None)
-        if guess is not None and not guess.is_like(known[key]):
+        asked = (choice, tuple(sorted(sizes.items())))
+        if asked not in self._traced:
+            self._traced[asked] = self._judged(choice, self._answer(MicroFootprint, "micro", choice, sizes))
+        guess = self._computed.pop(asked, None)
+        if guess is not None and not guess.is_like(self._traced[asked]):
             self._wrong.add(choice)
-            self._computed[choice].clear()
-        return known[key]
+            self._computed = {other: micro for other, micro in self._computed.items() if other[0] != choice}
+        return self._traced[asked]
 
     def _answer(self, kind: type[Answer], question: str, choice: MemoryChoice, sizes: Sizes | None = None) -> Answer:
-        """Return the answer to a question: as it is known, as a file has it, or traced."""
+        """Return the answer to a question: as a file has it, or traced."""
         name = recipe_key("trace", {"what": question, "choice": asdict(choice), "sizes": dict(sizes or {})}).hex()
         path = self._folder / f"{name}.npz" if self._folder is not None else None
-        answer = self._answers.get(name) or (read_answer(path, kind) if path is not None else None)
+        answer = read_answer(path, kind) if path is not None else None
         if answer is None:
             self._tracer = self._tracer or self._make()
             answer = getattr(self._tracer, question)(choice, *([] if sizes is None else [sizes]))
             if path is not None:
                 write_answer(path, answer)
-        self._answers[name] = answer
         assert isinstance(answer, kind)
         return answer
 

@@ -311,17 +311,12 @@ class FoundBudget:
     worst: Row
     limit: MicroBatchLimit = MicroBatchLimit.FULL
 
-    @property
-    def accumulate(self) -> bool:
-        return self.micros.accumulate
-
 
 class BudgetSearch:
     """Searches for the largest budget under one choice of settings."""
 
     def __init__(self, memory: ChoiceMemory, bounds: DataBounds) -> None:
         self.memory, self.bounds = memory, bounds
-        self._is_screened = False
 
     def find(self, limit: int) -> FoundBudget | None:
         """Return the largest budget under which all fits below a live peak, or None."""
@@ -334,23 +329,18 @@ class BudgetSearch:
         peaks = [self.memory.peak_bytes(row) for row in rows]
         return self.bounds.terms.fit(rows, peaks, self.memory.standing.bytes)
 
-    @property
-    def _largest_row(self) -> Row:
-        return self.bounds.rounded(self.bounds.most_S)
-
     def fits_uncut(self, limit: int) -> bool:
         """Tell whether the largest possible micro-batch fits; it is asked only if one of average items does."""
         bounds, accumulate = self.bounds, self.bounds.whole.accumulate
-        rows = (bounds.mean(bounds.share), self._largest_row)
+        rows = (bounds.mean(bounds.share), bounds.rounded(bounds.most_S))
         is_free = bounds.request.micro_batch is None
         return is_free and all(self.memory.peak_bytes(row, accumulate=accumulate) <= limit for row in rows)
 
     def screened_model(self, limit: int) -> CostModel:
         """Ask about a few micro-batches near the limit, each dominated by another size, and return a first model."""
         bounds, memory = self.bounds, self.memory
-        if self._is_screened or self.fits_uncut(limit):
+        if len(memory.micros) > _SCREENED or self.fits_uncut(limit):
             return self.model()
-        self._is_screened = True
         model, base = self.model(), memory.standing.bytes
         if not bounds.data.padded:  # one answer cannot separate the sizes: each gets the same part
             average = bounds.mean(bounds.share)
@@ -365,7 +355,7 @@ class BudgetSearch:
 
     def _uncut(self) -> FoundBudget:
         """Return the plan that cuts nothing but what would be padded too much."""
-        bounds, model, row = self.bounds, self.model(), self._largest_row
+        bounds, model, row = self.bounds, self.model(), self.bounds.rounded(self.bounds.most_S)
         cost_N = model.cost(bounds.data.sizes)
         budget = bounds.uncut_budget(cost_N)
         micros = bounds.cut(cost_N, budget)

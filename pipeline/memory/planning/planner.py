@@ -51,7 +51,7 @@ from pipeline.protocol import ITEMS
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from pipeline.memory.footprint import Oracle
     from pipeline.memory.planning.memory_plan import DataSizes, Micros, PlanRequest
@@ -83,10 +83,7 @@ def plan_memory(
         if plan is not None:
             return plan
         _refuse(case)
-        _, choice = min((trial.total.value, number) for number, trial in enumerate(case.trials) if trial.total)
-        search = BudgetSearch(case.memory(case.trials[choice].choice), case.bounds)
-        margin = case.margin(search.memory.choice)
-        return _without_oversize(search, margin, case.limit, others, lambda kept: replace(case, data=kept).plan())
+        return _without_oversize(case, others)
 
 
 @contextmanager
@@ -271,7 +268,7 @@ class PlanCase:
 
     def _plan(self, memory: ChoiceMemory, bounds: DataBounds, found: FoundBudget, reserved: Reserved) -> MemoryPlan:
         request, choice, margin = self.request, memory.choice, self.margin(memory.choice)
-        peak_bytes = partial(memory.peak_bytes, accumulate=found.accumulate)
+        peak_bytes = partial(memory.peak_bytes, accumulate=found.micros.accumulate)
         micros = {group.corner: memory.micro(group.corner) for group in found.groups}
         origin = least_sure((memory.standing.origin, *(micro.origin for micro in micros.values())))
         held = least_sure((origin, reserved.origin))
@@ -302,7 +299,7 @@ class PlanCase:
             margin=margin,
             probability=Figure(margin.probability, margin.trust),
             allocator=reserved,
-            parts=parts_at_peak(memory.standing, micros[found.worst], accumulate=found.accumulate),
+            parts=parts_at_peak(memory.standing, micros[found.worst], accumulate=found.micros.accumulate),
             buckets=tuple(buckets),
             step_s=step_s,
             epoch_s=whole_s,
@@ -340,30 +337,25 @@ def _refuse(case: PlanCase) -> None:
         )
 
 
-def _without_oversize(
-    search: BudgetSearch,
-    margin: Margin,
-    budget: int,
-    others: Sequence[CardSpec],
-    planned: Callable[[DataSizes], MemoryPlan | None],
-) -> MemoryPlan:
+def _without_oversize(case: PlanCase, others: Sequence[CardSpec]) -> MemoryPlan:
     """Plan without the items that do not fit, or with cropped ones; raise an error that names them if wanted."""
-    data, wanted = search.bounds.data, search.bounds.request.oversize
-    live, first = int(budget / margin.factor), tuple[OversizeItem, ...]()
+    _, number = min((trial.total.value, number) for number, trial in enumerate(case.trials) if trial.total)
+    memory, data, wanted = case.memory(case.trials[number].choice), case.data, case.request.oversize
+    live, first = int(case.limit / case.margin(memory.choice).factor), tuple[OversizeItem, ...]()
     for _ in range(_OVERSIZE_TURNS):
-        items = _oversize_items(search, live, margin, budget, others)
+        items = _oversize_items(case, memory, live, others)
         first = first or items
         if wanted is Oversize.ERROR:
             break
-        crop = _crop_limits(search, live) if items and wanted is Oversize.CROP else {}
+        crop = _crop_limits(case.bounds, memory, live) if items and wanted is Oversize.CROP else {}
         keep_N = ~np.isin(np.arange(data.items), [item.item for item in items])
         if items and (crop or keep_N.any()):
-            plan = planned(data.cropped(crop) if crop else data.only(keep_N))
+            plan = replace(case, data=data.cropped(crop) if crop else data.only(keep_N)).plan()
             if plan is not None:
                 return replace(plan, oversize=items, crop=crop)
         live = int(live * _LOWER)
     if first:
-        raise _too_large(first, data.items, budget)
+        raise _too_large(first, data.items, case.limit)
     raise PlanInfeasible(
         "nothing fits under the allowed settings: no allowed micro-batch fits together with the allocator's reserve",
         remedy="allow checkpointing, bf16, offload or sharding, or use a larger GPU",
@@ -385,18 +377,17 @@ def _too_large(items: Sequence[OversizeItem], count: int, limit: int) -> PlanInf
 
 
 def _oversize_items(
-    search: BudgetSearch, limit: int, margin: Margin, budget: int, others: Sequence[CardSpec]
+    case: PlanCase, memory: ChoiceMemory, limit: int, others: Sequence[CardSpec]
 ) -> tuple[OversizeItem, ...]:
     """Return the items whose live peak alone is above a limit, the largest first.
 
     Items are ordered by predicted peak; bisection with the oracle finds where the limit is passed.
     """
-    bounds, memory = search.bounds, search.memory
-    sizes_NS = bounds.sizes_NS
+    bounds, margin, sizes_NS = case.bounds, case.margin(memory.choice), case.bounds.sizes_NS
     by_sum_N = np.argsort(sizes_NS.sum(axis=1), kind="stable")
     for place in (0.5, 0.9, 0.99):
         memory.peak_bytes(bounds.alone(int(by_sum_N[int(place * (len(sizes_NS) - 1))])))
-    predicted_N = bounds.terms.predict(search.model(), np.insert(sizes_NS, 0, 1, axis=1))
+    predicted_N = bounds.terms.predict(BudgetSearch(memory, bounds).model(), np.insert(sizes_NS, 0, 1, axis=1))
     order = np.argsort(-predicted_N, kind="stable").tolist()
     asked = {order[0]: memory.peak_bytes(bounds.alone(order[0]))}
     low, high = 0, len(order)  # the first `low` are over, from `high` on none is
@@ -408,31 +399,26 @@ def _oversize_items(
     live = 0.0
     for item in reversed(order[:low]):  # the least of these was asked; a larger one is said to take no less
         live = max(live, asked.get(item, predicted_N[item]))
-        total_bytes = ceil(live * max(margin.factor, budget / limit))  # an allocator may hold more than is live
+        total_bytes = ceil(live * max(margin.factor, case.limit / limit))  # an allocator may hold more than is live
         total = Figure(total_bytes, margin.origin if item in asked else Provenance.ASSUMED)
         sizes = dict(zip(bounds.data.names, sizes_NS[item].tolist(), strict=True))
-        remedy = _larger_card(total_bytes, others)
-        items.insert(0, OversizeItem(item, bounds.data.called(item), sizes, total, budget, remedy))
-    return tuple(items)
+        enough = [card for card in others if card.budget_bytes >= total_bytes]
+        remedy = f"use a GPU that lets torch have {format_bytes(total_bytes, above=case.limit)}"
+        if enough:
+            card = min(enough, key=lambda card: card.budget_bytes)
+            remedy = f"use a GPU such as {card.name}, which lets torch have {format_bytes(card.budget_bytes)}"
+        items.append(OversizeItem(item, bounds.data.called(item), sizes, total, case.limit, remedy))
+    return tuple(reversed(items))
 
 
-def _larger_card(total: int, others: Sequence[CardSpec]) -> str:
-    enough = [card for card in others if card.budget_bytes >= total]
-    if not enough:
-        return f"use a GPU that lets torch have {format_bytes(total)}"
-    card = min(enough, key=lambda card: card.budget_bytes)
-    return f"use a GPU such as {card.name}, which lets torch have {format_bytes(card.budget_bytes)}"
-
-
-def _crop_limits(search: BudgetSearch, limit: int) -> dict[str, int]:
+def _crop_limits(bounds: DataBounds, memory: ChoiceMemory, limit: int) -> dict[str, int]:
     """Return a limit for each size such that an item at all limits fits alone."""
-    most_S = search.bounds.sizes_NS.max(axis=0)
-    below, above = 0.0, 1.0
+    most_S, below, above = bounds.sizes_NS.max(axis=0), 0.0, 1.0
     for _ in range(_HALVINGS):
         middle = (below + above) / 2
         row = (1, *np.maximum((most_S * middle).astype(np.int64), 1).tolist())
-        below, above = (middle, above) if search.memory.peak_bytes(row) <= limit else (below, middle)
-    return dict(zip(search.bounds.data.names, np.maximum((most_S * below).astype(np.int64), 1).tolist(), strict=True))
+        below, above = (middle, above) if memory.peak_bytes(row) <= limit else (below, middle)
+    return dict(zip(bounds.data.names, np.maximum((most_S * below).astype(np.int64), 1).tolist(), strict=True))
 
 
 @dataclass(frozen=True, eq=False)

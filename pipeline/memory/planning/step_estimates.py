@@ -120,7 +120,7 @@ def sample_steps(found: FoundBudget, micro_of: Sequence[MicroFootprint], seed: i
         group_M[group.places[group.places < len(group_M)]] = number
     generator = np.random.default_rng(seed)
     shares = generator.permutation(np.unique(share_M)).tolist()
-    kept = [[micro] * (2 if found.accumulate else 1) for micro in micro_of]
+    kept = [[micro] * (2 if found.micros.accumulate else 1) for micro in micro_of]
     events = sum(len(micro.again.bytes_E) for micros in kept for micro in micros)
     for share in shares[:_MOST_SHARES]:  # as many as can be simulated in time
         micros = [micro_of[number] for number in group_M[share_M == share].tolist()]
