@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -250,12 +251,14 @@ def _of_group(folder: Path) -> Host | None:
     return None
 
 
+_FIELD = re.compile(r"^(\w+):?\s+(\d+)( kB)?$", re.MULTILINE)
+
+
 def _fields(path: Path) -> dict[str, int]:
     """Return the numbers of a file by the words before them, those of kB in bytes; empty if it cannot be read."""
     with suppress(OSError):
-        lines = [line.replace(":", " ").split() for line in path.read_text().splitlines()]
-        numbers = [line for line in lines if len(line) > 1 and line[1].isdecimal()]
-        return {name: int(number) << (10 if unit == ["kB"] else 0) for name, number, *unit in numbers}
+        lines = _FIELD.findall(path.read_text())
+        return {name: int(number) << (10 if unit else 0) for name, number, unit in lines}
     return {}
 
 

@@ -285,7 +285,7 @@ class StepSnapshot:
             for module in self._model.modules()
             for name, tensor in module._buffers.items()  # noqa: SLF001 - named_buffers() leaves out those that are None
         ]
-        self._numbers = RngState.capture(self._device)
+        self.rng = RngState.capture(self._device)
         self._restore_scale = _scale_now(scaler) if scaler is not None and scaler.is_enabled() else None
         self._buffers = buffers
 
@@ -298,7 +298,7 @@ class StepSnapshot:
 
     def restore(self) -> None:
         """Restore the saved state; may be called any number of times."""
-        self._numbers.restore()
+        self.rng.restore()
         for buffer in self._buffers:
             buffer.restore()
         if self._restore_scale is not None:

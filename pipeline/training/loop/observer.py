@@ -18,7 +18,7 @@ from pipeline.training.forensics import step_bundle
 from pipeline.training.forensics.step_bundle import Bundle, BundleCut, BundleKind, CrashNote, PieceInFlight
 from pipeline.training.loop.metrics_log import VALIDATION, Epoch, MetricsLog, open_trackers
 from pipeline.training.sampling import BatchOrigin
-from pipeline.training.step_clock import FIGURE, OBSERVE
+from pipeline.training.step_clock import FIGURE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -92,10 +92,9 @@ class TrainingObserver:
     # A step
 
     @contextmanager
-    def watching(self, number: int, share: RankShare) -> Iterator[None]:
-        """Surround a step."""
-        with self.model_step.clock.within(OBSERVE):
-            self._newest = self._running = ObservedStep(number, share.origin, RngState.capture(self.device), share.cuts)
+    def watching(self, number: int, share: RankShare, rng: RngState) -> Iterator[None]:
+        """Surround a step, which began with these random numbers."""
+        self._newest = self._running = ObservedStep(number, share.origin, rng, share.cuts)
         try:
             with self.leaks.watching():
                 yield

@@ -207,7 +207,7 @@ class Trainer:
             self.observer.say(f"step {number} is skipped: it was not finite before")
             return
         rate = set_rate(self.step.optimizer, factor(self.train.schedule, self.done, self.steps))
-        with self.observer.watching(number, share):
+        with self.observer.watching(number, share, self.stepper.start()):
             report = self.stepper.accumulate(share)
             norm = None if report.damaged or report.not_finite else self.stepper.take(report)
         if report.damaged:

@@ -145,6 +145,7 @@ class Governed:
         exact.cost_N = [self._cost(item) for item in items]
         batch = self._batch(items, range(len(items)))
         share = RankShare(iter([batch]), lambda _numbers, _origin: batch)
+        exact.start()
         report = exact.accumulate(share)
         for name in share.skipped:
             self._report("skipped", exact.cost_N[batch.ids.index(name)], f"{name} does not fit alone")

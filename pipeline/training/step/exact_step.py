@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from pipeline.device.accelerator import RngState
     from pipeline.device.batch_transfer import CopyAhead
     from pipeline.memory.runtime.meters import Maintenance, Meter
     from pipeline.memory.runtime.recovery import Cut
@@ -280,7 +281,6 @@ class ExactStep:
 
     def accumulate(self, share: RankShare) -> StepReport:
         """Run this rank's share forward and backward, again wherever memory ends; return the reports of all ranks."""
-        self.start()
         while (report := self._attempt(share)) is None:
             self.go_back()
         return report
@@ -300,11 +300,12 @@ class ExactStep:
             self.update(lambda: step.apply(norm))
         return float(norm)
 
-    def start(self) -> None:
-        """Save what an attempt goes back to."""
+    def start(self) -> RngState:
+        """Begin a step: save what its attempts go back to; return the random numbers among it."""
         step = self.step
         self._snapshot = StepSnapshot(step.model, device=step.device, scaler=step.scaler, before=self._snapshot)
         self._own, self.lost = RankReport(), ""
+        return self._snapshot.rng
 
     def _attempt(self, share: RankShare) -> StepReport | None:
         """Run this rank's share, and exchange reports; return None where the step has to run again."""
