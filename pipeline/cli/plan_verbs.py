@@ -167,7 +167,7 @@ def _early_plan(loaded: LoadedConfig, project: Project, executor: Executor) -> s
     from pipeline.report.plan_tables import training_answer
 
     try:
-        outlook = _training(loaded, project, executor, gpus=(), sizes=None, probing=False)
+        outlook = _training(loaded, project, executor, gpus=(), sizes=None, probing=False, detailed=False)
     except PipelineError as error:
         error.in_project(Command.typed(sys.argv[1:]))
         return f"cannot be planned yet: {error.what}\n  next: {error.remedy}"
