@@ -287,19 +287,26 @@ def compared(
 def verdict(pairs: Sequence[tuple[int, int]], *, is_even: bool = True) -> Confirmation:
     """Return what pairs of a real peak and a traced one, of growing sizes, show.
 
-    What is missed is either at most so many bytes at any size, or in proportion to what is traced. `is_even`: real
+    What is missed is either at most so many bytes at any size, or grows evenly with what is traced. `is_even`: real
     peaks are alike whatever is drawn.
     """
     missed = [max(0, real - SLACK_BYTES - traced) for real, traced in pairs]
     if all(more <= WITHIN * traced for more, (_, traced) in zip(missed, pairs, strict=True)):
         return Confirmation()
-    ratios = [real / max(traced, 1) for real, traced in pairs]
-    shown = "small real steps took " + ", ".join(f"{ratio:.2f}" for ratio in ratios) + " of their traced memory"
-    if is_even and len(pairs) > 1:
-        if max(missed[1:]) <= missed[0]:
-            note = f"small real steps took up to {format_bytes(missed[0])} more than traced at every size: added"
-            return Confirmation(added_bytes=missed[0], note=note)
-        if all(later <= (1 + WITHIN) * ratio for ratio, later in pairwise(ratios)):
-            note = f"{shown}: planned with that, and {WITHIN:.0%}"
-            return Confirmation(max(ratios) * (1 + WITHIN), note=note, is_guess=True)
-    return Confirmation(refused=f"{shown}: the trace is not used")
+    shown = ", ".join(f"{real / max(traced, 1):.2f}" for real, traced in pairs) + " of their traced memory"
+    refused = Confirmation(refused=f"small real steps took {shown}: the trace is not used")
+    if not is_even or len(pairs) < 2:
+        return refused
+    if max(missed[1:]) <= missed[0]:
+        note = f"small real steps took up to {format_bytes(missed[0])} more than traced at every size: added"
+        return Confirmation(added_bytes=missed[0], note=note)
+    knots = [(traced, more) for (_, traced), more in zip(pairs, missed, strict=True)]
+    lines = knots if len(knots) > 2 else [(0, 0), *knots]  # two points are no line
+    before, slope = (max(0.0, (y - x) / max(b - a, 1)) for (a, x), (b, y) in pairwise(lines[-3:]))
+    (earlier, more), (last, _) = knots[-2:]
+    if pairs[-1][0] > (1 + WITHIN) * (last + more + before * (last - earlier)) + SLACK_BYTES:  # steeper and steeper
+        return refused
+    slope = max(slope, before) if len(knots) == 2 else slope
+    added = max(0, *(ceil(more - slope * traced) for traced, more in knots))
+    note = f"small real steps took {shown}: planned with that, and {WITHIN:.0%}"
+    return Confirmation((1 + slope) * (1 + WITHIN), added, note, is_guess=True)

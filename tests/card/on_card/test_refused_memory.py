@@ -109,7 +109,8 @@ class OneStep:
         share = next(iter(self.phase.shares(trainer.step, 0, 1, frozenset())))
         before = card.allocations()
         with nullcontext() if refuse is None else card.refusing(refuse):
-            report = trainer.stepper.accumulate(share, 2)
+            trainer.stepper.start()
+            report = trainer.stepper.accumulate(share)
             norm = trainer.stepper.take(report)
         count = card.allocations() - before
         if lost := trainer.stepper.lost:

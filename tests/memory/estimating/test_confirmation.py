@@ -60,12 +60,12 @@ class DrawsWidth(Layers):
     [
         ([(100, 100), (300, 300)], 1.0, 0, False),
         ([(101, 100), (60, 300)], 1.0, 0, False),
-        ([(120, 100), (361, 300)], 1.227, 0, False),  # in proportion
-        ([(120, 100), (330, 300)], 1.224, 0, False),  # a line: in proportion to the dearest
+        ([(120, 100), (361, 300)], 1.229, 0, False),  # in proportion
+        ([(120, 100), (330, 300)], 1.224, 0, False),  # two say nothing of a line: in proportion to the dearer one
         ([(120, 100), (400, 300)], 1.0, 0, True),  # more than in proportion
         ([(120, 100), (320, 300), (920, 900)], 1.0, 20, False),  # at any size
         ([(120, 100), (300, 300), (900, 900)], 1.0, 20, False),  # a kernel of small sizes
-        ([(120, 100), (340, 300), (1000, 900)], 1.224, 0, False),
+        ([(120, 100), (340, 300), (1000, 900)], 1.122, 10, False),  # a line
         ([(120, 100), (340, 300), (1100, 900)], 1.0, 0, True),  # a curve
         ([(120, 100)], 1.0, 0, True),
     ],
