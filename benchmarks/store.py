@@ -29,7 +29,7 @@ from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import KindLayout
 from pipeline.store.format.disk import Disk
 from pipeline.store.format.shard import key_pairs, row_keys
-from pipeline.store.maintenance import scrub
+from pipeline.store.maintenance.shard_plans import check
 from pipeline.store.shard_index import ROW, ShardIndex, sort_in_place, write_index
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -118,7 +118,7 @@ def validate(folder: Path, typed: argparse.Namespace) -> list[Row]:
     size, stores = sum(path.stat().st_size for path in paths), [cache.kind(kind) for kind in cache.kinds()]
 
     def ours() -> None:
-        assert not any(checked.findings for store in stores for checked in scrub.full(store))
+        assert not any(checked.findings for store in stores for checked in check(store))
 
     def bare() -> None:
         assert sum(map(read_through, paths)) == size

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import time
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
     from pipeline.config.load import LoadedConfig
     from pipeline.store.cache_folder import CacheFolder
     from pipeline.store.maintenance.damage_report import Checked, ReportWriter, Summary
-    from pipeline.store.maintenance.scrub import Subset
-    from pipeline.store.maintenance.shard_repair import Mend, Repaired
+    from pipeline.store.maintenance.shard_plans import Repaired, ShardPlan, Subset
     from pipeline.store.store import Store
 
     Look = Callable[[Store, Subset], Iterator[Checked]]
@@ -62,7 +62,7 @@ def validate_command(
     """
     from pipeline.errors import ConfigError
     from pipeline.store.maintenance.damage_report import damage_found
-    from pipeline.store.maintenance.scrub import Subset
+    from pipeline.store.maintenance.shard_plans import Subset
 
     how = _how(sample, quick=quick, full=full, semantic=semantic)
     loaded = load_config(config, sets)
@@ -112,30 +112,28 @@ def repair_command(
     from pipeline.report import check_tables, tables
     from pipeline.report.live_status import CheckBars
     from pipeline.store.format.disk import ask_owner
-    from pipeline.store.maintenance import shard_repair as repairs
     from pipeline.store.maintenance.damage_report import read_report, stays_left
+    from pipeline.store.maintenance.shard_plans import Repaired, plan_repair, repair
 
     loaded = load_config(config, sets)
     cache, settle_s = _open(loaded), loaded.config.cache.visibility_s
     report = read_report(damage) if damage else None
-    shown, totals = _Mends(cache, all=as_json), repairs.Repaired()
+    shown, totals = _Repairs(all=as_json), Repaired()
     files = None if report else _files([cache.kind(name) for name in cache.kinds()])
     with CheckBars("repair" if yes else "look", files) as progress:
         if yes:
             say_wait = saying_wait(settle_s)
             with ask_owner(cache.root):
-                totals = repairs.repair_cache(
-                    cache, report, done=shown.take, seen=progress.take, settle_s=settle_s, waits=say_wait
-                )
+                totals = repair(cache, report, done=shown.take, seen=progress.take, settle_s=settle_s, waits=say_wait)
         else:
-            for mend in repairs.plan_repair(cache, report, seen=progress.take):
-                totals.count(mend)
-                shown.take(mend)
+            for plan in plan_repair(cache, report, seen=progress.take):
+                totals.count(plan)
+                shown.take(plan)
     if as_json:
-        files_json = [asdict(mend) | {"lost": [record.to_json() for record in mend.lost]} for mend in shown.mends]
+        files_json = [check_tables.plain_repair(plan) for plan in shown.plans]
         print_json({"root": cache.root, "done": yes, **asdict(totals), "files": files_json})
     else:
-        table = check_tables.mended_table(shown.kinds) if yes else check_tables.mend_table(shown.mends, shown.more)
+        table = check_tables.mended_table(shown.kinds) if yes else check_tables.mend_table(shown.plans, shown.more)
         tables.show_parts(*check_tables.repaired_lines(totals, did=yes), *table)
         _say_next(totals, damage, yes=yes)
     if totals.stay and (yes or not (totals.quarantined or totals.indexes)):
@@ -144,28 +142,27 @@ def repair_command(
 
 
 @dataclass
-class _Mends:
+class _Repairs:
     """The report of a repair: every shard or the first ones, and the totals of each kind."""
 
-    cache: CacheFolder
     all: bool
-    mends: list[Mend] = field(default_factory=list)
+    plans: list[ShardPlan] = field(default_factory=list)
     more: int = 0  # shards that are not shown
     kinds: dict[str, Repaired] = field(default_factory=dict)
     stay: dict[Path, str] = field(default_factory=dict)  # the first files that stay, and why
 
-    def take(self, mend: Mend) -> None:
+    def take(self, plan: ShardPlan) -> None:
         """Add what is done about one shard."""
         from pipeline.report.check_tables import SHOWN as ROWS
-        from pipeline.store.maintenance.shard_repair import OUT_OF_DATE, Repaired
+        from pipeline.store.maintenance.shard_plans import OUT_OF_DATE, Repaired
 
-        self.kinds.setdefault(mend.kind, Repaired()).count(mend)
-        if mend.stays and len(self.stay) < SHOWN:
-            self.stay[self.cache.own(mend.kind).layout.shard(mend.shard)] = mend.stays
-        if self.all or (len(self.mends) < ROWS and mend.why != OUT_OF_DATE):
-            self.mends.append(mend)
+        self.kinds.setdefault(plan.store.kind, Repaired()).count(plan)
+        if plan.stays and len(self.stay) < SHOWN:
+            self.stay[plan.path] = plan.stays
+        if self.all or (len(self.plans) < ROWS and plan.why != OUT_OF_DATE):
+            self.plans.append(plan)
         else:
-            self.more += bool(mend.shard)
+            self.more += bool(plan.shard)
 
 
 def _say_next(totals: Repaired, damage: Path | None, *, yes: bool) -> None:
@@ -188,19 +185,19 @@ def compact_command(yes: Yes = False, config: ConfigFile = None, sets: Sets = No
     """Merge many small cache files into a few; records are verified."""
     from pipeline.report import check_tables, tables
     from pipeline.store.format.disk import ask_owner
-    from pipeline.store.maintenance import rewrite as compaction
+    from pipeline.store.maintenance.shard_plans import apply, plan_compaction
 
     loaded = load_config(config, sets)
     cache, chosen = _open(loaded), loaded.config.cache
     shard_bytes, settle_s = int(chosen.shard_bytes), chosen.visibility_s
     stores = [cache.kind(name) for name in cache.kinds()]
-    compacted = [compaction.plan_compaction(store, shard_bytes=shard_bytes) for store in stores]
+    compacted = [plan_compaction(store, shard_bytes=shard_bytes) for store in stores]
     if yes:
-        work, say_wait = list(zip(stores, compacted, strict=True)), saying_wait(settle_s)
+        plans = [plan for kind in compacted for plan in kind.small]
         with ask_owner(cache.root):
-            compaction.compact_shards(work, shard_bytes=shard_bytes, settle_s=settle_s, waits=say_wait)
+            list(apply(plans, shard_bytes=shard_bytes, settle_s=settle_s, waits=saying_wait(settle_s)))
     if as_json:
-        kinds = [asdict(replace(kind, twice=frozenset())) | {"twice": len(kind.twice)} for kind in compacted]
+        kinds = [check_tables.plain_compaction(kind, did=yes) for kind in compacted]
         print_json({"root": cache.root, "done": yes, "kinds": kinds})
         return
     if not compacted:
@@ -214,14 +211,14 @@ def compact_command(yes: Yes = False, config: ConfigFile = None, sets: Sets = No
 
 def _look(loaded: LoadedConfig, how: str, sample: float) -> Look:
     """Return the function that checks the files of a kind."""
-    from pipeline.store.maintenance import scrub
+    from pipeline.store.maintenance.shard_plans import check
 
     if how == "semantic":
         from pipeline.project.project import Project
         from pipeline.runs.audit.meaning import Semantic
 
         return Semantic(Project.open(loaded.config, remember=False), sample).check
-    return scrub.quick if how == "quick" else scrub.full
+    return partial(check, quick=how == "quick")
 
 
 def _open(loaded: LoadedConfig) -> CacheFolder:
@@ -248,7 +245,7 @@ def _kinds(cache: CacheFolder, asked: Sequence[str] | None) -> list[str]:
 
 def _files(stores: Sequence[Store], subset: Subset | None = None) -> int:
     """Return how many files there are to look at."""
-    from pipeline.store.maintenance.scrub import shards_of
+    from pipeline.store.maintenance.shard_plans import shards_of
 
     return sum(subset is None or name in subset for store in stores for name in shards_of(store))
 

@@ -209,13 +209,13 @@ def clean_command(
 def _headline(cleaning: Cleaning) -> str:
     """Say how much space cleaning would free."""
     from pipeline.report.tables import plural
-    from pipeline.store.maintenance.sweep import Fate
+    from pipeline.store.maintenance.shard_plans import CLEANED
     from pipeline.units import format_bytes
 
     if not cleaning.cache.is_there:
         return f"✓ Nothing to clean: {cleaning.cache.root} does not exist yet"
     if not cleaning.files:
-        waits = cleaning.young or cleaning.stays(*Fate)[0]
+        waits = cleaning.young or cleaning.stays(*CLEANED)[0]
         return f"✓ Nothing to clean in {cleaning.cache.root}{' now: see below' if waits else ''}"
     freed = f"{format_bytes(cleaning.freed_bytes)} in {plural(cleaning.files, 'file')}"
     return f"{freed} can be freed in {cleaning.cache.root}"

@@ -13,8 +13,9 @@ from pipeline.command_line import Command
 from pipeline.errors import CacheDamaged, ConfigError
 from pipeline.journal.run_folder import writing_run
 from pipeline.keys import KEY_BYTES
-from pipeline.store.key_lists import in_chunks, sorted_pairs
 from pipeline.store.maintenance.damage_report import Fault, read_report, refuse_of_another
+from pipeline.store.store import in_chunks
+from pipeline.store.users import sorted_keys
 
 if TYPE_CHECKING:
     from pipeline.journal.run_folder import RunFolder
@@ -128,7 +129,7 @@ def read_list(path: Path, cache: CacheFolder) -> Only:
     if in_place:
         what = f"{in_place:,} of the listed records are readable but wrong, and block the rebuild"
         raise CacheDamaged(what, where=str(path), remedy=Command.of("cache repair --list", path))
-    keys = {kind: Keys(sorted_pairs(column).astype(">u8").tobytes()) for kind, column in packed.items()}
+    keys = {kind: Keys(sorted_keys(column).tobytes()) for kind, column in packed.items()}
     return Only(str(path.absolute()), keys, frozenset(untold))
 
 

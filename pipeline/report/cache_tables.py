@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from pipeline.errors import CacheUnusable
     from pipeline.store.cache_folder import RecipeStat
     from pipeline.store.maintenance.damage_report import DamageReport
-    from pipeline.store.maintenance.leftovers import User
-    from pipeline.store.snapshot import StoreStat
+    from pipeline.store.shard_index import StoreStat
+    from pipeline.store.users import User
 
 AsTyped: TypeAlias = "Callable[[Command], object]"
 DIGEST_LETTERS = (32, 64)  # of a digest, the first few of which say enough

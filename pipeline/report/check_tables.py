@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.report.tables import plural, text_table
+from pipeline.store.maintenance.shard_plans import Compacted, Fate, Repaired, ShardPlan
 from pipeline.units import format_bytes, short_bytes
 
 if TYPE_CHECKING:
@@ -13,8 +14,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from pipeline.store.maintenance.damage_report import Summary
-    from pipeline.store.maintenance.rewrite import Compacted
-    from pipeline.store.maintenance.shard_repair import Mend, Repaired
 
 SHOWN = 20  # shards that have a line each
 FAULTS = {  # fault → the noun, and the damage
@@ -65,20 +64,20 @@ def _fault(fault: str, count: int) -> str:
     return f"{plural(count, noun)} {wrong}"
 
 
-def mend_table(mends: Sequence[Mend], more: int) -> list[RenderableType]:
+def mend_table(plans: Sequence[ShardPlan], more: int) -> list[RenderableType]:
     """Show the planned repair of each of the first shards."""
-    if not mends:
+    if not plans:
         return []
     rows = [
         (
-            mend.kind,
-            mend.shard or "(index)",
-            mend.why,
-            mend.salvaged,
-            "?" if mend.unknown else f"{len(mend.lost):,}",
-            _fate(mend),
+            plan.store.kind,
+            plan.shard or "(index)",
+            plan.why,
+            plan.kept,
+            "?" if plan.unknown else f"{len(plan.lost):,}",
+            _fate(plan),
         )
-        for mend in mends
+        for plan in plans
     ]
     columns = ("KIND", "FILE", "DAMAGE", "SALVAGED", "LOST", "ACTION")
     shown: list[RenderableType] = [text_table(columns, rows, right="SALVAGED LOST")]
@@ -97,13 +96,47 @@ def mended_table(kinds: Mapping[str, Repaired]) -> list[RenderableType]:
     return [text_table(columns, rows, right=columns[1:])]
 
 
-def _fate(mend: Mend) -> str:
+def _fate(plan: ShardPlan) -> str:
     """Say what repair does with a shard or an index."""
-    if mend.stays:
-        return f"leave alone: {mend.stays}"
-    if not mend.shard:
+    if plan.fate is Fate.LEFT:
+        return f"leave alone: {plan.stays}"
+    if plan.fate is Fate.INDEXED:
         return "rebuild from the shards"
-    return "remove from the index" if mend.gone else "quarantine"
+    return "remove from the index" if plan.fate is Fate.GONE else "quarantine"
+
+
+def plain_repair(plan: ShardPlan) -> dict[str, Any]:
+    """Return the repair of a shard as JSON data."""
+    return {
+        "kind": plan.store.kind,
+        "shard": plan.shard,
+        "why": plan.why,
+        "salvaged": plan.kept,
+        "salvaged_bytes": plan.kept_bytes,
+        "lost": [finding.to_json() for finding in plan.lost],
+        "unknown": plan.unknown,
+        "stays": plan.stays,
+        "gone": plan.fate is Fate.GONE,
+    }
+
+
+def plain_compaction(kind: Compacted, *, did: bool) -> dict[str, Any]:
+    """Return the compaction of a kind as JSON data."""
+    small = [
+        {"shard": plan.shard, "records": plan.kept + plan.dead, "size_bytes": plan.size_bytes} for plan in kind.small
+    ]
+    return {
+        "kind": kind.kind,
+        "shards": kind.shards,
+        "records": kind.records,
+        "size_bytes": kind.size_bytes,
+        "small": small,
+        "gone": len(kind.of(Fate.REWRITTEN)) if did else 0,
+        "after": kind.after,
+        "damaged": kind.of(Fate.LEFT),
+        "taken": kind.of(Fate.GONE),
+        "twice": len(kind.twice),
+    }
 
 
 def repaired_lines(repaired: Repaired, *, did: bool) -> list[str]:
@@ -151,7 +184,7 @@ def compacted_line(kinds: Sequence[Compacted], *, did: bool) -> str:
     before, after = sum(kind.shards for kind in kinds), sum(kind.after for kind in kinds)
     return (
         f"✓ {plural(before, 'file')} merged into {after:,}"
-        if any(kind.gone for kind in kinds)
+        if did and any(kind.of(Fate.REWRITTEN) for kind in kinds)
         else "✓ Nothing to merge"
     )
 
@@ -160,6 +193,7 @@ def _after(kind: Compacted, did: bool) -> str:  # noqa: FBT001 - a fact about th
     """Say what compaction does with the small files of a kind."""
     if not kind.small:
         return "-"
-    damaged = f"; {plural(len(kind.damaged), 'damaged file')} left alone" if kind.damaged else ""
-    taken = f"; {plural(len(kind.taken), 'file')} removed meanwhile" if kind.taken else ""
+    left, gone = kind.of(Fate.LEFT), kind.of(Fate.GONE)
+    damaged = f"; {plural(len(left), 'damaged file')} left alone" if left else ""
+    taken = f"; {plural(len(gone), 'file')} removed meanwhile" if gone else ""
     return f"{plural(kind.after, 'file')}{damaged}{taken}" if did else "merge small files"

@@ -9,7 +9,7 @@ from pipeline.command_line import Command
 from pipeline.report.cache_tables import NAMED, said, short_value
 from pipeline.report.tables import plural, text_table
 from pipeline.store.maintenance.leftovers import Left
-from pipeline.store.maintenance.sweep import Fate, Live
+from pipeline.store.maintenance.shard_plans import CLEANED, Fate, Live
 from pipeline.units import first_few, format_bytes, format_seconds, short_bytes
 
 if TYPE_CHECKING:
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
     from pipeline.report.cache_tables import AsTyped
     from pipeline.store.cache_folder import CacheFolder
-    from pipeline.store.maintenance.leftovers import LeftoverFile, User
-    from pipeline.store.maintenance.sweep import Marked
+    from pipeline.store.maintenance.leftovers import LeftoverFile
+    from pipeline.store.maintenance.shard_plans import Marked
+    from pipeline.store.users import User
 
 DAY_S = 86_400
 GRACE_S = DAY_S
@@ -98,7 +99,7 @@ class Cleaning:
     def dead(self) -> Iterator[Dead]:
         """Yield the records that are not needed, by kind and recipe."""
         for kind, marked in self.marked.items():
-            items, size_bytes = marked.dead(*Fate)
+            items, size_bytes = marked.dead(*CLEANED)
             for tag, (tag_items, tag_bytes) in marked.tags.items():
                 items, size_bytes = items - tag_items, size_bytes - tag_bytes
                 if tag_items:
@@ -154,8 +155,8 @@ class Dead:
 
 
 def _plain(marked: Marked) -> dict[str, Any]:
-    shards = {fate.value: dict(zip(("items", "bytes"), marked.dead(fate), strict=True)) for fate in Fate}
-    files = {fate.value: len(marked.of(fate)) for fate in Fate}
+    shards = {fate.value: dict(zip(("items", "bytes"), marked.dead(fate), strict=True)) for fate in CLEANED}
+    files = {fate.value: len(marked.of(fate)) for fate in CLEANED}
     return {
         "kind": marked.kind,
         "items": marked.records,

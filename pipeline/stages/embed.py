@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from pipeline.encoder.engine.token_batches import EngineSettings
     from pipeline.encoder.parity import ParityVerdict
     from pipeline.records import Reason, TaskContext
-    from pipeline.store.store import Store
-    from pipeline.store.writer import StoreWriter
+    from pipeline.store.store import Store, StoreWriter
 
 log = logging.getLogger(__name__)
 

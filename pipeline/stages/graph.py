@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     from pipeline.graphs.item_graph import GraphRecipe
     from pipeline.records import Item
-    from pipeline.store.store import Store
-    from pipeline.store.writer import StoreWriter
+    from pipeline.store.store import Store, StoreWriter
     from pipeline.structures.inventory import Complex
     from pipeline.structures.inventory import ScanRecipe as Structures
     from pipeline.structures.parsing.structure_files import File

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
     from typing import TypeAlias
 
-    from pipeline.store.store import Store
-    from pipeline.store.writer import StoreWriter
+    from pipeline.store.store import Store, StoreWriter
     from pipeline.structures.inventory import Complex
 
     Refuse: TypeAlias = Callable[[str, Reason, str], None]  # is told of an item whose files cannot be read, and why

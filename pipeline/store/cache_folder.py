@@ -1,23 +1,13 @@
-"""Several stores of one kind, looked through one after the other; only one of them, the own, is ever written.
-
-What is asked of a layer is only what no layer before it has. A layer that goes away counts as absent: it may be on a
-disk that others purge, or unmount.
-"""
+"""A folder of stores, one for each kind of record; it can be laid over other caches, which are only read."""
 
 from __future__ import annotations
 
-import heapq
 import json
 import logging
 import re
-import sys
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from pipeline.command_line import UPGRADE, Command, quoted
 from pipeline.errors import CacheDamaged, CacheFull, CacheUnusable, JobFailed, RecordMissing
@@ -34,133 +24,12 @@ from pipeline.store.format.cache_layout import (
     KindLayout,
 )
 from pipeline.store.format.disk import Disk, lay_over, publish_file
-from pipeline.store.store import RecordPlace, Store
+from pipeline.store.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-
-    import numpy.typing as npt
-
-    from pipeline.store.format.record import Record
-    from pipeline.store.store import Room
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 log = logging.getLogger(__name__)
-
-
-class Layered(Store):
-    """A store that looks records up in others, too: in those `ahead` of itself, in itself, then in those `under` it.
-
-    It writes, indexes and counts (`stat`, `tally`) only its own records.
-    """
-
-    def __init__(
-        self,
-        disk: Disk,
-        layout: KindLayout,
-        prepare: Callable[[], None],
-        *,
-        ahead: Sequence[Store] = (),
-        under: Sequence[Store] = (),
-    ) -> None:
-        super().__init__(disk, layout, prepare)
-        self._layers: tuple[Store | None, ...] = (*ahead, None, *under)  # None: itself
-        self._away: set[int] = set()  # layers that were said to be
-
-    def locate(self, keys: Sequence[bytes]) -> list[list[RecordPlace]]:
-        """Return the places of each key's copies, in the first layer that has any."""
-        places_by_key: list[list[RecordPlace]] = [[] for _ in keys]
-        for number, store in enumerate(self._stores()):
-            absent = [at for at, places in enumerate(places_by_key) if not places]
-            if absent:
-                with self._may_be_away(number):
-                    for at, places in zip(absent, Store.locate(store, [keys[at] for at in absent]), strict=True):
-                        places_by_key[at] = [place._replace(layer=number) for place in places]
-        return places_by_key
-
-    def present(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Return a mask of the keys that any layer has."""
-        present = np.zeros(len(keys), bool)
-        for number, store in enumerate(self._stores()):
-            absent = np.flatnonzero(~present)
-            if len(absent):
-                with self._may_be_away(number):
-                    present[absent] = Store.present(store, [keys[at] for at in absent.tolist()])
-        return present
-
-    def whole(self, keys: Sequence[bytes], limit_bytes: int = sys.maxsize) -> tuple[npt.NDArray[np.bool_], int]:
-        """Return a mask of the keys that any layer has whole, and how many bytes were read to know that."""
-        whole, left_bytes = np.zeros(len(keys), bool), limit_bytes
-        for number, store in enumerate(self._stores()):
-            absent = np.flatnonzero(~whole)
-            if len(absent):
-                with self._may_be_away(number):
-                    whole[absent], read_bytes = Store.whole(store, [keys[at] for at in absent.tolist()], left_bytes)
-                    left_bytes -= read_bytes
-        return whole, limit_bytes - left_bytes
-
-    def keys(self) -> Iterator[bytes]:
-        """Yield every key of any layer once, sorted."""
-        merged = heapq.merge(*(self._keys_of(number, store) for number, store in enumerate(self._stores())))
-        return (key for key, _ in groupby(merged))
-
-    def whole_at(self, key: bytes, place: RecordPlace, room: Room | None = None) -> Record | None:
-        """Return the copy of a record at a place, or None if it is damaged; that copy is then never located again."""
-        return Store.whole_at(self._stores()[place.layer], key, place, room)
-
-    def is_whole_beside(self, key: bytes, shards: Container[str]) -> bool:
-        """Say whether another shard or layer has an intact copy of a record, by reading it."""
-        if super().is_whole_beside(key, shards):
-            return True
-        for number, layer in enumerate(self._layers):
-            with self._may_be_away(number):
-                if layer is not None and layer.has_whole(key):
-                    return True
-        return False
-
-    def refresh(self) -> None:
-        """Read the folder again; those of the other layers on their next look-up."""
-        super().refresh()
-        for layer in filter(None, self._layers):
-            layer.forget()
-
-    def why_not(self, key: bytes) -> CacheDamaged | RecordMissing:
-        """Return the error for a record of which no layer has a whole copy."""
-        reasons = [Store.why_not(store, key) for store in (self, *self._stores())]
-        return next((error for error in reasons if isinstance(error, CacheDamaged)), reasons[0])
-
-    def _first_whole(self, key: bytes, places: Sequence[RecordPlace], room: Room | None = None) -> Record | None:
-        """Return the first intact copy at these places, else in the layers after them."""
-        record = super()._first_whole(key, places, room)
-        after = places[-1].layer + 1 if places else len(self._layers)
-        for number, store in list(enumerate(self._stores()))[after:]:
-            if record is None:
-                with self._may_be_away(number):
-                    copies = [place._replace(layer=number) for place in Store.locate(store, [key])[0]]
-                    record = super()._first_whole(key, copies, room)
-        return record
-
-    def _stores(self) -> list[Store]:
-        """Return the layers in order; no attribute refers to this store itself, so that open files close at once."""
-        return [layer or self for layer in self._layers]
-
-    def _keys_of(self, number: int, store: Store) -> Iterator[bytes]:
-        with self._may_be_away(number):
-            yield from Store.keys(store)
-
-    @contextmanager
-    def _may_be_away(self, number: int) -> Iterator[None]:
-        """Treat a layer that cannot be read as empty, unless it is this store itself."""
-        try:
-            yield
-        except (CacheUnusable, OSError) as error:
-            layer = self._layers[number]
-            if layer is None:
-                raise
-            layer.forget()
-            if number not in self._away:
-                self._away.add(number)
-                log.warning("%s cannot be read and counts as empty: %s", layer.layout.folder, error)
-
 
 CACHE_FORMAT = 1
 RECIPES = "recipes"  # the kind of the records that describe recipes
@@ -221,16 +90,17 @@ class CacheFolder:
 
     def kind(self, kind: str) -> Store:
         """Return the store of this kind's records."""
-        if not (self.ahead or self.under):
-            return self.own(kind)
-        self._check_kind(kind)
         ahead, under = ([layer.own(kind) for layer in layers] for layers in (self.ahead, self.under))
-        return Layered(self.disk, KindLayout(self.root / kind), self.prepare, ahead=ahead, under=under)
+        return self._store(kind, ahead, under)
 
     def own(self, kind: str) -> Store:
         """Return the store of this kind's records in this very folder, whatever it is laid over."""
-        self._check_kind(kind)
-        return Store(self.disk, KindLayout(self.root / kind), self.prepare)
+        return self._store(kind)
+
+    def _store(self, kind: str, ahead: Sequence[Store] = (), under: Sequence[Store] = ()) -> Store:
+        if not _KIND.fullmatch(kind):
+            raise ValueError(f"{kind!r} is not a valid kind of record")
+        return Store(self.disk, KindLayout(self.root / kind), self.prepare, ahead=ahead, under=under)
 
     def describe(self, kind: str, recipe: Mapping[str, Any]) -> None:
         """Store the recipe by which records of a kind are made, for reports."""
@@ -285,10 +155,6 @@ class CacheFolder:
             remedy = WITHOUT if error.next == ELSEWHERE else error.next
             raise CacheUnusable(error.what, where=error.where, remedy=remedy) from error
         return cache
-
-    def _check_kind(self, kind: str) -> None:
-        if not _KIND.fullmatch(kind):
-            raise ValueError(f"{kind!r} is not a valid kind of record")
 
     def _is_cache(self) -> bool:
         """Say whether the folder is marked as a cache; if not, it must be one that can become one."""
@@ -358,31 +224,22 @@ class CacheFolder:
 
 def bring_up(cache: CacheFolder, kinds: Iterable[str]) -> None:
     """Write the indexes that are not up to date."""
-    _for_each(cache, kinds, lambda store: None if store.is_indexed() else store.write_index())
+    for kind in sorted(kinds):
+        if (cache.root / kind).is_dir():
+            relieve_store(cache.own(kind), far_behind=False)
 
 
 def relieve(cache: CacheFolder, kinds: Iterable[str]) -> None:
     """Write the indexes that are far behind, so that a late task need not read the tables of all tasks before it."""
-    _for_each(cache, kinds, relieve_store)
-
-
-def relieve_store(store: Store) -> None:
-    """Write a store's index if it is far behind: a task that reads it need not hold the tables of all others then."""
-    with _may_stay_behind(store.kind):
-        store.index_if_behind()
-
-
-def _for_each(cache: CacheFolder, kinds: Iterable[str], work: Callable[[Store], None]) -> None:
     for kind in sorted(kinds):
-        with _may_stay_behind(kind):
-            if (cache.root / kind).is_dir():
-                work(cache.own(kind))
+        if (cache.root / kind).is_dir():
+            relieve_store(cache.own(kind))
 
 
-@contextmanager
-def _may_stay_behind(kind: str) -> Iterator[None]:
-    """Have a block write an index; where it cannot, that is told, and the records are read without."""
+def relieve_store(store: Store, *, far_behind: bool = True) -> None:
+    """Write a store's index if it is not up to date, or only if it is `far_behind`; where it cannot be, say so."""
     try:
-        yield
+        if far_behind or not store.is_indexed():
+            store.write_index(far_behind=far_behind)
     except (CacheUnusable, CacheFull, JobFailed) as error:  # the last: whatever else a disk does not do
-        log.warning("the index of %s could not be removed: %s", kind, error.what)
+        log.warning("the index of %s could not be written: %s", store.kind, error.what)

@@ -1,22 +1,32 @@
-"""The index of a store: which shard holds which key, sorted by key, in a file that is read block by block.
+"""Which shard holds which key: the index file, and a snapshot of it with the shards that it does not name yet.
 
-Rows pass through as streams of sorted pieces, so that two indexes are merged in the memory of a few pieces.
+    rows sorted by key | sizes of the shards | the first key of each block of rows | names of the shards | trailer
+
+No row has a checksum: its digest is compared with the record when that is read. So a damaged index costs a miss or a
+retry, never a wrong byte. It can always be rebuilt from the shards.
 """
 
 from __future__ import annotations
 
+import errno
 import struct
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 
+from pipeline.command_line import quoted
+from pipeline.errors import CacheDamaged, CacheUnusable
+from pipeline.keys import KEY_BYTES
+from pipeline.store.format.cache_layout import SHARD_SUFFIX, written_at
 from pipeline.store.format.disk import Draft
-from pipeline.store.format.shard import TABLE_ROW
+from pipeline.store.format.shard import TABLE_ROW, ShardTable, read_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from datetime import datetime
     from pathlib import Path
 
     import numpy.typing as npt
@@ -26,78 +36,40 @@ if TYPE_CHECKING:
 
     Integers = npt.NDArray[Any]
     Rows = npt.NDArray[Any]
-    from collections.abc import Collection
+    Mask = npt.NDArray[np.bool_]
+    KeyColumn = npt.NDArray[np.bytes_]  # sorted where it is `wanted` or `known`
 
-    from pipeline.store.format.shard import ShardTable
-
-PIECE_ROWS = 16_384
-
-
-def merged(first: Iterable[Rows], second: Iterable[Rows]) -> Iterator[Rows]:
-    """Yield the rows of two sorted streams as one, sorted by key."""
-    streams = _whole_runs(first), _whole_runs(second)
-    heads = [next(stream, None) for stream in streams]
-    while heads[0] is not None and heads[1] is not None:
-        last = min(rows["hi"][-1] for rows in heads if rows is not None)  # nothing up to it is still to come
-        cuts = [int(rows["hi"].searchsorted(last, "right")) for rows in heads if rows is not None]
-        yield sort_in_place(
-            np.concatenate([rows[:cut] for rows, cut in zip(heads, cuts, strict=True) if rows is not None])
-        )
-        heads = [
-            rows[cut:] if rows is not None and cut < len(rows) else next(stream, None)
-            for rows, cut, stream in zip(heads, cuts, streams, strict=True)
-        ]
-    for head, stream in zip(heads, streams, strict=True):
-        if head is not None:
-            yield head
-            yield from stream
-
-
-def in_pieces(rows: Rows) -> Iterator[Rows]:
-    """Yield rows in pieces of PIECE_ROWS."""
-    for start in range(0, len(rows), PIECE_ROWS):
-        yield rows[start : start + PIECE_ROWS]
-
-
-def sort_in_place(rows: Rows) -> Rows:
-    """Sort rows by key and return them; column by column, which takes a third of the memory of a sorted copy."""
-    order = np.lexsort((rows["lo"], rows["hi"]))
-    for name in rows.dtype.names or ():
-        rows[name] = rows[name][order]
-    return rows
-
-
-def _whole_runs(pieces: Iterable[Rows]) -> Iterator[Rows]:
-    """Yield the rows in pieces cut so that rows with the same `hi` are never in two pieces."""
-    pending: Rows | None = None
-    for piece in pieces:
-        if len(piece):
-            rows = piece if pending is None else np.concatenate([pending, piece])
-            cut = int(rows["hi"].searchsorted(rows["hi"][-1], "left"))
-            pending = rows[cut:].copy()
-            if cut:
-                yield rows[:cut]
-    if pending is not None:
-        yield pending
-
-
-INDEX_FORMAT = 1
-ROW = np.dtype([*TABLE_ROW.descr, ("shard", "<u4"), ("spare", "<u4")])
-BLOCK_ROWS = 32
-_BLOCK_BYTES = BLOCK_ROWS * ROW.itemsize
-_HEAD = struct.Struct("<8sIIQQQ16s")  # and 16 bytes, the digest of these
-_HEAD_BYTES = _HEAD.size + 16
-_MAGIC = b"PIPEINDX"
+INDEX_FORMAT = 2
+ROW = np.dtype([*TABLE_ROW.descr, ("shard", "<i8")])
+NO_ROWS, NO_KEYS = np.zeros(0, ROW), np.zeros(0, f"S{KEY_BYTES}")
+GONE = {errno.ENOENT, errno.ESTALE}
+WENT = "purged or deleted"
+_BLOCK_ROWS = 32
+_PIECE_ROWS = 16_384
 _BATCH_KEYS = 65_536
-_PIECE_BLOCKS = 512
+_TRAILER = struct.Struct("<8sIIQQ")  # and 16 bytes, the digest of the directory and these
+_TRAILER_BYTES = _TRAILER.size + 16
+_MAGIC = b"PIPEINDX"
+_PRIMES = np.array([0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5,
+                    0xD6E8FEB86659FD93], np.uint64)  # fmt: skip
+_UNCHECKED, _GOOD, _BAD, _GONE = range(4)
 
 
 class IndexDamaged(Exception):
     """The index file is damaged; the shards themselves are not affected."""
 
 
+class IndexState(StrEnum):
+    """How far the index can be used."""
+
+    NONE = "none"
+    DAMAGED = "damaged"
+    BEHIND = "behind"  # shards were published since; they are read by their tables
+    CURRENT = "current"
+
+
 class ShardIndex:
-    """An open index file; its directory is in memory, its rows are read and verified as they are needed."""
+    """An open index file; its directory is in memory, its rows are read as they are needed."""
 
     def __init__(self, disk: Disk, path: Path) -> None:
         self._disk = disk
@@ -105,108 +77,90 @@ class ShardIndex:
         try:
             self._read_directory()
         except BaseException:
-            self.close()
+            self.__del__()
             raise
 
     def __del__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the file; rows that were returned stay valid."""
         fd, self._fd = getattr(self, "_fd", -1), -1
         if fd >= 0:
             self._disk.close(fd)
 
-    def find(self, keys: Integers) -> tuple[Integers, Rows]:
-        """Return the positions of the keys that were found, once for each copy, and the rows that hold them.
-
-        Keys come as pairs of numbers, see `key_pairs`.
-        """
-        if len(keys) == 1:
-            return self._find_one(*keys[0])
-        if len(keys) <= _BATCH_KEYS:
-            return self._find_batch(keys)
-        order = np.lexsort((keys[:, 1], keys[:, 0]))  # sorted, each batch reads a stretch of the file of its own
-        parts = [order[start : start + _BATCH_KEYS] for start in range(0, len(order), _BATCH_KEYS)]
-        matches = [(part, *self._find_batch(keys[part])) for part in parts]
-        positions_found = np.concatenate([part[positions] for part, positions, _ in matches])
-        return positions_found, np.concatenate([rows for _, _, rows in matches])
-
     def __len__(self) -> int:
-        return int(self._rows_bytes // ROW.itemsize)
+        return int(self._count)
 
-    def rows(self) -> Rows:
-        return self._read_range(0, len(self._first))
+    def find(self, keys: KeyColumn) -> tuple[Integers, Rows]:
+        """Return the positions of the keys that were found, once for each copy, and the rows that hold them."""
+        order = np.argsort(keys, kind="stable")  # sorted, each batch reads a stretch of the file of its own
+        found, rows = [np.zeros(0, np.intp)], [NO_ROWS]
+        for start in range(0, len(keys), _BATCH_KEYS):
+            part = order[start : start + _BATCH_KEYS]
+            asked, matching = match(self._rows_near(keys[part]), keys[part])
+            found.append(part[asked])
+            rows.append(matching)
+        return np.concatenate(found), np.concatenate(rows)
 
     def pieces(self) -> Iterator[Rows]:
-        """Yield every row, in pieces."""
-        for start in range(0, len(self._first), _PIECE_BLOCKS):
-            yield self._read_range(start, min(start + _PIECE_BLOCKS, len(self._first)))
+        """Yield every row, in pieces; all copies of a key are in one piece."""
+        held = NO_ROWS
+        for start in range(0, self._count, _PIECE_ROWS):
+            rows = np.concatenate([held, self._read([start], [min(start + _PIECE_ROWS, self._count)])])
+            _refuse_unlisted(rows["shard"], len(self.names))
+            whole = len(rows) - int((rows["key"] == rows["key"][-1]).sum())
+            held = rows[whole:]
+            yield rows[:whole]
+        yield held
 
-    def _find_one(self, hi: np.uint64, lo: np.uint64) -> tuple[Integers, Rows]:
-        """Do as `_find_batch` does for one key, in fewer numpy calls: a record is read in less than a millisecond."""
-        start = max(int(self._first.searchsorted(hi, "left")) - 1, 0)
-        rows = self._read_range(start, int(self._first.searchsorted(hi, "right")))
-        matching = rows[(rows["hi"] == hi) & (rows["lo"] == lo)]
-        return np.zeros(len(matching), np.intp), matching
+    def _rows_near(self, keys: KeyColumn) -> Rows:
+        """Return the rows of every block that may hold one of these keys."""
+        start = np.maximum(self._first.searchsorted(keys, "left") - 1, 0)  # copies may begin in the block before
+        blocks = np.unique(_joined_ranges(start, self._first.searchsorted(keys, "right") - start))
+        is_next = np.diff(blocks) == 1  # neighbours are read together
+        begins, ends = (
+            blocks[np.append(True, ~is_next)[: len(blocks)]],
+            blocks[np.append(~is_next, True)[: len(blocks)]],
+        )
+        return self._read((begins * _BLOCK_ROWS).tolist(), ((ends + 1) * _BLOCK_ROWS).tolist())
 
-    def _find_batch(self, keys: Integers) -> tuple[Integers, Rows]:
-        left = self._first.searchsorted(keys[:, 0], "left")
-        right = self._first.searchsorted(keys[:, 0], "right")
-        start = np.maximum(left - 1, 0)  # a key's copies may begin in the block before the one that begins with it
-        blocks = joined_ranges(start, right - start)
-        return match(self._read_blocks(np.unique(blocks) if len(blocks) > 1 else blocks), keys)
-
-    def _read_range(self, start: int, stop: int) -> Rows:
-        begin, end = start * _BLOCK_BYTES, min(stop * _BLOCK_BYTES, self._rows_bytes)
-        data = self._disk.read_at(self._fd, max(0, end - begin), self._rows_start + begin)
-        self._verify(data, range(start, stop), self._digests[start:stop].tolist())
-        return np.frombuffer(data, ROW)
-
-    def _read_blocks(self, blocks: Integers) -> Rows:
-        """Read and verify these blocks, given in ascending order; neighbours are read together."""
-        apart = np.ones(len(blocks) + 1, bool)  # whether a stretch begins before, or ends with, each place
-        apart[1:-1] = blocks[1:] != blocks[:-1] + 1
-        begins = blocks[apart[: len(blocks)]] * _BLOCK_BYTES
-        ends = np.minimum((blocks[apart[1:]] + 1) * _BLOCK_BYTES, self._rows_bytes)
-        read, fd, start = self._disk.read_at, self._fd, self._rows_start
-        stretches = zip(begins.tolist(), ends.tolist(), strict=True)
-        data = b"".join([read(fd, end - begin, start + begin) for begin, end in stretches])
-        self._verify(data, blocks.tolist(), self._digests[blocks].tolist())
-        return np.frombuffer(data, ROW)
-
-    def _verify(self, data: bytes, blocks: Sequence[int], digests: list[int]) -> None:
-        view = memoryview(data)
-        starts = range(0, len(blocks) * _BLOCK_BYTES, _BLOCK_BYTES)
-        for start, block, digest in zip(starts, blocks, digests, strict=True):
-            if xxhash.xxh3_64_intdigest(view[start : start + _BLOCK_BYTES], block) != digest:
-                raise IndexDamaged("a block of the index is damaged")
+    def _read(self, begins: Sequence[int], ends: Sequence[int]) -> Rows:
+        read, fd, size = self._disk.read_at, self._fd, ROW.itemsize
+        stretches = zip(begins, ends, strict=True)
+        data = [read(fd, (min(end, self._count) - begin) * size, begin * size) for begin, end in stretches]
+        return np.frombuffer(b"".join(data), ROW)
 
     def _read_directory(self) -> None:
-        head = self._disk.read_at(self._fd, _HEAD_BYTES, 0)
-        if xxhash.xxh3_128_digest(head[: _HEAD.size]) != head[_HEAD.size :]:
-            raise IndexDamaged("the index's head is damaged")
-        magic, version, _, shards, rows, names_bytes, digest = _HEAD.unpack_from(head)
-        if magic != _MAGIC or version != INDEX_FORMAT:
-            raise IndexDamaged("the index has another format")
-        blocks = -(-rows // BLOCK_ROWS)
-        sizes = [8 * shards, 8 * blocks, 8 * blocks, names_bytes]
-        self._rows_start = _HEAD_BYTES + sum(sizes)
-        self._rows_bytes = rows * ROW.itemsize
-        if self._disk.size_of_open(self._fd) != self._rows_start + self._rows_bytes:
-            raise IndexDamaged("the index has an unexpected size")
-        body = self._disk.read_at(self._fd, sum(sizes), _HEAD_BYTES)
-        if xxhash.xxh3_128_digest(body) != digest:
+        size = self._disk.size_of_open(self._fd)
+        trailer = self._disk.read_at(self._fd, _TRAILER_BYTES, max(0, size - _TRAILER_BYTES))
+        if len(trailer) < _TRAILER_BYTES or not trailer.startswith(_MAGIC):
+            raise IndexDamaged("the index is damaged or has another format")
+        _, version, shards, self._count, directory_bytes = _TRAILER.unpack_from(trailer)
+        start = self._count * ROW.itemsize
+        if version != INDEX_FORMAT or start + directory_bytes + _TRAILER_BYTES != size:
+            raise IndexDamaged("the index has another format or an unexpected size")
+        body = self._disk.read_at(self._fd, directory_bytes, start)
+        if xxhash.xxh3_128_digest(body + trailer[: _TRAILER.size]) != trailer[_TRAILER.size :]:
             raise IndexDamaged("the index's directory is damaged")
-        self._unpack(body, shards, blocks)
-
-    def _unpack(self, body: bytes, shards: int, blocks: int) -> None:
-        numbers = np.frombuffer(body, "<u8", shards + 2 * blocks)
-        self.sizes, self._first, self._digests = np.split(numbers, [shards, shards + blocks])
-        text = body[numbers.nbytes :].decode(errors="replace")
+        blocks = -(-self._count // _BLOCK_ROWS)
+        self.sizes = np.frombuffer(body, "<u8", shards)
+        self._first = np.frombuffer(body, NO_KEYS.dtype, blocks, self.sizes.nbytes)
+        text = body[self.sizes.nbytes + self._first.nbytes :].decode()
         self.names = text.split("\n") if text else []
-        if len(self.names) != shards or "/" in text or "\0" in text:
-            raise IndexDamaged("the index's shard names are damaged")
+
+
+def write_index(disk: Disk, layout: KindLayout, names: Sequence[str], sizes: Integers, pieces: Iterable[Rows]) -> None:
+    """Publish a new index in place of the old one, of rows sorted by key, whose `shard` counts into `names`."""
+    draft, count, first = Draft(disk, layout.partials), 0, list[bytes]()
+    try:
+        for rows in pieces:
+            draft.write(rows.tobytes(), count * ROW.itemsize)
+            first.append(rows["key"][-count % _BLOCK_ROWS :: _BLOCK_ROWS].tobytes())
+            count += len(rows)
+    except BaseException:  # what the rows are read from may fail
+        draft.discard()
+        raise
+    body = b"".join([sizes.astype("<u8").tobytes(), *first, "\n".join(names).encode()])
+    trailer = _TRAILER.pack(_MAGIC, INDEX_FORMAT, len(names), count, len(body))
+    draft.write(body + trailer + xxhash.xxh3_128_digest(body + trailer), count * ROW.itemsize)
+    draft.publish(layout.index, replace=True)
 
 
 def indexed(disk: Disk, layout: KindLayout) -> list[str]:
@@ -217,161 +171,294 @@ def indexed(disk: Disk, layout: KindLayout) -> list[str]:
         return []
 
 
-def write_index(
-    disk: Disk, layout: KindLayout, names: Sequence[str], sizes: Integers, rows: Iterable[Rows], count: int
-) -> None:
-    """Publish a new index in place of the old one: `count` rows sorted by key, whose `shard` counts into `names`.
-
-    The rows come in pieces, of which only a few are in memory at a time.
-    """
-    text, blocks = "\n".join(names).encode(), -(-count // BLOCK_ROWS)
-    first, digests = np.zeros(blocks, "<u8"), np.zeros(blocks, "<u8")
-    start = _HEAD_BYTES + sizes.astype("<u8").nbytes + first.nbytes + digests.nbytes + len(text)
-    draft, block = Draft(disk, layout.partials), 0
+def index_rows(disk: Disk, layout: KindLayout, shards: Collection[str]) -> dict[str, Rows]:
+    """Return the rows of these shards in file order as the index has them; only of shards that it names."""
+    if not shards:
+        return {}
     try:
-        for piece in _in_blocks(rows):
-            data = memoryview(piece.tobytes())
-            draft.write(data, start + block * _BLOCK_BYTES)
-            upto = block + -(-len(piece) // BLOCK_ROWS)
-            first[block:upto] = piece["hi"][::BLOCK_ROWS]
-            cuts = range(0, len(data), _BLOCK_BYTES)
-            digests[block:upto] = [
-                xxhash.xxh3_64_intdigest(data[cut : cut + _BLOCK_BYTES], number)
-                for number, cut in enumerate(cuts, block)
-            ]
-            block = upto
-    except BaseException:  # what the rows are read from may fail
-        draft.discard()
-        raise
-    body = sizes.astype("<u8").tobytes() + first.tobytes() + digests.tobytes() + text
-    head = _HEAD.pack(_MAGIC, INDEX_FORMAT, 0, len(names), count, len(text), xxhash.xxh3_128_digest(body))
-    draft.write(head + xxhash.xxh3_128_digest(head) + body, 0)
-    draft.publish(layout.index, replace=True)
-
-
-def _in_blocks(pieces: Iterable[Rows]) -> Iterator[Rows]:
-    """Yield the rows of pieces in whole blocks; only the last may be short."""
-    pending = np.zeros(0, ROW)
-    for piece in pieces:
-        rows = np.concatenate([pending, piece])
-        whole = len(rows) - len(rows) % BLOCK_ROWS
-        pending = rows[whole:].copy()
-        if whole:
-            yield rows[:whole]
-    if len(pending):
-        yield pending
-
-
-def match(rows: Rows, keys: Integers, hi: Integers | None = None) -> tuple[Integers, Rows]:
-    """Find keys in sorted rows: for each copy of each key that is there, the key's position and the row.
-
-    `hi` is that column of the rows, contiguous; pass it when the same rows are searched often.
-    """
-    hi = np.ascontiguousarray(rows["hi"]) if hi is None else hi
-    left = hi.searchsorted(keys[:, 0], "left")
-    counts = hi.searchsorted(keys[:, 0], "right") - left
-    asked, row_numbers = np.arange(len(keys)).repeat(counts), joined_ranges(left, counts)
-    is_match = rows["lo"][row_numbers] == keys[asked, 1]
-    return asked[is_match], rows[row_numbers[is_match]]
-
-
-def joined_ranges(starts: Integers, counts: Integers) -> Integers:
-    """Return the integers start, start+1, … of each range, one range after the other."""
-    ends = counts.cumsum()
-    total = int(ends[-1]) if len(ends) else 0
-    concatenated: Integers = np.arange(total) + (starts - ends + counts).repeat(counts)
-    return concatenated
-
-
-_FIELDS = len(TABLE_ROW.names or ()) + 1  # a digest counts as two numbers
-_PRIMES = np.array([0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5,
-                    0xD6E8FEB86659FD93], np.uint64)  # fmt: skip
+        index = ShardIndex(disk, layout.index)
+        numbers = [number for number, name in enumerate(index.names) if name in shards]
+        rows = np.concatenate([NO_ROWS, *(piece[np.isin(piece["shard"], numbers)] for piece in index.pieces())])
+    except (IndexDamaged, OSError):
+        return {}
+    rows = rows[np.argsort(rows["offset"])]
+    return {index.names[number]: rows[rows["shard"] == number] for number in numbers}
 
 
 @dataclass(slots=True)
-class _Indexed:
-    """One shard as the index has it."""
-
-    size_bytes: int
-    records: int = 0
-    sum: int = 0  # of a number for each row, whatever their order
-
-
-@dataclass(slots=True)
-class IndexView:
-    """A summary of the index for checking it: a few numbers a shard, however many records."""
+class IndexSummary:
+    """A few numbers a shard, by which the index is compared with the tables of the shards."""
 
     fault: str = ""
-    shards: dict[str, _Indexed] = field(default_factory=dict)
+    shards: dict[str, tuple[int, int, int]] = field(default_factory=dict)  # size, records, a sum over their rows
     bytes: int = 0
 
     @classmethod
-    def read(cls, disk: Disk, layout: KindLayout) -> IndexView:
-        """Read and verify the whole index; a damaged one gives an empty view with its `fault`."""
-        view = cls()
+    def read(cls, disk: Disk, layout: KindLayout) -> IndexSummary:
+        """Read the whole index; where that fails, the summary is empty but for its `fault`."""
+        size_bytes = 0
         try:
-            view.bytes = disk.size_of(layout.index)
+            size_bytes = disk.size_of(layout.index)
             index = ShardIndex(disk, layout.index)
-            view.shards = {name: _Indexed(int(size)) for name, size in zip(index.names, index.sizes, strict=True)}
-            known = list(view.shards.values())
+            counts, sums = np.zeros(len(index.names), np.int64), np.zeros(len(index.names), np.uint64)
             for rows in index.pieces():
-                counts, sums = _sums(rows, len(known))
-                for shard, count, total in zip(known, counts.tolist(), sums.tolist(), strict=True):
-                    shard.records += count
-                    shard.sum = (shard.sum + total) % (1 << 64)
+                np.add.at(counts, rows["shard"], 1)
+                np.add.at(sums, rows["shard"], _row_numbers(rows))
         except FileNotFoundError:
-            pass
-        except IndexDamaged as error:
-            return cls(str(error), bytes=view.bytes)
-        except OSError as error:
-            return cls(error.strerror or str(error), bytes=view.bytes)
-        return view
+            return cls()
+        except (IndexDamaged, OSError) as error:
+            return cls(getattr(error, "strerror", None) or str(error), bytes=size_bytes)
+        numbers = zip(index.sizes.tolist(), counts.tolist(), sums.tolist(), strict=True)
+        return cls("", dict(zip(index.names, numbers, strict=True)), size_bytes)
 
-    def contradicts(self, table: ShardTable) -> str:
-        """Describe how a shard's own table differs from the index; empty if it does not, or if it is not indexed."""
-        indexed = self.shards.get(table.name)
-        if indexed is None:
-            return ""
-        if indexed.size_bytes != table.size_bytes:
-            return f"its index says {indexed.size_bytes} bytes, the file has {table.size_bytes}"
-        if indexed.records != len(table.rows):
-            return f"its index says {indexed.records} records, the file has {len(table.rows)}"
-        if indexed.sum != int(_numbers(table.rows).sum(dtype=np.uint64)):
-            return "the index and the shard's table disagree on positions or digests"
-        return ""
+    def contradicts(self, table: ShardTable) -> bool:
+        """Say whether the index names a shard and tells other records or another size than the shard's own table."""
+        numbers = table.size_bytes, len(table.rows), int(_row_numbers(table.rows).sum(dtype=np.uint64))
+        return self.shards.get(table.name, numbers) != numbers
 
 
-def index_rows(disk: Disk, layout: KindLayout, shards: Collection[str]) -> dict[str, Rows]:
-    """Return the tables of these shards as the index has them, in file order; only of shards that it names."""
-    try:
-        index = ShardIndex(disk, layout.index) if shards else None
-        numbers = {number: name for number, name in enumerate(index.names if index else ()) if name in shards}
-        asked = np.array(list(numbers), "<u4")
-        pieces = (piece[np.isin(piece["shard"], asked)] for piece in (index.pieces() if index and numbers else ()))
-        rows = np.concatenate([np.zeros(0, ROW), *pieces])
-    except (IndexDamaged, OSError):
-        return {}
-    rows = rows[np.lexsort((rows["offset"], rows["shard"]))]
-    edges = rows["shard"].searchsorted(asked, "left"), rows["shard"].searchsorted(asked, "right")
-    tables = rows[list(TABLE_ROW.names or ())].astype(TABLE_ROW)
-    return {name: tables[start:end] for name, start, end in zip(numbers.values(), *edges, strict=True)}
-
-
-def _sums(rows: Rows, shards: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-    """Return for each shard the count of its rows and the sum of their checksums."""
-    numbers = _numbers(rows)
-    sums = np.zeros(shards, np.uint64)
-    if len(rows) and int(rows["shard"].max()) >= shards:
+def _refuse_unlisted(shards: Integers, count: int) -> None:
+    if len(shards) and not 0 <= int(shards.min()) <= int(shards.max()) < count:
         raise IndexDamaged("the index refers to an unlisted shard")
-    np.add.at(sums, rows["shard"], numbers)
-    return np.bincount(rows["shard"], minlength=shards), sums
 
 
-def _numbers(rows: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:
+def _row_numbers(rows: Rows) -> npt.NDArray[np.uint64]:
     """Return a 64-bit checksum of each row."""
-    columns = np.ascontiguousarray(rows[list(TABLE_ROW.names or ())].astype(TABLE_ROW)).view(np.uint64)
-    mixed = columns.reshape(-1, _FIELDS) * _PRIMES
-    mixed ^= mixed >> np.uint64(29)
-    mixed *= _PRIMES[::-1]
-    numbers: npt.NDArray[np.uint64] = mixed.sum(axis=1, dtype=np.uint64)
+    words = np.ascontiguousarray(rows).view("<u8").reshape(-1, rows.itemsize // 8)[:, : len(_PRIMES)]
+    numbers: npt.NDArray[np.uint64] = np.bitwise_xor.reduce(words * _PRIMES, axis=1)
     return numbers
+
+
+class StoreSnapshot:
+    """Finds keys among the shards that existed when it was taken.
+
+    A shard counts only while a file of its name and size exists, which is checked by a stat of each: attribute caches
+    hide new files from a directory listing, and the index names files that were purged since.
+    """
+
+    def __init__(self, disk: Disk, layout: KindLayout, known: Mapping[str, ShardTable], *, believe_index: bool) -> None:
+        self._disk, self._layout = disk, layout
+        self.unreadable: dict[str, str] = {}
+        self.index_state = IndexState.DAMAGED
+        self._index = self._open_index() if believe_index else None
+        listed, indexed = set(shard_names(disk, layout)), self._index.names if self._index else []
+        self.tables = self._read_tables((listed | known.keys()).difference(indexed), known)
+        if self._index and self.tables:
+            self.index_state = IndexState.BEHIND
+        self.names = [*indexed, *self.tables]
+        sizes = [table.size_bytes for table in self.tables.values()]
+        self.sizes = np.array([*(self._index.sizes if self._index else ()), *sizes], np.uint64)
+        self._state = np.full(len(self.names), _UNCHECKED, np.int8)
+        self._delta = _delta_rows(self.tables.values(), len(indexed))
+        self._delta_keys = np.ascontiguousarray(self._delta["key"])  # or every look-up would copy it
+        self.outdated = False
+        self._check(position for position, name in enumerate(self.names) if name not in listed)
+        self.outdated = False  # whether a shard went away since: compacted, repaired or purged
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many rows the index has, and how many are only in tables."""
+        return len(self._index) if self._index else 0, len(self._delta)
+
+    def find(self, keys: KeyColumn) -> tuple[Integers, Rows]:
+        """Return the positions of the keys that are there, once for each copy, and the rows that hold them."""
+        matches = [match(self._delta, keys, self._delta_keys)]
+        if self._index:
+            matches.insert(0, self._index.find(keys))
+        asked, rows = map(np.concatenate, zip(*matches, strict=True))
+        good = self._in_good_shards(rows)
+        return asked[good], rows[good]
+
+    def to_index(self, without: Collection[str] = ()) -> tuple[list[str], Integers, Iterator[Rows]]:
+        """Return what a new index should hold: the names and sizes of its shards, and the rows sorted by key.
+
+        A shard that exists but is unreadable or of another length is included: it serves no record, but its index rows
+        may be all that a repair can go by.
+        """
+        self._check(range(len(self.names)))
+        keep = (self._state != _GONE) & ~np.array([name in without for name in self.names], bool)
+        number = np.cumsum(keep) - 1
+
+        def renumbered() -> Iterator[Rows]:
+            for piece in self._all_rows():
+                rows = piece[keep[piece["shard"]]]
+                rows["shard"] = number[rows["shard"]]
+                yield rows
+
+        return [name for name, kept in zip(self.names, keep, strict=True) if kept], self.sizes[keep], renumbered()
+
+    def rows(self) -> Iterator[Rows]:
+        """Yield every row of every good shard, sorted by key, in pieces; all copies of a key are in one piece."""
+        for rows in self._all_rows():
+            yield rows[self._in_good_shards(rows)]
+
+    def good_shards(self) -> Integers:
+        """Return the positions of the shards that are there."""
+        self._check(range(len(self.names)))
+        return np.flatnonzero(self._state == _GOOD)
+
+    def _all_rows(self) -> Iterator[Rows]:
+        delta, begin = self._delta, 0
+        for rows in self._index.pieces() if self._index else ():
+            if len(rows):
+                upto = int(self._delta_keys.searchsorted(rows["key"][-1], "right"))
+                yield _sorted(np.concatenate([rows, delta[begin:upto]])) if upto > begin else rows
+                begin = max(begin, upto)
+        yield delta[begin:]
+
+    def _open_index(self) -> ShardIndex | None:
+        try:
+            index = ShardIndex(self._disk, self._layout.index)
+        except FileNotFoundError:
+            self.index_state = IndexState.NONE
+            return None
+        except (IndexDamaged, OSError):
+            return None
+        self.index_state = IndexState.CURRENT
+        return index
+
+    def _read_tables(self, names: Iterable[str], known: Mapping[str, ShardTable]) -> dict[str, ShardTable]:
+        tables = {}
+        for name in sorted(names):
+            try:
+                tables[name] = known[name] if name in known else read_table(self._disk, self._layout.shard(name))
+            except CacheDamaged as error:
+                self.unreadable[name] = error.what
+            except OSError as error:
+                self.unreadable[name] = error.strerror or str(error)
+        return tables
+
+    def _in_good_shards(self, rows: Rows) -> Mask:
+        shards = rows["shard"]
+        _refuse_unlisted(shards, len(self.names))
+        if np.any(self._state[shards] == _UNCHECKED):
+            self._check(np.unique(shards).tolist())
+        good: Mask = self._state[shards] == _GOOD
+        return good
+
+    def _check(self, positions: Iterable[int]) -> None:
+        """Check that these shards exist and have their recorded size."""
+        for position in positions:
+            if self._state[position] == _UNCHECKED:
+                fault = self._fault(self.names[position], int(self.sizes[position]))
+                self._state[position] = _GONE if fault == WENT else _BAD if fault else _GOOD
+                if fault:
+                    self.unreadable[self.names[position]] = fault
+                    self.outdated = fault == WENT or self.outdated
+
+    def _fault(self, name: str, size: int) -> str:
+        try:
+            size_now = self._disk.size_of(self._layout.shard(name))
+        except OSError as error:
+            return WENT if error.errno in GONE else error.strerror or str(error)
+        return "" if size_now == size else f"has {size_now} bytes, expected {size} were written"
+
+
+def shard_names(disk: Disk, layout: KindLayout) -> list[str]:
+    """Return the names of the published shards that the folder shows."""
+    try:
+        return sorted(name for name in disk.list_folder(layout.shards) if name.endswith(SHARD_SUFFIX))
+    except OSError as error:
+        what = f"the cache cannot be read: {error.strerror or error}"
+        raise CacheUnusable(what, where=str(layout.shards), remedy=f"ls -ld {quoted(layout.shards)}") from error
+
+
+def _delta_rows(tables: Collection[ShardTable], first_shard: int) -> Rows:
+    rows, end = np.zeros(sum(len(table.rows) for table in tables), ROW), 0
+    for shard, table in enumerate(tables, first_shard):
+        part = rows[end : end + len(table.rows)]
+        part[list(TABLE_ROW.names or ())] = table.rows
+        part["shard"] = shard
+        end += len(part)
+    return _sorted(rows)
+
+
+def _sorted(rows: Rows) -> Rows:
+    return rows[np.argsort(rows["key"], kind="stable")]
+
+
+def match(rows: Rows, keys: KeyColumn, column: KeyColumn | None = None) -> tuple[Integers, Rows]:
+    """Find keys in sorted rows: for each copy of each key that is there, the key's position and the row.
+
+    `column` is the keys of the rows, contiguous; pass it when the same rows are searched often.
+    """
+    column = np.ascontiguousarray(rows["key"]) if column is None else column
+    left = column.searchsorted(keys, "left")
+    counts = np.maximum(column.searchsorted(keys, "right") - left, 0)
+    asked, found = np.arange(len(keys)).repeat(counts), rows[_joined_ranges(left, counts)]
+    same = found["key"] == keys[asked]  # of a damaged index the rows may not be sorted
+    return asked[same], found[same]
+
+
+def _joined_ranges(starts: Integers, counts: Integers) -> Integers:
+    """Return the integers start, start+1, … of each range, one range after the other."""
+    ends = counts.cumsum()
+    joined: Integers = np.arange(counts.sum()) + (starts - ends + counts).repeat(counts)
+    return joined
+
+
+def are_among(keys: KeyColumn, known: KeyColumn) -> Mask:
+    """Return a mask of the keys that are among the sorted known ones."""
+    if not len(known):
+        return np.zeros(len(keys), bool)
+    among: Mask = known[np.minimum(known.searchsorted(keys), len(known) - 1)] == keys
+    return among
+
+
+def first_of_key(rows: Rows) -> Mask:
+    """Mark each of some sorted rows whose key differs from the row before."""
+    first = np.ones(len(rows), bool)
+    first[1:] = rows["key"][1:] != rows["key"][:-1]
+    return first
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStat:
+    """What a store holds."""
+
+    kind: str
+    records: int
+    bytes: int
+    shards: int
+    unreadable: tuple[tuple[str, str], ...]  # shard name and reason
+    index: IndexState
+    oldest: datetime | None
+    newest: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreTally:
+    """What a store holds, also by tag, and which wanted keys it lacks."""
+
+    stat: StoreStat
+    tagged: Mapping[bytes, tuple[int, int]]  # how a key begins → records, bytes
+    absent: KeyColumn  # of the keys that were asked for
+
+
+def count_records(kind: str, snapshot: StoreSnapshot, tags: Sequence[bytes], wanted: KeyColumn) -> StoreTally:
+    """Count distinct records, in all and by tag (how a key begins), and find which `wanted` keys are missing."""
+    ends = np.array([tag.ljust(KEY_BYTES, b"\xff") for tag in tags], NO_KEYS.dtype)
+    begins, totals = np.array(tags, NO_KEYS.dtype), np.zeros((len(tags), 2), np.int64)
+    is_there, records = np.zeros(len(wanted), bool), 0
+    for rows in filter(len, snapshot.rows()):
+        rows = rows[first_of_key(rows)]
+        keys, upto = np.ascontiguousarray(rows["key"]), np.append(0, rows["length"].cumsum())
+        records += len(rows)
+        first, last = keys.searchsorted(begins, "left"), keys.searchsorted(ends, "right")
+        totals += np.stack([last - first, upto[last] - upto[first]], axis=1).astype(np.int64)
+        asked = slice(wanted.searchsorted(keys[0], "left"), wanted.searchsorted(keys[-1], "right"))
+        is_there[asked] |= are_among(wanted[asked], keys)
+    good = snapshot.good_shards().tolist()
+    times = sorted(filter(None, (written_at(snapshot.names[shard]) for shard in good)))
+    stat = StoreStat(
+        kind=kind,
+        records=records,
+        bytes=int(snapshot.sizes[good].sum()),
+        shards=len(good),
+        unreadable=tuple(sorted(snapshot.unreadable.items())),
+        index=snapshot.index_state,
+        oldest=times[0] if times else None,
+        newest=times[-1] if times else None,
+    )
+    tagged = {tag: (count, size_bytes) for tag, (count, size_bytes) in zip(tags, totals.tolist(), strict=True)}
+    return StoreTally(stat, tagged, wanted[~is_there])

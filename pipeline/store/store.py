@@ -1,64 +1,74 @@
-"""The records of one kind: found by key, verified on every read."""
+"""The records of one kind: found by key, verified on every read, in one folder or in several laid over each other."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from bisect import bisect_right
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
-from itertools import compress, islice
+from heapq import merge
+from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
-import xxhash
 
 from pipeline.command_line import Command
-from pipeline.errors import SUBMIT_AGAIN, CacheDamaged, CacheUnusable, JobFailed, RecordMissing
+from pipeline.errors import SUBMIT_AGAIN, CacheDamaged, CacheFull, CacheUnusable, JobFailed, RecordMissing
 from pipeline.store.format.disk import publish_file
-from pipeline.store.format.record import BadRecord, Record, descriptor_bytes, is_descriptor_of
-from pipeline.store.format.shard import DEFAULT_HEADER_BYTES, ShardTable, key_pairs, row_keys, verified_record
-from pipeline.store.shard_index import IndexDamaged, write_index
-from pipeline.store.snapshot import (
+from pipeline.store.format.record import BadRecord, Record, encode_record
+from pipeline.store.format.shard import (
+    DEFAULT_HEADER_BYTES,
+    TABLE_ROW,
+    ShardTable,
+    ShardWriter,
+    column_keys,
+    key_column,
+    verified_record,
+    whole_rows,
+)
+from pipeline.store.shard_index import (
     GONE,
     NO_KEYS,
+    IndexDamaged,
     IndexState,
     StoreSnapshot,
     StoreStat,
     StoreTally,
     count_records,
     first_of_key,
+    write_index,
 )
-from pipeline.store.writer import DEFAULT_SHARD_BYTES, StoreWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-
-    import numpy.typing as npt
+    from types import TracebackType
 
     from pipeline.store.format.cache_layout import KindLayout
     from pipeline.store.format.disk import Disk
-    from pipeline.store.shard_index import Integers, Rows
+    from pipeline.store.format.record import Array
+    from pipeline.store.shard_index import KeyColumn, Mask, Rows
 
     Room = Callable[[int], tuple[memoryview, memoryview]]  # memory for so many bytes, in two stretches
+    Failure = CacheDamaged | RecordMissing
 
 ONLY_MISSING = "processes only missing items; pipeline cache repair sets damaged files aside"
+DEFAULT_SHARD_BYTES = 256 * 1024 * 1024
 log = logging.getLogger(__name__)
 
 _OPEN_SHARDS = 64
 _READ_THREADS = 4
-_READ_AHEAD = 2 * _READ_THREADS  # records in memory while `read` waits for its caller
+_READ_AHEAD = 2 * _READ_THREADS  # chunks in memory while `read` waits for its caller
+_CHUNK_RECORDS, _CHUNK_BYTES = 64, 1 << 18  # a thread reads so much at once: small records cost less than a task
 _LOCATE_BATCH = 256
 _KEYS_BATCH = 65_536
 _LOOK_AGAIN_S = 0.5
-_STRETCH_BYTES = 1 << 22
 _UNINDEXED_RECORDS, _UNINDEXED_SHARE = 16_384, 0.05  # a few MB; that an index is written ever more rarely as it grows
 
 _UNREAD: Mapping[str, Any] = {}
-_Answer = TypeVar("_Answer")
+T = TypeVar("T")
 
 
 class RecordPlace(NamedTuple):
@@ -68,19 +78,109 @@ class RecordPlace(NamedTuple):
     offset: int
     length: int
     digest: bytes
-    layer: int = 0  # in which of several stores that are looked through one after the other
+    layer: int = 0  # in which of several folders that are looked through one after the other
+
+
+class Layer:
+    """The records of one kind in one folder, as far as looking them up goes; it reads the folder when first asked."""
+
+    def __init__(self, disk: Disk, layout: KindLayout) -> None:
+        self.disk, self.layout = disk, layout
+        self.tables: dict[str, ShardTable] = {}
+        self.damaged: set[RecordPlace] = set()  # copies that a read found damaged: they are not located again
+        self.is_away = False  # whether it was said that it cannot be read
+        self.distrusts_index = False  # whether a record was there that the index did not lead to
+        self._taken: StoreSnapshot | None = None
+        self._open = lru_cache(_OPEN_SHARDS)(partial(_OpenShard, disk, layout))
+
+    def ask(self, question: Callable[[StoreSnapshot], T]) -> T:
+        """Put a question to the snapshot; if its index fails, to one with a new index, then to one without any."""
+        snapshot = self._taken or self.refresh()
+        for believe_index in (True, False):
+            try:
+                return question(snapshot)
+            except (IndexDamaged, OSError):
+                snapshot = self.refresh(believe_index=believe_index)
+        return question(snapshot)
+
+    def refresh(self, *, believe_index: bool = True) -> StoreSnapshot:
+        """Look at the folder again."""
+        self._open.cache_clear()
+        believe_index = believe_index and not self.distrusts_index
+        self._taken = StoreSnapshot(self.disk, self.layout, self.tables, believe_index=believe_index)
+        self.tables = dict(self._taken.tables)
+        return self._taken
+
+    def forget(self, gone: Collection[str] = ()) -> None:
+        """Read the folder again on the next look-up, and drop the tables of shards that are gone."""
+        self._open.cache_clear()
+        self.tables = {name: table for name, table in self.tables.items() if name not in gone}
+        self._taken = None
+
+    def locate(self, keys: Sequence[bytes], layer: int) -> list[list[RecordPlace]]:
+        """Return for each key where its copies are."""
+        places = self._locate(keys, layer)
+        if self._taken and self._taken.outdated and not all(places):  # shards went, and others have their records?
+            self.refresh()
+            places = self._locate(keys, layer)
+        return places
+
+    def keys(self) -> Iterator[bytes]:
+        """Yield every key once, sorted."""
+        column = self.ask(
+            lambda snapshot: np.concatenate([NO_KEYS, *(rows["key"][first_of_key(rows)] for rows in snapshot.rows())])
+        )
+        for start in range(0, len(column), _KEYS_BATCH):
+            yield from column_keys(column[start : start + _KEYS_BATCH])
+
+    def whole_rows(self, shard: str, rows: Rows) -> Mask:
+        """Say which rows of a shard, given in file order, are intact records."""
+        return whole_rows(self.disk, self._open(shard).fd, rows)
+
+    def read_place(self, key: bytes, place: RecordPlace, room: Room | None) -> Record:
+        """Read and verify one copy of a record."""
+        shard = self._open(place.shard)
+        if place.offset + place.length > shard.size_bytes:
+            raise BadRecord("the shard was truncated")
+        if room is None:
+            return verified_record(key, place.digest, self.disk.read_at(shard.fd, place.length, place.offset))
+        first, second = room(place.length)
+        self.disk.fill(shard.fd, [buffer for buffer in (first, second) if buffer], place.offset)
+        return verified_record(key, place.digest, first.toreadonly(), second.toreadonly())
+
+    def _locate(self, keys: Sequence[bytes], layer: int) -> list[list[RecordPlace]]:
+        column, places = key_column(keys), list[list[RecordPlace]]([] for _ in keys)
+        names, (asked, rows) = self.ask(lambda snapshot: (snapshot.names, snapshot.find(column)))
+        columns = (rows[name].tolist() for name in ("shard", "offset", "length", "digest"))
+        for position, shard, offset, length, digest in zip(asked.tolist(), *columns, strict=True):
+            place = RecordPlace(names[shard], offset, length, digest, layer)
+            if place not in self.damaged:
+                places[position].append(place)
+        return places
 
 
 class Store:
-    """Records of one kind; it reads the folder on the first look-up, after its own writes, and on `refresh`."""
+    """Records of one kind, in its own folder and in other layers that are only read.
 
-    def __init__(self, disk: Disk, layout: KindLayout, prepare: Callable[[], None]) -> None:
+    A record is looked up in each layer only if no layer before has it. A layer that goes away counts as empty: it may
+    be on a disk that others purge, or unmount. Writing, indexing and counting concern the own folder alone.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        layout: KindLayout,
+        prepare: Callable[[], None],
+        *,
+        ahead: Sequence[Store] = (),
+        under: Sequence[Store] = (),
+    ) -> None:
         self.disk, self.layout, self._prepare = disk, layout, prepare
-        self._tables: dict[str, ShardTable] = {}
-        self._taken: StoreSnapshot | None = None
-        self._struck: dict[str, set[int]] = {}  # shard → offsets of what was found damaged in it
-        self._reasons: dict[bytes, tuple[str, str]] = {}  # key → shard, what is wrong with the record there
-        self._open = lru_cache(_OPEN_SHARDS)(partial(_OpenShard, disk, layout))
+        self.own = Layer(disk, layout)
+        self._layers = [*(store.own for store in ahead), self.own, *(store.own for store in under)]
+        self.own_layer = len(ahead)
+        self._reasons: dict[bytes, tuple[Path, str]] = {}  # key → shard, what is wrong with the record there
+        self._may_blame_index = True  # where a record is not found: once
 
     def __contains__(self, key: bytes) -> bool:
         return not self.missing([key])
@@ -94,7 +194,35 @@ class Store:
     ) -> StoreWriter:
         """Return a writer, for a `with` block."""
         self._prepare()
-        return StoreWriter(self.disk, self.layout, self._adopt, shard_bytes=shard_bytes, header_bytes=header_bytes)
+        return StoreWriter(self.own, shard_bytes, header_bytes)
+
+    # Looking up, in all layers
+
+    def locate(self, keys: Sequence[bytes], first_layer: int = 0) -> list[list[RecordPlace]]:
+        """Return the places of each key's copies, in the first layer that has any."""
+        places_by_key: list[list[RecordPlace]] = [[] for _ in keys]
+        for number, layer in self._numbered(first_layer):
+            absent = [at for at, places in enumerate(places_by_key) if not places]
+            with self._may_be_away(layer):
+                located = layer.locate([keys[at] for at in absent], number) if absent else ()
+                for at, places in zip(absent, located, strict=True):
+                    places_by_key[at] = places
+        return places_by_key
+
+    def missing(self, keys: Sequence[bytes], *, patience_s: float = 0.0) -> list[bytes]:
+        """Return the keys that no layer has, in order; look again for new files for up to `patience_s`."""
+        absent = [key for key, places in zip(keys, self.locate(keys), strict=True) if not places]
+        if not absent or patience_s <= 0:
+            return absent
+        self.disk.wait(wait_s := min(_LOOK_AGAIN_S, patience_s))
+        self.refresh()
+        return self.missing(absent, patience_s=patience_s - wait_s)
+
+    def keys(self) -> Iterator[bytes]:
+        """Yield every key of any layer once, sorted."""
+        return (key for key, _ in groupby(merge(*map(self._keys_of, self._layers))))
+
+    # Reading
 
     def get(self, key: bytes) -> Record:
         """Return the record, its bytes verified; of several copies, the first that is whole."""
@@ -112,38 +240,29 @@ class Store:
         if record is None:  # what was known may be old: a purge, or a copy made since
             self.refresh()
             record = self._first_whole(key, self.locate([key])[0], room)
+        if record is None and self._may_blame_index:
+            self._may_blame_index = False
+            self.refresh(believe_index=False)
+            record = self._first_whole(key, self.locate([key])[0], room)
+            self.own.distrusts_index = record is not None
         if record is None:
-            raise self._noted(self.why_not(key))
+            raise self._noted(self._why_not(key))
         return record
 
     def read(self, keys: Iterable[bytes]) -> Iterator[Record]:
         """Yield the records in the order asked, reading a few ahead."""
-        asked = iter(keys)
-        batches = iter(lambda: list(islice(asked, _LOCATE_BATCH)), [])
-        return self._read_located(
-            (key, copies) for batch in batches for key, copies in zip(batch, self.locate(batch), strict=True)
-        )
+        located = (zip(batch, self.locate(batch), strict=True) for batch in in_chunks(keys, _LOCATE_BATCH))
+        for _, record in self._read_located(chain.from_iterable(located)):
+            if not isinstance(record, Record):
+                raise record
+            yield record
 
-    def read_by_place(self, keys: Sequence[bytes]) -> Iterator[Record]:
-        """Yield the records in the order in which they lie on disk, so that each shard is opened once."""
+    def read_by_place(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Record | Failure]]:
+        """Yield each key with its record, or why it cannot be read, in the order in which the records lie on disk."""
         located = zip(keys, self.locate(keys), strict=True)
-        return self._read_located(sorted(located, key=lambda one: one[1][0][:2] if one[1] else ("", 0)))
-
-    def _read_located(self, places: Iterable[tuple[bytes, Sequence[RecordPlace]]]) -> Iterator[Record]:
-        with ThreadPoolExecutor(_READ_THREADS) as pool:
-            ahead: deque[Future[Record]] = deque()
-            for key, copies in places:
-                ahead.append(pool.submit(self.get_at, key, copies))
-                if len(ahead) == _READ_AHEAD:
-                    yield ahead.popleft().result()
-            while ahead:
-                yield ahead.popleft().result()
-
-    def doubted(self) -> set[str]:
-        """Return the shards in which a read found damage, as a repair has not yet looked at them."""
-        with suppress(OSError):
-            return set(self.disk.list_folder(self.layout.doubted))
-        return set()
+        return self._read_located(
+            sorted(located, key=lambda one: (one[1][0].layer, *one[1][0][:2]) if one[1] else (-1, "", 0))
+        )
 
     def has_whole(self, key: bytes) -> bool:
         """Say whether a record can be read, by reading it."""
@@ -153,234 +272,168 @@ class Store:
             return False
         return True
 
+    def verify(self, keys: Sequence[bytes], limit_bytes: int = sys.maxsize) -> tuple[Mask, int]:
+        """Return a mask of the keys that any layer has whole, and how many bytes were read to know that.
+
+        Up to the limit records are read, shard by shard in long stretches, and not parsed; beyond, they count as whole.
+        """
+        first = [places[0] if places else None for places in self.locate(keys)]
+        whole, read, read_bytes = np.array([place is not None for place in first]), list[tuple[RecordPlace, int]](), 0
+        for at, place in enumerate(first):
+            if place and read_bytes < limit_bytes:
+                read.append((place, at))
+                read_bytes += place.length
+        read.sort(key=lambda one: (one[0].layer, *one[0][:2]))
+        for (number, shard), group in groupby(read, key=lambda one: (one[0].layer, one[0].shard)):
+            of_shard = list(group)
+            rows = [(keys[at], place.digest, place.offset, place.length) for place, at in of_shard]
+            numbers = [at for _, at in of_shard]
+            whole[numbers] = False
+            with suppress(OSError):
+                whole[numbers] = self._layers[number].whole_rows(shard, np.array(rows, TABLE_ROW))
+        for place, at in read:
+            whole[at] = whole[at] or self.has_whole(keys[at])  # there may be another copy; else it is damaged
+        return whole, read_bytes
+
+    def whole_at(self, key: bytes, place: RecordPlace, room: Room | None = None) -> Record | None:
+        """Return the copy of a record at a place, or None if it is damaged; that copy is then never located again."""
+        layer = self._layers[place.layer]
+        try:
+            return layer.read_place(key, place, room)
+        except (BadRecord, OSError) as error:
+            if getattr(error, "errno", None) not in GONE:
+                reason = getattr(error, "strerror", None) or str(error)
+                self._reasons.setdefault(key, (layer.layout.shard(place.shard), reason))
+                layer.damaged.add(place)
+        return None
+
     def is_whole_beside(self, key: bytes, shards: Container[str]) -> bool:
-        """Say whether a shard other than these has an intact copy of a record, by reading it."""
-        places = [place for place in self.locate([key])[0] if place.shard not in shards]
-        return self._first_whole(key, places) is not None
+        """Say whether another layer, or a shard other than these, has an intact copy of a record, by reading it."""
+        copies = (p for p in self._copies(key) if p.shard not in shards or self._layers[p.layer] is not self.own)
+        return any(self.whole_at(key, place) for place in copies)
 
-    def missing(self, keys: Sequence[bytes], *, patience_s: float = 0.0) -> list[bytes]:
-        """Return the keys that are not in the store, in order; look again for new files for up to `patience_s`."""
-        absent = list(compress(keys, ~self.present(keys)))
-        deadline = self.disk.now() + patience_s
-        while absent and self.disk.now() < deadline:
-            self.disk.wait(min(_LOOK_AGAIN_S, patience_s))
-            self.refresh()
-            absent = list(compress(absent, ~self.present(absent)))
-        return absent
+    def doubted(self) -> set[str]:
+        """Return the shards in which a read found damage, as a repair has not yet looked at them."""
+        with suppress(OSError):
+            return set(self.disk.list_folder(self.layout.doubted))
+        return set()
 
-    def locate(self, keys: Sequence[bytes]) -> list[list[RecordPlace]]:
-        """Return for each key where its copies are."""
-        places: list[list[RecordPlace]] = [[] for _ in keys]
-        snapshot, asked, rows = self._find(keys)
-        columns = (rows[name].tolist() for name in ("shard", "offset", "length", "digest"))
-        for position, shard, offset, length, digest in zip(asked.tolist(), *columns, strict=True):
-            places[position].append(RecordPlace(snapshot.names[shard], offset, length, digest))
-        return places
+    # The own folder
 
-    def keys(self) -> Iterator[bytes]:
-        """Yield every key once, sorted."""
-        _, rows = self._ask(StoreSnapshot.rows)
-        for start in range(0, len(rows), _KEYS_BATCH):
-            part = rows[max(0, start - 1) : start + _KEYS_BATCH]
-            yield from compress(row_keys(part), first_of_key(part, at_start=start == 0))
+    def refresh(self, *, believe_index: bool = True) -> None:
+        """Read the folder again; those of the other layers on their next look-up."""
+        self.forget()
+        self.own.refresh(believe_index=believe_index)
+
+    def forget(self, gone: Collection[str] = ()) -> None:
+        """Read all folders again on the next look-up, and drop the tables of shards that are gone."""
+        for layer in self._layers:
+            layer.forget(gone if layer is self.own else ())
+
+    def ask(self, question: Callable[[StoreSnapshot], T]) -> T:
+        """Return `question` of a snapshot of the store; called again, with a new snapshot, if the index fails."""
+        return self.own.ask(question)
 
     def stat(self) -> StoreStat:
         """Return what the store holds, from the index and the tables, without reading records."""
         return self.tally().stat
 
-    def tally(self, tags: Sequence[bytes] = (), wanted: Integers = NO_KEYS) -> StoreTally:
+    def tally(self, tags: Sequence[bytes] = (), wanted: KeyColumn = NO_KEYS) -> StoreTally:
         """Count all records and those of each tag, and find which `wanted` keys are missing; no record is read."""
         return self.ask(lambda snapshot: count_records(self.kind, snapshot, tags, wanted))
-
-    def ask(self, question: Callable[[StoreSnapshot], _Answer]) -> _Answer:
-        """Return `question` of a snapshot of the store; called again, with a new snapshot, if the index fails."""
-        return self._ask(question)[1]
-
-    def refresh(self) -> None:
-        """Look at the disk anew."""
-        self._open.cache_clear()
-        self._take(believe_index=True)
-
-    def forget(self, gone: Collection[str] = ()) -> None:
-        """Read the folder again on the next look-up, and drop the tables of shards that are gone."""
-        self._open.cache_clear()
-        for shard in gone:
-            self._tables.pop(shard, None)
-        self._taken = None
-
-    def whole_at(self, key: bytes, place: RecordPlace, room: Room | None = None) -> Record | None:
-        """Return the copy of a record at a place, or None if it is damaged; that copy is then never located again."""
-        try:
-            return self._read_place(key, place, room)
-        except BadRecord as error:
-            self._strike(key, place, str(error))
-        except OSError as error:
-            if error.errno not in GONE:
-                self._strike(key, place, error.strerror or str(error))
-        return None
-
-    def present(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Return a mask of the keys that are in the store."""
-        present = np.zeros(len(keys), bool)
-        present[self._find(keys)[1]] = True
-        if not present.all() and self._taken and self._taken.outdated:  # shards went, and others have their records?
-            self.refresh()
-            present[self._find(keys)[1]] = True
-        return present
-
-    def whole(self, keys: Sequence[bytes], limit_bytes: int = sys.maxsize) -> tuple[npt.NDArray[np.bool_], int]:
-        """Return a mask of the keys that are there and whole, and how many bytes were read to know that.
-
-        Up to the limit records are read, shard by shard in long stretches, and not parsed.
-        """
-        snapshot, asked, rows = self._find(keys)
-        asked, first = np.unique(asked, return_index=True)
-        whole, rows = np.zeros(len(keys), bool), rows[first]
-        whole[asked] = True
-        read = np.flatnonzero(rows["length"].cumsum() - rows["length"] < limit_bytes)
-        read = read[np.lexsort((rows["offset"][read], rows["shard"][read]))]
-        for part in np.split(read, np.flatnonzero(np.diff(rows["shard"][read])) + 1):
-            if len(part):
-                asked_of = [keys[at] for at in asked[part].tolist()]
-                whole[asked[part]] = self._whole_in(snapshot.names[rows["shard"][part[0]]], rows[part], asked_of)
-        for at in asked[~whole[asked]].tolist():
-            whole[at] = self.has_whole(keys[at])  # there may be another copy; else it is struck out
-        return whole, int(rows["length"][read].sum())
-
-    def _whole_in(self, name: str, rows: Rows, keys: Sequence[bytes]) -> list[bool]:
-        """Say which rows of one shard, in file order, are the records of these keys as they were written."""
-        offsets, ends = rows["offset"].tolist(), (rows["offset"] + rows["length"]).tolist()
-        expected, whole, begin, data = rows["digest"].tolist(), list[bool](), 0, memoryview(b"")
-        try:
-            fd = self._open(name).fd
-            for offset, end, digest, key in zip(offsets, ends, expected, keys, strict=True):
-                if end > begin + len(data):
-                    last = bisect_right(ends, max(end, offset + _STRETCH_BYTES)) - 1
-                    begin, data = offset, memoryview(self.disk.read_at(fd, ends[last] - offset, offset))
-                blob = data[offset - begin : end - begin]
-                descriptor = blob[-descriptor_bytes(blob) :]
-                whole.append(xxhash.xxh3_128_digest(blob) == digest and is_descriptor_of(key, descriptor))
-        except OSError:  # what cannot be read so is looked at one by one
-            pass
-        return whole + [False] * (len(keys) - len(whole))
-
-    def why_not(self, key: bytes) -> CacheDamaged | RecordMissing:
-        """Return the error for a record of which no whole copy was found."""
-        if key in self._reasons:
-            shard, reason = self._reasons[key]
-            where = str(self.layout.shard(shard))
-            return CacheDamaged(
-                f"record {key.hex()}: {reason}", where=where, remedy=Command.submit("all", then=f"   ({ONLY_MISSING})")
-            )
-        what, where = f"record {key.hex()} is not in the cache", str(self.layout.folder)
-        return RecordMissing(what, where=where, remedy=SUBMIT_AGAIN)
-
-    def write_index(self, without: Collection[str] = ()) -> None:
-        """Bring the index up to date; several processes may do so at once, and the last one's index stays.
-
-        Shards that are about to be removed can be left out: until then they are read by their own tables.
-        """
-        self.refresh()
-        self._swap_index(without)
 
     def is_indexed(self) -> bool:
         return self.ask(lambda snapshot: snapshot.index_state is IndexState.CURRENT)
 
-    def index_if_behind(self) -> None:
-        """Bring the index up to date if it lacks many records.
+    def write_index(
+        self, without: Collection[str] = (), *, believe_index: bool = True, far_behind: bool = False
+    ) -> None:
+        """Bring the index up to date; several processes may do so at once, and the last one's index stays.
 
-        The rows of unindexed records are in the memory of every process that has the store open.
+        Shards that are about to be removed can be left out: until then they are read by their own tables. Without
+        `believe_index` it is made from the shards alone. `far_behind` writes it only if it lacks many records, whose
+        rows are in the memory of every process that has the store open.
         """
-        indexed, others = self.ask(StoreSnapshot.counts)
-        if others > max(_UNINDEXED_RECORDS, indexed * _UNINDEXED_SHARE):
-            self.write_index()
-
-    def rebuild_index(self) -> None:
-        """Make the index from the shards alone."""
-        self._take(believe_index=False)
-        self._swap_index()
-
-    def _swap_index(self, without: Collection[str] = ()) -> None:
-        """Publish a new index; it keeps the old one's rows of shards that cannot be read now."""
+        if far_behind:
+            held, lacking = self.ask(lambda snapshot: snapshot.counts)
+            if lacking <= max(_UNINDEXED_RECORDS, held * _UNINDEXED_SHARE):
+                return
+        self.refresh(believe_index=believe_index)
         self._prepare()
-        doomed = frozenset(without)
-        self._ask(lambda snapshot: self._publish_index(snapshot, doomed))
-        self._tables = {name: table for name, table in self._tables.items() if name in doomed}
+        self.ask(lambda snapshot: write_index(self.disk, self.layout, *snapshot.to_index(frozenset(without))))
+        self.own.tables = {name: table for name, table in self.own.tables.items() if name in without}
+        self.own.distrusts_index = False
         self.refresh()
 
-    def _publish_index(self, snapshot: StoreSnapshot, doomed: frozenset[str]) -> None:
-        kept, count, rows = snapshot.to_index(doomed)
-        names = [snapshot.names[shard] for shard in kept]
-        write_index(self.disk, self.layout, names, snapshot.sizes[kept], rows, count)
+    def _numbered(self, first: int = 0) -> Iterator[tuple[int, Layer]]:
+        return islice(enumerate(self._layers), first, None)
 
-    def _adopt(self, table: ShardTable) -> None:
-        """Remember a shard that this process published: a directory listing may not show it yet."""
-        self._tables[table.name] = table
-        self._taken = None
+    def _keys_of(self, layer: Layer) -> Iterator[bytes]:
+        with self._may_be_away(layer):
+            yield from layer.keys()
 
-    def _take(self, *, believe_index: bool) -> StoreSnapshot:
-        taken = StoreSnapshot(self.disk, self.layout, self._tables, believe_index=believe_index)
-        self._tables = dict(taken.tables)
-        self._taken = taken
-        return taken
+    def _copies(self, key: bytes, layer: int = 0) -> Iterator[RecordPlace]:
+        """Yield the places of a record's copies, layer by layer."""
+        while places := self.locate([key], layer)[0]:
+            yield from places
+            layer = places[-1].layer + 1
 
-    def _ask(self, question: Callable[[StoreSnapshot], _Answer]) -> tuple[StoreSnapshot, _Answer]:
-        """Put a question to the snapshot; if its index fails, to one with a new index, then to one without any."""
-        snapshot = self._taken or self._take(believe_index=True)
-        for believe_index in (True, False):
+    def _first_whole(self, key: bytes, places: Sequence[RecordPlace], room: Room | None = None) -> Record | None:
+        """Return the first intact copy at these places, else in the layers after them."""
+        others = self._copies(key, places[-1].layer + 1) if places else ()
+        return next((record for place in chain(places, others) if (record := self.whole_at(key, place, room))), None)
+
+    def _read_located(
+        self, located: Iterable[tuple[bytes, Sequence[RecordPlace]]]
+    ) -> Iterator[tuple[bytes, Record | Failure]]:
+        with ThreadPoolExecutor(_READ_THREADS) as pool:
+            ahead: deque[Future[list[tuple[bytes, Record | Failure]]]] = deque()
+            for chunk in _chunks(located):
+                ahead.append(pool.submit(self._read_chunk, chunk))
+                if len(ahead) == _READ_AHEAD:
+                    yield from ahead.popleft().result()
+            while ahead:
+                yield from ahead.popleft().result()
+
+    def _read_chunk(self, chunk: Iterable[tuple[bytes, Sequence[RecordPlace]]]) -> list[tuple[bytes, Record | Failure]]:
+        records: list[tuple[bytes, Record | Failure]] = []
+        for key, places in chunk:
             try:
-                return snapshot, question(snapshot)
-            except (IndexDamaged, OSError):
-                snapshot = self._take(believe_index=believe_index)
-        return snapshot, question(snapshot)
+                records.append((key, self.get_at(key, places)))
+            except (CacheDamaged, RecordMissing) as error:
+                records.append((key, error))
+        return records
 
-    def _find(self, keys: Sequence[bytes]) -> tuple[StoreSnapshot, Integers, Rows]:
-        pairs = key_pairs(keys)
-        snapshot, (asked, rows) = self._ask(lambda snapshot: snapshot.find(pairs))
-        kept = self._not_struck(snapshot, rows)
-        return snapshot, asked[kept], rows[kept]
+    def _why_not(self, key: bytes) -> Failure:
+        """Return the error for a record of which no whole copy was found."""
+        if key in self._reasons:
+            shard, reason = self._reasons[key]
+            remedy = Command.submit("all", then=f"   ({ONLY_MISSING})")
+            return CacheDamaged(f"record {key.hex()}: {reason}", where=str(shard), remedy=remedy)
+        what, where = f"record {key.hex()} is not in the cache", str(self.layout.folder)
+        return RecordMissing(what, where=where, remedy=SUBMIT_AGAIN)
 
-    def _noted(self, error: CacheDamaged | RecordMissing) -> CacheDamaged | RecordMissing:
-        """Have whoever looks next read what is in a damaged shard; where nothing can be written, nobody will know."""
+    def _noted(self, error: Failure) -> Failure:
+        """Mark the shard of a damaged record for verification (best effort)."""
         note = self.layout.doubted / Path(error.where).name
         if isinstance(error, CacheDamaged) and not self.disk.exists(note):
-            with suppress(CacheUnusable, JobFailed):
+            with suppress(CacheUnusable, CacheFull, JobFailed):
                 self._prepare()
                 publish_file(self.disk, note, f"{error.what}\n".encode())
         return error
 
-    def _strike(self, key: bytes, place: RecordPlace, reason: str) -> None:
-        self._reasons.setdefault(key, (place.shard, reason))
-        self._struck.setdefault(place.shard, set()).add(place.offset)
-
-    def _not_struck(self, snapshot: StoreSnapshot, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Return a mask of the rows that no read has found damaged."""
-        kept = np.ones(len(rows), bool)
-        if self._struck:
-            damaged = [shard for shard in np.unique(rows["shard"]).tolist() if snapshot.names[shard] in self._struck]
-            for at in np.flatnonzero(np.isin(rows["shard"], damaged)).tolist():
-                shard, offset = rows[["shard", "offset"]][at].item()
-                kept[at] = offset not in self._struck[snapshot.names[shard]]
-        return kept
-
-    def _first_whole(self, key: bytes, places: Sequence[RecordPlace], room: Room | None = None) -> Record | None:
-        return next((record for place in places if (record := self.whole_at(key, place, room))), None)
-
-    def _read_place(self, key: bytes, place: RecordPlace, room: Room | None) -> Record:
-        shard = self._open(place.shard)
-        if place.offset + place.length > shard.size_bytes:
-            raise BadRecord("the shard was truncated")
-        blob, rest = self._read_bytes(shard.fd, place, room)
-        return verified_record(key, place.digest, blob, rest)
-
-    def _read_bytes(
-        self, fd: int, place: RecordPlace, room: Room | None
-    ) -> tuple[bytes | memoryview, bytes | memoryview]:
-        if room is None:
-            return self.disk.read_at(fd, place.length, place.offset), b""
-        first, second = room(place.length)
-        self.disk.fill(fd, [buffer for buffer in (first, second) if buffer], place.offset)
-        return first.toreadonly(), second.toreadonly()
+    @contextmanager
+    def _may_be_away(self, layer: Layer) -> Iterator[None]:
+        """Treat a layer that cannot be read as empty, unless it is the own folder."""
+        try:
+            yield
+        except (CacheUnusable, OSError) as error:
+            if layer is self.own:
+                raise
+            layer.forget()
+            if not layer.is_away:
+                layer.is_away = True
+                log.warning("%s cannot be read and counts as empty: %s", layer.layout.folder, error)
 
 
 class WholeRecords:
@@ -396,9 +449,8 @@ class WholeRecords:
         """Say whether all records are there, by reading as much of them as `metas` would; in doubt they are not."""
         if self._store.doubted():
             return False
-        asked = iter(keys)
-        while batch := list(islice(asked, _KEYS_BATCH)):
-            whole, read_bytes = self._store.whole(batch, self._left_bytes)
+        for batch in in_chunks(keys, _KEYS_BATCH):
+            whole, read_bytes = self._store.verify(batch, self._left_bytes)
             if not whole.all():
                 return False
             self._left_bytes -= read_bytes
@@ -406,32 +458,95 @@ class WholeRecords:
 
     def metas(self, keys: Sequence[bytes]) -> dict[bytes, Mapping[str, Any]]:
         """Return the metadata of each record that is there, by key; empty beyond the limit."""
-        while True:
-            absent = set(self._store.missing(keys))
-            there = [key for key in dict.fromkeys(keys) if key not in absent]
-            try:
-                return dict.fromkeys(there, _UNREAD) | self._read(there)
-            except (CacheDamaged, RecordMissing) as error:  # the store has struck it out, and will not name it again
-                log.warning("%s: %s: rebuilt", error.where, error.what)
+        metas = dict.fromkeys(keys, _UNREAD)
+        for key in self._store.missing(keys):
+            metas.pop(key, None)
+        unread = dict.fromkeys(metas)
+        if self._left_bytes > 0:
+            for key, record in self._store.read_by_place(list(metas)):
+                del unread[key]
+                self._take(metas, key, record)
+                if self._left_bytes <= 0:
+                    break
+        for key, record in self._store.read_by_place(self._in_doubt(list(unread))):
+            self._take(metas, key, record)
+        return metas
 
-    def _read(self, keys: Sequence[bytes]) -> dict[bytes, Mapping[str, Any]]:
-        """Return the metadata of records by key, read while the limit lasts, and of those in doubt."""
-        metas: dict[bytes, Mapping[str, Any]] = {}
-        for record in self._store.read_by_place(keys if self._left_bytes > 0 else ()):
-            metas[record.key] = record.meta
+    def _take(self, metas: dict[bytes, Mapping[str, Any]], key: bytes, record: Record | Failure) -> None:
+        if isinstance(record, Record):
+            metas[key] = record.meta
             self._left_bytes -= sum(array.nbytes for array in record.arrays.values())
-            if self._left_bytes <= 0:
-                break
-        in_doubt = self._in_doubt([key for key in keys if key not in metas])
-        return metas | {record.key: record.meta for record in self._store.read(in_doubt)}
+        else:
+            log.warning("%s: %s: rebuilt", record.where, record.what)
+            del metas[key]
 
-    def _in_doubt(self, keys: Sequence[bytes]) -> Iterator[bytes]:
-        """Yield the keys of records that somebody may have found damaged."""
+    def _in_doubt(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Return the keys of records that somebody may have found damaged."""
         doubted = self._store.doubted() if keys else set()
         places = self._store.locate(keys) if doubted else [[] for _ in keys]
-        for key, copies in zip(keys, places, strict=True):
-            if key in self._named or any(place.shard in doubted for place in copies):
-                yield key
+        return [
+            key
+            for key, copies in zip(keys, places, strict=True)
+            if key in self._named or any(place.shard in doubted for place in copies)
+        ]
+
+
+class StoreWriter:
+    """Takes records and publishes them in shards; a record is safe once `flush` has returned its key.
+
+    Leaving the `with` block publishes too, also on an exception, so that finished work is kept. Any number of writers
+    in any number of processes may write at once; each has files of its own.
+    """
+
+    def __init__(self, layer: Layer, shard_bytes: int, header_bytes: int) -> None:
+        self._layer, self._shard_bytes, self._header_bytes = layer, shard_bytes, header_bytes
+        self._shard: ShardWriter | None = None
+        self._safe: list[bytes] = []
+
+    def put(
+        self,
+        key: bytes,
+        arrays: Mapping[str, Array],
+        meta: Mapping[str, Any] | None = None,
+        *,
+        bfloat16: Collection[str] = (),
+    ) -> None:
+        """Add a record, not yet safe. A key that the open shard holds is the same record and not kept twice.
+
+        `bfloat16` names the uint16 arrays whose bits are bfloat16, so that other readers see them as such.
+        """
+        record, shard = encode_record(key, arrays, meta or {}, bfloat16), self._open_shard()
+        if key not in shard and not shard.add(record, self._shard_bytes):
+            self._publish(shard)
+            self._open_shard().add(record, self._shard_bytes)
+
+    def flush(self) -> list[bytes]:
+        """Publish what was put, and return the keys that became safe since the last flush."""
+        if self._shard and self._shard.open and self._shard.keys:
+            self._publish(self._shard)
+        safe, self._safe = self._safe, []
+        return safe
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.flush()
+        if self._shard:
+            self._shard.discard()
+
+    def _open_shard(self) -> ShardWriter:
+        if self._shard is None or not self._shard.open:
+            self._shard = ShardWriter(self._layer.disk, self._layer.layout.partials, self._header_bytes)
+        return self._shard
+
+    def _publish(self, shard: ShardWriter) -> None:
+        table = shard.publish(self._layer.layout.shards)
+        self._safe += shard.keys
+        self._layer.forget()
+        self._layer.tables[table.name] = table  # a directory listing may not show it yet
 
 
 class _OpenShard:
@@ -446,3 +561,26 @@ class _OpenShard:
     def __del__(self) -> None:
         if self.fd >= 0:
             self._disk.close(self.fd)
+
+
+def _chunks(
+    located: Iterable[tuple[bytes, Sequence[RecordPlace]]],
+) -> Iterator[list[tuple[bytes, Sequence[RecordPlace]]]]:
+    """Yield what one thread reads at once: some tens of small records, or a large one."""
+    chunk: list[tuple[bytes, Sequence[RecordPlace]]] = []
+    size_bytes = 0
+    for key, places in located:
+        chunk.append((key, places))
+        size_bytes += places[0].length if places else 0
+        if len(chunk) == _CHUNK_RECORDS or size_bytes >= _CHUNK_BYTES:
+            yield chunk
+            chunk, size_bytes = [], 0
+    if chunk:
+        yield chunk
+
+
+def in_chunks(values: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Yield lists of at most `size` values."""
+    iterator = iter(values)
+    while chunk := list(islice(iterator, size)):
+        yield chunk

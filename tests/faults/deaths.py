@@ -25,8 +25,8 @@ from pathlib import Path
 
 from pipeline.errors import PipelineError
 from pipeline.store.cache_folder import CacheFolder
-from pipeline.store.key_lists import sorted_pairs
-from pipeline.store.maintenance import rewrite, scrub, shard_repair, sweep
+from pipeline.store.maintenance import shard_plans
+from pipeline.store.users import sorted_keys
 from tests.faults.judged import KIND, aftermath, complaints, is_of_gone, served
 from tests.faults.works import HEADER_BYTES, NAME, WORKS, Work
 from tests.store.content import key_of, put
@@ -110,7 +110,7 @@ class Turmoil:
 
     needed = tuple(key_of(number) for number in range(TURNS_A_CACHE * NUMBERS_A_TURN))
     needless = tuple(key_of(FIRST_NEEDLESS + number) for number in range(TURNS_A_CACHE * NUMBERS_A_TURN))
-    live = sweep.Live(pairs=sorted_pairs(b"".join(needed)))
+    live = shard_plans.Live(keys=sorted_keys(b"".join(needed)))
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -157,23 +157,22 @@ def index(turmoil: Turmoil, cache: CacheFolder, numbers: range, tell: Tell) -> N
 
 
 def pack(turmoil: Turmoil, cache: CacheFolder, numbers: range, tell: Tell) -> None:
-    store = cache.kind(KIND)
-    rewrite.compact_shards([(store, rewrite.plan_compaction(store))], settle_s=SETTLE_S)
+    list(shard_plans.apply(shard_plans.plan_compaction(cache.kind(KIND)).small, settle_s=SETTLE_S))
 
 
 def clean(turmoil: Turmoil, cache: CacheFolder, numbers: range, tell: Tell) -> None:
-    store, live = cache.kind(KIND), turmoil.live
-    for _ in sweep.sweep(store, sweep.mark(store, live, time.time() + 60), live, settle_s=SETTLE_S):
-        pass
+    marked = shard_plans.mark(cache.kind(KIND), turmoil.live, time.time() + 60)
+    for fate in (shard_plans.Fate.GOES, shard_plans.Fate.REWRITTEN):
+        list(shard_plans.apply(marked.of(fate), settle_s=SETTLE_S))
 
 
 def mend(turmoil: Turmoil, cache: CacheFolder, numbers: range, tell: Tell) -> None:
-    shard_repair.repair_cache(cache)
+    shard_plans.repair(cache)
 
 
 def validate(turmoil: Turmoil, cache: CacheFolder, numbers: range, tell: Tell) -> None:
     store = cache.kind(KIND)
-    for finding in (finding for checked in scrub.full(store) for finding in checked.findings):
+    for finding in (finding for checked in shard_plans.check(store) for finding in checked.findings):
         if not is_of_gone(store, finding) or (finding.lost and bytes.fromhex(finding.key) in turmoil.safe):
             tell([f"accused: {finding}"])
 

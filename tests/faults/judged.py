@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from pipeline.errors import CacheDamaged, PipelineError, RecordMissing
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
-from pipeline.store.maintenance import scrub
 from pipeline.store.maintenance.damage_report import Fault
+from pipeline.store.maintenance.shard_plans import check
 from tests.store.content import arrays_of, is_right
 
 if TYPE_CHECKING:
@@ -89,13 +89,13 @@ def _wrongly_served(store: Store, safe: Collection[bytes], known: Collection[byt
 
 def _accused(store: Store, safe: Collection[bytes], torn: bool) -> Iterator[str]:
     """Complain of a validation that finds a torn file, or says that something safe is lost."""
-    for check in (scrub.quick, scrub.full):
-        for finding in (finding for checked in check(store) for finding in checked.findings):
+    for quick in (True, False):
+        for finding in (finding for checked in check(store, quick=quick) for finding in checked.findings):
             if finding.lost and bytes.fromhex(finding.key) in safe:
-                yield f"accused: {check.__name__} says that {finding.key} is lost ({finding.what})"
+                yield f"accused: a check, {quick=}, says that {finding.key} is lost ({finding.what})"
             elif not torn and not is_of_gone(store, finding):
                 what = f"{finding.fault.value} of {finding.shard or 'the index'}: {finding.what}"
-                yield f"torn: {check.__name__} says {what}"
+                yield f"torn: a check, {quick=}, says {what}"
 
 
 def is_of_gone(store: Store, finding: DamageFinding) -> bool:

@@ -14,7 +14,7 @@ import pytest
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
 from pipeline.store.format.shard import ShardTable, read_table, row_keys
-from pipeline.store.maintenance import scrub
+from pipeline.store.maintenance.shard_plans import check
 from tests.faults.failing import complaints_about, failures, steps_of
 from tests.faults.judged import KIND, served
 from tests.faults.works import NAME, WORKS, fill
@@ -73,7 +73,7 @@ def wrong(root: Path, named: bytes | None, *, in_index: bool) -> Iterator[str]:
             yield f"wrong: {key.hex()}"
         if right is None and in_index:
             yield f"lost: {key.hex()}"
-    findings = [finding for checked in scrub.full(store) for finding in checked.findings]
+    findings = [finding for checked in check(store) for finding in checked.findings]
     keys = {finding.key for finding in findings}
     if not findings or (named and named.hex() not in keys):
         yield "not found"

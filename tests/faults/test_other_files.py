@@ -8,7 +8,6 @@ from pipeline.errors import CacheUnusable, ConfigError
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import MARKER, REPORTS, USERS
 from pipeline.store.format.disk import Disk
-from pipeline.store.key_lists import recall, remember_keys, sorted_pairs
 from pipeline.store.maintenance.damage_report import (
     SUMMARY_BYTES,
     DamageFinding,
@@ -18,7 +17,7 @@ from pipeline.store.maintenance.damage_report import (
     last_report,
     read_report,
 )
-from pipeline.store.maintenance.leftovers import User, register, registered
+from pipeline.store.users import User, recall, register, registered, remember_keys, sorted_keys
 from tests.faults.judged import KIND, HastyDisk, complaints
 from tests.faults.works import NAME, fill
 from tests.store.content import key_of, put
@@ -95,7 +94,7 @@ def test_a_damaged_list_of_wanted_keys_is_not_believed(root):
     for one in harmed(path.read_bytes(), 3):
         overwrite(path, one)
         found = recall(Disk(), root, KIND, {"data": 1})
-        assert found is None or found.pairs.tolist() == sorted_pairs(b"".join(KEYS)).tolist()
+        assert found is None or found.keys.tolist() == sorted_keys(b"".join(KEYS)).tolist()
 
 
 class TestAnIndexFromAnotherTime:
@@ -121,11 +120,11 @@ class TestAnIndexFromAnotherTime:
         assert complaints(root, [key_of(number) for number in range(6)], [key_of(number) for number in range(7)]) == []
 
     def test_an_older_index_of_shards_that_were_rewritten_loses_nothing(self, root, index):
-        from pipeline.store.maintenance import rewrite
+        from pipeline.store.maintenance.shard_plans import apply, plan_compaction
 
         store, _ = fill(root.parent, range(3, 6))
         old = index.read_bytes()
-        rewrite.compact_shards([(store, rewrite.plan_compaction(store))], settle_s=0)
+        list(apply(plan_compaction(store).small))
         overwrite(index, old)
         assert complaints(root, [key_of(number) for number in range(6)], [key_of(number) for number in range(7)]) == []
 

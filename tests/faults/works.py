@@ -14,11 +14,9 @@ from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import REPORTS
 from pipeline.store.format.disk import write_refused
 from pipeline.store.format.shard import read_table
-from pipeline.store.key_lists import sorted_pairs
-from pipeline.store.maintenance import rewrite, scrub, sweep, transfer
-from pipeline.store.maintenance import shard_repair as repairing
+from pipeline.store.maintenance import shard_plans, transfer
 from pipeline.store.maintenance.damage_report import ReportWriter, Summary, read_report
-from pipeline.store.maintenance.leftovers import User, forget, register
+from pipeline.store.users import User, forget, register, sorted_keys
 from pipeline.training.checkpoints.sealed_folder import seal, unseal
 from tests.faults.judged import KIND, NAME, HastyDisk
 from tests.store.content import is_right, key_of, put
@@ -115,7 +113,7 @@ def _validate(folder: Path, cache: CacheFolder, say: Say) -> None:
     report = ReportWriter(cache.disk, cache.root / REPORTS)
     summary = Summary("full")
     try:
-        for checked in scrub.full(cache.kind(KIND)):
+        for checked in shard_plans.check(cache.kind(KIND)):
             for finding in checked.findings:
                 report.add(finding)
                 summary.count(finding)
@@ -132,7 +130,7 @@ def _damaged(folder: Path) -> None:
     flip(shards[2], 9)
     flip(shards[3], read_table(store.disk, shards[3]).table_start)
     store.write_index()
-    flip(store.layout.index, 0)
+    flip(store.layout.index, store.layout.index.stat().st_size - 1)
 
 
 LOST = (key_of(4), key_of(7))  # of a shard that went away, and of damage
@@ -154,12 +152,11 @@ def _lists_the_lost(folder: Path, ended: bool) -> Iterator[str]:
 
 
 def _repair(folder: Path, cache: CacheFolder, say: Say) -> None:
-    repairing.repair_cache(cache)
+    shard_plans.repair(cache)
 
 
 def _compact(folder: Path, cache: CacheFolder, say: Say) -> None:
-    store = cache.kind(KIND)
-    rewrite.compact_shards([(store, rewrite.plan_compaction(store))], settle_s=0)
+    list(shard_plans.apply(shard_plans.plan_compaction(cache.kind(KIND)).small))
 
 
 def _is_one_file(folder: Path, ended: bool) -> Iterator[str]:
@@ -174,9 +171,10 @@ def _half_dead(folder: Path) -> None:
 
 def _sweep(folder: Path, cache: CacheFolder, say: Say) -> None:
     store = cache.kind(KIND)
-    live = sweep.Live(pairs=sorted_pairs(b"".join(map(key_of, range(6)))))
-    for _ in sweep.sweep(store, sweep.mark(store, live, time.time() + 60), live):
-        pass
+    live = shard_plans.Live(keys=sorted_keys(b"".join(map(key_of, range(6)))))
+    marked = shard_plans.mark(store, live, time.time() + 60)
+    for fate in (shard_plans.Fate.GOES, shard_plans.Fate.REWRITTEN):
+        list(shard_plans.apply(marked.of(fate)))
 
 
 def _is_swept(folder: Path, ended: bool) -> Iterator[str]:

@@ -26,8 +26,8 @@ from pipeline.records import EventKind
 from pipeline.runs.engine.lifecycle import new_run
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import PARTIAL_SUFFIX, KindLayout
-from pipeline.store.maintenance.leftovers import User as CacheUser
-from pipeline.store.maintenance.leftovers import register
+from pipeline.store.users import User as CacheUser
+from pipeline.store.users import register
 from pipeline.structures.synthetic import complex_pdb
 from tests.testkit.command import Command, Typed
 from tests.testkit.project import PIPELINE, MakeProject, settle, to_do

@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.keys import recipe_key
-from pipeline.store.maintenance import scrub
+from pipeline.store.maintenance.shard_plans import check
 
 if TYPE_CHECKING:
     from typing import Any
 
+    from pipeline.store.writer import StoreWriter
+
     from pipeline.store.format.record import Record
     from pipeline.store.maintenance.damage_report import Checked
     from pipeline.store.store import Store
-    from pipeline.store.writer import StoreWriter
 
 
 def key_of(number: int) -> bytes:
@@ -55,7 +56,7 @@ def is_right(record: Record, key: bytes) -> bool:
 
 def judged(store: Store) -> list[Checked]:
     """Return what reading every byte of every shard found."""
-    return [checked for checked in scrub.full(store) if checked.shard]
+    return [checked for checked in check(store) if checked.shard]
 
 
 def damaged(checked: Checked) -> list[bytes]:
@@ -63,4 +64,4 @@ def damaged(checked: Checked) -> list[bytes]:
 
 
 def is_undamaged(store: Store) -> bool:
-    return not any(checked.findings for checked in scrub.full(store))
+    return not any(checked.findings for checked in check(store))

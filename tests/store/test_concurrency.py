@@ -63,7 +63,7 @@ def test_a_reader_keeps_reading_while_the_index_is_swapped(tmp_path):
     writing.write_index()
     records = reader.read(keys)
     assert is_right(next(records), keys[0])
-    writing.rebuild_index()
+    writing.write_index(believe_index=False)
     assert all(is_right(record, key) for record, key in zip(records, keys[1:], strict=True))
 
 

@@ -8,7 +8,7 @@ from pipeline.errors import CacheDamaged
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
 from pipeline.store.maintenance.leftovers import Left, find_leftovers
-from pipeline.store.maintenance.shard_repair import repair_cache
+from pipeline.store.maintenance.shard_plans import repair
 from pipeline.store.store import WholeRecords
 from tests.store.content import is_right, key_of, put
 from tests.store.maintenance.damage import spoil
@@ -53,7 +53,7 @@ def test_what_was_made_anew_is_there_and_a_repair_forgets_the_doubt(cache):
         put(writer, 2)
     assert unread(CacheFolder(cache.root)) == [0, 1, 2, 3, 4]
     assert is_right(CacheFolder(cache.root).kind("scan").get(KEYS[2]), KEYS[2])
-    repair_cache(CacheFolder(cache.root))
+    repair(CacheFolder(cache.root))
     assert notes(cache) == []
 
 
@@ -63,7 +63,7 @@ def test_a_disk_that_only_stuttered_costs_a_second_look_and_nothing_else(cache):
         cache.kind("scan").get(KEYS[2])
     spoil(cache.root, 2)
     assert unread(CacheFolder(cache.root)) == [0, 1, 2, 3, 4]
-    repair_cache(CacheFolder(cache.root))
+    repair(CacheFolder(cache.root))
     assert (notes(cache), path.exists()) == ([], True)
 
 

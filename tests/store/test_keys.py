@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from pipeline import keys
 from pipeline.encoder.embedding_recipe import EmbeddingRecipe, SequenceCut, Variant
 from pipeline.keys import KEY_BYTES, content_digest, is_settled, recipe_key, recipe_tag, tagged_key
-from pipeline.store.key_lists import sorted_pairs
+from pipeline.store.format.shard import column_keys
+from pipeline.store.users import sorted_keys
 
 NOW_NS = 1_700_000_000_123_456_789
 MS = 1_000_000
@@ -35,10 +36,8 @@ def test_keys_are_what_they_were():
         st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES) | st.sampled_from([b"\0" * KEY_BYTES, b"a" + b"\0" * 15])
     )
 )
-def test_keys_in_pairs_are_sorted_as_bytes_and_each_is_there_once(known):
-    pairs = sorted_pairs(bytearray().join(known))
-    assert pairs.dtype == "<u8"
-    assert [hi.to_bytes(8, "big") + lo.to_bytes(8, "big") for hi, lo in pairs.tolist()] == sorted(set(known))
+def test_keys_are_sorted_as_bytes_and_each_is_there_once(known):
+    assert column_keys(sorted_keys(bytearray().join(known))) == sorted(set(known))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from pipeline.keys import TAG_BYTES
 from pipeline.store import shard_index
 from pipeline.store.cache_folder import CacheFolder
-from pipeline.store.key_lists import sorted_pairs
+from pipeline.store.users import sorted_keys
 
 TAGS = [b"\0\0\0\1", b"\0\0\0\2", b"\xff\xff\xff\xff", b"\0\0\0\3"]
 
@@ -18,9 +18,9 @@ def key(tag, number):
 
 
 @pytest.mark.parametrize("indexed", ["none", "half", "all"])
-@pytest.mark.parametrize("blocks", [1, 2, 2048])
-def test_records_tags_and_absent_keys_are_counted_once_each(tmp_path, monkeypatch, blocks, indexed):
-    monkeypatch.setattr(shard_index, "_PIECE_BLOCKS", blocks)
+@pytest.mark.parametrize("piece", [1, 40, 2048])
+def test_records_tags_and_absent_keys_are_counted_once_each(tmp_path, monkeypatch, piece, indexed):
+    monkeypatch.setattr(shard_index, "_PIECE_ROWS", piece)
     store = CacheFolder(tmp_path / "cache").kind("graph")
     there = [key(tag, number) for tag in TAGS[:3] for number in range(100)]
     rng = np.random.default_rng(0)
@@ -33,9 +33,9 @@ def test_records_tags_and_absent_keys_are_counted_once_each(tmp_path, monkeypatc
     assert list(store.keys()) == sorted(there)
     assert all(record.key == one for record, one in zip(store.read(there), there, strict=True))
     absent = [key(tag, number) for tag in TAGS for number in range(500, 540)]
-    found = store.tally(TAGS, sorted_pairs(b"".join([*there, *absent])))
+    found = store.tally(TAGS, sorted_keys(b"".join([*there, *absent])))
     length = store.locate(there[:1])[0][0].length
     assert found.stat == store.stat()
     assert found.stat.records == len(there)
     assert found.tagged == dict.fromkeys(TAGS[:3], (100, 100 * length)) | {TAGS[3]: (0, 0)}
-    assert found.absent.tolist() == sorted_pairs(b"".join(absent)).tolist()
+    assert found.absent.tolist() == sorted_keys(b"".join(absent)).tolist()

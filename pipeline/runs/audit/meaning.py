@@ -34,20 +34,19 @@ from pipeline.stages.structure_checks import (
     wrong_recipe,
     wrong_table,
 )
-from pipeline.store.maintenance import scrub
 from pipeline.store.maintenance.damage_report import Checked
-from pipeline.store.maintenance.scrub import WHOLE, Wrong
+from pipeline.store.maintenance.shard_plans import WHOLE, Wrong, check
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.inventory import plain_recipe
 from pipeline.structures.parsing.structure_files import read_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from pipeline.project.project import Project
     from pipeline.stages.remade_records import Anew
     from pipeline.store.format.record import Record
-    from pipeline.store.maintenance.scrub import Named, Subset
+    from pipeline.store.maintenance.shard_plans import Named, Subset
     from pipeline.store.store import Store
 
 DEFAULT_SAMPLE = 0.0  # what is made anew takes the source files, the encoder and their time, so it must be asked for
@@ -62,13 +61,15 @@ class Semantic:
         self._project, self._sample = project, sample
         self._notes: Counter[str] = Counter()
 
-    def check(self, store: Store, part: Subset | Named = WHOLE) -> Iterator[Checked]:
+    def check(
+        self, store: Store, part: Subset | Named = WHOLE, *, on: Callable[[str], object] = lambda _shard: None
+    ) -> Iterator[Checked]:
         """Judge some shards of one kind."""
 
         def judge(record: Record) -> Wrong | None:
             return self._judge(store.kind, record)
 
-        for checked in scrub.meaning(store, judge, part):
+        for checked in check(store, part, judge=judge, on=on):
             yield replace(checked, notes=dict(self._notes))
             self._notes.clear()
 

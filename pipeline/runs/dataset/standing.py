@@ -86,7 +86,7 @@ def _recalled(project: Project, folder: RunFolder, stage: str, recipe: Mapping[s
             needed = worklist.recall_needed(project.cache, project.config, stage)
             if needed is None:
                 return None
-            worklist.remember_needed(project, stage, bytearray(needed.pairs.astype(">u8").tobytes()))
+            worklist.remember_needed(project, stage, needed.keys.tobytes())
         for name in result["lists"]:
             (folder.path / name).unlink(missing_ok=True)
             _same_file(place / name, folder.path / name)

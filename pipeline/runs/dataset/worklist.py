@@ -19,7 +19,8 @@ from pipeline.journal.run_folder import writing_run
 from pipeline.records import Item, Rejection
 from pipeline.stage_names import StageName
 from pipeline.stages.scan import look_again, look_up_items
-from pipeline.store.key_lists import in_chunks, recall, remember_keys
+from pipeline.store.store import in_chunks
+from pipeline.store.users import recall, remember_keys
 from pipeline.structures.sources.data_source import items as source_items
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from pipeline.records import Inventory, Reason, TaskContext
     from pipeline.stages.scan import Seen
     from pipeline.store.cache_folder import CacheFolder
-    from pipeline.store.key_lists import WantedKeys
+    from pipeline.store.users import WantedKeys
 
 LOOKED_UP_AT_ONCE = 1024
 MOST_PER_TASK = 50_000  # items, however little time each takes: a process holds some hundred bytes of every one
@@ -342,7 +343,7 @@ def rejection(item: Item, reason: Reason, detail: str) -> Rejection:
 REMEMBERED = (StageName.SCAN, StageName.EMBED, StageName.GRAPH)  # kinds of which it is known what a data set needs
 
 
-def remember_needed(project: Project, kind: str, keys: bytearray) -> None:
+def remember_needed(project: Project, kind: str, keys: bytes | bytearray) -> None:
     """Write down which records of a kind the data set needs; that it cannot be written is no failure."""
     remember_keys(project.cache.disk, project.cache.root, kind, deciding(project.config, kind), keys)
 

@@ -24,7 +24,7 @@ from pipeline.runs.engine.repair import GiveUp, LeaveOut, Means, Split, avoid_ba
 from pipeline.runs.workflow.jobs import candidates, first_job, limits_of, on_cards, recipe_name, spec_of
 from pipeline.runs.workflow.script_stage import is_script, script_of
 from pipeline.stage_names import StageName
-from pipeline.store.key_lists import in_chunks
+from pipeline.store.store import in_chunks
 from pipeline.units import format_seconds
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.stages.graph import HEADER_BYTES
 from pipeline.store.cache_folder import CACHE_FORMAT, CacheFolder
 from pipeline.store.format.shard import DEFAULT_HEADER_BYTES
-from pipeline.store.maintenance.staging import CacheStaging, Unfit, open_scratch
+from pipeline.store.maintenance.transfer import CacheStaging, Unfit, open_scratch
 from pipeline.training.items.residue_embeddings import Embeddings, Text, proteins
 from pipeline.training.ranks import RankLost
 from pipeline.units import format_bytes, format_seconds
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from pipeline.project.project import Project
     from pipeline.records import TaskContext
     from pipeline.store.format.record import Record
-    from pipeline.store.maintenance.staging import Keys
+    from pipeline.store.maintenance.transfer import Keys
     from pipeline.training.items.item_table import ItemTable
     from pipeline.training.prepared import Prepared
     from pipeline.training.ranks import Ranks

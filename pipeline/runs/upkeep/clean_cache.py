@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -25,27 +25,17 @@ from pipeline.runs.upkeep.retention import EVERYTHING, LIMITS, NOTHING, Staying,
 from pipeline.store.cache_folder import RECIPES, CacheFolder
 from pipeline.store.format.cache_layout import MARKER, USERS
 from pipeline.store.format.disk import remove
-from pipeline.store.key_lists import sorted_pairs
-from pipeline.store.maintenance.leftovers import (
-    USER_NAME,
-    Left,
-    find_leftovers,
-    forget,
-    refuse_links,
-    refuse_links_out,
-    register,
-    registered,
-    who_am_i,
-)
-from pipeline.store.maintenance.sweep import Fate, Live, earlier_clock, mark, sweep, why_kept
+from pipeline.store.maintenance.leftovers import Left, find_leftovers, refuse_links, refuse_links_out
+from pipeline.store.maintenance.shard_plans import Fate, Live, apply, mark, why_kept
+from pipeline.store.users import USER_NAME, forget, register, registered, sorted_keys, who_am_i
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
-    from pipeline.store.maintenance.leftovers import User
-    from pipeline.store.maintenance.sweep import Marked
+    from pipeline.store.maintenance.shard_plans import ShardPlan
+    from pipeline.store.users import User
 
 UNASKED_S = 8 * DAY_S  # budgets that were learned are asked for within a week
 
@@ -119,7 +109,7 @@ def _refuse_unmarked(cache: CacheFolder) -> None:
 def _cache_time(cache: CacheFolder) -> float:
     """Return the time by the cache's file system; by this host's clock where it cannot be written."""
     try:
-        return earlier_clock(cache.disk, cache.root)
+        return min(time.time(), cache.disk.time_in(cache.root))  # either clock may be wrong
     except OSError:
         return time.time()
 
@@ -228,7 +218,7 @@ def _useful_descriptions(cleaning: Cleaning) -> Live:
         marked, tag = cleaning.marked.get(kind), recipe_tag(kind, recipe)
         if marked is None or marked.left.get(tag, 1) or marked.of(Fate.YOUNG, Fate.SPARSE, Fate.FOREIGN):
             keys += key
-    return Live(pairs=sorted_pairs(keys))
+    return Live(keys=sorted_keys(keys))
 
 
 def _find_leftovers(cleaning: Cleaning) -> None:
@@ -272,24 +262,22 @@ def carry_out(cleaning: Cleaning, waits: Callable[[], object] = lambda: None) ->
             continue
         remove(cache.disk, leftover.path)
         yield Removed(name, leftover.bytes)
-    for kind, marked in _room_first(cleaning):
-        live, settle_s = cleaning.live[kind], cleaning.settle_s
-        for swept in sweep(cache.own(kind), marked, live, settle_s=settle_s, check=check, waits=waits):
-            yield Removed(f"{kind}/shards/{swept.shard}", swept.bytes, swept.stays)
+    for plans in _room_first(cleaning):
+        for plan in apply(plans, settle_s=cleaning.settle_s, check=check, waits=waits):
+            yield Removed(f"{plan.store.kind}/shards/{plan.shard}", plan.freed_bytes, plan.stays)
     check()
     forget(cache.disk, cache.root, cleaning.forgotten)
     if cleaning.own is not None:
         register(cache.disk, cache.root, cleaning.own)
 
 
-def _room_first(cleaning: Cleaning) -> Iterator[tuple[str, Marked]]:
-    """Yield what is marked of each kind: shards that go before those that take room first; descriptions at the end."""
-    parts = [
-        (kind, replace(marked, shards=tuple(marked.of(fate))))
-        for fate in (Fate.GOES, Fate.REWRITTEN)
-        for kind, marked in cleaning.marked.items()
-    ]
-    yield from sorted(parts, key=lambda part: part[0] == RECIPES)
+def _room_first(cleaning: Cleaning) -> Iterator[list[ShardPlan]]:
+    """Yield the plans: shards that go before those that take room first; descriptions at the end."""
+    of_recipes = [marked for kind, marked in cleaning.marked.items() if kind == RECIPES]
+    others = [marked for kind, marked in cleaning.marked.items() if kind != RECIPES]
+    for marks in (others, of_recipes):
+        for fate in (Fate.GOES, Fate.REWRITTEN):
+            yield [plan for marked in marks for plan in marked.of(fate)]
 
 
 def _refuse_newcomers(cleaning: Cleaning) -> None:

@@ -26,10 +26,10 @@ from pipeline.stage_names import StageName
 from pipeline.stages.scan import glance, look_up_items
 from pipeline.store.cache_folder import CacheFolder, RecipeStat
 from pipeline.store.format.cache_layout import KindLayout
-from pipeline.store.key_lists import in_chunks, sorted_pairs
 from pipeline.store.maintenance.damage_report import last_report, repair_of
-from pipeline.store.maintenance.leftovers import User, register, registered, who_am_i
-from pipeline.store.maintenance.sweep import Live
+from pipeline.store.maintenance.shard_plans import Live
+from pipeline.store.store import in_chunks
+from pipeline.store.users import User, register, registered, sorted_keys, who_am_i
 from pipeline.structures.inventory import plain_recipe
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def holdings(config: Config) -> Holdings:
     for kind in dict.fromkeys([*cache.kinds(), *unknown]):
         tags = {recipe_tag(kind, recipe): recipe for recipe in described.get(kind, ())}
         wanted = worklist.recall_needed(cache, config, kind) if kind in worklist.REMEMBERED else None
-        tally = cache.own(kind).tally(list(tags), *([wanted.pairs] if wanted else []))
+        tally = cache.own(kind).tally(list(tags), *([wanted.keys] if wanted else []))
         if tally.stat.shards or tally.stat.unreadable:
             stats.append(tally.stat)
         counted = (RecipeStat(recipe, *tally.tagged[tag]) for tag, recipe in tags.items())
@@ -125,7 +125,7 @@ def holdings(config: Config) -> Holdings:
             for layer in cache.under if len(absent) else ():
                 absent = layer.own(kind).tally(wanted=absent).absent
             changed = _changed(config.data.path) > wanted.at
-            missing.append(Missing(kind, len(wanted.pairs), len(absent), wanted.at, changed))
+            missing.append(Missing(kind, len(wanted.keys), len(absent), wanted.at, changed))
     report = last_report(cache.disk, cache.root)
     return Holdings(
         root=cache.root,
@@ -226,12 +226,12 @@ class Staying:
         for kind in RECIPE_KINDS:
             live[kind] = Live(
                 tags=frozenset(tag for kept_kind, tag in kept if kept_kind == kind),
-                pairs=sorted_pairs(getattr(need, kind) if certain else b""),
+                keys=sorted_keys(getattr(need, kind) if certain else b""),
             )
         if not has_weights:
             live[StageName.EMBED] = EVERYTHING
         if certain and not (self.others or self.going):
-            live[FILES] = Live(pairs=sorted_pairs(need.files))
+            live[FILES] = Live(keys=sorted_keys(need.files))
         if all_stays:
             live |= dict.fromkeys((*RECIPE_KINDS, FILES), EVERYTHING)
         live |= {LIMITS: NOTHING, SETS: self._tables()}
@@ -262,7 +262,7 @@ class Staying:
                 with suppress(OSError, ValueError):  # a run of other stages, or half of one
                     keys += parse_key(folder.table.read_text())
                 keys += bytes.fromhex(read_by_run(folder).get("table", ""))  # which may not be checked yet
-        return Live(pairs=sorted_pairs(keys))
+        return Live(keys=sorted_keys(keys))
 
 
 def described(cache: CacheFolder) -> Recipes:

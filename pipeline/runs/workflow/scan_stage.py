@@ -43,7 +43,7 @@ from pipeline.stage_names import StageName
 from pipeline.stages.graph import Maker, open_writer
 from pipeline.stages.read_entries import ITEMS_READ, EntriesTaken, take_entries
 from pipeline.stages.scan import glance, look_up_items, scan_items
-from pipeline.store.key_lists import in_chunks
+from pipeline.store.store import in_chunks
 from pipeline.structures.inventory import plain_recipe
 from pipeline.structures.sources.item_ids import unread_columns
 from pipeline.training.items.item_table import KIND, ItemTable

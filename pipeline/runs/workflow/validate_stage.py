@@ -8,6 +8,7 @@ import time
 from array import array
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +25,6 @@ from pipeline.runs.workflow.stage import Judged, Stage, wait_until_complete
 from pipeline.stage_names import StageName
 from pipeline.store.format.cache_layout import REPORTS
 from pipeline.store.format.disk import Disk
-from pipeline.store.maintenance import scrub
 from pipeline.store.maintenance.damage_report import (
     REPORT_SUFFIX,
     DamageFinding,
@@ -35,6 +35,7 @@ from pipeline.store.maintenance.damage_report import (
     read_report,
 )
 from pipeline.store.maintenance.leftovers import refuse_unusable
+from pipeline.store.maintenance.shard_plans import Named, check, shards_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -46,10 +47,9 @@ if TYPE_CHECKING:
     from pipeline.runs.workflow.stage import Outcomes
     from pipeline.store.cache_folder import CacheFolder
     from pipeline.store.maintenance.damage_report import Checked
-    from pipeline.store.maintenance.scrub import Named
     from pipeline.store.store import Store
 
-    Check = Callable[[Store, Named], Iterator[Checked]]
+    Check = Callable[..., Iterator[Checked]]
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ def _cache_files(cache: CacheFolder) -> Iterator[CacheFile]:
         store = cache.kind(kind)
         if store.disk.exists(store.layout.index):
             yield CacheFile(kind, "")
-        yield from (CacheFile(kind, shard) for shard in scrub.shards_of(store))
+        yield from (CacheFile(kind, shard) for shard in shards_of(store))
 
 
 def _size(cache: CacheFolder, part: CacheFile) -> int:
@@ -199,7 +199,7 @@ def _check_of(project: Project) -> Check:
         from pipeline.runs.audit.meaning import Semantic
 
         return Semantic(project, project.config.cache.sample).check
-    return scrub.quick if project.config.cache.check == "quick" else scrub.full
+    return partial(check, quick=project.config.cache.check == "quick")
 
 
 def _checked(store: Store, check: Check, parts: set[CacheFile], tell: TaskContext) -> Iterator[Checked]:
@@ -209,7 +209,7 @@ def _checked(store: Store, check: Check, parts: set[CacheFile], tell: TaskContex
     def note_shard(shard: str) -> None:
         tell.on((CacheFile(store.kind, shard).name,))
 
-    return check(store, scrub.Named(names, len(names) < len(parts), note_shard))
+    return check(store, Named(names, len(names) < len(parts)), on=note_shard)
 
 
 def _read_list(folder: RunFolder, start: int, end: int) -> Iterator[CacheFile]:

@@ -62,10 +62,6 @@ class Disk:
         finally:
             self.close(fd)
 
-    def read_into(self, fd: int, buffer: bytearray, offset: int) -> int:
-        """Read once into `buffer` and return how many bytes came; 0 is the end of the file."""
-        return os.preadv(fd, [buffer], offset)
-
     def fill(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Read into the buffers, one after the other; return how many bytes came, fewer only where the file ends."""
         came = os.preadv(fd, buffers, offset)

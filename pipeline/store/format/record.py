@@ -119,27 +119,15 @@ def decode_record(blob: bytes | memoryview, rest: bytes | memoryview = b"") -> R
     return Record(key, arrays, meta, frozenset(bfloat16))
 
 
-def laid_out(blob: bytes, record: Record) -> EncodedRecord:
-    """Return a record's bytes with the tensors in them, as `encode_record` made them."""
-    end = len(blob) - descriptor_bytes(blob)
-    tensors, position = [], 0
-    for name, array in record.arrays.items():  # in the order in which they lie
-        start, position = position, position + array.nbytes
-        tag = BFLOAT16 if name in record.bfloat16 else _TAGS[array.dtype]
-        tensors.append(Tensor(name, tag, array.shape, start, position))
-    tensors.append(Tensor(DESCRIPTOR, "U8", (len(blob) - end,), end, len(blob)))
-    return EncodedRecord(record.key, blob, tuple(tensors))
-
-
 def descriptor_bytes(tail: bytes | memoryview) -> int:
     """Return the length of a record's descriptor, which its last 8 bytes hold."""
     return int.from_bytes(tail[-_LENGTH.size :], "little")
 
 
-def is_descriptor_of(key: bytes, descriptor: bytes | memoryview) -> bool:
-    """Say whether a descriptor names this key, by its first bytes: 1 µs, where `decode_record` takes 20 µs."""
-    begin = b'{"key":"%s","arrays":[' % key.hex().encode()
-    return bytes(descriptor[: len(begin)]) == begin
+def is_record_of(key: bytes, blob: bytes | memoryview) -> bool:
+    """Say whether a record names this key, by how its descriptor begins: 1 µs, where `decode_record` takes 20 µs."""
+    begin, start = b'{"key":"%s","arrays":[' % key.hex().encode(), len(blob) - descriptor_bytes(blob)
+    return start >= 0 and bytes(blob[start : start + len(begin)]) == begin
 
 
 def check_key(key: bytes) -> None:

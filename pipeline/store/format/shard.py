@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import re
 import struct
+from bisect import bisect_right
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,12 +30,11 @@ from pipeline.store.format.record import (
     Record,
     Tensor,
     decode_record,
-    descriptor_bytes,
-    is_descriptor_of,
+    is_record_of,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     import numpy.typing as npt
@@ -41,8 +42,7 @@ if TYPE_CHECKING:
     from pipeline.store.format.disk import Disk
 
 SHARD_FORMAT = 1
-# A key is two numbers that sort as its bytes do. One byte order throughout: numpy changes others behind one's back.
-TABLE_ROW = np.dtype([("hi", "<u8"), ("lo", "<u8"), ("digest", "V16"), ("offset", "<u8"), ("length", "<u8")])
+TABLE_ROW = np.dtype([("key", f"S{KEY_BYTES}"), ("digest", "V16"), ("offset", "<u8"), ("length", "<u8")])
 DEFAULT_HEADER_BYTES = 512 * 1024
 TAIL_BYTES = 64 * 1024  # holds the table of most shards, so that it is read at once
 BAD_HEADER = "the header is damaged"
@@ -135,7 +135,8 @@ class ShardWriter:
         size = table_start + rows.nbytes + TRAILER_BYTES
         header = self._header(data_start, size)
         self._draft.write(header, 0)
-        self._draft.write(rows.tobytes() + _trailer(header, rows, table_start, size), table_start)
+        table = _swapped(rows).tobytes()
+        self._draft.write(table + _trailer(header, table, table_start, size), table_start)
         self._draft.truncate(size)
         name = self._draft.stem + SHARD_SUFFIX
         self._draft.publish(shards / name)
@@ -167,7 +168,7 @@ class ShardWriter:
         placed = self._placed.values()
         ends = np.array([record.end for record in placed], np.uint64)
         starts = np.concatenate([np.zeros(1, np.uint64), ends[:-1]])
-        rows["hi"], rows["lo"] = key_pairs(self.keys).T
+        rows["key"] = key_column(self.keys)
         rows["digest"] = np.frombuffer(b"".join(record.digest for record in placed), "V16")
         rows["offset"], rows["length"] = starts + np.uint64(data_start), ends - starts
         return rows
@@ -214,53 +215,54 @@ def verified_record(key: bytes, digest: bytes, blob: bytes | memoryview, rest: b
     return record
 
 
-def read_through(
-    disk: Disk, path: Path, table: ShardTable, also: Callable[[memoryview], object] | None = None
-) -> tuple[bool, npt.NDArray[np.bool_]]:
-    """Read a shard from front to back; return whether its header is intact, and for each row whether its record is.
+def whole_rows(disk: Disk, fd: int, rows: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Say which rows, given in file order, are records of their keys with the right bytes; no record is parsed.
 
-    An intact record also names the key of its row; the rest of its content is not parsed. `also` is called with every
-    byte of the file, in order.
+    They are read in stretches of whole records. One that the disk refuses to read counts as damaged.
     """
-    rows = table.rows
-    whole_N = np.zeros(len(rows), bool)
-    ends = [table.data_start, *(rows["offset"] + rows["length"]).tolist()]
-    fd = disk.open_read(path)
-    try:
-        stretches = _stretches(disk, fd, [*ends, table.size_bytes] if also else ends, also)
-        header_digest, _ = next(stretches, (b"", b""))
-        expected = zip(row_keys(rows), rows["digest"].tolist(), rows["length"].tolist(), ends[1:], strict=True)
-        for at, (stretch, wanted) in enumerate(zip(stretches, expected, strict=False)):  # fewer, if it was cut since
-            whole_N[at] = stretch[0] == wanted[1] and _is_of_key(disk, fd, stretch[1], wanted)
-        for _ in stretches:  # the table, which was verified before
-            pass
-    finally:
-        disk.close(fd)
-    return header_digest == table.header_digest, whole_N
+    whole_N, size = np.zeros(len(rows), bool), disk.size_of_open(fd)
+    within_N = (rows["length"] <= size) & (rows["offset"] <= size - np.minimum(rows["length"], size))
+    rows, numbers = rows[within_N], np.flatnonzero(within_N).tolist()
+    keys, digests = row_keys(rows), rows["digest"].tolist()
+    starts, ends = rows["offset"].tolist(), (rows["offset"] + rows["length"]).tolist()
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    at = 0
+    while at < len(rows):
+        after = max(bisect_right(ends, starts[at] + _CHUNK_BYTES, at), at + 1)
+        begin, length = starts[at], ends[after - 1] - starts[at]
+        data = buffer if length <= len(buffer) else memoryview(bytearray(length))  # of a large record
+        with suppress(OSError):
+            came = disk.fill(fd, [data[:length]], begin)
+            for row in range(at, after if came == length else at):
+                blob = data[starts[row] - begin : ends[row] - begin]
+                whole_N[numbers[row]] = xxhash.xxh3_128_digest(blob) == digests[row] and is_record_of(keys[row], blob)
+        at = after
+    return whole_N
 
 
-def _is_of_key(disk: Disk, fd: int, tail: memoryview, wanted: tuple[bytes, bytes, int, int]) -> bool:
-    """Say whether a record with the right bytes has this key; `tail` is the part of its end that is in memory."""
-    key, _, length, end = wanted
-    needed = descriptor_bytes(tail)
-    if needed > len(tail):  # it begins in what was read before
-        needed = min(descriptor_bytes(disk.read_at(fd, _LENGTH.size, end - _LENGTH.size)), length)
-        tail = memoryview(disk.read_at(fd, needed, end - needed))
-    return is_descriptor_of(key, tail[-needed:])
-
-
-def key_pairs(keys: Sequence[bytes]) -> npt.NDArray[np.uint64]:
-    """Return keys as pairs of numbers that sort as the keys do."""
+def key_column(keys: Sequence[bytes]) -> npt.NDArray[np.bytes_]:
+    """Return keys as an array, whose items compare as the keys do (but lack the zeros at their ends)."""
     if set(map(len, keys)) - {KEY_BYTES}:
         raise ValueError(f"a key is {KEY_BYTES} bytes")
-    return np.frombuffer(b"".join(keys), ">u8").reshape(-1, 2).astype(np.uint64)
+    return np.frombuffer(b"".join(keys), f"S{KEY_BYTES}")
 
 
 def row_keys(rows: npt.NDArray[Any]) -> list[bytes]:
     """Return the keys of table or index rows."""
-    pairs = np.stack([rows["hi"], rows["lo"]], axis=1).astype(">u8")
-    keys: list[bytes] = pairs.view(f"V{KEY_BYTES}").reshape(-1).tolist()
+    return column_keys(rows["key"])
+
+
+def column_keys(column: npt.NDArray[np.bytes_]) -> list[bytes]:
+    """Return the keys in an array, with the zeros at their ends."""
+    keys: list[bytes] = np.ascontiguousarray(column).view(f"V{KEY_BYTES}").tolist()
     return keys
+
+
+def _swapped(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return table rows with the halves of their keys in the other byte order: on disk they are two numbers."""
+    words = rows.view("<u8").reshape(-1, TABLE_ROW.itemsize // 8).copy()
+    words[:, :2] = words[:, :2].byteswap()
+    return words.view(TABLE_ROW).reshape(-1)
 
 
 def _aligned(length: int) -> int:
@@ -274,9 +276,9 @@ def _entry(prefix: str, tensor: Tensor, base: int) -> str:
     return f',"{prefix}{tensor.name}":{{"dtype":"{tensor.tag}","shape":[{shape}],{offsets}}}'
 
 
-def _trailer(header: bytes, rows: npt.NDArray[Any], table_start: int, size: int) -> bytes:
-    digests = xxhash.xxh3_128_digest(header), xxhash.xxh3_128_digest(rows.tobytes())
-    body = _TRAILER.pack(_MAGIC, SHARD_FORMAT, 0, len(rows), len(header), table_start, size, *digests)
+def _trailer(header: bytes, table: bytes, table_start: int, size: int) -> bytes:
+    digests, count = map(xxhash.xxh3_128_digest, (header, table)), len(table) // TABLE_ROW.itemsize
+    body = _TRAILER.pack(_MAGIC, SHARD_FORMAT, 0, count, len(header), table_start, size, *digests)
     return body + xxhash.xxh3_128_digest(body)
 
 
@@ -304,7 +306,7 @@ def _read_table(disk: Disk, fd: int, path: Path, tail_bytes: int) -> ShardTable:
         table = disk.read_at(fd, count * TABLE_ROW.itemsize, table_start)
     if xxhash.xxh3_128_digest(table) != digest:
         raise damaged("the shard's table is damaged")
-    rows = np.frombuffer(table, TABLE_ROW)
+    rows = _swapped(np.frombuffer(table, TABLE_ROW))
     if not _tiles(rows, data_start, table_start):
         raise damaged("the shard's table is inconsistent")
     return ShardTable(path.name, size, data_start, table_start, header_digest, rows)
@@ -319,31 +321,3 @@ def _tiles(rows: npt.NDArray[Any], start: int, end: int) -> bool:
     """Say whether the rows cover the data from start to end without gap or overlap."""
     edges = np.append(rows["offset"], np.uint64(end))
     return bool(edges[0] == start and np.all(edges[1:] - edges[:-1] == rows["length"]) and np.all(edges <= end))
-
-
-def _stretches(
-    disk: Disk, fd: int, ends: list[int], also: Callable[[memoryview], object] | None
-) -> Iterator[tuple[bytes, memoryview]]:
-    """Read the file from front to back; yield the digest of each stretch that ends at one of `ends`, and its tail.
-
-    The tail is the part of the stretch that is in the buffer; it is valid until the next item is drawn.
-    """
-    buffer = bytearray(_CHUNK_BYTES)
-    view = memoryview(buffer)
-    hasher = xxhash.xxh3_128()
-    start = stop = 0  # of the file's bytes that are in the buffer
-    position = 0
-    for end in ends:
-        first = position
-        while position < end:
-            if position == stop:
-                start, stop = stop, stop + disk.read_into(fd, buffer, stop)
-                if start == stop:
-                    return
-                if also:
-                    also(view[: stop - start])
-            upto = min(end, stop)
-            hasher.update(view[position - start : upto - start])
-            position = upto
-        yield hasher.digest(), view[max(first, start) - start : position - start]
-        hasher.reset()

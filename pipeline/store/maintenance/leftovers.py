@@ -1,20 +1,17 @@
-"""The files of a cache that hold no records: leftovers that may be cleaned, foreign files, and who uses the cache.
+"""The files of a cache that hold no records: leftovers that may be cleaned, foreign files, and links that are refused.
 
 Only a file named by our patterns, in a folder that we make, counts as ours; links are neither followed nor removed.
 """
 
 from __future__ import annotations
 
-import getpass
-import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from pipeline.command_line import Command, quoted
-from pipeline.errors import CacheFull, CacheUnusable
-from pipeline.keys import content_digest
+from pipeline.errors import CacheUnusable
 from pipeline.store.format.cache_layout import (
     BESIDE,
     EXPORT,
@@ -28,17 +25,15 @@ from pipeline.store.format.cache_layout import (
     USERS,
     KindLayout,
 )
-from pipeline.store.format.disk import publish_file, remove
-from pipeline.store.key_lists import WANTED_NAME
 from pipeline.store.maintenance.damage_report import last_report, repair_of
-from pipeline.store.maintenance.sweep import youngest
+from pipeline.store.maintenance.shard_plans import youngest
+from pipeline.store.users import USER_NAME, WANTED_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from pipeline.store.cache_folder import CacheFolder
-    from pipeline.store.format.disk import Disk
 
 
 class Left(StrEnum):
@@ -123,80 +118,6 @@ def _places(cache: CacheFolder) -> Iterator[tuple[Path, str, Mapping[re.Pattern[
 
 def _named(*names: str) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, names)))
-
-
-FORMAT = 1
-SUFFIX = ".json"
-USER_NAME = re.compile(r"[0-9a-f]{32}\.json")
-_MOST_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class User:
-    """A configuration that uses a cache, and the recipes of the records that it needs."""
-
-    config: str  # the file
-    runs: str  # the folder
-    tags: frozenset[tuple[str, str]]  # kind, and the beginning of its keys, in hex
-    last: float = 0.0  # seconds since 1970
-    who: str = ""
-
-    @property
-    def name(self) -> str:
-        """The name of its file."""
-        text = json.dumps([self.config, self.runs, sorted(self.tags)])
-        return content_digest(text.encode()).hex() + SUFFIX
-
-    def to_json(self) -> dict[str, object]:
-        return asdict(self) | {"tags": sorted(self.tags)}
-
-
-def register(disk: Disk, root: Path, user: User) -> bool:
-    """Note in a cache that a configuration uses it; return whether the cache could be written."""
-    try:
-        publish_file(disk, root / USERS / user.name, json.dumps({"user": FORMAT, **user.to_json()}).encode())
-    except (CacheUnusable, CacheFull):
-        return False
-    return True
-
-
-def registered(disk: Disk, root: Path) -> tuple[list[User], list[str]]:
-    """Return the known users of a cache, sorted, and the names of user files that cannot be read."""
-    users, unreadable = [], []
-    for name in sorted(disk.list_folder(root / USERS)):
-        if USER_NAME.fullmatch(name):
-            try:
-                users.append(_read(disk, root / USERS / name))
-            except FileNotFoundError:  # it was forgotten meanwhile
-                continue
-            except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                unreadable.append(name)
-    return sorted(users, key=lambda user: (user.config, user.last)), unreadable
-
-
-def forget(disk: Disk, root: Path, users: Iterable[User]) -> None:
-    """Take users off the list."""
-    for user in users:
-        remove(disk, root / USERS / user.name)
-
-
-def who_am_i() -> str:
-    """Return this user's login name; empty in containers that know none."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError, ImportError):
-        return ""
-
-
-def _read(disk: Disk, path: Path) -> User:
-    content = json.loads(disk.read_start(path, _MOST_BYTES))
-    if content.pop("user") != FORMAT:
-        raise ValueError("written by another version")
-    known = {name: content[name] for name in ("config", "runs", "last", "who")}
-    user = User(tags=frozenset((str(kind), str(tag)) for kind, tag in content["tags"]), **known)
-    if user.name != path.name:
-        raise ValueError("damaged: its name does not match its checksum")
-    return user
 
 
 SHOWN = 20

@@ -14,12 +14,11 @@ import pytest
 
 from pipeline.config.load import read_config
 from pipeline.project.project import Project
+from pipeline.runs.audit.item_index import KeyedLines
 from pipeline.runs.audit.meaning import Semantic, in_sample
 from pipeline.store.cache_folder import CacheFolder
-from pipeline.store.key_lists import KeyedLines
 from pipeline.store.maintenance.damage_report import Checked, DamageFinding, Fault, read_report
-from pipeline.store.maintenance.scrub import Subset
-from pipeline.store.maintenance.shard_repair import repair_cache
+from pipeline.store.maintenance.shard_plans import Subset, repair
 from tests.testkit import project as kit
 from tests.testkit.once import Shelf
 from tests.testkit.project import EMBED, copied, make_project, write_weights
@@ -262,7 +261,7 @@ def test_repair_puts_aside_what_means_nothing_and_the_next_run_makes_it_anew(pro
     report = read_report(Path(told["list"]))
     assert [one.key for one in report.findings()] == [key.hex()]
     cache = CacheFolder(project / "cache")
-    repair_cache(cache, report)
+    repair(cache, report)
     store = CacheFolder(project / "cache").kind("graph")
     assert store.missing([key]) == [key]
     assert len(list(store.keys())) == ITEMS - 1

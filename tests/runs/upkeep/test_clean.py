@@ -22,8 +22,8 @@ from pipeline.runs.engine.lifecycle import new_run
 from pipeline.runs.upkeep import retention
 from pipeline.runs.upkeep.clean_cache import carry_out, foresee_cleaning
 from pipeline.store.format.disk import Disk
-from pipeline.store.maintenance.leftovers import User, register, registered
-from pipeline.store.maintenance.sweep import Fate
+from pipeline.store.maintenance.shard_plans import Fate
+from pipeline.store.users import User, register, registered
 from tests.runs.upkeep.cached import ITEMS, Copy, write_manifest
 from tests.runs.upkeep.cached import copy as copy
 

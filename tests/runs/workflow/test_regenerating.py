@@ -17,9 +17,9 @@ from pipeline.project.restriction import EVERYTHING, Keys, Only, only_of, read_l
 from pipeline.runs.engine.lifecycle import new_run, refuse_double
 from pipeline.runs.workflow import table
 from pipeline.store.cache_folder import CacheFolder
-from pipeline.store.key_lists import sorted_pairs
-from pipeline.store.maintenance import shard_repair as repairs
 from pipeline.store.maintenance.damage_report import DamageFinding, Fault
+from pipeline.store.maintenance.shard_plans import repair
+from pipeline.store.users import sorted_keys
 from tests.store.content import key_of, put
 from tests.testkit import caches
 from tests.testkit.caches import Cached
@@ -53,7 +53,7 @@ class TestContent:
                 rng.choice((caches.flip, caches.cut, caches.remove))(path, rng)
         assert cached.submits("validate").code == 4
         report = cached.report()
-        repaired = repairs.repair_cache(cached.cache, report)
+        repaired = repair(cached.cache, report)
         assert repaired.missing is not None
         kept = cached.records()
         gone = {kind: before[kind].keys() - kept.get(kind, {}).keys() for kind in before}
@@ -219,7 +219,7 @@ class TestList:
 
     @given(st.sets(st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES), max_size=40), st.binary(min_size=16, max_size=16))
     def test_keys_are_a_sorted_set(self, names, other):
-        keys = Keys(sorted_pairs(b"".join(names)).astype(">u8").tobytes())
+        keys = Keys(sorted_keys(b"".join(names)).tobytes())
         assert list(keys) == sorted(names)
         assert all(name in keys for name in names)
         assert (other in keys) == (other in names)

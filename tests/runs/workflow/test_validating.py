@@ -21,8 +21,8 @@ from pipeline.runs.workflow.validate_stage import MEM_BYTES, Validated, Validate
 from pipeline.stage_names import StageName
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import REPORT_NAME
-from pipeline.store.maintenance import scrub
 from pipeline.store.maintenance.damage_report import Fault, Summary, last_report, read_report
+from pipeline.store.maintenance.shard_plans import check
 from tests.store.content import put
 from tests.testkit.caches import Cached
 from tests.testkit.project import DATA, write_config
@@ -97,7 +97,7 @@ def at_once(cache: CacheFolder) -> tuple[Summary, set[str]]:
     """Return what a validation in one go finds."""
     summary, findings = Summary("full"), set[str]()
     for kind in cache.kinds():
-        for checked in scrub.full(cache.kind(kind)):
+        for checked in check(cache.kind(kind)):
             summary.take(checked)
             findings |= {json.dumps(one.to_json()) for one in checked.findings}
     return summary, findings

@@ -122,9 +122,9 @@ class CountingDisk(Disk):
         self.reads[self.names[fd]] += 1
         return super().read_at(fd, length, offset)
 
-    def read_into(self, fd: int, buffer: bytearray, offset: int) -> int:
+    def fill(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self.reads[self.names[fd]] += 1
-        return super().read_into(fd, buffer, offset)
+        return super().fill(fd, buffers, offset)
 
 
 class BadSectorDisk(CountingDisk):
@@ -142,9 +142,9 @@ class BadSectorDisk(CountingDisk):
         self._refuse(fd, length, offset)
         return super().read_at(fd, length, offset)
 
-    def read_into(self, fd: int, buffer: bytearray, offset: int) -> int:
-        self._refuse(fd, len(buffer), offset)
-        return super().read_into(fd, buffer, offset)
+    def fill(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._refuse(fd, sum(map(len, buffers)), offset)
+        return super().fill(fd, buffers, offset)
 
 
 class MeddlingDisk(Disk):

@@ -8,12 +8,10 @@ import pytest
 
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
-from pipeline.store.key_lists import sorted_pairs
-from pipeline.store.maintenance.rewrite import compact_shards, plan_compaction
-from pipeline.store.maintenance.scrub import WHOLE, full, quick
-from pipeline.store.maintenance.shard_repair import repair_cache
-from pipeline.store.maintenance.sweep import Live, mark, sweep
+from pipeline.store.maintenance import shard_plans
+from pipeline.store.maintenance.shard_plans import Fate, Live, apply, check, mark, plan_compaction
 from pipeline.store.shard_index import indexed
+from pipeline.store.users import sorted_keys
 from tests.store.content import is_right, key_of
 from tests.store.faulty_disks import HidingDisk
 from tests.store.maintenance.damage import MeddlingDisk, fill, flip, listed, record_place
@@ -23,18 +21,19 @@ NEEDLESS = range(100, 105)
 
 
 def compact(cache, settle_s):
-    store = cache.kind("scan")
-    compact_shards([(store, plan_compaction(store))], settle_s=settle_s)
+    list(apply(plan_compaction(cache.kind("scan")).small, settle_s=settle_s))
 
 
 def clean(cache, settle_s):
     store = cache.kind("scan")
-    live = Live(pairs=sorted_pairs(b"".join([*KEYS, key_of(50)])))
-    list(sweep(store, mark(store, live, 1e12), live, settle_s=settle_s))
+    live = Live(keys=sorted_keys(b"".join([*KEYS, key_of(50)])))
+    marked = mark(store, live, 1e12)
+    for fate in (Fate.GOES, Fate.REWRITTEN):
+        list(apply(marked.of(fate), settle_s=settle_s))
 
 
 def repair(cache, settle_s):
-    repair_cache(cache, settle_s=settle_s)
+    shard_plans.repair(cache, settle_s=settle_s)
 
 
 @pytest.fixture(params=[repair, compact, clean], ids=lambda verb: verb.__name__)
@@ -54,7 +53,7 @@ def reads_all(reader):
 
 def finds_no_damage(cache):
     store = CacheFolder(cache.root).kind("scan")
-    return not any(one.findings for look in (quick, full) for one in look(store, WHOLE))
+    return not any(one.findings for quick in (True, False) for one in check(store, quick=quick))
 
 
 def test_who_knew_where_records_were_finds_them_again(cache, store, tidy):

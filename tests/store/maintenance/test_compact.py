@@ -7,9 +7,8 @@ import pytest
 
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.shard import read_table, row_keys
-from pipeline.store.maintenance import scrub
-from pipeline.store.maintenance.rewrite import compact_shards, plan_compaction
-from pipeline.store.snapshot import IndexState
+from pipeline.store.maintenance.shard_plans import Fate, apply, check, plan_compaction
+from pipeline.store.shard_index import IndexState
 from tests.store.content import is_right, key_of
 from tests.store.maintenance.damage import MeddlingDisk, fill, flip, listed, overwrite, record_place
 
@@ -25,7 +24,7 @@ def store(cache):
 
 def compacted(store, todo=None, *, settle_s=0, **options):
     todo = todo or plan_compaction(store, **options)
-    compact_shards([(store, todo)], settle_s=settle_s, **options)
+    list(apply(todo.small, settle_s=settle_s, **options))
     return todo
 
 
@@ -40,7 +39,7 @@ def keys_in(store, name):
 
 
 def wrong(root):
-    return [one for checked in scrub.full(CacheFolder(root).kind("scan")) for one in checked.findings]
+    return [one for checked in check(CacheFolder(root).kind("scan")) for one in checked.findings]
 
 
 def test_small_shards_become_one_in_the_order_in_which_they_were_written(cache, store):
@@ -50,7 +49,7 @@ def test_small_shards_become_one_in_the_order_in_which_they_were_written(cache, 
     assert listed(store) == before  # planning changes nothing
     keys = [key for name in before for key in keys_in(store, name)]
     told = compacted(store)
-    assert (told.shards, told.gone, told.after) == (40, 40, 1)
+    assert (told.shards, len(told.of(Fate.REWRITTEN)), told.after) == (40, 40, 1)
     assert all_right(cache.root)
     assert wrong(cache.root) == []
     assert CacheFolder(cache.root).kind("scan").stat().index is IndexState.CURRENT
@@ -82,17 +81,18 @@ def test_large_shards_are_left_alone(cache):
     (large,) = listed(store)
     fill(store, [1], [2])
     told = compacted(store, shard_bytes=8_000)
-    assert told.gone == 2
+    assert len(told.of(Fate.REWRITTEN)) == 2
     assert large in listed(store)
 
 
 def test_new_shards_are_no_larger_than_asked_for_and_damaged_ones_are_left_to_repair(cache, store):
-    bad = listed(store)[3:5]
-    for name, place in zip(bad, (20, store.layout.shard(bad[1]).stat().st_size - 1), strict=True):  # header and end
+    header, bad = listed(store)[3:5]
+    for name, place in ((header, 20), (bad, store.layout.shard(bad).stat().st_size - 1)):
         flip(store.layout.shard(name), place)
     compacted(store, shard_bytes=4_000)
-    assert set(bad) < set(listed(store))
-    names = set(listed(store)) - set(bad)
+    assert header not in listed(store)  # whose records are intact
+    assert bad in listed(store)
+    names = set(listed(store)) - {bad}
     sizes = [int(read_table(store.disk, store.layout.shard(name)).rows["length"].sum()) for name in names]
     assert 1 < len(sizes) < 38
     assert max(sizes) <= 4_000
@@ -113,7 +113,7 @@ def test_of_a_damaged_and_a_whole_copy_the_whole_one_is_kept(cache, at):
     damaged = sorted(fill(store, [0, 1], [0, 1]))[at]
     flip(store.layout.shard(damaged), record_place(store, damaged, 0)[0])
     told = compacted(store)
-    assert told.damaged == [damaged][at:]  # one whose records are all safe already may go
+    assert told.of(Fate.LEFT) == [damaged][at:]  # one whose records are all safe already may go
     assert all_right(cache.root, [0, 1])
 
 
@@ -121,7 +121,7 @@ def test_shards_that_another_process_took_meanwhile_are_not_called_damaged(cache
     told = plan_compaction(store)
     compacted(CacheFolder(cache.root).kind("scan"))
     told = compacted(store, told)
-    assert (told.damaged, told.gone, len(told.taken)) == ([], 0, 40)
+    assert len(told.of(Fate.GONE)) == 40
     assert all_right(cache.root)
 
 
@@ -146,7 +146,7 @@ def test_a_shard_that_goes_bad_while_it_is_copied_stays(cache, store):
     content = path.read_bytes()
     place = read_table(store.disk, path).data_start
     disk = MeddlingDisk("write_at", lambda: flip(path, place))
-    told = compacted(CacheFolder(cache.root, disk).kind("scan"), plan_compaction(store), settle_s=0)
-    assert told.damaged == [name]
+    told = compacted(CacheFolder(cache.root, disk).kind("scan"))
+    assert told.of(Fate.LEFT) == [name]
     overwrite(path, content)
     assert all_right(cache.root)

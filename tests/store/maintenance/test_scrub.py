@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,8 @@ from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
 from pipeline.store.format.record import encode_record
 from pipeline.store.format.shard import TRAILER_BYTES, read_table, row_keys
-from pipeline.store.maintenance import scrub
 from pipeline.store.maintenance.damage_report import Fault
-from pipeline.store.maintenance.scrub import Named, Subset
+from pipeline.store.maintenance.shard_plans import Named, Subset, check
 from tests.store.content import arrays_of, key_of
 from tests.store.faulty_disks import os_error
 from tests.store.maintenance.damage import (
@@ -40,7 +40,7 @@ from tests.store.maintenance.damage import (
     record_place,
 )
 
-LOOKS = {"quick": scrub.quick, "full": scrub.full, "meaning": lambda store: scrub.meaning(store, lambda _: None)}
+LOOKS = {"quick": partial(check, quick=True), "full": check, "meaning": partial(check, judge=lambda _: None)}
 every_look = pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
 
 
@@ -173,7 +173,7 @@ def test_any_damage_anywhere_is_found_and_the_right_records_are_named(blows, ind
         for blow in blows:
             strike([store.layout.shard(name) for name in names], blow)
         assume(not truth.posing())
-        for look in (scrub.full, LOOKS["meaning"]):
+        for look in (check, LOOKS["meaning"]):
             checks = list(look(CacheFolder(root / "cache").kind("scan")))
             wrong = found(checks)
             named = {(shard, bytes.fromhex(key)) for _, shard, key in wrong if key}
@@ -182,7 +182,7 @@ def test_any_damage_anywhere_is_found_and_the_right_records_are_named(blows, ind
             assert whole(checks) == {one[:2] for one in truth.records() if one[0] not in dumb} - named
             assert {shard for _, shard, _ in wrong} == truth.touched()
             assert {shard for fault, shard, _ in wrong if fault is Fault.TABLE} == truth.ends()
-        assert {shard for _, shard, _ in found(scrub.quick(store))} == truth.structural()
+        assert {shard for _, shard, _ in found(check(store, quick=True))} == truth.structural()
     finally:
         shutil.rmtree(root)
 
@@ -190,23 +190,23 @@ def test_any_damage_anywhere_is_found_and_the_right_records_are_named(blows, ind
 def test_a_record_is_lost_only_if_no_other_shard_has_it_whole(store, shards):
     for number in (0, 1):
         flip(store.layout.shard(shards[0]), record_place(store, shards[0], number)[0])
-    lost = {one.key: one.lost for checked in scrub.full(store) for one in checked.findings}
+    lost = {one.key: one.lost for checked in check(store) for one in checked.findings}
     assert lost == {key_of(0).hex(): False, key_of(1).hex(): True}
     assert store.missing([key_of(1)]) == []  # it has not looked since another process made it again
     fill(CacheFolder(store.layout.folder.parent).kind("scan"), [1])
-    assert not any(one.lost for checked in scrub.full(store) for one in checked.findings)
+    assert not any(one.lost for checked in check(store) for one in checked.findings)
 
 
 def test_quick_reads_each_shard_twice_at_most_and_full_reads_every_byte_once(cache, shards, store):
     disk = CountingDisk()
-    checks = list(scrub.full(CacheFolder(cache.root, disk).kind("scan")))
+    checks = list(check(CacheFolder(cache.root, disk).kind("scan")))
     assert found(checks) == []
-    assert {disk.reads[name] for name in shards} == {2}  # its table, and all of it at once
+    assert {disk.reads[name] for name in shards} == {3}  # its table, its header, and all of its records at once
     assert sum(checked.judged for checked in checks) == 17
     flip(store.layout.shard(shards[0]), store.layout.shard(shards[0]).stat().st_size - 1)
     flip(store.layout.shard(shards[1]), 100)
     disk = CountingDisk()
-    checks = list(scrub.quick(CacheFolder(cache.root, disk).kind("scan")))
+    checks = list(check(CacheFolder(cache.root, disk).kind("scan"), quick=True))
     assert {shard for _, shard, _ in found(checks)} == set(shards[:2])
     assert max(disk.reads[name] for name in shards) == 2
 
@@ -300,7 +300,7 @@ def test_bytes_that_are_as_they_were_written_but_no_record_of_their_key_are_dama
     store.disk.make_folder(store.layout.shards)
     good = [encode_record(key_of(number), arrays_of(key_of(number)), {}) for number in (1, 2)]
     name = published(store, good[0], odd(5), good[1])
-    for look in (scrub.full, LOOKS["meaning"]):
+    for look in (check, LOOKS["meaning"]):
         assert found(look(store)) == [(Fault.RECORD, name, key_of(5).hex())]
 
 
@@ -324,7 +324,7 @@ def test_a_bad_sector_beside_flipped_bits_each_gets_its_name(cache, store, shard
     flip(store.layout.shard(shards[0]), record_place(store, shards[0], 1)[0])
     flip(store.layout.shard(shards[0]), 20)
     disk = BadSectorDisk(shards[0], start + 10, end - 10)
-    assert sorted(found(scrub.full(CacheFolder(cache.root, disk).kind("scan")))) == sorted(
+    assert sorted(found(check(CacheFolder(cache.root, disk).kind("scan")))) == sorted(
         [
             (Fault.HEADER, shards[0], ""),
             (Fault.RECORD, shards[0], key_of(1).hex()),
@@ -338,20 +338,18 @@ def test_shards_that_took_each_others_place_are_named_by_the_index(store, shards
     content = one.read_bytes()
     overwrite(one, other.read_bytes())
     overwrite(other, content)
-    assert {(fault, shard) for fault, shard, _ in found(scrub.full(store))} == {
-        (Fault.INDEX, name) for name in shards[:2]
-    }
+    assert {(fault, shard) for fault, shard, _ in found(check(store))} == {(Fault.INDEX, name) for name in shards[:2]}
 
 
 def test_shards_can_be_asked_for_by_parts_which_are_the_whole_and_by_name(store, shards):
     fill(store, *([number] for number in range(100, 130)))
     for of in (1, 2, 7):
-        parts = [list(scrub.full(store, Subset(part, of))) for part in range(1, of + 1)]
+        parts = [list(check(store, Subset(part, of))) for part in range(1, of + 1)]
         names = [checked.shard for part in parts for checked in part if checked.shard]
         assert sorted(names) == listed(store)
         assert sum(not checked.shard for part in parts for checked in part) == 1
     on = []  # each file is told of before it is read
-    for checked in scrub.full(store, Named(frozenset(shards[1:]), with_index=True, on=on.append)):
+    for checked in check(store, Named(frozenset(shards[1:]), with_index=True), on=on.append):
         assert on[-1] == checked.shard
     assert on == [*sorted(shards[1:]), ""]
 
@@ -369,7 +367,7 @@ def test_memory_does_not_grow_with_the_cache(tmp_path):
 import resource, sys
 import numpy as np
 from pathlib import Path
-from pipeline.store.maintenance import scrub
+from pipeline.store.maintenance.shard_plans import check
 from pipeline.store.cache_folder import CacheFolder
 from tests.store.content import key_of
 store = CacheFolder(Path({str(root)!r})).kind("scan")
@@ -383,7 +381,7 @@ if sys.argv[1] == "fill":
     store.write_index()
 else:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert sum(checked.judged for checked in scrub.full(store)) == 60_000
+    assert sum(checked.judged for checked in check(store)) == 60_000
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     run = [sys.executable, "-c", code]

@@ -15,8 +15,8 @@ from pipeline.errors import CacheFull
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import MARKER, STAGED
 from pipeline.store.format.disk import Disk
-from pipeline.store.maintenance.staging import CacheStaging, Unfit, open_scratch
-from pipeline.store.snapshot import IndexState
+from pipeline.store.maintenance.transfer import CacheStaging, Unfit, open_scratch
+from pipeline.store.shard_index import IndexState
 from tests.store.content import is_right, key_of, put
 from tests.store.faulty_disks import FailingDisk
 from tests.store.maintenance.damage import overwrite, spoil

@@ -18,9 +18,9 @@ from pipeline.keys import recipe_tag, tagged_key
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
 from pipeline.store.format.shard import read_table, row_keys
-from pipeline.store.key_lists import sorted_pairs
 from pipeline.store.maintenance.leftovers import Left, find_leftovers, refuse_links
-from pipeline.store.maintenance.sweep import Fate, Live, mark, sweep
+from pipeline.store.maintenance.shard_plans import Fate, Live, apply, mark
+from pipeline.store.users import sorted_keys
 from tests.store.content import is_right, is_undamaged, key_of, put
 from tests.store.faulty_disks import FailingDisk
 from tests.store.maintenance.damage import flip
@@ -31,7 +31,7 @@ HOUR_S = 3600
 
 
 def live_of(numbers):
-    return Live(pairs=sorted_pairs(b"".join(map(key_of, numbers))))
+    return Live(keys=sorted_keys(b"".join(map(key_of, numbers))))
 
 
 def write_shards(store, shards):
@@ -43,8 +43,13 @@ def write_shards(store, shards):
             store.write_index()
 
 
+def sweep(marked, **options):
+    for fate in (Fate.GOES, Fate.REWRITTEN):
+        yield from apply(marked.of(fate), **options)
+
+
 def clean(store, live, before=LATER):
-    return list(sweep(store, mark(store, live, before), live))
+    return list(sweep(mark(store, live, before)))
 
 
 def files_of(store):
@@ -73,7 +78,7 @@ def test_a_sweep_leaves_what_is_live_and_of_the_dead_only_what_is_not_worth_a_re
         before = {
             name: set(row_keys(read_table(store.disk, store.layout.shard(name)).rows)) for name in files_of(store)
         }
-        list(sweep(store, marked, live_of(live)))
+        list(sweep(marked))
         again = CacheFolder(root).kind("scan")
         assert is_whole(root, there & live)
         kept = {key_of(number) for number in there & live} | {key for name in sparse for key in before[name]}
@@ -98,7 +103,7 @@ def test_records_of_a_recipe_that_stays_are_known_by_their_tag(tmp_path):
     assert marked.tags[tags[0]][0] == 4
     assert marked.tags[tags[1]] == (0, 0)
     assert marked.left == {tags[0]: 0, tags[1]: 4}
-    list(sweep(store, marked, live))
+    list(sweep(marked))
     assert set(store.keys()) == set(keys["many"])
 
 
@@ -121,7 +126,7 @@ def test_a_shard_is_as_young_as_the_later_of_its_name_and_its_file_say(tmp_path)
         marked = mark(store, Live(), time.time() - HOUR_S)
         assert [one.fate for one in marked.shards] == [Fate.YOUNG]
         assert marked.freed_bytes == 0
-        assert list(sweep(store, marked, Live())) == []
+        assert list(sweep(marked)) == []
         assert is_whole(cache, [1, 2])
     store = CacheFolder(cache, Aged(0.0)).kind("scan")
     (path,) = store.layout.shards.iterdir()
@@ -132,8 +137,10 @@ def test_a_shard_is_as_young_as_the_later_of_its_name_and_its_file_say(tmp_path)
 def test_what_became_needed_since_it_was_marked_stays(tmp_path):
     store = CacheFolder(tmp_path / "cache").kind("scan")
     write_shards(store, [[1, 2], [3]])
-    marked = mark(store, live_of([]), LATER)
-    gone = list(sweep(store, marked, live_of([1])))
+    marked = mark(store, live_of([9]), LATER)
+    for plan in marked.shards:
+        plan.keep = live_of([1]).holds
+    gone = list(sweep(marked))
     assert [bool(one.stays) for one in gone].count(True) == 1
     assert is_whole(tmp_path / "cache", [1])
 
@@ -149,10 +156,10 @@ def test_what_was_not_removed_when_a_check_fails_is_kept(tmp_path):
             raise ValueError("somebody comes")
 
     with pytest.raises(ValueError, match="somebody comes"):
-        list(sweep(store, mark(store, live, LATER), live, check=check))
+        list(sweep(mark(store, live, LATER), check=check))
     assert len(files_of(store)) == 2
     assert finds_no_damage(CacheFolder(tmp_path / "cache"))
-    assert sum(1 for _ in sweep(store, mark(store, live, LATER), live, check=check)) == 2
+    assert sum(1 for _ in sweep(mark(store, live, LATER), check=check)) == 2
 
 
 class Full(Disk):
@@ -173,7 +180,8 @@ def test_a_full_disk_can_be_cleaned(tmp_path):
     live = live_of([3])
     marked = mark(store, live, LATER)
     (doomed,) = (store.layout.shard(one.shard) for one in marked.of(Fate.GOES))
-    assert len(list(sweep(CacheFolder(tmp_path / "cache", Full(doomed)).kind("scan"), marked, live))) == 1
+    marked = mark(CacheFolder(tmp_path / "cache", Full(doomed)).kind("scan"), live, LATER)
+    assert len(list(sweep(marked))) == 1
     assert is_whole(tmp_path / "cache", [3])
     assert finds_no_damage(CacheFolder(tmp_path / "cache"))
 
@@ -192,7 +200,7 @@ def test_what_is_damaged_is_left_to_repair_unless_nothing_stays(tmp_path):
     assert {name, place.shard} < set(files_of(store))  # and one that holds what was whole
     assert is_whole(root, [10])
     store = CacheFolder(root).kind("scan")
-    store.rebuild_index()
+    store.write_index(believe_index=False)
     assert [shard for shard, _ in mark(store, live_of([99]), LATER).damaged] == [name]
     clean(CacheFolder(root).kind("scan"), Live())
     assert files_of(store) == []
@@ -264,4 +272,4 @@ def test_marking_reads_no_shard_and_swept_space_is_what_was_said(tmp_path):
     marked = mark(counted, live, LATER)
     assert disk.taken["open_read"] == 1  # the index
     said = {one.shard: one.freed_bytes for one in marked.shards}
-    assert {one.shard: one.bytes for one in sweep(counted, marked, live)} == said
+    assert {one.shard: one.freed_bytes for one in sweep(marked)} == said

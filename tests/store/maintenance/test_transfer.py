@@ -15,9 +15,9 @@ from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import EXPORT, MANIFEST
 from pipeline.store.format.disk import Disk
 from pipeline.store.format.shard import read_table
-from pipeline.store.maintenance.rewrite import compact_shards, plan_compaction
+from pipeline.store.maintenance.shard_plans import apply, plan_compaction
 from pipeline.store.maintenance.transfer import export_cache, take_in
-from pipeline.store.snapshot import IndexState
+from pipeline.store.shard_index import IndexState
 from tests.store.content import is_right, key_of, put
 from tests.store.faulty_disks import os_error
 from tests.store.maintenance.damage import flip, overwrite
@@ -178,7 +178,7 @@ def test_a_copy_in_the_export_outlives_damage_and_loss_of_its_source(cache, fold
 def test_an_export_after_a_compaction_holds_each_record_once(cache, folder, other):
     export_cache(cache, folder)
     store = CacheFolder(cache.root).kind("scan")
-    compact_shards([(store, plan_compaction(store))], settle_s=0)
+    list(apply(plan_compaction(store).small))
     moved = export_cache(cache, folder)
     assert (moved.refused, moved.dropped > 1) == ([], True)
     assert [path.name for path in shards(folder)] == [path.name for path in shards(cache.root)]

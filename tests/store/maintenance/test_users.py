@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 
-from pipeline.store.key_lists import recall, remember_keys, sorted_pairs
-from pipeline.store.maintenance.leftovers import User, forget, register, registered
+from pipeline.store.users import User, forget, recall, register, registered, remember_keys, sorted_keys
 from tests.store.content import key_of
 from tests.store.faulty_disks import FailingDisk
 from tests.store.maintenance.damage import overwrite
@@ -40,7 +39,7 @@ def test_a_cache_that_cannot_be_written_keeps_no_list_and_that_is_no_failure(cac
 def test_what_is_wanted_is_recalled_for_the_same_question_alone(cache):
     assert remember_keys(cache.disk, cache.root, "graph", {"neighbours": 5}, KEYS)
     found = recall(cache.disk, cache.root, "graph", {"neighbours": 5})
-    assert found.pairs.tolist() == sorted_pairs(KEYS).tolist()
+    assert found.keys.tolist() == sorted_keys(KEYS).tolist()
     assert found.at > 0
     assert recall(cache.disk, cache.root, "graph", {"neighbours": 6}) is None
     assert recall(cache.disk, cache.root, "scan", {"neighbours": 5}) is None

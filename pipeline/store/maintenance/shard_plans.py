@@ -1,0 +1,872 @@
+"""One maintenance plan for every verb: `check` judges shards, plans say what becomes of each, and `apply` does it.
+
+Repairing, cleaning and compacting all copy chosen records to new shards and retire the old ones: never in place, and in
+this order. The records are published; a repair publishes its list of lost records; the index is written without the old
+shards; other hosts get time to see that; the old shards go. A crash at any moment loses nothing, and planning and
+applying again finishes. All of it may run beside readers, writers and itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+import xxhash
+
+from pipeline.errors import CacheDamaged, CacheFull, ConfigError
+from pipeline.store.format.cache_layout import REPORTS, SHARD_NAME, written_at
+from pipeline.store.format.disk import remove, write_refused
+from pipeline.store.format.record import BadRecord, Record
+from pipeline.store.format.shard import (
+    TABLE_ROW,
+    TAIL_BYTES,
+    TRAILER_BYTES,
+    ShardNewer,
+    ShardTable,
+    column_keys,
+    header_fault,
+    key_column,
+    read_record,
+    read_table,
+    row_keys,
+    whole_rows,
+)
+from pipeline.store.maintenance.damage_report import (
+    ALL,
+    FORBIDDEN,
+    FOREIGN,
+    REFUSED,
+    REPAIR,
+    UNREAD,
+    Checked,
+    DamageFinding,
+    DamageReport,
+    Fault,
+    ReportWriter,
+    Summary,
+    refuse_of_another,
+)
+from pipeline.store.shard_index import (
+    GONE,
+    NO_KEYS,
+    NO_ROWS,
+    IndexSummary,
+    are_among,
+    index_rows,
+    indexed,
+    shard_names,
+)
+from pipeline.store.store import DEFAULT_SHARD_BYTES, RecordPlace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from pipeline.store.cache_folder import CacheFolder
+    from pipeline.store.format.disk import Disk
+    from pipeline.store.shard_index import Integers, KeyColumn, Mask, Rows, StoreSnapshot
+    from pipeline.store.store import Store, StoreWriter
+
+# Checking
+
+
+class Wrong(NamedTuple):
+    """What is wrong with the content of an intact record."""
+
+    what: str
+    lost: bool = True  # whether the record must be made again
+
+
+Judge: TypeAlias = Callable[[Record], Wrong | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Subset:
+    """The n-th of t parts of all shards: a shard is always in the same one, whatever else comes and goes."""
+
+    part: int = 1
+    of: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Subset:
+        """Read "2/8"."""
+        part, slash, of = text.partition("/")
+        if slash and part.isdecimal() and of.isdecimal() and 1 <= int(part) <= int(of):
+            return cls(int(part), int(of))
+        what = f"{text!r} is not a valid subset"
+        raise ConfigError(what, where="--subset", remedy="n/t with 1 <= n <= t, such as --subset 1/8")
+
+    def __contains__(self, shard: str) -> bool:
+        return xxhash.xxh3_64_intdigest(shard.encode()) % self.of == self.part - 1
+
+    def __str__(self) -> str:
+        return f"{self.part}/{self.of}"
+
+    @property
+    def with_index(self) -> bool:
+        """Whether the index is judged with these shards: with the first part only."""
+        return self.part == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Some shards by their names, with the index or without."""
+
+    names: frozenset[str]
+    with_index: bool = False
+
+    def __contains__(self, shard: str) -> bool:
+        return shard in self.names
+
+
+WHOLE = Subset()
+
+
+def shards_of(store: Store) -> list[str]:
+    """Return the names of all shards to judge: those in the folder, and those that the index names."""
+    return sorted({*shard_names(store.disk, store.layout), *indexed(store.disk, store.layout)})
+
+
+def check(
+    store: Store,
+    part: Subset | Named = WHOLE,
+    *,
+    quick: bool = False,
+    judge: Judge | None = None,
+    on: Callable[[str], object] = lambda _shard: None,
+) -> Iterator[Checked]:
+    """Judge shards and the index; nothing is changed.
+
+    Every byte is read once, or of each shard only header and table if it is to be `quick`; `judge` judges the content
+    of intact records. A shard that appears meanwhile is not judged, one that was removed meanwhile is not missed.
+    Shards that cannot be judged without the index come last, after the index was read once for all of them. `on` is
+    called with each shard before it is judged, and with an empty name before the index is.
+    """
+    known = _Check(store, IndexSummary.read(store.disk, store.layout), quick, judge)
+    names, later = [name for name in sorted({*shards_of(store), *known.index.shards}) if name in part], list[str]()
+    store.forget()
+    for name in names:
+        on(name)
+        if checked := known.judged(name):
+            yield checked
+        else:
+            later.append(name)
+    store.forget()
+    known.rows = index_rows(store.disk, store.layout, later)
+    for name in later:
+        on(name)
+        if checked := known.judged(name):
+            yield checked
+    if part.with_index or known.odd or known.copied:
+        on("")
+        yield known.judged_index()
+
+
+@dataclass(slots=True)
+class _Check:
+    """What is shared while the shards of a store are judged."""
+
+    store: Store
+    index: IndexSummary
+    quick: bool
+    judge: Judge | None
+    rows: Mapping[str, Rows] | None = None  # of the shards that are judged last, by the index; None: not yet read
+    odd: list[ShardTable] = field(default_factory=list)  # of which the index says something else
+    copied: dict[str, int] = field(default_factory=dict)  # shards that are gone → how many records others have, too
+
+    def judged(self, name: str) -> Checked | None:
+        """Judge a shard; None where that needs the rows of the index."""
+        disk, path = self.store.disk, self.store.layout.shard(name)
+        _, records, _ = self.index.shards.get(name, (0, 0, 0))
+        try:
+            table = read_table(disk, path, max(TAIL_BYTES, records * TABLE_ROW.itemsize + TRAILER_BYTES))
+            header = self._header(path, table)
+            whole, findings = ((), ()) if self.quick else self._judged_rows(name, table.rows)
+        except CacheDamaged as error:
+            return self._by_index(name, error)
+        except OSError as error:
+            return self._unreadable(name, error)
+        if self.index.contradicts(table):
+            self.odd.append(table)
+        around_bytes = table.size_bytes - (table.table_start - table.data_start)
+        read_bytes = around_bytes if self.quick else table.size_bytes
+        listed = tuple(row_keys(table.rows)) if self.quick else ()
+        return Checked(self.store.kind, name, read_bytes, whole, header + findings, listed=listed)
+
+    def judged_index(self) -> Checked:
+        """Judge the index; a fault counts only if it is still there: another process may have replaced the index."""
+        view, kind = self.index, self.store.kind
+        if view.fault or self.odd:
+            view = IndexSummary.read(self.store.disk, self.store.layout)
+        findings = [DamageFinding(kind, Fault.INDEX, view.fault)] if view.fault else []
+        other = "the index and the shard's table disagree"
+        findings += [DamageFinding(kind, Fault.INDEX, other, odd.name) for odd in self.odd if view.contradicts(odd)]
+        for name, copies in self.copied.items():
+            what = f"it lists a removed shard; other files have {copies} of its records"
+            findings.append(DamageFinding(kind, Fault.INDEX, what, name))
+        return Checked(kind, "", view.bytes, (), tuple(findings))
+
+    def _header(self, path: Path, table: ShardTable) -> tuple[DamageFinding, ...]:
+        try:
+            fault = header_fault(self.store.disk, path, table)
+        except OSError as error:
+            if error.errno in GONE:
+                raise
+            fault = f"the header cannot be read: {error.strerror or error}"
+        return (DamageFinding(self.store.kind, Fault.HEADER, fault, path.name),) if fault else ()
+
+    def _judged_rows(self, name: str, rows: Rows) -> tuple[tuple[bytes, ...], tuple[DamageFinding, ...]]:
+        """Judge records; return the keys of the intact ones, and what is wrong with the others."""
+        disk = self.store.disk
+        fd = disk.open_read(self.store.layout.shard(name))
+        try:
+            whole_N = np.zeros(len(rows), bool) if self.judge else whole_rows(disk, fd, rows)
+            whole, findings = row_keys(rows[whole_N]), []
+            doubted = rows[~whole_N]
+            for key, place in zip(row_keys(doubted), doubted[["offset", "length", "digest"]].tolist(), strict=True):
+                if finding := self._judged_record(name, fd, key, *place):
+                    findings.append(finding)
+                else:
+                    whole.append(key)
+        finally:
+            disk.close(fd)
+        return tuple(whole), tuple(findings)
+
+    def _judged_record(self, name: str, fd: int, key: bytes, *place: Any) -> DamageFinding | None:
+        try:
+            _, record = read_record(self.store.disk, fd, key, *place)
+        except OSError as error:
+            return self._damaged(name, key, Fault.UNREADABLE, error.strerror or str(error))
+        except BadRecord as error:
+            return self._damaged(name, key, Fault.RECORD, str(error))
+        wrong = self.judge(record) if self.judge else None
+        return wrong and DamageFinding(self.store.kind, Fault.MEANING, wrong.what, name, key.hex(), wrong.lost)
+
+    def _by_index(self, name: str, error: CacheDamaged) -> Checked | None:
+        """Judge a shard whose own table is damaged by its rows in the index."""
+        kind, what, fault = self.store.kind, error.what, Fault.NEWER if isinstance(error, ShardNewer) else Fault.TABLE
+        if fault is Fault.TABLE and written_at(name) is None and name not in self.index.shards:
+            what, fault = FOREIGN, Fault.FOREIGN
+        about = DamageFinding(kind, fault, what, name)
+        if self.quick or fault is not Fault.TABLE:
+            return Checked(kind, name, TAIL_BYTES, (), (about,))
+        if self.rows is None:
+            return None
+        rows = self.rows.get(name, NO_ROWS)
+        try:
+            whole, findings = self._judged_rows(name, rows)
+        except OSError as refusal:
+            return self._unreadable(name, refusal)
+        return Checked(kind, name, TAIL_BYTES + int(rows["length"].sum()), whole, (about, *findings))
+
+    def _unreadable(self, name: str, error: OSError) -> Checked | None:
+        """Judge a shard that cannot be read, or is not there, by the index of now: it may have been removed since."""
+        if self.rows is None:
+            return None
+        kind, keys = self.store.kind, row_keys(self.rows.get(name, NO_ROWS))
+        if error.errno == errno.ENOENT:
+            missed = [self._damaged(name, key, Fault.GONE, "its shard was purged or deleted") for key in keys]
+            lost = tuple(finding for finding in missed if finding.lost)
+            if len(lost) < len(missed):  # only the index is at fault, for naming the shard
+                self.copied[name] = len(missed) - len(lost)
+            return Checked(kind, name, 0, (), lost)
+        if error.errno in (errno.EACCES, errno.EPERM):  # nothing is lost, for its owner may read it
+            what = FORBIDDEN
+            records = [DamageFinding(kind, Fault.UNREADABLE, what, name, key.hex()) for key in keys]
+        else:
+            what = error.strerror or str(error)
+            records = [self._damaged(name, key, Fault.UNREADABLE, what) for key in keys]
+        return Checked(kind, name, 0, (), (DamageFinding(kind, Fault.UNREADABLE, what, name), *records))
+
+    def _damaged(self, name: str, key: bytes, fault: Fault, what: str) -> DamageFinding:
+        lost = not self.store.is_whole_beside(key, {name})
+        return DamageFinding(self.store.kind, fault, what, name, key.hex(), lost)
+
+
+# Plans
+
+# Room for what safetensors must say of each of thousands of small records; less than 1% of a shard that is full.
+CARRIED_HEADER_BYTES = 2 << 20
+BATCH_BYTES = 8 << 30  # of records are copied before the old shards go: so much room is needed for a while
+WORTHWHILE = 1 / 3  # of a shard that must be dead before the rest is written again
+ENOUGH_RECORDS = 200  # a shard of so many is not small, whatever its size
+SHARD_GONE = "the shard was purged or deleted"
+OUT_OF_DATE = "the index lists shards that are being removed"
+
+
+class Fate(StrEnum):
+    """What becomes of a shard, or of the index."""
+
+    GOES = "goes"
+    REWRITTEN = "rewritten"  # the kept records are copied, then it goes
+    QUARANTINED = "quarantined"  # the kept records are copied, then it is moved aside
+    YOUNG = "young"  # not before its grace period is over
+    SPARSE = "sparse"  # too few records are dead to be worth it
+    FOREIGN = "foreign"  # it is not named or made as we do
+    LEFT = "left"  # `stays` says why
+    GONE = "gone"  # it is not there any more
+    INDEXED = "indexed"  # the index is written again
+
+
+RETIRED = frozenset({Fate.GOES, Fate.REWRITTEN, Fate.QUARANTINED})
+CLEANED = (Fate.GOES, Fate.REWRITTEN, Fate.YOUNG, Fate.SPARSE, Fate.FOREIGN)  # what cleaning decides
+
+
+@dataclass(slots=True, eq=False)
+class ShardPlan:
+    """What is to become of one shard, or of the index (whose name is empty); `apply` notes what became of it."""
+
+    store: Store
+    shard: str
+    fate: Fate
+    why: str = ""
+    stays: str = ""  # why it is left alone
+    keep: Callable[[KeyColumn], Mask] = lambda keys: np.ones(len(keys), bool)  # which of its records are needed
+    kept: int = 0  # records, to be copied
+    kept_bytes: int = 0
+    dead: int = 0
+    dead_bytes: int = 0
+    size_bytes: int = 0
+    lost: tuple[DamageFinding, ...] = ()  # records of which no whole copy is left
+    unknown: bool = False  # nobody knows what it held
+    twice: frozenset[bytes] = frozenset()  # keys of which one copy is enough
+    odd: frozenset[str] = frozenset()  # shards of which the index says something else
+
+    @property
+    def path(self) -> Path:
+        return self.store.layout.shard(self.shard)
+
+    @property
+    def freed_bytes(self) -> int:
+        return {Fate.GOES: self.size_bytes, Fate.REWRITTEN: self.dead_bytes}.get(self.fate, 0)
+
+    def leave(self, stays: str) -> None:
+        """Leave it alone, unless another process has removed it."""
+        self.fate, self.stays = Fate.LEFT, stays
+        if not self.store.disk.exists(self.path):
+            self.fate = Fate.GONE
+
+
+def apply(
+    plans: Iterable[ShardPlan],
+    *,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    batch_bytes: float = BATCH_BYTES,
+    settle_s: float = 0.0,
+    waits: Callable[[], object] = lambda: None,
+    check: Callable[[], object] = lambda: None,
+    safe: Callable[[Sequence[ShardPlan]], object] = lambda _plans: None,
+) -> Iterator[ShardPlan]:
+    """Carry out plans, which come kind by kind, and yield each once it is done.
+
+    No index names a shard any more when it goes; other hosts have `settle_s` to see that, and the new shards: once for
+    a batch of `batch_bytes`; `waits` is called before. `safe` is called with a batch once its records are safe, and
+    before anything goes; `check` before each removal. Both may raise.
+    """
+    batch, copied_bytes = list[ShardPlan](), 0
+    for store, of_kind in groupby(plans, key=lambda plan: plan.store):
+        held = set[bytes]()  # copied, of those of which one copy is enough
+        with store.writer(shard_bytes=shard_bytes, header_bytes=CARRIED_HEADER_BYTES) as writer:
+            for plan in of_kind:
+                if plan.fate in RETIRED:
+                    _carry(plan, writer, held)
+                batch.append(plan)
+                copied_bytes += plan.kept_bytes
+                if copied_bytes >= batch_bytes:
+                    writer.flush()
+                    safe(batch)
+                    yield from _retire(batch, settle_s, waits, check)
+                    batch, copied_bytes = [], 0
+    safe(batch)
+    yield from _retire(batch, settle_s, waits, check)
+
+
+def _carry(plan: ShardPlan, writer: StoreWriter, held: set[bytes]) -> None:
+    """Copy the needed records of one shard, verified; note where it has to stay after all."""
+    store, rows = plan.store, _rows_to_keep(plan)
+    if rows is None or plan.fate is Fate.GOES:
+        return
+    planned, plan.kept, plan.kept_bytes, refused = plan.kept, 0, 0, list[bytes]()
+    places = rows[["offset", "length", "digest"]].tolist()
+    for key, (offset, length, digest) in zip(row_keys(rows), places, strict=True):
+        if key in held:
+            plan.dead += 1
+            continue
+        record = store.whole_at(key, RecordPlace(plan.shard, offset, length, digest, store.own_layer))
+        if record is None:
+            refused.append(key)
+            continue
+        writer.put(key, record.arrays, record.meta, bfloat16=record.bfloat16)
+        plan.kept, plan.kept_bytes = plan.kept + 1, plan.kept_bytes + length
+        if key in plan.twice:
+            held.add(key)
+    is_repair = plan.fate is Fate.QUARANTINED
+    if refused or (is_repair and len(rows) < planned):
+        plan.leave(UNREAD if is_repair else f"{len(refused)} of its records are damaged")
+    if is_repair and plan.fate is Fate.GONE:
+        went = (
+            DamageFinding(store.kind, Fault.RECORD, SHARD_GONE, plan.shard, key.hex(), lost=True) for key in refused
+        )
+        plan.lost, plan.stays = (*plan.lost, *went), ""
+
+
+def _rows_to_keep(plan: ShardPlan) -> Rows | None:
+    """Return the needed rows of a shard, by its own table; None where it has to stay, which is noted."""
+    if why := why_kept(plan.store.disk, plan.path):
+        plan.leave(why)
+        return None
+    if plan.unknown:
+        return NO_ROWS
+    rows = _known_rows(plan.store, plan.shard, by_index=plan.fate is Fate.QUARANTINED)
+    if isinstance(rows, str):
+        plan.leave(rows)
+        return None
+    rows = rows[plan.keep(rows["key"])]
+    if plan.fate is Fate.GOES and len(rows):
+        plan.leave("is needed again")
+    return rows
+
+
+def _known_rows(store: Store, shard: str, *, by_index: bool = True) -> Rows | str:
+    """Return the rows of a shard, by its own table, else perhaps by the index; or why there are none."""
+    try:
+        return read_table(store.disk, store.layout.shard(shard)).rows
+    except (CacheDamaged, OSError) as error:
+        why = error.what if isinstance(error, CacheDamaged) else error.strerror or str(error)
+    return index_rows(store.disk, store.layout, {shard}).get(shard, why) if by_index else why
+
+
+def _retire(
+    batch: Sequence[ShardPlan], settle_s: float, waits: Callable[[], object], check: Callable[[], object]
+) -> Iterator[ShardPlan]:
+    """Remove shards for good, after no index names them any more and other hosts could see that."""
+    changed = {plan.store: set[str]() for plan in batch if plan.fate in RETIRED or plan.fate is Fate.INDEXED}
+    full: set[Store] = set()
+    for store, going in changed.items():
+        going.update(plan.shard for plan in batch if plan.store is store and plan.fate in RETIRED)
+        try:
+            for plan in batch:
+                if plan.store is store and plan.odd:  # their own tables replace their rows
+                    store.write_index(without=plan.odd)
+            store.write_index(without=going)
+        except CacheFull:  # what goes makes room
+            if not going:
+                raise
+            full.add(store)
+    if any(changed.values()):
+        if settle_s:
+            waits()
+        batch[0].store.disk.wait(settle_s)
+    for plan in batch:
+        if plan.fate in RETIRED:
+            check()
+            _quarantine(plan) if plan.fate is Fate.QUARANTINED else remove(plan.store.disk, plan.path)
+        yield plan
+    for store, going in changed.items():
+        store.forget(going)
+        if store in full or not going.isdisjoint(indexed(store.disk, store.layout)):  # another process wrote it since
+            store.write_index()
+
+
+def _quarantine(plan: ShardPlan) -> None:
+    """Move a shard to the quarantine, durably; another repair may have done so."""
+    disk, layout = plan.store.disk, plan.store.layout
+    try:
+        disk.make_folder(layout.quarantine)
+        disk.rename(plan.path, layout.quarantine / plan.shard)
+        disk.fsync_folder(layout.quarantine)
+        disk.fsync_folder(layout.shards)
+    except OSError as error:
+        if error.errno not in GONE:
+            raise write_refused(disk, plan.path, error) from error
+
+
+def why_kept(disk: Disk, path: Path) -> str:
+    """Say whose a file is that this user may not remove, or why that is not known; empty where it may."""
+    try:
+        keeper = disk.keeper(path)
+    except FileNotFoundError:  # gone already
+        return ""
+    except OSError as error:
+        return error.strerror or str(error)
+    return f"it is {keeper}'s: only its owner may remove it" if keeper else ""
+
+
+# Repairing: intact records of damaged shards are copied, even if another shard has them, which may be on its way out.
+
+
+@dataclass(slots=True)
+class Repaired:
+    """The totals of a repair, or of its plan."""
+
+    quarantined: int = 0  # shards
+    salvaged: int = 0  # records
+    salvaged_bytes: int = 0
+    lost: int = 0  # records
+    unknown: int = 0  # shards of which nobody knows what they held
+    stay: int = 0  # shards about which nothing is done
+    indexes: int = 0  # that are made again
+    missing: Path | None = None  # the list of the lost records
+
+    def count(self, plan: ShardPlan) -> None:
+        """Add one shard or index to the totals."""
+        self.lost += len(plan.lost)
+        self.unknown += plan.unknown
+        self.salvaged += plan.kept
+        self.salvaged_bytes += plan.kept_bytes
+        self.stay += plan.fate is Fate.LEFT
+        self.indexes += plan.fate is Fate.INDEXED
+        self.quarantined += plan.fate is Fate.QUARANTINED
+
+
+def plan_repair(
+    cache: CacheFolder, report: DamageReport | None = None, *, seen: Callable[[Checked], object] = lambda _: None
+) -> Iterator[ShardPlan]:
+    """Judge all shards, or again those of a damage list; yield what to do about each damaged one, and the index.
+
+    Shards that cannot be judged stay: of a later version, unreadable, or not written by a pipeline. That a record's
+    content is wrong is believed, as it cannot be checked here.
+    """
+    damage: dict[str, list[DamageFinding]] = {}
+    if report:
+        refuse_of_another(report, cache.root)
+        for finding in report.findings():
+            damage.setdefault(finding.kind, []).append(finding)
+    for kind in cache.kinds():
+        if report is None or kind in damage:
+            named = damage.get(kind, [])
+            part = Named(frozenset(finding.shard for finding in named), with_index=True) if report else WHOLE
+            store = cache.kind(kind)
+            wrong = {(one.shard, one.key): one for one in named if one.fault is Fault.MEANING and one.key and one.lost}
+            yield from _repair_kind(store, part, wrong, seen)
+
+
+def _repair_kind(
+    store: Store,
+    part: Subset | Named,
+    wrong: Mapping[tuple[str, str], DamageFinding],
+    seen: Callable[[Checked], object],
+) -> Iterator[ShardPlan]:
+    outdated, odd = "", frozenset[str]()
+    for checked in check(store, part):
+        seen(checked)
+        meaningless = tuple(
+            wrong[checked.shard, key.hex()] for key in checked.whole if (checked.shard, key.hex()) in wrong
+        )
+        if not checked.shard:
+            outdated = next((finding.what for finding in checked.findings), outdated)
+            odd = frozenset(finding.shard for finding in checked.findings if finding.shard)
+        elif checked.findings or meaningless:
+            plan = _repair_shard(store, checked, meaningless)
+            outdated = outdated or (OUT_OF_DATE if plan.fate is not Fate.LEFT else "")
+            yield plan
+    if outdated:
+        yield ShardPlan(store, "", Fate.INDEXED, outdated, odd=odd)
+
+
+def _repair_shard(store: Store, checked: Checked, meaningless: tuple[DamageFinding, ...]) -> ShardPlan:
+    """Decide what to do about a damaged shard."""
+    faults = {finding.fault for finding in checked.findings}
+    bad = checked.judged - len(checked.whole) + len(meaningless)
+    forbidden = any(finding.forbidden for finding in checked.findings)
+    records = [f"{bad:,} damaged {'record' if bad == 1 else 'records'}"] if bad and not forbidden else []
+    about = {finding.fault: finding.what for finding in checked.findings if not finding.key}
+    plan = ShardPlan(store, checked.shard, Fate.QUARANTINED, "; ".join((*about.values(), *records)))
+    plan.lost = (*(finding for finding in checked.findings if finding.lost), *meaningless)
+    if faults == {Fault.GONE}:
+        plan.fate, plan.why = Fate.GONE, SHARD_GONE
+        return plan
+    stays = next(filter(None, (finding.stays for finding in checked.findings)), "")
+    rows = _known_rows(store, checked.shard)
+    if stays or (not checked.whole and Fault.UNREADABLE in faults):
+        plan.fate, plan.stays = Fate.LEFT, stays or REFUSED
+    elif isinstance(rows, str):
+        plan.unknown = not checked.whole
+        plan.fate, plan.stays = (Fate.QUARANTINED, "") if plan.unknown else (Fate.LEFT, UNREAD)
+    else:
+        kept = key_column(sorted({*checked.whole} - {bytes.fromhex(finding.key) for finding in meaningless}))
+        plan.keep = partial(are_among, known=kept)
+        rows = rows[plan.keep(rows["key"])]
+        plan.kept, plan.kept_bytes = len(rows), int(rows["length"].sum())
+    return plan
+
+
+def repair(
+    cache: CacheFolder,
+    report: DamageReport | None = None,
+    *,
+    done: Callable[[ShardPlan], object] = lambda _: None,
+    seen: Callable[[Checked], object] = lambda _: None,
+    settle_s: float = 0.0,
+    waits: Callable[[], object] = lambda: None,
+) -> Repaired:
+    """Repair what is damaged, and leave a list of the records that are lost.
+
+    `done` is called for each shard once its intact records are safe, and the list is published.
+    """
+    repaired, begun, judged = Repaired(), time.time(), set[tuple[str, str]]()
+    missing = _Missing(cache, report.path.name if report else ALL)
+
+    def look(checked: Checked) -> None:
+        judged.add((checked.kind, checked.shard))
+        seen(checked)
+
+    def safe(batch: Sequence[ShardPlan]) -> None:
+        for plan in batch:  # only now: a record that one shard has lost may have been saved from another
+            store = plan.store
+            going = {other.shard for other in batch if other.store is store and other.fate in RETIRED}
+            plan.lost = tuple(one for one in plan.lost if not store.is_whole_beside(bytes.fromhex(one.key), going))
+            repaired.count(plan)
+            missing.add(plan)
+        repaired.missing = missing.publish(begun)
+        for plan in batch:
+            done(plan)
+
+    try:
+        plans = plan_repair(cache, report, seen=look)
+        done_plans = list(apply(plans, batch_bytes=np.inf, settle_s=settle_s, waits=waits, safe=safe))
+        staying = {(plan.store.kind, plan.shard) for plan in done_plans if plan.fate is Fate.LEFT}
+        for store in map(cache.kind, cache.kinds()):
+            for shard in store.doubted():
+                if (store.kind, shard) in judged - staying:
+                    remove(store.disk, store.layout.doubted / shard)
+        if repaired.quarantined or repaired.indexes:
+            missing.note_repair(begun)
+    finally:
+        missing.discard()
+    return repaired
+
+
+class _Missing:
+    """Writes the list of lost records; no file is begun while nothing is lost."""
+
+    def __init__(self, cache: CacheFolder, by: str) -> None:
+        self._cache = cache
+        self._writer: ReportWriter | None = None
+        self._summary = Summary(REPAIR, by, root=str(cache.root.resolve()))
+
+    def add(self, plan: ShardPlan) -> None:
+        """List the records that a shard has lost, or the shard itself where nobody knows what it held."""
+        kind = plan.store.kind
+        nobody_knows = (DamageFinding(kind, Fault.TABLE, plan.why, plan.shard),) if plan.unknown else ()
+        for finding in (*plan.lost, *nobody_knows):
+            self._begin().add(finding)
+            self._summary.count(finding)
+        self._summary.of_kind(kind, records=len(plan.lost), whole=0, lost=len(plan.lost))
+        self._summary.shards += bool(plan.shard)
+
+    def publish(self, begun: float) -> Path | None:
+        """Finish the list and return where it is, if anything is lost."""
+        self._summary.begun, self._summary.seconds = begun, time.time() - begun
+        return self._writer.publish(self._summary) if self._writer else None
+
+    def note_repair(self, begun: float) -> None:
+        """Leave a list, be it an empty one, by which a repair is known to have been done."""
+        if self._writer is None:
+            self._begin()
+            self.publish(begun)
+
+    def discard(self) -> None:
+        if self._writer:
+            self._writer.discard()
+
+    def _begin(self) -> ReportWriter:
+        self._writer = self._writer or ReportWriter(self._cache.disk, self._cache.root / REPORTS)
+        return self._writer
+
+
+# Compacting
+
+
+@dataclass(slots=True)
+class Compacted:
+    """What there is to compact in a kind, and, once the plans were applied, the outcome."""
+
+    store: Store
+    shards: int  # before
+    small: tuple[ShardPlan, ...]  # oldest first: what was written together stays together
+    twice: frozenset[bytes]  # keys that are in several small shards
+    records: int  # in small shards
+    size_bytes: int
+
+    @property
+    def kind(self) -> str:
+        return self.store.kind
+
+    @property
+    def after(self) -> int:
+        """How many shards there are now."""
+        return len(shard_names(self.store.disk, self.store.layout))
+
+    def of(self, fate: Fate) -> list[str]:
+        """Return the names of small shards of a fate."""
+        return [plan.shard for plan in self.small if plan.fate is fate]
+
+
+def plan_compaction(store: Store, *, shard_bytes: int = DEFAULT_SHARD_BYTES) -> Compacted:
+    """Return which shards of a kind to compact, from their own tables.
+
+    A small shard fills less than half of a new one, by its records and by what its header says of them. So any two fit
+    into one, and of the new ones only the last can be small again.
+    """
+    names = shard_names(store.disk, store.layout)
+    tables = [table for name in names if (table := _small(store, name, shard_bytes))]
+    tables = tables if len(tables) > 1 else []
+    keys, counts = np.unique(np.concatenate([NO_KEYS, *(table.rows["key"] for table in tables)]), return_counts=True)
+    twice = frozenset(column_keys(keys[counts > 1]))
+    small = tuple(
+        ShardPlan(store, table.name, Fate.REWRITTEN, kept=len(table.rows), size_bytes=table.size_bytes, twice=twice)
+        for table in tables
+    )
+    records, size_bytes = sum(plan.kept for plan in small), sum(plan.size_bytes for plan in small)
+    return Compacted(store, len(names), small, twice, records, size_bytes)
+
+
+def _small(store: Store, name: str, shard_bytes: int) -> ShardTable | None:
+    """Return the table of a shard if it is small; a damaged one is left to `repair`."""
+    path = store.layout.shard(name)
+    try:
+        table = read_table(store.disk, path)
+        enough = len(table.rows) >= ENOUGH_RECORDS or table.table_start - table.data_start >= shard_bytes // 2
+        header_bytes = table.data_start  # with its padding, unless it is long
+        if not enough and header_bytes >= CARRIED_HEADER_BYTES // 2:
+            header_bytes = len(store.disk.read_start(path, table.data_start).rstrip())
+    except (CacheDamaged, OSError):
+        return None
+    return None if enough or not len(table.rows) or header_bytes >= CARRIED_HEADER_BYTES // 2 else table
+
+
+# Cleaning: `mark` goes by the index and reads no shard; `apply` trusts only the table of a shard itself.
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """Which records of a kind are needed: all, or those whose keys begin with a tag or are listed."""
+
+    everything: bool = False
+    tags: frozenset[bytes] = frozenset()
+    keys: KeyColumn = field(default_factory=lambda: NO_KEYS)  # sorted
+
+    @property
+    def nothing(self) -> bool:
+        """Whether no record is needed, so that it does not matter what a damaged shard holds."""
+        return not (self.everything or self.tags or len(self.keys))
+
+    def holds(self, keys: KeyColumn) -> Mask:
+        """Return a mask of the keys that are needed."""
+        if self.everything:
+            return np.ones(len(keys), bool)
+        return np.isin(_tags_of(keys), _tag_numbers(self.tags)) | are_among(keys, self.keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """The dead records of a kind, in numbers."""
+
+    kind: str
+    records: int
+    total_bytes: int  # of records
+    shards: tuple[ShardPlan, ...]  # those with dead records
+    tags: Mapping[bytes, tuple[int, int]]  # of those asked for → dead records, their bytes
+    left: Mapping[bytes, int]  # of those asked for → records that are not dead
+    damaged: tuple[tuple[str, str], ...]  # shards that cannot be read, and why: `repair` sees to them
+
+    def of(self, *fates: Fate) -> list[ShardPlan]:
+        return [shard for shard in self.shards if shard.fate in fates]
+
+    def dead(self, *fates: Fate) -> tuple[int, int]:
+        """Return how many records are dead in shards of these fates, and their bytes."""
+        shards = self.of(*fates)
+        return sum(shard.dead for shard in shards), sum(shard.dead_bytes for shard in shards)
+
+    @property
+    def freed_bytes(self) -> int:
+        return sum(shard.freed_bytes for shard in self.shards)
+
+
+def mark(store: Store, live: Live, before: float, tags: Sequence[bytes] = ()) -> Marked:
+    """Return the dead records of a kind and the fate of each shard, from the index and the tables of newer shards.
+
+    Shards that were written after the time `before` are young. Dead records are counted apart for each of `tags`.
+    """
+    names, numbers = sorted(set(tags)), _tag_numbers(tags)
+
+    def count(snapshot: StoreSnapshot) -> tuple[StoreSnapshot, Any, Any]:
+        by_shard, by_tag = np.zeros((len(snapshot.names), 4), np.int64), np.zeros((len(numbers) + 1, 4), np.int64)
+        for rows in snapshot.rows():
+            dead, length = ~live.holds(rows["key"]), rows["length"].astype(np.int64)
+            counts = np.stack([np.ones_like(length), length, dead, dead * length], axis=1)
+            np.add.at(by_shard, rows["shard"], counts)
+            tag = _tags_of(rows["key"])
+            at = numbers.searchsorted(tag)
+            np.add.at(by_tag, np.where(np.append(numbers, 0)[at] == tag, at, len(numbers)), counts)
+        return snapshot, by_shard, by_tag
+
+    snapshot, by_shard, by_tag = store.ask(count)
+    shards = []
+    for name, size_bytes, counts in zip(snapshot.names, snapshot.sizes.tolist(), by_shard.tolist(), strict=True):
+        if counts[2]:
+            shards.append(_marked(store, name, live, before, size_bytes, *counts))
+    damaged = {name: why for name, why in snapshot.unreadable.items() if SHARD_NAME.fullmatch(name)}
+    for name in sorted(damaged) if live.nothing else ():
+        plan = _marked(store, name, live, before, 0, 0, 0, 0, 0)
+        if plan.fate is not Fate.FOREIGN:
+            plan.size_bytes = store.disk.size_of(plan.path)
+            shards.append(plan)
+            del damaged[name]
+    of_tag = dict(zip(names, by_tag.tolist(), strict=False))
+    return Marked(
+        kind=store.kind,
+        records=int(by_shard[:, 0].sum()),
+        total_bytes=int(by_shard[:, 1].sum()),
+        shards=tuple(shards),
+        tags={tag: (dead, dead_bytes) for tag, (_, _, dead, dead_bytes) in of_tag.items()},
+        left={tag: records - dead for tag, (records, _, dead, _) in of_tag.items()},
+        damaged=tuple(sorted(damaged.items())),
+    )
+
+
+def _marked(
+    store: Store, name: str, live: Live, before: float, size_bytes: int, records: int, bytes_: int, dead: int, gone: int
+) -> ShardPlan:
+    """Decide the fate of a shard with dead records."""
+    path = store.layout.shard(name)
+    try:
+        if not (SHARD_NAME.fullmatch(name) and store.disk.is_plain_file(path)):
+            fate = Fate.FOREIGN
+        elif youngest(store.disk, path) > before:
+            fate = Fate.YOUNG
+        else:
+            rest = Fate.REWRITTEN if gone >= WORTHWHILE * bytes_ else Fate.SPARSE
+            fate = Fate.GOES if dead == records else rest
+    except OSError:  # it went away meanwhile
+        fate = Fate.FOREIGN
+    plan = ShardPlan(store, name, fate, keep=live.holds, unknown=live.nothing, size_bytes=size_bytes)
+    plan.dead, plan.dead_bytes, plan.kept, plan.kept_bytes = dead, gone, records - dead, bytes_ - gone
+    return plan
+
+
+def youngest(disk: Disk, path: Path, *, changed: bool = False) -> float:
+    """Return when a file was written: the latest of its name's time and its mtime, as either clock may be wrong.
+
+    With `changed` the ctime counts, too: when a file was renamed, such as into the quarantine.
+    """
+    named = written_at(path.name)
+    modified, changed_at = disk.times_of(path)
+    return max(modified, changed_at if changed else 0.0, named.timestamp() if named else 0.0)
+
+
+def _tags_of(keys: KeyColumn) -> Integers:
+    """Return how keys begin, as numbers."""
+    return np.ascontiguousarray(keys).view(">u4")[:: keys.itemsize // 4]
+
+
+def _tag_numbers(tags: Iterable[bytes]) -> Integers:
+    return np.array(sorted({int.from_bytes(tag, "big") for tag in tags}), np.uint32)
