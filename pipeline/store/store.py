@@ -291,7 +291,7 @@ class Store:
             whole[numbers] = False
             with suppress(OSError):
                 whole[numbers] = self._layers[number].whole_rows(shard, np.array(rows, TABLE_ROW))
-        for place, at in read:
+        for _, at in read:
             whole[at] = whole[at] or self.has_whole(keys[at])  # there may be another copy; else it is damaged
         return whole, read_bytes
 

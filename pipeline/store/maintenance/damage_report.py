@@ -167,23 +167,21 @@ class Summary:
         """Add counts of judged records of one kind."""
         self.records += records
         self.whole += whole
-        known = self.kinds.setdefault(kind, {"records": 0, "whole": 0, "lost": 0})
-        for name, number in (("records", records), ("whole", whole), ("lost", lost)):
-            known[name] += number
+        known = self.kinds.get(kind, {"records": 0, "whole": 0, "lost": 0})
+        added = {"records": records, "whole": whole, "lost": lost}
+        self.kinds[kind] = {name: known[name] + number for name, number in added.items()}
 
     def add(self, other: Summary) -> None:
         """Add the summary of another part of the same validation."""
-        for name in ("bytes", "shards", "records", "whole", "listed", "findings", "lost", "hopeless"):
+        for name in ("bytes", "shards", "listed", "findings", "lost", "hopeless"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for fault, number in other.faults.items():
             self.faults[fault] = self.faults.get(fault, 0) + number
+        for kind, counts in other.kinds.items():
+            self.of_kind(kind, **counts)
         self.note(other.notes)
         self.root = self.root or other.root
         self.stay = dict([*self.stay.items(), *other.stay.items()][:_NAMED])
-        for kind, counts in other.kinds.items():
-            known = self.kinds.setdefault(kind, dict.fromkeys(counts, 0))
-            for name, number in counts.items():
-                known[name] = known.get(name, 0) + number
         self.begun = min(filter(None, (self.begun, other.begun)), default=0.0)
 
 

@@ -612,7 +612,7 @@ def repair(
     `done` is called for each shard once its intact records are safe, and the list is published.
     """
     repaired, begun, judged = Repaired(), time.time(), set[tuple[str, str]]()
-    missing = _Missing(cache, report.path.name if report else ALL)
+    by = report.path.name if report else ALL
 
     def look(checked: Checked) -> None:
         judged.add((checked.kind, checked.shard))
@@ -620,66 +620,43 @@ def repair(
 
     def safe(batch: Sequence[ShardPlan]) -> None:
         for plan in batch:  # only now: a record that one shard has lost may have been saved from another
-            store = plan.store
-            going = {other.shard for other in batch if other.store is store and other.fate in RETIRED}
-            plan.lost = tuple(one for one in plan.lost if not store.is_whole_beside(bytes.fromhex(one.key), going))
+            going = {other.shard for other in batch if other.store is plan.store and other.fate in RETIRED}
+            keys = {finding: bytes.fromhex(finding.key) for finding in plan.lost}
+            plan.lost = tuple(one for one, key in keys.items() if not plan.store.is_whole_beside(key, going))
             repaired.count(plan)
-            missing.add(plan)
-        repaired.missing = missing.publish(begun)
+        if repaired.lost or repaired.unknown:
+            repaired.missing = _publish_missing(cache, by, begun, batch)
         for plan in batch:
             done(plan)
 
-    try:
-        plans = plan_repair(cache, report, seen=look)
-        done_plans = list(apply(plans, batch_bytes=np.inf, settle_s=settle_s, waits=waits, safe=safe))
-        staying = {(plan.store.kind, plan.shard) for plan in done_plans if plan.fate is Fate.LEFT}
-        for store in map(cache.kind, cache.kinds()):
-            for shard in store.doubted():
-                if (store.kind, shard) in judged - staying:
-                    remove(store.disk, store.layout.doubted / shard)
-        if repaired.quarantined or repaired.indexes:
-            missing.note_repair(begun)
-    finally:
-        missing.discard()
+    planned = plan_repair(cache, report, seen=look)
+    plans = list(apply(planned, batch_bytes=np.inf, settle_s=settle_s, waits=waits, safe=safe))
+    staying = {(plan.store.kind, plan.shard) for plan in plans if plan.fate is Fate.LEFT}
+    for store in map(cache.kind, cache.kinds()):
+        for shard in store.doubted():
+            if (store.kind, shard) in judged - staying:
+                remove(store.disk, store.layout.doubted / shard)
+    if repaired.missing is None and (repaired.quarantined or repaired.indexes):
+        _publish_missing(cache, by, begun, ())  # by which a repair is known to have been done
     return repaired
 
 
-class _Missing:
-    """Writes the list of lost records; no file is begun while nothing is lost."""
-
-    def __init__(self, cache: CacheFolder, by: str) -> None:
-        self._cache = cache
-        self._writer: ReportWriter | None = None
-        self._summary = Summary(REPAIR, by, root=str(cache.root.resolve()))
-
-    def add(self, plan: ShardPlan) -> None:
-        """List the records that a shard has lost, or the shard itself where nobody knows what it held."""
-        kind = plan.store.kind
-        nobody_knows = (DamageFinding(kind, Fault.TABLE, plan.why, plan.shard),) if plan.unknown else ()
-        for finding in (*plan.lost, *nobody_knows):
-            self._begin().add(finding)
-            self._summary.count(finding)
-        self._summary.of_kind(kind, records=len(plan.lost), whole=0, lost=len(plan.lost))
-        self._summary.shards += bool(plan.shard)
-
-    def publish(self, begun: float) -> Path | None:
-        """Finish the list and return where it is, if anything is lost."""
-        self._summary.begun, self._summary.seconds = begun, time.time() - begun
-        return self._writer.publish(self._summary) if self._writer else None
-
-    def note_repair(self, begun: float) -> None:
-        """Leave a list, be it an empty one, by which a repair is known to have been done."""
-        if self._writer is None:
-            self._begin()
-            self.publish(begun)
-
-    def discard(self) -> None:
-        if self._writer:
-            self._writer.discard()
-
-    def _begin(self) -> ReportWriter:
-        self._writer = self._writer or ReportWriter(self._cache.disk, self._cache.root / REPORTS)
-        return self._writer
+def _publish_missing(cache: CacheFolder, by: str, begun: float, plans: Sequence[ShardPlan]) -> Path:
+    """Publish the list of lost records, and of shards where nobody knows what they held."""
+    summary = Summary(REPAIR, by, root=str(cache.root.resolve()), begun=begun, seconds=time.time() - begun)
+    writer = ReportWriter(cache.disk, cache.root / REPORTS)
+    try:
+        for plan in plans:
+            kind, lost = plan.store.kind, len(plan.lost)
+            unknown = (DamageFinding(kind, Fault.TABLE, plan.why, plan.shard),) if plan.unknown else ()
+            for finding in (*plan.lost, *unknown):
+                writer.add(finding)
+                summary.count(finding)
+            summary.of_kind(kind, records=lost, whole=0, lost=lost)
+            summary.shards += bool(plan.shard)
+        return writer.publish(summary)
+    finally:
+        writer.discard()
 
 
 # Compacting

@@ -162,14 +162,13 @@ def _export(cache: CacheFolder, target: CacheFolder, kinds: Sequence[str], *, li
     absent_bytes = sum(size for file, size in source.items() if not disk.exists(folder / file))
     _refuse_no_room(disk, folder, 0 if link else absent_bytes)
     refuse_links_out(target)
-    disk.make_folder(folder)
+    lines = _lines_of(disk, folder)
+    _describe(target, lines)  # marks the folder as an export
+    target.prepare()
     with disk.alone_in(folder) as is_alone:
         if not is_alone:
             later = Command.of("cache export DIR", then="   (another folder, or this one after that export ends)")
             raise ConfigError("another process is exporting to this folder", where=str(folder), remedy=later)
-        lines = _lines_of(disk, folder)
-        _describe(target, lines)  # marks the folder as an export
-        target.prepare()
         for place in (folder, *(KindLayout(folder / kind).partials for kind in kinds)):
             for name in filter(PARTIAL_NAME.fullmatch, disk.list_folder(place)):
                 disk.unlink(place / name)

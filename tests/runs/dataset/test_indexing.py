@@ -32,7 +32,7 @@ def put(cache: CacheFolder, kind: str, first: int, count: int) -> None:
 
 def counts(cache: CacheFolder, kind: str) -> tuple[int, int]:
     """Return how many records an index has, and how many it lacks."""
-    return cache.kind(kind).ask(lambda snapshot: snapshot.counts())
+    return cache.kind(kind).ask(lambda snapshot: snapshot.counts)
 
 
 @pytest.fixture
