@@ -28,9 +28,9 @@ from benchmarks.measure import Row, Spread, by_turns, chill, options, pipeline, 
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import KindLayout
 from pipeline.store.format.disk import Disk
-from pipeline.store.format.shard import key_pairs, row_keys
+from pipeline.store.format.shard import key_column, row_keys
 from pipeline.store.maintenance.shard_plans import check
-from pipeline.store.shard_index import ROW, ShardIndex, sort_in_place, write_index
+from pipeline.store.shard_index import ROW, ShardIndex, write_index
 
 MIB, GIB = 1 << 20, 1 << 30
 RECORDS, INDEXED, LOOK_UPS = 600, 1_000_000, 1_000
