@@ -245,6 +245,7 @@ class Store:
             self.refresh(believe_index=False)
             record = self._first_whole(key, self.locate([key])[0], room)
             self.own.distrusts_index = record is not None
+            self.own.forget()
         if record is None:
             raise self._noted(self._why_not(key))
         return record
