@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from pipeline.store.writer import StoreWriter
 from safetensors import safe_open
 
 from pipeline.encoder import esm2, parity
@@ -26,7 +25,7 @@ from pipeline.errors import CacheFull, JobFailed
 from pipeline.records import Reason, TaskContext
 from pipeline.stages.embed import EmbeddingVerifier, EmbedShelves, Texts, embed_texts
 from pipeline.store.cache_folder import CacheFolder
-from pipeline.store.store import WholeRecords
+from pipeline.store.store import StoreWriter, WholeRecords
 from tests.encoder.sequences import natural
 
 # More than any process of tests holds: what it has taken by then is not what is asked here.

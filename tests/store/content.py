@@ -12,11 +12,9 @@ from pipeline.store.maintenance.shard_plans import check
 if TYPE_CHECKING:
     from typing import Any
 
-    from pipeline.store.writer import StoreWriter
-
     from pipeline.store.format.record import Record
     from pipeline.store.maintenance.damage_report import Checked
-    from pipeline.store.store import Store
+    from pipeline.store.store import Store, StoreWriter
 
 
 def key_of(number: int) -> bytes:
