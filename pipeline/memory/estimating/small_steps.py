@@ -396,7 +396,7 @@ class SmallSteps:
         return (2 * max(drawn) - min(drawn)) / measured.micro.again.peak_bytes
 
     def _session(self, choice: MemoryChoice) -> TraceSession:
-        from pipeline.memory.tracing.guesses import failure_reason
+        from pipeline.memory.tracing.fake_mode import failure_reason
         from pipeline.memory.tracing.tracer import TraceSession
 
         if choice not in self._sessions:

@@ -1,24 +1,35 @@
-"""Lets a program written for CUDA run on CPU tensors, real or fake: CUDA calls are answered or ignored.
+"""Lets a program for CUDA run on CPU tensors, real or fake: CUDA calls are answered or ignored, casts are CUDA's.
 
 Tensors stay on the CPU and report it. Calls that cannot be answered raise `NeedsCuda`; custom kernels (Triton, CUDA
 extensions) raise by themselves.
+
+CPU's own autocast leaves softmax, norms, exp and most losses in half precision, where CUDA's takes fp32: a plan made
+with it is low by up to 28%. Here the dispatcher's kernels for CPU autocast are replaced by ones that do what CUDA's do,
+so that casts inside composite operators happen too.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
+import threading
+import weakref
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from unittest.mock import patch
 
 import torch
 import torch._dynamo  # checkpointing and optimizers would import it, which fails once torch.cuda is changed
 import torch.utils._device
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from pipeline.memory.tracing.fake_mode import replaced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 _TOTAL_BYTES = 1 << 36  # of the GPU, to a program that asks; no plan uses it
 _SIGNS = ("not compiled with CUDA", "no attribute '_cuda", "'CUDA' backend", "No CUDA GPUs", "NVIDIA driver")
@@ -304,3 +315,263 @@ def _refuse_caller() -> None:
     caller = sys._getframe(1)
     module = caller.f_globals.get("__name__", "")
     raise NeedsCuda(f"{module}.{caller.f_code.co_name}" if module.startswith("torch") else "a call")
+
+
+# ---- casts ----
+
+Operator: TypeAlias = Any  # torch._ops.OpOverload, which has no types
+Kernel: TypeAlias = "Callable[..., Any]"
+Policy: TypeAlias = "Callable[[Operator, Any, Any], Any]"  # of an operator, its arguments and those by name
+
+LOWER, FP32, FP32_DTYPE, FP32_APPENDED, PROMOTE, BANNED = "lower", "fp32", "dtype", "appended", "promote", "banned"
+
+# torch 2.13, aten/src/ATen/autocast_mode.h: AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32,
+# AT_FORALL_FP32_SET_OPT_DTYPE, AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE, AT_FORALL_PROMOTE; autocast_mode.cpp: those
+# banned, and cudnn_convolution*. `policies` skips names that the installed torch does not cast on CUDA.
+POLICIES = {
+    LOWER: """
+        _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
+        conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul
+        einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell
+        _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
+        scaled_dot_product_attention""",
+    FP32: """
+        acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
+        pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim
+        nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
+        hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
+        multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits
+        dist pdist cdist renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d
+        _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
+        _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa""",
+    FP32_DTYPE: """
+        prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+        linalg_matrix_norm.str_ord sum sum.dim_IntList""",
+    FP32_APPENDED: "norm.Scalar norm.ScalarOpt_dim",
+    PROMOTE: "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add",
+    BANNED: "binary_cross_entropy",
+}
+_WITH_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
+_CPU_ONLY_KEPT = frozenset({"mkldnn_rnn_layer"})  # CUDA casts cuDNN's recurrent layers likewise: _cudnn_rnn
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+
+def policies() -> dict[str, str]:
+    """Return the policy of the installed torch's CUDA autocast for each operator, by the operator's name."""
+    cast = _registered("AutocastCUDA")
+    return {name: policy for policy, names in POLICIES.items() for name in names.split() if name in cast}
+
+
+class _Cached(NamedTuple):
+    weight: weakref.ref[torch.Tensor]
+    cast: torch.Tensor
+
+
+_CACHE: dict[int, _Cached] = {}  # casts of weights until the outermost autocast ends, by the weight's id
+_ONE_AT_A_TIME = threading.RLock()  # kernels belong to the process
+_is_entered = False
+
+
+@contextmanager
+def cuda_casts() -> Iterator[None]:
+    """Let `torch.autocast("cpu", …)` cast as CUDA's does; may be nested.
+
+    Other threads that use CPU's autocast meanwhile get the same casts.
+    """
+    global _is_entered
+    with _ONE_AT_A_TIME:
+        if _is_entered:
+            yield
+            return
+        policy_of = policies()
+        of_cpu = _registered("AutocastCPU") - set(policy_of) - _CPU_ONLY_KEPT
+        kernels: dict[str, Kernel] = dict.fromkeys(sorted(of_cpu), torch.library.fallthrough_kernel)
+        kernels |= {name: _kernel(_POLICIES[policy], _operator(name)) for name, policy in policy_of.items()}
+        clear = torch.clear_autocast_cache
+
+        def clear_all() -> None:
+            _CACHE.clear()
+            clear()
+
+        # the outermost autocast calls it as it ends
+        with replaced(kernels, "AutocastCPU"), patch.object(torch, "clear_autocast_cache", clear_all):
+            _is_entered = True
+            try:
+                yield
+            finally:
+                _is_entered = False
+                _CACHE.clear()
+
+
+def _registered(key: str) -> set[str]:
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
+
+
+def _operator(name: str) -> Operator:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _kernel(policy: Policy, operator: Operator) -> Kernel:
+    """Return a kernel that casts by a policy, and runs the operator without autocast."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return policy(operator, args, kwargs)
+
+    return kernel
+
+
+def _casting(choose: Callable[[Any], torch.dtype]) -> Policy:
+    """Return the policy that casts all inputs to the dtype that `choose` returns for them."""
+
+    def policy(operator: Operator, args: Any, kwargs: Any) -> Any:
+        args, kwargs = _cast_all(choose((args, kwargs)), args, kwargs)
+        return operator(*args, **kwargs)
+
+    return policy
+
+
+def _lower(_: Any = None) -> torch.dtype:
+    return torch.get_autocast_dtype("cpu")
+
+
+def _widest(inputs: Any) -> torch.dtype:
+    of_tensors = (leaf.dtype for leaf in tree_leaves(inputs) if _is_eligible(leaf))
+    return torch.float32 if torch.float32 in of_tensors else _lower()
+
+
+def _fp32_dtype(operator: Operator, args: Any, kwargs: Any) -> Any:
+    """Set dtype=float32 where the caller gave none."""
+    place = _names(operator).index("dtype")
+    if _is_eligible(args[0]) and len(args) <= place and kwargs.get("dtype") is None:
+        kwargs["dtype"] = torch.float32
+    elif _is_eligible(args[0]) and len(args) > place and args[place] is None:
+        args = (*args[:place], torch.float32, *args[place + 1 :])
+    return operator(*args, **kwargs)
+
+
+@functools.cache
+def _names(operator: Operator) -> list[str]:
+    return [argument.name for argument in operator._schema.arguments]
+
+
+def _fp32_appended(operator: Operator, args: Any, kwargs: Any) -> Any:
+    """Call the overload that takes a dtype for the result."""
+    name = f"{operator._schema.name}.{operator._overloadname}".removeprefix("aten::")
+    defaults = [argument.default_value for argument in operator._schema.arguments]
+    dtype = torch.float32 if _is_eligible(args[0]) else args[0].dtype
+    return _operator(_WITH_DTYPE[name])(*args, *defaults[len(args) :], **kwargs, dtype=dtype)
+
+
+def _banned(operator: Operator, *_: Any) -> Any:
+    raise RuntimeError(
+        f"{operator} is unsafe to autocast: CUDA refuses it. Take binary_cross_entropy_with_logits instead."
+    )
+
+
+_POLICIES: dict[str, Policy] = {
+    LOWER: _casting(_lower),
+    FP32: _casting(lambda _: torch.float32),
+    FP32_DTYPE: _fp32_dtype,
+    FP32_APPENDED: _fp32_appended,
+    PROMOTE: _casting(_widest),
+    BANNED: _banned,
+}
+
+
+def _cast_all(dtype: torch.dtype, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    # a mode of the caller's has already seen this call, and must not see its casts
+    with torch._C.DisableTorchFunction():
+        return tuple(_cast(dtype, arg) for arg in args), {name: _cast(dtype, arg) for name, arg in kwargs.items()}
+
+
+def _cast(dtype: torch.dtype, value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_cast(dtype, part) for part in value]
+    if not _is_eligible(value) or value.dtype == dtype:
+        return value
+    return _cached(dtype, value) if _is_cachable(dtype, value) else value.to(dtype)
+
+
+def _is_cachable(dtype: torch.dtype, tensor: torch.Tensor) -> bool:
+    """Tell whether autocast caches the cast of a tensor, as `cached_cast` in autocast_mode.cpp does for weights."""
+    if dtype != torch.get_autocast_dtype("cpu") or not torch.is_autocast_cache_enabled():
+        return False
+    return tensor.dtype == torch.float32 and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+
+
+def _cached(dtype: torch.dtype, weight: torch.Tensor) -> torch.Tensor:
+    entry = _CACHE.get(id(weight))
+    if entry is None or entry.weight() is not weight:
+        entry = _CACHE[id(weight)] = _Cached(weakref.ref(weight), weight.to(dtype))
+    return entry.cast
+
+
+def _is_eligible(value: Any) -> bool:
+    is_plain = isinstance(value, torch.Tensor) and value.is_cpu and value.is_floating_point()
+    return bool(is_plain and value.dtype != torch.float64)
+
+
+@contextmanager
+def cuda_composites() -> Iterator[None]:
+    """Decompose some composite operators on fake tensors as on CUDA; real tensors are left alone."""
+    with replaced(_COMPOSITES, "CompositeImplicitAutograd"):
+        yield
+
+
+def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: FBT001 - the operator's arguments
+    if not train or p == 0 or not tensor.numel():
+        return tensor
+    if p == 1:
+        return tensor * torch.zeros((), dtype=tensor.dtype)
+    if isinstance(tensor, FakeTensor):
+        dropped: torch.Tensor = torch.ops.aten.native_dropout(tensor, p, train)[0]
+        return dropped
+    return tensor * torch.empty_like(tensor).bernoulli_(1 - p).div_(1 - p)
+
+
+def _normalised(operator: Any, tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    at_once = isinstance(tensor, FakeTensor) and (tensor.dtype, dtype) == (torch.float16, torch.float32)
+    converted = tensor if dtype is None or at_once else tensor.to(dtype)
+    result: torch.Tensor = operator(converted, dim, at_once)
+    return result
+
+
+def _rms_norm(
+    tensor: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    alike = weight is None or weight.dtype == tensor.dtype
+    if isinstance(tensor, FakeTensor) and alike and not tensor.is_complex():
+        result: torch.Tensor = _FUSED_NORM(tensor, weight, len(shape))
+        return result
+    composed: torch.Tensor = torch.ops.aten._fused_rms_norm(tensor, list(shape), weight, eps)[0]
+    return composed
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Allocates as `_fused_rms_norm` does on CUDA."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, weight: torch.Tensor | None, dims: int) -> torch.Tensor:
+        """Allocate the result, and one number a row."""
+        wide = tensor.dtype if tensor.dtype == torch.float64 else torch.float32
+        scale = tensor.new_empty(tensor.shape[:-dims], dtype=wide)
+        ctx.save_for_backward(tensor, weight, scale)
+        return torch.empty_like(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ARG004 - only sizes matter
+        """Allocate the gradients."""
+        tensor, weight, _ = ctx.saved_tensors
+        return torch.empty_like(tensor), None if weight is None else torch.empty_like(weight), None
+
+
+_FUSED_NORM: Any = _FusedNorm.apply  # torch gives it no types
+_COMPOSITES: dict[str, Callable[..., Any]] = {
+    "dropout": _dropout,
+    "softmax.int": functools.partial(_normalised, torch.ops.aten._softmax),
+    "log_softmax.int": functools.partial(_normalised, torch.ops.aten._log_softmax),
+    "rms_norm": _rms_norm,
+}

@@ -1,21 +1,40 @@
-"""Fake models: their tensors have shapes and no values, and take no memory."""
+"""Fake models: their tensors have shapes and no values, and take no memory.
+
+Branches that depend on values are guessed; where a trace needs a value, the reason names the user's line.
+"""
 
 from __future__ import annotations
 
+import linecache
 import logging
+import random
+import sys
 import threading
+import traceback
 import warnings
+from collections import Counter
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.overrides import TorchFunctionMode
+
+from pipeline.device.accelerator import RngState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
+    from types import CodeType, FrameType
 
 _SCOPED_LIBRARY: Any = torch.library._scoped_library  # torch gives it no types
 
@@ -114,3 +133,175 @@ def replaced(kernels: Mapping[str, Callable[..., Any]], key: str) -> Iterator[No
             for name, kernel in kernels.items():
                 library.impl(name, kernel, key)
         yield
+
+
+# ---- guesses ----
+
+MOST_FLIPS = 16  # branches of a model that are tried the other way
+FAILS, LESS = "ends in an error", "takes no more"  # the other way of a branch
+# Pairs of seeds, of Python and of NumPy. A model whose path depends on random numbers keeps the dearest pair. The last
+# six were chosen among 150,000 so that their first 6, 16 and 48 numbers are all high, and all low.
+SEEDS = (
+    *((0, 0), (1, 1)),
+    *((139169, 9927), (112983, 88644), (137601, 11638), (146363, 123713), (52228, 1453), (114668, 114240)),
+)
+MOST_ANSWERS = 2048  # at one line in one run; a loop that asks more often ends only when values say so
+
+
+class EndlessGuess(Exception):
+    """A loop's number of repetitions depends on values."""
+
+
+class CodeLine(NamedTuple):
+    """A line of code that asks for a value."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        code = linecache.getline(self.file, self.line).strip()
+        return f"{Path(self.file).name}:{self.line}" + (f" `{code}`" if code else "")
+
+
+class Guesses(TorchFunctionMode):
+    """Guesses the truth value of fake tensors, always the same at the same line of code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._taken: dict[CodeLine, bool] = {}  # in the order of their first questions
+        self._before: dict[CodeLine, bool] | None = None  # while another way is tried
+        self._found: dict[CodeLine, str] = {}  # how the other answer ended
+        self._asked: Counter[CodeLine] = Counter()
+        self._flips = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer `bool()` of a fake tensor; pass on everything else."""
+        if func is torch.Tensor.__bool__ and isinstance(args[0], FakeTensor) and args[0].constant is None:
+            return self._answer(_asking_line())
+        return func(*args, **(kwargs or {}))
+
+    def _answer(self, line: CodeLine) -> bool:
+        self._asked[line] += 1
+        if self._asked[line] > MOST_ANSWERS:
+            raise EndlessGuess(f"{line}: the number of repetitions depends on values")
+        return self._taken.setdefault(line, True)
+
+    def begin(self) -> None:
+        """Note that a run begins."""
+        self._asked.clear()
+
+    def reconsider(self) -> bool:
+        """After an error, flip the last guess that was True; return False if none is left to flip."""
+        taken = [line for line, answer in self._taken.items() if answer and line not in (self._before or ())]
+        if not taken or self._flips >= MOST_FLIPS:
+            return False
+        self._flips += 1
+        self._taken[taken[-1]] = False
+        self._found[taken[-1]] = FAILS
+        return True
+
+    def open_lines(self, *, again: bool) -> list[CodeLine]:
+        """Return the lines of the last run whose other answer is still to be tried; with `again`, tried ones too."""
+        found = {None, *([LESS] if again else [])}
+        return [line for line in self._asked if self._found.get(line) in found][:MOST_FLIPS]
+
+    def flip(self, line: CodeLine) -> None:
+        """Give the other answer at a line, until `decide`."""
+        self._before = dict(self._taken)
+        self._taken[line] = not self._taken[line]
+
+    def decide(self, line: CodeLine, found: str, *, keep: bool) -> None:
+        """Keep the other answer at a line, or go back, and note how the answer that is not kept ended."""
+        assert self._before is not None
+        self._taken, self._before = self._taken if keep else self._before, None
+        self._found[line] = found
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return the guesses of the last run in words."""
+        return tuple(
+            f"guessed that the condition at {line} is {str(self._taken[line]).lower()}: it needs data, "
+            f"and the other way {self._found.get(line, 'was not tried')}"
+            for line in self._asked
+        )
+
+
+class Draws:
+    """Python's and NumPy's random numbers in a run: always those of one seed, and whether the model drew any."""
+
+    def __init__(self) -> None:
+        self.seed, self.any = 0, False  # index of SEEDS
+        self._begun = RngState.capture_without_torch()
+
+    @contextmanager
+    def seeded(self) -> Iterator[None]:
+        """Draw from the seed, and restore the generators afterwards."""
+        before = RngState.capture_without_torch()
+        self.begin()
+        try:
+            yield
+        finally:
+            self.any = self.any or RngState.capture_without_torch() != self._begun
+            before.restore()
+
+    def begin(self) -> None:
+        """Start from the seed; numbers drawn for the batch do not count."""
+        of_python, of_numpy = SEEDS[self.seed]
+        random.seed(of_python)
+        np.random.seed(of_numpy)  # noqa: NPY002 - models draw from it
+        self._begun = RngState.capture_without_torch()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return a note if the model draws numbers itself."""
+        note = f"assumed the most expensive of {len(SEEDS)} seeds: it depends on random numbers from outside torch"
+        return (note,) if self.any else ()
+
+
+def _asking_line() -> CodeLine:
+    """Return the line of code that asks for a value, outside torch and its modes."""
+    frame: FrameType = sys._getframe(3)
+    while frame.f_back is not None and _is_between(frame):
+        frame = frame.f_back
+    return CodeLine(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _is_between(frame: FrameType) -> bool:
+    in_torch = str(frame.f_globals.get("__name__", "")).startswith("torch.")
+    return in_torch or frame.f_code.co_name == "__torch_function__"
+
+
+def failure_reason(error: BaseException) -> str:
+    """Return why a trace ended, at the user's own line where there is one."""
+    problem = str(error).strip().split("\n")[0] or type(error).__name__
+    if isinstance(error, EndlessGuess):
+        return problem
+    if isinstance(error, DynamicOutputShapeException):
+        remedy = "keep the shape: multiply by the mask, torch.where, ignore_index"
+        problem = f"its shape depends on values ({problem}); {remedy}"
+    elif isinstance(error, DataDependentOutputException):
+        remedy = "keep it a tensor, without item() or tolist()"
+        problem = f"it needs a value, which a trace does not have ({problem}); {remedy}"
+    where = users_expression(error)
+    return f"{where}: {problem}" if where else problem
+
+
+def users_expression(error: BaseException) -> str:
+    """Return the innermost place of an error in the user's own code, with its expression; empty: none."""
+    frames = zip(traceback.walk_tb(error.__traceback__), traceback.extract_tb(error.__traceback__), strict=True)
+    theirs = [summary for (frame, _), summary in frames if _is_users(frame.f_code, frame.f_globals)]
+    own = [summary for summary in theirs if "site-packages" not in summary.filename] or theirs
+    if not own:
+        return ""
+    place = own[-1]
+    code = place.line or ""
+    if place.lineno is not None and place.colno is not None and place.lineno == place.end_lineno:
+        whole = linecache.getline(place.filename, place.lineno).encode()
+        code = whole[place.colno : place.end_colno].decode(errors="replace").strip() or code
+    return f"{Path(place.filename).name}:{place.lineno}" + (f" `{code}`" if code else "")
+
+
+def _is_users(code: CodeType, names: dict[str, Any]) -> bool:
+    package = f"{names.get('__name__', '')}."
+    ours = package.startswith("pipeline.") and not package.startswith("pipeline.tasks.")
+    return not (ours or package.startswith("torch.") or code.co_filename.startswith("<"))

@@ -1,8 +1,7 @@
 """The memory of a training step, to the byte, from running it on fake tensors: no data, no GPU, seconds for any size.
 
 Training stands above memory, so that the step to trace, the very one that trains, is passed in as a callable. A trace
-cannot see memory inside kernels, CUDA's casts and a GPU's attention: `kernel_workspace`, `autocast` and `sdpa_choice`
-imitate them.
+cannot see memory inside kernels, CUDA's casts and a GPU's attention: `kernels` and `fake_cuda` imitate them.
 """
 
 from __future__ import annotations
@@ -21,13 +20,29 @@ from torch import nn
 
 from pipeline.errors import PipelineError, PlanInfeasible
 from pipeline.memory.footprint import ALIKE, Category, MicroFootprint, Provenance, StandingFootprint, Tape, Unmeasurable
-from pipeline.memory.tracing.autocast import cuda_casts, cuda_composites
-from pipeline.memory.tracing.fake_cuda import cuda_calls
-from pipeline.memory.tracing.fake_mode import FakeMode, conversions, eagerly, faked, unlogged
-from pipeline.memory.tracing.guesses import FAILS, LESS, SEEDS, Draws, EndlessGuess, Guesses, failure_reason
-from pipeline.memory.tracing.kernel_workspace import hidden_bytes, hidden_bytes_cpu, scratch_bytes, scratch_bytes_cpu
+from pipeline.memory.tracing.fake_cuda import cuda_calls, cuda_casts, cuda_composites
+from pipeline.memory.tracing.fake_mode import (
+    FAILS,
+    LESS,
+    SEEDS,
+    Draws,
+    EndlessGuess,
+    FakeMode,
+    Guesses,
+    conversions,
+    eagerly,
+    failure_reason,
+    faked,
+    unlogged,
+)
+from pipeline.memory.tracing.kernels import (
+    cuda_attention,
+    hidden_bytes,
+    hidden_bytes_cpu,
+    scratch_bytes,
+    scratch_bytes_cpu,
+)
 from pipeline.memory.tracing.recorder import Recorder, as_parts, shapes_unseen
-from pipeline.memory.tracing.sdpa_choice import cuda_attention
 from pipeline.waiting import signals_held
 
 if TYPE_CHECKING:

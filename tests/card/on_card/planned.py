@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipeline.memory.footprint import MemoryChoice, StepTapes
 from pipeline.memory.hardware.caching_allocator import Allocator, AllocatorSettings
-from pipeline.memory.tracing.autocast import cuda_casts, cuda_composites
-from pipeline.memory.tracing.kernel_workspace import operator_name, scratch_bytes
+from pipeline.memory.tracing.fake_cuda import cuda_casts, cuda_composites
+from pipeline.memory.tracing.kernels import operator_name, scratch_bytes
 from pipeline.memory.tracing.tracer import Target, Tracer
 from pipeline.training.step.checkpointing import Pinned, PinnedChunks
 from pipeline.training.step.contrastive import make_step

@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.memory.tracing.sdpa_choice import AttentionCall, Backend, attention_backend, cuda_attention
+from pipeline.memory.tracing.kernels import AttentionCall, Backend, attention_backend, cuda_attention
 
 A100, HOPPER, ADA, VOLTA = (8, 0), (9, 0), (8, 9), (7, 0)
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16

@@ -12,8 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.memory.tracing.autocast import POLICIES, cuda_casts, cuda_composites, policies
-from pipeline.memory.tracing.fake_cuda import NeedsCuda, cuda_calls
+from pipeline.memory.tracing.fake_cuda import POLICIES, NeedsCuda, cuda_calls, cuda_casts, cuda_composites, policies
 
 HALF = torch.bfloat16
 
