@@ -176,7 +176,6 @@ _UNIT_BYTES = {"m": MIB, "g": GIB, "t": 1 << 40}
 # A100 14 (`nvidia-smi mig -lgip`): an eighth, though there are only seven.
 _SLICES, _FEWER_SLICES = 8, {"a30": 4, "rtx-pro-6000": 4}
 _SLICED = ("a100-40gb", "a100-80gb-pcie", "h100-80gb-pcie", "h200-141gb-nvl", "b200-180gb")
-_SLICES_OF_A30_GIB = (6, 12, 24)
 _LARGEST_BYTES = 4 << 40
 _WHERE = "the GPU's name"
 
@@ -194,8 +193,7 @@ def device(name: str) -> Device:
     if model and text[model.end() : model.end() + 1].isalpha():
         raise _unknown(name)  # a10o and 3090ti, for example, are other models
     if mig := _SLICE.search(text):  # it is as fast as its share of the compute slices
-        parents = cards or (("a30",) if int(mig[2]) in _SLICES_OF_A30_GIB else _SLICED)
-        return _part(text, parents, _usable_gib(int(mig[2])), int(mig[1]))
+        return _part(text, cards or _SLICED, _usable_gib(int(mig[2])), int(mig[1]))
     if not cards:
         raise _unknown(name)
     sizes = sizes_said(text, bare=True)

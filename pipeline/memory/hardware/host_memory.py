@@ -121,7 +121,7 @@ PAGE_CACHE_BYTES = 256 * MIB  # to read ahead, and for pages of a checkpoint tha
 LEAST_MARGIN = 0.05  # peaks of a process lie between the samples
 RING_GROWTH, RING_UNIT = 9 / 8, MIB  # batches of one budget differ a little: room for the next one too
 DRAWN_BYTES = 20  # of an item, while an epoch is shuffled: random numbers, their order, the order that is kept
-KEY_BYTES, OFFSET_BYTES, STORED_SIZE_BYTES = 16, 8, 4  # in the table of a data set
+KEY_BYTES, ID_BYTES, OFFSET_BYTES, STORED_SIZE_BYTES = 16, 16, 8, 4  # in the table of a data set
 BASELINE, CONTEXT, KEPT = "interpreter and torch", "CUDA context", "kept by malloc"
 
 
@@ -196,12 +196,10 @@ class TrainingJob:
     offloaded_bytes: int = 0  # activations that wait in the host's memory, at most
     items: int = 0
     sizes: int = 0  # of an item in the table, how many
-    id_bytes: int = 16  # of an item, on the average
-    item_bytes: int = 0  # of the item itself, where graphs are built when they are read
     compile_workers: int = 0
 
 
-def train_need(run: TrainingJob, baseline: Baseline) -> HostNeed:
+def train_need(run: TrainingJob, baseline: HostPart) -> HostNeed:
     """Return the host memory that a training job needs on a node."""
     of_all = (replace(part, bytes=run.ranks * part.bytes) for part in _parts(run, baseline))
     files = HostPart("page cache", PAGE_CACHE_BYTES, Provenance.ASSUMED, "the rest is released under pressure")
@@ -226,20 +224,19 @@ def slot_bytes(batch_bytes: int, *, pin: bool) -> int:
     return max(-(-int(batch_bytes * RING_GROWTH) // RING_UNIT) * RING_UNIT, RING_UNIT)
 
 
-def table_bytes(items: int, sizes: int, id_bytes: int, item_bytes: int = 0) -> int:
+def table_bytes(items: int, sizes: int) -> int:
     """Return the memory of a data set's table: the record as read, and the arrays of one split."""
-    texts = id_bytes + OFFSET_BYTES + (item_bytes + OFFSET_BYTES if item_bytes else 0)
-    record = texts + KEY_BYTES + 1 + STORED_SIZE_BYTES * sizes
-    starts = OFFSET_BYTES * (2 if item_bytes else 1)
-    split = KEY_BYTES + 1 + STORED_SIZE_BYTES * sizes + 2 * starts
-    return items * (record + id_bytes + starts + split + DRAWN_BYTES)
+    arrays = KEY_BYTES + 1 + STORED_SIZE_BYTES * sizes
+    record = ID_BYTES + OFFSET_BYTES + arrays
+    split = arrays + 2 * OFFSET_BYTES
+    return items * (record + ID_BYTES + OFFSET_BYTES + split + DRAWN_BYTES)
 
 
-def _parts(run: TrainingJob, baseline: Baseline) -> Iterator[HostPart]:
+def _parts(run: TrainingJob, baseline: HostPart) -> Iterator[HostPart]:
     """Yield the memory of a process: its own, until the first step, and from then on."""
     start, train, traced, assumed = Period.START, Period.TRAIN, Provenance.TRACED, Provenance.ASSUMED
     each_process = f"of each of {run.ranks} processes"
-    yield HostPart(BASELINE, baseline.bytes, baseline.origin, f"{baseline.why}, {each_process}")
+    yield replace(baseline, why=f"{baseline.why}, {each_process}")
     if run.gpu:
         yield HostPart(CONTEXT, CUDA_CONTEXT_BYTES, assumed, f"pytorch#113326, {each_process}")
     if run.several and run.gpu:
@@ -247,7 +244,7 @@ def _parts(run: TrainingJob, baseline: Baseline) -> Iterator[HostPart]:
     threads = run.threads + 1
     arenas = threads * ARENA_BYTES + (0 if run.gpu else int(STEP_SLACK * run.step_bytes))
     yield HostPart("malloc", arenas, assumed, f"what glibc may keep for {threads} threads, {each_process}")
-    table = table_bytes(run.items, run.sizes, run.id_bytes, run.item_bytes)
+    table = table_bytes(run.items, run.sizes)
     yield HostPart("table of the data set", table, traced, f"{run.items} items with {run.sizes} sizes each")
     yield HostPart("model", run.model_bytes, traced, "parameters are built on the CPU", start)
     yield HostPart("resumed state", run.resumed_bytes, traced, "a checkpoint being read", start)
@@ -286,20 +283,11 @@ os._exit(0)  # taking torch down again would take another half a second
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Baseline:
-    """The memory of a process that has only imported its modules."""
-
-    bytes: int
-    origin: Provenance
-    why: str
-
-
-STATED = Baseline(IMPORT_BYTES, Provenance.ASSUMED, "as measured in pytorch#113326")
+STATED = HostPart(BASELINE, IMPORT_BYTES, Provenance.ASSUMED, "as measured in pytorch#113326")
 
 
 @cache  # seconds
-def measured_baseline(*modules: str) -> Baseline:
+def measured_baseline(*modules: str) -> HostPart:
     """Return the memory of a process that imports some modules, measured in a new one; STATED if that fails."""
     modules = modules or TRAINING
     try:
@@ -312,6 +300,6 @@ def measured_baseline(*modules: str) -> Baseline:
     return measured_in(size, modules)
 
 
-def measured_in(size: int, modules: Sequence[str]) -> Baseline:
+def measured_in(size: int, modules: Sequence[str]) -> HostPart:
     """Return the memory that a process was measured to have once it had imported these modules."""
-    return Baseline(size, Provenance.MEASURED, f"a process that imported {', '.join(modules)}")
+    return HostPart(BASELINE, size, Provenance.MEASURED, f"a process that imported {', '.join(modules)}")

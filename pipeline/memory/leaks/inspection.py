@@ -169,7 +169,7 @@ class Inspection:
         """Return the memory that the steps left behind, the largest first."""
         made = {number: made for number, made in self.watch.made.items() if made.step < WATCHED}
         gc.collect()
-        kept = {number: memory for number, memory in made.items() if not memory.is_gone and number not in self._known}
+        kept = {number: memory for number, memory in made.items() if not memory.is_gone}
         garbage = [memory for memory in made.values() if memory.is_gone]
         reachable = Reachable()
         leftovers = self._in_containers(reachable, kept)
@@ -203,10 +203,12 @@ class Inspection:
             site, kind = _traced_site(tracemalloc.get_object_traceback(thing)), type(thing)
             is_array = issubclass(kind, np.ndarray)
             if issubclass(kind, torch.Tensor):
-                if (number := _number(thing)) not in self._known:
-                    self._known.add(number)
-                    kept.pop(number, None)
+                number = _number(thing)
+                if number in self.watch.made or number not in self._known:
                     made.append(self.watch.made.get(number) or Made.of(thing, site))
+                    self._known.add(number)
+                    for storages in (kept, self.watch.made):
+                        storages.pop(number, None)
             elif site:
                 name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
                 name = f"ndarray {thing.dtype} {list(thing.shape)}" if is_array else name

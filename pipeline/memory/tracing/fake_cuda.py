@@ -323,7 +323,7 @@ Operator: TypeAlias = Any  # torch._ops.OpOverload, which has no types
 Kernel: TypeAlias = "Callable[..., Any]"
 Policy: TypeAlias = "Callable[[Operator, Any, Any], Any]"  # of an operator, its arguments and those by name
 
-LOWER, FP32, FP32_DTYPE, FP32_APPENDED, PROMOTE, BANNED = "lower", "fp32", "dtype", "appended", "promote", "banned"
+LOWER, FP32, FP32_DTYPE, PROMOTE, BANNED = "lower", "fp32", "dtype", "promote", "banned"
 
 # torch 2.13, aten/src/ATen/autocast_mode.h: AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32,
 # AT_FORALL_FP32_SET_OPT_DTYPE, AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE, AT_FORALL_PROMOTE; autocast_mode.cpp: those
@@ -343,15 +343,14 @@ POLICIES = {
         multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits
         dist pdist cdist renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d
         _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
-        _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa""",
+        _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa norm.Scalar
+        norm.ScalarOpt_dim""",  # the two of torch.norm, which is deprecated, cast no input on CUDA
     FP32_DTYPE: """
         prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
         linalg_matrix_norm.str_ord sum sum.dim_IntList""",
-    FP32_APPENDED: "norm.Scalar norm.ScalarOpt_dim",
     PROMOTE: "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add",
     BANNED: "binary_cross_entropy",
 }
-_WITH_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 _CPU_ONLY_KEPT = frozenset({"mkldnn_rnn_layer"})  # CUDA casts cuDNN's recurrent layers likewise: _cudnn_rnn
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
@@ -457,14 +456,6 @@ def _names(operator: Operator) -> list[str]:
     return [argument.name for argument in operator._schema.arguments]
 
 
-def _fp32_appended(operator: Operator, args: Any, kwargs: Any) -> Any:
-    """Call the overload that takes a dtype for the result."""
-    name = f"{operator._schema.name}.{operator._overloadname}".removeprefix("aten::")
-    defaults = [argument.default_value for argument in operator._schema.arguments]
-    dtype = torch.float32 if _is_eligible(args[0]) else args[0].dtype
-    return _operator(_WITH_DTYPE[name])(*args, *defaults[len(args) :], **kwargs, dtype=dtype)
-
-
 def _banned(operator: Operator, *_: Any) -> Any:
     raise RuntimeError(
         f"{operator} is unsafe to autocast: CUDA refuses it. Take binary_cross_entropy_with_logits instead."
@@ -475,7 +466,6 @@ _POLICIES: dict[str, Policy] = {
     LOWER: _casting(_lower),
     FP32: _casting(lambda _: torch.float32),
     FP32_DTYPE: _fp32_dtype,
-    FP32_APPENDED: _fp32_appended,
     PROMOTE: _casting(_widest),
     BANNED: _banned,
 }

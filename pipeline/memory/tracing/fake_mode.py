@@ -293,12 +293,7 @@ def users_expression(error: BaseException) -> str:
     own = [summary for summary in theirs if "site-packages" not in summary.filename] or theirs
     if not own:
         return ""
-    place = own[-1]
-    code = place.line or ""
-    if place.lineno is not None and place.colno is not None and place.lineno == place.end_lineno:
-        whole = linecache.getline(place.filename, place.lineno).encode()
-        code = whole[place.colno : place.end_colno].decode(errors="replace").strip() or code
-    return f"{Path(place.filename).name}:{place.lineno}" + (f" `{code}`" if code else "")
+    return str(CodeLine(own[-1].filename, own[-1].lineno or 0))
 
 
 def _is_users(code: CodeType, names: dict[str, Any]) -> bool:

@@ -25,13 +25,11 @@ import torch
 from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as hooks
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     is_traceable_wrapper_subclass,
 )
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from pipeline.memory.footprint import Category, MemoryPart, Tape
@@ -242,6 +240,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _born(self, size: int, phase: str = "") -> RecordedBlock:
         recording, module = self.recording, self.modules[-1] if self.modules else ""
         block = RecordedBlock(self._made, size, phase or self.part, module, len(recording.events))
+        if block.phase == "forward" and not module:
+            block.node = torch._C._autograd._get_sequence_nr() - 1  # that of the operator, or of the one before
         self._made += 1
         self.live[block.number] = block
         recording.blocks.append(block)
@@ -324,30 +324,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = hooks.register_module_forward_pre_hook(enter)
         after = hooks.register_module_forward_hook(leave, always_call=True)
         try:
-            with _Outside(self):
-                yield
+            yield
         finally:
             before.remove()
             after.remove()
             self.modules.clear()
-
-
-class _Outside(TorchFunctionMode):
-    """Notes which autograd node made a block, where no module is running."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        blocks = self._recorder.recording.blocks
-        before = len(blocks)
-        out = func(*args, **(kwargs or {}))
-        if len(blocks) > before and not self._recorder.modules and self._recorder.part == "forward":
-            nodes = [node for leaf in tree_leaves(out) if (node := getattr(leaf, "grad_fn", None)) is not None]
-            for block in blocks[before:] if nodes else ():
-                block.node = nodes[0]._sequence_nr()
-        return out
 
 
 def _behind(node: Any, lowest: int) -> Iterable[int]:

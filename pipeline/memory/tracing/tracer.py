@@ -12,7 +12,7 @@ from collections import Counter
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from torch import Tensor
-
     from pipeline.memory.footprint import MemoryChoice, Sizes
     from pipeline.memory.tracing.recorder import Charge, RecordedBlock, Recording
 
@@ -63,34 +61,10 @@ MARKED = "pipeline: a micro-batch"  # name of a run to a profiler
 _ONE_AT_A_TIME = threading.RLock()  # a trace changes some globals of torch
 
 
-class TracedTraining(Protocol):
-    """The training step that is traced: `training.step.Step`."""
-
-    model: nn.Module
-    carrier: Any
-    contrasts: bool  # a step's first micro-batch also embeds the others' items
-
-    def accumulate(self, batch: Any) -> None:
-        """Run a micro-batch forward and backward."""
-
-    def update(self) -> object:
-        """Run the optimizer, and drop the gradients."""
-
-    def release(self) -> None:
-        """Drop the gradients."""
-
-    def evaluate(self, batch: Any) -> object:
-        """Run a batch without gradients."""
-
-    def owned(self) -> Iterable[tuple[str, str, Tensor]]:
-        """Yield category, name and tensor of everything that may outlive a micro-batch."""
-
-
-class Build(Protocol):
-    """Makes the training step that is traced."""
-
-    def __call__(self, choice: MemoryChoice, watch: Recorder, model: nn.Module | None) -> TracedTraining:
-        """Return a training step of the model, or of a new one, that reports its phases to the watch."""
+# The training step that is traced is `training.step.step.Step`, which this room may not import. Its makers get the
+# settings to trace, what it reports its phases to, and a model, or None to make one.
+Training: TypeAlias = Any
+Build: TypeAlias = "Callable[[MemoryChoice, Recorder, nn.Module | None], Training]"
 
 
 @dataclass(frozen=True)
@@ -167,7 +141,7 @@ class TraceSession:
 
     def __init__(
         self,
-        build: Callable[[Recorder, nn.Module | None], TracedTraining],
+        build: Callable[[Recorder, nn.Module | None], Training],
         example: Callable[[Sizes], Any],
         smallest: Sizes,
         model: Callable[[], nn.Module] | None = None,
@@ -189,8 +163,8 @@ class TraceSession:
         self._training.carrier = self._recorder
 
     def _built(
-        self, build: Callable[[Recorder, nn.Module | None], TracedTraining], model: Callable[[], nn.Module] | None
-    ) -> TracedTraining:
+        self, build: Callable[[Recorder, nn.Module | None], Training], model: Callable[[], nn.Module] | None
+    ) -> Training:
         """Build the model on fake tensors; if that needs values, build it for real and make its tensors fake."""
         try:
             with self._open():

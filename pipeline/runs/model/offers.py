@@ -17,7 +17,7 @@ from pipeline.memory.hardware.gpus import device
 from pipeline.memory.hardware.host_memory import (
     STEP_SLACK,
     TRAINING,
-    Baseline,
+    HostPart,
     TrainingJob,
     measured_baseline,
     measured_in,
@@ -58,7 +58,7 @@ class Question:
     tell: Callable[[str], None] = lambda _: None
 
     @property
-    def baseline(self) -> Baseline:
+    def baseline(self) -> HostPart:
         """The memory of a process with torch: what that told which tasks are forked from, else measured in another."""
         told = getattr(self.executor, "imported_bytes", 0)
         return measured_in(told, TRAINING) if told else measured_baseline()

@@ -20,7 +20,6 @@ from pipeline.memory.footprint import Provenance
 from pipeline.memory.hardware import host_memory
 from pipeline.memory.hardware.host_memory import (
     STATED,
-    Baseline,
     HostNeed,
     HostPart,
     Period,
@@ -32,13 +31,12 @@ from pipeline.memory.hardware.host_memory import (
     ring_bytes,
     train_need,
 )
-from pipeline.records import Item, Part, Role
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.training.items import loader
 from pipeline.training.items.item_table import ItemTable, TableBuilder
 from pipeline.units import GIB, MIB
 
-BASE = Baseline(200 * MIB, Provenance.MEASURED, "made up")
+BASE = HostPart(host_memory.BASELINE, 200 * MIB, Provenance.MEASURED, "made up")
 TRAINED = """
 import torch
 torch.set_num_threads(1)
@@ -55,7 +53,7 @@ TOLD = '\nprint(open("/proc/self/status").read())'
 
 
 @pytest.fixture(scope="module")
-def baseline() -> Baseline:
+def baseline() -> HostPart:
     return measured_baseline()
 
 
@@ -96,18 +94,15 @@ def test_memory_for_batches_is_predicted_as_it_grows(monkeypatch: pytest.MonkeyP
         assert sum(os.fstat(run._file).st_size for run in shared) == ring_bytes(3, batch, pin=False)
 
 
-@pytest.mark.parametrize("with_items", [False, True])
-def test_the_table_of_a_data_set_takes_what_is_predicted(tmp_path: Path, with_items: bool) -> None:
+def test_the_table_of_a_data_set_takes_what_is_predicted(tmp_path: Path) -> None:
     store, builder, count = CacheFolder(tmp_path / "cache").kind("sets"), TableBuilder(), 5000
     for number in range(count):
         name = f"complex-{number:08d}"
-        item = Item(name, parts=(Part(Role.COMPLEX, f"/data/{name}.pdb"),), split="train") if with_items else None
-        builder.add(name, recipe_key("t", {"n": number}), "train", {"nodes": number, "edges": 20 * number}, item)
-    item_bytes = len(builder.items.bytes_T) // count
+        builder.add(name, recipe_key("t", {"n": number}), "train", {"nodes": number, "edges": 20 * number}, None)
     key = builder.write(store)
     ItemTable.read(store, key)  # what is imported and opened once is not the table's
     _, kept = taken(lambda: [whole := ItemTable.read(store, key), whole.of_split("train")])
-    predicted = host_memory.table_bytes(count, 2, 16, item_bytes) - count * host_memory.DRAWN_BYTES
+    predicted = host_memory.table_bytes(count, 2) - count * host_memory.DRAWN_BYTES
     assert kept == pytest.approx(predicted, rel=0.1)
 
 
@@ -167,7 +162,7 @@ def test_malloc_keeps_what_a_step_frees_as_far_as_there_is_room(step: int, spare
 
 
 @pytest.mark.nightly
-def test_the_measured_baseline_is_what_a_process_with_torch_takes(baseline: Baseline) -> None:
+def test_the_measured_baseline_is_what_a_process_with_torch_takes(baseline: HostPart) -> None:
     assert baseline.origin is Provenance.MEASURED
     assert status_of(IMPORTED, "VmRSS") == pytest.approx(baseline.bytes, rel=0.1)
 
@@ -177,7 +172,7 @@ def test_without_the_modules_the_baseline_is_a_stated_figure() -> None:
 
 
 @pytest.mark.nightly
-def test_a_training_step_on_the_cpu_fits_what_is_predicted_and_nearly_fills_it(baseline: Baseline) -> None:
+def test_a_training_step_on_the_cpu_fits_what_is_predicted_and_nearly_fills_it(baseline: HostPart) -> None:
     need = train_need(TrainingJob(gpu=False, step_bytes=TRAINED_BYTES, threads=0), baseline)
     predicted = need.total_bytes - int(1.3 * host_memory.PAGE_CACHE_BYTES)  # which belongs to no process
     peak = median(status_of(TRAINED, "VmHWM") for _ in range(3))  # glibc lays its blocks by chance: 491 to 573 MiB
