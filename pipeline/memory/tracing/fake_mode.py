@@ -260,7 +260,7 @@ class Draws:
 
 def _asking_line() -> CodeLine:
     """Return the line of code that asks for a value, outside torch and its modes."""
-    frame: FrameType = sys._getframe(3)
+    frame: FrameType = sys._getframe(1)
     while frame.f_back is not None and _is_between(frame):
         frame = frame.f_back
     return CodeLine(frame.f_code.co_filename, frame.f_lineno)

@@ -82,8 +82,8 @@ def until_small(y: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("how", "below", "expression"),
     [
-        (of_mask, 1, "y[y > 0]"),
-        (of_value, 1, "float(y.max())"),
+        (of_mask, 1, "return y[y > 0]"),
+        (of_value, 1, "return y * float(y.max())"),
         (until_converged, 3, "if y.abs().max() < 1:"),
         (until_small, 1, "while y.abs().max() > 1:"),
     ],
