@@ -83,7 +83,7 @@ class TorchLinear:
 class PackedLinear(TorchLinear):
     """By oneDNN, with the weights reordered once: 105–112 GFLOP/s on a core where torch's default reached 85–100.
 
-    These operations are torch.compile's own, not public: whoever wants them asks `packed_works` first.
+    These operations are torch.compile's own, not public: ask `packed_works` before you use them.
     """
 
     def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
@@ -281,7 +281,7 @@ def by_sequence(qkv_T3HC: torch.Tensor, bounds: SequenceBounds, room_THC: torch.
         q_1HLC, k_1HLC, v_1HLC = qkv_T3HC[first:last].permute(1, 2, 0, 3).unsqueeze(1).unbind()
         context_1HLC = scaled_dot_product_attention(q_1HLC, k_1HLC, v_1HLC)
         room_THC[first:last] = context_1HLC[0].transpose(0, 1)
-    room_THC[bounds.starts[-1] :] = 0  # rows that only fill a tile: nobody reads them, but they are computed on
+    room_THC[bounds.starts[-1] :] = 0  # rows that only fill a tile: never read, but computed with
     return room_THC
 
 

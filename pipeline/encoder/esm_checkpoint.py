@@ -172,7 +172,7 @@ class EsmCheckpoint:
     architecture: Architecture
     tensors: Mapping[str, torch.Tensor]
     # ESM-2 was trained with frequencies that had been rounded to half precision, and they are stored with the weights.
-    # Made anew they differ by up to 0.04%, which at position 1,000 turns a pair of columns by up to 0.16 radian.
+    # Computed again, they differ by up to 0.04%, which at position 1,000 turns a pair of columns by up to 0.16 radian.
     rotary_F: torch.Tensor  # fp32; empty where positions are learned
 
     @property
@@ -259,20 +259,20 @@ def load_esm_checkpoint(path: Path) -> EsmCheckpoint:
 
 def _folder(files: Sequence[Path], config: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the tensors of a Hugging Face folder, and its settings; refuse other models, and other settings."""
-    told = read_json_object(config)
-    kind = str(told.get("model_type"))
+    given = read_json_object(config)
+    kind = str(given.get("model_type"))
     if kind not in _SETTINGS:
         raise _unusable(f"is a model of the type {kind!r}, not {_KNOWN}", config)
-    told = {**told, **(told.get("rope_parameters") or {})}
+    given = {**given, **(given.get("rope_parameters") or {})}
     for name, (default, needed) in _SETTINGS[kind].items():
-        if (value := default if told.get(name) is None else told[name]) != needed:
+        if (value := default if given.get(name) is None else given[name]) != needed:
             raise _unusable(f"{name} is {value!r}, expected {needed!r}", config)
-    positions = told.get("position_embedding_type", "absolute")
-    if kind == "esm" and (positions not in ("rotary", "absolute") or (positions == "rotary" and told.get(_BEFORE))):
-        raise _unusable(f"its positions are {positions!r} with {_BEFORE} {told.get(_BEFORE)!r}", config)
+    positions = given.get("position_embedding_type", "absolute")
+    if kind == "esm" and (positions not in ("rotary", "absolute") or (positions == "rotary" and given.get(_BEFORE))):
+        raise _unusable(f"its positions are {positions!r} with {_BEFORE} {given.get(_BEFORE)!r}", config)
     names = {"layers": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads"}
-    settings = {ours: told.get(theirs) for ours, theirs in names.items()}
-    settings |= {"token_dropout": told.get("token_dropout", False), "positions": positions}
+    settings = {ours: given.get(theirs) for ours, theirs in names.items()}
+    settings |= {"token_dropout": given.get("token_dropout", False), "positions": positions}
     return read_safetensors(files), settings
 
 
@@ -284,11 +284,11 @@ def _torch_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise _unusable(f"holds a {type(data).__name__}, not a checkpoint", path)
     cfg = data.get("cfg")
     is_old = not isinstance(cfg, Mapping)  # as ESM-1b and ESM-1v, whose file is silent on what they do without
-    told = data.get("args") if is_old else cfg.get("model")
-    told = told if isinstance(told, Mapping) else getattr(told, "__dict__", {})
+    arguments = data.get("args") if is_old else cfg.get("model")
+    arguments = arguments if isinstance(arguments, Mapping) else getattr(arguments, "__dict__", {})
     names = {"layers": "layers", "width": "embed_dim", "heads": "attention_heads"}
-    settings = {ours: told.get(f"encoder_{theirs}", told.get(theirs)) for ours, theirs in names.items()}
-    settings |= {"token_dropout": told.get("token_dropout", False if is_old else None)}
+    settings = {ours: arguments.get(f"encoder_{theirs}", arguments.get(theirs)) for ours, theirs in names.items()}
+    settings |= {"token_dropout": arguments.get("token_dropout", False if is_old else None)}
     settings |= {"positions": "absolute" if is_old else "rotary"}
     return {str(name): tensor for name, tensor in model.items()}, settings
 
@@ -355,8 +355,8 @@ def _architecture(family: str, state: Mapping[str, Any], settings: Mapping[str, 
     layers = len({match[1] for name in state if (match := _LAYER.match(name))})
     dim, rows = (_size(state.get(f"embed_{of}.weight"), axis) for of, axis in (("tokens", -1), ("positions", 0)))
     if family == ESMC:  # whose .pth file says nothing
-        told = {name: value for name, value in settings.items() if value is not None}
-        settings = {"layers": layers, "width": dim, "heads": dim // _ESMC_HEAD_DIM, **told, "token_dropout": False}
+        given = {name: value for name, value in settings.items() if value is not None}
+        settings = {"layers": layers, "width": dim, "heads": dim // _ESMC_HEAD_DIM, **given, "token_dropout": False}
     heads, token_dropout = settings["heads"], settings["token_dropout"]
     for name, found in (("layers", layers), ("width", dim)):
         if type(settings[name]) is not int or settings[name] != found:

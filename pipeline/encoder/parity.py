@@ -196,7 +196,7 @@ class Reference:
         for number in range(0 if shape.positions else shape.layers):
             tensors[f"layers.{number}.{FREQUENCIES}"] = checkpoint.rotary_F.to(device, dtype)
         self._model.load_state_dict(tensors, assign=True, strict=False)
-        self._model.lm_head = torch.nn.Identity()  # predicts letters, which nobody asks for
+        self._model.lm_head = torch.nn.Identity()  # predicts letters, which are not needed
         self._model.contact_head = torch.nn.Identity()
         self._model.eval()
         for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):

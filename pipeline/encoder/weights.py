@@ -83,7 +83,7 @@ def find_checkpoint(path: Path) -> Path:
         try:
             files_of(place)
         except WeightsUnusable:
-            if place == path:  # whoever reads it says what is wrong
+            if place == path:  # reading it says what is wrong
                 return place
         except ConfigError:
             pass

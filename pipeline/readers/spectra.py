@@ -237,8 +237,8 @@ class Spectra:
             headers, peaks = self._divided(path, block)
             with suppress(UnusableEntry):  # the scan has rejected it
                 if not isinstance(peaks, UnusableEntry):
-                    told = shared_headers(headers, path.name, charge(headers.get("CHARGE", "")))
-                    yield entry_id(self._name(headers, path), path, count), told
+                    shared = shared_headers(headers, path.name, charge(headers.get("CHARGE", "")))
+                    yield entry_id(self._name(headers, path), path, count), shared
 
     def _hdf5_headers(self, path: Path) -> Iterator[tuple[str, Mapping[str, str]]]:
         with hdf5.Hdf5Table(path) as table:

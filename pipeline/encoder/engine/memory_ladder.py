@@ -302,7 +302,7 @@ def _refusal(work: Work) -> RefusedSequence:
 
 def tokens_beside(free_bytes: int, encoder: Forward, *residues: int) -> int:
     """Return how many tokens the CPU can compute at once in that memory; none if this is not positive."""
-    # At width 1,280, 1,022 tokens took 12 rows of fp32 a token, and 9,000 took 8, where 7 are told: a tile is more.
+    # At width 1,280, `bytes_per_token` counts 7 rows of fp32; 9,000 tokens took 8 each, 1,022 took 12: hence a tile.
     return int(SHARE * free_bytes) // max(1, encoder.bytes_per_token(*residues)) - TILE
 
 

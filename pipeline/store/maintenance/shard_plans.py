@@ -335,7 +335,7 @@ class ShardPlan:
     dead_bytes: int = 0
     size_bytes: int = 0
     lost: tuple[DamageFinding, ...] = ()  # records of which no whole copy is left
-    unknown: bool = False  # nobody knows what it held
+    unknown: bool = False  # what it held is in no table
     twice: frozenset[bytes] = frozenset()  # keys of which one copy is enough
     odd: frozenset[str] = frozenset()  # shards of which the index says something else
 
@@ -510,7 +510,7 @@ class Repaired:
     salvaged: int = 0  # records
     salvaged_bytes: int = 0
     lost: int = 0  # records
-    unknown: int = 0  # shards of which nobody knows what they held
+    unknown: int = 0  # shards whose content is in no table
     stay: int = 0  # shards about which nothing is done
     indexes: int = 0  # that are made again
     missing: Path | None = None  # the list of the lost records
@@ -642,7 +642,7 @@ def repair(
 
 
 def _publish_missing(cache: CacheFolder, by: str, begun: float, plans: Sequence[ShardPlan]) -> Path:
-    """Publish the list of lost records, and of shards where nobody knows what they held."""
+    """Publish the list of lost records, and of shards whose content is in no table."""
     summary = Summary(REPAIR, by, root=str(cache.root.resolve()), begun=begun, seconds=time.time() - begun)
     writer = ReportWriter(cache.disk, cache.root / REPORTS)
     try:
