@@ -17,7 +17,8 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeAlias
 from unittest.mock import patch
 
 import numpy as np
@@ -73,6 +74,9 @@ class RecordedBlock:
     shared: int = 0  # number of an owned block in every tape, below 0
 
 
+Becomes: TypeAlias = "Mapping[RecordedBlock, int]"  # blocks that become gradients, and the gradients' shared numbers
+
+
 @dataclass(slots=True)
 class Recording:
     """The allocations and the work of a piece of code."""
@@ -90,7 +94,7 @@ class Recording:
         """Return the most bytes that were live, beyond those live before."""
         return max(accumulate((size for _, size in self.events), initial=0))
 
-    def tape(self, setup: Sequence[RecordedBlock] = ()) -> Tape:
+    def tape(self, setup: Sequence[RecordedBlock] = (), becomes: Becomes = MappingProxyType({})) -> Tape:
         """Return the recording as a tape that can be played after any other of the model.
 
         Blocks that the training does not own, such as a table that the model keeps for the next batch, are allocated
@@ -103,22 +107,29 @@ class Recording:
         events += [(block, block.bytes) for block in kept]
         events += self.events
         events += [(block, -block.bytes) for block in (*kept, *self.blocks) if block.died < 0 and block.use is None]
-        numbered = [(block.shared or block.number, size) for block, size in events]
+        numbered = [
+            (block.shared or becomes.get(block, block.number), size)
+            for block, size in events
+            if size > 0 or block not in becomes
+        ]
         numbered += [(block.shared, block.bytes) for block in setup if block.died >= 0]
         block_E, bytes_E = np.array(numbered, np.int64).reshape(-1, 2).T
         own_E = block_E >= 0
         block_E[own_E] = np.unique(block_E[own_E], return_inverse=True)[1]
         return Tape(block_E, bytes_E)
 
-    def parts(self) -> tuple[MemoryPart, ...]:
-        """Return what was live at the peak."""
-        live_E = np.cumsum([size for _, size in self.events])
+    def parts(self, becomes: Becomes = MappingProxyType({})) -> tuple[MemoryPart, ...]:
+        """Return what was live at the peak; blocks in `becomes` count as the gradients, in place of earlier ones."""
+        live_E = np.cumsum([0 if size < 0 and block in becomes else size for block, size in self.events])
         peak = int(live_E.argmax()) if live_E.max(initial=0) > 0 else -1
         backward = next((block.born for block in self.blocks if block.phase == "backward"), len(self.events))
         sums: Counter[tuple[Category, str]] = Counter()
         for block in (*self.before, *self.blocks):
-            if block.born <= peak and not 0 <= block.died <= peak:
-                sums[_use_of(block, backward)] += block.bytes
+            stays = block in becomes
+            use = (Category.GRADIENTS, "") if stays else _use_of(block, backward)
+            is_earlier = bool(becomes) and use[0] is Category.GRADIENTS and not stays
+            if not is_earlier and block.born <= peak and (stays or not 0 <= block.died <= peak):
+                sums[use] += block.bytes
         return as_parts(sums)
 
 
@@ -165,6 +176,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recording = Recording()
         self.part = "idle"
         self.modules: list[str] = []
+        self.added: dict[RecordedBlock, list[RecordedBlock]] = {}  # to each block, in backward
         self.live: dict[int, RecordedBlock] = {}
         self._scratch, self._hidden = scratch, hidden
         self._known: dict[int, tuple[weakref.ref[Any], RecordedBlock | None]] = {}  # no block: it is on the host
@@ -177,6 +189,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Start a new recording; of the last one only live blocks are kept."""
         for block in self.live.values():
             block.born, block.node = -1, -1
+        self.added.clear()
         self.recording = Recording(tuple(self.live.values()), host_bytes=self._host_bytes)
         return self.recording
 
@@ -205,6 +218,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func, args = _PUT_IN_PLACE, (*args, _UNSAFE)  # FunctionsManual.cpp, index_backward: into zeros made for it
         elif func in _INTO_ZEROS and _engine_calls(kwargs):
             func = _INTO_ZEROS[func]
+        if func is _ADD_IN_PLACE and self.part == "backward" and isinstance(args[1], torch.Tensor):
+            target, source = self.block_of(args[0]), self.block_of(args[1])
+            if target is not None and source is not None:
+                self.added.setdefault(target, []).append(source)
         out = func(*args, **kwargs)
         hidden = self._hidden(func, args, kwargs, out)
         results = list(_tensors(out))

@@ -300,16 +300,22 @@ class TraceSession:
         return peaks
 
     def micro(self, sizes: Sizes) -> MicroFootprint:
-        """Trace a later micro-batch of a step, and its first one, which allocates the gradients."""
+        """Trace a later micro-batch of a step, and derive from it the tape of the first micro-batch."""
         key = tuple(sorted(sizes.items()))
         if key not in self._micros:
             self.standing()
-            micro = self._micro(sizes, *self._highest(lambda: self._training.accumulate(self._batch(sizes))))
-            self._taped(self._training.release)
-            first, alone = self._accumulate(sizes)
+            again, recording = self._highest(lambda: self._training.accumulate(self._batch(sizes)))
+            micro = self._micro(sizes, again, recording)
+            becomes = None if self._training.contrasts else self._becomes()
+            if becomes is None:
+                self._taped(self._training.release)
+                first, alone = self._accumulate(sizes)
+                first_parts = alone.parts()
+            else:
+                first, first_parts = recording.tape(self._setup, becomes), recording.parts(becomes)
             if self._training.contrasts:  # every item is embedded twice, once by the step's first micro-batch
                 micro = replace(micro, flops=alone.flops, kernels=alone.kernels, moved_bytes=alone.moved_bytes)
-            self._micros[key] = replace(micro, first=first, first_parts=alone.parts())
+            self._micros[key] = replace(micro, first=first, first_parts=first_parts)
         return self._micros[key]
 
     def evaluation(self, sizes: Sizes) -> MicroFootprint:
@@ -317,7 +323,8 @@ class TraceSession:
         key = ("evaluation", *sorted(sizes.items()))
         if key not in self._micros:
             self.standing()
-            self._micros[key] = self._micro(sizes, *self._highest(lambda: self._training.evaluate(self._batch(sizes))))
+            tape, recording = self._highest(lambda: self._training.evaluate(self._batch(sizes)))
+            self._micros[key] = self._micro(sizes, tape, recording)
         return self._micros[key]
 
     def _micro(self, sizes: Sizes, tape: Tape, recording: Recording) -> MicroFootprint:
@@ -337,6 +344,21 @@ class TraceSession:
     @property
     def _origin(self) -> Provenance:
         return Provenance.GUESSED if self._guesses.notes or self._draws.any else Provenance.TRACED
+
+    def _becomes(self) -> dict[RecordedBlock, int] | None:
+        """Map the blocks that a later micro-batch adds to the gradients to the gradients' shared numbers.
+
+        In a step's first micro-batch they become the gradients. None where that is ambiguous.
+        """
+        becomes: dict[RecordedBlock, int] = {}
+        for block in self._own():
+            if block.use is not None and block.use[0] is Category.GRADIENTS:
+                added = self._recorder.added.get(block, [])
+                if len(added) != 1 or added[0].born < 0 or added[0].bytes != block.bytes:
+                    return None
+                becomes[added[0]] = block.shared
+        gradients = sum(1 for category, _ in self._shared if category is Category.GRADIENTS)
+        return becomes if len(becomes) == gradients else None
 
     def _accumulate(self, sizes: Sizes) -> tuple[Tape, Recording]:
         return self._taped(lambda: self._training.accumulate(self._batch(sizes)))
