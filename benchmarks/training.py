@@ -66,7 +66,7 @@ def write_pickles(project: str, folder: str) -> None:
     task = task_of()
     model = task.model()
     for number, batch in enumerate(loader):
-        items = batch.clone().items[:]
+        items = batch.items[:]
         for item in items:
             sides = {role: plain(side) for role, side in item.sides.items()}
             data = {"id": item.id, "number": item.number, "sides": sides, "labels": copies(item.labels)}
