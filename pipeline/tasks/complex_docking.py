@@ -22,7 +22,6 @@ import torch
 from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError
 from pipeline.protocol import item_of
-from pipeline.tasks.docking.docked_files import FARTHEST
 from pipeline.tasks.docking.docking_items import example_counts, example_partner, placed_partners
 from pipeline.tasks.docking.docking_trunk import PosedComplex, TrunkSizes
 from pipeline.tasks.docking.pose_confidence import trained_confidence
@@ -62,6 +61,7 @@ if TYPE_CHECKING:
     from pipeline.training.items.batch import ItemTensors
 
 TRANSLATION, ROTATION = "translation", "rotation"
+FARTHEST = 500.0  # Å between the centres of receptor and ligand; farther off, the sampling has exploded
 ROTATION_ROUNDING = 1e-5  # added to the norm of rotations' scores
 NOISE = ("translation", "rotation", "translation_score", "rotation_score")
 COUNTS = ("scalars", "vectors", "layers", "multiplicity", "samples", "steps", "top")

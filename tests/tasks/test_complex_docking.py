@@ -139,7 +139,8 @@ def test_a_move_brings_the_file_to_the_pose_whose_distance_is_told():
         assert apart == pytest.approx(float(told), abs=1e-3)
 
 
-def test_a_pose_that_explodes_is_no_number_and_others_are_what_they_were():
+@pytest.mark.parametrize("push", [torch.nan, 1e9])
+def test_a_pose_that_explodes_is_no_number_and_others_are_what_they_were(push):
     class Wild(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -147,7 +148,7 @@ def test_a_pose_that_explodes_is_no_number_and_others_are_what_they_were():
 
         def forward(self, batch, poses_at_once=1):
             translation, rotation = self.inner(batch, poses_at_once)
-            translation[:, 1] = torch.nan
+            translation[:, 1] = push
             return translation, rotation
 
     batch = rows_of(made(0), "a", range(3))

@@ -17,7 +17,7 @@ from pipeline.graphs.residue_graph import LETTERS
 from pipeline.protocol import ITEMS
 from pipeline.tasks.docking.docking_trunk import DockingPartner
 from pipeline.tasks.docking.equivariant import ListedPairs, listed_pairs
-from pipeline.tasks.docking.rigid_diffusion import nearest_turn
+from pipeline.tasks.docking.rigid_diffusion import superposed
 from pipeline.tasks.partner_graphs import CA, embedding_of, partners_of
 
 if TYPE_CHECKING:
@@ -50,9 +50,7 @@ def placed_partners(item: ItemTensors, embedding_dim: int) -> PlacedPartners:
     centre_3, true_L3 = receptor_R3.mean(0), ligand_L3
     if is_from_elsewhere := is_unbound(receptor, ligand):
         bound_R3, bound_L3 = bound_frame(receptor, ligand)
-        there_3 = bound_R3.mean(0)
-        turn_33 = nearest_turn((bound_R3 - there_3).unsqueeze(0), receptor_R3 - centre_3)[0]
-        true_L3 = (bound_L3 - there_3) @ turn_33 + centre_3
+        true_L3 = superposed(bound_R3, receptor_R3, bound_L3)
     return PlacedPartners(
         docking_partner(receptor, embedding_dim),
         docking_partner(ligand, embedding_dim),
@@ -93,9 +91,7 @@ def _onto_bound(side: PartnerTensors) -> Tensor:
         problem = f"only {known} residues of the {side.role} are in the bound structure; superposing needs {FEWEST}"
         raise ConfigError(problem, where="data", remedy="remove it, or   --set data.state=bound")
     pos_N3, bound_M3 = side.nodes["pos"][:, CA].double(), side.nodes["bound"][known_N].double()
-    from_3, to_3 = pos_N3[known_N].mean(0), bound_M3.mean(0)
-    turn_33 = nearest_turn((pos_N3[known_N] - from_3).unsqueeze(0), bound_M3 - to_3)[0]
-    return (pos_N3 - from_3) @ turn_33 + to_3
+    return superposed(pos_N3[known_N], bound_M3, pos_N3)
 
 
 def docking_partners(item: ItemTensors) -> tuple[PartnerTensors, PartnerTensors]:

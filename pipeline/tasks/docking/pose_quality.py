@@ -5,13 +5,13 @@ one. As there, modified residues are left out, and LRMSD is of the smaller partn
 the residues that docked and true structure share, by alignment, or by number where that pairs as many: what stands on
 both sides of a gap then finds its own side, which DockQ's alignment cannot know.
 
-Shapes: P poses, A heavy atoms, R residues, B backbone atoms, N points, K pairs of atoms, C contacts of the truth.
+Shapes: P poses, A heavy atoms, R residues, N and M points, K pairs of atoms, C pairs of residues.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,10 +23,10 @@ from pipeline.protocol import item_of
 from pipeline.records import Reason, Role
 from pipeline.structures.atoms import UnusableInput
 from pipeline.tasks.docking.docked_partners import matched_partner, partner_atoms, shared_backbones
-from pipeline.tasks.docking.rigid_diffusion import nearest_turn, superposed
+from pipeline.tasks.docking.rigid_diffusion import rmsd, superposed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from pipeline.tasks.docking.docked_partners import MatchedPartner, PartnerAtoms
 
 CONTACT, INTERFACE, CLASH = 5.0, 10.0, 3.0  # Å between heavy atoms
-POSES_AT_ONCE = 32
 CLASSES = ("incorrect", "acceptable", "medium", "high")
 LEAST_DOCKQ = (0.23, 0.49, 0.80)  # of the classes after the first
 RMSD_BELOW = (1.0, 2.0, 5.0, 10.0)  # Å
 RMSDS = ("ligand_rmsd", "complex_rmsd", "interface_rmsd")  # as tasks tell them
+EXPLODED = "exploded"  # the problem of a pose that is no number
 TOPS: dict[str, float] = {"top-1": 1, "top-5": 5, "oracle": math.inf}
 
 
@@ -53,52 +53,19 @@ class RigidMoves(NamedTuple):
         moved_PN3: NDArray[np.float64] = pos_N3 @ self.turn_P33.transpose(0, 2, 1) + self.shift_P3[:, None]
         return moved_PN3
 
-    def undone(self, pos_N3: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return positions after the opposite of each move [P, N, 3]."""
-        back_PN3: NDArray[np.float64] = (pos_N3 - self.shift_P3[:, None]) @ self.turn_P33
-        return back_PN3
-
     def take(self, chosen: NDArray[np.int64] | slice) -> RigidMoves:
         """Return some of the moves."""
         return RigidMoves(self.turn_P33[chosen], self.shift_P3[chosen])
 
 
-def nearest_move(pos_N3: NDArray[np.float64], onto_N3: NDArray[np.float64]) -> RigidMoves:
-    """Return the one move that brings points nearest to others (Kabsch)."""
-    centre_3, target_3 = pos_N3.mean(0), onto_N3.mean(0)
-    centred = (torch.from_numpy(points_N3) for points_N3 in ((pos_N3 - centre_3)[None], onto_N3 - target_3))
-    turn_133 = nearest_turn(*centred).transpose(1, 2).numpy()
-    return RigidMoves(turn_133, target_3 - turn_133 @ centre_3)
-
-
-def _near_residues(receptor: PartnerAtoms, ligand: PartnerAtoms) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return the pairs of residues with heavy atoms within the reach of an interface, and their least distances."""
-    trees = cKDTree(receptor.pos_A3), cKDTree(ligand.pos_A3)
-    near_K = trees[0].sparse_distance_matrix(trees[1], INTERFACE, output_type="ndarray")
-    code_K = receptor.residue_A[near_K["i"]] * ligand.residues + ligand.residue_A[near_K["j"]]
-    order_K = np.lexsort((near_K["v"], code_K))
-    code_C, first_C = np.unique(code_K[order_K], return_index=True)
-    return np.stack(np.divmod(code_C, max(ligand.residues, 1)), 1), near_K["v"][order_K][first_C]
-
-
-class _AtomPairs(NamedTuple):
-    """All pairs of docked heavy atoms between the residues of each contact."""
-
-    receptor_K: NDArray[np.int64]
-    ligand_K: NDArray[np.int64]
-    first_C: NDArray[np.int64]
-
-
-def _atom_pairs(receptor: PartnerAtoms, ligand: PartnerAtoms, contacts_C2: NDArray[np.int64]) -> _AtomPairs:
-    """List the pairs of atoms of some pairs of residues."""
-    bounds = [np.searchsorted(own.residue_A, np.arange(own.residues + 1)) for own in (receptor, ligand)]
-    pairs = [np.empty((0, 2), np.int64)]
-    for left, right in contacts_C2.tolist():
-        mine, theirs = np.arange(*bounds[0][left : left + 2]), np.arange(*bounds[1][right : right + 2])
-        if len(mine) and len(theirs):  # of a residue, hydrogens alone may have been docked
-            pairs.append(np.stack([np.repeat(mine, len(theirs)), np.tile(theirs, len(mine))], 1))
-    pairs_K2 = np.concatenate(pairs)
-    return _AtomPairs(pairs_K2[:, 0], pairs_K2[:, 1], np.cumsum([*map(len, pairs)])[:-1])
+def _near_residues(
+    receptor: PartnerAtoms, ligand: PartnerAtoms, ligand_A3: NDArray[np.float64], limit: float
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the residues of each pair with heavy atoms nearer than a limit, where the ligand's atoms are [C] each."""
+    trees = cKDTree(receptor.pos_A3), cKDTree(ligand_A3)
+    near_K = trees[0].sparse_distance_matrix(trees[1], np.nextafter(limit, 0), output_type="ndarray")
+    code_C = np.unique(receptor.residue_A[near_K["i"]] * ligand.residues + ligand.residue_A[near_K["j"]])
+    return np.divmod(code_C, max(ligand.residues, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +75,8 @@ class DockingTruth:
     receptor: MatchedPartner
     ligand: MatchedPartner
     contacts: int  # of the truth, between residues that were docked or not
-    found: _AtomPairs  # by which the contacts between docked residues are looked for
-    near: tuple[NDArray[np.int64], NDArray[np.int64]]  # shared residues at the interface
+    is_docked_RR: NDArray[np.bool_]  # which docked residues they are between
+    near: tuple[NDArray[np.int64], ...]  # shared residues of either side at the interface
 
 
 def docking_truth(read: Complex) -> DockingTruth:
@@ -124,99 +91,74 @@ def docking_truth(read: Complex) -> DockingTruth:
 
 def truth_of(receptor: MatchedPartner, ligand: MatchedPartner) -> DockingTruth:
     """Find the contacts and the interface of the truth; refuse one without contacts."""
-    near_C2, distance_C = _near_residues(receptor.true, ligand.true)
-    contact_C = distance_C < CONTACT
-    if not contact_C.any():
-        raise UnusableInput(Reason.NO_CONTACTS, f"no heavy atoms of the true partners within {CONTACT:g} Å")
-    places_C2 = np.stack([_places(pair)[near_C2[:, at]] for at, pair in enumerate((receptor, ligand))], 1)
-    is_shared_C, is_inside_C = (places_C2 >= 0).all(1), distance_C < INTERFACE
-    docked = [pair.shared_R2[places_C2[contact_C & is_shared_C, at], 0] for at, pair in enumerate((receptor, ligand))]
-    near = [np.unique(places_C2[is_shared_C & is_inside_C, at]) for at in (0, 1)]
-    if not len(near[0]):
-        raise UnusableInput(Reason.NO_CONTACTS, "no residue of the true interface is in the docked structures")
-    found = _atom_pairs(receptor.docked, ligand.docked, np.stack(docked, 1))
-    return DockingTruth(receptor, ligand, int(contact_C.sum()), found, (near[0], near[1]))
-
-
-def _places(pair: MatchedPartner) -> NDArray[np.int64]:
-    """Return the place of each true residue among the shared ones, -1 where it is not shared."""
-    place_R = np.full(pair.true.residues, -1)
-    place_R[pair.shared_R2[:, 1]] = np.arange(len(pair.shared_R2))
-    return place_R
-
-
-class PoseQuality(NamedTuple):
-    """How near poses are to the truth [P]."""
-
-    fnat_P: NDArray[np.float64]  # share of the true contacts
-    irmsd_P: NDArray[np.float64]  # Å, backbone of the interface, superposed
-    lrmsd_P: NDArray[np.float64]  # Å, backbone of the smaller partner, the larger one superposed
-    dockq_P: NDArray[np.float64]
-
-    def classes(self) -> list[str]:
-        """Return the class of each pose by the criteria of CAPRI."""
-        return [capri_class(*row) for row in zip(self.fnat_P, self.irmsd_P, self.lrmsd_P, strict=True)]
-
-
-def pose_quality(truth: DockingTruth, moves: RigidMoves) -> PoseQuality:
-    """Return how near the poses are to the truth, a few at a time."""
-    parts = [(_fnat(truth, some), _interface_rmsd(truth, some), _smaller_rmsd(truth, some)) for some in _pieces(moves)]
-    fnat_P, irmsd_P, lrmsd_P = (
-        (np.concatenate(part) for part in zip(*parts, strict=True)) if parts else (np.empty(0),) * 3
+    contacts, near = (
+        _near_residues(receptor.true, ligand.true, ligand.true.pos_A3, limit) for limit in (CONTACT, INTERFACE)
     )
-    return PoseQuality(fnat_P, irmsd_P, lrmsd_P, dockq_score(fnat_P, irmsd_P, lrmsd_P))
+    if not len(contacts[0]):
+        raise UnusableInput(Reason.NO_CONTACTS, f"no heavy atoms of the true partners within {CONTACT:g} Å")
+    receptor_C, ligand_C = _places(receptor, ligand, contacts)
+    is_docked_RR = np.zeros((receptor.docked.residues, ligand.docked.residues), bool)
+    is_docked_RR[receptor.shared_R2[receptor_C, 0], ligand.shared_R2[ligand_C, 0]] = True
+    at_interface = tuple(map(np.unique, _places(receptor, ligand, near)))
+    if not len(at_interface[0]):
+        raise UnusableInput(Reason.NO_CONTACTS, "no residue of the true interface is in the docked structures")
+    return DockingTruth(receptor, ligand, len(contacts[0]), is_docked_RR, at_interface)
 
 
-def _pieces(moves: RigidMoves) -> Iterator[RigidMoves]:
-    for first in range(0, len(moves.turn_P33), POSES_AT_ONCE):
-        yield moves.take(slice(first, first + POSES_AT_ONCE))
+def _places(
+    receptor: MatchedPartner, ligand: MatchedPartner, pairs: tuple[NDArray[np.int64], NDArray[np.int64]]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return places among the shared residues of pairs of true ones, without those that are not shared."""
+    found = []
+    for partner, true_C in zip((receptor, ligand), pairs, strict=True):
+        place_R = np.full(partner.true.residues, -1)
+        place_R[partner.shared_R2[:, 1]] = np.arange(len(partner.shared_R2))
+        found.append(place_R[true_C])
+    is_shared_C = (found[0] >= 0) & (found[1] >= 0)
+    return found[0][is_shared_C], found[1][is_shared_C]
+
+
+def pose_quality(truth: DockingTruth, moves: RigidMoves) -> dict[str, list[Any]]:
+    """Return how near poses are to the truth, by the names of columns.
+
+    fnat: share of the true contacts. irmsd: of the interface's backbone, superposed (Å). lrmsd: of the smaller
+    partner's backbone, the larger one superposed.
+    """
+    sides = truth.receptor, truth.ligand
+    fnat_P = _fnat(truth, moves)
+    irmsd_P = _rmsd([shared_backbones(side, near) for side, near in zip(sides, truth.near, strict=True)], moves)
+    whole = [shared_backbones(side, np.arange(len(side.shared_R2))) for side in sides]
+    larger = 0 if truth.receptor.true.residues > truth.ligand.true.residues else 1
+    lrmsd_P = _rmsd(whole, moves, by=larger)
+    score_P = (fnat_P + 1 / (1 + (irmsd_P / 1.5) ** 2) + 1 / (1 + (lrmsd_P / 8.5) ** 2)) / 3
+    columns = {"fnat": fnat_P, "irmsd": irmsd_P, "lrmsd": lrmsd_P, "dockq": score_P}
+    classes = [capri_class(*row) for row in zip(fnat_P, irmsd_P, lrmsd_P, strict=True)]
+    return {name: values_P.tolist() for name, values_P in columns.items()} | {"capri": classes}
 
 
 def _fnat(truth: DockingTruth, moves: RigidMoves) -> NDArray[np.float64]:
     """Return the share of the true contacts that poses have."""
-    if not len(truth.found.first_C):
-        return np.zeros(len(moves.turn_P33))
-    used, ligand_K = np.unique(truth.found.ligand_K, return_inverse=True)
-    receptor_K3 = truth.receptor.docked.pos_A3[truth.found.receptor_K]
-    apart_PK3 = moves.of(truth.ligand.docked.pos_A3[used])[:, ligand_K] - receptor_K3
-    least_PC = np.minimum.reduceat(np.einsum("pki,pki->pk", apart_PK3, apart_PK3), truth.found.first_C, axis=1)
-    share_P: NDArray[np.float64] = (least_PC < CONTACT**2).sum(1) / truth.contacts
-    return share_P
+    receptor, ligand = truth.receptor.docked, truth.ligand.docked
+    found = (_near_residues(receptor, ligand, pos_A3, CONTACT) for pos_A3 in _posed(ligand.pos_A3, moves))
+    return np.array([truth.is_docked_RR[pairs].sum() / truth.contacts for pairs in found])
 
 
-def _interface_rmsd(truth: DockingTruth, moves: RigidMoves) -> NDArray[np.float64]:
-    (receptor_B3, true_B3), (ligand_N3, true_N3) = (
-        shared_backbones(pair, near) for pair, near in zip((truth.receptor, truth.ligand), truth.near, strict=True)
-    )
-    moved_PN3 = moves.of(ligand_N3)
-    posed_PB3 = np.concatenate([np.broadcast_to(receptor_B3, (len(moved_PN3), *receptor_B3.shape)), moved_PN3], 1)
-    onto_B3 = np.concatenate([true_B3, true_N3])
-    return _apart(superposed(torch.from_numpy(posed_PB3), torch.from_numpy(onto_B3)).numpy(), onto_B3)
+def _posed(pos_N3: NDArray[np.float64], moves: RigidMoves) -> Iterator[NDArray[np.float64]]:
+    """Yield the ligand's positions in each pose."""
+    return (moves.take(slice(at, at + 1)).of(pos_N3)[0] for at in range(len(moves.turn_P33)))
 
 
-def _smaller_rmsd(truth: DockingTruth, moves: RigidMoves) -> NDArray[np.float64]:
-    """Return the RMSD of the smaller partner; the larger one is as rigid, so that it is superposed only once."""
-    receptor, ligand = (
-        shared_backbones(pair, np.arange(len(pair.shared_R2))) for pair in (truth.receptor, truth.ligand)
-    )
-    if truth.receptor.true.residues > truth.ligand.true.residues:
-        fit, posed_PN3, true_N3 = nearest_move(*receptor), moves.of(ligand[0]), ligand[1]
-    else:
-        fit, posed_PN3, true_N3 = nearest_move(*ligand), moves.undone(receptor[0]), receptor[1]
-    return _apart(posed_PN3 @ fit.turn_P33[0].T + fit.shift_P3[0], true_N3)
-
-
-def _apart(pos_PN3: NDArray[np.float64], true_N3: NDArray[np.float64]) -> NDArray[np.float64]:
-    apart_P: NDArray[np.float64] = np.sqrt(np.square(pos_PN3 - true_N3).sum(-1).mean(-1))
-    return apart_P
-
-
-def dockq_score(
-    fnat_P: NDArray[np.float64], irmsd_P: NDArray[np.float64], lrmsd_P: NDArray[np.float64]
+def _rmsd(
+    sides: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]], moves: RigidMoves, by: int | None = None
 ) -> NDArray[np.float64]:
-    """Return the score that DockQ makes of three measures, between 0 and 1."""
-    score_P: NDArray[np.float64] = (fnat_P + 1 / (1 + (irmsd_P / 1.5) ** 2) + 1 / (1 + (lrmsd_P / 8.5) ** 2)) / 3
-    return score_P
+    """Return the RMSD of both sides' atoms, superposed; or of one side's after the other is superposed."""
+    true = [torch.from_numpy(true_N3) for _, true_N3 in sides]
+    receptor_N3, ligand_PM3 = torch.from_numpy(sides[0][0]), torch.from_numpy(moves.of(sides[1][0]))
+    posed = [receptor_N3.expand(len(ligand_PM3), -1, -1), ligand_PM3]
+    if by is None:
+        posed_PN3, true_N3 = torch.cat(posed, 1), torch.cat(true)
+        return rmsd(superposed(posed_PN3, true_N3), true_N3).numpy()
+    return rmsd(superposed(posed[by], true[by], posed[1 - by]), true[1 - by]).numpy()
 
 
 def capri_class(fnat: float, irmsd: float, lrmsd: float) -> str:
@@ -233,32 +175,43 @@ def near_counts(
 ) -> NDArray[np.int64]:
     """Count the pairs of atoms across partners that are nearer than a limit (Å), by pose."""
     tree, below = cKDTree(receptor_A3), np.nextafter(limit, 0)
-    counts = [tree.query_ball_point(some.of(ligand_N3), below, return_length=True).sum(-1) for some in _pieces(moves)]
-    return np.concatenate([np.empty(0, np.int64), *counts])
+    counts = (tree.query_ball_point(pos_N3, below, return_length=True).sum() for pos_N3 in _posed(ligand_N3, moves))
+    return np.fromiter(counts, np.int64)
 
 
-class PoseScore(NamedTuple):
-    """A pose of some complex, for summaries."""
+class PoseRow(NamedTuple):
+    """What is known of a pose; NaN where there is no truth to compare it with."""
 
     complex: str
-    rank: int | None  # 1 is the best; None: the pose is of no use
-    rmsds: Mapping[str, float]  # Å, by name
-    dockq: float = math.nan
     split: str = ""
-    kind: str = ""  # of complex
+    rank: int | None = None  # 1 is the best; None: it is of no use, for `problem`
+    sample: int = 0
+    confidence: float = math.nan
+    complex_rmsd: float = math.nan  # Å between CA atoms, as `rigid_diffusion.PoseRmsd` says
+    ligand_rmsd: float = math.nan
+    interface_rmsd: float = math.nan
+    fnat: float = math.nan
+    irmsd: float = math.nan
+    lrmsd: float = math.nan
+    dockq: float = math.nan
+    capri: str = ""
+    contacts: int | None = None  # pairs of heavy atoms within 5 Å; 0: the partners do not touch
+    clashes: int | None = None  # of these, pairs within 3 Å
+    file: str = ""
+    problem: str = ""
 
 
-def summaries(scores: Iterable[PoseScore]) -> list[dict[str, Any]]:
+def summaries(rows: Iterable[PoseRow], kind_of: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
     """Return rows about each complex's best pose among its first ones: overall, by split and by kind of complex.
 
     A complex without any ranked pose is near nothing; means, medians and deviations are of the others. NaN stands where
     nothing is known.
     """
-    groups: dict[str, dict[str, list[PoseScore]]] = defaultdict(lambda: defaultdict(list))
-    for score in scores:
-        named = [f"{what}={name}" for what, name in (("split", score.split), ("kind", score.kind)) if name]
-        for group in ("all", *named):
-            groups[group][score.complex].append(score)
+    groups: dict[str, dict[str, list[PoseRow]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        named = ("split", row.split), ("kind", (kind_of or {}).get(row.complex, ""))
+        for group in ("all", *(f"{what}={name}" for what, name in named if name)):
+            groups[group][row.complex].append(row)
     ordered = sorted(groups, key=lambda group: (group != "all", group.startswith("kind="), group))
     return [
         {"group": group, "among": top, **_summary([*groups[group].values()], TOPS[top])}
@@ -267,14 +220,14 @@ def summaries(scores: Iterable[PoseScore]) -> list[dict[str, Any]]:
     ]
 
 
-def _summary(complexes: list[list[PoseScore]], top: float) -> dict[str, float]:
-    chosen = [[score for score in scores if score.rank is not None and score.rank <= top] for scores in complexes]
+def _summary(complexes: list[list[PoseRow]], top: float) -> dict[str, float]:
+    chosen = [[pose for pose in poses if pose.rank is not None and pose.rank <= top] for poses in complexes]
     row: dict[str, float] = {"complexes": len(complexes)}
-    for name in complexes[0][0].rmsds:
-        best_N = np.array([_least([score.rmsds[name] for score in scores]) for scores in chosen])
+    for name in RMSDS:
+        best_N = np.array([_least([getattr(pose, name) for pose in poses]) for poses in chosen])
         spread = _spread(best_N) | {f"percent_below_{at:g}": _percent(best_N, best_N < at) for at in RMSD_BELOW}
         row |= {f"{name}_{what}": value for what, value in spread.items()}
-    best_N = -np.array([_least([-score.dockq for score in scores]) for scores in chosen])
+    best_N = -np.array([_least([-pose.dockq for pose in poses]) for poses in chosen])
     row |= {
         f"percent_{name}": _percent(best_N, best_N >= at) for name, at in zip(CLASSES[1:], LEAST_DOCKQ, strict=True)
     }
@@ -299,38 +252,47 @@ def _percent(of_N: NDArray[np.float64], are_N: NDArray[np.bool_]) -> float:
     return 100 * float(are_N[known_N].mean()) if known_N.any() else math.nan
 
 
+def pose_rows(outputs: Mapping[str, Any], of: str) -> list[PoseRow]:
+    """Return what outputs say of the poses that have a value in one of their columns."""
+    columns = {name: _by_pose(outputs, name) for name in ("confidence", *RMSDS)}
+    rows = []
+    for pose, value in _by_pose(outputs, of).items():
+        known: dict[str, Any] = {name: float(column[pose][0]) for name, column in columns.items() if pose in column}
+        row = PoseRow(item_of(pose), sample=int(pose.partition(" ")[2] or 0))
+        rows.append(row._replace(problem="" if np.isfinite(value).all() else EXPLODED, **known))
+    return rows
+
+
+def _by_pose(outputs: Mapping[str, Any], name: str) -> dict[str, NDArray[Any]]:
+    """Return an output by the name of each pose that has it; without ids, by its place."""
+    column = outputs.get(name, ())
+    pose_of = getattr(column, "id", str)
+    return {pose_of(place): np.ravel(value) for place, value in enumerate(column) if value is not None}
+
+
+def ranked(rows: Sequence[PoseRow]) -> list[PoseRow]:
+    """Rank the poses of each complex: the most confident first, those alike as they were sampled, useless ones last."""
+    ranks, useful = Counter[str](), [row for row in rows if not row.problem]
+    useful.sort(key=lambda row: -np.nan_to_num(row.confidence, nan=-np.inf))
+    for place, row in enumerate(useful):
+        ranks[row.complex] += 1
+        useful[place] = row._replace(rank=ranks[row.complex])
+    return useful + [row for row in rows if row.problem]
+
+
 def docking_metrics(outputs: Mapping[str, Any]) -> dict[str, float]:
     """Return medians of all poses' RMSDs, and figures of complexes by their best-ranked pose, five, and any of all.
 
     Without confidences the first pose of a complex is ranked best. A pose that exploded is nowhere near.
     """
-    merits = _by_pose(outputs, "confidence")
-    figures: dict[str, float] = {}
-    for name in RMSDS:
-        rmsds = _by_pose(outputs, name)
-        sound = [rmsd for rmsd in rmsds.values() if not math.isnan(rmsd)]
-        figures |= {f"{name}_median": float(np.median(sound))} if sound else {}
-        figures |= {"exploded": 1 - len(sound) / len(rmsds)} if len(sound) < len(rmsds) else {}
-        for row in summaries(_scores(name, rmsds, merits)):
+    rows = ranked(pose_rows(outputs, RMSDS[0]))
+    useful = [row for row in rows if row.rank is not None]
+    figures = {f"{name}_median": _spread(np.array([getattr(row, name) for row in useful]))["median"] for name in RMSDS}
+    figures |= {"exploded": 1 - len(useful) / len(rows)} if len(useful) < len(rows) else {}
+    for row in summaries(rows):
+        for name in RMSDS:
             of = f"{name.removesuffix('_rmsd')}_{row['among'].replace('-', '')}"
             figures |= {f"{of}_within_{limit:g}": row[f"{name}_percent_below_{limit:g}"] / 100 for limit in RMSD_BELOW}
-            if row["among"] == "top-1" and sound:
+            if row["among"] == "top-1":
                 figures |= {f"{of}_{what}": row[f"{name}_{what}"] for what in ("mean", "median", "sd")}
-    return figures
-
-
-def _scores(name: str, rmsds: Mapping[str, float], merits: Mapping[str, float]) -> list[PoseScore]:
-    """Rank the poses of each complex, the most confident first; those that exploded have no rank."""
-    ranks, scores = defaultdict[str, int](int), []
-    for pose in sorted(rmsds, key=lambda pose: -np.nan_to_num(merits.get(pose, math.nan), nan=-np.inf)):
-        is_sound, of = not math.isnan(rmsds[pose]), item_of(pose)
-        ranks[of] += is_sound
-        scores.append(PoseScore(of, ranks[of] if is_sound else None, {name: rmsds[pose]}))
-    return scores
-
-
-def _by_pose(outputs: Mapping[str, Any], name: str) -> dict[str, float]:
-    """Return an output by the name of each pose that has it; without ids, by its place."""
-    column = outputs.get(name, ())
-    pose_of = getattr(column, "id", str)
-    return {pose_of(place): float(np.ravel(value)[0]) for place, value in enumerate(column) if value is not None}
+    return {name: value for name, value in figures.items() if not math.isnan(value)}

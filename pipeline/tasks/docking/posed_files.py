@@ -6,31 +6,48 @@ Shapes: N atoms of the ligand, P poses.
 from __future__ import annotations
 
 import string
+from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import gemmi
 import numpy as np
 
+from pipeline.errors import DataError
 from pipeline.records import Role
 from pipeline.structures.atoms import BLANK_CHAIN
 from pipeline.structures.parsing.pdb_lines import read_on
-from pipeline.structures.parsing.read_structure import PDB_LINE_LENGTH
-from pipeline.tasks.docking.docked_partners import free_names
+from pipeline.structures.parsing.read_structure import PDB_LINE_LENGTH, PLAIN, FileReading
+from pipeline.structures.parsing.structure_files import format_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from pipeline.tasks.docking.docked_partners import SourceFile
+    from pipeline.records import Item, Part
+    from pipeline.structures.inventory import Complex
+    from pipeline.structures.parsing.structure_files import File
     from pipeline.tasks.docking.pose_quality import RigidMoves
 
+WRITTEN = ("pdb", "mmcif")  # the formats that poses are written in
 LETTERS = string.ascii_uppercase + string.ascii_lowercase + string.digits
 PAIRS = [first + second for first in string.ascii_uppercase for second in string.ascii_uppercase]
 NAMES = {".pdb": [*LETTERS], ".cif": [*string.ascii_uppercase, *PAIRS]}  # for chains that are renamed
 REMARK_LENGTH = 69
 LIGAND, OTHER, DROPPED = "L", "O", "-"  # flags of residues
+
+
+@dataclass(frozen=True, slots=True)
+class DockedComplex:
+    """An item that was docked, as it was read, and the bytes of its files by path."""
+
+    item: Item
+    read: Complex
+    files: Mapping[str, File]
+    reading: FileReading = PLAIN
+    has_truth: bool = True  # the input is bound, or bound structures are named
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +100,41 @@ class PosedFile:
         return ("".join(comments) + document.as_string()).encode()
 
 
-def posed_file(sources: Sequence[SourceFile]) -> PosedFile:
-    """Return one file, or two as one, in which the ligand's chains are renamed if need be."""
-    suffix = ".pdb" if all(source.form == "pdb" for source in sources) else ".cif"
-    documents = [gemmi.cif.read_string(source.data) if source.form == "mmcif" else None for source in sources]
-    whole, *more = map(_structure, sources, documents)
+def posed_file(docked: DockedComplex) -> PosedFile:
+    """Return a complex as one file; of two, the ligand's chains are renamed if need be."""
+    item, reading = docked.item, docked.reading
+    if reading.assembly is not None:
+        raise DataError(
+            "poses are written from the text of the files, which has no assembly copies",
+            item=item.id,
+            remedy="write the assembly to its own file, and unset structures.assembly",
+        )
+    parts: dict[tuple[str, int], list[Part]] = {}
+    for part in sorted(item.parts, key=lambda part: part.role is Role.LIGAND):
+        parts.setdefault((part.path, part.model or reading.model), []).append(part)
+    documents: list[gemmi.cif.Document | None] = []
+    structures: list[gemmi.Structure] = []
+    for (path, model), own in parts.items():
+        data = docked.files[path].data
+        documents.append(gemmi.cif.read_string(data) if _form(path) == "mmcif" else None)
+        structures.append(_structure(data, documents[-1], model))
+        _flag(structures[-1][0], own, docked)
+    suffix = ".cif" if any(documents) else ".pdb"
+    whole, *more = structures
     notes = tuple(note for ligand in more for note in _join(whole, ligand, NAMES[suffix]))
     pos = [atom.pos.tolist() for atom in _ligand(whole[0])]
-    return PosedFile(whole, suffix, np.array(pos, np.float64).reshape(-1, 3), None if more else documents[0], notes)
+    if not pos:
+        raise DataError("no atom of the ligand was found in its file", item=item.id)
+    return PosedFile(whole, suffix, np.array(pos, np.float64), None if more else documents[0], notes)
+
+
+def _form(path: str) -> str:
+    form = format_of(Path(path))
+    if form not in WRITTEN:
+        raise DataError(
+            "poses can be written only for PDB and mmCIF files", where=path, remedy="convert the file to one of them"
+        )
+    return form
 
 
 def _block(document: gemmi.cif.Document) -> gemmi.cif.Block:
@@ -98,30 +142,48 @@ def _block(document: gemmi.cif.Document) -> gemmi.cif.Block:
     return next(block for block in document if block.find_values("_atom_site.id"))
 
 
-def _structure(source: SourceFile, document: gemmi.cif.Document | None) -> gemmi.Structure:
-    """Return what is written of a file: one model, its ligand without anisotropy, as that would have to turn."""
+def _structure(data: bytes, document: gemmi.cif.Document | None, number: int) -> gemmi.Structure:
+    """Return one model of a file."""
     if document is None:
-        structure = gemmi.read_pdb_string(read_on(source.data)[0], max_line_length=PDB_LINE_LENGTH)
+        structure = gemmi.read_pdb_string(read_on(data)[0], max_line_length=PDB_LINE_LENGTH)
         structure.setup_entities()
     else:
         structure = gemmi.make_structure_from_block(_block(document))
     for index in reversed(range(len(structure))):
-        if index != source.model - 1:
+        if index != number - 1:
             del structure[index]
-    for residue, role in zip(_residues(structure[0]), _roles(structure[0], source), strict=True):
-        residue.flag = LIGAND if role is Role.LIGAND else OTHER if source.keeps(role) else DROPPED
-    _drop(structure[0], DROPPED)
-    for atom in _ligand(structure[0]):
-        atom.aniso = gemmi.SMat33f(0, 0, 0, 0, 0, 0)
     return structure
 
 
-def _residues(model: gemmi.Model) -> Iterator[gemmi.Residue]:
-    return (residue for chain in model for residue in chain)
+def _flag(model: gemmi.Model, parts: Sequence[Part], docked: DockedComplex) -> None:
+    """Flag residues by their side, and remove those of neither, unless the file holds both.
+
+    A chain's waters and molecules are of its side, unless they are named singly. Where chains go by their labels, those
+    of waters and molecules are others: they go with the chain that authors give them to.
+    """
+    sides, by_label = docked.read.sides, docked.reading.chain_names == "label"
+    roles = [role for part in parts for role in (sides if part.role is Role.COMPLEX else (part.role,))]
+    side_of = {chain.name: role for role in roles for chain in sides[role].chains}
+    is_whole = len(roles) == 1 and not parts[0].chains
+    found: list[tuple[gemmi.Residue, str, Role | None]] = []
+    of_chain: dict[str, set[Role]] = defaultdict(set)
+    for chain in model:
+        for residue in chain:
+            own = (residue.subchain if by_label else chain.name) or BLANK_CHAIN
+            role = side_of.get(f"{own}:{residue.name}:{residue.seqid}") or side_of.get(own)
+            found.append((residue, chain.name, roles[0] if is_whole else role))
+            of_chain[chain.name] |= {role} if role else set()
+    for residue, name, role in found:
+        if role is None and by_label and len(of_chain[name]) == 1:
+            (role,) = of_chain[name]
+        residue.flag = LIGAND if role is Role.LIGAND else OTHER if role or len(roles) > 1 else DROPPED
+    _drop(model, DROPPED)
+    for atom in _ligand(model):
+        atom.aniso = gemmi.SMat33f(0, 0, 0, 0, 0, 0)  # it would have to turn
 
 
 def _ligand(model: gemmi.Model) -> Iterator[gemmi.Atom]:
-    return (atom for residue in _residues(model) if residue.flag == LIGAND for atom in residue)
+    return (atom for chain in model for residue in chain if residue.flag == LIGAND for atom in residue)
 
 
 def _drop(model: gemmi.Model, flag: str) -> None:
@@ -136,30 +198,17 @@ def _place(model: gemmi.Model, pos_N3: NDArray[np.float64]) -> None:
         atom.pos = gemmi.Position(*place)
 
 
-def _roles(model: gemmi.Model, source: SourceFile) -> list[Role | None]:
-    """Return whose each residue is.
-
-    Waters and molecules, whose chains have labels of their own, go with the chain that authors give them to.
-    """
-    of_chain: dict[str, set[Role]] = {}
-    found = list[tuple[str, Role | None]]()
-    for chain in model:
-        for residue in chain:
-            own = (residue.subchain if source.by_label else chain.name) or BLANK_CHAIN
-            role = source.role_of(own, f"{own}:{residue.name}:{residue.seqid}")
-            found.append((chain.name, role))
-            of_chain.setdefault(chain.name, set()).update([role] if role else [])
-    only = {name: next(iter(roles)) for name, roles in of_chain.items() if source.by_label and len(roles) == 1}
-    return [role or only.get(name) for name, role in found]
-
-
 def _join(whole: gemmi.Structure, ligand: gemmi.Structure, names: Sequence[str]) -> list[str]:
     """Add a ligand's file to the receptor's; return which of its chains have new names."""
     taken, own = ({chain.name: None for chain in structure[0]} for structure in (whole, ligand))
-    new = free_names({*taken, *own}, [name for name in own if name in taken], names)
+    clashing, free = [name for name in own if name in taken], [name for name in names if name not in {*taken, *own}]
+    if len(free) < len(clashing):
+        problem = f"receptor and ligand have {len({*taken, *own})} chains, too many for a PDB file"
+        raise DataError(problem, remedy="give both as mmCIF")
+    new = dict(zip(clashing, free, strict=False))
     for old, name in new.items():
         ligand.rename_chain(old, name)
-    for residue in _residues(ligand[0]):
+    for residue in (residue for chain in ligand[0] for residue in chain):
         residue.subchain, residue.entity_id = f"L{residue.subchain}", f"L{residue.entity_id}"
     for entity in ligand.entities:
         entity.name, entity.subchains = f"L{entity.name}", [f"L{name}" for name in entity.subchains]

@@ -310,24 +310,31 @@ def pose_rmsd(pos_PL3: Tensor, true_L3: Tensor, receptor_R3: Tensor) -> PoseRmsd
     met_P3 = torch.cat([receptor_PR3[:, receptor_I], pos_PL3[:, ligand_I]], 1)
     met_3 = torch.cat([receptor_R3[receptor_I], true_L3[ligand_I]])
     return PoseRmsd(
-        complex_P=_apart(superposed(found_P3, true_3), true_3),
-        ligand_P=_apart(pos_PL3, true_L3),
-        interface_P=_apart(superposed(met_P3, met_3), met_3),
+        complex_P=rmsd(superposed(found_P3, true_3), true_3),
+        ligand_P=rmsd(pos_PL3, true_L3),
+        interface_P=rmsd(superposed(met_P3, met_3), met_3),
     )
 
 
-def superposed(pos_PN3: Tensor, onto_N3: Tensor) -> Tensor:
-    """Move poses as a whole to where they are nearest to some positions."""
-    centred_PN3 = pos_PN3 - pos_PN3.mean(1, keepdim=True)
-    return centred_PN3 @ nearest_turn(centred_PN3, onto_N3 - onto_N3.mean(0)) + onto_N3.mean(0)
+def rmsd(pos_PN3: Tensor, true_N3: Tensor) -> Tensor:
+    """Return the root of the mean square distance of poses from positions [P]."""
+    apart_P: Tensor = (pos_PN3 - true_N3).square().sum(-1).mean(-1).sqrt()
+    return apart_P
+
+
+def superposed(pos_PN3: Tensor, onto_N3: Tensor, moved_PM3: Tensor | None = None) -> Tensor:
+    """Move positions as a whole to where they are nearest to others; or move others with them."""
+    from_P13, to_3 = pos_PN3.mean(-2, keepdim=True), onto_N3.mean(0)
+    moved_PM3 = pos_PN3 if moved_PM3 is None else moved_PM3
+    return (moved_PM3 - from_P13) @ nearest_turn(pos_PN3 - from_P13, onto_N3 - to_3) + to_3
 
 
 def nearest_turn(centred_PN3: Tensor, target_N3: Tensor) -> Tensor:
     """Return the rotation [P, 3, 3], from the right, that brings positions nearest to others of one centre (Kabsch)."""
-    left_P33, _, right_P33 = torch.linalg.svd(centred_PN3.transpose(1, 2) @ target_N3)
+    left_P33, _, right_P33 = torch.linalg.svd(centred_PN3.transpose(-2, -1) @ target_N3)
     mirror_P = torch.linalg.det(left_P33 @ right_P33).sign()
     signs_P3 = torch.stack([torch.ones_like(mirror_P), torch.ones_like(mirror_P), mirror_P], -1)
-    turn_P33: Tensor = left_P33 * signs_P3.unsqueeze(1) @ right_P33
+    turn_P33: Tensor = left_P33 * signs_P3.unsqueeze(-2) @ right_P33
     return turn_P33
 
 
@@ -341,8 +348,3 @@ def rigid_moves(file_L3: Tensor, pos_PL3: Tensor, centre_3: Tensor) -> Tensor:
     turn_P33 = nearest_turn(pos_PL3.double() - after_P3.unsqueeze(1), file_L3 - before_3)
     shift_P3 = after_P3 + centre_3 - turn_P33 @ before_3
     return torch.cat([turn_P33.flatten(1), shift_P3], 1)
-
-
-def _apart(pos_PN3: Tensor, true_N3: Tensor) -> Tensor:
-    apart_P: Tensor = (pos_PN3 - true_N3).square().sum(-1).mean(-1).sqrt()
-    return apart_P

@@ -41,3 +41,9 @@ def some_moves(found, poses, far=4.0, seed=0):
     turn_P33[0], shift_P3[0] = np.eye(3), 0
     centre_3 = heavy_positions(found.sides[Role.LIGAND]).mean(0)
     return RigidMoves(turn_P33, centre_3 - turn_P33 @ centre_3 + shift_P3)
+
+
+def nearest_move(pos_N3, onto_N3):
+    """The one move that brings points nearest to others."""
+    turn, _ = Rotation.align_vectors(onto_N3 - onto_N3.mean(0), pos_N3 - pos_N3.mean(0))
+    return RigidMoves(turn.as_matrix()[None], (onto_N3.mean(0) - turn.apply(pos_N3.mean(0)))[None])

@@ -15,19 +15,12 @@ from pipeline.records import Item, Part, Role
 from pipeline.structures.inventory import ScanRecipe
 from pipeline.structures.parsing.read_structure import PLAIN, FileReading, parse_structure
 from pipeline.structures.parsing.structure_files import plain_files
-from pipeline.tasks.docking.docked_files import (
-    DockedComplex,
-    PoseRow,
-    SampledPoses,
-    posed_text,
-    write_docked,
-    write_trajectory,
-)
 from pipeline.tasks.docking.docked_partners import shared_backbones
-from pipeline.tasks.docking.pose_quality import RigidMoves, docking_truth, nearest_move
-from pipeline.tasks.docking.posed_files import LETTERS
+from pipeline.tasks.docking.pose_quality import EXPLODED, PoseRow, RigidMoves, docking_truth
+from pipeline.tasks.docking.posed_files import LETTERS, DockedComplex, posed_file
+from pipeline.tasks.docking.published_poses import write_docked
 from pipeline.tasks.task_parts import task_table
-from tests.tasks.docking.docked import MAX_BYTES, moves_from, pair_item, read, some_moves
+from tests.tasks.docking.docked import MAX_BYTES, moves_from, nearest_move, pair_item, read, some_moves
 
 KEPT = ("name_A", "resname_A", "number_A", "icode_A", "altloc_A", "occupancy_A", "element_A", "hetero_A")
 STAY = RigidMoves(np.eye(3)[None], np.zeros((1, 3)))
@@ -127,7 +120,7 @@ def check_moved(before, after, is_moved_A, move):
 @pytest.mark.parametrize("form", ["pdb", "cif"])
 def test_a_written_pose_reads_back_as_the_input_with_its_ligand_moved(tmp_path, form):
     text = SMALL if form == "pdb" else as_cif(SMALL)
-    posed = posed_text(small(tmp_path, f"small.{form}", text)).pose(FAR, ["A REMARK"])
+    posed = posed_file(small(tmp_path, f"small.{form}", text)).pose(FAR, ["A REMARK"])
     before, after = table_of(text.encode(), form), table_of(posed, form)
     check_moved(before, after, chains_of(before) == "B", FAR)
     assert chains_of(after).tolist() == chains_of(before).tolist()
@@ -150,7 +143,7 @@ def test_molecules_that_are_named_singly_go_with_the_side_that_names_them(tmp_pa
     recipe = ScanRecipe(policy=replace(ScanRecipe().policy, ligands="keep"))
     kept = small(tmp_path, receptor=("A", "B:ZN:302"), ligand=("B", "A:LIG:301"), recipe=recipe)
     before = table_of(SMALL.encode(), "pdb")
-    after = table_of(posed_text(kept).pose(FAR, []), "pdb")
+    after = table_of(posed_file(kept).pose(FAR, []), "pdb")
     names = [gemmi.Element(int(number)).name for number in before.element_A]
     is_moved_A = (chains_of(before) == "B") & (np.array(names) != "Zn")
     is_moved_A |= (chains_of(before) == "A") & (before.number_A == 301)
@@ -160,7 +153,7 @@ def test_molecules_that_are_named_singly_go_with_the_side_that_names_them(tmp_pa
 @pytest.mark.parametrize("forms", [("pdb", "pdb"), ("cif", "cif"), ("pdb", "cif")], ids="-".join)
 def test_two_files_become_one_in_which_chains_of_one_name_are_told_apart(tmp_path, forms):
     found = two_files(tmp_path, forms)
-    posed = posed_text(found)
+    posed = posed_file(found)
     form = "pdb" if set(forms) == {"pdb"} else "cif"
     assert posed.suffix == f".{form}"
     text = posed.pose(FAR, [])
@@ -169,7 +162,7 @@ def test_two_files_become_one_in_which_chains_of_one_name_are_told_apart(tmp_pat
 
 
 def test_bonds_and_sequences_of_two_pdb_files_are_kept_with_their_new_names(tmp_path):
-    text = posed_text(two_files(tmp_path)).pose(STAY, []).decode()
+    text = posed_file(two_files(tmp_path)).pose(STAY, []).decode()
     lines = [line.rstrip() for line in text.splitlines()]
     assert [line for line in lines if line.startswith("SEQRES")] == [
         "SEQRES   1 A    1  GLY",
@@ -188,7 +181,7 @@ def test_a_file_of_two_chains_needs_no_names(tmp_path, form):
     text = "".join(line for line in SMALL.splitlines(keepends=True) if line[21:22] != "C")
     path = tmp_path / f"both.{form}"
     path.write_text(text if form == "pdb" else as_cif(text))
-    posed = posed_text(docked(Item("both", (Part(Role.COMPLEX, str(path)),)))).pose(FAR, [])
+    posed = posed_file(docked(Item("both", (Part(Role.COMPLEX, str(path)),)))).pose(FAR, [])
     before = table_of(path.read_bytes(), form)
     check_moved(before, table_of(posed, form), chains_of(before) == "B", FAR)
 
@@ -199,7 +192,7 @@ def test_a_real_mmcif_file_keeps_all_its_categories(structures, tmp_path, names)
     parts = (Part(Role.RECEPTOR, path, ("A",)), Part(Role.LIGAND, path, ("B",)))
     found = docked(Item("1pfe", parts), ScanRecipe(reading=FileReading(chain_names=names)))
     data = found.files[path].data
-    posed = posed_text(found).pose(FAR, [])
+    posed = posed_file(found).pose(FAR, [])
     blocks = [gemmi.cif.read_string(text)[0] for text in (data, posed)]
     categories, left = ([*block.get_mmcif_category_names()] for block in blocks)
     assert left == categories
@@ -216,17 +209,17 @@ def test_another_model_is_written_where_the_item_names_it(tmp_path):
     path = tmp_path / "models.pdb"
     path.write_text(twice)
     parts = (Part(Role.RECEPTOR, str(path), ("A",), model=2), Part(Role.LIGAND, str(path), ("B",), model=2))
-    posed = posed_text(docked(Item("m", parts))).pose(STAY, [])
+    posed = posed_file(docked(Item("m", parts))).pose(STAY, [])
     assert set(table_of(posed, "pdb").pos_A3[:-1, 1]) == {2.5}
 
 
 def test_what_has_no_text_to_rewrite_is_refused(tmp_path):
     found = small(tmp_path)
     with pytest.raises(DataError, match="assembly"):
-        posed_text(replace(found, reading=FileReading(assembly="1")))
+        posed_file(replace(found, reading=FileReading(assembly="1")))
     other = replace(found.item, parts=tuple(replace(part, path="x.bcif") for part in found.item.parts))
     with pytest.raises(DataError, match="PDB and mmCIF"):
-        posed_text(replace(found, item=other, files={"x.bcif": next(iter(found.files.values()))}))
+        posed_file(replace(found, item=other, files={"x.bcif": next(iter(found.files.values()))}))
 
 
 def test_more_chains_than_letters_are_refused(tmp_path):
@@ -237,7 +230,7 @@ def test_more_chains_than_letters_are_refused(tmp_path):
         path.write_text("".join(line.format(at, letter, 4.0 * at) for at, letter in enumerate(letters, 1)))
         parts.append(Part(role, str(path)))
     with pytest.raises(DataError, match="62 chains"):
-        posed_text(docked(Item("many", tuple(parts))))
+        posed_file(docked(Item("many", tuple(parts))))
 
 
 @pytest.mark.parametrize("name", ["1HIA", "1KKL", "1R8S", "2VXT"])
@@ -245,7 +238,7 @@ def test_more_chains_than_letters_are_refused(tmp_path):
 def test_real_pairs_are_written_whole(structures, name, unbound):
     found = docked(pair_item(structures, name, unbound=unbound))
     move = some_moves(found.read, 2).take(slice(1, 2))
-    text = posed_text(found).pose(move, ["POSE"])
+    text = posed_file(found).pose(move, ["POSE"])
     receptor, ligand = check_whole(found, ("pdb", "pdb"), text, move)
     assert not set(receptor) & set(ligand)
 
@@ -253,35 +246,37 @@ def test_real_pairs_are_written_whole(structures, name, unbound):
 @pytest.mark.parametrize("form", ["pdb", "cif"])
 def test_a_trajectory_has_a_model_for_each_pose_of_the_ligand(tmp_path, form):
     found = small(tmp_path, f"small.{form}", SMALL if form == "pdb" else as_cif(SMALL))
-    moves = some_moves(found.read, 4)
+    moves, text = some_moves(found.read, 4), posed_file(found)
     path = tmp_path / f"trajectory.{form}"
-    write_trajectory(path, found, moves)
+    path.write_bytes(text.trajectory(moves, ["THE WAY"]))
     structure = gemmi.read_structure(str(path))
     assert len(structure) == 4
-    start = posed_text(found).pos_N3
-    for model, pos_N3 in zip(structure, moves.of(start), strict=True):
+    for model, pos_N3 in zip(structure, moves.of(text.pos_N3), strict=True):
         atoms = [atom.pos.tolist() for chain in model for residue in chain for atom in residue]
         np.testing.assert_allclose(atoms, pos_N3, atol=5.001e-4)
-    assert [one.name for one in tmp_path.glob(".*")] == []
 
 
-def sampled(found, poses=6, confidence=(0.1, 0.9, math.nan, 0.5, 0.9, 0.2)):
-    return SampledPoses(some_moves(found.read, poses), np.arange(10, 10 + poses), np.array(confidence))
+def sampled(found, confidence=(0.1, 0.9, math.nan, 0.5, 0.9, 0.2)):
+    """Poses of a complex, numbered from 10, the fourth and the sixth exploded."""
+    poses = [
+        PoseRow(found.item.id, found.item.split, None, 10 + place, told, problem=EXPLODED if place in (3, 5) else "")
+        for place, told in enumerate(confidence)
+    ]
+    moves = some_moves(found.read, len(poses))
+    moves.turn_P33[[3, 5]] = np.nan
+    return poses, moves
 
 
 def test_poses_are_ranked_by_confidence_and_what_is_of_no_use_is_named(structures, tmp_path):
     found = docked(replace(pair_item(structures, "1Z0K"), split="test"))
-    poses = sampled(found)
-    poses.moves.shift_P3[3] += 5000
-    poses.moves.turn_P33[5] = np.nan
-    rows = write_docked(tmp_path, found, poses, top=2)
+    rows = write_docked(tmp_path, found, *sampled(found), top=2)
     assert [(row.rank, row.sample, row.problem) for row in rows] == [
         (1, 11, ""),
         (2, 14, ""),
         (3, 10, ""),
         (None, 12, "no confidence"),
-        (None, 13, "farther than 500 Å"),
-        (None, 15, "not finite"),
+        (None, 13, EXPLODED),
+        (None, 15, EXPLODED),
     ]
     assert [row.file for row in rows] == ["1Z0K/rank-01.pdb", "1Z0K/rank-02.pdb", "", "", "", ""]
     assert sorted(path.name for path in (tmp_path / "1Z0K").iterdir()) == ["rank-01.pdb", "rank-02.pdb"]
@@ -290,21 +285,16 @@ def test_poses_are_ranked_by_confidence_and_what_is_of_no_use_is_named(structure
     assert all(math.isnan(row.dockq) and row.clashes is None for row in rows[3:])
     unmoved = rows[2]
     assert (unmoved.fnat, unmoved.capri) == (1.0, "high")
-    assert [unmoved.complex_rmsd, unmoved.ligand_rmsd, unmoved.irmsd, unmoved.lrmsd] == pytest.approx([0] * 4, abs=1e-6)
+    assert [unmoved.irmsd, unmoved.lrmsd] == pytest.approx([0] * 2, abs=1e-6)
 
 
 def test_without_truth_only_what_needs_none_is_measured(structures, tmp_path):
     found = replace(docked(pair_item(structures, "1Z0K")), has_truth=False)
-    row = write_docked(tmp_path, found, sampled(found))[0]
-    assert (row.clashes is not None, math.isnan(row.complex_rmsd), math.isnan(row.dockq), row.capri) == (
-        True,
-        True,
-        True,
-        "",
-    )
+    row = write_docked(tmp_path, found, *sampled(found))[0]
+    assert (row.clashes is not None, math.isnan(row.dockq), row.capri) == (True, True, "")
 
 
-def test_unbound_partners_are_compared_with_the_bound_ones_in_the_receptors_frame(structures, tmp_path):
+def test_an_unbound_ligand_where_the_bound_one_is_is_near_the_truth(structures, tmp_path):
     found = docked(pair_item(structures, "2VXT", unbound=True))
     truth = docking_truth(found.read)
     receptor, ligand = (
@@ -313,10 +303,8 @@ def test_unbound_partners_are_compared_with_the_bound_ones_in_the_receptors_fram
     to_frame, to_truth = nearest_move(*reversed(receptor)), nearest_move(*ligand)
     turn_33 = to_frame.turn_P33[0] @ to_truth.turn_P33[0]
     move = RigidMoves(turn_33[None], (to_frame.turn_P33[0] @ to_truth.shift_P3[0] + to_frame.shift_P3[0])[None])
-    row = write_docked(tmp_path, found, SampledPoses(move, np.array([0]), None))[0]
-    assert row.ligand_rmsd == pytest.approx(row.lrmsd, rel=0.1)  # of CA atoms, and of all atoms of the backbone
-    assert row.complex_rmsd <= row.ligand_rmsd
-    assert row.dockq > 0.6
+    row = write_docked(tmp_path, found, [PoseRow(found.item.id)], move)[0]
+    assert (row.rank, row.dockq > 0.6) == (1, True)
 
 
 def test_a_table_appears_when_all_rows_are_in_it_and_not_before(tmp_path):
