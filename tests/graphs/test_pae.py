@@ -258,7 +258,7 @@ def test_any_table_is_read_as_it_was_written_and_no_part_of_its_file_is(
     rows: list[list[float]], form: Callable[..., bytes], indent: int | None, share: float
 ) -> None:
     data = form(np.array(rows), indent)
-    assert np.array_equal(read_errors(data).pae_NN, np.array(rows, np.float32))
+    assert np.array_equal(read_errors(data)[0], np.array(rows, np.float32))
     with pytest.raises(UnusableInput):
         read_errors(data[: int(share * (len(data) - 1))])
 
@@ -266,7 +266,7 @@ def test_any_table_is_read_as_it_was_written_and_no_part_of_its_file_is(
 def test_a_table_is_read_without_a_python_number_for_each_of_its_own() -> None:
     data = alphafold_db(np.random.default_rng(0).integers(0, 3100, (400, 400)) / 100)
     tracemalloc.start()
-    pae_NN = read_errors(data).pae_NN
+    pae_NN = read_errors(data)[0]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert pae_NN.nbytes == 4 * 400 * 400

@@ -1,7 +1,8 @@
 """Whether a file is a prediction, whose B-factors are pLDDT, and the aligned errors (PAE) in the JSON beside one.
 
-A row is the residue on which a prediction is aligned, a column the one whose place may be wrong, by so many Å. Tables
-of numbers are cut out of the JSON and read row by row, as Python's numbers would take twenty times the memory.
+A row is the residue on which a prediction is aligned, a column the one whose place may be wrong, by so many Å. A
+regular expression cuts tables of numbers out of the JSON: `json` alone would hold a Python number for each value, eight
+times the memory of the array.
 Shapes: N rows of a table, T tokens of AlphaFold 3, R residues of a file's polymers.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from pipeline.records import Kind, Reason
 from pipeline.structures.atoms import UnusableInput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     import gemmi
     from numpy.typing import NDArray
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from pipeline.structures.policy import Chain, Structure
 
     Errors: TypeAlias = NDArray[np.float32]
+    Tokens: TypeAlias = tuple[tuple[str, int], ...]  # chain and residue number
 
 THEORETICAL = "THEORETICAL MODEL"
 UNKNOWN = ("", "?", ".")  # as CIF writes what is not said
@@ -70,10 +72,9 @@ TABLES = ("predicted_aligned_error", "pae")  # as AlphaFold DB calls it since 20
 TOKENS = ("token_chain_ids", "token_res_ids")
 LARGEST_ERROR = 1000.0  # Å
 MOST_BESIDES = 16 << 20  # bytes of what is not a table
-KEY = re.compile(rb'"(\w+)"\s*:\s*(\[)\s*\[')
-END = re.compile(rb"\]\s*\]")
-ROW = re.compile(rb"\s*\[([^\[\]]*)\]\s*([,\]])")
-OF_NUMBERS = b"0123456789+-.eE, \t\r\n"
+# A list of rows of numbers and its name; possessive, so that damage costs one pass. No NaN or null is part of it.
+TABLE = re.compile(rb'"(\w+)"\s*:\s*(\[\s*\[[0-9+\-.eE,\s]*+\](?:\s*,\s*\[[0-9+\-.eE,\s]*+\])*+\s*\])')
+ROW = re.compile(rb"\[([^\[\]]*)\]")
 
 
 def pae_candidates(path: str) -> tuple[str, ...]:
@@ -91,65 +92,49 @@ def pae_beside(path: str) -> tuple[str, ...]:
     return tuple(candidate for candidate in pae_candidates(path) if os.path.exists(candidate))[:1]  # noqa: PTH110
 
 
-class AlignedErrors(NamedTuple):
-    """What a JSON says: the errors, and of AlphaFold 3 the chain and number of each row's residue."""
-
-    pae_NN: Errors
-    tokens: tuple[tuple[str, int], ...] | None = None
-
-
-class _TablePlace(NamedTuple):
-    """Where a table stands in the JSON, its outer brackets included."""
-
-    first: int
-    last: int
-
-
 def errors_of(structure: Structure, name: str, data: bytes) -> Errors:
     """Return the errors between the residues of a structure's polymers [R, R], in its order; `name` is the JSON's."""
     try:
-        return _of_residues(read_errors(data), structure)
+        return _of_residues(*read_errors(data), structure)
     except UnusableInput as problem:
         raise UnusableInput(problem.reason, f"{name}: {problem.detail}") from None
 
 
-def read_errors(data: bytes) -> AlignedErrors:
-    """Return what a JSON of predicted aligned errors says; refuse one that is malformed."""
+def read_errors(data: bytes) -> tuple[Errors, Tokens | None]:
+    """Return the table in a JSON, and of AlphaFold 3 the chain and number of each row's residue; refuse a bad one."""
     tables, content = _apart(data)
-    name = next((name for name in TABLES if name in content and name in tables), None)
+    name = next((name for name in TABLES if name in content), None)
     if name is None:
         there = ", ".join(map(str, list(content)[:8])) or "nothing"
         raise _bad(f"it has no table {' or '.join(TABLES)}; it has {there}")
-    pae_NN = _square(data, tables[name], name)
-    return AlignedErrors(pae_NN, _tokens(content, len(pae_NN)))
+    if name not in tables:
+        raise _bad(f"{name} is not a list of rows of numbers (NaN and null are not numbers)")
+    pae_NN = _square(data, name, *tables[name])
+    return pae_NN, _tokens(content, len(pae_NN))
 
 
 def _bad(what: str) -> UnusableInput:
     return UnusableInput(Reason.BAD_PAE, what)
 
 
-def _apart(data: bytes) -> tuple[dict[str, _TablePlace], Mapping[str, Any]]:
-    """Return where the tables of a JSON stand, and what it says besides."""
-    tables: dict[str, _TablePlace] = {}
-    pieces, kept, at = list[bytes](), 0, 0
-    while found := KEY.search(data, at):
-        name, first, at = found[1].decode(), found.start(2), found.end()
-        end = END.search(data, first)
-        if end is None:
-            raise _bad(f"{name} has no end: the file is truncated")
+def _apart(data: bytes) -> tuple[dict[str, tuple[int, int]], Mapping[str, Any]]:
+    """Return where the tables of a JSON begin and end, and its other content."""
+    tables: dict[str, tuple[int, int]] = {}
+
+    def cut_out(table: re.Match[bytes]) -> bytes:
+        name = table[1].decode()
         if name in tables:
             raise _bad(f"it has {name} twice")
-        at = end.end()
-        tables[name] = _TablePlace(first, at)
-        pieces.append(data[kept:first])
-        kept = at
-    besides = b"null".join([*pieces, data[kept:]])
+        tables[name] = table.start(2) + 1, table.end() - 1
+        return b'"%b":null' % table[1]
+
+    besides = TABLE.sub(cut_out, data)
     if len(besides) > MOST_BESIDES:
         raise _bad(f"it has {len(besides):,} bytes of other content: it is not a table of errors")
     try:
         content = json.loads(besides)
     except (ValueError, RecursionError) as error:
-        raise _bad(f"it is not JSON outside of its tables: {error}"[:200]) from error
+        raise _bad(f"it is not JSON, or it is truncated: {error}"[:200]) from error
     if isinstance(content, list) and len(content) == 1:
         content = content[0]
     if not isinstance(content, dict):
@@ -157,57 +142,28 @@ def _apart(data: bytes) -> tuple[dict[str, _TablePlace], Mapping[str, Any]]:
     return tables, content
 
 
-def _numbers(text: bytes, what: str) -> NDArray[np.float64]:
-    """Return numbers that are separated by commas; refuse all else, NaN among it."""
-    if rest := text.translate(None, OF_NUMBERS):
-        raise _bad(f"{what} has {rest[:20].decode('latin-1')!r}, which is not part of a number")
-    try:
-        values_N = np.array(json.loads(b"[%b]" % text), np.float64)
-    except (ValueError, OverflowError) as error:
-        raise _bad(f"{what} has a value that is not a number: {error}"[:200]) from error
-    wrong = np.flatnonzero(~((values_N >= 0) & (values_N <= LARGEST_ERROR)))
-    if len(wrong):
-        raise _bad(f"{what} has {values_N[wrong[0]]:g} at place {int(wrong[0]) + 1}, which is not an error in Å")
-    return values_N
-
-
-def _square(data: bytes, table: _TablePlace, name: str) -> Errors:
-    """Return a table of as many rows as columns."""
-    rows, pae_NN = 0, np.empty((0, 0), np.float32)
-    for rows, row in enumerate(_rows(data, table, name), 1):
-        size = row.count(b",") + 1 if row.strip() else 0  # before numbers are made of what may be one long row
-        if rows == 1:
-            pae_NN = np.empty((_possible(size, table, name),) * 2, np.float32)
-        if size != len(pae_NN) or rows > len(pae_NN):
-            what = f"row {rows} of {name} has {size:,} numbers, the first has {len(pae_NN):,}"
-            raise _bad(f"{what}: it is not square")
-        pae_NN[rows - 1] = _numbers(row, f"row {rows} of {name}")
-    if rows != len(pae_NN):
-        raise _bad(f"{name} has {rows:,} rows of {len(pae_NN):,} numbers: it is not square")
+def _square(data: bytes, name: str, first: int, last: int) -> Errors:
+    """Return the table between two places; refuse one that is not square before there is memory for it."""
+    sizes = [row[1].count(b",") + 1 for row in ROW.finditer(data, first, last)]
+    uneven = next((place for place, size in enumerate(sizes) if size != len(sizes)), None)
+    if uneven is not None:
+        what = f"row {uneven + 1} of {name} has {sizes[uneven]:,} numbers, and there are {len(sizes):,} rows"
+        raise _bad(f"{what}: it is not square")
+    pae_NN = np.empty((len(sizes), len(sizes)), np.float32)
+    for place, row in enumerate(ROW.finditer(data, first, last)):
+        try:
+            values_N = np.array(json.loads(b"[%b]" % row[1]), np.float64)
+        except (ValueError, OverflowError) as error:
+            raise _bad(f"row {place + 1} of {name} has a value that is not a number: {error}"[:200]) from error
+        wrong = np.flatnonzero(~((values_N >= 0) & (values_N <= LARGEST_ERROR)))
+        if len(wrong) or not len(values_N):
+            what = f"{values_N[wrong[0]]:g} at place {wrong[0] + 1}" if len(wrong) else "no number"
+            raise _bad(f"row {place + 1} of {name} has {what}, which is not an error in Å")
+        pae_NN[place] = values_N
     return pae_NN
 
 
-def _possible(size: int, table: _TablePlace, name: str) -> int:
-    """Return a number of columns; refuse none, and one whose square the file is too small for."""
-    if not size:
-        raise _bad(f"{name} is empty")
-    if 2 * size * size > table.last - table.first:
-        raise _bad(f"{name} has a row of {size:,} numbers but a different number of rows: it is not square")
-    return size
-
-
-def _rows(data: bytes, table: _TablePlace, name: str) -> Iterator[bytes]:
-    """Yield what stands within the brackets of each row."""
-    at, separator = table.first + 1, b","
-    while separator == b",":
-        found = ROW.match(data, at)
-        if found is None:
-            raise _bad(f"{name} is not a list of rows of numbers")
-        yield found[1]
-        at, separator = found.end(), found[2]
-
-
-def _tokens(content: Mapping[str, Any], size: int) -> tuple[tuple[str, int], ...] | None:
+def _tokens(content: Mapping[str, Any], size: int) -> Tokens | None:
     """Return the chain and the residue's number of each token, as AlphaFold 3 writes them."""
     if not any(name in content for name in TOKENS):
         return None
@@ -220,35 +176,32 @@ def _tokens(content: Mapping[str, Any], size: int) -> tuple[tuple[str, int], ...
     return tokens
 
 
-def _of_residues(errors: AlignedErrors, structure: Structure) -> Errors:
+def _of_residues(pae_NN: Errors, tokens: Tokens | None, structure: Structure) -> Errors:
     """Return the errors of the residues of a structure's polymers; refuse those of other residues."""
     chains = [chain for chain in structure.chains if chain.kind is not Kind.OTHER]
     residues = max((chain.last for chain in chains), default=0)
-    if errors.tokens is not None:
-        return _by_tokens(errors.pae_NN, _residue_of_tokens(errors.tokens, chains, structure))
-    if len(errors.pae_NN) != residues:
-        what = f"it has {len(errors.pae_NN):,} rows, and the polymer chains of the structure have {residues:,} residues"
+    if tokens is not None:
+        return _by_tokens(pae_NN, _residue_of_tokens(tokens, chains, structure))
+    if len(pae_NN) != residues:
+        what = f"it has {len(pae_NN):,} rows, and the polymer chains of the structure have {residues:,} residues"
         raise _bad(f"{what}: it belongs to another structure, or residues were removed from one of the two")
-    return errors.pae_NN
+    return pae_NN
 
 
-def _residue_of_tokens(
-    tokens: Sequence[tuple[str, int]], chains: Sequence[Chain], structure: Structure
-) -> NDArray[np.int64]:
+def _residue_of_tokens(tokens: Tokens, chains: Sequence[Chain], structure: Structure) -> NDArray[np.int64]:
     """Return the residue of each token, -1 of ligands; each residue of a polymer must have one, and no other."""
-    names = {chain.name for chain in chains}
     residue_of = {
         (chain.name, int(structure.number_R[residue])): residue
         for chain in chains
         for residue in range(chain.first, chain.last)
     }
     residue_T = np.array([residue_of.get(token, -1) for token in tokens])
-    for (chain, number), residue in zip(tokens, residue_T.tolist(), strict=True):
-        if residue < 0 and chain in names:
+    names = {chain.name for chain in chains}
+    for chain, number in tokens:
+        if chain in names and (chain, number) not in residue_of:
             raise _bad(f"it has a token of residue {number} of chain {chain}, which the structure does not have")
-    last = max((chain.last for chain in chains), default=0)
-    absent = np.flatnonzero(np.bincount(residue_T[residue_T >= 0], minlength=last) == 0)
-    if len(absent):
+    absent = sorted({residue for chain in chains for residue in range(chain.first, chain.last)} - {*residue_T.tolist()})
+    if absent:
         owner = next(chain.name for chain in chains if chain.first <= absent[0] < chain.last)
         number = structure.number_R[absent[0]]
         raise _bad(f"it has no token of residue {number} of chain {owner}, and of {len(absent):,} residues in all")
