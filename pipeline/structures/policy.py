@@ -159,7 +159,8 @@ def apply_policy(table: AtomTable, policy: Policy) -> Structure:
     if len(other):
         is_water |= np.isin(table.resname_A[sites.first_S[other]], MORE_WATERS)
     waters = int(is_water.sum())
-    notes = {**table.notes, "waters": waters, "ligands": len(other) - waters}
+    left_out = table.notes.get("waters", 0)  # by a parser that only counts them
+    notes = {**table.notes, "waters": waters + left_out, "ligands": len(other) - waters}
     molecules = other[:0]
     if policy.ligands == "keep":
         molecules = other[~is_water]

@@ -1,13 +1,15 @@
 """A fast parser of plain PDB files: ATOM lines of one length, of standard residues in standard columns.
 
 Files that were prepared for machine learning are mostly plain. Any other, down to one odd character, is left to gemmi;
-for plain ones, every column is bit for bit what gemmi returns (test_plain_pdb.py compares them). The rules are gemmi's,
-narrowed. Shapes: A atoms, R residues, N numbers, B bytes.
+for plain ones, every column is bit for bit what gemmi returns, except that waters are left out (test_plain_pdb.py
+compares them). The rules are gemmi's, narrowed. Shapes: A atoms, R residues, N numbers, B bytes.
 """
 
 from __future__ import annotations
 
+import re
 from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -48,6 +50,10 @@ WHOLE_PART, BLANK_BEFORE, FRACTION_PART, NOUGHT_AFTER = np.array([0xFFFFFF00, 0x
 ONE = int.from_bytes(b"  1.00", "little")  # the most frequent occupancy, and which of 8 bytes it takes
 OCCUPANCY_BYTES = 0xFFFF_FFFF_FFFF
 
+# The line of a water: its chain, number and insertion code, and coordinates, each a number in its own columns.
+WATER = re.compile(
+    rb"HETATM[ -~]{11}HOH ([ -~](?= *-?\d+[ A-Z] ).{5})   (?:(?= *-?\d+\.)[ \d-]{4}\.\d{3}){3}[ -~]*\r?\n"
+)
 WINDOW_LINES = 1 << 14  # what is looked at in one go
 TOGETHER = 16  # lines that are compared as one row: numpy is fast on long rows
 
@@ -58,6 +64,13 @@ FIRST_BYTE, LAST_BLANK, BLANKS, LOW_BITS, HIGH_BITS = 0xFF, 0x20000000, 0x202020
 
 class _NotPlain(Exception):
     """The file is not plain: gemmi has to read it."""
+
+
+class _Water(NamedTuple):
+    """The line of a water."""
+
+    place: bytes  # chain, number and insertion code
+    atoms: int  # lines of ATOM before it
 
 
 class _AtomLines(NamedTuple):
@@ -83,7 +96,8 @@ class _AtomLines(NamedTuple):
 def read_plain_pdb(data: bytes, *, to_end: bool = False) -> AtomTable | None:
     """Return the atoms of a plain PDB file under the default `FileReading`; None where gemmi has to read it.
 
-    `to_end` also leaves to others a file with atoms behind its END, for which there is `pdb_lines.read_on`.
+    Waters, which no policy keeps, are only counted. `to_end` also leaves to others a file with atoms behind its END,
+    for which there is `pdb_lines.read_on`.
     """
     try:
         return _table(*_split(data, to_end=to_end))
@@ -107,9 +121,9 @@ def unusual_atoms(data: bytes) -> list[int]:
     return unusual
 
 
-def _split(data: bytes, *, to_end: bool) -> tuple[_AtomLines, list[int]]:
-    """Return the ATOM lines, and for each TER the number of ATOM lines before it."""
-    view, parts, ters = memoryview(data), [], []
+def _split(data: bytes, *, to_end: bool) -> tuple[_AtomLines, list[int], list[_Water]]:
+    """Return the ATOM lines, for each TER the number of ATOM lines before it, and the waters."""
+    view, parts, ters, waters = memoryview(data), [], [], []
     at = size = length = 0
     stops: Iterator[int] = iter(())
     while at < len(data):
@@ -123,6 +137,10 @@ def _split(data: bytes, *, to_end: bool) -> tuple[_AtomLines, list[int]]:
             _require(stop > at)
             parts.append(view[at:stop])
             size += stop - at
+        elif water := WATER.match(data, at):
+            _require(size > 0)
+            waters.append(_Water(water[1], size // length))
+            stop = water.end()
         else:
             stop = data.find(b"\n", at) + 1 or len(data)
             record = _record(data[at:stop])
@@ -133,7 +151,7 @@ def _split(data: bytes, *, to_end: bool) -> tuple[_AtomLines, list[int]]:
                 ters.append(size // length)
         at = stop
     _require(size > 0)
-    return _AtomLines(b"".join(parts), length), ters
+    return _AtomLines(b"".join(parts), length), ters, waters
 
 
 def _other_lines(data: bytes, at: int, length: int) -> Iterator[int]:
@@ -150,7 +168,7 @@ def _record(line: bytes) -> bytes:
     return name
 
 
-def _table(lines: _AtomLines, ters: Sequence[int]) -> AtomTable:
+def _table(lines: _AtomLines, ters: Sequence[int], waters: Sequence[_Water]) -> AtomTable:
     """Return the columns; those that the atoms of a residue share are read once for each residue."""
     _check_text(lines)
     first_R = _residue_starts(lines)
@@ -160,7 +178,11 @@ def _table(lines: _AtomLines, ters: Sequence[int]) -> AtomTable:
     icode_R = lines.view(26, "i1")[first_R]
     starts_R = changes(chain_R)
     _check_residues(starts_R, number_R, icode_R, IS_PEPTIDE[residue_R])
-    _check_ters(dict(zip(first_R[starts_R].tolist(), chain_R[starts_R].tolist(), strict=True)), ters, lines.atoms)
+    starts = dict(zip(first_R[starts_R].tolist(), chain_R[starts_R].tolist(), strict=True))
+    _check_ters(starts, ters, lines.atoms)
+    _check_waters(waters, {chain: first for first, chain in reversed(starts.items())})
+    between = {water.atoms for water in waters} - {lines.atoms}  # two residues: gemmi would divide one
+    _require(not between or between <= {*first_R.tolist()})
     length_R = np.append(first_R[1:], lines.atoms) - first_R
     return AtomTable(
         pos_A3=_positions(lines),
@@ -175,6 +197,7 @@ def _table(lines: _AtomLines, ters: Sequence[int]) -> AtomTable:
         entity_A=np.full(lines.atoms, POLYMER, np.uint8),
         hetero_A=np.full(lines.atoms, ord("A"), np.int8),
         first_S=first_R,
+        notes={"waters": len({water.place for water in waters})} if waters else {},
     )
 
 
@@ -241,6 +264,16 @@ def _check_ters(starts: dict[int, int], ters: Sequence[int], atoms: int) -> None
             is_after = True
             has_ligands |= at < atoms and at not in starts
     _require(not has_ligands)
+
+
+def _check_waters(waters: Sequence[_Water], starts: dict[int, int]) -> None:
+    """Require waters in one piece, each after the first atom of its chain: then gemmi has as many and no other chains.
+
+    `starts` maps a chain to its first atom.
+    """
+    runs = sum(water != before for before, water in pairwise([None, *waters]))
+    _require(len({water.place for water in waters}) == runs)
+    _require(all(starts.get(water.place[0], water.atoms) < water.atoms for water in waters))
 
 
 def _names(lines: _AtomLines) -> NDArray[np.uint64]:
