@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,7 +71,7 @@ class SamplerSettings:
 
 
 class EpochOrder:
-    """The steps of every epoch; each epoch's shuffle and each window's arrangement is computed on first use."""
+    """The steps of every epoch; the last epoch's shuffle and the last window's arrangement are cached."""
 
     def __init__(self, sizes_DN: Sequence[Integers], settings: SamplerSettings) -> None:
         self._sizes_DN, self._settings = tuple(sizes_DN), settings
@@ -80,8 +80,8 @@ class EpochOrder:
         self.steps = full + (not settings.drop_last and self._items % self._batch > 0)
         windows = -(-full * self._batch // max(settings.window, self._batch))
         self._starts = np.arange(windows + 1) * full // max(windows, 1)  # in steps: windows of about equal length
-        self._epoch: tuple[int, NDArray[np.signedinteger]] | None = None
-        self._window: tuple[tuple[int, int], Integers] | None = None
+        self._shuffled = lru_cache(1)(self._shuffle)
+        self._arranged = lru_cache(1)(self._arrange)
 
     def items(self, epoch: int, step: int) -> Integers:
         """Return the items of one step."""
@@ -90,24 +90,17 @@ class EpochOrder:
         window = int(np.searchsorted(self._starts, step, side="right")) - 1
         return np.array(self._arranged(epoch, window)[step - self._starts[window]])
 
-    def _shuffled(self, epoch: int) -> NDArray[np.signedinteger]:
-        """Return all items in the epoch's random order; the last epoch asked for is cached."""
-        kept = self._epoch  # read once: another thread may replace it
-        if kept is None or kept[0] != epoch:
-            settings = self._settings
-            drawn_N = shuffled(self._items, settings.seed, epoch) if settings.shuffle else np.arange(self._items)
-            narrow = np.int32 if self._items <= np.iinfo(np.int32).max else np.int64
-            self._epoch = kept = (epoch, drawn_N.astype(narrow))
-        return kept[1]
+    def _shuffle(self, epoch: int) -> NDArray[np.signedinteger]:
+        """Return all items in the epoch's random order."""
+        settings = self._settings
+        drawn_N = shuffled(self._items, settings.seed, epoch) if settings.shuffle else np.arange(self._items)
+        return drawn_N.astype(np.int32 if self._items <= np.iinfo(np.int32).max else np.int64)
 
-    def _arranged(self, epoch: int, window: int) -> Integers:
-        """Return the items of a window's steps [S, E]; the last window asked for is cached."""
-        kept = self._window
-        if kept is None or kept[0] != (epoch, window):
-            first, last = self._starts[window : window + 2].tolist()
-            items_W = self._shuffled(epoch)[first * self._batch : last * self._batch].astype(np.int64)
-            self._window = kept = ((epoch, window), items_W[self._places(epoch, window, items_W)])
-        return kept[1]
+    def _arrange(self, epoch: int, window: int) -> Integers:
+        """Return the items of a window's steps [S, E]."""
+        first, last = self._starts[window : window + 2].tolist()
+        items_W = self._shuffled(epoch)[first * self._batch : last * self._batch].astype(np.int64)
+        return np.asarray(items_W[self._places(epoch, window, items_W)])
 
     def _places(self, epoch: int, window: int, items_W: Integers) -> Integers:
         """Return the indices into a window that make its steps [S, E].
@@ -241,18 +234,16 @@ def _cut_padded(
 ) -> list[Integers]:
     """Cut an arranged block into as few micro-batches as possible, and among those ways the most even."""
     costs_KK = _costs(padded_DK[:, places_K], [factors_FK[:, places_K] for factors_FK in limited], settings)
-    best: list[tuple[float, int]] = [(0.0, 0)]
+    starts = [0]  # of the last micro-batch, by where it ends
     sums = np.zeros(len(places_K) + 1)
     for stop in range(1, len(places_K) + 1):
         through = sums[:stop] + costs_KK[:stop, stop - 1]
-        start = int(np.argmin(through))
-        sums[stop] = through[start]
-        best.append((float(through[start]), start))
+        starts.append(int(np.argmin(through)))
+        sums[stop] = through[starts[stop]]
     stop, parts = len(places_K), []
     while stop > 0:
-        start = best[stop][1]
-        parts.append(places_K[start:stop])
-        stop = start
+        parts.append(places_K[starts[stop] : stop])
+        stop = starts[stop]
     return parts
 
 

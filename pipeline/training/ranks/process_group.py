@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 import torch.distributed as dist
+from torch._utils import _take_tensors
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # they are documented there
 
 from pipeline.device.accelerator import Card, collectives, computing, is_card
@@ -285,7 +286,10 @@ def _gloo_threads() -> list[list[str]]:
 
 def reduce_in_pieces(tensors: Iterable[Tensor], reduce: Callable[[Tensor], Any], buffer: Tensor | None = None) -> None:
     """Reduce tensors in place, small ones packed into flat tensors of one type, in a buffer if given."""
-    for parts in _pieces(tensors, PIECE_BYTES if buffer is None else len(buffer)):
+    plain = (tensor.detach() for tensor in tensors if tensor.numel())
+    reals = (torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in plain)
+    # Groups of one device and type, of at most so many bytes; a larger tensor is alone
+    for parts in _take_tensors(reals, PIECE_BYTES if buffer is None else len(buffer)):  # type: ignore[no-untyped-call]
         if len(parts) == 1 and parts[0].is_contiguous():
             reduce(parts[0].view(-1))
             continue
@@ -299,21 +303,3 @@ def reduce_in_pieces(tensors: Iterable[Tensor], reduce: Callable[[Tensor], Any],
         reduce(flat)
         torch._foreach_copy_(parts, places)
         del flat, places  # one piece at a time
-
-
-def _pieces(tensors: Iterable[Tensor], piece_bytes: int) -> Iterator[list[Tensor]]:
-    """Yield groups of tensors of one device and type, of at most `piece_bytes` together; a larger one is alone."""
-    groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], int]] = {}
-    for tensor in tensors:
-        plain = tensor.detach()
-        real = torch.view_as_real(plain) if plain.is_complex() else plain
-        if not real.numel():
-            continue
-        kind = real.device, real.dtype
-        piece, taken_bytes = groups.get(kind, ([], 0))
-        if piece and taken_bytes + real.nbytes > piece_bytes:
-            yield piece
-            piece, taken_bytes = [], 0
-        piece.append(real)
-        groups[kind] = piece, taken_bytes + real.nbytes
-    yield from (piece for piece, _ in groups.values())

@@ -32,7 +32,7 @@ import socket
 import threading
 import time
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -267,7 +267,6 @@ class WatchedRank:
     doing: Activity
     idle_s: float = 0.0  # since it reported something new, by its own count
     silent_s: float = 0.0  # since its last message
-    is_here: bool = True
 
     def lost(self, how: str) -> str:
         """Say how it was lost."""
@@ -292,11 +291,12 @@ class RankMonitor:
         self.place, self._limits = place, limits
         self.doing = Activity("starting", limits.slow_s)
         self._own = WatchedRank(place.rank, place.host, self.doing)  # as of the last beat
-        self._peers: dict[JsonLink, WatchedRank] = {}
+        self._peers: dict[JsonLink, WatchedRank] = {}  # that have not left
+        self._gone: WatchedRank | None = None  # the last that left
         self._listeners = set[asyncio.Task[None]]()
-        self._loss = ""
-        self._lost, self._left = threading.Event(), threading.Event()
-        self._is_leaving, self._reason = False, ""
+        self._loss, self._lost = "", threading.Event()
+        self._farewell: str | None = None  # why this rank leaves; None: it does not
+        self._has_left = False
         self._end_at = float("inf")
 
     def start(
@@ -336,20 +336,19 @@ class RankMonitor:
         """Return the error for a broken connection, after waiting a little for the name of the rank that caused it."""
         soon_s = self._limits.grace_s / 4
         if not self._lost.wait(soon_s if self.place.rank == 0 else 2 * soon_s):  # rank 0 is connected to all
-            gone = next((peer for peer in self._peers.values() if not peer.is_here), None)
             own = self._own.lost(f"lost its connection to a peer: {trouble}")
-            loss = gone.lost("ended while others wait for it") if gone else own
+            loss = self._gone.lost("ended while others wait for it") if self._gone else own
             self._loop.call_soon_threadsafe(self._find, loss)
             self._lost.wait(soon_s)
         return self._error()
 
     def leave(self, why: str = "") -> None:
         """Say good-bye to the other ranks, with a reason if this one cannot go on, and stop watching."""
-        self._reason, self._is_leaving = why, True
+        self._farewell = why
 
     def close(self) -> None:
         """Wait until the thread has ended; rank 0 ends last."""
-        self._left.set()
+        self._has_left = True
         self._thread.join(LINGER_S + 1)
 
     def _error(self) -> RankLost:
@@ -359,19 +358,17 @@ class RankMonitor:
     async def _watch(self) -> None:
         """Judge and report until this rank leaves; rank 0, through which the others hear of each other, stays last."""
         beaten = time.monotonic()
-        while not self._is_leaving:
+        while self._farewell is None:
             await self._pause()
             now = time.monotonic()
             if now - beaten >= BEAT_S:
                 await self._beat(min(now - beaten, 2 * BEAT_S))  # longer: this process was suspended, or swapped out
                 beaten = now
         faulthandler.cancel_dump_traceback_later()
-        self._send({"why": self._reason})
+        self._send({"why": self._farewell})
         until = time.monotonic() + LINGER_S
-        while not self._left.is_set() or (self._others_rely() and time.monotonic() < until):
+        while not self._has_left or (self._others_rely() and time.monotonic() < until):
             await self._pause()
-        for link in self._peers:
-            link.close()
 
     def _others_rely(self) -> bool:
         return self.place.rank == 0 and not self.has_lost and any(not listener.done() for listener in self._listeners)
@@ -384,19 +381,23 @@ class RankMonitor:
 
     async def _listen(self, link: JsonLink, peer: WatchedRank) -> None:
         """Handle the messages of a rank until its connection is closed."""
-        while (message := await link.next()) is not None:
-            peer.silent_s = 0.0
-            if "doing" in message:
-                peer.doing, peer.idle_s = Activity(**message["doing"]), message["idle_s"]
-            if "loss" in message:
-                self._find(message["loss"])
-            if "why" in message:  # it leaves, in order or because it must
-                peer.is_here = False
-                if message["why"]:
-                    self._find(peer.lost(f"gave up: {message['why']}"))
-        if peer.is_here:
-            self._find(peer.lost("died without an error message"))
-        peer.is_here = False
+        with closing(link):
+            while (message := await link.next()) is not None:
+                peer.silent_s = 0.0
+                if "doing" in message:
+                    peer.doing, peer.idle_s = Activity(**message["doing"]), message["idle_s"]
+                if "loss" in message:
+                    self._find(message["loss"])
+                if "why" in message:  # it leaves, in order or because it must
+                    self._leaves(link, message["why"] and f"gave up: {message['why']}")
+        self._leaves(link, "died without an error message")
+
+    def _leaves(self, link: JsonLink, how: str) -> None:
+        """Note that a rank leaves, unless it has already; it is lost if it says how."""
+        if peer := self._peers.pop(link, None):
+            self._gone = peer
+            if how:
+                self._find(peer.lost(how))
 
     async def _beat(self, passed_s: float) -> None:
         """Report to the other ranks, and judge all, every half second."""
@@ -405,20 +406,16 @@ class RankMonitor:
         own.doing = doing
         for link, peer in self._peers.items():
             peer.silent_s += passed_s
-            if peer.is_here and not link.is_clogged:
+            if not link.is_clogged:
                 link.send({"doing": asdict(doing), "idle_s": own.idle_s})
         if not self.has_lost:
             await self._judge(own)
             with suppress(Exception):  # where stderr is closed; it shows stacks also if no thread runs any more
                 faulthandler.dump_traceback_later(doing.allowance_s, file=STDERR)
 
-    def _here(self) -> list[WatchedRank]:
-        return [peer for peer in self._peers.values() if peer.is_here]
-
     def _send(self, message: Mapping[str, Any]) -> None:
-        for link, peer in self._peers.items():
-            if peer.is_here:
-                link.send(message)
+        for link in self._peers:
+            link.send(message)
 
     async def _judge(self, own: WatchedRank) -> None:
         """Look for a rank that hangs, this one included."""
@@ -429,16 +426,16 @@ class RankMonitor:
             # to end with messages unread would reset the connections, and lose what was sent
             await asyncio.sleep(BEAT_S)
             os._exit(HUNG)
-        for peer in self._here():
+        for peer in self._peers.values():
             if peer.silent_s > peer.doing.allowance_s:
                 self._find(peer.lost(f"has not answered for {peer.silent_s:.0f} s"))
-        all_are_here = self.place.rank == 0 and len(self._here()) == self.place.world - 1
-        if all_are_here and (loss := stuck_rank([own, *self._here()])):
+        all_are_here = self.place.rank == 0 and len(self._peers) == self.place.world - 1
+        if all_are_here and (loss := stuck_rank([own, *self._peers.values()])):
             self._find(loss)
 
     def _find(self, loss: str) -> None:
         """Tell all ranks of a lost rank; only the first loss counts, it caused the others."""
-        if self.has_lost or self._is_leaving:
+        if self.has_lost or self._farewell is not None:
             return
         self._loss = loss
         self._send({"loss": loss})
