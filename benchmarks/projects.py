@@ -184,5 +184,5 @@ def loader_of(root: Path, key: bytes, numbers: Sequence[int] | None = None, batc
     if numbers is not None:
         table = table.take(np.array(numbers))
     sampler = Sampler(table.sizes, SamplerSettings(batch=batch, padding=None))
-    embeddings = Embeddings(stores.kind("embed"), encoder())
+    embeddings = Embeddings(stores.kind("embed"), (encoder(), WIDTH))
     return Loader(CachedGraphs(stores.kind("graph"), table), embeddings, sampler, **more)

@@ -92,7 +92,7 @@ def rows_of(project: Project) -> Embeddings | None:
     if reader_items.is_reader(project.config):
         return None
     read = [view.encoding for view in project.encoders_read]
-    return Embeddings(read[0].shelves.embeddings, *(encoding.recipe for encoding in read))
+    return Embeddings(read[0].shelves.embeddings, *((encoding.recipe, encoding.weights.dim) for encoding in read))
 
 
 def made_table(project: Project) -> str | None:

@@ -192,8 +192,9 @@ class _Stager:
 
     def _embeddings_of(self, graphs: Iterator[Record]) -> Keys:
         """Return the keys of the embeddings in the cache that some graphs need."""
-        recipes = (view.encoding.recipe for view in self.project.encoders_read)
-        embeddings = Embeddings(self.project.cache.kind("embed"), *recipes)
+        read = (view.encoding for view in self.project.encoders_read)
+        encoders = ((encoding.recipe, encoding.weights.dim) for encoding in read)
+        embeddings = Embeddings(self.project.cache.kind("embed"), *encoders)
         keys = bytearray()
         while chunk := list(islice(graphs, AT_ONCE)):
             texts = dict.fromkeys(text for graph in chunk for text in _texts(embeddings, graph))

@@ -6,9 +6,7 @@ was embedded. Shapes: R residues of a partner, L residues of a text, D numbers a
 
 from __future__ import annotations
 
-from contextlib import suppress
 from functools import lru_cache
-from itertools import chain
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,14 +16,13 @@ import xxhash
 from pipeline.command_line import Command
 from pipeline.encoder.embedding_recipe import as_floats
 from pipeline.errors import SUBMIT_AGAIN, CacheDamaged, DataError, RecordMissing
-from pipeline.keys import TAG_BYTES
 from pipeline.records import Kind
 from pipeline.store.cache_folder import ELSEWHERE
 from pipeline.store.store import ONLY_MISSING
 from pipeline.structures.partners import NO_ROW
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
     from typing import Any
 
     from numpy.typing import NDArray
@@ -69,12 +66,14 @@ class EmbeddedPartner(NamedTuple):
 class Embeddings:
     """Looks up and reads embeddings of one encoder or of several; used by several threads at once."""
 
-    def __init__(self, store: Store, *recipes: EmbeddingRecipe) -> None:
-        self._store, self._recipes = store, recipes
-        storages = {recipe.storage for recipe in recipes}
+    def __init__(self, store: Store, *encoders: tuple[EmbeddingRecipe, int]) -> None:
+        """Take each encoder's recipe, and how many numbers it has for a residue."""
+        self._store, self._recipes = store, [recipe for recipe, _ in encoders]
+        self._widths = [width for _, width in encoders]
+        self.width = sum(self._widths)
+        storages = {recipe.storage for recipe in self._recipes}
         # The type of the numbers; fp32 can hold all that encoders store.
         self.dtype, _ = _DTYPES[storages.pop() if len(storages) == 1 else "fp32"]
-        self._widths = [0] * len(recipes)
         self._found: dict[bytes, StoredEmbedding] = {}  # by the digest of the text
         self._lock = Lock()
 
@@ -100,7 +99,6 @@ class Embeddings:
             what = f"a sequence of {wanted[text]} ({len(text.sequence):,} residues) has no embedding"
             what += f": record {key.hex()} is not in the cache"
             raise RecordMissing(what, where=self._store.kind, remedy=EMBED_AGAIN, item=wanted[text])
-        self._learn_widths(stored)
         return [
             EmbeddedPartner(place, item, role, [(text, stored[text]) for text in texts])
             for place, item, role, texts in partners
@@ -126,21 +124,6 @@ class Embeddings:
             while len(self._found) > REMEMBERED:
                 del self._found[next(iter(self._found))]
         return entries, {text: key for text, key in tried.items() if text not in entries}
-
-    @property
-    def width(self) -> int:
-        """How many numbers a residue has."""
-        return sum(self._widths)
-
-    def _learn_widths(self, stored: Mapping[Text, StoredEmbedding]) -> None:
-        """Read the width of each encoder once, from any readable embedding."""
-        for of, known in enumerate(self._widths):
-            mine = (copy for text, copy in stored.items() if text.of == of)
-            for copy in () if known else chain(mine, self._any(self._recipes[of])):
-                with suppress(CacheDamaged, RecordMissing):  # raised when it is read for an item
-                    rows_LD = self._store.get_at(copy.key, copy.places).arrays.get("rows", _NO_ROWS)
-                    self._widths[of] = rows_LD.shape[-1]
-                    break
 
     def join(self, copies: Copies, row_R: Array, out_RD: Array, encoded_R: Array, item: str) -> None:
         """Write the embedding of each residue of a partner, and which residues have one.
@@ -206,13 +189,6 @@ class Embeddings:
             raise DataError(what, where=where, remedy=remedy)
         what = f"rows are {rows_LD.dtype} {list(rows_LD.shape)}; expected: {dtype} {list(shape)}"
         raise CacheDamaged(what, where=where, remedy=ELSEWHERE, item=item)
-
-    def _any(self, recipe: EmbeddingRecipe) -> Iterable[StoredEmbedding]:
-        """Yield any embeddings of a recipe, for the width of a batch without embedded residues."""
-        tags = {recipe.key("", variant)[:TAG_BYTES] for variant in recipe.variants()}
-        for key in self._store.keys():  # noqa: SIM118 - a store is no mapping
-            if key[:TAG_BYTES] in tags:
-                yield StoredEmbedding(key, self._store.locate([key])[0])
 
 
 def proteins(chains: Sequence[tuple[str, str, str]]) -> list[str]:

@@ -328,7 +328,7 @@ def test_damage_that_a_training_met_is_made_anew_however_little_is_verified(fast
     read_nothing = "cache.verify_bytes=0"
     encoding = Project.open(read_config(fasta / "pipeline.yaml", ()).config).encoding
     with pytest.raises(CacheDamaged):
-        join_all(Embeddings(encoding.shelves.embeddings, encoding.recipe), natural(5))
+        join_all(Embeddings(encoding.shelves.embeddings, (encoding.recipe, encoding.weights.dim)), natural(5))
     assert missing(fasta, read_nothing) == 1
     again = pipeline(*SUBMIT, "--set", read_nothing)
     assert again.code == 0, again.err

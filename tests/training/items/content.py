@@ -138,7 +138,7 @@ class Made:
     rows: dict[str, np.ndarray]  # text → what its embedding is
 
     def loader(self, lists: Sequence[Sequence[int]], **options: Any) -> Loader:
-        embeddings = options.pop("embeddings", Embeddings(self.embed_store, ENCODER))
+        embeddings = options.pop("embeddings", Embeddings(self.embed_store, (ENCODER, WIDTH)))
         graphs = options.pop("graphs", CachedGraphs(self.graph_store, self.table))
         sampler = options.pop("sampler", None) or Micros(lists)
         return Loader(graphs, embeddings, sampler, **options)

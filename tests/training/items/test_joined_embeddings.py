@@ -23,6 +23,10 @@ WIDTHS = {FP32: 3, FP16: 4, BF16: 5}
 HELD_AS = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}
 
 
+def embeddings_of(data, *recipes):
+    return Embeddings(data.embed_store, *((of, WIDTHS[replace(of, cls=False)]) for of in recipes))
+
+
 def texts_of(part, recipe):
     sequences = [chain.sequence for chain in part.chains if chain.kind is Kind.PROTEIN]
     return ["".join(sequences)] if recipe.context == "partner" else sequences
@@ -66,7 +70,7 @@ def wanted(data, part, recipes):
 def test_every_residue_has_the_numbers_of_each_encoder_in_the_order_in_which_they_are_named(data, several):
     recipes = list(several)
     for options in ({}, {"collate": lambda items, _rng: items}):
-        loader = data.loader([[0, 1], [2, 4], [3]], embeddings=Embeddings(data.embed_store, *recipes), **options)
+        loader = data.loader([[0, 1], [2, 4], [3]], embeddings=embeddings_of(data, *recipes), **options)
         items = [item for batch in loader for item in (batch if options else batch.items)]
         assert len(items) == 5
         for item in items:
@@ -79,7 +83,7 @@ def test_every_residue_has_the_numbers_of_each_encoder_in_the_order_in_which_the
 @pytest.mark.parametrize("several", [(FP32,), (BF16,), (FP16, FP32)])
 def test_rows_with_that_of_their_mark_beside_them_are_read_as_others_are(data, several):
     def sides(recipes):
-        for batch in data.loader([[0, 1], [2, 4], [3]], embeddings=Embeddings(data.embed_store, *recipes)):
+        for batch in data.loader([[0, 1], [2, 4], [3]], embeddings=embeddings_of(data, *recipes)):
             for item in batch.items:
                 yield from item.sides.values()
 
@@ -90,7 +94,7 @@ def test_rows_with_that_of_their_mark_beside_them_are_read_as_others_are(data, s
 
 def test_numbers_are_joined_in_a_type_that_holds_them_all(data):
     def dtype(*recipes):
-        (batch,) = data.loader([[0]], embeddings=Embeddings(data.embed_store, *recipes))
+        (batch,) = data.loader([[0]], embeddings=embeddings_of(data, *recipes))
         return batch.items[0].sides["receptor"].embedding.dtype
 
     assert dtype(FP16, replace(FP16)) is torch.float16
@@ -104,7 +108,7 @@ def test_a_partner_without_a_protein_has_the_width_of_all_encoders(data):
     none = replace(graph.parts[0], chains=())
     none.nodes["row"][:] = -1
     alone = made(CacheFolder(data.root.parent / "alone"), [replace(graph, parts=(none,))])
-    (batch,) = alone.loader([[0]], embeddings=Embeddings(data.embed_store, FP16, FP32))
+    (batch,) = alone.loader([[0]], embeddings=embeddings_of(data, FP16, FP32))
     (side,) = batch.items[0].sides.values()
     assert side.embedding.shape == (none.size, 7)
     assert not side.embedding.any()
@@ -116,4 +120,4 @@ def test_what_one_encoder_lacks_is_named_with_its_own_record(data):
     text = texts_of(data.graphs[0].parts[0], lacking)[0]
     key = lacking.key(text, Variant("fp32")).hex()
     with pytest.raises(RecordMissing, match=re.escape(key)):
-        list(data.loader([[0]], embeddings=Embeddings(data.embed_store, FP16, lacking)))
+        list(data.loader([[0]], embeddings=Embeddings(data.embed_store, (FP16, 4), (lacking, 3))))
