@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     Offers = Callable[[typer.Context, str], Iterable[tuple[str, str]]]
 
-ASKED = "__complete"  # the word by which a shell's script asks
 SITE = "cluster.site="
 
 
@@ -47,7 +46,7 @@ def answer(root: Any, line: str) -> Iterator[str]:
     _, *before, word = _split(line)
     option, equals, _ = word.partition("=")
     typed = f"{option}=" if equals and option.startswith("-") else ""
-    for item in completer(root, {}, "pipeline", ASKED).get_completions(before, word):
+    for item in completer(root, {}, "pipeline", "").get_completions(before, word):
         if item.type == "plain":
             yield f"{typed}{item.value}" + (f"\t{' '.join(item.help.split())}" if item.help else "")
 

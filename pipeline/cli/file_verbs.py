@@ -15,6 +15,7 @@ FORMATS = ("h5", "safetensors", "parquet", "npy")
 POOLINGS = ("none", "mean", "cls", "max")
 
 embeddings_app = Verbs("Write cached embeddings to files for other programs.")
+old_export_app = Verbs("Old name of `pipeline embeddings`.")
 
 
 def embed_command(
@@ -66,6 +67,7 @@ def dock_command(
     submit_command("predict", executor, model=str(place) if place.exists() else model, follow=True, config=written)
 
 
+@old_export_app.command("embeddings")
 @embeddings_app.command("export")
 def export_embeddings_command(
     out: Annotated[Path, option("--out FILE", "File to write.")],

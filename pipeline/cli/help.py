@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING, Any
+from collections import UserDict
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command, get_group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from typer.models import CommandFunctionType
 
@@ -57,7 +61,8 @@ def _parameters(command: Any, ctx: Any) -> Iterator[tuple[str, str, str]]:
 
 
 def _commands(group: Any) -> Iterator[tuple[str, str, str]]:
-    for name, command in getattr(group, "commands", {}).items():
+    commands = getattr(group, "commands", {})
+    for name, command in getattr(commands, "data", commands).items():
         if not command.hidden:
             yield command.rich_help_panel or COMMANDS, name, command.help.partition("\n")[0]
 
@@ -102,10 +107,60 @@ class Verbs(typer.Typer):
     """The commands of a group, or all."""
 
     def __init__(self, help: str, **more: Any) -> None:  # noqa: A002 - typer's word for it
-        super().__init__(help=help, cls=_Group, no_args_is_help=True, rich_markup_mode=None, **more)
+        more = {"cls": _Group, "add_completion": False, **more}
+        super().__init__(help=help, no_args_is_help=True, rich_markup_mode=None, **more)
 
     def command(  # type: ignore[override]
         self, name: str, *, cls: type[TyperCommand] = Verb, **more: Any
     ) -> Callable[[CommandFunctionType], CommandFunctionType]:
         """Add a command."""
         return super().command(name, cls=cls, **more)
+
+
+@dataclass(frozen=True)
+class Later:
+    """A command that is imported when it is typed: `module:name`, its summary as its docstring says, and its panel."""
+
+    place: str
+    help: str = ""
+    rich_help_panel: str = ""
+
+    @property
+    def hidden(self) -> bool:
+        """Whether help leaves it out."""
+        return not self.help
+
+    def imported(self, name: str) -> Any:
+        """Return the command."""
+        module, _, attribute = self.place.partition(":")
+        found = getattr(import_module(f"pipeline.cli.{module}"), attribute)
+        command = get_group(found) if isinstance(found, Verbs) else found
+        command = command if isinstance(command, TyperCommand | TyperGroup) else alone(name, command)
+        command.name, command.hidden, command.rich_help_panel = name, self.hidden, self.rich_help_panel
+        return command
+
+
+def alone(name: str, function: Callable[..., None], cls: type[TyperCommand] = Verb) -> Any:
+    """Return a function as a command that is in no group."""
+    verbs = Verbs("")
+    verbs.command(name, cls=cls)(function)
+    return get_command(verbs)
+
+
+class LaterVerbs(_Group):
+    """A group of commands that are imported when they are typed."""
+
+    later: ClassVar[Mapping[str, Later]]
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.commands = _Imported(self.later)
+
+
+class _Imported(UserDict[str, Any]):
+    """Commands by name, each imported when it is looked up."""
+
+    def __getitem__(self, name: str) -> Any:
+        if isinstance(found := self.data[name], Later):
+            found = self.data[name] = found.imported(name)
+        return found

@@ -4,34 +4,18 @@ from __future__ import annotations
 
 import atexit
 import gc
-import logging
 import os
 import signal
 import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
 from pipeline import __version__
-from pipeline.cli import (
-    cache_verbs,
-    completion,
-    control_verbs,
-    demo_verb,
-    explain_verb,
-    file_verbs,
-    log_verbs,
-    model_verbs,
-    plan_verbs,
-    report_verbs,
-    run_verbs,
-    setup_verbs,
-    split_verb,
-)
-from pipeline.cli.help import DATA, DEBUG, RESULTS, RUN, SHORTCUTS, START, Verbs, option
+from pipeline.cli.help import DATA, DEBUG, RESULTS, RUN, SHORTCUTS, START, Later, LaterVerbs, Verbs, option
 from pipeline.command_line import Command
 from pipeline.config.masking import without_secrets
 from pipeline.errors import PipelineError, SubmissionRefused
@@ -40,50 +24,77 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
 EPILOG = "Exit codes: 0 ok, 1 a bug, 2 configuration, 3 data, 4 damage, 5 infeasible, 6 refused, 7 a job failed."
+ASKED = "__complete"  # the word by which a completion script asks
 UNREAD = 141  # as shells call an end by SIGPIPE
 READING = (
     "plan", "explain", "status", "items", "logs", "report", "compare", "cache", "config", "doctor", "weights", "model",
     "split", "data", "runs",
 )  # fmt: skip
 
+VERBS = {
+    START: {
+        "init": ("setup_verbs:init_command", "Write a commented pipeline.yaml and a cluster profile."),
+        "doctor": ("setup_verbs:doctor_command", "Check settings, data, disk, packages and cluster; suggest fixes."),
+        "demo": ("demo_verb:demo_command", "Create a small project here; plan, train, survive faults, report."),
+        "completion": ("setup_verbs:completion_command", "Print a script that makes your shell complete commands."),
+        "config": ("setup_verbs:config_app", "Show, check and describe the configuration."),
+    },
+    RUN: {
+        "plan": ("plan_verbs:plan", "Estimate the memory, time and disk of stages before you submit."),
+        "submit": ("run_verbs:submit_command", "Run a stage and everything it needs; finished work is kept."),
+        "status": ("control_verbs:status_command", "Show the progress of a run, or how it ended."),
+        "logs": ("log_verbs:logs_command", "Show logs of failed tasks, else the newest logs."),
+        "resume": ("control_verbs:resume_command", "Resume a stopped, failed or orphaned run."),
+        "cancel": ("control_verbs:cancel_command", "Cancel a run or points of its sweep; finished work is kept."),
+        "runs": ("control_verbs:runs_app", "List runs and remove the folders of old ones."),
+    },
+    RESULTS: {
+        "report": ("report_verbs:report_command", "Show requested and used resources of a run, and better requests."),
+        "compare": ("report_verbs:compare_command", "Compare trainings: settings, metrics over seeds, memory, hours."),
+        "model": ("model_verbs:models_app", "List, show and export trained models."),
+        "embeddings": ("file_verbs:embeddings_app", "Write cached embeddings to files for other programs."),
+    },
+    DATA: {
+        "data": ("split_verb:data_app", "List the items of the data set and split it."),
+        "weights": ("model_verbs:weights_app", "Download, import, check and create encoder checkpoints."),
+        "cache": ("cache_verbs:app", "Inspect, check, repair, clean or move the cache."),
+    },
+    SHORTCUTS: {
+        "embed": ("file_verbs:embed_command", "Embed the sequences of a FASTA file without a project."),
+        "dock": ("file_verbs:dock_command", "Dock two proteins: sample poses, rank them, write the best."),
+        "find-batch": (
+            "plan_verbs:find_batch_command",
+            "Find the largest micro-batch that fits your own training script.",
+        ),
+    },
+    DEBUG: {
+        "explain": ("explain_verb:explain_command", "Explain why an item or a stage is missing, rebuilt or waiting."),
+        "replay": ("report_verbs:replay_command", "Replay a failed training step and show what fails."),
+    },
+}
+OLD_NAMES = {
+    "export": "file_verbs:old_export_app",
+    "items": "report_verbs:items_command",
+    "split": "split_verb:split_command",
+    "tune": "plan_verbs:find_batch_command",
+}
+
+
+class _Pipeline(LaterVerbs):
+    later: ClassVar = {
+        **{name: Later(*row, panel) for panel, rows in VERBS.items() for name, row in rows.items()},
+        **{name: Later(place) for name, place in OLD_NAMES.items()},
+    }
+
+
 app = Verbs(
     "Train protein-structure models on a shared Slurm cluster, with memory planned before you submit.",
     name="pipeline",
     epilog=EPILOG,
-    add_completion=False,
+    cls=_Pipeline,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-app.command("init", rich_help_panel=START)(setup_verbs.init_command)
-app.command("doctor", rich_help_panel=START)(setup_verbs.doctor_command)
-app.command("demo", rich_help_panel=START)(demo_verb.demo_command)
-app.add_typer(setup_verbs.config_app, name="config", rich_help_panel=START)
-app.command("completion", rich_help_panel=START)(setup_verbs.completion_command)
-app.command("plan", cls=explain_verb.WithGraph, rich_help_panel=RUN)(plan_verbs.plan_command)
-app.command("submit", rich_help_panel=RUN)(run_verbs.submit_command)
-app.command("status", rich_help_panel=RUN)(control_verbs.status_command)
-app.command("logs", rich_help_panel=RUN)(log_verbs.logs_command)
-app.command("resume", rich_help_panel=RUN)(control_verbs.resume_command)
-app.command("cancel", rich_help_panel=RUN)(control_verbs.cancel_command)
-app.add_typer(control_verbs.runs_app, name="runs", rich_help_panel=RUN)
-app.command("report", rich_help_panel=RESULTS)(report_verbs.report_command)
-app.command("compare", rich_help_panel=RESULTS)(report_verbs.compare_command)
-app.add_typer(model_verbs.models_app, name="model", rich_help_panel=RESULTS)
-app.add_typer(file_verbs.embeddings_app, name="embeddings", rich_help_panel=RESULTS)
-app.add_typer(split_verb.data_app, name="data", rich_help_panel=DATA)
-app.add_typer(model_verbs.weights_app, name="weights", rich_help_panel=DATA)
-app.add_typer(cache_verbs.app, name="cache", rich_help_panel=DATA)
-app.command("embed", rich_help_panel=SHORTCUTS)(file_verbs.embed_command)
-app.command("dock", rich_help_panel=SHORTCUTS)(file_verbs.dock_command)
-app.command("find-batch", rich_help_panel=SHORTCUTS)(plan_verbs.find_batch_command)
-app.command("explain", rich_help_panel=DEBUG)(explain_verb.explain_command)
-app.command("replay", rich_help_panel=DEBUG)(report_verbs.replay_command)
-old = Verbs("Old name of `pipeline embeddings`.", hidden=True)
-old.command("embeddings")(file_verbs.export_embeddings_command)
-app.add_typer(old, name="export")  # these names are of version 0.1
-app.command("items", hidden=True)(report_verbs.items_command)
-app.command("split", hidden=True)(split_verb.split_command)
-app.command("tune", hidden=True)(plan_verbs.find_batch_command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -100,17 +111,9 @@ def pipeline_options(
     debug: Annotated[bool, option("--debug", "Show a traceback with each error, and debug logs.")] = False,
 ) -> None:
     """Set up logging."""
-    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING)
-    for handler in logging.getLogger().handlers:
-        handler.setFormatter(_Hiding("%(levelname)s: %(message)s"))
+    from pipeline.cli.debug_log import show_log
 
-
-class _Hiding(logging.Formatter):
-    """Masks secrets in log lines."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a log record."""
-        return without_secrets(super().format(record))
+    show_log(debug=debug)
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -121,7 +124,9 @@ def _print_traceback(kind: type[BaseException], error: BaseException, trace: Tra
 def _print_completions() -> None:
     """Print what can follow on the line that is being typed; an error must not disturb the shell."""
     with suppress(Exception):
-        for line in completion.answer(typer.main.get_command(app), " ".join(sys.argv[2:])):
+        from pipeline.cli.completion import answer
+
+        for line in answer(typer.main.get_command(app), " ".join(sys.argv[2:])):
             typer.echo(line)
 
 
@@ -153,7 +158,7 @@ def main() -> None:
             setattr(sys, stream, Path(os.devnull).open("w"))  # noqa: SIM115 - it stays open to the end
     sys.excepthook = _print_traceback
     atexit.register(gc.freeze)  # else a last collection walks through torch for half a second
-    if sys.argv[1:2] == [completion.ASKED]:
+    if sys.argv[1:2] == [ASKED]:
         _print_completions()
         return
     if sys.argv[1:2] and sys.argv[1] in READING and hasattr(signal, "SIGPIPE"):  # `… | head` is no failure

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipeline.cli.completion import completing, gpus
-from pipeline.cli.explain_verb import GraphForm, show_graph
-from pipeline.cli.help import argument, option
+from pipeline.cli.explain_verb import GraphForm, WithGraph, show_graph
+from pipeline.cli.help import alone, argument, option
 from pipeline.cli.options import ConfigFile, Json, Sets, Verbose, choice, load_config, one_of, one_stage, print_json
 from pipeline.command_line import Command
 
@@ -121,6 +121,9 @@ def plan_command(
             _show_training(project, executor, outlook, as_json=as_json, verbose=verbose)
         else:
             _show_stages(stage, loaded, project, executor, as_json=as_json, verbose=verbose)
+
+
+plan = alone("plan", plan_command, WithGraph)
 
 
 def _show_stages(

@@ -15,7 +15,7 @@ from typer import Context
 from typer.main import get_command
 
 from pipeline.cli.help import ORDER, panels
-from pipeline.cli.main import app
+from pipeline.cli.main import VERBS, app
 from tests.testkit.command import Command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -147,11 +147,19 @@ def test_the_examples_of_help_are_commands_that_can_be_parsed() -> None:
     }
 
 
-def test_help_needs_neither_numpy_nor_pydantic() -> None:
+def test_the_list_of_commands_says_what_each_says_of_itself() -> None:
+    listed = {name: summary for rows in VERBS.values() for name, (_, summary) in rows.items()}
+    group = get_command(app)
+    assert len(listed) > 20
+    assert listed == {name: group.commands[name].help.partition("\n")[0] for name in listed}
+
+
+def test_help_needs_neither_numpy_nor_pydantic_nor_a_verb() -> None:
     code = (
         "import sys; sys.argv = ['pipeline', '--help']\n"
         "from pipeline.cli.main import app\n"
         "try: app()\n"
         "except SystemExit: pass\n"
     )
-    assert imports_none_of(code, "torch", "numpy", "pydantic", "gemmi", "yaml", "rich")
+    verbs = (f"pipeline.cli.{place.partition(':')[0]}" for rows in VERBS.values() for place, _ in rows.values())
+    assert imports_none_of(code, "torch", "numpy", "pydantic", "gemmi", "yaml", "rich", "logging", *verbs)
