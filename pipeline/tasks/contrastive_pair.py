@@ -19,14 +19,13 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
-from pipeline.errors import ConfigError
 from pipeline.protocol import ITEMS
 from pipeline.readers.images import class_names
 from pipeline.tasks.pairs.clip_names import FORMS, options_of
@@ -34,6 +33,7 @@ from pipeline.tasks.pairs.pair_towers import (
     BYTES,
     ImageBatch,
     ImageTower,
+    PairBatch,
     Rows,
     RowTower,
     TextBatch,
@@ -42,7 +42,16 @@ from pipeline.tasks.pairs.pair_towers import (
     heads_of,
 )
 from pipeline.tasks.pairs.retrieval import Prompts, found_at, pair_places, write_nearest
-from pipeline.tasks.task_parts import WHERE, at_least, at_least_single, dropout_of, example_mask, one_of, padded_rows
+from pipeline.tasks.task_parts import (
+    WHERE,
+    at_least,
+    at_least_single,
+    dropout_of,
+    example_mask,
+    one_of,
+    padded_rows,
+    refuse,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -59,6 +68,7 @@ SIDES = (LEFT, RIGHT) = ("left", "right")
 TOKENS, VECTORS, IMAGES, TEXT = "tokens", "vectors", "images", "text"
 FIELD = {TOKENS: "token", VECTORS: "vector", IMAGES: "image", TEXT: "token"}
 PAIRS, CLASSES, CLASS, ZERO_SHOT, PLACE = "pairs", "classes", "class", "zero_shot", "place"
+BYTE_PAIRS = "byte-pair tokens"
 UNKNOWN = -1  # class of an item of which none is known
 COLDEST = 0.01  # temperature, as CLIP has it: cosines are multiplied by 100 at most
 AT = (1, 5, 10)
@@ -68,14 +78,6 @@ COUNTS = (
     *("image_size", "patch", "image_width", "image_layers", "vocabulary"),
 )
 LEAST = {**dict.fromkeys(COUNTS, 1), "temperature": COLDEST, "image_heads": 0, "class_weight": 0.0}
-
-
-class PairBatch(NamedTuple):
-    """Both sides of a batch's items."""
-
-    left: Any  # Rows, ImageBatch or TextBatch; None: not wanted
-    right: Any
-    class_B: Tensor | None = None  # -1 where unknown
 
 
 class Towers(nn.Module):
@@ -145,43 +147,29 @@ class ContrastivePair:
         dropout_of(self)
         one_of(self, dict.fromkeys(SIDES, tuple(FIELD)))
         for side in SIDES:
-            self._check_side(side)
-        self._check_heads()
-        self._check_images()
-        self._check_classes()
-
-    def _check_side(self, side: str) -> None:
-        """Refuse a side of vectors without a size."""
-        if getattr(self, side) == VECTORS and getattr(self, f"{side}_dim") < 1:
-            problem = f"{side} has vectors: set their length"
-            raise ConfigError(problem, where=f"{WHERE}.{side}_dim", remedy=f"--set {WHERE}.{side}_dim=768")
-
-    def _check_heads(self) -> None:
+            if getattr(self, side) == VECTORS and getattr(self, f"{side}_dim") < 1:
+                refuse(f"{side}_dim", f"{side} has vectors: set their length", f"--set {WHERE}.{side}_dim=768")
         for width, heads in (("width", "heads"), ("image_width", "image_heads")):
             size, count = getattr(self, width), getattr(self, heads) or heads_of(getattr(self, width))
             if size % count:
                 problem = f"{size} features cannot be divided among {count} heads"
-                raise ConfigError(problem, where=f"{WHERE}.{heads}", remedy=f"--set {WHERE}.{width}={64 * count}")
-
-    def _check_images(self) -> None:
+                refuse(heads, problem, f"--set {WHERE}.{width}={64 * count}")
         if self.image_size % self.patch:
             problem = f"images of {self.image_size} pixels cannot be cut into patches of {self.patch}"
-            remedy = f"--set {WHERE}.image_size={self.patch * max(1, self.image_size // self.patch)}"
-            raise ConfigError(problem, where=f"{WHERE}.patch", remedy=remedy)
+            refuse("patch", problem, f"--set {WHERE}.image_size={self.patch * max(1, self.image_size // self.patch)}")
         if not 0 < self.crop_least <= 1:
             problem = f"crop_least is {self.crop_least}: it must be more than 0, and at most 1"
-            raise ConfigError(problem, where=f"{WHERE}.crop_least", remedy=f"--set {WHERE}.crop_least=0.9")
+            refuse("crop_least", problem, f"--set {WHERE}.crop_least=0.9")
+        self._check_classes()
 
     def _check_classes(self) -> None:
-        """Refuse what is told of classes without their names, and templates that cannot be told."""
-        names = self.names
+        """Refuse options about classes without their names, and templates that are no texts for the right side."""
         wanted = [name for name in ("class_weight", "templates") if getattr(self, name)]
-        if wanted and len(names) < 2:
-            problem = f"{wanted[0]} needs at least two class names"
-            raise ConfigError(problem, where=f"{WHERE}.classes", remedy=f"--set {WHERE}.classes='[cat, dog]'")
+        if len(self.names) < 2 and wanted:
+            refuse("classes", f"{wanted[0]} needs at least two class names", f"--set {WHERE}.classes='[cat, dog]'")
         if self.templates and self.right != TEXT:
             problem = f"templates are texts, but the right side is {self.right}"
-            raise ConfigError(problem, where=f"{WHERE}.templates", remedy=f"--set {WHERE}.right={TEXT}")
+            refuse("templates", problem, f"--set {WHERE}.right={TEXT}")
         if self.templates:
             self.prompts.check(self.vocabulary)
 
@@ -226,84 +214,74 @@ class ContrastivePair:
 
     def cost(self, item: Mapping[str, Any]) -> dict[str, Any]:
         """Return the rows of the sides that differ in them: images are all of one size."""
-        rows = {side: np.minimum(item[side], self._most(side)) for side in SIDES if getattr(self, side) != IMAGES}
-        return rows or {LEFT: item[LEFT]}
+        sides = [side for side in SIDES if getattr(self, side) != IMAGES]
+        return {side: np.minimum(item[side], self._most(side)) for side in sides} or {LEFT: item[LEFT]}
 
     def _most(self, side: str) -> int:
         most: int = getattr(self, f"{side}_most")
         return most
 
     def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> PairBatch:  # noqa: ARG002 - items have their own
-        is_told = bool(self.names) and any(CLASS in item.values for item in items)
-        class_B = torch.stack([self._class(item) for item in items]) if is_told else None
+        has_classes = bool(self.names) and any(CLASS in item.values for item in items)
+        class_B = torch.stack([self._class(item) for item in items]) if has_classes else None
         return PairBatch(self._side(LEFT, items), self._side(RIGHT, items), class_B)
 
     def _side(self, side: str, items: Sequence[ItemTensors]) -> Side:
-        """Return one side of items."""
+        """Return one side of items; a crop and a mirror are drawn by each item's own random numbers."""
         kind = getattr(self, side)
-        taken = [self._taken(side, item) for item in items]
+        rows = [self._rows(side, item) for item in items]
+        if kind == IMAGES and self.is_varied:
+            crop_B4 = torch.stack([crop_drawn(self.crop_least, item.rng) for item in items])
+            is_mirrored_B = torch.tensor([self.mirror and bool(item.rng.random() < 0.5) for item in items])
+            return ImageBatch(torch.stack(rows), crop_B4, is_mirrored_B)
         if kind == IMAGES:
-            return ImageBatch(torch.stack(taken), *self._drawn(items))
+            return ImageBatch(torch.stack(rows))
         if kind == TEXT:
-            return TextBatch(padded_rows(taken)[0].long(), torch.tensor([len(tokens_L) - 1 for tokens_L in taken]))
-        values, real_BL = padded_rows(taken)
+            return TextBatch(padded_rows(rows)[0].long(), torch.tensor([len(tokens_L) - 1 for tokens_L in rows]))
+        values, real_BL = padded_rows(rows)
         whole = None if real_BL is None else functional.pad(real_BL, (1, 0), value=True)
         return Rows(values.long() if kind == TOKENS else values.float(), whole)
-
-    def _drawn(self, items: Sequence[ItemTensors]) -> tuple[Tensor | None, Tensor | None]:
-        """Draw how each image is cropped and whether it is mirrored, by its item's own numbers."""
-        if not self.is_varied:
-            return None, None
-        crops = [crop_drawn(self.crop_least, item.rng) for item in items]
-        return torch.stack(crops), torch.tensor([self.mirror and bool(item.rng.random() < 0.5) for item in items])
 
     @property
     def is_varied(self) -> bool:
         """Say whether images are changed while they are trained on."""
         return self.crop_least < 1 or self.mirror
 
-    def _taken(self, side: str, item: ItemTensors) -> Tensor:
+    def _rows(self, side: str, item: ItemTensors) -> Tensor:
         """Return the rows of one side that are read; the configuration must fit them."""
-        kind = getattr(self, side)
-        name = f"{side}.{FIELD[kind]}"
+        kind, name = getattr(self, side), f"{side}.{FIELD[getattr(self, side)]}"
         if name not in item.values:
             problem = f"the task reads {name}; {item.id} has {', '.join(sorted(item.values)) or 'no arrays'}"
-            remedy = f"--set {WHERE}.{side}={TOKENS} (or {VECTORS}, {IMAGES}, {TEXT})"
-            raise ConfigError(problem, where=f"{WHERE}.{side}", remedy=remedy)
+            refuse(side, problem, f"--set {WHERE}.{side}={TOKENS} (or {VECTORS}, {IMAGES}, {TEXT})")
         rows = item.values[name]
         if kind == IMAGES:
-            return self._image(name, item.id, rows)
-        if (kind == TEXT and rows.dtype == torch.uint8) or (kind == TOKENS and rows.dtype != torch.uint8):
-            other = TOKENS if kind == TEXT else TEXT
-            what = {TOKENS: "bytes", TEXT: "byte-pair tokens"}
-            problem = f"the task reads {name} as {what[kind]}, but {item.id} has {what[other]}"
-            raise ConfigError(problem, where=f"{WHERE}.{side}", remedy=f"--set {WHERE}.{side}={other}")
-        return self._text(side, item.id, rows) if kind == TEXT else self._rows(side, name, item.id, rows)
-
-    def _rows(self, side: str, name: str, id_: str, rows: Tensor) -> Tensor:
-        dim = getattr(self, f"{side}_dim")
-        if getattr(self, side) == VECTORS and rows.shape[1:] != (dim,):
-            problem = f"the task reads vectors of {dim} numbers, {name} of {id_} is of {list(rows.shape[1:])}"
-            raise ConfigError(problem, where=f"{WHERE}.{side}_dim", remedy=f"--set {WHERE}.{side}_dim={rows.shape[-1]}")
-        return rows[: self._most(side)]
-
-    def _image(self, name: str, id_: str, pixel_HWC: Tensor) -> Tensor:
-        if pixel_HWC.shape != (self.image_size, self.image_size, 3):
-            wanted = f"{self.image_size} × {self.image_size} pixels of 3 colours"
-            problem = f"the task reads images of {wanted}, {name} of {id_} is {list(pixel_HWC.shape)}"
-            remedy = f"--set data.options.size={self.image_size}   (or --set {WHERE}.image_size={len(pixel_HWC)})"
-            raise ConfigError(problem, where=f"{WHERE}.image_size", remedy=remedy)
-        return pixel_HWC
+            if rows.shape != (self.image_size, self.image_size, 3):
+                wanted = f"{self.image_size} × {self.image_size} pixels of 3 colours"
+                problem = f"the task reads images of {wanted}, {name} of {item.id} is {list(rows.shape)}"
+                remedy = f"--set data.options.size={self.image_size}   (or --set {WHERE}.image_size={len(rows)})"
+                refuse("image_size", problem, remedy)
+            return rows
+        if kind == VECTORS:
+            dim = getattr(self, f"{side}_dim")
+            if rows.shape[1:] != (dim,):
+                problem = f"the task reads vectors of {dim} numbers, {name} of {item.id} is of {list(rows.shape[1:])}"
+                refuse(f"{side}_dim", problem, f"--set {WHERE}.{side}_dim={rows.shape[-1]}")
+        elif (rows.dtype == torch.uint8) != (kind == TOKENS):
+            words, other = (BYTE_PAIRS, TOKENS) if kind == TEXT else ("bytes", TEXT)
+            there = "bytes" if kind == TEXT else BYTE_PAIRS
+            refuse(
+                side, f"the task reads {name} as {words}, but {item.id} has {there}", f"--set {WHERE}.{side}={other}"
+            )
+        return self._text(side, item.id, rows) if kind == TEXT else rows[: self._most(side)]
 
     def _text(self, side: str, id_: str, token_L: Tensor) -> Tensor:
         if len(token_L) > self._most(side):
             problem = f"the text of {id_} has {len(token_L)} tokens, the model allows {self._most(side)}"
-            remedy = f"--set data.options.context={self._most(side)}"
-            raise ConfigError(problem, where=f"{WHERE}.{side}_most", remedy=remedy)
+            refuse(f"{side}_most", problem, f"--set data.options.context={self._most(side)}")
         if int(token_L.max()) >= self.vocabulary:
             problem = f"a token of {id_} is {int(token_L.max())}, the model knows {self.vocabulary:,}"
             remedy = f"use the data.options.merges of the model's training, or --set {WHERE}.vocabulary=49408"
-            raise ConfigError(problem, where=f"{WHERE}.vocabulary", remedy=remedy)
+            refuse("vocabulary", problem, remedy)
         return token_L
 
     def _class(self, item: ItemTensors) -> Tensor:
@@ -311,7 +289,7 @@ class ContrastivePair:
         number = item.values.get(CLASS, torch.tensor(UNKNOWN)).long().reshape(())
         if not UNKNOWN <= int(number) < len(self.names):
             problem = f"{item.id} is of class {int(number)}, but there are names for {len(self.names)}"
-            raise ConfigError(problem, where=f"{WHERE}.classes", remedy="use the same classes as data.options.classes")
+            refuse("classes", problem, "use the same classes as data.options.classes")
         return number
 
     def embed(self, model: nn.Module, batch: PairBatch) -> dict[str, Tensor]:
@@ -322,8 +300,7 @@ class ContrastivePair:
             told[CLASS] = batch.class_B
         elif told and model.training:
             problem = "the task learns classes, but no item has one"
-            remedy = "--set data.options.label=COLUMN, and set data.options.classes"
-            raise ConfigError(problem, where=f"{WHERE}.class_weight", remedy=remedy)
+            refuse("class_weight", problem, "--set data.options.label=COLUMN, and set data.options.classes")
         return {LEFT: left_BD, RIGHT: right_BD, **told}
 
     def contrast(self, model: nn.Module, embedded: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor | float]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -35,21 +35,32 @@ WHERE = "train.options"
 T = TypeVar("T")
 
 
+def refuse(option: str, problem: str, remedy: str = "") -> NoReturn:
+    """Raise the error about an option of the task."""
+    raise ConfigError(problem, where=f"{WHERE}.{option}", remedy=remedy)
+
+
+def require(is_good: bool, task: object, name: str, must: str) -> None:  # noqa: FBT001 - it is what it is about
+    """Refuse an option's value that is not as it must be."""
+    if not is_good:
+        refuse(name, f"{name} is {getattr(task, name)}: it must be {must}")
+
+
 def at_least(task: object, least: Mapping[str, float]) -> None:
     """Refuse an option that is below the least it may be, or no finite number."""
     for name, lowest in least.items():
-        _refuse_unless(_number(task, name) >= lowest, task, name, f"{lowest} or more")
+        require(_number(task, name) >= lowest, task, name, f"{lowest} or more")
 
 
 def above_zero(task: object, names: Iterable[str]) -> None:
     """Refuse an option that is 0 or below, or no finite number."""
     for name in names:
-        _refuse_unless(_number(task, name) > 0, task, name, "more than 0")
+        require(_number(task, name) > 0, task, name, "more than 0")
 
 
 def dropout_of(task: object) -> None:
     """Refuse a dropout outside [0, 1)."""
-    _refuse_unless(0 <= _number(task, "dropout") < 1, task, "dropout", "from 0 to below 1")
+    require(0 <= _number(task, "dropout") < 1, task, "dropout", "from 0 to below 1")
 
 
 def one_of(task: object, choices: Mapping[str, Sequence[object]]) -> None:
@@ -57,7 +68,7 @@ def one_of(task: object, choices: Mapping[str, Sequence[object]]) -> None:
     for name, known in choices.items():
         if (value := getattr(task, name)) not in known:
             problem = f"{name} is {value!r}: it must be {', '.join(map(str, known))}"
-            raise ConfigError(problem, where=f"{WHERE}.{name}", remedy=f"--set {WHERE}.{name}={known[0]}")
+            refuse(name, problem, f"--set {WHERE}.{name}={known[0]}")
 
 
 def part_of(task: Any, kind: type[T]) -> T:
@@ -69,18 +80,13 @@ def refuse_mended(system: str, *, as_published: bool) -> None:
     """Refuse to read or write published weights for a network that does not behave as theirs."""
     if not as_published:
         problem = f"weights of {system} work only with the published network"
-        raise ConfigError(problem, where=f"{WHERE}.as_published", remedy=f"--set {WHERE}.as_published=true")
+        refuse("as_published", problem, f"--set {WHERE}.as_published=true")
 
 
 def _number(task: object, name: str) -> float:
     """Return an option's value; -inf where it is no finite number."""
     value: float = getattr(task, name)
     return value if isinstance(value, int | float) and math.isfinite(value) else -math.inf
-
-
-def _refuse_unless(is_good: bool, task: object, name: str, must: str) -> None:  # noqa: FBT001 - it is what it is about
-    if not is_good:
-        raise ConfigError(f"{name} is {getattr(task, name)}: it must be {must}", where=f"{WHERE}.{name}")
 
 
 MZ, INTENSITY = "peaks.mz", "peaks.intensity"
@@ -133,18 +139,26 @@ def at_least_single(values: Tensor) -> Tensor:
 
 
 class AttentionLayer(nn.Module):
-    """A pre-norm transformer layer over an item's rows."""
+    """A pre-norm transformer layer over an item's rows; where it is causal, a row sees those before it."""
 
     def __init__(
-        self, width: int, heads: int, inner: int, dropout: float, activation: Callable[[Tensor], Tensor]
+        self,
+        width: int,
+        heads: int,
+        inner: int,
+        dropout: float,
+        activation: Callable[[Tensor], Tensor],
+        *,
+        bias: bool = False,
+        is_causal: bool = False,
     ) -> None:
         super().__init__()
-        self.heads, self.dropout, self.activation = heads, dropout, activation
+        self.heads, self.dropout, self.activation, self.is_causal = heads, dropout, activation, is_causal
         self.before_attention, self.before_feed = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.mix, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.up, self.down = nn.Linear(width, inner, bias=False), nn.Linear(inner, width, bias=False)
+        self.mix, self.out = nn.Linear(width, 3 * width, bias=bias), nn.Linear(width, width, bias=bias)
+        self.up, self.down = nn.Linear(width, inner, bias=bias), nn.Linear(inner, width, bias=bias)
 
-    def forward(self, x_BLD: Tensor, real_BL: Tensor | None) -> Tensor:
+    def forward(self, x_BLD: Tensor, real_BL: Tensor | None = None) -> Tensor:
         """Return the rows' new features; without `real_BL` there is no padding."""
         x_BLD = x_BLD + self._drop(self._attended(self.before_attention(x_BLD), real_BL))
         return x_BLD + self._drop(self.down(self.activation(self.up(self.before_feed(x_BLD)))))
@@ -155,7 +169,9 @@ class AttentionLayer(nn.Module):
         # keep as much for backward. One item alone, and items of one length, have no mask, and flash where it can.
         mask = None if real_BL is None else real_BL[:, None, None, :]
         dropout = self.dropout if self.training else 0.0
-        mixed_BHLD = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
+        mixed_BHLD = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=self.is_causal
+        )
         attended_BLD: Tensor = self.out(mixed_BHLD.transpose(1, 2).flatten(2))
         return attended_BLD
 

@@ -9,7 +9,7 @@ Shapes: B items, H × W pixels, C channels, L positions, D features of a positio
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -45,48 +45,32 @@ class TextBatch(NamedTuple):
     end_B: Tensor  # the place of the end token
 
 
-class ClipLayer(nn.Module):
-    """A pre-norm transformer layer with biases; where it is causal, a position sees those before it."""
+class PairBatch(NamedTuple):
+    """Both sides of a batch's items."""
 
-    def __init__(self, width: int, heads: int, *, is_causal: bool, exact_gelu: bool) -> None:
-        super().__init__()
-        self.heads, self.is_causal, self.exact_gelu = heads, is_causal, exact_gelu
-        self.before_attention, self.before_feed = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, INNER * width), nn.Linear(INNER * width, width)
+    left: Any  # Rows, ImageBatch or TextBatch; None: not wanted
+    right: Any
+    class_B: Tensor | None = None  # -1 where unknown
 
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        """Return the positions' new features."""
-        x_BLD = x_BLD + self._attended(self.before_attention(x_BLD))
-        fed_BLD: Tensor = self.down(self._bent(self.up(self.before_feed(x_BLD))))
-        return x_BLD + fed_BLD
 
-    def _attended(self, x_BLD: Tensor) -> Tensor:
-        query, key, value = self.mix(x_BLD).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed_BHLD = functional.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal)
-        attended_BLD: Tensor = self.out(mixed_BHLD.transpose(1, 2).flatten(2))
-        return attended_BLD
-
-    def _bent(self, x_BLD: Tensor) -> Tensor:
-        if self.exact_gelu:
-            return functional.gelu(x_BLD)
-        return x_BLD * torch.sigmoid(SHARP * x_BLD)
-
-    def begin(self, layers: int) -> None:
-        """Begin as CLIP does: what is added to a position is smaller the more layers there are."""
-        width = self.out.in_features
-        added = width**-0.5 * (2 * layers) ** -0.5
-        spreads = ((self.mix, width**-0.5), (self.out, added), (self.up, (2 * width) ** -0.5), (self.down, added))
-        for linear, spread in spreads:
-            nn.init.normal_(linear.weight, std=spread)
-            nn.init.zeros_(linear.bias)
+def quick_gelu(x: Tensor) -> Tensor:
+    """Return the activation of openai's CLIP."""
+    return x * torch.sigmoid(SHARP * x)
 
 
 def clip_layers(width: int, heads: int, layers: int, *, is_causal: bool, exact_gelu: bool) -> nn.ModuleList:
-    """Return the layers of a tower."""
-    made = [ClipLayer(width, heads, is_causal=is_causal, exact_gelu=exact_gelu) for _ in range(layers)]
+    """Return the layers of a tower, initialized as in CLIP: the more layers, the less each adds."""
+    activation = functional.gelu if exact_gelu else quick_gelu
+    made = [
+        AttentionLayer(width, heads, INNER * width, 0.0, activation, bias=True, is_causal=is_causal)
+        for _ in range(layers)
+    ]
+    added = width**-0.5 * (2 * layers) ** -0.5
     for layer in made:
-        layer.begin(layers)
+        spreads = (layer.mix, width**-0.5), (layer.out, added), (layer.up, (2 * width) ** -0.5), (layer.down, added)
+        for linear, spread in spreads:
+            nn.init.normal_(linear.weight, std=spread)
+            nn.init.zeros_(linear.bias)
     return nn.ModuleList(made)
 
 
