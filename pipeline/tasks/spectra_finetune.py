@@ -46,10 +46,8 @@ from pipeline.tasks.spectra.peak_transformer import (
     EMBEDDING,
     FINGERPRINT,
     HEADS,
-    DreamsNames,
     PeakSizes,
     PeakTransformer,
-    dreams_options,
 )
 from pipeline.tasks.spectra.spectra_library import publish_library
 from pipeline.tasks.spectra.spectra_measures import (
@@ -73,6 +71,8 @@ from pipeline.tasks.task_parts import (
     labels_of,
     one_of,
     part_of,
+    refuse,
+    require,
 )
 
 if TYPE_CHECKING:
@@ -92,22 +92,6 @@ COUNTS = (
 )
 LEAST = {**dict.fromkeys(COUNTS, 1), "classes": 0, "gamma": 0.0, "margin": 0.0}
 CLASSES = 20_000  # of masses in the published outputs of pre-training
-
-
-class Spectrum(PeakTransformer):
-    """The network, which knows the names of the published one."""
-
-    def __init__(self, sizes: PeakSizes) -> None:
-        super().__init__(sizes)
-        self._sizes = sizes
-
-    def published_forms(self) -> dict[str, DreamsNames]:
-        """Return the names under which weights of it are published."""
-        return {"dreams": DreamsNames(self._sizes)}
-
-    def fitting_options(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the options that fit DreaMS' weights; the heads of attention leave no trace in shapes."""
-        return dreams_options(tensors)
 
 
 @dataclass(frozen=True)
@@ -136,48 +120,32 @@ class SpectraFinetune(PeakSizes):
             object.__setattr__(self, "classes", CLASSES if self.as_published else 0)
         at_least(self, LEAST)
         dropout_of(self)
-        self._check_head()
-        self._check_scale()
-        if not FINEST <= self.finest <= COARSEST:
-            problem = f"finest is {self.finest}: it must be from {FINEST} to {COARSEST} Da"
-            raise ConfigError(problem, where=f"{WHERE}.finest")
-        if self.width % self.heads:
-            problem = f"{self.d_fourier} + {self.d_peak} features cannot be divided among {self.heads} heads"
-            remedy = f"--set {WHERE}.d_fourier={self.d_fourier + -self.width % self.heads}"
-            raise ConfigError(problem, where=f"{WHERE}.heads", remedy=remedy)
-
-    def _check_head(self) -> None:
         one_of(self, {"head": HEADS, "measure": tuple(FINGERPRINT_LOSSES)})
+        require(self.alpha is None or 0 < self.alpha < 1, self, "alpha", "between 0 and 1")
+        require(FINEST <= self.finest <= COARSEST, self, "finest", f"from {FINEST} to {COARSEST} Da")
         if self.summed and self.head != FINGERPRINT:
             problem = f"summed needs the fingerprint head, but head is {self.head}"
-            raise ConfigError(problem, where=f"{WHERE}.summed", remedy=f"--set {WHERE}.summed=false")
-        if self.alpha is not None and not 0 < self.alpha < 1:
-            problem = f"alpha is {self.alpha}: it must be between 0 and 1"
-            raise ConfigError(problem, where=f"{WHERE}.alpha")
-
-    def _check_scale(self) -> None:
-        """Refuse bounds of targets that are not one for each, or not in order."""
+            refuse("summed", problem, f"--set {WHERE}.summed=false")
         for name in ("lowest", "highest", "names"):
             if (given := len(getattr(self, name))) not in (0, self.targets):
                 problem = f"{name} has {given} entries, but there are {self.targets} targets"
-                raise ConfigError(problem, where=f"{WHERE}.{name}", remedy=f"give {self.targets} or none")
+                refuse(name, problem, f"give {self.targets} or none")
         spans = zip(self.lowest, self.highest, strict=False)
         if len(self.lowest) != len(self.highest) or not all(low < high for low, high in spans):
-            problem = "every target needs a lowest and a highest value in this order"
-            raise ConfigError(problem, where=f"{WHERE}.highest")
-
-    @property
-    def told(self) -> int:
-        """How many numbers the head tells."""
-        return self.width if self.head == EMBEDDING else self.targets
+            refuse("highest", "every target needs a lowest and a highest value in this order")
+        if self.width % self.heads:
+            problem = f"{self.d_fourier} + {self.d_peak} features cannot be divided among {self.heads} heads"
+            refuse("heads", problem, f"--set {WHERE}.d_fourier={self.d_fourier + -self.width % self.heads}")
 
     @property
     def sizes(self) -> PeakSizes:
-        depth = 0 if self.head == EMBEDDING and self.backbone_only else self.head_depth
-        return replace(part_of(self, PeakSizes), targets=self.told, head_depth=depth)
+        if self.head != EMBEDDING:
+            return part_of(self, PeakSizes)
+        depth = 0 if self.backbone_only else self.head_depth
+        return replace(part_of(self, PeakSizes), targets=self.width, head_depth=depth)
 
     def model(self) -> nn.Module:
-        return Spectrum(self.sizes)
+        return PeakTransformer(self.sizes)
 
     def files_read(self) -> Iterable[Path]:
         """Return the files whose content decides what the task says."""
@@ -227,18 +195,17 @@ class SpectraFinetune(PeakSizes):
         return self.head == EMBEDDING or (self.head == FINGERPRINT and self.measure != "bce")
 
     def _scaled(self, target_BK: Tensor) -> Tensor:
-        """Return targets as they are learned."""
-        if not self.lowest:
-            return target_BK
-        lowest_K, highest_K = target_BK.new_tensor(self.lowest), target_BK.new_tensor(self.highest)
+        """Return targets as they are learned: 0 at the lowest, 1 at the highest."""
+        lowest_K, highest_K = self._span(target_BK)
         return (target_BK - lowest_K) / (highest_K - lowest_K)
 
-    def _in_units(self, told_BK: Tensor) -> Tensor:
-        """Return what is learned as it is told to people."""
-        if not self.lowest:
-            return told_BK
-        lowest_K, highest_K = told_BK.new_tensor(self.lowest), told_BK.new_tensor(self.highest)
-        return told_BK * (highest_K - lowest_K) + lowest_K
+    def _in_units(self, scaled_BK: Tensor) -> Tensor:
+        """Return scaled values in the units of the targets."""
+        lowest_K, highest_K = self._span(scaled_BK)
+        return scaled_BK * (highest_K - lowest_K) + lowest_K
+
+    def _span(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        return like.new_tensor(self.lowest or 0.0), like.new_tensor(self.highest or 1.0)
 
     # ---- losses ----
 
@@ -317,7 +284,7 @@ class SpectraContrast(SpectraFinetune):
         above_zero(self, ("temperature",))
         if self.head != EMBEDDING:
             problem = f"comparing embeddings needs the embedding head, but head is {self.head}"
-            raise ConfigError(problem, where=f"{WHERE}.head", remedy=f"--set {WHERE}.head={EMBEDDING}")
+            refuse("head", problem, f"--set {WHERE}.head={EMBEDDING}")
 
     @property
     def term(self) -> str:

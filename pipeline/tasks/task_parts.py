@@ -225,14 +225,17 @@ def unit_rows(vectors: Vectors, places: Sequence[int]) -> Floats:
     return unit_ND
 
 
-def nearest_vectors(queries: Vectors, library: Vectors, most: int) -> Iterator[tuple[Places, Floats]]:
-    """Yield for each query the places of the nearest by cosine, and the cosines [T]: the nearest first.
+def nearest_vectors(
+    queries: Vectors, library: Vectors, most: int, asked: Sequence[int] | None = None
+) -> Iterator[tuple[Places, Floats]]:
+    """Yield for each query, or each `asked` place, the places of the nearest by cosine, and the cosines [T].
 
-    Every pair is compared. A cosine with what is no number is the lowest.
+    Every pair is compared, and the nearest come first. A cosine with what is no number is the lowest.
     """
     most = min(most, len(library))
-    for start in range(0, len(queries), BLOCK):
-        query_BD = unit_rows(queries, range(start, min(start + BLOCK, len(queries))))
+    asked = range(len(queries)) if asked is None else asked
+    for start in range(0, len(asked), BLOCK):
+        query_BD = unit_rows(queries, asked[start : start + BLOCK])
         place_BT, cosine_BT = np.zeros((len(query_BD), 0), np.int64), np.zeros((len(query_BD), 0), np.float32)
         for first in range(0, len(library), BLOCK):
             block = range(first, min(first + BLOCK, len(library)))

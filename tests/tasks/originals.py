@@ -20,7 +20,7 @@ from pipeline.tasks.pairs.pair_towers import TextBatch
 from pipeline.tasks.peptides.recursive_network import FORM, SpectrumInput
 from pipeline.tasks.rna.pocket_network import KINDS, Entries, PocketBatch, PocketNetwork, PocketSizes
 from pipeline.tasks.rna.published_form import RnaForm
-from pipeline.tasks.spectra.peak_transformer import DreamsNames, Peaks, PeakSizes, PeakTransformer
+from pipeline.tasks.spectra.peak_transformer import DreamsForm, Peaks, PeakSizes, PeakTransformer
 from tests.reference import FOLDER, docking_complex, document, recorded
 
 F32 = torch.float32
@@ -182,11 +182,16 @@ def peak_sizes(name):
 def peak_model(name="ssl", dtype=F32, **others):
     sizes = replace(peak_sizes(name), **others)
     model = PeakTransformer(sizes)
-    read = DreamsNames(replace(sizes, as_published=True)).read(dreams_state(name))
+    read = DreamsForm.of(replace(sizes, as_published=True)).read(dreams_state(name))
     missing, unexpected = model.load_state_dict(read, strict=False)
     assert not unexpected
     assert name == "ssl" or not missing
     return model.to(dtype).eval()
+
+
+def tokens_of(model, peaks):
+    """The features of every place [B, L, D]; the first, the precursor's, is what the backbone embeds."""
+    return model.norm(model.last_layer(peaks))
 
 
 def peaks_of(spec_BL2):

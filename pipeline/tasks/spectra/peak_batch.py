@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pipeline.errors import ConfigError
 from pipeline.tasks.spectra.peak_transformer import HEAVIEST, Peaks
-from pipeline.tasks.task_parts import WHERE, highest, most_intense, padded_rows
+from pipeline.tasks.task_parts import WHERE, highest, most_intense, padded_rows, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -99,8 +98,7 @@ def item_target(item: ItemTensors, targets: int) -> Tensor:
     target_K = item.values[TARGET].reshape(-1)
     if len(target_K) != targets:
         sizes = f"{targets} numbers a spectrum, but {item.id} has a target of {len(target_K)}"
-        remedy = f"--set {WHERE}.targets={len(target_K)}"
-        raise ConfigError(f"the task expects {sizes}", where=f"{WHERE}.targets", remedy=remedy)
+        refuse("targets", f"the task expects {sizes}", f"--set {WHERE}.targets={len(target_K)}")
     return target_K.float()
 
 

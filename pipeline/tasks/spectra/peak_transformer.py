@@ -23,11 +23,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from pipeline.encoder.published_weights import Form
 from pipeline.tasks.task_parts import at_least_single, refuse_mended
-from pipeline.training.checkpoints.trained_weights import renamed
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Mapping
 
     from torch import Tensor
 
@@ -178,8 +178,9 @@ class PeakLayer(nn.Module):
 class PrecursorHead(nn.Module):
     """Predicts from the precursor's token through layers of evenly changing widths; of depth 0 it returns the token."""
 
-    def __init__(self, sizes: PeakSizes, *, bias: bool) -> None:
+    def __init__(self, sizes: PeakSizes) -> None:
         super().__init__()
+        bias = sizes.head in (REGRESSION, EMBEDDING)
         step = (sizes.targets - sizes.width) / max(sizes.head_depth, 1)
         widths = [round(sizes.width + step * place) for place in range(sizes.head_depth)] + [sizes.targets]
         pairs = pairwise(widths)
@@ -210,29 +211,23 @@ class SummedHead(nn.Module):
 
 
 class PretrainingOutputs(nn.Module):
-    """Tells the masses of masked peaks, and which of two spectra came first."""
+    """Predicts the masses of masked peaks, and which of two spectra came first."""
 
     def __init__(self, width: int, classes: int) -> None:
         super().__init__()
         self.mass, self.order = nn.Linear(width, classes), nn.Linear(2 * width, 1, bias=False)
 
 
-def head_of(sizes: PeakSizes) -> nn.Module:
-    """Return the head that the sizes name."""
-    if sizes.summed:
-        return SummedHead(sizes)
-    return PrecursorHead(sizes, bias=sizes.head in (REGRESSION, EMBEDDING))
-
-
 class PeakTransformer(nn.Module):
-    """The transformer and its head: tells numbers, or an embedding, of each spectrum."""
+    """The transformer and its head: predicts numbers, or an embedding, of each spectrum."""
 
     def __init__(self, sizes: PeakSizes) -> None:
         super().__init__()
-        self.as_published = sizes.as_published
+        self.sizes = sizes
         self.embed = PeakFeatures(sizes)
         self.layers = nn.ModuleList(PeakLayer(sizes) for _ in range(sizes.layers))
-        self.norm, self.head = nn.LayerNorm(sizes.width), head_of(sizes)
+        self.norm = nn.LayerNorm(sizes.width)
+        self.head = SummedHead(sizes) if sizes.summed else PrecursorHead(sizes)
         self.pretraining = PretrainingOutputs(sizes.width, sizes.classes) if sizes.classes else None
         if self.pretraining is not None:
             self.pretraining.requires_grad_(requires_grad=False)  # kept, so that what came in goes out whole
@@ -244,11 +239,6 @@ class PeakTransformer(nn.Module):
             tokens_BLD = tokens_BLD[:, :1]
         told_BK: Tensor = self.head(self.norm(tokens_BLD), peaks.real_BL)
         return at_least_single(told_BK)
-
-    def tokens(self, peaks: Peaks) -> Tensor:
-        """Return the features of every place [B, L, D]; the first, the precursor's, is what the backbone embeds."""
-        tokens_BLD: Tensor = self.norm(self.last_layer(peaks))
-        return tokens_BLD
 
     def last_layer(self, peaks: Peaks) -> Tensor:
         """Return what leaves the last layer, before the norm."""
@@ -265,16 +255,24 @@ class PeakTransformer(nn.Module):
         bias_B1QL = -mass_BLD.sum(-1, dtype=torch.promote_types(x_BLD.dtype, torch.float32))[:, None, None, :]
         if real_BL is None:
             return AttentionBias(bias_B1QL, None)
-        if not self.as_published:
+        if not self.sizes.as_published:
             return AttentionBias(bias_B1QL.masked_fill(~real_BL[:, None, None, :], -torch.inf), None)
         return AttentionBias(bias_B1QL * real_BL[:, None, :, None], real_BL.unsqueeze(-1))
+
+    def published_forms(self) -> dict[str, DreamsForm]:
+        """Return the names under which weights of it are published."""
+        return {"dreams": DreamsForm.of(self.sizes)}
+
+    def fitting_options(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the options that fit DreaMS' weights; the heads of attention leave no trace in shapes."""
+        return dreams_options(tensors)
 
 
 SIGN, BACKBONE, HEAD = "ff_peak.ff.0.weight", "backbone.", "head."
 FREQUENCIES, AGAIN = "fourier_enc.b", "fourier_enc.Fourier frequencies"
 APART = 3  # a linear layer of theirs is followed by ReLU and dropout, which are counted, too
 PRETRAINING = {"pretraining.mass": "ff_out.ff.0", "pretraining.order": "ro_out"}
-MASSES = "ff_out.ff.0.bias"
+MASSES = PRETRAINING["pretraining.mass"]
 
 
 def dreams_options(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -291,77 +289,56 @@ def dreams_options(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         "finest": round(0.5 / float(bare[FREQUENCIES].flatten()[0]), 9),
         "fourier_width": len(bare["ff_fourier.ff.0.bias"]),
         "fourier_layers": len(waves),
-        "classes": len(bare.get(MASSES, ())),
+        "classes": len(bare.get(MASSES + ".bias", ())),
     }
 
 
 @dataclass(frozen=True)
-class DreamsNames:
-    """The form in which DreaMS publishes weights of these sizes."""
+class DreamsForm(Form):
+    """The form in which DreaMS publishes weights: only a fine-tuned model has `backbone.` before all but its head."""
 
-    sizes: PeakSizes
+    classes: int = 0
+    as_published: bool = True
 
-    @property
-    def left(self) -> tuple[str, ...]:
-        """Theirs that are not needed: outputs of pre-training and the head, where the model has none."""
-        theirs = () if self.sizes.classes else tuple(PRETRAINING.values())
-        head = () if self.sizes.head_depth else (f"{HEAD}*",)
-        return (*(f"{before}{name}.*" for before in ("", BACKBONE) for name in theirs), *head)
-
-    @property
-    def fresh(self) -> tuple[str, ...]:
-        """Ours that may stay as they begin."""
-        return ("head.*", "pretraining.*")
-
-    @property
-    def names(self) -> dict[str, str]:
-        """Our names of the backbone → theirs."""
-        layers = range(self.sizes.layers)
-        return {
+    @classmethod
+    def of(cls, sizes: PeakSizes) -> DreamsForm:
+        """Return the form of a network of these sizes."""
+        layers = range(sizes.layers)
+        head = {f"head.steps.{at}": f"head.ff.{APART * at}" for at in range(sizes.head_depth)}
+        if sizes.head == EMBEDDING:
+            head = {"head.steps.0": "head"}
+        if sizes.summed:
+            head = {"head.each": "head.phi.0", "head.all": "head.rho"}
+        names = {
             "embed.peak": "ff_peak.ff.0",
             "embed.masses.frequency_1Q": FREQUENCIES,
-            **{f"embed.masses.network.{at}": f"ff_fourier.ff.{APART * at}" for at in range(self.sizes.fourier_layers)},
+            **{f"embed.masses.network.{at}": f"ff_fourier.ff.{APART * at}" for at in range(sizes.fourier_layers)},
             "layers.*.attention.weight": "transformer_encoder.atts.*.weights",
             "layers.*.up": "transformer_encoder.ffs.*.in_proj",
             "layers.*.down": "transformer_encoder.ffs.*.out_proj",
             **{f"layers.{at}.before_attention": f"transformer_encoder.scales.{2 * at}" for at in layers},
             **{f"layers.{at}.before_feed": f"transformer_encoder.scales.{2 * at + 1}" for at in layers},
-            "norm": f"transformer_encoder.scales.{2 * self.sizes.layers}",
-            **(PRETRAINING if self.sizes.classes else {}),
+            "norm": f"transformer_encoder.scales.{2 * sizes.layers}",
+            **(PRETRAINING if sizes.classes else {}),
+            **head,
         }
-
-    @property
-    def head(self) -> dict[str, str]:
-        """Our names of the head → theirs."""
-        if self.sizes.summed:
-            return {"head.each": "head.phi.0", "head.all": "head.rho"}
-        if self.sizes.head == EMBEDDING:
-            return {"head.steps.0": "head"}
-        return {f"head.steps.{at}": f"head.ff.{APART * at}" for at in range(self.sizes.head_depth)}
-
-    def knows(self, names: Collection[str]) -> bool:
-        """Say whether tensors of these names are DreaMS'."""
-        return SIGN in names or BACKBONE + SIGN in names
+        outputs = () if sizes.classes else [f"{name}.*" for name in PRETRAINING.values()]
+        left = *outputs, *(BACKBONE + name for name in outputs), *(() if sizes.head_depth else (f"{HEAD}*",))
+        fresh = ("head.*", "pretraining.*")
+        return cls(names, (SIGN,), left, fresh, BACKBONE, classes=sizes.classes, as_published=sizes.as_published)
 
     def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return their tensors under our names."""
-        refuse_mended("DreaMS", as_published=self.sizes.as_published)
-        backbone, head = ({theirs: ours for ours, theirs in names.items()} for names in (self.names, self.head))
-        bare = {name.removeprefix(BACKBONE): tensor for name, tensor in tensors.items()}
-        # outputs of pre-training for another number of classes stay behind: no head reads them
-        has_masses = MASSES in bare and len(bare[MASSES]) == self.sizes.classes
-        return {
-            renamed(name, head if name.startswith(HEAD) else backbone): tensor
-            for name, tensor in bare.items()
-            if name != AGAIN and (has_masses or not name.startswith(PRETRAINING["pretraining.mass"]))
-        }
+        """Return tensors under our names; masses of another number of classes stay behind, as no head reads them."""
+        refuse_mended("DreaMS", as_published=self.as_published)
+        bare = {name.removeprefix(BACKBONE): tensor for name, tensor in tensors.items() if not name.endswith(AGAIN)}
+        is_other = len(bare.get(MASSES + ".bias", ())) != self.classes
+        return super().read({name: bare[name] for name in bare if not (is_other and name.startswith(MASSES))})
 
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a model's tensors under their names: all of a fine-tuned one, or without a head a pre-trained one."""
-        refuse_mended("DreaMS", as_published=self.sizes.as_published)
-        before = BACKBONE if any(name.startswith(HEAD) for name in tensors) else ""
-        of_head = {name: tensor for name, tensor in tensors.items() if name.startswith(HEAD)}
-        rest = {renamed(name, self.names): tensor for name, tensor in tensors.items() if name not in of_head}
-        rest[AGAIN] = rest[FREQUENCIES]
-        heads = {renamed(name, self.head): tensor for name, tensor in of_head.items()}
-        return {before + name: tensor for name, tensor in rest.items()} | heads
+        refuse_mended("DreaMS", as_published=self.as_published)
+        theirs = super().write(tensors)
+        theirs[BACKBONE + AGAIN] = theirs[BACKBONE + FREQUENCIES]
+        is_tuned = any(name.startswith(HEAD) for name in tensors)
+        bare = BACKBONE + HEAD if is_tuned else BACKBONE
+        return {name.removeprefix(BACKBONE) if name.startswith(bare) else name: theirs[name] for name in theirs}

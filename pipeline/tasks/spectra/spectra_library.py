@@ -26,11 +26,9 @@ from pipeline.tasks.spectra.peak_transformer import EMBEDDING
 from pipeline.tasks.task_parts import WHERE, first_of, nearest_vectors, task_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
-
-    from pipeline.tasks.task_parts import Vectors
 
     Floats = NDArray[np.float32]
 
@@ -47,25 +45,6 @@ class Library(NamedTuple):
     rows: Sequence[Mapping[str, str]]
 
 
-class SpectrumMatch(NamedTuple):
-    """One of the nearest of a query."""
-
-    query: int
-    place: int
-    rank: int  # from 1
-    similarity: float
-
-
-def search_library(queries: Vectors, library: Library, most: int) -> Iterator[SpectrumMatch]:
-    """Yield the nearest of every query, query by query."""
-    for query, (places_T, cosines_T) in enumerate(nearest_vectors(queries, library.vector_MD, most)):
-        for rank, (place, cosine) in enumerate(zip(places_T.tolist(), cosines_T.tolist(), strict=True), 1):
-            yield SpectrumMatch(query, place, rank, cosine)
-
-
-# ---- files ----
-
-
 def publish_library(folder: Path, outputs: Mapping[str, Any], described: Any, library: str, most: int) -> list[Path]:
     """Write the embeddings and what is known of them, and their matches in a library where one is named.
 
@@ -75,8 +54,8 @@ def publish_library(folder: Path, outputs: Mapping[str, Any], described: Any, li
     names, rows = _rows(embedded, described)
     written = [_write_vectors(folder / VECTORS, embedded), _write_rows(folder / ROWS, names, rows)]
     if library:
-        found = search_library(embedded, read_library(Path(library), len(embedded[0])), most)
-        written.insert(0, _write_matches(folder / MATCHES, Library(embedded, names, rows), found, Path(library)))
+        found = read_library(Path(library), len(embedded[0]))
+        written.insert(0, _write_matches(folder / MATCHES, Library(embedded, names, rows), found, most))
     return written
 
 
@@ -110,16 +89,17 @@ def _write_rows(path: Path, names: Sequence[str], rows: Iterable[Mapping[str, st
     return path
 
 
-def _write_matches(path: Path, queries: Library, found: Iterable[SpectrumMatch], library_path: Path) -> Path:
+def _write_matches(path: Path, queries: Library, library: Library, most: int) -> Path:
     """Write a line for each match: what is known of both sides, their places, and how similar they are."""
-    library = read_library(library_path)
     theirs = [f"ref_{name}" for name in library.names]
     columns = [*queries.names, *theirs, "index", "ref_index", "topk", "DreaMS_similarity"]
+    nearest = nearest_vectors(queries.vector_MD, library.vector_MD, most)
     with task_table(path, columns, by="\t") as add:
-        for match in found:
-            own, other = queries.rows[match.query], library.rows[match.place]
-            known = [*map(own.get, queries.names), *map(other.get, library.names)]
-            add([*known, match.query, match.place, match.rank, f"{match.similarity:.6f}"])
+        for query, (places_T, cosines_T) in enumerate(nearest):
+            for rank, (place, cosine) in enumerate(zip(places_T.tolist(), cosines_T.tolist(), strict=True), 1):
+                own, other = queries.rows[query], library.rows[place]
+                known = [*map(own.get, queries.names), *map(other.get, library.names)]
+                add([*known, query, place, rank, f"{cosine:.6f}"])
     return path
 
 

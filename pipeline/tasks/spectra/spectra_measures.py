@@ -105,75 +105,62 @@ SPREAD_LEAST = 1e-12  # of squares: of equal numbers, rounding is left
 BLOCK = 1024  # items at a time
 
 
-def error_figures(told: Values, true: Values, names: Sequence[str]) -> dict[str, float]:
+def error_figures(predicted: Values, true: Values, names: Sequence[str]) -> dict[str, float]:
     """Return the errors over all known numbers, and of each target where there are several; none if none is known.
 
     r2 is the part of the spread explained, of each target around its own mean; it needs targets that differ. pearson is
-    the correlation of what is told with what is true, of one target.
+    the correlation of predicted and true values, of one target.
     """
-    moments = _Moments(len(names))
-    for told_K, true_K in labelled(told, true):
-        moments.add(np.asarray(told_K, np.float64).reshape(-1), np.asarray(true_K, np.float64).reshape(-1))
-    if not moments.known_K.any():
+    return _of_targets(_errors, predicted, true, names)
+
+
+def _of_targets(
+    figures_of: Callable[[Floats, Floats], dict[str, float]], predicted: Values, true: Values, names: Sequence[str]
+) -> dict[str, float]:
+    """Return figures of all targets together, and of each where there are several."""
+    pairs = [np.reshape([predicted_K, true_K], (2, -1)) for predicted_K, true_K in labelled(predicted, true)]
+    predicted_NK, true_NK = np.array(pairs, np.float64).reshape(-1, 2, len(names)).transpose(1, 0, 2)
+    figures = figures_of(predicted_NK, true_NK)
+    for place, name in enumerate(names if len(names) > 1 else ()):
+        of_target = figures_of(predicted_NK[:, place, None], true_NK[:, place, None])
+        figures |= {f"{figure}_{name}": value for figure, value in of_target.items()}
+    return figures
+
+
+def _errors(predicted_NK: Floats, true_NK: Floats) -> dict[str, float]:
+    is_known_NK = ~np.isnan(true_NK)
+    if not is_known_NK.any():
         return {}
-    figures = moments.figures(slice(None))
-    if len(names) > 1:
-        for place, name in enumerate(names):
-            if moments.known_K[place]:
-                of_target = moments.figures(slice(place, place + 1))
-                figures |= {f"{figure}_{name}": value for figure, value in of_target.items()}
-    return figures
+    off_NK, true_spread_NK, spread_NK = (
+        np.where(is_known_NK, values_NK, 0.0)
+        for values_NK in (predicted_NK - true_NK, _centred(true_NK, is_known_NK), _centred(predicted_NK, is_known_NK))
+    )
+    error, known = (off_NK**2).sum(), is_known_NK.sum()
+    figures = {"mae": np.abs(off_NK).sum() / known, "rmse": math.sqrt(error / known)}
+    true_spread, spread = (true_spread_NK**2).sum(), (spread_NK**2).sum()
+    if true_spread > SPREAD_LEAST * (true_NK[is_known_NK] ** 2).sum():
+        figures["r2"] = 1 - error / true_spread
+        if true_NK.shape[1] == 1 and spread > SPREAD_LEAST * (predicted_NK[is_known_NK] ** 2).sum():
+            figures["pearson"] = (spread_NK * true_spread_NK).sum() / math.sqrt(spread * true_spread)
+    return {name: float(value) for name, value in figures.items()}
 
 
-class _Moments:
-    """Sums over items, of each target, from which errors and correlations follow."""
-
-    def __init__(self, targets: int) -> None:
-        self._sum_8K: Floats = np.zeros((8, targets))
-
-    @property
-    def known_K(self) -> Floats:
-        """How many items have each target."""
-        known_K: Floats = self._sum_8K[0]
-        return known_K
-
-    def add(self, told_K: Floats, true_K: Floats) -> None:
-        """Add an item."""
-        is_known_K = ~np.isnan(true_K)
-        true_K, told_K = (np.where(is_known_K, values_K, 0.0) for values_K in (true_K, told_K))
-        off_K = told_K - true_K
-        self._sum_8K += [is_known_K, true_K, true_K**2, told_K, told_K**2, told_K * true_K, np.abs(off_K), off_K**2]
-
-    def figures(self, some: slice) -> dict[str, float]:
-        """Return the figures of some targets together."""
-        known_K, true_K, true_squares_K, told_K, told_squares_K, product_K, apart_K, error_K = self._sum_8K[:, some]
-        known, error = known_K.sum(), float(error_K.sum())
-        known_K = np.maximum(known_K, 1)
-        spread_K = true_squares_K - true_K**2 / known_K
-        figures = {"mae": float(apart_K.sum() / known), "rmse": math.sqrt(error / known)}
-        if not spread_K.sum() > SPREAD_LEAST * true_squares_K.sum():
-            return figures
-        figures["r2"] = 1 - error / float(spread_K.sum())
-        told_spread_K = told_squares_K - told_K**2 / known_K
-        if len(known_K) == 1 and told_spread_K[0] > SPREAD_LEAST * told_squares_K[0]:
-            together = product_K - told_K * true_K / known_K
-            figures["pearson"] = float(together[0] / math.sqrt(spread_K[0] * told_spread_K[0]))
-        return figures
+def _centred(values_NK: Floats, is_known_NK: NDArray[np.bool_]) -> Floats:
+    """Return values less the mean of each target's known ones."""
+    sum_K, count_K = np.where(is_known_NK, values_NK, 0.0).sum(0), is_known_NK.sum(0)
+    centred_NK: Floats = values_NK - sum_K / np.maximum(count_K, 1)
+    return centred_NK
 
 
-def answer_figures(told: Values, true: Values, names: Sequence[str], threshold: float) -> dict[str, float]:
+def answer_figures(predicted: Values, true: Values, names: Sequence[str], threshold: float) -> dict[str, float]:
     """Return how well yes and no are told apart, in all and of each target where there are several."""
-    of_all, of_each = _Answers(threshold), [_Answers(threshold) for _ in names]
-    for told_K, true_K in labelled(told, true):
-        told_K, true_K = np.asarray(told_K).reshape(-1), np.asarray(true_K).reshape(-1)
-        is_known_K = ~np.isnan(true_K)
-        of_all.add(told_K[is_known_K], true_K[is_known_K] > 0.5)
-        for place in np.flatnonzero(is_known_K) if len(names) > 1 else ():
-            of_each[place].add(told_K[place : place + 1], true_K[place : place + 1] > 0.5)
-    figures = of_all.figures()
-    for name, answers in zip(names, of_each, strict=True):
-        figures |= {f"{figure}_{name}": value for figure, value in answers.figures().items()}
-    return figures
+
+    def figures_of(predicted_NK: Floats, true_NK: Floats) -> dict[str, float]:
+        answers, is_known_NK = _Answers(threshold), ~np.isnan(true_NK)
+        answers.add(predicted_NK[is_known_NK], true_NK[is_known_NK] > 0.5)
+        return answers.figures()
+
+    return _of_targets(figures_of, predicted, true, names)
 
 
 class _Answers:
@@ -215,7 +202,9 @@ def bit_figures(told: Values, true: Values, threshold: float) -> dict[str, float
     answers, cosines, overlaps = _Answers(threshold), [], []
     for told_K, true_K in labelled(told, true):
         is_known_K = ~np.isnan(true_K)
-        chance_K = np.asarray(told_K if is_chance else _sigmoid(told_K), np.float64)[is_known_K]
+        told_K = np.array(told_K, np.float32)
+        told_K = told_K if is_chance else torch.from_numpy(told_K).sigmoid().numpy()
+        chance_K = told_K.astype(np.float64)[is_known_K]
         bit_K = np.asarray(true_K, np.float64)[is_known_K] > 0.5
         answers.add(chance_K, bit_K)
         lengths = np.linalg.norm(chance_K) * np.sqrt(bit_K.sum())
@@ -227,66 +216,35 @@ def bit_figures(told: Values, true: Values, threshold: float) -> dict[str, float
     return answers.figures() | {"cosine": float(np.mean(cosines)), "tanimoto": float(np.mean(overlaps))}
 
 
-def _sigmoid(values_K: Any) -> Floats:
-    from scipy.special import expit
-
-    chance_K: Floats = expit(np.asarray(values_K, np.float32))
-    return chance_K
-
-
 def neighbour_figures(embedded: Vectors, molecules: Values, precursors: Values) -> dict[str, float]:
     """Return how often the nearest other spectrum is of the same molecule, and how cosines tell molecules apart.
 
     The first is of spectra whose molecule has another one; the second of all pairs of precursors within 10 ppm.
     """
-    molecule_N = np.array([int(one) for one in molecules], np.int64)
+    molecule_N = np.array([int(molecule) for molecule in molecules], np.int64)
     known, count_M = np.unique(molecule_N[molecule_N != 0], return_counts=True)
-    several = set(known[count_M > 1].tolist())
-    asked = [place for place, molecule in enumerate(molecule_N.tolist()) if molecule in several]
+    asked = np.flatnonzero(np.isin(molecule_N, known[count_M > 1])).tolist()
     figures = {}
     if asked:
-        found_N2 = np.stack([places_2 for places_2, _ in nearest_vectors(_Some(embedded, asked), embedded, 2)])
+        found_N2 = np.stack([places_2 for places_2, _ in nearest_vectors(embedded, embedded, 2, asked)])
         other_N = np.where(found_N2[:, 0] == asked, found_N2[:, 1], found_N2[:, 0])
         figures["nearest_is_same_molecule"] = float((molecule_N[other_N] == molecule_N[asked]).mean())
-    precursor_N = np.array([float(one) for one in precursors])
     ranking, pairs = Ranking(), 0
-    for first_P, second_P in _close_pairs(precursor_N, molecule_N != 0):
-        rows = [unit_rows(embedded, places_P.tolist()) for places_P in (first_P, second_P)]
-        ranking.add((rows[0] * rows[1]).sum(1), molecule_N[first_P] == molecule_N[second_P])
-        pairs += len(first_P)
+    precursor_N = np.array([float(precursor) for precursor in precursors])
+    for place, near_P in _near_precursors(precursor_N, np.flatnonzero(molecule_N)):
+        cosine_P = unit_rows(embedded, near_P.tolist()) @ unit_rows(embedded, [place])[0]
+        ranking.add(cosine_P, molecule_N[near_P] == molecule_N[place])
+        pairs += len(near_P)
     if pairs and not math.isnan(auroc := ranking.auroc()):
         figures |= {"same_molecule_auroc": auroc, "pairs_within_10_ppm": float(pairs)}
     return figures
 
 
-class _Some:
-    """Some of many vectors."""
-
-    def __init__(self, vectors: Vectors, places: Sequence[int]) -> None:
-        self._vectors, self._places = vectors, places
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, place: int) -> Any:
-        return self._vectors[self._places[place]]
-
-
-def _close_pairs(
-    precursor_N: Floats, is_known_N: NDArray[np.bool_]
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield pairs of known molecules whose precursors are near, each pair once, some thousands at a time."""
-    order = np.flatnonzero(is_known_N)[np.argsort(precursor_N[is_known_N], kind="stable")]
-    mass_M = precursor_N[order]
+def _near_precursors(precursor_N: Floats, places_M: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Yield spectra with those of at most 10 ppm more, some at a time: each pair of `places_M` once."""
+    order_M = places_M[np.argsort(precursor_N[places_M], kind="stable")]
+    mass_M = precursor_N[order_M]
     end_M = np.searchsorted(mass_M, mass_M * (1 + ALIKE_PPM * 1e-6), "right")
-    for start in range(0, len(order), BLOCK):
-        stop = min(start + BLOCK, len(order))
-        first = [np.full(end_M[place] - place - 1, place) for place in range(start, stop)]
-        second = [np.arange(place + 1, end_M[place]) for place in range(start, stop)]
-        for first_P, second_P in zip(_pieces(np.concatenate(first)), _pieces(np.concatenate(second)), strict=True):
-            yield order[first_P], order[second_P]
-
-
-def _pieces(places_P: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    for start in range(0, len(places_P), BLOCK):
-        yield places_P[start : start + BLOCK]
+    for at, (place, end) in enumerate(zip(order_M.tolist(), end_M.tolist(), strict=True)):
+        for start in range(at + 1, end, BLOCK):
+            yield place, order_M[start : min(start + BLOCK, end)]

@@ -15,7 +15,7 @@ from pipeline.tasks.spectra.spectra_measures import bit_figures, found_error
 from pipeline.tasks.spectra_finetune import SpectraContrast, SpectraFinetune
 from tests.readers.compared import hdf5_file
 from tests.reference import document, recorded
-from tests.tasks.originals import peak_model, peaks_of
+from tests.tasks.originals import peak_model, peaks_of, tokens_of
 from tests.tasks.reader_items import batch_of as laid_out
 
 SMALL: dict[str, Any] = {
@@ -77,7 +77,7 @@ def test_the_outputs_that_are_kept_of_pre_training_have_the_loss_of_the_original
     inputs, outputs, model = recorded("dreams/inputs"), recorded("dreams/outputs"), peak_model()
     sums, precursors = [], []
     for number in "12":
-        tokens_BLD = model.tokens(peaks_of(inputs[f"pretrain.spec_mask_{number}"]))
+        tokens_BLD = tokens_of(model, peaks_of(inputs[f"pretrain.spec_mask_{number}"]))
         is_masked_BL = inputs[f"pretrain.mask_{number}"]
         class_M = (inputs[f"pretrain.spec_real_{number}"][..., 0][is_masked_BL] / 0.5).round().long().clamp(max=1999)
         assert torch.equal(class_M, outputs[f"pretrain.class_{number}"])
