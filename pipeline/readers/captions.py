@@ -14,35 +14,34 @@ import re
 import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from io import FileIO
 from itertools import groupby
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.readers.byte_pairs import CONTEXT, BytePairs, TooLong
 from pipeline.readers.entry import (
-    SCAN_AGAIN,
     Bytes,
+    Column,
     Count,
-    Opened,
     UnusableEntry,
     cannot_read,
     check_option,
-    check_types,
-    checked_path,
+    column_of,
+    decoded,
     entry_id,
-    entry_rejection,
+    entry_or_rejection,
 )
 from pipeline.readers.images import MOST_PIXELS, SUFFIXES, class_names, decoded_image, image_library
-from pipeline.readers.table_rows import MOST_ROW_BYTES, PARTED_BY, TextTable
+from pipeline.readers.table_rows import FOLDER, MOST_ROW_BYTES, TableReader
 from pipeline.records import Entry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -52,70 +51,58 @@ if TYPE_CHECKING:
     PairArrays = Callable[["Bytes", "TarPair"], Mapping[str, Any]]
 
 TAR, TAR_TEXT = ".tar", ".txt"
-USUAL = {
-    "image": ("filepath", "image", "image_path", "image_filename", "file_name", "filename", "path"),
-    "caption": ("title", "caption", "text"),
-    "id": ("id",),
-    "split": ("split",),
-    "label": (),
-}
+IMAGE = ("filepath", "image", "image_path", "image_filename", "file_name", "filename", "path")  # usual columns
+CAPTION = ("title", "caption", "text")
 REFUSE, CUT = LONG = ("refuse", "cut")
 PLACE = re.compile(r"\{(\w+)\}")
 MOST_BYTES = 1 << 28  # of an image's file
 
 
 @dataclass(eq=False)
-class Captions:
+class Captions(TableReader):
     """The images and captions of a table or of tars.
 
     Arrays: `left.image` uint8 [H, W, C], `right.token` int32 [L], with the start and the end; `class` int64, -1 where
     the cell of `label` is empty. A place is [offset, length] in a table, or [tar, image offset, bytes, text
-    offset, bytes].
+    offset, bytes]. Where there is no `id`, it is the image's name and the number of the row.
     """
 
-    path: Path
     image: str = ""  # column of paths; a usual name if there is one: filepath, image, …
     caption: str = ""  # column of texts; a usual name if there is one: title, caption, text
     template: str = ""  # instead of a column: "a photo of a {make} {model} car", of columns
     images: str = ""  # folder that paths start from: the table's
     label: str = ""  # column of classes
     classes: Any = ()  # their names, or a file with one a line: what numbers them
-    id: str = ""  # `id` if it is there; else the image's name and the number of the row
-    split: str = ""  # `split` if it is there
     size: Count = 224  # pixels of a side
     merges: str = ""  # file of byte pairs, from the table's folder; without, each byte is a token
     context: Count = CONTEXT  # tokens of a text at most
     long: str = REFUSE  # a longer text is refused, or cut
     most_pixels: Count = MOST_PIXELS  # of an image as it is in its file
+    what: ClassVar = "captions"
+    others: ClassVar = (TAR, FOLDER)
 
     def __post_init__(self) -> None:
-        self._check_options()
-        self.path = checked_path(Path(self.path))
+        super().__post_init__()
+        check_option("long", self.long, f"{REFUSE} or {CUT}", fits=self.long in LONG)
+        check_option("context", self.context, "a whole number from 2", fits=self.context > 1)
         self._folder = self.path if self.path.is_dir() else self.path.parent
         image_library()
         self.names = class_names(self.classes, where="data.options.classes", beside=self._folder)
         self.pairs = BytePairs.read(self._folder / self.merges if self.merges else None, where="data.options.merges")
         self._numbers = {name: number for number, name in enumerate(self.names)}
-        self._bytes = Opened(Bytes)
+        self._tars = tuple(sorted(self.path.glob(f"*{TAR}"))) if self.path.is_dir() else (self.path,)
         if self.label and not self.names:
             what, remedy = "the number of each class is unknown", "list the classes, or name a file with one a line"
             raise ConfigError(what, where="data.options.classes", remedy=remedy)
-        if self._tars:
+        if self._table is None:
             self._refuse_columns()
-        else:
-            self._read_header()
 
-    def _check_options(self) -> None:
-        check_types(self)
-        check_option("long", self.long, f"{REFUSE} or {CUT}", fits=self.long in LONG)
-        check_option("context", self.context, "a whole number from 2", fits=self.context > 1)
-
-    @cached_property
-    def _tars(self) -> tuple[Path, ...]:
-        """The tars that are read; none where it is a table."""
-        if self.path.is_dir():
-            return tuple(sorted(self.path.glob(f"*{TAR}")))
-        return (self.path,) if self.path.suffix.lower() == TAR else ()
+    def _columns(self) -> list[Column]:
+        placed = [
+            column_of("template", name)._replace(meaning=f"template.{name}") for name in PLACE.findall(self.template)
+        ]
+        captions = placed if self.template else [self._column("caption", *CAPTION, needed=True)]
+        return [*super()._columns(), self._column("image", *IMAGE, needed=True), *captions, self._column("label")]
 
     def _refuse_columns(self) -> None:
         for option in ("image", "caption", "template", "images", "label", "id", "split"):
@@ -126,76 +113,43 @@ class Captions:
     def files(self) -> tuple[Path, ...]:
         """Return the table or the tars, and the file of merges; images are looked at when they are read."""
         named = [self.merges, self.classes if isinstance(self.classes, str) else ""]
-        return (*(self._tars or (self.path,)), *(self._folder / name for name in named if name))
+        return (*self._tars, *(self._folder / name for name in named if name))
 
     def entries(self) -> Iterator[Entry | Rejection]:
         """Yield every image with its text as an entry, or its rejection."""
-        return self._of_tars(self._of_pair) if self._tars else self._of_table(self._of_cells)
+        return self._of_tars(self._of_pair) if self._table is None else super().entries()
 
     def headers(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Yield the id of each pair, and the path of its image and its caption; no image is decoded."""
-        for entry in self._of_tars(_texts_of_pair) if self._tars else self._of_table(self._texts):
+        for entry in self._of_tars(_texts_of_pair) if self._table is None else self._of_table(self._texts):
             if isinstance(entry, Entry):
                 yield entry.id, entry.arrays
 
-    def read(self, place: list[int]) -> Arrays:
-        """Return the arrays of the pair at a place."""
-        path = self._tars[place[0]] if self._tars else self.path
-        try:
-            data = self._bytes(path)
-            if self._tars:
-                return self._of_pair(data, TarPair("", 0, (place[1], place[2]), (place[3], place[4])))
-            return self._of_cells(self._cells(data.at(*place)))
-        except UnusableEntry as error:
-            raise DataError(f"no pair at {place}: {error}", where=str(path), remedy=SCAN_AGAIN) from error
+    def _at(self, place: list[int]) -> Arrays:
+        if self._table is not None:
+            return super()._at(place)
+        return self._of_pair(
+            self._bytes(self._tars[place[0]]), TarPair("", 0, (place[1], place[2]), (place[3], place[4]))
+        )
 
     # Tables
 
-    def _read_header(self) -> None:
-        """Read the header; columns that are needed, or named, must be in it exactly once."""
-        if self.path.suffix.lower() not in PARTED_BY or not self.path.is_file():
-            problem = f"captions are read from {', '.join(PARTED_BY)}, {TAR}, or a folder of {TAR}"
-            raise ConfigError(problem, where=str(self.path), remedy="set data.path to one of these")
-        self._table = TextTable.read(self.path)
-        required = {"image": True, "caption": not self.template}
-        found = {
-            option: self._table.find(option, getattr(self, option), names, required=required.get(option, False))
-            for option, names in USUAL.items()
-            if option != "caption" or not self.template
-        }
-        found |= {f"template.{name}": self._table.column("template", name) for name in PLACE.findall(self.template)}
-        self._columns = {meaning: name for meaning, name in found.items() if name}
+    def _name(self, row: Mapping[str, Any], number: int) -> str:
+        stem = Path(row["image"].strip()).stem if row.get("image") else ""
+        return super()._name(row, number).strip() or (f"{stem}-{number}" if stem else "")
 
-    def _name(self, cells: Mapping[str, str], number: int) -> str:
-        """Return the id of a row: its own, or the image's name and the row's number."""
-        stem = Path(cells["image"]).stem if cells.get("image") else ""
-        return cells.get("id", "") or (f"{stem}-{number}" if stem else "")
-
-    def _cells(self, line: bytes) -> dict[str, str]:
-        """Return the relevant cells of a line, by meaning."""
-        return {meaning: cell.strip() for meaning, cell in self._table.cells(line, self._columns).items()}
-
-    def _of_table(self, arrays_of: Callable[[Mapping[str, str]], Mapping[str, Any]]) -> Iterator[Entry | Rejection]:
-        return self._table.entries(self._cells, arrays_of, self._name)
-
-    def _texts(self, cells: Mapping[str, str]) -> dict[str, str]:
+    def _texts(self, row: Mapping[str, str]) -> dict[str, str]:
         """Return the path of a row's image and its caption."""
-        path = str(self._path(cells["image"]))
-        if self.template:
-            return {"image": path, "caption": PLACE.sub(lambda found: cells[f"template.{found[1]}"], self.template)}
-        return {"image": path, "caption": cells["caption"]}
-
-    def _of_cells(self, cells: Mapping[str, str]) -> Arrays:
-        texts = self._texts(cells)
-        arrays = dict(self._arrays(_content(Path(texts["image"])), texts["caption"].encode()))
-        if self.label:
-            arrays["class"] = np.array(self._class(cells["label"]), np.int64)
-        return arrays
-
-    def _path(self, text: str) -> Path:
-        if not text:
+        if not (image := row["image"].strip()):
             raise UnusableEntry("no image path")
-        return self._folder / self.images / text
+        caption = PLACE.sub(lambda found: row[f"template.{found[1]}"].strip(), self.template)
+        path = str(self._folder / self.images / image)
+        return {"image": path, "caption": caption if self.template else row["caption"].strip()}
+
+    def _arrays(self, row: Mapping[str, Any]) -> Arrays:
+        texts = self._texts(row)
+        arrays = self._of_bytes(_content(Path(texts["image"])), texts["caption"].encode())
+        return {**arrays, "class": np.array(self._class(row["label"].strip()), np.int64)} if self.label else arrays
 
     def _class(self, name: str) -> int:
         if name and name not in self._numbers:
@@ -207,24 +161,17 @@ class Captions:
     def _of_tars(self, arrays_of: PairArrays) -> Iterator[Entry | Rejection]:
         for number, path in enumerate(self._tars):
             for found in tar_pairs(path):
-                yield self._of_tar(number, path, found, arrays_of)
+                name = entry_id(f"{path.stem}-{found.name}" if len(self._tars) > 1 else found.name, path, number)
+                arrays = UnusableEntry(found.problem) if found.problem else partial(arrays_of, self._bytes(path), found)
+                place = [number, *found.image, *found.text]
+                yield entry_or_rejection(name, place, arrays, "", path, found.member)
 
     def _of_pair(self, data: Bytes, found: TarPair) -> Arrays:
-        return self._arrays(data.at(*found.image), data.at(*found.text))
-
-    def _of_tar(self, number: int, path: Path, found: TarPair, arrays_of: PairArrays) -> Entry | Rejection:
-        name = entry_id(f"{path.stem}-{found.name}" if len(self._tars) > 1 else found.name, path, number)
-        try:
-            if found.problem:
-                raise UnusableEntry(found.problem)
-            place = [number, *found.image, *found.text]
-            return Entry(name, place, arrays_of(self._bytes(path), found), "", f"{path.name}:{name}")
-        except UnusableEntry as error:
-            return entry_rejection(name, error, "", path, found.member)
+        return self._of_bytes(data.at(*found.image), data.at(*found.text))
 
     # Both
 
-    def _arrays(self, image: bytes, text: bytes) -> Arrays:
+    def _of_bytes(self, image: bytes, text: bytes) -> Arrays:
         tokens = self._tokens(text)  # which cost less, and are wrong as often
         return {
             "left.image": decoded_image(image, self.size, self.most_pixels),
@@ -232,10 +179,7 @@ class Captions:
         }
 
     def _tokens(self, text: bytes) -> Sequence[int]:
-        try:
-            caption = text.decode()
-        except UnicodeDecodeError as error:
-            raise UnusableEntry(f"not UTF-8 text: byte {error.start} is 0x{text[error.start]:02x}") from error
+        caption = decoded(text)
         if not caption.strip():
             raise UnusableEntry("the caption is empty")
         try:
@@ -300,21 +244,18 @@ def _stem(name: str) -> PurePosixPath:
     return path.with_name(path.name.partition(".")[0] or path.name) if path.name else path
 
 
-def _pair(stem: str, parts: Iterable[tuple[int, tarfile.TarInfo]]) -> TarPair:
+def _pair(stem: str, parts: Sequence[tuple[int, tarfile.TarInfo]]) -> TarPair:
+    """Return the last image and the last text of a name, and what is wrong with them."""
     image = text = (0, 0)
-    first = -1
-    for number, member in parts:
-        first = number if first < 0 else first
+    for _, member in parts:
         suffix = PurePosixPath(member.name).suffix.lower()
         place = (member.offset_data, member.size)
         image = place if suffix in SUFFIXES else image
         text = place if suffix == TAR_TEXT else text
-    problem = _problem("image", image, MOST_BYTES) or _problem("text", text, MOST_ROW_BYTES)
-    return TarPair(stem, first, image, text, problem)
-
-
-def _problem(part: str, place: tuple[int, int], most_bytes: int) -> str:
-    """Say what is wrong with the image or the text of a pair; "" where nothing is."""
-    if place == (0, 0):
-        return f"there is no {part} of this name"
-    return f"the {part} has {place[1]:,} bytes, at most {most_bytes:,} are allowed" if place[1] > most_bytes else ""
+    problems = []
+    for part, (offset, size), most_bytes in (("image", image, MOST_BYTES), ("text", text, MOST_ROW_BYTES)):
+        if not offset:
+            problems.append(f"there is no {part} of this name")
+        elif size > most_bytes:
+            problems.append(f"the {part} has {size:,} bytes, at most {most_bytes:,} are allowed")
+    return TarPair(stem, parts[0][0], image, text, "; ".join(problems))

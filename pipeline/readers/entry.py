@@ -9,15 +9,16 @@ from collections.abc import Callable
 from dataclasses import fields
 from functools import lru_cache
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from pipeline.command_line import Command, quoted
 from pipeline.errors import ConfigError, DataError
 from pipeline.files import EXPANSION_FLOOR_BYTES, MAX_EXPANSION, PIECE_BYTES
-from pipeline.records import Reason, Rejection
+from pipeline.records import Entry, Reason, Rejection
 from pipeline.units import printable_text
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
     from typing import BinaryIO
 
@@ -57,6 +58,46 @@ def entry_rejection(name: str, error: UnusableEntry, split: str, path: Path, lin
         f"{path.name}:{line + error.line}",
         printable_text(split),
     )
+
+
+def entry_or_rejection(
+    name: str,
+    place: list[Any],
+    arrays: Callable[[], Mapping[str, Any]] | UnusableEntry,
+    split: str,
+    path: Path,
+    line: int,
+) -> Entry | Rejection:
+    """Return an entry with the arrays that it is made of; its rejection where they cannot be made."""
+    try:
+        if isinstance(arrays, UnusableEntry):
+            raise arrays
+        return Entry(name, place, arrays(), split, f"{path.name}:{line}")
+    except UnusableEntry as error:
+        return entry_rejection(name, error, split, path, line)
+
+
+class Column(NamedTuple):
+    """A column of a table, or a dataset: the first of some names that is there."""
+
+    meaning: str  # to the reader
+    names: tuple[str, ...]
+    remedy: str = ""  # where there is none; empty: it may lack
+
+
+def column_of(option: str, given: str, *usual: str, needed: bool = False, meaning: str = "") -> Column:
+    """Return the column that an option names, which must be there; else one with a usual name."""
+    remedy = f"--set data.options.{option}=COLUMN   (a column or dataset that occurs once)"
+    names = (given.strip(),) if given.strip() else usual
+    return Column(meaning or option, names, remedy if given.strip() or needed else "")
+
+
+def decoded(text: bytes) -> str:
+    """Return the text of bytes that should be UTF-8."""
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise UnusableEntry(f"not UTF-8 text: byte {error.start} is 0x{text[error.start]:02x}") from error
 
 
 def cannot_read(path: Path, error: OSError) -> DataError:

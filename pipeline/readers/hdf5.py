@@ -10,6 +10,7 @@ import numpy as np
 
 from pipeline.command_line import install_extra
 from pipeline.errors import ConfigError, DataError
+from pipeline.readers.entry import Column
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Mapping
@@ -47,11 +48,13 @@ class Hdf5Table:
     Only bytes of this file are read: links are not followed, and datasets stored in other files are refused.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, columns: Iterable[Column] = ()) -> None:
         self.path = path
         self.columns: dict[str, Any] = {}
         self._file = open_hdf5(path)
         self._names = _names(self._file, path)
+        for column in columns:
+            self._add(column)
 
     def __enter__(self) -> Self:
         return self
@@ -59,19 +62,20 @@ class Hdf5Table:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def names(self) -> tuple[str, ...]:
-        """Return the names in the file."""
-        return tuple(self._names.values())
+    def add_all(self) -> None:
+        """Add every dataset by its name."""
+        for name in self._names.values():
+            self._add(Column(name, (name,)))
 
-    def add(self, meaning: str, *names: str, needed: str) -> None:
-        """Add the first of these datasets that exists; if `needed` (a remedy) is given, raise where none does."""
-        for name in names:
+    def _add(self, column: Column) -> None:
+        """Add a dataset; raise where there is none, unless it may lack."""
+        for name in column.names:
             if name.lower() in self._names and (dataset := self._dataset(self._names[name.lower()])) is not None:
-                self.columns[meaning] = dataset
+                self.columns[column.meaning] = dataset
                 return
-        if needed:
+        if column.remedy:
             there = ", ".join(sorted(self._names)) or "none"
-            raise DataError(f"no dataset {names[0]!r}; there are: {there}", where=str(self.path), remedy=needed)
+            raise self._refused(f"no dataset {column.names[0]!r}; there are: {there}", column.remedy)
 
     def _dataset(self, name: str) -> Any:
         """Return a dataset stored in this file; None if the name is of something else."""

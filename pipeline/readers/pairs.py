@@ -11,31 +11,30 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.readers import hdf5
-from pipeline.readers.entry import Count, Opened, UnusableEntry, entry_id, entry_rejection
+from pipeline.readers.entry import Column, Count, Opened, UnusableEntry, entry_id, entry_or_rejection
 from pipeline.readers.images import SUFFIXES as IMAGES
-from pipeline.readers.table_rows import PARTED_BY, TableReader, rows_in_table
-from pipeline.records import Entry
+from pipeline.readers.table_rows import TableReader, TextTable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from pipeline.records import Rejection
+    from pipeline.records import Entry, Rejection
 
     Arrays = Mapping[str, NDArray[Any]]
 
 SIDES = ("left", "right")
 LOOKED_AT = 20  # rows, for paths of images
 CAPTIONS = "pipeline.readers.captions:Captions"
-SUFFIXES = (*PARTED_BY, *hdf5.SUFFIXES)
+NOTHING: dict[str, int] = {}
 
 
 @dataclass(eq=False)
@@ -50,59 +49,59 @@ class Pairs(TableReader):
     right: str = "right"
     most: Count = 4096  # bytes of a text, or rows; a longer side is refused
 
+    what: ClassVar = "pairs"
+    others: ClassVar = hdf5.SUFFIXES
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._only_tables("pairs", SUFFIXES)
-        self._open = partial(_hdf5_table, given={name: getattr(self, name) for name in (*SIDES, "id", "split")})
+        self._open = partial(_hdf5_table, columns=self._columns())
         self._tables = Opened(self._open)
-        if self._columns:
-            self._refuse_images()
+        if self._table is not None:
+            self._refuse_images(self._table)
 
-    def _find_columns(self) -> dict[str, str]:
-        return self._found(*SIDES)
+    def _columns(self) -> list[Column]:
+        return [*super()._columns(), *(self._column(side, side, needed=True) for side in SIDES)]
 
     def entries(self) -> Iterator[Entry | Rejection]:
         """Yield every pair as an entry, or its rejection."""
-        return super().entries() if self._columns else self._of_hdf5()
+        return self._of_hdf5() if self._table is None else super().entries()
 
-    def _row_arrays(self, place: list[int]) -> Arrays:
-        if self._columns:
-            return super()._row_arrays(place)
-        return self._arrays(self._tables(self.path).rows(place[0], place[0] + 1)[0])
+    def _at(self, place: list[int]) -> Arrays:
+        if self._table is None:
+            return self._arrays(self._tables(self.path).rows(place[0], place[0] + 1)[0])
+        return super()._at(place)
 
     def _of_hdf5(self) -> Iterator[Entry | Rejection]:
         with self._open(self.path) as table:
             long = self._too_long(table)
             for number, row in table.all_rows(without=long):
                 name, split = (hdf5.cell_text(row, meaning) for meaning in ("id", "split"))
-                name, split = entry_id(name, self.path, number), split.strip()
-                try:
-                    for side, length in long.items():
-                        self._check_length(side, length)
-                    yield Entry(name, [number], self._arrays(row), split, f"{self.path.name}:{number}")
-                except UnusableEntry as error:
-                    yield entry_rejection(name, error, split, self.path, number)
+                arrays = partial(self._arrays, row, long)
+                name = entry_id(name, self.path, number)
+                yield entry_or_rejection(name, [number], arrays, split.strip(), self.path, number)
 
     def _too_long(self, table: hdf5.Hdf5Table) -> dict[str, int]:
         """Return the sides of fixed length that is too long, with the length: they need not be read."""
         shapes = {side: table.columns[side].shape for side in SIDES}
         return {side: shape[1] for side, shape in shapes.items() if len(shape) == 3 and shape[1] > self.most}
 
-    def _refuse_images(self) -> None:
+    def _refuse_images(self, table: TextTable) -> None:
         """Refuse a column of paths of images, whose letters would be read as a text."""
         rows = []
-        for row in islice(rows_in_table(self.path), 1, 1 + LOOKED_AT):
+        for row in islice(table.rows(), LOOKED_AT):
             with suppress(UnusableEntry):
-                rows.append(self._cells(row.text))
+                rows.append(table.cells(row.text))
         for side in SIDES:
             texts = [cells[side].strip() for cells in rows if cells[side].strip()]
             if texts and all(text.lower().endswith(IMAGES) for text in texts):
-                column = self._columns[side]
+                column = table.header[table.places[side]]
                 problem = f"the column {column!r} has image paths, which would be read as text: {texts[0]}"
                 remedy = f"--set data.reader={CAPTIONS}   (and left: images, right: text in train.options)"
                 raise ConfigError(problem, where=f"data.options.{side}", remedy=remedy)
 
-    def _arrays(self, row: Mapping[str, Any]) -> Arrays:
+    def _arrays(self, row: Mapping[str, Any], long: Mapping[str, int] = NOTHING) -> Arrays:
+        for side, length in long.items():
+            self._check_length(side, length)
         arrays = {}
         for side in SIDES:
             value = row[side]
@@ -118,12 +117,9 @@ class Pairs(TableReader):
             raise UnusableEntry(f"the {side} side {much}")
 
 
-def _hdf5_table(path: Path, given: Mapping[str, str]) -> hdf5.Hdf5Table:
+def _hdf5_table(path: Path, columns: Sequence[Column]) -> hdf5.Hdf5Table:
     """Open an HDF5 file of pairs."""
-    table = hdf5.Hdf5Table(path)
-    for option, name in given.items():
-        remedy = f"data.options.{option} must name an existing dataset"
-        table.add(option, name or option, needed=remedy if name or option in SIDES else "")
+    table = hdf5.Hdf5Table(path, columns)
     for side in SIDES:
         dataset = table.columns[side]
         texts = len(dataset.shape) == 1 and hdf5.is_text(dataset)

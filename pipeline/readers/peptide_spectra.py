@@ -73,7 +73,7 @@ class PeptideSpectra(Spectra):
         headers, peak_P2 = super()._divide(path, body)
         return library_headers(headers, self._keys["peptide"]), peak_P2
 
-    def _arrays(self, raw: RawSpectrum, name: str = "") -> Arrays:
+    def _arrays(self, raw: RawSpectrum, name: str) -> Arrays:
         if len(raw.peak_P2) < self.least_peaks:
             raise UnusableEntry(f"{len(raw.peak_P2)} peaks, least_peaks is {self.least_peaks}")
         arrays = super()._arrays(raw, name)

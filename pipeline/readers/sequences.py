@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from pipeline.readers.entry import Count, UnusableEntry, check_option
-from pipeline.readers.table_rows import PARTED_BY, TableReader, label_number
+from pipeline.readers.entry import Column, Count, UnusableEntry, check_option, column_of
+from pipeline.readers.table_rows import TableReader, label_number
 from pipeline.units import printable_text
 
 if TYPE_CHECKING:
@@ -45,17 +45,18 @@ class Sequences(TableReader):
     sites: str = ""  # column of a character for each residue
     most: Count = 10_000  # residues; a longer sequence is refused
 
+    what: ClassVar = "sequences"
+
     def __post_init__(self) -> None:
         is_list = not isinstance(self.target, str) and all(isinstance(name, str) for name in self.target)
         check_option("target", self.target, "a list of columns", fits=is_list)
         self.target = tuple(self.target)
         super().__post_init__()
-        self._only_tables("sequences", tuple(PARTED_BY))
 
-    def _find_columns(self) -> dict[str, str]:
-        targets = {f"{TARGET} {name}": self._table.column("target", name) for name in self.target}
-        sites = self._table.find("sites", self.sites, required=False)
-        return {"sequence": self._table.column("sequence", self.sequence), **targets, "sites": sites}
+    def _columns(self) -> list[Column]:
+        targets = [column_of("target", name, needed=True, meaning=f"{TARGET} {name}") for name in self.target]
+        needed = [self._column("sequence", needed=True), *targets, self._column("sites")]
+        return [*super()._columns(), *needed]
 
     def _arrays(self, row: Mapping[str, Any]) -> Arrays:
         text = row["sequence"].strip()

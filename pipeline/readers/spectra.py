@@ -22,6 +22,7 @@ from pipeline.readers.entry import (
     PACKED,
     SCAN_AGAIN,
     Bytes,
+    Column,
     Count,
     Opened,
     UnusableEntry,
@@ -30,8 +31,9 @@ from pipeline.readers.entry import (
     check_types,
     checked_file,
     checked_path,
+    column_of,
     entry_id,
-    entry_rejection,
+    entry_or_rejection,
     parse_number,
 )
 from pipeline.readers.spectrum_files.blocks import MGF, MSP, charge
@@ -44,7 +46,7 @@ from pipeline.readers.spectrum_files.spectrum_headers import (
     shared_headers,
 )
 from pipeline.readers.table_rows import LabelTable, label_number
-from pipeline.records import Entry, Reason, Rejection
+from pipeline.records import Reason, Rejection
 from pipeline.units import printable_text
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pipeline.readers.spectrum_files.blocks import Block
+    from pipeline.records import Entry
 
     Arrays = Mapping[str, NDArray[Any]]
 
@@ -149,24 +152,21 @@ class Spectra:
             path = self._paths[file]
             if rest:
                 body = self._bytes(path).at(start, rest[0])
-                return self._arrays(self._from_text(*self._divide(path, body)), name)
-            return self._arrays(self._from_hdf5(self._tables(path).rows(start, start + 1)[0]), name)
+                return self._text_arrays(*self._divide(path, body), name)
+            return self._hdf5_arrays(self._tables(path).rows(start, start + 1)[0], name)
         except (UnusableEntry, IndexError) as error:
             what = f"no spectrum at {list(place)}: {error}"
             raise DataError(what, where=str(self.path), remedy=SCAN_AGAIN) from error
 
-    def _columns(self) -> dict[str, tuple[tuple[str, ...], str]]:
-        """Return the HDF5 datasets by meaning: possible names, and a remedy if one is required."""
-        named = "data.options.{} must name an existing entry, or be omitted"
-        return {
-            "spectrum": (("spectrum",), "write m/z and intensity as 'spectrum' [N, 2, P], padded with zeros"),
-            "precursor_mz": (("precursor_mz",), "write the precursors' m/z as 'precursor_mz' [N]"),
-            "charge": (("charge",), ""),
-            "RT": (("RT",), ""),
-            **{option: (names, "") for option, (_, names) in KEYS.items()},
-            **{option: ((name,), named.format(option)) for option, name in self._given.items()},
-            **{f"target {name}": ((name,), named.format("target")) for name in self._own_targets},
-        }
+    def _columns(self) -> list[Column]:
+        """Return the datasets of an HDF5 file."""
+        return [
+            Column("spectrum", ("spectrum",), "write m/z and intensity as 'spectrum' [N, 2, P], padded with zeros"),
+            Column("precursor_mz", ("precursor_mz",), "write the precursors' m/z as 'precursor_mz' [N]"),
+            *(Column(name, (name,)) for name in ("charge", "RT")),
+            *(column_of(option, getattr(self, option), *names) for option, (_, names) in KEYS.items()),
+            *(column_of("target", name, meaning=f"target {name}") for name in self._own_targets),
+        ]
 
     def _check_options(self) -> None:
         check_types(self)
@@ -190,13 +190,9 @@ class Spectra:
                 continue
             headers, peaks = self._divided(path, block)
             name, split = entry_id(self._name(headers, path), path, count), headers.get(self._keys["split"], "")
-            try:
-                arrays = self._arrays(self._from_text(headers, peaks), name)
-            except UnusableEntry as error:
-                yield entry_rejection(name, error, split, path, block.line)
-            else:
-                place = [file, block.offset, len(block.body), *([name] if self._table is not None else [])]
-                yield Entry(name, place, arrays, split, origin)
+            arrays = partial(self._text_arrays, headers, peaks, name)
+            place = [file, block.offset, len(block.body)]
+            yield entry_or_rejection(name, self._place(place, name), arrays, split, path, block.line)
             count += 1
             if missing:
                 missing = {key: option for key, option in missing.items() if key not in headers}
@@ -215,9 +211,7 @@ class Spectra:
                 raise UnusableEntry(block.problem)
             return self._divide(path, block.body)
         except UnusableEntry as error:
-            keys = (*self._wanted, self._keys["id"], self._keys["split"], "SCANS")
-            header_of = FORMS[_suffix(path)].header
-            return {key: value for key in keys if (value := header_of(block.body, key))}, error
+            return FORMS[_suffix(path)].headers(block.body), error
 
     def _divide(self, path: Path, body: bytes) -> tuple[dict[str, str], NDArray[np.float64]]:
         """Return headers and peaks of a spectrum's text."""
@@ -242,8 +236,7 @@ class Spectra:
 
     def _hdf5_headers(self, path: Path) -> Iterator[tuple[str, Mapping[str, str]]]:
         with hdf5.Hdf5Table(path) as table:
-            for name in table.names():
-                table.add(name, name, needed="")
+            table.add_all()
             table.columns = {name: column for name, column in table.columns.items() if column.ndim == 1}
             ids = [name for name in ((self.id,) if self.id else KEYS["id"][1]) if name in table.columns]
             for at, row in table.all_rows():
@@ -254,17 +247,18 @@ class Spectra:
         with _table(path, self._columns()) as table:
             for at, row in table.all_rows():
                 name, split = entry_id(hdf5.cell_text(row, "id"), path, at), hdf5.cell_text(row, "split").strip()
-                try:
-                    arrays = self._arrays(self._from_hdf5(row), name)
-                    place = [file, at, *([name] if self._table is not None else [])]
-                    yield Entry(name, place, arrays, split, f"{path.name}:{at}")
-                except UnusableEntry as error:
-                    yield entry_rejection(name, error, split, path, at)
+                arrays = partial(self._hdf5_arrays, row, name)
+                yield entry_or_rejection(name, self._place([file, at], name), arrays, split, path, at)
 
-    def _from_text(self, headers: Mapping[str, str], peak_P2: NDArray[np.float64] | UnusableEntry) -> RawSpectrum:
+    def _place(self, place: list[Any], name: str) -> list[Any]:
+        return place if self._table is None else [*place, name]
+
+    def _text_arrays(
+        self, headers: Mapping[str, str], peak_P2: NDArray[np.float64] | UnusableEntry, name: str
+    ) -> Arrays:
         if isinstance(peak_P2, UnusableEntry):
             raise peak_P2
-        return RawSpectrum(
+        raw = RawSpectrum(
             peak_P2,
             precursor_mz=_number(precursor_text(headers), "the precursor's m/z"),
             charge=charge(headers.get("CHARGE", "")),
@@ -273,13 +267,14 @@ class Spectra:
             retention_s=retention_s(headers) if self.retention else math.nan,
             molecule=headers.get(self._keys["molecule"], "") if self.molecule else "",
         )
+        return self._arrays(raw, name)
 
-    def _from_hdf5(self, row: Mapping[str, Any]) -> RawSpectrum:
+    def _hdf5_arrays(self, row: Mapping[str, Any], name: str) -> Arrays:
         peak_2P = row["spectrum"]
         charge = _number(row.get("charge", 0), "the charge")
         if not (abs(charge) < 1000 and charge.is_integer()):  # NaN is not less, either
             raise UnusableEntry(f"the charge is {charge:g}, not a whole number or too large")
-        return RawSpectrum(
+        raw = RawSpectrum(
             peak_2P[:, (peak_2P != 0).any(axis=0)].T,
             precursor_mz=_number(row["precursor_mz"], "the precursor's m/z"),
             charge=int(charge),
@@ -288,8 +283,9 @@ class Spectra:
             retention_s=_number(row.get("RT", math.nan), "RT") if self.retention else math.nan,
             molecule=hdf5.cell_text(row, "molecule"),
         )
+        return self._arrays(raw, name)
 
-    def _arrays(self, raw: RawSpectrum, name: str = "") -> Arrays:
+    def _arrays(self, raw: RawSpectrum, name: str) -> Arrays:
         """Return the arrays of an entry, the same from every kind of file; by its name labels of a table are found."""
         mz_P, intensity_P = self._peaks(*raw.peak_P2.T)
         if not SMALLEST <= raw.precursor_mz <= LARGEST:
@@ -354,11 +350,9 @@ def _files(path: Path) -> tuple[Path, ...]:
     return files
 
 
-def _table(path: Path, columns: Mapping[str, tuple[tuple[str, ...], str]]) -> hdf5.Hdf5Table:
+def _table(path: Path, columns: Sequence[Column]) -> hdf5.Hdf5Table:
     """Open an HDF5 file of spectra."""
-    table = hdf5.Hdf5Table(path)
-    for meaning, (names, needed) in columns.items():
-        table.add(meaning, *names, needed=needed)
+    table = hdf5.Hdf5Table(path, columns)
     spectrum = table.columns["spectrum"]
     if len(spectrum.shape) != 3 or spectrum.shape[1] != 2 or spectrum.dtype.kind not in "fiu":
         problem = f"'spectrum' is {spectrum.dtype} {spectrum.shape}, expected numbers [N, 2, P]"

@@ -1,7 +1,7 @@
-"""Tables that readers read: rows that are found again alone by their place in the file, and targets by their ids.
+"""Tables that readers read: named columns, rows that are found again alone by their place in the file, and labels.
 
 In `.csv` commas separate columns, and quoted fields may contain commas and line ends; in `.tsv` tabs separate them, and
-quotes are ordinary characters of a row. A table of targets has a column of ids and columns of numbers.
+quotes are ordinary characters of a row. A table of labels has a column of ids and columns of numbers.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import csv
 import math
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -19,30 +20,34 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.readers.entry import (
     SCAN_AGAIN,
     Bytes,
+    Column,
     Opened,
     UnusableEntry,
     cannot_read,
     check_types,
     checked_file,
+    checked_path,
+    column_of,
+    decoded,
     entry_id,
-    entry_rejection,
+    entry_or_rejection,
     parse_number,
 )
 from pipeline.readers.spectrum_files.spectrum_headers import NOT_KNOWN
-from pipeline.records import Entry
 from pipeline.units import printable_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from typing import BinaryIO
 
     from numpy.typing import NDArray
 
-    from pipeline.records import Rejection
+    from pipeline.records import Entry, Rejection
 
 MOST_ROW_BYTES = 1 << 20
 ID = "id"
 PARTED_BY = {".csv": ",", ".tsv": "\t"}
+FOLDER = "a folder"
 
 
 class TableRow(NamedTuple):
@@ -83,10 +88,7 @@ def parted_cells(line: bytes, by: str) -> list[str]:
     """Split a line into cells."""
     if len(line) > MOST_ROW_BYTES:
         raise UnusableEntry(f"a row of more than {MOST_ROW_BYTES:,} bytes: an unclosed quote?")
-    try:
-        text = line.decode().rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        raise UnusableEntry(f"not UTF-8 text: byte {error.start} is 0x{line[error.start]:02x}") from error
+    text = decoded(line).rstrip("\r\n")
     if by == "\t":
         return text.split(by)
     try:
@@ -95,74 +97,53 @@ def parted_cells(line: bytes, by: str) -> list[str]:
         raise UnusableEntry(f"not a row of CSV: {error}") from error
 
 
-@dataclass(frozen=True)
 class TextTable:
-    """A table with a header: its columns are found once, and the cells of each row by what they mean to a reader."""
+    """A table with a header, and the columns of it that are wanted, by what they mean to a reader."""
 
-    path: Path
-    by: str
-    header: tuple[str, ...]
-
-    @classmethod
-    def read(cls, path: Path) -> TextTable:
-        """Read the header; a `.csv` that is parted by tabs is read so."""
+    def __init__(self, path: Path, columns: Iterable[Column]) -> None:
+        self._path = path
         line = next(rows_in_table(path), TableRow(0, 1, b"")).text.removeprefix(b"\xef\xbb\xbf")
-        by = "\t" if b"\t" in line and b"," not in line else PARTED_BY.get(path.suffix.lower(), ",")
+        suffix = ".tsv" if b"\t" in line and b"," not in line else path.suffix.lower()  # as open_clip writes a .csv
+        self._by = PARTED_BY.get(suffix, ",")
         try:
-            return cls(path, by, tuple(cell.strip() for cell in parted_cells(line, by)))
+            self.header = [cell.strip() for cell in parted_cells(line, self._by)]
         except UnusableEntry as error:
             remedy = "write the column names as the first line, in UTF-8"
             raise DataError(f"the header is {error}", where=f"{path}:1", remedy=remedy) from error
+        self.places = {column.meaning: place for column in columns if (place := self._place(column)) is not None}
 
-    def column(self, option: str, name: str) -> str:
-        """Return the column that an option names; it must be there exactly once."""
-        if name and self.header.count(name) == 1:
-            return name
+    def _place(self, column: Column) -> int | None:
+        """Return where a column is: it must be there exactly once, unless it may lack."""
+        for name in column.names:
+            places = [at for at, there in enumerate(self.header) if there == name]
+            places = places or [at for at, there in enumerate(self.header) if there.lower() == name.lower()]
+            if len(places) == 1:
+                return places[0]
+            if places:
+                break
+        else:
+            if not column.remedy:
+                return None
         there = ", ".join(map(printable_text, self.header)) or "empty"
-        wanted = f"one column {name!r}" if name else f"a column of the {option}"
-        remedy = f"--set data.options.{option}=COLUMN (a column that occurs once)"
-        raise DataError(f"the header needs {wanted}; it is: {there}", where=f"{self.path}:1", remedy=remedy)
+        wanted = " or ".join(map(repr, column.names)) or f"for data.options.{column.meaning}"
+        what = f"the header needs one column {wanted}; it is: {there}"
+        raise DataError(what, where=f"{self._path}:1", remedy=column.remedy or "rename the others")
 
-    def find(self, option: str, given: str, usual: Sequence[str] = (), *, required: bool = True) -> str:
-        """Return the column that an option names, else one with a usual name; "" if there is none and it may lack."""
-        there = {name.lower(): name for name in self.header}
-        name = given.strip() or next((there[name] for name in usual if name in there), "")
-        return self.column(option, name) if name or required else ""
-
-    def cells(self, line: bytes, columns: Mapping[str, str]) -> dict[str, str]:
+    def cells(self, line: bytes) -> dict[str, str]:
         """Return the cells of a line by the meaning of their columns."""
-        cells = parted_cells(line, self.by)
+        cells = parted_cells(line, self._by)
         if len(cells) != len(self.header):
             raise UnusableEntry(f"{len(cells)} columns, but the header has {len(self.header)}")
-        by_name = dict(zip(self.header, cells, strict=True))
-        return {meaning: by_name[name] for meaning, name in columns.items()}
+        return {meaning: cells[place] for meaning, place in self.places.items()}
 
-    def entries(
-        self,
-        cells_of: Callable[[bytes], dict[str, str]],
-        arrays_of: Callable[[Mapping[str, str]], Mapping[str, Any]],
-        name_of: Callable[[Mapping[str, str], int], str] = lambda cells, _number: cells.get(ID, ""),
-    ) -> Iterator[Entry | Rejection]:
-        """Yield every row as an entry, whose place is [offset, length], or its rejection."""
-        rows = rows_in_table(self.path)
-        next(rows, None)
-        for number, row in enumerate(row for row in rows if row.text.strip(b"\r\n")):
-            cells: dict[str, str] = {}
-            found: Mapping[str, Any] | UnusableEntry
-            try:
-                found = arrays_of(cells := cells_of(row.text))
-            except UnusableEntry as error:
-                found = error
-            name, split = entry_id(name_of(cells, number), self.path, number), cells.get("split", "").strip()
-            if isinstance(found, UnusableEntry):
-                yield entry_rejection(name, found, split, self.path, row.line)
-            else:
-                yield Entry(name, [row.offset, len(row.text)], found, split, f"{self.path.name}:{row.line}")
+    def rows(self) -> Iterator[TableRow]:
+        """Yield the rows that are not empty."""
+        return (row for row in islice(rows_in_table(self._path), 1, None) if row.text.strip(b"\r\n"))
 
 
 @dataclass(eq=False)
 class TableReader:
-    """A reader of one CSV or TSV table; a subclass finds its columns, and makes arrays of the cells of a row.
+    """A reader of one table; a subclass says which columns it wants, and makes arrays of the cells of a row.
 
     A place is [offset, length].
     """
@@ -170,37 +151,38 @@ class TableReader:
     path: Path
     id: str = ""  # column; `id` if it is there; else ids are the file's name and the number of the row
     split: str = ""  # column; `split` if it is there
+    what: ClassVar[str]  # is read
+    others: ClassVar[
+        tuple[str, ...]
+    ] = ()  # suffixes, or FOLDER, of what the subclass reads itself
 
     def __post_init__(self) -> None:
         check_types(self)
-        self.path = checked_file(Path(self.path))
-        self._columns: dict[str, str] = {}  # by meaning
+        self.path = checked_path(Path(self.path))
         self._bytes = Opened(Bytes)
-        if self.path.suffix.lower() in PARTED_BY:
-            self._table = TextTable.read(self.path)
-            found = {**self._find_columns(), **self._found("id", "split", required=False)}
-            self._columns = {meaning: name for meaning, name in found.items() if name}
+        self._table: TextTable | None = None
+        kind = FOLDER if self.path.is_dir() else self.path.suffix.lower()
+        if kind in PARTED_BY:
+            self._table = TextTable(checked_file(self.path), self._columns())
+        elif kind not in self.others:
+            problem = f"{self.what} are read from {', '.join((*PARTED_BY, *self.others))}"
+            raise ConfigError(problem, where=str(self.path), remedy="convert them to one of these, and set data.path")
 
-    def _find_columns(self) -> dict[str, str]:
-        """Return the columns that the reader needs, by meaning."""
-        raise NotImplementedError
+    def _columns(self) -> list[Column]:
+        """Return the columns or datasets that the reader looks for."""
+        return [self._column("id", "id"), self._column("split", "split")]
 
-    def _found(self, *options: str, required: bool = True) -> dict[str, str]:
-        """Return the columns of options; one that is not given has the option's name."""
-        return {name: self._table.find(name, getattr(self, name), [name], required=required) for name in options}
+    def _column(self, option: str, *usual: str, needed: bool = False) -> Column:
+        """Return the column of an option: the one that it names, else one with a usual name."""
+        return column_of(option, getattr(self, option), *usual, needed=needed)
 
     def _arrays(self, row: Mapping[str, Any]) -> Mapping[str, NDArray[Any]]:
         """Return the arrays of a row, whose cells are given by meaning."""
         raise NotImplementedError
 
-    def _cells(self, line: bytes) -> dict[str, str]:
-        return self._table.cells(line, self._columns)
-
-    def _only_tables(self, what: str, suffixes: Sequence[str]) -> None:
-        """Raise for a file that is none of these."""
-        if self.path.suffix.lower() not in suffixes:
-            problem = f"{what} are read from {', '.join(suffixes)}"
-            raise ConfigError(problem, where=str(self.path), remedy="convert them to one of these, and set data.path")
+    def _name(self, row: Mapping[str, Any], number: int) -> str:  # noqa: ARG002 - a subclass may need it
+        """Return the id that a row has; empty where the file's name and the row's number stand for it."""
+        return str(row.get("id", ""))
 
     def files(self) -> tuple[Path, ...]:
         """Return the one file that is read."""
@@ -208,17 +190,32 @@ class TableReader:
 
     def entries(self) -> Iterator[Entry | Rejection]:
         """Yield every row as an entry, or its rejection."""
-        return self._table.entries(self._cells, self._arrays)
+        return self._of_table(self._arrays)
+
+    def _of_table(self, arrays_of: Callable[[Mapping[str, str]], Mapping[str, Any]]) -> Iterator[Entry | Rejection]:
+        """Yield the rows of a table; a row whose cells cannot be told apart has neither id nor split."""
+        assert self._table is not None
+        for number, row in enumerate(self._table.rows()):
+            cells: dict[str, str] = {}
+            problem: UnusableEntry | None = None
+            try:
+                cells = self._table.cells(row.text)
+            except UnusableEntry as error:
+                problem = error
+            name = entry_id(self._name(cells, number), self.path, number)
+            place, split = [row.offset, len(row.text)], cells.get("split", "").strip()
+            yield entry_or_rejection(name, place, problem or partial(arrays_of, cells), split, self.path, row.line)
 
     def read(self, place: list[int]) -> Mapping[str, NDArray[Any]]:
         """Return the arrays of the row at a place."""
         try:
-            return self._row_arrays(place)
+            return self._at(place)
         except (UnusableEntry, IndexError) as error:
-            raise DataError(f"no row at {place}: {error}", where=str(self.path), remedy=SCAN_AGAIN) from error
+            raise DataError(f"no entry at {place}: {error}", where=str(self.path), remedy=SCAN_AGAIN) from error
 
-    def _row_arrays(self, place: list[int]) -> Mapping[str, NDArray[Any]]:
-        return self._arrays(self._cells(self._bytes(self.path).at(*place)))
+    def _at(self, place: list[int]) -> Mapping[str, NDArray[Any]]:
+        assert self._table is not None
+        return self._arrays(self._table.cells(self._bytes(self.path).at(*place)))
 
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -228,35 +225,29 @@ class LabelTable:
     """Numbers of items by their ids, in memory: a few bytes an item. What is not there is not known."""
 
     def __init__(self, path: Path, names: Sequence[str]) -> None:
-        table = TextTable.read(checked_file(path))
-        columns = {name: name for name in (ID, *names)}
-        if missing := [name for name in columns if table.header.count(name) != 1]:
-            what = f"the header needs one column {missing[0]!r}; it is: {', '.join(map(printable_text, table.header))}"
-            raise DataError(what, where=f"{path}:1", remedy=f"name its columns {', '.join(columns)}")
-        places: dict[str, int] = {}
-        rows: list[tuple[float, ...]] = []
-        for row in islice(rows_in_table(path), 1, None):
-            if not row.text.strip(b"\r\n"):
-                continue
+        remedy = f"name its columns {', '.join((ID, *names))}"
+        table = TextTable(checked_file(path), [Column(name, (name,), remedy) for name in (ID, *names)])
+        self._names, self._numbers = names, dict[str, int]()
+        numbers: list[float] = []
+        for row in table.rows():
             try:
-                cells = table.cells(row.text, columns)
-                if (key := "_".join(cells[ID].split())) in places:
+                cells = table.cells(row.text)
+                if (key := "_".join(cells[ID].split())) in self._numbers:
                     raise UnusableEntry(f"{printable_text(key)} is duplicated")
-                rows.append(tuple(label_number(cells[name], name) for name in names))
+                numbers += [label_number(cells[name], name) for name in names]
             except UnusableEntry as error:
                 remedy = "write one row for each id, with numbers or empty cells in the target columns"
                 raise DataError(error.detail, where=f"{path}:{row.line}", remedy=remedy) from error
-            places[key] = len(places)
-        self._names, self._places = names, places
-        self._value_NK: NDArray[np.float32] = np.array(rows, np.float32).reshape(len(rows), len(names))
+            self._numbers[key] = len(self._numbers)
+        self._value_NK: NDArray[np.float32] = np.array(numbers, np.float32).reshape(len(self._numbers), len(names))
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._numbers)
 
     def of(self, key: str) -> tuple[float, ...]:
         """Return the numbers of an item, NaN where they are not known."""
-        place = self._places.get(key)
-        return (math.nan,) * len(self._names) if place is None else tuple(self._value_NK[place].tolist())
+        number = self._numbers.get(key)
+        return (math.nan,) * len(self._names) if number is None else tuple(self._value_NK[number].tolist())
 
 
 def label_number(text: str, name: str) -> float:

@@ -51,9 +51,13 @@ class SpectrumForm(NamedTuple):
 
     blocks: Callable[[Path], Iterator[Block]]
     divide: Callable[[bytes, Any], Divided]  # headers by their MGF names, and peaks [P, 2]
-    header: Callable[[bytes, str], str]  # one header of a spectrum that cannot be read, "" if absent
+    header: Callable[[str], tuple[str, str] | None]  # key and value of a line; None for other lines
     none: str  # what to say of a file without spectra
     shared: Callable[[Path], Any] = lambda _path: None  # what its spectra refer to, for `divide`
+
+    def headers(self, body: bytes) -> dict[str, str]:
+        """Return the headers of a spectrum that cannot be read."""
+        return dict(filter(None, map(self.header, reversed(bare_lines(body)))))  # the first of a key
 
 
 class Piece(NamedTuple):
@@ -133,11 +137,6 @@ def divide_mgf(body: bytes, _shared: None = None) -> Divided:
     headers = [_mgf_pair(line) for line in bare_lines(head) if line]
     peak_P2 = None if None in headers else _number_pairs(peaks)
     return _line_by_line(body) if peak_P2 is None else (dict(filter(None, headers)), peak_P2)
-
-
-def mgf_header(body: bytes, key: str) -> str:
-    """Return the value of a header in a spectrum that cannot be read; empty if absent."""
-    return next((found[1] for line in bare_lines(body) if (found := _mgf_pair(line)) and found[0] == key), "")
 
 
 def charge(text: str) -> int:
@@ -229,11 +228,6 @@ def divide_msp(body: bytes, _shared: None = None) -> Divided:
     return headers, np.array(peaks, np.float64).reshape(-1, 2)
 
 
-def msp_header(body: bytes, key: str) -> str:
-    """Return the value of a header in a spectrum that cannot be read; empty if absent."""
-    return next((found[1] for line in bare_lines(body) if (found := _msp_pair(line)) and found[0] == key), "")
-
-
 def _msp_pair(line: str) -> tuple[str, str] | None:
     key, colon, value = line.partition(":")
     name = key.strip().upper()
@@ -250,5 +244,5 @@ def _msp_peaks(line: str, at: int) -> Iterator[tuple[float, float]]:
                 raise _not_a_peak(line, at) from None
 
 
-MGF = SpectrumForm(mgf_blocks, divide_mgf, mgf_header, "no spectra found (no BEGIN IONS line)")
-MSP = SpectrumForm(msp_blocks, divide_msp, msp_header, "no spectra found (no headers and peaks)")
+MGF = SpectrumForm(mgf_blocks, divide_mgf, _mgf_pair, "no spectra found (no BEGIN IONS line)")
+MSP = SpectrumForm(msp_blocks, divide_msp, _msp_pair, "no spectra found (no headers and peaks)")

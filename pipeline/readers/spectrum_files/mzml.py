@@ -87,10 +87,10 @@ def divide_mzml(body: bytes, named: Groups) -> Divided:
     return headers, np.stack([mz_P, intensity_P], 1)
 
 
-def mzml_header(body: bytes, key: str) -> str:
-    """Return the value of a header in a spectrum that cannot be read; empty if absent."""
-    found = SCAN.search(body[:1000].decode("utf-8", "replace").partition(">")[0])
-    return found[1] if found and key == "SCANS" else ""
+def _scan_of(line: str) -> tuple[str, str] | None:
+    """Return the number of a spectrum's scan, which its first line has."""
+    found = SCAN.search(line.partition(">")[0]) if line.startswith("<spectrum ") else None
+    return ("SCANS", found[1]) if found else None
 
 
 def _element(text: bytes) -> Element:
@@ -158,4 +158,4 @@ def _numbers(element: Element, said: Mapping[str, Element], name: str) -> NDArra
         raise UnusableEntry(f"the {name} array cannot be unpacked: {error}") from error
 
 
-MZML = SpectrumForm(mzml_blocks, divide_mzml, mzml_header, "no spectra found (no <spectrum> of MS level 2)", groups)
+MZML = SpectrumForm(mzml_blocks, divide_mzml, _scan_of, "no spectra found (no <spectrum> of MS level 2)", groups)
