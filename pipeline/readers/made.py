@@ -26,7 +26,7 @@ from pipeline.readers import peptides
 from pipeline.readers.images import image_library
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -37,18 +37,6 @@ OFF = 3e-6  # by how much of itself m/z is off
 HYDROPATHY = np.array(
     (-0.4, 1.8, -0.8, -1.6, 4.2, -0.7, 2.5, 3.8, 4.5, -3.5, -3.5, -3.5, -3.9, -3.5, 1.9, -3.2, 2.8, -4.5, -1.3, -0.9)
 )
-
-
-class MadeSpectrum(NamedTuple):
-    """A made spectrum, before it is written; `target` is the mean hydropathy of the peptide."""
-
-    id: str
-    split: str
-    peptide: str
-    precursor_mz: float
-    charge: int
-    target: float
-    peak_P2: NDArray[np.float64]
 
 
 SUBSTRUCTURES = 12  # of which molecules are made, and as many isomers of them
@@ -81,28 +69,21 @@ def spectra(
     peaks: int = 150,
     letters: int = 20,
 ) -> None:
-    """Write spectra of random peptides of the first so many letters, each with at most so many peaks and noise."""
-    fragments = 4 * (peptide_length[1] - 1)
-    if not 2 <= peptide_length[0] <= peptide_length[1] or peaks < fragments:
-        raise ConfigError(
-            f"{peaks} peaks do not hold the {fragments} fragments of peptides of {peptide_length} residues",
-            where="made.spectra",
-            remedy=f"peptide_length=(2, 2) or longer, shortest first, with peaks={max(fragments, 4)} or more",
-        )
-    items = (spectrum(seed, number, peptide_length, peaks, letters) for number in range(count))
-    _check_suffix(path, ".mgf")
-    _mgf(path, items, "SEQ")
+    """Write spectra of random peptides of the first so many letters, each with at most so many peaks and noise.
+
+    Of so many peaks, there must be room for all fragments: 4 for each bond of the longest peptide.
+    """
+    _mgf(path, (_of_peptide(seed, number, peptide_length, peaks, letters) for number in range(count)))
 
 
 def molecules(path: Path, count: int, seed: int = 0) -> None:
     """Write spectra of small molecules, three of each, with InChI keys (of no real molecule) and a property."""
-    _check_suffix(path, ".mgf")
-    _mgf(path, (molecule(seed, number) for number in range(count)), "INCHIKEY")
+    _mgf(path, (_of_molecule(seed, number) for number in range(count)))
 
 
-def sequences(path: Path, count: int, seed: int = 0, longest: int = 60) -> None:
+def sequences(path: Path, count: int, seed: int = 0) -> None:
     """Write sequences with a number of each and a label of each residue."""
-    _table(path, MadeSequence._fields, (sequence(seed, number, longest) for number in range(count)))
+    _table(path, MadeSequence._fields, (sequence(seed, number) for number in range(count)))
 
 
 def captions(path: Path, count: int, seed: int = 0) -> None:
@@ -111,27 +92,32 @@ def captions(path: Path, count: int, seed: int = 0) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (path.parent / "classes.txt").write_text("\n".join([*CLASSES, ""]), encoding="utf-8")
     (path.parent / "merges.txt").write_text("\n".join(["#version: made", *merges(WORDS), ""]), encoding="utf-8")
-    _table(path, COLUMNS, (_saved(picture(seed, number), folder) for number in range(count)))
+    _table(path, COLUMNS, (_picture(seed, number, folder) for number in range(count)))
 
 
-def spectrum(
-    seed: int, number: int, peptide_length: tuple[int, int] = (7, 30), peaks: int = 150, letters: int = 20
-) -> MadeSpectrum:
-    """Return one spectrum of a tryptic peptide."""
+def _of_peptide(seed: int, number: int, peptide_length: tuple[int, int], most_peaks: int, letters: int) -> str:
+    """Return one spectrum of a tryptic peptide; its target is the mean hydropathy of the residues."""
     rng = np.random.default_rng((seed, number))
     residue_L = rng.integers(0, letters, rng.integers(*peptide_length, endpoint=True))
     residue_L[-1] = peptides.LETTERS.index(rng.choice(["K", "R"]))
     charge = int(rng.choice([2, 3], p=[0.7, 0.3]))
     mass = peptides.mass(residue_L)
-    return MadeSpectrum(
-        id=f"made-{number:07d}",
-        split=SPLITS[number % len(SPLITS)],
-        peptide=peptides.peptide_text(residue_L),
-        precursor_mz=round(mass / charge + peptides.PROTON, 5),
-        charge=charge,
-        target=round(float(HYDROPATHY[residue_L].mean()), 4),
-        peak_P2=_peaks(rng, residue_L, charge, mass, peaks),
-    )
+    kinds = [(ions(residue_L, z), high / z) for z in range(1, charge) for ions, high in _KINDS]
+    mz_P = np.concatenate([mz for mz, _ in kinds])
+    high_P = np.concatenate([np.full(len(mz), high) for mz, high in kinds]) * rng.lognormal(0, 0.7, len(mz_P))
+    is_seen_P = rng.random(len(mz_P)) < SEEN
+    mz_P = mz_P[is_seen_P] * rng.normal(1, OFF, is_seen_P.sum())
+    noise = int(rng.integers(0, most_peaks - len(mz_P), endpoint=True))
+    mz_P = np.concatenate([mz_P, rng.uniform(80, mass, noise)])
+    high_P = np.concatenate([high_P[is_seen_P], 30 * rng.lognormal(0, 0.8, noise)])
+    headers = {
+        "PEPMASS": f"{mass / charge + peptides.PROTON:.5f}",
+        "CHARGE": f"{charge}+",
+        "SEQ": peptides.peptide_text(residue_L),
+        "SPLIT": _split(number),
+        "TARGET": f"{HYDROPATHY[residue_L].mean():.4f}",
+    }
+    return _block(number, headers, mz_P, high_P)
 
 
 @cache
@@ -143,8 +129,8 @@ def substructures() -> tuple[MadeSubstructure, ...]:
     return tuple(found)
 
 
-def molecule(seed: int, number: int) -> MadeSpectrum:
-    """Return one spectrum of a molecule; `peptide` is its InChI key, `target` the sum of what its parts add."""
+def _of_molecule(seed: int, number: int) -> str:
+    """Return one spectrum of a molecule; its target is the sum of what its parts add."""
     of_molecule = np.random.default_rng((seed, number // OF_MOLECULE, 1))
     parts = substructures()
     places = sorted(2 * of_molecule.choice(SUBSTRUCTURES, PARTS, replace=False) + of_molecule.integers(0, 2, PARTS))
@@ -155,43 +141,40 @@ def molecule(seed: int, number: int) -> MadeSpectrum:
     noise = int(rng.integers(3, 12))
     mz_P = np.concatenate([fragment_P * rng.normal(1, OFF, len(fragment_P)), rng.uniform(50, 300, noise)])
     high_P = np.concatenate([1000 * rng.lognormal(0, 0.5, len(fragment_P)), 30 * rng.lognormal(0, 0.8, noise)])
-    order = np.argsort(mz_P, kind="stable")
-    return MadeSpectrum(
-        id=f"made-{number:07d}",
-        split=SPLITS[number // OF_MOLECULE % len(SPLITS)],
-        peptide=f"{''.join(chr(65 + place) for place in places):A<14}-UHFFFAOYSA-N",
-        precursor_mz=round(sum(part.mass for part in own) + peptides.PROTON, 5),
-        charge=1,
-        target=round(sum(part.value for part in own), 4),
-        peak_P2=np.stack([np.round(mz_P[order], 4), np.ceil(high_P[order])], axis=1),
-    )
+    headers = {
+        "PEPMASS": f"{sum(part.mass for part in own) + peptides.PROTON:.5f}",
+        "CHARGE": "1+",
+        "INCHIKEY": f"{''.join(chr(65 + place) for place in places):A<14}-UHFFFAOYSA-N",
+        "SPLIT": _split(number // OF_MOLECULE),
+        "TARGET": f"{sum(part.value for part in own):.4f}",
+    }
+    return _block(number, headers, mz_P, high_P)
 
 
-def sequence(seed: int, number: int, longest: int = 60) -> MadeSequence:
-    """Return one sequence, whose composition is its own."""
+def sequence(seed: int, number: int) -> MadeSequence:
+    """Return one sequence of 30 to 60 residues, whose composition is its own."""
     rng = np.random.default_rng((seed, number, 3))
-    residue_L = rng.choice(20, rng.integers(longest // 2, longest + 1), p=rng.dirichlet(np.full(20, 0.7)))
+    residue_L = rng.choice(20, rng.integers(30, 61), p=rng.dirichlet(np.full(20, 0.7)))
     text = peptides.peptide_text(residue_L)
     sites = "".join("1" if letter in "FHWY" else "0" for letter in text)
-    target = round(float(HYDROPATHY[residue_L].mean()), 4)
-    return MadeSequence(f"made-{number:07d}", SPLITS[number % len(SPLITS)], text, target, sites)
+    return MadeSequence(_id(number), _split(number), text, round(float(HYDROPATHY[residue_L].mean()), 4), sites)
 
 
-def _peaks(
-    rng: np.random.Generator, residue_L: NDArray[np.int64], charge: int, mass: float, most: int
-) -> NDArray[np.float64]:
-    """Return peaks of noise and of fragments of all charges below the precursor's, in order of m/z."""
-    charges = range(1, charge)
-    kinds = [(ions(residue_L, z), high / z) for z in charges for ions, high in _KINDS]
-    mz_P = np.concatenate([mz for mz, _ in kinds])
-    high_P = np.concatenate([np.full(len(mz), high) for mz, high in kinds]) * rng.lognormal(0, 0.7, len(mz_P))
-    is_seen_P = rng.random(len(mz_P)) < SEEN
-    mz_P = mz_P[is_seen_P] * rng.normal(1, OFF, is_seen_P.sum())
-    noise = int(rng.integers(0, most - len(mz_P), endpoint=True))
-    mz_P = np.concatenate([mz_P, rng.uniform(80, mass, noise)])
-    high_P = np.concatenate([high_P[is_seen_P], 30 * rng.lognormal(0, 0.8, noise)])
+def _id(number: int) -> str:
+    return f"made-{number:07d}"
+
+
+def _split(number: int) -> str:
+    return SPLITS[number % len(SPLITS)]
+
+
+def _block(number: int, headers: Mapping[str, str], mz_P: NDArray[np.float64], high_P: NDArray[np.float64]) -> str:
+    """Return a spectrum of MGF, its peaks in order of m/z."""
     order = np.argsort(mz_P, kind="stable")
-    return np.stack([np.round(mz_P[order], 4), np.ceil(high_P[order])], axis=1)
+    peak_P2 = np.stack([np.round(mz_P[order], 4), np.ceil(high_P[order])], axis=1)
+    lines = "".join(f"{key}={value}\n" for key, value in {"TITLE": _id(number), **headers}.items())
+    peaks = "%.4f %d\n" * len(peak_P2) % tuple(peak_P2.ravel().tolist())
+    return f"BEGIN IONS\n{lines}{peaks}END IONS\n\n"
 
 
 _KINDS = ((peptides.b_ions, 400.0), (peptides.y_ions, 1000.0))  # and how high they are
@@ -204,14 +187,10 @@ def _check_suffix(path: Path, *suffixes: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
 
 
-def _mgf(path: Path, made: Iterable[MadeSpectrum], of: str) -> None:
+def _mgf(path: Path, blocks: Iterable[str]) -> None:
+    _check_suffix(path, ".mgf")
     with path.open("w", encoding="ascii", newline="\n") as file:
-        for spectrum in made:
-            peaks = "%.4f %d\n" * len(spectrum.peak_P2) % tuple(spectrum.peak_P2.ravel().tolist())
-            file.write(
-                f"BEGIN IONS\nTITLE={spectrum.id}\nPEPMASS={spectrum.precursor_mz:.5f}\nCHARGE={spectrum.charge}+\n"
-                f"{of}={spectrum.peptide}\nSPLIT={spectrum.split}\nTARGET={spectrum.target:.4f}\n{peaks}END IONS\n\n"
-            )
+        file.writelines(blocks)
 
 
 def _table(path: Path, columns: Sequence[str], rows: Iterable[Iterable[Any]]) -> None:
@@ -235,25 +214,8 @@ WORDS = (*COLOURS, *FIGURES, "left", "of")
 COLUMNS = ("id", "split", "filepath", "title", "class")
 
 
-class MadePicture(NamedTuple):
-    """A picture of two figures side by side on grey."""
-
-    id: str
-    split: str
-    pixel_HWC: NDArray[np.uint8]
-    left: str
-    right: str
-
-
-def _saved(picture: MadePicture, folder: Path) -> tuple[str, ...]:
-    """Write a picture and return its row, with a caption such as "a red disc left of a blue ring"."""
-    name = f"{picture.id}.png"
-    image_library().fromarray(picture.pixel_HWC).save(folder / name)
-    return picture.id, picture.split, f"images/{name}", f"a {picture.left} left of a {picture.right}", picture.left
-
-
-def picture(seed: int, number: int) -> MadePicture:
-    """Return a picture of two figures, each somewhere in its half."""
+def _picture(seed: int, number: int, folder: Path) -> tuple[str, ...]:
+    """Write a picture of two figures, each somewhere in its half; return its row, with a caption of both."""
     rng = np.random.default_rng((seed, number))
     left, right = (CLASSES[kind] for kind in rng.integers(len(CLASSES), size=2))
     pixel_HWC = rng.integers(100, 140, (SIDE, SIDE, 3)).astype(np.uint8)
@@ -261,7 +223,9 @@ def picture(seed: int, number: int) -> MadePicture:
         colour, figure = name.split()
         centre = rng.uniform((0.35, 0.2 + 0.5 * half), (0.65, 0.3 + 0.5 * half)) * SIDE
         pixel_HWC[_is_in(figure, centre, float(rng.uniform(0.14, 0.2)) * SIDE)] = COLOURS[colour]
-    return MadePicture(f"made-{number:07d}", SPLITS[number % len(SPLITS)], pixel_HWC, left, right)
+    name = f"{_id(number)}.png"
+    image_library().fromarray(pixel_HWC).save(folder / name)
+    return _id(number), _split(number), f"images/{name}", f"a {left} left of a {right}", left
 
 
 def _is_in(figure: str, centre: NDArray[np.float64], reach: float) -> NDArray[np.bool_]:

@@ -152,9 +152,7 @@ class TableReader:
     id: str = ""  # column; `id` if it is there; else ids are the file's name and the number of the row
     split: str = ""  # column; `split` if it is there
     what: ClassVar[str]  # is read
-    others: ClassVar[
-        tuple[str, ...]
-    ] = ()  # suffixes, or FOLDER, of what the subclass reads itself
+    others: ClassVar[tuple[str, ...]] = ()  # suffixes, or FOLDER, of what the subclass reads itself
 
     def __post_init__(self) -> None:
         check_types(self)

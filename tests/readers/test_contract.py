@@ -443,7 +443,6 @@ def refused(folder: Path) -> dict[str, Callable[[], Any]]:
         "a folder for a file": lambda: Spectra(folder / "deep"),
         "a folder for a table": lambda: Pairs(folder / "y.tsv"),
         "a suffix that is not written": lambda: made.sequences(folder / "x.mgf", 1),
-        "too few peaks to make": lambda: made.spectra(folder / "x.mgf", 1, peaks=3),
     }
 
 
