@@ -56,19 +56,17 @@ class Disk:
 
     def read_start(self, path: Path, length: int) -> bytes:
         """Return the first bytes of a file; all of a small one."""
-        fd = self.open_read(path)
-        try:
+        with reading(self, path) as fd:
             return self.read_at(fd, length, 0)
-        finally:
-            self.close(fd)
 
     def fill(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Read into the buffers, one after the other; return how many bytes came, fewer only where the file ends."""
-        came = os.preadv(fd, buffers, offset)
-        left = sum(map(len, buffers)) - came
-        if came == 0 or left == 0:
-            return came
-        return came + self.fill(fd, _last(buffers, left), offset + came)
+        came = 0
+        for buffer in buffers:
+            end = came + len(buffer)
+            while came < end and (more := os.preadv(fd, [buffer[came - end :]], offset + came)):
+                came += more
+        return came
 
     def write_at(self, fd: int, data: bytes | memoryview, offset: int) -> None:
         """Write all of `data` at `offset`."""
@@ -231,13 +229,14 @@ class Disk:
         time.sleep(seconds)
 
 
-def _last(buffers: Sequence[memoryview], length: int) -> list[memoryview]:
-    """Return views of the last `length` bytes of the buffers."""
-    tail: list[memoryview] = []
-    for buffer in reversed(buffers):
-        tail.insert(0, buffer[max(0, len(buffer) - length) :])
-        length -= len(tail[0])
-    return tail
+@contextmanager
+def reading(disk: Disk, path: Path) -> Iterator[int]:
+    """Open a file for reading in the block."""
+    fd = disk.open_read(path)
+    try:
+        yield fd
+    finally:
+        disk.close(fd)
 
 
 def link_or_rename(disk: Disk, source: Path, target: Path) -> None:

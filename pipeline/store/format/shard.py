@@ -22,7 +22,7 @@ from pipeline.command_line import UPGRADE
 from pipeline.errors import SUBMIT_AGAIN, CacheDamaged
 from pipeline.keys import KEY_BYTES
 from pipeline.store.format.cache_layout import SHARD_SUFFIX
-from pipeline.store.format.disk import Draft
+from pipeline.store.format.disk import Draft, reading
 from pipeline.store.format.record import (
     ALIGNMENT,
     BadRecord,
@@ -182,13 +182,11 @@ class ShardWriter:
 
 def read_table(disk: Disk, path: Path, tail_bytes: int = TAIL_BYTES) -> ShardTable:
     """Read what a shard holds, from its end, and verify the trailer and the table."""
-    fd = disk.open_read(path)
-    try:
-        return _read_table(disk, fd, path, tail_bytes)
-    except OSError:  # of a bad place before the table, perhaps: then of no more than is needed
-        return _read_table(disk, fd, path, TRAILER_BYTES)
-    finally:
-        disk.close(fd)
+    with reading(disk, path) as fd:
+        try:
+            return _read_table(disk, fd, path, tail_bytes)
+        except OSError:  # of a bad place before the table, perhaps: then of no more than is needed
+            return _read_table(disk, fd, path, TRAILER_BYTES)
 
 
 def header_fault(disk: Disk, path: Path, table: ShardTable) -> str:

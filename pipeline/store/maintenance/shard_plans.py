@@ -22,7 +22,7 @@ import xxhash
 
 from pipeline.errors import CacheDamaged, CacheFull, ConfigError
 from pipeline.store.format.cache_layout import REPORTS, SHARD_NAME, written_at
-from pipeline.store.format.disk import remove, write_refused
+from pipeline.store.format.disk import reading, remove, write_refused
 from pipeline.store.format.record import BadRecord, Record
 from pipeline.store.format.shard import (
     TABLE_ROW,
@@ -225,8 +225,7 @@ class _Check:
     def _judged_rows(self, name: str, rows: Rows) -> tuple[tuple[bytes, ...], tuple[DamageFinding, ...]]:
         """Judge records; return the keys of the intact ones, and what is wrong with the others."""
         disk = self.store.disk
-        fd = disk.open_read(self.store.layout.shard(name))
-        try:
+        with reading(disk, self.store.layout.shard(name)) as fd:
             whole_N = np.zeros(len(rows), bool) if self.judge else whole_rows(disk, fd, rows)
             whole, findings = row_keys(rows[whole_N]), []
             doubted = rows[~whole_N]
@@ -235,8 +234,6 @@ class _Check:
                     findings.append(finding)
                 else:
                     whole.append(key)
-        finally:
-            disk.close(fd)
         return tuple(whole), tuple(findings)
 
     def _judged_record(self, name: str, fd: int, key: bytes, *place: Any) -> DamageFinding | None:

@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from pipeline.command_line import UPGRADE, Command, quoted
 from pipeline.errors import CacheDamaged, CacheFull, CacheUnusable, ConfigError
 from pipeline.store.cache_folder import CACHE_FORMAT, ELSEWHERE, CacheFolder
 from pipeline.store.format.cache_layout import EXPORT, MANIFEST, PARTIAL_NAME, STAGED, KindLayout
-from pipeline.store.format.disk import Draft, ask_owner, publish_file, refused_as
+from pipeline.store.format.disk import Draft, ask_owner, publish_file, reading, refused_as
 from pipeline.store.format.record import Record
 from pipeline.store.format.shard import header_fault, read_table, row_keys, whole_rows
 from pipeline.store.maintenance.leftovers import refuse_links_out
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 EXPORT_FORMAT = 1
 _MANIFEST_BYTES = 64 << 20  # at most: of some 400,000 shards
 _CHUNK_BYTES = 1 << 20
-_LINE = re.compile(r"([0-9a-f]{64})  ([a-z][a-z0-9_-]*/shards/[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors)")
+_LINE = re.compile(r"([0-9a-f]{64})  ([a-z][a-z0-9_-]*/shards/[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors)\n")
 _NEW_FOLDER = Command.of("cache export DIR", then="   (a new or empty folder that you can write to)")
 _EXPORT_AGAIN = Command.of("cache export DIR", then="   (again, at its source: it exports only missing files)")
 
@@ -76,9 +76,13 @@ class Moved:
         self.copied, self.there = self.copied + (copied_bytes is not None), self.there + (copied_bytes is None)
         self.bytes += copied_bytes or 0
 
-    def refuse(self, file: str, error: CacheDamaged | OSError | str) -> None:
-        """Note that a file is not taken."""
-        self.refused.append(RefusedFile(file, error if isinstance(error, str) else _reason(error)))
+    @contextmanager
+    def refusing(self, file: str, more: str = "") -> Iterator[None]:
+        """Note a file as refused, with `more` about it, where the block finds it damaged or cannot read it."""
+        try:
+            yield
+        except (CacheDamaged, OSError) as error:
+            self.refused.append(RefusedFile(file, f"{_reason(error)}{more}"))
 
 
 class _Shards:
@@ -90,16 +94,14 @@ class _Shards:
 
     def read(self, path: Path, draft: Draft | None = None) -> str:
         """Return the SHA-256 of a shard; raise CacheDamaged where it, or what was copied to a draft, is not intact."""
-        sha256, position, fd = hashlib.sha256(), 0, self._disk.open_read(path)
-        try:
+        sha256, position = hashlib.sha256(), 0
+        with reading(self._disk, path) as fd:
             while chunk := self._disk.read_at(fd, _CHUNK_BYTES, position):
                 sha256.update(chunk)
                 if draft:
                     draft.write(chunk, position)
                 position += len(chunk)
                 self._tell(self._bytes + position, self._total_bytes)
-        finally:
-            self._disk.close(fd)
         self._bytes += position
         self._verify(draft.path if draft else path)
         return sha256.hexdigest()
@@ -120,11 +122,8 @@ class _Shards:
         table = read_table(self._disk, path)
         if fault := header_fault(self._disk, path, table):
             raise CacheDamaged(fault)
-        fd = self._disk.open_read(path)
-        try:
+        with reading(self._disk, path) as fd:
             whole_N = whole_rows(self._disk, fd, table.rows)
-        finally:
-            self._disk.close(fd)
         if damaged := int((~whole_N).sum()):
             raise CacheDamaged(f"{damaged:,} of its {len(whole_N):,} records are damaged")
 
@@ -156,13 +155,15 @@ def export_cache(
 
 def _export(cache: CacheFolder, target: CacheFolder, kinds: Sequence[str], *, link: bool, tell: Told) -> Moved:
     disk, moved, source, folder = cache.disk, Moved(), _files(cache, kinds), target.root
-    for file in [file for file in source if not _LINE.fullmatch(f"{'0' * 64}  {file}")]:
+    for file in [file for file in source if not _LINE.fullmatch(f"{'0' * 64}  {file}\n")]:
         del source[file]
-        moved.refuse(file, "its name is not allowed in a manifest: use letters, digits, dots, dashes and underscores")
-    absent_bytes = sum(size for file, size in source.items() if not disk.exists(folder / file))
-    _refuse_no_room(disk, folder, 0 if link else absent_bytes)
+        what = "its name is not allowed in a manifest: use letters, digits, dots, dashes and underscores"
+        moved.refused.append(RefusedFile(file, what))
+    _refuse_no_room(disk, folder, {} if link else source)
     refuse_links_out(target)
-    lines = _lines_of(disk, folder)
+    lines = dict[str, str]()
+    with suppress(CacheDamaged):  # of an export that has not ended
+        lines = {file: sha256 for file, sha256 in _read_manifest(disk, folder).items() if disk.exists(folder / file)}
     _describe(target, lines)  # marks the folder as an export
     target.prepare()
     with disk.alone_in(folder) as is_alone:
@@ -180,7 +181,7 @@ def _export(cache: CacheFolder, target: CacheFolder, kinds: Sequence[str], *, li
                 lines[file], is_there = _exported(shards, cache, folder, file, link=link)
             except (CacheDamaged, OSError) as error:
                 if disk.exists(cache.root / file):  # else it was cleaned or repaired meanwhile
-                    moved.refuse(file, error)
+                    moved.refused.append(RefusedFile(file, _reason(error)))
             else:
                 moved.add(file, copied_bytes=None if is_there else size)
         for file in old:
@@ -224,12 +225,8 @@ def _keep_old(
             target.disk.unlink(path)
             moved.dropped += 1
             return
-    try:
+    with moved.refusing(file, "; the cache no longer has it: the file stays here but is not in the manifest"):
         lines[file] = shards.read(path)
-    except (CacheDamaged, OSError) as error:
-        why = f"{_reason(error)}; the cache no longer has it: the file stays here but is not in the manifest"
-        moved.refuse(file, why)
-    else:
         moved.add(file)
 
 
@@ -239,21 +236,14 @@ def take_in(cache: CacheFolder, folder: Path, *, tell: Told = lambda _now, _all:
     with ask_owner(cache.root):
         lines = _finished_lines(disk, folder)
         for file in lines:
-            try:
+            with moved.refusing(file):
                 sizes[file] = _size_of_plain(disk, folder / file)
-            except (CacheDamaged, OSError) as error:
-                moved.refuse(file, error)
-        _refuse_no_room(
-            disk, cache.root, sum(size for file, size in sizes.items() if not disk.exists(cache.root / file))
-        )
+        _refuse_no_room(disk, cache.root, sizes)
         cache.prepare()
         shards = _Shards(disk, sum(sizes.values()), tell)
         for file, size in sizes.items():
-            try:
+            with moved.refusing(file):
                 is_there = _taken_in(shards, cache, folder, file, lines[file])
-            except (CacheDamaged, OSError) as error:
-                moved.refuse(file, error)
-            else:
                 moved.add(file, copied_bytes=None if is_there else size)
         for kind in moved.kinds:
             cache.own(kind).write_index()
@@ -306,7 +296,9 @@ def _known_kinds(cache: CacheFolder, kinds: Sequence[str]) -> list[str]:
     return sorted(set(kinds)) or known
 
 
-def _refuse_no_room(disk: Disk, folder: Path, needed_bytes: int) -> None:
+def _refuse_no_room(disk: Disk, folder: Path, files: Mapping[str, int]) -> None:
+    """Raise where there is no room for the files, of these sizes, that are not there yet."""
+    needed_bytes = sum(size for file, size in files.items() if not disk.exists(folder / file))
     with suppress(OSError):  # where it cannot be known, the disk itself will say it
         free_bytes = disk.free_bytes(folder)
         if needed_bytes > free_bytes:
@@ -341,13 +333,6 @@ def _describe(target: CacheFolder, files: Iterable[str]) -> None:
     publish_file(target.disk, target.root / EXPORT, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
 
 
-def _lines_of(disk: Disk, folder: Path) -> dict[str, str]:
-    """Return the files of an export that exist with their SHA-256; none where it has no readable manifest."""
-    with suppress(CacheDamaged):
-        return {file: sha256 for file, sha256 in _read_manifest(disk, folder).items() if disk.exists(folder / file)}
-    return {}
-
-
 def _finished_lines(disk: Disk, folder: Path) -> dict[str, str]:
     """Return the files of a finished export with their SHA-256."""
     described, lines = _read_description(disk, folder), _read_manifest(disk, folder)
@@ -377,18 +362,18 @@ def _read_description(disk: Disk, folder: Path) -> dict[str, int]:
 
 def _read_manifest(disk: Disk, folder: Path) -> dict[str, str]:
     """Return the files of an export with their SHA-256; refuse a manifest that names anything else, or is cut."""
-    path = folder / MANIFEST
+    path, files = folder / MANIFEST, dict[str, str]()
     try:
-        *lines, unfinished = _read_plain(disk, path).decode("ascii", "replace").split("\n")
+        text = _read_plain(disk, path).decode("ascii", "replace")
     except FileNotFoundError as error:
         what = "the export is not finished: it has no manifest"
         raise CacheDamaged(what, where=str(folder), remedy=_EXPORT_AGAIN) from error
-    matches = [_LINE.fullmatch(line) for line in lines]
-    for number, (line, match) in enumerate(zip([*lines, unfinished], [*matches, None], strict=True), 1):
-        if match is None and (line or number <= len(lines)):
+    for number, line in enumerate(text.splitlines(keepends=True), 1):
+        if not (match := _LINE.fullmatch(line)):
             what = f"line {number} is not a file of an export: {line[:120]!r}"
             raise CacheDamaged(what, where=str(path), remedy=_EXPORT_AGAIN)
-    return {match[2]: match[1] for match in matches if match}
+        files[match[2]] = match[1]
+    return files
 
 
 def _read_plain(disk: Disk, path: Path) -> bytes:
