@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.graphs.build_graph import encoded_graph
 from pipeline.records import Reason
-from pipeline.store.cache_folder import relieve_store
+from pipeline.store.cache_folder import update_index
 from pipeline.store.store import WholeRecords
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.inventory import examine_item, item_key
@@ -65,7 +65,7 @@ class Maker:
         """Write what was made to disk, where it is looked up from now on."""
         self._writer.flush()
         self._made.clear()
-        relieve_store(self._store)
+        update_index(self._store, far_behind=True)
         self._published_s = time.monotonic()
 
     def publish_in_time(self) -> None:

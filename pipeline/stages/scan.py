@@ -17,7 +17,7 @@ from pipeline.errors import CacheDamaged, RecordMissing
 from pipeline.files import state_of
 from pipeline.keys import COARSE_TICK_NS, content_digest, is_settled, recipe_key
 from pipeline.records import Inventory, Item, Reason
-from pipeline.store.cache_folder import relieve_store
+from pipeline.store.cache_folder import update_index
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.inventory import ScanRecipe, examine_item, item_key
 from pipeline.structures.parsing.structure_files import (
@@ -220,7 +220,7 @@ class Scanner:
         self.known.clear()
         self.seen.clear()
         for store in self.shelves.stores():
-            relieve_store(store)
+            update_index(store, far_behind=True)
         if self.also:
             self.also.publish()
         self.published_s = time.monotonic()

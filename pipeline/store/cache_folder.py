@@ -222,22 +222,18 @@ class CacheFolder:
         return CacheUnusable(what, where=str(self.root), remedy=remedy)
 
 
-def bring_up(cache: CacheFolder, kinds: Iterable[str]) -> None:
-    """Write the indexes that are not up to date."""
+def update_indexes(cache: CacheFolder, kinds: Iterable[str], *, far_behind: bool = False) -> None:
+    """Write the indexes that are not up to date, or only those that are `far_behind`."""
     for kind in sorted(kinds):
         if (cache.root / kind).is_dir():
-            relieve_store(cache.own(kind), far_behind=False)
+            update_index(cache.own(kind), far_behind=far_behind)
 
 
-def relieve(cache: CacheFolder, kinds: Iterable[str]) -> None:
-    """Write the indexes that are far behind, so that a late task need not read the tables of all tasks before it."""
-    for kind in sorted(kinds):
-        if (cache.root / kind).is_dir():
-            relieve_store(cache.own(kind))
+def update_index(store: Store, *, far_behind: bool = False) -> None:
+    """Write a store's index if it is not up to date, or only if it is `far_behind`; log where it cannot be written.
 
-
-def relieve_store(store: Store, *, far_behind: bool = True) -> None:
-    """Write a store's index if it is not up to date, or only if it is `far_behind`; where it cannot be, say so."""
+    A late task would else read the tables of all tasks before it.
+    """
     try:
         if far_behind or not store.is_indexed():
             store.write_index(far_behind=far_behind)

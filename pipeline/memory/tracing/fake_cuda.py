@@ -443,11 +443,10 @@ def _widest(inputs: Any) -> torch.dtype:
 
 def _fp32_dtype(operator: Operator, args: Any, kwargs: Any) -> Any:
     """Set dtype=float32 where the caller gave none."""
-    place = _names(operator).index("dtype")
-    if _is_eligible(args[0]) and len(args) <= place and kwargs.get("dtype") is None:
-        kwargs["dtype"] = torch.float32
-    elif _is_eligible(args[0]) and len(args) > place and args[place] is None:
-        args = (*args[:place], torch.float32, *args[place + 1 :])
+    place = _names(operator).index("dtype")  # nothing comes after it
+    given = args[place] if len(args) > place else kwargs.get("dtype")
+    if _is_eligible(args[0]) and given is None:
+        args, kwargs = args[:place], {**kwargs, "dtype": torch.float32}
     return operator(*args, **kwargs)
 
 

@@ -263,17 +263,13 @@ def operator_name(op: Operator) -> str:
     return str(op._schema.name).removeprefix("aten::")
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _rounded_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
 def _copied(*places: int) -> Rule:
     """Return the rule of kernels that copy these arguments where they are not contiguous, as expanded gradients are."""
-    return lambda call: sum(_bytes(call.args[place]) for place in places if not call.args[place].is_contiguous())
+    return lambda call: sum(call.args[place].nbytes for place in places if not call.args[place].is_contiguous())
 
 
 def _three_linear(call: Call) -> int:
@@ -295,7 +291,7 @@ def _three_linear(call: Call) -> int:
 
 def _copied_heads(tensor: Tensor) -> int:
     """Return the bytes of the copy that is made if the heads are not contiguous."""
-    return 0 if tensor.transpose(1, 2).is_contiguous() else _bytes(tensor)
+    return 0 if tensor.transpose(1, 2).is_contiguous() else tensor.nbytes
 
 
 def _flash_backward(call: Call) -> int:
@@ -342,7 +338,8 @@ def _put(call: Call) -> int:
 
 def _convolution_reserve(call: Call) -> int:
     """Return a reserve: cuDNN's workspace is known only on the card; input and output in another layout are assumed."""
-    return _bytes(call.args[0]) + _bytes(call.result if isinstance(call.result, torch.Tensor) else call.args[1])
+    tensors = call.args[0], call.result if isinstance(call.result, torch.Tensor) else call.args[1]
+    return sum(int(tensor.nbytes) for tensor in tensors)
 
 
 def _recurrent_kept(call: Call) -> int:
@@ -355,7 +352,7 @@ def _recurrent_kept(call: Call) -> int:
 def _recurrent_scratch(call: Call) -> int:
     """Return cuDNN's workspace for an LSTM layer, assumed: the gates of all steps, and the weights once more."""
     steps, items = call.args[0].shape[:2]
-    weights = sum(_bytes(arg) for arg in call.args[1:5])
+    weights = sum(int(arg.nbytes) for arg in call.args[1:5])
     return int(steps * items * call.args[1].shape[0] * call.args[0].element_size()) + weights
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections import Counter
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -192,21 +192,21 @@ class TraceSession:
     @contextmanager
     def _open(self) -> Iterator[None]:
         """Enter the fake mode, if any, and the recorder; any error of fake tensors becomes CannotTrace."""
-        is_fake = self._mode is not None
-        fake_contexts = (unlogged(), self._mode, conversions()) if is_fake else ()
+        contexts: list[Any] = [_ONE_AT_A_TIME, signals_held()]  # an exception within torch's engine ends in an abort
+        contexts += [self._target.imitate(), eagerly(), self._recorder.resizes(), shapes_unseen()]
+        if self._mode is None:
+            contexts += [self._recorder]
+        else:
+            contexts += [unlogged(), self._mode, conversions(), self._recorder, self._guesses]
         try:
             with ExitStack() as stack:
-                stack.enter_context(_ONE_AT_A_TIME)
-                stack.enter_context(signals_held())  # an exception within torch's engine ends in an abort
-                for context in (self._target.imitate(), eagerly(), self._recorder.resizes(), shapes_unseen()):
-                    stack.enter_context(context)
-                for context in (*fake_contexts, self._recorder, self._guesses if is_fake else nullcontext()):
+                for context in contexts:
                     stack.enter_context(context)
                 yield
         except (CannotTrace, PipelineError):
             raise
         except Exception as error:
-            if not is_fake:
+            if self._mode is None:
                 raise
             raise CannotTrace(failure_reason(error)) from error
 
@@ -247,10 +247,10 @@ class TraceSession:
 
     def _building(self, blocks: Iterable[RecordedBlock]) -> Tape:
         """Return a tape that builds the model and keeps these blocks; for a GPU, the host builds it."""
-        passing_bytes = self._building_bytes if self._target.builds else 0
-        passing = [(0, passing_bytes), (0, -passing_bytes)] if passing_bytes else []
         pairs = [(block.shared, block.bytes) for block in blocks]
-        return Tape(*np.array([*passing, *pairs], np.int64).reshape(-1, 2).T)
+        if self._target.builds and self._building_bytes:
+            pairs = [(0, self._building_bytes), (0, -self._building_bytes), *pairs]
+        return Tape(*np.array(pairs, np.int64).reshape(-1, 2).T)
 
     def _accumulate_least(self) -> None:
         """Run a first micro-batch, larger where the model needs more: BatchNorm needs two values a channel."""

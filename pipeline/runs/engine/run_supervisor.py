@@ -49,7 +49,7 @@ from pipeline.runs.views.run_page import Page
 from pipeline.runs.workflow import table
 from pipeline.runs.workflow.jobs import plan_stage, refuse_unfit_disk
 from pipeline.runs.workflow.table import StageTrouble
-from pipeline.store.cache_folder import RECIPES, bring_up
+from pipeline.store.cache_folder import RECIPES, update_indexes
 from pipeline.waiting import wait_for
 
 if TYPE_CHECKING:
@@ -301,7 +301,7 @@ class Supervisor:
         hopeless = status.waiting or any(task.open for task in status.work.values())  # waiting longer does not help
         patience_s = 0.0 if hopeless else self.config.cache.visibility_s
         if not stage.only_looks:
-            bring_up(self.project.cache, stage.kinds)  # so that what is looked up now need not be in memory
+            update_indexes(self.project.cache, stage.kinds)  # so that what is looked up now need not be in memory
         judged = stage.judge(self.project, self.folder, patience_s)
         self._index(stage, judged)
         try:
@@ -337,7 +337,7 @@ class Supervisor:
                     self.project.cache.describe(stage.name, recipe)
         except (CacheUnusable, CacheFull) as error:
             log.warning("the recipe of %s could not be recorded: %s", stage.name, error.what)
-        bring_up(self.project.cache, {*stage.kinds, RECIPES})
+        update_indexes(self.project.cache, {*stage.kinds, RECIPES})
 
     def _trouble(self, stage: Stage, status: StageStatus) -> StageTrouble:
         """Return which tasks of a stage failed for good, and what helps."""

@@ -38,7 +38,7 @@ from pipeline.project.run_code import WORKER, module_command
 from pipeline.records import EventKind, RankPlace, TaskContext
 from pipeline.runs.workflow import script_stage, table
 from pipeline.stages.read_entries import ITEMS_READ
-from pipeline.store.cache_folder import relieve
+from pipeline.store.cache_folder import update_indexes
 from pipeline.store.format.disk import FULL
 from pipeline.training.ranks import RankLost
 
@@ -95,7 +95,7 @@ def run_task(words: Sequence[str]) -> int:
         remember, only = not row.only_looks, only_of(folder)
         project = Project.open(config, remember=remember, beside=folder.task_root, only=only)
         if leads and row.kinds:
-            relieve(project.cache, table.kinds_of(json.loads(folder.stages.read_text())))
+            update_indexes(project.cache, table.kinds_of(json.loads(folder.stages.read_text())), far_behind=True)
         processes = table.stage(row.name, config).processes(project)
         if part is None and processes > 1:
             # Each of its processes sees all GPUs, as under torchrun

@@ -11,7 +11,7 @@ import os
 import time
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.command_line import UPGRADE, Command, quoted
 from pipeline.errors import CacheDamaged, ConfigError
@@ -94,10 +94,7 @@ class DamageFinding:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> DamageFinding:
         """Return what `to_json` wrote; raise ValueError or TypeError for anything else."""
-        finding = cls(**{**data, "fault": Fault(data["fault"])})
-        texts = finding.kind, finding.what, finding.shard, finding.key
-        if not all(isinstance(text, str) for text in texts) or not isinstance(finding.lost, bool):
-            raise TypeError("a finding is made of texts")
+        finding = _typed_as(cls("", Fault.INDEX, ""), cls(**{**data, "fault": Fault(data["fault"])}))
         bytes.fromhex(finding.key)
         return finding
 
@@ -128,11 +125,7 @@ class Summary:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Summary:
         """Return what was written; raise ValueError or TypeError for anything else."""
-        summary = cls(**data)
-        for known_field in fields(cls):
-            value, wanted = getattr(summary, known_field.name), type(getattr(cls(""), known_field.name))
-            if not isinstance(value, (int, float) if wanted is float else wanted):
-                raise TypeError(f"{known_field.name} is no {wanted.__name__}")
+        summary = _typed_as(cls(""), cls(**data))
         if not (math.isfinite(summary.begun) and 0 <= summary.begun < 1 << 40 and math.isfinite(summary.seconds)):
             raise ValueError("invalid time")
         return summary
@@ -140,14 +133,13 @@ class Summary:
     def note(self, notes: Mapping[str, int]) -> None:
         """Count remarks that are no findings; only the beginning of each is kept, for there is little room."""
         for text, number in notes.items():
-            note = text.partition("\n")[0][:_NOTE_CHARACTERS]
-            self.notes[note] = self.notes.get(note, 0) + number
+            _add_to(self.notes, {text.partition("\n")[0][:_NOTE_CHARACTERS]: number})
 
     def count(self, finding: DamageFinding) -> None:
         """Count one finding."""
         self.findings += 1
         self.lost += finding.lost
-        self.faults[finding.fault.value] = self.faults.get(finding.fault.value, 0) + 1
+        _add_to(self.faults, {finding.fault.value: 1})
         self.hopeless += finding.forbidden or finding.stays in _HOPELESS
         if finding.stays in _HOPELESS and len(self.stay) < _NAMED:
             self.stay[f"{finding.kind}/shards/{finding.shard}"] = finding.stays
@@ -167,22 +159,36 @@ class Summary:
         """Add counts of judged records of one kind."""
         self.records += records
         self.whole += whole
-        known = self.kinds.get(kind, {"records": 0, "whole": 0, "lost": 0})
-        added = {"records": records, "whole": whole, "lost": lost}
-        self.kinds[kind] = {name: known[name] + number for name, number in added.items()}
+        _add_to(self.kinds.setdefault(kind, {}), {"records": records, "whole": whole, "lost": lost})
 
     def add(self, other: Summary) -> None:
         """Add the summary of another part of the same validation."""
         for name in ("bytes", "shards", "listed", "findings", "lost", "hopeless"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for fault, number in other.faults.items():
-            self.faults[fault] = self.faults.get(fault, 0) + number
+        _add_to(self.faults, other.faults)
         for kind, counts in other.kinds.items():
             self.of_kind(kind, **counts)
         self.note(other.notes)
         self.root = self.root or other.root
         self.stay = dict([*self.stay.items(), *other.stay.items()][:_NAMED])
         self.begun = min(filter(None, (self.begun, other.begun)), default=0.0)
+
+
+Value = TypeVar("Value", DamageFinding, Summary)
+
+
+def _typed_as(example: Value, value: Value) -> Value:
+    """Return a value that was read from JSON; raise TypeError where a field has another type than the example's."""
+    for known in fields(example):
+        found, wanted = getattr(value, known.name), type(getattr(example, known.name))
+        if not isinstance(found, (int, float) if wanted is float else wanted):
+            raise TypeError(f"{known.name} is no {wanted.__name__}")
+    return value
+
+
+def _add_to(counts: dict[str, int], more: Mapping[str, int]) -> None:
+    for name, number in more.items():
+        counts[name] = counts.get(name, 0) + number
 
 
 class ReportWriter:
@@ -267,11 +273,9 @@ def last_report(disk: Disk, root: Path) -> DamageReport | None:
 
 def repair_of(disk: Disk, root: Path, found: DamageReport) -> DamageReport | None:
     """Return the newest repair since a validation, of all or of what it found; None where there was none."""
-    for report in reports(disk, root):
-        summary = report.summary
-        if summary.how == REPAIR and summary.subset in (ALL, found.path.name) and summary.begun > found.summary.begun:
-            return report
-    return None
+    subsets, begun = (ALL, found.path.name), found.summary.begun
+    repairs = (report for report in reports(disk, root) if report.summary.how == REPAIR)
+    return next((one for one in repairs if one.summary.subset in subsets and one.summary.begun > begun), None)
 
 
 def reports(disk: Disk, root: Path) -> list[DamageReport]:

@@ -16,7 +16,7 @@ from pipeline.runs.engine import run_task
 from pipeline.stages import graph, scan
 from pipeline.stages.scan import ScanShelves
 from pipeline.store import store
-from pipeline.store.cache_folder import CacheFolder, bring_up, relieve
+from pipeline.store.cache_folder import CacheFolder, update_indexes
 from pipeline.structures.inventory import ScanRecipe
 from pipeline.structures.synthetic import complex_pdb
 from tests.store.faulty_disks import FailingDisk
@@ -46,21 +46,21 @@ def test_an_index_is_written_when_it_lacks_much_and_ever_more_rarely_as_it_grows
     cache, seen = CacheFolder(tmp_path / "cache"), []
     for turn in range(8):
         put(cache, "scan", 10 * turn, 10)
-        relieve(cache, ["scan", "graph"])
+        update_indexes(cache, ["scan", "graph"], far_behind=True)
         seen.append(counts(cache, "scan"))
     assert seen == [(0, 10), (20, 0), (20, 10), (40, 0), (40, 10), (40, 20), (70, 0), (70, 10)]
     assert not (tmp_path / "cache/graph").exists(), "of what nobody has made nothing is made"
-    bring_up(cache, ["scan"])
+    update_indexes(cache, ["scan"])
     assert counts(cache, "scan") == (80, 0)
 
 
 def test_an_index_that_lacks_nothing_is_not_written_again(tmp_path):
     cache = CacheFolder(tmp_path / "cache")
     put(cache, "scan", 0, 5)
-    bring_up(cache, ["scan"])
+    update_indexes(cache, ["scan"])
     before = cache.kind("scan").layout.index.stat()
-    bring_up(cache, ["scan"])
-    relieve(cache, ["scan"])
+    update_indexes(cache, ["scan"])
+    update_indexes(cache, ["scan"], far_behind=True)
     after = cache.kind("scan").layout.index.stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
 
@@ -71,7 +71,7 @@ def test_that_an_index_cannot_be_written_is_no_failure(tmp_path, number, caplog)
     put(CacheFolder(tmp_path / "cache"), "graph", 0, 5)
     cache = CacheFolder(tmp_path / "cache", FailingDisk("write_at", number))
     with caplog.at_level(logging.WARNING):
-        bring_up(cache, ["graph", "scan"])
+        update_indexes(cache, ["graph", "scan"])
     assert [record.args[0] for record in caplog.records if record.args] == ["graph", "scan"]
     assert counts(cache, "scan") == (0, 5)
 
