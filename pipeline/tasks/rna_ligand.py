@@ -46,7 +46,7 @@ from pipeline.tasks.rna.pocket_network import (
     PocketNetwork,
     PocketSizes,
 )
-from pipeline.tasks.rna.published_form import SYSTEM, RnaForm
+from pipeline.tasks.rna.published_form import SYSTEM, rna_form
 from pipeline.tasks.task_parts import WHERE, above_zero, at_least, at_least_single, dropout_of, one_of, task_table
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from pipeline.protocol import Sizes
     from pipeline.records import Item
     from pipeline.tasks.rna.ligand_library import LigandLibrary
+    from pipeline.tasks.task_parts import OriginalForm
     from pipeline.training.items.batch import ItemTensors
 
 TARGET, EMBEDDING, RANK = "target", "embedding", "rank"
@@ -86,9 +87,9 @@ ONE_TARGET = 1 - 1e-6  # cosine of targets above which two pockets have the same
 class RnaNetwork(PocketNetwork):
     """The network with the names under which its weights were published."""
 
-    def published_forms(self) -> dict[str, RnaForm]:
+    def published_forms(self) -> dict[str, OriginalForm]:
         """Return the form of RNA-3E-FFI."""
-        return {SYSTEM: RnaForm(self)}
+        return {SYSTEM: rna_form(self)}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from pipeline.encoder.published_weights import Form
 from pipeline.errors import ConfigError
 from pipeline.files import csv_table
 
@@ -81,6 +83,30 @@ def refuse_mended(system: str, *, as_published: bool) -> None:
     if not as_published:
         problem = f"weights of {system} work only with the published network"
         refuse("as_published", problem, f"--set {WHERE}.as_published=true")
+
+
+@dataclass(frozen=True)
+class OriginalForm(Form):
+    """Names of a system whose weights need a network that behaves as theirs, and what else its files hold."""
+
+    system: str = ""
+    as_published: bool = True  # whether the network behaves so
+    constants: Callable[[], Mapping[str, Tensor]] = dict  # by their names
+
+    def leaves(self, name: str) -> bool:
+        """Say whether a tensor of theirs is no weight."""
+        return any(fnmatchcase(name, pattern) for pattern in self.left)
+
+    def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors under our names; refuse them for another network."""
+        refuse_mended(self.system, as_published=self.as_published)
+        return super().read(tensors)
+
+    def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors under their names with their constants; refuse those of another network."""
+        refuse_mended(self.system, as_published=self.as_published)
+        own = {name: tensor for name, tensor in tensors.items() if name not in self.fresh}
+        return super().write(own) | {self.prefix + name: tensor for name, tensor in self.constants().items()}
 
 
 def _number(task: object, name: str) -> float:

@@ -50,10 +50,10 @@ from pipeline.runs.engine import run_supervisor
 from pipeline.structures.synthetic import complex_pdb
 from pipeline.tasks.complex_docking import ComplexDocking
 from pipeline.tasks.docking.pose_confidence import PoseConfidence
-from pipeline.tasks.docking.score_network import to_published
 from tests.docs.blocks import Page
 from tests.docs.reader import Reader
 from tests.docs.reference import walk
+from tests.tasks.originals import as_original
 from tests.testkit.project import settle
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,7 +125,7 @@ def write_docking(folder: Path) -> None:
     (folder / "data" / "splits.csv").write_text("\n".join([*rows, ""]))
     (folder / "published").mkdir()
     for name, task in (("score", ComplexDocking), ("confidence", PoseConfidence)):
-        state = to_published(task(as_published=True).model())
+        state = as_original(task(as_published=True).model())
         torch.save({"model": state, "optimizer": {}}, folder / "published" / f"{name}.pth")
     settle(folder)
 

@@ -14,8 +14,8 @@ from pipeline.errors import ConfigError
 from pipeline.setup import written_project
 from pipeline.setup.written_project import Docking, write_dock_project
 from pipeline.tasks.complex_docking import ComplexDocking
-from pipeline.tasks.docking.score_network import to_published
 from pipeline.training.checkpoints.trained_weights import load_pretrained
+from tests.tasks.originals import as_original
 
 
 def test_published_weights_need_no_project_and_say_their_sizes_to_which_typed_options_are_added(
@@ -25,7 +25,7 @@ def test_published_weights_need_no_project_and_say_their_sizes_to_which_typed_op
     for name in ("left.pdb", "right.pdb", "other.pth"):
         Path(name).touch()
     sizes = {"as_published": True, "embedding_dim": 8, "scalars": 16, "vectors": 4, "layers": 3}
-    torch.save(to_published(ComplexDocking(**sizes).model()), "score.pth")
+    torch.save(as_original(ComplexDocking(**sizes).model()), "score.pth")
     sets = ("train.options.final_noise=true", "train.predict.options={ode: true, psi: 0.5}")
     docking = Docking(Path("left.pdb"), Path("right.pdb"), "score.pth", poses=3, steps=2, sets=sets)
     config = read_config(write_dock_project(Path("out"), docking, read_config(None, ["data.path=."]))).config

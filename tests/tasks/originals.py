@@ -19,7 +19,7 @@ from pipeline.tasks.pairs.clip_names import CLIP, FORMS, options_of
 from pipeline.tasks.pairs.pair_towers import TextBatch
 from pipeline.tasks.peptides.recursive_network import FORM, SpectrumInput
 from pipeline.tasks.rna.pocket_network import KINDS, Entries, PocketBatch, PocketNetwork, PocketSizes
-from pipeline.tasks.rna.published_form import RnaForm
+from pipeline.tasks.rna.published_form import rna_form
 from pipeline.tasks.spectra.peak_transformer import DreamsForm, Peaks, PeakSizes, PeakTransformer
 from tests.reference import FOLDER, docking_complex, document, recorded
 
@@ -89,6 +89,12 @@ def confidence_model(precision="f32"):
     return model.to(PRECISIONS[precision])
 
 
+def as_original(model, others=()):
+    """A model's state, some of its tensors others, as the original's state dict with its constants."""
+    form = replace(model.published_forms()["diffdock_pp"], as_published=True)
+    return form.write(model.state_dict() | dict(others))
+
+
 # ---- RNA-3E-FFI ----
 
 POCKETS = ("9aaa_ARG_model0", "9aab_FMN_model0", "9aac_GTP_model1")
@@ -124,7 +130,7 @@ def pocket_state(variant):
 @cache
 def pocket_network(variant):
     model = PocketNetwork(PocketSizes(**pocket_sizes(variant)))
-    form = RnaForm(model)
+    form = rna_form(model)
     theirs = pocket_state(variant)
     taken = form.read({n: one for n, one in theirs.items() if not any(fnmatchcase(n, left) for left in form.left)})
     # what they keep is measured already

@@ -14,7 +14,6 @@ from pipeline.records import Role
 from pipeline.runs.model.task_contract import breaches
 from pipeline.structures.synthetic import complex_pdb
 from pipeline.tasks.docking.pose_confidence import trained_confidence
-from pipeline.tasks.docking.score_network import to_published
 from pipeline.training.checkpoints.trained_weights import load_pretrained
 from tests.reference import checkpoint
 from tests.tasks.docking_items import (
@@ -31,6 +30,7 @@ from tests.tasks.docking_items import (
     rows_of,
 )
 from tests.tasks.items import batch_of, graph_of, made
+from tests.tasks.originals import as_original
 
 # ---- bad input ----
 
@@ -86,7 +86,7 @@ def test_weights_of_another_width_are_refused_with_both_shapes(tmp_path):
 def test_weights_under_the_published_names_are_taken_where_the_network_has_the_oddities(tmp_path):
     task = replace(SMALL, as_published=True)
     torch.manual_seed(1)
-    torch.save({"model": to_published(theirs := task.model()), "optimizer": {}}, path := tmp_path / "published.pth")
+    torch.save({"model": as_original(theirs := task.model()), "optimizer": {}}, path := tmp_path / "published.pth")
     report = load_pretrained(ours := task.model(), path)
     assert report.is_whole
     assert all(torch.equal(one, theirs.state_dict()[name]) for name, one in ours.state_dict().items())
@@ -147,7 +147,7 @@ def test_a_table_without_poses_is_refused_with_what_makes_them(tmp_path):
 @pytest.mark.parametrize("published", [True, False])
 def test_poses_are_ranked_by_a_model_of_confidence_of_any_form(tmp_path, published):
     judge = model_of(replace(CONFIDENCE, as_published=published), torch.float32)
-    torch.save(to_published(judge) if published else judge.state_dict(), path := tmp_path / "confidence.pt")
+    torch.save(as_original(judge) if published else judge.state_dict(), path := tmp_path / "confidence.pt")
     task = replace(SMALL, confidence=str(path))
     batch = rows_of(made(0), "a", range(3), task)
     told = outputs_of(task, model_of(dtype=torch.float32), batch)

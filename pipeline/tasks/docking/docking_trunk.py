@@ -18,13 +18,13 @@ from torch import nn
 from pipeline.tasks.docking.equivariant import (
     AllPairs,
     Blocks,
-    Irrep,
     Kernel,
     ListedPairs,
     PairConvolution,
     edge_features,
     edge_harmonics,
 )
+from pipeline.tasks.irreps import Irrep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -21,39 +21,19 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from pipeline.tasks.irreps import Irrep, ProductPath, product_paths
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
 
-class Irrep(NamedTuple):
-    """Channels that turn alike: scalars (degree 0) or vectors (1), even or odd under reflection."""
-
-    channels: int
-    degree: int
-    parity: int  # 1 or -1
-
-    @property
-    def components(self) -> int:
-        return 2 * self.degree + 1
-
-
-class ProductPath(NamedTuple):
-    """One way through a tensor product: block in × harmonics of a degree → block out, and its part of the weights."""
-
-    source: int
-    harmonic: int
-    target: int
-    first: int  # of its weights, which are laid out [channel in, channel out]
-    scale: float
-
-
 ABSENT = -1e30  # added to hidden features before their activation where there is no edge
 ABSENT_HALF = -6e4  # the same in float16, in which nothing is much larger
 DIRECTIONS = 8  # harmonics of degree 1 and 2
 _OF_DEGREE = {1: slice(3), 2: slice(3, DIRECTIONS)}
-# What the harmonics below and the unit-norm 3j symbols leave to a path's scale: degree in, of the harmonics, out.
+# What the harmonics below and couplings of whole numbers leave to a path's scale: degree in, of the harmonics, out.
 _NORMS = {
     (0, 0, 0): 1.0,
     (0, 1, 1): 1.0,
@@ -62,25 +42,6 @@ _NORMS = {
     (1, 1, 1): 1 / math.sqrt(2),
     (1, 2, 1): math.sqrt(3 / 2),
 }
-
-
-def product_paths(enter: Sequence[Irrep], leave: Sequence[Irrep]) -> tuple[ProductPath, ...]:
-    """Return the paths of the full tensor product with harmonics of degrees 0 to 2, in the order of their weights."""
-    found = [
-        (source, harmonic, target)
-        for source, block in enumerate(enter)
-        for harmonic in range(3)
-        for target, result in enumerate(leave)
-        if (block.degree, harmonic, result.degree) in _NORMS and block.parity * (-1) ** harmonic == result.parity
-    ]
-    paths, first = [], 0
-    for source, harmonic, target in found:
-        block, result = enter[source], leave[target]
-        fan_in = sum(enter[other].channels for other, _, into in found if into == target)
-        scale = math.sqrt(result.components / fan_in) * _NORMS[block.degree, harmonic, result.degree]
-        paths.append(ProductPath(source, harmonic, target, first, scale))
-        first += block.channels * result.channels
-    return tuple(paths)
 
 
 def harmonics(way_3: Tensor) -> Tensor:
@@ -251,15 +212,14 @@ class PairConvolution(nn.Module):
     def __init__(self, enter: Sequence[Irrep], leave: Sequence[Irrep], told: Sequence[int]) -> None:
         super().__init__()
         self.enter, self.leave, self.told = tuple(enter), tuple(leave), tuple(told)
-        paths = product_paths(enter, leave)
-        width = sum(told)
+        self.paths, width = product_paths(enter, leave), sum(told)
         self.hidden = nn.Linear(width, width)
-        self.weights = nn.Linear(width, sum(map(self._weight_count, paths)))
+        self.weights = nn.Linear(width, sum(path.weights for path in self.paths))
         for (_, degree, result), coupling in _couplings().items():
             self.register_buffer(f"coupling_1{degree}{result}", coupling, persistent=False)
-        self.same = [path for path in paths if path.harmonic == 0]
-        self.sent = [path for path in paths if path.harmonic and not enter[path.source].degree]
-        self.bent = [path for path in paths if path.harmonic and enter[path.source].degree]
+        self.same = [path for path in self.paths if path.harmonic == 0]
+        self.sent = [path for path in self.paths if path.harmonic and not enter[path.source].degree]
+        self.bent = [path for path in self.paths if path.harmonic and enter[path.source].degree]
         self.bent.sort(key=lambda path: path.target)
 
     def kernel(self) -> Kernel:
@@ -349,12 +309,9 @@ class PairConvolution(nn.Module):
 
     def _of_path(self, weights_WH: Tensor, path: ProductPath) -> Tensor:
         """Return a path's weights [channels in, H, channels out], scaled."""
-        rows_WH = weights_WH[path.first : path.first + self._weight_count(path)]
+        rows_WH = weights_WH[path.first : path.first + path.weights]
         weights_MMH = rows_WH.view(self.enter[path.source].channels, -1, weights_WH.shape[1])
-        return weights_MMH.transpose(1, 2) * path.scale
-
-    def _weight_count(self, path: ProductPath) -> int:
-        return self.enter[path.source].channels * self.leave[path.target].channels
+        return weights_MMH.transpose(1, 2) * (path.scale * _NORMS[path.degrees])
 
 
 class HeardEdges(NamedTuple):

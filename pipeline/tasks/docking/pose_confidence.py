@@ -23,7 +23,7 @@ from pipeline.files import cell_text
 from pipeline.protocol import item_of
 from pipeline.tasks.docking.docking_items import example_counts, example_partner, placed_partners
 from pipeline.tasks.docking.docking_trunk import PosedComplex, TrunkSizes
-from pipeline.tasks.docking.score_network import ConfidenceModel, from_published, is_published, trunk_options
+from pipeline.tasks.docking.score_network import FORM, ConfidenceModel, from_published, trunk_options
 from pipeline.tasks.task_parts import WHERE, above_zero, at_least, part_of
 from pipeline.training.checkpoints.trained_weights import stored_weights
 from pipeline.training.evaluating.outputs import CSV
@@ -151,7 +151,7 @@ def read_moves(table: Path) -> dict[str, NDArray[np.float64]]:
 def trained_confidence(place: str, device: str, dtype: torch.dtype, as_published: bool) -> ConfidenceModel:  # noqa: FBT001 - cached by it
     """Return a trained model, by a file or folder of weights: the published ones, an exported model or a checkpoint."""
     tensors = stored_weights(Path(place))
-    if is_published(tensors):
+    if FORM.knows(tensors):
         tensors, as_published = from_published(tensors), True
     model = ConfidenceModel(_sizes_of(tensors, place, as_published=as_published))
     model.load_state_dict(tensors)

@@ -14,8 +14,8 @@ receptor, L of the ligand, C columns of a grid, E embedding dimensions, M featur
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -38,17 +38,17 @@ from pipeline.tasks.docking.docking_trunk import (
 from pipeline.tasks.docking.equivariant import (
     AllPairs,
     Blocks,
-    Irrep,
     PairConvolution,
     edge_features,
     edge_harmonics,
 )
 from pipeline.tasks.docking.rigid_diffusion import NoiseSchedule, table_rows
-from pipeline.tasks.task_parts import refuse_mended
+from pipeline.tasks.irreps import Irrep, product_constants
+from pipeline.tasks.task_parts import OriginalForm
 from pipeline.training.checkpoints.trained_weights import renamed
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -107,7 +107,7 @@ class ScoreModel(nn.Module):
 
     def published_forms(self) -> Mapping[str, PublishedForm]:
         """Return the original's names."""
-        return {"diffdock_pp": DockingNames(self, self.as_published)}
+        return published_form(self, as_published=self.as_published)
 
     def fitting_options(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         """Return the options that fit the original's weights."""
@@ -148,7 +148,7 @@ class ConfidenceModel(nn.Module):
 
     def published_forms(self) -> Mapping[str, PublishedForm]:
         """Return the original's names."""
-        return {"diffdock_pp": DockingNames(self, self.trunk.sizes.as_published)}
+        return published_form(self, as_published=self.trunk.sizes.as_published)
 
     def _logits(self, posed: PosedComplex, poses_at_once: int) -> Tensor:
         ligand = self.trunk(posed, poses_at_once)
@@ -208,26 +208,24 @@ NAMES = {
     "head.1": "confidence_predictor.4",
     "head.2": "confidence_predictor.8",
 }
-ROOT = "encoder."
-UNUSED, USED = "lig_dist_exp.offset", "rec_dist_exp.offset"  # two names of one grid
-_DEGREE_2 = torch.tensor([0.1, 0.1, 2 / 15, 0.1, 0.1], dtype=torch.float64).sqrt()  # their harmonics' norms to ours
-SYMBOLS: dict[str, tuple[str, slice, Tensor]] = {
-    "1_1_1": ("coupling_111", slice(3), torch.tensor(1 / math.sqrt(6))),
-    "1_2_1": ("coupling_121", slice(3, 8), _DEGREE_2[:, None]),
-}
-
-
-def is_published(names: Collection[str]) -> bool:
-    """Tell the original's weights by their names."""
-    return f"{ROOT}{NAMES['trunk.residues.mix']}.weight" in names
+UNUSED = "lig_dist_exp.offset"  # another name of a grid
+FORM = OriginalForm(
+    NAMES,
+    signs=("atom_embed.lm_ebd.weight",),
+    left=("*.tensor_prod.*", f"*{UNUSED}"),
+    prefix="encoder.",
+    system="DiffDock-PP",
+)
 
 
 def from_published(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the original's weights under our names, without its constants; other names stay, to be refused."""
-    ours = {theirs: mine for mine, theirs in NAMES.items()}
-    return {
-        renamed(name.removeprefix(ROOT), ours): tensor for name, tensor in tensors.items() if not _is_constant(name)
-    }
+    return FORM.read({name: tensor for name, tensor in tensors.items() if not FORM.leaves(name)})
+
+
+def published_form(model: nn.Module, *, as_published: bool) -> Mapping[str, OriginalForm]:
+    """Return the original's form for a network."""
+    return {"diffdock_pp": replace(FORM, as_published=as_published, constants=partial(_constants, model))}
 
 
 def trunk_options(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -238,53 +236,11 @@ def trunk_options(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {"embedding_dim": told - scalars, "scalars": scalars, "vectors": vectors, "layers": layers}
 
 
-@dataclass(frozen=True)
-class DockingNames:
-    """The form in which weights of DiffDock-PP were published, for a network that behaves as theirs or does not."""
-
-    network: nn.Module
-    as_published: bool
-    left: tuple[str, ...] = (f"{ROOT}*.tensor_prod.*", ROOT + UNUSED)
-    fresh: tuple[str, ...] = ()
-
-    def knows(self, names: Collection[str]) -> bool:
-        """Tell them by their names."""
-        return is_published(names)
-
-    def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return them under our names; refuse them for a network that does not behave as theirs."""
-        refuse_mended("DiffDock-PP", as_published=self.as_published)
-        return from_published(tensors)
-
-    def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return our tensors under theirs; refuse those of a network that does not behave as theirs."""
-        refuse_mended("DiffDock-PP", as_published=self.as_published)
-        return to_published(self.network, tensors)
-
-
-def to_published(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return a model's state, or other tensors of its names, as the original's state dict, with its constants."""
-    tensors = model.state_dict() if tensors is None else tensors
-    state = {renamed(name, NAMES): tensor for name, tensor in tensors.items()}
+def _constants(model: nn.Module) -> dict[str, Tensor]:
+    """Return what their state has besides weights."""
+    constants = {UNUSED: model.get_buffer("trunk.inner_edges.centres_M")}
     for name, module in model.named_modules():
         if isinstance(module, PairConvolution):
             place = renamed(f"{name}.hidden", NAMES).removesuffix("fc.0")
-            state |= {f"{place}tensor_prod.{key}": tensor for key, tensor in _constants(module).items()}
-    state[UNUSED] = state[USED]
-    return {ROOT + name: tensor for name, tensor in state.items()}
-
-
-def _constants(convolution: PairConvolution) -> dict[str, Tensor]:
-    """Return what e3nn keeps in the state of a tensor product."""
-    width = sum(block.channels * block.components for block in convolution.leave)
-    constants = {"weight": torch.empty(0), "output_mask": torch.ones(width)}
-    used = {f"1_{path.harmonic}_{convolution.leave[path.target].degree}" for path in convolution.bent}
-    for degrees in used & set(SYMBOLS):
-        name, rows, norm = SYMBOLS[degrees]
-        symbol = convolution.get_buffer(name)[:, rows].double() * norm
-        constants[f"_compiled_main_left_right._w3j_{degrees}"] = symbol.float()
+            constants |= product_constants(f"{place}tensor_prod", module.paths, module.leave)
     return constants
-
-
-def _is_constant(name: str) -> bool:
-    return ".tensor_prod." in name or name == ROOT + UNUSED

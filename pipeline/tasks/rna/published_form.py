@@ -5,18 +5,19 @@ Their constants (3j symbols, masks, empty biases) are left out on the way in, an
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from pipeline.encoder.published_weights import renamed
+from pipeline.tasks.irreps import no_weights, product_constants
 from pipeline.tasks.rna.pocket_network import EdgeLayer
-from pipeline.tasks.rna.turning_fields import FieldGate, FieldLinear, FieldProduct, coupling
-from pipeline.tasks.task_parts import refuse_mended
-from pipeline.training.checkpoints.trained_weights import NameTable, renamed
+from pipeline.tasks.rna.turning_fields import FieldGate, FieldLinear, FieldProduct
+from pipeline.tasks.task_parts import OriginalForm
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
-
     from torch import Tensor, nn
 
     from pipeline.tasks.rna.pocket_network import PocketNetwork
@@ -54,71 +55,42 @@ NAMES = {
     "kind_weights.dihedrals": "dihedral_weight",
     "kind_weights.near": "nonbonded_weight",
 }
-SIGNS = ("input_embedding.irreps_projection.weight", "bonded_mp_layers.0.bessel_basis.frequencies")
 LINEARS = ("input_embedding.irreps_projection", "*.linear_in", "*.self_connection", "*_mp_layers.*.output_projection")
 LEFT = (
     *(f"{name}.{constant}" for name in LINEARS for constant in ("bias", "output_mask")),
     *("*.tp.weight", "*.tp.output_mask", "*._w3j_*", "*.nonlinearity.*"),
 )
-SYMBOLS = ((1, 1, 2), (1, 2, 1), (2, 1, 1), (2, 2, 2))  # the others are so simple that e3nn keeps none
-FRESH = ("atoms.mean_3", "atoms.deviation_3")  # which they keep beside their data
-TABLE = NameTable(NAMES, SIGNS, LEFT, FRESH)
+FORM = OriginalForm(
+    NAMES,
+    signs=("input_embedding.irreps_projection.weight", "bonded_mp_layers.0.bessel_basis.frequencies"),
+    left=LEFT,
+    fresh=("atoms.mean_3", "atoms.deviation_3"),  # which they keep beside their data
+    system="RNA-3E-FFI",
+)
 
 
-class RnaForm:
-    """The names of RNA-3E-FFI for one network."""
-
-    left: tuple[str, ...] = LEFT
-    fresh: tuple[str, ...] = FRESH
-
-    def __init__(self, network: PocketNetwork) -> None:
-        self._network = network
-
-    def knows(self, names: Collection[str]) -> bool:
-        """Say whether tensors of these names are of RNA-3E-FFI."""
-        return TABLE.knows(names)
-
-    def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return their tensors under our names; refuse those for a network that does not behave as theirs."""
-        refuse_mended("RNA-3E-FFI", as_published=self._network.sizes.as_published)
-        return TABLE.read(tensors)
-
-    def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return our tensors under their names, with the constants that their state has."""
-        refuse_mended("RNA-3E-FFI", as_published=self._network.sizes.as_published)
-        own = {name: tensor for name, tensor in tensors.items() if name not in FRESH}
-        return TABLE.write(own) | dict(_constants(self._network))
+def rna_form(network: PocketNetwork) -> OriginalForm:
+    """Return the form of RNA-3E-FFI for a network."""
+    return replace(FORM, as_published=network.sizes.as_published, constants=partial(_constants, network))
 
 
-def _constants(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield what e3nn keeps in a state besides weights."""
+def _constants(network: nn.Module) -> dict[str, Tensor]:
+    """Return what e3nn keeps in a state besides weights."""
+    found: dict[str, Tensor] = {}
     for name, module in network.named_modules():
         theirs = renamed(name, NAMES)
         if isinstance(module, FieldLinear):
-            is_there = [width * bool(before) for width, before in zip(module.leave.widths, module.enter, strict=True)]
-            mask = [
-                torch.full((width,), float(bool(kept)))
-                for width, kept in zip(module.leave.widths, is_there, strict=True)
-            ]
-            yield f"{theirs}.bias", torch.empty(0)
-            yield f"{theirs}.output_mask", torch.cat(mask)
+            parts = zip(module.leave.widths, module.enter, strict=True)
+            mask = torch.cat([torch.full((width,), float(before > 0)) for width, before in parts])
+            found |= no_weights(theirs, mask, "bias")
         elif isinstance(module, FieldProduct):
-            yield f"{theirs}.weight", torch.empty(0)
-            yield f"{theirs}.output_mask", torch.ones(module.leave.size)
-            kept = {path[:3] for path in module.paths} & set(SYMBOLS)
-            for symbol in kept:
-                place = f"{theirs}._compiled_main_left_right._w3j_{'_'.join(map(str, symbol))}"
-                yield place, torch.tensor(coupling(*symbol), dtype=torch.float32)
+            found |= product_constants(theirs, module.paths, module.leave.irreps)
         elif isinstance(module, EdgeLayer):
-            yield from _of_activation(renamed(f"{name}.act", NAMES), module)
-
-
-def _of_activation(theirs: str, layer: EdgeLayer) -> Iterator[tuple[str, Tensor]]:
-    fields = layer.enter.enter
-    if isinstance(layer.act, FieldGate):
-        products = {"mul": fields.size - fields.scalars}
-    else:
-        products = {"norm.tp": sum(fields), "scalar_multiplier": fields.size}
-    for product, width in products.items():
-        yield f"{theirs}.{product}.weight", torch.empty(0)
-        yield f"{theirs}.{product}.output_mask", torch.ones(width)
+            fields, act = module.enter.enter, renamed(f"{name}.act", NAMES)
+            if isinstance(module.act, FieldGate):
+                products = {"mul": fields.size - fields.scalars}
+            else:
+                products = {"norm.tp": sum(fields), "scalar_multiplier": fields.size}
+            for product, width in products.items():
+                found |= no_weights(f"{act}.{product}", torch.ones(width))
+    return found

@@ -11,23 +11,20 @@ from __future__ import annotations
 
 import math
 import re
-from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
 from pipeline.errors import ConfigError
+from pipeline.tasks.irreps import DEGREES, Irrep, ProductPath, coupling, product_paths
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from torch import Tensor
 
 WHERE = "train.options.hidden_irreps"
 USUAL = "32x0e+16x1o+8x2e"
-DEGREES = (0, 1, 2)
 # e3nn divides its activations by the root of their second moment under a normal distribution, as it draws it.
 SILU_SCALE, SIGMOID_SCALE = 1.6791767923989418, 1.8467055342154763
 SQUARED_EPS = 1e-16
@@ -48,15 +45,22 @@ class Fields(NamedTuple):
         return sum(self.widths)
 
     @property
+    def irreps(self) -> list[Irrep]:
+        """Return a block for each degree; vectors change their sign under reflection."""
+        return [Irrep(count, degree, (-1) ** degree) for degree, count in enumerate(self)]
+
+    @property
     def widths(self) -> list[int]:
         """Return the numbers of each degree."""
-        return [count * (2 * degree + 1) for degree, count in enumerate(self)]
+        return [block.channels * block.components for block in self.irreps]
 
     def split(self, x_NF: Tensor) -> list[Tensor]:
         """Return the fields by degree, each [N, M, D]."""
         parts = torch.split_with_sizes(x_NF, self.widths, -1)
-        dims = [2 * degree + 1 for degree in DEGREES]
-        return [part.reshape(len(x_NF), count, dim) for part, count, dim in zip(parts, self, dims, strict=True)]
+        return [
+            part.reshape(len(x_NF), block.channels, block.components)
+            for part, block in zip(parts, self.irreps, strict=True)
+        ]
 
 
 def fields_of(irreps: str) -> Fields:
@@ -74,46 +78,6 @@ def fields_of(irreps: str) -> Fields:
         problem = f"{irreps!r} has no scalars such as 32x0e, which the output needs"
         raise ConfigError(problem, where=WHERE, remedy=remedy)
     return Fields(*(counts.get(degree, 0) for degree in DEGREES))
-
-
-# ---- constants ----
-
-
-@cache
-def coupling(left: int, right: int, out: int) -> NDArray[np.float64]:
-    """Return the real 3j symbol of three degrees [D, D, D]: what turns with none of them.
-
-    Degree 2 is written as symmetric matrices without a trace: two of them and a vector, or three, make one number. An
-    array, not a tensor: what is kept for a whole process must not be of the place where it was first asked for.
-    """
-    if 0 in (left, right, out):
-        degree = max(left, right, out)
-        one_DD = np.eye(2 * degree + 1) / math.sqrt(2 * degree + 1)
-        return one_DD.reshape([2 * part + 1 for part in (left, right, out)])
-    matrices_533 = _matrices()
-    if (left, right, out) == (2, 2, 2):
-        symbol = np.einsum("iab,jbc,kca->ijk", matrices_533, matrices_533, matrices_533)
-        # Squares are whole seventieths: so each root alone is rounded, not a sum. + 0.0: no 0 is negative.
-        exact: NDArray[np.float64] = np.sign(symbol) * np.sqrt(_square_shares(symbol).round() / 70) + 0.0
-        return exact
-    symbol = np.moveaxis(matrices_533, 0, (left, right, out).index(2))
-    normed: NDArray[np.float64] = symbol / np.linalg.norm(symbol)
-    return normed
-
-
-def _square_shares(symbol: NDArray[np.float64]) -> NDArray[np.float64]:
-    shares: NDArray[np.float64] = np.square(symbol / np.linalg.norm(symbol)) * 70
-    return shares
-
-
-def _matrices() -> NDArray[np.float64]:
-    """Return the five matrices of xz, xy, 2y² − x² − z², yz and z² − x², each of norm 1."""
-    matrices_533 = np.zeros((5, 3, 3))
-    for place, (row, column) in zip((0, 1, 3), ((0, 2), (0, 1), (1, 2)), strict=True):
-        matrices_533[place, row, column] = matrices_533[place, column, row] = math.sqrt(1 / 2)
-    matrices_533[2] = np.diag([-1, 2, -1]) / math.sqrt(6)
-    matrices_533[4] = np.diag([-1, 0, 1]) / math.sqrt(2)
-    return matrices_533
 
 
 def field_harmonics(way_E3: Tensor) -> Tensor:
@@ -161,42 +125,16 @@ class FieldLinear(nn.Module):
         return torch.cat(mixed, -1)
 
 
-class FieldPath(NamedTuple):
-    """One way through a product of fields with harmonics: degrees in, of the harmonics, and out; and its weights."""
-
-    source: int
-    harmonic: int
-    target: int
-    weights: int
-    scale: float
-
-
-def field_paths(enter: Fields, leave: Fields) -> tuple[FieldPath, ...]:
-    """Return every way from fields and harmonics to fields that keeps parity, in e3nn's order."""
-    ways = [
-        (source, harmonic, target)
-        for source in DEGREES
-        for harmonic in DEGREES
-        for target in DEGREES
-        if enter[source] and leave[target] and not (source + harmonic + target) % 2
-        and abs(source - harmonic) <= target <= source + harmonic
-    ]  # fmt: skip
-    fans = [sum(enter[source] for source, _, target in ways if target == out) for out in DEGREES]
-    return tuple(
-        FieldPath(*way, enter[way[0]] * leave[way[2]], math.sqrt((2 * way[2] + 1) / fans[way[2]])) for way in ways
-    )
-
-
 class FieldProduct(nn.Module):
     """The product of an edge's fields with the harmonics of its direction, with weights for every two fields."""
 
     def __init__(self, enter: Fields, leave: Fields) -> None:
         super().__init__()
         self.enter, self.leave = enter, leave
-        self.paths = field_paths(enter, leave)
+        self.paths = product_paths(enter.irreps, leave.irreps)
         self.weights = sum(path.weights for path in self.paths)
         for path in self.paths:
-            symbol = torch.tensor(coupling(*path[:3]) * path.scale, dtype=torch.get_default_dtype())
+            symbol = torch.tensor(coupling(*path.degrees) * path.scale, dtype=torch.get_default_dtype())
             self.register_buffer(_symbol_name(path), symbol, persistent=False)
 
     def forward(self, x_EF: Tensor, harmonics_EH: Tensor, weight_EW: Tensor) -> Tensor:
@@ -213,7 +151,7 @@ class FieldProduct(nn.Module):
         return torch.cat([total.flatten(1) for total in sums if total is not None], -1)
 
 
-def _symbol_name(path: FieldPath) -> str:
+def _symbol_name(path: ProductPath) -> str:
     return f"symbol_{path.source}{path.harmonic}{path.target}"
 
 

@@ -9,13 +9,13 @@ import torch
 
 from pipeline.tasks.docking.docking_trunk import TrunkSizes
 from pipeline.tasks.docking.equivariant import (
-    Irrep,
     PairConvolution,
     edge_features,
     edge_harmonics,
     harmonics,
     listed_pairs,
 )
+from pipeline.tasks.irreps import Irrep
 
 SIZES = TrunkSizes(scalars=5, vectors=3)
 LAYERS = [(SIZES.irreps(layer), SIZES.irreps(layer + 1)) for layer in range(4)]

@@ -17,9 +17,8 @@ from pipeline.tasks.docking.rigid_diffusion import (
     score_errors,
     table_rows,
 )
-from pipeline.tasks.docking.score_network import to_published
 from tests.reference import docking_complex, recorded
-from tests.tasks.originals import COMPLEXES, fresh_score_model, posed, relative_off, tables
+from tests.tasks.originals import COMPLEXES, as_original, fresh_score_model, posed, relative_off, tables
 
 CLOSE = 1e-5
 BATCH = ("1Z0K", "3H2V", "3BX7")
@@ -113,7 +112,7 @@ def test_loss_all_gradients_and_four_steps_of_adam_are_the_originals():
             for error, kind in zip(errors, ("tr", "rot"), strict=True):
                 assert relative_off(error.detach(), theirs[f"f64.{kind}_loss"]) < 1e-10
             gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-            found = to_published(model, model.state_dict() | gradients)
+            found = as_original(model, gradients)
             names = [name for name in theirs if name.startswith("grad.")]
             assert len(names) == 61
             for name in names:  # of large ones, some rows are kept

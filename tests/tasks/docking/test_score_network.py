@@ -7,13 +7,14 @@ import torch
 
 from pipeline.tasks.docking.docking_trunk import TrunkSizes
 from pipeline.tasks.docking.rigid_diffusion import NoiseSchedule
-from pipeline.tasks.docking.score_network import ConfidenceModel, ScoreModel, from_published, is_published, to_published
+from pipeline.tasks.docking.score_network import FORM, ConfidenceModel, ScoreModel, from_published
 from pipeline.training.checkpoints.trained_weights import stored_weights
 from tests.reference import checkpoint, docking_complex, recorded
 from tests.tasks.originals import (
     COMPLEXES,
     CONFIDENCE_SIZES,
     PRECISIONS,
+    as_original,
     confidence_model,
     docked,
     noised,
@@ -101,10 +102,10 @@ def test_residues_without_an_edge_are_left_out_without_a_difference():
 
 def test_published_weights_go_in_and_out_without_a_change():
     published = stored_weights(checkpoint("diffdock_pp/confidence.pth"))
-    assert is_published(published)
+    assert FORM.knows(published)
     model = ConfidenceModel(CONFIDENCE_SIZES)
     model.load_state_dict(from_published(published))
-    back = to_published(model)
+    back = as_original(model)
     assert set(back) == set(published)
     assert all(torch.equal(back[name], tensor) for name, tensor in published.items())
 

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.tasks.rna.turning_fields import (
-    Fields,
-    field_paths,
-    fields_of,
-)
+from pipeline.tasks.irreps import product_paths
+from pipeline.tasks.rna.turning_fields import Fields, fields_of
 
 FIELDS = Fields(8, 4, 2)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_paths_keep_parity_and_every_one_has_weights():
-    paths = field_paths(FIELDS, FIELDS)
+    paths = product_paths(FIELDS.irreps, FIELDS.irreps)
     assert len(paths) == 11
-    assert all((path.source + path.harmonic + path.target) % 2 == 0 for path in paths)
+    assert all(sum(path.degrees) % 2 == 0 for path in paths)
     assert sum(path.weights for path in paths) == 216  # of FACTS.md: without a gate
 
 
