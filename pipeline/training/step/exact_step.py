@@ -69,11 +69,6 @@ class Piece:
     def numbers(self) -> tuple[int, ...]:
         return self.batch.numbers[self.start : self.stop]
 
-    @property
-    def weights(self) -> Mapping[str, Any] | None:
-        """The weights of its terms, where they are known already."""
-        return self.batch.weights if len(self) == len(self.batch) else None
-
     def collated(self) -> Batch:
         """Return the task's batch of these items; of some of a micro-batch, they are read again."""
         return self.batch.part(self.start, self.stop)
@@ -200,7 +195,7 @@ class RankReport:
     cropped: int = 0
     remedied: dict[str, int] = field(default_factory=dict)  # items that ran on a rung of the ladder, by its name
     again: bool = False  # it could not finish: all ranks run the step again
-    absent: list[int] | None = None  # parameters without a gradient; None: all of them
+    absent: list[int] | None = None  # parameters without a gradient; None: all of them, as where no item ran
     budget: int = UNPLANNED  # the memory budget that it wants from now on
     why: str = ""  # it wants another one
     ending: int = 0  # the signal that asked it to end; 0: none
@@ -368,7 +363,7 @@ class ExactStep:
         weights: list[Mapping[str, Any]] = []
 
         def weigh(piece: Piece) -> None:
-            known = piece.weights
+            known = piece.batch.weights if len(piece) == len(piece.batch) else None
             weights.append(self._within(piece, self.step.weights_of, WEIGH) if known is None else known)
 
         share.is_last_pass = False

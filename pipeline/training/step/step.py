@@ -283,7 +283,9 @@ class Step:
         self.scaler.update()
         if self.averages and self.scaler.get_scale() >= scale:  # else the step was left out: not finite at this scale
             self.watch.phase("ema")
-            self._average()
+            assert self.settings.ema is not None
+            averages, trained = [*map(local, self.averages)], [local(parameter.detach()) for parameter in self.trained]
+            torch._foreach_lerp_(averages, trained, 1 - self.settings.ema)
         self.release()
 
     def release(self) -> None:
@@ -402,11 +404,6 @@ class Step:
     def saved(self) -> AbstractContextManager[Any]:
         """Return a context for the forward: with offload, it keeps activations in the host's memory."""
         return offloaded(self.model, self.carrier) if self._offloads and not self._is_on_host else nullcontext()
-
-    def _average(self) -> None:
-        assert self.settings.ema is not None
-        with torch.no_grad():
-            torch._foreach_lerp_([*map(local, self.averages)], [*map(local, self.trained)], 1 - self.settings.ema)
 
 
 def checked_model(model: Any) -> nn.Module:

@@ -153,19 +153,6 @@ def test_whatever_is_kept_of_a_batch_in_whatever_view_stays_what_it_was(data, ke
         del batch, part
 
 
-def test_what_a_backward_pass_needs_is_kept_until_it_ran(data):
-    weight, losses, wanted = torch.ones(1, requires_grad=True), [], 0.0
-    for batch in data.loader(lists_of(24, 4), slots=4):
-        values = batch["receptor.node.pos"]
-        wanted += float(values.double().sum())
-        losses = [*losses[-1:], (weight * values).sum()]
-        if len(losses) > 1:
-            losses[0].backward()
-        del batch, values
-    losses[-1].backward()
-    assert float(weight.grad) == pytest.approx(wanted, rel=1e-3, abs=1e-3)
-
-
 @pytest.mark.parametrize("readers", [THREADS, PROCESSES])
 def test_a_loop_may_keep_every_batch(data, readers):
     loader = data.loader(lists_of(24, 2), slots=2, readers=readers)

@@ -121,3 +121,25 @@ class Plateau(Means):
         optimizer = torch.optim.SGD(self.parameters(), 0.1)
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": self.figure}}
+
+
+class Unlogged(Plateau):
+    """Waits for a figure that nobody logs."""
+
+    figure = "stil"
+
+
+class Silent(Means):
+    """Returns no loss."""
+
+    def training_step(self, batch: dict[str, object], index: int) -> None:  # type: ignore[override]
+        return None
+
+
+class Two(Means):
+    """Has two optimizers, as only a module that optimizes manually may."""
+
+    automatic_optimization = False
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:  # type: ignore[override]
+        return [torch.optim.SGD(layer.parameters(), 0.01) for layer in (self.layers[0], self.layers[2])]

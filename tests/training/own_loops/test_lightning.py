@@ -102,15 +102,6 @@ def test_the_learned_budget_is_part_of_lightnings_checkpoint(kit: Any, tmp_path:
     assert [record for record in resumed.records if record["kind"] == "event"] == []
 
 
-def test_two_optimizers_are_refused_with_what_to_do(kit: Any, tmp_path: Path) -> None:
-    class Two(kit.Regression):
-        def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-            return [torch.optim.SGD(layer.parameters(), 0.01) for layer in (self.layers[0], self.layers[2])]
-
-    with pytest.raises(ConfigError, match="2 optimizers"):
-        kit.fit(Two(manual=True), kit.GovernorCallback(), tmp_path)
-
-
 def test_a_module_that_is_not_changed_is_given_parts_and_trains_as_with_whole_batches(kit: Any, tmp_path: Path) -> None:
     limited.need()
     whole, parts = kit.Means(), kit.Means()
@@ -137,27 +128,21 @@ def test_a_rate_that_waits_for_a_plateau_is_set_as_by_lightning(kit: Any, tmp_pa
     assert [trainer.optimizers[0].param_groups[0]["lr"] for trainer in trainers] == [pytest.approx(0.01)] * 2
 
 
-def test_a_plateau_of_a_figure_that_nobody_logs_is_an_error(kit: Any, tmp_path: Path) -> None:
-    module = kit.Plateau()
-    module.figure = "stil"
-    with pytest.raises(ConfigError, match="stil"):
-        kit.means(module, kit.GovernorCallback(splits=True), tmp_path)
-
-
-def test_a_step_without_a_loss_is_refused_with_what_to_do(kit: Any, tmp_path: Path) -> None:
-    class Silent(kit.Means):
-        def training_step(self, batch: dict[str, object], index: int) -> None:
-            return None
-
-    with pytest.raises(ConfigError, match="training_step returned None"):
-        kit.means(Silent(), kit.GovernorCallback(splits=True), tmp_path)
-
-
-def test_what_cannot_be_split_is_refused_with_what_to_do(kit: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="accumulate_grad_batches=1"):
-        kit.means(kit.Means(), kit.GovernorCallback(splits=True), tmp_path, accumulate_grad_batches=2)
-    with pytest.raises(ConfigError, match="clip by norm"):
-        kit.means(kit.Means(), kit.GovernorCallback(splits=True), tmp_path, gradient_clip_algorithm="value")
+@pytest.mark.parametrize(
+    ("kind", "problem", "options"),
+    [
+        ("Two", "2 optimizers", {"gradient_clip_val": None}),
+        ("Unlogged", "stil", {}),
+        ("Silent", "training_step returned None", {}),
+        ("Means", "accumulate_grad_batches=1", {"accumulate_grad_batches": 2}),
+        ("Means", "clip by norm", {"gradient_clip_algorithm": "value"}),
+    ],
+)
+def test_what_cannot_be_split_is_refused_with_what_to_do(
+    kit: Any, tmp_path: Path, kind: str, problem: str, options: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        kit.means(getattr(kit, kind)(), kit.GovernorCallback(splits=True), tmp_path, **options)
 
 
 BEFORE = Page(Path(__file__).resolve().parents[3] / "docs/how-to/own_script.md").files()["fit.py"]
