@@ -123,10 +123,7 @@ def synth_command(
     from pipeline.encoder import synth as maker
 
     with _room_for(out, replace=force) as place:
-        if family == "esm2":
-            maker.write_random_checkpoint(place, layers, dim, heads, seed=seed, stress=stress)
-        else:
-            maker.write_random_relative(place, maker.relative(family, layers, dim, heads), seed=seed, stress=stress)
+        maker.write_random_checkpoint(place, layers, dim, heads, seed=seed, stress=stress, family=family)
     typer.echo(f"{out}: {layers} layers of width {dim} with {heads} heads, random weights (seed {seed})")
 
 

@@ -53,10 +53,10 @@ def files_of(path: Path) -> CheckpointFiles:
     if stat.S_ISDIR(mode):
         return _folder(path, names)
     if not stat.S_ISREG(mode):
-        raise WeightsUnusable("is neither a file nor a folder", where=str(path), remedy=USE_ESM2)
+        raise unusable("is neither a file nor a folder", path)
     if path.name == CONFIG or path.name.endswith((".index.json", ".bin")):
         remedy = f"use its folder: {path.parent}, with {SINGLE}{_CONVERT.format(path.parent)}"
-        raise WeightsUnusable("is not a file of safetensors", where=str(path), remedy=remedy)
+        raise unusable("is not a file of safetensors", path, remedy)
     if path.suffix != ".safetensors":
         return CheckpointFiles(path.stem, FAIR_ESM, (path,))
     whole = _folder(path.parent, {CONFIG, INDEX} if (path.parent / INDEX).is_file() else {CONFIG, SINGLE})
@@ -71,16 +71,21 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise unreadable_checkpoint(path, error) from error
     except (ValueError, RecursionError) as error:
-        raise WeightsUnusable(f"is not JSON: {str(error)[:100]}", where=str(path), remedy=FETCH_AGAIN) from error
+        raise unusable(f"is not JSON: {str(error)[:100]}", path, FETCH_AGAIN) from error
     if not isinstance(data, dict):
-        raise WeightsUnusable("is not a JSON object", where=str(path), remedy=FETCH_AGAIN)
+        raise unusable("is not a JSON object", path, FETCH_AGAIN)
     return data
+
+
+def unusable(what: str, path: Path, remedy: str = USE_ESM2) -> WeightsUnusable:
+    """Return the error for a checkpoint that cannot be used."""
+    return WeightsUnusable(what, where=str(path), remedy=remedy)
 
 
 def unreadable_checkpoint(path: Path, error: OSError) -> WeightsUnusable:
     """Return the error for a checkpoint file that cannot be read."""
     what = f"cannot be read: {error.strerror or error}"
-    return WeightsUnusable(what, where=str(path), remedy=f"ls -ldL {quoted(path)}")
+    return unusable(what, path, f"ls -ldL {quoted(path)}")
 
 
 def _folder(folder: Path, names: Container[str]) -> CheckpointFiles:
@@ -90,13 +95,13 @@ def _folder(folder: Path, names: Container[str]) -> CheckpointFiles:
         what = f"there is no {CONFIG}, which has the number of heads"
         pt = next((file for file in sorted(folder.glob("*.pt"))), None)
         remedy = f"set embed.weights to {pt}" if pt else f"copy the model's {CONFIG} to {folder}, or {USE_ESM2}"
-        raise WeightsUnusable(what, where=str(folder), remedy=remedy)
+        raise unusable(what, folder, remedy)
     if INDEX in names:
         return CheckpointFiles(name, HUGGING_FACE, shards_of(folder), (config, folder / INDEX))
     if SINGLE in names:
         return CheckpointFiles(name, HUGGING_FACE, (folder / SINGLE,), (config,))
     what = f"the folder has neither {SINGLE} nor {INDEX}"
-    raise WeightsUnusable(what, where=str(folder), remedy=f"{FETCH_AGAIN}{_CONVERT.format(folder)}")
+    raise unusable(what, folder, f"{FETCH_AGAIN}{_CONVERT.format(folder)}")
 
 
 def shards_of(folder: Path) -> tuple[Path, ...]:
@@ -104,12 +109,12 @@ def shards_of(folder: Path) -> tuple[Path, ...]:
     index = folder / INDEX
     names = read_json_object(index).get("weight_map")
     if not isinstance(names, dict) or not names or not all(_is_plain(name) for name in names.values()):
-        raise WeightsUnusable("names no file of this folder in weight_map", where=str(index), remedy=FETCH_AGAIN)
+        raise unusable("names no file of this folder in weight_map", index, FETCH_AGAIN)
     shards = tuple(folder / name for name in sorted(set(names.values())))
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:
         what = f"{len(missing)} of its {len(shards)} parts are missing: {', '.join(missing[:4])}"
-        raise WeightsUnusable(what, where=str(folder), remedy=FETCH_AGAIN)
+        raise unusable(what, folder, FETCH_AGAIN)
     return shards
 
 

@@ -27,13 +27,12 @@ from pipeline.encoder.checkpoint_files import (
     FAMILIES,
     FETCH_AGAIN,
     HUGGING_FACE,
-    USE_ESM2,
     files_of,
     read_json_object,
+    unusable,
 )
 from pipeline.encoder.embedding_recipe import ENDS, MASK, PAD, VOCABULARY
 from pipeline.encoder.published_weights import Form, read_pt, read_safetensors
-from pipeline.errors import WeightsUnusable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -200,40 +199,26 @@ def frequencies(head_dim: int) -> torch.Tensor:
 
 
 def shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every tensor of the encoder."""
+    """Return the name and shape of every tensor of the encoder; digests and random weights depend on their order."""
     dim, is_esmc = architecture.dim, architecture.family == ESMC
+    wide = (8 * dim // 3 + 255) // 256 * 256 if is_esmc else 4 * dim
+    first, last = ({f"{norm}_layer_norm": (dim,)} for norm in ("self_attn", "final"))
+    qkv, out = {f"self_attn.{part}_proj": (dim, dim) for part in "qkv"}, {"self_attn.out_proj": (dim, dim)}
+    feed = {"fc1": (wide, dim), "fc2": (dim, wide)}
+    layer: dict[str, tuple[int, ...]] = {**first, **qkv, **out, **last, **feed}
+    if is_esmc:
+        norms = {f"self_attn.{part}_layer_norm": (dim,) for part in "qk"}
+        layer = {**first, **last, **qkv, **norms, **out, "gate": (wide, dim), **feed}
     found: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (_ESMC_TOKENS if is_esmc else len(VOCABULARY), dim)}
     if architecture.positions:
         found["embed_positions.weight"] = (architecture.positions + PAD + 1, dim)
     if architecture.norm_before:
         found |= {f"emb_layer_norm_before.{kind}": (dim,) for kind in _BOTH}
-    layer = _esmc_layer(dim) if is_esmc else _layer(dim)
-    found |= {f"layers.{n}.{name}": shape for n in range(architecture.layers) for name, shape in layer.items()}
+    for number in range(architecture.layers):
+        for name, shape in layer.items():
+            kinds = _BOTH if not is_esmc or name in (*first, *last) else _BOTH[:1]
+            found |= {f"layers.{number}.{name}.{kind}": shape if kind == "weight" else shape[:1] for kind in kinds}
     return found | {f"emb_layer_norm_after.{kind}": (dim,) for kind in (_BOTH[:1] if is_esmc else _BOTH)}
-
-
-def _layer(dim: int) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of a layer of ESM-2, ESM-1b or ESM-1v."""
-    weights: dict[str, tuple[int, ...]] = {"self_attn_layer_norm": (dim,)}
-    weights |= {f"self_attn.{part}_proj": (dim, dim) for part in ("q", "k", "v", "out")}
-    weights |= {"final_layer_norm": (dim,), "fc1": (4 * dim, dim), "fc2": (dim, 4 * dim)}
-    return {
-        f"{name}.{kind}": shape if kind == "weight" else shape[:1] for name, shape in weights.items() for kind in _BOTH
-    }
-
-
-def _esmc_layer(dim: int) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of a layer of ESM C: no linear has a bias, and queries and keys have a norm each."""
-    wide = (8 * dim // 3 + 255) // 256 * 256
-    layer = {f"{norm}_layer_norm.{kind}": (dim,) for norm in ("self_attn", "final") for kind in _BOTH}
-    return layer | {
-        **{f"self_attn.{part}_proj.weight": (dim, dim) for part in "qkv"},
-        **{f"self_attn.{part}_layer_norm.weight": (dim,) for part in "qk"},
-        "self_attn.out_proj.weight": (dim, dim),
-        "gate.weight": (wide, dim),
-        "fc1.weight": (wide, dim),
-        "fc2.weight": (dim, wide),
-    }
 
 
 def load_esm_checkpoint(path: Path) -> EsmCheckpoint:
@@ -243,10 +228,10 @@ def load_esm_checkpoint(path: Path) -> EsmCheckpoint:
     found, settings = _folder(files.tensors, described) if files.form == HUGGING_FACE else _torch_file(path)
     for sign, family in _SIGNS.items():
         if any(sign in name for name in found):
-            raise _unusable(f"is {family}, not {_KNOWN}", path)
+            raise unusable(f"is {family}, not {_KNOWN}", path)
     form = next((known for known in (FAIR, FACE, ESMC_PTH, ESMC_FACE) if known.knows(found)), None)
     if form is None:
-        raise _unusable(f"does not hold {_KNOWN}; its tensors are {', '.join(list(found)[:4]) or 'none'}", path)
+        raise unusable(f"does not hold {_KNOWN}; its tensors are {', '.join(list(found)[:4]) or 'none'}", path)
     state = form.read({n: t for n, t in found.items() if not any(fnmatchcase(n, pattern) for pattern in form.left)})
     family = ESMC if form in (ESMC_PTH, ESMC_FACE) else ESM1B if settings["positions"] == "absolute" else ESM2
     if family == ESM2:
@@ -262,14 +247,14 @@ def _folder(files: Sequence[Path], config: Path) -> tuple[dict[str, Any], dict[s
     given = read_json_object(config)
     kind = str(given.get("model_type"))
     if kind not in _SETTINGS:
-        raise _unusable(f"is a model of the type {kind!r}, not {_KNOWN}", config)
+        raise unusable(f"is a model of the type {kind!r}, not {_KNOWN}", config)
     given = {**given, **(given.get("rope_parameters") or {})}
     for name, (default, needed) in _SETTINGS[kind].items():
         if (value := default if given.get(name) is None else given[name]) != needed:
-            raise _unusable(f"{name} is {value!r}, expected {needed!r}", config)
+            raise unusable(f"{name} is {value!r}, expected {needed!r}", config)
     positions = given.get("position_embedding_type", "absolute")
     if kind == "esm" and (positions not in ("rotary", "absolute") or (positions == "rotary" and given.get(_BEFORE))):
-        raise _unusable(f"its positions are {positions!r} with {_BEFORE} {given.get(_BEFORE)!r}", config)
+        raise unusable(f"its positions are {positions!r} with {_BEFORE} {given.get(_BEFORE)!r}", config)
     names = {"layers": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads"}
     settings = {ours: given.get(theirs) for ours, theirs in names.items()}
     settings |= {"token_dropout": given.get("token_dropout", False), "positions": positions}
@@ -281,7 +266,7 @@ def _torch_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     data = read_pt(path)
     model = data.get("model", data.get("state_dict", data)) if isinstance(data, Mapping) else None
     if not isinstance(model, Mapping):
-        raise _unusable(f"holds a {type(data).__name__}, not a checkpoint", path)
+        raise unusable(f"holds a {type(data).__name__}, not a checkpoint", path)
     cfg = data.get("cfg")
     is_old = not isinstance(cfg, Mapping)  # as ESM-1b and ESM-1v, whose file is silent on what they do without
     arguments = data.get("args") if is_old else cfg.get("model")
@@ -315,7 +300,7 @@ def refuse_not_finite(checkpoint: EsmCheckpoint) -> None:
         if not torch.isfinite(
             torch.stack(tensor.aminmax())
         ).all():  # NaN is both; looking at each took ten times longer
-            raise _unusable(f"{name} holds numbers that are not finite", checkpoint.path, FETCH_AGAIN)
+            raise unusable(f"{name} holds numbers that are not finite", checkpoint.path, FETCH_AGAIN)
 
 
 def face_config(architecture: Architecture) -> dict[str, Any]:
@@ -360,14 +345,14 @@ def _architecture(family: str, state: Mapping[str, Any], settings: Mapping[str, 
     heads, token_dropout = settings["heads"], settings["token_dropout"]
     for name, found in (("layers", layers), ("width", dim)):
         if type(settings[name]) is not int or settings[name] != found:
-            raise _unusable(f"says {settings[name]!r} for its {name}; its weights have {found}", path, FETCH_AGAIN)
+            raise unusable(f"says {settings[name]!r} for its {name}; its weights have {found}", path, FETCH_AGAIN)
     if type(heads) is not int or heads < 1 or dim % heads or (dim // heads) % 2:
-        raise _unusable(f"its width {dim} cannot be divided into {heads!r} heads of an even width", path, FETCH_AGAIN)
+        raise unusable(f"its width {dim} cannot be divided into {heads!r} heads of an even width", path, FETCH_AGAIN)
     if not isinstance(token_dropout, bool):
-        raise _unusable(f"token_dropout is {token_dropout!r}, which is invalid for ESM", path, FETCH_AGAIN)
+        raise unusable(f"token_dropout is {token_dropout!r}, which is invalid for ESM", path, FETCH_AGAIN)
     positions = rows - PAD - 1 if family == ESM1B else 0
     if family == ESM1B and positions <= ENDS:
-        raise _unusable("has too small a position table (embed_positions.weight)", path, FETCH_AGAIN)
+        raise unusable("has too small a position table (embed_positions.weight)", path, FETCH_AGAIN)
     norm_before = any(name.startswith("emb_layer_norm_before") for name in state)
     return Architecture(layers, dim, heads, token_dropout, family, positions, norm_before)
 
@@ -382,29 +367,29 @@ def _checked_tensors(architecture: Architecture, state: Mapping[str, Any], path:
     model = f"{FAMILIES[architecture.family]} of {architecture.layers} layers of width {architecture.dim}"
     if missing := [name for name in expected if name not in state]:
         what = f"lacks {len(missing)} of the {len(expected)} tensors of {model}; the first is {missing[0]}"
-        raise _unusable(what, path, FETCH_AGAIN)
+        raise unusable(what, path, FETCH_AGAIN)
     more = [name for name in state if name.startswith(_OF_ENCODER) and name not in expected]
     if more := [name for name in more if not name.endswith(FREQUENCIES)]:
         what = f"has extra tensors for {model}; the first is {more[0]}"
-        raise _unusable(what, path, "use an unmodified checkpoint with adapters merged")
+        raise unusable(what, path, "use an unmodified checkpoint with adapters merged")
     tensors = {name: _checked(name, state[name], shape, path) for name, shape in expected.items()}
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors.values()}
     if (total := sum(tensor.nbytes for tensor in tensors.values())) > (stored := sum(storages.values())):
-        raise _unusable(f"its tensors overlap: {stored:,} bytes stand for {total:,}", path, FETCH_AGAIN)
+        raise unusable(f"its tensors overlap: {stored:,} bytes stand for {total:,}", path, FETCH_AGAIN)
     kinds = {tensor.dtype for tensor in tensors.values()}
     if len(kinds) > 1 or not kinds <= set(DTYPES.values()):
         precisions = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
         what = f"is stored in {precisions}; all tensors must share one of float32, float16, bfloat16"
-        raise _unusable(what, path, "save it again in one of these")
+        raise unusable(what, path, "save it again in one of these")
     return tensors
 
 
 def _checked(name: str, tensor: object, shape: tuple[int, ...], path: Path) -> torch.Tensor:
     """Return a tensor if it is a plain CPU tensor of that shape; else refuse it."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.device.type != "cpu":
-        raise _unusable(f"{name} is not a plain tensor", path, FETCH_AGAIN)
+        raise unusable(f"{name} is not a plain tensor", path, FETCH_AGAIN)
     if tuple(tensor.shape) != shape:
-        raise _unusable(f"{name} has the shape {tuple(tensor.shape)}, expected {shape}", path, FETCH_AGAIN)
+        raise unusable(f"{name} has the shape {tuple(tensor.shape)}, expected {shape}", path, FETCH_AGAIN)
     return tensor.detach()
 
 
@@ -419,11 +404,7 @@ def _rotary(architecture: Architecture, state: Mapping[str, Any], path: Path) ->
     if not stored:
         return fresh_F
     if not all(torch.equal(frequency_F, stored[0]) for frequency_F in stored):
-        raise _unusable("its layers differ in their rotary frequencies", path, FETCH_AGAIN)
+        raise unusable("its layers differ in their rotary frequencies", path, FETCH_AGAIN)
     if not torch.allclose(stored[0], fresh_F, rtol=_ROTARY_TOLERANCE, atol=1e-4):
-        raise _unusable("its rotary frequencies are not those of ESM-2", path, FETCH_AGAIN)
+        raise unusable("its rotary frequencies are not those of ESM-2", path, FETCH_AGAIN)
     return stored[0].clone()
-
-
-def _unusable(what: str, path: Path, remedy: str = USE_ESM2) -> WeightsUnusable:
-    return WeightsUnusable(what, where=str(path), remedy=remedy)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from pipeline.encoder.checkpoint_files import FETCH_AGAIN, USE_ESM2, unreadable_checkpoint
+from pipeline.encoder.checkpoint_files import FETCH_AGAIN, USE_ESM2, unreadable_checkpoint, unusable
 from pipeline.errors import WeightsUnusable
 
 if TYPE_CHECKING:
@@ -191,12 +191,12 @@ def _head(path: Path) -> bytes:
     except OSError as error:
         raise unreadable_checkpoint(path, error) from error
     if not head:
-        raise WeightsUnusable("the file is empty", where=str(path), remedy=FETCH_AGAIN)
+        raise unusable("the file is empty", path, FETCH_AGAIN)
     if head.lstrip()[:1] == b"<" and b"\0" not in head:
-        raise WeightsUnusable("is a web page, not a checkpoint", where=str(path), remedy=FETCH_AGAIN)
+        raise unusable("is a web page, not a checkpoint", path, FETCH_AGAIN)
     if head.startswith(b"version https://git-lfs"):
         what = "is a git-lfs pointer, not the file itself"
-        raise WeightsUnusable(what, where=str(path), remedy=f"git -C {path.parent} lfs pull")
+        raise unusable(what, path, f"git -C {path.parent} lfs pull")
     return head
 
 
@@ -221,11 +221,11 @@ def _members(path: Path) -> list[str]:
     except OSError as error:
         raise unreadable_checkpoint(path, error) from error
     except (ValueError, zipfile.BadZipFile, NotImplementedError) as error:
-        raise WeightsUnusable("is truncated: its end is missing", where=str(path), remedy=FETCH_AGAIN) from error
+        raise unusable("is truncated: its end is missing", path, FETCH_AGAIN) from error
     unfolded_bytes = sum(member.file_size for member in members)
     if unfolded_bytes > size_bytes or any(member.compress_type != zipfile.ZIP_STORED for member in members):
         what = f"is a compressed archive ({size_bytes:,} bytes stand for {unfolded_bytes:,}), which is not a checkpoint"
-        raise WeightsUnusable(what, where=str(path), remedy=USE_ESM2)
+        raise unusable(what, path)
     return [member.filename for member in members]
 
 
@@ -259,25 +259,25 @@ def refuse_flipped_bits(path: Path) -> None:
                 is_whole = zlib.crc32(content) == member.CRC
             if not is_whole:
                 what = f"is damaged: {member.filename} has changed (checksum mismatch)"
-                raise WeightsUnusable(what, where=str(path), remedy=FETCH_AGAIN)
+                raise unusable(what, path, FETCH_AGAIN)
 
 
 def _refused(path: Path, message: str) -> WeightsUnusable:
     """Return the error for a file that torch's restricted unpickler refuses."""
     match = _GLOBAL.search(message)
     if match is None:
-        return WeightsUnusable("is not a checkpoint that torch can read", where=str(path), remedy=USE_ESM2)
+        return unusable("is not a checkpoint that torch can read", path)
     what = f"tries to run code when loaded: its pickle imports {match[1] or match[2]}. Nothing was executed"
-    return WeightsUnusable(what, where=str(path), remedy=f"do not trust this file; {USE_ESM2}")
+    return unusable(what, path, f"do not trust this file; {USE_ESM2}")
 
 
 def _not_a_checkpoint(path: Path, error: Exception) -> WeightsUnusable:
     """Return the error for a file that is truncated, or no checkpoint."""
     message = str(error)
     if any(sign in message for sign in _CUT_SHORT):
-        return WeightsUnusable("is truncated: its end is missing", where=str(path), remedy=FETCH_AGAIN)
+        return unusable("is truncated: its end is missing", path, FETCH_AGAIN)
     reason = f"{type(error).__name__}: {message.splitlines()[0][:120]}" if message else type(error).__name__
-    return WeightsUnusable(f"is not a checkpoint that torch can read ({reason})", where=str(path), remedy=USE_ESM2)
+    return unusable(f"is not a checkpoint that torch can read ({reason})", path)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipeline.command_line import quoted
-from pipeline.encoder.checkpoint_files import ESM1B, ESMC, FAMILIES
+from pipeline.encoder.checkpoint_files import ESM1B, ESM2, ESMC, FAMILIES
 from pipeline.encoder.embedding_recipe import PAD, VOCABULARY
 from pipeline.encoder.esm_checkpoint import (
     ESMC_PTH,
@@ -31,56 +31,52 @@ if TYPE_CHECKING:
 _SPREAD = 0.1  # of layer-norm parameters and output biases: with ones and zeros, no test would notice if one is unused
 
 
-def write_random_checkpoint(out: Path, layers: int, dim: int, heads: int, seed: int = 0, stress: float = 1.0) -> None:
-    """Write a random ESM-2, and the contact regression that fair-esm wants beside it.
+def write_random_checkpoint(
+    out: Path, layers: int, dim: int, heads: int, seed: int = 0, stress: float = 1.0, family: str = ESM2
+) -> None:
+    """Write a random checkpoint of a family; refuse sizes that no model of it has."""
+    if family not in FAMILIES:
+        raise ConfigError(f"unknown family {family!r}", where="--family", remedy="--family esm2, esm1b or esmc")
+    if family == ESM2 and not (out.name.startswith("esm2") and out.suffix == ".pt"):
+        what = "fair-esm tells ESM-2 by the name of the file: it must be esm2….pt"
+        raise ConfigError(what, where=str(out), remedy=f"--out {out.parent / f'esm2_{out.stem}.pt'}")
+    is_esmc = family == ESMC
+    head_dim = 64 if is_esmc else dim // max(1, heads)
+    if min(layers, dim, heads) < 1 or dim != head_dim * heads or head_dim % 2:  # rotary positions turn pairs
+        wanted = "64 numbers" if is_esmc else "an even number"
+        what = f"{layers} layers of width {dim} with {heads} heads: {FAMILIES[family]} has {wanted} for each head"
+        per_head = 64 if is_esmc else 2 * max(1, round(dim / max(1, 2 * heads)))
+        raise ConfigError(what, where="--dim", remedy=f"try --dim {per_head * max(1, heads)}")
+    is_old = family == ESM1B
+    shape = Architecture(layers, dim, heads, not is_esmc, family, positions=1024 * is_old, norm_before=is_old)
+    write_random(out, shape, seed, stress)
+
+
+def write_random(out: Path, architecture: Architecture, seed: int = 0, stress: float = 1.0) -> None:
+    """Write a random checkpoint: of ESM-2 with the contact regression that fair-esm wants, of ESM C as a .pth file.
 
     `stress` multiplies the query and key weights, so that attention becomes as sharp as half precision can bear.
     """
-    _refuse_sizes("ESM-2", layers, dim, heads, dim // heads if heads > 0 else 0)
-    if not out.name.startswith("esm2") or out.suffix != ".pt":
-        what = "fair-esm tells ESM-2 by the name of the file: it must be esm2….pt"
-        raise ConfigError(what, where=str(out), remedy=f"--out {out.parent / f'esm2_{out.stem}.pt'}")
     random = torch.Generator().manual_seed(seed)
-    encoder = _random(Architecture(layers, dim, heads, token_dropout=True), random, stress)
-    rotary_F = frequencies(dim // heads).half().float()  # rounded, as those of the published models are
-    model = FAIR.write(encoder | {f"layers.{layer}.{FREQUENCIES}": rotary_F for layer in range(layers)})
-    model |= _language_head(encoder["embed_tokens.weight"], random)
+    layers, dim, heads = architecture.layers, architecture.dim, architecture.heads
+    encoder = _random(architecture, random, stress)
+    if architecture.family == ESMC:
+        head = {"sequence_head.0.weight": torch.eye(dim), "sequence_head.0.bias": torch.zeros(1)}
+        _publish({out: ESMC_PTH.write(encoder) | head})
+        return
+    table_VD = encoder["embed_tokens.weight"]
+    if architecture.family == ESM2:
+        rotary_F = frequencies(dim // heads).half().float()  # rounded, as those of the published models are
+        encoder |= {f"layers.{layer}.{FREQUENCIES}": rotary_F for layer in range(layers)}
+    model = FAIR.write(encoder) | _language_head(table_VD, random)
+    if architecture.family == ESM1B:
+        _publish({out: {"args": Namespace(**esm1b_settings(architecture)), "model": model}})
+        return
     settings = {"encoder_layers": layers, "encoder_embed_dim": dim, "encoder_attention_heads": heads}
     data = {"args": None, "cfg": {"model": Namespace(**settings, token_dropout=True)}, "model": model}
     contact = torch.empty(1, layers * heads).uniform_(-1, 1, generator=random).div_(math.sqrt(layers * heads))
     regression = {"contact_head.regression.weight": contact, "contact_head.regression.bias": torch.zeros(1)}
     _publish({out: data, out.with_name(f"{out.stem}-contact-regression.pt"): {"model": regression}})
-
-
-def relative(family: str, layers: int, dim: int, heads: int) -> Architecture:
-    """Return the architecture of another family with these sizes; refuse what none has."""
-    if family not in (ESM1B, ESMC):
-        raise ConfigError(f"unknown family {family!r}", where="--family", remedy="--family esm2, esm1b or esmc")
-    _refuse_sizes(FAMILIES[family], layers, dim, heads, 64 if family == ESMC else dim // max(1, heads))
-    if family == ESMC:
-        return Architecture(layers, dim, heads, token_dropout=False, family=ESMC)
-    return Architecture(layers, dim, heads, token_dropout=True, family=ESM1B, positions=1024, norm_before=True)
-
-
-def write_random_relative(out: Path, architecture: Architecture, seed: int = 0, stress: float = 1.0) -> None:
-    """Write a random checkpoint of another family: of ESM-1b or ESM-1v as fair-esm does, of ESM C as a .pth file."""
-    random = torch.Generator().manual_seed(seed)
-    encoder = _random(architecture, random, stress)
-    if architecture.family == ESMC:
-        head = {"sequence_head.0.weight": torch.eye(architecture.dim), "sequence_head.0.bias": torch.zeros(1)}
-        _publish({out: ESMC_PTH.write(encoder) | head})
-        return
-    model = FAIR.write(encoder) | _language_head(encoder["embed_tokens.weight"], random)
-    _publish({out: {"args": Namespace(**esm1b_settings(architecture)), "model": model}})
-
-
-def _refuse_sizes(family: str, layers: int, dim: int, heads: int, head_dim: int) -> None:
-    """Refuse sizes that no model of a family has; rotary positions need an even number for each head."""
-    if min(layers, dim, heads) < 1 or dim != head_dim * heads or head_dim % 2:
-        wanted = "64 numbers" if family == FAMILIES[ESMC] else "an even number"
-        what = f"{layers} layers of width {dim} with {heads} heads: {family} has {wanted} for each head"
-        per_head = 64 if family == FAMILIES[ESMC] else 2 * max(1, round(dim / max(1, 2 * heads)))
-        raise ConfigError(what, where="--dim", remedy=f"try --dim {per_head * max(1, heads)}")
 
 
 def _random(architecture: Architecture, random: torch.Generator, stress: float) -> dict[str, torch.Tensor]:

@@ -40,7 +40,7 @@ from pipeline.store.format.disk import written_to
 from pipeline.store.store import WholeRecords
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from pipeline.store.store import Store
 
@@ -66,14 +66,6 @@ class CheckpointFacts:
     family: str = ESM2
     longest: int = 0  # residues that are encoded as one; 0: any number
     letters: str = LETTERS  # that it reads
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON data."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> CheckpointFacts:
-        return cls(**data)
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -130,7 +122,7 @@ def identify(path: Path, seen: Store, *, remember: bool = True) -> CheckpointFac
     before = _states(files)
     key = _key(place, before)
     if (remembered := WholeRecords(seen).metas([key])) and remembered[key]:
-        return CheckpointFacts.from_json(remembered[key])
+        return CheckpointFacts(**remembered[key])
     weights = checkpoint_facts(place)
     if _states(files) != before:
         remedy = "wait until it is complete, then run the same command again"
@@ -138,7 +130,7 @@ def identify(path: Path, seen: Store, *, remember: bool = True) -> CheckpointFac
     if remember and all(is_settled(mtime_ns, ctime_ns) for *_, mtime_ns, ctime_ns in before):
         try:
             with seen.writer() as writer:
-                writer.put(key, {}, weights.to_json())
+                writer.put(key, {}, asdict(weights))
         except (CacheUnusable, CacheFull) as error:
             log.warning("%s: %s: it is read again each time", place, error.what)
     return weights
@@ -203,7 +195,7 @@ class Examined:
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data."""
         facts = {"parameters": self.parameters, "sha256": dict(self.sha256), "verdict": self.verdict, "why": self.why}
-        return self.weights.to_json() | facts
+        return asdict(self.weights) | facts
 
     def accepted(self) -> Examined:
         """Return this; raise if it differs from the model published under its name."""

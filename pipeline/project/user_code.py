@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from importlib.machinery import PathFinder
 from itertools import chain
@@ -201,7 +201,7 @@ def encoder_code(config: Config, beside: Path | None) -> EncoderCode:
             known = read_json(path) or {}
             files = tuple((name, named[name]) for name in known["files"])
             if [list(state) for state in _states_of(map(Path, known["reads"]))] == list(known["reads"].values()):
-                return EncoderCode(CheckpointFacts.from_json(known["facts"]), files)
+                return EncoderCode(CheckpointFacts(**known["facts"]), files)
     encoder = load_encoder(embed.encoder, embed.weights, embed.options, beside=beside)
     files = tuple(sources(encoder))
     reads = _states_of(map(Path.absolute, _read(encoder)))
@@ -211,7 +211,7 @@ def encoder_code(config: Config, beside: Path | None) -> EncoderCode:
     is_whole = named is not None and dict(files).items() <= named.items()
     if is_settled_all and is_whole and not was_imported and asked == _asked_of_encoder(config, named, states):
         told = {"files": list(dict(files)), "reads": {state[0]: state for state in reads}}
-        keep(path, {"facts": code.facts.to_json(), **told})
+        keep(path, {"facts": asdict(code.facts), **told})
     return code
 
 

@@ -61,7 +61,7 @@ def wrong_embedding(record: Record, recipe: Plain | None = None) -> Iterator[str
 def wrong_weights(record: Record) -> Iterator[str]:
     """Yield what is wrong with what is remembered of a checkpoint."""
     try:
-        weights = CheckpointFacts.from_json(record.meta)
+        weights = CheckpointFacts(**record.meta)
     except TypeError as error:
         yield f"it does not describe a checkpoint: {error}"
         return

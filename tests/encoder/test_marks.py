@@ -23,7 +23,7 @@ from pipeline.encoder.engine.token_batches import EngineSettings
 from pipeline.encoder.esm2 import EsmEncoder
 from pipeline.encoder.esm_checkpoint import Architecture, EsmCheckpoint, load_esm_checkpoint
 from pipeline.encoder.parity import Reference, check_parity, judge_rows
-from pipeline.encoder.synth import write_random_checkpoint, write_random_relative
+from pipeline.encoder.synth import write_random, write_random_checkpoint
 from tests.encoder.engine.stand_ins import CHECKPOINT, Shelf, Workshop, recipe, run, settings, texts
 from tests.encoder.own import drawn
 
@@ -45,7 +45,7 @@ def written(name: str, folder: Path) -> EsmCheckpoint:
         layers, dim, heads = ESM2[name]
         write_random_checkpoint(path, layers=layers, dim=dim, heads=heads, seed=3)
     else:
-        write_random_relative(path, RELATIVES[name], seed=5)
+        write_random(path, RELATIVES[name], seed=5)
     return load_esm_checkpoint(path)
 
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 import yaml
 
-from pipeline.encoder.synth import relative, write_random_checkpoint, write_random_relative
+from pipeline.encoder.synth import relative, write_random_checkpoint, write_random
 from pipeline.errors import ConfigError
 from pipeline.project.project import Project
 from pipeline.readers import made
@@ -48,7 +48,7 @@ def weights_of(family: str, folder: Path) -> Path:
     if not path.exists() and family == "esm2":
         write_random_checkpoint(path, layers=1, dim=ESM2, heads=2, seed=7)
     elif not path.exists():
-        write_random_relative(path, relative("esmc", 1, ESMC, 1), seed=7)
+        write_random(path, relative("esmc", 1, ESMC, 1), seed=7)
     return path
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -204,7 +204,7 @@ class Semantic:
         try:
             if key_as_it_stands(place) != record.key:
                 raise FileNotFoundError
-            facts = checkpoint_facts(place).to_json()
+            facts = asdict(checkpoint_facts(place))
         except (OSError, PipelineError):
             self._notes["not read again: weights removed or changed"] += 1
             return None

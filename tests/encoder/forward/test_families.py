@@ -18,7 +18,7 @@ from pipeline.encoder.embedding_recipe import CLS, EOS, LETTERS, tokenize
 from pipeline.encoder.esm2 import FILL, EsmEncoder
 from pipeline.encoder.esm_checkpoint import ESMC_PTH, Architecture, EsmCheckpoint, digest_weights, load_esm_checkpoint
 from pipeline.encoder.parity import Reference, check_parity, sample_sequences
-from pipeline.encoder.synth import write_random_relative
+from pipeline.encoder.synth import write_random
 from tests.encoder.own import drawn
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ OF_THE_AUTHORS = {
 def checkpoint(request, tmp_path_factory):
     """Return random weights of a family."""
     path = tmp_path_factory.mktemp("weights") / f"{request.param.split()[0]}.pt"
-    write_random_relative(path, SHAPES[request.param], seed=5)
+    write_random(path, SHAPES[request.param], seed=5)
     return load_esm_checkpoint(path)
 
 
@@ -87,7 +87,7 @@ def test_the_gate_catches_a_family_that_is_computed_as_another(checkpoint):
 
 
 def test_esm_c_is_what_its_authors_compute(tmp_path):
-    write_random_relative(tmp_path / "esmc.pth", SHAPES["esmc"], seed=5)
+    write_random(tmp_path / "esmc.pth", SHAPES["esmc"], seed=5)
     checkpoint = load_esm_checkpoint(tmp_path / "esmc.pth")
     for (layer, residue), numbers in OF_THE_AUTHORS.items():
         (rows_LD,) = rows_of(checkpoint, layer, [SEQUENCE])
@@ -96,7 +96,7 @@ def test_esm_c_is_what_its_authors_compute(tmp_path):
 
 def test_fair_esm_itself_loads_the_file_of_esm_1v_and_computes_the_same(tmp_path):
     path = tmp_path / "esm1v_t2.pt"
-    write_random_relative(path, SHAPES["esm1v"])
+    write_random(path, SHAPES["esm1v"])
     with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it has no regression for contacts
         model, alphabet = esm.pretrained.load_model_and_alphabet_local(str(path))
@@ -107,7 +107,7 @@ def test_fair_esm_itself_loads_the_file_of_esm_1v_and_computes_the_same(tmp_path
 
 
 def test_a_sequence_beyond_the_learned_positions_is_not_encoded_as_one(tmp_path):
-    write_random_relative(tmp_path / "esm1b.pt", SHAPES["esm1b"])
+    write_random(tmp_path / "esm1b.pt", SHAPES["esm1b"])
     checkpoint = load_esm_checkpoint(tmp_path / "esm1b.pt")
     assert checkpoint.architecture.longest == 1022
     with pytest.raises(AssertionError, match="longer than 1022 residues"):
