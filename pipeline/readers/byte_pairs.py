@@ -9,6 +9,7 @@ import gzip
 import html
 import re
 import unicodedata
+import zlib
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MOST_MERGES = 49152 - 256 - 2  # openai's file has more, which are not used
+MOST_BYTES = 64 << 20  # of a file, unpacked; openai's has 3 MB
 GZIP = b"\x1f\x8b"
 SUFFIXES = re.compile("'(?:s|t|re|ve|m|ll|d)")
 KEPT_WORDS = 1 << 16
@@ -54,10 +56,12 @@ class BytePairs:
             return cls()
         remedy = f"--set {where}=FILE, openai's bpe_simple_vocab_16e6.txt.gz or merges.txt of a model's folder"
         try:
-            content = path.read_bytes()
-            content = gzip.decompress(content) if content.startswith(GZIP) else content
+            with path.open("rb") as file, gzip.open(file) if file.peek(2).startswith(GZIP) else file as merges:
+                content = merges.read(MOST_BYTES + 1)
+            if len(content) > MOST_BYTES:
+                raise ValueError(f"it has more than {MOST_BYTES >> 20} MiB")
             return cls(_merges(content.decode()))
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, zlib.error) as error:
             raise ConfigError(f"{path} cannot be read: {error}", where=where, remedy=remedy) from error
         except (ValueError, KeyError) as error:
             raise ConfigError(f"{path} is not a merges file: {error}", where=where, remedy=remedy) from error

@@ -20,7 +20,7 @@ import pytest
 import torch
 import yaml
 
-from pipeline.encoder.synth import relative, write_random_checkpoint, write_random
+from pipeline.encoder.synth import write_random_checkpoint
 from pipeline.errors import ConfigError
 from pipeline.project.project import Project
 from pipeline.readers import made
@@ -45,10 +45,9 @@ def weights_of(family: str, folder: Path) -> Path:
     """Return random weights of a family, made where they are not there yet."""
     path = folder / "weights" / {"esm2": "esm2_other.pt", "esmc": "esmc_other.pth"}[family]
     path.parent.mkdir(exist_ok=True)
-    if not path.exists() and family == "esm2":
-        write_random_checkpoint(path, layers=1, dim=ESM2, heads=2, seed=7)
-    elif not path.exists():
-        write_random(path, relative("esmc", 1, ESMC, 1), seed=7)
+    dim, heads = {"esm2": (ESM2, 2), "esmc": (ESMC, 1)}[family]
+    if not path.exists():
+        write_random_checkpoint(path, 1, dim, heads, seed=7, family=family)
     return path
 
 

@@ -36,6 +36,7 @@ from pipeline.encoder.published_weights import read_pt, read_safetensors
 from pipeline.errors import PipelineError
 from pipeline.files import file_digest
 from pipeline.readers import hdf5
+from pipeline.readers.byte_pairs import BytePairs
 from pipeline.readers.captions import Captions
 from pipeline.readers.pairs import Pairs
 from pipeline.readers.spectra import Spectra
@@ -248,6 +249,12 @@ def tar_of_hollow_text(folder: Path) -> object:
 def tar_of_hollow_header(folder: Path) -> object:
     (member := tarfile.TarInfo("a.png")).size, member.type = GIB, tarfile.XHDTYPE
     return rejected(Captions(hollow(folder / "a.tar", member.tobuf(), size=2 * GIB)).entries())
+
+
+@bomb("is not a merges file: it has more than 64 MiB")
+def merges_packed(folder: Path) -> object:
+    (path := folder / "merges.txt.gz").write_bytes(packed(b" " * (1 << 20) + b"\n", 400))
+    return BytePairs.read(path, where="data.options.merges")
 
 
 @bomb("a row of more than 1,048,576 bytes")

@@ -18,6 +18,7 @@ import torch
 
 from pipeline.encoder.published_weights import read_pt
 from pipeline.errors import WeightsUnusable
+from pipeline.readers.byte_pairs import BytePairs
 from pipeline.readers.images import class_names
 from pipeline.readers.spectrum_files import mzml
 from pipeline.structures.parsing import structure_files
@@ -48,6 +49,7 @@ MINUTES: dict[str, Callable[[Path], object]] = {
     "classes": lambda _: class_names([*map(str, range(300_000))], where=""),
     "operations": lambda _: structure_files._operations("1" * 1_000_000),
     "members": lambda _: structure_files.gunzip(gzip.compress(b"") * 300_000, 1),
+    "merges": lambda path: BytePairs.read(filled(path, gzip.compress(b"") * 300_000), where=""),
     "survey": lambda path: [*mzml.mzml_blocks(filled(path, b"<spectrum ", LEVEL * 100_000, b"</spectrum>"))],
     "groups": lambda path: mzml.groups(filled(path, b"<referenceableParamGroup " * 200_000)),
 }
