@@ -48,7 +48,7 @@ from pipeline.tasks.docking.rigid_diffusion import (
     start_poses,
 )
 from pipeline.tasks.docking.score_network import ScoreModel
-from pipeline.tasks.task_parts import WHERE, above_zero, at_least, part_of
+from pipeline.tasks.task_parts import WHERE, above_zero, at_least, part_of, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -126,10 +126,10 @@ class ComplexDocking(TrunkSizes):
             least, most = getattr(self, f"{name}_least"), getattr(self, f"{name}_most")
             if not least < most:
                 problem = f"{name}_most is {most}, and {name}_least {least}: noise must grow with time"
-                raise ConfigError(problem, where=f"{WHERE}.{name}_most")
+                refuse(f"{name}_most", problem)
         if self.as_published and not self.embedding_dim:
             problem = "as published, a residue's type is looked up by its embedding: embedding_dim must be 1 or more"
-            raise ConfigError(problem, where=f"{WHERE}.embedding_dim", remedy="--set train.options.embedding_dim=1280")
+            refuse("embedding_dim", problem, f"--set {WHERE}.embedding_dim=1280")
 
     @property
     def rows_per_item(self) -> int:

@@ -16,7 +16,7 @@ from pipeline.command_line import Command
 from pipeline.errors import ConfigError
 from pipeline.graphs.residue_graph import LETTERS, UNSURE
 from pipeline.protocol import ITEMS
-from pipeline.tasks.task_parts import WHERE
+from pipeline.tasks.task_parts import WHERE, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -241,8 +241,7 @@ def embedding_of(side: PartnerTensors, embedding_dim: int) -> Tensor:
         raise ConfigError(problem, where=f"{WHERE}.embedding_dim", remedy=embed)
     if (width := side.embedding.shape[1]) != embedding_dim:
         problem = f"the task expects embeddings of {embedding_dim} numbers, but the data set's have {width}"
-        remedy = f"--set train.options.embedding_dim={width}"
-        raise ConfigError(problem, where=f"{WHERE}.embedding_dim", remedy=remedy)
+        refuse("embedding_dim", problem, f"--set {WHERE}.embedding_dim={width}")
     return side.embedding
 
 

@@ -17,7 +17,7 @@ S of a sequence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,16 @@ from pipeline.tasks.rna.pocket_network import (
     PocketSizes,
 )
 from pipeline.tasks.rna.published_form import SYSTEM, rna_form
-from pipeline.tasks.task_parts import WHERE, above_zero, at_least, at_least_single, dropout_of, one_of, task_table
+from pipeline.tasks.task_parts import (
+    WHERE,
+    above_zero,
+    at_least,
+    at_least_single,
+    dropout_of,
+    one_of,
+    refuse,
+    task_table,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -115,7 +124,7 @@ class RnaLigand(PocketSizes):
         _check_network(self)
         if (self.sequences is None) != (self.sequence_dim == 0):
             problem = "sequences (a file) and sequence_dim (its vector length) must be set together"
-            raise ConfigError(problem, where=f"{WHERE}.sequence_dim", remedy="set both or neither")
+            refuse("sequence_dim", problem, "set both or neither")
         for name in PATHS:
             if (path := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _absolute(name, path))
@@ -166,7 +175,7 @@ class RnaLigand(PocketSizes):
     def _entries(self, kind: str, items: Sequence[ItemTensors], sizes: Sequence[int]) -> Entries:
         """Return the entries of one kind, numbered by the batch's atoms; none of a kind that is not used."""
         if kind not in self.kinds:
-            return Entries(*(torch.zeros(shape, dtype=dtype) for shape, dtype in _shapes(kind, 0)))
+            return _any_entries(kind, 0, len(items))
         firsts = np.cumsum([0, *sizes[:-1]]).tolist()
         atoms = [item.values[f"{kind}.atom"].long().T + first for item, first in zip(items, firsts, strict=True)]
         constants = [item.values[f"{kind}.constant"].float() for item in items]
@@ -201,8 +210,8 @@ class RnaLigand(PocketSizes):
         if library.vector_LD.shape[1] != self.output_dim:
             width = library.vector_LD.shape[1]
             problem = f"the ligands of {self.library} have {width} numbers, but the model outputs {self.output_dim}"
-            raise ConfigError(problem, where=f"{WHERE}.library", remedy=f"--set {WHERE}.output_dim={width}")
-        return library if self.target_norm is None else library.measured(self._measured)
+            refuse("library", problem, f"--set {WHERE}.output_dim={width}")
+        return replace(library, vector_LD=self._measured(library.vector_LD))
 
     def loss(self, model: nn.Module, batch: PocketBatch) -> dict[str, tuple[Tensor, float]]:
         """Return the summed distance of the pockets' vectors from their targets, and how many have one."""
@@ -220,8 +229,11 @@ class RnaLigand(PocketSizes):
         cosine_B = torch.cosine_similarity(predicted_BD, batch.target_BD.to(predicted_BD.dtype))
         told = {
             EMBEDDING: list(predicted_BD.unbind()),
-            TARGET: [target if known else target[:0] for target, known in _with_known(batch.target_BD, batch)],
-            "cosine": [cosine[:known] for cosine, known in _with_known(cosine_B.unsqueeze(1), batch)],
+            TARGET: [
+                target_D if known else target_D[:0]
+                for target_D, known in zip(batch.target_BD, batch.known, strict=True)
+            ],
+            "cosine": [cosine_1[:known] for cosine_1, known in zip(cosine_B.unsqueeze(1), batch.known, strict=True)],
         }
         library = self._library()
         return told if library is None else told | {RANK: self._ranks(predicted_BD, batch.ids, library)}
@@ -256,24 +268,20 @@ class RnaLigand(PocketSizes):
             for place in range(len(vectors)):
                 best = library.best(np.asarray(vectors[place], np.float32), self.top, self.distance)
                 true = library.place(vectors.id(place))
-                for rank, match in enumerate(best, 1):
-                    is_true = "" if true < 0 else "yes" if match.ligand == library.names[true] else "no"
-                    far = f"{match.distance:.6g}"
-                    add([vectors.id(place), rank, match.ligand, far, self.distance, is_true])
+                for rank, (ligand, far) in enumerate(best, 1):
+                    is_true = "" if true < 0 else "yes" if ligand == true else "no"
+                    add([vectors.id(place), rank, library.names[ligand], f"{far:.6g}", self.distance, is_true])
         return [folder / TABLE]
 
     def example(self, sizes: Sizes) -> PocketBatch:
         """Return a batch of these sizes; how they are spread over its items makes no difference."""
         atoms, items = (sizes[name] for name in (NODES, ITEMS))
-        entries = {}
-        for kind in KINDS:
-            (place_shape, _), (constant_shape, _) = _shapes(kind, sizes.get(kind, 0) if kind in self.kinds else 0)
-            entries[kind] = Entries(torch.randint(max(atoms, 1), place_shape), torch.randn(constant_shape))
+        counts = {kind: sizes.get(kind, 0) if kind in self.kinds else 0 for kind in KINDS}
         return PocketBatch(
             feature_N3=torch.randn(atoms, FEATURES),
             pos_N3=torch.randn(atoms, 3),
             item_N=torch.arange(atoms) * items // max(atoms, 1),
-            **entries,
+            **{kind: _any_entries(kind, count, atoms) for kind, count in counts.items()},
             target_BD=torch.randn(items, self.output_dim),
             has_target_B=torch.ones(items, dtype=torch.bool),
             known=(True,) * items,
@@ -293,8 +301,7 @@ class RnaLigandContrast(RnaLigand):
         above_zero(self, ("temperature",))
         if self.targets_missing != "error":
             problem = "every pocket of a step is compared with every ligand: each must have a target"
-            remedy = f"--set {WHERE}.targets_missing=error"
-            raise ConfigError(problem, where=f"{WHERE}.targets_missing", remedy=remedy)
+            refuse("targets_missing", problem, f"--set {WHERE}.targets_missing=error")
 
     def embed(self, model: nn.Module, batch: PocketBatch) -> dict[str, Tensor]:
         """Return the vectors of the pockets and their targets."""
@@ -339,8 +346,7 @@ def _far(task: RnaLigand, vector_BD: Tensor, target_BD: Tensor) -> Tensor:
 
 def _check_targets(task: RnaLigand, batch: PocketBatch) -> None:
     if task.targets is None and not any(batch.known):
-        problem = "nothing to learn: no targets are set"
-        raise ConfigError(problem, where=f"{WHERE}.targets", remedy="use an absolute path such as /data/targets.h5")
+        refuse("targets", "nothing to learn: no targets are set", "use an absolute path such as /data/targets.h5")
 
 
 def _figures(one_D: Any, target_D: Any) -> tuple[float, float]:
@@ -352,19 +358,15 @@ def _figures(one_D: Any, target_D: Any) -> tuple[float, float]:
 # ---- batches ----
 
 
-def _shapes(kind: str, count: int) -> tuple[tuple[tuple[int, int], torch.dtype], tuple[tuple[int, int], torch.dtype]]:
-    """Return shape and type of the atoms and of the parameters of so many entries."""
-    atoms, constants = KINDS[kind]
-    return ((atoms, count), torch.long), ((count, constants), torch.float32)
+def _any_entries(kind: str, count: int, atoms: int) -> Entries:
+    """Return so many entries between any atoms."""
+    width, constants = KINDS[kind]
+    return Entries(torch.randint(max(atoms, 1), (width, count)), torch.randn(count, constants))
 
 
 def _centred(pos_N3: Tensor) -> Tensor:
     """Return coordinates about their mean, whose differences single precision keeps."""
     return pos_N3 - pos_N3.mean(0)
-
-
-def _with_known(values: Tensor, batch: PocketBatch) -> Iterable[tuple[Tensor, bool]]:
-    return zip(values.unbind(), batch.known, strict=True)
 
 
 # ---- options ----
@@ -384,11 +386,10 @@ def _check_network(task: RnaLigand) -> None:
     task.fields  # noqa: B018 - it refuses what is no irreps
     if task.num_attention_heads and POOL_WIDTH % task.num_attention_heads:
         problem = f"the {POOL_WIDTH} numbers of pooling cannot be divided among {task.num_attention_heads} heads"
-        raise ConfigError(problem, where=f"{WHERE}.num_attention_heads", remedy=f"--set {WHERE}.num_attention_heads=8")
+        refuse("num_attention_heads", problem, f"--set {WHERE}.num_attention_heads=8")
     if task.norm_type == "rms" and not task.as_published:
         problem = "norm_type rms scales the components of a vector differently: the result would depend on orientation"
-        remedy = f"--set {WHERE}.norm_type=layer   (or as_published=true for published weights)"
-        raise ConfigError(problem, where=f"{WHERE}.norm_type", remedy=remedy)
+        refuse("norm_type", problem, f"--set {WHERE}.norm_type=layer   (or as_published=true for published weights)")
 
 
 def _absolute(name: str, path: str) -> str:
@@ -396,5 +397,5 @@ def _absolute(name: str, path: str) -> str:
     expanded = Path(path).expanduser()
     if not expanded.is_absolute():
         problem = f"{path!r} is relative, but jobs read options from another folder"
-        raise ConfigError(problem, where=f"{WHERE}.{name}", remedy=f"--set {WHERE}.{name}=$PWD/{expanded.name}")
+        refuse(name, problem, f"--set {WHERE}.{name}=$PWD/{expanded.name}")
     return str(expanded)

@@ -141,6 +141,16 @@ def read_numbers(lists: Mapping[str, str], name: str, length: int | None = None)
     return values
 
 
+def read_lengths(
+    lists: Mapping[str, str], entries: Mapping[str, tuple[int, int]]
+) -> tuple[NDArray[np.int64], dict[str, int]]:
+    """Return POINTERS, and how long lists are: as one entry of them says, times so many numbers."""
+    pointers = read_numbers(lists, "POINTERS").astype(np.int64)
+    if len(pointers) <= max(place for place, _ in entries.values()) or (pointers < 0).any():
+        raise _bad("%FLAG POINTERS has too few or negative numbers")
+    return pointers, {name: int(pointers[place]) * times for name, (place, times) in entries.items()}
+
+
 def _bad(what: str) -> UnusableInput:
     return UnusableInput(Reason.PARSE_ERROR, what[:200])
 
@@ -148,13 +158,11 @@ def _bad(what: str) -> UnusableInput:
 def _sections(data: bytes) -> dict[str, Any]:
     """Return the lists of a topology that are needed; before 2012 an element was known by its mass."""
     lists = read_lists(data)
-    pointers = read_numbers(lists, "POINTERS").astype(np.int64)
-    if len(pointers) <= max(place for place, _ in LENGTHS.values()):
-        raise _bad("%FLAG POINTERS has too few numbers")
+    pointers, lengths = read_lengths(lists, LENGTHS)
     sections: dict[str, Any] = {}
-    for name, (pointer, times) in LENGTHS.items():
+    for name, length in lengths.items():
         read = read_words if name in ("ATOM_NAME", "RESIDUE_LABEL") else read_numbers
-        sections[name] = read(lists, name, int(pointers[pointer]) * times)
+        sections[name] = read(lists, name, length)
     by = "ATOMIC_NUMBER" if "ATOMIC_NUMBER" in lists else "MASS"
     sections[by] = read_numbers(lists, by, int(pointers[0]))
     if not sections["ATOM_NAME"] or not sections["RESIDUE_LABEL"]:

@@ -22,6 +22,7 @@ from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.parsing.amber import (
     NUCLEOTIDES,
     first_atoms,
+    read_lengths,
     read_lists,
     read_numbers,
     read_positions,
@@ -121,10 +122,7 @@ def read_pocket(topology: bytes, coordinates: bytes, more_residues: Collection[s
 def _sections(data: bytes) -> dict[str, Any]:
     """Return the lists of a topology that are needed: numbers, and the labels of residues."""
     lists = read_lists(data)
-    pointers = read_numbers(lists, "POINTERS").astype(np.int64)
-    if len(pointers) <= max(place for place, _ in LENGTHS.values()) or (pointers < 0).any():
-        raise UnusableEntry("%FLAG POINTERS has too few or negative numbers")
-    lengths = {name: int(pointers[place]) * times for name, (place, times) in LENGTHS.items()}
+    pointers, lengths = read_lengths(lists, LENGTHS)
     lengths["NONBONDED_PARM_INDEX"] = int(pointers[TYPES]) ** 2
     lengths["LENNARD_JONES_ACOEF"] = lengths["LENNARD_JONES_BCOEF"] = int(pointers[TYPES] * (pointers[TYPES] + 1) // 2)
     sections: dict[str, Any] = {name: read_numbers(lists, name, length) for name, length in lengths.items()}

@@ -13,14 +13,14 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import DataError
 from pipeline.readers.entry import Opened
 from pipeline.readers.hdf5 import open_hdf5
 from pipeline.tasks.rna.pocket_reader import complex_of, ligand_of
-from pipeline.tasks.task_parts import WHERE
+from pipeline.tasks.task_parts import WHERE, refuse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -67,7 +67,7 @@ class LigandEmbeddings:
             return None
         if stored.size != width:
             problem = f"the target of {key} in {self.path} has {stored.size} numbers, but the model outputs {width}"
-            raise ConfigError(problem, where=f"{WHERE}.output_dim", remedy=f"--set {WHERE}.output_dim={stored.size}")
+            refuse("output_dim", problem, f"--set {WHERE}.output_dim={stored.size}")
         problem = f"the target of {key} in {self.path} has numbers that are not finite"
         remedy = "rebuild it, or skip it with targets_missing: skip"
         return _finite(stored.reshape(width), DataError(problem, where=f"{WHERE}.targets", remedy=remedy))
@@ -105,7 +105,7 @@ def sequence_vector(path: Path, name: str, width: int) -> Floats:
         remedy = (
             f"--set {WHERE}.sequence_dim={stored.shape[-1] if stored.shape else 0}   (rows: export with --pool mean)"
         )
-        raise ConfigError(problem, where=f"{WHERE}.sequence_dim", remedy=remedy)
+        refuse("sequence_dim", problem, remedy)
     problem = f"{name} in {path} is not finite"
     return _finite(stored, DataError(problem, where=f"{WHERE}.sequences", remedy="rebuild it"))
 
@@ -148,23 +148,12 @@ def read_measure(path: Path, width: int, option: str) -> Measure:
     return measure
 
 
-class LigandMatch(NamedTuple):
-    """A ligand of a library, and how far it is."""
-
-    ligand: str
-    distance: float
-
-
 @dataclass(frozen=True)
 class LigandLibrary:
     """All ligands of a file."""
 
     names: tuple[str, ...]
     vector_LD: Floats
-
-    def measured(self, by: Callable[[Floats], Floats]) -> LigandLibrary:
-        """Return it with other vectors, made of these."""
-        return LigandLibrary(self.names, by(self.vector_LD))
 
     def place(self, pocket: str) -> int:
         """Return where the ligand that a pocket's id names stands; -1: not here."""
@@ -188,10 +177,10 @@ class LigandLibrary:
         nearer = len(above_L) - int((above_L > ALIKE).sum()) - ties
         return 1 + nearer + ties / 2
 
-    def best(self, vector_D: Floats, top: int, metric: str) -> list[LigandMatch]:
-        """Return the nearest ligands, the nearest first."""
+    def best(self, vector_D: Floats, top: int, metric: str) -> list[tuple[int, float]]:
+        """Return the places of the nearest ligands and how far they are, the nearest first."""
         far_L = self.distances(vector_D, metric)
-        return [LigandMatch(self.names[at], float(far_L[at])) for at in np.argsort(far_L, kind="stable")[:top].tolist()]
+        return [(at, float(far_L[at])) for at in np.argsort(far_L, kind="stable")[:top].tolist()]
 
 
 def _library(path: Path) -> LigandLibrary:

@@ -256,18 +256,24 @@ def _bases(rng: np.random.Generator, liked: str, pairs: int) -> str:
     return "".join(np.where(rng.random(pairs) < PREFERENCE, liked_B, any_B))
 
 
+OPTIONS = {
+    "complexes": (60, "how many"),
+    "ligands": (6, "number of distinct ligands"),
+    "width": (32, "numbers of a ligand's embedding"),
+    "pairs": (4, "base pairs of a pocket"),
+    "models": (1, "models of a complex"),
+    "seed": (0, "random seed"),
+}
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(
         "python -m pipeline.tasks.rna.made_pockets", description="Write synthetic pockets."
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--complexes", type=int, default=60, help="how many (60)")
-    parser.add_argument("--ligands", type=int, default=6, help="number of distinct ligands (6)")
-    parser.add_argument("--width", type=int, default=32, help="numbers of a ligand's embedding (32)")
-    parser.add_argument("--pairs", type=int, default=4, help="base pairs of a pocket (4)")
-    parser.add_argument("--models", type=int, default=1, help="models of a complex (1)")
-    parser.add_argument("--seed", type=int, default=0, help="random seed (0)")
+    for name, (usual, what) in OPTIONS.items():
+        parser.add_argument(f"--{name}", type=int, default=usual, help=f"{what} ({usual})")
     told = vars(parser.parse_args(words))
     folder, complexes = told.pop("folder"), told.pop("complexes")
     try:

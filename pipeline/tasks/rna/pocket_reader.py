@@ -288,16 +288,11 @@ def _content(path: Path) -> bytes:
 
 def feature_statistics(reader: RnaPockets) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return mean and deviation of charge, atomic number and mass over all atoms of all pockets that can be read."""
-    sums_3, squares_3, atoms = np.zeros(3), np.zeros(3), 0
-    for entry in reader.entries():
-        if isinstance(entry, Entry):
-            feature_N3 = entry.arrays["atoms.feature"].astype(np.float64)
-            sums_3, squares_3 = sums_3 + feature_N3.sum(0), squares_3 + np.square(feature_N3).sum(0)
-            atoms += len(feature_N3)
-    if not atoms:
+    features = [entry.arrays["atoms.feature"] for entry in reader.entries() if isinstance(entry, Entry)]
+    if not features:
         raise DataError("no pocket can be read", where=str(reader.path), remedy="pipeline submit scan")
-    mean_3 = sums_3 / atoms
-    spread_3 = np.sqrt(np.maximum(squares_3 / atoms - np.square(mean_3), 0))
+    feature_N3 = np.concatenate(features).astype(np.float64)
+    mean_3, spread_3 = feature_N3.mean(0), feature_N3.std(0)
     return mean_3.astype(np.float32), np.where(spread_3 < LEAST_DEVIATION, 1, spread_3).astype(np.float32)
 
 
