@@ -1,8 +1,7 @@
 """What a run remembers for the next plan: measured steps and tasks, and the requests that follow from them.
 
-Records are lines of JSON in files of one writing process each, read from the newest back. A look-up reads the newest
-MOST_FILES files and of these MOST_BYTES, however much was ever recorded: what is older no longer counts. Lines that are
-torn, foreign or out of bounds are skipped.
+Records are lines of JSON, read from the newest back. A look-up reads the last MOST_BYTES of the file: older records no
+longer count. Lines that are torn, foreign or out of bounds are skipped.
 
 How much memory a task requests:
 
@@ -25,11 +24,10 @@ The caller limits the answer to the largest node.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
-import re
-import secrets
 import stat
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
@@ -54,8 +52,7 @@ if TYPE_CHECKING:
 
 Record = TypeVar("Record")
 
-MOST_FILES, MOST_BYTES = 2000, 64 << 20  # a line has about 300 bytes, and a run some files
-_ENDING = ".jsonl"
+MOST_BYTES = 64 << 20  # a line has about 300 bytes
 _LARGEST = float(1 << 62)  # more than any byte count
 _TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),
@@ -67,31 +64,29 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class Records(Generic[Record]):
-    """The records of one folder: flat dataclasses with a field `run`."""
+    """The records of one file: flat dataclasses with a field `run`."""
 
-    def __init__(self, folder: Path, kind: type[Record]) -> None:
-        self._folder, self._kind = folder / "records", kind
+    def __init__(self, path: Path, kind: type[Record]) -> None:
+        self._path, self._kind = path, kind
         self._types = {field.name: _TYPES[str(field.type)] for field in fields(kind)}  # type: ignore[arg-type]
-        self._names: dict[tuple[str, str, int], str] = {}
 
-    def record(self, run: str, writer: str, records: Iterable[Record]) -> bool:
-        """Store records and sync them to disk; return False where the folder cannot be written."""
-        key = (run, writer, os.getpid())  # a forked child is another writer
-        words = (re.sub(r"[^A-Za-z0-9_-]+", "-", word)[:80] for word in (run, writer))
-        name = self._names.setdefault(key, "~".join((*words, secrets.token_hex(6))) + _ENDING)
+    def record(self, run: str, records: Iterable[Record]) -> bool:
+        """Append records and sync them to disk; return False if the file cannot be written."""
         lines = b"".join(measurement_line(run, record) for record in records)
         try:
             if lines:
-                self._append(name, b"\n" + lines)  # it also ends a line that a full disk has cut
+                self._append(b"\n" + lines)  # it also ends a line that a full disk has cut
         except OSError:
             return False
         return True
 
-    def _append(self, name: str, lines: bytes) -> None:
-        Disk().make_folder(self._folder)
-        descriptor = os.open(self._folder / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    def _append(self, lines: bytes) -> None:
+        Disk().make_folder(self._path.parent)
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            if (bits := shared_bits(self._folder)) and not os.fstat(descriptor).st_size:
+            with suppress(OSError):  # without locks, NFS may lose lines that two nodes append at once
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if (bits := shared_bits(self._path.parent)) and not os.fstat(descriptor).st_size:
                 os.fchmod(descriptor, stat.S_IMODE(os.fstat(descriptor).st_mode) | bits)
             while lines:
                 lines = lines[os.write(descriptor, lines) :]
@@ -99,35 +94,21 @@ class Records(Generic[Record]):
         finally:
             os.close(descriptor)
 
-    def newest(self, having: Mapping[str, str], lacking: Mapping[str, str] | None = None) -> Iterator[Record]:
-        """Yield records, newest first, with the field values in `having` and none of those in `lacking`."""
+    def newest(self, **having: str) -> Iterator[Record]:
+        """Yield the records with these field values, the newest first."""
         texts = [json.dumps(text).encode() for text in having.values()]
         for line in self._lines():
             record = self._record_of(line) if all(text in line for text in texts) else None  # parsing takes long
-            if record is None or any(getattr(record, name) != text for name, text in having.items()):
-                continue
-            if all(getattr(record, name) != text for name, text in (lacking or {}).items()):
+            if record is not None and all(getattr(record, name) == text for name, text in having.items()):
                 yield record
 
     def _lines(self) -> Iterator[bytes]:
         """Yield whole lines, the newest first."""
-        left_bytes = MOST_BYTES
-        for path in self._newest_files():
-            with suppress(OSError), path.open("rb") as file:
-                start = max(0, file.seek(0, os.SEEK_END) - left_bytes)
-                file.seek(start)
-                data = file.read(left_bytes)
-                left_bytes -= len(data)
-                # The last line has no end yet; the first of a part of a file has perhaps no beginning.
-                yield from data.split(b"\n")[-2 : 0 if start else None : -1]
-            if left_bytes <= 0:
-                return
-
-    def _newest_files(self) -> list[Path]:
-        ages: list[tuple[int, str]] = []
-        with suppress(FileNotFoundError, NotADirectoryError, PermissionError), os.scandir(self._folder) as entries:
-            ages.extend((entry.stat().st_mtime_ns, entry.name) for entry in entries if entry.name.endswith(_ENDING))
-        return [self._folder / name for _, name in sorted(ages, reverse=True)[:MOST_FILES]]
+        with suppress(OSError), self._path.open("rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - MOST_BYTES)
+            file.seek(start)
+            # The last line has no end yet; the first of a part of the file has perhaps no beginning.
+            yield from file.read().split(b"\n")[-2 : 0 if start else None : -1]
 
     def _record_of(self, line: bytes) -> Record | None:
         """Return the record of a line; None if it is torn, foreign or out of bounds."""
@@ -187,42 +168,34 @@ class Peak:
 
 
 class PeakHistory(Records[Peak]):
-    """The measured peaks in one folder, for this version of torch."""
+    """The measured peaks in one file, for this version of torch."""
 
-    def __init__(self, folder: Path, torch: str | None = None) -> None:
-        super().__init__(folder, Peak)
+    def __init__(self, path: Path, torch: str | None = None) -> None:
+        super().__init__(path, Peak)
         self._torch = torch or torch_version()
 
     def of(self, model: str, card: str) -> list[Peak]:
         """Return the measured peaks of a model on a card, newest first."""
         gpu = known_name(card)
-        records = self.newest({"model": model, "torch": self._torch})
-        on_card = (peak for peak in records if card == peak.card or gpu == peak.gpu)
-        distinct = {
-            (peak.at, peak.run, peak.card, peak.sizes, peak.allocator): peak for peak in islice(on_card, NEWEST)
-        }
-        return [distinct[key] for key in sorted(distinct, reverse=True)]
+        records = self.newest(model=model, torch=self._torch)
+        return list(islice((peak for peak in records if card == peak.card or gpu == peak.gpu), NEWEST))
 
     def ratios(self, model: str, card: str) -> tuple[float, ...]:
-        """Return measured/predicted bytes of a model on a card, newest first."""
-        return ratios(self.of(model, card))
+        """Return measured/predicted bytes of a model on a card, newest first, to correct a prediction.
+
+        A step that died needs more than was available: until one with a higher ratio lived, its ratio counts times
+        DIED_GROWTH. One that died with less than was predicted says nothing new.
+        """
+        peaks = [peak for peak in self.of(model, card) if peak.predicted_bytes]
+        lived = max((peak.ratio for peak in peaks if not peak.died), default=0.0)
+        telling = (peak for peak in peaks if not (peak.died and peak.ratio <= max(lived, 1.0)))
+        return tuple(peak.ratio * (DIED_GROWTH if peak.died else 1.0) for peak in telling)
 
     def seconds(self, model: str, card: str) -> tuple[float, ...]:
         """Return measured/predicted seconds of a step of a model on a card, newest first."""
         return tuple(
             peak.step_s / peak.predicted_s for peak in self.of(model, card) if peak.step_s and peak.predicted_s
         )
-
-
-def ratios(peaks: Sequence[Peak]) -> tuple[float, ...]:
-    """Return measured/predicted of peaks, to correct a prediction.
-
-    A step that died needs more than was available: until one with a higher ratio lived, its ratio counts times
-    DIED_GROWTH. One that died with less than was predicted says nothing new.
-    """
-    lived = max((peak.ratio for peak in peaks if not peak.died), default=0.0)
-    telling = (peak for peak in peaks if peak.predicted_bytes and not (peak.died and peak.ratio <= max(lived, 1.0)))
-    return tuple(peak.ratio * (DIED_GROWTH if peak.died else 1.0) for peak in telling)
 
 
 def ratios_of_all(peaks: PeakHistory, model: str, cards: Sequence[str]) -> tuple[float, ...]:
@@ -412,28 +385,31 @@ _BOUNDS = {  # by whether tasks are of the same recipe and on the same cluster, 
 
 
 class Profiles(Records[Measured]):
-    """The measured needs of tasks in one folder: of attempts that succeeded or ran out of memory."""
+    """The measured needs of tasks in one file: of attempts that succeeded or ran out of memory."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, Measured)
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, Measured)
 
     def suggest(self, stage: str, recipe: str, cluster: str, *, planned_bytes: int) -> Suggestion:
         """Return how much memory to request."""
         for (same_recipe, same_cluster), bounds in _BOUNDS.items():
-            having, lacking = {"stage": stage}, dict[str, str]()
-            (having if same_recipe else lacking)["recipe"] = recipe
-            (having if same_cluster else lacking)["cluster"] = cluster
-            past = self._past(having, lacking, _LOOKED_AT if bounds.trusted else NEWEST)
-            suggestion = suggest(past, bounds, planned_bytes=planned_bytes)
+            having = {"stage": stage} | ({"recipe": recipe} if same_recipe else {})
+            found = (
+                task
+                for task in self.newest(**having)
+                if (task.recipe == recipe) is same_recipe and (task.cluster == cluster) is same_cluster
+            )
+            suggestion = suggest(_distinct(found), bounds, planned_bytes=planned_bytes)
             if suggestion is not None:
                 return suggestion
         return planned(planned_bytes)
 
     def pace(self, stage: str, recipe: str, cluster: str) -> float | None:
         """Return the items per second of a task of this recipe here; None where none was measured."""
-        return pace(self._past({"stage": stage, "recipe": recipe, "cluster": cluster}, {}, NEWEST))
+        return pace(_distinct(self.newest(stage=stage, recipe=recipe, cluster=cluster)))
 
-    def _past(self, having: Mapping[str, str], lacking: Mapping[str, str], limit: int) -> list[Measured]:
-        """Return the newest attempts; of duplicates the larger."""
-        newest = sorted(islice(self.newest(having, lacking), limit), key=_order)
-        return list({_order(task)[:4]: task for task in newest}.values())
+
+def _distinct(found: Iterable[Measured]) -> list[Measured]:
+    """Return the newest attempts; of one that was recorded twice, the larger."""
+    newest = sorted(islice(found, _LOOKED_AT), key=_order)
+    return list({_order(task)[:4]: task for task in newest}.values())

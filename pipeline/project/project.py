@@ -385,7 +385,7 @@ def open_executor(config: Config, poll_s: float | None = None) -> Executor:
 
 def profiles_of(config: Config) -> Profiles:
     """Return the history of measurements of earlier runs."""
-    return Profiles(config.cluster.runs / ".profiles")
+    return Profiles(config.cluster.runs / ".profiles" / "tasks.jsonl")
 
 
 def cluster_name(config: Config) -> str:

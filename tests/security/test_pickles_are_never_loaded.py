@@ -199,11 +199,9 @@ def test_every_file_of_a_run(tmp_path: Path, evil: bytes) -> None:
 
 
 def test_what_is_remembered_of_earlier_runs(tmp_path: Path, evil: bytes) -> None:
-    folder = tmp_path / "profiles"
     asked = ("embed", "ab12", "north")
-    (folder / "records").mkdir(parents=True, exist_ok=True)
-    (folder / "records" / "run~writer.jsonl").write_bytes(evil)
-    assert Profiles(folder).suggest(*asked, planned_bytes=1 << 30).tasks == 0
+    (tmp_path / "tasks.jsonl").write_bytes(evil + b"\n")
+    assert Profiles(tmp_path / "tasks.jsonl").suggest(*asked, planned_bytes=1 << 30).tasks == 0
     assert not (tmp_path / "made").exists()
 
 

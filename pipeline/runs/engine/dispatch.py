@@ -158,7 +158,7 @@ class Dispatch:
             for attempt in attempts
             if attempt.cause in (Cause.DONE, Cause.HOST_OOM)
         ]
-        self._profiles.record(self._folder.name, str(os.getpid()), measured)
+        self._profiles.record(self._folder.name, measured)
 
     def send(self, project: Project, stage: Stage, status: StageStatus) -> None:
         """Decide on the next attempt of every task that is due, and submit as much as the queue takes."""

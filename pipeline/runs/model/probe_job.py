@@ -11,7 +11,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -209,7 +208,7 @@ def remember_result(folder: ProbeFolder, config: Config, errand: Errand, result:
 
 def peaks_of(config: Config) -> PeakHistory:
     """Return the measurements of earlier training steps."""
-    return PeakHistory(config.cluster.runs / ".profiles" / "peaks", torch_of(config))
+    return PeakHistory(config.cluster.runs / ".profiles" / "peaks.jsonl", torch_of(config))
 
 
 def torch_of(config: Config) -> str:
@@ -219,7 +218,7 @@ def torch_of(config: Config) -> str:
 
 def record_peak(config: Config, run: str, peak: Peak) -> bool:
     """Add a measurement to the history; return whether that could be done."""
-    return peaks_of(config).record(run, f"{socket.gethostname()}-{os.getpid()}", [peak])
+    return peaks_of(config).record(run, [peak])
 
 
 def read_errand(folder: ProbeFolder) -> tuple[Config, Errand]:

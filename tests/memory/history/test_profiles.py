@@ -15,43 +15,40 @@ from pipeline.memory.history import Profiles, Suggestion, measurement_line
 from tests.memory.history.tasks import GIB, MIB, measured
 
 ROOT = Path(__file__).parents[3]
+NAME = "tasks.jsonl"
 WRITER = """
 import sys; from pathlib import Path
 from pipeline.memory.history import Profiles; from tests.memory.history.tasks import *
 folder, name = Path(sys.argv[1]), sys.argv[2]
 for number in range(20):
-    profiles = Profiles(folder)
-    assert profiles.record("run", name, [measured(number, cluster=name), measured(number, recipe=name)])
+    profiles = Profiles(folder / 'tasks.jsonl')
+    assert profiles.record("run", [measured(number, cluster=name), measured(number, recipe=name)])
     assert profiles.suggest("embed", name, "north", planned_bytes=GIB).tasks == number + 1
 """
 
 
 def ask(folder: Path, recipe: str = "ab12", cluster: str = "north") -> Suggestion:
-    return Profiles(folder).suggest("embed", recipe, cluster, planned_bytes=GIB)
+    return Profiles(folder / NAME).suggest("embed", recipe, cluster, planned_bytes=GIB)
 
 
-def remember(folder: Path, tasks: range, writer: str = "supervisor", run: str = "run") -> None:
-    assert Profiles(folder).record(run, writer, [measured(task) for task in tasks])
-
-
-def files_of(folder: Path) -> list[Path]:
-    return sorted((folder / "records").iterdir())
+def remember(folder: Path, tasks: range, run: str = "run") -> None:
+    assert Profiles(folder / NAME).record(run, [measured(task) for task in tasks])
 
 
 def test_what_one_run_measured_the_next_one_asks_for(tmp_path: Path) -> None:
     assert (ask(tmp_path).mem_bytes, ask(tmp_path).tasks) == (GIB, 0), "what was planned"
-    assert Profiles(tmp_path).pace("embed", "ab12", "north") is None
+    assert Profiles(tmp_path / NAME).pace("embed", "ab12", "north") is None
     assert list(tmp_path.iterdir()) == []
     remember(tmp_path, range(41))
     assert (ask(tmp_path).mem_bytes, ask(tmp_path).tasks) == (640 * MIB, 41)
-    assert Profiles(tmp_path).pace("embed", "ab12", "north") == 0.25
+    assert Profiles(tmp_path / NAME).pace("embed", "ab12", "north") == 0.25
 
 
 def test_the_same_recipe_elsewhere_counts_before_other_recipes_here(tmp_path: Path) -> None:
-    profiles = Profiles(tmp_path)
-    profiles.record("a", "w", [measured(task, cluster="south", peak_bytes=4 * GIB) for task in range(9)])
+    profiles = Profiles(tmp_path / NAME)
+    profiles.record("a", [measured(task, cluster="south", peak_bytes=4 * GIB) for task in range(9)])
     alone = ask(tmp_path, recipe="other")
-    profiles.record("b", "w", [measured(task, recipe="cd34", peak_bytes=3 * GIB) for task in range(5)])
+    profiles.record("b", [measured(task, recipe="cd34", peak_bytes=3 * GIB) for task in range(5)])
     assert (alone.tasks, ask(tmp_path).tasks, ask(tmp_path, recipe="other").tasks) == (9, 9, 5)
     assert ask(tmp_path).mem_bytes > 4 * GIB
     assert profiles.suggest("graph", "ab12", "north", planned_bytes=GIB).tasks == 0
@@ -59,9 +56,9 @@ def test_the_same_recipe_elsewhere_counts_before_other_recipes_here(tmp_path: Pa
 
 
 def test_a_task_told_twice_counts_once_and_with_its_larger_peak(tmp_path: Path) -> None:
-    for writer in ("one", "two"):
-        remember(tmp_path, range(9), writer)
-    Profiles(tmp_path).record("run", "three", [measured(0, peak_bytes=600 * MIB), measured(0, peak_bytes=MIB)])
+    for _ in range(2):
+        remember(tmp_path, range(9))
+    Profiles(tmp_path / NAME).record("run", [measured(0, peak_bytes=600 * MIB), measured(0, peak_bytes=MIB)])
     assert (ask(tmp_path).mem_bytes, ask(tmp_path).tasks) == (768 * MIB, 9)
 
 
@@ -73,24 +70,11 @@ def test_processes_record_and_ask_at_once_and_nothing_is_lost(tmp_path: Path) ->
     assert [path for path in tmp_path.iterdir() if "partial" in path.name] == []
 
 
-def test_two_writers_of_one_name_never_share_a_file_nor_does_a_forked_child(tmp_path: Path) -> None:
-    profiles = Profiles(tmp_path)
-    profiles.record("run", "w", [measured(0)])
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if profiles.record("run", "w", [measured(1)]) else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert len(files_of(tmp_path)) == 2
-    other = Profiles(tmp_path)
-    assert other.record("run", "w", [measured(2)])
-    assert (len(files_of(tmp_path)), ask(tmp_path).tasks) == (3, 3)
-
-
 def test_a_line_that_is_still_being_written_counts_when_it_is_whole(tmp_path: Path) -> None:
     remember(tmp_path, range(6))
-    (path,) = files_of(tmp_path)
+    path = tmp_path / NAME
     lines = path.read_bytes()
-    profiles = Profiles(tmp_path)
+    profiles = Profiles(tmp_path / NAME)
     for length in range(len(lines) - 600, len(lines), 97):
         path.write_bytes(lines[:length])
         assert profiles.suggest("embed", "ab12", "north", planned_bytes=GIB).tasks == lines[1:length].count(b"\n")
@@ -101,7 +85,7 @@ def test_a_line_that_is_still_being_written_counts_when_it_is_whole(tmp_path: Pa
 @pytest.mark.parametrize("hole", [slice(500, 900), slice(-100, None)])
 def test_bytes_still_to_come_are_looked_for_again_although_the_size_is_the_same(tmp_path: Path, hole: slice) -> None:
     remember(tmp_path, range(6))
-    (path,) = files_of(tmp_path)
+    path = tmp_path / NAME
     lines = path.read_bytes()
     holed = bytearray(lines)
     holed[hole] = bytes(len(holed[hole]))
@@ -132,14 +116,14 @@ def test_foreign_lines_are_passed_over_and_fields_of_a_newer_version(tmp_path: P
     for number, line in enumerate(FOREIGN):
         folder = tmp_path / str(number)
         remember(folder, range(6))
-        (path,) = files_of(folder)
+        path = folder / NAME
         path.write_bytes(path.read_bytes() + line + b"\n" + json.dumps({**LINE, "energy_j": 7}).encode() + b"\n")
         assert ask(folder).tasks == 7, line[:60]
 
 
 def test_a_full_disk_is_told_and_the_torn_line_spoils_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    profiles, real = Profiles(tmp_path), os.write
-    profiles.record("run", "w", [measured(0)])
+    profiles, real = Profiles(tmp_path / NAME), os.write
+    profiles.record("run", [measured(0)])
 
     def full(descriptor: int, data: bytes) -> int:
         if len(data) < 100:
@@ -148,55 +132,41 @@ def test_a_full_disk_is_told_and_the_torn_line_spoils_no_other(tmp_path: Path, m
 
     with monkeypatch.context() as patch:
         patch.setattr(history.os, "write", full)
-        assert not profiles.record("run", "w", [measured(1)])
-    assert profiles.record("run", "w", [measured(2)])
+        assert not profiles.record("run", [measured(1)])
+    assert profiles.record("run", [measured(2)])
     assert ask(tmp_path).tasks == 2
-
-
-def test_names_cannot_leave_the_folder(tmp_path: Path) -> None:
-    assert Profiles(tmp_path / "memory").record("../../run", "a/b~c" * 99, [measured()])
-    assert [path.name for path in tmp_path.iterdir()] == ["memory"]
-    assert ask(tmp_path / "memory").tasks == 1
 
 
 def test_a_folder_that_cannot_be_written_is_read_all_the_same(unprivileged: Path) -> None:
     folder = unprivileged / "memory"
     remember(folder, range(9))
-    profiles = Profiles(folder)
-    for path in (folder / "records", folder):
+    profiles = Profiles(folder / NAME)
+    for path in (folder / NAME, folder):
         path.chmod(0o555)
     assert [profiles.suggest("embed", "ab12", "north", planned_bytes=GIB).tasks for _ in range(2)] == [9, 9]
-    assert not profiles.record("run", "supervisor", [measured(50)])
-    assert [path.name for path in folder.iterdir()] == ["records"]
+    assert not profiles.record("run", [measured(50)])
+    assert [path.name for path in folder.iterdir()] == [NAME]
     folder.chmod(0o755)  # so that it can be removed
-    (folder / "records").chmod(0o755)
 
 
 def test_records_that_others_keep_to_themselves_do_not_count(unprivileged: Path) -> None:
-    remember(unprivileged, range(9), run="mine")
-    remember(unprivileged, range(9), run="theirs")
-    files_of(unprivileged)[1].chmod(0)
-    assert ask(unprivileged).tasks == 9
+    remember(unprivileged, range(9))
+    (unprivileged / NAME).chmod(0)
+    assert ask(unprivileged).tasks == 0
 
 
 def test_a_look_up_reads_no_more_however_much_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for run, age in (("older", 2_000), ("old", 1_000), ("new", 0)):
+    for run in ("older", "old", "new"):
         remember(tmp_path, range(9), run=run)
-        (path,) = (tmp_path / "records").glob(f"{run}~*")
-        os.utime(path, (5_000 - age, 5_000 - age))
-    size = path.stat().st_size
-    monkeypatch.setattr(history, "MOST_BYTES", size)
-    assert ask(tmp_path).tasks == 9
-    monkeypatch.setattr(history, "MOST_BYTES", size + size // 2)  # a file that is cut loses its first line
-    assert ask(tmp_path).tasks == 9 + 4
-    monkeypatch.setattr(history, "MOST_BYTES", 100 * size)
-    monkeypatch.setattr(history, "MOST_FILES", 2)
-    assert ask(tmp_path).tasks == 18
+    size = (tmp_path / NAME).stat().st_size
+    for share, tasks in ((1 / 3, 9), (1 / 2, 9 + 4), (1, 27)):  # a part of a file loses its first line
+        monkeypatch.setattr(history, "MOST_BYTES", int(size * share))
+        assert ask(tmp_path).tasks == tasks
 
 
 def test_a_rare_stage_is_found_behind_very_many_tasks_of_another(tmp_path: Path) -> None:
-    profiles = Profiles(tmp_path)
-    profiles.record("a", "w", [measured(task, stage="graph", recipe="cd34") for task in range(9)])
-    profiles.record("b", "w", [measured(task) for task in range(20_000)])
+    profiles = Profiles(tmp_path / NAME)
+    profiles.record("a", [measured(task, stage="graph", recipe="cd34") for task in range(9)])
+    profiles.record("b", [measured(task) for task in range(20_000)])
     assert profiles.suggest("graph", "cd34", "north", planned_bytes=GIB).tasks == 9
     assert profiles.suggest("graph", "other", "south", planned_bytes=GIB).tasks == 9

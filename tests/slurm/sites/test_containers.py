@@ -117,7 +117,7 @@ def test_the_digest_of_the_image_stands_in_the_ledger_and_where_memory_is_rememb
     assert len(digest) == 32
     (started,) = events(run, "run_started")
     assert digest in json.dumps(started)
-    records = "".join(path.read_text() for path in (project.folder / "runs" / ".profiles" / "records").rglob("*.json*"))
+    records = (project.folder / "runs" / ".profiles" / "tasks.jsonl").read_text()
     assert f"slurm in {digest}" in records
 
 
