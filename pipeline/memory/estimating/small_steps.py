@@ -37,8 +37,6 @@ from pipeline.protocol import ITEMS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from numpy.typing import NDArray
-
     from pipeline.memory.footprint import Floats, Sizes, StandingFootprint
     from pipeline.memory.tracing.tracer import Build, TraceSession
 
@@ -51,7 +49,6 @@ FLOOR = 0.02  # margin of a fit without any error, and of each doubling: the rea
 ROUNDING = 1e-9  # of the solver: no error
 BEND = 1e-4  # of the largest: above what all smaller points foretell by more, a steeper regime has begun
 TRUSTED_ERROR = 0.1  # of tapes made block by block: above it, peaks are extrapolated instead
-DEGREES = (1, 2, 3)
 
 MOST = 6  # sizes that are fitted: the largest ones
 SMALLEST = 2**-10  # of the wanted size
@@ -84,23 +81,28 @@ class Estimate(NamedTuple):
         return self.high / self.likely - 1 if self.likely else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Design:
-    """Measured sizes as fractions of the wanted size, which is 1 in all drivers."""
+class Design(NamedTuple):
+    """The terms of measured sizes, which are fractions of the wanted one: there, every term is 1."""
 
+    terms_PK: Floats
+    degrees: tuple[int, ...]  # how many terms there are up to each degree
     x_PD: Floats
-    items: int | None  # the driver that counts items
 
     @classmethod
     def of(cls, sizes: Sequence[Sizes], wanted: Sizes) -> Design:
-        """Return the design of these sizes; a driver that never changes explains nothing and is left out."""
+        """Return the design of these sizes; a driver that never changes explains nothing and is left out.
+
+        Terms of degree 3 are items times products of two others, as for padded pairs.
+        """
         names = [name for name, value in wanted.items() if value and any(size[name] != value for size in sizes)]
         rows = [[size[name] / wanted[name] for name in names] for size in sizes]
         x_PD = np.array(rows, np.float64).reshape(len(sizes), len(names))
-        return cls(x_PD, names.index(ITEMS) if ITEMS in names else None)
-
-    def __getitem__(self, rows: slice | Sequence[int] | NDArray[np.int64]) -> Design:
-        return Design(self.x_PD[rows], self.items)
+        drivers, items = range(len(names)), names.index(ITEMS) if ITEMS in names else -1
+        pairs = list(combinations_with_replacement(drivers, 2))
+        of_items = [(items, *pair) for pair in pairs if items >= 0 and items not in pair]
+        products = [(), *((driver,) for driver in drivers), *pairs, *of_items]
+        terms_PK = np.stack([x_PD[:, product].prod(axis=1) for product in products], axis=1)
+        return cls(terms_PK, (1 + len(names), len(products) - len(of_items), len(products)), x_PD)
 
     @property
     def is_enough(self) -> bool:
@@ -112,22 +114,6 @@ class Design:
         """Return how many times larger the wanted size is than the largest point."""
         return float(1 / self.x_PD.max(axis=0).min()) if self.x_PD.size else 1.0
 
-    @property
-    def wanted(self) -> Design:
-        """Return the wanted size as the only point."""
-        return Design(np.ones((1, self.x_PD.shape[1])), self.items)
-
-    def terms(self, degree: int) -> Floats:
-        """Return the terms up to a degree; degree 3 is items times products of two others, as for padded pairs."""
-        drivers = range(self.x_PD.shape[1])
-        products: list[tuple[int, ...]] = [(), *((driver,) for driver in drivers)]
-        if degree > 1:
-            products += combinations_with_replacement(drivers, 2)
-        if degree > 2 and self.items is not None:
-            sizes = [driver for driver in drivers if driver != self.items]
-            products += [(self.items, *pair) for pair in combinations_with_replacement(sizes, 2)]
-        return np.stack([self.x_PD[:, product].prod(axis=1) for product in products], axis=1)
-
 
 def extrapolate(points: Sequence[tuple[Sizes, int]], wanted: Sizes) -> Estimate:
     """Return the estimate for the wanted size from the bytes of measured ones."""
@@ -135,45 +121,43 @@ def extrapolate(points: Sequence[tuple[Sizes, int]], wanted: Sizes) -> Estimate:
     if not design.is_enough:
         raise ValueError(f"{len(points)} measured sizes are too few or too similar to extrapolate from")
     order = np.argsort(design.x_PD.sum(axis=1), kind="stable")
-    design, y_P = design[order], np.array([taken for _, taken in points], np.float64)[order]
-    degree, error = _chosen_degree(design, y_P)
-    likely, largest = _predicted(design, y_P, design.wanted, degree), float(y_P[-1])
+    y_P = np.array([taken for _, taken in points], np.float64)[order]
+    terms_PK, error = _chosen(design.terms_PK[order], design.degrees, y_P)
+    likely, largest = float(_fitted(terms_PK, y_P).sum()), float(y_P[-1])
     # Where the last point alone has entered a steeper regime, that is at most the line through the origin.
-    foretold, noise = _predicted(design[:-1], y_P[:-1], design[[-1]], degree), _fit_error(design[:-1], y_P[:-1], degree)
+    foretold, noise = _left_out(terms_PK, y_P, len(y_P) - 1), _fit_error(terms_PK[:-1], y_P[:-1])
     is_steeper = largest - foretold > (BEND + 2 * noise) * largest
     bound = max(likely, largest * design.ratio) if is_steeper else likely
     return Estimate.of(bound, largest, error, design.ratio)._replace(likely=ceil(likely))
 
 
-def _chosen_degree(design: Design, y_P: Floats) -> tuple[int, float]:
-    """Return the lowest degree that predicts left-out points about as well as any, and its worst error."""
-    errors = {degree: _fit_error(design, y_P, degree) for degree in DEGREES}
-    enough = 1.5 * min(errors.values()) + EXACT
-    return next((degree, error) for degree, error in errors.items() if error <= enough)
+def _chosen(terms_PK: Floats, degrees: Sequence[int], y_P: Floats) -> tuple[Floats, float]:
+    """Return the terms of the lowest degree that predicts left-out points about as well as any, and its worst error."""
+    errors = [_fit_error(terms_PK[:, :terms], y_P) for terms in degrees]
+    enough = 1.5 * min(errors) + EXACT
+    return next((terms_PK[:, :terms], error) for terms, error in zip(degrees, errors, strict=True) if error <= enough)
 
 
-def _fit_error(design: Design, y_P: Floats, degree: int) -> float:
+def _fit_error(terms_PK: Floats, y_P: Floats) -> float:
     """Return the worst relative error when left-out points are predicted."""
-    left_out = _left_out(len(y_P))
-    guesses = {place: _predicted(design[rest], y_P[rest], design[[place]], degree) for place, rest in left_out}
-    return _worst_error(y_P, guesses)
+    return _worst_error(y_P, {place: _left_out(terms_PK, y_P, place) for place in _larger_half(len(y_P))})
 
 
-def _left_out(points: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Yield each point of the larger half, with all other points: errors of small ones matter little."""
-    for place in range(points // 2, points):
-        yield place, np.delete(np.arange(points), place)
+def _larger_half(points: int) -> range:
+    """Return the places of the larger points: errors of small ones matter little."""
+    return range(points // 2, points)
+
+
+def _left_out(terms_PK: Floats, y_P: Floats, place: int) -> float:
+    """Return the value of one point, as all others predict it."""
+    others = np.arange(len(y_P)) != place
+    return float(terms_PK[place] @ _fitted(terms_PK[others], y_P[others]))
 
 
 def _worst_error(y_P: Floats | Sequence[int], guesses: dict[int, float]) -> float:
     """Return the worst relative error of guesses, by the points' places."""
     worst = max(abs(guess - float(y_P[place])) / max(float(y_P[place]), 1.0) for place, guess in guesses.items())
     return worst if worst > ROUNDING else 0.0
-
-
-def _predicted(design: Design, y_P: Floats, at: Design, degree: int) -> float:
-    """Return the fitted value at one point."""
-    return float(at.terms(degree)[0] @ _fitted(design.terms(degree), y_P))
 
 
 def _fitted(terms_PK: Floats, y_P: Floats) -> Floats:
@@ -196,16 +180,17 @@ def projected(recorded: Tapes, wanted: Sizes) -> tuple[Tape, Estimate] | None:
     tapes, design = [tape for _, tape in alike], Design.of([sizes for sizes, _ in alike], wanted)
     if not design.is_enough:
         return None
-    bytes_PE = np.stack([tape.bytes_E for tape in tapes]).astype(np.float64)
-    again = {
-        place: _tape_at(model, design[rest], bytes_PE[rest], design[[place]]) for place, rest in _left_out(len(tapes))
-    }
+    bytes_PE = np.abs(np.stack([tape.bytes_E for tape in tapes]).astype(np.float64))
+    again, terms_PK = dict[int, Tape](), design.terms_PK
+    for place in _larger_half(len(tapes)):
+        others = np.arange(len(tapes)) != place
+        again[place] = _tape_at(model, terms_PK[others], design.degrees, bytes_PE[others], terms_PK[place])
     # Temporary blocks are checked as well: where gradients are the peak of small sizes, they hide the error.
     error = max(
         _worst_error([peak(tape) for tape in tapes], {place: peak(tape) for place, tape in again.items()})
         for peak in (_peak_bytes, _own_peak_bytes)
     )
-    tape = _tape_at(model, design, bytes_PE, design.wanted)
+    tape = _tape_at(model, terms_PK, design.degrees, bytes_PE, np.ones(terms_PK.shape[1]))
     return tape, Estimate.of(tape.peak_bytes, model.peak_bytes, error, design.ratio)
 
 
@@ -229,27 +214,26 @@ def _turnover_bytes(tape: Tape) -> int:
     return int(tape.bytes_E[tape.bytes_E > 0].sum())
 
 
-def _tape_at(model: Tape, design: Design, bytes_PE: Floats, at: Design) -> Tape:
-    """Return the tape with each block's size from its own fit."""
+def _tape_at(model: Tape, terms_PK: Floats, degrees: Sequence[int], bytes_PE: Floats, at_K: Floats) -> Tape:
+    """Return the tape at some terms, with each block's size from its own fit."""
     # Blocks with the same bytes at every point share one number: comparing rows of tables takes long.
     marks_P = np.random.default_rng(0).random(len(bytes_PE))
-    _, first_U, which_E = np.unique(marks_P @ np.abs(bytes_PE), return_index=True, return_inverse=True)
-    laws = [(design.terms(degree), at.terms(degree)[0]) for degree in DEGREES]
-    value_U = np.array([_block_bytes(y_P, laws, design, at) for y_P in np.abs(bytes_PE)[:, first_U].T])
+    _, first_U, which_E = np.unique(marks_P @ bytes_PE, return_index=True, return_inverse=True)
+    value_U = np.array([_block_bytes(y_P, terms_PK, degrees, at_K) for y_P in bytes_PE[:, first_U].T])
     sizes_E = np.ceil(value_U[which_E.reshape(-1)] - 1e-6).astype(np.int64)
     return Tape(model.block_E, np.sign(model.bytes_E) * np.maximum(sizes_E, 1))
 
 
-def _block_bytes(y_P: Floats, laws: Sequence[tuple[Floats, Floats]], design: Design, at: Design) -> float:
+def _block_bytes(y_P: Floats, terms_PK: Floats, degrees: Sequence[int], at_K: Floats) -> float:
     """Return a block's size by the lowest degree that fits exactly, else by the one that predicts best."""
     if y_P.min() == y_P.max():
         return float(y_P[0])
-    for terms_PK, at_K in laws:
-        coefficients = _fitted(terms_PK, y_P)
-        if np.abs(terms_PK @ coefficients - y_P).max() <= EXACT * y_P.max():
-            return float(at_K @ coefficients)
-    degree = _chosen_degree(design, y_P)[0] if len(y_P) >= FEWEST else 1
-    return _predicted(design, y_P, at, degree)
+    for terms in degrees:
+        coefficients = _fitted(terms_PK[:, :terms], y_P)
+        if np.abs(terms_PK[:, :terms] @ coefficients - y_P).max() <= EXACT * y_P.max():
+            return float(at_K[:terms] @ coefficients)
+    best_PK = _chosen(terms_PK, degrees, y_P)[0] if len(y_P) >= FEWEST else terms_PK[:, : degrees[0]]
+    return float(at_K[: best_PK.shape[1]] @ _fitted(best_PK, y_P))
 
 
 def _enlarged(recorded: Tapes, wanted: Sizes) -> tuple[Tape, Estimate, str]:
