@@ -22,7 +22,7 @@ from pipeline.memory.planning.memory_plan import ITEM, CostModel, MicroBatchLimi
 from pipeline.protocol import ITEMS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -150,19 +150,15 @@ def grouped(rows_MS: Integers, predict: Predict, most_S: Integers, limit: float,
 def _halves(rows_US: Integers, group: Integers, predict: Predict) -> tuple[Integers, Integers]:
     """Split a group where the costlier of both corners is the least."""
     rows = rows_US[group]
-    best: tuple[float, NDArray[np.bool_]] | None = None
-    for values in rows.T:
-        low, high = max(int(values.min()), 1), int(values.max())
-        for threshold in {int(np.sqrt(low * high)), int(np.median(values)), int((low + high) / 2)}:
-            upper = values > threshold
-            if not upper.any() or upper.all():
-                continue
-            costs = predict(np.stack((rows[upper].max(axis=0), rows[~upper].max(axis=0))))
-            score = float(costs.max() + 1e-3 * costs.min())
-            if best is None or score < best[0]:
-                best = (score, upper)
-    assert best is not None, "distinct rows differ in some size"
-    return group[best[1]], group[~best[1]]
+
+    def corner_costs(upper_U: NDArray[np.bool_]) -> list[float]:
+        costs = predict(np.stack((rows[upper_U].max(axis=0), rows[~upper_U].max(axis=0))))
+        return sorted(costs.tolist(), reverse=True)
+
+    middles = (rows.min(axis=0) + rows.max(axis=0)) // 2, np.median(rows, axis=0)
+    splits = [rows[:, size] > middle_S[size] for middle_S in middles for size in range(rows.shape[1])]
+    upper_U = min((split for split in splits if 0 < split.sum() < len(rows)), key=corner_costs)
+    return group[upper_U], group[~upper_U]
 
 
 def extremes(sizes_NS: Integers, cost_N: Integers, budget: int, share: int, *, padded: bool) -> Integers:
@@ -286,17 +282,22 @@ class DataBounds:
         """Return the item whose sizes, each relative to the largest of its kind, sum to the most."""
         return self.alone(int(np.argmax((self.sizes_NS / np.maximum(self.sizes_NS.max(axis=0), 1)).sum(axis=1))))
 
-    def cut(self, cost_N: Integers, budget: int) -> Micros:
-        return self.data.cut(self.data.sizes, cost_N, budget, self.request.ranks)
+    def cut(self, model: CostModel, budget: int) -> Micros:
+        return self.data.cut(self.data.sizes, model.cost(self.data.sizes, budget), budget, self.request.ranks)
 
-    def uncut_budget(self, cost_N: Integers) -> int:
-        """Return a budget that cuts no share of a step."""
+    def uncut_budget(self, model: CostModel) -> int:
+        """Return a budget that cuts no share of a step, but for padding."""
+        cost_N = model.cost(self.data.sizes)
         if self.data.padded:
             return int(cost_N.max()) * self.share
         return int(np.partition(cost_N, -self.share)[-self.share :].sum())
 
-    def extremes(self, cost_N: Integers, budget: int) -> Integers:
+    def extremes(self, model: CostModel, budget: int) -> Integers:
+        cost_N = model.cost(self.data.sizes, budget)
         return extremes(self.sizes_NS, cost_N, budget, self.share, padded=self.data.padded)
+
+    def largest_group(self, micros: Micros) -> SizeGroup:
+        return SizeGroup(self.rounded(self.most_S), np.arange(len(micros.step_M)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -322,7 +323,10 @@ class BudgetSearch:
         """Return the largest budget under which all fits below a live peak, or None."""
         if self.bounds.request.micro_batch is not None:
             return self._pinned(limit)
-        return self._uncut() if self.fits_uncut(limit) else self._largest(limit)
+        if not self.fits_uncut(limit):
+            return self._largest(limit)
+        model = self.model()
+        return self._tried(model, self.bounds.uncut_budget(model), limit, whole=True)
 
     def model(self) -> CostModel:
         rows = list(self.memory.micros)
@@ -348,22 +352,10 @@ class BudgetSearch:
             terms = zip(bounds.terms.texts, average, strict=True)
             model = CostModel({term: part / max(size, 1) for term, size in terms}, base)
         budget = max(int(limit - model.base), 1)
-        rows_MS = bounds.extremes(model.cost(bounds.data.sizes, budget), budget)
+        rows_MS = bounds.extremes(model, budget)
         for place in np.unique(np.linspace(0, len(rows_MS) - 1, _SCREENED).astype(np.int64)):
             memory.peak_bytes(bounds.rounded(rows_MS[place]))
         return self.model()
-
-    def _uncut(self) -> FoundBudget:
-        """Return the plan that cuts nothing but what would be padded too much."""
-        bounds, model, row = self.bounds, self.model(), self.bounds.rounded(self.bounds.most_S)
-        cost_N = model.cost(bounds.data.sizes)
-        budget = bounds.uncut_budget(cost_N)
-        micros = bounds.cut(cost_N, budget)
-        live = self.memory.peak_bytes(row, accumulate=micros.accumulate)
-        groups = (SizeGroup(row, np.arange(len(micros.step_M))),)
-        is_whole = len(micros.step_M) <= len(bounds.whole.step_M)
-        why = MicroBatchLimit.WHOLE_SHARE if is_whole else MicroBatchLimit.PADDING
-        return FoundBudget(model, budget, micros, groups, live, row, why)
 
     def _largest(self, limit: int) -> FoundBudget | None:
         """Return the largest budget that fits, by narrowing an interval of budgets relative to what is predicted."""
@@ -400,35 +392,44 @@ class BudgetSearch:
         found = self._tried(model, wanted, limit)
         return replace(found, limit=MicroBatchLimit.PINNED) if found.live <= limit else None
 
-    def _tried(self, model: CostModel, budget: int, limit: int) -> FoundBudget:
+    def _tried(self, model: CostModel, budget: int, limit: int, *, whole: bool = False) -> FoundBudget:
         """Cut under a budget; ask about the corners of groups of micro-batches, up to the first above the limit.
 
-        The most one-sided micro-batches of other orders are among them: a plan holds in every epoch.
+        `whole`: the largest possible micro-batch fits, so that it answers for all.
         """
         bounds, memory = self.bounds, self.memory
-        cost_N = model.cost(bounds.data.sizes, budget)
-        micros = bounds.cut(cost_N, budget)
-        rows_MS = np.concatenate((micros.sizes_MS, bounds.extremes(cost_N, budget)))
-        fitted = self.model()  # which knows the answers to all questions; the cost model may be that of a pinned size
-
-        def predict(rows_MS: Integers) -> Floats:
-            return bounds.terms.predict(fitted, rows_MS)
-
+        micros = bounds.cut(model, budget)
         groups: list[SizeGroup] = []
         live, worst = 0, bounds.mean(1)
-        most = min(max(_QUESTIONS - len(memory.micros), _LEAST_GROUPS), _MOST_GROUPS)
-        for group in grouped(rows_MS, predict, bounds.most_S, limit, most):
-            corner = self._answered(group.corner, predict, limit)
-            groups.append(SizeGroup(corner, group.places))
-            live, worst = max((live, worst), (memory.peak_bytes(corner, accumulate=micros.accumulate), corner))
+        for group in [bounds.largest_group(micros)] if whole else self._groups(model, budget, micros, limit):
+            groups.append(group)
+            live, worst = max(
+                (live, worst), (memory.peak_bytes(group.corner, accumulate=micros.accumulate), group.corner)
+            )
             if live > limit:
                 break
         found = FoundBudget(model, budget, micros, tuple(groups), live, worst)
         if len(micros.step_M) <= len(bounds.whole.step_M):
             return replace(found, limit=MicroBatchLimit.WHOLE_SHARE)
-        cost_N = model.cost(bounds.data.sizes)  # a budget above all of it would cut nothing but padding
-        fewest = len(bounds.cut(cost_N, bounds.uncut_budget(cost_N)).step_M) if bounds.data.padded else 0
+        # A budget above all costs would cut nothing but padding.
+        fewest = len(bounds.cut(model, bounds.uncut_budget(model)).step_M) if bounds.data.padded else 0
         return replace(found, limit=MicroBatchLimit.PADDING) if len(micros.step_M) <= fewest else found
+
+    def _groups(self, model: CostModel, budget: int, micros: Micros, limit: int) -> Iterator[SizeGroup]:
+        """Yield groups of micro-batches, the costliest first.
+
+        The most one-sided micro-batches of other orders are among them: a plan holds in every epoch.
+        """
+        bounds = self.bounds
+        fitted = self.model()  # which knows the answers to all questions; the cost model may be that of a pinned size
+
+        def predict(rows_MS: Integers) -> Floats:
+            return bounds.terms.predict(fitted, rows_MS)
+
+        rows_MS = np.concatenate((micros.sizes_MS, bounds.extremes(model, budget)))
+        most = min(max(_QUESTIONS - len(self.memory.micros), _LEAST_GROUPS), _MOST_GROUPS)
+        for group in grouped(rows_MS, predict, bounds.most_S, limit, most):
+            yield SizeGroup(self._answered(group.corner, predict, limit), group.places)
 
     def _answered(self, corner: Row, predict: Predict, limit: int) -> Row:
         """Return a corner that was asked about before and is hardly larger, if there is one, in place of this one."""
