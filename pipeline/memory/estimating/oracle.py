@@ -108,25 +108,27 @@ class Formula:
         trained = [tensor.numel() for tensor in model.parameters() if tensor.requires_grad]
         self._tensors, self._parameters, self._trained = len(counts), sum(counts), sum(trained)
         self._largest, self._widths, self._padded = max(trained, default=0), map_widths(model), padded
-        self._gradients = {Category.GRADIENTS: FLOAT_BYTES * self._trained}
-        self._built = {
+        self._gradients = FLOAT_BYTES * self._trained
+        self._state = {
             Category.PARAMETERS: FLOAT_BYTES * self._parameters,
             Category.BUFFERS: sum(tensor.numel() * tensor.element_size() for tensor in model.buffers()),
             Category.EMA: averages * FLOAT_BYTES * self._parameters,
+            Category.OPTIMIZER: states * FLOAT_BYTES * self._trained,
         }
-        self._state = {**self._built, Category.OPTIMIZER: states * FLOAT_BYTES * self._trained}
 
     def standing(self, choice: MemoryChoice) -> StandingFootprint:  # noqa: ARG002 - the same for all
         """Return the memory that does not depend on the batch."""
-        gradients = self._gradients[Category.GRADIENTS]
+        *built, optimizer = ((-2 - number, size) for number, size in enumerate(self._state.values()))
         # Optimizers that take all tensors at once need about a copy of them on the way (torch.optim, `foreach`).
-        passing = [(0, gradients), (0, -gradients), (-1, -gradients)]
+        passing = [(0, self._gradients), (0, -self._gradients), (-1, -self._gradients)]
         return StandingFootprint(
-            setup=_tape([(-2 - number, size) for number, size in enumerate(self._built.values())]),
-            first_update=_tape([(-5, self._state[Category.OPTIMIZER]), *passing]),
+            setup=_tape(built),
+            first_update=_tape([optimizer, *passing]),
             update=_tape(passing),
             parts=_parts(self._state),
-            update_parts=_parts({**self._state, **self._gradients, Category.TEMPORARIES: gradients}),
+            update_parts=_parts(
+                {**self._state, **dict.fromkeys((Category.GRADIENTS, Category.TEMPORARIES), self._gradients)}
+            ),
             parameters=self._parameters,
             trained=self._trained,
             origin=Provenance.ASSUMED,
@@ -142,9 +144,9 @@ class Formula:
         live = FLOAT_BYTES * (COPIES * rows * self._widths + self._largest) + casts
         return MicroFootprint(
             sizes=dict(sizes),
-            first=_tape([(0, live), (-1, self._gradients[Category.GRADIENTS]), (0, -live)]),
+            first=_tape([(0, live), (-1, self._gradients), (0, -live)]),
             again=_tape([(0, live), (0, -live)]),
-            parts=_parts({**self._state, **self._gradients, Category.ACTIVATIONS: live}),
+            parts=_parts({**self._state, Category.GRADIENTS: self._gradients, Category.ACTIVATIONS: live}),
             flops=float(FLOPS_A_PARAMETER * self._parameters * rows),
             kernels=KERNELS_A_TENSOR * self._tensors,
             moved_bytes=float(MOVED * live),

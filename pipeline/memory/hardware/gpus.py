@@ -177,7 +177,7 @@ _UNIT_BYTES = {"m": MIB, "g": GIB, "t": 1 << 40}
 _SLICES, _FEWER_SLICES = 8, {"a30": 4, "rtx-pro-6000": 4}
 _SLICED = ("a100-40gb", "a100-80gb-pcie", "h100-80gb-pcie", "h200-141gb-nvl", "b200-180gb")
 _LARGEST_BYTES = 4 << 40
-_WHERE = "the GPU's name"
+_WHERE = "--gpu"  # the one place where people type a name that must be known
 
 
 def device(name: str) -> Device:

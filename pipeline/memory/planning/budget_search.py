@@ -155,7 +155,8 @@ def _halves(rows_US: Integers, group: Integers, predict: Predict) -> tuple[Integ
         costs = predict(np.stack((rows[upper_U].max(axis=0), rows[~upper_U].max(axis=0))))
         return sorted(costs.tolist(), reverse=True)
 
-    middles = (rows.min(axis=0) + rows.max(axis=0)) // 2, np.median(rows, axis=0)
+    low_S, high_S = rows.min(axis=0), rows.max(axis=0)
+    middles = np.sqrt(np.maximum(low_S, 1) * high_S).astype(np.int64), np.median(rows, axis=0), (low_S + high_S) // 2
     splits = [rows[:, size] > middle_S[size] for middle_S in middles for size in range(rows.shape[1])]
     upper_U = min((split for split in splits if 0 < split.sum() < len(rows)), key=corner_costs)
     return group[upper_U], group[~upper_U]
@@ -217,7 +218,7 @@ class ChoiceMemory:
     def micro(self, row: Row) -> MicroFootprint:
         """Return the memory of a micro-batch of exactly these sizes."""
         if row not in self.micros:
-            self.micros[row] = self._oracle.micro(self.choice, self._sizes(row))
+            self.micros[row] = self._oracle.micro(self.choice, self.sizes(row))
         return self.micros[row]
 
     def peak_bytes(self, row: Row, *, accumulate: bool = True) -> int:
@@ -234,13 +235,13 @@ class ChoiceMemory:
         ask = getattr(self._oracle, "confirmed", None)
         if ask is None:
             return True
-        micro = ask(self.choice, self._sizes(row))
+        micro = ask(self.choice, self.sizes(row))
         is_right = self.micros[row].is_like(micro)
         self._peaks = {asked: peak for asked, peak in self._peaks.items() if is_right and asked[0] != row}
         self.micros = {**(self.micros if is_right else {}), row: micro}
         return is_right
 
-    def _sizes(self, row: Row) -> Sizes:
+    def sizes(self, row: Row) -> Sizes:
         return dict(zip(self.names, row, strict=True))
 
     @property

@@ -148,8 +148,6 @@ class CardSpec:
     flops_per_s: Mapping[str, float]  # by precision, at best; a precision that is not in it cannot be used
     bytes_per_s: float  # of its memory
     launch_s: float = 7e-6  # between two kernels of eager torch
-    link_bytes_per_s: float = 12e9  # to the host; PCIe 3 x16 in practice
-    peer_bytes_per_s: float = 10e9  # to the other ranks
     caching: bool = True  # memory is held by the caching allocator; else live bytes are all there is
     notes: tuple[str, ...] = ()
 
@@ -170,19 +168,14 @@ class CardSpec:
 
 def weakest(cards: Sequence[CardSpec]) -> CardSpec:
     """Return the weakest in every respect of all cards that a job may land on, as if they were one."""
-    rates: dict[str, float] = {}
-    for precision in cards[0].flops_per_s:
-        if all(precision in card.flops_per_s for card in cards):
-            rates[precision] = min(card.flops_per_s[precision] for card in cards)
+    precisions = [name for name in cards[0].flops_per_s if all(name in card.flops_per_s for card in cards)]
     return CardSpec(
         name=", ".join(card.name for card in cards),
         memory_bytes=min(card.memory_bytes for card in cards),
         budget_bytes=min(card.budget_bytes for card in cards),
-        flops_per_s=rates,
+        flops_per_s={name: min(card.flops_per_s[name] for card in cards) for name in precisions},
         bytes_per_s=min(card.bytes_per_s for card in cards),
         launch_s=max(card.launch_s for card in cards),
-        link_bytes_per_s=min(card.link_bytes_per_s for card in cards),
-        peer_bytes_per_s=min(card.peer_bytes_per_s for card in cards),
         caching=any(card.caching for card in cards),
         notes=tuple(note for card in cards for note in card.notes),
     )

@@ -275,14 +275,10 @@ class PlanCase:
         total = Figure(ceil(reserved.bytes * margin.factor), least_sure((held, margin.origin)))
         step_s, whole_s = (Figure(seconds, Provenance.ASSUMED) for seconds in self._times(memory, bounds, found.micros))
         chosen = self._trial(choice, RemedyVerdict.CHOSEN, found.limit.value)
-        trials = [*self.trials, replace(chosen, total=Figure(total.value, margin.origin), epoch_s=whole_s)]
-        for other in choices(request):
-            if other not in {trial.choice for trial in trials}:
-                unneeded = self._trial(other, RemedyVerdict.NOT_NEEDED, "an earlier remedy fits")
-                trials.append(self._unsupported(other) or unneeded)
-        buckets = []
-        for row, micro in micros.items():
-            buckets.append(Bucket(dict(zip(memory.names, row, strict=True)), Figure(peak_bytes(row), micro.origin)))
+        chosen = replace(chosen, total=Figure(total.value, margin.origin), epoch_s=whole_s)
+        tried = {trial.choice for trial in (*self.trials, chosen)}
+        unneeded = partial(self._trial, verdict=RemedyVerdict.NOT_NEEDED, why="an earlier remedy fits")
+        others = [self._unsupported(other) or unneeded(other) for other in choices(request) if other not in tried]
         return MemoryPlan(
             request=request,
             cards=tuple(card.name for card in self.cards),
@@ -300,11 +296,13 @@ class PlanCase:
             probability=Figure(margin.probability, margin.trust),
             allocator=reserved,
             parts=parts_at_peak(memory.standing, micros[found.worst], accumulate=found.micros.accumulate),
-            buckets=tuple(buckets),
+            buckets=tuple(
+                Bucket(memory.sizes(row), Figure(peak_bytes(row), micro.origin)) for row, micro in micros.items()
+            ),
             step_s=step_s,
             epoch_s=whole_s,
             host_bytes=max(micro.host_bytes for micro in micros.values()),
-            trials=tuple(trials),
+            trials=(*self.trials, chosen, *others),
             notes=(margin.why, *memory.notes, *self.card.notes),
         )
 
@@ -402,11 +400,10 @@ def _oversize_items(
         total_bytes = ceil(live * max(margin.factor, case.limit / limit))  # an allocator may hold more than is live
         total = Figure(total_bytes, margin.origin if item in asked else Provenance.ASSUMED)
         sizes = dict(zip(bounds.data.names, sizes_NS[item].tolist(), strict=True))
-        enough = [card for card in others if card.budget_bytes >= total_bytes]
         remedy = f"use a GPU that lets torch have {format_bytes(total_bytes, above=case.limit)}"
-        if enough:
-            card = min(enough, key=lambda card: card.budget_bytes)
-            remedy = f"use a GPU such as {card.name}, which lets torch have {format_bytes(card.budget_bytes)}"
+        for card in sorted(others, key=lambda card: -card.budget_bytes):  # the smallest that is enough
+            if card.budget_bytes >= total_bytes:
+                remedy = f"use a GPU such as {card.name}, which lets torch have {format_bytes(card.budget_bytes)}"
         items.append(OversizeItem(item, bounds.data.called(item), sizes, total, case.limit, remedy))
     return tuple(reversed(items))
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 EFFICIENCY = 0.4  # of the best rate: what well-tuned training reaches (40-60% MFU: PaLM, arXiv:2204.02311, table 3)
 BANDWIDTH = 0.7  # of the memory's
+LINK_BYTES_PER_S = 12e9  # to the host; PCIe 3 x16 in practice
+PEER_BYTES_PER_S = 10e9  # to the other ranks
 _TOUCHED = 2  # times an allocated byte is moved at least: written and read
 _UPDATE_TOUCHED = 7  # of an optimizer with two moments: reads four tensors, writes three
 _REDUCED = 2.0  # times the gradients pass the wire in an all-reduce
@@ -37,12 +39,12 @@ def micro_s(micro: MicroFootprint, standing: StandingFootprint, choice: MemoryCh
 
     An offloaded activation is moved twice, and a sharded model's parameters are gathered every time.
     """
-    seconds = work_s(micro, choice.precision, card) + 2 * micro.host_bytes / card.link_bytes_per_s
+    seconds = work_s(micro, choice.precision, card) + 2 * micro.host_bytes / LINK_BYTES_PER_S
     if choice.shards == 1:
         return seconds
     own = sum(part.bytes for part in standing.parts if part.category is Category.PARAMETERS)
     times = _GATHERED_HALF if choice.precision != "fp32" else _GATHERED
-    return seconds + times * choice.shards * own / card.peer_bytes_per_s
+    return seconds + times * choice.shards * own / PEER_BYTES_PER_S
 
 
 def work_s(micro: MicroFootprint, precision: str, card: CardSpec) -> float:
@@ -56,7 +58,7 @@ def update_s(standing: StandingFootprint, choice: MemoryChoice, card: CardSpec, 
     """Return the time of a step in addition to its micro-batches: the optimizer and the reduction over ranks."""
     trained = 4.0 * standing.trained
     update = _UPDATE_TOUCHED * trained / choice.shards / (card.bytes_per_s * BANDWIDTH)
-    return update + (_REDUCED * trained / card.peer_bytes_per_s if ranks > choice.shards else 0.0)
+    return update + (_REDUCED * trained / PEER_BYTES_PER_S if ranks > choice.shards else 0.0)
 
 
 def epoch_s(micros: Micros, time_M: Floats, step_s: float) -> tuple[float, float]:

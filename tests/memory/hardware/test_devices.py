@@ -111,6 +111,7 @@ def test_an_unknown_name_is_refused_with_its_nearest_and_the_way_out(said: str, 
     with pytest.raises(ConfigError) as refused:
         device(said)
     assert near in refused.value.what
+    assert refused.value.where == "--gpu"
     assert "24GiB" in refused.value.remedy
     assert refused.value.exit_code == 2
 
