@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from pipeline.errors import ConfigError
 from pipeline.protocol import ITEMS
 from pipeline.readers.peptides import RESIDUES
 from pipeline.tasks.peptides.drawn_spectra import Grid, SpectrumNoise
@@ -39,9 +38,7 @@ from pipeline.tasks.peptides.peptide_losses import (
     ANSWER_WEIGHTS,
     DRAWN,
     PRECURSOR_LOSSES,
-    PUBLISHED_CONSTANTS,
     SPECTRUM_LOSSES,
-    Constants,
     answer_weights,
     coverage_loss,
     drawn_loss,
@@ -65,6 +62,8 @@ from pipeline.tasks.task_parts import (
     most_intense,
     one_of,
     padded_rows,
+    refuse,
+    require,
 )
 
 if TYPE_CHECKING:
@@ -96,11 +95,21 @@ class DenovoBatch(NamedTuple):
     letter_BL: Tensor  # an end behind the last one, where letters have ends; then nothing
     residues_B: Tensor  # how many letters, without the end; 0 where there is no peptide
     has_terminal_B: Tensor  # whether the first is a change of the N-terminus
-    known: tuple[float, float, float]  # letters (ends among them), spectra to compare, masses to compare
+    known: tuple[float, ...]  # letters (ends among them), spectra to compare, masses to compare
+
+    @property
+    def has_ions(self) -> Tensor:
+        """Which items have a spectrum to compare with that of their peptide [B]."""
+        return (self.residues_B > 1) & self.spectra.is_peak_BP.any(1)
+
+    @property
+    def has_mass(self) -> Tensor:
+        """Which items have a mass to compare with that of their peptide [B]."""
+        return (self.residues_B > 0) & (self.mass_B > 0)
 
 
 @dataclass(frozen=True)
-class DenovoRecursive(NetworkSizes):
+class DenovoRecursive(SpectrumNoise, NetworkSizes):
     """Peptides from spectra, by a recursive model with deep supervision."""
 
     as_published: bool = False  # as pepTRM behaves, its mistakes included: what its weights need
@@ -118,12 +127,6 @@ class DenovoRecursive(NetworkSizes):
     max_mz: float = 2000.0  # where the grid ends
     sigma: float = 0.05  # of a drawn peak, in m/z
     render_reach: float = 8.0  # sigmas at which a drawn peak ends; 0: each is drawn at every bin
-    render_chunk: int = 0  # with render_reach 0: bins at a time, drawn again in backward; 0: all at once
-    noise_peaks: int = 0  # noise added to spectra wherever they are read; train.evaluate.options may set it to 0
-    peak_dropout: float = 0.0
-    mass_error_ppm: float = 0.0
-    intensity_variation: float = 0.0
-    clean_share: float = 0.0  # of spectra without noise
     tolerance_ppm: float = 0.0  # peptides of the precursor's mass are searched; 0: the likeliest letters are taken
     mass_weight: float = 0.5  # of agreement in mass where one of both is chosen
 
@@ -133,53 +136,33 @@ class DenovoRecursive(NetworkSizes):
         at_least(self, numbers | dict.fromkeys(POSITIVE, 1) | {"width": NARROWEST})
         above_zero(self, ("bin_size", "max_mz", "sigma"))
         dropout_of(self)
-        self._check_choices()
-        if self.render_chunk and self.render_reach:
-            reach = self.render_reach
-            problem = f"render_chunk is {self.render_chunk}: it has no effect because peaks end at {reach} sigmas"
-            raise ConfigError(problem, where=f"{WHERE}.render_chunk", remedy=f"--set {WHERE}.render_reach=0")
-        if self.width % self.heads:
-            problem = f"a width of {self.width} cannot be divided among {self.heads} heads"
-            remedy = f"--set {WHERE}.width={self.heads * -(-NARROWEST // self.heads)}"
-            raise ConfigError(problem, where=f"{WHERE}.width", remedy=remedy)
-
-    def _check_choices(self) -> None:
         one_of(self, CHOICES)
         for name in ("smoothing", "peak_dropout", "clean_share", "mass_weight"):
-            if getattr(self, name) > 1:
-                problem = f"{name} is {getattr(self, name)}: it must be from 0 to 1"
-                raise ConfigError(problem, where=f"{WHERE}.{name}")
+            require(getattr(self, name) <= 1, self, name, "from 0 to 1")
+        if self.width % self.heads:
+            problem = f"a width of {self.width} cannot be divided among {self.heads} heads"
+            refuse("width", problem, f"--set {WHERE}.width={self.heads * -(-NARROWEST // self.heads)}")
         if unknown := [name for name in self.modifications if name not in MODIFIED]:
             problem = f"{unknown[0]!r} is not a known modification; known: {', '.join(MODIFIED)}"
-            raise ConfigError(problem, where=f"{WHERE}.modifications", remedy="choose from these")
+            refuse("modifications", problem, "choose from these")
         if self.carbamidomethyl and (self.as_published or RESIDUES[CHANGED_C] not in self.modifications):
             problem = f"carbamidomethyl is set, but {RESIDUES[CHANGED_C]} is not in the model's alphabet"
-            raise ConfigError(problem, where=f"{WHERE}.carbamidomethyl", remedy=f"--set {WHERE}.carbamidomethyl=false")
+            refuse("carbamidomethyl", problem, f"--set {WHERE}.carbamidomethyl=false")
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
         return Vocabulary(self.modifications, self.as_published)
 
     @property
-    def constants(self) -> Constants:
-        return PUBLISHED_CONSTANTS if self.as_published else Constants()
-
-    @property
     def choice(self) -> PeptideChoice:
-        return PeptideChoice(self.vocabulary, self.constants, self.tolerance_ppm, self.mass_weight)
-
-    @property
-    def noise(self) -> SpectrumNoise:
-        return SpectrumNoise(
-            self.noise_peaks, self.peak_dropout, self.mass_error_ppm, self.intensity_variation, self.clean_share
-        )
+        return PeptideChoice(self.vocabulary, self.tolerance_ppm, self.mass_weight)
 
     @property
     def grid(self) -> Grid:
         """The bins that spectra are drawn on; as published the last one lies at the end."""
         count = max(2, round(self.max_mz / self.bin_size))
         bin_size = self.max_mz / (count - 1) if self.as_published else self.bin_size
-        return Grid(bin_size, bin_size * count, self.sigma, self.render_reach, self.render_chunk)
+        return Grid(bin_size, bin_size * count, self.sigma, self.render_reach)
 
     def model(self) -> nn.Module:
         return RecursiveNetwork(self, len(self.vocabulary.names), as_published=self.as_published)
@@ -192,35 +175,28 @@ class DenovoRecursive(NetworkSizes):
     def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> DenovoBatch:  # noqa: ARG002 - items have their own
         peaks = [self._peaks(item) for item in items]
         letters = [self._letters(item) for item in items]
-        precursors = [self._precursor(item) for item in items]
-        peaks_B, residues_B = [len(mz_P) for mz_P, _ in peaks], list(map(len, letters))
         letter_BL = torch.full((len(items), self.longest), PAD)
         for row_L, letter_R in zip(letter_BL, letters, strict=True):
             row_L[: len(letter_R)] = torch.from_numpy(letter_R)
             if len(letter_R) and not self.as_published:
                 row_L[len(letter_R) : len(letter_R) + 1] = EOS  # none where there is no place left
-        mass_B = [charge * (mz - self.constants.proton) if mz and charge else 0.0 for mz, charge in precursors]
-        spectra = SpectrumInput(
-            mz_BP=padded_rows([mz_P for mz_P, _ in peaks])[0],
-            intensity_BP=padded_rows([intensity_P for _, intensity_P in peaks])[0],
-            is_peak_BP=torch.arange(max(peaks_B)) < torch.tensor(peaks_B).unsqueeze(1),
-            precursor_mz_B=torch.tensor([mz for mz, _ in precursors]),
-            charge_B=torch.tensor([charge for _, charge in precursors]),
-        )
-        compared = [count > 1 and peaks > 0 for count, peaks in zip(residues_B, peaks_B, strict=True)]
-        weighed = [count > 0 and mass > 0 for count, mass in zip(residues_B, mass_B, strict=True)]
-        return DenovoBatch(
-            spectra=spectra,
-            mass_B=torch.tensor(mass_B),
-            letter_BL=letter_BL,
-            residues_B=torch.tensor(residues_B),
-            has_terminal_B=torch.from_numpy(self.vocabulary.is_terminal_V)[letter_BL[:, 0]],
-            known=(float((letter_BL != PAD).sum()), float(sum(compared)), float(sum(weighed))),
-        )
+        precursors = [self._precursor(item) for item in items]
+        mz_B = torch.tensor([mz for mz, _ in precursors], dtype=torch.float64)
+        charge_B = torch.tensor([charge for _, charge in precursors])
+        mass_B = charge_B * (mz_B - self.vocabulary.proton) * (mz_B > 0)
+        peaks_B = torch.tensor([len(mz_P) for mz_P, _ in peaks])
+        mz_BP, intensity_BP = (padded_rows(rows)[0] for rows in zip(*peaks, strict=True))
+        is_peak_BP = torch.arange(mz_BP.shape[1]) < peaks_B.unsqueeze(1)
+        spectra = SpectrumInput(mz_BP, intensity_BP, is_peak_BP, mz_B.float(), charge_B)
+        residues_B = torch.tensor([len(letter_R) for letter_R in letters])
+        has_terminal_B = torch.from_numpy(self.vocabulary.is_terminal_V)[letter_BL[:, 0]]
+        batch = DenovoBatch(spectra, mass_B.float(), letter_BL, residues_B, has_terminal_B, known=())
+        known = (letter_BL != PAD, batch.has_ions, batch.has_mass)
+        return batch._replace(known=tuple(float(is_known.sum()) for is_known in known))
 
     def _peaks(self, item: ItemTensors) -> tuple[Tensor, Tensor]:
         """Return the most intense peaks of a spectrum in their order, scaled so that the highest has intensity 1."""
-        noised = self.noise.added(*most_intense(item, self.max_peaks), item.rng)
+        noised = self.with_noise(*most_intense(item, self.max_peaks), item.rng)
         mz_P, intensity_P = highest(*noised, self.max_peaks)
         return mz_P, intensity_P / intensity_P.max() if len(mz_P) else intensity_P
 
@@ -233,11 +209,10 @@ class DenovoRecursive(NetworkSizes):
             letter_R = self.vocabulary.letters(code_R)
         except ValueError as error:
             problem = f"the peptide of {item.id} has {error}, which is not in the model's alphabet"
-            remedy = "add it to train.options.modifications"
-            raise ConfigError(problem, where=f"{WHERE}.modifications", remedy=remedy) from None
+            refuse("modifications", problem, "add it to train.options.modifications")
         if len(letter_R) > self.longest:
             problem = f"the peptide of {item.id} has {len(letter_R)} residues, but longest is {self.longest}"
-            raise ConfigError(problem, where=f"{WHERE}.longest", remedy=f"--set {WHERE}.longest={len(letter_R)}")
+            refuse("longest", problem, f"--set {WHERE}.longest={len(letter_R)}")
         return letter_R
 
     def _precursor(self, item: ItemTensors) -> tuple[float, int]:
@@ -274,17 +249,15 @@ class DenovoRecursive(NetworkSizes):
             residues_B = torch.full_like(residues_B, self.longest)
         expected = expected_peptide(logits_BLV, self._masses_V(logits_BLV), residues_B, batch.has_terminal_B)
         expected = published_peptide(expected) if self.as_published else expected
-        ions = fragments(expected, self.fragment_charges, self.constants)
+        ions = fragments(expected, self.fragment_charges, self.vocabulary)
         is_drawn = self.spectrum_loss == DRAWN
         unlike_B = drawn_loss(ions, batch.spectra, self.grid) if is_drawn else coverage_loss(ions, batch.spectra)
-        return (unlike_B * ((batch.residues_B > 1) & batch.spectra.is_peak_BP.any(1))).sum()
+        return (unlike_B * batch.has_ions).sum()
 
     def _masses(self, logits_BLV: Tensor, batch: DenovoBatch) -> Tensor:
         """Return the sum of how far expected masses are from the precursors'."""
-        residues_B, masses_V = batch.residues_B, self._masses_V(logits_BLV)
-        expected = expected_peptide(logits_BLV, masses_V, residues_B, batch.has_terminal_B)
-        off_B = mass_loss(expected, batch.mass_B, self.precursor_loss, self.constants)
-        return (off_B * ((batch.mass_B > 0) & (residues_B > 0))).sum()
+        expected = expected_peptide(logits_BLV, self._masses_V(logits_BLV), batch.residues_B, batch.has_terminal_B)
+        return (mass_loss(expected, batch.mass_B, self.precursor_loss, self.vocabulary) * batch.has_mass).sum()
 
     def outputs(self, model: nn.Module, batch: DenovoBatch) -> dict[str, list[Tensor]]:
         """Return the letters of every answer, each letter's probability in the last one, and the true letters.
@@ -296,7 +269,7 @@ class DenovoRecursive(NetworkSizes):
         letter_BL, sure_BL = answer_TBL[-1], log_BLV.exp().amax(-1)
         is_there_BL = ((letter_BL == EOS).cumsum(1) == 0) & (letter_BL >= len(SPECIAL))
         length_B, charge_B = is_there_BL.sum(1), batch.spectra.charge_B
-        own_B = (self._masses_V(log_BLV)[letter_BL] * is_there_BL).sum(1) + self.constants.water
+        own_B = (self._masses_V(log_BLV)[letter_BL] * is_there_BL).sum(1) + self.vocabulary.water
         found = {
             "length": length_B,
             "score": (sure_BL * is_there_BL).sum(1) / length_B.clamp(min=1),
@@ -327,12 +300,12 @@ class DenovoRecursive(NetworkSizes):
         for place, answer in enumerate(self.choice.answers(outputs)):
             if len(answer.true_R):
                 judgements.append(judged(answer, self.vocabulary))
-                mass = answer.charge * (answer.mz - self.constants.proton)
+                mass = answer.charge * (answer.mz - self.vocabulary.proton)
                 labels = np.asarray(outputs[LABEL][place])
                 rows.append(letter_row(np.asarray(outputs[ANSWERS][place]), labels, mass))
         if not rows:
             return {}
-        return field_metrics(judgements) | letter_metrics(rows, self.vocabulary, self.constants.water)
+        return field_metrics(judgements) | letter_metrics(rows, self.vocabulary)
 
     def publish(self, folder: Path, outputs: Mapping[str, Any], items: Iterable[Item], reading: Any) -> list[Path]:  # noqa: ARG002 - the protocol has it
         """Write the peptides as a table and as mzTab, and how many are right as a picture."""
@@ -351,11 +324,7 @@ class DenovoRecursive(NetworkSizes):
             precursor_mz_B=55.0 * residues + torch.rand(items),
             charge_B=torch.full((items,), 2),
         )
-        return DenovoBatch(
-            spectra=spectra,
-            mass_B=110.0 * residues + torch.rand(items),
-            letter_BL=letter_BL,
-            residues_B=torch.full((items,), residues),
-            has_terminal_B=torch.zeros(items, dtype=torch.bool),
-            known=(float(items * (residues + 1)), float(items), float(items)),
-        )
+        mass_B = 110.0 * residues + torch.rand(items)
+        known = (float(items * (residues + 1)), float(items), float(items))
+        no_terminal_B = torch.zeros(items, dtype=torch.bool)
+        return DenovoBatch(spectra, mass_B, letter_BL, torch.full((items,), residues), no_terminal_B, known)

@@ -162,8 +162,8 @@ SENSELESS = {  # of each task, options of which the first makes no sense
     ],
     DenovoRecursive: [
         {"width": 0}, {"width": 50, "heads": 4}, {"width": 32, "heads": 4}, {"latent_steps": 0}, {"max_peaks": 0},
-        {"longest": 0}, {"bin_size": 0.0}, {"sigma": NAN}, {"spectrum_weight": -1.0}, {"render_chunk": -5},
-        {"render_chunk": 100}, {"render_reach": INF}, {"spectrum_loss": "x"}, {"answer_weights": "x"},
+        {"longest": 0}, {"bin_size": 0.0}, {"sigma": NAN}, {"spectrum_weight": -1.0},
+        {"render_reach": INF}, {"spectrum_loss": "x"}, {"answer_weights": "x"},
         {"precursor_loss": ""}, {"modifications": ["K[Acetyl]"]}, {"carbamidomethyl": True, "as_published": True},
         {"carbamidomethyl": True, "modifications": []}, {"smoothing": 1.5}, {"dropout": 1.0}, {"tolerance_ppm": -1.0},
     ],

@@ -1,11 +1,8 @@
 """Spectra drawn on a grid, each peak a Gaussian, and how alike two of them are; and noise that is added to spectra.
 
 Drawn as it is written down, every peak at every bin is a table (batch, peaks, bins): 223 MB for 48 items of 58 peaks
-and 20,000 bins, and several such tables are alive at once. There are three ways to the same numbers and gradients:
-
-- near bins only: a Gaussian is 0 beyond some sigmas (10⁻¹⁴ of its height at 8), so that a peak has 9 bins, not 20,000;
-- all bins, some at a time: each chunk is computed again in backward, and only sums over its bins are kept;
-- all bins at once.
+and 20,000 bins, and several such tables are alive at once. With a `reach`, a Gaussian is 0 beyond so many sigmas (10⁻¹⁴
+of its height at 8): a peak has 9 bins, not 20,000, and numbers and gradients are the same.
 
 Noise is added as pepTRM's curricula do it, drawn for an item by its own random numbers.
 
@@ -20,7 +17,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +39,6 @@ class Grid:
     max_mz: float
     sigma: float  # of every peak
     reach: float = 0.0  # sigmas at which a Gaussian ends; 0: it reaches every bin
-    chunk: int = 0  # bins at a time, where every peak reaches all of them; 0: all at once
 
     @property
     def bins(self) -> int:
@@ -52,43 +47,16 @@ class Grid:
 
 def similarity(predicted: DrawnPeaks, observed: DrawnPeaks, grid: Grid) -> Tensor:
     """Return the cosine between two spectra of each item [B]: 1 where they are alike, 0 where one is empty."""
-    if grid.reach:
-        products_3B = _products(_near(predicted, grid), _near(observed, grid))
-    elif grid.chunk:
-        products_3B = _chunked(predicted, observed, grid)
-    else:
-        products_3B = _between(predicted, observed, grid, 0, grid.bins)
-    both_B, own_B, other_B = products_3B
+    drawn = _near if grid.reach else _everywhere
+    own_BG, other_BG = drawn(predicted, grid), drawn(observed, grid)
+    both_B, own_B, other_B = (own_BG * other_BG).sum(1), (own_BG * own_BG).sum(1), (other_BG * other_BG).sum(1)
     cosine_B: Tensor = both_B / (own_B * other_B).clamp(min=NOTHING).sqrt()
     return cosine_B
 
 
-def _chunked(predicted: DrawnPeaks, observed: DrawnPeaks, grid: Grid) -> Tensor:
-    """Return the products of two spectra, chunk by chunk; backward draws each chunk again."""
-    products_3B = predicted.mz_BP.new_zeros(3, len(predicted.mz_BP))
-    for first in range(0, grid.bins, grid.chunk):
-        bounds = first, min(first + grid.chunk, grid.bins)
-        part_3B = checkpoint(
-            _between, predicted, observed, grid, *bounds, use_reentrant=False, preserve_rng_state=False
-        )  # nothing is drawn from random numbers
-        products_3B = products_3B + part_3B
-    return products_3B
-
-
-def _between(predicted: DrawnPeaks, observed: DrawnPeaks, grid: Grid, first: int, last: int) -> Tensor:
-    """Return the products of two spectra over some bins."""
-    return _products(_at(predicted, grid, first, last), _at(observed, grid, first, last))
-
-
-def _products(drawn_BG: Tensor, other_BG: Tensor) -> Tensor:
-    """Return the three dot products of a cosine similarity [3, B]: of the two, and of each with itself."""
-    pairs = (drawn_BG, other_BG), (drawn_BG, drawn_BG), (other_BG, other_BG)
-    return torch.stack([(left_BG * right_BG).sum(1) for left_BG, right_BG in pairs])
-
-
-def _at(peaks: DrawnPeaks, grid: Grid, first: int, last: int) -> Tensor:
-    """Return the spectra at some bins, each the sum of all peaks there."""
-    bins_G = grid.bin_size * torch.arange(first, last, device=peaks.mz_BP.device, dtype=peaks.mz_BP.dtype)
+def _everywhere(peaks: DrawnPeaks, grid: Grid) -> Tensor:
+    """Return the spectra at all bins, each the sum of all peaks there."""
+    bins_G = grid.bin_size * torch.arange(grid.bins, device=peaks.mz_BP.device, dtype=peaks.mz_BP.dtype)
     drawn_BPG = _gaussians(peaks.mz_BP.unsqueeze(-1) - bins_G, grid)
     return (peaks.height_BP.unsqueeze(1) @ drawn_BPG).squeeze(1)
 
@@ -116,28 +84,25 @@ PER_MILLION = 1e-6
 
 @dataclass(frozen=True)
 class SpectrumNoise:
-    """How much is done to a spectrum."""
+    """Noise added to spectra wherever they are read; options of the task, which train.evaluate.options may set to 0."""
 
-    peaks: int = 0  # of noise, at most
-    dropout: float = 0.0  # share of peaks that are lost
+    noise_peaks: int = 0  # at most
+    peak_dropout: float = 0.0  # share of peaks that are lost
     mass_error_ppm: float = 0.0  # standard deviation
     intensity_variation: float = 0.0  # standard deviation of the logarithm
-    clean: float = 0.0  # share of spectra to which nothing is done
+    clean_share: float = 0.0  # of spectra without noise
 
-    @property
-    def is_none(self) -> bool:
-        return not (self.peaks or self.dropout or self.mass_error_ppm or self.intensity_variation)
-
-    def added(self, mz_P: Tensor, intensity_P: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+    def with_noise(self, mz_P: Tensor, intensity_P: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
         """Return a spectrum with noise, in order of m/z; at least one of its peaks is kept."""
-        if self.is_none or not len(mz_P) or rng.random() < self.clean:
+        is_any = self.noise_peaks or self.peak_dropout or self.mass_error_ppm or self.intensity_variation
+        if not is_any or not len(mz_P) or rng.random() < self.clean_share:
             return mz_P, intensity_P
         mz, high = mz_P.double().numpy(), intensity_P.double().numpy()
-        kept = rng.random(len(mz)) >= self.dropout
+        kept = rng.random(len(mz)) >= self.peak_dropout
         kept[int(np.argmax(high))] = True
         mz = mz[kept] * (1 + PER_MILLION * self.mass_error_ppm * rng.standard_normal(kept.sum()))
         high = high[kept] * np.exp(self.intensity_variation * rng.standard_normal(kept.sum()))
-        more = int(rng.integers(self.peaks, endpoint=True))
+        more = int(rng.integers(self.noise_peaks, endpoint=True))
         mz = np.concatenate([mz, rng.uniform(mz.min(), mz.max(), more)])
         high = np.concatenate([high, high.max() * rng.uniform(LOWEST, HIGHEST, more)])
         order = np.argsort(mz, kind="stable")

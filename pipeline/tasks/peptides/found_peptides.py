@@ -23,7 +23,6 @@ from pipeline.tasks.peptides.vocabulary import EOS, SPECIAL
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from pipeline.tasks.peptides.peptide_losses import Constants
     from pipeline.tasks.peptides.vocabulary import Vocabulary
 
     Numbers = NDArray[np.float64]
@@ -35,73 +34,65 @@ MOST_STEPS = 20_000  # of a search: where all letters are alike, there are too m
 NEVER = -math.inf
 
 
-class LetterScores(NamedTuple):
-    """The logarithms of what each letter is worth at each place, and of an end before it."""
+def letter_scores(log_LV: Numbers, vocabulary: Vocabulary) -> tuple[Numbers, Numbers]:
+    """Return what each residue is worth at each place, and an end before it [L + 1].
 
-    letter_LV: Numbers
-    end_N: Numbers  # [L + 1]
-
-    @classmethod
-    def of(cls, log_LV: Numbers, vocabulary: Vocabulary) -> LetterScores:
-        """Return those of residues; as published no letter is an end, and each length is as good as another."""
-        letter_LV = np.array(log_LV, np.float64)
-        end_N = np.zeros(len(letter_LV) + 1)
-        if not vocabulary.as_published:
-            end_N[:-1] = letter_LV[:, EOS]
-        letter_LV[:, list(SPECIAL)] = NEVER
-        letter_LV[1:, vocabulary.is_terminal_V] = NEVER
-        return cls(letter_LV, end_N)
+    As published no letter is an end, and each length is as good as another.
+    """
+    letter_LV = np.array(log_LV, np.float64)
+    end_N = np.zeros(len(letter_LV) + 1)
+    if not vocabulary.as_published:
+        end_N[:-1] = letter_LV[:, EOS]
+    letter_LV[:, list(SPECIAL)] = NEVER
+    letter_LV[1:, vocabulary.is_terminal_V] = NEVER
+    return letter_LV, end_N
 
 
-@dataclass(frozen=True)
-class MassDecoder:
-    """Searches the best peptide of a mass."""
+def best_of_mass(log_LV: Numbers, mass: float, vocabulary: Vocabulary, ppm: float) -> NDArray[np.int64] | None:
+    """Return the letters of the best peptide of a mass; None where none fits, or too many would have to be looked at.
 
-    vocabulary: Vocabulary
-    ppm: float  # how far a peptide's mass may be from the precursor's
-    water: float
-
-    def best(self, log_LV: Numbers, mass: float) -> NDArray[np.int64] | None:
-        """Return the letters of the best peptide; None where none fits, or too many would have to be looked at."""
-        rest, tolerance = mass - self.water, self.ppm * 1e-6 * mass
-        if not rest > 0:
-            return None
-        scores, masses_V = LetterScores.of(log_LV, self.vocabulary), self.vocabulary.masses_V
-        bound = _Bound(scores, masses_V, rest, tolerance)
-        heap = [(-bound.at(0, rest), 0, 0.0, rest, tuple[int, ...]())]
-        seen: set[tuple[int, int]] = set()
-        for _ in range(MOST_STEPS):
-            if not heap:
-                break
-            _, place, score, rest, letters = heapq.heappop(heap)
-            if place < 0:
-                return np.array(letters, np.int64)
-            if (place, round(rest / UNIT)) in seen:  # the same mass was reached by better letters
-                continue
-            seen.add((place, round(rest / UNIT)))
-            if abs(rest) <= tolerance and letters:
-                heapq.heappush(heap, (-(score + scores.end_N[place]), -1, score, rest, letters))
-            if place == len(scores.letter_LV):
-                continue
-            for letter in np.flatnonzero(scores.letter_LV[place] > NEVER).tolist():
-                after, left = score + scores.letter_LV[place, letter], rest - masses_V[letter]
-                if (worth := after + bound.at(place + 1, left)) > NEVER:
-                    heapq.heappush(heap, (-worth, place + 1, after, left, (*letters, letter)))
+    `ppm` is how far a peptide's mass may be from the precursor's.
+    """
+    rest, tolerance = mass - vocabulary.water, ppm * 1e-6 * mass
+    if not rest > 0:
         return None
+    letter_LV, end_N = letter_scores(log_LV, vocabulary)
+    masses_V = vocabulary.masses_V
+    bound = _Bound(letter_LV, end_N, masses_V, rest, tolerance)
+    heap = [(-bound.at(0, rest), 0, 0.0, rest, tuple[int, ...]())]
+    seen: set[tuple[int, int]] = set()
+    for _ in range(MOST_STEPS):
+        if not heap:
+            break
+        _, place, score, rest, letters = heapq.heappop(heap)
+        if place < 0:
+            return np.array(letters, np.int64)
+        if (place, round(rest / UNIT)) in seen:  # the same mass was reached by better letters
+            continue
+        seen.add((place, round(rest / UNIT)))
+        if abs(rest) <= tolerance and letters:
+            heapq.heappush(heap, (-(score + end_N[place]), -1, score, rest, letters))
+        if place == len(letter_LV):
+            continue
+        for letter in np.flatnonzero(letter_LV[place] > NEVER).tolist():
+            after, left = score + letter_LV[place, letter], rest - masses_V[letter]
+            if (worth := after + bound.at(place + 1, left)) > NEVER:
+                heapq.heappush(heap, (-worth, place + 1, after, left, (*letters, letter)))
+    return None
 
 
 class _Bound:
     """At most how much the letters from a place on are worth that make up a remaining mass."""
 
-    def __init__(self, scores: LetterScores, masses_V: Numbers, whole: float, tolerance: float) -> None:
+    def __init__(self, letter_LV: Numbers, end_N: Numbers, masses_V: Numbers, whole: float, tolerance: float) -> None:
         self._spare = math.ceil((SPARE + tolerance) / STEP)
         steps = math.floor(whole / STEP) + 2 * self._spare + 2
         near = np.zeros(steps, np.bool_)
         near[self._of(-tolerance) - 1 : self._of(tolerance) + 2] = True
         step_V = np.floor(masses_V / STEP).astype(np.int64)
-        worth_G = np.where(near, scores.end_N[-1], NEVER)
+        worth_G = np.where(near, end_N[-1], NEVER)
         self._worth = [worth_G]
-        for letter_V, end in zip(scores.letter_LV[::-1], scores.end_N[-2::-1], strict=True):
+        for letter_V, end in zip(letter_LV[::-1], end_N[-2::-1], strict=True):
             worth_G = self._before(worth_G, letter_V, step_V, np.where(near, end, NEVER))
             self._worth.append(worth_G)
         self._worth.reverse()
@@ -135,13 +126,16 @@ MZ, CHARGE, ALL = "precursor_mz", "charge", "log_probability"
 OF_PPM = 20.0  # how far from the precursor's mass a peptide loses most of its rank
 
 
-class FoundPeptide(NamedTuple):
-    """A peptide, how sure the model is of each of its residues, and how far its mass is from the precursor's."""
+class Answer(NamedTuple):
+    """A peptide that was found for a spectrum, and what is known of the spectrum."""
 
     letter_R: NDArray[np.int64]
-    confidence_R: NDArray[np.float64]
-    ppm: float  # not a number where the precursor's mass is not known
-    fits_by_search: bool = False  # whether it was searched by the mass
+    confidence_R: NDArray[np.float64]  # how sure the model is of each residue
+    is_searched: bool  # by the mass
+    ppm: float  # how much heavier it is than the precursor; not a number where that mass is not known
+    true_R: NDArray[np.int64]  # no letters where they are not known
+    mz: float  # not a number where it is not known
+    charge: int  # 0 where it is not known
 
     @property
     def score(self) -> float:
@@ -149,60 +143,42 @@ class FoundPeptide(NamedTuple):
         return float(self.confidence_R.mean()) if len(self.confidence_R) else 0.0
 
 
-class Answered(NamedTuple):
-    """What was found for a spectrum, and what is true; no letters where that is not known."""
-
-    found: FoundPeptide
-    true_R: NDArray[np.int64]
-    mz: float  # not a number where it is not known
-    charge: int  # 0 where it is not known
-
-
 @dataclass(frozen=True)
 class PeptideChoice:
     """How a peptide is chosen: by its letters, or among those and the best ones of the right mass."""
 
     vocabulary: Vocabulary
-    constants: Constants
     tolerance_ppm: float = 0.0  # 0: masses are not looked at
     mass_weight: float = 0.5  # of agreement in mass, in the rank of a peptide
 
-    def answers(self, outputs: Mapping[str, Sequence[Any]]) -> Iterator[Answered]:
+    def answers(self, outputs: Mapping[str, Sequence[Any]]) -> Iterator[Answer]:
         """Yield what was found for each spectrum, in order."""
         for place in range(len(outputs[LETTERS])):
-            yield self.answer({name: np.asarray(column[place]) for name, column in outputs.items()})
+            yield self._answer({name: np.asarray(column[place]) for name, column in outputs.items()})
 
-    def answer(self, row: Mapping[str, NDArray[Any]]) -> Answered:
-        """Return what was found for one spectrum."""
+    def _answer(self, row: Mapping[str, NDArray[Any]]) -> Answer:
         mz, charge = float(row[MZ]), int(row[CHARGE])
-        mass = charge * (mz - self.constants.proton) if charge else math.nan
-        candidates = [self._likeliest(row[LETTERS], row[CONFIDENCE], mass)]
+        mass = charge * (mz - self.vocabulary.proton) if charge else math.nan
+        kept = before_end(row[LETTERS])
+        candidates = [(row[LETTERS][kept].astype(np.int64), row[CONFIDENCE][kept].astype(np.float64), False)]
         if self.tolerance_ppm and ALL in row and math.isfinite(mass):
-            candidates += self._searched(row[ALL].astype(np.float64), mass)
-        found = max(candidates, key=lambda one: rank_score(one.score, one.ppm, self.mass_weight))
-        return Answered(found, true_letters(row[LABEL]), mz, charge)
+            log_LV = row[ALL].astype(np.float64)
+            letter_R = best_of_mass(log_LV, mass, self.vocabulary, self.tolerance_ppm)
+            if letter_R is not None:
+                candidates.append((letter_R, np.exp(log_LV[np.arange(len(letter_R)), letter_R]), True))
+        true_R = row[LABEL][row[LABEL] >= len(SPECIAL)].astype(np.int64)
+        found = [Answer(*peptide, self.ppm(peptide[0], mass), true_R, mz, charge) for peptide in candidates]
+        return max(found, key=lambda answer: rank_score(answer.score, answer.ppm, self.mass_weight))
 
-    def mz_of(self, found: FoundPeptide, charge: int) -> float:
+    def mz_of(self, answer: Answer) -> float:
         """Return the m/z that a peptide should have."""
-        mass = float(self.vocabulary.masses_V[found.letter_R].sum()) + self.constants.water
-        return mass / charge + self.constants.proton if charge else math.nan
+        mass = float(self.vocabulary.masses_V[answer.letter_R].sum()) + self.vocabulary.water
+        return mass / answer.charge + self.vocabulary.proton if answer.charge else math.nan
 
     def ppm(self, letter_R: NDArray[np.int64], mass: float) -> float:
         """Return how much heavier than the precursor a peptide is, in millionths."""
-        own = float(self.vocabulary.masses_V[letter_R].sum()) + self.constants.water
+        own = float(self.vocabulary.masses_V[letter_R].sum()) + self.vocabulary.water
         return (own - mass) / mass * 1e6
-
-    def _likeliest(self, letter_L: NDArray[Any], sure_L: NDArray[Any], mass: float) -> FoundPeptide:
-        kept = before_end(letter_L)
-        letter_R = letter_L[kept].astype(np.int64)
-        return FoundPeptide(letter_R, sure_L[kept].astype(np.float64), self.ppm(letter_R, mass))
-
-    def _searched(self, log_LV: NDArray[np.float64], mass: float) -> list[FoundPeptide]:
-        letter_R = MassDecoder(self.vocabulary, self.tolerance_ppm, self.constants.water).best(log_LV, mass)
-        if letter_R is None:
-            return []
-        sure_R = np.exp(log_LV[np.arange(len(letter_R)), letter_R])
-        return [FoundPeptide(letter_R, sure_R, self.ppm(letter_R, mass), fits_by_search=True)]
 
 
 def before_end(letter_L: NDArray[Any]) -> NDArray[np.int64]:
@@ -210,12 +186,6 @@ def before_end(letter_L: NDArray[Any]) -> NDArray[np.int64]:
     is_end_L = letter_L == EOS
     last = int(np.argmax(is_end_L)) if is_end_L.any() else len(letter_L)
     return np.flatnonzero(letter_L[:last] >= len(SPECIAL))
-
-
-def true_letters(label_L: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the residues of a true peptide."""
-    letter_R: NDArray[np.int64] = label_L[label_L >= len(SPECIAL)].astype(np.int64)
-    return letter_R
 
 
 def rank_score(score: float, ppm: float, mass_weight: float) -> float:

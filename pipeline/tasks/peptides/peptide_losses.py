@@ -9,20 +9,19 @@ Shapes: B items, P peaks, L places, F fragments, V letters, T answers.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn import functional
 
-from pipeline.readers import peptides
 from pipeline.tasks.peptides.drawn_spectra import DrawnPeaks, Grid, similarity
-from pipeline.tasks.peptides.vocabulary import PAD, PUBLISHED_PROTON, PUBLISHED_WATER
+from pipeline.tasks.peptides.vocabulary import PAD
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from pipeline.tasks.peptides.recursive_network import SpectrumInput
+    from pipeline.tasks.peptides.vocabulary import Vocabulary
 
 LINEAR, UNIFORM, EXPONENTIAL = ANSWER_WEIGHTS = ("linear", "uniform", "exponential")
 COVERAGE, DRAWN = SPECTRUM_LOSSES = ("coverage", "drawn")
@@ -31,17 +30,6 @@ NEAR = 0.2  # standard deviation, in m/z, of how near an ion is to a peak that i
 OF_A_RESIDUE = 110.0  # Da; the smooth loss of the mass is in residues
 BEND = 0.1  # residues, below which that loss is a square
 OF_A_DALTON = 0.004  # the absolute loss of the mass
-
-
-@dataclass(frozen=True)
-class Constants:
-    """Masses that are added to those of residues."""
-
-    water: float = peptides.WATER
-    proton: float = peptides.PROTON
-
-
-PUBLISHED_CONSTANTS = Constants(PUBLISHED_WATER, PUBLISHED_PROTON)
 
 
 class ExpectedPeptide(NamedTuple):
@@ -53,11 +41,8 @@ class ExpectedPeptide(NamedTuple):
 
 def answer_weights(kind: str, answers: int) -> list[float]:
     """Return how much each answer's letters weigh, 1 in all."""
-    places = range(1, answers + 1)
-    if kind == LINEAR:
-        weights = [float(place) for place in places]
-    else:
-        weights = [1.0 if kind == UNIFORM else math.exp(place / 2) for place in places]
+    shapes = {LINEAR: float, UNIFORM: lambda _: 1.0, EXPONENTIAL: lambda place: math.exp(place / 2)}
+    weights = [shapes[kind](place) for place in range(1, answers + 1)]
     return [weight / sum(weights) for weight in weights]
 
 
@@ -89,12 +74,12 @@ def published_peptide(expected: ExpectedPeptide) -> ExpectedPeptide:
     return ExpectedPeptide(mass_BL, torch.ones_like(mass_BL[:, 1:], dtype=torch.bool))
 
 
-def fragments(expected: ExpectedPeptide, charges: int, constants: Constants) -> DrawnPeaks:
+def fragments(expected: ExpectedPeptide, charges: int, vocabulary: Vocabulary) -> DrawnPeaks:
     """Return the b ions, then the y ions, then those of each further charge."""
     prefix_BF = expected.mass_BL.cumsum(1)[:, :-1]
-    suffix_BF = expected.mass_BL.sum(1, keepdim=True) - prefix_BF + constants.water
+    suffix_BF = expected.mass_BL.sum(1, keepdim=True) - prefix_BF + vocabulary.water
     neutral_BF = torch.cat([prefix_BF, suffix_BF], 1)
-    mz_BF = torch.cat([neutral_BF / charge + constants.proton for charge in range(1, charges + 1)], 1)
+    mz_BF = torch.cat([neutral_BF / charge + vocabulary.proton for charge in range(1, charges + 1)], 1)
     return DrawnPeaks(mz_BF, expected.is_break_BF.to(mz_BF.dtype).repeat(1, 2 * charges))
 
 
@@ -114,9 +99,9 @@ def drawn_loss(ions: DrawnPeaks, spectra: SpectrumInput, grid: Grid) -> Tensor:
     return 1 - similarity(ions, DrawnPeaks(spectra.mz_BP, spectra.intensity_BP), grid)
 
 
-def mass_loss(expected: ExpectedPeptide, mass_B: Tensor, kind: str, constants: Constants) -> Tensor:
+def mass_loss(expected: ExpectedPeptide, mass_B: Tensor, kind: str, vocabulary: Vocabulary) -> Tensor:
     """Return how far each peptide's expected mass is from the precursor's [B]."""
-    off_B = expected.mass_BL.sum(1) + constants.water - mass_B
+    off_B = expected.mass_BL.sum(1) + vocabulary.water - mass_B
     if kind == ABSOLUTE:
         return OF_A_DALTON * off_B.abs()
     in_residues_B = off_B / OF_A_RESIDUE

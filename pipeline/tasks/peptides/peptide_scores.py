@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.tasks.peptides.found_peptides import Answered
+    from pipeline.tasks.peptides.found_peptides import Answer
     from pipeline.tasks.peptides.vocabulary import Vocabulary
 
     Masses = NDArray[np.float64]
@@ -70,11 +70,10 @@ def _walk(said_R: Masses, true_R: Masses) -> NDArray[np.bool_]:
     return is_found_R
 
 
-def judged(answer: Answered, vocabulary: Vocabulary) -> JudgedPeptide:
+def judged(answer: Answer, vocabulary: Vocabulary) -> JudgedPeptide:
     """Return a spectrum's peptide beside the true one."""
-    said_R, masses_V = answer.found.letter_R, vocabulary.masses_V
-    is_found_R = found_residues(masses_V[said_R], masses_V[answer.true_R])
-    return JudgedPeptide(is_found_R, len(answer.true_R), answer.found.score, vocabulary.is_modified_V[said_R])
+    is_found_R = found_residues(vocabulary.masses_V[answer.letter_R], vocabulary.masses_V[answer.true_R])
+    return JudgedPeptide(is_found_R, len(answer.true_R), answer.score, vocabulary.is_modified_V[answer.letter_R])
 
 
 def field_metrics(rows: Sequence[JudgedPeptide]) -> dict[str, float]:
@@ -124,10 +123,10 @@ def letter_row(answer_TL: NDArray[Any], label_L: NDArray[Any], mass: float) -> L
     return LetterRow(answer_TL[:, is_known_L].astype(np.int64), label_L[is_known_L].astype(np.int64), mass)
 
 
-def letter_metrics(rows: Sequence[LetterRow], vocabulary: Vocabulary, water: float) -> dict[str, float]:
+def letter_metrics(rows: Sequence[LetterRow], vocabulary: Vocabulary) -> dict[str, float]:
     """Return pepTRM's own figures: of the last answer, in which I is L, and of what each answer changes."""
     same = [_as_l(row.said_TR[-1], vocabulary) == _as_l(row.true_R, vocabulary) for row in rows]
-    masses = [float(vocabulary.masses_V[row.said_TR[-1]].sum()) + water for row in rows]
+    masses = [float(vocabulary.masses_V[row.said_TR[-1]].sum()) + vocabulary.water for row in rows]
     off = [abs(mass - row.mass) / row.mass * 1e6 for row, mass in zip(rows, masses, strict=True) if row.mass > 0]
     return {
         "token_accuracy": float(np.concatenate(same).mean()),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.tasks.peptides.found_peptides import Answered, PeptideChoice
+    from pipeline.tasks.peptides.found_peptides import Answer, PeptideChoice
     from pipeline.tasks.peptides.peptide_scores import JudgedPeptide
 
 TABLE, MZTAB = "peptides.csv", "peptides.mzTab"
@@ -65,7 +65,7 @@ def publish_peptides(folder: Path, outputs: Mapping[str, Any], choice: PeptideCh
             name = outputs[LETTER_COLUMN].id(place)
             judgement = judged(answer, choice.vocabulary) if len(answer.true_R) else None
             add(table_line(name, answer, choice, judgement))
-            if len(answer.found.letter_R):
+            if len(answer.letter_R):
                 ref = f"ms_run[{run_of.get(name, 1)}]:title={name}"
                 psms.write("\t".join(("PSM", *psm_line(ref, answer, choice, place + 1))) + "\n")
             known += [judgement] if judgement else []
@@ -75,21 +75,20 @@ def publish_peptides(folder: Path, outputs: Mapping[str, Any], choice: PeptideCh
     return paths
 
 
-def table_line(name: str, answer: Answered, choice: PeptideChoice, judgement: JudgedPeptide | None) -> list[str]:
+def table_line(name: str, answer: Answer, choice: PeptideChoice, judgement: JudgedPeptide | None) -> list[str]:
     """Return the cells of a spectrum's line."""
-    found = answer.found
-    rank = rank_score(found.score, found.ppm, choice.mass_weight) if choice.tolerance_ppm else found.score
+    rank = rank_score(answer.score, answer.ppm, choice.mass_weight) if choice.tolerance_ppm else answer.score
     told = {
         "id": name,
-        "peptide": choice.vocabulary.text(found.letter_R),
-        "score": f"{found.score:.4f}",
+        "peptide": choice.vocabulary.text(answer.letter_R),
+        "score": f"{answer.score:.4f}",
         "rank_score": f"{rank:.4f}",
         "charge": str(answer.charge or ""),
         "precursor_mz": _mz(answer.mz),
-        "computed_mz": _mz(choice.mz_of(found, answer.charge)) if len(found.letter_R) else "",
-        "error_ppm": f"{found.ppm:.2f}" if math.isfinite(found.ppm) else "",
-        "residue_scores": " ".join(f"{sure:.3f}" for sure in found.confidence_R),
-        "searched_by_mass": "yes" if found.fits_by_search else "no",
+        "computed_mz": _mz(choice.mz_of(answer)) if len(answer.letter_R) else "",
+        "error_ppm": f"{answer.ppm:.2f}" if math.isfinite(answer.ppm) else "",
+        "residue_scores": " ".join(f"{sure:.3f}" for sure in answer.confidence_R),
+        "searched_by_mass": "yes" if answer.is_searched else "no",
         "true_peptide": choice.vocabulary.text(answer.true_R),
         "right": "" if judgement is None else "yes" if judgement.is_right else "no",
     }
@@ -122,22 +121,21 @@ def _modification_lines(choice: PeptideChoice) -> list[str]:
     return lines
 
 
-def psm_line(ref: str, answer: Answered, choice: PeptideChoice, number: int) -> list[str]:
+def psm_line(ref: str, answer: Answer, choice: PeptideChoice, number: int) -> list[str]:
     """Return the cells of a spectrum's line in an mzTab."""
-    found = answer.found
-    code_R = choice.vocabulary.codes_V[found.letter_R]
+    code_R = choice.vocabulary.codes_V[answer.letter_R]
     told = {
         "sequence": peptide_text(LETTER_OF[code_R][LETTER_OF[code_R] >= 0]),
         "PSM_ID": str(number),
         "search_engine": ENGINE,
-        "search_engine_score[1]": f"{found.score:.4f}",
+        "search_engine_score[1]": f"{answer.score:.4f}",
         "modifications": modifications_text(code_R) or "null",
         "charge": str(answer.charge or "null"),
         "exp_mass_to_charge": _mz(answer.mz) or "null",
-        "calc_mass_to_charge": _mz(choice.mz_of(found, answer.charge)) or "null",
+        "calc_mass_to_charge": _mz(choice.mz_of(answer)) or "null",
         "spectra_ref": ref,
-        "opt_ms_run[1]_aa_scores": ",".join(f"{sure:.4f}" for sure in found.confidence_R),
-        "opt_ms_run[1]_proforma": choice.vocabulary.text(found.letter_R),
+        "opt_ms_run[1]_aa_scores": ",".join(f"{sure:.4f}" for sure in answer.confidence_R),
+        "opt_ms_run[1]_proforma": choice.vocabulary.text(answer.letter_R),
     }
     return [told.get(name, "null") for name in PSM_COLUMNS]
 

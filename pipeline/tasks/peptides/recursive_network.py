@@ -12,14 +12,14 @@ Shapes: B items, P peaks, M = P + 1 rows of the context, L places, V letters, T 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from pipeline.training.checkpoints.trained_weights import NameTable
+from pipeline.encoder.published_weights import Form
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -238,9 +238,12 @@ class RecursiveNetwork(nn.Module):
         normed_BLD: Tensor = self.norm(x_BLD)
         return normed_BLD
 
-    def published_forms(self) -> dict[str, NameTable]:
-        """Return the names that its weights were published under."""
-        return peptrm_forms(gated=self.sizes.gated, has_unused=hasattr(self, "unused_letter"))
+    def published_forms(self) -> dict[str, Form]:
+        """Return the names that pepTRM's trainer writes, and those of a compiled model."""
+        signs = NAMES["first_answer"], NAMES["spectrum.precursor"]
+        left = () if hasattr(self, "unused_letter") else (UNUSED, COMPILED + UNUSED)
+        form = Form(NAMES, signs, left)
+        return {FORM: form, COMPILED_FORM: replace(form, prefix=COMPILED)}
 
 
 def _feed(sizes: NetworkSizes) -> nn.Sequential:
@@ -258,6 +261,16 @@ DECODER = "recursive_core.decoder"
 UNUSED = f"{DECODER}.token_embedding.weight"
 ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "out_proj"}
 NORMS = ("own_norm", "cross_norm", "feed_norm")
+
+
+def _layer_names(ours: str, theirs: str, attentions: Mapping[str, str], norms: tuple[str, ...]) -> dict[str, str]:
+    """Return the names within a layer."""
+    names = {f"{ours}.*.{norm}": f"{theirs}.*.norm{at}" for at, norm in enumerate(norms, 1)}
+    for own, other in attentions.items():
+        names |= {f"{ours}.*.{own}.{part}": f"{theirs}.*.{other}.{proj}" for part, proj in ATTENTION.items()}
+    return names | {f"{ours}.*.feed": f"{theirs}.*.ff.net"}
+
+
 NAMES = {
     "spectrum.precursor": "encoder.precursor_token",
     "spectrum.peak_waves.scale": "encoder.peak_encoder.mass_embedding.scale",
@@ -277,28 +290,6 @@ NAMES = {
     "out": f"{DECODER}.output_head",
     "gate": f"{DECODER}.gate_head",
     "unused_letter": UNUSED,
+    **_layer_names("spectrum.layers", "encoder.layers", {"own": "self_attn"}, NORMS[::2]),
+    **_layer_names("decoder", f"{DECODER}.layers", {"own": "self_attn", "cross": "cross_attn"}, NORMS),
 }
-
-
-def _layer_names(ours: str, theirs: str, attentions: Mapping[str, str], norms: tuple[str, ...]) -> dict[str, str]:
-    """Return the names within a layer."""
-    names = {f"{ours}.*.{norm}": f"{theirs}.*.norm{at}" for at, norm in enumerate(norms, 1)}
-    for own, other in attentions.items():
-        names |= {f"{ours}.*.{own}.{part}": f"{theirs}.*.{other}.{proj}" for part, proj in ATTENTION.items()}
-    return names | {f"{ours}.*.feed": f"{theirs}.*.ff.net"}
-
-
-def peptrm_forms(*, gated: bool, has_unused: bool) -> dict[str, NameTable]:
-    """Return the tables of names; models that have no gate have no embedding of steps either."""
-    names = NAMES | _layer_names("spectrum.layers", "encoder.layers", {"own": "self_attn"}, NORMS[::2])
-    names |= _layer_names("decoder", f"{DECODER}.layers", {"own": "self_attn", "cross": "cross_attn"}, NORMS)
-    if not gated:
-        names = {ours: theirs for ours, theirs in names.items() if ours not in ("step", "gate")}
-    left = () if has_unused else (UNUSED,)
-    return {FORM: _table(names, left, ""), COMPILED_FORM: _table(names, left, COMPILED)}
-
-
-def _table(names: Mapping[str, str], left: tuple[str, ...], prefix: str) -> NameTable:
-    theirs = {ours: f"{prefix}{name}" for ours, name in names.items()}
-    signs = theirs["first_answer"], theirs["spectrum.precursor"]
-    return NameTable(theirs, signs, left=tuple(prefix + name for name in left))

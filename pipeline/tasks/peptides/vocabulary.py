@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pipeline.readers import peptides
 from pipeline.readers.peptides import LETTER_OF, RESIDUE_MASSES, RESIDUES
 
 if TYPE_CHECKING:
@@ -58,14 +59,14 @@ class Vocabulary:
     def is_modified_V(self) -> NDArray[np.bool_]:
         return self.codes_V >= 20
 
-    @cached_property
-    def _letters_C(self) -> NDArray[np.int64]:
-        """The letter of each code; -1 of codes that are not in the vocabulary."""
-        letter_C = np.full(len(RESIDUES), -1)
-        for letter, code in enumerate(self.codes_V):
-            if code >= 0:
-                letter_C[code] = letter
-        return letter_C
+    @property
+    def water(self) -> float:
+        """What a peptide weighs more than its residues."""
+        return PUBLISHED_WATER if self.as_published else peptides.WATER
+
+    @property
+    def proton(self) -> float:
+        return PUBLISHED_PROTON if self.as_published else peptides.PROTON
 
     def letters(self, code_L: NDArray[np.integer]) -> NDArray[np.int64]:
         """Return the letters of a peptide's codes; raise ValueError for a residue that has none."""
@@ -73,10 +74,10 @@ class Vocabulary:
         if self.as_published:
             code_L = LETTER_OF[code_L].astype(np.int64)
             code_L = code_L[code_L >= 0]
-        letter_L: NDArray[np.int64] = self._letters_C[code_L]
-        if (letter_L < 0).any():
-            raise ValueError(RESIDUES[code_L[int(np.argmin(letter_L))]])
-        return letter_L
+        is_letter_LV = code_L[:, None] == self.codes_V
+        if not (is_known_L := is_letter_LV.any(1)).all():
+            raise ValueError(RESIDUES[code_L[int(np.argmin(is_known_L))]])
+        return is_letter_LV.argmax(1)
 
     def text(self, letter_L: NDArray[np.integer]) -> str:
         """Return letters up to the end as ProForma; special ones are left out."""

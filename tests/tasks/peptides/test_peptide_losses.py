@@ -10,8 +10,6 @@ import torch
 from pipeline.readers import peptides
 from pipeline.readers.peptides import residue_codes
 from pipeline.tasks.peptides.peptide_losses import (
-    PUBLISHED_CONSTANTS,
-    Constants,
     expected_peptide,
     fragments,
     published_peptide,
@@ -93,7 +91,7 @@ def test_fragments_are_the_originals(name, charges):
         (truth_BLV, known[f"fragments.{name}.of_the_truth"]),
     ):
         peptide = expected_peptide(logits_BLV, masses_V, given.residues_B, given.has_terminal_B)
-        ions = fragments(published_peptide(peptide), charges, PUBLISHED_CONSTANTS)
+        ions = fragments(published_peptide(peptide), charges, PEPTRM.vocabulary)
         assert off(ions.mz_BP, expected) < 5e-4  # two roundings at 2000
 
 
@@ -110,7 +108,7 @@ def right(text, vocabulary, places=12):
 @pytest.mark.parametrize("text", ["PEPTIDE", "[Acetyl]-M[Oxidation]PEK", "C[Carbamidomethyl]K"])
 def test_a_model_that_is_trained_here_has_every_ion_and_no_other(text):
     codes = residue_codes(text)
-    ions = fragments(right(text, Vocabulary()), 2, Constants())
+    ions = fragments(right(text, Vocabulary()), 2, Vocabulary())
     there = ions.mz_BP[0][ions.height_BP[0] > 0].tolist()
     breaks = slice(int(codes[0] in peptides.TERMINAL), None)  # nothing breaks off between a change and its residue
     expected = [

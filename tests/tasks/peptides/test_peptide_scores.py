@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipeline.readers.peptides import residue_codes
-from pipeline.tasks.peptides.found_peptides import Answered, FoundPeptide, rank_score
+from pipeline.tasks.peptides.found_peptides import Answer, rank_score
 from pipeline.tasks.peptides.peptide_scores import (
     area,
     field_metrics,
@@ -30,13 +30,9 @@ def letters(text, vocabulary=HERE):
     return vocabulary.letters(residue_codes(text)) if text else np.array([], np.int64)
 
 
-def answered(said, true, score=0.5):
-    found = FoundPeptide(letters(said), np.full(len(letters(said)), score), math.nan)
-    return Answered(found, letters(true), math.nan, 0)
-
-
 def judgement(said, true, score=0.5):
-    return judged(answered(said, true, score), HERE)
+    sure_R = np.full(len(letters(said)), score)
+    return judged(Answer(letters(said), sure_R, False, math.nan, letters(true), math.nan, 0), HERE)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +125,7 @@ def rows_of(answer_TBL):
 def test_letters_are_counted_as_the_original_counts_them():
     known = document("peptrm/decoded")
     found, close = (
-        letter_metrics(rows_of(logits.argmax(-1).numpy()), PEPTRM.vocabulary, 18.01056)
+        letter_metrics(rows_of(logits.argmax(-1).numpy()), PEPTRM.vocabulary)
         for logits in (recorded("peptrm/outputs")["logits"], recorded("peptrm/inputs")["metrics.logits"][None])
     )
     for theirs, ours in ((known["metrics"], found), (known["metrics_of_close"], close)):
