@@ -18,6 +18,8 @@ from pipeline.tasks.peptides.drawn_spectra import DrawnPeaks, Grid, similarity
 from pipeline.tasks.peptides.vocabulary import PAD
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from pipeline.tasks.peptides.recursive_network import SpectrumInput
@@ -41,7 +43,11 @@ class ExpectedPeptide(NamedTuple):
 
 def answer_weights(kind: str, answers: int) -> list[float]:
     """Return how much each answer's letters weigh, 1 in all."""
-    shapes = {LINEAR: float, UNIFORM: lambda _: 1.0, EXPONENTIAL: lambda place: math.exp(place / 2)}
+    shapes: dict[str, Callable[[int], float]] = {
+        LINEAR: float,
+        UNIFORM: lambda _: 1.0,
+        EXPONENTIAL: lambda place: math.exp(place / 2),
+    }
     weights = [shapes[kind](place) for place in range(1, answers + 1)]
     return [weight / sum(weights) for weight in weights]
 

@@ -77,7 +77,8 @@ class Vocabulary:
         is_letter_LV = code_L[:, None] == self.codes_V
         if not (is_known_L := is_letter_LV.any(1)).all():
             raise ValueError(RESIDUES[code_L[int(np.argmin(is_known_L))]])
-        return is_letter_LV.argmax(1)
+        letter_L: NDArray[np.int64] = is_letter_LV.argmax(1)
+        return letter_L
 
     def text(self, letter_L: NDArray[np.integer]) -> str:
         """Return letters up to the end as ProForma; special ones are left out."""
