@@ -30,7 +30,14 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks/results.json", ROOT / "benchmarks/README.md"
 STRUCTURES = Path(os.environ.get("PIPELINE_STRUCTURES", ROOT / "tests/reference/structures"))
 PIPELINE = Path(sys.executable).with_name("pipeline")
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+# As users have it: one thread a process, and modules that are compiled once.
+SETTINGS = {
+    "PYTHONDONTWRITEBYTECODE": "",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "ignore",
+}
 LIMIT_S = 4 * 3600
 FIGURES = "figures"  # the table of what is compared
 CASE = "--case"  # that starts a case of a script
@@ -55,7 +62,7 @@ def run(
     command: Sequence[str | Path], folder: Path = ROOT, *, env: Mapping[str, str] | None = None, code: int = 0
 ) -> Cost:
     """Run a command to its end; stop everything unless it ends with the expected code."""
-    known = {**os.environ, **ONE_THREAD, "PYTHONPATH": str(ROOT), **(env or {})}
+    known = {**os.environ, **SETTINGS, "PYTHONPATH": str(ROOT), **(env or {})}
     begun = time.perf_counter()
     with subprocess.Popen(
         [str(word) for word in command],
