@@ -33,7 +33,6 @@ from pipeline.tasks.docking.rigid_diffusion import (
     RotationTables,
     SamplingSteps,
     Spread,
-    Tempering,
     by_poses,
     pose_draw,
     pose_rmsd,
@@ -63,7 +62,6 @@ if TYPE_CHECKING:
 TRANSLATION, ROTATION = "translation", "rotation"
 FARTHEST = 500.0  # Å between the centres of receptor and ligand; farther off, the sampling has exploded
 ROTATION_ROUNDING = 1e-5  # added to the norm of rotations' scores
-NOISE = ("translation", "rotation", "translation_score", "rotation_score")
 COUNTS = ("scalars", "vectors", "layers", "multiplicity", "samples", "steps", "top")
 LEAST = {"embedding_dim": 0, "psi": 0, **dict.fromkeys(COUNTS, 1)}
 
@@ -142,8 +140,7 @@ class ComplexDocking(TrunkSizes):
 
     @property
     def sampling(self) -> SamplingSteps:
-        tempering = Tempering(self.temperature, self.psi, self.data_translation, self.data_rotation)
-        return SamplingSteps(self.steps, self.ode, self.final_noise, tempering)
+        return part_of(self, SamplingSteps)
 
     def model(self) -> nn.Module:
         return ScoreModel(part_of(self, TrunkSizes), self.schedule, torch.from_numpy(tables().norms_W))
@@ -164,14 +161,14 @@ class ComplexDocking(TrunkSizes):
     def _complex(self, rows: Sequence[ItemTensors]) -> NoisedComplex:
         placed = placed_partners(rows[0], self.embedding_dim)
         true_L3 = placed.true_L3.float()
-        noises = [self._noise(row.rng) for row in rows for _ in range(self.multiplicity)]
-        moves = [torch.from_numpy(np.stack([getattr(one, f"{name}_3") for one in noises])).float() for name in NOISE]
-        noised_PL3 = rigidly_moved(true_L3.expand(len(noises), -1, -1), moves[1], moves[0])
-        time_P = torch.tensor([one.time for one in noises])
+        noises = (self._noise(row.rng) for row in rows for _ in range(self.multiplicity))
+        times, *parts = zip(*noises, strict=True)
+        translation_P3, rotation_P3, *scores = [torch.from_numpy(np.stack(part_P)).float() for part_P in parts]
+        noised_PL3 = rigidly_moved(true_L3.expand(len(times), -1, -1), rotation_P3, translation_P3)
         return NoisedComplex(
-            PosedComplex(placed.receptor, placed.ligand, noised_PL3, time_P),
-            translation_score_P3=moves[2],
-            rotation_score_P3=moves[3],
+            PosedComplex(placed.receptor, placed.ligand, noised_PL3, torch.tensor(times)),
+            translation_score_P3=scores[0],
+            rotation_score_P3=scores[1],
             true_L3=true_L3 if placed.is_known else true_L3[:0],
             file_L3=placed.file_L3,
             receptor_centre_3=placed.centre_3,

@@ -16,7 +16,7 @@ from pipeline.command_line import Command
 from pipeline.errors import ConfigError
 from pipeline.graphs.residue_graph import LETTERS, UNSURE
 from pipeline.protocol import ITEMS
-from pipeline.tasks.task_parts import WHERE, refuse
+from pipeline.tasks.task_parts import WHERE, means, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -147,13 +147,6 @@ class PartnerEncoder(nn.Module):
 def direction(way_E3: Tensor) -> Tensor:
     """Normalize vectors to length 1; those of length 0 stay so."""
     return way_E3 * (way_E3.square().sum(-1, keepdim=True) + NEAREST).rsqrt()
-
-
-def means(values_ED: Tensor, index_E: Tensor, count: int) -> Tensor:
-    """Return the means of rows by index; 0 where there are none."""
-    sums_ND = values_ED.new_zeros(count, values_ED.shape[1]).index_add(0, index_E, values_ED)
-    number_N = values_ED.new_zeros(count).index_add(0, index_E, values_ED.new_ones(len(index_E)))
-    return sums_ND / number_N.clamp(min=1).unsqueeze(-1)
 
 
 NEAR, CA = "near", 1

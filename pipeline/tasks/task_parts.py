@@ -164,6 +164,13 @@ def at_least_single(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
+def means(values_ED: Tensor, index_E: Tensor, count: int) -> Tensor:
+    """Return the means of rows by index; 0 where there are none."""
+    sums_ND = values_ED.new_zeros(count, values_ED.shape[1]).index_add(0, index_E, values_ED)
+    number_N = values_ED.new_zeros(count).index_add(0, index_E, values_ED.new_ones(len(index_E)))
+    return sums_ND / number_N.clamp(min=1).unsqueeze(-1)
+
+
 class AttentionLayer(nn.Module):
     """A pre-norm transformer layer over an item's rows; where it is causal, a row sees those before it."""
 

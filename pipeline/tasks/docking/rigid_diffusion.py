@@ -161,23 +161,16 @@ CONTACT = 8.0  # Å between CA atoms of an interface
 
 
 @dataclass(frozen=True)
-class Tempering:
-    """Samples at a lower temperature; 1 and 0 change nothing."""
-
-    temperature: float = 1.0
-    psi: float = 0.0  # how much more noise is added and taken away
-    data_translation: float = 0.5  # where the data's own spread is between the least and the most noise
-    data_rotation: float = 0.5
-
-
-@dataclass(frozen=True)
 class SamplingSteps:
-    """How poses are sampled."""
+    """How poses are sampled; the temperature 1 and psi 0 change nothing."""
 
     steps: int = 40
     ode: bool = False  # follow the probability flow: nothing is drawn after the start
     final_noise: bool = True
-    tempering: Tempering = Tempering()
+    temperature: float = 1.0
+    psi: float = 0.0  # how much more noise is added and taken away
+    data_translation: float = 0.5  # where the data's own spread is between the least and the most noise
+    data_rotation: float = 0.5
 
     def times(self) -> list[float]:
         """Return the time at which each step begins."""
@@ -274,8 +267,8 @@ def _moved(pos_PL3: Tensor, *told_P3: Tensor, time: float, how: SamplingSteps, s
     """Return poses after a step, from both scores and, unless it has none, the noises."""
     (translation_P3, rotation_P3), noises = told_P3[:2], told_P3[2:] or (None, None)
     parts = (
-        (translation_P3, noises[0], schedule.translation, how.tempering.data_translation),
-        (rotation_P3, noises[1], schedule.rotation, how.tempering.data_rotation),
+        (translation_P3, noises[0], schedule.translation, how.data_translation),
+        (rotation_P3, noises[1], schedule.rotation, how.data_rotation),
     )
     moves = [step_move(score_P3, noise_P3, time, spread, data, how) for score_P3, noise_P3, spread, data in parts]
     return rigidly_moved(pos_PL3, rotation_P3=moves[1], translation_P3=moves[0])
@@ -288,7 +281,7 @@ def step_move(
     sigma, growth = spread.sigma(time), spread.rate(time) ** 2 / how.steps
     if how.ode:
         return growth / 2 * score_P3
-    temperature, psi, own = how.tempering.temperature, how.tempering.psi, spread.sigma(data)
+    temperature, psi, own = how.temperature, how.psi, spread.sigma(data)
     pull = (own + sigma) / (own + sigma / temperature) + temperature * psi / 2
     move_P3 = growth * pull * score_P3
     return move_P3 if noise_P3 is None else move_P3 + math.sqrt(growth * (1 + psi)) * noise_P3.to(score_P3)

@@ -31,6 +31,7 @@ from pipeline.tasks.rna.turning_fields import (
     field_harmonics,
     fields_of,
 )
+from pipeline.tasks.task_parts import means
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -250,15 +251,9 @@ class TermLayer(nn.Module):
         told = [*ends, entries.constant_EK, *([shape_EX] if self.sees_shape else [])]
         said_ES = self.read(self.norm(torch.cat(told, -1)))
         middles = range(1, self.atoms - 1)
-        means = [_mean_at(entries.atom_PE[place], said_ES, len(x_NF)) for place in middles]
-        fields_NF: Tensor = self.leave(torch.stack(means).mean(0))
+        heard = [means(said_ES, entries.atom_PE[place], len(x_NF)) for place in middles]
+        fields_NF: Tensor = self.leave(torch.stack(heard).mean(0))
         return fields_NF
-
-
-def _mean_at(atom_E: Tensor, said_ES: Tensor, atoms: int) -> Tensor:
-    sums_NS = said_ES.new_zeros(atoms, said_ES.shape[1]).index_add(0, atom_E, said_ES)
-    count_N = said_ES.new_zeros(atoms).index_add(0, atom_E, said_ES.new_ones(len(atom_E)))
-    return sums_NS / count_N.clamp(min=1).unsqueeze(-1)
 
 
 def cosines(pos_N3: Tensor, atom_PE: Tensor) -> Tensor:

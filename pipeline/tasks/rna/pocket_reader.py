@@ -16,11 +16,9 @@ not fit such pockets: it is trained with them, or they are given a topology (tle
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import re
 import sys
-import zlib
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -32,12 +30,14 @@ import numpy as np
 from pipeline.errors import ConfigError, DataError, PipelineError
 from pipeline.graphs.bonds import Atoms, all_bonds, bond_paths, is_hydrogen
 from pipeline.readers.entry import (
+    PACKED,
     SCAN_AGAIN,
     UnusableEntry,
     cannot_read,
     check_option,
     checked_path,
     entry_rejection,
+    opened,
 )
 from pipeline.records import Entry
 from pipeline.structures.atoms import UnusableInput, changes, name_word, no_links, one_conformer, sites_of
@@ -118,7 +118,6 @@ GROUPS = ("complex", "ligand", "model")
 SPLITS = ("train", "val", "test")
 TENTH = 10
 MODEL, ENDS_RNA = re.compile(r"_model\d+$"), re.compile(r"_rna$")
-PACKED = ".gz"
 LEAST_DEVIATION = 1e-8
 
 
@@ -280,10 +279,12 @@ def _coordinates(topology: Path) -> Path | None:
 def _content(path: Path) -> bytes:
     """Return the bytes of a file, unpacked."""
     try:
-        data = path.read_bytes()
-        return gzip.decompress(data) if path.name.lower().endswith(PACKED) else data
-    except (OSError, EOFError, zlib.error) as error:
-        raise UnusableEntry(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        with opened(path) as file:
+            return file.read()
+    except DataError as error:
+        raise UnusableEntry(f"{path.name} {error.what}") from error
+    except OSError as error:
+        raise UnusableEntry(f"{path.name} cannot be read: {error.strerror or error}") from error
 
 
 def feature_statistics(reader: RnaPockets) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

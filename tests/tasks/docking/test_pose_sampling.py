@@ -14,7 +14,6 @@ from pipeline.tasks.docking.rigid_diffusion import (
     NoiseSchedule,
     PoseDraw,
     SamplingSteps,
-    Tempering,
     pose_draw,
     pose_rmsd,
     rigidly_moved,
@@ -33,8 +32,8 @@ def settings_of(kind):
     with safe_open(FOLDER / "diffdock_pp" / f"trajectory_{kind}.safetensors", "np") as file:
         told = ast.literal_eval(file.metadata()["settings"])
     spreads = told["temp_sigma_data_tr"], told["temp_sigma_data_rot"]
-    tempering = Tempering(told["temp_sampling"], told["temp_psi"], *spreads)
-    return SamplingSteps(told["num_steps"], told["ode"], not told["no_final_noise"], tempering)
+    tempering = told["temp_sampling"], told["temp_psi"], *spreads
+    return SamplingSteps(told["num_steps"], told["ode"], not told["no_final_noise"], *tempering)
 
 
 def draws_of(theirs):
