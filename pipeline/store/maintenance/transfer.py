@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.command_line import UPGRADE, Command, quoted
 from pipeline.errors import CacheDamaged, CacheFull, CacheUnusable, ConfigError
-from pipeline.store.cache_folder import CACHE_FORMAT, ELSEWHERE, CacheFolder
+from pipeline.store.cache_folder import CACHE_FORMAT, CacheFolder
 from pipeline.store.format.cache_layout import EXPORT, MANIFEST, PARTIAL_NAME, STAGED, KindLayout
 from pipeline.store.format.disk import Draft, ask_owner, publish_file, reading, refused_as
 from pipeline.store.format.record import Record
@@ -308,18 +308,11 @@ def _refuse_no_room(disk: Disk, folder: Path, files: Mapping[str, int]) -> None:
 
 def _opened(folder: Path, disk: Disk) -> CacheFolder:
     """Open the folder of an export, new or begun before."""
-    try:
-        target = CacheFolder(folder, disk)
-    except CacheUnusable as error:
-        if error.next != ELSEWHERE:
-            raise
-        what = "the folder is neither empty nor an export"
-        raise CacheUnusable(what, where=str(folder), remedy=_NEW_FOLDER) from error
     if disk.exists(folder / EXPORT):
         _read_description(disk, folder)
     elif not all(PARTIAL_NAME.fullmatch(name) for name in disk.list_folder(folder)):
         raise ConfigError("the folder is neither empty nor an export", where=str(folder), remedy=_NEW_FOLDER)
-    return target
+    return CacheFolder(folder, disk)
 
 
 def _describe(target: CacheFolder, files: Iterable[str]) -> None:
