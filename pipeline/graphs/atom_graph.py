@@ -22,13 +22,21 @@ Shapes: A atoms and R residues of a partner, B bonds, E edges, P pairs.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import numpy as np
 
 from pipeline.graphs import bonds, neighbours
-from pipeline.graphs.item_graph import ROLES, ChainText, ItemGraph, PartnerGraph, edge_lengths
-from pipeline.graphs.residue_graph import centre, cross_edges, no_contacts, refuse_coincident
+from pipeline.graphs.item_graph import ROLES, ItemGraph, PartnerGraph, edge_lengths
+from pipeline.graphs.partner_nodes import (
+    centre,
+    chain_texts,
+    cross_edges,
+    interface_labels,
+    no_contacts,
+    refuse_coincident,
+)
 from pipeline.records import Kind, Reason, Role
 from pipeline.structures.atoms import UnusableInput, name_text
 from pipeline.structures.partners import joined_embedding_rows
@@ -39,6 +47,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pipeline.graphs.item_graph import Array, Edges, GraphRecipe
+    from pipeline.graphs.partner_nodes import Pairs
     from pipeline.structures.inventory import Complex, ComplexSide
 
     Sides: TypeAlias = Mapping[Role, "ChosenAtoms"]
@@ -62,13 +71,14 @@ BOND = bonds.HOPS[0]
 class ChosenAtoms:
     """The atoms of a side that become nodes."""
 
+    two: ClassVar[str] = "{} and {}"
     side: ComplexSide
     residue_R: NDArray[np.int64]  # of the structure
     atom_A: NDArray[np.int64]  # of the structure
     residue_A: NDArray[np.int64]  # of the side
 
     @property
-    def pos_A3(self) -> NDArray[np.float64]:
+    def pos_N3(self) -> NDArray[np.float64]:
         return self.side.structure.pos_A3[self.atom_A]
 
     @property
@@ -90,11 +100,11 @@ class ChosenAtoms:
 def build_atom_graph(read: Complex, recipe: GraphRecipe) -> ItemGraph:
     """Return the atom graph of an item; raise UnusableInput if it cannot have one."""
     sides = {role: _choose(role, read.sides[role], recipe) for role in ROLES if role in read.sides}
-    _refuse_coincident(sides, in_one_frame=not read.bound)
-    extra, labels = _labels(read, sides, recipe)
+    refuse_coincident(sides, in_one_frame=not read.bound)
+    native = partial(_native, is_bound=bool(read.bound))
+    labels, extra = interface_labels(read, sides, recipe.contacts, partial(_twins, recipe), native)
     parts = tuple(_part(role, chosen, read, recipe, extra.get(role, {})) for role, chosen in sides.items())
-    cross = cross_edges(read, recipe, {role: chosen.pos_A3 for role, chosen in sides.items()})
-    return ItemGraph(parts, cross, labels)
+    return ItemGraph(parts, cross_edges(read, recipe, sides), labels)
 
 
 def _choose(role: Role, side: ComplexSide, recipe: GraphRecipe) -> ChosenAtoms:
@@ -116,18 +126,12 @@ def _choose(role: Role, side: ComplexSide, recipe: GraphRecipe) -> ChosenAtoms:
     return ChosenAtoms(side, residue_R, atom_A, residue_A)
 
 
-def _refuse_coincident(sides: Sides, *, in_one_frame: bool) -> None:
-    refuse_coincident(
-        [(chosen.pos_A3, chosen.label) for chosen in sides.values()], "{} and {}", in_one_frame=in_one_frame
-    )
-
-
 def _part(
     role: Role, chosen: ChosenAtoms, read: Complex, recipe: GraphRecipe, extra: Mapping[str, Array]
 ) -> PartnerGraph:
     """Return one partner's graph."""
     structure, partner = chosen.side.structure, read.partners[role]
-    centre_3 = centre(chosen.pos_A3)
+    centre_3 = centre(chosen.pos_N3)
     edges, paths = _edges(chosen, recipe)
     has_edges = any(edges_2E.size for edges_2E in edges.values())
     if not has_edges and (role is Role.WHOLE or np.bincount(chosen.residue_A).max() > 1):
@@ -135,7 +139,7 @@ def _part(
         raise UnusableInput(Reason.NO_EDGES, f"{problem}; graph.atom.radius is {recipe.atom_radius}")
     element_A = chosen.element_A
     nodes: dict[str, Array] = {
-        "pos": (chosen.pos_A3 - centre_3).astype(np.float32),
+        "pos": (chosen.pos_N3 - centre_3).astype(np.float32),
         "element": np.where(bonds.is_hydrogen(element_A), HYDROGEN, element_A).astype(np.uint8),
         "name": _ascii(structure.name_A[chosen.atom_A], ATOM_NAME),
         "residue": chosen.residue_A.astype(np.min_scalar_type(len(chosen.residue_R))),
@@ -143,9 +147,8 @@ def _part(
     }
     if structure.plddt_R is not None:
         nodes["plddt"] = structure.plddt_R[chosen.residue_R[chosen.residue_A]]
-    chains = tuple(ChainText(chain.name, chain.kind, chain.sequence) for chain in partner.chains)
     row_R = joined_embedding_rows(partner, read.maps.get(f"rows.{role.value}"))
-    return PartnerGraph(role, chains, centre_3, nodes, edges, _residues(chosen, row_R), paths)
+    return PartnerGraph(role, chain_texts(partner), centre_3, nodes, edges, _residues(chosen, row_R), paths)
 
 
 def _ascii(words: NDArray[np.uint64], width: int) -> NDArray[np.uint8]:
@@ -191,7 +194,7 @@ def _edges(chosen: ChosenAtoms, recipe: GraphRecipe) -> tuple[dict[str, Edges], 
         if name != BOND:
             paths[name] = path.astype(np.min_scalar_type(size))
     if recipe.atom_radius is not None:
-        near_2E = neighbours.within(chosen.pos_A3, radius=recipe.atom_radius)
+        near_2E = neighbours.within(chosen.pos_N3, radius=recipe.atom_radius)
         bonded = bonds.both_ways(nearer, size)
         keys = bonds.without(near_2E[1] * size + near_2E[0], bonded[1] * size + bonded[0])
         edges["near"] = np.stack(np.divmod(keys, size)[::-1])
@@ -208,7 +211,7 @@ def _bonds(chosen: ChosenAtoms) -> NDArray[np.int64]:
     strands = [-1 if chain.kind is Kind.OTHER else number for number, chain in enumerate(side.chains)]
     bonds_B2 = bonds.all_bonds(
         bonds.Atoms(
-            pos_A3=chosen.pos_A3,
+            pos_A3=chosen.pos_N3,
             name_A=structure.name_A[chosen.atom_A],
             element_A=chosen.element_A,
             residue_A=chosen.residue_A,
@@ -225,7 +228,7 @@ def _bonds(chosen: ChosenAtoms) -> NDArray[np.int64]:
 
 def _check_lengths(chosen: ChosenAtoms, bonds_B2: NDArray[np.int64]) -> None:
     """Raise for a bond in the file that is impossibly long: other coordinates, or a molecule cut by a periodic box."""
-    length_B = edge_lengths(chosen.pos_A3, chosen.pos_A3, bonds_B2.T)
+    length_B = edge_lengths(chosen.pos_N3, chosen.pos_N3, bonds_B2.T)
     if (length_B > bonds.LONGEST).any():
         worst = int(length_B.argmax())
         left, right = (chosen.label(atom) for atom in bonds_B2[worst].tolist())
@@ -233,73 +236,25 @@ def _check_lengths(chosen: ChosenAtoms, bonds_B2: NDArray[np.int64]) -> None:
         raise UnusableInput(Reason.PARSE_ERROR, problem)
 
 
-def _labels(read: Complex, sides: Sides, recipe: GraphRecipe) -> tuple[dict[Role, dict[str, Array]], dict[str, Array]]:
-    """Return the nodes' arrays from the bound structures, and the native contacts."""
-    if recipe.contacts is None:
-        return {}, {}
-    if not read.bound:
-        return {}, _native(sides, recipe.contacts) if Role.LIGAND in sides else {}
-    bound = {role: _choose(role, read.bound[role], recipe) for role in sides if role in read.bound}
-    _refuse_coincident(bound, in_one_frame=True)
-    centre_3 = centre(np.concatenate([chosen.pos_A3 for chosen in bound.values()]))
-    twins = {role: _twins(sides[role], there, read.maps[f"bound.{role.value}"]) for role, there in bound.items()}
-    for role, there in bound.items():
-        _check_twins(sides[role], there, twins[role])
-    extra = {role: _in_bound(twins[role], there, centre_3) for role, there in bound.items()}
-    labels: dict[str, Array] = {"bound_centre": centre_3}
-    if Role.RECEPTOR in bound and Role.LIGAND in bound:
-        labels |= _native(bound, recipe.contacts, twins)
-    return extra, labels
-
-
-def _native(sides: Sides, most: float, twins: Mapping[Role, NDArray[np.int64]] | None = None) -> dict[str, Array]:
-    """Return the pairs of heavy atoms within a distance; of bound structures, as pairs of corresponding nodes."""
-    receptor, ligand = (sides[role].pos_A3 for role in (Role.RECEPTOR, Role.LIGAND))
+def _native(sides: Sides, cutoff: float, *, is_bound: bool) -> Pairs:
+    """Return the pairs of heavy atoms within a distance."""
+    receptor, ligand = (sides[role].pos_N3 for role in (Role.RECEPTOR, Role.LIGAND))
     heavy, heavy_ligand = (sides[role].heavy() for role in (Role.RECEPTOR, Role.LIGAND))
-    found_2P = neighbours.between(ligand[heavy_ligand], receptor[heavy], radius=most)
+    found_2P = neighbours.between(ligand[heavy_ligand], receptor[heavy], radius=cutoff)
     pairs_2P = np.stack([heavy_ligand[found_2P[0]], heavy[found_2P[1]]])
     if not pairs_2P.size:
-        raise no_contacts(neighbours.closest(receptor[heavy], ligand[heavy_ligand]), most, is_bound=bool(twins))
-    nearest_P = edge_lengths(ligand, receptor, pairs_2P).astype(np.float32)
-    if twins:
-        pairs_2P, nearest_P = _by_twins(pairs_2P, nearest_P, sides, twins)
-    narrow = np.min_scalar_type(max(int(pairs_2P.max()), 256))
-    return {"contact_pairs": pairs_2P[::-1].T.astype(narrow, order="C"), "contact_nearest": nearest_P}
+        raise no_contacts(neighbours.closest(receptor[heavy], ligand[heavy_ligand]), cutoff, is_bound=is_bound)
+    return pairs_2P, {"contact_nearest": edge_lengths(ligand, receptor, pairs_2P).astype(np.float32)}
 
 
-def _by_twins(
-    pairs_2P: Edges, nearest_P: NDArray[np.float32], bound: Sides, twins: Mapping[Role, NDArray[np.int64]]
-) -> tuple[Edges, NDArray[np.float32]]:
-    """Return pairs of bound atoms as pairs of corresponding nodes, sorted, without atoms that have none."""
-    here_2P = np.stack(
-        [
-            _inverse(twins[role], len(bound[role].atom_A))[atoms_P]
-            for role, atoms_P in zip((Role.LIGAND, Role.RECEPTOR), pairs_2P, strict=True)
-        ]
-    )
-    order = np.lexsort(here_2P)
-    order = order[(here_2P[:, order] >= 0).all(axis=0)]
-    if not len(order):
-        problem = (
-            f"none of the {len(nearest_P)} contacts of the bound structure has both atoms in the unbound structures"
-        )
-        raise UnusableInput(Reason.NO_CONTACTS, problem)
-    return here_2P[:, order], nearest_P[order]
-
-
-def _inverse(twin_A: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """Return the node of each bound atom, -1 where it has none."""
-    node_B = np.full(size, -1)
-    there = np.flatnonzero(twin_A >= 0)
-    node_B[twin_A[there]] = there
-    return node_B
-
-
-def _twins(here: ChosenAtoms, there: ChosenAtoms, row_R: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Return the bound atom of each node: that of the same name in the corresponding residue; -1 if none.
+def _twins(
+    recipe: GraphRecipe, role: Role, here: ChosenAtoms, side: ComplexSide, row_R: NDArray[np.int32]
+) -> tuple[ChosenAtoms, NDArray[np.int64]]:
+    """Return the bound atoms, and that of each node: of the same name in the corresponding residue; -1 if none.
 
     Names that occur twice in a residue correspond to nothing.
     """
+    there = _choose(role, side, recipe)
     residue_A = row_R[here.residue_A]
     here_names, there_names = (chosen.side.structure.name_A[chosen.atom_A] for chosen in (here, there))
     names, code = np.unique(np.concatenate([here_names, there_names]), return_inverse=True)
@@ -309,7 +264,9 @@ def _twins(here: ChosenAtoms, there: ChosenAtoms, row_R: NDArray[np.int32]) -> N
     place = np.minimum(np.searchsorted(keys, mine), len(keys) - 1)
     _, back, mine_count = np.unique(mine, return_inverse=True, return_counts=True)
     is_one = (keys[place] == mine) & (count[place] == 1) & (mine_count[back] == 1) & (residue_A >= 0)
-    return np.where(is_one, first[place], -1)
+    twin_A = np.where(is_one, first[place], -1)
+    _check_twins(here, there, twin_A)
+    return there, twin_A
 
 
 def _check_twins(here: ChosenAtoms, there: ChosenAtoms, twin_A: NDArray[np.int64]) -> None:
@@ -328,10 +285,3 @@ def _check_twins(here: ChosenAtoms, there: ChosenAtoms, twin_A: NDArray[np.int64
         left, right = (here.label(atom) for atom in mine_B2[unlike[0]].tolist())
         problem = f"{left} and {right} are bonded, but the atoms with these names in the bound structure are not"
         raise UnusableInput(Reason.SEQUENCE_MISMATCH, f"{problem}: use the same atom order in both files")
-
-
-def _in_bound(twin_A: NDArray[np.int64], there: ChosenAtoms, centre_3: NDArray[np.float64]) -> dict[str, Array]:
-    """Return the arrays `labelled` and `bound`: which nodes are in the bound structure, and their places."""
-    labelled = twin_A >= 0
-    bound_A3 = np.where(labelled[:, None], there.pos_A3[twin_A] - centre_3, np.nan)
-    return {"labelled": labelled, "bound": bound_A3.astype(np.float32)}

@@ -6,58 +6,67 @@ Shapes: R residues and C chains of a side, N nodes, A atoms, H heavy atoms and S
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import numpy as np
 
 from pipeline.graphs import contacts, neighbours
-from pipeline.graphs.item_graph import NEAR_PAE, ROLES, ChainText, ItemGraph, PartnerGraph
+from pipeline.graphs.item_graph import NEAR_PAE, ROLES, ItemGraph, PartnerGraph
+from pipeline.graphs.partner_nodes import (
+    NEAR,
+    centre,
+    chain_texts,
+    cross_edges,
+    interface_labels,
+    no_contacts,
+    refuse_coincident,
+)
 from pipeline.records import Kind, Reason, Role
 from pipeline.structures.atoms import UnusableInput, name_text
 from pipeline.structures.partners import joined_embedding_rows
-from pipeline.structures.policy import BACKBONE
+from pipeline.structures.policy import BACKBONE, CB_WEIGHTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from pipeline.graphs.contacts import Bodies
     from pipeline.graphs.item_graph import Array, Edges, GraphRecipe
+    from pipeline.graphs.partner_nodes import Pairs
     from pipeline.structures.inventory import Complex, ComplexSide
 
     Floats = NDArray[np.float64]
-    Named: TypeAlias = tuple[Floats, Callable[[int], str]]  # where nodes are, and who can name them for a message
     Sides: TypeAlias = "Mapping[Role, Residues]"
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWYX"  # the last: any other
 SIDE_ATOMS = np.array([1, 2, 4, 5, 7, 0, 6, 4, 5, 4, 4, 4, 3, 5, 7, 2, 3, 3, 10, 8, 0])  # heavy ones, CB among them
 TYPE_OF_LETTER = np.full(256, len(LETTERS) - 1, np.uint8)
 TYPE_OF_LETTER[np.frombuffer(LETTERS.encode(), np.uint8)] = np.arange(len(LETTERS))
-CB_WEIGHTS = (0.56802827, -0.58273431, -0.54067466)  # of CA-N, its cross product with C-CA, and C-CA
 N, CA, C, _, CB = range(len(BACKBONE))
 KEPT = [N, CA, C, CB]
 # Bits of `flags`. Without N or C, where `pos` is NaN, a residue has no frame; it is incomplete, too.
 VIRTUAL_CB, INCOMPLETE, MODIFIED, NO_BACKBONE, UNSURE = map(np.uint8, (1, 2, 4, 8, 16))  # the last: of a low pLDDT
-CENTRE_DECIMALS = 3  # so that it does not depend on the order in which a processor adds
 
 
 @dataclass(frozen=True, slots=True)
 class Residues:
     """The residues of a side that are nodes."""
 
+    two: ClassVar[str] = "the CA atoms of {} and of {}"
     side: ComplexSide
     place_N: NDArray[np.int64]  # among the residues of the side
     residue_N: NDArray[np.int64]  # of the structure
     chain_N: NDArray[np.int64]  # of the side
-    ca_N3: Floats  # in the file
+    pos_N3: Floats  # of its CA, in the file
 
     def types(self) -> NDArray[np.uint8]:
         """Return which of `LETTERS` each node is."""
         letters = b"".join(chain.sequence.encode().ljust(chain.last - chain.first) for chain in self.side.chains)
         return TYPE_OF_LETTER[np.frombuffer(letters, np.uint8)[self.place_N]]
 
-    def name(self, node: int) -> str:
+    def label(self, node: int) -> str:
         """Return a residue's name for messages."""
         structure, residue = self.side.structure, self.residue_N[node]
         icode = chr(structure.icode_R[residue]).strip("\0 ")
@@ -90,12 +99,6 @@ def select(role: Role, side: ComplexSide) -> Residues:
             problem += ", structures.min_plddt" if structure.hidden_R.any() else ""
             raise UnusableInput(Reason.NO_NODES, problem)
     return Residues(side, place_N, residue_N, chain_N, structure.pos_A3[structure.backbone_R5[residue_N, CA]])
-
-
-def centre(pos_N3: Floats) -> Floats:
-    """Return the mean of points, rounded."""
-    centre_3: Floats = (pos_N3.sum(axis=0) / len(pos_N3)).round(CENTRE_DECIMALS)
-    return centre_3
 
 
 def node_arrays(sides: Sequence[Residues], bodies: Bodies, centres: Sequence[Floats]) -> list[dict[str, Array]]:
@@ -163,36 +166,15 @@ def virtual_cb(n_3N: Floats, ca_3N: Floats, c_3N: Floats) -> Floats:
     return cb_3N
 
 
-PAIR = (Role.RECEPTOR, Role.LIGAND)
-NEAR = "near"
-
-
-@dataclass(frozen=True, slots=True)
-class Twins:
-    """The L nodes of a side that are in the bound structure, with their residues there."""
-
-    size: int
-    node_L: NDArray[np.int64]
-    there: Residues
-
-    def arrays(self, centre_3: NDArray[np.float64]) -> dict[str, Array]:
-        """Return the arrays `labelled` and `bound`: which nodes have a CA in the bound structure, and its place."""
-        labelled_N = np.zeros(self.size, np.bool_)
-        labelled_N[self.node_L] = True
-        bound_N3 = np.full((self.size, 3), np.nan, np.float32)
-        bound_N3[self.node_L] = self.there.ca_N3 - centre_3
-        return {"labelled": labelled_N, "bound": bound_N3}
-
-
 def build_residue_graph(read: Complex, recipe: GraphRecipe) -> ItemGraph:
     """Return the residue graph of an item; raise UnusableInput if it cannot have one."""
     sides = {role: select(role, read.sides[role]) for role in ROLES if role in read.sides}
-    _refuse_coincident(sides, in_one_frame=not read.bound)
+    refuse_coincident(sides, in_one_frame=not read.bound)
     edges = {role: _edges(role, chosen, recipe) for role, chosen in sides.items()}
-    twins = {role: _twins(sides[role], there, read.maps[f"bound.{role.value}"]) for role, there in read.bound.items()}
     bodies = _bodies(sides)
-    labels, extra = _labels(sides, bodies, twins, recipe.contacts)
-    parts, centres = [], {role: centre(chosen.ca_N3) for role, chosen in sides.items()}
+    native = partial(_native, bodies=None if read.bound else bodies)
+    labels, extra = interface_labels(read, sides, recipe.contacts, _twins, native)
+    parts, centres = [], {role: centre(chosen.pos_N3) for role, chosen in sides.items()}
     arrays: dict[Role, dict[str, Array]] = {}
     for own in {id(own): own for own in bodies.values()}.values():
         group = [role for role in sides if bodies[role] is own]
@@ -201,11 +183,10 @@ def build_residue_graph(read: Complex, recipe: GraphRecipe) -> ItemGraph:
     for role, chosen in sides.items():
         partner, nodes, centre_3 = read.partners[role], arrays[role], centres[role]
         nodes["row"] = joined_embedding_rows(partner, read.maps.get(f"rows.{role.value}"))[chosen.place_N]
-        chains = tuple(ChainText(chain.name, chain.kind, chain.sequence) for chain in partner.chains)
         nodes |= extra.get(role, {})
         fields = edge_errors(chosen, chosen, edges[role])
-        parts.append(PartnerGraph(role, chains, centre_3, nodes, {NEAR: edges[role]}, edge_fields=fields))
-    cross = cross_edges(read, recipe, {role: chosen.ca_N3 for role, chosen in sides.items()})
+        parts.append(PartnerGraph(role, chain_texts(partner), centre_3, nodes, {NEAR: edges[role]}, edge_fields=fields))
+    cross = cross_edges(read, recipe, sides)
     errors = edge_errors(sides[Role.LIGAND], sides[Role.RECEPTOR], cross[NEAR]) if cross else {}
     return ItemGraph(tuple(parts), cross, labels, errors)
 
@@ -230,101 +211,44 @@ def _bodies(sides: Sides) -> dict[Role, Bodies]:
     return {role: bodies_of[id(chosen.side.structure)] for role, chosen in sides.items()}
 
 
-def _refuse_coincident(sides: Sides, *, in_one_frame: bool) -> None:
-    partners = [(chosen.ca_N3, chosen.name) for chosen in sides.values()]
-    refuse_coincident(partners, "the CA atoms of {} and of {}", in_one_frame=in_one_frame)
-
-
-def refuse_coincident(partners: Sequence[Named], words: str, *, in_one_frame: bool) -> None:
-    """Raise if two nodes are at one place; nodes of different partners count only if both are in one frame."""
-    for group in [partners] if in_one_frame else [[partner] for partner in partners]:
-        pos_N3 = np.concatenate([places_N3 for places_N3, _ in group])
-        pairs_P2 = neighbours.coincident(pos_N3)
-        if len(pairs_P2):
-            labels = words.format(*(_label(group, node) for node in pairs_P2[0].tolist()))
-            apart = float(np.linalg.norm(np.subtract(*pos_N3[pairs_P2[0]])))
-            more = f"; so are {len(pairs_P2) - 1} other pairs" if len(pairs_P2) > 1 else ""
-            raise UnusableInput(Reason.COINCIDENT_ATOMS, f"{labels} are {apart:.3f} Å apart, at one place{more}")
-
-
-def _label(group: Sequence[Named], node: int) -> str:
-    """Return the name of a node, numbered through all partners of a group."""
-    for places_N3, label in group:
-        if node < len(places_N3):
-            return label(node)
-        node -= len(places_N3)
-    raise ValueError("node not found")
-
-
-def cross_edges(read: Complex, recipe: GraphRecipe, places: Mapping[Role, Floats]) -> dict[str, Edges]:
-    """Return the edges between partners that are in one frame, if the recipe wants any."""
-    if read.bound or Role.LIGAND not in places or not (recipe.cross_neighbours or recipe.cross_radius):
-        return {}
-    nearest, radius = recipe.cross_neighbours, recipe.cross_radius
-    return {NEAR: neighbours.between(places[Role.LIGAND], places[Role.RECEPTOR], nearest, radius)}
-
-
-def no_contacts(apart: float, cutoff: float, *, is_bound: bool) -> UnusableInput:
-    """Return the error for partners that do not touch."""
-    where = " in the bound structure" if is_bound else ""
-    problem = f"the nearest heavy atoms of the partners are {apart:.2f} Å apart{where}; graph.contacts is {cutoff:g}"
-    return UnusableInput(Reason.NO_CONTACTS, problem)
-
-
 def _edges(role: Role, chosen: Residues, recipe: GraphRecipe) -> Edges:
     """Return the edges within a partner."""
-    if len(chosen.ca_N3) == 1:
-        problem = f"the {role.value} is one residue, {chosen.name(0)}: it has no possible edges"
+    if len(chosen.pos_N3) == 1:
+        problem = f"the {role.value} is one residue, {chosen.label(0)}: it has no possible edges"
         raise UnusableInput(Reason.NO_EDGES, problem)
-    edges_2E = neighbours.within(chosen.ca_N3, recipe.neighbours, recipe.radius)
+    edges_2E = neighbours.within(chosen.pos_N3, recipe.neighbours, recipe.radius)
     if not edges_2E.size:
-        problem = f"no two CA atoms of the {role.value} are nearer than {neighbours.closest(chosen.ca_N3):.2f} Å"
+        problem = f"no two CA atoms of the {role.value} are nearer than {neighbours.closest(chosen.pos_N3):.2f} Å"
         raise UnusableInput(Reason.NO_EDGES, f"{problem}; graph.radius is {recipe.radius}, graph.neighbours is 0")
     return edges_2E
 
 
-def _twins(here: Residues, side: ComplexSide, row_R: NDArray[np.int32]) -> Twins:
-    """Return the nodes of a side that have a CA in the bound structure, with their residues there."""
+def _twins(
+    _role: Role, here: Residues, side: ComplexSide, row_R: NDArray[np.int32]
+) -> tuple[Residues, NDArray[np.int64]]:
+    """Return the residues of the bound structure that correspond to nodes and have a CA, and that of each node."""
     structure = side.structure
     row_N = row_R[here.place_N]
     residue_N = side.residues()[row_N]
-    ca_N = structure.backbone_R5[residue_N, BACKBONE.index("CA")]
+    ca_N = structure.backbone_R5[residue_N, CA]
     node_L = np.flatnonzero((row_N >= 0) & (ca_N >= 0))
     chain_R = np.repeat(np.arange(len(side.chains)), [chain.last - chain.first for chain in side.chains])
     place_L = row_N[node_L].astype(np.int64)
-    there = Residues(side, place_L, residue_N[node_L], chain_R[place_L], structure.pos_A3[ca_N[node_L]])
-    return Twins(len(row_N), node_L, there)
+    twin_N = np.full(len(row_N), -1)
+    twin_N[node_L] = np.arange(len(node_L))
+    return Residues(side, place_L, residue_N[node_L], chain_R[place_L], structure.pos_A3[ca_N[node_L]]), twin_N
 
 
-def _labels(
-    sides: Sides, bodies: Mapping[Role, Bodies], twins: Mapping[Role, Twins], cutoff: float | None
-) -> tuple[dict[str, Array], dict[Role, dict[str, Array]]]:
-    """Return the native contacts, and the nodes' arrays from the bound structures."""
-    if cutoff is None:
-        return {}, {}
-    if not twins:
-        return _native(sides, bodies, cutoff, {}) if Role.LIGAND in sides else {}, {}
-    bound = {role: twin.there for role, twin in twins.items()}
-    _refuse_coincident(bound, in_one_frame=True)
-    centre_3 = centre(np.concatenate([there.ca_N3 for there in bound.values()]))
-    contacts_of_both = _native(bound, _bodies(bound), cutoff, twins) if len(bound) == len(sides) == 2 else {}
-    return {"bound_centre": centre_3, **contacts_of_both}, {role: twin.arrays(centre_3) for role, twin in twins.items()}
-
-
-def _native(
-    sides: Sides, bodies: Mapping[Role, Bodies], cutoff: float, twins: Mapping[Role, Twins]
-) -> dict[str, Array]:
-    """Return the native contacts of two sides; of bound structures, as pairs of corresponding nodes."""
-    receptor, ligand = (contacts.InterfaceSide.of(bodies[role], sides[role].residue_N) for role in PAIR)
+def _native(sides: Sides, cutoff: float, bodies: Mapping[Role, Bodies] | None) -> Pairs:
+    """Return the native contacts of two sides, whose bodies may be known; else they are of bound structures."""
+    known = bodies or _bodies(sides)
+    receptor, ligand = (
+        contacts.InterfaceSide.of(known[role], sides[role].residue_N) for role in (Role.RECEPTOR, Role.LIGAND)
+    )
     native = contacts.find_contacts(receptor, ligand, cutoff)
     if native is None:
-        raise no_contacts(contacts.closest_approach(receptor, ligand), cutoff, is_bound=bool(twins))
-    pairs_P2 = np.stack([native.receptor_P, native.ligand_P], axis=1)
-    if twins:
-        pairs_P2 = np.stack([twins[role].node_L[of_P] for role, of_P in zip(PAIR, pairs_P2.T, strict=True)], axis=1)
-    size = max(twins[role].size if twins else len(sides[role].place_N) for role in PAIR)
-    return {
-        "contact_pairs": pairs_P2.astype(np.min_scalar_type(max(size - 1, 256))),
+        raise no_contacts(contacts.closest_approach(receptor, ligand), cutoff, is_bound=bodies is None)
+    return np.stack([native.ligand_P, native.receptor_P]), {
         "contact_atoms": native.atoms_P.astype(np.min_scalar_type(max(int(native.atoms_P.max()), 256))),
         "contact_nearest": native.nearest_P.astype(np.float32),
     }

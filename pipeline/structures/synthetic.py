@@ -20,6 +20,8 @@ from scipy.spatial import cKDTree
 from scipy.spatial.distance import cdist
 from scipy.spatial.transform import Rotation
 
+from pipeline.structures.policy import CB_WEIGHTS
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
@@ -40,7 +42,6 @@ ATOMS = ("N", "CA", "C", "O", "CB")
 
 # Bond length in Å, and the angle in degrees at the atom before (Engh and Huber).
 N_CA, CA_C, C_N, C_O = (1.458, 121.7), (1.525, 111.0), (1.329, 116.6), (1.231, 120.1)
-CB_WEIGHTS = (0.56802827, -0.58273431, -0.54067466)  # CB as a sum of N→CA, its cross product with CA→C, and CA→C
 
 # Phi and psi in degrees.
 HELIX, STRAND = (-57.0, -47.0), (-119.0, 113.0)

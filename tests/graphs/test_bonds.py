@@ -88,9 +88,9 @@ def found(read: Complex, recipe: GraphRecipe | None = None) -> set[str]:
 
 def by_radii(chosen: atom_graph.ChosenAtoms) -> set[tuple[int, int]]:
     """Return all pairs within covalent radii: another way to see bonds, which knows no names."""
-    pairs_B2 = np.sort(cKDTree(chosen.pos_A3).query_pairs(3.0, output_type="ndarray"), axis=1)
+    pairs_B2 = np.sort(cKDTree(chosen.pos_N3).query_pairs(3.0, output_type="ndarray"), axis=1)
     radius_A = np.array([gemmi.Element(int(one)).covalent_r for one in chosen.element_A])
-    apart_B = np.linalg.norm(np.subtract(*chosen.pos_A3[pairs_B2.T]), axis=1)
+    apart_B = np.linalg.norm(np.subtract(*chosen.pos_N3[pairs_B2.T]), axis=1)
     return set(map(tuple, pairs_B2[apart_B <= radius_A[pairs_B2].sum(axis=1) + 0.4].tolist()))
 
 
