@@ -37,8 +37,7 @@ NUCLEOTIDES = b"A C G U DA DC DG DT".split()
 RESIDUES = sorted((int.from_bytes(name.rjust(3) + b" ", "little"), name) for name in AMINO_ACIDS + NUCLEOTIDES)
 RESIDUE_CODES = np.array([code for code, _ in RESIDUES], np.uint32)
 RESIDUE_WORDS = np.array([name_word(name.decode()) for _, name in RESIDUES], np.uint64)
-IS_PEPTIDE = np.array([name in AMINO_ACIDS for _, name in RESIDUES])
-POLYMER = 1  # gemmi's EntityType
+POLYMER = 1  # gemmi's EntityType; it may differ by TER records, which mean nothing to a policy for these residues
 
 # Columns 77-78 as a number → gemmi's number of the element, 0 for what is not plain.
 ELEMENTS = np.zeros(1 << 16, np.uint8)
@@ -121,9 +120,9 @@ def unusual_atoms(data: bytes) -> list[int]:
     return unusual
 
 
-def _split(data: bytes, *, to_end: bool) -> tuple[_AtomLines, list[int], list[_Water]]:
-    """Return the ATOM lines, for each TER the number of ATOM lines before it, and the waters."""
-    view, parts, ters, waters = memoryview(data), [], [], []
+def _split(data: bytes, *, to_end: bool) -> tuple[_AtomLines, list[_Water]]:
+    """Return the ATOM lines and the waters."""
+    view, parts, waters = memoryview(data), [], []
     at = size = length = 0
     stops: Iterator[int] = iter(())
     while at < len(data):
@@ -147,11 +146,9 @@ def _split(data: bytes, *, to_end: bool) -> tuple[_AtomLines, list[int], list[_W
             if record == b"END":
                 _require(not to_end or all(data.find(b"\n" + more, at) < 0 for more in (b"ATOM", b"HETATM")))
                 break
-            if record == b"TER" and size:  # before all atoms it means nothing
-                ters.append(size // length)
         at = stop
     _require(size > 0)
-    return _AtomLines(b"".join(parts), length), ters, waters
+    return _AtomLines(b"".join(parts), length), waters
 
 
 def _other_lines(data: bytes, at: int, length: int) -> Iterator[int]:
@@ -168,7 +165,7 @@ def _record(line: bytes) -> bytes:
     return name
 
 
-def _table(lines: _AtomLines, ters: Sequence[int], waters: Sequence[_Water]) -> AtomTable:
+def _table(lines: _AtomLines, waters: Sequence[_Water]) -> AtomTable:
     """Return the columns; those that the atoms of a residue share are read once for each residue."""
     _check_text(lines)
     first_R = _residue_starts(lines)
@@ -177,12 +174,8 @@ def _table(lines: _AtomLines, ters: Sequence[int], waters: Sequence[_Water]) -> 
     number_R = _whole_numbers().read(lines.view(22, "<u4")[first_R]).astype(np.int32) // 1000
     icode_R = lines.view(26, "i1")[first_R]
     starts_R = changes(chain_R)
-    _check_residues(starts_R, number_R, icode_R, IS_PEPTIDE[residue_R])
-    starts = dict(zip(first_R[starts_R].tolist(), chain_R[starts_R].tolist(), strict=True))
-    _check_ters(starts, ters, lines.atoms)
-    _check_waters(waters, {chain: first for first, chain in reversed(starts.items())})
-    between = {water.atoms for water in waters} - {lines.atoms}  # two residues: gemmi would divide one
-    _require(not between or between <= {*first_R.tolist()})
+    _check_residues(starts_R, number_R, icode_R)
+    _check_waters(waters, first_R, chain_R, lines.atoms)
     length_R = np.append(first_R[1:], lines.atoms) - first_R
     return AtomTable(
         pos_A3=_positions(lines),
@@ -227,53 +220,25 @@ def _residues(code_R: NDArray[np.uint32]) -> NDArray[np.int64]:
     return residue_R
 
 
-def _check_residues(
-    starts_R: NDArray[np.bool_],
-    number_R: NDArray[np.int32],
-    icode_R: NDArray[np.int8],
-    is_peptide_R: NDArray[np.bool_],
-) -> None:
-    """Require residues in one piece, in chains that are all peptide or all nucleic acid.
-
-    gemmi brings the pieces of a residue together, out of the order of the file, and may take a part of a mixed chain
-    for ligands.
-    """
+def _check_residues(starts_R: NDArray[np.bool_], number_R: NDArray[np.int32], icode_R: NDArray[np.int8]) -> None:
+    """Require residues in one piece: gemmi brings pieces together, out of the order of the file."""
     _require(((icode_R == SPACE) | ((icode_R >= ord("A")) & (icode_R <= ord("Z")))).all())
-    _require((starts_R[1:] | (is_peptide_R[1:] == is_peptide_R[:-1])).all())
     place_R = (starts_R.cumsum() * 100_000 + number_R) * 128 + icode_R
     _require((place_R[1:] > place_R[:-1]).all() or len(np.unique(place_R)) == len(place_R))
 
 
-def _check_ters(starts: dict[int, int], ters: Sequence[int], atoms: int) -> None:
-    """Require that gemmi takes every residue as part of a polymer; `starts` maps a chain's first atom to the chain.
+def _check_waters(waters: Sequence[_Water], first_R: NDArray[np.int64], chain_R: NDArray[np.uint8], atoms: int) -> None:
+    """Require waters in one piece, between residues and after the first of their chain.
 
-    What follows a chain's TER in that chain is a ligand to gemmi; but a second TER there tells it that TERs mean
-    nothing in this file, and then it goes by the names of residues, as it does where a chain has none.
+    Then gemmi has as many waters, and the same chains and residues besides.
     """
-    ended: dict[int, bool] = {}  # chain → whether its first part has a TER
-    chain, is_first, is_after, has_ligands = 0, False, False, False
-    for at, is_start in sorted([*((at, False) for at in ters), *((at, True) for at in starts)]):
-        if is_start:
-            chain = starts[at]
-            is_first, is_after = chain not in ended, ended.setdefault(chain, False)
-            has_ligands |= is_after
-        elif is_after:
-            return
-        else:
-            ended[chain] |= is_first
-            is_after = True
-            has_ligands |= at < atoms and at not in starts
-    _require(not has_ligands)
-
-
-def _check_waters(waters: Sequence[_Water], starts: dict[int, int]) -> None:
-    """Require waters in one piece, each after the first atom of its chain: then gemmi has as many and no other chains.
-
-    `starts` maps a chain to its first atom.
-    """
+    if not waters:
+        return
     runs = sum(water != before for before, water in pairwise([None, *waters]))
     _require(len({water.place for water in waters}) == runs)
-    _require(all(starts.get(water.place[0], water.atoms) < water.atoms for water in waters))
+    _require({water.atoms for water in waters} <= {*first_R.tolist(), atoms})
+    starts = dict(zip(chain_R[::-1].tolist(), first_R[::-1].tolist(), strict=True))
+    _require(all(starts.get(water.place[0], atoms) < water.atoms for water in waters))
 
 
 def _names(lines: _AtomLines) -> NDArray[np.uint64]:
