@@ -13,6 +13,7 @@ import gemmi
 import numpy as np
 from scipy.spatial import cKDTree
 
+from pipeline.graphs.item_graph import edge_lengths
 from pipeline.structures.atoms import name_word
 from pipeline.structures.policy import CHARMM_BASES, SYNONYMS
 
@@ -172,15 +173,9 @@ class Atoms:
     links: Links
     is_told: bool  # whether the file tells of any bond, of these atoms or others
 
-    def apart(self, left: NDArray[np.int64], right: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the distances of some pairs."""
-        between = self.pos_A3[left] - self.pos_A3[right]
-        distances: NDArray[np.float64] = np.sqrt(np.einsum("bx,bx->b", between, between))
-        return distances
-
     def near(self, pairs_B2: NDArray[np.int64], most: float | NDArray[np.float64]) -> NDArray[np.int64]:
         """Return the pairs that are within a distance."""
-        return pairs_B2[self.apart(*pairs_B2.T) <= most]
+        return pairs_B2[edge_lengths(self.pos_A3, self.pos_A3, pairs_B2.T) <= most]
 
 
 def all_bonds(atoms: Atoms) -> NDArray[np.int64]:
@@ -315,42 +310,23 @@ def _of_hydrogens(atoms: Atoms, heavy_A: NDArray[np.bool_]) -> NDArray[np.int64]
 HOPS = ("bond", "angle", "dihedral")  # what a pair of nodes one, two, three bonds apart is called
 
 
-@dataclass(frozen=True, slots=True)
-class Neighbours:
-    """The bonded neighbours of each node, ascending; those of node n start at `first_N[n]`, `degree_N[n]` of them."""
-
-    first_N: NDArray[np.int64]
-    degree_N: NDArray[np.int64]
-    other_E: NDArray[np.int64]
-
-
-def neighbours_of(bonds_B2: NDArray[np.int64], nodes: int) -> Neighbours:
-    """Return the neighbours of each node from bonds that are given once."""
-    ends_E2 = np.concatenate([bonds_B2, bonds_B2[:, ::-1]])
-    order = np.lexsort((ends_E2[:, 1], ends_E2[:, 0]))
-    degree_N = np.bincount(ends_E2[:, 0], minlength=nodes)
-    return Neighbours(np.cumsum(degree_N) - degree_N, degree_N, ends_E2[order, 1])
-
-
-def extended_paths(paths_PX: NDArray[np.int64], bonded: Neighbours) -> NDArray[np.int64]:
-    """Return all paths one bond longer that do not cross themselves, in the order of the given paths."""
-    last_P = paths_PX[:, -1]
-    counts_P = bonded.degree_N[last_P]
-    before = np.cumsum(counts_P) - counts_P
-    place = np.repeat(bonded.first_N[last_P] - before, counts_P) + np.arange(int(counts_P.sum()))
-    next_P = bonded.other_E[place]
-    longer = np.column_stack([np.repeat(paths_PX, counts_P, axis=0), next_P])
-    straight: NDArray[np.int64] = longer[(longer[:, :-1] != next_P[:, None]).all(axis=1)]
-    return straight
-
-
 def bond_paths(bonds_B2: NDArray[np.int64], nodes: int, hops: int) -> Iterator[NDArray[np.int64]]:
     """Yield the paths of one bond, of two and so on, each once: from its lower end, sorted."""
-    bonded = neighbours_of(bonds_B2, nodes)
-    both_ways = np.stack([np.repeat(np.arange(nodes), bonded.degree_N), bonded.other_E], axis=1)
+    ends_E2 = np.concatenate([bonds_B2, bonds_B2[:, ::-1]])
+    ends_E2 = ends_E2[np.lexsort((ends_E2[:, 1], ends_E2[:, 0]))]
+    degree_N = np.bincount(ends_E2[:, 0], minlength=nodes)
+    first_N = np.cumsum(degree_N) - degree_N
+    paths_PX = ends_E2
     for hop in range(hops):
-        both_ways = extended_paths(both_ways, bonded) if hop else both_ways
-        yield both_ways[both_ways[:, 0] < both_ways[:, -1]]
+        if hop:  # one bond longer
+            last_P = paths_PX[:, -1]
+            counts_P = degree_N[last_P]
+            before_P = np.cumsum(counts_P) - counts_P
+            bond = np.repeat(first_N[last_P] - before_P, counts_P) + np.arange(int(counts_P.sum()))
+            next_P = ends_E2[bond, 1]
+            longer_PX = np.column_stack([np.repeat(paths_PX, counts_P, axis=0), next_P])
+            paths_PX = longer_PX[(longer_PX[:, :-1] != next_P[:, None]).all(axis=1)]  # which do not cross themselves
+        yield paths_PX[paths_PX[:, 0] < paths_PX[:, -1]]
 
 
 def pair_keys(paths_PX: NDArray[np.int64], nodes: int) -> NDArray[np.int64]:

@@ -129,14 +129,17 @@ def matrix_product(from_NK: NDArray[np.float32], to_KS: NDArray[np.float32]) -> 
     return product_NS
 
 
-def _nearest_of(steps_NC: Floats, nearest: int) -> NDArray[np.bool_]:
-    """Return a mask of each node's nearest candidates; of equal ones, the first."""
-    last_N1 = np.partition(steps_NC, nearest - 1, axis=1)[:, nearest - 1 : nearest]
-    nearer_NC = steps_NC < last_N1
-    equal_NC = steps_NC == last_N1
-    room_N1 = nearest - nearer_NC.sum(axis=1, keepdims=True)
-    chosen_NC: NDArray[np.bool_] = nearer_NC | (equal_NC & (np.cumsum(equal_NC, axis=1) <= room_N1))
-    return chosen_NC
+def _by_steps(source_S3: Floats, target_N3: Floats, nodes: NDArray[np.int64], nearest: int, *, same: bool) -> Sources:
+    """Return some nodes' nearest sources, comparing all distances in steps."""
+    found = [np.empty((0, nearest), np.int64)]
+    rows = max(1, BLOCK // max(1, len(source_S3)))
+    for first in range(0, len(nodes), rows):
+        here = nodes[first : first + rows]
+        steps_NS = _steps(cdist(target_N3[here], source_S3, "sqeuclidean"))
+        if same:
+            steps_NS[np.arange(len(here)), here] = np.inf
+        found.append(np.sort(steps_NS.argsort(axis=1, kind="stable")[:, :nearest], axis=1))
+    return np.concatenate(found)
 
 
 def _smallest(key_NS: NDArray[np.int32], count: int) -> NDArray[np.int32]:
@@ -167,7 +170,7 @@ class _Matrix:
     def nearest(self, nearest: int) -> Sources:
         """Return each node's nearest sources."""
         if nearest >= len(self._source_S3) - 1:
-            return np.concatenate([self._by_steps(nodes, nearest) for nodes in self._blocks()])
+            return self._by_steps(np.arange(len(self._target_N3)), nearest)
         rough = self._rough()
         return np.concatenate([self._nearest(rough(nodes), nodes, nearest) for nodes in self._blocks()])
 
@@ -239,11 +242,7 @@ class _Matrix:
         return near_E[is_near_E]
 
     def _by_steps(self, nodes: NDArray[np.int64], nearest: int) -> Sources:
-        """Return some nodes' nearest sources, comparing all distances in steps."""
-        steps_NS = _steps(cdist(self._target_N3[nodes], self._source_S3, "sqeuclidean"))
-        if self._same:
-            steps_NS[np.arange(len(nodes)), nodes] = np.inf
-        return np.sort(steps_NS.argsort(axis=1, kind="stable")[:, :nearest], axis=1)
+        return _by_steps(self._source_S3, self._target_N3, nodes, nearest, same=self._same)
 
 
 class _Tree:
@@ -254,22 +253,17 @@ class _Tree:
         self._tree = cKDTree(source_S3)
 
     def nearest(self, nearest: int) -> Sources:
-        """Return each node's nearest sources; nodes with ties query more and more candidates."""
-        nodes, sources, own = np.arange(len(self._target_N3)), len(self._source_S3), int(self._same)
-        if nearest + own >= sources:
-            return self._of_candidates(nodes, nearest, sources)[0].reshape(-1, nearest) % sources
+        """Return each node's nearest sources; those of nodes with ties are compared in steps."""
+        nodes, own = np.arange(len(self._target_N3)), int(self._same)
+        if nearest + own >= len(self._source_S3):
+            return self._by_steps(nodes, nearest)
         apart_NC, source_NC = self._tree.query(self._target_N3, nearest + own + 1)
         unclear_N = np.diff(apart_NC[:, -2:] ** 2, axis=1)[:, 0] <= 2 * STEP
         if self._same:
             unclear_N |= source_NC[:, 0] != nodes
-        ids_NC = nodes[:, None] * sources + source_NC[:, own:-1]
-        ids = [ids_NC[~unclear_N].ravel()]
-        nodes, wanted = nodes[unclear_N], 4 * nearest
-        while len(nodes):
-            ids_E, clear_N = self._of_candidates(nodes, nearest, min(wanted, sources))
-            ids.append(ids_E)
-            nodes, wanted = nodes[~clear_N], 4 * wanted
-        return np.sort(np.concatenate(ids)).reshape(-1, nearest) % sources
+        source_NK = np.sort(source_NC[:, own:-1], axis=1)
+        source_NK[unclear_N] = self._by_steps(nodes[unclear_N], nearest)
+        return source_NK
 
     def in_reach(self, radius: float) -> Ids:
         """Return each node's sources within a distance."""
@@ -281,16 +275,5 @@ class _Tree:
             near_E &= node_E != source_E
         return np.sort(node_E[near_E] * len(self._source_S3) + source_E[near_E])
 
-    def _of_candidates(self, nodes: NDArray[np.int64], nearest: int, wanted: int) -> tuple[Ids, NDArray[np.bool_]]:
-        """Return nodes' nearest among so many candidates, and a mask of the nodes for which these are enough."""
-        sources = len(self._source_S3)
-        _, source_NC = self._tree.query(self._target_N3[nodes], range(1, wanted + 1))
-        source_NC.sort(axis=1)
-        steps_NC = squared_steps(self._source_S3[source_NC], self._target_N3[nodes, None])
-        farthest_N = steps_NC.max(axis=1)
-        if self._same:
-            steps_NC[source_NC == nodes[:, None]] = np.inf
-        chosen_NC = _nearest_of(steps_NC, nearest)
-        last_N = np.max(steps_NC, axis=1, initial=0, where=chosen_NC)
-        clear_N = (farthest_N > last_N + 1) | (wanted == sources)
-        return (nodes[:, None] * sources + source_NC)[chosen_NC & clear_N[:, None]], clear_N
+    def _by_steps(self, nodes: NDArray[np.int64], nearest: int) -> Sources:
+        return _by_steps(self._source_S3, self._target_N3, nodes, nearest, same=self._same)

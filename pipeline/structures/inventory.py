@@ -139,14 +139,6 @@ class Complex:
     maps: Mapping[str, NDArray[np.int32]]  # rows.ROLE: into full sequences; bound.ROLE: into the bound side, -1 nowhere
 
 
-def take(
-    item: Item, files: Mapping[str, File], recipe: ScanRecipe
-) -> tuple[Inventory, Mapping[str, NDArray[np.int32]]]:
-    """Return the inventory of an item and its residue maps; an unusable item gets a reason in its inventory."""
-    inventory, read = examine_item(item, files, recipe)
-    return inventory, read.maps if read else {}
-
-
 def examine_item(item: Item, files: Mapping[str, File], recipe: ScanRecipe) -> tuple[Inventory, Complex | None]:
     """Return the inventory of an item, and its structures if it has any and can be used."""
     try:

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 from shlex import quote
 from typing import TYPE_CHECKING
@@ -122,25 +121,27 @@ ADAPTERS: dict[str, Adapter] = {
     "glob": glob_items,
     "fasta": fasta_items,
 }
-# The sources that use each of these settings; with any other source it is refused, not silently ignored.
-HEEDED_BY = {
-    "state: unbound": ("pairs", "pinder"),
-    "splits": ("pairs",),
-    "structures_dir": ("manifest", "sabdab", "pinder"),
-    "receptor_chains and ligand_chains": ("manifest", "glob"),
-    "labels": ("manifest", "sabdab", "pinder"),
+# When each of these settings is given, and the sources that use it; with any other source it is refused, not ignored.
+HEEDED_BY: dict[str, tuple[Callable[[SourceSpec], bool], tuple[str, ...]]] = {
+    "state: unbound": (lambda spec: spec.state == "unbound", ("pairs", "pinder")),
+    "splits": (lambda spec: spec.splits is not None, ("pairs",)),
+    "structures_dir": (lambda spec: spec.structures_dir is not None, ("manifest", "sabdab", "pinder")),
+    "receptor_chains and ligand_chains": (
+        lambda spec: bool(spec.receptor_chains or spec.ligand_chains),
+        ("manifest", "glob"),
+    ),
+    "labels": (lambda spec: bool(spec.labels) and not spec.unlabelled, ("manifest", "sabdab", "pinder")),
 }
 
 
 def items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
     """Yield each item of a source once, and a rejection for each unusable entry; `limit` counts items."""
-    adapter = _adapter(spec)
     _refuse_unheeded(spec)
     if spec.structures_dir is not None:
         next(listing(spec.structures_dir), None)  # raises once, and not for every item, if it is not there
     seen = SeenIds()
     taken = entries = 0
-    with closing(adapter(spec)) as source:
+    with closing(ADAPTERS[spec.source](spec)) as source:
         while taken != spec.limit and (entry := next(source, None)) is not None:
             entries += 1
             checked = _checked(entry, seen, spec)
@@ -184,25 +185,9 @@ def _line(origin: str) -> int:
     return int(line) if line.isascii() and line.isdecimal() else 0
 
 
-def _adapter(spec: SourceSpec) -> Adapter:
-    if spec.source in ADAPTERS:
-        return ADAPTERS[spec.source]
-    near = get_close_matches(spec.source, ADAPTERS, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(ADAPTERS)}"
-    what = f"unknown data source {spec.source!r}; {hint}"
-    raise ConfigError(what, where="data.source", remedy=Command.of("config show"))
-
-
 def _refuse_unheeded(spec: SourceSpec) -> None:
     """Refuse settings that this source does not use."""
-    is_set = {
-        "state: unbound": spec.state == "unbound",
-        "splits": spec.splits is not None,
-        "structures_dir": spec.structures_dir is not None,
-        "receptor_chains and ligand_chains": bool(spec.receptor_chains or spec.ligand_chains),
-        "labels": bool(spec.labels) and not spec.unlabelled,
-    }
-    for setting, sources in HEEDED_BY.items():
-        if is_set[setting] and spec.source not in sources:
+    for setting, (is_given, sources) in HEEDED_BY.items():
+        if is_given(spec) and spec.source not in sources:
             what = f"data.{setting} does not apply to the source {spec.source!r}, only to {' and '.join(sources)}"
             raise ConfigError(what, where="data", remedy=Command.of("config show", then="   (then remove it)"))
