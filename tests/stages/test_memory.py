@@ -11,7 +11,7 @@ from pipeline.records import Item, Part, Role
 from pipeline.runs.workflow.census import CensusTally
 from pipeline.stages.scan import ScanShelves, scan_items
 from pipeline.store.cache_folder import CacheFolder
-from pipeline.structures.inventory import ScanRecipe, take
+from pipeline.structures.inventory import ScanRecipe, examine_item
 from tests.structures.pdb_text import chain
 
 LINES = chain("A", *["ALA"] * 40) + chain("B", *["GLY"] * 40) + "END\n"
@@ -42,7 +42,7 @@ def test_scanning_many_items_takes_the_memory_of_few(tmp_path: Path) -> None:
 
 def test_a_census_takes_a_few_bytes_an_item(tmp_path: Path) -> None:
     item = Item("x", sequence="ACDEFGHIKLMNPQRSTVWY" * 10, split="train")
-    inventory, _ = take(item, {}, ScanRecipe())
+    inventory, _ = examine_item(item, {}, ScanRecipe())
     tally = CensusTally()
     tracemalloc.start()
     for _ in range(20_000):

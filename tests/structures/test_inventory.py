@@ -17,7 +17,6 @@ from pipeline.structures.inventory import (
     ScanRecipe,
     examine_item,
     item_key,
-    take,
 )
 from pipeline.structures.parsing.read_structure import FileReading
 from pipeline.structures.parsing.structure_files import File, read_file
@@ -34,7 +33,7 @@ ANTIBODY, ANTIGEN = Part(Role.RECEPTOR, "c.pdb", ("H", "L")), Part(Role.LIGAND, 
 
 
 def inventory_of(*parts: Part, lines: str = COMPLEX, recipe: ScanRecipe | None = None) -> Inventory:
-    inventory, _ = take(Item("c", parts=parts), {"c.pdb": File(lines.encode(), "00")}, recipe or ScanRecipe())
+    inventory, _ = examine_item(Item("c", parts=parts), {"c.pdb": File(lines.encode(), "00")}, recipe or ScanRecipe())
     return inventory
 
 
@@ -66,14 +65,17 @@ def test_twenty_thousand_residues_are_refused_by_size() -> None:
     assert inventory.reason is Reason.TOO_MANY_RESIDUES
     assert inventory_of(Part(Role.WHOLE, "c.pdb"), lines=lines, recipe=ScanRecipe(max_residues=20_000)).reason is None
     item = Item("c", parts=(Part(Role.WHOLE, "c.pdb", ("A",)),), bound=(Part(Role.WHOLE, "c.pdb"),))
-    beside, _ = take(item, {"c.pdb": File(lines.encode(), "00")}, ScanRecipe())
+    beside, _ = examine_item(item, {"c.pdb": File(lines.encode(), "00")}, ScanRecipe())
     assert beside.reason is Reason.TOO_MANY_RESIDUES  # before it is aligned with what is bound
 
 
 def test_a_bare_sequence_needs_no_file() -> None:
-    inventory, _ = take(Item("s", sequence="ACDE"), {}, ScanRecipe())
+    inventory, _ = examine_item(Item("s", sequence="ACDE"), {}, ScanRecipe())
     assert inventory.partners[0].chains[0].sequence == "ACDE"
-    assert take(Item("s", sequence="A" * 99), {}, ScanRecipe(max_residues=98))[0].reason is Reason.TOO_MANY_RESIDUES
+    assert (
+        examine_item(Item("s", sequence="A" * 99), {}, ScanRecipe(max_residues=98))[0].reason
+        is Reason.TOO_MANY_RESIDUES
+    )
 
 
 SIZED = {  # of an antibody of 20 atoms and an antigen of 16, and the other way round
@@ -214,5 +216,5 @@ def test_rows_of_residues_lead_into_the_full_sequence() -> None:
     ):
         text = f"SEQRES   1 {name}    {len(names.split())}  {names}\n{lines}END\n"
         item = Item("c", parts=(Part(Role.WHOLE, "c.pdb"),))
-        inventory, maps = take(item, {"c.pdb": File(text.encode(), "00")}, recipe)
-        assert (inventory.partners[0].chains[0].sequence, maps["rows.whole"].tolist()) == wanted
+        inventory, read = examine_item(item, {"c.pdb": File(text.encode(), "00")}, recipe)
+        assert (inventory.partners[0].chains[0].sequence, read.maps["rows.whole"].tolist()) == wanted

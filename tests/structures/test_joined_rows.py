@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.keys import content_digest
 from pipeline.records import ChainSummary, Item, Kind, Part, Partner, Role
-from pipeline.structures.inventory import ScanRecipe, take
+from pipeline.structures.inventory import ScanRecipe, examine_item
 from pipeline.structures.parsing.read_structure import FileReading
 from pipeline.structures.parsing.structure_files import File, read_file
 from pipeline.structures.partners import NO_ROW, joined_embedding_rows
@@ -51,15 +51,15 @@ def test_in_real_structures_the_row_of_a_residue_has_its_letter(structures: Path
         data = read_file(path, max_bytes=64 << 20)
         file = File(data, content_digest(data).hex())
         item = Item(path.stem, parts=(Part(Role.WHOLE, str(path)),))
-        observed, _ = take(item, {str(path): file}, ScanRecipe())
-        found, maps = take(item, {str(path): file}, ScanRecipe(FileReading(seqres=seqres)))
+        observed, _ = examine_item(item, {str(path): file}, ScanRecipe())
+        found, read = examine_item(item, {str(path): file}, ScanRecipe(FileReading(seqres=seqres)))
         if observed.reason or found.reason:
             continue
         for seen, full in zip(observed.partners, found.partners, strict=True):
             encoded = "".join(one.sequence for one in full.chains if one.kind is Kind.PROTEIN)
             letters = [
                 encoded[row] if row != NO_ROW else ""
-                for row in joined_embedding_rows(full, maps.get(f"rows.{full.role.value}"))
+                for row in joined_embedding_rows(full, read.maps.get(f"rows.{full.role.value}"))
             ]
             wanted = [letter if one.kind is Kind.PROTEIN else "" for one in seen.chains for letter in one.sequence]
             assert letters == wanted, path.name

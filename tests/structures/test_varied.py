@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.records import Item, Kind, Part, Reason, Role
 from pipeline.structures.atoms import UnusableInput
-from pipeline.structures.inventory import ScanRecipe, take
+from pipeline.structures.inventory import ScanRecipe, examine_item
 from pipeline.structures.parsing.read_structure import FileReading, parse_structure
 from pipeline.structures.parsing.structure_files import File, format_of, read_file
 from pipeline.structures.policy import Policy, Structure, apply_policy, check_chain
@@ -111,7 +111,7 @@ def test_an_assembly_can_be_chosen_and_a_missing_one_is_named(structures: Path) 
 
 def test_label_names_are_taken_when_asked(structures: Path) -> None:
     item = Item("x", parts=(Part(Role.WHOLE, "1aki.cif.gz", ("B",)),))
-    inventory, _ = take(
+    inventory, _ = examine_item(
         item, {"1aki.cif.gz": file(structures, "1aki.cif.gz")}, ScanRecipe(FileReading(chain_names="label"))
     )
     assert inventory.reason is Reason.CHAIN_WITHOUT_POLYMER  # label B is the water
@@ -121,8 +121,10 @@ def test_label_names_are_taken_when_asked(structures: Path) -> None:
 
 def test_seqres_rows_skip_what_was_not_observed(structures: Path) -> None:
     item = Item("x", parts=(Part(Role.WHOLE, "3JQH.cif.gz"),))
-    inventory, maps = take(item, {"3JQH.cif.gz": file(structures, "3JQH.cif.gz")}, ScanRecipe(FileReading(seqres=True)))
-    sequence, rows = inventory.partners[0].chains[0].sequence, maps["rows.whole"]
+    inventory, complex_read = examine_item(
+        item, {"3JQH.cif.gz": file(structures, "3JQH.cif.gz")}, ScanRecipe(FileReading(seqres=True))
+    )
+    sequence, rows = inventory.partners[0].chains[0].sequence, complex_read.maps["rows.whole"]
     observed = read(structures, "3JQH.cif.gz").chains[0].sequence
     assert len(sequence) == 167
     assert "".join(sequence[row] for row in rows) == observed
