@@ -18,7 +18,7 @@ from pipeline.device.accelerator import Card, is_card
 from pipeline.device.out_of_memory import unless_out_of_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 ALIGNMENT = 64
 
@@ -76,46 +76,31 @@ def tensors_of(batch: Any) -> list[torch.Tensor]:
 def packed(batch: Any, room: Callable[[int], torch.Tensor]) -> Any:
     """Return a batch with copies of its tensors side by side in memory from `room`; sparse ones stay what they are."""
     tensors = [tensor for tensor in tensors_of(batch) if tensor.layout == torch.strided and tensor.device.type == "cpu"]
-    memory, copies, start = room(sum(map(_room_bytes, tensors))), {}, 0
+    copies = _views(tensors, room)
     for tensor in tensors:
-        copies[id(tensor)] = _view(tensor, memory, start).copy_(tensor)
-        start += _room_bytes(tensor)
+        copies[id(tensor)].copy_(tensor)
     return map_tensors(lambda tensor: copies.get(id(tensor), tensor), batch)
 
 
 def outlined(batch: Any, memory: torch.Tensor) -> Any:
     """Return a packed batch without the contents of its tensors, to be sent to another process."""
-    outlines: dict[int, torch.Tensor] = {}
-
-    def outline(tensor: torch.Tensor) -> torch.Tensor:
-        is_packed = tensor.untyped_storage().data_ptr() == memory.data_ptr()
-        return outlines.setdefault(id(tensor), tensor.to("meta")) if is_packed else tensor
-
-    return map_tensors(outline, batch)
+    packed_here = [tensor for tensor in tensors_of(batch) if tensor.untyped_storage().data_ptr() == memory.data_ptr()]
+    outlines = {id(tensor): tensor.to("meta") for tensor in packed_here}
+    return map_tensors(lambda tensor: outlines.get(id(tensor), tensor), batch)
 
 
 def filled(outline: Any, memory: torch.Tensor) -> Any:
     """Return a packed batch from its outline and its memory."""
-    views: dict[int, torch.Tensor] = {}
-    start = 0
-
-    def view(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal start
-        if tensor.is_meta and id(tensor) not in views:
-            views[id(tensor)] = _view(tensor, memory, start)
-            start += _room_bytes(tensor)
-        return views.get(id(tensor), tensor)
-
-    return map_tensors(view, outline)
+    views = _views([tensor for tensor in tensors_of(outline) if tensor.is_meta], lambda size: memory[:size])
+    return map_tensors(lambda tensor: views.get(id(tensor), tensor), outline)
 
 
-def _view(like: torch.Tensor, memory: torch.Tensor, start: int) -> torch.Tensor:
-    return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
-
-
-def _room_bytes(tensor: torch.Tensor) -> int:
-    """Return what a tensor takes of a run."""
-    return tensor.nbytes + -tensor.nbytes % ALIGNMENT
+def _views(tensors: Sequence[torch.Tensor], room: Callable[[int], torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return tensors like some, by the identity of these, side by side in memory from `room`."""
+    sizes = [size for tensor in tensors for size in (tensor.nbytes, -tensor.nbytes % ALIGNMENT)]
+    parts = room(sum(sizes)).split_with_sizes(sizes)[::2]
+    pairs = zip(tensors, parts, strict=True)
+    return {id(tensor): part.view(tensor.dtype).view(tensor.shape) for tensor, part in pairs}
 
 
 class CopyAhead:

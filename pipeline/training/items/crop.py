@@ -130,8 +130,7 @@ def _most(fits: Callable[[Sequence[int]], bool], sizes: Sequence[int]) -> list[i
     """Return the most nodes of each partner: the same for all, then more for one where another is the limit."""
     most = [_bisect(lambda count: fits([count] * len(sizes)), max(sizes))] * len(sizes)
     for place, size in enumerate(sizes):
-        before, after = most[:place], most[place + 1 :]
-        most[place] = _bisect(lambda count, others=(before, after): fits([*others[0], count, *others[1]]), size)  # type: ignore[misc]
+        most[place] = _bisect(lambda count: fits([*most[:place], count, *most[place + 1 :]]), size)  # noqa: B023 - called at once
     return most
 
 

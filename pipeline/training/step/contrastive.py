@@ -20,9 +20,9 @@ import torch
 
 from pipeline.device.accelerator import RngState
 from pipeline.device.kinds import CPU
-from pipeline.device.out_of_memory import after_freeing_caches
+from pipeline.device.out_of_memory import after_freeing_caches, free_caches, out_of_memory_error
 from pipeline.errors import DataError, PlanInfeasible
-from pipeline.memory.runtime.recovery import Governor, StepSnapshot, each_that_fits
+from pipeline.memory.runtime.recovery import StepSnapshot, forget_failed_backward
 from pipeline.protocol import Contrastive
 from pipeline.training.items.batch import refuse_changed
 from pipeline.training.step.exact_step import ExactStep
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from pipeline.memory.runtime.recovery import Cut
     from pipeline.protocol import Batch, Task
     from pipeline.training.ranks import Ranks
     from pipeline.training.step.exact_step import Piece, RankShare, Weighed
@@ -129,22 +128,21 @@ class ContrastiveStep(Step):
         """Return what `run` computes from the loss of all rows, which cannot be cut: on the CPU, if it may leave."""
         results: list[Result] = []
 
-        def attempt(cut: Cut) -> None:
-            if cut.rung:
-                self.drop_ahead()
-            with RngState.preserved(self.device), self.remedied(ON_HOST if cut.rung > 1 else 0):
+        def attempt(rung: int) -> None:
+            with RngState.preserved(self.device), self.remedied(rung):
                 results.append(run())
 
-        ladder = ("again", HOST) if may_leave and self.device != CPU else ("again",)
-        ((_, error),) = each_that_fits(Governor(ladder=ladder), [1], attempt, device=self.device)
-        if error:
-            items = len(next(iter(rows.values())))
-            problem = (
-                f"the loss of all {items:,} items together does not fit in memory, though each of them does: {error}"
-            )
-            remedy = "a smaller effective batch, or a larger GPU"
-            raise PlanInfeasible(problem, where="train.effective_batch", remedy=remedy)
-        return results[0]
+        error: str | None = ""
+        for rung in (0, 0, ON_HOST) if may_leave and self.device != CPU else (0, 0):
+            if (error := out_of_memory_error(attempt, rung)) is None:
+                return results[0]
+            self.drop_ahead()
+            forget_failed_backward()
+            free_caches(self.device)
+        items = len(next(iter(rows.values())))
+        problem = f"the loss of all {items:,} items together does not fit in memory, though each of them does: {error}"
+        remedy = "a smaller effective batch, or a larger GPU"
+        raise PlanInfeasible(problem, where="train.effective_batch", remedy=remedy)
 
     def _contrasted(self, rows: Rows) -> Terms:
         with self.cast():
