@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DEGREES = (0, 1, 2)
+DIRECTIONS = 8  # harmonics of degree 1 and 2
 KEPT = ((1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (2, 2, 2))  # the other symbols are so simple that e3nn keeps none
 
 
@@ -65,6 +67,16 @@ def product_paths(enter: Sequence[Irrep], leave: Sequence[Irrep]) -> tuple[Produ
         paths.append(ProductPath(source, harmonic, target, degrees, first, weights, scale))
         first += weights
     return tuple(paths)
+
+
+def harmonics(way_3: Tensor) -> Tensor:
+    """Return harmonics of vectors' directions [..., 8]; all are 0 where a vector is.
+
+    Degree 1 is the unit vector; degree 2 is its outer product without the trace, in five numbers.
+    """
+    x, y, z = functional.normalize(way_3, dim=-1).unbind(-1)
+    trace = (x * x + y * y + z * z) / 3
+    return torch.stack([x, y, z, x * z, x * y, y * y - trace, y * z, (z * z - x * x) / 2], -1)
 
 
 @cache

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipeline.tasks.irreps import Irrep, ProductPath, product_paths
+from pipeline.tasks.irreps import DIRECTIONS, Irrep, ProductPath, harmonics, product_paths
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 ABSENT = -1e30  # added to hidden features before their activation where there is no edge
 ABSENT_HALF = -6e4  # the same in float16, in which nothing is much larger
-DIRECTIONS = 8  # harmonics of degree 1 and 2
 _OF_DEGREE = {1: slice(3), 2: slice(3, DIRECTIONS)}
 # What the harmonics below and couplings of whole numbers leave to a path's scale: degree in, of the harmonics, out.
 _NORMS = {
@@ -42,16 +41,6 @@ _NORMS = {
     (1, 1, 1): 1 / math.sqrt(2),
     (1, 2, 1): math.sqrt(3 / 2),
 }
-
-
-def harmonics(way_3: Tensor) -> Tensor:
-    """Return harmonics of vectors' directions [..., 8]; all are 0 where a vector is.
-
-    Degree 1 is the unit vector; degree 2 is its outer product without the trace, in five numbers.
-    """
-    x, y, z = functional.normalize(way_3, dim=-1).unbind(-1)
-    trace = (x * x + y * y + z * z) / 3
-    return torch.stack([x, y, z, x * z, x * y, y * y - trace, y * z, (z * z - x * x) / 2], -1)
 
 
 def edge_features(features_PRCM: Tensor, grid: Grid) -> Tensor:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from pipeline.errors import ConfigError
-from pipeline.tasks.irreps import DEGREES, Irrep, ProductPath, coupling, product_paths
+from pipeline.tasks.irreps import DEGREES, Irrep, ProductPath, coupling, harmonics, product_paths
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +27,8 @@ WHERE = "train.options.hidden_irreps"
 USUAL = "32x0e+16x1o+8x2e"
 # e3nn divides its activations by the root of their second moment under a normal distribution, as it draws it.
 SILU_SCALE, SIGMOID_SCALE = 1.6791767923989418, 1.8467055342154763
+# By which harmonics are multiplied so that the square of each has the mean 1.
+LENGTHS = tuple(map(math.sqrt, (3, 3, 3, 15, 15, 45 / 4, 15, 15)))
 SQUARED_EPS = 1e-16
 TINY = 1e-5
 _PART = re.compile(r"([1-9]\d*)\s*x\s*(0e|1o|2e)")
@@ -82,22 +84,8 @@ def fields_of(irreps: str) -> Fields:
 
 def field_harmonics(way_E3: Tensor) -> Tensor:
     """Return the spherical harmonics of degrees 0, 1 and 2 of directions [E, 9]; the square of each has the mean 1."""
-    x_E, y_E, z_E = functional.normalize(way_E3, dim=-1).unbind(-1)
-    first, second = math.sqrt(3), math.sqrt(15)
-    return torch.stack(
-        [
-            torch.ones_like(x_E),
-            first * x_E,
-            first * y_E,
-            first * z_E,
-            second * x_E * z_E,
-            second * x_E * y_E,
-            math.sqrt(5) * (y_E.square() - (x_E.square() + z_E.square()) / 2),
-            second * y_E * z_E,
-            second / 2 * (z_E.square() - x_E.square()),
-        ],
-        -1,
-    )
+    parts = zip(LENGTHS, harmonics(way_E3).unbind(-1), strict=True)
+    return torch.stack([torch.ones_like(way_E3[:, 0]), *(length * part_E for length, part_E in parts)], -1)
 
 
 # ---- maps ----

@@ -12,10 +12,9 @@ from pipeline.tasks.docking.equivariant import (
     PairConvolution,
     edge_features,
     edge_harmonics,
-    harmonics,
     listed_pairs,
 )
-from pipeline.tasks.irreps import Irrep
+from pipeline.tasks.irreps import Irrep, harmonics
 
 SIZES = TrunkSizes(scalars=5, vectors=3)
 LAYERS = [(SIZES.irreps(layer), SIZES.irreps(layer + 1)) for layer in range(4)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import re
 import shutil
 
@@ -12,7 +11,6 @@ import parmed
 import pytest
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.readers.entry import UnusableEntry
 from pipeline.records import Reason
 from pipeline.tasks.rna.force_field import read_pocket
 from pipeline.tasks.rna.pocket_reader import (
@@ -191,6 +189,7 @@ DAMAGES = {  # what becomes of the topology and of the coordinates, and what is 
         same,
         "names parameter 999",
     ),
+    "a negative coefficient": (of_list("LENNARD_JONES_ACOEF", first_cell(" -1.00000000E+00")), same, "below 0"),
     "no RNA": (of_list("RESIDUE_LABEL", lambda _: "XXX " * 2 + "\n"), same, "no residue is RNA: XXX"),
     "no coordinates": (same, lambda _: None, "missing coordinates"),
     "of others": (same, lambda text: text.replace(text.split("\n")[1], "   12"), "are of 12 atoms"),
@@ -252,6 +251,14 @@ def test_packed_files_and_folders_below_are_read_and_an_entry_is_read_again_the_
         assert all(np.array_equal(again[name], array) for name, array in entry.arrays.items())
 
 
+def test_a_packed_file_that_is_cut_short_is_rejected(tmp_path):
+    topology, coordinates = files(0)
+    (tmp_path / "1aaa_ARG_model0_rna.prmtop.gz").write_bytes(gzip.compress(topology)[:-20])
+    (tmp_path / "1aaa_ARG_model0_rna.inpcrd").write_bytes(coordinates)
+    (rejection,) = RnaPockets(tmp_path).entries()
+    assert "1aaa_ARG_model0_rna.prmtop.gz cannot be unpacked" in rejection.detail
+
+
 # ---- splits ----
 
 
@@ -288,13 +295,6 @@ def test_splits_that_are_no_lists_are_refused_with_what_to_write(tmp_path, conte
         list(RnaPockets(tmp_path / "p", splits=str(tmp_path / "s.json")).entries())
 
 
-def test_splits_are_as_the_file_says(tmp_path):
-    write(tmp_path / "p", "1aaa_ARG_model0", *files(0))
-    (tmp_path / "s.json").write_text(json.dumps({"train": [], "val": ["1aaa_ARG_model0"], "test": []}))
-    (entry,) = RnaPockets(tmp_path / "p", splits=str(tmp_path / "s.json")).entries()
-    assert entry.split == "val"
-
-
 def test_a_lennard_jones_pair_of_hydrogen_bonds_has_no_coefficients():
     topology, coordinates = files(0)
     changed = flag(topology.decode(), "NONBONDED_PARM_INDEX", lambda cells: cells.replace("       1", "      -1", 1))
@@ -302,10 +302,3 @@ def test_a_lennard_jones_pair_of_hydrogen_bonds_has_no_coefficients():
     carbon_E = (arrays.feature_N3[:, 1][arrays.entries["near"][0]] == 6).all(1)
     assert carbon_E.any()
     assert not arrays.entries["near"][1][carbon_E, :2].any()
-
-
-def test_a_coefficient_below_zero_is_refused():
-    topology, coordinates = files(0)
-    changed = flag(topology.decode(), "LENNARD_JONES_ACOEF", first_cell(" -1.00000000E+00"))
-    with pytest.raises(UnusableEntry, match="below 0"):
-        read_pocket(changed.encode(), coordinates)
