@@ -161,10 +161,6 @@ class HostNeed:
         return sum(part.bytes for part in peak)
 
     @property
-    def margin_bytes(self) -> int:
-        return self.total_bytes - self.bytes
-
-    @property
     def kept_bytes(self) -> int:
         """Return what malloc may keep in each process; 0: what it keeps by default."""
         return sum(part.bytes for part in self.parts if part.name == KEPT) // self.ranks

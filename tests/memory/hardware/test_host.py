@@ -113,7 +113,7 @@ def test_only_the_larger_phase_is_asked_for() -> None:
         HostPart("t", 50, Provenance.TRACED, "", Period.TRAIN),
     )
     need = HostNeed((kept, start, train))
-    assert (need.bytes, need.total_bytes, need.margin_bytes) == (160, 168, 8)
+    assert (need.bytes, need.total_bytes) == (160, 168)
     assumed = replace(train, origin=Provenance.ASSUMED)  # with its margin it is larger
     assert HostNeed((kept, start, assumed)).bytes == 150
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.errors import ConfigError, DataError, PlanInfeasible
+from pipeline.errors import ConfigError, DataError, PipelineError, PlanInfeasible
 from pipeline.memory.footprint import MemoryChoice, Provenance, margin_of
 from pipeline.memory.hardware.gpus import device
 from pipeline.memory.planning.budget_search import ChoiceMemory, Terms, extremes
@@ -305,21 +305,20 @@ def test_oversize_items_are_cropped_to_sizes_that_fit() -> None:
     assert model.peak(MemoryChoice(checkpointing=True, offload=True), {"items": 1, **made.crop}) > 0.7 * 200 * MIB
 
 
-WRONG: list[dict[str, Any]] = [
-    {"batch": 2, "ranks": 3},
-]
-
-
-@pytest.mark.parametrize("about", WRONG)
-def test_settings_that_contradict_each_other_are_refused(about: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError) as refused:
-        plan_memory(Model(affine), data(heavy(50), BATCH), PlanRequest(**about), [card(GIB)])
+@pytest.mark.parametrize(
+    ("sizes", "request_", "error"),
+    [
+        (heavy(50), PlanRequest(batch=2, ranks=3), ConfigError),
+        ({"nodes": np.zeros(0, np.int64)}, PlanRequest(batch=BATCH), DataError),
+    ],
+    ids=["a batch below the ranks", "no items"],
+)
+def test_what_no_plan_could_satisfy_is_refused(
+    sizes: dict[str, Integers], request_: PlanRequest, error: type[PipelineError]
+) -> None:
+    with pytest.raises(error) as refused:
+        plan_memory(Model(affine), data(sizes, BATCH), request_, [card(GIB)])
     assert refused.value.remedy
-
-
-def test_an_empty_data_set_is_refused() -> None:
-    with pytest.raises(DataError):
-        planned(Model(affine), data({"nodes": np.zeros(0, np.int64)}, BATCH), GIB)
 
 
 def test_a_card_smaller_than_the_model_is_refused() -> None:
