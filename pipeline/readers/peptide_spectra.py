@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from pipeline.readers.spectra import RawSpectrum
     from pipeline.records import Rejection
 
     Arrays = Mapping[str, NDArray[Any]]
@@ -73,10 +72,10 @@ class PeptideSpectra(Spectra):
         headers, peak_P2 = super()._divide(path, body)
         return library_headers(headers, self._keys["peptide"]), peak_P2
 
-    def _arrays(self, raw: RawSpectrum, name: str) -> Arrays:
-        if len(raw.peak_P2) < self.least_peaks:
-            raise UnusableEntry(f"{len(raw.peak_P2)} peaks, least_peaks is {self.least_peaks}")
-        arrays = super()._arrays(raw, name)
+    def _arrays(self, headers: Mapping[str, str], peak_P2: NDArray[Any] | UnusableEntry, name: str) -> Arrays:
+        if not isinstance(peak_P2, UnusableEntry) and len(peak_P2) < self.least_peaks:
+            raise UnusableEntry(f"{len(peak_P2)} peaks, least_peaks is {self.least_peaks}")
+        arrays = super()._arrays(headers, peak_P2, name)
         if RESIDUE in arrays:
             self._check_length(len(letters_only(arrays[RESIDUE])))
         elif not self.unknown:

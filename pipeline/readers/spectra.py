@@ -7,7 +7,6 @@ Shapes: P peaks (2: m/z and intensity), K targets, L residues.
 
 from __future__ import annotations
 
-import math
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.readers.spectrum_files.blocks import Block
     from pipeline.records import Entry
 
     Arrays = Mapping[str, NDArray[Any]]
@@ -73,16 +71,14 @@ SUFFIXES = (*FORMS, *hdf5.SUFFIXES)
 MOST_NAMES = 100  # of headers that an error lists
 
 
-class RawSpectrum(NamedTuple):
-    """A spectrum as read from a file, before cleaning."""
+class FoundSpectrum(NamedTuple):
+    """A spectrum as it stands in a file, before cleaning."""
 
-    peak_P2: NDArray[Any]
-    precursor_mz: float
-    charge: int
-    target: tuple[float, ...]
-    peptide: str
-    retention_s: float = math.nan
-    molecule: str = ""
+    name: str
+    place: list[int]  # in its file
+    line: int  # or row
+    headers: Mapping[str, str]  # as MGF calls them
+    peak_P2: NDArray[Any] | UnusableEntry
 
 
 @dataclass(eq=False)
@@ -117,7 +113,7 @@ class Spectra:
         self._paths = _files(self.path)
         self._given = {option: name for option in KEYS if (name := getattr(self, option))}
         self._keys = {option: str(self._given.get(option, KEYS[option][0])).upper() for option in KEYS}
-        self._table = LabelTable(self._folder / self.labels, self.target) if self.labels else None
+        self._labels = LabelTable(self._folder / self.labels, self.target) if self.labels else None
         self._own_targets = () if self.labels else self.target  # those in the files of spectra
         targets = {name.upper(): "target" for name in self._own_targets}
         self._wanted = {self._keys[option]: option for option in self._given} | targets  # headers
@@ -132,7 +128,14 @@ class Spectra:
     def entries(self) -> Iterator[Entry | Rejection]:
         """Yield every spectrum as an entry, or its rejection."""
         for file, path in enumerate(self._paths):
-            yield from self._of_text(file, path) if _suffix(path) in FORMS else self._of_hdf5(file, path)
+            for found in self._in_text(path) if _suffix(path) in FORMS else self._in_hdf5(path):
+                if isinstance(found, Rejection):
+                    yield found
+                    continue
+                name, _, line, headers, peak_P2 = found
+                place = [file, *found.place, *([] if self._labels is None else [name])]
+                arrays, split = partial(self._arrays, headers, peak_P2, name), headers.get(self._keys["split"], "")
+                yield entry_or_rejection(name, place, arrays, split.strip(), path, line)
 
     def headers(self) -> Iterator[tuple[str, Mapping[str, str]]]:
         """Yield the id of each readable spectrum, and what its file says of it by names that all files share."""
@@ -147,25 +150,28 @@ class Spectra:
     def read(self, place: Sequence[int]) -> Arrays:
         """Return the arrays of the spectrum at a place."""
         file, start, *rest = place
-        name = str(rest.pop()) if self._table is not None else ""
+        name = "" if self._labels is None else str(rest.pop())
         try:
             path = self._paths[file]
             if rest:
-                body = self._bytes(path).at(start, rest[0])
-                return self._text_arrays(*self._divide(path, body), name)
-            return self._hdf5_arrays(self._tables(path).rows(start, start + 1)[0], name)
+                return self._arrays(*self._divide(path, self._bytes(path).at(start, rest[0])), name)
+            return self._arrays(*_divide_row(self._tables(path).rows(start, start + 1)[0]), name)
         except (UnusableEntry, IndexError) as error:
             what = f"no spectrum at {list(place)}: {error}"
             raise DataError(what, where=str(self.path), remedy=SCAN_AGAIN) from error
 
     def _columns(self) -> list[Column]:
-        """Return the datasets of an HDF5 file."""
+        """Return the datasets of an HDF5 file, by the headers that MGF has for them."""
         return [
             Column("spectrum", ("spectrum",), "write m/z and intensity as 'spectrum' [N, 2, P], padded with zeros"),
-            Column("precursor_mz", ("precursor_mz",), "write the precursors' m/z as 'precursor_mz' [N]"),
-            *(Column(name, (name,)) for name in ("charge", "RT")),
-            *(column_of(option, getattr(self, option), *names) for option, (_, names) in KEYS.items()),
-            *(column_of("target", name, meaning=f"target {name}") for name in self._own_targets),
+            Column("PEPMASS", ("precursor_mz",), "write the precursors' m/z as 'precursor_mz' [N]"),
+            Column("CHARGE", ("charge",)),
+            Column("RTINSECONDS", ("RT",)),
+            *(
+                column_of(option, getattr(self, option), *names, meaning=self._keys[option])
+                for option, (_, names) in KEYS.items()
+            ),
+            *(column_of("target", name, meaning=name.upper()) for name in self._own_targets),
         ]
 
     def _check_options(self) -> None:
@@ -180,7 +186,7 @@ class Spectra:
         known = f"one of {', '.join(filter(None, FORMATS))}"
         check_option("quality", self.quality, known, fits=self.quality in FORMATS)
 
-    def _of_text(self, file: int, path: Path) -> Iterator[Entry | Rejection]:
+    def _in_text(self, path: Path) -> Iterator[FoundSpectrum | Rejection]:
         form, count, seen = FORMS[_suffix(path)], 0, dict[str, None]()
         missing = self._wanted
         for block in form.blocks(path):
@@ -188,11 +194,15 @@ class Spectra:
             if block.is_between:
                 yield Rejection(f"{path.name}-line-{block.line}", Reason.BAD_ENTRY, block.problem, origin)
                 continue
-            headers, peaks = self._divided(path, block)
-            name, split = entry_id(self._name(headers, path), path, count), headers.get(self._keys["split"], "")
-            arrays = partial(self._text_arrays, headers, peaks, name)
-            place = [file, block.offset, len(block.body)]
-            yield entry_or_rejection(name, self._place(place, name), arrays, split, path, block.line)
+            peak_P2: NDArray[Any] | UnusableEntry
+            try:
+                if block.problem:
+                    raise UnusableEntry(block.problem)
+                headers, peak_P2 = self._divide(path, block.body)
+            except UnusableEntry as error:
+                headers, peak_P2 = form.headers(block.body), error
+            name = entry_id(self._name(headers, path), path, count)
+            yield FoundSpectrum(name, [block.offset, len(block.body)], block.line, headers, peak_P2)
             count += 1
             if missing:
                 missing = {key: option for key, option in missing.items() if key not in headers}
@@ -204,14 +214,12 @@ class Spectra:
             remedy = f"data.options.{option} must name one of these, or be omitted"
             raise DataError(f"no spectrum has the header {key!r}; there are: {there}", where=str(path), remedy=remedy)
 
-    def _divided(self, path: Path, block: Block) -> tuple[Mapping[str, str], NDArray[np.float64] | UnusableEntry]:
-        """Return headers and peaks of a block; the error and the headers that matter if it is damaged."""
-        try:
-            if block.problem:
-                raise UnusableEntry(block.problem)
-            return self._divide(path, block.body)
-        except UnusableEntry as error:
-            return FORMS[_suffix(path)].headers(block.body), error
+    def _in_hdf5(self, path: Path) -> Iterator[FoundSpectrum]:
+        with _table(path, self._columns()) as table:
+            for at, row in table.all_rows():
+                headers, peak_P2 = _divide_row(row)
+                name = entry_id(headers.get(self._keys["id"], ""), path, at)
+                yield FoundSpectrum(name, [at], at, headers, peak_P2)
 
     def _divide(self, path: Path, body: bytes) -> tuple[dict[str, str], NDArray[np.float64]]:
         """Return headers and peaks of a spectrum's text."""
@@ -226,13 +234,11 @@ class Spectra:
         return f"{path.name}-scan-{scan}" if scan else ""
 
     def _text_headers(self, path: Path) -> Iterator[tuple[str, Mapping[str, str]]]:
-        blocks = (block for block in FORMS[_suffix(path)].blocks(path) if not block.is_between)
-        for count, block in enumerate(blocks):
-            headers, peaks = self._divided(path, block)
+        for found in self._in_text(path):
             with suppress(UnusableEntry):  # the scan has rejected it
-                if not isinstance(peaks, UnusableEntry):
-                    shared = shared_headers(headers, path.name, charge(headers.get("CHARGE", "")))
-                    yield entry_id(self._name(headers, path), path, count), shared
+                if isinstance(found, FoundSpectrum) and not isinstance(found.peak_P2, UnusableEntry):
+                    number = charge(found.headers.get("CHARGE", ""))
+                    yield found.name, shared_headers(found.headers, path.name, number)
 
     def _hdf5_headers(self, path: Path) -> Iterator[tuple[str, Mapping[str, str]]]:
         with hdf5.Hdf5Table(path) as table:
@@ -243,73 +249,33 @@ class Spectra:
                 told = {name: hdf5.cell_text(row, name) for name in row}
                 yield entry_id(told[ids[0]] if ids else "", path, at), told
 
-    def _of_hdf5(self, file: int, path: Path) -> Iterator[Entry | Rejection]:
-        with _table(path, self._columns()) as table:
-            for at, row in table.all_rows():
-                name, split = entry_id(hdf5.cell_text(row, "id"), path, at), hdf5.cell_text(row, "split").strip()
-                arrays = partial(self._hdf5_arrays, row, name)
-                yield entry_or_rejection(name, self._place([file, at], name), arrays, split, path, at)
-
-    def _place(self, place: list[Any], name: str) -> list[Any]:
-        return place if self._table is None else [*place, name]
-
-    def _text_arrays(
-        self, headers: Mapping[str, str], peak_P2: NDArray[np.float64] | UnusableEntry, name: str
-    ) -> Arrays:
+    def _arrays(self, headers: Mapping[str, str], peak_P2: NDArray[Any] | UnusableEntry, name: str) -> Arrays:
+        """Return the arrays of an entry, the same from every kind of file; by its name labels of a table are found."""
         if isinstance(peak_P2, UnusableEntry):
             raise peak_P2
-        raw = RawSpectrum(
-            peak_P2,
-            precursor_mz=_number(precursor_text(headers), "the precursor's m/z"),
-            charge=charge(headers.get("CHARGE", "")),
-            target=tuple(label_number(headers.get(name.upper(), ""), name) for name in self._own_targets),
-            peptide=headers.get(self._keys["peptide"], ""),
-            retention_s=retention_s(headers) if self.retention else math.nan,
-            molecule=headers.get(self._keys["molecule"], "") if self.molecule else "",
-        )
-        return self._arrays(raw, name)
-
-    def _hdf5_arrays(self, row: Mapping[str, Any], name: str) -> Arrays:
-        peak_2P = row["spectrum"]
-        charge = _number(row.get("charge", 0), "the charge")
-        if not (abs(charge) < 1000 and charge.is_integer()):  # NaN is not less, either
-            raise UnusableEntry(f"the charge is {charge:g}, not a whole number or too large")
-        raw = RawSpectrum(
-            peak_2P[:, (peak_2P != 0).any(axis=0)].T,
-            precursor_mz=_number(row["precursor_mz"], "the precursor's m/z"),
-            charge=int(charge),
-            target=tuple(label_number(hdf5.text_of(row[f"target {name}"]), name) for name in self._own_targets),
-            peptide=hdf5.cell_text(row, "peptide"),
-            retention_s=_number(row.get("RT", math.nan), "RT") if self.retention else math.nan,
-            molecule=hdf5.cell_text(row, "molecule"),
-        )
-        return self._arrays(raw, name)
-
-    def _arrays(self, raw: RawSpectrum, name: str) -> Arrays:
-        """Return the arrays of an entry, the same from every kind of file; by its name labels of a table are found."""
-        mz_P, intensity_P = self._peaks(*raw.peak_P2.T)
-        if not SMALLEST <= raw.precursor_mz <= LARGEST:
-            raise UnusableEntry(f"the precursor's m/z is {raw.precursor_mz:g}")
+        mz_P, intensity_P = self._peaks(*peak_P2.T)
+        precursor_mz, number = _precursor_mz(precursor_text(headers)), charge(headers.get("CHARGE", ""))
         if (limits := FORMATS[self.quality]) is not None:
-            limits.check(raw.peak_P2, raw.precursor_mz, raw.charge)
-        return {
+            limits.check(peak_P2, precursor_mz, number)
+        arrays: dict[str, NDArray[Any]] = {
             "peaks.mz": mz_P,
             "peaks.intensity": intensity_P,
-            "precursor_mz": np.array(raw.precursor_mz, np.float32),
-            "charge": np.array(raw.charge, np.int64),
-            **self._labels(self._table.of(name) if self._table is not None else raw.target, raw.peptide),
-            **({"retention_s": np.array(raw.retention_s, np.float32)} if self.retention else {}),
-            **({"molecule": molecule_number(raw.molecule)} if self.molecule else {}),
+            "precursor_mz": np.array(precursor_mz, np.float32),
+            "charge": np.array(number, np.int64),
         }
-
-    def _labels(self, target: Sequence[float], peptide: str) -> Arrays:
-        labels: dict[str, NDArray[Any]] = {"target": np.array(target, np.float32)} if self.target else {}
-        if peptide:
+        own = [label_number(headers.get(target.upper(), ""), target) for target in self._own_targets]
+        if self.target:
+            arrays["target"] = np.array(own if self._labels is None else self._labels.of(name), np.float32)
+        if peptide := headers.get(self._keys["peptide"], ""):
             try:
-                labels["peptide.residue"] = peptides.residue_codes(peptide)
+                arrays["peptide.residue"] = peptides.residue_codes(peptide)
             except ValueError as error:
                 raise UnusableEntry(f"peptide {printable_text(peptide)}: {error}") from error
-        return labels
+        if self.retention:
+            arrays["retention_s"] = np.array(retention_s(headers), np.float32)
+        if self.molecule:
+            arrays["molecule"] = molecule_number(headers.get(self._keys["molecule"], ""))
+        return arrays
 
     def _peaks(self, mz_P: NDArray[Any], intensity_P: NDArray[Any]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return the peaks to keep, in order of m/z."""
@@ -361,14 +327,22 @@ def _table(path: Path, columns: Sequence[Column]) -> hdf5.Hdf5Table:
     return table
 
 
-def _number(value: Any, name: str) -> float:
-    """Return a header or a cell, which may be text, as a number."""
-    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+def _divide_row(row: Mapping[str, Any]) -> tuple[dict[str, str], NDArray[Any]]:
+    """Return headers and peaks of a row of HDF5."""
+    peak_2P = row["spectrum"]
+    headers = {key: hdf5.cell_text(row, key) for key in row if key != "spectrum"}
+    return headers, peak_2P[:, (peak_2P != 0).any(axis=0)].T
+
+
+def _precursor_mz(text: str) -> float:
     try:
-        return parse_number(text) if isinstance(text, str) else float(text)
-    except (TypeError, ValueError):
-        what = f"is not a number: {printable_text(str(text))!r}" if str(text) else "is missing"
-        raise UnusableEntry(f"{name} {what}") from None
+        number = parse_number(text)
+    except ValueError:
+        what = f"is not a number: {printable_text(text)!r}" if text else "is missing"
+        raise UnusableEntry(f"the precursor's m/z {what}") from None
+    if not SMALLEST <= number <= LARGEST:
+        raise UnusableEntry(f"the precursor's m/z is {number:g}")
+    return number
 
 
 def _check(value_P: NDArray[Any], least: float, name: str) -> None:
