@@ -331,7 +331,7 @@ def _divide_row(row: Mapping[str, Any]) -> tuple[dict[str, str], NDArray[Any]]:
     """Return headers and peaks of a row of HDF5."""
     peak_2P = row["spectrum"]
     headers = {key: hdf5.cell_text(row, key) for key in row if key != "spectrum"}
-    return headers, peak_2P[:, (peak_2P != 0).any(axis=0)].T
+    return headers, peak_2P.compress(peak_2P.any(axis=0), axis=1).T  # without padding
 
 
 def _precursor_mz(text: str) -> float:
