@@ -267,11 +267,9 @@ class ContrastivePair:
                 problem = f"the task reads vectors of {dim} numbers, {name} of {item.id} is of {list(rows.shape[1:])}"
                 refuse(f"{side}_dim", problem, f"--set {WHERE}.{side}_dim={rows.shape[-1]}")
         elif (rows.dtype == torch.uint8) != (kind == TOKENS):
-            words, other = (BYTE_PAIRS, TOKENS) if kind == TEXT else ("bytes", TEXT)
-            there = "bytes" if kind == TEXT else BYTE_PAIRS
-            refuse(
-                side, f"the task reads {name} as {words}, but {item.id} has {there}", f"--set {WHERE}.{side}={other}"
-            )
+            words, there, other = ("bytes", BYTE_PAIRS, TEXT) if kind == TOKENS else (BYTE_PAIRS, "bytes", TOKENS)
+            problem = f"the task reads {name} as {words}, but {item.id} has {there}"
+            refuse(side, problem, f"--set {WHERE}.{side}={other}")
         return self._text(side, item.id, rows) if kind == TEXT else rows[: self._most(side)]
 
     def _text(self, side: str, id_: str, token_L: Tensor) -> Tensor:

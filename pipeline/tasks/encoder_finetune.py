@@ -26,7 +26,17 @@ from pipeline.readers.sequences import LETTER, NOT_KNOWN, SITE, TARGET
 from pipeline.tasks.ranking_scores import Ranking, logits
 from pipeline.tasks.spectra.peak_batch import item_target
 from pipeline.tasks.spectra.spectra_measures import PREDICTION, error_figures, squared_error
-from pipeline.tasks.task_parts import WHERE, above_zero, at_least, at_least_single, labelled, labels_of, one_of, part_of
+from pipeline.tasks.task_parts import (
+    WHERE,
+    above_zero,
+    at_least,
+    at_least_single,
+    labelled,
+    labels_of,
+    one_of,
+    part_of,
+    refuse,
+)
 from pipeline.tasks.tuned_esm2 import Esm2Names, TunedEsm2, TunedSizes
 
 if TYPE_CHECKING:
@@ -102,13 +112,13 @@ class EncoderFinetune(TunedSizes):
         one_of(self, {"told": TOLD})
         if self.width % self.heads or self.width // self.heads % 2:
             problem = f"width {self.width} cannot be divided into {self.heads} heads of an even width"
-            raise ConfigError(problem, where=f"{WHERE}.heads", remedy="use the checkpoint's values")
+            refuse("heads", problem, "use the checkpoint's values")
         if self.top_layers > self.layers:
             problem = f"top_layers is {self.top_layers}, but there are {self.layers} layers"
-            raise ConfigError(problem, where=f"{WHERE}.top_layers", remedy=f"--set {WHERE}.top_layers={self.layers}")
+            refuse("top_layers", problem, f"--set {WHERE}.top_layers={self.layers}")
         if self.rank and self.top_layers:
             problem = "top_layers trains whole layers, and rank adapts the other layers"
-            raise ConfigError(problem, where=f"{WHERE}.rank", remedy=f"--set {WHERE}.rank=0   (or top_layers=0)")
+            refuse("rank", problem, f"--set {WHERE}.rank=0   (or top_layers=0)")
 
     @property
     def by_residue(self) -> bool:
@@ -125,7 +135,8 @@ class EncoderFinetune(TunedSizes):
     def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> SequenceBatch:  # noqa: ARG002 - the protocol has it
         tokens = [self._tokens(item) for item in items]
         token_BL = nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=PAD)
-        target_BK = self._sites(items, token_BL) if self.by_residue else self._numbers(items)
+        numbers = [] if self.by_residue else [item_target(item, self.targets) for item in items]
+        target_BK = self._sites(items, token_BL) if self.by_residue else torch.stack(numbers)
         is_known_BK = ~target_BK.isnan()
         known, residues = float(is_known_BK.sum()), tuple(len(token_L) - ENDS for token_L in tokens)
         labelled_B = tuple(is_known_BK.any(-1).tolist())
@@ -138,9 +149,6 @@ class EncoderFinetune(TunedSizes):
             raise ConfigError(problem, where="data.reader", remedy=remedy)
         letters = bytes(item.values[LETTER][: self.longest].tolist()).decode("ascii")
         return torch.from_numpy(np.concatenate([[CLS], tokenize(letters), [EOS]]).astype(np.int64))
-
-    def _numbers(self, items: Sequence[ItemTensors]) -> Tensor:
-        return torch.stack([item_target(item, self.targets) for item in items])
 
     def _sites(self, items: Sequence[ItemTensors], token_BL: Tensor) -> Tensor:
         """Return the labels of residues where their tokens are, NaN for marks, padding and what is not known."""

@@ -186,30 +186,29 @@ class AttentionLayer(nn.Module):
         is_causal: bool = False,
     ) -> None:
         super().__init__()
-        self.heads, self.dropout, self.activation, self.is_causal = heads, dropout, activation, is_causal
+        self.heads, self.activation, self.is_causal = heads, activation, is_causal
+        self.drop = nn.Dropout(dropout)
         self.before_attention, self.before_feed = nn.LayerNorm(width), nn.LayerNorm(width)
         self.mix, self.out = nn.Linear(width, 3 * width, bias=bias), nn.Linear(width, width, bias=bias)
         self.up, self.down = nn.Linear(width, inner, bias=bias), nn.Linear(inner, width, bias=bias)
 
     def forward(self, x_BLD: Tensor, real_BL: Tensor | None = None) -> Tensor:
         """Return the rows' new features; without `real_BL` there is no padding."""
-        x_BLD = x_BLD + self._drop(self._attended(self.before_attention(x_BLD), real_BL))
-        return x_BLD + self._drop(self.down(self.activation(self.up(self.before_feed(x_BLD)))))
+        x_BLD = x_BLD + self.drop(self._attended(self.before_attention(x_BLD), real_BL))
+        fed_BLD: Tensor = self.down(self.activation(self.up(self.before_feed(x_BLD))))
+        return x_BLD + self.drop(fed_BLD)
 
     def _attended(self, x_BLD: Tensor, real_BL: Tensor | None) -> Tensor:
         query, key, value = self.mix(x_BLD).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         # The card's flash kernel takes no mask: a batch with padding runs in the memory-efficient one or cuDNN's, which
         # keep as much for backward. One item alone, and items of one length, have no mask, and flash where it can.
         mask = None if real_BL is None else real_BL[:, None, None, :]
-        dropout = self.dropout if self.training else 0.0
+        dropout = self.drop.p if self.training else 0.0
         mixed_BHLD = functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=self.is_causal
         )
         attended_BLD: Tensor = self.out(mixed_BHLD.transpose(1, 2).flatten(2))
         return attended_BLD
-
-    def _drop(self, x_BLD: Tensor) -> Tensor:
-        return functional.dropout(x_BLD, self.dropout, self.training)
 
 
 def padded_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:

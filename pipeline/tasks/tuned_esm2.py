@@ -151,16 +151,15 @@ class Esm2Names:
     """ESM-2 as it is published, of these sizes."""
 
     sizes: TunedSizes
-
-    @property
-    def left(self) -> tuple[str, ...]:
-        """Theirs that are not needed: their heads, and positions of other models."""
-        return ("*lm_head.*", "*contact_head.*", "*pooler.*", "*position_ids", "*position_embeddings.weight")
-
-    @property
-    def fresh(self) -> tuple[str, ...]:
-        """Ours that may stay as they begin."""
-        return ("head.*", OURS, *(f"*.{name}" for name in LORA))
+    # theirs that are not needed: their heads, and positions of other models
+    left: tuple[str, ...] = (
+        "*lm_head.*",
+        "*contact_head.*",
+        "*pooler.*",
+        "*position_ids",
+        "*position_embeddings.weight",
+    )
+    fresh: tuple[str, ...] = ("head.*", OURS, *(f"*.{name}" for name in LORA))  # ours that may stay as they begin
 
     def knows(self, names: Collection[str]) -> bool:
         """Say whether tensors of these names are ESM-2's."""

@@ -165,14 +165,12 @@ class PeakLayer(nn.Module):
         self.before_attention, self.before_feed = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = PeakAttention(width, sizes.heads, sizes.dropout)
         self.up, self.down = nn.Linear(width, inner, bias=False), nn.Linear(inner, width, bias=False)
-        self.dropout = sizes.dropout
+        self.drop = nn.Dropout(sizes.dropout)
 
     def forward(self, x_BLD: Tensor, bias: AttentionBias) -> Tensor:
-        x_BLD = x_BLD + self._drop(self.attention(self.before_attention(x_BLD), bias))
-        return x_BLD + self._drop(self.down(self._drop(functional.relu(self.up(self.before_feed(x_BLD))))))
-
-    def _drop(self, x_BLD: Tensor) -> Tensor:
-        return functional.dropout(x_BLD, self.dropout, self.training)
+        x_BLD = x_BLD + self.drop(self.attention(self.before_attention(x_BLD), bias))
+        fed_BLD: Tensor = self.down(self.drop(functional.relu(self.up(self.before_feed(x_BLD)))))
+        return x_BLD + self.drop(fed_BLD)
 
 
 class PrecursorHead(nn.Module):
