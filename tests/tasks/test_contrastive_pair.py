@@ -160,12 +160,18 @@ def test_a_frozen_temperature_is_not_given_to_the_optimizer():
 # ---- bad input ----
 
 
-def test_vectors_of_another_width_are_refused_with_what_to_set():
-    with pytest.raises(ConfigError, match=r"vectors of 5 numbers, right.vector of item0 is of \[6\]") as caught:
-        collated(pair(0), task=replace(SMALL, right_dim=5))
-    assert caught.value.remedy == "--set train.options.right_dim=6"
-
-
-def test_items_without_the_side_that_is_read_are_refused_by_name():
-    with pytest.raises(ConfigError, match=r"reads left.vector; item0 has left.token, right.vector"):
-        collated(pair(0), task=replace(SMALL, left="vectors", left_dim=6))
+@pytest.mark.parametrize(
+    ("options", "said", "remedy"),
+    [
+        (
+            {"right_dim": 5},
+            r"vectors of 5 numbers, right.vector of item0 is of \[6\]",
+            "--set train.options.right_dim=6",
+        ),
+        ({"left": "vectors", "left_dim": 6}, "reads left.vector; item0 has left.token, right.vector", "left=tokens"),
+    ],
+)
+def test_items_that_do_not_fit_the_options_are_refused_with_what_to_set(options, said, remedy):
+    with pytest.raises(ConfigError, match=said) as caught:
+        collated(pair(0), task=replace(SMALL, **options))
+    assert remedy in caught.value.remedy

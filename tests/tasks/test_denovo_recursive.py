@@ -32,15 +32,18 @@ def collated(*many, task=SMALL):
 # ---- what it is ----
 
 
-def test_cost_counts_no_more_peaks_than_are_read():
-    assert SMALL.cost({"peaks": 10_000, "peptide": 9}) == {"peaks": 40, "residues": 9}
-    columns = SMALL.cost({"peaks": np.array([3, 50]), "peptide": np.array([5, 7])})
-    assert {name: one.tolist() for name, one in columns.items()} == {"peaks": [3, 40], "residues": [5, 7]}
-
-
-def test_spectra_that_never_had_a_peptide_have_a_cost_of_none():
-    assert SMALL.cost({"peaks": 9}) == {"peaks": 9, "residues": 0}
-    assert SMALL.cost({"peaks": np.array([3, 50])})["residues"].tolist() == [0, 0]
+@pytest.mark.parametrize(
+    ("sizes", "cost"),
+    [
+        ({"peaks": [3, 10_000], "peptide": [5, 7]}, {"peaks": [3, 40], "residues": [5, 7]}),
+        ({"peaks": [3, 50]}, {"peaks": [3, 40], "residues": [0, 0]}),  # without peptides: to predict
+    ],
+)
+def test_cost_counts_no_more_peaks_than_are_read(sizes, cost):
+    columns = SMALL.cost({name: np.array(values) for name, values in sizes.items()})
+    assert {name: values.tolist() for name, values in columns.items()} == cost
+    first = {name: values[0] for name, values in sizes.items()}
+    assert SMALL.cost(first) == {name: values[0] for name, values in cost.items()}
 
 
 # ---- the spectrum and its peptide ----

@@ -23,8 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipeline.encoder.published_weights import Form
-from pipeline.tasks.task_parts import at_least_single, refuse_mended
+from pipeline.tasks.task_parts import OriginalForm, at_least_single
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -292,11 +291,10 @@ def dreams_options(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class DreamsForm(Form):
+class DreamsForm(OriginalForm):
     """The form in which DreaMS publishes weights: only a fine-tuned model has `backbone.` before all but its head."""
 
     classes: int = 0
-    as_published: bool = True
 
     @classmethod
     def of(cls, sizes: PeakSizes) -> DreamsForm:
@@ -322,19 +320,19 @@ class DreamsForm(Form):
         }
         outputs = () if sizes.classes else [f"{name}.*" for name in PRETRAINING.values()]
         left = *outputs, *(BACKBONE + name for name in outputs), *(() if sizes.head_depth else (f"{HEAD}*",))
-        fresh = ("head.*", "pretraining.*")
-        return cls(names, (SIGN,), left, fresh, BACKBONE, classes=sizes.classes, as_published=sizes.as_published)
+        return cls(
+            names, (SIGN,), left, fresh=("head.*", "pretraining.*"), prefix=BACKBONE, system="DreaMS",
+            as_published=sizes.as_published, classes=sizes.classes,
+        )  # fmt: skip
 
     def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors under our names; masses of another number of classes stay behind, as no head reads them."""
-        refuse_mended("DreaMS", as_published=self.as_published)
         bare = {name.removeprefix(BACKBONE): tensor for name, tensor in tensors.items() if not name.endswith(AGAIN)}
         is_other = len(bare.get(MASSES + ".bias", ())) != self.classes
         return super().read({name: bare[name] for name in bare if not (is_other and name.startswith(MASSES))})
 
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a model's tensors under their names: all of a fine-tuned one, or without a head a pre-trained one."""
-        refuse_mended("DreaMS", as_published=self.as_published)
         theirs = super().write(tensors)
         theirs[BACKBONE + AGAIN] = theirs[BACKBONE + FREQUENCIES]
         is_tuned = any(name.startswith(HEAD) for name in tensors)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from pipeline.errors import ConfigError
 from pipeline.readers.spectra import Spectra
 from pipeline.tasks.spectra.peak_batch import SpectraBatch
 from pipeline.tasks.spectra.spectra_measures import bit_figures, found_error
@@ -181,12 +181,16 @@ def test_items_without_a_positive_are_left_out_of_the_contrast():
     assert float(total) == float(same)
 
 
-def test_a_head_that_is_not_known_is_refused():
-    with pytest.raises(Exception, match="head is 'x': it must be regression, binary"):
-        SpectraFinetune(head="x")
-    with pytest.raises(Exception, match="summed needs the fingerprint head"):
-        SpectraFinetune(summed=True)
-    with pytest.raises(Exception, match="lowest has 1 entries, but there are 2 targets"):
-        SpectraFinetune(targets=2, lowest=[0.0], highest=[1.0])
-    with pytest.raises(Exception, match="in this order"):
-        replace(SpectraFinetune(), lowest=(1.0,), highest=(1.0,))
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"head": "x"}, "head is 'x': it must be regression, binary"),
+        ({"summed": True}, "summed needs the fingerprint head"),
+        ({"targets": 2, "lowest": [0.0], "highest": [1.0]}, "lowest has 1 entries, but there are 2 targets"),
+        ({"lowest": [1.0], "highest": [1.0]}, "in this order"),
+        ({"alpha": 1.0}, "alpha is 1.0: it must be between 0 and 1"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_with_the_reason(options, said):
+    with pytest.raises(ConfigError, match=said):
+        SpectraFinetune(**options)
