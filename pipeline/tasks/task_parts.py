@@ -195,8 +195,9 @@ class AttentionLayer(nn.Module):
     def forward(self, x_BLD: Tensor, real_BL: Tensor | None = None) -> Tensor:
         """Return the rows' new features; without `real_BL` there is no padding."""
         x_BLD = x_BLD + self.drop(self._attended(self.before_attention(x_BLD), real_BL))
-        fed_BLD: Tensor = self.down(self.activation(self.up(self.before_feed(x_BLD))))
-        return x_BLD + self.drop(fed_BLD)
+        fed_BLD = self.down(self.activation(self.up(self.before_feed(x_BLD))))
+        changed_BLD: Tensor = x_BLD + self.drop(fed_BLD)
+        return changed_BLD
 
     def _attended(self, x_BLD: Tensor, real_BL: Tensor | None) -> Tensor:
         query, key, value = self.mix(x_BLD).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)

@@ -168,8 +168,9 @@ class PeakLayer(nn.Module):
 
     def forward(self, x_BLD: Tensor, bias: AttentionBias) -> Tensor:
         x_BLD = x_BLD + self.drop(self.attention(self.before_attention(x_BLD), bias))
-        fed_BLD: Tensor = self.down(self.drop(functional.relu(self.up(self.before_feed(x_BLD)))))
-        return x_BLD + self.drop(fed_BLD)
+        fed_BLD = self.down(self.drop(functional.relu(self.up(self.before_feed(x_BLD)))))
+        changed_BLD: Tensor = x_BLD + self.drop(fed_BLD)
+        return changed_BLD
 
 
 class PrecursorHead(nn.Module):
