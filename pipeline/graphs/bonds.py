@@ -331,11 +331,8 @@ def bond_paths(bonds_B2: NDArray[np.int64], nodes: int, hops: int) -> Iterator[N
 
 def pair_keys(paths_PX: NDArray[np.int64], nodes: int) -> NDArray[np.int64]:
     """Return distinct sorted numbers for the pairs of nodes that paths join; they sort as the pairs do."""
-    keys = np.sort(paths_PX[:, 0] * nodes + paths_PX[:, -1])
-    distinct = np.ones(len(keys), np.bool_)
-    distinct[1:] = keys[1:] != keys[:-1]
-    chosen: NDArray[np.int64] = keys[distinct]
-    return chosen
+    keys: NDArray[np.int64] = np.unique(paths_PX[:, 0] * nodes + paths_PX[:, -1])
+    return keys
 
 
 def without(keys: NDArray[np.int64], excluded: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -17,6 +17,7 @@ from pipeline.structures.atoms import changes, name_word
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from pipeline.graphs.partner_nodes import Pairs
     from pipeline.structures.policy import Structure
 
     Floats = NDArray[np.float64]
@@ -70,16 +71,6 @@ def rigid_bodies(structure: Structure) -> Bodies:
     oxygens_S, oxygen_S3 = np.bincount(residue_H[oxygens], minlength=len(atoms_S)), np.zeros((len(atoms_S), 3))
     np.add.at(oxygen_S3, residue_H[oxygens], pos_3H[:, oxygens].T)
     return Bodies(pos_3A, pos_3H, first_S, atoms_S, middle_3S, reach_S, oxygens_S, oxygen_S3.T)
-
-
-@dataclass(frozen=True, slots=True)
-class Contacts:
-    """Pairs of nodes with a pair of heavy atoms within a distance; sorted by receptor node, then by ligand node."""
-
-    receptor_P: NDArray[np.int64]
-    ligand_P: NDArray[np.int64]
-    atoms_P: NDArray[np.int64]  # how many pairs of atoms are
-    nearest_P: Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +129,11 @@ class InterfaceSide:
         return self.bodies.pos_3H.take(row_A, axis=1).T, nodes.repeat(count_N)
 
 
-def find_contacts(receptor: InterfaceSide, ligand: InterfaceSide, cutoff: float) -> Contacts | None:
-    """Return the contacts between heavy atoms, or None if there are none."""
+def find_contacts(receptor: InterfaceSide, ligand: InterfaceSide, cutoff: float) -> Pairs | None:
+    """Return the pairs of nodes with heavy atoms within a distance, or None if there are none.
+
+    They are sorted by receptor node, then by ligand node; each has its number of pairs of atoms and its distance.
+    """
     rows, columns = _facing(receptor, ligand, cutoff)
     if not len(rows):
         return None
@@ -173,7 +167,7 @@ def closest_approach(receptor: InterfaceSide, ligand: InterfaceSide) -> float:
     return neighbours.closest(*atoms)
 
 
-def _by_residue(receptor_E: NDArray[np.int64], ligand_E: NDArray[np.int64], nearest_E: Floats) -> Contacts:
+def _by_residue(receptor_E: NDArray[np.int64], ligand_E: NDArray[np.int64], nearest_E: Floats) -> Pairs:
     """Group pairs of atoms by their pair of nodes."""
     ligands = int(ligand_E.max()) + 1
     pair_E = receptor_E * ligands + ligand_E
@@ -182,4 +176,7 @@ def _by_residue(receptor_E: NDArray[np.int64], ligand_E: NDArray[np.int64], near
     first_P = np.flatnonzero(changes(pair_E))
     receptor_P, ligand_P = np.divmod(pair_E[first_P], ligands)
     atoms_P = np.append(first_P[1:], len(order)) - first_P
-    return Contacts(receptor_P, ligand_P, atoms_P, np.minimum.reduceat(nearest_E[order], first_P))
+    return np.stack([ligand_P, receptor_P]), {
+        "contact_atoms": atoms_P.astype(np.min_scalar_type(max(int(atoms_P.max()), 256))),
+        "contact_nearest": np.minimum.reduceat(nearest_E[order], first_P).astype(np.float32),
+    }

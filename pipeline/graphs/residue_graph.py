@@ -248,7 +248,4 @@ def _native(sides: Sides, cutoff: float, bodies: Mapping[Role, Bodies] | None) -
     native = contacts.find_contacts(receptor, ligand, cutoff)
     if native is None:
         raise no_contacts(contacts.closest_approach(receptor, ligand), cutoff, is_bound=bodies is None)
-    return np.stack([native.ligand_P, native.receptor_P]), {
-        "contact_atoms": native.atoms_P.astype(np.min_scalar_type(max(int(native.atoms_P.max()), 256))),
-        "contact_nearest": native.nearest_P.astype(np.float32),
-    }
+    return native
