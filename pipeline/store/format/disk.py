@@ -61,12 +61,11 @@ class Disk:
 
     def fill(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Read into the buffers, one after the other; return how many bytes came, fewer only where the file ends."""
-        came = 0
-        for buffer in buffers:
-            end = came + len(buffer)
-            while came < end and (more := os.preadv(fd, [buffer[came - end :]], offset + came)):
-                came += more
-        return came
+        came = os.preadv(fd, buffers, offset)
+        left = sum(map(len, buffers)) - came
+        if came == 0 or left == 0:
+            return came
+        return came + self.fill(fd, _last(buffers, left), offset + came)
 
     def write_at(self, fd: int, data: bytes | memoryview, offset: int) -> None:
         """Write all of `data` at `offset`."""
@@ -237,6 +236,15 @@ def reading(disk: Disk, path: Path) -> Iterator[int]:
         yield fd
     finally:
         disk.close(fd)
+
+
+def _last(buffers: Sequence[memoryview], length: int) -> list[memoryview]:
+    """Return views of the last `length` bytes of the buffers."""
+    tail: list[memoryview] = []
+    for buffer in reversed(buffers):
+        tail.insert(0, buffer[max(0, len(buffer) - length) :])
+        length -= len(tail[0])
+    return tail
 
 
 def link_or_rename(disk: Disk, source: Path, target: Path) -> None:
