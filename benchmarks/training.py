@@ -91,13 +91,15 @@ def copies(tensors: Any) -> dict[str, Any]:
 def unpickled(path: Path) -> Any:
     """Return a complex from its pickle, which this script has written."""
     from pipeline.training.items.batch import ItemTensors, PartnerTensors
+    from pipeline.training.sampling import BatchOrigin
 
     data = pickle.loads(path.read_bytes())
     sides = {
         role: PartnerTensors(role, side["centre"], side["nodes"], side["edges"], {}, {}, side["x"], side["encoded"])
         for role, side in data["sides"].items()
     }
-    return ItemTensors(data["id"], data["number"], sides, {}, data["labels"], np.random.default_rng(data["number"]))
+    origin = BatchOrigin(0, 0, 0, 1, seed=data["number"])
+    return ItemTensors(data["id"], data["number"], sides, {}, data["labels"], origin)
 
 
 def task_of() -> Any:

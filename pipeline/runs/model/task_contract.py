@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -234,10 +233,8 @@ def _with_data(task: Task, model: nn.Module, items: Sequence[Any]) -> Iterator[s
 
 
 def _collated(task: Task, items: Sequence[Any], rng: np.random.Generator) -> Batch:
-    """Collate copies of items, whose random generators stay where they stand."""
-    return task.collate(
-        [replace(item, rng=deepcopy(item.rng)) if hasattr(item, "rng") else item for item in items], rng
-    )
+    """Collate copies of items: each draws its random numbers from the start."""
+    return task.collate([replace(item) for item in items], rng)
 
 
 def _embedded(task: Contrastive, model: nn.Module, items: Sequence[Any]) -> Iterator[str]:

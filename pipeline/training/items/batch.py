@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     Integers = NDArray[np.int64]
     Bytes = NDArray[np.uint8]
     Column = list[Array | None]  # an array of each item
+
+T = TypeVar("T")
 
 EMBEDDING, ENCODED = "embedding", "encoded"
 FIELDS = "fields"  # the group of what lies along edges
@@ -237,7 +239,7 @@ class PartnerTensors:
     edge_fields: Mapping[str, Tensor] = field(default_factory=dict)  # each [E, …], by the kind of edge: near.pae
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ItemTensors:
     """The graph of one item as tensors; edges and labels use the item's own node numbers."""
 
@@ -246,9 +248,14 @@ class ItemTensors:
     sides: Mapping[str, PartnerTensors]
     cross: Mapping[str, Tensor]
     labels: Mapping[str, Tensor]
-    rng: np.random.Generator  # the item's own in this epoch, whatever batch it is in
+    origin: BatchOrigin
     values: Mapping[str, Tensor] = field(default_factory=dict)  # what a reader gave, or data.labels, by name
     cross_fields: Mapping[str, Tensor] = field(default_factory=dict)  # as edge_fields are
+
+    @cached_property
+    def rng(self) -> np.random.Generator:
+        """The item's own random numbers in this epoch, whatever batch it is in."""
+        return item_rng(self.origin, self.id)
 
     def pyg(self) -> Any:
         """Return the item as a PyTorch Geometric object over the same CPU memory, with embeddings as `x`."""
@@ -310,33 +317,30 @@ class ItemBatch:
     @property
     def items(self) -> list[ItemTensors]:
         """The single items, their tensors as views of the batch, but for node numbers, which count within the item."""
-        names = [name for name in self.layout.places if not name.startswith(f"{PTR}.")]
-        if not names:
-            return []
-        rows = zip(*map(self._split, names), strict=True)
-        return [self._item(place, dict(zip(names, own, strict=True))) for place, own in enumerate(rows)]
+        split = _grouped({name: self._split(name) for name in self.layout.places if not name.startswith(f"{PTR}.")})
+        rows = {group: (list(columns), list(zip(*columns.values(), strict=True))) for group, columns in split.items()}
+        starts = {role: self.layout.bounds[f"{role}.{NODE}"].tolist() for role in self.layout.roles()}
+        items = []
+        for place, (name, number) in enumerate(zip(self.ids, self.numbers, strict=True)):
+            groups: dict[str, dict[str, Tensor]] = defaultdict(dict)
+            groups |= {group: dict(zip(names, own[place], strict=True)) for group, (names, own) in rows.items()}
+            present = [role for role, start in starts.items() if start[place] < start[place + 1]]
+            sides = {role: _side(role, groups) for role in present}
+            cross, labels, of_edges = groups[CROSS], groups[LABEL], groups[f"{CROSS}.{FIELDS}"]
+            items.append(ItemTensors(name, number, sides, cross, labels, self.origin, groups[""], of_edges))
+        return items
 
     def _split(self, name: str) -> Sequence[Tensor]:
         """Return each item's rows of a field."""
         values, place = self[name], self.layout.places[name]
         if not place.axis:
             return values.unbind()
+        if place.points_to:
+            first_BT = torch.stack([self.ptr(target)[:-1] for target in place.points_to], dim=1)
+            first_NT = first_BT.repeat_interleave(self.ptr(place.axis).diff(), 0)
+            values = values - (first_NT.T if place.are_edges else first_NT if values.dim() > 1 else first_NT[:, 0])
         parts = torch.split_with_sizes(values, np.diff(self.layout.bounds[place.axis]).tolist(), int(place.are_edges))
-        if not place.points_to:
-            return parts
-        first_BT = torch.stack([self.ptr(target)[:-1] for target in place.points_to], dim=1)
-        return [
-            part - (first[:, None] if place.are_edges else first) for part, first in zip(parts, first_BT, strict=True)
-        ]
-
-    def _item(self, place: int, fields: Mapping[str, Tensor]) -> ItemTensors:
-        """Return an item by its own fields; of partners that it lacks there are fields without rows."""
-        groups, name, bounds = _grouped(fields), self.ids[place], self.layout.bounds
-        starts = {role: bounds[f"{role}.{NODE}"] for role in self.layout.roles()}
-        sides = {role: _side(role, groups) for role, start in starts.items() if start[place] < start[place + 1]}
-        rng, of_edges = item_rng(self.origin, name), groups[f"{CROSS}.{FIELDS}"]
-        number = self.numbers[place]
-        return ItemTensors(name, number, sides, groups[CROSS], groups[LABEL], rng, groups[""], of_edges)
+        return [part.contiguous() for part in parts] if place.are_edges else parts
 
     @property
     def rng(self) -> np.random.Generator:
@@ -425,11 +429,11 @@ def _group(name: str) -> tuple[str, str]:
     return (f"{group}.{FIELDS}", short) if "." in short else (group, short)
 
 
-def _grouped(fields: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    groups: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for name, tensor in fields.items():
+def _grouped(fields: Mapping[str, T]) -> dict[str, dict[str, T]]:
+    groups: dict[str, dict[str, T]] = defaultdict(dict)
+    for name, values in fields.items():
         group, short = _group(name)
-        groups[group][short] = tensor
+        groups[group][short] = values
     return groups
 
 
