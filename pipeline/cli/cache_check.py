@@ -37,11 +37,12 @@ def validate_command(
     quick: Annotated[bool, option("--quick", "Check only the structure: two reads per file, and the index.")] = False,
     full: Annotated[bool, option("--full", "Check every byte and every record (the default).")] = False,
     semantic: Annotated[
-        bool, option("--semantic", "Like --full, and check that the content of each record makes sense.")
+        bool, option("--semantic", "Like --full, and make a sample of the records again and compare.")
     ] = False,
     sample: Annotated[
-        float, option("--sample P", "With --semantic: recompute this share and compare.", min=0.0, max=1.0)
-    ] = 0.0,
+        float | None,
+        option("--sample P", "With --semantic: the share to make again. Default: cache.sample.", min=0.0, max=1.0),
+    ] = None,
     subset: Annotated[str, option("--subset n/t", "Check only the n-th of t parts, such as 1/8.")] = "1/1",
     kind: Annotated[list[str] | None, option("--kind KIND", "Check only records of this kind.")] = None,
     out: Annotated[
@@ -83,14 +84,14 @@ def validate_command(
         raise ConfigError(f"the damage list could not be written: {collected.unwritten}", where=str(out), remedy=_OUT)
 
 
-def _how(sample: float, *, quick: bool, full: bool, semantic: bool) -> str:
+def _how(sample: float | None, *, quick: bool, full: bool, semantic: bool) -> str:
     """Return how thoroughly to check; refuse options that contradict each other."""
     from pipeline.errors import ConfigError
 
     if quick + full + semantic > 1:
         problem = "--quick, --full and --semantic cannot be combined"
         raise ConfigError(problem, where="--quick", remedy=Command.of("cache validate"))
-    if sample and not semantic:
+    if sample is not None and not semantic:
         remedy = Command.of("cache validate --semantic --sample", sample)
         raise ConfigError("--sample requires --semantic", where="--sample", remedy=remedy)
     return "quick" if quick else "semantic" if semantic else "full"
@@ -209,7 +210,7 @@ def compact_command(yes: Yes = False, config: ConfigFile = None, sets: Sets = No
         typer.echo(f"dry run: nothing merged; to apply: {as_typed(Command.of('cache compact --yes'))}")
 
 
-def _look(loaded: LoadedConfig, how: str, sample: float) -> Look:
+def _look(loaded: LoadedConfig, how: str, sample: float | None) -> Look:
     """Return the function that checks the files of a kind."""
     from pipeline.store.maintenance.shard_plans import check
 
@@ -217,7 +218,8 @@ def _look(loaded: LoadedConfig, how: str, sample: float) -> Look:
         from pipeline.project.project import Project
         from pipeline.runs.audit.meaning import Semantic
 
-        return Semantic(Project.open(loaded.config, remember=False), sample).check
+        share = loaded.config.cache.sample if sample is None else sample
+        return Semantic(Project.open(loaded.config, remember=False), share).check
     return partial(check, quick=how == "quick")
 
 

@@ -44,10 +44,10 @@ class CacheSection(Section):
     )
     check: Literal["quick", "full", "semantic"] = Field(
         default="full",
-        description="Depth of `submit validate`: file structure, every byte, or the meaning of the records.",
+        description="Depth of `submit validate`: file structure, every byte, or also a sample of records made again.",
     )
     sample: float = Field(
-        default=0.0, ge=0, le=1, description="Share of the records to recompute and compare, for check: semantic."
+        default=0.02, ge=0, le=1, description="Share of the records to make again and compare, for check: semantic."
     )
     visibility_s: float = Field(
         default=10.0,

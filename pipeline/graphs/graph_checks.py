@@ -28,7 +28,9 @@ OPTIONAL = {"plddt", "labelled", "bound"}
 
 
 def wrong_graph(record: Record, recipe: Mapping[str, Any] | None = None) -> Iterator[str]:
-    """Yield what is wrong with a graph of the current format."""
+    """Yield what is wrong with a graph; the record of a reason why there is none is in order."""
+    if "reason" in record.meta:
+        return
     graph = decode_graph(record.arrays, record.meta)
     for name in sorted(record.arrays.keys() - encode_graph(graph)[0].keys()):
         yield f"{name} does not belong in such a graph"

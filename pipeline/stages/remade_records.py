@@ -6,6 +6,7 @@ file is: the same numbers on another processor differ by less. Whether they are 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,3 +145,16 @@ class EncodedAgain:
 
     def _build(self, checkpoint: EncoderSource, *, layer: int, precision: str, device: TorchDevice) -> Forward:
         return checkpoint.build(layer=layer, precision=precision, device=device)
+
+
+def distance(mine_LD: Array, theirs_LD: Array, *, by_row: bool) -> float:
+    """Return how far two embeddings are from each other, as a share of their length: of the worst row, or of all."""
+    mine, theirs = (rows_LD.astype(np.float64) for rows_LD in (mine_LD, theirs_LD))
+    axis = -1 if by_row else None
+    length = np.maximum(np.linalg.norm(theirs, axis=axis), np.finfo(np.float64).tiny)
+    return float(np.max(np.linalg.norm(mine - theirs, axis=axis) / length))
+
+
+def allowed(cosine: float) -> float:
+    """Return the distance of two vectors of one length whose cosine is this."""
+    return math.sqrt(2 * (1 - cosine))

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.graphs.build_graph import build_graph
+from pipeline.graphs.graph_checks import wrong_graph
 from pipeline.graphs.item_graph import GraphRecipe, ItemGraph, decode_graph, encode_graph
 from pipeline.keys import content_digest
 from pipeline.records import Inventory, Item, Part, Reason, Role
 from pipeline.stages import scan
 from pipeline.stages.scan import ScanShelves, look_up_items, scan_items
-from pipeline.stages.structure_checks import wrong
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.record import Record
 from pipeline.structures.atoms import UnusableInput
@@ -90,7 +90,7 @@ def graph_of(data: bytes, errors: bytes | None, suffix: str = "pdb") -> ItemGrap
     inventory, read = examined(data, errors, suffix=suffix)
     assert read is not None, inventory
     arrays, meta = encode_graph(build_graph(read, GRAPH))
-    assert list(wrong(Record(b"k" * 16, arrays, meta), GRAPH.plain())) == []
+    assert list(wrong_graph(Record(b"k" * 16, arrays, meta), GRAPH.plain())) == []
     return decode_graph(arrays, meta)
 
 
@@ -316,7 +316,7 @@ def test_a_check_of_the_cache_finds_errors_that_are_none() -> None:
         others = [np.full_like(arrays[name], value) for value in (-1.0, np.inf, 1e6)]
         for spoilt in (*others, arrays[name][1:]):
             record = Record(b"k" * 16, {**arrays, name: spoilt}, meta)
-            assert any(name in line for line in wrong(record, GRAPH.plain())), spoilt
+            assert any(name in line for line in wrong_graph(record, GRAPH.plain())), spoilt
 
 
 def test_a_crop_keeps_the_error_of_each_edge_that_stays() -> None:

@@ -1,8 +1,7 @@
-"""Judges whether what a cache holds makes sense: every record by itself, and with the records it belongs to.
+"""Judges whether what a cache holds is right: a sample of records is made again from the source files and the weights.
 
-A record that is fine by itself is compared: a graph with the inventory of its item, if the item is in the current data
-set, and a sample of records with what the source files or the encoder give now. The sample depends on keys alone, so
-it is the same however tasks divide a validation.
+Every graph is also checked for what a task needs of it. The sample depends on keys alone, so it is the same however
+tasks divide a validation.
 """
 
 from __future__ import annotations
@@ -20,24 +19,14 @@ from pipeline.encoder.embedding_recipe import as_floats
 from pipeline.encoder.weights import checkpoint_facts, key_as_it_stands
 from pipeline.errors import CacheDamaged, PipelineError, RecordMissing
 from pipeline.graphs.build_graph import encoded_graph
+from pipeline.graphs.graph_checks import wrong_graph
 from pipeline.keys import TAG_BYTES, content_digest, recipe_tag
-from pipeline.records import Inventory, Item
+from pipeline.records import Item
 from pipeline.runs.audit.item_index import ODD, ItemIndex, in_sample
-from pipeline.stages.encoder_checks import allowed, distance, wrong_embedding, wrong_limit, wrong_parity, wrong_weights
-from pipeline.stages.remade_records import EncodedAgain, differences, read_again, same_bits
-from pipeline.stages.structure_checks import (
-    sampled_sizes,
-    wrong,
-    wrong_beside_inventory,
-    wrong_file,
-    wrong_inventory,
-    wrong_recipe,
-    wrong_table,
-)
+from pipeline.stages.remade_records import EncodedAgain, allowed, differences, distance, read_again, same_bits
 from pipeline.store.maintenance.damage_report import Checked
 from pipeline.store.maintenance.shard_plans import WHOLE, Wrong, check
 from pipeline.structures.atoms import UnusableInput
-from pipeline.structures.inventory import plain_recipe
 from pipeline.structures.parsing.structure_files import read_file
 
 if TYPE_CHECKING:
@@ -49,15 +38,14 @@ if TYPE_CHECKING:
     from pipeline.store.maintenance.shard_plans import Named, Subset
     from pipeline.store.store import Store
 
-DEFAULT_SAMPLE = 0.0  # what is made anew takes the source files, the encoder and their time, so it must be asked for
 TOLD = 3  # things that are wrong with one record
 WHOLE_COSINE, HALF_COSINE = 0.99999, 0.999  # those of the gate (encoder/parity.py): of a row in fp32, of all in half
 
 
 class Semantic:
-    """Judges what records say; what else it must know, it looks up when it first needs it."""
+    """Judges what records say."""
 
-    def __init__(self, project: Project, sample: float = DEFAULT_SAMPLE) -> None:
+    def __init__(self, project: Project, sample: float) -> None:
         self._project, self._sample = project, sample
         self._notes: Counter[str] = Counter()
 
@@ -65,6 +53,8 @@ class Semantic:
         self, store: Store, part: Subset | Named = WHOLE, *, on: Callable[[str], object] = lambda _shard: None
     ) -> Iterator[Checked]:
         """Judge some shards of one kind."""
+        if self._sample:
+            _ = self._data_set  # before any record is judged: none is blamed where this fails
 
         def judge(record: Record) -> Wrong | None:
             return self._judge(store.kind, record)
@@ -74,72 +64,32 @@ class Semantic:
             self._notes.clear()
 
     def _judge(self, kind: str, record: Record) -> Wrong | None:
-        """Return what is wrong with a record; one that is wrong by itself is lost."""
-        self._look_up_first(kind)
+        """Return what is wrong with a record: a graph that is malformed, or what differs from what is made again."""
         try:
-            problem = _combined(self._wrong(kind, record, self._recipes.get((kind, record.key[:TAG_BYTES]))))
+            if kind == "graph" and (
+                problem := _combined(wrong_graph(record, self._recipes.get(record.key[:TAG_BYTES])))
+            ):
+                return problem
         except ODD as error:
             return Wrong(f"it cannot be understood: {type(error).__name__} {error}")
         try:
-            return problem or self._compared(kind, record)
+            return self._compared(kind, record)
         except ODD as error:
             return Wrong(f"it cannot be compared: {type(error).__name__} {error}", lost=False)
 
-    def _look_up_first(self, kind: str) -> None:
-        """Look up what this kind needs before a record is judged, so that no record is blamed where that fails."""
-        _ = self._recipes
-        if kind == "graph" or (self._sample and kind in ("scan", "files")):
-            _ = self._data_set
-
-    def _wrong(self, kind: str, record: Record, recipe: Mapping[str, Any] | None) -> Iterable[str]:
-        """Yield what is wrong with a record by itself."""
-        if kind == "graph":
-            return wrong(record, recipe)
-        if kind == "scan":
-            return wrong_inventory(record, recipe)
-        if kind == "embed":
-            return wrong_embedding(record, recipe)
-        judge = _ALONE.get(kind)
-        if judge is None:
-            self._notes[f"records of the unknown kind {kind}: only checksums were verified"] += 1
-            return ()
-        return judge(record)
-
     def _compared(self, kind: str, record: Record) -> Wrong | None:
-        """Return what is wrong with a record beside other records, and beside what is made anew."""
+        """Return where a record of the sample differs from what is made again."""
         if kind == "graph":
-            return self._wrong_beside_inventory(record) or self._graph_again(record)
-        is_sampled = in_sample(record.key, self._sample)
-        if kind == "weights":
-            return self._weights_again(record) if is_sampled else None
-        if kind == "scan" and is_sampled:
-            return self._inventory_again(record)
-        if kind == "files" and is_sampled:
-            return self._file_again(record)
-        if kind == "embed" and is_sampled:
-            return self._embedding_again(record)
+            return self._graph_again(record)
         if kind == "sets" and self._sample:
-            return _combined(
-                sampled_sizes(record, self._project.graphs.store, lambda key: in_sample(key, self._sample))
-            )
-        return None
-
-    # Beside others
-
-    def _wrong_beside_inventory(self, graph: Record) -> Wrong | None:
-        """Return where a graph and its inventory contradict each other; a sample shows which of them is wrong."""
-        key = self._data_set.inventories.get(graph.key)
-        if key is None:
-            self._notes["graphs outside this data set: checked on their own"] += 1
-            return None
-        try:
-            inventory = self._project.shelves.inventories.get(bytes.fromhex(key))
-        except (CacheDamaged, RecordMissing):
-            return None
-        if not _is_in_order(inventory):  # that is found where inventories are judged
-            return None
-        recipe = self._project.graphs.recipe.plain()
-        return _combined(wrong_beside_inventory(graph, Inventory.from_json(inventory.meta), inventory.arrays, recipe))
+            return _combined(self._sizes_again(record))
+        again = {
+            "weights": self._weights_again,
+            "scan": self._inventory_again,
+            "files": self._file_again,
+            "embed": self._embedding_again,
+        }.get(kind)
+        return again(record) if again and in_sample(record.key, self._sample) else None
 
     # Made anew
 
@@ -165,21 +115,20 @@ class Semantic:
 
     def _graph_again(self, record: Record) -> Wrong | None:
         """Return where a graph differs from what is built of its item's files."""
-        key = self._data_set.inventories.get(record.key)
+        key = self._data_set.inventories.get(record.key) if self._sample else None
         if key is None or not in_sample(bytes.fromhex(key), self._sample):
             return None
         anew = self._read_item_again(bytes.fromhex(key))
-        return None if anew is None else _combined(self._graph_differences(record, anew, count=True))
+        return None if anew is None else _combined(self._graph_differences(record, anew))
 
-    def _graph_differences(self, record: Record, anew: Anew, *, count: bool = False) -> Iterator[str]:
+    def _graph_differences(self, record: Record, anew: Anew) -> Iterator[str]:
         """Yield where a graph differs from one that is built anew."""
         if anew.read is None:
             yield f"there is a graph; rebuilt, there is none ({anew.inventory.reason})"
             return
         arrays, meta = encoded_graph(anew.read, self._project.graphs.recipe)
-        if count:
-            self._notes["graphs rebuilt"] += 1
-            self._notes["rebuilt graphs that differ in some bits"] += not same_bits(record, arrays)
+        self._notes["graphs rebuilt"] += 1
+        self._notes["rebuilt graphs that differ in some bits"] += not same_bits(record, arrays)
         yield from differences(record, arrays, json.loads(json.dumps(meta)))
 
     def _file_again(self, record: Record) -> Wrong | None:
@@ -231,27 +180,32 @@ class Semantic:
             again = made.arrays[name]
             if again.shape != kept.shape:
                 return Wrong(f"{name} is {list(kept.shape)}; recomputed, {list(again.shape)}")
-            if (away := distance(as_floats(kept), as_floats(again), by_row=is_full)) > most:
+            away = distance(as_floats(kept), as_floats(again), by_row=is_full)
+            if not away <= most:  # so that what is not a number is found, too
                 what = f"{away:.2g} of their length from the recomputed values; at most {most:.2g} is accepted"
                 return Wrong(f"the numbers of {name} are {what}")
         return None
 
+    def _sizes_again(self, table: Record) -> Iterator[str]:
+        """Yield items whose sizes in a table differ from those of their graphs; a graph that is missing is no fault."""
+        graphs, sizes = self._project.graphs.store, table.meta["sizes"]
+        for number, key in enumerate(map(bytes, table.arrays["key"])):
+            if not in_sample(key, self._sample):
+                continue
+            with suppress(CacheDamaged, RecordMissing):
+                theirs = graphs.get(key).meta.get("sizes")
+                mine = {name: int(table.arrays[f"size.{name}"][number]) for name in sizes}
+                if theirs not in (None, mine):
+                    yield f"item {number}: its sizes are {mine}; those of its graph are {theirs}"
+
     # What must be known besides
 
     @cached_property
-    def _recipes(self) -> Mapping[tuple[str, bytes], Mapping[str, Any]]:
-        """The recipes that are known: those that were described, and those of this configuration."""
-        known = {
-            (kind, recipe_tag(kind, stat.recipe)): stat.recipe
-            for kind in ("scan", "graph", "embed")
-            for stat in self._project.cache.recipes(kind)
-        }
-        return known | {(kind, recipe_tag(kind, recipe)): recipe for kind, recipe in self._mine.items()}
-
-    @cached_property
-    def _mine(self) -> Mapping[str, Mapping[str, Any]]:
-        """The recipes of this configuration, by kind: these lack nothing."""
-        return {"scan": plain_recipe(self._project.recipe), "graph": self._project.graphs.recipe.plain()}
+    def _recipes(self) -> Mapping[bytes, Mapping[str, Any]]:
+        """The recipes of graphs by their tag: those that were described, and that of this configuration."""
+        mine = self._project.graphs.recipe.plain()
+        known = (stat.recipe for stat in self._project.cache.recipes("graph"))
+        return {recipe_tag("graph", recipe): recipe for recipe in (*known, mine)}
 
     @cached_property
     def _encoders(self) -> Mapping[str, EncodedAgain]:
@@ -281,25 +235,7 @@ def _combined(problems: Iterable[str]) -> Wrong | None:
     return Wrong("; ".join(first[:TOLD]) + ("; and more" if len(first) > TOLD else "")) if first else None
 
 
-def _is_in_order(inventory: Record) -> bool:
-    """Tell whether an inventory is in order by itself."""
-    try:
-        return not any(wrong_inventory(inventory))
-    except ODD:
-        return False
-
-
 def _inventory_differences(record: Record, anew: Anew) -> Iterator[str]:
     """Yield where an inventory differs from what is made of its files."""
     maps = anew.read.maps if anew.read else {}
     return differences(record, maps, json.loads(json.dumps(anew.inventory.to_json())))
-
-
-_ALONE = {
-    "files": wrong_file,
-    "weights": wrong_weights,
-    "parity": wrong_parity,
-    "limits": wrong_limit,
-    "sets": wrong_table,
-    "recipes": wrong_recipe,
-}
