@@ -16,7 +16,7 @@ import math
 import shutil
 from collections import Counter
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -144,7 +144,7 @@ class Evaluator:
             whole = Piece(batch, 0, len(batch))
             run = partial(self._evaluate, whole)
             for cut, error in each_that_fits(self._governor, self._costs(whole), run, device=self.step.device):
-                piece = _part(whole, cut)
+                piece = whole.part(cut)
                 yield from [self._fits_nowhere(piece, error)] if error else [None] * len(piece)
             if signal := self.ending():
                 self.ended_by = signal
@@ -184,7 +184,7 @@ class Evaluator:
         return [int(self.cost_N[number]) for number in piece.numbers]
 
     def _cuts(self, piece: Piece) -> Iterator[Piece]:
-        yield from (_part(piece, cut) for cut in self._governor.cuts(self._costs(piece)))
+        yield from map(piece.part, self._governor.cuts(self._costs(piece)))
 
     def _left_out(self, rejection: Rejection) -> Reason:
         self.reject(rejection)
@@ -201,8 +201,8 @@ class Evaluator:
 
     def _evaluate(self, whole: Piece, cut: Cut) -> None:
         """Evaluate a piece, on the host if it has climbed there; one that fails adds nothing to the results."""
-        piece = _part(whole, cut)
-        self._keep(piece, *self._evaluated(piece, ON_HOST if cut.rung else 0))
+        piece = whole.part(cut)
+        self._keep(piece, *self._evaluated(piece, ON_HOST if piece.rung else 0))
 
     def _evaluated(self, piece: Piece, rung: int = 0) -> tuple[dict[str, Any], Terms]:
         """Return the outputs of a piece, with embeddings for a contrastive loss, and its loss terms."""
@@ -304,10 +304,6 @@ def computed_once(model: nn.Module, device: str) -> Iterator[None]:
         delattr(model, name)
         if own is not None:
             setattr(model, name, own)
-
-
-def _part(piece: Piece, cut: Cut) -> Piece:
-    return replace(piece, start=piece.start + cut.start, stop=piece.start + cut.stop)
 
 
 # A trained model, applied to the items of a split
