@@ -82,16 +82,10 @@ class AllPairs:
         return x_PCM.unsqueeze(1)
 
     def turned(self, cells_PRCM: Tensor) -> Tensor:
-        """List cells by their column's node."""
+        """List cells by their column's node, or by their row's again."""
         return cells_PRCM.transpose(1, 2)
 
-    def turned_edges(self, edges_PRCM: Tensor) -> Tensor:
-        """List cells by their column's node, with 0 where there is no edge."""
-        return edges_PRCM.transpose(1, 2)
-
-    def turned_back(self, cells_PCRM: Tensor) -> Tensor:
-        """List cells by their row's node again."""
-        return cells_PCRM.transpose(1, 2)
+    turned_edges = turned_back = turned  # what is no edge is 0 already
 
     def row_of_turned(self, x_PRM: Tensor) -> Tensor:
         """Return what the row's node has, to be broadcast over cells listed by their column's."""
