@@ -24,7 +24,7 @@ from pipeline.tasks.contrastive_pair import ContrastivePair
 from pipeline.tasks.pairs.clip_names import options_of
 from pipeline.tasks.rna_ligand import RnaLigand
 from pipeline.tasks.spectra_finetune import SpectraFinetune
-from pipeline.training.checkpoints.trained_weights import in_form, load_pretrained, stored_weights
+from pipeline.training.checkpoints.trained_weights import load_pretrained, published_forms, stored_weights
 from tests.reference import FOLDER, checkpoint, recorded, transformers_folder
 from tests.tasks.originals import PEPTRM, off, peaks_of, pocket_sizes
 from tests.testkit.command import Command
@@ -63,7 +63,7 @@ def test_a_published_file_is_taken_whole_and_goes_out_to_the_bit(name: str) -> N
     assert report.form == form
     assert report.is_whole
     assert all(one.startswith(("head.", "atoms.")) for one in report.fresh)
-    back, theirs = in_form(model, model.state_dict(), form), stored_weights(file_of(file))
+    back, theirs = published_forms(model)[form].write(model.state_dict()), stored_weights(file_of(file))
     bare = {one.removeprefix("backbone."): tensor for one, tensor in back.items()}
     for one, tensor in theirs.items():
         if one not in report.left:

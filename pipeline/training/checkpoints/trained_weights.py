@@ -330,25 +330,21 @@ def write_export(folder: Path, tensors: Mapping[str, Tensor], card: Mapping[str,
     return whole
 
 
-def in_form(network: nn.Module, weights: Mapping[str, Tensor], form: str) -> Mapping[str, Tensor]:
-    """Return weights as a published system names them; raise where the model knows no such system."""
-    forms = published_forms(network)
-    if form not in forms:
-        known = f"its task supports {', '.join(forms)}" if forms else "its task supports no published names"
-        remedy = f"--as {next(iter(forms))}" if forms else "leave out --as   (docs/how-to/model.md: published_forms)"
-        raise ConfigError(f"no names of {form!r} for this model; {known}", where="--as", remedy=remedy)
-    return forms[form].write(weights)
-
-
 def write_published(folder: Path, form: str, network: nn.Module, weights: Mapping[str, Tensor]) -> Path:
     """Write weights under another program's names: whole ones, a tied one as often as it has names.
 
-    They are `FORM.safetensors`, or, where text files belong to them, a folder of this form. Return its path.
+    They are `FORM.safetensors`, or, where text files belong to them, a folder of this form. Return its path; raise
+    where the model knows no such program.
     """
     from safetensors.torch import save_file
 
-    whole = {name: tensor.contiguous().clone() for name, tensor in in_form(network, weights, form).items()}
-    known = published_forms(network)[form]
+    forms = published_forms(network)
+    if form not in forms:
+        supported = f"its task supports {', '.join(forms)}" if forms else "its task supports no published names"
+        remedy = f"--as {next(iter(forms))}" if forms else "leave out --as   (docs/how-to/model.md: published_forms)"
+        raise ConfigError(f"no names of {form!r} for this model; {supported}", where="--as", remedy=remedy)
+    known = forms[form]
+    whole = {name: tensor.contiguous().clone() for name, tensor in known.write(weights).items()}
     texts = known.beside() if isinstance(known, HasFilesBeside) else {}
     for name, text in texts.items():
         (folder / form).mkdir(exist_ok=True)

@@ -21,8 +21,8 @@ from pipeline.encoder.published_weights import read_pt
 from pipeline.errors import ConfigError, DataError, WeightsUnusable
 from pipeline.training.checkpoints.trained_weights import (
     NameTable,
-    in_form,
     load_pretrained,
+    published_forms,
     renamed,
     stored_weights,
 )
@@ -76,7 +76,8 @@ def test_what_wraps_the_whole_published_model_is_taken_off(tmp_path: Path, wrapp
 def test_weights_go_out_to_the_bit_as_they_came_in(tmp_path: Path) -> None:
     torch.save(theirs(), path := tmp_path / "w.pt")
     load_pretrained(model := Known(), path)
-    back = in_form(model, {name: one for name, one in model.state_dict().items() if "head" not in name}, "known")
+    own = {name: one for name, one in model.state_dict().items() if "head" not in name}
+    back = published_forms(model)["known"].write(own)
     assert back.keys() == theirs().keys() - {"lm_head.weight"}
     assert all(torch.equal(one, theirs()[name]) for name, one in back.items())
 
