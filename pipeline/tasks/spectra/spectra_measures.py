@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from pipeline.store.store import in_chunks
 from pipeline.tasks.ranking_scores import Ranking, logits
 from pipeline.tasks.task_parts import Vectors, labelled, nearest_vectors, unit_rows
 
@@ -111,56 +112,59 @@ def error_figures(predicted: Values, true: Values, names: Sequence[str]) -> dict
     r2 is the part of the spread explained, of each target around its own mean; it needs targets that differ. pearson is
     the correlation of predicted and true values, of one target.
     """
-    return _of_targets(_errors, predicted, true, names)
-
-
-def _of_targets(
-    figures_of: Callable[[Floats, Floats], dict[str, float]], predicted: Values, true: Values, names: Sequence[str]
-) -> dict[str, float]:
-    """Return figures of all targets together, and of each where there are several."""
-    pairs = [np.reshape([predicted_K, true_K], (2, -1)) for predicted_K, true_K in labelled(predicted, true)]
-    predicted_NK, true_NK = np.array(pairs, np.float64).reshape(-1, 2, len(names)).transpose(1, 0, 2)
-    figures = figures_of(predicted_NK, true_NK)
-    for place, name in enumerate(names if len(names) > 1 else ()):
-        of_target = figures_of(predicted_NK[:, place, None], true_NK[:, place, None])
-        figures |= {f"{figure}_{name}": value for figure, value in of_target.items()}
+    known_K, true_sum_K, sum_K = np.zeros((3, len(names)))
+    for predicted_BK, true_BK, is_known_BK in _blocks(predicted, true, len(names)):
+        known_K += is_known_BK.sum(0)
+        true_sum_K += np.where(is_known_BK, true_BK, 0.0).sum(0)
+        sum_K += np.where(is_known_BK, predicted_BK, 0.0).sum(0)
+    true_mean_K, mean_K = true_sum_K / np.maximum(known_K, 1), sum_K / np.maximum(known_K, 1)
+    sums_KS = np.zeros((len(names), 8))
+    for predicted_BK, true_BK, is_known_BK in _blocks(predicted, true, len(names)):
+        off_BK, true_away_BK, away_BK = predicted_BK - true_BK, true_BK - true_mean_K, predicted_BK - mean_K
+        terms = (
+            np.ones_like(off_BK), np.abs(off_BK), off_BK**2, true_BK**2, predicted_BK**2,
+            true_away_BK**2, away_BK**2, true_away_BK * away_BK,
+        )  # fmt: skip
+        sums_KS += np.stack([np.where(is_known_BK, term_BK, 0.0).sum(0) for term_BK in terms], axis=1)
+    figures = _errors(sums_KS.sum(0).tolist(), has_pearson=len(names) == 1)
+    for name, sums_S in zip(names if len(names) > 1 else (), sums_KS.tolist(), strict=False):
+        figures |= {f"{figure}_{name}": value for figure, value in _errors(sums_S, has_pearson=True).items()}
     return figures
 
 
-def _errors(predicted_NK: Floats, true_NK: Floats) -> dict[str, float]:
-    is_known_NK = ~np.isnan(true_NK)
-    if not is_known_NK.any():
+def _blocks(predicted: Values, true: Values, targets: int) -> Iterator[tuple[Floats, Floats, NDArray[np.bool_]]]:
+    """Yield the predictions and truths of some items at a time, and which truths are known."""
+    pairs = ((np.reshape(told_K, -1), np.reshape(true_K, -1)) for told_K, true_K in labelled(predicted, true))
+    for block in in_chunks(pairs, BLOCK):
+        told_BK, true_BK = np.array(block, np.float64).reshape(-1, 2, targets).transpose(1, 0, 2)
+        yield told_BK, true_BK, ~np.isnan(true_BK)
+
+
+def _errors(sums: Sequence[float], *, has_pearson: bool) -> dict[str, float]:
+    known, absolute, error, true_squares, squares, true_spread, spread, both = sums
+    if not known:
         return {}
-    off_NK, true_spread_NK, spread_NK = (
-        np.where(is_known_NK, values_NK, 0.0)
-        for values_NK in (predicted_NK - true_NK, _centred(true_NK, is_known_NK), _centred(predicted_NK, is_known_NK))
-    )
-    error, known = (off_NK**2).sum(), is_known_NK.sum()
-    figures = {"mae": np.abs(off_NK).sum() / known, "rmse": math.sqrt(error / known)}
-    true_spread, spread = (true_spread_NK**2).sum(), (spread_NK**2).sum()
-    if true_spread > SPREAD_LEAST * (true_NK[is_known_NK] ** 2).sum():
+    figures = {"mae": absolute / known, "rmse": math.sqrt(error / known)}
+    if true_spread > SPREAD_LEAST * true_squares:
         figures["r2"] = 1 - error / true_spread
-        if true_NK.shape[1] == 1 and spread > SPREAD_LEAST * (predicted_NK[is_known_NK] ** 2).sum():
-            figures["pearson"] = (spread_NK * true_spread_NK).sum() / math.sqrt(spread * true_spread)
-    return {name: float(value) for name, value in figures.items()}
-
-
-def _centred(values_NK: Floats, is_known_NK: NDArray[np.bool_]) -> Floats:
-    """Return values less the mean of each target's known ones."""
-    sum_K, count_K = np.where(is_known_NK, values_NK, 0.0).sum(0), is_known_NK.sum(0)
-    centred_NK: Floats = values_NK - sum_K / np.maximum(count_K, 1)
-    return centred_NK
+        if has_pearson and spread > SPREAD_LEAST * squares:
+            figures["pearson"] = both / math.sqrt(spread * true_spread)
+    return figures
 
 
 def answer_figures(predicted: Values, true: Values, names: Sequence[str], threshold: float) -> dict[str, float]:
     """Return how well yes and no are told apart, in all and of each target where there are several."""
-
-    def figures_of(predicted_NK: Floats, true_NK: Floats) -> dict[str, float]:
-        answers, is_known_NK = _Answers(threshold), ~np.isnan(true_NK)
-        answers.add(predicted_NK[is_known_NK], true_NK[is_known_NK] > 0.5)
-        return answers.figures()
-
-    return _of_targets(figures_of, predicted, true, names)
+    of_all, by_name = _Answers(threshold), {name: _Answers(threshold) for name in names}
+    for predicted_BK, true_BK, is_known_BK in _blocks(predicted, true, len(names)):
+        of_all.add(predicted_BK[is_known_BK], true_BK[is_known_BK] > 0.5)
+        for answers, told_B, true_B, is_known_B in zip(
+            by_name.values() if len(names) > 1 else (), predicted_BK.T, true_BK.T, is_known_BK.T, strict=False
+        ):
+            answers.add(told_B[is_known_B], true_B[is_known_B] > 0.5)
+    of_targets = {
+        f"{figure}_{name}": value for name, answers in by_name.items() for figure, value in answers.figures().items()
+    }
+    return of_all.figures() | of_targets
 
 
 class _Answers:
