@@ -1,7 +1,7 @@
 """What a run remembers for the next plan: measured steps and tasks, and the requests that follow from them.
 
-Records are lines of JSON, read from the newest back. A look-up reads the last MOST_BYTES of the file: older records no
-longer count. Lines that are torn, foreign or out of bounds are skipped.
+Records are lines of JSON, in a file for each user who trains here, read from the newest back. A look-up reads the last
+MOST_BYTES of a file: older records no longer count. Lines that are torn, foreign or out of bounds are skipped.
 
 How much memory a task requests:
 
@@ -64,10 +64,12 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class Records(Generic[Record]):
-    """The records of one file: flat dataclasses with a field `run`."""
+    """Records of one kind in a folder: flat dataclasses with a field `run`."""
 
     def __init__(self, path: Path, kind: type[Record]) -> None:
+        """Take where they are, such as FOLDER/tasks.jsonl; the file of a user is tasks-UID.jsonl."""
         self._path, self._kind = path, kind
+        self._own = path.with_stem(f"{path.stem}-{os.getuid()}")
         self._types = {field.name: _TYPES[str(field.type)] for field in fields(kind)}  # type: ignore[arg-type]
 
     def record(self, run: str, records: Iterable[Record]) -> bool:
@@ -82,7 +84,7 @@ class Records(Generic[Record]):
 
     def _append(self, lines: bytes) -> None:
         Disk().make_folder(self._path.parent)
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(self._own, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             with suppress(OSError):  # without locks, NFS may lose lines that two nodes append at once
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -104,11 +106,12 @@ class Records(Generic[Record]):
 
     def _lines(self) -> Iterator[bytes]:
         """Yield whole lines, the newest first."""
-        with suppress(OSError), self._path.open("rb") as file:
-            start = max(0, file.seek(0, os.SEEK_END) - MOST_BYTES)
-            file.seek(start)
-            # The last line has no end yet; the first of a part of the file has perhaps no beginning.
-            yield from file.read().split(b"\n")[-2 : 0 if start else None : -1]
+        for path in sorted(self._path.parent.glob(f"{self._path.stem}-*.jsonl"), key=os.path.getmtime, reverse=True):
+            with suppress(OSError), path.open("rb") as file:
+                start = max(0, file.seek(0, os.SEEK_END) - MOST_BYTES)
+                file.seek(start)
+                # The last line has no end yet; the first of a part of the file has perhaps no beginning.
+                yield from file.read().split(b"\n")[-2 : 0 if start else None : -1]
 
     def _record_of(self, line: bytes) -> Record | None:
         """Return the record of a line; None if it is torn, foreign or out of bounds."""

@@ -200,7 +200,7 @@ def test_every_file_of_a_run(tmp_path: Path, evil: bytes) -> None:
 
 def test_what_is_remembered_of_earlier_runs(tmp_path: Path, evil: bytes) -> None:
     asked = ("embed", "ab12", "north")
-    (tmp_path / "tasks.jsonl").write_bytes(evil + b"\n")
+    (tmp_path / "tasks-7.jsonl").write_bytes(evil + b"\n")
     assert Profiles(tmp_path / "tasks.jsonl").suggest(*asked, planned_bytes=1 << 30).tasks == 0
     assert not (tmp_path / "made").exists()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -75,7 +76,7 @@ def test_lines_that_are_no_measurement_are_passed_over_and_others_read_back_as_t
 
 
 def test_a_torn_line_hides_no_other(tmp_path: Path) -> None:
-    found, path = peaks(tmp_path, ONE, replace(ONE, at=2.0)), tmp_path / "peaks.jsonl"
+    found, path = peaks(tmp_path, ONE, replace(ONE, at=2.0)), tmp_path / f"peaks-{os.getuid()}.jsonl"
     path.write_bytes(path.read_bytes()[:-20])
     peaks(tmp_path, replace(ONE, at=3.0))
     assert [one.at for one in found.of("m", "a100")] == [3.0, 1.0]

@@ -15,7 +15,7 @@ from pipeline.memory.history import Profiles, Suggestion, measurement_line
 from tests.memory.history.tasks import GIB, MIB, measured
 
 ROOT = Path(__file__).parents[3]
-NAME = "tasks.jsonl"
+NAME, OWN = "tasks.jsonl", f"tasks-{os.getuid()}.jsonl"
 WRITER = """
 import sys; from pathlib import Path
 from pipeline.memory.history import Profiles; from tests.memory.history.tasks import *
@@ -72,7 +72,7 @@ def test_processes_record_and_ask_at_once_and_nothing_is_lost(tmp_path: Path) ->
 
 def test_a_line_that_is_still_being_written_counts_when_it_is_whole(tmp_path: Path) -> None:
     remember(tmp_path, range(6))
-    path = tmp_path / NAME
+    path = tmp_path / OWN
     lines = path.read_bytes()
     profiles = Profiles(tmp_path / NAME)
     for length in range(len(lines) - 600, len(lines), 97):
@@ -85,7 +85,7 @@ def test_a_line_that_is_still_being_written_counts_when_it_is_whole(tmp_path: Pa
 @pytest.mark.parametrize("hole", [slice(500, 900), slice(-100, None)])
 def test_bytes_still_to_come_are_looked_for_again_although_the_size_is_the_same(tmp_path: Path, hole: slice) -> None:
     remember(tmp_path, range(6))
-    path = tmp_path / NAME
+    path = tmp_path / OWN
     lines = path.read_bytes()
     holed = bytearray(lines)
     holed[hole] = bytes(len(holed[hole]))
@@ -116,7 +116,7 @@ def test_foreign_lines_are_passed_over_and_fields_of_a_newer_version(tmp_path: P
     for number, line in enumerate(FOREIGN):
         folder = tmp_path / str(number)
         remember(folder, range(6))
-        path = folder / NAME
+        path = folder / OWN
         path.write_bytes(path.read_bytes() + line + b"\n" + json.dumps({**LINE, "energy_j": 7}).encode() + b"\n")
         assert ask(folder).tasks == 7, line[:60]
 
@@ -141,24 +141,27 @@ def test_a_folder_that_cannot_be_written_is_read_all_the_same(unprivileged: Path
     folder = unprivileged / "memory"
     remember(folder, range(9))
     profiles = Profiles(folder / NAME)
-    for path in (folder / NAME, folder):
+    for path in (folder / OWN, folder):
         path.chmod(0o555)
     assert [profiles.suggest("embed", "ab12", "north", planned_bytes=GIB).tasks for _ in range(2)] == [9, 9]
     assert not profiles.record("run", [measured(50)])
-    assert [path.name for path in folder.iterdir()] == [NAME]
+    assert [path.name for path in folder.iterdir()] == [OWN]
     folder.chmod(0o755)  # so that it can be removed
 
 
-def test_records_that_others_keep_to_themselves_do_not_count(unprivileged: Path) -> None:
+def test_records_of_others_count_unless_they_keep_them_to_themselves(unprivileged: Path) -> None:
     remember(unprivileged, range(9))
-    (unprivileged / NAME).chmod(0)
-    assert ask(unprivileged).tasks == 0
+    theirs = unprivileged / "tasks-4242.jsonl"
+    theirs.write_bytes((unprivileged / OWN).read_bytes().replace(b'"run":"run"', b'"run":"theirs"'))
+    assert ask(unprivileged).tasks == 18
+    theirs.chmod(0)
+    assert ask(unprivileged).tasks == 9
 
 
 def test_a_look_up_reads_no_more_however_much_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for run in ("older", "old", "new"):
         remember(tmp_path, range(9), run=run)
-    size = (tmp_path / NAME).stat().st_size
+    size = (tmp_path / OWN).stat().st_size
     for share, tasks in ((1 / 3, 9), (1 / 2, 9 + 4), (1, 27)):  # a part of a file loses its first line
         monkeypatch.setattr(history, "MOST_BYTES", int(size * share))
         assert ask(tmp_path).tasks == tasks

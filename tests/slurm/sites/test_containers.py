@@ -117,8 +117,8 @@ def test_the_digest_of_the_image_stands_in_the_ledger_and_where_memory_is_rememb
     assert len(digest) == 32
     (started,) = events(run, "run_started")
     assert digest in json.dumps(started)
-    records = (project.folder / "runs" / ".profiles" / "tasks.jsonl").read_text()
-    assert f"slurm in {digest}" in records
+    (records,) = (project.folder / "runs" / ".profiles").glob("tasks-*.jsonl")
+    assert f"slurm in {digest}" in records.read_text()
 
 
 @pytest.mark.nightly
