@@ -52,7 +52,7 @@ FAULTS = (
         "a chain that another item names counts twice",
     ),
     Fault(
-        "structures/policy.py",
+        "structures/atoms.py",
         "CB_WEIGHTS = (0.56802827, -0.58273431, -0.54067466)",
         "CB_WEIGHTS = (0.56802827, -0.58273431, 0.54067466)",
         "a virtual CB lies on the wrong side",

@@ -37,11 +37,13 @@ def validate_command(
     quick: Annotated[bool, option("--quick", "Check only the structure: two reads per file, and the index.")] = False,
     full: Annotated[bool, option("--full", "Check every byte and every record (the default).")] = False,
     semantic: Annotated[
-        bool, option("--semantic", "Like --full, and make a sample of the records again and compare.")
+        bool, option("--semantic", "Like --full, and rebuild a sample of the records and compare.")
     ] = False,
     sample: Annotated[
         float | None,
-        option("--sample P", "With --semantic: the share to make again. Default: cache.sample.", min=0.0, max=1.0),
+        option(
+            "--sample P", "With --semantic: share of the records to rebuild. Default: cache.sample.", min=0.0, max=1.0
+        ),
     ] = None,
     subset: Annotated[str, option("--subset n/t", "Check only the n-th of t parts, such as 1/8.")] = "1/1",
     kind: Annotated[list[str] | None, option("--kind KIND", "Check only records of this kind.")] = None,

@@ -16,7 +16,7 @@ class Hiding(logging.Formatter):
 
 
 def show_log(*, debug: bool) -> None:
-    """Print warnings, or everything."""
+    """Log warnings to stderr; with `debug`, everything."""
     logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(Hiding("%(levelname)s: %(message)s"))

@@ -119,7 +119,7 @@ class Verbs(typer.Typer):
 
 @dataclass(frozen=True)
 class Later:
-    """A command that is imported when it is typed: `module:name`, its summary as its docstring says, and its panel."""
+    """A command imported on first use: its place as `module:name`, summary and panel."""
 
     place: str
     help: str = ""
@@ -131,7 +131,7 @@ class Later:
         return not self.help
 
     def imported(self, name: str) -> Any:
-        """Return the command."""
+        """Import and return the command, named `name`."""
         module, _, attribute = self.place.partition(":")
         found = getattr(import_module(f"pipeline.cli.{module}"), attribute)
         command = get_group(found) if isinstance(found, Verbs) else found
@@ -141,7 +141,7 @@ class Later:
 
 
 def alone(name: str, function: Callable[..., None], cls: type[TyperCommand] = Verb) -> Any:
-    """Return a function as a command that is in no group."""
+    """Turn a function into a standalone command."""
     verbs = Verbs("")
     verbs.command(name, cls=cls)(function)
     return get_command(verbs)

@@ -44,10 +44,10 @@ class CacheSection(Section):
     )
     check: Literal["quick", "full", "semantic"] = Field(
         default="full",
-        description="Depth of `submit validate`: file structure, every byte, or also a sample of records made again.",
+        description="Depth of `submit validate`: file structure, every byte, or also a sample of rebuilt records.",
     )
     sample: float = Field(
-        default=0.02, ge=0, le=1, description="Share of the records to make again and compare, for check: semantic."
+        default=0.02, ge=0, le=1, description="Share of the records to rebuild and compare, for check: semantic."
     )
     visibility_s: float = Field(
         default=10.0,

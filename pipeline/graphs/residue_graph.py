@@ -23,9 +23,9 @@ from pipeline.graphs.partner_nodes import (
     refuse_coincident,
 )
 from pipeline.records import Kind, Reason, Role
-from pipeline.structures.atoms import UnusableInput, name_text
+from pipeline.structures.atoms import CB_WEIGHTS, UnusableInput, name_text
 from pipeline.structures.partners import joined_embedding_rows
-from pipeline.structures.policy import BACKBONE, CB_WEIGHTS
+from pipeline.structures.policy import BACKBONE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

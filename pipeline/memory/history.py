@@ -1,7 +1,7 @@
 """What a run remembers for the next plan: measured steps and tasks, and the requests that follow from them.
 
-Records are lines of JSON, in a file for each user who trains here, read from the newest back. A look-up reads the last
-MOST_BYTES of a file: older records no longer count. Lines that are torn, foreign or out of bounds are skipped.
+Records are lines of JSON, in a file for each user, read from the newest back. A look-up reads the last MOST_BYTES of a
+file: older records no longer count. Lines that are torn, foreign or out of bounds are skipped.
 
 How much memory a task requests:
 
@@ -31,10 +31,12 @@ import os
 import stat
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from heapq import nlargest
+from heapq import merge, nlargest
 from importlib import metadata
 from itertools import chain, islice
 from math import ceil
+from operator import attrgetter
+from pathlib import Path
 from statistics import median
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -46,7 +48,6 @@ from pipeline.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from torch import nn
 
@@ -64,10 +65,10 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class Records(Generic[Record]):
-    """Records of one kind in a folder: flat dataclasses with a field `run`."""
+    """Records of one kind, in a file for each user: flat dataclasses with fields `run` and `at`."""
 
     def __init__(self, path: Path, kind: type[Record]) -> None:
-        """Take where they are, such as FOLDER/tasks.jsonl; the file of a user is tasks-UID.jsonl."""
+        """Take FOLDER/tasks.jsonl, or the like; the user with id UID writes FOLDER/tasks-UID.jsonl."""
         self._path, self._kind = path, kind
         self._own = path.with_stem(f"{path.stem}-{os.getuid()}")
         self._types = {field.name: _TYPES[str(field.type)] for field in fields(kind)}  # type: ignore[arg-type]
@@ -86,8 +87,8 @@ class Records(Generic[Record]):
         Disk().make_folder(self._path.parent)
         descriptor = os.open(self._own, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            with suppress(OSError):  # without locks, NFS may lose lines that two nodes append at once
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(OSError):  # where there are no locks, NFS may lose lines that two nodes append at once
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
             if (bits := shared_bits(self._path.parent)) and not os.fstat(descriptor).st_size:
                 os.fchmod(descriptor, stat.S_IMODE(os.fstat(descriptor).st_mode) | bits)
             while lines:
@@ -98,20 +99,17 @@ class Records(Generic[Record]):
 
     def newest(self, **having: str) -> Iterator[Record]:
         """Yield the records with these field values, the newest first."""
+        paths = list[Path]()
+        with suppress(OSError):
+            paths += self._path.parent.glob(f"{self._path.stem}-*.jsonl")
+        yield from merge(*(self._in_file(path, having) for path in paths), key=attrgetter("at"), reverse=True)
+
+    def _in_file(self, path: Path, having: Mapping[str, str]) -> Iterator[Record]:
         texts = [json.dumps(text).encode() for text in having.values()]
-        for line in self._lines():
+        for line in _last_lines(path):
             record = self._record_of(line) if all(text in line for text in texts) else None  # parsing takes long
             if record is not None and all(getattr(record, name) == text for name, text in having.items()):
                 yield record
-
-    def _lines(self) -> Iterator[bytes]:
-        """Yield whole lines, the newest first."""
-        for path in sorted(self._path.parent.glob(f"{self._path.stem}-*.jsonl"), key=os.path.getmtime, reverse=True):
-            with suppress(OSError), path.open("rb") as file:
-                start = max(0, file.seek(0, os.SEEK_END) - MOST_BYTES)
-                file.seek(start)
-                # The last line has no end yet; the first of a part of the file has perhaps no beginning.
-                yield from file.read().split(b"\n")[-2 : 0 if start else None : -1]
 
     def _record_of(self, line: bytes) -> Record | None:
         """Return the record of a line; None if it is torn, foreign or out of bounds."""
@@ -122,6 +120,15 @@ class Records(Generic[Record]):
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
         return self._kind(**values) if fit else None
+
+
+def _last_lines(path: Path) -> Iterator[bytes]:
+    """Yield the whole lines at the end of a file, the last first; none of one that cannot be read."""
+    with suppress(OSError), path.open("rb") as file:
+        start = max(0, file.seek(0, os.SEEK_END) - MOST_BYTES)
+        file.seek(start)
+        # The last line has no end yet; the first of a part of the file has perhaps no beginning.
+        yield from file.read().split(b"\n")[-2 : 0 if start else None : -1]
 
 
 def measurement_line(run: str, record: Any) -> bytes:
@@ -171,7 +178,7 @@ class Peak:
 
 
 class PeakHistory(Records[Peak]):
-    """The measured peaks in one file, for this version of torch."""
+    """The measured peaks, for this version of torch."""
 
     def __init__(self, path: Path, torch: str | None = None) -> None:
         super().__init__(path, Peak)
@@ -388,7 +395,7 @@ _BOUNDS = {  # by whether tasks are of the same recipe and on the same cluster, 
 
 
 class Profiles(Records[Measured]):
-    """The measured needs of tasks in one file: of attempts that succeeded or ran out of memory."""
+    """The measured needs of tasks: of attempts that succeeded or ran out of memory."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, Measured)

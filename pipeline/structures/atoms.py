@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pipeline.records import Reason
 
 NAME_BYTES = 8
+CB_WEIGHTS = (0.56802827, -0.58273431, -0.54067466)  # CB from CA: of N→CA, its cross product with CA→C, and CA→C
 BLANK_CHAIN = "_"  # what people type for a chain that has no name
 
 

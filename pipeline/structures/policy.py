@@ -41,7 +41,6 @@ CARBON = 6
 HIGHEST_PLDDT = 100.0
 FARTHEST = 1e5  # Å from the origin: ten times as far as PDB files reach
 BACKBONE = ("N", "CA", "C", "O", "CB")
-CB_WEIGHTS = (0.56802827, -0.58273431, -0.54067466)  # CB from CA: of N→CA, its cross product with CA→C, and CA→C
 NUCLEOTIDE_ANCHORS = ("C1'", "C1*")  # the second is how old files write it
 CA_WORD = name_word("CA")
 LINKING_WORDS = np.array([CA_WORD, *map(name_word, NUCLEOTIDE_ANCHORS)], dtype=np.uint64)

@@ -20,7 +20,7 @@ from scipy.spatial import cKDTree
 from scipy.spatial.distance import cdist
 from scipy.spatial.transform import Rotation
 
-from pipeline.structures.policy import CB_WEIGHTS
+from pipeline.structures.atoms import CB_WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

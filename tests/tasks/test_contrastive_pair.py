@@ -168,10 +168,14 @@ def test_a_frozen_temperature_is_not_given_to_the_optimizer():
             r"vectors of 5 numbers, right.vector of item0 is of \[6\]",
             "--set train.options.right_dim=6",
         ),
-        ({"left": "vectors", "left_dim": 6}, "reads left.vector; item0 has left.token, right.vector", "left=tokens"),
+        (
+            {"left": "vectors", "left_dim": 6},
+            "reads left.vector; item0 has left.token, right.vector",
+            "--set train.options.left=tokens (or vectors, images, text)",
+        ),
     ],
 )
 def test_items_that_do_not_fit_the_options_are_refused_with_what_to_set(options, said, remedy):
     with pytest.raises(ConfigError, match=said) as caught:
         collated(pair(0), task=replace(SMALL, **options))
-    assert remedy in caught.value.remedy
+    assert caught.value.remedy == remedy

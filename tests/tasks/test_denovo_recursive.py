@@ -35,7 +35,7 @@ def collated(*many, task=SMALL):
 @pytest.mark.parametrize(
     ("sizes", "cost"),
     [
-        ({"peaks": [3, 10_000], "peptide": [5, 7]}, {"peaks": [3, 40], "residues": [5, 7]}),
+        ({"peaks": [10_000, 3], "peptide": [5, 7]}, {"peaks": [40, 3], "residues": [5, 7]}),
         ({"peaks": [3, 50]}, {"peaks": [3, 40], "residues": [0, 0]}),  # without peptides: to predict
     ],
 )

@@ -1,4 +1,4 @@
-"""Judges whether what a cache holds is right: a sample of records is made again from the source files and the weights.
+"""Checks cached records: rebuilds a sample from the source files and the weights, and compares.
 
 Every graph is also checked for what a task needs of it. The sample depends on keys alone, so it is the same however
 tasks divide a validation.
@@ -21,7 +21,7 @@ from pipeline.errors import CacheDamaged, PipelineError, RecordMissing
 from pipeline.graphs.build_graph import encoded_graph
 from pipeline.graphs.graph_checks import wrong_graph
 from pipeline.keys import TAG_BYTES, content_digest, recipe_tag
-from pipeline.records import Item
+from pipeline.records import Inventory, Item
 from pipeline.runs.audit.item_index import ODD, ItemIndex, in_sample
 from pipeline.stages.remade_records import EncodedAgain, allowed, differences, distance, read_again, same_bits
 from pipeline.store.maintenance.damage_report import Checked
@@ -43,7 +43,7 @@ WHOLE_COSINE, HALF_COSINE = 0.99999, 0.999  # those of the gate (encoder/parity.
 
 
 class Semantic:
-    """Judges what records say."""
+    """Checks the content of records."""
 
     def __init__(self, project: Project, sample: float) -> None:
         self._project, self._sample = project, sample
@@ -64,11 +64,12 @@ class Semantic:
             self._notes.clear()
 
     def _judge(self, kind: str, record: Record) -> Wrong | None:
-        """Return what is wrong with a record: a graph that is malformed, or what differs from what is made again."""
+        """Return the problem of a record: it is malformed, or differs from the rebuilt one."""
         try:
-            if kind == "graph" and (
-                problem := _combined(wrong_graph(record, self._recipes.get(record.key[:TAG_BYTES])))
-            ):
+            if kind == "scan":
+                Inventory.from_json(record.meta)
+            recipe = self._recipes.get(record.key[:TAG_BYTES])
+            if kind == "graph" and (problem := _combined(wrong_graph(record, recipe))):
                 return problem
         except ODD as error:
             return Wrong(f"it cannot be understood: {type(error).__name__} {error}")
@@ -78,7 +79,7 @@ class Semantic:
             return Wrong(f"it cannot be compared: {type(error).__name__} {error}", lost=False)
 
     def _compared(self, kind: str, record: Record) -> Wrong | None:
-        """Return where a record of the sample differs from what is made again."""
+        """Return where a record of the sample differs from the rebuilt one."""
         if kind == "graph":
             return self._graph_again(record)
         if kind == "sets" and self._sample:
@@ -181,7 +182,7 @@ class Semantic:
             if again.shape != kept.shape:
                 return Wrong(f"{name} is {list(kept.shape)}; recomputed, {list(again.shape)}")
             away = distance(as_floats(kept), as_floats(again), by_row=is_full)
-            if not away <= most:  # so that what is not a number is found, too
+            if not away <= most:  # also true for NaN
                 what = f"{away:.2g} of their length from the recomputed values; at most {most:.2g} is accepted"
                 return Wrong(f"the numbers of {name} are {what}")
         return None

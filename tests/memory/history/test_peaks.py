@@ -82,6 +82,13 @@ def test_a_torn_line_hides_no_other(tmp_path: Path) -> None:
     assert [one.at for one in found.of("m", "a100")] == [3.0, 1.0]
 
 
+def test_the_newest_of_all_users_comes_first(tmp_path: Path) -> None:
+    found, own = peaks(tmp_path, replace(ONE, at=2.0)), tmp_path / f"peaks-{os.getuid()}.jsonl"
+    own.rename(tmp_path / "peaks-4242.jsonl")
+    peaks(tmp_path, ONE, replace(ONE, at=3.0))
+    assert [one.at for one in found.of("m", "a100")] == [3.0, 2.0, 1.0]
+
+
 @dataclass(frozen=True)
 class Options:
     ema: float | None = None

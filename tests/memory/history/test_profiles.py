@@ -158,7 +158,7 @@ def test_records_of_others_count_unless_they_keep_them_to_themselves(unprivilege
     assert ask(unprivileged).tasks == 9
 
 
-def test_a_look_up_reads_no_more_however_much_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_up_reads_no_more_of_a_file_the_longer_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for run in ("older", "old", "new"):
         remember(tmp_path, range(9), run=run)
     size = (tmp_path / OWN).stat().st_size

@@ -103,7 +103,12 @@ WRONG: dict[str, tuple[str, Change, str]] = {
     "a file": ("files", lambda a, m: m.update(content="?"), "?"),
     "weights": ("weights", lambda a, m: m.update(dim=24, heads=5), "heads"),
     "a table": ("sets", lambda a, m: a["size.nodes"].__setitem__(0, 7), "sizes"),
-    "nothing like it": ("graph", lambda a, m: (a.clear(), m.clear()), ""),
+    "nothing like it": ("graph", lambda a, m: (a.clear(), m.clear()), "cannot be understood"),
+    "no graph": (
+        "graph",
+        lambda a, m: (a.clear(), m.clear(), m.update(reason="no_edges", detail="")),
+        "it says no_edges; rebuilt, no rejection",
+    ),
 }
 
 
@@ -128,12 +133,15 @@ def test_a_graph_that_no_task_can_use_is_found_without_a_sample(project):
 
 
 @pytest.mark.nightly
-def test_a_sample_finds_a_coordinate_that_is_a_hundredth_of_an_angstrom_off(project):
+def test_a_sample_finds_a_coordinate_that_is_a_hundredth_of_an_angstrom_off(project, pipeline, monkeypatch):
     key = rewrite(project, "graph", lambda a, m: a["receptor.node.pos"][3, 0].__iadd__(np.float32(0.01)))
     assert findings(validated(project)) == []  # N of a residue is not what edges go by
     (one,) = findings(validated(project, 1.0))
     assert (one.kind, one.key, one.lost) == ("graph", key.hex(), True)
     assert "receptor.node.pos[3, 0, 0]" in one.what
+    monkeypatch.chdir(project)
+    assert pipeline("cache", "validate", "--semantic", "--set", "cache.sample=1").code == 4
+    assert pipeline("cache", "validate", "--semantic", "--set", "cache.sample=0").code == 0
 
 
 @pytest.mark.nightly
@@ -176,10 +184,18 @@ def test_beside_a_recipe_that_says_nothing_all_verbs_go_on(project, pipeline, mo
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["files", "scan"])
 def test_a_record_that_says_nothing_costs_no_other_item_its_place_in_the_data_set(project, kind):
-    rewrite(project, kind, lambda a, m: (a.clear(), m.clear(), m.update(partners=7)))
+    key = rewrite(project, kind, lambda a, m: (a.clear(), m.clear(), m.update(partners=7)))
     found = validated(project, 1.0)
-    assert {one.kind for one in findings(found)} <= {"files"}
+    (one,) = findings(found)
+    assert (one.kind, one.key, one.lost) == (kind, key.hex(), True)
     assert notes(found)["graphs rebuilt"] == ITEMS - 1
+
+
+@pytest.mark.nightly
+def test_what_cannot_be_compared_is_told_and_kept(project):
+    key = rewrite(project, "embed", lambda a, m: m.pop("weights"))
+    (one,) = findings(validated(project, 1.0))
+    assert (one.kind, one.key, one.lost, "cannot be compared" in one.what) == ("embed", key.hex(), False, True)
 
 
 @pytest.mark.nightly
@@ -262,5 +278,6 @@ def test_repair_puts_aside_what_means_nothing_and_the_next_run_makes_it_anew(pro
 
 @pytest.mark.nightly
 def test_a_sample_without_meaning_is_refused(project, pipeline):
-    assert pipeline("cache", "validate", "--full", "--sample", "0.1").code == 2
+    for share in ("0.1", "0"):
+        assert pipeline("cache", "validate", "--full", "--sample", share).code == 2
     assert pipeline("cache", "validate", "--full", "--semantic").code == 2

@@ -16,7 +16,7 @@ from pipeline.structures.inventory import ScanRecipe
 from pipeline.structures.parsing.read_structure import PLAIN, FileReading, parse_structure
 from pipeline.structures.parsing.structure_files import plain_files
 from pipeline.tasks.docking.docked_partners import shared_backbones
-from pipeline.tasks.docking.pose_quality import EXPLODED, PoseRow, RigidMoves, docking_truth
+from pipeline.tasks.docking.pose_quality import EXPLODED, PoseRow, RigidMoves, docking_truth, pose_rows
 from pipeline.tasks.docking.posed_files import LETTERS, DockedComplex, posed_file
 from pipeline.tasks.docking.published_poses import write_docked
 from pipeline.tasks.task_parts import task_table
@@ -259,7 +259,15 @@ def test_a_trajectory_has_a_model_for_each_pose_of_the_ligand(tmp_path, form):
 def sampled(found, confidence=(0.1, 0.9, math.nan, 0.5, 0.9, 0.2)):
     """Poses of a complex, numbered from 10, the fourth and the sixth exploded."""
     poses = [
-        PoseRow(found.item.id, found.item.split, None, 10 + place, told, problem=EXPLODED if place in (3, 5) else "")
+        PoseRow(
+            found.item.id,
+            found.item.split,
+            None,
+            10 + place,
+            told,
+            complex_rmsd=float(place),
+            problem=EXPLODED if place in (3, 5) else "",
+        )
         for place, told in enumerate(confidence)
     ]
     moves = some_moves(found.read, len(poses))
@@ -282,10 +290,16 @@ def test_poses_are_ranked_by_confidence_and_what_is_of_no_use_is_named(structure
     assert sorted(path.name for path in (tmp_path / "1Z0K").iterdir()) == ["rank-01.pdb", "rank-02.pdb"]
     assert "RANK 1, SAMPLE 11, CONFIDENCE 0.9000" in (tmp_path / rows[0].file).read_text()
     assert {row.split for row in rows} == {"test"}
+    assert [row.complex_rmsd for row in rows] == [1, 4, 0, 2, 3, 5]
     assert all(math.isnan(row.dockq) and row.clashes is None for row in rows[3:])
     unmoved = rows[2]
     assert (unmoved.fnat, unmoved.capri) == (1.0, "high")
     assert [unmoved.irmsd, unmoved.lrmsd] == pytest.approx([0] * 2, abs=1e-6)
+
+
+def test_a_pose_whose_move_is_no_number_has_exploded():
+    rows = pose_rows({"move": [np.zeros(6), np.array([1.0, np.nan, 0, 0, 0, 0])], "complex_rmsd": [2.0, 3.0]}, "move")
+    assert [(row.problem, row.complex_rmsd) for row in rows] == [("", 2.0), (EXPLODED, 3.0)]
 
 
 def test_without_truth_only_what_needs_none_is_measured(structures, tmp_path):
