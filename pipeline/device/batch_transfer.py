@@ -96,7 +96,7 @@ def filled(outline: Any, memory: torch.Tensor) -> Any:
 
 
 def _views(tensors: Sequence[torch.Tensor], room: Callable[[int], torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return tensors like some, by the identity of these, side by side in memory from `room`."""
+    """Return uninitialized copies of tensors, adjacent in memory from `room`, by the id of the original."""
     sizes = [size for tensor in tensors for size in (tensor.nbytes, -tensor.nbytes % ALIGNMENT)]
     parts = room(sum(sizes)).split_with_sizes(sizes)[::2]
     pairs = zip(tensors, parts, strict=True)

@@ -325,7 +325,7 @@ def bond_paths(bonds_B2: NDArray[np.int64], nodes: int, hops: int) -> Iterator[N
             bond = np.repeat(first_N[last_P] - before_P, counts_P) + np.arange(int(counts_P.sum()))
             next_P = ends_E2[bond, 1]
             longer_PX = np.column_stack([np.repeat(paths_PX, counts_P, axis=0), next_P])
-            paths_PX = longer_PX[(longer_PX[:, :-1] != next_P[:, None]).all(axis=1)]  # which do not cross themselves
+            paths_PX = longer_PX[(longer_PX[:, :-1] != next_P[:, None]).all(axis=1)]  # drop paths that cross themselves
         yield paths_PX[paths_PX[:, 0] < paths_PX[:, -1]]
 
 

@@ -1,6 +1,6 @@
 """Checks that a graph's record can be used: its arrays are complete and fit together, and its places are finite.
 
-Whether a graph was built correctly, a second build shows (`cache validate --semantic --sample`).
+To check that a graph was built correctly, rebuild it (`cache validate --semantic`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OPTIONAL = {"plddt", "labelled", "bound"}
 
 
 def wrong_graph(record: Record, recipe: Mapping[str, Any] | None = None) -> Iterator[str]:
-    """Yield what is wrong with a graph; the record of a reason why there is none is in order."""
+    """Yield the problems of a graph; a record that says why there is no graph has none."""
     if "reason" in record.meta:
         return
     graph = decode_graph(record.arrays, record.meta)

@@ -91,6 +91,9 @@ class Captions(TableReader):
         self.pairs = BytePairs.read(self._folder / self.merges if self.merges else None, where="data.options.merges")
         self._numbers = {name: number for number, name in enumerate(self.names)}
         self._tars = tuple(sorted(self.path.glob(f"*{TAR}"))) if self.path.is_dir() else (self.path,)
+        if not self._tars:
+            remedy = f"set data.path to a table, a {TAR} file, or a folder of them"
+            raise ConfigError(f"the folder has no {TAR} file", where=str(self.path), remedy=remedy)
         if self.label and not self.names:
             what, remedy = "the number of each class is unknown", "list the classes, or name a file with one a line"
             raise ConfigError(what, where="data.options.classes", remedy=remedy)

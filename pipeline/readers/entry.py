@@ -82,7 +82,7 @@ class Column(NamedTuple):
 
     meaning: str  # to the reader
     names: tuple[str, ...]
-    remedy: str = ""  # where there is none; empty: it may lack
+    remedy: str = ""  # if no such column exists; empty: the column is optional
 
 
 def column_of(option: str, given: str, *usual: str, needed: bool = False, meaning: str = "") -> Column:

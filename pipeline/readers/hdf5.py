@@ -68,7 +68,7 @@ class Hdf5Table:
             self._add(Column(name, (name,)))
 
     def _add(self, column: Column) -> None:
-        """Add a dataset; raise where there is none, unless it may lack."""
+        """Add a dataset; raise if it is missing and not optional."""
         for name in column.names:
             if name.lower() in self._names and (dataset := self._dataset(self._names[name.lower()])) is not None:
                 self.columns[column.meaning] = dataset

@@ -69,10 +69,17 @@ def spectra(
     peaks: int = 150,
     letters: int = 20,
 ) -> None:
-    """Write spectra of random peptides of the first so many letters, each with at most so many peaks and noise.
+    """Write spectra of random peptides from the first `letters` residues, each with at most `peaks` peaks.
 
-    Of so many peaks, there must be room for all fragments: 4 for each bond of the longest peptide.
+    peaks must hold all fragments: 4 for each bond of the longest peptide.
     """
+    fragments = 4 * (peptide_length[1] - 1)
+    if not 2 <= peptide_length[0] <= peptide_length[1] or peaks < fragments:
+        raise ConfigError(
+            f"{peaks} peaks do not hold the {fragments} fragments of peptides of {peptide_length} residues",
+            where="made.spectra",
+            remedy=f"peptide_length=(2, 2) or longer, shortest first, with peaks={max(fragments, 4)} or more",
+        )
     _mgf(path, (_of_peptide(seed, number, peptide_length, peaks, letters) for number in range(count)))
 
 

@@ -113,7 +113,7 @@ class TextTable:
         self.places = {column.meaning: place for column in columns if (place := self._place(column)) is not None}
 
     def _place(self, column: Column) -> int | None:
-        """Return where a column is: it must be there exactly once, unless it may lack."""
+        """Return the place of a column; raise if it is duplicated, or missing and not optional."""
         for name in column.names:
             places = [at for at, there in enumerate(self.header) if there == name]
             places = places or [at for at, there in enumerate(self.header) if there.lower() == name.lower()]
@@ -151,17 +151,17 @@ class TableReader:
     path: Path
     id: str = ""  # column; `id` if it is there; else ids are the file's name and the number of the row
     split: str = ""  # column; `split` if it is there
-    what: ClassVar[str]  # is read
+    what: ClassVar[str]  # items of this reader, for messages
     others: ClassVar[tuple[str, ...]] = ()  # suffixes, or FOLDER, of what the subclass reads itself
 
     def __post_init__(self) -> None:
         check_types(self)
-        self.path = checked_path(Path(self.path))
+        self.path = checked_path(path) if (path := Path(self.path)).is_dir() else checked_file(path)
         self._bytes = Opened(Bytes)
         self._table: TextTable | None = None
         kind = FOLDER if self.path.is_dir() else self.path.suffix.lower()
         if kind in PARTED_BY:
-            self._table = TextTable(checked_file(self.path), self._columns())
+            self._table = TextTable(self.path, self._columns())
         elif kind not in self.others:
             problem = f"{self.what} are read from {', '.join((*PARTED_BY, *self.others))}"
             raise ConfigError(problem, where=str(self.path), remedy="convert them to one of these, and set data.path")
@@ -191,7 +191,7 @@ class TableReader:
         return self._of_table(self._arrays)
 
     def _of_table(self, arrays_of: Callable[[Mapping[str, str]], Mapping[str, Any]]) -> Iterator[Entry | Rejection]:
-        """Yield the rows of a table; a row whose cells cannot be told apart has neither id nor split."""
+        """Yield the rows of a table; a row that cannot be split into cells has neither id nor split."""
         assert self._table is not None
         for number, row in enumerate(self._table.rows()):
             cells: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""What turns in space: blocks of alike channels, the paths of their products with harmonics, and e3nn's constants.
+"""Irreps: blocks of equivariant channels, paths of tensor products with harmonics, and e3nn's constants.
 
 Shapes: D components of an irrep.
 """
@@ -25,7 +25,7 @@ KEPT = ((1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (2, 2, 2))  # the other symb
 
 
 class Irrep(NamedTuple):
-    """Channels that turn alike: scalars (degree 0), vectors (1) or tensors (2), even or odd under reflection."""
+    """Channels of one irrep: scalars (degree 0), vectors (1) or tensors (2), even or odd under reflection."""
 
     channels: int
     degree: int
@@ -81,7 +81,7 @@ def harmonics(way_3: Tensor) -> Tensor:
 
 @cache
 def coupling(left: int, right: int, out: int) -> NDArray[np.float64]:
-    """Return the real 3j symbol of three degrees [D, D, D]: what turns with none of them.
+    """Return the real 3j symbol of three degrees [D, D, D]: which is invariant under rotation.
 
     Degree 2 is written as symmetric matrices without a trace: two of them and a vector, or three, make one number. An
     array, not a tensor: what is kept for a whole process must not be of the place where it was first asked for.

@@ -359,7 +359,7 @@ def _figures(one_D: Any, target_D: Any) -> tuple[float, float]:
 
 
 def _any_entries(kind: str, count: int, atoms: int) -> Entries:
-    """Return so many entries between any atoms."""
+    """Return `count` entries between random atoms."""
     width, constants = KINDS[kind]
     return Entries(torch.randint(max(atoms, 1), (width, count)), torch.randn(count, constants))
 

@@ -1,4 +1,4 @@
-"""Parts that several tasks share: checks of options, peaks of spectra, attention layers, padding, nearest vectors.
+"""Parts of several tasks: checks of options, peaks of spectra, attention, padding, published weights, nearest vectors.
 
 The search of vectors by cosine is exact, with a block of each side in memory at a time. Shapes there: N vectors that
 are asked for, M among which is looked, B and C of a block, D numbers of one, T the nearest.
@@ -38,12 +38,12 @@ T = TypeVar("T")
 
 
 def refuse(option: str, problem: str, remedy: str = "") -> NoReturn:
-    """Raise the error about an option of the task."""
+    """Raise ConfigError at `train.options.OPTION`."""
     raise ConfigError(problem, where=f"{WHERE}.{option}", remedy=remedy)
 
 
 def require(is_good: bool, task: object, name: str, must: str) -> None:  # noqa: FBT001 - it is what it is about
-    """Refuse an option's value that is not as it must be."""
+    """Refuse an option's value unless `is_good`."""
     if not is_good:
         refuse(name, f"{name} is {getattr(task, name)}: it must be {must}")
 
@@ -90,7 +90,7 @@ class OriginalForm(Form):
     """Names of a system whose weights need a network that behaves as theirs, and what else its files hold."""
 
     system: str = ""
-    as_published: bool = True  # whether the network behaves so
+    as_published: bool = True  # whether the network behaves like the original
     constants: Callable[[], Mapping[str, Tensor]] = dict  # by their names
 
     def leaves(self, name: str) -> bool:
@@ -105,6 +105,7 @@ class OriginalForm(Form):
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors under their names with their constants; refuse those of another network."""
         refuse_mended(self.system, as_published=self.as_published)
+        # exact names, no patterns: `head.*` may be lacking in a file, but is written where a model has it
         own = {name: tensor for name, tensor in tensors.items() if name not in self.fresh}
         return super().write(own) | {self.prefix + name: tensor for name, tensor in self.constants().items()}
 
@@ -263,7 +264,7 @@ def nearest_vectors(
 ) -> Iterator[tuple[Places, Floats]]:
     """Yield for each query, or each `asked` place, the places of the nearest by cosine, and the cosines [T].
 
-    Every pair is compared, and the nearest come first. A cosine with what is no number is the lowest.
+    Every pair is compared, and the nearest come first. NaN cosines rank last.
     """
     most = min(most, len(library))
     asked = range(len(queries)) if asked is None else asked

@@ -405,7 +405,8 @@ def refused(folder: Path) -> dict[str, Callable[[], Any]]:
     (folder / "text.h5").write_text("x")
     for name in ("none", "y.tsv", "deep/y.mgf"):
         (folder / name).mkdir(parents=True)
-    os.mkfifo(folder / "pipe.mgf")
+    for name in ("pipe.mgf", "pipe.h5", "pipe.tar", "pipe.csv"):
+        os.mkfifo(folder / name)
     whole, wanting = {"spectrum": np.ones((1, 2, 3)), "precursor_mz": [1.0]}, partial(Spectra, target=("logp",))
     columns = {
         "no dataset": (Spectra, {"mz": [1.0]}),
@@ -440,8 +441,13 @@ def refused(folder: Path) -> dict[str, Callable[[], Any]]:
         "another suffix": lambda: Spectra(folder / "x.txt"),
         "no table": lambda: Pairs(folder / "x.json"),
         "a pipe": lambda: Spectra(folder / "pipe.mgf"),
+        "a pipe for HDF5": lambda: Pairs(folder / "pipe.h5"),
+        "a pipe for a tar": lambda: Captions(folder / "pipe.tar"),
+        "a pipe for a table": lambda: Pairs(folder / "pipe.csv"),
+        "a folder without tars": lambda: Captions(folder / "none"),
         "a folder for a file": lambda: Spectra(folder / "deep"),
         "a folder for a table": lambda: Pairs(folder / "y.tsv"),
+        "too few peaks": lambda: made.spectra(folder / "few.mgf", 1, peptide_length=(4, 5), peaks=15),
         "a suffix that is not written": lambda: made.sequences(folder / "x.mgf", 1),
     }
 

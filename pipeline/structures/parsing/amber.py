@@ -144,7 +144,7 @@ def read_numbers(lists: Mapping[str, str], name: str, length: int | None = None)
 def read_lengths(
     lists: Mapping[str, str], entries: Mapping[str, tuple[int, int]]
 ) -> tuple[NDArray[np.int64], dict[str, int]]:
-    """Return POINTERS, and how long lists are: as one entry of them says, times so many numbers."""
+    """Return POINTERS, and each list's length: an entry of POINTERS times a factor."""
     pointers = read_numbers(lists, "POINTERS").astype(np.int64)
     if len(pointers) <= max(place for place, _ in entries.values()) or (pointers < 0).any():
         raise _bad("%FLAG POINTERS has too few or negative numbers")

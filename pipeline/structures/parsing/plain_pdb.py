@@ -51,7 +51,8 @@ OCCUPANCY_BYTES = 0xFFFF_FFFF_FFFF
 
 # The line of a water: its chain, number and insertion code, and coordinates, each a number in its own columns.
 WATER = re.compile(
-    rb"HETATM[ -~]{11}HOH ([ -~](?= *-?\d+[ A-Z] ).{5})   (?:(?= *-?\d+\.)[ \d-]{4}\.\d{3}){3}[ -~]*\r?\n"
+    rb"HETATM[ -~]{11}HOH ([ -~](?: {3}\d| {2}[\d-]\d| [\d-]\d\d|[\d-]\d{3})[ A-Z])   "
+    rb"(?:(?= *-?\d+\.)[ \d-]{4}\.\d{3}){3}[ -~]*\r?\n"
 )
 WINDOW_LINES = 1 << 14  # what is looked at in one go
 TOGETHER = 16  # lines that are compared as one row: numpy is fast on long rows

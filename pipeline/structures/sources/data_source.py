@@ -121,7 +121,7 @@ ADAPTERS: dict[str, Adapter] = {
     "glob": glob_items,
     "fasta": fasta_items,
 }
-# When each of these settings is given, and the sources that use it; with any other source it is refused, not ignored.
+# Settings that only some sources use: whether one is given, and which sources use it. Others refuse it.
 HEEDED_BY: dict[str, tuple[Callable[[SourceSpec], bool], tuple[str, ...]]] = {
     "state: unbound": (lambda spec: spec.state == "unbound", ("pairs", "pinder")),
     "splits": (lambda spec: spec.splits is not None, ("pairs",)),

@@ -38,7 +38,7 @@ CLASSES = ("incorrect", "acceptable", "medium", "high")
 LEAST_DOCKQ = (0.23, 0.49, 0.80)  # of the classes after the first
 RMSD_BELOW = (1.0, 2.0, 5.0, 10.0)  # Å
 RMSDS = ("ligand_rmsd", "complex_rmsd", "interface_rmsd")  # as tasks tell them
-EXPLODED = "exploded"  # the problem of a pose that is no number
+EXPLODED = "exploded"  # the problem of a pose with NaN
 TOPS: dict[str, float] = {"top-1": 1, "top-5": 5, "oracle": math.inf}
 
 
@@ -184,7 +184,7 @@ class PoseRow(NamedTuple):
 
     complex: str
     split: str = ""
-    rank: int | None = None  # 1 is the best; None: it is of no use, for `problem`
+    rank: int | None = None  # 1 is the best; None: unusable, see `problem`
     sample: int = 0
     confidence: float = math.nan
     complex_rmsd: float = math.nan  # Å between CA atoms, as `rigid_diffusion.PoseRmsd` says
@@ -271,7 +271,7 @@ def _by_pose(outputs: Mapping[str, Any], name: str) -> dict[str, NDArray[Any]]:
 
 
 def ranked(rows: Sequence[PoseRow]) -> list[PoseRow]:
-    """Rank the poses of each complex: the most confident first, those alike as they were sampled, useless ones last."""
+    """Rank the poses of each complex: the most confident first, ties in sampling order, unusable ones last."""
     ranks, useful = Counter[str](), [row for row in rows if not row.problem]
     useful.sort(key=lambda row: -np.nan_to_num(row.confidence, nan=-np.inf))
     for place, row in enumerate(useful):

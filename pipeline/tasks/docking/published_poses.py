@@ -99,7 +99,7 @@ def publish_poses(
                 written += [folder / row.file for row in rows if row.file]
                 if TRAJECTORY in outputs:
                     ways = {row.sample: outputs[TRAJECTORY][place] for place, row in poses.items()}
-                    written += [_write_way(folder, docked, row, ways[row.sample]) for row in rows if row.file]
+                    written += [_write_trajectory(folder, docked, row, ways[row.sample]) for row in rows if row.file]
             for row in rows:
                 add(getattr(row, name) for name in names)
     if compared:
@@ -146,8 +146,8 @@ def write_docked(
     return rows
 
 
-def _write_way(folder: Path, docked: DockedComplex, row: PoseRow, way_S12: NDArray[np.float64]) -> Path:
-    """Write how the ligand came to a pose: a file of several models beside which the receptor can be opened."""
+def _write_trajectory(folder: Path, docked: DockedComplex, row: PoseRow, way_S12: NDArray[np.float64]) -> Path:
+    """Write the trajectory of a pose: one model per step, to open together with the receptor."""
     stem, dot, suffix = row.file.rpartition(".")
     path = folder / f"{stem}-way{dot}{suffix}"
     remark = f"LIGAND OF {docked.item.id}: {len(way_S12)} POSES"

@@ -64,7 +64,7 @@ FORM = OriginalForm(
     NAMES,
     signs=("input_embedding.irreps_projection.weight", "bonded_mp_layers.0.bessel_basis.frequencies"),
     left=LEFT,
-    fresh=("atoms.mean_3", "atoms.deviation_3"),  # which they keep beside their data
+    fresh=("atoms.mean_3", "atoms.deviation_3"),  # which they keep with their data
     system="RNA-3E-FFI",
 )
 

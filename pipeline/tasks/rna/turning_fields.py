@@ -27,7 +27,7 @@ WHERE = "train.options.hidden_irreps"
 USUAL = "32x0e+16x1o+8x2e"
 # e3nn divides its activations by the root of their second moment under a normal distribution, as it draws it.
 SILU_SCALE, SIGMOID_SCALE = 1.6791767923989418, 1.8467055342154763
-# By which harmonics are multiplied so that the square of each has the mean 1.
+# Factors of the harmonics, so that the mean square of each is 1.
 LENGTHS = tuple(map(math.sqrt, (3, 3, 3, 15, 15, 45 / 4, 15, 15)))
 SQUARED_EPS = 1e-16
 TINY = 1e-5

@@ -295,7 +295,7 @@ class RankMonitor:
         self._gone: WatchedRank | None = None  # the last that left
         self._listeners = set[asyncio.Task[None]]()
         self._loss, self._lost = "", threading.Event()
-        self._farewell: str | None = None  # why this rank leaves; None: it does not
+        self._farewell: str | None = None  # the reason to leave, maybe empty; None: this rank stays
         self._has_left = False
         self._end_at = float("inf")
 
@@ -393,7 +393,7 @@ class RankMonitor:
         self._leaves(link, "died without an error message")
 
     def _leaves(self, link: JsonLink, how: str) -> None:
-        """Note that a rank leaves, unless it has already; it is lost if it says how."""
+        """Remove a rank that leaves; report it lost if `how` is given."""
         if peer := self._peers.pop(link, None):
             self._gone = peer
             if how:

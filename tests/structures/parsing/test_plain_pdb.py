@@ -59,6 +59,13 @@ def is_plain(data: bytes) -> bool:
     return True
 
 
+def test_waters_whose_number_is_not_in_its_columns_are_left_to_gemmi() -> None:
+    for number in ("1A  ", "12  ", "1   ", " 1  ", "  1A", "- 1 ", "   -", "    "):
+        assert not is_plain((PROTEIN + WATERS.replace(" 900 ", number + " ", 1)).encode()), number
+    for number in ("   1", "  -1", "  12", " -12", " 900", "-123", "1234"):
+        assert is_plain((PROTEIN + WATERS.replace(" 900 ", number + "B", 1)).encode()), number
+
+
 def is_equal(name: str, mine: object, other: object) -> None:
     """Require two values to be equal, to the bit where they are arrays."""
     if isinstance(mine, np.ndarray) and isinstance(other, np.ndarray):

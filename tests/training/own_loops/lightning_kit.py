@@ -124,7 +124,7 @@ class Plateau(Means):
 
 
 class Unlogged(Plateau):
-    """Waits for a figure that nobody logs."""
+    """Monitors a metric that is never logged."""
 
     figure = "stil"
 
