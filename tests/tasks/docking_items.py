@@ -11,7 +11,6 @@ from pipeline.device.batch_transfer import map_tensors
 from pipeline.protocol import ITEMS
 from pipeline.tasks.complex_docking import ComplexDocking
 from pipeline.tasks.docking.pose_confidence import PoseConfidence
-from pipeline.training.items.batch import item_rng
 from tests.tasks.items import DIM, batch_of, made
 
 RNG = np.random.default_rng(0)
@@ -34,7 +33,7 @@ def rows(graph, name, numbers):
     """Return rows of one item, each of a pose with random numbers of its own."""
     batch = batch_of([graph], ids=[name])
     names = [f"{name} {number}" for number in numbers]
-    return [replace(batch.items[0], id=one, rng=item_rng(batch.origin, one)) for one in names]
+    return [replace(batch.items[0], id=one) for one in names]
 
 
 def rows_of(graph, name, numbers, task=SMALL):
