@@ -287,7 +287,7 @@ def main() -> int:
     ours_ms = 1e3 * Spread.of(further["ours"]).median
     what, by_hand = f"`submit graph` of {typed.files} real files", "gemmi, numpy, scipy vectorised by hand"
     checks = "ours also digests, judges and writes"
-    tasks = "half of it is starting a process for each of four tasks"
+    tasks = "two thirds of it are the start of the command and of its task"
     rows = [
         Row("scan_graph", f"{what}, CPU time of the process tree", f"{by_hand}; writes nothing", "≤ 1.4×",
             f"{whole:.2f×}", "scan_graph.py", reason(whole.median <= 1.4, tasks)),

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pipeline.device.accelerator import RngState, computing
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, JobFailed
 from pipeline.keys import recipe_key
 from pipeline.memory.runtime.pinned_tensors import TensorRuns, layout_of
 from pipeline.training.checkpoints.checkpoint import NotSaved, State, StoredTensor, tensor_words
@@ -298,8 +298,17 @@ class Keeper:
         Return the training's state, and this rank's own data.
         """
         self.finish()
-        newest = self.checkpoints.newest(of_all=of_all) if self.ranks.rank == 0 else None
-        name = self.ranks.exchange({"name": newest.name if newest else ""})[0]["name"]
+        newest, lost = None, ("", "", "")
+        if self.ranks.rank == 0:
+            try:
+                newest = self.checkpoints.newest(of_all=of_all)
+            except JobFailed as error:  # all ranks end with it
+                lost = (error.what, error.where, error.remedy)
+        found = self.ranks.exchange({"name": newest.name if newest else "", "lost": lost})[0]
+        what, where, remedy = found["lost"]
+        if what:
+            raise JobFailed(what, where=where, remedy=remedy)
+        name = found["name"]
         if not name:
             self.fresh(step)
             return TrainingState(), {}
