@@ -47,6 +47,7 @@ class User:
 
     uid: int
     folder: Path
+    limit_s: float | None = None  # of a command
 
     def types(self, *words: str, umask: int = 0o077) -> Typed:
         """Type a command as this user, who is in the group of both."""
@@ -56,7 +57,9 @@ class User:
         doors = let_in(self.folder.parent)
         script = "\n".join([*doors, f"umask {umask:03o}", f'exec {become} "$@"'])
         typed = [*(["unshare", "--mount"] if doors else []), "sh", "-ec", script, "sh", str(PIPELINE), *words]
-        done = subprocess.run(typed, cwd=self.folder, env=known, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            typed, cwd=self.folder, env=known, capture_output=True, text=True, check=False, timeout=self.limit_s
+        )
         return Typed(done.returncode, done.stdout, done.stderr)
 
     def run(self) -> Path:
