@@ -210,8 +210,8 @@ def encoder_code(config: Config, beside: Path | None) -> EncoderCode:
     is_settled_all = all(is_settled(mtime_ns, ctime_ns) for *_, mtime_ns, ctime_ns in read)
     is_whole = named is not None and dict(files).items() <= named.items()
     if is_settled_all and is_whole and not was_imported and asked == _asked_of_encoder(config, named, states):
-        told = {"files": list(dict(files)), "reads": {state[0]: state for state in reads}}
-        keep(path, {"facts": asdict(code.facts), **told})
+        reads_by_path = {state[0]: state for state in reads}
+        keep(path, {"facts": asdict(code.facts), "files": list(dict(files)), "reads": reads_by_path})
     return code
 
 

@@ -1,4 +1,4 @@
-"""Compares cached records with what is made anew: an item's inventory and graph, array by array.
+"""Compares cached records with what is rebuilt: an item's inventory and graph, array by array.
 
 Whole numbers, names and texts must be the same. Coordinates and distances may differ by `CLOSE`, which no digit of a
 file is: the same numbers on another processor differ by less. Whether they are the same bit for bit is told, too.
@@ -36,7 +36,7 @@ CLOSE_SHARE = 1e-6  # and of the number itself: far from the origin float32 has 
 
 
 @dataclass(frozen=True, slots=True)
-class Anew:
+class RebuiltItem:
     """An item as its files are read now."""
 
     key: bytes
@@ -45,7 +45,7 @@ class Anew:
     files: Mapping[str, File]
 
 
-def read_again(item: Item, recipe: ScanRecipe) -> Anew | None:
+def read_again(item: Item, recipe: ScanRecipe) -> RebuiltItem | None:
     """Read an item from its files; None where they cannot be read, which is no fault of the record."""
     try:
         data = {path: read_file(Path(path), recipe.max_file_bytes) for path in recipe.paths(item)}
@@ -53,11 +53,11 @@ def read_again(item: Item, recipe: ScanRecipe) -> Anew | None:
         return None
     files = {path: File(content, content_digest(content).hex()) for path, content in data.items()}
     key = item_key(item, recipe, {path: file.digest for path, file in files.items()})
-    return Anew(key, *examine_item(item, files, recipe), files)
+    return RebuiltItem(key, *examine_item(item, files, recipe), files)
 
 
 def differences(record: Record, arrays: Mapping[str, Array], meta: Mapping[str, Any]) -> Iterator[str]:
-    """Yield where a record differs from what was made anew."""
+    """Yield where a record differs from what was rebuilt."""
     kept = record.meta
     if kept.get("reason") != meta.get("reason"):
         yield f"it says {kept.get('reason') or 'no rejection'}; rebuilt, {meta.get('reason') or 'no rejection'}"

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from pipeline.project.project import Project
-    from pipeline.stages.remade_records import Anew
+    from pipeline.stages.remade_records import RebuiltItem
     from pipeline.store.format.record import Record
     from pipeline.store.maintenance.shard_plans import Named, Subset
     from pipeline.store.store import Store
@@ -53,8 +53,9 @@ class Semantic:
         self, store: Store, part: Subset | Named = WHOLE, *, on: Callable[[str], object] = lambda _shard: None
     ) -> Iterator[Checked]:
         """Judge some shards of one kind."""
+        _ = self._recipes  # now, so that no record is blamed if this fails
         if self._sample:
-            _ = self._data_set  # before any record is judged: none is blamed where this fails
+            _ = self._data_set
 
         def judge(record: Record) -> Wrong | None:
             return self._judge(store.kind, record)
@@ -68,9 +69,10 @@ class Semantic:
         try:
             if kind == "scan":
                 Inventory.from_json(record.meta)
-            recipe = self._recipes.get(record.key[:TAG_BYTES])
-            if kind == "graph" and (problem := _combined(wrong_graph(record, recipe))):
-                return problem
+            if kind == "graph":
+                problem = _combined(wrong_graph(record, self._recipes.get(record.key[:TAG_BYTES])))
+                if problem:
+                    return problem
         except ODD as error:
             return Wrong(f"it cannot be understood: {type(error).__name__} {error}")
         try:
@@ -92,42 +94,42 @@ class Semantic:
         }.get(kind)
         return again(record) if again and in_sample(record.key, self._sample) else None
 
-    # Made anew
+    # Rebuilt
 
-    def _read_item_again(self, inventory_key: bytes) -> Anew | None:
+    def _read_item_again(self, inventory_key: bytes) -> RebuiltItem | None:
         """Return the item of an inventory as its files are now; None where it is unknown, or its files have changed."""
         line = self._data_set.items.get(inventory_key)
         if line is None:
             self._notes["not rebuilt: records outside this data set"] += 1
             return None
-        anew = read_again(Item.from_json(json.loads(line)), self._project.recipe)
-        if anew is None or anew.key != inventory_key:
+        rebuilt = read_again(Item.from_json(json.loads(line)), self._project.recipe)
+        if rebuilt is None or rebuilt.key != inventory_key:
             self._notes["not rebuilt: a source file was removed or changed"] += 1
             return None
-        return anew
+        return rebuilt
 
     def _inventory_again(self, record: Record) -> Wrong | None:
         """Return where an inventory differs from what its files give."""
-        anew = self._read_item_again(record.key)
-        if anew is None:
+        rebuilt = self._read_item_again(record.key)
+        if rebuilt is None:
             return None
         self._notes["inventories rebuilt"] += 1
-        return _combined(_inventory_differences(record, anew))
+        return _combined(_inventory_differences(record, rebuilt))
 
     def _graph_again(self, record: Record) -> Wrong | None:
         """Return where a graph differs from what is built of its item's files."""
         key = self._data_set.inventories.get(record.key) if self._sample else None
         if key is None or not in_sample(bytes.fromhex(key), self._sample):
             return None
-        anew = self._read_item_again(bytes.fromhex(key))
-        return None if anew is None else _combined(self._graph_differences(record, anew))
+        rebuilt = self._read_item_again(bytes.fromhex(key))
+        return None if rebuilt is None else _combined(self._graph_differences(record, rebuilt))
 
-    def _graph_differences(self, record: Record, anew: Anew) -> Iterator[str]:
-        """Yield where a graph differs from one that is built anew."""
-        if anew.read is None:
-            yield f"there is a graph; rebuilt, there is none ({anew.inventory.reason})"
+    def _graph_differences(self, record: Record, rebuilt: RebuiltItem) -> Iterator[str]:
+        """Yield where a graph differs from the rebuilt one."""
+        if rebuilt.read is None:
+            yield f"there is a graph; rebuilt, there is none ({rebuilt.inventory.reason})"
             return
-        arrays, meta = encoded_graph(anew.read, self._project.graphs.recipe)
+        arrays, meta = encoded_graph(rebuilt.read, self._project.graphs.recipe)
         self._notes["graphs rebuilt"] += 1
         self._notes["rebuilt graphs that differ in some bits"] += not same_bits(record, arrays)
         yield from differences(record, arrays, json.loads(json.dumps(meta)))
@@ -236,7 +238,7 @@ def _combined(problems: Iterable[str]) -> Wrong | None:
     return Wrong("; ".join(first[:TOLD]) + ("; and more" if len(first) > TOLD else "")) if first else None
 
 
-def _inventory_differences(record: Record, anew: Anew) -> Iterator[str]:
+def _inventory_differences(record: Record, rebuilt: RebuiltItem) -> Iterator[str]:
     """Yield where an inventory differs from what is made of its files."""
-    maps = anew.read.maps if anew.read else {}
-    return differences(record, maps, json.loads(json.dumps(anew.inventory.to_json())))
+    maps = rebuilt.read.maps if rebuilt.read else {}
+    return differences(record, maps, json.loads(json.dumps(rebuilt.inventory.to_json())))

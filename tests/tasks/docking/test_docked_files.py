@@ -264,11 +264,11 @@ def sampled(found, confidence=(0.1, 0.9, math.nan, 0.5, 0.9, 0.2)):
             found.item.split,
             None,
             10 + place,
-            told,
+            value,
             complex_rmsd=float(place),
             problem=EXPLODED if place in (3, 5) else "",
         )
-        for place, told in enumerate(confidence)
+        for place, value in enumerate(confidence)
     ]
     moves = some_moves(found.read, len(poses))
     moves.turn_P33[[3, 5]] = np.nan

@@ -30,10 +30,10 @@ KINDS = ("complex", "ligand", "interface")
 
 def settings_of(kind):
     with safe_open(FOLDER / "diffdock_pp" / f"trajectory_{kind}.safetensors", "np") as file:
-        told = ast.literal_eval(file.metadata()["settings"])
-    spreads = told["temp_sigma_data_tr"], told["temp_sigma_data_rot"]
-    tempering = told["temp_sampling"], told["temp_psi"], *spreads
-    return SamplingSteps(told["num_steps"], told["ode"], not told["no_final_noise"], *tempering)
+        recorded = ast.literal_eval(file.metadata()["settings"])
+    spreads = recorded["temp_sigma_data_tr"], recorded["temp_sigma_data_rot"]
+    tempering = recorded["temp_sampling"], recorded["temp_psi"], *spreads
+    return SamplingSteps(recorded["num_steps"], recorded["ode"], not recorded["no_final_noise"], *tempering)
 
 
 def draws_of(theirs):
