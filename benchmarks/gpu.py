@@ -336,8 +336,8 @@ def model_of(given: Given) -> Model:
         member = ZOO[name]
         sizes = min(member.sizes, key=lambda one: one[ITEMS])
         return Model(replace(work_of(member), device=CARD), member.padded, sizes)
+    from pipeline.planning.training_work import Work, step_settings
     from pipeline.project.run_code import load_task
-    from pipeline.runs.model.training_work import Work, step_settings
     from tests.recipes.projects import ALL, config_of
 
     config = config_of(ALL[name], *(ALL[name].small if is_small else ()))
@@ -352,7 +352,7 @@ def planned(given: Given) -> Found:
     """Plan bytes of a model's two sizes, each grown until it fills its share of the GPU."""
     from pipeline.memory.footprint import MemoryChoice
     from pipeline.memory.planning.step_estimates import SETTINGS, reserve
-    from pipeline.runs.model.training_work import target_of
+    from pipeline.planning.training_work import target_of
 
     model, about, choice = model_of(given), given["about"], MemoryChoice(precision=given["precision"])
     target = target_of(tuple(about["capability"]) if about["capability"] else None)

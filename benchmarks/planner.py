@@ -58,8 +58,8 @@ def worst_error(member: Member) -> float:
     """Return the largest error of a model at its sizes."""
     from pipeline.memory.footprint import MemoryChoice
     from pipeline.memory.planning.budget_search import ChoiceMemory
+    from pipeline.planning.training_work import target_of
     from pipeline.protocol import ITEMS as COUNT
-    from pipeline.runs.model.training_work import target_of
     from tests.memory.planning.planned import work_of
 
     work, choice = work_of(member), MemoryChoice(checkpointing=bool(member.settings.get("checkpointing")))
@@ -149,7 +149,7 @@ def plan_large() -> None:
     from pipeline.config.schema_train import TrainSection
     from pipeline.memory.hardware.gpus import device
     from pipeline.memory.planning.memory_plan import CardSpec
-    from pipeline.runs.model.training_work import Work, request_of, target_of
+    from pipeline.planning.training_work import Work, request_of, target_of
     from pipeline.training.step.optimizers import StepSettings
     from tests.testkit.remembering_plan import plan_with_oracle
     from tests.zoo.esm2 import Esm2

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing import Any
 
+    from pipeline.dataset.loading import open_loader
     from pipeline.graphs.residue_graph import LETTERS as RESIDUE_LETTERS
+    from pipeline.planning.task_contract import breaches
     from pipeline.protocol import Encoder, Reader, Task
     from pipeline.records import Entry, Reason, Rejection
-    from pipeline.runs.dataset.loading import open_loader
-    from pipeline.runs.model.task_contract import breaches
     from pipeline.training.checkpoints.trained_weights import NameTable
     from pipeline.training.items.batch import padded_field as padded
     from pipeline.training.own_loops.governed import Governed
@@ -54,8 +54,8 @@ PLACES = {
     "Rejection": "pipeline.records.Rejection",
     "SamplerSettings": "pipeline.training.sampling.SamplerSettings",
     "Task": "pipeline.protocol.Task",
-    "breaches": "pipeline.runs.model.task_contract.breaches",
-    "open_loader": "pipeline.runs.dataset.loading.open_loader",
+    "breaches": "pipeline.planning.task_contract.breaches",
+    "open_loader": "pipeline.dataset.loading.open_loader",
     "padded": "pipeline.training.items.batch.padded_field",
 }
 

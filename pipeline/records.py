@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+LOWEST_COSINE = "lowest cosine to"  # begins the figure that says how close embeddings are; the reference follows
 NOT_FINITE = "is not finite"  # so a training that `train.nan: stop` ends says of a loss or a gradient
 
 

@@ -100,7 +100,7 @@ FAULTS = (
         "the loosest of several limits counts",
     ),
     Fault(
-        "runs/engine/repair.py",
+        "engine/repair.py",
         "for node, count in failed.items() if count >= times)",
         "for node, count in failed.items() if count > times)",
         "a bad node is left out one failure too late",

@@ -9,7 +9,7 @@ from pathlib import Path
 from pipeline.cli.run_verbs import typed_command
 from pipeline.command_line import ANY, Command
 from pipeline.errors import SubmissionRefused
-from pipeline.runs.workflow.table import with_typed_command
+from pipeline.stages.table import with_typed_command
 
 PACKAGE = Path(__file__).resolve().parents[1] / "pipeline"
 

@@ -217,8 +217,8 @@ def _look(loaded: LoadedConfig, how: str, sample: float | None) -> Look:
     from pipeline.store.maintenance.shard_plans import check
 
     if how == "semantic":
+        from pipeline.audit.meaning import Semantic
         from pipeline.project.project import Project
-        from pipeline.runs.audit.meaning import Semantic
 
         share = loaded.config.cache.sample if sample is None else sample
         return Semantic(Project.open(loaded.config, remember=False), share).check

@@ -144,7 +144,7 @@ def stat_command(verbose: Verbose = False, config: ConfigFile = None, sets: Sets
     import gc
 
     gc.disable()  # in a short process, collecting would only walk through the imports
-    from pipeline.runs.upkeep.retention import holdings
+    from pipeline.upkeep.retention import holdings
 
     held = holdings(load_config(config, sets).config)
     if as_json:
@@ -182,8 +182,8 @@ def clean_command(
     from pipeline.project.project import Project
     from pipeline.report import tables
     from pipeline.report.cleaning_tables import CleanRequest, cleaning_lines
-    from pipeline.runs.upkeep.clean_cache import foresee_cleaning
     from pipeline.store.format.disk import ask_owner
+    from pipeline.upkeep.clean_cache import foresee_cleaning
 
     if keep_recipes and everything:
         raise ConfigError(
@@ -224,8 +224,8 @@ def _headline(cleaning: Cleaning) -> str:
 def _carry_out(cleaning: Cleaning) -> dict[str, object]:
     """Remove the files of a planned cleaning, print the progress, and return the totals as JSON data."""
     from pipeline.report.tables import plural
-    from pipeline.runs.upkeep.clean_cache import carry_out
     from pipeline.units import format_bytes
+    from pipeline.upkeep.clean_cache import carry_out
 
     freed = files = 0
     stayed, told_s = [], time.monotonic()

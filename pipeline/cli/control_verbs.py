@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
     from pipeline.cluster.job_spec import Executor
     from pipeline.config.schema import Config
+    from pipeline.engine.lifecycle import Cancellation
     from pipeline.journal.active_runs import QueueLook, SeenRun
     from pipeline.journal.run_folder import RunFolder
     from pipeline.journal.run_status import RunStatus
-    from pipeline.runs.engine.lifecycle import Cancellation
 
     Opened: TypeAlias = tuple[RunFolder, Config, Executor, RunStatus]
 
@@ -48,11 +48,11 @@ BEGINNING_S = 0.1  # how often a new supervisor is looked for that has not begun
 def resume_command(run: Run = None, follow: Follow = False, config: ConfigFile = None, sets: Sets = None) -> None:
     """Resume a stopped, failed or orphaned run."""
     from pipeline.cli.run_verbs import begin_again, follow_to_end
+    from pipeline.engine.handover import pay_visit, start_supervisor
     from pipeline.errors import ConfigError
     from pipeline.journal.run_status import ENDED, RunState, StatusReader
     from pipeline.project.project import stays
     from pipeline.report.live_status import RunProgress
-    from pipeline.runs.engine.handover import pay_visit, start_supervisor
 
     folder, frozen, executor, status = _opened(run, config, sets, "resume")
     with executor:
@@ -91,10 +91,10 @@ def cancel_command(
     sets: Sets = None,
 ) -> None:
     """Cancel a run or points of its sweep; finished work is kept."""
+    from pipeline.engine.lifecycle import cancel as end
+    from pipeline.engine.lifecycle import foresee
     from pipeline.errors import ConfigError
     from pipeline.journal.run_status import RunState
-    from pipeline.runs.engine.lifecycle import cancel as end
-    from pipeline.runs.engine.lifecycle import foresee
 
     opened = _opened(run, config, sets, "cancel")
     folder, _, executor, status = opened
@@ -123,11 +123,11 @@ def cancel_command(
 
 def _cancel_points(opened: Opened, wanted: Sequence[str], stage: str | None, *, yes: bool) -> None:
     """End points of a sweep alone."""
+    from pipeline.engine.lifecycle import cancel_points, points_to_end
     from pipeline.errors import ConfigError
     from pipeline.journal.run_status import ENDED
+    from pipeline.planning.sweep_points import points_in
     from pipeline.report.tables import plural
-    from pipeline.runs.engine.lifecycle import cancel_points, points_to_end
-    from pipeline.runs.model.sweep_points import points_in
 
     folder, frozen, executor, status = opened
     if stage is not None:
@@ -151,10 +151,10 @@ def _cancel_points(opened: Opened, wanted: Sequence[str], stage: str | None, *, 
 def _opened(run: str | None, file: Path | None, sets: list[str] | None, verb: str) -> Opened:
     """Return the folder of this user's own run, its frozen configuration, its executor and its status."""
     from pipeline.config.load import read_resolved
+    from pipeline.engine.handover import refuse_elsewhere
+    from pipeline.engine.lifecycle import refuse_others
     from pipeline.journal.active_runs import status_of
     from pipeline.project.project import open_executor
-    from pipeline.runs.engine.handover import refuse_elsewhere
-    from pipeline.runs.engine.lifecycle import refuse_others
 
     folder = run_folder(run, file, sets)
     refuse_others(folder, verb)
@@ -226,10 +226,10 @@ def status_command(
 
 def _looks(folder: RunFolder, *, watch: bool) -> tuple[Callable[[], SeenRun], Callable[[], bool]]:
     """Return two functions: one reads new events and returns the run as it is now, one says whether it goes on."""
+    from pipeline.engine.watch import tell_of_own
     from pipeline.journal.active_runs import GOING_ON, Sparing, Trail, look_at_queue, run_as_shown
     from pipeline.journal.budget import spending_of_run
     from pipeline.journal.run_status import StatusReader
-    from pipeline.runs.engine.watch import tell_of_own
 
     trail, ask = Trail(), Sparing() if watch else look_at_queue
     reader = StatusReader(folder, trail.apply) if watch else StatusReader(folder)
@@ -258,8 +258,8 @@ def prune_command(
     Records, models and measurements stay, and so do active runs and those that trainings still read.
     """
     from pipeline.report.tables import plural
-    from pipeline.runs.upkeep.prune_runs import foresee_pruning, prune
     from pipeline.units import format_bytes
+    from pipeline.upkeep.prune_runs import foresee_pruning, prune
 
     pruning = foresee_pruning(load_config(config, sets).config.cluster.runs, keep)
     is_empty = not (pruning.goes or pruning.copies or pruning.left)

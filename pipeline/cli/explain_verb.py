@@ -48,8 +48,8 @@ def show_graph(stage: str, project: Project, form: str, *, as_json: bool) -> Non
     """Print the graph of a stage and those it needs, or of all."""
     from pipeline.report import tables
     from pipeline.report.stage_graph import arrows, as_dot, as_mermaid
-    from pipeline.runs.views.stage_states import stage_boxes
-    from pipeline.runs.workflow.table import up_to
+    from pipeline.stages.table import up_to
+    from pipeline.views.stage_states import stage_boxes
 
     boxes = stage_boxes(project, up_to(stage, project.config))
     if as_json:
@@ -107,7 +107,7 @@ def explain_command(
 def _show_item(project: Project, name: str, *, as_json: bool) -> None:
     from pipeline.report.stage_graph import WorkState
     from pipeline.report.tables import show_parts, text_table
-    from pipeline.runs.views.explained_item import explain_item
+    from pipeline.views.explained_item import explain_item
 
     explained = explain_item(project, name)
     if as_json:
@@ -126,7 +126,7 @@ def _show_item(project: Project, name: str, *, as_json: bool) -> None:
 
 def _show_stage(project: Project, name: str, *, as_json: bool) -> None:
     from pipeline.report.tables import show_parts
-    from pipeline.runs.views.stage_states import explain_stage
+    from pipeline.views.stage_states import explain_stage
 
     explained = explain_stage(project, name)
     if as_json:

@@ -91,7 +91,7 @@ def export_embeddings_command(
     """
     from pipeline.config.schema_data import MAIN
     from pipeline.project.project import Project
-    from pipeline.runs.workflow.embedding_export import WantedExport, export_embeddings
+    from pipeline.stages.embedding_export import WantedExport, export_embeddings
 
     wanted = WantedExport(format_ or _told_by(out), pool, encoder or MAIN, split, replace=force, partial=partial)
     loaded = load_config(config, sets)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pipeline.encoder.weights import Examined
     from pipeline.errors import ConfigError
-    from pipeline.runs.model.trained_model import TrainedModel
+    from pipeline.planning.trained_model import TrainedModel
 
 weights_app = Verbs("Download, import, check and create encoder checkpoints.")
 Force = Annotated[bool, option("--force", "Replace an existing file.")]
@@ -242,7 +242,7 @@ Model = Annotated[str, argument("MODEL", "Model name, its folder, or one of its 
 @models_app.command("list")
 def list_models_command(as_json: Json = False, config: ConfigFile = None, sets: Sets = None) -> None:
     """List the trained models of this project (train.models)."""
-    from pipeline.runs.model.trained_model import model_names
+    from pipeline.planning.trained_model import model_names
 
     models = load_config_if_any(config, sets).config.train.models
     names = model_names(models)
@@ -258,7 +258,7 @@ def list_models_command(as_json: Json = False, config: ConfigFile = None, sets: 
 @models_app.command("show")
 def show_model_command(model: Model, as_json: Json = False, config: ConfigFile = None, sets: Sets = None) -> None:
     """Show the task, checkpoint, encoder and metrics of a model."""
-    from pipeline.runs.model.trained_model import card_lines, model_card
+    from pipeline.planning.trained_model import card_lines, model_card
 
     named = _named(model, load_config_if_any(config, sets).config.train.models)
     with _told_as_damage():
@@ -283,7 +283,7 @@ def export_model_command(
 
     The folder holds its weights (safetensors), settings, code and a README.
     """
-    from pipeline.runs.model.trained_model import export_model
+    from pipeline.planning.trained_model import export_model
 
     loaded = load_config_if_any(config, sets)
     with _told_as_damage():
@@ -313,7 +313,7 @@ def _told_as_damage() -> Iterator[None]:
 
 def _named(name: str, models: Path) -> TrainedModel:
     from pipeline.errors import ConfigError
-    from pipeline.runs.model.trained_model import named_model
+    from pipeline.planning.trained_model import named_model
 
     named = named_model(models, name)
     if named is None:

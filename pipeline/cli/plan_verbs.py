@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from pipeline.errors import PlanInfeasible
     from pipeline.project.project import Project
     from pipeline.report.plan_facts import TrainOutlook
-    from pipeline.runs.workflow.jobs import StagePlan
     from pipeline.script.batch_finding import Try
+    from pipeline.stages.jobs import StagePlan
 
 UNTOLD = "note: no Slurm answers here: the plan ignores the limits of the cluster"
 PLANNED = ("scan", "embed", "graph", "train", "validate", "all")
@@ -133,9 +133,9 @@ def _show_stages(
     from pipeline.errors import PipelineError
     from pipeline.report import tables
     from pipeline.report.plan_tables import stages_report
-    from pipeline.runs.views.efficiency import estimates
-    from pipeline.runs.workflow import table
-    from pipeline.runs.workflow.jobs import plan_stage, spec_of
+    from pipeline.stages import table
+    from pipeline.stages.jobs import plan_stage, spec_of
+    from pipeline.views.efficiency import estimates
 
     plans: list[StagePlan] = []
     notes = [table.untrained(stage, project.config)]
@@ -180,8 +180,8 @@ def _early_plan(loaded: LoadedConfig, project: Project, executor: Executor) -> s
 def _show_script(project: Project, executor: Executor, *, traced: Sequence[str], as_json: bool) -> None:
     """Print the plan of a training by a user's own script, which cannot be traced."""
     from pipeline.errors import ConfigError
-    from pipeline.runs.workflow.jobs import script_outline
-    from pipeline.runs.workflow.script_stage import ScriptStage
+    from pipeline.stages.jobs import script_outline
+    from pipeline.stages.script import ScriptStage
 
     if traced:
         problem = f"{traced[0]} needs a task: the script of train.command cannot be traced"
@@ -208,9 +208,9 @@ def _training(
     detailed: bool,
 ) -> TrainOutlook:
     """Plan training."""
-    from pipeline.runs.dataset.early_items import typed_sizes
-    from pipeline.runs.model.kept_plan import shown_plan
-    from pipeline.runs.model.offers import Question
+    from pipeline.dataset.early_items import typed_sizes
+    from pipeline.planning.kept_plan import shown_plan
+    from pipeline.planning.offers import Question
 
     question = Question(
         config=loaded.config,
@@ -226,7 +226,7 @@ def _training(
     with _stdout_to_stderr():
         if not probing:
             return shown_plan(question)
-        from pipeline.runs.model.training_outlook import plan_training
+        from pipeline.planning.training_outlook import plan_training
 
         return plan_training(question, probing=True)
 
@@ -262,8 +262,8 @@ def _show_training(
     from pipeline.journal.attempts import Ask
     from pipeline.report import tables
     from pipeline.report.plan_tables import training_answer, training_report
-    from pipeline.runs.workflow import table
-    from pipeline.runs.workflow.jobs import place
+    from pipeline.stages import table
+    from pipeline.stages.jobs import place
 
     if as_json:
         print_json([outlook.to_json()])
@@ -282,10 +282,11 @@ def show_plan(project: Project, stages: list[str], executor: Executor, typed: Co
     """Print what each stage would do, and the scripts that `typed` would submit."""
     from pipeline.report import tables
     from pipeline.report.plan_tables import stages_report
-    from pipeline.runs.views.efficiency import estimates
-    from pipeline.runs.workflow import script_stage, table
-    from pipeline.runs.workflow.jobs import plan_stage, script_outline
+    from pipeline.stages import script as script_stage
+    from pipeline.stages import table
+    from pipeline.stages.jobs import plan_stage, script_outline
     from pipeline.units import format_bytes
+    from pipeline.views.efficiency import estimates
 
     plans = [plan_stage(project, table.stage(name, project.config), executor, folder=None) for name in stages]
     tables.show_parts(*stages_report(estimates(project, plans, executor, {})), "")
@@ -308,8 +309,8 @@ def show_plan(project: Project, stages: list[str], executor: Executor, typed: Co
 
 def _show_scripts(project: Project, plans: Sequence[StagePlan], executor: Executor, emit: Path | None) -> None:
     """Print the scripts of the jobs of each stage and of a supervisor, or write them into the folder `emit`."""
+    from pipeline.engine.lifecycle import scripts
     from pipeline.errors import ConfigError
-    from pipeline.runs.engine.lifecycle import scripts
 
     for name, text in scripts(project, plans, executor):
         if emit is None:
@@ -327,9 +328,9 @@ def _show_scripts(project: Project, plans: Sequence[StagePlan], executor: Execut
 
 def print_plan(project: Project, stages: list[str], executor: Executor, note: str) -> None:
     """Print what each stage would do, a note, and the scripts that would be submitted, as one JSON document."""
-    from pipeline.runs.engine.lifecycle import scripts
-    from pipeline.runs.workflow import table
-    from pipeline.runs.workflow.jobs import plan_stage
+    from pipeline.engine.lifecycle import scripts
+    from pipeline.stages import table
+    from pipeline.stages.jobs import plan_stage
 
     plans = [plan_stage(project, table.stage(name, project.config), executor, folder=None) for name in stages]
     texts = dict(scripts(project, plans, executor)) if project.config.cluster.executor == "slurm" else {}
@@ -339,8 +340,8 @@ def print_plan(project: Project, stages: list[str], executor: Executor, note: st
 
 def _stage_json(project: Project, plan: StagePlan, executor: Executor) -> dict[str, Any]:
     """Return what a stage would do as JSON data."""
-    from pipeline.runs.workflow import script_stage
-    from pipeline.runs.workflow.jobs import script_outline
+    from pipeline.stages import script as script_stage
+    from pipeline.stages.jobs import script_outline
 
     document: dict[str, Any] = {"stage": plan.title, "counts": plan.counts(), "disk_bytes": plan.survey.bytes}
     if plan.survey.parts:

@@ -115,7 +115,7 @@ def report_command(
     from pipeline.journal.budget import spending_of_run
     from pipeline.report import tables
     from pipeline.report.use_tables import use_report
-    from pipeline.runs.views.efficiency import stage_uses
+    from pipeline.views.efficiency import stage_uses
 
     folder = run_folder(run, config, sets, with_work=True)
     if html is not None:
@@ -140,7 +140,7 @@ def report_command(
 def _write_page(folder: RunFolder, file: Path, *, as_json: bool) -> None:
     """Write or print the HTML report of a run as it is now."""
     from pipeline.errors import ConfigError
-    from pipeline.runs.views.run_page import page_now, write_page_where_asked
+    from pipeline.views.run_page import page_now, write_page_where_asked
 
     if as_json and file == PRINTED:
         raise ConfigError("cannot be combined with --json", where="--html -", remedy="leave --json out")
@@ -179,12 +179,12 @@ def compare_command(
     """Compare trainings: settings, metrics over seeds, memory, hours."""
     from pipeline.report import tables
     from pipeline.report.compared import comparison_lines
-    from pipeline.runs.views.compared_models import comparison
+    from pipeline.views.compared_models import comparison
 
     shown = comparison(_models(what or (), config, sets), metric)
     if html is not None:
         from pipeline.report.html.html_page import compared_page
-        from pipeline.runs.views.run_page import write_page_where_asked
+        from pipeline.views.run_page import write_page_where_asked
 
         write_page_where_asked(html, compared_page(shown))
     if as_json:
@@ -197,8 +197,8 @@ def compare_command(
 
 def _models(named: Sequence[str], config: Path | None, sets: Sequence[str] | None) -> list[ComparedModel]:
     """Return the trainings that are named, each once; without names all in the folder of models."""
-    from pipeline.runs.model.trained_model import model_names
-    from pipeline.runs.views.compared_models import read_model
+    from pipeline.planning.trained_model import model_names
+    from pipeline.views.compared_models import read_model
 
     if not named:
         models = load_config(config, sets).config.train.models
@@ -211,7 +211,7 @@ def _compared(name: str, config: Path | None, sets: Sequence[str] | None) -> lis
     """Return the trainings of a run, or the model of that name or in that folder."""
     from pipeline.errors import ConfigError
     from pipeline.journal.run_folder import by_path, find_run
-    from pipeline.runs.views.compared_models import models_of_run, read_model
+    from pipeline.views.compared_models import models_of_run, read_model
 
     if (run := by_path(name)) is None and (Path(name) / "prepared.json").is_file():
         return [read_model(Path(name).resolve())]
@@ -253,11 +253,11 @@ def replay_command(
 
     Steps that ran out of memory or were not finite leave a bundle. A replay changes nothing.
     """
+    from pipeline.engine.lifecycle import refuse_others
     from pipeline.errors import ConfigError
+    from pipeline.replay.replay_case import find_case, steps_with_bundles
+    from pipeline.replay.replay_step import replay_document
     from pipeline.report import tables
-    from pipeline.runs.engine.lifecycle import refuse_others
-    from pipeline.runs.replay.replay_case import find_case, steps_with_bundles
-    from pipeline.runs.replay.replay_step import replay_document
 
     folder = run_folder(run, config, sets, with_work=True)
     refuse_others(folder, "replay")  # a replay loads the run's code

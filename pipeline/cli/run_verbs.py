@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pipeline.journal.run_status import RunStatus
     from pipeline.project.project import Project
     from pipeline.report.live_status import RunProgress
-    from pipeline.runs.workflow.stage import Stage
+    from pipeline.stages.stage import Stage
 
 
 NEARLY = 0.9  # of the planned memory, which is cautious, may be asked for without a note
@@ -82,8 +82,8 @@ def submit_command(
     """
     from pipeline.cli.plan_verbs import print_plan, show_plan
     from pipeline.project.project import Project
-    from pipeline.runs.upkeep.retention import register_use
-    from pipeline.runs.workflow.table import untrained
+    from pipeline.stages.table import untrained
+    from pipeline.upkeep.retention import register_use
 
     stage = one_stage("submit", stage, stage_option)
     idle = dry_run or emit is not None
@@ -135,7 +135,7 @@ def _checked(
     from pipeline.project.container_image import is_contained, refuse_unfit_image, with_digest
     from pipeline.project.project import open_executor
     from pipeline.report.live_status import RunProgress
-    from pipeline.runs.workflow.table import with_typed_command
+    from pipeline.stages.table import with_typed_command
 
     with open_executor(project.config) as opened, RunProgress() as progress:
         try:
@@ -151,7 +151,7 @@ def _checked(
 
 def _settings_of_model(stage: str, model: str, config: Config) -> list[str]:
     """Return what `--model` sets: the stage's checkpoint, and that what is predicted needs no labels."""
-    from pipeline.runs.model.trained_model import place_of
+    from pipeline.planning.trained_model import place_of
     from pipeline.training.checkpoints.checkpoint import weights_file
 
     if stage not in (StageName.EVALUATE, StageName.PREDICT):
@@ -175,7 +175,7 @@ def _sweep_words(stage: str, sweep: Sequence[str], file: Path | None, prune: str
 
 def _settings_of_sweep(sweep: Sequence[str], file: Path | None, prune: str | None, config: Config) -> list[str]:
     """Return what `--sweep`, `--sweep-file` and `--prune` set."""
-    from pipeline.runs.model.sweep_points import typed_points
+    from pipeline.planning.sweep_points import typed_points
 
     points = [f"train.sweep.points={typed_points(sweep, file)}"] if sweep or file else []
     if not points and not config.train.sweep.points:
@@ -192,7 +192,7 @@ def _refuse(problem: str, option: str, stage: str, more: str = "") -> None:
 
 def _stages_of(project: Project, stage: str, damage_list: Path | None, *, only: bool) -> tuple[Project, list[str]]:
     """Return the stages to run, and the project, confined to what a damage list names where there is one."""
-    from pipeline.runs.workflow.table import up_to
+    from pipeline.stages.table import up_to
 
     if stage == StageName.REGENERATE:
         return to_regenerate(project, damage_list)
@@ -204,10 +204,10 @@ def _stages_of(project: Project, stage: str, damage_list: Path | None, *, only: 
 
 def _refuse_unplanned(project: Project, stages: list[str]) -> None:
     """Refuse `--only` for a stage whose graphs do not exist yet."""
+    from pipeline.dataset.loading import made_table
+    from pipeline.dataset.reader_items import unmade
     from pipeline.errors import ConfigError
-    from pipeline.runs.dataset.loading import made_table
-    from pipeline.runs.dataset.reader_items import unmade
-    from pipeline.runs.workflow import table
+    from pipeline.stages import table
 
     for stage in (table.stage(name, project.config) for name in stages):
         if stage.together and project.config.train.task is not None and made_table(project) is None:
@@ -218,7 +218,7 @@ def _refuse_unplanned(project: Project, stages: list[str]) -> None:
 def to_regenerate(project: Project, damage_list: Path | None) -> tuple[Project, list[str]]:
     """Return a project confined to the lost records of a damage list, and the stages to run; none: nothing is lost."""
     from pipeline.project.restriction import read_list
-    from pipeline.runs.workflow.table import regenerated
+    from pipeline.stages.table import regenerated
     from pipeline.store.maintenance.leftovers import refuse_unusable
 
     refuse_unusable(project.cache)
@@ -240,12 +240,12 @@ def _start(
     ended: Callable[[RunStatus], None] | None = None,
 ) -> None:
     """Start a run, unless one is doing the same already; `ended` prints its result in place of a summary."""
+    from pipeline.engine.handover import start_supervisor
+    from pipeline.engine.lifecycle import gives_way, new_run, refuse_double
+    from pipeline.engine.run_supervisor import Supervisor
     from pipeline.journal.run_status import ENDED
     from pipeline.project.project import stays
-    from pipeline.runs.engine.handover import start_supervisor
-    from pipeline.runs.engine.lifecycle import gives_way, new_run, refuse_double
-    from pipeline.runs.engine.run_supervisor import Supervisor
-    from pipeline.runs.upkeep.retention import tags_read
+    from pipeline.upkeep.retention import tags_read
 
     config, is_json = project.config, ended is not None
     same = refuse_double(config, stages, project.only)
@@ -291,7 +291,7 @@ def run_to_its_end(
     project: Project, stages: list[str], typed: Command, file: Path | None, ended: Callable[[RunStatus], None] | None
 ) -> None:
     """Run stages, show their progress until they have ended, and print the result, by `ended` if given."""
-    from pipeline.runs.upkeep.retention import register_use
+    from pipeline.upkeep.retention import register_use
 
     with _checked(project, stages, typed) as (project, opened, progress):
         register_use(project, stages, file)
@@ -315,8 +315,8 @@ def begin_again(folder: RunFolder, config: Config, status: RunStatus, *, follow:
 def _accept_code(project: Project) -> None:
     """Let the training that differs in nothing but its code go on with the code of today."""
     from pipeline.errors import ConfigError
-    from pipeline.runs.model.accepted_code import accept_code
-    from pipeline.runs.model.prepare import prepare
+    from pipeline.planning.accepted_code import accept_code
+    from pipeline.planning.prepare import prepare
 
     if project.config.train.sweep.points:
         _refuse(
@@ -350,12 +350,12 @@ def _check_first(
 
     Of a cluster that does not answer a note is printed where it `may_be_silent`, once.
     """
+    from pipeline.engine.handover import supervisor_spec
     from pipeline.errors import ClusterSilent
     from pipeline.journal.budget import Budget, Spending
     from pipeline.project.project import stays
-    from pipeline.runs.engine.handover import supervisor_spec
-    from pipeline.runs.workflow import table
-    from pipeline.runs.workflow.jobs import first_job, spec_of
+    from pipeline.stages import table
+    from pipeline.stages.jobs import first_job, spec_of
 
     silent = list[str]()
 
@@ -396,9 +396,9 @@ def _note(text: str) -> None:
 
 def _show_planning(stage: Stage, project: Project, progress: RunProgress) -> None:
     """Show that a training is planned, which may take a while, and why an earlier training is not continued."""
-    from pipeline.runs.model.prepare import is_planned
-    from pipeline.runs.workflow.sweep_stage import unplanned
-    from pipeline.runs.workflow.train_stage import novelty
+    from pipeline.planning.prepare import is_planned
+    from pipeline.stages.sweep import unplanned
+    from pipeline.stages.train import novelty
 
     if StageName.TRAIN not in (stage.name, *stage.needed(project.config)) or project.config.train.task is None:
         return
@@ -414,7 +414,7 @@ def _show_planning(stage: Stage, project: Project, progress: RunProgress) -> Non
 
 def _say_infeasible(project: Project) -> None:
     """Print which points of a sweep have no plan, why, and what helps; the others are trained."""
-    from pipeline.runs.workflow.sweep_stage import plans_of
+    from pipeline.stages.sweep import plans_of
 
     for plan in plans_of(project) or ():
         if plan.prepared is None:
@@ -434,8 +434,8 @@ def _follow(
     folder: RunFolder, executor: Executor, progress: RunProgress, ended: Callable[[RunStatus], None] | None
 ) -> None:
     """Supervise a run in this process and show its progress."""
+    from pipeline.engine.run_supervisor import Supervisor, SupervisorStopped, stop_on_signals
     from pipeline.journal.active_runs import Sparing, seen_in_queue
-    from pipeline.runs.engine.run_supervisor import Supervisor, SupervisorStopped, stop_on_signals
 
     ask = Sparing()
     for caveat in executor.caveats:

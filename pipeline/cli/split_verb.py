@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
+    from pipeline.dataset.split_data import Alike, Division, SharedItems
     from pipeline.project.project import Project
-    from pipeline.runs.dataset.split_data import Alike, Division, SharedItems
 
 METHODS = ("sequence", "identity", "clusters")
 NAMES = {2: ("train", "test"), 3: ("train", "val", "test")}
@@ -67,9 +67,9 @@ def split_command(
     pipeline data split --folds 5 --out folds.csv
     pipeline data split --check             # existing splits
     """
+    from pipeline.dataset.split_data import Alike, read_shared
+    from pipeline.dataset.split_files import check_out, check_place
     from pipeline.project.project import Project
-    from pipeline.runs.dataset.split_data import Alike, read_shared
-    from pipeline.runs.dataset.split_files import check_out, check_place
     from pipeline.store.format.disk import written_to
 
     wanted = _wanted(fractions, folds)
@@ -145,9 +145,9 @@ def _mistake(problem: str, option: str, remedy: str | Command) -> Exception:
 def _divide(
     project: Project, shared: SharedItems, wanted: dict[str, float], out: Path, *, folds: int, as_json: bool
 ) -> None:
+    from pipeline.dataset.split_data import divide_items
+    from pipeline.dataset.split_files import fold_files, use_of, write_splits
     from pipeline.report import tables
-    from pipeline.runs.dataset.split_data import divide_items
-    from pipeline.runs.dataset.split_files import fold_files, use_of, write_splits
     from pipeline.store.format.disk import written_to
 
     division = divide_items(shared, wanted)
@@ -216,10 +216,10 @@ def _size(median: float | None) -> str:
 
 def _check(project: Project, alike: Alike, out: Path | None, *, as_json: bool) -> None:
     """Say what the splits share; exit with 3 where they share anything."""
+    from pipeline.dataset.split_data import read_shared, shared_levels
+    from pipeline.dataset.split_files import write_leaking
     from pipeline.errors import DataError
     from pipeline.report import tables
-    from pipeline.runs.dataset.split_data import read_shared, shared_levels
-    from pipeline.runs.dataset.split_files import write_leaking
     from pipeline.store.format.disk import written_to
 
     shared = read_shared(project, alike)

@@ -13,7 +13,7 @@ from pipeline.cluster.machine import is_alive
 from pipeline.cluster.verdict import Cause, Word, is_interruption
 from pipeline.journal.attempts import SILENCE, Ask, Attempt, TaskRecord
 from pipeline.journal.ledger import LedgerReader
-from pipeline.records import Event, EventKind
+from pipeline.records import LOWEST_COSINE, Event, EventKind
 
 Told = TypeVar("Told")
 
@@ -295,7 +295,6 @@ class StageStatus:
         }
 
 
-LOWEST_COSINE = "lowest cosine to"  # begins the figure that says how close embeddings are; the reference follows
 INTERNAL = (
     "of",
     "judged", "told", "work", "jobs", "intents", "submitted", "sent", "left_out", "planned", "limits", "own", "names",

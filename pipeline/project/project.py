@@ -15,6 +15,7 @@ from pipeline.cluster.machine import Machine
 from pipeline.command_line import quoted
 from pipeline.config.schema_data import MAIN
 from pipeline.device.kinds import CARD, CPU
+from pipeline.encoder import embed_texts as embed
 from pipeline.encoder.checkpoint_files import ESM1B, FAMILIES
 from pipeline.encoder.embedding_recipe import BF16_PRODUCTS
 from pipeline.encoder.embedding_recipe import EmbeddingRecipe as EmbeddingRecipe
@@ -27,13 +28,12 @@ from pipeline.project.container_image import image_of
 from pipeline.project.restriction import EVERYTHING, Only
 from pipeline.project.run_code import load_encoder
 from pipeline.project.user_code import encoder_code
-from pipeline.stages import embed
-from pipeline.stages.scan import ScanShelves
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.store import WholeRecords
 from pipeline.structures.inventory import ScanRecipe
 from pipeline.structures.parsing.read_structure import FileReading
 from pipeline.structures.policy import Policy
+from pipeline.structures.scan_items import ScanShelves
 from pipeline.structures.sources.item_ids import SourceSpec
 from pipeline.training.checkpoints.checkpoint import read_export
 from pipeline.training.prepared import ModelFolder

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 PACKAGE = Path(pipeline.__file__).parent
 BESIDE = ("sbatch", "configs")  # data that lies beside the package in a checkout, and in pipeline/data in a wheel
 COPIES = ".code"
-WORKER, SUPERVISOR = "pipeline.runs.worker", "pipeline.runs.supervisor"  # modules that jobs begin with
-TASK_SERVER = "pipeline.runs.task_server"
+WORKER, SUPERVISOR = "pipeline.engine.worker", "pipeline.engine.supervisor"  # modules that jobs begin with
+TASK_SERVER = "pipeline.engine.task_server"
 
 
 def freeze(runs: Path) -> Path:

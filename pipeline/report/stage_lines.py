@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.job_spec import SUPERVISE
 from pipeline.journal.active_runs import use
-from pipeline.journal.run_status import LOWEST_COSINE
+from pipeline.records import LOWEST_COSINE
 from pipeline.report.tables import plural, text_table
 from pipeline.training.step_clock import latest_shares, shown_shares
 from pipeline.units import format_bytes, format_seconds

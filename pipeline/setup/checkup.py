@@ -19,6 +19,8 @@ from pipeline import __version__
 from pipeline.command_line import DISTRIBUTION, Command, install_extra
 from pipeline.config.load import find_config, missing_inputs, read_config
 from pipeline.config.schema_data import MAIN
+from pipeline.dataset.early_items import refuse_unknown_splits
+from pipeline.dataset.reader_items import is_reader, look_at_files, read_first, reader_of, refuse_crop
 from pipeline.encoder.weights import find_checkpoint
 from pipeline.errors import ConfigError, DataError, PipelineError, SubmissionRefused
 from pipeline.memory.lint import RunFacts, Severity, lint
@@ -27,14 +29,12 @@ from pipeline.project.project import Encoding, Project, local_machine, scan_reci
 from pipeline.project.run_code import PACKAGE, load_task
 from pipeline.records import Inventory, Item, Rejection
 from pipeline.report.tables import plural
-from pipeline.runs.dataset.early_items import refuse_unknown_splits
-from pipeline.runs.dataset.reader_items import is_reader, look_at_files, read_first, reader_of, refuse_crop
-from pipeline.runs.workflow.script_stage import ScriptStage
 from pipeline.setup import slurm_checks
 from pipeline.setup.slurm_checks import CheckResult, CheckVerdict, failed_check, good_check, noted_check, refused_check
-from pipeline.stages.scan import glance
+from pipeline.stages.script import ScriptStage
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import lay_over
+from pipeline.structures.scan_items import glance
 from pipeline.structures.sources.data_source import items
 from pipeline.structures.sources.item_ids import unread_columns
 from pipeline.units import format_bytes
@@ -356,9 +356,9 @@ def settings_findings(loaded: LoadedConfig) -> Iterator[CheckResult]:
 
 def _try_task(loaded: LoadedConfig) -> list[str]:
     """Try the task on tensors without data, and on a few items if graphs exist; return the terms without weights."""
-    from pipeline.runs.model.prepare import size_names, some_items
-    from pipeline.runs.model.task_contract import breaches, unweighted_terms
-    from pipeline.runs.workflow.train_stage import refuse_misfits
+    from pipeline.planning.prepare import size_names, some_items
+    from pipeline.planning.task_contract import breaches, unweighted_terms
+    from pipeline.stages.train import refuse_misfits
 
     train, beside = loaded.config.train, loaded.base_dir.absolute()
     task = load_task(train.task or "", train.options, beside=beside)

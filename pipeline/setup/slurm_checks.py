@@ -21,11 +21,11 @@ from pipeline.cluster.site_facts import Partition, Site, last_line, look_at_site
 from pipeline.cluster.slurm_facts import Facts
 from pipeline.command_line import Command
 from pipeline.config.schema_parts import format_duration
+from pipeline.engine.handover import supervisor_spec
 from pipeline.errors import PipelineError, SubmissionRefused
 from pipeline.project.project import Project
-from pipeline.runs.engine.handover import supervisor_spec
-from pipeline.runs.workflow import table
-from pipeline.runs.workflow.jobs import first_job, spec_of
+from pipeline.stages import table
+from pipeline.stages.jobs import first_job, spec_of
 from pipeline.units import first_few
 
 if TYPE_CHECKING:

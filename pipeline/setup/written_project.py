@@ -18,10 +18,10 @@ from pipeline.config.load import read_config
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.files import write_whole
+from pipeline.planning.trained_model import chosen_of, named_model, portable_settings
 from pipeline.project.project import local_machine
 from pipeline.project.run_code import load_task
 from pipeline.protocol import Publishes
-from pipeline.runs.model.trained_model import chosen_of, named_model, portable_settings
 from pipeline.structures.sources.source_folder import split_suffix
 from pipeline.training.checkpoints.checkpoint import weights_file
 

@@ -1,298 +1,317 @@
-"""Stage embed: the sequences of a data set in, one verified embedding of each in the store.
-
-Besides the embeddings there are two small kinds of record: `parity` says how close an encoder came to the reference,
-`limits` which budgets were learned where memory ended. Nothing here imports torch before there is something to encode.
-"""
+"""Stage embed: finds the sequences without an embedding, cuts them into tasks of equal cost, and embeds them."""
 
 from __future__ import annotations
 
-import logging
 import math
-import time
-from contextlib import closing
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+import os
+import sys
+from array import array
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import IO, TYPE_CHECKING
 
-import xxhash
+import numpy as np
 
-from pipeline.command_line import Command
-from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, ENCODER_VERSION, Variant
-from pipeline.errors import SUBMIT_AGAIN, CacheDamaged, JobFailed, RecordMissing
-from pipeline.journal.run_status import LOWEST_COSINE
-from pipeline.keys import recipe_key
-from pipeline.store.store import WholeRecords
-from pipeline.waiting import signals_held
+from pipeline.dataset import worklist
+from pipeline.dataset.standing import Standing, data_state, recall_standing, remember_standing
+from pipeline.dataset.worklist import KnownItem, Lines, Shard, StageSurvey
+from pipeline.device.host import keep_freed_memory
+from pipeline.encoder.checkpoint_files import FAMILIES
+from pipeline.encoder.embed_texts import Texts, embed_texts
+from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, texts
+from pipeline.encoder.engine.token_batches import cap_shards, deal_shards, recipe_costs
+from pipeline.journal.attempts import left_out_items, refused_parts
+from pipeline.journal.ledger import write_rejections
+from pipeline.journal.run_folder import writing_run
+from pipeline.memory.hardware.host_memory import kept_bytes
+from pipeline.project.project import asked_bytes
+from pipeline.stage_names import StageName
+from pipeline.stages.embedded import UNCOUNTED, Embedded, Tally, array_of, digest, may_be_made, name_of, refusal
+from pipeline.stages.stage import Stage, wait_until_complete
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from typing import Any
 
-    import numpy as np
     from numpy.typing import NDArray
 
-    from pipeline.device.accelerator import TorchDevice
-    from pipeline.encoder.embedding_recipe import EmbeddingRecipe
-    from pipeline.encoder.engine.embed_engine import Embedding, Engine
-    from pipeline.encoder.engine.encoder_source import EncoderSource
-    from pipeline.encoder.engine.memory_ladder import Forward
-    from pipeline.encoder.engine.token_batches import EngineSettings
-    from pipeline.encoder.parity import ParityVerdict
-    from pipeline.records import Reason, TaskContext
-    from pipeline.store.store import Store, StoreWriter
+    from pipeline.encoder.embed_texts import EmbeddingVerifier
+    from pipeline.journal.run_folder import RunFolder
+    from pipeline.project.project import Project
+    from pipeline.records import Inventory, TaskContext
+    from pipeline.stages.stage import Outcomes
 
-log = logging.getLogger(__name__)
-
-PUBLISH_EVERY_S = 60.0
-LOOKED_UP_AT_ONCE = 4096
-# Budgets are remembered on this scale of tokens, so that one that was learned can be looked up. Smaller ones are not:
-# they would slow down every later run for what may have been a passing shortage.
-_IN_FULL = Command.submit("embed").with_settings(("embed.precision", "fp32"))
-STEPS = sorted({*(1 << power for power in range(9, 21)), *(3 << power for power in range(8, 19))})
+BYTES_OF = {"fp32": 4, "fp16": 2, "bf16": 2, BF16_PRODUCTS: 2}
+RECORD_BYTES = 512  # what a record takes besides its rows
+WORTHWHILE_S = 20  # from when on another task pays
+MOST_PER_PROCESS = 100_000  # sequences, however short: a process holds some hundred bytes of every one
+RATE_OF_CORE, RATE_OF_GPU = 2e10, 2.5e13  # multiply-adds a second; cautious, and only for cutting work into tasks
+BASE_BYTES = 1 << 30  # the interpreter with torch, buffers of results
+WORKING_TOKENS = 8192
+FEWEST_TOKENS = 1024  # sequences that do not fit are cut into windows, or computed on the CPU
 
 
-@dataclass(frozen=True, slots=True)
-class EmbedShelves:
-    """The stores this stage works on."""
+class EmbedStage(Stage):
+    """The sequences of a data set in, an embedding of each in the store."""
 
-    embeddings: Store
-    weights: Store
-    parity: Store
-    limits: Store
-    shard_bytes: int
+    name = StageName.EMBED
+    kinds = ("embed", "weights", "parity", "limits")
+    needs = (StageName.SCAN,)
+    of_entries = False
+    process_per_gpu = True
+    counts_items = False
 
+    def inspect(self, project: Project) -> object:
+        return [view.encoding for view in project.encoders.values()]
 
-@dataclass(frozen=True, slots=True)
-class Texts:
-    """The sequences of a task: their lengths, and a way to read some of them."""
+    def at(self, project: Project, name: str) -> Project:
+        return project.encoders[name] if name else project
 
-    lengths_N: NDArray[np.int64]
-    read: Callable[[Sequence[int]], list[str]]
+    def views(self, project: Project) -> Mapping[str, Project]:
+        """Return the project as it is for each encoder, by the name that its tasks have."""
+        return project.encoders if len(project.encoders) > 1 else {"": project}
 
+    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
+        """Look each distinct sequence up in the store, for each encoder, and list those that are missing."""
+        if standing := recall_standing(project, folder, self.name, self.recipe(project)):
+            parts = standing.judged["parts"].items()
+            return StageSurvey(
+                standing.counts, (), parts={name: StageSurvey(UNCOUNTED | part, ()) for name, part in parts}
+            )
+        searches = {name: _Search(view) for name, view in self.views(project).items()}
+        waiting = 0
+        entries = worklist.frozen_items(project, folder)
+        with Lines(folder.todo(self.name) if folder else None) as lines:
+            for chunk in worklist.known_items(project, folder, entries):
+                items = [item for item in chunk if isinstance(item, KnownItem)]
+                waiting += sum(item.inventory is None for item in items)
+                inventories = [item.inventory for item in items if item.inventory]
+                for search in searches.values():
+                    search.look_up(inventories, lines)
+        with _order(folder) as order:
+            parts = {name: search.deal(name, order, at_once) for name, search in searches.items()}
+        survey = StageSurvey.together(parts) if len(parts) > 1 else parts[""]
+        return replace(survey, counts={**survey.counts, "waiting": waiting})
 
-def sequence_name(text: str) -> str:
-    """Return a short name of a sequence, for logs and lists."""
-    return f"{text[:8]}…{len(text)} {xxhash.xxh3_64_hexdigest(text.encode())}"
+    def mem_bytes(self, project: Project) -> int:
+        """Return the memory of a task: for each process the interpreter, the weights as loaded and as used, a batch.
 
+        Of several encoders it is that of the largest; `views` have each its own.
+        """
+        if len(project.encoders) > 1:
+            return max(map(self.mem_bytes, project.encoders.values()))
+        dim, processes = project.encoding.weights.dim, max(1, project.config.cluster.embed.gpus)
+        return processes * (BASE_BYTES + 2 * 4 * _parameters(project) + WORKING_TOKENS * dim * 64)
 
-class EmbeddingVerifier:
-    """Looks texts up; a damaged copy counts as missing, and is made anew."""
+    def _kept_bytes(self, project: Project, task_bytes: int) -> int:
+        """Return how much malloc may keep of a batch for the next: half, if the task has its planned memory."""
+        half = WORKING_TOKENS * project.encoding.weights.dim * 64 // 2
+        return kept_bytes(half, half + task_bytes - self.mem_bytes(project))
 
-    def __init__(self, recipe: EmbeddingRecipe, records: WholeRecords) -> None:
-        self._recipe, self._records = recipe, records
-        self._read: set[bytes] = set()  # keys: few, because the limit is on bytes
+    def gpu_bytes(self, project: Project) -> int:
+        """Return the least memory of a GPU: for the card's context, the weights and a sequence of common length."""
+        if len(project.encoders) > 1:  # all tasks of a stage go to the same cards
+            return max(map(self.gpu_bytes, project.encoders.values()))
+        dim, recipe = project.encoding.weights.dim, project.encoding.recipe
+        return BASE_BYTES + BYTES_OF[recipe.precision] * _parameters(project) + FEWEST_TOKENS * dim * 64
 
-    def look_up(self, texts: Sequence[str]) -> list[Variant | None]:
-        """Return the best variant in which the store has each text, whole; None where it must be computed."""
-        best: list[Variant | None] = [None] * len(texts)
-        unresolved = [(at, self._recipe.accepted(len(text))) for at, text in enumerate(texts)]
-        while unresolved:
-            keys = [self._recipe.key(texts[at], variants[0]) for at, variants in unresolved]
-            metas = self._records.metas([key for key in keys if key not in self._read])
-            self._read.update(key for key, meta in metas.items() if meta)
-            tried, unresolved = unresolved, []
-            for key, (at, variants) in zip(keys, tried, strict=True):
-                if key in self._read or key in metas:
-                    best[at] = variants[0]
-                elif len(variants) > 1:
-                    unresolved.append((at, variants[1:]))
-        return best
-
-
-def embed_texts(
-    texts: Texts,
-    load: Callable[[], EncoderSource],
-    recipe: EmbeddingRecipe,
-    settings: EngineSettings,
-    shelves: EmbedShelves,
-    tell: TaskContext,
-) -> Generator[Reason | None, None, None]:
-    """Encode the sequences of a task that are not in the store yet, and publish them at least every minute."""
-    todo_N = _missing(texts, recipe, shelves.embeddings)
-    for _ in range(len(texts.lengths_N) - len(todo_N)):
-        yield None
-    if len(todo_N) == 0:
-        return
-    from pipeline.encoder.engine import memory_ladder
-    from pipeline.encoder.engine.embed_engine import Engine
-
-    settings = memory_ladder.on_its_device(settings)
-    source = load()
-    builder = _Builder(source, recipe, settings, shelves)
-    precision, lowest = builder.gate()
-    tell.report.figures[f"{LOWEST_COSINE} {source.reference}"] = lowest
-    limits = _Limits(recipe, precision, settings, shelves.limits)
-    engine = Engine(
-        source,
-        recipe,
-        settings,
-        precision=precision,
-        ceiling=limits.ceiling(),
-        learned=limits.learn,
-        build=builder,
-        on=lambda texts: tell.on([sequence_name(text) for text in texts]),
-    )
-    missing = Texts(texts.lengths_N[todo_N], lambda places: texts.read(todo_N[list(places)].tolist()))
-    yield from _run(engine, missing, recipe, shelves, tell)
-
-
-def _run(
-    engine: Engine, texts: Texts, recipe: EmbeddingRecipe, shelves: EmbedShelves, tell: TaskContext
-) -> Generator[Reason | None, None, None]:
-    """Encode sequences, store the embeddings, and yield the outcome of each."""
-    with shelves.embeddings.writer(shard_bytes=shelves.shard_bytes) as writer:
-        try:
-            with closing(engine.run(texts.lengths_N, texts.read, _Sink(writer, recipe))) as outcomes:
-                for outcome in outcomes:
-                    tell.report.figures |= asdict(engine.figures)
-                    if outcome.reason is not None:
-                        (text,) = texts.read([outcome.index])
-                        tell.refuse(recipe.key(text, recipe.wanted(len(text))).hex(), outcome.reason, outcome.detail)
-                    yield outcome.reason
-        finally:
-            with signals_held():  # one that comes now must not cost what is finished
-                writer.flush()
-
-
-def _missing(texts: Texts, recipe: EmbeddingRecipe, store: Store) -> NDArray[np.int64]:
-    """Return which sequences the store lacks; so a task that was killed goes on where it stopped."""
-    import numpy as np
-
-    verifier = EmbeddingVerifier(recipe, WholeRecords(store))  # what a survey found damaged is still in the store
-    absent: list[int] = []
-    for start in range(0, len(texts.lengths_N), LOOKED_UP_AT_ONCE):
-        places = range(start, min(start + LOOKED_UP_AT_ONCE, len(texts.lengths_N)))
-        variants = verifier.look_up(texts.read(places))
-        absent += [at for at, variant in zip(places, variants, strict=True) if variant is None]
-    return np.array(absent, np.int64)
-
-
-class _Sink:
-    """Stores embeddings, and flushes them every minute; only the writing thread calls it."""
-
-    def __init__(self, writer: StoreWriter, recipe: EmbeddingRecipe) -> None:
-        self._writer, self._recipe = writer, recipe
-        self._published_s = time.monotonic()
-
-    def __call__(self, made: Embedding) -> None:
-        """Store one embedding with what it was made from."""
-        recipe = self._recipe
-        meta = {
-            **made.meta,
-            "text": made.text,
-            "weights": recipe.weights,
-            "layer": recipe.layer,
-            "context": recipe.context,
-        }
-        bfloat16 = tuple(made.arrays) if recipe.storage == "bf16" else ()
-        self._writer.put(recipe.key(made.text, made.variant), made.arrays, meta, bfloat16=bfloat16)
-        if time.monotonic() - self._published_s > PUBLISH_EVERY_S:
-            self._writer.flush()
-            self._published_s = time.monotonic()
-
-
-class _Builder:
-    """Builds encoders, each of which has passed the gate for its device and precision before it is used."""
-
-    def __init__(
-        self, source: EncoderSource, recipe: EmbeddingRecipe, settings: EngineSettings, shelves: EmbedShelves
-    ) -> None:
-        self._source, self._recipe, self._settings, self._shelves = source, recipe, settings, shelves
-        self._compared: dict[tuple[str, str], Forward] = {}  # what was built to be compared, and is not used yet
-
-    def gate(self) -> tuple[str, float]:
-        """Return the precision that comes close enough to the reference, and its lowest cosine."""
-        recipe, device = self._recipe, self._settings.device
-        try:
-            return recipe.precision, self._pass(device, recipe.precision)
-        except JobFailed as error:
-            if recipe.precision == "fp32" or not recipe.half_fallback:
-                raise
-            log.warning("%s; using fp32 instead", error.what)
-            return "fp32", self._pass(device, "fp32")
-
-    def __call__(self, checkpoint: object, *, layer: int, precision: str, device: TorchDevice) -> Forward:
-        """Return an encoder that passed the gate, if the checkpoint still has the weights that the keys name."""
-        del checkpoint  # it is the source
-        self._pass(device.type, precision)
-        encoder = self._compared.pop((device.type, precision), None)
-        encoder = encoder or self._source.build(layer=layer, precision=precision, device=device)
-        if self._source.digest(self._shelves.weights) != self._recipe.weights:
-            what = "the checkpoint changed after this run started; no further records were written"
-            raise JobFailed(what, where=self._source.place, remedy=SUBMIT_AGAIN)
-        return encoder
-
-    def _pass(self, device: str, precision: str) -> float:
-        """Return how close the encoder comes to the reference; raise where that is not close enough."""
-        from pipeline.encoder import esm2, parity
-        from pipeline.encoder.engine.memory_ladder import device_name
-
-        if precision == BF16_PRODUCTS and not esm2.bf16_products_here():
-            what = "this processor has neither AVX512-BF16 nor AMX, which embed.precision: bf16 needs on a CPU"
-            raise JobFailed(what, where="embed.precision", remedy=_IN_FULL)
-
-        recipe, store = self._recipe, self._shelves.parity
-        made_from = {
-            "version": [ENCODER_VERSION, parity.VERSION],
-            "weights": recipe.weights,
-            "layer": recipe.layer,
-            "precision": precision,
-            "device": device_name(device),
-        } | ({"cls": True} if recipe.cls else {})
-        key = recipe_key("parity", made_from)
-        try:
-            return float(store.get(key).meta["lowest"])  # only what passed is remembered: a fault may be of one card
-        except (RecordMissing, CacheDamaged):
-            verdict, encoder = self._source.compared(precision, recipe.layer, device, cls=recipe.cls)
-            self._refuse(verdict, precision)
-            with store.writer() as writer:
-                writer.put(key, {}, {**made_from, **asdict(verdict)})
-            self._compared[device, precision] = encoder
-            return verdict.lowest
-
-    def _refuse(self, verdict: ParityVerdict, precision: str) -> None:
-        """Raise where an encoder is not close enough."""
-        if verdict.passed:
-            return
-        remedy: str | Command = _IN_FULL
-        if precision == "fp32":
-            told = Command.of("weights check", then="   (and report this: the encoder does not match these weights)")
-            remedy = self._source.remedy or told
-        what = (
-            f"{precision} is not close enough to the reference: lowest cosine {verdict.lowest:.6f},"
-            f" below {verdict.threshold}; no record was written"
+    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
+        """Embed the sequences of one task, or of one of its processes."""
+        shard = worklist.read_shard(folder, self.name, task)
+        project, tell = self.at(project, shard.of), _told_of(shard.of, tell)
+        rows_N2 = np.fromfile(folder.order(self.name), np.uint64, 2 * shard.items, offset=16 * shard.start).reshape(
+            -1, 2
         )
-        raise JobFailed(what, where=self._source.place, remedy=remedy)
+        encoding, (number, processes) = project.encoding, tell.part
+        if processes > 1:
+            lengths_N = rows_N2[:, 1].astype(np.int64)
+            costs_N = recipe_costs(lengths_N, encoding.recipe, encoding.weights.dim)
+            rows_N2 = rows_N2[deal_shards(lengths_N, costs_N, processes, _group(project))[number]]
+        with folder.todo(self.name).open("rb") as file:
+
+            def read(wanted: Sequence[int]) -> list[str]:
+                return [os.pread(file.fileno(), int(size), int(at)).decode() for at, size in rows_N2[list(wanted)]]
+
+            if barred := left_out_items(folder, self.name):
+                kept = [at for at in range(len(rows_N2)) if name_of(read([at])[0], shard.of) not in barred]
+                rows_N2 = rows_N2[kept]
+            todo = Texts(rows_N2[:, 1].astype(np.int64), read)
+            task_bytes = tell.mem_bytes or asked_bytes(project.config.cluster.embed, self.mem_bytes(project))
+            settings = replace(encoding.settings, mem_bytes=task_bytes // processes, shrink=tell.shrink)
+            if not project.config.cluster.embed.gpus:
+                keep_freed_memory(self._kept_bytes(project, task_bytes))
+            if tell.careful:
+                settings = replace(settings, cap=1)
+            yield from embed_texts(todo, encoding.source, encoding.recipe, settings, encoding.shelves, tell)
+
+    def recipe(self, project: Project) -> Mapping[str, Any]:
+        plain = dict(zip(self.views(project), self.recipes(project), strict=True))
+        return plain if len(plain) > 1 else plain[""]
+
+    def recipes(self, project: Project) -> Sequence[Mapping[str, Any]]:
+        recipes = [view.encoding.recipe for view in self.views(project).values()]
+        return [recipe.plain(recipe.wanted(0)) for recipe in recipes]
+
+    def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Embedded:
+        """Count what the store has of every item, and list what was left out."""
+        if standing := recall_standing(project, folder, self.name, self.recipe(project)):
+            return Embedded.standing(standing)
+        state = data_state(project, folder)
+        unusable = refused_parts(folder, self.name) | left_out_items(folder, self.name)
+
+        def count() -> Embedded:
+            tally = Tally.of(self.views(project), unusable)
+            embedded, known = Embedded(), bytearray()  # keys of the inventories that were found
+            write_rejections(folder.rejected, tally.items(project, folder, embedded, known))
+            tally.count(embedded)
+            keys = tally.parts[0].sequences.keys  # which grows to those of all: there may be millions
+            for part in tally.parts[1:]:
+                keys += part.sequences.keys
+            if not embedded.undone:
+                worklist.remember_needed(project, self.name, keys)
+            if not embedded.undone + embedded.unnamed and not embedded.others:
+                counts = UNCOUNTED | {
+                    "refused": sum(len(part.sequences.refused) for part in tally.parts),
+                    "cached": embedded.sequences,
+                    "encoders": len(embedded.parts),
+                }
+                counts["items"] = counts["refused"] + counts["cached"]
+                found, kinds = Standing(counts, embedded.to_json()), {"scan": known, "embed": keys}
+                remember_standing(
+                    project, folder, self.name, self.recipe(project), state, found, kinds, [folder.rejected]
+                )
+            return embedded
+
+        embeddings = (view.encoding.shelves.embeddings for view in self.views(project).values())
+        return wait_until_complete((*project.shelves.stores(), *embeddings), count, patience_s)
+
+    def check(self, project: Project, folder: RunFolder, judged: Embedded) -> list[str]:  # noqa: ARG002
+        """Return a warning for each kind of embeddings that are cut, or of another precision than was wanted."""
+        return [
+            f"{count:,} sequence{' is' if count == 1 else 's are'} embedded {name}"
+            for name, count in judged.others.items()
+        ]
 
 
-class _Limits:
-    """The budgets that were learned where memory ended, on devices with this much of it; forgotten after a week."""
+@dataclass(slots=True)
+class _Search:
+    """What the store has of the sequences for one encoder: digests, and where those stand that are missing."""
 
-    def __init__(self, recipe: EmbeddingRecipe, precision: str, settings: EngineSettings, store: Store) -> None:
-        from pipeline.encoder.engine.memory_ladder import device_name, memory_bytes
+    project: Project
+    cached: array[int] = field(default_factory=lambda: array("Q"))
+    refused: array[int] = field(default_factory=lambda: array("Q"))
+    missing: array[int] = field(default_factory=lambda: array("Q"))
+    unnamed: array[int] = field(default_factory=lambda: array("Q"))
+    offsets: array[int] = field(default_factory=lambda: array("Q"))
+    lengths: array[int] = field(default_factory=lambda: array("Q"))
+    verifier: EmbeddingVerifier = field(init=False)
 
-        self._store = store
-        self._made_from: dict[str, Any] = {
-            "weights": recipe.weights,
-            "layer": recipe.layer,
-            "precision": precision,
-            "device": device_name(settings.device),
-            "memory": round(2 * math.log2(memory_bytes(settings))),
-            "week": time.strftime("%G-%V"),  # what did not fit beside a neighbour may fit later
+    def __post_init__(self) -> None:
+        self.verifier = self.project.encoding.verifier()
+
+    def look_up(self, inventories: Iterable[Inventory], lines: Lines) -> None:
+        """Sort sequences into those that cannot be encoded, those that are cached, and those that are missing."""
+        recipe, good = self.project.encoding.recipe, []
+        for text in dict.fromkeys(text for each in inventories for text in texts(each, recipe.context)):
+            if refusal(text, recipe) is None:
+                good.append(text)
+            else:
+                self.refused.append(digest(text))
+        for text, variant in zip(good, self.verifier.look_up(good), strict=True):
+            if variant is not None:
+                self.cached.append(digest(text))
+            elif not may_be_made(text, recipe, self.project.only):
+                self.unnamed.append(digest(text))
+            else:
+                self.missing.append(digest(text))
+                self.offsets.append(lines.position)
+                self.lengths.append(len(text))
+                lines.write(text)
+
+    def deal(self, name: str, order: _Order, at_once: int) -> StageSurvey:
+        """Count the sequences, and cut those that are missing into tasks of equal cost, with a place in the order."""
+        missing, first = np.unique(array_of(self.missing), return_index=True)
+        lengths_N = array_of(self.lengths)[first].astype(np.int64)
+        counts = UNCOUNTED | {
+            "refused": len(np.unique(array_of(self.refused))),
+            "cached": len(np.unique(array_of(self.cached))),
+            "missing": len(missing),
+            "unnamed": len(np.unique(array_of(self.unnamed))),
+            "residues": int(lengths_N.sum()),
         }
+        counts["items"] = sum(counts[name] for name in ("refused", "cached", "missing", "unnamed"))
+        weights, recipe = self.project.encoding.weights, self.project.encoding.recipe
+        costs_N = recipe_costs(lengths_N, recipe, weights.dim)
+        tasks = _tasks(self.project, len(lengths_N), float(costs_N.sum()), at_once)
+        dealt = deal_shards(lengths_N, costs_N, tasks, _group(self.project)) if len(lengths_N) else []
+        offsets_N = array_of(self.offsets)[first]
+        parts = cap_shards(dealt, _most(self.project))
+        shards = tuple(order.add(offsets_N, lengths_N, part, name) for part in parts)
+        row_bytes = weights.dim * BYTES_OF[recipe.storage]
+        mark_bytes = row_bytes if recipe.cls else 0
+        taken = int(lengths_N.sum()) * (row_bytes + 1) + len(lengths_N) * (mark_bytes + RECORD_BYTES)
+        return StageSurvey(counts, shards, bytes=taken, cost=float(costs_N.sum()))
 
-    def ceiling(self) -> int | None:
-        """Return the smallest budget that had to be learned."""
-        keys = [self._key(step) for step in STEPS]
-        missing = set(self._store.missing(keys))
-        return next((step for step, key in zip(STEPS, keys, strict=True) if key not in missing), None)
 
-    def learn(self, budget: int) -> None:
-        """Remember a budget for the next run."""
-        step = max((step for step in STEPS if step <= budget), default=None)
-        if step is None:
-            return
-        with self._store.writer() as writer:
-            writer.put(self._key(step), {}, {**self._made_from, "budget": step})
+@dataclass(slots=True)
+class _Order:
+    """The order in which tasks take sequences: a row for each, where it stands in the list and how long it is."""
 
-    def _key(self, step: int) -> bytes:
-        return recipe_key("limits", {**self._made_from, "budget": step})
+    file: IO[bytes] | None
+    rows: int = 0
+
+    def add(
+        self, offsets_N: NDArray[np.uint64], lengths_N: NDArray[np.int64], part: NDArray[np.int64], of: str
+    ) -> Shard:
+        """Add the sequences of one task."""
+        if self.file is not None:
+            np.stack([offsets_N[part], lengths_N[part].astype(np.uint64)], axis=1).tofile(self.file)
+        start, self.rows = self.rows, self.rows + len(part)
+        return Shard(start, self.rows, len(part), int(lengths_N[part].max()), of)
+
+
+@contextmanager
+def _order(folder: RunFolder | None) -> Iterator[_Order]:
+    """Give the order of a run, to be added to; without a run it is only counted."""
+    if folder is None:
+        yield _Order(None)
+        return
+    path = folder.order(StageName.EMBED)
+    with writing_run(path), path.open("wb") as file:
+        yield _Order(file)
+
+
+def _told_of(of: str, tell: TaskContext) -> TaskContext:
+    """Return whom a task tells what it works on, so that what kills one encoder is left to the others."""
+    return replace(tell, on=lambda names: tell.on([f"{name} of {of}" for name in names])) if of else tell
+
+
+def _group(project: Project) -> int:
+    """Return how many sequences of similar length stay together, so that every task can form full batches."""
+    batch, most = project.config.embed.batch, project.config.cluster.embed.items_per_task
+    group = int(batch.cap) if batch.policy == "divisor" and batch.cap != "auto" else 1
+    return group if most == "auto" else min(group, int(most))
+
+
+def _tasks(project: Project, sequences: int, cost: float, at_once: int) -> int:
+    """Return the number of tasks: as configured, else by minutes, and enough for all that can run at once."""
+    resources = project.config.cluster.embed
+    if resources.items_per_task != "auto":
+        return max(1, math.ceil(sequences / int(resources.items_per_task)))
+    rate = RATE_OF_GPU * resources.gpus or RATE_OF_CORE * resources.cpus
+    tasks = worklist.tasks_for(cost / rate, resources.minutes_per_task, at_once, WORTHWHILE_S)
+    return min(tasks, math.ceil(sequences / _group(project)))
+
+
+def _most(project: Project) -> int:
+    """Return the most sequences that a task by minutes may have."""
+    resources = project.config.cluster.embed
+    return MOST_PER_PROCESS * max(1, resources.gpus) if resources.items_per_task == "auto" else sys.maxsize
+
+
+def _parameters(project: Project) -> int:
+    """Return the approximate number of the encoder's parameters."""
+    weights = project.encoding.weights
+    if weights.family not in FAMILIES:  # 4 bytes each at most as they are stored; more where they are of half precision
+        return weights.bytes // 3
+    return weights.layers * (12 * weights.dim**2 + 13 * weights.dim)

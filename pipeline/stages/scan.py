@@ -1,267 +1,372 @@
-"""Stage scan: structure files in, an inventory of every item in the store.
+"""Stage scan: finds the items of a data set without an inventory, and scans them.
 
-Two kinds of record. `files` remembers which content a file (path, inode, size, times) had, so that an unchanged one is
-never read again; `scan` holds the inventory under the key of that content and of every choice that can change it.
+Structures are scanned file by file; what a reader gives is read in one task, from beginning to end.
 """
 
 from __future__ import annotations
 
-import logging
-import time
-from dataclasses import dataclass, field
-from itertools import chain
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+import json
+import math
+import shutil
+from array import array
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from pipeline.errors import CacheDamaged, RecordMissing
-from pipeline.files import state_of
-from pipeline.keys import COARSE_TICK_NS, content_digest, is_settled, recipe_key
-from pipeline.records import Inventory, Item, Reason
-from pipeline.store.cache_folder import update_index
-from pipeline.structures.atoms import UnusableInput
-from pipeline.structures.inventory import ScanRecipe, examine_item, item_key
-from pipeline.structures.parsing.structure_files import (
-    File,
-    StructureFiles,
-    read_file,
-    stat_file,
-    total_bytes,
+from pipeline.command_line import Command
+from pipeline.dataset import worklist
+from pipeline.dataset.early_items import edges_of_atom
+from pipeline.dataset.read_entries import ITEMS_READ, EntriesTaken, take_entries
+from pipeline.dataset.reader_items import (
+    FORMAT,
+    TRIED,
+    blaming_reader,
+    look_at_files,
+    read_by_run,
+    read_first,
+    reader_of,
+    reader_state,
+    reader_tables,
+    refuse_unreadable,
 )
+from pipeline.dataset.standing import DataState, Standing, data_state, recall_standing, remember_standing
+from pipeline.dataset.worklist import Lines, Shard, StageSurvey
+from pipeline.errors import CacheDamaged, DataError, RecordMissing
+from pipeline.files import write_whole
+from pipeline.graphs.make_graphs import Maker, open_writer
+from pipeline.journal.ledger import write_rejections
+from pipeline.journal.run_folder import writing_run
+from pipeline.records import Entry, Item, Reason, Rejection
+from pipeline.stage_names import StageName
+from pipeline.stages.census import Census, CensusTally, ItemLists, list_table, write_leaks
+from pipeline.stages.stage import Judged, Stage, wait_until_complete
+from pipeline.store.store import in_chunks
+from pipeline.structures.inventory import plain_recipe
+from pipeline.structures.scan_items import glance, look_up_items, scan_items
+from pipeline.structures.sources.item_ids import unread_columns
+from pipeline.training.items.item_table import KIND, ItemTable
+from pipeline.units import printable_text
+from pipeline.waiting import wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-    from typing import TypeAlias
+    from collections.abc import Iterable, Iterator, Mapping
+    from typing import Any
 
-    from pipeline.store.store import Store, StoreWriter
-    from pipeline.structures.inventory import Complex
+    from pipeline.journal.run_folder import RunFolder
+    from pipeline.project.project import Project
+    from pipeline.protocol import Reader
+    from pipeline.records import TaskContext
+    from pipeline.stages.stage import Outcomes
 
-    Refuse: TypeAlias = Callable[[str, Reason, str], None]  # is told of an item whose files cannot be read, and why
-
-log = logging.getLogger(__name__)
-
-# What is wrong with the bytes of a file stays wrong until the file changes, so it is remembered with it.
-LASTING = frozenset({Reason.EMPTY_FILE, Reason.TRUNCATED_FILE, Reason.UNKNOWN_FORMAT})
-PUBLISH_EVERY_S = 60.0
-LARGE_BYTES = 16 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class ScanShelves:
-    """The two stores this stage works on."""
-
-    inventories: Store
-    files: Store
-    shard_bytes: int
-
-    def stores(self) -> tuple[Store, Store]:
-        return self.inventories, self.files
+BASE_BYTES = 512 << 20
+BYTES_PER_FILE_BYTE = 16  # an mmCIF file of 38 MB was seen to take 587 MB
+BYTES_PER_PAE_BYTE = 8  # and predicted aligned errors beside it
+ATOMS_PER_RESIDUE = 10  # heavy ones, on the average
+BYTES_PER_EDGE = 100  # of an atom graph while it is built
+TASKS_PER_SLOT = 4  # enough that the last task to finish is short
+FEWEST_PER_TASK, MOST_PER_TASK = 256, 2048  # a task costs a second of CPU, as 200 PDB files do, and a published file
+FEWEST_PER_JOB = 512  # and on a cluster a place in the queue
+ITEMS_PER_S = 20  # mmCIF files; cautious, and only for cutting work into tasks
+AT_A_GLANCE = frozenset({Reason.MISSING_FILE, Reason.UNREADABLE_FILE, Reason.FILE_TOO_LARGE, Reason.NEEDS_EXTRA})
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What the store knows of an item: its key if its files are known, its inventory if it was scanned."""
+class ScanStage(Stage):
+    """Structures in, an inventory of every item in the store."""
 
-    key: bytes | None = None
-    inventory: Inventory | None = None
+    name = StageName.SCAN
+    kinds = ("scan", "files", "sets")
+    lists_lines = True
+
+    def inspect(self, project: Project) -> object:
+        return next(worklist.list_items(project), None)
+
+    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
+        """Compare the data set with the store; with a run folder, list all items and the missing ones there."""
+        if standing := recall_standing(project, folder, self.name, self.recipe(project)):
+            return StageSurvey(standing.counts, ())
+        counts = {"items": 0, "refused": 0, "unusable": 0, "cached": 0, "missing": 0, "unnamed": 0}
+        offsets = array("Q")  # where each missing item begins in the todo file, and the end: 8 bytes an item
+        with Lines(folder.todo(self.name) if folder else None) as todo:
+            for chunk in in_chunks(worklist.frozen_items(project, folder), worklist.LOOKED_UP_AT_ONCE):
+                items = [entry for entry in chunk if isinstance(entry, Item)]
+                counts["items"] += len(chunk)
+                counts["refused"] += len(chunk) - len(items)
+                for item, known in zip(items, look_up_items(items, project.recipe, project.shelves), strict=True):
+                    if known.inventory is not None:
+                        counts["unusable" if known.inventory.reason in AT_A_GLANCE else "cached"] += 1
+                        continue
+                    if not _is_named(item, known.key, project):
+                        counts["unnamed"] += 1
+                        continue
+                    offsets.append(todo.position)
+                    counts["missing"] += 1
+                    todo.write(worklist.item_line(item))
+            offsets.append(todo.position)
+        missing, items_per_task = counts["missing"], _items_per_task(project, counts["missing"], at_once)
+        bounds = pairwise([*range(0, missing, items_per_task), missing])
+        return StageSurvey(counts, tuple(Shard(offsets[first], offsets[last], last - first) for first, last in bounds))
+
+    def mem_bytes(self, project: Project) -> int:
+        """Return the memory of a task: for the interpreter, the largest file and the largest graph."""
+        structures, graph = project.config.structures, project.config.graph
+        graph_bytes = 0
+        if graph.nodes == "atom":
+            graph_bytes = ATOMS_PER_RESIDUE * structures.max_residues * edges_of_atom(graph) * BYTES_PER_EDGE
+        file_bytes = structures.max_file_bytes * (BYTES_PER_FILE_BYTE + (structures.pae != "none") * BYTES_PER_PAE_BYTE)
+        return BASE_BYTES + file_bytes + graph_bytes
+
+    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
+        """Scan the items of one task; if the run includes graphs, build them from the structures in memory."""
+        items = worklist.task_items(folder, self.name, task, tell)
+        if StageName.GRAPH not in json.loads(folder.stages.read_text()) or not project.config.graph.cache:
+            yield from scan_items(items, project.recipe, project.shelves, refuse=tell.refuse)
+            return
+        with open_writer(project.graphs.store, project.config.cache.shard_bytes) as writer:
+            maker = Maker(project.graphs.recipe, project.graphs.store, writer, partial(project.only.names, "graph"))
+            yield from scan_items(items, project.recipe, project.shelves, maker, refuse=tell.refuse)
+
+    def recipe(self, project: Project) -> Mapping[str, Any]:
+        return plain_recipe(project.recipe)
+
+    def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Census:
+        """Take the census of all items by the store, and list the rejected ones."""
+        if standing := recall_standing(project, folder, self.name, self.recipe(project)):
+            return Census.standing(standing, str(folder.path))
+        state, known = data_state(project, folder, anew=True), bytearray()
+
+        def count() -> CensusTally:
+            tally, keys = CensusTally(), bytearray()
+            known.clear()
+            with ItemLists(folder) as lists:
+                write_rejections(folder.rejected, _tally(project, folder, tally, keys, known, lists))
+            if not tally.undone:
+                worklist.remember_needed(project, self.name, keys)
+            return tally
+
+        tally = wait_until_complete(project.shelves.stores(), count, patience_s)
+        write_leaks(folder, tally)
+        census = tally.census(str(folder.path))
+        if not tally.undone + tally.unnamed:
+            lists = (folder.rejected, folder.inventory, folder.residues_left_out, folder.leaks)
+            found = Standing(_counts_of(state, tally), census.to_json())
+            keys = {"files": state.marks, "scan": known}
+            remember_standing(project, folder, self.name, self.recipe(project), state, found, keys, lists)
+        return census
+
+    def check(self, project: Project, folder: RunFolder, judged: Census) -> list[str]:
+        is_told = judged.leaks and project.config.data.on_leak != "ignore"
+        first = next((item for item in worklist.read_items(folder.items) if isinstance(item, Item)), None)
+        unread = unread_columns(first, project.config.data.labels) if first else ""
+        return [*_checked_leaks(project, describe_leaks(judged, folder) if is_told else ""), *filter(None, [unread])]
 
 
-def _nobody(_item: str, _reason: Reason, _detail: str) -> None:
-    """Tell nobody that a file could not be read."""
+def _is_named(item: Item, key: bytes | None, project: Project) -> bool:
+    """Tell whether a confined run may scan an item: its own record, or one of its files, is to be made."""
+    only = project.only
+    if key is not None:
+        return only.names(StageName.SCAN, key)
+    marks = (glance(path, project.recipe) for path in project.recipe.paths(item))
+    return (
+        only.is_all
+        or StageName.SCAN in only.untold
+        or any(only.names("files", m) for m in marks if isinstance(m, bytes))
+    )
 
 
-class Also(Protocol):
-    """Makes something else of a structure while it is in memory."""
-
-    def make(self, key: bytes, read: Complex) -> Reason | None:
-        """Make it of an item, given the key of its inventory."""
-
-    def publish(self) -> None:
-        """Write what was made to disk."""
-
-
-def look_up_items(items: Sequence[Item], recipe: ScanRecipe, shelves: ScanShelves) -> list[Seen]:
-    """Return what the store knows of each item; no structure file is read."""
-    paths = [recipe.paths(item) for item in items]  # once: a file may appear beside another at any time
-    glances = {path: glance(path, recipe) for path in dict.fromkeys(chain.from_iterable(paths))}
-    files = _read_meta(shelves.files, {mark for mark in glances.values() if isinstance(mark, bytes)})
-    known = {path: _content(files, mark, recipe) for path, mark in glances.items()}
-    keys = [_key(item, recipe, {path: known[path] for path in own}) for item, own in zip(items, paths, strict=True)]
-    inventories = _read_meta(shelves.inventories, {key for key in keys if isinstance(key, bytes)})
-    return [_seen(key, inventories.get(key)) if isinstance(key, bytes) else Seen(None, key) for key in keys]
+def _counts_of(state: DataState, tally: CensusTally) -> dict[str, int]:
+    """Return what a survey counts of a data set that lacks nothing."""
+    refused = state.refused.total()
+    unusable = sum(tally.rejected.get(reason, 0) - state.refused[reason] for reason in AT_A_GLANCE)
+    cached = state.items - refused - unusable
+    return {
+        "items": state.items,
+        "refused": refused,
+        "unusable": unusable,
+        "cached": cached,
+        "missing": 0,
+        "unnamed": 0,
+    }
 
 
-def look_again(item: Item, recipe: ScanRecipe, shelves: ScanShelves, since_ns: int) -> Seen:
-    """Return what is known of an item by reading its files, if any was too recent to be remembered at that time."""
-    try:
-        paths = recipe.paths(item)
-        states = [stat_file(Path(path), recipe.max_file_bytes) for path in paths]
-        if all(state.st_ctime_ns < since_ns - COARSE_TICK_NS for state in states):
-            return Seen()
-        digests = {path: content_digest(read_file(Path(path), recipe.max_file_bytes)).hex() for path in paths}
-    except UnusableInput as problem:
-        return Seen(None, Inventory(reason=problem.reason, detail=problem.detail))
-    key = item_key(item, recipe, digests)
-    return _seen(key, _read_meta(shelves.inventories, {key}).get(key))
+def _items_per_task(project: Project, missing: int, at_once: int) -> int:
+    """Return how many items a task takes: as configured, else for a few tasks in each slot, within limits."""
+    configured = project.config.cluster.scan.items_per_task
+    if configured != "auto":
+        return int(configured)
+    if project.config.cluster.executor == "local":
+        return max(FEWEST_PER_TASK, min(MOST_PER_TASK, math.ceil(missing / (TASKS_PER_SLOT * at_once))))
+    most = 60 * project.config.cluster.scan.minutes_per_task * ITEMS_PER_S
+    return min(most, max(FEWEST_PER_JOB, math.ceil(missing / at_once)))
 
 
-def glance(path: str, recipe: ScanRecipe) -> bytes | Inventory | None:
-    """Return the key of a file as it stands, or why it cannot be used, or None while its times prove nothing."""
-    try:
-        state = stat_file(Path(path), recipe.max_file_bytes)
-    except UnusableInput as problem:
-        return Inventory(reason=problem.reason, detail=problem.detail)
-    if not is_settled(state.st_mtime_ns, state.st_ctime_ns):
-        return None
-    return recipe_key("file", {"state": state_of(path, state)})
+def _tally(
+    project: Project, folder: RunFolder, tally: CensusTally, keys: bytearray, known: bytearray, lists: ItemLists
+) -> Iterator[dict[str, Any]]:
+    """Count and list every item that can be used, and yield the rejected ones; collect the keys of both in `known`."""
+    is_required = worklist.required_lines(folder, StageName.SCAN)
+    for chunk in worklist.known_items(project, folder, worklist.read_items(folder.items), known):
+        for entry in chunk:
+            if isinstance(entry, Rejection):
+                tally.reject(entry)
+                yield entry.to_json()
+            elif entry.inventory is None:
+                tally.miss(entry.item.id, required=is_required(worklist.item_line(entry.item)))
+            else:
+                key = entry.key or b""
+                tally.accept(entry.item, entry.inventory)
+                lists.add(entry.item, entry.inventory, [key.hex(), project.graphs.recipe.key(key).hex()])
+                keys += key
 
 
-def _content(
-    files: Mapping[bytes, Mapping[str, Any]], mark: bytes | Inventory | None, recipe: ScanRecipe
-) -> str | Inventory | None:
-    """Return the digest of a file's content as the store remembers it, or why the file cannot be used."""
-    if not isinstance(mark, bytes):
-        return mark
-    meta = files.get(mark)
-    if meta is None:
-        return None
-    if "content" not in meta:
-        return Inventory.from_json(meta)
-    if meta["bytes"] > recipe.max_file_bytes:  # the limit was larger when it was unfolded
-        what = f"unfolds to {meta['bytes']:,} bytes; structures.max_file_bytes is {recipe.max_file_bytes:,}"
-        return Inventory(reason=Reason.FILE_TOO_LARGE, detail=what)
-    content: str = meta["content"]
-    return content
+def _checked_leaks(project: Project, what: str) -> list[str]:
+    """Raise, warn or do nothing about leaks between splits, as configured."""
+    data = project.config.data
+    if what and data.on_leak == "error":
+        remedy = Command.submit("scan", before="correct the splits   or   ").with_settings(("data.on_leak", "warn"))
+        raise DataError(what, where=str(data.path), remedy=remedy)
+    return [what] if what and data.on_leak == "warn" else []
 
 
-def _key(item: Item, recipe: ScanRecipe, contents: Mapping[str, str | Inventory | None]) -> bytes | Inventory | None:
-    """Return the key of an item whose files are all known, else what keeps one of them from being used."""
-    for content in contents.values():
-        if not isinstance(content, str):
-            return content
-    return item_key(item, recipe, contents)  # type: ignore[arg-type]  # every content is a digest here
+def describe_leaks(census: Census, folder: RunFolder) -> str:
+    """Describe what is in several splits, with a few items of each kind by name."""
+    wanted = {ordinal for leak in census.leaks for ordinal in leak.items}
+    names = {ordinal: entry.id for ordinal, entry in worklist.items_at(folder.items, sorted(wanted))}
+    lines = []
+    for leak in {leak.what: leak for leak in reversed(census.leaks)}.values():
+        items = ", ".join(names[ordinal] for ordinal in leak.items)
+        more = f" (and {leak.total - 1:,} more)" if leak.total > 1 else ""
+        lines.append(f"the same {leak.what} is in the splits {' and '.join(leak.splits)}: {items}{more}")
+    return "\n  ".join([*lines, f"all of them: {folder.leaks}"] if lines else lines)
 
 
-def _seen(key: bytes, meta: Mapping[str, Any] | None) -> Seen:
-    """Return an item with the inventory in its record, if there is one."""
-    return Seen(key, None if meta is None else Inventory.from_json(meta))
-
-
-def _read_meta(store: Store, keys: set[bytes]) -> dict[bytes, Mapping[str, Any]]:
-    """Return the metadata of the records that the store has; a damaged one counts as missing, and is made anew."""
-    while True:
-        missing = set(store.missing(list(keys)))
-        if len(missing) == len(keys):
-            return {}
-        try:
-            return {record.key: record.meta for record in store.read(keys - missing)}
-        except (CacheDamaged, RecordMissing) as error:  # the store has struck that copy out, and will not name it again
-            log.warning("%s: %s: rebuilt", error.where, error.what)
+READER_BYTES = 1 << 30  # an interpreter, and what a reader holds of a file
+TOLD_EVERY = 100  # items
+SETTLING_S = 3.0  # after which the times of a file prove something, on any file system
 
 
 @dataclass(slots=True)
-class Scanner:
-    """Scans items one at a time; it holds a few files and the keys of what it has not published."""
+class EntriesRead(Judged):
+    """The result of reading a data set with a reader."""
 
-    recipe: ScanRecipe
-    shelves: ScanShelves
-    inventories: StoreWriter
-    files: StoreWriter
-    also: Also | None = None
-    refuse: Refuse = _nobody
-    known: dict[bytes, Reason | None] = field(default_factory=dict)  # the inventories that are not published yet
-    seen: set[bytes] = field(default_factory=set)  # and files
-    kept: StructureFiles = field(init=False)
-    published_s: float = field(default_factory=time.monotonic)
-
-    def __post_init__(self) -> None:
-        self.kept = StructureFiles(lambda path: self._read(path, glance(path, self.recipe)), self.recipe.paths)
-
-    def scan(self, item: Item) -> Reason | None:
-        """Store the inventory of an item; return the reason if it is left out."""
-        try:
-            files = self.kept.of(item)
-        except UnusableInput as problem:
-            if problem.reason not in LASTING:  # which the store knows; this, only who tried to read the file
-                self.refuse(item.id, problem.reason, problem.detail)
-            return problem.reason
-        key = item_key(item, self.recipe, {path: file.digest for path, file in files.items()})
-        return self.known[key] if key in self.known else self._take(item, key, files)
-
-    def _take(self, item: Item, key: bytes, files: Mapping[str, File]) -> Reason | None:
-        """Make an inventory, unless the store has it because the file was only touched or copied."""
-        stored = _read_meta(self.shelves.inventories, {key})
-        if stored:
-            self.known[key] = Inventory.from_json(stored[key]).reason
-            return self.known[key]
-        if total_bytes(files) > LARGE_BYTES:
-            self.publish()  # should this one exhaust the memory, what came before it is safe
-        try:
-            inventory, read = examine_item(item, files, self.recipe)
-        except MemoryError as error:
-            raise MemoryError(f"out of memory while reading {item.id}") from error
-        except (ImportError, OSError) as error:  # of this machine, perhaps: whoever scans it next tries again
-            log.exception("%s could not be scanned here", item.id)
-            self.refuse(item.id, Reason.SCAN_FAILED, _of_error(error))
-            return Reason.SCAN_FAILED
-        except Exception as error:  # a bug of ours or of a parser must cost this item, not the run
-            log.exception("%s could not be scanned", item.id)
-            inventory = Inventory(reason=Reason.SCAN_FAILED, detail=_of_error(error))
-            read = None
-        self.inventories.put(key, read.maps if read else {}, inventory.to_json())
-        if self.also and read:
-            self.also.make(key, read)  # a refusal of its own is in its own record
-        self.known[key] = inventory.reason
-        return inventory.reason
-
-    def publish(self) -> None:
-        """Write what was found to disk, where it is looked up from now on."""
-        self.inventories.flush()
-        self.files.flush()
-        self.known.clear()
-        self.seen.clear()
-        for store in self.shelves.stores():
-            update_index(store, far_behind=True)
-        if self.also:
-            self.also.publish()
-        self.published_s = time.monotonic()
-
-    def _read(self, path: str, mark: bytes | Inventory | None) -> File:
-        """Read a file; what is remembered of it holds only if it did not change meanwhile."""
-        try:
-            data = read_file(Path(path), self.recipe.max_file_bytes)
-        except UnusableInput as problem:
-            if problem.reason in LASTING:
-                self._remember(path, mark, {"reason": problem.reason.value, "detail": problem.detail})
-            raise
-        file = File(data, content_digest(data).hex())
-        self._remember(path, mark, {"content": file.digest, "bytes": len(data)})
-        return file
-
-    def _remember(self, path: str, mark: bytes | Inventory | None, meta: Mapping[str, Any]) -> None:
-        """Record the content of a file, unless it may have changed since its mark was taken."""
-        if isinstance(mark, bytes) and mark not in self.seen and glance(path, self.recipe) == mark:
-            self.seen.add(mark)
-            if not _read_meta(self.shelves.files, {mark}):  # it is there where the inventory alone was lost
-                self.files.put(mark, {}, meta)
+    splits: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, dict[str, float]] = field(default_factory=dict)  # rows along each axis
+    chains: dict[str, int] = field(default_factory=dict)  # of which there are none
+    leaks: int = 0
+    leak: str = ""
+    table: str = ""  # its key
 
 
-def _of_error(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:200]
+class ReaderScanStage(Stage):
+    """A reader's items in, a table of the usable ones out: read once, from beginning to end."""
+
+    name = StageName.SCAN
+    kinds = ScanStage.kinds
+
+    def inspect(self, project: Project) -> object:
+        return refuse_unreadable(project)
+
+    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:  # noqa: ARG002 - one task
+        """Find out whether the data set was read in its present state."""
+        known = None
+        with suppress(CacheDamaged, RecordMissing):
+            known = next((earlier for earlier, _, _ in reader_tables(project)), None)
+        if folder is not None:
+            with writing_run(folder.items):
+                folder.items.touch()  # there are no structures
+            if known is not None and known.path != folder.path:
+                _take_over(known, folder)
+        cached = int(known is not None)
+        counts = {"items": 1, "refused": 0, "unusable": 0, "cached": cached, "missing": 1 - cached, "sets": 1}
+        return StageSurvey(counts, () if known else (Shard(0, 1, 1),))  # one thing, which cannot be halved
+
+    def mem_bytes(self, project: Project) -> int:  # noqa: ARG002
+        return READER_BYTES
+
+    def recipe(self, project: Project) -> Mapping[str, Any]:
+        """Return the choices under which measurements of its tasks are kept."""
+        data = project.config.data
+        return {"reader": data.reader, "options": dict(data.options)}
+
+    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:  # noqa: ARG002
+        """Read the data set, once from beginning to end."""
+        reader = reader_of(project)
+        made = reader_state(project, _settled_digest(reader))
+        read_first(reader, TRIED)
+        taken, judged = EntriesTaken(), EntriesRead()
+        write_rejections(folder.rejected, _rejections(_telling(reader, tell), taken, judged, project.config.data.limit))
+        if reader_state(project) != made:
+            what = "its files changed while being read"
+            raise DataError(what, where=str(project.config.data.path), remedy=Command.submit("scan"))
+        judged.items += len(taken.table)
+        judged.splits = {name: count for name, count in taken.splits.items() if name}
+        judged.sizes, judged.leaks, judged.leak = taken.spreads(), taken.leaks, taken.leak
+        judged.table = taken.table.write(project.cache.kind(KIND)).hex()
+        _write(folder, {"format": FORMAT, "made": made, "table": judged.table, "judged": asdict(judged)})
+        yield None
+
+    def judge(self, project: Project, folder: RunFolder, patience_s: float) -> EntriesRead:
+        """Return the result of reading, if the store has its table."""
+        store = project.cache.kind(KIND)
+
+        def look() -> EntriesRead:
+            written = read_by_run(folder)
+            with suppress(CacheDamaged, RecordMissing):
+                if written:
+                    list_table(folder, ItemTable.read(store, bytes.fromhex(written["table"])))
+                    return EntriesRead(**written["judged"])
+            return EntriesRead(undone=1, first_undone=str(project.config.data.path))
+
+        return wait_until_complete([store], look, patience_s)
+
+    def check(self, project: Project, folder: RunFolder, judged: EntriesRead) -> list[str]:
+        """Raise or warn about leaks as configured, and record the table of items."""
+        more = f" (and {judged.leaks - 1:,} more: duplicate_id in {folder.rejected})" if judged.leaks > 1 else ""
+        warnings = _checked_leaks(project, judged.leak and judged.leak + more)
+        with writing_run(folder.table):
+            folder.table.write_text(judged.table)
+        return warnings
 
 
-def scan_items(
-    items: Iterable[Item],
-    recipe: ScanRecipe,
-    shelves: ScanShelves,
-    also: Also | None = None,
-    *,
-    refuse: Refuse = _nobody,
-) -> Generator[Reason | None, None, None]:
-    """Scan items and publish what was found, at the latest every minute."""
-    limit = shelves.shard_bytes
-    with shelves.inventories.writer(shard_bytes=limit) as inventories, shelves.files.writer(shard_bytes=limit) as files:
-        scanner = Scanner(recipe, shelves, inventories, files, also, refuse)
-        for item in items:
-            yield scanner.scan(item)
-            if time.monotonic() - scanner.published_s > PUBLISH_EVERY_S:
-                scanner.publish()
+def _take_over(known: RunFolder, folder: RunFolder) -> None:
+    """Copy the result of an earlier run that read the same."""
+    with writing_run(folder.entered):
+        if known.rejected.exists():
+            shutil.copyfile(known.rejected, folder.rejected)
+    _write(folder, read_by_run(known))
+
+
+def _write(folder: RunFolder, result: Mapping[str, Any]) -> None:
+    with writing_run(folder.entered):
+        write_whole(folder.entered, json.dumps(result))
+
+
+def _settled_digest(reader: Reader) -> str:
+    """Return the digest of the reader's files, once their times show that they no longer change, or after a while."""
+    digests = [""]
+
+    def is_still() -> bool:
+        digests[0], still = look_at_files(reader)
+        return still
+
+    wait_for(is_still, SETTLING_S, SETTLING_S / 30)
+    return digests[0]
+
+
+def _telling(reader: Reader, tell: TaskContext) -> Iterator[Entry | Rejection]:
+    """Yield the items, noting now and then which one it is at, in case the process dies."""
+    for number, entry in enumerate(reader.entries()):
+        if number % TOLD_EVERY == 0 and isinstance(entry, Entry | Rejection):
+            tell.report.figures[ITEMS_READ] = number
+            tell.on([f"item {number + 1:,} ({printable_text(entry.origin or str(entry.id))}) or one soon after it"])
+        yield entry
+
+
+def _rejections(
+    entries: Iterable[Entry | Rejection], taken: EntriesTaken, judged: EntriesRead, limit: int | None
+) -> Iterator[dict[str, Any]]:
+    with blaming_reader():
+        for rejected in take_entries(entries, taken, limit):
+            judged.reject(rejected)
+            yield rejected.to_json()

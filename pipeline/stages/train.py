@@ -1,375 +1,469 @@
-"""Stage train: a plan, graphs and embeddings in; checkpoints, figures and a trained model out."""
+"""Stage train: finds how far the training is, plans the rest, trains, and reports the result."""
 
 from __future__ import annotations
 
-import random
-import secrets
-from contextlib import ExitStack
+import json
+import math
+import time
+from collections import Counter
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
-from pipeline.config.schema_train import TrainSection
-from pipeline.device.accelerator import is_card
-from pipeline.device.batch_transfer import CopyAhead
-from pipeline.device.kinds import CPU
-from pipeline.keys import content_digest
-from pipeline.memory.runtime.meters import HostMeter, Maintenance, MaintenanceSettings, meter_of
-from pipeline.memory.runtime.recovery import Governor
-from pipeline.protocol import Weights
-from pipeline.records import Reason, TaskContext
-from pipeline.training.checkpoints.checkpoint import CheckpointFolder, latest_checkpoint
-from pipeline.training.checkpoints.keeper import Keeper, model_key
-from pipeline.training.checkpoints.trained_weights import load_pretrained
-from pipeline.training.evaluating.evaluator import Evaluator
-from pipeline.training.items.item_source import DamagedItems, ItemSource
-from pipeline.training.items.item_table import ItemTable
-from pipeline.training.items.loader import PROCESSES, THREADS, Loader, WorkedOn
-from pipeline.training.items.residue_embeddings import Embeddings
-from pipeline.training.loop.observer import TrainingObserver
-from pipeline.training.loop.phase import Phase
-from pipeline.training.loop.trainer import Trainer
-from pipeline.training.prepared import COST, LIKENESS, ModelFolder, PhasePlan, Prepared, sampler_settings, shrunk_budget
-from pipeline.training.ranks import Ranks
-from pipeline.training.sampling import Sampler
-from pipeline.training.step.contrastive import ExactContrastiveStep
-from pipeline.training.step.exact_step import ExactStep
-from pipeline.training.step.fsdp import ExactShardedStep
-from pipeline.training.step.step import Step
+from pipeline.config.masking import without_secrets_in
+from pipeline.dataset.early_items import refuse_other_width, refuse_sequences, refuse_unknown_splits
+from pipeline.dataset.loading import rows_of, source_of
+from pipeline.dataset.reader_items import refuse_crop, unmade
+from pipeline.dataset.worklist import Shard, StageSurvey, read_shard
+from pipeline.errors import ConfigError
+from pipeline.journal.attempts import left_out_items
+from pipeline.journal.ledger import LedgerReader
+from pipeline.journal.run_folder import writing_run
+from pipeline.planning.accepted_code import FLAG
+from pipeline.planning.prepare import (
+    code_of,
+    folder_of,
+    items_of,
+    phase_items,
+    prepare,
+    steps_of,
+    tables_of,
+    task_sizes,
+    trained_table,
+    validation_items,
+    with_task,
+)
+from pipeline.planning.rank_setup import device_here, join_ranks, log_line, staged
+from pipeline.planning.training_work import Work, configs_of_stages
+from pipeline.project.run_code import blamed
+from pipeline.records import EventKind, Reason
+from pipeline.report.run_summary import OUT_OF_MEMORY
+from pipeline.stage_names import StageName
+from pipeline.stages.graph import remake_graph
+from pipeline.stages.stage import Judged, Stage
+from pipeline.training.prepared import ModelFolder, Prepared
+from pipeline.training.state import TRAINING, TrainingState
+from pipeline.units import first_few
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
 
-    from numpy.typing import NDArray
     from torch import nn
 
+    from pipeline.config.schema import Config
+    from pipeline.config.schema_train import TrainSection
+    from pipeline.journal.run_folder import RunFolder
+    from pipeline.memory.footprint import MemoryChoice
+    from pipeline.project.project import Project
     from pipeline.protocol import Task
+    from pipeline.records import TaskContext
+    from pipeline.stages.stage import Outcomes
+    from pipeline.training.checkpoints.checkpoint import Checkpoint
     from pipeline.training.checkpoints.model_claim import ModelClaim
     from pipeline.training.loop.metrics_log import MedianStop
+    from pipeline.training.ranks import Ranks
+    from pipeline.training.step.step import Step
 
-    Integers = NDArray[np.int64]
-
-
-@dataclass(frozen=True, eq=False)
-class Items:
-    """Items that a loader reads, with their cost under a plan."""
-
-    table: ItemTable
-    cost_N: Integers
-    likeness_N: Integers  # by which they are put in order, under any plan
-
-    def without(self, ids: Collection[str]) -> Items:
-        """Return the items but those with these ids."""
-        others_N = np.flatnonzero([self.table.ids[number] not in ids for number in range(len(self.table))])
-        return Items(self.table.take(others_N), self.cost_N[others_N], self.likeness_N[others_N])
+NOTHING = dict.fromkeys(("items", "refused", "unusable", "cached", "missing", "waiting"), 0)
+COURSE = 8  # figures that show how a training went
+UNPLANNED_BYTES = 2 << 30  # of a process, until there is a plan
+CALLED = {"code": "the task's code", "table": "the data set", "embeddings": "the encoder", "crop": "the crop"}
 
 
-@dataclass(frozen=True, eq=False)
-class Job:
-    """Everything that a training needs."""
+class TrainStage(Stage):
+    """A task, graphs and embeddings in, a trained model out."""
 
-    train: TrainSection
-    prepared: Prepared
-    folder: ModelFolder
-    make_step: Callable[[Callable[[nn.Module], None]], Step]
-    source: Callable[[ItemTable], ItemSource]
-    embeddings: Callable[[], Embeddings | None]
-    phases: Sequence[tuple[PhasePlan, Items]]
-    validation: Items | None
-    ranks: Ranks
-    tell: TaskContext
-    say: Callable[[str], None]
-    task: Task
-    stage_tasks: Mapping[str, Task] = field(default_factory=dict)  # of phases with other options, by name
-    remember: Callable[[int, float], None] = lambda _bytes, _s: None  # what a card held in an epoch, and a step took
-    leave_out: frozenset[str] = frozenset()
-    damaged: DamagedItems | None = None  # what to do about records that cannot be read; None: that is an error
-    settings: Mapping[str, Any] = field(default_factory=dict)  # the frozen configuration, for trackers
-    claim: ModelClaim | None = None  # on the model's folder; of the first rank
-    prune: MedianStop | None = None  # which may end it early, among the others of its sweep
+    name = StageName.TRAIN
+    needs = (StageName.SCAN, StageName.EMBED, StageName.GRAPH)
+    of_sequences = False
+    together = True
+    counts_items = False
+    unit = "step"
 
-    def loader(
-        self,
-        items: Items,
-        phase: PhasePlan,
-        *,
-        device: str,
-        shuffle: bool,
-        batch: int,
-        threads: int | None = None,
-    ) -> Loader:
-        """Return a loader of items for a device, cut into micro-batches as planned."""
-        settings = sampler_settings(
-            batch,
-            max(self.budget_of(phase.budget_bytes), int(items.cost_N.max(initial=1))),
-            padding=phase.padding if self.train.batching == "padded" else None,
-            seed=self.train.seed,
-            micro_batch=1 if self.tell.careful else pinned(self.train.micro_batch),
-            shuffle=shuffle,
+    def wanted(self, config: Config) -> bool:
+        return with_task(config)
+
+    def needed(self, config: Config) -> tuple[StageName, ...]:
+        """Return the stages before it: also that which predicts what is trained on."""
+        return (*self.needs, StageName.PREDICT) if config.train.predict.for_training else self.needs
+
+    def inspect(self, project: Project) -> None:
+        """Raise where nothing can be trained: there are no structures, or the task cannot be loaded."""
+        from pipeline.project.run_code import load_task
+
+        config = project.config
+        refuse_sequences(config)
+        refuse_crop(config)
+        code_of(project)
+        if not self.is_sweep:  # whose points share a table
+            refuse_unknown_splits(project)
+        refuse_misfits(project, load_task(config.train.task, config.train.options, beside=project.beside))
+
+    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:  # noqa: ARG002 - one task
+        """Find how far the training is, and plan the rest."""
+        prepared = prepare(project)
+        if prepared is None:
+            return unprepared(project, folder)
+        progress = progress_of(folder_of(project, prepared))
+        left = (
+            0
+            if progress.is_over(prepared.epochs, project.config.train.validation)
+            else max(1, steps_of(project, prepared) - progress.done)
         )
-        data = content_digest(items.table.key_N16.tobytes()).hex()
-        sizes = {COST: items.cost_N, LIKENESS: items.likeness_N}
-        sampler = Sampler(sizes, settings, rank=self.ranks.rank, ranks=self.ranks.world, data=data)
-        task = self.task_of(phase)
-        weighs = shuffle and isinstance(task, Weights)  # nobody asks for the weights of an evaluation
-        return Loader(
-            self.source(items.table),
-            self.embeddings(),
-            sampler,
-            slots=self.train.slots + (phase.kept if shuffle else 0),
-            threads=threads or self.train.threads,
-            readers=PROCESSES if shuffle and not threads and self.train.readers == PROCESSES else THREADS,
-            pin=device != CPU if self.train.pin == "auto" else self.train.pin,
-            seed=self.train.seed,
-            crop=self.prepared.crop or None,
-            measure=self.task.cost,
-            collate=task.collate,
-            working=self.worked_on.reading,
-            may_collate=self._may_collate,
-            weigh=cast("Weights", task).weights if weighs else None,
-            mending=self.damaged,
-        )
+        counts = NOTHING | {"items": progress.done + left, "cached": progress.done, "missing": left}
+        if folder is not None:
+            with writing_run(folder.plan(self.name)):
+                folder.plan(self.name).write_text(json.dumps(prepared.to_json()))
+        shards = (Shard(progress.done, progress.done + left, 1),) if left else ()  # one thing, which cannot be halved
+        return StageSurvey(counts, shards, bytes=0, cost=float(left))
 
-    def _may_collate(self, ids: Sequence[str]) -> bool:
-        """Tell whether items may be collated ahead: not those left out, and none where one thing at a time is done."""
-        return not self.tell.careful and self.leave_out.isdisjoint(ids)
+    def mem_bytes(self, project: Project) -> int:
+        """Return the memory of a node: as planned, or a default until there is a plan."""
+        prepared = prepare(project)
+        return prepared.mem_bytes if prepared else project.config.cluster.train.ranks_per_node * UNPLANNED_BYTES
 
-    @property
-    def trained_without(self) -> frozenset[str]:
-        """The items that are left out of what is trained on."""
-        tables = [items.table for _, items in self.phases] if self.leave_out else []
-        ids = (table.ids[number] for table in tables for number in range(len(table)))
-        return self.leave_out.intersection(ids)
+    def gpu_bytes(self, project: Project) -> int:
+        """Return the memory that a GPU must have at least, by the plan."""
+        prepared = prepare(project)
+        return max(phase.reserved_bytes for phase in prepared.phases) if prepared else 0
 
-    @cached_property
-    def worked_on(self) -> WorkedOn:
-        return WorkedOn(self.tell.on)
+    def recipe(self, project: Project) -> Mapping[str, Any]:
+        """Return the choices under which measurements of its jobs are kept."""
+        train = project.config.train
+        return {"task": train.task, "options": dict(train.options), "batch": train.effective_batch}
 
-    def task_of(self, phase: PhasePlan) -> Task:
-        """Return the task by which a phase is trained."""
-        return self.stage_tasks.get(phase.name, self.task)
+    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
+        """Train, as one of the ranks."""
+        prepared = Prepared.read(folder.plan(self.name))
+        yield from train_there(project, folder, prepared, tell, read_shard(folder, self.name, task).start)
 
-    def budget_of(self, budget: int) -> int:
-        """Return what is left of a budget after the GPU has run out of memory."""
-        return shrunk_budget(budget, self.tell.shrink)
+    def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Trained:  # noqa: ARG002
+        """Return the result of the training, by its newest intact checkpoint, every byte of which is read."""
+        judged = trained_so_far(project, Prepared.read(folder.plan(self.name)))
+        judged.left_out(damaged_items(folder))
+        return judged
+
+    def check(self, project: Project, folder: RunFolder, judged: Trained) -> list[str]:  # noqa: ARG002
+        """Return warnings about what was not validated, skipped items and recoveries from running out of memory."""
+        skipped = f"{judged.skipped:,} items are too large for any plan and were skipped (train.oversize: skip)"
+        ooms = f"{OUT_OF_MEMORY} {judged.ooms:,} times; no step was lost   (pipeline replay {folder.name} shows where)"
+        whose = "1 item was skipped: its" if judged.damaged == 1 else f"{judged.damaged:,} items were skipped: their"
+        remedy = "pipeline cache repair --yes; move the model away to train again on all items"
+        damaged = f"{whose} records in the cache are damaged ({first_few(judged.damaged_items)})   ({remedy})"
+        counted = ((judged.skipped, skipped), (judged.ooms, ooms), (judged.damaged, damaged))
+        return [*judged.remarks, *(text for count, text in counted if count)]
 
 
-def pinned(value: Any) -> Any:
-    """Return a configured value; None for `auto`."""
-    return None if value == "auto" else value
+def unprepared(project: Project, folder: RunFolder | None, tasks: int = 1) -> StageSurvey:
+    """Return what is known while what is trained on is not there; raise in a run, where it should be."""
+    if folder is not None:
+        what = f"{unmade(project.config)}: nothing to train on"
+        raise ConfigError(what, where=str(project.config.cluster.runs), remedy="omit --only")
+    return StageSurvey({**NOTHING, "unplanned": 1}, tuple(Shard(0, 1, 1) for _ in range(tasks)))
 
 
-def train(job: Job, before: int = 0) -> Generator[Reason | None, None, None]:
-    """Train to the end, or until a signal; the first rank yields once for every step after the first `before`."""
-    trainer = trainer_of(job)
-    start = None
+def train_there(
+    project: Project,
+    folder: RunFolder,
+    prepared: Prepared,
+    tell: TaskContext,
+    before: int,
+    prune: MedianStop | None = None,
+) -> Outcomes:
+    """Train as one of the ranks, after the first steps that were done `before`; `prune` may end it early."""
+    from pipeline.training.loop.train import train
+
+    ranks = join_ranks(project, folder, prepared, tell)
     try:
-        for done in trainer.run():
-            if job.claim is not None and job.claim.is_lost:
-                job.claim.check()
-            start = done if start is None else start
-            job.tell.report.moved = done > start
-            for _ in range(before if job.ranks.rank == 0 else done, done):
-                yield None
-            before = max(before, done)
-    finally:
-        close(trainer)
-    if job.damaged is not None:
-        job.damaged.news()  # of the last validation
-    job.tell.report.ended_by = trainer.ended_by
+        with ranks.patient("claiming the model's folder"):
+            claim = _claimed(folder_of(project, prepared), folder) if ranks.rank == 0 else None
+        mend = partial(remake_graph, project, folder)
+        with nullcontext() if claim is None else closing(claim):
+            project = staged(project, partial(tables_of, project, prepared), ranks, tell, log_line)
+            job = replace(job_of(project, folder, prepared, tell, ranks, mend), prune=prune, claim=claim)
+            with blamed(Work.of(project.config, beside=project.beside).task):
+                yield from train(job, before)
+    except BaseException as error:
+        why = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else ""
+        ranks.close(why)  # sent to the other ranks
+        raise
+    ranks.close()
 
 
-def close(trainer: Trainer) -> None:
-    """Close everything that is open, even where some of it fails."""
-    with ExitStack() as stack:
-        for loader in trainer.loaders:
-            stack.callback(loader.end)
-        stack.callback(trainer.observer.close)
-        stack.callback(trainer.stepper.upkeep.end)
-        stack.callback(trainer.keeper.close)
+def _claimed(made: ModelFolder, folder: RunFolder) -> ModelClaim:
+    from pipeline.training.checkpoints.model_claim import ModelClaim
+
+    with writing_run(made.path, "train.models"):
+        return ModelClaim(made.writers, folder.path)
 
 
-def seed_all(seed: int) -> None:
-    """Seed the random numbers of torch, Python and numpy."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))  # noqa: NPY002 - users' code may draw from it
+def trained_so_far(project: Project, prepared: Prepared) -> Trained:
+    """Return the result of a training, by its newest intact checkpoint, every byte of which is read."""
+    from pipeline.training.checkpoints.checkpoint import CheckpointFolder
+    from pipeline.training.loop.metrics_log import read_epochs
+
+    made, settings = folder_of(project, prepared), project.config.train.validation
+    newest = latest(made)
+    identity = newest.sealed.identity if newest else {}
+    checkpoint = CheckpointFolder(made.checkpoints, last=1, best=0, identity=identity, tell=log_line).newest()
+    judged = Trained(folder=str(made.path), monitor=settings.monitor)
+    progress = TrainingState.from_json(checkpoint.data[TRAINING]) if checkpoint else TrainingState()
+    judged.left_out(sorted(progress.damaged))
+    if progress.killed:
+        remedy = "move the model away to train again on all items"
+        killed = first_few(sorted(progress.killed))
+        judged.remarks.append(f"trained without {killed}, on which its process died   ({remedy})")
+    judged.items = judged.steps = progress.done
+    judged.epochs = progress.epoch
+    if left := steps_left(project, prepared, progress):
+        judged.undone = left
+        judged.first_undone = f"step {progress.done + 1}"
+    epochs = read_epochs(made.path) if made.path.exists() else []
+    if epochs:
+        figures = [epoch.to_json() for epoch in epochs]
+        judged.course = course_of(figures, settings.monitor)
+        judged.last, judged.best = figures[-1], best_of(figures, settings.monitor, lower=settings.lower_is_better)
+        judged.remarks += unmonitored(figures, settings.monitor)
+        judged.ooms, judged.cropped = sum(epoch.ooms for epoch in epochs), max(epoch.cropped for epoch in epochs)
+        remedied = Counter[str]()
+        for epoch in epochs:
+            remedied.update(epoch.remedied)
+        judged.remedied = dict(sorted(remedied.items()))
+        judged.skipped = len(prepared.skipped)
+        if left_out := sum(epoch.left_out_steps for epoch in epochs):
+            made_steps = sum(epoch.steps for epoch in epochs)
+            what = f"{left_out:,} of {left_out + made_steps:,} steps were not finite and were skipped"
+            judged.remarks.append(f"{what} (train.nan: {project.config.train.nan})")
+    judged.remarks += unvalidated(project, prepared)
+    return judged
 
 
-def trainer_of(job: Job) -> Trainer:
-    """Put a training together."""
-    train, ranks = job.train, job.ranks
-    step = fresh_step(job)
-    if train.compile:
-        step.model.compile(mode=train.compile_mode)
-    phases, checkpoints = _phases(job, step), _checkpoints(job, step)
-    # The memory of one that shrinks was too little
-    if is_card(step.device) and not (step.is_spread or job.tell.shrink):
-        step.ahead = CopyAhead(step.device)
-    watch = _watch(job, step, checkpoints)
-    stepper = _stepper(job, step, phases[0], watch)
-    watch.budget = lambda: stepper.governor.budget
-    evaluation = _evaluation(job, step, watch)
-    host = HostMeter(limit_bytes=job.tell.mem_bytes or None)
-    behind = train.checkpoints.asynchronous
-    warn = partial(job.tell.report.warnings.__setitem__, "checkpoints")
-    keeper = Keeper(checkpoints, ranks, fresh=Fresh(job), tell=job.say, warn=warn, behind=behind, host=host)
-    stepper.upkeep.begin()
-    return Trainer(
-        train,
-        step,
-        stepper,
-        phases,
-        ranks,
-        keeper,
-        watch,
-        validation=evaluation,
-        host=host,
-        ending=job.tell.ending,
-        governor_of=lambda phase: _governor(job, step, phase, stepper.ladder),
-        leave_out=job.trained_without,
-        damaged=job.damaged,
-        prune=job.prune,
+def progress_of(folder: ModelFolder) -> TrainingState:
+    """Return how far a training has come, by its newest checkpoint."""
+    newest = latest(folder)
+    return TrainingState.from_json(newest.data[TRAINING]) if newest else TrainingState()
+
+
+def steps_left(project: Project, prepared: Prepared, progress: TrainingState) -> int:
+    """Return how many steps a training still needs; at least one unless it is over."""
+    is_over = progress.is_over(prepared.epochs, project.config.train.validation)
+    return 0 if is_over else max(1, steps_of(project, prepared) - progress.done)
+
+
+def latest(folder: ModelFolder) -> Checkpoint | None:
+    """Return the newest checkpoint by its manifest; None where there is none."""
+    from pipeline.training.checkpoints.checkpoint import latest_checkpoint
+
+    return latest_checkpoint(folder.checkpoints)
+
+
+def job_of(
+    project: Project,
+    folder: RunFolder,
+    prepared: Prepared,
+    tell: TaskContext,
+    ranks: Ranks,
+    make_anew: Callable[[str, bytes], bool] | None = None,
+    *,
+    device: str | None = None,
+) -> Any:
+    """Return the job of a rank, on the device that its process was given, or another.
+
+    Without `make_anew`, for graphs, damage is an error.
+    """
+    from pipeline.memory.footprint import MemoryChoice
+    from pipeline.training.items.item_source import DamagedItems
+    from pipeline.training.loop.train import Job
+
+    config = project.config
+    work = Work.of(config, beside=project.beside)
+    choice: MemoryChoice = MemoryChoice(
+        precision=prepared.precision, checkpointing=prepared.checkpointing, offload=prepared.offload, shards=1
+    )
+    validation = validation_items(project, prepared)  # what is read for them is gone when the others are read
+    table = trained_table(project, prepared)
+    sizes = task_sizes(project, prepared, table)
+    made = folder_of(project, prepared)
+    if ranks.rank == 0:
+        with writing_run(made.path, "train.models"):
+            made.path.mkdir(parents=True, exist_ok=True)
+            made.prepared.write_text(json.dumps(prepared.to_json()))
+            made.settings.write_text(json.dumps(without_secrets_in(config.model_dump(mode="json")), indent=1))
+    ranks.exchange({})
+    device = device or device_here(config.cluster.train.gpus)
+    damaged = None
+    if make_anew is not None:
+        spare, root = math.floor(config.data.max_rejected_fraction * len(table)), str(project.cache.root)
+        damaged = DamagedItems(make_anew, len(table), spare, root, refuse=tell.refuse, say=log_line)
+    return Job(
+        train=config.train,
+        prepared=prepared,
+        folder=made,
+        make_step=lambda begin: _step(work, choice, ranks, device, begin, is_spread=prepared.sharded),
+        source=lambda items: source_of(project, items, damaged),
+        embeddings=lambda: rows_of(project),
+        phases=[(phase, phase_items(table, sizes, phase)) for phase in prepared.phases],
+        validation=validation,
+        ranks=ranks,
+        tell=tell,
+        say=log_line if ranks.rank == 0 else lambda _: None,
+        remember=lambda peak_bytes, step_s: remember_peak(config, folder, work, prepared, choice, peak_bytes, step_s),
+        task=work.task,
+        stage_tasks={name: Work.of(one, beside=project.beside).task for name, one in configs_of_stages(config).items()},
+        leave_out=frozenset(left_out_items(folder, StageName.TRAIN)),
+        damaged=damaged,
+        settings=without_secrets_in(config.model_dump(mode="json")),
     )
 
 
-def _phases(job: Job, step: Step) -> list[Phase]:
-    """Return the phases of a training with their loaders."""
-    phases, first = list[Phase](), 0
-    for phase, items in job.phases:
-        loader = job.loader(items, phase, device=step.device, shuffle=True, batch=job.train.effective_batch)
-        phases.append(Phase(phase, loader, items.cost_N, first, job.task_of(phase)))
-        first += phase.epochs
-    return phases
+def damaged_items(folder: RunFolder) -> list[str]:
+    """Return the items that a training left out when it found their records damaged."""
+    told = (event.data for event in LedgerReader(folder).fresh() if event.kind is EventKind.REFUSED)
+    return sorted({data["key"] for data in told if data["reason"] == Reason.DAMAGED.value})
 
 
-def _governor(job: Job, step: Step, phase: Phase, ladder: Sequence[str]) -> Governor:
-    """Return the governor of a phase's memory budget, as planned."""
-    return Governor(
-        planned=job.budget_of(phase.plan.budget_bytes),
-        base_bytes=phase.plan.base_bytes,
-        limit_bytes=job.prepared.limit_bytes - phase.plan.ahead_bytes if step.device != CPU else None,
-        largest=int(phase.cost_N.max()),
-        margin=job.prepared.margin,
-        padded=job.train.batching == "padded",
-        ladder=ladder,
+def novelty(project: Project) -> list[str]:
+    """Return remarks on a training that begins: how it differs from an earlier one of its task, and what it lacks."""
+    prepared = prepare(project)
+    if prepared is None or folder_of(project, prepared).path.exists():
+        return []
+    kind = prepared.name.rpartition("-")[0]
+    known = sorted(project.config.train.models.glob(f"{kind}-*/prepared.json"), key=lambda path: path.stat().st_mtime)
+    if not known:
+        return unvalidated(project, prepared)
+    before = json.loads(known[-1].read_text()).get("recipe", {})
+    names = [name for name in {**before, **prepared.recipe} if before.get(name) != prepared.recipe.get(name)]
+    changed = ", ".join(CALLED.get(name, f"train.{name}") for name in names)
+    way_back = f"   (to continue it: {FLAG})" if names == ["code"] else ""
+    new = f"a new training: {changed} changed since {known[-1].parent.name}, which is kept{way_back}"
+    return [new, *unvalidated(project, prepared)]
+
+
+def unvalidated(project: Project, prepared: Prepared) -> list[str]:
+    """Return a remark where no item is in the split that is to validate, though there are splits."""
+    table, wanted = items_of(project, prepared.table, None), project.config.train.validation.split
+    if wanted is None or wanted in table.splits or not any(table.splits):
+        return []
+    return [f"no validation: no item is in split {wanted!r} (train.validation.split); {table.named_splits()}"]
+
+
+def refuse_misfits(project: Project, task: Task) -> None:
+    """Raise where the width of embeddings, or pretrained weights, do not go with the task."""
+    refuse_other_width(project, task)
+    if project.config.train.pretrained is not None:
+        refuse_unfit_weights(task, project.config.train)
+
+
+def refuse_unfit_weights(task: Task, train: TrainSection, path: Path | None = None) -> None:
+    """Raise where the configured weights, or a file's to be applied whole, are not of the task's model.
+
+    That is made without memory if it can be.
+    """
+    import torch
+
+    from pipeline.training.checkpoints.trained_weights import fitting_weights
+
+    try:
+        with torch.device("meta"):
+            model = task.model()
+    except Exception:  # noqa: BLE001 - one that needs numbers while it is made
+        model = task.model()
+    partial = train.pretrained_partial and path is None
+    if (file := path or train.pretrained) is not None:
+        fitting_weights(model, file, partial=partial, train=train)
+
+
+def _step(
+    work: Work, choice: MemoryChoice, ranks: Ranks, device: str, begin: Callable[[nn.Module], None], *, is_spread: bool
+) -> Step:
+    """Return the step to train, sharded over ranks where `is_spread`; `begin` loads its initial weights."""
+    if is_spread and ranks.world > 1:
+        return work.spread(choice, ranks, device=device, begin=begin)
+    return work.begun(choice, device=device, begin=begin)
+
+
+def remember_peak(
+    config: Config,
+    folder: RunFolder,
+    work: Work,
+    prepared: Prepared,
+    choice: MemoryChoice,
+    peak_bytes: int,
+    step_s: float,
+) -> None:
+    """Record the peak memory of an epoch on a GPU, for later plans of the model."""
+    from pipeline.device.accelerator import Card
+    from pipeline.memory.hardware.gpus import known_name
+    from pipeline.memory.history import Peak
+    from pipeline.planning.probe import model_name
+    from pipeline.planning.probe_job import record_peak, torch_of
+
+    card = Card(device_here(1))
+    gpu = known_name(card.name)
+    free_bytes, total_bytes = card.free_and_total_bytes()
+    peak = Peak(
+        model=model_name(work, choice),
+        card=gpu,
+        gpu=gpu,
+        torch=torch_of(config),
+        driver="",
+        allocator=prepared.allocator,
+        sizes="an epoch",
+        predicted_bytes=max(phase.reserved_bytes for phase in prepared.phases),
+        measured_bytes=peak_bytes,
+        died=False,
+        outside_bytes=total_bytes - free_bytes - card.memory("reserved"),
+        predicted_s=prepared.step_s,
+        step_s=step_s,
+        at=time.time(),
     )
+    record_peak(config, folder.name, peak)
 
 
-def _checkpoints(job: Job, step: Step) -> CheckpointFolder:
-    """Return the checkpoint folder of the training, cleared of what dead starts have left."""
-    checkpoints = CheckpointFolder(
-        job.folder.checkpoints,
-        last=job.train.checkpoints.last,
-        best=job.train.checkpoints.best,
-        identity={"model": model_key(step.model), "recipe": job.prepared.name},
-        tell=job.say,
-        check=job.claim.check if job.claim is not None else lambda: None,
-        token=job.ranks.exchange({"token": secrets.token_hex(4)})[0]["token"],
-    )
-    if job.ranks.rank == 0:
-        checkpoints.sweep()
-    job.ranks.exchange({})  # nobody writes before that
-    return checkpoints
+@dataclass(slots=True)
+class Trained(Judged):
+    """The result of a training."""
+
+    folder: str = ""
+    epochs: int = 0
+    steps: int = 0
+    last: dict[str, Any] = field(default_factory=dict)  # figures of the last epoch
+    best: dict[str, Any] = field(default_factory=dict)  # of the best epoch
+    course: list[float] = field(default_factory=list)  # the monitored figure, from the first epoch to the last
+    monitor: str = ""
+    ooms: int = 0
+    skipped: int = 0
+    damaged: int = 0  # items that were left out, now or in the runs before, as their records were damaged
+    damaged_items: list[str] = field(default_factory=list)  # these
+    cropped: int = 0
+    remarks: list[str] = field(default_factory=list)  # on its validations, and on what it was trained without
+    remedied: dict[str, int] = field(default_factory=dict)  # items for which each remedy was used, over all epochs
+
+    def left_out(self, items: Iterable[str]) -> None:
+        """Count items whose records were damaged, each once."""
+        self.damaged_items = sorted({*self.damaged_items, *items})
+        self.damaged = len(self.damaged_items)
 
 
-def _watch(job: Job, step: Step, checkpoints: CheckpointFolder) -> TrainingObserver:
-    """Return the observer of the training."""
-    return TrainingObserver(
-        job.train,
-        job.prepared,
-        job.folder,
-        step,
-        job.ranks,
-        replace(job.tell, on=job.worked_on.begin),
-        job.say,
-        meter=meter_of(step.device),
-        checkpoint=lambda: _reference(checkpoints),
-        config=job.settings,
-        remember=job.remember,
-    )
+def course_of(epochs: list[dict[str, Any]], monitor: str) -> list[float]:
+    """Return the figures by `monitor` of the first epoch, the last and a few between."""
+    known = [value for epoch in epochs if (value := epoch["validation"].get(monitor)) is not None]
+    places = sorted({round(place * (len(known) - 1) / (COURSE - 1)) for place in range(COURSE)}) if known else []
+    return [known[place] for place in places]
 
 
-def _stepper(job: Job, step: Step, phase: Phase, watch: TrainingObserver) -> ExactStep:
-    """Return what makes each step together with all ranks."""
-    kind = ExactContrastiveStep if step.contrasts else ExactShardedStep if step.is_spread else ExactStep
-    train = job.train
-    habits = MaintenanceSettings(train.memory_fraction, train.empty_cache_every, train.collect_every, train.synchronise)
-    upkeep = Maintenance(habits, step.device)
-    return kind(
-        step,
-        job.ranks,
-        phase.cost_N,
-        upkeep,
-        too_large=train.too_large,
-        meter=watch.meter if step.device != CPU else None,
-        begin=watch.begin,
-        failed=watch.oom,
-    )
+def unmonitored(epochs: list[dict[str, Any]], monitor: str) -> list[str]:
+    """Return a remark where validations have figures, and none that is to tell the best one."""
+    known = dict.fromkeys(name for epoch in epochs for name in epoch["validation"])
+    if not known or monitor in known:
+        return []
+    return [f"the validation has no metric {monitor!r} (train.validation.monitor); available: {', '.join(known)}"]
 
 
-def _evaluation(job: Job, step: Step, watch: TrainingObserver) -> Evaluator | None:
-    """Return the evaluator that runs between epochs; None without validation items."""
-    items = job.validation.without(job.leave_out) if job.validation is not None and job.leave_out else job.validation
-    if items is None or not len(items.table):
-        return None
-    phase, batch = job.phases[-1][0], max(job.train.effective_batch, job.ranks.world)
-    return Evaluator(
-        step,
-        job.loader(items, phase, device=step.device, shuffle=False, batch=batch),
-        job.ranks,
-        job.folder.outputs,
-        cost_N=items.cost_N,
-        too_large=job.train.too_large,
-        begin=watch.begin,
-        ending=job.tell.ending,
-    )
-
-
-def _reference(checkpoints: CheckpointFolder) -> dict[str, str] | None:
-    """Return the newest checkpoint, from which a step can be reached again."""
-    newest = latest_checkpoint(checkpoints.folder)
-    return {"path": str(newest.path), "digest": newest.sealed.digest} if newest else None
-
-
-def fresh_step(job: Job) -> Step:
-    """Return a step with a training's initial parameters, the same on every rank."""
-    seed_all(job.train.seed)
-    step = job.make_step(lambda model: begin_with(job, model))
-    seed_all(job.train.seed + 1 + job.ranks.rank)
-    return step
-
-
-def begin_with(job: Job, model: nn.Module) -> None:
-    """Load pretrained weights into a model, where any are configured."""
-    if job.train.pretrained is None:
-        return
-    report = load_pretrained(model, job.train.pretrained, partial=job.train.pretrained_partial, train=job.train)
-    if job.ranks.rank == 0:
-        form = f", as {report.form} names them" if report.form else ""
-        job.say(f"{report.loaded:,} tensors of {job.train.pretrained}{form}")
-        for line in report.lines():
-            job.say(f"  {line}")
-
-
-class Fresh:
-    """Resets a step to the beginning of its training; the first call finds it there already."""
-
-    def __init__(self, job: Job) -> None:
-        self._job, self._is_fresh = job, True
-
-    def __call__(self, step: Step) -> None:
-        """Give it back its initial parameters."""
-        if self._is_fresh:
-            self._is_fresh = False
-            return
-        step.optimizer.state.clear()  # memory has ended: room for the other
-        other = fresh_step(self._job)
-        with torch.no_grad():
-            step.model.load_state_dict(other.model.state_dict())
-            for own, average in zip(step.averages, other.averages, strict=True):
-                own.copy_(average)
-        step.scaler.load_state_dict(other.scaler.state_dict())
+def best_of(epochs: list[dict[str, Any]], monitor: str, *, lower: bool) -> dict[str, Any]:
+    """Return the figures of the best epoch by `monitor`; empty where no epoch has that."""
+    known = [epoch for epoch in epochs if epoch["validation"].get(monitor) is not None]
+    choose: Callable[..., dict[str, Any]] = min if lower else max
+    return choose(known, key=lambda epoch: epoch["validation"][monitor]) if known else {}

@@ -11,9 +11,9 @@ import pytest
 
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.maintenance.damage_report import ReportWriter, Summary
-from tests.runs.upkeep.cached import ITEMS, Copy, write_manifest
-from tests.runs.upkeep.cached import copy as copy
 from tests.testkit.command import Command
+from tests.upkeep.cached import ITEMS, Copy, write_manifest
+from tests.upkeep.cached import copy as copy
 
 CLEAN = ("cache", "clean", "--older-than", "0")
 FEWER = ("--set", "graph.neighbours=3")

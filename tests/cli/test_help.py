@@ -28,7 +28,7 @@ BESIDE_A_STEP = (
     "device/out_of_memory.py",
     "memory/runtime/pinned_tensors.py",
     "memory/runtime/recovery.py",
-    "stages/train.py",
+    "training/loop/train.py",
 )
 
 
@@ -52,7 +52,7 @@ def test_nothing_reachable_from_the_command_line_imports_torch_before_there_is_s
 
 
 def test_a_supervisor_and_a_task_that_make_no_graph_start_without_scipy() -> None:
-    assert imports_none_of("import pipeline.runs.supervisor, pipeline.runs.worker", "torch", "scipy")
+    assert imports_none_of("import pipeline.engine.supervisor, pipeline.engine.worker", "torch", "scipy")
 
 
 ALIASES = {

@@ -18,7 +18,7 @@ from pipeline.config.schema import Config
 from pipeline.journal.attempts import Ask
 from pipeline.journal.run_folder import RunFolder
 from pipeline.journal.run_status import StageJob
-from pipeline.runs.workflow.jobs import spec_of
+from pipeline.stages.jobs import spec_of
 from tests.cluster.conftest import FORKS, ForkingExecutor, open_forking
 from tests.cluster.programs import AWAIT, MIB, WAITS, await_true, finish, is_running, python, step_until
 

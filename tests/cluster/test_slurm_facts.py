@@ -15,10 +15,10 @@ from pipeline.cluster.slurm import SlurmExecutor
 from pipeline.config.load import read_config
 from pipeline.config.schema_cluster import SlurmSection
 from pipeline.errors import SubmissionRefused
+from pipeline.planning.offers import Question, offers_of
 from pipeline.project.project import Project
-from pipeline.runs.model.offers import Question, offers_of
-from pipeline.runs.workflow import table
-from pipeline.runs.workflow.jobs import limits_of
+from pipeline.stages import table
+from pipeline.stages.jobs import limits_of
 
 GIB = 1 << 30
 MANY_CORES = SiteNodes("main", True, 8, 64, 256 * GIB, (), (), 86_400, "n[1-8]")

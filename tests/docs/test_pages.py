@@ -43,10 +43,10 @@ from pipeline import files
 from pipeline.cli.main import app
 from pipeline.cluster.verdict import Cause
 from pipeline.config.schema import FIELDS, LEAVES, schema_key
+from pipeline.engine import run_supervisor
 from pipeline.journal.attempts import Ask, Attempt, TaskRecord
 from pipeline.journal.run_status import StageStatus
 from pipeline.records import NOT_FINITE
-from pipeline.runs.engine import run_supervisor
 from pipeline.structures.synthetic import complex_pdb
 from pipeline.tasks.complex_docking import ComplexDocking
 from pipeline.tasks.docking.pose_confidence import PoseConfidence

@@ -19,15 +19,15 @@ from pipeline.graphs.graph_checks import wrong_graph
 from pipeline.graphs.item_graph import GraphRecipe, ItemGraph, decode_graph, encode_graph
 from pipeline.keys import content_digest
 from pipeline.records import Inventory, Item, Part, Reason, Role
-from pipeline.stages import scan
-from pipeline.stages.scan import ScanShelves, look_up_items, scan_items
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.record import Record
+from pipeline.structures import scan_items as scan
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.inventory import Complex, ScanRecipe, examine_item, item_key
 from pipeline.structures.parsing.aligned_errors import pae_candidates, read_errors
 from pipeline.structures.parsing.structure_files import File
 from pipeline.structures.policy import Policy
+from pipeline.structures.scan_items import ScanShelves, look_up_items, scan_items
 from pipeline.training.items.crop import crop_item, crop_rng
 from pipeline.training.items.item_source import BuiltGraphs, ItemArrays
 from pipeline.training.items.item_table import TableBuilder

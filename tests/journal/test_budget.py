@@ -18,7 +18,7 @@ from pipeline.journal.attempts import Ask, Attempt
 from pipeline.journal.budget import ENDS_WITHIN_S, PRUNED, Account, Budget, Hours, Spending, hours_of, spending_of_run
 from pipeline.journal.run_status import StageJob
 from pipeline.records import EventKind
-from pipeline.runs.upkeep.prune_runs import foresee_pruning, prune
+from pipeline.upkeep.prune_runs import foresee_pruning, prune
 from tests.journal.ledgers import Told
 
 ASK = Ask(1 << 30, 3600)

@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config.load import read_config
+from pipeline.dataset import worklist
+from pipeline.dataset.worklist import Shard
 from pipeline.errors import ConfigError, JobFailed
 from pipeline.journal import ledger as ledger_module
 from pipeline.journal.active_runs import status_of
@@ -24,8 +26,6 @@ from pipeline.journal.run_folder import RunFolder, create_folder, find_run, runs
 from pipeline.journal.run_status import RunState
 from pipeline.project.project import Project
 from pipeline.records import Event, EventKind, Reason
-from pipeline.runs.dataset import worklist
-from pipeline.runs.dataset.worklist import Shard
 from tests.journal.ledgers import fold_events
 from tests.testkit.project import make_project
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.load import read_config
+from pipeline.engine.lifecycle import new_run, refuse_double
 from pipeline.errors import ConfigError, SubmissionRefused
 from pipeline.journal import run_folder as folders
 from pipeline.journal.active_runs import going_on, hidden
 from pipeline.journal.run_folder import FORMAT, RunFolder, by_path, find_run, runs_in
-from pipeline.runs.engine.lifecycle import new_run, refuse_double
 from tests.testkit.command import Command
 from tests.testkit.project import make_project
 

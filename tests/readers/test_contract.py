@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from pipeline.dataset.read_entries import EntriesTaken, take_entries
 from pipeline.errors import ConfigError, DataError
 from pipeline.readers import made
 from pipeline.readers.captions import Captions
@@ -28,7 +29,6 @@ from pipeline.readers.peptide_spectra import PeptideSpectra
 from pipeline.readers.spectra import Spectra
 from pipeline.readers.spectrum_triplets import SpectrumTriplets
 from pipeline.records import Entry, Reason, Rejection
-from pipeline.stages.read_entries import EntriesTaken, take_entries
 from pipeline.training.items.item_source import arrays_digest, as_arrays
 from tests.readers.compared import (
     assert_same,

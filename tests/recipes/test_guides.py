@@ -16,9 +16,9 @@ from pipeline.errors import ConfigError
 from pipeline.memory.footprint import MemoryChoice
 from pipeline.memory.lint import RunFacts, lint
 from pipeline.memory.runtime.meters import MaintenanceSettings
+from pipeline.planning.prepare import taken_of
 from pipeline.project.run_code import load_task
 from pipeline.protocol import Contrastive
-from pipeline.runs.model.prepare import taken_of
 from pipeline.tasks.complex_docking import ComplexDocking
 from pipeline.tasks.contrastive_pair import ContrastivePair
 from pipeline.tasks.denovo_recursive import DenovoRecursive

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.runs.model.offers import Question, offers_of
+from pipeline.planning.offers import Question, offers_of
 from tests.recipes.conftest import Scanned
 from tests.recipes.projects import (
     ALL,

@@ -22,9 +22,9 @@ import yaml
 
 from pipeline.encoder.synth import write_random_checkpoint
 from pipeline.errors import ConfigError
+from pipeline.planning.prepare import embeddings_used
 from pipeline.project.project import Project
 from pipeline.readers import made
-from pipeline.runs.model.prepare import embeddings_used
 from pipeline.tasks.encoder_finetune import EncoderFinetune
 from pipeline.training.checkpoints.trained_weights import write_published
 from tests.recipes.conftest import Scanned

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pipeline.journal.run_folder import RunFolder, runs_in
-from pipeline.runs.views.run_page import page_now, renew, write_page
+from pipeline.views.run_page import page_now, renew, write_page
 from tests.docs.conftest import Demo, demo
 from tests.docs.pictures import chromium
 from tests.journal.ledgers import Told

@@ -9,8 +9,8 @@ import pytest
 
 from pipeline.command_line import Command
 from pipeline.errors import DataError, JobFailed
-from pipeline.runs.workflow.stage import Judged
-from pipeline.runs.workflow.table import STAGES, StageTrouble, refuse_or_warn
+from pipeline.stages.stage import Judged
+from pipeline.stages.table import STAGES, StageTrouble, refuse_or_warn
 
 
 def test_work_that_is_not_done_fails_the_job_and_too_many_rejections_blame_the_data() -> None:

@@ -23,9 +23,9 @@ from pipeline.cluster.job_spec import Limits, TaskState, TaskStatus
 from pipeline.cluster.processes import used_bytes
 from pipeline.cluster.verdict import Cause, TaskVerdict, Word, judge_attempt, last_words
 from pipeline.device import kinds
+from pipeline.engine.repair import Again, GiveUp, Means, decide
 from pipeline.errors import ConfigError, JobFailed, PipelineError, PlanInfeasible
 from pipeline.journal.attempts import Ask, Attempt
-from pipeline.runs.engine.repair import Again, GiveUp, Means, decide
 from pipeline.script import script_process
 from pipeline.script.command import (
     KNOWN,

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.load import read_config
+from pipeline.engine.lifecycle import new_run
 from pipeline.errors import JobFailed
 from pipeline.project.run_code import COPIES, freeze_files
-from pipeline.runs.engine.lifecycle import new_run
 from tests.conftest import NOBODY
 from tests.testkit.command import Command
 

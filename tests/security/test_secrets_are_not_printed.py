@@ -18,13 +18,13 @@ from pipeline import command_line
 from pipeline.cli.debug_log import Hiding
 from pipeline.config.load import read_config
 from pipeline.config.masking import MASK, without_secrets, without_secrets_in
+from pipeline.engine import run_supervisor, run_task
+from pipeline.engine.handover import notify
+from pipeline.engine.lifecycle import new_run
 from pipeline.errors import JobFailed
 from pipeline.journal.ledger import Ledger, LedgerReader
 from pipeline.journal.run_folder import RunFolder
 from pipeline.records import EventKind
-from pipeline.runs.engine import run_supervisor, run_task
-from pipeline.runs.engine.handover import notify
-from pipeline.runs.engine.lifecycle import new_run
 from pipeline.structures.synthetic import complex_pdb
 from tests.testkit.command import Command
 from tests.testkit.stubs import program, silent_slurm

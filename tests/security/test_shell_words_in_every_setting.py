@@ -24,14 +24,14 @@ from pipeline.config.load import read_config
 from pipeline.config.schema import LEAVES, Config
 from pipeline.config.schema_cluster import CardSection, NotifySection
 from pipeline.config.schema_train import CurriculumSection
+from pipeline.engine.handover import notify, supervisor_spec
 from pipeline.errors import ConfigError, SubmissionRefused
 from pipeline.journal import run_folder as folders
 from pipeline.journal.attempts import Ask
 from pipeline.journal.run_folder import RunFolder
 from pipeline.journal.run_status import StageJob
-from pipeline.runs.engine.handover import notify, supervisor_spec
-from pipeline.runs.workflow.jobs import spec_of
 from pipeline.script.command import parse_command
+from pipeline.stages.jobs import spec_of
 from tests.testkit.stubs import program, silent_slurm
 
 MADE = "made-by-the-setting"

@@ -20,10 +20,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.load import read_config
+from pipeline.engine.lifecycle import new_run
 from pipeline.files import is_mine
 from pipeline.journal.ledger import Ledger
 from pipeline.records import EventKind
-from pipeline.runs.engine.lifecycle import new_run
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import PARTIAL_SUFFIX, KindLayout
 from pipeline.store.users import User as CacheUser

@@ -21,7 +21,7 @@ SETTINGS: dict[str, Any] = {
     "train__log_every": 1,
     "train__sweep__parallel": 6,
 }
-SUPERVISOR, WORKER = "pipeline.runs.supervisor", "pipeline.runs.worker"
+SUPERVISOR, WORKER = "pipeline.engine.supervisor", "pipeline.engine.worker"
 
 
 def ready_to_sweep(folder: Path) -> Project:

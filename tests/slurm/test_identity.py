@@ -76,7 +76,7 @@ def test_a_run_of_another_cluster_over_the_same_folder_is_shown_as_that_and_left
         refused = project.types(*words, **there)
         assert refused.code == 2, refused
         assert f"pipeline {words[0]} {run.name} (on a login node of {healthy.folder.name})" in refused.said
-    visit = [sys.executable, "-m", "pipeline.runs.supervisor", str(run.folder.path), "--visit", "--now"]
+    visit = [sys.executable, "-m", "pipeline.engine.supervisor", str(run.folder.path), "--visit", "--now"]
     assert subprocess.run(visit, env={**there, "PATH": project.programs}, check=False).returncode == 2
     joined = project.types("submit", "--stage", "scan", "--executor", "slurm", **there)
     assert (joined.code, run.name in joined.out) == (0, True), joined

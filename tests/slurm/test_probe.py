@@ -10,10 +10,10 @@ from pipeline.cluster.slurm import SlurmExecutor
 from pipeline.errors import SubmissionRefused
 from pipeline.memory.footprint import Provenance
 from pipeline.memory.history import Peak
+from pipeline.planning.probe import ProbedCard, measured_ratios, model_name, probe
+from pipeline.planning.probe_job import peaks_of
 from pipeline.report.plan_facts import Probed, ProbeOutcome
-from pipeline.runs.model.probe import ProbedCard, measured_ratios, model_name, probe
-from pipeline.runs.model.probe_job import peaks_of
-from tests.runs.model.probes import GIB, Prepared, card, prepare
+from tests.planning.probes import GIB, Prepared, card, prepare
 from tests.testkit.cluster import Cluster
 from tests.testkit.cluster.config import SHORT_LIMIT_MINUTES
 

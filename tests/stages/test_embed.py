@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from pipeline.encoder import esm2, parity
+from pipeline.encoder.embed_texts import EmbeddingVerifier, EmbedShelves, Texts, embed_texts
 from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, EmbeddingRecipe, Variant
 from pipeline.encoder.engine.encoder_source import EsmSource
 from pipeline.encoder.engine.token_batches import EngineSettings
@@ -23,7 +24,6 @@ from pipeline.encoder.parity import ParityVerdict, Reference
 from pipeline.encoder.synth import write_random_checkpoint
 from pipeline.errors import CacheFull, JobFailed
 from pipeline.records import Reason, TaskContext
-from pipeline.stages.embed import EmbeddingVerifier, EmbedShelves, Texts, embed_texts
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.store import StoreWriter, WholeRecords
 from tests.encoder.sequences import natural

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file
 from pipeline.config.load import read_config
 from pipeline.encoder.synth import write_random_checkpoint
 from pipeline.project.project import Project
-from pipeline.runs.workflow.embedding_export import WantedExport, export_embeddings
+from pipeline.stages.embedding_export import WantedExport, export_embeddings
 from pipeline.training.evaluating.embedding_files import FORMATS, SUFFIXES, hdf5_name
 from tests.testkit import project
 from tests.testkit.command import Command
@@ -194,7 +194,7 @@ import os, signal, sys
 from pathlib import Path
 from pipeline.config.load import read_config
 from pipeline.project.project import Project
-from pipeline.runs.workflow import embedding_export as export
+from pipeline.stages import embedding_export as export
 
 def pooled(*given, made=export._pooled, left=[4]):
     left[0] -= 1

@@ -9,9 +9,9 @@ import pytest
 
 from pipeline.graphs import build_graph as build_module
 from pipeline.graphs.item_graph import GraphRecipe, decode_graph
+from pipeline.graphs.make_graphs import graph
 from pipeline.keys import content_digest
 from pipeline.records import Item, Part, Reason, Role
-from pipeline.stages.graph import graph
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.store import Store, WholeRecords
 from pipeline.structures.inventory import ScanRecipe as Structures

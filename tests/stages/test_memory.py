@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.records import Item, Part, Role
-from pipeline.runs.workflow.census import CensusTally
-from pipeline.stages.scan import ScanShelves, scan_items
+from pipeline.stages.census import CensusTally
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.structures.inventory import ScanRecipe, examine_item
+from pipeline.structures.scan_items import ScanShelves, scan_items
 from tests.structures.pdb_text import chain
 
 LINES = chain("A", *["ALA"] * 40) + chain("B", *["GLY"] * 40) + "END\n"

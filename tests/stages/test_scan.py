@@ -13,13 +13,13 @@ import pytest
 
 from pipeline.keys import TICK_NS
 from pipeline.records import Inventory, Item, Part, Reason, Role
-from pipeline.stages import scan as stage
-from pipeline.stages.scan import ScanShelves, look_again, scan_items
-from pipeline.stages.scan import look_up_items as seen_of
 from pipeline.store.cache_folder import CacheFolder
+from pipeline.structures import scan_items as stage
 from pipeline.structures.inventory import ScanRecipe
 from pipeline.structures.parsing import structure_files as read_module
 from pipeline.structures.policy import Policy
+from pipeline.structures.scan_items import ScanShelves, look_again, scan_items
+from pipeline.structures.scan_items import look_up_items as seen_of
 from tests.structures.pdb_text import chain
 
 RECIPE = ScanRecipe()

@@ -10,8 +10,8 @@ import torch
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.graphs.item_graph import GraphRecipe, ItemGraph
+from pipeline.planning.task_contract import breaches
 from pipeline.records import Role
-from pipeline.runs.model.task_contract import breaches
 from pipeline.structures.synthetic import complex_pdb
 from pipeline.tasks.docking.pose_confidence import trained_confidence
 from pipeline.training.checkpoints.trained_weights import load_pretrained

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline.errors import ConfigError
 from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
+from pipeline.planning.task_contract import breaches
 from pipeline.protocol import ITEMS, Contrastive, Example, Outputs
-from pipeline.runs.model.task_contract import breaches
 from pipeline.tasks.complex_docking import ComplexDocking
 from pipeline.tasks.contrastive_pair import ContrastivePair
 from pipeline.tasks.denovo_recursive import DenovoRecursive

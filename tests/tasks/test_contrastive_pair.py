@@ -11,8 +11,8 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from pipeline.errors import ConfigError
+from pipeline.planning.task_contract import breaches
 from pipeline.protocol import ITEMS
-from pipeline.runs.model.task_contract import breaches
 from pipeline.tasks.contrastive_pair import ContrastivePair
 from pipeline.tasks.pairs import retrieval
 from pipeline.training.step.contrastive import make_step

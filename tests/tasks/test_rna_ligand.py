@@ -11,8 +11,8 @@ import torch
 from scipy.spatial.transform import Rotation
 
 from pipeline.errors import ConfigError, DataError
+from pipeline.planning.task_contract import breaches
 from pipeline.protocol import ITEMS
-from pipeline.runs.model.task_contract import breaches
 from pipeline.tasks.rna_ligand import RnaLigandContrast
 from pipeline.training.evaluating.outputs import GatheredOutputs, OutputWriter
 from tests.tasks.cases import apart, stepped

@@ -1,7 +1,7 @@
 """Picks the tests that a change can reach: `pytest -m nightly --changed-since origin/main`.
 
 A test is picked when its file, or a module that it imports however far away, has changed. A module that is only named
-in a text (`python -m pipeline.runs.worker`, `task: pipeline.tasks.interface:Interface`) counts as imported. A change
+in a text (`python -m pipeline.engine.worker`, `task: pipeline.tasks.interface:Interface`) counts as imported. A change
 of what no module imports (pyproject.toml, a shell script, this kit's conftest) picks all tests.
 """
 

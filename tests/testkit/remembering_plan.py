@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeline.memory.planning.planner import plan_memory
-from pipeline.runs.model.training_work import Work, data_of, least_of
+from pipeline.planning.training_work import Work, data_of, least_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -98,7 +98,7 @@ def misbehave(event, args):
 
 with open(f"{HERE}/acts.json") as file:
     ACTS = json.load(file)
-IS_WORKER = any("pipeline.runs.worker" in word for word in sys.orig_argv)
+IS_WORKER = any("pipeline.engine.worker" in word for word in sys.orig_argv)
 sys.addaudithook(misbehave)
 '''
 

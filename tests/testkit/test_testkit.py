@@ -50,7 +50,7 @@ def test_a_change_picks_what_imports_it_names_it_or_lies_next_to_it_and_a_settin
     assert "tests.readers.test_spectra" in (reached_by(["pipeline/readers/spectra.py"]) or ())
     assert "tests.store.test_contract" not in (reached_by(["pipeline/readers/spectra.py"]) or ())
     assert "tests.recipes.test_recipes" in (reached_by(["pipeline/tasks/rna_ligand.py"]) or ())
-    assert "tests.slurm.test_runs" in (reached_by(["pipeline/runs/worker.py"]) or ())
+    assert "tests.slurm.test_runs" in (reached_by(["pipeline/engine/worker.py"]) or ())
     assert "tests.store.test_contract" in (reached_by(["tests/store/conftest.py"]) or ())
     assert "tests.docs.test_pages" in (reached_by(["docs/help.md"]) or ())
     assert reached_by(["CHANGELOG.md"]) == set()

@@ -16,9 +16,9 @@ from pipeline.device.batch_transfer import CopyAhead, map_tensors
 from pipeline.memory.footprint import MemoryChoice
 from pipeline.memory.hardware.caching_allocator import AllocatorSettings
 from pipeline.memory.planning.step_estimates import ahead_bytes
-from pipeline.runs.model.training_work import example_bytes
-from pipeline.stages.train import close
+from pipeline.planning.training_work import example_bytes
 from pipeline.training.items.loader import Loader
+from pipeline.training.loop.train import close
 from pipeline.training.step.contrastive import make_step
 from pipeline.training.step.exact_step import RankShare
 from tests.card import card

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from pipeline.project.run_code import load_task
-from pipeline.stages.train import close
+from pipeline.training.loop.train import close
 from pipeline.training.step.contrastive import make_step
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step

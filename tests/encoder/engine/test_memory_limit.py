@@ -29,7 +29,7 @@ RESIDENT = """
 import os, sys
 from pathlib import Path
 import torch
-import pipeline.runs.workflow.embed_stage, pipeline.stages.embed
+import pipeline.stages.embed, pipeline.encoder.embed_texts
 from pipeline.cluster.processes import used_bytes
 from pipeline.device.out_of_memory import free_caches
 from pipeline.encoder.esm_checkpoint import load_esm_checkpoint

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map_only
 from pipeline.memory.footprint import CannotRun, MemoryChoice, Oracle, live_peak_bytes, margin_of
 from pipeline.memory.planning.memory_plan import MemoryPlan, Micros, PlanRequest
 from pipeline.memory.planning.planner import plan_memory
+from pipeline.planning.training_work import Work, cutter, data_of, host_card, least_of, target_of
 from pipeline.protocol import ITEMS
-from pipeline.runs.model.training_work import Work, cutter, data_of, host_card, least_of, target_of
 from pipeline.training.prepared import COST, LIKENESS, LOOSER, likeness, sampler_settings
 from pipeline.training.sampling import Sampler
 from pipeline.training.step.optimizers import StepSettings

@@ -12,8 +12,8 @@ from pipeline.config.schema_train import TrainSection
 from pipeline.device.kinds import CARD
 from pipeline.memory.planning.memory_plan import MemoryPlan
 from pipeline.memory.planning.planner import plan_memory
-from pipeline.runs.model.training_outlook import _ahead_bytes
-from pipeline.runs.model.training_work import data_of, example_bytes, host_card
+from pipeline.planning.training_outlook import _ahead_bytes
+from pipeline.planning.training_work import data_of, example_bytes, host_card
 from pipeline.training.prepared import phase_plan
 from tests.memory.planning.planned import Ground, request_for
 from tests.zoo import ZOO

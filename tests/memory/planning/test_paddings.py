@@ -14,7 +14,7 @@ from pipeline.config.schema_train import TrainSection
 from pipeline.memory.hardware.gpus import device
 from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, MemoryPlan, PlanRequest
 from pipeline.memory.planning.planner import SLACK, plan_memory
-from pipeline.runs.model.training_work import Work, data_of, least_of, request_of, step_settings, target_of
+from pipeline.planning.training_work import Work, data_of, least_of, request_of, step_settings, target_of
 from pipeline.tasks.spectra_finetune import SpectraFinetune
 from pipeline.training.loop.metrics_log import read_epochs
 from pipeline.training.prepared import PADDING, phase_plan

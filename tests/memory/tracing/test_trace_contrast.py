@@ -12,7 +12,7 @@ from pipeline.errors import ConfigError
 from pipeline.memory.footprint import MemoryChoice
 from pipeline.memory.footprint import StepTapes as Tapes
 from pipeline.memory.tracing.tracer import Tracer
-from pipeline.runs.model.training_work import Work, step_settings
+from pipeline.planning.training_work import Work, step_settings
 from pipeline.tasks.contrastive_pair import ContrastivePair, PairBatch, Rows
 from pipeline.training.step.contrastive import make_step
 from pipeline.training.step.optimizers import StepSettings

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from pipeline.memory.footprint import Category, MemoryChoice, Provenance, live_peak_bytes, parts_at_peak
 from pipeline.memory.tracing.tracer import CannotTrace
-from pipeline.runs.model.training_work import Work, target_of
+from pipeline.planning.training_work import Work, target_of
 from pipeline.training.step.optimizers import StepSettings
 from tests.memory.tracing.traced import LARGE, SIZES, WIDTH, Small, of, tracer
 from tests.zoo import ZOO

@@ -18,8 +18,8 @@ from pipeline.memory.planning.budget_search import ChoiceMemory
 from pipeline.memory.planning.memory_plan import PlanRequest
 from pipeline.memory.planning.planner import plan_memory
 from pipeline.memory.tracing.tracer import Tracer
+from pipeline.planning.training_work import Work, data_of, host_card, target_of
 from pipeline.protocol import ITEMS
-from pipeline.runs.model.training_work import Work, data_of, host_card, target_of
 from pipeline.training.step.fsdp import ShardedStep, imagined
 from pipeline.training.step.optimizers import StepSettings
 from tests.memory.tracing.traced import Small, of

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.docs.blocks import Page
-from tests.runs.workflow.reader_project import CODE, SPLITS, write_spectrum
+from tests.stages.reader_project import CODE, SPLITS, write_spectrum
 from tests.testkit.cluster import Cluster
 from tests.testkit.command import Command
 from tests.testkit.project import settle

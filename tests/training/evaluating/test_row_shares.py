@@ -10,8 +10,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.stages.apply import _of_all_tasks
 from pipeline.training.evaluating.evaluator import ApplyResult
+from pipeline.training.evaluating.results import _of_all_tasks
 from pipeline.training.prepared import RowShare, cut_rows
 
 

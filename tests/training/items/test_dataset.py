@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError
 from pipeline.keys import recipe_key
+from pipeline.planning.prepare import phase_items
 from pipeline.records import Item, Part, Role
-from pipeline.runs.model.prepare import phase_items
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.training.items.item_table import ItemTable, TableBuilder
 from pipeline.training.prepared import PhasePlan

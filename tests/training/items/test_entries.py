@@ -10,9 +10,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from pipeline.dataset.read_entries import EntriesTaken, take_entries
 from pipeline.errors import DataError
 from pipeline.records import Entry, Reason, Rejection
-from pipeline.stages.read_entries import EntriesTaken, take_entries
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.training.items.batch import ItemBatch
 from pipeline.training.items.item_source import NUMBERS, ReaderItems, arrays_digest

@@ -20,9 +20,9 @@ from pipeline.config.schema_train import TrainSection
 from pipeline.graphs.item_graph import encode_graph
 from pipeline.keys import recipe_key
 from pipeline.records import TaskContext
-from pipeline.stages.train import Items, Job, close, trainer_of
 from pipeline.training.items.item_source import ItemArrays
 from pipeline.training.items.item_table import ItemTable, TableBuilder
+from pipeline.training.loop.train import Items, Job, close, trainer_of
 from pipeline.training.loop.trainer import Trainer
 from pipeline.training.prepared import ModelFolder, PhasePlan, Prepared, likeness
 from pipeline.training.ranks import Ranks

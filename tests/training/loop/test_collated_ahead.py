@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.stages.train import Job
 from pipeline.training.loop.metrics_log import read_epochs
+from pipeline.training.loop.train import Job
 from tests.training.loop.loops import Plot, Run, Tiny, Weighted, furthest
 
 pytestmark = pytest.mark.usefixtures("quick")

@@ -20,14 +20,14 @@ from hypothesis import strategies as some
 from torch import Tensor, nn
 
 from pipeline.command_line import Command
+from pipeline.engine.run_task import failure_kind
 from pipeline.errors import CacheDamaged, DataError, JobFailed, RecordMissing
 from pipeline.records import Rejection
-from pipeline.runs.engine.run_task import failure_kind
-from pipeline.stages.train import Job
 from pipeline.training.checkpoints.checkpoint import by_metric, checkpoints_in, latest_checkpoint
 from pipeline.training.checkpoints.sealed_folder import unseal
 from pipeline.training.items.item_source import DamagedItems, ItemArrays
 from pipeline.training.loop.metrics_log import read_epochs
+from pipeline.training.loop.train import Job
 from pipeline.training.step.step import Step
 from tests.store.faulty_disks import FailingDisk
 from tests.testkit.limited import device as limited
@@ -107,7 +107,7 @@ def several(plot: Plot, folder: Path) -> dict[int, int]:
 
 def plain(plot: Plot, run: Run, cuts: list[list[tuple[str, ...]]]) -> dict[str, list[float]]:
     """Train by a plain loop over micro-batches that are told, with a model of its own."""
-    from pipeline.stages.train import fresh_step
+    from pipeline.training.loop.train import fresh_step
     from pipeline.training.step.optimizers import factor, set_rate
 
     step = fresh_step(run.made)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from pipeline.memory.footprint import MemoryChoice
-from pipeline.stages.train import Items
 from pipeline.training.loop.metrics_log import Epoch, read_epochs
+from pipeline.training.loop.train import Items
 from pipeline.training.prepared import PhasePlan, likeness, phase_plan
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step

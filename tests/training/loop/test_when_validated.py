@@ -11,11 +11,11 @@ import pytest
 
 from pipeline.config.schema import Config
 from pipeline.config.schema_train import ValidationSection
-from pipeline.runs.views.compared_models import read_model
-from pipeline.runs.workflow.sweep_stage import DONE
-from pipeline.runs.workflow.train_stage import progress_of
+from pipeline.stages.sweep import DONE
+from pipeline.stages.train import progress_of
 from pipeline.training.checkpoints.checkpoint import by_metric, checkpoints_in
 from pipeline.training.loop.metrics_log import STEP, read_epochs, read_figures
+from pipeline.views.compared_models import read_model
 from tests.training.loop.loops import Plot, Run, signals_after
 
 ADAM = {"optimizer": "adamw", "ema": 0.9, "clip": 1.0, "weight_decay": 0.1}

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.errors import PlanInfeasible
 from pipeline.memory.footprint import MemoryChoice, MicroFootprint, Provenance, live_peak_bytes, margin_of
-from pipeline.runs.model.training_work import Work, target_of
+from pipeline.planning.training_work import Work, target_of
 from pipeline.training.step.optimizers import StepSettings
 from tests.memory.tracing.traced import true_peak
 from tests.testkit.limited import device

@@ -1,0 +1,107 @@
+"""Which records are of which item of the current data set, whatever the records themselves say."""
+
+from __future__ import annotations
+
+import tempfile
+import weakref
+from array import array
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipeline.dataset import worklist
+from pipeline.keys import KEY_BYTES
+from pipeline.records import Item
+from pipeline.store.store import in_chunks
+from pipeline.structures.scan_items import Seen, glance, look_up_items
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from pipeline.project.project import Project
+
+# What one may stumble over in a record that is nothing like what it should be.
+ODD = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+_SAMPLE_BITS = 64
+
+
+class KeyedLines:
+    """Takes keys with a line of text each, then gives the text of a key."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - it goes when this does
+        weakref.finalize(self, self._file.close)
+        self._keys, self._offsets = bytearray(), array("Q")
+        self._sorted: tuple[NDArray[np.bytes_], NDArray[np.int64]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def add(self, key: bytes, text: str) -> None:
+        """Keep the text of a key; of a key that is added again, any one of its texts."""
+        self._keys += key
+        self._offsets.append(self._file.seek(0, 2))
+        self._file.write(text.encode() + b"\n")
+        self._sorted = None
+
+    def get(self, key: bytes) -> str | None:
+        """Return the text of a key."""
+        if not len(self):
+            return None
+        keys, order = self._in_order()
+        at = int(np.searchsorted(keys, np.frombuffer(key, f"S{KEY_BYTES}")[0]))
+        if at == len(keys) or keys[at].ljust(KEY_BYTES, b"\0") != key:  # numpy drops zeros at the end
+            return None
+        self._file.seek(self._offsets[int(order[at])])
+        return self._file.readline()[:-1].decode()
+
+    def _in_order(self) -> tuple[NDArray[np.bytes_], NDArray[np.int64]]:
+        if self._sorted is None:
+            keys = np.frombuffer(bytes(self._keys), f"S{KEY_BYTES}")
+            order = np.argsort(keys, kind="stable")
+            self._sorted = keys[order], order
+        return self._sorted
+
+
+class ItemIndex:
+    """The items of a data set, by the keys of what is made of them."""
+
+    def __init__(self) -> None:
+        self.inventories = KeyedLines()  # key of a graph → key of its inventory
+        self.items = KeyedLines()  # key of an inventory → its item
+        self.paths = KeyedLines()  # key of a file as it stands → its path; of the sample only
+
+    def read(self, project: Project, sample: float) -> None:
+        """Look up every item that a source names."""
+        for chunk in in_chunks(worklist.list_items(project), worklist.LOOKED_UP_AT_ONCE):
+            items = [entry for entry in chunk if isinstance(entry, Item)]
+            for item, seen in zip(items, _look_up_each(items, project), strict=True):
+                if seen.key is not None:
+                    self.inventories.add(project.graphs.recipe.key(seen.key), seen.key.hex())
+                    self.items.add(seen.key, worklist.item_line(item))
+            marks = (
+                ((glance(path, project.recipe), path) for item in items for path in project.recipe.paths(item))
+                if sample
+                else ()
+            )
+            for mark, path in marks:
+                if isinstance(mark, bytes) and in_sample(mark, sample):
+                    self.paths.add(mark, path)
+
+
+def in_sample(key: bytes, sample: float) -> bool:
+    """Tell whether a key is in a sample; a larger sample holds every smaller one."""
+    return int.from_bytes(key[-_SAMPLE_BITS // 8 :], "big") < sample * float(1 << _SAMPLE_BITS)
+
+
+def _look_up_each(items: Sequence[Item], project: Project) -> list[Seen]:
+    """Return what is known of each item: nothing of one whose own records are malformed."""
+    try:
+        return look_up_items(items, project.recipe, project.shelves)
+    except ODD:
+        if len(items) == 1:
+            return [Seen()]
+    middle = len(items) // 2
+    return _look_up_each(items[:middle], project) + _look_up_each(items[middle:], project)

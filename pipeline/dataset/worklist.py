@@ -1,0 +1,370 @@
+"""The data set of a run, frozen as lines of JSON; what is known of it, and what a stage has still to do, in tasks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, pairwise
+from typing import IO, TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import xxhash
+
+from pipeline.files import write_whole
+from pipeline.journal.attempts import left_out_items, refused_parts
+from pipeline.journal.run_folder import writing_run
+from pipeline.records import Item, Rejection
+from pipeline.stage_names import StageName
+from pipeline.store.store import in_chunks
+from pipeline.store.users import recall, remember_keys
+from pipeline.structures.scan_items import look_again, look_up_items
+from pipeline.structures.sources.data_source import items as source_items
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+    from typing import Any
+
+    from numpy.typing import NDArray
+
+    from pipeline.config.schema import Config
+    from pipeline.journal.run_folder import RunFolder
+    from pipeline.project.project import Project
+    from pipeline.records import Inventory, Reason, TaskContext
+    from pipeline.store.cache_folder import CacheFolder
+    from pipeline.store.users import WantedKeys
+    from pipeline.structures.scan_items import Seen
+
+LOOKED_UP_AT_ONCE = 1024
+MOST_PER_TASK = 50_000  # items, however little time each takes: a process holds some hundred bytes of every one
+_ENCODER = json.JSONEncoder()  # made once: a data set has many lines
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One task's range: bytes of a todo file, or rows of its order."""
+
+    start: int
+    end: int
+    items: int
+    largest: int = 0  # the cost of the largest item, in the stage's unit; 0: unknown
+    of: str = ""  # the encoder, where there are several, or the point of a sweep
+
+
+@dataclass(frozen=True, slots=True)
+class StageSurvey:
+    """What a stage has to do: how much the store already holds, and the rest in tasks."""
+
+    counts: Mapping[str, int]  # items, refused, unusable, cached, missing, and what else a stage counts
+    shards: tuple[Shard, ...]
+    bytes: int = 0  # what the results will take in the cache
+    cost: float = 0.0  # in the unit in which tasks tell how far they are
+    parts: Mapping[str, StageSurvey] = field(default_factory=dict)  # the same of each encoder, where there are several
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What tasks are of, where not all are of one thing."""
+        return tuple(dict.fromkeys(shard.of for shard in self.shards if shard.of))
+
+    @classmethod
+    def together(cls, parts: Mapping[str, StageSurvey]) -> StageSurvey:
+        """Return what the surveys of several encoders come to."""
+        surveys = parts.values()
+        counts = Counter[str](encoders=len(parts))
+        for survey in surveys:
+            counts.update(survey.counts)
+        counts["encoders"] = len(parts)
+        shards = tuple(chain.from_iterable(survey.shards for survey in surveys))
+        cost = sum(survey.cost for survey in surveys)
+        return cls(dict(counts), shards, sum(survey.bytes for survey in surveys), cost, parts)
+
+    def write_shards(self, folder: RunFolder, stage: str) -> None:
+        """Write each task's shard into the run's folder."""
+        _write_shards(folder, stage, self.shards)
+
+
+def _write_shards(folder: RunFolder, stage: str, shards: Sequence[Shard]) -> None:
+    with writing_run(folder.shards(stage)):
+        write_whole(folder.shards(stage), json.dumps([asdict(shard) for shard in shards]))
+
+
+def read_shards(folder: RunFolder, stage: str) -> list[Shard]:
+    """Return the shard of every task."""
+    return [Shard(**shard) for shard in json.loads(folder.shards(stage).read_text())]
+
+
+def read_shard(folder: RunFolder, stage: str, task: int) -> Shard:
+    """Return the shard of a task."""
+    return Shard(**json.loads(folder.shards(stage).read_text())[task])
+
+
+Halve: TypeAlias = "Callable[[RunFolder, Shard], tuple[Shard, Shard]]"
+
+
+def split_shards(folder: RunFolder, stage: str, tasks: Sequence[int], halve: Halve) -> dict[int, list[int]]:
+    """Append two tasks for each of the given ones, that share its work; return their numbers."""
+    shards = read_shards(folder, stage)
+    known = {shard: number for number, shard in enumerate(shards)}
+    into = {}
+    for task in tasks:
+        halves = halve(folder, shards[task])
+        for half in halves:  # a known half was split by a process that died before the ledger knew
+            if known.get(half, -1) <= task:
+                known[half] = len(shards)
+                shards.append(half)
+        into[task] = [known[half] for half in halves]
+    _write_shards(folder, stage, shards)
+    return into
+
+
+def halve_lines(path: Path, shard: Shard) -> tuple[Shard, Shard]:
+    """Cut a range of lines in the middle."""
+    with path.open("rb") as file:
+        file.seek(shard.start)
+        for _ in range(shard.items // 2):
+            file.readline()
+        return _halves(shard, file.tell())
+
+
+def halve_rows(shard: Shard) -> tuple[Shard, Shard]:
+    """Cut a range of rows in the middle."""
+    return _halves(shard, shard.start + shard.items // 2)
+
+
+def _halves(shard: Shard, middle: int) -> tuple[Shard, Shard]:
+    first = shard.items // 2
+    return (
+        replace(shard, end=middle, items=first),
+        replace(shard, start=middle, items=shard.items - first),
+    )
+
+
+def task_items(folder: RunFolder, stage: str, task: int, tell: TaskContext) -> Iterator[Item]:
+    """Yield the items of a task without those that killed it; each is reported before it is worked on."""
+    shard, left_out = read_shard(folder, stage, task), left_out_items(folder, stage)
+    with folder.todo(stage).open("rb") as file:
+        file.seek(shard.start)
+        while file.tell() < shard.end:
+            item = Item.from_json(json.loads(file.readline()))
+            if item.id not in left_out:
+                tell.on((item.id,))
+                yield item
+
+
+def list_items(project: Project) -> Iterator[Item | Rejection]:
+    """Yield the structures of the data set as its source lists them; a reader has none."""
+    return iter(()) if project.source.source == "reader" else source_items(project.source)
+
+
+def read_items(path: Path) -> Iterator[Item | Rejection]:
+    """Yield the whole data set of a run."""
+    return (entry for _, entry in _read_lines(path))
+
+
+def items_at(path: Path, ordinals: Iterable[int]) -> Iterator[tuple[int, Item | Rejection]]:
+    """Yield the entries at some places, in ascending order, of a run's data set; other lines are not parsed."""
+    wanted = iter(ordinals)
+    if (next_one := next(wanted, None)) is None:
+        return
+    with path.open("rb") as file:
+        for ordinal, line in enumerate(file):
+            if ordinal == next_one:
+                yield ordinal, _entry(json.loads(line))
+                if (next_one := next(wanted, None)) is None:
+                    return
+
+
+def _entry(data: dict[str, Any]) -> Item | Rejection:
+    """Return what a line of a data set says."""
+    return Rejection.from_json(data) if "reason" in data else Item.from_json(data)
+
+
+def _read_lines(path: Path) -> Iterator[tuple[bytes, Item | Rejection]]:
+    with path.open("rb") as file:
+        for line in file:
+            yield line, _entry(json.loads(line))
+
+
+def frozen_items(project: Project, folder: RunFolder | None) -> Iterator[Item | Rejection]:
+    """Yield the data set of a run, which is frozen first if no stage has; without a run, as it stands."""
+    return list_items(project) if folder is None else (entry for _, entry in frozen_lines(project, folder))
+
+
+def frozen_lines(project: Project, folder: RunFolder) -> Iterator[tuple[bytes, Item | Rejection]]:
+    """Yield the data set of a run with the line of each entry; it is frozen, if no stage has, once all are taken."""
+    if folder.items.exists():
+        yield from _read_lines(folder.items)
+        return
+    with freezing(folder) as lines:
+        for entry in list_items(project):
+            yield lines.write(item_line(entry)), entry
+
+
+@contextmanager
+def freezing(folder: RunFolder | None) -> Iterator[Lines]:
+    """Yield a writer for the data set of a run; the file appears only when it is complete."""
+    partial = folder.items.with_suffix(".partial") if folder else None
+    with Lines(partial) as lines:
+        yield lines
+    if folder and partial:
+        with writing_run(folder.items):
+            partial.replace(folder.items)
+
+
+def item_line(record: Item | Rejection) -> str:
+    """Return a record as a line of JSON."""
+    return _ENCODER.encode(record.to_json())
+
+
+def tasks_for(seconds: float, minutes_per_task: float, at_once: int, worthwhile_s: float) -> int:
+    """Return how many tasks to cut work into: by minutes a task, or more if idle slots make that worthwhile."""
+    worthwhile = min(at_once, math.ceil(seconds / worthwhile_s))
+    return max(1, math.ceil(seconds / (60 * minutes_per_task)), worthwhile)
+
+
+def cut_lines(
+    offsets: Sequence[int], costs_N: NDArray[np.int64], items_per_task: int | str, tasks: int
+) -> tuple[Shard, ...]:
+    """Cut a list, in order, into tasks of so many items, or so many of about equal cost where that is `auto`.
+
+    `offsets` says where each line begins, and where the last one ends. A task by cost that would have too many items is
+    cut evenly.
+    """
+    lines = len(costs_N)
+    if lines == 0:
+        return ()
+    if items_per_task != "auto":
+        bounds = [*range(0, lines, int(items_per_task)), lines]
+    else:
+        done_N = np.cumsum(costs_N)
+        shares = done_N[-1] * np.arange(1, tasks) / tasks
+        by_cost = np.unique([0, *(np.searchsorted(done_N, shares) + 1).tolist(), lines]).tolist()
+        bounds = [*chain.from_iterable(_evenly(first, last) for first, last in pairwise(by_cost)), lines]
+    return tuple(
+        Shard(offsets[first], offsets[last], last - first, int(costs_N[first:last].max()))
+        for first, last in pairwise(bounds)
+    )
+
+
+def _evenly(first: int, last: int) -> list[int]:
+    """Return where the pieces of a range begin, none of which has more than MOST_PER_TASK items."""
+    pieces = math.ceil((last - first) / MOST_PER_TASK)
+    return [first + (last - first) * piece // pieces for piece in range(pieces)]
+
+
+def required_lines(folder: RunFolder, stage: str) -> Callable[[str], bool]:
+    """Return a predicate: must this line be done? All must, unless the run is confined to a list."""
+    if not folder.only.exists():
+        return lambda _line: True
+    with folder.todo(stage).open("rb") as file:
+        required = {xxhash.xxh3_64_intdigest(line.rstrip(b"\n")) for line in file}
+    return lambda line: xxhash.xxh3_64_intdigest(line.encode()) in required
+
+
+class Lines:
+    """Writes lines, or only counts their bytes when there is no file."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._file: IO[bytes] | None = None
+        self.position = 0
+
+    def write(self, text: str) -> bytes:
+        """Write one line, and return it."""
+        line = text.encode() + b"\n"
+        self.position += len(line)
+        if self._file and self._path:
+            with writing_run(self._path):
+                self._file.write(line)
+        return line
+
+    def __enter__(self) -> Lines:
+        if self._path:
+            with writing_run(self._path):
+                self._file = self._path.open("wb")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._file and self._path:
+            with writing_run(self._path):
+                self._file.close()
+
+
+@dataclass(frozen=True, slots=True)
+class KnownItem:
+    """A usable item with its inventory; None: that has still to be made."""
+
+    item: Item
+    inventory: Inventory | None
+    key: bytes | None  # of the inventory; None where a file has changed too lately to be known
+
+
+def known_items(
+    project: Project, folder: RunFolder | None, entries: Iterable[Item | Rejection], keys: bytearray | None = None
+) -> Iterator[list[KnownItem | Rejection]]:
+    """Yield for each entry of a data set, in order and in chunks, what the store knows of it.
+
+    To `keys` those of the inventories that were found are added, also of items that cannot be used.
+    """
+    since_ns = folder.stages.stat().st_mtime_ns if folder else None
+    left_out = left_out_items(folder, StageName.SCAN) | refused_parts(folder, StageName.SCAN)
+    for chunk in in_chunks(entries, LOOKED_UP_AT_ONCE):
+        items = [entry for entry in chunk if isinstance(entry, Item)]
+        seen = look_up_items(items, project.recipe, project.shelves)
+        if keys is not None:
+            keys += b"".join(known.key for known in seen if known.key and known.inventory)
+        looked_up = iter(seen)
+        yield [
+            entry if isinstance(entry, Rejection) else _known_item(project, entry, next(looked_up), since_ns, left_out)
+            for entry in chunk
+        ]
+
+
+def _known_item(
+    project: Project, item: Item, known: Seen, since_ns: int | None, left_out: Mapping[str, tuple[Reason, str]]
+) -> KnownItem | Rejection:
+    if known.inventory is None and since_ns is not None:
+        known = look_again(item, project.recipe, project.shelves, since_ns)
+    if known.inventory is not None and known.inventory.reason is not None:
+        return rejection(item, known.inventory.reason, known.inventory.detail)
+    if known.inventory is None and item.id in left_out:
+        return rejection(item, *left_out[item.id])
+    return KnownItem(item, known.inventory, known.key)
+
+
+def rejection(item: Item, reason: Reason, detail: str) -> Rejection:
+    """Return the rejection of an item."""
+    return Rejection(item.id, reason, detail, item.origin, item.split)
+
+
+REMEMBERED = (StageName.SCAN, StageName.EMBED, StageName.GRAPH)  # kinds of which it is known what a data set needs
+
+
+def remember_needed(project: Project, kind: str, keys: bytes | bytearray) -> None:
+    """Write down which records of a kind the data set needs; that it cannot be written is no failure."""
+    remember_keys(project.cache.disk, project.cache.root, kind, deciding(project.config, kind), keys)
+
+
+def recall_needed(cache: CacheFolder, config: Config, kind: str) -> WantedKeys | None:
+    """Return which records of a kind a data set was last found to need; None where that was never found out."""
+    return recall(cache.disk, cache.root, kind, deciding(config, kind))
+
+
+def deciding(config: Config, kind: str) -> dict[str, Any]:
+    """Return the part of a configuration that decides which records of a kind are needed."""
+    deciding: dict[str, Any] = {
+        "data": config.data.model_dump(mode="json", exclude={"max_rejected_fraction", "on_leak"}),
+        "structures": config.structures.model_dump(mode="json"),
+    }
+    if kind == StageName.EMBED:
+        deciding["embed"] = config.embed.model_dump(mode="json", exclude={"batch", "also"})
+        if config.embed.also:
+            others = config.embed.also.items()
+            deciding["also"] = {name: embed.model_dump(mode="json", exclude={"batch"}) for name, embed in others}
+        deciding["gpus"] = config.cluster.embed.gpus > 0
+    if kind == StageName.GRAPH:
+        deciding["graph"] = config.graph.model_dump(mode="json")
+    return deciding

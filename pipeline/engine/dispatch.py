@@ -1,0 +1,408 @@
+"""Submits the tasks of a stage that are due as jobs, and records how each attempt at a task ended."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, TypeAlias
+
+from pipeline.cluster.job_spec import TaskState, format_ranges, parse_ranges
+from pipeline.cluster.verdict import Cause, judge_attempt
+from pipeline.dataset import worklist
+from pipeline.engine.repair import GiveUp, LeaveOut, Means, Split, avoid_bad_nodes, decide
+from pipeline.errors import BudgetReached, ClusterSilent, SubmissionRefused
+from pipeline.journal.attempts import Attempt, leave_out
+from pipeline.journal.budget import Budget, Spending
+from pipeline.journal.ledger import read_notes
+from pipeline.memory.history import Measured
+from pipeline.project.container_image import with_digest
+from pipeline.project.project import cluster_name, profiles_of
+from pipeline.records import EventKind
+from pipeline.stage_names import StageName
+from pipeline.stages.jobs import candidates, first_job, limits_of, on_cards, recipe_name, spec_of
+from pipeline.stages.script import is_script, script_of
+from pipeline.store.store import in_chunks
+from pipeline.units import format_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from pipeline.cluster.candidates import Candidate
+    from pipeline.cluster.job_spec import Executor, JobId, JobSpec, Limits, TaskStatus
+    from pipeline.command_line import Command
+    from pipeline.config.schema import Config
+    from pipeline.journal.attempts import Ask, TaskRecord
+    from pipeline.journal.budget import Account
+    from pipeline.journal.run_folder import RunFolder
+    from pipeline.journal.run_status import RunStatus, StageJob, StageStatus
+    from pipeline.project.project import Project
+    from pipeline.stages.stage import Stage
+
+    Emit: TypeAlias = Callable[..., None]
+
+LOG_END_BYTES = 8192
+FOR_SUPERVISORS = 3  # places in the queue: for the next visit, its standby, and a look at what waits
+MANY = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Next:
+    """The next attempt at a task; tasks whose next attempts are equal share a job."""
+
+    attempt: int
+    ask: Ask
+    why: str
+
+
+class Dispatch:
+    """Submits tasks and records how they ended; all of its state can be read from the ledger."""
+
+    def __init__(self, folder: RunFolder, config: Config, executor: Executor, run: RunStatus, emit: Emit) -> None:
+        self._folder, self._config, self._executor, self._run, self._emit = folder, config, executor, run, emit
+        self._profiles = profiles_of(config)
+        self._spending = Spending(folder.path.parent, Budget.of(config.cluster.budget))
+
+    def adopt(self, stage: StageStatus) -> None:
+        """Take over the jobs of an earlier supervisor, and submit those that it announced without noting a job id."""
+        for live in stage.live:
+            self._executor.adopt(live, spec_of(self._folder, self._config, stage.jobs[live]))
+        for job in list(stage.intents.values()):
+            self._submit(job)
+
+    def collect(self, project: Project, stage: Stage, status: StageStatus, changed: Sequence[TaskStatus]) -> int:
+        """Record the attempts that have ended; return how many did."""
+        over = [report for report in changed if is_over(report) and status.task(report.task).job == report.job]
+        host_peaks = _peaks(status, "host_peak_bytes") if over else {}
+        on_node = stage.processes(project) // stage.resources(project.config).nodes
+        attempts = [self._judged(status, report, host_peaks, on_node) for report in over]
+        if over:
+            attempts = _with_gpus(attempts, status)
+        for attempt in attempts:
+            self._emit(EventKind.TASK_ENDED, stage=stage.name, **attempt.to_event())
+        if attempts:
+            self._remember(project, stage, status, attempts)
+        return len(attempts)
+
+    @staticmethod
+    def unheard(status: StageStatus, changed: Sequence[TaskStatus]) -> bool:
+        """Tell whether a task's own report is still missing: some file systems show it late."""
+        return any(
+            not (task.word.finished if report.state is TaskState.COMPLETED else task.word.started)
+            for report in changed
+            if report.state in (TaskState.COMPLETED, TaskState.FAILED)
+            and (task := status.task(report.task)).job == report.job
+        )
+
+    def _judged(self, stage: StageStatus, report: TaskStatus, host_peaks: Mapping[int, int], on_node: int) -> Attempt:
+        """Return how an attempt ended; `on_node` is how many of its processes share the memory of a node."""
+        task = stage.task(report.task)
+        assert task.ask is not None
+        done, on = read_notes(self._folder, stage.name, report.task, task.attempt)
+        word = replace(task.word, done=done)
+        verdict = judge_attempt(report, word, log_end(report.stderr), asked_bytes=task.ask.mem_bytes)
+        cause = verdict.cause
+        never_began = cause is Cause.CANCELLED and report.started is None and not report.node
+        if cause in (Cause.ACTIVE, Cause.HELD) or (never_began and word.started):  # its end is on no record
+            cause = Cause.LOST
+        return Attempt(
+            task=report.task,
+            number=task.attempt,
+            ask=task.ask,
+            cause=cause,
+            reason=verdict.reason,
+            state=report.state.value,
+            job=report.job,
+            node=verdict.node or report.node,
+            log=report.stderr,
+            exit_code=report.exit_code,
+            peak_rss_bytes=max(verdict.peak_bytes or 0, on_node * host_peaks.get(report.task, 0)) or None,
+            ended_at=report.ended or time.time(),
+            elapsed_s=(report.ended or 0.0) - (report.started or report.ended or 0.0),
+            earlier_s=report.earlier_s,
+            gpu_busy=report.gpu_busy,
+            gpu_peak_bytes=report.gpu_bytes,
+            cpu_s=report.cpu_s,
+            done=done,
+            on=() if cause is Cause.DONE else on,
+            said=task.word.what,
+        )
+
+    def _remember(self, project: Project, stage: Stage, status: StageStatus, attempts: Sequence[Attempt]) -> None:
+        """Record memory and time of these attempts, from which later runs plan."""
+        cluster = cluster_name(self._config)
+        names = {status.name_of(attempt.task) for attempt in attempts}
+        recipes = {name: recipe_name(stage.at(project, name), stage) for name in names}
+        shards = worklist.read_shards(self._folder, stage.name)
+        measured = [
+            Measured(
+                stage=stage.name,
+                recipe=recipes[status.name_of(attempt.task)],
+                cluster=cluster,
+                attempt=attempt.number,
+                task=attempt.task,
+                items=attempt.done if attempt.cause is Cause.DONE else 0,
+                size=shards[attempt.task].largest,
+                cpus=stage.resources(project.config).cpus,
+                asked_bytes=attempt.ask.mem_bytes,
+                peak_bytes=attempt.peak_rss_bytes,
+                gpu_peak_bytes=attempt.gpu_peak_bytes,
+                killed=attempt.cause is Cause.HOST_OOM,
+                elapsed_s=attempt.elapsed_s,
+                cpu_s=attempt.cpu_s or 0.0,
+                node=attempt.node,
+                at=attempt.ended_at,
+            )
+            for attempt in attempts
+            if attempt.cause in (Cause.DONE, Cause.HOST_OOM)
+        ]
+        self._profiles.record(self._folder.name, measured)
+
+    def send(self, project: Project, stage: Stage, status: StageStatus) -> None:
+        """Decide on the next attempt of every task that is due, and submit as much as the queue takes."""
+        asks: dict[int, Next] = {}
+        for number, ask in self._repaired(project, stage, status):
+            if ask is not None:
+                asks[number] = ask
+            elif not stage.is_sweep:  # the stage will fail: running tasks may end, no more are submitted
+                return
+        first = self._planned(project, stage, status)
+        for task in status.work.values():
+            if task.open and not task.ended and task.job is None:
+                plan = status.plan_of(task.number, first)
+                asks[task.number] = Next(1, task.first or plan.ask, plan.why)
+        room = self._room(status)
+        for job in self._jobs(project, stage, status, asks):
+            room -= len(parse_ranges(job.tasks))
+            if room < 0:
+                return
+            affordable = self._affordable(job)
+            self._emit(EventKind.JOB_SUBMITTING, **affordable.to_json())
+            self._recount(affordable)
+            self._submit(affordable)
+            if affordable is not job:  # the rest has to wait until something ends before its time
+                return
+
+    def account(self) -> Account | None:
+        """Return what has gone of the project's budget; None where it has none."""
+        return self._spending.account()
+
+    def _affordable(self, job: StageJob) -> StageJob:
+        """Return a job with as many of its tasks as the project's budget holds; raise if that is none."""
+        if (account := self.account()) is None:
+            return job
+        wanted = parse_ranges(job.tasks)
+        fitting = account.budget.fitting(job, account.taken)
+        if not fitting:
+            raise _beyond(account, job, spec_of(self._folder, self._config, job).again)
+        return job if fitting == len(wanted) else replace(job, tasks=format_ranges(wanted[:fitting]))
+
+    def _recount(self, job: StageJob) -> None:
+        """Take an announced job back if another run of the project has announced one, too, and both are too much."""
+        account = self.account()
+        if account is None or account.taken.total <= account.budget.hours + 1e-9:
+            return
+        self._emit(EventKind.JOB_REFUSED, **job.to_json())
+        raise _beyond(account, job, spec_of(self._folder, self._config, job).again)
+
+    def _repaired(self, project: Project, stage: Stage, status: StageStatus) -> Iterator[tuple[int, Next | None]]:
+        """Yield the next attempt of each failed task, None for one that is given up; split others."""
+        shards, splits = worklist.read_shards(self._folder, stage.name), dict[int, Split]()
+        limits = self._limits(project, stage, status)
+        for task in [task for task in status.work.values() if task.open and task.ended]:
+            tries = self._config.cluster.supervisor.tries
+            shard, is_whole = shards[task.number], stage.name == StageName.TRAIN
+            items = shard.end - shard.start if stage.together else shard.items  # listed as one thing without halves
+            means = Means(
+                limits,
+                items,
+                tries,
+                status.sets > 0,
+                is_whole,
+                is_shared=stage.together and not is_whole,
+                places=self._places(project, stage, task),
+                nodes=stage.resources(project.config).nodes,
+                has_batches=is_script(project.config, stage.name) and "micro_batch" in script_of(project.config).names,
+            )
+            decision = decide(task.ended, means)
+            if isinstance(decision, Split):
+                splits[task.number] = decision
+                continue
+            if isinstance(decision, LeaveOut):
+                self._leave_out(stage, status, task, decision)
+            if isinstance(decision, GiveUp) and task.attempt not in task.then:
+                given_up = {"stage": stage.name, "task": task.number, "attempt": task.attempt, "why": decision.why}
+                self._emit(EventKind.TASK_GIVEN_UP, **given_up)
+            following = None if isinstance(decision, GiveUp) else Next(task.attempt + 1, decision.ask, decision.why)
+            yield task.number, following
+        yield from self._split(stage, status, splits)
+
+    def _split(self, stage: Stage, status: StageStatus, splits: Mapping[int, Split]) -> Iterator[tuple[int, Next]]:
+        """Replace each of these tasks by two, and yield their first attempts."""
+        made = worklist.split_shards(self._folder, stage.name, list(splits), stage.halve) if splits else {}
+        for number, into in made.items():
+            ask, why = splits[number].ask, splits[number].why
+            self._emit(EventKind.TASK_SPLIT, stage=stage.name, task=number, into=into, ask=ask.to_json(), why=why)
+            status.split(number, into, ask, why)
+            yield from ((part, Next(1, ask, why)) for part in into)
+
+    def _leave_out(self, stage: Stage, status: StageStatus, task: TaskRecord, decision: LeaveOut) -> None:
+        """Record the items that killed a task, so that the stage goes on without them."""
+        assert task.last is not None
+        known = {name for entry in status.left_out for name in entry["names"]}
+        names = [name for name in decision.names if name not in known]
+        if not names:  # left out already; the next attempt was not submitted yet
+            return
+        detail = f"task {task.number} died: {task.last.reason}"
+        leave_out(self._folder, stage.name, names, decision.reason, detail)
+        self._emit(EventKind.LEFT_OUT, stage=stage.name, names=names, reason=decision.reason.value, why=detail)
+
+    def _planned(self, project: Project, stage: Stage, status: StageStatus) -> StageJob:
+        """Return the planned job of first attempts."""
+        if status.planned is None:
+            first = first_job(project, stage, self._executor, self._folder)
+            status.planned = on_cards(project, stage, self._executor, self._folder, first).job
+        return status.planned
+
+    def _limits(self, project: Project, stage: Stage, status: StageStatus) -> Limits:
+        """Return the limits of the partition that this stage's jobs go to."""
+        if status.limits is None:
+            partition = self._planned(project, stage, status).partition
+            status.limits = limits_of(self._config, stage, self._executor, partition)
+        return status.limits
+
+    def _places(self, project: Project, stage: Stage, task: TaskRecord) -> tuple[Candidate, ...]:
+        """Return the partitions that a task may go to; none where it has no choice."""
+        is_placed = task.last is not None and task.last.ask.partition
+        return candidates(project, stage, self._executor) if is_placed else ()
+
+    def _room(self, status: StageStatus) -> int:
+        """Return how many tasks the queue still takes; where none of these is in it, one is tried."""
+        room = self._executor.room()
+        if room is None:
+            return len(status.work)
+        reserved = FOR_SUPERVISORS if self._config.cluster.supervisor.where == "job" else 0
+        return max(0 if status.live else 1, room - reserved)
+
+    def _jobs(
+        self, project: Project, stage: Stage, status: StageStatus, asks: Mapping[int, Next]
+    ) -> Iterator[StageJob]:
+        """Yield jobs of tasks with equal requests, each small enough for one array and for the queue."""
+        planned, limits = self._planned(project, stage, status), self._limits(project, stage, status)
+        sequence = status.sent + len(status.intents)
+        alike: dict[tuple[Next, StageJob], list[int]] = {}
+        for number in sorted(asks):
+            alike.setdefault((asks[number], status.plan_of(number, planned)), []).append(number)
+        room, parallel = self._room(status), stage.parallel(project.config)
+        cut = [(*alike_as, piece) for alike_as, due in alike.items() for piece in pieces(due, limits, room)]
+        for following, plan, piece in cut:
+            yield replace(
+                plan,
+                id="",
+                at=0.0,
+                parallel=max(1, parallel // len(cut)),
+                where=plan.where if following.ask.partition == plan.ask.partition else "",
+                tag=f"{self._folder.unique}-{stage.name}-{sequence}",
+                tasks=format_ranges(piece),
+                attempt=following.attempt,
+                ask=following.ask,
+                why=following.why,
+            )
+            sequence += 1
+
+    def _submit(self, job: StageJob) -> None:
+        """Submit a job; if this process dies before its id is recorded, the next supervisor finds it by its tag."""
+        spec = spec_of(self._folder, self._config, job)
+        try:
+            with_digest(self._config)
+            job_id = self._submit_off_bad_nodes(spec)
+        except SubmissionRefused:
+            self._emit(EventKind.JOB_REFUSED, **job.to_json())
+            raise
+        self._emit(EventKind.JOB_SUBMITTED, **replace(job, id=job_id).to_json())
+
+    def _submit_off_bad_nodes(self, spec: JobSpec) -> JobId:
+        """Submit a job that excludes the nodes that failed; one that is refused so may go to them, too."""
+        avoiding = avoid_bad_nodes(self._run, self._executor, spec)
+        try:
+            return self._executor.submit(avoiding)
+        except SubmissionRefused as error:
+            if isinstance(error, ClusterSilent) or not avoiding.exclude:
+                raise
+            return self._executor.submit(spec)
+
+
+def _beyond(account: Account, job: StageJob, again: Command) -> BudgetReached:
+    """Return the error for a job of which the budget does not hold one task."""
+    budget, tasks = account.budget, len(parse_ranges(job.tasks))
+    each, count = budget.task_hours(job), f"{tasks:,} task{'s' * (tasks != 1)}"
+    enough = math.ceil(account.taken.total + tasks * each)
+    what = (
+        f"a task may take {each:,.2f} {budget.unit}-hours ({format_seconds(job.ask.time_s)} and a minute to end), "
+        f"and {count} could pass the budget; {account.figures()}"
+    )
+    remedy = again.with_settings(
+        ("cluster.budget", f"{enough} {budget.unit}-hours"),
+        then=f"   (or request less time a task: cluster.{job.stage}.time; finished work is kept)",
+    )
+    return BudgetReached(what, where=f"job {job.stage}", remedy=remedy)
+
+
+def is_over(task: TaskStatus) -> bool:
+    """Tell whether a task has ended, or the scheduler no longer knows it."""
+    return task.state.ended or task.state is TaskState.UNKNOWN
+
+
+def pieces(due: Sequence[int], limits: Limits, room: int) -> Iterator[list[int]]:
+    """Cut ascending task numbers into arrays, within the limits on indexes and size and the room in the queue."""
+    span = (MANY if limits.highest_task is None else limits.highest_task) + 1
+    most = max(1, min(limits.job_tasks or MANY, room))
+    for _, group in groupby(due, key=lambda number: number // span):
+        yield from in_chunks(group, most)
+
+
+def log_end(path: str) -> str:
+    """Return the last kilobytes of a log; empty where there is none."""
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 - 10,000 of them
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - LOG_END_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _with_gpus(attempts: Sequence[Attempt], stage: StageStatus) -> list[Attempt]:
+    """Return attempts with what their processes saw of their GPUs; else it stays what the accounting told."""
+    torchs, seen = _peaks(stage, "device_peak_bytes"), _peaks(stage, "gpu_used_bytes")
+    totals, busy = _peaks(stage, "gpu_total_bytes"), _busy(stage)
+    return [
+        replace(
+            attempt,
+            gpu_peak_bytes=max(torchs.get(attempt.task, 0), seen.get(attempt.task, 0)) or attempt.gpu_peak_bytes,
+            gpu_total_bytes=totals.get(attempt.task),
+            gpu_busy=busy.get(attempt.task, attempt.gpu_busy),
+        )
+        for attempt in attempts
+    ]
+
+
+def _busy(stage: StageStatus) -> dict[int, float]:
+    """Return for each task how busy the GPUs of its processes were, where any of them could tell."""
+    sums: dict[int, tuple[float, float]] = {}
+    for figures in stage.figures.values():
+        if looks := figures.get("gpu_looks", 0.0):
+            busy, count = sums.get(int(figures["task"]), (0.0, 0.0))
+            sums[int(figures["task"])] = (busy + figures["gpu_busy"] * looks, count + looks)
+    return {task: busy / count for task, (busy, count) in sums.items()}
+
+
+def _peaks(stage: StageStatus, figure: str) -> dict[int, int]:
+    """Return for each task the highest value of a figure that one of its processes reported."""
+    peaks: dict[int, int] = {}
+    for figures in stage.figures.values():
+        if peak := int(figures.get(figure, 0)):
+            peaks[int(figures["task"])] = max(peak, peaks.get(int(figures["task"]), 0))
+    return peaks

@@ -1,0 +1,112 @@
+"""Stage graph: structures in, one graph of each item in the store, or the reason why it has none."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from pipeline.graphs.build_graph import encoded_graph
+from pipeline.records import Reason
+from pipeline.store.cache_folder import update_index
+from pipeline.store.store import WholeRecords
+from pipeline.structures.atoms import UnusableInput
+from pipeline.structures.inventory import examine_item, item_key
+from pipeline.structures.parsing.structure_files import plain_files
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Mapping
+
+    from pipeline.graphs.item_graph import GraphRecipe
+    from pipeline.records import Item
+    from pipeline.store.store import Store, StoreWriter
+    from pipeline.structures.inventory import Complex
+    from pipeline.structures.inventory import ScanRecipe as Structures
+    from pipeline.structures.parsing.structure_files import File
+
+log = logging.getLogger(__name__)
+
+PUBLISH_EVERY_S = 60.0
+HEADER_BYTES = 2 << 20  # of a shard; a graph has some 25 arrays, whose names and places take 3 kB there
+
+
+def open_writer(store: Store, shard_bytes: int) -> StoreWriter:
+    """Return a writer with room for the names of many small arrays."""
+    return store.writer(shard_bytes=shard_bytes, header_bytes=HEADER_BYTES)
+
+
+class Maker:
+    """Makes and stores the graphs of items; it remembers the keys of what it made and has not published."""
+
+    def __init__(
+        self,
+        recipe: GraphRecipe,
+        store: Store,
+        writer: StoreWriter,
+        is_wanted: Callable[[bytes], bool] = lambda _key: True,
+    ) -> None:
+        self._recipe, self._store, self._writer, self._is_wanted = recipe, store, writer, is_wanted
+        self._made: dict[bytes, Reason | None] = {}
+        self._published_s = time.monotonic()
+
+    def make(self, key: bytes, read: Complex) -> Reason | None:
+        """Store the graph of an item, given the key of its inventory; return why it has none."""
+        own = self._recipe.key(key)
+        if own not in self._made and self._is_wanted(own) and not self.has(key):
+            self._made[own] = self._make(own, read)
+        return self._made.get(own)
+
+    def has(self, key: bytes) -> bool:
+        """Tell whether the graph of an item was made here or is in the store."""
+        own = self._recipe.key(key)
+        return own in self._made or own in WholeRecords(self._store).metas([own])
+
+    def publish(self) -> None:
+        """Write what was made to disk, where it is looked up from now on."""
+        self._writer.flush()
+        self._made.clear()
+        update_index(self._store, far_behind=True)
+        self._published_s = time.monotonic()
+
+    def publish_in_time(self) -> None:
+        """Write what was made to disk, once a minute."""
+        if time.monotonic() - self._published_s > PUBLISH_EVERY_S:
+            self.publish()
+
+    def _make(self, key: bytes, read: Complex) -> Reason | None:
+        arrays, meta = encoded_graph(read, self._recipe)
+        self._writer.put(key, arrays, meta)
+        return Reason(meta["reason"]) if "reason" in meta else None
+
+
+def graph(
+    items: Iterable[Item], structures: Structures, recipe: GraphRecipe, store: Store, shard_bytes: int
+) -> Generator[Reason | None, None, None]:
+    """Build the graphs that are not in the store yet, and publish them at least every minute."""
+    files = plain_files(structures.max_file_bytes, structures.paths)
+    with open_writer(store, shard_bytes) as writer:
+        maker = Maker(recipe, store, writer)
+        for item in items:
+            try:
+                read = files.of(item)
+            except UnusableInput as problem:  # a file that went away since it was scanned: the next scan says so
+                yield problem.reason
+                continue
+            key = item_key(item, structures, {path: file.digest for path, file in read.items()})
+            if maker.has(key):
+                yield None
+                continue
+            yield _make(item, key, read, structures, maker)
+            maker.publish_in_time()
+
+
+def _make(item: Item, key: bytes, read: Mapping[str, File], structures: Structures, maker: Maker) -> Reason | None:
+    """Make the graph of an item; return why it has none."""
+    try:
+        inventory, structure = examine_item(item, read, structures)
+    except MemoryError as error:
+        raise MemoryError(f"out of memory while reading {item.id}") from error
+    except Exception:  # a bug of ours or of a parser must cost this item, not the task
+        log.exception("%s could not be read", item.id)
+        return Reason.SCAN_FAILED
+    return maker.make(key, structure) if structure else inventory.reason or Reason.NO_NODES

@@ -1,0 +1,173 @@
+"""Where training may run: on the GPUs that were named, on those of the cluster, or in a node's memory without any."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import TYPE_CHECKING
+
+from pipeline.cluster.job_spec import JobSpec
+from pipeline.errors import ConfigError, PlanInfeasible, SubmissionRefused
+from pipeline.memory.footprint import LIVE_ONLY, Provenance
+from pipeline.memory.hardware.gpus import device
+from pipeline.memory.hardware.host_memory import (
+    STEP_SLACK,
+    TRAINING,
+    HostPart,
+    TrainingJob,
+    measured_baseline,
+    measured_in,
+    train_need,
+)
+from pipeline.memory.planning.memory_plan import CardSpec, Offer
+from pipeline.planning.training_work import host_card
+from pipeline.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from pipeline.cluster.job_spec import Executor
+    from pipeline.config.schema import Config
+    from pipeline.config.schema_cluster import CardSection as SiteCard
+    from pipeline.project.project import Project
+
+log = logging.getLogger(__name__)
+
+NAME = "train"
+ASSUMED_BYTES = 16 << 30  # of a node, where no Slurm says it
+_OFFER = re.compile(r"(?:(\d+)\s*[x×*]\s*)?(.+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request to plan training: its configuration and items, and where it may run."""
+
+    config: Config
+    project: Project
+    executor: Executor
+    gpus: Sequence[str] = ()  # as typed
+    by_plan: bool = False  # not by `submit`: GPUs can be typed, and items need no graphs yet
+    detailed: bool = False  # also compare batch configurations, which takes more traces
+    sizes: Mapping[str, int] | None = None  # of an item, as typed: the data set is not looked at
+    beside: Path | None = None  # where the task's modules may be
+    tell: Callable[[str], None] = lambda _: None
+
+    @property
+    def baseline(self) -> HostPart:
+        """The memory of a process with torch: what that told which tasks are forked from, else measured in another."""
+        told = getattr(self.executor, "imported_bytes", 0)
+        return measured_in(told, TRAINING) if told else measured_baseline()
+
+
+def offers_of(question: Question, *, on_cpu: bool) -> list[Offer]:
+    """Return the cards that were named, else those of the cluster; the first is planned for, the others compared."""
+    config = question.config
+    resources = config.cluster.train
+    ranks = resources.world
+    if question.gpus:
+        return [_offer(text, ranks, config.train.memory_fraction) for text in question.gpus]
+    if on_cpu:
+        nodes = config.cluster.slurm.cards
+        hosts = tuple(_host_card(question, node.partition or node.feature or "", node.mem) for node in nodes)
+        return [Offer("memory of a node", ranks, hosts or (_host_card(question),))]
+    if config.cluster.slurm.cards:
+        fraction = config.train.memory_fraction
+        sites = config.cluster.slurm.cards
+        cards = tuple(_card(site.gres or site.feature or "", site.mem, ranks, fraction) for site in sites)
+        return [Offer(", ".join(card.name for card in cards), ranks, cards)]
+    without = "without GPUs: --set cluster.train.gpus=0"
+    if question.by_plan:
+        what = "which GPU is it for? None was named, and cluster.slurm.cards is empty"
+        remedy = f"pipeline plan train --gpu a100-80gb   (or a size: 24GiB); {without}"
+        raise ConfigError(what, where="--gpu", remedy=remedy)
+    what = "training asks for GPUs, and cluster.slurm.cards says of none what it is"
+    remedy = f"--set 'cluster.slurm.cards=[{{gres: a100, mem: 40GiB}}]'   (each that a job may get); {without}"
+    raise ConfigError(what, where="cluster.slurm.cards", remedy=remedy)
+
+
+def _offer(text: str, ranks: int, fraction: float | None = None) -> Offer:
+    """Read what was typed: 3xa100-40gb, or a100-40gb,v100-32gb for a job that may land on either."""
+    match = _OFFER.fullmatch(text.strip())
+    count, names = (match[1], match[2]) if match else (None, text)
+    ranks = int(count) if count else ranks
+    if ranks < 1:
+        raise ConfigError(f"{text!r} asks for no GPU", where="--gpu", remedy="write 2xa100-80gb, a100-80gb or 24GiB")
+    cards = tuple(CardSpec.of(device(name), ranks, fraction=fraction) for name in names.split(","))
+    return Offer(f"{ranks} x {', '.join(card.name for card in cards)}", ranks, cards)
+
+
+def _card(name: str, mem_bytes: int, ranks: int, fraction: float | None = None) -> CardSpec:
+    """Return a card of the cluster: its speed by its name, its memory by the configuration."""
+    try:
+        known = device(name)
+    except ConfigError:
+        known = replace(device(f"{mem_bytes >> 20}MiB"), name=name or f"{mem_bytes >> 30} GiB")
+    return CardSpec.of(replace(known, usable_bytes=min(known.usable_bytes, mem_bytes)), ranks, fraction=fraction)
+
+
+def site_card(config: Config, card: CardSpec) -> SiteCard | None:
+    """Return the section of the cluster's configuration by which a job asks for a card."""
+    if not card.caching:
+        return next((site for site in config.cluster.slurm.cards if card.name in (site.partition, site.feature)), None)
+    named = {site.gres or site.feature or "": site for site in config.cluster.slurm.cards}
+    return next((site for name, site in named.items() if name and _card(name, site.mem, 1).name == card.name), None)
+
+
+def waits(question: Question, offers: Sequence[Offer], mem_bytes: int) -> Iterator[tuple[str, float]]:
+    """Yield how long a job of each offer would wait, where this cluster has such cards and Slurm estimates a start."""
+    resources = question.config.cluster.train
+    for offer in offers:
+        site = site_card(question.config, offer.cards[0])
+        if site is None:
+            continue
+        spec = JobSpec(
+            name=NAME,
+            argv=("true",),
+            tasks=range(1),
+            log_dir=str(question.config.cluster.runs),
+            cpus=resources.cpus,
+            gpus=ceil(offer.ranks / resources.nodes),
+            mem_bytes=mem_bytes,
+            time_s=int(resources.time),
+            partition=site.partition or resources.partition or "",
+            constraint=site.feature or resources.constraint or "",
+            card=site.gres or "",
+        )
+        with suppress(SubmissionRefused):
+            starts = question.executor.starts(spec)
+            if starts is not None:
+                yield offer.name, max(0.0, starts - time.time())
+
+
+def _host_card(question: Question, name: str = "", mem_bytes: int | None = None) -> CardSpec:
+    """Return as a card the memory that a node without GPUs leaves for a step."""
+    resources = question.config.cluster.train
+    if resources.mem != "auto":
+        mem_bytes = resources.mem
+    elif mem_bytes is None:
+        mem_bytes = question.executor.limits_of(resources.partition or "", resources.cpus_on_node).mem_bytes
+    if mem_bytes is None:
+        mem_bytes = ASSUMED_BYTES
+        log.warning("Slurm reports no memory of a node: %s are assumed (cluster.train.mem)", format_bytes(mem_bytes))
+    mem_bytes //= resources.ranks_per_node
+    process_bytes = train_need(TrainingJob(gpu=False), question.baseline).total_bytes
+    budget = int((mem_bytes - process_bytes) / (1 + STEP_SLACK + LIVE_ONLY[Provenance.ASSUMED] / 2))
+    if budget <= 0:
+        what = f"{mem_bytes >> 20} MiB do not hold Python and torch alone, which take {process_bytes >> 20} MiB"
+        raise PlanInfeasible(what, where="cluster.train.mem", remedy="--set cluster.train.mem=4GiB")
+    card = host_card(budget)
+    return replace(card, name=name) if name else card
+
+
+def is_known(card: CardSpec) -> bool:
+    """Tell whether a card is known by its name."""
+    try:
+        device(card.name)
+    except ConfigError:
+        return False
+    return True

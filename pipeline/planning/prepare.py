@@ -1,0 +1,368 @@
+"""Before a training: what decides its outcome, and its plan, which is made once and remembered."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from pipeline.command_line import Command
+from pipeline.config.schema_train import TrainSection
+from pipeline.dataset.loading import batches_of, made_table
+from pipeline.dataset.reader_items import is_reader
+from pipeline.dataset.reader_items import refuse_unreadable as inspect_entries
+from pipeline.errors import CacheDamaged, DataError, RecordMissing, WeightsUnusable
+from pipeline.files import write_whole
+from pipeline.journal.run_folder import writing_run
+from pipeline.keys import content_digest, recipe_tag
+from pipeline.memory.history import torch_version
+from pipeline.planning.accepted_code import with_accepted_code
+from pipeline.planning.task_contract import GRAPH
+from pipeline.planning.training_work import Work, sizes_of
+from pipeline.project.run_code import package_digest
+from pipeline.project.user_code import PLANS, TaskCode, task_code
+from pipeline.training.items.item_source import NUMBERS
+from pipeline.training.items.item_table import ItemTable
+from pipeline.training.prepared import ModelFolder, Prepared, likeness, phase_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pipeline.config.schema import Config
+    from pipeline.project.project import Project
+    from pipeline.training.loop.train import Items
+    from pipeline.training.prepared import PhasePlan
+
+NAME_DIGITS = 8
+FEW_ITEMS = 3  # that a task is tried with
+# What decides the numbers that come out; what only decides speed, memory or how it is told, is not there.
+DECISIVE = (
+    "task", "options", "split", "effective_batch", "batching", "seed", "optimizer", "learning_rate", "weight_decay",
+    "clip", "ema", "frozen", "curriculum", "oversize", "pretrained_partial",
+)  # fmt: skip
+
+UNPLANNED = {  # or told by what follows from it
+    "preset", "validation", "checkpoints", "log_every", "trackers", "models", "evaluate", "predict", "embeddings",
+    "sweep",
+}  # fmt: skip
+
+
+def prepare(project: Project) -> Prepared | None:
+    """Return the plan of the training that a configuration asks for; None while its graphs or files are not there."""
+    table = _table_to_train_on(project)
+    if table is None:
+        return None
+    key = _plan_key(project, table)
+    prepared = project.once(key, lambda: _remembered_or_planned(project, key, table))
+    return with_accepted_code(prepared, project.config.train.models)
+
+
+def _remembered_or_planned(project: Project, key: str, table: str) -> Prepared:
+    """Return the plan of that key; make it, and write it down, where there is none."""
+    path = project.config.cluster.runs / PLANS / f"{key}.json"
+    prepared = Prepared.read_if_known(path)
+    if prepared is None:
+        prepared = _planned(project, table)
+        with writing_run(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(prepared.to_json()))
+    return prepared
+
+
+def is_planned(project: Project) -> bool:
+    """Tell whether no plan needs to be traced now: it is remembered, or cannot be made yet."""
+    path = plan_file(project)
+    return path is None or path.exists()
+
+
+def plan_file(project: Project) -> Path | None:
+    """Return the file in which the plan is remembered; None while none can be made."""
+    table = _table_to_train_on(project)
+    return None if table is None else project.config.cluster.runs / PLANS / f"{_plan_key(project, table)}.json"
+
+
+def _table_to_train_on(project: Project) -> str | None:
+    """Return the key of the table of items; None while graphs, or files that the task reads, are not there."""
+    table = made_table(project)
+    return table if table is not None and all(path.exists() for path in code_of(project).reads) else None
+
+
+def _plan_key(project: Project, table: str) -> str:
+    """Return the key of a plan: a digest of everything that it follows from."""
+    asked = {**plan_facts(project, table), "embeddings": embeddings_used(project)}
+    return recipe_tag("plan", asked).hex() + content_digest(json.dumps(asked, sort_keys=True).encode()).hex()[:16]
+
+
+def plan_facts(project: Project, table: str) -> dict[str, Any]:
+    """Return what a plan's memory and time follow from."""
+    config = project.config
+    asked: dict[str, Any] = {
+        "train": config.train.model_dump(mode="json", exclude=UNPLANNED),
+        "resources": config.cluster.train.model_dump(mode="json", exclude={"time", "partition", "constraint"}),
+        "cards": [card.model_dump(mode="json") for card in config.cluster.slurm.cards],
+        "executor": config.cluster.executor,
+        "slots": config.cluster.slots.model_dump(mode="json") if config.cluster.executor == "local" else None,
+        "task": code_of(project).trains,
+        "table": table,
+        "code": package_digest(),
+        "torch": torch_version(),
+    }
+    if (pretrained := pretrained_digest(project)) is not None:
+        asked["pretrained"] = pretrained
+    if files := files_digests(project):
+        asked["files"] = files
+    return asked
+
+
+def _planned(project: Project, table: str) -> Prepared:
+    """Plan a training."""
+    from pipeline.planning.offers import Question
+    from pipeline.planning.training_outlook import plan_training
+
+    with project.open_executor() as executor:
+        question = Question(config=project.config, project=project, executor=executor, beside=project.beside)
+        outlook = plan_training(question)
+    train, plan = project.config.train, outlook.plan
+    stages = train.stages
+    last_epochs = train.epochs - sum(stage.epochs for stage in stages.values())
+    phases = tuple(
+        phase_plan(
+            name,
+            stages[name].epochs if name in stages else last_epochs,
+            stage_plan,
+            ahead_bytes=outlook.ahead_bytes[name],
+            kept=outlook.kept[name],
+            **({"largest": stages[name].largest, "smallest": stages[name].smallest} if name in stages else {}),
+        )
+        for name, stage_plan in outlook.plans.items()
+    )
+    skipped = tuple(oversize.item for oversize in plan.oversize) if train.oversize == "skip" else ()
+    recipe = recipe_of(project, table, plan.choice.precision)
+    if plan.crop or skipped:  # another plan would train on other items
+        recipe |= {"crop": dict(plan.crop), "skipped": sorted(skipped)}
+    return Prepared(
+        name=training_name(train.task or "", recipe),
+        recipe=recipe,
+        table=table,
+        precision=plan.choice.precision,
+        checkpointing=plan.choice.checkpointing,
+        offload=plan.choice.offload,
+        sharded=plan.choice.shards > 1,
+        phases=phases,
+        limit_bytes=plan.limit_bytes,
+        margin=plan.margin.factor - 1,
+        ranks=plan.request.ranks,
+        cpus=project.config.cluster.train.cpus,
+        mem_bytes=outlook.mem.mem_bytes,
+        mem_why=outlook.mem.why,
+        allocator=plan.allocator.settings,
+        heap_bytes=outlook.host.kept_bytes,
+        step_s=plan.step_s.value,
+        remedies=plan.remedies,
+        crop=plan.crop,
+        skipped=skipped,
+        notes=plan.notes,
+    )
+
+
+def recipe_of(project: Project, table: str, precision: str) -> dict[str, Any]:
+    """Return everything that decides the outcome of a training, as JSON data."""
+    train = project.config.train
+    decided = train.model_dump(mode="json", include=set(DECISIVE))
+    for stage in decided["curriculum"]:
+        if "options" in stage:
+            stage["options"] = pathless(stage["options"])
+    constant = train.schedule.kind == "constant"
+    return {
+        **decided,
+        "options": pathless(train.options),
+        "precision": precision,
+        "schedule": train.schedule.model_dump(mode="json"),
+        "epochs": None if constant and not train.curriculum else train.epochs,  # more of them is a longer training
+        "pretrained": pretrained_digest(project),
+        "code": code_of(project).trains,
+        "embeddings": embeddings_used(project),
+        "table": table,
+        **({"files": files} if (files := files_digests(project)) else {}),
+        **({"pretrained_reading": how} if (how := _pretrained_reading(train)) else {}),
+    }
+
+
+def _pretrained_reading(train: TrainSection) -> dict[str, Any]:
+    """Return what a configuration says of how pretrained weights are read; nothing where it says nothing."""
+    said = train.model_dump(mode="json", include={"pretrained_as", "pretrained_map", "pretrained_entry"})
+    return {name: value for name, value in said.items() if value}
+
+
+def pathless(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with paths as their last name: what lies there counts, and not where."""
+    plain = json.loads(json.dumps(dict(options)))
+    return {
+        name: Path(value).name if isinstance(value, str) and value.startswith("/") else value
+        for name, value in plain.items()
+    }
+
+
+def files_digests(project: Project) -> list[str]:
+    """Return the digests of their content, whatever their paths."""
+    return project.once("files", lambda: [digest_of_files(path) for path in code_of(project).reads])
+
+
+def pretrained_digest(project: Project) -> str | None:
+    """Return the digest of the pretrained weights' content, whatever their path; None where none are configured."""
+    path = project.config.train.pretrained
+    return None if path is None else project.once("pretrained", lambda: digest_of_files(path))
+
+
+def digest_of_files(path: Path) -> str:
+    """Return the digest of a file, or of the names and content of a folder's files."""
+    from pipeline.training.checkpoints.sealed_folder import MANIFEST
+
+    digest = xxhash.xxh3_128()
+    manifest = path / MANIFEST  # of a checkpoint of ours: it has the digests of the other files
+    files = [manifest] if manifest.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    for part in files if path.is_dir() else [path]:
+        if path.is_dir():
+            digest.update(f"{part.relative_to(path)}\0{part.stat().st_size}\0".encode())
+        with part.open("rb") as file:
+            while chunk := file.read(1 << 24):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def training_name(task: str, recipe: Mapping[str, Any]) -> str:
+    """Return the name of the folder of a training."""
+    digest = content_digest(json.dumps(recipe, sort_keys=True).encode()).hex()
+    return f"{task.rpartition(':')[2].lower()}-{digest[:NAME_DIGITS]}"
+
+
+def code_of(project: Project) -> TaskCode:
+    """Return the user's own code: when what it does to weights changes, it is another training."""
+    return project.once("task", lambda: task_code(project.config, project.beside))
+
+
+def embeddings_used(project: Project) -> Mapping[str, Any]:
+    """Return the recipe of the embeddings that a batch carries; nothing for a reader's items.
+
+    The rows of residues are the same whether that of the mark is kept beside them.
+    """
+    if is_reader(project.config):
+        return {}
+    recipes = [replace(view.encoding.recipe, cls=False) for view in project.encoders_read]  # computed once
+    plain = [recipe.plain(recipe.wanted(0)) for recipe in recipes]
+    return plain[0] if len(plain) == 1 else {"joined": plain}
+
+
+def folder_of(project: Project, prepared: Prepared) -> ModelFolder:
+    """Return where the files of a training are."""
+    return ModelFolder(project.config.train.models / prepared.name)
+
+
+def items_of(project: Project, table: str, split: str | None) -> ItemTable:
+    """Return the items of a split; all of them where a data set has no splits, and none was named."""
+    whole = ItemTable.read(project.cache.kind("sets"), bytes.fromhex(table))
+    is_whole = split is None or (split == TrainSection.model_fields["split"].default and not any(whole.splits))
+    return whole if is_whole else whole.of_split(split or "", "train.split")
+
+
+def with_task(config: Config) -> bool:
+    """Tell whether the configuration trains anything."""
+    return config.train.task is not None or config.train.command is not None
+
+
+def trained_table(project: Project, prepared: Prepared) -> ItemTable:
+    """Return the items that are trained on."""
+    table = items_of(project, prepared.table, project.config.train.split)
+    if prepared.skipped:
+        table = table.take(np.setdiff1d(np.arange(len(table)), np.array(prepared.skipped, np.int64)))
+    return table
+
+
+def tables_of(project: Project, prepared: Prepared) -> list[ItemTable]:
+    """Return all items that are read in a training."""
+    validation = validation_items(project, prepared)
+    return [trained_table(project, prepared), *([validation.table] if validation else [])]
+
+
+def task_sizes(project: Project, prepared: Prepared, table: ItemTable) -> dict[str, Any]:
+    """Return the sizes of items as the task's `cost` gives them, cropped as planned."""
+    sizes = sizes_of(Work.of(project.config, beside=project.beside).task, table.sizes)
+    return sizes | {name: np.minimum(sizes[name], most) for name, most in prepared.crop.items() if name in sizes}
+
+
+def steps_of(project: Project, prepared: Prepared) -> int:
+    """Return how many steps a training has in all."""
+    table = trained_table(project, prepared)
+    sizes = task_sizes(project, prepared, table)
+    batch = project.config.train.effective_batch
+    return sum(-(-int(phase.keeps(sizes).sum()) // batch) * phase.epochs for phase in prepared.phases)
+
+
+def phase_items(table: ItemTable, sizes: Mapping[str, Any], phase: PhasePlan) -> Items:
+    """Return the items of a phase and what they cost."""
+    keep_N = np.flatnonzero(phase.keeps(sizes))
+    if len(keep_N) < len(table):
+        table, sizes = table.take(keep_N), {name: size_N[keep_N] for name, size_N in sizes.items()}
+    return _costed(table, sizes, phase)
+
+
+def validation_items(project: Project, prepared: Prepared) -> Items | None:
+    """Return the items on which the model is validated during training, the same each time; None: none are."""
+    settings = project.config.train.validation
+    if settings.split is None:
+        return None
+    whole = items_of(project, prepared.table, None)
+    if settings.split not in whole.splits:
+        return None
+    table = whole.of_split(settings.split)
+    return evaluated_items(project, prepared, table, taken_of(settings.limit, len(table)))
+
+
+def taken_of(limit: int | float | None, items: int) -> int | None:
+    """Return how many of some items a limit lets through; a part of them is rounded up."""
+    return math.ceil(limit * items) if isinstance(limit, float) else limit
+
+
+def evaluated_items(project: Project, prepared: Prepared, table: ItemTable, limit: int | None = None) -> Items:
+    """Return items, `limit` of them at most, and what they cost under the plan of the last phase."""
+    if limit is not None and limit < len(table):
+        chosen = np.random.default_rng(project.config.train.seed).choice(len(table), limit, replace=False)
+        table = table.take(np.sort(chosen))
+    return _costed(table, task_sizes(project, prepared, table), prepared.phases[-1])
+
+
+def _costed(table: ItemTable, sizes: Mapping[str, Any], phase: PhasePlan) -> Items:
+    """Return items and what they cost in a phase; sizes are not kept, they would be most of what an item takes."""
+    from pipeline.training.loop.train import Items
+
+    return Items(replace(table, sizes={}), phase.cost(sizes), likeness(sizes))
+
+
+def size_names(project: Project) -> list[str]:
+    """Return the names of the item sizes that the task's `cost` is given: a graph's, or a reader's first items'."""
+    if not is_reader(project.config):
+        return list(GRAPH)
+    first = inspect_entries(project)
+    if not len(first.table):
+        what = f"none of the first {first.entries} items can be used"
+        raise DataError(what, where=str(project.config.data.path), remedy=Command.submit("scan", then="   (says why)"))
+    return list(first.table.sizes)
+
+
+def some_items(project: Project) -> list[Any]:
+    """Return a few small items as a task gets them; none while their graphs are not there."""
+    key = made_table(project)
+    if key is None:
+        return []
+    table = items_of(project, key, None)
+    by = "nodes" if "nodes" in table.sizes else NUMBERS
+    table = table.take(np.argsort(table.sizes[by], kind="stable")[:FEW_ITEMS])
+    try:
+        return list(batches_of(project, table)(range(len(table))).items)
+    except (CacheDamaged, RecordMissing, WeightsUnusable):  # it may be tried later: the plan does not need them
+        return []

@@ -1,0 +1,386 @@
+"""The plan of a stage, computed before it begins: its tasks, the limits of the cluster, its jobs and their GPUs.
+
+A request admits the cards of its partition, of its type (`gpu:a100:1`) and with one of the features of its constraint.
+It is made only where the plan fits every card that it admits, whichever the scheduler picks.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from pipeline.cluster.candidates import candidates_of, choose, why_there
+from pipeline.cluster.job_spec import TASK, JobSpec, format_ranges, parse_ranges
+from pipeline.cluster.local import LocalExecutor
+from pipeline.config.schema_cluster import TrainResources
+from pipeline.errors import CacheUnusable, PlanInfeasible, SubmissionRefused
+from pipeline.files import whose
+from pipeline.journal.attempts import Ask
+from pipeline.journal.run_status import StageJob
+from pipeline.keys import recipe_tag
+from pipeline.project.container_image import folders_inside
+from pipeline.project.project import asked_bytes, cluster_name, profiles_of
+from pipeline.project.run_code import TASK_SERVER, WORKER, module_command
+from pipeline.stage_names import StageName
+from pipeline.stages import script as script_stage
+from pipeline.store.format.cache_layout import KindLayout
+from pipeline.store.format.disk import lay_over
+from pipeline.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from pipeline.cluster.candidates import Candidate
+    from pipeline.cluster.job_spec import Executor, Limits
+    from pipeline.config.schema import Config
+    from pipeline.config.schema_cluster import CardSection
+    from pipeline.dataset.worklist import StageSurvey
+    from pipeline.journal.run_folder import RunFolder
+    from pipeline.project.project import Project
+    from pipeline.stages.script import Outline
+    from pipeline.stages.stage import Stage
+
+
+FORKED = (StageName.EMBED, StageName.TRAIN, StageName.EVALUATE, StageName.PREDICT)  # they import torch
+_TIE_S = 60.0  # estimates of starts that lie closer than this are no reason to take a larger card
+_REMEDY = (
+    "pipeline config show   (cluster.slurm.cards lists this cluster's GPUs; mem, gres and feature distinguish them)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One way to request GPUs; empty fields are left out of the request."""
+
+    card: str
+    partition: str
+    constraint: str
+    gpus: int
+    mem_bytes: int = 0  # of the smallest card that it admits; 0: unknown
+
+    @property
+    def words(self) -> str:
+        name = self.card or self.constraint or ("any GPU" if self.gpus else "no GPU")
+        return f"{name} in {self.partition}" if self.partition else name
+
+
+def eligible(cards: Sequence[CardSection], need_bytes: int, gpus: int) -> list[Shape]:
+    """Return the requests that admit only cards with so much memory; raise PlanInfeasible if there are none."""
+    if not cards or not gpus:
+        return [Shape("", "", "", gpus)]
+    requests = dict.fromkeys((card.partition, card.gres) for card in cards)
+    shapes = [_shape(list(_admitted(cards, *request)), *request, need_bytes, gpus) for request in requests]
+    fitting = [shape for shape in shapes if shape is not None]
+    if not fitting:
+        raise PlanInfeasible(_shortage(cards, need_bytes), where="cluster.slurm.cards", remedy=_REMEDY)
+    return fitting
+
+
+def choose_shape(shapes: Sequence[Shape], start_of: Callable[[Shape], float | None], now: float) -> Shape:
+    """Return the request whose job starts first; of several within a minute, that of the smallest card."""
+    starts = {shape: max(start, now) for shape in shapes if (start := start_of(shape)) is not None}
+    first = min(starts.values(), default=0.0)
+    together = [shape for shape, start in starts.items() if start <= first + _TIE_S]
+    return min(together or shapes, key=lambda shape: (shape.mem_bytes, starts.get(shape, 0.0), shape.words))
+
+
+def _admitted(cards: Iterable[CardSection], partition: str | None, gres: str | None) -> Iterator[CardSection]:
+    """Return the cards that a request admits; without a type, those of every type."""
+    return (card for card in cards if card.partition == partition and gres in (None, card.gres))
+
+
+def _shape(
+    admitted: Sequence[CardSection], partition: str | None, gres: str | None, need: int, gpus: int
+) -> Shape | None:
+    """Return the request, with a constraint where it would admit cards that are too small; None if nothing fits."""
+    constraint = ""
+    if any(card.mem < need for card in admitted):
+        small = {card.feature for card in admitted if card.mem < need}
+        admitted = [card for card in admitted if card.feature is not None and card.feature not in small]
+        constraint = "|".join(sorted({str(card.feature) for card in admitted}))
+    if not admitted:
+        return None
+    return Shape(gres or "", partition or "", constraint, gpus, mem_bytes=min(card.mem for card in admitted))
+
+
+def _shortage(cards: Sequence[CardSection], need_bytes: int) -> str:
+    largest = max(cards, key=lambda card: card.mem)
+    name = largest.gres or largest.feature or "GPU"
+    needs, has = f"a GPU needs {format_bytes(need_bytes)}", f"has {format_bytes(largest.mem)}"
+    if largest.mem < need_bytes:
+        return f"{needs}, but the largest GPU here, {name}, {has}"
+    return f"{needs}: {name} {has}, but no request distinguishes it from smaller GPUs"
+
+
+@dataclass(frozen=True, slots=True)
+class FirstJob:
+    """The job of first attempts at a stage's tasks, and the limits by which it was planned."""
+
+    job: StageJob
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """The plan of a stage: computed once, and recorded when the stage is submitted."""
+
+    stage: Stage
+    survey: StageSurvey
+    limits: Limits
+    job: StageJob  # of first attempts, with all of its tasks
+    own: Mapping[str, StageJob] = field(default_factory=dict)  # by encoder, or point of a sweep
+    name: str = ""  # where it is a part of another: of which encoder
+
+    @property
+    def ask(self) -> Ask:
+        return self.job.ask
+
+    @property
+    def title(self) -> str:
+        return f"{self.stage.name} {self.name}".rstrip()
+
+    def parts(self) -> list[StagePlan]:
+        """Return the plan of each encoder, where there are several, else this one."""
+        return [
+            StagePlan(self.stage, survey, self.limits, self.own.get(name, self.job), name=name)
+            for name, survey in self.survey.parts.items()
+        ] or [self]
+
+    def jobs(self) -> Iterable[StageJob]:
+        """Return the jobs as they are submitted: the points of a sweep share theirs."""
+        return self.own.values() if self.survey.parts and self.own else [self.job]
+
+    def counts(self) -> dict[str, int]:
+        """Return the counts to show and to record."""
+        return {**self.survey.counts, "tasks": len(self.survey.shards)}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON for the ledger."""
+        counts = {**self.counts(), "cost": self.survey.cost}
+        plain = {**counts, "job": self.job.to_json(), "limits": self.limits.to_json()}
+        if self.survey.parts:
+            plain["parts"] = {part.name: {**part.counts(), "cost": part.survey.cost} for part in self.parts()}
+        if self.own:
+            plain["jobs"] = {name: job.to_json() for name, job in self.own.items()}
+        return plain
+
+
+def plan_stage(project: Project, stage: Stage, executor: Executor, folder: RunFolder | None) -> StagePlan:
+    """Compare the data set with the store, cut what is missing into tasks, and decide on their resources.
+
+    Where there is a folder, the share of each task is written into it, and the GPUs are chosen.
+    """
+    survey = stage.survey(project, folder, tasks_at_once(project.config, stage, executor))
+    if folder is not None:
+        survey.write_shards(folder, stage.name)
+    first = first_job(project, stage, executor, folder, max(1, len(survey.shards)))
+    if folder is not None and survey.shards:
+        first = on_cards(project, stage, executor, folder, first)
+    own = {name: _own_job(project, stage, executor, first.job, name, survey, folder) for name in survey.names}
+    return StagePlan(stage, survey, first.limits, first.job, own)
+
+
+def _own_job(
+    project: Project,
+    stage: Stage,
+    executor: Executor,
+    first: StageJob,
+    name: str,
+    survey: StageSurvey,
+    folder: RunFolder | None,
+) -> StageJob:
+    """Return the job of the tasks of one encoder or point: like that of all, but for the memory."""
+    tasks = [number for number, shard in enumerate(survey.shards) if shard.of == name]
+    job = first_job(stage.at(project, name), stage, executor, folder).job
+    ask = replace(job.ask, partition="") if first.partition else job.ask
+    job = replace(job, tag=first.tag, tasks=format_ranges(tasks), ask=ask, where="" if first.partition else job.where)
+    return replace(job, card=first.card, partition=first.partition, constraint=first.constraint)
+
+
+def tasks_at_once(config: Config, stage: Stage, executor: Executor) -> int:
+    """Return how many tasks of a stage can run at once."""
+    resources = stage.resources(config)
+    if not isinstance(executor, LocalExecutor) or stage.together:
+        most = limits_of(config, stage, executor).running_tasks
+        return stage.parallel(config) if most is None else min(stage.parallel(config), most)
+    machine = executor.machine
+    by_gpus = len(machine.gpus) // resources.gpus if resources.gpus else machine.cpus
+    return max(1, min(machine.cpus // resources.cpus, by_gpus))
+
+
+def limits_of(config: Config, stage: Stage, executor: Executor, partition: str = "") -> Limits:
+    """Return the limits of a stage's tasks in a partition; by default in the configured one."""
+    resources = stage.resources(config)
+    return executor.limits_of(partition or resources.partition or "", resources.cpus_on_node, resources.gpus)
+
+
+def candidates(project: Project, stage: Stage, executor: Executor) -> tuple[Candidate, ...]:
+    """Return the partitions that a stage's tasks may go to, the first choice first; none where only one is named."""
+    resources, site = stage.resources(project.config), project.config.cluster.slurm
+    if resources.partition or project.config.cluster.executor != "slurm":
+        return ()
+    return candidates_of(site, lambda name: limits_of(project.config, stage, executor, name))
+
+
+def _placed(project: Project, stage: Stage, executor: Executor, job: StageJob) -> StageJob:
+    """Return a job with the partition that it goes to, where it may go to several, and why."""
+    where, why = place(project, stage, executor, job.ask)
+    return replace(job, ask=replace(job.ask, partition=where), where=why)
+
+
+def place(project: Project, stage: Stage, executor: Executor, ask: Ask) -> tuple[str, str]:
+    """Return the partition for a stage's task that asks for so much, and why it; both empty where it has no choice."""
+    if not (found := candidates(project, stage, executor)):
+        return "", ""
+    nodes = stage.resources(project.config).nodes
+    where = choose(found, ask.mem_bytes, ask.time_s, nodes=nodes)
+    return where, why_there(found, where, ask.mem_bytes, ask.time_s, nodes)
+
+
+def first_job(
+    project: Project, stage: Stage, executor: Executor, folder: RunFolder | None = None, tasks: int = 1
+) -> FirstJob:
+    """Return the job of first attempts, with memory as configured, else as measured before, else as planned."""
+    limits, resources = limits_of(project.config, stage, executor), stage.resources(project.config)
+    planned_bytes, recipe = stage.mem_bytes(project), recipe_name(project, stage)
+    mem_bytes, why = _first_bytes(project, stage, limits, planned_bytes, recipe)
+    job = StageJob(
+        tag=f"{folder.unique if folder else 'RUN'}-{stage.name}-0",
+        stage=stage.name,
+        tasks=f"0-{tasks - 1}",
+        attempt=1,
+        ask=Ask(mem_bytes, int(resources.time)),
+        cpus=resources.cpus,
+        gpus=resources.gpus,
+        why=why,
+        planned_bytes=planned_bytes,
+        recipe=recipe,
+        nodes=resources.nodes,
+        ranks=resources.ranks_per_node,
+        parallel=stage.parallel(project.config) if stage.is_sweep else 0,
+    )
+    return FirstJob(_placed(project, stage, executor, job), limits)
+
+
+def _first_bytes(project: Project, stage: Stage, limits: Limits, planned_bytes: int, recipe: str) -> tuple[int, str]:
+    """Return the memory of a first attempt, and the reason for it."""
+    resources = stage.resources(project.config)
+    if resources.mem != "auto" or resources.mem_per_gpu is not None:
+        return asked_bytes(resources, planned_bytes), "as configured"
+    cluster = cluster_name(project.config)
+    suggested = profiles_of(project.config).suggest(stage.name, recipe, cluster, planned_bytes=planned_bytes)
+    is_script = script_stage.is_script(project.config, stage.name)
+    least_bytes = 0 if is_script else planned_bytes  # a mere guess is no reason to refuse a small machine
+    mem_bytes = min(suggested.mem_bytes, max(limits.mem_bytes or suggested.mem_bytes, least_bytes))
+    return mem_bytes, script_stage.STATED if is_script and not suggested.tasks else suggested.why
+
+
+def on_cards(project: Project, stage: Stage, executor: Executor, folder: RunFolder, first: FirstJob) -> FirstJob:
+    """Return the job on the GPUs where it would end first; unchanged where no cards are configured."""
+    config, job = project.config, first.job
+    cards, common = config.cluster.slurm.cards, stage.resources(config).constraint or ""
+    if not cards or not job.gpus or config.cluster.executor != "slurm":
+        return first
+
+    def shaped(shape: Shape) -> StageJob:
+        wanted = f"[{shape.constraint}]" if shape.constraint else ""
+        constraint = "&".join(filter(None, [common, wanted]))
+        kept = "" if shape.partition else job.ask.partition
+        ask, why = replace(job.ask, partition=kept), job.where if kept else ""
+        return replace(job, card=shape.card, partition=shape.partition, constraint=constraint, ask=ask, where=why)
+
+    def start_of(shape: Shape) -> float | None:
+        try:
+            return executor.starts(spec_of(folder, config, replace(shaped(shape), tasks="0")))
+        except SubmissionRefused:
+            return None
+
+    shapes = eligible(cards, stage.gpu_bytes(project), job.gpus)
+    chosen = shaped(choose_shape(shapes, start_of, time.time()))
+    return FirstJob(chosen, limits_of(project.config, stage, executor, chosen.partition))
+
+
+def script_outline(project: Project, stage: Stage, executor: Executor) -> Outline:
+    """Return what is known of a script before it has run, with the resources of its first attempt."""
+    first = first_job(project, stage, executor)
+    return script_stage.outline(project, first.job.ask.mem_bytes, first.job.why, first.limits.mem_bytes)
+
+
+def recipe_name(project: Project, stage: Stage) -> str:
+    """Return the name under which measurements of a stage are remembered."""
+    return recipe_tag(stage.name, stage.recipe(project)).hex()
+
+
+def refuse_unfit_disk(project: Project, survey: StageSurvey, kinds: Iterable[str]) -> None:
+    """Raise when the cache's disk cannot be written, or has no room for what a stage will make."""
+    root = project.config.cache.root
+    place = next(folder for folder in (root, *root.parents) if folder.exists())
+    layouts = [KindLayout(root / kind) for kind in kinds]
+    written = [folder for layout in layouts for folder in (layout.folder, layout.partials, layout.shards)]
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            free_bytes = shutil.disk_usage(place).free
+        if closed := next((folder for folder in written if folder.exists() and not os.access(folder, os.W_OK)), None):
+            place = closed  # another user's, made for that user alone
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        what = f"the cache cannot be written: {error.strerror}; {whose(place)}"
+        elsewhere = lay_over([*([root] if root == place or root in place.parents else []), *project.config.cache.under])
+        raise CacheUnusable(what, where=str(root), remedy=elsewhere) from error
+    if survey.bytes > free_bytes:
+        what = f"the results need {format_bytes(survey.bytes)}, but only {format_bytes(free_bytes)} are free"
+        remedy = "free space, or use another disk: --set cache.root=FOLDER"
+        raise PlanInfeasible(what, where=str(root), remedy=remedy)
+
+
+def spec_of(folder: RunFolder | None, config: Config, job: StageJob) -> JobSpec:
+    """Return a job for an executor; each task's command names run, stage, task and the attempt's resources."""
+    resources = config.cluster.resources(job.stage)
+    train = resources if isinstance(resources, TrainResources) else None
+    nodes, ranks = (train.nodes, script_stage.starts_on_node(config, job.stage)) if train else (1, 1)
+    each = train.ranks_per_node // ranks if train else 1  # a script may start the processes of a node itself
+    run, ask = str(folder.path) if folder else "RUN", job.ask
+    words = [run, job.stage, TASK, "--attempt", str(job.attempt), "--mem", str(ask.mem_bytes)]
+    words += ["--shrink", str(ask.shrink)] if ask.shrink else []
+    words += ["--careful"] if ask.careful else []
+    return JobSpec(
+        name=job.stage,
+        argv=(*module_command(WORKER, folder), *words),
+        tasks=tuple(parse_ranges(job.tasks)),
+        cpus=job.cpus * each,
+        gpus=job.gpus,
+        nodes=nodes,
+        ranks=ranks if nodes * ranks > 1 else 0,
+        mem_bytes=ask.mem_bytes,
+        time_s=ask.time_s,
+        log_dir=str(folder.logs) if folder else "logs",
+        max_parallel=(job.parallel or resources.parallel) if config.cluster.executor == "slurm" else None,
+        tag=job.tag,
+        partition=ask.partition or job.partition or resources.partition or "",
+        constraint=job.constraint or resources.constraint or "",
+        card=job.card,
+        sees=folders_inside(config, folder.task_root if folder else None),
+        fork_server=module_command(TASK_SERVER, folder) if folder and _is_before_forks(folder, config, job) else (),
+        fork_words=len(words) if job.attempt == 1 and _is_forked(config, job.stage) else 0,  # not what was killed
+    )
+
+
+def _is_forked(config: Config, stage: str) -> bool:
+    """Tell whether a stage's tasks are forked: on this machine, those that import torch and start no others."""
+    if stage not in FORKED or config.cluster.executor != "local" or script_stage.is_script(config, stage):
+        return False
+    resources = config.cluster.resources(stage)
+    return not resources.gpus and getattr(resources, "world", 1) == 1
+
+
+def _is_before_forks(folder: RunFolder, config: Config, job: StageJob) -> bool:
+    """Tell whether tasks of this stage or of a later one are forked, in the environment that these have."""
+    stages = json.loads(folder.stages.read_text()) if folder.stages.exists() else []
+    ahead = stages[stages.index(job.stage) :] if job.stage in stages else []
+    return any(_is_forked(config, stage) and config.cluster.resources(stage).cpus == job.cpus for stage in ahead)

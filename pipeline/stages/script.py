@@ -1,0 +1,382 @@
+"""Stage train with a user's own script (`train.command`) in place of a task.
+
+It is one task, which runs whenever it is asked for: only the script knows, from {output}, what it did before. Exit code
+0 is success. A script cannot be traced, so its first attempt gets memory and micro-batches by measurements of earlier
+runs of the same command, or a default; later attempts adapt.
+
+It runs where it lies, and is not frozen: an edit reaches the next attempt. For the command and its environment see
+`script.command`, for how its end is judged `script.script_process`.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import secrets
+import shlex
+import signal
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.cluster.verdict import GO_ON, SIGNALLED, Cause
+from pipeline.dataset.worklist import Shard, StageSurvey
+from pipeline.errors import ConfigError, PlanInfeasible
+from pipeline.journal.run_folder import RunFolder, writing_run
+from pipeline.journal.run_status import StageStatus, StatusReader
+from pipeline.memory.runtime.meters import peak_of
+from pipeline.planning.prepare import training_name
+from pipeline.project.project import asked_bytes
+from pipeline.records import RankPlace
+from pipeline.script.command import (
+    End,
+    Peers,
+    Script,
+    Values,
+    batches,
+    culprit,
+    meeting,
+    parse_command,
+    process_words,
+    refuse_blind,
+    refuse_other_batch,
+    script_environment,
+)
+from pipeline.script.script_process import STEP, run_script
+from pipeline.stage_names import StageName
+from pipeline.stages.stage import Stage
+from pipeline.stages.train import Trained, TrainStage
+from pipeline.training.ranks import LOST
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from pipeline.config.schema import Config
+    from pipeline.config.schema_cluster import TrainResources
+    from pipeline.project.project import Project
+    from pipeline.records import TaskContext
+    from pipeline.script.script_process import ScriptOutcome
+    from pipeline.stages.stage import Outcomes
+
+STATED_BYTES = 8 << 30  # of a process: torch on a card and data workers seldom take more
+STATED = "configured: a script's memory is unknown until it has run (cluster.train.mem)"
+FIGURE = "script."  # prefix of its figures, whose names may equal those of ours
+PROGRESS = FIGURE + STEP
+BATCH_NAMES = frozenset({"micro_batch", "accumulation", "effective_batch"})
+EXPANDABLE = "expandable_segments:True"
+LINES_SHOWN, LINE_MOST = 6, 300
+OUT_OF_MEMORY = frozenset({Cause.GPU_OOM, Cause.HOST_OOM})
+
+
+class ScriptStage(Stage):
+    """A user's own script as a training: one task, which runs whenever it is asked for."""
+
+    name = StageName.TRAIN
+    needs = TrainStage.needs
+    of_sequences = False
+    together = True
+    counts_items = False
+    unit = "task"
+
+    def inspect(self, project: Project) -> None:
+        """Refuse a command that cannot be run, or that would train with another batch."""
+        first_words(project)
+
+    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:  # noqa: ARG002 - one task
+        counts = {"items": 1, "refused": 0, "unusable": 0, "cached": 0, "missing": 1, "waiting": 0}
+        return StageSurvey(counts, (Shard(0, 1, 1),), cost=1.0)
+
+    def mem_bytes(self, project: Project) -> int:
+        """Return the memory of a node: as configured, else a default for each process."""
+        resources = project.config.cluster.train
+        return asked_bytes(resources, STATED_BYTES * resources.ranks_per_node)
+
+    def recipe(self, project: Project) -> Mapping[str, Any]:
+        """Return the choices under which measurements of its jobs are kept."""
+        train, resources = project.config.train, project.config.cluster.train
+        return {
+            "command": train.command,
+            "batch": train.effective_batch,
+            "micro_batch": train.micro_batch,
+            "processes": resources.ranks_per_node,
+        }
+
+    def processes(self, project: Project) -> int:
+        return project.config.cluster.train.nodes * starts_on_node(project.config, self.name)
+
+    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:  # noqa: ARG002
+        """Run the script, or one of its processes, to its end; raise Ended where it is not done."""
+        config, place = project.config, tell.place
+        script = script_of(config)
+        micro, accumulation = batches_of(config, tell.shrink)
+        name = f"script-{place.meeting or secrets.token_hex(8)}"
+        with writing_run(folder.meetings):
+            folder.meetings.mkdir(exist_ok=True)
+        with meeting(folder.meetings / name, place.rank, place.nodes) as master:
+            values = replace(
+                values_of(config, place, micro, accumulation, folder),
+                attempt=newest_attempt(folder),
+                master_address=master[0],
+                master_port=master[1],
+            )
+            with writing_run(values.output, "train.models"):
+                values.output.mkdir(parents=True, exist_ok=True)
+            if number := tell.ending():
+                tell.report.ended_by = number
+                return
+            before = newest_change(values.output)
+            outcome = _run(project, script, values, tell)
+            saved = newest_change(values.output) != before
+            _settle(outcome, Peers(folder.meetings, name, place), tell.ending, saved=saved)
+        yield None
+
+    def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Scripted:  # noqa: ARG002
+        """Return the result of the script, by its exit code in the ledger."""
+        stage, config = stage_of(folder), project.config
+        task = stage.task(0)
+        done = task.good or task.word.finished
+        judged = Scripted(folder=str(output_of(config)), command=config.train.command or "", attempts=len(task.ended))
+        judged.items, judged.undone, judged.first_undone = int(done), int(not done), "" if done else "the script"
+        judged.ooms = sum(attempt.cause in OUT_OF_MEMORY for attempt in task.ended)
+        for figures in stage.figures.values():
+            named = {name.removeprefix(FIGURE): value for name, value in figures.items() if name.startswith(FIGURE)}
+            judged.figures |= named
+        judged.steps = int(judged.figures.get(STEP, 0))
+        with suppress(ConfigError, PlanInfeasible):
+            judged.micro_batch = batches_of(config, task.last.ask.shrink if task.last else 0)[0]
+        return judged
+
+
+def is_script(config: Config, stage: str = StageName.TRAIN) -> bool:
+    """Tell whether a stage runs a script."""
+    return stage == StageName.TRAIN and config.train.command is not None
+
+
+def script_of(config: Config) -> Script:
+    """Return the command of a configuration."""
+    return parse_command(config.train.command or "")
+
+
+def starts_on_node(config: Config, stage: str) -> int:
+    """Return how many processes we start on each node: one where the command starts the others."""
+    resources: TrainResources = getattr(config.cluster, stage)
+    return 1 if is_script(config, stage) and script_of(config).launches else resources.ranks_per_node
+
+
+def first_words(project: Project) -> list[str]:
+    """Return the command line of the first process of a first attempt."""
+    config = project.config
+    micro, accumulation = batches_of(config, 0)
+    values = values_of(config, RankPlace(0, 1), micro, accumulation, RunFolder(config.cluster.runs / "RUN"))
+    return process_words(script_of(config), values)
+
+
+def batches_of(config: Config, shrink: int) -> tuple[int, int]:
+    """Return micro_batch and accumulation of an attempt; the whole batch where the command names neither."""
+    script, train = script_of(config), config.train
+    refuse_blind(script, shrink)
+    if not script.names & BATCH_NAMES:
+        return train.effective_batch, 1
+    return batches(train.effective_batch, config.cluster.train.world, train.micro_batch, shrink)
+
+
+def values_of(config: Config, place: RankPlace, micro_batch: int, accumulation: int, folder: RunFolder) -> Values:
+    """Return the values of the placeholders, in one process of the first attempt."""
+    train, resources = config.train, config.cluster.train
+    starts, processes = starts_on_node(config, StageName.TRAIN), resources.ranks_per_node
+    node = place.rank // starts
+    return Values(
+        effective_batch=train.effective_batch,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        ranks=resources.world,
+        rank=place.rank if starts == processes else node * processes,
+        local_rank=place.local_rank,
+        processes=processes,
+        gpus=resources.gpus,
+        nodes=resources.nodes,
+        node=node,
+        precision="fp32" if train.precision == "auto" else train.precision,
+        seed=train.seed,
+        epochs=train.epochs,
+        run=folder.path,
+        output=output_of(config),
+        config=folder.config,
+    )
+
+
+def output_of(config: Config) -> Path:
+    """Return the folder of checkpoints: the same for all attempts and runs of the same command and settings."""
+    train = config.train
+    decisive = train.model_dump(mode="json", include={"command", "effective_batch", "seed", "precision"})
+    return train.models / training_name("script", decisive)
+
+
+class Ended(Exception):
+    """A script has ended and is not done: carries the exit code of its task, and the message for its record."""
+
+    def __init__(
+        self, code: int, what: str = "", trouble: str = "", *, step: int = 0, further: bool = True, quiet: bool = False
+    ) -> None:
+        super().__init__(what)
+        self.code, self.what, self.trouble = code, what, trouble
+        self.step = step  # the last step that it reported; 0: none
+        self.further = further  # than it began, as far as can be seen
+        self.quiet = quiet  # another process was the reason, and reports it
+
+    @classmethod
+    def of(cls, outcome: ScriptOutcome, *, saved: bool) -> Ended:
+        """Return the exception for an outcome; its last lines go in where the reason is unknown."""
+        what, further = outcome.what, saved or outcome.told is not None or outcome.step > 0
+        if outcome.goes_on and not further:  # else one that always asks to go on would go on for ever
+            what += "; it was not asked to stop, saved nothing in {output} and reported no step"
+        if not (outcome.reason or outcome.goes_on) and len(outcome.last_lines) > 1:
+            what += "".join(f"\n    | {line[:LINE_MOST]}" for line in outcome.last_lines[-LINES_SHOWN:])
+        return cls(outcome.code, what, outcome.trouble, step=outcome.step, further=further)
+
+
+def _run(project: Project, script: Script, values: Values, tell: TaskContext) -> ScriptOutcome:
+    """Run the script; its figures go to the ledger."""
+    train, resources = project.config.train, project.config.cluster.train
+
+    def hear(figures: Mapping[str, float]) -> None:
+        tell.report.figures.update({FIGURE + name: value for name, value in figures.items()})
+        tell.on(())
+
+    allocator = EXPANDABLE if train.allocator == "expandable" else ""
+    outcome = run_script(
+        process_words(script, values),
+        environment=script_environment(script, values, os.environ, threads=resources.cpus, allocator=allocator),
+        cwd=project.beside or Path.cwd(),
+        tell=hear,
+        mem_bytes=tell.mem_bytes,
+    )
+    # Memory is asked for by node: its other processes are assumed to take as much.
+    own_bytes = peak_of(resource.getrusage(resource.RUSAGE_SELF))
+    tell.report.figures["host_peak_bytes"] = (outcome.peak_rss_bytes + own_bytes) * starts_on_node(
+        project.config, StageName.TRAIN
+    )
+    return outcome
+
+
+def newest_attempt(folder: RunFolder) -> int:
+    """Return the number of the newest attempt that was submitted."""
+    stage = stage_of(folder)
+    return max((job.attempt for job in (*stage.jobs.values(), *stage.intents.values())), default=1)
+
+
+def stage_of(folder: RunFolder) -> StageStatus:
+    """Return the status of the stage, by the ledger."""
+    return StatusReader(folder).read().stages.get(StageName.TRAIN) or StageStatus(StageName.TRAIN)
+
+
+def newest_change(folder: Path) -> int:
+    """Return when a file in a folder, or in one below it, was last written; 0 where there is none."""
+    times = [0]
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # it was removed meanwhile
+            times.append(path.stat().st_mtime_ns)
+    return max(times)
+
+
+def _settle(outcome: ScriptOutcome, peers: Peers, ending: Callable[[], int], *, saved: bool) -> None:
+    """Return when all processes are done; raise Ended if this one or another is not."""
+    own = Ended.of(outcome, saved=saved)
+    if peers.place.world > 1:
+        end = End(own.code, outcome.told is not None, own.what, own.trouble, time.time())
+        peers.say(end)
+        ends = peers.await_ends(ending, well=outcome.finished)
+        first = culprit(ends)
+        if first not in (None, peers.place.rank):
+            raise Ended(LOST, f"process {first} of {peers.place.world}: {ends[first].what}", quiet=True)
+        if outcome.finished and len(ends) < peers.place.world:
+            raise Ended(SIGNALLED + signal.SIGTERM, "asked to stop while others continue", step=own.step, quiet=True)
+        if outcome.finished and any(end.code for end in ends.values()):
+            further = own.further or any(end.told for end in ends.values())
+            raise Ended(GO_ON, "other processes of the script are still working", step=own.step, further=further)
+    if not outcome.finished:
+        raise own
+
+
+@dataclass(slots=True)
+class Scripted(Trained):
+    """The result of a script."""
+
+    command: str = ""
+    attempts: int = 0
+    micro_batch: int = 0
+    figures: dict[str, float] = field(default_factory=dict)  # its last ones
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """The plan of a script, as far as it is known before it has run."""
+
+    words: tuple[str, ...]  # of the first process
+    processes: int
+    effective_batch: int
+    micro_batch: int
+    accumulation: int
+    smaller: tuple[int, ...]  # micro-batches of the attempts after GPU memory ran out
+    why_none: str  # why there are none
+    mem_bytes: int
+    mem_why: str
+    most_bytes: int | None  # that a node gives
+    output: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"stage": StageName.TRAIN, "script": True, **asdict(self)}
+
+    def lines(self) -> list[str]:
+        """Return it as lines of text."""
+        of = "1 process" if self.processes == 1 else f"each of {self.processes} processes"
+        batch = f"micro-batches of {self.micro_batch}, {self.accumulation} a step, in {of}"
+        smaller = f"micro-batches of {', then '.join(map(str, self.smaller))}" if self.smaller else self.why_none
+        most = f", up to {_mib(self.most_bytes)}" if self.most_bytes else ""
+        return [
+            "train: a script (not traced); it runs whenever submitted, and exit code 0 means success",
+            f"  runs: {shlex.join(self.words)}",
+            f"  first: {batch} (effective batch {self.effective_batch}); {_mib(self.mem_bytes)} of memory",
+            f"  memory: {self.mem_why}",
+            f"  on GPU out of memory: {smaller}",
+            f"  on host out of memory: twice the memory{most}, then smaller micro-batches",
+            f"  output: {self.output}",
+        ]
+
+
+def outline(project: Project, mem_bytes: int, mem_why: str, most_bytes: int | None = None) -> Outline:
+    """Return the plan of the script, with the memory of its first attempt and the reason for that."""
+    config = project.config
+    smaller, why_none = _smaller(config)
+    micro, accumulation = batches_of(config, 0)
+    return Outline(
+        words=tuple(first_words(project)),
+        processes=config.cluster.train.world,
+        effective_batch=config.train.effective_batch,
+        micro_batch=micro,
+        accumulation=accumulation,
+        smaller=smaller,
+        why_none=why_none,
+        mem_bytes=mem_bytes,
+        mem_why=mem_why,
+        most_bytes=most_bytes,
+        output=str(output_of(config)),
+    )
+
+
+def _smaller(config: Config) -> tuple[tuple[int, ...], str]:
+    """Return the micro-batches of attempts after GPU memory ran out, and why the run ends after the last."""
+    script, tried = script_of(config), list[int]()
+    while True:
+        try:
+            micro, accumulation = batches_of(config, len(tried) + 1)
+            refuse_other_batch(script, micro, accumulation)
+        except (ConfigError, PlanInfeasible) as error:
+            return tuple(tried), f"the run ends: {error.what}"
+        tried.append(micro)
+
+
+def _mib(count: int) -> str:
+    return f"{count >> 20:,} MiB"

@@ -1,0 +1,180 @@
+"""The base class of the workflow's stages, and how their results are counted."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar
+
+from pipeline.config.schema_cluster import TrainResources
+from pipeline.dataset import worklist
+from pipeline.dataset.reader_items import is_reader
+from pipeline.stage_names import StageName
+from pipeline.waiting import wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+
+    from pipeline.config.schema import Config
+    from pipeline.config.schema_cluster import StageResources
+    from pipeline.dataset.standing import Standing
+    from pipeline.dataset.worklist import Shard, StageSurvey
+    from pipeline.journal.run_folder import RunFolder
+    from pipeline.project.project import Project
+    from pipeline.records import Reason, Rejection, TaskContext
+    from pipeline.store.store import Store
+
+    Outcomes: TypeAlias = Generator[Reason | None, None, None]  # for each item None, or why it was rejected
+
+LOOK_AGAIN_S = 0.5
+
+
+@dataclass(slots=True)
+class Judged:
+    """The result of a stage by the content of the store: items that can be used, cannot and why, or are missing."""
+
+    items: int = 0  # those that are known: accepted and rejected
+    rejected: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)
+    undone: int = 0  # items of which the store does not have everything
+    first_undone: str = ""
+    unnamed: int = 0  # further ones, which nobody asked for
+
+    @property
+    def accepted(self) -> int:
+        return self.items - sum(self.rejected.values())
+
+    def reject(self, rejected: Rejection) -> None:
+        """Count an item that was left out."""
+        self.items += 1
+        reason = rejected.reason.value
+        self.rejected[reason] = self.rejected.get(reason, 0) + 1
+        self.examples.setdefault(reason, f"{rejected.id}: {rejected.detail}")
+
+    def miss(self, item: str, *, required: bool = True) -> None:
+        """Count an item that has still to be done."""
+        if not required:
+            self.unnamed += 1
+            return
+        self.undone += 1
+        self.first_undone = self.first_undone or item
+
+    @classmethod
+    def standing(cls, known: Standing) -> Self:
+        """Return the result that an earlier run found, and that still stands."""
+        return cls(**{part.name: known.judged[part.name] for part in fields(cls)})
+
+    def to_json(self) -> dict[str, Any]:
+        fraction = 1 - self.accepted / self.items if self.items else 0.0
+        rejected = dict(Counter(self.rejected).most_common())
+        return asdict(self) | {"rejected": rejected, "accepted": self.accepted, "rejected_fraction": fraction}
+
+
+Counted = TypeVar("Counted", bound=Judged)
+
+
+def wait_until_complete(stores: Iterable[Store], count: Callable[[], Counted], within_s: float) -> Counted:
+    """Recount until nothing is missing or the time is up: files of other nodes may appear late."""
+    stores, counted = tuple(stores), list[Counted]()
+
+    def is_complete() -> bool:
+        for store in stores:
+            store.refresh()
+        counted[:] = [count()]
+        return not counted[0].undone
+
+    wait_for(is_complete, within_s, LOOK_AGAIN_S)
+    return counted[0]
+
+
+class Stage(ABC):
+    """A stage of the workflow; instances have no state, and class attributes say what holds of the stage."""
+
+    name: ClassVar[StageName]
+    kinds: ClassVar[tuple[str, ...]] = ()  # of records that it makes, whose indexes are updated afterwards
+    needs: ClassVar[tuple[StageName, ...]] = ()  # stages that must have run before
+    of_sequences: ClassVar[bool] = True  # whether it applies to bare sequences
+    of_entries: ClassVar[bool] = True  # and to the items of a reader, which are no structures
+    process_per_gpu: ClassVar[bool] = False
+    together: ClassVar[bool] = False  # its processes are ranks of one task, on as many nodes as it has
+    counts_items: ClassVar[bool] = True  # else its work is counted in other units than items
+    unit: ClassVar[str] = "item"  # of what is judged in the end
+    may_be_empty: ClassVar[bool] = False  # having no item at all is no failure
+    only_looks: ClassVar[bool] = False  # it changes no record of the cache
+    has_tasks: ClassVar[bool] = True  # else it only judges the results of earlier stages
+    is_sweep: ClassVar[bool] = False  # each task is a result of its own: one that fails ends no other
+    lists_lines: ClassVar[bool] = False  # a task is a range of lines of its list, else of rows
+
+    @abstractmethod
+    def inspect(self, project: Project) -> object:
+        """Raise when the input of the stage cannot be used."""
+
+    @abstractmethod
+    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
+        """Return what is missing, in tasks of which so many run at once; list it in the folder if there is one."""
+
+    @abstractmethod
+    def mem_bytes(self, project: Project) -> int:
+        """Return the planned memory of a task, for where the configuration says `auto`."""
+
+    def gpu_bytes(self, project: Project) -> int:  # noqa: ARG002 - most stages need no GPU
+        """Return the memory that a GPU must have at least."""
+        return 0
+
+    @abstractmethod
+    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
+        """Do one task, or one process's part of it, yielding the outcome of each item."""
+
+    @abstractmethod
+    def recipe(self, project: Project) -> Mapping[str, Any]:
+        """Return the choices on which its records, or the measurements of its tasks, depend."""
+
+    def recipes(self, project: Project) -> Sequence[Mapping[str, Any]]:
+        """Return the recipes of the records that it makes."""
+        return [self.recipe(project)]
+
+    @abstractmethod
+    def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Judged:
+        """Return the result of the stage by the content of the store; wait so long for files that appear late."""
+
+    def at(self, project: Project, name: str) -> Project:  # noqa: ARG002 - most tasks are all of one configuration
+        """Return the project of a task, by its name where it has one."""
+        return project
+
+    def check(self, project: Project, folder: RunFolder, judged: Any) -> list[str]:  # noqa: ARG002
+        """Raise for a result that forbids going on; return warnings."""
+        return []
+
+    def halve(self, folder: RunFolder, shard: Shard) -> tuple[Shard, Shard]:
+        """Cut one task's share of the work in two."""
+        return worklist.halve_lines(folder.todo(self.name), shard) if self.lists_lines else worklist.halve_rows(shard)
+
+    def needed(self, config: Config) -> tuple[StageName, ...]:  # noqa: ARG002
+        """Return the stages that must have run before, under a configuration."""
+        return self.needs
+
+    def wanted(self, config: Config) -> bool:  # noqa: ARG002
+        """Tell whether `submit all` includes it."""
+        return True
+
+    def is_for(self, config: Config) -> bool:
+        """Tell whether it applies to the kind of data set that is configured."""
+        if is_reader(config):
+            return self.of_entries
+        return self.of_sequences or config.data.source != "fasta"
+
+    def resources(self, config: Config) -> StageResources | TrainResources:
+        """Return the configured resources of a task."""
+        return config.cluster.resources(self.name)
+
+    def parallel(self, config: Config) -> int:
+        """Return how many of its tasks run at once on a cluster, at most."""
+        return self.resources(config).parallel
+
+    def processes(self, project: Project) -> int:
+        """Return the number of processes of a task."""
+        resources = self.resources(project.config)
+        if isinstance(resources, TrainResources):
+            return resources.nodes * resources.ranks_per_node
+        return max(1, resources.gpus) if self.process_per_gpu else 1

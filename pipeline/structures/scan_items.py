@@ -1,0 +1,267 @@
+"""Stage scan: structure files in, an inventory of every item in the store.
+
+Two kinds of record. `files` remembers which content a file (path, inode, size, times) had, so that an unchanged one is
+never read again; `scan` holds the inventory under the key of that content and of every choice that can change it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pipeline.errors import CacheDamaged, RecordMissing
+from pipeline.files import state_of
+from pipeline.keys import COARSE_TICK_NS, content_digest, is_settled, recipe_key
+from pipeline.records import Inventory, Item, Reason
+from pipeline.store.cache_folder import update_index
+from pipeline.structures.atoms import UnusableInput
+from pipeline.structures.inventory import ScanRecipe, examine_item, item_key
+from pipeline.structures.parsing.structure_files import (
+    File,
+    StructureFiles,
+    read_file,
+    stat_file,
+    total_bytes,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+    from typing import TypeAlias
+
+    from pipeline.store.store import Store, StoreWriter
+    from pipeline.structures.inventory import Complex
+
+    Refuse: TypeAlias = Callable[[str, Reason, str], None]  # is told of an item whose files cannot be read, and why
+
+log = logging.getLogger(__name__)
+
+# What is wrong with the bytes of a file stays wrong until the file changes, so it is remembered with it.
+LASTING = frozenset({Reason.EMPTY_FILE, Reason.TRUNCATED_FILE, Reason.UNKNOWN_FORMAT})
+PUBLISH_EVERY_S = 60.0
+LARGE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ScanShelves:
+    """The two stores this stage works on."""
+
+    inventories: Store
+    files: Store
+    shard_bytes: int
+
+    def stores(self) -> tuple[Store, Store]:
+        return self.inventories, self.files
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the store knows of an item: its key if its files are known, its inventory if it was scanned."""
+
+    key: bytes | None = None
+    inventory: Inventory | None = None
+
+
+def _nobody(_item: str, _reason: Reason, _detail: str) -> None:
+    """Tell nobody that a file could not be read."""
+
+
+class Also(Protocol):
+    """Makes something else of a structure while it is in memory."""
+
+    def make(self, key: bytes, read: Complex) -> Reason | None:
+        """Make it of an item, given the key of its inventory."""
+
+    def publish(self) -> None:
+        """Write what was made to disk."""
+
+
+def look_up_items(items: Sequence[Item], recipe: ScanRecipe, shelves: ScanShelves) -> list[Seen]:
+    """Return what the store knows of each item; no structure file is read."""
+    paths = [recipe.paths(item) for item in items]  # once: a file may appear beside another at any time
+    glances = {path: glance(path, recipe) for path in dict.fromkeys(chain.from_iterable(paths))}
+    files = _read_meta(shelves.files, {mark for mark in glances.values() if isinstance(mark, bytes)})
+    known = {path: _content(files, mark, recipe) for path, mark in glances.items()}
+    keys = [_key(item, recipe, {path: known[path] for path in own}) for item, own in zip(items, paths, strict=True)]
+    inventories = _read_meta(shelves.inventories, {key for key in keys if isinstance(key, bytes)})
+    return [_seen(key, inventories.get(key)) if isinstance(key, bytes) else Seen(None, key) for key in keys]
+
+
+def look_again(item: Item, recipe: ScanRecipe, shelves: ScanShelves, since_ns: int) -> Seen:
+    """Return what is known of an item by reading its files, if any was too recent to be remembered at that time."""
+    try:
+        paths = recipe.paths(item)
+        states = [stat_file(Path(path), recipe.max_file_bytes) for path in paths]
+        if all(state.st_ctime_ns < since_ns - COARSE_TICK_NS for state in states):
+            return Seen()
+        digests = {path: content_digest(read_file(Path(path), recipe.max_file_bytes)).hex() for path in paths}
+    except UnusableInput as problem:
+        return Seen(None, Inventory(reason=problem.reason, detail=problem.detail))
+    key = item_key(item, recipe, digests)
+    return _seen(key, _read_meta(shelves.inventories, {key}).get(key))
+
+
+def glance(path: str, recipe: ScanRecipe) -> bytes | Inventory | None:
+    """Return the key of a file as it stands, or why it cannot be used, or None while its times prove nothing."""
+    try:
+        state = stat_file(Path(path), recipe.max_file_bytes)
+    except UnusableInput as problem:
+        return Inventory(reason=problem.reason, detail=problem.detail)
+    if not is_settled(state.st_mtime_ns, state.st_ctime_ns):
+        return None
+    return recipe_key("file", {"state": state_of(path, state)})
+
+
+def _content(
+    files: Mapping[bytes, Mapping[str, Any]], mark: bytes | Inventory | None, recipe: ScanRecipe
+) -> str | Inventory | None:
+    """Return the digest of a file's content as the store remembers it, or why the file cannot be used."""
+    if not isinstance(mark, bytes):
+        return mark
+    meta = files.get(mark)
+    if meta is None:
+        return None
+    if "content" not in meta:
+        return Inventory.from_json(meta)
+    if meta["bytes"] > recipe.max_file_bytes:  # the limit was larger when it was unfolded
+        what = f"unfolds to {meta['bytes']:,} bytes; structures.max_file_bytes is {recipe.max_file_bytes:,}"
+        return Inventory(reason=Reason.FILE_TOO_LARGE, detail=what)
+    content: str = meta["content"]
+    return content
+
+
+def _key(item: Item, recipe: ScanRecipe, contents: Mapping[str, str | Inventory | None]) -> bytes | Inventory | None:
+    """Return the key of an item whose files are all known, else what keeps one of them from being used."""
+    for content in contents.values():
+        if not isinstance(content, str):
+            return content
+    return item_key(item, recipe, contents)  # type: ignore[arg-type]  # every content is a digest here
+
+
+def _seen(key: bytes, meta: Mapping[str, Any] | None) -> Seen:
+    """Return an item with the inventory in its record, if there is one."""
+    return Seen(key, None if meta is None else Inventory.from_json(meta))
+
+
+def _read_meta(store: Store, keys: set[bytes]) -> dict[bytes, Mapping[str, Any]]:
+    """Return the metadata of the records that the store has; a damaged one counts as missing, and is made anew."""
+    while True:
+        missing = set(store.missing(list(keys)))
+        if len(missing) == len(keys):
+            return {}
+        try:
+            return {record.key: record.meta for record in store.read(keys - missing)}
+        except (CacheDamaged, RecordMissing) as error:  # the store has struck that copy out, and will not name it again
+            log.warning("%s: %s: rebuilt", error.where, error.what)
+
+
+@dataclass(slots=True)
+class Scanner:
+    """Scans items one at a time; it holds a few files and the keys of what it has not published."""
+
+    recipe: ScanRecipe
+    shelves: ScanShelves
+    inventories: StoreWriter
+    files: StoreWriter
+    also: Also | None = None
+    refuse: Refuse = _nobody
+    known: dict[bytes, Reason | None] = field(default_factory=dict)  # the inventories that are not published yet
+    seen: set[bytes] = field(default_factory=set)  # and files
+    kept: StructureFiles = field(init=False)
+    published_s: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.kept = StructureFiles(lambda path: self._read(path, glance(path, self.recipe)), self.recipe.paths)
+
+    def scan(self, item: Item) -> Reason | None:
+        """Store the inventory of an item; return the reason if it is left out."""
+        try:
+            files = self.kept.of(item)
+        except UnusableInput as problem:
+            if problem.reason not in LASTING:  # which the store knows; this, only who tried to read the file
+                self.refuse(item.id, problem.reason, problem.detail)
+            return problem.reason
+        key = item_key(item, self.recipe, {path: file.digest for path, file in files.items()})
+        return self.known[key] if key in self.known else self._take(item, key, files)
+
+    def _take(self, item: Item, key: bytes, files: Mapping[str, File]) -> Reason | None:
+        """Make an inventory, unless the store has it because the file was only touched or copied."""
+        stored = _read_meta(self.shelves.inventories, {key})
+        if stored:
+            self.known[key] = Inventory.from_json(stored[key]).reason
+            return self.known[key]
+        if total_bytes(files) > LARGE_BYTES:
+            self.publish()  # should this one exhaust the memory, what came before it is safe
+        try:
+            inventory, read = examine_item(item, files, self.recipe)
+        except MemoryError as error:
+            raise MemoryError(f"out of memory while reading {item.id}") from error
+        except (ImportError, OSError) as error:  # of this machine, perhaps: whoever scans it next tries again
+            log.exception("%s could not be scanned here", item.id)
+            self.refuse(item.id, Reason.SCAN_FAILED, _of_error(error))
+            return Reason.SCAN_FAILED
+        except Exception as error:  # a bug of ours or of a parser must cost this item, not the run
+            log.exception("%s could not be scanned", item.id)
+            inventory = Inventory(reason=Reason.SCAN_FAILED, detail=_of_error(error))
+            read = None
+        self.inventories.put(key, read.maps if read else {}, inventory.to_json())
+        if self.also and read:
+            self.also.make(key, read)  # a refusal of its own is in its own record
+        self.known[key] = inventory.reason
+        return inventory.reason
+
+    def publish(self) -> None:
+        """Write what was found to disk, where it is looked up from now on."""
+        self.inventories.flush()
+        self.files.flush()
+        self.known.clear()
+        self.seen.clear()
+        for store in self.shelves.stores():
+            update_index(store, far_behind=True)
+        if self.also:
+            self.also.publish()
+        self.published_s = time.monotonic()
+
+    def _read(self, path: str, mark: bytes | Inventory | None) -> File:
+        """Read a file; what is remembered of it holds only if it did not change meanwhile."""
+        try:
+            data = read_file(Path(path), self.recipe.max_file_bytes)
+        except UnusableInput as problem:
+            if problem.reason in LASTING:
+                self._remember(path, mark, {"reason": problem.reason.value, "detail": problem.detail})
+            raise
+        file = File(data, content_digest(data).hex())
+        self._remember(path, mark, {"content": file.digest, "bytes": len(data)})
+        return file
+
+    def _remember(self, path: str, mark: bytes | Inventory | None, meta: Mapping[str, Any]) -> None:
+        """Record the content of a file, unless it may have changed since its mark was taken."""
+        if isinstance(mark, bytes) and mark not in self.seen and glance(path, self.recipe) == mark:
+            self.seen.add(mark)
+            if not _read_meta(self.shelves.files, {mark}):  # it is there where the inventory alone was lost
+                self.files.put(mark, {}, meta)
+
+
+def _of_error(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:200]
+
+
+def scan_items(
+    items: Iterable[Item],
+    recipe: ScanRecipe,
+    shelves: ScanShelves,
+    also: Also | None = None,
+    *,
+    refuse: Refuse = _nobody,
+) -> Generator[Reason | None, None, None]:
+    """Scan items and publish what was found, at the latest every minute."""
+    limit = shelves.shard_bytes
+    with shelves.inventories.writer(shard_bytes=limit) as inventories, shelves.files.writer(shard_bytes=limit) as files:
+        scanner = Scanner(recipe, shelves, inventories, files, also, refuse)
+        for item in items:
+            yield scanner.scan(item)
+            if time.monotonic() - scanner.published_s > PUBLISH_EVERY_S:
+                scanner.publish()

@@ -1,0 +1,287 @@
+"""Cleaning a cache: what nobody needs any more is found and shown first, and then removed.
+
+What stays: what the data set of this project needs by its recipes of today; every record of the recipes of other
+projects that use the cache, and of runs that go on; and what is younger than a grace period.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.command_line import Command, quoted, status_or_cancel
+from pipeline.errors import CacheUnusable, ConfigError
+from pipeline.files import whose
+from pipeline.journal.active_runs import going_on, hidden
+from pipeline.keys import recipe_tag
+from pipeline.report.cleaning_tables import DAY_S, FORGOTTEN_S, Cleaning, CleanNote, CleanRequest
+from pipeline.store.cache_folder import RECIPES, CacheFolder
+from pipeline.store.format.cache_layout import MARKER, USERS
+from pipeline.store.format.disk import remove
+from pipeline.store.maintenance.leftovers import Left, find_leftovers, refuse_links, refuse_links_out
+from pipeline.store.maintenance.shard_plans import Fate, Live, apply, mark, why_kept
+from pipeline.store.users import USER_NAME, forget, register, registered, sorted_keys, who_am_i
+from pipeline.upkeep.retention import EVERYTHING, LIMITS, NOTHING, Staying, config_name, described, user_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pipeline.journal.run_folder import RunFolder
+    from pipeline.project.project import Project
+    from pipeline.store.maintenance.shard_plans import ShardPlan
+    from pipeline.store.users import User
+
+UNASKED_S = 8 * DAY_S  # budgets that were learned are asked for within a week
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A file that was removed, or has to stay after all."""
+
+    name: str
+    bytes: int
+    stays: str = ""  # why
+
+
+def foresee_cleaning(
+    project: Project, file: Path | None, asked: CleanRequest, *, on: Callable[[int], None] = lambda _items: None
+) -> Cleaning:
+    """Plan what to remove; nothing is changed. `on` is called with the number of items of the data set looked at."""
+    cache = CacheFolder(project.config.cache.root)
+    try:
+        if not cache.disk.list_folder(cache.root):
+            return Cleaning(cache, asked, time.time(), {})
+        _refuse_unmarked(cache)
+        return _foresee_readable(project, cache, file, asked, on)
+    except PermissionError as error:
+        what = f"the cache cannot be read: {error.strerror}; {whose(Path(error.filename))}"
+        remedy = f"ls -ld {quoted(error.filename)}   (and ask its owner to clean it)"
+        raise CacheUnusable(what, where=str(error.filename), remedy=remedy) from error
+
+
+def _foresee_readable(
+    project: Project, cache: CacheFolder, file: Path | None, asked: CleanRequest, on: Callable[[int], None]
+) -> Cleaning:
+    refuse_links(cache)
+    refuse_links_out(cache)
+    user_files = _user_files(cache)
+    users, strangers = registered(cache.disk, cache.root)
+    cleaning = Cleaning(cache, asked, _cache_time(cache), user_files)
+    mine = [user for user in users if file and (user.config, user.who) == (config_name(file), who_am_i())]
+    ours = dict.fromkeys([project.config.cluster.runs, *(Path(user.runs) for user in mine)])
+    runs = ours | dict.fromkeys(Path(user.runs) for user in users)  # a run needs no configuration file to go on
+    going = [run for folder in runs for run in going_on(folder, cache.root)]
+    _sort_users(cleaning, [user for user in users if user not in mine], strangers, going)
+    if asked.all:
+        _refuse_going(cache, going, [*ours, *(Path(user.runs) for user in cleaning.others)])
+    staying = Staying(project, cache, cleaning.others, mine, bool(strangers), going, asked.keep_recipes)
+    live = dict.fromkeys(cache.kinds(), NOTHING) if asked.all else staying.live(on)
+    cleaning.live = {kind: live.get(kind, EVERYTHING) for kind in cache.kinds()}
+    cleaning.notes += staying.notes
+    cleaning.recipes = staying.recipes or described(cache)
+    cleaning.wanted = frozenset() if asked.all else frozenset(staying.wanted)
+    if going or cleaning.others:
+        cleaning.settle_s = project.config.cache.visibility_s
+    if mine and not (asked.keep_recipes or going):
+        today = user_of(mine[0].config, str(project.config.cluster.runs.absolute()), staying.wanted)
+        cleaning.forgotten += tuple(user for user in mine if asked.all or not user.tags <= today.tags)
+        cleaning.own = None if asked.all else today
+    _mark(cleaning)
+    _find_leftovers(cleaning)
+    _refuse_unwritable(cleaning)
+    return cleaning
+
+
+def _refuse_unmarked(cache: CacheFolder) -> None:
+    """Refuse a folder without a cache's marker; nothing else is ever cleaned."""
+    if not cache.disk.exists(cache.root / MARKER):
+        what = f"this is not a cache: it has no {MARKER}"
+        remedy = Command.of("config show", then="   (set cache.root to a cache folder, or --set cache.root=FOLDER)")
+        raise CacheUnusable(what, where=str(cache.root), remedy=remedy)
+
+
+def _cache_time(cache: CacheFolder) -> float:
+    """Return the time by the cache's file system; by this host's clock where it cannot be written."""
+    try:
+        return min(time.time(), cache.disk.time_in(cache.root))  # either clock may be wrong
+    except OSError:
+        return time.time()
+
+
+def _user_files(cache: CacheFolder) -> dict[str, tuple[float, float]]:
+    """Return the files that register users, with their times: they change when anybody begins to use the cache."""
+    folder = cache.root / USERS
+    names = filter(USER_NAME.fullmatch, cache.disk.list_folder(folder))
+    return {name: cache.disk.times_of(folder / name) for name in names}
+
+
+def _sort_users(cleaning: Cleaning, users: list[User], strangers: list[str], going: list[RunFolder]) -> None:
+    """Note who else uses the cache, and who does no more; a user whose run goes on counts as there."""
+    busy = {run.path.parent for run in going}
+    idle = [user for user in users if Path(user.runs) not in busy]
+    vanished = [user for user in idle if has_vanished(user, cleaning.now, cleaning.asked.grace_s)]
+    cleaning.forgotten = tuple(vanished)
+    cleaning.others = tuple(user for user in users if user not in vanished)
+    for place in dict.fromkeys(user.config or user.runs for user in vanished):
+        cleaning.notes.append(CleanNote(f"{place} no longer exists; nothing is kept for it"))
+    cleaning.notes += _notes_of_gone([user for user in cleaning.others if _is_gone(_place(user))], cleaning)
+    for name in strangers:
+        remedy = f"ls -l {quoted(cleaning.cache.root / USERS / name)}"
+        cleaning.notes.append(
+            CleanNote(f"{name} cannot be read: the cache is in use, but its user's needs are unknown", remedy)
+        )
+
+
+def has_vanished(user: User, now: float, grace_s: float) -> bool:
+    """Tell whether a configuration is gone for good.
+
+    Where its folder is gone too, a disk may only not be mounted; and a run may go on that only its owner can see.
+    """
+    return _is_gone(_place(user)) and now > _counts_until(user, grace_s)
+
+
+def _place(user: User) -> Path:
+    return Path(user.config or user.runs)
+
+
+def _counts_until(user: User, grace_s: float) -> float:
+    """Return until when a configuration that is gone still counts as a user."""
+    certain = not _is_gone(_place(user).parent) and not hidden(Path(user.runs))
+    return user.last + (grace_s if certain else max(grace_s, FORGOTTEN_S))
+
+
+def _notes_of_gone(gone: list[User], cleaning: Cleaning) -> Iterator[CleanNote]:
+    """Yield for each user that is gone until when it still counts, and how not to wait for that."""
+    for place in dict.fromkeys(map(_place, gone)):
+        mine = [user for user in gone if _place(user) == place]
+        last = max(user.last for user in mine)
+        until = max(_counts_until(user, cleaning.asked.grace_s) for user in mine)
+        then = f"counts until {_day(until)}" if until > cleaning.now else "counts while its run is active"
+        files = shlex.join(str(cleaning.cache.root / USERS / user.name) for user in mine)
+        what = f"{place} no longer exists; it was last used {_day(last)}, and {then}"
+        yield CleanNote(what, f"rm {files}   (if it was removed for good)")
+
+
+def _day(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds).astimezone():%Y-%m-%d %H:%M}"
+
+
+def _is_gone(path: Path) -> bool:
+    """Tell whether a path does not exist; False in a folder that this user cannot look into."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _refuse_going(cache: CacheFolder, going: list[RunFolder], folders: list[Path]) -> None:
+    """Refuse to remove everything while a run goes on, or where it cannot be told whether one does."""
+    if going:
+        name = going[0].name
+        what = f"run {name} is active and needs this cache"
+        raise ConfigError(what, where=str(cache.root), remedy=status_or_cancel(name))
+    if closed := next(filter(hidden, folders), None):
+        what = f"other users use this cache, and whether their runs are active is unknown: {closed}"
+        remedy = Command.of("cache clean", then=f"   (without --all)   or ask whose {closed} is")
+        raise ConfigError(what, where=str(cache.root), remedy=remedy)
+
+
+def _mark(cleaning: Cleaning) -> None:
+    """Mark the records that are not needed; the descriptions of recipes last, by what stays of the others."""
+    before = cleaning.now - cleaning.asked.grace_s
+    for kind, live in cleaning.live.items():
+        tags = [tag for recipe_kind, tag in cleaning.recipes if recipe_kind == kind]
+        if kind != RECIPES and not live.everything:
+            oldest = cleaning.now - UNASKED_S if kind == LIMITS and not cleaning.asked.all else before
+            cleaning.marked[kind] = mark(cleaning.cache.own(kind), live, min(before, oldest), tags)
+    if RECIPES in cleaning.live:
+        if not cleaning.asked.all:
+            cleaning.live[RECIPES] = _useful_descriptions(cleaning)
+        cleaning.marked[RECIPES] = mark(cleaning.cache.own(RECIPES), cleaning.live[RECIPES], before)
+
+
+def _useful_descriptions(cleaning: Cleaning) -> Live:
+    """Return as live the descriptions of the recipes of which any record stays."""
+    if cleaning.asked.keep_recipes:
+        return EVERYTHING
+    keys = bytearray()
+    for key, kind, recipe in cleaning.cache.described():
+        marked, tag = cleaning.marked.get(kind), recipe_tag(kind, recipe)
+        if marked is None or marked.left.get(tag, 1) or marked.of(Fate.YOUNG, Fate.SPARSE, Fate.FOREIGN):
+            keys += key
+    return Live(keys=sorted_keys(keys))
+
+
+def _find_leftovers(cleaning: Cleaning) -> None:
+    """Find the files that hold no records, and which of them are old enough to go."""
+    files, asked = find_leftovers(cleaning.cache), cleaning.asked
+    old = [cleaning.now - leftover.since > asked.grace_of(leftover.what) for leftover in files.leftovers]
+    cleaning.leftovers = tuple(leftover for leftover, goes in zip(files.leftovers, old, strict=True) if goes)
+    cleaning.young = tuple(
+        leftover
+        for leftover, goes in zip(files.leftovers, old, strict=True)
+        if not goes and leftover.what is not Left.MEMORY
+    )
+    cleaning.foreign = files.foreign
+
+
+def _refuse_unwritable(cleaning: Cleaning) -> None:
+    """Refuse where this user may not remove what is to go."""
+    folders = {leftover.path.parent for leftover in cleaning.leftovers}
+    for kind, marked in cleaning.marked.items():
+        if marked.of(Fate.GOES, Fate.REWRITTEN):
+            folders.add(cleaning.cache.own(kind).layout.shards)
+    for folder in sorted(folders):
+        if not os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+            what = f"no permission to remove files: {whose(folder)}"
+            raise CacheUnusable(
+                what, where=str(folder), remedy=f"ls -ld {quoted(folder)}   (and ask its owner to clean it)"
+            )
+
+
+def carry_out(cleaning: Cleaning, waits: Callable[[], object] = lambda: None) -> Iterator[Removed]:
+    """Remove what was planned and yield what has gone; stop if anybody begins to use the cache meanwhile.
+
+    `waits` is called before other hosts are given time to see what goes.
+    """
+    cache, check = cleaning.cache, partial(_refuse_newcomers, cleaning)
+    for leftover in cleaning.leftovers:
+        check()
+        name = str(leftover.path.relative_to(cache.root))
+        if why := why_kept(cache.disk, leftover.path):
+            yield Removed(name, 0, why)
+            continue
+        remove(cache.disk, leftover.path)
+        yield Removed(name, leftover.bytes)
+    for plans in _room_first(cleaning):
+        for plan in apply(plans, settle_s=cleaning.settle_s, check=check, waits=waits):
+            yield Removed(f"{plan.store.kind}/shards/{plan.shard}", plan.freed_bytes, plan.stays)
+    check()
+    forget(cache.disk, cache.root, cleaning.forgotten)
+    if cleaning.own is not None:
+        register(cache.disk, cache.root, cleaning.own)
+
+
+def _room_first(cleaning: Cleaning) -> Iterator[list[ShardPlan]]:
+    """Yield the plans: shards that go before those that take room first; descriptions at the end."""
+    of_recipes = [marked for kind, marked in cleaning.marked.items() if kind == RECIPES]
+    others = [marked for kind, marked in cleaning.marked.items() if kind != RECIPES]
+    for marks in (others, of_recipes):
+        for fate in (Fate.GOES, Fate.REWRITTEN):
+            yield [plan for marked in marks for plan in marked.of(fate)]
+
+
+def _refuse_newcomers(cleaning: Cleaning) -> None:
+    """Refuse to go on once somebody new uses the cache: what they need was not looked up."""
+    if _user_files(cleaning.cache) != cleaning.users:
+        what = "a run was submitted while the cache was being cleaned; nothing more was removed"
+        raise ConfigError(what, where=str(cleaning.cache.root), remedy=Command.of("cache clean"))

@@ -1,0 +1,385 @@
+"""Why one item has work: from its files, its records, and the lists of earlier runs.
+
+Only this item is looked up: run lists are searched as bytes; the source is read only if none has the item.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import mmap
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.command_line import Command
+from pipeline.dataset import worklist
+from pipeline.dataset.reader_items import is_reader, reader_tables
+from pipeline.encoder.embedding_recipe import texts
+from pipeline.errors import CacheDamaged, ConfigError, PipelineError, RecordMissing
+from pipeline.files import csv_cell
+from pipeline.journal.run_folder import runs_in
+from pipeline.keys import content_digest, tagged_key
+from pipeline.records import Inventory, Item, Rejection
+from pipeline.report.stage_graph import WorkState
+from pipeline.stage_names import StageName
+from pipeline.stages.embedded import name_of, refusal
+from pipeline.stages.table import everything
+from pipeline.structures.atoms import UnusableInput
+from pipeline.structures.inventory import item_key, item_subject, plain_recipe
+from pipeline.structures.parsing.amber import coordinates_beside
+from pipeline.structures.parsing.structure_files import item_paths, read_file
+from pipeline.structures.scan_items import glance
+from pipeline.views.stage_states import explain_training
+from pipeline.views.why import (
+    Because,
+    FileFound,
+    RecordFound,
+    why_all,
+    why_files,
+    why_item,
+    why_record,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from pipeline.journal.run_folder import RunFolder
+    from pipeline.project.project import Project
+    from pipeline.store.store import Store
+
+RUNS_LOOKED_AT = 50
+LATER = (StageName.EMBED, StageName.GRAPH, StageName.TRAIN)  # stages after the scan of which items are a part
+NAMED, COMPARED = 5, 200_000  # items with names like one that there is not; that are compared
+
+
+@dataclass(frozen=True, slots=True)
+class StageOfItem:
+    """The state of one stage's work on an item."""
+
+    stage: str
+    because: Because
+    keys: Mapping[str, str] = field(default_factory=dict)  # of its records, by what they are of
+
+    def to_json(self) -> dict[str, Any]:
+        told = {"stage": self.stage, "state": self.because.state.value, "why": self.because.why}
+        return {**told, "changes": list(map(asdict, self.because.changes)), "keys": dict(self.keys)}
+
+
+@dataclass(frozen=True, slots=True)
+class ItemExplained:
+    """The state of an item, stage by stage."""
+
+    id: str
+    origin: str
+    stages: Sequence[StageOfItem]
+    next: Command | None
+
+    def to_json(self) -> dict[str, Any]:
+        stages = [stage.to_json() for stage in self.stages]
+        return {"item": self.id, "origin": self.origin, "stages": stages, "next": str(self.next or "")}
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """What earlier runs recorded of an item."""
+
+    run: str = ""  # the newest that could use it
+    keys: Mapping[str, str] = field(default_factory=dict)  # of its records there, by stage
+    refused_by: str = ""  # a newer run, or the same
+    refused: str = ""
+
+
+def explain_item(project: Project, name: str) -> ItemExplained:
+    """Return the state of an item in each stage, and why."""
+    if is_reader(project.config):
+        return _explain_entry(project, name)
+    entry = find_item(project, name)
+    if isinstance(entry, Rejection):
+        because = Because(WorkState.REFUSED, f"{entry.reason.value}: {entry.detail}")
+        return ItemExplained(name, entry.origin, [StageOfItem("scan", because)], None)
+    listed = last_listed(project, name)
+    scan, inventory, key = _scan(project, entry, listed)
+    stages, wanted = [StageOfItem("scan", scan, {"inventory": key.hex()} if key else {})], everything(project.config)
+    later = [name for name in wanted if name in LATER]
+    if scan.state is WorkState.REFUSED:
+        stages += [StageOfItem(stage, Because(WorkState.NONE, "the item is rejected")) for stage in later]
+        return ItemExplained(name, entry.origin, stages, Command.submit("scan", then="   (after you fix that)"))
+    looks = {
+        StageName.EMBED: lambda: _embed(project, inventory),
+        StageName.GRAPH: lambda: _graph(project, inventory, key, listed),
+        StageName.TRAIN: lambda: _train(project, entry),
+    }
+    stages += [looks[StageName(stage)]() for stage in later]
+    first = next((at for at, stage in enumerate(stages) if stage.because.state is WorkState.TO_DO), None)
+    if first is None:
+        return ItemExplained(name, entry.origin, stages, None)
+    stages[first] = replace(stages[first], because=_after_refusal(stages[first].because, listed))
+    return ItemExplained(name, entry.origin, stages, Command.submit(stages[first].stage))
+
+
+def _after_refusal(because: Because, listed: Listed) -> Because:
+    """Add why the newest run rejected an item that is tried again."""
+    if not listed.refused or because.changes:
+        return because
+    return replace(because, why=f"{because.why} (run {listed.refused_by} rejected it: {listed.refused})")
+
+
+def find_item(project: Project, name: str) -> Item | Rejection:
+    """Return an item of the data set; if there is none, raise ConfigError with similar names."""
+    listing = _newest_listing(project)
+    if listing is not None and (found := _in_listing(listing.items, name)) is not None and _is_as_listed(found):
+        return found
+    names = list[str]()
+    for entry in worklist.list_items(project):
+        if entry.id == name:
+            return entry
+        names.append(entry.id)
+    raise no_item(name, names, str(project.config.data.path))
+
+
+def no_item(name: str, names: Sequence[str], where: str) -> ConfigError:
+    """Return the error for an unknown item."""
+    near = near_names(name, names)
+    what = f"no item {name!r}" + (f"; did you mean {', '.join(near)}?" if near else f" among {len(names):,}")
+    return ConfigError(what, where=where, remedy=Command.of("data items", then="   (lists them; --json lists all)"))
+
+
+def near_names(name: str, names: Sequence[str]) -> list[str]:
+    """Return a few similar names: other case first, then longer names, then close matches."""
+    lower = name.lower()
+    same = [other for other in names if other.lower() == lower]
+    holding = islice((other for other in names if lower in other.lower() and other not in same), NAMED)
+    alike = [other for other in islice(names, COMPARED) if abs(len(other) - len(name)) <= 2 and {*other} & {*name}]
+    return list(dict.fromkeys([*same, *holding, *get_close_matches(name, alike, n=NAMED)]))[:NAMED]
+
+
+def _newest_listing(project: Project) -> RunFolder | None:
+    """Return the newest run with this data set; None if its files are newer, or no run has it."""
+    data = project.config.data.model_dump(mode="json")
+    named = [path for path in (project.config.data.path, project.config.data.splits) if path and path.is_file()]
+    for folder in islice(reversed(runs_in(project.config.cluster.runs)), RUNS_LOOKED_AT):
+        with suppress(OSError, ValueError, KeyError):
+            at = folder.items.stat().st_mtime_ns
+            if json.loads(folder.config.read_text())["data"] == data:
+                return folder if all(path.stat().st_mtime_ns < at for path in named) else None
+    return None
+
+
+def _is_as_listed(entry: Item | Rejection) -> bool:
+    return isinstance(entry, Item) and all(Path(path).exists() for path in item_paths(entry))
+
+
+def _in_listing(path: Path, name: str) -> Item | Rejection | None:
+    """Return an entry of a frozen data set by its name."""
+    line = line_with(path, f'"id": {json.dumps(name)}'.encode())
+    if not line:
+        return None
+    data = json.loads(line)
+    return Rejection.from_json(data) if "reason" in data else Item.from_json(data)
+
+
+def line_with(path: Path, part: bytes) -> bytes:
+    """Return the first line of a file that has a part; empty where none has, or there is no file."""
+    none = (ValueError, OSError)  # an empty file cannot be mapped
+    with suppress(*none), path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        if (at := mapped.find(part)) >= 0:
+            at += part.startswith(b"\n")  # which ends the line before
+            end = mapped.find(b"\n", at)
+            return mapped[mapped.rfind(b"\n", 0, at) + 1 : end if end >= 0 else len(mapped)]
+    return b""
+
+
+def last_listed(project: Project, name: str) -> Listed:
+    """Return what runs have listed of an item: the keys that it had last, and why the newest of them left it out."""
+    refused = ("", "")
+    for folder in islice(reversed(runs_in(project.config.cluster.runs)), RUNS_LOOKED_AT):
+        if not refused[1] and (why := _refusal_in(folder.rejected, name)):
+            refused = folder.name, why
+        if keys := _keys_in(folder.inventory, name):
+            return Listed(folder.name, keys, *refused)
+    return Listed("", {}, *refused)
+
+
+def _keys_in(path: Path, name: str) -> dict[str, str]:
+    """Return the keys of an item's records in a list of usable items; empty where it is not there."""
+    cell = io.StringIO()
+    csv.writer(cell, lineterminator="").writerow([csv_cell(name), ""])
+    if not (line := line_with(path, f"\n{cell.getvalue()}".encode())):
+        return {}
+    with suppress(OSError, StopIteration, ValueError), path.open(encoding="utf-8", newline="") as file:
+        row = dict(zip(next(csv.reader(file)), next(csv.reader([line.decode()])), strict=False))
+        return {part: row.get(f"{part}_key", "") for part in ("scan", "graph")}
+    return {}
+
+
+def _refusal_in(path: Path, name: str) -> str:
+    """Return why an item is in a list of rejected ones; empty where it is not there."""
+    with suppress(ValueError, KeyError):
+        told = json.loads(line_with(path, f'"id": {json.dumps(name)}'.encode()) or "{}")
+        return f"{told['reason']}: {told['detail']}"
+    return ""
+
+
+def _scan(project: Project, item: Item, listed: Listed) -> tuple[Because, Inventory | None, bytes | None]:
+    """Return the state of an item's scan, with its inventory and key if known."""
+    store, recipe = project.shelves.inventories, project.recipe
+    earlier = _contents(store, listed.keys.get("scan", ""))
+    # an inventory names no digest of what lies beside a file, and of a topology only a joint one
+    alone = {part.path for part in (*item.parts, *item.bound) if not coordinates_beside(part.path)}
+    files = [_file(project, path, earlier if path in alone else (), listed.run) for path in recipe.paths(item)]
+    if (of_files := why_files(files)).state is WorkState.REFUSED:
+        return of_files, None, None
+    plain, digests = plain_recipe(recipe), {file.path: file.digest for file in files if file.digest}
+    key = item_key(item, recipe, digests)
+    others = [
+        other
+        for other in _recipes(project, "scan")
+        if other != plain and tagged_key("scan", other, item_subject(item, digests)) in store
+    ]
+    found = _record(store, key, listed, "scan", plain, others)
+    inventory = _inventory(store, key) if found.is_whole else None
+    because = why_item(files, why_record("scan", found))
+    return because, inventory if because.state is not WorkState.REFUSED else None, key
+
+
+def _file(project: Project, path: str, earlier: tuple[str, ...], run: str) -> FileFound:
+    """Look at a file of an item as the scan does, and read its bytes."""
+    mark = glance(path, project.recipe)
+    if isinstance(mark, Inventory):
+        return FileFound(path, refused=_told(mark))
+    try:
+        digest = content_digest(read_file(Path(path), project.recipe.max_file_bytes)).hex()
+    except UnusableInput as problem:
+        return FileFound(path, refused=f"{problem.reason.value}: {problem.detail}")
+    is_known = isinstance(mark, bytes) and mark in project.shelves.files
+    return FileFound(path, "", mark is not None, is_known, digest, earlier, run)
+
+
+def _contents(store: Store, key: str) -> tuple[str, ...]:
+    """Return the digests of the files that an earlier inventory is of."""
+    inventory = _inventory(store, bytes.fromhex(key)) if key else None
+    sides = (*inventory.partners, *inventory.bound) if inventory else ()
+    return tuple(dict.fromkeys(partner.content for partner in sides if partner.content))
+
+
+def _inventory(store: Store, key: bytes) -> Inventory | None:
+    with suppress(CacheDamaged, RecordMissing, LookupError, TypeError, ValueError):
+        return Inventory.from_json(store.get(key).meta)
+    return None
+
+
+def _told(inventory: Inventory) -> str:
+    return f"{inventory.reason.value}: {inventory.detail}" if inventory.reason else ""
+
+
+def _recipes(project: Project, kind: str) -> list[Mapping[str, Any]]:
+    """Return the recipes of a kind of records that the cache has described, and those under it."""
+    layers = (project.cache, *project.cache.under)
+    described = project.once("recipes", lambda: [known for layer in layers for known in layer.described()])
+    return [recipe for _, of_kind, recipe in described if of_kind == kind]
+
+
+def _record(
+    store: Store, key: bytes, listed: Listed, kind: str, recipe: Mapping[str, Any], others: Sequence[Mapping[str, Any]]
+) -> RecordFound:
+    """Read a record, and return its state."""
+    try:
+        meta, damage = store.get(key).meta, ""
+    except CacheDamaged as error:
+        meta, damage = {}, f"{error.what} ({error.where})"
+    except RecordMissing:
+        meta, damage = {}, ""
+    refused = f"{meta['reason']}: {meta.get('detail', '')}" if "reason" in meta else ""
+    whole = bool(meta) and not damage
+    return RecordFound(key.hex(), whole, damage, refused, recipe, others, listed.run, listed.keys.get(kind, ""))
+
+
+def _embed(project: Project, inventory: Inventory | None) -> StageOfItem:
+    """Return the state of the embeddings of an item's sequences."""
+    if inventory is None:
+        return StageOfItem("embed", Because(WorkState.WAITING, "waits for its scan"))
+    keys, parts, several = dict[str, str](), list[Because](), len(project.encoders) > 1
+    ours: list[Mapping[str, Any]] = []  # recipes: another encoder's record is not this one's with other settings
+    for view in project.encoders.values():
+        with suppress(PipelineError):
+            ours.append(view.encoding.recipe.plain(view.encoding.recipe.wanted(0)))
+    for name, view in project.encoders.items():
+        try:
+            parts += _embedded_by(view, inventory, keys, name if several else "", ours)
+        except PipelineError as error:
+            parts.append(Because(WorkState.WAITING, f"{error.where}: {error.what}"))
+    return StageOfItem("embed", why_all(parts, "embedding" if several else "sequence"), keys)
+
+
+def _embedded_by(
+    project: Project, inventory: Inventory, keys: dict[str, str], of: str, ours: Sequence[Mapping[str, Any]]
+) -> Iterator[Because]:
+    """Yield how the embedding of each of an item's sequences stands; add their keys."""
+    recipe, store = project.encoding.recipe, project.encoding.shelves.embeddings
+    for text in texts(inventory, recipe.context):
+        if why := refusal(text, recipe):
+            yield Because(WorkState.REFUSED, f"{why[0].value}: {why[1]}")
+            continue
+        accepted = [recipe.key(text, variant) for variant in recipe.accepted(len(text))]
+        key = next((key for key in accepted if key in store), accepted[0])
+        plain, keys[name_of(text, of)] = recipe.plain(recipe.wanted(len(text))), key.hex()
+        described = (other for other in _recipes(project, "embed") if other not in ours)
+        others = [other for other in described if tagged_key("embed", other, text) in store]
+        yield why_record("embed", _record(store, key, Listed(), "embed", plain, others))
+
+
+def _graph(project: Project, inventory: Inventory | None, scanned: bytes | None, listed: Listed) -> StageOfItem:
+    """Say how the graph of an item stands."""
+    if inventory is None or scanned is None:
+        return StageOfItem("graph", Because(WorkState.WAITING, "waits for its scan"))
+    if not project.config.graph.cache:
+        why = "graphs are built during training (graph.cache: false)"
+        return StageOfItem("graph", Because(WorkState.NONE, why))
+    graphs, plain = project.graphs, project.graphs.recipe.plain()
+    key = graphs.recipe.key(scanned)
+    others = [
+        recipe for recipe in _recipes(project, "graph") if tagged_key("graph", recipe, scanned.hex()) in graphs.store
+    ]
+    found = _record(graphs.store, key, listed, "graph", plain, [other for other in others if other != plain])
+    return StageOfItem("graph", why_record("graph", found), {"graph": key.hex()})
+
+
+def _train(project: Project, item: Item) -> StageOfItem:
+    """Say whether an item is trained on, and the state of the training."""
+    split = project.config.train.split
+    if item.split and split is not None and item.split != split:
+        why = f"not used for training: its split is {item.split}, train.split is {split}"
+        return StageOfItem("train", Because(WorkState.NONE, why))
+    if project.config.train.task is None:
+        return StageOfItem("train", Because(WorkState.WAITING, "trained by a script: unknown"))
+    try:
+        explained = explain_training(project)
+    except PipelineError as error:
+        return StageOfItem("train", Because(WorkState.WAITING, f"{error.where}: {error.what}"))
+    why = explained.box.why.partition(": ")[0] if explained.changes else explained.box.why
+    return StageOfItem("train", Because(WorkState(explained.box.state), why, explained.changes))
+
+
+def _explain_entry(project: Project, name: str) -> ItemExplained:
+    """Return the state of a reader's item: all items are read together."""
+    where = str(project.config.data.path)
+    for folder, key, table in reader_tables(project):
+        names = [table.ids[number] for number in range(len(table))]
+        if name in names:
+            place = json.dumps(table.place(names.index(name)))
+            because = Because(WorkState.DONE, f"read by run {folder.name}")
+            return ItemExplained(name, place, [StageOfItem("scan", because, {"table": key.hex()})], None)
+        if line := line_with(folder.rejected, f'"id": {json.dumps(name)}'.encode()):
+            told = json.loads(line)
+            because = Because(WorkState.REFUSED, f"{told['reason']}: {told['detail']}")
+            return ItemExplained(name, told.get("origin", ""), [StageOfItem("scan", because)], None)
+        raise no_item(name, names, where)
+    why = "no run has read this data set with the current reader, options, code and files"
+    return ItemExplained(
+        name, where, [StageOfItem("scan", Because(WorkState.TO_DO, why))], Command.submit(StageName.SCAN)
+    )

@@ -1,0 +1,170 @@
+"""The state of each stage of a configuration, and why it has work."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipeline.command_line import Command
+from pipeline.dataset.loading import made_table
+from pipeline.errors import ConfigError, PipelineError
+from pipeline.planning.prepare import folder_of, is_planned, prepare, recipe_of
+from pipeline.report.stage_graph import StageBox, WorkState
+from pipeline.report.stage_lines import unit_of
+from pipeline.report.tables import plural
+from pipeline.stage_names import StageName
+from pipeline.stages import table
+from pipeline.stages.script import is_script
+from pipeline.stages.train import progress_of
+from pipeline.views.why import Because, Recorded, SettingChange, changes_between, why_stage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pipeline.config.schema import Config
+    from pipeline.project.project import Project
+    from pipeline.stages.stage import Stage
+    from pipeline.training.state import TrainingState
+
+DATA = "data"
+COUNTED = {
+    "cached": "cached",
+    "done": "done",
+    "missing": "to do",
+    "waiting": "not scanned",
+    "refused": "rejected",
+    "unusable": "unusable",
+    "unkept": "not stored",
+}
+UNDECIDED = ("table", "precision", "crop", "skipped")  # in a recipe, before the plan and earlier stages
+
+
+@dataclass(frozen=True, slots=True)
+class StageExplained:
+    """The state of a stage, and why; for a training, the most similar earlier model."""
+
+    box: StageBox
+    changes: tuple[SettingChange, ...] = ()
+    model: str = ""
+    next: Command | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        told = {**self.box.to_json(), "changes": list(map(asdict, self.changes)), "next": str(self.next or "")}
+        told["stage"] = told.pop("name")
+        return told | ({"model": self.model} if self.model else {})
+
+
+def stage_boxes(project: Project, names: Sequence[str]) -> list[StageBox]:
+    """Return the box of each stage, and that of the data set before them."""
+    needs = stage_needs(project.config, names)
+    explained = [explain_stage(project, name, needs[name]) for name in names]
+    data, done = project.config.data, WorkState.DONE.value
+    return [StageBox(DATA, (), done, f"{data.source} {data.path.name}"), *(one.box for one in explained)]
+
+
+def stage_needs(config: Config, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return what each stage needs of the others, or that it needs the data set."""
+    rows = {name: [need.value for need in table.stage(name, config).needed(config)] for name in names}
+    return {name: tuple(need for need in needs if need in names) or (DATA,) for name, needs in rows.items()}
+
+
+def explain_stage(project: Project, name: str, needs: tuple[str, ...] = ()) -> StageExplained:
+    """Return the state of a stage, and why it has work."""
+    stage = table.stage(name, project.config)
+    if name == StageName.TRAIN and not is_script(project.config, name):
+        return explain_training(project, needs)
+    try:
+        counts = _counts(project, stage)
+        recorded = _recorded(project, stage)
+        reasons = [why_stage(name, counts, recipe, recorded) for recipe in _recipes(project, stage)]
+        because = min(reasons, key=lambda reason: len(reason.changes))  # of several encoders, the most similar
+    except ConfigError as error:  # such as missing weights
+        counts, because = {}, Because(WorkState.WAITING, f"{error.where}: {error.what}".splitlines()[0])
+    box = StageBox(name, needs, because.state.value, _counted(name, counts), str(because))
+    return StageExplained(box, because.changes, next=_next(name, because))
+
+
+def _next(name: str, because: Because) -> Command | None:
+    return Command.submit(name) if because.state in (WorkState.TO_DO, WorkState.WAITING) else None
+
+
+def _counts(project: Project, stage: Stage) -> Mapping[str, int]:
+    """Return the counts of a stage, without planning a training for them."""
+    if stage.together and not is_script(project.config, stage.name) and not is_planned(project):
+        return {"unplanned": 1}
+    return stage.survey(project, None, 1).counts
+
+
+def _recipes(project: Project, stage: Stage) -> Sequence[Mapping[str, Any] | None]:
+    """Return the recipes of the records that a stage makes; None alone where its results are not in the cache."""
+    if stage.name not in stage.kinds or project.config.data.source == "reader":
+        return [None]
+    return stage.recipes(project)
+
+
+def _recorded(project: Project, stage: Stage) -> list[Recorded]:
+    """Return the recipes by which the cache has records of a stage."""
+    if stage.name not in stage.kinds:
+        return []
+    layers = (project.cache, *project.cache.under)
+    return [Recorded(stat.recipe, stat.records) for layer in layers for stat in layer.recipes(stage.name)]
+
+
+def _counted(name: str, counts: Mapping[str, int]) -> str:
+    parts = [f"{counts[key]:,} {word}" for key, word in COUNTED.items() if counts.get(key)]
+    return f"{unit_of(name, counts)}s: {', '.join(parts)}" if parts else ""
+
+
+def explain_training(project: Project, needs: tuple[str, ...] = ()) -> StageExplained:
+    """Return the progress of a configuration's training, or what differs from the most similar earlier one."""
+    if project.config.train.task is None:
+        what = "no task is set, so nothing is trained"
+        raise ConfigError(what, where="train.task", remedy="--set train.task=package.module:Name")
+    whole = made_table(project)
+    prepared = prepare(project) if whole is not None and is_planned(project) else None
+    if prepared is not None and (folder := folder_of(project, prepared)).path.exists():
+        return _begun(project, needs, progress_of(folder), prepared.epochs, prepared.name)
+    recipe = prepared.recipe if prepared else recipe_of(project, whole or "", "")
+    left_out = () if prepared else UNDECIDED
+    model, changes = nearest_model(project, _without(recipe, left_out), left_out)
+    if model and not changes:
+        first = "its plan" if whole else "its graphs"
+        because = Because(WorkState.WAITING, f"waits for {first}; otherwise identical to {model}")
+    elif model:
+        because = Because(WorkState.TO_DO, f"it differs from {model}, the most similar model", changes)
+    else:
+        because = Because(WorkState.TO_DO if whole else WorkState.WAITING, "no earlier model")
+    box = StageBox("train", needs, because.state.value, "", str(because))
+    return StageExplained(box, because.changes, model, _next("train", because))
+
+
+def _begun(
+    project: Project, needs: tuple[str, ...], progress: TrainingState, epochs: int, model: str
+) -> StageExplained:
+    """Return the state of a training that has started."""
+    counts = f"{plural(progress.done, 'step')}, epoch {progress.epoch:,} of {epochs:,}"
+    if progress.is_over(epochs, project.config.train.validation):
+        return StageExplained(StageBox("train", needs, WorkState.DONE.value, counts), (), model)
+    because = Because(WorkState.TO_DO, f"{model} continues from its newest checkpoint")
+    box = StageBox("train", needs, because.state.value, counts, because.why)
+    return StageExplained(box, (), model, _next("train", because))
+
+
+def nearest_model(
+    project: Project, recipe: Mapping[str, Any], left_out: Sequence[str] = ()
+) -> tuple[str, tuple[SettingChange, ...]]:
+    """Return the most similar (and newest) model to a training, and the differences."""
+    plain = json.loads(json.dumps(recipe))
+    found = list[tuple[int, float, str, tuple[SettingChange, ...]]]()
+    for path in project.config.train.models.glob("*/prepared.json"):
+        with suppress(OSError, ValueError, KeyError, PipelineError):  # incomplete, or of another version
+            theirs = _without(json.loads(path.read_text())["recipe"], left_out)
+            changes = changes_between("train", theirs, plain)
+            found.append((len(changes), -path.stat().st_mtime, path.parent.name, changes))
+    return min(found, key=lambda one: one[:3])[2:] if found else ("", ())
+
+
+def _without(recipe: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in recipe.items() if name not in names}

@@ -1,0 +1,321 @@
+"""Runs that go on, stop, and are taken up again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import source_from_cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from pipeline.cluster.slurm import SlurmExecutor
+from pipeline.config.load import read_config
+from pipeline.config.schema_cluster import SlurmSection
+from pipeline.engine.handover import claim_visit
+from pipeline.engine.lifecycle import gives_way, new_run, refuse_double
+from pipeline.engine.run_supervisor import Supervisor
+from pipeline.errors import ClusterSilent, ConfigError, JobFailed, SubmissionRefused
+from pipeline.files import last_claim
+from pipeline.journal.active_runs import status_of
+from pipeline.journal.ledger import Ledger
+from pipeline.journal.run_folder import RunFolder, runs_in
+from pipeline.journal.run_status import RunState, StatusReader
+from pipeline.project.run_code import freeze
+from pipeline.records import EventKind
+from tests.engine.test_submit import newest_status
+from tests.testkit.project import PIPELINE, to_do, until
+from tests.testkit.stubs import program, silent_slurm
+
+SUBMIT = ("submit", "--stage", "scan")
+ONE_BY_ONE = ("--set", "cluster.scan.items_per_task=20", "--set", "cluster.slots.cpus=1")
+
+
+def begin(folder: Path) -> RunFolder:
+    """Start a run of many tasks in the background, and wait until the first of them has published something."""
+    subprocess.run([PIPELINE, *SUBMIT, *ONE_BY_ONE], cwd=folder, check=True, capture_output=True)
+    until("a first shard", lambda: any((folder / "cache/scan").glob("shards/*")))
+    return runs_in(folder / "runs")[-1]
+
+
+def pid_of(folder: Path) -> int:
+    return int(newest_status(folder)["pid"])
+
+
+@pytest.mark.nightly
+def test_a_run_whose_supervisor_was_killed_is_named_and_resumed(pipeline, make_project):
+    folder = make_project(400)
+    begin(folder)
+    os.kill(pid_of(folder), signal.SIGKILL)
+    until("the run to be abandoned", lambda: newest_status(folder)["state"] == "abandoned")
+    assert pipeline("resume", "--follow").code == 0
+    assert newest_status(folder)["state"] == "done"
+    assert newest_status(folder)["stages"][0]["census"]["accepted"] == 400
+    assert len(runs_in(folder / "runs")) == 1
+
+
+@pytest.mark.nightly
+def test_a_run_that_is_looked_after_or_has_ended_is_not_resumed(pipeline, make_project):
+    folder = make_project(300)
+    begin(folder)
+    assert pipeline("resume", "--follow").code == 0
+    assert len(runs_in(folder / "runs")) == 1
+    assert newest_status(folder)["state"] == "done"
+    assert pipeline("resume").code == 2
+
+
+@pytest.mark.nightly
+def test_cancel_says_what_it_would_end_and_ends_it_when_told(pipeline, make_project):
+    folder = make_project(400)
+    run = begin(folder)
+    shown = pipeline("cancel")
+    assert shown.code == 0
+    assert f"to apply: pipeline cancel {run.name} --yes" in shown.out
+    assert newest_status(folder)["state"] == "running"
+    assert pipeline("cancel", "--yes").code == 0
+    until("the run to stop", lambda: newest_status(folder)["state"] == "stopped")
+    again = subprocess.run([PIPELINE, *SUBMIT, "--follow"], cwd=folder, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    assert newest_status(folder)["stages"][0]["census"]["accepted"] == 400
+    assert to_do(folder)["scan"][0] > 0
+
+
+def test_cancelling_a_stage_that_is_not_there_names_those_that_are(pipeline, make_project):
+    make_project(2)
+    pipeline(*SUBMIT, "--follow")
+    done = pipeline("cancel", "--stage", "embed")
+    assert done.code == 2
+    assert "'embed'" in done.err
+
+
+@pytest.mark.nightly
+def test_a_second_submission_joins_a_run_that_does_the_same(pipeline, make_project):
+    folder = make_project(400)
+    run = begin(folder)
+    second = pipeline(*SUBMIT, *ONE_BY_ONE)
+    assert second.code == 0
+    assert run.name in second.out
+    assert len(runs_in(folder / "runs")) == 1
+
+
+@pytest.mark.nightly
+def test_a_second_submission_that_would_do_the_work_twice_is_refused(pipeline, make_project):
+    folder = make_project(400)
+    run = begin(folder)
+    second = pipeline(*SUBMIT, "--set", "cluster.scan.items_per_task=50")
+    assert second.code == 6
+    assert f"pipeline cancel {run.name}" in second.err
+    assert len(runs_in(folder / "runs")) == 1
+
+
+@pytest.mark.nightly
+def test_other_work_may_be_submitted_beside_a_run(pipeline, make_project):
+    folder = make_project(400)
+    begin(folder)
+    assert pipeline(*SUBMIT, "--follow", "--set", "structures.max_residues=100").code == 0
+    until("the first run to end", lambda: all(newest(one) for one in runs_in(folder / "runs")))
+
+
+def newest(run: RunFolder) -> bool:
+    """Tell whether a run has ended."""
+    return any("run_ended" in path.read_text() for path in run.events.glob("supervisor-*"))
+
+
+def test_a_visit_is_paid_once(make_project):
+    run = new_run(read_config(make_project(1) / "pipeline.yaml").config, ["scan"])
+    assert [claim_visit(run, 1), claim_visit(run, 1), claim_visit(run, 2)] == [1, 2, 3]
+    assert last_claim(run.claims) == 3
+
+
+def test_a_run_keeps_the_code_it_was_submitted_with(make_project):
+    run = new_run(read_config(make_project(1) / "pipeline.yaml").config, ["scan"])
+    copy = Path(run.code.read_text())
+    assert (copy / "pipeline" / "runs" / "worker.py").is_file()
+    assert (copy / "sbatch" / "scan.sbatch").is_file()
+    assert freeze(run.path.parent) == copy
+    assert not list(copy.parent.glob("*.partial"))
+    for compiled in copy.rglob("*.pyc"):  # Python takes it only for the source that it was made of
+        assert Path(source_from_cache(str(compiled))).is_file()
+
+
+class Silent:
+    """An executor whose cluster does not answer."""
+
+    outlives, caveats, cluster = True, (), ""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def ask(*_: object, **__: object) -> Any:
+            if name in ("step", "status", "adopt", "recognize"):
+                return []
+            raise ClusterSilent(f"{name}: no answer")
+
+        return ask
+
+
+def test_a_run_of_another_cluster_is_shown_as_that_and_no_verb_acts_on_it(pipeline, make_project, monkeypatch):
+    folder = make_project(1)
+    run = new_run(read_config(folder / "pipeline.yaml", ["cluster.executor=slurm"]).config, ["scan"])
+    ledger = Ledger(run, f"supervisor-{claim_visit(run, 1):06d}")
+    ledger.emit(EventKind.RUN_STARTED, stages=["scan"], host="elsewhere", pid=1, uid=7, cluster="theirs")
+    ledger.emit(EventKind.HANDED_OVER, jobs=["7"], names=["next"])
+    monkeypatch.setenv("PATH", f"{silent_slurm(folder / 'bin')}:{os.environ['PATH']}")
+    program(folder / "bin", "scontrol", 'echo "ClusterName = ours"')
+    program(folder / "bin", "squeue", f'echo "$@" >>{folder}/asked')
+    shown = pipeline("status", "--json").json()
+    assert (shown["state"], shown["cluster"], "cluster ours" in shown["trouble"]) == ("running", "theirs", True)
+    assert "--user=7 --jobs=7 --name=next" in (folder / "asked").read_text(), "the job of the run's owner"
+    for words in (("resume",), ("cancel", "--yes")):
+        refused = pipeline(*words)
+        assert (refused.code, "login node of theirs" in refused.said) == (2, True)
+        assert f"if that cluster no longer exists: rm -r {run.path}" in refused.said
+    with pytest.raises(ConfigError):
+        Supervisor(run, SlurmExecutor(SlurmSection()))
+    assert len([*run.claims.iterdir()]) == 1
+
+
+@pytest.mark.parametrize(("job", "state"), [("7", RunState.RUNNING), ("8", RunState.FAILED), ("", RunState.FAILED)])
+def test_a_visit_to_which_the_cluster_does_not_answer_leaves_the_run_to_its_standby(
+    make_project, monkeypatch, job, state
+):
+    config = read_config(make_project(1) / "pipeline.yaml", ["cluster.executor=slurm"]).config
+    run = new_run(config, ["scan"])
+    first = Ledger(run, f"supervisor-{claim_visit(run, 1):06d}")
+    first.emit(EventKind.RUN_STARTED, stages=["scan"], host="elsewhere", pid=1)
+    first.emit(EventKind.VISIT, number=1, host="elsewhere", pid=1)
+    first.emit(EventKind.HANDED_OVER, jobs=["7", "8"])
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    with pytest.raises(ClusterSilent):
+        Supervisor(run, cast("Any", Silent())).visit()
+    status = StatusReader(run).read()
+    assert status.state is state
+    assert (status.stages.get("scan") is None) == (state is RunState.RUNNING)
+
+
+def test_a_run_whose_folder_was_removed_names_the_command_that_it_was_submitted_with(make_project):
+    run = new_run(read_config(make_project(1) / "pipeline.yaml", ["cluster.executor=slurm"]).config, ["scan"])
+    run.again.write_text("pipeline submit scan --set scan.max_length=9")
+    supervisor = Supervisor(run, cast("Any", SimpleNamespace(cluster="", recognize=list)))
+
+    def work() -> bool:
+        shutil.rmtree(run.path)
+        return bool(run.stages.read_text())
+
+    with pytest.raises(JobFailed, match="moved or removed") as failed:
+        supervisor._in_its_place(work)
+    said = "pipeline submit scan --set scan.max_length=9   (in the project's folder)"
+    assert failed.value.remedy == said
+
+
+@pytest.mark.parametrize(("private", "mode"), [(True, 0o700), (False, 0o755)])
+def test_run_folders_are_private_unless_they_are_not_meant_to_be(make_project, private, mode):
+    config = read_config(make_project(1) / "pipeline.yaml", [f"cluster.private={json.dumps(private)}"]).config
+    assert new_run(config, ["scan"]).path.stat().st_mode & 0o777 == mode
+
+
+def ends(run: RunFolder, state: str = "done") -> RunFolder:
+    """Let a run end, as its supervisor would tell it."""
+    ledger = Ledger(run, f"supervisor-{claim_visit(run, 1):06d}")
+    ledger.emit(EventKind.RUN_STARTED, stages=["scan"], host="elsewhere", pid=1)
+    ledger.emit(EventKind.RUN_ENDED, state=state, error="", exit_code=7 * (state == "failed"))
+    ledger.close()
+    return run
+
+
+@pytest.mark.nightly
+def test_following_a_run_ends_when_nobody_looks_after_it_any_more(make_project):
+    folder = make_project(400)
+    run = begin(folder)
+    said = folder / "said"
+    with said.open("w") as output:
+        words = [PIPELINE, *SUBMIT, *ONE_BY_ONE, "--follow"]
+        follower = subprocess.Popen(words, cwd=folder, stdout=output, stderr=output)
+    try:
+        until("it to follow", lambda: run.name in said.read_text())
+        os.kill(pid_of(folder), signal.SIGKILL)
+        assert follower.wait(timeout=300) == 7
+    finally:
+        follower.kill()
+    assert f"next: pipeline resume {run.name}" in said.read_text()
+
+
+def test_a_second_submission_joins_a_run_whose_supervisor_has_not_begun(make_project):
+    config = read_config(make_project(1) / "pipeline.yaml").config
+    run = new_run(config, ["scan", "embed"])
+    assert refuse_double(config, ["scan"]) == run
+    with pytest.raises(SubmissionRefused):
+        refuse_double(config, ["scan", "graph"])
+
+
+def test_of_runs_submitted_at_once_one_begins_and_all_others_join_it(make_project):
+    config = read_config(make_project(1) / "pipeline.yaml").config
+    for _ in range(10):
+        together = threading.Barrier(4)
+
+        def submit(together: threading.Barrier = together) -> tuple[RunFolder, RunFolder | None]:
+            together.wait()
+            run = new_run(config, ["scan"])
+            same = gives_way(run, config, ["scan"])
+            if same is None:
+                claim_visit(run, 1)
+            return run, same
+
+        with ThreadPoolExecutor(4) as people:
+            done = [person.result() for person in [people.submit(submit) for _ in range(4)]]
+        (begun,) = (run for run, same in done if same is None)
+        assert [run.name for run in runs_in(config.cluster.runs)] == [begun.name]
+        shutil.rmtree(begun.path)
+
+
+def test_a_new_run_gives_way_to_one_that_begins_or_goes_as_that_decides(make_project):
+    config = read_config(make_project(1) / "pipeline.yaml").config
+    early, late = sorted((new_run(config, ["scan"]), new_run(config, ["scan"])), key=lambda run: run.name)
+    claim_visit(late, 1)
+    assert gives_way(early, config, ["scan"]) == late
+    assert not early.path.exists()
+    with pytest.raises(SubmissionRefused):
+        gives_way(refused := new_run(config, ["scan", "graph"]), config, ["scan", "graph"])
+    assert not refused.path.exists()
+
+
+def test_a_run_that_never_began_stands_in_nobodys_way(pipeline, make_project):
+    config = read_config(make_project(1) / "pipeline.yaml").config
+    run = new_run(config, ["scan"])
+    long_ago = time.time() - 3600
+    os.utime(run.stages, (long_ago, long_ago))
+    assert refuse_double(config, ["scan"]) is None
+    assert status_of(run).state is RunState.ABANDONED
+    assert [pipeline("status", *words).code for words in ((), ("--exit-code",))] == [0, 7]
+    assert pipeline("status", ends(run, "failed").name, "--exit-code").code == 7
+
+
+def test_a_run_is_found_however_many_have_ended_since(make_project):
+    config = read_config(make_project(1) / "pipeline.yaml").config
+    going = new_run(config, ["scan"])
+    for _ in range(25):
+        ends(new_run(config, ["scan"]))
+    assert refuse_double(config, ["scan"]) == going
+    ends(going)
+    assert refuse_double(config, ["scan"]) is None
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("state", ["stopped", "failed"])
+def test_a_run_that_was_ended_before_it_was_done_is_taken_up(pipeline, make_project, state):
+    folder = make_project(3)
+    run = ends(new_run(read_config(folder / "pipeline.yaml").config, ["scan"]), state)
+    done = pipeline("resume", run.name, "--follow")
+    assert done.code == 0, done.err
+    assert newest_status(folder)["state"] == "done"
+    again = runs_in(folder / "runs")[-1]
+    assert again.name != run.name
+    assert (again.config.read_text(), again.stages.read_text()) == (run.config.read_text(), run.stages.read_text())
+    assert newest_status(folder)["stages"][0]["census"]["accepted"] == 3

@@ -1,0 +1,224 @@
+"""A run that has nothing to do takes over what an earlier one found, and notices whatever has changed since."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config.load import from_resolved
+from pipeline.dataset import standing
+from pipeline.dataset.standing import FOLDER, KEYS, RESULT
+from pipeline.journal.run_folder import RunFolder, runs_in
+from pipeline.project import project
+from pipeline.stages import graph as graph_stage
+from pipeline.stages import scan as scan_stage
+from pipeline.stages.embedded import Tally
+from pipeline.stages.table import known_stage
+from pipeline.store.format.disk import Disk
+from pipeline.store.format.shard import read_table
+from pipeline.structures.parsing import structure_files
+from pipeline.upkeep.prune_runs import foresee_pruning, prune
+from tests.testkit.command import Command
+from tests.testkit.once import Shelf
+from tests.testkit.project import Project, settle, to_do
+from tests.testkit.trained import SMALL, write_project
+
+pytestmark = pytest.mark.timeout(600)
+
+Submit = Callable[..., dict[str, tuple[int, int]]]
+SPLITS = ["train", "train", "val", "val"]
+LISTS = ("rejected", "inventory", "residues_left_out", "leaks")
+STAGE_OF = {"scan": "scan", "files": "scan", "embed": "embed", "graph": "graph"}  # which makes records of a kind
+
+
+def make(folder: Path) -> None:
+    """Make a project in which everything is there, and one file is broken."""
+    write_project(folder, {**SMALL, "data__max_rejected_fraction": 0.5, "cache__visibility_s": 0}, {}, SPLITS)
+    with (folder / "data" / "manifest.csv").open("a") as file:
+        file.write("c9,c9.pdb,A,B,train,9\n")
+    (folder / "data/c9.pdb").write_text("this is no structure\n")
+    settle(folder / "data")
+    Project(folder).finishes("all")
+
+
+@pytest.fixture
+def submit(shelf: Shelf, tmp_path: Path, pipeline: Command) -> Submit:
+    """Return what submits every stage of a copy, which lacks nothing, and returns what each finds to do."""
+    shelf.copy("standing", make, tmp_path)
+    settle(tmp_path / "data")
+
+    def submitted(*words: str) -> dict[str, tuple[int, int]]:
+        done = pipeline("submit", "--stage", "all", "--follow", *(word for text in words for word in ("--set", text)))
+        assert done.code == 0, done.err
+        return to_do()
+
+    submitted()
+    return submitted
+
+
+def is_complete(found: dict[str, tuple[int, int]]) -> bool:
+    return not any(missing for _, missing in found.values())
+
+
+def newest() -> RunFolder:
+    return runs_in(Path("runs"))[-1]
+
+
+def told(pipeline: Command) -> list[dict[str, Any]]:
+    """Return what the newest run says of its stages, without times and places."""
+    stages = json.loads(pipeline("status", "--json").out)["stages"]
+    own = ("lists", "at", "submitted_at", "ended_at", "began", "ended", "elapsed_s")
+    return [
+        {"name": row["name"], "census": {name: v for name, v in row["census"].items() if name not in own}}
+        | {name: row[name] for name in ("items", "cached", "missing") if name in row}
+        for row in stages
+    ]
+
+
+def lists() -> dict[str, bytes]:
+    return {name: getattr(newest(), name).read_bytes() for name in LISTS}
+
+
+def refuse_looking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every stage fail that counts item by item."""
+
+    def counted(*_arguments: object) -> None:
+        raise AssertionError("it was counted item by item")
+
+    for place, name in ((scan_stage, "_tally"), (Tally, "items"), (graph_stage, "_tally")):
+        monkeypatch.setattr(place, name, counted)
+
+
+def damage(kind: str) -> None:
+    """Change a byte of one record of a kind."""
+    path = next(Path("cache", kind, "shards").glob("*.safetensors"))
+    place = int(read_table(Disk(), path).rows["offset"][0])
+    path.chmod(0o644)
+    with path.open("r+b") as file:
+        file.seek(place)
+        value = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([value ^ 0x10]))
+
+
+@pytest.mark.nightly
+def test_a_run_with_nothing_to_do_counts_nothing_and_says_the_same(
+    submit: Submit, pipeline: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("runs", FOLDER).rename(f"forgotten-{newest().name}")
+    counted = submit()
+    said, listed = told(pipeline), lists()
+    refuse_looking(monkeypatch)
+    assert submit() == counted
+    assert told(pipeline) == said
+    assert lists() == listed
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", list(STAGE_OF))
+def test_a_damaged_record_is_noticed_and_made_anew(submit: Submit, kind: str) -> None:
+    damage(kind)
+    assert submit()[STAGE_OF[kind]][1] > 0
+    assert is_complete(submit())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", list(STAGE_OF))
+def test_records_that_went_are_made_anew(submit: Submit, kind: str) -> None:
+    for path in Path("cache", kind, "shards").glob("*.safetensors"):
+        path.unlink()
+    assert submit()[STAGE_OF[kind]][1] > 0
+    assert is_complete(submit())
+
+
+@pytest.mark.nightly
+def test_a_file_that_changed_is_scanned_again(submit: Submit) -> None:
+    Path("data/c0.pdb").write_text(Path("data/c0.pdb").read_text().replace(" ALA ", " VAL "))
+    settle(Path("data"))
+    assert submit()["scan"] == (4, 1)
+
+
+@pytest.mark.nightly
+def test_a_file_that_goes_is_rejected_and_counted_again_when_it_is_back(submit: Submit) -> None:
+    Path("data/c0.pdb").rename("data/away")
+    submit()
+    assert "missing_file" in newest().rejected.read_text()
+    Path("data/away").rename("data/c0.pdb")
+    settle(Path("data"))
+    submit()
+    assert "missing_file" not in newest().rejected.read_text()
+
+
+@pytest.mark.nightly
+def test_an_item_that_is_added_is_done_and_one_that_is_removed_goes(submit: Submit) -> None:
+    before = Path("data/manifest.csv").read_text()
+    Path("data/manifest.csv").write_text(before + "c8,c0.pdb,B,A,train,8\n")
+    assert submit()["scan"] == (5, 1)
+    Path("data/manifest.csv").write_text(before)
+    submit()
+    assert "\nc8," not in newest().inventory.read_text()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("setting", "stage"),
+    [("structures.altlocs=first", "scan"), ("graph.neighbours=7", "graph"), ("embed.storage=fp16", "embed")],
+)
+def test_settings_that_changed_are_followed(submit: Submit, setting: str, stage: str) -> None:
+    assert submit(setting)[stage][1] > 0
+
+
+def standing_stages() -> list[str]:
+    """Return the stages whose results stand, as a process finds that has just begun."""
+    opened = project.Project.open(from_resolved(newest().config.read_text()))
+    stages = {name: known_stage(name).recipe(opened) for name in ("scan", "embed", "graph")}
+    return [name for name, recipe in stages.items() if standing.recall_standing(opened, newest(), name, recipe)]
+
+
+@pytest.mark.nightly
+def test_what_another_parser_has_read_does_not_stand(submit: Submit, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.rmtree("cache")  # while a shard of it is in doubt, no result stands
+    submit()
+    assert standing_stages() == ["scan", "embed", "graph"]
+    structure_files.parser_of.cache_clear()
+    with monkeypatch.context() as later:
+        later.setattr(structure_files, "PARSER", "gemmi-99.9")
+        assert standing_stages() == []
+    structure_files.parser_of.cache_clear()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_that_was_written_into_is_made_anew(submit: Submit, name: str) -> None:
+    listed = lists()
+    with getattr(newest(), name).open("a") as file:  # as some editors do: it is the very file that is taken over
+        file.write("a note of mine\n")
+    assert is_complete(submit())
+    assert lists() == listed
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [RESULT, KEYS])
+def test_a_torn_result_is_found_out_anew(submit: Submit, name: str) -> None:
+    for path in Path("runs", FOLDER).glob(f"*/{name}"):
+        path.write_bytes(path.read_bytes()[:-5])
+    assert is_complete(submit())
+    assert "c9" in newest().rejected.read_text()
+
+
+@pytest.mark.nightly
+def test_results_outlive_the_runs_that_found_them_but_not_the_records(submit: Submit) -> None:
+    submit()
+    listed = lists()
+    assert list(prune(foresee_pruning(Path("runs"), 1)))
+    assert is_complete(submit())
+    assert lists() == listed
+    for path in Path("cache", "graph", "shards").glob("*.safetensors"):
+        path.unlink()
+    assert submit()["graph"][1] > 0
+    assert is_complete(submit())

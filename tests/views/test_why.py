@@ -1,0 +1,155 @@
+"""Why something is done again: pure answers, by what is there and what was recorded before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.report.stage_graph import WorkState
+from pipeline.views.why import (
+    Because,
+    FileFound,
+    Recorded,
+    RecordFound,
+    changes_between,
+    nearest_changes,
+    setting_of,
+    why_all,
+    why_files,
+    why_item,
+    why_record,
+    why_stage,
+)
+
+A, B = "a" * 32, "b" * 32
+EMBED = {"version": 1, "weights": A, "layer": 6, "context": "chain", "precision": "fp32"}
+DONE = Because(WorkState.DONE)
+
+
+def test_a_change_is_named_by_what_people_set() -> None:
+    for kind, was, now, setting in (
+        ("embed", {"context": "chain"}, {"context": "partner"}, "embed.context"),
+        ("embed", {"weights": A}, {"weights": B}, "embed.weights"),
+        ("embed", {}, {"cut": ["windows", 1022, 256]}, "embed.long"),
+        ("graph", {"atom_radius": 5.0}, {"atom_radius": 4.0}, "graph.atom.radius"),
+        ("graph", {"radius": None}, {"radius": 8.0}, "graph.radius"),
+        ("scan", {"policy": {"altlocs": "first"}}, {"policy": {"altlocs": "highest"}}, "structures.altlocs"),
+        ("scan", {"reading": {"seqres": False}}, {"reading": {"seqres": True}}, "structures.sequence"),
+        ("scan", {"ligand": "smaller"}, {"ligand": "larger"}, "data.ligand"),
+        ("train", {"seed": 0}, {"seed": 1}, "train.seed"),
+        ("train", {"options": {"width": 8}}, {"options": {"width": 9}}, "train.options.width"),
+        ("train", {"embeddings": {"layer": 5}}, {"embeddings": {"layer": 6}}, "embed.layer"),
+        ("new", {"x": 1}, {"x": 2}, "new.x"),
+    ):
+        (change,) = changes_between(kind, was, now)
+        assert change.setting == setting
+    assert setting_of("embed", "precision") == "embed.precision"
+    assert setting_of("scan", "reading.model") == "structures.model"
+    assert setting_of("train", "schedule.kind") == "train.schedule.kind"
+
+
+recipes = st.dictionaries(
+    st.sampled_from("abcd"),
+    st.none() | st.integers(0, 2) | st.lists(st.integers(0, 1)) | st.fixed_dictionaries({"x": st.integers(0, 1)}),
+)
+
+
+@given(recipes, recipes)
+def test_recipes_differ_exactly_where_their_settings_do(was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    changes = changes_between("embed", was, now)
+    assert not changes_between("embed", was, was)
+    assert {change.setting for change in changes} == {change.setting for change in changes_between("embed", now, was)}
+    differ = {name for name in {**was, **now} if was.get(name) != now.get(name)}
+    assert {change.setting.split(".")[1] for change in changes} == differ
+
+
+def test_lists_and_tuples_are_the_same_setting() -> None:
+    assert not changes_between("graph", {"version": (1, 2)}, {"version": [1, 2]})
+
+
+def test_of_several_recipes_the_one_most_alike_is_compared() -> None:
+    others = [{**EMBED, "layer": 5, "context": "partner"}, {**EMBED, "layer": 5}, {**EMBED, "weights": B, "layer": 4}]
+    (change,) = nearest_changes("embed", EMBED, others)
+    assert (change.setting, change.was, change.now) == ("embed.layer", 5, 6)
+    assert nearest_changes("embed", EMBED, [EMBED]) == nearest_changes("embed", EMBED, []) == ()
+
+
+def test_a_record_says_why_it_is_made() -> None:
+    other = [{**EMBED, "layer": 5}]
+    for found, state, part in (
+        (RecordFound("k", is_whole=True), "done", ""),
+        (RecordFound("k", is_whole=True, refused="no_polymer: none"), "refused", "no_polymer"),
+        (RecordFound("k"), "to do", ""),
+        (RecordFound("k", damage="digest differs"), "to do", "digest differs"),
+        (RecordFound("k", recipe=EMBED, others=other), "to do", "embed.layer"),
+        (RecordFound("k", listed_by="r1", listed_key="k"), "to do", "r1"),
+        (RecordFound("k", listed_by="r1", listed_key="j"), "to do", "r1"),
+        (RecordFound("k", damage="torn", recipe=EMBED, others=other), "to do", "torn"),
+    ):
+        because = why_record("embed", found)
+        assert (because.state.value, part in str(because)) == (state, True), found
+
+
+def test_files_say_what_became_of_them() -> None:
+    for files, state, part in (
+        ([], "done", ""),
+        ([FileFound("a.pdb", digest=A)], "done", ""),
+        ([FileFound("a.pdb", digest=A), FileFound("b.pdb", refused="missing_file: x")], "refused", "missing_file"),
+        ([FileFound("a.pdb", digest=B, earlier=(A,), run="r1")], "to do", "r1"),
+        ([FileFound("a.pdb", is_known=False, digest=A, earlier=(A,), run="r1")], "to do", "r1"),
+        ([FileFound("a.pdb", is_known=False, digest=A)], "to do", "a.pdb"),
+        ([FileFound("a.pdb", is_settled=False, is_known=False, digest=A)], "to do", "a.pdb"),
+    ):
+        because = why_files(files)
+        assert (because.state.value, part in because.why) == (state, True), files
+
+
+def test_a_file_that_was_only_touched_costs_no_new_record() -> None:
+    touched = [FileFound("a.pdb", is_known=False, digest=A, earlier=(A,), run="r1")]
+    other = why_record("scan", RecordFound("k", recipe={"max_residues": 9}, others=[{"max_residues": 8}]))
+    never = why_record("scan", RecordFound("k"))
+    assert why_item(touched, DONE).state is WorkState.TO_DO
+    assert why_item(touched, other) is other
+    assert why_item([FileFound("a.pdb", digest=A)], other) is other
+    changed = [FileFound("a.pdb", digest=B, earlier=(A,), run="r1")]
+    assert why_item(changed, never) == why_item(changed, other) == why_files(changed)
+
+
+def test_an_item_that_cannot_be_used_is_refused_whichever_says_so() -> None:
+    no, later = Because(WorkState.REFUSED, "no"), Because(WorkState.TO_DO, "later")
+    assert why_item([FileFound("a.pdb", is_known=False)], no) is no
+    assert why_item([FileFound("a.pdb", refused="missing_file")], later).why == "missing_file"
+
+
+def test_several_sequences_are_as_the_worst_of_them() -> None:
+    later, no = Because(WorkState.TO_DO, "later"), Because(WorkState.REFUSED, "no")
+    waits = Because(WorkState.WAITING, "no weights")
+    for several, state in (
+        ([DONE, later, later], WorkState.TO_DO),
+        ([DONE, later, no], WorkState.REFUSED),
+        ([later], WorkState.TO_DO),
+        ([DONE, waits], WorkState.WAITING),
+        ([], WorkState.NONE),
+        ([DONE, DONE], WorkState.DONE),
+    ):
+        assert why_all(several, "sequence").state is state, several
+
+
+def test_a_stage_says_why_it_is_done_again() -> None:
+    recorded = [Recorded({**EMBED, "layer": 5}, 7)]
+    for counts, records, state, part in (
+        ({"cached": 5}, [], "done", ""),
+        ({}, [], "nothing to do", ""),
+        ({"unkept": 5}, [], "done", ""),
+        ({"unplanned": 1}, [], "waiting", ""),
+        ({"waiting": 3}, [], "waiting", "3"),
+        ({"missing": 4}, [], "to do", ""),
+        ({"missing": 4, "cached": 2}, [], "to do", "4"),
+        ({"missing": 4}, recorded, "to do", "embed.layer"),
+        ({"missing": 4}, [Recorded(EMBED, 7)], "to do", ""),
+    ):
+        because = why_stage("embed", counts, EMBED, records)
+        assert (because.state.value, part in str(because)) == (state, True), counts
