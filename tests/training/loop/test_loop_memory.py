@@ -21,7 +21,7 @@ from pipeline.training.step.step import Step
 from tests.memory.planning.planned import BATCH, Ground, OnDevice, limits
 from tests.testkit.limited import device as limited
 from tests.testkit.limited.device import HostCarrier, LimitedDevice
-from tests.training.loop.loops import Plot, Run, Tiny, furthest, table_of, task_of, warm
+from tests.training.loop.loops import Plot, Run, furthest, table_of, task_of, warm
 from tests.zoo import ZOO
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
@@ -169,26 +169,26 @@ def test_an_item_that_does_not_fit_alone_climbs_the_ladder(tmp_path: Path) -> No
 # Memory that stays
 
 
-class ReadAhead(Tiny):
-    """Its batches are in the host's memory: how many there are at a time is the readers' business."""
+def read_in_the_hosts_memory(run: Run, device: LimitedDevice) -> None:
+    """Count nothing that readers make: how many batches there are at a time, and how far one is, is their business."""
+    for loader in run.trainer.loaders:
+        make = loader.make
 
-    device: LimitedDevice
+        def in_host(*given: Any, make: Any = make) -> Any:
+            with device.host():
+                return make(*given)
 
-    def collate(self, items: Sequence[Any], rng: np.random.Generator) -> dict[str, Any]:
-        with self.device.host():
-            return super().collate(items, rng)
+        loader.make = in_host  # type: ignore[method-assign]
 
 
 @pytest.mark.nightly
 def test_memory_between_steps_is_flat_over_fifty_epochs(tmp_path: Path) -> None:
     train = {"optimizer": "adamw", "ema": 0.9, "clip": 1.0, "epochs": 50, "checkpoints": {"every": 7}}
-    plot, limited_device = Plot(train=train, items=14, dropout=0.2), LimitedDevice()
-    task = ReadAhead(plot)
-    task.device = limited_device
-    run = Run(plot, tmp_path, task=task)
+    run = Run(Plot(train=train, items=14, dropout=0.2), tmp_path)
     warm(run)
     live: dict[int, set[int]] = {}
-    with limited_device as device:
+    with LimitedDevice() as device:
+        read_in_the_hosts_memory(run, device)
         for _ in run.trainer.run():
             live.setdefault(run.trainer.state.epoch, set()).add(device.live_bytes)
         assert run.trainer.done == 150
