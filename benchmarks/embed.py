@@ -181,7 +181,7 @@ def peer(name: str, weights: str, fasta: str, out: str) -> None:
     """Embed a FASTA file, and write each sequence's rows as a file."""
     side = (fair_esm if name == "fair_esm" else hugging_face)(Path(weights))
     shutil.rmtree(out, ignore_errors=True)
-    Path(out).mkdir()
+    Path(out).mkdir(parents=True)
     for number, (_, rows_LD) in enumerate(side(texts := texts_of(fasta))):
         np.save(f"{out}/{number}.npy", rows_LD.numpy())
     assert number + 1 == len(texts)
@@ -289,7 +289,7 @@ def main() -> int:
         run(itself(__file__, "--part", "convert", weights, folder))
         peers = {"hugging_face": folder, "fair_esm": weights}
         ways = {"ours": partial(ours, project)} | {
-            name: partial(run, itself(__file__, "--part", "peer", name, place, fasta, root / name))
+            name: partial(run, itself(__file__, "--part", "peer", name, place, fasta, root / "rows" / name))
             for name, place in peers.items()
         }
         spent = {name: cpu(costs) for name, costs in by_turns(ways, typed.rounds, warm=False).items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import math
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -48,6 +49,8 @@ MOST_ROW_BYTES = 1 << 20
 ID = "id"
 PARTED_BY = {".csv": ",", ".tsv": "\t"}
 FOLDER = "a folder"
+LIKELY, ALIKE = 0.6, 0.8  # how near the name of another column is to that of one that must be, or may be, there
+LEAST_LETTERS = 4  # of an optional column whose name may be misspelt: `idx` is not `id`
 
 
 class TableRow(NamedTuple):
@@ -110,24 +113,40 @@ class TextTable:
         except UnusableEntry as error:
             remedy = "write the column names as the first line, in UTF-8"
             raise DataError(f"the header is {error}", where=f"{path}:1", remedy=remedy) from error
+        columns = list(columns)
+        wanted = {name.lower() for column in columns for name in column.names}
+        self._spare = [name for name in self.header if name and name.lower() not in wanted]
         self.places = {column.meaning: place for column in columns if (place := self._place(column)) is not None}
 
     def _place(self, column: Column) -> int | None:
-        """Return the place of a column; raise if it is duplicated, or missing and not optional."""
+        """Return the place of a column; raise if it is duplicated, misspelt, or missing and not optional."""
         for name in column.names:
             places = [at for at, there in enumerate(self.header) if there == name]
             places = places or [at for at, there in enumerate(self.header) if there.lower() == name.lower()]
             if len(places) == 1:
                 return places[0]
             if places:
-                break
-        else:
-            if not column.remedy:
-                return None
-        there = ", ".join(map(printable_text, self.header)) or "empty"
+                raise self._refused(f"{len(places)} columns {name!r}", column.remedy or "rename the others")
+        if not (meant := self._meant(column)) and not column.remedy:
+            return None
         wanted = " or ".join(map(repr, column.names)) or f"for data.options.{column.meaning}"
-        what = f"the header needs one column {wanted}; it is: {there}"
-        raise DataError(what, where=f"{self._path}:1", remedy=column.remedy or "rename the others")
+        there = ", ".join(map(printable_text, self.header)) or "none"
+        hint = f"; did you mean {printable_text(meant)!r}?" if meant else ""
+        rename = "rename that column; to keep it, add one with the right name, which may be empty"
+        raise self._refused(f"no column {wanted}; found: {there}{hint}", column.remedy or rename)
+
+    def _meant(self, column: Column) -> str:
+        """Return the column that no option names and that must be meant by a missing one; empty if none is."""
+        spare = {name.lower(): name for name in self._spare}
+        cutoff = LIKELY if column.remedy else ALIKE
+        for name in column.names:
+            near = get_close_matches(name.lower(), spare, n=1, cutoff=cutoff)
+            if near and (column.remedy or len(name) >= LEAST_LETTERS):
+                return spare[near[0]]
+        return ""
+
+    def _refused(self, what: str, remedy: str) -> DataError:
+        return DataError(what, where=f"{self._path}:1", remedy=remedy)
 
     def cells(self, line: bytes) -> dict[str, str]:
         """Return the cells of a line by the meaning of their columns."""

@@ -19,10 +19,11 @@ pytestmark = pytest.mark.fault
 
 
 @pytest.mark.parametrize("work", WORKS, ids=lambda work: work.name)
-def test_a_step_that_fails_is_one_clear_error_and_loses_nothing(work, tmp_path):
+def test_a_step_that_fails_is_one_clear_error_and_loses_nothing(work, tmp_path, record_property):
     tried = list(failures(steps_of(work, tmp_path / "counted"), every=False))
     found = [complaints_about(work, failure, tmp_path / f"{number}") for number, failure in enumerate(tried)]
     assert [one for said in found for one in said] == []
+    record_property("faults", len(tried))
     assert len(tried) > 10
 
 
@@ -35,10 +36,10 @@ class HastyInterruptingDisk(InterruptingDisk):
 
 
 @pytest.mark.parametrize("work", WORKS, ids=lambda work: work.name)
-def test_ctrl_c_at_any_step_of_a_work_loses_and_tears_nothing(work, tmp_path):
+def test_ctrl_c_at_any_step_of_a_work_loses_and_tears_nothing(work, tmp_path, record_property):
     disk = KillingDisk()
     work.run(tmp_path / "counted", CacheFolder(work.begin(tmp_path / "counted"), disk))
-    found = []
+    found, tried = [], 0
     for step in range(1, disk.steps + 1, 1 if disk.steps < 30 else 3):
         for moment in ("before", "halfway"):  # after a step is before the next
             folder, safe = tmp_path / f"{step}-{moment}", set(work.live)
@@ -46,6 +47,8 @@ def test_ctrl_c_at_any_step_of_a_work_loses_and_tears_nothing(work, tmp_path):
             with suppress(KeyboardInterrupt):  # a writer that ends writes on, and some steps have no half
                 work.run(folder, cache, safe.update)
             found += [f"{one}, {moment} step {step}" for one in aftermath(work, folder, safe)]
+            tried += 1
+    record_property("faults", tried)
     assert found == []
 
 

@@ -1,4 +1,8 @@
-"""A thousand faults of every sort: no wrong record is served, none is lost, and nothing is accused wrongly."""
+"""A thousand faults of every sort: no wrong record is served, none is lost, and nothing is accused wrongly.
+
+`pytest tests/faults --junitxml=faults.xml` writes how many faults each test of kills, power losses, failures and damage
+tried, as its property `faults`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,29 +26,34 @@ from tests.store.content import key_of
 
 ROOT = Path(__file__).parents[2]
 RECORDS, KILLS, FLIPS, CUTS = 6, 1000, 1000, 500
+Note = Callable[[str, object], None]
 pytestmark = [pytest.mark.fault, pytest.mark.nightly]
 
 
 @pytest.mark.timeout(1800)
-def test_a_thousand_processes_killed_at_any_moment_lose_and_tear_nothing(tmp_path: Path) -> None:
+def test_a_thousand_processes_killed_at_any_moment_lose_and_tear_nothing(tmp_path: Path, record_property: Note) -> None:
     program = [sys.executable, "-m", "tests.faults.deaths", str(tmp_path), "moments", str(KILLS), "1"]
     output = subprocess.run(program, check=True, cwd=ROOT, capture_output=True, text=True).stdout
     rounds = [json.loads(line) for line in output.splitlines()]
     assert [said for one in rounds for said in one["complaints"]] == []
-    assert sum(one["killed"] for one in rounds) >= KILLS
+    record_property("faults", killed := sum(one["killed"] for one in rounds))
+    assert killed >= KILLS
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("work", WORKS, ids=lambda work: work.name)
-def test_every_step_of_the_disk_that_fails_at_every_time_loses_nothing(work, tmp_path: Path) -> None:
+def test_every_step_of_the_disk_that_fails_at_every_time_loses_nothing(
+    work, tmp_path: Path, record_property: Note
+) -> None:
     tried = list(failures(steps_of(work, tmp_path / "counted"), every=True))
     found = [complaints_about(work, failure, tmp_path / f"{number}") for number, failure in enumerate(tried)]
     assert [said for one in found for said in one] == []
+    record_property("faults", len(tried))
     assert len(tried) > 10
 
 
 @pytest.mark.timeout(1800)
-def test_damage_anywhere_is_found_and_names_only_the_record_it_hit(tmp_path: Path) -> None:
+def test_damage_anywhere_is_found_and_names_only_the_record_it_hit(tmp_path: Path, record_property: Note) -> None:
     store, (shard,) = fill(tmp_path, range(RECORDS), index=False)
     table, chance, found = read_table(Disk(), shard), random.Random(1), list[str]()
     for number in range(FLIPS + CUTS):
@@ -61,6 +70,7 @@ def test_damage_anywhere_is_found_and_names_only_the_record_it_hit(tmp_path: Pat
         named = record_at(table, place) if flips and not in_index else None
         found += [f"{victim.name} at {place}: {one}" for one in wrong(tmp_path / NAME, named, in_index=in_index)]
         replace(victim, whole)
+    record_property("faults", FLIPS + CUTS)
     assert found == []
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.errors import DataError
 from pipeline.readers import table_rows
 from pipeline.readers.pairs import Pairs
 from pipeline.records import Entry, Rejection
@@ -42,6 +43,31 @@ def test_columns_are_found_by_name(tmp_path: Path) -> None:
     assert (first.id, first.split, first.origin) == ("p_1", "val", "x.tsv:2")
     assert (second.id, second.split, second.origin) == ("x.tsv-1", "", "x.tsv:4")
     assert texts(second) == ("GG", "two")
+
+
+@pytest.mark.parametrize(
+    ("header", "wrong", "hint"),
+    [
+        ("left,rigth", "no column 'right'; found: left, rigth", "; did you mean 'rigth'?"),
+        ("left,image", "no column 'right'; found: left, image", ""),
+        ("left,right,Spilt", "no column 'split'; found: left, right, Spilt", "; did you mean 'Spilt'?"),
+        ("left,right,left", "2 columns 'left'", ""),
+    ],
+)
+def test_a_column_that_is_missing_or_misspelt_is_named_with_the_one_that_is_meant(
+    tmp_path: Path, header: str, wrong: str, hint: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        read(tmp_path / "x.csv", f"{header}\na,b\n")
+    assert (caught.value.what, caught.value.where) == (wrong + hint, f"{tmp_path / 'x.csv'}:1")
+
+
+@pytest.mark.parametrize("header", ["left,right,idx", "left,spilt,right", "left,right,split,spilt"])
+def test_other_columns_may_have_similar_names(tmp_path: Path, header: str) -> None:
+    found = read(
+        tmp_path / "x.csv", f"{header}\n{','.join('abcd'[: header.count(',') + 1])}\n", right=header.split(",")[1]
+    )
+    assert isinstance(found[0], Entry)
 
 
 def test_a_quoted_field_of_a_csv_may_hold_commas_quotes_and_line_ends(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import gzip
 import json
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 
 from pipeline.encoder.published_weights import read_pt
 from pipeline.errors import WeightsUnusable
+from pipeline.memory.runtime.recovery import Cut, Governor
 from pipeline.readers.byte_pairs import BytePairs
 from pipeline.readers.images import class_names
 from pipeline.readers.spectrum_files import mzml
@@ -27,7 +29,8 @@ from pipeline.training.checkpoints.trained_weights import renamed
 from tests.conftest import ROOT
 from tests.security.bombs import TOLD
 
-MOST_GROWN_MIB = 200
+MOST_GROWN_MIB, MOST_CPU_S = 200, 1.0
+READ_AT_LENGTH = {"manifest_packed", "spectra_packed", "pair_of_one_line"}  # 100 MiB to 1 GiB, which is allowed
 
 
 @pytest.mark.nightly
@@ -41,6 +44,8 @@ def test_every_bomb_is_refused_with_its_reason_in_little_memory(tmp_path: Path) 
     found = {name: one["told"] for name, one in endings.items() if name not in absent}
     assert {name: told for name, told in found.items() if TOLD[name] not in told} == {}
     assert {name: one for name, one in endings.items() if one["grown_mib"] > MOST_GROWN_MIB} == {}
+    slow = {name: one for name, one in endings.items() if one["cpu_s"] > MOST_CPU_S}
+    assert slow.keys() - READ_AT_LENGTH == set()
 
 
 LEVEL = b'accession="MS:1000511"'
@@ -48,16 +53,25 @@ MINUTES: dict[str, Callable[[Path], object]] = {
     "renamed": lambda _: renamed(".".join(["1"] * 64), {"a.*.*": "b"}),
     "classes": lambda _: class_names([*map(str, range(300_000))], where=""),
     "operations": lambda _: structure_files._operations("1" * 1_000_000),
-    "members": lambda _: structure_files.gunzip(gzip.compress(b"") * 300_000, 1),
-    "merges": lambda path: BytePairs.read(filled(path, gzip.compress(b"") * 300_000), where=""),
+    "members": lambda _: structure_files.gunzip(gzip.compress(b"") * 100_000, 1),
+    "merges": lambda path: BytePairs.read(filled(path, gzip.compress(b"") * 100_000), where=""),
     "survey": lambda path: [*mzml.mzml_blocks(filled(path, b"<spectrum ", LEVEL * 100_000, b"</spectrum>"))],
     "groups": lambda path: mzml.groups(filled(path, b"<referenceableParamGroup " * 200_000)),
+    "cuts": lambda _: cuts_after_a_failure([10**6 + number * 997 % 10**5 for number in range(8000)]),
 }
 
 
 @pytest.mark.parametrize("name", MINUTES)
-def test_what_took_minutes_or_for_ever_ends(name: str, tmp_path: Path) -> None:
+def test_what_took_seconds_or_for_ever_ends_within_one(name: str, tmp_path: Path) -> None:
+    begun_s = time.process_time()
     MINUTES[name](tmp_path / "a.mzML")
+    assert time.process_time() - begun_s < MOST_CPU_S
+
+
+def cuts_after_a_failure(costs: list[int]) -> list[Cut]:
+    governor = Governor()
+    governor.failed(costs)
+    return governor.cuts(costs)
 
 
 def filled(path: Path, *parts: bytes) -> Path:
