@@ -35,7 +35,6 @@ from pipeline.project.user_code import encoder_code, task_code
 from pipeline.records import EventKind
 from pipeline.stage_names import StageName
 from pipeline.stages.jobs import StagePlan, spec_of
-from pipeline.views.run_page import renew
 from pipeline.waiting import wait_for
 
 if TYPE_CHECKING:
@@ -260,7 +259,6 @@ def cancel(folder: RunFolder, status: RunStatus, executor: Executor, what: Cance
     error = f"cancelled by {user_name(os.getuid())} on {socket.gethostname()}; finished work is kept"
     ledger.emit(EventKind.RUN_ENDED, state=RunState.STOPPED.value, error=error, exit_code=STOPPED_CODE)
     ledger.close()
-    renew(folder)  # its page, which says that it goes on
 
 
 def points_to_end(status: RunStatus, points: Sequence[str], wanted: Sequence[str]) -> dict[int, str]:

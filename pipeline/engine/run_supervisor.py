@@ -44,12 +44,11 @@ from pipeline.journal.run_status import ENDED, RunState, RunStatus, StatusReader
 from pipeline.project.container_image import image_of
 from pipeline.project.project import Project, open_executor
 from pipeline.project.restriction import only_of
-from pipeline.records import NOT_FINITE, Event, EventKind
+from pipeline.records import NOT_FINITE, EventKind
 from pipeline.stages import table
 from pipeline.stages.jobs import plan_stage, refuse_unfit_disk
 from pipeline.stages.table import StageTrouble
 from pipeline.store.cache_folder import RECIPES, update_indexes
-from pipeline.views.run_page import Page
 from pipeline.waiting import wait_for
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ class Supervisor:
     ) -> None:
         self.folder, self.executor, self.watch, self.again = folder, executor, watch, folder.command()
         self.config = from_resolved(folder.config.read_text(), str(folder.config))
-        self.reader, self.status, self.page = LedgerReader(folder), RunStatus(folder.name), Page(folder, self.config)
+        self.reader, self.status = LedgerReader(folder), RunStatus(folder.name)
         self._catch_up()
         refuse_elsewhere(folder, self.status, executor, "resume")
         executor.recognize(self.status.queued_as)
@@ -145,7 +144,6 @@ class Supervisor:
         self._emit(EventKind.HANDED_OVER, jobs=list(jobs), names=list(jobs.values()))
         if live:
             submit_watch(self.folder, self.config, self.executor, self.number, looks + 1, self._emit)
-        self.page.refresh(self.status, at_once=True)
         return False
 
     def _guarded(self, work: Callable[[], bool]) -> bool:
@@ -360,15 +358,14 @@ class Supervisor:
         return table.too_many(_rejected(status), status.items, self.config.data.max_rejected_fraction)
 
     def _catch_up(self) -> None:
-        """Apply the events that other processes wrote, and refresh what shows the run."""
+        """Apply the events that other processes wrote."""
         for event in self.reader.fresh():
-            self._take(event)
+            self.status.apply(event)
         self.watch(self.status)
-        self.page.refresh(self.status)
 
     def _emit(self, kind: EventKind, **data: Any) -> None:
         """Append an event to the ledger, and apply it."""
-        self._take(self.ledger.emit(kind, **data))
+        self.status.apply(self.ledger.emit(kind, **data))
 
     def _end_look(self, job: str) -> None:
         """Cancel a look that is still to come; one that comes all the same finds nothing to do."""
@@ -380,10 +377,6 @@ class Supervisor:
     def _tell(self, queue: QueueLook) -> None:
         """Tell people what waits for what does not pass by itself, and what no longer does."""
         tell(self.folder, self.config, self.status, queue, self._emit)
-
-    def _take(self, event: Event) -> None:
-        self.status.apply(event)
-        self.page.take(event)
 
     def _end_stage(
         self, stage: Stage, state: RunState, census: dict[str, Any] | None, warnings: list[str], error: str
@@ -403,7 +396,6 @@ class Supervisor:
         self._emit(EventKind.RUN_ENDED, state=state.value, error=error, exit_code=exit_code)
         self._catch_up()
         self.ledger.close()
-        self.page.refresh(self.status, at_once=True)
 
 
 def _rejected(status: StageStatus) -> int:

@@ -65,7 +65,6 @@ class RunFolder:
     told = _RunFile("told")  # one file per notification about a wait
     code = _RunFile("code.txt")  # the folder of this package's code at submission
     logs = _RunFile("logs")  # output of the tasks
-    report = _RunFile("report.html")  # the HTML report, as the last supervisor wrote it
     supervisor_log = _RunFile("supervisor.log")  # output of a supervisor in the background
 
     @property

@@ -1,12 +1,10 @@
-"""The HTML report of a run: gather its facts, render them, and write the file into the run's folder.
+"""The HTML report of a run: gather its facts, render them, and write the file where it is asked for.
 
-The report only shows what the ledger and the models' folders say; nothing depends on it. The supervisor renews it while
-the run goes on. A part that cannot be read becomes a note in the report.
+The report only shows what the ledger and the models' folders say. A part that cannot be read becomes a note in it.
 """
 
 from __future__ import annotations
 
-import logging
 import re
 import sys
 import time
@@ -36,16 +34,12 @@ if TYPE_CHECKING:
 
     from pipeline.config.schema import Config
     from pipeline.journal.run_folder import RunFolder
-    from pipeline.journal.run_status import RunStatus, StageStatus
+    from pipeline.journal.run_status import StageStatus
     from pipeline.records import Event
     from pipeline.report.compared import Comparison
     from pipeline.report.html.run_facts import Curve
 
 _T = TypeVar("_T")
-log = logging.getLogger(__name__)
-
-EVERY_S = 30.0
-COST_SHARE = 20  # a report that is slow to make is renewed less often
 
 
 class Page:
@@ -53,7 +47,6 @@ class Page:
 
     def __init__(self, folder: RunFolder, config: Config) -> None:
         self.folder, self.config, self.work = folder, config, WorkOverTime()
-        self._next = time.monotonic() + EVERY_S
         self._spending = Spending(folder.path.parent, Budget.of(config.cluster.budget))
 
     def take(self, event: Event) -> None:
@@ -101,33 +94,10 @@ class Page:
 
         return page(self.facts(run))
 
-    def refresh(self, status: RunStatus, *, at_once: bool = False) -> None:
-        """Write the report into the run's folder if it is due; a report that cannot be made fails no run."""
-        begun = time.monotonic()
-        if not at_once and begun < self._next:
-            return
-        try:
-            write_page(self.folder.report, self.html(SeenRun(status, time.time())))
-        except Exception as error:  # noqa: BLE001 - the run goes on without its report
-            log.warning("%s is not up to date: %s: %s", self.folder.report, type(error).__name__, error)
-        took = time.monotonic() - begun
-        self._next = begun + took + max(EVERY_S, COST_SHARE * took)
-
 
 def of_run(folder: RunFolder) -> Page:
     """Return the report of a run, with the configuration under which it began."""
     return Page(folder, read_resolved(folder.config))
-
-
-def renew(folder: RunFolder) -> None:
-    """Renew the report of a run that has no supervisor any more (best effort)."""
-    try:
-        page = of_run(folder)
-        status = StatusReader(folder, page.take, whole=True).read()
-    except (PipelineError, OSError) as error:
-        log.warning("%s is not up to date: %s", folder.report, error)
-        return
-    page.refresh(status, at_once=True)
 
 
 def changed_settings(config: Config) -> dict[str, str]:
