@@ -139,7 +139,7 @@ def test_a_visit_is_paid_once(make_project):
 def test_a_run_keeps_the_code_it_was_submitted_with(make_project):
     run = new_run(read_config(make_project(1) / "pipeline.yaml").config, ["scan"])
     copy = Path(run.code.read_text())
-    assert (copy / "pipeline" / "runs" / "worker.py").is_file()
+    assert (copy / "pipeline" / "engine" / "worker.py").is_file()
     assert (copy / "sbatch" / "scan.sbatch").is_file()
     assert freeze(run.path.parent) == copy
     assert not list(copy.parent.glob("*.partial"))
