@@ -59,7 +59,7 @@ def split_command(
     """Split the data set without shared chains, or check its splits.
 
     Items that share a sequence or a cluster in any chain stay in one split. Run a scan first. Then set
-    data.path (for pairs: data.splits) to the new table.
+    data.splits to the new table.
 
     Examples:
     pipeline data split --out splits.csv    # no shared sequence
@@ -146,7 +146,7 @@ def _divide(
     project: Project, shared: SharedItems, wanted: dict[str, float], out: Path, *, folds: int, as_json: bool
 ) -> None:
     from pipeline.dataset.split_data import divide_items
-    from pipeline.dataset.split_files import fold_files, use_of, write_splits
+    from pipeline.dataset.split_files import fold_files, write_splits
     from pipeline.report import tables
     from pipeline.store.format.disk import written_to
 
@@ -160,15 +160,13 @@ def _divide(
     files = fold_files(out, folds) if folds else [out]
     with written_to(out):
         write_splits(project, shared, division, files, folds)
-    settings = use_of(project.source, files[0])
-    use = str(as_typed(Command.submit("scan").with_settings(*settings))) if settings else None
     document = {
         **division.to_json(),
         "rejected": shared.rejected,
         "chains": shared.chains,
         "without_cluster": dict(shared.unclustered),
         "files": [str(path) for path in files],
-        "next": use,
+        "next": str(as_typed(Command.submit("scan").with_settings(("data.splits", str(files[0]))))),
     }
     if as_json:
         print_json(document)
@@ -206,8 +204,7 @@ def _division_shown(document: dict[str, Any], division: Division, shared: Shared
             f"split should have ({smallest:.0%}): shares may differ from the requested ones by as much"
         )
     yield from (f"written: {path}" for path in document["files"])
-    if document["next"]:
-        yield f"  next: {document['next']}"
+    yield f"  next: {document['next']}"
 
 
 def _size(median: float | None) -> str:

@@ -53,7 +53,9 @@ class DataSection(Section):
     pattern: tuple[Name, ...] = Field(
         default=STRUCTURE_PATTERNS, min_length=1, description="Patterns of files below path, for glob."
     )
-    splits: Path | None = Field(default=None, description="CSV file with the columns path and split, for pairs.")
+    splits: Path | None = Field(
+        default=None, description="Table with the columns id, split and cluster; for pairs: path and split."
+    )
     state: Literal["bound", "unbound"] = Field(
         default="bound",
         description="Input structures. unbound (pairs, pinder): labels come from the bound structures.",

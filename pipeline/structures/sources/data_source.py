@@ -18,6 +18,7 @@ from pipeline.command_line import Command
 from pipeline.errors import ConfigError, DataError
 from pipeline.records import Item, Reason, Rejection
 from pipeline.structures.atoms import UnusableInput
+from pipeline.structures.sources.given_splits import GivenSplits
 from pipeline.structures.sources.item_ids import SeenIds, SourceSpec, id_problem, label_problem
 from pipeline.structures.sources.source_folder import listing, sorted_names, split_suffix, walk
 from pipeline.structures.sources.source_rows import one_file_parts, text_lines
@@ -124,7 +125,6 @@ ADAPTERS: dict[str, Adapter] = {
 # Settings that only some sources use: whether one is given, and which sources use it. Others refuse it.
 HEEDED_BY: dict[str, tuple[Callable[[SourceSpec], bool], tuple[str, ...]]] = {
     "state: unbound": (lambda spec: spec.state == "unbound", ("pairs", "pinder")),
-    "splits": (lambda spec: spec.splits is not None, ("pairs",)),
     "structures_dir": (lambda spec: spec.structures_dir is not None, ("manifest", "sabdab", "pinder")),
     "receptor_chains and ligand_chains": (
         lambda spec: bool(spec.receptor_chains or spec.ligand_chains),
@@ -139,16 +139,22 @@ def items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
     _refuse_unheeded(spec)
     if spec.structures_dir is not None:
         next(listing(spec.structures_dir), None)  # raises once, and not for every item, if it is not there
-    seen = SeenIds()
+    listed = spec.source == "pairs" and spec.splits  # the table lists the pairs themselves
+    given = GivenSplits(spec.splits) if spec.splits and not listed else None
+    seen, example = SeenIds(), ""
     taken = entries = 0
     with closing(ADAPTERS[spec.source](spec)) as source:
         while taken != spec.limit and (entry := next(source, None)) is not None:
             entries += 1
             checked = _checked(entry, seen, spec)
-            taken += isinstance(checked, Item)
+            if isinstance(checked, Item):
+                taken, example = taken + 1, checked.id
+                checked = given.of(checked) if given else checked
             yield checked
+    if given and taken:
+        given.refuse_strangers(example)
     if not entries and spec.limit != 0:
-        where = str(spec.splits or spec.path)
+        where = str(listed or spec.path)
         raise DataError(f"the source {spec.source!r} finds no items here", where=where, remedy=f"ls -l {quote(where)}")
 
 
@@ -169,7 +175,7 @@ def _checked(entry: Item | Rejection, seen: SeenIds, spec: SourceSpec) -> Item |
             if problem
             else entry
         )
-    table = spec.path.name if spec.splits is None else spec.splits.name
+    table = spec.splits.name if spec.splits and spec.source == "pairs" else spec.path.name
     where = f"{table}:{first}" if first else seen.origins.get(entry.id, "an earlier file")
     split = f" (this one is in split {printable_text(entry.split)!r})" if entry.split else ""
     remedy = "; the suffix is not part of an id: rename the file, or select one format with data.pattern" * (

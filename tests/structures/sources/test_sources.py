@@ -114,7 +114,6 @@ def test_what_may_not_be_read_is_an_error(unprivileged: Path) -> None:
 def test_a_setting_that_the_source_ignores_is_an_error(tmp_path: Path) -> None:
     for source, settings in (
         ("manifest", {"state": "unbound"}),
-        ("glob", {"splits": Path("s.csv")}),
         ("sabdab", {"receptor_chains": ("A",)}),
         ("fasta", {"structures_dir": Path()}),
     ):
@@ -122,6 +121,28 @@ def test_a_setting_that_the_source_ignores_is_an_error(tmp_path: Path) -> None:
             read(source, tmp_path, **settings)
     with pytest.raises(ConfigError):
         read("manifest", write(tmp_path / "m.csv", "id,path\nx,a\n"), structures_dir=tmp_path / "none")
+
+
+def test_a_table_of_splits_goes_with_every_source_and_before_its_column(tmp_path: Path) -> None:
+    manifest = write(tmp_path / "m.csv", "id,path,split\nx,a,train\ny,b,train\nz,c,test\n")
+    fasta = write(tmp_path / "s.fasta", ">y\nMKV\n>x\nMKVA\n>z\nMK\n")
+    splits = write(tmp_path / "s.csv", "id,split,cluster\ny,val,c1\nx,test,c2\n")
+    for source, path in (("manifest", manifest), ("fasta", fasta)):
+        found = {item.id: (item.split, item.cluster) for item in read(source, path, splits=splits)}
+        assert found == {"x": ("test", "c2"), "y": ("val", "c1"), "z": ("", "")}
+
+
+@pytest.mark.parametrize(
+    ("table", "where"),
+    [("id,split\nq,val\n", "s.csv"), ("id,split\nx,val\nx,train\n", "s.csv:3"), ("id,splitt\nx,val\n", "s.csv")],
+)
+def test_a_table_of_splits_that_fits_nothing_or_repeats_an_id_is_refused(
+    tmp_path: Path, table: str, where: str
+) -> None:
+    manifest, splits = write(tmp_path / "m.csv", "id,path\nx,a\n"), write(tmp_path / "s.csv", table)
+    with pytest.raises(PipelineError) as caught:
+        read("manifest", manifest, splits=splits)
+    assert caught.value.where.endswith(where)
 
 
 @pytest.mark.nightly
