@@ -59,7 +59,7 @@ def breaches(
     """
     names = [name for name in dict.fromkeys((*item_sizes, *_axes(items), *(sizes or ()))) if name != ITEMS]
     try:
-        yield from _costs(task, names)
+        yield from _costs(task, names, items)
         model = _built(task, seed)
         yield from _models(task, model, seed)
         if isinstance(task, Example):
@@ -121,15 +121,40 @@ def _made_up(task: Task, names: Iterable[str], *, padded: bool) -> dict[str, int
     return {ITEMS: TRIED, **{name: int(size_N.max() if padded else size_N.sum()) for name, size_N in costs.items()}}
 
 
-def _costs(task: Task, names: Iterable[str]) -> Iterator[str]:
-    """Check that `cost` grows with the items, and that it takes arrays of many at once."""
+def _costs(task: Task, names: Iterable[str], items: Sequence[Any]) -> Iterator[str]:
+    """Check that `cost` grows with the items or is one size for all, and that it takes arrays of many at once."""
     small = {name: np.ones(2, np.int64) for name in names}  # a limit of the task, such as max_peaks, may be low
     large = {name: 2 * ITEM_SIZE * size_N for name, size_N in small.items()}
     before, after = sizes_of(task, small), sizes_of(task, large)
     if before.keys() != after.keys():
         yield f"cost() names {', '.join(before)} of some items and {', '.join(after)} of others"
-    elif all((after[name] <= before[name]).all() for name in before):
+        return
+    if any((after[name] > before[name]).any() for name in before):
+        return
+    is_same = all((after[name] == before[name]).all() for name in before)
+    if not (is_same and _is_enough(task, {name: int(size_N[0]) for name, size_N in after.items()}, items)):
         yield f"cost() is no larger for an item of size {2 * ITEM_SIZE} than for one of size 1"
+
+
+def _is_enough(task: Task, cost: Mapping[str, int], items: Sequence[Any]) -> bool:
+    """Tell whether a task may say that every item costs the same, since its batches hold them all in one size.
+
+    Without items only the cost itself can tell: it must be at least the size of the larger item that was tried.
+    """
+    if not items:
+        return max(cost.values()) >= 2 * ITEM_SIZE
+    alone = [_bytes(_collated(task, [item], np.random.default_rng(0))) for item in items]
+    of_this_cost = _bytes(task.example({**cost, ITEMS: 1})) if isinstance(task, Example) else min(alone)
+    return max(alone) <= of_this_cost
+
+
+def _bytes(batch: Batch) -> int:
+    """Return the size of a batch's tensors."""
+    from pipeline.device.batch_transfer import map_tensors
+
+    sizes: list[int] = []
+    map_tensors(lambda tensor: sizes.append(tensor.nbytes), batch)
+    return sum(sizes)
 
 
 def _models(task: Task, model: nn.Module, seed: int) -> Iterator[str]:

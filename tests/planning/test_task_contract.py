@@ -70,6 +70,39 @@ class NeverLarger(Right):
         return {"nodes": np.minimum(item["nodes"], 1)}
 
 
+class OfOneSize(Right):
+    """Pads every item to one size."""
+
+    padded_to = 400
+
+    def cost(self, item: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"nodes": 0 * item["nodes"] + self.padded_to}
+
+    def collate(self, items: Sequence[Any], rng: np.random.Generator) -> Any:
+        alone = [super(OfOneSize, self).collate([item], rng) for item in items]
+        return torch.cat([nn.functional.pad(rows, (0, 0, 0, self.padded_to - len(rows))) for rows in alone])
+
+
+class OfOneSizeWithoutExample(OfOneSize):
+    example = None  # type: ignore[assignment]
+
+
+class SmallerThanItsItems(Right):
+    """Ignores sizes that differ, and says a large one."""
+
+    def cost(self, item: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"nodes": 0 * item["nodes"] + 50}
+
+
+class SmallerWithoutExample(SmallerThanItsItems):
+    example = None  # type: ignore[assignment]
+
+
+class Shrinking(Right):
+    def cost(self, item: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"nodes": np.maximum(1000 - item["nodes"], 0)}
+
+
 class OneEntryForAll(Right):
     def outputs(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         return {"score": [model(batch)]}
@@ -135,6 +168,9 @@ BREACHES = {
     OtherRandomNumbers: "ranks",
     NoTerms: "loss()",
     NeverLarger: "cost()",
+    SmallerThanItsItems: "cost()",
+    SmallerWithoutExample: "cost()",
+    Shrinking: "cost()",
     OneEntryForAll: "outputs()",
     Raises: "ZeroDivisionError",
     Foreign: "parameter_groups()",
@@ -148,7 +184,13 @@ def items() -> Sequence[Any]:
 
 @pytest.mark.parametrize(
     "task",
-    [Right(), Drawing(), Interface(embedding_dim=DIM, width=8, layers=1, pair_width=4)],
+    [
+        Right(),
+        Drawing(),
+        OfOneSize(),
+        OfOneSizeWithoutExample(),
+        Interface(embedding_dim=DIM, width=8, layers=1, pair_width=4),
+    ],
     ids=lambda task: type(task).__name__,
 )
 def test_a_task_that_keeps_to_it_has_no_breach(task: Any, items: Sequence[Any]) -> None:
@@ -159,6 +201,11 @@ def test_a_task_that_keeps_to_it_has_no_breach(task: Any, items: Sequence[Any]) 
 def test_a_breach_names_what_broke_it(kind: type[Right], items: Sequence[Any]) -> None:
     found = list(breaches(kind(), items=items))
     assert any(BREACHES[kind] in one for one in found), found
+
+
+def test_without_items_a_cost_of_one_size_is_taken_for_padding_where_it_is_large() -> None:
+    assert list(breaches(OfOneSize())) == []
+    assert any("cost()" in one for one in breaches(NeverLarger()))
 
 
 class Forces(Right):
