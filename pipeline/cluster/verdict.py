@@ -249,8 +249,8 @@ class _Case:
         peak, asked = self.status.peak_rss_bytes, self.asked_bytes
         if peak and asked and peak >= NEARLY * asked:
             return Cause.HOST_OOM, "killed by signal 9 (SIGKILL) close to its memory limit"
-        what = "killed by signal 9 (SIGKILL) from outside, far below its memory limit"
-        return Cause.CRASHED, _joined(what, self.memory())
+        where = ", far below its memory limit" if peak and asked else ""
+        return Cause.CRASHED, _joined(f"killed by signal 9 (SIGKILL) from outside{where}", self.memory())
 
     def _unknown(self) -> str:
         """Say what is missing where there is no sign of failure or of success."""

@@ -203,12 +203,19 @@ def _retries(stage: StageStatus) -> list[str]:
     alike: dict[tuple[str, str], list[Attempt]] = {}
     for attempt in stage.failures:
         if attempt.cause is not Cause.CANCELLED:
-            how = CAUSES.get(attempt.cause, attempt.cause.value.replace("_", " "))
-            alike.setdefault((how, _followed(stage, attempt)), []).append(attempt)
+            alike.setdefault((_ended(attempt), _followed(stage, attempt)), []).append(attempt)
     return [
-        f"{stage.called(group[0].task) if len(group) == 1 else plural(len(group), 'task')} {how}{then}"
+        f"{stage.called(group[0].task) if len(group) == 1 else plural(len(group), 'task')}{how}{then}"
         for (how, then), group in alike.items()
     ]
+
+
+def _ended(attempt: Attempt) -> str:
+    """Say how an attempt failed; where it crashed, by what, without the figures that follow."""
+    reason = attempt.reason.splitlines()[0].partition(";")[0] if attempt.reason else ""
+    if attempt.cause is Cause.CRASHED and reason:
+        return f": {reason}"
+    return f" {CAUSES.get(attempt.cause, attempt.cause.value.replace('_', ' '))}"
 
 
 def _followed(stage: StageStatus, attempt: Attempt) -> str:

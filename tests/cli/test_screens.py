@@ -17,6 +17,8 @@ from unittest import mock
 import pytest
 
 from pipeline.cli.run_verbs import _show_end
+from pipeline.cluster.job_spec import JobId, TaskState, TaskStatus
+from pipeline.cluster.verdict import Word, judge_attempt
 from pipeline.command_line import Command
 from pipeline.journal.run_status import ENDED, RunState
 from pipeline.report import live_status
@@ -24,7 +26,7 @@ from pipeline.report.live_status import RunProgress
 from pipeline.report.run_tables import status_report
 from pipeline.report.screen import Screen, screen
 from pipeline.report.tables import columns, show_parts
-from tests.cli.told import NOON, PACE, RUNS, seen
+from tests.cli.told import NOON, PACE, RUNS, ended, job, seen, training
 
 SCREENS = Path(__file__).parent / "screens"
 WIDTHS = {"40": 40, "80": 80, "120": 120, "200": 200, "pipe": 0}
@@ -113,6 +115,31 @@ def test_a_screen_is_as_frozen(name: str, width: str) -> None:
 
 def test_every_frozen_screen_is_one_that_is_shown() -> None:
     assert {path.stem for path in SCREENS.iterdir()} == {f"{name}-{width}" for name, width in SHOWN}
+
+
+OF_TWO = "srun: error: n2: task 1: Killed\nsrun: error: n2: task 0: Exited with exit code 76\n"
+KILLED = "killed by signal 9 (SIGKILL) from outside"
+
+
+@pytest.mark.parametrize(
+    ("ending", "log", "said"),
+    [
+        ({"signal": 9, "peak_rss_bytes": 1 << 30}, "", f"{KILLED}, far below its memory limit"),
+        ({"signal": 9}, "", KILLED),
+        ({"exit_code": 76}, OF_TWO, f"rank 1 on n2: {KILLED}"),
+        ({"signal": 11}, "", "crashed by signal 11 (SIGSEGV)"),
+    ],
+)
+def test_status_names_the_signal_that_ended_a_training(ending: dict[str, int], log: str, said: str) -> None:
+    status = TaskStatus(JobId("8003"), 0, TaskState.FAILED, "", "", **ending)  # type: ignore[arg-type]
+    verdict = judge_attempt(status, Word(started=True), log, asked_bytes=2 << 30)
+    events = [*training(), ended(480, "train", 0, 1, verdict.cause, verdict.reason), job(481, "train", "0", 8004, 2)]
+    with redirect_stdout(stream := io.StringIO()):
+        show_parts(*status_report(seen(events), Command.of("status"), 200))
+    assert f"! train: task 0: {said}; retried" in stream.getvalue().splitlines()
+    assert f"! train: task 0: {said}; retried" in [
+        line.plain for line in screen(seen(events), Screen(200, 40, NOON + 500, PACE))
+    ]
 
 
 def test_a_stream_that_cannot_encode_symbols_gets_ascii() -> None:

@@ -128,7 +128,7 @@ class Neighbour:
                 must(False, f"{late.run.name} does not end", late.run.story)
             return ""
         ended, self.now = self.now, None
-        told = " ".join(self.types(verb, ended.run.name)[1] for verb in ("status", "report"))
+        told = " ".join(self.types(*words, ended.run.name)[1] for words in (("status", "-v"), ("report",)))
         if trouble := untrue(told, state, ended, self.who):
             must(False, f"{ended.run.name} ({', '.join(ended.deeds)}): {trouble}", ended.run.story)
         if state is not RunState.DONE:
@@ -142,9 +142,9 @@ class Neighbour:
         """Take up a run that nobody looks after, as its status says."""
         assert self.now is not None
         code, said = self.types("status", self.now.run.name)
-        if "abandoned" not in said:  # somebody has come meanwhile
+        if "orphaned" not in said.lower():  # somebody has come meanwhile
             return ""
-        must(f"pipeline resume {self.now.run.name}" in said, "nobody said how an abandoned run goes on", lambda: said)
+        must(f"pipeline resume {self.now.run.name}" in said, "nobody said how an orphaned run goes on", lambda: said)
         code, said = self.types("resume", self.now.run.name)
         must(code == 0 or refused(code, said), f"resume ended with {code}", lambda: said)
         self.now.deeds.append("resumed")
@@ -173,7 +173,7 @@ class Neighbour:
         folder = self.folder / "models" / Path(found[1]).name
         wrong = agrees(folder.name, bits(folder), [twins.of(ended.settings, files) for files in ended.seen])
         is_known = DAMAGE in ended.deeds or folder.name in self.incomplete
-        if wrong and is_known and re.search("left out: (its|their) records in the cache proved damaged", told):
+        if wrong and is_known and re.search("skipped: (its|their) records in the cache are damaged", told):
             self.incomplete.add(folder.name)
             return "model without a damaged item"
         must(not wrong, f"{ended.run.name} ({', '.join(ended.deeds)}): {wrong}", ended.run.story)

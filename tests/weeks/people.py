@@ -21,7 +21,7 @@ def supervisor_and_standby_vanish(scene: Scene) -> None:
     until("both", lambda: len(run.jobs(scene.cluster, "supervise")) == 2, WAITS_S, run.story)
     scene.slurm("scancel", *{row["job"] for row in run.jobs(scene.cluster, "supervise")})
     until("nobody", lambda: run.now().state is RunState.ABANDONED, WAITS_S, run.story)
-    scene.says(scene.told(run), "abandoned", f"pipeline resume {run.name}")
+    scene.says(scene.told(run), "orphaned", f"pipeline resume {run.name}")
     if scene.rng.random() < 0.5:
         scene.lets_go(run)
         until("no job", lambda: not run.jobs(scene.cluster), WAITS_S, run.story)

@@ -204,8 +204,9 @@ class Scene:
             self.cluster.run("scancel", *jobs)
 
     def told(self, run: Run) -> str:
-        """Return what status and report say of a run now; what its failed tasks printed is kept, too."""
-        told = [self.types(run.project, verb, run.name).said for verb in ("status", "report")]
+        """Return what status, its details and report say of a run now; what its failed tasks printed is kept, too."""
+        views = (("status",), ("status", "-v"), ("report",))
+        told = [self.types(run.project, *words, run.name).said for words in views]
         self.types(run.project, "logs", "--failed", run.name)
         return " ".join(told)
 

@@ -17,7 +17,8 @@ def rank_is_killed(scene: Scene) -> None:
     """The kernel kills a training: it goes on from its last checkpoint, and the signal is named."""
     run = scene.held()
     os.kill(scene.process(run), signal.SIGKILL)
-    scene.says(scene.ends(run), "SIGKILL|signal 9|killed")
+    scene.ends(run)
+    scene.says(scene.types(run.project, "status", run.name).said, "SIGKILL|signal 9")
     scene.trained(run)
 
 
