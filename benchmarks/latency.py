@@ -65,7 +65,7 @@ def of_help(rounds: int) -> list[Row]:
 
 def make_run(runs: Path) -> Path:
     """Write a run whose graph stage is nearly over: every hundredth task failed once, the last ones still run."""
-    folder = run_folder.create_folder(runs, "graph", datetime.now(tz=UTC))
+    folder = run_folder.create_folder(runs, datetime.now(tz=UTC))
     folder.stages.write_text('["graph"]')
     began, over = time.time() - 3600, TASKS - TASKS // 20
 

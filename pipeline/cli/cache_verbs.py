@@ -121,8 +121,8 @@ def regenerate_command(
 
     On a cluster, use: pipeline submit regenerate
     """
-    from pipeline.journal.run_status import RunState
     from pipeline.journal.run_status import RunStatus as Status
+    from pipeline.journal.run_status import State
     from pipeline.project.project import Project
 
     sets = [*(sets or ()), "cluster.executor=local"]
@@ -132,7 +132,7 @@ def regenerate_command(
     )
     if not stages:
         nothing = f"✓ Nothing to regenerate: {damage_list} lists no lost record"
-        print_json(Status("", RunState.DONE).to_json()) if as_json else typer.echo(nothing)
+        print_json(Status("", State.DONE).to_json()) if as_json else typer.echo(nothing)
         return
     typed = typed_command(StageName.REGENERATE, config, sets, damage_list)
     show_end = (lambda status: print_json(status.to_json())) if as_json else None

@@ -29,16 +29,18 @@ from pipeline.cli.options import (
 from pipeline.command_line import Command
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
     from typing import TypeAlias
+
+    from rich.console import RenderableType
 
     from pipeline.cluster.job_spec import Executor
     from pipeline.config.schema import Config
     from pipeline.engine.lifecycle import Cancellation
-    from pipeline.journal.active_runs import QueueLook, SeenRun
     from pipeline.journal.run_folder import RunFolder
     from pipeline.journal.run_status import RunStatus
+    from pipeline.journal.run_view import RunView
 
     Opened: TypeAlias = tuple[RunFolder, Config, Executor, RunStatus]
 
@@ -50,13 +52,13 @@ def resume_command(run: Run = None, follow: Follow = False, config: ConfigFile =
     from pipeline.cli.run_verbs import begin_again, follow_to_end
     from pipeline.engine.handover import pay_visit, start_supervisor
     from pipeline.errors import ConfigError
-    from pipeline.journal.run_status import ENDED, RunState, StatusReader
+    from pipeline.journal.run_status import ENDED, State, StatusReader
     from pipeline.project.project import stays
     from pipeline.report.live_status import RunProgress
 
     folder, frozen, executor, status = _opened(run, config, sets, "resume")
     with executor:
-        if status.state is RunState.DONE:
+        if status.state is State.DONE:
             again = replace(folder.command(), then="   (does the rest)")
             problem = f"run {folder.name} is done"
             raise ConfigError(problem, where=str(folder.path), remedy=again)
@@ -64,7 +66,7 @@ def resume_command(run: Run = None, follow: Follow = False, config: ConfigFile =
             begin_again(folder, frozen, status, follow=follow)
             return
     done = "is running: nothing to resume"
-    if status.state is not RunState.RUNNING:
+    if status.state is not State.RUNNING:
         done = "resumed"
         if stays(frozen):
             pid, reader = start_supervisor(folder), StatusReader(folder)
@@ -94,7 +96,7 @@ def cancel_command(
     from pipeline.engine.lifecycle import cancel as end
     from pipeline.engine.lifecycle import foresee
     from pipeline.errors import ConfigError
-    from pipeline.journal.run_status import RunState
+    from pipeline.journal.run_status import State
 
     opened = _opened(run, config, sets, "cancel")
     folder, _, executor, status = opened
@@ -106,7 +108,7 @@ def cancel_command(
             problem = f"run {folder.name} has no stage {stage!r} ({', '.join(status.stages) or 'no stage has started'})"
             raise ConfigError(problem, where="--stage", remedy=Command.of("status", folder.name))
         cancellation = foresee(status, executor, stage)
-        if cancellation.empty and stage is not None and status.state is RunState.RUNNING and not executor.outlives:
+        if cancellation.empty and stage is not None and status.state is State.RUNNING and not executor.outlives:
             problem = "a local run cannot cancel one stage"
             raise ConfigError(problem, where="--stage", remedy=Command.of("cancel", folder.name))
         if cancellation.empty:
@@ -153,13 +155,13 @@ def _opened(run: str | None, file: Path | None, sets: list[str] | None, verb: st
     from pipeline.config.load import read_resolved
     from pipeline.engine.handover import refuse_elsewhere
     from pipeline.engine.lifecycle import refuse_others
-    from pipeline.journal.active_runs import status_of
+    from pipeline.journal.run_view import view
     from pipeline.project.project import open_executor
 
     folder = run_folder(run, file, sets)
     refuse_others(folder, verb)
     frozen = read_resolved(folder.config)
-    executor, status = open_executor(frozen), status_of(folder)
+    executor, status = open_executor(frozen), view(folder).status
     refuse_elsewhere(folder, status, executor, verb)
     executor.recognize(status.queued_as)
     return folder, frozen, executor, status
@@ -199,51 +201,42 @@ def status_command(
     """
     import gc
 
+    from pipeline.engine.watch import tell_of_own
     from pipeline.errors import ConfigError, JobFailed
-    from pipeline.journal.run_status import RunState
+    from pipeline.journal.budget import spending_of_run
+    from pipeline.journal.run_status import State
+    from pipeline.journal.run_view import ViewReader
     from pipeline.report import tables
     from pipeline.report.run_tables import run_report, status_report
 
     if watch and as_json:
         raise ConfigError("cannot be combined with --watch", where="--json", remedy="leave --watch or --json out")
     folder = run_folder(run, config, sets)
-    now, goes_on = _looks(folder, watch=watch)
+    reader, spending = ViewReader(folder), spending_of_run(folder)
     typed = as_typed(Command.of("status", *filter(None, [run])))
+
+    def look() -> RunView:
+        seen = reader.view()
+        if seen.goes_on:
+            tell_of_own(seen)
+        return replace(seen, account=spending.account())
+
+    def report(seen: RunView, paces: Mapping[str, float]) -> list[RenderableType]:
+        return (run_report if verbose else status_report)(seen, typed, tables.columns(), paces)
+
     if watch:
         from pipeline.report.live_status import watched
 
-        watched(now, goes_on, typed)
+        watched(look, report)
     gc.disable()  # a short life, in which collecting would walk through all tasks again and again
-    seen = now()
+    seen = look()
     if as_json:
         print_json(seen.to_json())
     elif not watch:
-        tables.show_parts(*(run_report if verbose else status_report)(seen, typed, tables.columns()))
-    is_abandoned = seen.status.state is RunState.ABANDONED
+        tables.show_parts(*report(seen, {}))
+    is_abandoned = seen.status.state is State.ABANDONED
     if exit_code and (code := JobFailed.exit_code if is_abandoned else seen.status.exit_code):
         raise typer.Exit(code)
-
-
-def _looks(folder: RunFolder, *, watch: bool) -> tuple[Callable[[], SeenRun], Callable[[], bool]]:
-    """Return two functions: one reads new events and returns the run as it is now, one says whether it goes on."""
-    from pipeline.engine.watch import tell_of_own
-    from pipeline.journal.active_runs import GOING_ON, Sparing, Trail, look_at_queue, run_as_shown
-    from pipeline.journal.budget import spending_of_run
-    from pipeline.journal.run_status import StatusReader
-
-    trail, ask = Trail(), Sparing() if watch else look_at_queue
-    reader = StatusReader(folder, trail.apply) if watch else StatusReader(folder)
-    spending = spending_of_run(folder)
-
-    def look(status: RunStatus) -> QueueLook:
-        queue = ask(status)
-        tell_of_own(folder, status, queue)
-        return queue
-
-    def now() -> SeenRun:
-        return replace(run_as_shown(folder, reader, look), **trail.to_json(), account=spending.account())
-
-    return now, lambda: reader.status.state in GOING_ON
 
 
 def prune_command(
@@ -289,8 +282,8 @@ def list_command(
     """List runs, newest first: state, stages, start and duration."""
     from datetime import datetime
 
-    from pipeline.journal.active_runs import GOING_ON, status_of
     from pipeline.journal.run_folder import runs_in
+    from pipeline.journal.run_view import view
     from pipeline.report.run_summary import words_of
     from pipeline.report.tables import show_parts, text_table
     from pipeline.units import short_seconds
@@ -298,8 +291,9 @@ def list_command(
     runs = load_config(config, sets).config.cluster.runs
     listed, rows = list[dict[str, object]](), list[tuple[str, ...]]()
     for folder in reversed(runs_in(runs)[-limit:]):
-        status, stages = status_of(folder), json.loads(folder.stages.read_text())
-        begun, ended = status.started_at, status.ended_at or (time.time() if status.state in GOING_ON else 0.0)
+        seen, stages = view(folder), json.loads(folder.stages.read_text())
+        status, begun = seen.status, seen.status.started_at
+        ended = status.ended_at or (seen.at if seen.goes_on else 0.0)
         took_s = max(0.0, ended - begun) if begun and ended else None
         listed.append({"run": folder.name, "state": status.state.value, "stages": stages, "started_at": begun or None})
         listed[-1] |= {"duration_s": took_s}

@@ -83,11 +83,11 @@ def run_folder(
     Default: the newest; `with_work`: the newest that had something to do.
     """
     from pipeline.journal.run_folder import by_path, find_run, runs_in
-    from pipeline.journal.run_status import RunState, StatusReader
+    from pipeline.journal.run_status import State, StatusReader
 
     def had_work(folder: RunFolder) -> bool:
         status = StatusReader(folder).read()
-        return status.state is not RunState.DONE or any(stage.missing for stage in status.stages.values())
+        return status.state is not State.DONE or any(stage.missing for stage in status.stages.values())
 
     if run and (folder := by_path(run)):
         return folder
@@ -158,10 +158,11 @@ def _follow(folder: RunFolder, wanted: LogChoice, rank: int | None = None) -> No
     """Print new lines of logs until the run has ended."""
     import time
 
-    from pipeline.journal.active_runs import current_status
     from pipeline.journal.run_logs import Follower
+    from pipeline.journal.run_view import ViewReader
 
-    follower, last, looked_at = Follower(folder, wanted), "", time.monotonic()
+    reader, last, looked_at = ViewReader(folder), "", time.monotonic()
+    follower = Follower(reader, wanted)
     while True:
         for log, path, text in follower.fresh():
             if not (own := "".join(_of_rank([text], rank))):
@@ -173,7 +174,7 @@ def _follow(folder: RunFolder, wanted: LogChoice, rank: int | None = None) -> No
         if follower.ended:
             break
         if time.monotonic() - looked_at > LOOK_AFTER_S:
-            current_status(follower.reader)
+            reader.view()  # which sees whether its supervisor is gone
             looked_at = time.monotonic()
         time.sleep(FOLLOW_EVERY_S)
     typer.echo(f"run {folder.name}: {follower.status.state.value}", err=True)

@@ -111,8 +111,8 @@ def report_command(
     pipeline report                         # the newest run
     pipeline report --html report.html
     """
-    from pipeline.journal.active_runs import status_of
     from pipeline.journal.budget import spending_of_run
+    from pipeline.journal.run_view import view
     from pipeline.report import tables
     from pipeline.report.use_tables import use_report
     from pipeline.views.efficiency import stage_uses
@@ -121,7 +121,7 @@ def report_command(
     if html is not None:
         _write_page(folder, html, as_json=as_json)
         return
-    status = status_of(folder)
+    status = view(folder).status
     stages, account = stage_uses(folder, status), spending_of_run(folder).account()
     if as_json:
         failures = {stage.name: stage.to_json()["failures"] for stage in status.in_order()}

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.journal.run_folder import RunFolder
     from pipeline.journal.run_status import RunStatus
+    from pipeline.journal.run_view import ViewReader
     from pipeline.project.project import Project
     from pipeline.report.live_status import RunProgress
     from pipeline.stages.stage import Stage
@@ -435,15 +436,13 @@ def _follow(
 ) -> None:
     """Supervise a run in this process and show its progress."""
     from pipeline.engine.run_supervisor import Supervisor, SupervisorStopped, stop_on_signals
-    from pipeline.journal.active_runs import Sparing, seen_in_queue
 
-    ask = Sparing()
     for caveat in executor.caveats:
         _note(caveat)
 
-    def watch(status: RunStatus) -> None:
+    def watch(reader: ViewReader) -> None:
         try:
-            progress.show(status, lambda status: seen_in_queue(status, ask(status)))
+            progress.show(reader.status, reader.now)
         except (BrokenPipeError, SystemExit) as error:  # its reader has gone: rich turns one into the other
             raise SupervisorStopped from error
 
@@ -465,32 +464,31 @@ def _show_end(
     folder: RunFolder, status: RunStatus, progress: RunProgress, ended: Callable[[RunStatus], None] | None
 ) -> None:
     """Show how a run ended, without its error, which `main` prints."""
-    from pipeline.journal.active_runs import SeenRun
-    from pipeline.journal.run_status import RunState
+    from pipeline.journal.run_status import State
+    from pipeline.journal.run_view import RunView
     from pipeline.report.run_summary import ending
     from pipeline.report.tables import show_parts
 
-    gap = [""] * progress.end(SeenRun(status))
+    gap = [""] * progress.end(RunView(folder, status))
     if ended is not None:
         ended(status)
-    elif status.state is not RunState.ABANDONED and (lines := ending(status, folder.command())):
+    elif status.state is not State.ABANDONED and (lines := ending(status, folder.command())):
         show_parts(*gap, *lines)
 
 
 def follow_to_end(folder: RunFolder, progress: RunProgress, ended: Callable[[RunStatus], None] | None = None) -> None:
     """Show a run that another process supervises until it has ended or is orphaned; Ctrl-C does not stop it."""
     import time
-    from functools import partial
 
     from pipeline.errors import JobFailed
-    from pipeline.journal.active_runs import GOING_ON, Sparing, current_status, seen_in_queue
-    from pipeline.journal.run_status import RunState, StatusReader
+    from pipeline.journal.run_status import GOING_ON, State
+    from pipeline.journal.run_view import ViewReader
 
-    reader, ask = StatusReader(folder), Sparing()
+    reader = ViewReader(folder)
     try:
         while reader.status.state in GOING_ON:
-            status, queue = current_status(reader, ask)
-            progress.show(status, partial(seen_in_queue, now=queue))
+            reader.view()
+            progress.show(reader.status, reader.now)
             time.sleep(WATCH_EVERY_S)
     except KeyboardInterrupt:
         progress.close()
@@ -498,7 +496,7 @@ def follow_to_end(folder: RunFolder, progress: RunProgress, ended: Callable[[Run
         raise
     status = reader.status
     _show_end(folder, status, progress, ended)
-    if status.state is RunState.ABANDONED:
+    if status.state is State.ABANDONED:
         what = f"run {folder.name} has no supervisor (its process died); finished work is kept"
         raise JobFailed(what, where=str(folder.path), remedy=Command.of("resume", folder.name))
     if status.exit_code:

@@ -23,10 +23,10 @@ from pipeline.engine.handover import STOPPED_CODE, claim_visit, supervisor_spec
 from pipeline.errors import ConfigError, JobFailed, SubmissionRefused
 from pipeline.files import is_mine, user_name, write_whole
 from pipeline.journal import run_folder as folders
-from pipeline.journal.active_runs import GOING_ON, status_of
 from pipeline.journal.ledger import SUPERVISOR, Ledger, has_ended
 from pipeline.journal.run_folder import runs_in, writing_run
-from pipeline.journal.run_status import ENDED, RunState, StatusReader
+from pipeline.journal.run_status import ENDED, State, StatusReader
+from pipeline.journal.run_view import view
 from pipeline.planning.prepare import DECISIVE
 from pipeline.planning.sweep_points import LISTED, named_points, with_settings
 from pipeline.project.restriction import EVERYTHING, Only
@@ -163,7 +163,7 @@ def _is_double(folder: RunFolder, config: Config, stages: Sequence[str], new: Ru
     """Tell whether a run goes on that makes the same records."""
     if not _has_same_work(folder, config) or _only_looks(stages) != _only_looks(json.loads(folder.stages.read_text())):
         return False
-    if status_of(folder).state not in GOING_ON:
+    if not view(folder).goes_on:
         return False
     return new is None or folder.name < new.name or not _went(folder)
 
@@ -237,7 +237,7 @@ def foresee(status: RunStatus, executor: Executor, stage: str | None) -> Cancell
     jobs, tasks = tuple(job for _, job in live), sum(len(parse_ranges(row.jobs[job].tasks)) for row, job in live)
     if stage is not None:
         return Cancellation(jobs, tasks, (), 0)
-    here = status.host == socket.gethostname() and status.state is RunState.RUNNING
+    here = status.host == socket.gethostname() and status.state is State.RUNNING
     supervisors = tuple(job for job in supervisors if job in queued)
     return Cancellation(jobs, tasks, supervisors, status.pid if here and not status.successors else 0)
 
@@ -257,7 +257,7 @@ def cancel(folder: RunFolder, status: RunStatus, executor: Executor, what: Cance
     executor.cancel([job for row in now.stages.values() for job in row.live if job not in what.jobs])
     ledger = Ledger(folder, f"{SUPERVISOR}-{claim_visit(folder, status.visits + 1):06d}")
     error = f"cancelled by {user_name(os.getuid())} on {socket.gethostname()}; finished work is kept"
-    ledger.emit(EventKind.RUN_ENDED, state=RunState.STOPPED.value, error=error, exit_code=STOPPED_CODE)
+    ledger.emit(EventKind.RUN_ENDED, state=State.STOPPED.value, error=error, exit_code=STOPPED_CODE)
     ledger.close()
 
 

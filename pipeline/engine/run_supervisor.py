@@ -37,10 +37,10 @@ from pipeline.engine.handover import STOPPED_CODE, claim_visit, hand_over, notif
 from pipeline.engine.watch import WATCH, submit_watch, tell, watch
 from pipeline.errors import CacheFull, CacheUnusable, ClusterSilent, JobFailed, PipelineError, SubmissionRefused
 from pipeline.files import last_claim, shipped
-from pipeline.journal.active_runs import QueueLook, look_at_queue
-from pipeline.journal.ledger import SUPERVISOR, Ledger, LedgerReader
+from pipeline.journal.ledger import SUPERVISOR, Ledger
 from pipeline.journal.run_folder import RunFolder
-from pipeline.journal.run_status import ENDED, RunState, RunStatus, StatusReader
+from pipeline.journal.run_status import ENDED, State, StatusReader
+from pipeline.journal.run_view import RunView, ViewReader
 from pipeline.project.container_image import image_of
 from pipeline.project.project import Project, open_executor
 from pipeline.project.restriction import only_of
@@ -82,17 +82,18 @@ class Supervisor:
     """Supervises one run, in one process."""
 
     def __init__(
-        self, folder: RunFolder, executor: Executor, watch: Callable[[RunStatus], None] = lambda _status: None
+        self, folder: RunFolder, executor: Executor, watch: Callable[[ViewReader], None] = lambda _reader: None
     ) -> None:
         self.folder, self.executor, self.watch, self.again = folder, executor, watch, folder.command()
         self.config = from_resolved(folder.config.read_text(), str(folder.config))
-        self.reader, self.status = LedgerReader(folder), RunStatus(folder.name)
+        self.reader = ViewReader(folder)
+        self.status = self.reader.status
         self._catch_up()
         refuse_elsewhere(folder, self.status, executor, "resume")
         executor.recognize(self.status.queued_as)
         self.number = claim_visit(folder, self.status.visits + 1)
         self.ledger = Ledger(folder, writer := f"{SUPERVISOR}-{self.number:06d}")
-        self.reader.skip(writer)
+        self.reader.ledger.skip(writer)
         self.stages = [table.stage(name, self.config) for name in json.loads(folder.stages.read_text())]
         self.dispatch = Dispatch(folder, self.config, executor, self.status, self._emit)
         self.until = math.inf
@@ -118,7 +119,7 @@ class Supervisor:
             changed = self.executor.step(CLUSTER_STEP_S if self.executor.outlives else STEP_S)
             self._catch_up()
             if time.monotonic() >= look_at:
-                self._tell(look_at_queue(self.status))
+                tell(self.reader.now(), self.config, self._emit)
                 look_at += every_s
         return True
 
@@ -155,7 +156,7 @@ class Supervisor:
             if self._is_left(error):
                 raise
             self._let_go()
-            self._end(RunState.FAILED, self._text(error), error.exit_code)
+            self._end(State.FAILED, self._text(error), error.exit_code)
             raise
         except TakenOver:
             raise
@@ -164,10 +165,10 @@ class Supervisor:
             raise
         except BaseException as error:
             self._let_go()
-            self._end(RunState.FAILED, f"a bug: {type(error).__name__}: {error}", 1)
+            self._end(State.FAILED, f"a bug: {type(error).__name__}: {error}", 1)
             raise
         if ended:
-            self._end(RunState.DONE, "", 0)
+            self._end(State.DONE, "", 0)
         return ended
 
     def _in_its_place(self, work: Callable[[], bool]) -> bool:
@@ -199,14 +200,14 @@ class Supervisor:
     def _interrupted(self) -> None:
         """Record that the run was stopped, unless its jobs outlive this process for the next supervisor."""
         if not self.executor.outlives:
-            self._end(RunState.STOPPED, "stopped by a signal; finished work is kept", STOPPED_CODE)
+            self._end(State.STOPPED, "stopped by a signal; finished work is kept", STOPPED_CODE)
 
     def _begin(self) -> None:
         """Record that this process is the supervisor, and take over the jobs of the one before it."""
         pid = os.getpid()
         about = {"host": socket.gethostname(), "pid": pid, "born": born_at(pid), "uid": os.getuid(), "job": own_job()}
         about |= {"name": os.environ.get("SLURM_JOB_NAME", ""), "cluster": self.executor.cluster}
-        if self.status.state is RunState.WAITING:
+        if self.status.state is State.WAITING:
             image = {"image": digest} if (digest := image_of(self.config)) else {}
             self._emit(EventKind.RUN_STARTED, stages=[stage.name for stage in self.stages], **image, **about)
         self._emit(EventKind.VISIT, number=self.number, **about)
@@ -222,7 +223,7 @@ class Supervisor:
         """Do what is due in each stage; return whether all are done."""
         for stage in self.stages:
             status = self.status.stages.get(stage.name)
-            if status is not None and status.state is RunState.DONE:
+            if status is not None and status.state is State.DONE:
                 continue
             if status is None or not status.submitted:
                 status = self._open(stage)
@@ -238,7 +239,7 @@ class Supervisor:
 
     def _open(self, stage: Stage) -> StageStatus:
         """Begin a stage: plan what is missing from the store, and submit it."""
-        self.watch(self.status)  # planning can take minutes, in which it is to be seen
+        self.watch(self.reader)  # planning can take minutes, in which it is to be seen
         with self._failing_ends(stage):
             planned = plan_stage(self.project, stage, self.executor, self.folder)
             self._emit(EventKind.STAGE_SUBMITTED, stage=stage.name, **planned.to_json())
@@ -305,12 +306,12 @@ class Supervisor:
         try:
             warnings = table.refuse_or_warn(stage, self.project, self.folder, judged, self._trouble(stage, status))
         except PipelineError as error:
-            self._end_stage(stage, RunState.FAILED, judged.to_json(), [], self._text(error))
+            self._end_stage(stage, State.FAILED, judged.to_json(), [], self._text(error))
             raise
         account = self.dispatch.account()
         if account and account.is_low and status.work:
             warnings = [*warnings, account.figures()]
-        self._end_stage(stage, RunState.DONE, judged.to_json(), warnings, "")
+        self._end_stage(stage, State.DONE, judged.to_json(), warnings, "")
 
     @contextmanager
     def _failing_ends(self, stage: Stage) -> Iterator[None]:
@@ -321,8 +322,8 @@ class Supervisor:
             if self._is_left(error):
                 raise
             known = self.status.stages.get(stage.name)
-            if known is None or known.state is not RunState.FAILED:
-                self._end_stage(stage, RunState.FAILED, None, [], self._text(error))
+            if known is None or known.state is not State.FAILED:
+                self._end_stage(stage, State.FAILED, None, [], self._text(error))
             raise
 
     def _index(self, stage: Stage, judged: Judged) -> None:
@@ -358,10 +359,9 @@ class Supervisor:
         return table.too_many(_rejected(status), status.items, self.config.data.max_rejected_fraction)
 
     def _catch_up(self) -> None:
-        """Apply the events that other processes wrote."""
-        for event in self.reader.fresh():
-            self.status.apply(event)
-        self.watch(self.status)
+        """Apply the events that other processes wrote, and show the run to who watches it."""
+        self.reader.read()
+        self.watch(self.reader)
 
     def _emit(self, kind: EventKind, **data: Any) -> None:
         """Append an event to the ledger, and apply it."""
@@ -374,12 +374,8 @@ class Supervisor:
         except SubmissionRefused as error:
             log.warning("checking waiting jobs continues: %s", error.what)
 
-    def _tell(self, queue: QueueLook) -> None:
-        """Tell people what waits for what does not pass by itself, and what no longer does."""
-        tell(self.folder, self.config, self.status, queue, self._emit)
-
     def _end_stage(
-        self, stage: Stage, state: RunState, census: dict[str, Any] | None, warnings: list[str], error: str
+        self, stage: Stage, state: State, census: dict[str, Any] | None, warnings: list[str], error: str
     ) -> None:
         """Record how a stage ended, and notify people."""
         self._emit(
@@ -388,10 +384,10 @@ class Supervisor:
         self._catch_up()
         notify(self.config.cluster.notify, self.folder, stage.name, state.value, error)
 
-    def _end(self, state: RunState, error: str, exit_code: int) -> None:
+    def _end(self, state: State, error: str, exit_code: int) -> None:
         """Record how the run ended, and close its ledger."""
         if self.executor.outlives:
-            self._tell(QueueLook({}))
+            tell(RunView(self.folder, self.status), self.config, self._emit)
             self._end_look(self.status.watch[1])
         self._emit(EventKind.RUN_ENDED, state=state.value, error=error, exit_code=exit_code)
         self._catch_up()

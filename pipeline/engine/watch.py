@@ -16,9 +16,9 @@ from pipeline.config.load import read_resolved
 from pipeline.engine.handover import log, notify, own_job, supervisor_spec
 from pipeline.errors import PipelineError
 from pipeline.files import is_mine
-from pipeline.journal.active_runs import QueueLook, current_status, stuck_in
 from pipeline.journal.ledger import Ledger, has_ended
-from pipeline.journal.run_status import ENDED, RunState, StatusReader
+from pipeline.journal.run_status import State
+from pipeline.journal.run_view import RunView, ViewReader
 from pipeline.records import EventKind
 from pipeline.units import format_seconds
 
@@ -36,16 +36,14 @@ BEGAN, OVER = "waiting", "waited"  # the states that people are told
 LOOK_S = 600  # its time limit
 
 
-def tell(
-    folder: RunFolder, config: Config, status: RunStatus, queue: QueueLook, emit: Callable[..., Any] | None = None
-) -> None:
+def tell(run: RunView, config: Config, emit: Callable[..., Any] | None = None) -> None:
     """Record and tell what has begun, since the last look, to wait for what does not pass by itself, and what is over.
 
     Without `emit` the events go to a file of this process's own.
     """
-    if queue.tasks is None:  # nothing is known
+    if run.queue.tasks is None:  # nothing is known
         return
-    found = stuck_in(status, queue)
+    folder, status, found = run.folder, run.status, run.stuck
     now, still = round(time.time(), 3), {(wait.of, wait.reason) for wait in found}
     begun = [_numbered(status, replace(wait, since=now)) for wait in found if status.open_wait(wait) is None]
     over = [wait for wait in status.waits.values() if not wait.is_over and (wait.of, wait.reason) not in still]
@@ -90,13 +88,13 @@ def _is_first(folder: RunFolder, wait: Wait) -> bool:
     return True
 
 
-def tell_of_own(folder: RunFolder, status: RunStatus, queue: QueueLook) -> None:
+def tell_of_own(run: RunView) -> None:
     """Do as `tell` where the run goes on and is this user's; where it cannot be recorded, it is only shown."""
-    is_news = stuck_in(status, queue) or not all(wait.is_over for wait in status.waits.values())
-    if status.state in ENDED or not is_news or not is_mine(folder.path):
+    is_news = run.stuck or not all(wait.is_over for wait in run.status.waits.values())
+    if not run.goes_on or not is_news or not is_mine(run.folder.path):
         return
     try:
-        tell(folder, read_resolved(folder.config), status, queue)
+        tell(run, read_resolved(run.folder.config))
     except PipelineError as error:
         log.warning("waiting jobs could not be recorded: %s", error.what)
 
@@ -125,12 +123,12 @@ def _spec(folder: RunFolder, config: Config, visit: int, number: int, every_s: i
 
 def watch(folder: RunFolder, config: Config, executor: Executor, visit: int) -> None:
     """Look once at what a run waits for, and submit the next look; a later visit has looks of its own."""
-    reader = StatusReader(folder)
+    reader = ViewReader(folder)
     if reader.read().visits > visit or has_ended(folder):
         return
-    status, queue = current_status(reader)
-    tell(folder, config, status, queue)
-    if status.state is RunState.RUNNING and status.visits == visit:
+    tell(reader.view(), config)
+    status = reader.status
+    if status.state is State.RUNNING and status.visits == visit:
         ledger = Ledger(folder, f"{WATCH}-{own_job() or os.getpid()}")
         submit_watch(folder, config, executor, visit, status.watch[0] + 1, ledger.emit)
         ledger.close()

@@ -14,16 +14,15 @@ from math import floor
 from typing import TYPE_CHECKING
 
 from pipeline.cluster.job_spec import parse_ranges
-from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_folder import runs_in, writing_run
-from pipeline.journal.run_status import ENDED, RunStatus
+from pipeline.journal.run_status import ENDED, StatusReader
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from pipeline.journal.attempts import Attempt, TaskRecord
     from pipeline.journal.run_folder import RunFolder
-    from pipeline.journal.run_status import StageJob, StageStatus
+    from pipeline.journal.run_status import RunStatus, StageJob, StageStatus
 
 WARN_AT = 0.8
 ENDS_WITHIN_S = 60  # after its time limit: Slurm looks twice a minute, then waits until it kills (KillWait)
@@ -109,7 +108,7 @@ class Spending:
         """Take the folder, and the budget; without one nothing is counted."""
         self._runs, self._budget = runs, budget
         self._known: dict[str, tuple[int, Hours]] = {}  # run → bytes of its ledger, and what it took
-        self._live: dict[str, tuple[LedgerReader, RunStatus]] = {}
+        self._live: dict[str, StatusReader] = {}
 
     def account(self) -> Account | None:
         """Return the budget and what has gone of it by now; None where there is none."""
@@ -122,12 +121,9 @@ class Spending:
     def _of(self, folder: RunFolder, unit: str) -> Hours:
         size, known = _ledger_bytes(folder), self._known.get(folder.name)
         if known is None or known[0] != size:
-            fresh = (LedgerReader(folder), RunStatus(folder.name))
-            reader, status = self._live.pop(folder.name, fresh)
-            for event in reader.latest():
-                status.apply(event)
-            if status.state not in ENDED:
-                self._live[folder.name] = (reader, status)
+            reader = self._live.pop(folder.name, None) or StatusReader(folder)
+            if (status := reader.read()).state not in ENDED:
+                self._live[folder.name] = reader
             known = self._known[folder.name] = (size, hours_of(status, unit))
         return known[1]
 
@@ -195,9 +191,7 @@ def _ledger_bytes(folder: RunFolder) -> int:
 
 def note_pruned(runs: Path, folder: RunFolder) -> None:
     """Write down what a run has taken, before it is removed."""
-    status = RunStatus(folder.name)
-    for event in LedgerReader(folder).latest():
-        status.apply(event)
+    status = StatusReader(folder).read()
     used = {unit: hours_of(status, unit).used for unit in ("core", "gpu")}
     if not any(used.values()):
         return

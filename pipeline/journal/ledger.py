@@ -29,14 +29,10 @@ SUFFIX = ".jsonl"
 SUPERVISOR = "supervisor"  # the writer of a visit is this and its number
 _decode = json.JSONDecoder().raw_decode  # faster than loads; an event's text begins with its object
 _KINDS = {kind.value: kind for kind in EventKind}
-_STARTED, _PROGRESS, _FINISHED = (
-    b'"kind":"%s"' % kind.value.encode()
-    for kind in (EventKind.TASK_STARTED, EventKind.PROGRESS, EventKind.TASK_FINISHED)
-)
+_PROGRESS, _FINISHED = (b'"kind":"%s"' % kind.value.encode() for kind in (EventKind.PROGRESS, EventKind.TASK_FINISHED))
 READ_BYTES = 1 << 18
 QUOTED = ("what", "error")  # foreign text: an exception may quote a command line, or an address with a password
-_NO_FIGURES, _LOSS = b'"figures":{}', b"loss"
-LOSSES = 16  # of the lines read at once: enough for a curve, of however long a training
+_NO_FIGURES = b'"figures":{}'
 
 
 class Ledger:
@@ -72,8 +68,9 @@ class Ledger:
 class LedgerReader:
     """Reads new events from all event files of a run; it keeps one position per file."""
 
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder.events
+    def __init__(self, folder: RunFolder, *, whole: bool = True) -> None:
+        """Read the events of a run; unless `whole`, without progress that later events supersede."""
+        self._folder, self._whole = folder.events, whole
         self._positions: dict[str, int] = {}
         self._own = ""
 
@@ -85,13 +82,7 @@ class LedgerReader:
         """Yield the events since the last call, file by file; only files that grew are opened."""
         for path, writer in self._grown():
             for lines in self._fresh_of(path):
-                yield from filter(None, (_event(line, writer) for line in lines))
-
-    def latest(self) -> Iterator[Event]:
-        """Yield what `fresh` does without progress that later events supersede: enough for the status of a run."""
-        for path, writer in self._grown():
-            for lines in self._fresh_of(path):
-                yield from filter(None, [_event(line, writer) for line in _telling(lines)])
+                yield from filter(None, (_event(line, writer) for line in (lines if self._whole else _telling(lines))))
 
     def _grown(self) -> Iterator[tuple[str, str]]:
         """Yield path and writer of each file that grew since it was last read."""
@@ -133,23 +124,14 @@ class LedgerReader:
 
 
 def _telling(lines: list[bytes]) -> Iterator[bytes]:
-    """Return the lines of a writer that later ones do not supersede, and some of those with a loss."""
-    last = lines[-1] if lines else b""
-    whole = _FINISHED in last and _NO_FIGURES not in last and _STARTED in lines[0] and _LOSS not in last
-    if whole and not [line for line in lines[1:-1] if _PROGRESS not in line]:  # an attempt that went well
-        return iter((lines[0], last))
-    kept, every = lines[-1:], max(1, len(lines) // LOSSES)
-    for place in range(len(lines) - 2, -1, -1):
-        line = lines[place]
-        if not _is_overtaken(line, kept[-1]) or (place % every == 0 and _LOSS in line):
-            kept.append(line)
-    return reversed(kept)
-
-
-def _is_overtaken(line: bytes, following: bytes) -> bool:
-    """Tell whether newer progress follows, with figures of its own where the line has some."""
-    newer = _PROGRESS in line and (_PROGRESS in following or _FINISHED in following)
-    return newer and (_NO_FIGURES in line or _NO_FIGURES not in following)
+    """Yield the lines of a writer without progress that newer progress supersedes, with figures where it has some."""
+    for line, following in zip(lines, [*lines[1:], b""], strict=False):
+        if not (
+            _PROGRESS in line
+            and (_PROGRESS in following or _FINISHED in following)
+            and (_NO_FIGURES in line or _NO_FIGURES not in following)
+        ):
+            yield line
 
 
 def _event(line: bytes, writer: str) -> Event | None:

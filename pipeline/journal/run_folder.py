@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.command_line import Command, quoted
-from pipeline.errors import ConfigError, JobFailed
+from pipeline.errors import ConfigError, JobFailed, PipelineError
 from pipeline.units import first_few
 
 if TYPE_CHECKING:
@@ -172,6 +172,19 @@ def is_newer(path: Path) -> bool:
     except OSError:
         return False
     return bool(format_text) and not (format_text.isdecimal() and int(format_text) <= FORMAT)
+
+
+def hidden(runs: Path) -> list[str]:
+    """Return the names of runs that cannot be read: private to other users, or of a later version."""
+    try:
+        names = sorted(name for name in os.listdir(runs) if NAME.fullmatch(name))  # noqa: PTH208 - names are enough
+        known = {folder.name for folder in runs_in(runs)}
+    except FileNotFoundError:
+        return []
+    except (OSError, PipelineError):
+        return [runs.name]
+    unknown = [runs / name for name in names if name not in known]
+    return [path.name for path in unknown if not os.access(path, os.X_OK) or is_newer(path)]
 
 
 def _readable(folder: RunFolder) -> RunFolder:

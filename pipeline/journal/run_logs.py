@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 from pipeline.cluster.job_spec import parse_ranges
 from pipeline.cluster.sbatch import offset_of
 from pipeline.cluster.verdict import Cause
-from pipeline.journal.run_status import RunState, StatusReader
+from pipeline.journal.run_status import GOING_ON, State
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from pipeline.journal.attempts import Attempt, TaskRecord
     from pipeline.journal.run_folder import RunFolder
-    from pipeline.journal.run_status import RunStatus, StageJob, StageStatus
+    from pipeline.journal.run_status import RunStatus, StageJob, StageStatus, StatusReader
 
 SUPERVISE = "supervise"
 ENDS = (".out", ".err")
@@ -91,9 +91,9 @@ def wanted_logs(folder: RunFolder, status: RunStatus, wanted: LogChoice) -> list
 
 def _supervisor_failed(status: RunStatus) -> bool:
     """Tell whether the run failed in its supervisor and in no task."""
-    if status.state is RunState.ABANDONED or status.exit_code == A_BUG:
+    if status.state is State.ABANDONED or status.exit_code == A_BUG:
         return True
-    return status.state is RunState.FAILED and not any(stage.failures for stage in status.stages.values())
+    return status.state is State.FAILED and not any(stage.failures for stage in status.stages.values())
 
 
 def task_logs(folder: RunFolder, status: RunStatus) -> Iterator[Log]:
@@ -215,8 +215,8 @@ class _Place:
 class Follower:
     """Follows the logs of a run until it has ended; logs may appear late, shrink or be replaced."""
 
-    def __init__(self, folder: RunFolder, wanted: LogChoice) -> None:
-        self._folder, self._wanted, self.reader = folder, wanted, StatusReader(folder)
+    def __init__(self, reader: StatusReader, wanted: LogChoice) -> None:
+        self._folder, self._wanted, self.reader = reader.folder, wanted, reader
         self._places: dict[str, _Place] = {}
         self._over: set[str] = set()  # logs to which nothing will be added, read to their end
         self._first = True
@@ -228,7 +228,7 @@ class Follower:
     @property
     def ended(self) -> bool:
         """Whether the run has ended, and so nothing more will come."""
-        return self.status.state not in (RunState.WAITING, RunState.RUNNING)
+        return self.status.state not in GOING_ON
 
     def fresh(self) -> Iterator[tuple[Log, str, str]]:
         """Yield new text, with its log and its file."""

@@ -18,7 +18,7 @@ from pipeline.records import LOWEST_COSINE, Event, EventKind
 Told = TypeVar("Told")
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from pipeline.cluster.job_spec import JobId
     from pipeline.journal.run_folder import RunFolder
@@ -30,7 +30,7 @@ COUNTED = (
 )  # fmt: skip
 
 
-class RunState(StrEnum):
+class State(StrEnum):
     """The state of a run or of a stage."""
 
     WAITING = "waiting"
@@ -41,7 +41,11 @@ class RunState(StrEnum):
     ABANDONED = "abandoned"  # its supervisor died without recording an end
 
 
-ENDED = frozenset({RunState.DONE, RunState.FAILED, RunState.STOPPED})
+ENDED = frozenset({State.DONE, State.FAILED, State.STOPPED})
+GOING_ON = (State.WAITING, State.RUNNING)
+OOMS = "ooms"  # a figure: steps of a process that ran out of memory so far
+LOSS = "loss"  # of a training; several terms are loss.NAME
+MOST_SLOTS = 400  # in which the work of a stage is counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +95,45 @@ class StageJob:
 
 
 @dataclass(slots=True)
+class TimeSlots:
+    """Counts over time; slots double their width before they become too many, and events may come in any order."""
+
+    width_s: int = 1
+    counts: Counter[int] = field(default_factory=Counter)
+    totals: dict[str, int] = field(default_factory=dict)  # process → what it has counted in its present attempt
+
+    def count(self, at: float, process: str, total: int) -> None:
+        """Count what a process has done by a time; work that it repeats counts again."""
+        if (more := total - self.totals.get(process, 0)) <= 0:
+            return
+        self.totals[process] = total
+        self.counts[int(at) // self.width_s] += more
+        while len(self.counts) > MOST_SLOTS:
+            wider = Counter[int]()
+            for slot, known in self.counts.items():
+                wider[slot // 2] += known
+            self.width_s, self.counts = 2 * self.width_s, wider
+
+    def points(self, until: float) -> list[tuple[float, float]]:
+        """Return time and count a second, slot by slot; 0 where nothing was counted for long."""
+        if not self.counts:
+            return []
+        first, last = min(self.counts), max(self.counts)
+        step = max(1, -(-(last - first + 1) // MOST_SLOTS))
+        points = []
+        for start in range(first, last + 1, step):
+            begin, end = start * self.width_s, min((start + step) * self.width_s, max(until, start * self.width_s + 1))
+            total = sum(self.counts[slot] for slot in range(start, start + step))
+            points.append(((begin + end) / 2, total / (end - begin)))
+        return points
+
+
+@dataclass(slots=True)
 class StageStatus:
     """One stage of a run."""
 
     name: str
-    state: RunState = RunState.RUNNING
+    state: State = State.RUNNING
     items: int = 0
     refused: int = 0
     unusable: int = 0
@@ -130,6 +168,8 @@ class StageStatus:
     submitted: bool = False
     started_at: float = 0.0
     ended_at: float = 0.0
+    over_time: TimeSlots = field(default_factory=TimeSlots)  # items that its tasks work through; of a deep view alone
+    ooms: TimeSlots = field(default_factory=TimeSlots)  # steps that ran out of memory; likewise
 
     def task(self, number: int) -> TaskRecord:
         """Return the record of a task, a new one if there is none."""
@@ -244,6 +284,30 @@ class StageStatus:
         """The points that were cancelled by hand, and by whom each was."""
         return {self.name_of(number): task.cancelled for number, task in self.work.items() if task.cancelled}
 
+    def use(self) -> dict[str, int | None]:
+        """Return the most memory that any of its tasks asked for, and the most that one used."""
+        ended = [attempt for task in self.work.values() for attempt in task.ended]
+        sizes = {
+            "asked_bytes": (task.ask.mem_bytes for task in self.work.values() if task.ask),
+            "peak_bytes": (attempt.peak_rss_bytes for attempt in ended if attempt.peak_rss_bytes),
+            "gpu_peak_bytes": (attempt.gpu_peak_bytes for attempt in ended if attempt.gpu_peak_bytes),
+        }
+        return {name: max(each, default=None) for name, each in sizes.items()}
+
+    def highest(self, figure: str) -> int:
+        """Return the highest value of a figure that a process reports; 0 where none does."""
+        return max((int(figures.get(figure, 0)) for figures in self.figures.values()), default=0)
+
+    @property
+    def loss(self) -> float | None:
+        """The latest loss that a process reported, as the sum of its terms."""
+        for figures in reversed(self.figures.values()):
+            if terms := [value for name, value in figures.items() if name.startswith(f"{LOSS}.")]:
+                return sum(terms)
+            if named := [figures[name] for name in (LOSS, f"script.{LOSS}") if name in figures]:
+                return named[0]
+        return None
+
     @property
     def live(self) -> list[JobId]:
         """Jobs with tasks that have not ended."""
@@ -258,7 +322,7 @@ class StageStatus:
         if task.cancelled and not (task.good or task.word.finished):
             return "cancelled"
         if task.job is not None:  # until a supervisor has judged it, its own reports count
-            is_stopped = self.state is RunState.STOPPED  # with its run, which has ended its jobs
+            is_stopped = self.state is State.STOPPED  # with its run, which has ended its jobs
             left_off = is_interruption(task.word.exit_code or 0)  # Slurm begins it again, or a supervisor does
             going = "stopped" if is_stopped else "running" if task.word.started and not left_off else self._waiting
             state = "failed" if task.word.exit_code and not left_off else going
@@ -269,7 +333,7 @@ class StageStatus:
 
     @property
     def _waiting(self) -> str:
-        return "stalled" if self.state is RunState.ABANDONED else "waiting"
+        return "stalled" if self.state is State.ABANDONED else "waiting"
 
     def measured(self) -> dict[str, float]:
         """Return the figures of all processes as figures of the stage."""
@@ -298,6 +362,7 @@ class StageStatus:
 INTERNAL = (
     "of",
     "judged", "told", "work", "jobs", "intents", "submitted", "sent", "left_out", "planned", "limits", "own", "names",
+    "over_time", "ooms",
 )  # fmt: skip
 
 
@@ -363,7 +428,7 @@ class RunStatus:
     """One run."""
 
     name: str
-    state: RunState = RunState.WAITING
+    state: State = State.WAITING
     stages: dict[str, StageStatus] = field(default_factory=dict)
     host: str = ""
     pid: int = 0
@@ -381,6 +446,7 @@ class RunStatus:
     watch: tuple[int, JobId, str] = (0, "", "")  # the number of the latest look, its job, and the job's name
     names: dict[JobId, str] = field(default_factory=dict)  # of supervisors' jobs in the queue, each unique
     cluster: str = ""  # Slurm's name of the cluster that has its jobs
+    deep: bool = False  # whether to count the work of stages over time
 
     def apply(self, event: Event) -> None:
         """Update the status by an event."""
@@ -388,7 +454,7 @@ class RunStatus:
         if "stage" in data:
             self._apply_to_stage(event)
         elif event.kind is EventKind.RUN_STARTED:
-            self.state, self.started_at = RunState.RUNNING, self.started_at or event.at
+            self.state, self.started_at = State.RUNNING, self.started_at or event.at
             self.planned = tuple(data["stages"])
             self._look_after(event)
             self.error, self.exit_code, self.ended_at, self.successors = "", 0, 0.0, ()
@@ -406,7 +472,7 @@ class RunStatus:
         elif event.kind in (EventKind.WAITING, EventKind.WAITED):
             self._wait(event)
         elif event.kind is EventKind.RUN_ENDED:
-            self.state, self.ended_at = RunState(data["state"]), event.at
+            self.state, self.ended_at = State(data["state"]), event.at
             self.error, self.exit_code, self.successors = data["error"], data["exit_code"], ()
             self.settle()
 
@@ -451,13 +517,13 @@ class RunStatus:
 
     def abandon(self) -> None:
         """Mark the run as one without a supervisor."""
-        self.state = RunState.ABANDONED
+        self.state = State.ABANDONED
         self.settle()
 
     def settle(self) -> None:
         """Give running stages the state of the run, which has ended."""
         for stage in self.stages.values():
-            if stage.state is RunState.RUNNING:
+            if stage.state is State.RUNNING:
                 stage.state = self.state
 
     def _apply_to_stage(self, event: Event) -> None:
@@ -468,6 +534,8 @@ class RunStatus:
             stage = self.stages[data["stage"]] = StageStatus(data["stage"], started_at=event.at)
         if event.kind in WORDS:
             _take_report(stage, event)
+            if self.deep:
+                _count(stage, event)
         elif event.kind is EventKind.TASK_GIVEN_UP:
             stage.task(data["task"]).then[data["attempt"]] = data["why"]
         elif event.kind is EventKind.TASK_CANCELLED:
@@ -477,7 +545,7 @@ class RunStatus:
         elif event.kind is EventKind.STAGE_SUBMITTED:
             _begin(stage, event)
         elif event.kind is EventKind.STAGE_ENDED:
-            stage.state, stage.ended_at = RunState(data["state"]), event.at
+            stage.state, stage.ended_at = State(data["state"]), event.at
             stage.census, stage.judged, stage.error = data["census"], data["warnings"], data["error"]
         elif event.kind in (EventKind.JOB_SUBMITTING, EventKind.JOB_SUBMITTED, EventKind.JOB_REFUSED):
             _submit(stage, event)
@@ -500,7 +568,7 @@ class RunStatus:
         return sorted(self.stages.values(), key=lambda stage: stage.started_at)
 
 
-UNTOLD = ("born", "seen", "uid", "watch", "names")  # they only tell a supervisor's process from others
+UNTOLD = ("born", "seen", "uid", "watch", "names", "deep")  # they only tell a supervisor's process from others
 
 
 def _begin(stage: StageStatus, event: Event) -> None:
@@ -510,7 +578,7 @@ def _begin(stage: StageStatus, event: Event) -> None:
     if "job" in event.data:
         stage.planned = StageJob.from_json(event.data["job"])
         stage.limits = Limits(**event.data["limits"]) if event.data["limits"] else None
-    stage.state, stage.submitted, stage.started_at = RunState.RUNNING, True, event.at
+    stage.state, stage.submitted, stage.started_at = State.RUNNING, True, event.at
     for number in range(stage.tasks):
         stage.task(number)
     stage.parts = event.data.get("parts", {})
@@ -576,23 +644,27 @@ def _take_report(stage: StageStatus, event: Event) -> None:
         )
 
 
+def _count(stage: StageStatus, event: Event) -> None:
+    """Count the work of a process, and its steps that ran out of memory, over time."""
+    if event.kind is EventKind.TASK_STARTED:
+        stage.over_time.totals[event.writer] = stage.ooms.totals[event.writer] = 0
+    elif event.kind is not EventKind.TASK_FAILED:
+        stage.over_time.count(event.at, event.writer, event.data["done"])
+        stage.ooms.count(event.at, event.writer, int(event.data.get("figures", {}).get(OOMS, 0)))
+
+
 WORDS = (EventKind.TASK_STARTED, EventKind.PROGRESS, EventKind.TASK_FINISHED, EventKind.TASK_FAILED)
 
 
 class StatusReader:
     """Keeps the status of a run up to date with its ledger."""
 
-    def __init__(
-        self, folder: RunFolder, take: Callable[[Event], object] = lambda _event: None, *, whole: bool = False
-    ) -> None:
-        """Give each event to `take`, too: those that the status needs, or where `whole` is set all of them."""
-        self.folder, self.status, self._take = folder, RunStatus(folder.name), take
-        ledger = LedgerReader(folder)
-        self._events = ledger.fresh if whole else ledger.latest
+    def __init__(self, folder: RunFolder, *, deep: bool = False) -> None:
+        self.folder, self.status = folder, RunStatus(folder.name, deep=deep)
+        self.ledger = LedgerReader(folder, whole=deep)
 
     def read(self) -> RunStatus:
         """Apply the events since the last call; return the status."""
-        for event in self._events():
+        for event in self.ledger.fresh():
             self.status.apply(event)
-            self._take(event)
         return self.status

@@ -14,20 +14,20 @@ from rich.live import Live
 from rich.text import Text
 
 from pipeline.report.run_summary import SOON, Row, held_lines, notes, planning_row, rows_of, waiting_row
-from pipeline.report.run_tables import status_report
-from pipeline.report.screen import Screen, screen
-from pipeline.report.tables import NO_TERMINAL, SPINNER, columns, fitted, show_parts, the_console
+from pipeline.report.tables import NO_TERMINAL, SPINNER, fitted, grouped, show_parts, the_console
 from pipeline.units import short_bytes, short_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from typing import TypeAlias
 
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
-    from pipeline.command_line import Command
-    from pipeline.journal.active_runs import SeenRun
     from pipeline.journal.run_status import RunStatus, StageStatus
+    from pipeline.journal.run_view import RunView
     from pipeline.store.maintenance.damage_report import Checked
+
+    Report: TypeAlias = Callable[[RunView, Mapping[str, float]], Iterable[RenderableType]]  # by the speeds of stages
 
 LINE_EVERY_S = 10.0
 LOOK_EVERY_S = 0.25
@@ -35,6 +35,7 @@ FRAMES_PER_S = 8
 EVERY_S = 2.0
 GLANCE_S = 0.2  # how soon a terminal's new size is seen
 CHANGES = 30  # of a stage, from which its pace is computed
+LEAVES = "Ctrl-C leaves; the run continues"
 
 
 class LiveLines:
@@ -129,15 +130,15 @@ class RunProgress(LiveLines):
         if self._console.is_terminal:
             self._redraw()
 
-    def show(self, status: RunStatus, seen: Callable[[RunStatus], SeenRun]) -> None:
+    def show(self, status: RunStatus, seen: Callable[[], RunView]) -> None:
         """Show a run, unless that was done a moment ago and no stage has begun or ended since."""
         states = [(stage.name, stage.state.value) for stage in status.stages.values()]
         if states != self._states or time.monotonic() - self._looked_at >= LOOK_EVERY_S:
-            self._take(seen(status))
+            self._take(seen())
             self._redraw()
             self._states, self._looked_at = states, time.monotonic()
 
-    def end(self, run: SeenRun) -> bool:
+    def end(self, run: RunView) -> bool:
         """Print what is left to say of the stages of a run that has ended; return whether anything was printed."""
         self._take(run)
         self.close()
@@ -147,7 +148,7 @@ class RunProgress(LiveLines):
             self._print_notes(name)
         return bool(self._printed)
 
-    def _take(self, run: SeenRun) -> None:
+    def _take(self, run: RunView) -> None:
         """Compute the lines of a run, and print those that do not change any more."""
         stages = run.status.in_order()
         self._has_work = self._has_work or any(stage.missing or stage.error for stage in stages)
@@ -228,49 +229,48 @@ class PaceMeter:
         return (done - before) / took if took > 0 and since else 0.0
 
 
-def watched(now: Callable[[], SeenRun], goes_on: Callable[[], bool], typed: Command) -> None:
-    """Show the run that `now` returns until it has ended, or until Ctrl-C; the last report stays on the screen."""
-    last: list[SeenRun] = []
-
-    def look() -> SeenRun | None:
-        last[:] = [now()]
-        return last[0] if goes_on() else None
-
+def watched(look: Callable[[], RunView], report: Report) -> None:
+    """Show the run that `look` returns until it has ended, or until Ctrl-C; the last report stays on the screen."""
+    last: list[RunView] = []
     console = the_console()
+
+    def looks() -> Iterator[RunView]:
+        while (run := look()).goes_on:
+            last[:] = [run]
+            yield run
+        last[:] = [run]
+
     try:
         if sys.stdout.isatty() and not console.is_dumb_terminal:
-            _on_screen(console, look)
+            _on_screen(console, looks(), report)
         else:
-            _as_lines(look, typed)
+            _as_lines(looks(), report)
     except KeyboardInterrupt:  # leaving is no failure
         pass
     for run in last:
-        show_parts(*status_report(run, typed, columns()))
+        show_parts(*report(run, {}))
 
 
-def _on_screen(console: Console, look: Callable[[], SeenRun | None]) -> None:
-    """Show a run on the whole terminal, which is written to only when a line has changed."""
-    meter, drawn, drawn_at = PaceMeter(), list[Text](), None
+def _on_screen(console: Console, looks: Iterable[RunView], report: Report) -> None:
+    """Show a run on the whole terminal."""
+    meter = PaceMeter()
     with Live(console=console, screen=True, auto_refresh=False) as live:
-        while run := look():
-            paces, due = meter.take(run.status, time.time()), time.monotonic() + EVERY_S
-            while (moment := time.monotonic()) < due:
-                size_and_second = (console.size, int(moment))
-                if size_and_second != drawn_at:  # the window has changed, or the clock
-                    lines, drawn_at = screen(run, Screen(*console.size, time.time(), paces)), size_and_second
-                    if lines != drawn:
-                        live.update(Text("\n").join(lines), refresh=True)
-                        drawn = lines
+        for run in looks:
+            paces, due, size = meter.take(run.status, time.time()), time.monotonic() + EVERY_S, None
+            while time.monotonic() < due:
+                if console.size != size:
+                    live.update(grouped([*report(run, paces), "", LEAVES], console.width), refresh=True)
+                    size = console.size
                 time.sleep(GLANCE_S)
 
 
-def _as_lines(look: Callable[[], SeenRun | None], typed: Command) -> None:
+def _as_lines(looks: Iterable[RunView], report: Report) -> None:
     """Print a report whenever it has changed."""
     before = None
-    while run := look():
+    for run in looks:
         document = replace(run, at=math.inf).to_json()  # a clock is no change
         if document != before:
-            show_parts(*status_report(run, typed, columns()), "")
+            show_parts(*report(run, {}), "")
             sys.stdout.flush()
         before = document
         time.sleep(EVERY_S)

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from pipeline.cluster.verdict import Cause
 from pipeline.command_line import Command
-from pipeline.journal.active_runs import loss_of
-from pipeline.journal.run_status import RunState
+from pipeline.journal.run_status import State
+from pipeline.journal.run_view import NO_SUPERVISOR
 from pipeline.report.stage_lines import found_damage, named_records, unit_of, validated_files
 from pipeline.report.tables import plural
 from pipeline.units import short_bytes, short_seconds
@@ -19,9 +19,9 @@ from pipeline.units import short_bytes, short_seconds
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from pipeline.journal.active_runs import SeenRun
     from pipeline.journal.attempts import Attempt
     from pipeline.journal.run_status import RunStatus, StageStatus, Wait
+    from pipeline.journal.run_view import RunView
 
 MARKS = {"done": "✓", "failed": "✗", "abandoned": "✗", "stopped": "!", "running": "⠹", "waiting": "·"}
 STYLES = {
@@ -86,13 +86,13 @@ def joined(parts: Sequence[str], mark: str, room: int) -> str:
     return mark.join(kept)
 
 
-def rows_of(run: SeenRun, pace: Mapping[str, float]) -> list[Row]:
+def rows_of(run: RunView, pace: Mapping[str, float]) -> list[Row]:
     """Return a row for each stage of a run; while none runs, the next is being planned."""
     status, rows = run.status, list[Row]()
     for stage in status.in_order():
         rows.append(_row(stage, run, pace.get(stage.name, 0.0)))
     begun = max((stage.ended_at or stage.started_at for stage in status.stages.values()), default=status.started_at)
-    is_next = status.state is RunState.RUNNING and all(row.state == "done" for row in rows)
+    is_next = status.state is State.RUNNING and all(row.state == "done" for row in rows)
     for name in status.planned:
         if name not in status.stages:
             rows.append(planning_row(name, begun) if is_next else waiting_row(name))
@@ -110,19 +110,19 @@ def planning_row(name: str, since: float, words: str = "") -> Row:
     return Row("running", name, (words or (MEMORY if name in PLANNED else SOON),), since=since)
 
 
-def _row(stage: StageStatus, run: SeenRun, pace: float) -> Row:
+def _row(stage: StageStatus, run: RunView, pace: float) -> Row:
     took = short_seconds(stage.ended_at - stage.started_at) if stage.ended_at and stage.missing else ""
-    if stage.state is RunState.RUNNING:
+    if stage.state is State.RUNNING:
         return Row("running", stage.name, tuple(doing(stage, run, pace)), share=_share(stage))
-    if stage.state is not RunState.DONE:
+    if stage.state is not State.DONE:
         counted = [f"{stage.items_done:,}/{stage.missing:,} {unit_of(stage.name, stage.counts())}s"][: stage.missing]
         return Row(stage.state.value, stage.name, (words_of(stage.state), *counted), took)
     return Row("failed" if found_damage(stage) else "done", stage.name, tuple(made(stage, run.status)), took)
 
 
-def words_of(state: RunState) -> str:
+def words_of(state: State) -> str:
     """Return the word for a state on screens."""
-    return "orphaned" if state is RunState.ABANDONED else state.value
+    return "orphaned" if state is State.ABANDONED else state.value
 
 
 def _share(stage: StageStatus) -> float | None:
@@ -153,13 +153,13 @@ def made(stage: StageStatus, status: RunStatus) -> Iterator[str]:
         yield f"{stage.cached:,} cached" if stage.missing else "cached"
 
 
-def doing(stage: StageStatus, run: SeenRun, pace: float) -> Iterator[str]:
+def doing(stage: StageStatus, run: RunView, pace: float) -> Iterator[str]:
     """Yield what a running stage does, or what it waits for."""
     states, unit, done = stage.task_states(), unit_of(stage.name, stage.counts()), stage.items_done
-    reasons = run.waits_for.get(stage.name, ())
+    reasons = run.waits_for(stage)
     if reasons and not states.get("running"):
         yield f"waiting in the queue: {', '.join(reasons)}"
-        if delayed := run.delayed.get(stage.name):
+        if delayed := run.delayed(stage):
             yield delayed
         return
     yield f"{done:,}/{stage.missing:,} {unit}s" if done else f"{plural(stage.missing, unit)} to do"
@@ -167,7 +167,7 @@ def doing(stage: StageStatus, run: SeenRun, pace: float) -> Iterator[str]:
         yield f"{rejected:,} rejected"
     if pace > 0 and done:
         yield f"{pace:,.0f} {unit}s/s" if pace >= 10 else f"{pace:.2g} {unit}s/s"
-    if (loss := loss_of(stage)) is not None:
+    if (loss := stage.loss) is not None:
         yield f"loss {loss:.3g}"
     if reasons:
         yield f"{plural(states.get('waiting', 0), 'task')} queued: {', '.join(reasons)}"
@@ -231,9 +231,9 @@ def _followed(stage: StageStatus, attempt: Attempt) -> str:
 
 
 def held_lines(waits: Iterable[Wait]) -> list[str]:
-    """Say what waits for something that does not pass by itself, and what helps."""
+    """Say what waits for something that does not pass by itself, and what helps; an orphaned run says so itself."""
     lines = []
-    for wait in waits:
+    for wait in (wait for wait in waits if wait.reason != NO_SUPERVISOR):
         what = f"{plural(wait.tasks, 'task')} held" if wait.tasks else "held"
         lines += [f"! {wait.of}: {what}: {wait.words} ({wait.reason})", f"  next: {wait.remedy}"]
     return lines
@@ -245,20 +245,20 @@ def ending(status: RunStatus, typed: Command, named: Sequence[str] = ()) -> list
     `named`: the run as it was typed, where it may not be the newest.
     """
     took = short_seconds(max(0.0, status.ended_at - status.started_at)) if status.started_at else "0s"
-    if status.state is RunState.DONE and not any(stage.missing for stage in status.stages.values()):
+    if status.state is State.DONE and not any(stage.missing for stage in status.stages.values()):
         return [f"✓ Up to date: {plural(len(status.stages), 'stage')}, nothing to do."]
     places, about = list(_places(status)), _project(typed)
     resume = Command.of("resume", status.name).in_project(about)
-    if status.state is RunState.DONE:
+    if status.state is State.DONE:
         damage = any(map(found_damage, status.stages.values()))
         head = " · ".join([f"{'✗ Found damage' if damage else '✓ Done'} in {took}", *metrics(status)])
         places += [("Next", str(following))] if (following := _next(status, typed, named)) else []
-    elif status.state is RunState.FAILED:
-        failed = [stage.name for stage in status.in_order() if stage.state is RunState.FAILED]
+    elif status.state is State.FAILED:
+        failed = [stage.name for stage in status.in_order() if stage.state is State.FAILED]
         head = f"✗ Failed after {took}{f': stage {failed[-1]}' if failed else ''}"
-    elif status.state is RunState.STOPPED:
+    elif status.state is State.STOPPED:
         head, places = f"! Stopped after {took}; finished work is kept", [("Next", str(resume))]
-    elif status.state is RunState.ABANDONED:
+    elif status.state is State.ABANDONED:
         head = "✗ Orphaned: this run has no supervisor (its process died); finished work is kept"
         places = [("Next", str(resume))]
     else:

@@ -10,8 +10,7 @@ from rich.text import Text
 
 from pipeline.cluster.verdict import Cause
 from pipeline.command_line import Command
-from pipeline.journal.active_runs import GOING_ON, use
-from pipeline.journal.run_status import RunState
+from pipeline.journal.run_status import GOING_ON, State
 from pipeline.report.run_summary import MARKS, STYLES, ending, held_lines, notes, rows_of, words_of
 from pipeline.report.stage_lines import (
     CENSUS,
@@ -32,9 +31,9 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from pipeline.journal.active_runs import SeenRun
     from pipeline.journal.attempts import Attempt
     from pipeline.journal.run_status import StageStatus
+    from pipeline.journal.run_view import RunView
     from pipeline.report.run_summary import Row
 
 TABLE_COLUMNS = 64  # that the table needs
@@ -43,16 +42,21 @@ STORIES_SHOWN = 5
 TASKS_NAMED = 5
 
 
-def status_report(run: SeenRun, typed: Command, width: int = NO_TERMINAL) -> list[RenderableType]:
+NO_PACES: Mapping[str, float] = {}
+
+
+def status_report(
+    run: RunView, typed: Command, width: int = NO_TERMINAL, paces: Mapping[str, float] = NO_PACES
+) -> list[RenderableType]:
     """Show a run at a glance: its stages, what needs attention, how it ended or what it does, and what to type next."""
     status, is_over, named = run.status, run.status.state not in GOING_ON, typed.words[1:]
     took = (status.ended_at or (run.at if math.isfinite(run.at) else 0.0)) - status.started_at
     clock = [short_seconds(took)] if status.started_at and took > 0 else []
     shown: list[RenderableType] = [" · ".join([f"Run {status.name}", words_of(status.state), *clock])]
-    if status.state not in (*GOING_ON, RunState.DONE):
+    if status.state not in (*GOING_ON, State.DONE):
         head, *places = ending(status, typed, named)
         shown += [head, *_indented(status.error), *_indented(run.supervisor), *places, ""]
-    rows = rows_of(run, {})
+    rows = rows_of(run, paces)
     if rows and width >= TABLE_COLUMNS:
         cells = (_cells(row, status.stages.get(row.name)) for row in rows)
         shown.append(text_table(AT_A_GLANCE, cells, right=AT_A_GLANCE[2:]))
@@ -65,7 +69,7 @@ def status_report(run: SeenRun, typed: Command, width: int = NO_TERMINAL) -> lis
         shown += [] if rows else [run.supervisor]
     shown += [*held_lines(run.stuck), *(f"! {note}" for stage in status.in_order() for note in notes(stage))]
     shown += [run.account.line()] if run.account and run.account.is_low else []
-    shown += ["", *ending(status, typed, named)] if status.state is RunState.DONE else []
+    shown += ["", *ending(status, typed, named)] if status.state is State.DONE else []
     return [*shown, f"  Details: {Command.of('status', *named, '-v').in_project(typed)}"]
 
 
@@ -78,16 +82,18 @@ def _cells(row: Row, stage: StageStatus | None) -> tuple[str | Text, ...]:
     state = Text(f"{MARKS[row.state]} {'orphaned' if row.state == 'abandoned' else row.state}", STYLES[row.state])
     if stage is None:
         return (row.name, state, *[""] * 4)
-    asked, peak, _ = use(stage).values()
-    peak = peak or max((int(figures.get("host_peak_bytes", 0)) for figures in stage.figures.values()), default=0)
+    asked, peak, _ = stage.use().values()
+    peak = peak or stage.highest("host_peak_bytes")
     memory = f"{short_bytes(peak) if peak else '?'}/{short_bytes(asked)}" if asked else ""
     done = f"{stage.cached + stage.items_done:,}/{stage.cached + stage.missing:,}"
     return row.name, state, done, f"{stage.cached:,}", row.took, memory
 
 
-def run_report(run: SeenRun, typed: Command, width: int = NO_TERMINAL) -> list[RenderableType]:
+def run_report(
+    run: RunView, typed: Command, width: int = NO_TERMINAL, paces: Mapping[str, float] = NO_PACES
+) -> list[RenderableType]:
     """Show a run with every detail: what each stage made and used, and the story of its attempts."""
-    status, shown = run.status, status_report(run, typed, width)[:-1]
+    status, shown = run.status, status_report(run, typed, width, paces)[:-1]
     shown += [f"  Supervisor: {run.supervisor}"] if run.supervisor and status.state in GOING_ON else []
     shown += wait_lines((wait for wait in run.waits if wait.of not in status.stages), run.at)
     shown += [run.account.line()] if run.account and not run.account.is_low else []
@@ -101,14 +107,14 @@ def run_report(run: SeenRun, typed: Command, width: int = NO_TERMINAL) -> list[R
                 shown += ["", rejection_table(rejected, stage.census["examples"])]
         elif reasons := stage.reasons:
             shown.append(rejection_table(reasons, {}))
-        is_stopped = status.state is RunState.STOPPED
+        is_stopped = status.state is State.STOPPED
         failed = [attempt for attempt in stage.failures if not (is_stopped and attempt.cause is Cause.CANCELLED)]
         failed = [attempt for attempt in failed if attempt.reason.partition("\n")[0] not in (status.error or "")]
         shown += [f"{plural(len(failed), 'attempt')} failed", *story(stage, failed)] if failed else []
     return shown
 
 
-def _progress(stage: StageStatus, run: SeenRun) -> Iterator[str]:
+def _progress(stage: StageStatus, run: RunView) -> Iterator[str]:
     """Yield the progress of a stage, its memory and its speed."""
     yield from tasks_line(stage, run)
     yield from wait_lines((wait for wait in run.waits if wait.of == stage.name), run.at)

@@ -7,7 +7,6 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.job_spec import SUPERVISE
-from pipeline.journal.active_runs import use
 from pipeline.records import LOWEST_COSINE
 from pipeline.report.tables import plural, text_table
 from pipeline.training.step_clock import latest_shares, shown_shares
@@ -19,8 +18,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from pipeline.journal.active_runs import SeenRun
     from pipeline.journal.run_status import StageStatus, Wait
+    from pipeline.journal.run_view import RunView
 
 UNIT = {
     "scan": "item",
@@ -293,15 +292,15 @@ CENSUS: Mapping[str, Callable[[Mapping[str, Any]], list[Any]]] = {
 }
 
 
-def tasks_line(stage: StageStatus, run: SeenRun) -> list[str]:
+def tasks_line(stage: StageStatus, run: RunView) -> list[str]:
     """Return how many tasks are in which state, unless the stage has ended and all are done."""
     states = stage.task_states()
     if (stage.state.value == "done" or found_damage(stage)) and set(states) <= {"done"}:
         return []
     where = ", ".join(f"{states[name]:,} {name}" for name in TASK_STATES if name in states)
-    waits = [f"waiting for: {', '.join(reasons)}"] if (reasons := run.waits_for.get(stage.name)) else []
-    if waits and run.delayed.get(stage.name):
-        waits[0] += f" ({run.delayed[stage.name]})"
+    waits = [f"waiting for: {', '.join(reasons)}"] if (reasons := run.waits_for(stage)) else []
+    if waits and (delayed := run.delayed(stage)):
+        waits[0] += f" ({delayed})"
     left_s = run.left_s(stage)
     left = [f"about {format_seconds(left_s)} left"] if left_s and not stage.measured() else []
     return ["; ".join([f"tasks: {where}", *waits, *left])] if where else []
@@ -323,8 +322,8 @@ def wait_lines(waits: Iterable[Wait], now: float) -> list[str]:
 
 def memory_line(stage: StageStatus) -> list[str]:
     """Return how much memory a task requested, and how much it used."""
-    asked, peak, gpu = use(stage).values()
-    reported_peak = max((int(figures.get("host_peak_bytes", 0)) for figures in stage.figures.values()), default=0)
+    asked, peak, gpu = stage.use().values()
+    reported_peak = stage.highest("host_peak_bytes")
     # Before a task has ended, only its processes report their use.
     so_far = f"{format_bytes(reported_peak)} used by a process so far" if reported_peak else "use unknown"
     used = f"{format_bytes(peak)} used" if peak else so_far

@@ -9,7 +9,7 @@ from io import TextIOWrapper
 from textwrap import wrap
 from typing import IO, TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
@@ -55,16 +55,20 @@ def show_parts(*parts: RenderableType, to_stderr: bool = False, columns: int = 0
     """Print for a person; without a terminal there is no colour, and a line as long as it needs to be, or `columns`."""
     console = the_console(to_stderr=to_stderr)
     columns = console.width if console.file.isatty() else columns
-    shown = [_wrapped(part, columns) if columns else part for part in parts]
     if console.file.isatty():
-        for part in shown:
-            console.print(_coloured(part) if isinstance(part, str) else part)
+        console.print(grouped(parts, columns))
         return
     console.width = columns or NO_TERMINAL
     with console.capture() as printed:
-        for part in shown:
-            console.print(part, markup=False)
+        for part in parts:
+            console.print(_wrapped(part, columns) if columns else part, markup=False)
     console.file.write("".join(f"{line.rstrip()}\n" for line in printed.get().splitlines()))
+
+
+def grouped(parts: Iterable[RenderableType], columns: int) -> Group:
+    """Return parts as a terminal of so many columns shows them."""
+    wrapped = (_wrapped(part, columns) for part in parts)
+    return Group(*(_coloured(part) if isinstance(part, str) else part for part in wrapped))
 
 
 def _coloured(text: str) -> Text:

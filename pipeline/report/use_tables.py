@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from pipeline.cluster.verdict import Cause
-from pipeline.journal.run_status import RunState
+from pipeline.journal.run_status import State
 from pipeline.report.run_tables import story
 from pipeline.report.stage_lines import unit_of, wait_lines
 from pipeline.report.tables import plural, text_table
@@ -56,13 +56,13 @@ def use_report(
 def _verdict(status: RunStatus, stages: Sequence[StageUse]) -> Iterator[str]:
     """Yield whether memory was enough, and how many attempts failed."""
     if not stages:
-        yield "✓ Up to date: no task was needed" if status.state is RunState.DONE else "! No task has ended"
+        yield "✓ Up to date: no task was needed" if status.state is State.DONE else "! No task has ended"
         return
     ooms = {use.stage: sum(use.causes.get(cause, 0) for cause in OOMS) for use in stages}
     known = [(use.peak_bytes / use.asked_bytes, use) for use in stages if use.peak_bytes and use.asked_bytes]
     if any(ooms.values()):
         named = ", ".join(f"{stage} ({count})" for stage, count in ooms.items() if count)
-        sign, then = ("!", "retries got more") if status.state is RunState.DONE else ("✗", "see pipeline logs --failed")
+        sign, then = ("!", "retries got more") if status.state is State.DONE else ("✗", "see pipeline logs --failed")
         yield f"{sign} Out of memory: {named}; {then}"
     elif known:
         share, use = max(known, key=lambda pair: pair[0])

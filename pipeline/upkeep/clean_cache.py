@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from pipeline.command_line import Command, quoted, status_or_cancel
 from pipeline.errors import CacheUnusable, ConfigError
 from pipeline.files import whose
-from pipeline.journal.active_runs import going_on, hidden
+from pipeline.journal.run_folder import hidden
+from pipeline.journal.run_view import active_runs
 from pipeline.keys import recipe_tag
 from pipeline.report.cleaning_tables import DAY_S, FORGOTTEN_S, Cleaning, CleanNote, CleanRequest
 from pipeline.store.cache_folder import RECIPES, CacheFolder
@@ -76,7 +77,7 @@ def _foresee_readable(
     mine = [user for user in users if file and (user.config, user.who) == (config_name(file), who_am_i())]
     ours = dict.fromkeys([project.config.cluster.runs, *(Path(user.runs) for user in mine)])
     runs = ours | dict.fromkeys(Path(user.runs) for user in users)  # a run needs no configuration file to go on
-    going = [run for folder in runs for run in going_on(folder, cache.root)]
+    going = [run for folder in runs for run in active_runs(folder, cache.root)]
     _sort_users(cleaning, [user for user in users if user not in mine], strangers, going)
     if asked.all:
         _refuse_going(cache, going, [*ours, *(Path(user.runs) for user in cleaning.others)])

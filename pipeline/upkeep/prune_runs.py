@@ -19,9 +19,9 @@ from pipeline.command_line import quoted
 from pipeline.dataset.reader_items import read_by_run
 from pipeline.errors import ConfigError
 from pipeline.files import is_mine
-from pipeline.journal.active_runs import goes_on, hidden
 from pipeline.journal.budget import note_pruned
-from pipeline.journal.run_folder import NAME, RunFolder, runs_in
+from pipeline.journal.run_folder import NAME, RunFolder, hidden, runs_in
+from pipeline.journal.run_view import is_active
 from pipeline.project.run_code import COPIES
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def foresee_pruning(runs: Path, keep: int) -> Pruning:
     lists_items = False
     for number, folder in enumerate(reversed(runs_in(runs))):
         table, lists = _table_of(folder), folder.inventory.exists()
-        why = NEWEST if number < keep else ACTIVE if goes_on(folder) else ""
+        why = NEWEST if number < keep else ACTIVE if is_active(folder) else ""
         why = why or (FOREIGN if not is_mine(folder.path) else "")
         why = why or (TABLE if table and table not in tables else ITEMS if lists and not lists_items else "")
         tables.add(table)
@@ -92,7 +92,7 @@ def prune(pruning: Pruning) -> Iterator[OldRun]:
     for path in pruning.left:
         shutil.rmtree(path, ignore_errors=True)
     for run in pruning.goes:
-        if goes_on(run.folder) or not run.folder.path.exists():
+        if is_active(run.folder) or not run.folder.path.exists():
             continue
         aside = run.folder.path.with_name(f"{GOING}{run.folder.name}")
         note_pruned(pruning.runs, run.folder)

@@ -15,8 +15,7 @@ from pipeline.dataset.reader_items import is_reader, read_by_run
 from pipeline.encoder.embedding_recipe import texts
 from pipeline.errors import ConfigError, DataError, PipelineError
 from pipeline.files import read_json
-from pipeline.journal.active_runs import hidden
-from pipeline.journal.run_folder import runs_in
+from pipeline.journal.run_folder import hidden, runs_in
 from pipeline.keys import parse_key, recipe_tag
 from pipeline.project.project import Project
 from pipeline.records import Item, Reason

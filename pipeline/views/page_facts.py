@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.verdict import Cause
-from pipeline.journal.active_runs import OOMS
-from pipeline.journal.run_status import RunState
-from pipeline.records import EventKind
+from pipeline.journal.run_status import State
 from pipeline.report.html.run_facts import (
     STEP_OOM,
     FailuresAt,
@@ -28,11 +25,10 @@ from pipeline.report.tables import clip
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from pipeline.journal.active_runs import SeenRun
     from pipeline.journal.attempts import Attempt
     from pipeline.journal.run_folder import RunFolder
     from pipeline.journal.run_status import RunStatus, StageStatus
-    from pipeline.records import Event
+    from pipeline.journal.run_view import RunView
 
 ATTEMPTS = 200  # failed, each with a row
 REJECTIONS = 200
@@ -40,13 +36,13 @@ LIST_MOST = 40
 DICT_MOST = 200
 
 
-def stage_facts(run: SeenRun, stage: StageStatus) -> StageFacts:
+def stage_facts(run: RunView, stage: StageStatus) -> StageFacts:
     """Return what is known of a stage, however many tasks it has."""
     return StageFacts(
         status=stage,
         first_task_at=min((begin for begin, _ in _times(stage, 0.0)), default=None),
         left_s=run.left_s(stage),
-        waits_for=bounded(run.waits_for.get(stage.name, ())),
+        waits_for=bounded(run.waits_for(stage)),
         waits=bounded(wait_lines((wait for wait in run.waits if wait.of == stage.name), run.at)),
         census=bounded(stage.census or {}),
         warnings=bounded(stage.warnings),
@@ -132,62 +128,7 @@ def bounded(value: Any) -> Any:
     return value if value is None or isinstance(value, int | float) else clip(str(value))
 
 
-MOST_SLOTS = 400  # in which the work of a stage is counted
 SPANS = 240  # into which a run is cut to count the tasks that run at once
-TELLING = (EventKind.PROGRESS, EventKind.TASK_FINISHED)
-
-
-@dataclass(slots=True)
-class TimeSlots:
-    """Counts over time; slots double their width before they become too many, and events may come in any order."""
-
-    width_s: int = 1
-    counts: Counter[int] = field(default_factory=Counter)
-
-    def add(self, at: float, count: int) -> None:
-        """Count something that was done by a time."""
-        self.counts[int(at) // self.width_s] += count
-        while len(self.counts) > MOST_SLOTS:
-            wider = Counter[int]()
-            for slot, known in self.counts.items():
-                wider[slot // 2] += known
-            self.width_s, self.counts = 2 * self.width_s, wider
-
-    def points(self, until: float) -> list[tuple[float, float]]:
-        """Return time and count a second, slot by slot; 0 where nothing was counted for long."""
-        if not self.counts:
-            return []
-        first, last = min(self.counts), max(self.counts)
-        step = max(1, -(-(last - first + 1) // MOST_SLOTS))
-        points = []
-        for start in range(first, last + 1, step):
-            begin, end = start * self.width_s, min((start + step) * self.width_s, max(until, start * self.width_s + 1))
-            total = sum(self.counts[slot] for slot in range(start, start + step))
-            points.append(((begin + end) / 2, total / (end - begin)))
-        return points
-
-
-class WorkOverTime:
-    """How many items tasks work through over time, and when steps ran out of memory; repeated work counts again."""
-
-    def __init__(self) -> None:
-        self.stages: dict[str, TimeSlots] = {}
-        self.ooms: dict[str, TimeSlots] = {}
-        self._done: dict[tuple[str, str], int] = {}  # by process and what is counted, in its present attempt
-
-    def take(self, event: Event) -> None:
-        """Take one event into account."""
-        if event.kind in TELLING:
-            self._count(event, self.stages, "done", event.data["done"])
-            self._count(event, self.ooms, OOMS, int(event.data["figures"].get(OOMS, 0)))
-        elif event.kind is EventKind.TASK_STARTED:
-            self._done[event.writer, "done"] = self._done[event.writer, OOMS] = 0
-
-    def _count(self, event: Event, stages: dict[str, TimeSlots], name: str, count: int) -> None:
-        more = count - self._done.get((event.writer, name), 0)
-        if more > 0:
-            self._done[event.writer, name] = count
-            stages.setdefault(event.data["stage"], TimeSlots()).add(event.at, more)
 
 
 def span_of(status: RunStatus, now: float) -> tuple[float, float]:
@@ -232,7 +173,7 @@ def planning_over_time(status: RunStatus, begun: float, end: float) -> dict[str,
     """Return when each stage was planned: from the end of the stage before, or from the visit of its supervisor."""
     before, planning = begun, {}
     starts = {stage.name: stage.started_at for stage in status.in_order()}
-    is_between = status.state is RunState.RUNNING and all(stage.ended_at for stage in status.stages.values())
+    is_between = status.state is State.RUNNING and all(stage.ended_at for stage in status.stages.values())
     later = [name for name in status.planned if name not in starts]
     for name, at in [*starts.items(), *((name, end) for name in later[:1] if is_between)]:
         planning[name] = (max(before, status.seen) if status.seen < at else before, at)
@@ -240,7 +181,7 @@ def planning_over_time(status: RunStatus, begun: float, end: float) -> dict[str,
     return planning
 
 
-def failures_over_time(status: RunStatus, work: WorkOverTime, begun: float, end: float) -> list[FailuresAt]:
+def failures_over_time(status: RunStatus, begun: float, end: float) -> list[FailuresAt]:
     """Return what failed, by stage, cause and span of time: attempts, and steps that ran out of memory."""
     width = (end - begun) / SPANS
     counted = Counter[tuple[str, str, bool, int]]()
@@ -249,17 +190,16 @@ def failures_over_time(status: RunStatus, work: WorkOverTime, begun: float, end:
             for attempt in task.ended:
                 if attempt.cause is not Cause.DONE and attempt.ended_at:
                     counted[stage.name, attempt.cause.value, task.good, int((attempt.ended_at - begun) / width)] += 1
-    for name, slots in work.ooms.items():
-        for slot, times in slots.counts.items():
-            place = int(((slot + 0.5) * slots.width_s - begun) / width)
-            counted[name, STEP_OOM, True, place] += times
+        for slot, times in stage.ooms.counts.items():
+            place = int(((slot + 0.5) * stage.ooms.width_s - begun) / width)
+            counted[stage.name, STEP_OOM, True, place] += times
     return [
         FailuresAt(stage, cause, begun + (place + 0.5) * width, times, survived)
         for (stage, cause, survived, place), times in sorted(counted.items())
     ]
 
 
-def time_facts(status: RunStatus, work: WorkOverTime, now: float) -> TimeFacts:
+def time_facts(status: RunStatus, now: float) -> TimeFacts:
     """Return the run's time span, planning, running tasks, failures and paces."""
     begun, end = span_of(status, now)
     return TimeFacts(
@@ -267,6 +207,6 @@ def time_facts(status: RunStatus, work: WorkOverTime, now: float) -> TimeFacts:
         end=end,
         planning=planning_over_time(status, begun, end),
         running=running_over_time(status, begun, end),
-        failures=failures_over_time(status, work, begun, end),
-        paces={name: slots.points(end) for name, slots in work.stages.items()},
+        failures=failures_over_time(status, begun, end),
+        paces={stage.name: stage.over_time.points(end) for stage in status.in_order() if stage.over_time.counts},
     )

@@ -20,14 +20,13 @@ from pipeline.config.masking import without_secrets_in
 from pipeline.config.schema import LEAVES, value_at
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.files import what_is_no_file, write_whole
-from pipeline.journal.active_runs import SeenRun, run_as_shown
 from pipeline.journal.budget import Budget, Spending
-from pipeline.journal.run_status import StatusReader
+from pipeline.journal.run_view import RunView, view
 from pipeline.report.html.run_facts import PageFacts, RecordedStep, TrainingFacts
 from pipeline.training.loop.metrics_log import STEP, read_epochs, read_figures
 from pipeline.training.prepared import ModelFolder, Prepared
 from pipeline.views.compared_models import comparison, models_of_run
-from pipeline.views.page_facts import WorkOverTime, rejection_facts, stage_facts, time_facts, trouble_facts
+from pipeline.views.page_facts import rejection_facts, stage_facts, time_facts, trouble_facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.journal.run_folder import RunFolder
     from pipeline.journal.run_status import StageStatus
-    from pipeline.records import Event
     from pipeline.report.compared import Comparison
     from pipeline.report.html.run_facts import Curve
 
@@ -46,14 +44,10 @@ class Page:
     """The HTML report of one run, made from its ledger's events."""
 
     def __init__(self, folder: RunFolder, config: Config) -> None:
-        self.folder, self.config, self.work = folder, config, WorkOverTime()
+        self.folder, self.config = folder, config
         self._spending = Spending(folder.path.parent, Budget.of(config.cluster.budget))
 
-    def take(self, event: Event) -> None:
-        """Take one event into account; the caller applies it to the status."""
-        self.work.take(event)
-
-    def facts(self, run: SeenRun) -> PageFacts:
+    def facts(self, run: RunView) -> PageFacts:
         """Return everything that the report shows."""
         from pipeline.views.efficiency import stage_uses
 
@@ -72,7 +66,7 @@ class Page:
             made_at=now,
             again=or_note("command", lambda: self.folder.again.read_text().strip()) or "",
             stages=[stage_facts(run, stage) for stage in status.in_order()],
-            time=time_facts(status, self.work, now),
+            time=time_facts(status, now),
             troubles=trouble_facts(status),
             rejections=or_note("rejections", lambda: rejection_facts(self.folder, status)),
             training=or_note("training", lambda: training_facts(self.folder, self.config, status.stages.get(TRAIN))),
@@ -88,7 +82,7 @@ class Page:
             return None
         return comparison(models)
 
-    def html(self, run: SeenRun) -> str:
+    def html(self, run: RunView) -> str:
         """Return the report as text."""
         from pipeline.report.html.html_page import page
 
@@ -107,10 +101,9 @@ def changed_settings(config: Config) -> dict[str, str]:
     return {name: f"{without_secrets_in(reduce(getitem, key, plain), name)}" for name, key in changed.items()}
 
 
-def page_now(folder: RunFolder) -> tuple[Page, SeenRun]:
+def page_now(folder: RunFolder) -> tuple[Page, RunView]:
     """Return the report of a run, and the state of the run."""
-    page = of_run(folder)
-    return page, run_as_shown(folder, StatusReader(folder, page.take, whole=True))
+    return of_run(folder), view(folder, deep=True)
 
 
 def write_page(path: Path, text: str) -> None:

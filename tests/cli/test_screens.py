@@ -12,6 +12,7 @@ import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,11 +21,10 @@ from pipeline.cli.run_verbs import _show_end
 from pipeline.cluster.job_spec import JobId, TaskState, TaskStatus
 from pipeline.cluster.verdict import Word, judge_attempt
 from pipeline.command_line import Command
-from pipeline.journal.run_status import ENDED, RunState
+from pipeline.journal.run_status import ENDED, State
 from pipeline.report import live_status
 from pipeline.report.live_status import RunProgress
 from pipeline.report.run_tables import status_report
-from pipeline.report.screen import Screen, screen
 from pipeline.report.tables import columns, show_parts
 from tests.cli.told import NOON, PACE, RUNS, ended, job, seen, training
 
@@ -64,28 +64,22 @@ def followed(name: str, stream: io.StringIO) -> str:
     with redirect_stdout(stream), redirect_stderr(stream), RunProgress() as progress:
         for count in range(1, len(events) + 1):
             early = seen(events[:count])
-            progress.show(early.status, lambda _, early=early: early)  # type: ignore[misc]
-        if run.status.state in (*ENDED, RunState.ABANDONED):
+            progress.show(early.status, lambda early=early: early)  # type: ignore[misc]
+        if run.status.state in (*ENDED, State.ABANDONED):
             _show_end(SimpleNamespace(command=lambda: TYPED), run.status, progress, None)  # type: ignore[arg-type]
         else:
-            progress.show(run.status, lambda _: run)
+            progress.show(run.status, lambda: run)
             print("a line that the user's own code prints", file=sys.stderr)  # noqa: T201
             progress._live.refresh()
         return stream.getvalue()
 
 
-def reported(name: str, stream: io.StringIO) -> str:
+def reported(name: str, stream: io.StringIO, *below: str, **more: Any) -> str:
     """Return what `status` wrote of a run."""
-    events, more = RUNS[name]
+    events, seen_by = RUNS[name]
     with redirect_stdout(stream):
-        show_parts(*status_report(seen(events, **more), Command.of("status"), columns()))
+        show_parts(*status_report(seen(events, **seen_by), Command.of("status"), columns(), **more), *below)
     return stream.getvalue()
-
-
-def watched(name: str, width: int, height: int = 24) -> list[str]:
-    """Return the lines that `status --watch` shows of a run."""
-    events, more = RUNS[name]
-    return [line.plain for line in screen(seen(events, **more), Screen(width, height, NOON + 500, PACE))]
 
 
 def shown(name: str, width: int) -> str:
@@ -98,11 +92,12 @@ def shown(name: str, width: int) -> str:
             mock.patch.object(time, "time", return_value=NOON + 500),
         ):
             parts = {"submit --follow": followed(name, make()), "status": reported(name, make())}
+            if width and seen(RUNS[name][0], **RUNS[name][1]).goes_on:
+                parts["status --watch"] = reported(name, make(), "", live_status.LEAVES, paces=PACE)
     time.tzset()
     if not width:
         assert "\x1b" not in "".join(parts.values())
     blocks = {typed: screen_of(text) for typed, text in parts.items()}
-    blocks |= {"status --watch": watched(name, width)} if width else {}
     assert not width or all(len(line) <= width for lines in blocks.values() for line in lines), blocks
     return "\n".join(f"$ pipeline {typed}\n" + "\n".join(lines).rstrip() + "\n" for typed, lines in blocks.items())
 
@@ -137,9 +132,6 @@ def test_status_names_the_signal_that_ended_a_training(ending: dict[str, int], l
     with redirect_stdout(stream := io.StringIO()):
         show_parts(*status_report(seen(events), Command.of("status"), 200))
     assert f"! train: task 0: {said}; retried" in stream.getvalue().splitlines()
-    assert f"! train: task 0: {said}; retried" in [
-        line.plain for line in screen(seen(events), Screen(200, 40, NOON + 500, PACE))
-    ]
 
 
 def test_a_stream_that_cannot_encode_symbols_gets_ascii() -> None:

@@ -13,46 +13,25 @@ import termios
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pipeline.cli.control_verbs import _looks
 from pipeline.command_line import Command
-from pipeline.journal.active_runs import SeenRun
 from pipeline.journal.run_status import RunStatus, StageStatus
+from pipeline.journal.run_view import RunView, ViewReader
 from pipeline.records import EventKind
 from pipeline.report import live_status
 from pipeline.report.live_status import PaceMeter, watched
-from pipeline.report.screen import sparkline
-from tests.cli.test_screens import watched as screen_of_watch
+from pipeline.report.run_tables import status_report
 from tests.cli.told import RUNS, beginning, seen, training
 from tests.journal.ledgers import Told
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 PIPELINE = Path(sys.executable).with_name("pipeline")
 LONG_S = 300  # a machine may be busy; this only ends what would never end
-
-
-def test_a_screen_never_has_more_lines_nor_longer_ones_than_there_are_and_always_what_to_type_next() -> None:
-    for name in RUNS:
-        for width in (1, 20, 40, 79, 80, 132, 250):
-            for height in (1, 2, 3, 5, 8, 13, 24, 50):
-                lines = screen_of_watch(name, width, height)
-                assert len(lines) <= height, (name, width, height)
-                assert max(map(len, lines)) <= width, (name, width, height)
-    for height in (4, 6, 10, 24):
-        assert "next: pipeline logs 20261122-8000 --failed" in screen_of_watch("failed", 80, height)
-        assert "next: pipeline resume 20261122-8000" in screen_of_watch("orphaned", 80, height)
-
-
-def test_a_curve_follows_its_values() -> None:
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
-    assert sparkline([3, 3, 3]) == "▁▁▁"
-    assert sparkline([0, float("nan"), 1]) == "▁ █"
-    assert sparkline([]) == sparkline([float("inf")]) == ""
 
 
 def at(done: int) -> RunStatus:
@@ -72,17 +51,21 @@ def test_a_pace_is_that_of_the_last_changes_and_falls_when_nothing_comes_any_mor
     assert pace.take(at(30), 1111.0) == {"scan": 2.0}
 
 
+def report(run: RunView, paces: Mapping[str, float]) -> list[Any]:
+    return status_report(run, Command.of("status"), paces=paces)
+
+
 def test_where_there_is_no_terminal_a_report_is_printed_whenever_something_has_changed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live_status, "EVERY_S", 0.0)
     first, second = seen(beginning()), seen(training())
     later = replace(first, at=first.at + 60)  # only the clock went on
-    looks = iter([first, later, first, second, second])
-    goes_on = iter([True, True, True, True, False])
-    watched(lambda: next(looks), lambda: next(goes_on), Command.of("status"))
+    looks = iter([first, later, first, second, second, seen(RUNS["done"][0])])
+    watched(lambda: next(looks), report)
     out = capsys.readouterr().out
-    assert out.count("Run 20261122-8000 · running") == 3  # the last one stays
+    assert out.count("Run 20261122-8000 · running") == 2
+    assert out.count("Run 20261122-8000 · done") == 1  # the last one stays
     assert "\x1b" not in out
 
 
@@ -92,12 +75,12 @@ def test_leaving_is_quiet_and_the_last_report_stays(
     monkeypatch.setattr(live_status, "EVERY_S", 0.0)
     calls = iter([1])
 
-    def look() -> SeenRun:
+    def look() -> RunView:
         if next(calls, None) is None:
             raise KeyboardInterrupt
         return seen(beginning())
 
-    watched(look, lambda: True, Command.of("status"))
+    watched(look, report)
     printed = capsys.readouterr()
     assert (printed.out.count("Run 20261122-8000 · running"), printed.err) == (2, "")
 
@@ -106,7 +89,7 @@ def test_a_refresh_opens_only_files_that_grew(tmp_path: Path, monkeypatch: pytes
     told = Told(tmp_path / "runs", tasks=50)
     for task in range(50):
         told.worker(task, EventKind.TASK_STARTED)
-    now, _ = _looks(told.folder, watch=True)
+    now = ViewReader(told.folder).view
     now()
     opened = list[str]()
     really = os.open

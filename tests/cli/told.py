@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pipeline.cluster.verdict import Cause
-from pipeline.journal.active_runs import SeenRun, Trail
 from pipeline.journal.attempts import Ask, Attempt
-from pipeline.journal.run_status import RunStatus, StageJob
+from pipeline.journal.run_folder import RunFolder
+from pipeline.journal.run_status import RunStatus, StageJob, StageStatus
+from pipeline.journal.run_view import QueueLook, RunView
 from pipeline.records import Event, EventKind
 
 NOON = 1_795_348_800.0  # 2026-11-22 12:00 UTC
 GIB = 1 << 30
+SUPERVISOR = "job 9001 waits: until job 8003 has ended"
 STAGES = ("scan", "graph", "train", "evaluate")
 
 
@@ -121,17 +124,29 @@ def nothing_to_do() -> list[Event]:
     return [*events, event(3, EventKind.RUN_ENDED, state="done", error="", exit_code=0)]
 
 
-def seen(events: list[Event], *, abandoned: bool = False, **more: Any) -> SeenRun:
-    """Return a run as `status --watch` sees it."""
-    status, trail = RunStatus("20261122-8000"), Trail()
+@dataclass
+class Seen(RunView):
+    """A run whose graphs wait in the queue."""
+
+    delay: str = ""
+
+    def waits_for(self, stage: StageStatus) -> list[str]:
+        return ["Priority"] if stage.name == "graph" else []
+
+    def delayed(self, stage: StageStatus) -> str:
+        return self.delay if stage.name == "graph" else ""
+
+
+def seen(
+    events: list[Event], *, abandoned: bool = False, delay: str = "", trouble: str = "", supervisor: str = SUPERVISOR
+) -> RunView:
+    """Return a run as `status` sees it."""
+    status = RunStatus("20261122-8000")
     for one in events:
         status.apply(one)
-        trail.apply(one)
     if abandoned:
         status.abandon()
-    waits = {name: ["Priority"] if name == "graph" else [] for name in status.stages}
-    found = SeenRun(status, NOON + 500, waits, "job 9001 waits: until job 8003 has ended", **trail.to_json())
-    return replace(found, **more)
+    return Seen(RunFolder(Path()), status, QueueLook({}, trouble), NOON + 500, supervisor, delay=delay)
 
 
 QUEUED = [*beginning()[:8], job(64, "graph", "0-2", 8001)]
@@ -145,7 +160,7 @@ FAILED = [
 RUNS: dict[str, tuple[list[Event], dict[str, Any]]] = {
     "done": (finished(), {"supervisor": ""}),
     "running": (training(), {}),
-    "waiting": (QUEUED, {"waits_for": {"graph": ["Priority"]}, "delayed": {"graph": "for 3m"}}),
+    "waiting": (QUEUED, {"delay": "for 3m"}),
     "failed": ([*FAILED, DIED], {"supervisor": ""}),
     "orphaned": (beginning(), {"abandoned": True, "supervisor": "its log ends with\n  Killed"}),
     "up-to-date": (nothing_to_do(), {"supervisor": ""}),

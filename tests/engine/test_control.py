@@ -26,10 +26,10 @@ from pipeline.engine.lifecycle import gives_way, new_run, refuse_double
 from pipeline.engine.run_supervisor import Supervisor
 from pipeline.errors import ClusterSilent, ConfigError, JobFailed, SubmissionRefused
 from pipeline.files import last_claim
-from pipeline.journal.active_runs import status_of
 from pipeline.journal.ledger import Ledger
 from pipeline.journal.run_folder import RunFolder, runs_in
-from pipeline.journal.run_status import RunState, StatusReader
+from pipeline.journal.run_status import State, StatusReader
+from pipeline.journal.run_view import view
 from pipeline.project.run_code import freeze
 from pipeline.records import EventKind
 from tests.engine.test_submit import newest_status
@@ -182,7 +182,7 @@ def test_a_run_of_another_cluster_is_shown_as_that_and_no_verb_acts_on_it(pipeli
     assert len([*run.claims.iterdir()]) == 1
 
 
-@pytest.mark.parametrize(("job", "state"), [("7", RunState.RUNNING), ("8", RunState.FAILED), ("", RunState.FAILED)])
+@pytest.mark.parametrize(("job", "state"), [("7", State.RUNNING), ("8", State.FAILED), ("", State.FAILED)])
 def test_a_visit_to_which_the_cluster_does_not_answer_leaves_the_run_to_its_standby(
     make_project, monkeypatch, job, state
 ):
@@ -197,7 +197,7 @@ def test_a_visit_to_which_the_cluster_does_not_answer_leaves_the_run_to_its_stan
         Supervisor(run, cast("Any", Silent())).visit()
     status = StatusReader(run).read()
     assert status.state is state
-    assert (status.stages.get("scan") is None) == (state is RunState.RUNNING)
+    assert (status.stages.get("scan") is None) == (state is State.RUNNING)
 
 
 def test_a_run_whose_folder_was_removed_names_the_command_that_it_was_submitted_with(make_project):
@@ -292,7 +292,7 @@ def test_a_run_that_never_began_stands_in_nobodys_way(pipeline, make_project):
     long_ago = time.time() - 3600
     os.utime(run.stages, (long_ago, long_ago))
     assert refuse_double(config, ["scan"]) is None
-    assert status_of(run).state is RunState.ABANDONED
+    assert view(run).status.state is State.ABANDONED
     assert [pipeline("status", *words).code for words in ((), ("--exit-code",))] == [0, 7]
     assert pipeline("status", ends(run, "failed").name, "--exit-code").code == 7
 

@@ -16,8 +16,8 @@ from pipeline.config.load import read_config
 from pipeline.config.schema import Config
 from pipeline.config.schema_cluster import NotifySection
 from pipeline.engine.watch import tell, tell_of_own
-from pipeline.journal.active_runs import QueueLook
 from pipeline.journal.run_status import RunStatus, StatusReader
+from pipeline.journal.run_view import QueueLook, RunView
 from pipeline.records import Event, EventKind
 from tests.journal.ledgers import Told, fold_events
 from tests.testkit.project import DATA, write_config
@@ -64,14 +64,14 @@ def read(told: Told) -> RunStatus:
 def test_many_who_look_tell_once_and_once_when_it_is_over(told, config, tmp_path):
     at_once = [read(told) for _ in range(3)]  # none of them knows what the others are about to find
     for status in at_once:
-        tell(told.folder, config, status, HELD)
-    tell(told.folder, config, read(told), HELD)
+        tell(RunView(told.folder, status, HELD), config)
+    tell(RunView(told.folder, read(told), HELD), config)
     assert heard(tmp_path) == [("scan", "waiting")]
     (wait,) = read(told).waits.values()
     assert (wait.reason, wait.tasks, wait.remedy, wait.is_over) == ("JobHeldUser", 2, "scontrol release 7", False)
     at_once = [read(told) for _ in range(3)]
     for status in at_once:
-        tell(told.folder, config, status, QUEUED)
+        tell(RunView(told.folder, status, QUEUED), config)
     assert heard(tmp_path) == [("scan", "waiting"), ("scan", "waited")]
     (wait,) = read(told).waits.values()
     assert wait.until >= wait.since > 0
@@ -79,16 +79,16 @@ def test_many_who_look_tell_once_and_once_when_it_is_over(told, config, tmp_path
 
 def test_what_waits_again_is_told_again(told, config, tmp_path):
     for look in (HELD, QUEUED, HELD, HELD, QUEUED):
-        tell(told.folder, config, read(told), look)
+        tell(RunView(told.folder, read(told), look), config)
     assert heard(tmp_path) == [("scan", "waiting"), ("scan", "waited")] * 2
     assert [wait.number for wait in read(told).waits.values()] == [1, 2]
 
 
 def test_two_causes_are_told_apart(told, config, tmp_path):
     look = queue(("7_0", "JobHeldUser"), ("7_1", "PartitionDown"))
-    tell(told.folder, config, read(told), look)
+    tell(RunView(told.folder, read(told), look), config)
     assert heard(tmp_path) == [("scan", "waiting")] * 2
-    tell(told.folder, config, read(told), queue(("7_0", "JobHeldUser"), ("7_1", "Priority")))
+    tell(RunView(told.folder, read(told), queue(("7_0", "JobHeldUser"), ("7_1", "Priority"))), config)
     assert {wait.reason: wait.is_over for wait in read(told).waits.values()} == {
         "JobHeldUser": False,
         "PartitionDown": True,
@@ -97,14 +97,14 @@ def test_two_causes_are_told_apart(told, config, tmp_path):
 
 @pytest.mark.parametrize("look", [QUEUED, QueueLook({}), QueueLook(None, "no answer")])
 def test_nothing_is_told_of_what_passes_or_is_unknown(told, config, tmp_path, look):
-    tell(told.folder, config, read(told), look)
+    tell(RunView(told.folder, read(told), look), config)
     assert not heard(tmp_path)
     assert not list(told.folder.events.glob("watch-*"))
 
 
 def test_a_queue_that_does_not_answer_ends_no_wait(told, config):
-    tell(told.folder, config, read(told), HELD)
-    tell(told.folder, config, read(told), QueueLook(None, "no answer"))
+    tell(RunView(told.folder, read(told), HELD), config)
+    tell(RunView(told.folder, read(told), QueueLook(None, "no answer")), config)
     (wait,) = read(told).waits.values()
     assert not wait.is_over
 
@@ -112,7 +112,7 @@ def test_a_queue_that_does_not_answer_ends_no_wait(told, config):
 def test_a_run_without_a_supervisor_is_told_with_what_takes_it_up(told, config, tmp_path):
     status = read(told)
     status.abandon()
-    tell(told.folder, config, status, QUEUED)
+    tell(RunView(told.folder, status, QUEUED), config)
     assert heard(tmp_path) == [(SUPERVISE, "waiting")]
     (wait,) = read(told).waits.values()
     assert wait.remedy == f"pipeline resume {told.folder.name}"
@@ -120,10 +120,10 @@ def test_a_run_without_a_supervisor_is_told_with_what_takes_it_up(told, config, 
 
 def test_a_run_of_anothers_or_one_that_has_ended_is_only_shown(told, tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.engine.watch.is_mine", lambda _path: False)
-    tell_of_own(told.folder, read(told), HELD)
+    tell_of_own(RunView(told.folder, read(told), HELD))
     monkeypatch.undo()
     told.over()
-    tell_of_own(told.folder, read(told), HELD)
+    tell_of_own(RunView(told.folder, read(told), HELD))
     assert not read(told).waits
 
 

@@ -19,11 +19,11 @@ from pipeline.dataset import worklist
 from pipeline.dataset.worklist import Shard
 from pipeline.errors import ConfigError, JobFailed
 from pipeline.journal import ledger as ledger_module
-from pipeline.journal.active_runs import status_of
 from pipeline.journal.attempts import leave_out, left_out_items
 from pipeline.journal.ledger import Ledger, LedgerReader, Note, read_notes
 from pipeline.journal.run_folder import RunFolder, create_folder, find_run, runs_in
-from pipeline.journal.run_status import RunState
+from pipeline.journal.run_status import State
+from pipeline.journal.run_view import view
 from pipeline.project.project import Project
 from pipeline.records import Event, EventKind, Reason
 from tests.journal.ledgers import fold_events
@@ -115,11 +115,11 @@ def test_a_run_whose_supervisor_is_gone_is_abandoned_with_its_stage(folder: RunF
         os._exit(0)
     os.waitpid(child, 0)
     begin(folder, HOST, child)
-    status = status_of(folder)
-    assert (status.state, status.stages["scan"].state) == (RunState.ABANDONED, RunState.ABANDONED)
+    status = view(folder).status
+    assert (status.state, status.stages["scan"].state) == (State.ABANDONED, State.ABANDONED)
     elsewhere = new_run(folder.path.parent)
     begin(elsewhere, "elsewhere", 1 << 22)  # of another host nobody can say that it is gone
-    assert status_of(elsewhere).state is RunState.RUNNING
+    assert view(elsewhere).status.state is State.RUNNING
 
 
 def test_a_run_whose_supervisors_number_went_to_a_later_process_is_abandoned(
@@ -128,7 +128,7 @@ def test_a_run_whose_supervisors_number_went_to_a_later_process_is_abandoned(
     """After a reboot."""
     monkeypatch.setattr(ledger_module.time, "time", lambda: psutil.Process().create_time() - 3600)
     begin(folder, HOST, os.getpid())
-    assert status_of(folder).state is RunState.ABANDONED
+    assert view(folder).status.state is State.ABANDONED
 
 
 def test_a_stopped_run_has_no_running_stage_even_if_its_clock_went_back(
@@ -137,8 +137,8 @@ def test_a_stopped_run_has_no_running_stage_even_if_its_clock_went_back(
     ledger = begin(folder, HOST, os.getpid())
     monkeypatch.setattr(ledger_module.time, "time", lambda: 1.0)
     ledger.emit(EventKind.RUN_ENDED, state="stopped", error="stopped by a signal", exit_code=130)
-    status = status_of(folder)
-    assert (status.state, status.stages["scan"].state) == (RunState.STOPPED, RunState.STOPPED)
+    status = view(folder).status
+    assert (status.state, status.stages["scan"].state) == (State.STOPPED, State.STOPPED)
 
 
 def test_what_a_task_said_of_its_failure_is_shown_with_it(folder: RunFolder) -> None:
@@ -148,7 +148,7 @@ def test_what_a_task_said_of_its_failure_is_shown_with_it(folder: RunFolder) -> 
     )
     ended = {"state": "FAILED", "reason": "exit code 7", "log": "x.err", "said": "the disk is full"}
     ledger.emit(EventKind.TASK_ENDED, stage="scan", task=0, **ended)
-    (failure,) = status_of(folder).to_json()["stages"][0]["failures"]
+    (failure,) = view(folder).status.to_json()["stages"][0]["failures"]
     assert (failure["reason"], failure["said"]) == ("exit code 7", "the disk is full")
 
 
@@ -162,7 +162,7 @@ def line_of(kind: EventKind, place: int, figures: dict[str, float] | None = None
 
 STARTED, PROGRESS = EventKind.TASK_STARTED, EventKind.PROGRESS
 FINISHED, FAILED = EventKind.TASK_FINISHED, EventKind.TASK_FAILED
-SAID = st.tuples(st.sampled_from([STARTED, PROGRESS, PROGRESS, FINISHED, FAILED]), st.sampled_from(["", "a", "loss"]))
+SAID = st.tuples(st.sampled_from([STARTED, PROGRESS, PROGRESS, FINISHED, FAILED]), st.sampled_from(["", "a"]))
 
 
 @given(st.lists(SAID, max_size=12))
@@ -191,22 +191,13 @@ def test_progress_is_superseded_by_newer_progress_with_figures_of_its_own() -> N
         ([(STARTED, ""), (FAILED, ""), (FINISHED, "a")], [0, 1, 2]),
         ([(STARTED, ""), (PROGRESS, "a"), (FAILED, ""), (FINISHED, "a")], [0, 1, 2, 3]),
         ([(PROGRESS, "a"), (PROGRESS, "a"), (FINISHED, "a")], [2]),
-        ([(PROGRESS, "a"), (PROGRESS, ""), (PROGRESS, "a")], [2]),
+        ([(PROGRESS, "a"), (PROGRESS, ""), (PROGRESS, "a")], [0, 2]),
         ([(PROGRESS, "a"), (PROGRESS, "")], [0, 1]),
         ([(PROGRESS, "a"), (FAILED, "")], [0, 1]),
-        ([(STARTED, ""), *[(PROGRESS, "loss")] * 6, (FINISHED, "loss")], [*range(8)]),
-        ([(STARTED, ""), *[(PROGRESS, "loss")] * 6, (FINISHED, "a")], [0, 7]),
+        ([(STARTED, ""), *[(PROGRESS, "a")] * 6, (FINISHED, "a")], [0, 7]),
     ):  # fmt: skip
         lines = [line_of(kind, place, {name: 1.0} if name else None) for place, (kind, name) in enumerate(said)]
         assert [lines.index(line) for line in ledger_module._telling(lines)] == kept, said
-
-
-def test_of_many_losses_enough_for_a_curve_are_kept() -> None:
-    lines = [line_of(PROGRESS, place, {"loss": 1.0}) for place in range(65)]
-    kept = [lines.index(line) for line in ledger_module._telling(lines)]
-    assert kept == [*range(0, 65, 4)]
-    without = [line_of(PROGRESS, place, {"a": 1.0}) for place in range(65)]
-    assert [without.index(line) for line in ledger_module._telling(without)] == [64]
 
 
 def test_a_line_with_something_behind_its_event_is_torn() -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.cluster.verdict import Cause
-from pipeline.journal.active_runs import run_as_shown
 from pipeline.journal.attempts import Attempt
 from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_logs import Follower, LogChoice, end_of, harmless, wanted_logs, whole
 from pipeline.journal.run_status import StatusReader
+from pipeline.journal.run_view import view
 from pipeline.records import EventKind
 from tests.journal.ledgers import ASK, Told, fold_events
 from tests.testkit.command import Command
@@ -104,7 +104,7 @@ class TestReading:
 
 class TestFollowing:
     def test_new_lines_new_files_and_replaced_files_are_all_shown(self, told: Told) -> None:
-        follower = Follower(told.folder, LogChoice())
+        follower = Follower(StatusReader(told.folder), LogChoice())
         log = told.folder.logs / "8_1.err"
 
         def latest() -> str:
@@ -125,7 +125,7 @@ class TestFollowing:
         assert latest() == "a new file\n"
 
     def test_what_a_task_printed_last_is_shown_though_it_has_ended_meanwhile(self, told: Told) -> None:
-        follower = Follower(told.folder, LogChoice())
+        follower = Follower(StatusReader(told.folder), LogChoice())
         list(follower.fresh())
         log = told.log("8_1.err", "again\nlast words")
         told.ended(Attempt(1, 2, ASK, Cause.DONE, state="COMPLETED", job="8", log=str(log)))
@@ -188,7 +188,7 @@ class TestTheVerb:
 def test_a_worker_that_said_it_has_finished_counts_as_done_before_it_is_judged(told: Told) -> None:
     told.worker(1, EventKind.TASK_STARTED, attempt=2, host="n1")
     told.worker(1, EventKind.TASK_FINISHED, attempt=2, done=10, rejected={}, figures={})
-    (stage,) = run_as_shown(told.folder, StatusReader(told.folder)).status.in_order()
+    (stage,) = view(told.folder).status.in_order()
     assert stage.task_states() == {"done": 2}
 
 
@@ -203,9 +203,9 @@ def test_what_a_worker_has_overtaken_changes_nothing(told: Told) -> None:
             if end is not None:
                 said = {"what": "", "exit_code": 1} if end is EventKind.TASK_FAILED else {}
                 told.worker(1, end, attempt=attempt, done=9, rejected={}, figures={}, **said)
-            read = LedgerReader(told.folder)
-            latest = list(read.latest())
+            read = LedgerReader(told.folder, whole=False)
+            latest = list(read.fresh())
             whole_ = list(LedgerReader(told.folder).fresh())
             assert len(latest) < len(whole_) or figures == ({"a": 1.0}, {}), (figures, end)
-            assert list(read.latest()) == []
+            assert list(read.fresh()) == []
             assert fold_events("run", latest) == fold_events("run", whole_), (figures, end)

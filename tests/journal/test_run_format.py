@@ -12,8 +12,8 @@ from pipeline.config.load import read_config
 from pipeline.engine.lifecycle import new_run, refuse_double
 from pipeline.errors import ConfigError, SubmissionRefused
 from pipeline.journal import run_folder as folders
-from pipeline.journal.active_runs import going_on, hidden
-from pipeline.journal.run_folder import FORMAT, RunFolder, by_path, find_run, runs_in
+from pipeline.journal.run_folder import FORMAT, RunFolder, by_path, find_run, hidden, runs_in
+from pipeline.journal.run_view import active_runs
 from tests.testkit.command import Command
 from tests.testkit.project import make_project
 
@@ -40,7 +40,7 @@ def test_a_run_of_a_newer_format_is_refused_by_name_by_folder_and_as_the_newest(
     assert find_run(tmp_path, old.name) == by_path(str(old.path)) == old
     assert runs_in(tmp_path) == [old]
     assert hidden(tmp_path) == [new.name]  # nobody can say whether it goes on
-    assert going_on(tmp_path, tmp_path / "cache") == [old]
+    assert active_runs(tmp_path, tmp_path / "cache") == [old]
 
 
 def test_every_verb_refuses_a_run_of_a_newer_format(pipeline: Command, tmp_path: Path) -> None:

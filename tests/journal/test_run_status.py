@@ -12,9 +12,9 @@ from pipeline.cluster.verdict import GO_ON, Cause, Word
 from pipeline.journal.attempts import Ask, Attempt, TaskRecord
 from pipeline.journal.run_status import (
     COUNTED,
-    RunState,
     StageJob,
     StageStatus,
+    State,
     StatusReader,
     Wait,
     summary,
@@ -68,22 +68,22 @@ class TestRun:
 
     def test_begins_with_whoever_looks_after_it(self) -> None:
         status = fold_events("r", [self.START])
-        assert (status.state, status.started_at, status.planned) == (RunState.RUNNING, 1.0, ("scan", "embed"))
+        assert (status.state, status.started_at, status.planned) == (State.RUNNING, 1.0, ("scan", "embed"))
         assert (status.host, status.pid, status.uid, status.born, status.seen) == ("h", 11, 5, 0.5, 1.0)
 
     def test_ends_with_its_error_and_nobody_who_would_come(self) -> None:
         handed = event(EventKind.HANDED_OVER, 2.0, jobs=["5", "6"])
         assert fold_events("r", [self.START, handed]).successors == ("5", "6")
         status = fold_events("r", [self.START, handed, begun(), self.END])
-        assert (status.state, status.ended_at, status.error, status.exit_code) == (RunState.FAILED, 8.0, "why", 3)
+        assert (status.state, status.ended_at, status.error, status.exit_code) == (State.FAILED, 8.0, "why", 3)
         assert status.successors == ()
-        assert status.stages["embed"].state is RunState.FAILED
+        assert status.stages["embed"].state is State.FAILED
 
     def test_begun_again_is_as_old_as_at_first_and_has_no_end(self) -> None:
         handed = event(EventKind.HANDED_OVER, 2.0, jobs=["5"])
         again = replace(self.START, at=9.0)
         status = fold_events("r", [self.START, self.END, handed, again])
-        assert (status.state, status.started_at, status.seen) == (RunState.RUNNING, 1.0, 9.0)
+        assert (status.state, status.started_at, status.seen) == (State.RUNNING, 1.0, 9.0)
         assert (status.error, status.exit_code, status.ended_at, status.successors) == ("", 0, 0.0, ())
 
     def test_a_visit_is_counted_and_its_job_comes_before_those_that_were_known(self) -> None:
@@ -133,7 +133,7 @@ class TestStage:
         limits = {"mem_bytes": 5, "preempts": True}
         stage = stage_of(begun(cost=7.5, refused=1, job=JOB.to_json(), limits=limits, at=4.0))
         assert stage.counts() == dict.fromkeys(COUNTED, 0) | {"items": 10, "missing": 8, "tasks": 2, "refused": 1}
-        assert (stage.cost, stage.started_at, stage.submitted, stage.state) == (7.5, 4.0, True, RunState.RUNNING)
+        assert (stage.cost, stage.started_at, stage.submitted, stage.state) == (7.5, 4.0, True, State.RUNNING)
         assert (stage.planned, stage.limits) == (JOB, Limits(mem_bytes=5, preempts=True))
         assert (list(stage.work), stage.parts, stage.names) == ([0, 1], {}, [])
         assert stage_of(begun(job=JOB.to_json(), limits={})).limits is None
@@ -268,19 +268,20 @@ class TestParts:
         assert (stage.done, list(stage.figures)) == ({"embed-000000": 2}, ["embed-000000"])
 
 
-def test_a_reader_applies_what_is_new_and_hands_it_on(tmp_path: Path) -> None:
-    told, seen, whole = Told(tmp_path), list[Event](), list[Event]()
-    reader, all_of_it = StatusReader(told.folder, seen.append), StatusReader(told.folder, whole.append, whole=True)
+def test_a_reader_applies_what_is_new_and_a_deep_one_counts_over_time(tmp_path: Path) -> None:
+    told = Told(tmp_path)
+    reader, deep = StatusReader(told.folder), StatusReader(told.folder, deep=True)
     assert reader.read().stages["scan"].tasks == 2
-    assert [one.kind for one in seen] == [EventKind.RUN_STARTED, EventKind.STAGE_SUBMITTED]
     for done in (1, 2, 3):
-        told.worker(0, EventKind.PROGRESS, done=done, rejected={}, figures={})
+        told.worker(0, EventKind.PROGRESS, done=done, rejected={}, figures={"ooms": done % 2})
     told.over()
-    assert reader.read().state is RunState.DONE
-    assert reader.status.stages["scan"].items_done == all_of_it.read().stages["scan"].items_done == 3
-    assert [one.data["done"] for one in seen if one.kind is EventKind.PROGRESS] == [3]
-    assert [one.data["done"] for one in whole if one.kind is EventKind.PROGRESS] == [1, 2, 3]
-    assert StatusReader(told.folder).read().name == told.folder.name
+    assert reader.read().state is State.DONE
+    (shallow,), (stage,) = reader.status.stages.values(), deep.read().stages.values()
+    assert shallow.items_done == stage.items_done == 3
+    assert (shallow.over_time.counts.total(), stage.over_time.counts.total(), stage.ooms.counts.total()) == (0, 3, 1)
+    told.worker(0, EventKind.TASK_STARTED)
+    told.worker(0, EventKind.PROGRESS, done=2, rejected={}, figures={})  # work that is repeated counts again
+    assert deep.read().stages["scan"].over_time.counts.total() == 5
     told.supervisor.close()
 
 

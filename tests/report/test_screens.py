@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.journal.run_status import RunState, RunStatus
+from pipeline.journal.run_status import RunStatus, State
 from pipeline.memory.footprint import Provenance
 from pipeline.memory.lint import LintFinding, Severity
 from pipeline.memory.planning.memory_plan import PlannedOffer
@@ -78,7 +78,7 @@ DAMAGED = replace(USE, causes={"done": 1, "host_oom": 2}, attempts=3)
 MISSING = ConfigError("checkpoint not found. Searched:\n  nope.pt", remedy="pipeline weights fetch esm2_t33_650M_UR50D")
 LOCAL = ("Slurm is available, but cluster.executor is local", "set cluster.executor=slurm to use it")
 CHECKS = [good_check("python", "3.11.7"), failed_check("weights", MISSING), noted_check("cluster", *LOCAL)]
-RUN = RunStatus("20261128-6cd9", RunState.DONE)
+RUN = RunStatus("20261128-6cd9", State.DONE)
 
 SHOWN: dict[str, Callable[[], Sequence[Any]]] = {
     "plan train": lambda: training_answer(outlook()),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.journal.run_status import RunState
+from pipeline.journal.run_status import State
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.maintenance.damage_report import REPAIR, Fault, last_report, reports
 from tests.testkit.cluster import Cluster
@@ -32,7 +32,7 @@ def test_jobs_find_what_is_damaged_and_jobs_make_it_anew(tmp_path: Path, healthy
 
     run = project.submits("validate")
     assert strangers(run) == []
-    told = run.ends(RunState.FAILED)
+    told = run.ends(State.FAILED)
     report = last_report(cache.disk, cache.root)
     assert report is not None
     assert told["exit_code"] == 4

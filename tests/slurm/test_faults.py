@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.journal.run_status import RunState
+from pipeline.journal.run_status import State
 from tests.testkit.cluster import Cluster
 from tests.testkit.slurm_runs import DEAF, DIES, EATS, LINGERS, Project, Run, at_night, make_project, until
 
@@ -161,7 +161,7 @@ def test_resume_does_not_undo_that_somebody_cancelled_the_tasks_too(make: Make, 
     assert run.reported()["state"] == "abandoned"
     resumed = project.types("resume")  # which fails at once where the scheduler tells how they ended, else goes on
     assert resumed.code in (0, 7), resumed
-    state = run.ends(RunState.FAILED)  # somebody cancelled a task: that is not undone behind their back
+    state = run.ends(State.FAILED)  # somebody cancelled a task: that is not undone behind their back
     assert state["exit_code"] == 7
     assert "cancelled" in state["error"]
 
@@ -193,7 +193,7 @@ def test_a_poison_file_is_found_and_left_out_and_everything_else_is_done(begun: 
 @pytest.mark.nightly
 def test_too_much_poison_is_an_error_of_the_data(begun: dict[str, Run]) -> None:
     run = begun["much poison"]
-    ended = run.ends(RunState.FAILED)
+    ended = run.ends(State.FAILED)
     assert ended["exit_code"] == 3
     assert "max_rejected_fraction" in ended["error"]
 
@@ -205,7 +205,7 @@ def test_a_cancelled_task_ends_the_run_and_the_command_it_names_completes_it(mak
     run.arrives_at("c1.pdb")
     (job,) = {row["array"] for row in run.jobs(cluster, "scan")}
     assert cluster.run("scancel", f"{job}_1").returncode == 0
-    ended = run.ends(RunState.FAILED)
+    ended = run.ends(State.FAILED)
     assert ended["exit_code"] == 7
     assert "CANCELLED" in ended["error"]
     command = re.search(r"next: (pipeline submit [^(]*)", ended["error"])
@@ -306,5 +306,5 @@ def test_nodes_on_which_no_worker_starts_cost_a_run_nothing(tmp_path: Path, heal
 def test_a_worker_that_starts_nowhere_fails_its_run_with_what_it_printed(tmp_path: Path, healthy: Cluster) -> None:
     setup = [WORKERS.format() + "module load nowhere"]
     run = make_project(tmp_path / "project", 3, cluster__slurm__setup=setup, **ONE_EACH).submits()
-    assert "module: command not found" in run.ends(RunState.FAILED)["error"]
+    assert "module: command not found" in run.ends(State.FAILED)["error"]
     assert len(failures(run)) == 9

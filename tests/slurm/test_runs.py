@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from pipeline.journal.run_folder import runs_in
-from pipeline.journal.run_status import RunState
+from pipeline.journal.run_status import State
 from tests.conftest import ROOT
 from tests.testkit.cluster import Cluster
 from tests.testkit.cluster.config import MAX_ARRAY_SIZE, TINY_MAX_SUBMIT
@@ -232,7 +232,7 @@ def test_cancel_ends_a_run_with_its_supervisors_and_keeps_what_is_done(make: Mak
     assert run.reported()["state"] == "running"
     assert project.types("cancel", run.name, "--yes").code == 0
     until("no job of the run", lambda: not run.jobs(healthy), story=run.story)
-    assert run.now().state in (RunState.STOPPED, RunState.FAILED)
+    assert run.now().state in (State.STOPPED, State.FAILED)
     again = project.submits()
     again.ends()
     assert again.stage()["cached"] == 2
@@ -258,7 +258,7 @@ def test_following_ends_without_a_supervisor_and_resume_takes_up_what_was_then_c
     assert f"pipeline resume {run.name}" in said.read_text()
     assert project.types("cancel", run.name, "--yes").code == 0
     until("no job of the run", lambda: not run.jobs(healthy), story=run.story)
-    assert run.now().state is RunState.STOPPED
+    assert run.now().state is State.STOPPED
     resumed = project.types("resume", run.name)
     assert resumed.code == 0, resumed
     again = project.newest

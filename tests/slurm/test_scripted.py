@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.journal.run_status import RunState
+from pipeline.journal.run_status import State
 from tests.testkit.cluster import Cluster
 from tests.testkit.slurm_runs import Project, Run, make_project
 
@@ -169,7 +169,7 @@ def test_a_process_whose_memory_ended_is_the_reason_though_another_hangs(begun: 
 @pytest.mark.nightly
 def test_a_script_that_fails_ends_the_run_with_its_last_lines(tmp_path: Path, healthy: Cluster) -> None:
     run = submitted(tmp_path / "project", "print('reading', flush=True)\nprint(1 / 0)\n", "")
-    run.ends(RunState.FAILED)
+    run.ends(State.FAILED)
     error = run.reported()["error"]
     assert "ZeroDivisionError" in error
     assert "| reading" in error

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.journal.run_status import RunState
+from pipeline.journal.run_status import State
 from tests.testkit.cluster import Cluster
 from tests.testkit.slurm_runs import LINGERS, make_project, until
 
@@ -47,7 +47,7 @@ def test_a_run_reaches_its_model_though_a_task_a_node_and_its_supervisors_are_lo
 
     healthy.run("scancel", *{job["array"] for job in run.jobs(healthy, "supervise")})
     until("no supervisor", lambda: not run.jobs(healthy, "supervise"))
-    assert run.reported()["state"] == RunState.ABANDONED
+    assert run.reported()["state"] == State.ABANDONED
     assert project.types("resume").code == 0
     project.lets_go()
     ended = run.ends()

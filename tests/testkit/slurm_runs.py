@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.journal.active_runs import status_of
 from pipeline.journal.run_folder import RunFolder, runs_in
-from pipeline.journal.run_status import RunState, RunStatus
+from pipeline.journal.run_status import RunStatus, State
+from pipeline.journal.run_view import view
 from tests.testkit import project
 from tests.testkit.cluster import Cluster, processes
 from tests.testkit.cluster.cluster import SEARCH_PATH
@@ -166,7 +166,7 @@ class Run:
 
     def now(self) -> RunStatus:
         """Return how it stands, by its files and the queue."""
-        return status_of(self.folder)
+        return view(self.folder).status
 
     def reported(self) -> dict[str, Any]:
         """Return what `pipeline status --json` says."""
@@ -180,9 +180,9 @@ class Run:
         found: dict[str, Any] = next(one for one in self.reported()["stages"] if one["name"] == name)
         return found
 
-    def ends(self, state: RunState = RunState.DONE, timeout_s: float = ENDS_S) -> dict[str, Any]:
+    def ends(self, state: State = State.DONE, timeout_s: float = ENDS_S) -> dict[str, Any]:
         """Wait for its end and return what `pipeline status --json` says."""
-        going = (RunState.WAITING, RunState.RUNNING, RunState.ABANDONED)
+        going = (State.WAITING, State.RUNNING, State.ABANDONED)
         until(f"the end of {self.name}", lambda: self.now().state not in going, timeout_s, self.story)
         assert self.now().state is state, self.story()
         return self.reported()

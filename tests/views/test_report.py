@@ -11,7 +11,7 @@ from pipeline.cluster.verdict import Cause
 from pipeline.config.load import dump_resolved
 from pipeline.config.schema import Config
 from pipeline.journal.attempts import Ask, Attempt
-from pipeline.journal.run_status import RunState, RunStatus, StageJob
+from pipeline.journal.run_status import RunStatus, StageJob, State
 from pipeline.memory.history import Suggestion
 from pipeline.records import EventKind
 from pipeline.report.facts import StageUse
@@ -77,7 +77,7 @@ def test_gpus_that_idled_and_memory_of_a_larger_card_are_told_in_words(tmp_path:
     assert found.gpu_busy == pytest.approx(0.2)
     assert found.gpu_hours == pytest.approx(400 / 3600)
     assert len(found.advice) == 2
-    lines = "\n".join(map(str, use_report(RunStatus("r", RunState.DONE), [found])))
+    lines = "\n".join(map(str, use_report(RunStatus("r", State.DONE), [found])))
     assert all(advice in lines for advice in found.advice)
 
 

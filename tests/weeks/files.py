@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from pipeline.journal.run_status import RunState
+from pipeline.journal.run_status import State
 from tests.conftest import ROOT
 from tests.security.test_two_users import BOB, GROUPS, LAB, UMASKS, User
 from tests.testkit.slurm_runs import Project
@@ -28,7 +28,7 @@ def disk_fills(scene: Scene) -> None:
         run = scene.held(folder=small)
         with _kept_full(small):
             scene.lets_go(run)
-            told = scene.ends(run, RunState.FAILED, RunState.ABANDONED)
+            told = scene.ends(run, State.FAILED, State.ABANDONED)
             scene.says(told, "No space left on device|disk is full", "next: pipeline|pipeline resume")
         scene.ends(scene.goes_on(run))
         scene.trained(run)
@@ -55,7 +55,7 @@ def checkpoints_become_read_only(scene: Scene) -> None:
     with _mounted(folder, "--bind", str(folder)):
         subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
         scene.lets_go(run)
-        told = scene.ends(run, RunState.FAILED, RunState.DONE)
+        told = scene.ends(run, State.FAILED, State.DONE)
         scene.says(told, "could not be saved: .*Read-only file system", "findmnt")
     scene.ends(scene.goes_on(run))
     scene.trained(run)
@@ -74,7 +74,7 @@ def cache_is_read_only(scene: Scene) -> None:
             project, "submit", "--stage", "scan", "--executor", "slurm", "--set=structures.altlocs=first"
         )
         if done.code == 0:
-            scene.says(scene.ends(scene.follows(project.newest), RunState.FAILED), "Read-only file system")
+            scene.says(scene.ends(scene.follows(project.newest), State.FAILED), "Read-only file system")
         else:
             scene.says(done.said, "Read-only file system")
 
@@ -87,8 +87,8 @@ def purge_eats_the_cache(scene: Scene) -> None:
     if scene.rng.random() < 0.7:
         _kill(scene.process(run))
     scene.lets_go(run)
-    told = scene.ends(run, RunState.DONE, RunState.FAILED)
-    if run.now().state is RunState.FAILED:
+    told = scene.ends(run, State.DONE, State.FAILED)
+    if run.now().state is State.FAILED:
         scene.says(told, "pipeline submit")
         scene.ends(scene.goes_on(run))
     scene.trained(run)

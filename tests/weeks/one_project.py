@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline.files import user_name
 from pipeline.journal.run_folder import RunFolder, runs_in
-from pipeline.journal.run_status import RunState
+from pipeline.journal.run_status import State
 from pipeline.records import Reason
 from tests.security.test_two_users import User
 from tests.testkit.slurm_runs import Project, Run
@@ -120,7 +120,7 @@ class Neighbour:
         if self.now is None:
             return ""
         state = self.now.run.now().state
-        if state is RunState.ABANDONED:
+        if state is State.ABANDONED:
             return self._resumes()
         if state not in ENDS:
             if time.monotonic() - self.now.began_s > ENDS_S:
@@ -131,7 +131,7 @@ class Neighbour:
         told = " ".join(self.types(*words, ended.run.name)[1] for words in (("status", "-v"), ("report",)))
         if trouble := untrue(told, state, ended, self.who):
             must(False, f"{ended.run.name} ({', '.join(ended.deeds)}): {trouble}", ended.run.story)
-        if state is not RunState.DONE:
+        if state is not State.DONE:
             return f"{state.value} run"
         self._counted(ended, told)
         if ended.stage in ("train", "all"):
@@ -192,15 +192,15 @@ def refused(code: int, said: str) -> str:
     return "refused"
 
 
-def untrue(told: str, state: RunState, ended: Submitted, who: str) -> str:
+def untrue(told: str, state: State, ended: Submitted, who: str) -> str:
     """Return what of the end of a run was told wrongly; empty if nothing."""
-    if (state is RunState.STOPPED) != ended.cancelled:
+    if (state is State.STOPPED) != ended.cancelled:
         return f"it {'was' if ended.cancelled else 'was not'} cancelled, and is {state.value}"
     if ended.cancelled and f"cancelled by {who}" not in told:
         return f"nobody said that it was cancelled by {who}: {told}"
-    if state is RunState.FAILED and not ended.deeds:
+    if state is State.FAILED and not ended.deeds:
         return f"it failed, and nothing had been done to it: {told}"
-    if state is RunState.FAILED and "next:" not in told:
+    if state is State.FAILED and "next:" not in told:
         return f"it failed, and nobody said what to do next: {told}"
     return ""
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 
 from pipeline.journal.run_folder import runs_in
-from pipeline.journal.run_status import RunState
+from pipeline.journal.run_status import State
 from tests.testkit.cluster.cluster import SEARCH_PATH
 from tests.testkit.slurm_runs import DIES, PIPELINE, Run, make_project, until
 from tests.weeks.scene import WAITS_S, Scene, must
@@ -20,7 +20,7 @@ def supervisor_and_standby_vanish(scene: Scene) -> None:
     run = scene.held()
     until("both", lambda: len(run.jobs(scene.cluster, "supervise")) == 2, WAITS_S, run.story)
     scene.slurm("scancel", *{row["job"] for row in run.jobs(scene.cluster, "supervise")})
-    until("nobody", lambda: run.now().state is RunState.ABANDONED, WAITS_S, run.story)
+    until("nobody", lambda: run.now().state is State.ABANDONED, WAITS_S, run.story)
     scene.says(scene.told(run), "orphaned", f"pipeline resume {run.name}")
     if scene.rng.random() < 0.5:
         scene.lets_go(run)
@@ -86,7 +86,7 @@ def submitted_twice_at_once(scene: Scene) -> None:
         scene.follows(run)
     codes = sorted(one.returncode for one in typed)
     for run in runs:
-        scene.ends(run, RunState.DONE, RunState.FAILED)
+        scene.ends(run, State.DONE, State.FAILED)
     must(len(runs) == 1 and codes[0] == 0, f"{len(runs)} runs; codes {codes}", lambda: "\n".join(said))
     must(any("already" in " ".join(one.split()) for one in said), "nobody was told", lambda: "\n".join(said))
     scene.trained(runs[0])

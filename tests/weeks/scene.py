@@ -13,14 +13,14 @@ from typing import Any
 
 from safetensors import safe_open
 
-from pipeline.journal.run_status import RunState
+from pipeline.journal.run_status import State
 from tests.testkit.cluster import Cluster
 from tests.testkit.command import Typed
 from tests.testkit.slurm_runs import Project, Run, make_project, strangers, until
 
 ITEMS, EPOCHS, STEPS, EVERY = 12, 10, 30, 4
 WAITS_S, ENDS_S = 900.0, 1800.0  # the machine may be busy with others
-ENDS = (RunState.DONE, RunState.FAILED, RunState.STOPPED)
+ENDS = (State.DONE, State.FAILED, State.STOPPED)
 ACTS = "WEEKS_ACTS"
 TASK = f'''\
 """The reference task, small; a file of acts may hold its first start at a step, or let its memory grow."""
@@ -180,16 +180,16 @@ class Scene:
         must(done.returncode == 0, f"{' '.join(words)}: {done.stdout}{done.stderr}")
         return done.stdout
 
-    def ends(self, run: Run, *states: RunState) -> str:
+    def ends(self, run: Run, *states: State) -> str:
         """Wait for the end of a run, by default a good one; return what status and report say."""
-        wanted = states or (RunState.DONE,)
+        wanted = states or (State.DONE,)
         until(f"the end of {run.name}", lambda: run.now().state in ENDS or run.now().state in wanted, ENDS_S, run.story)
         must(run.now().state in wanted, f"{run.name} ended {run.now().state}", run.story)
         return self.told(run)
 
     def goes_on(self, run: Run, stage: str = "train") -> Run:
         """Submit again what is left of a run, as its user would: the same command, or `resume` where it was left."""
-        if run.now().state is RunState.ABANDONED:
+        if run.now().state is State.ABANDONED:
             done = self.types(run.project, "resume", run.name)
             if done.code == 0:
                 return self.follows(run.project.newest)

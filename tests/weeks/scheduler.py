@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from pipeline.journal.run_status import RunState
+from pipeline.journal.run_status import State
 from tests.testkit.slurm_runs import Run, until
 from tests.weeks.scene import WAITS_S, Scene, must
 
@@ -59,7 +59,7 @@ def user_cancels_and_resumes(scene: Scene) -> None:
     """Somebody types scancel for the job of a training: the run ends, says who it was, and goes on when asked."""
     run = scene.held()
     scene.slurm("scancel", scene.job(run))
-    scene.says(scene.ends(run, RunState.FAILED), "cancelled by", "next: +pipeline submit")
+    scene.says(scene.ends(run, State.FAILED), "cancelled by", "next: +pipeline submit")
     scene.ends(scene.goes_on(run))
     scene.trained(run)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.journal.run_folder import RunFolder
-from pipeline.journal.run_status import RunState
+from pipeline.journal.run_status import State
 from tests.slurm.conftest import cluster as cluster
 from tests.testkit.cluster import Cluster
 from tests.testkit.slurm_runs import Project, Run
@@ -65,14 +65,14 @@ def test_a_model_that_is_not_its_twin_is_found() -> None:
 def test_an_end_that_is_told_wrongly_is_found(scene: Scene) -> None:
     run = Run(scene.template, RunFolder(scene.folder))
     for state, cancelled, deeds, told, is_true in [
-        (RunState.DONE, False, [], "done", True),
-        (RunState.STOPPED, True, [], "cancelled by ann on here", True),
-        (RunState.STOPPED, True, [], "cancelled by bob on here", False),
-        (RunState.STOPPED, False, [], "cancelled by ann on here", False),
-        (RunState.DONE, True, [], "done", False),
-        (RunState.FAILED, False, [], "next: pipeline submit", False),
-        (RunState.FAILED, False, ["a deed"], "next: pipeline submit", True),
-        (RunState.FAILED, False, ["a deed"], "it failed", False),
+        (State.DONE, False, [], "done", True),
+        (State.STOPPED, True, [], "cancelled by ann on here", True),
+        (State.STOPPED, True, [], "cancelled by bob on here", False),
+        (State.STOPPED, False, [], "cancelled by ann on here", False),
+        (State.DONE, True, [], "done", False),
+        (State.FAILED, False, [], "next: pipeline submit", False),
+        (State.FAILED, False, ["a deed"], "next: pipeline submit", True),
+        (State.FAILED, False, ["a deed"], "it failed", False),
     ]:
         found = untrue(told, state, Submitted(run, "train", {}, [], deeds, cancelled), "ann")
         assert bool(found) != is_true, (state, told, found)

@@ -13,8 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from pipeline.cluster.verdict import Cause
-from pipeline.journal.active_runs import GOING_ON
-from pipeline.journal.run_status import RunState
+from pipeline.journal.run_status import GOING_ON, State
 from pipeline.report.compared import hours, spread
 from pipeline.report.html import run_plots
 from pipeline.report.html.plots import figure, moment, tag
@@ -165,14 +164,14 @@ def verdict(facts: PageFacts) -> str:
     """Return the outcome of a run in one sentence."""
     status = facts.run.status
     took = format_seconds(facts.time.end - facts.time.begun)
-    failed = "".join(f" in {stage.name}" for stage in status.stages.values() if stage.state is RunState.FAILED)
+    failed = "".join(f" in {stage.name}" for stage in status.stages.values() if stage.state is State.FAILED)
     heads = {
-        RunState.DONE: f"Done in {took}",
-        RunState.FAILED: f"Failed{failed} after {took}",
-        RunState.STOPPED: f"Stopped after {took}",
-        RunState.ABANDONED: f"Orphaned after {took}",
-        RunState.RUNNING: f"Running for {took}",
-        RunState.WAITING: "Not started yet",
+        State.DONE: f"Done in {took}",
+        State.FAILED: f"Failed{failed} after {took}",
+        State.STOPPED: f"Stopped after {took}",
+        State.ABANDONED: f"Orphaned after {took}",
+        State.RUNNING: f"Running for {took}",
+        State.WAITING: "Not started yet",
     }
     parts = (_problem, _progress, _metrics, _memory, _survived, _items)
     clauses = [clause for part in parts for clause in part(facts)]
@@ -191,7 +190,7 @@ def _problem(facts: PageFacts) -> Iterator[str]:
 def _progress(facts: PageFacts) -> Iterator[str]:
     """Yield how far the running stages are; of a finished run, whether all of it was cached."""
     status = facts.run.status
-    if status.state is RunState.RUNNING:
+    if status.state is State.RUNNING:
         for stage in (stage for stage in facts.stages if not stage.status.ended_at):
             name, row = stage.status.name, stage.status
             left = f", about {format_seconds(stage.left_s)} left" if stage.left_s else ""

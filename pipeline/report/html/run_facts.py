@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from pipeline.journal.active_runs import SeenRun
     from pipeline.journal.attempts import Attempt
     from pipeline.journal.budget import Account
     from pipeline.journal.run_status import StageStatus
+    from pipeline.journal.run_view import RunView
     from pipeline.report.compared import Comparison
     from pipeline.report.facts import StageUse
     from pipeline.training.loop.metrics_log import Epoch
@@ -156,7 +156,7 @@ class TrainingFacts:
 class PageFacts:
     """Everything that the HTML report of a run shows."""
 
-    run: SeenRun
+    run: RunView
     folder: Path
     made_at: float
     again: str  # the command that began it

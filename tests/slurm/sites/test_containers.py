@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.journal.run_status import RunState
+from pipeline.journal.run_status import State
 from tests.slurm import test_training as training
 from tests.slurm.sites.images import (
     HERE,
@@ -177,7 +177,7 @@ def test_an_image_that_changes_during_a_run_ends_it(make: Make, image: Path, tmp
     run = project.submits()
     until("a first task", lambda: project.seen())
     (copy / "etc" / "added").touch()
-    ended = run.ends(RunState.FAILED)
+    ended = run.ends(State.FAILED)
     assert ended["exit_code"] == 6
     assert "the image changed" in ended["error"]
 
@@ -210,7 +210,7 @@ def test_what_could_not_run_is_refused_before_anything_is_queued(
 def test_a_node_without_the_runtime_is_no_fault_of_the_task(make: Make) -> None:
     project = make(1, cluster__slurm__setup=[f'[ -n "$SLURM_JOB_ID" ] || export PATH={HERE}:$PATH'])
     run = project.submits()
-    ended = run.ends(RunState.FAILED)
+    ended = run.ends(State.FAILED)
     assert "apptainer: No such file or directory" in ended["error"]
     assert {cause for _, cause in failures(run)} == {"node"}
 

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.cluster.job_spec import parse_ranges
 from pipeline.journal.ledger import LedgerReader
-from pipeline.journal.run_status import RunState
+from pipeline.journal.run_status import State
 from pipeline.records import EventKind
 from tests.testkit.cluster import Cluster
 from tests.testkit.cluster.config import ACCOUNT
@@ -177,7 +177,7 @@ def test_a_run_stops_before_its_budget_is_passed_and_what_it_finished_is_kept(ma
     few = {"cluster__budget": "0.034 core-hours", "cluster__scan__time": "1m", "cluster__scan__gpus": 1}
     project = make(5, cluster__supervisor__where="login", **few, **ONE_EACH)
     run = project.submits()
-    ended = run.ends(RunState.FAILED)
+    ended = run.ends(State.FAILED)
     assert "could pass the budget; budget: 0.0" in ended["error"], ended["error"]
     assert "--set 'cluster.budget=1 core-hours'" in ended["error"]
     assert refused(run) == []

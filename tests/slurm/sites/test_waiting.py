@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from pipeline.journal.run_status import RunState
+from pipeline.journal.run_status import State
 from tests.testkit.cluster import Cluster
 from tests.testkit.slurm_runs import Project, Run, make_project, until
 
@@ -153,7 +153,7 @@ def test_what_keeps_jobs_is_seen_told_once_and_told_to_be_over(busy: Cluster, tm
     assert waits[obstacle.reason]["remedy"]
 
     obstacle.take(cluster, run)
-    ended = run.ends(RunState.DONE)
+    ended = run.ends(State.DONE)
     begun = [words for words in told(project, "waiting") if obstacle.reason in words[3] and words[1] == "scan"]
     assert len(begun) == 1, begun
     over = [words for words in told(project, "waited") if obstacle.reason in words[3] and words[1] == "scan"]
@@ -172,7 +172,7 @@ def test_a_supervisor_that_is_held_is_told(busy: Cluster, tmp_path: Path) -> Non
     assert f"next: scontrol release {visit}" in project.types("status", run.name).out
     lets_start(busy)
     slurm(busy, "scontrol", "release", visit)
-    run.ends(RunState.DONE)
+    run.ends(State.DONE)
     assert [words[1] for words in told(project, "waiting") if "JobHeldUser" in words[3]] == ["supervise"]
 
 
@@ -186,7 +186,7 @@ def test_a_run_whose_supervisors_are_gone_is_told_with_what_takes_it_up(busy: Cl
     (words,) = told(project, "waiting")
     assert f"pipeline resume {run.name}" in words[3]
     assert project.types("resume", run.name).code == 0
-    run.ends(RunState.DONE)
+    run.ends(State.DONE)
     assert len(told(project, "waiting")) == 1
 
 
