@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+LEAST_HOURS = 0.01
 SHOWN_LENGTH = 80  # characters of a foreign text
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -51,6 +52,11 @@ def short_seconds(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m" if whole >= 600 or not whole % 60 else f"{whole // 60}m {whole % 60:02d}s"
     return f"{whole // 3600}h {whole % 3600 // 60:02d}m".removesuffix(" 00m")
+
+
+def hours_text(count: float) -> str:
+    """Return hours for people."""
+    return f"{count:,.2f}" if count >= LEAST_HOURS else f"<{LEAST_HOURS}"
 
 
 def printable_text(text: str) -> str:

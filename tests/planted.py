@@ -118,7 +118,7 @@ FAULTS = (
         "short secrets are shown",
     ),
     Fault(
-        "report/html/plots.py",
+        "report/html/charts.py",
         "KILO = 1024",
         "KILO = 1000",
         "axes of memory are wrong by 7% in GiB",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from pipeline.journal.run_folder import RunFolder
-    from pipeline.report.compared import ComparedModel
+    from pipeline.views.compared_models import ComparedModel
 
 PRINTED = Path("-")
 Page = Annotated[Path | None, option("--html FILE", "Write a self-contained HTML report of the run; -: print it.")]
@@ -140,15 +140,15 @@ def report_command(
 def _write_page(folder: RunFolder, file: Path, *, as_json: bool) -> None:
     """Write or print the HTML report of a run as it is now."""
     from pipeline.errors import ConfigError
-    from pipeline.views.run_page import page_now, write_page_where_asked
+    from pipeline.views.run_page import page_now, write_page
 
     if as_json and file == PRINTED:
         raise ConfigError("cannot be combined with --json", where="--html -", remedy="leave --json out")
-    page, run = page_now(folder)
+    text, run = page_now(folder)
     if file == PRINTED:
-        typer.echo(page.html(run))
+        typer.echo(text)
         return
-    write_page_where_asked(file, page.html(run))
+    write_page(file, text)
     file = file.parent.resolve() / file.name
     if as_json:
         print_json({"run": folder.name, "state": run.status.state.value, "html": str(file)})
@@ -178,15 +178,13 @@ def compare_command(
 ) -> None:
     """Compare trainings: settings, metrics over seeds, memory, hours."""
     from pipeline.report import tables
-    from pipeline.report.compared import comparison_lines
-    from pipeline.views.compared_models import comparison
+    from pipeline.views.compared_models import compared_page, comparison, comparison_lines
 
     shown = comparison(_models(what or (), config, sets), metric)
     if html is not None:
-        from pipeline.report.html.html_page import compared_page
-        from pipeline.views.run_page import write_page_where_asked
+        from pipeline.views.run_page import write_page
 
-        write_page_where_asked(html, compared_page(shown))
+        write_page(html, compared_page(shown))
     if as_json:
         print_json(shown.to_json())
         return

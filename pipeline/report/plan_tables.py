@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 from pipeline.memory.footprint import Provenance
 from pipeline.memory.hardware.caching_allocator import VARIABLES
 from pipeline.memory.planning.memory_plan import PlannedOffer, RemedyVerdict
-from pipeline.report.compared import hours
 from pipeline.report.stage_lines import unit_of
 from pipeline.report.tables import plural, text_table
-from pipeline.units import first_few, format_bytes, format_seconds, short_bytes, short_seconds
+from pipeline.units import first_few, format_bytes, format_seconds, hours_text, short_bytes, short_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -70,7 +69,7 @@ def _offer_cells(planned: PlannedOffer, outlook: TrainOutlook) -> tuple[str, str
         where = " or ".join(card if card.endswith("iB") else card.upper().replace("-", " ") for card in plan.cards)
     several, each = (f"{plan.request.ranks} × ", " each") if plan.request.ranks > 1 else ("", "")
     size = f"{format_bytes(plan.total.value)} of {format_bytes(plan.limit_bytes)}{each}"
-    facts = [size, f"training {_about(3600 * planned.hours.value)}", f"{hours(planned.gpu_hours.value)} GPU-hours"]
+    facts = [size, f"training {_about(3600 * planned.hours.value)}", f"{hours_text(planned.gpu_hours.value)} GPU-hours"]
     if not outlook.alternatives:
         facts = [f"{size} ({plan.reserved.origin.value}, {plan.margin.factor - 1:.0%} margin)"]
     elif plan.remedies:
@@ -252,7 +251,7 @@ def _job(plan: TrainOutlook) -> Iterator[RenderableType]:
     gpus = f"{plural(plan.gpus, 'GPU')}, " if plan.gpus else ""
     each = f"{gpus}{plural(plan.cpus, 'CPU')}, --mem {format_bytes(plan.mem.mem_bytes)}"
     core_hours = plan.train_s / 3600 * plan.nodes * plan.cpus
-    takes = f"{hours(chosen.gpu_hours.value)} GPU-hours" if plan.gpus else f"{hours(core_hours)} core-hours"
+    takes = f"{hours_text(chosen.gpu_hours.value)} GPU-hours" if plan.gpus else f"{hours_text(core_hours)} core-hours"
     yield f"job: {plural(plan.nodes, 'node')}, each {each}"
     yield f"  --mem: {plan.mem.why}"
     yield (

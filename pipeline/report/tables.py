@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import codecs
 import sys
+from collections.abc import Mapping
 from functools import lru_cache
 from io import TextIOWrapper
+from operator import itemgetter
 from textwrap import wrap
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.units import hours_text, short_bytes, short_seconds
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from datetime import datetime
 
     from rich.console import RenderableType
@@ -115,6 +119,47 @@ def text_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: 
     for row in rows:
         shown.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
     return shown
+
+
+# What a column holds, by its kind; the columns of numbers are right-aligned.
+NUMBERS: dict[str, Callable[[Any], str]] = {
+    "count": "{:,.0f}".format,
+    "bytes": short_bytes,
+    "span": short_seconds,
+    "percent": "{:.0%}".format,
+    "figure": "{:.4g}".format,
+    "hours": hours_text,
+    "worded": itemgetter(0),  # a text, and the number that it says
+}
+# Its heading, where a row has its value (an attribute, a place, or a function of the row), and its kind.
+Column: TypeAlias = "tuple[str, str | int | Callable[[Any], Any], str] | tuple[str, str | int | Callable[[Any], Any]]"
+
+
+def value_in(row: Any, column: Column) -> Any:
+    """Return the value that a row has for a column."""
+    where = column[1]
+    if callable(where):
+        return where(row)
+    if isinstance(row, Mapping):
+        return row.get(where)
+    return row[where] if isinstance(where, int) else getattr(row, where)
+
+
+def kind_of(column: Column) -> str:
+    """Return the kind of a column: one of NUMBERS, or how its text is shown."""
+    return column[2] if len(column) > 2 else ""
+
+
+def table_of(columns: Sequence[Column], rows: Iterable[Any], *, unknown: str = "") -> Table:
+    """Return a plain table of rows, with numbers as their columns' kinds say."""
+    forms = [NUMBERS.get(kind_of(column)) for column in columns]
+
+    def cell(value: Any, form: Callable[[Any], str] | None) -> str:
+        return unknown if value is None else form(value) if form else str(value)
+
+    cells = ([cell(value_in(row, column), form) for column, form in zip(columns, forms, strict=True)] for row in rows)
+    right = [column[0] for column, form in zip(columns, forms, strict=True) if form]
+    return text_table([column[0] for column in columns], cells, right=right)
 
 
 def plural(count: int, noun: str) -> str:

@@ -1,17 +1,16 @@
-"""The HTML report of a run: gather its facts, render them, and write the file where it is asked for.
+"""The HTML report of a run: what its ledger and its model's folder say, given to one template.
 
-The report only shows what the ledger and the models' folders say. A part that cannot be read becomes a note in it.
+A part that cannot be read becomes a note in the report.
 """
 
 from __future__ import annotations
 
-import re
-import sys
+import json
 import time
+from collections import Counter
 from functools import reduce
-from itertools import chain
+from itertools import islice
 from operator import getitem
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.command_line import quoted
@@ -20,78 +19,82 @@ from pipeline.config.masking import without_secrets_in
 from pipeline.config.schema import LEAVES, value_at
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.files import what_is_no_file, write_whole
-from pipeline.journal.budget import Budget, Spending
-from pipeline.journal.run_view import RunView, view
-from pipeline.report.html.run_facts import PageFacts, RecordedStep, TrainingFacts
-from pipeline.training.loop.metrics_log import STEP, read_epochs, read_figures
-from pipeline.training.prepared import ModelFolder, Prepared
-from pipeline.views.compared_models import comparison, models_of_run
-from pipeline.views.page_facts import rejection_facts, stage_facts, time_facts, trouble_facts
+from pipeline.journal.budget import spending_of_run
+from pipeline.journal.run_view import view
+from pipeline.report.html.html_page import render
+from pipeline.views import page_charts, page_text
+from pipeline.views.compared_models import compared_data, comparison, models_of_run
+from pipeline.views.efficiency import stage_uses
+from pipeline.views.run_times import times_of
+from pipeline.views.training_curves import TRAIN, training_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from pipeline.config.schema import Config
     from pipeline.journal.run_folder import RunFolder
     from pipeline.journal.run_status import StageStatus
-    from pipeline.report.compared import Comparison
-    from pipeline.report.html.run_facts import Curve
+    from pipeline.journal.run_view import RunView
+    from pipeline.views.compared_models import Comparison
 
 _T = TypeVar("_T")
+REJECTIONS = 200
 
 
-class Page:
-    """The HTML report of one run, made from its ledger's events."""
+def page_now(folder: RunFolder) -> tuple[str, RunView]:
+    """Return the HTML report of a run as it is now, and the state of the run."""
+    run = view(folder, deep=True)
+    return render("page.html", **page_data(folder, run)), run
 
-    def __init__(self, folder: RunFolder, config: Config) -> None:
-        self.folder, self.config = folder, config
-        self._spending = Spending(folder.path.parent, Budget.of(config.cluster.budget))
 
-    def facts(self, run: RunView) -> PageFacts:
-        """Return everything that the report shows."""
-        from pipeline.views.efficiency import stage_uses
+def page_data(folder: RunFolder, run: RunView) -> dict[str, Any]:
+    """Return everything that the HTML report of a run shows, by the names that its template uses."""
+    config, status, notes = read_resolved(folder.config), run.status, list[str]()
 
-        now, notes, status = time.time(), list[str](), run.status
-
-        def or_note(name: str, facts: Callable[[], _T]) -> _T | None:
-            try:
-                return facts()
-            except (PipelineError, OSError, ValueError, KeyError, TypeError) as error:
-                notes.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-                return None
-
-        return PageFacts(
-            run=run,
-            folder=self.folder.path,
-            made_at=now,
-            again=or_note("command", lambda: self.folder.again.read_text().strip()) or "",
-            stages=[stage_facts(run, stage) for stage in status.in_order()],
-            time=time_facts(status, now),
-            troubles=trouble_facts(status),
-            rejections=or_note("rejections", lambda: rejection_facts(self.folder, status)),
-            training=or_note("training", lambda: training_facts(self.folder, self.config, status.stages.get(TRAIN))),
-            compared=or_note("points", self._compared),
-            uses=or_note("efficiency", lambda: stage_uses(self.folder, status)) or [],
-            account=or_note("budget", self._spending.account),
-            settings=changed_settings(self.config),
-            notes=notes,
-        )
-
-    def _compared(self) -> Comparison | None:
-        if not (self.config.train.sweep.points and (models := models_of_run(self.folder))):
+    def or_note(name: str, read: Callable[[], _T]) -> _T | None:
+        try:
+            return read()
+        except (PipelineError, OSError, ValueError, KeyError, TypeError) as error:
+            notes.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
             return None
-        return comparison(models)
 
-    def html(self, run: RunView) -> str:
-        """Return the report as text."""
-        from pipeline.report.html.html_page import page
+    stages, now = status.in_order(), time.time()
+    times = times_of(status, now)
+    training = or_note("training", lambda: training_of(folder, config, status.stages.get(TRAIN)))
+    compared = or_note("points", lambda: _points(folder, config))
+    uses = or_note("efficiency", lambda: stage_uses(folder, status)) or []
+    failures = [(stage, attempt) for stage in stages for attempt in stage.failures]
+    causes = Counter((stage.name, attempt.cause.value) for stage, attempt in failures)
+    return {
+        "run": run,
+        "status": status,
+        "stages": stages,
+        "folder": folder.path,
+        "made_at": now,
+        "again": or_note("command", lambda: folder.again.read_text().strip()) or "",
+        "times": times,
+        "failures": failures,
+        "causes": [(*what, count) for what, count in causes.most_common()],
+        "survivors": sum(stage.task(attempt.task).good for stage, attempt in failures),
+        "open_tasks": sum(bool(task.ended) and task.open for stage in stages for task in stage.work.values()),
+        "rejected": list(rejected_by_reason(stages)),
+        "rejections": or_note("rejections", lambda: first_rejections(folder.rejected)) or ([], 0),
+        "rejections_file": folder.rejected,
+        "training": training,
+        "uses": uses,
+        "account": or_note("budget", spending_of_run(folder).account),
+        "settings": changed_settings(config),
+        "charts": page_charts,
+        "text": page_text,
+        "notes": notes,
+        **(compared_data(compared) if compared else {"compared": None}),
+    }
 
-        return page(self.facts(run))
 
-
-def of_run(folder: RunFolder) -> Page:
-    """Return the report of a run, with the configuration under which it began."""
-    return Page(folder, read_resolved(folder.config))
+def _points(folder: RunFolder, config: Config) -> Comparison | None:
+    models = models_of_run(folder) if config.train.sweep.points else []
+    return comparison(models) if models else None
 
 
 def changed_settings(config: Config) -> dict[str, str]:
@@ -101,82 +104,33 @@ def changed_settings(config: Config) -> dict[str, str]:
     return {name: f"{without_secrets_in(reduce(getitem, key, plain), name)}" for name, key in changed.items()}
 
 
-def page_now(folder: RunFolder) -> tuple[Page, RunView]:
-    """Return the report of a run, and the state of the run."""
-    return of_run(folder), view(folder, deep=True)
+def rejected_by_reason(stages: Sequence[StageStatus]) -> Iterator[tuple[str, str, int, str]]:
+    """Yield reason, stage, items and an example: of each census that differs from the one before, or so far."""
+    before: Mapping[str, int] = {}
+    for stage in stages:
+        if not stage.census:
+            yield from ((f"{reason} (so far)", stage.name, items, "") for reason, items in stage.reasons.most_common())
+        elif (rejected := stage.census.get("rejected")) and rejected != before:
+            examples, before = stage.census.get("examples", {}), rejected
+            yield from ((reason, stage.name, items, examples.get(reason, "")) for reason, items in rejected.items())
+
+
+def first_rejections(file: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the first items of a list of rejections, and how many more it has."""
+    if not file.exists():
+        return [], 0
+    with file.open("rb") as lines:
+        first = [json.loads(line) for line in islice(lines, REJECTIONS)]
+        return first, sum(block.count(b"\n") for block in iter(lambda: lines.read(1 << 20), b""))
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a report, readable as the umask says; the folder of a private run keeps its report private."""
-    write_whole(path, text.encode(errors="backslashreplace"))
-
-
-def write_page_where_asked(path: Path, text: str) -> None:
-    """Write a report to a path that the user named."""
+    """Write a report to a path that the user named, readable as the umask says."""
     try:
         if other := what_is_no_file(path):
             raise OSError(f"is {other}, expected a file")
-        write_page(path, text)
+        write_whole(path, text.encode(errors="backslashreplace"))
     except OSError as error:
         what, there = f"cannot write the HTML report: {error.strerror or error}", path.parent.exists()
         remedy = "name a file that you may write to" if there else f"mkdir -p {quoted(path.parent)}"
         raise ConfigError(what, where=str(path), remedy=remedy) from error
-
-
-TRAIN = "train"
-POINTS = 500  # of a curve
-SERIES = 16  # curves of a kind: terms of a loss, metrics
-EPOCH_ROWS = 100
-BUNDLES = 50
-# As `training/forensics/step_bundle.py` names them, which needs torch: a supervisor has no room for that.
-_BUNDLE = re.compile(r"step-(?P<step>\d{8,})-(?P<kind>[a-z]+)-rank-(?P<rank>\d+)(?:-\d+)?")
-
-
-def training_facts(folder: RunFolder, config: Config, stage: StageStatus | None) -> TrainingFacts | None:
-    """Return what is known of the training of a run; None where it has no plan that this version can read."""
-    prepared = Prepared.read_if_known(folder.plan(TRAIN))
-    if prepared is None:
-        return None
-    made = ModelFolder(config.train.models / prepared.name)
-    every, settings = read_epochs(made.path), config.train.validation
-    census = stage.census or {} if stage else {}
-    last = min(prepared.epochs, census.get("epochs", prepared.epochs))  # a later run may have trained on
-    epochs = [epoch for epoch in every if epoch.epoch <= last]
-    steps = epochs[-1].step if epochs and len(epochs) < len(every) else sys.maxsize
-    names = sorted(path.name for path in made.bundles.iterdir()) if made.bundles.is_dir() else []
-    bundles = [match for match in map(_BUNDLE.fullmatch, names) if match and int(match["step"]) <= steps]
-    return TrainingFacts(
-        prepared=prepared,
-        folder=made.path,
-        monitor=settings.monitor,
-        on_gpu=bool(stage and any(job.gpus for job in stage.jobs.values())) or bool(config.cluster.train.gpus),
-        epochs=thinned(epochs, POINTS),
-        newest=epochs[-EPOCH_ROWS:],
-        known_epochs=len(epochs),
-        losses=_names(epoch.loss for epoch in epochs)[:SERIES],
-        metrics=_names(epoch.validation for epoch in epochs),
-        curves=_curves([figures for figures in read_figures(made.path) if figures[STEP] <= steps]),
-        bundles=[RecordedStep(int(match["step"]), match["kind"], int(match["rank"])) for match in bundles[-BUNDLES:]],
-        more_bundles=max(0, len(bundles) - BUNDLES),
-    )
-
-
-def _names(records: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the names that occur in records, in order of first appearance."""
-    return list(dict.fromkeys(chain.from_iterable(records)))
-
-
-def _curves(figures: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
-    """Return each figure that was recorded every few steps as a curve."""
-    names = [name for name in _names(figures) if name != STEP][: 2 * SERIES]
-    curves = {
-        name: [(record[STEP], record[name]) for record in figures if record.get(name) is not None] for name in names
-    }
-    return {name: thinned(curve, POINTS) for name, curve in curves.items() if curve}
-
-
-def thinned(values: Sequence[_T], most: int) -> list[_T]:
-    """Return `most` evenly spaced values at most, with the first and the last among them."""
-    if len(values) <= most:
-        return list(values)
-    return [values[place * (len(values) - 1) // (most - 1)] for place in range(most)]

@@ -13,9 +13,8 @@ from pipeline.config.load import dump_resolved
 from pipeline.config.schema import Config
 from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.journal.run_status import StatusReader
-from pipeline.report.compared import ComparedModel, compared
 from pipeline.training.prepared import ModelFolder, PhasePlan
-from pipeline.views.compared_models import read_model
+from pipeline.views.compared_models import ComparedModel, compared, read_model
 from tests.testkit.command import Command, Typed
 from tests.testkit.once import Shelf
 from tests.testkit.project import Project, copied, to_do, until

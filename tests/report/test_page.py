@@ -109,9 +109,8 @@ def show(browser: Browser, tmp_path: Path) -> Iterator[Open]:
     def opened(
         run: RunFolder, *, width: int = DESK, scheme: Any = "light", unfolded: bool = True, **more: Any
     ) -> Opened:
-        page, seen = page_now(run)
         file = tmp_path / f"page-{len(contexts)}.html"
-        write_page(file, page.html(seen))
+        write_page(file, page_now(run)[0])
         contexts.append(browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme, **more))
         return Opened(contexts[-1].new_page(), file, unfolded=unfolded)
 

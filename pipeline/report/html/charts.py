@@ -1,16 +1,16 @@
-"""Plots as SVG. Axes have round numbers in a unit that suits them."""
+"""The charts that `charts.html` draws: axes with round numbers in a unit that suits them, lines, and rows of bars."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
-
-from markupsafe import Markup
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+
+_T = TypeVar("_T")
 
 STEPS = (1, 2, 2.5, 5, 10)
 WHOLE_TICKS = 6  # about so many on an axis over whole numbers
@@ -26,14 +26,6 @@ ROUNDED = 1e-3  # of a step
 LEAST_PLAIN, MOST_PLAIN, MOST_PLACES = 1e-4, 1e7, 6  # of numbers that are said without an exponent
 SHORT_S = 600  # of a shorter run the axis says seconds since its beginning
 _MANY, _HUGE, _FEW = 1e3, 1e10, 1e-3
-
-
-def tag(name: str, *inside: Any, **attributes: Any) -> Markup:
-    """Return an HTML or SVG element; `class_` means `class`, `text_anchor` means `text-anchor`; text is escaped."""
-    written = Markup("").join(
-        Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items()
-    )
-    return Markup("<{0}{1}>{2}</{0}>").format(name, written, Markup("").join(inside))
 
 
 def moment(at: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
@@ -62,7 +54,7 @@ class Axis:
         """Return the pixel of a value on an axis that is drawn from `start` to `end`."""
         low, high, value = (math.log(each) if self.is_log else each for each in (self.low, self.high, value))
         share = (value - low) / (high - low)
-        return start + min(1.0, max(0.0, share)) * (end - start)
+        return round(start + min(1.0, max(0.0, share)) * (end - start), 1)
 
 
 def number_axis(low: float, high: float, unit: str = "", *, most: int = 5) -> Axis:
@@ -110,14 +102,13 @@ def whole_axis(low: float, high: float, unit: str = "") -> Axis:
     return Axis(low, high, tuple(ticks), unit)
 
 
-def time_axis(begun: float, end: float, *, since: float, most: int = 6) -> Axis:
-    """Return an axis over time: seconds since `since` in a short run, else the time of day in UTC."""
+def time_axis(begun: float, end: float, *, most: int = 6) -> Axis:
+    """Return an axis over time: seconds of a short run, else the time of day in UTC."""
     length = max(end - begun, 1e-3)
     months = TIME_STEPS_S[-1] * math.ceil(length / 3e7)
     step = next((seconds for seconds in TIME_STEPS_S if length / seconds <= most), months)
-    if begun + length - since <= SHORT_S:
-        marks = range(math.ceil((begun - since) / step - 1e-9), int((begun + length - since) / step + 1e-9) + 1)
-        ticks = tuple((since + n * step, f"{n * step:g}") for n in marks)
+    if length <= SHORT_S:
+        ticks = tuple((begun + n * step, f"{n * step:g}") for n in range(int(length / step + 1e-9) + 1))
         return Axis(begun, begun + length, ticks, "seconds")
     form = "%m-%d" if step >= DAY_S else "%m-%d %H:%M" if length > DAY_S else "%H:%M"
     first = math.ceil(begun / step)
@@ -141,12 +132,28 @@ def _round_step(step: float) -> float:
     return next(factor * power for factor in STEPS if factor * power >= step * (1 - 1e-9))
 
 
+def levels(most: float) -> Axis:
+    """Return an axis from 0 that is not drawn."""
+    return Axis(0, most, ())
+
+
 Point = tuple[float, float]
-Size = tuple[int, int, str]  # pixels, and CSS class
-SMALL: Size = (380, 210, "")
-LEFT, RIGHT, TOP, BOTTOM = 52, 10, 22, 36
-DOTS = 40  # points of a line up to which each is marked
 COLOURS = 8
+DOTS = 40  # points of a line up to which each is marked
+
+
+class Size(NamedTuple):
+    """The size of a chart in pixels, with the margins left and right of its axis; `css` says on which screens."""
+
+    width: int
+    height: int = 0  # of bars: as many rows as there are
+    css: str = ""
+    left: int = 52
+    right: int = 10
+    every: int = 1  # of the ticks along the bottom, those that have room
+
+
+SMALL = Size(380, 210)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,93 +166,87 @@ class Line:
     style: str = ""  # `thin`, `dashed`, `plain`, `steps`
     hints: Sequence[str] = ()  # what each point says when it is pointed at
 
+    @property
+    def css(self) -> str:
+        return f"s{self.colour % COLOURS} {self.style}".rstrip()
 
-def plot(title: str, x: Axis, y: Axis, lines: Sequence[Line], sizes: Sequence[Size] = (SMALL,)) -> Markup:
-    """Return a plot with its title and legend, drawn in each size; the style sheet shows the one that fits."""
-    pictures = Markup("").join(
-        svg(title, [_frame(x, y, w, h), *(_line(line, x, y, w, h) for line in lines)], w, h, css) for w, h, css in sizes
-    )
-    named = [(line.name, f"s{line.colour % COLOURS} {line.style}") for line in lines if line.name]
-    return figure_of(title, pictures, legend(named) if len(named) > 1 else "")
-
-
-def svg(title: str, parts: Iterable[Markup], width: int, height: int, css: str = "") -> Markup:
-    """Return an SVG element of a size, with a title for screen readers."""
-    box = f"0 0 {width} {height}"
-    inside = (tag("title", title), *parts)
-    return tag("svg", *inside, viewBox=box, role="img", aria_label=title, class_=css)
+    @property
+    def dots(self) -> list[tuple[Point, str]]:
+        """The points of a short line, each with its hint."""
+        if self.style or len(self.points) > DOTS:
+            return []
+        hints = [*self.hints, *[""] * (len(self.points) - len(self.hints))]
+        return [(point, hint) for point, hint in zip(self.points, hints, strict=True) if math.isfinite(point[1])]
 
 
-def figure_of(title: str, picture: Any, key: Any = "", *, css: str = "plot") -> Markup:
-    """Return an HTML figure: its caption, its legend and its picture."""
-    return tag("figure", tag("figcaption", tag("b", title, title=title), key), picture, class_=css)
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A span of a row; one with an `inset` is thinner by so many pixels on either side."""
+
+    start: float
+    end: float
+    css: str
+    hint: str = ""
+    inset: int = 0
 
 
-def legend(named: Iterable[tuple[str, str]]) -> Markup:
-    """Return the legend of a plot: pairs of a name and the CSS classes of its colour."""
-    keys = (tag("span", tag("i", class_=f"key {css}"), name, title=name) for name, css in named)
-    return tag("span", *keys, class_="legend")
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of a bar chart: its bars, marks at (place, CSS class, hint), a small curve below, and a text."""
+
+    name: str
+    text: str
+    bars: Sequence[Bar] = ()
+    marks: Sequence[tuple[float, str, str]] = ()
+    curve: Sequence[Point] = ()
+
+    @property
+    def most(self) -> float:
+        return max((value for _, value in self.curve), default=0)
 
 
-def _frame(x: Axis, y: Axis, width: int, height: int) -> Markup:
-    """Return the axes with their ticks and units."""
-    right, bottom = width - RIGHT, height - BOTTOM
-    parts = []
-    for value, label in y.ticks:
-        at = y.place(value, bottom, TOP)
-        parts.append(tag("line", x1=LEFT, x2=right, y1=f"{at:.1f}", y2=f"{at:.1f}", class_="grid"))
-        parts.append(svg_text(LEFT - 6, at + 4, label, "end"))
-    parts += x_ticks(x, LEFT, right, bottom)
-    parts.append(tag("line", x1=LEFT, x2=right, y1=bottom, y2=bottom, class_="axis"))
-    parts.append(svg_text(right, bottom + 32, x.unit, "end", "unit"))
-    parts.append(svg_text(2, TOP - 10, y.unit, css="unit"))
-    return Markup("").join(parts)
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Lines over two axes, or rows of bars over one; each axis is made for the sizes at which it is drawn."""
+
+    title: str
+    x: Axis
+    y: Axis | None = None
+    lines: Sequence[Line] = ()
+    rows: Sequence[Row] = ()
+    sizes: Sequence[Size] = (SMALL,)
+    key: Sequence[tuple[str, str]] = ()  # the legend: names and CSS classes
 
 
-def x_ticks(x: Axis, left: float, right: float, bottom: float) -> list[Markup]:
-    """Return the marks of an axis below a plot."""
-    parts = []
-    for value, label in x.ticks:
-        at = x.place(value, left, right)
-        parts.append(tag("line", x1=f"{at:.1f}", x2=f"{at:.1f}", y1=bottom, y2=bottom + 4, class_="axis"))
-        parts.append(svg_text(at, bottom + 17, label, "middle"))
-    return parts
+def line_chart(
+    title: str, x: Axis, lines: Sequence[Line], y: Callable[[float, float], Axis] = number_axis,
+    sizes: Sequence[Size] = (SMALL,),
+) -> Chart:  # fmt: skip
+    """Return a chart of lines, with an axis for their finite values; without any, it has no lines."""
+    values = [value for line in lines for _, value in line.points if math.isfinite(value)]
+    named = [(line.name, line.css) for line in lines if line.name]
+    axis = y(min(values), max(values)) if values else None
+    return Chart(title, x, axis, lines if values else (), sizes=sizes, key=named if len(named) > 1 else ())
 
 
-def svg_text(x: float, y: float, text: str, anchor: str = "start", css: str = "tick") -> Markup:
-    """Return an SVG text."""
-    return tag("text", text, x=f"{x:.1f}", y=f"{y:.1f}", text_anchor=anchor, class_=css)
+def from_zero(unit: str = "") -> Callable[[float, float], Axis]:
+    """Return the maker of an axis that begins at 0."""
+    return lambda _, high: number_axis(0, high, unit)
 
 
-def cut(text: str, most: int) -> str:
-    """Return a text of bounded length, with an ellipsis where it was cut."""
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+def path(points: Iterable[Point], x: Axis, y: Axis, ends: Point, heights: Point, *, steps: bool = False) -> str:
+    """Return the SVG path through some points; the pen is lifted where a value is not finite."""
+    words, is_drawing = [], False
+    for a, b in points:
+        if math.isfinite(b):
+            at, up = x.place(a, *ends), y.place(b, *heights)
+            words.append(f"M{at} {up}" if not is_drawing else f"H{at}V{up}" if steps else f"L{at} {up}")
+        is_drawing = math.isfinite(b)
+    return "".join(words)
 
 
-def _line(line: Line, x: Axis, y: Axis, width: int, height: int) -> Markup:
-    """Return the SVG of a curve, with a gap wherever a value is not finite."""
-    bottom, right = height - BOTTOM, width - RIGHT
-    places = [(x.place(a, LEFT, right), y.place(b, bottom, TOP)) if math.isfinite(b) else None for a, b in line.points]
-    css = f"line s{line.colour % COLOURS} {line.style}".strip()
-    drawn = [tag("path", d=_path(places, steps="steps" in line.style), class_=css)]
-    if len(line.points) <= DOTS and not line.style:
-        drawn += [_dot(place, line, number) for number, place in enumerate(places) if place]
-    return Markup("").join(drawn)
-
-
-def _dot(place: Point, line: Line, number: int) -> Markup:
-    hint = tag("title", line.hints[number]) if number < len(line.hints) else ""
-    css = f"dot s{line.colour % COLOURS}"
-    return tag("circle", hint, cx=f"{place[0]:.1f}", cy=f"{place[1]:.1f}", r=2.6, class_=css)
-
-
-def _path(places: Sequence[Point | None], *, steps: bool = False) -> str:
-    """Return the SVG path through some points; None lifts the pen."""
-    commands, is_drawing = [], False
-    for place in places:
-        if place is not None:
-            x, y = place
-            draw = f"H{x:.1f}V{y:.1f}" if steps else f"L{x:.1f} {y:.1f}"
-            commands.append(draw if is_drawing else f"M{x:.1f} {y:.1f}")
-        is_drawing = place is not None
-    return "".join(commands)
+def thinned(values: Sequence[_T], most: int) -> list[_T]:
+    """Return `most` evenly spaced values at most, with the first and the last among them."""
+    if len(values) <= most:
+        return list(values)
+    return [values[place * (len(values) - 1) // (most - 1)] for place in range(most)]
