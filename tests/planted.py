@@ -94,9 +94,9 @@ FAULTS = (
         "out of host memory counts as another error",
     ),
     Fault(
-        "cluster/allowances.py",
-        "found[kind] = min(ruling, key=lambda cap: cap.value)",
-        "found[kind] = max(ruling, key=lambda cap: cap.value)",
+        "cluster/site.py",
+        'caps.sort(key=attrgetter("value"))',
+        'caps.sort(key=attrgetter("value"), reverse=True)',
         "the loosest of several limits counts",
     ),
     Fault(

@@ -34,7 +34,7 @@ READING = (
 VERBS = {
     START: {
         "init": ("setup_verbs:init_command", "Write a commented pipeline.yaml and a cluster profile."),
-        "doctor": ("setup_verbs:doctor_command", "Check settings, data, disk, packages and cluster; suggest fixes."),
+        "doctor": ("setup_verbs:doctor_command", "Check settings, data, disk, torch and cluster; suggest fixes."),
         "demo": ("demo_verb:demo_command", "Create a small project here; plan, train, survive faults, report."),
         "completion": ("setup_verbs:completion_command", "Print a script that makes your shell complete commands."),
         "config": ("setup_verbs:config_app", "Show, check and describe the configuration."),

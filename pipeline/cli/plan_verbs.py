@@ -134,7 +134,7 @@ def _show_stages(
     from pipeline.report import tables
     from pipeline.report.plan_tables import stages_report
     from pipeline.stages import table
-    from pipeline.stages.jobs import plan_stage, spec_of
+    from pipeline.stages.jobs import job_of, plan_stage
     from pipeline.views.efficiency import estimates
 
     plans: list[StagePlan] = []
@@ -150,7 +150,7 @@ def _show_stages(
             notes.append(f"{name}: {error}")
             continue
         if project.config.cluster.executor == "local":  # a cluster is asked when jobs are submitted
-            executor.check(spec_of(None, project.config, plan.job))
+            executor.check(job_of(None, project.config, plan.job))
         plans.append(plan)
     planned = estimates(project, plans, executor, loaded.origins)
     if as_json:

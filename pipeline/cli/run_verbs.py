@@ -37,7 +37,7 @@ from pipeline.stage_names import StageName
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from pipeline.cluster.job_spec import Executor, JobSpec
+    from pipeline.cluster.job_spec import Executor, Job
     from pipeline.config.schema import Config
     from pipeline.journal.run_folder import RunFolder
     from pipeline.journal.run_status import RunStatus
@@ -351,16 +351,16 @@ def _check_first(
 
     Of a cluster that does not answer a note is printed where it `may_be_silent`, once.
     """
-    from pipeline.engine.handover import supervisor_spec
+    from pipeline.engine.handover import supervisor_job
     from pipeline.errors import ClusterSilent
     from pipeline.journal.budget import Budget, Spending
     from pipeline.project.project import stays
     from pipeline.stages import table
-    from pipeline.stages.jobs import first_job, spec_of
+    from pipeline.stages.jobs import first_job, job_of
 
     silent = list[str]()
 
-    def check(job: JobSpec) -> None:
+    def check(job: Job) -> None:
         try:
             if not silent:
                 executor.check(job)
@@ -381,11 +381,11 @@ def _check_first(
         _show_planning(stage, project, progress)
         if stage.is_sweep:
             _say_infeasible(project)
-        job = spec_of(None, project.config, first_job(project, stage, executor).job)
+        job = job_of(None, project.config, first_job(project, stage, executor))
         check(job)
         _warn_of_little(stage.name, job, stage.mem_bytes(project))
     if not stays(project.config):
-        check(supervisor_spec(None, project.config, "1"))
+        check(supervisor_job(None, project.config, "1"))
 
 
 def _note(text: str) -> None:
@@ -422,12 +422,12 @@ def _say_infeasible(project: Project) -> None:
             _note(f"train: {plan.name} is not trained, the others are: {plan.why}")
 
 
-def _warn_of_little(stage: str, job: JobSpec, planned_bytes: int) -> None:
+def _warn_of_little(stage: str, job: Job, planned_bytes: int) -> None:
     """Print a note where the configured memory of a task is well below the planned one."""
     from pipeline.units import format_bytes
 
-    if (job.mem_bytes or 0) < NEARLY * planned_bytes:
-        gets, needs = format_bytes(job.mem_bytes or 0), format_bytes(planned_bytes)
+    if (job.request.mem_bytes or 0) < NEARLY * planned_bytes:
+        gets, needs = format_bytes(job.request.mem_bytes or 0), format_bytes(planned_bytes)
         _note(f"{stage}: requests {gets} but needs about {needs}; set cluster.{stage}.mem=auto")
 
 

@@ -14,13 +14,13 @@ from pipeline.cli.options import ConfigFile, Json, Sets, Verbose, choice, load_c
 from pipeline.command_line import quoted
 
 if TYPE_CHECKING:
-    from pipeline.cluster.site_facts import Site
+    from pipeline.cluster.site import Site
 
 
 def doctor_command(
     verbose: Verbose = False, config: ConfigFile = None, sets: Sets = None, as_json: Json = False
 ) -> None:
-    """Check settings, data, disk, packages and cluster; suggest fixes."""
+    """Check settings, data, disk, torch and cluster; suggest fixes."""
     from pipeline.report import tables
     from pipeline.setup.checkup import findings_lines, run_checks
 
@@ -90,14 +90,15 @@ def _look() -> tuple[Site | None, str]:
     """Return the facts of this cluster, or None and why they are not known."""
     from pipeline.cluster import slurm_commands
     from pipeline.cluster.accounting import CommandFailed
-    from pipeline.cluster.site_facts import last_line, look_at_site
+    from pipeline.cluster.site import Site
+    from pipeline.config.schema_cluster import SlurmSection
 
     if not slurm_commands.is_there():
         return None, "Slurm's commands are not on the PATH, so jobs will run on this machine"
     try:
-        return look_at_site(slurm_commands.run_command, slurm_commands.my_name()), ""
+        return Site(SlurmSection()).refuse_silent(), ""
     except CommandFailed as error:
-        return None, f"Slurm is here but does not answer, so jobs will run on this machine: {last_line(error.what)}"
+        return None, f"Slurm is here but does not answer, so jobs will run on this machine: {error.message}"
 
 
 config_app = Verbs("Show, check and describe the configuration.")

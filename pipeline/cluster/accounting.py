@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 ENVIRONMENT = {"SLURM_TIME_FORMAT": "%s", "SLURM_BITSTR_LEN": "0", "LC_ALL": "C"}  # for sacct and squeue to run in
 SACCT_COLUMNS = (
-    "JobID,TRESUsageInAve,State,ExitCode,DerivedExitCode,MaxRSS,TotalCPU,Submit,Start,End,ElapsedRaw,ReqMem,AllocCPUS,"
-    "NNodes,TimelimitRaw,NodeList,Reason,AveRSS,NTasks,JobID"
+    "JobID,TRESUsageInAve,State,ExitCode,DerivedExitCode,MaxRSS,TotalCPU,Submit,Start,End,NNodes,NodeList,Reason,AveRSS,"
+    "NTasks,JobID"
 )
 SACCT = ("sacct", "--parsable2", "--noheader", "--duplicates", f"--format={SACCT_COLUMNS}")
 JOBS_A_CALL = 500  # their names are in one argument, which Linux limits to 128 KiB
@@ -51,6 +51,11 @@ class CommandFailed(Exception):
     def __init__(self, what: str) -> None:
         super().__init__(what)
         self.what = what
+
+    @property
+    def message(self) -> str:
+        """The last line that is not blank, with which the command ended."""
+        return next((line for line in reversed(self.what.splitlines()) if line.strip()), "")
 
 
 class AccountedStep(NamedTuple):
@@ -91,8 +96,6 @@ class AccountedTask:
     peak_rss_bytes: int | None = None
     gpu_busy: float | None = None
     gpu_bytes: int | None = None
-    asked_mem_bytes: int | None = None
-    time_limit_s: int | None = None
     reason: str = ""
     cancelled_by: int | None = None
     steps: list[AccountedStep] = field(default_factory=list)
@@ -221,25 +224,25 @@ def parse_sacct(text: str, jobs: Iterable[JobId]) -> tuple[dict[str, AccountedTa
 def _records(text: str, wanted: frozenset[JobId]) -> tuple[dict[str, list[AccountedTask]], int]:
     """Return the records of each job or task, each with its steps, and how many lines are malformed."""
     records: dict[str, list[AccountedTask]] = {}
-    torn, columns = 0, SACCT_COLUMNS.count(",") + 1
+    torn, columns = 0, SACCT_COLUMNS.split(",")
     for line in text.splitlines():
         cells = line.split("|")
-        if len(cells) != columns or cells[0] != cells[-1]:
+        if len(cells) != len(columns) or cells[0] != cells[-1]:
             torn += bool(line.strip())
             continue
         name, _, step = cells[0].partition(".")
         if name.partition("_")[0] not in wanted:
             continue
+        values = dict(zip(columns, cells, strict=True))
         if not step:
-            records.setdefault(name, []).append(_row(cells))
+            records.setdefault(name, []).append(_row(values))
         elif name in records:
-            records[name][-1].steps.append(_step(step, cells))
+            records[name][-1].steps.append(_step(step, values))
     return records, torn
 
 
-def _row(cells: Sequence[str]) -> AccountedTask:
+def _row(values: Mapping[str, str]) -> AccountedTask:
     """Parse the sacct line of a job."""
-    values = dict(zip(SACCT_COLUMNS.split(","), cells, strict=True))
     exit_code, killed_by = exit_of(values["ExitCode"])
     return AccountedTask(
         job=values["JobID"],
@@ -254,26 +257,19 @@ def _row(cells: Sequence[str]) -> AccountedTask:
         ended=epoch_of(values["End"]),
         cpu_s=seconds_of(values["TotalCPU"]),
         peak_rss_bytes=bytes_of(values["MaxRSS"]),
-        asked_mem_bytes=bytes_of(values["ReqMem"], values["AllocCPUS"], values["NNodes"]) or None,  # 0: the whole node
-        time_limit_s=int(values["TimelimitRaw"]) * 60 if is_number(values["TimelimitRaw"]) else None,
         reason="" if values["Reason"] == "None" else values["Reason"],
         cancelled_by=_canceller(values["State"]),
     )
 
 
-def _step(name: str, cells: Sequence[str]) -> AccountedStep:
+def _step(name: str, values: Mapping[str, str]) -> AccountedStep:
     """Parse the sacct line of a job step."""
-    nodes, node, mean, tasks = cells[13], node_of(cells[15]), cells[-3], cells[-2]
-    on_node = max(bytes_of(cells[5]) or 0, _rss_on_node(bytes_of(mean) or 0, tasks, nodes)) or None
+    mean_bytes = bytes_of(values["AveRSS"]) or 0
+    on_node = max(bytes_of(values["MaxRSS"]) or 0, _rss_on_node(mean_bytes, values["NTasks"], values["NNodes"]))
+    state, cpu_s, node = parse_state(values["State"]), seconds_of(values["TotalCPU"]), node_of(values["NodeList"])
+    gpu_use = _gpu_use(values["TRESUsageInAve"])
     return AccountedStep(
-        name,
-        parse_state(cells[2]),
-        *exit_of(cells[3]),
-        seconds_of(cells[6]),
-        on_node,
-        node,
-        nodes,
-        *_gpu_use(cells[1]),
+        name, state, *exit_of(values["ExitCode"]), cpu_s, on_node or None, node, values["NNodes"], *gpu_use
     )
 
 
@@ -338,7 +334,7 @@ _OOM_HIDES_BEHIND = frozenset({TaskState.FAILED, TaskState.COMPLETED, TaskState.
 
 def _copy(row: AccountedTask, task: str) -> AccountedTask:
     """Return the row of one pending task from the row that stands for the whole rest of its array."""
-    kept = ("state", "submitted", "asked_mem_bytes", "time_limit_s", "reason", "cancelled_by", "before")
+    kept = ("state", "submitted", "reason", "cancelled_by", "before")
     return AccountedTask(job=task, **{name: getattr(row, name) for name in kept})
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from pipeline.cluster.accounting import AccountedTask
-    from pipeline.cluster.job_spec import JobId, JobSpec
+    from pipeline.cluster.job_spec import Job, JobId
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Followed:
     """A submitted job, and the last known status of its tasks by Slurm's names for them."""
 
     id: JobId
-    spec: JobSpec
+    job: Job
     offset: int  # from a task's index in the array to its number
     since: float  # it was not submitted before
     tasks: dict[str, TaskStatus] = field(default_factory=dict)
@@ -44,9 +44,9 @@ class Followed:
     _over: dict[str, Queued] = field(default_factory=dict)  # tasks that ended according to the queue
 
     def __post_init__(self) -> None:
-        for number in self.spec.tasks:
+        for number in self.job.tasks:
             index = number - self.offset
-            stdout, stderr = self.spec.log_paths(self.id, index)
+            stdout, stderr = self.job.log_paths(self.id, index)
             self.tasks[f"{self.id}_{index}"] = TaskStatus(self.id, number, TaskState.PENDING, stdout, stderr)
 
     @property
@@ -99,9 +99,9 @@ class Followed:
         """Complete the reason of a task that has ended."""
         if task.state is TaskState.CANCELLED and not task.node:  # the accounting has the end as the start
             task = replace(task, started=None)
-            if others := ", ".join(self.spec.after_not_ok):
+            if others := ", ".join(self.job.after_not_ok):
                 return replace(task, reason=f"dependency never satisfied: it waits for job {others}")
-        return replace(task, reason="; ".join(filter(None, (_ending(task, self.spec), task.reason))))
+        return replace(task, reason="; ".join(filter(None, (_ending(task, self.job), task.reason))))
 
 
 def _live(before: TaskStatus, queued: Queued) -> TaskStatus:
@@ -130,12 +130,12 @@ def _unknown(before: TaskStatus, row: AccountedTask | None, trouble: str) -> Tas
     return replace(before, state=TaskState.UNKNOWN, reason=reason, waits_for="")
 
 
-def _ending(task: TaskStatus, spec: JobSpec) -> str:
+def _ending(task: TaskStatus, job: Job) -> str:
     """Say in words how a task ended."""
-    if task.state is TaskState.OUT_OF_MEMORY and spec.mem_bytes:
-        return f"over its memory limit of {mebibytes(spec.mem_bytes)}"
-    if task.state is TaskState.TIMEOUT and spec.time_s:
-        return f"over its time limit of {spec.time_s} s"
+    if task.state is TaskState.OUT_OF_MEMORY and job.request.mem_bytes:
+        return f"over its memory limit of {mebibytes(job.request.mem_bytes)}"
+    if task.state is TaskState.TIMEOUT and job.request.time_s:
+        return f"over its time limit of {job.request.time_s} s"
     if task.signal is not None:
         return f"ended by signal {task.signal}"
     return f"exit code {task.exit_code}" if task.exit_code else ""

@@ -66,20 +66,27 @@ class ForkServer:
             self.is_ready, self.imported_bytes = said == 0, said or self.imported_bytes
         return self.is_ready
 
-    def fork(self, words: Sequence[str], env: Mapping[str, str], logs: tuple[int, int]) -> Forked:
-        """Have it fork a process that does what these words say; raise OSError where it cannot."""
+    def fork(self, words: Sequence[str], env: Mapping[str, str], logs: tuple[int, int]) -> tuple[int, int]:
+        """Have it fork a process that does what these words say; raise OSError where it cannot.
+
+        Return its pid, which stays its own until it is reaped, and a descriptor that becomes readable when it exits.
+        """
         own = {name: value for name, value in env.items() if self.env.get(name) != value}
         try:
             socket.send_fds(self._line, [json.dumps([list(words), own]).encode()], list(logs))
-            return Forked(self, self._hear())
+            pid = self._hear()
+            return pid, os.pidfd_open(pid)
         except OSError:  # a fork of which nobody was told ends with it
             self.close()
             raise
 
-    def reap(self, pid: int) -> int:
-        """Return the wait status of a process that it has forked and that has exited."""
-        self._line.send(json.dumps(pid).encode())
-        return self._hear()
+    def reap(self, pid: int) -> int | None:
+        """Return the exit code of a process that has exited, negative if a signal killed it; None if this is gone."""
+        try:
+            self._line.send(json.dumps(pid).encode())
+            return os.waitstatus_to_exitcode(self._hear())
+        except OSError:
+            return None
 
     def close(self) -> None:
         """End it; what it has forked and is not reaped goes on."""
@@ -92,26 +99,6 @@ class ForkServer:
         if not said:
             raise ConnectionError
         return int(said)
-
-
-class Forked:
-    """A process that a server has forked, in place of a `subprocess.Popen`."""
-
-    def __init__(self, server: ForkServer, pid: int) -> None:
-        self.pid, self._server = pid, server
-        self._exit_fd = os.pidfd_open(pid)
-
-    def has_exited(self) -> bool:
-        """Tell whether it has exited; until it is reaped its number stays its own."""
-        return bool(select.select([self._exit_fd], [], [], 0)[0])
-
-    def reap(self) -> int | None:
-        """Return its exit code, negative if a signal killed it; None if the server is gone, and with it the code."""
-        os.close(self._exit_fd)
-        try:
-            return os.waitstatus_to_exitcode(self._server.reap(self.pid))
-        except OSError:
-            return None
 
 
 def serve(line_fd: int, first: Sequence[str], then: Sequence[str]) -> list[str]:

@@ -14,7 +14,9 @@ from pipeline.command_line import Command
 from pipeline.errors import SubmissionRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from pipeline.config.schema_cluster import CardSection, StageResources, TrainResources
 
 JobId: TypeAlias = str
 
@@ -64,57 +66,81 @@ class TaskState(StrEnum):
         return self is TaskState.COMPLETED
 
 
-_ENDED = frozenset(
-    {
-        TaskState.COMPLETED,
-        TaskState.FAILED,
-        TaskState.OUT_OF_MEMORY,
-        TaskState.TIMEOUT,
-        TaskState.DEADLINE,
-        TaskState.CANCELLED,
-        TaskState.PREEMPTED,
-        TaskState.NODE_FAIL,
-        TaskState.BOOT_FAIL,
-        TaskState.LAUNCH_FAILED,
-        TaskState.RECONFIG_FAIL,
-        TaskState.REVOKED,
-    }
-)
+_ENDED = frozenset(map(TaskState, (
+    "COMPLETED", "FAILED", "OUT_OF_MEMORY", "TIMEOUT", "DEADLINE", "CANCELLED", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL",
+    "LAUNCH_FAILED", "RECONFIG_FAIL", "REVOKED",
+)))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class JobSpec:
-    """A job: the same command for every task, and what one task may use.
+class Request:
+    """The resources of one task: `cpus` for each of its processes, `gpus` and `mem_bytes` on each of its nodes.
 
-    A task is one process on one node; or, where `ranks` says so, that many processes on each of its nodes, to which
-    `gpus` and `mem_bytes` are what a whole node lends them, and `cpus` what each has for itself. On Slurm srun starts
-    them; elsewhere the one process that is started has to start the others.
+    A task is one process on one node; or, with `ranks`, that many processes on each of its nodes. Slurm starts them
+    with srun; on one machine the first process has to start the others.
     """
+
+    cpus: int = 1
+    gpus: int = 0
+    nodes: int = 1
+    ranks: int = 0  # processes on each node that work together; 0: a task is one process
+    mem_bytes: int | None = None  # None: neither counted nor limited
+    time_s: int | None = None  # None: as long as it takes
+    partition: str = ""  # empty: as the site says, also in the next two
+    qos: str = ""
+    constraint: str = ""
+    card: str = ""  # the type of GPU, as the site names it
+
+    @classmethod
+    def of(cls, resources: StageResources | TrainResources) -> Request:
+        """Return what the configuration asks for, without memory, which may be planned."""
+        return cls(
+            cpus=resources.cpus,
+            gpus=resources.gpus,
+            nodes=resources.nodes,
+            ranks=resources.ranks_per_node if resources.nodes * resources.ranks_per_node > 1 else 0,
+            time_s=int(resources.time),
+            partition=resources.partition or "",
+            constraint=resources.constraint or "",
+        )
+
+    def on_card(self, card: CardSection) -> Request:
+        """Return the same on GPUs of one kind."""
+        constraint = "&".join(filter(None, [self.constraint, card.feature]))
+        return replace(self, card=card.gres or "", partition=card.partition or self.partition, constraint=constraint)
+
+    @property
+    def cpus_on_node(self) -> int:
+        return self.cpus * max(1, self.ranks)
+
+    @property
+    def processes(self) -> int:
+        """How many processes srun starts for one task."""
+        return self.nodes * max(1, self.ranks)
+
+
+LEAST = Request()
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """An array of equal tasks: their command, what each of them asks for, and what the job waits for."""
 
     name: str
     argv: tuple[str, ...]
     tasks: Sequence[int]  # their numbers, ascending: a range, or what a repair picks out
     log_dir: str
-    cpus: int = 1
-    gpus: int = 0
-    nodes: int = 1
-    ranks: int = 0  # processes on each node that know of each other; 0: a task is one process
-    mem_bytes: int | None = None  # None: neither counted nor limited
-    time_s: int | None = None  # None: as long as it takes
+    request: Request = LEAST
     after_any: tuple[JobId, ...] = ()  # only once all tasks of these have ended; on a cluster, as the next
     after_not_ok: tuple[JobId, ...] = ()  # only if all of these fail: a standby
-    env: Mapping[str, str] = field(default_factory=dict)  # beside what the task inherits
+    env: Mapping[str, str] = field(default_factory=dict)  # in addition to what the task inherits
     max_parallel: int | None = None
     begin_s: int = 0  # it waits at least so long
-    tag: str = ""  # unique among all jobs: by it a submission whose answer was lost is found again
-    partition: str = ""  # empty: as the site says
-    qos: str = ""
-    constraint: str = ""
-    card: str = ""  # the type of GPU, as the site names it
+    tag: str = ""  # unique among all jobs: it identifies a submission whose answer was lost
     exclude: tuple[str, ...] = ()  # nodes that failed
     fork_server: tuple[str, ...] = ()  # the command of what tasks of this run are forked from, on one machine
     sees: tuple[str, ...] = ()  # folders that a task needs where it runs in a container; none: it runs in no container
-    fork_words: int = 0  # how many of the last arguments a fork is told; 0: these tasks are not forked
+    fork_words: int = 0  # how many of the last arguments a fork gets; 0: these tasks are not forked
 
     @property
     def section(self) -> str:
@@ -128,14 +154,14 @@ class JobSpec:
             return Command.of("plan train --probe")
         return Command.submit("all" if self.name == SUPERVISE else self.name)
 
-    @property
-    def cpus_on_node(self) -> int:
-        return self.cpus * max(1, self.ranks)
+    def asking(self, **changes: Any) -> Job:
+        """Return the same job with another request."""
+        return replace(self, request=replace(self.request, **changes))
 
-    @property
-    def processes(self) -> int:
-        """How many processes srun starts for one task."""
-        return self.nodes * max(1, self.ranks)
+    def refused(self, what: str, *settings: tuple[str, str], then: str = "") -> SubmissionRefused:
+        """Return the error about this job; each setting to change is a key below `cluster`, with {} for its section."""
+        changes = [(f"cluster.{key.format(self.section)}", value) for key, value in settings]
+        return SubmissionRefused(what, where=f"job {self.name}", remedy=self.again.with_settings(*changes, then=then))
 
     def command(self, task: int) -> list[str]:
         """Return the command line of one task."""
@@ -205,25 +231,25 @@ class Executor(Protocol):
     def cluster(self) -> str:
         """The name of the cluster that jobs go to; empty where there is none, or it does not answer."""
 
-    def limits_of(self, partition: str = "", cpus: int = 1, gpus: int = 0) -> Limits:
-        """Return the limits for tasks of a partition (empty: the default) with so many cores and GPUs on a node."""
+    def limits_of(self, request: Request = LEAST) -> Limits:
+        """Return the limits for tasks with the cores and GPUs of a request, in its partition or else the default."""
 
     def room(self) -> int | None:
         """Return how many more tasks the queue takes now; None where no limit is known."""
 
-    def check(self, spec: JobSpec) -> None:
+    def check(self, job: Job) -> None:
         """Raise SubmissionRefused for a job that could never run here; queues nothing."""
 
-    def starts(self, spec: JobSpec) -> float | None:
+    def starts(self, job: Job) -> float | None:
         """Return when a job would start if it were submitted now; None if unknown."""
 
-    def submit(self, spec: JobSpec) -> JobId:
+    def submit(self, job: Job) -> JobId:
         """Queue a job, or raise SubmissionRefused; the id is never used again, by any executor.
 
         A job with a tag that is queued already, because the answer to an earlier try was lost, is not queued twice.
         """
 
-    def adopt(self, job: JobId, spec: JobSpec) -> None:
+    def adopt(self, job_id: JobId, job: Job) -> None:
         """Follow a job of an earlier executor; if jobs cannot outlive their executor, its tasks have failed."""
 
     def recognize(self, names: Mapping[JobId, str]) -> None:
@@ -258,76 +284,9 @@ class Executor(Protocol):
     def __exit__(self, *exception: object) -> None: ...
 
 
-def refuse_impossible(spec: JobSpec) -> None:
-    """Raise SubmissionRefused for a job that no executor could run."""
-    for problem in _faults(spec):
-        remedy = replace(spec.again, then=" --dry-run   (prints the job scripts)")
-        raise SubmissionRefused(problem, where=f"job {spec.name}", remedy=remedy)
-
-
-def refuse_larger(spec: JobSpec, most: tuple[int, int, int], holder: str) -> None:
-    """Refuse a job whose tasks ask for more than `most` (cores, GPUs, bytes).
-
-    `holder` is the part of the message that says who has only `{}` of it.
-    """
-    cpus, gpus, mem_bytes = most
-    mem, mem_there = mebibytes(spec.mem_bytes or 0), mebibytes(mem_bytes)
-    cores, cores_fit = _cores_refused(spec, cpus)
-    for fits, asked, there, setting in (
-        (spec.cpus_on_node <= cpus, cores, str(cpus), cores_fit),
-        (spec.gpus <= gpus, f"{spec.gpus} GPU{'s' * (spec.gpus != 1)}", str(gpus), ("gpus", str(gpus))),
-        ((spec.mem_bytes or 0) <= mem_bytes, f"{mem} of memory", mem_there, ("mem", mem_there)),
-    ):
-        if not fits:
-            remedy = spec.again.with_settings((f"cluster.{spec.section}.{setting[0]}", setting[1]))
-            what = f"each task asks for {asked}; {holder.format(there)}"
-            raise SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)
-
-
-def _cores_refused(spec: JobSpec, there: int) -> tuple[str, tuple[str, str]]:
-    """Describe the cores a task asks for on a node, and the setting to change where a node has only `there`."""
-    if spec.ranks < 2:
-        return f"{spec.cpus} cores", ("cpus", str(there))
-    asked = f"{spec.cpus_on_node} cores, {spec.cpus} for each of its {spec.ranks} processes on a node"
-    if there >= spec.ranks:
-        return asked, ("cpus", str(there // spec.ranks))
-    return asked, ("gpus" if spec.gpus else "ranks", str(there))
-
-
 def mebibytes(count: int) -> str:
     """Format a number of bytes as the configuration takes it."""
     return f"{count >> 20}MiB"
-
-
-def _faults(spec: JobSpec) -> Iterator[str]:
-    """Yield what is wrong with a job on any executor."""
-    if not spec.argv:
-        yield "no command to run"
-    if not spec.tasks:
-        yield "asks for 0 tasks; a job has at least 1"
-    if spec.cpus < 1 or spec.gpus < 0:
-        yield f"asks for {spec.cpus} cpus and {spec.gpus} gpus per task; the minimum is 1 and 0"
-    if spec.nodes < 1 or spec.ranks < 0:
-        yield f"asks for {spec.ranks} ranks on each of {spec.nodes} nodes; the minimum is 0 and 1"
-    if spec.nodes > 1 and spec.ranks == 0:
-        yield f"asks for {spec.nodes} nodes for one process: several nodes need ranks, processes on each of them"
-    for name in ("mem_bytes", "time_s", "max_parallel"):
-        if (value := getattr(spec, name)) is not None and value < 1:
-            yield f"asks for {name}={value}; the minimum is 1"
-    for text in (*spec.argv, *spec.env.keys(), *spec.env.values()):
-        if not _can_be_passed(text):
-            yield f"{text!r} cannot be passed to a program (null byte)"
-    for name in spec.env:
-        if not name or "=" in name:
-            yield f"{name!r} is not a valid name of an environment variable"
-
-
-def _can_be_passed(text: str) -> bool:
-    """Tell whether a text can be a command-line argument."""
-    try:
-        return b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:
-        return False
 
 
 def format_ranges(ascending: Sequence[int]) -> str:

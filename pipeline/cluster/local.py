@@ -19,16 +19,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.cluster.fork_server import CAN_FORK, ForkServer
-from pipeline.cluster.job_spec import Limits, TaskState, TaskStatus, refuse_impossible, refuse_larger
-from pipeline.cluster.machine import Child, Ending, Machine, Slots, task_environment
+from pipeline.cluster.job_spec import LEAST, Limits, TaskState
+from pipeline.cluster.local_task import LocalTask, task_environment
+from pipeline.cluster.machine import Machine, Slots
 from pipeline.cluster.processes import HAS_PROC, MARK, Guard, ProcessTable
+from pipeline.cluster.refusals import CPUS_ON_NODE, GPUS_ON_NODE, MEM_ON_NODE, refuse_beyond, refuse_impossible
 from pipeline.errors import SubmissionRefused
 from pipeline.waiting import signals_held
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from pipeline.cluster.job_spec import JobId, JobSpec
+    from pipeline.cluster.job_spec import Job, JobId, Request, TaskStatus
 
 LOOK_EVERY_S = 0.05  # limits are checked so often
 POLL_EVERY_S = 0.01  # exits are looked for so often, where the kernel does not tell of them
@@ -42,41 +44,10 @@ class _LocalJob:
     """A submitted job and the state of its tasks."""
 
     id: JobId
-    spec: JobSpec
-    tasks: list[_LocalTask] = field(default_factory=list)
-    pending: deque[_LocalTask] = field(default_factory=deque)
+    job: Job
+    tasks: list[LocalTask]
+    pending: deque[LocalTask] = field(default_factory=deque)
     running: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _LocalTask:
-    """The state of one task."""
-
-    job: _LocalJob
-    number: int
-    state: TaskState = TaskState.PENDING
-    started: float | None = None
-    ended: float | None = None
-    ending: Ending | None = None
-    child: Child | None = None  # kept when it has ended, for what was measured
-
-    def status(self) -> TaskStatus:
-        stdout, stderr = self.job.spec.log_paths(self.job.id, self.number)
-        ending = self.ending or Ending(self.state)
-        return TaskStatus(
-            job=self.job.id,
-            task=self.number,
-            state=self.state,
-            stdout=stdout,
-            stderr=stderr,
-            exit_code=ending.exit_code,
-            signal=ending.signal,
-            peak_rss_bytes=self.child.peak_bytes if self.child else None,
-            cpu_s=self.child.cpu_s if self.child else None,
-            started=self.started,
-            ended=self.ended,
-            reason=ending.reason,
-        )
 
 
 class LocalExecutor:
@@ -98,10 +69,10 @@ class LocalExecutor:
         self._look_at = 0.0
         self._jobs: dict[JobId, _LocalJob] = {}
         self._waiting: list[_LocalJob] = []  # those with pending tasks, in the order of submission
-        self._running: list[tuple[_LocalTask, Child]] = []
-        self._changed: dict[_LocalTask, None] = {}  # since the last step; a set that keeps the order
+        self._running: list[LocalTask] = []
+        self._changed: dict[LocalTask, None] = {}  # since the last step; a set that keeps the order
 
-    def limits_of(self, _partition: str = "", _cpus: int = 1, _gpus: int = 0) -> Limits:
+    def limits_of(self, request: Request = LEAST) -> Limits:  # noqa: ARG002
         return Limits(mem_bytes=self.machine.mem_bytes)
 
     def room(self) -> int | None:
@@ -116,34 +87,33 @@ class LocalExecutor:
     def caveats(self) -> tuple[str, ...]:
         return () if HAS_PROC else (NO_PROC,)
 
-    def check(self, spec: JobSpec) -> None:
-        refuse_impossible(spec)
-        refuse_too_large(spec, self.machine)
+    def check(self, job: Job) -> None:
+        refuse_impossible(job)
+        refuse_too_large(job, self.machine)
 
-    def starts(self, spec: JobSpec) -> float | None:
-        return time.time() if self._slots.fit(spec) else None
+    def starts(self, job: Job) -> float | None:
+        return time.time() if self._slots.fit(job.request) else None
 
-    def submit(self, spec: JobSpec) -> JobId:
-        self.check(spec)
-        if tagged := [job.id for job in self._jobs.values() if spec.tag and job.spec.tag == spec.tag]:
+    def submit(self, job: Job) -> JobId:
+        self.check(job)
+        if tagged := [known.id for known in self._jobs.values() if job.tag and known.job.tag == job.tag]:
             return tagged[0]
-        make_log_dir(spec)
+        make_log_dir(job)
         self._guard = self._guard or Guard(self._prefix, self._grace_s)
-        self._serve(spec)
-        job = _LocalJob(f"{self._prefix}{len(self._jobs) + 1}", spec)
-        job.tasks += [_LocalTask(job, number) for number in spec.tasks]
-        job.pending += job.tasks
-        self._jobs[job.id] = job
-        self._waiting.append(job)
-        return job.id
+        self._serve(job)
+        submitted = self._known(f"{self._prefix}{len(self._jobs) + 1}", job)
+        submitted.pending += submitted.tasks
+        self._waiting.append(submitted)
+        return submitted.id
 
-    def adopt(self, job: JobId, spec: JobSpec) -> None:
-        if job in self._jobs:
-            return
-        adopted = self._jobs[job] = _LocalJob(job, spec)
-        adopted.tasks += [_LocalTask(adopted, number) for number in spec.tasks]
-        for task in adopted.tasks:
-            self._end(task, Ending(TaskState.NODE_FAIL, ORPHANED))
+    def adopt(self, job_id: JobId, job: Job) -> None:
+        if job_id not in self._jobs:
+            for task in self._known(job_id, job).tasks:
+                self._end(task, TaskState.NODE_FAIL, ORPHANED)
+
+    def _known(self, job_id: JobId, job: Job) -> _LocalJob:
+        known = self._jobs[job_id] = _LocalJob(job_id, job, [LocalTask(job_id, job, number) for number in job.tasks])
+        return known
 
     def recognize(self, names: Mapping[JobId, str]) -> None:
         """Do nothing: no other program gives numbers to jobs of this machine."""
@@ -169,10 +139,10 @@ class LocalExecutor:
         for job in (self._jobs[name] for name in named):
             for task in [task for task in job.pending if tasks is None or task.number in tasks]:
                 job.pending.remove(task)
-                self._end(task, Ending(TaskState.CANCELLED, "cancelled"))
-        for task, child in self._running:
-            if task.job.id in named and (tasks is None or task.number in tasks):
-                child.stop(TaskState.CANCELLED, "cancelled")
+                self._end(task, TaskState.CANCELLED, "cancelled")
+        for task in self._running:
+            if task.job_id in named and (tasks is None or task.number in tasks):
+                task.stop(TaskState.CANCELLED, "cancelled")
         self._look_at = 0.0
         self._advance()
 
@@ -205,40 +175,41 @@ class LocalExecutor:
 
     def _watch(self) -> None:
         """Check the running tasks when one has exited or the next check is due."""
-        exited = [child for _, child in self._running if child.has_exited()]
-        for child in exited:
-            if child.exit_fd is not None:
-                self._exits.unregister(child.exit_fd)
-                os.close(child.exit_fd)
+        exited = [task for task in self._running if task.has_exited()]
+        for task in exited:
+            if task.exit_fd is not None:
+                self._exits.unregister(task.exit_fd)
+                os.close(task.exit_fd)
         now = time.monotonic()
         if not exited and now < self._look_at:
             return
         self._look_at = now + LOOK_EVERY_S
-        self._table.refresh({child.pid: child.mark for _, child in self._running})
-        over = [pair for pair in self._running if pair[1].hold_to_limits(self._table.of(pair[1].mark))]
-        for task, child in over:
-            self._running.remove((task, child))
-            self._slots.give_back(task.job.spec, child.gpus)
-            task.job.running -= 1
-            self._end(task, child.ending())
+        self._table.refresh({task.pid: task.mark for task in self._running})
+        for task in [task for task in self._running if task.hold_to_limits(self._table.of(task.mark))]:
+            self._running.remove(task)
+            self._slots.give_back(task.job.request, task.gpus)
+            self._jobs[task.job_id].running -= 1
+            task.reap()
+            self._changed[task] = None
 
     def _start_waiting(self) -> None:
         """Start the tasks for which there is room."""
-        for job in self._waiting:
-            most = job.spec.max_parallel or len(job.spec.tasks)
-            ready = not (job.spec.fork_words and self._awaits_server)
-            while ready and job.pending and job.running < most and self._slots.fit(job.spec):
-                self._start(job, job.pending.popleft())
-        self._waiting = [job for job in self._waiting if job.pending]
+        for waiting in self._waiting:
+            job = waiting.job
+            most = job.max_parallel or len(job.tasks)
+            ready = not (job.fork_words and self._awaits_server)
+            while ready and waiting.pending and waiting.running < most and self._slots.fit(job.request):
+                self._start(waiting.pending.popleft())
+        self._waiting = [waiting for waiting in self._waiting if waiting.pending]
 
-    def _serve(self, spec: JobSpec) -> None:
+    def _serve(self, job: Job) -> None:
         """Start the server that tasks of a job, or of later ones, are forked from."""
-        if not (spec.fork_server and CAN_FORK and HAS_PROC) or self._server is not None:
+        if not (job.fork_server and CAN_FORK and HAS_PROC) or self._server is not None:
             return
-        env = task_environment(spec, (), "")
+        env = task_environment(job, (), "")
         del env[MARK]
         with suppress(OSError):  # tasks get processes that were not forked
-            self._server = ForkServer(spec.fork_server, env, f"{self._prefix}forks")
+            self._server = ForkServer(job.fork_server, env, f"{self._prefix}forks")
             self._exits.register(self._server, selectors.EVENT_READ)
 
     @property
@@ -263,60 +234,56 @@ class LocalExecutor:
             self._server.close()
             self._server = None
 
-    def _start(self, job: _LocalJob, task: _LocalTask) -> None:
+    def _start(self, task: LocalTask) -> None:
         """Start one task; one that cannot be started counts as failed."""
-        gpus = self._slots.take(job.spec)
-        task.started = time.time()
+        gpus = self._slots.take(task.job.request)
         try:
-            server = self._server if job.spec.fork_words else None
-            child = task.child = Child(job.spec, job.id, task.number, gpus, self._grace_s, server)
+            task.start(gpus, self._grace_s, self._server if task.job.fork_words else None)
         except OSError as error:
-            self._slots.give_back(job.spec, gpus)
-            self._end(task, Ending(TaskState.FAILED, f"could not be started: {error}"))
+            self._slots.give_back(task.job.request, gpus)
+            self._end(task, TaskState.FAILED, f"could not be started: {error}")
             return
-        if child.exit_fd is not None:
-            self._exits.register(child.exit_fd, selectors.EVENT_READ)
-        self._running.append((task, child))
-        job.running += 1
-        task.state = TaskState.RUNNING
+        if task.exit_fd is not None:
+            self._exits.register(task.exit_fd, selectors.EVENT_READ)
+        self._running.append(task)
+        self._jobs[task.job_id].running += 1
         self._changed[task] = None
 
-    def _end(self, task: _LocalTask, ending: Ending) -> None:
-        """Record how a task ended."""
-        task.state, task.ending, task.ended = ending.state, ending, time.time()
+    def _end(self, task: LocalTask, state: TaskState, reason: str) -> None:
+        """Record the end of a task that does not run."""
+        task.end(state, reason)
         self._changed[task] = None
 
     def _await_exit(self, timeout_s: float) -> None:
         """Wait until a task's first process exits, a signal arrives, or the next check is due."""
-        notified = all(child.exit_fd is not None for _, child in self._running)
+        notified = all(task.exit_fd is not None for task in self._running)
         self._exits.select(min(timeout_s, LOOK_EVERY_S if notified else POLL_EVERY_S))
 
     def _kill_rest(self) -> None:
         """Kill all running tasks, without grace."""
-        for _, child in self._running:
-            child.kill()
+        for task in self._running:
+            task.kill()
         while self._running:
             self._look_at = 0.0
             self._advance()
             self._await_exit(LOOK_EVERY_S)
 
 
-def refuse_too_large(spec: JobSpec, machine: Machine) -> None:
+def refuse_too_large(job: Job, machine: Machine) -> None:
     """Refuse a job whose tasks this machine could never hold."""
-    if spec.nodes > 1:
-        what = f"asks for {spec.nodes} nodes; the local executor has one, this machine"
-        remedy = spec.again.with_settings((f"cluster.{spec.section}.nodes", "1"), then=", or --executor slurm")
-        raise SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)
-    most = machine.cpus, len(machine.gpus), machine.mem_bytes
+    if job.request.nodes > 1:
+        what = f"asks for {job.request.nodes} nodes; the local executor has one, this machine"
+        raise job.refused(what, ("{}.nodes", "1"), then=", or --executor slurm")
+    most = {CPUS_ON_NODE: machine.cpus, GPUS_ON_NODE: len(machine.gpus), MEM_ON_NODE: machine.mem_bytes}
     holder = "the local executor has {} for all tasks together"
-    refuse_larger(spec, most, holder)
+    refuse_beyond(job, ((kind, there, holder) for kind, there in most.items()))
 
 
-def make_log_dir(spec: JobSpec) -> None:
+def make_log_dir(job: Job) -> None:
     """Make the folder of a job's logs."""
     try:
-        Path(spec.log_dir).mkdir(parents=True, exist_ok=True)
+        Path(job.log_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         what = f"cannot create the log folder: {error.strerror}"
-        remedy = spec.again.with_settings(("cluster.runs", "FOLDER"), then="   (a writable folder)")
-        raise SubmissionRefused(what, where=spec.log_dir, remedy=remedy) from error
+        refused = job.refused(what, ("runs", "FOLDER"), then="   (a writable folder)")
+        raise SubmissionRefused(what, where=job.log_dir, remedy=refused.next) from error

@@ -16,14 +16,14 @@ from pipeline.cluster.job_spec import TASK, format_ranges
 from pipeline.cluster.machine import THREADS
 from pipeline.command_line import ANY
 from pipeline.device.kinds import VISIBLE
-from pipeline.errors import ConfigError, SubmissionRefused
+from pipeline.errors import ConfigError
 from pipeline.files import shipped
 from pipeline.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pipeline.cluster.job_spec import JobSpec
+    from pipeline.cluster.job_spec import Job
     from pipeline.config.schema_cluster import ContainerSection, SlurmSection
 
 GENERIC = "scan"  # the script of a job that has none of its own
@@ -58,41 +58,41 @@ def template(name: str, *, ranks: int = 0) -> str:
     return path.read_text("utf-8")
 
 
-def render(text: str, spec: JobSpec, site: SlurmSection, *, highest_task: int | None = None) -> str:
+def render(text: str, job: Job, site: SlurmSection, *, highest_task: int | None = None) -> str:
     """Return a script for sbatch: a template with the header, the site's setup and the command of a job filled in.
 
     `highest_task` is the highest array index that the cluster allows.
     """
-    if spec.processes > 1 and STARTS_RANKS not in text:
-        raise _refused(spec, f"its script starts one process, not {spec.processes}", then=" --dry-run")
-    offset = array_offset(spec, highest_task)
+    if job.request.processes > 1 and STARTS_RANKS not in text:
+        raise job.refused(f"its script starts one process, not {job.request.processes}", then=" --dry-run")
+    offset = array_offset(job, highest_task)
     setup = [line for entry in site.setup for line in entry.split("\n")]
-    before = inside(site.container, spec.sees, gpus=spec.gpus, told=spec.env)
-    lines = _with_header(text.removesuffix("\n").split("\n"), options(spec, site, offset))
-    lines = _filled(lines, "command", command_lines(spec, offset, before))
+    before = inside(site.container, job.sees, gpus=job.request.gpus, told=job.env)
+    lines = _with_header(text.removesuffix("\n").split("\n"), options(job, site, offset))
+    lines = _filled(lines, "command", command_lines(job, offset, before))
     lines = _filled(lines, "setup", [*setup, f"scratch={_expanding(site.scratch or '')}"])
-    return "".join(_checked_line(spec, line) for line in lines)
+    return "".join(_checked_line(job, line) for line in lines)
 
 
-def _checked_line(spec: JobSpec, line: str) -> str:
+def _checked_line(job: Job, line: str) -> str:
     """Return a line of a script with its end; refuse one that sbatch or bash could read as several."""
     if all(character.isprintable() or character == "\t" for character in line):
         return f"{line}\n"
     option = line.removeprefix(f"{DIRECTIVE}--").partition("=")[0] if line.startswith(DIRECTIVE) else "setup"
     setting = "cluster.runs" if option in ("output", "error") else f"cluster.slurm.{option}"
-    what = f"the script of job {spec.name} would contain {line!r}, which has an unprintable character"
-    remedy = spec.again.with_settings((setting, ANY), then="   (printable characters only)")
+    what = f"the script of job {job.name} would contain {line!r}, which has an unprintable character"
+    remedy = job.again.with_settings((setting, ANY), then="   (printable characters only)")
     raise ConfigError(what, where=setting, remedy=remedy)
 
 
-def array_offset(spec: JobSpec, highest_task: int | None) -> int:
+def array_offset(job: Job, highest_task: int | None) -> int:
     """Return what to add to an array index to get the task's number: 0 wherever the cluster's limit allows it."""
-    if highest_task is None or spec.tasks[-1] <= highest_task:
+    if highest_task is None or job.tasks[-1] <= highest_task:
         return 0
-    first, last = spec.tasks[0], spec.tasks[-1]
+    first, last = job.tasks[0], job.tasks[-1]
     if last - first > highest_task:
         what = f"its tasks reach from {first} to {last}; this cluster allows {highest_task + 1} array tasks a job"
-        raise _refused(spec, what, ("slurm.max_array_size", ANY), "   (MaxArraySize in scontrol show config)")
+        raise job.refused(what, ("slurm.max_array_size", ANY), then="   (MaxArraySize in scontrol show config)")
     return first
 
 
@@ -102,38 +102,38 @@ def offset_of(script: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def job_name(spec: JobSpec) -> str:
+def job_name(job: Job) -> str:
     """Return the job's name in the queue: its tag, reduced to characters that every command accepts."""
-    name = spec.tag or f"pipeline-{spec.name}"
+    name = job.tag or f"pipeline-{job.name}"
     if NAME.fullmatch(name):
         return name
     digest = hashlib.blake2b(os.fsencode(name), digest_size=6).hexdigest()
     return f"{re.sub('[^A-Za-z0-9._+-]', '_', name)[:100]}-{digest}"
 
 
-def options(spec: JobSpec, site: SlurmSection, offset: int = 0) -> list[str]:
+def options(job: Job, site: SlurmSection, offset: int = 0) -> list[str]:
     """Return the sbatch options of a job, as header lines take them."""
-    out, err = (log_pattern(spec, end) for end in ("out", "err"))
+    out, err = (log_pattern(job, end) for end in ("out", "err"))
     pairs: list[tuple[str, str | None]] = [
-        ("job-name", job_name(spec)),
-        ("array", array(spec.tasks, offset, spec.max_parallel)),
-        ("partition", spec.partition or site.partition),
+        ("job-name", job_name(job)),
+        ("array", array(job.tasks, offset, job.max_parallel)),
+        ("partition", job.request.partition or site.partition),
         ("account", site.account),
-        ("qos", spec.qos or site.qos),
+        ("qos", job.request.qos or site.qos),
         ("reservation", site.reservation),
-        ("constraint", spec.constraint or site.constraint),
-        ("exclude", ",".join(spec.exclude)),
-        ("nodes", str(spec.nodes)),
-        ("ntasks", str(spec.processes)),
-        ("ntasks-per-node", str(spec.ranks) if spec.ranks else None),
-        ("cpus-per-task", str(spec.cpus)),
-        _gpus(spec, site),
-        _memory(spec, site),
-        ("time", slurm_clock(spec.time_s) if spec.time_s else None),
-        ("signal", _signal(spec, site)),
-        ("dependency", dependency(spec)),
-        ("begin", f"now+{spec.begin_s}" if spec.begin_s else None),
-        ("kill-on-invalid-dep", "yes" if spec.after_not_ok else None),
+        ("constraint", job.request.constraint or site.constraint),
+        ("exclude", ",".join(job.exclude)),
+        ("nodes", str(job.request.nodes)),
+        ("ntasks", str(job.request.processes)),
+        ("ntasks-per-node", str(job.request.ranks) if job.request.ranks else None),
+        ("cpus-per-task", str(job.request.cpus)),
+        _gpus(job, site),
+        _memory(job, site),
+        ("time", slurm_clock(job.request.time_s) if job.request.time_s else None),
+        ("signal", _signal(job, site)),
+        ("dependency", dependency(job)),
+        ("begin", f"now+{job.begin_s}" if job.begin_s else None),
+        ("kill-on-invalid-dep", "yes" if job.after_not_ok else None),
         ("output", out),
         ("error", err),
     ]
@@ -153,18 +153,18 @@ def slurm_clock(time_s: int) -> str:
     return f"{minutes // 60:02}:{minutes % 60:02}:00"
 
 
-def dependency(spec: JobSpec) -> str:
+def dependency(job: Job) -> str:
     """Return the value of `--dependency`."""
-    kinds = (("afterany", spec.after_any), ("afternotok", spec.after_not_ok))
+    kinds = (("afterany", job.after_any), ("afternotok", job.after_not_ok))
     return ",".join(":".join((kind, *jobs)) for kind, jobs in kinds if jobs)
 
 
-def log_pattern(spec: JobSpec, end: str) -> str:
+def log_pattern(job: Job, end: str) -> str:
     """Return the file name pattern of a job's logs."""
-    folder = os.path.abspath(spec.log_dir)  # noqa: PTH100 - a link in it stays one
+    folder = os.path.abspath(job.log_dir)  # noqa: PTH100 - a link in it stays one
     if "\\" in folder:
         what = f"its log folder contains a backslash ({folder!r}), which sbatch cannot handle"
-        raise _refused(spec, what, ("runs", "FOLDER"))
+        raise job.refused(what, ("runs", "FOLDER"))
     return f"{folder.replace('%', '%%')}/{LOG}.{end}"
 
 
@@ -175,18 +175,18 @@ def header_word(value: str) -> str:
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def command_lines(spec: JobSpec, offset: int = 0, before: Sequence[str] = ()) -> list[str]:
+def command_lines(job: Job, offset: int = 0, before: Sequence[str] = ()) -> list[str]:
     """Return the lines that define a task's command: one quoted argument a line, not expanded by the shell.
 
     `before` are the words that start it in a container, quoted already; its interpreter is then that of the image.
     """
-    if odd := [name for name in spec.env if not IDENTIFIER.fullmatch(name)]:
-        raise _refused(spec, f"a shell cannot export {odd[0]!r}", then=" --dry-run")
-    argv = [PYTHON if before and word == sys.executable else word for word in spec.argv]
+    if odd := [name for name in job.env if not IDENTIFIER.fullmatch(name)]:
+        raise job.refused(f"a shell cannot export {odd[0]!r}", then=" --dry-run")
+    argv = [PYTHON if before and word == sys.executable else word for word in job.argv]
     words = [*before, *('"$task"' if word == TASK else shell_word(word) for word in argv)]
-    exports = [f"export {name}={shell_word(value)}" for name, value in spec.env.items()]
+    exports = [f"export {name}={shell_word(value)}" for name, value in job.env.items()]
     numbers = [f"offset={offset}", "task=$((SLURM_ARRAY_TASK_ID + offset))"]
-    ranks = [f"ranks={spec.processes}"] if spec.ranks else []
+    ranks = [f"ranks={job.request.processes}"] if job.request.ranks else []
     return [*numbers, *ranks, *exports, "command=(", *(f"  {word}" for word in words), ")"]
 
 
@@ -245,27 +245,31 @@ def _quoted(text: str) -> str:
     return shell_word(text) if text else ""
 
 
-def _gpus(spec: JobSpec, site: SlurmSection) -> tuple[str, str | None]:
+def _gpus(job: Job, site: SlurmSection) -> tuple[str, str | None]:
     """Return the option by which a job asks for GPUs on this site."""
-    kind = f"{spec.card}:" if spec.card else ""
-    if not spec.gpus:
+    kind = f"{job.request.card}:" if job.request.card else ""
+    if not job.request.gpus:
         return "gres", None
-    return ("gres", f"gpu:{kind}{spec.gpus}") if site.gpus == "gres" else ("gpus-per-node", f"{kind}{spec.gpus}")
+    return (
+        ("gres", f"gpu:{kind}{job.request.gpus}")
+        if site.gpus == "gres"
+        else ("gpus-per-node", f"{kind}{job.request.gpus}")
+    )
 
 
-def _memory(spec: JobSpec, site: SlurmSection) -> tuple[str, str | None]:
+def _memory(job: Job, site: SlurmSection) -> tuple[str, str | None]:
     """Return the option by which a job asks for memory on this site."""
-    if spec.mem_bytes is None or site.memory == "none":
+    if job.request.mem_bytes is None or site.memory == "none":
         return "mem", None
-    shares = spec.cpus_on_node if site.memory == "mem-per-cpu" else 1
-    return site.memory, f"{-(-spec.mem_bytes // (MIB * shares))}M"
+    shares = job.request.cpus_on_node if site.memory == "mem-per-cpu" else 1
+    return site.memory, f"{-(-job.request.mem_bytes // (MIB * shares))}M"
 
 
-def _signal(spec: JobSpec, site: SlurmSection) -> str | None:
+def _signal(job: Job, site: SlurmSection) -> str | None:
     """Return the value of `--signal`: warn the task some time before its limit, but never at once."""
     grace_s = int(site.grace)
-    if spec.time_s is not None:
-        grace_s = min(grace_s, spec.time_s // 4)
+    if job.request.time_s is not None:
+        grace_s = min(grace_s, job.request.time_s // 4)
     return f"USR2@{grace_s}" if grace_s > 0 else None
 
 
@@ -287,9 +291,3 @@ def _filled(lines: list[str], place: str, filling: Iterable[str]) -> list[str]:
     """Replace what stands between the two marks of a section of the script."""
     opens = next(number for number, line in enumerate(lines) if line.startswith(f"# >>> {place}"))
     return [*lines[: opens + 1], *filling, *lines[lines.index(f"# <<< {place}") :]]
-
-
-def _refused(spec: JobSpec, what: str, change: tuple[str, str] = ("", ""), then: str = "") -> SubmissionRefused:
-    settings = [(f"cluster.{change[0]}", change[1])] if change[0] else []
-    remedy = spec.again.with_settings(*settings, then=then)
-    return SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)

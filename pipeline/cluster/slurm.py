@@ -16,24 +16,18 @@ from typing import TYPE_CHECKING
 from pipeline.cluster import sbatch, slurm_commands
 from pipeline.cluster.accounting import Accounting, AccountingLook, CommandFailed
 from pipeline.cluster.following import Followed, Views
-from pipeline.cluster.job_spec import refuse_impossible
+from pipeline.cluster.job_spec import LEAST
 from pipeline.cluster.local import make_log_dir
+from pipeline.cluster.refusals import refusal_of, refuse_impossible, transient
+from pipeline.cluster.site import Site
 from pipeline.cluster.slurm_commands import script_path, submit_text
-from pipeline.cluster.slurm_facts import (
-    Facts,
-    refusal_of,
-    refuse_above_caps,
-    refuse_above_nodes,
-    refuse_narrow_queue,
-    transient,
-)
 from pipeline.cluster.slurm_words import epoch_of
 from pipeline.errors import SubmissionRefused
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from pipeline.cluster.job_spec import JobId, JobSpec, Limits, TaskStatus
+    from pipeline.cluster.job_spec import Job, JobId, Limits, Request, TaskStatus
     from pipeline.cluster.slurm_words import Queued
     from pipeline.config.schema_cluster import SlurmSection
 
@@ -53,12 +47,11 @@ class SlurmExecutor:
     outlives: bool = True
     caveats: tuple[str, ...] = ()
 
-    def __init__(self, site: SlurmSection, *, poll_s: float | None = None, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, profile: SlurmSection, *, poll_s: float | None = None, patience_s: float = PATIENCE_S) -> None:
         """Look at jobs every `poll_s`, by default as the site says."""
-        self.site = site
-        self.facts = Facts(site)
+        self.site = Site(profile)
         self.trouble = ""  # why squeue or sacct did not answer the last time
-        self._poll_s = float(site.poll) if poll_s is None else poll_s
+        self._poll_s = float(profile.poll) if poll_s is None else poll_s
         self._patience_s = patience_s
         self._accounting = Accounting(slurm_commands.run_command, timeout_s=SACCT_S)
         self._ask_again_at = self._look_at = 0.0
@@ -68,68 +61,63 @@ class SlurmExecutor:
 
     @property
     def cluster(self) -> str:
-        return self.facts.told.setting("ClusterName")
+        return self.site.cluster
 
-    def submit(self, spec: JobSpec) -> JobId:
-        tagged = replace(spec, tag=spec.tag or f"{sbatch.job_name(spec)}-{secrets.token_hex(6)}")
-        _refuse_absent(spec)
+    def submit(self, job: Job) -> JobId:
+        tagged = replace(job, tag=job.tag or f"{sbatch.job_name(job)}-{secrets.token_hex(6)}")
+        _refuse_absent(job)
         script = self.script_for(self._after_known(tagged))
-        make_log_dir(spec)
-        job = self._submit(tagged, script, look_first=bool(spec.tag))
-        self._jobs[job] = Followed(job, spec, sbatch.offset_of(script) or 0, time.time())
-        self._names[job] = sbatch.job_name(tagged)
-        return job
+        make_log_dir(job)
+        job_id = self._submit(tagged, script, look_first=bool(job.tag))
+        self._jobs[job_id] = Followed(job_id, job, sbatch.offset_of(script) or 0, time.time())
+        self._names[job_id] = sbatch.job_name(tagged)
+        return job_id
 
-    def script_for(self, spec: JobSpec) -> str:
+    def script_for(self, job: Job) -> str:
         """Return the script that would be submitted, or raise SubmissionRefused."""
-        refuse_impossible(spec)
-        spec = self.facts.placed(spec)
-        caps = self.facts.caps(spec.partition, spec.qos)
-        refuse_above_caps(spec, caps)
-        limits = self.facts.limits(spec.partition, cpus=spec.cpus_on_node, gpus=spec.gpus)
-        refuse_narrow_queue(spec, limits, caps)
-        refuse_above_nodes(spec, self.facts.nodes(spec.partition), limits)
-        text = sbatch.template(spec.name, ranks=spec.ranks)
-        return sbatch.render(text, spec, self.site, highest_task=limits.highest_task)
+        refuse_impossible(job)
+        job = self.site.placed(job)
+        limits = self.site.refuse(job)
+        text = sbatch.template(job.name, ranks=job.request.ranks)
+        return sbatch.render(text, job, self.site.profile, highest_task=limits.highest_task)
 
-    def starts(self, spec: JobSpec) -> float | None:
+    def starts(self, job: Job) -> float | None:
         """Ask sbatch when a job would start, without submitting it; raise SubmissionRefused if it never would."""
-        _refuse_absent(spec)
-        script = self.script_for(spec)
-        unset = [f"--unset={name}" for name in slurm_commands.unset_for_jobs(script)]
+        _refuse_absent(job)
+        script = self.script_for(job)
+        words = [*slurm_commands.without_our_variables(script), "sbatch", "--test-only"]
         for wait_s in (*TRIES_S[:TESTS_AGAIN], None):
             try:
-                reply = slurm_commands.run_command(["env", *unset, "sbatch", "--test-only"], stdin=script).strip()
+                start = STARTS_AT.search(slurm_commands.run_command(words, stdin=script))
             except CommandFailed as error:
                 if wait_s is None or not transient(error.what):
-                    raise refusal_of(spec, error.what, self._partitions()) from error
+                    raise self._refusal(job, error) from error
                 time.sleep(wait_s)
             else:
-                start = STARTS_AT.search(reply)
                 return epoch_of(start[1]) if start else None
         raise AssertionError
 
-    def limits_of(self, partition: str = "", cpus: int = 1, gpus: int = 0) -> Limits:
-        return self.facts.limits(partition, cpus=cpus, gpus=gpus)
+    def limits_of(self, request: Request = LEAST) -> Limits:
+        return self.site.limits(request)
 
     def room(self) -> int | None:
-        most = self.facts.limits().queued_tasks
+        most, profile = self.site.limits(LEAST).queued_tasks, self.site.profile
         with suppress(CommandFailed):
-            return None if most is None else most - slurm_commands.in_queue(self.site.account, self.site.qos)
+            return None if most is None else most - slurm_commands.in_queue(profile.account, profile.qos)
         return most
 
-    def check(self, spec: JobSpec) -> None:
-        self.starts(spec)
+    def check(self, job: Job) -> None:
+        self.starts(job)
 
-    def adopt(self, job: JobId, spec: JobSpec) -> None:
-        if job in self._jobs:
+    def adopt(self, job_id: JobId, job: Job) -> None:
+        if job_id in self._jobs:
             return
-        kept, offset, since = script_path(spec, job), None, time.time() - FORGOTTEN_S
+        kept, offset, since = script_path(job, job_id), None, time.time() - FORGOTTEN_S
         with suppress(OSError):
             offset, since = sbatch.offset_of(kept.read_text(errors="surrogateescape")), kept.stat().st_mtime
         if offset is None:
-            offset = sbatch.array_offset(spec, self.facts.limits(spec.partition).highest_task)
-        self._jobs[job], self._names[job] = Followed(job, spec, offset, since), sbatch.job_name(spec)
+            offset = sbatch.array_offset(job, self.site.limits(job.request).highest_task)
+        self._jobs[job_id], self._names[job_id] = Followed(job_id, job, offset, since), sbatch.job_name(job)
 
     def recognize(self, names: Mapping[JobId, str]) -> None:
         self._names.update(names)
@@ -195,27 +183,26 @@ class SlurmExecutor:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _submit(self, spec: JobSpec, script: str, *, look_first: bool) -> JobId:
+    def _submit(self, job: Job, script: str, *, look_first: bool) -> JobId:
         """Submit a script exactly once, retrying while the cluster is too busy."""
         for wait_s in (*TRIES_S, None):
             try:
-                if look_first and (existing := slurm_commands.named(sbatch.job_name(spec))):
+                if look_first and (existing := slurm_commands.named(sbatch.job_name(job))):
                     return min(existing, key=int)
                 look_first = True
-                return submit_text(spec, script)
+                return submit_text(job, script)
             except CommandFailed as error:
-                if wait_s is None and (lost := self._named(spec)):
-                    return lost
+                if wait_s is None:
+                    with suppress(CommandFailed):
+                        if lost := slurm_commands.named(sbatch.job_name(job)):
+                            return min(lost, key=int)
                 if wait_s is None or not transient(error.what):
-                    raise refusal_of(spec, error.what, self._partitions()) from error
+                    raise self._refusal(job, error) from error
                 time.sleep(wait_s)
         raise AssertionError
 
-    def _named(self, spec: JobSpec) -> JobId | None:
-        """Return the job of a tag if the cluster has it and answers."""
-        with suppress(CommandFailed):
-            return min(slurm_commands.named(sbatch.job_name(spec)), key=int, default=None)
-        return None
+    def _refusal(self, job: Job, error: CommandFailed) -> SubmissionRefused:
+        return refusal_of(job, error.what, [kind.partition for kind in self.site.nodes])
 
     def _is_open(self) -> bool:
         """Tell whether a task of any job has not ended."""
@@ -246,19 +233,15 @@ class SlurmExecutor:
             self._ask_again_at = time.monotonic() + (0.0 if look.rows else SACCT_AGAIN_S)
         return look
 
-    def _after_known(self, spec: JobSpec) -> JobSpec:
+    def _after_known(self, job: Job) -> Job:
         """Return a job without the dependencies that the queue has forgotten: those jobs have ended."""
         with suppress(CommandFailed):
-            known = {name.partition("_")[0] for name in self._queue(spec.after_any)}
-            return replace(spec, after_any=tuple(job for job in spec.after_any if job in known))
-        return spec
-
-    def _partitions(self) -> list[str]:
-        """Return the names that `partition` can have."""
-        return [kind.partition for kind in self.facts.partitions]
+            known = {name.partition("_")[0] for name in self._queue(job.after_any)}
+            return replace(job, after_any=tuple(other for other in job.after_any if other in known))
+        return job
 
 
-def _refuse_absent(spec: JobSpec) -> None:
+def _refuse_absent(job: Job) -> None:
     """Refuse a job where Slurm's commands are not installed."""
     if not slurm_commands.is_there():
-        raise refusal_of(spec, "sbatch: No such file or directory", ())
+        raise refusal_of(job, "sbatch: No such file or directory", ())

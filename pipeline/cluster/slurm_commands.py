@@ -10,13 +10,11 @@ import shutil
 import subprocess
 import tempfile
 from contextlib import redirect_stderr, suppress
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeline.cluster import sbatch
 from pipeline.cluster.accounting import ENVIRONMENT, CommandFailed
-from pipeline.cluster.site_facts import CONFIG, parse_settings
 from pipeline.cluster.slurm_words import SQUEUE, Queued, only_ours, parse_squeue
 from pipeline.command_line import Command
 from pipeline.device.kinds import VISIBLE_TO
@@ -25,10 +23,12 @@ from pipeline.errors import SubmissionRefused
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pipeline.cluster.job_spec import JobId, JobSpec
+    from pipeline.cluster.job_spec import Job, JobId
 
 
+CONFIG = ("scontrol", "show", "config")
 ASK_S = 60.0  # a controller that is asked too much takes its time
+SETTING = re.compile(r"\s*([\w/\[\]-]+)\s*=\s?(.*)")
 SAYS_NOTHING = "Invalid job id"  # what the queue says of one job that it no longer has
 MINE = re.compile(r"(SLURM|SLURMD|SRUN|SBATCH|SQUEUE|SACCT|SINFO|SCONTROL|SCANCEL|SUBMITIT)_")  # of an enclosing job
 KEPT = frozenset({"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER"})
@@ -65,14 +65,12 @@ def question_environment() -> dict[str, str]:
     return {**kept, **ENVIRONMENT}
 
 
-def unset_for_jobs(script: str = "") -> list[str]:
-    """Return the environment variables to unset for sbatch.
-
-    Those of an enclosing job, and those that would override options in the script's header.
-    """
+def without_our_variables(script: str) -> list[str]:
+    """Return the words before sbatch that unset variables of an enclosing job, or that would override the header."""
     in_header = {f"SBATCH_{name.upper()}" for name in re.findall(r"^#SBATCH --([a-z]+)=", script, re.MULTILINE)}
     spared = (KEPT | DEFAULTS) - in_header
-    return sorted(name for name in os.environ if (MINE.match(name) and name not in spared) or name in VISIBLE_TO)
+    unset = sorted(name for name in os.environ if (MINE.match(name) and name not in spared) or name in VISIBLE_TO)
+    return ["env", *(f"--unset={name}" for name in unset)]
 
 
 def is_there() -> bool:
@@ -95,6 +93,11 @@ def queue(names: Mapping[JobId, str], timeout_s: float = ASK_S, *, uid: int | No
         if SAYS_NOTHING in error.what:
             return {}
         raise
+
+
+def parse_settings(text: str) -> dict[str, str]:
+    """Parse `scontrol show config`."""
+    return {match[1]: match[2].strip() for match in map(SETTING.fullmatch, text.splitlines()) if match}
 
 
 def cluster_name(timeout_s: float = ASK_S) -> str:
@@ -143,67 +146,46 @@ def my_name() -> str:
 SBATCH_S = 120  # an answer that has not come by then counts as lost
 
 
-def submit_text(spec: JobSpec, script: str) -> JobId:
-    """Submit a script once and keep it beside the job's logs; raise CommandFailed with what sbatch says."""
-    draft = script_path(spec, sbatch.job_name(spec))
-    _write(draft, script)
+def submit_text(job: Job, script: str) -> JobId:
+    """Submit a script once and keep it next to the job's logs; raise CommandFailed with what sbatch says."""
+    draft = script_path(job, sbatch.job_name(job))
     try:
-        job = _submit(script)
+        draft.write_bytes(os.fsencode(script))
+    except OSError as error:  # a folder that cannot take the script could not take logs
+        what = f"cannot write to the log folder: {error.strerror}"
+        before = "free disk space, or choose a writable folder: "
+        remedy = Command.submit("all", before=before).with_settings(("cluster.runs", "FOLDER"))
+        raise SubmissionRefused(what, where=str(draft.parent), remedy=remedy) from error
+    try:
+        job_id = _submit(script)
     except BaseException:
         with suppress(OSError):
             draft.unlink()
         raise
     with suppress(OSError):  # the job is queued all the same
-        draft.rename(script_path(spec, job))
-    return job
+        draft.rename(script_path(job, job_id))
+    return job_id
 
 
-def _write(path: Path, script: str) -> None:
-    """Write the script into the folder of the logs, or refuse: a folder that cannot take it could not take logs."""
-    try:
-        path.write_bytes(os.fsencode(script))
-    except OSError as error:
-        what = f"cannot write to the log folder: {error.strerror}"
-        before = "free disk space, or choose a writable folder: "
-        remedy = Command.submit("all", before=before).with_settings(("cluster.runs", "FOLDER"))
-        raise SubmissionRefused(what, where=str(path.parent), remedy=remedy) from error
+def script_path(job: Job, name: str) -> Path:
+    """Return where the script of a job is kept, by its id or, until it has one, its name."""
+    return Path(job.log_dir, f"{name}.sbatch")
 
 
 def _submit(script: str) -> JobId:
     """Submit a script through submitit, in a temporary folder: submitit reads more into some folder names."""
     from submitit.core.utils import FailedJobError, FailedSubmissionError  # late: it is slow to import
-
-    with tempfile.TemporaryDirectory(prefix="pipeline-") as folder:
-        try:
-            with redirect_stderr(io.StringIO()):  # submitit prints what it also raises
-                job = _executor_class()(folder, script)._submit_command("")  # noqa: SLF001 - see FIELD.md: the way in
-        except (FailedJobError, FailedSubmissionError, UnicodeEncodeError) as error:
-            raise CommandFailed(str(error) or "sbatch failed without a message") from error
-        return str(job.job_id)
-
-
-def script_path(spec: JobSpec, job: JobId) -> Path:
-    """Return where the script of a job is kept."""
-    return Path(spec.log_dir, f"{job}.sbatch")
-
-
-@cache
-def _executor_class() -> Any:
-    """Return a subclass of submitit's executor that submits our own script text."""
     from submitit.slurm.slurm import SlurmExecutor
 
-    class TextExecutor(SlurmExecutor):
-        """Submits a given script text."""
-
-        def __init__(self, folder: str, script: str) -> None:
-            super().__init__(folder)
-            self.script = script
-
+    class ScriptExecutor(SlurmExecutor):  # type: ignore[misc, unused-ignore]
         def _make_submission_file_text(self, command: str, uid: str) -> str:  # noqa: ARG002
-            return self.script
+            return script
 
         def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-            unset = [f"--unset={name}" for name in unset_for_jobs(self.script)]
-            return ["env", *unset, "timeout", str(SBATCH_S), "sbatch", str(submission_file_path)]
+            return [*without_our_variables(script), "timeout", str(SBATCH_S), "sbatch", str(submission_file_path)]
 
-    return TextExecutor
+    try:
+        with tempfile.TemporaryDirectory(prefix="pipeline-") as folder, redirect_stderr(io.StringIO()):  # it says twice
+            return str(ScriptExecutor(folder)._submit_command("").job_id)  # noqa: SLF001 - see FIELD.md: the way in
+    except (FailedJobError, FailedSubmissionError, UnicodeEncodeError) as error:
+        raise CommandFailed(str(error) or "sbatch failed without a message") from error

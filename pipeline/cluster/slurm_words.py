@@ -166,7 +166,7 @@ EXPANDED_MOST = 4_000_001  # the largest array that Slurm can be configured to t
 LATEST = 1e11  # seconds since 1970
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "P": 1 << 50}
 cache_some = functools.lru_cache(maxsize=4096)  # large arrays repeat themselves: halves the time
-_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([KMGTP]?)([cn]?)")
+_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([KMGTP]?)")
 _NOWHERE = frozenset({"", "None assigned", "(null)", "N/A"})
 
 
@@ -207,13 +207,10 @@ def exit_of(text: str) -> tuple[int | None, int | None]:
 
 
 @cache_some
-def bytes_of(text: str, cpus: str = "1", nodes: str = "1") -> int | None:
-    """Parse a size such as 121588K, 1.5G, 4Gc (per core) or 4Gn (per node); None if it is malformed."""
+def bytes_of(text: str) -> int | None:
+    """Parse a size such as 121588K or 1.5G; None if it is malformed."""
     match = _SIZE.fullmatch(text)
-    if match is None:
-        return None
-    each = {"": "1", "c": cpus, "n": nodes}[match[3]]
-    return int(float(match[1]) * _UNITS[match[2]]) * (int(each) if is_number(each) else 1)
+    return int(float(match[1]) * _UNITS[match[2]]) if match else None
 
 
 @cache_some

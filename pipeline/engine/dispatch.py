@@ -22,7 +22,7 @@ from pipeline.project.container_image import with_digest
 from pipeline.project.project import cluster_name, profiles_of
 from pipeline.records import EventKind
 from pipeline.stage_names import StageName
-from pipeline.stages.jobs import candidates, first_job, limits_of, on_cards, recipe_name, spec_of
+from pipeline.stages.jobs import candidates, first_job, job_of, limits_of, on_cards, recipe_name
 from pipeline.stages.script import is_script, script_of
 from pipeline.store.store import in_chunks
 from pipeline.units import format_seconds
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pipeline.cluster.candidates import Candidate
-    from pipeline.cluster.job_spec import Executor, JobId, JobSpec, Limits, TaskStatus
+    from pipeline.cluster.job_spec import Executor, Job, JobId, Limits, TaskStatus
     from pipeline.command_line import Command
     from pipeline.config.schema import Config
     from pipeline.journal.attempts import Ask, TaskRecord
@@ -68,7 +68,7 @@ class Dispatch:
     def adopt(self, stage: StageStatus) -> None:
         """Take over the jobs of an earlier supervisor, and submit those that it announced without noting a job id."""
         for live in stage.live:
-            self._executor.adopt(live, spec_of(self._folder, self._config, stage.jobs[live]))
+            self._executor.adopt(live, job_of(self._folder, self._config, stage.jobs[live]))
         for job in list(stage.intents.values()):
             self._submit(job)
 
@@ -196,7 +196,7 @@ class Dispatch:
         wanted = parse_ranges(job.tasks)
         fitting = account.budget.fitting(job, account.taken)
         if not fitting:
-            raise _beyond(account, job, spec_of(self._folder, self._config, job).again)
+            raise _beyond(account, job, job_of(self._folder, self._config, job).again)
         return job if fitting == len(wanted) else replace(job, tasks=format_ranges(wanted[:fitting]))
 
     def _recount(self, job: StageJob) -> None:
@@ -205,7 +205,7 @@ class Dispatch:
         if account is None or account.taken.total <= account.budget.hours + 1e-9:
             return
         self._emit(EventKind.JOB_REFUSED, **job.to_json())
-        raise _beyond(account, job, spec_of(self._folder, self._config, job).again)
+        raise _beyond(account, job, job_of(self._folder, self._config, job).again)
 
     def _repaired(self, project: Project, stage: Stage, status: StageStatus) -> Iterator[tuple[int, Next | None]]:
         """Yield the next attempt of each failed task, None for one that is given up; split others."""
@@ -263,7 +263,7 @@ class Dispatch:
         """Return the planned job of first attempts."""
         if status.planned is None:
             first = first_job(project, stage, self._executor, self._folder)
-            status.planned = on_cards(project, stage, self._executor, self._folder, first).job
+            status.planned = on_cards(project, stage, self._executor, self._folder, first)
         return status.planned
 
     def _limits(self, project: Project, stage: Stage, status: StageStatus) -> Limits:
@@ -314,24 +314,23 @@ class Dispatch:
 
     def _submit(self, job: StageJob) -> None:
         """Submit a job; if this process dies before its id is recorded, the next supervisor finds it by its tag."""
-        spec = spec_of(self._folder, self._config, job)
         try:
             with_digest(self._config)
-            job_id = self._submit_off_bad_nodes(spec)
+            job_id = self._submit_off_bad_nodes(job_of(self._folder, self._config, job))
         except SubmissionRefused:
             self._emit(EventKind.JOB_REFUSED, **job.to_json())
             raise
         self._emit(EventKind.JOB_SUBMITTED, **replace(job, id=job_id).to_json())
 
-    def _submit_off_bad_nodes(self, spec: JobSpec) -> JobId:
+    def _submit_off_bad_nodes(self, job: Job) -> JobId:
         """Submit a job that excludes the nodes that failed; one that is refused so may go to them, too."""
-        avoiding = avoid_bad_nodes(self._run, self._executor, spec)
+        avoiding = avoid_bad_nodes(self._run, self._executor, job)
         try:
             return self._executor.submit(avoiding)
         except SubmissionRefused as error:
             if isinstance(error, ClusterSilent) or not avoiding.exclude:
                 raise
-            return self._executor.submit(spec)
+            return self._executor.submit(job)
 
 
 def _beyond(account: Account, job: StageJob, again: Command) -> BudgetReached:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pipeline.cluster.job_spec import SUPERVISE, JobSpec
+from pipeline.cluster.job_spec import SUPERVISE, Job, Request
 from pipeline.command_line import Command
 from pipeline.config.masking import MASK, without_secrets, without_secrets_in
 from pipeline.engine.repair import avoid_bad_nodes
@@ -63,7 +63,7 @@ def hand_over(
     folder: RunFolder, config: Config, executor: Executor, run: RunStatus, jobs: Sequence[JobId]
 ) -> dict[JobId, str]:
     """Submit the next visit and its standby, off the nodes that failed; return their jobs with their names."""
-    coming = avoid_bad_nodes(run, executor, supervisor_spec(folder, config, f"{run.visits + 1}", after_any=tuple(jobs)))
+    coming = avoid_bad_nodes(run, executor, supervisor_job(folder, config, f"{run.visits + 1}", after_any=tuple(jobs)))
     following = executor.submit(coming)
     standby = replace(coming, tag=f"{coming.tag}-standby", after_any=(), after_not_ok=(following,))
     names = {following: coming.tag}
@@ -72,26 +72,28 @@ def hand_over(
     return names
 
 
-def supervisor_spec(
+def supervisor_job(
     folder: RunFolder | None,
     config: Config,
     visit: str,
     *,
     after_any: tuple[JobId, ...] = (),
-) -> JobSpec:
+) -> Job:
     """Return the job of a visit; without a folder, one to show or to ask the scheduler about."""
     wanted = config.cluster.supervisor
-    return JobSpec(
+    return Job(
         name=SUPERVISE,
         argv=(*module_command(SUPERVISOR, folder), str(folder.path) if folder else "RUN", "--visit"),
         tasks=range(1),
-        mem_bytes=int(wanted.mem),
-        time_s=int(wanted.time),
         log_dir=str(folder.logs) if folder else "logs",
         after_any=after_any,
         tag=f"{folder.unique if folder else 'RUN'}-{SUPERVISE}-{visit}",
-        partition=wanted.partition or "",
-        qos=wanted.qos or "",
+        request=Request(
+            mem_bytes=int(wanted.mem),
+            time_s=int(wanted.time),
+            partition=wanted.partition or "",
+            qos=wanted.qos or "",
+        ),
     )
 
 

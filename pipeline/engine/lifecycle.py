@@ -19,7 +19,7 @@ from pipeline.command_line import Command, status_or_cancel
 from pipeline.config.load import dump_resolved, from_resolved
 from pipeline.config.masking import without_secrets
 from pipeline.engine.dispatch import pieces
-from pipeline.engine.handover import STOPPED_CODE, claim_visit, supervisor_spec
+from pipeline.engine.handover import STOPPED_CODE, claim_visit, supervisor_job
 from pipeline.errors import ConfigError, JobFailed, SubmissionRefused
 from pipeline.files import is_mine, user_name, write_whole
 from pipeline.journal import run_folder as folders
@@ -34,7 +34,7 @@ from pipeline.project.run_code import freeze, freeze_files, load_reader, sources
 from pipeline.project.user_code import encoder_code, task_code
 from pipeline.records import EventKind
 from pipeline.stage_names import StageName
-from pipeline.stages.jobs import StagePlan, spec_of
+from pipeline.stages.jobs import StagePlan, job_of
 from pipeline.waiting import wait_for
 
 if TYPE_CHECKING:
@@ -111,13 +111,13 @@ def scripts(project: Project, plans: Sequence[StagePlan], executor: Executor) ->
     assert isinstance(executor, SlurmExecutor)
     jobs = ((plan, job) for plan in plans if plan.stage.has_tasks for job in plan.jobs())
     for planned, first in jobs:
-        spec = spec_of(None, project.config, first)
-        cut = list(pieces(spec.tasks, planned.limits, len(spec.tasks)))
-        most = max(1, (spec.max_parallel or len(spec.tasks)) // len(cut))
+        job = job_of(None, project.config, first)
+        cut = list(pieces(job.tasks, planned.limits, len(job.tasks)))
+        most = max(1, (job.max_parallel or len(job.tasks)) // len(cut))
         for tasks in cut:
-            job = replace(spec, tasks=tuple(tasks), max_parallel=most)
-            yield f"{planned.stage.name}-{format_ranges(tasks)}.sbatch", executor.script_for(job)
-    yield "supervise.sbatch", executor.script_for(supervisor_spec(None, project.config, "1"))
+            piece = replace(job, tasks=tuple(tasks), max_parallel=most)
+            yield f"{planned.stage.name}-{format_ranges(tasks)}.sbatch", executor.script_for(piece)
+    yield "supervise.sbatch", executor.script_for(supervisor_job(None, project.config, "1"))
 
 
 def gives_way(folder: RunFolder, config: Config, stages: Sequence[str], only: Only = EVERYTHING) -> RunFolder | None:
@@ -292,5 +292,5 @@ def cancel_points(folder: RunFolder, config: Config, executor: Executor, tasks: 
     ledger.close()
     stage = StatusReader(folder).read().stages[StageName.TRAIN]
     for job in stage.live if executor.outlives else ():
-        executor.adopt(job, spec_of(folder, config, stage.jobs[job]))
+        executor.adopt(job, job_of(folder, config, stage.jobs[job]))
         executor.cancel([job], [number for number in tasks if stage.task(number).job == job])

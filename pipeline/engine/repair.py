@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pipeline.cluster.candidates import Candidate
-    from pipeline.cluster.job_spec import Executor, JobSpec, Limits
+    from pipeline.cluster.job_spec import Executor, Job, Limits
     from pipeline.journal.attempts import Ask, Attempt, TaskRecord
     from pipeline.journal.run_status import RunStatus
 
@@ -267,15 +267,15 @@ def bad_nodes(tasks: Iterable[TaskRecord]) -> tuple[str, ...]:
     return tuple(sorted(node for node, cause in last.items() if node and cause is Cause.NODE))
 
 
-def avoid_bad_nodes(run: RunStatus, executor: Executor, spec: JobSpec) -> JobSpec:
+def avoid_bad_nodes(run: RunStatus, executor: Executor, job: Job) -> Job:
     """Return a job that excludes the nodes that failed in this run.
 
     Where more than half of the nodes failed (and more than a few), or too few are left, something else may be wrong:
     then it excludes none and begins a minute later.
     """
     if not (bad := bad_nodes(task for stage in run.stages.values() for task in stage.work.values())):
-        return spec
-    there = executor.limits_of(spec.partition, spec.cpus_on_node, spec.gpus).nodes or ASSUMED_NODES
-    if len(bad) <= min(there - spec.nodes, max(there // 2, FEW_NODES)):
-        return replace(spec, exclude=bad)
-    return replace(spec, begin_s=max(spec.begin_s, RECOVERS_S))
+        return job
+    there = executor.limits_of(job.request).nodes or ASSUMED_NODES
+    if len(bad) <= min(there - job.request.nodes, max(there // 2, FEW_NODES)):
+        return replace(job, exclude=bad)
+    return replace(job, begin_s=max(job.begin_s, RECOVERS_S))

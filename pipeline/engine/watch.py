@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from pipeline.config.load import read_resolved
-from pipeline.engine.handover import log, notify, own_job, supervisor_spec
+from pipeline.engine.handover import log, notify, own_job, supervisor_job
 from pipeline.errors import PipelineError
 from pipeline.files import is_mine
 from pipeline.journal.ledger import Ledger, has_ended
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from pipeline.cluster.job_spec import Executor, JobSpec
+    from pipeline.cluster.job_spec import Executor, Job
     from pipeline.config.schema import Config
     from pipeline.journal.run_folder import RunFolder
     from pipeline.journal.run_status import RunStatus, Wait
@@ -107,18 +107,19 @@ def submit_watch(
     if not every_s:
         return
     try:
-        spec = _spec(folder, config, visit, number, every_s)
-        job = executor.submit(spec)
+        job = _watch_job(folder, config, visit, number, every_s)
+        job_id = executor.submit(job)
     except PipelineError as error:
         log.warning("waiting jobs are checked only at the next visit: %s", error.what)
         return
-    emit(EventKind.WATCH_SUBMITTED, visit=visit, number=number, job=job, name=spec.tag)
+    emit(EventKind.WATCH_SUBMITTED, visit=visit, number=number, job=job_id, name=job.tag)
 
 
-def _spec(folder: RunFolder, config: Config, visit: int, number: int, every_s: int) -> JobSpec:
-    spec, tag = supervisor_spec(folder, config, ""), f"{folder.unique}-{WATCH}-{visit}-{number}"
-    argv = (*spec.argv[:-1], f"--{WATCH}", str(visit))
-    return replace(spec, tag=tag, argv=argv, time_s=min(LOOK_S, spec.time_s or LOOK_S), begin_s=every_s)
+def _watch_job(folder: RunFolder, config: Config, visit: int, number: int, every_s: int) -> Job:
+    job, tag = supervisor_job(folder, config, ""), f"{folder.unique}-{WATCH}-{visit}-{number}"
+    argv = (*job.argv[:-1], f"--{WATCH}", str(visit))
+    job = job.asking(time_s=min(LOOK_S, job.request.time_s or LOOK_S))
+    return replace(job, tag=tag, argv=argv, begin_s=every_s)
 
 
 def watch(folder: RunFolder, config: Config, executor: Executor, visit: int) -> None:

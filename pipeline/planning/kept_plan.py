@@ -11,6 +11,7 @@ from enum import Enum
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
+from pipeline.cluster.job_spec import Request
 from pipeline.dataset.early_items import naming_sizes
 from pipeline.dataset.loading import made_table
 from pipeline.device.kinds import SETTINGS
@@ -60,7 +61,7 @@ def _shown_key(question: Question, table: str) -> str:
     history = sorted((config.cluster.runs / ".profiles").rglob("*.jsonl"))
     limits = ""  # of this machine's own memory, what is free changes from minute to minute
     if config.cluster.executor == "slurm" and not (question.gpus or resources.gpus):
-        limits = repr(question.executor.limits_of(resources.partition or "", resources.cpus, 0))
+        limits = repr(question.executor.limits_of(Request.of(resources)))
     asked = {
         **plan_facts(question.project, table),
         "gpus": list(question.gpus),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING
 
-from pipeline.cluster.job_spec import JobSpec
+from pipeline.cluster.job_spec import Job, Request
 from pipeline.errors import ConfigError, PlanInfeasible, SubmissionRefused
 from pipeline.memory.footprint import LIVE_ONLY, Provenance
 from pipeline.memory.hardware.gpus import device
@@ -125,21 +125,12 @@ def waits(question: Question, offers: Sequence[Offer], mem_bytes: int) -> Iterat
         site = site_card(question.config, offer.cards[0])
         if site is None:
             continue
-        spec = JobSpec(
-            name=NAME,
-            argv=("true",),
-            tasks=range(1),
-            log_dir=str(question.config.cluster.runs),
-            cpus=resources.cpus,
-            gpus=ceil(offer.ranks / resources.nodes),
-            mem_bytes=mem_bytes,
-            time_s=int(resources.time),
-            partition=site.partition or resources.partition or "",
-            constraint=site.feature or resources.constraint or "",
-            card=site.gres or "",
+        request = replace(
+            Request.of(resources).on_card(site), gpus=ceil(offer.ranks / resources.nodes), mem_bytes=mem_bytes
         )
+        job = Job(NAME, ("true",), range(1), str(question.config.cluster.runs), request)
         with suppress(SubmissionRefused):
-            starts = question.executor.starts(spec)
+            starts = question.executor.starts(job)
             if starts is not None:
                 yield offer.name, max(0.0, starts - time.time())
 
@@ -150,7 +141,7 @@ def _host_card(question: Question, name: str = "", mem_bytes: int | None = None)
     if resources.mem != "auto":
         mem_bytes = resources.mem
     elif mem_bytes is None:
-        mem_bytes = question.executor.limits_of(resources.partition or "", resources.cpus_on_node).mem_bytes
+        mem_bytes = question.executor.limits_of(replace(Request.of(resources), gpus=0)).mem_bytes
     if mem_bytes is None:
         mem_bytes = ASSUMED_BYTES
         log.warning("Slurm reports no memory of a node: %s are assumed (cluster.train.mem)", format_bytes(mem_bytes))

@@ -33,8 +33,8 @@ from pipeline.memory.planning.budget_search import ChoiceMemory
 from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, Offer
 from pipeline.memory.planning.planner import CurriculumStage, compare_offers, plan_stages
 from pipeline.memory.planning.step_estimates import SETTINGS, ahead_bytes, compare_configurations, reserve
-from pipeline.planning.offers import NAME, Question, is_known, offers_of, site_card, waits
-from pipeline.planning.probe import ProbedCard, measured_pace, measured_ratios, probe
+from pipeline.planning.offers import NAME, Question, is_known, offers_of, waits
+from pipeline.planning.probe import measured_pace, measured_ratios, probe
 from pipeline.planning.training_work import (
     OwnItems,
     Work,
@@ -92,9 +92,10 @@ def _outlook(question: Question, work: Work, *, probing: bool) -> TrainOutlook:
     plans = case.plans()
     probed: tuple[Probed, ...] = ()
     if probing:
-        places = [ProbedCard.of(card, site_card(config, card)) for card in offer.cards]
         worst = max(plans.values(), key=lambda plan: plan.live.value)
-        probed = probe(config, work, worst, oracle, places, question.executor, question.tell, beside=question.beside)
+        probed = probe(
+            config, work, worst, oracle, offer.cards, question.executor, question.tell, beside=question.beside
+        )
         plans = case.plans()
     ahead = {name: _ahead_bytes(config, *case.made_by(name), stage_plan) for name, stage_plan in plans.items()}
     plans = {name: _noted(stage_plan, ahead[name]) for name, stage_plan in plans.items()}

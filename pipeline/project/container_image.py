@@ -34,12 +34,6 @@ OUTSIDE = frozenset(  # folders that an image has for itself
     for name in ("", "bin", "boot", "dev", "etc", "lib", "lib64", "opt", "proc", "run", "sbin", "sys", "usr", "var")
 )
 # What tells a process that it is in a container: a variable that names the image, or a file.
-NAMES = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER", "ENROOT_ROOTFS")
-SIGNS = {
-    "/.singularity.d": "an image of Apptainer's",
-    "/run/.containerenv": "a container of podman's",
-    "/.dockerenv": "a container of Docker's",
-}
 LOOK_S = 300.0  # an image may have to be unpacked first
 LOOK_AGAIN = f"pipeline doctor   ({WHERE}: image, binds, env.PATH)"
 NOT_HERE = 97
@@ -263,10 +257,3 @@ def _to_bind(path: Path) -> Iterator[Path]:
 
 def _last_line(text: str) -> str:
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
-
-
-def image_around() -> str:
-    """Return in which container this process runs, in words; empty: in none that is known."""
-    if named := next((os.environ[name] for name in NAMES if os.environ.get(name)), ""):
-        return f"the image {named}"
-    return next((words for sign, words in SIGNS.items() if os.path.exists(sign)), "")  # noqa: PTH110 - never raises

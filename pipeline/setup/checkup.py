@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -24,9 +23,9 @@ from pipeline.dataset.reader_items import is_reader, look_at_files, read_first, 
 from pipeline.encoder.weights import find_checkpoint
 from pipeline.errors import ConfigError, DataError, PipelineError, SubmissionRefused
 from pipeline.memory.lint import RunFacts, Severity, lint
-from pipeline.project.container_image import digest_now, image_around, is_contained, refuse_unfit_image
+from pipeline.project.container_image import digest_now, is_contained, refuse_unfit_image
 from pipeline.project.project import Encoding, Project, local_machine, scan_recipe_of, source_spec
-from pipeline.project.run_code import PACKAGE, load_task
+from pipeline.project.run_code import load_task
 from pipeline.records import Inventory, Item, Rejection
 from pipeline.report.tables import plural
 from pipeline.setup import slurm_checks
@@ -49,16 +48,14 @@ LOOKED_AT = 100  # items of the data set that are listed
 EACH_REFUSED = str(Command.submit("scan", then="   (names each that is refused, and why)"))
 LITTLE_BYTES = 5 << 30
 LITTLE_INODES = 100_000
-PACKAGE_NAME = re.compile(r"[\w.-]+")
 TESTED_TORCH = "2.13"  # as constraints.txt pins it; a test compares
 SIGNS = {CheckVerdict.OK: "✓", CheckVerdict.NOTE: "!", CheckVerdict.BAD: "✗"}
-EXTRAS = {"bcif": ("biotite", "BinaryCIF files are rejected")}
 
 
 def run_checks(config_file: Path | None, sets: Sequence[str]) -> list[CheckResult]:
     """Return the findings of every check; later checks run after a failure, too."""
     python = f"{sys.version.split()[0]} ({sys.executable})"
-    findings = [good_check("python", python), *_around(), *_packages()]
+    findings = [good_check("python", python), good_check("pipeline", __version__), _torch()]
     try:
         loaded = read_config(find_config(config_file), sets)
     except PipelineError as error:
@@ -115,19 +112,6 @@ def _found(checks: Checks, loaded: LoadedConfig) -> list[CheckResult]:
     return [finding for finding in findings if bad.get(finding.found, finding) is finding]
 
 
-def _around() -> Iterator[CheckResult]:
-    """Report a container around this process, and its limits."""
-    around = image_around()
-    if not around:
-        return
-    if shutil.which("sbatch") is None:
-        what = f"running in {around} without sbatch: cannot submit or follow jobs"
-        remedy = "run pipeline outside; cluster.slurm.container.image puts only the workers inside"
-        yield noted_check("inside", what, remedy)
-    else:
-        yield good_check("inside", f"running in {around}, which has sbatch")
-
-
 def _container(loaded: LoadedConfig) -> Iterator[CheckResult]:
     """Check that the image of the workers exists, starts, and holds this version."""
     config = loaded.config
@@ -144,50 +128,16 @@ def _container(loaded: LoadedConfig) -> Iterator[CheckResult]:
     yield from (noted_check("container", note) for note in notes)
 
 
-def _packages() -> Iterator[CheckResult]:
-    """Check that the declared dependencies are installed, without importing any."""
-    needed = _required()
-    missing = [name for name in needed or () if not _installed(name)]
-    if needed is None:
-        what = f"pipeline {__version__} in {PACKAGE.parent} is not installed: dependencies not checked"
-        yield noted_check("packages", what, f"pip install {DISTRIBUTION}   (in a checkout: pip install .)")
-        yield _torch()
-    elif missing:
-        remedy = f"pip install {' '.join(missing)}"
-        yield refused_check("packages", f"missing: {', '.join(missing)}", remedy, exit_code=2)
-    else:
-        yield good_check("packages", f"pipeline {__version__} and its dependencies")
-        yield _torch()
-    for extra, (module, without) in EXTRAS.items():
-        if find_spec(module) is None:
-            yield noted_check(f"extra {extra}", f"not installed: {without}", install_extra(extra))
-
-
 def _torch() -> CheckResult:
-    """Compare the installed torch with the tested version; others may work."""
-    found = version("torch")
+    """Compare the installed torch with the tested version, without importing it; others may work."""
+    try:
+        found = version("torch")
+    except PackageNotFoundError:
+        return refused_check("torch", "is not installed", f"pip install {DISTRIBUTION}", exit_code=2)
     if found.startswith(f"{TESTED_TORCH}."):
         return good_check("torch", f"{found} (tested)")
     remedy = f"pip install 'torch=={TESTED_TORCH}.*'   (plans depend on torch's internals: check one with --probe)"
     return noted_check("torch", f"{found} is installed, but only {TESTED_TORCH} is tested", remedy)
-
-
-def _required() -> list[str] | None:
-    """Return the names of the dependencies, without those of extras; None if pipeline is not installed."""
-    try:
-        lines = [line for line in requires(DISTRIBUTION) or () if "extra ==" not in line]
-    except PackageNotFoundError:
-        return None
-    return [name.group() for line in lines if (name := PACKAGE_NAME.match(line))]
-
-
-def _installed(name: str) -> bool:
-    """Tell whether a package is installed."""
-    try:
-        version(name)
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 def _data(loaded: LoadedConfig) -> Iterator[CheckResult]:
@@ -259,15 +209,6 @@ def _weights_of(loaded: LoadedConfig, config: Config, of: str) -> CheckResult:
 def _cache(loaded: LoadedConfig) -> Iterator[CheckResult]:
     """Check that the cache can be read and written, and has room."""
     root, cache = loaded.config.cache.root, _opened(loaded.config)
-    broken = [f"{kind}/{name}: {why}" for kind in cache.kinds() for name, why in cache.kind(kind).stat().unreadable]
-    if broken:
-        what = f"{len(broken)} unreadable files, for example {broken[0]}; the next run rebuilds their records"
-        yield noted_check("cache", what, "pipeline cache stat")
-    else:
-        yield good_check("cache", f"{root}" if _existing(root) == root else f"{root} (created on first use)")
-    for layer in cache.under:
-        records = sum(layer.own(kind).stat().records for kind in layer.kinds())
-        yield good_check("cache under it", f"{layer.root}: {records:,} records, read-only")
     writable = _writable("cache folder", root)
     if writable.verdict is CheckVerdict.BAD and cache.is_there:  # a complete cache needs no writing
         remedy = lay_over([root, *loaded.config.cache.under])

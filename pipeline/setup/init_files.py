@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.cluster.site import QUEUED
 from pipeline.errors import ConfigError
 from pipeline.files import shipped
 from pipeline.memory.hardware.gpus import SizesGib, names_a_model, nearest_sizes, sizes_gib, sizes_said
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from jinja2 import Template
 
-    from pipeline.cluster.site_facts import Partition, Site, SiteNodes
+    from pipeline.cluster.site import NodeKind, Partition, Site
 
 
 LOCAL = """\
@@ -101,8 +102,8 @@ def profile_text(site: Site) -> str:
     """Return the profile of a cluster, with what was found and what was not as comments."""
     home, by_partition = _home(site), {partition.name: site.nodes_of(partition.name) for partition in site.partitions}
     bare = [name for name, alike in by_partition.items() if alike and not any(nodes.gpus for nodes in alike)]
-    submits = [(association.max_submit, f"account {association.account}") for association in site.associations]
-    submits += [(limit, f"QOS {name}") for name, limit in site.qos_max_submit.items()]
+    capped = [(f"account {association.account}", association.caps) for association in site.associations]
+    capped += [(f"QOS {name}", caps) for name, caps in site.qos.items()]
     return _template("profile").render(
         site=site,
         file=file_name(site.name),
@@ -112,7 +113,7 @@ def profile_text(site: Site) -> str:
         accounts=sorted({association.account for association in site.associations}),
         qos=sorted({name for association in site.associations for name in association.qos}),
         modules=list(filter(None, os.environ.get("LOADEDMODULES", "").split(":"))),
-        limits=[f"{limit:,} in {scope}" for limit, scope in submits if limit is not None],
+        limits=[f"{caps[QUEUED].value:,} in {scope}" for scope, caps in capped if QUEUED in caps],
         largest_bytes=max((nodes.mem_bytes or 0 for nodes in site.nodes), default=0),
         cards=[_card(site, kind, home.name if home else "") for kind in gpu_kinds(site)],
         bare=bare if 0 < len(bare) < len(site.partitions) else [],
@@ -179,7 +180,7 @@ def _table(site: Site) -> Iterator[str]:
         yield f"{why}."
 
 
-def _row(first: tuple[str, str], nodes: SiteNodes) -> tuple[str, str, str, str, str, str, str]:
+def _row(first: tuple[str, str], nodes: NodeKind) -> tuple[str, str, str, str, str, str, str]:
     """Return a line of the table."""
     gpus = " + ".join(f"{gpu.count} {gpu.type or 'gpu'}" for gpu in nodes.gpus)
     memory = format_bytes(nodes.mem_bytes) if nodes.mem_bytes else "?"
@@ -255,7 +256,7 @@ def _merit(site: Site, partition: Partition) -> tuple[bool, bool, bool, float]:
     return (not site.bars(partition.name), partition.is_default, is_left_alone, time_s)
 
 
-def _of_nodes(nodes: SiteNodes) -> Iterator[GpuKind]:
+def _of_nodes(nodes: NodeKind) -> Iterator[GpuKind]:
     """Yield the kinds of GPU that nodes have."""
     for gpus in nodes.gpus:
         sizes, feature = sizes_gib(gpus.type), ""

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.candidates import candidates_of, choose, why_there
-from pipeline.cluster.job_spec import TASK, JobSpec, format_ranges, parse_ranges
+from pipeline.cluster.job_spec import TASK, Job, Request, format_ranges, parse_ranges
 from pipeline.cluster.local import LocalExecutor
-from pipeline.config.schema_cluster import TrainResources
 from pipeline.errors import CacheUnusable, PlanInfeasible, SubmissionRefused
 from pipeline.files import whose
 from pipeline.journal.attempts import Ask
@@ -34,7 +33,7 @@ from pipeline.store.format.disk import lay_over
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from pipeline.cluster.candidates import Candidate
     from pipeline.cluster.job_spec import Executor, Limits
@@ -54,59 +53,44 @@ _REMEDY = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """One way to request GPUs; empty fields are left out of the request."""
+def eligible(cards: Sequence[CardSection], need_bytes: int, gpus: int) -> dict[Request, int]:
+    """Return the requests that admit only cards with so much memory, each with the memory of its smallest card.
 
-    card: str
-    partition: str
-    constraint: str
-    gpus: int
-    mem_bytes: int = 0  # of the smallest card that it admits; 0: unknown
-
-    @property
-    def words(self) -> str:
-        name = self.card or self.constraint or ("any GPU" if self.gpus else "no GPU")
-        return f"{name} in {self.partition}" if self.partition else name
-
-
-def eligible(cards: Sequence[CardSection], need_bytes: int, gpus: int) -> list[Shape]:
-    """Return the requests that admit only cards with so much memory; raise PlanInfeasible if there are none."""
+    Raise PlanInfeasible if there are none; without cards to choose from, the request says nothing of them.
+    """
     if not cards or not gpus:
-        return [Shape("", "", "", gpus)]
-    requests = dict.fromkeys((card.partition, card.gres) for card in cards)
-    shapes = [_shape(list(_admitted(cards, *request)), *request, need_bytes, gpus) for request in requests]
-    fitting = [shape for shape in shapes if shape is not None]
+        return {Request(gpus=gpus): 0}
+    kinds = dict.fromkeys((card.partition, card.gres) for card in cards)
+    fitting = dict(filter(None, (_admitting(cards, *kind, need_bytes, gpus) for kind in kinds)))
     if not fitting:
         raise PlanInfeasible(_shortage(cards, need_bytes), where="cluster.slurm.cards", remedy=_REMEDY)
     return fitting
 
 
-def choose_shape(shapes: Sequence[Shape], start_of: Callable[[Shape], float | None], now: float) -> Shape:
+def first_to_start(requests: Mapping[Request, int], start_of: Callable[[Request], float | None], now: float) -> Request:
     """Return the request whose job starts first; of several within a minute, that of the smallest card."""
-    starts = {shape: max(start, now) for shape in shapes if (start := start_of(shape)) is not None}
+    starts = {request: max(start, now) for request in requests if (start := start_of(request)) is not None}
     first = min(starts.values(), default=0.0)
-    together = [shape for shape, start in starts.items() if start <= first + _TIE_S]
-    return min(together or shapes, key=lambda shape: (shape.mem_bytes, starts.get(shape, 0.0), shape.words))
+    together = [request for request, start in starts.items() if start <= first + _TIE_S]
+    return min(together or requests, key=lambda request: (requests[request], starts.get(request, 0.0), str(request)))
 
 
-def _admitted(cards: Iterable[CardSection], partition: str | None, gres: str | None) -> Iterator[CardSection]:
-    """Return the cards that a request admits; without a type, those of every type."""
-    return (card for card in cards if card.partition == partition and gres in (None, card.gres))
+def _admitting(
+    cards: Sequence[CardSection], partition: str | None, gres: str | None, need_bytes: int, gpus: int
+) -> tuple[Request, int] | None:
+    """Return the request for cards of a partition and type (without one, of every type); None if nothing fits.
 
-
-def _shape(
-    admitted: Sequence[CardSection], partition: str | None, gres: str | None, need: int, gpus: int
-) -> Shape | None:
-    """Return the request, with a constraint where it would admit cards that are too small; None if nothing fits."""
+    It has a constraint where it would admit cards that are too small.
+    """
+    admitted = [card for card in cards if card.partition == partition and gres in (None, card.gres)]
     constraint = ""
-    if any(card.mem < need for card in admitted):
-        small = {card.feature for card in admitted if card.mem < need}
+    if small := {card.feature for card in admitted if card.mem < need_bytes}:
         admitted = [card for card in admitted if card.feature is not None and card.feature not in small]
         constraint = "|".join(sorted({str(card.feature) for card in admitted}))
     if not admitted:
         return None
-    return Shape(gres or "", partition or "", constraint, gpus, mem_bytes=min(card.mem for card in admitted))
+    request = Request(gpus=gpus, partition=partition or "", constraint=constraint, card=gres or "")
+    return request, min(card.mem for card in admitted)
 
 
 def _shortage(cards: Sequence[CardSection], need_bytes: int) -> str:
@@ -116,14 +100,6 @@ def _shortage(cards: Sequence[CardSection], need_bytes: int) -> str:
     if largest.mem < need_bytes:
         return f"{needs}, but the largest GPU here, {name}, {has}"
     return f"{needs}: {name} {has}, but no request distinguishes it from smaller GPUs"
-
-
-@dataclass(frozen=True, slots=True)
-class FirstJob:
-    """The job of first attempts at a stage's tasks, and the limits by which it was planned."""
-
-    job: StageJob
-    limits: Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +158,8 @@ def plan_stage(project: Project, stage: Stage, executor: Executor, folder: RunFo
     first = first_job(project, stage, executor, folder, max(1, len(survey.shards)))
     if folder is not None and survey.shards:
         first = on_cards(project, stage, executor, folder, first)
-    own = {name: _own_job(project, stage, executor, first.job, name, survey, folder) for name in survey.names}
-    return StagePlan(stage, survey, first.limits, first.job, own)
+    own = {name: _own_job(project, stage, executor, first, name, survey, folder) for name in survey.names}
+    return StagePlan(stage, survey, limits_of(project.config, stage, executor, first.partition), first, own)
 
 
 def _own_job(
@@ -197,7 +173,7 @@ def _own_job(
 ) -> StageJob:
     """Return the job of the tasks of one encoder or point: like that of all, but for the memory."""
     tasks = [number for number, shard in enumerate(survey.shards) if shard.of == name]
-    job = first_job(stage.at(project, name), stage, executor, folder).job
+    job = first_job(stage.at(project, name), stage, executor, folder)
     ask = replace(job.ask, partition="") if first.partition else job.ask
     job = replace(job, tag=first.tag, tasks=format_ranges(tasks), ask=ask, where="" if first.partition else job.where)
     return replace(job, card=first.card, partition=first.partition, constraint=first.constraint)
@@ -216,8 +192,8 @@ def tasks_at_once(config: Config, stage: Stage, executor: Executor) -> int:
 
 def limits_of(config: Config, stage: Stage, executor: Executor, partition: str = "") -> Limits:
     """Return the limits of a stage's tasks in a partition; by default in the configured one."""
-    resources = stage.resources(config)
-    return executor.limits_of(partition or resources.partition or "", resources.cpus_on_node, resources.gpus)
+    request = Request.of(stage.resources(config))
+    return executor.limits_of(replace(request, partition=partition or request.partition))
 
 
 def candidates(project: Project, stage: Stage, executor: Executor) -> tuple[Candidate, ...]:
@@ -245,7 +221,7 @@ def place(project: Project, stage: Stage, executor: Executor, ask: Ask) -> tuple
 
 def first_job(
     project: Project, stage: Stage, executor: Executor, folder: RunFolder | None = None, tasks: int = 1
-) -> FirstJob:
+) -> StageJob:
     """Return the job of first attempts, with memory as configured, else as measured before, else as planned."""
     limits, resources = limits_of(project.config, stage, executor), stage.resources(project.config)
     planned_bytes, recipe = stage.mem_bytes(project), recipe_name(project, stage)
@@ -265,7 +241,7 @@ def first_job(
         ranks=resources.ranks_per_node,
         parallel=stage.parallel(project.config) if stage.is_sweep else 0,
     )
-    return FirstJob(_placed(project, stage, executor, job), limits)
+    return _placed(project, stage, executor, job)
 
 
 def _first_bytes(project: Project, stage: Stage, limits: Limits, planned_bytes: int, recipe: str) -> tuple[int, str]:
@@ -281,35 +257,34 @@ def _first_bytes(project: Project, stage: Stage, limits: Limits, planned_bytes: 
     return mem_bytes, script_stage.STATED if is_script and not suggested.tasks else suggested.why
 
 
-def on_cards(project: Project, stage: Stage, executor: Executor, folder: RunFolder, first: FirstJob) -> FirstJob:
+def on_cards(project: Project, stage: Stage, executor: Executor, folder: RunFolder, job: StageJob) -> StageJob:
     """Return the job on the GPUs where it would end first; unchanged where no cards are configured."""
-    config, job = project.config, first.job
+    config = project.config
     cards, common = config.cluster.slurm.cards, stage.resources(config).constraint or ""
     if not cards or not job.gpus or config.cluster.executor != "slurm":
-        return first
+        return job
 
-    def shaped(shape: Shape) -> StageJob:
-        wanted = f"[{shape.constraint}]" if shape.constraint else ""
+    def asking(request: Request) -> StageJob:
+        wanted = f"[{request.constraint}]" if request.constraint else ""
         constraint = "&".join(filter(None, [common, wanted]))
-        kept = "" if shape.partition else job.ask.partition
+        kept = "" if request.partition else job.ask.partition
         ask, why = replace(job.ask, partition=kept), job.where if kept else ""
-        return replace(job, card=shape.card, partition=shape.partition, constraint=constraint, ask=ask, where=why)
+        return replace(job, card=request.card, partition=request.partition, constraint=constraint, ask=ask, where=why)
 
-    def start_of(shape: Shape) -> float | None:
+    def start_of(request: Request) -> float | None:
         try:
-            return executor.starts(spec_of(folder, config, replace(shaped(shape), tasks="0")))
+            return executor.starts(job_of(folder, config, replace(asking(request), tasks="0")))
         except SubmissionRefused:
             return None
 
-    shapes = eligible(cards, stage.gpu_bytes(project), job.gpus)
-    chosen = shaped(choose_shape(shapes, start_of, time.time()))
-    return FirstJob(chosen, limits_of(project.config, stage, executor, chosen.partition))
+    requests = eligible(cards, stage.gpu_bytes(project), job.gpus)
+    return asking(first_to_start(requests, start_of, time.time()))
 
 
 def script_outline(project: Project, stage: Stage, executor: Executor) -> Outline:
     """Return what is known of a script before it has run, with the resources of its first attempt."""
-    first = first_job(project, stage, executor)
-    return script_stage.outline(project, first.job.ask.mem_bytes, first.job.why, first.limits.mem_bytes)
+    first, limits = first_job(project, stage, executor), limits_of(project.config, stage, executor)
+    return script_stage.outline(project, first.ask.mem_bytes, first.why, limits.mem_bytes)
 
 
 def recipe_name(project: Project, stage: Stage) -> str:
@@ -339,32 +314,34 @@ def refuse_unfit_disk(project: Project, survey: StageSurvey, kinds: Iterable[str
         raise PlanInfeasible(what, where=str(root), remedy=remedy)
 
 
-def spec_of(folder: RunFolder | None, config: Config, job: StageJob) -> JobSpec:
+def job_of(folder: RunFolder | None, config: Config, job: StageJob) -> Job:
     """Return a job for an executor; each task's command names run, stage, task and the attempt's resources."""
-    resources = config.cluster.resources(job.stage)
-    train = resources if isinstance(resources, TrainResources) else None
-    nodes, ranks = (train.nodes, script_stage.starts_on_node(config, job.stage)) if train else (1, 1)
-    each = train.ranks_per_node // ranks if train else 1  # a script may start the processes of a node itself
-    run, ask = str(folder.path) if folder else "RUN", job.ask
-    words = [run, job.stage, TASK, "--attempt", str(job.attempt), "--mem", str(ask.mem_bytes)]
+    resources, ask = config.cluster.resources(job.stage), job.ask
+    request = Request.of(resources)
+    if (ranks := script_stage.starts_on_node(config, job.stage)) < resources.ranks_per_node:
+        request = replace(request, ranks=ranks if resources.nodes * ranks > 1 else 0)  # it starts the others itself
+    request = replace(
+        request,
+        cpus=job.cpus * resources.ranks_per_node // ranks,
+        gpus=job.gpus,
+        mem_bytes=ask.mem_bytes,
+        time_s=ask.time_s,
+        partition=ask.partition or job.partition or request.partition,
+        constraint=job.constraint or request.constraint,
+        card=job.card,
+    )
+    words = [str(folder.path) if folder else "RUN", job.stage, TASK]
+    words += ["--attempt", str(job.attempt), "--mem", str(ask.mem_bytes)]
     words += ["--shrink", str(ask.shrink)] if ask.shrink else []
     words += ["--careful"] if ask.careful else []
-    return JobSpec(
+    return Job(
         name=job.stage,
         argv=(*module_command(WORKER, folder), *words),
         tasks=tuple(parse_ranges(job.tasks)),
-        cpus=job.cpus * each,
-        gpus=job.gpus,
-        nodes=nodes,
-        ranks=ranks if nodes * ranks > 1 else 0,
-        mem_bytes=ask.mem_bytes,
-        time_s=ask.time_s,
         log_dir=str(folder.logs) if folder else "logs",
+        request=request,
         max_parallel=(job.parallel or resources.parallel) if config.cluster.executor == "slurm" else None,
         tag=job.tag,
-        partition=ask.partition or job.partition or resources.partition or "",
-        constraint=job.constraint or resources.constraint or "",
-        card=job.card,
         sees=folders_inside(config, folder.task_root if folder else None),
         fork_server=module_command(TASK_SERVER, folder) if folder and _is_before_forks(folder, config, job) else (),
         fork_words=len(words) if job.attempt == 1 and _is_forked(config, job.stage) else 0,  # not what was killed

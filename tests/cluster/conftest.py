@@ -19,7 +19,7 @@ from tests.slurm.conftest import cluster  # noqa: F401 - a fixture
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pipeline.cluster.job_spec import Executor, JobId, JobSpec
+    from pipeline.cluster.job_spec import Executor, Job, JobId
 
 needs_forks = partial(
     pytest.param, marks=pytest.mark.skipif(not CAN_FORK, reason="this system tells nobody how another's child ended")
@@ -44,10 +44,10 @@ def open_slurm() -> SlurmExecutor:
 class ForkingExecutor(LocalExecutor):
     """A local executor that forks whatever program of Python it can."""
 
-    def submit(self, spec: JobSpec) -> JobId:
-        if spec.argv[1:3] == ("-S", "-c") and not spec.gpus:
-            spec = replace(spec, fork_server=FORKS, fork_words=len(spec.argv) - 3)
-        return super().submit(spec)
+    def submit(self, job: Job) -> JobId:
+        if job.argv[1:3] == ("-S", "-c") and not job.request.gpus:
+            job = replace(job, fork_server=FORKS, fork_words=len(job.argv) - 3)
+        return super().submit(job)
 
 
 def open_forking() -> LocalExecutor:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pipeline.cluster.job_spec import TASK, JobSpec
+from pipeline.cluster.job_spec import TASK, Job, Request
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pipeline.cluster.job_spec import Executor, JobId, TaskStatus
 
 DEADLINE_S = 60.0
+ASKED = {field.name for field in fields(Request)}
 MIB = 1 << 20
 EATS = "import signal; eaten = b'x' * (200 << 20); signal.pause()"
 WAITS = "import signal; signal.pause()"
@@ -43,10 +45,16 @@ os.wait()
 """
 
 
-def python(log_dir: Path, body: str, *arguments: str, tasks: int = 1, **more: object) -> JobSpec:
+def python(log_dir: Path, body: str, *arguments: str, tasks: int = 1, **more: object) -> Job:
     """Return a job whose tasks run a Python program with the task's number as their last argument."""
     argv = (sys.executable, "-S", "-c", body, *arguments, TASK)
-    return JobSpec(name="test", argv=argv, tasks=range(tasks), log_dir=str(log_dir), **more)  # type: ignore[arg-type]
+    return job_of("test", argv, range(tasks), str(log_dir), **more)
+
+
+def job_of(name: str, argv: tuple[str, ...], tasks: Sequence[int], log_dir: str, **more: Any) -> Job:
+    """Return a job; what its tasks ask for stands among its own fields."""
+    request = Request(**{name: more.pop(name) for name in ASKED & more.keys()})
+    return Job(name, argv, tasks, log_dir, request, **more)
 
 
 def finish(executor: Executor, *jobs: JobId) -> list[TaskStatus]:

@@ -42,7 +42,6 @@ from tests.cluster.sacct_texts import (
 from tests.testkit.counted import calls_of
 
 TEXTS = (RECORDED_22_05, RANKS_22_05, WRITTEN_20_11, WRITTEN_23_11)
-MIB = 1 << 20
 
 
 def jobs_in(text: str) -> set[str]:
@@ -152,11 +151,7 @@ class TestRecords:
 class TestFigures:
     def test_are_read_from_old_and_new_formats(self) -> None:
         rows = rows_of(WRITTEN_20_11 + WRITTEN_23_11 + RECORDED_22_05)
-        assert rows["101_7"].asked_mem_bytes == 16 << 30, "4 GiB for each of 4 cores"
-        assert rows["102"].asked_mem_bytes == 4000 * MIB, "2000 MiB on each of 2 nodes"
-        assert [rows[job].asked_mem_bytes for job in ("103", "902", "1_1")] == [None, None, 100 * MIB]
         assert rows["102"].cpu_s == 86_400 + 2 * 3600 + 3 * 60 + 4
-        assert [rows[job].time_limit_s for job in ("103", "902", "102")] == [None, 3600, 86_400]
         assert rows["101_7"].ended == datetime(2021, 3, 1, 10, 12, 9).timestamp()  # noqa: DTZ001 - Slurm's own
         assert rows["26"].started == 1795301550
 
@@ -218,7 +213,7 @@ class TestAText:
         parse_sacct(text, ["1", "2"])
         parse_squeue(text)
 
-    @given(st.lists(st.text(alphabet="0159:-.KMGcn?T", max_size=20), min_size=18, max_size=18))
+    @given(st.lists(st.text(alphabet="0159:-.KMG?T", max_size=20), min_size=14, max_size=14))
     def test_of_nonsense_in_every_column_never_raises(self, cells: list[str]) -> None:
         text = "|".join(["5", *cells, "5"]) + "\n" + "|".join(["5.0", *cells, "5.0"])
         rows, torn = parse_sacct(text, ["5"])
@@ -326,8 +321,8 @@ def said_of(text: str, name: str) -> set[str]:
 
 
 def test_how_busy_and_full_gpus_were_is_read_where_the_site_measures_it_and_0_is_unknown() -> None:
-    step = "5.0|{}|COMPLETED|0:0|||00:00|1795301332|1795301332|1795301333|1||1|1||n1|||1|5.0\n"
-    job = "5|cpu=1|COMPLETED|0:0|0:0||00:00|1795301332|1795301332|1795301333|1|50M|1|1|10|n1|None|||5\n"
+    step = "5.0|{}|COMPLETED|0:0|||00:00|1795301332|1795301332|1795301333|1|n1|||1|5.0\n"
+    job = "5|cpu=1|COMPLETED|0:0|0:0||00:00|1795301332|1795301332|1795301333|1|n1|None|||5\n"
 
     def told(usage: str) -> tuple[float | None, int | None]:
         status = rows_of(job + step.format(usage))["5"].status(0, "", "")

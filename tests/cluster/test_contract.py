@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pipeline.cluster.job_spec import JobSpec, TaskState
+from pipeline.cluster.job_spec import TaskState
 from pipeline.cluster.slurm import SlurmExecutor
 from pipeline.errors import ConfigError, SubmissionRefused
 from tests.cluster.conftest import EXECUTORS
-from tests.cluster.programs import AWAIT, EATS, IGNORES_TERM, MIB, WAITS, finish, python, step_until
+from tests.cluster.programs import AWAIT, EATS, IGNORES_TERM, MIB, WAITS, finish, job_of, python, step_until
 
 if TYPE_CHECKING:
-    from pipeline.cluster.job_spec import Executor
+    from pipeline.cluster.job_spec import Executor, Job
     from pipeline.cluster.local import LocalExecutor
 
 PRINTS_ARGUMENTS = "import json, sys; print(json.dumps(sys.argv[1:]))"
@@ -76,7 +76,7 @@ class TestExecutor:
         assert (killed.state, killed.exit_code, killed.signal) == (TaskState.FAILED, None, signal.SIGUSR1)
 
     def test_program_that_is_not_there_is_a_failed_task(self, executor: Executor, tmp_path: Path) -> None:
-        spec = JobSpec("test", ("/no/such/program",), tasks=range(2), log_dir=str(tmp_path))
+        spec = job_of("test", ("/no/such/program",), tasks=range(2), log_dir=str(tmp_path))
         tasks = finish(executor, executor.submit(spec))
         assert [(task.state, bool(task.reason)) for task in tasks] == [(TaskState.FAILED, True)] * 2
 
@@ -182,12 +182,12 @@ class TestExecutor:
         for asked in IMPOSSIBLE:
             possible = {"name": "scan", "argv": ("true",), "tasks": range(1), "log_dir": str(tmp_path)}
             with pytest.raises(SubmissionRefused) as refused:
-                executor.submit(JobSpec(**{**possible, **asked}))
+                executor.submit(job_of(**{**possible, **asked}))
             assert "scan" in str(refused.value), asked
             assert refused.value.remedy.startswith("pipeline submit scan"), asked
 
 
-def in_pairs(folder: Path, tasks: int, **more: object) -> JobSpec:
+def in_pairs(folder: Path, tasks: int, **more: object) -> Job:
     """Return a job whose tasks end only when their neighbour runs, too, and write down from when to when they ran."""
     body = f"""{AWAIT}
 import sys

@@ -9,7 +9,7 @@ import pytest
 from pipeline.cluster import slurm
 from pipeline.cluster.accounting import AccountedTask
 from pipeline.cluster.following import Followed, Views
-from pipeline.cluster.job_spec import JobSpec, TaskState
+from pipeline.cluster.job_spec import Job, TaskState
 from pipeline.cluster.slurm import SlurmExecutor
 from pipeline.cluster.slurm_words import Queued
 from pipeline.config.schema_cluster import SlurmSection
@@ -18,7 +18,7 @@ from tests.testkit.stubs import TESTED, program, silent_slurm
 
 
 def followed(tmp_path: Path) -> Followed:
-    return Followed("7", JobSpec(name="a", argv=("true",), tasks=range(1), log_dir=str(tmp_path)), 0, 100.0)
+    return Followed("7", Job(name="a", argv=("true",), tasks=range(1), log_dir=str(tmp_path)), 0, 100.0)
 
 
 def test_a_task_that_was_cancelled_has_begun_if_the_queue_showed_it_running(tmp_path):
@@ -37,7 +37,7 @@ def test_a_hiccup_of_the_scheduler_when_a_job_is_tested_is_tried_again(tmp_path,
     busy = f"[ -e {tmp_path}/tried ] || {{ touch {tmp_path}/tried; echo 'Socket timed out on send/recv' >&2; exit 1; }}"
     program(tmp_path / "bin", "sbatch", f"cat >/dev/null; {busy}; {TESTED}")
     with SlurmExecutor(SlurmSection()) as executor:
-        assert executor.starts(JobSpec(name="a", argv=("true",), tasks=range(1), log_dir=str(tmp_path)))
+        assert executor.starts(Job(name="a", argv=("true",), tasks=range(1), log_dir=str(tmp_path)))
 
 
 def test_only_a_job_of_our_own_name_is_seen_and_cancelled_and_one_that_already_ends_need_not_be(tmp_path, monkeypatch):

@@ -18,14 +18,14 @@ from pipeline.config.schema import Config
 from pipeline.journal.attempts import Ask
 from pipeline.journal.run_folder import RunFolder
 from pipeline.journal.run_status import StageJob
-from pipeline.stages.jobs import spec_of
+from pipeline.stages.jobs import job_of
 from tests.cluster.conftest import FORKS, ForkingExecutor, open_forking
 from tests.cluster.programs import AWAIT, MIB, WAITS, await_true, finish, is_running, python, step_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pipeline.cluster.job_spec import JobSpec
+    from pipeline.cluster.job_spec import Job
 
 pytestmark = pytest.mark.skipif(not CAN_FORK, reason="this system tells nobody how another's child ended")
 
@@ -48,7 +48,7 @@ def server_pid(executor: LocalExecutor) -> int:
     return executor._server._process.pid
 
 
-def after(path: Path, spec: JobSpec) -> JobSpec:
+def after(path: Path, spec: Job) -> Job:
     """Return a job whose server is ready only when there is a file at that path."""
     slow = f"import sys, tests.cluster.programs as programs; exec(programs.AWAIT); await_file({str(path)!r})"
     return replace(spec, fork_server=(*FORKS[:2], f"{slow}; {FORKS[2]}"), fork_words=2)
@@ -115,18 +115,18 @@ def test_closing_ends_forks_and_server(tmp_path: Path) -> None:
     with ForkingExecutor(grace_s=0.3) as executor:
         job = executor.submit(python(tmp_path, WAITS))
         step_until(executor, lambda: executor.status([job])[0].state is TaskState.RUNNING)
-        pids = [server_pid(executor), *(child.pid for _, child in executor._running)]
+        pids = [server_pid(executor), *(task.pid for task in executor._running)]
         assert all(map(is_running, pids))
     assert not any(map(is_running, pids))
 
 
 def test_what_is_forked(tmp_path: Path) -> None:
-    def spec(stage: str, executor: str, attempt: int, cluster: dict[str, dict[str, int]]) -> JobSpec:
+    def spec(stage: str, executor: str, attempt: int, cluster: dict[str, dict[str, int]]) -> Job:
         section = {"executor": executor, **cluster}
         config = Config.model_validate({"data": {"source": "manifest", "path": Path("data.csv")}, "cluster": section})
         gpus = cluster.get(stage, {}).get("gpus", 0)
         job = StageJob(tag="", stage=stage, tasks="0", attempt=attempt, ask=Ask(MIB, 60), cpus=1, gpus=gpus)
-        return spec_of(folder, config, job)
+        return job_of(folder, config, job)
 
     folder = RunFolder(tmp_path)
     folder.stages.write_text('["scan", "embed", "graph", "train"]')

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pipeline.cluster import machine, processes
-from pipeline.cluster.job_spec import JobSpec, TaskState
+from pipeline.cluster import local_task, processes
+from pipeline.cluster.job_spec import TaskState
 from pipeline.cluster.local import LocalExecutor
 from pipeline.errors import SubmissionRefused
 from tests.cluster.conftest import SMALL, needs_forks, open_local
@@ -27,6 +27,7 @@ from tests.cluster.programs import (
     finish,
     is_running,
     is_there,
+    job_of,
     python,
     step_until,
     written_pid,
@@ -42,7 +43,7 @@ WRITES_PID = "import os, pathlib, sys; pathlib.Path(sys.argv[1]).write_text(str(
 
 def pid_of(executor: LocalExecutor, job: str) -> int:
     step_until(executor, lambda: executor.status([job])[0].state is TaskState.RUNNING)
-    (pid,) = (machine.pid for task, machine in executor._running if task.job.id == job)
+    (pid,) = (task.pid for task in executor._running if task.job_id == job)
     return pid
 
 
@@ -59,7 +60,7 @@ class TestSlots:
         whole = {"cpus": 4, "gpus": 2, "mem_bytes": SMALL.mem_bytes}
         jobs = [
             local.submit(python(tmp_path, "pass", **whole)),
-            local.submit(JobSpec("test", ("/no/such/program",), tasks=range(1), log_dir=str(tmp_path), **whole)),
+            local.submit(job_of("test", ("/no/such/program",), tasks=range(1), log_dir=str(tmp_path), **whole)),
             local.submit(python(tmp_path, "raise SystemExit(1)", **whole)),
             local.submit(python(tmp_path, "pass", **whole)),
         ]
@@ -144,7 +145,7 @@ for worker in range(4):
 """
         job = local.submit(python(tmp_path, body, str(tmp_path / "go"), mem_bytes=self.LIMIT))
         step_until(local, lambda: bool(local._running))
-        running = local._running[0][1]
+        running = local._running[0]
         step_until(local, lambda: len(local._table.of(running.mark)) == 5 and running.peak_bytes > 60 * MIB)
         for _ in range(5):
             running._measure_at = 0.0
@@ -181,7 +182,7 @@ await_file(sys.argv[2])
             assert finish(local, local.submit(spec))[0].state is TaskState.FAILED
             kills = iter([3, 4])
             with monkeypatch.context() as patched:
-                patched.setattr(machine, "count_oom_kills", lambda kills=kills: next(kills))
+                patched.setattr(local_task, "count_oom_kills", lambda kills=kills: next(kills))
                 assert finish(local, local.submit(spec))[0].state is TaskState.OUT_OF_MEMORY
 
 
@@ -266,10 +267,10 @@ FOLLOWER = """
 import sys
 from pathlib import Path
 from tests.cluster.conftest import EXECUTORS
-from pipeline.cluster.job_spec import JobSpec
+from tests.cluster.programs import job_of
 name, program, pid_file = sys.argv[1:]
 executor = EXECUTORS[name]()
-executor.submit(JobSpec("test", (sys.executable, "-S", "-c", program, pid_file), range(1), str(Path(pid_file).parent)))
+executor.submit(job_of("test", (sys.executable, "-S", "-c", program, pid_file), range(1), str(Path(pid_file).parent)))
 while True:
     executor.step(1)
 """

@@ -16,16 +16,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.cluster import sbatch
-from pipeline.cluster.job_spec import TASK, JobSpec
+from pipeline.cluster.job_spec import TASK, Job
 from pipeline.config.load import read_config
 from pipeline.config.schema_cluster import ContainerSection, SlurmSection
 from pipeline.errors import ConfigError, SubmissionRefused
+from tests.cluster.programs import job_of
 
 GOLDEN = Path(__file__).parent / "golden"
 STAGES = ("scan", "embed", "graph", "validate")
 OF_RANKS = ("train", "evaluate", "predict")
-PLAIN = JobSpec("scan", ("python", "-c", "work", "RUN", "scan", TASK), tasks=range(12), log_dir="/runs/one/logs")
-RICH = JobSpec(
+PLAIN = job_of("scan", ("python", "-c", "work", "RUN", "scan", TASK), tasks=range(12), log_dir="/runs/one/logs")
+RICH = job_of(
     name="embed",
     argv=("/opt/my env/bin/python", "-c", 'print("it\'s")\n', "/runs/50% of it", "embed", TASK),
     tasks=[1003, 1004, 1005, 1009],
@@ -41,10 +42,10 @@ RICH = JobSpec(
     card="a100",
     exclude=("n7", "n[9-12]"),
 )
-VISIT = JobSpec(
+VISIT = job_of(
     "supervise", ("python", "-c", "visit", "RUN"), range(1), "/runs/one/logs", mem_bytes=1 << 30, after_not_ok=("20",)
 )
-RANKS = JobSpec(
+RANKS = job_of(
     name="train",
     argv=("python", "-c", "work", "RUN", "train", TASK),
     tasks=range(1),
@@ -135,11 +136,11 @@ def node(tmp_path: Path) -> Node:
     return Node(tmp_path)
 
 
-def render(spec: JobSpec = PLAIN, site: SlurmSection | None = None) -> str:
+def render(spec: Job = PLAIN, site: SlurmSection | None = None) -> str:
     return sbatch.render(sbatch.template(spec.name), spec, site or SlurmSection())
 
 
-def header(spec: JobSpec = PLAIN, **site: object) -> list[str]:
+def header(spec: Job = PLAIN, **site: object) -> list[str]:
     text = sbatch.render(sbatch.template(spec.name), spec, SlurmSection(**site))  # type: ignore[arg-type]
     return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
 
@@ -150,7 +151,7 @@ class TestText:
         assert RENDERED[name]() == (GOLDEN / name).read_text()
 
     @pytest.mark.parametrize(("spec", "stages"), [(PLAIN, STAGES), (RANKS, OF_RANKS)], ids=["one process", "ranks"])
-    def test_scripts_differ_only_in_what_they_ask_for_and_run(self, spec: JobSpec, stages: tuple[str, ...]) -> None:
+    def test_scripts_differ_only_in_what_they_ask_for_and_run(self, spec: Job, stages: tuple[str, ...]) -> None:
         bodies = {render(replace(spec, name=stage)).partition("\nset -eo pipefail\n")[2] for stage in stages}
         assert len(bodies) == 1
         assert "srun" in bodies.pop()
@@ -203,18 +204,18 @@ class TestHeader:
         per_cpu = set(header(RANKS, memory="mem-per-cpu", gpus="gpus-per-node"))
         assert {"--gpus-per-node=4", "--mem-per-cpu=3072M"} < per_cpu
 
-        one = header(replace(RANKS, nodes=1, ranks=0))
+        one = header(RANKS.asking(nodes=1, ranks=0))
         assert {"--nodes=1", "--ntasks=1"} < set(one)
         assert not [option for option in one if "per-node" in option]
 
     def test_stage_goes_before_site(self) -> None:
-        spec = replace(PLAIN, partition="fast", qos="high", constraint="avx512")
+        spec = PLAIN.asking(partition="fast", qos="high", constraint="avx512")
         options = header(spec, partition="slow", qos="low", constraint="none")
         assert {"--partition=fast", "--qos=high", "--constraint=avx512"} < set(options)
 
     def test_time_is_in_whole_minutes_and_the_warning_comes_before_it_but_not_at_once(self) -> None:
         for time_s, limit, before_s in [(60, "00:01:00", 15), (61, "00:02:00", 15), (90_000, "25:00:00", 90)]:
-            options = set(header(replace(PLAIN, time_s=time_s)))
+            options = set(header(PLAIN.asking(time_s=time_s)))
             assert {f"--time={limit}", f"--signal=USR2@{before_s}"} < options, time_s
 
     def test_what_a_header_or_a_shell_cannot_say_is_refused(self) -> None:
@@ -272,7 +273,7 @@ class TestShell:
 
     def test_no_card_is_lent_to_what_asks_for_none_and_nothing_is_wrapped_that_sees_nothing(self, node: Node) -> None:
         site = SlurmSection(container=CONTAINER)
-        node.run(render(replace(CONTAINED, tasks=range(4), gpus=0), site))
+        node.run(render(replace(CONTAINED, tasks=range(4)).asking(gpus=0), site))
         assert "--nv" not in node.said("srun")
         assert render(PLAIN, site) == render(PLAIN)
 
@@ -330,7 +331,7 @@ class TestShell:
         together = "--ntasks=8 --mpi=none --kill-on-bad-exit=0 --wait=60 --label"
         assert " ".join(said[: said.index("python")]) == together
         assert node.requeued == "requeue 41_2\n"
-        node.run(render(replace(RANKS, nodes=1, ranks=0)), ranks="7")
+        node.run(render(RANKS.asking(nodes=1, ranks=0)), ranks="7")
         assert node.said("srun")[:3] == ["--ntasks=1", "--mpi=none", "python"]
 
     @pytest.mark.parametrize("nodes", ["1", "2"])

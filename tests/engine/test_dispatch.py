@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from pipeline.cluster.job_spec import JobSpec, Limits, TaskState, TaskStatus, format_ranges
+from pipeline.cluster.job_spec import Job, Limits, TaskState, TaskStatus, format_ranges
 from pipeline.cluster.verdict import Cause
 from pipeline.config.load import read_config
 from pipeline.config.schema import Config
@@ -114,7 +114,7 @@ def test_a_job_that_is_refused_without_the_nodes_that_failed_is_submitted_to_all
     told.supervisor.emit(EventKind.JOB_SUBMITTING, **StageJob("next", "scan", "0", 2, Ask(1 << 30, 3600)).to_json())
     submitted = list[tuple[str, ...]]()
 
-    def submit(spec: JobSpec) -> str:
+    def submit(spec: Job) -> str:
         submitted.append(spec.exclude)
         if spec.exclude:
             raise SubmissionRefused("Requested node configuration is not available")

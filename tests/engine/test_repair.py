@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.cluster.candidates import Candidate
-from pipeline.cluster.job_spec import JobSpec, Limits, format_ranges, parse_ranges
+from pipeline.cluster.job_spec import Job, Limits, format_ranges, parse_ranges
 from pipeline.cluster.verdict import Cause
 from pipeline.engine.dispatch import pieces
 from pipeline.engine.repair import (
@@ -440,7 +440,7 @@ def test_nodes_that_failed_are_excluded_until_a_task_ends_well_there_or_too_few_
     well = died(Cause.DONE, node="well", ended_at=2.0)
     run = RunStatus("run", stages={"scan": StageStatus("scan", work={0: TaskRecord(0, ended=[well, *ends])})})
     executor = cast("Any", SimpleNamespace(limits_of=lambda *_: Limits(nodes=there)))
-    job = avoid_bad_nodes(run, executor, JobSpec("embed", ("true",), range(1), "logs"))
+    job = avoid_bad_nodes(run, executor, Job("embed", ("true",), range(1), "logs"))
     assert (job.exclude, job.begin_s) == (tuple(bad[:excluded]), begins_s)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from pipeline.memory.planning.memory_plan import CardSpec
 from pipeline.memory.runtime.meters import RSS_IS_MEANT, BeforeModel
 from pipeline.planning.probe import (
     FOLDER,
-    ProbedCard,
     draft_probe,
     errand_of,
     measured_pace,
@@ -26,22 +24,12 @@ from pipeline.planning.probe import (
     model_name,
     probe,
 )
-from pipeline.planning.probe_job import (
-    DIED,
-    FAILED,
-    MEASURED,
-    ProbeFolder,
-    killed,
-    peaks_of,
-    result_of,
-    run_step_process,
-    write_json,
-)
+from pipeline.planning.probe_job import ProbeFolder, peaks_of, record_death, result_of, run_probe, write_json
 from pipeline.report.plan_facts import Probed, ProbeOutcome
 from tests.planning.probes import GIB, Prepared, card, prepare
 
 
-def probed(prepared: Prepared, place: ProbedCard, said: list[str] | None = None) -> Probed:
+def probed(prepared: Prepared, place: CardSpec, said: list[str] | None = None) -> Probed:
     tell = (said if said is not None else []).append
     with LocalExecutor(Machine(1, (), 8 * GIB)) as executor:
         asked = (prepared.config, prepared.work, prepared.plan, prepared.oracle, [place], executor, tell)
@@ -57,7 +45,7 @@ def ratios(prepared: Prepared, *cards: str) -> tuple[float, ...]:
 def test_a_probe_measures_the_worst_bucket_and_the_next_plan_is_corrected(tmp_path: Path) -> None:
     prepared, said = prepare(tmp_path), list[str]()
     assert prepared.plan.margin.origin is Provenance.ASSUMED
-    found = probed(prepared, ProbedCard(card("cpu")), said)
+    found = probed(prepared, card("cpu"), said)
     assert found.outcome is ProbeOutcome.MEASURED, found
     assert found.predicted_bytes == max(bucket.live.value for bucket in prepared.plan.buckets)
     assert 0.95 < found.ratio < 1.5
@@ -78,7 +66,7 @@ def test_a_probe_measures_the_worst_bucket_and_the_next_plan_is_corrected(tmp_pa
 @pytest.mark.nightly
 def test_a_probe_that_takes_all_memory_says_that_it_needs_more_than_it_had(tmp_path: Path) -> None:
     prepared = prepare(tmp_path, "held = [b'x' * 2**24 for _ in range(200)]", cluster__train__mem="1GiB")
-    found = probed(prepared, ProbedCard(card("cpu")))
+    found = probed(prepared, card("cpu"))
     assert found.outcome is ProbeOutcome.DIED, found
     assert found.error is None
     assert found.measured_bytes > 0.3 * GIB
@@ -90,7 +78,7 @@ def test_a_probe_that_takes_all_memory_says_that_it_needs_more_than_it_had(tmp_p
 
 @pytest.mark.nightly
 def test_a_probe_that_fails_says_why_and_which_log(tmp_path: Path) -> None:
-    found = probed(prepare(tmp_path, "oops"), ProbedCard(card("cpu")))
+    found = probed(prepare(tmp_path, "oops"), card("cpu"))
     assert found.outcome is ProbeOutcome.FAILED, found
     assert isinstance(found.error, JobFailed)
     assert "NameError" in found.why
@@ -100,7 +88,7 @@ def test_a_probe_that_fails_says_why_and_which_log(tmp_path: Path) -> None:
 
 def test_a_probe_that_cannot_be_submitted_says_what_to_change(tmp_path: Path) -> None:
     prepared = prepare(tmp_path, cluster__train__cpus=2)
-    found = probed(prepared, ProbedCard(card("cpu")))
+    found = probed(prepared, card("cpu"))
     assert found.outcome is ProbeOutcome.REFUSED
     assert isinstance(found.error, SubmissionRefused)
     assert found.error.remedy == "pipeline plan train --probe --set cluster.train.cpus=1"
@@ -111,71 +99,51 @@ def test_a_task_without_examples_cannot_be_probed(tmp_path: Path) -> None:
     prepared = prepare(tmp_path)
     bare = replace(prepared, work=replace(prepared.work, task=object()))  # type: ignore[arg-type]
     with pytest.raises(ConfigError):
-        probed(bare, ProbedCard(card("cpu")))
+        probed(bare, card("cpu"))
 
 
 def test_a_plan_that_shards_cannot_be_probed_on_one_card(tmp_path: Path) -> None:
     prepared = prepare(tmp_path)
     sharded = replace(prepared.plan, choice=replace(prepared.plan.choice, shards=2))
     with pytest.raises(ConfigError):
-        probed(replace(prepared, plan=sharded), ProbedCard(card("cpu")))
+        probed(replace(prepared, plan=sharded), card("cpu"))
 
 
 def draft(prepared: Prepared, card_name: str = "cpu") -> ProbeFolder:
     """Return the folder of a probe as its job finds it."""
     with LocalExecutor(Machine(1, (), 8 * GIB)) as executor:
-        asked = (prepared.config, prepared.work, prepared.plan, prepared.oracle, ProbedCard(card(card_name)), executor)
-        return draft_probe(prepared.config, errand_of(*asked, prepared.folder))
+        asked = (prepared.config, prepared.work, prepared.plan, prepared.oracle, card(card_name), executor)
+        return draft_probe(prepared.config, *errand_of(*asked, prepared.folder))[0]
 
 
 def test_a_probe_nobody_waited_for_has_written_down_what_it_measured(tmp_path: Path) -> None:
     prepared = prepare(tmp_path)
-    folder = draft(prepared)
-    assert run_step_process(folder) == 0
-    result = result_of(folder)
-    assert result is not None
-    assert (result.state, result.remembered) == (MEASURED, True)
-    assert ratios(prepared, "cpu") == (result.bytes / max(bucket.live.value for bucket in prepared.plan.buckets),)
+    peak = run_probe(draft(prepared)).peak
+    assert (peak.died, ratios(prepared, "cpu")) == (False, (peak.ratio,))
+    assert peak.predicted_bytes == max(bucket.live.value for bucket in prepared.plan.buckets)
 
 
 def test_torchs_own_out_of_memory_error_is_a_measurement(tmp_path: Path) -> None:
-    prepared = prepare(tmp_path, "torch.empty(2**58)")
-    folder = draft(prepared)
-    assert run_step_process(folder) == 0
-    result = result_of(folder)
-    assert result is not None
-    assert result.state == DIED
+    folder = draft(prepare(tmp_path, "torch.empty(2**58)"))
+    result = run_probe(folder)
+    assert result.peak.died
+    assert result_of(folder) == result
 
 
-KILLS = [
-    (signal.SIGKILL, 0, True, (DIED, 2 * GIB, True)),
-    (signal.SIGKILL, GIB * 5 // 4, False, (DIED, 2 * GIB, True)),
-    (signal.SIGKILL, GIB // 4, False, (FAILED, 0, False)),
-    (signal.SIGUSR2, GIB, False, (FAILED, 0, False)),
-    (signal.SIGSEGV, GIB, True, (FAILED, 0, False)),
-]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("number", "peak_bytes", "counted", "result"), KILLS)
-def test_a_killed_step_died_of_memory_where_the_kernel_or_its_size_says_so(
-    tmp_path: Path, number: int, peak_bytes: int, counted: bool, result: tuple[str, int, bool]
-) -> None:
-    folder = draft(prepare(tmp_path))
-    write_json(folder.start, BeforeModel("cpu", "", 1000, 2 * GIB))
-    assert killed(folder, number, peak_bytes, counted=counted) == (0 if result[0] == DIED else 1)
-    found = result_of(folder)
-    assert found is not None
-    assert (found.state, found.bytes, found.remembered) == result
+def test_a_step_that_was_killed_had_at_least_what_was_free_or_what_it_took(tmp_path: Path) -> None:
+    for peak_bytes, had_bytes in ((0, 2 * GIB), (GIB, 2 * GIB), (3 * GIB, 3 * GIB - 1000)):
+        (folder := tmp_path / str(peak_bytes)).mkdir()
+        probed_folder = draft(prepared := prepare(folder))
+        write_json(probed_folder.start, asdict(BeforeModel("cpu", "", 1000, 2 * GIB)))
+        result = record_death(probed_folder, peak_bytes)
+        assert result is not None
+        assert (result.peak.died, result.peak.measured_bytes) == (True, had_bytes)
+        assert ratios(prepared, "cpu") != ()
 
 
 def test_a_probe_that_dies_before_its_step_says_nothing_of_the_step(tmp_path: Path) -> None:
     prepared = prepare(tmp_path)
-    folder = draft(prepared)
-    assert killed(folder, signal.SIGKILL, GIB, counted=True) == 1
-    result = result_of(folder)
-    assert result is not None
-    assert result.state == FAILED
+    assert record_death(draft(prepared), GIB) is None
     assert ratios(prepared, "cpu") == ()
 
 
@@ -184,11 +152,11 @@ def test_on_a_gpu_what_is_predicted_is_what_the_allocator_reserves_for_the_probe
     gpu = replace(CardSpec.of(device("a100-40gb"), 1), name="a100")
     on_gpu = replace(prepared.work, device="cuda")
     with LocalExecutor(Machine(1, ("0",), 64 * GIB)) as executor:
-        asked = (prepared.config, on_gpu, prepared.plan, prepared.oracle, ProbedCard(gpu), executor)
-        errand = errand_of(*asked)
+        asked = (prepared.config, on_gpu, prepared.plan, prepared.oracle, gpu, executor)
+        errand, request = errand_of(*asked)
     live = max(bucket.live.value for bucket in prepared.plan.buckets)
-    assert live <= errand.predicted_bytes < 1.3 * live
-    assert errand.predicted_bytes % (2 << 20) == 0  # segments are of whole 2 MiB
-    assert (errand.device, errand.card) == ("cuda", "a100")
-    assert errand.mem_bytes > 2 * GIB  # a CUDA context's worth of the node, not the card's memory
+    assert live <= errand.peak.predicted_bytes < 1.3 * live
+    assert errand.peak.predicted_bytes % (2 << 20) == 0  # segments are of whole 2 MiB
+    assert (errand.device, errand.peak.card) == ("cuda", "a100")
+    assert request.mem_bytes == errand.mem_bytes > 2 * GIB  # a CUDA context's worth of the node, not the card's memory
     assert errand.mem_bytes < 8 * GIB

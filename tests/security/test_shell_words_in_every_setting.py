@@ -24,14 +24,14 @@ from pipeline.config.load import read_config
 from pipeline.config.schema import LEAVES, Config
 from pipeline.config.schema_cluster import CardSection, NotifySection
 from pipeline.config.schema_train import CurriculumSection
-from pipeline.engine.handover import notify, supervisor_spec
+from pipeline.engine.handover import notify, supervisor_job
 from pipeline.errors import ConfigError, SubmissionRefused
 from pipeline.journal import run_folder as folders
 from pipeline.journal.attempts import Ask
 from pipeline.journal.run_folder import RunFolder
 from pipeline.journal.run_status import StageJob
 from pipeline.script.command import parse_command
-from pipeline.stages.jobs import spec_of
+from pipeline.stages.jobs import job_of
 from tests.testkit.stubs import program, silent_slurm
 
 MADE = "made-by-the-setting"
@@ -117,17 +117,17 @@ def scripts(config: Config) -> Iterator[str]:
     folder = RunFolder(config.cluster.runs / "20260101-0000")
     site = config.cluster.slurm
     cards = [("", "", ""), *((card.gres or "", card.feature or "", card.partition or "") for card in site.cards)]
-    specs = [supervisor_spec(folder, config, "1")]
+    specs = [supervisor_job(folder, config, "1")]
     for stage in STAGES:
         for card, feature, partition in cards:
             job = StageJob(
                 f"{folder.name}-{stage}-0", stage, "0", 1, Ask(1 << 30, 600), gpus=1, card=card, constraint=feature,
                 partition=partition,
             )  # fmt: skip
-            specs.append(spec_of(folder, config, job))
+            specs.append(job_of(folder, config, job))
     for spec in specs:
         assert all(isinstance(word, str) or word is TASK for word in spec.argv)
-        yield sbatch.render(sbatch.template(spec.name, ranks=spec.ranks), spec, site)
+        yield sbatch.render(sbatch.template(spec.name, ranks=spec.request.ranks), spec, site)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeline.cluster.accounting import CommandFailed
-from pipeline.cluster.site_facts import CONFIG, NODES, PARTITIONS, Site, look_at_site
+from pipeline.cluster.site import NODES, PARTITIONS, Site
+from pipeline.cluster.slurm_commands import CONFIG
+from pipeline.config.schema_cluster import SlurmSection
 
 # Slurm 22.05.8, recorded; shortened to a third
 PLAIN_CONFIG = """\
@@ -74,9 +76,10 @@ PLAIN = {
     "nodes": "main*|3|4|6000|gpu:2|(null)|1-00:00:00|n[1-3]\n"
     "preempt|3|4|6000|gpu:2|(null)|1-00:00:00|n[1-3]\n"
     "short|3|4|6000|gpu:2|(null)|2:00|n[1-3]\n",
-    "assoc": "plain|root||normal|\nplain|lab||normal,tiny|50\nelsewhere|secret||normal|1\n",
+    "assoc": "plain|root|ada|||normal||||||||\nplain|lab|ada|||normal,tiny|||||50|||\n"
+    "elsewhere|secret|ada|||normal|||||1|||\n",
     "user": "lab\n",
-    "qos": "normal|\ntiny|4\n",
+    "qos": "normal||||||||||||\ntiny|||||||4|||||\n",
 }
 # A university: Slurm 25.05 says (null) where 22.05 said preempt/none, lists task plugins, shows no cgroup section
 MIXED = {
@@ -117,9 +120,9 @@ scavenge|8|64|515000|gpu:a100:4(S:0-1),nvme:1|a100-80g,ib|infinite|scavenge[1-8]
 scavenge|2|40|380000+|gpu:tesla_v100-sxm2-32gb:4(S:0-1)|(null)|infinite|scavenge[1-2]
 old|3|16|64000|gpu:p100:2,gpu:gtx1080ti:1(S:0)|(null)|infinite|old[1-3]
 """,
-    "assoc": "alpha-2|chem||normal,long|500\n",
+    "assoc": "alpha-2|chem|ada|||normal,long|||||500|||\n",
     "user": "chem\n",
-    "qos": "normal|\nlong|\n",
+    "qos": "normal||||||||||||\nlong||||||||||||\n",
 }
 # A centre with Slurm 20.11, select/linear, no default partition, nothing told to users but the essential
 BARE = {
@@ -149,9 +152,9 @@ def site_of(printed: dict[str, str]) -> Site:
     def ask(words: Sequence[str], timeout_s: float) -> str:
         assert timeout_s > 0
         kinds = {CONFIG: "config", PARTITIONS: "partitions", NODES: "nodes"}
-        kind = kinds.get(tuple(words)) or words[3]
+        kind = kinds.get(tuple(words)) or words[4]
         if kind not in printed:
             raise CommandFailed(f"{words[0]}: error: first\n{words[0]}: error: Access denied\n")
         return printed[kind]
 
-    return look_at_site(ask, "ada")
+    return Site(SlurmSection(), ask).refuse_silent()

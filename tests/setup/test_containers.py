@@ -1,8 +1,7 @@
-"""The image of workers where no node is needed: its digest, the folders it has to see, and where doctor itself runs."""
+"""The image of workers where no node is needed: its digest, and the folders it has to see."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from pipeline.errors import ConfigError, SubmissionRefused
 from pipeline.files import file_digest
 from pipeline.planning.probe_job import torch_of
 from pipeline.project import container_image
-from pipeline.project.container_image import folders_inside, image_around, image_of, with_digest
+from pipeline.project.container_image import folders_inside, image_of, with_digest
 from pipeline.project.project import cluster_name
 
 IMAGE = "cluster.slurm.container.image"
@@ -128,17 +127,3 @@ def test_what_cannot_be_meant_is_refused(project: Path) -> None:
     for setting in ("binds=['relative']", "binds=['/a:/b:rx']", "binds=['/a,/b']", "env={'A B': x}", "runtime=docker"):
         with pytest.raises(ConfigError):
             configured(f"cluster.slurm.container.{setting}")
-
-
-def test_a_process_knows_in_which_container_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in container_image.NAMES:
-        monkeypatch.delenv(name, raising=False)
-    signs = {str(tmp_path / os.path.basename(path)): words for path, words in container_image.SIGNS.items()}  # noqa: PTH119
-    monkeypatch.setattr(container_image, "SIGNS", signs)
-    assert image_around() == ""
-    for path, words in signs.items():
-        Path(path).touch()
-        assert image_around() == words
-        Path(path).unlink()
-    monkeypatch.setenv("APPTAINER_CONTAINER", "/images/x.sif")
-    assert "/images/x.sif" in image_around()

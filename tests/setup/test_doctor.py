@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.cluster import slurm_commands
+from pipeline.cluster.accounting import CommandFailed
+from pipeline.cluster.slurm import SlurmExecutor
 from pipeline.config.load import read_config
 from pipeline.config.schema import Config
 from pipeline.setup import checkup, slurm_checks
 from pipeline.setup.slurm_checks import CheckVerdict
-from tests.setup.clusters import BARE, MIXED, PLAIN, site_of
+from tests.setup.clusters import MIXED, PLAIN, site_of
 from tests.testkit.command import Command
 from tests.testkit.project import MakeProject, ProjectOf
 from tests.testkit.stubs import program
@@ -34,7 +37,7 @@ def test_a_good_project_has_nothing_bad(pipeline: Command, make_project: MakePro
     make_project(3)
     code, found = verdicts(pipeline)
     assert code == 0
-    assert {"python", "packages", "config", "data", "cache", "cache folder", "disk", "run folders", "machine"} <= set(
+    assert {"python", "pipeline", "torch", "config", "data", "cache folder", "disk", "run folders", "machine"} <= set(
         found
     )
     assert "BAD" not in found.values()
@@ -203,63 +206,36 @@ def test_a_cluster_without_its_commands_or_an_answer_is_a_refusal(
     assert (local, rows["cluster"]) == (0, "note")  # nobody waits for a cluster that is not used
 
 
-def test_partitions_that_jobs_name_must_be_there_and_give_the_time(config: Callable[..., Config]) -> None:
-    for settings, what, found, code in [
-        ((), "partition", "main", 0),
-        (("cluster.slurm.partition=mian",), "partition", "main?", 6),
-        (("cluster.supervisor.partition=other",), "partition", "cluster.supervisor.partition", 6),
-        (("cluster.slurm.cards=[{mem: 9GiB, partition: x}]",), "partition", "cluster.slurm.cards", 6),
-        (("cluster.graph.partition=short",), "time", "short", 6),
+def test_partitions_that_settings_name_must_be_there(config: Callable[..., Config]) -> None:
+    for setting, found, code in [
+        ("cluster.slurm.partition=main", "main is up", 0),
+        ("cluster.slurm.partition=mian", "main?", 6),
+        ("cluster.supervisor.partition=other", "cluster.supervisor.partition", 6),
+        ("cluster.slurm.cards=[{mem: 9GiB, partition: x}]", "cluster.slurm.cards", 6),
     ]:
-        rows = list(slurm_checks.check_partitions(config(*settings), site_of(PLAIN)))
-        assert [row.exit_code for row in rows if row.what == what and found in row.found] == [code], settings
-        assert all(row.remedy for row in rows if row.exit_code), settings
-    (old, *_) = slurm_checks.check_partitions(config("cluster.slurm.partition=old"), site_of(MIXED))
+        (row,) = slurm_checks.check_partitions(config(setting), site_of(PLAIN))
+        assert (row.exit_code, found in row.found, bool(row.remedy)) == (code, True, bool(code)), setting
+    (old,) = slurm_checks.check_partitions(config("cluster.slurm.partition=old"), site_of(MIXED))
     assert old.verdict is CheckVerdict.NOTE  # it is down
-    (none,) = slurm_checks.check_partitions(config(), site_of(BARE))
-    assert (none.exit_code, "no, gpu:fast" in none.found) == (6, True)  # there is no default
 
 
-def test_accounts_and_qos_must_be_ones_own(config: Callable[..., Config], no_slurm: Path) -> None:
-    for settings, named, code in [
-        ((), "lab", 0),
-        (("cluster.slurm.account=root",), "root", 0),
-        (("cluster.slurm.account=lob",), "lab, root", 6),
-        (("cluster.slurm.qos=huge",), "normal, tiny", 6),
-    ]:
-        (row,) = slurm_checks.check_charging(config(*settings), site_of(PLAIN))
-        assert (row.exit_code, named in row.found) == (code, True), settings
-    assert list(slurm_checks.check_charging(config(), site_of(BARE))) == []  # which tells nothing, and refuses nothing
-    (row,) = slurm_checks.check_charging(config("cluster.slurm.account=x"), site_of(BARE))
-    assert (row.verdict, row.exit_code) == (CheckVerdict.NOTE, 0)
-    none = PLAIN | {"config": PLAIN["config"].replace("accounting_storage/slurmdbd", "accounting_storage/none")}
-    for printed in (PLAIN, none):
-        (row,) = slurm_checks.check_accounting(config(), site_of(printed))
-        assert (row.verdict, row.exit_code) == (CheckVerdict.NOTE, 0)
+def test_the_scheduler_is_asked_about_each_job_planned_or_not(
+    config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a stage that cannot be planned yet, as embed without weights, about what is configured."""
 
+    def ask(words: Sequence[str], *_more: object, stdin: str = "") -> str:
+        if "sbatch" in words and "--partition=short" in stdin:
+            raise CommandFailed("sbatch: error: Invalid account or account/partition combination specified")
+        return ""
 
-def test_whether_memory_is_watched_is_said(config: Callable[..., Config]) -> None:
-    unlimited = ("cluster.slurm.memory=none",)
-    for printed, settings, verdict in [
-        (PLAIN, (), CheckVerdict.OK),
-        (PLAIN, unlimited, CheckVerdict.NOTE),
-        (BARE, (), CheckVerdict.NOTE),
-        (BARE, unlimited, CheckVerdict.NOTE),
-        (MIXED, (), CheckVerdict.NOTE),
-    ]:
-        (row,) = slurm_checks.check_memory(config(*settings), site_of(printed))
-        assert row.verdict == verdict, (printed["config"], settings)
-
-
-def test_preemption_is_told_of_the_partitions_that_are_used(config: Callable[..., Config]) -> None:
-    assert list(slurm_checks.check_preemption(config(), site_of(PLAIN))) == []
-    (row,) = slurm_checks.check_preemption(config("cluster.graph.partition=preempt"), site_of(PLAIN))
-    assert ("REQUEUE" in row.found, "SIGTERM" in row.found) == (True, True)
-    signalled = PLAIN | {"config": PLAIN["config"] + "PreemptParameters = send_user_signal\n"}
-    (row,) = slurm_checks.check_preemption(config("cluster.graph.partition=preempt"), site_of(signalled))
-    assert "the signal we ask for" in row.found
-    (row,) = slurm_checks.check_preemption(config(), site_of(MIXED))
-    assert "JobRequeue=0" in row.found
+    monkeypatch.setattr(slurm_commands, "run_command", ask)
+    monkeypatch.setattr(slurm_commands, "is_there", lambda: True)
+    asked = config("cluster.embed.partition=short", "embed.weights=nowhere.pt")
+    rows = {row.what: row for row in slurm_checks.check_jobs(asked, SlurmExecutor(asked.cluster.slurm))}
+    assert {name for name, row in rows.items() if row.exit_code} == {"job embed"}
+    assert (rows["job embed"].exit_code, "cluster.slurm.account" in rows["job embed"].remedy) == (6, True)
+    assert {"job scan", "job graph", "job supervise"} <= rows.keys()
 
 
 def test_folders_that_nodes_may_not_see_are_told_with_why(
@@ -272,7 +248,7 @@ def test_folders_that_nodes_may_not_see_are_told_with_why(
     monkeypatch.setattr(slurm_checks, "MOUNTS", mounts)
     monkeypatch.delenv("TMPDIR", raising=False)
     sets = ("data.path=/group/a.csv", "cache.root=/group/my scratch/cache", "cluster.runs=/tmp/runs")
-    rows = {row.found for row in slurm_checks.check_folders(config(*sets), site_of(PLAIN))}
+    rows = {row.found for row in slurm_checks.check_folders(config(*sets))}
     assert "run folders: below /tmp, which is local to each machine" in rows
     assert "cache: on tmpfs, which is local to each machine" in rows
     assert not any("data" in row for row in rows)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from pipeline.cluster.site_facts import Site, parse_settings
 from pipeline.cluster.slurm_words import Gpus, parse_gres
 from pipeline.config.load import read_config
 from pipeline.config.schema import Config
@@ -87,21 +86,11 @@ def test_a_name_promises_no_more_memory_than_the_card_has() -> None:
         assert sizes_gib(name) == sizes, name
 
 
-def test_whether_memory_is_given_out_and_limited() -> None:
-    for config, counts, limits in [
-        (PLAIN_CONFIG, True, True),
-        (PLAIN_CONFIG.replace("ConstrainRAMSpace       = yes", "ConstrainRAMSpace       = no"), True, False),
-        (PLAIN_CONFIG.replace("ConstrainRAMSpace", "Other"), True, None),
-        (PLAIN_CONFIG.replace("task/cgroup", "task/affinity"), True, False),
-        (PLAIN_CONFIG.replace("task/cgroup", "affinity,cgroup"), True, True),
-        (PLAIN_CONFIG.replace("CR_CORE_MEMORY", "CR_CORE"), False, False),
-        (PLAIN_CONFIG.replace("JobAcctGatherParams     = (null)", "JobAcctGatherParams = OverMemoryKill"), True, True),
-        (MIXED["config"], True, None),
-        (BARE["config"], False, False),
-        ("ClusterName = x\n", None, None),
-    ]:
-        site = Site(parse_settings(config))
-        assert (site.counts_memory, site.limits_memory) == (counts, limits), config
+def test_whether_the_scheduler_allocates_memory() -> None:
+    without_memory = PLAIN | {"config": PLAIN_CONFIG.replace("CR_CORE_MEMORY", "CR_CORE")}
+    silent = PLAIN | {"config": "ClusterName = x\n"}
+    for printed, counts in ((PLAIN, True), (without_memory, False), (MIXED, True), (BARE, False), (silent, None)):
+        assert site_of(printed).counts_memory == counts, printed["config"]
 
 
 def test_what_is_written_is_as_written_down_and_loads_on_every_cluster(started: Any) -> None:
@@ -148,10 +137,13 @@ def test_no_cluster_can_choose_where_its_profile_goes_or_break_out_of_a_comment(
     for name in ("../../etc/x", "/", "..", "a\nb", "", "β"):
         assert os.sep not in file_name(name)
         assert file_name(name) not in ("", ".", "..")
-    evil, plain = "22\nslurm: {account: evil}\n#", site_of(PLAIN)
+    evil = "22\nslurm: {account: evil}\n#"
     for key in ("SLURM_VERSION", "SelectTypeParameters", "ClusterName"):
-        site = replace(plain, settings={**plain.settings, key: evil}, silent=(evil,), default_account=evil)
-        site = replace(site, partitions=tuple(replace(one, name=evil) for one in site.partitions))
+        site = site_of({name: text for name, text in PLAIN.items() if name != "qos"})  # so that sacctmgr is silent
+        site.partitions = tuple(replace(one, name=evil) for one in site.partitions)
+        site.settings = {**site.settings, key: evil}
+        site.default_account = evil
+        site._silent["sinfo"] = evil
         written = write_init_files(tmp_path / key, site).config
         assert read_config(written).config.cluster.slurm.account is None, key
 

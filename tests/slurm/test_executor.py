@@ -16,11 +16,11 @@ import pytest
 
 from pipeline.cluster import slurm as module
 from pipeline.cluster import slurm_commands
-from pipeline.cluster.job_spec import JobSpec, TaskState
+from pipeline.cluster.job_spec import TaskState
 from pipeline.cluster.slurm import SlurmExecutor
 from pipeline.config.schema_cluster import SlurmSection
 from pipeline.errors import SubmissionRefused
-from tests.cluster.programs import MIB, WAITS, finish, python, step_until
+from tests.cluster.programs import MIB, WAITS, finish, job_of, python, step_until
 from tests.testkit.cluster import Cluster
 from tests.testkit.cluster.config import MAX_ARRAY_SIZE, TINY_MAX_SUBMIT
 
@@ -125,7 +125,7 @@ with opened(memory="mem-per-cpu") as executor:
     print(task.state.value, Path(task.stdout).read_text().strip())
 """
         argv = (sys.executable, "-c", body)
-        spec = JobSpec("test", argv, range(1), str(tmp_path), cpus=1, gpus=1, mem_bytes=400 * MIB)
+        spec = job_of("test", argv, range(1), str(tmp_path), cpus=1, gpus=1, mem_bytes=400 * MIB)
         (task,) = finish(executor, executor.submit(spec))
         assert Path(task.stdout).read_text() == "COMPLETED None 2\n", Path(task.stderr).read_text()
 

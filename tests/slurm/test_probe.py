@@ -10,7 +10,8 @@ from pipeline.cluster.slurm import SlurmExecutor
 from pipeline.errors import SubmissionRefused
 from pipeline.memory.footprint import Provenance
 from pipeline.memory.history import Peak
-from pipeline.planning.probe import ProbedCard, measured_ratios, model_name, probe
+from pipeline.memory.planning.memory_plan import CardSpec
+from pipeline.planning.probe import measured_ratios, model_name, probe
 from pipeline.planning.probe_job import peaks_of
 from pipeline.report.plan_facts import Probed, ProbeOutcome
 from tests.planning.probes import GIB, Prepared, card, prepare
@@ -22,13 +23,21 @@ SETTINGS = {"cluster__executor": "slurm", "cluster__slurm__poll": "1s", "cluster
 CARDS = [{"partition": "main", "mem": "1GiB"}, {"partition": "short", "mem": "1GiB"}]
 
 
-def places(prepared: Prepared) -> list[ProbedCard]:
-    return [ProbedCard.of(card(str(one.partition), int(one.mem)), one) for one in prepared.config.cluster.slurm.cards]
+def cards_of(prepared: Prepared) -> list[CardSpec]:
+    return [card(one.partition or one.feature or "", one.mem) for one in prepared.config.cluster.slurm.cards]
 
 
 def probed(prepared: Prepared, said: list[str], executor: SlurmExecutor | None = None) -> tuple[Probed, ...]:
     with executor or SlurmExecutor(prepared.config.cluster.slurm, poll_s=0.2) as opened:
-        asked = (prepared.config, prepared.work, prepared.plan, prepared.oracle, places(prepared), opened, said.append)
+        asked = (
+            prepared.config,
+            prepared.work,
+            prepared.plan,
+            prepared.oracle,
+            cards_of(prepared),
+            opened,
+            said.append,
+        )
         return probe(*asked, beside=prepared.folder)
 
 
@@ -67,7 +76,7 @@ def test_a_probe_with_too_little_memory_is_killed_and_says_what_it_needs(healthy
     (found,) = probed(prepared, [])
     assert found.outcome is ProbeOutcome.DIED, found
     assert 0 < found.measured_bytes < GIB // 2
-    assert found.why.endswith("that were predicted: raise cluster.train.mem, 536,870,912 now")
+    assert found.why.endswith("raise cluster.train.mem (now 536,870,912)")
     healthy.until(lambda: "oom-kill" in Path(found.log).read_text(), "Slurm to say that the kernel did it")
     (peak,) = remembered(prepared, "main")
     assert (peak.died, peak.measured_bytes) == (True, found.measured_bytes)

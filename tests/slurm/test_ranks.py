@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from pipeline.cluster import slurm_commands
-from pipeline.cluster.job_spec import JobSpec, TaskState, TaskStatus
+from pipeline.cluster.job_spec import Job, TaskState, TaskStatus
 from pipeline.cluster.peers import PEER_LOST
+from pipeline.cluster.site import Site
 from pipeline.cluster.slurm import SlurmExecutor
 from pipeline.cluster.verdict import GO_ON, Cause, TaskVerdict, Word, judge_attempt
 from pipeline.config.schema_cluster import SlurmSection
@@ -65,7 +66,7 @@ def executor(healthy: Cluster) -> Iterator[SlurmExecutor]:
         yield executor
 
 
-def ranks(folder: Path, body: str, *, nodes: int = 2, **more: Any) -> JobSpec:
+def ranks(folder: Path, body: str, *, nodes: int = 2, **more: Any) -> Job:
     """Return a job of 2 ranks on each node that run a program."""
     (folder / "ranks").mkdir(parents=True)
     return python(folder, RANK + body, str(folder / "ranks"), nodes=nodes, ranks=2, **more)
@@ -76,9 +77,9 @@ def written(folder: Path, name: str) -> dict[int, str]:
     return {int(path.name.rpartition("-")[2]): path.read_text() for path in (folder / "ranks").glob(f"{name}-*")}
 
 
-def judged(task: TaskStatus, spec: JobSpec) -> TaskVerdict:
+def judged(task: TaskStatus, spec: Job) -> TaskVerdict:
     """Judge a task by its status and its log."""
-    return judge_attempt(task, BEGAN, Path(task.stderr).read_text(), asked_bytes=spec.mem_bytes)
+    return judge_attempt(task, BEGAN, Path(task.stderr).read_text(), asked_bytes=spec.request.mem_bytes)
 
 
 @pytest.mark.nightly
@@ -86,7 +87,7 @@ def judged(task: TaskStatus, spec: JobSpec) -> TaskVerdict:
 def test_ranks_know_who_they_are_and_see_all_gpus_of_their_node(
     executor: SlurmExecutor, tmp_path: Path, site: dict[str, Any]
 ) -> None:
-    executor.site = SlurmSection(**site)
+    executor.site = Site(SlurmSection(**site))
     body = "write('knows', json.dumps({**os.environ, 'cores': len(os.sched_getaffinity(0))}))"
     spec = ranks(tmp_path, body, gpus=GPUS_PER_NODE, cpus=2, mem_bytes=100 * MIB)
     (task,) = finish(executor, executor.submit(spec))

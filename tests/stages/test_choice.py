@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.cluster.job_spec import Request
 from pipeline.config.schema_cluster import CardSection
 from pipeline.errors import PlanInfeasible
-from pipeline.stages.jobs import Shape, choose_shape, eligible
+from pipeline.stages.jobs import eligible, first_to_start
 
 GIB = 1 << 30
 NOW = 1000.0
@@ -17,26 +18,26 @@ A100 = CardSection(gres="a100", partition="gpu", mem=40 * GIB)
 H100 = CardSection(gres="h100", partition="big", mem=80 * GIB)
 
 
-def fits(shape: Shape, card: CardSection) -> bool:
+def fits(request: Request, card: CardSection) -> bool:
     """Tell whether a scheduler might put the request on a card."""
     return (
-        (card.partition or "") == shape.partition
-        and shape.card in ("", card.gres)
-        and (not shape.constraint or card.feature in shape.constraint.split("|"))
+        (card.partition or "") == request.partition
+        and request.card in ("", card.gres)
+        and (not request.constraint or card.feature in request.constraint.split("|"))
     )
 
 
 def test_only_cards_that_the_plan_fits_are_asked_for() -> None:
-    assert eligible([L4, A100, H100], 30 * GIB, 2) == [
-        Shape("a100", "gpu", "", 2, mem_bytes=40 * GIB),
-        Shape("h100", "big", "", 2, mem_bytes=80 * GIB),
-    ]
+    assert eligible([L4, A100, H100], 30 * GIB, 2) == {
+        Request(gpus=2, card="a100", partition="gpu"): 40 * GIB,
+        Request(gpus=2, card="h100", partition="big"): 80 * GIB,
+    }
 
 
 def test_cards_told_apart_by_feature_are_asked_for_together() -> None:
     cards = [CardSection(feature=name, mem=gib * GIB) for name, gib in (("v100", 16), ("h100", 80), ("a100", 40))]
-    assert eligible(cards, 30 * GIB, 1) == [Shape("", "", "a100|h100", 1, mem_bytes=40 * GIB)]
-    assert eligible(cards, 10 * GIB, 1) == [Shape("", "", "", 1, mem_bytes=16 * GIB)]
+    assert eligible(cards, 30 * GIB, 1) == {Request(gpus=1, constraint="a100|h100"): 40 * GIB}
+    assert eligible(cards, 10 * GIB, 1) == {Request(gpus=1): 16 * GIB}
 
 
 def test_a_feature_that_a_smaller_card_has_too_is_no_constraint() -> None:
@@ -48,12 +49,12 @@ def test_a_feature_that_a_smaller_card_has_too_is_no_constraint() -> None:
 
 def test_one_type_with_two_memories_is_told_apart_by_feature() -> None:
     cards = [CardSection(gres="a100", feature=f"a100-{gib}", mem=gib * GIB) for gib in (40, 80)]
-    assert eligible(cards, 60 * GIB, 1) == [Shape("a100", "", "a100-80", 1, mem_bytes=80 * GIB)]
+    assert eligible(cards, 60 * GIB, 1) == {Request(gpus=1, card="a100", constraint="a100-80"): 80 * GIB}
 
 
 def test_a_request_without_a_type_admits_the_cards_of_every_type() -> None:
     untyped = CardSection(partition="gpu", mem=80 * GIB)
-    assert eligible([untyped, L4, A100], 30 * GIB, 1) == [Shape("a100", "gpu", "", 1, mem_bytes=40 * GIB)]
+    assert eligible([untyped, L4, A100], 30 * GIB, 1) == {Request(gpus=1, card="a100", partition="gpu"): 40 * GIB}
 
 
 def test_a_plan_that_fits_no_card_is_infeasible_with_its_figures() -> None:
@@ -62,26 +63,26 @@ def test_a_plan_that_fits_no_card_is_infeasible_with_its_figures() -> None:
 
 
 def test_where_no_cards_are_described_or_wanted_whatever_comes_is_asked_for() -> None:
-    assert eligible([], 90 * GIB, 2) == [Shape("", "", "", 2)]
-    assert eligible([L4], 90 * GIB, 0) == [Shape("", "", "", 0)]
+    assert eligible([], 90 * GIB, 2) == {Request(gpus=2): 0}
+    assert eligible([L4], 90 * GIB, 0) == {Request(): 0}
 
 
-SMALL = Shape("l4", "gpu", "", 1, mem_bytes=24 * GIB)
-LARGE = Shape("h100", "big", "", 1, mem_bytes=80 * GIB)
+SMALL, LARGE = Request(gpus=1, card="l4", partition="gpu"), Request(gpus=1, card="h100", partition="big")
+BOTH = {SMALL: 24 * GIB, LARGE: 80 * GIB}
 
 
 def test_the_earliest_start_decides() -> None:
-    assert choose_shape([SMALL, LARGE], {SMALL: NOW + 600, LARGE: NOW}.get, NOW) == LARGE
-    assert choose_shape([SMALL, LARGE], {SMALL: NOW, LARGE: NOW + 600}.get, NOW) == SMALL
+    assert first_to_start(BOTH, {SMALL: NOW + 600, LARGE: NOW}.get, NOW) == LARGE
+    assert first_to_start(BOTH, {SMALL: NOW, LARGE: NOW + 600}.get, NOW) == SMALL
 
 
 def test_starts_that_are_as_good_as_equal_leave_the_large_card_to_others() -> None:
-    assert choose_shape([LARGE, SMALL], {SMALL: NOW + 40, LARGE: NOW}.get, NOW) == SMALL
+    assert first_to_start(BOTH, {SMALL: NOW + 40, LARGE: NOW}.get, NOW) == SMALL
 
 
 def test_an_unknown_start_comes_last_and_without_any_the_smallest_card_is_taken() -> None:
-    assert choose_shape([SMALL, LARGE], {LARGE: NOW + 1e6}.get, NOW) == LARGE
-    assert choose_shape([LARGE, SMALL], lambda shape: None, NOW) == SMALL
+    assert first_to_start(BOTH, {LARGE: NOW + 1e6}.get, NOW) == LARGE
+    assert first_to_start(BOTH, lambda request: None, NOW) == SMALL
 
 
 CARDS = st.lists(
@@ -100,17 +101,17 @@ CARDS = st.lists(
 @given(CARDS, st.integers(1, 9))
 def test_no_request_ever_admits_a_card_that_is_too_small(cards: list[CardSection], need: int) -> None:
     try:
-        shapes = eligible(cards, need * GIB, 1)
+        requests = eligible(cards, need * GIB, 1)
     except PlanInfeasible:
         return
-    for shape in shapes:
-        admitted = [card.mem for card in cards if fits(shape, card)]
-        assert min(admitted) == shape.mem_bytes >= need * GIB
+    for request, smallest_bytes in requests.items():
+        admitted = [card.mem for card in cards if fits(request, card)]
+        assert min(admitted) == smallest_bytes >= need * GIB
 
 
 @given(CARDS, st.data())
-def test_the_choice_does_not_depend_on_the_order_of_shapes(cards: list[CardSection], data: st.DataObject) -> None:
-    shapes = eligible(cards, GIB, 1)
-    starts = {shape: data.draw(st.sampled_from([None, NOW, NOW + 550])) for shape in shapes}
-    other = data.draw(st.permutations(shapes))
-    assert choose_shape(shapes, starts.get, NOW) == choose_shape(other, starts.get, NOW)
+def test_the_choice_does_not_depend_on_the_order_of_requests(cards: list[CardSection], data: st.DataObject) -> None:
+    requests = eligible(cards, GIB, 1)
+    starts = {request: data.draw(st.sampled_from([None, NOW, NOW + 550])) for request in requests}
+    other = dict(data.draw(st.permutations(list(requests.items()))))
+    assert first_to_start(requests, starts.get, NOW) == first_to_start(other, starts.get, NOW)

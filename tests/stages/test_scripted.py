@@ -236,7 +236,7 @@ class TestBeforeARun:
 class TestMemory:
     def first(self, folder: Path, limit_bytes: int | None = None) -> tuple[int, str]:
         project, row = project_of(folder), script_stage.ScriptStage()
-        job = first_job(project, row, LocalExecutor(Machine(1, (), limit_bytes or 1 << 50))).job
+        job = first_job(project, row, LocalExecutor(Machine(1, (), limit_bytes or 1 << 50)))
         return job.ask.mem_bytes, job.why
 
     def test_is_stated_for_each_process_and_never_more_than_a_node_has(self, tmp_path):

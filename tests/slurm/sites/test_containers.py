@@ -275,12 +275,11 @@ def test_a_training_on_two_nodes_that_is_preempted_inside_has_the_bits_of_one_ou
 
 
 @pytest.mark.nightly
-def test_doctor_says_what_is_well_and_where_it_runs_itself(make: Make, image: Path) -> None:
+def test_doctor_says_what_is_well_and_that_sbatch_is_missing_inside(make: Make, image: Path) -> None:
     project = make(1)
     rows = examined(project)
     assert rows["container"]["verdict"] == "ok", rows["container"]
-    inside = {"PATH": f"{sys.prefix}/bin", "APPTAINER_CONTAINER": str(image)}
-    rows = examined(project, "local", **inside)
-    assert rows["inside"]["verdict"] == "note"
-    assert str(image) in rows["inside"]["found"]
-    assert "cannot submit or follow" in rows["inside"]["found"]
+    rows = examined(project, PATH=f"{sys.prefix}/bin")
+    assert rows["slurm"]["verdict"] == "BAD"
+    assert "sbatch" in rows["slurm"]["found"]
+    assert "outside of containers" in rows["slurm"]["remedy"]

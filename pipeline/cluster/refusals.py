@@ -1,0 +1,167 @@
+"""Which jobs are refused before they are submitted, and what a refusal of the scheduler means."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, TypeAlias
+
+from pipeline.cluster.job_spec import SUPERVISE, Job
+from pipeline.command_line import ANY
+from pipeline.config.schema_parts import format_duration, format_size
+from pipeline.errors import ClusterSilent, SubmissionRefused
+from pipeline.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from pipeline.cluster.job_spec import Limits, Request
+
+    Bound: TypeAlias = tuple[str, int, str]  # what is limited, the most of it, and who says so, with {} for the most
+
+LEAST_QUEUE = 4
+# What a task may be limited in. The first are of all its nodes together, those with `on_node` of one.
+TIME, MEM, CPUS, GPUS, NODES = "time", "mem", "cpus", "gpus", "nodes"
+MEM_ON_NODE, CPUS_ON_NODE, GPUS_ON_NODE = "mem_on_node", "cpus_on_node", "gpus_on_node"
+
+PASSING = (  # signs that the same submission may succeed a little later
+    "timed out", "time out", "timeout", "unable to contact slurm", "temporarily unavailable",
+    "temporarily unable to accept job", "connection refused", "connection reset", "communication connection failure",
+    "zero bytes were transmitted", "message send failure", "message receive failure", "transport endpoint",
+    "standby mode", "controller not responding", "interrupted system call", "could not make sense of sbatch output",
+    "without a word",
+)  # fmt: skip
+ABSENT = ("no such file or directory", "configuration source")  # signs that Slurm is not here
+
+FULL_QUEUE = "   (lists your jobs; each run has 3 supervisor jobs), or wait until some end"
+
+# What the scheduler says → which keys to change, the first that is found ({} is the stage), and what follows
+REMEDIES: dict[str, tuple[tuple[str, ...], str]] = {
+    "no such file or directory": ((), " --executor local   (or log in where sbatch is installed, or load its module)"),
+    "configuration source": ((), " --executor local   (or set SLURM_CONF to Slurm's configuration file)"),
+    "maxsubmit": (("slurm.max_submit",), FULL_QUEUE),
+    "maxwall": (("{}.time",), ""),
+    "maxcpu": (("{}.cpus",), ""),
+    "maxmem": (("{}.mem",), ""),
+    "maxgres": (("{}.gpus",), ""),
+    "job submit limit": (("slurm.max_submit",), FULL_QUEUE),
+    "invalid account": (("slurm.account",), "   (sacctmgr show assoc user=$USER lists yours)"),
+    "partition": (("slurm.partition",), ""),
+    "qos": (("slurm.qos",), "   (sacctmgr show qos lists them)"),
+    "reservation": (("slurm.reservation",), "   (scontrol show reservation lists them)"),
+    "feature": (("slurm.constraint",), "   (sinfo -o '%n %f' lists what nodes have)"),
+    "memory specification": (("{}.mem",), ""),
+    "time limit": (("{}.time",), ""),
+    "array": (("slurm.max_array_size",), "   (scontrol show config has MaxArraySize)"),
+    "gres": (("{}.gpus",), ", or --set cluster.slurm.gpus=gpus-per-node"),
+    "node configuration": (("{}.mem", "{}.cpus", "{}.gpus"), "   (reduce one of them)"),
+    "dependency": ((), ""),
+}
+
+
+def refuse_impossible(job: Job) -> None:
+    """Raise SubmissionRefused for a job that no executor could run."""
+    for problem in _faults(job):
+        raise job.refused(problem, then=" --dry-run   (prints the job scripts)")
+
+
+def refuse_beyond(job: Job, bounds: Iterable[Bound]) -> None:
+    """Refuse a job whose tasks ask for more than one of these bounds."""
+    request, asked = job.request, _asked(job.request)
+    for kind, most, holder in bounds:
+        wanted, shares, setting = asked[kind]
+        if wanted <= most:
+            continue
+        unit = {"time": "", "mem": " of memory", "cpus": " cores", "gpus": f" GPU{'s' * (wanted != 1)}"}
+        what = f"each task asks for {shown(kind, wanted)}{unit.get(setting, f' {setting}')}"
+        if kind == CPUS_ON_NODE and request.ranks > 1:
+            what += f", {request.cpus} for each of its {request.ranks} processes on a node"
+            if most < shares:  # not even a core for each process
+                setting, shares = "gpus" if request.gpus else "ranks", 1
+        raise job.refused(
+            f"{what}; {holder.format(shown(kind, most))}", (f"{{}}.{setting}", shown(kind, max(1, most // shares)))
+        )
+
+
+def refuse_narrow_queue(job: Job, limits: Limits, limit: str) -> None:
+    """Refuse a supervisor's job where the queue has no place for it, its standby, the next visit and a task."""
+    most = limits.queued_tasks
+    if job.name == SUPERVISE and most is not None and most < LEAST_QUEUE:
+        what = f"{limit} allows {most} jobs in the queue: a run with its supervisors needs {LEAST_QUEUE}"
+        raise job.refused(what, ("supervisor.where", "login"))
+
+
+def shown(kind: str, value: int) -> str:
+    """Write an amount of a kind as the configuration takes it; memory in whole mebibytes."""
+    if kind == TIME:
+        return format_duration(value)
+    return str(format_size(value // MIB * MIB)) if kind in (MEM, MEM_ON_NODE) else str(value)
+
+
+def transient(message: str) -> bool:
+    """Tell whether the same submission may succeed a little later."""
+    return not message.strip() or any(sign in message.lower() for sign in PASSING)
+
+
+def refusal_of(job: Job, message: str, partitions: Iterable[str]) -> SubmissionRefused:
+    """Return an error with the scheduler's own message and the settings to change."""
+    words = [line.removeprefix("sbatch: error: ") for line in message.strip().splitlines() if line]
+    what = "the cluster rejected the job: " + ("; ".join(words) or "sbatch failed without a message")
+    keys, then = next((change for sign, change in REMEDIES.items() if sign in message.lower()), ((), ""))
+    of_stage = {"slurm.partition": job.request.partition, "slurm.constraint": job.request.constraint}
+    keys = tuple(key.replace("slurm", "{}") if of_stage.get(key) else key for key in keys)
+    if any(key.endswith(".partition") for key in keys) and (names := ", ".join(sorted(set(partitions)))):
+        then += f"   (available: {names})"
+    if transient(message):
+        keys, then = (), "   (when sinfo answers again)"
+    refused = job.refused(what, *((key, ANY) for key in keys), then=then)
+    if transient(message) or any(sign in message.lower() for sign in ABSENT):
+        return ClusterSilent(what, where=refused.where, remedy=refused.next)
+    return refused
+
+
+def _asked(request: Request) -> dict[str, tuple[int, int, str]]:
+    """Return how much a task asks for of each kind, how many share it, and the setting of a share."""
+    mem_bytes, ranks = request.mem_bytes or 0, max(1, request.ranks)
+    return {
+        TIME: (request.time_s or 0, 1, "time"),
+        MEM: (mem_bytes * request.nodes, request.nodes, "mem"),
+        MEM_ON_NODE: (mem_bytes, 1, "mem"),
+        CPUS: (request.cpus * request.processes, request.processes, "cpus"),
+        CPUS_ON_NODE: (request.cpus_on_node, ranks, "cpus"),
+        GPUS: (request.gpus * request.nodes, request.nodes, "gpus"),
+        GPUS_ON_NODE: (request.gpus, 1, "gpus"),
+        NODES: (request.nodes, 1, "nodes"),
+    }
+
+
+def _faults(job: Job) -> Iterator[str]:
+    """Yield what is wrong with a job on any executor."""
+    request = job.request
+    if not job.argv:
+        yield "no command to run"
+    if not job.tasks:
+        yield "asks for 0 tasks; a job has at least 1"
+    if request.cpus < 1 or request.gpus < 0:
+        yield f"asks for {request.cpus} cpus and {request.gpus} gpus per task; the minimum is 1 and 0"
+    if request.nodes < 1 or request.ranks < 0:
+        yield f"asks for {request.ranks} ranks on each of {request.nodes} nodes; the minimum is 0 and 1"
+    if request.nodes > 1 and request.ranks == 0:
+        yield f"asks for {request.nodes} nodes for one process: several nodes need ranks, processes on each of them"
+    most = {"mem_bytes": request.mem_bytes, "time_s": request.time_s, "max_parallel": job.max_parallel}
+    for name, value in most.items():
+        if value is not None and value < 1:
+            yield f"asks for {name}={value}; the minimum is 1"
+    for text in (*job.argv, *job.env.keys(), *job.env.values()):
+        if not _can_be_passed(text):
+            yield f"{text!r} cannot be passed to a program (null byte)"
+    for name in job.env:
+        if not name or "=" in name:
+            yield f"{name!r} is not a valid name of an environment variable"
+
+
+def _can_be_passed(text: str) -> bool:
+    """Tell whether a text can be a command-line argument."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
