@@ -284,7 +284,6 @@ def list_command(
 
     from pipeline.journal.run_folder import runs_in
     from pipeline.journal.run_view import view
-    from pipeline.report.run_summary import words_of
     from pipeline.report.tables import show_parts, text_table
     from pipeline.units import short_seconds
 
@@ -299,7 +298,7 @@ def list_command(
         listed[-1] |= {"duration_s": took_s}
         at = f"{datetime.fromtimestamp(begun):%Y-%m-%d %H:%M}" if begun else ""  # noqa: DTZ006 - people's own
         took = "" if took_s is None else short_seconds(took_s)
-        rows.append((folder.name, words_of(status.state), at, took, " ".join(stages)))
+        rows.append((folder.name, status.state.word, at, took, " ".join(stages)))
     if as_json:
         print_json(listed)
     else:

@@ -105,7 +105,7 @@ def explain_command(
 
 
 def _show_item(project: Project, name: str, *, as_json: bool) -> None:
-    from pipeline.report.stage_graph import WorkState
+    from pipeline.journal.run_status import State
     from pipeline.report.tables import show_parts, text_table
     from pipeline.views.explained_item import explain_item
 
@@ -117,7 +117,7 @@ def _show_item(project: Project, name: str, *, as_json: bool) -> None:
         (of.stage, of.because.state.word, str(of.because), " ".join(key[:KEY_DIGITS] for key in of.keys.values()))
         for of in explained.stages
     ]
-    worst = next((of for of in explained.stages if of.because.state not in (WorkState.DONE, WorkState.NONE)), None)
+    worst = next((of for of in explained.stages if of.because.state not in (State.DONE, State.NOTHING)), None)
     answer = f"! {worst.stage}: {worst.because.state.word}" if worst else "✓ nothing to do"
     title = f"{explained.id} ({explained.origin})" if explained.origin else explained.id
     show_parts(f"{answer}   {title}", "", text_table(("STAGE", "STATE", "WHY", "KEY"), rows))
@@ -132,10 +132,9 @@ def _show_stage(project: Project, name: str, *, as_json: bool) -> None:
     if as_json:
         print_json(explained.to_json())
         return
-    box, why = explained.box, explained.box.why.partition(": ")[0] if explained.changes else explained.box.why
-    show_parts(": ".join(filter(None, (f"{name}: {box.state}", why))), *([f"  {box.counts}"] if box.counts else []))
-    for change in explained.changes:
-        typer.echo(f"  {change}")
+    because, counts = explained.because, explained.counts
+    head = ": ".join(filter(None, (f"{name}: {because.state.value}", because.why)))
+    show_parts(head, *([f"  {counts}"] if counts else []), *(f"  {change}" for change in because.changes))
     _show_next(explained.next)
 
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from pipeline.project.project import Project
 
 DECIDES_WITHIN_S, LOOK_EVERY_S = 60.0, 0.1  # how long a run that was submitted at the same moment may take to begin
-OVER = ("done", "cancelled")  # states of points that cannot be cancelled
+OVER = (State.DONE, State.CANCELLED)  # states of points that cannot be cancelled
 TASKED = ("train", "evaluate", "predict")  # the stages that run the user's own code
 
 

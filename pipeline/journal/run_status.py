@@ -31,7 +31,7 @@ COUNTED = (
 
 
 class State(StrEnum):
-    """The state of a run or of a stage."""
+    """The state of a run, a stage, a task or a point of a sweep; of work on an item, or of a stage before a run."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -39,6 +39,19 @@ class State(StrEnum):
     FAILED = "failed"
     STOPPED = "stopped"
     ABANDONED = "abandoned"  # its supervisor died without recording an end
+    STALLED = "stalled"  # a task that waits, in an abandoned run
+    CANCELLED = "cancelled"  # by hand, and alone
+    PRUNED = "pruned"
+    INFEASIBLE = "infeasible"  # a point without a plan
+    UNDONE = "not done"
+    TO_DO = "to do"
+    REFUSED = "refused"
+    NOTHING = "nothing to do"
+
+    @property
+    def word(self) -> str:
+        """The state on screens; its value is that of documents."""
+        return {State.ABANDONED: "orphaned", State.REFUSED: "rejected"}.get(self, self.value)
 
 
 ENDED = frozenset({State.DONE, State.FAILED, State.STOPPED})
@@ -313,27 +326,25 @@ class StageStatus:
         """Jobs with tasks that have not ended."""
         return list(dict.fromkeys(task.job for task in self.work.values() if task.job))
 
-    def task_states(self) -> dict[str, int]:
+    def task_states(self) -> dict[State, int]:
         """Count the tasks by state; a split task counts by its parts."""
         return dict(Counter(self.state_of(task) for task in self.work.values() if not task.split))
 
-    def state_of(self, task: TaskRecord) -> str:
-        """Return the state of a task, in a word."""
-        if task.cancelled and not (task.good or task.word.finished):
-            return "cancelled"
-        if task.job is not None:  # until a supervisor has judged it, its own reports count
-            is_stopped = self.state is State.STOPPED  # with its run, which has ended its jobs
-            left_off = is_interruption(task.word.exit_code or 0)  # Slurm begins it again, or a supervisor does
-            going = "stopped" if is_stopped else "running" if task.word.started and not left_off else self._waiting
-            state = "failed" if task.word.exit_code and not left_off else going
-            return "done" if task.word.finished else state
-        if task.good:
-            return "done"
-        return "failed" if task.ended else self._waiting
-
-    @property
-    def _waiting(self) -> str:
-        return "stalled" if self.state is State.ABANDONED else "waiting"
+    def state_of(self, task: TaskRecord) -> State:
+        """Return the state of a task. Until a supervisor has judged its attempt, its worker's own reports count."""
+        word, is_judged = task.word, task.job is None
+        if task.good or (word.finished and not is_judged):
+            return State.DONE
+        if task.cancelled and not word.finished:
+            return State.CANCELLED
+        left_off = is_interruption(word.exit_code or 0)  # Slurm begins it again, or a supervisor does
+        if (is_judged and task.ended) or (not is_judged and word.exit_code and not left_off):
+            return State.FAILED
+        if not is_judged and self.state is State.STOPPED:  # with its run, which has ended its jobs
+            return State.STOPPED
+        if not is_judged and word.started and not left_off:
+            return State.RUNNING
+        return State.STALLED if self.state is State.ABANDONED else State.WAITING
 
     def measured(self) -> dict[str, float]:
         """Return the figures of all processes as figures of the stage."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from rich.live import Live
 from rich.text import Text
 
+from pipeline.journal.run_status import State
 from pipeline.report.run_summary import SOON, Row, held_lines, notes, planning_row, rows_of, waiting_row
 from pipeline.report.tables import NO_TERMINAL, SPINNER, fitted, grouped, show_parts, the_console
 from pipeline.units import short_bytes, short_seconds
@@ -82,7 +83,7 @@ class LiveLines:
     def _print_now_and_then(self) -> None:
         """Without a terminal: print a line of what goes on, and again after a while."""
         moment = time.monotonic()
-        for row in (row for row in self._rows if row.state == "running" and SOON not in row.parts):
+        for row in (row for row in self._rows if row.state is State.RUNNING and SOON not in row.parts):
             what = f"{row.name} {row.since}"
             if moment - self._said_at.get(what, self._quiet_since) >= LINE_EVERY_S:
                 self._said_at[what] = moment
@@ -109,7 +110,7 @@ class LiveLines:
         now = time.time()
         mark = SPINNER[int(now * FRAMES_PER_S) % len(SPINNER)]
         left = [row for row in self._rows if row.name not in self._printed]
-        lines = [row.line(self._width, now, mark if row.state == "running" else "") for row in left]
+        lines = [row.line(self._width, now, mark if row.state is State.RUNNING else "") for row in left]
         lines += [Text(note, style="yellow") for note in self._notes if note not in self._printed]
         return Text("\n", no_wrap=True).join(fitted(line, self._width) for line in lines)
 
@@ -143,7 +144,7 @@ class RunProgress(LiveLines):
         self._take(run)
         self.close()
         if self._has_work:
-            self._print(row for row in self._rows if row.state != "waiting")
+            self._print(row for row in self._rows if row.state is not State.WAITING)
         for name in ("",) if self._has_work else ("scan", "train"):  # of the data and of settings, also without work
             self._print_notes(name)
         return bool(self._printed)
@@ -158,7 +159,7 @@ class RunProgress(LiveLines):
         self._notes += [f"! the queue does not answer: {run.trouble}"] if run.trouble else []
         self._notes += held_lines(run.stuck)
         for row in self._rows if self._has_work else ():
-            if row.state not in ("running", "waiting"):
+            if row.state not in (State.RUNNING, State.WAITING):
                 self._print([row])
                 self._print_notes(row.name)
 
@@ -184,7 +185,7 @@ class CheckBars(LiveLines):
         rate = self._bytes / max(1e-3, time.monotonic() - self._begun)
         files = f"{self._files:,} files" if self._total is None else f"{self._files:,}/{self._total:,} files"
         parts = files, short_bytes(self._bytes), f"{short_bytes(rate)}/s", f"{self._wrong:,} wrong"
-        self._rows = [Row("running", self._name, parts, share=self._files / self._total if self._total else None)]
+        self._rows = [Row(State.RUNNING, self._name, parts, share=self._files / self._total if self._total else None)]
         self._redraw()
 
 
@@ -200,7 +201,7 @@ class CopyingBar(LiveLines):
         rate = copied / max(1e-3, time.monotonic() - self._begun)
         words = [f"{short_bytes(copied)}/{short_bytes(total)}", f"{short_bytes(rate)}/s"]
         words += [f"about {short_seconds((total - copied) / max(rate, 1e-9))} left"] if copied < total else []
-        self._rows = [Row("running", self._name, tuple(words), share=copied / total if total else None)]
+        self._rows = [Row(State.RUNNING, self._name, tuple(words), share=copied / total if total else None)]
         if copied == total:
             self._quiet_since = -math.inf
         self._redraw()

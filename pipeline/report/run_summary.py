@@ -23,14 +23,13 @@ if TYPE_CHECKING:
     from pipeline.journal.run_status import RunStatus, StageStatus, Wait
     from pipeline.journal.run_view import RunView
 
-MARKS = {"done": "✓", "failed": "✗", "abandoned": "✗", "stopped": "!", "running": "⠹", "waiting": "·"}
-STYLES = {
-    "done": "green",
-    "running": "cyan",
-    "waiting": "dim",
-    "failed": "bold red",
-    "abandoned": "bold red",
-    "stopped": "yellow",
+MARKS = {
+    State.DONE: ("✓", "green"),
+    State.RUNNING: ("⠹", "cyan"),
+    State.WAITING: ("·", "dim"),
+    State.FAILED: ("✗", "bold red"),
+    State.ABANDONED: ("✗", "bold red"),
+    State.STOPPED: ("!", "yellow"),
 }
 MEMORY, SOON = "planning memory…", "planning…"
 PLANNED = ("train", "evaluate", "predict")  # the stages whose memory is planned
@@ -51,7 +50,7 @@ CAUSES = {
 class Row:
     """A stage in a line."""
 
-    state: str
+    state: State
     name: str
     parts: tuple[str, ...] = ()
     took: str = ""
@@ -66,11 +65,14 @@ class Row:
         head = f"{self.name:<{NAME - 1}} "
         room = width - len(head) - 2
         bar = f"{_bar(self.share)}  " if self.share is not None and width >= WITH_BAR else ""
-        text = bar + joined(parts, ", " if self.state == "running" else " · ", room - len(bar) - TOOK * bool(self.took))
+        text = bar + joined(
+            parts, ", " if self.state is State.RUNNING else " · ", room - len(bar) - TOOK * bool(self.took)
+        )
         if self.took:
             text = f"{text:<{max(0, min(RESULT, room - TOOK))}}{self.took:>{TOOK}}"
-        marked = f"{mark or MARKS[self.state]} ", STYLES[self.state]
-        return Text.assemble(marked, (head, "bold"), (text, "dim" if self.state == "waiting" else ""))
+        symbol, style = MARKS[self.state]
+        is_dim = self.state is State.WAITING
+        return Text.assemble((f"{mark or symbol} ", style), (head, "bold"), (text, "dim" if is_dim else ""))
 
 
 def _bar(share: float) -> str:
@@ -92,7 +94,7 @@ def rows_of(run: RunView, pace: Mapping[str, float]) -> list[Row]:
     for stage in status.in_order():
         rows.append(_row(stage, run, pace.get(stage.name, 0.0)))
     begun = max((stage.ended_at or stage.started_at for stage in status.stages.values()), default=status.started_at)
-    is_next = status.state is State.RUNNING and all(row.state == "done" for row in rows)
+    is_next = status.state is State.RUNNING and all(row.state is State.DONE for row in rows)
     for name in status.planned:
         if name not in status.stages:
             rows.append(planning_row(name, begun) if is_next else waiting_row(name))
@@ -102,27 +104,22 @@ def rows_of(run: RunView, pace: Mapping[str, float]) -> list[Row]:
 
 def waiting_row(name: str) -> Row:
     """Return the row of a stage that has not begun."""
-    return Row("waiting", name, ("waiting",))
+    return Row(State.WAITING, name, ("waiting",))
 
 
 def planning_row(name: str, since: float, words: str = "") -> Row:
     """Return the row of a stage that is being planned."""
-    return Row("running", name, (words or (MEMORY if name in PLANNED else SOON),), since=since)
+    return Row(State.RUNNING, name, (words or (MEMORY if name in PLANNED else SOON),), since=since)
 
 
 def _row(stage: StageStatus, run: RunView, pace: float) -> Row:
     took = short_seconds(stage.ended_at - stage.started_at) if stage.ended_at and stage.missing else ""
     if stage.state is State.RUNNING:
-        return Row("running", stage.name, tuple(doing(stage, run, pace)), share=_share(stage))
+        return Row(State.RUNNING, stage.name, tuple(doing(stage, run, pace)), share=_share(stage))
     if stage.state is not State.DONE:
         counted = [f"{stage.items_done:,}/{stage.missing:,} {unit_of(stage.name, stage.counts())}s"][: stage.missing]
-        return Row(stage.state.value, stage.name, (words_of(stage.state), *counted), took)
-    return Row("failed" if found_damage(stage) else "done", stage.name, tuple(made(stage, run.status)), took)
-
-
-def words_of(state: State) -> str:
-    """Return the word for a state on screens."""
-    return "orphaned" if state is State.ABANDONED else state.value
+        return Row(stage.state, stage.name, (stage.state.word, *counted), took)
+    return Row(State.FAILED if found_damage(stage) else State.DONE, stage.name, tuple(made(stage, run.status)), took)
 
 
 def _share(stage: StageStatus) -> float | None:
@@ -157,7 +154,7 @@ def doing(stage: StageStatus, run: RunView, pace: float) -> Iterator[str]:
     """Yield what a running stage does, or what it waits for."""
     states, unit, done = stage.task_states(), unit_of(stage.name, stage.counts()), stage.items_done
     reasons = run.waits_for(stage)
-    if reasons and not states.get("running"):
+    if reasons and not states.get(State.RUNNING):
         yield f"waiting in the queue: {', '.join(reasons)}"
         if delayed := run.delayed(stage):
             yield delayed

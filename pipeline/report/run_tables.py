@@ -11,7 +11,7 @@ from rich.text import Text
 from pipeline.cluster.verdict import Cause
 from pipeline.command_line import Command
 from pipeline.journal.run_status import GOING_ON, State
-from pipeline.report.run_summary import MARKS, STYLES, ending, held_lines, notes, rows_of, words_of
+from pipeline.report.run_summary import MARKS, ending, held_lines, notes, rows_of
 from pipeline.report.stage_lines import (
     CENSUS,
     counted,
@@ -52,7 +52,7 @@ def status_report(
     status, is_over, named = run.status, run.status.state not in GOING_ON, typed.words[1:]
     took = (status.ended_at or (run.at if math.isfinite(run.at) else 0.0)) - status.started_at
     clock = [short_seconds(took)] if status.started_at and took > 0 else []
-    shown: list[RenderableType] = [" · ".join([f"Run {status.name}", words_of(status.state), *clock])]
+    shown: list[RenderableType] = [" · ".join([f"Run {status.name}", status.state.word, *clock])]
     if status.state not in (*GOING_ON, State.DONE):
         head, *places = ending(status, typed, named)
         shown += [head, *_indented(status.error), *_indented(run.supervisor), *places, ""]
@@ -60,7 +60,7 @@ def status_report(
     if rows and width >= TABLE_COLUMNS:
         cells = (_cells(row, status.stages.get(row.name)) for row in rows)
         shown.append(text_table(AT_A_GLANCE, cells, right=AT_A_GLANCE[2:]))
-        going = [replace(row, share=None).line(width, run.at) for row in rows if row.state == "running"]
+        going = [replace(row, share=None).line(width, run.at) for row in rows if row.state is State.RUNNING]
         shown += ["", *going] if going and not is_over else []
     else:
         shown += [row.line(width, run.at) for row in rows]
@@ -79,7 +79,8 @@ def _indented(text: str) -> list[str]:
 
 def _cells(row: Row, stage: StageStatus | None) -> tuple[str | Text, ...]:
     """Return the cells of a stage."""
-    state = Text(f"{MARKS[row.state]} {'orphaned' if row.state == 'abandoned' else row.state}", STYLES[row.state])
+    symbol, style = MARKS[row.state]
+    state = Text(f"{symbol} {row.state.word}", style)
     if stage is None:
         return (row.name, state, *[""] * 4)
     asked, peak, _ = stage.use().values()

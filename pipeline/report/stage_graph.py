@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
+
+from pipeline.journal.run_status import State
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 
-class WorkState(StrEnum):
-    """The state of a stage, or of its work on an item."""
-
-    DONE = "done"
-    TO_DO = "to do"
-    WAITING = "waiting"
-    REFUSED = "refused"
-    NONE = "nothing to do"
-
-    @property
-    def word(self) -> str:
-        """The state on screens; its value is that of earlier documents."""
-        return "rejected" if self is WorkState.REFUSED else self.value
-
-
-FILLED: dict[str, str] = {WorkState.DONE: "#d9f0dd", WorkState.TO_DO: "#dbe7f6", WorkState.WAITING: "#ececec"}
+FILLED: dict[str, str] = {State.DONE: "#d9f0dd", State.TO_DO: "#dbe7f6", State.WAITING: "#ececec"}
 
 
 @dataclass(frozen=True, slots=True)

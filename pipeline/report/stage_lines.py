@@ -7,6 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.job_spec import SUPERVISE
+from pipeline.journal.run_status import State
 from pipeline.records import LOWEST_COSINE
 from pipeline.report.tables import plural, text_table
 from pipeline.training.step_clock import latest_shares, shown_shares
@@ -42,7 +43,9 @@ REGENERATED = {
     "later": "made when needed",
 }
 DAMAGED = "damage was found"
-TASK_STATES = ("done", "running", "waiting", "stalled", "failed", "cancelled", "stopped")
+TASK_STATES = (
+    State.DONE, State.RUNNING, State.WAITING, State.STALLED, State.FAILED, State.CANCELLED, State.STOPPED,
+)  # fmt: skip
 SCRIPT = "script."  # how figures begin that a user's own script reports
 FIGURES_SHOWN = 8
 POINTS_SHOWN = 40  # of a sweep
@@ -155,7 +158,7 @@ def point_lines(stage: StageStatus) -> list[str]:
         done[int(figures["task"])] += stage.done.get(process, 0)
     states = [stage.state_of(stage.task(number)) for number in range(len(stage.names))]
     lines = [
-        f"  {name}: {stage.cancelled[name] if state == 'cancelled' else state}"
+        f"  {name}: {stage.cancelled[name] if state is State.CANCELLED else state}"
         f"{f', {done[number]:,} steps' if done[number] else ''}"
         for number, (name, state) in enumerate(zip(stage.names, states, strict=True))
     ]
@@ -295,7 +298,7 @@ CENSUS: Mapping[str, Callable[[Mapping[str, Any]], list[Any]]] = {
 def tasks_line(stage: StageStatus, run: RunView) -> list[str]:
     """Return how many tasks are in which state, unless the stage has ended and all are done."""
     states = stage.task_states()
-    if (stage.state.value == "done" or found_damage(stage)) and set(states) <= {"done"}:
+    if (stage.state is State.DONE or found_damage(stage)) and set(states) <= {State.DONE}:
         return []
     where = ", ".join(f"{states[name]:,} {name}" for name in TASK_STATES if name in states)
     waits = [f"waiting for: {', '.join(reasons)}"] if (reasons := run.waits_for(stage)) else []

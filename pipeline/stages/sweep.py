@@ -17,7 +17,7 @@ from pipeline.dataset.worklist import Shard, StageSurvey, read_shard
 from pipeline.errors import ConfigError, PlanInfeasible
 from pipeline.files import write_whole
 from pipeline.journal.run_folder import writing_run
-from pipeline.journal.run_status import StatusReader
+from pipeline.journal.run_status import State, StatusReader
 from pipeline.planning.prepare import folder_of, plan_file, prepare
 from pipeline.planning.sweep_points import SWEEP, at, points_of
 from pipeline.stages.train import (
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 REFUSED_FOR_S = 3600.0  # after which memory that is free now, or another node, may let it pass
 LONGEST = 255  # of a file's name
-DONE, PRUNED, CANCELLED, UNDONE, INFEASIBLE = "done", "pruned", "cancelled", "not done", "infeasible"
 
 
 class Unmade(Exception):
@@ -177,7 +176,7 @@ class SweepStage(TrainStage):
     def check(self, project: Project, folder: RunFolder, judged: Trained) -> list[str]:
         """Return warnings, those about points that were not trained first."""
         assert isinstance(judged, SweepResult)
-        left = [point for point in judged.points if point["state"] in (CANCELLED, INFEASIBLE)]
+        left = [point for point in judged.points if point["state"] in (State.CANCELLED, State.INFEASIBLE)]
         named = [f"{point['name']} was not trained: {point['why']}" for point in left]
         return [*named, *super().check(project, folder, judged)]
 
@@ -252,14 +251,14 @@ def _standing(project: Project, prepared: Prepared, *, prunes: bool) -> tuple[Tr
 
 def _judged(project: Project, plan: PointPlan, cancelled: str, *, prunes: bool) -> tuple[Trained, dict[str, Any]]:
     """Return the result of one point, which may have been `cancelled` by hand, and what is told of it."""
-    told: dict[str, Any] = {"name": plan.name, "model": "", "state": INFEASIBLE, "why": plan.why}
+    told: dict[str, Any] = {"name": plan.name, "model": "", "state": State.INFEASIBLE, "why": plan.why}
     if plan.prepared is None:
         return Trained(), told
     trained = trained_so_far(project, plan.prepared)
     made = folder_of(project, plan.prepared)
     pruned = Pruned.read(made, trained.epochs) if prunes and trained.undone else None
     why = pruned.why if pruned else cancelled if trained.undone else ""
-    state = PRUNED if pruned else CANCELLED if why else UNDONE if trained.undone else DONE
+    state = State.PRUNED if pruned else State.CANCELLED if why else State.UNDONE if trained.undone else State.DONE
     if why:
         trained.undone, trained.first_undone = 0, ""
     figure = trained.best["validation"].get(trained.monitor) if trained.best else None

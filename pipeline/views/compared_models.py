@@ -19,10 +19,11 @@ from pipeline.command_line import Command
 from pipeline.config.load import read_resolved
 from pipeline.config.schema_train import ValidationSection
 from pipeline.errors import ConfigError, PipelineError
+from pipeline.journal.run_status import State
 from pipeline.report.html.charts import COLOURS, SMALL, Chart, Line, Size, figure, line_chart, whole_axis
 from pipeline.report.html.html_page import render
 from pipeline.report.tables import plural, table_of
-from pipeline.stages.sweep import DONE, PRUNED, UNDONE, told_plans
+from pipeline.stages.sweep import told_plans
 from pipeline.stages.train import progress_of
 from pipeline.training.loop.metrics_log import Pruned, read_epochs
 from pipeline.training.prepared import ModelFolder, Prepared
@@ -280,7 +281,7 @@ def read_model(path: Path, point: str = "") -> ComparedModel:
     return ComparedModel(
         name=path.name,
         folder=str(path),
-        state=DONE if is_over else PRUNED if pruned else UNDONE,
+        state=State.DONE if is_over else State.PRUNED if pruned else State.UNDONE,
         settings=dict(_flat({**prepared.recipe, "epochs": prepared.epochs})),  # a recipe may leave that open
         epochs=trained,
         steps=epochs[-1].step if epochs else 0,

@@ -23,9 +23,9 @@ from pipeline.encoder.embedding_recipe import texts
 from pipeline.errors import CacheDamaged, ConfigError, PipelineError, RecordMissing
 from pipeline.files import csv_cell
 from pipeline.journal.run_folder import runs_in
+from pipeline.journal.run_status import State
 from pipeline.keys import content_digest, tagged_key
 from pipeline.records import Inventory, Item, Rejection
-from pipeline.report.stage_graph import WorkState
 from pipeline.stage_names import StageName
 from pipeline.stages.embedded import name_of, refusal
 from pipeline.stages.table import everything
@@ -100,14 +100,14 @@ def explain_item(project: Project, name: str) -> ItemExplained:
         return _explain_entry(project, name)
     entry = find_item(project, name)
     if isinstance(entry, Rejection):
-        because = Because(WorkState.REFUSED, f"{entry.reason.value}: {entry.detail}")
+        because = Because(State.REFUSED, f"{entry.reason.value}: {entry.detail}")
         return ItemExplained(name, entry.origin, [StageOfItem("scan", because)], None)
     listed = last_listed(project, name)
     scan, inventory, key = _scan(project, entry, listed)
     stages, wanted = [StageOfItem("scan", scan, {"inventory": key.hex()} if key else {})], everything(project.config)
     later = [name for name in wanted if name in LATER]
-    if scan.state is WorkState.REFUSED:
-        stages += [StageOfItem(stage, Because(WorkState.NONE, "the item is rejected")) for stage in later]
+    if scan.state is State.REFUSED:
+        stages += [StageOfItem(stage, Because(State.NOTHING, "the item is rejected")) for stage in later]
         return ItemExplained(name, entry.origin, stages, Command.submit("scan", then="   (after you fix that)"))
     looks = {
         StageName.EMBED: lambda: _embed(project, inventory),
@@ -115,7 +115,7 @@ def explain_item(project: Project, name: str) -> ItemExplained:
         StageName.TRAIN: lambda: _train(project, entry),
     }
     stages += [looks[StageName(stage)]() for stage in later]
-    first = next((at for at, stage in enumerate(stages) if stage.because.state is WorkState.TO_DO), None)
+    first = next((at for at, stage in enumerate(stages) if stage.because.state is State.TO_DO), None)
     if first is None:
         return ItemExplained(name, entry.origin, stages, None)
     stages[first] = replace(stages[first], because=_after_refusal(stages[first].because, listed))
@@ -232,7 +232,7 @@ def _scan(project: Project, item: Item, listed: Listed) -> tuple[Because, Invent
     # an inventory names no digest of what lies beside a file, and of a topology only a joint one
     alone = {part.path for part in (*item.parts, *item.bound) if not coordinates_beside(part.path)}
     files = [_file(project, path, earlier if path in alone else (), listed.run) for path in recipe.paths(item)]
-    if (of_files := why_files(files)).state is WorkState.REFUSED:
+    if (of_files := why_files(files)).state is State.REFUSED:
         return of_files, None, None
     plain, digests = plain_recipe(recipe), {file.path: file.digest for file in files if file.digest}
     key = item_key(item, recipe, digests)
@@ -244,7 +244,7 @@ def _scan(project: Project, item: Item, listed: Listed) -> tuple[Because, Invent
     found = _record(store, key, listed, "scan", plain, others)
     inventory = _inventory(store, key) if found.is_whole else None
     because = why_item(files, why_record("scan", found))
-    return because, inventory if because.state is not WorkState.REFUSED else None, key
+    return because, inventory if because.state is not State.REFUSED else None, key
 
 
 def _file(project: Project, path: str, earlier: tuple[str, ...], run: str) -> FileFound:
@@ -302,7 +302,7 @@ def _record(
 def _embed(project: Project, inventory: Inventory | None) -> StageOfItem:
     """Return the state of the embeddings of an item's sequences."""
     if inventory is None:
-        return StageOfItem("embed", Because(WorkState.WAITING, "waits for its scan"))
+        return StageOfItem("embed", Because(State.WAITING, "waits for its scan"))
     keys, parts, several = dict[str, str](), list[Because](), len(project.encoders) > 1
     ours: list[Mapping[str, Any]] = []  # recipes: another encoder's record is not this one's with other settings
     for view in project.encoders.values():
@@ -312,7 +312,7 @@ def _embed(project: Project, inventory: Inventory | None) -> StageOfItem:
         try:
             parts += _embedded_by(view, inventory, keys, name if several else "", ours)
         except PipelineError as error:
-            parts.append(Because(WorkState.WAITING, f"{error.where}: {error.what}"))
+            parts.append(Because(State.WAITING, f"{error.where}: {error.what}"))
     return StageOfItem("embed", why_all(parts, "embedding" if several else "sequence"), keys)
 
 
@@ -323,7 +323,7 @@ def _embedded_by(
     recipe, store = project.encoding.recipe, project.encoding.shelves.embeddings
     for text in texts(inventory, recipe.context):
         if why := refusal(text, recipe):
-            yield Because(WorkState.REFUSED, f"{why[0].value}: {why[1]}")
+            yield Because(State.REFUSED, f"{why[0].value}: {why[1]}")
             continue
         accepted = [recipe.key(text, variant) for variant in recipe.accepted(len(text))]
         key = next((key for key in accepted if key in store), accepted[0])
@@ -336,10 +336,10 @@ def _embedded_by(
 def _graph(project: Project, inventory: Inventory | None, scanned: bytes | None, listed: Listed) -> StageOfItem:
     """Say how the graph of an item stands."""
     if inventory is None or scanned is None:
-        return StageOfItem("graph", Because(WorkState.WAITING, "waits for its scan"))
+        return StageOfItem("graph", Because(State.WAITING, "waits for its scan"))
     if not project.config.graph.cache:
         why = "graphs are built during training (graph.cache: false)"
-        return StageOfItem("graph", Because(WorkState.NONE, why))
+        return StageOfItem("graph", Because(State.NOTHING, why))
     graphs, plain = project.graphs, project.graphs.recipe.plain()
     key = graphs.recipe.key(scanned)
     others = [
@@ -354,15 +354,13 @@ def _train(project: Project, item: Item) -> StageOfItem:
     split = project.config.train.split
     if item.split and split is not None and item.split != split:
         why = f"not used for training: its split is {item.split}, train.split is {split}"
-        return StageOfItem("train", Because(WorkState.NONE, why))
+        return StageOfItem("train", Because(State.NOTHING, why))
     if project.config.train.task is None:
-        return StageOfItem("train", Because(WorkState.WAITING, "trained by a script: unknown"))
+        return StageOfItem("train", Because(State.WAITING, "trained by a script: unknown"))
     try:
-        explained = explain_training(project)
+        return StageOfItem("train", explain_training(project).because)
     except PipelineError as error:
-        return StageOfItem("train", Because(WorkState.WAITING, f"{error.where}: {error.what}"))
-    why = explained.box.why.partition(": ")[0] if explained.changes else explained.box.why
-    return StageOfItem("train", Because(WorkState(explained.box.state), why, explained.changes))
+        return StageOfItem("train", Because(State.WAITING, f"{error.where}: {error.what}"))
 
 
 def _explain_entry(project: Project, name: str) -> ItemExplained:
@@ -372,14 +370,12 @@ def _explain_entry(project: Project, name: str) -> ItemExplained:
         names = [table.ids[number] for number in range(len(table))]
         if name in names:
             place = json.dumps(table.place(names.index(name)))
-            because = Because(WorkState.DONE, f"read by run {folder.name}")
+            because = Because(State.DONE, f"read by run {folder.name}")
             return ItemExplained(name, place, [StageOfItem("scan", because, {"table": key.hex()})], None)
         if line := line_with(folder.rejected, f'"id": {json.dumps(name)}'.encode()):
             told = json.loads(line)
-            because = Because(WorkState.REFUSED, f"{told['reason']}: {told['detail']}")
+            because = Because(State.REFUSED, f"{told['reason']}: {told['detail']}")
             return ItemExplained(name, told.get("origin", ""), [StageOfItem("scan", because)], None)
         raise no_item(name, names, where)
     why = "no run has read this data set with the current reader, options, code and files"
-    return ItemExplained(
-        name, where, [StageOfItem("scan", Because(WorkState.TO_DO, why))], Command.submit(StageName.SCAN)
-    )
+    return ItemExplained(name, where, [StageOfItem("scan", Because(State.TO_DO, why))], Command.submit(StageName.SCAN))

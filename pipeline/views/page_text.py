@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.cluster.verdict import Cause
 from pipeline.journal.run_status import State
 from pipeline.report.html.charts import figure
-from pipeline.report.run_summary import metrics, words_of
+from pipeline.report.run_summary import metrics
 from pipeline.report.stage_lines import (
     CENSUS,
     DAMAGED,
@@ -109,7 +109,7 @@ def _figure_of(of: str, name: str, epoch: Epoch) -> float | None:
 
 def state_of_run(status: RunStatus) -> str:
     """Return the state of a run, or that a validation found damage."""
-    return DAMAGED if any(map(found_damage, status.stages.values())) else words_of(status.state)
+    return DAMAGED if any(map(found_damage, status.stages.values())) else status.state.word
 
 
 def story_lines(stage: StageStatus, run: RunView) -> Iterator[str]:

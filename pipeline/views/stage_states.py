@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from pipeline.command_line import Command
 from pipeline.dataset.loading import made_table
 from pipeline.errors import ConfigError, PipelineError
+from pipeline.journal.run_status import State
 from pipeline.planning.prepare import folder_of, is_planned, prepare, recipe_of
-from pipeline.report.stage_graph import StageBox, WorkState
+from pipeline.report.stage_graph import StageBox
 from pipeline.report.stage_lines import unit_of
 from pipeline.report.tables import plural
 from pipeline.stage_names import StageName
@@ -45,23 +46,32 @@ UNDECIDED = ("table", "precision", "crop", "skipped")  # in a recipe, before the
 class StageExplained:
     """The state of a stage, and why; for a training, the most similar earlier model."""
 
-    box: StageBox
-    changes: tuple[SettingChange, ...] = ()
+    name: str
+    because: Because
+    needs: tuple[str, ...] = ()
+    counts: str = ""
     model: str = ""
-    next: Command | None = None
+
+    @property
+    def box(self) -> StageBox:
+        return StageBox(self.name, self.needs, self.because.state.value, self.counts, str(self.because))
+
+    @property
+    def next(self) -> Command | None:
+        return Command.submit(self.name) if self.because.state in (State.TO_DO, State.WAITING) else None
 
     def to_json(self) -> dict[str, Any]:
-        told = {**self.box.to_json(), "changes": list(map(asdict, self.changes)), "next": str(self.next or "")}
-        told["stage"] = told.pop("name")
+        told = {"stage": self.name, **self.box.to_json()}
+        told |= {"changes": list(map(asdict, self.because.changes)), "next": str(self.next or "")}
+        del told["name"]
         return told | ({"model": self.model} if self.model else {})
 
 
 def stage_boxes(project: Project, names: Sequence[str]) -> list[StageBox]:
     """Return the box of each stage, and that of the data set before them."""
-    needs = stage_needs(project.config, names)
-    explained = [explain_stage(project, name, needs[name]) for name in names]
-    data, done = project.config.data, WorkState.DONE.value
-    return [StageBox(DATA, (), done, f"{data.source} {data.path.name}"), *(one.box for one in explained)]
+    needs, data = stage_needs(project.config, names), project.config.data
+    boxes = [explain_stage(project, name, needs[name]).box for name in names]
+    return [StageBox(DATA, (), State.DONE.value, f"{data.source} {data.path.name}"), *boxes]
 
 
 def stage_needs(config: Config, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -81,13 +91,8 @@ def explain_stage(project: Project, name: str, needs: tuple[str, ...] = ()) -> S
         reasons = [why_stage(name, counts, recipe, recorded) for recipe in _recipes(project, stage)]
         because = min(reasons, key=lambda reason: len(reason.changes))  # of several encoders, the most similar
     except ConfigError as error:  # such as missing weights
-        counts, because = {}, Because(WorkState.WAITING, f"{error.where}: {error.what}".splitlines()[0])
-    box = StageBox(name, needs, because.state.value, _counted(name, counts), str(because))
-    return StageExplained(box, because.changes, next=_next(name, because))
-
-
-def _next(name: str, because: Because) -> Command | None:
-    return Command.submit(name) if because.state in (WorkState.TO_DO, WorkState.WAITING) else None
+        counts, because = {}, Because(State.WAITING, f"{error.where}: {error.what}".splitlines()[0])
+    return StageExplained(name, because, needs, _counted(name, counts))
 
 
 def _counts(project: Project, stage: Stage) -> Mapping[str, int]:
@@ -131,13 +136,12 @@ def explain_training(project: Project, needs: tuple[str, ...] = ()) -> StageExpl
     model, changes = nearest_model(project, _without(recipe, left_out), left_out)
     if model and not changes:
         first = "its plan" if whole else "its graphs"
-        because = Because(WorkState.WAITING, f"waits for {first}; otherwise identical to {model}")
+        because = Because(State.WAITING, f"waits for {first}; otherwise identical to {model}")
     elif model:
-        because = Because(WorkState.TO_DO, f"it differs from {model}, the most similar model", changes)
+        because = Because(State.TO_DO, f"it differs from {model}, the most similar model", changes)
     else:
-        because = Because(WorkState.TO_DO if whole else WorkState.WAITING, "no earlier model")
-    box = StageBox("train", needs, because.state.value, "", str(because))
-    return StageExplained(box, because.changes, model, _next("train", because))
+        because = Because(State.TO_DO if whole else State.WAITING, "no earlier model")
+    return StageExplained(StageName.TRAIN, because, needs, model=model)
 
 
 def _begun(
@@ -145,11 +149,9 @@ def _begun(
 ) -> StageExplained:
     """Return the state of a training that has started."""
     counts = f"{plural(progress.done, 'step')}, epoch {progress.epoch:,} of {epochs:,}"
-    if progress.is_over(epochs, project.config.train.validation):
-        return StageExplained(StageBox("train", needs, WorkState.DONE.value, counts), (), model)
-    because = Because(WorkState.TO_DO, f"{model} continues from its newest checkpoint")
-    box = StageBox("train", needs, because.state.value, counts, because.why)
-    return StageExplained(box, (), model, _next("train", because))
+    is_over = progress.is_over(epochs, project.config.train.validation)
+    going = Because(State.TO_DO, f"{model} continues from its newest checkpoint")
+    return StageExplained(StageName.TRAIN, Because(State.DONE) if is_over else going, needs, counts, model)
 
 
 def nearest_model(

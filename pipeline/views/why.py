@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipeline.report.stage_graph import WorkState
+from pipeline.journal.run_status import State
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -59,7 +59,7 @@ def _shown(value: Any) -> str:
 class Because:
     """A state, why, and the settings that changed."""
 
-    state: WorkState
+    state: State
     why: str = ""
     changes: tuple[SettingChange, ...] = ()
 
@@ -121,16 +121,16 @@ class RecordFound:
 def why_record(kind: str, found: RecordFound) -> Because:
     """Return the state of a record, and why it must be computed."""
     if found.is_whole:
-        return Because(WorkState.REFUSED, found.refused) if found.refused else Because(WorkState.DONE)
+        return Because(State.REFUSED, found.refused) if found.refused else Because(State.DONE)
     if found.damage:
-        return Because(WorkState.TO_DO, f"its record is damaged and will be rebuilt: {found.damage}")
+        return Because(State.TO_DO, f"its record is damaged and will be rebuilt: {found.damage}")
     if found.recipe is not None and (changes := nearest_changes(kind, found.recipe, found.others)):
-        return Because(WorkState.TO_DO, "it was made with other settings", changes)
+        return Because(State.TO_DO, "it was made with other settings", changes)
     if found.listed_key == found.key and found.listed_by:
-        return Because(WorkState.TO_DO, f"run {found.listed_by} had this record, but the cache has lost it")
+        return Because(State.TO_DO, f"run {found.listed_by} had this record, but the cache has lost it")
     if found.listed_key and found.listed_by:
-        return Because(WorkState.TO_DO, f"its input has changed since run {found.listed_by}")
-    return Because(WorkState.TO_DO, "not done before")
+        return Because(State.TO_DO, f"its input has changed since run {found.listed_by}")
+    return Because(State.TO_DO, "not done before")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,48 +155,48 @@ def why_files(files: Sequence[FileFound]) -> Because:
     """Say whether the files of an item have changed, and how."""
     for file in files:
         if file.refused:
-            return Because(WorkState.REFUSED, file.refused)
+            return Because(State.REFUSED, file.refused)
     for file in files:
         if file.is_another:
             was = " and ".join(f"{digest[:SHORT]}…" for digest in dict.fromkeys(file.earlier))
             why = f"the content of {file.path} has changed since run {file.run}: was {was}, is {file.digest[:SHORT]}…"
-            return Because(WorkState.TO_DO, why)
+            return Because(State.TO_DO, why)
     for file in files:
         if not file.is_settled:
-            return Because(WorkState.TO_DO, f"{file.path} changed moments ago and is read again")
+            return Because(State.TO_DO, f"{file.path} changed moments ago and is read again")
         if not file.is_known:
             again = (
                 f"touched, moved or copied since run {file.run}, with the same content"
                 if file.earlier
                 else "not read yet"
             )
-            return Because(WorkState.TO_DO, f"{file.path} is {again}")
-    return Because(WorkState.DONE)
+            return Because(State.TO_DO, f"{file.path} is {again}")
+    return Because(State.DONE)
 
 
 def why_item(files: Sequence[FileFound], record: Because) -> Because:
     """Return the state of an item's scan, from its files and its record."""
     of_files = why_files(files)
-    if WorkState.REFUSED in (of_files.state, record.state):
-        return of_files if of_files.state is WorkState.REFUSED else record
-    if of_files.state is WorkState.DONE or (record.changes and not any(file.is_another for file in files)):
+    if State.REFUSED in (of_files.state, record.state):
+        return of_files if of_files.state is State.REFUSED else record
+    if of_files.state is State.DONE or (record.changes and not any(file.is_another for file in files)):
         return record
-    if record.state is WorkState.DONE:
-        return Because(WorkState.TO_DO, f"{of_files.why}; it is read again, but nothing is recomputed")
+    if record.state is State.DONE:
+        return Because(State.TO_DO, f"{of_files.why}; it is read again, but nothing is recomputed")
     return of_files
 
 
 def why_all(parts: Sequence[Because], unit: str) -> Because:
     """Return the joint state of several records of an item: that of the worst."""
     if not parts:
-        return Because(WorkState.NONE, f"it has no {unit}")
-    for state in (WorkState.REFUSED, WorkState.TO_DO, WorkState.WAITING):
+        return Because(State.NOTHING, f"it has no {unit}")
+    for state in (State.REFUSED, State.TO_DO, State.WAITING):
         alike = [part for part in parts if part.state is state]
         if alike and len(parts) > 1:
             return Because(state, f"{len(alike)} of {len(parts)} {unit}s: {alike[0].why}", alike[0].changes)
         if alike:
             return alike[0]
-    return Because(WorkState.DONE, f"{len(parts)} {unit}s" if len(parts) > 1 else "")
+    return Because(State.DONE, f"{len(parts)} {unit}s" if len(parts) > 1 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,18 +213,18 @@ def why_stage(
     """Return the state of a stage from its counts, and why it has work."""
     missing, waiting, cached = (counts.get(name, 0) for name in ("missing", "waiting", "cached"))
     if counts.get("unplanned"):
-        return Because(WorkState.WAITING, "it waits for the stages before it")
+        return Because(State.WAITING, "it waits for the stages before it")
     if not missing:
         if waiting:
-            return Because(WorkState.WAITING, f"{waiting:,} items are not scanned yet")
-        return Because(WorkState.DONE if cached or counts.get("unkept") else WorkState.NONE)
+            return Because(State.WAITING, f"{waiting:,} items are not scanned yet")
+        return Because(State.DONE if cached or counts.get("unkept") else State.NOTHING)
     if cached:
-        return Because(WorkState.TO_DO, f"{missing:,} are new, changed or lost (pipeline explain ITEM)")
+        return Because(State.TO_DO, f"{missing:,} are new, changed or lost (pipeline explain ITEM)")
     others = [other for other in recorded if recipe is not None and changes_between(kind, other.recipe, recipe)]
     if recipe is None or not recorded:
-        return Because(WorkState.TO_DO, "not done before")
+        return Because(State.TO_DO, "not done before")
     if len(others) < len(recorded):
-        return Because(WorkState.TO_DO, "the cached records belong to other or changed files")
+        return Because(State.TO_DO, "the cached records belong to other or changed files")
     had = sum(other.records for other in others)
     changes = nearest_changes(kind, recipe, (other.recipe for other in others))
-    return Because(WorkState.TO_DO, f"{had:,} cached records were made with other settings", changes)
+    return Because(State.TO_DO, f"{had:,} cached records were made with other settings", changes)

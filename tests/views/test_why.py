@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.report.stage_graph import WorkState
+from pipeline.journal.run_status import State
 from pipeline.views.why import (
     Because,
     FileFound,
@@ -26,7 +26,7 @@ from pipeline.views.why import (
 
 A, B = "a" * 32, "b" * 32
 EMBED = {"version": 1, "weights": A, "layer": 6, "context": "chain", "precision": "fp32"}
-DONE = Because(WorkState.DONE)
+DONE = Because(State.DONE)
 
 
 def test_a_change_is_named_by_what_people_set() -> None:
@@ -111,7 +111,7 @@ def test_a_file_that_was_only_touched_costs_no_new_record() -> None:
     touched = [FileFound("a.pdb", is_known=False, digest=A, earlier=(A,), run="r1")]
     other = why_record("scan", RecordFound("k", recipe={"max_residues": 9}, others=[{"max_residues": 8}]))
     never = why_record("scan", RecordFound("k"))
-    assert why_item(touched, DONE).state is WorkState.TO_DO
+    assert why_item(touched, DONE).state is State.TO_DO
     assert why_item(touched, other) is other
     assert why_item([FileFound("a.pdb", digest=A)], other) is other
     changed = [FileFound("a.pdb", digest=B, earlier=(A,), run="r1")]
@@ -119,21 +119,21 @@ def test_a_file_that_was_only_touched_costs_no_new_record() -> None:
 
 
 def test_an_item_that_cannot_be_used_is_refused_whichever_says_so() -> None:
-    no, later = Because(WorkState.REFUSED, "no"), Because(WorkState.TO_DO, "later")
+    no, later = Because(State.REFUSED, "no"), Because(State.TO_DO, "later")
     assert why_item([FileFound("a.pdb", is_known=False)], no) is no
     assert why_item([FileFound("a.pdb", refused="missing_file")], later).why == "missing_file"
 
 
 def test_several_sequences_are_as_the_worst_of_them() -> None:
-    later, no = Because(WorkState.TO_DO, "later"), Because(WorkState.REFUSED, "no")
-    waits = Because(WorkState.WAITING, "no weights")
+    later, no = Because(State.TO_DO, "later"), Because(State.REFUSED, "no")
+    waits = Because(State.WAITING, "no weights")
     for several, state in (
-        ([DONE, later, later], WorkState.TO_DO),
-        ([DONE, later, no], WorkState.REFUSED),
-        ([later], WorkState.TO_DO),
-        ([DONE, waits], WorkState.WAITING),
-        ([], WorkState.NONE),
-        ([DONE, DONE], WorkState.DONE),
+        ([DONE, later, later], State.TO_DO),
+        ([DONE, later, no], State.REFUSED),
+        ([later], State.TO_DO),
+        ([DONE, waits], State.WAITING),
+        ([], State.NOTHING),
+        ([DONE, DONE], State.DONE),
     ):
         assert why_all(several, "sequence").state is state, several
 

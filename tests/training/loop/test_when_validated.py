@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.config.schema import Config
 from pipeline.config.schema_train import ValidationSection
-from pipeline.stages.sweep import DONE
+from pipeline.journal.run_status import State
 from pipeline.stages.train import progress_of
 from pipeline.training.checkpoints.checkpoint import by_metric, checkpoints_in
 from pipeline.training.loop.metrics_log import STEP, read_epochs, read_figures
@@ -115,7 +115,7 @@ def test_a_training_that_ended_early_within_an_epoch_is_compared_as_done(tmp_pat
     made.prepared.write_text(json.dumps(run.made.prepared.to_json()))
     settings = Config.model_validate({"data": {"path": Path("data")}, "train": train})
     made.settings.write_text(settings.model_dump_json())
-    assert read_model(made.path).state == DONE
+    assert read_model(made.path).state == State.DONE
     more = ValidationSection(patience=2, better="higher")
     assert not progress_of(made).is_stale(more)
     of_another = ValidationSection(patience=1, monitor="auroc")
