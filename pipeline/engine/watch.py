@@ -20,7 +20,7 @@ from pipeline.journal.ledger import Ledger, has_ended
 from pipeline.journal.run_status import State
 from pipeline.journal.run_view import RunView, ViewReader
 from pipeline.records import EventKind
-from pipeline.units import format_seconds
+from pipeline.report.stage_lines import wait_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,17 +57,9 @@ def tell(run: RunView, config: Config, emit: Callable[..., Any] | None = None) -
             elif emit is not None:
                 emit(kind, **asdict(wait))
             if _is_first(folder, wait):
-                notify(config.cluster.notify, folder, wait.of, OVER if wait.is_over else BEGAN, message(wait))
+                notify(config.cluster.notify, folder, wait.of, OVER if wait.is_over else BEGAN, *wait_lines([wait]))
     if ledger is not None:
         ledger.close()
-
-
-def message(wait: Wait) -> str:
-    """Say what waits for what and what helps, or that it is over."""
-    who = f"{wait.of}: {wait.tasks} waiting" if wait.tasks else wait.of
-    if wait.is_over:
-        return f"{who} for {format_seconds(wait.lasted_s(wait.until))} ({wait.reason}): over"
-    return f"{who}: {wait.words} ({wait.reason})\n  next: {wait.remedy}"
 
 
 def _numbered(status: RunStatus, wait: Wait) -> Wait:

@@ -153,7 +153,7 @@ def leave_out(folder: RunFolder, stage: str, names: Iterable[str], reason: Reaso
 
 def refused_parts(folder: RunFolder | None, stage: str) -> dict[str, Why]:
     """Return what tasks of a stage could not make or read, by its key or its item's id, and why."""
-    events = LedgerReader(folder).fresh() if folder else ()
+    events = LedgerReader(folder, whole=False).fresh() if folder else ()
     refused = (event.data for event in events if event.kind is EventKind.REFUSED)
     return {part["key"]: (Reason(part["reason"]), part["detail"]) for part in refused if part["stage"] == stage}
 

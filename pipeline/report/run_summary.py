@@ -12,15 +12,15 @@ from pipeline.cluster.verdict import Cause
 from pipeline.command_line import Command
 from pipeline.journal.run_status import State
 from pipeline.journal.run_view import NO_SUPERVISOR
-from pipeline.report.stage_lines import found_damage, named_records, unit_of, validated_files
+from pipeline.report.stage_lines import found_damage, named_records, unit_of, validated_files, wait_lines
 from pipeline.report.tables import plural
 from pipeline.units import short_bytes, short_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pipeline.journal.attempts import Attempt
-    from pipeline.journal.run_status import RunStatus, StageStatus, Wait
+    from pipeline.journal.run_status import RunStatus, StageStatus
     from pipeline.journal.run_view import RunView
 
 MARKS = {
@@ -167,7 +167,7 @@ def doing(stage: StageStatus, run: RunView, pace: float) -> Iterator[str]:
     if (loss := stage.loss) is not None:
         yield f"loss {loss:.3g}"
     if reasons:
-        yield f"{plural(states.get('waiting', 0), 'task')} queued: {', '.join(reasons)}"
+        yield f"{plural(states.get(State.WAITING, 0), 'task')} queued: {', '.join(reasons)}"
     left_s = stage.measured().get("left_s") or ((stage.missing - done) / pace if pace > 0 else run.left_s(stage))
     if left_s and done:
         yield f"about {short_seconds(left_s)} left"
@@ -227,13 +227,9 @@ def _followed(stage: StageStatus, attempt: Attempt) -> str:
     return "; retried with half the batch" if following.shrink > now.shrink else "; retried"
 
 
-def held_lines(waits: Iterable[Wait]) -> list[str]:
+def held_lines(run: RunView) -> list[str]:
     """Say what waits for something that does not pass by itself, and what helps; an orphaned run says so itself."""
-    lines = []
-    for wait in (wait for wait in waits if wait.reason != NO_SUPERVISOR):
-        what = f"{plural(wait.tasks, 'task')} held" if wait.tasks else "held"
-        lines += [f"! {wait.of}: {what}: {wait.words} ({wait.reason})", f"  next: {wait.remedy}"]
-    return lines
+    return wait_lines(wait for wait in run.stuck if wait.reason != NO_SUPERVISOR)
 
 
 def ending(status: RunStatus, typed: Command, named: Sequence[str] = ()) -> list[str]:

@@ -67,7 +67,7 @@ def status_report(
     if not is_over:
         shown += [f"! the queue does not answer: {run.trouble}"] if run.trouble else []
         shown += [] if rows else [run.supervisor]
-    shown += [*held_lines(run.stuck), *(f"! {note}" for stage in status.in_order() for note in notes(stage))]
+    shown += [*held_lines(run), *(f"! {note}" for stage in status.in_order() for note in notes(stage))]
     shown += [run.account.line()] if run.account and run.account.is_low else []
     shown += ["", *ending(status, typed, named)] if status.state is State.DONE else []
     return [*shown, f"  Details: {Command.of('status', *named, '-v').in_project(typed)}"]
@@ -96,7 +96,7 @@ def run_report(
     """Show a run with every detail: what each stage made and used, and the story of its attempts."""
     status, shown = run.status, status_report(run, typed, width, paces)[:-1]
     shown += [f"  Supervisor: {run.supervisor}"] if run.supervisor and status.state in GOING_ON else []
-    shown += wait_lines((wait for wait in run.waits if wait.of not in status.stages), run.at)
+    shown += wait_lines((wait for wait in run.status.waits.values() if wait.is_over), run.at)
     shown += [run.account.line()] if run.account and not run.account.is_low else []
     rejected: Mapping[str, int] = {}
     for stage in status.in_order():
@@ -118,7 +118,6 @@ def run_report(
 def _progress(stage: StageStatus, run: RunView) -> Iterator[str]:
     """Yield the progress of a stage, its memory and its speed."""
     yield from tasks_line(stage, run)
-    yield from wait_lines((wait for wait in run.waits if wait.of == stage.name), run.at)
     yield from memory_line(stage)
     yield from script_figures(stage.figures)
     yield from so_far(stage)

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from pipeline.cluster.job_spec import SUPERVISE
 from pipeline.journal.run_status import State
 from pipeline.records import LOWEST_COSINE
 from pipeline.report.tables import plural, text_table
@@ -309,17 +308,14 @@ def tasks_line(stage: StageStatus, run: RunView) -> list[str]:
     return ["; ".join([f"tasks: {where}", *waits, *left])] if where else []
 
 
-def wait_lines(waits: Iterable[Wait], now: float) -> list[str]:
-    """Return what waits for what does not pass by itself, with what helps; then what did so before."""
+def wait_lines(waits: Iterable[Wait], now: float = math.inf) -> list[str]:
+    """Say what waits for something that does not pass by itself, and what helps; then what did so before."""
     lines = []
     for wait in sorted(waits, key=lambda wait: (wait.is_over, wait.since)):
-        lasted = format_seconds(wait.lasted_s(now)) if wait.since and math.isfinite(wait.until or now) else ""
-        noun = plural(wait.tasks, "task") if wait.of != SUPERVISE else "supervisor"
-        if wait.is_over:
-            lines.append(f"waited: {noun} for {lasted}: {wait.words} ({wait.reason})")
-        else:
-            since = f", for {lasted} so far" if lasted else ""
-            lines.append(f"WAITS: {noun}{since}: {wait.words} ({wait.reason})\n  next: {wait.remedy}")
+        lasted = f" for {format_seconds(wait.lasted_s(now))}" if wait.since and math.isfinite(wait.until or now) else ""
+        tasks = f"{plural(wait.tasks, 'task')} " if wait.tasks else ""
+        sign, how, then = ("", "waited", "") if wait.is_over else ("! ", "held", f"\n  next: {wait.remedy}")
+        lines.append(f"{sign}{wait.of}: {tasks}{how}{lasted}: {wait.words} ({wait.reason}){then}")
     return lines
 
 

@@ -320,7 +320,7 @@ def job_of(
 
 def damaged_items(folder: RunFolder) -> list[str]:
     """Return the items that a training left out when it found their records damaged."""
-    told = (event.data for event in LedgerReader(folder).fresh() if event.kind is EventKind.REFUSED)
+    told = (event.data for event in LedgerReader(folder, whole=False).fresh() if event.kind is EventKind.REFUSED)
     return sorted({data["key"] for data in told if data["reason"] == Reason.DAMAGED.value})
 
 
