@@ -282,7 +282,6 @@ def show_plan(project: Project, stages: list[str], executor: Executor, typed: Co
     """Print what each stage would do, and the scripts that `typed` would submit."""
     from pipeline.report import tables
     from pipeline.report.plan_tables import stages_report
-    from pipeline.stages import script as script_stage
     from pipeline.stages import table
     from pipeline.stages.jobs import plan_stage, script_outline
     from pipeline.units import format_bytes
@@ -291,7 +290,7 @@ def show_plan(project: Project, stages: list[str], executor: Executor, typed: Co
     plans = [plan_stage(project, table.stage(name, project.config), executor, folder=None) for name in stages]
     tables.show_parts(*stages_report(estimates(project, plans, executor, {})), "")
     for plan in (part for whole in plans for part in whole.parts()):
-        if script_stage.is_script(project.config, plan.stage.name):
+        if plan.stage.is_script:
             typer.echo("\n".join(script_outline(project, plan.stage, executor).lines()))
         elif plan.survey.shards and not plan.counts().get("unplanned"):
             typer.echo(f"{plan.title}: memory {plan.job.why}")
@@ -340,13 +339,12 @@ def print_plan(project: Project, stages: list[str], executor: Executor, note: st
 
 def _stage_json(project: Project, plan: StagePlan, executor: Executor) -> dict[str, Any]:
     """Return what a stage would do as JSON data."""
-    from pipeline.stages import script as script_stage
     from pipeline.stages.jobs import script_outline
 
     document: dict[str, Any] = {"stage": plan.title, "counts": plan.counts(), "disk_bytes": plan.survey.bytes}
     if plan.survey.parts:
         document["parts"] = [_stage_json(project, part, executor) for part in plan.parts()]
-    if script_stage.is_script(project.config, plan.stage.name):
+    if plan.stage.is_script:
         return document | {"script": script_outline(project, plan.stage, executor).to_json()}
     if not plan.survey.shards:
         return document

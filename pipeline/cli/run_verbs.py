@@ -36,6 +36,7 @@ from pipeline.stage_names import StageName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from typing import Any
 
     from pipeline.cluster.job_spec import Executor, Job
     from pipeline.config.schema import Config
@@ -81,7 +82,10 @@ def submit_command(
     pipeline submit train --sweep train.seed=0:5 --dry-run
     pipeline submit predict --model interface-153f919b
     """
+    import json
+
     from pipeline.cli.plan_verbs import print_plan, show_plan
+    from pipeline.config.load import from_resolved, with_settings
     from pipeline.project.project import Project
     from pipeline.stages.table import untrained
     from pipeline.upkeep.retention import register_use
@@ -97,20 +101,22 @@ def submit_command(
     if only and stage in ("all", StageName.REGENERATE):
         _refuse(f"takes a single stage, not {stage}", "--only", "train", "--only")
     sets = [*(sets or ()), *([f"cluster.executor={executor}"] if executor else ())]
-    loaded = load_config(config, sets)
-    if model is not None:
-        sets += _settings_of_model(stage, model, loaded.config)
-        loaded = load_config(config, sets)
     swept = _sweep_words(stage, sweep or (), sweep_file, prune)
-    if swept:
-        loaded = load_config(config, [*sets, *_settings_of_sweep(sweep or (), sweep_file, prune, loaded.config)])
-    project = Project.open(loaded.config, remember=not idle, beside=loaded.base_dir.absolute(), strict=True)
+    loaded = load_config(config, [*sets, *_settings_of_sweep(sweep or (), sweep_file, prune)])
+    if prune and not loaded.config.train.sweep.points:
+        _refuse("requires --sweep", "--prune", "train", "--sweep train.seed=0:5")
+    configured = loaded.config
+    if model is not None:
+        chosen = _settings_of_model(stage, model, configured)
+        sets += [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in chosen.items()]
+        configured = from_resolved(json.dumps(with_settings(configured.model_dump(mode="json"), chosen)))
+    project = Project.open(configured, remember=not idle, beside=loaded.base_dir.absolute(), strict=True)
     project, stages = _stages_of(project, stage, damage_list, only=only)
     if not stages:
         nothing = f"nothing to regenerate: no record in {damage_list} is missing"
         print_json({"stages": [], "scripts": {}}) if as_json else typer.echo(nothing)
         return
-    alone = ["--only"] if only and loaded.config.train.command is not None else []  # a script may want no other stage
+    alone = ["--only"] if only and configured.train.command is not None else []  # a script may want no other stage
     typed = typed_command(stage, config, sets, damage_list, [*swept, *alone])
     if accept_code:
         _accept_code(project)
@@ -150,7 +156,7 @@ def _checked(
             raise with_typed_command(error, typed) from None
 
 
-def _settings_of_model(stage: str, model: str, config: Config) -> list[str]:
+def _settings_of_model(stage: str, model: str, config: Config) -> dict[str, Any]:
     """Return what `--model` sets: the stage's checkpoint, and that what is predicted needs no labels."""
     from pipeline.planning.trained_model import place_of
     from pipeline.training.checkpoints.checkpoint import weights_file
@@ -161,7 +167,7 @@ def _settings_of_model(stage: str, model: str, config: Config) -> list[str]:
     place = place_of(config.train.models, model) or weights_file(model)
     if place is not None and place != config.train.models / model:
         model = str(place)  # whoever goes on with the run may stand elsewhere
-    return [f"train.{stage}.checkpoint={model}", *(["data.unlabelled=true"] if is_unlabelled else [])]
+    return {f"train.{stage}.checkpoint": model, **({"data.unlabelled": True} if is_unlabelled else {})}
 
 
 def _sweep_words(stage: str, sweep: Sequence[str], file: Path | None, prune: str | None) -> list[str]:
@@ -174,13 +180,13 @@ def _sweep_words(stage: str, sweep: Sequence[str], file: Path | None, prune: str
     return words
 
 
-def _settings_of_sweep(sweep: Sequence[str], file: Path | None, prune: str | None, config: Config) -> list[str]:
+def _settings_of_sweep(sweep: Sequence[str], file: Path | None, prune: str | None) -> list[str]:
     """Return what `--sweep`, `--sweep-file` and `--prune` set."""
-    from pipeline.planning.sweep_points import typed_points
+    points = list[str]()
+    if sweep or file:
+        from pipeline.planning.sweep_points import typed_points
 
-    points = [f"train.sweep.points={typed_points(sweep, file)}"] if sweep or file else []
-    if not points and not config.train.sweep.points:
-        _refuse("requires --sweep", "--prune", "train", "--sweep train.seed=0:5")
+        points = [f"train.sweep.points={typed_points(sweep, file)}"]
     return [*points, *([f"train.sweep.prune={prune}"] if prune else [])]
 
 
@@ -378,9 +384,7 @@ def _check_first(
         stage.inspect(project)
         if not stage.has_tasks:
             continue
-        _show_planning(stage, project, progress)
-        if stage.is_sweep:
-            _say_infeasible(project)
+        _plan(stage, project, progress)
         job = job_of(None, project.config, first_job(project, stage, executor))
         check(job)
         _warn_of_little(stage.name, job, stage.mem_bytes(project))
@@ -395,31 +399,23 @@ def _note(text: str) -> None:
     show_parts(f"! {text}", to_stderr=True)
 
 
-def _show_planning(stage: Stage, project: Project, progress: RunProgress) -> None:
-    """Show that a training is planned, which may take a while, and why an earlier training is not continued."""
-    from pipeline.planning.prepare import is_planned
-    from pipeline.stages.sweep import unplanned
+def _plan(stage: Stage, project: Project, progress: RunProgress) -> None:
+    """Plan a stage, which may take a while; print why an earlier training is not continued, and which have no plan."""
+    from pipeline.planning.trainings import plan_trainings, unplanned
     from pipeline.stages.train import novelty
 
-    if StageName.TRAIN not in (stage.name, *stage.needed(project.config)) or project.config.train.task is None:
+    trains = project.config.train.task is not None
+    if trains and StageName.TRAIN in (stage.name, *stage.needed(project.config)) and (names := unplanned(project)):
+        points = f"planning memory of {len(names):,} points…" if stage.are_apart(project.config) else ""
+        progress.planning(stage.name, points)
+    stage.plan(project)
+    if not trains or stage.name != StageName.TRAIN:
         return
-    if stage.is_sweep:
-        if points := unplanned(project):
-            progress.planning(stage.name, f"planning memory of {len(points):,} points…")
-        return
-    if not is_planned(project):
-        progress.planning(stage.name)
-    for line in novelty(project) if stage.name == StageName.TRAIN else ():
+    for line in () if stage.are_apart(project.config) else novelty(project):
         _note(line)
-
-
-def _say_infeasible(project: Project) -> None:
-    """Print which points of a sweep have no plan, why, and what helps; the others are trained."""
-    from pipeline.stages.sweep import plans_of
-
-    for plan in plans_of(project) or ():
-        if plan.prepared is None:
-            _note(f"train: {plan.name} is not trained, the others are: {plan.why}")
+    for training in plan_trainings(project) or ():
+        if training.prepared is None:
+            _note(f"train: {training.name} is not trained, the others are: {training.why}")
 
 
 def _warn_of_little(stage: str, job: Job, planned_bytes: int) -> None:

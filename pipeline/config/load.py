@@ -132,6 +132,19 @@ def dump_resolved(config: Config) -> str:
     return config.model_dump_json(indent=2) + "\n"
 
 
+def with_settings(plain: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration, as JSON data, with settings in it, by their whole names."""
+    changed: dict[str, Any] = json.loads(json.dumps(plain))
+    for key, value in settings.items():
+        *sections, last = key.split(".")
+        place = changed
+        for section in sections:
+            inner = place.get(section)  # within options there may be none
+            place[section] = place = inner if isinstance(inner, dict) else {}
+        place[last] = value
+    return changed
+
+
 def read_resolved(path: Path) -> Config:
     """Read the frozen configuration of a run."""
     try:

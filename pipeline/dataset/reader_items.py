@@ -17,6 +17,7 @@ from pipeline.errors import CacheDamaged, ConfigError, DataError, PipelineError,
 from pipeline.files import read_json, state_of
 from pipeline.journal.run_folder import runs_in
 from pipeline.keys import content_digest, is_settled
+from pipeline.project.project import once
 from pipeline.project.run_code import READER, load_reader, reading_digest, user_code_failed
 from pipeline.training.items.item_source import arrays_digest, as_arrays
 from pipeline.training.items.item_table import KIND, ItemTable
@@ -39,12 +40,11 @@ def is_reader(config: Config) -> bool:
     return config.data.source == "reader"
 
 
+@once
 def reader_of(project: Project) -> Reader:
     """Return the reader of a configuration."""
     data = project.config.data
-    return project.once(
-        READER.name, lambda: load_reader(data.reader or "", data.path, data.options, beside=project.beside)
-    )
+    return load_reader(data.reader or "", data.path, data.options, beside=project.beside)
 
 
 def refuse_unreadable(project: Project) -> EntriesTaken:

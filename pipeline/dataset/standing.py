@@ -22,6 +22,7 @@ from pipeline.dataset import worklist
 from pipeline.files import file_digest
 from pipeline.journal.attempts import left_out_items, refused_parts
 from pipeline.keys import KEY_BYTES, content_digest
+from pipeline.project.project import once
 from pipeline.project.run_code import package_digest
 from pipeline.records import Item
 from pipeline.stage_names import StageName
@@ -68,14 +69,15 @@ def recall_standing(
     """
     if folder is None or not project.only.is_all:
         return None
-    return project.once(f"standing {folder.name} {stage}", lambda: _recalled(project, folder, stage, recipe))
+    return _recalled(project, folder, stage, json.dumps(recipe, sort_keys=True, default=str))
 
 
-def _recalled(project: Project, folder: RunFolder, stage: str, recipe: Mapping[str, Any]) -> Standing | None:
+@once
+def _recalled(project: Project, folder: RunFolder, stage: str, recipe: str) -> Standing | None:
     root = project.config.cluster.runs / FOLDER
     if next(root.glob(f"{stage}-*"), None) is None:  # of a new project no file is looked at for this
         return None
-    place = root / _name(project, data_state(project, folder), stage, recipe)
+    place = root / _name(project, data_state(project, folder), stage, json.loads(recipe))
     try:
         result, keys = json.loads((place / RESULT).read_bytes()), (place / KEYS).read_bytes()
         if xxhash.xxh3_128_hexdigest(keys) != result["digest"] or not _verified(project, keys, result["kinds"]):
@@ -144,10 +146,15 @@ def remember_standing(
 
 def data_state(project: Project, folder: RunFolder, *, anew: bool = False) -> DataState:
     """Return how a run's data set stands, as it was when this was first asked, or `anew` as it is now."""
-    known = project.once(f"data {folder.name}", list[DataState])
+    known = _known_state(project, folder)
     if anew or not known:
         known[:] = [_state(project, folder)]
     return known[0]
+
+
+@once
+def _known_state(project: Project, folder: RunFolder) -> list[DataState]:  # noqa: ARG001 - whose it is
+    return []
 
 
 def _state(project: Project, folder: RunFolder) -> DataState:

@@ -23,7 +23,7 @@ from pipeline.project.project import cluster_name, profiles_of
 from pipeline.records import EventKind
 from pipeline.stage_names import StageName
 from pipeline.stages.jobs import candidates, first_job, job_of, limits_of, on_cards, recipe_name
-from pipeline.stages.script import is_script, script_of
+from pipeline.stages.script import script_of
 from pipeline.store.store import in_chunks
 from pipeline.units import format_seconds
 
@@ -166,7 +166,9 @@ class Dispatch:
         for number, ask in self._repaired(project, stage, status):
             if ask is not None:
                 asks[number] = ask
-            elif not stage.is_sweep:  # the stage will fail: running tasks may end, no more are submitted
+            elif not stage.are_apart(
+                project.config
+            ):  # the stage will fail: running tasks may end, no more are submitted
                 return
         first = self._planned(project, stage, status)
         for task in status.work.values():
@@ -224,7 +226,7 @@ class Dispatch:
                 is_shared=stage.together and not is_whole,
                 places=self._places(project, stage, task),
                 nodes=stage.resources(project.config).nodes,
-                has_batches=is_script(project.config, stage.name) and "micro_batch" in script_of(project.config).names,
+                has_batches=stage.is_script and "micro_batch" in script_of(project.config).names,
             )
             decision = decide(task.ended, means)
             if isinstance(decision, Split):

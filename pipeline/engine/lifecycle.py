@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.job_spec import format_ranges, parse_ranges
 from pipeline.command_line import Command, status_or_cancel
-from pipeline.config.load import dump_resolved, from_resolved
+from pipeline.config.load import dump_resolved, from_resolved, with_settings
 from pipeline.config.masking import without_secrets
 from pipeline.engine.dispatch import pieces
 from pipeline.engine.handover import STOPPED_CODE, claim_visit, supervisor_job
@@ -28,7 +28,7 @@ from pipeline.journal.run_folder import runs_in, writing_run
 from pipeline.journal.run_status import ENDED, State, StatusReader
 from pipeline.journal.run_view import view
 from pipeline.planning.prepare import DECISIVE
-from pipeline.planning.sweep_points import LISTED, named_points, with_settings
+from pipeline.planning.sweep_points import LISTED, named_points
 from pipeline.project.restriction import EVERYTHING, Only
 from pipeline.project.run_code import freeze, freeze_files, load_reader, sources
 from pipeline.project.user_code import encoder_code, task_code

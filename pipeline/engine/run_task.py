@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from pipeline.records import Reason, TaskReport
+    from pipeline.stages.stage import Stage
 
 PROGRESS_EVERY_S = 0.5
 WARNINGS_MOST = 20  # of a process, in the ledger
@@ -81,8 +82,10 @@ def run_task(words: Sequence[str]) -> int:
     for number in ENDING:
         signal.signal(number, _stop)
     arguments = _parse(words)
-    folder, row = RunFolder(Path(arguments.run)), table.known_stage(arguments.stage)
-    place = _place(arguments) if row.together else None
+    folder = RunFolder(Path(arguments.run))
+    config = from_resolved(folder.config.read_text())
+    stage = table.stage(arguments.stage, config)
+    place = _place(arguments) if stage.together else None
     part = (place.rank, place.world) if place else _part(arguments.part) if arguments.part else None
     writer = f"{arguments.stage}-{arguments.task:06d}" + (f"-{part[0]}" if part else "")
     facts: dict[str, Any] = {"stage": arguments.stage, "task": arguments.task, "attempt": arguments.attempt}
@@ -92,24 +95,23 @@ def run_task(words: Sequence[str]) -> int:
         leads = part is None or (part[0] == 0 and not arguments.part)
         if leads:
             ledger.emit(EventKind.TASK_STARTED, **facts, host=socket.gethostname())
-        config = from_resolved(folder.config.read_text())
-        remember, only = not row.only_looks, only_of(folder)
+        remember, only = not stage.only_looks, only_of(folder)
         project = Project.open(config, remember=remember, beside=folder.task_root, only=only)
-        if leads and row.kinds:
+        if leads and stage.kinds:
             update_indexes(project.cache, table.kinds_of(json.loads(folder.stages.read_text())), far_behind=True)
-        processes = table.stage(row.name, config).processes(project)
+        processes = stage.processes(project)
         if part is None and processes > 1:
             # Each of its processes sees all GPUs, as under torchrun
-            if script_stage.is_script(project.config, row.name):
+            if stage.is_script:
                 words = [*words, "--lent", os.environ.get(VISIBLE, "")]
-            return (_together if row.together else _fan_out)(words, folder, processes, ledger, facts)
-        if row.together:
+            return (_together if stage.together else _fan_out)(words, folder, processes, ledger, facts)
+        if stage.together:
             for number in ENDING:
                 signal.signal(number, _hear)
         if arguments.lent is not None:
             os.environ[VISIBLE] = arguments.lent
         with closing(GpuSampler.of_environment()) as gpus:
-            work_through(project, folder, arguments, part, News(ledger, facts, gpus), place=place, leads=leads)
+            work_through(stage, project, folder, arguments, part, News(ledger, facts, gpus), place=place, leads=leads)
     except script_stage.Ended as ended:
         if not ended.quiet:
             _record_end(ledger, facts, ended.what, ended.code, ended.trouble)
@@ -210,6 +212,7 @@ class News:
 
 
 def work_through(
+    stage: Stage,
     project: Project,
     folder: RunFolder,
     arguments: argparse.Namespace,
@@ -237,7 +240,7 @@ def work_through(
             part=part or (0, 1),
             place=place or RankPlace(0, 1),
         )
-        outcomes = table.stage(arguments.stage, project.config).work(project, folder, arguments.task, tell)
+        outcomes = stage.work(project, folder, arguments.task, tell)
         try:
             with closing(outcomes):  # closing it publishes finished work
                 for reason in outcomes:

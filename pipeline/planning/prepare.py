@@ -5,27 +5,28 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 
+from pipeline.codec import memo, recall
 from pipeline.command_line import Command
 from pipeline.config.schema_train import TrainSection
 from pipeline.dataset.loading import batches_of, made_table
 from pipeline.dataset.reader_items import is_reader
 from pipeline.dataset.reader_items import refuse_unreadable as inspect_entries
 from pipeline.errors import CacheDamaged, DataError, RecordMissing, WeightsUnusable
-from pipeline.files import write_whole
-from pipeline.journal.run_folder import writing_run
-from pipeline.keys import content_digest, recipe_tag
+from pipeline.keys import content_digest
 from pipeline.memory.history import torch_version
 from pipeline.planning.accepted_code import with_accepted_code
 from pipeline.planning.task_contract import GRAPH
 from pipeline.planning.training_work import Work, sizes_of
+from pipeline.project.project import once
 from pipeline.project.run_code import package_digest
-from pipeline.project.user_code import PLANS, TaskCode, task_code
+from pipeline.project.user_code import TaskCode, plans_folder, task_code
 from pipeline.training.items.item_source import NUMBERS
 from pipeline.training.items.item_table import ItemTable
 from pipeline.training.prepared import ModelFolder, Prepared, likeness, phase_plan
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from pipeline.training.prepared import PhasePlan
 
 NAME_DIGITS = 8
+PLAN = "plan"  # the name of what is remembered
 FEW_ITEMS = 3  # that a task is tried with
 # What decides the numbers that come out; what only decides speed, memory or how it is told, is not there.
 DECISIVE = (
@@ -53,37 +55,40 @@ UNPLANNED = {  # or told by what follows from it
 
 
 def prepare(project: Project) -> Prepared | None:
-    """Return the plan of the training that a configuration asks for; None while its graphs or files are not there."""
-    table = _table_to_train_on(project)
-    if table is None:
+    """Plan the training that a configuration asks for, once; None while its graphs or files are not there."""
+    if (table := _table_to_train_on(project)) is None:
         return None
-    key = _plan_key(project, table)
-    prepared = project.once(key, lambda: _remembered_or_planned(project, key, table))
-    return with_accepted_code(prepared, project.config.train.models)
+    return with_accepted_code(_prepared(project, table), project.config.train.models)
 
 
-def _remembered_or_planned(project: Project, key: str, table: str) -> Prepared:
-    """Return the plan of that key; make it, and write it down, where there is none."""
-    path = project.config.cluster.runs / PLANS / f"{key}.json"
-    prepared = Prepared.read_if_known(path)
-    if prepared is None:
-        prepared = _planned(project, table)
-        with writing_run(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(prepared.to_json()))
-    return prepared
+def known_plan(project: Project) -> Prepared | None:
+    """Return that plan where it was made before."""
+    if (table := _table_to_train_on(project)) is None:
+        return None
+    known = _prepared.known(project, table)
+    known = known or recall(plans_folder(project.config), PLAN, _asked(project, table), Prepared)
+    return known and with_accepted_code(known, project.config.train.models)
+
+
+@once
+def _prepared(project: Project, table: str) -> Prepared:
+    make = partial(_planned, project, table)
+    return memo(plans_folder(project.config), PLAN, _asked(project, table), make, Prepared)
 
 
 def is_planned(project: Project) -> bool:
     """Tell whether no plan needs to be traced now: it is remembered, or cannot be made yet."""
-    path = plan_file(project)
-    return path is None or path.exists()
+    return not has_input(project) or known_plan(project) is not None
 
 
-def plan_file(project: Project) -> Path | None:
-    """Return the file in which the plan is remembered; None while none can be made."""
-    table = _table_to_train_on(project)
-    return None if table is None else project.config.cluster.runs / PLANS / f"{_plan_key(project, table)}.json"
+def has_input(project: Project) -> bool:
+    """Tell whether what is trained on is there."""
+    return _table_to_train_on(project) is not None
+
+
+def plan_asked(project: Project) -> Mapping[str, Any]:
+    """Return everything that a plan follows from, once its input is there."""
+    return _asked(project, _table_to_train_on(project) or "")
 
 
 def _table_to_train_on(project: Project) -> str | None:
@@ -92,10 +97,9 @@ def _table_to_train_on(project: Project) -> str | None:
     return table if table is not None and all(path.exists() for path in code_of(project).reads) else None
 
 
-def _plan_key(project: Project, table: str) -> str:
-    """Return the key of a plan: a digest of everything that it follows from."""
-    asked = {**plan_facts(project, table), "embeddings": embeddings_used(project)}
-    return recipe_tag("plan", asked).hex() + content_digest(json.dumps(asked, sort_keys=True).encode()).hex()[:16]
+@once
+def _asked(project: Project, table: str) -> Mapping[str, Any]:
+    return {**plan_facts(project, table), "embeddings": embeddings_used(project)}
 
 
 def plan_facts(project: Project, table: str) -> dict[str, Any]:
@@ -121,6 +125,7 @@ def plan_facts(project: Project, table: str) -> dict[str, Any]:
 
 def _planned(project: Project, table: str) -> Prepared:
     """Plan a training."""
+    project.config.cluster.runs.mkdir(parents=True, exist_ok=True)  # where the plan is remembered
     from pipeline.planning.offers import Question
     from pipeline.planning.training_outlook import plan_training
 
@@ -208,15 +213,17 @@ def pathless(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+@once
 def files_digests(project: Project) -> list[str]:
-    """Return the digests of their content, whatever their paths."""
-    return project.once("files", lambda: [digest_of_files(path) for path in code_of(project).reads])
+    """Return the digests of the content of the files that the task reads, whatever their paths."""
+    return [digest_of_files(path) for path in code_of(project).reads]
 
 
+@once
 def pretrained_digest(project: Project) -> str | None:
     """Return the digest of the pretrained weights' content, whatever their path; None where none are configured."""
     path = project.config.train.pretrained
-    return None if path is None else project.once("pretrained", lambda: digest_of_files(path))
+    return None if path is None else digest_of_files(path)
 
 
 def digest_of_files(path: Path) -> str:
@@ -241,9 +248,10 @@ def training_name(task: str, recipe: Mapping[str, Any]) -> str:
     return f"{task.rpartition(':')[2].lower()}-{digest[:NAME_DIGITS]}"
 
 
+@once
 def code_of(project: Project) -> TaskCode:
     """Return the user's own code: when what it does to weights changes, it is another training."""
-    return project.once("task", lambda: task_code(project.config, project.beside))
+    return task_code(project.config, project.beside)
 
 
 def embeddings_used(project: Project) -> Mapping[str, Any]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from pipeline.command_line import Command
-from pipeline.config.load import dump_resolved
+from pipeline.config.load import dump_resolved, with_settings
 from pipeline.config.schema import FIELDS, PATHS, Config
 from pipeline.config.schema_parts import CONFLICT
 from pipeline.config.site_profiles import anchored
@@ -29,6 +29,7 @@ from pipeline.config.yaml_document import Document, explain
 from pipeline.dataset.reader_items import is_reader
 from pipeline.errors import ConfigError
 from pipeline.planning.prepare import DECISIVE
+from pipeline.project.project import once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,7 +48,7 @@ PLAIN = re.compile(r"[\w.+\-/~ ]+|\[.*\]|\".*\"|'.*'")  # what may stand in a YA
 EXAMPLE = Command.of("submit train --sweep train.seed=0:5 --sweep train.learning_rate=1e-4,3e-4")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Point:
     """One training of a sweep: what tells it from the others, in words, and its settings."""
 
@@ -161,9 +162,10 @@ def _mapping(point: Mapping[str, str]) -> str:
 # What it means
 
 
+@once
 def points_of(project: Project) -> tuple[Point, ...]:
     """Return the points of a configuration's sweep; none where it has none."""
-    return project.once("points of the sweep", lambda: points_in(project.config))
+    return points_in(project.config)
 
 
 def points_in(config: Config) -> tuple[Point, ...]:
@@ -236,19 +238,6 @@ def _config_at(base: Mapping[str, Any], settings: Mapping[str, Any], name: str) 
         raise _refused(problems, f"{SWEEP} {name}") from error
 
 
-def with_settings(plain: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration, as JSON data, with settings in it, by their whole names."""
-    changed: dict[str, Any] = json.loads(json.dumps(plain))
-    for key, value in settings.items():
-        *sections, last = key.split(".")
-        place = changed
-        for section in sections:
-            inner = place.get(section)  # within options there may be none
-            place[section] = place = inner if isinstance(inner, dict) else {}
-        place[last] = value
-    return changed
-
-
 def _problem(detail: ErrorDetails) -> str:
     """Return what is wrong with a point's settings, in words."""
     names = tuple(part for part in detail["loc"] if isinstance(part, str))
@@ -287,13 +276,14 @@ def value_as_written(value: Any) -> str:
     return str(value).rpartition("/")[2]
 
 
+@once
 def at(project: Project, point: Point) -> Project:
     """Return the project of one point; what does not follow from section `train` is shared."""
     if not is_reader(project.config):
         _ = project.encoding  # read once, for all points
-    other = replace(project, config=point.config, _made={})
+    other = replace(project, config=point.config, made_once={})
     vars(other).update({name: vars(project)[name] for name in ("graphs", "encoding") if name in vars(project)})
-    return project.once(f"project of {point.name}", lambda: other)
+    return other
 
 
 def named_points(name: str, names: Sequence[str], where: str = "--point") -> list[int]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pipeline import __version__
+from pipeline.codec import plain, read_plain, rebuilt
 from pipeline.command_line import Command, quoted
 from pipeline.config.load import from_resolved
 from pipeline.config.schema import Config
@@ -150,9 +151,9 @@ def _read(path: Path, checkpoint: str) -> TrainedModel:
             from pipeline.training.checkpoints.checkpoint import read_export
 
             card = read_export(path).data
-            prepared, settings = Prepared.from_json(card["prepared"]), json.dumps(card["settings"])
+            prepared, settings = rebuilt(Prepared, card["prepared"]), json.dumps(card["settings"])
         else:
-            prepared = Prepared.read(folder.prepared)
+            prepared = read_plain(folder.prepared, Prepared)
             settings = folder.settings.read_text() if folder.settings.is_file() else ""
     except (OSError, ValueError, TypeError, KeyError) as error:
         problem = f"this is no model's folder of this version: {type(error).__name__}: {error}"
@@ -216,7 +217,7 @@ def model_card(model: TrainedModel) -> dict[str, Any]:
         "killed": manifest.data.get(TRAINING, {}).get("killed", []),  # the same, as its process died on them
         **_evaluations(model.folder.evaluations),
         "pipeline": __version__,
-        "prepared": model.prepared.to_json(),
+        "prepared": plain(model.prepared),
     }
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -16,10 +17,12 @@ import xxhash
 
 from pipeline import __version__
 from pipeline.cluster.sbatch import PYTHON, inside, shell_word
+from pipeline.codec import memo
 from pipeline.command_line import ANY, DISTRIBUTION, Command
 from pipeline.encoder.weights import find_checkpoint
 from pipeline.errors import ConfigError, SubmissionRefused
-from pipeline.files import file_digest, write_whole
+from pipeline.files import file_digest
+from pipeline.project.user_code import plans_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -101,17 +104,8 @@ def digest_now(config: Config) -> str:
 def _digest_of_file(config: Config, image: Path) -> str:
     """Return the digest of an image's bytes, which are read again only when its file has changed."""
     facts = image.stat()
-    state = f"{image.absolute()}\0{facts.st_size}\0{facts.st_mtime_ns}\0{facts.st_ctime_ns}\0{facts.st_ino}"
-    kept = config.cluster.runs / ".profiles" / "images" / xxhash.xxh3_128(os.fsencode(state)).hexdigest()
-    with suppress(OSError):
-        if known := kept.read_text():
-            return known
-    digest = file_digest(image)
-    if config.cluster.runs.is_dir():
-        with suppress(OSError):
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(kept, digest)
-    return digest
+    state = [str(image.absolute()), facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino]
+    return memo(plans_folder(config), "image", {"file": state}, partial(file_digest, image), str)
 
 
 def _digest_of_folder(image: Path) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial, update_wrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Concatenate, Generic, ParamSpec, TypeVar
 
 from pipeline.cluster.local import LocalExecutor
 from pipeline.cluster.machine import Machine
@@ -45,56 +45,35 @@ if TYPE_CHECKING:
     from pipeline.cluster.job_spec import Executor
     from pipeline.config.schema import Config
     from pipeline.config.schema_cluster import Resources, SlotsSection
+    from pipeline.config.schema_parts import Section
     from pipeline.encoder.engine.encoder_source import EncoderSource
     from pipeline.store.store import Store
 
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _chosen(kind: type[T], section: Section, **more: Any) -> T:
+    """Return a value whose fields are settings of a section, by the same names, and what else is given."""
+    names = {entry.name for entry in fields(kind)} - more.keys()  # type: ignore[arg-type]  # a dataclass
+    return kind(**{name: getattr(section, name) for name in names}, **more)
 
 
 def source_spec(config: Config) -> SourceSpec:
     """Return the specification of the data set."""
-    data = config.data
-    return SourceSpec(
-        source=data.source,
-        path=data.path,
-        pattern=data.pattern,
-        structures_dir=data.structures_dir,
-        splits=data.splits,
-        state=data.state,
-        receptor_chains=data.receptor_chains,
-        ligand_chains=data.ligand_chains,
-        labels=data.labels,
-        unlabelled=data.unlabelled,
-        partners=data.partners,
-        limit=data.limit,
-    )
+    return _chosen(SourceSpec, config.data)
 
 
 def scan_recipe_of(config: Config) -> ScanRecipe:
     """Return the recipe by which structures are scanned."""
     chosen = config.structures
+    reads = {"seqres": chosen.sequence == "seqres", "b_factors": chosen.plddt != "none"}
     return ScanRecipe(
-        reading=FileReading(
-            chosen.model,
-            chosen.chain_names,
-            chosen.assembly,
-            seqres=chosen.sequence == "seqres",
-            b_factors=chosen.plddt != "none",
-        ),
-        policy=Policy(
-            chosen.altlocs,
-            chosen.modified,
-            chosen.require,
-            chosen.incomplete,
-            chosen.ligands,
-            chosen.plddt,
-            chosen.min_plddt,
-            chosen.low_plddt,
-            chosen.pae,
-        ),
+        reading=_chosen(FileReading, chosen, **reads),
+        policy=_chosen(Policy, chosen),
         max_residues=chosen.max_residues,
         max_file_bytes=chosen.max_file_bytes,
         ligand=config.data.ligand,
@@ -178,18 +157,8 @@ class Graphs:
 
 def graph_recipe(config: Config) -> GraphRecipe:
     """Return the recipe by which structures become graphs."""
-    chosen = config.graph
-    return GraphRecipe(
-        nodes=chosen.nodes,
-        neighbours=chosen.neighbours,
-        radius=chosen.radius,
-        cross_neighbours=chosen.cross_neighbours,
-        cross_radius=chosen.cross_radius,
-        contacts=chosen.contacts,
-        atom_radius=chosen.atom.radius,
-        hops=chosen.atom.hops,
-        hydrogens=chosen.atom.hydrogens,
-    )
+    atom = config.graph.atom
+    return _chosen(GraphRecipe, config.graph, atom_radius=atom.radius, hops=atom.hops, hydrogens=atom.hydrogens)
 
 
 def embedding_recipe(config: Config, weights: CheckpointFacts) -> EmbeddingRecipe:
@@ -297,7 +266,7 @@ class Project:
     beside: Path | None = None  # folder of the user's own modules
     only: Only = EVERYTHING  # records that may be made
     executor: Executor | None = None  # that runs its tasks, where one is open
-    _made: dict[str, Any] = field(default_factory=dict)
+    made_once: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
     def open(
@@ -322,13 +291,6 @@ class Project:
         shelves = ScanShelves(cache.kind("scan"), cache.kind("files"), config.cache.shard_bytes)
         source, recipe = source_spec(config), scan_recipe_of(config)
         return cls(config, source, recipe, shelves, cache, remember, beside, only=only, executor=executor)
-
-    def once(self, name: str, make: Callable[[], T]) -> T:
-        """Return what `make` gives, which is called for the first who asks by this name."""
-        if name not in self._made:
-            self._made[name] = make()
-        made: T = self._made[name]
-        return made
 
     @contextmanager
     def open_executor(self) -> Iterator[Executor]:
@@ -355,12 +317,31 @@ class Project:
         """The project as it is for each of its encoders, by name: as if it had that one alone."""
         if not self.config.embed.also:
             return {MAIN: self}
-        return {name: replace(self, config=self.config.of_encoder(name), _made={}) for name in self.config.encoders}
+        return {name: replace(self, config=self.config.of_encoder(name), made_once={}) for name in self.config.encoders}
 
     @property
     def encoders_read(self) -> list[Project]:
         """The same for the encoders whose embeddings items carry, in their order."""
         return [self.encoders[name] for name in self.config.encoders_read]
+
+
+class once(Generic[P, T]):  # noqa: N801 - a decorator
+    """Let a function of a project be called once for each, and for each of what else it is given."""
+
+    def __init__(self, make: Callable[Concatenate[Project, P], T]) -> None:
+        self._make = make
+        update_wrapper(self, make)
+
+    def __call__(self, project: Project, /, *more: P.args, **named: P.kwargs) -> T:
+        key = (self, *more, *named.items())
+        if key not in project.made_once:
+            project.made_once[key] = self._make(project, *more, **named)
+        made: T = project.made_once[key]
+        return made
+
+    def known(self, project: Project, /, *more: P.args, **named: P.kwargs) -> T | None:
+        """Return what was made before; None where nothing was."""
+        return project.made_once.get((self, *more, *named.items()))
 
 
 def local_machine(slots: SlotsSection) -> Machine:

@@ -12,18 +12,19 @@ import json
 import os
 import sys
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.machinery import PathFinder
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.codec import memo, recall, remember
 from pipeline.encoder.embedding_recipe import LETTERS
 from pipeline.encoder.engine import hugging_face
 from pipeline.encoder.weights import CheckpointFacts, sha256_of
 from pipeline.errors import ConfigError
-from pipeline.files import FileState, read_json, state_of, write_whole
+from pipeline.files import FileState, state_of
 from pipeline.keys import is_settled, recipe_key
 from pipeline.project.run_code import (
     PACKAGE,
@@ -47,7 +48,12 @@ if TYPE_CHECKING:
     from pipeline.protocol import Encoder
 
 PLANS = ".plans"  # of the runs: what was found out once
-_SEEN: dict[str, dict[str, Any]] = {}  # by this process, perhaps before there were runs
+_SEEN: dict[str, TaskCode] = {}  # by this process, perhaps before there were runs
+
+
+def plans_folder(config: Config) -> Path:
+    """Return the folder of what was found out once."""
+    return config.cluster.runs / PLANS
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,62 +65,51 @@ class TaskCode:
     files: tuple[tuple[str, Path], ...]
     reads: tuple[Path, ...] = ()  # files besides its items whose content decides what it says
     samples: int = 1  # answers that it draws for an item where its model is applied
+    listed: str = ""  # the digest of the names around the files that it reads; empty: it reads none
     asked: str = ""  # the digest of all that it follows from; empty where that is not known
 
-    def remembered(self, runs: Path, what: Any, make: Callable[[], int]) -> int:
+    def remembered(self, config: Config, what: Any, make: Callable[[], int]) -> int:
         """Return a number that follows from the task and `what`, as it was found out before, or as `make` finds it."""
         if not self.asked:
             return make()
-        path = runs / PLANS / f"{recipe_key('of task', {'task': self.asked, 'what': what}).hex()}.json"
-        known = read_json(path)
-        if not isinstance(known, int):
-            known = make()
-            keep(path, known)
-        return known
+        return memo(plans_folder(config), "of task", {"task": self.asked, "what": what}, make, int)
 
 
 def task_code(config: Config, beside: Path | None) -> TaskCode:
     """Return what is known of a configuration's task, which is loaded unless it was with these very files."""
-    train, runs = config.train, config.cluster.runs
-    named = named_files(train.task or "", beside)
-    asked = _asked_of_task(config, named) if named is not None else ""
-    path = runs / PLANS / f"{asked}.json"
-    if asked and named is not None and (asked in _SEEN or not is_imported(train.task or "")):
-        with suppress(KeyError, TypeError):  # of another version
-            facts = _SEEN.get(asked) or read_json(path) or {}
-            files = tuple((name, named[name]) for name in facts["files"])
-            reads = tuple(map(Path, facts["reads"]))
-            if facts["listed"] != (_names_around(reads, train) if facts["listed"] else ""):
-                raise KeyError("listed")  # it may read other files now
-            code = TaskCode(facts["trains"], facts["tells"], files, reads, facts["samples"], asked)
-            if not path.exists():
-                keep(path, facts)
-            return code
-    was_imported = is_imported(train.task or "")
+    train, folder = config.train, plans_folder(config)
+    named, was_imported = named_files(train.task or "", beside), is_imported(train.task or "")
+    if named is None:
+        return _loaded_task(train, beside)
+    asked = _asked_of_task(config, named)
+    kept = recall(folder, "task", {"of": asked}, TaskCode)
+    known = _SEEN.get(asked, None if was_imported else kept)
+    if known and known.listed == (known.listed and _names_around(known.reads, train)):  # it reads no other files now
+        if kept is None:
+            remember(folder, "task", {"of": asked}, known)
+        return replace(known, files=tuple((name, named[name]) for name, _ in known.files))
+    code = _loaded_task(train, beside)
+    is_ours = (train.task or "").startswith(f"{PACKAGE.name}.")
+    is_whole = bool(code.files or is_ours) and dict(code.files).items() <= named.items()
+    if was_imported or not is_whole or asked != _asked_of_task(config, named_files(train.task or "", beside)):
+        return code  # it is of an installed package, of elsewhere, or it changed meanwhile
+    _SEEN[asked] = replace(code, asked=asked)
+    return remember(folder, "task", {"of": asked}, _SEEN[asked])
+
+
+def _loaded_task(train: TrainSection, beside: Path | None) -> TaskCode:
+    """Load a task and return what it is."""
     task = load_task(train.task, train.options, beside=beside)
     _check_stages(train, beside)
-    files = tuple(sources(task))
-    code = TaskCode(
-        source_digest(task),
-        source_digest(task, without=()),
-        files,
-        reads=tuple(task.files_read()) if isinstance(task, ReadsFiles) else (),
+    reads = tuple(task.files_read()) if isinstance(task, ReadsFiles) else ()
+    return TaskCode(
+        trains=source_digest(task),
+        tells=source_digest(task, without=()),
+        files=tuple(sources(task)),
+        reads=reads,
         samples=task.rows_per_item if isinstance(task, Samples) else 1,
+        listed=_names_around(reads, train) if isinstance(task, ReadsFiles) else "",
     )
-    is_ours = PACKAGE in Path(inspect.getfile(type(task))).resolve().parents
-    is_whole = bool(files or is_ours) and named is not None and dict(files).items() <= named.items()
-    if (
-        was_imported
-        or not asked
-        or not is_whole
-        or asked != _asked_of_task(config, named_files(train.task or "", beside))
-    ):
-        return code  # it is of an installed package, of elsewhere, or it changed meanwhile
-    listed = _names_around(code.reads, train) if isinstance(task, ReadsFiles) else ""
-    plain = {"reads": list(map(str, code.reads)), "listed": listed, "samples": code.samples, "files": list(dict(files))}
-    _SEEN[asked] = {"trains": code.trains, "tells": code.tells, **plain}
-    keep(path, _SEEN[asked])
-    return replace(code, asked=asked)
 
 
 def _names_around(reads: Iterable[Path], train: TrainSection) -> str:
@@ -168,14 +163,6 @@ def _asked_of_task(config: Config, files: dict[str, Path] | None) -> str:
     return recipe_key("task", facts | {"python": sys.version}).hex()
 
 
-def keep(path: Path, found: Any) -> None:
-    """Write down what was found out, where there are runs at all."""
-    if path.parents[1].is_dir():
-        with suppress(OSError):
-            path.parent.mkdir(exist_ok=True)
-            write_whole(path, json.dumps(found))
-
-
 OWN = "own"  # the family of what a class encodes
 _MOST = {"width": 1_000_000, "layers": 10_000, "longest": 1_000_000_000}  # beyond them a number is a mistake
 _LEAST = {"width": 1, "layers": 1, "longest": 0}
@@ -187,31 +174,27 @@ class EncoderCode:
 
     facts: CheckpointFacts
     files: tuple[tuple[str, Path], ...]  # the user's own code
+    reads: tuple[FileState, ...]  # files that its options name
 
 
 def encoder_code(config: Config, beside: Path | None) -> EncoderCode:
     """Return what is known of a configuration's own encoder, which is loaded unless it was with these very files."""
-    embed = config.embed
+    embed, folder = config.embed, plans_folder(config)
     named, states = named_files(embed.encoder, beside), _states(embed.weights)
     asked = _asked_of_encoder(config, named, states)
-    path = config.cluster.runs / PLANS / f"{asked}.json"
     was_imported = is_imported(embed.encoder)  # perhaps from other bytes than those that one finds now
     if named is not None and not was_imported:
-        with suppress(KeyError, TypeError):  # of another version
-            known = read_json(path) or {}
-            files = tuple((name, named[name]) for name in known["files"])
-            if [list(state) for state in _states_of(map(Path, known["reads"]))] == list(known["reads"].values()):
-                return EncoderCode(CheckpointFacts(**known["facts"]), files)
+        known = recall(folder, "encoder", asked, EncoderCode)
+        if known and _states_of(Path(path) for path, *_ in known.reads) == list(known.reads):
+            return replace(known, files=tuple((name, named[name]) for name, _ in known.files))
     encoder = load_encoder(embed.encoder, embed.weights, embed.options, beside=beside)
-    files = tuple(sources(encoder))
     reads = _states_of(map(Path.absolute, _read(encoder)))
-    code = EncoderCode(_facts(config, encoder, states), files)
+    code = EncoderCode(_facts(config, encoder, states), tuple(sources(encoder)), tuple(reads))
     read = (*states, *_named_states(config), *reads)
     is_settled_all = all(is_settled(mtime_ns, ctime_ns) for *_, mtime_ns, ctime_ns in read)
-    is_whole = named is not None and dict(files).items() <= named.items()
+    is_whole = named is not None and dict(code.files).items() <= named.items()
     if is_settled_all and is_whole and not was_imported and asked == _asked_of_encoder(config, named, states):
-        reads_by_path = {state[0]: state for state in reads}
-        keep(path, {"facts": asdict(code.facts), "files": list(dict(files)), "reads": reads_by_path})
+        remember(folder, "encoder", asked, code)
     return code
 
 
@@ -296,9 +279,9 @@ def _of_unnamed(package: ModuleType) -> str:
     return digest_of([(path.name, path) for path in files or [Path(inspect.getfile(package))]])
 
 
-def _asked_of_encoder(config: Config, files: Mapping[str, Path] | None, states: list[FileState]) -> str:
-    """Return the digest of all that the facts follow from."""
-    facts: dict[str, Any] = {
+def _asked_of_encoder(config: Config, files: Mapping[str, Path] | None, states: list[FileState]) -> dict[str, Any]:
+    """Return all that the facts follow from."""
+    return {
         "read": _named_states(config),
         "encoder": config.embed.encoder,
         "cls": config.embed.cls,
@@ -309,7 +292,6 @@ def _asked_of_encoder(config: Config, files: Mapping[str, Path] | None, states: 
         "package": package_digest(),
         "python": sys.version,
     }
-    return recipe_key("encoder", facts).hex()
 
 
 def _named_states(config: Config) -> list[FileState]:

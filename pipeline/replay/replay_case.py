@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pipeline.codec import rebuilt
 from pipeline.command_line import Command
 from pipeline.config.load import read_resolved
 from pipeline.device.kinds import CPU
@@ -13,9 +13,9 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.journal.attempts import left_out_items
 from pipeline.planning.prepare import folder_of, task_sizes, trained_table
 from pipeline.planning.sweep_points import named_point
+from pipeline.planning.trainings import read_trainings, view_of
 from pipeline.project.project import Project
 from pipeline.stage_names import StageName
-from pipeline.stages.sweep import SweepStage, told_plans
 from pipeline.training.prepared import COST, Prepared
 
 if TYPE_CHECKING:
@@ -62,12 +62,14 @@ def find_case(folder: RunFolder, step: int, rank: int | None = None, point: str 
 def read_training_plan(plan: Mapping[str, Any], where: Path) -> Prepared:
     """Read a plan; refuse one of another version of this package, which cannot be replayed."""
     try:
-        return Prepared.from_json(plan)
-    except (KeyError, TypeError, AttributeError) as error:
-        what = f"the plan was written by another version of pipeline ({error})"
-        raise DataError(
-            what, where=str(where), remedy="replay it with the version of pipeline that trained it"
-        ) from error
+        return rebuilt(Prepared, plan)
+    except ValueError as error:
+        raise _of_another_version(error, where) from error
+
+
+def _of_another_version(error: ValueError, where: Path) -> DataError:
+    what = f"the plan was written by another version of pipeline ({error})"
+    return DataError(what, where=str(where), remedy="replay it with the version of pipeline that trained it")
 
 
 def _preference(bundle: Bundle) -> tuple[int, bool, int]:
@@ -91,13 +93,14 @@ def project_of_run(folder: RunFolder, point: str | None = None) -> tuple[Project
     """Return a run's project, by its frozen configuration, and the folder of what it, or a point of it, trains."""
     config = read_resolved(folder.config)
     project = Project.open(config, beside=folder.task_root, remember=False)
-    plan = folder.plan(StageName.TRAIN)
-    if not project.config.train.sweep.points:
-        return project, folder_of(project, read_training_plan(json.loads(plan.read_text()), plan))
-    plans = {told.name: told.prepared for told in told_plans(folder) if told.prepared is not None}
+    try:
+        trainings = read_trainings(folder)
+    except ValueError as error:
+        raise _of_another_version(error, folder.plan(StageName.TRAIN)) from error
+    plans = {training.name: training.prepared for training in trainings if training.prepared}
     names = list(plans)
-    name = names[named_point(point or "", names)]
-    return SweepStage().at(project, name), folder_of(project, plans[name])
+    name = names[named_point(point or "", names)] if names != [""] else ""
+    return view_of(project, name), folder_of(project, plans[name])
 
 
 # The share

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from pipeline.memory.planning.memory_plan import json_data
+from pipeline.codec import plain
+
+# By which a remembered plan is read again
+from pipeline.errors import PipelineError
+from pipeline.memory.footprint import MemoryPart
+from pipeline.memory.hardware.host_memory import HostNeed
+from pipeline.memory.history import Suggestion
+from pipeline.memory.lint import LintFinding
+from pipeline.memory.planning.memory_plan import Configuration, MemoryPlan, Offer, PlannedOffer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from pipeline.errors import PipelineError
-    from pipeline.memory.footprint import StandingFootprint
-    from pipeline.memory.hardware.host_memory import HostNeed
-    from pipeline.memory.history import Suggestion
-    from pipeline.memory.lint import LintFinding
-    from pipeline.memory.planning.memory_plan import Configuration, MemoryPlan, Offer, PlannedOffer
 
 PLANNING = "planning memory: tracing a training step, then small real steps on this CPU (seconds to minutes) ..."
 EVERY = "all items"  # the stage of a curriculum that has them
@@ -62,7 +63,9 @@ class TrainOutlook:
     plans: Mapping[str, MemoryPlan]  # by the stage of the curriculum, the last with all items
     kept: Mapping[str, int]  # by the same: micro-batches of a step that a rank keeps for its second pass
     ahead_bytes: Mapping[str, int]  # by the same: of the inputs that are copied while a step runs; 0: none are
-    standing: StandingFootprint
+    parameters: int  # how many numbers
+    trained: int  # how many of them are trained
+    standing: tuple[MemoryPart, ...]  # live between two steps
     evaluation_bytes: int | None  # live, of the largest micro-batch without gradients; None: unknown
     configurations: Sequence[Configuration]
     item: Mapping[str, int]  # of the configurations
@@ -103,24 +106,24 @@ class TrainOutlook:
             "sizes_from": self.sizes_from,
             "cards": [card.name for card in self.offer.cards],
             "ranks": self.offer.ranks,
-            "plans": {name: plan.to_json() for name, plan in self.plans.items()},
-            "parameters": self.standing.parameters,
-            "trained": self.standing.trained,
-            "standing": json_data(self.standing.parts),
+            "plans": {name: plain(plan) for name, plan in self.plans.items()},
+            "parameters": self.parameters,
+            "trained": self.trained,
+            "standing": plain(self.standing),
             "evaluation_bytes": self.evaluation_bytes,
             "item": dict(self.item),
-            "configurations": json_data(list(self.configurations)),
+            "configurations": plain(self.configurations),
             "alternatives": [
                 {**_alternative(planned), "waits_s": self.waits_s.get(planned.offer.name)}
                 for planned in self.alternatives
             ],
-            "host": {"parts": json_data(self.host.parts), "mem_bytes": self.mem.mem_bytes, "why": self.mem.why},
+            "host": {"parts": plain(self.host.parts), "mem_bytes": self.mem.mem_bytes, "why": self.mem.why},
             "job": {"cpus": self.cpus, "gpus": self.gpus, "nodes": self.nodes, "time_s": self.time_s},
             "train_s": self.train_s,
             "gpu_hours": self.train_s * self.offer.ranks / 3600 if self.gpus else 0.0,
             "pace": self.pace,
             "ignores_sizes": self.ignores_sizes,
-            "findings": [{**asdict(finding), "severity": finding.severity.value} for finding in self.findings],
+            "findings": plain(self.findings),
             "probed": [_probed(probed) for probed in self.probed],
         }
 

@@ -130,7 +130,7 @@ def training_report(plan: TrainOutlook) -> list[RenderableType]:
 def _verdict(plan: TrainOutlook) -> Iterator[str]:
     """Yield what is trained, how sure the plan is, and how a step is cut."""
     chosen = plan.plan
-    yield f"{plan.task}: {plural(plan.items, 'item')}, {plan.standing.parameters:,} parameters"
+    yield f"{plan.task}: {plural(plan.items, 'item')}, {plan.parameters:,} parameters"
     yield f"  fits with a probability of {chosen.probability.value:.0%} ({chosen.probability.origin.value})"
     holder = "GPU" if plan.gpus else "process"
     padded = "" if chosen.padding is None else f", at most {chosen.padding - 1:.0%} padding"

@@ -10,25 +10,24 @@ What was found is remembered beside the project, under the command, the files th
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
 import tempfile
 import time
 from bisect import bisect_right
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from threading import Timer
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.machine import card_names
 from pipeline.cluster.verdict import GO_ON
+from pipeline.codec import recall, remember
 from pipeline.command_line import quoted
 from pipeline.errors import ConfigError, JobFailed, PlanInfeasible
-from pipeline.files import read_json, write_whole
 from pipeline.script.command import Script, Values, parse_command, process_words
 from pipeline.script.script_process import STEP, run_script
 
@@ -96,10 +95,10 @@ def find_batch(
         raise ConfigError(
             problem, where=WHERE, remedy="pipeline find-batch --max 64 -- python train.py --batch {micro_batch}"
         )
-    memory = Path(FOLDER, f"{_key(script, sizes)}.json")
-    known = read_json(memory)
-    if known and not again:
-        return int(known["micro_batch"]), True
+    asked = _asked(script, sizes)
+    known = None if again else recall(Path(FOLDER), "batch", asked, int)
+    if known is not None:
+        return known, True
     tries: list[Try] = []
 
     def fits(size: int) -> bool:
@@ -113,15 +112,14 @@ def find_batch(
         raise PlanInfeasible(
             problem, where=WHERE, remedy="use a smaller model, activation checkpointing or a larger GPU"
         )
-    write_whole(memory, json.dumps({"micro_batch": found, "command": command, "tries": [asdict(one) for one in tries]}))
-    return found, False
+    return remember(Path(FOLDER), "batch", asked, found), False
 
 
-def _key(script: Script, sizes: Sequence[int]) -> str:
-    """Return the name under which an answer is remembered: all that decides it, as far as is known here."""
+def _asked(script: Script, sizes: Sequence[int]) -> dict[str, Any]:
+    """Return all that decides an answer, as far as is known here."""
     files = [sha256(Path(word).read_bytes()).hexdigest() if Path(word).is_file() else "" for word in script.words]
     machine = [card_names(), os.environ.get("SLURM_JOB_PARTITION"), version("torch")]
-    return sha256(json.dumps([script.words, files, repr(sizes), *machine]).encode()).hexdigest()[:16]
+    return {"words": script.words, "files": files, "sizes": repr(sizes), "machine": machine}
 
 
 def _tried(script: Script, size: int, steps: int, seconds: float, waits: Callable[[int], None]) -> Try:

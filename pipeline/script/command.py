@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.cluster.machine import THREADS
 from pipeline.cluster.verdict import GO_ON
+from pipeline.codec import read_if_whole, write_plain
 from pipeline.errors import ConfigError, JobFailed, PlanInfeasible
 from pipeline.files import read_json, write_whole
 from pipeline.journal.run_folder import writing_run
@@ -310,15 +311,15 @@ class Peers:
         """Record how this process ended."""
         path = self._path(self.place.rank)
         with writing_run(path):
-            write_whole(path, json.dumps(asdict(end)))
+            write_plain(path, end)
 
     def ends(self) -> dict[int, End]:
         """Return how each process ended, by rank, of those that have."""
         ends = {}
         os.listdir(self._folder)  # noqa: PTH208 - NFS caches that a name is missing, but not a listing
         for rank in range(self.place.world):
-            with suppress(OSError, ValueError):
-                ends[rank] = End(**json.loads(self._path(rank).read_text()))
+            if end := read_if_whole(self._path(rank), End):
+                ends[rank] = end
         return ends
 
     def await_ends(self, ending: Callable[[], int], *, well: bool) -> dict[int, End]:

@@ -58,7 +58,6 @@ class EmbedStage(Stage):
     kinds = ("embed", "weights", "parity", "limits")
     needs = (StageName.SCAN,)
     of_entries = False
-    process_per_gpu = True
     counts_items = False
 
     def inspect(self, project: Project) -> object:
@@ -93,6 +92,9 @@ class EmbedStage(Stage):
         survey = StageSurvey.together(parts) if len(parts) > 1 else parts[""]
         return replace(survey, counts={**survey.counts, "waiting": waiting})
 
+    def processes(self, project: Project) -> int:
+        return max(1, project.config.cluster.embed.gpus)
+
     def mem_bytes(self, project: Project) -> int:
         """Return the memory of a task: for each process the interpreter, the weights as loaded and as used, a batch.
 
@@ -100,7 +102,7 @@ class EmbedStage(Stage):
         """
         if len(project.encoders) > 1:
             return max(map(self.mem_bytes, project.encoders.values()))
-        dim, processes = project.encoding.weights.dim, max(1, project.config.cluster.embed.gpus)
+        dim, processes = project.encoding.weights.dim, self.processes(project)
         return processes * (BASE_BYTES + 2 * 4 * _parameters(project) + WORKING_TOKENS * dim * 64)
 
     def _kept_bytes(self, project: Project, task_bytes: int) -> int:

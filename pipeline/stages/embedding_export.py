@@ -127,7 +127,7 @@ def _of_encoder(project: Project, wanted: WantedExport) -> Project:
     if wanted.pool != CLS or config.embed.cls:
         return of_encoder
     embed = config.embed.model_copy(update={"cls": True})
-    return replace(of_encoder, config=config.model_copy(update={"embed": embed}), _made={})
+    return replace(of_encoder, config=config.model_copy(update={"embed": embed}), made_once={})
 
 
 def _refuse(project: Project, out: Path, wanted: WantedExport) -> None:

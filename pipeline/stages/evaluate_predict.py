@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from pipeline.command_line import Command
+from pipeline.codec import read_plain
 from pipeline.errors import ConfigError
 from pipeline.keys import content_digest
-from pipeline.planning.trained_model import DECIDED, named_model
 from pipeline.project.run_code import load_task
 from pipeline.protocol import PICTURES
 from pipeline.stage_names import StageName
-from pipeline.stages.apply import Application, ApplyStage, ModelUse
+from pipeline.stages.apply import ApplyStage, ModelUse
+from pipeline.training.evaluating.application import Application
+from pipeline.training.evaluating.results import (
+    Figures,
+    Predictions,
+    evaluate,
+    evaluation_parts,
+    evaluation_path,
+    predict,
+    prediction_parts,
+    read_evaluation,
+    read_predictions,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from pipeline.config.schema import Config
-    from pipeline.dataset.worklist import StageSurvey
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
-    from pipeline.records import TaskContext
     from pipeline.stages.stage import Outcomes
     from pipeline.training.evaluating.evaluator import ApplyJob
-    from pipeline.training.evaluating.results import Figures, Predictions
 
 
 @dataclass(slots=True)
@@ -49,18 +57,12 @@ class EvaluateStage(ApplyStage):
         return config.train.task is not None
 
     def _path(self, applied: Application) -> Path:
-        from pipeline.training.evaluating.results import evaluation_path
-
         return evaluation_path(applied.folder.evaluations, applied.split, applied.chosen, applied.made)
 
     def parts(self, project: Project, applied: Application) -> Path:  # noqa: ARG002
-        from pipeline.training.evaluating.results import evaluation_parts
-
         return evaluation_parts(self._path(applied))
 
     def read(self, project: Project, applied: Application) -> Figures | None:  # noqa: ARG002
-        from pipeline.training.evaluating.results import read_evaluation
-
         return read_evaluation(self._path(applied), applied.chosen, applied.made)
 
     def is_done(self, project: Project, applied: Application) -> bool:
@@ -70,14 +72,12 @@ class EvaluateStage(ApplyStage):
         shutil.rmtree(self.parts(project, applied), ignore_errors=True)
         return True
 
-    def apply(self, project: Project, applied: Application, job: ApplyJob) -> Outcomes:  # noqa: ARG002
-        from pipeline.training.evaluating.results import evaluate
-
-        return evaluate(job, applied.folder.evaluations, applied.split)
+    def apply(self, job: ApplyJob) -> Outcomes:
+        return evaluate(job)
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Evaluated:  # noqa: ARG002
         """Return loss and metrics, by the file about this checkpoint on these items."""
-        applied, judged = Application.read(folder.plan(self.name)), Evaluated()
+        applied, judged = read_plain(folder.plan(self.name), Application), Evaluated()
         made = self.read(project, applied) if applied.items else None
         judged.take(applied, made)
         if made is not None:
@@ -115,9 +115,9 @@ class PredictStage(ApplyStage):
 
     def inspect(self, project: Project) -> None:
         """Raise where nothing can be predicted, also for a task without outputs()."""
-        project = self._of_model(project)
         super().inspect(project)
-        if not self._says(project):
+        train = self.use(project).project.config.train
+        if not callable(getattr(load_task(train.task, train.options, beside=project.beside), "outputs", None)):
             what = "the task has no outputs(), so it cannot predict"
             remedy = "define outputs(self, model, batch) -> {name: an entry for each item}   (pipeline/protocol.py)"
             raise ConfigError(what, where="train.task", remedy=remedy)
@@ -125,29 +125,6 @@ class PredictStage(ApplyStage):
             from pipeline.training.evaluating.embedding_files import import_arrow
 
             import_arrow()
-
-    def _says(self, project: Project) -> bool:
-        """Tell whether the task has outputs()."""
-        train = project.config.train
-        return callable(getattr(load_task(train.task, train.options, beside=project.beside), "outputs", None))
-
-    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
-        return super().survey(self._of_model(project), folder, at_once)
-
-    def mem_bytes(self, project: Project) -> int:
-        return super().mem_bytes(self._of_model(project))
-
-    def gpu_bytes(self, project: Project) -> int:
-        return super().gpu_bytes(self._of_model(project))
-
-    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
-        return super().work(self._of_model(project), folder, task, tell)
-
-    def _of_model(self, project: Project) -> Project:
-        """Return the project with the task of the model that predicts for another one's training."""
-        if not project.config.train.predict.for_training:
-            return project
-        return project.once("project of the model that predicts", lambda: _with_task_of_model(project))
 
     def _folder(self, project: Project, applied: Application) -> Path:
         """Return the folder of a checkpoint's predictions for a data set, which no other ones share."""
@@ -158,24 +135,18 @@ class PredictStage(ApplyStage):
         return project.config.train.predict.folder / "-".join((model, data, applied.split or "all", of))
 
     def parts(self, project: Project, applied: Application) -> Path:
-        from pipeline.training.evaluating.results import prediction_parts
-
         return prediction_parts(self._folder(project, applied), applied.chosen, applied.made)
 
     def read(self, project: Project, applied: Application) -> Predictions | None:
-        from pipeline.training.evaluating.results import read_predictions
-
         verify_bytes = project.config.cache.verify_bytes
         return read_predictions(self._folder(project, applied), applied.chosen, applied.made, verify_bytes)
 
-    def apply(self, project: Project, applied: Application, job: ApplyJob) -> Outcomes:  # noqa: ARG002
-        from pipeline.training.evaluating.results import predict
-
-        return predict(job, applied.split)
+    def apply(self, job: ApplyJob) -> Outcomes:
+        return predict(job)
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Predicted:  # noqa: ARG002
         """Return the predictions, by the folder's own record of its files and their sizes."""
-        applied, judged = Application.read(folder.plan(self.name)), Predicted()
+        applied, judged = read_plain(folder.plan(self.name), Application), Predicted()
         made = self.read(project, applied) if applied.items else None
         judged.take(applied, made)
         if made is not None:
@@ -188,17 +159,3 @@ class PredictStage(ApplyStage):
             with (path / next(own, ALL)).open(encoding="utf-8", newline="") as file:
                 judged.lines = [line.rstrip("\r\n")[:LETTERS_SHOWN] for line in islice(file, LINES_SHOWN)]
         return judged
-
-
-def _with_task_of_model(project: Project) -> Project:
-    """Return a project whose task is that of the model it names, as that was trained."""
-    train = project.config.train
-    model = named_model(train.models, train.predict.checkpoint)
-    if model is None or model.config is None:
-        what = "predictions for training need an earlier model, but none is set"
-        raise ConfigError(
-            what, where="train.predict.checkpoint", remedy=Command.of("model list", then="   (then --set that key)")
-        )
-    theirs = {name: getattr(model.config.train, name) for name in DECIDED} | {"pretrained": None}
-    config = project.config.model_copy(update={"train": train.model_copy(update=theirs)})
-    return replace(project, config=config, _made={})

@@ -239,7 +239,7 @@ def first_job(
         recipe=recipe,
         nodes=resources.nodes,
         ranks=resources.ranks_per_node,
-        parallel=stage.parallel(project.config) if stage.is_sweep else 0,
+        parallel=stage.parallel(project.config) if stage.are_apart(project.config) else 0,
     )
     return _placed(project, stage, executor, job)
 
@@ -251,10 +251,9 @@ def _first_bytes(project: Project, stage: Stage, limits: Limits, planned_bytes: 
         return asked_bytes(resources, planned_bytes), "as configured"
     cluster = cluster_name(project.config)
     suggested = profiles_of(project.config).suggest(stage.name, recipe, cluster, planned_bytes=planned_bytes)
-    is_script = script_stage.is_script(project.config, stage.name)
-    least_bytes = 0 if is_script else planned_bytes  # a mere guess is no reason to refuse a small machine
+    least_bytes = 0 if stage.is_script else planned_bytes  # a mere guess is no reason to refuse a small machine
     mem_bytes = min(suggested.mem_bytes, max(limits.mem_bytes or suggested.mem_bytes, least_bytes))
-    return mem_bytes, script_stage.STATED if is_script and not suggested.tasks else suggested.why
+    return mem_bytes, script_stage.STATED if stage.is_script and not suggested.tasks else suggested.why
 
 
 def on_cards(project: Project, stage: Stage, executor: Executor, folder: RunFolder, job: StageJob) -> StageJob:

@@ -47,7 +47,8 @@ from pipeline.script.command import (
 from pipeline.script.script_process import STEP, run_script
 from pipeline.stage_names import StageName
 from pipeline.stages.stage import Stage
-from pipeline.stages.train import Trained, TrainStage
+from pipeline.stages.train import TrainStage
+from pipeline.stages.trained import Trained
 from pipeline.training.ranks import LOST
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class ScriptStage(Stage):
 
     name = StageName.TRAIN
     needs = TrainStage.needs
+    is_script = True
     of_sequences = False
     together = True
     counts_items = False

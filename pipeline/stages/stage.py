@@ -96,19 +96,21 @@ class Stage(ABC):
     needs: ClassVar[tuple[StageName, ...]] = ()  # stages that must have run before
     of_sequences: ClassVar[bool] = True  # whether it applies to bare sequences
     of_entries: ClassVar[bool] = True  # and to the items of a reader, which are no structures
-    process_per_gpu: ClassVar[bool] = False
     together: ClassVar[bool] = False  # its processes are ranks of one task, on as many nodes as it has
     counts_items: ClassVar[bool] = True  # else its work is counted in other units than items
     unit: ClassVar[str] = "item"  # of what is judged in the end
     may_be_empty: ClassVar[bool] = False  # having no item at all is no failure
     only_looks: ClassVar[bool] = False  # it changes no record of the cache
+    is_script: ClassVar[bool] = False  # it runs a script of the user's, whose processes see all GPUs of their node
     has_tasks: ClassVar[bool] = True  # else it only judges the results of earlier stages
-    is_sweep: ClassVar[bool] = False  # each task is a result of its own: one that fails ends no other
     lists_lines: ClassVar[bool] = False  # a task is a range of lines of its list, else of rows
 
     @abstractmethod
     def inspect(self, project: Project) -> object:
         """Raise when the input of the stage cannot be used."""
+
+    def plan(self, project: Project) -> None:  # noqa: B027
+        """Plan what its tasks need, which may take minutes and is remembered; most stages compute it at once."""
 
     @abstractmethod
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
@@ -158,6 +160,10 @@ class Stage(ABC):
         """Tell whether `submit all` includes it."""
         return True
 
+    def are_apart(self, config: Config) -> bool:  # noqa: ARG002
+        """Tell whether each task is a result of its own: one that fails ends no other."""
+        return False
+
     def is_for(self, config: Config) -> bool:
         """Tell whether it applies to the kind of data set that is configured."""
         if is_reader(config):
@@ -177,4 +183,4 @@ class Stage(ABC):
         resources = self.resources(project.config)
         if isinstance(resources, TrainResources):
             return resources.nodes * resources.ranks_per_node
-        return max(1, resources.gpus) if self.process_per_gpu else 1
+        return 1

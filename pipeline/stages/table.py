@@ -16,7 +16,6 @@ from pipeline.stages.graph import GraphStage
 from pipeline.stages.regenerate import RegenerateStage
 from pipeline.stages.scan import ReaderScanStage, ScanStage
 from pipeline.stages.script import ScriptStage, is_script
-from pipeline.stages.sweep import SweepStage
 from pipeline.stages.train import TrainStage
 from pipeline.stages.validate import ValidateStage
 from pipeline.store.cache_folder import RECIPES
@@ -55,8 +54,6 @@ def stage(name: str, config: Config) -> Stage:
     """Return the stage of that name, in the variant for the configured data set and code."""
     if name == StageName.SCAN and is_reader(config):
         return ReaderScanStage()
-    if name == StageName.TRAIN and config.train.sweep.points:
-        return SweepStage()
     return ScriptStage() if is_script(config, name) else known_stage(name)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections import Counter
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pipeline.codec import write_plain
 from pipeline.config.masking import without_secrets_in
 from pipeline.dataset.early_items import refuse_other_width, refuse_sequences, refuse_unknown_splits
 from pipeline.dataset.loading import rows_of, source_of
@@ -18,16 +18,14 @@ from pipeline.dataset.reader_items import refuse_crop, unmade
 from pipeline.dataset.worklist import Shard, StageSurvey, read_shard
 from pipeline.errors import ConfigError
 from pipeline.journal.attempts import left_out_items
-from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_folder import writing_run
+from pipeline.journal.run_status import State
 from pipeline.planning.accepted_code import FLAG
 from pipeline.planning.prepare import (
     code_of,
     folder_of,
-    items_of,
+    known_plan,
     phase_items,
-    prepare,
-    steps_of,
     tables_of,
     task_sizes,
     trained_table,
@@ -36,18 +34,36 @@ from pipeline.planning.prepare import (
 )
 from pipeline.planning.rank_setup import device_here, join_ranks, log_line, staged
 from pipeline.planning.training_work import Work, configs_of_stages
-from pipeline.project.run_code import blamed
-from pipeline.records import EventKind, Reason
+from pipeline.planning.trainings import (
+    known_plans,
+    plan_trainings,
+    read_trainings,
+    training_names,
+    view_of,
+    write_trainings,
+)
+from pipeline.project.run_code import blamed, load_task
 from pipeline.report.run_summary import OUT_OF_MEMORY
 from pipeline.stage_names import StageName
 from pipeline.stages.graph import remake_graph
-from pipeline.stages.stage import Judged, Stage
+from pipeline.stages.stage import Stage
+from pipeline.stages.trained import (
+    SweepResult,
+    Trained,
+    damaged_items,
+    progress_of,
+    prunes,
+    steps_left,
+    swept_so_far,
+    trained_so_far,
+    unvalidated,
+)
+from pipeline.training.loop.metrics_log import Pruned
 from pipeline.training.prepared import ModelFolder, Prepared
-from pipeline.training.state import TRAINING, TrainingState
 from pipeline.units import first_few
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from torch import nn
@@ -60,7 +76,6 @@ if TYPE_CHECKING:
     from pipeline.protocol import Task
     from pipeline.records import TaskContext
     from pipeline.stages.stage import Outcomes
-    from pipeline.training.checkpoints.checkpoint import Checkpoint
     from pipeline.training.checkpoints.model_claim import ModelClaim
     from pipeline.training.loop.metrics_log import MedianStop
     from pipeline.training.ranks import Ranks
@@ -73,13 +88,14 @@ CALLED = {"code": "the task's code", "table": "the data set", "embeddings": "the
 
 
 class TrainStage(Stage):
-    """A task, graphs and embeddings in, a trained model out."""
+    """A task, graphs and embeddings in, a trained model out; of a sweep, one for each point, each by a task."""
 
     name = StageName.TRAIN
     needs = (StageName.SCAN, StageName.EMBED, StageName.GRAPH)
     of_sequences = False
     together = True
     counts_items = False
+    may_be_empty = True  # a sweep whose points were cancelled before they had done a step
     unit = "step"
 
     def wanted(self, config: Config) -> bool:
@@ -89,45 +105,63 @@ class TrainStage(Stage):
         """Return the stages before it: also that which predicts what is trained on."""
         return (*self.needs, StageName.PREDICT) if config.train.predict.for_training else self.needs
 
+    def at(self, project: Project, name: str) -> Project:
+        """Return the project of a point."""
+        return view_of(project, name)
+
+    def are_apart(self, config: Config) -> bool:
+        return bool(config.train.sweep.points)
+
+    def parallel(self, config: Config) -> int:
+        return config.train.sweep.parallel if self.are_apart(config) else super().parallel(config)
+
     def inspect(self, project: Project) -> None:
         """Raise where nothing can be trained: there are no structures, or the task cannot be loaded."""
-        from pipeline.project.run_code import load_task
+        train = project.config.train
+        if prunes(project) and train.validation.split is None:
+            what = "pruning needs validations, but train.validation.split is null"
+            raise ConfigError(what, where="train.sweep.prune", remedy="set a split, or omit --prune")
+        refuse_sequences(project.config)
+        refuse_unknown_splits(project)
+        for view in (view_of(project, name) for name in training_names(project)):
+            refuse_crop(view.config)
+            code_of(view)
+            refuse_misfits(view, load_task(view.config.train.task, view.config.train.options, beside=project.beside))
 
-        config = project.config
-        refuse_sequences(config)
-        refuse_crop(config)
-        code_of(project)
-        if not self.is_sweep:  # whose points share a table
-            refuse_unknown_splits(project)
-        refuse_misfits(project, load_task(config.train.task, config.train.options, beside=project.beside))
+    def plan(self, project: Project) -> None:
+        plan_trainings(project)
 
-    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:  # noqa: ARG002 - one task
-        """Find how far the training is, and plan the rest."""
-        prepared = prepare(project)
-        if prepared is None:
-            return unprepared(project, folder)
-        progress = progress_of(folder_of(project, prepared))
-        left = (
-            0
-            if progress.is_over(prepared.epochs, project.config.train.validation)
-            else max(1, steps_of(project, prepared) - progress.done)
-        )
-        counts = NOTHING | {"items": progress.done + left, "cached": progress.done, "missing": left}
+    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:  # noqa: ARG002
+        """Find how far each training is, and plan the rest."""
+        trainings = plan_trainings(project)
+        if trainings is None:
+            return unprepared(project, folder, len(training_names(project)))
+        cached, shards = 0, list[Shard]()
+        for training in trainings:
+            if training.prepared is None:
+                continue
+            view = view_of(project, training.name)
+            made = folder_of(view, training.prepared)
+            progress = progress_of(made)
+            is_pruned = prunes(project) and Pruned.read(made, progress.epoch) is not None
+            cached += progress.done
+            if left := 0 if is_pruned else steps_left(view, training.prepared, progress):
+                shards.append(Shard(progress.done, progress.done + left, 1, of=training.name))  # which has no halves
         if folder is not None:
-            with writing_run(folder.plan(self.name)):
-                folder.plan(self.name).write_text(json.dumps(prepared.to_json()))
-        shards = (Shard(progress.done, progress.done + left, 1),) if left else ()  # one thing, which cannot be halved
-        return StageSurvey(counts, shards, bytes=0, cost=float(left))
+            write_trainings(folder, trainings)
+        missing = sum(shard.end - shard.start for shard in shards)
+        refused = sum(training.prepared is None for training in trainings)
+        counts = NOTHING | {"items": cached + missing, "cached": cached, "missing": missing, "refused": refused}
+        return StageSurvey(counts, tuple(shards), cost=float(missing))
 
     def mem_bytes(self, project: Project) -> int:
-        """Return the memory of a node: as planned, or a default until there is a plan."""
-        prepared = prepare(project)
-        return prepared.mem_bytes if prepared else project.config.cluster.train.ranks_per_node * UNPLANNED_BYTES
+        """Return the most memory that a node needs for any training, or a default until there is a plan."""
+        unplanned = project.config.cluster.train.ranks_per_node * UNPLANNED_BYTES
+        return max((prepared.mem_bytes for prepared in known_plans(project)), default=unplanned)
 
     def gpu_bytes(self, project: Project) -> int:
-        """Return the memory that a GPU must have at least, by the plan."""
-        prepared = prepare(project)
-        return max(phase.reserved_bytes for phase in prepared.phases) if prepared else 0
+        """Return the memory that a GPU must have at least for every training: all go to the same."""
+        return max((prepared.reserved_bytes for prepared in known_plans(project)), default=0)
 
     def recipe(self, project: Project) -> Mapping[str, Any]:
         """Return the choices under which measurements of its jobs are kept."""
@@ -136,24 +170,37 @@ class TrainStage(Stage):
 
     def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
         """Train, as one of the ranks."""
-        prepared = Prepared.read(folder.plan(self.name))
-        yield from train_there(project, folder, prepared, tell, read_shard(folder, self.name, task).start)
+        shard = read_shard(folder, self.name, task)
+        view = view_of(project, shard.of)
+        plans = {training.name: training.prepared for training in read_trainings(folder) if training.prepared}
+        own = plans.pop(shard.of)
+        prune = None
+        if prunes(project):
+            rivals = [folder_of(view, rival) for rival in plans.values()]
+            settings, grace = view.config.train.validation, project.config.train.sweep.grace
+            made = folder_of(view, own)
+            prune = MedianStop(made, rivals, settings.monitor, lower=settings.lower_is_better, grace=grace)
+        yield from train_there(view, folder, own, tell, shard.start, prune)
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Trained:  # noqa: ARG002
-        """Return the result of the training, by its newest intact checkpoint, every byte of which is read."""
-        judged = trained_so_far(project, Prepared.read(folder.plan(self.name)))
+        """Return the result of each training, by its newest intact checkpoint, every byte of which is read."""
+        plan, is_sweep = read_trainings(folder)[0].prepared, self.are_apart(project.config)
+        judged = trained_so_far(project, plan) if plan and not is_sweep else swept_so_far(project, folder)
         judged.left_out(damaged_items(folder))
         return judged
 
     def check(self, project: Project, folder: RunFolder, judged: Trained) -> list[str]:  # noqa: ARG002
-        """Return warnings about what was not validated, skipped items and recoveries from running out of memory."""
+        """Return warnings about what was not trained or validated, skipped items and recoveries of memory."""
+        rows = judged.points if isinstance(judged, SweepResult) else []
+        left = [row for row in rows if row["state"] in (State.CANCELLED, State.INFEASIBLE)]
         skipped = f"{judged.skipped:,} items are too large for any plan and were skipped (train.oversize: skip)"
         ooms = f"{OUT_OF_MEMORY} {judged.ooms:,} times; no step was lost   (pipeline replay {folder.name} shows where)"
         whose = "1 item was skipped: its" if judged.damaged == 1 else f"{judged.damaged:,} items were skipped: their"
         remedy = "pipeline cache repair --yes; move the model away to train again on all items"
         damaged = f"{whose} records in the cache are damaged ({first_few(judged.damaged_items)})   ({remedy})"
         counted = ((judged.skipped, skipped), (judged.ooms, ooms), (judged.damaged, damaged))
-        return [*judged.remarks, *(text for count, text in counted if count)]
+        untrained = [f"{row['name']} was not trained: {row['why']}" for row in left]
+        return [*untrained, *judged.remarks, *(text for count, text in counted if count)]
 
 
 def unprepared(project: Project, folder: RunFolder | None, tasks: int = 1) -> StageSurvey:
@@ -199,66 +246,6 @@ def _claimed(made: ModelFolder, folder: RunFolder) -> ModelClaim:
         return ModelClaim(made.writers, folder.path)
 
 
-def trained_so_far(project: Project, prepared: Prepared) -> Trained:
-    """Return the result of a training, by its newest intact checkpoint, every byte of which is read."""
-    from pipeline.training.checkpoints.checkpoint import CheckpointFolder
-    from pipeline.training.loop.metrics_log import read_epochs
-
-    made, settings = folder_of(project, prepared), project.config.train.validation
-    newest = latest(made)
-    identity = newest.sealed.identity if newest else {}
-    checkpoint = CheckpointFolder(made.checkpoints, last=1, best=0, identity=identity, tell=log_line).newest()
-    judged = Trained(folder=str(made.path), monitor=settings.monitor)
-    progress = TrainingState.from_json(checkpoint.data[TRAINING]) if checkpoint else TrainingState()
-    judged.left_out(sorted(progress.damaged))
-    if progress.killed:
-        remedy = "move the model away to train again on all items"
-        killed = first_few(sorted(progress.killed))
-        judged.remarks.append(f"trained without {killed}, on which its process died   ({remedy})")
-    judged.items = judged.steps = progress.done
-    judged.epochs = progress.epoch
-    if left := steps_left(project, prepared, progress):
-        judged.undone = left
-        judged.first_undone = f"step {progress.done + 1}"
-    epochs = read_epochs(made.path) if made.path.exists() else []
-    if epochs:
-        figures = [epoch.to_json() for epoch in epochs]
-        judged.course = course_of(figures, settings.monitor)
-        judged.last, judged.best = figures[-1], best_of(figures, settings.monitor, lower=settings.lower_is_better)
-        judged.remarks += unmonitored(figures, settings.monitor)
-        judged.ooms, judged.cropped = sum(epoch.ooms for epoch in epochs), max(epoch.cropped for epoch in epochs)
-        remedied = Counter[str]()
-        for epoch in epochs:
-            remedied.update(epoch.remedied)
-        judged.remedied = dict(sorted(remedied.items()))
-        judged.skipped = len(prepared.skipped)
-        if left_out := sum(epoch.left_out_steps for epoch in epochs):
-            made_steps = sum(epoch.steps for epoch in epochs)
-            what = f"{left_out:,} of {left_out + made_steps:,} steps were not finite and were skipped"
-            judged.remarks.append(f"{what} (train.nan: {project.config.train.nan})")
-    judged.remarks += unvalidated(project, prepared)
-    return judged
-
-
-def progress_of(folder: ModelFolder) -> TrainingState:
-    """Return how far a training has come, by its newest checkpoint."""
-    newest = latest(folder)
-    return TrainingState.from_json(newest.data[TRAINING]) if newest else TrainingState()
-
-
-def steps_left(project: Project, prepared: Prepared, progress: TrainingState) -> int:
-    """Return how many steps a training still needs; at least one unless it is over."""
-    is_over = progress.is_over(prepared.epochs, project.config.train.validation)
-    return 0 if is_over else max(1, steps_of(project, prepared) - progress.done)
-
-
-def latest(folder: ModelFolder) -> Checkpoint | None:
-    """Return the newest checkpoint by its manifest; None where there is none."""
-    from pipeline.training.checkpoints.checkpoint import latest_checkpoint
-
-    return latest_checkpoint(folder.checkpoints)
-
-
 def job_of(
     project: Project,
     folder: RunFolder,
@@ -289,7 +276,7 @@ def job_of(
     if ranks.rank == 0:
         with writing_run(made.path, "train.models"):
             made.path.mkdir(parents=True, exist_ok=True)
-            made.prepared.write_text(json.dumps(prepared.to_json()))
+            write_plain(made.prepared, prepared)
             made.settings.write_text(json.dumps(without_secrets_in(config.model_dump(mode="json")), indent=1))
     ranks.exchange({})
     device = device or device_here(config.cluster.train.gpus)
@@ -318,15 +305,9 @@ def job_of(
     )
 
 
-def damaged_items(folder: RunFolder) -> list[str]:
-    """Return the items that a training left out when it found their records damaged."""
-    told = (event.data for event in LedgerReader(folder, whole=False).fresh() if event.kind is EventKind.REFUSED)
-    return sorted({data["key"] for data in told if data["reason"] == Reason.DAMAGED.value})
-
-
 def novelty(project: Project) -> list[str]:
     """Return remarks on a training that begins: how it differs from an earlier one of its task, and what it lacks."""
-    prepared = prepare(project)
+    prepared = known_plan(project)
     if prepared is None or folder_of(project, prepared).path.exists():
         return []
     kind = prepared.name.rpartition("-")[0]
@@ -339,14 +320,6 @@ def novelty(project: Project) -> list[str]:
     way_back = f"   (to continue it: {FLAG})" if names == ["code"] else ""
     new = f"a new training: {changed} changed since {known[-1].parent.name}, which is kept{way_back}"
     return [new, *unvalidated(project, prepared)]
-
-
-def unvalidated(project: Project, prepared: Prepared) -> list[str]:
-    """Return a remark where no item is in the split that is to validate, though there are splits."""
-    table, wanted = items_of(project, prepared.table, None), project.config.train.validation.split
-    if wanted is None or wanted in table.splits or not any(table.splits):
-        return []
-    return [f"no validation: no item is in split {wanted!r} (train.validation.split); {table.named_splits()}"]
 
 
 def refuse_misfits(project: Project, task: Task) -> None:
@@ -411,7 +384,7 @@ def remember_peak(
         driver="",
         allocator=prepared.allocator,
         sizes="an epoch",
-        predicted_bytes=max(phase.reserved_bytes for phase in prepared.phases),
+        predicted_bytes=prepared.reserved_bytes,
         measured_bytes=peak_bytes,
         died=False,
         outside_bytes=total_bytes - free_bytes - card.memory("reserved"),
@@ -420,50 +393,3 @@ def remember_peak(
         at=time.time(),
     )
     record_peak(config, folder.name, peak)
-
-
-@dataclass(slots=True)
-class Trained(Judged):
-    """The result of a training."""
-
-    folder: str = ""
-    epochs: int = 0
-    steps: int = 0
-    last: dict[str, Any] = field(default_factory=dict)  # figures of the last epoch
-    best: dict[str, Any] = field(default_factory=dict)  # of the best epoch
-    course: list[float] = field(default_factory=list)  # the monitored figure, from the first epoch to the last
-    monitor: str = ""
-    ooms: int = 0
-    skipped: int = 0
-    damaged: int = 0  # items that were left out, now or in the runs before, as their records were damaged
-    damaged_items: list[str] = field(default_factory=list)  # these
-    cropped: int = 0
-    remarks: list[str] = field(default_factory=list)  # on its validations, and on what it was trained without
-    remedied: dict[str, int] = field(default_factory=dict)  # items for which each remedy was used, over all epochs
-
-    def left_out(self, items: Iterable[str]) -> None:
-        """Count items whose records were damaged, each once."""
-        self.damaged_items = sorted({*self.damaged_items, *items})
-        self.damaged = len(self.damaged_items)
-
-
-def course_of(epochs: list[dict[str, Any]], monitor: str) -> list[float]:
-    """Return the figures by `monitor` of the first epoch, the last and a few between."""
-    known = [value for epoch in epochs if (value := epoch["validation"].get(monitor)) is not None]
-    places = sorted({round(place * (len(known) - 1) / (COURSE - 1)) for place in range(COURSE)}) if known else []
-    return [known[place] for place in places]
-
-
-def unmonitored(epochs: list[dict[str, Any]], monitor: str) -> list[str]:
-    """Return a remark where validations have figures, and none that is to tell the best one."""
-    known = dict.fromkeys(name for epoch in epochs for name in epoch["validation"])
-    if not known or monitor in known:
-        return []
-    return [f"the validation has no metric {monitor!r} (train.validation.monitor); available: {', '.join(known)}"]
-
-
-def best_of(epochs: list[dict[str, Any]], monitor: str, *, lower: bool) -> dict[str, Any]:
-    """Return the figures of the best epoch by `monitor`; empty where no epoch has that."""
-    known = [epoch for epoch in epochs if epoch["validation"].get(monitor) is not None]
-    choose: Callable[..., dict[str, Any]] = min if lower else max
-    return choose(known, key=lambda epoch: epoch["validation"][monitor]) if known else {}

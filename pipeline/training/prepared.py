@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -88,31 +86,15 @@ class Prepared:
     def epochs(self) -> int:
         return sum(phase.epochs for phase in self.phases)
 
+    @property
+    def reserved_bytes(self) -> int:
+        """The memory that a GPU must have at least."""
+        return max(phase.reserved_bytes for phase in self.phases)
+
     def phase_of(self, epoch: int) -> int:
         """Return the index of the phase of an epoch, counted from 0; of later ones, the last."""
         ends = accumulate(phase.epochs for phase in self.phases)
         return next((index for index, end in enumerate(ends) if epoch < end), len(self.phases) - 1)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Prepared:
-        phases = tuple(PhasePlan(**phase) for phase in data["phases"])
-        texts = {name: tuple(data[name]) for name in ("remedies", "skipped", "notes")}
-        return cls(**{**data, "phases": phases, **texts})
-
-    @classmethod
-    def read(cls, path: Path) -> Prepared:
-        """Read what was written as JSON."""
-        return cls.from_json(json.loads(path.read_text()))
-
-    @classmethod
-    def read_if_known(cls, path: Path) -> Prepared | None:
-        """Read what was written as JSON; None where there is nothing whole of this version."""
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            return cls.read(path)
-        return None
 
 
 def in_bounds(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pipeline.codec import plain
 from pipeline.errors import DataError
 from pipeline.training.loss_terms import added, sums_by_name
 
@@ -78,13 +79,7 @@ class TrainingState:
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON data."""
-        return asdict(self) | {name: sorted(getattr(self, name)) for name in ("poisoned", "damaged", "killed")}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> TrainingState:
-        """Read what `to_json` returned."""
-        sets = {name: set(data[name]) for name in ("poisoned", "damaged", "killed")}
-        return cls(**{**data, **sets, "totals": EpochTotals(**data["totals"])})
+        return {**plain(self), **{name: sorted(getattr(self, name)) for name in ("poisoned", "damaged", "killed")}}
 
     def follow(self, monitor: str) -> None:
         """Watch a metric; what is known of another one says nothing about it."""

@@ -15,16 +15,17 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
+from pipeline.codec import read_plain
 from pipeline.command_line import Command
 from pipeline.config.load import read_resolved
 from pipeline.config.schema_train import ValidationSection
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.journal.run_status import State
+from pipeline.planning.trainings import read_trainings
 from pipeline.report.html.charts import COLOURS, SMALL, Chart, Line, Size, figure, line_chart, whole_axis
 from pipeline.report.html.html_page import render
 from pipeline.report.tables import plural, table_of
-from pipeline.stages.sweep import told_plans
-from pipeline.stages.train import progress_of
+from pipeline.stages.trained import progress_of
 from pipeline.training.loop.metrics_log import Pruned, read_epochs
 from pipeline.training.prepared import ModelFolder, Prepared
 
@@ -244,18 +245,12 @@ def compared_page(shown: Comparison) -> str:
 def models_of_run(folder: RunFolder) -> list[ComparedModel]:
     """Return the trainings of a run that have begun; none where it trains nothing."""
     try:
-        told = json.loads(folder.plan(TRAIN).read_text())
-    except (OSError, ValueError):
+        trainings = read_trainings(folder)
+    except (OSError, ValueError):  # it trains nothing, or its plan is of another version
         return []
     models = read_resolved(folder.config).train.models
-    with suppress(TypeError, KeyError):  # a plan of another version
-        if "points" not in told:
-            return list(_begun(models / Prepared.from_json(told).name))
-        plans = [plan for plan in told_plans(folder) if plan.prepared is not None]
-        return [
-            model for plan in plans if plan.prepared for model in _begun(models / plan.prepared.name, point=plan.name)
-        ]
-    return []
+    planned = [(training.name, training.prepared.name) for training in trainings if training.prepared]
+    return [model for point, name in planned for model in _begun(models / name, point=point)]
 
 
 def _begun(path: Path, point: str = "") -> Iterator[ComparedModel]:
@@ -267,8 +262,8 @@ def read_model(path: Path, point: str = "") -> ComparedModel:
     """Return a training by its folder; raise ConfigError if it is not a model's folder."""
     made = ModelFolder(path)
     try:
-        prepared = Prepared.read(made.prepared)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        prepared = read_plain(made.prepared, Prepared)
+    except (OSError, ValueError) as error:
         what = f"not a model's folder ({type(error).__name__}: {error})"
         raise ConfigError(
             what, where=str(path), remedy=Command.of("model list", then="   (or the name of a run)")

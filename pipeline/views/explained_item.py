@@ -25,6 +25,7 @@ from pipeline.files import csv_cell
 from pipeline.journal.run_folder import runs_in
 from pipeline.journal.run_status import State
 from pipeline.keys import content_digest, tagged_key
+from pipeline.project.project import once
 from pipeline.records import Inventory, Item, Rejection
 from pipeline.stage_names import StageName
 from pipeline.stages.embedded import name_of, refusal
@@ -279,9 +280,12 @@ def _told(inventory: Inventory) -> str:
 
 def _recipes(project: Project, kind: str) -> list[Mapping[str, Any]]:
     """Return the recipes of a kind of records that the cache has described, and those under it."""
-    layers = (project.cache, *project.cache.under)
-    described = project.once("recipes", lambda: [known for layer in layers for known in layer.described()])
-    return [recipe for _, of_kind, recipe in described if of_kind == kind]
+    return [recipe for _, of_kind, recipe in _described(project) if of_kind == kind]
+
+
+@once
+def _described(project: Project) -> list[tuple[bytes, str, Mapping[str, Any]]]:
+    return [known for layer in (project.cache, *project.cache.under) for known in layer.described()]
 
 
 def _record(

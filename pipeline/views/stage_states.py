@@ -11,14 +11,14 @@ from pipeline.command_line import Command
 from pipeline.dataset.loading import made_table
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.journal.run_status import State
-from pipeline.planning.prepare import folder_of, is_planned, prepare, recipe_of
+from pipeline.planning.prepare import folder_of, known_plan, recipe_of
+from pipeline.planning.trainings import unplanned
 from pipeline.report.stage_graph import StageBox
 from pipeline.report.stage_lines import unit_of
 from pipeline.report.tables import plural
 from pipeline.stage_names import StageName
 from pipeline.stages import table
-from pipeline.stages.script import is_script
-from pipeline.stages.train import progress_of
+from pipeline.stages.trained import progress_of
 from pipeline.views.why import Because, Recorded, SettingChange, changes_between, why_stage
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def stage_needs(config: Config, names: Sequence[str]) -> dict[str, tuple[str, ..
 def explain_stage(project: Project, name: str, needs: tuple[str, ...] = ()) -> StageExplained:
     """Return the state of a stage, and why it has work."""
     stage = table.stage(name, project.config)
-    if name == StageName.TRAIN and not is_script(project.config, name):
+    if name == StageName.TRAIN and not stage.is_script:
         return explain_training(project, needs)
     try:
         counts = _counts(project, stage)
@@ -97,7 +97,7 @@ def explain_stage(project: Project, name: str, needs: tuple[str, ...] = ()) -> S
 
 def _counts(project: Project, stage: Stage) -> Mapping[str, int]:
     """Return the counts of a stage, without planning a training for them."""
-    if stage.together and not is_script(project.config, stage.name) and not is_planned(project):
+    if stage.together and not stage.is_script and unplanned(project):
         return {"unplanned": 1}
     return stage.survey(project, None, 1).counts
 
@@ -128,7 +128,7 @@ def explain_training(project: Project, needs: tuple[str, ...] = ()) -> StageExpl
         what = "no task is set, so nothing is trained"
         raise ConfigError(what, where="train.task", remedy="--set train.task=package.module:Name")
     whole = made_table(project)
-    prepared = prepare(project) if whole is not None and is_planned(project) else None
+    prepared = known_plan(project) if whole is not None else None
     if prepared is not None and (folder := folder_of(project, prepared)).path.exists():
         return _begun(project, needs, progress_of(folder), prepared.epochs, prepared.name)
     recipe = prepared.recipe if prepared else recipe_of(project, whole or "", "")

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from pipeline.codec import read_if_whole
+from pipeline.planning.trainings import Training as Planned
 from pipeline.report.html.charts import thinned
 from pipeline.training.loop.metrics_log import STEP, read_epochs, read_figures
 from pipeline.training.prepared import ModelFolder, Prepared
@@ -73,7 +75,8 @@ class Training:
 
 def training_of(folder: RunFolder, config: Config, stage: StageStatus | None) -> Training | None:
     """Return what is known of the training of a run; None where it has no plan that this version can read."""
-    prepared = Prepared.read_if_known(folder.plan(TRAIN))
+    trainings = read_if_whole(folder.plan(TRAIN), tuple[Planned, ...]) or ()
+    prepared = trainings[0].prepared if len(trainings) == 1 else None
     if prepared is None:
         return None
     made = ModelFolder(config.train.models / prepared.name)

@@ -126,7 +126,7 @@ def test_a_job_that_is_refused_without_the_nodes_that_failed_is_submitted_to_all
     assert submitted == [("n1",), ()]
 
 
-def test_of_ranks_only_that_which_died_is_said_to_have_been_on_anything(config_of, monkeypatch):
+def test_of_ranks_only_that_which_died_is_said_to_have_been_on_anything(config_of):
     """Else the items of the others look as guilty as the one that kills, however often it is tried one at a time."""
     project = Project.open(config_of(**RANKS))
     told = Told(project.config.cluster.runs, "train", tasks=1)
@@ -140,11 +140,10 @@ def test_of_ranks_only_that_which_died_is_said_to_have_been_on_anything(config_o
             raise end
             yield
 
-        stage = SimpleNamespace(work=outcomes)
-        monkeypatch.setattr(run_task.table, "stage", lambda *_: stage)
+        stage = cast("Any", SimpleNamespace(work=outcomes))
         arguments = Namespace(stage="train", task=0, attempt=1, mem=0, shrink=0, careful=False)
         with closing(Ledger(told.folder, f"train-000000-{rank}")) as ledger, pytest.raises(type(end)):
-            run_task.work_through(project, told.folder, arguments, (rank, 3), run_task.News(ledger, {}))
+            run_task.work_through(stage, project, told.folder, arguments, (rank, 3), run_task.News(ledger, {}))
 
     work(0, RankLost("rank 1 died without a word"))
     work(1, Ended())

@@ -247,7 +247,13 @@ def test_a_full_disk_under_the_run_does_not_change_how_a_task_that_is_told_to_en
     real = os.write
 
     def is_told(
-        _project: object, _folder: object, _arguments: object, _part: object, news: run_task.News, **_: object
+        _stage: object,
+        _project: object,
+        _folder: object,
+        _arguments: object,
+        _part: object,
+        news: run_task.News,
+        **_: object,
     ) -> None:
         monkeypatch.setattr(ledger.os, "write", full)
         news.tell(EventKind.PROGRESS, TaskReport())

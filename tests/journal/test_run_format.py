@@ -52,7 +52,7 @@ def test_every_verb_refuses_a_run_of_a_newer_format(pipeline: Command, tmp_path:
 
 def test_every_verb_says_that_the_configuration_of_a_run_is_gone(pipeline: Command, tmp_path: Path) -> None:
     run = a_run(make_project(tmp_path, 1).folder / "runs")  # which has no config.json
-    run.plan("train").write_text("{}")  # for `compare`
+    run.plan("train").write_text("[]")  # for `compare`
     page = ("report", "--html", "page.html")
     for verb, *words in (("cancel",), ("resume",), ("report",), page, ("replay", "--step", "1"), ("compare",)):
         done = pipeline(verb, run.name, *words)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.codec import plain
 from pipeline.config.load import dump_resolved
 from pipeline.config.schema import Config
 from pipeline.journal.run_folder import RunFolder, runs_in
@@ -138,7 +139,7 @@ def test_models_of_other_numbers_of_epochs_are_no_seeds_of_one_another(tmp_path:
         prepared = prepared_of([phase])
         recipe = {"seed": seed, "epochs": None}  # under a constant schedule more epochs are a longer training
         (tmp_path / name).mkdir()
-        ModelFolder(tmp_path / name).prepared.write_text(json.dumps({**prepared.to_json(), "recipe": recipe}))
+        ModelFolder(tmp_path / name).prepared.write_text(json.dumps({**plain(prepared), "recipe": recipe}))
     told = compared([read_model(path) for path in sorted(tmp_path.iterdir())], "loss", lower=True)
     assert [list(group.models) for group in told.groups] == [["a", "b"], ["c"]]
 
@@ -148,7 +149,7 @@ def test_a_table_is_named_by_its_file_and_not_by_its_digest_alone(tmp_path: Path
         (tmp_path / name).mkdir()
         made = ModelFolder(tmp_path / name)
         table = name * 32
-        told = {**prepared_of([PhasePlan("all", 2, 1, 1, 1, 1, {"item": 1.0})]).to_json(), "table": table}
+        told = {**plain(prepared_of([PhasePlan("all", 2, 1, 1, 1, 1, {"item": 1.0})])), "table": table}
         made.prepared.write_text(json.dumps(told | {"recipe": {"table": table}}))
         data = {"source": "manifest", "path": tmp_path / f"{name}.csv"}
         made.settings.write_text(dump_resolved(Config.model_validate({"data": data})))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
 
 from pipeline.cluster.verdict import Cause
 from pipeline.config.load import dump_resolved, read_config
 from pipeline.journal.attempts import Ask, Attempt
+from pipeline.planning.trainings import Training, write_trainings
 from pipeline.records import EventKind
 from pipeline.training.loop.metrics_log import Epoch, MetricRange, MetricsLog
 from pipeline.training.prepared import ModelFolder, PhasePlan, Prepared
@@ -85,7 +85,7 @@ def trained(folder: Path, epochs: int = 30, later: int = 0) -> Told:
     prepared = Prepared(
         "own-0123", {}, "00", "bf16", False, False, False, (phase,), 20 * GIB, 0.02, 1, 4, 8 * GIB, "planned", ""
     )  # fmt: skip
-    told.folder.plan("train").write_text(json.dumps(asdict(prepared)))
+    write_trainings(told.folder, (Training("", prepared),))
     config = read_config(folder / "pipeline.yaml").config
     made = ModelFolder(config.train.models / prepared.name)
     with closing(MetricsLog(made.path)) as figures:

@@ -5,8 +5,7 @@ Shapes: N items, M micro-batches of an epoch, S names of sizes.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,8 @@ import numpy as np
 
 from pipeline.command_line import Command
 from pipeline.errors import ConfigError, DataError
-from pipeline.memory.footprint import Provenance
+from pipeline.memory.footprint import Margin, MemoryChoice, MemoryPart, Provenance
+from pipeline.memory.hardware.gpus import Device
 from pipeline.protocol import ITEMS
 
 if TYPE_CHECKING:
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.memory.footprint import Floats, Integers, Margin, MemoryChoice, MemoryPart
-    from pipeline.memory.hardware.gpus import Device
+    from pipeline.memory.footprint import Floats, Integers
 
     Table = Mapping[str, Integers]  # one value an item, by the size's name
     # Cuts epochs into micro-batches as training will, by sizes, costs, a budget in bytes, and ranks: of summed costs,
@@ -336,10 +335,6 @@ class MemoryPlan:
         """Return the cost of items by their sizes; none is above the budget."""
         return self.cost_model.cost(sizes, self.budget_bytes)
 
-    def to_json(self) -> dict[str, Any]:
-        data: dict[str, Any] = json_data(self)
-        return data
-
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
@@ -380,10 +375,3 @@ class PlannedOffer:
         if self.plan is None:
             return None
         return Figure(self.plan.gpu_hours.value / self.offer.ranks, Provenance.ASSUMED)
-
-
-def json_data(value: Any) -> Any:
-    """Return a value as plain JSON data; it may contain dataclasses and NumPy numbers."""
-    return json.loads(
-        json.dumps(value, default=lambda entry: entry.item() if isinstance(entry, np.generic) else asdict(entry))
-    )

@@ -21,7 +21,7 @@ import os
 import re
 import secrets
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -271,13 +271,6 @@ class ChosenCheckpoint:
     model: str  # name of its training
     digest: str  # of its manifest, which has the digests of its files
     note: str = ""  # why it is not the one that was asked for
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"path": str(self.path)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ChosenCheckpoint:
-        return cls(**{**data, "path": Path(data["path"])})
 
 
 def choose_checkpoint(folder: Path, wanted: str, without: Collection[str] = ()) -> ChosenCheckpoint | None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from pipeline.codec import rebuilt
 from pipeline.device.accelerator import RngState, computing
 from pipeline.errors import ConfigError, JobFailed
 from pipeline.keys import recipe_key
@@ -323,7 +324,7 @@ class Keeper:
         if len(loaded.ranks) != self.ranks.world:
             self.tell(f"{loaded.name} is of {len(loaded.ranks)} ranks, now {self.ranks.world}: steps stay the same")
         own = own or loaded.own(0)  # a rank that did not exist starts from rank 0's data
-        return TrainingState.from_json(loaded.data[TRAINING]), own.own_data if own else {}
+        return rebuilt(TrainingState, loaded.data[TRAINING]), own.own_data if own else {}
 
 
 def _buffers(step: Step) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pipeline.codec import plain, rebuilt
 from pipeline.command_line import quoted
 from pipeline.encoder.checkpoint_files import INDEX, SINGLE, shards_of
 from pipeline.encoder.published_weights import Form, read_pt, read_safetensors
@@ -91,8 +92,8 @@ def load_checkpoint(
     """
     without: list[str] = []
     for _ in range(TRIES):
-        mine = select(without).to_json() if ranks.rank == 0 else {}
-        chosen = ChosenCheckpoint.from_json(ranks.exchange(mine)[0])
+        mine = plain(select(without)) if ranks.rank == 0 else {}
+        chosen = rebuilt(ChosenCheckpoint, ranks.exchange(mine)[0])
         replies = ranks.exchange({"why": _load(step, chosen, train)})
         problems = [reply["why"] for reply in replies if reply["why"]]
         if not problems:

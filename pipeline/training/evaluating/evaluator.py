@@ -57,12 +57,13 @@ if TYPE_CHECKING:
     from pipeline.protocol import Contrastive
     from pipeline.records import TaskContext
     from pipeline.training.checkpoints.checkpoint import ChosenCheckpoint
+    from pipeline.training.evaluating.application import Application
     from pipeline.training.evaluating.outputs import Terms
     from pipeline.training.items.batch import TaskBatch
     from pipeline.training.items.item_source import ItemSource
     from pipeline.training.items.item_table import ItemTable
     from pipeline.training.items.residue_embeddings import Embeddings
-    from pipeline.training.prepared import Prepared, RowShare
+    from pipeline.training.prepared import RowShare
     from pipeline.training.ranks import Ranks
     from pipeline.training.step.contrastive import ContrastiveStep
     from pipeline.training.step.fsdp import ShardedStep
@@ -316,17 +317,14 @@ class ApplyJob:
     """A model, the items to apply it to, and how."""
 
     train: TrainSection
-    prepared: Prepared
+    applied: Application
     table: ItemTable
     cost_N: Integers  # bytes, as planned
-    made: str  # the digest of the table
-    data: str  # the path of the data set
     make_step: Callable[[], Step]
     source: Callable[[ItemTable], ItemSource]
     embeddings: Callable[[], Embeddings | None]
     choose: Callable[[Collection[str]], ChosenCheckpoint]  # a checkpoint, except those given: they proved unusable
     parts: Callable[[ChosenCheckpoint], Path]  # the folder of the outputs so far
-    known_N: Integers  # items that were done before the run
     ranks: Ranks
     tell: TaskContext
     say: Callable[[str], None]
@@ -365,7 +363,7 @@ def apply_model(job: ApplyJob) -> Generator[Reason | None, None, ApplyResult | N
     job.say(f"checkpoint {chosen.path}, step {chosen.step:,}" + (f" ({chosen.note})" if chosen.note else ""))
     if train.compile:
         step.model.compile(mode=train.compile_mode)
-    folder, of = job.parts(chosen), outputs_name(chosen, job.made)
+    folder, of = job.parts(chosen), outputs_name(chosen, job.applied.made)
     done_N = _done(job, folder, of)
     rest_N = np.setdiff1d(np.arange(len(job.table)), done_N)
     if job.share is not None:
@@ -380,7 +378,7 @@ def apply_model(job: ApplyJob) -> Generator[Reason | None, None, ApplyResult | N
         job.tell.refuse(rejection.id, rejection.reason, rejection.detail)
 
     if ranks.rank == 0:
-        yield from [None] * len(np.setdiff1d(done_N, job.known_N))  # by earlier attempts of this run
+        yield from [None] * len(np.setdiff1d(done_N, job.applied.done_N))  # by earlier attempts of this run
         for id_ in (job.table.ids[number] for number in rest_N[~is_kept_N]):  # they killed their task before
             refuse(Rejection(id_, *job.left_out[id_]))
             yield job.left_out[id_][0]
@@ -433,7 +431,7 @@ def spans(numbers: Integers) -> list[list[int]]:
 def _loader(job: ApplyJob, numbers_K: Integers, step: Step, worked_on: WorkedOn) -> Loader:
     """Return a loader of some items, in micro-batches as planned."""
     train, table = job.train, job.table.take(numbers_K)
-    phase = job.prepared.phases[-1]
+    phase = job.applied.prepared.phases[-1]
     budget = shrunk_budget(phase.budget_bytes, job.tell.shrink)
     settings = sampler_settings(
         STEP_ITEMS * job.ranks.world,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.files import file_digest, write_whole
 from pipeline.keys import content_digest
+from pipeline.training.checkpoints.checkpoint import ChosenCheckpoint
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
@@ -98,7 +99,7 @@ def _json_digest(document: Mapping[str, Any]) -> str:
     return content_digest(json.dumps(document, sort_keys=True).encode()).hex()
 
 
-def evaluate(job: ApplyJob, folder: Path, split: str | None) -> Generator[Reason | None, None, None]:
+def evaluate(job: ApplyJob) -> Generator[Reason | None, None, None]:
     """Evaluate a checkpoint on a split, as one rank; yield once for every item of this rank."""
     from pipeline.training.evaluating.evaluator import apply_model
 
@@ -111,27 +112,29 @@ def evaluate(job: ApplyJob, folder: Path, split: str | None) -> Generator[Reason
         figures = Figures(
             items=len(job.table) - sum(applied.rejected.values()),
             figures={name: value if math.isfinite(value) else None for name, value in values.items()},
-            **_of(job, applied, split),
+            **_of(job, applied),
         )
-        _write_figures(evaluation_path(folder, split, applied.chosen, job.made), figures)
+        of = job.applied
+        path = evaluation_path(of.folder.evaluations, of.split, applied.chosen, of.made)
+        _write_figures(path, figures)
         shutil.rmtree(applied.parts, ignore_errors=True)
         for name, value in figures.figures.items():
             job.say(f"{name}: {'not finite' if value is None else f'{value:.6g}'}")
     job.ranks.exchange({})
 
 
-def _of(job: ApplyJob, applied: ApplyResult, split: str | None) -> dict[str, Any]:
+def _of(job: ApplyJob, applied: ApplyResult) -> dict[str, Any]:
     """Return which model and items a result is of."""
-    chosen = applied.chosen
+    chosen, of = applied.chosen, job.applied
     return {
-        "split": split or "",
+        "split": of.split or "",
         "checkpoint": chosen.path.name,
         "step": chosen.step,
         "digest": chosen.digest,
-        "made": job.made,
-        "model": chosen.model or job.prepared.name,
+        "made": of.made,
+        "model": chosen.model or of.prepared.name,
         "source": str(chosen.path),
-        "data": job.data,
+        "data": of.data,
         "rejected": applied.rejected,
         "examples": applied.examples,
         "note": chosen.note,
@@ -174,7 +177,7 @@ def read_predictions(
     return predictions
 
 
-def predict(job: ApplyJob, split: str | None) -> Generator[Reason | None, None, None]:
+def predict(job: ApplyJob) -> Generator[Reason | None, None, None]:
     """Predict the items of a split, as one rank; yield once for every item of this rank."""
     from pipeline.training.evaluating.evaluator import apply_model
 
@@ -183,7 +186,7 @@ def predict(job: ApplyJob, split: str | None) -> Generator[Reason | None, None, 
         return
     with job.ranks.patient("writing predictions"):
         if job.ranks.rank == 0 and (whole := _of_all_tasks(job, applied)) is not None:
-            _write_predictions(job, whole, split)
+            _write_predictions(job, whole)
         job.ranks.exchange({})
 
 
@@ -217,7 +220,7 @@ def _of_all_tasks(job: ApplyJob, applied: ApplyResult) -> ApplyResult | None:
     return replace(applied, rejected=dict(rejected), examples=examples)
 
 
-def _write_predictions(job: ApplyJob, applied: ApplyResult, split: str | None) -> None:
+def _write_predictions(job: ApplyJob, applied: ApplyResult) -> None:
     from pipeline.training.evaluating.outputs import GatheredOutputs, publish_text, write_tables
 
     folder = applied.parts.parent  # as `prediction_parts` says
@@ -229,7 +232,7 @@ def _write_predictions(job: ApplyJob, applied: ApplyResult, split: str | None) -
     predictions = Predictions(
         items=len(gathered.numbers),
         files={str(path.relative_to(folder)): (path.stat().st_size, file_digest(path)) for path in files},
-        **_of(job, applied, split),
+        **_of(job, applied),
     )
     publish_text(folder / DESCRIPTION, json.dumps(asdict(predictions), indent=1) + "\n")
     for parts in folder.glob(f"{PARTS}*"):  # those of other checkpoints included

@@ -23,6 +23,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
+from pipeline.codec import read_if_whole
 from pipeline.command_line import install_extra
 from pipeline.files import json_object, read_json, write_whole
 from pipeline.training.loss_terms import means
@@ -368,10 +369,8 @@ class Pruned:
     @classmethod
     def read(cls, folder: ModelFolder, epochs: int) -> Pruned | None:
         """Return the decision; None if there is none, or the training has continued beyond it."""
-        data = read_json(folder.pruned)
-        if not isinstance(data, dict) or not isinstance(data.get("epoch"), int) or data["epoch"] < epochs:
-            return None
-        return cls(data["epoch"], str(data.get("why", "")))
+        pruned = read_if_whole(folder.pruned, cls)
+        return pruned if pruned is not None and pruned.epoch >= epochs else None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
+from pipeline.codec import plain
 from pipeline.device.accelerator import Card, RngState, is_card
 from pipeline.device.kinds import CPU
 from pipeline.memory.leaks.leak_detector import Leaks
@@ -234,7 +235,7 @@ class TrainingObserver:
             budget={"cost": at.budget},
             rank=self.ranks.rank,
             world=self.ranks.world,
-            plan=self.prepared.to_json(),
+            plan=plain(self.prepared),
             checkpoint=self.checkpoint(),
             time_s=time.time(),
             torch=str(torch.__version__),

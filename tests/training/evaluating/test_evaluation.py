@@ -22,6 +22,7 @@ from pipeline.records import Reason, TaskContext
 from pipeline.training.checkpoints.checkpoint import CheckpointFolder, State, choose_checkpoint
 from pipeline.training.checkpoints.keeper import model_key, model_state
 from pipeline.training.checkpoints.trained_weights import load_checkpoint
+from pipeline.training.evaluating.application import Application
 from pipeline.training.evaluating.evaluator import ApplyJob, ApplyResult, Evaluator, apply_model
 from pipeline.training.evaluating.evaluator import _loader as items_loader
 from pipeline.training.evaluating.outputs import GatheredOutputs
@@ -138,17 +139,16 @@ def job(
 
     return ApplyJob(
         train=TrainSection.model_validate({"checkpoints": {"minutes": 1e-6}, **train}),
-        prepared=plan,
+        applied=Application(
+            plan, selected(()), None, table_digest(table), ITEMS, "", [(one, one + 1) for one in known]
+        ),
         table=table,
         cost_N=plan.phases[0].cost({"nodes": table.sizes["nodes"]}),
-        made=table_digest(table),
-        data="",
         make_step=lambda: step_of(task),
         source=source,
         embeddings=lambda: None,
         choose=selected,
         parts=lambda _: folder / "parts",
-        known_N=np.array(known, np.int64),
         ranks=ranks or Ranks(),
         tell=TaskContext(refuse=lambda key, reason, _: refused.append((key, reason)), ending=ending),
         say=said.append,

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from pipeline.codec import plain
 from pipeline.config.schema import Config
 from pipeline.config.schema_train import ValidationSection
 from pipeline.journal.run_status import State
-from pipeline.stages.train import progress_of
+from pipeline.stages.trained import progress_of
 from pipeline.training.checkpoints.checkpoint import by_metric, checkpoints_in
 from pipeline.training.loop.metrics_log import STEP, read_epochs, read_figures
 from pipeline.views.compared_models import read_model
@@ -112,7 +113,7 @@ def test_a_training_that_ended_early_within_an_epoch_is_compared_as_done(tmp_pat
     plot = plot_of("1 step", better="higher", patience=1)
     run = Run(replace(plot, train={**plot.train, "learning_rate": 1e-12}), tmp_path).to_end()
     made, train = run.made.folder, {"validation": {**plot.train["validation"]}}
-    made.prepared.write_text(json.dumps(run.made.prepared.to_json()))
+    made.prepared.write_text(json.dumps(plain(run.made.prepared)))
     settings = Config.model_validate({"data": {"path": Path("data")}, "train": train})
     made.settings.write_text(settings.model_dump_json())
     assert read_model(made.path).state == State.DONE
