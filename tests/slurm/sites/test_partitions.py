@@ -109,17 +109,15 @@ def jobs_of(run: Run) -> list[str]:
 @pytest.mark.nightly
 def test_the_plan_says_which_partition_and_why(make: Make, small: Cluster) -> None:
     project = make(2, cluster__scan__time="1m", **TWO)
-    planned = project.types("plan", "--stage", "scan", "--set", "cluster.executor=slurm").said
-    assert "partition: small: the first in the list that holds it" in planned, planned
-    larger = project.types(
-        "plan", "--stage", "scan", "--set", "cluster.executor=slurm", "--set", "cluster.scan.mem=2GiB"
-    )
-    assert "partition: main: the first in the list that holds it; small gives at most 1000MiB" in larger.said
+    planned = project.types("plan", "scan", "-v", "--set", "cluster.executor=slurm").said
+    assert "small: the first in the list that fits" in planned, planned
+    larger = project.types("plan", "scan", "-v", "--set=cluster.executor=slurm", "--set=cluster.scan.mem=2GiB").said
+    assert "main: the first in the list that fits; small gives at most 1000MiB" in larger, larger
     dear = ["--set", "cluster.slurm.prices={small: 3}", "--dry-run"]
     script = project.types("submit", "--stage", "scan", "--executor", "slurm", *dear)
-    assert "scan: partition main: the cheapest that holds it, price 1" in script.said, script.said
+    assert "scan: partition main: the cheapest that fits, price 1" in script.said, script.said
     assert script.out.count("#SBATCH --partition=main") == 2
-    told = project.types("doctor", "--set", "cluster.executor=slurm").said
+    told = project.types("doctor", "-v", "--set", "cluster.executor=slurm").said
     assert "small is up" in told, told
     assert "main is up" in told
 
