@@ -62,10 +62,8 @@ def run_checks(config_file: Path | None, sets: Sequence[str]) -> list[CheckResul
         findings.append(failed_check("config", error))
         return findings
     findings.append(good_check("config", str(loaded.path)))
-    before, after = configuration_checks()
-    here: Checks = (("cache", _cache), ("runs", _runs), ("machine", _machine))
     there: Checks = (("cluster", slurm_checks.check_cluster), ("container", _container))
-    return [*findings, *_found((*before, *here, *after, *there), loaded)]
+    return [*findings, *_found((*INPUTS, ("cache", _cache), ("machine", _machine), *SETTINGS, *there), loaded)]
 
 
 def findings_lines(findings: Sequence[CheckResult], *, verbose: bool = False) -> list[str]:
@@ -82,15 +80,9 @@ def findings_lines(findings: Sequence[CheckResult], *, verbose: bool = False) ->
     return [*lines, f"✓ {plural(passed, 'check')} passed{'' if verbose else ' (-v to list)'}"]
 
 
-def configuration_checks() -> tuple[Checks, Checks]:
-    """Return the checks of a configuration: of its inputs, and of its settings."""
-    return (("data", _data), ("weights", _weights), ("cache", _layers)), (("settings", settings_findings),)
-
-
 def check_configuration(loaded: LoadedConfig) -> list[CheckResult]:
     """Return notes on a configuration; raise where a run would fail because of it."""
-    before, after = configuration_checks()
-    findings = _found((*before, *after), loaded)
+    findings = _found((*INPUTS, *SETTINGS), loaded)
     if bad := [finding for finding in findings if finding.verdict is CheckVerdict.BAD]:
         *others, last = bad
         lines = [f"{finding.found}\n  next: {finding.remedy}" for finding in others if finding.remedy != last.remedy]
@@ -207,13 +199,14 @@ def _weights_of(loaded: LoadedConfig, config: Config, of: str) -> CheckResult:
 
 
 def _cache(loaded: LoadedConfig) -> Iterator[CheckResult]:
-    """Check that the cache can be read and written, and has room."""
+    """Check that the cache can be read and written, that run folders can be made, and that there is room."""
     root, cache = loaded.config.cache.root, _opened(loaded.config)
     writable = _writable("cache folder", root)
     if writable.verdict is CheckVerdict.BAD and cache.is_there:  # a complete cache needs no writing
         remedy = lay_over([root, *loaded.config.cache.under])
         writable = replace(writable, verdict=CheckVerdict.NOTE, remedy=str(remedy), exit_code=0)
     yield writable
+    yield _writable("run folders", loaded.config.cluster.runs)
     yield _room(root)
 
 
@@ -225,11 +218,6 @@ def _layers(loaded: LoadedConfig) -> Iterator[CheckResult]:
 def _opened(config: Config) -> CacheFolder:
     """Open the cache of a configuration."""
     return CacheFolder.over(config.cache.root, config.cache.under)
-
-
-def _runs(loaded: LoadedConfig) -> Iterator[CheckResult]:
-    """Check that run folders can be created."""
-    yield _writable("run folders", loaded.config.cluster.runs)
 
 
 def _existing(path: Path) -> Path:
@@ -268,7 +256,8 @@ def _machine(loaded: LoadedConfig) -> Iterator[CheckResult]:
 
 def settings_findings(loaded: LoadedConfig) -> Iterator[CheckResult]:
     """Yield harmful settings, and check that trackers, the task or the script can be used."""
-    for problem in lint(facts_of(loaded.config)):
+    facts = RunFacts(environment=dict(os.environ), empty_cache_every=loaded.config.train.empty_cache_every)
+    for problem in lint(facts):
         bad = problem.severity is Severity.ERROR
         verdict, remedy = CheckVerdict.BAD if bad else CheckVerdict.NOTE, f"{problem.remedy}   ({problem.source})"
         yield CheckResult("settings", verdict, f"{problem.what}: {problem.why}", remedy, exit_code=2 if bad else 0)
@@ -314,10 +303,5 @@ def _try_task(loaded: LoadedConfig) -> list[str]:
     return unweighted_terms(task, items, item_sizes=sizes, padded=padded)
 
 
-def facts_of(config: Config) -> RunFacts:
-    """Return the facts that the linter can know before a model is built."""
-    train = config.train
-    return RunFacts(
-        environment=dict(os.environ),
-        empty_cache_every=train.empty_cache_every,
-    )
+INPUTS: Checks = (("data", _data), ("weights", _weights), ("cache", _layers))
+SETTINGS: Checks = (("settings", settings_findings),)
