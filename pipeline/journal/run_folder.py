@@ -19,7 +19,7 @@ from pipeline.units import first_few
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-NAME = re.compile(r"\d{8}-(?:[0-9a-f]{4}|\d{6}-[0-9a-f]{4}-[a-z]+)")  # the longer form is that of older versions
+NAME = re.compile(r"\d{8}-[0-9a-f]{4}")
 DATE = len("YYYYMMDD-")
 TIMES = 1 << 16  # of a day, that names tell apart
 FORMAT = 1  # of the files in a folder; one without format.txt has the first
@@ -47,7 +47,7 @@ class RunFolder:
     config = _RunFile("config.json")  # the configuration, resolved and frozen at submission
     stages = _RunFile("stages.json")  # the names of the stages, in order
     again = _RunFile("again.txt")  # the command that was typed; it continues the run
-    recipes = _RunFile("recipes.json")  # kind and tag of each recipe that the run reads; absent in older runs
+    recipes = _RunFile("recipes.json")  # kind and tag of each recipe that the run reads
     items = _RunFile("items.jsonl")  # all items of the data set as the sources gave them, one per line
     only = _RunFile("only")  # the keys of the records that the run may write; absent if it may write all
     meetings = _RunFile("meetings")  # where the ranks of a task exchange their addresses

@@ -235,14 +235,9 @@ def _scan(project: Project, item: Item, listed: Listed) -> tuple[Because, Invent
     files = [_file(project, path, earlier if path in alone else (), listed.run) for path in recipe.paths(item)]
     if (of_files := why_files(files)).state is State.REFUSED:
         return of_files, None, None
-    plain, digests = plain_recipe(recipe), {file.path: file.digest for file in files if file.digest}
-    key = item_key(item, recipe, digests)
-    others = [
-        other
-        for other in _recipes(project, "scan")
-        if other != plain and tagged_key("scan", other, item_subject(item, digests)) in store
-    ]
-    found = _record(store, key, listed, "scan", plain, others)
+    digests = {file.path: file.digest for file in files if file.digest}
+    key, subject = item_key(item, recipe, digests), item_subject(item, digests)
+    found = _record(project, store, "scan", key, plain_recipe(recipe), subject, listed)
     inventory = _inventory(store, key) if found.is_whole else None
     because = why_item(files, why_record("scan", found))
     return because, inventory if because.state is not State.REFUSED else None, key
@@ -289,18 +284,25 @@ def _described(project: Project) -> list[tuple[bytes, str, Mapping[str, Any]]]:
 
 
 def _record(
-    store: Store, key: bytes, listed: Listed, kind: str, recipe: Mapping[str, Any], others: Sequence[Mapping[str, Any]]
-) -> RecordFound:
-    """Read a record, and return its state."""
+    project: Project, store: Store, kind: str, key: bytes, recipe: Mapping[str, Any], subject: str, listed: Listed,
+    ours: Sequence[Mapping[str, Any]] = (),
+) -> RecordFound:  # fmt: skip
+    """Read a record, and return its state; `ours`: recipes whose records are not this one's with other settings."""
+    others = [
+        other
+        for other in _recipes(project, kind)
+        if other != recipe and other not in ours and tagged_key(kind, other, subject) in store
+    ]
+    damage = ""
+    meta: Mapping[str, Any] = {}
     try:
-        meta, damage = store.get(key).meta, ""
+        meta = store.get(key).meta
     except CacheDamaged as error:
-        meta, damage = {}, f"{error.what} ({error.where})"
+        damage = f"{error.what} ({error.where})"
     except RecordMissing:
-        meta, damage = {}, ""
+        pass
     refused = f"{meta['reason']}: {meta.get('detail', '')}" if "reason" in meta else ""
-    whole = bool(meta) and not damage
-    return RecordFound(key.hex(), whole, damage, refused, recipe, others, listed.run, listed.keys.get(kind, ""))
+    return RecordFound(key.hex(), bool(meta), damage, refused, recipe, others, listed.run, listed.keys.get(kind, ""))
 
 
 def _embed(project: Project, inventory: Inventory | None) -> StageOfItem:
@@ -332,9 +334,7 @@ def _embedded_by(
         accepted = [recipe.key(text, variant) for variant in recipe.accepted(len(text))]
         key = next((key for key in accepted if key in store), accepted[0])
         plain, keys[name_of(text, of)] = recipe.plain(recipe.wanted(len(text))), key.hex()
-        described = (other for other in _recipes(project, "embed") if other not in ours)
-        others = [other for other in described if tagged_key("embed", other, text) in store]
-        yield why_record("embed", _record(store, key, Listed(), "embed", plain, others))
+        yield why_record("embed", _record(project, store, "embed", key, plain, text, Listed(), ours))
 
 
 def _graph(project: Project, inventory: Inventory | None, scanned: bytes | None, listed: Listed) -> StageOfItem:
@@ -344,12 +344,8 @@ def _graph(project: Project, inventory: Inventory | None, scanned: bytes | None,
     if not project.config.graph.cache:
         why = "graphs are built during training (graph.cache: false)"
         return StageOfItem("graph", Because(State.NOTHING, why))
-    graphs, plain = project.graphs, project.graphs.recipe.plain()
-    key = graphs.recipe.key(scanned)
-    others = [
-        recipe for recipe in _recipes(project, "graph") if tagged_key("graph", recipe, scanned.hex()) in graphs.store
-    ]
-    found = _record(graphs.store, key, listed, "graph", plain, [other for other in others if other != plain])
+    graphs, key = project.graphs, project.graphs.recipe.key(scanned)
+    found = _record(project, graphs.store, "graph", key, graphs.recipe.plain(), scanned.hex(), listed)
     return StageOfItem("graph", why_record("graph", found), {"graph": key.hex()})
 
 
