@@ -133,7 +133,7 @@ def repair_command(
                 totals.count(plan)
                 shown.take(plan)
     if as_json:
-        files_json = [check_tables.plain_repair(plan) for plan in shown.plans]
+        files_json = [plan.to_json() for plan in shown.plans]
         print_json({"root": cache.root, "done": yes, **asdict(totals), "files": files_json})
     else:
         table = check_tables.mended_table(shown.kinds) if yes else check_tables.mend_table(shown.plans, shown.more)
@@ -200,7 +200,7 @@ def compact_command(yes: Yes = False, config: ConfigFile = None, sets: Sets = No
         with ask_owner(cache.root):
             list(apply(plans, shard_bytes=shard_bytes, settle_s=settle_s, waits=saying_wait(settle_s)))
     if as_json:
-        kinds = [check_tables.plain_compaction(kind, did=yes) for kind in compacted]
+        kinds = [kind.to_json(did=yes) for kind in compacted]
         print_json({"root": cache.root, "done": yes, "kinds": kinds})
         return
     if not compacted:

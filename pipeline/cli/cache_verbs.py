@@ -19,7 +19,7 @@ from pipeline.stage_names import StageName
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pipeline.report.cleaning_tables import Cleaning, CleanRequest
+    from pipeline.store.maintenance.cleaning import Cleaning, CleanRequest
     from pipeline.store.maintenance.transfer import Moved, Told
 
 TOLD_EVERY_S = 5.0
@@ -181,8 +181,9 @@ def clean_command(
     from pipeline.errors import ConfigError
     from pipeline.project.project import Project
     from pipeline.report import tables
-    from pipeline.report.cleaning_tables import CleanRequest, cleaning_lines
+    from pipeline.report.cleaning_tables import cleaning_lines
     from pipeline.store.format.disk import ask_owner
+    from pipeline.store.maintenance.cleaning import CleanRequest
     from pipeline.upkeep.clean_cache import foresee_cleaning
 
     if keep_recipes and everything:

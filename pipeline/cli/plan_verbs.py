@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from pipeline.cluster.job_spec import Executor
     from pipeline.config.load import LoadedConfig
     from pipeline.errors import PlanInfeasible
+    from pipeline.memory.outlook import TrainOutlook
     from pipeline.project.project import Project
-    from pipeline.report.plan_facts import TrainOutlook
     from pipeline.script.batch_finding import Try
     from pipeline.stages.jobs import StagePlan
 

@@ -14,13 +14,13 @@ from pipeline.planning.prepare import plan_facts
 from pipeline.project.user_code import plans_folder
 
 if TYPE_CHECKING:
+    from pipeline.memory.outlook import TrainOutlook
     from pipeline.planning.offers import Question
-    from pipeline.report.plan_facts import TrainOutlook
 
 
 def shown_plan(question: Question) -> TrainOutlook:
     """Return the plan of training as it was made before, or as it is made now and kept."""
-    from pipeline.report.plan_facts import TrainOutlook
+    from pipeline.memory.outlook import TrainOutlook
 
     table: str | None = f"typed: {dict(question.sizes or {})}"
     if not question.sizes:  # what follows from a scan alone is only shown

@@ -26,6 +26,7 @@ from pipeline.memory.footprint import Category
 from pipeline.memory.hardware.caching_allocator import allocator_settings
 from pipeline.memory.hardware.host_memory import STATED, TrainingJob, train_need
 from pipeline.memory.history import Peak, fingerprint, ratios_of_all, sizes_text
+from pipeline.memory.outlook import Probed, ProbeOutcome
 from pipeline.memory.planning.step_estimates import SETTINGS, micro_s, reserve, update_s
 from pipeline.planning.offers import site_card
 from pipeline.planning.probe_job import (
@@ -42,7 +43,6 @@ from pipeline.project.container_image import folders_inside, with_digest
 from pipeline.project.project import asked_bytes
 from pipeline.project.run_code import freeze, module_command
 from pipeline.protocol import Example
-from pipeline.report.plan_facts import Probed, ProbeOutcome
 from pipeline.waiting import wait_for
 
 if TYPE_CHECKING:

@@ -29,6 +29,7 @@ from pipeline.memory.hardware.gpus import device
 from pipeline.memory.hardware.host_memory import TrainingJob, kept_bytes, staged_bytes, train_need
 from pipeline.memory.history import Suggestion
 from pipeline.memory.lint import RunFacts, lint
+from pipeline.memory.outlook import EVERY, PLANNING, TrainOutlook
 from pipeline.memory.planning.budget_search import ChoiceMemory
 from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, Offer
 from pipeline.memory.planning.planner import CurriculumStage, compare_offers, plan_stages
@@ -49,7 +50,6 @@ from pipeline.planning.training_work import (
 from pipeline.project.project import asked_bytes, cluster_name, profiles_of
 from pipeline.project.run_code import blamed
 from pipeline.protocol import ITEMS, Example
-from pipeline.report.plan_facts import EVERY, PLANNING, TrainOutlook
 from pipeline.training.prepared import in_bounds
 from pipeline.units import format_bytes, format_seconds
 
@@ -63,9 +63,9 @@ if TYPE_CHECKING:
     from pipeline.memory.footprint import StandingFootprint
     from pipeline.memory.hardware.caching_allocator import AllocatorSettings
     from pipeline.memory.hardware.host_memory import HostNeed
+    from pipeline.memory.outlook import Probed
     from pipeline.memory.planning.memory_plan import Configuration, MemoryPlan, PlannedOffer, PlanRequest
     from pipeline.memory.planning.step_estimates import Reserve
-    from pipeline.report.plan_facts import Probed
     from pipeline.training.items.item_table import ItemTable
 
     Integers = NDArray[np.int64]

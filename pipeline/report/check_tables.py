@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
-from pipeline.report.tables import plural, text_table
+from pipeline.report.tables import plural, table_of
 from pipeline.store.maintenance.shard_plans import Compacted, Fate, Repaired, ShardPlan
-from pipeline.units import format_bytes, short_bytes
+from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from rich.console import RenderableType
 
+    from pipeline.report.tables import Column
     from pipeline.store.maintenance.damage_report import Summary
 
 SHOWN = 20  # shards that have a line each
@@ -33,21 +35,15 @@ def check_table(kinds: Mapping[str, Summary]) -> RenderableType:
     """Show the findings of each kind."""
     if not kinds:
         return "The cache is empty."
-    listed = any(tally.listed for tally in kinds.values())  # unread records do not count as intact
-    rows = [
-        (
-            kind,
-            f"{tally.shards:,}",
-            short_bytes(tally.bytes),
-            f"{tally.records:,}",
-            f"{tally.listed if listed else tally.whole:,}",
-            f"{tally.lost:,}",
-            ", ".join(_fault(*fault) for fault in sorted(tally.faults.items())) or "-",
-        )
-        for kind, tally in kinds.items()
-    ]
-    columns = ("KIND", "FILES", "READ", "RECORDS", "LISTED" if listed else "INTACT", "LOST", "DAMAGE")
-    return text_table(columns, rows, right=columns[1:6])
+    intact = ("INTACT", lambda row: row[1].whole, "count")
+    if any(tally.listed for tally in kinds.values()):  # unread records do not count as intact
+        intact = ("LISTED", lambda row: row[1].listed, "count")
+    columns: list[Column] = [
+        ("KIND", 0), ("FILES", lambda row: row[1].shards, "count"), ("READ", lambda row: row[1].bytes, "bytes"),
+        ("RECORDS", lambda row: row[1].records, "count"), intact, ("LOST", lambda row: row[1].lost, "count"),
+        ("DAMAGE", lambda row: ", ".join(_fault(*fault) for fault in sorted(row[1].faults.items())) or "-"),
+    ]  # fmt: skip
+    return table_of(columns, kinds.items())
 
 
 def check_line(kinds: Mapping[str, Summary], summary: Summary) -> str:
@@ -66,34 +62,23 @@ def _fault(fault: str, count: int) -> str:
 
 def mend_table(plans: Sequence[ShardPlan], more: int) -> list[RenderableType]:
     """Show the planned repair of each of the first shards."""
-    if not plans:
-        return []
-    rows = [
-        (
-            plan.store.kind,
-            plan.shard or "(index)",
-            plan.why,
-            plan.kept,
-            "?" if plan.unknown else f"{len(plan.lost):,}",
-            _fate(plan),
-        )
-        for plan in plans
-    ]
-    columns = ("KIND", "FILE", "DAMAGE", "SALVAGED", "LOST", "ACTION")
-    shown: list[RenderableType] = [text_table(columns, rows, right="SALVAGED LOST")]
+    columns: tuple[Column, ...] = (
+        ("KIND", lambda plan: plan.store.kind), ("FILE", lambda plan: plan.shard or "(index)"), ("DAMAGE", "why"),
+        ("SALVAGED", "kept", "count"), ("LOST", lambda plan: None if plan.unknown else len(plan.lost), "count"),
+        ("ACTION", _fate),
+    )  # fmt: skip
+    shown: list[RenderableType] = [table_of(columns, plans, unknown="?")] if plans else []
     return [*shown, f"… and {plural(more, 'file')} more (--json lists all)"] if more else shown
 
 
 def mended_table(kinds: Mapping[str, Repaired]) -> list[RenderableType]:
     """Show the repairs of each kind."""
-    if not kinds:
-        return []
-    columns = ("KIND", "QUARANTINED", "LEFT ALONE", "SALVAGED", "LOST")
-    rows = [
-        (kind, f"{done.quarantined:,}", f"{done.stay:,}", f"{done.salvaged:,}", f"{done.lost:,}")
-        for kind, done in kinds.items()
-    ]
-    return [text_table(columns, rows, right=columns[1:])]
+    columns: tuple[Column, ...] = (
+        ("KIND", 0), ("QUARANTINED", lambda row: row[1].quarantined, "count"),
+        ("LEFT ALONE", lambda row: row[1].stay, "count"), ("SALVAGED", lambda row: row[1].salvaged, "count"),
+        ("LOST", lambda row: row[1].lost, "count"),
+    )  # fmt: skip
+    return [table_of(columns, kinds.items())] if kinds else []
 
 
 def _fate(plan: ShardPlan) -> str:
@@ -103,40 +88,6 @@ def _fate(plan: ShardPlan) -> str:
     if plan.fate is Fate.INDEXED:
         return "rebuild from the shards"
     return "remove from the index" if plan.fate is Fate.GONE else "quarantine"
-
-
-def plain_repair(plan: ShardPlan) -> dict[str, Any]:
-    """Return the repair of a shard as JSON data."""
-    return {
-        "kind": plan.store.kind,
-        "shard": plan.shard,
-        "why": plan.why,
-        "salvaged": plan.kept,
-        "salvaged_bytes": plan.kept_bytes,
-        "lost": [finding.to_json() for finding in plan.lost],
-        "unknown": plan.unknown,
-        "stays": plan.stays,
-        "gone": plan.fate is Fate.GONE,
-    }
-
-
-def plain_compaction(kind: Compacted, *, did: bool) -> dict[str, Any]:
-    """Return the compaction of a kind as JSON data."""
-    small = [
-        {"shard": plan.shard, "records": plan.kept + plan.dead, "size_bytes": plan.size_bytes} for plan in kind.small
-    ]
-    return {
-        "kind": kind.kind,
-        "shards": kind.shards,
-        "records": kind.records,
-        "size_bytes": kind.size_bytes,
-        "small": small,
-        "gone": len(kind.of(Fate.REWRITTEN)) if did else 0,
-        "after": kind.after,
-        "damaged": kind.of(Fate.LEFT),
-        "taken": kind.of(Fate.GONE),
-        "twice": len(kind.twice),
-    }
 
 
 def repaired_lines(repaired: Repaired, *, did: bool) -> list[str]:
@@ -162,19 +113,12 @@ def repaired_lines(repaired: Repaired, *, did: bool) -> list[str]:
 
 def compact_table(kinds: Sequence[Compacted], *, did: bool) -> RenderableType:
     """Show the compaction of each kind."""
-    rows = [
-        (
-            kind.kind,
-            f"{kind.shards:,}",
-            f"{len(kind.small):,}",
-            f"{kind.records:,}",
-            short_bytes(kind.size_bytes),
-            _after(kind, did),
-        )
-        for kind in kinds
-    ]
-    columns = ("KIND", "FILES", "SMALL", "RECORDS IN SMALL", "SIZE", "AFTER" if did else "ACTION")
-    return text_table(columns, rows, right=columns[1:5])
+    columns: tuple[Column, ...] = (
+        ("KIND", "kind"), ("FILES", "shards", "count"), ("SMALL", lambda kind: len(kind.small), "count"),
+        ("RECORDS IN SMALL", "records", "count"), ("SIZE", "size_bytes", "bytes"),
+        ("AFTER" if did else "ACTION", partial(_after, did=did)),
+    )  # fmt: skip
+    return table_of(columns, kinds)
 
 
 def compacted_line(kinds: Sequence[Compacted], *, did: bool) -> str:
@@ -189,7 +133,7 @@ def compacted_line(kinds: Sequence[Compacted], *, did: bool) -> str:
     )
 
 
-def _after(kind: Compacted, did: bool) -> str:  # noqa: FBT001 - a fact about the table
+def _after(kind: Compacted, *, did: bool) -> str:
     """Say what compaction does with the small files of a kind."""
     if not kind.small:
         return "-"

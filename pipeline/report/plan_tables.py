@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from pipeline.memory.footprint import Provenance
 from pipeline.memory.hardware.caching_allocator import VARIABLES
 from pipeline.memory.planning.memory_plan import PlannedOffer, RemedyVerdict
 from pipeline.report.stage_lines import unit_of
-from pipeline.report.tables import plural, text_table
+from pipeline.report.tables import Column, plural, table_of
 from pipeline.units import first_few, format_bytes, format_seconds, hours_text, short_bytes, short_seconds
 
 if TYPE_CHECKING:
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from pipeline.memory.planning.memory_plan import MemoryPlan
+    from pipeline.memory.planning.memory_plan import Configuration, MemoryPlan
     from pipeline.report.facts import Estimate
-from pipeline.report.plan_facts import TrainOutlook
+from pipeline.memory.outlook import TrainOutlook
 
 MOST_ROWS = 12  # of activations by module
 LEAST_SHARE = 0.002  # of the peak: smaller parts are summed
@@ -156,22 +157,16 @@ def _oversize(chosen: MemoryPlan) -> Iterator[str]:
 
 def _stages(plan: TrainOutlook) -> Iterator[RenderableType]:
     """Show the batch plan of each stage of a curriculum."""
-    if len(plan.plans) < 2:
-        return
-    columns = ("CURRICULUM", "ITEMS", "AT MOST", "MICRO-BATCHES", "TENSORS", "TOTAL", "EPOCH")
-    rows = [
-        (
-            name,
-            f"{chosen.cuts.items_median:g}",
-            str(chosen.cuts.items_most),
-            f"{chosen.cuts.steps_mean:.1f}",
-            format_bytes(chosen.live.value),
-            format_bytes(chosen.total.value),
-            format_seconds(chosen.epoch_s.value),
-        )
-        for name, chosen in plan.plans.items()
-    ]
-    yield text_table(columns, rows, right=columns[1:])
+    columns: tuple[Column, ...] = (
+        ("CURRICULUM", 0), ("ITEMS", lambda row: f"{row[1].cuts.items_median:g}", "words"),
+        ("AT MOST", lambda row: row[1].cuts.items_most, "count"),
+        ("MICRO-BATCHES", lambda row: f"{row[1].cuts.steps_mean:.1f}", "words"),
+        ("TENSORS", lambda row: row[1].live.value, "long bytes"),
+        ("TOTAL", lambda row: row[1].total.value, "long bytes"),
+        ("EPOCH", lambda row: row[1].epoch_s.value, "long span"),
+    )  # fmt: skip
+    if len(plan.plans) > 1:
+        yield table_of(columns, plan.plans.items())
 
 
 def _components(plan: TrainOutlook) -> Iterator[RenderableType]:
@@ -179,14 +174,15 @@ def _components(plan: TrainOutlook) -> Iterator[RenderableType]:
     chosen = plan.plan
     live = sum(part.bytes for part in chosen.parts)
     origin, reserved, margin = chosen.live.origin.value, chosen.reserved, chosen.margin
-    rows = [(label, format_bytes(size), f"{size / live:.1%}", origin) for label, size in _parts(chosen, live)]
-    rows.append(("tensors at the peak of a step", format_bytes(live), "100.0%", origin))
+    rows: list[tuple[str, float, str, str]] = [
+        (label, size, f"{size / live:.1%}", origin) for label, size in _parts(chosen, live)
+    ]
+    rows.append(("tensors at the peak of a step", live, "100.0%", origin))
     if plan.evaluation_bytes is not None:
-        rows.append(("  (evaluating this micro-batch)", format_bytes(plan.evaluation_bytes), "", origin))
-    rows.append(("reserved by torch's allocator", format_bytes(reserved.value), "", reserved.origin.value))
-    total = format_bytes(chosen.total.value)
-    rows.append((f"with a margin of {margin.factor - 1:.1%}", total, "", margin.origin.value))
-    yield text_table(("COMPONENT", "MEMORY", "SHARE", "FROM"), rows, right="MEMORY SHARE")
+        rows.append(("  (evaluating this micro-batch)", plan.evaluation_bytes, "", origin))
+    rows.append(("reserved by torch's allocator", reserved.value, "", reserved.origin.value))
+    rows.append((f"with a margin of {margin.factor - 1:.1%}", chosen.total.value, "", margin.origin.value))
+    yield table_of((("COMPONENT", 0), ("MEMORY", 1, "long bytes"), ("SHARE", 2, "words"), ("FROM", 3)), rows)
 
 
 def _parts(chosen: MemoryPlan, live: int) -> Iterator[tuple[str, int]]:
@@ -208,46 +204,38 @@ def _configurations(plan: TrainOutlook) -> Iterator[RenderableType]:
     """Show which batch configurations fit which GPUs."""
     if not plan.configurations:
         return
-    cards = list(plan.configurations[0].fits)
     item = ", ".join(f"{count:,} {name}" for name, count in plan.item.items())
     yield f"micro-batches of large items ({item}; 95% of items are smaller):"
-    columns = ("ITEMS × MICRO-BATCHES", "TENSORS", "RESERVED", "TOTAL", *cards)
-    rows = [
-        (
-            f"{configuration.items} × {configuration.accumulation}",
-            format_bytes(configuration.live.value),
-            format_bytes(configuration.reserved.value),
-            format_bytes(configuration.total.value),
-            *("fits" if configuration.fits[card] else "-" for card in cards),
-        )
-        for configuration in plan.configurations
-    ]
-    yield text_table(columns, rows, right="TENSORS RESERVED TOTAL")
+    columns: list[Column] = [("ITEMS × MICRO-BATCHES", lambda cut: f"{cut.items} × {cut.accumulation}")]
+    columns += [("TENSORS", "live.value", "long bytes"), ("RESERVED", "reserved.value", "long bytes")]
+    columns += [("TOTAL", "total.value", "long bytes")]
+    columns += [(card, partial(_fits, card)) for card in plan.configurations[0].fits]
+    yield table_of(columns, plan.configurations)
+
+
+def _fits(card: str, cut: Configuration) -> str:
+    return "fits" if cut.fits[card] else "-"
 
 
 def _tried(plan: TrainOutlook) -> Iterator[RenderableType]:
     """Show the remedies that were tried, and the verdict on each."""
-    rows = [
-        (
-            trial.remedy,
-            trial.verdict.value,
-            format_bytes(trial.total.value) if trial.total else "",
-            format_seconds(trial.epoch_s.value) if trial.epoch_s else "",
-            trial.why,
-        )
-        for trial in plan.plan.trials
-        if trial.verdict is not RemedyVerdict.NOT_NEEDED
-    ]
-    yield text_table(("REMEDY", "VERDICT", "TOTAL", "EPOCH", ""), rows, right="TOTAL EPOCH")
-    others = sum(trial.verdict is RemedyVerdict.NOT_NEEDED for trial in plan.plan.trials)
-    if others:
+    columns: tuple[Column, ...] = (
+        ("REMEDY", "remedy"), ("VERDICT", "verdict.value"),
+        ("TOTAL", lambda trial: trial.total and trial.total.value, "long bytes"),
+        ("EPOCH", lambda trial: trial.epoch_s and trial.epoch_s.value, "long span"), ("", "why"),
+    )  # fmt: skip
+    tried = [trial for trial in plan.plan.trials if trial.verdict is not RemedyVerdict.NOT_NEEDED]
+    yield table_of(columns, tried)
+    if others := len(plan.plan.trials) - len(tried):
         yield f"{plural(others, 'other combination')} of remedies would not be faster"
 
 
 def _job(plan: TrainOutlook) -> Iterator[RenderableType]:
     """Show what a job requests, and where its memory goes."""
     chosen = plan.plan
-    rows = [(part.name, format_bytes(part.bytes), part.origin.value, part.why) for part in plan.host.parts]
+    columns: tuple[Column, ...] = (
+        ("HOST MEMORY", "name"), ("PER NODE", "bytes", "long bytes"), ("FROM", "origin.value"), ("", "why"),
+    )  # fmt: skip
     gpus = f"{plural(plan.gpus, 'GPU')}, " if plan.gpus else ""
     each = f"{gpus}{plural(plan.cpus, 'CPU')}, --mem {format_bytes(plan.mem.mem_bytes)}"
     core_hours = plan.train_s / 3600 * plan.nodes * plan.cpus
@@ -258,27 +246,20 @@ def _job(plan: TrainOutlook) -> Iterator[RenderableType]:
         f"  epoch {format_seconds(plan.epoch_s)}, training {format_seconds(plan.train_s)} "
         f"({chosen.epoch_s.origin.value}), {takes}; time limit {format_seconds(plan.time_s)}"
     )
-    yield text_table(("HOST MEMORY", "PER NODE", "FROM", ""), rows, right=("PER NODE",))
+    yield table_of(columns, plan.host.parts)
 
 
 def _probes(plan: TrainOutlook) -> Iterator[RenderableType]:
     """Show what probes measured."""
-    if not plan.probed:
-        return
-    rows = [
-        (
-            probe.card,
-            probe.outcome.value,
-            format_bytes(probe.predicted_bytes),
-            format_bytes(probe.measured_bytes) if probe.measured_bytes else "",
-            f"{probe.ratio:.3f}" if probe.measured_bytes else "",
-            f"{probe.step_s:.3g} s" if probe.step_s else "",
-            probe.why or probe.log,
-        )
-        for probe in plan.probed
-    ]
-    columns = ("PROBE", "OUTCOME", "PREDICTED", "MEASURED", "RATIO", "STEP", "")
-    yield text_table(columns, rows, right=columns[2:6])
+    columns: tuple[Column, ...] = (
+        ("PROBE", "card"), ("OUTCOME", "outcome.value"), ("PREDICTED", "predicted_bytes", "long bytes"),
+        ("MEASURED", lambda probe: probe.measured_bytes or None, "long bytes"),
+        ("RATIO", lambda probe: f"{probe.ratio:.3f}" if probe.measured_bytes else "", "words"),
+        ("STEP", lambda probe: f"{probe.step_s:.3g} s" if probe.step_s else "", "words"),
+        ("", lambda probe: probe.why or probe.log),
+    )  # fmt: skip
+    if plan.probed:
+        yield table_of(columns, plan.probed)
 
 
 def _words(plan: TrainOutlook) -> Iterator[str]:
@@ -299,6 +280,10 @@ REFUSED = {
 }
 LATER = {"train": "waits for its graphs"}
 NOTHING: dict[str, str] = {}
+ESTIMATES: tuple[Column, ...] = (
+    ("STAGE", 0), ("WORK", 1), ("CACHED", 2, "count"), ("TO DO", 3, "count"), ("TASKS", 4, "count"),
+    ("EACH TASK REQUESTS", 5), ("TIME", 6),
+)  # fmt: skip
 
 
 def stages_report(
@@ -317,8 +302,7 @@ def stages_report(
     shown: list[RenderableType] = [" · ".join((answer, *facts))]
     if not due:
         shown = [f"✓ Nothing to do: {first_few(stage.stage for stage in stages)} complete"]
-    columns = ("STAGE", "WORK", "CACHED", "TO DO", "TASKS", "EACH TASK REQUESTS", "TIME")
-    shown += ["", text_table(columns, map(_estimate_row, stages), right=columns[2:5])]
+    shown += ["", table_of(ESTIMATES, map(_estimate_row, stages), unknown="?")]
     waiting = {stage.stage: stage.counts["waiting"] for stage in stages if stage.counts.get("waiting")}
     if waiting:
         shown.append(f"{' and '.join(waiting)}: counted after the scan of {plural(max(waiting.values()), 'item')}")
@@ -334,15 +318,14 @@ def stages_report(
     return shown
 
 
-def _estimate_row(stage: Estimate) -> tuple[str, ...]:
+def _estimate_row(stage: Estimate) -> tuple[Any, ...]:
     counts = stage.counts
     is_known = not counts.get("unplanned") and (stage.tasks or not stage.is_due)
-    missing, tasks = (f"{counts['missing']:,}", f"{stage.tasks:,}") if is_known else ("?", "?")
     unit = unit_of(stage.stage, counts)
     work = plural(counts["items"], unit) if is_known else f"{unit}s"
-    row = (stage.stage, work, f"{counts['cached']:,}", missing, tasks)
+    row = (stage.stage, work, counts["cached"], *((counts["missing"], stage.tasks) if is_known else (None, None)))
     if not stage.is_due or counts.get("unplanned"):
         return (*row, "", "")
     gpus = [plural(stage.gpus, "GPU")] if stage.gpus else []
     asked = [*gpus, plural(stage.cpus, "CPU"), short_bytes(stage.mem_bytes), short_seconds(stage.time_s)]
-    return (*row, " · ".join(asked), "?" if stage.all_s is None else short_seconds(stage.all_s))
+    return (*row, " · ".join(asked), None if stage.all_s is None else short_seconds(stage.all_s))

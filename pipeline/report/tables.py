@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import codecs
 import sys
+import time
 from collections.abc import Mapping
+from datetime import datetime
 from functools import lru_cache
 from io import TextIOWrapper
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from textwrap import wrap
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
@@ -15,11 +17,10 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.units import hours_text, short_bytes, short_seconds
+from pipeline.units import format_bytes, format_seconds, hours_text, short_bytes, short_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from datetime import datetime
 
     from rich.console import RenderableType
 
@@ -129,9 +130,12 @@ NUMBERS: dict[str, Callable[[Any], str]] = {
     "percent": "{:.0%}".format,
     "figure": "{:.4g}".format,
     "hours": hours_text,
+    "long bytes": format_bytes,
+    "long span": format_seconds,
+    "words": str,
     "worded": itemgetter(0),  # a text, and the number that it says
 }
-# Its heading, where a row has its value (an attribute, a place, or a function of the row), and its kind.
+# Its heading, where a row has its value (an attribute, such as `live.value`, a place, or a function), and its kind.
 Column: TypeAlias = "tuple[str, str | int | Callable[[Any], Any], str] | tuple[str, str | int | Callable[[Any], Any]]"
 
 
@@ -142,7 +146,7 @@ def value_in(row: Any, column: Column) -> Any:
         return where(row)
     if isinstance(row, Mapping):
         return row.get(where)
-    return row[where] if isinstance(where, int) else getattr(row, where)
+    return row[where] if isinstance(where, int) else attrgetter(where)(row)
 
 
 def kind_of(column: Column) -> str:
@@ -167,9 +171,9 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def age(now: datetime, moment: datetime) -> str:
+def age(moment: datetime | float) -> str:
     """Return how long ago a moment was, in one unit."""
-    seconds = max(0.0, (now - moment).total_seconds())
+    seconds = max(0.0, time.time() - (moment.timestamp() if isinstance(moment, datetime) else moment))
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"

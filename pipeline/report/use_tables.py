@@ -9,8 +9,8 @@ from pipeline.cluster.verdict import Cause
 from pipeline.journal.run_status import State
 from pipeline.report.run_tables import story
 from pipeline.report.stage_lines import unit_of, wait_lines
-from pipeline.report.tables import plural, text_table
-from pipeline.units import short_bytes, short_seconds
+from pipeline.report.tables import NUMBERS, Column, plural, table_of
+from pipeline.units import short_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     from pipeline.journal.run_status import RunStatus
     from pipeline.report.facts import StageUse
 
-COLUMNS = ("STAGE", "TASKS", "TRIES", "PEAK", "REQUESTED", "USED", "CPUS", "CPU USE", "LONGEST", "LIMIT")
+COLUMNS: tuple[Column, ...] = (
+    ("STAGE", "stage"), ("TASKS", "tasks", "count"), ("TRIES", "attempts", "count"), ("PEAK", "peak_bytes", "bytes"),
+    ("REQUESTED", "asked_bytes", "bytes"), ("USED", "mem_used", "percent"), ("CPUS", "cpus", "count"),
+    ("CPU USE", "cpu_used", "percent"), ("LONGEST", "longest_s", "span"), ("LIMIT", "limit_s", "span"),
+)  # fmt: skip
 OOMS = (Cause.HOST_OOM.value, Cause.GPU_OOM.value)
 UNKNOWN = "unknown"
 
@@ -36,7 +40,7 @@ def use_report(
     shown += [account.line()] if account else []
     shown += ["", f"Run {status.name} · {status.state.value}"]
     if stages:
-        shown.append(text_table(COLUMNS, map(_row, stages), right=COLUMNS[1:]))
+        shown.append(table_of(COLUMNS, stages, unknown=UNKNOWN))
     suggested = [setting for use in stages for setting in use.suggested]
     if suggested:
         shown += ["", "Better requests for the next run (mem: auto follows its use by itself):"]
@@ -79,42 +83,18 @@ def _verdict(status: RunStatus, stages: Sequence[StageUse]) -> Iterator[str]:
         yield f"! {plural(failed, 'attempt')} failed → pipeline logs {status.name} --failed"
 
 
-def _row(use: StageUse) -> tuple[str, ...]:
-    return (
-        use.stage,
-        f"{use.tasks:,}",
-        f"{use.attempts:,}",
-        _size(use.peak_bytes),
-        _size(use.asked_bytes),
-        _percent(use.mem_used),
-        str(use.cpus),
-        _percent(use.cpu_used),
-        _time(use.longest_s),
-        _time(use.limit_s),
-    )
-
-
 def _details(use: StageUse) -> list[str]:
     """Return the measurements of a stage that have no column in the table."""
     pace = f" ({use.items_per_s:,.1f} per second and task)" if use.items_per_s else ""
     parts = [f"{plural(use.items, unit_of(use.stage))}{pace}", f"{use.core_hours:,.2f} core-hours"]
     if use.gpus:
-        parts += [f"{use.gpu_hours:,.2f} GPU-hours", f"GPU busy {_percent(use.gpu_busy)}"]
+        parts += [f"{use.gpu_hours:,.2f} GPU-hours", f"GPU busy {_known(use.gpu_busy, 'percent')}"]
     planned = f"; planned {short_bytes(use.planned_bytes)}" if use.planned_bytes else ""
     why = f", {use.why}" if use.why else ""
-    memory = (
-        f"  memory: first request {_size(use.first_bytes)}{why}{planned}, median peak {_size(use.median_peak_bytes)}"
-    )
+    first, median = (_known(size, "bytes") for size in (use.first_bytes, use.median_peak_bytes))
+    memory = f"  memory: first request {first}{why}{planned}, median peak {median}"
     return [f"{use.stage}: {', '.join(parts)}", memory]
 
 
-def _size(count: int | None) -> str:
-    return UNKNOWN if count is None else short_bytes(count)
-
-
-def _time(seconds: float | None) -> str:
-    return UNKNOWN if seconds is None else short_seconds(seconds)
-
-
-def _percent(share: float | None) -> str:
-    return UNKNOWN if share is None else f"{share:.0%}"
+def _known(value: float | None, kind: str) -> str:
+    return UNKNOWN if value is None else NUMBERS[kind](value)

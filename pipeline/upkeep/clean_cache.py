@@ -21,21 +21,23 @@ from pipeline.files import whose
 from pipeline.journal.run_folder import hidden
 from pipeline.journal.run_view import active_runs
 from pipeline.keys import recipe_tag
-from pipeline.report.cleaning_tables import DAY_S, FORGOTTEN_S, Cleaning, CleanNote, CleanRequest
 from pipeline.store.cache_folder import RECIPES, CacheFolder
 from pipeline.store.format.cache_layout import MARKER, USERS
 from pipeline.store.format.disk import remove
+from pipeline.store.maintenance.cleaning import DAY_S, FORGOTTEN_S, Cleaning, CleanNote, CleanRequest
 from pipeline.store.maintenance.leftovers import Left, find_leftovers, refuse_links, refuse_links_out
 from pipeline.store.maintenance.shard_plans import Fate, Live, apply, mark, why_kept
 from pipeline.store.users import USER_NAME, forget, register, registered, sorted_keys, who_am_i
 from pipeline.upkeep.retention import EVERYTHING, LIMITS, NOTHING, Staying, config_name, described, user_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
-    from pipeline.store.maintenance.shard_plans import ShardPlan
+    from pipeline.store.maintenance.cleaning import Recipes
+    from pipeline.store.maintenance.leftovers import LeftoverFile
+    from pipeline.store.maintenance.shard_plans import Marked, ShardPlan
     from pipeline.store.users import User
 
 UNASKED_S = 8 * DAY_S  # budgets that were learned are asked for within a week
@@ -57,7 +59,7 @@ def foresee_cleaning(
     cache = CacheFolder(project.config.cache.root)
     try:
         if not cache.disk.list_folder(cache.root):
-            return Cleaning(cache, asked, time.time(), {})
+            return Cleaning(cache, asked, {})
         _refuse_unmarked(cache)
         return _foresee_readable(project, cache, file, asked, on)
     except PermissionError as error:
@@ -71,30 +73,45 @@ def _foresee_readable(
 ) -> Cleaning:
     refuse_links(cache)
     refuse_links_out(cache)
-    user_files = _user_files(cache)
+    user_files, now = _user_files(cache), _cache_time(cache)
     users, strangers = registered(cache.disk, cache.root)
-    cleaning = Cleaning(cache, asked, _cache_time(cache), user_files)
     mine = [user for user in users if file and (user.config, user.who) == (config_name(file), who_am_i())]
     ours = dict.fromkeys([project.config.cluster.runs, *(Path(user.runs) for user in mine)])
     runs = ours | dict.fromkeys(Path(user.runs) for user in users)  # a run needs no configuration file to go on
     going = [run for folder in runs for run in active_runs(folder, cache.root)]
-    _sort_users(cleaning, [user for user in users if user not in mine], strangers, going)
+    busy = {run.path.parent for run in going}  # a user whose run is active counts as there
+    others = [user for user in users if user not in mine]
+    gone = [user for user in others if Path(user.runs) not in busy and has_vanished(user, now, asked.grace_s)]
+    others = [user for user in others if user not in gone]
     if asked.all:
-        _refuse_going(cache, going, [*ours, *(Path(user.runs) for user in cleaning.others)])
-    staying = Staying(project, cache, cleaning.others, mine, bool(strangers), going, asked.keep_recipes)
+        _refuse_going(cache, going, [*ours, *(Path(user.runs) for user in others)])
+    staying = Staying(project, cache, others, mine, bool(strangers), going, asked.keep_recipes)
     live = dict.fromkeys(cache.kinds(), NOTHING) if asked.all else staying.live(on)
-    cleaning.live = {kind: live.get(kind, EVERYTHING) for kind in cache.kinds()}
-    cleaning.notes += staying.notes
-    cleaning.recipes = staying.recipes or described(cache)
-    cleaning.wanted = frozenset() if asked.all else frozenset(staying.wanted)
-    if going or cleaning.others:
-        cleaning.settle_s = project.config.cache.visibility_s
+    recipes, forgotten, own = staying.recipes or described(cache), gone, None
     if mine and not (asked.keep_recipes or going):
         today = user_of(mine[0].config, str(project.config.cluster.runs.absolute()), staying.wanted)
-        cleaning.forgotten += tuple(user for user in mine if asked.all or not user.tags <= today.tags)
-        cleaning.own = None if asked.all else today
-    _mark(cleaning)
-    _find_leftovers(cleaning)
+        forgotten = [*gone, *(user for user in mine if asked.all or not user.tags <= today.tags)]
+        own = None if asked.all else today
+    files = find_leftovers(cache)
+    by_age: dict[bool, list[LeftoverFile]] = {True: [], False: []}
+    for leftover in files.leftovers:
+        by_age[now - leftover.since > asked.grace_of(leftover.what)].append(leftover)
+    cleaning = Cleaning(
+        cache=cache,
+        asked=asked,
+        users=user_files,
+        others=tuple(others),
+        forgotten=tuple(forgotten),
+        own=own,
+        settle_s=project.config.cache.visibility_s if going or others else 0.0,
+        marked=_marked(cache, asked, now, {kind: live.get(kind, EVERYTHING) for kind in cache.kinds()}, recipes),
+        recipes=recipes,
+        wanted=frozenset() if asked.all else frozenset(staying.wanted),
+        leftovers=by_age[True],
+        young=[leftover for leftover in by_age[False] if leftover.what is not Left.MEMORY],
+        foreign=files.foreign,
+        notes=[*_notes_of_users(gone, others, strangers, now, asked, cache), *staying.notes],
+    )
     _refuse_unwritable(cleaning)
     return cleaning
 
@@ -122,21 +139,23 @@ def _user_files(cache: CacheFolder) -> dict[str, tuple[float, float]]:
     return {name: cache.disk.times_of(folder / name) for name in names}
 
 
-def _sort_users(cleaning: Cleaning, users: list[User], strangers: list[str], going: list[RunFolder]) -> None:
-    """Note who else uses the cache, and who does no more; a user whose run goes on counts as there."""
-    busy = {run.path.parent for run in going}
-    idle = [user for user in users if Path(user.runs) not in busy]
-    vanished = [user for user in idle if has_vanished(user, cleaning.now, cleaning.asked.grace_s)]
-    cleaning.forgotten = tuple(vanished)
-    cleaning.others = tuple(user for user in users if user not in vanished)
-    for place in dict.fromkeys(user.config or user.runs for user in vanished):
-        cleaning.notes.append(CleanNote(f"{place} no longer exists; nothing is kept for it"))
-    cleaning.notes += _notes_of_gone([user for user in cleaning.others if _is_gone(_place(user))], cleaning)
+def _notes_of_users(
+    gone: list[User], others: list[User], strangers: list[str], now: float, asked: CleanRequest, cache: CacheFolder
+) -> Iterator[CleanNote]:
+    """Yield for whom nothing is kept, who may be gone, and whose needs cannot be read."""
+    for place in dict.fromkeys(user.config or user.runs for user in gone):
+        yield CleanNote(f"{place} no longer exists; nothing is kept for it")
+    missing = [user for user in others if _is_gone(_place(user))]
+    for path in dict.fromkeys(map(_place, missing)):
+        mine = [user for user in missing if _place(user) == path]
+        until = max(_counts_until(user, asked.grace_s) for user in mine)
+        then = f"counts until {_day(until)}" if until > now else "counts while its run is active"
+        files = shlex.join(str(cache.root / USERS / user.name) for user in mine)
+        what = f"{path} no longer exists; it was last used {_day(max(user.last for user in mine))}, and {then}"
+        yield CleanNote(what, f"rm {files}   (if it was removed for good)")
     for name in strangers:
-        remedy = f"ls -l {quoted(cleaning.cache.root / USERS / name)}"
-        cleaning.notes.append(
-            CleanNote(f"{name} cannot be read: the cache is in use, but its user's needs are unknown", remedy)
-        )
+        what = f"{name} cannot be read: the cache is in use, but its user's needs are unknown"
+        yield CleanNote(what, f"ls -l {quoted(cache.root / USERS / name)}")
 
 
 def has_vanished(user: User, now: float, grace_s: float) -> bool:
@@ -155,18 +174,6 @@ def _counts_until(user: User, grace_s: float) -> float:
     """Return until when a configuration that is gone still counts as a user."""
     certain = not _is_gone(_place(user).parent) and not hidden(Path(user.runs))
     return user.last + (grace_s if certain else max(grace_s, FORGOTTEN_S))
-
-
-def _notes_of_gone(gone: list[User], cleaning: Cleaning) -> Iterator[CleanNote]:
-    """Yield for each user that is gone until when it still counts, and how not to wait for that."""
-    for place in dict.fromkeys(map(_place, gone)):
-        mine = [user for user in gone if _place(user) == place]
-        last = max(user.last for user in mine)
-        until = max(_counts_until(user, cleaning.asked.grace_s) for user in mine)
-        then = f"counts until {_day(until)}" if until > cleaning.now else "counts while its run is active"
-        files = shlex.join(str(cleaning.cache.root / USERS / user.name) for user in mine)
-        what = f"{place} no longer exists; it was last used {_day(last)}, and {then}"
-        yield CleanNote(what, f"rm {files}   (if it was removed for good)")
 
 
 def _day(seconds: float) -> str:
@@ -196,43 +203,31 @@ def _refuse_going(cache: CacheFolder, going: list[RunFolder], folders: list[Path
         raise ConfigError(what, where=str(cache.root), remedy=remedy)
 
 
-def _mark(cleaning: Cleaning) -> None:
+def _marked(
+    cache: CacheFolder, asked: CleanRequest, now: float, live: Mapping[str, Live], recipes: Recipes
+) -> dict[str, Marked]:
     """Mark the records that are not needed; the descriptions of recipes last, by what stays of the others."""
-    before = cleaning.now - cleaning.asked.grace_s
-    for kind, live in cleaning.live.items():
-        tags = [tag for recipe_kind, tag in cleaning.recipes if recipe_kind == kind]
-        if kind != RECIPES and not live.everything:
-            oldest = cleaning.now - UNASKED_S if kind == LIMITS and not cleaning.asked.all else before
-            cleaning.marked[kind] = mark(cleaning.cache.own(kind), live, min(before, oldest), tags)
-    if RECIPES in cleaning.live:
-        if not cleaning.asked.all:
-            cleaning.live[RECIPES] = _useful_descriptions(cleaning)
-        cleaning.marked[RECIPES] = mark(cleaning.cache.own(RECIPES), cleaning.live[RECIPES], before)
+    before = now - asked.grace_s
+    marked: dict[str, Marked] = {}
+    for kind, needed in live.items():
+        tags = [tag for recipe_kind, tag in recipes if recipe_kind == kind]
+        if kind != RECIPES and not needed.everything:
+            oldest = now - UNASKED_S if kind == LIMITS and not asked.all else before
+            marked[kind] = mark(cache.own(kind), needed, min(before, oldest), tags)
+    if RECIPES in live:
+        needed = live[RECIPES] if asked.all else EVERYTHING if asked.keep_recipes else _described(cache, marked)
+        marked[RECIPES] = mark(cache.own(RECIPES), needed, before)
+    return marked
 
 
-def _useful_descriptions(cleaning: Cleaning) -> Live:
+def _described(cache: CacheFolder, marked: Mapping[str, Marked]) -> Live:
     """Return as live the descriptions of the recipes of which any record stays."""
-    if cleaning.asked.keep_recipes:
-        return EVERYTHING
     keys = bytearray()
-    for key, kind, recipe in cleaning.cache.described():
-        marked, tag = cleaning.marked.get(kind), recipe_tag(kind, recipe)
-        if marked is None or marked.left.get(tag, 1) or marked.of(Fate.YOUNG, Fate.SPARSE, Fate.FOREIGN):
+    for key, kind, recipe in cache.described():
+        of_kind, tag = marked.get(kind), recipe_tag(kind, recipe)
+        if of_kind is None or of_kind.left.get(tag, 1) or of_kind.of(Fate.YOUNG, Fate.SPARSE, Fate.FOREIGN):
             keys += key
     return Live(keys=sorted_keys(keys))
-
-
-def _find_leftovers(cleaning: Cleaning) -> None:
-    """Find the files that hold no records, and which of them are old enough to go."""
-    files, asked = find_leftovers(cleaning.cache), cleaning.asked
-    old = [cleaning.now - leftover.since > asked.grace_of(leftover.what) for leftover in files.leftovers]
-    cleaning.leftovers = tuple(leftover for leftover, goes in zip(files.leftovers, old, strict=True) if goes)
-    cleaning.young = tuple(
-        leftover
-        for leftover, goes in zip(files.leftovers, old, strict=True)
-        if not goes and leftover.what is not Left.MEMORY
-    )
-    cleaning.foreign = files.foreign
 
 
 def _refuse_unwritable(cleaning: Cleaning) -> None:

@@ -19,12 +19,12 @@ from pipeline.journal.run_folder import hidden, runs_in
 from pipeline.keys import parse_key, recipe_tag
 from pipeline.project.project import Project
 from pipeline.records import Item, Reason
-from pipeline.report.cache_tables import Holdings, Missing
-from pipeline.report.cleaning_tables import CleanNote
 from pipeline.stage_names import StageName
 from pipeline.store.cache_folder import CacheFolder, RecipeStat
 from pipeline.store.format.cache_layout import KindLayout
+from pipeline.store.maintenance.cleaning import CleanNote
 from pipeline.store.maintenance.damage_report import last_report, repair_of
+from pipeline.store.maintenance.holdings import Holdings, Missing
 from pipeline.store.maintenance.shard_plans import Live
 from pipeline.store.store import in_chunks
 from pipeline.store.users import User, register, registered, sorted_keys, who_am_i

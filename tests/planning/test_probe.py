@@ -13,6 +13,7 @@ from pipeline.errors import ConfigError, JobFailed, SubmissionRefused
 from pipeline.memory.footprint import Provenance
 from pipeline.memory.hardware.gpus import device
 from pipeline.memory.history import DIED_GROWTH
+from pipeline.memory.outlook import Probed, ProbeOutcome
 from pipeline.memory.planning.memory_plan import CardSpec
 from pipeline.memory.runtime.meters import RSS_IS_MEANT, BeforeModel
 from pipeline.planning.probe import (
@@ -25,7 +26,6 @@ from pipeline.planning.probe import (
     probe,
 )
 from pipeline.planning.probe_job import ProbeFolder, peaks_of, record_death, result_of, run_probe, write_json
-from pipeline.report.plan_facts import Probed, ProbeOutcome
 from tests.planning.probes import GIB, Prepared, card, prepare
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from pipeline.journal.run_view import view
@@ -23,6 +25,16 @@ def test_the_page_of_a_run_shows_nothing_of_a_later_one_that_trained_on(tmp_path
     training = page_data(told.folder, view(told.folder, deep=True))["training"]
     assert [epoch.epoch for epoch in training.newest] == [1, 2, 3, 4, 5, 6]
     assert {curve[-1][0] for curve in training.curves.values()} == {60}
+
+
+def test_long_texts_are_cut_and_long_curves_are_whole(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = trained(tmp_path, epochs=30)
+    told.supervisor.emit(EventKind.RUN_ENDED, state="failed", error=f"x: {'y' * 900}", exit_code=1)
+    page, _ = page_now(told.folder)
+    verdict = page.partition('<p class="verdict">')[2].partition("</p>")[0]
+    assert "more characters" in verdict
+    assert max(page.count("L", *match.span()) for match in re.finditer('<path class="line[^>]*>', page)) == 299
 
 
 def test_time_between_stages_is_planning():

@@ -344,6 +344,14 @@ class ShardPlan:
     def freed_bytes(self) -> int:
         return {Fate.GOES: self.size_bytes, Fate.REWRITTEN: self.dead_bytes}.get(self.fate, 0)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the repair of a shard as JSON data."""
+        return {
+            "kind": self.store.kind, "shard": self.shard, "why": self.why, "salvaged": self.kept,
+            "salvaged_bytes": self.kept_bytes, "lost": [finding.to_json() for finding in self.lost],
+            "unknown": self.unknown, "stays": self.stays, "gone": self.fate is Fate.GONE,
+        }  # fmt: skip
+
     def leave(self, stays: str) -> None:
         """Leave it alone, unless another process has removed it."""
         self.fate, self.stays = Fate.LEFT, stays
@@ -682,6 +690,18 @@ class Compacted:
     def of(self, fate: Fate) -> list[str]:
         """Return the names of small shards of a fate."""
         return [plan.shard for plan in self.small if plan.fate is fate]
+
+    def to_json(self, *, did: bool) -> dict[str, Any]:
+        """Return plain JSON data."""
+        small = [
+            {"shard": plan.shard, "records": plan.kept + plan.dead, "size_bytes": plan.size_bytes}
+            for plan in self.small
+        ]
+        return {
+            "kind": self.kind, "shards": self.shards, "records": self.records, "size_bytes": self.size_bytes,
+            "small": small, "gone": len(self.of(Fate.REWRITTEN)) if did else 0, "after": self.after,
+            "damaged": self.of(Fate.LEFT), "taken": self.of(Fate.GONE), "twice": len(self.twice),
+        }  # fmt: skip
 
 
 def plan_compaction(store: Store, *, shard_bytes: int = DEFAULT_SHARD_BYTES) -> Compacted:

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import CacheDamaged, RecordMissing
-from pipeline.report.check_tables import plain_repair
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
 from pipeline.store.format.shard import TRAILER_BYTES
@@ -80,11 +79,11 @@ def test_a_whole_cache_is_left_as_it_is(cache, store, shards):
 def test_planning_changes_nothing_and_says_what_repairing_does(cache, store, shards):
     flip(store.layout.shard(shards[0]), record_place(store, shards[0], 1)[0])
     before = {path: path.stat().st_mtime_ns for path in cache.root.rglob("*")}
-    planned = [plain_repair(plan) for plan in plan_repair(cache)]
+    planned = [plan.to_json() for plan in plan_repair(cache)]
     assert {path: path.stat().st_mtime_ns for path in cache.root.rglob("*")} == before
     done = []
     repair(cache, done=done.append)
-    assert list(map(plain_repair, done)) == planned
+    assert [one.to_json() for one in done] == planned
     assert [(one.shard, one.kept, len(one.lost)) for one in done] == [(shards[0], 5, 1), ("", 0, 0)]
 
 
