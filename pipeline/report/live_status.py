@@ -157,7 +157,7 @@ class RunProgress(LiveLines):
         self._rows = rows if self._has_work or self._console.is_terminal else []
         self._notes = [f"! {note}" for stage in stages for note in notes(stage)]
         self._notes += [f"! the queue does not answer: {run.trouble}"] if run.trouble else []
-        self._notes += held_lines(run)
+        self._notes += [line for lines in held_lines(run) for line in lines.splitlines()]
         for row in self._rows if self._has_work else ():
             if row.state not in (State.RUNNING, State.WAITING):
                 self._print([row])

@@ -10,6 +10,7 @@ import re
 import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +20,16 @@ import pytest
 
 from pipeline.cli.run_verbs import _show_end
 from pipeline.cluster.job_spec import JobId, TaskState, TaskStatus
+from pipeline.cluster.slurm_words import Queued, reason_words
 from pipeline.cluster.verdict import Word, judge_attempt
 from pipeline.command_line import Command
 from pipeline.journal.run_status import ENDED, State
+from pipeline.journal.run_view import QueueLook
 from pipeline.report import live_status
 from pipeline.report.live_status import RunProgress
 from pipeline.report.run_tables import status_report
 from pipeline.report.tables import columns, show_parts
-from tests.cli.told import NOON, PACE, RUNS, ended, job, seen, training
+from tests.cli.told import NOON, PACE, QUEUED, RUNS, ended, job, seen, training
 
 SCREENS = Path(__file__).parent / "screens"
 WIDTHS = {"40": 40, "80": 80, "120": 120, "200": 200, "pipe": 0}
@@ -132,6 +135,20 @@ def test_status_names_the_signal_that_ended_a_training(ending: dict[str, int], l
     with redirect_stdout(stream := io.StringIO()):
         show_parts(*status_report(seen(events), Command.of("status"), 200))
     assert f"! train: task 0: {said}; retried" in stream.getvalue().splitlines()
+
+
+def test_a_held_task_is_shown_with_what_helps() -> None:
+    queued = Queued("8001_0", TaskState.PENDING, "JobHeldUser", reason_words("JobHeldUser"), None, "")
+    run = replace(seen(QUEUED), queue=QueueLook({"8001_0": queued}))
+    with redirect_stderr(stream := Terminal()), RunProgress() as progress:
+        progress.show(run.status, lambda: run)
+        progress._live.refresh()
+        followed_lines = screen_of(stream.getvalue())
+    with redirect_stdout(stream := Terminal()):
+        show_parts(*status_report(run, Command.of("status"), 80))
+    held = ["! graph: 1 task held: held by its user (JobHeldUser)", "  next: scontrol release 8001"]
+    for lines in (followed_lines, screen_of(stream.getvalue())):
+        assert lines[lines.index(held[0]) :][:2] == held
 
 
 def test_a_stream_that_cannot_encode_symbols_gets_ascii() -> None:
