@@ -178,13 +178,14 @@ def compare_command(
 ) -> None:
     """Compare trainings: settings, metrics over seeds, memory, hours."""
     from pipeline.report import tables
-    from pipeline.views.compared_models import compared_page, comparison, comparison_lines
+    from pipeline.views.compared_models import compared_data, comparison, comparison_lines
 
     shown = comparison(_models(what or (), config, sets), metric)
     if html is not None:
+        from pipeline.report.html.html_page import render
         from pipeline.views.run_page import write_page
 
-        write_page(html, compared_page(shown))
+        write_page(html, render("compared.html", **compared_data(shown)))
     if as_json:
         print_json(shown.to_json())
         return

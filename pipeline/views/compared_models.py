@@ -23,7 +23,6 @@ from pipeline.errors import ConfigError, PipelineError
 from pipeline.journal.run_status import State
 from pipeline.planning.trainings import read_trainings
 from pipeline.report.html.charts import COLOURS, SMALL, Chart, Line, Size, figure, line_chart, whole_axis
-from pipeline.report.html.html_page import render
 from pipeline.report.tables import plural, table_of
 from pipeline.stages.trained import progress_of
 from pipeline.training.loop.metrics_log import Pruned, read_epochs
@@ -235,11 +234,6 @@ def compared_data(shown: Comparison) -> dict[str, Any]:
     """Return what a page shows of a comparison, by the names that its template uses."""
     data = {"compared": shown, "curves": list(curve_charts(shown))}
     return data | {"model_columns": model_columns(shown), "seed_columns": seed_columns(shown)}
-
-
-def compared_page(shown: Comparison) -> str:
-    """Return the HTML report of a comparison."""
-    return render("compared.html", **compared_data(shown))
 
 
 def models_of_run(folder: RunFolder) -> list[ComparedModel]:
