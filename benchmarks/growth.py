@@ -1,6 +1,6 @@
 """How memory, time and files grow with the data set: every stage of 1,000 and of 100,000 complexes.
 
-    python benchmarks/growth.py [--sizes 1000,100000] [--folder FOLDER] [--save]
+    python benchmarks/growth.py [--sizes 1000,100000] [--stages scan,embed,graph,train] [--folder FOLDER] [--save]
 
 Complexes are small, and the weights tiny, so that what is measured is the pipeline and not the encoder. Each stage is
 `pipeline submit --only --follow` on this machine. 100,000 complexes take about two hours on two cores.
@@ -60,25 +60,27 @@ def main() -> int:
     typed = options(
         str(__doc__), 1,
         sizes={"default": "1000,100000", "help": "numbers of complexes, separated by commas"},
+        stages={"default": ",".join(STAGES), "help": "the first of these stages, or all (default)"},
         folder={"type": Path, "help": "make the projects here"},
     )  # fmt: skip
+    stages = {stage: STAGES[stage] for stage in typed.stages.split(",")}
     sizes, found = sorted(map(int, typed.sizes.split(","))), {}
     for size in sizes:
         folder = Path(tempfile.mkdtemp(prefix=f"growth-{size}-", dir=typed.folder))
         try:
             make_project(folder, size)
-            found[size] = {stage: measured(folder, stage, size) for stage in STAGES}
+            found[size] = {stage: measured(folder, stage, size) for stage in stages}
         finally:
             shutil.rmtree(folder)
     small, large = found[sizes[0]], found[sizes[-1]]
-    memory = {stage: large[stage].peak_bytes / small[stage].peak_bytes for stage in STAGES}
-    time = [large[stage].cpu_ms_per_item / small[stage].cpu_ms_per_item for stage in STAGES]
-    files = [large[stage].records_per_file for stage, kinds in STAGES.items() if kinds]
+    memory = {stage: large[stage].peak_bytes / small[stage].peak_bytes for stage in stages}
+    time = [large[stage].cpu_ms_per_item / small[stage].cpu_ms_per_item for stage in stages]
+    files = [large[stage].records_per_file for stage, kinds in stages.items() if kinds]
     worst = max(memory, key=memory.__getitem__)
     reached = memory[worst] <= MEMORY and max(time) <= TIME and min(files) >= RECORDS
     row = Row(
         "growth",
-        f"{', '.join(STAGES)} of {sizes[-1]:,} complexes: memory of the largest process; CPU time of an item; "
+        f"{', '.join(stages)} of {sizes[-1]:,} complexes: memory of the largest process; CPU time of an item; "
         "records a file",
         f"the same of {sizes[0]:,}",
         f"≤ {MEMORY}×; ≤ {TIME}×; ≥ {RECORDS}",
