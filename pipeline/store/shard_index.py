@@ -262,9 +262,9 @@ class StoreSnapshot:
 
     def find(self, keys: KeyColumn) -> tuple[Integers, Rows]:
         """Return the positions of the keys that are there, once for each copy, and the rows that hold them."""
-        matches = [match(self._delta, keys, self._delta_keys)]
-        if self._index:
-            matches.insert(0, self._index.find(keys))
+        matches = [self._index.find(keys)] if self._index else []
+        if len(self._delta) or not matches:  # mostly the index has every row
+            matches.append(match(self._delta, keys, self._delta_keys))
         asked, rows = map(np.concatenate, zip(*matches, strict=True))
         good = self._in_good_shards(rows)
         return asked[good], rows[good]
