@@ -1,11 +1,14 @@
 """What a person waits for: --help, status of 10,000 tasks, and 20,000 items with nothing or almost nothing to do.
 
     python benchmarks/latency.py [--only help,status,items] [--items 20000] [--snakemake PATH] [--rounds 5] [--save]
+    python benchmarks/latency.py --only nothing --sizes 206,100000
 
 `items` runs scan and graph of a synthetic data set once (two to ten minutes). Then it types `submit` with nothing to
-do, `plan`, and `submit` after one file has changed. The peer is `snakemake -n` of one rule per item whose outputs are
-all there. Install it in an environment of its own (`python -m venv V; V/bin/pip install snakemake`), and name it:
---snakemake V/bin/snakemake. Without it only our side is measured.
+do, `plan`, `submit --dry-run`, and `submit` after one file has changed or was touched. `nothing` types only `submit`
+with nothing to do, of data sets of several sizes; it makes 100,000 items in about half an hour. The peer is
+`snakemake -n` of one rule per item whose outputs are all there. Install it in an environment of its own
+(`python -m venv V; V/bin/pip install snakemake`), and name it: --snakemake V/bin/snakemake. Without it only our side
+is measured.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from pipeline.journal.attempts import Ask, Attempt
 
 PARTS = "help,status,items"
 HELP_CPU_S, STATUS_S, NOOP_CPU_S, CHANGED_CPU_S, PLAN_CPU_S = 0.1, 1.0, 2.0, 3.0, 2.5
+NOTHING_CPU_S = {206: 1.2, 100_000: 15.0}
 TASKS, ARRAY, ITEMS, REPORTS = 10_000, 1000, 100, 12  # tasks of a job, items of a task, times that a task reports
 ASK = {"mem_bytes": 2 << 30, "time_s": 3600}
 SNAKEFILE = """\
@@ -161,7 +165,15 @@ class Items:
     def changed(self) -> Cost:
         """Write another complex to one file; submit again."""
         (self.folder / "data" / name_of(self.items // 2)).write_bytes(complex_of(next(self.changes)))
-        time.sleep(0.1)  # so that its time proves the change
+        return self._after_change()
+
+    def touched(self) -> Cost:
+        """Touch one file; submit again."""
+        (self.folder / "data" / name_of(self.items // 3)).touch()
+        return self._after_change()
+
+    def _after_change(self) -> Cost:
+        time.sleep(0.1)  # so that the file's time proves the change
         return run(self.submit, self.folder)
 
     def snakes(self) -> Path:
@@ -188,21 +200,41 @@ def of_items(rounds: int, items: int, snakemake: str) -> list[Row]:
         data = Items(Path(scratch), items)
         ways = {
             "nothing": partial(run, data.submit, data.folder),
-            "plan": partial(run, pipeline("plan", "--stage", "graph"), data.folder),
             "changed": data.changed,
+            "touched": data.touched,
+            "plan": partial(run, pipeline("plan", "--stage", "graph"), data.folder),
+            "dry run": partial(run, [*data.submit[:-1], "--dry-run"], data.folder),
         }
         if found:
             ways["snakemake"] = partial(run, peer, data.snakes(), env={"HOME": scratch, "XDG_CACHE_HOME": scratch})
         spent = {name: Spread.of(cpu(costs)) for name, costs in by_turns(ways, rounds).items()}
     against = f"`snakemake -n`, {spent['snakemake']:.1f s}" if found else "`snakemake -n`, not installed"
-    limits = {"nothing": NOOP_CPU_S, "changed": CHANGED_CPU_S, "plan": PLAN_CPU_S}
+    limits = {"nothing": NOOP_CPU_S, "changed": CHANGED_CPU_S, "touched": CHANGED_CPU_S}
+    limits |= {"plan": PLAN_CPU_S, "dry run": PLAN_CPU_S}
     missed = [name for name, most in limits.items() if spent[name].median > most]
     return [
-        Row("items", f"scan and graph of {items:,} files, CPU time: nothing to do; one changed file; `pipeline plan`",
+        Row("items", f"scan and graph of {items:,} files, CPU time: nothing to do; one changed file; one touched file;"
+            " `pipeline plan`; `submit --dry-run`",
             against, "; ".join(f"≤ {most} s" for most in limits.values()),
             "; ".join(f"{spent[name]:.1f s}" for name in limits), "latency.py --only items",
-            f"Missed: {', '.join(missed)}. It surveys every item again." if missed else ""),
+            f"Missed: {', '.join(missed)}." if missed else ""),
     ]  # fmt: skip
+
+
+def of_nothing(rounds: int, sizes: list[int]) -> list[Row]:
+    """Time `submit` with nothing to do, of data sets of several sizes."""
+    rows = []
+    for items in sizes:
+        with tempfile.TemporaryDirectory() as scratch:
+            data = Items(Path(scratch), items)
+            spent = Spread.of(cpu(by_turns({"nothing": partial(run, data.submit, data.folder)}, rounds)["nothing"]))
+        most = NOTHING_CPU_S.get(items)
+        rows.append(
+            Row(f"nothing-{items}", f"scan and graph of {items:,} files: `submit` with nothing to do, CPU time", "",
+                f"≤ {most} s" if most else "", f"{spent:.2f s}", f"latency.py --only nothing --sizes {items}",
+                "Missed." if most and spent.median > most else "")
+        )  # fmt: skip
+    return rows
 
 
 def main() -> int:
@@ -211,12 +243,14 @@ def main() -> int:
         str(__doc__), 5,
         only={"default": PARTS, "help": f"parts, separated by commas (default: {PARTS})"},
         items={"type": int, "default": 20_000, "help": "items (default: 20000)"},
+        sizes={"default": "206", "help": "items of each data set of `nothing` (default: 206)"},
         snakemake={"default": os.environ.get("SNAKEMAKE", "snakemake"), "help": "Snakemake's program"},
     )  # fmt: skip
     parts = typed.only.split(",")
     rows = of_help(typed.rounds) if "help" in parts else []
     rows += of_status(typed.rounds) if "status" in parts else []
     rows += of_items(min(3, typed.rounds), typed.items, typed.snakemake) if "items" in parts else []
+    rows += of_nothing(typed.rounds, list(map(int, typed.sizes.split(",")))) if "nothing" in parts else []
     return publish(rows, save=typed.save)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import grp
+import io
 import json
 import os
 import pwd
@@ -191,6 +192,13 @@ def csv_cell(value: Any) -> Any:
 def cell_text(cell: str) -> str:
     """Return the text for which `csv_cell` gave a cell."""
     return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell
+
+
+def csv_lines(rows: Iterable[Iterable[Any]]) -> bytes:
+    """Return rows of a table that people open."""
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator="\n").writerows([csv_cell(cell) for cell in row] for row in rows)
+    return text.getvalue().encode()
 
 
 def csv_rows(file: TextIO, columns: Iterable[str], by: str = ",") -> Callable[[Iterable[Any]], Any]:

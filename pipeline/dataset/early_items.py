@@ -148,15 +148,14 @@ def scanned_table(project: Project) -> tuple[ItemTable, str]:
 def _scanned(project: Project) -> tuple[TableBuilder, int]:
     """Return the usable items whose inventories the cache has, and how many it does not have."""
     table, waiting = TableBuilder(), 0
-    for chunk in known_items(project, None, list_items(project)):
-        for entry in chunk:
-            if not isinstance(entry, KnownItem):
-                continue
-            if entry.inventory is None or entry.key is None:
-                waiting += 1
-                continue
-            sizes = _expected_sizes(entry.inventory, project.config.graph)
-            table.add(entry.item.id, entry.key, entry.item.split, sizes)
+    for entry in known_items(project, None, list_items(project)):
+        if not isinstance(entry, KnownItem):
+            continue
+        if entry.inventory is None or entry.key is None:
+            waiting += 1
+            continue
+        sizes = _expected_sizes(entry.inventory, project.config.graph)
+        table.add(entry.item.id, entry.key, entry.item.split, sizes)
     return table, waiting
 
 

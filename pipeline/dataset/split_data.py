@@ -118,12 +118,11 @@ def read_shared(project: Project, alike: Alike, seed: int = 0, fasta: Path | Non
 def usable_items(project: Project) -> Iterator[KnownItem | Rejection]:
     """Yield each entry of the data set with its inventory; raise where a scan has still to make some."""
     unknown, example = 0, ""
-    for chunk in known_items(project, None, list_items(project)):
-        for entry in chunk:
-            if isinstance(entry, KnownItem) and entry.inventory is None:
-                unknown, example = unknown + 1, example or entry.item.id
-            elif not unknown:
-                yield entry
+    for entry in known_items(project, None, list_items(project)):
+        if isinstance(entry, KnownItem) and entry.inventory is None:
+            unknown, example = unknown + 1, example or entry.item.id
+        elif not unknown:
+            yield entry
     if unknown:
         what = f"{unknown:,} items are not scanned yet, for example {example}: their sequences are unknown"
         raise DataError(what, where=str(project.source.path), remedy=Command.submit("scan"))

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pipeline.records import Inventory, Reason, TaskContext
     from pipeline.store.cache_folder import CacheFolder
     from pipeline.store.users import WantedKeys
-    from pipeline.structures.scan_items import Seen
+    from pipeline.structures.scan_items import Glances, Seen
 
 LOOKED_UP_AT_ONCE = 1024
 MOST_PER_TASK = 50_000  # items, however little time each takes: a process holds some hundred bytes of every one
@@ -188,14 +188,26 @@ def _read_lines(path: Path) -> Iterator[tuple[bytes, Item | Rejection]]:
             yield line, _entry(json.loads(line))
 
 
+def lines_between(path: Path, start: int, end: int) -> Iterator[tuple[bytes, Item | Rejection]]:
+    """Yield the lines between two bytes of a run's data set, each with its entry."""
+    with path.open("rb") as file:
+        file.seek(start)
+        while file.tell() < end:
+            line = file.readline()
+            yield line, _entry(json.loads(line))
+
+
 def frozen_items(project: Project, folder: RunFolder | None) -> Iterator[Item | Rejection]:
     """Yield the data set of a run, which is frozen first if no stage has; without a run, as it stands."""
-    return list_items(project) if folder is None else (entry for _, entry in frozen_lines(project, folder))
+    return (entry for _, entry in frozen_lines(project, folder))
 
 
-def frozen_lines(project: Project, folder: RunFolder) -> Iterator[tuple[bytes, Item | Rejection]]:
-    """Yield the data set of a run with the line of each entry; it is frozen, if no stage has, once all are taken."""
-    if folder.items.exists():
+def frozen_lines(project: Project, folder: RunFolder | None) -> Iterator[tuple[bytes, Item | Rejection]]:
+    """Yield the data set of a run with the line of each entry; without a run, as it stands.
+
+    It is frozen, if no stage has, once all are taken.
+    """
+    if folder is not None and folder.items.exists():
         yield from _read_lines(folder.items)
         return
     with freezing(folder) as lines:
@@ -255,13 +267,13 @@ def _evenly(first: int, last: int) -> list[int]:
     return [first + (last - first) * piece // pieces for piece in range(pieces)]
 
 
-def required_lines(folder: RunFolder, stage: str) -> Callable[[str], bool]:
-    """Return a predicate: must this line be done? All must, unless the run is confined to a list."""
+def required_items(folder: RunFolder, stage: str) -> Callable[[KnownItem], bool]:
+    """Return a predicate: must this item be done? All must, unless the run is confined to a list."""
     if not folder.only.exists():
-        return lambda _line: True
+        return lambda _known: True
     with folder.todo(stage).open("rb") as file:
         required = {xxhash.xxh3_64_intdigest(line.rstrip(b"\n")) for line in file}
-    return lambda line: xxhash.xxh3_64_intdigest(line.encode()) in required
+    return lambda known: xxhash.xxh3_64_intdigest(item_line(known.item).encode()) in required
 
 
 class Lines:
@@ -302,37 +314,44 @@ class KnownItem:
     key: bytes | None  # of the inventory; None where a file has changed too lately to be known
 
 
-def known_items(
-    project: Project, folder: RunFolder | None, entries: Iterable[Item | Rejection], keys: bytearray | None = None
-) -> Iterator[list[KnownItem | Rejection]]:
-    """Yield for each entry of a data set, in order and in chunks, what the store knows of it.
+class Look:
+    """Looks items up as a run does, which knows what it left out.
 
-    To `keys` those of the inventories that were found are added, also of items that cannot be used.
+    `again` reads the files that had changed too lately when the run began. Without a run none is read.
     """
-    since_ns = folder.stages.stat().st_mtime_ns if folder else None
-    left_out = left_out_items(folder, StageName.SCAN) | refused_parts(folder, StageName.SCAN)
-    for chunk in in_chunks(entries, LOOKED_UP_AT_ONCE):
-        items = [entry for entry in chunk if isinstance(entry, Item)]
-        seen = look_up_items(items, project.recipe, project.shelves)
-        if keys is not None:
-            keys += b"".join(known.key for known in seen if known.key and known.inventory)
-        looked_up = iter(seen)
-        yield [
-            entry if isinstance(entry, Rejection) else _known_item(project, entry, next(looked_up), since_ns, left_out)
-            for entry in chunk
-        ]
+
+    def __init__(self, project: Project, folder: RunFolder | None, *, again: bool = True) -> None:
+        self._project, self._since_ns = project, folder.stages.stat().st_mtime_ns if folder and again else None
+        self.left_out = left_out_items(folder, StageName.SCAN) | refused_parts(folder, StageName.SCAN)
+
+    def known(
+        self, entries: Sequence[Item | Rejection], glanced: Glances | None = None
+    ) -> tuple[list[KnownItem | Rejection], bytearray]:
+        """Return for each entry what the store knows of it, and the keys of the inventories that it has."""
+        items, project = [entry for entry in entries if isinstance(entry, Item)], self._project
+        seen = look_up_items(items, project.recipe, project.shelves, glanced)
+        if self._since_ns is not None:
+            for at, item in enumerate(items):
+                if seen[at].inventory is None:
+                    seen[at] = look_again(item, project.recipe, project.shelves, self._since_ns)
+        each = iter(seen)
+        known = [entry if isinstance(entry, Rejection) else self._known(entry, next(each)) for entry in entries]
+        return known, bytearray().join(one.key for one in seen if one.key and one.inventory)
+
+    def _known(self, item: Item, seen: Seen) -> KnownItem | Rejection:
+        if seen.inventory is not None and seen.inventory.reason is not None:
+            return rejection(item, seen.inventory.reason, seen.inventory.detail)
+        if seen.inventory is None and item.id in self.left_out:
+            return rejection(item, *self.left_out[item.id])
+        return KnownItem(item, seen.inventory, seen.key)
 
 
-def _known_item(
-    project: Project, item: Item, known: Seen, since_ns: int | None, left_out: Mapping[str, tuple[Reason, str]]
-) -> KnownItem | Rejection:
-    if known.inventory is None and since_ns is not None:
-        known = look_again(item, project.recipe, project.shelves, since_ns)
-    if known.inventory is not None and known.inventory.reason is not None:
-        return rejection(item, known.inventory.reason, known.inventory.detail)
-    if known.inventory is None and item.id in left_out:
-        return rejection(item, *left_out[item.id])
-    return KnownItem(item, known.inventory, known.key)
+def known_items(
+    project: Project, folder: RunFolder | None, entries: Iterable[Item | Rejection]
+) -> Iterator[KnownItem | Rejection]:
+    """Yield for each entry of a data set, in order, what the store knows of it."""
+    look = Look(project, folder)
+    return chain.from_iterable(look.known(chunk)[0] for chunk in in_chunks(entries, LOOKED_UP_AT_ONCE))
 
 
 def rejection(item: Item, reason: Reason, detail: str) -> Rejection:

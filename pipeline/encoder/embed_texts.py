@@ -24,7 +24,7 @@ from pipeline.store.store import WholeRecords
 from pipeline.waiting import signals_held
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Sequence
     from typing import Any
 
     import numpy as np
@@ -81,20 +81,20 @@ class EmbeddingVerifier:
         self._recipe, self._records = recipe, records
         self._read: set[bytes] = set()  # keys: few, because the limit is on bytes
 
-    def look_up(self, texts: Sequence[str]) -> list[Variant | None]:
+    def look_up(self, texts: Iterable[str]) -> dict[str, Variant | None]:
         """Return the best variant in which the store has each text, whole; None where it must be computed."""
-        best: list[Variant | None] = [None] * len(texts)
-        unresolved = [(at, self._recipe.accepted(len(text))) for at, text in enumerate(texts)]
+        best: dict[str, Variant | None] = dict.fromkeys(texts)
+        unresolved = [(text, self._recipe.accepted(len(text))) for text in best]
         while unresolved:
-            keys = [self._recipe.key(texts[at], variants[0]) for at, variants in unresolved]
+            keys = [self._recipe.key(text, variants[0]) for text, variants in unresolved]
             metas = self._records.metas([key for key in keys if key not in self._read])
             self._read.update(key for key, meta in metas.items() if meta)
             tried, unresolved = unresolved, []
-            for key, (at, variants) in zip(keys, tried, strict=True):
+            for key, (text, variants) in zip(keys, tried, strict=True):
                 if key in self._read or key in metas:
-                    best[at] = variants[0]
+                    best[text] = variants[0]
                 elif len(variants) > 1:
-                    unresolved.append((at, variants[1:]))
+                    unresolved.append((text, variants[1:]))
         return best
 
 
@@ -161,8 +161,9 @@ def _missing(texts: Texts, recipe: EmbeddingRecipe, store: Store) -> NDArray[np.
     absent: list[int] = []
     for start in range(0, len(texts.lengths_N), LOOKED_UP_AT_ONCE):
         places = range(start, min(start + LOOKED_UP_AT_ONCE, len(texts.lengths_N)))
-        variants = verifier.look_up(texts.read(places))
-        absent += [at for at, variant in zip(places, variants, strict=True) if variant is None]
+        read = texts.read(places)
+        variants = verifier.look_up(read)
+        absent += [at for at, text in zip(places, read, strict=True) if variants[text] is None]
     return np.array(absent, np.int64)
 
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     Emit: TypeAlias = Callable[..., None]
 
 LOG_END_BYTES = 8192
+FOR_SUPERVISORS = 3  # places in the queue: for the next visit, its standby, and a look at what waits
 MANY = 1 << 30
 
 
@@ -284,7 +285,8 @@ class Dispatch:
         room = self._executor.room()
         if room is None:
             return len(status.work)
-        return max(0 if status.live else 1, room)
+        reserved = FOR_SUPERVISORS if self._config.cluster.supervisor.where == "job" else 0
+        return max(0 if status.live else 1, room - reserved)
 
     def _jobs(
         self, project: Project, stage: Stage, status: StageStatus, asks: Mapping[int, Next]

@@ -13,32 +13,40 @@ from typing import IO, TYPE_CHECKING
 import numpy as np
 
 from pipeline.dataset import worklist
-from pipeline.dataset.standing import Standing, data_state, recall_standing, remember_standing
-from pipeline.dataset.worklist import KnownItem, Lines, Shard, StageSurvey
+from pipeline.dataset.worklist import Lines, Shard, StageSurvey
 from pipeline.device.host import keep_freed_memory
 from pipeline.encoder.checkpoint_files import FAMILIES
 from pipeline.encoder.embed_texts import Texts, embed_texts
-from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, texts
+from pipeline.encoder.embedding_recipe import BF16_PRODUCTS
 from pipeline.encoder.engine.token_batches import cap_shards, deal_shards, recipe_costs
-from pipeline.journal.attempts import left_out_items, refused_parts
-from pipeline.journal.ledger import write_rejections
+from pipeline.journal.attempts import left_out_items
 from pipeline.journal.run_folder import writing_run
 from pipeline.memory.hardware.host_memory import kept_bytes
 from pipeline.project.project import asked_bytes
 from pipeline.stage_names import StageName
-from pipeline.stages.embedded import UNCOUNTED, Embedded, Tally, array_of, digest, may_be_made, name_of, refusal
-from pipeline.stages.stage import Stage, wait_until_complete
+from pipeline.stages.embedded import (
+    UNCOUNTED,
+    Embedded,
+    EmbedTally,
+    LackingItem,
+    Sequences,
+    array_of,
+    digest,
+    embed_tallies,
+    may_be_made,
+    name_of,
+)
+from pipeline.stages.stage import Stage, add_blocks, wait_until_complete
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from typing import Any
 
     from numpy.typing import NDArray
 
-    from pipeline.encoder.embed_texts import EmbeddingVerifier
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
-    from pipeline.records import Inventory, TaskContext
+    from pipeline.records import TaskContext
     from pipeline.stages.stage import Outcomes
 
 BYTES_OF = {"fp32": 4, "fp16": 2, "bf16": 2, BF16_PRODUCTS: 2}
@@ -72,21 +80,14 @@ class EmbedStage(Stage):
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
         """Look each distinct sequence up in the store, for each encoder, and list those that are missing."""
-        if standing := recall_standing(project, folder, self.name, self.recipe(project)):
-            parts = standing.judged["parts"].items()
-            return StageSurvey(
-                standing.counts, (), parts={name: StageSurvey(UNCOUNTED | part, ()) for name, part in parts}
-            )
-        searches = {name: _Search(view) for name, view in self.views(project).items()}
-        waiting = 0
-        entries = worklist.frozen_items(project, folder)
+        searches, waiting = {name: _Search(view) for name, view in self.views(project).items()}, 0
         with Lines(folder.todo(self.name) if folder else None) as lines:
-            for chunk in worklist.known_items(project, folder, entries):
-                items = [item for item in chunk if isinstance(item, KnownItem)]
-                waiting += sum(item.inventory is None for item in items)
-                inventories = [item.inventory for item in items if item.inventory]
-                for search in searches.values():
-                    search.look_up(inventories, lines)
+            for tally in embed_tallies(project, self.views(project), folder, self.recipe(project)):
+                waiting += sum(not lacking.missing for lacking in tally.absent)
+                for name, part in tally.parts.items():
+                    searches[name].found.add_all(part)
+                for name, text in dict.fromkeys(lost for lacking in tally.absent for lost in lacking.missing):
+                    searches[name].miss(text, lines)
         with _order(folder) as order:
             parts = {name: search.deal(name, order, at_once) for name, search in searches.items()}
         survey = StageSurvey.together(parts) if len(parts) > 1 else parts[""]
@@ -96,26 +97,12 @@ class EmbedStage(Stage):
         return max(1, project.config.cluster.embed.gpus)
 
     def mem_bytes(self, project: Project) -> int:
-        """Return the memory of a task: for each process the interpreter, the weights as loaded and as used, a batch.
-
-        Of several encoders it is that of the largest; `views` have each its own.
-        """
-        if len(project.encoders) > 1:
-            return max(map(self.mem_bytes, project.encoders.values()))
-        dim, processes = project.encoding.weights.dim, self.processes(project)
-        return processes * (BASE_BYTES + 2 * 4 * _parameters(project) + WORKING_TOKENS * dim * 64)
-
-    def _kept_bytes(self, project: Project, task_bytes: int) -> int:
-        """Return how much malloc may keep of a batch for the next: half, if the task has its planned memory."""
-        half = WORKING_TOKENS * project.encoding.weights.dim * 64 // 2
-        return kept_bytes(half, half + task_bytes - self.mem_bytes(project))
+        """Return the memory of a task of the largest encoder; `at` has each its own."""
+        return max(map(embed_bytes, self.views(project).values()))
 
     def gpu_bytes(self, project: Project) -> int:
-        """Return the least memory of a GPU: for the card's context, the weights and a sequence of common length."""
-        if len(project.encoders) > 1:  # all tasks of a stage go to the same cards
-            return max(map(self.gpu_bytes, project.encoders.values()))
-        dim, recipe = project.encoding.weights.dim, project.encoding.recipe
-        return BASE_BYTES + BYTES_OF[recipe.precision] * _parameters(project) + FEWEST_TOKENS * dim * 64
+        """Return the least memory of a GPU: all tasks of a stage go to the same ones."""
+        return max(map(_gpu_bytes, self.views(project).values()))
 
     def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
         """Embed the sequences of one task, or of one of its processes."""
@@ -138,10 +125,11 @@ class EmbedStage(Stage):
                 kept = [at for at in range(len(rows_N2)) if name_of(read([at])[0], shard.of) not in barred]
                 rows_N2 = rows_N2[kept]
             todo = Texts(rows_N2[:, 1].astype(np.int64), read)
-            task_bytes = tell.mem_bytes or asked_bytes(project.config.cluster.embed, self.mem_bytes(project))
+            task_bytes = tell.mem_bytes or asked_bytes(project.config.cluster.embed, embed_bytes(project))
             settings = replace(encoding.settings, mem_bytes=task_bytes // processes, shrink=tell.shrink)
             if not project.config.cluster.embed.gpus:
-                keep_freed_memory(self._kept_bytes(project, task_bytes))
+                half = WORKING_TOKENS * encoding.weights.dim * 64 // 2  # of a batch, if the memory is as planned
+                keep_freed_memory(kept_bytes(half, half + task_bytes - embed_bytes(project)))
             if tell.careful:
                 settings = replace(settings, cap=1)
             yield from embed_texts(todo, encoding.source, encoding.recipe, settings, encoding.shelves, tell)
@@ -156,35 +144,21 @@ class EmbedStage(Stage):
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Embedded:
         """Count what the store has of every item, and list what was left out."""
-        if standing := recall_standing(project, folder, self.name, self.recipe(project)):
-            return Embedded.standing(standing)
-        state = data_state(project, folder)
-        unusable = refused_parts(folder, self.name) | left_out_items(folder, self.name)
+        views, recipe = self.views(project), self.recipe(project)
+
+        def required(lacking: LackingItem) -> bool:
+            recipes = ((text, views[name].encoding.recipe) for name, text in lacking.missing)
+            may_be = [may_be_made(text, recipe, project.only) for text, recipe in recipes]
+            return any(may_be) if may_be else project.only.is_all
 
         def count() -> Embedded:
-            tally = Tally.of(self.views(project), unusable)
-            embedded, known = Embedded(), bytearray()  # keys of the inventories that were found
-            write_rejections(folder.rejected, tally.items(project, folder, embedded, known))
-            tally.count(embedded)
-            keys = tally.parts[0].sequences.keys  # which grows to those of all: there may be millions
-            for part in tally.parts[1:]:
-                keys += part.sequences.keys
-            if not embedded.undone:
-                worklist.remember_needed(project, self.name, keys)
-            if not embedded.undone + embedded.unnamed and not embedded.others:
-                counts = UNCOUNTED | {
-                    "refused": sum(len(part.sequences.refused) for part in tally.parts),
-                    "cached": embedded.sequences,
-                    "encoders": len(embedded.parts),
-                }
-                counts["items"] = counts["refused"] + counts["cached"]
-                found, kinds = Standing(counts, embedded.to_json()), {"scan": known, "embed": keys}
-                remember_standing(
-                    project, folder, self.name, self.recipe(project), state, found, kinds, [folder.rejected]
-                )
-            return embedded
+            total = EmbedTally(parts={name: Sequences() for name in views})
+            add_blocks(total, folder, embed_tallies(project, views, folder, recipe), required)
+            if not total.undone:
+                worklist.remember_needed(project, self.name, total.keys.get("embed", b""))
+            return total.embedded()
 
-        embeddings = (view.encoding.shelves.embeddings for view in self.views(project).values())
+        embeddings = (view.encoding.shelves.embeddings for view in views.values())
         return wait_until_complete((*project.shelves.stores(), *embeddings), count, patience_s)
 
     def check(self, project: Project, folder: RunFolder, judged: Embedded) -> list[str]:  # noqa: ARG002
@@ -195,48 +169,46 @@ class EmbedStage(Stage):
         ]
 
 
+def embed_bytes(project: Project) -> int:
+    """Return the memory of one encoder's task: for each process the interpreter, the weights twice, and a batch."""
+    dim, processes = project.encoding.weights.dim, max(1, project.config.cluster.embed.gpus)
+    return processes * (BASE_BYTES + 2 * 4 * _parameters(project) + WORKING_TOKENS * dim * 64)
+
+
+def _gpu_bytes(project: Project) -> int:
+    """Return the least memory of one encoder's GPU: its context, the weights and a sequence of common length."""
+    dim, recipe = project.encoding.weights.dim, project.encoding.recipe
+    return BASE_BYTES + BYTES_OF[recipe.precision] * _parameters(project) + FEWEST_TOKENS * dim * 64
+
+
 @dataclass(slots=True)
 class _Search:
     """What the store has of the sequences for one encoder: digests, and where those stand that are missing."""
 
     project: Project
-    cached: array[int] = field(default_factory=lambda: array("Q"))
-    refused: array[int] = field(default_factory=lambda: array("Q"))
+    found: Sequences = field(default_factory=Sequences)
     missing: array[int] = field(default_factory=lambda: array("Q"))
     unnamed: array[int] = field(default_factory=lambda: array("Q"))
     offsets: array[int] = field(default_factory=lambda: array("Q"))
     lengths: array[int] = field(default_factory=lambda: array("Q"))
-    verifier: EmbeddingVerifier = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.verifier = self.project.encoding.verifier()
-
-    def look_up(self, inventories: Iterable[Inventory], lines: Lines) -> None:
-        """Sort sequences into those that cannot be encoded, those that are cached, and those that are missing."""
-        recipe, good = self.project.encoding.recipe, []
-        for text in dict.fromkeys(text for each in inventories for text in texts(each, recipe.context)):
-            if refusal(text, recipe) is None:
-                good.append(text)
-            else:
-                self.refused.append(digest(text))
-        for text, variant in zip(good, self.verifier.look_up(good), strict=True):
-            if variant is not None:
-                self.cached.append(digest(text))
-            elif not may_be_made(text, recipe, self.project.only):
-                self.unnamed.append(digest(text))
-            else:
-                self.missing.append(digest(text))
-                self.offsets.append(lines.position)
-                self.lengths.append(len(text))
-                lines.write(text)
+    def miss(self, text: str, lines: Lines) -> None:
+        """Note a sequence that the store lacks, and list it if this run may embed it."""
+        if not may_be_made(text, self.project.encoding.recipe, self.project.only):
+            self.unnamed.append(digest(text))
+            return
+        self.missing.append(digest(text))
+        self.offsets.append(lines.position)
+        self.lengths.append(len(text))
+        lines.write(text)
 
     def deal(self, name: str, order: _Order, at_once: int) -> StageSurvey:
         """Count the sequences, and cut those that are missing into tasks of equal cost, with a place in the order."""
         missing, first = np.unique(array_of(self.missing), return_index=True)
         lengths_N = array_of(self.lengths)[first].astype(np.int64)
         counts = UNCOUNTED | {
-            "refused": len(np.unique(array_of(self.refused))),
-            "cached": len(np.unique(array_of(self.cached))),
+            "refused": len(np.unique(array_of(self.found.refused))),
+            "cached": len(np.unique(array_of(self.found.digests))),
             "missing": len(missing),
             "unnamed": len(np.unique(array_of(self.unnamed))),
             "residues": int(lengths_N.sum()),

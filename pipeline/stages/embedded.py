@@ -4,31 +4,34 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import xxhash
 
 from pipeline.dataset import worklist
+from pipeline.dataset.blocks import tallies
 from pipeline.dataset.worklist import KnownItem
 from pipeline.encoder.embed_texts import sequence_name
 from pipeline.encoder.embedding_recipe import BadSequence, refuse_letters, texts
+from pipeline.journal.attempts import left_out_items, refused_parts
 from pipeline.records import Reason, Rejection
 from pipeline.stage_names import StageName
-from pipeline.stages.stage import Judged
+from pipeline.stages.stage import Judged, StageTally
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
     from typing import Any
 
     from numpy.typing import NDArray
 
+    from pipeline.dataset.blocks import KnownBlock
     from pipeline.encoder.embed_texts import EmbeddingVerifier
     from pipeline.encoder.embedding_recipe import EmbeddingRecipe, Variant
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
     from pipeline.project.restriction import Only
-    from pipeline.records import Inventory
+    from pipeline.records import Inventory, Item
 
 UNCOUNTED = dict.fromkeys(("items", "refused", "unusable", "cached", "missing", "waiting", "unnamed", "residues"), 0)
 
@@ -78,25 +81,41 @@ class Embedded(Judged):
     parts: dict[str, dict[str, int]] = field(default_factory=dict)  # of each encoder, where there are several
 
 
-@dataclass(slots=True)
-class JudgedSequences:
-    """Columns about the sequences of all items, until each distinct one is counted: 33 bytes of each."""
+def describe(variant: Variant) -> str:
+    """Return a variant in words."""
+    if variant.cut is None:
+        return f"in {variant.precision}"
+    how = {"windows": "in windows of {}", "truncate": "truncated to {}"}[variant.cut.policy]
+    return f"{how.format(variant.cut.length)} residues, in {variant.precision}"
 
-    digests: array[int] = field(default_factory=lambda: array("Q"))
+
+@dataclass
+class Sequences:
+    """Columns about the sequences of all items by one encoder, until each distinct one is counted: 17 bytes of each."""
+
+    digests: array[int] = field(default_factory=lambda: array("Q"))  # of those that the store has
     lengths: array[int] = field(default_factory=lambda: array("Q"))
     kinds: array[int] = field(default_factory=lambda: array("B"))
-    keys: bytearray = field(default_factory=bytearray)  # of the records that were found
-    refused: set[int] = field(default_factory=set)  # digests of those that cannot be encoded
-    names: list[str] = field(default_factory=lambda: [""])  # of the kinds; the first is the wanted variant
+    names: dict[str, int] = field(default_factory=lambda: {"": 0})  # of the kinds; the first is the wanted variant
+    refused: array[int] = field(default_factory=lambda: array("Q"))  # digests of those that cannot be encoded
 
-    def add(self, text: str, variant: Variant, recipe_wants: Variant) -> None:
+    def add(self, text: str, variant: Variant, wanted: Variant) -> None:
         """Add a sequence that the store has."""
-        name = "" if variant == recipe_wants and not variant.cut else describe(variant)
-        if name not in self.names:
-            self.names.append(name)
+        name = "" if variant == wanted and not variant.cut else describe(variant)
         self.digests.append(digest(text))
         self.lengths.append(len(text))
-        self.kinds.append(self.names.index(name))
+        self.kinds.append(self.names.setdefault(name, len(self.names)))
+
+    def add_all(self, others: Sequences) -> None:
+        """Add the sequences of other items."""
+        number_of = bytes(self.names.setdefault(name, len(self.names)) for name in others.names)
+        self.kinds.frombytes(others.kinds.tobytes().translate(number_of.ljust(256, b"\0")))
+        for mine, more in (
+            (self.digests, others.digests),
+            (self.lengths, others.lengths),
+            (self.refused, others.refused),
+        ):
+            mine.extend(more)
 
     def count(self) -> Embedded:
         """Count each distinct sequence."""
@@ -107,108 +126,109 @@ class JudgedSequences:
             sequences=len(first),
             residues=int(lengths_N.sum()),
             longest=int(lengths_N.max(initial=0)),
-            others={name: int(kinds[number]) for number, name in enumerate(self.names) if number},
+            others={name: int(kinds[number]) for name, number in self.names.items() if number},
         )
 
 
-def describe(variant: Variant) -> str:
-    """Return a variant in words."""
-    if variant.cut is None:
-        return f"in {variant.precision}"
-    how = {"windows": "in windows of {}", "truncate": "truncated to {}"}[variant.cut.policy]
-    return f"{how.format(variant.cut.length)} residues, in {variant.precision}"
+class LackingItem(NamedTuple):
+    """An item of which sequences are missing, with the names of their encoders; none if it is not scanned."""
+
+    item: Item
+    missing: list[tuple[str, str]]
 
 
-@dataclass(slots=True)
-class JudgedEncoder:
-    """What is counted of one encoder."""
+@dataclass
+class EmbedTally(StageTally):
+    """Counts items by what the store has of each of their sequences, of every encoder."""
 
-    name: str
-    recipe: EmbeddingRecipe
-    verifier: EmbeddingVerifier
-    sequences: JudgedSequences = field(default_factory=JudgedSequences)
+    parts: dict[str, Sequences] = field(default_factory=dict)
 
-    def absent(self, inventories: Sequence[Inventory]) -> set[str]:
-        """Return the sequences of some items that are absent from the store; add the others to what is counted."""
-        recipe, sequences = self.recipe, self.sequences
-        wanted = list(dict.fromkeys(text for each in inventories for text in texts(each, recipe.context)))
-        absent = set()
-        for text, variant in zip(wanted, self.verifier.look_up(wanted), strict=True):
-            if variant is None:
-                absent.add(text)
-            else:
-                sequences.add(text, variant, recipe.wanted(len(text)))
-                sequences.keys += recipe.key(text, variant)
-        sequences.refused |= {digest(text) for text in absent if refusal(text, recipe)}
-        return absent
-
-
-@dataclass(slots=True)
-class Tally:
-    """Judges items by what the store has of each of their sequences, of every encoder."""
-
-    parts: tuple[JudgedEncoder, ...]
-    unusable: Mapping[str, tuple[Reason, str]]
-
-    @classmethod
-    def of(cls, views: Mapping[str, Project], unusable: Mapping[str, tuple[Reason, str]]) -> Tally:
-        encodings = {name: view.encoding for name, view in views.items()}
-        parts = (JudgedEncoder(name, encoding.recipe, encoding.verifier()) for name, encoding in encodings.items())
-        return cls(tuple(parts), unusable)
-
-    def items(
-        self, project: Project, folder: RunFolder, embedded: Embedded, known: bytearray
-    ) -> Iterator[dict[str, Any]]:
-        """Count every item and yield the rejected ones."""
-        for chunk in worklist.known_items(project, folder, worklist.read_items(folder.items), known):
-            inventories = [entry.inventory for entry in chunk if isinstance(entry, KnownItem) and entry.inventory]
-            absent = [part.absent(inventories) for part in self.parts]
-            for entry in chunk:
-                missing = [] if isinstance(entry, Rejection) else self._missing(entry, absent)
-                rejected = entry if isinstance(entry, Rejection) else self._rejected(entry, missing)
-                if rejected is not None:
-                    embedded.reject(rejected)
-                    yield rejected.to_json()
-                elif isinstance(entry, KnownItem) and entry.inventory is not None and not missing:
-                    embedded.items += 1
-                else:
-                    assert isinstance(entry, KnownItem)
-                    may_be = (may_be_made(text, part.recipe, project.only) for part, text in missing)
-                    embedded.miss(entry.item.id, required=any(may_be) if missing else project.only.is_all)
-
-    def _missing(self, known: KnownItem, absent: Sequence[set[str]]) -> list[tuple[JudgedEncoder, str]]:
-        """Return the sequences of an item that the store lacks; none of an item that is not scanned."""
-        if known.inventory is None:
-            return []
-        return [
-            (part, text)
-            for part, lacks in zip(self.parts, absent, strict=True)
-            for text in (texts(known.inventory, part.recipe.context) if lacks else ())
-            if text in lacks
-        ]
-
-    def _rejected(self, known: KnownItem, missing: Sequence[tuple[JudgedEncoder, str]]) -> Rejection | None:
-        """Return the rejection of an item one of whose missing sequences cannot be embedded; None otherwise."""
-        for part, text in missing:
-            key = part.recipe.key(text, part.recipe.wanted(len(text))).hex()
-            told = self.unusable.get(key) or self.unusable.get(name_of(text, part.name))
-            if why := refusal(text, part.recipe) or told:
-                return worklist.rejection(known.item, *why)
-        return None
-
-    def count(self, embedded: Embedded) -> None:
-        """Add what was counted of the sequences, of all encoders and of each."""
-        for part in self.parts:
-            counted = part.sequences.count()
+    def embedded(self) -> Embedded:
+        """Return what was counted, of all encoders and of each."""
+        embedded = self.result(Embedded, parts={})
+        for name, part in self.parts.items():
+            counted, of = part.count(), f" by {name}" if name else ""
             embedded.sequences += counted.sequences
             embedded.residues += counted.residues
             embedded.longest = max(embedded.longest, counted.longest)
-            of = f" by {part.name}" if part.name else ""
-            embedded.others |= {f"{name}{of}": count for name, count in counted.others.items()}
-            if part.name:
-                refused = len(part.sequences.refused)
-                embedded.parts[part.name] = {
-                    "items": counted.sequences + refused,
-                    "refused": refused,
-                    "cached": counted.sequences,
-                }
+            embedded.others |= {f"{other}{of}": count for other, count in counted.others.items()}
+            if name:
+                refused = len(np.unique(array_of(part.refused)))
+                items = counted.sequences + refused
+                embedded.parts[name] = {"items": items, "refused": refused, "cached": counted.sequences}
+        return embedded
+
+
+def embed_tallies(
+    project: Project, views: Mapping[str, Project], folder: RunFolder | None, recipe: Mapping[str, Any]
+) -> Iterator[EmbedTally]:
+    """Yield what the store has of each block of the data set, by the names of the encoders."""
+    verifiers = {name: view.encoding.verifier() for name, view in views.items()}
+    recipes = {name: view.encoding.recipe for name, view in views.items()}
+    unusable = refused_parts(folder, StageName.EMBED) | left_out_items(folder, StageName.EMBED)
+
+    def empty() -> EmbedTally:
+        return EmbedTally(parts={name: Sequences() for name in views})
+
+    def count(block: KnownBlock) -> EmbedTally:
+        tally = empty()
+        tally.keys["embed"] = bytearray()
+        known = [entry for entry in block.entries if isinstance(entry, KnownItem)]
+        inventories = [entry.inventory for entry in known if entry.inventory]
+        absent = {name: _absent(inventories, recipes[name], verifiers[name], tally, name) for name in views}
+        for entry in block.entries:
+            missing = [] if isinstance(entry, Rejection) else list(_missing(entry, recipes, absent))
+            rejected = entry if isinstance(entry, Rejection) else _rejected(entry.item, missing, recipes, unusable)
+            if rejected is not None:
+                tally.reject(rejected)
+                continue
+            assert isinstance(entry, KnownItem)
+            if entry.inventory is None or missing:
+                tally.absent.append(LackingItem(entry.item, missing))
+            else:
+                tally.items += 1
+        return tally
+
+    return tallies(project, folder, StageName.EMBED, recipe, empty, count)
+
+
+def _absent(
+    inventories: Iterable[Inventory], recipe: EmbeddingRecipe, verifier: EmbeddingVerifier, tally: EmbedTally, name: str
+) -> set[str]:
+    """Return the sequences of some items that are absent from the store; add the others to what is counted."""
+    absent, part = set[str](), tally.parts[name]
+    wanted = (text for inventory in inventories for text in texts(inventory, recipe.context))
+    for text, variant in verifier.look_up(wanted).items():
+        if variant is None:
+            absent.add(text)
+        else:
+            part.add(text, variant, recipe.wanted(len(text)))
+            tally.keys["embed"] += recipe.key(text, variant)
+    part.refused.extend(digest(text) for text in absent if refusal(text, recipe))
+    tally.is_final = tally.is_final and len(part.names) == 1
+    return absent
+
+
+def _missing(
+    known: KnownItem, recipes: Mapping[str, EmbeddingRecipe], absent: Mapping[str, set[str]]
+) -> Iterator[tuple[str, str]]:
+    """Yield the sequences of an item that the store lacks, with their encoders; none of an item that is not scanned."""
+    for name, lacks in absent.items() if known.inventory else ():
+        for text in texts(known.inventory, recipes[name].context) if lacks and known.inventory else ():
+            if text in lacks:
+                yield name, text
+
+
+def _rejected(
+    item: Item,
+    missing: Iterable[tuple[str, str]],
+    recipes: Mapping[str, EmbeddingRecipe],
+    unusable: Mapping[str, tuple[Reason, str]],
+) -> Rejection | None:
+    """Return the rejection of an item one of whose missing sequences cannot be embedded; None otherwise."""
+    for name, text in missing:
+        recipe = recipes[name]
+        reported = unusable.get(recipe.key(text, recipe.wanted(len(text))).hex()) or unusable.get(name_of(text, name))
+        if why := refusal(text, recipe) or reported:
+            return worklist.rejection(item, *why)
+    return None

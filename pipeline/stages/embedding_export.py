@@ -28,7 +28,7 @@ from pipeline.files import what_is_no_file
 from pipeline.records import Kind, Rejection
 from pipeline.stages.embedded import refusal
 from pipeline.store.cache_folder import ELSEWHERE
-from pipeline.store.store import ONLY_MISSING, WholeRecords
+from pipeline.store.store import ONLY_MISSING, WholeRecords, in_chunks
 from pipeline.structures.scan_items import look_again
 from pipeline.structures.sources.item_ids import SeenIds
 from pipeline.training.evaluating.embedding_files import EmbeddedId, ExportForm, table_beside, write_embeddings
@@ -155,10 +155,10 @@ def _embedded(
     encoding, seen = project.encoding, SeenIds()
     recipe, store = encoding.recipe, encoding.shelves.embeddings
     verifier = EmbeddingVerifier(recipe, WholeRecords(store, 0, encoding.named))  # read once, where it is exported
-    for entries in worklist.known_items(project, None, worklist.list_items(project)):
+    listed = worklist.known_items(project, None, worklist.list_items(project))
+    for entries in in_chunks(listed, worklist.LOOKED_UP_AT_ONCE):
         chains = list(_chains(project, entries, wanted, exported))
-        texts = list(dict.fromkeys(chain.text for chain in chains))
-        variants = dict(zip(texts, verifier.look_up(texts), strict=True))
+        variants = verifier.look_up(chain.text for chain in chains)
         there, keys = list[_ChainRows](), list[bytes]()
         for chain in chains:
             if (variant := variants[chain.text]) is None:

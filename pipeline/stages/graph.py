@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -11,24 +12,23 @@ import numpy as np
 
 from pipeline.command_line import Command
 from pipeline.dataset import worklist
+from pipeline.dataset.blocks import KnownBlock, tallies
 from pipeline.dataset.early_items import edges_of_atom, promised_sizes
-from pipeline.dataset.standing import Standing, data_state, recall_standing, remember_standing
 from pipeline.dataset.worklist import KnownItem, Lines, StageSurvey, list_items, read_items
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.graphs.make_graphs import graph
 from pipeline.journal.attempts import left_out_items
-from pipeline.journal.ledger import write_rejections
 from pipeline.journal.run_folder import writing_run
 from pipeline.planning.rank_setup import log_line
 from pipeline.records import Item, Reason, Rejection
 from pipeline.stage_names import StageName
-from pipeline.stages.scan import ScanStage
-from pipeline.stages.stage import Judged, Stage, wait_until_complete
+from pipeline.stages.scan import scan_bytes
+from pipeline.stages.stage import Judged, Stage, StageTally, add_blocks, wait_until_complete
 from pipeline.structures.sources.item_ids import label_values
 from pipeline.training.items.item_table import TableBuilder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from typing import Any
 
     from numpy.typing import NDArray
@@ -64,44 +64,32 @@ class GraphStage(Stage):
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
         """Compare the items of a data set with the store; list those without a graph."""
-        if standing := recall_standing(project, folder, self.name, self.recipe(project)):
-            return StageSurvey(standing.counts, ())
-        config, graphs = project.config, project.graphs
-        verifier = graphs.verifier(limited=True)
-        counts = dict.fromkeys(("items", "refused", "unusable", "cached", "missing", "waiting", "unkept", "unnamed"), 0)
+        counts = Counter(dict.fromkeys(COUNTED, 0))
         offsets, atoms = array("Q"), array("Q")  # where each missing item begins in the list; what it costs
-        entries = worklist.frozen_items(project, folder)
         with Lines(folder.todo(self.name) if folder else None) as lines:
-            for chunk in worklist.known_items(project, folder, entries):
-                usable = [entry for entry in chunk if isinstance(entry, KnownItem)]
-                known = [(entry.item, entry.inventory, entry.key) for entry in usable if entry.inventory and entry.key]
-                counts["items"] += len(chunk)
-                counts["refused"] += len(chunk) - len(usable)
-                counts["waiting"] += len(usable) - len(known)
-                if not config.graph.cache:
-                    counts["unkept"] += len(known)
-                    continue
-                keys = [graphs.recipe.key(key) for _, _, key in known]
-                cached = verifier.metas(keys)
-                for (item, inventory, _), key in zip(known, keys, strict=True):
-                    if key in cached or not project.only.names("graph", key):
-                        counts["cached" if key in cached else "unnamed"] += 1
-                        continue
-                    counts["missing"] += 1
-                    offsets.append(lines.position)
-                    atoms.append(_atoms(inventory))
-                    lines.write(worklist.item_line(item))
+            for tally in _tallies(project, folder):
+                counts.update(tally.counts)
+                for known in tally.absent:
+                    if known.inventory is None or known.key is None:
+                        counts["waiting"] += 1
+                    elif not project.only.names("graph", project.graphs.recipe.key(known.key)):
+                        counts["unnamed"] += 1
+                    else:
+                        counts["missing"] += 1
+                        offsets.append(lines.position)
+                        atoms.append(_atoms(known.inventory))
+                        lines.write(worklist.item_line(known.item))
             offsets.append(lines.position)
         atoms_N = np.frombuffer(atoms, np.uint64).astype(np.int64)
         atom_bytes = BYTES_PER_ATOM
-        if config.graph.nodes == "atom":
-            atom_bytes += BYTES_PER_EDGE * edges_of_atom(config.graph)
+        if project.config.graph.nodes == "atom":
+            atom_bytes += BYTES_PER_EDGE * edges_of_atom(project.config.graph)
         shards = _cut(project, offsets, atoms_N, at_once)
         return StageSurvey(counts, shards, bytes=int(atoms_N.sum()) * atom_bytes)
 
     def mem_bytes(self, project: Project) -> int:
         """Return the memory of a scanning task, in which graphs may be built as well."""
-        return ScanStage().mem_bytes(project)
+        return scan_bytes(project.config)
 
     def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
         """Build the graphs of one task."""
@@ -113,22 +101,15 @@ class GraphStage(Stage):
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Graphed:
         """Count the items, list the rejected ones, and write the table of the rest for training."""
-        if standing := recall_standing(project, folder, self.name, self.recipe(project)):
-            return Graphed.standing(standing)
-        state = data_state(project, folder)
+        required = worklist.required_items(folder, self.name)
 
         def count() -> Graphed:
-            graphed, table, found = Graphed(kept=project.config.graph.cache), TableBuilder(), _RecordsFound()
-            write_rejections(folder.rejected, _tally(project, folder, graphed, table, found))
+            tally = add_blocks(GraphTally(), folder, _tallies(project, folder), required)
+            graphed = tally.result(Graphed, kept=project.config.graph.cache)
             if graphed.accepted and not graphed.undone + graphed.unnamed:
-                graphed.table = table.write(project.cache.kind("sets")).hex()
+                graphed.table = tally.rows.write(project.cache.kind("sets")).hex()
                 if graphed.kept:
-                    worklist.remember_needed(project, self.name, table.keys)
-                keys = {"scan": found.scans, "graph": found.graphs, "sets": bytearray.fromhex(graphed.table)}
-                stands = Standing(found.counts(state.items, kept=graphed.kept), graphed.to_json())
-                remember_standing(
-                    project, folder, self.name, self.recipe(project), state, stands, keys, [folder.rejected]
-                )
+                    worklist.remember_needed(project, self.name, tally.rows.keys)
             return graphed
 
         return wait_until_complete((*project.shelves.stores(), project.graphs.store), count, patience_s)
@@ -155,6 +136,7 @@ def _atoms(inventory: Inventory) -> int:
 
 
 SUMMED = ("nodes", "edges", "bond", "angle", "dihedral", "near", "cross", "contacts")
+COUNTED = ("items", "refused", "unusable", "cached", "missing", "waiting", "unkept", "unnamed")
 
 
 @dataclass(slots=True)
@@ -166,50 +148,49 @@ class Graphed(Judged):
     table: str = ""  # the key of the table of items for training
     kept: bool = True  # whether graphs are on disk
 
-    def accept(self, sizes: Mapping[str, int]) -> None:
+
+@dataclass
+class GraphTally(StageTally):
+    """Counts the graphs of items, and collects the table of items for training."""
+
+    totals: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SUMMED, 0))
+    largest: int = 0
+    rows: TableBuilder = field(default_factory=TableBuilder)
+
+    def accept(self, item: Item, key: bytes, sizes: Mapping[str, int], labels: Sequence[str], *, kept: bool) -> None:
         """Count an item that has a graph."""
         self.items += 1
         self.largest = max(self.largest, sizes["nodes"])
         for name in SUMMED:
             self.totals[name] += sizes.get(name, 0)
+        self.rows.add(item.id, key, item.split, sizes, None if kept else item, labels=label_values(item, labels))
 
 
-@dataclass(slots=True)
-class _RecordsFound:
-    """The keys of what was found, and how many items had no inventory that can be used."""
+def _tallies(project: Project, folder: RunFolder | None) -> Iterator[GraphTally]:
+    """Yield what the store has of each block of the data set; with a run, whose judgement follows, all is verified."""
+    recipe, kept, labels = project.graphs.recipe, project.config.graph.cache, project.source.labels
+    verifier, barred = project.graphs.verifier(limited=folder is None), left_out_items(folder, StageName.GRAPH)
 
-    scans: bytearray = field(default_factory=bytearray)
-    graphs: bytearray = field(default_factory=bytearray)
-    refused: int = 0
-
-    def counts(self, items: int, *, kept: bool) -> dict[str, int]:
-        """Return what a survey counts of a data set that lacks nothing."""
-        counts = dict.fromkeys(("unusable", "cached", "missing", "waiting", "unkept", "unnamed"), 0)
-        return {**counts, "items": items, "refused": self.refused, "cached" if kept else "unkept": items - self.refused}
-
-
-def _tally(
-    project: Project, folder: RunFolder, graphed: Graphed, table: TableBuilder, found: _RecordsFound
-) -> Iterator[dict[str, Any]]:
-    """Count every item and yield the rejected ones."""
-    verifier, barred = project.graphs.verifier(limited=False), left_out_items(folder, StageName.GRAPH)
-    is_required = worklist.required_lines(folder, StageName.GRAPH)
-    for chunk in worklist.known_items(project, folder, worklist.read_items(folder.items), found.scans):
-        found.refused += sum(isinstance(entry, Rejection) for entry in chunk)
-        for entry, meta in zip(chunk, _metas(project, chunk, verifier, found.graphs), strict=True):
+    def count(block: KnownBlock) -> GraphTally:
+        metas = _metas(project, block.entries, verifier)
+        tally = GraphTally(keys={"graph": bytearray().join(metas)} if kept else block.keys)
+        for entry in block.entries:
+            meta = None if isinstance(entry, Rejection) or entry.key is None else metas.get(recipe.key(entry.key))
             rejected = entry if isinstance(entry, Rejection) else _rejected(entry.item, meta, barred)
+            tally.counts["refused"] += isinstance(entry, Rejection)
             if rejected is not None:
-                graphed.reject(rejected)
-                yield rejected.to_json()
+                tally.reject(rejected)
                 continue
             assert isinstance(entry, KnownItem)
             if meta is None or entry.key is None:
-                graphed.miss(entry.item.id, required=is_required(worklist.item_line(entry.item)))
-            else:
-                graphed.accept(meta["sizes"])
-                kept_item = None if graphed.kept else entry.item
-                key, labels = project.graphs.recipe.key(entry.key), label_values(entry.item, project.source.labels)
-                table.add(entry.item.id, key, entry.item.split, meta["sizes"], kept_item, labels=labels)
+                tally.absent.append(entry)
+            elif meta:  # else a plan has read `cache.verify_bytes`, and only knows that it is there
+                tally.accept(entry.item, recipe.key(entry.key), meta["sizes"], labels, kept=kept)
+        there = len(block.entries) - tally.counts["refused"] - len(tally.absent)
+        tally.counts.update({"items": len(block.entries), "cached" if kept else "unkept": there})
+        return tally
+
+    return tallies(project, folder, StageName.GRAPH, recipe.plain(), GraphTally, count)
 
 
 def _rejected(item: Item, meta: Mapping[str, Any] | None, barred: Mapping[str, tuple[Reason, str]]) -> Rejection | None:
@@ -220,19 +201,14 @@ def _rejected(item: Item, meta: Mapping[str, Any] | None, barred: Mapping[str, t
 
 
 def _metas(
-    project: Project, chunk: Sequence[KnownItem | Rejection], verifier: WholeRecords, found: bytearray
-) -> Iterator[Mapping[str, Any] | None]:
-    """Yield the metadata of each item's graph, None where there is none; if graphs are not kept, expected sizes."""
-    if not project.config.graph.cache:
-        for entry in chunk:
-            inventory = entry.inventory if isinstance(entry, KnownItem) else None
-            yield {"sizes": promised_sizes(inventory, project.config.graph)} if inventory else None
-        return
-    known = [entry.key if isinstance(entry, KnownItem) and entry.inventory else None for entry in chunk]
-    keys = [key and project.graphs.recipe.key(key) for key in known]
-    metas = verifier.metas([key for key in keys if key])
-    found += b"".join(metas)
-    yield from (metas.get(key) if key else None for key in keys)
+    project: Project, entries: Iterable[KnownItem | Rejection], verifier: WholeRecords
+) -> Mapping[bytes, Mapping[str, Any]]:
+    """Return the metadata of the graphs that are there by their keys; if graphs are not kept, expected sizes."""
+    known = [entry for entry in entries if isinstance(entry, KnownItem)]
+    scanned = {project.graphs.recipe.key(one.key): one.inventory for one in known if one.key and one.inventory}
+    if project.config.graph.cache:
+        return verifier.metas(list(scanned))
+    return {key: {"sizes": promised_sizes(inventory, project.config.graph)} for key, inventory in scanned.items()}
 
 
 def remake_graph(project: Project, folder: RunFolder, name: str, key: bytes) -> bool:

@@ -12,7 +12,7 @@ from pipeline.encoder.embedding_recipe import texts
 from pipeline.errors import CacheDamaged
 from pipeline.report.tables import plural
 from pipeline.stage_names import StageName
-from pipeline.stages.scan import ScanStage
+from pipeline.stages.scan import scan_bytes
 from pipeline.stages.stage import Judged, Stage
 from pipeline.store.maintenance.leftovers import refuse_unusable
 
@@ -70,7 +70,7 @@ class RegenerateStage(Stage):
         return StageSurvey({"items": project.only.records, "refused": 0, "unusable": 0, "cached": 0, "missing": 0}, ())
 
     def mem_bytes(self, project: Project) -> int:
-        return ScanStage().mem_bytes(project)
+        return scan_bytes(project.config)
 
     def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:  # noqa: ARG002
         yield from ()  # it has no tasks
@@ -119,8 +119,8 @@ class RegenerateStage(Stage):
 
 def _explain(project: Project, folder: RunFolder, absent: dict[str, set[bytes]], judged: Regenerated) -> None:
     """Count absent records by whether an item of this data set makes them or none does."""
-    chunks = worklist.known_items(project, folder, worklist.read_items(folder.items))
-    for known in (entry for chunk in chunks for entry in chunk if isinstance(entry, KnownItem)):
+    entries = worklist.known_items(project, folder, worklist.read_items(folder.items))
+    for known in (entry for entry in entries if isinstance(entry, KnownItem)):
         judged.unscanned += known.inventory is None
         if StageName.EMBED in absent:
             for view in project.encoders.values():
@@ -140,7 +140,7 @@ def _explain_texts(project: Project, known: KnownItem, absent: set[bytes], judge
     for text in texts(known.inventory, recipe.context) if known.inventory else ():
         mine = absent.intersection(recipe.key(text, variant) for variant in recipe.accepted(len(text)))
         absent -= mine
-        if mine and project.encoding.verifier().look_up([text])[0] is not None:
+        if mine and project.encoding.verifier().look_up([text])[text] is not None:
             judged.replaced += len(mine)
         elif mine:
             judged.unmade[StageName.EMBED] = judged.unmade.get(StageName.EMBED, 0) + len(mine)

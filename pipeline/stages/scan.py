@@ -9,6 +9,7 @@ import json
 import math
 import shutil
 from array import array
+from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.command_line import Command
 from pipeline.dataset import worklist
+from pipeline.dataset.blocks import KnownBlock, tallies
 from pipeline.dataset.early_items import edges_of_atom
 from pipeline.dataset.read_entries import ITEMS_READ, EntriesTaken, take_entries
 from pipeline.dataset.reader_items import (
@@ -31,8 +33,7 @@ from pipeline.dataset.reader_items import (
     reader_tables,
     refuse_unreadable,
 )
-from pipeline.dataset.standing import DataState, Standing, data_state, recall_standing, remember_standing
-from pipeline.dataset.worklist import Lines, Shard, StageSurvey
+from pipeline.dataset.worklist import KnownItem, Lines, Shard, StageSurvey
 from pipeline.errors import CacheDamaged, DataError, RecordMissing
 from pipeline.files import write_whole
 from pipeline.graphs.make_graphs import Maker, open_writer
@@ -40,11 +41,10 @@ from pipeline.journal.ledger import write_rejections
 from pipeline.journal.run_folder import writing_run
 from pipeline.records import Entry, Item, Reason, Rejection
 from pipeline.stage_names import StageName
-from pipeline.stages.census import Census, CensusTally, ItemLists, list_table, write_leaks
-from pipeline.stages.stage import Judged, Stage, wait_until_complete
-from pipeline.store.store import in_chunks
+from pipeline.stages.census import Census, CensusTally, list_table, write_leaks
+from pipeline.stages.stage import Judged, Stage, add_blocks, wait_until_complete
 from pipeline.structures.inventory import plain_recipe
-from pipeline.structures.scan_items import glance, look_up_items, scan_items
+from pipeline.structures.scan_items import glance, scan_items
 from pipeline.structures.sources.item_ids import unread_columns
 from pipeline.training.items.item_table import KIND, ItemTable
 from pipeline.units import printable_text
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from typing import Any
 
+    from pipeline.config.schema import Config
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
     from pipeline.protocol import Reader
@@ -84,38 +85,25 @@ class ScanStage(Stage):
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
         """Compare the data set with the store; with a run folder, list all items and the missing ones there."""
-        if standing := recall_standing(project, folder, self.name, self.recipe(project)):
-            return StageSurvey(standing.counts, ())
-        counts = {"items": 0, "refused": 0, "unusable": 0, "cached": 0, "missing": 0, "unnamed": 0}
+        counts = Counter(dict.fromkeys(("items", "refused", "unusable", "cached", "missing", "unnamed"), 0))
         offsets = array("Q")  # where each missing item begins in the todo file, and the end: 8 bytes an item
         with Lines(folder.todo(self.name) if folder else None) as todo:
-            for chunk in in_chunks(worklist.frozen_items(project, folder), worklist.LOOKED_UP_AT_ONCE):
-                items = [entry for entry in chunk if isinstance(entry, Item)]
-                counts["items"] += len(chunk)
-                counts["refused"] += len(chunk) - len(items)
-                for item, known in zip(items, look_up_items(items, project.recipe, project.shelves), strict=True):
-                    if known.inventory is not None:
-                        counts["unusable" if known.inventory.reason in AT_A_GLANCE else "cached"] += 1
-                        continue
-                    if not _is_named(item, known.key, project):
+            for tally in _tallies(project, folder, again=False):
+                counts.update(tally.counts)
+                for known in tally.absent:
+                    if not _is_named(known, project):
                         counts["unnamed"] += 1
                         continue
                     offsets.append(todo.position)
                     counts["missing"] += 1
-                    todo.write(worklist.item_line(item))
+                    todo.write(worklist.item_line(known.item))
             offsets.append(todo.position)
         missing, items_per_task = counts["missing"], _items_per_task(project, counts["missing"], at_once)
         bounds = pairwise([*range(0, missing, items_per_task), missing])
         return StageSurvey(counts, tuple(Shard(offsets[first], offsets[last], last - first) for first, last in bounds))
 
     def mem_bytes(self, project: Project) -> int:
-        """Return the memory of a task: for the interpreter, the largest file and the largest graph."""
-        structures, graph = project.config.structures, project.config.graph
-        graph_bytes = 0
-        if graph.nodes == "atom":
-            graph_bytes = ATOMS_PER_RESIDUE * structures.max_residues * edges_of_atom(graph) * BYTES_PER_EDGE
-        file_bytes = structures.max_file_bytes * (BYTES_PER_FILE_BYTE + (structures.pae != "none") * BYTES_PER_PAE_BYTE)
-        return BASE_BYTES + file_bytes + graph_bytes
+        return scan_bytes(project.config)
 
     def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
         """Scan the items of one task; if the run includes graphs, build them from the structures in memory."""
@@ -132,28 +120,17 @@ class ScanStage(Stage):
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Census:
         """Take the census of all items by the store, and list the rejected ones."""
-        if standing := recall_standing(project, folder, self.name, self.recipe(project)):
-            return Census.standing(standing, str(folder.path))
-        state, known = data_state(project, folder, anew=True), bytearray()
+        required = worklist.required_items(folder, self.name)
 
         def count() -> CensusTally:
-            tally, keys = CensusTally(), bytearray()
-            known.clear()
-            with ItemLists(folder) as lists:
-                write_rejections(folder.rejected, _tally(project, folder, tally, keys, known, lists))
+            tally = add_blocks(CensusTally(), folder, _tallies(project, folder), required)
             if not tally.undone:
-                worklist.remember_needed(project, self.name, keys)
+                worklist.remember_needed(project, self.name, tally.keys.get("scan", b""))
             return tally
 
         tally = wait_until_complete(project.shelves.stores(), count, patience_s)
-        write_leaks(folder, tally)
-        census = tally.census(str(folder.path))
-        if not tally.undone + tally.unnamed:
-            lists = (folder.rejected, folder.inventory, folder.residues_left_out, folder.leaks)
-            found = Standing(_counts_of(state, tally), census.to_json())
-            keys = {"files": state.marks, "scan": known}
-            remember_standing(project, folder, self.name, self.recipe(project), state, found, keys, lists)
-        return census
+        write_leaks(folder, tally.marks)
+        return tally.census(str(folder.path))
 
     def check(self, project: Project, folder: RunFolder, judged: Census) -> list[str]:
         is_told = judged.leaks and project.config.data.on_leak != "ignore"
@@ -162,12 +139,21 @@ class ScanStage(Stage):
         return [*_checked_leaks(project, describe_leaks(judged, folder) if is_told else ""), *filter(None, [unread])]
 
 
-def _is_named(item: Item, key: bytes | None, project: Project) -> bool:
+def scan_bytes(config: Config) -> int:
+    """Return the memory of a task: for the interpreter, the largest file and the largest graph."""
+    structures, graph_bytes = config.structures, 0
+    if config.graph.nodes == "atom":
+        graph_bytes = ATOMS_PER_RESIDUE * structures.max_residues * edges_of_atom(config.graph) * BYTES_PER_EDGE
+    pae_bytes = BYTES_PER_PAE_BYTE if structures.pae != "none" else 0
+    return BASE_BYTES + structures.max_file_bytes * (BYTES_PER_FILE_BYTE + pae_bytes) + graph_bytes
+
+
+def _is_named(known: KnownItem, project: Project) -> bool:
     """Tell whether a confined run may scan an item: its own record, or one of its files, is to be made."""
     only = project.only
-    if key is not None:
-        return only.names(StageName.SCAN, key)
-    marks = (glance(path, project.recipe) for path in project.recipe.paths(item))
+    if known.key is not None:
+        return only.names(StageName.SCAN, known.key)
+    marks = (glance(path, project.recipe) for path in project.recipe.paths(known.item))
     return (
         only.is_all
         or StageName.SCAN in only.untold
@@ -175,19 +161,31 @@ def _is_named(item: Item, key: bytes | None, project: Project) -> bool:
     )
 
 
-def _counts_of(state: DataState, tally: CensusTally) -> dict[str, int]:
-    """Return what a survey counts of a data set that lacks nothing."""
-    refused = state.refused.total()
-    unusable = sum(tally.rejected.get(reason, 0) - state.refused[reason] for reason in AT_A_GLANCE)
-    cached = state.items - refused - unusable
-    return {
-        "items": state.items,
-        "refused": refused,
-        "unusable": unusable,
-        "cached": cached,
-        "missing": 0,
-        "unnamed": 0,
-    }
+def _tallies(project: Project, folder: RunFolder | None, *, again: bool = True) -> Iterator[CensusTally]:
+    """Yield the census of each block of the data set."""
+    graphs = project.graphs.recipe
+
+    def count(block: KnownBlock) -> CensusTally:
+        tally, usable = CensusTally(keys=block.keys), list[tuple[KnownItem, list[str]]]()
+        for entry in block.entries:
+            if isinstance(entry, Rejection):
+                tally.reject(entry)
+            elif entry.inventory is None:
+                tally.absent.append(entry)
+                tally.marks.seen += 1
+            else:
+                key = entry.key or b""
+                tally.accept(entry.item, entry.inventory)
+                usable.append((entry, [key.hex(), graphs.key(key).hex()]))
+        tally.list_items(usable)
+        items, refused = len(block.entries), block.refused.total()
+        unusable = sum(tally.rejected.get(reason, 0) - block.refused[reason] for reason in AT_A_GLANCE)
+        cached = items - refused - unusable - len(tally.absent)
+        tally.counts.update(items=items, refused=refused, unusable=unusable, cached=cached)
+        return tally
+
+    recipe = {"scan": plain_recipe(project.recipe), "graph": graphs.plain()}  # whose keys are listed
+    return tallies(project, folder, StageName.SCAN, recipe, CensusTally, count, again=again)
 
 
 def _items_per_task(project: Project, missing: int, at_once: int) -> int:
@@ -199,25 +197,6 @@ def _items_per_task(project: Project, missing: int, at_once: int) -> int:
         return max(FEWEST_PER_TASK, min(MOST_PER_TASK, math.ceil(missing / (TASKS_PER_SLOT * at_once))))
     most = 60 * project.config.cluster.scan.minutes_per_task * ITEMS_PER_S
     return min(most, max(FEWEST_PER_JOB, math.ceil(missing / at_once)))
-
-
-def _tally(
-    project: Project, folder: RunFolder, tally: CensusTally, keys: bytearray, known: bytearray, lists: ItemLists
-) -> Iterator[dict[str, Any]]:
-    """Count and list every item that can be used, and yield the rejected ones; collect the keys of both in `known`."""
-    is_required = worklist.required_lines(folder, StageName.SCAN)
-    for chunk in worklist.known_items(project, folder, worklist.read_items(folder.items), known):
-        for entry in chunk:
-            if isinstance(entry, Rejection):
-                tally.reject(entry)
-                yield entry.to_json()
-            elif entry.inventory is None:
-                tally.miss(entry.item.id, required=is_required(worklist.item_line(entry.item)))
-            else:
-                key = entry.key or b""
-                tally.accept(entry.item, entry.inventory)
-                lists.add(entry.item, entry.inventory, [key.hex(), project.graphs.recipe.key(key).hex()])
-                keys += key
 
 
 def _checked_leaks(project: Project, what: str) -> list[str]:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections import Counter
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 from pipeline.config.schema_cluster import TrainResources
 from pipeline.dataset import worklist
+from pipeline.dataset.blocks import BlockTally, add_up
 from pipeline.dataset.reader_items import is_reader
+from pipeline.files import csv_lines, replacing
+from pipeline.journal.run_folder import writing_run
 from pipeline.stage_names import StageName
 from pipeline.waiting import wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from pipeline.config.schema import Config
     from pipeline.config.schema_cluster import StageResources
-    from pipeline.dataset.standing import Standing
     from pipeline.dataset.worklist import Shard, StageSurvey
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
@@ -60,11 +65,6 @@ class Judged:
         self.undone += 1
         self.first_undone = self.first_undone or item
 
-    @classmethod
-    def standing(cls, known: Standing) -> Self:
-        """Return the result that an earlier run found, and that still stands."""
-        return cls(**{part.name: known.judged[part.name] for part in fields(cls)})
-
     def to_json(self) -> dict[str, Any]:
         fraction = 1 - self.accepted / self.items if self.items else 0.0
         rejected = dict(Counter(self.rejected).most_common())
@@ -72,6 +72,53 @@ class Judged:
 
 
 Counted = TypeVar("Counted", bound=Judged)
+
+
+@dataclass
+class StageTally(BlockTally, Judged):
+    """What a stage counts of a block of the data set, and of all of them."""
+
+    LISTS: ClassVar[Mapping[str, Sequence[str]]] = {"rejected": ()}  # that it writes into the run: columns, if a table
+
+    def reject(self, rejected: Rejection) -> None:
+        """Count and list an item that was left out."""
+        super().reject(rejected)
+        self.add_lines("rejected", json.dumps(rejected.to_json()).encode() + b"\n")
+
+    def add_lines(self, name: str, lines: bytes) -> None:
+        """Add lines to one of the lists."""
+        self.lines.setdefault(name, bytearray()).extend(lines)
+
+    def result(self, of: type[Counted], **more: Any) -> Counted:
+        """Return what was counted as the result of the stage."""
+        known = {part.name: getattr(self, part.name) for part in fields(of) if hasattr(self, part.name)}
+        return of(**known | more)
+
+
+Tally = TypeVar("Tally", bound=StageTally)
+
+
+def add_blocks(total: Tally, folder: RunFolder, tallies: Iterable[Tally], required: Callable[[Any], bool]) -> Tally:
+    """Add up what was counted of each block, and write the lists of the stage; return the total."""
+    with ExitStack() as opened:
+        files = {name: list_file(getattr(folder, name), columns) for name, columns in total.LISTS.items()}
+        lists = {name: opened.enter_context(file) for name, file in files.items()}
+        for tally in tallies:
+            add_up(total, tally)
+            for name, lines in tally.lines.items():
+                lists[name](lines)
+            for known in tally.absent:
+                total.miss(known.item.id, required=required(known))
+    return total
+
+
+@contextmanager
+def list_file(path: Path, columns: Sequence[str] = ()) -> Iterator[Callable[[bytes | bytearray], Any]]:
+    """Yield what adds lines to a list of a run, below a header; the file appears whole or not at all."""
+    with writing_run(path), replacing(path) as aside, aside.open("wb") as file:
+        if columns:
+            file.write(csv_lines([columns]))
+        yield file.write
 
 
 def wait_until_complete(stores: Iterable[Store], count: Callable[[], Counted], within_s: float) -> Counted:

@@ -20,8 +20,8 @@ from pipeline.dataset.worklist import Lines, StageSurvey
 from pipeline.errors import CacheFull, CacheUnusable
 from pipeline.journal.attempts import left_out_items
 from pipeline.stage_names import StageName
-from pipeline.stages.embed import EmbedStage
-from pipeline.stages.scan import ScanStage
+from pipeline.stages.embed import embed_bytes
+from pipeline.stages.scan import scan_bytes
 from pipeline.stages.stage import Judged, Stage, wait_until_complete
 from pipeline.store.format.cache_layout import REPORTS
 from pipeline.store.format.disk import Disk
@@ -118,8 +118,7 @@ class ValidateStage(Stage):
         """Return the memory of a task: buffers, and that of scanning and embedding where a sample is recomputed."""
         cache = project.config.cache
         if cache.check == "semantic" and cache.sample:
-            embedding = sum(map(EmbedStage().mem_bytes, project.encoders.values()))
-            return MEM_BYTES + ScanStage().mem_bytes(project) + embedding
+            return MEM_BYTES + scan_bytes(project.config) + sum(map(embed_bytes, project.encoders.values()))
         return MEM_BYTES * (2 if cache.check == "semantic" else 1)
 
     def recipe(self, project: Project) -> Mapping[str, Any]:

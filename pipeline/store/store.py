@@ -21,7 +21,6 @@ from pipeline.store.format.disk import publish_file
 from pipeline.store.format.record import BadRecord, Record, encode_record
 from pipeline.store.format.shard import (
     DEFAULT_HEADER_BYTES,
-    TABLE_ROW,
     ShardTable,
     ShardWriter,
     column_keys,
@@ -45,6 +44,8 @@ from pipeline.store.shard_index import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
     from types import TracebackType
+
+    from numpy.typing import NDArray
 
     from pipeline.store.format.cache_layout import KindLayout
     from pipeline.store.format.disk import Disk
@@ -133,9 +134,20 @@ class Layer:
         for start in range(0, len(column), _KEYS_BATCH):
             yield from column_keys(column[start : start + _KEYS_BATCH])
 
-    def whole_rows(self, shard: str, rows: Rows) -> Mask:
-        """Say which rows of a shard, given in file order, are intact records."""
-        return whole_rows(self.disk, self._open(shard).fd, rows)
+    def first_copies(self, column: KeyColumn) -> tuple[NDArray[np.intp], Rows, Sequence[str]]:
+        """Return which of the keys are here, where the first copy of each is, and the names of the shards."""
+        names, (asked, rows) = self.ask(lambda snapshot: (snapshot.names, snapshot.find(column)))
+        asked, first = np.unique(asked, return_index=True)
+        return asked, rows[first], names
+
+    def whole_copies(self, rows: Rows, names: Sequence[str]) -> Mask:
+        """Say which copies are intact records: they are read shard by shard in long stretches, and not parsed."""
+        whole, order = np.zeros(len(rows), bool), np.lexsort((rows["offset"], rows["shard"]))
+        for part in np.split(order, 1 + np.flatnonzero(np.diff(rows["shard"][order]))):
+            with suppress(OSError):
+                if len(part):
+                    whole[part] = whole_rows(self.disk, self._open(names[rows["shard"][part[0]]]).fd, rows[part])
+        return whole
 
     def read_place(self, key: bytes, place: RecordPlace, room: Room | None) -> Record:
         """Read and verify one copy of a record."""
@@ -278,22 +290,19 @@ class Store:
 
         Up to the limit records are read, shard by shard in long stretches, and not parsed; beyond, they count as whole.
         """
-        first = [places[0] if places else None for places in self.locate(keys)]
-        whole, read, read_bytes = np.array([place is not None for place in first]), list[tuple[RecordPlace, int]](), 0
-        for at, place in enumerate(first):
-            if place and read_bytes < limit_bytes:
-                read.append((place, at))
-                read_bytes += place.length
-        read.sort(key=lambda one: (one[0].layer, *one[0][:2]))
-        for (number, shard), group in groupby(read, key=lambda one: (one[0].layer, one[0].shard)):
-            of_shard = list(group)
-            rows = [(keys[at], place.digest, place.offset, place.length) for place, at in of_shard]
-            numbers = [at for _, at in of_shard]
-            whole[numbers] = False
-            with suppress(OSError):
-                whole[numbers] = self._layers[number].whole_rows(shard, np.array(rows, TABLE_ROW))
-        for _, at in read:
-            whole[at] = whole[at] or self.has_whole(keys[at])  # there may be another copy; else it is damaged
+        column, whole, read_bytes = key_column(keys), np.zeros(len(keys), bool), 0
+        left = np.arange(len(keys))
+        for _, layer in self._numbered():
+            with self._may_be_away(layer):
+                asked, rows, names = layer.first_copies(column[left])
+                is_read = read_bytes + np.cumsum(rows["length"]) - rows["length"] < limit_bytes
+                whole[left[asked]] = True
+                whole[left[asked[is_read]]] = layer.whole_copies(rows[is_read], names)
+                read_bytes += int(rows["length"][is_read].sum())
+                left = np.delete(left, asked)
+        lost = np.flatnonzero(~whole).tolist()  # there may be another copy; else it is damaged
+        for at, places in zip(lost, self.locate([keys[at] for at in lost]), strict=True):
+            whole[at] = bool(places) and self.has_whole(keys[at])
         return whole, read_bytes
 
     def whole_at(self, key: bytes, place: RecordPlace, room: Room | None = None) -> Record | None:
@@ -446,16 +455,13 @@ class WholeRecords:
     def __init__(self, store: Store, limit_bytes: int = sys.maxsize, named: Container[bytes] = ()) -> None:
         self._store, self._left_bytes, self._named = store, limit_bytes, named
 
-    def have(self, keys: Iterable[bytes]) -> bool:
-        """Say whether all records are there, by reading as much of them as `metas` would; in doubt they are not."""
+    def mask(self, keys: Sequence[bytes]) -> Mask:
+        """Say which records are there, by reading as much of them as `metas` would; while a shard is in doubt, none."""
         if self._store.doubted():
-            return False
-        for batch in in_chunks(keys, _KEYS_BATCH):
-            whole, read_bytes = self._store.verify(batch, self._left_bytes)
-            if not whole.all():
-                return False
-            self._left_bytes -= read_bytes
-        return True
+            return np.zeros(len(keys), bool)
+        whole, read_bytes = self._store.verify(keys, self._left_bytes)
+        self._left_bytes -= read_bytes
+        return whole
 
     def metas(self, keys: Sequence[bytes]) -> dict[bytes, Mapping[str, Any]]:
         """Return the metadata of each record that is there, by key; empty beyond the limit."""

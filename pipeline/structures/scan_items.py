@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pipeline.errors import CacheDamaged, RecordMissing
 from pipeline.files import state_of
@@ -79,12 +79,26 @@ class Also(Protocol):
         """Write what was made to disk."""
 
 
-def look_up_items(items: Sequence[Item], recipe: ScanRecipe, shelves: ScanShelves) -> list[Seen]:
+class Glances(NamedTuple):
+    """The files of some items as they stand."""
+
+    paths: list[list[str]]  # of each item; a file may appear beside another at any time
+    marks: dict[str, bytes | Inventory | None]  # as `glance` says of each file
+
+
+def glances(items: Iterable[Item], recipe: ScanRecipe) -> Glances:
+    """Return the files of some items as they stand."""
+    paths = [recipe.paths(item) for item in items]
+    return Glances(paths, {path: glance(path, recipe) for path in dict.fromkeys(chain.from_iterable(paths))})
+
+
+def look_up_items(
+    items: Sequence[Item], recipe: ScanRecipe, shelves: ScanShelves, glanced: Glances | None = None
+) -> list[Seen]:
     """Return what the store knows of each item; no structure file is read."""
-    paths = [recipe.paths(item) for item in items]  # once: a file may appear beside another at any time
-    glances = {path: glance(path, recipe) for path in dict.fromkeys(chain.from_iterable(paths))}
-    files = _read_meta(shelves.files, {mark for mark in glances.values() if isinstance(mark, bytes)})
-    known = {path: _content(files, mark, recipe) for path, mark in glances.items()}
+    paths, marks = glanced or glances(items, recipe)
+    files = _read_meta(shelves.files, {mark for mark in marks.values() if isinstance(mark, bytes)})
+    known = {path: _content(files, mark, recipe) for path, mark in marks.items()}
     keys = [_key(item, recipe, {path: known[path] for path in own}) for item, own in zip(items, paths, strict=True)]
     inventories = _read_meta(shelves.inventories, {key for key in keys if isinstance(key, bytes)})
     return [_seen(key, inventories.get(key)) if isinstance(key, bytes) else Seen(None, key) for key in keys]
@@ -107,7 +121,7 @@ def look_again(item: Item, recipe: ScanRecipe, shelves: ScanShelves, since_ns: i
 def glance(path: str, recipe: ScanRecipe) -> bytes | Inventory | None:
     """Return the key of a file as it stands, or why it cannot be used, or None while its times prove nothing."""
     try:
-        state = stat_file(Path(path), recipe.max_file_bytes)
+        state = stat_file(path, recipe.max_file_bytes)
     except UnusableInput as problem:
         return Inventory(reason=problem.reason, detail=problem.detail)
     if not is_settled(state.st_mtime_ns, state.st_ctime_ns):

@@ -80,7 +80,7 @@ def run(
 
 
 def looked_up(recipe: EmbeddingRecipe, shelves: EmbedShelves) -> list[Variant | None]:
-    return EmbeddingVerifier(recipe, WholeRecords(shelves.embeddings)).look_up(TEXTS)
+    return list(EmbeddingVerifier(recipe, WholeRecords(shelves.embeddings)).look_up(TEXTS).values())
 
 
 def rows_of(

@@ -189,24 +189,25 @@ TAR_MAGIC, TAR_MAGIC_AT = b"ustar", 257
 PACKED_BYTES, PIECE_BYTES = 16 << 10, 4 << 20
 
 
-def stat_file(path: Path, max_bytes: int) -> os.stat_result:
+def stat_file(path: Path | str, max_bytes: int) -> os.stat_result:
     """Return a file's state; refuse one whose name, type or size already rules it out."""
-    if not HAS_BIOTITE and ".bcif" in path.suffixes[-2:]:
+    if not HAS_BIOTITE and ".bcif" in Path(path).suffixes[-2:]:
         raise UnusableInput(Reason.NEEDS_EXTRA, f"BinaryCIF needs an extra: {install_extra('bcif')}")
     if FORMATS.get(_suffix(path)) in MOLECULES and find_spec("rdkit") is None:
         what = f"{_suffix(path)} needs rdkit, an extra: {install_extra('molecules')}"
         raise UnusableInput(Reason.NEEDS_EXTRA, what)
     try:
-        state = path.stat()
+        state = os.stat(path)  # noqa: PTH116 - it is asked of every file of a data set
     except FileNotFoundError:
-        others = ", nor one ending in " + " ".join(amber.COORDINATES[1:]) if path.suffix == amber.COORDINATES[0] else ""
+        is_first = Path(path).suffix == amber.COORDINATES[0]
+        others = ", nor one ending in " + " ".join(amber.COORDINATES[1:]) if is_first else ""
         raise UnusableInput(Reason.MISSING_FILE, f"no such file: {path}{others}") from None
     except (OSError, ValueError) as error:
         raise UnusableInput(Reason.UNREADABLE_FILE, f"{error}") from error
     if not stat.S_ISREG(state.st_mode):
         raise UnusableInput(Reason.UNREADABLE_FILE, f"not a file: {path}")
     if state.st_size > max_bytes:
-        what = f"{_whose(path)}{state.st_size:,} bytes; structures.max_file_bytes is {max_bytes:,}"
+        what = f"{_whose(Path(path))}{state.st_size:,} bytes; structures.max_file_bytes is {max_bytes:,}"
         raise UnusableInput(Reason.FILE_TOO_LARGE, what)
     return state
 
@@ -272,8 +273,9 @@ def format_of(path: Path) -> str:
         raise UnusableInput(Reason.UNKNOWN_FORMAT, what) from None
 
 
-def _suffix(path: Path) -> str:
-    return (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
+def _suffix(path: Path | str) -> str:
+    stem, suffix = os.path.splitext(path)  # noqa: PTH122 - it is asked of every file of a data set
+    return (os.path.splitext(stem)[1] if suffix.lower() == ".gz" else suffix).lower()  # noqa: PTH122
 
 
 @cache

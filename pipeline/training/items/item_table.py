@@ -183,11 +183,9 @@ class TableBuilder:
             raise ValueError(f"a key is {KEY_BYTES} bytes, not {key!r}")
         if len(self) and (sizes.keys() != self.sizes.keys() or (place is None) != (len(self.items) == 0)):
             raise ValueError(f"{id}: every item needs the same sizes, and either all items or none must be included")
-        if self.splits.setdefault(split, len(self.splits)) >= MOST_SPLITS:
-            raise ConfigError(f"more than {MOST_SPLITS} splits; one of them is {split!r}", where=id)
+        self.split_N.append(self._split(split, id))
         self.ids.add(id)
         self.keys += key
-        self.split_N.append(self.splits[split])
         for name, size in sizes.items():
             self.sizes.setdefault(name, array("q")).append(size)
         for name, label in (labels or {}).items():
@@ -195,6 +193,28 @@ class TableBuilder:
         if place is not None:
             kept = place.to_json() if isinstance(place, Item) else place
             self.items.add(json.dumps(kept, separators=(",", ":")))
+
+    def add_all(self, other: TableBuilder) -> None:
+        """Add the items of another table."""
+        if len(self) and len(other) and other.sizes.keys() != self.sizes.keys():
+            raise ValueError("every item needs the same sizes")
+        number_of = bytes(self._split(name, other.ids.texts()[0]) for name in other.splits)
+        self.split_N += other.split_N.translate(number_of.ljust(256, b"\0"))
+        self.keys += other.keys
+        for mine, others in ((self.ids, other.ids), (self.items, other.items)):
+            ends = np.frombuffer(others.ends, np.int64) + len(mine.bytes_T)
+            mine.ends.frombytes(ends.tobytes())
+            mine.bytes_T += others.bytes_T
+        for name, sizes in other.sizes.items():
+            self.sizes.setdefault(name, array("q")).extend(sizes)
+        for name, labels in other.labels.items():
+            self.labels.setdefault(name, array("f")).extend(labels)
+
+    def _split(self, name: str, item: str) -> int:
+        """Return the number of an item's split."""
+        if (number := self.splits.setdefault(name, len(self.splits))) >= MOST_SPLITS:
+            raise ConfigError(f"more than {MOST_SPLITS} splits; one of them is {name!r}", where=item)
+        return number
 
     def also(self, sizes: Iterable[str]) -> None:
         """Add sizes that later items will have; earlier items have 0."""

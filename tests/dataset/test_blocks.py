@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.config.load import from_resolved
-from pipeline.dataset import standing
-from pipeline.dataset.standing import FOLDER, KEYS, RESULT
+from pipeline.dataset import blocks
+from pipeline.dataset.blocks import FOLDER, DataBlocks
 from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.project import project
-from pipeline.stages import graph as graph_stage
-from pipeline.stages import scan as scan_stage
-from pipeline.stages.embedded import Tally
+from pipeline.records import ChainSummary, Inventory, Item, Kind, Partner, Reason, Rejection, Role
+from pipeline.stages.census import CensusTally
+from pipeline.stages.graph import GraphTally
 from pipeline.stages.table import known_stage
 from pipeline.store.format.disk import Disk
 from pipeline.store.format.shard import read_table
@@ -47,8 +48,12 @@ def make(folder: Path) -> None:
 
 
 @pytest.fixture
-def submit(shelf: Shelf, tmp_path: Path, pipeline: Command) -> Submit:
-    """Return what submits every stage of a copy, which lacks nothing, and returns what each finds to do."""
+def submit(shelf: Shelf, tmp_path: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch) -> Submit:
+    """Return what submits every stage of a copy, which lacks nothing, and returns what each finds to do.
+
+    Every item is a block of its own.
+    """
+    monkeypatch.setattr(blocks, "ITEMS", 1)
     shelf.copy("standing", make, tmp_path)
     settle(tmp_path / "data")
 
@@ -85,13 +90,12 @@ def lists() -> dict[str, bytes]:
 
 
 def refuse_looking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every stage fail that counts item by item."""
+    """Have every stage fail that looks items up."""
 
-    def counted(*_arguments: object) -> None:
-        raise AssertionError("it was counted item by item")
+    def looked_up(*_arguments: object) -> None:
+        raise AssertionError("it was looked up item by item")
 
-    for place, name in ((scan_stage, "_tally"), (Tally, "items"), (graph_stage, "_tally")):
-        monkeypatch.setattr(place, name, counted)
+    monkeypatch.setattr(DataBlocks, "know", looked_up)
 
 
 def damage(kind: str) -> None:
@@ -137,10 +141,16 @@ def test_records_that_went_are_made_anew(submit: Submit, kind: str) -> None:
 
 
 @pytest.mark.nightly
-def test_a_file_that_changed_is_scanned_again(submit: Submit) -> None:
-    Path("data/c0.pdb").write_text(Path("data/c0.pdb").read_text().replace(" ALA ", " VAL "))
+def test_a_file_that_changed_is_scanned_again_and_no_other_block_is_looked_up(
+    submit: Submit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit()
+    Path("data/c1.pdb").write_text(Path("data/c1.pdb").read_text().replace(" ALA ", " VAL "))
     settle(Path("data"))
+    know, looked_up = DataBlocks.know, []
+    monkeypatch.setattr(DataBlocks, "know", lambda *given: looked_up.append(given[1]) or know(*given))
     assert submit()["scan"] == (4, 1)
+    assert set(looked_up) == {1}
 
 
 @pytest.mark.nightly
@@ -173,22 +183,27 @@ def test_settings_that_changed_are_followed(submit: Submit, setting: str, stage:
     assert submit(setting)[stage][1] > 0
 
 
-def standing_stages() -> list[str]:
-    """Return the stages whose results stand, as a process finds that has just begun."""
-    opened = project.Project.open(from_resolved(newest().config.read_text()))
-    stages = {name: known_stage(name).recipe(opened) for name in ("scan", "embed", "graph")}
-    return [name for name, recipe in stages.items() if standing.recall_standing(opened, newest(), name, recipe)]
+def known_stages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the stages that look nothing up, in a process that has just begun."""
+    opened, known = project.Project.open(from_resolved(newest().config.read_text())), []
+    with monkeypatch.context() as patch:
+        refuse_looking(patch)
+        for name in ("scan", "embed", "graph"):
+            with suppress(AssertionError):
+                known_stage(name).survey(opened, None, 1)
+                known.append(name)
+    return known
 
 
 @pytest.mark.nightly
 def test_what_another_parser_has_read_does_not_stand(submit: Submit, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.rmtree("cache")  # while a shard of it is in doubt, no result stands
     submit()
-    assert standing_stages() == ["scan", "embed", "graph"]
+    assert known_stages(monkeypatch) == ["scan", "embed", "graph"]
     structure_files.parser_of.cache_clear()
     with monkeypatch.context() as later:
         later.setattr(structure_files, "PARSER", "gemmi-99.9")
-        assert standing_stages() == []
+        assert known_stages(later) == []
     structure_files.parser_of.cache_clear()
 
 
@@ -203,10 +218,10 @@ def test_a_list_that_was_written_into_is_made_anew(submit: Submit, name: str) ->
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", [RESULT, KEYS])
-def test_a_torn_result_is_found_out_anew(submit: Submit, name: str) -> None:
-    for path in Path("runs", FOLDER).glob(f"*/{name}"):
-        path.write_bytes(path.read_bytes()[:-5])
+@pytest.mark.parametrize("lost", [5, 5000])
+def test_what_is_torn_is_found_out_anew(submit: Submit, lost: int) -> None:
+    for path in Path("runs", FOLDER).glob("*/*"):
+        path.write_bytes(path.read_bytes()[:-lost])
     assert is_complete(submit())
     assert "c9" in newest().rejected.read_text()
 
@@ -222,3 +237,50 @@ def test_results_outlive_the_runs_that_found_them_but_not_the_records(submit: Su
         path.unlink()
     assert submit()["graph"][1] > 0
     assert is_complete(submit())
+
+
+SEQUENCES = ("AAAA", "CC", "DDD", "AAAA", "EEEEEE")
+IN_SPLITS = ("val", "", "train", "train", "val")
+
+
+def census_of(numbers: range) -> CensusTally:
+    """Count some items of which two in different splits share a sequence; every third cannot be used."""
+    tally = CensusTally(keys={"scan": bytearray(number for number in numbers)})
+    for number in numbers:
+        sequence, split = SEQUENCES[number % 5], IN_SPLITS[number % 5]
+        chains = (ChainSummary("A", Kind.PROTEIN, sequence, len(sequence), len(sequence), 5 * len(sequence)),)
+        inventory = Inventory(partners=(Partner(Role.WHOLE, "", chains),))
+        if number % 3 == 2:
+            tally.reject(Rejection(f"i{number - 1}", Reason.DUPLICATE_ID, "twice", split=split))
+        else:
+            tally.accept(Item(f"i{number}", split=split, cluster=f"k{number % 4}"), inventory)
+        tally.counts.update(items=1)
+    return tally
+
+
+def graphs_of(numbers: range) -> GraphTally:
+    """Count some graphs that are not kept, so that their table has the items."""
+    tally = GraphTally()
+    for number in numbers:
+        item = Item(f"i{number}", split=IN_SPLITS[number % 5], labels={"pKd": str(number)}, sequence="AC")
+        sizes = {"nodes": 10 + number, "edges": 5 * number}
+        tally.accept(item, bytes([number] * 16), sizes, ("pKd",), kept=False)
+    return tally
+
+
+@pytest.mark.parametrize("count_items", [census_of, graphs_of])
+def test_what_was_counted_of_blocks_adds_up_to_what_is_counted_of_all(
+    tmp_path: Path, count_items: Callable[[range], CensusTally | GraphTally]
+) -> None:
+    whole = count_items(range(30))
+    found, total = blocks.FoundTallies(tmp_path, type(whole)), type(whole)()
+    for start, end in ((0, 7), (7, 8), (8, 8), (8, 30)):
+        found.put(bytes([start, end] * 8), count_items(range(start, end)))
+        tally = found.get(bytes([start, end] * 8))
+        assert tally == count_items(range(start, end))
+        blocks.add_up(total, tally)
+    total.lines = whole.lines  # which are written block by block
+    assert total == whole
+    if isinstance(whole, CensusTally):
+        assert whole.census().leaks
+        assert total.census() == whole.census()
