@@ -10,6 +10,7 @@ PipelineError            1   a bug, unless a child says otherwise
 ├── PlanInfeasible       5   no plan fits the machine
 ├── SubmissionRefused    6   the executor or the cluster refused the job
 │   ├── ClusterSilent    6   the cluster does not answer, so it is unknown whether it accepted the job
+│   ├── QueueFull        6   the queue takes no more jobs of this user
 │   └── BudgetReached    6   the work would exceed the project's budget
 └── JobFailed            7   a job ran and failed
     └── CacheFull        7   the disk or the quota under the cache is full
@@ -108,6 +109,10 @@ class SubmissionRefused(PipelineError):
 
 class ClusterSilent(SubmissionRefused):
     """The cluster does not answer, so it is unknown whether it accepted the job."""
+
+
+class QueueFull(SubmissionRefused):
+    """The queue takes no more jobs of this user."""
 
 
 class BudgetReached(SubmissionRefused):

@@ -175,8 +175,8 @@ class EventKind(StrEnum):
 
     RUN_STARTED = "run_started"
     VISIT = "visit"  # a supervisor looks after the run
-    HANDED_OVER = "handed_over"  # to a supervisor that comes when the jobs have ended, and to its standby
-    WATCH_SUBMITTED = "watch_submitted"  # a small job that looks at what waits while the run goes on
+    SUCCESSOR = "successor"  # the next visit is in the queue, and begins when this one is over
+    HANDED_OVER = "handed_over"  # a visit is over, and the next one waits for the jobs of tasks
     WAITING = "waiting"  # jobs wait for what does not pass by itself
     WAITED = "waited"  # and do so no longer
     STAGE_SUBMITTED = "stage_submitted"

@@ -201,7 +201,6 @@ def status_command(
     """
     import gc
 
-    from pipeline.engine.watch import tell_of_own
     from pipeline.errors import ConfigError, JobFailed
     from pipeline.journal.budget import spending_of_run
     from pipeline.journal.run_status import State
@@ -216,10 +215,7 @@ def status_command(
     typed = as_typed(Command.of("status", *filter(None, [run])))
 
     def look() -> RunView:
-        seen = reader.view()
-        if seen.goes_on:
-            tell_of_own(seen)
-        return replace(seen, account=spending.account())
+        return replace(reader.view(), account=spending.account())
 
     def report(seen: RunView, paces: Mapping[str, float]) -> list[RenderableType]:
         return (run_report if verbose else status_report)(seen, typed, tables.columns(), paces)

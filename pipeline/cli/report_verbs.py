@@ -131,7 +131,7 @@ def report_command(
             "stages": list(map(asdict, stages)),
         }
         document |= {"budget": account.to_json()} if account else {}
-        waits = list(map(asdict, status.waits.values()))
+        waits = list(map(asdict, status.waits))
         print_json(document | {"failures": failures, "waits": waits})
         return
     tables.show_parts(*use_report(status, stages, account, verbose=verbose))

@@ -99,8 +99,6 @@ class Followed:
         """Complete the reason of a task that has ended."""
         if task.state is TaskState.CANCELLED and not task.node:  # the accounting has the end as the start
             task = replace(task, started=None)
-            if others := ", ".join(self.job.after_not_ok):
-                return replace(task, reason=f"dependency never satisfied: it waits for job {others}")
         return replace(task, reason="; ".join(filter(None, (_ending(task, self.job), task.reason))))
 
 

@@ -131,8 +131,7 @@ class Job:
     tasks: Sequence[int]  # their numbers, ascending: a range, or what a repair picks out
     log_dir: str
     request: Request = LEAST
-    after_any: tuple[JobId, ...] = ()  # only once all tasks of these have ended; on a cluster, as the next
-    after_not_ok: tuple[JobId, ...] = ()  # only if all of these fail: a standby
+    after_any: tuple[JobId, ...] = ()  # only once all tasks of these have ended; on a cluster
     env: Mapping[str, str] = field(default_factory=dict)  # in addition to what the task inherits
     max_parallel: int | None = None
     begin_s: int = 0  # it waits at least so long
@@ -248,6 +247,9 @@ class Executor(Protocol):
 
         A job with a tag that is queued already, because the answer to an earlier try was lost, is not queued twice.
         """
+
+    def reschedule(self, job_id: JobId, job: Job) -> None:
+        """Change when and where a waiting job may begin: after which jobs, in how many seconds, off which nodes."""
 
     def adopt(self, job_id: JobId, job: Job) -> None:
         """Follow a job of an earlier executor; if jobs cannot outlive their executor, its tasks have failed."""

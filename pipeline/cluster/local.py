@@ -115,6 +115,9 @@ class LocalExecutor:
         known = self._jobs[job_id] = _LocalJob(job_id, job, [LocalTask(job_id, job, number) for number in job.tasks])
         return known
 
+    def reschedule(self, job_id: JobId, job: Job) -> None:
+        """Do nothing: no job of this machine waits for others."""
+
     def recognize(self, names: Mapping[JobId, str]) -> None:
         """Do nothing: no other program gives numbers to jobs of this machine."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from pipeline.cluster.job_spec import SUPERVISE, Job
 from pipeline.command_line import ANY
 from pipeline.config.schema_parts import format_duration, format_size
-from pipeline.errors import ClusterSilent, SubmissionRefused
+from pipeline.errors import ClusterSilent, QueueFull, SubmissionRefused
 from pipeline.units import MIB
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     Bound: TypeAlias = tuple[str, int, str]  # what is limited, the most of it, and who says so, with {} for the most
 
-LEAST_QUEUE = 4
+LEAST_QUEUE = 3  # a visit at work, the next one, and a task
 # What a task may be limited in. The first are of all its nodes together, those with `on_node` of one.
 TIME, MEM, CPUS, GPUS, NODES = "time", "mem", "cpus", "gpus", "nodes"
 MEM_ON_NODE, CPUS_ON_NODE, GPUS_ON_NODE = "mem_on_node", "cpus_on_node", "gpus_on_node"
@@ -30,9 +30,10 @@ PASSING = (  # signs that the same submission may succeed a little later
     "standby mode", "controller not responding", "interrupted system call", "could not make sense of sbatch output",
     "without a word",
 )  # fmt: skip
+FULL = ("maxsubmit", "job submit limit")  # signs that the user has too many jobs in the queue
 ABSENT = ("no such file or directory", "configuration source")  # signs that Slurm is not here
 
-FULL_QUEUE = "   (lists your jobs; each run has 3 supervisor jobs), or wait until some end"
+FULL_QUEUE = "   (lists your jobs; each run has a supervisor job), or wait until some end"
 
 # What the scheduler says → which keys to change, the first that is found ({} is the stage), and what follows
 REMEDIES: dict[str, tuple[tuple[str, ...], str]] = {
@@ -83,7 +84,7 @@ def refuse_beyond(job: Job, bounds: Iterable[Bound]) -> None:
 
 
 def refuse_narrow_queue(job: Job, limits: Limits, limit: str) -> None:
-    """Refuse a supervisor's job where the queue has no place for it, its standby, the next visit and a task."""
+    """Refuse a supervisor's job where the queue has no place for it, the next visit and a task."""
     most = limits.queued_tasks
     if job.name == SUPERVISE and most is not None and most < LEAST_QUEUE:
         what = f"{limit} allows {most} jobs in the queue: a run with its supervisors needs {LEAST_QUEUE}"
@@ -116,6 +117,8 @@ def refusal_of(job: Job, message: str, partitions: Iterable[str]) -> SubmissionR
     refused = job.refused(what, *((key, ANY) for key in keys), then=then)
     if transient(message) or any(sign in message.lower() for sign in ABSENT):
         return ClusterSilent(what, where=refused.where, remedy=refused.next)
+    if any(sign in message.lower() for sign in FULL):
+        return QueueFull(what, where=refused.where, remedy=refused.next)
     return refused
 
 

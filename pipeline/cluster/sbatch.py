@@ -133,7 +133,6 @@ def options(job: Job, site: SlurmSection, offset: int = 0) -> list[str]:
         ("signal", _signal(job, site)),
         ("dependency", dependency(job)),
         ("begin", f"now+{job.begin_s}" if job.begin_s else None),
-        ("kill-on-invalid-dep", "yes" if job.after_not_ok else None),
         ("output", out),
         ("error", err),
     ]
@@ -155,8 +154,7 @@ def slurm_clock(time_s: int) -> str:
 
 def dependency(job: Job) -> str:
     """Return the value of `--dependency`."""
-    kinds = (("afterany", job.after_any), ("afternotok", job.after_not_ok))
-    return ",".join(":".join((kind, *jobs)) for kind, jobs in kinds if jobs)
+    return ":".join(("afterany", *job.after_any)) if job.after_any else ""
 
 
 def log_pattern(job: Job, end: str) -> str:

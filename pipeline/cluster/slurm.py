@@ -11,7 +11,7 @@ import secrets
 import time
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pipeline.cluster import sbatch, slurm_commands
 from pipeline.cluster.accounting import Accounting, AccountingLook, CommandFailed
@@ -20,17 +20,18 @@ from pipeline.cluster.job_spec import LEAST
 from pipeline.cluster.local import make_log_dir
 from pipeline.cluster.refusals import refusal_of, refuse_impossible, transient
 from pipeline.cluster.site import Site
-from pipeline.cluster.slurm_commands import script_path, submit_text
+from pipeline.cluster.slurm_commands import run_command, script_path, submit_text
 from pipeline.cluster.slurm_words import epoch_of
-from pipeline.errors import SubmissionRefused
+from pipeline.errors import ClusterSilent, SubmissionRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from pipeline.cluster.job_spec import Job, JobId, Limits, Request, TaskStatus
     from pipeline.cluster.slurm_words import Queued
     from pipeline.config.schema_cluster import SlurmSection
 
+T = TypeVar("T")
 TRIES_S = (2.0, 5.0, 10.0, 20.0, 30.0, 60.0)  # waits between tries at a submission that the cluster was too busy for
 TESTS_AGAIN = 3  # times, with the first of these waits: somebody may look on
 PATIENCE_S = 15.0  # how long the queue and the accounting may disagree before a task is called UNKNOWN
@@ -38,6 +39,7 @@ SACCT_S = 20.0
 ALREADY_ENDS = "scancel exited with 229"  # the last byte of ESLURM_ALREADY_DONE, all that a quiet scancel says of it
 FORGOTTEN_S = 30 * 86_400.0  # how far back the accounting is asked about jobs of others' time
 SACCT_AGAIN_S = 30.0  # an accounting that gave trouble is left alone for so long
+HAS_BEGUN = ("no longer pending", "already finished", "already completed")  # what scontrol says of such a job
 STARTS_AT = re.compile(r"to start at (\S+)")  # in what sbatch --test-only prints
 
 
@@ -53,7 +55,7 @@ class SlurmExecutor:
         self.trouble = ""  # why squeue or sacct did not answer the last time
         self._poll_s = float(profile.poll) if poll_s is None else poll_s
         self._patience_s = patience_s
-        self._accounting = Accounting(slurm_commands.run_command, timeout_s=SACCT_S)
+        self._accounting = Accounting(run_command, timeout_s=SACCT_S)
         self._ask_again_at = self._look_at = 0.0
         self._jobs: dict[JobId, Followed] = {}
         self._names: dict[JobId, str] = {}  # of jobs in the queue: by its number alone a job may be a stranger's
@@ -86,16 +88,19 @@ class SlurmExecutor:
         _refuse_absent(job)
         script = self.script_for(job)
         words = [*slurm_commands.without_our_variables(script), "sbatch", "--test-only"]
-        for wait_s in (*TRIES_S[:TESTS_AGAIN], None):
-            try:
-                start = STARTS_AT.search(slurm_commands.run_command(words, stdin=script))
-            except CommandFailed as error:
-                if wait_s is None or not transient(error.what):
-                    raise self._refusal(job, error) from error
-                time.sleep(wait_s)
-            else:
-                return epoch_of(start[1]) if start else None
-        raise AssertionError
+        reply = self._patiently(job, lambda: run_command(words, stdin=script), TRIES_S[:TESTS_AGAIN])
+        start = STARTS_AT.search(reply)
+        return epoch_of(start[1]) if start else None
+
+    def reschedule(self, job_id: JobId, job: Job) -> None:
+        begin = f"now+{job.begin_s}" if job.begin_s else "now"
+        after = sbatch.dependency(self._after_known(job))
+        change = [f"Dependency={after}", f"StartTime={begin}", f"ExcNodeList={','.join(job.exclude)}"]
+        try:
+            self._patiently(job, lambda: run_command(["scontrol", "update", f"JobId={job_id}", *change]))
+        except SubmissionRefused as error:
+            if not any(sign in error.what for sign in HAS_BEGUN):
+                raise
 
     def limits_of(self, request: Request = LEAST) -> Limits:
         return self.site.limits(request)
@@ -155,7 +160,7 @@ class SlurmExecutor:
                 known = {name: task.task for job in self._jobs.values() for name, task in job.tasks.items()}
                 wanted = [name for name in names if known.get(name) in tasks]
             if wanted:
-                slurm_commands.run_command(["scancel", "--quiet", *wanted])
+                run_command(["scancel", "--quiet", *wanted])
         except CommandFailed as error:
             if slurm_commands.SAYS_NOTHING not in error.what and error.what != ALREADY_ENDS:
                 remedy = "squeue --me   (lists your jobs; then run the same command again)"
@@ -184,25 +189,42 @@ class SlurmExecutor:
         self.close()
 
     def _submit(self, job: Job, script: str, *, look_first: bool) -> JobId:
-        """Submit a script exactly once, retrying while the cluster is too busy."""
-        for wait_s in (*TRIES_S, None):
+        """Submit a script exactly once, retrying while the cluster is too busy.
+
+        Another process may do so at the same time: both look, and neither finds a job. So both look again, and the one
+        whose job has the higher number cancels it.
+        """
+        name, is_shared = sbatch.job_name(job), look_first
+
+        def submit_once() -> JobId:
+            nonlocal look_first
+            if look_first and (existing := slurm_commands.named(name)):
+                return min(existing, key=int)
+            look_first = True
+            return submit_text(job, script)
+
+        try:
+            job_id = self._patiently(job, submit_once)
+        except ClusterSilent:
+            if (lost := _first_named(name)) is None:
+                raise
+            return lost
+        first = _first_named(name) if is_shared else job_id
+        if first is None or first == job_id:
+            return job_id
+        run_command(["scancel", "--quiet", job_id])
+        return first
+
+    def _patiently(self, job: Job, act: Callable[[], T], waits_s: Sequence[float] = TRIES_S) -> T:
+        """Return what an act returns; try again while the cluster is too busy, then raise SubmissionRefused."""
+        for wait_s in (*waits_s, None):
             try:
-                if look_first and (existing := slurm_commands.named(sbatch.job_name(job))):
-                    return min(existing, key=int)
-                look_first = True
-                return submit_text(job, script)
+                return act()
             except CommandFailed as error:
-                if wait_s is None:
-                    with suppress(CommandFailed):
-                        if lost := slurm_commands.named(sbatch.job_name(job)):
-                            return min(lost, key=int)
                 if wait_s is None or not transient(error.what):
-                    raise self._refusal(job, error) from error
+                    raise refusal_of(job, error.what, [kind.partition for kind in self.site.nodes]) from error
                 time.sleep(wait_s)
         raise AssertionError
-
-    def _refusal(self, job: Job, error: CommandFailed) -> SubmissionRefused:
-        return refusal_of(job, error.what, [kind.partition for kind in self.site.nodes])
 
     def _is_open(self) -> bool:
         """Tell whether a task of any job has not ended."""
@@ -239,6 +261,13 @@ class SlurmExecutor:
             known = {name.partition("_")[0] for name in self._queue(job.after_any)}
             return replace(job, after_any=tuple(other for other in job.after_any if other in known))
         return job
+
+
+def _first_named(name: str) -> JobId | None:
+    """Return the first job of a name if the cluster has one and answers."""
+    with suppress(CommandFailed):
+        return min(slurm_commands.named(name), key=int, default=None)
+    return None
 
 
 def _refuse_absent(job: Job) -> None:

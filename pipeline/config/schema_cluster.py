@@ -218,7 +218,7 @@ class SupervisorSection(Section):
     time: Duration = Field(default=3600, description="Time limit of the supervisor job.")
     watch: Duration = Field(
         default=300,
-        description="Interval at which a small job checks whether waiting jobs can ever start. 0: never.",
+        description="With where: login, interval of checks whether waiting jobs can ever start. 0: never.",
     )
     tries: int = Field(default=3, ge=1, description="Attempts without progress at a task before the stage fails.")
 

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     Emit: TypeAlias = Callable[..., None]
 
 LOG_END_BYTES = 8192
-FOR_SUPERVISORS = 3  # places in the queue: for the next visit, its standby, and a look at what waits
 MANY = 1 << 30
 
 
@@ -285,8 +284,7 @@ class Dispatch:
         room = self._executor.room()
         if room is None:
             return len(status.work)
-        reserved = FOR_SUPERVISORS if self._config.cluster.supervisor.where == "job" else 0
-        return max(0 if status.live else 1, room - reserved)
+        return max(0 if status.live else 1, room)
 
     def _jobs(
         self, project: Project, stage: Stage, status: StageStatus, asks: Mapping[int, Next]

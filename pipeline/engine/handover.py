@@ -1,40 +1,40 @@
-"""Supervisors that are jobs: each visit claims its number, and submits the next visit and a standby for it.
+"""Visits: supervisors that are jobs. A visit first submits the next one, which begins when this one is over.
 
-The next visit begins when all jobs that are under way have ended; the standby only if that visit fails. A number is
-claimed by creating a file exclusively, so that no two supervisors pay the same visit.
+So however a visit ends, the next one comes. A visit that has done its work lets the next one wait for the jobs of
+tasks; one that ends the run cancels it. A visit claims its number by creating a file exclusively. The highest number
+owns the run: a visit that finds a higher one submits nothing more.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeline.cluster.job_spec import SUPERVISE, Job, Request
 from pipeline.command_line import Command
-from pipeline.config.masking import MASK, without_secrets, without_secrets_in
 from pipeline.engine.repair import avoid_bad_nodes
-from pipeline.errors import ConfigError, JobFailed, SubmissionRefused
+from pipeline.errors import ConfigError, JobFailed
 from pipeline.files import create_claim
 from pipeline.journal.run_folder import shown_mode, writing_run
 from pipeline.journal.run_status import ENDED
 from pipeline.project.run_code import SUPERVISOR, module_command
+from pipeline.records import EventKind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pipeline.cluster.job_spec import Executor, JobId
     from pipeline.config.schema import Config
-    from pipeline.config.schema_cluster import NotifySection
     from pipeline.journal.run_folder import RunFolder
     from pipeline.journal.run_status import RunStatus
+
+STOPPED_CODE = 130  # of a run that somebody stopped
+LATER_S = 600  # when the next visit begins where it waits for no job
 
 
 def claim_visit(folder: RunFolder, number: int) -> int:
@@ -47,8 +47,13 @@ def claim_visit(folder: RunFolder, number: int) -> int:
 
 
 def own_job() -> JobId:
-    """Return the id of the Slurm job that this process runs in; empty outside of a job."""
-    return os.environ.get("SLURM_JOB_ID", "")
+    """Return the id of the supervisor job that this process is; empty elsewhere, also in another job."""
+    return os.environ.get("SLURM_JOB_ID", "") if SUPERVISE in own_name().split("-") else ""
+
+
+def own_name() -> str:
+    """Return the name of the Slurm job that this process runs in; empty outside of a job."""
+    return os.environ.get("SLURM_JOB_NAME", "")
 
 
 def refuse_elsewhere(folder: RunFolder, status: RunStatus, executor: Executor, verb: str) -> None:
@@ -59,26 +64,54 @@ def refuse_elsewhere(folder: RunFolder, status: RunStatus, executor: Executor, v
         raise ConfigError(what, where=str(folder.path), remedy=remedy)
 
 
-def hand_over(
-    folder: RunFolder, config: Config, executor: Executor, run: RunStatus, jobs: Sequence[JobId]
-) -> dict[JobId, str]:
-    """Submit the next visit and its standby, off the nodes that failed; return their jobs with their names."""
-    coming = avoid_bad_nodes(run, executor, supervisor_job(folder, config, f"{run.visits + 1}", after_any=tuple(jobs)))
-    following = executor.submit(coming)
-    standby = replace(coming, tag=f"{coming.tag}-standby", after_any=(), after_not_ok=(following,))
-    names = {following: coming.tag}
-    with suppress(SubmissionRefused):  # a full queue: without a standby the run goes on, until `pipeline resume`
-        names[executor.submit(standby)] = standby.tag
-    return names
+class NextVisit:
+    """The job of the visit after this one."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        config: Config,
+        executor: Executor,
+        run: RunStatus,
+        number: int,
+        emit: Callable[..., None],
+    ) -> None:
+        """Take the number of this visit as `number`."""
+        self._folder, self._config, self._executor, self._run, self._emit = folder, config, executor, run, emit
+        self._number = number + 1
+        self.job: JobId = ""  # empty until it is known to be in the queue
+
+    def submit(self) -> None:
+        """Submit it, unless it is in the queue: this visit may have begun before, or another one may have submitted it.
+
+        It begins when this job is over; where this is no job, in ten minutes.
+        """
+        own = own_job()
+        if self.job:
+            return
+        if own:
+            self._executor.recognize({own: own_name()})
+        waiting = [job for job in self._run.successors[-1:] if job != own and self._executor.queued([job])]
+        if waiting:
+            self.job = waiting[0]
+            return
+        visit = self._visit(after_any=(own,)) if own else self._visit(begin_s=LATER_S)
+        self.job = self._executor.submit(visit)
+        names = {own: own_name(), self.job: visit.tag} if own else {self.job: visit.tag}
+        self._emit(EventKind.SUCCESSOR, jobs=[*names], names=[*names.values()])
+
+    def release(self, live: Sequence[JobId]) -> None:
+        """Let it begin when these jobs have ended; off the nodes that failed."""
+        self.submit()
+        self._executor.reschedule(self.job, self._visit(after_any=tuple(live), begin_s=0 if live else LATER_S))
+        self._emit(EventKind.HANDED_OVER, jobs=[self.job], names=[self._run.names.get(self.job, "")])
+
+    def _visit(self, *, after_any: tuple[JobId, ...] = (), begin_s: int = 0) -> Job:
+        visit = supervisor_job(self._folder, self._config, f"{self._number}")
+        return avoid_bad_nodes(self._run, self._executor, replace(visit, after_any=after_any, begin_s=begin_s))
 
 
-def supervisor_job(
-    folder: RunFolder | None,
-    config: Config,
-    visit: str,
-    *,
-    after_any: tuple[JobId, ...] = (),
-) -> Job:
+def supervisor_job(folder: RunFolder | None, config: Config, visit: str) -> Job:
     """Return the job of a visit; without a folder, one to show or to ask the scheduler about."""
     wanted = config.cluster.supervisor
     return Job(
@@ -86,7 +119,6 @@ def supervisor_job(
         argv=(*module_command(SUPERVISOR, folder), str(folder.path) if folder else "RUN", "--visit"),
         tasks=range(1),
         log_dir=str(folder.logs) if folder else "logs",
-        after_any=after_any,
         tag=f"{folder.unique if folder else 'RUN'}-{SUPERVISE}-{visit}",
         request=Request(
             mem_bytes=int(wanted.mem),
@@ -95,43 +127,6 @@ def supervisor_job(
             qos=wanted.qos or "",
         ),
     )
-
-
-log = logging.getLogger(__name__)
-
-STOPPED_CODE = 130  # of a run that somebody stopped
-
-PATIENCE_S = 20.0
-SENDMAIL = ("/usr/sbin/sendmail", "/usr/lib/sendmail")
-
-
-def notify(wanted: NotifySection, folder: RunFolder, stage: str, state: str, error: str) -> None:
-    """Run the command and send the mail by which the configuration wants people notified."""
-    message = error or f"{stage} of run {folder.name} is {state}"
-    if wanted.command:
-        _run([*wanted.command, folder.name, stage, state, message], "")
-    if wanted.mail:
-        program = shutil.which("sendmail") or next(filter(shutil.which, SENDMAIL), "")
-        subject = f"Subject: pipeline: {stage} {state} ({folder.name})".replace("\n", " ")
-        _run([program or "sendmail", wanted.mail], f"{subject}\nTo: {wanted.mail}\n\n{message}\n{folder.path}\n")
-
-
-def _run(command: list[str], text: str) -> None:
-    """Run a command with this text on its stdin; a failure is only logged."""
-    try:
-        done = subprocess.run(command, input=text, text=True, timeout=PATIENCE_S, capture_output=True, check=False)
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        log.warning("notification failed: cannot run %s: %s", command[0], error)
-        return
-    if done.returncode:
-        log.warning("%s ended with %d: %s", command[0], done.returncode, _unquoted(done.stderr.strip(), command))
-
-
-def _unquoted(message: str, command: list[str]) -> str:
-    """Return the output of a command with the secrets of its arguments masked."""
-    for word, shown in zip(command, without_secrets_in(command), strict=True):
-        message = message.replace(word, shown) if shown == MASK else message
-    return without_secrets(message)
 
 
 def pay_visit(folder: RunFolder) -> None:

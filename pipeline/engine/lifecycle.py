@@ -231,20 +231,19 @@ class Cancellation:
 def foresee(status: RunStatus, executor: Executor, stage: str | None) -> Cancellation:
     """Return what cancelling would end; for a single stage only its jobs, which its supervisor then judges."""
     stages = [row for row in status.stages.values() if stage in (None, row.name)]
-    supervisors = tuple(filter(None, (*status.successors, status.watch[1])))
-    queued = executor.queued([*(job for row in stages for job in row.live), *supervisors])
+    queued = executor.queued([*(job for row in stages for job in row.live), *status.successors])
     live = [(row, job) for row in stages for job in row.live if job in queued]
     jobs, tasks = tuple(job for _, job in live), sum(len(parse_ranges(row.jobs[job].tasks)) for row, job in live)
     if stage is not None:
         return Cancellation(jobs, tasks, (), 0)
     here = status.host == socket.gethostname() and status.state is State.RUNNING
-    supervisors = tuple(job for job in supervisors if job in queued)
+    supervisors = tuple(job for job in status.successors if job in queued)
     return Cancellation(jobs, tasks, supervisors, status.pid if here and not status.successors else 0)
 
 
 def cancel(folder: RunFolder, status: RunStatus, executor: Executor, what: Cancellation, stage: str | None) -> None:
     """Cancel a run or a stage: supervisors first, so that none repairs what is meant to end."""
-    for job in reversed(what.supervisors):  # the standby before its visit
+    for job in reversed(what.supervisors):  # the next visit before the one at work, whose end would begin it
         executor.cancel([job])
     if what.process and status.has_process:
         with suppress(ProcessLookupError, PermissionError):
@@ -254,7 +253,8 @@ def cancel(folder: RunFolder, status: RunStatus, executor: Executor, what: Cance
         return
     now = StatusReader(folder).read()  # a supervisor may have submitted more before it ended
     executor.recognize(now.queued_as)
-    executor.cancel([job for row in now.stages.values() for job in row.live if job not in what.jobs])
+    more = [*reversed(now.successors), *(job for row in now.stages.values() for job in row.live)]
+    executor.cancel([job for job in more if job not in (*what.supervisors, *what.jobs)])
     ledger = Ledger(folder, f"{SUPERVISOR}-{claim_visit(folder, status.visits + 1):06d}")
     error = f"cancelled by {user_name(os.getuid())} on {socket.gethostname()}; finished work is kept"
     ledger.emit(EventKind.RUN_ENDED, state=State.STOPPED.value, error=error, exit_code=STOPPED_CODE)

@@ -2,7 +2,6 @@
 
 python -m pipeline.engine.supervisor RUN            stays until the run has ended
 python -m pipeline.engine.supervisor RUN --visit    does what there is to do, and hands over to the next visit
-python -m pipeline.engine.supervisor RUN --watch N  tells what jobs wait for, between visit N and the next
 
 All of its state is in the ledger: after any crash the next supervisor goes on from there.
 """
@@ -20,26 +19,33 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.job_spec import Limits, mebibytes
 from pipeline.cluster.machine import born_at
-from pipeline.cluster.verdict import Cause
+from pipeline.cluster.verdict import GO_ON, Cause
 from pipeline.command_line import Command
 from pipeline.config.load import from_resolved
 from pipeline.config.masking import without_secrets
 from pipeline.engine.dispatch import Dispatch, is_over
-from pipeline.engine.handover import STOPPED_CODE, claim_visit, hand_over, notify, own_job, refuse_elsewhere
-from pipeline.engine.watch import WATCH, submit_watch, tell, watch
-from pipeline.errors import CacheFull, CacheUnusable, ClusterSilent, JobFailed, PipelineError, SubmissionRefused
+from pipeline.engine.handover import STOPPED_CODE, NextVisit, claim_visit, own_job, own_name, refuse_elsewhere
+from pipeline.engine.notices import notify, notify_of_waits
+from pipeline.errors import (
+    CacheFull,
+    CacheUnusable,
+    ClusterSilent,
+    JobFailed,
+    PipelineError,
+    QueueFull,
+    SubmissionRefused,
+)
 from pipeline.files import last_claim, shipped
-from pipeline.journal.ledger import SUPERVISOR, Ledger
+from pipeline.journal.ledger import SUPERVISOR, Ledger, has_ended
 from pipeline.journal.run_folder import RunFolder
-from pipeline.journal.run_status import ENDED, State, StatusReader
+from pipeline.journal.run_status import ENDED, State
 from pipeline.journal.run_view import RunView, ViewReader
 from pipeline.project.container_image import image_of
 from pipeline.project.project import Project, open_executor
@@ -57,13 +63,15 @@ if TYPE_CHECKING:
     from pipeline.cluster.job_spec import Executor, TaskStatus
     from pipeline.journal.attempts import Attempt, TaskRecord
     from pipeline.journal.run_status import StageStatus
-    from pipeline.stages.stage import Judged, Stage
+    from pipeline.stages.stage import Stage
 
 log = logging.getLogger(__name__)
 
 STEP_S, CLUSTER_STEP_S = 0.1, 2.0  # between looks at the ledger
 LISTEN_EVERY_S = 0.2
 PATIENCE_S, VISIT_POLL_S = 30.0, 1.0
+MOST_UNFINISHED = 5  # visits in a row; then the next one is submitted only once something was done
+PASSING = (ClusterSilent, QueueFull)
 FAILURES_SHOWN = 3
 TROUBLESHOOTING = "docs/how-to/troubleshooting.md"  # which has an entry for every cause
 NOT_FINITE_ENTRY = "nan"  # its entry for a loss or a gradient that is not finite
@@ -96,8 +104,10 @@ class Supervisor:
         self.reader.ledger.skip(writer)
         self.stages = [table.stage(name, self.config) for name in json.loads(folder.stages.read_text())]
         self.dispatch = Dispatch(folder, self.config, executor, self.status, self._emit)
-        self.until = math.inf
-        self.has_standby = own_job() in self.status.successors[:-1]
+        self.next = NextVisit(folder, self.config, executor, self.status, self.number, self._emit)
+        self.until, self.is_visit, self.is_job, self.is_crowded = math.inf, False, False, False
+        self.at: Stage | None = None  # the stage at work
+        self.census: dict[str, Any] | None = None  # its, once it was judged
 
     def run(self) -> None:
         """Stay until the run has ended."""
@@ -109,8 +119,13 @@ class Supervisor:
         `patience_s` is how long to wait until the scheduler tells how jobs ended that have left the queue. After
         `until_s` no other stage is begun: that is left to the next visit.
         """
-        self.until = time.monotonic() + until_s
-        return self._guarded(lambda: self._advance(self._poll(patience_s)) or self._leave())
+        if self.status.state in ENDED:
+            return True
+        self.until, self.is_visit, self.is_job = time.monotonic() + until_s, True, bool(own_job())
+        try:
+            return self._guarded(lambda: self._advance(self._poll(patience_s)) or self._leave())
+        except TakenOver:
+            return False
 
     def _stay(self) -> bool:
         changed, every_s = self._poll(), float(self.config.cluster.supervisor.watch)
@@ -119,7 +134,7 @@ class Supervisor:
             changed = self.executor.step(CLUSTER_STEP_S if self.executor.outlives else STEP_S)
             self._catch_up()
             if time.monotonic() >= look_at:
-                tell(self.reader.now(), self.config, self._emit)
+                notify_of_waits(self.reader.now(), self.config.cluster.notify, self._emit)
                 look_at += every_s
         return True
 
@@ -136,77 +151,72 @@ class Supervisor:
         return self.executor.status(live)
 
     def _leave(self) -> bool:
-        """Submit the next visit, due when the jobs have ended; raise where another supervisor has taken over."""
+        """Let the next visit begin when the jobs have ended."""
+        self._refuse_if_taken_over()
+        self.next.release(self._live())
+        return False
+
+    def _refuse_if_taken_over(self) -> None:
+        """Raise TakenOver where another supervisor owns the run."""
         if last_claim(self.folder.claims) > self.number:
             raise TakenOver
-        live, (looks, looking, _) = self._live(), self.status.watch
-        self._end_look(looking)
-        jobs = hand_over(self.folder, self.config, self.executor, self.status, live)
-        self._emit(EventKind.HANDED_OVER, jobs=list(jobs), names=list(jobs.values()))
-        if live:
-            submit_watch(self.folder, self.config, self.executor, self.number, looks + 1, self._emit)
-        return False
 
     def _guarded(self, work: Callable[[], bool]) -> bool:
         """Do the work of a supervisor; an error that ends the run is recorded before it is raised."""
         try:
             self._begin()
-            ended = self._in_its_place(work)
-        except PipelineError as error:
-            if self._is_left(error):
-                raise
-            self._let_go()
-            self._end(State.FAILED, self._text(error), error.exit_code)
-            raise
+            ended = work()
         except TakenOver:
             raise
         except (KeyboardInterrupt, SupervisorStopped):
-            self._interrupted()
+            if not self.executor.outlives:  # else the next supervisor finds the jobs
+                self._end(State.STOPPED, "stopped by a signal; finished work is kept", STOPPED_CODE)
             raise
+        except PASSING as error:
+            if not (self.is_job or self._live()):  # else the next visit goes on, or `pipeline resume`
+                self._fail(error)
+            raise
+        except OSError as error:
+            if self.folder.path.exists():
+                self._fail(error)
+                raise
+            again = replace(self.again, then="   (in the project's folder)")
+            moved = JobFailed("this run's folder was moved or removed", where=str(self.folder.path), remedy=again)
+            self._fail(moved)
+            raise moved from error
         except BaseException as error:
-            self._let_go()
-            self._end(State.FAILED, f"a bug: {type(error).__name__}: {error}", 1)
+            self._fail(error)
             raise
         if ended:
             self._end(State.DONE, "", 0)
         return ended
 
-    def _in_its_place(self, work: Callable[[], bool]) -> bool:
+    def _fail(self, error: BaseException) -> None:
+        """Record an error as the end of the run and of its stage; cancel the jobs, whose work the next run repeats."""
+        text, code = f"a bug: {type(error).__name__}: {error}", 1
+        if isinstance(error, PipelineError):
+            error.in_project(self.again)
+            text, code = str(error), error.exit_code
+        if self.folder.path.exists():
+            self._refuse_if_taken_over()
+        self._cancel(self._live())
+        if self.at is not None:
+            self._end_stage(self.at, State.FAILED, [], text)
+        self._end(State.FAILED, text, code)
+
+    def _cancel(self, jobs: Sequence[str], tasks: Sequence[int] | None = None) -> None:
         try:
-            return work()
-        except OSError as error:
-            if self.folder.path.exists():
-                raise
-            what = "this run's folder was moved or removed"
-            again = replace(self.again, then="   (in the project's folder)")
-            raise JobFailed(what, where=str(self.folder.path), remedy=again) from error
-
-    def _is_left(self, error: PipelineError) -> bool:
-        """Tell whether this visit's standby goes on, which begins when the cluster answers again."""
-        return isinstance(error, ClusterSilent) and self.has_standby
-
-    def _text(self, error: PipelineError) -> str:
-        """Return an error as it is recorded, whose next command is about this run's project."""
-        error.in_project(self.again)
-        return str(error)
-
-    def _let_go(self) -> None:
-        """Cancel the jobs of a failed run: nobody would judge them, and the next run repeats their work."""
-        try:
-            self.executor.cancel(self._live())
+            self.executor.cancel(jobs, tasks)
         except SubmissionRefused as error:
-            log.warning("its jobs continue: %s", error)
-
-    def _interrupted(self) -> None:
-        """Record that the run was stopped, unless its jobs outlive this process for the next supervisor."""
-        if not self.executor.outlives:
-            self._end(State.STOPPED, "stopped by a signal; finished work is kept", STOPPED_CODE)
+            log.warning("jobs %s continue: %s", ", ".join(jobs), error)
 
     def _begin(self) -> None:
         """Record that this process is the supervisor, and take over the jobs of the one before it."""
+        if self.is_job and self.status.unfinished < MOST_UNFINISHED:
+            self.next.submit()
         pid = os.getpid()
         about = {"host": socket.gethostname(), "pid": pid, "born": born_at(pid), "uid": os.getuid(), "job": own_job()}
-        about |= {"name": os.environ.get("SLURM_JOB_NAME", ""), "cluster": self.executor.cluster}
+        about |= {"name": own_name(), "cluster": self.executor.cluster}
         if self.status.state is State.WAITING:
             image = {"image": digest} if (digest := image_of(self.config)) else {}
             self._emit(EventKind.RUN_STARTED, stages=[stage.name for stage in self.stages], **image, **about)
@@ -225,14 +235,14 @@ class Supervisor:
             status = self.status.stages.get(stage.name)
             if status is not None and status.state is State.DONE:
                 continue
+            self.at, self.census = stage, None
             if status is None or not status.submitted:
                 status = self._open(stage)
             else:
                 self._look_after(stage, status, changed)
-            if status.live:
+            if status.live or self.is_crowded:
                 return False
-            with self._failing_ends(stage):
-                self._judge(stage, status)
+            self._judge(stage, status)
             if stage is not self.stages[-1] and time.monotonic() > self.until:
                 return False
         return True
@@ -240,14 +250,13 @@ class Supervisor:
     def _open(self, stage: Stage) -> StageStatus:
         """Begin a stage: plan what is missing from the store, and submit it."""
         self.watch(self.reader)  # planning can take minutes, in which it is to be seen
-        with self._failing_ends(stage):
-            planned = plan_stage(self.project, stage, self.executor, self.folder)
-            self._emit(EventKind.STAGE_SUBMITTED, stage=stage.name, **planned.to_json())
-            status = self.status.stages[stage.name]
-            if planned.survey.shards:
-                if stage.kinds:
-                    refuse_unfit_disk(self.project, planned.survey, stage.kinds)
-                self._send(stage, status)
+        planned = plan_stage(self.project, stage, self.executor, self.folder)
+        self._emit(EventKind.STAGE_SUBMITTED, stage=stage.name, **planned.to_json())
+        status = self.status.stages[stage.name]
+        if planned.survey.shards:
+            if stage.kinds:
+                refuse_unfit_disk(self.project, planned.survey, stage.kinds)
+            self._send(stage, status)
         return status
 
     def _look_after(self, stage: Stage, status: StageStatus, changed: Sequence[TaskStatus]) -> None:
@@ -260,8 +269,7 @@ class Supervisor:
         if self._too_many_rejected(stage, status):
             self.executor.cancel(status.live)
         elif ended or not status.live:
-            with self._failing_ends(stage):
-                self._send(stage, status)
+            self._send(stage, status)
 
     def _listen(self, status: StageStatus, over: Sequence[TaskStatus]) -> None:
         """Wait a while for the reports of tasks that have completed."""
@@ -275,12 +283,14 @@ class Supervisor:
 
     def _send(self, stage: Stage, status: StageStatus) -> None:
         """Submit what is due, as much as the queue takes; raise where another supervisor has taken over."""
-        if last_claim(self.folder.claims) > self.number:
-            raise TakenOver
+        self._refuse_if_taken_over()
+        if self.is_visit:
+            self.next.submit()
         try:
             self.dispatch.send(self.project, stage, status)
         except SubmissionRefused as error:
-            if not status.live:
+            self.is_crowded = self.is_job and isinstance(error, QueueFull)  # the next visit tries again
+            if not status.live and not self.is_crowded:
                 raise
             log.warning("the remaining tasks of %s wait for queue slots: %s", stage.name, error)
         self._catch_up()
@@ -290,10 +300,7 @@ class Supervisor:
         """End the tasks that were cancelled by hand and are under way: submitted before that was known, or here."""
         for task in status.work.values():
             if task.cancelled and task.job:
-                try:
-                    self.executor.cancel([task.job], [task.number])
-                except SubmissionRefused as error:
-                    log.warning("%s continues: %s", status.called(task.number), error)
+                self._cancel([task.job], [task.number])
 
     def _judge(self, stage: Stage, status: StageStatus) -> None:
         """End a stage: judge it by what is in the store, never by what its tasks report."""
@@ -302,36 +309,20 @@ class Supervisor:
         if not stage.only_looks:
             update_indexes(self.project.cache, stage.kinds)  # so that what is looked up now need not be in memory
         judged = stage.judge(self.project, self.folder, patience_s)
-        self._index(stage, judged)
-        try:
-            warnings = table.refuse_or_warn(stage, self.project, self.folder, judged, self._trouble(stage, status))
-        except PipelineError as error:
-            self._end_stage(stage, State.FAILED, judged.to_json(), [], self._text(error))
-            raise
+        self.census = judged.to_json()
+        if not stage.only_looks:
+            self._index(stage, is_accepted=bool(judged.accepted))
+        warnings = table.refuse_or_warn(stage, self.project, self.folder, judged, self._trouble(stage, status))
         account = self.dispatch.account()
         if account and account.is_low and status.work:
             warnings = [*warnings, account.figures()]
-        self._end_stage(stage, State.DONE, judged.to_json(), warnings, "")
+        self._end_stage(stage, State.DONE, warnings, "")
+        self.at = None
 
-    @contextmanager
-    def _failing_ends(self, stage: Stage) -> Iterator[None]:
-        """Record an error within the block as the failure of the stage."""
-        try:
-            yield
-        except PipelineError as error:
-            if self._is_left(error):
-                raise
-            known = self.status.stages.get(stage.name)
-            if known is None or known.state is not State.FAILED:
-                self._end_stage(stage, State.FAILED, None, [], self._text(error))
-            raise
-
-    def _index(self, stage: Stage, judged: Judged) -> None:
+    def _index(self, stage: Stage, *, is_accepted: bool) -> None:
         """Update the indexes and describe the recipe; as results do not need either, a failure is only logged."""
-        if stage.only_looks:
-            return
         try:
-            if judged.accepted and stage.kinds:
+            if is_accepted and stage.kinds:
                 for recipe in stage.recipes(self.project):
                     self.project.cache.describe(stage.name, recipe)
         except (CacheUnusable, CacheFull) as error:
@@ -367,31 +358,22 @@ class Supervisor:
         """Append an event to the ledger, and apply it."""
         self.status.apply(self.ledger.emit(kind, **data))
 
-    def _end_look(self, job: str) -> None:
-        """Cancel a look that is still to come; one that comes all the same finds nothing to do."""
-        try:
-            self.executor.cancel([job] if job else [])
-        except SubmissionRefused as error:
-            log.warning("checking waiting jobs continues: %s", error.what)
-
-    def _end_stage(
-        self, stage: Stage, state: State, census: dict[str, Any] | None, warnings: list[str], error: str
-    ) -> None:
+    def _end_stage(self, stage: Stage, state: State, warnings: list[str], error: str) -> None:
         """Record how a stage ended, and notify people."""
-        self._emit(
-            EventKind.STAGE_ENDED, stage=stage.name, state=state.value, census=census, warnings=warnings, error=error
-        )
+        about = {"stage": stage.name, "state": state.value, "census": self.census}
+        self._emit(EventKind.STAGE_ENDED, **about, warnings=warnings, error=error)
         self._catch_up()
         notify(self.config.cluster.notify, self.folder, stage.name, state.value, error)
 
     def _end(self, state: State, error: str, exit_code: int) -> None:
-        """Record how the run ended, and close its ledger."""
+        """Record how the run ended, and close its ledger; a visit that comes all the same sees that it has ended."""
         if self.executor.outlives:
-            tell(RunView(self.folder, self.status), self.config, self._emit)
-            self._end_look(self.status.watch[1])
+            notify_of_waits(RunView(self.folder, self.status), self.config.cluster.notify, self._emit)
         self._emit(EventKind.RUN_ENDED, state=state.value, error=error, exit_code=exit_code)
         self._catch_up()
         self.ledger.close()
+        if self.next.job:
+            self._cancel([self.next.job])
 
 
 def _rejected(status: StageStatus) -> int:
@@ -456,19 +438,17 @@ def supervise(words: Sequence[str]) -> int:
     stop_on_signals()
     folder, visiting = RunFolder(Path(words[0])), "--visit" in words[1:]
     config = from_resolved(folder.config.read_text(), str(folder.config))
-    if visiting and not _is_expected(folder, config.cache.visibility_s):
+    if visiting and has_ended(folder):
         return 0
     try:
         with open_executor(config, poll_s=VISIT_POLL_S if visiting else None) as executor:
-            if f"--{WATCH}" in words:
-                watch(folder, config, executor, int(words[words.index(f"--{WATCH}") + 1]))
-                return 0
             supervisor = Supervisor(folder, executor)
             supervisor.visit(0.0 if "--now" in words else PATIENCE_S) if visiting else supervisor.run()
     except PipelineError as error:
         print(without_secrets(f"error: {error}"), file=sys.stderr)  # noqa: T201 - the supervisor's stderr is its log
-        has_ended = visiting and StatusReader(folder).read().state in ENDED
-        return 0 if has_ended else error.exit_code  # after exit code 0 no standby begins
+        if visiting and has_ended(folder):
+            return 0  # or its job would begin again
+        return GO_ON if isinstance(error, PASSING) and own_job() else error.exit_code
     except TakenOver:
         return 0
     except SupervisorStopped:
@@ -477,21 +457,6 @@ def supervise(words: Sequence[str]) -> int:
         print(without_secrets(traceback.format_exc()), file=sys.stderr)  # noqa: T201
         return 1
     return 0
-
-
-def _is_expected(folder: RunFolder, patience_s: float) -> bool:
-    """Tell whether this visit is due: not where the run has ended, nor in a job that the ledger does not name.
-
-    The supervisor that submitted such a job died before it could record it, and its standby submitted others. The
-    record itself may be late to appear.
-    """
-    reader = StatusReader(folder)
-
-    def is_known() -> bool:
-        status = reader.read()
-        return status.state in ENDED or not status.successors or own_job() in ("", *status.successors)
-
-    return wait_for(is_known, patience_s, LISTEN_EVERY_S) and reader.status.state not in ENDED
 
 
 def stop_on_signals() -> None:

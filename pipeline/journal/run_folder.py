@@ -62,7 +62,6 @@ class RunFolder:
     events = _RunFile("events")  # one file of events per process
     left_out = _RunFile("left_out.jsonl")  # items that killed their task and are skipped since, one per line
     claims = _RunFile("claims")  # one file per supervisor visit
-    told = _RunFile("told")  # one file per notification about a wait
     code = _RunFile("code.txt")  # the folder of this package's code at submission
     logs = _RunFile("logs")  # output of the tasks
     supervisor_log = _RunFile("supervisor.log")  # output of a supervisor in the background

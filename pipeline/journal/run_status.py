@@ -421,11 +421,6 @@ class Wait:
     until: float = 0.0
 
     @property
-    def key(self) -> tuple[str, str, int]:
-        """What tells this wait from others of the run."""
-        return self.of, self.reason, self.number
-
-    @property
     def is_over(self) -> bool:
         return self.until > 0
 
@@ -447,14 +442,14 @@ class RunStatus:
     born: float = 0.0  # when it was created
     seen: float = 0.0  # when it had begun its work
     visits: int = 0
-    successors: tuple[JobId, ...] = ()  # supervisors that wait: the next, and its standby
-    waits: dict[tuple[str, str, int], Wait] = field(default_factory=dict)
+    unfinished: int = 0  # visits since the last that handed over
+    successors: tuple[JobId, ...] = ()  # the jobs of the visit at work, where it is one, and of the next
+    waits: list[Wait] = field(default_factory=list)
     planned: tuple[str, ...] = ()  # the stages it is to do
     error: str = ""
     exit_code: int = 0
     started_at: float = 0.0
     ended_at: float = 0.0
-    watch: tuple[int, JobId, str] = (0, "", "")  # the number of the latest look, its job, and the job's name
     names: dict[JobId, str] = field(default_factory=dict)  # of supervisors' jobs in the queue, each unique
     cluster: str = ""  # Slurm's name of the cluster that has its jobs
     deep: bool = False  # whether to count the work of stages over time
@@ -468,18 +463,18 @@ class RunStatus:
             self.state, self.started_at = State.RUNNING, self.started_at or event.at
             self.planned = tuple(data["stages"])
             self._look_after(event)
-            self.error, self.exit_code, self.ended_at, self.successors = "", 0, 0.0, ()
+            self.error, self.exit_code, self.ended_at = "", 0, 0.0
         elif event.kind is EventKind.VISIT:
-            self.visits = data["number"]
+            self.visits, self.unfinished = data["number"], self.unfinished + 1
             self._look_after(event)
             if data.get("job"):
                 self.names.setdefault(data["job"], data.get("name", ""))
                 self.successors = tuple(dict.fromkeys((data["job"], *self.successors)))
-        elif event.kind is EventKind.HANDED_OVER:
+        elif event.kind in (EventKind.SUCCESSOR, EventKind.HANDED_OVER):
             self.successors = tuple(data["jobs"])
             self.names = dict(zip(data["jobs"], data.get("names", ()), strict=False))
-        elif event.kind is EventKind.WATCH_SUBMITTED:
-            self.watch = max(self.watch, (data["number"], data["job"], data.get("name", "")))
+            if event.kind is EventKind.HANDED_OVER:
+                self.unfinished = 0
         elif event.kind in (EventKind.WAITING, EventKind.WAITED):
             self._wait(event)
         elif event.kind is EventKind.RUN_ENDED:
@@ -488,15 +483,14 @@ class RunStatus:
             self.settle()
 
     def _wait(self, event: Event) -> None:
-        """Record that a wait has begun or ended; processes write of it in files of their own, read in any order."""
+        """Record that a wait has begun or ended."""
         told = Wait(**{column.name: event.data[column.name] for column in fields(Wait) if column.name in event.data})
-        known = self.waits.get(told.key, told)
-        since = min(filter(None, (known.since, told.since)), default=0.0)
-        tasks = max(known.tasks, told.tasks)
-        words, remedy = known.words or told.words, known.remedy or told.remedy
-        self.waits[told.key] = replace(
-            known, words=words, remedy=remedy, tasks=tasks, since=since, until=known.until or told.until
-        )
+        known = self.open_wait(told)
+        if known is not None:
+            self.waits[self.waits.index(known)] = replace(known, until=told.until)
+        elif not told.is_over:
+            before = sum((wait.of, wait.reason) == (told.of, told.reason) for wait in self.waits)
+            self.waits.append(replace(told, number=before + 1))
 
     def _look_after(self, event: Event) -> None:
         self.host, self.pid, self.uid = event.data["host"], event.data["pid"], event.data.get("uid")
@@ -506,9 +500,8 @@ class RunStatus:
     @property
     def queued_as(self) -> dict[JobId, str]:
         """The jobs that may not have ended, each with its unique name in the queue."""
-        _, look, name = self.watch
         own = {job: self.names.get(job, "") for job in self.successors}
-        return {look: name} | own | {job: row.jobs[job].tag for row in self.stages.values() for job in row.live}
+        return own | {job: row.jobs[job].tag for row in self.stages.values() for job in row.live}
 
     def elsewhere(self, here: str) -> str:
         """Say that the run belongs to another cluster than `here`; empty where it does not, or that is unknown."""
@@ -518,7 +511,7 @@ class RunStatus:
 
     def open_wait(self, like: Wait) -> Wait | None:
         """Return the wait of the same jobs for the same reason that is not over; None where there is none."""
-        alike = (wait for wait in self.waits.values() if (wait.of, wait.reason) == (like.of, like.reason))
+        alike = (wait for wait in self.waits if (wait.of, wait.reason) == (like.of, like.reason))
         return next((wait for wait in alike if not wait.is_over), None)
 
     @property
@@ -567,7 +560,7 @@ class RunStatus:
 
     def to_json(self) -> dict[str, Any]:
         plain = {column.name: getattr(self, column.name) for column in fields(self) if column.name not in UNTOLD}
-        waits = [asdict(wait) for wait in self.waits.values()]
+        waits = [asdict(wait) for wait in self.waits]
         return plain | {
             "state": self.state.value,
             "waits": waits,
@@ -579,7 +572,7 @@ class RunStatus:
         return sorted(self.stages.values(), key=lambda stage: stage.started_at)
 
 
-UNTOLD = ("born", "seen", "uid", "watch", "names", "deep")  # they only tell a supervisor's process from others
+UNTOLD = ("born", "seen", "uid", "unfinished", "names")  # they only tell a supervisor's process from others
 
 
 def _begin(stage: StageStatus, event: Event) -> None:

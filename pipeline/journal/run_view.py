@@ -161,12 +161,12 @@ class RunView:
         if status.state is State.ABANDONED:
             words, remedy = "it has no supervisor", f"pipeline resume {status.name}"
             return [*waits, Wait(SUPERVISE, NO_SUPERVISOR, words=words, remedy=remedy)]
-        return [*waits, *self.queue.stuck(SUPERVISE, status.successors[:1])]
+        return [*waits, *self.queue.stuck(SUPERVISE, status.successors)]
 
     @property
     def waits(self) -> list[Wait]:
         """What jobs wait for now, or waited for, that does not pass by itself."""
-        return [*self.status.waits.values(), *(wait for wait in self.stuck if self.status.open_wait(wait) is None)]
+        return [*self.status.waits, *(wait for wait in self.stuck if self.status.open_wait(wait) is None)]
 
     def to_json(self) -> dict[str, Any]:
         plain = self.status.to_json()

@@ -96,7 +96,7 @@ def run_report(
     """Show a run with every detail: what each stage made and used, and the story of its attempts."""
     status, shown = run.status, status_report(run, typed, width, paces)[:-1]
     shown += [f"  Supervisor: {run.supervisor}"] if run.supervisor and status.state in GOING_ON else []
-    shown += wait_lines((wait for wait in run.status.waits.values() if wait.is_over), run.at)
+    shown += wait_lines((wait for wait in run.status.waits if wait.is_over), run.at)
     shown += [run.account.line()] if run.account and not run.account.is_low else []
     rejected: Mapping[str, int] = {}
     for stage in status.in_order():

@@ -35,7 +35,7 @@ def use_report(
 ) -> list[RenderableType]:
     """Say whether the run's memory was enough; then show what each stage used, and what to request next time."""
     shown: list[RenderableType] = [*_verdict(status, stages)]
-    shown += wait_lines(status.waits.values(), status.ended_at or math.inf)
+    shown += wait_lines(status.waits, status.ended_at or math.inf)
     shown += [f"! {use.stage}: {advice}" for use in stages for advice in use.advice]
     shown += [account.line()] if account else []
     shown += ["", f"Run {status.name} · {status.state.value}"]

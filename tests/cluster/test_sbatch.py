@@ -43,7 +43,7 @@ RICH = job_of(
     exclude=("n7", "n[9-12]"),
 )
 VISIT = job_of(
-    "supervise", ("python", "-c", "visit", "RUN"), range(1), "/runs/one/logs", mem_bytes=1 << 30, after_not_ok=("20",)
+    "supervise", ("python", "-c", "visit", "RUN"), range(1), "/runs/one/logs", mem_bytes=1 << 30, after_any=("20",)
 )
 RANKS = job_of(
     name="train",
@@ -324,6 +324,32 @@ class TestShell:
         node.tell("scontrol", "exit 1")  # which refuses to take it back
         done = node.run(render(), SRUN_EXITS="75")
         assert (done.returncode, bool(done.stderr)) == (75, True)
+
+    @pytest.mark.parametrize(
+        ("code", "given", "scontrol"),
+        [
+            (0, {}, ""),
+            (1, {}, "requeue 43|update JobId=43 ExcNodeList=n1"),
+            (137, {"DEPENDS": "afterany:430_*(unfulfilled)"}, "requeue 43|update JobId=43 ExcNodeList=n1"),
+            (1, {"DEPENDS": "afterany:43_*(unfulfilled)"}, ""),
+            (1, {"NODES": "n1"}, "requeue 43"),
+            (1, {"SLURM_RESTART_COUNT": "5"}, ""),
+            (75, {"SLURM_RESTART_COUNT": "50"}, "requeue 43"),
+            (1, {"SLURM_JOB_NAME": "pipeline-supervise"}, ""),  # submitted by hand
+        ],
+    )
+    def test_a_visit_that_fails_and_for_which_no_other_waits_goes_back_into_the_queue_off_its_node(
+        self, node: Node, code: int, given: dict[str, str], scontrol: str
+    ) -> None:
+        node.tell("squeue", 'case "$*" in *%E*) echo "${DEPENDS:-}";; *) echo ,;; esac')
+        node.tell("sinfo", "printf '%s\\n' ${NODES:-n1 n2}")
+        node.tell("scontrol", 'if [ "$1" = show ]; then echo "$3"; else echo "$@" >>"$SAID.scontrol"; fi')
+        there = {"SLURM_JOB_NAME": "r-supervise-2", "SLURMD_NODENAME": "n1", "SLURM_JOB_PARTITION": "p"}
+        done = node.run(render(replace(VISIT, argv=("sh", "-c", f"exit {code}"))), **{**there, **given})
+        assert (done.returncode, "|".join(node.requeued.splitlines())) == (code, scontrol), done.stderr
+        broken = render(replace(VISIT, argv=("true",)), site=SlurmSection(setup=("module load nowhere",)))
+        assert node.run(broken, **there).returncode == 127
+        assert node.requeued.startswith("requeue 43\n")
 
     def test_ranks_are_started_together_and_none_is_ended_for_anothers_exit_code(self, node: Node) -> None:
         assert node.run(render(RANKS), SRUN_EXITS="75").returncode == 75

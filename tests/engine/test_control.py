@@ -9,22 +9,22 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import source_from_cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from pipeline.cluster.job_spec import SUPERVISE, Job, Limits
 from pipeline.cluster.slurm import SlurmExecutor
 from pipeline.config.load import read_config
 from pipeline.config.schema_cluster import SlurmSection
 from pipeline.engine.handover import claim_visit
 from pipeline.engine.lifecycle import gives_way, new_run, refuse_double
-from pipeline.engine.run_supervisor import Supervisor
-from pipeline.errors import ClusterSilent, ConfigError, JobFailed, SubmissionRefused
+from pipeline.engine.run_supervisor import Supervisor, supervise
+from pipeline.errors import ClusterSilent, ConfigError, JobFailed, QueueFull, SubmissionRefused
 from pipeline.files import last_claim
 from pipeline.journal.ledger import Ledger
 from pipeline.journal.run_folder import RunFolder, runs_in
@@ -182,35 +182,139 @@ def test_a_run_of_another_cluster_is_shown_as_that_and_no_verb_acts_on_it(pipeli
     assert len([*run.claims.iterdir()]) == 1
 
 
-@pytest.mark.parametrize(("job", "state"), [("7", State.RUNNING), ("8", State.FAILED), ("", State.FAILED)])
-def test_a_visit_to_which_the_cluster_does_not_answer_leaves_the_run_to_its_standby(
-    make_project, monkeypatch, job, state
-):
-    config = read_config(make_project(1) / "pipeline.yaml", ["cluster.executor=slurm"]).config
-    run = new_run(config, ["scan"])
+class Answering(Silent):
+    """One that answers about visits; no job of a task can be submitted."""
+
+    def __init__(self, refusal: type[SubmissionRefused] = ClusterSilent, queue: Iterable[str] = ()) -> None:
+        self.refusal, self.jobs, self.asked = refusal, set(queue), list[tuple[str, object]]()
+
+    def submit(self, spec: Job) -> str:
+        if spec.name != SUPERVISE:
+            raise self.refusal("no answer")
+        self.jobs.add(job := f"{10 + len(self.asked)}")
+        self.asked.append((spec.tag.rpartition("-")[2], spec.after_any or spec.begin_s))
+        return job
+
+    def queued(self, jobs: Iterable[str]) -> set[str]:
+        return {*jobs} & self.jobs
+
+    def reschedule(self, job: str, spec: Job) -> None:
+        self.asked.append((job, spec.after_any or spec.begin_s))
+
+    def cancel(self, jobs: Iterable[str], tasks: object = None) -> None:
+        self.jobs -= {*jobs}
+
+    def limits_of(self, *_: object, **__: object) -> Limits:
+        return Limits()
+
+    def room(self) -> int | None:
+        return None
+
+
+def waiting_for(make_project: Callable[[int], Path], *jobs: str, visits: int = 1) -> RunFolder:
+    """Return a run whose next visit is the last of these jobs; of its visits only the first handed over."""
+    run = new_run(read_config(make_project(1) / "pipeline.yaml", ["cluster.executor=slurm"]).config, ["scan"])
     first = Ledger(run, f"supervisor-{claim_visit(run, 1):06d}")
     first.emit(EventKind.RUN_STARTED, stages=["scan"], host="elsewhere", pid=1)
-    first.emit(EventKind.VISIT, number=1, host="elsewhere", pid=1)
-    first.emit(EventKind.HANDED_OVER, jobs=["7", "8"])
-    monkeypatch.setenv("SLURM_JOB_ID", job)
+    first.emit(EventKind.HANDED_OVER, jobs=jobs, names=["n" * len(job) for job in jobs])
+    for number in range(2, visits + 1):
+        Ledger(run, f"supervisor-{claim_visit(run, number):06d}").emit(
+            EventKind.VISIT, number=number, host="elsewhere", pid=1, job=jobs[0]
+        )
+    return run
+
+
+def in_job(patch: pytest.MonkeyPatch, job: str, name: str = "run-supervise-2") -> None:
+    patch.setenv("SLURM_JOB_ID", job)
+    patch.setenv("SLURM_JOB_NAME", name)
+
+
+def test_a_visit_submits_the_next_before_anything_and_leaves_the_run_to_it_if_the_cluster_falls_silent(
+    make_project, monkeypatch
+):
+    run, executor = waiting_for(make_project, "7"), Answering()
+    in_job(monkeypatch, "7")
+    with pytest.raises(ClusterSilent):
+        Supervisor(run, cast("Any", executor)).visit()
+    status = StatusReader(run).read()
+    assert (status.state, status.successors) == (State.RUNNING, ("7", "10"))
+    assert executor.asked == [("3", ("7",))]
+    assert executor.jobs == {"10"}
+
+
+@pytest.mark.parametrize(("job", "state"), [("7", State.RUNNING), ("", State.FAILED)])
+def test_a_visit_that_gets_no_successor_has_done_nothing(make_project, monkeypatch, job, state):
+    run = waiting_for(make_project, "7")
+    in_job(monkeypatch, job)
     with pytest.raises(ClusterSilent):
         Supervisor(run, cast("Any", Silent())).visit()
     status = StatusReader(run).read()
-    assert status.state is state
-    assert (status.stages.get("scan") is None) == (state is State.RUNNING)
+    assert (status.state, status.visits == 0, "scan" in status.stages) == (state, bool(job), not job)
+
+
+def test_a_visit_in_a_full_queue_leaves_its_tasks_to_one_in_ten_minutes(make_project, monkeypatch):
+    run, executor = waiting_for(make_project, "7"), Answering(QueueFull)
+    in_job(monkeypatch, "7")
+    assert not Supervisor(run, cast("Any", executor)).visit()
+    assert executor.asked == [("3", ("7",)), ("10", 600)]
+    status = StatusReader(run).read()
+    assert (status.state, status.successors, status.unfinished) == (State.RUNNING, ("10",), 0)
+    in_job(monkeypatch, "8", "interactive")  # a user's own job is no visit: somebody waits for the answer
+    with pytest.raises(QueueFull):
+        Supervisor(run, cast("Any", executor)).visit()
+    assert (StatusReader(run).read().state, executor.jobs) == (State.FAILED, set())
+
+
+def test_a_visit_that_begins_again_keeps_the_successor_that_waits_for_it(make_project, monkeypatch):
+    run, executor = waiting_for(make_project, "7", "8"), Answering(QueueFull, ["7", "8"])
+    in_job(monkeypatch, "7")
+    assert not Supervisor(run, cast("Any", executor)).visit()
+    assert executor.asked == [("8", 600)]
+
+
+def test_after_five_visits_that_died_the_next_is_submitted_only_once_something_was_done(make_project, monkeypatch):
+    run, executor = waiting_for(make_project, "7", visits=6), Answering()
+    in_job(monkeypatch, "7")
+    monkeypatch.setattr(Supervisor, "_advance", lambda *_: executor.asked.append(("works", 0)))
+    assert not Supervisor(run, cast("Any", executor)).visit()
+    assert [name for name, _ in executor.asked] == ["works", "8", "11"]
+
+
+def test_of_two_visits_at_once_the_earlier_submits_nothing_more(make_project, monkeypatch):
+    run, executor = waiting_for(make_project, "7"), Answering()
+    in_job(monkeypatch, "7")
+    early = Supervisor(run, cast("Any", executor))
+    claim_visit(run, 1)
+    assert not early.visit()
+    monkeypatch.setattr(early, "_advance", lambda *_: early._fail(JobFailed("what the later one did")))
+    assert not early.visit()
+    assert (StatusReader(run).read().state, executor.asked) == (State.RUNNING, [("3", ("7",))])
+
+
+def test_a_run_that_is_over_needs_no_next_visit_and_a_late_one_does_nothing(make_project, monkeypatch):
+    run, executor = waiting_for(make_project, "7"), Answering()
+    in_job(monkeypatch, "7")
+    monkeypatch.setattr(Supervisor, "_advance", lambda *_: True)
+    assert Supervisor(run, cast("Any", executor)).visit()
+    assert (StatusReader(run).read().state, executor.jobs) == (State.DONE, set())
+    files = sorted(run.path.rglob("*"))
+    in_job(monkeypatch, "10", "run-supervise-3")
+    assert supervise([str(run.path), "--visit"]) == 0
+    assert sorted(run.path.rglob("*")) == files
+    assert Supervisor(run, cast("Any", Silent())).visit()
 
 
 def test_a_run_whose_folder_was_removed_names_the_command_that_it_was_submitted_with(make_project):
     run = new_run(read_config(make_project(1) / "pipeline.yaml", ["cluster.executor=slurm"]).config, ["scan"])
     run.again.write_text("pipeline submit scan --set scan.max_length=9")
-    supervisor = Supervisor(run, cast("Any", SimpleNamespace(cluster="", recognize=list)))
+    supervisor = Supervisor(run, cast("Any", Answering()))
 
     def work() -> bool:
         shutil.rmtree(run.path)
         return bool(run.stages.read_text())
 
     with pytest.raises(JobFailed, match="moved or removed") as failed:
-        supervisor._in_its_place(work)
+        supervisor._guarded(work)
     said = "pipeline submit scan --set scan.max_length=9   (in the project's folder)"
     assert failed.value.remedy == said
 

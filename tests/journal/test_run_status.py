@@ -72,39 +72,39 @@ class TestRun:
         assert (status.host, status.pid, status.uid, status.born, status.seen) == ("h", 11, 5, 0.5, 1.0)
 
     def test_ends_with_its_error_and_nobody_who_would_come(self) -> None:
-        handed = event(EventKind.HANDED_OVER, 2.0, jobs=["5", "6"])
-        assert fold_events("r", [self.START, handed]).successors == ("5", "6")
+        handed = event(EventKind.HANDED_OVER, 2.0, jobs=["5"])
+        assert fold_events("r", [self.START, handed]).successors == ("5",)
         status = fold_events("r", [self.START, handed, begun(), self.END])
         assert (status.state, status.ended_at, status.error, status.exit_code) == (State.FAILED, 8.0, "why", 3)
         assert status.successors == ()
         assert status.stages["embed"].state is State.FAILED
 
     def test_begun_again_is_as_old_as_at_first_and_has_no_end(self) -> None:
-        handed = event(EventKind.HANDED_OVER, 2.0, jobs=["5"])
         again = replace(self.START, at=9.0)
-        status = fold_events("r", [self.START, self.END, handed, again])
+        status = fold_events("r", [self.START, self.END, again])
         assert (status.state, status.started_at, status.seen) == (State.RUNNING, 1.0, 9.0)
-        assert (status.error, status.exit_code, status.ended_at, status.successors) == ("", 0, 0.0, ())
+        assert (status.error, status.exit_code, status.ended_at) == ("", 0, 0.0)
 
-    def test_a_visit_is_counted_and_its_job_comes_before_those_that_were_known(self) -> None:
-        handed = event(EventKind.HANDED_OVER, 2.0, jobs=["5", "6"])
-        visit = event(EventKind.VISIT, 3.0, number=4, host="g", pid=12)
-        status = fold_events("r", [self.START, handed, visit])
+    def test_a_visit_has_a_successor_from_its_first_moment_and_alone_is_left_when_it_is_over(self) -> None:
+        handed = event(EventKind.HANDED_OVER, 2.0, jobs=["5"], names=["five"])
+        submitted = event(EventKind.SUCCESSOR, 3.0, jobs=["5", "6"], names=["five", "six"])
+        visit = event(EventKind.VISIT, 4.0, number=4, host="g", pid=12, job="5")
+        status = fold_events("r", [self.START, handed, submitted, visit])
         assert (status.visits, status.host, status.pid, status.uid, status.born) == (4, "g", 12, None, 0.0)
-        assert (status.seen, status.successors) == (3.0, ("5", "6"))
-        by_job = replace(visit, data={**visit.data, "job": "6"})
-        assert fold_events("r", [self.START, handed, by_job]).successors == ("6", "5")
-
-    def test_the_latest_look_counts_whatever_is_read_first(self) -> None:
-        looks = [event(EventKind.WATCH_SUBMITTED, number=number, job=f"{9 - number}") for number in (1, 2, 3)]
-        assert {fold_events("r", order).watch for order in permutations(looks)} == {(3, "6", "")}
+        assert (status.seen, status.successors) == (4.0, ("5", "6"))
+        assert (status.queued_as, status.unfinished) == ({"5": "five", "6": "six"}, 1)
+        status.apply(event(EventKind.HANDED_OVER, 5.0, jobs=["6"], names=["six"]))
+        assert (status.queued_as, status.unfinished) == ({"6": "six"}, 0)
+        again = event(EventKind.VISIT, 6.0, number=5, host="g", pid=12, job="5", name="five")  # requeued
+        status.apply(again)
+        assert (status.queued_as, status.unfinished) == ({"5": "five", "6": "six"}, 1)
 
     def test_as_json_it_has_its_stages_in_the_order_in_which_they_began(self) -> None:
         scan = replace(begun(at=1.5), data={**begun().data, "stage": "scan"})
         told = fold_events("r", [self.START, begun(at=2.0), scan]).to_json()
         assert [stage["name"] for stage in told["stages"]] == ["scan", "embed"]
         assert told["state"] == "running"
-        assert {"born", "seen", "uid", "watch"}.isdisjoint(told)
+        assert {"born", "seen", "uid", "unfinished"}.isdisjoint(told)
 
 
 class TestWaits:
@@ -117,15 +117,13 @@ class TestWaits:
         "since": 3.0,
     }
 
-    def test_are_the_same_in_whatever_order_they_are_read(self) -> None:
-        events = [
-            event(EventKind.WAITING, **self.BEGAN),
-            event(EventKind.WAITING, **{**self.BEGAN, "since": 5.0, "tasks": 7}),
-            event(EventKind.WAITED, **{**self.BEGAN, "words": "", "remedy": "", "since": 0.0, "until": 9.0}),
-        ]
-        wait = Wait("embed", "QOSMax", 1, "w", "r", tasks=7, since=3.0, until=9.0)
-        for order in permutations(events):
-            assert fold_events("r", order).waits == {("embed", "QOSMax", 1): wait}
+    def test_are_numbered_and_each_ends_once(self) -> None:
+        began, over = event(EventKind.WAITING, **self.BEGAN), event(EventKind.WAITED, **self.BEGAN, until=9.0)
+        again = event(EventKind.WAITING, **{**self.BEGAN, "since": 12.0})
+        first = Wait("embed", "QOSMax", 1, "w", "r", tasks=2, since=3.0, until=9.0)
+        waits = fold_events("r", [began, over, over, again]).waits
+        assert waits == [first, replace(first, number=2, since=12.0, until=0.0)]
+        assert [wait.lasted_s(20.0) for wait in waits] == [6.0, 8.0]
 
 
 class TestStage:

@@ -41,7 +41,7 @@ def killed_sweep(project: Project) -> Run:
         until("some in training", lambda: processes_of(run, WORKER), 120, run.story)
         assert [pid for pid in processes_of(run, WORKER) if kill(pid)]
     ends_a_supervisor(run)
-    tried_again = "the standby to try again what was killed"
+    tried_again = "what was killed to be tried again"
     until(tried_again, lambda: any(job.attempt == 2 for job in run.now().stages["train"].jobs.values()), 600, run.story)
     until("its end", lambda: not processes_of(run, SUPERVISOR), 120, run.story)
     ends_a_supervisor(run)

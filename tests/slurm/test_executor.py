@@ -248,11 +248,39 @@ class TestEnds:
         second = executor.submit(python(tmp_path, "pass", after_any=(first,)))
         step_until(executor, lambda: bool(executor.status([second])[0].waits_for))
 
-    def test_standby_runs_only_if_it_is_needed(self, executor: SlurmExecutor, tmp_path: Path) -> None:
-        good, bad = executor.submit(python(tmp_path, "pass")), executor.submit(python(tmp_path, "raise SystemExit(1)"))
-        standby = [executor.submit(python(tmp_path, "pass", after_not_ok=(job,))) for job in (good, bad)]
-        tasks = finish(executor, *standby)
-        assert [task.state for task in tasks] == [TaskState.CANCELLED, TaskState.COMPLETED]
+    def test_a_waiting_job_is_told_to_begin_after_other_jobs_and_off_some_nodes(
+        self, executor: SlurmExecutor, tmp_path: Path, cluster: Cluster
+    ) -> None:
+        first, waiting = (executor.submit(python(tmp_path, WAITS, begin_s=begin_s)) for begin_s in (0, 600))
+        later = python(tmp_path, "pass", after_any=(first, "999999"), exclude=(cluster.nodes[0],))
+        executor.reschedule(waiting, later)
+        shown = cluster.run("squeue", "--noheader", f"--jobs={waiting}", "--format=%E %x").stdout
+        assert shown.split() == [f"afterany:{first}_*(unfulfilled)", cluster.nodes[0]]
+        executor.cancel([first])
+        step_until(executor, lambda: executor.status([waiting])[0].state is TaskState.RUNNING)
+        assert executor.status([waiting])[0].node in cluster.nodes[1:]
+        executor.reschedule(waiting, later)  # it has begun: nothing changes
+        executor.cancel([waiting])
+        finish(executor, waiting)
+        executor.reschedule(waiting, later)
+
+    def test_of_two_that_submit_the_same_tag_at_once_one_job_stays(
+        self, executor: SlurmExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        spec, named, rival = python(tmp_path, WAITS, tag=f"twice-{tmp_path.name}"), slurm_commands.named, list[str]()
+
+        def looks(name: str) -> set[str]:
+            """Let another process submit after this one has looked, and before it submits."""
+            found = named(name)
+            if not rival:
+                rival.append("")
+                rival[0] = SlurmExecutor(SlurmSection()).submit(spec)
+            return found
+
+        monkeypatch.setattr(slurm_commands, "named", looks)
+        assert executor.submit(spec) == rival[0]
+        step_until(executor, lambda: len(executor.queued(named(spec.tag))) == 1)
+        assert executor.queued(named(spec.tag)) == {rival[0]}
 
     def test_a_dependency_that_the_queue_has_forgotten_is_met(self, executor: SlurmExecutor, tmp_path: Path) -> None:
         after = executor.submit(python(tmp_path, "pass", after_any=("999999",)))

@@ -19,6 +19,7 @@ import pytest
 
 from pipeline.journal.run_status import State
 from tests.testkit.cluster import Cluster
+from tests.testkit.cluster.config import TINY_MAX_SUBMIT
 from tests.testkit.slurm_runs import DEAF, DIES, EATS, LINGERS, Project, Run, at_night, make_project, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.fault]
@@ -107,27 +108,46 @@ def test_a_task_above_its_memory_alone_gets_more_and_the_next_run_asks_for_enoug
     assert project.records("fresh") == project.records()
 
 
+VISITS_END: dict[str, Callable[[Cluster, dict[str, str], int], object]] = {
+    "its process is killed": lambda _cluster, _job, pid: os.kill(pid, signal.SIGKILL),
+    "all of its job is killed": lambda cluster, job, _: cluster.run("scancel", "--full", "--signal=KILL", job["array"]),
+    "it is cancelled": lambda cluster, job, _: cluster.run("scancel", job["array"]),
+    "it is requeued": lambda cluster, job, _: cluster.run("scontrol", "requeue", job["array"]),
+    "its node is lost": lambda cluster, job, _: cluster.kill_node(job["node"]),
+}
+
+
 @pytest.mark.nightly
-def test_the_standby_takes_over_from_a_supervisor_that_is_killed_at_its_work(make: Make) -> None:
+@pytest.mark.parametrize("how", VISITS_END)
+def test_however_a_visit_ends_in_mid_work_the_next_one_goes_on(make: Make, cluster: Cluster, how: str) -> None:
     project = make(3, {"scan.shards.json": LINGERS, "c1.pdb": DIES}, **HALF_MAY_FAIL, **ONE_EACH)
     run = project.submits()
     run.arrives_at("scan.shards.json")  # it has written down some of what it saw, and has repaired nothing yet
-    os.kill(project.lingering("scan.shards.json"), signal.SIGKILL)
+    following, visit = sorted(run.jobs(cluster), key=lambda job: job["state"])
+    assert (visit["state"], following["state"]) == ("RUNNING", "PENDING")
+    VISITS_END[how](cluster, visit, project.lingering("scan.shards.json"))
     run.ends()
+    if how == "its node is lost":
+        cluster.revive_node(visit["node"])
     assert run.stage()["census"]["accepted"] == 2
     assert run.stage()["census"]["rejected"] == {"killed_its_task": 1}
     assert failures(run) == [(1, "crashed"), (1, "crashed")]
+    until("no job of the run", lambda: not run.jobs(cluster), story=run.story)
 
 
 @pytest.mark.nightly
-def test_a_supervisor_that_is_cancelled_too_early_is_replaced_by_its_standby(make: Make, cluster: Cluster) -> None:
-    project = make(2, {"c1.pdb": LINGERS}, **ONE_EACH)
+def test_a_visit_for_whose_successor_the_queue_has_no_place_waits_for_one(make: Make, cluster: Cluster) -> None:
+    project = make(2, {"c1.pdb": LINGERS}, cluster__supervisor__qos="tiny", **ONE_EACH)
     run = project.submits()
     run.arrives_at("c1.pdb")
-    (coming,) = {job["array"] for job in run.jobs(cluster, "supervise") if "standby" not in job["name"]}
-    cluster.run("scancel", coming)
-    until("the visit of the standby", lambda: run.now().visits == 2, story=run.story)
+    (visit,) = run.jobs(cluster, "supervise")
+    for _ in range(TINY_MAX_SUBMIT - 1):
+        assert cluster.run("sbatch", "--qos=tiny", "--hold", "--job-name=others", "--wrap=true").returncode == 0
     project.lets_go()
+    asked = ("squeue", "--noheader", f"--jobs={visit['array']}", "--states=PENDING", "--format=%r")
+    until("it to begin again", lambda: "BeginTime" in cluster.run(*asked).stdout, story=run.story)
+    assert run.reported()["state"] == "running"
+    cluster.run("scancel", "--name=others")
     complete(run, 2)
     assert failures(run) == []
 
@@ -155,7 +175,7 @@ def test_resume_does_not_undo_that_somebody_cancelled_the_tasks_too(make: Make, 
     project = make(3, {"c1.pdb": LINGERS}, **ONE_EACH)
     run = project.submits()
     run.arrives_at("c1.pdb")
-    for kind in ("supervise", "watch", "scan"):
+    for kind in ("supervise", "scan"):
         cluster.run("scancel", *{job["array"] for job in run.jobs(cluster, kind)})
     until("no job of the run", lambda: not run.jobs(cluster))
     assert run.reported()["state"] == "abandoned"

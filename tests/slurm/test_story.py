@@ -40,6 +40,7 @@ def test_a_run_reaches_its_model_though_a_task_a_node_and_its_supervisors_are_lo
     run.arrives_at("c1.pdb")
     os.kill(project.lingering("c1.pdb"), signal.SIGKILL)
     run.arrives_at("c2.pdb")
+    assert len(run.jobs(healthy, "supervise")) == 1, "the place that a run takes in the queue besides its tasks"
     drained = next(node for node in healthy.nodes if node != run.node_of(healthy, 2))
     assert healthy.run("scontrol", "update", f"nodename={drained}", "state=drain", "reason=story").returncode == 0
     until("no other task", lambda: drained not in {job["node"] for job in run.jobs(healthy)}, story=run.story)

@@ -10,15 +10,15 @@ from pipeline.journal.run_folder import runs_in
 from pipeline.journal.run_status import State
 from tests.testkit.cluster.cluster import SEARCH_PATH
 from tests.testkit.slurm_runs import DIES, PIPELINE, Run, make_project, until
-from tests.weeks.scene import WAITS_S, Scene, must
+from tests.weeks.scene import ENDS, WAITS_S, Scene, must
 
 LEAK_BYTES = 60 << 20
 
 
-def supervisor_and_standby_vanish(scene: Scene) -> None:
-    """Both jobs that look after a run are cancelled: it is said, and `resume` brings the run to its end."""
+def supervisor_vanishes(scene: Scene) -> None:
+    """The job that waits to look after a run is cancelled: it is said, and `resume` brings the run to its end."""
     run = scene.held()
-    until("both", lambda: len(run.jobs(scene.cluster, "supervise")) == 2, WAITS_S, run.story)
+    until("it alone", lambda: len(run.jobs(scene.cluster, "supervise")) == 1, WAITS_S, run.story)
     scene.slurm("scancel", *{row["job"] for row in run.jobs(scene.cluster, "supervise")})
     until("nobody", lambda: run.now().state is State.ABANDONED, WAITS_S, run.story)
     scene.says(scene.told(run), "orphaned", f"pipeline resume {run.name}")
@@ -30,6 +30,31 @@ def supervisor_and_standby_vanish(scene: Scene) -> None:
     scene.lets_go(run)
     scene.ends(scene.follows(run.project.newest))
     scene.trained(run)
+
+
+def visits_die(scene: Scene) -> None:
+    """Visits of a supervisor are killed, cancelled or requeued at their work: the next ones finish the run."""
+    run = scene.held()
+    scene.lets_go(run)
+    for _ in range(2):
+        how = scene.rng.choice((["scancel"], ["scancel", "--full", "--signal=KILL"], ["scontrol", "requeue"]))
+        until("a visit, or the end", lambda how=how: _ends_a_visit(scene, run, *how), WAITS_S, run.story)
+    scene.ends(run)
+    scene.trained(run)
+
+
+def _ends_a_visit(scene: Scene, run: Run, *how: str) -> bool:
+    """End a visit that is at work, if there is one; tell whether it was ended, or the run has ended."""
+    visits = _visits(scene, run)
+    for visit in visits:
+        scene.cluster.run(*how, visit)
+    until("their end", lambda: not {*visits} & {*_visits(scene, run)}, WAITS_S, run.story)
+    return bool(visits) or run.now().state in ENDS
+
+
+def _visits(scene: Scene, run: Run) -> list[str]:
+    """Return the jobs of visits that are at work."""
+    return [row["job"] for row in run.jobs(scene.cluster, "supervise") if row["state"] == "RUNNING"]
 
 
 def task_leaks(scene: Scene) -> None:
@@ -92,4 +117,4 @@ def submitted_twice_at_once(scene: Scene) -> None:
     scene.trained(runs[0])
 
 
-EVENTS = (supervisor_and_standby_vanish, task_leaks, tiny_tasks_fail, giant_file_comes, submitted_twice_at_once)
+EVENTS = (supervisor_vanishes, visits_die, task_leaks, tiny_tasks_fail, giant_file_comes, submitted_twice_at_once)

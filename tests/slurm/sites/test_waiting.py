@@ -30,11 +30,12 @@ def slurm(cluster: Cluster, *words: str) -> str:
 
 
 def telling(folder: Path, **settings: Any) -> Project:
-    """Make a project of which people are told, whose waiting jobs are looked at every few seconds."""
+    """Make a project of which people are told; a supervisor on the login node looks at its jobs every few seconds."""
     program = folder / "tell.py"
     program.write_text(TELL)
     command = [sys.executable, str(program), str(folder / "told")]
-    return make_project(folder / "p", 2, cluster__notify__command=command, cluster__supervisor__watch="3s", **settings)
+    looks = {"cluster__supervisor__where": "login", "cluster__supervisor__watch": "3s"}
+    return make_project(folder / "p", 2, cluster__notify__command=command, **looks, **settings)
 
 
 def told(project: Project, state: str) -> list[list[str]]:
@@ -54,7 +55,6 @@ class Obstacle(NamedTuple):
     reason: str
     put: Callable[[Cluster, Run], object]
     take: Callable[[Cluster, Run], object]
-    is_looked_at: bool = True  # by the run's own watch; else nothing can start, and `status` tells
 
 
 def hold(cluster: Cluster, run: Run) -> None:
@@ -107,8 +107,8 @@ OBSTACLES = {
     "never": Obstacle("DependencyNeverSatisfied", depend, free),
     "down": Obstacle("PartitionDown", partition("DOWN"), partition("UP")),
     "inactive": Obstacle("PartitionInactive", partition("INACTIVE"), partition("UP")),
-    "reserved": Obstacle("ReqNodeNotAvail", reserve, unreserve, is_looked_at=False),
-    "limit": Obstacle("AssocGrpCpuLimit", cores("0"), cores("-1"), is_looked_at=False),
+    "reserved": Obstacle("ReqNodeNotAvail", reserve, unreserve),
+    "limit": Obstacle("AssocGrpCpuLimit", cores("0"), cores("-1")),
 }
 
 
@@ -134,14 +134,12 @@ def lets_start(cluster: Cluster) -> None:
 @pytest.mark.parametrize("name", OBSTACLES)
 def test_what_keeps_jobs_is_seen_told_once_and_told_to_be_over(busy: Cluster, tmp_path: Path, name: str) -> None:
     cluster, obstacle = busy, OBSTACLES[name]
-    project = telling(tmp_path, cluster__scan__partition="urgent", cluster__supervisor__partition="main")
+    project = telling(tmp_path, cluster__scan__partition="urgent")
     run = project.submits()
     obstacle.put(cluster, run)
     lets_start(cluster)
 
     def is_told() -> bool:
-        if not obstacle.is_looked_at:
-            run.reported()
         return any(obstacle.reason in words[3] for words in told(project, "waiting"))
 
     until(f"{obstacle.reason} to be told", is_told, story=run.story)
@@ -163,37 +161,22 @@ def test_what_keeps_jobs_is_seen_told_once_and_told_to_be_over(busy: Cluster, tm
 
 
 @pytest.mark.nightly
-def test_a_supervisor_that_is_held_is_told(busy: Cluster, tmp_path: Path) -> None:
-    project = telling(tmp_path)
+def test_a_visit_that_is_held_is_shown(busy: Cluster, tmp_path: Path) -> None:
+    project = make_project(tmp_path / "p", 2)
     run = project.submits()
-    visit = run.now().successors[0]
+    (visit,) = run.now().successors
     slurm(busy, "scontrol", "uhold", visit)
     until("the hold to be shown", lambda: "JobHeldUser" in project.types("status", run.name).out, story=run.story)
     assert f"next: scontrol release {visit}" in project.types("status", run.name).out
     lets_start(busy)
     slurm(busy, "scontrol", "release", visit)
     run.ends(State.DONE)
-    assert [words[1] for words in told(project, "waiting") if "JobHeldUser" in words[3]] == ["supervise"]
 
 
 @pytest.mark.nightly
-def test_a_run_whose_supervisors_are_gone_is_told_with_what_takes_it_up(busy: Cluster, tmp_path: Path) -> None:
-    project = telling(tmp_path)
+def test_a_cancelled_run_leaves_nothing_in_the_queue(busy: Cluster, tmp_path: Path) -> None:
+    project = make_project(tmp_path / "p", 2)
     run = project.submits()
-    slurm(busy, "scancel", *reversed(run.now().successors))
-    lets_start(busy)
-    until("the watch to tell", lambda: told(project, "waiting"), story=run.story)
-    (words,) = told(project, "waiting")
-    assert f"pipeline resume {run.name}" in words[3]
-    assert project.types("resume", run.name).code == 0
-    run.ends(State.DONE)
-    assert len(told(project, "waiting")) == 1
-
-
-@pytest.mark.nightly
-def test_a_cancelled_run_leaves_no_watch_in_the_queue(busy: Cluster, tmp_path: Path) -> None:
-    project = telling(tmp_path)
-    run = project.submits()
-    assert any("watch" in row["name"] for row in run.jobs(busy))
+    assert {row["name"].split("-")[2] for row in run.jobs(busy)} == {"scan", "supervise"}
     assert project.types("cancel", run.name, "--yes").code == 0
     until("the queue to be empty of it", lambda: not run.jobs(busy), story=run.story)
