@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from array import array
 from collections import Counter
 from contextlib import suppress
@@ -48,6 +47,7 @@ FOLDER = ".found"  # of the runs
 KEPT = 12  # folders there, of the stages of all data sets and configurations
 ITEMS, MOST_ITEMS = 256, 1024  # of a block: about, and at most
 BLOCKS_AT_ONCE = 256  # whose records are verified together
+NO_RECORDS: Mapping[str, WholeRecords] = {}
 LARGEST = ("longest", "largest")  # counts of which the larger one is kept; the others are added up
 
 
@@ -253,18 +253,20 @@ def tallies(
     recipe: Mapping[str, Any],
     like: Callable[[], T],
     count: Callable[[KnownBlock], T],
+    records: Mapping[str, WholeRecords] = NO_RECORDS,
     *,
     again: bool = True,
 ) -> Iterator[T]:
     """Yield what a stage finds of each block in order: `count` is asked only of blocks that are not known.
 
-    `again` reads files again that changed too lately. What this run alone left out is tried again by the next one, so
+    `records` verifies the records that a tally rests on besides inventories, by kind. `again` reads files again that
+    changed too lately. What this run alone left out is tried again by the next one, so
     such a run writes nothing down; nor does one that is confined to a list.
     """
     look = worklist.Look(project, folder, again=again)
     blocks, known_as = _blocks(project, folder), (FoundTallies, folder, stage)
     if known_as not in project.made_once:
-        project.made_once[known_as] = _found(project, folder, stage, recipe, like, blocks.digests)
+        project.made_once[known_as] = _found(project, stage, recipe, like, blocks.digests, records)
     found: FoundTallies[T] = project.made_once[known_as]
     own = look.left_out or (stage != StageName.SCAN and (left_out_items(folder, stage) or refused_parts(folder, stage)))
     keeps = folder is not None and project.only.is_all and not own
@@ -288,26 +290,17 @@ def _blocks(project: Project, folder: RunFolder | None) -> DataBlocks:
 
 def _found(
     project: Project,
-    folder: RunFolder | None,
     stage: str,
     recipe: Mapping[str, Any],
     like: Callable[[], T],
     blocks: Sequence[bytes],
+    records: Mapping[str, WholeRecords],
 ) -> FoundTallies[T]:
-    """Return the verified tallies of earlier runs; embeddings are read up to `cache.verify_bytes`, as ever."""
+    """Return the verified tallies of earlier runs."""
     layers = [str(layer.root) for layer in (project.cache, *project.cache.under)]
     asked = [stage, dict(recipe), worklist.deciding(project.config, stage), layers, package_digest(), parsers()]
     name = content_digest(json.dumps(asked, sort_keys=True, default=str).encode()).hex()
     found = FoundTallies(project.config.cluster.runs / FOLDER / f"{stage}-{name}", like)
-    stores = {"files": project.shelves.files, "scan": project.shelves.inventories}
-    if stage == StageName.GRAPH:
-        stores["graph"] = project.graphs.store
-    if stage == StageName.EMBED:
-        stores["embed"] = project.encoding.shelves.embeddings
-    limit = project.config.cache.verify_bytes
-    limited = {StageName.EMBED.value, *([] if folder else [StageName.GRAPH.value])}  # a plan reads no more
-    found.verify(
-        blocks if project.only.is_all else (),
-        {kind: WholeRecords(store, limit if kind in limited else sys.maxsize) for kind, store in stores.items()},
-    )
+    scanned = {"files": WholeRecords(project.shelves.files), "scan": WholeRecords(project.shelves.inventories)}
+    found.verify(blocks if project.only.is_all else (), {**scanned, **records})
     return found

@@ -13,10 +13,10 @@ from pipeline.command_line import Command
 from pipeline.journal.run_status import GOING_ON, State
 from pipeline.report.run_summary import MARKS, ending, held_lines, notes, rows_of
 from pipeline.report.stage_lines import (
-    CENSUS,
     counted,
     memory_line,
     rejection_table,
+    result_lines,
     script_figures,
     so_far,
     speed_lines,
@@ -102,7 +102,7 @@ def run_report(
     for stage in status.in_order():
         shown += ["", Text(f"{stage.name}: {counted(stage)}", "bold"), *_progress(stage, run)]
         if stage.census:
-            shown += CENSUS[stage.name](stage.census)
+            shown += result_lines(stage)
             if stage.census["rejected"] not in ({}, rejected):  # what an earlier stage has left out stays left out
                 rejected = stage.census["rejected"]
                 shown += ["", rejection_table(rejected, stage.census["examples"])]

@@ -21,13 +21,10 @@ if TYPE_CHECKING:
     from pipeline.journal.run_status import StageStatus, Wait
     from pipeline.journal.run_view import RunView
 
-UNIT = {
-    "scan": "item",
+UNIT = {  # of others: item
     "embed": "sequence",
     "graph": "graph",
     "train": "step",
-    "evaluate": "item",
-    "predict": "item",
     "validate": "file",
     "regenerate": "record",
 }
@@ -56,7 +53,7 @@ def unit_of(name: str, counts: Mapping[str, int] = NO_COUNTS) -> str:
     """Return the noun for what a stage, or a part of it, processes; a reader's data set is one piece."""
     if counts.get("encoders"):
         return "embedding"
-    return "data set" if counts.get("sets") else UNIT[name.split()[0]]
+    return "data set" if counts.get("sets") else UNIT.get(name.split()[0], "item")
 
 
 def census_lines(census: Mapping[str, Any]) -> list[RenderableType]:
@@ -292,6 +289,13 @@ CENSUS: Mapping[str, Callable[[Mapping[str, Any]], list[Any]]] = {
     "validate": validated_lines,
     "regenerate": regenerated_lines,
 }
+
+
+def result_lines(stage: StageStatus) -> list[Any]:
+    """Return what a stage that has ended found; of one without lines of its own here, those that it gives itself."""
+    if not stage.census:
+        return []
+    return CENSUS[stage.name](stage.census) if stage.name in CENSUS else stage.census.get("said", [])
 
 
 def tasks_line(stage: StageStatus, run: RunView) -> list[str]:

@@ -18,6 +18,7 @@ from pipeline.journal.attempts import left_out_items, refused_parts
 from pipeline.records import Reason, Rejection
 from pipeline.stage_names import StageName
 from pipeline.stages.stage import Judged, StageTally
+from pipeline.store.store import WholeRecords
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -189,7 +190,8 @@ def embed_tallies(
                 tally.items += 1
         return tally
 
-    return tallies(project, folder, StageName.EMBED, recipe, empty, count)
+    records = {"embed": WholeRecords(project.encoding.shelves.embeddings, project.config.cache.verify_bytes)}
+    return tallies(project, folder, StageName.EMBED, recipe, empty, count, records)
 
 
 def _absent(

@@ -190,7 +190,8 @@ def _tallies(project: Project, folder: RunFolder | None) -> Iterator[GraphTally]
         tally.counts.update({"items": len(block.entries), "cached" if kept else "unkept": there})
         return tally
 
-    return tallies(project, folder, StageName.GRAPH, recipe.plain(), GraphTally, count)
+    records = {"graph": project.graphs.verifier(limited=folder is None)}
+    return tallies(project, folder, StageName.GRAPH, recipe.plain(), GraphTally, count, records)
 
 
 def _rejected(item: Item, meta: Mapping[str, Any] | None, barred: Mapping[str, tuple[Reason, str]]) -> Rejection | None:

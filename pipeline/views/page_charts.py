@@ -22,7 +22,7 @@ from pipeline.report.html.charts import (
     time_axis,
     whole_axis,
 )
-from pipeline.report.stage_lines import UNIT
+from pipeline.report.stage_lines import unit_of
 from pipeline.training.step_clock import LABELS, MODEL_WORK
 from pipeline.units import format_bytes, format_seconds
 
@@ -90,8 +90,8 @@ def pace_charts(times: RunTimes, training: Training | None) -> Iterator[Chart]:
     """Yield each stage's speed over the time of the run, and the shares of a training's time outside its model."""
     for name, points in times.paces.items():
         if len(points) >= FEWEST:
-            title, pace = f"{name}: {UNIT[name]}s per second", Line("", points, 0, "plain steps")
-            yield line_chart(title, time_axis(times.begun, times.end), [pace], from_zero(f"{UNIT[name]}s/s"))
+            title, pace = f"{name}: {unit_of(name)}s per second", Line("", points, 0, "plain steps")
+            yield line_chart(title, time_axis(times.begun, times.end), [pace], from_zero(f"{unit_of(name)}s/s"))
     if training and len(training.epochs) >= FEWEST - 1:
         lines = [Line(LABELS.get(name, name), points, at) for at, (name, points) in enumerate(_shares(training.epochs))]
         title, unit = "train: time outside the model", "% of an epoch"

@@ -10,9 +10,9 @@ from pipeline.journal.run_status import State
 from pipeline.report.html.charts import figure
 from pipeline.report.run_summary import metrics
 from pipeline.report.stage_lines import (
-    CENSUS,
     DAMAGED,
     found_damage,
+    result_lines,
     script_figures,
     so_far,
     speed_lines,
@@ -123,8 +123,7 @@ def story_lines(stage: StageStatus, run: RunView) -> Iterator[str]:
             yield f"about {format_seconds(left_s)} left"
     yield from wait_lines((wait for wait in run.waits if wait.of == stage.name), run.at)
     yield from (*script_figures(stage.figures), *so_far(stage), *speed_lines(stage))
-    lines = CENSUS[stage.name](stage.census) if stage.census else []
-    yield from (line.strip() for line in lines if isinstance(line, str) and line)
+    yield from (line.strip() for line in result_lines(stage) if isinstance(line, str) and line)
 
 
 def verdict(run: RunView, times: RunTimes, uses: Sequence[StageUse], shown: Comparison | None) -> str:
