@@ -16,6 +16,7 @@ from pipeline.cli.explain_verb import GraphForm, WithGraph, show_graph
 from pipeline.cli.help import alone, argument, option
 from pipeline.cli.options import ConfigFile, Json, Sets, Verbose, choice, load_config, one_of, one_stage, print_json
 from pipeline.command_line import Command
+from pipeline.stage_names import StageName
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from pipeline.stages.jobs import StagePlan
 
 UNTOLD = "note: no Slurm answers here: the plan ignores the limits of the cluster"
-PLANNED = ("scan", "embed", "graph", "train", "validate", "all")
+UNPLANNED = (StageName.EVALUATE, StageName.PREDICT, StageName.REGENERATE)  # follow from a training, or a list
+PLANNED = (*(name for name in StageName if name not in UNPLANNED), "all")
 
 
 PlannedStage = Annotated[
