@@ -19,8 +19,8 @@ from pipeline.cli.debug_log import Hiding
 from pipeline.config.load import read_config
 from pipeline.config.masking import MASK, without_secrets, without_secrets_in
 from pipeline.engine import run_supervisor, run_task
-from pipeline.engine.handover import notify
 from pipeline.engine.lifecycle import new_run
+from pipeline.engine.notices import notify
 from pipeline.errors import JobFailed
 from pipeline.journal.ledger import Ledger, LedgerReader
 from pipeline.journal.run_folder import RunFolder

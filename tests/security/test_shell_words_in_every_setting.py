@@ -24,7 +24,8 @@ from pipeline.config.load import read_config
 from pipeline.config.schema import LEAVES, Config
 from pipeline.config.schema_cluster import CardSection, NotifySection
 from pipeline.config.schema_train import CurriculumSection
-from pipeline.engine.handover import notify, supervisor_job
+from pipeline.engine.handover import supervisor_job
+from pipeline.engine.notices import notify
 from pipeline.errors import ConfigError, SubmissionRefused
 from pipeline.journal import run_folder as folders
 from pipeline.journal.attempts import Ask

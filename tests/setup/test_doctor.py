@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.cluster import slurm_commands
+from pipeline.cluster import slurm, slurm_commands
 from pipeline.cluster.accounting import CommandFailed
 from pipeline.cluster.slurm import SlurmExecutor
 from pipeline.config.load import read_config
@@ -229,6 +229,7 @@ def test_the_scheduler_is_asked_about_each_job_planned_or_not(
             raise CommandFailed("sbatch: error: Invalid account or account/partition combination specified")
         return ""
 
+    monkeypatch.setattr(slurm, "run_command", ask)
     monkeypatch.setattr(slurm_commands, "run_command", ask)
     monkeypatch.setattr(slurm_commands, "is_there", lambda: True)
     asked = config("cluster.embed.partition=short", "embed.weights=nowhere.pt")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.codec import plain
 from pipeline.errors import ConfigError, DataError, PipelineError, PlanInfeasible
 from pipeline.memory.footprint import MemoryChoice, Provenance, margin_of
 from pipeline.memory.hardware.gpus import device
@@ -148,7 +149,7 @@ def test_a_step_that_fits_at_once_is_not_cut() -> None:
 
 
 def test_the_same_question_gets_the_same_plan() -> None:
-    made = [planned(Model(affine), data(heavy(300), BATCH), 200 * MIB, ranks=2).to_json() for _ in range(2)]
+    made = [plain(planned(Model(affine), data(heavy(300), BATCH), 200 * MIB, ranks=2)) for _ in range(2)]
     assert made[0] == made[1]
     assert json.loads(json.dumps(made[0]))["budget_bytes"] == made[0]["budget_bytes"]
 
