@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING, TypeAlias
 
 from pipeline.cluster.job_spec import SUPERVISE, Job
@@ -30,7 +31,9 @@ PASSING = (  # signs that the same submission may succeed a little later
     "standby mode", "controller not responding", "interrupted system call", "could not make sense of sbatch output",
     "without a word",
 )  # fmt: skip
-FULL = ("maxsubmit", "job submit limit")  # signs that the user has too many jobs in the queue
+# sbatch names the limit that a job violates, but its last line speaks of the "job submit limit" whatever that limit is.
+LIMIT = re.compile(r"\b(?:assoc|qos)(?:grp|max|min)\w+", re.IGNORECASE)
+SUBMIT, ANY_POLICY = "submit", "job submit limit"
 ABSENT = ("no such file or directory", "configuration source")  # signs that Slurm is not here
 
 FULL_QUEUE = "   (lists your jobs; each run has a supervisor job), or wait until some end"
@@ -44,6 +47,7 @@ REMEDIES: dict[str, tuple[tuple[str, ...], str]] = {
     "maxcpu": (("{}.cpus",), ""),
     "maxmem": (("{}.mem",), ""),
     "maxgres": (("{}.gpus",), ""),
+    "maxnode": (("{}.nodes",), ""),
     "job submit limit": (("slurm.max_submit",), FULL_QUEUE),
     "invalid account": (("slurm.account",), "   (sacctmgr show assoc user=$USER lists yours)"),
     "partition": (("slurm.partition",), ""),
@@ -117,9 +121,15 @@ def refusal_of(job: Job, message: str, partitions: Iterable[str]) -> SubmissionR
     refused = job.refused(what, *((key, ANY) for key in keys), then=then)
     if transient(message) or any(sign in message.lower() for sign in ABSENT):
         return ClusterSilent(what, where=refused.where, remedy=refused.next)
-    if any(sign in message.lower() for sign in FULL):
+    if _is_of_queue(message):
         return QueueFull(what, where=refused.where, remedy=refused.next)
     return refused
+
+
+def _is_of_queue(message: str) -> bool:
+    """Tell whether the user has too many jobs in the queue, so that the same job is accepted once some have ended."""
+    named = LIMIT.findall(message)
+    return any(SUBMIT in limit.lower() for limit in named) if named else ANY_POLICY in message.lower()
 
 
 def _asked(request: Request) -> dict[str, tuple[int, int, str]]:

@@ -212,7 +212,8 @@ class SlurmExecutor:
         first = _first_named(name) if is_shared else job_id
         if first is None or first == job_id:
             return job_id
-        run_command(["scancel", "--quiet", job_id])
+        with suppress(SubmissionRefused):  # then both jobs run, and publish the same records
+            self._patiently(job, lambda: run_command(["scancel", "--quiet", job_id]))
         return first
 
     def _patiently(self, job: Job, act: Callable[[], T], waits_s: Sequence[float] = TRIES_S) -> T:

@@ -91,6 +91,8 @@ def read_config(path: Path | None, sets: Sequence[str] = ()) -> LoadedConfig:
         config = Config.model_validate_json(json.dumps(_nested(entries)), strict=True)
     except ValidationError as error:
         details = error.errors(include_url=False)
+        if odd := _not_utf8(entries):
+            raise _refusal([odd]) from error
         problems += [_problem(detail, entries) for detail in details if not _is_told(detail, entries)]
         raise _refusal(problems) from error
     if problems:
@@ -287,6 +289,17 @@ def _nested(entries: Mapping[KeyPath, WrittenValue]) -> dict[str, Any]:
             parent = parent.setdefault(name, {})
         parent[key[-1]] = {} if entries[key].value == {} else entries[key].value
     return root
+
+
+def _not_utf8(entries: Mapping[KeyPath, WrittenValue]) -> Problem | None:
+    """Return the first value with bytes that are not UTF-8, such as a path in a folder with such a name."""
+    for key, entry in entries.items():
+        try:
+            json.dumps(entry.value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            value = ascii(without_secrets_in(entry.value, key[-1]))
+            return Problem(entry.line, f"{entry.place(key)}: {value} is not UTF-8; rename the file or folder")
+    return None
 
 
 def _problem(detail: ErrorDetails, entries: Mapping[KeyPath, WrittenValue]) -> Problem:

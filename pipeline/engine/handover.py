@@ -78,7 +78,7 @@ class NextVisit:
     ) -> None:
         """Take the number of this visit as `number`."""
         self._folder, self._config, self._executor, self._run, self._emit = folder, config, executor, run, emit
-        self._number = number + 1
+        self._called = f"{number + 1}"
         self.job: JobId = ""  # empty until it is known to be in the queue
 
     def submit(self) -> None:
@@ -101,13 +101,15 @@ class NextVisit:
         self._emit(EventKind.SUCCESSOR, jobs=[*names], names=[*names.values()])
 
     def release(self, live: Sequence[JobId]) -> None:
-        """Let it begin when these jobs have ended; off the nodes that failed."""
+        """Let it begin when these jobs have ended, off the nodes that failed; submit another if it was cancelled."""
+        if self.job and not self._executor.queued([self.job]):
+            self.job, self._called = "", f"{self._called}.again"  # by its old name the accounting still has the first
         self.submit()
         self._executor.reschedule(self.job, self._visit(after_any=tuple(live), begin_s=0 if live else LATER_S))
         self._emit(EventKind.HANDED_OVER, jobs=[self.job], names=[self._run.names.get(self.job, "")])
 
     def _visit(self, *, after_any: tuple[JobId, ...] = (), begin_s: int = 0) -> Job:
-        visit = supervisor_job(self._folder, self._config, f"{self._number}")
+        visit = supervisor_job(self._folder, self._config, self._called)
         return avoid_bad_nodes(self._run, self._executor, replace(visit, after_any=after_any, begin_s=begin_s))
 
 

@@ -10,11 +10,12 @@ import pytest
 from pipeline.cluster import slurm_commands
 from pipeline.cluster.accounting import CommandFailed
 from pipeline.cluster.job_spec import Request
+from pipeline.cluster.refusals import refusal_of
 from pipeline.cluster.site import ASSOCIATION, EVERY_QOS, QOS, SACCTMGR, Cap, NodeKind, combined, parse_caps, parse_rows
 from pipeline.cluster.slurm import SlurmExecutor
 from pipeline.config.load import read_config
 from pipeline.config.schema_cluster import SlurmSection
-from pipeline.errors import SubmissionRefused
+from pipeline.errors import QueueFull, SubmissionRefused
 from pipeline.planning.offers import Question, offers_of
 from pipeline.project.project import Project
 from pipeline.stages import table
@@ -200,3 +201,21 @@ def test_jobs_that_name_no_partition_are_judged_by_the_one_that_sbatch_takes_fro
     monkeypatch.setenv("SBATCH_PARTITION", "small")
     assert executor.limits_of().mem_bytes == 64 * GIB
     assert executor.limits_of(Request(partition="main")).mem_bytes == 1024 * GIB
+
+
+@pytest.mark.parametrize(
+    ("limit", "kind"),
+    [
+        ("QOSMaxSubmitJobPerUserLimit", QueueFull),
+        ("AssocGrpSubmitJobsLimit", QueueFull),
+        ("", QueueFull),
+        ("QOSMaxMemoryPerJob", SubmissionRefused),
+        ("AssocMaxWallDurationPerJobLimit", SubmissionRefused),
+        ("QOSMaxNodePerJobLimit", SubmissionRefused),
+    ],
+)
+def test_only_a_limit_on_submitted_jobs_is_a_full_queue(limit: str, kind: type[SubmissionRefused]) -> None:
+    policy = "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
+    named = f"sbatch: error: {limit}\n" if limit else ""
+    message = f"{named}sbatch: error: Batch job submission failed: {policy}"
+    assert type(refusal_of(job_of("scan", ("true",), range(1), "logs"), message, ())) is kind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,14 @@ def test_file_is_found_in_the_promised_order(project: Path, monkeypatch: pytest.
         if path.name == "environment.yaml":
             monkeypatch.setenv("PIPELINE_CONFIG", str(path))
         assert find_config(path if path.name == "explicit.yaml" else None) == path
+
+
+def test_a_folder_whose_name_is_not_utf8_is_named(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = project / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with pytest.raises(ConfigError, match=r"caf.udce9.* is not UTF-8; rename"):
+        read_config(None, ["data.path=a"])
 
 
 def test_no_configuration_anywhere_says_what_to_type() -> None:
