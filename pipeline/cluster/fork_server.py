@@ -30,6 +30,13 @@ MARK_BYTES = 64  # the server's own mark is so long, so that there is room for t
 CAN_FORK = sys.platform == "linux" and hasattr(os, "pidfd_open")  # others could not be told of its children's ends
 
 
+def is_readable(descriptor: int, timeout_s: float = 0.0) -> bool:
+    """Tell whether a descriptor becomes readable within a time; select would take only those below 1024."""
+    looked_at = select.poll()
+    looked_at.register(descriptor, select.POLLIN)
+    return bool(looked_at.poll(1000 * timeout_s))
+
+
 class ForkServer:
     """The executor's end: asks for forks, and for how they ended."""
 
@@ -61,7 +68,7 @@ class ForkServer:
 
     def listen(self, timeout_s: float = 0.0) -> bool:
         """Take in what it says while it starts; raise OSError where it is gone."""
-        while not self.is_ready and select.select([self._line], [], [], timeout_s)[0]:
+        while not self.is_ready and is_readable(self.fileno(), timeout_s):
             said = self._hear()
             self.is_ready, self.imported_bytes = said == 0, said or self.imported_bytes
         return self.is_ready

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import time
@@ -12,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.cluster.fork_server import is_readable
 from pipeline.cluster.job_spec import TaskState, TaskStatus, mebibytes
 from pipeline.cluster.machine import THREADS, count_oom_kills
 from pipeline.cluster.processes import HAS_PROC, MARK, cpu_s, send, used_bytes
@@ -91,7 +91,7 @@ class LocalTask:
             return False
         try:
             if self.exit_fd is not None:
-                self._exited = bool(select.select([self.exit_fd], [], [], 0)[0])
+                self._exited = is_readable(self.exit_fd)
             else:
                 self._exited = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:  # another part of this process took its status

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 needs_proc = pytest.mark.skipif(not processes.HAS_PROC, reason="this system has no /proc")
+MANY_FILES = 1500
 WRITES_PID = "import os, pathlib, sys; pathlib.Path(sys.argv[1]).write_text(str(os.getpid()));"
 
 
@@ -212,6 +214,20 @@ signal.pause()
         (task,) = finish(local, local.submit(python(tmp_path, body, str(pid_file))))
         assert task.state is TaskState.COMPLETED
         await_true(lambda: written_pid(pid_file) == 0 or not is_running(written_pid(pid_file)))
+
+    def test_is_noticed_in_a_process_with_more_than_1024_open_files(self, local: LocalExecutor, tmp_path: Path) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if hard != resource.RLIM_INFINITY and hard < MANY_FILES:
+            pytest.skip(f"this process may open {hard} files")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, MANY_FILES), hard))
+        opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(MANY_FILES - 100)]
+        try:
+            (task,) = finish(local, local.submit(python(tmp_path, "pass")))
+        finally:
+            for descriptor in opened:
+                os.close(descriptor)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert task.state is TaskState.COMPLETED
 
     def test_whose_status_somebody_else_took_is_unknown(self, tmp_path: Path) -> None:
         with open_local() as local:
