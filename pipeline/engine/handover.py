@@ -7,18 +7,20 @@ owns the run: a visit that finds a higher one submits nothing more.
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeline.cluster.job_spec import SUPERVISE, Job, Request
 from pipeline.command_line import Command
 from pipeline.engine.repair import avoid_bad_nodes
-from pipeline.errors import ConfigError, JobFailed
+from pipeline.errors import ClusterSilent, ConfigError, JobFailed, SubmissionRefused
 from pipeline.files import create_claim
 from pipeline.journal.run_folder import shown_mode, writing_run
 from pipeline.journal.run_status import ENDED
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.journal.run_folder import RunFolder
     from pipeline.journal.run_status import RunStatus
+
+log = logging.getLogger(__name__)
 
 STOPPED_CODE = 130  # of a run that somebody stopped
 LATER_S = 600  # when the next visit begins where it waits for no job
@@ -78,7 +82,7 @@ class NextVisit:
     ) -> None:
         """Take the number of this visit as `number`."""
         self._folder, self._config, self._executor, self._run, self._emit = folder, config, executor, run, emit
-        self._called = f"{number + 1}"
+        self._number = number + 1
         self.job: JobId = ""  # empty until it is known to be in the queue
 
     def submit(self) -> None:
@@ -101,15 +105,35 @@ class NextVisit:
         self._emit(EventKind.SUCCESSOR, jobs=[*names], names=[*names.values()])
 
     def release(self, live: Sequence[JobId]) -> None:
-        """Let it begin when these jobs have ended, off the nodes that failed; submit another if it was cancelled."""
-        if self.job and not self._executor.queued([self.job]):
-            self.job, self._called = "", f"{self._called}.again"  # by its old name the accounting still has the first
+        """Let it begin when these jobs have ended, off the nodes that failed.
+
+        Another one takes its place where it was cancelled meanwhile, or where the site forbids changes of jobs.
+        """
         self.submit()
-        self._executor.reschedule(self.job, self._visit(after_any=tuple(live), begin_s=0 if live else LATER_S))
-        self._emit(EventKind.HANDED_OVER, jobs=[self.job], names=[self._run.names.get(self.job, "")])
+        visit = self._visit(after_any=tuple(live), begin_s=0 if live else LATER_S)
+        name = self._run.names.get(self.job, "")
+        if not self._reschedule(visit):
+            before, name = self.job, f"{visit.tag}.again"  # by the old name the accounting still has the first
+            self.job = self._executor.submit(replace(visit, tag=name))
+            with suppress(SubmissionRefused):  # it finds this one then, and submits no further
+                self._executor.cancel([before])
+        self._emit(EventKind.HANDED_OVER, jobs=[self.job], names=[name])
+
+    def _reschedule(self, visit: Job) -> bool:
+        """Change its job in the queue; return whether it is there and could be changed."""
+        if not self._executor.queued([self.job]):
+            return False
+        try:
+            self._executor.reschedule(self.job, visit)
+        except ClusterSilent:
+            raise
+        except SubmissionRefused as error:
+            log.warning("job %s cannot be changed, so another one takes its place: %s", self.job, error.what)
+            return False
+        return True
 
     def _visit(self, *, after_any: tuple[JobId, ...] = (), begin_s: int = 0) -> Job:
-        visit = supervisor_job(self._folder, self._config, self._called)
+        visit = supervisor_job(self._folder, self._config, f"{self._number}")
         return avoid_bad_nodes(self._run, self._executor, replace(visit, after_any=after_any, begin_s=begin_s))
 
 

@@ -272,14 +272,25 @@ def test_a_visit_that_begins_again_keeps_the_successor_that_waits_for_it(make_pr
     assert executor.asked == [("8", 600)]
 
 
-def test_a_next_visit_that_was_cancelled_meanwhile_is_submitted_again_under_another_name(make_project, monkeypatch):
-    run, executor = waiting_for(make_project, "7"), Answering()
+class Unchanging(Answering):
+    """One whose site forbids changes of jobs."""
+
+    def reschedule(self, job: str, spec: Job) -> None:
+        raise SubmissionRefused("scontrol: error: Access/permission denied")
+
+
+@pytest.mark.parametrize(("executor", "cancelled"), [(Answering(), ["10"]), (Unchanging(), [])])
+def test_a_next_visit_that_was_cancelled_or_cannot_be_changed_is_replaced(
+    make_project, monkeypatch, executor, cancelled
+):
+    run = waiting_for(make_project, "7")
     in_job(monkeypatch, "7")
-    monkeypatch.setattr(Supervisor, "_advance", lambda *_: executor.cancel(["10"]))
+    monkeypatch.setattr(Supervisor, "_advance", lambda *_: executor.cancel(cancelled))
     assert not Supervisor(run, cast("Any", executor)).visit()
-    assert [name for name, _ in executor.asked] == ["3", "3.again", "11"]
+    assert executor.asked == [("3", ("7",)), ("3.again", 600)]
     status = StatusReader(run).read()
     assert (status.state, status.successors, executor.jobs) == (State.RUNNING, ("11",), {"11"})
+    assert status.names["11"].endswith("-supervise-3.again")
 
 
 def test_after_five_visits_that_died_the_next_is_submitted_only_once_something_was_done(make_project, monkeypatch):
