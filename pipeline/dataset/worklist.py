@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -218,7 +219,8 @@ def frozen_lines(project: Project, folder: RunFolder | None) -> Iterator[tuple[b
 @contextmanager
 def freezing(folder: RunFolder | None) -> Iterator[Lines]:
     """Yield a writer for the data set of a run; the file appears only when it is complete."""
-    partial = folder.items.with_suffix(".partial") if folder else None
+    # Two supervisors may freeze it at once
+    partial = folder.items.with_suffix(f".{secrets.token_hex(4)}.partial") if folder else None
     with Lines(partial) as lines:
         yield lines
     if folder and partial:
