@@ -48,7 +48,7 @@ KEPT = 12  # folders there, of the stages of all data sets and configurations
 ITEMS, MOST_ITEMS = 256, 1024  # of a block: about, and at most
 BLOCKS_AT_ONCE = 256  # whose records are verified together
 NO_RECORDS: Mapping[str, WholeRecords] = {}
-LARGEST = ("longest", "largest")  # counts of which the larger one is kept; the others are added up
+LARGEST = ("longest", "largest")  # fields that keep the larger value; the others are added up
 
 
 @dataclass
@@ -107,7 +107,7 @@ def _plain(value: Any, columns: list[Any]) -> Any:
 
 
 def _rebuilt(plain: Any, columns: Mapping[str, Any], like: Any = None) -> Any:
-    """Return the value of which `_plain` made JSON data; `like` is a value of its type."""
+    """Return the value that `_plain` turned into JSON data; `like` is a value of its type."""
     if is_dataclass(like):
         for name, value in plain.items():
             setattr(like, name, _rebuilt(value, columns, getattr(like, name)))
@@ -222,7 +222,7 @@ class FoundTallies(Generic[T]):
             self._lost.discard(block)
 
     def verify(self, blocks: Iterable[bytes], records: Mapping[str, WholeRecords]) -> None:
-        """Forget the tallies of blocks of which not all records are there and intact."""
+        """Forget the tallies of blocks with missing or damaged records."""
         for chunk in in_chunks(blocks, BLOCKS_AT_ONCE):
             tallies = [self.get(block) for block in chunk]
             for kind, whole in records.items():

@@ -334,7 +334,7 @@ class Dispatch:
 
 
 def _beyond(account: Account, job: StageJob, again: Command) -> BudgetReached:
-    """Return the error for a job of which the budget does not hold one task."""
+    """Return the error for a job whose budget is too small for a single task."""
     budget, tasks = account.budget, len(parse_ranges(job.tasks))
     each, count = budget.task_hours(job), f"{tasks:,} task{'s' * (tasks != 1)}"
     enough = math.ceil(account.taken.total + tasks * each)
@@ -374,7 +374,7 @@ def log_end(path: str) -> str:
 
 
 def _with_gpus(attempts: Sequence[Attempt], stage: StageStatus) -> list[Attempt]:
-    """Return attempts with what their processes saw of their GPUs; else it stays what the accounting told."""
+    """Return attempts with the GPU use that their processes measured; else that of the accounting stays."""
     torchs, seen = _peaks(stage, "device_peak_bytes"), _peaks(stage, "gpu_used_bytes")
     totals, busy = _peaks(stage, "gpu_total_bytes"), _busy(stage)
     return [

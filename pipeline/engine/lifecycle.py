@@ -123,8 +123,8 @@ def scripts(project: Project, plans: Sequence[StagePlan], executor: Executor) ->
 def gives_way(folder: RunFolder, config: Config, stages: Sequence[str], only: Only = EVERYTHING) -> RunFolder | None:
     """Look again once a new run can be seen: what is submitted twice at once runs once.
 
-    Whoever looks can be seen, so that one of two sees the other, and the later by name goes unless it has begun. Return
-    or refuse as `refuse_double` does; the new run is removed then.
+    Both runs are visible before either looks, so one of two sees the other. The run with the later name is removed,
+    unless it has begun. Return or refuse as `refuse_double` does.
     """
     try:
         same = refuse_double(config, stages, only, new=folder)
@@ -137,7 +137,7 @@ def gives_way(folder: RunFolder, config: Config, stages: Sequence[str], only: On
 
 
 def _withdraw(new: RunFolder) -> None:
-    """Remove a run that has not begun; without its list of stages nobody takes it for one."""
+    """Remove a run that has not begun; without its list of stages no process counts it as a run."""
     new.stages.unlink(missing_ok=True)
     shutil.rmtree(new.path, ignore_errors=True)
 
@@ -179,7 +179,7 @@ def _joined(folder: RunFolder, config: Config, stages: Sequence[str], only: Only
 
 
 def _only_looks(stages: Sequence[str]) -> bool:
-    """Tell whether a run leaves the cache unchanged, and so may go on beside one that changes it."""
+    """Tell whether a run leaves the cache unchanged, and so may run at the same time as one that changes it."""
     return all(name == StageName.VALIDATE for name in stages)
 
 

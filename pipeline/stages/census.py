@@ -256,7 +256,7 @@ def list_table(folder: RunFolder, table: ItemTable) -> None:
 
 
 def write_leaks(folder: RunFolder, marks: LeakMarks) -> None:
-    """List every item of which an id, a sequence or a cluster is in several splits; a group shares one."""
+    """List every item whose id, sequence or cluster is in several splits; the items of a group share one."""
     found = [(leak, *_by_item(leaking)) for leak, leaking in marks.leaking().items()]
     leaking_M = np.unique(np.concatenate([ordinal_M for _, ordinal_M, _ in found] or [np.empty(0, np.uint32)]))
     with writing_run(folder.leaks), csv_table(folder.leaks, LEAK_COLUMNS) as add:

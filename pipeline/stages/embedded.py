@@ -132,7 +132,7 @@ class Sequences:
 
 
 class LackingItem(NamedTuple):
-    """An item of which sequences are missing, with the names of their encoders; none if it is not scanned."""
+    """An item and its missing sequences, with the names of their encoders; none if it is not scanned."""
 
     item: Item
     missing: list[tuple[str, str]]

@@ -213,7 +213,7 @@ def _metas(
 
 
 def remake_graph(project: Project, folder: RunFolder, name: str, key: bytes) -> bool:
-    """Make the graph of an item anew from its files; tell whether the cache has it then."""
+    """Rebuild the graph of an item from its files; tell whether the cache has it then."""
     graphs = project.graphs
     entries = read_items(folder.items) if folder.items.exists() else list_items(project)
     items = islice((entry for entry in entries if isinstance(entry, Item) and entry.id == name), 1)

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 BASE_BYTES = 512 << 20
 BYTES_PER_FILE_BYTE = 16  # an mmCIF file of 38 MB was seen to take 587 MB
-BYTES_PER_PAE_BYTE = 8  # and predicted aligned errors beside it
+BYTES_PER_PAE_BYTE = 8  # and predicted aligned errors in another file
 ATOMS_PER_RESIDUE = 10  # heavy ones, on the average
 BYTES_PER_EDGE = 100  # of an atom graph while it is built
 TASKS_PER_SLOT = 4  # enough that the last task to finish is short

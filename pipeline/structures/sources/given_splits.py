@@ -67,7 +67,7 @@ class GivenSplits:
         return replace(item, split=self._names[self._split[row]], cluster=cluster)
 
     def refuse_strangers(self, item: str) -> None:
-        """Raise where the table names none of the items, of which one is given."""
+        """Raise where the table names none of the items; `item` is the id of one."""
         if not self.found:
             what = f"it names none of the items: its ids look like {self.example!r}, those of the data like {item!r}"
             raise DataError(what, where=str(self.path), remedy=Command.of("data items"))
