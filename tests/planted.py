@@ -59,8 +59,8 @@ FAULTS = (
     ),
     Fault(
         "encoder/engine/token_batches.py",
-        "if stop - start == 1 or sums_N[stop] - sums_N[start] <= budget:",
-        "if stop - start == 1 or sums_N[stop] - sums_N[start] <= 2 * budget:",
+        "if last - first == 1 or sums_N[last] - sums_N[first] <= budget:",
+        "if last - first == 1 or sums_N[last] - sums_N[first] <= 2 * budget:",
         "a batch of sequences may be twice its budget",
     ),
     Fault(
@@ -89,8 +89,8 @@ FAULTS = (
     ),
     Fault(
         "device/out_of_memory.py",
-        "for text in HOST_IS_FULL + CARD_IS_FULL)",
-        "for text in CARD_IS_FULL)",
+        "for text in HOST_IS_FULL + CARD_IS_FULL",
+        "for text in CARD_IS_FULL",
         "out of host memory counts as another error",
     ),
     Fault(
@@ -101,9 +101,9 @@ FAULTS = (
     ),
     Fault(
         "engine/repair.py",
-        "for node, count in failed.items() if count >= times)",
-        "for node, count in failed.items() if count > times)",
-        "a bad node is left out one failure too late",
+        "if attempt.cause in (Cause.NODE, Cause.DONE))",
+        "if attempt.cause is Cause.NODE)",
+        "a node stays excluded though a task has ended well there since",
     ),
     Fault(
         "journal/budget.py",

@@ -572,7 +572,7 @@ class RunStatus:
         return sorted(self.stages.values(), key=lambda stage: stage.started_at)
 
 
-UNTOLD = ("born", "seen", "uid", "unfinished", "names")  # they only tell a supervisor's process from others
+UNTOLD = ("born", "seen", "uid", "unfinished", "names", "deep")  # only for this package
 
 
 def _begin(stage: StageStatus, event: Event) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.live import Live
+from rich.segment import SegmentLines
 from rich.text import Text
 
 from pipeline.journal.run_status import State
@@ -260,9 +261,15 @@ def _on_screen(console: Console, looks: Iterable[RunView], report: Report) -> No
             paces, due, size = meter.take(run.status, time.time()), time.monotonic() + EVERY_S, None
             while time.monotonic() < due:
                 if console.size != size:
-                    live.update(grouped([*report(run, paces), "", LEAVES], console.width), refresh=True)
+                    live.update(_cropped(console, [*report(run, paces), "", LEAVES]), refresh=True)
                     size = console.size
                 time.sleep(GLANCE_S)
+
+
+def _cropped(console: Console, parts: Iterable[RenderableType]) -> SegmentLines:
+    """Return the lines that a terminal has room for: the first, and the last, which say what helps."""
+    first, *more = console.render_lines(grouped(parts, console.width), pad=False)
+    return SegmentLines([first, *more[max(0, len(more) + 1 - console.height) :]], new_lines=True)
 
 
 def _as_lines(looks: Iterable[RunView], report: Report) -> None:

@@ -144,8 +144,11 @@ def test_a_terminal_is_filled_resized_and_given_back(tmp_path: Path, no_color: b
     with watching(told, **more) as (running, terminal, first):
         assert "\x1b[?1049h" in first  # another screen, so that what was there comes back
         assert ("\x1b[36m" in first) is not no_color
-        resize(terminal, 60, 20)
-        assert "Ctrl-C leaves" in read_until(terminal, "Ctrl-C leaves")  # drawn anew, though nothing has happened
+        for rows in (20, 3):  # drawn anew, though nothing has happened; where there is little room, the last lines stay
+            resize(terminal, 60, rows)
+            again = read_until(terminal, "Ctrl-C leaves")
+            assert f"Run {told.folder.name}" in again
+            assert "Ctrl-C leaves" in again
         running.send_signal(signal.SIGINT)
         rest = read_until(terminal, "reported no")
         assert running.wait(LONG_S) == 0

@@ -220,7 +220,9 @@ def test_a_list_that_was_written_into_is_made_anew(submit: Submit, name: str) ->
 @pytest.mark.nightly
 @pytest.mark.parametrize("lost", [5, 5000])
 def test_what_is_torn_is_found_out_anew(submit: Submit, lost: int) -> None:
-    for path in Path("runs", FOLDER).glob("*/*"):
+    files = [*Path("runs", FOLDER).glob("*/*")]
+    assert files
+    for path in files:
         path.write_bytes(path.read_bytes()[:-lost])
     assert is_complete(submit())
     assert "c9" in newest().rejected.read_text()

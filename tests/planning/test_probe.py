@@ -77,13 +77,22 @@ def test_a_probe_that_takes_all_memory_says_that_it_needs_more_than_it_had(tmp_p
 
 
 @pytest.mark.nightly
-def test_a_probe_that_fails_says_why_and_which_log(tmp_path: Path) -> None:
-    found = probed(prepare(tmp_path, "oops"), card("cpu"))
+@pytest.mark.parametrize(
+    ("crime", "why"),
+    [
+        ("oops", "NameError"),
+        ("import os; os.kill(os.getpid(), 9)", "SIGKILL"),  # far below its memory
+        ("import os; os.kill(os.getpid(), 11)", "SIGSEGV"),
+    ],
+)
+def test_a_probe_that_fails_says_why_and_which_log_and_is_no_measurement(tmp_path: Path, crime: str, why: str) -> None:
+    found = probed(prepared := prepare(tmp_path, crime), card("cpu"))
     assert found.outcome is ProbeOutcome.FAILED, found
     assert isinstance(found.error, JobFailed)
-    assert "NameError" in found.why
-    assert "NameError" in Path(found.log).read_text()
+    assert why in found.why
+    assert crime != "oops" or why in Path(found.log).read_text()
     assert found.error.remedy == f"cat {found.log}"
+    assert ratios(prepared, "cpu") == ()
 
 
 def test_a_probe_that_cannot_be_submitted_says_what_to_change(tmp_path: Path) -> None:
