@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.training.items.item_source import DamagedItems, ItemSource
     from pipeline.training.items.loader import Collate, Loader
-    from pipeline.training.sampling import SamplerSettings
 
 
 def open_loader(

@@ -437,10 +437,10 @@ def supervise(words: Sequence[str]) -> int:
     atexit.register(gc.freeze)  # saves half a second of garbage collection over torch at exit
     stop_on_signals()
     folder, visiting = RunFolder(Path(words[0])), "--visit" in words[1:]
-    config = from_resolved(folder.config.read_text(), str(folder.config))
     if visiting and has_ended(folder):
         return 0
     try:
+        config = from_resolved(folder.config.read_text(), str(folder.config))
         with open_executor(config, poll_s=VISIT_POLL_S if visiting else None) as executor:
             supervisor = Supervisor(folder, executor)
             supervisor.visit(0.0 if "--now" in words else PATIENCE_S) if visiting else supervisor.run()

@@ -83,9 +83,7 @@ def run_task(words: Sequence[str]) -> int:
         signal.signal(number, _stop)
     arguments = _parse(words)
     folder = RunFolder(Path(arguments.run))
-    config = from_resolved(folder.config.read_text())
-    stage = table.stage(arguments.stage, config)
-    place = _place(arguments) if stage.together else None
+    place = _place(arguments) if table.known_stage(arguments.stage).together else None
     part = (place.rank, place.world) if place else _part(arguments.part) if arguments.part else None
     writer = f"{arguments.stage}-{arguments.task:06d}" + (f"-{part[0]}" if part else "")
     facts: dict[str, Any] = {"stage": arguments.stage, "task": arguments.task, "attempt": arguments.attempt}
@@ -95,6 +93,8 @@ def run_task(words: Sequence[str]) -> int:
         leads = part is None or (part[0] == 0 and not arguments.part)
         if leads:
             ledger.emit(EventKind.TASK_STARTED, **facts, host=socket.gethostname())
+        config = from_resolved(folder.config.read_text(), str(folder.config))
+        stage = table.stage(arguments.stage, config)
         remember, only = not stage.only_looks, only_of(folder)
         project = Project.open(config, remember=remember, beside=folder.task_root, only=only)
         if leads and stage.kinds:

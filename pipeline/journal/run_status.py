@@ -176,7 +176,7 @@ class StageStatus:
     left_out: list[Mapping[str, Any]] = field(default_factory=list)
     census: Mapping[str, Any] | None = None
     judged: list[str] = field(default_factory=list)  # warnings of the stage's end
-    told: dict[str, Sequence[str]] = field(default_factory=dict)  # process → its warnings
+    warned: dict[str, Sequence[str]] = field(default_factory=dict)  # process → its warnings
     error: str = ""
     submitted: bool = False
     started_at: float = 0.0
@@ -202,8 +202,8 @@ class StageStatus:
         """Return what is known of one encoder: its counts and its tasks."""
         work = {number: task for number, task in self.work.items() if self.name_of(number) == name}
 
-        def mine(told: dict[str, Told]) -> dict[str, Told]:
-            return {process: value for process, value in told.items() if int(process.split("-")[1]) in work}
+        def mine(reported: dict[str, Told]) -> dict[str, Told]:
+            return {process: value for process, value in reported.items() if int(process.split("-")[1]) in work}
 
         part = replace(self, of=name, parts={}, census=None, work=work, planned=self.own.get(name))
         part.done, part.rejected, part.figures = mine(self.done), mine(self.rejected), mine(self.figures)
@@ -260,7 +260,7 @@ class StageStatus:
     @property
     def warnings(self) -> list[str]:
         """Warnings of its processes and of its end."""
-        return list(dict.fromkeys(chain(*self.told.values(), self.judged)))
+        return list(dict.fromkeys(chain(*self.warned.values(), self.judged)))
 
     def counts(self) -> dict[str, int]:
         """Return the counts that were taken when the stage was submitted."""
@@ -372,7 +372,7 @@ class StageStatus:
 
 INTERNAL = (
     "of",
-    "judged", "told", "work", "jobs", "intents", "submitted", "sent", "left_out", "planned", "limits", "own", "names",
+    "judged", "warned", "work", "jobs", "intents", "submitted", "sent", "left_out", "planned", "limits", "own", "names",
     "over_time", "ooms",
 )  # fmt: skip
 
@@ -484,13 +484,15 @@ class RunStatus:
 
     def _wait(self, event: Event) -> None:
         """Record that a wait has begun or ended."""
-        told = Wait(**{column.name: event.data[column.name] for column in fields(Wait) if column.name in event.data})
-        known = self.open_wait(told)
+        reported = Wait(
+            **{column.name: event.data[column.name] for column in fields(Wait) if column.name in event.data}
+        )
+        known = self.open_wait(reported)
         if known is not None:
-            self.waits[self.waits.index(known)] = replace(known, until=told.until)
-        elif not told.is_over:
-            before = sum((wait.of, wait.reason) == (told.of, told.reason) for wait in self.waits)
-            self.waits.append(replace(told, number=before + 1))
+            self.waits[self.waits.index(known)] = replace(known, until=reported.until)
+        elif not reported.is_over:
+            before = sum((wait.of, wait.reason) == (reported.of, reported.reason) for wait in self.waits)
+            self.waits.append(replace(reported, number=before + 1))
 
     def _look_after(self, event: Event) -> None:
         self.host, self.pid, self.uid = event.data["host"], event.data["pid"], event.data.get("uid")
@@ -626,7 +628,7 @@ def _take_report(stage: StageStatus, event: Event) -> None:
         if data.get("figures"):
             stage.figures[event.writer] = {**data["figures"], "task": data["task"]}
         if data.get("warnings"):
-            stage.told[event.writer] = data["warnings"]
+            stage.warned[event.writer] = data["warnings"]
     word = task.words.get(attempt, SILENCE)
     began = max(word.began, event.at) if event.kind is EventKind.TASK_STARTED else word.began
     if event.at < word.at:  # files are read one after the other: a newer report was read before

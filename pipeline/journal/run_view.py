@@ -170,9 +170,9 @@ class RunView:
 
     def to_json(self) -> dict[str, Any]:
         plain = self.status.to_json()
-        for told in plain["stages"]:
-            stage = self.status.stages[told["name"]]
-            told |= {"waits_for": self.waits_for(stage), "use": stage.use(), "left_s": self.left_s(stage)}
+        for stage_data in plain["stages"]:
+            stage = self.status.stages[stage_data["name"]]
+            stage_data |= {"waits_for": self.waits_for(stage), "use": stage.use(), "left_s": self.left_s(stage)}
         plain |= {"waits": list(map(asdict, self.waits)), "supervisor": self.supervisor, "trouble": self.trouble}
         return plain | ({"budget": self.account.to_json()} if self.account else {})
 
@@ -190,7 +190,7 @@ class ViewReader(StatusReader):
         self.read()
         if self._is_abandoned(self.ask()):
             self.read()  # a visit may have handed over since
-            if self._is_abandoned(self.ask(anew=True)):
+            if self._is_abandoned(self.ask(again=True)):
                 self.status.abandon()
         return replace(self.now(), supervisor=self._supervisor())
 
@@ -198,10 +198,10 @@ class ViewReader(StatusReader):
         """Return the run by the events that were read, without judging whether it has a supervisor."""
         return RunView(self.folder, self.status, self.ask(), time.time())
 
-    def ask(self, *, anew: bool = False) -> QueueLook:
+    def ask(self, *, again: bool = False) -> QueueLook:
         """Return a look at the queue, at most some seconds old."""
         about = (self.status.state, *self.status.queued_as)
-        if anew or about != self._about or time.monotonic() - self._asked_at >= ASK_AGAIN_S:
+        if again or about != self._about or time.monotonic() - self._asked_at >= ASK_AGAIN_S:
             self._queue, self._about, self._asked_at = look_at_queue(self.status), about, time.monotonic()
         return self._queue
 

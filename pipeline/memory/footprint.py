@@ -74,7 +74,6 @@ class Tape:
 
 
 ALIKE = 1e-3  # of a peak: smaller differences do not matter
-EMPTY = Tape(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True)

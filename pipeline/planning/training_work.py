@@ -29,7 +29,6 @@ from pipeline.training.sampling import Sampler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from numpy.typing import NDArray
     from torch import nn
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from pipeline.memory.planning.memory_plan import Cutter
     from pipeline.memory.tracing.recorder import Recorder
     from pipeline.memory.tracing.tracer import Target
-    from pipeline.protocol import Task, Weights
+    from pipeline.protocol import Task
     from pipeline.training.ranks import Ranks
     from pipeline.training.step.optimizers import StepSettings
     from pipeline.training.step.step import Step

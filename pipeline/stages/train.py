@@ -58,7 +58,7 @@ from pipeline.stages.trained import (
     trained_so_far,
     unvalidated,
 )
-from pipeline.training.loop.metrics_log import Pruned
+from pipeline.training.loop.metrics_log import MedianStop, Pruned
 from pipeline.training.prepared import ModelFolder, Prepared
 from pipeline.units import first_few
 
@@ -77,7 +77,6 @@ if TYPE_CHECKING:
     from pipeline.records import TaskContext
     from pipeline.stages.stage import Outcomes
     from pipeline.training.checkpoints.model_claim import ModelClaim
-    from pipeline.training.loop.metrics_log import MedianStop
     from pipeline.training.ranks import Ranks
     from pipeline.training.step.step import Step
 

@@ -271,6 +271,15 @@ def test_a_full_disk_under_the_run_does_not_change_how_a_task_that_is_told_to_en
     assert run_task.run_task([str(run.path), "scan", "0"]) == (75 if number is signal.SIGUSR2 else 143)
 
 
+def test_a_task_whose_frozen_configuration_cannot_be_read_records_why(make_project):
+    run = new_run(read_config(make_project(3) / "pipeline.yaml").config, ["scan"])
+    run.config.write_text("no: [configuration")
+    assert run_task.run_task([str(run.path), "scan", "0"]) == 2
+    events = [json.loads(line) for path in run.events.glob("scan-*") for line in path.read_text().splitlines()]
+    assert [event["kind"] for event in events] == ["task_started", "task_failed"]
+    assert run.config.name in events[-1]["what"]
+
+
 @pytest.mark.nightly
 @pytest.mark.fault
 def test_a_worker_that_is_asked_to_end_publishes_what_it_has(make_project):

@@ -347,7 +347,7 @@ def die(lab: Lab, made: ModelFolder, tmp_path: Path) -> int:
         "lab = t.Lab(pathlib.Path(sys.argv[1]), RunFolder(pathlib.Path(sys.argv[2])), 0, '')\n"
         "t.run_to_end(t.job(lab, ModelFolder(pathlib.Path(sys.argv[3])), careful=True))\n"
     )
-    root = str(Path(__file__).parents[3])
+    root = str(Path(__file__).parents[2])
     words = [sys.executable, "-c", code, str(lab.root), str(lab.run.path), str(made.path), root]
     environment = {**os.environ, "REPLAYLAB_DIES": "c2"}
     return subprocess.run(words, cwd=tmp_path, env=environment, check=False).returncode

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that ar
 
 DIES = """\
             import os, sys
-            if path.stem == "s5" and "runs.worker" in " ".join(sys.orig_argv):
+            if path.stem == "s5" and "engine.worker" in " ".join(sys.orig_argv):
                 os.abort()
 """
 KILLS = """\

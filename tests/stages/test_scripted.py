@@ -25,7 +25,7 @@ from pipeline.stages.script import outline
 from tests.testkit.command import Command
 from tests.testkit.project import until
 
-SCRIPTS = Path(__file__).parents[2] / "script" / "scripts"
+SCRIPTS = Path(__file__).parents[1] / "script" / "scripts"
 PYTHON = shlex.quote(sys.executable)
 SUBMIT = ("submit", "--stage", "train", "--only", "--executor", "local", "--follow")
 BATCH = "--batch_size {micro_batch} --accumulate {accumulation}"

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from pipeline.training.ranks import Ranks, Said
+    from pipeline.training.ranks import Said
     from pipeline.training.step.exact_step import Piece
 
     LossOf: TypeAlias = Callable[[list[Any]], tuple[Tensor, Tensor | float]]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.memory.footprint import EMPTY, MicroFootprint, StandingFootprint, StepTapes, Tape
+from pipeline.memory.footprint import MicroFootprint, StandingFootprint, StepTapes, Tape
 from pipeline.memory.hardware.caching_allocator import AllocatorSettings, replay_steps
 from pipeline.memory.planning.step_estimates import SETTINGS, reserve
 
+EMPTY = Tape(np.zeros(0, np.int64), np.zeros(0, np.int64))
 MIB = 1 << 20
 DEFAULT = AllocatorSettings()
 
