@@ -149,9 +149,9 @@ def plan_large() -> None:
     from pipeline.config.schema_train import TrainSection
     from pipeline.memory.hardware.gpus import device
     from pipeline.memory.planning.memory_plan import CardSpec
-    from pipeline.planning.training_work import Work, request_of, target_of
+    from pipeline.memory.planning.planner import plan_memory
+    from pipeline.planning.training_work import Work, data_of, least_of, request_of, target_of
     from pipeline.training.step.optimizers import StepSettings
-    from tests.testkit.remembering_plan import plan_with_oracle
     from tests.zoo.esm2 import Esm2
     from tests.zoo.spread import lengths
 
@@ -159,7 +159,8 @@ def plan_large() -> None:
     card, work = device(CARD), Work(Esm2(**LARGE), StepSettings(clip=1.0))
     sizes = lengths(LENGTHS, np.random.default_rng(0), median=300, most=1022)
     target, request = target_of(card.capability), request_of(train, 1)
-    plan, oracle = plan_with_oracle(work, train, sizes, [CardSpec.of(card, 1)], target, request)
+    oracle = work.oracle(least_of(sizes), target, padded=True)
+    plan = plan_memory(oracle, data_of(sizes, request, padded=True), request, [CardSpec.of(card, 1)])
     print(oracle.standing(plan.choice).parameters, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
 
 

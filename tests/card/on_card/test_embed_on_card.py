@@ -14,7 +14,6 @@ from pipeline.encoder.esm_checkpoint import EsmCheckpoint, load_esm_checkpoint
 from pipeline.encoder.parity import check_parity
 from pipeline.encoder.synth import write_random_checkpoint
 from pipeline.errors import PlanInfeasible
-from pipeline.records import Reason
 from tests.card import card
 from tests.encoder.engine.stand_ins import Shelf, recipe, run, settings, texts
 
@@ -167,37 +166,7 @@ def test_a_card_whose_memory_is_gone_for_good_hands_the_rest_to_the_cpu(
     assert engine.figures.splits > 0
 
 
-def test_what_fits_neither_the_card_nor_windows_is_refused_where_the_cpu_may_not_stand_in(
-    checkpoint: EsmCheckpoint,
-) -> None:
-    shelf = Shelf()
-    the_recipe = recipe(layer=3, precision="fp16", length=1022, half_fallback=False)
-    engine = Engine(checkpoint, the_recipe, settings(device=card.NAME))
-    before = card.allocations()
-    run(engine, FEW, shelf)
-    blocks = card.allocations() - before
-    shelf = Shelf()
-    engine = Engine(checkpoint, the_recipe, settings(device=card.NAME))
-    with card.refusing(blocks // 2, times=1 << 40):
-        outcomes = run(engine, FEW, shelf)
-    refused = [one for one in outcomes.values() if one.reason is not None]
-    assert refused
-    assert {one.reason for one in refused} == {Reason.DOES_NOT_FIT}
-    assert len(refused) + len(shelf.taken) == len(FEW)
-
-
 # Rows come late
-
-
-@pytest.mark.parametrize("storage", ["fp32", "fp16"])
-def test_rows_are_whole_however_late_their_copies_are(checkpoint: EsmCheckpoint, storage: str) -> None:
-    sequences = texts(*range(1, 40))
-    with card.settings(late=False):
-        wanted, _ = embedded(checkpoint, sequences, {"storage": storage})
-    for seed in range(30):
-        card.seed_order(seed)
-        shelf, _ = embedded(checkpoint, sequences, {"storage": storage})
-        assert shelf.rows() == wanted.rows(), seed
 
 
 def test_what_does_not_fit_a_card_at_all_is_refused_with_what_helps_there(checkpoint: EsmCheckpoint) -> None:

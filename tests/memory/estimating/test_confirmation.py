@@ -153,17 +153,6 @@ def test_a_model_that_is_too_large_for_this_machine_is_not_built_and_told(monkey
     assert any(note.startswith("not confirmed by a real step") for note in micro.notes)
 
 
-@pytest.mark.nightly
-def test_a_model_that_keeps_ever_more_is_said_to_leak() -> None:
-    class Leaks(Layers):
-        def forward(self, x: Tensor) -> Tensor:
-            y = super().forward(x)
-            self.kept = [*getattr(self, "kept", ()), y.detach().clone()]
-            return y
-
-    assert "a leak" in confirmed(Small(Leaks)).micro(PLAIN, LARGE).notes[-1]
-
-
 def test_a_model_that_only_a_card_runs_stays_traced_and_told() -> None:
     class Fused(nn.Module):
         def __init__(self) -> None:

@@ -126,15 +126,6 @@ def test_a_regime_that_no_small_size_enters_is_found_block_by_block() -> None:
     assert thought.error == 0
 
 
-def test_very_small_sizes_that_went_another_way_are_left_out() -> None:
-    odd = Tape(np.array([0, 0]), np.array([10, -10]))
-    recorded = [({"nodes": 1}, odd), *(({"nodes": nodes}, step_of(nodes)) for nodes in (10, 20, 40))]
-    found = projected(recorded, {"nodes": 400})
-    assert found is not None
-    assert found[0].left_bytes == 64 * 3000
-    assert projected([*recorded, ({"nodes": 80}, odd)], {"nodes": 400}) is None
-
-
 def test_releases_are_of_what_was_allocated_although_blocks_are_rounded() -> None:
     counts = {10: 7, 20: 13, 40: 29, 80: 55}  # a mask: about two in three
     tapes = [({"nodes": nodes}, Tape(np.array([0, 0]), np.array([4 * n, -4 * n]))) for nodes, n in counts.items()]

@@ -232,16 +232,6 @@ def test_what_is_extrapolated_says_so_and_a_size_that_can_be_run_itself_is_not()
     assert "×" not in measured("masked", 1)[0].micro(CHOICE, {"nodes": 300}).notes[0]
 
 
-def test_the_same_question_is_answered_at_once_and_random_numbers_of_others_stay() -> None:
-    oracle, training = measured("masked")
-    state = torch.get_rng_state()
-    one = oracle.micro(CHOICE, {"nodes": 400})
-    runs = len(training.ran)
-    assert oracle.micro(CHOICE, {"nodes": 400}).again is one.again
-    assert len(training.ran) == runs
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_sizes_too_small_to_be_batches_are_passed_over() -> None:
     make, example, _ = KINDS["masked"]
 
@@ -309,18 +299,6 @@ def test_the_formula_is_above_what_is_really_needed_and_says_that_it_is_crude(ki
         assert StepTapes.of(standing, [micro] * micros).peak_bytes(0) >= real_step(kind, wanted, micros)
     assert micro.origin is standing.origin is Provenance.ASSUMED
     assert footprint.live_peak_bytes(standing, micro, accumulate=True) >= sum(part.bytes for part in micro.parts)
-
-
-def test_the_formula_is_above_what_a_transformer_needs() -> None:
-    layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, batch_first=True), 3, enable_nested_tensor=False)
-    formula = Formula(layers, states=2, averages=1, padded=True)
-    micro = formula.micro(CHOICE, {"items": 8, "length": 64})
-    assert micro.first.peak_bytes >= peak_of(lambda: layers(torch.randn(8, 64, 64)).sum().backward())
-    assert {part.category for part in formula.standing(CHOICE).parts} == {
-        Category.PARAMETERS,
-        Category.OPTIMIZER,
-        Category.EMA,
-    }
 
 
 class Fails:

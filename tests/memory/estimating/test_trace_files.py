@@ -59,11 +59,6 @@ def test_a_damaged_file_is_asked_again_and_replaced(tmp_path: Path) -> None:
         assert TracedOracle(never_asked, folder=tmp_path / "model").micro(CHOICES[0], SIZES).parts == answer.parts
 
 
-def test_where_nothing_can_be_written_answers_come_all_the_same(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    assert TracedOracle(model, folder=tmp_path / "file").micro(CHOICES[0], SIZES).kernels == 200
-
-
 def test_only_the_newest_models_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traced, "MOST_MODELS", 3)
     for number in range(5):

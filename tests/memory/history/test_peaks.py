@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -73,20 +72,6 @@ def test_lines_that_are_no_measurement_are_passed_over_and_others_read_back_as_t
     wrong: list[dict[str, object]] = [{"predicted_bytes": -1}, {"died": 1}, {"at": float("inf")}, {"gpu": 5}]
     found = peaks(tmp_path, ONE, *(replace(ONE, **change) for change in wrong))  # type: ignore[arg-type]
     assert found.of("m", "a100") == [replace(ONE, run="run")]
-
-
-def test_a_torn_line_hides_no_other(tmp_path: Path) -> None:
-    found, path = peaks(tmp_path, ONE, replace(ONE, at=2.0)), tmp_path / f"peaks-{os.getuid()}.jsonl"
-    path.write_bytes(path.read_bytes()[:-20])
-    peaks(tmp_path, replace(ONE, at=3.0))
-    assert [one.at for one in found.of("m", "a100")] == [3.0, 1.0]
-
-
-def test_the_newest_of_all_users_comes_first(tmp_path: Path) -> None:
-    found, own = peaks(tmp_path, replace(ONE, at=2.0)), tmp_path / f"peaks-{os.getuid()}.jsonl"
-    own.rename(tmp_path / "peaks-4242.jsonl")
-    peaks(tmp_path, ONE, replace(ONE, at=3.0))
-    assert [one.at for one in found.of("m", "a100")] == [3.0, 2.0, 1.0]
 
 
 @dataclass(frozen=True)

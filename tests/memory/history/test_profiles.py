@@ -70,18 +70,6 @@ def test_processes_record_and_ask_at_once_and_nothing_is_lost(tmp_path: Path) ->
     assert [path for path in tmp_path.iterdir() if "partial" in path.name] == []
 
 
-def test_a_line_that_is_still_being_written_counts_when_it_is_whole(tmp_path: Path) -> None:
-    remember(tmp_path, range(6))
-    path = tmp_path / OWN
-    lines = path.read_bytes()
-    profiles = Profiles(tmp_path / NAME)
-    for length in range(len(lines) - 600, len(lines), 97):
-        path.write_bytes(lines[:length])
-        assert profiles.suggest("embed", "ab12", "north", planned_bytes=GIB).tasks == lines[1:length].count(b"\n")
-    path.write_bytes(lines)
-    assert profiles.suggest("embed", "ab12", "north", planned_bytes=GIB).tasks == 6
-
-
 @pytest.mark.parametrize("hole", [slice(500, 900), slice(-100, None)])
 def test_bytes_still_to_come_are_looked_for_again_although_the_size_is_the_same(tmp_path: Path, hole: slice) -> None:
     remember(tmp_path, range(6))

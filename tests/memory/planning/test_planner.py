@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tracemalloc
 from collections.abc import Callable, Mapping
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.codec import plain
 from pipeline.errors import ConfigError, DataError, PipelineError, PlanInfeasible
 from pipeline.memory.footprint import MemoryChoice, Provenance, margin_of
 from pipeline.memory.hardware.gpus import device
@@ -32,7 +30,6 @@ from pipeline.memory.planning.memory_plan import (
 )
 from pipeline.memory.planning.planner import CurriculumStage, compare_offers, plan_memory, plan_stages
 from pipeline.memory.planning.step_estimates import compare_configurations
-from pipeline.training.sampling import Sampler, SamplerSettings
 from tests.memory.planning.oracles import GIB, MIB, Integers, Model, card, data, greedy, heavy
 
 BATCH = 24
@@ -57,25 +54,6 @@ def padded(sizes: Mapping[str, int]) -> float:
 
 def lengths(count: int = 500) -> dict[str, Integers]:
     return {"length": np.random.default_rng(1).integers(20, 400, count)}
-
-
-def sampled(batch: int, *, by: str, padding: float | None, epoch: int = 0) -> Callable[..., Micros]:
-    """Return a cut by the sampler that training uses."""
-
-    def cut(sizes: Mapping[str, Integers], cost_N: Integers, budget: int, ranks: int) -> Micros:
-        settings = SamplerSettings(batch, by=(by,), budget={"cost": budget}, padding=padding)
-        sampler = Sampler({**sizes, "cost": cost_N}, settings, ranks=ranks)
-        rows, steps, of = [], [], []
-        for step in range(sampler.steps):
-            for rank, parts in enumerate(sampler.shares(epoch, step)):
-                for items in parts:
-                    reduced = [values[items].max() if padding else values[items].sum() for values in sizes.values()]
-                    rows.append([len(items), *reduced])
-                    steps.append(step)
-                    of.append(rank)
-        return Micros(("items", *sizes), np.array(rows, np.int64), np.array(steps), np.array(of))
-
-    return cut
 
 
 CASES: dict[str, tuple[Callable[[Mapping[str, int]], float], dict[str, Integers], bool]] = {
@@ -126,32 +104,11 @@ def test_a_plan_holds_in_epochs_that_were_never_cut(name: str) -> None:
         assert max(peaks_of(model, made, micros_of(made, items, cut))) <= 300 * MIB
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("name", ["affine", "padded"])
-def test_the_sampler_of_training_stays_within_the_plan(name: str, ranks: int) -> None:
-    activations, sizes, is_padded = CASES[name]
-    by, padding = ("length", 1.5) if is_padded else ("nodes", None)
-    items = DataSizes(sizes, sampled(BATCH, by=by, padding=padding), is_padded)
-    model = Model(activations)
-    made = planned(model, items, 200 * MIB, ranks=ranks)
-    for epoch in range(3):
-        micros = micros_of(made, items, sampled(BATCH, by=by, padding=padding, epoch=epoch))
-        assert max(peaks_of(model, made, micros)) <= 200 * MIB
-        assert int(micros.items_M.sum()) == len(next(iter(sizes.values()))), "every item is trained on"
-    assert len(model.asked) <= 40
-
-
 def test_a_step_that_fits_at_once_is_not_cut() -> None:
     made = planned(Model(affine), data(heavy(200), BATCH), 8 * GIB)
     assert made.cuts.limit is MicroBatchLimit.WHOLE_SHARE
     assert (made.cuts.steps_most, made.cuts.items_most) == (1, BATCH)
     assert made.remedies == ()
-
-
-def test_the_same_question_gets_the_same_plan() -> None:
-    made = [plain(planned(Model(affine), data(heavy(300), BATCH), 200 * MIB, ranks=2)) for _ in range(2)]
-    assert made[0] == made[1]
-    assert json.loads(json.dumps(made[0]))["budget_bytes"] == made[0]["budget_bytes"]
 
 
 def test_more_memory_never_makes_a_slower_plan() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.errors import ConfigError, JobFailed, PlanInfeasible
+from pipeline.errors import ConfigError, JobFailed
 from pipeline.memory.runtime.meters import NEAR, HostMeter, Maintenance, MaintenanceSettings, Memory, ProcessMeter
 from pipeline.memory.runtime.recovery import Governor, is_crowded
 from pipeline.training.own_loops import governed as governed_module
@@ -421,34 +421,6 @@ def test_the_five_lines_of_the_documentation_run() -> None:
     exec("\n".join(lines), known)
     assert torch.allclose(parameters(items), parameters(one_big_batch()), rtol=0, atol=1e-12)
     assert known["loss"] > 0
-
-
-def too_large(items: Items) -> tuple[list[Tensor], int]:
-    limit_bytes = room(items)
-    return [*items.items[:3], torch.randn(400, 64, dtype=torch.float64), *items.items[3:]], limit_bytes
-
-
-def test_an_item_that_does_not_fit_alone_is_named() -> None:
-    limited.need()
-    items = Items(width=64)
-    rows, limit_bytes = too_large(items)
-    before = parameters(items).clone()
-    with LimitedDevice(limit_bytes), pytest.raises(PlanInfeasible, match="item 3"):
-        items.governed(cost=len).step(rows, items.loss_of)
-    assert torch.equal(parameters(items), before)
-
-
-def test_an_item_that_does_not_fit_alone_may_be_left_out() -> None:
-    limited.need()
-    items = Items(width=64)
-    rows, limit_bytes = too_large(items)
-    governed = items.governed(cost=len, too_large="skip")
-    with LimitedDevice(limit_bytes):
-        governed.step(rows, items.loss_of)
-    assert [event.cost for event in governed.events if event.what == "skipped"] == [400]
-    expected = Items(width=64)
-    expected.governed().step(expected.items, expected.loss_of)
-    assert torch.allclose(parameters(items), parameters(expected), rtol=0, atol=1e-10)
 
 
 def test_memory_that_ends_within_the_optimizer_is_no_matter_of_splitting() -> None:

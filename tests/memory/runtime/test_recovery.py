@@ -58,14 +58,6 @@ def test_any_costs_end_in_single_items(costs: list[int], padded: bool) -> None:
     pytest.fail("it is cut for ever")
 
 
-def test_halving_thousands_of_items_takes_no_time() -> None:
-    governor, costs = Governor(), [3, 1, 4, 1, 5] * 40_000
-    for _ in range(4):
-        first = governor.cuts(costs)[0]
-        governor.failed(costs[first.start : first.stop])
-    assert len(governor.cuts(costs)) == 16
-
-
 def test_what_leaves_nothing_behind_runs_again_by_itself() -> None:
     ran, tried = [], []
 
@@ -206,25 +198,6 @@ def test_a_step_that_fails_at_any_block_is_the_one_that_was_cut_so_from_the_star
 
 
 # Its start
-
-
-def copied_bytes(snapshot: StepSnapshot) -> int:
-    """Return the bytes of copies where the model is: those of buffers that change."""
-    return sum(buffer.kept.nbytes for buffer in snapshot._buffers if buffer.changes and buffer.kept is not None)
-
-
-def test_buffers_that_never_change_are_copied_once_and_not_where_the_model_is() -> None:
-    network = Network()
-    first = StepSnapshot(network, device="cpu")
-    assert copied_bytes(first) == 0
-    network(torch.randn(8, 24)).backward()
-    second = StepSnapshot(network, device="cpu", before=first)
-    moving = sum(one.nbytes for name, one in network.named_buffers() if name != "constant")
-    assert copied_bytes(second) == moving
-    for _ in range(3):
-        network(torch.randn(8, 24)).backward()
-        second = StepSnapshot(network, device="cpu", before=second)
-    assert copied_bytes(second) == moving
 
 
 def test_a_buffer_that_changes_late_is_brought_back_too() -> None:

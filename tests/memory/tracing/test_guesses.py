@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.memory.footprint import MemoryChoice, Provenance, least_sure, margin_of
+from pipeline.memory.footprint import MemoryChoice, Provenance
 from pipeline.memory.tracing.tracer import CannotTrace
 from tests.memory.tracing.traced import LARGE, WIDTH, Small, tracer
 
@@ -48,13 +48,6 @@ def test_a_branch_is_traced_both_ways_and_the_higher_is_kept_and_told(yes, no, a
     assert "test_guesses.py:" in note
     assert f"`if (y > 0).any():` is {answer}" in note
     assert taken.origin is Provenance.GUESSED
-
-
-def test_what_is_guessed_is_planned_with_more_than_what_is_traced():
-    for caching in (True, False):
-        factors = [margin_of(origin, caching=caching).factor for origin in (Provenance.TRACED, Provenance.GUESSED)]
-        assert factors[0] < factors[1] < margin_of(Provenance.EXTRAPOLATED, caching=caching).factor
-    assert least_sure((Provenance.GUESSED, Provenance.SIMULATED)) is Provenance.GUESSED
 
 
 def test_where_that_ends_in_an_error_it_is_taken_not_to_be():

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 from torch.nn.modules import module as hooks
 
-from pipeline.memory.estimating.oracle import BestOracle
 from pipeline.memory.footprint import Category, MemoryChoice, StepTapes, live_peak_bytes, parts_at_peak
 from pipeline.memory.hardware.caching_allocator import Allocator, AllocatorSettings
 from pipeline.memory.tracing.tracer import CannotTrace
@@ -96,15 +94,6 @@ def test_state_is_what_the_model_and_its_optimizer_really_have():
     assert standing.parameters == standing.trained == sum(one.numel() for one in real.model.parameters())
 
 
-def test_gradients_are_live_at_the_peak_and_gone_between_steps():
-    standing, micro = answers(Small(layers))
-    (size,) = of(standing.parts, Category.PARAMETERS).values()
-    assert of(standing.parts, Category.GRADIENTS) == {}
-    assert of(micro.parts, Category.GRADIENTS) == {"": size}
-    assert micro.first.left_bytes == size
-    assert micro.again.left_bytes == 0
-
-
 def test_activations_are_known_by_their_module():
     _, micro = answers(Small(layers), LARGE)
     one = LARGE["items"] * WIDTH * FLOAT
@@ -174,23 +163,6 @@ def test_tied_weights_count_once(make):
     assert standing.parameters == WIDTH * WIDTH
 
 
-class Chosen(nn.Module):
-    """Takes rows by their numbers, as messages over edges do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, 4 * WIDTH)
-
-    def forward(self, x_NF: Tensor) -> Tensor:
-        return self.embed(x_NF)[torch.arange(len(x_NF) // 8)]
-
-
-@pytest.mark.usefixtures("_limited")
-def test_the_gradient_of_chosen_rows_is_written_in_place_as_the_engine_does():
-    planned = live_peak_bytes(*answers(Small(Chosen), LARGE), accumulate=False)
-    assert planned == pytest.approx(true_peak(Small(Chosen), LARGE), rel=0.01)
-
-
 @pytest.mark.usefixtures("_limited")
 def test_checkpointing_keeps_less_and_computes_more():
     task, choice = Small(lambda: nn.Sequential(layers(depth=6))), MemoryChoice(checkpointing=True)
@@ -239,18 +211,6 @@ class Refusing(nn.Module):
 
     def forward(self, x):
         return self.how(self.layer(x))
-
-
-def test_the_ladder_goes_down_when_a_model_cannot_be_traced():
-    standing, _ = answers(Small(layers))
-
-    class Lower:
-        def standing(self, choice):
-            return standing
-
-    ladder = BestOracle([lambda: tracer(Small(lambda: Refusing(lambda y: y * y.sum().item()))), Lower])
-    assert ladder.standing(PLAIN).bytes == standing.bytes
-    assert ladder.standing(PLAIN).notes
 
 
 def test_an_error_of_model_itself_is_told_as_it_is():
@@ -343,24 +303,3 @@ def test_two_threads_may_trace_at_once():
         thread.join()
     assert [found[number].parts for number in range(3)] == [expected.parts] * 3
     assert not hooks._global_forward_hooks
-
-
-def test_shards_that_are_gathered_and_emptied_are_followed():
-    """Storages are emptied and filled again while they live, as FSDP2 does with what it gathers."""
-
-    class Gathered(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x):
-            y = self.layer(x)
-            for _ in range(3):
-                whole = torch.zeros(1 << 20)
-                whole.untyped_storage().resize_(0)
-                y = y + functional.relu(y)
-                self.kept = whole
-            return y
-
-    _, micro = answers(Small(Gathered))
-    assert (1 << 20) * FLOAT < micro.again.peak_bytes < 1.2 * (1 << 20) * FLOAT

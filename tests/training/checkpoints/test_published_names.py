@@ -82,13 +82,6 @@ def test_weights_go_out_to_the_bit_as_they_came_in(tmp_path: Path) -> None:
     assert all(torch.equal(one, theirs()[name]) for name, one in back.items())
 
 
-def test_a_head_that_the_file_has_is_taken(tmp_path: Path) -> None:
-    head = {"head.weight": torch.ones(1, 4), "head.bias": torch.ones(1)}
-    torch.save(theirs() | head, path := tmp_path / "w.pt")
-    assert load_pretrained(model := Known(), path).fresh == ()
-    assert model.head.weight.sum() == 4
-
-
 @pytest.mark.parametrize(
     ("form", "says"),
     [
@@ -101,12 +94,6 @@ def test_a_form_that_is_not_there_is_refused_by_its_name(tmp_path: Path, form: s
     with pytest.raises(ConfigError, match=says) as caught:
         load_pretrained(Known(), path, train=TrainSection(pretrained_as=form))
     assert caught.value.where.startswith("train.pretrained_as")
-
-
-def test_a_published_tensor_of_another_size_is_named_with_both(tmp_path: Path) -> None:
-    torch.save(theirs() | {"embed.proj.bias": torch.zeros(7)}, path := tmp_path / "w.pt")
-    with pytest.raises(ConfigError, match=r"enter.bias: float32\[7\] in the file, float32\[4\] in the model"):
-        load_pretrained(Known(), path)
 
 
 def test_a_table_of_ones_own_brings_weights_that_no_recipe_knows(tmp_path: Path) -> None:
@@ -207,10 +194,7 @@ def test_a_torchscript_archive_is_read_without_its_code(tmp_path: Path) -> None:
         assert stored[name].dtype == one.dtype
     load_pretrained(again := Scripted(), path)
     assert torch.equal(again.scale, model.scale)
-
-
-def test_an_archive_of_torchscript_that_asks_for_more_is_refused_by_the_name(tmp_path: Path) -> None:
-    with zipfile.ZipFile(path := tmp_path / "w.pt", "w") as archive:
+    with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("w/data.pkl", pickle.dumps(Calls(os.system, f"touch {tmp_path / 'made'}"), protocol=2))
         archive.writestr("w/constants.pkl", pickle.dumps((), protocol=2))
     with pytest.raises(ConfigError, match=r"posix\.system"):

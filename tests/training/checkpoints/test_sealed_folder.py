@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from pipeline.errors import ConfigError
-from pipeline.store.format.disk import Disk
 from pipeline.training.checkpoints.sealed_folder import (
     DTYPES,
     MANIFEST,
@@ -21,9 +19,8 @@ from pipeline.training.checkpoints.sealed_folder import (
     read_sealed,
     seal,
     unseal,
-    write_tensors,
 )
-from tests.store.faulty_disks import FailingDisk, KillingDisk
+from tests.store.faulty_disks import KillingDisk
 from tests.training.checkpoints.saved import forked, same_bits, spoil
 
 IDENTITY = {"model": "abc", "rate": 0.1}
@@ -78,21 +75,6 @@ def test_data_identity_and_plain_safetensors_are_there(tmp_path):
     assert sealed.digest == read_sealed(path).digest != read_sealed(sealed_at(tmp_path, 8)).digest
 
 
-def test_tied_tensors_are_written_once_and_read_as_one(tmp_path):
-    weight = torch.randn(1000)
-    write_tensors(tmp_path / "file", {"a": weight, "b": weight, "c": weight[:500]}, Disk())
-    assert 6_000 < (tmp_path / "file").stat().st_size < 7_000
-    seal(tmp_path / "sealed", {"w": {"a": weight, "b": weight}}, {})
-    got = unseal(tmp_path / "sealed").tensors("w")
-    assert got["a"] is got["b"]
-
-
-def test_another_identity_is_an_error_that_lists_the_difference(tmp_path):
-    path = sealed_at(tmp_path)
-    with pytest.raises(ConfigError, match=r"model.*abc.*xyz.*task.*new"):
-        unseal(path).refuse_stranger(IDENTITY | {"model": "xyz", "task": "new"})
-
-
 def test_a_later_format_is_not_mistaken_for_damage(tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.training.checkpoints.sealed_folder.FORMAT", 2)
     path = sealed_at(tmp_path)
@@ -126,25 +108,6 @@ def test_an_opened_folder_verifies_a_file_before_it_maps_its_tensors(tmp_path):
     with pytest.raises(FolderDamaged, match="checksum"):
         sealed.tensors("a")
     assert sealed.tensors("b")["y"].eq(0).all()
-
-
-@pytest.mark.parametrize("step", ["open_read", "fill"])
-def test_a_disk_that_cannot_be_read_is_damage(tmp_path, step):
-    path = sealed_at(tmp_path)
-    with pytest.raises(FolderDamaged, match="Input/output error"):
-        read_sealed(path, disk=FailingDisk(step, errno.EIO)).verify()
-
-
-@pytest.mark.parametrize("step", ["open_new", "write_at", "fsync", "fsync_folder", "rename", "make_folder"])
-def test_a_failing_disk_leaves_nothing_and_is_not_tried_again(tmp_path, step):
-    sealed_at(tmp_path)
-    disk = FailingDisk(step, errno.ENOSPC, after=int(step in ("open_new", "write_at", "fsync")))
-    with pytest.raises(OSError, match="No space"):
-        sealed_at(tmp_path, 2, disk)
-    assert disk.taken[step] == disk.after + 1
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left <= {"step-1", "step-2"}
-    assert all(unseal(tmp_path / name).data["step"] for name in left)
 
 
 @pytest.mark.fault

@@ -87,22 +87,13 @@ def test_a_resumed_training_is_bitwise_the_uninterrupted_one(tmp_path, kind, ste
     made = checkpoints(tmp_path)
     training = Training(kind).steps(3)
     training.save(made, 3)
+    stored = made.newest().sealed.tensors("state")
+    assert stored["model.last.weight"] is stored["model.first.weight"], "tied: stored once"
     wanted = training.steps(3).packed()
     resumed = Training(kind, seed=5).steps(steps_before).load(made.newest()).steps(3).packed()
     assert resumed.data == wanted.data
     assert resumed.tensors.keys() == wanted.tensors.keys()
     assert all(same_bits(one, wanted.tensors[name]) for name, one in resumed.tensors.items())
-
-
-def test_names_are_the_models_and_tied_frozen_and_unused_ones_are_as_they_are(tmp_path):
-    training = Training().steps(1)
-    names = set(training.packed().tensors)
-    assert {"model.first.weight", "model.last.weight", "model.frozen.weight", "model.empty"} <= names
-    assert {"optimizer.first.weight.exp_avg", "optimizer.scale.step", "ema.low"} <= names
-    assert not {"optimizer.last.weight.exp_avg", "optimizer.frozen.weight.step", "optimizer.unused.weight.step"} & names
-    training.save(made := checkpoints(tmp_path), 1)
-    stored = made.newest().sealed.tensors("state")
-    assert stored["model.last.weight"] is stored["model.first.weight"]
 
 
 def test_how_the_optimizer_goes_about_it_is_not_in_a_checkpoint(tmp_path):
@@ -131,10 +122,6 @@ def test_what_wraps_a_model_is_no_part_of_a_name():
 def trains_only(training, *parts):
     named = training.model.named_parameters()
     training.optimizer = torch.optim.AdamW([one for name, one in named if any(part in name for part in parts)])
-
-
-def widen(averages):
-    averages[0] = torch.zeros(3).double()
 
 
 def test_a_checkpoint_of_another_training_is_refused_by_what_differs(tmp_path):

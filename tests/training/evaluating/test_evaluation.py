@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
-from time import process_time
 from typing import Any
 
 import numpy as np
@@ -23,15 +20,12 @@ from pipeline.training.checkpoints.checkpoint import CheckpointFolder, State, ch
 from pipeline.training.checkpoints.keeper import model_key, model_state
 from pipeline.training.checkpoints.trained_weights import load_checkpoint
 from pipeline.training.evaluating.application import Application
-from pipeline.training.evaluating.evaluator import ApplyJob, ApplyResult, Evaluator, apply_model
-from pipeline.training.evaluating.evaluator import _loader as items_loader
+from pipeline.training.evaluating.evaluator import ApplyJob, ApplyResult, apply_model
 from pipeline.training.evaluating.outputs import GatheredOutputs
 from pipeline.training.items.item_table import ItemTable, table_digest
-from pipeline.training.items.loader import Loader, WorkedOn
 from pipeline.training.prepared import ModelFolder, PhasePlan
 from pipeline.training.ranks import Ranks
 from pipeline.training.step.contrastive import make_step
-from pipeline.training.step.exact_step import Piece
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
 from tests.testkit.limited.device import LimitedDevice
@@ -193,13 +187,6 @@ def test_figures_are_those_of_all_items_however_they_are_cut(tmp_path: Path) -> 
         assert figures(applied) == pytest.approx(wanted(), rel=1e-12)
 
 
-def test_a_task_without_outputs_has_a_loss_and_no_metric(tmp_path: Path) -> None:
-    _, applied = run(job(tmp_path, Mute()))
-    expected = wanted()
-    del expected["largest"]
-    assert figures(applied) == pytest.approx(expected, rel=1e-12)
-
-
 def test_metrics_that_are_no_numbers_are_refused_as_the_task_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number, returned in enumerate((None, {"largest": "high"}, {"largest": torch.ones(2)})):
         monkeypatch.setattr(Speaking, "metrics", lambda *_, returned=returned: returned)
@@ -319,41 +306,6 @@ def test_an_item_that_fits_nowhere_is_left_out_with_a_record(tmp_path: Path, pol
     assert applied.rejected == {"does_not_fit": 1}
     assert refused == [(Hungry.LARGE, Reason.DOES_NOT_FIT)]
     assert sorted(map(str, yielded)) == sorted([*["None"] * (ITEMS - 1), str(Reason.DOES_NOT_FIT)])
-
-
-class Wide(Speaking):
-    """Takes some milliseconds for each item."""
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(
-            nn.Linear(12, 2048), nn.GELU(), nn.Linear(2048, 1024), nn.GELU(), nn.Linear(1024, 1)
-        ).double()
-
-
-@pytest.mark.nightly
-def test_an_evaluation_takes_little_more_cpu_time_than_its_forwards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
-) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "ITEMS", 200)
-    made, step, numbers = job(tmp_path, Wide(), budget=2000), step_of(Wide()), np.arange(200)
-
-    def loader() -> Loader:
-        loader = items_loader(made, numbers, step, WorkedOn(made.tell.on))
-        loader.set_epoch(0)
-        return loader
-
-    batches = [Piece(batch, 0, len(batch)).collated() for batch in loader().read()]
-    ratios = []
-    for place in range(5):
-        start_s = process_time()
-        with step.evaluating():
-            for batch in batches:
-                step.model(batch["x"])
-        forwards_s = process_time() - start_s
-        start_s = process_time()
-        Evaluator(step, loader(), Ranks(), tmp_path / str(place), cost_N=made.cost_N).figures()
-        ratios.append((process_time() - start_s) / forwards_s)
-    assert median(ratios) <= 1.15, (ratios, forwards_s)
 
 
 # Which checkpoint

@@ -150,13 +150,6 @@ def test_what_is_no_output_is_refused_and_leaves_nothing(tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
-def test_an_item_without_outputs_is_done_all_the_same(tmp_path):
-    with OutputWriter(tmp_path, 0) as writer:
-        writer.add(["a"], [4], {})
-    assert GatheredOutputs(tmp_path).numbers.tolist() == [4]
-    assert done_numbers(tmp_path).tolist() == [4]
-
-
 def test_what_is_done_is_not_done_again_on_other_ranks(tmp_path):
     items = list(range(40))
     for rank in range(3):
@@ -166,17 +159,6 @@ def test_what_is_done_is_not_done_again_on_other_ranks(tmp_path):
         assert done >= set(items[:25])
         write(tmp_path, rank, [number for number in items[rank::2] if number not in done])
     check(GatheredOutputs(tmp_path), items)
-
-
-def test_an_error_in_the_loop_publishes_nothing_more(tmp_path):
-    def loop():
-        with OutputWriter(tmp_path, 0) as writer:
-            writer.add(["a"], [0], {"x": [1]})
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        loop()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_item_that_is_there_twice_is_refused(tmp_path):
@@ -312,8 +294,3 @@ def test_short_vectors_are_columns_and_one_number_is_a_number_in_whatever_shape(
     assert typed["affinity"].to_pylist() == [0.5, 0.25, 2.0]
     assert typed["shift.1"].to_pylist() == [1.0, 1.0, None]
     assert typed["turn.file"].to_pylist() == ["turn-00000.safetensors"] * 3
-
-
-def test_a_table_of_nothing_is_a_header(tmp_path):
-    table, jsonl = write_tables(GatheredOutputs(tmp_path / "nothing"), tmp_path / "out")
-    assert (table.read_text().splitlines(), jsonl.read_text()) == (["id"], "")

@@ -29,10 +29,6 @@ def test_every_row_is_of_one_task_and_an_items_rows_stay_together(
     assert max(left) <= (rows - len(done)) / len(shares) + 2 * step or len(shares) == 1
 
 
-def test_what_is_left_is_shared_and_not_what_is_there() -> None:
-    assert cut_rows(np.arange(60), 100, 1, 4) == [(0, 70), (70, 80), (80, 90), (90, 100)]
-
-
 def finished(folder: Path, task: int, run: str = "run") -> ApplyResult | None:
     """Return what a task that has done its rows is to write."""
     said: list[str] = []

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
 
 from pipeline.training.forensics.step_bundle import CrashNote, PieceInFlight
-from tests.training.checkpoints.saved import forked
 
 
 def on(*ids: str, step: int = 5) -> PieceInFlight:
@@ -57,19 +54,3 @@ def test_a_note_that_was_cut_says_nothing(tmp_path: Path, content: bytes) -> Non
     breath = CrashNote(path)
     assert breath.poison is None
     assert breath.deaths == []
-
-
-def test_a_folder_that_cannot_be_written_costs_the_note_only(tmp_path: Path) -> None:
-    breath = CrashNote(tmp_path / "nowhere" / "on")
-    breath.on(on("a"))
-    breath.close()
-
-
-def test_a_real_kill_leaves_it(tmp_path: Path) -> None:
-    def work() -> None:
-        CrashNote(tmp_path / "on").on(on("a"))
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    for _ in range(2):
-        assert os.waitpid(forked(work), 0)[1] == signal.SIGKILL
-    assert CrashNote(tmp_path / "on").poison == on("a")

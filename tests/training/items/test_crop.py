@@ -11,13 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import PlanInfeasible
-from pipeline.graphs.atom_graph import build_atom_graph
-from pipeline.graphs.item_graph import GraphRecipe, decode_graph, encode_graph
-from pipeline.graphs.residue_graph import build_residue_graph
-from pipeline.records import Item, Part, Reason, Rejection, Role
+from pipeline.graphs.item_graph import decode_graph, encode_graph
 from pipeline.store.cache_folder import CacheFolder
-from pipeline.structures import inventory
-from pipeline.structures.parsing import structure_files
 from pipeline.training.items.batch import BatchBuilder
 from pipeline.training.items.crop import crop_item, crop_rng
 from pipeline.training.items.item_source import CachedGraphs, ItemArrays
@@ -104,13 +99,6 @@ def test_whatever_is_cut_is_within_its_limits_and_otherwise_as_it_was(seed, role
     check(graph, small)
     if all(sizes[name] <= most for name, most in limits.items()):
         assert small.sizes() == sizes
-
-
-def test_an_item_that_fits_is_the_very_same():
-    found = found_of(graph_of(0))
-    rng = np.random.default_rng(0)
-    assert crop_item(found, found.meta["sizes"], rng) is found
-    assert crop_item(found, {}, rng) is found
 
 
 def test_what_stays_is_what_is_nearest_to_a_native_contact():
@@ -257,39 +245,3 @@ def test_what_is_fetched_again_is_what_the_ring_had(data):
         half = loader.fetch(micro.items.tolist()[:1], micro).value
         assert bytes_of(half.items[0]) == bytes_of(batch.items[0])
         assert half.items[0].rng.random() == batch.items[0].rng.random()
-
-
-def test_a_fetched_rejection_is_told_with_the_batch_and_to_nobody_else(data, tmp_path):
-    told = []
-    loader = data.loader([[0, 1]], reject=told.append, graphs=data.only(tmp_path, 0, refused=[1]))
-    (micro,) = list(data.loader([[0, 1]]).sampler.drawn())
-    batch = loader.fetch([0, 1], micro)
-    assert batch.ids == ("item0",)
-    assert batch.rejected == (Rejection("item1", Reason.NO_CONTACTS, "too far apart"),)
-    assert told == []
-
-
-def real(path):
-    item = Item(path.stem, parts=(Part(Role.COMPLEX, str(path)),))
-    _, read = inventory.examine_item(
-        item, {str(path): structure_files.File(path.read_bytes(), "00")}, inventory.ScanRecipe()
-    )
-    return read
-
-
-@pytest.mark.parametrize("build", [build_residue_graph, build_atom_graph])
-def test_real_complexes_are_cut_around_their_interface(structures, build):
-    for path in sorted((structures / "complexes").glob("*.pdb"))[:4]:
-        graph = build(real(path), GraphRecipe(cross_neighbours=5))
-        sizes = graph.sizes()
-        limits = {"nodes": sizes["nodes"] // 3, "pairs": sizes["pairs"] // 9}
-        small, _ = cut(graph, limits, seed=1)
-        assert all(small.sizes()[name] <= most for name, most in limits.items())
-        assert small.sizes()["nodes"] > 0.7 * limits["nodes"] or small.sizes()["pairs"] > 0.7 * limits["pairs"]
-        assert small.sizes()["contacts"] > 0
-        assert small.sizes()["edges"] < sizes["edges"]
-        if build is build_residue_graph:
-            check(graph, small)
-        for part in small.parts:
-            for edges in part.edges.values():
-                assert (np.diff(edges[1] * part.size + edges[0]) > 0).all()  # sorted by node, then by neighbour

@@ -165,15 +165,3 @@ def test_a_table_that_was_taken_stays_as_it_is_while_more_is_added_of_any_size()
     assert rows_of(before) == [("a", bytes(16), "train", 1)]
     assert builder.table().sizes["nodes"].tolist() == [1, 2**31 - 1, 2**40, 5]
     assert builder.table().sizes["nodes"].dtype == np.int64
-
-
-def test_a_table_is_written_without_a_second_copy_of_what_was_added(store):
-    count = 50_000
-    builder = builder_of([(f"i{number:07d}", bytes(16), "train", 7) for number in range(count)])
-    tracemalloc.start()
-    try:
-        builder.write(store)
-        taken_bytes = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert taken_bytes < 60 * count  # 41 in the record's bytes, 8 where texts begin

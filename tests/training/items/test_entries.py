@@ -65,12 +65,6 @@ def test_items_have_the_rows_along_each_axis_and_all_their_numbers_as_sizes() ->
     assert sizes == {NUMBERS: [12, 5], "peaks": [3, 5], "ions": [2, 0]}
 
 
-def test_an_axis_that_comes_late_has_no_rows_in_the_items_before() -> None:
-    found, rejected = taken(peaks(3), {**peaks(1), "ions.mz": np.zeros(2, FLOAT)})
-    assert not rejected
-    assert list(found.table.sizes["ions"]) == [0, 2]
-
-
 UNJOINABLE: list[tuple[str, list[dict[str, Any]]]] = [  # what is named, and items of which the last is rejected
     ("no arrays", [{}]),
     ("peaks has", [{"peaks.mz": np.zeros(3, FLOAT), "peaks.of": np.zeros(2, FLOAT)}]),
@@ -154,18 +148,6 @@ def test_arrays_that_are_not_what_they_were_are_an_error_that_names_the_item() -
         with pytest.raises(DataError, match="i1") as caught:
             list(source.read([0, 1]))
         assert "pipeline submit scan" in caught.value.remedy
-
-
-@pytest.mark.parametrize("error", [OSError("the disk is gone"), KeyError(3), DataError("no such peak"), MemoryError()])
-def test_what_a_reader_raises_names_the_item(error: Exception) -> None:
-    class Failing(Given):
-        def read(self, place: Any) -> dict[str, Any]:
-            raise error
-
-    found, _ = taken(peaks(2))
-    with pytest.raises((DataError, MemoryError), match="i0") as caught:
-        list(ReaderItems(Failing(), found.table.table()).read([0]))
-    assert isinstance(error, MemoryError) or "pipeline submit scan" in caught.value.remedy
 
 
 def test_unsigned_numbers_become_those_that_torch_computes_with() -> None:

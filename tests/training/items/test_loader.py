@@ -114,18 +114,6 @@ def test_types_are_the_same_in_every_batch_however_narrow_the_record(tmp_path):
     assert types[0] == types[1] == types[2]
 
 
-def test_a_rank_without_items_gets_an_empty_batch_in_its_place(data):
-    batches = [(len(batch), batch.origin.step, list(batch.fields)) for batch in data.loader([[0], [], [1]])]
-    assert [size for size, _, _ in batches] == [1, 0, 1]
-    assert batches[1] == (0, 1, [])
-
-
-def test_without_embeddings_there_are_none(data):
-    (batch,) = data.loader([[0, 1]], embeddings=None)
-    assert batch.sides["receptor"].embedding is None
-    assert batch.items[0].sides["ligand"].encoded is None
-
-
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_batches_come_in_the_samplers_order_whoever_is_done_first(data, threads):
     lists = [[number] * (1 + 9 * (number % 3 == 0)) for number in range(24)]
@@ -236,17 +224,6 @@ def endless(loader):
         yield from loader
 
 
-def test_a_second_epoch_has_another_order_and_the_loader_counts_its_batches(data):
-    sampler = Sampler(data.table.sizes, SamplerSettings(batch=4, padding=None))
-    loader = data.loader([], sampler=sampler)
-    epochs = [[number for batch in loader for number in batch.numbers] for _ in range(2)]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(24))
-    assert epochs[0] != epochs[1]
-    loader.set_epoch(0)
-    assert [number for batch in loader for number in batch.numbers] == epochs[0]
-    assert len(loader) == 6
-
-
 def test_random_numbers_are_an_items_own_whatever_batch_it_is_in(data):
     def drawn(lists, **options):
         loader = data.loader(
@@ -343,14 +320,6 @@ def test_what_is_not_collated_ahead_is_collated_by_the_thread_that_asks_for_it(d
     threads.clear()
     assert [name for batch in ahead.read() for name in batch.part(0, len(batch))] == [f"item{n}" for n in range(24)]
     assert threading.main_thread() not in threads
-
-
-def test_a_batch_goes_to_a_device_in_one_piece(data):
-    (batch,) = data.loader([[0, 1]])
-    there = batch.to("meta")
-    assert there["receptor.embedding"].device.type == "meta"
-    assert there["receptor.embedding"].shape == batch["receptor.embedding"].shape
-    assert batch.to("cpu").memory is batch.memory
 
 
 def test_an_embedding_that_is_missing_names_the_item_and_what_to_type(data, tmp_path):
@@ -458,12 +427,3 @@ def test_a_loop_that_its_own_callback_ends_loses_no_memory():
     for _ in range(4):  # twice as often as there are slots
         with pytest.raises(RuntimeError):
             next(iter(loader))
-
-
-def test_the_samplers_own_set_epoch_is_heard_while_an_earlier_loop_is_open():
-    loader, got, loops = refused(), [], []
-    for epoch in range(3):
-        loader.sampler.set_epoch(epoch)
-        loops.append(iter(loader))
-        got.append(next(loops[-1]).origin.epoch)
-    assert got == [0, 1, 2]

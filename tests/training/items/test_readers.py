@@ -15,7 +15,7 @@ from pipeline.records import Reason, Rejection
 from pipeline.training.items.item_source import CachedGraphs, DamagedItems
 from pipeline.training.items.loader import PROCESSES, THREADS
 
-LISTS = [[3, 1, 4], [], [1], [5, 9, 2, 6], [0, 7]] * 3
+LISTS = [[3, 1, 4], [], [1], [5, 9, 2, 6], [0, 7], list(range(10)) * 3] * 3
 
 
 class Pair(NamedTuple):
@@ -54,12 +54,8 @@ def content(batch) -> Any:
     tensors = {**value.named, "values": value.pair.values}
     said = {name: None if one is None else (one.dtype, one.tolist()) for name, one in tensors.items()}
     told = {name: float(weight) for name, weight in batch.weights.items()}
+    assert value.pair.values is value.pair.same, "the same tensor is one tensor, there and here"
     return batch.ids, batch.numbers, batch.origin, said, value.text, told
-
-
-def test_readers_of_another_name_are_refused(data):
-    with pytest.raises(ValueError, match="readers='process': 'threads' read, or 'processes'"):
-        data.loader(LISTS, readers="process")
 
 
 def test_processes_make_what_threads_make_weights_and_draws_included(data):
@@ -87,13 +83,6 @@ def test_joined_batches_are_the_same_too_and_hold_their_slots(data):
             assert held.fields.keys() == copies.keys()
             assert all(torch.equal(held[name].nan_to_num(), copies[name].nan_to_num()) for name in copies)
         del batch, held
-    loader.end()
-
-
-def test_the_same_tensor_is_one_tensor_there_and_here(data):
-    loader = data.loader([[0, 1]], collate=structured, readers=PROCESSES)
-    (batch,) = loader
-    assert batch.pair.values is batch.pair.same
     loader.end()
 
 
@@ -180,16 +169,6 @@ def test_what_cannot_be_read_is_told_by_the_training_itself(data, tmp_path, read
     assert [batch.text for batch in loader] == [("item0",), ("item2",)]
     assert mending.news() == ["item1"]
     loader.end()
-
-
-def test_batches_that_become_larger_are_whole_and_rejections_come_along(data):
-    lists = [[0], list(range(10)), [1], list(range(10)) * 3]
-    read = data.loader(lists, collate=structured, readers=PROCESSES, slots=2)
-    plain = data.loader(lists, collate=structured)
-    for one, other in zip(read, plain, strict=True):
-        assert torch.equal(one.pair.values, other.pair.values)
-        del one, other
-    read.end()
 
 
 def test_a_rejection_is_told_by_the_loop_that_reads(data, tmp_path):

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -91,10 +90,3 @@ def test_an_item_that_has_no_graph_or_whose_graph_fails_is_left_out_and_told(pre
     assert got == [[2], [1]]
     assert [(one.id, one.reason, one.split) for one in told] == [("c0", reason, "train")]
     assert str(raised).rpartition(": ")[2] in told[0].detail
-
-
-def test_the_order_of_items_asked_for_is_kept(prepared):
-    store, table = prepared
-    found = list(CachedGraphs(store, table).read([2, 0, 1, 2]))
-    assert [one.id for one in found] == ["c2", "c0", "c1", "c2"]
-    assert np.array_equal(found[0].arrays["receptor.node.pos"], found[3].arrays["receptor.node.pos"])

@@ -47,27 +47,6 @@ EPOCH = Epoch(
 )
 
 
-def test_the_line_says_what_went_wrong_and_how_the_batch_varied():
-    worse = replace(
-        EPOCH,
-        loss={"contacts": math.nan, "distance": 1.5},
-        batch=MetricRange(12, 20, 24),
-        allocated_bytes=31 << 20,
-        reserved_bytes=0,
-        peak_bytes=42 << 20,
-        ooms=2,
-        rejected=1,
-        cropped=1003,
-        left_out_steps=2,
-    )
-    assert worse.words() == (
-        "epoch 3  contacts not finite  distance 1.5  val auroc 0.812  "
-        "allocated 31.0 MiB / reserved 0 B / peak 42.0 MiB  "
-        "batch 12 to 24, 20 on average  12.1 items/s  2 out of memory  1 rejected  1,003 cropped  "
-        "2 skipped steps"
-    )
-
-
 def test_an_epoch_is_read_as_it_was_written(tmp_path):
     with closing(MetricsLog(tmp_path)) as figures:
         figures.epoch(EPOCH)

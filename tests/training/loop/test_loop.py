@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
 import resource
@@ -141,16 +140,6 @@ def test_wherever_memory_ends_the_run_is_the_one_that_was_cut_so_from_the_start(
             assert run.trainer.done == run.trainer.steps
             ooms += read_epochs(run.made.folder.path)[0].ooms
     assert ooms == 4 * (len(calls) - 1)
-
-
-def test_terms_whose_weights_are_asked_for_survive_the_end_of_memory(tmp_path: Path) -> None:
-    limited.need()
-    for terms in ("several", "weighted"):
-        plot = Plot(items=9, budget=60, terms=terms)
-        undisturbed, step = interrupted(plot, tmp_path / f"{terms}-undisturbed", {})
-        at = {call: step.blocks[call] // 2 for call in range(1, len(step.blocks), 4)}
-        run, _ = interrupted(plot, tmp_path / terms, at)
-        assert furthest(run.state(), undisturbed.state()) < EXACT
 
 
 # Ends, and is taken up
@@ -470,16 +459,6 @@ def test_a_step_without_any_item_changes_nothing(tmp_path: Path) -> None:
     run = Run(plot, tmp_path, make=lambda task, given: Step(task, given, scaled=True)).to_end()
     assert run.trainer.done == 14
     assert read_epochs(run.made.folder.path)[0].items == 1
-
-
-def test_learning_rates_are_the_same_function_of_the_step(tmp_path: Path) -> None:
-    run = Run(FULL, tmp_path).to_end()
-    lines = [json.loads(line) for line in (run.made.folder.path / "figures.jsonl").read_text().splitlines()]
-    rates = [line["learning_rate"] for line in lines]
-    assert len(rates) == 9
-    assert rates[:4] == pytest.approx([0.05 * share for share in (1 / 4, 2 / 4, 3 / 4, 1.0)])
-    assert rates[3:] == sorted(rates[3:], reverse=True)
-    assert rates[-1] == pytest.approx(0.005)
 
 
 def test_a_host_whose_memory_is_nearly_used_up_ends_the_run_in_order(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -199,7 +200,7 @@ def test_memory_between_steps_is_flat_over_fifty_epochs(tmp_path: Path) -> None:
 class Keeping(type(task_of(Plot()))):  # type: ignore[misc]
     """Keeps what it should not."""
 
-    kept: list[torch.Tensor]
+    kept: list[Any]
 
     def loss(self, model: Any, batch: Any) -> Any:
         if torch.is_grad_enabled():
@@ -218,3 +219,30 @@ def test_an_injected_leak_is_named(tmp_path: Path) -> None:
     assert "test_loop_memory.py" in told[0]
     clean = Run(plot, tmp_path / "clean").to_end()
     assert not [line for line in clean.said if "memory leaks" in line]
+
+
+LIBC = ctypes.CDLL(None)
+LIBC.malloc.restype, LIBC.malloc.argtypes, LIBC.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+
+
+class Grabbing(Keeping):
+    """Takes memory in a library, where no operator and no line of Python shows it."""
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        self.kept.append(LIBC.malloc(1 << 20))
+        return super(Keeping, self).loss(model, batch)
+
+
+@pytest.mark.nightly
+def test_a_leak_that_an_inspection_misses_is_reported_without_blaming_an_object(tmp_path: Path) -> None:
+    task = Grabbing(plot := Plot(train={"epochs": 40}))
+    task.kept = []
+    try:
+        run = Run(plot, tmp_path, task=task).to_end()
+    finally:
+        for place in task.kept:
+            LIBC.free(place)
+    told = [line for line in run.said if "memory leaks" in line]
+    assert told
+    assert all("no growing object was found" in line and "kept by" not in line for line in told)
+    assert any("host memory grows" in warning for warning in run.tell.report.warnings.values())

@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.training.loop.metrics_log import FEWEST, MedianStop, Pruned, falls_behind, figures_by_epoch
+from pipeline.training.loop.metrics_log import FEWEST, MedianStop, Pruned, falls_behind
 from pipeline.training.prepared import ModelFolder
 
 Figures = dict[int, float]
@@ -87,12 +87,3 @@ def test_what_is_decided_is_a_file_that_holds_until_training_goes_on_beyond_it(t
     for torn in ("{", "[]", "{}", '{"epoch": "2"}'):
         mine.pruned.write_text(torn)
         assert Pruned.read(mine, 2) is None
-
-
-def test_only_epochs_that_validated_the_figure_have_one(tmp_path: Path) -> None:
-    folder = ModelFolder(tmp_path / "model")
-    assert figures_by_epoch(folder, "loss") == {}
-    folder.path.mkdir()
-    (folder.path / "epochs.jsonl").write_text(epoch_line(1, 0.5))
-    assert figures_by_epoch(folder, "loss") == {1: 0.5}
-    assert figures_by_epoch(folder, "accuracy") == {}

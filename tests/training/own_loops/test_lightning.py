@@ -128,15 +128,6 @@ def test_a_rate_that_waits_for_a_plateau_is_set_as_by_lightning(kit: Any, tmp_pa
     assert [trainer.optimizers[0].param_groups[0]["lr"] for trainer in trainers] == [pytest.approx(0.01)] * 2
 
 
-def test_two_optimizers_are_refused_with_what_to_do(kit: Any, tmp_path: Path) -> None:
-    class Two(kit.Regression):
-        def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-            return [torch.optim.SGD(layer.parameters(), 0.01) for layer in (self.layers[0], self.layers[2])]
-
-    with pytest.raises(ConfigError, match="2 optimizers"):
-        kit.fit(Two(manual=True), kit.GovernorCallback(), tmp_path)
-
-
 @pytest.mark.parametrize(
     ("kind", "problem", "options"),
     [

@@ -7,8 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.errors import ConfigError, JobFailed
+from pipeline.errors import ConfigError
 from pipeline.training.own_loops import governed as governed_module
 from pipeline.training.own_loops.governed import Governed, begin_alike, wrappers_of
-from pipeline.training.ranks import RankLost, Ranks
+from pipeline.training.ranks import Ranks
 from pipeline.training.ranks.process_group import ProcessGroup
-from tests.testkit.limited import device as limited
-from tests.testkit.limited.device import LimitedDevice, RefuseOne
 from tests.training.ranks.crews import crew
 
 pytestmark = pytest.mark.timeout(300)
@@ -116,54 +112,6 @@ def test_an_oom_in_any_micro_batch_of_a_rank_leaves_the_step_of_one_process(
             torch.tensor(found, dtype=torch.float64), expected.expand(len(found), -1), rtol=0, atol=1e-10
         )
     assert all(found == ranks[0] for found in ranks), "ranks have drifted apart"
-
-
-class Apart(Ranks):
-    """A group whose messages and sums take no memory of the device, as on a card."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self.group, self.rank, self.world = group, group.rank, group.world
-        self.device: LimitedDevice | None = None
-
-    def exchange(self, message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        with self.device.host() if self.device else nullcontext():
-            return self.group.exchange(message)
-
-    def add_up(self, tensors: Sequence[Tensor], buffer: Tensor | None = None) -> None:
-        with self.device.host() if self.device else nullcontext():
-            self.group.add_up(tensors, buffer)
-
-
-def refused(group: ProcessGroup) -> dict[str, Any]:
-    """Refuse any one block of a step on the second rank."""
-    gc.freeze()  # every replay collects garbage, which torch itself is not
-    refuse_one, found, named = RefuseOne(), [], []
-    for place in range(0, 1000, 11):
-        loop, apart = Loop(), Apart(group)
-        governed = over(apart, loop.model, loop.optimizer, budget=3)
-        failed = ""
-        with LimitedDevice(through=refuse_one) as device:
-            apart.device, refuse_one.after = device, place if group.rank == 1 else -1
-            try:
-                governed.step(loop.share(group.rank, 2), loop.loss_of)
-            except (RankLost, JobFailed) as error:
-                failed = f"{type(error).__name__}: {error}"
-        (found if not failed else named).append(failed or loop.weights)
-        if not any(said["refused"] for said in group.exchange({"refused": device.refused})):
-            break
-    return {"found": found, "named": named}
-
-
-def test_whatever_block_a_rank_cannot_have_all_make_the_step_or_all_are_told(tmp_path: Path) -> None:
-    limited.need()
-    other, own = crew(tmp_path / "ranks", 2, refused).results()
-    assert len(own["found"]) >= 5
-    assert other["found"] == own["found"]
-    for weights in own["found"][1:]:
-        assert weights == pytest.approx(own["found"][0], abs=1e-10)
-    assert len(other["named"]) == len(own["named"])
-    assert all(failed.startswith("JobFailed: ") and "optimizer" in failed for failed in own["named"])
-    assert all(failed.startswith("JobFailed: ") and "rank 1: out of memory" in failed for failed in other["named"])
 
 
 def hopeless(group: ProcessGroup, how: str) -> list[str]:

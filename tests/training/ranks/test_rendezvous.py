@@ -79,28 +79,6 @@ def test_ranks_meet_and_the_file_is_gone_afterwards(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_starts_in_one_folder_do_not_mix(tmp_path: Path) -> None:
-    places = [place for name in ("a", "b", "c") for place in ranks(3, name)]
-
-    async def run() -> list[Meeting]:
-        return await together(*(join(place, tmp_path) for place in places))
-
-    assert [met.shared["store"] for met in finished(run())] == [place.meeting for place in places]
-
-
-def test_ranks_on_several_nodes_meet_on_an_address_that_others_reach(tmp_path: Path) -> None:
-    async def run() -> list[str]:
-        first = join(ranks(2, nodes=2)[0], tmp_path)
-        addresses: list[str] = (await published(tmp_path))["addresses"]
-        if addresses:
-            await together(first, join(ranks(2, nodes=2)[1], tmp_path))
-        return addresses
-
-    if not (addresses := finished(run())):
-        pytest.skip("this machine has no address but the loopback's")
-    assert not any(address.startswith("127.") or address == "localhost" for address in addresses)
-
-
 def test_a_file_that_was_left_behind_is_not_joined(tmp_path: Path) -> None:
     async def answer_wrongly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = JsonLink(reader, writer)
@@ -184,14 +162,11 @@ def test_rank_0_that_does_not_come_is_named_with_the_file_it_should_write(tmp_pa
         finished(meet(ranks(2)[1], tmp_path, {}, 0.1))
 
 
-def test_srun_says_who_a_process_is() -> None:
+def test_srun_or_our_launcher_says_who_a_process_is() -> None:
     assert RankPlace.by_slurm(STEP) == RankPlace(3, 4, 1, 2, "41-2-0-1", "n2")
     again = RankPlace.by_slurm(STEP, attempt=3)
     assert again is not None
     assert again.meeting == "41-2-0-3"
-
-
-def test_our_launcher_says_who_a_process_is() -> None:
     place = RankPlace.told("1/3", "name")
     assert (place.rank, place.world, place.local_rank, place.nodes, place.meeting) == (1, 3, 1, 1, "name")
 

@@ -76,10 +76,23 @@ def cases(draw: st.DrawFn) -> tuple[dict[str, np.ndarray], SamplerSettings]:
 
 @relaxed
 @given(cases(), st.sampled_from(RANKS))
-def test_every_item_comes_exactly_once_in_an_epoch_over_all_ranks(case, ranks):
+def test_over_all_ranks_every_item_comes_once_in_steps_that_neither_ranks_nor_limits_change(case, ranks):
     sizes, chosen = case
-    seen = [micro.items for rank in range(ranks) for micro in Sampler(sizes, chosen, rank=rank, ranks=ranks)]
-    assert sorted(np.concatenate(seen).tolist()) == list(range(len(sizes["ligand"])))
+    free = replace(chosen, budget={}, micro_batch=None, padding=None, cost=None)
+    one, seen = Sampler(sizes, free), []
+    assert epoch_of(one) == epoch_of(Sampler(sizes, chosen, ranks=ranks))
+    for rank in range(ranks):
+        steps: dict[int, list] = {}
+        for micro in Sampler(sizes, chosen, rank=rank, ranks=ranks):
+            steps.setdefault(micro.step, []).append(micro)
+        assert list(steps) == list(range(-(-len(sizes["ligand"]) // chosen.batch))), "every rank sees every step"
+        for micros in steps.values():
+            assert [(micro.index, micro.of) for micro in micros] == [(n, len(micros)) for n in range(len(micros))]
+            assert len(micros) == 1 or all(len(micro.items) for micro in micros)
+        seen.append([np.concatenate([micro.items for micro in micros]) for micros in steps.values()])
+    for step, dealt in enumerate(zip(*seen, strict=True)):
+        assert sorted(np.concatenate(dealt).tolist()) == sorted(one.step_items(0, step).tolist())
+    assert sorted(item for step in epoch_of(one) for item in step) == list(range(len(sizes["ligand"])))
 
 
 @relaxed
@@ -95,32 +108,6 @@ def test_no_micro_batch_exceeds_a_limit(case, ranks):
                 assert size(sizes, tuple(name.split("*")), items) <= most
             if chosen.padding is not None and len(items) > 1:
                 assert padded(sizes, chosen.by, items) <= chosen.padding * real(sizes, chosen.by, items)
-
-
-@relaxed
-@given(cases(), st.sampled_from(RANKS))
-def test_a_step_has_the_same_items_on_any_number_of_ranks_and_under_any_limits(case, ranks):
-    sizes, chosen = case
-    free = replace(chosen, budget={}, micro_batch=None, padding=None, cost=None)
-    one, many = Sampler(sizes, free), Sampler(sizes, chosen, ranks=ranks)
-    assert epoch_of(one) == epoch_of(many)
-    for step in range(one.steps):
-        dealt = [part for share in many.shares(0, step) for part in share]
-        assert sorted(np.concatenate(dealt).tolist()) == sorted(one.step_items(0, step).tolist())
-
-
-@relaxed
-@given(cases(), st.sampled_from(RANKS))
-def test_every_rank_sees_every_step_and_its_micro_batches_are_numbered(case, ranks):
-    sizes, chosen = case
-    for rank in range(ranks):
-        seen: dict[int, list] = {}
-        for micro in Sampler(sizes, chosen, rank=rank, ranks=ranks):
-            seen.setdefault(micro.step, []).append(micro)
-        assert list(seen) == list(range(-(-len(sizes["ligand"]) // chosen.batch)))
-        for micros in seen.values():
-            assert [(micro.index, micro.of) for micro in micros] == [(n, len(micros)) for n in range(len(micros))]
-            assert len(micros) == 1 or all(len(micro.items) for micro in micros)
 
 
 @relaxed
@@ -285,22 +272,6 @@ def test_no_swap_and_no_gift_of_the_costliest_rank_would_lower_what_the_two_have
             for back in (0, *(costs[place] for place in dealt[other])):
                 change = costs[mine] - back
                 assert max(loads[heavy] - change, loads[other] + change) >= loads[heavy]
-
-
-def test_concatenated_items_are_cut_by_their_number_too():
-    sizes = {"nodes": np.array([600, 100, 100, 100])}
-    chosen = SamplerSettings(batch=4, padding=None, budget={"nodes": 1000})
-    assert [len(micro.items) for micro in Sampler(sizes, chosen)] == [4]
-    assert sorted(len(micro.items) for micro in Sampler(sizes, replace(chosen, micro_batch=3))) in ([1, 3], [2, 2])
-    assert [len(micro.items) for micro in Sampler(sizes, replace(chosen, micro_batch=1))] == [1, 1, 1, 1]
-
-
-def test_the_memory_of_a_dense_pair_tensor_is_counted_with_the_largest_of_both_partners():
-    """100 × 10 and 10 × 100 cost 2 × 100 × 100 together, not 2 × 1,000."""
-    sizes = {"receptor": np.array([100, 10]), "ligand": np.array([10, 100]), "pairs": np.array([1000, 1000])}
-    chosen = SamplerSettings(batch=2, by=("pairs",), budget={"receptor*ligand": 2000})
-    assert [len(micro.items) for micro in Sampler(sizes, chosen)] == [1, 1]
-    assert len(list(Sampler(sizes, replace(chosen, budget={"pairs": 2000})))) == 1
 
 
 @relaxed

@@ -1,4 +1,4 @@
-"""Measures how far gradients are from those of one batch, in float64: `python -m tests.training.step.exactness`.
+"""Measures how far gradients are from those of one batch, in float64.
 
 Each kind of step makes one step of all items, cut at several budgets, while memory ends at random pieces of every rank.
 """
@@ -6,8 +6,6 @@ Each kind of step makes one step of all items, cut at several budgets, while mem
 from __future__ import annotations
 
 import random
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +71,3 @@ def largest_difference(folder: Path, name: str, world: int, *, fails: bool) -> t
             assert done["state"] == ranks[0][number]["state"], "all ranks have the same parameters"
             apart = max(apart, furthest({part: done["lost"][part] for part in true}, true))
     return apart, sum(done["struck"] for rank in ranks for done in rank)
-
-
-if __name__ == "__main__":
-    worst = 0.0
-    for name, world in CASES:
-        for fails in (False, True):
-            with tempfile.TemporaryDirectory() as folder:
-                apart, ooms = largest_difference(Path(folder) / "of", name, world, fails=fails)
-            worst = max(worst, apart)
-            sys.stdout.write(f"{name:18} ranks: {world}   out of memory: {ooms:2}   difference: {apart:.1e}\n")
-    sys.stdout.write(f"largest difference: {worst:.1e}, allowed: {EXACT:.0e}\n")
-    raise SystemExit(worst > EXACT)

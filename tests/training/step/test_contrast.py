@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipeline.errors import ConfigError, DataError, PlanInfeasible
 from pipeline.training.step.contrastive import ContrastiveStep, joined_rows
 from pipeline.training.step.optimizers import StepSettings
-from tests.training.loop.loops import Plot, batch_of, furthest, state_of
+from tests.training.loop.loops import Plot, batch_of, furthest
 from tests.training.step.kinds import Always, training, weights_of
 from tests.training.step.towers import Pairs, cut, drawn, of
 
@@ -115,12 +115,6 @@ def test_running_means_move_once_for_each_micro_batch() -> None:
     for batch in cut(drawn(24), [10, 14]):
         task.embed(model, batch)
     assert all(torch.equal(one, dict(model.named_buffers())[name]) for name, one in step.model.named_buffers())
-
-
-def test_gradients_are_clipped_and_averaged_as_ever() -> None:
-    _, _, whole = gradients([24], clip=0.01, ema=0.5, learning_rate=1.0)
-    _, _, parts = gradients([5, 19], clip=0.01, ema=0.5, learning_rate=1.0)
-    assert furthest(state_of(whole), state_of(parts)) < EXACT
 
 
 def test_losses_of_half_precision_are_scaled_before_they_go_back() -> None:

@@ -254,34 +254,6 @@ def test_terms_that_come_and_go_need_weights_told_beforehand() -> None:
         step.run(cut(data(), [20, 4]))
 
 
-def test_half_precision_computes_in_half_precision() -> None:
-    seen: list[torch.dtype] = []
-
-    class Half(OneTerm):
-        def model(self) -> nn.Module:
-            model = Net()
-            model.head.register_forward_hook(lambda _, __, out: seen.append(out.dtype))
-            return model
-
-        def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, tuple[Tensor, Tensor | float]]:
-            return super().loss(model, {name: tensor.float() for name, tensor in batch.items()})
-
-    Step(Half(), StepSettings(precision="bf16")).run([data()])
-    assert seen == [torch.bfloat16]
-
-
-def test_a_batch_with_a_way_to_move_itself_is_asked_to() -> None:
-    moved: list[str] = []
-
-    class Batch(dict[str, Tensor]):
-        def to(self, device: str) -> Batch:
-            moved.append(device)
-            return self
-
-    Step(OneTerm(), StepSettings()).run([Batch(data())])  # type: ignore[list-item]
-    assert moved == ["cpu"]
-
-
 class Half(OneTerm):
     """The same in single precision, as fp16 has it."""
 
