@@ -88,7 +88,7 @@ FAULTS = (
         "an out-of-memory does not lower the budget",
     ),
     Fault(
-        "device/out_of_memory.py",
+        "device/accelerator.py",
         "for text in HOST_IS_FULL + CARD_IS_FULL",
         "for text in CARD_IS_FULL",
         "out of host memory counts as another error",

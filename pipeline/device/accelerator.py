@@ -10,23 +10,27 @@ Functions that all cards have come from torch.accelerator, others from the modul
 
 from __future__ import annotations
 
+import gc
 import random
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 
-from pipeline.device.kinds import CARD, CPU, DRIVER, NOT_CARDS
+from pipeline.device.host import trim_heap
+from pipeline.device.kinds import CARD, CARD_IS_FULL, CPU, DRIVER, HOST_IS_FULL, NOT_CARDS
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
 TorchDevice: TypeAlias = torch.device  # for rooms that do not import torch
+Result = TypeVar("Result")
+_KEPT_CHARACTERS = 500  # of an error's text
 
 
 def is_card(device: torch.device | str) -> bool:
@@ -282,3 +286,51 @@ def _of_libraries() -> dict[str, Any]:
         "rng.numpy": np.append(keys, [position, has_gauss]).astype(np.int64),
         "rng.numpy.gauss": np.array([cached], np.float64),
     }
+
+
+# Out of memory
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error means that memory ran out."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return type(error) in (RuntimeError, torch.AcceleratorError) and any(
+        text in str(error) for text in HOST_IS_FULL + CARD_IS_FULL
+    )
+
+
+def out_of_memory_error(run: Callable[..., object], *arguments: object) -> str | None:
+    """Call a function; return the first line of the error if memory ran out, else None; other errors are raised.
+
+    The error is gone when this returns: its traceback holds the tensors of the call, and a retry needs their memory.
+    """
+    try:
+        run(*arguments)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return (str(error).strip().partition("\n")[0] or type(error).__name__)[:_KEPT_CHARACTERS]
+    return None
+
+
+def unless_out_of_memory(call: Callable[[], Result]) -> Result | None:
+    """Return what the call returns, or None if memory ran out."""
+    results: list[Result] = []
+    return results.pop() if out_of_memory_error(lambda: results.append(call())) is None else None
+
+
+def after_freeing_caches(call: Callable[[], Result], device: str) -> Result:
+    """Return what a call returns; if memory runs out, call once more without what is held for reuse."""
+    results: list[Result] = []
+    if out_of_memory_error(lambda: results.append(call())) is None:
+        return results.pop()
+    free_caches(device)
+    return call()
+
+
+def free_caches(device: str) -> None:
+    """Release memory that Python, the C library and torch keep for reuse."""
+    gc.collect()
+    trim_heap()
+    computing(device).empty_cache()

@@ -14,13 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
-from pipeline.device.accelerator import Card, is_card
-from pipeline.device.out_of_memory import unless_out_of_memory
+from pipeline.device.accelerator import Card, is_card, unless_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 ALIGNMENT = 64
+
+
+def bytes_on_host(size_bytes: int, *, pin: bool = True) -> torch.Tensor:
+    """Return memory of the host as bytes; pinned, a card reaches it directly."""
+    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pin)
 
 
 def moved(batch: Any, device: torch.device | str, *, waits: bool = False) -> Any:

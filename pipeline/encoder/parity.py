@@ -17,9 +17,8 @@ import torch
 from torch.nn.functional import layer_norm, linear, silu
 
 from pipeline.command_line import Command
-from pipeline.device.accelerator import is_card
+from pipeline.device.accelerator import free_caches, is_card, unless_out_of_memory
 from pipeline.device.kinds import CPU
-from pipeline.device.out_of_memory import free_caches, unless_out_of_memory
 from pipeline.encoder.checkpoint_files import ESM1B, ESMC
 from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, CLS, EOS, LETTERS, tokenize
 from pipeline.encoder.esm2 import EsmEncoder, without_tf32

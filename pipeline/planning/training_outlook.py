@@ -28,8 +28,7 @@ from pipeline.memory.footprint import Category
 from pipeline.memory.hardware.gpus import device
 from pipeline.memory.hardware.host_memory import TrainingJob, kept_bytes, staged_bytes, train_need
 from pipeline.memory.history import Suggestion
-from pipeline.memory.lint import RunFacts, lint
-from pipeline.memory.outlook import EVERY, PLANNING, TrainOutlook
+from pipeline.memory.outlook import EVERY, PLANNING, RunFacts, TrainOutlook, lint
 from pipeline.memory.planning.budget_search import ChoiceMemory
 from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, Offer
 from pipeline.memory.planning.planner import CurriculumStage, compare_offers, plan_stages

@@ -177,7 +177,7 @@ def _choice(prepared: Prepared, rung: int = 0) -> MemoryChoice:
 
 def _loaded_step(case: ReplayCase, job: Job) -> tuple[Step, str, bool]:
     """Return a step with its weights and its optimizer's state, which weights these are, and whether they are exact."""
-    from pipeline.device.out_of_memory import out_of_memory_error
+    from pipeline.device.accelerator import out_of_memory_error
     from pipeline.training.loop.train import fresh_step
 
     made: list[tuple[Step, str, bool]] = []

@@ -22,7 +22,7 @@ from pipeline.dataset.early_items import refuse_unknown_splits
 from pipeline.dataset.reader_items import is_reader, look_at_files, read_first, reader_of, refuse_crop
 from pipeline.encoder.weights import find_checkpoint
 from pipeline.errors import ConfigError, DataError, PipelineError, SubmissionRefused
-from pipeline.memory.lint import RunFacts, Severity, lint
+from pipeline.memory.outlook import RunFacts, Severity, lint
 from pipeline.project.container_image import digest_now, is_contained, refuse_unfit_image
 from pipeline.project.project import Encoding, Project, local_machine, scan_recipe_of, source_spec
 from pipeline.project.run_code import load_task

@@ -36,8 +36,7 @@ from pipeline.records import Rejection
 from pipeline.stage_names import StageName
 from pipeline.stages.stage import Judged, Stage
 from pipeline.stages.train import UNPLANNED_BYTES, TrainStage, refuse_unfit_weights
-from pipeline.training.checkpoints.checkpoint import ChosenCheckpoint, choose_checkpoint, weights_file
-from pipeline.training.evaluating.application import Application
+from pipeline.training.checkpoints.checkpoint import Application, ChosenCheckpoint, choose_checkpoint, weights_file
 from pipeline.training.items.item_table import ItemTable, table_digest
 from pipeline.training.prepared import ModelFolder, Prepared, RowShare, cut_rows
 

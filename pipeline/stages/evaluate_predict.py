@@ -15,7 +15,7 @@ from pipeline.project.run_code import load_task
 from pipeline.protocol import PICTURES
 from pipeline.stage_names import StageName
 from pipeline.stages.apply import ApplyStage, ModelUse
-from pipeline.training.evaluating.application import Application
+from pipeline.training.checkpoints.checkpoint import Application
 from pipeline.training.evaluating.results import (
     Figures,
     Predictions,

@@ -23,10 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BESIDE_A_STEP = (
     "device/accelerator.py",
     "device/batch_transfer.py",
-    "memory/leaks/inspection.py",
-    "memory/leaks/leak_detector.py",
-    "device/out_of_memory.py",
-    "memory/runtime/pinned_tensors.py",
+    "memory/leak_inspection.py",
+    "memory/leak_detector.py",
     "memory/runtime/recovery.py",
     "training/loop/train.py",
 )

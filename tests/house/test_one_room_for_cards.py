@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "pipeline"
 KNOW_CARDS = ("device/", "memory/hardware/", "memory/tracing/")
 # What people write or read, in the words of torch and of Slurm: these quote, and never ask a GPU.
 EXCUSED = {
-    "memory/lint.py": "the variables that set CUDA's allocator, and what is wrong with them",
+    "memory/outlook.py": "the variables that set CUDA's allocator, and what is wrong with them",
     "config/familiar_words.yaml": "a word that people write where ours is another",
     "setup/profile.yaml.jinja": "the name of an environment module",
 }

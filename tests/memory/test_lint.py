@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from pipeline.memory.hardware.caching_allocator import VARIABLES, allocator_options
-from pipeline.memory.lint import LintFinding, RunFacts, lint
+from pipeline.memory.outlook import LintFinding, RunFacts, lint
 
 
 def env(**variables: str) -> RunFacts:

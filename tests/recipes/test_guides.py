@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.errors import ConfigError
 from pipeline.memory.footprint import MemoryChoice
-from pipeline.memory.lint import RunFacts, lint
+from pipeline.memory.outlook import RunFacts, lint
 from pipeline.memory.runtime.meters import MaintenanceSettings
 from pipeline.planning.prepare import taken_of
 from pipeline.project.run_code import load_task

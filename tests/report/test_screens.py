@@ -19,7 +19,7 @@ import pytest
 from pipeline.errors import ConfigError
 from pipeline.journal.run_status import RunStatus, State
 from pipeline.memory.footprint import Provenance
-from pipeline.memory.lint import LintFinding, Severity
+from pipeline.memory.outlook import LintFinding, Severity
 from pipeline.memory.planning.memory_plan import PlannedOffer
 from pipeline.report.facts import Estimate, StageUse, Suggested
 from pipeline.report.plan_tables import stages_report, training_answer

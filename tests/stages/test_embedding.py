@@ -280,9 +280,7 @@ def test_the_run_keeps_speed_memory_and_closeness(fasta, pipeline):
     assert measured["pad_factor"] >= 1
     assert measured["peak_rss_bytes"] > 50 << 20
     assert 0.99999 <= measured["lowest cosine to fair-esm"] <= 1.000001
-    assert (
-        "lowest cosine to fair-esm" in pipeline("status", "-v").out
-    )  # of ESM-2 and its relatives
+    assert "lowest cosine to fair-esm" in pipeline("status", "-v").out  # of ESM-2 and its relatives
     assert measured["left_s"] == 0
     assert stage["residues"] == sum(map(len, natural(30)))
 

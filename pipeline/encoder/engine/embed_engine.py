@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
-from pipeline.device.accelerator import Card, card_here, is_card, release_pinned
-from pipeline.device.out_of_memory import unless_out_of_memory
+from pipeline.device.accelerator import Card, card_here, is_card, release_pinned, unless_out_of_memory
+from pipeline.device.batch_transfer import bytes_on_host
 from pipeline.encoder.embedding_recipe import BadSequence, Variant
 from pipeline.encoder.engine import token_batches
 from pipeline.encoder.engine.memory_ladder import QUEUE_BYTES, EmbeddingCounts, Forward, Ladder, RefusedSequence, Work
@@ -22,7 +22,6 @@ from pipeline.encoder.esm2 import EsmEncoder
 from pipeline.encoder.esm_checkpoint import as_dtype
 from pipeline.encoder.parity import no_room
 from pipeline.memory.hardware.host_memory import pinned_bytes
-from pipeline.memory.runtime.pinned_tensors import bytes_on_host
 from pipeline.records import Reason
 
 if TYPE_CHECKING:

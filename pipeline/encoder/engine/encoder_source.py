@@ -17,8 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeline.device.accelerator import is_card
-from pipeline.device.out_of_memory import free_caches, is_out_of_memory, unless_out_of_memory
+from pipeline.device.accelerator import free_caches, is_card, is_out_of_memory, unless_out_of_memory
 from pipeline.encoder import parity
 from pipeline.encoder.esm2 import TYPICAL, EsmEncoder
 from pipeline.encoder.esm_checkpoint import EsmCheckpoint, as_dtype, load_esm_checkpoint

@@ -15,10 +15,9 @@ import torch
 from pipeline.cluster.machine import find_mem_bytes
 from pipeline.cluster.processes import used_bytes
 from pipeline.command_line import Command
-from pipeline.device.accelerator import Card, computing, is_card, located, torch_sees
+from pipeline.device.accelerator import Card, computing, free_caches, is_card, located, torch_sees, unless_out_of_memory
 from pipeline.device.host import trim_heap
 from pipeline.device.kinds import CPU
-from pipeline.device.out_of_memory import free_caches, unless_out_of_memory
 from pipeline.encoder.embedding_recipe import ENDS, Variant, window_shares, windows
 from pipeline.encoder.esm2 import TILE
 from pipeline.errors import JobFailed

@@ -187,7 +187,7 @@ class StepGauge:
         """Return the bytes that were not enough, if the step ended out of memory; None for other errors."""
         import torch
 
-        from pipeline.device.out_of_memory import is_out_of_memory
+        from pipeline.device.accelerator import is_out_of_memory
 
         if self._is_card:
             memory = self._meter.read()
@@ -320,7 +320,7 @@ class Maintenance:
             if self._steps == 1:
                 gc.freeze()
         if empty_cache:
-            from pipeline.device.out_of_memory import free_caches
+            from pipeline.device.accelerator import free_caches
 
             free_caches(self._name)
 

@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.device.accelerator import RngState
-from pipeline.device.out_of_memory import after_freeing_caches, free_caches, out_of_memory_error
+from pipeline.device.accelerator import RngState, after_freeing_caches, free_caches, out_of_memory_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -26,6 +26,8 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pipeline.errors import ConfigError, DataError, JobFailed
 from pipeline.files import file_digest
 from pipeline.keys import content_digest
@@ -40,7 +42,7 @@ from pipeline.training.checkpoints.sealed_folder import (
     WrittenFile,
     read_sealed,
 )
-from pipeline.training.prepared import BEST, LAST, ModelFolder
+from pipeline.training.prepared import BEST, LAST, ModelFolder, Prepared  # a run's plan is read again by it
 from pipeline.training.state import TRAINING
 from pipeline.units import first_few
 
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     import torch
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from pipeline.training.checkpoints.sealed_folder import SealedFolder
@@ -492,3 +495,26 @@ class CheckpointFolder:
         )
         problem = f"the checkpoint of step {step} could not be saved: {why}; {last}"
         return NotSaved(problem, where=str(self.folder), remedy=look)
+
+
+@dataclass(frozen=True, slots=True)
+class Application:
+    """A checkpoint and the items to apply it to, as decided when the stage began."""
+
+    prepared: Prepared
+    chosen: ChosenCheckpoint
+    split: str | None  # None: all items
+    made: str  # the digest of the items, and of the user's code that tells of them
+    items: int
+    data: str  # the path of the data set
+    done: list[tuple[int, int]] = field(default_factory=list)  # items that were done before, as first and stop
+    model: str = ""  # the model's folder
+    each: int = 1  # rows of an item, such as poses
+
+    @property
+    def folder(self) -> ModelFolder:
+        return ModelFolder(Path(self.model))
+
+    @property
+    def done_N(self) -> NDArray[np.int64]:
+        return np.concatenate([np.zeros(0, np.int64), *(np.arange(first, stop) for first, stop in self.done)])

@@ -21,17 +21,18 @@ import torch
 from torch import Tensor
 
 from pipeline.codec import rebuilt
-from pipeline.device.accelerator import RngState, computing
+from pipeline.device.accelerator import RngState, computing, is_card, release_pinned, unless_out_of_memory
+from pipeline.device.batch_transfer import bytes_on_host
 from pipeline.errors import ConfigError, JobFailed
 from pipeline.keys import recipe_key
-from pipeline.memory.runtime.pinned_tensors import TensorRuns, layout_of
+from pipeline.memory.hardware.host_memory import pinned_layout
 from pipeline.training.checkpoints.checkpoint import NotSaved, State, StoredTensor, tensor_words
 from pipeline.training.checkpoints.sealed_folder import DTYPE_NAMES, OTHER_MODEL, distinct
 from pipeline.training.state import TRAINING, TrainingState
 from pipeline.units import first_few
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -161,24 +162,59 @@ def _unfilled(stored: StoredTensor, key: str, parameter: Tensor, group: Mapping[
 
 
 class StagingBuffers:
-    """Copies of tensors in host memory, which is reused."""
+    """Copies of tensors in few runs of the host's memory, which are used again for others of the same sizes.
+
+    Runs are pinned where a tensor is on a card, as long as the host can pin so much.
+    """
 
     def __init__(self) -> None:
-        self._runs = TensorRuns()
+        self._sizes: list[int] = []
+        self._places = pinned_layout([], pinned=False).places
+        self._runs: list[Tensor] = []
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(map(len, self._runs))
 
     def missing_bytes(self, tensors: Mapping[str, Tensor]) -> int:
         """Return how much more memory copies of tensors would take."""
-        return max(0, layout_of(list(distinct(tensors)[0].values())).bytes - self._runs.held_bytes)
+        sizes, pinned = _sizes_of(distinct(tensors)[0].values())
+        return max(0, pinned_layout(sizes, pinned=pinned).bytes - self.held_bytes)
 
     def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return copies, valid until the next call; tied tensors stay tied."""
         kept, same = distinct(tensors)
-        copies = dict(zip(kept, self._runs.rooms(list(kept.values())), strict=True))
-        for name, tensor in kept.items():
+        sizes, pinned = _sizes_of(kept.values())
+        if sizes != self._sizes:
+            self._make(sizes, pinned=pinned)
+        copies = {}
+        for (name, tensor), size, place in zip(kept.items(), sizes, self._places, strict=True):
+            run = self._runs[place.run] if size else bytes_on_host(0, pin=False)
+            copies[name] = run[place.start : place.start + size].view(tensor.dtype).view(tensor.shape)
             copies[name].copy_(tensor.detach(), non_blocking=True)
         for device in {tensor.device for tensor in kept.values()}:
             computing(device).synchronize()
         return copies | {alias: copies[first] for alias, first in same.items()}
+
+    def _make(self, sizes: list[int], *, pinned: bool) -> None:
+        """Make runs; unpinned ones where no more can be pinned."""
+        if self._runs:
+            self._sizes, self._runs = [], []  # the old ones go before the new ones come
+            if pinned:
+                release_pinned()
+        layout = pinned_layout(sizes, pinned=pinned)
+        runs = unless_out_of_memory(lambda: [bytes_on_host(size, pin=pinned) for size in layout.runs])
+        if runs is None:
+            layout = pinned_layout(sizes, pinned=False)
+            runs = [bytes_on_host(size, pin=False) for size in layout.runs]
+        self._sizes, self._places, self._runs = sizes, layout.places, runs
+
+
+def _sizes_of(tensors: Iterable[Tensor]) -> tuple[list[int], bool]:
+    """Return the bytes of tensors, and whether copies of them are pinned: where one is on a card."""
+    known = list(tensors)
+    sizes = [tensor.numel() * tensor.element_size() for tensor in known]
+    return sizes, any(is_card(tensor.device) for tensor in known)
 
 
 @dataclass(eq=False)

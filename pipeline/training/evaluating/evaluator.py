@@ -56,8 +56,7 @@ if TYPE_CHECKING:
     from pipeline.memory.runtime.recovery import Cut
     from pipeline.protocol import Contrastive
     from pipeline.records import TaskContext
-    from pipeline.training.checkpoints.checkpoint import ChosenCheckpoint
-    from pipeline.training.evaluating.application import Application
+    from pipeline.training.checkpoints.checkpoint import Application, ChosenCheckpoint
     from pipeline.training.evaluating.outputs import Terms
     from pipeline.training.items.batch import TaskBatch
     from pipeline.training.items.item_source import ItemSource

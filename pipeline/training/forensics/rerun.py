@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from pipeline.device.accelerator import RngState
-from pipeline.device.out_of_memory import out_of_memory_error, unless_out_of_memory
+from pipeline.device.accelerator import RngState, out_of_memory_error, unless_out_of_memory
 from pipeline.errors import PlanInfeasible
 from pipeline.memory.runtime.recovery import StepSnapshot, forget_failed_backward
 from pipeline.training.checkpoints.keeper import plain_name

@@ -37,12 +37,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pipeline.device.accelerator import card_here, release_pinned
-from pipeline.device.batch_transfer import filled, outlined, packed
-from pipeline.device.out_of_memory import is_out_of_memory
+from pipeline.device.accelerator import card_here, is_out_of_memory, release_pinned
+from pipeline.device.batch_transfer import bytes_on_host, filled, outlined, packed
 from pipeline.errors import CacheDamaged, RecordMissing
 from pipeline.memory.hardware.host_memory import slot_bytes
-from pipeline.memory.runtime.pinned_tensors import bytes_on_host
 from pipeline.records import Rejection
 from pipeline.training.items.batch import EMBEDDING, ENCODED, BatchBuilder, ItemBatch, TaskBatch
 from pipeline.training.items.crop import crop_item, crop_rng

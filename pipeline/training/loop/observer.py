@@ -13,7 +13,7 @@ import torch
 from pipeline.codec import plain
 from pipeline.device.accelerator import Card, RngState, is_card
 from pipeline.device.kinds import CPU
-from pipeline.memory.leaks.leak_detector import Leaks
+from pipeline.memory.leak_detector import Leaks
 from pipeline.memory.runtime.meters import HostMeter
 from pipeline.training.forensics import step_bundle
 from pipeline.training.forensics.step_bundle import Bundle, BundleCut, BundleKind, CrashNote, PieceInFlight
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pipeline.config.schema_train import TrainSection
-    from pipeline.memory.leaks.leak_detector import MemoryLeak
+    from pipeline.memory.leak_detector import MemoryLeak
     from pipeline.memory.runtime.meters import Meter
     from pipeline.records import TaskContext
     from pipeline.training.prepared import ModelFolder, Prepared

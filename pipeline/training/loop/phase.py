@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.device.out_of_memory import free_caches, out_of_memory_error
+from pipeline.device.accelerator import free_caches, out_of_memory_error
 from pipeline.errors import PlanInfeasible
 from pipeline.memory.runtime.recovery import StepSnapshot
 from pipeline.training.items.loader import PROCESSES

@@ -27,7 +27,7 @@ import torch
 from lightning.pytorch import Callback
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pipeline.device.out_of_memory import is_out_of_memory
+from pipeline.device.accelerator import is_out_of_memory
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.memory.runtime.meters import HostMeter, Maintenance, MaintenanceSettings, meter_of
 from pipeline.training.own_loops.governed import Governed

@@ -26,9 +26,8 @@ import torch.distributed as dist
 from torch._utils import _take_tensors
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # they are documented there
 
-from pipeline.device.accelerator import Card, collectives, computing, is_card
+from pipeline.device.accelerator import Card, collectives, computing, free_caches, is_card
 from pipeline.device.kinds import CPU
-from pipeline.device.out_of_memory import free_caches
 from pipeline.errors import ConfigError
 from pipeline.records import RankPlace
 from pipeline.training.ranks import PIECE_BYTES, Ranks

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from pipeline.device.accelerator import RngState
+from pipeline.device.accelerator import RngState, after_freeing_caches, free_caches, out_of_memory_error
 from pipeline.device.kinds import CPU
-from pipeline.device.out_of_memory import after_freeing_caches, free_caches, out_of_memory_error
 from pipeline.errors import DataError, PlanInfeasible
 from pipeline.memory.runtime.recovery import StepSnapshot, forget_failed_backward
 from pipeline.protocol import Contrastive

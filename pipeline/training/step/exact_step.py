@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipeline.device.accelerator import after_freeing_caches, out_of_memory_error, unless_out_of_memory
 from pipeline.device.kinds import CPU
-from pipeline.device.out_of_memory import after_freeing_caches, out_of_memory_error, unless_out_of_memory
 from pipeline.errors import ConfigError, PlanInfeasible
 from pipeline.memory.runtime.recovery import UNPLANNED, Governor, StepSnapshot
 from pipeline.training.loss_terms import added, sums_by_name

@@ -42,10 +42,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._python_dispatch import _disable_current_modes
 
-from pipeline.device.accelerator import is_card
+from pipeline.device.accelerator import free_caches, is_card, out_of_memory_error
 from pipeline.device.batch_transfer import map_tensors
 from pipeline.device.kinds import CPU
-from pipeline.device.out_of_memory import free_caches, out_of_memory_error
 from pipeline.errors import ConfigError
 from pipeline.memory.footprint import Unmeasurable
 from pipeline.protocol import Weights

@@ -13,6 +13,7 @@ from pipeline.memory.hardware.host_memory import (
     pinned_bytes,
     staged_bytes,
 )
+from pipeline.training.checkpoints import keeper
 from pipeline.training.checkpoints.keeper import StagingBuffers
 from pipeline.training.step.checkpointing import Pinned, PinnedChunks, offloaded
 from tests.card import card
@@ -65,16 +66,14 @@ def test_a_state_that_has_grown_leaves_nothing_pinned_of_what_it_took_before() -
 
 
 def test_a_host_that_pins_no_more_saves_from_memory_that_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeline.memory.runtime import pinned_tensors
-
-    before, bytes_on_host = taken(), pinned_tensors.bytes_on_host
+    before, bytes_on_host = taken(), keeper.bytes_on_host
 
     def full(size_bytes: int, *, pin: bool = True) -> torch.Tensor:
         if pin:
             raise torch.OutOfMemoryError("CUDA error: out of memory")
         return bytes_on_host(size_bytes, pin=False)
 
-    monkeypatch.setattr(pinned_tensors, "bytes_on_host", full)
+    monkeypatch.setattr(keeper, "bytes_on_host", full)
     copies = StagingBuffers().copied({"a": torch.ones(1000, device=card.NAME)})
     assert taken() == before
     assert (copies["a"] == 1).all()

@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 import pipeline.stages.embed, pipeline.encoder.embed_texts
 from pipeline.cluster.processes import used_bytes
-from pipeline.device.out_of_memory import free_caches
+from pipeline.device.accelerator import free_caches
 from pipeline.encoder.esm_checkpoint import load_esm_checkpoint
 from pipeline.encoder.esm2 import EsmEncoder
 from pipeline.encoder.parity import Reference

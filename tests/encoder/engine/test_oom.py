@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.device.out_of_memory import is_out_of_memory, unless_out_of_memory
+from pipeline.device.accelerator import is_out_of_memory, unless_out_of_memory
 from pipeline.encoder.embedding_recipe import SequenceCut, Variant
 from pipeline.encoder.engine import memory_ladder
 from pipeline.encoder.engine.embed_engine import Done, Engine

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from pipeline.device.host import VARIABLES
-from pipeline.memory.leaks.leak_detector import malloc_counter
+from pipeline.memory.leak_detector import malloc_counter
 from pipeline.units import MIB
 
 BLOCKS, ROUNDS = 100, 5
 STEPS = f"""
 import json, resource, sys
 from pipeline.device.host import keep_freed_memory
-from pipeline.memory.leaks.leak_detector import malloc_counter, resident_bytes
+from pipeline.memory.leak_detector import malloc_counter, resident_bytes
 keeps = keep_freed_memory(int(sys.argv[1]))
 count = malloc_counter()
 def step():

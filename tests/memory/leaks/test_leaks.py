@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.memory.leaks import leak_detector
-from pipeline.memory.leaks.inspection import INSPECTED, Reachable
-from pipeline.memory.leaks.leak_detector import HOST, TENSORS, Leaks, Live, MemoryLeak, leaking
+from pipeline.memory import leak_detector
+from pipeline.memory.leak_detector import HOST, TENSORS, Leaks, Live, MemoryLeak, leaking
+from pipeline.memory.leak_inspection import INSPECTED, Reachable
 from tests.testkit.limited import device
 
 HERE = Path(__file__)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.device.out_of_memory import out_of_memory_error
+from pipeline.device.accelerator import out_of_memory_error
 from pipeline.memory.runtime.recovery import Cut, Governor, StepSnapshot, each_that_fits
 from tests.testkit.limited import device as limited
 from tests.testkit.limited.device import LimitedDevice, RefuseOne

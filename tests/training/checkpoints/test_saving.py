@@ -100,14 +100,14 @@ def test_what_changes_while_a_checkpoint_is_written_is_not_in_it(tmp_path, gated
 def test_the_next_save_waits_for_the_one_before_and_reuses_its_buffers(tmp_path, gated):
     saving, gate = gated
     saving.save(1)
-    held = saving.keeper._staging._runs.held_bytes
+    held = saving.keeper._staging.held_bytes
     second = threading.Thread(target=saving.save, args=(2,))
     second.start()
     gate.set()
     second.join(60)
     saving.keeper.finish()
     content = sum(tensor.nbytes for tensor in saving.step.model.state_dict().values())
-    assert saving.keeper._staging._runs.held_bytes == held >= content
+    assert saving.keeper._staging.held_bytes == held >= content
     for number in (1, 2):
         loaded = open_checkpoint(tmp_path / f"step-0000000{number}")
         assert loaded.sealed.tensors("state")["model.weight"].eq(number).all()

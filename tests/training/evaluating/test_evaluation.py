@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from pipeline.config.schema_train import TrainSection
 from pipeline.errors import ConfigError
 from pipeline.records import Reason, TaskContext
-from pipeline.training.checkpoints.checkpoint import CheckpointFolder, State, choose_checkpoint
+from pipeline.training.checkpoints.checkpoint import Application, CheckpointFolder, State, choose_checkpoint
 from pipeline.training.checkpoints.keeper import model_key, model_state
 from pipeline.training.checkpoints.trained_weights import load_checkpoint
-from pipeline.training.evaluating.application import Application
 from pipeline.training.evaluating.evaluator import ApplyJob, ApplyResult, apply_model
 from pipeline.training.evaluating.outputs import GatheredOutputs
 from pipeline.training.items.item_table import ItemTable, table_digest

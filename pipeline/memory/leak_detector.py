@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
-from pipeline.memory.leaks.inspection import INSPECTED, Inspection, Leftover
+from pipeline.memory.leak_inspection import INSPECTED, Inspection, Leftover
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
