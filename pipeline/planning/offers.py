@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 NAME = "train"
 ASSUMED_BYTES = 16 << 30  # of a node, where no Slurm says it
-_OFFER = re.compile(r"(?:(\d+)\s*[x×*]\s*)?(.+)", re.IGNORECASE)
+_OFFER = re.compile(r"(?:(\d+)\s*[x×*]\s*)?(.*)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,14 @@ def offers_of(question: Question, *, on_cpu: bool) -> list[Offer]:
 
 
 def _offer(text: str, ranks: int, fraction: float | None = None) -> Offer:
-    """Read what was typed: 3xa100-40gb, or a100-40gb,v100-32gb for a job that may land on either."""
-    match = _OFFER.fullmatch(text.strip())
-    count, names = (match[1], match[2]) if match else (None, text)
-    ranks = int(count) if count else ranks
-    if ranks < 1:
-        raise ConfigError(f"{text!r} asks for no GPU", where="--gpu", remedy="write 2xa100-80gb, a100-80gb or 24GiB")
-    cards = tuple(CardSpec.of(device(name), ranks, fraction=fraction) for name in names.split(","))
+    """Read what was typed: 3xa100-40gb, or 3xa100-40gb,v100-32gb for a job that may get either."""
+    parts = [_OFFER.findall(part.strip())[0] for part in text.split(",")]
+    counts = {int(count) for count, _ in parts if count} or {ranks}
+    ranks = counts.pop()
+    if counts or ranks < 1:
+        problem = "names several numbers of GPUs" if counts else "asks for no GPU"
+        raise ConfigError(f"{text!r} {problem}", where="--gpu", remedy="write 2xa100-80gb, a100-80gb or 24GiB")
+    cards = tuple(CardSpec.of(device(name), ranks, fraction=fraction) for _, name in parts)
     return Offer(f"{ranks} x {', '.join(card.name for card in cards)}", ranks, cards)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import ceil
@@ -14,6 +15,7 @@ import numpy as np
 from pipeline.command_line import Command
 from pipeline.dataset.early_items import (
     SIZES,
+    naming_sizes,
     refuse_other_width,
     refuse_sequences,
     refuse_unknown_splits,
@@ -259,7 +261,8 @@ def _case(question: Question, work: Work) -> _PlanningCase:
     refuse_sequences(config)
     refuse_crop(config)
     if not question.sizes:
-        refuse_unknown_splits(question.project)
+        with naming_sizes(config) if question.by_plan else nullcontext():
+            refuse_unknown_splits(question.project)
         refuse_other_width(question.project, work.task)
     table, sizes_from = _items(question)
     sizes = _sizes(question, work, table, early=bool(sizes_from))

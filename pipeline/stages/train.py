@@ -125,7 +125,9 @@ class TrainStage(Stage):
         for view in (view_of(project, name) for name in training_names(project)):
             refuse_crop(view.config)
             code_of(view)
-            refuse_misfits(view, load_task(view.config.train.task, view.config.train.options, beside=project.beside))
+            if known_plan(view) is None:  # else it was made with this very task, these embeddings and these weights
+                task = load_task(view.config.train.task, view.config.train.options, beside=project.beside)
+                refuse_misfits(view, task)
 
     def plan(self, project: Project) -> None:
         plan_trainings(project)

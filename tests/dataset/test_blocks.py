@@ -99,15 +99,15 @@ def refuse_looking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def damage(kind: str) -> None:
-    """Change a byte of one record of a kind."""
-    path = next(Path("cache", kind, "shards").glob("*.safetensors"))
-    place = int(read_table(Disk(), path).rows["offset"][0])
-    path.chmod(0o644)
-    with path.open("r+b") as file:
-        file.seek(place)
-        value = file.read(1)[0]
-        file.seek(place)
-        file.write(bytes([value ^ 0x10]))
+    """Change a byte of one record of a kind in each shard: some hold files as they were before they were copied."""
+    for path in Path("cache", kind, "shards").glob("*.safetensors"):
+        place = int(read_table(Disk(), path).rows["offset"][0])
+        path.chmod(0o644)
+        with path.open("r+b") as file:
+            file.seek(place)
+            value = file.read(1)[0]
+            file.seek(place)
+            file.write(bytes([value ^ 0x10]))
 
 
 @pytest.mark.nightly

@@ -125,7 +125,7 @@ def test_a_reader_without_its_files_can_be_planned_by_sizes(pipeline, tmp_path):
     assert done.code in {2, 3}
     assert "--sizes" in done.err
     found = planned(pipeline, "--sizes", "peaks=60,peptide=12")  # whose curriculum is about shorter ones
-    assert found["item"] == {"peaks": 60, "peptide": 12}
+    assert found["item"] == {"peaks": 60, "residues": 12}  # as the task's cost() names them
 
 
 @pytest.mark.nightly

@@ -12,6 +12,7 @@ import pytest
 
 from pipeline.config.load import read_config
 from pipeline.dataset.loading import table_of
+from pipeline.journal.run_folder import runs_in
 from pipeline.planning import rank_setup as staging
 from pipeline.planning.rank_setup import staged
 from pipeline.project.project import Project
@@ -63,7 +64,7 @@ def test_a_model_that_is_trained_and_evaluated_from_the_nodes_own_disk_is_the_sa
     done = pipeline("submit", "--stage", "evaluate", "--follow", *(word for one in sets for word in ("--set", one)))
     assert done.code == 0, done.err
     assert figures_of(pipeline) == pytest.approx(trained.figures, rel=1e-6)
-    newest = sorted(Path("runs").glob("*evaluate*"))[-1]
+    newest = runs_in(Path("runs"))[-1].path
     log = "".join(path.read_text() for path in sorted((newest / "logs").glob("*")))
     for wanted in ({"graph": 4, "embed": 8}, {"graph": 5, "embed": 10}):  # of train and val; of test
         found = [CacheFolder(path) for path in node.glob("pipeline-*")]

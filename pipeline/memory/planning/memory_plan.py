@@ -211,7 +211,7 @@ def product_of(term: str, sizes: Mapping[str, Integers]) -> Floats:
 class Figure:
     """A number and where it comes from."""
 
-    value: float
+    value: int | float
     origin: Provenance
 
 
