@@ -23,10 +23,8 @@ from pipeline.structures.parsing.structure_files import File, read_file
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from pipeline.device.accelerator import TorchDevice
     from pipeline.encoder.engine.embed_engine import Embedding, Engine
     from pipeline.encoder.engine.encoder_source import EncoderSource
-    from pipeline.encoder.engine.memory_ladder import Forward
     from pipeline.records import Inventory, Item
     from pipeline.store.format.record import Array, Record
     from pipeline.structures.inventory import Complex, ScanRecipe
@@ -140,11 +138,8 @@ class EncodedAgain:
             settings = memory_ladder.on_its_device(settings)
             source = self._source = self._source or self._load()
             self._engines.clear()  # one at a time: each has its own copy of the weights
-            self._engines[recipe] = Engine(source, recipe, settings, build=self._build)
+            self._engines[recipe] = Engine(source, recipe, settings)
         return self._engines[recipe]
-
-    def _build(self, checkpoint: EncoderSource, *, layer: int, precision: str, device: TorchDevice) -> Forward:
-        return checkpoint.build(layer=layer, precision=precision, device=device)
 
 
 def distance(mine_LD: Array, theirs_LD: Array, *, by_row: bool) -> float:

@@ -1,16 +1,16 @@
 """Stage embed: the sequences of a data set in, one verified embedding of each in the store.
 
-Besides the embeddings there are two small kinds of record: `parity` says how close an encoder came to the reference,
-`limits` which budgets were learned where memory ended. Nothing here imports torch before there is something to encode.
+Besides the embeddings there is a small kind of record: `parity` says how close an encoder came to the reference.
+Nothing here imports torch before there is something to encode.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -25,18 +25,16 @@ from pipeline.waiting import signals_held
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
-    from typing import Any
 
     import numpy as np
     from numpy.typing import NDArray
 
     from pipeline.device.accelerator import TorchDevice
     from pipeline.encoder.embedding_recipe import EmbeddingRecipe
-    from pipeline.encoder.engine.embed_engine import Embedding, Engine
+    from pipeline.encoder.engine.embed_engine import Embedding
     from pipeline.encoder.engine.encoder_source import EncoderSource
     from pipeline.encoder.engine.memory_ladder import Forward
     from pipeline.encoder.engine.token_batches import EngineSettings
-    from pipeline.encoder.parity import ParityVerdict
     from pipeline.records import Reason, TaskContext
     from pipeline.store.store import Store, StoreWriter
 
@@ -44,10 +42,7 @@ log = logging.getLogger(__name__)
 
 PUBLISH_EVERY_S = 60.0
 LOOKED_UP_AT_ONCE = 4096
-# Budgets are remembered on this scale of tokens, so that one that was learned can be looked up. Smaller ones are not:
-# they would slow down every later run for what may have been a passing shortage.
 _IN_FULL = Command.submit("embed").with_settings(("embed.precision", "fp32"))
-STEPS = sorted({*(1 << power for power in range(9, 21)), *(3 << power for power in range(8, 19))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +52,6 @@ class EmbedShelves:
     embeddings: Store
     weights: Store
     parity: Store
-    limits: Store
     shard_bytes: int
 
 
@@ -75,7 +69,7 @@ def sequence_name(text: str) -> str:
 
 
 class EmbeddingVerifier:
-    """Looks texts up; a damaged copy counts as missing, and is made anew."""
+    """Looks texts up; a damaged copy counts as missing, and is rebuilt."""
 
     def __init__(self, recipe: EmbeddingRecipe, records: WholeRecords) -> None:
         self._recipe, self._records = recipe, records
@@ -108,44 +102,32 @@ def embed_texts(
 ) -> Generator[Reason | None, None, None]:
     """Encode the sequences of a task that are not in the store yet, and publish them at least every minute."""
     todo_N = _missing(texts, recipe, shelves.embeddings)
-    for _ in range(len(texts.lengths_N) - len(todo_N)):
-        yield None
+    yield from repeat(None, len(texts.lengths_N) - len(todo_N))
     if len(todo_N) == 0:
         return
     from pipeline.encoder.engine import memory_ladder
     from pipeline.encoder.engine.embed_engine import Engine
 
-    settings = memory_ladder.on_its_device(settings)
-    source = load()
-    builder = _Builder(source, recipe, settings, shelves)
-    precision, lowest = builder.gate()
+    settings, source = memory_ladder.on_its_device(settings), load()
+    gate = _Gate(source, recipe, shelves)
+    precision, lowest = gate.precision(settings.device)
     tell.report.figures[f"{LOWEST_COSINE} {source.reference}"] = lowest
-    limits = _Limits(recipe, precision, settings, shelves.limits)
-    engine = Engine(
-        source,
-        recipe,
-        settings,
-        precision=precision,
-        ceiling=limits.ceiling(),
-        learned=limits.learn,
-        build=builder,
-        on=lambda texts: tell.on([sequence_name(text) for text in texts]),
-    )
-    missing = Texts(texts.lengths_N[todo_N], lambda places: texts.read(todo_N[list(places)].tolist()))
-    yield from _run(engine, missing, recipe, shelves, tell)
 
+    def name(texts: Sequence[str]) -> None:
+        tell.on([sequence_name(text) for text in texts])
 
-def _run(
-    engine: Engine, texts: Texts, recipe: EmbeddingRecipe, shelves: EmbedShelves, tell: TaskContext
-) -> Generator[Reason | None, None, None]:
-    """Encode sequences, store the embeddings, and yield the outcome of each."""
+    engine = Engine(gate, recipe, settings, precision=precision, on=name)
+
+    def read(places: Sequence[int]) -> list[str]:
+        return texts.read(todo_N[list(places)].tolist())
+
     with shelves.embeddings.writer(shard_bytes=shelves.shard_bytes) as writer:
         try:
-            with closing(engine.run(texts.lengths_N, texts.read, _Sink(writer, recipe))) as outcomes:
+            with closing(engine.run(texts.lengths_N[todo_N], read, _Sink(writer, recipe))) as outcomes:
                 for outcome in outcomes:
                     tell.report.figures |= asdict(engine.figures)
                     if outcome.reason is not None:
-                        (text,) = texts.read([outcome.index])
+                        (text,) = read([outcome.index])
                         tell.refuse(recipe.key(text, recipe.wanted(len(text))).hex(), outcome.reason, outcome.detail)
                     yield outcome.reason
         finally:
@@ -191,29 +173,27 @@ class _Sink:
             self._published_s = time.monotonic()
 
 
-class _Builder:
-    """Builds encoders, each of which has passed the gate for its device and precision before it is used."""
+class _Gate:
+    """Builds encoders that passed the comparison with their reference, on their device and in their precision."""
 
-    def __init__(
-        self, source: EncoderSource, recipe: EmbeddingRecipe, settings: EngineSettings, shelves: EmbedShelves
-    ) -> None:
-        self._source, self._recipe, self._settings, self._shelves = source, recipe, settings, shelves
-        self._compared: dict[tuple[str, str], Forward] = {}  # what was built to be compared, and is not used yet
+    def __init__(self, source: EncoderSource, recipe: EmbeddingRecipe, shelves: EmbedShelves) -> None:
+        self.name, self.dim = source.name, source.dim
+        self._source, self._recipe, self._shelves = source, recipe, shelves
+        self._compared: dict[tuple[str, str], Forward] = {}  # encoders that were built for a comparison, to be used
 
-    def gate(self) -> tuple[str, float]:
+    def precision(self, device: str) -> tuple[str, float]:
         """Return the precision that comes close enough to the reference, and its lowest cosine."""
-        recipe, device = self._recipe, self._settings.device
+        wanted = self._recipe.precision
         try:
-            return recipe.precision, self._pass(device, recipe.precision)
+            return wanted, self._pass(device, wanted)
         except JobFailed as error:
-            if recipe.precision == "fp32" or not recipe.half_fallback:
+            if wanted == "fp32" or not self._recipe.half_fallback:
                 raise
             log.warning("%s; using fp32 instead", error.what)
             return "fp32", self._pass(device, "fp32")
 
-    def __call__(self, checkpoint: object, *, layer: int, precision: str, device: TorchDevice) -> Forward:
-        """Return an encoder that passed the gate, if the checkpoint still has the weights that the keys name."""
-        del checkpoint  # it is the source
+    def build(self, *, layer: int, precision: str, device: TorchDevice) -> Forward:
+        """Return an encoder, if the checkpoint still has the weights that the keys name."""
         self._pass(device.type, precision)
         encoder = self._compared.pop((device.type, precision), None)
         encoder = encoder or self._source.build(layer=layer, precision=precision, device=device)
@@ -230,8 +210,7 @@ class _Builder:
         if precision == BF16_PRODUCTS and not esm2.bf16_products_here():
             what = "this processor has neither AVX512-BF16 nor AMX, which embed.precision: bf16 needs on a CPU"
             raise JobFailed(what, where="embed.precision", remedy=_IN_FULL)
-
-        recipe, store = self._recipe, self._shelves.parity
+        source, recipe, store = self._source, self._recipe, self._shelves.parity
         made_from = {
             "version": [ENCODER_VERSION, parity.VERSION],
             "weights": recipe.weights,
@@ -240,60 +219,16 @@ class _Builder:
             "device": device_name(device),
         } | ({"cls": True} if recipe.cls else {})
         key = recipe_key("parity", made_from)
-        try:
+        with suppress(RecordMissing, CacheDamaged):
             return float(store.get(key).meta["lowest"])  # only what passed is remembered: a fault may be of one card
-        except (RecordMissing, CacheDamaged):
-            verdict, encoder = self._source.compared(precision, recipe.layer, device, cls=recipe.cls)
-            self._refuse(verdict, precision)
-            with store.writer() as writer:
-                writer.put(key, {}, {**made_from, **asdict(verdict)})
-            self._compared[device, precision] = encoder
-            return verdict.lowest
-
-    def _refuse(self, verdict: ParityVerdict, precision: str) -> None:
-        """Raise where an encoder is not close enough."""
-        if verdict.passed:
-            return
-        remedy: str | Command = _IN_FULL
-        if precision == "fp32":
-            told = Command.of("weights check", then="   (and report this: the encoder does not match these weights)")
-            remedy = self._source.remedy or told
-        what = (
-            f"{precision} is not close enough to the reference: lowest cosine {verdict.lowest:.6f},"
-            f" below {verdict.threshold}; no record was written"
-        )
-        raise JobFailed(what, where=self._source.place, remedy=remedy)
-
-
-class _Limits:
-    """The budgets that were learned where memory ended, on devices with this much of it; forgotten after a week."""
-
-    def __init__(self, recipe: EmbeddingRecipe, precision: str, settings: EngineSettings, store: Store) -> None:
-        from pipeline.encoder.engine.memory_ladder import device_name, memory_bytes
-
-        self._store = store
-        self._made_from: dict[str, Any] = {
-            "weights": recipe.weights,
-            "layer": recipe.layer,
-            "precision": precision,
-            "device": device_name(settings.device),
-            "memory": round(2 * math.log2(memory_bytes(settings))),
-            "week": time.strftime("%G-%V"),  # what did not fit beside a neighbour may fit later
-        }
-
-    def ceiling(self) -> int | None:
-        """Return the smallest budget that had to be learned."""
-        keys = [self._key(step) for step in STEPS]
-        missing = set(self._store.missing(keys))
-        return next((step for step, key in zip(STEPS, keys, strict=True) if key not in missing), None)
-
-    def learn(self, budget: int) -> None:
-        """Remember a budget for the next run."""
-        step = max((step for step in STEPS if step <= budget), default=None)
-        if step is None:
-            return
-        with self._store.writer() as writer:
-            writer.put(self._key(step), {}, {**self._made_from, "budget": step})
-
-    def _key(self, step: int) -> bytes:
-        return recipe_key("limits", {**self._made_from, "budget": step})
+        verdict, encoder = source.compared(precision, recipe.layer, device, cls=recipe.cls)
+        if not verdict.passed:
+            what = (
+                f"{precision} is not close enough to the reference: lowest cosine {verdict.lowest:.6f},"
+                f" below {verdict.threshold}; no record was written"
+            )
+            raise JobFailed(what, where=source.place, remedy=source.remedy if precision == "fp32" else _IN_FULL)
+        with store.writer() as writer:
+            writer.put(key, {}, {**made_from, **asdict(verdict)})
+        self._compared[device, precision] = encoder
+        return verdict.lowest

@@ -118,7 +118,6 @@ class Encoding:
             embeddings=cache.kind("embed"),
             weights=cache.kind("weights"),
             parity=cache.kind("parity"),
-            limits=cache.kind("limits"),
             shard_bytes=config.cache.shard_bytes,
         )
         recipe, settings = embedding_recipe(config, weights), settings_of(config)

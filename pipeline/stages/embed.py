@@ -63,7 +63,7 @@ class EmbedStage(Stage):
     """The sequences of a data set in, an embedding of each in the store."""
 
     name = StageName.EMBED
-    kinds = ("embed", "weights", "parity", "limits")
+    kinds = ("embed", "weights", "parity")
     needs = (StageName.SCAN,)
     of_entries = False
     counts_items = False

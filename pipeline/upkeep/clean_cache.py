@@ -24,11 +24,11 @@ from pipeline.keys import recipe_tag
 from pipeline.store.cache_folder import RECIPES, CacheFolder
 from pipeline.store.format.cache_layout import MARKER, USERS
 from pipeline.store.format.disk import remove
-from pipeline.store.maintenance.cleaning import DAY_S, FORGOTTEN_S, Cleaning, CleanNote, CleanRequest
+from pipeline.store.maintenance.cleaning import FORGOTTEN_S, Cleaning, CleanNote, CleanRequest
 from pipeline.store.maintenance.leftovers import Left, find_leftovers, refuse_links, refuse_links_out
 from pipeline.store.maintenance.shard_plans import Fate, Live, apply, mark, why_kept
 from pipeline.store.users import USER_NAME, forget, register, registered, sorted_keys, who_am_i
-from pipeline.upkeep.retention import EVERYTHING, LIMITS, NOTHING, Staying, config_name, described, user_of
+from pipeline.upkeep.retention import EVERYTHING, NOTHING, Staying, config_name, described, user_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from pipeline.store.maintenance.leftovers import LeftoverFile
     from pipeline.store.maintenance.shard_plans import Marked, ShardPlan
     from pipeline.store.users import User
-
-UNASKED_S = 8 * DAY_S  # budgets that were learned are asked for within a week
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +210,7 @@ def _marked(
     for kind, needed in live.items():
         tags = [tag for recipe_kind, tag in recipes if recipe_kind == kind]
         if kind != RECIPES and not needed.everything:
-            oldest = now - UNASKED_S if kind == LIMITS and not asked.all else before
-            marked[kind] = mark(cache.own(kind), needed, min(before, oldest), tags)
+            marked[kind] = mark(cache.own(kind), needed, before, tags)
     if RECIPES in live:
         needed = live[RECIPES] if asked.all else EVERYTHING if asked.keep_recipes else _described(cache, marked)
         marked[RECIPES] = mark(cache.own(RECIPES), needed, before)

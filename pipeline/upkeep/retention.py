@@ -172,7 +172,7 @@ def _quarantine(cache: CacheFolder) -> dict[str, tuple[int, int]]:
 EVERYTHING, NOTHING = Live(everything=True), Live()
 # Of the other kinds, `weights` (which checkpoint a file is) and `parity` (how close an encoder comes) stay: they are
 # few, and took minutes each.
-FILES, LIMITS, SETS = "files", "limits", "sets"
+FILES, SETS = "files", "sets"
 
 
 @dataclass(slots=True)
@@ -233,7 +233,7 @@ class Staying:
             live[FILES] = Live(keys=sorted_keys(need.files))
         if all_stays:
             live |= dict.fromkeys((*RECIPE_KINDS, FILES), EVERYTHING)
-        live |= {LIMITS: NOTHING, SETS: self._tables()}
+        live[SETS] = self._tables()
         return live
 
     def _find_wanted(self) -> bool:

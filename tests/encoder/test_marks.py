@@ -19,12 +19,13 @@ from torch.nn.functional import cosine_similarity
 from pipeline.encoder.checkpoint_files import ESM1B, ESMC
 from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, EmbeddingRecipe, as_floats, tokenize
 from pipeline.encoder.engine.embed_engine import Embedding, Engine
+from pipeline.encoder.engine.encoder_source import EsmSource
 from pipeline.encoder.engine.token_batches import EngineSettings
 from pipeline.encoder.esm2 import EsmEncoder
 from pipeline.encoder.esm_checkpoint import Architecture, EsmCheckpoint, load_esm_checkpoint
 from pipeline.encoder.parity import Reference, check_parity, judge_rows
 from pipeline.encoder.synth import write_random, write_random_checkpoint
-from tests.encoder.engine.stand_ins import CHECKPOINT, Shelf, Workshop, recipe, run, settings, texts
+from tests.encoder.engine.stand_ins import Shelf, Workshop, recipe, run, settings, texts
 from tests.encoder.own import drawn
 
 CPU = torch.device("cpu")
@@ -108,7 +109,7 @@ def test_what_the_engine_gives_in_any_storage_is_the_row_of_the_mark(small, stor
 def embedded(checkpoint: EsmCheckpoint, how: EmbeddingRecipe, sequences: list[str]) -> dict[str, Embedding]:
     """Return what the engine makes of sequences."""
     made: dict[str, Embedding] = {}
-    engine = Engine(checkpoint, how, EngineSettings("divisor", 4, 4096, "cpu"))
+    engine = Engine(EsmSource(checkpoint), how, EngineSettings("divisor", 4, 4096, "cpu"))
     lengths_N = np.array([len(text) for text in sequences])
 
     def keep(each: Embedding) -> None:
@@ -147,8 +148,8 @@ def kept(sequences: list[str], limit: int = 1 << 60, budget: int = 10_000, **cha
     """Return the marks that the engine keeps of sequences; the rows are those without marks."""
     shelves = Shelf(), Shelf()
     for shelf, cls in zip(shelves, (True, False), strict=True):
-        made = Engine(CHECKPOINT, recipe(cls=cls, **changes), settings(budget=budget), build=Workshop({"cpu": limit}))
-        run(made, sequences, shelf)
+        engine = Engine(Workshop({"cpu": limit}), recipe(cls=cls, **changes), settings(budget=budget))
+        run(engine, sequences, shelf)
     assert shelves[0].rows() == shelves[1].rows()
     return [made.arrays["cls"].tolist() for _, made in sorted(shelves[0].taken.items())]
 

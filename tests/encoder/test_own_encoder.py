@@ -15,7 +15,7 @@ import torch
 from pipeline.config.load import read_config
 from pipeline.encoder.embedding_recipe import EmbeddingRecipe, SequenceCut
 from pipeline.encoder.engine.embed_engine import Engine
-from pipeline.encoder.engine.encoder_source import LiveBytes, OwnForward, OwnSource
+from pipeline.encoder.engine.encoder_source import LiveBytes, OwnSource
 from pipeline.encoder.engine.token_batches import BatchSchedule, EngineSettings
 from pipeline.errors import JobFailed
 from pipeline.journal.run_folder import runs_in
@@ -234,30 +234,24 @@ def test_memory_of_attention_over_pairs_grows_with_the_length(tmp_path, pipeline
 def test_a_batch_that_does_not_fit_is_halved_and_what_is_too_long_goes_in_windows(tmp_path, pipeline):
     write_project(tmp_path, TEXTS)
     source = source_of(tmp_path, "Encoder")
+    forward, was_built = source.encoder.forward, []
 
-    def build(checkpoint: object, **how: object) -> OwnForward:
-        encoder = source.build(**how)
-        forward = encoder._encoder.forward
+    def limited(model, token_BT, *others):
+        if was_built and token_BT.numel() > 70:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return forward(model, token_BT, *others)
 
-        def limited(model, token_BT, *others):
-            if token_BT.numel() > 70:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-            return forward(model, token_BT, *others)
-
-        encoder._encoder.forward = limited
-        return encoder
-
+    source.encoder.forward = limited
     recipe = EmbeddingRecipe("0", 1, "chain", "fp32", "fp32", length=64, overlap=16)
-    engine = Engine(source, recipe, EngineSettings("tokens", cap=4, budget=4096, device="cpu"), build=build)
-    texts = [*drawn(200), *TEXTS]
-    made = {}
-    lengths_N = np.array([len(text) for text in texts])
-    for outcome in engine.run(
-        lengths_N,
-        lambda at: [texts[n] for n in at],
-        lambda row: made.update({row.text: row}),
-    ):
-        assert outcome.reason is None
+    engine = Engine(source, recipe, EngineSettings("tokens", cap=4, budget=4096, device="cpu"))
+    texts, made = [*drawn(200), *TEXTS], {}
+
+    def read(places):
+        was_built.append(True)
+        return [texts[at] for at in places]
+
+    outcomes = engine.run(np.array([*map(len, texts)]), read, lambda row: made.update({row.text: row}))
+    assert all(outcome.reason is None for outcome in outcomes)
     assert made[texts[0]].variant.cut == SequenceCut("windows", 64, 16)
     assert all(made[text].variant.cut is None for text in TEXTS)
 

@@ -54,7 +54,7 @@ def shelves(tmp_path: Path) -> EmbedShelves:
 
 def open_shelves(folder: Path) -> EmbedShelves:
     cache = CacheFolder(folder / "cache")
-    return EmbedShelves(*(cache.kind(kind) for kind in ("embed", "weights", "parity", "limits")), shard_bytes=1 << 20)
+    return EmbedShelves(*(cache.kind(kind) for kind in ("embed", "weights", "parity")), shard_bytes=1 << 20)
 
 
 def texts_of(sequences: Sequence[str]) -> Texts:

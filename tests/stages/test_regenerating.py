@@ -249,7 +249,7 @@ class TestList:
         ("fasta", None, ["scan", "embed"]),
         ("glob", {"graph"}, ["scan", "graph"]),
         ("glob", {"sets"}, ["scan", "graph"]),
-        ("glob", {"weights", "limits"}, ["scan", "embed"]),
+        ("glob", {"weights", "parity"}, ["scan", "embed"]),
         ("glob", {"files"}, ["scan"]),
         ("glob", {"recipes"}, ["scan", "embed", "graph"]),
         ("fasta", {"graph"}, ["scan"]),

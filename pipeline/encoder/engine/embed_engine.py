@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,11 +18,9 @@ from pipeline.device.batch_transfer import bytes_on_host
 from pipeline.encoder.embedding_recipe import BadSequence, Variant
 from pipeline.encoder.engine import token_batches
 from pipeline.encoder.engine.memory_ladder import QUEUE_BYTES, EmbeddingCounts, Forward, Ladder, RefusedSequence, Work
-from pipeline.encoder.esm2 import EsmEncoder
-from pipeline.encoder.esm_checkpoint import as_dtype
-from pipeline.encoder.parity import no_room
 from pipeline.memory.hardware.host_memory import pinned_bytes
 from pipeline.records import Reason
+from pipeline.waiting import signals_held
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -76,28 +74,40 @@ class Done:
     variant: Variant
 
 
+class Source(Protocol):
+    """Builds encoders."""
+
+    @property
+    def name(self) -> str:
+        """Its name, for errors."""
+
+    @property
+    def dim(self) -> int:
+        """The width of the rows."""
+
+    def build(self, *, layer: int, precision: str, device: torch.device) -> Forward:
+        """Return an encoder of a layer."""
+
+
 class Engine:
-    """Embeds sequences with one checkpoint by one recipe; `figures` hold its progress."""
+    """Embeds sequences with one encoder by one recipe; `figures` hold its progress."""
 
     def __init__(
         self,
-        checkpoint: Any,  # a checkpoint, or a source of the stage: it has a name, and the width of the rows
+        source: Source,
         recipe: EmbeddingRecipe,
         settings: EngineSettings,
         *,
         precision: str | None = None,
-        ceiling: int | None = None,
-        learned: Callable[[int], None] = lambda _: None,
-        build: Callable[..., Forward] = EsmEncoder,  # called with the checkpoint, layer, precision and device
         on: Callable[[Sequence[str]], None] = lambda _: None,  # called with the texts that are computed next
     ) -> None:
         self.figures = EmbeddingCounts()
-        self._checkpoint, self._recipe, self._settings, self._build = checkpoint, recipe, settings, build
-        self._precision, self._ceiling, self._on = precision or recipe.precision, ceiling, on
-        if Variant(self._precision) not in recipe.accepted(0):
-            raise ValueError(f"the recipe does not accept {self._precision}")
-        main, storage = (settings.device, self._precision), as_dtype(recipe.storage)
-        self._ladder = Ladder(recipe, main, self._encoder, storage, self.figures, learned, settings.mem_bytes)
+        self._source, self._recipe, self._settings, self._on = source, recipe, settings, on
+        self._variant = Variant(precision or recipe.precision)
+        if self._variant not in recipe.accepted(0):
+            raise ValueError(f"the recipe does not accept {precision}")
+        main = settings.device, self._variant.precision
+        self._ladder = Ladder(recipe, main, source.build, self.figures, settings.mem_bytes)
 
     def run(
         self, lengths_N: Integers, read: Read, sink: Callable[[Embedding], None]
@@ -111,23 +121,21 @@ class Engine:
         recipe, settings = self._recipe, self._settings
         refused_N = token_batches.too_long(lengths_N, recipe)
         for index in refused_N.tolist():
-            self.figures.refused += 1
             what = f"{lengths_N[index]:,} residues; the recipe allows at most {recipe.length:,}"
             yield RefusedSequence(index, Reason.SEQUENCE_TOO_LONG, what)
         if len(refused_N) == len(lengths_N):
             return
-        self._set_budget()
+        self._ladder.set_budget(settings, self._source.name)
         cap = None if settings.cap == "auto" else settings.cap
         schedule = token_batches.BatchSchedule(lengths_N, refused_N, recipe, policy=settings.policy, cap=cap)
-        costs_N = token_batches.recipe_costs(lengths_N, recipe, self._checkpoint.dim)
-        with PendingRows(sink, recipe, self.figures) as pending, ExitStack() as stack:
-            reader = ThreadPoolExecutor(1, "embed-reader")
-            stack.callback(finish, reader)
-            batches = partial(reader.submit, partial(self._read, lengths_N, read))
-            for outcome in self._outcomes(schedule, batches, pending):
-                self.figures.refused += isinstance(outcome, RefusedSequence)
-                self.figures.cost_done += float(costs_N[outcome.index])
-                yield outcome
+        costs_N = token_batches.recipe_costs(lengths_N, recipe, self._source.dim)
+        with one_thread("embed-reader") as reader, one_thread("embed-writer") as writer:
+            read_batch = partial(self._read, lengths_N, read)
+            write = RowWriter(sink, cls=recipe.cls)
+            with closing(PendingRows(writer, write, recipe, self.figures)) as pending:
+                for outcome in self._outcomes(schedule, partial(reader.submit, read_batch), pending):
+                    self.figures.cost_done += float(costs_N[outcome.index])
+                    yield outcome
 
     def _outcomes(
         self, schedule: BatchSchedule, submit: Callable[[Integers], Future[ReadBatch]], pending: PendingRows
@@ -142,7 +150,8 @@ class Engine:
             elif reading:
                 works, refused = reading.popleft().result()
                 yield from refused
-                yield from self._computed(works, pending)
+                if works:
+                    yield from self._computed(works, pending)
             elif pending.waiting:
                 yield from pending.settled(-1)
             else:
@@ -155,13 +164,13 @@ class Engine:
             if len(text) != lengths_N[index]:
                 raise ValueError(f"sequence {index} has {len(text)} residues, not {lengths_N[index]}")
             try:
-                tokens_L = self._tokenize(text)
+                tokens_L = self._ladder.tokenize(text)
             except BadSequence as problem:
                 refused.append(RefusedSequence(index, Reason.BAD_SEQUENCE, str(problem)))
                 continue
             cut = self._recipe.wanted(len(text)).cut
             kept_L = tokens_L[: cut.length] if cut is not None and cut.policy == "truncate" else tokens_L
-            works.append(Work(index, text, kept_L, self._settings.device, Variant(self._precision, cut)))
+            works.append(Work(index, text, kept_L, self._settings.device, replace(self._variant, cut=cut)))
         return works, refused
 
     def _computed(self, works: Sequence[Work], pending: PendingRows) -> Iterator[Done | RefusedSequence]:
@@ -169,7 +178,7 @@ class Engine:
         self._on([work.text for work in works])
         if len(works) == 1 and works[0].tokens > self._ladder.budget:
             yield from pending.settled(-1)  # it may need all the memory there is
-        batches = [works] if works else []
+        batches = [works]
         while batches:
             batch = batches.pop()
             span = Span(batch[0].device)
@@ -183,45 +192,19 @@ class Engine:
                 del found  # the next forward may need its memory
                 yield from pending.settled(QUEUE_BYTES)
 
-    def _encoder(self, device: str, precision: str) -> Forward:
-        return self._build(self._checkpoint, layer=self._recipe.layer, precision=precision, device=torch.device(device))
 
-    def _set_budget(self) -> None:
-        """Build the encoder and measure how many tokens fit beside it, once."""
-        if self._ladder.budget:
-            return
-        encoder, asked = self._ladder.encoder(), self._settings.budget
-        tokens = asked if asked != "auto" else None
-        if encoder is not None and tokens is None:
-            tokens = unless_out_of_memory(lambda: self._ladder.fitting_budget(encoder))
-        if encoder is None or tokens is None:
-            raise no_room(f"the weights of {self._checkpoint.name} do", self._settings.device)
-        self._tokenize = encoder.tokenize
-        self._ladder.allow(max(1, min(tokens, self._ceiling or tokens) >> self._settings.shrink))
+@contextmanager
+def one_thread(name: str) -> Iterator[ThreadPoolExecutor]:
+    """Yield an executor; at the end all that it was given is done, even if a signal arrives meanwhile."""
+    executor = ThreadPoolExecutor(1, name)
+    try:
+        yield executor
+    finally:
+        with signals_held():
+            executor.shutdown()
 
 
-def finish(executor: ThreadPoolExecutor) -> None:
-    """Wait until all that an executor of one thread was given is done, even if a signal handler raises meanwhile.
-
-    Before Python 3.13, an interrupted `Thread.join` could take a running thread for an ended one, so a last task tells.
-    """
-    interruption: BaseException | None = None
-    last: Future[int] | None = None
-    while last is None or not last.done():
-        try:
-            last = last or executor.submit(int)
-            wait([last])
-        except Exception:
-            raise
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            interruption = error
-    executor.shutdown()
-    if interruption is not None:
-        raise interruption
-
-
-@dataclass(frozen=True, slots=True)
-class Submitted:
+class Submitted(NamedTuple):
     """Rows of some sequences that the writing thread has been given."""
 
     works: Sequence[Work]
@@ -233,25 +216,22 @@ class Submitted:
 class PendingRows:
     """Computed rows on their way to the sink, by a thread of their own; what begins again in full precision."""
 
-    def __init__(self, sink: Callable[[Embedding], None], recipe: EmbeddingRecipe, figures: EmbeddingCounts) -> None:
+    def __init__(
+        self, writer: ThreadPoolExecutor, write: RowWriter, recipe: EmbeddingRecipe, figures: EmbeddingCounts
+    ) -> None:
         self.waiting: deque[Submitted] = deque()
         self.again: list[Work] = []
-        self._recipe, self._figures, self._bytes = recipe, figures, 0
-        self._writer, self._executor = RowWriter(sink, cls=recipe.cls), ThreadPoolExecutor(1, "embed-writer")
+        self._writer, self._write, self._recipe, self._figures, self._bytes = writer, write, recipe, figures, 0
 
-    def __enter__(self) -> PendingRows:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Wait for the thread to end; raise its failure if it has not been raised yet."""
-        finish(self._executor)
+    def close(self) -> None:
+        """Wait until all rows are written; raise a failure that has not been raised yet."""
         for submitted in self.waiting:
             submitted.finite.result()
 
     def add(self, works: Sequence[Work], held: list[torch.Tensor], span: Span) -> None:
         """Hand over rows, as the only thing in a list that the writer empties: its queue keeps what it was given."""
-        size = held[0].numel() * held[0].element_size()
-        self.waiting.append(Submitted(works, self._executor.submit(self._writer, works, held, span), size, span))
+        size = held[0].nbytes
+        self.waiting.append(Submitted(works, self._writer.submit(self._write, works, held, span), size, span))
         self._bytes += size
 
     def settled(self, most_bytes: int) -> Iterator[Done | RefusedSequence]:
@@ -262,17 +242,14 @@ class PendingRows:
             self._bytes -= submitted.bytes
             self._figures.forward_s += submitted.span.seconds()
             for work, is_finite in zip(submitted.works, finite, strict=True):
+                precision = work.variant.precision
                 if is_finite:
-                    self._figures.sequences += 1
                     self._figures.residues += len(work.tokens_L)
                     yield Done(work.index, work.variant)
-                elif work.variant.precision != "fp32" and self._recipe.half_fallback:
-                    self._figures.again += 1
+                elif precision != "fp32" and self._recipe.half_fallback:
                     self.again.append(replace(work, variant=replace(work.variant, precision="fp32")))
                 else:
-                    what = (
-                        f"the encoder's numbers are not finite in {work.variant.precision} as stored, or overflow in it"
-                    )
+                    what = f"the encoder's numbers are not finite in {precision} as stored, or overflow in it"
                     yield RefusedSequence(work.index, Reason.NOT_FINITE, what)
 
 
@@ -326,11 +303,11 @@ class RowWriter:
         sizes = [self._marks + len(work.tokens_L) for work in works]
         finite = []
         for work, piece_LD in zip(works, torch.split(host_RD, sizes), strict=True):
-            rows_LD = as_array(piece_LD)
-            if host_RD is not rows_RD:
-                rows_LD = rows_LD.copy()  # the next call overwrites the buffer
-            finite.append(is_finite(rows_LD))
+            finite.append(bool(torch.stack(piece_LD.aminmax()).isfinite().all()))  # NaN is both
             if finite[-1]:
+                rows_LD = as_array(piece_LD)
+                if host_RD is not rows_RD:
+                    rows_LD = rows_LD.copy()  # the next call overwrites the buffer
                 cls_D = rows_LD[0] if self._marks else None
                 self._sink(Embedding(work.index, work.text, work.variant, rows_LD[self._marks :], cls_D))
         self._has_failed = False
@@ -338,8 +315,7 @@ class RowWriter:
 
     def _on_host(self, rows_RD: torch.Tensor, span: Span) -> torch.Tensor:
         """Return rows from a card in a buffer that the next call overwrites."""
-        if self._stream is None:
-            self._stream = Card(rows_RD.device).new_stream()
+        self._stream = self._stream or Card(rows_RD.device).new_stream()
         host_RD = self._room_for(rows_RD)
         with torch.inference_mode(), self._stream:
             span.hold(self._stream)
@@ -349,18 +325,14 @@ class RowWriter:
 
     def _room_for(self, rows_RD: torch.Tensor) -> torch.Tensor:
         """Return room for rows in the pinned buffer, or unpinned memory where no more can be pinned."""
-        needed_bytes = rows_RD.numel() * rows_RD.element_size()
+        needed_bytes = rows_RD.nbytes
         if len(self._pinned) < needed_bytes:
             larger = unless_out_of_memory(lambda: bytes_on_host(pinned_bytes(needed_bytes)))
             if larger is None:
-                return torch.empty(rows_RD.shape, dtype=rows_RD.dtype)
+                return torch.empty_like(rows_RD, device="cpu")
             self._pinned = larger
             release_pinned()  # the one before
         return self._pinned[:needed_bytes].view(rows_RD.dtype).view(rows_RD.shape)
-
-
-_EXPONENT = {np.dtype(np.uint16): 0x7F80}  # of bfloat16, whose bits numpy holds as integers
-_LOOKED_AT_ONCE = 1024  # rows
 
 
 def as_array(rows_LD: torch.Tensor) -> Rows:
@@ -369,13 +341,3 @@ def as_array(rows_LD: torch.Tensor) -> Rows:
         return rows_LD.view(torch.int16).numpy().view(np.uint16)
     array: Rows = rows_LD.numpy()
     return array
-
-
-def is_finite(rows_LD: Rows) -> bool:
-    """Say whether every number is finite, in any storage precision."""
-    exponent = _EXPONENT.get(rows_LD.dtype)
-    for start in range(0, len(rows_LD), _LOOKED_AT_ONCE):  # in parts, to bound the temporary arrays
-        part_LD = rows_LD[start : start + _LOOKED_AT_ONCE]
-        if not (np.isfinite(part_LD) if exponent is None else (part_LD & exponent) != exponent).all():
-            return False
-    return True

@@ -17,10 +17,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pipeline.command_line import Command
 from pipeline.device.accelerator import free_caches, is_card, is_out_of_memory, unless_out_of_memory
 from pipeline.encoder import parity
 from pipeline.encoder.esm2 import TYPICAL, EsmEncoder
-from pipeline.encoder.esm_checkpoint import EsmCheckpoint, as_dtype, load_esm_checkpoint
+from pipeline.encoder.esm_checkpoint import as_dtype, load_esm_checkpoint
 from pipeline.encoder.weights import identify
 from pipeline.errors import JobFailed, PipelineError
 from pipeline.protocol import Referenced, has_cls
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from pipeline.encoder.esm_checkpoint import EsmCheckpoint
     from pipeline.protocol import Encoder
     from pipeline.store.store import Store
 
@@ -45,19 +47,34 @@ class EsmSource:
     """A checkpoint of ESM-2, ESM-1b, ESM-1v or ESM C, from which the stage builds encoders."""
 
     checkpoint: EsmCheckpoint
-    name: str
-    place: str  # that an error points to
-    dim: int
-    reference: str  # what encoders are compared with, in words
-    remedy: ClassVar[str] = ""  # where it is wrong in full precision, that is for us to mend
+    remedy: ClassVar = Command.of(  # for an error in full precision
+        "weights check", then="   (and report this: the encoder does not match these weights)"
+    )
 
     @classmethod
     def at(cls, path: Path) -> EsmSource:
-        read = load_esm_checkpoint(path)
-        return cls(read, read.name, str(path), read.dim, parity.reference_name(read))
+        return cls(load_esm_checkpoint(path))
+
+    @property
+    def name(self) -> str:
+        return self.checkpoint.name
+
+    @property
+    def place(self) -> str:
+        """Return where an error points to."""
+        return str(self.checkpoint.path)
+
+    @property
+    def dim(self) -> int:
+        return self.checkpoint.architecture.dim
+
+    @property
+    def reference(self) -> str:
+        """Say what encoders are compared with."""
+        return parity.reference_name(self.checkpoint)
 
     def digest(self, seen: Store) -> str:
-        """Return the digest of what stands there now."""
+        """Return the digest of the weights as they are on disk now."""
         return identify(self.checkpoint.path, seen).digest
 
     def compared(

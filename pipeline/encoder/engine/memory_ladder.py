@@ -20,6 +20,8 @@ from pipeline.device.host import trim_heap
 from pipeline.device.kinds import CPU
 from pipeline.encoder.embedding_recipe import ENDS, Variant, window_shares, windows
 from pipeline.encoder.esm2 import TILE
+from pipeline.encoder.esm_checkpoint import as_dtype
+from pipeline.encoder.parity import no_room
 from pipeline.errors import JobFailed
 from pipeline.memory.runtime.meters import highest_resident_bytes
 from pipeline.records import Reason
@@ -62,16 +64,12 @@ class Forward(Protocol):
 
 @dataclass(slots=True)
 class EmbeddingCounts:
-    """Counts that only grow, but for the budget; changed by the engine alone, read by anybody."""
+    """Progress, for the run's status; changed by the engine alone."""
 
-    sequences: int = 0  # stored
-    refused: int = 0
     residues: int = 0  # of what was stored
     encoded_residues: int = 0  # in all forward passes: what windows share counts twice
     tokens: int = 0  # in all forward passes: ends and filling included, and what windows share twice
-    batches: int = 0
     splits: int = 0  # times that memory did not suffice
-    again: int = 0  # sequences done again in full precision
     forward_s: float = 0.0
     cost_done: float = 0.0
     budget_tokens: int = 0
@@ -124,35 +122,46 @@ class Ladder:
         self,
         recipe: EmbeddingRecipe,
         main: Kind,
-        build: Callable[[str, str], Forward],
-        storage: torch.dtype,
+        build: Callable[..., Forward],
         counts: EmbeddingCounts,
-        learned: Callable[[int], None],
         mem_bytes: int | None,
     ) -> None:
-        self.budget = 0  # until it is allowed
-        self._recipe, self._main, self._build, self._storage = recipe, main, build, storage
-        self._counts, self._learned, self._mem_bytes = counts, learned, mem_bytes
+        self.budget = 0  # tokens of a batch
+        self._recipe, self._main, self._build, self._storage = recipe, main, build, as_dtype(recipe.storage)
+        self._counts, self._mem_bytes = counts, mem_bytes
         self._encoders: dict[Kind, Forward | None] = {}
         self._free: dict[Kind, int] = {}  # bytes that were free beside an encoder on the CPU when it had been built
 
-    def encoder(self, kind: Kind | None = None) -> Forward | None:
-        """Return the main encoder, or another, built when first asked for; None where it did not fit, for good."""
-        kind = kind or self._main
+    def set_budget(self, settings: EngineSettings, name: str) -> None:
+        """Build the main encoder and decide how many tokens it is given at once; do nothing the second time."""
+        if self.budget:
+            return
+        encoder, tokens = self._encoder(self._main), None if settings.budget == "auto" else settings.budget
+        if encoder is not None and tokens is None:
+            tokens = unless_out_of_memory(lambda: self._fitting_budget(encoder))
+        if encoder is None or tokens is None:
+            raise no_room(f"the weights of {name} do", settings.device)
+        self.tokenize = encoder.tokenize
+        self._allow(max(1, tokens >> settings.shrink))
+
+    def _encoder(self, kind: Kind) -> Forward | None:
+        """Return an encoder, built when first asked for; None where it did not fit, for good."""
         if kind not in self._encoders:
-            encoder = unless_out_of_memory(lambda: self._build(*kind))
-            free_caches(kind[0])
+            device, precision = kind
+            how = {"layer": self._recipe.layer, "precision": precision, "device": torch.device(device)}
+            encoder = unless_out_of_memory(lambda: self._build(**how))
+            free_caches(device)
             if encoder is None:
                 self._counts.splits += 1
-            elif kind[0] == CPU:
+            elif device == CPU:
                 self._free[kind] = host_free_bytes(self._mem_bytes)
             self._encoders[kind] = encoder
         return self._encoders[kind]
 
-    def allow(self, budget: int) -> None:
+    def _allow(self, budget: int) -> None:
         self.budget = self._counts.budget_tokens = budget
 
-    def fitting_budget(self, encoder: Forward) -> int:
+    def _fitting_budget(self, encoder: Forward) -> int:
         """Return the token budget that the free memory of the device allows beside the main encoder."""
         device = self._main[0]
         if device == CPU:
@@ -174,7 +183,6 @@ class Ladder:
         """
         rows_RD = self._rows(batch)
         if rows_RD is not None:
-            self._counts.batches += 1
             self._counts.host_peak_bytes = device_peak_bytes(CPU)
             if self._main[0] != CPU:
                 self._counts.device_peak_bytes = device_peak_bytes(self._main[0])
@@ -208,7 +216,7 @@ class Ladder:
         cut = work.windows
         residues = len(work.tokens_L) if cut is None else min(cut.length, len(work.tokens_L))
         least = count if cut is None else residues + ENDS
-        encoder = self.encoder(work.kind)
+        encoder = self._encoder(work.kind)
         if encoder is None or self._room(work.kind, encoder, count, residues) < least:
             return None
         whole = [work.tokens_L for work in batch]
@@ -269,8 +277,7 @@ class Ladder:
             if self._drop_others(kind[0]):
                 return self._forward(kind, encoder, tokens)
             if (half := max(1, count // 2)) < self.budget:
-                self.allow(half)
-                self._learned(half)
+                self._allow(half)
         return None
 
     def _drop_others(self, device: str) -> bool:
@@ -341,11 +348,6 @@ def device_peak_bytes(device: str) -> int:
 def device_name(device: str) -> str:
     """Name what can change a result: the GPU, or the CPU instructions that torch uses; and torch's version."""
     return f"{computing(device).name}, torch {torch.__version__}"
-
-
-def memory_bytes(settings: EngineSettings) -> int:
-    """Return the memory of the card, or what the allocation gives this process on the host."""
-    return Card(settings.device).total_bytes if is_card(settings.device) else settings.mem_bytes or 1
 
 
 def on_its_device(settings: EngineSettings) -> EngineSettings:

@@ -24,7 +24,6 @@ FORGOTTEN_S = 30 * DAY_S
 EVERYTHING_GOES = "--all"
 BECAUSE = {
     "files": "files changed or not in the data set",
-    "limits": "older than a week",
     "sets": "of removed runs",
     "recipes": "no record uses them",
 }

@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.encoder.engine import memory_ladder
 from pipeline.encoder.engine.embed_engine import Engine
+from pipeline.encoder.engine.encoder_source import EsmSource
 from pipeline.encoder.esm_checkpoint import EsmCheckpoint, load_esm_checkpoint
 from pipeline.encoder.parity import check_parity
 from pipeline.encoder.synth import write_random_checkpoint
@@ -48,7 +49,7 @@ def embedded(
     """Embed sequences, all of which have to come out."""
     shelf = Shelf()
     the_recipe = recipe(**{"layer": 3, "length": 1022, "overlap": 256, **(choices or {})})
-    engine = Engine(checkpoint, the_recipe, settings(**{"device": card.NAME, **changes}))
+    engine = Engine(EsmSource(checkpoint), the_recipe, settings(**{"device": card.NAME, **changes}))
     outcomes = run(engine, sequences, shelf)
     assert [one for one in outcomes.values() if one.reason is not None] == []
     assert sorted(shelf.taken) == list(range(len(sequences)))

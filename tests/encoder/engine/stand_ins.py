@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -15,7 +14,6 @@ from pipeline.encoder.engine.token_batches import EngineSettings
 
 DIM = 4
 NO_LIMIT = 1 << 60
-CHECKPOINT = SimpleNamespace(name="stand-in", dim=DIM)
 
 
 @dataclass
@@ -63,7 +61,9 @@ class StandIn:
 
 
 class Workshop:
-    """Builds stand-ins, and remembers them."""
+    """A source of stand-ins, which remembers them."""
+
+    name, dim = "stand-in", DIM
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Workshop:
         self._made = limits or {}, frozenset(spoiled), frozenset(hopeless), before, bytes_per_token
         self.built: dict[tuple[str, str], StandIn] = {}
 
-    def __call__(self, checkpoint: object, *, layer: int, precision: str, device: torch.device) -> StandIn:
+    def build(self, *, layer: int, precision: str, device: torch.device) -> StandIn:
         made = StandIn(device.type, precision, *self._made)
         self.built[device.type, precision] = made
         return made

@@ -19,13 +19,14 @@ import torch
 from pipeline.encoder.embedding_recipe import SequenceCut, Variant, windows
 from pipeline.encoder.engine import embed_engine, memory_ladder, token_batches
 from pipeline.encoder.engine.embed_engine import Engine
+from pipeline.encoder.engine.encoder_source import EsmSource
 from pipeline.encoder.esm2 import TILE
 from pipeline.encoder.esm_checkpoint import load_esm_checkpoint
 from pipeline.encoder.parity import Reference
 from pipeline.errors import PlanInfeasible
 from pipeline.records import Reason
 from pipeline.store.format.disk import Disk
-from tests.encoder.engine.stand_ins import CHECKPOINT, DIM, Shelf, Workshop, lengths_of, recipe, run, settings, texts
+from tests.encoder.engine.stand_ins import DIM, Shelf, Workshop, lengths_of, recipe, run, settings, texts
 
 
 class Stopped(BaseException):
@@ -47,12 +48,12 @@ def checkpoint(tiny):
 def embed(checkpoint, sequences, the_recipe=None, **changes):
     """Embed with the real encoder; return what became of the sequences, and what was stored."""
     shelf = Shelf()
-    engine = Engine(checkpoint, the_recipe or recipe(layer=3, length=1022), settings(**changes))
+    engine = Engine(EsmSource(checkpoint), the_recipe or recipe(layer=3, length=1022), settings(**changes))
     return run(engine, sequences, shelf), shelf
 
 
 def stood_in(workshop, the_recipe=None, **changes):
-    return Engine(CHECKPOINT, the_recipe or recipe(), settings(**changes), build=workshop)
+    return Engine(workshop, the_recipe or recipe(), settings(**changes))
 
 
 def test_rows_are_those_of_the_reference_and_the_same_bits_whatever_the_batches(checkpoint):
@@ -104,7 +105,6 @@ def test_what_is_too_long_is_refused_without_being_read():
     outcomes = {one.index: one.reason for one in engine.run(lengths_of(sequences), read, Shelf())}
     assert outcomes == {0: Reason.SEQUENCE_TOO_LONG, 1: None, 2: Reason.SEQUENCE_TOO_LONG}
     assert seen == [1]
-    assert (engine.figures.refused, engine.figures.sequences) == (2, 1)
 
 
 def test_a_sequence_that_is_cut_has_the_rows_of_its_parts_and_says_so(checkpoint):
@@ -151,10 +151,8 @@ def test_rows_that_wait_to_be_written_are_bounded(monkeypatch):
         written += made.rows_LD.nbytes
 
     sequences = texts(*[50] * 100)
-    assert (
-        len(list(stood_in(workshop, cap=2).run(lengths_of(sequences), lambda at: [sequences[i] for i in at], sink)))
-        == 100
-    )
+    outcomes = stood_in(workshop, cap=2).run(lengths_of(sequences), lambda at: [sequences[i] for i in at], sink)
+    assert len(list(outcomes)) == 100
     batch = 2 * 50 * DIM * 4
     assert max(waiting) <= 5000 + 2 * batch  # what waits, what is being written, what was just computed
 
@@ -167,7 +165,6 @@ def test_half_precision_that_is_not_finite_is_done_again_in_full_or_refused(prec
     outcomes = run(engine, sequences, Shelf())
     assert [outcomes[index].variant.precision for index in range(4)] == [precision] * 3 + ["fp32"]
     assert workshop.calls("cpu", "fp32") == [[5]]
-    assert engine.figures.again == 1
     hopeless = stood_in(Workshop(hopeless="W"), recipe(precision=precision))
     strict = stood_in(Workshop(spoiled="W"), recipe(precision=precision, half_fallback=False))
     full = stood_in(Workshop(hopeless="W"), recipe())
@@ -235,7 +232,7 @@ def test_a_signal_at_any_moment_loses_at_most_the_batch_under_way(where, monkeyp
     def moment(name):
         counts[name] += 1
         if name == where and counts[name] == 5:
-            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def sink(made):
         moment("writing")
@@ -246,17 +243,17 @@ def test_a_signal_at_any_moment_loses_at_most_the_batch_under_way(where, monkeyp
         return [sequences[at] for at in places]
 
     def stop(_number, _frame):
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise Stopped
 
     workshop = Workshop(before=lambda _: moment("computing"))
-    before = signal.signal(signal.SIGUSR1, stop)
+    before = signal.signal(signal.SIGTERM, stop)
     try:
         with pytest.raises(Stopped):
             for _ in stood_in(workshop).run(lengths_of(sequences), read, sink):
                 pass
     finally:
-        signal.signal(signal.SIGUSR1, before)
+        signal.signal(signal.SIGTERM, before)
     calls = workshop.calls()
     computed = [sorted(itertools.chain(*some)) for some in (calls, calls[:-1])]
     assert sorted(len(made.text) for made in shelf.taken.values()) in computed
@@ -285,8 +282,9 @@ def test_rows_are_gone_from_the_device_before_the_next_forward(monkeypatch, leng
             return rows_RD
 
     workshop = Workshop({"cpu": limit})
-    how = {"build": lambda *arguments, **more: Watch(workshop(*arguments, **more))}
-    engine = Engine(CHECKPOINT, recipe(long="windows"), settings(budget=budget_tokens), **how)
+    build = workshop.build
+    workshop.build = lambda **how: Watch(build(**how))
+    engine = Engine(workshop, recipe(long="windows"), settings(budget=budget_tokens))
     sequences = texts(*lengths)
     outcomes = engine.run(lengths_of(sequences), lambda at: [sequences[i] for i in at], lambda _: None)
     assert all(one.reason is None for one in outcomes)
@@ -299,14 +297,13 @@ def test_figures_add_up():
     engine = stood_in(Workshop(), recipe(long="windows"))
     assert len(run(engine, sequences, Shelf())) == 4
     figures = engine.figures
-    assert (figures.sequences, figures.refused, figures.residues) == (3, 1, 150)
+    assert (figures.residues, figures.encoded_residues) == (150, 180)
     assert figures.tokens == 12 + 22 + 3 * 52
-    assert figures.batches == 2
     assert figures.cost_done == pytest.approx(token_batches.cost(np.array([10, 20, 50, 50, 50, 1]), 2, DIM).sum())
 
 
 def test_thousands_of_sequences_take_no_more_memory_than_a_few(checkpoint):
-    engine = Engine(checkpoint, recipe(layer=3, storage="fp16"), settings(cap=16))
+    engine = Engine(EsmSource(checkpoint), recipe(layer=3, storage="fp16"), settings(cap=16))
 
     def grown(count):
         lengths = np.arange(count) % 47 + 3
@@ -323,15 +320,16 @@ def test_an_engine_with_nothing_to_do_builds_nothing_and_one_that_cannot_be_buil
     assert list(stood_in(workshop).run(np.zeros(0, np.int64), lambda at: [], Shelf())) == []
     assert not workshop.built
 
-    def build(checkpoint, **_):
+    def build(**_):
         raise MemoryError
 
+    workshop.build = build
     with pytest.raises(PlanInfeasible, match="stand-in"):
-        list(Engine(CHECKPOINT, recipe(), settings(), build=build).run(np.array([1]), lambda at: ["A"], Shelf()))
-    Engine(CHECKPOINT, recipe(precision="fp16"), settings(), precision="fp32", build=workshop)
+        list(stood_in(workshop).run(np.array([1]), lambda at: ["A"], Shelf()))
+    Engine(workshop, recipe(precision="fp16"), settings(), precision="fp32")
     strict = recipe(precision="fp16", half_fallback=False)
     with pytest.raises(ValueError, match="fp32"):
-        Engine(CHECKPOINT, strict, settings(), precision="fp32", build=workshop)
+        Engine(workshop, strict, settings(), precision="fp32")
 
 
 def automatic_budget(mem_bytes):
@@ -377,10 +375,3 @@ def test_memory_that_only_holds_mapped_files_is_free(tmp_path):
     command = [sys.executable, "-c", MAPPED, str(file)]  # a process of its own: this one has threads, and a past
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
-
-
-def test_a_budget_never_exceeds_what_an_earlier_run_learned():
-    engine = Engine(CHECKPOINT, recipe(), settings(), ceiling=70, build=(workshop := Workshop()))
-    run(engine, texts(30, 30, 30, 30), Shelf())
-    assert engine.figures.budget_tokens == 70
-    assert [len(call) for call in workshop.calls()] == [2, 2]

@@ -19,25 +19,24 @@ from pipeline.encoder.engine import memory_ladder
 from pipeline.encoder.engine.embed_engine import Done, Engine
 from pipeline.encoder.esm2 import TILE
 from pipeline.records import Reason
-from tests.encoder.engine.stand_ins import CHECKPOINT, Shelf, Workshop, recipe, run, settings, texts
+from tests.encoder.engine.stand_ins import Shelf, Workshop, recipe, run, settings, texts
 
 WINDOWS = SequenceCut("windows", 50, 10)
 ACCELERATOR_ERROR = getattr(torch, "AcceleratorError", RuntimeError)
 
 
-def stood_in(workshop, the_recipe=None, learned=lambda _: None, **changes):
-    return Engine(CHECKPOINT, the_recipe or recipe(), settings(**changes), learned=learned, build=workshop)
+def stood_in(workshop, the_recipe=None, **changes):
+    return Engine(workshop, the_recipe or recipe(), settings(**changes))
 
 
-def test_a_batch_that_does_not_fit_is_halved_and_the_budget_is_learned():
-    workshop, shelf, learned = Workshop({"cpu": 130}), Shelf(), []
-    engine = stood_in(workshop, learned=learned.append, cap=8)
+def test_a_batch_that_does_not_fit_is_halved_and_so_is_the_budget():
+    workshop, shelf = Workshop({"cpu": 130}), Shelf()
+    engine = stood_in(workshop, cap=8)
     outcomes = run(engine, texts(*[48] * 20), shelf)
     assert len(shelf.taken) == len(outcomes) == 20
-    assert learned == [200, 100]  # half of 8 · 50, then half of 4 · 50
     assert {len(call) for call in workshop.calls()} <= {1, 2}
     assert engine.figures.splits == 2
-    assert engine.figures.budget_tokens == 100
+    assert engine.figures.budget_tokens == 100  # half of 8 · 50 tokens, then half of 4 · 50
 
 
 @pytest.mark.nightly
@@ -85,22 +84,22 @@ def test_what_does_not_fit_goes_down_as_the_recipe_allows_and_the_rest_goes_on(d
         assert [call for call in workshop.calls("cpu") if max(call) > 30] == calls
 
 
-def test_an_encoder_that_cannot_be_built_beside_another_is_tried_once_and_teaches_nothing():
-    attempts, learned = [], []
+def test_an_encoder_that_cannot_be_built_beside_another_is_tried_once_and_leaves_the_budget():
+    attempts = []
 
     class Cramped(Workshop):
-        def __call__(self, checkpoint, *, precision, device, **more):
+        def build(self, *, precision, device, **more):
             if (device.type, precision) == ("cuda", "fp32"):
                 attempts.append(precision)
                 raise torch.OutOfMemoryError("CUDA out of memory.")
-            return super().__call__(checkpoint, precision=precision, device=device, **more)
+            return super().build(precision=precision, device=device, **more)
 
     workshop = Cramped(spoiled="W")
-    engine = stood_in(workshop, recipe(precision="fp16"), learned.append, device="cuda")
+    engine = stood_in(workshop, recipe(precision="fp16"), device="cuda")
     outcomes = run(engine, ["AAWAA", "WA", "AW", *texts(30)], Shelf())
     assert [outcomes[index].variant.precision for index in range(4)] == ["fp32"] * 3 + ["fp16"]
     assert sorted(workshop.calls("cpu", "fp32")) == [[2], [2], [5]]
-    assert (len(attempts), learned) == (1, [])
+    assert (len(attempts), engine.figures.budget_tokens) == (1, 10_000)
 
 
 class CountingShelf(Shelf):
@@ -126,8 +125,8 @@ class Neighbours(Workshop):
         super().__init__(spoiled="W")
         self.shelf = shelf
 
-    def __call__(self, checkpoint, *, precision, device, **more):
-        made = super().__call__(checkpoint, precision=precision, device=device, **more)
+    def build(self, *, precision, device, **more):
+        made = super().build(precision=precision, device=device, **more)
         self.standing = getattr(self, "standing", weakref.WeakValueDictionary())
         self.standing[device.type, precision] = made
         if precision == "fp16":
@@ -142,16 +141,16 @@ class Neighbours(Workshop):
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-def test_an_oom_beside_another_encoder_drops_it_and_teaches_nothing():
-    shelf, learned = CountingShelf(), []
+def test_an_oom_beside_another_encoder_drops_it_and_leaves_the_budget():
+    shelf = CountingShelf()
     workshop = Neighbours(shelf)
-    engine = stood_in(workshop, recipe(precision="fp16"), learned.append, device="cuda", cap=4)
+    engine = stood_in(workshop, recipe(precision="fp16"), device="cuda", cap=4)
     sequences = ["A" * 20 + "W", *texts(*[20] * 30)]
     outcomes = run(engine, sequences, shelf)
     assert outcomes[0] == Done(0, Variant("fp32"))
     assert len(shelf.taken) == 31
     assert engine.figures.splits == 1
-    assert learned == []
+    assert engine.figures.budget_tokens == 10_000
     assert {len(call) for call in workshop.calls("cuda", "fp16")} == {4, 3}
     assert list(workshop.standing) == [("cuda", "fp16")]
 
@@ -239,5 +238,5 @@ def test_memory_that_really_ends_halves_batches_and_cuts_what_is_long(tmp_path):
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["same"] == 41
-    assert told["learned"] == sorted(told["learned"], reverse=True) != []
+    assert told["budget"] < 1 << 20
     assert told["cuts"] == [{"policy": "windows", "length": 1022, "overlap": 256}, *[None] * 40]
