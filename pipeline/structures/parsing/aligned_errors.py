@@ -1,8 +1,6 @@
 """Whether a file is a prediction, whose B-factors are pLDDT, and the aligned errors (PAE) in the JSON beside one.
 
-A row is the residue on which a prediction is aligned, a column the one whose place may be wrong, by so many Å. A
-regular expression cuts tables of numbers out of the JSON: `json` alone would hold a Python number for each value, eight
-times the memory of the array.
+A row is the residue on which a prediction is aligned, a column the one whose place may be wrong, by so many Å.
 Shapes: N rows of a table, T tokens of AlphaFold 3, R residues of a file's polymers.
 """
 
@@ -11,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from pipeline.structures.policy import Chain, Structure
 
     Errors: TypeAlias = NDArray[np.float32]
-    Tokens: TypeAlias = tuple[tuple[str, int], ...]  # chain and residue number
+    Tokens: TypeAlias = list[tuple[str, int]]  # chain and residue number
 
 THEORETICAL = "THEORETICAL MODEL"
 UNKNOWN = ("", "?", ".")  # as CIF writes what is not said
@@ -59,7 +58,7 @@ def cif_is_predicted(block: gemmi.cif.Block) -> bool:
 
 PREDICTIONS = re.compile(r"\.(?:pdb|ent|cif|mmcif|mcif|bcif)(?:\.gz)?$", re.IGNORECASE)
 ENDINGS = (".json", ".json.gz")
-# How the name of a structure tells that of its JSON: of AlphaFold DB, ColabFold, AlphaFold 2, AlphaFold's server and 3.
+# From the name of a structure to that of its JSON: AlphaFold DB, ColabFold, AlphaFold 2, AlphaFold Server, 3.
 BESIDE = (
     (re.compile(r"-model_(v\d+)$"), r"-predicted_aligned_error_\1"),
     (re.compile(r"_(?:un)?relaxed_rank_"), r"_scores_rank_"),
@@ -67,14 +66,11 @@ BESIDE = (
     (re.compile(r"_model_(\d+)$"), r"_full_data_\1"),
     (re.compile(r"(^|_)model$"), r"\1confidences"),
 )
-OURS = ".pae"  # NAME.pae.json belongs to NAME.pdb, whoever made it
+OURS = ".pae"  # NAME.pae.json belongs to NAME.pdb, whatever wrote it
 TABLES = ("predicted_aligned_error", "pae")  # as AlphaFold DB calls it since 2022, and all others
 TOKENS = ("token_chain_ids", "token_res_ids")
 LARGEST_ERROR = 1000.0  # Å
-MOST_BESIDES = 16 << 20  # bytes of what is not a table
-# A list of rows of numbers and its name; possessive, so that damage costs one pass. No NaN or null is part of it.
-TABLE = re.compile(rb'"(\w+)"\s*:\s*(\[\s*\[[0-9+\-.eE,\s]*+\](?:\s*,\s*\[[0-9+\-.eE,\s]*+\])*+\s*\])')
-ROW = re.compile(rb"\[([^\[\]]*)\]")
+DIFFERENT_NUMBERS = 1 << 14  # that are kept: a table has few, and one Python number for each entry takes 32 bytes
 
 
 def pae_candidates(path: str) -> tuple[str, ...]:
@@ -94,73 +90,45 @@ def pae_beside(path: str) -> tuple[str, ...]:
 
 def errors_of(structure: Structure, name: str, data: bytes) -> Errors:
     """Return the errors between the residues of a structure's polymers [R, R], in its order; `name` is the JSON's."""
+    chains = [chain for chain in structure.chains if chain.kind is not Kind.OTHER]
+    residues = max((chain.last for chain in chains), default=0)
     try:
-        return _of_residues(*read_errors(data), structure)
+        pae_NN, tokens = read_errors(data)
+        if tokens is not None:
+            return _by_tokens(pae_NN, _residue_of_tokens(tokens, chains, structure))
+        if len(pae_NN) != residues:
+            what = f"it has {len(pae_NN):,} rows, and the polymer chains of the structure have {residues:,} residues"
+            raise _bad(f"{what}: it belongs to another structure, or residues were removed from one of the two")
+        return pae_NN
     except UnusableInput as problem:
         raise UnusableInput(problem.reason, f"{name}: {problem.detail}") from None
 
 
 def read_errors(data: bytes) -> tuple[Errors, Tokens | None]:
     """Return the table in a JSON, and of AlphaFold 3 the chain and number of each row's residue; refuse a bad one."""
-    tables, content = _apart(data)
-    name = next((name for name in TABLES if name in content), None)
-    if name is None:
-        there = ", ".join(map(str, list(content)[:8])) or "nothing"
-        raise _bad(f"it has no table {' or '.join(TABLES)}; it has {there}")
-    if name not in tables:
-        raise _bad(f"{name} is not a list of rows of numbers (NaN and null are not numbers)")
-    pae_NN = _square(data, name, *tables[name])
-    return pae_NN, _tokens(content, len(pae_NN))
-
-
-def _bad(what: str) -> UnusableInput:
-    return UnusableInput(Reason.BAD_PAE, what)
-
-
-def _apart(data: bytes) -> tuple[dict[str, tuple[int, int]], Mapping[str, Any]]:
-    """Return where the tables of a JSON begin and end, and its other content."""
-    tables: dict[str, tuple[int, int]] = {}
-
-    def cut_out(table: re.Match[bytes]) -> bytes:
-        name = table[1].decode()
-        if name in tables:
-            raise _bad(f"it has {name} twice")
-        tables[name] = table.start(2) + 1, table.end() - 1
-        return b'"%b":null' % table[1]
-
-    besides = TABLE.sub(cut_out, data)
-    if len(besides) > MOST_BESIDES:
-        raise _bad(f"it has {len(besides):,} bytes of other content: it is not a table of errors")
     try:
-        content = json.loads(besides)
+        content = json.loads(data, parse_float=lru_cache(DIFFERENT_NUMBERS)(float))
     except (ValueError, RecursionError) as error:
         raise _bad(f"it is not JSON, or it is truncated: {error}"[:200]) from error
     if isinstance(content, list) and len(content) == 1:
         content = content[0]
-    if not isinstance(content, dict):
-        raise _bad("it is neither an object nor a list of one")
-    return tables, content
+    name = next((name for name in TABLES if isinstance(content, dict) and name in content), None)
+    if name is None:
+        raise _bad(f"it has no table {' or '.join(TABLES)}")
+    try:
+        pae_NN = np.array(content[name])
+    except ValueError as error:  # rows of different lengths
+        raise _bad(f"{name} is not a square table: {error}"[:200]) from error
+    if pae_NN.dtype.kind not in "if" or pae_NN.ndim != 2 or len(set(pae_NN.shape)) != 1 or not pae_NN.size:
+        raise _bad(f"{name} is not a square table of numbers: its shape is {list(pae_NN.shape)}")
+    if len(wrong := np.argwhere(~((pae_NN >= 0) & (pae_NN <= LARGEST_ERROR)))):
+        row, column = wrong[0]
+        raise _bad(f"row {row + 1} of {name} has {pae_NN[row, column]:g} at place {column + 1}, not an error in Å")
+    return pae_NN.astype(np.float32), _tokens(content, len(pae_NN))
 
 
-def _square(data: bytes, name: str, first: int, last: int) -> Errors:
-    """Return the table between two places; refuse one that is not square before there is memory for it."""
-    sizes = [row[1].count(b",") + 1 for row in ROW.finditer(data, first, last)]
-    uneven = next((place for place, size in enumerate(sizes) if size != len(sizes)), None)
-    if uneven is not None:
-        what = f"row {uneven + 1} of {name} has {sizes[uneven]:,} numbers, and there are {len(sizes):,} rows"
-        raise _bad(f"{what}: it is not square")
-    pae_NN = np.empty((len(sizes), len(sizes)), np.float32)
-    for place, row in enumerate(ROW.finditer(data, first, last)):
-        try:
-            values_N = np.array(json.loads(b"[%b]" % row[1]), np.float64)
-        except (ValueError, OverflowError) as error:
-            raise _bad(f"row {place + 1} of {name} has a value that is not a number: {error}"[:200]) from error
-        wrong = np.flatnonzero(~((values_N >= 0) & (values_N <= LARGEST_ERROR)))
-        if len(wrong) or not len(values_N):
-            what = f"{values_N[wrong[0]]:g} at place {wrong[0] + 1}" if len(wrong) else "no number"
-            raise _bad(f"row {place + 1} of {name} has {what}, which is not an error in Å")
-        pae_NN[place] = values_N
-    return pae_NN
+def _bad(what: str) -> UnusableInput:
+    return UnusableInput(Reason.BAD_PAE, what)
 
 
 def _tokens(content: Mapping[str, Any], size: int) -> Tokens | None:
@@ -170,41 +138,28 @@ def _tokens(content: Mapping[str, Any], size: int) -> Tokens | None:
     chains, numbers = (content.get(name) for name in TOKENS)
     if not (isinstance(chains, list) and isinstance(numbers, list) and len(chains) == len(numbers) == size):
         raise _bad(f"{' and '.join(TOKENS)} are not two lists of {size:,} entries")
-    tokens = tuple(zip(chains, numbers, strict=True))
+    tokens = list(zip(chains, numbers, strict=True))
     if not all(isinstance(chain, str) and type(number) is int for chain, number in tokens):
         raise _bad(f"{' and '.join(TOKENS)} are not names of chains and numbers of residues")
     return tokens
 
 
-def _of_residues(pae_NN: Errors, tokens: Tokens | None, structure: Structure) -> Errors:
-    """Return the errors of the residues of a structure's polymers; refuse those of other residues."""
-    chains = [chain for chain in structure.chains if chain.kind is not Kind.OTHER]
-    residues = max((chain.last for chain in chains), default=0)
-    if tokens is not None:
-        return _by_tokens(pae_NN, _residue_of_tokens(tokens, chains, structure))
-    if len(pae_NN) != residues:
-        what = f"it has {len(pae_NN):,} rows, and the polymer chains of the structure have {residues:,} residues"
-        raise _bad(f"{what}: it belongs to another structure, or residues were removed from one of the two")
-    return pae_NN
-
-
 def _residue_of_tokens(tokens: Tokens, chains: Sequence[Chain], structure: Structure) -> NDArray[np.int64]:
     """Return the residue of each token, -1 of ligands; each residue of a polymer must have one, and no other."""
-    residue_of = {
-        (chain.name, int(structure.number_R[residue])): residue
+    token_of = {
+        residue: (chain.name, int(structure.number_R[residue]))
         for chain in chains
         for residue in range(chain.first, chain.last)
     }
+    residue_of = {token: residue for residue, token in token_of.items()}
     residue_T = np.array([residue_of.get(token, -1) for token in tokens])
     names = {chain.name for chain in chains}
     for chain, number in tokens:
         if chain in names and (chain, number) not in residue_of:
             raise _bad(f"it has a token of residue {number} of chain {chain}, which the structure does not have")
-    absent = sorted({residue for chain in chains for residue in range(chain.first, chain.last)} - {*residue_T.tolist()})
-    if absent:
-        owner = next(chain.name for chain in chains if chain.first <= absent[0] < chain.last)
-        number = structure.number_R[absent[0]]
-        raise _bad(f"it has no token of residue {number} of chain {owner}, and of {len(absent):,} residues in all")
+    if absent := sorted(token_of.keys() - set(residue_T.tolist())):
+        chain, number = token_of[absent[0]]
+        raise _bad(f"it has no token of residue {number} of chain {chain}, and of {len(absent):,} residues in all")
     return residue_T
 
 

@@ -22,7 +22,7 @@ from pipeline.structures.atoms import AtomTable, Links, UnusableInput, name_word
 from pipeline.structures.policy import HETATM, LINKING_WORDS, POLYMER, WATER, is_standard
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from numpy.typing import NDArray
 
@@ -37,7 +37,8 @@ NON_POLYMER = 2
 FORMAT = re.compile(r"%FORMAT\(\s*\d*[aAiIeEfFdD]([1-9]\d*)(?:\.\d+)?\s*\)")
 MASSES = np.array([0.0, *(gemmi.Element(number).weight for number in range(1, ELEMENTS + 1))])
 WIDTH, PER_LINE = 12, 6  # of the numbers of a restart file
-MOST_CHAINS = 26 + 26**2
+NETCDF_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, MemoryError)
+LETTERS = [*ascii_uppercase, *map("".join, product(ascii_uppercase, repeat=2))]  # the names of chains
 # What each list of a topology is as long as: this entry of POINTERS, times so many numbers.
 LENGTHS = {
     "ATOM_NAME": (0, 1),
@@ -82,13 +83,9 @@ def read_amber(topology: bytes, coordinates: bytes) -> AtomTable:
     ]
     standard_R = np.array([is_standard(label) for label in labels]) & linking_R
     bonds_B2 = _bonds(sections)
-    run_R = _runs(residue_A[bonds_B2], len(first_R))
-    chain_R = _chains(run_R, standard_R)
-    element_A = _elements(sections)
-    water_R = _waters(element_A, residue_A)
-    _check_elements(sections, element_A, residue_A, water_R)
-    entity_R = np.where(chain_R > 0, POLYMER, NON_POLYMER)
-    entity_R[water_R] = WATER
+    chain_R = _chains(residue_A[bonds_B2], standard_R)
+    element_A, water_R = _elements(sections, residue_A)
+    entity_R = np.where(water_R, WATER, np.where(chain_R > 0, POLYMER, NON_POLYMER))
     blank_A = np.zeros(atoms, np.int8)
     return AtomTable(
         pos_A3=read_positions(coordinates, atoms),
@@ -122,12 +119,14 @@ def read_words(lists: Mapping[str, str], name: str, length: int | None = None) -
     found = next((match for line in lines if (match := FORMAT.match(line))), None)
     if found is None:
         raise _bad(f"%FLAG {name} needs a plain %FORMAT, such as (20a4) or (10I8)")
-    width = int(found[1])
-    body = (line.rstrip() for line in lines if not line.startswith("%"))
-    cells = [line[at : at + width].strip() for line in body for at in range(0, len(line), width)]
+    cells = _cells((line.rstrip() for line in lines if not line.startswith("%")), int(found[1]))
     if length is not None and len(cells) != length:
         raise _bad(f"%FLAG {name} holds {len(cells)} values, but POINTERS say {length}")
     return cells
+
+
+def _cells(lines: Iterable[str], width: int) -> list[str]:
+    return [line[at : at + width].strip() for line in lines for at in range(0, len(line), width)]
 
 
 def read_numbers(lists: Mapping[str, str], name: str, length: int | None = None) -> NDArray[np.float64]:
@@ -159,12 +158,11 @@ def _sections(data: bytes) -> dict[str, Any]:
     """Return the lists of a topology that are needed; before 2012 an element was known by its mass."""
     lists = read_lists(data)
     pointers, lengths = read_lengths(lists, LENGTHS)
+    lengths["ATOMIC_NUMBER" if "ATOMIC_NUMBER" in lists else "MASS"] = int(pointers[0])
     sections: dict[str, Any] = {}
     for name, length in lengths.items():
         read = read_words if name in ("ATOM_NAME", "RESIDUE_LABEL") else read_numbers
         sections[name] = read(lists, name, length)
-    by = "ATOMIC_NUMBER" if "ATOMIC_NUMBER" in lists else "MASS"
-    sections[by] = read_numbers(lists, by, int(pointers[0]))
     if not sections["ATOM_NAME"] or not sections["RESIDUE_LABEL"]:
         raise UnusableInput(Reason.NO_ATOMS, "the topology has no atoms")
     return sections
@@ -186,101 +184,73 @@ def _bonds(sections: Mapping[str, Any]) -> NDArray[np.int64]:
     wrong = np.flatnonzero((bonds_B2[:, 0] < 0) | (bonds_B2[:, 1] >= atoms) | (bonds_B2[:, 0] == bonds_B2[:, 1]))
     if len(wrong):
         left, right = (bonds_B2[wrong[0]] + 1).tolist()
-        raise UnusableInput(Reason.PARSE_ERROR, f"a bond between the atoms {left} and {right} of {atoms}")
+        raise _bad(f"a bond between the atoms {left} and {right} of {atoms}")
     return bonds_B2
 
 
-def _elements(sections: Mapping[str, Any]) -> NDArray[np.int64]:
-    """Return atomic numbers, from masses where the topology has none."""
+def _elements(sections: Mapping[str, Any], residue_A: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return atomic numbers, and a mask of the residues that are one oxygen and two hydrogens: water has many names.
+
+    An atom of no element is refused, unless it is the extra point of a water, which is dropped with it.
+    """
     if "ATOMIC_NUMBER" in sections:
-        return np.array(sections["ATOMIC_NUMBER"], np.int64)
-    return np.array(np.abs(sections["MASS"][:, None] - MASSES).argmin(1), np.int64)
-
-
-def _check_elements(
-    sections: Mapping[str, Any],
-    element_A: NDArray[np.int64],
-    residue_A: NDArray[np.int64],
-    water_R: NDArray[np.bool_],
-) -> None:
-    """Refuse an atom of no element, unless it is the extra point of a water, which is dropped with it."""
-    wrong = np.flatnonzero(((element_A < 1) | (element_A > ELEMENTS)) & ~water_R[residue_A])
-    if len(wrong):
-        atom, residue = int(wrong[0]), int(residue_A[wrong[0]])
-        where = f"{sections['ATOM_NAME'][atom]} of {sections['RESIDUE_LABEL'][residue]} {residue + 1}"
-        raise UnusableInput(Reason.PARSE_ERROR, f"atom {atom + 1} ({where}) has no element ({element_A[atom]})")
-    element_A[(element_A < 1) | (element_A > ELEMENTS)] = 0
-
-
-def _waters(element_A: NDArray[np.int64], residue_A: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return a mask of the residues that are one oxygen and two hydrogens, for waters have many names."""
-    size = int(residue_A[-1]) + 1
+        element_A = sections["ATOMIC_NUMBER"].astype(np.int64)
+    else:
+        element_A = np.abs(sections["MASS"][:, None] - MASSES).argmin(1)
     oxygen_R, hydrogen_R, heavy_R = (
-        np.bincount(residue_A[chosen_A], minlength=size)
+        np.bincount(residue_A[chosen_A], minlength=int(residue_A[-1]) + 1)
         for chosen_A in (element_A == OXYGEN, element_A == HYDROGEN, element_A > HYDROGEN)
     )
-    water_R: NDArray[np.bool_] = (oxygen_R == 1) & (hydrogen_R == 2) & (heavy_R == 1)
-    return water_R
+    water_R = (oxygen_R == 1) & (hydrogen_R == 2) & (heavy_R == 1)
+    is_none_A = (element_A < 1) | (element_A > ELEMENTS)
+    for atom in np.flatnonzero(is_none_A & ~water_R[residue_A])[:1].tolist():
+        residue = int(residue_A[atom])
+        where = f"{sections['ATOM_NAME'][atom]} of {sections['RESIDUE_LABEL'][residue]} {residue + 1}"
+        raise _bad(f"atom {atom + 1} ({where}) has no element ({element_A[atom]})")
+    return np.where(is_none_A, 0, element_A), water_R
 
 
-def _runs(residue_B2: NDArray[np.int64], residues: int) -> NDArray[np.int64]:
-    """Return for each residue the number of its run: consecutive residues that are bonded."""
-    joined_R = np.zeros(residues, np.bool_)
+def _chains(residue_B2: NDArray[np.int64], standard_R: NDArray[np.bool_]) -> NDArray[np.uint64]:
+    """Return the chain of each residue: letters for the runs that hold a standard one, nothing for the others.
+
+    A run are consecutive residues that are bonded.
+    """
+    joined_R = np.zeros(len(standard_R), np.bool_)
     left_B, right_B = np.sort(residue_B2, axis=1).T
     joined_R[right_B[right_B - left_B == 1]] = True
-    run_R: NDArray[np.int64] = np.cumsum(~joined_R) - 1
-    return run_R
-
-
-def _chains(run_R: NDArray[np.int64], standard_R: NDArray[np.bool_]) -> NDArray[np.uint64]:
-    """Return the chain of each residue: letters for the runs that hold a standard one, nothing for the others."""
-    letters = [*ascii_uppercase, *(first + other for first, other in product(ascii_uppercase, repeat=2))]
+    run_R = np.cumsum(~joined_R) - 1
     runs = np.unique(run_R[standard_R])
-    if len(runs) > MOST_CHAINS:
-        raise UnusableInput(Reason.PARSE_ERROR, f"{len(runs)} chains; {MOST_CHAINS} are supported")
+    if len(runs) > len(LETTERS):
+        raise _bad(f"{len(runs)} chains; {len(LETTERS)} are supported")
     name_of = np.zeros(int(run_R[-1]) + 1, np.uint64)
-    name_of[runs] = [name_word(letters[chain]) for chain in range(len(runs))]
+    name_of[runs] = [name_word(name) for name in LETTERS[: len(runs)]]
     return name_of[run_R]
 
 
 def read_positions(data: bytes, atoms: int) -> NDArray[np.float64]:
-    """Return the coordinates in a restart file."""
+    """Return the coordinates in a restart file: text, or NetCDF as AMBER has written it since 2016."""
     if data.startswith(b"CDF"):
-        return _from_netcdf(data, atoms)
+        from scipy.io import netcdf_file
+
+        try:
+            pos_A3 = np.array(netcdf_file(BytesIO(data), mmap=False).variables["coordinates"].data, np.float64)
+        except NETCDF_ERRORS as error:
+            raise _bad(f"the coordinates are not a NetCDF restart: {type(error).__name__} {error}") from error
+        if pos_A3.shape != (atoms, 3):
+            raise _bad(f"the coordinates have the shape {pos_A3.shape}; a restart of this topology has ({atoms}, 3)")
+        return pos_A3
     lines = data.decode("latin-1").splitlines()
     count = lines[1].split()[:1] if len(lines) > 1 else []
     if not count or not count[0].isdecimal():
-        what = "the coordinates are not an AMBER restart: line 2 has no number of atoms"
-        raise UnusableInput(Reason.PARSE_ERROR, what)
-    _check_count(int(count[0]), atoms)
-    body = lines[2 : 2 + -(-atoms * 3 // PER_LINE)]
-    texts = [line[at : at + WIDTH] for line in body for at in range(0, WIDTH * PER_LINE, WIDTH)][: atoms * 3]
+        raise _bad("the coordinates are not an AMBER restart: line 2 has no number of atoms")
+    if int(count[0]) != atoms:
+        raise _bad(f"the coordinates are of {count[0]} atoms, the topology of {atoms}")
+    texts = _cells(lines[2 : 2 + -(-atoms * 3 // PER_LINE)], WIDTH)[: atoms * 3]
     try:
         return np.array([float(number) for number in texts]).reshape(atoms, 3)
     except ValueError as error:
         what = f"the coordinates of {atoms} atoms are {len(texts)} numbers, or contain invalid ones: {error}"
-        raise UnusableInput(Reason.PARSE_ERROR, what[:200]) from error
-
-
-def _from_netcdf(data: bytes, atoms: int) -> NDArray[np.float64]:
-    """Return the coordinates in a restart file as AMBER has written it since 2016."""
-    from scipy.io import netcdf_file
-
-    try:
-        pos_A3 = np.array(netcdf_file(BytesIO(data), mmap=False).variables["coordinates"].data, np.float64)
-    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, MemoryError) as error:
-        what = f"the coordinates are not a NetCDF restart: {type(error).__name__} {error}"
-        raise UnusableInput(Reason.PARSE_ERROR, what[:200]) from error
-    if pos_A3.ndim != 2 or pos_A3.shape[1:] != (3,):
-        what = f"the coordinates have the shape {pos_A3.shape}: a restart has one frame"
-        raise UnusableInput(Reason.PARSE_ERROR, what)
-    _check_count(len(pos_A3), atoms)
-    return pos_A3
-
-
-def _check_count(count: int, atoms: int) -> None:
-    if count != atoms:
-        raise UnusableInput(Reason.PARSE_ERROR, f"the coordinates are of {count} atoms, the topology of {atoms}")
+        raise _bad(what) from error
 
 
 def _words(names: list[str]) -> NDArray[np.uint64]:

@@ -33,7 +33,7 @@ BOND_TYPES = ("1", "2", "3", "am", "ar", "du", "un", "nc")  # the last: not conn
 NO_ELEMENTS = ("LP", "DU", "ANY", "HAL", "HET", "HEV", "*")  # types of MOL2; RDKit leaves lone pairs out in silence
 CLOCK = re.compile(r"^\[\d\d:\d\d:\d\d\] ?")
 NOISE = ("****", "----------")
-LISTENS = threading.Lock()  # RDKit has one log, and threads of a loader read molecules at once
+RDKIT_LOG = threading.Lock()  # there is one, and threads of a loader read molecules at once
 
 
 def read_molecule(data: bytes, form: str) -> AtomTable:
@@ -43,13 +43,13 @@ def read_molecule(data: bytes, form: str) -> AtomTable:
     # A byte is a column: RDKit would cut a longer letter in two, and fail to put the half into a message.
     text = data.decode("ascii", "replace").replace("\ufffd", "?").replace("\r\n", "\n")
     block = _only_mol2(text) if form == "mol2" else _only_record(text)
-    with _listening() as heard:
+    with _logged() as messages:
         if form == "mol2":  # None where it cannot be read
             molecule = Chem.MolFromMol2Block(block, sanitize=False, removeHs=False, cleanupSubstructures=False)
         else:
             molecule = Chem.MolFromMolBlock(block, sanitize=False, removeHs=False, strictParsing=True)
         if molecule is None:
-            raise UnusableInput(Reason.PARSE_ERROR, _gist(heard, form))
+            raise UnusableInput(Reason.PARSE_ERROR, _gist(messages, form))
         if not molecule.GetNumAtoms():
             raise UnusableInput(Reason.NO_ATOMS, "the molecule has no atoms")
         return _table(molecule, is_sane=not Chem.DetectChemistryProblems(molecule))
@@ -96,33 +96,27 @@ def _check_one(molecules: int) -> None:
 
 
 @contextmanager
-def _listening() -> Iterator[list[str]]:
+def _logged() -> Iterator[list[str]]:
     """Collect RDKit's log messages, which go to the terminal otherwise."""
     from rdkit import rdBase
 
-    heard: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("rdkit")
-    with LISTENS:
-        before = (logger.handlers, logger.propagate, logger.level, logger.disabled)
-        streams = re.findall(r"(rdApp\.\w+):(\w+)", rdBase.LogStatus())
-        logger.handlers, logger.propagate, logger.disabled = [handler], False, False
-        logger.setLevel(logging.WARNING)
+    with RDKIT_LOG:
+        before, logger.handlers = logger.handlers, [handler]
         rdBase.LogToPythonLogger()
         try:
-            yield heard
+            yield messages
         finally:
-            rdBase.LogToCppStreams()  # which turns each stream on or off as it is by default
-            for name, state in streams:
-                (rdBase.EnableLog if state == "enabled" else rdBase.DisableLog)(name)
-            logger.handlers, logger.propagate, level, logger.disabled = before
-            logger.setLevel(level)
+            rdBase.LogToCppStreams()
+            logger.handlers = before
 
 
-def _gist(heard: list[str], form: str) -> str:
+def _gist(messages: list[str], form: str) -> str:
     """Return RDKit's messages for users: without clock, stack trace and source files."""
-    lines = [CLOCK.sub("", line).strip() for message in heard for line in message.splitlines()]
+    lines = [CLOCK.sub("", line).strip() for message in messages for line in message.splitlines()]
     if "Stacktrace:" in lines:
         lines = lines[: lines.index("Stacktrace:")]
     if any(line.endswith("-condition Violation") for line in lines):  # which then says in words what it is
