@@ -17,7 +17,7 @@ import numpy as np
 from pipeline.command_line import Command
 from pipeline.dataset.item_splits import text_digest
 from pipeline.errors import ConfigError, DataError, JobFailed
-from pipeline.structures.sources.source_folder import split_suffix
+from pipeline.structures.sources.table_sources import split_suffix
 from pipeline.structures.sources.source_rows import text_lines
 from pipeline.units import printable_text
 

@@ -22,7 +22,7 @@ from pipeline.planning.trained_model import chosen_of, named_model, portable_set
 from pipeline.project.project import local_machine
 from pipeline.project.run_code import load_task
 from pipeline.protocol import Publishes
-from pipeline.structures.sources.source_folder import split_suffix
+from pipeline.structures.sources.table_sources import split_suffix
 from pipeline.training.checkpoints.checkpoint import weights_file
 
 if TYPE_CHECKING:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import re
+from array import array
 from collections.abc import Callable, Generator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from shlex import quote
 from typing import TYPE_CHECKING
@@ -18,11 +19,18 @@ from pipeline.command_line import Command
 from pipeline.errors import ConfigError, DataError
 from pipeline.records import Item, Reason, Rejection
 from pipeline.structures.atoms import UnusableInput
-from pipeline.structures.sources.given_splits import GivenSplits
 from pipeline.structures.sources.item_ids import SeenIds, SourceSpec, id_problem, label_problem
-from pipeline.structures.sources.source_folder import listing, sorted_names, split_suffix, walk
-from pipeline.structures.sources.source_rows import one_file_parts, text_lines
-from pipeline.structures.sources.table_sources import manifest_items, pair_items, pinder_items, sabdab_items
+from pipeline.structures.sources.source_rows import Columns, SourceRow, one_file_parts, read_rows, text_lines
+from pipeline.structures.sources.table_sources import (
+    listing,
+    manifest_items,
+    pair_items,
+    pinder_items,
+    sabdab_items,
+    sorted_names,
+    split_suffix,
+    walk,
+)
 from pipeline.units import printable_text
 
 if TYPE_CHECKING:
@@ -54,56 +62,43 @@ def _item(spec: SourceSpec, root: Path, name: str) -> Item | Rejection:
     return Item(id=item_id, parts=parts, origin=printable_text(name))
 
 
-@dataclass(slots=True)
-class _Record:
-    """A record while its lines come in; letters beyond `MAX_LETTERS` are counted, not kept."""
-
-    label: str
-    line: int
-    pieces: list[str] = field(default_factory=list)
-    letters: int = 0
-
-    def add(self, line: str) -> None:
-        piece = "".join(line.split())
-        self.letters += len(piece)
-        if piece and self.letters <= MAX_LETTERS:
-            self.pieces.append(piece)
-
-
 def fasta_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
     """Yield the sequences of a FASTA file."""
-    for record in _records(spec.path):
-        name = next(iter(record.label.split()), "")
-        origin = f"{spec.path.name}:{record.line}"
+    for number, label, letters, sequence in _records(spec.path):
+        name = next(iter(label.split()), "")
+        origin = f"{spec.path.name}:{number}"
         try:
-            yield Item(id=name, sequence=_sequence(record), origin=origin)
+            yield Item(id=name, sequence=_checked_sequence(letters, sequence), origin=origin)
         except UnusableInput as error:
             yield Rejection(printable_text(name), error.reason, error.detail, origin)
 
 
-def _records(path: Path) -> Iterator[_Record]:
-    record = None
+def _records(path: Path) -> Iterator[tuple[int, str, int, str]]:
+    """Yield the line, label, number of letters and sequence of each record; letters beyond the most are not kept."""
+    label, start, letters, pieces = "", 0, 0, list[str]()
     for number, line in enumerate(text_lines(path), 1):
         if line.startswith(">"):
-            if record is not None:
-                yield record
-            record = _Record(line[1:], number)
-        elif record is not None:
-            record.add(line)
+            if start:
+                yield start, label, letters, "".join(pieces)
+            label, start, letters, pieces = line[1:], number, 0, []
+        elif start:
+            piece = "".join(line.split())
+            letters += len(piece)
+            if piece and letters <= MAX_LETTERS:
+                pieces.append(piece)
         elif line.strip():
             remedy = f"head -n {number} {quote(str(path))}"
             raise DataError("text before the first '>': not FASTA", where=f"{path}:{number}", remedy=remedy)
-    if record is not None:
-        yield record
+    if start:
+        yield start, label, letters, "".join(pieces)
 
 
-def _sequence(record: _Record) -> str:
-    """Return the letters of a record without a final stop, or refuse it."""
-    if record.letters > MAX_LETTERS:
-        raise UnusableInput(
-            Reason.TOO_MANY_RESIDUES, f"{record.letters:,} letters, at most {MAX_LETTERS:,} are allowed"
-        )
-    sequence = "".join(record.pieces).removesuffix("*")
+def _checked_sequence(letters: int, sequence: str) -> str:
+    """Return a sequence without a final stop, or refuse it."""
+    if letters > MAX_LETTERS:
+        what = f"{letters:,} letters, at most {MAX_LETTERS:,} are allowed"
+        raise UnusableInput(Reason.TOO_MANY_RESIDUES, what)
+    sequence = sequence.removesuffix("*")
     if not sequence:
         raise UnusableInput(Reason.BAD_SEQUENCE, "the sequence is empty")
     if wrong := NOT_A_LETTER.search(sequence):
@@ -111,6 +106,50 @@ def _sequence(record: _Record) -> str:
         hint = "; write residues in upper case" if wrong[0].islower() else ""
         raise UnusableInput(Reason.BAD_SEQUENCE, what + hint)
     return sequence
+
+
+SPLIT_COLUMNS = Columns(required=("id", "split"), optional=("cluster",))
+
+
+class GivenSplits:
+    """The split and cluster of each id in the table that `data.splits` names; an id takes some 25 bytes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.found = 0  # items of the source that the table names
+        self.example = ""
+        self._rows = SeenIds()
+        self._splits: dict[str, int] = {}
+        self._split, self._clusters, self._end = array("I"), bytearray(), array("Q", [0])
+        lines = array("I")
+        for number, row in enumerate(read_rows(path, SPLIT_COLUMNS)):
+            line = _line(row.origin)
+            problem = row.detail if isinstance(row, Rejection) else ""
+            if isinstance(row, SourceRow) and (first := self._rows.first_line(row["id"], number)) is not None:
+                problem = f"line {lines[first]} has the same id"
+            if isinstance(row, Rejection) or problem:
+                raise DataError(problem, where=f"{path}:{line}", remedy=f"sed -n {line}p {quote(str(path))}")
+            lines.append(line)
+            self._split.append(self._splits.setdefault(row["split"], len(self._splits)))
+            self._clusters += row["cluster"].encode()
+            self._end.append(len(self._clusters))
+            self.example = self.example or printable_text(row["id"])
+        self._names = list(self._splits)
+
+    def of(self, item: Item) -> Item:
+        """Return an item with its split and cluster; one that the table does not name is in no split."""
+        row = self._rows.line_of(item.id)
+        if row is None:
+            return replace(item, split="", cluster="")
+        self.found += 1
+        cluster = self._clusters[self._end[row] : self._end[row + 1]].decode()
+        return replace(item, split=self._names[self._split[row]], cluster=cluster)
+
+    def refuse_strangers(self, item: str) -> None:
+        """Raise where the table names none of the items; `item` is the id of one."""
+        if not self.found:
+            what = f"it names none of the items: its ids look like {self.example!r}, those of the data like {item!r}"
+            raise DataError(what, where=str(self.path), remedy=Command.of("data items"))
 
 
 Adapter = Callable[[SourceSpec], Generator[Item | Rejection, None, None]]
@@ -162,27 +201,24 @@ def _checked(entry: Item | Rejection, seen: SeenIds, spec: SourceSpec) -> Item |
     """Return an item whose id is allowed and new, and whose labels are numbers; else a rejection."""
     if isinstance(entry, Rejection):
         return entry
+    name, line = printable_text(entry.id), _line(entry.origin)
     if problem := id_problem(entry.id, names_files=spec.source != "fasta"):
-        return Rejection(printable_text(entry.id), Reason.BAD_ID, f"the id {problem}", entry.origin)
-    line = _line(entry.origin)
+        return Rejection(name, Reason.BAD_ID, f"the id {problem}", entry.origin)
     first = seen.first_line(entry.id, line)
-    if first is None:
-        if not line:
-            seen.remember_origin(entry.id, entry.origin)
-        problem = label_problem(entry, spec.labels)
-        return (
-            Rejection(printable_text(entry.id), Reason.BAD_ROW, problem, entry.origin, entry.split)
-            if problem
-            else entry
-        )
-    table = spec.splits.name if spec.splits and spec.source == "pairs" else spec.path.name
-    where = f"{table}:{first}" if first else seen.origins.get(entry.id, "an earlier file")
-    split = f" (this one is in split {printable_text(entry.split)!r})" if entry.split else ""
-    remedy = "; the suffix is not part of an id: rename the file, or select one format with data.pattern" * (
-        spec.source == "glob"
-    )
-    detail = f"{where} already has this id{split}{remedy}"
-    return Rejection(printable_text(entry.id), Reason.DUPLICATE_ID, detail, entry.origin, entry.split)
+    if first is not None:
+        table = spec.splits.name if spec.splits and spec.source == "pairs" else spec.path.name
+        where = f"{table}:{first}" if first else seen.origins.get(entry.id, "an earlier file")
+        detail = f"{where} already has this id"
+        if entry.split:
+            detail += f" (this one is in split {printable_text(entry.split)!r})"
+        if spec.source == "glob":
+            detail += "; the suffix is not part of an id: rename the file, or select one format with data.pattern"
+        return Rejection(name, Reason.DUPLICATE_ID, detail, entry.origin, entry.split)
+    if not line:
+        seen.remember_origin(entry.id, entry.origin)
+    if problem := label_problem(entry, spec.labels):
+        return Rejection(name, Reason.BAD_ROW, problem, entry.origin, entry.split)
+    return entry
 
 
 def _line(origin: str) -> int:

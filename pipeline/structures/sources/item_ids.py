@@ -69,16 +69,21 @@ class SeenIds:
 
     def first_line(self, name: str, line: int) -> int | None:
         """Return the line where this id occurred first; if it is new, remember `line` and return None."""
+        first = self.line_of(name)
+        if first is None:
+            self._latest[xxhash.xxh3_64_intdigest(name.encode())] = line
+            if len(self._latest) >= max(MERGE_AT, MERGE_SHARE * len(self._digests)):
+                self._merge()
+        return first
+
+    def line_of(self, name: str) -> int | None:
+        """Return the line where an id occurred first."""
         digest = xxhash.xxh3_64_intdigest(name.encode())
         if digest in self._latest:
             return self._latest[digest]
         spot = int(np.searchsorted(self._digests, np.uint64(digest)))
-        if spot < len(self._digests) and int(self._digests[spot]) == digest:
-            return int(self._lines[spot])
-        self._latest[digest] = line
-        if len(self._latest) >= max(MERGE_AT, MERGE_SHARE * len(self._digests)):
-            self._merge()
-        return None
+        is_there = spot < len(self._digests) and int(self._digests[spot]) == digest
+        return int(self._lines[spot]) if is_there else None
 
     def _merge(self) -> None:
         """Move the latest ids into the sorted arrays."""
@@ -89,7 +94,7 @@ class SeenIds:
         self._latest.clear()
 
 
-UNKNOWN = frozenset({"", "na", "n/a", "nan", "none", "null"})  # as tables write what nobody has measured
+UNKNOWN = frozenset({"", "na", "n/a", "nan", "none", "null"})  # as tables write what was not measured
 WORDS = {"true": 1.0, "false": 0.0}
 LARGEST = 3.4e38  # of the single precision in which tasks have it
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
 from shlex import quote
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pipeline.command_line import Command
 from pipeline.errors import ConfigError, DataError
@@ -46,7 +46,10 @@ def text_lines(path: Path) -> Generator[str, None, None]:
         while line := _next_line(stream, path):
             text = _decoded(line, offset, path)
             if offset == 0:
-                text = _checked_start(text, path)
+                text = text.removeprefix(codecs.BOM_UTF8.decode())
+                if "\r" in text.rstrip("\r\n"):
+                    remedy = f"tr '\\r' '\\n' < {quote(str(path))} > unix{path.suffix}"
+                    raise _refused(path, "lines end with a bare carriage return", remedy)
             offset += len(line)
             if offset > allowed_bytes:
                 what = f"unfolds to more than {MAX_EXPANSION} times its size"
@@ -57,29 +60,37 @@ def text_lines(path: Path) -> Generator[str, None, None]:
 
 
 def _opened(path: Path) -> Stream:
-    """Open a file for reading; raise a ConfigError that says what to name instead."""
-    remedy: str | Command
     try:
         return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
-    except FileNotFoundError:
-        what, remedy = "file not found", Command.of("config show", then="   (shows where this path comes from)")
-    except IsADirectoryError:
-        what = "is a directory, expected a file"
-        remedy = f"ls {quote(str(path))}   (then set data.path to one of these)"
     except OSError as error:
-        what, remedy = f"cannot be opened: {error.strerror or error}", f"ls -l {quote(str(path))}"
-    raise ConfigError(what, where=str(path), remedy=remedy)
+        raise cannot_open(path, error, "file") from error
+
+
+def cannot_open(path: Path, error: OSError, wanted: str) -> ConfigError:
+    """Return the error for a path that cannot be opened as the file or directory that is wanted."""
+    name = quote(str(path))
+    remedy: str | Command = f"ls -ld {name}"
+    if isinstance(error, FileNotFoundError):
+        what, remedy = f"{wanted} not found", Command.of("config show", then="   (shows where this path comes from)")
+    elif isinstance(error, IsADirectoryError):
+        what, remedy = "is a directory, expected a file", f"ls {name}   (then set data.path to one of these)"
+    elif isinstance(error, NotADirectoryError):
+        what, remedy = "is a file, expected a directory", f"ls {quote(str(path.parent))}"
+    else:
+        what = f"cannot be opened: {error.strerror or error}"
+    return ConfigError(what, where=str(path), remedy=remedy)
 
 
 def _next_line(stream: Stream, path: Path) -> bytes:
+    name = quote(str(path))
     try:
         line = stream.readline(MAX_LINE_BYTES + 1)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise _refused(path, f"damaged gzip file: {error}", f"gzip -t {quote(str(path))}") from error
+        raise _refused(path, f"damaged gzip file: {error}", f"gzip -t {name}") from error
     except OSError as error:
-        raise _refused(path, f"cannot be read: {error.strerror or error}", f"ls -l {quote(str(path))}") from error
+        raise _refused(path, f"cannot be read: {error.strerror or error}", f"ls -l {name}") from error
     if len(line) > MAX_LINE_BYTES:
-        raise _refused(path, f"a line is longer than {MAX_LINE_BYTES >> 20} MiB", f"file {quote(str(path))}")
+        raise _refused(path, f"a line is longer than {MAX_LINE_BYTES >> 20} MiB", f"file {name}")
     return line
 
 
@@ -87,20 +98,12 @@ def _decoded(line: bytes, offset: int, path: Path) -> str:
     try:
         return line.decode()
     except UnicodeDecodeError as error:
+        name = quote(str(path))
         if offset == 0 and line.startswith(GZIP_MAGIC):
-            name = quote(str(path))
             raise _refused(path, "gzip data without the suffix .gz", f"mv {name} {name}.gz") from error
         what = f"not UTF-8 text: byte {offset + error.start} is 0x{line[error.start]:02x}"
         written = "utf-16" if offset == 0 and line.startswith(UTF16_MARKS) else "latin1"
-        raise _refused(path, what, f"iconv -f {written} -t utf-8 {quote(str(path))} > utf8{path.suffix}") from error
-
-
-def _checked_start(text: str, path: Path) -> str:
-    """Take the byte order mark off the first line, and refuse line ends that would make the file one line."""
-    if "\r" in text.rstrip("\r\n"):
-        name = quote(str(path))
-        raise _refused(path, "lines end with a bare carriage return", f"tr '\\r' '\\n' < {name} > unix{path.suffix}")
-    return text.removeprefix(codecs.BOM_UTF8.decode())
+        raise _refused(path, what, f"iconv -f {written} -t utf-8 {name} > utf8{path.suffix}") from error
 
 
 def _refused(path: Path, what: str, remedy: str) -> DataError:
@@ -131,10 +134,6 @@ class SourceRow:
     def __getitem__(self, column: str) -> str:
         return self.values.get(column, "")
 
-    def others(self, used: Sequence[str]) -> dict[str, str]:
-        """Return all columns but these, which are the labels."""
-        return {name: value for name, value in self.values.items() if name not in used}
-
 
 @dataclass(frozen=True)
 class Columns:
@@ -155,16 +154,15 @@ class Columns:
         return (*self.required, *self.one_of, *self.optional)
 
     @cached_property
-    def not_labels(self) -> tuple[str, ...]:
-        """The columns that are no labels; `data.labels` may name a column that has a meaning, too."""
-        return tuple(name for name in self.known if name not in self.labels)
-
-    @cached_property
     def _spellings(self) -> dict[str, str]:
         return {"cluster_id": "cluster", **self.aliases, **{name.lower(): name for name in (*self.labels, *self.known)}}
 
     def canonical(self, name: str) -> str:
         return self._spellings.get(name.strip().lower(), name.strip())
+
+    def labels_of(self, row: SourceRow) -> dict[str, str]:
+        """Return the labels of a row; `data.labels` may name a column that has a meaning, too."""
+        return {name: text for name, text in row.values.items() if name in self.labels or name not in self.known}
 
     def problem(self, present: Sequence[str], path: Path) -> ConfigError | None:
         """Return the error in the columns of a file, if any: a duplicate, missing, misspelt or otherwise named one."""
@@ -173,9 +171,12 @@ class Columns:
                 what = f"duplicate column {printable_text(name)!r}"
                 return ConfigError(what, where=str(path), remedy=show_header(path))
         spare = {name.lower(): name for name in present if name not in (*self.known, *self.labels)}
-        for column in self._missing(present):
-            meant = _meant(column, spare, LIKELY)
-            return _absent(column, meant, present, path, said_by="data.labels" if column in self.labels else "")
+        required = self.required if self.unlabelled else (*self.required, *self.labels)
+        absent = [name for name in required if name not in present]
+        if not any(name in present for name in self.one_of):
+            absent += self.one_of[:1]
+        for column in absent:
+            return self._absent(column, _meant(column, spare, LIKELY), present, path)
         for column in self.known:
             meant = _meant(column, spare, ALIKE if column in ("split", "cluster") else NEARLY_CERTAIN)
             if meant and column not in present:
@@ -186,10 +187,17 @@ class Columns:
                 return ConfigError(what, where=str(path), remedy=_rename(meant, column, path))
         return None
 
-    def _missing(self, present: Sequence[str]) -> tuple[str, ...]:
-        required = self.required if self.unlabelled else (*self.required, *self.labels)
-        absent = tuple(name for name in required if name not in present)
-        return absent if any(name in present for name in self.one_of) else (*absent, *self.one_of[:1])
+    def _absent(self, column: str, meant: str, present: Sequence[str], path: Path) -> ConfigError:
+        """Return the error for a missing column, with how to rename it in the file or in the setting."""
+        is_label = column in self.labels
+        there = ", ".join(printable_text(name) for name in present[:12] if name)
+        what = f"no column {column!r}{' (data.labels)' * is_label}; found: {there}"
+        if meant:
+            what += f"; did you mean {printable_text(meant)!r}?"
+        if len(present) == 1 and re.search(r"[;,\t]", present[0]):
+            what += " (a .csv is separated by commas, a .tsv by tabs)"
+        remedy = show_header(path) if is_label else _rename(meant, column, path)
+        return ConfigError(what, where=str(path), remedy=remedy)
 
 
 def _meant(column: str, spare: Mapping[str, str], cutoff: float) -> str:
@@ -197,17 +205,6 @@ def _meant(column: str, spare: Mapping[str, str], cutoff: float) -> str:
     near = [name for name in spare if re.fullmatch(OTHER_NAMES.get(column, column), name)]
     near = near or get_close_matches(column.lower(), spare, n=1, cutoff=cutoff)
     return spare[near[0]] if near else ""
-
-
-def _absent(column: str, meant: str, present: Sequence[str], path: Path, said_by: str = "") -> ConfigError:
-    """Return the error for a missing column, with how to rename it in the file or in the setting."""
-    columns_there = ", ".join(printable_text(name) for name in present[:12] if name)
-    what = f"no column {column!r}{said_by and f' ({said_by})'}; found: {columns_there}"
-    if meant:
-        what += f"; did you mean {printable_text(meant)!r}?"
-    if len(present) == 1 and re.search(r"[;,\t]", present[0]):
-        what += " (a .csv is separated by commas, a .tsv by tabs)"
-    return ConfigError(what, where=str(path), remedy=show_header(path) if said_by else _rename(meant, column, path))
 
 
 def _rename(name: str, column: str, path: Path) -> str:
@@ -225,19 +222,18 @@ def show_header(path: Path) -> str:
 def read_rows(path: Path, columns: Columns, *, quoted: bool = True) -> Iterator[SourceRow | Rejection]:
     """Yield the rows of a table; an unreadable row becomes a rejection, an unreadable table raises."""
     suffix = path.with_suffix("").suffix.lower() if path.suffix == ".gz" else path.suffix.lower()
-    if suffix in JSON_LINES:
-        yield from _json_rows(path, columns)
-    elif suffix in DELIMITERS:
-        with closing(text_lines(path)) as lines:  # at once, not when an error that holds it is forgotten
-            yield from _separated_rows(path, lines, columns, DELIMITERS[suffix], quoted=quoted)
-    else:
+    if suffix not in (*DELIMITERS, *JSON_LINES):
         with _opened(path):
             raise _wrong_kind(path, suffix)
+    with closing(text_lines(path)) as lines:  # at once, not when an error that holds it is forgotten
+        if suffix in JSON_LINES:
+            yield from _json_rows(path, lines, columns)
+        else:
+            yield from _separated_rows(path, lines, columns, DELIMITERS[suffix], quoted=quoted)
 
 
 def _wrong_kind(path: Path, suffix: str) -> ConfigError:
-    known = " ".join((*DELIMITERS, *JSON_LINES))
-    what = f"supported tables: {known} (or these with .gz), not {suffix!r}"
+    what = f"supported tables: {' '.join((*DELIMITERS, *JSON_LINES))} (or these with .gz), not {suffix!r}"
     remedy: str | Command = Command.of("config show", then="   (shows where this path comes from)")
     if suffix == ".parquet":
         code = "import pandas, sys; pandas.read_parquet(sys.argv[1]).to_csv(sys.argv[2], index=False)"
@@ -257,16 +253,14 @@ def _separated_rows(
             cells = _next_cells(reader, path)
         except csv.Error as error:
             if not header:
-                raise DataError(f"no header: {error}", where=str(path), remedy=show_header(path)) from error
+                raise _refused(path, f"no header: {error}", show_header(path)) from error
             yield Rejection("", Reason.BAD_ROW, str(error), origin)
             continue
         if cells is None:
             return
-        if not any(cells):
-            continue
-        if header:
+        if header and any(cells):
             yield _row(header, cells, origin)
-        else:
+        elif any(cells):
             header = [columns.canonical(cell) for cell in cells]
             if problem := columns.problem(header, path):
                 raise problem
@@ -294,9 +288,9 @@ def _row(header: Sequence[str], cells: Sequence[str], origin: str) -> SourceRow 
     return SourceRow({name: cell for name, cell in zip(header, cells, strict=False) if name}, origin)
 
 
-def _json_rows(path: Path, columns: Columns) -> Iterator[SourceRow | Rejection]:
+def _json_rows(path: Path, lines: Iterator[str], columns: Columns) -> Iterator[SourceRow | Rejection]:
     checked: tuple[str, ...] = ()
-    for number, line in enumerate(text_lines(path), 1):
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         origin = f"{path.name}:{number}"
@@ -342,18 +336,14 @@ BETWEEN_CHAINS = re.compile(r"[,;|\s]+")
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
-class ItemFiles(NamedTuple):
-    """The files of an item, and those of its bound structures if it is unbound."""
-
-    parts: tuple[Part, ...]
-    bound: tuple[Part, ...] = ()
+Files: TypeAlias = "tuple[tuple[Part, ...], tuple[Part, ...]]"  # of an item, and of its bound structures if unbound
 
 
 def build_items(
     rows: Iterator[SourceRow | Rejection],
     columns: Columns,
     id_of: Callable[[SourceRow], str],
-    files_of: Callable[[str, SourceRow], ItemFiles],
+    files_of: Callable[[str, SourceRow], Files],
 ) -> Generator[Item | Rejection, None, None]:
     """Turn rows into items; `files_of` is called with checked ids only, and if it refuses one the row is rejected."""
     for row in rows:
@@ -362,19 +352,11 @@ def build_items(
             continue
         name = id_of(row)
         try:
-            files = files_of(checked_id(name), row)
+            parts, bound = files_of(checked_id(name), row)
         except UnusableInput as error:
             yield Rejection(printable_text(name), error.reason, error.detail, row.origin)
-        else:
-            yield Item(
-                id=name,
-                parts=files.parts,
-                bound=files.bound,
-                split=row["split"],
-                cluster=row["cluster"],
-                labels=row.others(columns.not_labels),
-                origin=row.origin,
-            )
+            continue
+        yield Item(name, parts, bound, None, row["split"], row["cluster"], columns.labels_of(row), row.origin)
 
 
 def split_chains(names: str) -> tuple[str, ...]:

@@ -1,11 +1,11 @@
-"""`manifest`: a CSV, TSV or JSON-lines table with a row for each complex.
+"""Tables of complexes in the forms that people have, and the folders in which their structure files are found.
 
-Columns: id, path (or receptor_path and ligand_path, or neither when data.structures_dir holds `<id>.pdb`, `.cif`, …),
-receptor_chains, ligand_chains, split, cluster, model (the first is 1); every other column is a label, kept as text;
-those that data.labels names are numbers.
-Relative paths start at data.structures_dir, or else at the manifest's folder; whether such a file is there shows when
-it is read. A file is one of `read.FORMATS`: also a topology of AMBER (.prmtop, .parm7), whose coordinates are beside it
-under the same name (.inpcrd, .rst7, .crd), and a small molecule of its own (.sdf, .mol, .mol2), which has no chains.
+`manifest` is a CSV, TSV or JSON-lines table with a row for each complex. Its columns are id, path (or receptor_path and
+ligand_path, or neither when data.structures_dir holds `<id>.pdb`, `.cif`, …), receptor_chains, ligand_chains, split,
+cluster and model (the first is 1). Every other column is a label, kept as text; those in data.labels are numbers.
+Relative paths start at data.structures_dir, or else at the manifest's folder. A missing file shows when it is read. The
+coordinates of an AMBER topology (.prmtop, .parm7) are next to it under the same name (.inpcrd, .rst7, .crd); a small
+molecule in its own file (.sdf, .mol, .mol2) has no chains.
 """
 
 from __future__ import annotations
@@ -13,19 +13,23 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import replace
-from functools import lru_cache, partial
+from fnmatch import fnmatchcase
+from functools import cached_property, lru_cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from pipeline.records import Part, Reason, Role
 from pipeline.structures.atoms import UnusableInput
-from pipeline.structures.sources.item_ids import checked_id, id_problem
-from pipeline.structures.sources.source_folder import StructureFolder, listing, sorted_names, split_suffix
+from pipeline.structures.parsing.structure_files import FORMATS
+from pipeline.structures.sources.item_ids import SLASHES, checked_id, id_problem
 from pipeline.structures.sources.source_rows import (
     Columns,
-    ItemFiles,
     SourceRow,
     build_items,
+    cannot_open,
     clean_path,
     model_number,
     one_file_parts,
@@ -35,10 +39,112 @@ from pipeline.structures.sources.source_rows import (
 from pipeline.units import printable_text
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Sequence
+    from collections.abc import Generator, Iterable, Iterator, Sequence
 
     from pipeline.records import Item, Rejection
     from pipeline.structures.sources.item_ids import SourceSpec
+    from pipeline.structures.sources.source_rows import Files
+
+NAMES_AT_ONCE = 1 << 16
+
+
+class StructureFolder:
+    """A folder with optional subfolders, in which files are found by their name without suffix."""
+
+    def __init__(self, path: Path, subfolders: Sequence[str] = ()) -> None:
+        self.path = path.absolute()
+        self._root = str(self.path)
+        self._subfolders = subfolders
+
+    @cached_property
+    def _endings(self) -> list[tuple[str, str]]:
+        """Pairs of folder and suffix that occur, so that a look-up rarely tries more than one path."""
+        inside = {entry.name for entry in listing(self.path) if entry.name in self._subfolders and entry.is_dir()}
+        folders = [self.path, *(self.path / name for name in self._subfolders if name in inside)]
+        return [(str(folder), suffix) for folder in folders for suffix in _suffixes(folder)]
+
+    def join(self, path: str) -> str:
+        return os.path.join(self._root, path)  # noqa: PTH118  # a Path costs ten times more, once per item
+
+    def find(self, *stems: str) -> str | None:
+        """Return the path of the first existing file with one of these stems; None if there is none."""
+        if any(SLASHES.search(stem) or stem.startswith(".") for stem in stems):
+            raise ValueError(f"{stems} were not checked before use as file names")
+        for folder, suffix in self._endings:
+            for stem in stems:
+                path = os.path.join(folder, stem + suffix)  # noqa: PTH118  # a Path per try would cost more than the try
+                if os.path.isfile(path):  # noqa: PTH113
+                    return path
+        return None
+
+    def required(self, *stems: str) -> str:
+        """Return what `find` finds; refuse the item where there is none."""
+        if path := self.find(*stems):
+            return path
+        beneath = f" or its {', '.join(self._subfolders)}" if self._subfolders else ""
+        raise UnusableInput(Reason.MISSING_FILE, f"no {printable_text(stems[0])}.pdb, .cif, … in {self.path}{beneath}")
+
+
+def split_suffix(name: str) -> tuple[str, str]:
+    """Divide a file name into its stem and its structure suffix, which is empty for other files."""
+    plain = name.removesuffix(".gz")
+    stem, _dot, ending = plain.rpartition(".")
+    if f".{ending.lower()}" not in FORMATS or not stem:
+        return name, ""
+    return stem, name[len(stem) :]
+
+
+def _suffixes(folder: Path) -> list[str]:
+    """Return the structure suffixes that occur in a folder, in the order of preference."""
+    suffixes = {split_suffix(entry.name)[1] for entry in listing(folder)} - {""}
+    order = list(FORMATS)
+    return sorted(suffixes, key=lambda suffix: (order.index(suffix.removesuffix(".gz").lower()), suffix))
+
+
+def listing(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """Yield the entries of a folder; raise a ConfigError that says what to name instead."""
+    try:
+        with os.scandir(folder) as entries:
+            yield from entries
+    except OSError as error:
+        raise cannot_open(folder, error, "folder") from error
+
+
+def walk(folder: Path, patterns: Sequence[str], above: str = "") -> Iterator[str]:
+    """Yield files that match a pattern, relative to the folder; skip hidden ones and linked folders."""
+    for entry in listing(folder / above):
+        name = above + entry.name
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            if any(_may_hold(name, pattern) for pattern in patterns):
+                yield from walk(folder, patterns, f"{name}/")
+        elif any(_matches(name.split("/"), pattern.split("/")) for pattern in patterns):
+            yield name
+
+
+def _may_hold(folder: str, pattern: str) -> bool:
+    return "**" in pattern or folder.count("/") < pattern.count("/")
+
+
+def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Match a path with a pattern, part by part; `**` stands for any number of folders."""
+    if not pattern:
+        return not parts
+    if pattern[0] == "**":
+        return _matches(parts, pattern[1:]) or (bool(parts) and _matches(parts[1:], pattern))
+    return bool(parts) and fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
+
+
+def sorted_names(names: Iterable[str]) -> Iterator[str]:
+    """Yield the different names in order; they wait as bytes in one array, where strings would take five times more."""
+    encoded = (os.fsencode(name) for name in names)
+    chunks = []
+    while chunk := list(islice(encoded, NAMES_AT_ONCE)):
+        chunks.append(np.array(chunk))
+    if chunks:
+        yield from (os.fsdecode(bytes(name)) for name in np.unique(np.concatenate(chunks)))
+
 
 PATHS = ("path", "receptor_path", "ligand_path")
 OTHERS = ("receptor_chains", "ligand_chains", "split", "cluster", "model")
@@ -55,8 +161,8 @@ def manifest_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
     )
     folder = StructureFolder(spec.structures_dir or spec.path.parent)
 
-    def files_of(name: str, row: SourceRow) -> ItemFiles:
-        return ItemFiles(_manifest_parts(spec, name, row, folder))
+    def files_of(name: str, row: SourceRow) -> Files:
+        return _manifest_parts(spec, name, row, folder), ()
 
     return build_items(read_rows(spec.path, columns), columns, lambda row: row["id"], files_of)
 
@@ -89,11 +195,11 @@ def pair_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
     """Yield the pairs that the CSV lists, or that the folder holds."""
     folder_at = lru_cache(maxsize=FOLDERS_AT_ONCE)(partial(_pairs_folder, spec.path))
 
-    def files_of(_name: str, row: SourceRow) -> ItemFiles:
+    def files_of(_name: str, row: SourceRow) -> Files:
         *above, stem = (checked_id(part) for part in row["path"].split("/"))
         folder, stem = folder_at("/".join(above)), stem.removesuffix(PICKLED)
         bound = _pairs_parts(folder, stem, "b")
-        return ItemFiles(_pairs_parts(folder, stem, "u"), bound) if spec.state == "unbound" else ItemFiles(bound)
+        return (_pairs_parts(folder, stem, "u"), bound) if spec.state == "unbound" else (bound, ())
 
     rows = read_rows(spec.splits, PAIRS_COLUMNS) if spec.splits else _rows_of_folder(spec)
     return build_items(rows, PAIRS_COLUMNS, lambda row: row["path"].removesuffix(PICKLED).replace("/", "."), files_of)
@@ -147,9 +253,9 @@ def pinder_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
     )
     folder = StructureFolder(spec.structures_dir or spec.path.parent, PINDER_SUBFOLDERS)
 
-    def files_of(name: str, row: SourceRow) -> ItemFiles:
+    def files_of(name: str, row: SourceRow) -> Files:
         bound = _bound(folder, name)
-        return ItemFiles(tuple(_apo(folder, role, row) for role in APO), bound) if unbound else ItemFiles(bound)
+        return (tuple(_apo(folder, role, row) for role in APO), bound) if unbound else (bound, ())
 
     return build_items(read_rows(spec.path, columns), columns, lambda row: row["id"], files_of)
 
@@ -189,7 +295,7 @@ def sabdab_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
     # The database joins its fields with tabs and quotes nothing, though names hold quotes.
     columns = replace(SABDAB_COLUMNS, labels=spec.labels, unlabelled=spec.unlabelled)
     rows = read_rows(spec.path, columns, quoted=".csv" in spec.path.suffixes)
-    return build_items(rows, columns, _id_of, lambda _name, row: ItemFiles(_sabdab_parts(folder, row)))
+    return build_items(rows, columns, _id_of, lambda _name, row: (_sabdab_parts(folder, row), ()))
 
 
 def _id_of(row: SourceRow) -> str:

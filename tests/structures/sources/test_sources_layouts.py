@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.records import Item, Part, Reason, Rejection, Role
-from pipeline.structures.sources.source_folder import sorted_names, split_suffix
+from pipeline.structures.sources.table_sources import sorted_names, split_suffix
 from tests.structures.sources.source_files import ids, only_item, only_rejection, read, reasons, touch, write
 
 # pairs
