@@ -108,8 +108,8 @@ def encoder() -> Any:
 
 def graph_of(number: int) -> ItemGraph:
     """Return the graph of a synthetic complex of realistic size."""
-    from pipeline.graphs.build_graph import build_graph
     from pipeline.graphs.item_graph import GraphRecipe
+    from pipeline.graphs.make_graphs import build_graph
     from pipeline.keys import content_digest
     from pipeline.records import Item, Part, Role
     from pipeline.structures import inventory

@@ -20,8 +20,8 @@ from pipeline.audit.remade_records import EncodedAgain, allowed, differences, di
 from pipeline.encoder.embedding_recipe import as_floats
 from pipeline.encoder.weights import checkpoint_facts, key_as_it_stands
 from pipeline.errors import CacheDamaged, PipelineError, RecordMissing
-from pipeline.graphs.build_graph import encoded_graph
 from pipeline.graphs.graph_checks import wrong_graph
+from pipeline.graphs.make_graphs import encoded_graph
 from pipeline.keys import TAG_BYTES, content_digest, recipe_tag
 from pipeline.records import Inventory, Item
 from pipeline.store.maintenance.damage_report import Checked

@@ -17,8 +17,8 @@ import numpy as np
 from pipeline.command_line import Command
 from pipeline.dataset.item_splits import text_digest
 from pipeline.errors import ConfigError, DataError, JobFailed
-from pipeline.structures.sources.table_sources import split_suffix
 from pipeline.structures.sources.source_rows import text_lines
+from pipeline.structures.sources.table_sources import split_suffix
 from pipeline.units import printable_text
 
 if TYPE_CHECKING:

@@ -1,4 +1,7 @@
-"""Stage graph: structures in, one graph of each item in the store, or the reason why it has none."""
+"""Stage graph: structures in, one graph of each item in the store, or the reason why it has none.
+
+`build_graph` makes the graph of one item by a recipe.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from pipeline.graphs.build_graph import encoded_graph
+from pipeline.graphs.item_graph import encode_graph
 from pipeline.records import Reason
 from pipeline.store.cache_folder import update_index
 from pipeline.store.store import WholeRecords
@@ -16,8 +19,9 @@ from pipeline.structures.parsing.structure_files import plain_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping
+    from typing import Any
 
-    from pipeline.graphs.item_graph import GraphRecipe
+    from pipeline.graphs.item_graph import Array, GraphRecipe, ItemGraph
     from pipeline.records import Item
     from pipeline.store.store import Store, StoreWriter
     from pipeline.structures.inventory import Complex
@@ -28,6 +32,31 @@ log = logging.getLogger(__name__)
 
 PUBLISH_EVERY_S = 60.0
 HEADER_BYTES = 2 << 20  # of a shard; a graph has some 25 arrays, whose names and places take 3 kB there
+
+
+def build_graph(read: Complex, recipe: GraphRecipe) -> ItemGraph:
+    """Return the graph of an item; raise UnusableInput if it cannot have one."""
+    from pipeline.graphs import (  # scipy is half of the start of a command, and few make graphs
+        atom_graph,
+        residue_graph,
+    )
+
+    if recipe.nodes == "atom":
+        return atom_graph.build_atom_graph(read, recipe)
+    return residue_graph.build_residue_graph(read, recipe)
+
+
+def encoded_graph(read: Complex, recipe: GraphRecipe) -> tuple[dict[str, Array], dict[str, Any]]:
+    """Return the arrays and JSON of an item's record: its graph, or the reason why it has none."""
+    try:
+        return encode_graph(build_graph(read, recipe))
+    except UnusableInput as problem:
+        return {}, {"reason": problem.reason.value, "detail": problem.detail}
+    except (MemoryError, ImportError, OSError):  # of this machine, and not of the item
+        raise
+    except Exception as error:  # a bug of ours must cost this item, not the run
+        log.exception("a graph could not be built")
+        return {}, {"reason": Reason.GRAPH_FAILED.value, "detail": f"{type(error).__name__}: {error}"[:200]}
 
 
 def open_writer(store: Store, shard_bytes: int) -> StoreWriter:
@@ -53,7 +82,9 @@ class Maker:
         """Store the graph of an item, given the key of its inventory; return why it has none."""
         own = self._recipe.key(key)
         if own not in self._made and self._is_wanted(own) and not self.has(key):
-            self._made[own] = self._make(own, read)
+            arrays, meta = encoded_graph(read, self._recipe)
+            self._writer.put(own, arrays, meta)
+            self._made[own] = Reason(meta["reason"]) if "reason" in meta else None
         return self._made.get(own)
 
     def has(self, key: bytes) -> bool:
@@ -72,11 +103,6 @@ class Maker:
         """Write what was made to disk, once a minute."""
         if time.monotonic() - self._published_s > PUBLISH_EVERY_S:
             self.publish()
-
-    def _make(self, key: bytes, read: Complex) -> Reason | None:
-        arrays, meta = encoded_graph(read, self._recipe)
-        self._writer.put(key, arrays, meta)
-        return Reason(meta["reason"]) if "reason" in meta else None
 
 
 def graph(

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.graphs.build_graph import build_graph
 from pipeline.graphs.graph_checks import wrong_graph
 from pipeline.graphs.item_graph import GraphRecipe, ItemGraph, decode_graph, encode_graph
+from pipeline.graphs.make_graphs import build_graph
 from pipeline.keys import content_digest
 from pipeline.records import Inventory, Item, Part, Reason, Role
 from pipeline.store.cache_folder import CacheFolder

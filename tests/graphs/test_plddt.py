@@ -7,9 +7,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from pipeline.graphs.build_graph import build_graph
 from pipeline.graphs.graph_checks import wrong_graph
 from pipeline.graphs.item_graph import GraphRecipe, decode_graph, encode_graph
+from pipeline.graphs.make_graphs import build_graph
 from pipeline.graphs.residue_graph import UNSURE
 from pipeline.records import Inventory, Part, Reason, Role
 from pipeline.store.format.record import Record

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.graphs import build_graph as build_module
+from pipeline.graphs import make_graphs as build_module
 from pipeline.graphs.item_graph import GraphRecipe, decode_graph
 from pipeline.graphs.make_graphs import graph
 from pipeline.keys import content_digest

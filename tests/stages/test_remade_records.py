@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.audit.remade_records import allowed, differences, distance
-from pipeline.graphs.build_graph import encoded_graph
 from pipeline.graphs.graph_checks import wrong_graph
 from pipeline.graphs.item_graph import GraphRecipe
+from pipeline.graphs.make_graphs import encoded_graph
 from pipeline.records import Inventory, Item, Part, Role
 from pipeline.store.format.record import Record, decode_record, encode_record
 from pipeline.structures.inventory import Complex, examine_item

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
-from pipeline.graphs.build_graph import build_graph
 from pipeline.graphs.item_graph import GraphRecipe, ItemGraph, encode_graph
+from pipeline.graphs.make_graphs import build_graph
 from pipeline.keys import content_digest
 from pipeline.records import Item, Part, Role
 from pipeline.structures import inventory

@@ -10,8 +10,8 @@ import torch
 from scipy.spatial.transform import Rotation
 
 from pipeline.errors import ConfigError
-from pipeline.graphs.build_graph import build_graph
 from pipeline.graphs.item_graph import GraphRecipe, ItemGraph
+from pipeline.graphs.make_graphs import build_graph
 from pipeline.records import Role
 from pipeline.structures.synthetic import complex_pdb
 from tests.graphs.conftest import read_pairs

@@ -24,8 +24,8 @@ import xxhash
 
 from pipeline.command_line import Command
 from pipeline.errors import CacheDamaged, DataError, PipelineError, RecordMissing
-from pipeline.graphs.build_graph import build_graph
 from pipeline.graphs.item_graph import CROSS, DEGREE, EDGE, LABEL, NEIGHBOUR, NODE, PATH, RESIDUE, encode_graph
+from pipeline.graphs.make_graphs import build_graph
 from pipeline.records import Reason, Rejection, Role
 from pipeline.store.store import ONLY_MISSING
 from pipeline.structures import inventory

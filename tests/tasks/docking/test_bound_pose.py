@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pipeline.errors import ConfigError
-from pipeline.graphs.build_graph import build_graph
 from pipeline.graphs.item_graph import GraphRecipe
+from pipeline.graphs.make_graphs import build_graph
 from pipeline.tasks.docking.docking_items import bound_frame, is_unbound
 from pipeline.tasks.docking.rigid_diffusion import superposed, turn_matrices
 from tests.graphs.conftest import read_pairs

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pipeline.errors import DataError
-from pipeline.graphs.build_graph import build_graph
 from pipeline.graphs.item_graph import GraphRecipe, encode_graph
+from pipeline.graphs.make_graphs import build_graph
 from pipeline.keys import content_digest
 from pipeline.records import Item, Part, Reason, Role
 from pipeline.store.cache_folder import CacheFolder
