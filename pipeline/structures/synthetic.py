@@ -23,7 +23,7 @@ from scipy.spatial.transform import Rotation
 from pipeline.structures.atoms import CB_WEIGHTS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -54,6 +54,7 @@ APART_CA = 4.5  # Å at least between CA atoms three or more residues apart
 TOUCH_CA, CONTACT_CA = 7.0, 11.0  # Å between partners when poses are compared, by every other CA
 STICKY, STICKY_WITHIN = "FWY", 5.0  # the demo's residues that touch a partner: atoms at most so many Å apart
 PLAIN = str.maketrans("FWY", "LAS")  # what stands for them elsewhere
+_distinct_pairs = cache(np.triu_indices)
 SHAKE = 0.1  # Å, standard deviation of the errors of a shaken pair
 TOUCH = 2.8  # Å between the nearest atoms of two partners in the end
 
@@ -73,15 +74,6 @@ class Fold:
         return residue_A, name_A, self.pos_R53[present_R5]
 
 
-@dataclass(frozen=True, slots=True)
-class DemoFiles:
-    """What `write_demo` left in a folder."""
-
-    manifest: Path
-    structures: tuple[Path, ...]
-    broken: Path  # cannot be read, on purpose
-
-
 class _Placement(NamedTuple):
     """A segment in space: the frames of its residues and the one after, and the torsions that made them."""
 
@@ -93,20 +85,12 @@ class _Placement(NamedTuple):
         return self.frame_L44[:-1, :3, 3]
 
 
-def complex_pdb(
-    seed: int,
-    n_receptor: int = 200,
-    n_ligand: int = 200,
-    *,
-    receptor: str | None = None,
-    ligand: str | None = None,
-    chains: tuple[str, str] = ("A", "B"),
-) -> bytes:
-    """Return a PDB file of two chains that touch; a given sequence takes the place of a drawn one."""
+def complex_pdb(seed: int, n_receptor: int = 200, n_ligand: int = 200) -> bytes:
+    """Return a PDB file of two chains, A and B, that touch."""
     rng = np.random.default_rng(seed)
-    sequences = receptor or draw_sequence(rng, n_receptor), ligand or draw_sequence(rng, n_ligand)
+    sequences = draw_sequence(rng, n_receptor), draw_sequence(rng, n_ligand)
     partners = dock(rng, *map(fold_chain, sequences))
-    return to_pdb(dict(zip(chains, partners, strict=True)))
+    return to_pdb(dict(zip("AB", partners, strict=True)))
 
 
 def draw_sequence(rng: np.random.Generator, length: int) -> str:
@@ -162,17 +146,22 @@ def to_pdb(chains: Mapping[str, Fold]) -> bytes:
     """Return a PDB file of chains under their one-letter names."""
     lines = ["HEADER    MADE BY PIPELINE, NOT A REAL PROTEIN"]
     for name, chain in chains.items():
-        lines += _seqres(name, chain.sequence)
-    serial = 1
+        names, length = [NAMES[letter] for letter in chain.sequence], len(chain.sequence)
+        rows = [" ".join(names[first : first + 13]) for first in range(0, length, 13)]
+        lines += [f"SEQRES {number:3d} {name} {length:4d}  {row}" for number, row in enumerate(rows, start=1)]
+    serial = 0
     for name, chain in chains.items():
-        atoms = _atom_lines(name, chain, serial)
-        last = atoms[-1]
-        serial += len(atoms) + 1
-        lines += [*atoms, f"TER   {serial - 1:5d}      {last[17:26]}"]
+        residues = [f"{NAMES[letter]} {name}{number:4d}" for number, letter in enumerate(chain.sequence, start=1)]
+        for residue, atom, (x, y, z) in zip(*(column.tolist() for column in chain.atoms()), strict=True):
+            serial += 1
+            start = f"ATOM  {serial:5d}  {ATOMS[atom]:3} {residues[residue]}    {x:8.3f}{y:8.3f}{z:8.3f}"
+            lines.append(f"{start}  1.00 20.00           {ATOMS[atom][0]}")
+        serial += 1
+        lines.append(f"TER   {serial:5d}      {residues[-1]}")
     return "\n".join([*lines, "END", ""]).encode()
 
 
-def write_demo(folder: Path, n: int = 24, seed: int = 0) -> DemoFiles:
+def write_demo(folder: Path, n: int = 24, seed: int = 0) -> None:
     """Write `n` complexes, one file that is broken, and their manifest; the same bytes every time.
 
     A few antigens return in several complexes, each in one split only: antigens are the clusters. There is a rule to
@@ -181,20 +170,21 @@ def write_demo(folder: Path, n: int = 24, seed: int = 0) -> DemoFiles:
     rng = np.random.default_rng(seed)
     antigens = [draw_sequence(rng, int(rng.integers(60, 141))) for _ in range(min(n, max(3, n // 4)))]
     splits = ["train", "val", "test", *["train"] * n]
-    structures = folder / "structures"
-    structures.mkdir(parents=True, exist_ok=True)
-    rows, paths = [], []
-    for number in range(n):
-        cluster = number % len(antigens)
-        path = structures / f"demo-{number + 1:03d}.pdb"
-        n_receptor, own = int(rng.integers(60, 141)), np.random.default_rng(int(rng.integers(1 << 32)))
-        receptor, antigen = dock(own, fold_chain(draw_sequence(own, n_receptor)), fold_chain(antigens[cluster]))
-        path.write_bytes(to_pdb({"H": _sticky(receptor, antigen), "A": antigen}))
-        paths.append(path)
-        rows.append((path.stem, f"structures/{path.name}", "H", "A", splits[cluster], f"antigen-{cluster + 1}"))
-    broken = _write_broken(structures / "demo-broken.pdb.gz", rng)
-    rows.append(("demo-broken", f"structures/{broken.name}", "H", "A", "train", "broken"))
-    return DemoFiles(_write_manifest(folder / "manifest.csv", rows), tuple(paths), broken)
+    (folder / "structures").mkdir(parents=True, exist_ok=True)
+    with (folder / "manifest.csv").open("w", newline="", encoding="utf-8") as file:
+        manifest = csv.writer(file, lineterminator="\n")
+        manifest.writerow(("id", "path", "receptor_chains", "ligand_chains", "split", "cluster"))
+        for number in range(n):
+            cluster, name = number % len(antigens), f"demo-{number + 1:03d}"
+            n_receptor, own = int(rng.integers(60, 141)), np.random.default_rng(int(rng.integers(1 << 32)))
+            receptor, antigen = dock(own, fold_chain(draw_sequence(own, n_receptor)), fold_chain(antigens[cluster]))
+            path = f"structures/{name}.pdb"
+            (folder / path).write_bytes(to_pdb({"H": _sticky(receptor, antigen), "A": antigen}))
+            manifest.writerow((name, path, "H", "A", splits[cluster], f"antigen-{cluster + 1}"))
+        packed = gzip.compress(complex_pdb(int(rng.integers(1 << 32)), 60, 60), mtime=0)
+        path = "structures/demo-broken.pdb.gz"
+        (folder / path).write_bytes(packed[: len(packed) // 2])  # as an interrupted download leaves it
+        manifest.writerow(("demo-broken", path, "H", "A", "train", "broken"))
 
 
 def _sticky(receptor: Fold, antigen: Fold) -> Fold:
@@ -204,21 +194,6 @@ def _sticky(receptor: Fold, antigen: Fold) -> Fold:
     touching, plain = set(residue_A[near_A].tolist()), receptor.sequence.translate(PLAIN)
     sequence = "".join(STICKY[at % len(STICKY)] if at in touching else letter for at, letter in enumerate(plain))
     return Fold(sequence, receptor.pos_R53)
-
-
-def _write_broken(path: Path, rng: np.random.Generator) -> Path:
-    """Write the first half of a gzipped complex, as an interrupted download leaves it."""
-    packed = gzip.compress(complex_pdb(int(rng.integers(1 << 32)), 60, 60), mtime=0)
-    path.write_bytes(packed[: len(packed) // 2])
-    return path
-
-
-def _write_manifest(path: Path, rows: Sequence[tuple[str, ...]]) -> Path:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("id", "path", "receptor_chains", "ligand_chains", "split", "cluster"))
-        writer.writerows(rows)
-    return path
 
 
 def _draw_segments(rng: np.random.Generator, n_residues: int) -> tuple[Floats, NDArray[np.int64]]:
@@ -277,19 +252,13 @@ def _fitting(
 def _clearance(ca_KL3: Floats, earlier_R3: Floats) -> Floats:
     """Return how near each candidate comes to itself and to what is there, three or more residues away."""
     n_candidates, length, _ = ca_KL3.shape
-    first, second = _pairs(length)
+    first, second = _distinct_pairs(length, 3)
     apart = ca_KL3[:, first] - ca_KL3[:, second]
     within = np.sqrt(np.einsum("kpx,kpx->kp", apart, apart).min(axis=1, initial=np.inf))
     distance = cdist(ca_KL3.reshape(-1, 3), earlier_R3).reshape(n_candidates, length, -1)
     distance[:, 0, -2:] = distance[:, 1:2, -1:] = np.inf
     clearance_K: Floats = np.minimum(within, distance.min(axis=(1, 2), initial=np.inf))
     return clearance_K
-
-
-@cache
-def _pairs(length: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return the residue pairs that may meet: three or more apart."""
-    return np.triu_indices(length, 3)
 
 
 def _frames(torsion_SKL2: Floats) -> Floats:
@@ -343,22 +312,3 @@ def _lift(lower_A3: Floats, upper_A3: Floats, touch: float) -> float:
     height = lower_A3[pairs["i"], 2] - upper_A3[pairs["j"], 2]
     needed = height + np.sqrt(touch**2 - pairs["v"] ** 2)
     return float(needed.max()) if len(needed) else 0.0
-
-
-def _seqres(name: str, sequence: str) -> list[str]:
-    rows = [sequence[start : start + 13] for start in range(0, len(sequence), 13)]
-    return [
-        f"SEQRES {number:3d} {name} {len(sequence):4d}  {' '.join(NAMES[letter] for letter in row)}"
-        for number, row in enumerate(rows, start=1)
-    ]
-
-
-def _atom_lines(name: str, chain: Fold, serial: int) -> list[str]:
-    residue_A, atom_A, pos_A3 = chain.atoms()
-    residues = [f"{NAMES[letter]} {name}{number:4d}" for number, letter in enumerate(chain.sequence, start=1)]
-    rows = zip(residue_A.tolist(), atom_A.tolist(), pos_A3.tolist(), strict=True)
-    return [
-        f"ATOM  {number:5d}  {ATOMS[atom]:3} {residues[residue]}    {x:8.3f}{y:8.3f}{z:8.3f}  1.00 20.00           "
-        f"{ATOMS[atom][0]}"
-        for number, (residue, atom, (x, y, z)) in enumerate(rows, start=serial)
-    ]
