@@ -161,9 +161,7 @@ def apply_policy(table: AtomTable, policy: Policy) -> Structure:
     waters = int(is_water.sum())
     left_out = table.notes.get("waters", 0)  # by a parser that only counts them
     notes = {**table.notes, "waters": waters + left_out, "ligands": len(other) - waters}
-    molecules = other[:0]
-    if policy.ligands == "keep":
-        molecules = other[~is_water]
+    molecules = other[~is_water] if policy.ligands == "keep" else other[:0]
     if not polymer_S.any() and not len(molecules):
         also = " and no small molecule" if policy.ligands == "keep" else ""
         raise UnusableInput(Reason.NO_POLYMER, f"no protein, RNA or DNA residue{also} in the file")
@@ -174,17 +172,17 @@ def apply_policy(table: AtomTable, policy: Policy) -> Structure:
         own_A = np.repeat(np.arange(len(chosen.first_S)) >= len(chosen.first_S) - len(molecules), chosen.length_S)
     rows_A = EVERY if chosen is sites else chosen.rows()
     kept_A, residue_A, notes["altlocs"] = one_conformer(table, chosen, rows_A, policy.altlocs, own_A)
-    if kept_A is EVERY and residue_A[-1] == len(sites.first_S) - 1:  # as in most files: each site is a residue
-        return _structure(table, policy, kept_A, residue_A, sites.first_S, types, len(sites.first_S), notes)
-    first_R = np.flatnonzero(changes(residue_A))  # a residue's name and number are those of its first atom
-    if not isinstance(kept_A, slice):
-        first_R = kept_A[first_R]
-    site_R = np.searchsorted(sites.first_S, first_R, side="right") - 1
-    polymers = int(np.count_nonzero(polymer_S[site_R])) if len(molecules) else len(first_R)
-    return _structure(table, policy, kept_A, residue_A, first_R, types.take(site_R), polymers, notes)
+    first_R, polymers = sites.first_S, len(sites.first_S)
+    if kept_A is not EVERY or residue_A[-1] != polymers - 1:  # in most files each site is a residue
+        first_R = np.flatnonzero(changes(residue_A))  # a residue's name and number are those of its first atom
+        first_R = first_R if isinstance(kept_A, slice) else kept_A[first_R]
+        site_R = np.searchsorted(sites.first_S, first_R, side="right") - 1
+        types = types[site_R]
+        polymers = int(np.count_nonzero(polymer_S[site_R])) if len(molecules) else len(first_R)
+    return _structure(table, policy, kept_A, residue_A, first_R, types, polymers, notes)
 
 
-def _polymer(table: AtomTable, sites: Sites, types: _Types) -> NDArray[np.bool_]:
+def _polymer(table: AtomTable, sites: Sites, types: NDArray[Any]) -> NDArray[np.bool_]:
     """Return a mask of the sites that are residues of a polymer.
 
     gemmi goes by TER records and by the order of residues, and both can mislead it. So an ATOM record with the name of
@@ -192,9 +190,9 @@ def _polymer(table: AtomTable, sites: Sites, types: _Types) -> NDArray[np.bool_]
     atom that links it into a chain: any atom of a chain for ATOM records, CA or C1' for HETATM.
     """
     is_atom_S = table.hetero_A[sites.first_S] != HETATM
-    unknown_S = types.kind == UNKNOWN_KIND
+    unknown_S = types["kind"] == UNKNOWN_KIND
     by_gemmi_S = table.entity_A[sites.first_S] == POLYMER
-    polymer_S: NDArray[np.bool_] = (by_gemmi_S | (is_atom_S & ~unknown_S)) & ~types.is_cap
+    polymer_S: NDArray[np.bool_] = (by_gemmi_S | (is_atom_S & ~unknown_S)) & ~types["is_cap"]
     if (polymer_S & unknown_S).any():
         links_A = np.isin(table.name_A, LINKING_WORDS) & (table.element_A == CARBON)
         chains_A = links_A | np.isin(table.name_A, CHAIN_WORDS)
@@ -214,21 +212,12 @@ def _usual_names(table: AtomTable, sites: Sites, name_S: NDArray[np.uint64]) -> 
     return usual_S
 
 
-@dataclass(frozen=True, slots=True)
-class _Types:
-    """Letter, kind and modification of residues, by name; for sites or for residues."""
-
-    letter: NDArray[np.uint8]  # 0 where unknown
-    kind: NDArray[np.int64]
-    modified: NDArray[np.bool_]
-    is_cap: NDArray[np.bool_]
-
-    def take(self, chosen: NDArray[np.int64]) -> _Types:
-        return _Types(self.letter[chosen], self.kind[chosen], self.modified[chosen], self.is_cap[chosen])
+# What a residue is by its name; the letter is 0 where it is unknown.
+RESIDUE_TYPE = np.dtype([("letter", "u1"), ("kind", "i8"), ("modified", "?"), ("is_cap", "?")])
 
 
-def _types(table: AtomTable, sites: Sites) -> _Types:
-    """Return the types of residues, looked up once per distinct name."""
+def _types(table: AtomTable, sites: Sites) -> NDArray[Any]:
+    """Return the `RESIDUE_TYPE` of each site, looked up once per distinct name."""
     name_S = table.resname_A[sites.first_S]
     name_T = np.unique(name_S)
     if not CHARMM_WORDS.isdisjoint(name_T.tolist()):
@@ -236,20 +225,16 @@ def _types(table: AtomTable, sites: Sites) -> _Types:
         name_T = np.unique(name_S)
     known = ((name_word(name), name_word(parent)) for name, parent in table.parents.items())
     types_T = _types_of(tuple(name_T.tolist()), tuple(known))
-    return types_T.take(np.searchsorted(name_T, name_S))
+    types_S: NDArray[Any] = types_T[np.searchsorted(name_T, name_S)]
+    return types_S
 
 
 @lru_cache(maxsize=64)  # most files have the same twenty names
-def _types_of(names: tuple[int, ...], parents: tuple[tuple[int, int], ...]) -> _Types:
+def _types_of(names: tuple[int, ...], parents: tuple[tuple[int, int], ...]) -> NDArray[Any]:
     """Return the types of some names."""
     parent_of = dict(parents)
-    kinds, letters, modified, caps = zip(*(_residue_type(name, parent_of.get(name, 0)) for name in names), strict=True)
-    return _Types(
-        np.array([ord(letter or "\0") for letter in letters], np.uint8),
-        np.array(kinds, np.int64),
-        np.array(modified, np.bool_),
-        np.array(caps, np.bool_),
-    )
+    types = [_residue_type(name, parent_of.get(name, 0)) for name in names]
+    return np.array([(ord(code or "\0"), kind, modified, cap) for kind, code, modified, cap in types], RESIDUE_TYPE)
 
 
 def _in_chain_order(table: AtomTable, sites: Sites) -> Sites:
@@ -270,7 +255,7 @@ def _structure(
     kept_A: Rows,
     residue_A: NDArray[np.int64],
     first_R: NDArray[np.int64],
-    types_R: _Types,
+    types_R: NDArray[Any],
     polymers: int,
     notes: dict[str, int],
 ) -> Structure:
@@ -278,33 +263,36 @@ def _structure(
     name_A = np.ascontiguousarray(table.name_A[kept_A])
     pos_A3 = np.asarray(table.pos_A3[kept_A], order="A")  # rows or columns, as the parser has them
     element_A = np.ascontiguousarray(table.element_A[kept_A])
-    _check_positions(pos_A3)
+    if not (np.abs(pos_A3) < FARTHEST).all():  # false for NaN, too
+        finite = bool(np.isfinite(pos_A3).all())
+        what = f"a coordinate is beyond {FARTHEST:,.0f} Å" if finite else "a coordinate is not a finite number"
+        raise UnusableInput(Reason.PARSE_ERROR, what)
     backbone_R5 = np.stack([_find(name_A, residue_A, atom, len(first_R)) for atom in BACKBONE], axis=1)
     ca_R = backbone_R5[:, BACKBONE.index("CA")]
     ca_R[(ca_R >= 0) & (element_A[ca_R] != CARBON)] = -1  # that is calcium
     needed = slice(0, 3) if policy.require == "backbone" else slice(1, 2)
     node_R = np.logical_and.reduce(backbone_R5[:, needed] >= 0, axis=1)
-    if (types_R.kind != PROTEIN).any():
+    kind_R, modified_R, letter_R = (np.ascontiguousarray(types_R[name]) for name in ("kind", "modified", "letter"))
+    if (kind_R != PROTEIN).any():
         for anchor in NUCLEOTIDE_ANCHORS:
             node_R |= _find(name_A, residue_A, anchor, len(first_R)) >= 0
     if polymers < len(first_R):
-        backbone_R5[polymers:], node_R[polymers:], types_R.modified[polymers:] = -1, False, False
+        backbone_R5[polymers:], node_R[polymers:], modified_R[polymers:] = -1, False, False
     plddt_R = _plddt(table, policy, kept_A, residue_A)
-    low_R = _low(plddt_R, policy, polymers)
-    drops_low = low_R is not None and policy.low_plddt == "drop"
-    if low_R is not None and drops_low:
-        node_R &= ~low_R
-    letter_R = types_R.letter
+    low_R, drops_low = None, policy.low_plddt == "drop"
+    if plddt_R is not None and policy.min_plddt is not None:
+        low_R = plddt_R < np.float32(policy.min_plddt)
+        low_R[polymers:] = False
+        node_R &= ~(low_R & drops_low)
     if policy.modified == "unknown":
-        letter_R = np.where(types_R.modified, 0, letter_R).astype(np.uint8)
+        letter_R = np.where(modified_R, 0, letter_R).astype(np.uint8)
     return Structure(
-        chains=_chains(table, table.chain_A[first_R[:polymers]], types_R.kind, letter_R, node_R)
-        + _molecules(table, first_R, polymers),
+        chains=_chains(table, first_R, polymers, kind_R, letter_R, node_R),
         number_R=table.number_A[first_R],
         icode_R=table.icode_A[first_R],
         name_R=table.resname_A[first_R],
         node_R=node_R,
-        modified_R=types_R.modified,
+        modified_R=modified_R,
         label_seq_R=None if table.label_seq_A is None else table.label_seq_A[first_R],
         atoms_R=np.bincount(residue_A, minlength=len(first_R)),
         backbone_R5=backbone_R5,
@@ -312,22 +300,14 @@ def _structure(
         name_A=name_A,
         element_A=element_A,
         residue_A=residue_A,
-        all_chains=_all_chains(table),
+        all_chains=tuple(dict.fromkeys(map(table.chain_name, table.chain_A[changes(table.chain_A)]))),
         parents=table.parents,
         notes=notes,
         plddt_R=plddt_R,
         low_R=low_R,
-        drops_low=drops_low,
+        drops_low=drops_low and low_R is not None,
         links=partial(_kept_links, table, kept_A),
     )
-
-
-def _check_positions(pos_A3: NDArray[np.float64]) -> None:
-    """Refuse coordinates that are not finite, or impossibly far away."""
-    if not (np.abs(pos_A3) < FARTHEST).all():  # false for NaN, too
-        finite = bool(np.isfinite(pos_A3).all())
-        what = f"a coordinate is beyond {FARTHEST:,.0f} Å" if finite else "a coordinate is not a finite number"
-        raise UnusableInput(Reason.PARSE_ERROR, what)
 
 
 def check_chain(structure: Structure, chain: Chain, policy: Policy) -> None:
@@ -335,10 +315,8 @@ def check_chain(structure: Structure, chain: Chain, policy: Policy) -> None:
     if "reject" not in (policy.modified, policy.incomplete) or chain.kind is Kind.OTHER:
         return
     here = slice(chain.first, chain.last)
-    modified, incomplete = (
-        int(structure.modified_R[here].sum()),
-        int((~(structure.node_R | structure.hidden_R)[here]).sum()),
-    )
+    modified = int(structure.modified_R[here].sum())
+    incomplete = int((~(structure.node_R | structure.hidden_R)[here]).sum())
     if policy.modified == "reject" and modified:
         what = f"{modified} modified residues in chain {chain.name}; structures.modified is reject"
         raise UnusableInput(Reason.MODIFIED_RESIDUES, what)
@@ -369,21 +347,6 @@ def _plddt(table: AtomTable, policy: Policy, kept_A: Rows, residue_A: NDArray[np
     mean_R = np.bincount(residue_A, weights=b_iso_A) / np.maximum(np.bincount(residue_A), 1)
     plddt_R: NDArray[np.float32] = mean_R.round(2).astype(np.float32)
     return plddt_R
-
-
-def _low(plddt_R: NDArray[np.float32] | None, policy: Policy, polymers: int) -> NDArray[np.bool_] | None:
-    """Return the residues of polymers that are less certain than asked for; None where nothing is asked for."""
-    if plddt_R is None or policy.min_plddt is None:
-        return None
-    low_R: NDArray[np.bool_] = plddt_R < np.float32(policy.min_plddt)
-    low_R[polymers:] = False
-    return low_R
-
-
-def _all_chains(table: AtomTable) -> tuple[str, ...]:
-    """Return the names of all chains of the file, polymer or not, for messages."""
-    starts = np.flatnonzero(changes(table.chain_A))
-    return tuple(dict.fromkeys(table.chain_name(code) for code in table.chain_A[starts]))
 
 
 def _find(name_A: NDArray[np.uint64], residue_A: NDArray[np.int64], atom: str, residues: int) -> NDArray[np.int64]:
@@ -424,15 +387,20 @@ def letter(name: str, structure: Structure, kind: Kind, policy: Policy) -> str:
 
 def _chains(
     table: AtomTable,
-    chain_R: NDArray[np.uint64],
+    first_R: NDArray[np.int64],
+    polymers: int,
     kind_R: NDArray[np.int64],
     letters_R: NDArray[np.uint8],
     node_R: NDArray[np.bool_],
 ) -> tuple[Chain, ...]:
-    """Cut the residues into chains; a chain is of the kind that most of its residues are."""
-    starts = np.flatnonzero(changes(chain_R)).tolist()
+    """Cut the residues of polymers into chains, each of the kind that most of its residues are; add the molecules.
+
+    Each molecule is a chain of its own, so that a side can be any of them.
+    """
+    chain_R = table.chain_A[first_R]
+    starts = np.flatnonzero(changes(chain_R[:polymers])).tolist()
     chains = []
-    for first, last in zip(starts, [*starts, len(chain_R)][1:], strict=True):
+    for first, last in zip(starts, [*starts, polymers][1:], strict=True):
         name = table.chain_name(chain_R[first])
         kind = KIND_CODES[int(np.argmax(np.bincount(kind_R[first:last], minlength=UNKNOWN_KIND + 1)[:UNKNOWN_KIND]))]
         # A letter of the other kind means another thing
@@ -441,20 +409,11 @@ def _chains(
         sequence = letters.replace("\0", UNKNOWN_LETTER[kind])
         nodes = int(np.count_nonzero(node_R[first:last]))
         chains.append(Chain(name, kind, first, last, sequence, nodes, table.seqres.get(name)))
+    for residue, row in enumerate(first_R[polymers:].tolist(), start=polymers):
+        number = f"{table.number_A[row]}{chr(table.icode_A[row])}".strip("\0 ")
+        name = f"{table.chain_name(chain_R[residue])}:{name_text(table.resname_A[row])}:{number}"
+        chains.append(Chain(name, Kind.OTHER, residue, residue + 1, "", 0))
     return tuple(chains)
-
-
-def _molecules(table: AtomTable, first_R: NDArray[np.int64], polymers: int) -> tuple[Chain, ...]:
-    """Return each molecule as a chain of its own, so that a side can be any of them."""
-    return tuple(
-        Chain(_molecule_name(table, row), Kind.OTHER, residue, residue + 1, "", 0)
-        for residue, row in enumerate(first_R[polymers:].tolist(), start=polymers)
-    )
-
-
-def _molecule_name(table: AtomTable, row: int) -> str:
-    insertion = chr(table.icode_A[row]).strip("\0 ")
-    return f"{table.chain_name(table.chain_A[row])}:{name_text(table.resname_A[row])}:{table.number_A[row]}{insertion}"
 
 
 def _kept_links(table: AtomTable, kept_A: Rows) -> Links:
