@@ -224,7 +224,8 @@ def _chains(residue_B2: NDArray[np.int64], standard_R: NDArray[np.bool_]) -> NDA
         raise _bad(f"{len(runs)} chains; {len(LETTERS)} are supported")
     name_of = np.zeros(int(run_R[-1]) + 1, np.uint64)
     name_of[runs] = [name_word(name) for name in LETTERS[: len(runs)]]
-    return name_of[run_R]
+    chain_R: NDArray[np.uint64] = name_of[run_R]
+    return chain_R
 
 
 def read_positions(data: bytes, atoms: int) -> NDArray[np.float64]:
