@@ -37,7 +37,7 @@ INSPECTED = WATCHED + 3  # the next batch, or a copy that is being saved, does n
 _FRAMES = 8  # of a traceback, the innermost: more make tracing slower still
 _MOST_NAMED = 3  # kinds and sites of a leftover, and holders
 _SAMPLE = 512  # objects that are weighed of many
-_OWN = str(Path(__file__).parent)
+_OWN = tuple(str(Path(__file__).with_name(f"leak_{part}.py")) for part in ("inspection", "detector"))
 _BACKWARD = "_engine_run_backward"  # in torch/autograd/graph.py: frames below it run within backward
 _HIDDEN = (
     "nothing that Python shows: perhaps a cycle through autograd (an output kept on ctx, a hook on its own tensor)"
@@ -50,7 +50,7 @@ _BETWEEN = (*_CONTAINERS, tuple, CellType)  # an object's holder is named by wha
 _ATOMS = frozenset((str, int, float, bool, bytes, type(None), CodeType, BuiltinFunctionType))
 
 
-_MEMORY = Path(__file__).parents[1]
+_MEMORY = Path(__file__).parent
 _FOLDERS = (Path(torch.__file__).parent, Path(np.__file__).parent, _MEMORY, _MEMORY.with_name("training"))
 _LIBRARIES = ("<", *(f"{folder}{os.sep}" for folder in _FOLDERS))
 _STANDARD = f"{Path(os.__file__).parent}{os.sep}"
@@ -364,7 +364,7 @@ def _calling_site() -> str:
 
 
 def _traced_site(traceback: tracemalloc.Traceback | None) -> str:
-    """Return the innermost line in the user's files; empty if there is none, or this folder allocated it."""
+    """Return the innermost line in the user's files; empty if there is none, or this search allocated it."""
     for frame in reversed(traceback or ()):
         if frame.filename.startswith(_OWN):
             return ""

@@ -22,29 +22,19 @@ def times(sizes: dict[str, int], factor: int) -> dict[str, int]:
     return {name: value * factor for name, value in sizes.items()}
 
 
-@given(st.integers(0, 1 << 30), slopes, slopes, ratios)
-def test_an_affine_truth_is_found_again_at_larger_sizes(
-    constant: int, per_node: int, per_edge: int, ratio: int
+@given(st.integers(0, 1 << 30), slopes, slopes, st.sampled_from((0, 1, 500)), ratios)
+def test_an_affine_or_quadratic_truth_is_found_again_at_larger_sizes(
+    constant: int, per_node: int, per_edge: int, per_pair: int, ratio: int
 ) -> None:
     def truth(sizes: dict[str, int]) -> int:
-        return MIB + constant + per_node * sizes["nodes"] + per_edge * sizes["edges"]
+        drivers = per_node * sizes["nodes"] + per_edge * sizes["edges"] + per_pair * sizes["nodes"] ** 2
+        return MIB + constant + drivers
 
     wanted = times(RAY[-1], ratio)
     thought = extrapolate([(sizes, truth(sizes)) for sizes in RAY], wanted)
     assert thought.likely == pytest.approx(truth(wanted), rel=0.01)
     assert truth(wanted) <= thought.high <= 1.11 * truth(wanted)
     assert thought.ratio == ratio
-
-
-@given(st.integers(0, 1 << 30), slopes, st.integers(1, 500), ratios)
-def test_a_quadratic_truth_is_found_again(constant: int, per_node: int, per_pair: int, ratio: int) -> None:
-    def truth(sizes: dict[str, int]) -> int:
-        return MIB + constant + per_node * sizes["nodes"] + per_pair * sizes["nodes"] ** 2
-
-    wanted = times(RAY[-1], ratio)
-    thought = extrapolate([(sizes, truth(sizes)) for sizes in RAY], wanted)
-    assert thought.likely == pytest.approx(truth(wanted), rel=0.01)
-    assert truth(wanted) <= thought.high
 
 
 @given(st.lists(st.tuples(st.integers(1, 900), st.integers(1, 900)), min_size=8, max_size=12, unique=True), slopes)
@@ -81,14 +71,6 @@ def test_the_steeper_of_two_regimes_is_followed_once_it_shows(
 
     wanted = times(RAY[-1], ratio)
     assert truth(wanted) <= extrapolate([(sizes, truth(sizes)) for sizes in RAY], wanted).high
-
-
-@given(st.lists(st.integers(1, 1 << 30), min_size=5, max_size=5), ratios)
-def test_more_is_never_thought_to_take_less(taken: list[int], ratio: int) -> None:
-    points = list(zip(RAY, taken, strict=True))
-    one, more = (extrapolate(points, times(RAY[-1], factor)) for factor in (ratio, 2 * ratio))
-    assert one.likely <= one.high
-    assert one.high <= more.high
 
 
 @pytest.mark.parametrize(("ratio", "times"), [(1, 1), (4, 3), (1024, 11)])

@@ -231,6 +231,22 @@ def test_a_leak_of_tensors_is_named(model: type[Model], marker: str, function: s
     assert run.reported[0].sites == leak.sites
 
 
+@pytest.mark.usefixtures("_limited")
+@pytest.mark.parametrize(("room", "is_named"), [("tasks", True), ("training", False)])
+def test_lines_of_a_shipped_task_are_named_and_those_of_training_are_not(room: str, is_named: bool) -> None:
+    place = Path(leak_detector.__file__).parents[1] / room / "made.py"
+    made: dict[str, Any] = {"SEEN": SEEN}
+    exec(compile("def keep(x): SEEN.append(x * 2)", place, "exec"), made)
+
+    class Keeps(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            made["keep"](torch.tanh(self.first(x)).detach())
+            return super().forward(x)
+
+    leaks, _ = limited(Keeps)
+    assert only(leaks).sites[0].endswith("made.py:1 in keep") is is_named
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(("model", "memory", "bytes_per_step", "what", "marker", "holder"), OBJECT_LEAKS)
 def test_a_leak_of_python_is_named(

@@ -155,13 +155,3 @@ def test_labels_are_read_as_they_were_written_and_make_another_table(store):
     np.testing.assert_array_equal(table.labels["affinity"], np.array([-9.5, np.nan, 2.0], np.float32))
     assert table.take(np.array([2, 0])).values(0) == {"affinity": 2.0}
     assert labelled([-9.5, float("nan"), 2.5]).write(store) != key
-
-
-def test_a_table_that_was_taken_stays_as_it_is_while_more_is_added_of_any_size():
-    builder = builder_of([("a", bytes(16), "train", 1)])
-    before = builder.table()
-    for name, size in (("b", 2**31 - 1), ("c", 2**40), ("d", 5)):
-        builder.add(name, bytes(16), "val", {"nodes": size, "pairs": 0})
-    assert rows_of(before) == [("a", bytes(16), "train", 1)]
-    assert builder.table().sizes["nodes"].tolist() == [1, 2**31 - 1, 2**40, 5]
-    assert builder.table().sizes["nodes"].dtype == np.int64

@@ -19,7 +19,7 @@ from pipeline.records import Reason, Rejection
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.training.items import loader as loader_module
 from pipeline.training.items.batch import padded_field
-from pipeline.training.items.loader import PROCESSES, THREADS, Loader
+from pipeline.training.items.loader import PROCESSES, THREADS
 from pipeline.training.sampling import Sampler, SamplerSettings
 from tests.training.items.content import ALONE, ENCODER, PRECISION, graph_of, made
 
@@ -404,26 +404,3 @@ def test_a_program_that_ends_in_the_middle_of_a_loop_ends(tmp_path):
     command = [sys.executable, "-c", LEFT_OPEN, str(tmp_path / "cache")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "('item0',)\n", "")
-
-
-class Refusing:
-    """Graphs that there are none of."""
-
-    def read(self, numbers):
-        return (Rejection(f"i{number}", Reason.NO_CONTACTS, "far") for number in numbers)
-
-
-def refused(**options):
-    sampler = Sampler({"nodes": np.arange(1, 41)}, SamplerSettings(batch=4, padding=None))
-    return Loader(Refusing(), None, sampler, slots=2, threads=1, pin=False, **options)
-
-
-@pytest.mark.timeout(60)
-def test_a_loop_that_its_own_callback_ends_loses_no_memory():
-    def stop(rejection):
-        raise RuntimeError(rejection.id)
-
-    loader = refused(reject=stop)
-    for _ in range(4):  # twice as often as there are slots
-        with pytest.raises(RuntimeError):
-            next(iter(loader))

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from pipeline.errors import CacheDamaged, RecordMissing
-from pipeline.records import Reason, Rejection
 from pipeline.training.items.item_source import CachedGraphs, DamagedItems
 from pipeline.training.items.loader import PROCESSES, THREADS
 
@@ -168,13 +167,4 @@ def test_what_cannot_be_read_is_told_by_the_training_itself(data, tmp_path, read
     loader = data.loader(lists, graphs=mended, mending=mending, collate=structured, readers=readers)
     assert [batch.text for batch in loader] == [("item0",), ("item2",)]
     assert mending.news() == ["item1"]
-    loader.end()
-
-
-def test_a_rejection_is_told_by_the_loop_that_reads(data, tmp_path):
-    told: list[Rejection] = []
-    graphs = data.only(tmp_path, 0, refused=[1])
-    loader = data.loader([[0, 1]], graphs=graphs, collate=structured, readers=PROCESSES, reject=told.append)
-    assert [batch.text for batch in loader] == [("item0",)]
-    assert told == [Rejection("item1", Reason.NO_CONTACTS, "too far apart")]
     loader.end()

@@ -12,24 +12,21 @@ import pytest
 
 from pipeline.training.loop.metrics_log import read_epochs
 from pipeline.training.loop.train import Job
-from tests.training.loop.loops import Plot, Run, Tiny, Weighted, furthest
+from tests.training.loop.loops import Plot, Run, Tiny, Weighted
 
 pytestmark = pytest.mark.usefixtures("quick")
 WHOLE = 1 << 20  # nodes: all items of a step are one micro-batch
-EXACT = 1e-10
 
 
 class Seen(Tiny):
-    """Notes what is collated; memory ends at more than a few items of a batch, in collate or in the loss."""
+    """Notes what is collated; memory ends at more than a few items of a batch, in the loss."""
 
-    def __init__(self, plot: Plot, *, collated: int = 1 << 20, run: int = 1 << 20) -> None:
+    def __init__(self, plot: Plot, *, run: int = 1 << 20) -> None:
         super().__init__(plot)
-        self.most_collated, self.most_run = collated, run
+        self.most_run = run
         self.seen: set[str] = set()
 
     def collate(self, items: Sequence[Any], rng: Any) -> dict[str, Any]:
-        if len(items) > self.most_collated:
-            raise MemoryError
         self.seen |= {item.id for item in items}
         return super().collate(items, rng)
 
@@ -37,15 +34,6 @@ class Seen(Tiny):
         if len(batch["ids"]) > self.most_run:
             raise MemoryError
         return super().loss(model, batch)
-
-
-def test_a_step_whose_micro_batch_cannot_be_collated_at_once_is_made_of_smaller_ones(tmp_path: Path) -> None:
-    plot = Plot(budget=WHOLE)
-    whole = Run(plot, tmp_path / "whole").to_end()
-    parts = Run(plot, tmp_path / "parts", task=Seen(plot, collated=2)).to_end()
-    assert parts.trainer.done == whole.trainer.done
-    assert furthest(parts.state(), whole.state()) < EXACT
-    assert any("out of memory" in line for line in parts.said)
 
 
 def test_what_is_left_out_is_not_collated_after_memory_has_ended_either(tmp_path: Path) -> None:

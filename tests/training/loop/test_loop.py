@@ -46,7 +46,6 @@ from tests.training.loop.loops import (
     signals_after,
     state_of,
     table_of,
-    task_of,
     warm,
 )
 
@@ -212,36 +211,6 @@ def test_a_purge_of_the_cache_ends_on_the_last_checkpoint_that_all_items_made(
     assert newest.of_all_items
     assert newest.step >= 1
     assert Run(plot, tmp_path / "run").to_end().state() == quiet.state()
-
-
-@pytest.mark.nightly
-def test_a_budget_that_was_learned_is_taken_up(tmp_path: Path) -> None:
-    limited.need()
-    at = several(FULL, tmp_path / "look")
-    whole, _ = interrupted(FULL, tmp_path / "whole", at)
-    assert whole.trainer.governor.budget < FULL.budget
-    for stop in (3, 5):
-        interrupted(FULL, tmp_path / str(stop), at, stop)
-        rest = Run(FULL, tmp_path / str(stop)).to_end()
-        assert rest.trainer.governor.learned == whole.trainer.governor.learned
-        assert rest.state() == whole.state()
-
-
-def test_random_numbers_of_users_are_where_they_would_be(tmp_path: Path) -> None:
-    """A loss that draws from Python and NumPy, with terms whose weights take a forward of their own to know."""
-    import numpy as np
-
-    class Drawing(type(task_of(Plot()))):  # type: ignore[misc]
-        def loss(self, model: Any, batch: Any) -> Any:
-            terms = super().loss(model, batch)
-            scale = 1 + random.random() + np.random.rand()  # noqa: NPY002 - as users do
-            return {name: (total * scale, weight) for name, (total, weight) in terms.items()}
-
-    plot = replace(FULL, terms="one")
-    whole = Run(plot, tmp_path / "whole", task=Drawing(plot)).to_end()
-    for steps in (1, 4):
-        Run(plot, tmp_path / str(steps), task=Drawing(plot), ending=signals_after(steps)).to_end()
-        assert Run(plot, tmp_path / str(steps), task=Drawing(plot)).to_end().state() == whole.state()
 
 
 # A full disk

@@ -216,26 +216,6 @@ def test_a_module_that_evaluates_on_purpose_goes_on_to() -> None:
     assert [block.training for block in step.model.blocks] == [False, True, True]  # type: ignore[union-attr]
 
 
-def test_what_fails_midway_leaves_nothing_to_the_next_step() -> None:
-    class Failing(OneTerm):
-        fails = False
-
-        def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, tuple[Tensor, Tensor | float]]:
-            if self.fails and len(batch["y"]) == 4:
-                raise RuntimeError("midway")
-            return super().loss(model, batch)
-
-    task = Failing()
-    step = Step(task, StepSettings(optimizer="sgd", learning_rate=0.1))
-    task.fails = True
-    with pytest.raises(RuntimeError, match="midway"):
-        step.run(cut(data(), [20, 4]))
-    task.fails = False
-    step.run([data()])
-    expected, _ = after(OneTerm(), [data()], StepSettings(optimizer="sgd", learning_rate=0.1), steps=1)
-    assert all(torch.equal(one, other) for one, other in zip(expected, step.model.parameters(), strict=True))
-
-
 def test_a_loss_through_a_derivative_is_evaluated_and_leaves_no_graph() -> None:
     terms = Step(Forces(), StepSettings()).evaluate(data())
     assert terms["known"][0] > 0
