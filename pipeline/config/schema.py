@@ -8,12 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from pipeline.config.schema_cluster import ClusterSection
 from pipeline.config.schema_data import MAIN, DataSection, EmbedSection, GraphSection, StructuresSection
-from pipeline.config.schema_parts import NodeFolder, Section, Size, SizeOrNone
+from pipeline.config.schema_parts import NodeFolder, Section, Size, SizeOrNone, setting
 from pipeline.config.schema_train import TrainSection
 from pipeline.device.kinds import CARD
 
@@ -29,32 +29,22 @@ OTHERS: KeyPath = ("embed", "also")
 class CacheSection(Section):
     """Where results are stored."""
 
-    root: Path = Field(default=Path("cache"), description="Folder of the cache. Share it between runs.")
-    under: tuple[Path, ...] = Field(
-        default=(), description="Further caches to read after this one, in this order. They are never written."
+    root: Path = setting(Path("cache"), "Folder of the cache. Share it between runs.")
+    under: tuple[Path, ...] = setting(
+        (), "Further caches to read after this one, in this order. They are never written."
     )
-    stage: NodeFolder = Field(
-        default=None,
-        description="Folder on the node's disk to which training copies its records first. null: no copy.",
+    stage: NodeFolder = setting(
+        None, "Folder on the node's disk to which training copies its records first. null: no copy."
     )
-    shard_bytes: Size = Field(default=256 << 20, description="Close a cache file at this size and start the next.")
-    verify_bytes: SizeOrNone = Field(
-        default=8 << 30,
-        description="Bytes of cached embeddings and graphs to verify at each submit. 0: none.",
+    shard_bytes: Size = setting(256 << 20, "Close a cache file at this size and start the next.")
+    verify_bytes: SizeOrNone = setting(
+        8 << 30, "Bytes of cached embeddings and graphs to verify at each submit. 0: none."
     )
-    check: Literal["quick", "full", "semantic"] = Field(
-        default="full",
-        description="Depth of `submit validate`: file structure, every byte, or also a sample of rebuilt records.",
+    check: Literal["quick", "full", "semantic"] = setting(
+        "full", "Depth of `submit validate`: file structure, every byte, or also a sample of rebuilt records."
     )
-    sample: float = Field(
-        default=0.02, ge=0, le=1, description="Share of the records to rebuild and compare, for check: semantic."
-    )
-    visibility_s: float = Field(
-        default=10.0,
-        ge=0,
-        le=3600,
-        description="Seconds to wait for files that another node has just written.",
-    )
+    sample: float = setting(0.02, "Share of the records to rebuild and compare, for check: semantic.", ge=0, le=1)
+    visibility_s: float = setting(10.0, "Seconds to wait for files that another node has just written.", ge=0, le=3600)
 
 
 class Config(Section):

@@ -7,9 +7,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import StringConstraints, model_validator
 
-from pipeline.config.schema_parts import AutoCount, Name, Option, Section, Size
+from pipeline.config.schema_parts import AutoCount, Name, Option, Section, Size, setting
 from pipeline.device.kinds import DeviceChoice
 
 if TYPE_CHECKING:
@@ -35,58 +35,40 @@ STRUCTURE_PATTERNS = tuple(
 class DataSection(Section):
     """Which items to use, and how to find their parts."""
 
-    source: Literal["manifest", "pairs", "sabdab", "pinder", "glob", "fasta", "reader"] = Field(
-        default="manifest", description="Layout of the data set. reader: your own class reads it."
+    source: Literal["manifest", "pairs", "sabdab", "pinder", "glob", "fasta", "reader"] = setting(
+        "manifest", "Layout of the data set. reader: your own class reads it."
     )
-    path: Path = Field(description="File (manifest, sabdab, pinder, fasta) or folder (pairs, glob) to read.")
-    reader: Name | None = Field(
-        default=None,
-        pattern=r"^[\w.]+:\w+$",
-        description="Class that reads items other than structures, as package.module:Name.",
+    path: Path = setting(..., "File (manifest, sabdab, pinder, fasta) or folder (pairs, glob) to read.")
+    reader: Name | None = setting(
+        None, "Class that reads items other than structures, as package.module:Name.", pattern=r"^[\w.]+:\w+$"
     )
-    options: dict[Name, Option] = Field(
-        default={}, description="Arguments of the reader's class, by name. It receives path in any case."
+    options: dict[Name, Option] = setting({}, "Arguments of the reader's class, by name. It receives path in any case.")
+    structures_dir: Path | None = setting(
+        None, "Folder of the structure files in a table. null: the folder of the table."
     )
-    structures_dir: Path | None = Field(
-        default=None, description="Folder of the structure files in a table. null: the folder of the table."
+    pattern: tuple[Name, ...] = setting(STRUCTURE_PATTERNS, "Patterns of files below path, for glob.", min_length=1)
+    splits: Path | None = setting(None, "Table with the columns id, split and cluster; for pairs: path and split.")
+    state: Literal["bound", "unbound"] = setting(
+        "bound", "Input structures. unbound (pairs, pinder): labels come from the bound structures."
     )
-    pattern: tuple[Name, ...] = Field(
-        default=STRUCTURE_PATTERNS, min_length=1, description="Patterns of files below path, for glob."
+    receptor_chains: tuple[Name, ...] = setting((), "Chains of the receptor in every file; empty: as the source says.")
+    ligand_chains: tuple[Name, ...] = setting((), "Chains of the ligand in every file; empty: as the source says.")
+    labels: tuple[Label, ...] = setting(
+        (), "Numeric columns that tasks read as item.values[name], for manifest, sabdab and pinder."
     )
-    splits: Path | None = Field(
-        default=None, description="Table with the columns id, split and cluster; for pairs: path and split."
+    unlabelled: bool = setting(False, "Allow missing label columns, for example to predict them. They are NaN.")
+    partners: Literal["auto", "none"] = setting(
+        "auto", "Files without named chains. auto: two polymer chains are partners; none: one unit per file."
     )
-    state: Literal["bound", "unbound"] = Field(
-        default="bound",
-        description="Input structures. unbound (pairs, pinder): labels come from the bound structures.",
+    ligand: Literal["as_named", "swapped", "smaller", "larger"] = setting(
+        "as_named", "Partner that docking moves (the ligand). smaller, larger: by the number of atoms."
     )
-    receptor_chains: tuple[Name, ...] = Field(
-        default=(), description="Chains of the receptor in every file; empty: as the source says."
+    on_leak: Literal["error", "warn", "ignore"] = setting(
+        "error", "Action when an id, a sequence or a cluster is in two splits."
     )
-    ligand_chains: tuple[Name, ...] = Field(
-        default=(), description="Chains of the ligand in every file; empty: as the source says."
-    )
-    labels: tuple[Label, ...] = Field(
-        default=(),
-        description="Numeric columns that tasks read as item.values[name], for manifest, sabdab and pinder.",
-    )
-    unlabelled: bool = Field(
-        default=False, description="Allow missing label columns, for example to predict them. They are NaN."
-    )
-    partners: Literal["auto", "none"] = Field(
-        default="auto",
-        description="Files without named chains. auto: two polymer chains are partners; none: one unit per file.",
-    )
-    ligand: Literal["as_named", "swapped", "smaller", "larger"] = Field(
-        default="as_named",
-        description="Partner that docking moves (the ligand). smaller, larger: by the number of atoms.",
-    )
-    on_leak: Literal["error", "warn", "ignore"] = Field(
-        default="error", description="Action when an id, a sequence or a cluster is in two splits."
-    )
-    limit: int | None = Field(default=None, ge=1, description="Use only the first N items, for a trial. null: all.")
-    max_rejected_fraction: float = Field(
-        default=0.05, ge=0, le=1, description="Stop when more than this fraction of the items is rejected."
+    limit: int | None = setting(None, "Use only the first N items, for a trial. null: all.", ge=1)
+    max_rejected_fraction: float = setting(
+        0.05, "Stop when more than this fraction of the items is rejected.", ge=0, le=1
     )
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -117,49 +99,41 @@ class DataSection(Section):
 class StructuresSection(Section):
     """How to turn structure files into residues."""
 
-    altlocs: Literal["highest", "first"] = Field(
-        default="highest",
-        description="Alternative location to keep: the highest occupancy, or the first.",
+    altlocs: Literal["highest", "first"] = setting(
+        "highest", "Alternative location to keep: the highest occupancy, or the first."
     )
-    model: int = Field(default=1, ge=1, description="Model to read from a file with several, counted from 1.")
-    chain_names: Literal["author", "label"] = Field(
-        default="author", description="Chain names of mmCIF files: author names (as in PDB files) or labels."
+    model: int = setting(1, "Model to read from a file with several, counted from 1.", ge=1)
+    chain_names: Literal["author", "label"] = setting(
+        "author", "Chain names of mmCIF files: author names (as in PDB files) or labels."
     )
-    assembly: Name | None = Field(
-        default=None, description='Name of the biological assembly, such as "1"; null: the asymmetric unit.'
+    assembly: Name | None = setting(None, 'Name of the biological assembly, such as "1"; null: the asymmetric unit.')
+    sequence: Literal["observed", "seqres"] = setting(
+        "observed", "Sequence of a chain: residues with coordinates, or all of SEQRES."
     )
-    sequence: Literal["observed", "seqres"] = Field(
-        default="observed", description="Sequence of a chain: residues with coordinates, or all of SEQRES."
+    require: Literal["ca", "backbone"] = setting(
+        "ca", "Atoms that a residue needs to become a node: CA, or N, CA and C."
     )
-    require: Literal["ca", "backbone"] = Field(
-        default="ca", description="Atoms that a residue needs to become a node: CA, or N, CA and C."
+    incomplete: Literal["drop", "reject"] = setting(
+        "drop", "Residues without these atoms: drop and list them, or reject the complex."
     )
-    incomplete: Literal["drop", "reject"] = Field(
-        default="drop", description="Residues without these atoms: drop and list them, or reject the complex."
+    modified: Literal["parent", "unknown", "reject"] = setting(
+        "parent", "Modified residues: use the parent (MSE becomes MET), use X, or reject the complex."
     )
-    modified: Literal["parent", "unknown", "reject"] = Field(
-        default="parent",
-        description="Modified residues: use the parent (MSE becomes MET), use X, or reject the complex.",
+    ligands: Literal["drop", "keep"] = setting(
+        "drop", "Small molecules and ions of the chosen chains. keep: for atom graphs."
     )
-    ligands: Literal["drop", "keep"] = Field(
-        default="drop", description="Small molecules and ions of the chosen chains. keep: for atom graphs."
+    plddt: Literal["none", "marked", "every"] = setting(
+        "none", "Read B-factors as pLDDT. marked: of files whose header names a prediction; every: of all files."
     )
-    plddt: Literal["none", "marked", "every"] = Field(
-        default="none",
-        description="Read B-factors as pLDDT. marked: of files whose header names a prediction; every: of all files.",
+    min_plddt: float | None = setting(None, "Drop or mask residues below this pLDDT. null: keep all.", ge=0, le=100)
+    low_plddt: Literal["drop", "mask"] = setting(
+        "drop", "Residues below min_plddt: drop and list them, or keep them as flagged nodes."
     )
-    min_plddt: float | None = Field(
-        default=None, ge=0, le=100, description="Drop or mask residues below this pLDDT. null: keep all."
+    pae: Literal["none", "beside", "required"] = setting(
+        "none", "Predicted aligned errors on edges, from a JSON next to each file. required: reject if missing."
     )
-    low_plddt: Literal["drop", "mask"] = Field(
-        default="drop", description="Residues below min_plddt: drop and list them, or keep them as flagged nodes."
-    )
-    pae: Literal["none", "beside", "required"] = Field(
-        default="none",
-        description="Predicted aligned errors on edges, from a JSON next to each file. required: reject if missing.",
-    )
-    max_residues: int = Field(default=10_000, ge=1, description="Reject complexes with more residues.")
-    max_file_bytes: Size = Field(default=64 << 20, description="Reject files larger than this after decompression.")
+    max_residues: int = setting(10_000, "Reject complexes with more residues.", ge=1)
+    max_file_bytes: Size = setting(64 << 20, "Reject files larger than this after decompression.")
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.min_plddt is not None and self.plddt == "none":
@@ -170,30 +144,23 @@ class StructuresSection(Section):
 class EmbedBatchSection(Section):
     """How to batch sequences for the encoder. Changes speed and memory, never results."""
 
-    policy: Literal["divisor", "tokens"] = Field(
-        default="divisor",
-        description="divisor: equal small batches of at most cap sequences; tokens: fill up to budget.",
+    policy: Literal["divisor", "tokens"] = setting(
+        "divisor", "divisor: equal small batches of at most cap sequences; tokens: fill up to budget."
     )
-    cap: AutoCount = Field(
-        default=4, description="Maximum number of sequences in a batch, for divisor. auto: by free memory."
-    )
-    budget: AutoCount = Field(
-        default="auto",
-        description="Maximum number of tokens in a batch (residues + 2 per sequence). auto: by free memory.",
+    cap: AutoCount = setting(4, "Maximum number of sequences in a batch, for divisor. auto: by free memory.")
+    budget: AutoCount = setting(
+        "auto", "Maximum number of tokens in a batch (residues + 2 per sequence). auto: by free memory."
     )
 
 
 class LongSequencesSection(Section):
     """How to treat sequences longer than those that the encoder was trained on. ESM-2 has no limit."""
 
-    policy: Literal["full", "windows", "truncate", "error"] = Field(
-        default="full",
-        description="full: encode whole; windows: overlapping windows; truncate: only the start; error: reject.",
+    policy: Literal["full", "windows", "truncate", "error"] = setting(
+        "full", "full: encode whole; windows: overlapping windows; truncate: only the start; error: reject."
     )
-    length: int = Field(
-        default=1022, ge=64, description="Window length in residues, and the limit at which the other policies apply."
-    )
-    overlap: int = Field(default=256, ge=0, description="Number of residues that neighbouring windows share.")
+    length: int = setting(1022, "Window length in residues, and the limit at which the other policies apply.", ge=64)
+    overlap: int = setting(256, "Number of residues that neighbouring windows share.", ge=0)
 
     def conflicts(self) -> Iterator[Conflict]:
         if 2 * self.overlap > self.length:
@@ -203,42 +170,38 @@ class LongSequencesSection(Section):
 class EmbedSection(Section):
     """How to compute embeddings."""
 
-    weights: Path = Field(
-        default=Path("weights/esm2_t33_650M_UR50D.pt"),
-        description="Checkpoint: fair-esm .pt, ESM C .pth, Hugging Face folder, or .safetensors file.",
+    weights: Path = setting(
+        Path("weights/esm2_t33_650M_UR50D.pt"),
+        "Checkpoint: fair-esm .pt, ESM C .pth, Hugging Face folder, or .safetensors file.",
     )
-    encoder: Name = Field(
-        default="auto",
-        description="Model family: esm2, esm1b, esm1v, esmc, or your class package.module:Name. auto: by the weights.",
+    encoder: Name = setting(
+        "auto", "Model family: esm2, esm1b, esm1v, esmc, or your class package.module:Name. auto: by the weights."
     )
-    options: dict[Name, Option] = Field(
-        default={}, description="Arguments of your encoder class, by name. It receives weights in any case."
+    options: dict[Name, Option] = setting(
+        {}, "Arguments of your encoder class, by name. It receives weights in any case."
     )
-    layer: AutoCount = Field(default="auto", description="Layer whose output is stored. auto: the last.")
-    cls: bool = Field(default=False, description="Also store the row of the <cls> token (for --pool cls); a new key.")
-    context: Literal["chain", "partner"] = Field(
-        default="chain", description="Unit to encode: each chain, or the joined chains of a partner."
+    layer: AutoCount = setting("auto", "Layer whose output is stored. auto: the last.")
+    cls: bool = setting(False, "Also store the row of the <cls> token (for --pool cls); a new key.")
+    context: Literal["chain", "partner"] = setting(
+        "chain", "Unit to encode: each chain, or the joined chains of a partner."
     )
-    precision: Literal["auto", "fp32", "fp16", "bf16"] = Field(
-        default="auto",
-        description="Precision. auto: fp16 on a GPU, fp32 on a CPU. bf16 on a CPU applies to matrix products only.",
+    precision: Literal["auto", "fp32", "fp16", "bf16"] = setting(
+        "auto", "Precision. auto: fp16 on a GPU, fp32 on a CPU. bf16 on a CPU applies to matrix products only."
     )
-    storage: Literal["auto", "fp32", "fp16", "bf16"] = Field(
-        default="auto", description="Precision of stored embeddings. auto: as computed."
+    storage: Literal["auto", "fp32", "fp16", "bf16"] = setting(
+        "auto", "Precision of stored embeddings. auto: as computed."
     )
-    half_fallback: Literal["fp32", "none"] = Field(
-        default="fp32",
-        description="If half precision is too inaccurate: fp32 recomputes the sequence, none rejects it.",
+    half_fallback: Literal["fp32", "none"] = setting(
+        "fp32", "If half precision is too inaccurate: fp32 recomputes the sequence, none rejects it."
     )
-    on_oom: Literal["windows", "cpu"] = Field(
-        default="windows",
-        description="If a single sequence does not fit on the GPU: encode it in windows, or on the CPU.",
+    on_oom: Literal["windows", "cpu"] = setting(
+        "windows", "If a single sequence does not fit on the GPU: encode it in windows, or on the CPU."
     )
-    device: DeviceChoice = Field(default="auto", description="Device. auto: the GPU if cluster.embed.gpus is not 0.")
+    device: DeviceChoice = setting("auto", "Device. auto: the GPU if cluster.embed.gpus is not 0.")
     batch: EmbedBatchSection = EmbedBatchSection()
     long: LongSequencesSection = LongSequencesSection()
-    also: dict[str, EmbedSection] = Field(
-        default={}, description="Further encoders by name, each with the settings that differ from this section."
+    also: dict[str, EmbedSection] = setting(
+        {}, "Further encoders by name, each with the settings that differ from this section."
     )
 
     @model_validator(mode="before")
@@ -291,50 +254,36 @@ def _over(shared: Any, differs: Any) -> Any:
 class AtomGraphSection(Section):
     """Further settings of atom graphs (graph.nodes: atom)."""
 
-    radius: float | None = Field(
-        default=5.0,
-        gt=0,
-        le=20,
-        description="Join atoms without a common bond within this distance in Å. null: no such edges.",
+    radius: float | None = setting(
+        5.0, "Join atoms without a common bond within this distance in Å. null: no such edges.", gt=0, le=20
     )
-    hops: int = Field(
-        default=3, ge=1, le=3, description="Edges along bonds. 1: bonds; 2: also angles (1-3); 3: also dihedrals (1-4)."
-    )
-    hydrogens: bool = Field(default=False, description="Make hydrogen atoms nodes.")
+    hops: int = setting(3, "Edges along bonds. 1: bonds; 2: also angles (1-3); 3: also dihedrals (1-4).", ge=1, le=3)
+    hydrogens: bool = setting(False, "Make hydrogen atoms nodes.")
 
 
 class GraphSection(Section):
     """How to build graphs from structures."""
 
-    nodes: Literal["residue", "atom"] = Field(
-        default="residue",
-        description="residue: one node per CA of proteins; atom: one per atom, including RNA and ligands.",
+    nodes: Literal["residue", "atom"] = setting(
+        "residue", "residue: one node per CA of proteins; atom: one per atom, including RNA and ligands."
     )
-    neighbours: int = Field(
-        default=20, ge=0, le=1000, description="Edges from this many nearest residues within a partner. 0: none."
+    neighbours: int = setting(20, "Edges from this many nearest residues within a partner. 0: none.", ge=0, le=1000)
+    radius: float | None = setting(
+        None, "Join residues whose CA atoms are within this distance in Å. null: no such edges.", gt=0, le=50
     )
-    radius: float | None = Field(
-        default=None,
-        gt=0,
-        le=50,
-        description="Join residues whose CA atoms are within this distance in Å. null: no such edges.",
+    cross_neighbours: int = setting(
+        0, "Edges from this many nearest residues of the other partner. 0: none.", ge=0, le=1000
     )
-    cross_neighbours: int = Field(
-        default=0, ge=0, le=1000, description="Edges from this many nearest residues of the other partner. 0: none."
+    cross_radius: float | None = setting(
+        None, "Join nodes of the two partners within this distance in Å. null: no such edges.", gt=0, le=50
     )
-    cross_radius: float | None = Field(
-        default=None,
-        gt=0,
-        le=50,
-        description="Join nodes of the two partners within this distance in Å. null: no such edges.",
-    )
-    contacts: float | None = Field(
-        default=5.0,
+    contacts: float | None = setting(
+        5.0,
+        "Heavy atoms within this distance in Å make a contact. null: no labels. Unbound input needs it.",
         gt=0,
         le=100,
-        description="Heavy atoms within this distance in Å make a contact. null: no labels. Unbound input needs it.",
     )
-    cache: bool = Field(default=True, description="Store graphs on disk. false: rebuild them at each read.")
+    cache: bool = setting(True, "Store graphs on disk. false: rebuild them at each read.")
     atom: AtomGraphSection = AtomGraphSection()
 
     def conflicts(self) -> Iterator[Conflict]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import SerializerFunctionWrapHandler, model_serializer
 
 from pipeline.config.schema_parts import (
     AutoCount,
@@ -17,6 +17,7 @@ from pipeline.config.schema_parts import (
     Name,
     Option,
     Section,
+    setting,
 )
 
 if TYPE_CHECKING:
@@ -30,12 +31,11 @@ ROUNDING = 1e-9
 class CurriculumSection(Section):
     """A phase of training with a selection of items by size, or with other task options."""
 
-    epochs: int = Field(ge=1, description="Number of epochs. After the last phase, training continues with all items.")
-    largest: dict[Name, int] = Field(default={}, description="Maximum sizes of the items of this phase, by name.")
-    smallest: dict[Name, int] = Field(default={}, description="Minimum sizes of the items of this phase, by name.")
-    options: dict[Name, Option] = Field(
-        default={},
-        description="Task options that replace those in train.options. They must not change the model or sizes.",
+    epochs: int = setting(..., "Number of epochs. After the last phase, training continues with all items.", ge=1)
+    largest: dict[Name, int] = setting({}, "Maximum sizes of the items of this phase, by name.")
+    smallest: dict[Name, int] = setting({}, "Minimum sizes of the items of this phase, by name.")
+    options: dict[Name, Option] = setting(
+        {}, "Task options that replace those in train.options. They must not change the model or sizes."
     )
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -50,31 +50,26 @@ class CurriculumSection(Section):
 class ScheduleSection(Section):
     """Learning-rate schedule, by optimizer steps."""
 
-    kind: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="constant, or decay over all epochs to `least` (linear or cosine)."
+    kind: Literal["constant", "linear", "cosine"] = setting(
+        "constant", "constant, or decay over all epochs to `least` (linear or cosine)."
     )
-    warmup: int = Field(default=0, ge=0, description="Warm-up steps, in which the rate grows from 0.")
-    least: float = Field(default=0.0, ge=0, le=1, description="Final learning rate, as a share of learning_rate.")
+    warmup: int = setting(0, "Warm-up steps, in which the rate grows from 0.", ge=0)
+    least: float = setting(0.0, "Final learning rate, as a share of learning_rate.", ge=0, le=1)
 
 
 class ValidationSection(Section):
     """Validation during training."""
 
-    split: Name | None = Field(default="val", description="Split to validate on. null or empty split: none.")
-    every: Interval = Field(
-        default=1, description="Interval: epochs such as 2, a part of an epoch such as 0.25, or '500 steps'."
+    split: Name | None = setting("val", "Split to validate on. null or empty split: none.")
+    every: Interval = setting(1, "Interval: epochs such as 2, a part of an epoch such as 0.25, or '500 steps'.")
+    limit: ItemLimit = setting(
+        None, "Maximum number of items, always the same ones: 1000, or a part such as 0.25. null: all."
     )
-    limit: ItemLimit = Field(
-        default=None,
-        description="Maximum number of items, always the same ones: 1000, or a part such as 0.25. null: all.",
+    monitor: Name = setting("loss", "Metric that selects the best checkpoints, such as loss.")
+    better: Literal["auto", "lower", "higher"] = setting(
+        "auto", "Better values of the monitored metric. auto: lower for loss, higher for others."
     )
-    monitor: Name = Field(default="loss", description="Metric that selects the best checkpoints, such as loss.")
-    better: Literal["auto", "lower", "higher"] = Field(
-        default="auto", description="Better values of the monitored metric. auto: lower for loss, higher for others."
-    )
-    patience: int | None = Field(
-        default=None, ge=1, description="Stop after this many validations without improvement. null: never."
-    )
+    patience: int | None = setting(None, "Stop after this many validations without improvement. null: never.", ge=1)
 
     @property
     def lower_is_better(self) -> bool:
@@ -101,13 +96,11 @@ class ValidationSection(Section):
 class CheckpointsSection(Section):
     """When to write checkpoints, and which to keep."""
 
-    every: int | None = Field(default=None, ge=1, description="Steps between checkpoints. null: by time only.")
-    minutes: float = Field(default=10, gt=0, description="Maximum minutes between checkpoints. Each epoch writes one.")
-    last: int = Field(default=2, ge=2, description="Number of newest checkpoints to keep. Damaged ones are skipped.")
-    best: int = Field(default=1, ge=0, description="Number of best checkpoints to keep.")
-    asynchronous: AutoFlag = Field(
-        default="auto", description="Continue training while a checkpoint is written. auto: if memory allows."
-    )
+    every: int | None = setting(None, "Steps between checkpoints. null: by time only.", ge=1)
+    minutes: float = setting(10, "Maximum minutes between checkpoints. Each epoch writes one.", gt=0)
+    last: int = setting(2, "Number of newest checkpoints to keep. Damaged ones are skipped.", ge=2)
+    best: int = setting(1, "Number of best checkpoints to keep.", ge=0)
+    asynchronous: AutoFlag = setting("auto", "Continue training while a checkpoint is written. auto: if memory allows.")
 
 
 CHECKPOINT = "best or last of this training. Or an existing model's name, folder or checkpoint: no training."
@@ -116,159 +109,128 @@ CHECKPOINT = "best or last of this training. Or an existing model's name, folder
 class EvaluateSection(Section):
     """Which model to evaluate, and on which items."""
 
-    split: Name | None = Field(default="test", description="Split to evaluate. null: all items.")
-    checkpoint: Name = Field(default="best", description=CHECKPOINT)
-    options: dict[Name, Option] = Field(
-        default={},
-        description="Task options for evaluation that replace those in train.options. The model stays the same.",
+    split: Name | None = setting("test", "Split to evaluate. null: all items.")
+    checkpoint: Name = setting("best", CHECKPOINT)
+    options: dict[Name, Option] = setting(
+        {}, "Task options for evaluation that replace those in train.options. The model stays the same."
     )
 
 
 class PredictSection(Section):
     """Which model predicts, and where to write predictions."""
 
-    split: Name | None = Field(default=None, description="Split to predict. null: all items.")
-    checkpoint: Name = Field(default="best", description=CHECKPOINT)
-    folder: Path = Field(default=Path("predictions"), description="Folder of predictions, with one folder per set.")
-    for_training: bool = Field(
-        default=False,
-        description="Train on these predictions: the model of another task writes them to the folder first.",
+    split: Name | None = setting(None, "Split to predict. null: all items.")
+    checkpoint: Name = setting("best", CHECKPOINT)
+    folder: Path = setting(Path("predictions"), "Folder of predictions, with one folder per set.")
+    for_training: bool = setting(
+        False, "Train on these predictions: the model of another task writes them to the folder first."
     )
-    parquet: bool = Field(default=False, description="Also write predictions.parquet next to the CSV file.")
-    options: dict[Name, Option] = Field(
-        default={},
-        description="Task options for prediction that replace those in train.options. The model stays the same.",
+    parquet: bool = setting(False, "Also write predictions.parquet next to the CSV file.")
+    options: dict[Name, Option] = setting(
+        {}, "Task options for prediction that replace those in train.options. The model stays the same."
     )
 
 
 class SweepSection(Section):
     """Many trainings in one run. Each point (a choice of settings) is its own model."""
 
-    points: tuple[dict[Name, Option], ...] = Field(
-        default=(), description="Settings of each training, over the others. `pipeline submit --sweep` writes them."
+    points: tuple[dict[Name, Option], ...] = setting(
+        (), "Settings of each training, over the others. `pipeline submit --sweep` writes them."
     )
-    prune: Literal["none", "median"] = Field(
-        default="none",
-        description="median: stop points that are worse than the median of the others at the same epoch.",
+    prune: Literal["none", "median"] = setting(
+        "none", "median: stop points that are worse than the median of the others at the same epoch."
     )
-    grace: int = Field(default=3, ge=1, description="Epochs before a point can be pruned.")
-    parallel: int = Field(default=16, ge=1, description="Maximum number of points that train at once on a cluster.")
+    grace: int = setting(3, "Epochs before a point can be pruned.", ge=1)
+    parallel: int = setting(16, "Maximum number of points that train at once on a cluster.", ge=1)
 
 
 class TrainSection(Section):
     """What to train, and what the planner may choose."""
 
-    task: Name | None = Field(
-        default=None, pattern=r"^[\w.]+:\w+$", description="Class with the model and its loss, as package.module:Name."
+    task: Name | None = setting(
+        None, "Class with the model and its loss, as package.module:Name.", pattern=r"^[\w.]+:\w+$"
     )
-    options: dict[Name, Option] = Field(default={}, description="Arguments of the task's class, by name.")
-    command: Name | None = Field(
-        default=None, description="Your own script instead of a task. {micro_batch} and others are filled in."
+    options: dict[Name, Option] = setting({}, "Arguments of the task's class, by name.")
+    command: Name | None = setting(None, "Your own script instead of a task. {micro_batch} and others are filled in.")
+    preset: Literal["standard", "careful", "extreme"] | None = setting(
+        None, "Base settings from configs/presets. Your own settings override them."
     )
-    preset: Literal["standard", "careful", "extreme"] | None = Field(
-        default=None, description="Base settings from configs/presets. Your own settings override them."
+    models: Path = setting(Path("models"), "Folder of trained models, with one folder per model.")
+    pretrained: Path | None = setting(None, "Initial weights: a file or a checkpoint.")
+    pretrained_partial: bool = setting(False, "Skip initial weights that are missing or differ in size.")
+    pretrained_as: Name | None = setting(
+        None, "Published form of the initial weights, such as dreams. null: detected by their names."
     )
-    models: Path = Field(default=Path("models"), description="Folder of trained models, with one folder per model.")
-    pretrained: Path | None = Field(default=None, description="Initial weights: a file or a checkpoint.")
-    pretrained_partial: bool = Field(
-        default=False, description="Skip initial weights that are missing or differ in size."
+    pretrained_map: dict[Name, Name] = setting(
+        {}, "Map from names in the file to names in the model (tensors or modules). *: a layer number."
     )
-    pretrained_as: Name | None = Field(
-        default=None,
-        description="Published form of the initial weights, such as dreams. null: detected by their names.",
+    pretrained_entry: Name | None = setting(
+        None, "Entry of the checkpoint to read, such as ema_state_dict. null: the usual one."
     )
-    pretrained_map: dict[Name, Name] = Field(
-        default={},
-        description="Map from names in the file to names in the model (tensors or modules). *: a layer number.",
+    seed: int = setting(
+        0, "Random seed of new parameters, the order of items, and all other random numbers.", ge=0, le=10**18
     )
-    pretrained_entry: Name | None = Field(
-        default=None, description="Entry of the checkpoint to read, such as ema_state_dict. null: the usual one."
+    split: Name | None = setting("train", "Split to train on. null: all items.")
+    embeddings: AutoNames = setting(
+        "auto", "Encoders whose embeddings are concatenated: main, or names in embed.also. auto: main."
     )
-    seed: int = Field(
-        default=0,
-        ge=0,
-        le=10**18,  # torch takes 64 bits
-        description="Random seed of new parameters, the order of items, and all other random numbers.",
+    effective_batch: int = setting(8, "Items per optimizer step, over all GPUs.", ge=1, le=9_999_999)
+    micro_batch: AutoCount = setting("auto", "Maximum items per micro-batch on a GPU. auto: by cost.")
+    batching: Literal["concatenated", "padded"] = setting(
+        "concatenated", "How to combine items into a batch: concatenate them, or pad them to the largest."
     )
-    split: Name | None = Field(default="train", description="Split to train on. null: all items.")
-    embeddings: AutoNames = Field(
-        default="auto",
-        description="Encoders whose embeddings are concatenated: main, or names in embed.also. auto: main.",
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = setting(
+        "fp32", "Precision of training. auto: the planner may choose half precision."
     )
-    effective_batch: int = Field(default=8, ge=1, le=9_999_999, description="Items per optimizer step, over all GPUs.")
-    micro_batch: AutoCount = Field(default="auto", description="Maximum items per micro-batch on a GPU. auto: by cost.")
-    batching: Literal["concatenated", "padded"] = Field(
-        default="concatenated",
-        description="How to combine items into a batch: concatenate them, or pad them to the largest.",
+    checkpointing: AutoFlag = setting(
+        "auto", "Recompute repeated blocks in the backward pass (activation checkpointing). auto: if needed."
     )
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        default="fp32", description="Precision of training. auto: the planner may choose half precision."
+    offload: AutoFlag = setting("auto", "Keep activations in host memory. auto: if needed.")
+    sharding: AutoFlag = setting("auto", "Shard parameters and optimizer state over the GPUs (FSDP2).")
+    optimizer: Literal["adamw", "adam", "sgd"] = setting("adamw", "Optimizer.")
+    way: Literal["auto", "foreach", "fused", "loop"] = setting(
+        "auto", "Implementation of the optimizer. auto: foreach on GPUs, else loop."
     )
-    checkpointing: AutoFlag = Field(
-        default="auto",
-        description="Recompute repeated blocks in the backward pass (activation checkpointing). auto: if needed.",
-    )
-    offload: AutoFlag = Field(default="auto", description="Keep activations in host memory. auto: if needed.")
-    sharding: AutoFlag = Field(
-        default="auto", description="Shard parameters and optimizer state over the GPUs (FSDP2)."
-    )
-    optimizer: Literal["adamw", "adam", "sgd"] = Field(default="adamw", description="Optimizer.")
-    way: Literal["auto", "foreach", "fused", "loop"] = Field(
-        default="auto", description="Implementation of the optimizer. auto: foreach on GPUs, else loop."
-    )
-    learning_rate: float = Field(default=1e-4, gt=0, description="Learning rate.")
-    weight_decay: float = Field(default=0.01, ge=0, description="Weight decay.")
-    clip: float | None = Field(default=1.0, gt=0, description="Maximum norm of all gradients (clipping). null: none.")
-    ema: float | None = Field(
-        default=None, gt=0, lt=1, description="Decay of the moving average of weights. null: none."
-    )
-    frozen: tuple[Name, ...] = Field(default=(), description="Freeze parameters with these name prefixes.")
+    learning_rate: float = setting(1e-4, "Learning rate.", gt=0)
+    weight_decay: float = setting(0.01, "Weight decay.", ge=0)
+    clip: float | None = setting(1.0, "Maximum norm of all gradients (clipping). null: none.", gt=0)
+    ema: float | None = setting(None, "Decay of the moving average of weights. null: none.", gt=0, lt=1)
+    frozen: tuple[Name, ...] = setting((), "Freeze parameters with these name prefixes.")
     schedule: ScheduleSection = ScheduleSection()
-    compile: bool = Field(default=False, description="Use torch.compile.")
-    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = Field(
-        default="default", description="`torch.compile` mode."
-    )
-    allocator: Literal["auto", "default", "expandable"] = Field(
-        default="auto", description="How torch's allocator reserves GPU memory."
-    )
-    oversize: Literal["error", "crop", "skip"] = Field(
-        default="error", description="Items that no plan can hold. error: submit nothing."
-    )
-    epochs: int = Field(default=10, ge=1, description="Total number of epochs.")
-    curriculum: tuple[CurriculumSection, ...] = Field(
-        default=(), description="Phases that come first, with smaller items or other options."
+    compile: bool = setting(False, "Use torch.compile.")
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = setting("default", "`torch.compile` mode.")
+    allocator: Literal["auto", "default", "expandable"] = setting("auto", "How torch's allocator reserves GPU memory.")
+    oversize: Literal["error", "crop", "skip"] = setting("error", "Items that no plan can hold. error: submit nothing.")
+    epochs: int = setting(10, "Total number of epochs.", ge=1)
+    curriculum: tuple[CurriculumSection, ...] = setting(
+        (), "Phases that come first, with smaller items or other options."
     )
     validation: ValidationSection = ValidationSection()
     checkpoints: CheckpointsSection = CheckpointsSection()
-    nan: Literal["stop", "skip", "rollback"] = Field(
-        default="stop",
-        description="If a loss or gradient is not finite: stop, skip the step, or roll back to a checkpoint.",
+    nan: Literal["stop", "skip", "rollback"] = setting(
+        "stop", "If a loss or gradient is not finite: stop, skip the step, or roll back to a checkpoint."
     )
-    too_large: Literal["cpu", "skip", "error"] = Field(
-        default="cpu",
-        description="If an item alone runs out of GPU memory: run it on the CPU, skip it, or stop with an error.",
+    too_large: Literal["cpu", "skip", "error"] = setting(
+        "cpu", "If an item alone runs out of GPU memory: run it on the CPU, skip it, or stop with an error."
     )
-    hang: Duration = Field(default=1800, description="Treat a process as hung after this long without progress.")
-    slots: int = Field(default=4, ge=2, description="Number of batches that the loader keeps in memory.")
-    threads: int = Field(default=2, ge=1, description="Number of threads (or processes) that read batches.")
-    readers: Literal["auto", "threads", "processes"] = Field(
-        default="auto",
-        description="Read and collate with threads or processes. auto: threads, then processes if they fall behind.",
+    hang: Duration = setting(1800, "Treat a process as hung after this long without progress.")
+    slots: int = setting(4, "Number of batches that the loader keeps in memory.", ge=2)
+    threads: int = setting(2, "Number of threads (or processes) that read batches.", ge=1)
+    readers: Literal["auto", "threads", "processes"] = setting(
+        "auto", "Read and collate with threads or processes. auto: threads, then processes if they fall behind."
     )
-    pin: AutoFlag = Field(default="auto", description="Pin the memory of batches. auto: for GPUs.")
-    empty_cache_every: int | None = Field(
-        default=None, ge=1, description="Empty the allocator's cache after this many micro-batches. null: never."
+    pin: AutoFlag = setting("auto", "Pin the memory of batches. auto: for GPUs.")
+    empty_cache_every: int | None = setting(
+        None, "Empty the allocator's cache after this many micro-batches. null: never.", ge=1
     )
-    memory_fraction: float | None = Field(
-        default=None, gt=0, le=1, description="Share of GPU memory to use. null: all."
+    memory_fraction: float | None = setting(None, "Share of GPU memory to use. null: all.", gt=0, le=1)
+    collect_every: int | None = setting(
+        None, "Collect Python garbage only after this many steps. null: Python decides.", ge=1
     )
-    collect_every: int | None = Field(
-        default=None, ge=1, description="Collect Python garbage only after this many steps. null: Python decides."
-    )
-    synchronise: bool = Field(default=False, description="Wait for the GPU after each micro-batch, for measurements.")
-    log_every: int = Field(default=10, ge=1, description="Steps between logged metrics.")
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
-        default=(), description="Trackers that also receive the metrics. Without a login, type `wandb sync` later."
+    synchronise: bool = setting(False, "Wait for the GPU after each micro-batch, for measurements.")
+    log_every: int = setting(10, "Steps between logged metrics.", ge=1)
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = setting(
+        (), "Trackers that also receive the metrics. Without a login, type `wandb sync` later."
     )
     evaluate: EvaluateSection = EvaluateSection()
     predict: PredictSection = PredictSection()

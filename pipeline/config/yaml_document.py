@@ -10,11 +10,12 @@ import json
 import re
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import yaml
 
-from pipeline.config.familiar_words import familiar
 from pipeline.config.masking import without_secrets_in
 from pipeline.config.schema import FIELDS, LEAVES, SECTIONS, schema_key
 from pipeline.config.schema_parts import CONFLICT, WANTS
@@ -288,12 +289,26 @@ def _advice_on_value(key: KeyPath, kind: str, value: object) -> str:
 
 def _meant(key: KeyPath) -> str:
     """Say what a word of other tools is here, or suggest a similar sibling, or another section that has this key."""
-    if here := familiar(key[-1]):
+    if here := _familiar(key[-1]):
         return f"; {here}"
     siblings = [field[-1] for field in FIELDS if field[:-1] == key[:-1]]
     elsewhere = [".".join(leaf) for leaf in LEAVES if leaf[-1] == key[-1]]
     known = f"; choose from {', '.join(siblings)}" if siblings else ""
     return _suggestion(key[-1], siblings) or _suggestion(".".join(key), elsewhere, cutoff=0.0) or known
+
+
+@cache
+def familiar_words() -> dict[str, str]:
+    """Return the settings that take the place of other tools' words."""
+    text = Path(__file__).with_name("familiar_words.yaml").read_text(encoding="utf-8")
+    table: dict[str, str] = yaml.safe_load(text)
+    return {word: answer.replace("{word}", word) for answer, words in table.items() for word in words.split()}
+
+
+def _familiar(word: str) -> str:
+    """Return the end of a sentence about a word of other tools; empty for an unknown word."""
+    answer = familiar_words().get(word.lower().lstrip("-").replace("-", "_"), "")
+    return f"here {'there is' if answer.startswith('nothing to set') else 'it is'} {answer}" if answer else ""
 
 
 def _suggestion(word: str, names: list[str], cutoff: float = 0.6) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from pipeline.config.familiar_words import answers
 from pipeline.config.schema import FIELDS
+from pipeline.config.yaml_document import familiar_words
 
 KEY = re.compile(r"\b(?:data|graph|embed|train|cache|cluster)(?:\.[a-z_]+)+")
 
@@ -25,7 +25,7 @@ def test_a_word_of_other_tools_is_answered_with_the_key(complaint: Any) -> None:
 
 
 def test_what_is_answered_is_a_key() -> None:
-    for answer in answers().values():
+    for answer in familiar_words().values():
         keys = [tuple(key.split(".")) for key in KEY.findall(answer)]
         assert keys, answer
         assert all(key in FIELDS or key[:2] in {("train", "options"), ("data", "options")} for key in keys), answer

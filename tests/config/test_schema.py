@@ -8,15 +8,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from pipeline.config.load import json_schema, read_config
 from pipeline.config.schema import LEAVES, Config
 from pipeline.config.schema_data import TAKEN
-from pipeline.config.schema_parts import format_duration, format_size, parse_duration, parse_size
+from pipeline.config.schema_parts import Size, format_duration, format_size, parse_duration
 from pipeline.training.items.item_source import OF_GRAPHS
 
 BASE = Path(__file__).parents[2] / "configs/pipeline.yaml"
+parse_size = TypeAdapter(Size).validate_python
 YOURS = {("data", "path")}
 
 

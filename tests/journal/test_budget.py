@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from pipeline.cluster.verdict import Cause
-from pipeline.config.schema_parts import parse_budget
+from pipeline.config.schema_parts import Budget as BudgetSetting
 from pipeline.journal.attempts import Ask, Attempt
 from pipeline.journal.budget import ENDS_WITHIN_S, PRUNED, Account, Budget, Hours, Spending, hours_of, spending_of_run
 from pipeline.journal.run_status import StageJob
@@ -117,10 +118,10 @@ def test_a_budget_is_read_as_people_write_it_and_what_is_none_is_refused() -> No
         "2.5core-hours": "2.5 core-hours",
         "1 GPU-hour": "1 gpu-hours",
     }.items():
-        assert parse_budget(text) == read
+        assert TypeAdapter(BudgetSetting).validate_python(text) == read
     for wrong in ("500", "0 gpu-hours", "-1 core-hours", "5 hours", 500, None, "nan gpu-hours"):
         with pytest.raises(ValueError, match="gpu-hours"):
-            parse_budget(wrong)
+            TypeAdapter(BudgetSetting).validate_python(wrong)
 
 
 def test_a_run_without_a_budget_counts_nothing(tmp_path: Path) -> None:
