@@ -15,6 +15,7 @@ from pipeline.cli.completion import completing, gpus
 from pipeline.cli.explain_verb import GraphForm, WithGraph, show_graph
 from pipeline.cli.help import alone, argument, option
 from pipeline.cli.options import ConfigFile, Json, Sets, Verbose, choice, load_config, one_of, one_stage, print_json
+from pipeline.codec import plain
 from pipeline.command_line import Command
 from pipeline.stage_names import StageName
 
@@ -351,8 +352,8 @@ def _stage_json(project: Project, plan: StagePlan, executor: Executor) -> dict[s
     if not plan.survey.shards:
         return document
     if plan.own and not plan.survey.parts:
-        document["points"] = [{"name": name, "ask": job.ask.to_json()} for name, job in plan.own.items()]
-    return document | {"cpus": plan.job.cpus, "gpus": plan.job.gpus, "ask": plan.ask.to_json(), "why": plan.job.why}
+        document["points"] = [{"name": name, "ask": plain(job.ask)} for name, job in plan.own.items()]
+    return document | {"cpus": plan.job.cpus, "gpus": plan.job.gpus, "ask": plain(plan.ask), "why": plan.job.why}
 
 
 def find_batch_command(

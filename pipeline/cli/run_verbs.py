@@ -249,7 +249,7 @@ def _start(
     """Start a run, unless one is doing the same already; `ended` prints its result in place of a summary."""
     from pipeline.engine.handover import start_supervisor
     from pipeline.engine.lifecycle import gives_way, new_run, refuse_double
-    from pipeline.engine.run_supervisor import Supervisor
+    from pipeline.engine.supervisor import Supervisor
     from pipeline.journal.run_status import ENDED
     from pipeline.project.project import stays
     from pipeline.upkeep.retention import tags_read
@@ -431,10 +431,7 @@ def _follow(
     folder: RunFolder, executor: Executor, progress: RunProgress, ended: Callable[[RunStatus], None] | None
 ) -> None:
     """Supervise a run in this process and show its progress."""
-    from pipeline.engine.run_supervisor import Supervisor, SupervisorStopped, stop_on_signals
-
-    for caveat in executor.caveats:
-        _note(caveat)
+    from pipeline.engine.supervisor import Supervisor, SupervisorStopped, stop_on_signals
 
     def watch(reader: ViewReader) -> None:
         try:

@@ -27,7 +27,7 @@ MARK = "PIPELINE_LOCAL_TASK"  # as in `processes`, which would be one more impor
 ANSWER_S = 30.0  # a fork takes milliseconds
 REQUEST_BYTES = 1 << 16
 MARK_BYTES = 64  # the server's own mark is so long, so that there is room for that of any task
-CAN_FORK = sys.platform == "linux" and hasattr(os, "pidfd_open")  # others could not be told of its children's ends
+CAN_FORK = hasattr(os, "pidfd_open")  # Pythons built for old kernels lack it
 
 
 def is_readable(descriptor: int, timeout_s: float = 0.0) -> bool:

@@ -219,10 +219,6 @@ class Executor(Protocol):
     """Runs jobs; whoever waits for them calls `step` in a loop."""
 
     @property
-    def caveats(self) -> tuple[str, ...]:
-        """What this executor cannot guarantee here, as sentences for people."""
-
-    @property
     def outlives(self) -> bool:
         """Whether jobs go on after this process has ended."""
 

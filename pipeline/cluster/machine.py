@@ -71,7 +71,7 @@ class Slots:
 
 def find_cpus() -> int:
     """Count the cores this process may use, which may be fewer than there are."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def find_gpus(devices: Path = DEVICES) -> tuple[str, ...]:

@@ -25,7 +25,6 @@ MARK = "PIPELINE_LOCAL_TASK"
 LOOK_EVERY_S = 0.05
 FORGET_AFTER_S = 1.0  # a number may since have gone to another process
 KERNEL_THREAD = 0x00200000  # PF_KTHREAD
-HAS_PROC = os.path.exists("/proc/self/stat")  # noqa: PTH110 - pathlib would double the guard's start
 
 
 class Process(NamedTuple):
@@ -47,9 +46,6 @@ class ProcessTable:
 
     def refresh(self, roots: Mapping[int, str]) -> None:
         """Read /proc; `roots` are the tasks' first processes with their marks, each a session leader."""
-        if not HAS_PROC:  # then the process group stands for the tree: a negative pid to `kill`
-            self._processes = {-pid: Process(mark, pid, 0) for pid, mark in roots.items()}
-            return
         now = time.monotonic()
         present = {int(name) for name in os.listdir("/proc") if name.isdigit()}  # noqa: PTH208 - names are enough
         self._strangers = self._strangers & present if now - self._refreshed < FORGET_AFTER_S else {os.getpid()}

@@ -16,16 +16,16 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, TypeAlias
 
 from pipeline.cluster.job_spec import TaskState, mebibytes
-from pipeline.cluster.peers import PEER_LOST, failed_node, first_lost
 from pipeline.cluster.slurm_words import is_stuck
 from pipeline.device.kinds import CARD_IS_FULL, HOST_IS_FULL, LOG_OF_BROKEN_CARD, LOG_OF_FULL_CARD
 from pipeline.errors import CacheDamaged
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from pipeline.cluster.job_spec import TaskStatus
 
+PEER_LOST = 76  # a process exits so when another one that it works with is gone, or hangs
 GO_ON = 75  # EX_TEMPFAIL: the worker's exit code when it was told to end, finished in order and wants to go on
 CANNOT_RUN = (126, 127)  # a shell's exit codes where a program is missing or broken
 SIGNALLED = 128  # a shell adds this to the signal that ended a program, and sacct takes it off again
@@ -387,3 +387,63 @@ _POLITE = frozenset(map(int, (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, si
 _CRASHES = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV)
 _ENDINGS = (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _AS_AFTER_SIGNALS = frozenset(map(int, _CRASHES + _ENDINGS))  # exit codes without a word: sacct took 128 off
+
+
+# Reads from srun's log lines which process of a task failed first and took the others along.
+#
+# Of a step the accounting keeps one exit code, the highest of all its processes, and a signal counts for less than a
+# code. Measured on 22.05: one process killed, the others ended with 76 for its sake: the step reads 76:0; one at the
+# memory limit on one of two nodes: now 76:0, now OUT_OF_MEMORY. Only srun's lines in the log always tell. They name the
+# right node; the right process, too, but of those on a node with an OOM kill srun may name another.
+RANKS_MOST = 10_000  # more ranks than that are a garbled line
+_LINE = re.compile(r"^srun: error: (?P<node>\S+): tasks? (?P<tasks>\d[0-9,-]*): (?P<how>.+)$", re.MULTILINE)
+_CODE = re.compile(r"Exited with exit code (\d+)")
+_NODE = re.compile(r"^srun: error: Node failure on (?P<node>\S+)", re.MULTILINE)
+_SIGNALS = {words: number for number in signal.valid_signals() if (words := signal.strsignal(number))}  # srun's words
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A process that failed, or several on one node that failed alike."""
+
+    ranks: str  # as srun writes them: 1, 2-3, 0,2
+    node: str
+    exit_code: int | None = None
+    signal: int | None = None
+    how: str = ""  # as srun says it
+
+    @property
+    def who(self) -> str:
+        return f"rank{'' if self.ranks.isdecimal() else 's'} {self.ranks} on {self.node}"
+
+    def said(self, log: str) -> str:
+        """Return its own lines of a log in which srun prefixes each line with the rank."""
+        own = re.compile(rf"^[ 0]*(?:{'|'.join(map(str, self._numbers()))}): (.*)$", re.MULTILINE)
+        return "\n".join(own.findall(log))
+
+    def _numbers(self) -> Iterator[int]:
+        """Yield the rank numbers."""
+        for part in self.ranks.split(","):
+            first, _, last = part.partition("-")
+            if first.isdecimal() and (last or first).isdecimal():
+                yield from range(int(first), min(int(last or first), int(first) + RANKS_MOST) + 1)
+
+
+def first_lost(log: str, orderly: int) -> Lost | None:
+    """Return the first process that failed by itself, neither in order (`orderly`) nor because a peer was lost."""
+    return next((lost for lost in _ended(log) if lost.exit_code not in (orderly, PEER_LOST)), None)
+
+
+def failed_node(log: str) -> str:
+    """Return the node that srun reports as failed; empty if none."""
+    match = _NODE.search(log)
+    return match["node"] if match else ""
+
+
+def _ended(log: str) -> Iterator[Lost]:
+    """Yield the processes that srun reports as failed, in the order of the log."""
+    for match in _LINE.finditer(log):
+        node, tasks, how = match["node"], match["tasks"], match["how"].strip()
+        code = _CODE.match(how)
+        killed_by = next((int(number) for word, number in _SIGNALS.items() if how.startswith(word)), None)
+        yield Lost(tasks, node, int(code[1]) if code else None, killed_by, how)

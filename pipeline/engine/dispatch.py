@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from pipeline.cluster.job_spec import TaskState, format_ranges, parse_ranges
 from pipeline.cluster.verdict import Cause, judge_attempt
+from pipeline.codec import plain
 from pipeline.dataset import worklist
 from pipeline.engine.repair import GiveUp, LeaveOut, Means, Split, avoid_bad_nodes, decide
 from pipeline.errors import BudgetReached, ClusterSilent, SubmissionRefused
@@ -245,7 +246,7 @@ class Dispatch:
         made = worklist.split_shards(self._folder, stage.name, list(splits), stage.halve) if splits else {}
         for number, into in made.items():
             ask, why = splits[number].ask, splits[number].why
-            self._emit(EventKind.TASK_SPLIT, stage=stage.name, task=number, into=into, ask=ask.to_json(), why=why)
+            self._emit(EventKind.TASK_SPLIT, stage=stage.name, task=number, into=into, ask=plain(ask), why=why)
             status.split(number, into, ask, why)
             yield from ((part, Next(1, ask, why)) for part in into)
 

@@ -6,7 +6,7 @@ from pipeline.cluster.fork_server import serve
 
 TORCH = ("torch", "torch._dynamo")  # of which it tells the memory: see `host_memory.TRAINING`
 STAGES = (
-    "pipeline.engine.run_task",
+    "pipeline.engine.worker",
     "pipeline.encoder.embed_texts",
     "pipeline.training.loop.train",
     "pipeline.training.evaluating.results",
@@ -16,9 +16,9 @@ STAGES = (
 def main(words: list[str]) -> int:
     """Serve; in a fork, do its task."""
     task = serve(int(words[0]), TORCH, STAGES)
-    from pipeline.engine.run_task import run_task
+    from pipeline.engine import worker
 
-    return run_task(task)
+    return worker.main(task)
 
 
 if __name__ == "__main__":

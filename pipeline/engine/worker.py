@@ -1,10 +1,332 @@
-"""Entry of task jobs; scripts of every version name it."""
+"""What a job executes: one task of one stage of a run.
 
+python -m pipeline.engine.worker RUN STAGE TASK [--attempt N --mem BYTES --shrink K --careful]
+
+A task with several GPUs starts this again as one process for each of them, with --part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
 import sys
+import time
+import traceback
+from collections import Counter
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
-from pipeline.engine.run_task import run_task as main
+from pipeline.cluster.verdict import GO_ON, SIGNALLED
+from pipeline.config.load import from_resolved
+from pipeline.config.masking import without_secrets
+from pipeline.dataset.read_entries import ITEMS_READ
+from pipeline.device.kinds import VISIBLE
+from pipeline.errors import CacheFull, PipelineError
+from pipeline.journal.ledger import Ledger, Note
+from pipeline.journal.run_folder import RunFolder
+from pipeline.memory.runtime.meters import GpuSampler, highest_resident_bytes
+from pipeline.project.project import Project
+from pipeline.project.restriction import only_of
+from pipeline.project.run_code import WORKER, module_command
+from pipeline.records import EventKind, RankPlace, TaskContext
+from pipeline.stages import script as script_stage
+from pipeline.stages import table
+from pipeline.store.cache_folder import update_indexes
+from pipeline.store.format.disk import FULL
+from pipeline.training.ranks import RankLost
 
-__all__ = ["main"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import FrameType
+    from typing import Any
+
+    from pipeline.records import Reason, TaskReport
+    from pipeline.stages.stage import Stage
+
+PROGRESS_EVERY_S = 0.5
+WARNINGS_MOST = 20  # of a process, in the ledger
+ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # a cancellation or preemption; what comes before a limit
+
+
+class TaskStopped(BaseException):
+    """A signal asked this process to end; finished work is published on the way out."""
+
+    came_further: ClassVar[bool] = False  # whether this start made progress
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+    @property
+    def exit_code(self) -> int:
+        """Ask for another start where the time limit is near; without progress the supervisor has to raise the limit.
+
+        After a cancellation or preemption the scheduler decides whether to start it again.
+        """
+        if self.number == signal.SIGTERM:
+            return SIGNALLED + self.number
+        return GO_ON if self.came_further else SIGNALLED + signal.SIGTERM
+
+
+def main(words: Sequence[str]) -> int:
+    """Do one task, or one process's part of it, and record it in the ledger; return the exit code."""
+    atexit.register(gc.freeze)  # saves half a second of garbage collection over torch at exit
+    for number in ENDING:
+        signal.signal(number, _stop)
+    arguments = _parse(words)
+    folder = RunFolder(Path(arguments.run))
+    place = _place(arguments) if table.known_stage(arguments.stage).together else None
+    part = (place.rank, place.world) if place else _part(arguments.part) if arguments.part else None
+    writer = f"{arguments.stage}-{arguments.task:06d}" + (f"-{part[0]}" if part else "")
+    facts: dict[str, Any] = {"stage": arguments.stage, "task": arguments.task, "attempt": arguments.attempt}
+    ledger = Ledger(folder, writer)
+    try:
+        # It reports for the whole task: nobody started it as a part.
+        leads = part is None or (part[0] == 0 and not arguments.part)
+        if leads:
+            ledger.emit(EventKind.TASK_STARTED, **facts, host=socket.gethostname())
+        config = from_resolved(folder.config.read_text(), str(folder.config))
+        stage = table.stage(arguments.stage, config)
+        remember, only = not stage.only_looks, only_of(folder)
+        project = Project.open(config, remember=remember, beside=folder.task_root, only=only)
+        if leads and stage.kinds:
+            update_indexes(project.cache, table.kinds_of(json.loads(folder.stages.read_text())), far_behind=True)
+        processes = stage.processes(project)
+        if part is None and processes > 1:
+            # Each of its processes sees all GPUs, as under torchrun
+            if stage.is_script:
+                words = [*words, "--lent", os.environ.get(VISIBLE, "")]
+            return (_together if stage.together else _fan_out)(words, folder, processes, ledger, facts)
+        if stage.together:
+            for number in ENDING:
+                signal.signal(number, _hear)
+        if arguments.lent is not None:
+            os.environ[VISIBLE] = arguments.lent
+        with closing(GpuSampler.of_environment()) as gpus:
+            work_through(stage, project, folder, arguments, part, News(ledger, facts, gpus), place=place, leads=leads)
+    except script_stage.Ended as ended:
+        if not ended.quiet:
+            _record_end(ledger, facts, ended.what, ended.code, ended.trouble)
+            print(without_secrets(ended.what), file=sys.stderr)  # noqa: T201 - a task's stderr is its log
+        return ended.code
+    except TaskStopped as stopped:
+        _record_end(ledger, facts, "stopped by a signal", stopped.exit_code, "")
+        return stopped.exit_code
+    except PipelineError as error:
+        error.in_project(folder.command())
+        _record_end(ledger, facts, str(error), error.exit_code, failure_kind(error))
+        print(without_secrets(f"error: {error}"), file=sys.stderr)  # noqa: T201 - a task's stderr is its log
+        return error.exit_code
+    except Exception as error:  # noqa: BLE001 - the supervisor reads it from the ledger
+        print(without_secrets(traceback.format_exc()), file=sys.stderr)  # noqa: T201
+        _record_end(ledger, facts, f"{type(error).__name__}: {error}", 1, failure_kind(error))
+        return 1
+    return 0
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line of a task."""
+    parser = argparse.ArgumentParser(WORKER)
+    parser.add_argument("run")
+    parser.add_argument("stage")
+    parser.add_argument("task", type=int)
+    parser.add_argument("--attempt", type=int, default=1)
+    parser.add_argument("--mem", type=int, default=0, help="bytes available to this attempt")
+    parser.add_argument("--shrink", type=int, default=0, help="how many times to halve the batch budget")
+    parser.add_argument("--careful", action="store_true", help="one item at a time")
+    parser.add_argument("--part", help="this process of all processes, such as 0/2")
+    parser.add_argument("--meeting", default="", help="the shared start name of cooperating processes")
+    parser.add_argument("--lent", help="the GPUs of all processes on this node, if each must see all")
+    return parser.parse_args(words)
+
+
+def _record_end(ledger: Ledger, facts: dict[str, Any], what: str, exit_code: int, trouble: str) -> None:
+    """Record that a task is not done, and why, if the disk still takes it."""
+    _record_if_possible(ledger, EventKind.TASK_FAILED, **facts, what=what, exit_code=exit_code, trouble=trouble)
+
+
+def _record_if_possible(ledger: Ledger, kind: EventKind, **data: Any) -> None:
+    """Record an event; a full disk under the run is no reason to exit otherwise, and is told in the log."""
+    try:
+        ledger.emit(kind, **data)
+    except PipelineError as refused:
+        print(without_secrets(f"error: {refused}"), file=sys.stderr)  # noqa: T201 - a task's stderr is its log
+
+
+def failure_kind(error: BaseException | None) -> str:
+    """Return which resource ran out, by an error and its causes: gpu_oom, host_oom, disk_full, or empty."""
+    while error is not None:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's; it may never have been imported here
+            return "gpu_oom"
+        if isinstance(error, MemoryError):
+            return "host_oom"
+        if isinstance(error, CacheFull) or (isinstance(error, OSError) and error.errno in FULL):
+            return "disk_full"
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+class News:
+    """Records the progress of a task in the ledger, at most twice a second, and the items that it rejects."""
+
+    def __init__(self, ledger: Ledger, facts: dict[str, Any], gpus: GpuSampler | None = None) -> None:
+        self._ledger, self._facts, self._gpus, self._told_s = ledger, facts, gpus, 0.0
+        self._rejected = Counter[str]()
+        self.done = 0
+
+    def refuse(self, key: str, reason: Reason, detail: str) -> None:
+        """Record something that cannot be made, and why."""
+        self._ledger.emit(EventKind.REFUSED, **self._facts, key=key, reason=reason.value, detail=detail)
+
+    def add(self, reason: Reason | None) -> None:
+        """Count an item as done; with a reason, as rejected."""
+        self.done += 1
+        if reason is not None:
+            self._rejected[reason.value] += 1
+
+    def tell(self, kind: EventKind, report: TaskReport) -> None:
+        """Record how far the task is, its figures and warnings; that it is done must be recorded."""
+        of_gpus = self._gpus.figures() if self._gpus else {}
+        measured = {"host_peak_bytes": highest_resident_bytes(), **of_gpus, **report.figures}
+        about = {**self._facts, "done": self.done, "rejected": dict(self._rejected), "figures": measured}
+        if report.warnings:
+            about["warnings"] = list(report.warnings.values())[:WARNINGS_MOST]
+        if kind is EventKind.PROGRESS:
+            _record_if_possible(self._ledger, kind, **about)
+        else:
+            self._ledger.emit(kind, **about)
+
+    def go_on(self, report: TaskReport) -> None:
+        """Record progress, unless that was done a moment ago."""
+        if time.monotonic() - self._told_s > PROGRESS_EVERY_S:
+            self.tell(EventKind.PROGRESS, report)
+            self._told_s = time.monotonic()
+
+
+def work_through(
+    stage: Stage,
+    project: Project,
+    folder: RunFolder,
+    arguments: argparse.Namespace,
+    part: tuple[int, int] | None,
+    news: News,
+    *,
+    place: RankPlace | None = None,
+    leads: bool = True,
+) -> None:
+    """Do a task; progress goes to the ledger, and what it works on to a note that survives any kill."""
+
+    def turn_to(names: Sequence[str]) -> None:
+        note.write(news.done or int(tell.report.figures.get(script_stage.PROGRESS, 0)), names)
+        if script_stage.PROGRESS in tell.report.figures or ITEMS_READ in tell.report.figures:  # yields only at its end
+            news.go_on(tell.report)
+
+    with closing(Note(folder.on(arguments.stage, arguments.task, part[0] if part else 0), arguments.attempt)) as note:
+        tell = TaskContext(
+            refuse=news.refuse,
+            on=turn_to,
+            ending=lambda: _heard.number,
+            mem_bytes=arguments.mem,
+            shrink=arguments.shrink,
+            careful=arguments.careful,
+            part=part or (0, 1),
+            place=place or RankPlace(0, 1),
+        )
+        outcomes = stage.work(project, folder, arguments.task, tell)
+        try:
+            with closing(outcomes):  # closing it publishes finished work
+                for reason in outcomes:
+                    news.add(reason)
+                    TaskStopped.came_further = news.done > note.done_before
+                    news.go_on(tell.report)
+        except script_stage.Ended as ended:
+            if ended.code == GO_ON:  # where a script that saves reports no step, a later attempt is progress
+                note.write(ended.step or arguments.attempt * ended.further, ())
+            news.tell(EventKind.PROGRESS, tell.report)
+            raise
+        except RankLost:  # it is another that died on what it was on
+            note.write(news.done, ())
+            raise
+        if tell.report.ended_by:
+            news.tell(EventKind.PROGRESS, tell.report)
+            TaskStopped.came_further = tell.report.moved
+            raise TaskStopped(tell.report.ended_by)
+        note.write(news.done, ())
+    news.tell(EventKind.TASK_FINISHED if leads else EventKind.PROGRESS, tell.report)
+
+
+def _fan_out(words: Sequence[str], folder: RunFolder, processes: int, ledger: Ledger, facts: dict[str, Any]) -> int:
+    """Start a process for each GPU and wait for all; one that fails does not stop the others."""
+    from pipeline.training.ranks.launch import rank_environments
+
+    command = [*module_command(WORKER, folder), *words]
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for number, environment in enumerate(rank_environments(processes)):
+            started.append(subprocess.Popen([*command, "--part", f"{number}/{processes}"], env=environment))
+        codes = [process.wait() for process in started]
+    except TaskStopped as stopped:
+        for process in started:
+            process.send_signal(stopped.number)
+        codes = [process.wait() for process in started] or [stopped.exit_code]
+    failed = [SIGNALLED - code if code < 0 else code for code in codes if code]
+    if not failed:
+        ledger.emit(EventKind.TASK_FINISHED, **facts, done=0, rejected={}, figures={})  # its processes report their own
+    return failed[0] if failed else 0
+
+
+def _together(words: Sequence[str], folder: RunFolder, processes: int, ledger: Ledger, facts: dict[str, Any]) -> int:
+    """Start the ranks of a task and wait for all; one that dies ends them all."""
+    from pipeline.training.ranks.launch import launch_ranks
+
+    code = launch_ranks([*module_command(WORKER, folder), *words], processes)
+    if code == 0:
+        ledger.emit(EventKind.TASK_FINISHED, **facts, done=0, rejected={}, figures={})  # the first rank reports them
+    return code
+
+
+def _place(arguments: argparse.Namespace) -> RankPlace | None:
+    """Return the rank of this process; None where it is to start the ranks."""
+    if arguments.part:
+        return RankPlace.told(arguments.part, arguments.meeting)
+    return RankPlace.by_slurm(os.environ, arguments.attempt)
+
+
+def _part(word: str) -> tuple[int, int]:
+    """Parse number and count of processes, as in `0/2`."""
+    number, _, processes = word.partition("/")
+    return int(number), int(processes)
+
+
+@dataclass(slots=True)
+class _Heard:
+    """The last signal that asked a rank to end, 0 for none; training looks at it between its steps."""
+
+    number: int = 0
+
+
+_heard = _Heard()
+
+
+def _hear(number: int, _frame: FrameType | None) -> None:
+    """Remember a signal, for the work to end at its next safe point."""
+    _heard.number = number
+
+
+def _stop(number: int, _frame: FrameType | None) -> None:
+    """Raise TaskStopped for the first signal, and ignore later ones."""
+    for ending in ENDING:
+        signal.signal(ending, signal.SIG_IGN)
+    raise TaskStopped(number)
+
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field, fields, replace
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.cluster.verdict import Cause, Word
+from pipeline.codec import plain, rebuilt
 from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_folder import writing_run
 from pipeline.records import EventKind, Reason
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from pipeline.cluster.job_spec import JobId
     from pipeline.journal.run_folder import RunFolder
 
+T = TypeVar("T")
 SILENCE = Word()
-UNASKED = {"mem_bytes": 0, "time_s": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +32,6 @@ class Ask:
     shrink: int = 0  # how often the budget of a batch was halved because a GPU's memory ended
     careful: bool = False  # one item at a time, so that the note of a crash names a single one
     partition: str = ""  # of those that it may go to; empty: as the job says
-
-    def to_json(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name != "partition" or value}
-
-
-def ask_of(data: Mapping[str, Any]) -> Ask:
-    """Return an Ask from its JSON; equal ones are one object, as a run may have thousands."""
-    return _ask(tuple(sorted(data.items())))
-
-
-@lru_cache(maxsize=1024)
-def _ask(items: tuple[tuple[str, Any], ...]) -> Ask:
-    return Ask(**dict(items))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,29 +60,15 @@ class Attempt:
     on: tuple[str, ...] = ()  # items it was on when it died
     said: str = ""  # what the worker reported of its own failure
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"ask": self.ask.to_json(), "cause": self.cause.value, "on": list(self.on)}
-
     def to_event(self) -> dict[str, Any]:
         """Return the JSON for the ledger, without empty values: a run may have many attempts."""
-        return {
-            name: value
-            for name, value in self.to_json().items()
-            if value or (name in ("task", "number", "gpu_busy") and value is not None)
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Attempt:
-        """Read the JSON of an attempt, also one with fewer or more fields."""
-        plain = {"number": 1, **data}
-        for name in plain.keys() - FIGURES:
-            del plain[name]
-        plain["ask"], plain["cause"] = ask_of(data.get("ask", UNASKED)), Cause(data.get("cause", Cause.FAILED))
-        plain["on"] = tuple(data.get("on", ()))
-        return cls(**plain)
+        kept = ("task", "gpu_busy")
+        return {name: value for name, value in plain(self).items() if value or (name in kept and value is not None)}
 
 
-FIGURES = frozenset(column.name for column in fields(Attempt))
+def reported(of: type[T], data: Mapping[str, Any]) -> T:
+    """Return the value of which an event holds the fields, among others that newer versions may add."""
+    return rebuilt(of, {name: data[name] for name in data.keys() & of.__dataclass_fields__.keys()})  # type: ignore[attr-defined]
 
 
 @dataclass(slots=True)

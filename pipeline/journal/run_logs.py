@@ -24,7 +24,6 @@ SUPERVISE = "supervise"
 ENDS = (".out", ".err")
 LAST_LINES = 200
 FIRST_LINES = 10  # of a log that is followed
-NEWLINE = ord("\n")
 BLOCK_BYTES = 1 << 16
 END_BYTES = 1 << 20  # read of a log at most for its end: some have no lines at all
 A_BUG = 1  # the exit code
@@ -173,17 +172,10 @@ def end_of(path: str, lines: int = LAST_LINES) -> str | None:
 def end_position(path: str, lines: int) -> int:
     """Return the position of the last lines of a file; of the last megabyte where they are longer."""
     with open(path, "rb") as file:  # noqa: PTH123 - see above
-        start = size = os.fstat(file.fileno()).st_size
-        line_ends = -1 if size and os.pread(file.fileno(), 1, size - 1) == b"\n" else 0  # the last line's own end
-        while start > 0 and size - start < END_BYTES:
-            length = min(BLOCK_BYTES, start)
-            start -= length
-            block = os.pread(file.fileno(), length, start)
-            breaks = [place for place, byte in enumerate(block) if byte == NEWLINE]
-            if line_ends + len(breaks) >= lines:
-                return start + breaks[len(breaks) - (lines - line_ends)] + 1
-            line_ends += len(breaks)
-    return start
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - END_BYTES))
+        last = file.readlines()[-lines:]
+        return file.tell() - sum(map(len, last))
 
 
 def whole(path: str) -> Iterator[str]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pipeline.cluster.job_spec import Limits, parse_ranges
+from pipeline.cluster.job_spec import JobId, Limits, parse_ranges
 from pipeline.cluster.machine import is_alive
 from pipeline.cluster.verdict import Cause, Word, is_interruption
-from pipeline.journal.attempts import SILENCE, Ask, Attempt, TaskRecord
+from pipeline.codec import plain
+from pipeline.journal.attempts import SILENCE, Ask, Attempt, TaskRecord, reported
 from pipeline.journal.ledger import LedgerReader
 from pipeline.records import LOWEST_COSINE, Event, EventKind
 
@@ -20,7 +21,6 @@ Told = TypeVar("Told")
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from pipeline.cluster.job_spec import JobId
     from pipeline.journal.run_folder import RunFolder
 
 
@@ -97,14 +97,12 @@ class StageJob:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data; the time of submission is that of the event."""
-        plain = asdict(self) | {"ask": self.ask.to_json()}
-        return {name: value for name, value in plain.items() if name != "at"}
+        return {name: value for name, value in plain(self).items() if name != "at"}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], at: float = 0.0) -> StageJob:
         """Return the job that `to_json` wrote, submitted at a time."""
-        known = {column.name: data[column.name] for column in fields(cls) if column.name in data}
-        return cls(**known | {"ask": Ask(**data["ask"]), "at": at})
+        return replace(reported(cls, data), at=at)
 
 
 @dataclass(slots=True)
@@ -352,12 +350,11 @@ class StageStatus:
         return summary(list(self.figures.values()), self.cost, running)
 
     def to_json(self) -> dict[str, Any]:
-        plain = {column.name: getattr(self, column.name) for column in fields(self) if column.name not in INTERNAL}
+        shown = {column.name: getattr(self, column.name) for column in fields(self) if column.name not in INTERNAL}
         failures = [
-            attempt.to_json() | {"then": self.task(attempt.task).then.get(attempt.number, "")}
-            for attempt in self.failures
+            plain(attempt) | {"then": self.task(attempt.task).then.get(attempt.number, "")} for attempt in self.failures
         ]
-        return plain | {
+        return shown | {
             "state": self.state.value,
             "items_done": self.items_done,
             "warnings": self.warnings,
@@ -484,15 +481,13 @@ class RunStatus:
 
     def _wait(self, event: Event) -> None:
         """Record that a wait has begun or ended."""
-        reported = Wait(
-            **{column.name: event.data[column.name] for column in fields(Wait) if column.name in event.data}
-        )
-        known = self.open_wait(reported)
+        new = reported(Wait, event.data)
+        known = self.open_wait(new)
         if known is not None:
-            self.waits[self.waits.index(known)] = replace(known, until=reported.until)
-        elif not reported.is_over:
-            before = sum((wait.of, wait.reason) == (reported.of, reported.reason) for wait in self.waits)
-            self.waits.append(replace(reported, number=before + 1))
+            self.waits[self.waits.index(known)] = replace(known, until=new.until)
+        elif not new.is_over:
+            before = sum((wait.of, wait.reason) == (new.of, new.reason) for wait in self.waits)
+            self.waits.append(replace(new, number=before + 1))
 
     def _look_after(self, event: Event) -> None:
         self.host, self.pid, self.uid = event.data["host"], event.data["pid"], event.data.get("uid")
@@ -547,7 +542,7 @@ class RunStatus:
         elif event.kind is EventKind.TASK_CANCELLED:
             stage.task(data["task"]).cancelled = data["why"]
         elif event.kind is EventKind.TASK_ENDED:
-            _end(stage, Attempt.from_json(data))
+            _end(stage, reported(Attempt, data))
         elif event.kind is EventKind.STAGE_SUBMITTED:
             _begin(stage, event)
         elif event.kind is EventKind.STAGE_ENDED:
@@ -561,11 +556,10 @@ class RunStatus:
             stage.split(data["task"], data["into"], Ask(**data["ask"]), data["why"])
 
     def to_json(self) -> dict[str, Any]:
-        plain = {column.name: getattr(self, column.name) for column in fields(self) if column.name not in UNTOLD}
-        waits = [asdict(wait) for wait in self.waits]
-        return plain | {
+        shown = {column.name: getattr(self, column.name) for column in fields(self) if column.name not in UNTOLD}
+        return shown | {
             "state": self.state.value,
-            "waits": waits,
+            "waits": plain(self.waits),
             "stages": [stage.to_json() for stage in self.in_order()],
         }
 

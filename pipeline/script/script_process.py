@@ -26,7 +26,6 @@ import resource
 import selectors
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -65,7 +64,7 @@ LOOK_EVERY_S, MEASURE_EVERY_S = 0.1, 1.0
 LINGER_S = 30.0  # for processes that are still saving after a script was told to end; as long as Slurm gives
 KILLED_CODE = SIGNALLED + signal.SIGKILL
 OURS = REFUSALS.keys() - {ConfigError.exit_code}  # which is anybody's for a wrong command line
-KIB = 1024 if sys.platform != "darwin" else 1  # the unit of getrusage
+KIB = 1024  # the unit of getrusage
 TROUBLES = {Cause.GPU_OOM: "gpu_oom", Cause.HOST_OOM: "host_oom", Cause.DISK: "disk_full"}
 EXCEPTION = re.compile(r"(?:\[rank\d+\]: ?)?[A-Za-z_][\w.]*(?:Error|Exception)\b")
 LAUNCHER = re.compile(r"failed \(exitcode: (-?\d+)\)")  # torchrun; the lines after it are about itself
@@ -144,8 +143,7 @@ def run_script(
 @contextmanager
 def _signals() -> Iterator[int]:
     """Turn signals to end into bytes in a pipe, whose reading end is yielded."""
-    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else os.pipe()
-    os.set_blocking(read, False)
+    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def take(number: int, _frame: object) -> None:
         os.write(write, bytes([number]))
@@ -344,7 +342,7 @@ def _listens(pid: int, number: int) -> bool:
             if line.startswith(b"SigCgt:"):
                 return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     except (FileNotFoundError, ProcessLookupError):
-        return pid < 0  # a whole group, where there is no /proc
+        return False
     return True
 
 

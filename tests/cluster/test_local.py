@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pipeline.cluster import local_task, processes
 from pipeline.cluster.job_spec import TaskState
 from pipeline.cluster.local import LocalExecutor
 from pipeline.errors import SubmissionRefused
@@ -38,7 +37,6 @@ from tests.cluster.test_contract import in_pairs, most_at_once
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-needs_proc = pytest.mark.skipif(not processes.HAS_PROC, reason="this system has no /proc")
 MANY_FILES = 1500
 WRITES_PID = "import os, pathlib, sys; pathlib.Path(sys.argv[1]).write_text(str(os.getpid()));"
 
@@ -123,7 +121,6 @@ HIDES = {
 }
 
 
-@needs_proc
 class TestMemory:
     LIMIT = 90 * MIB
 
@@ -184,7 +181,7 @@ await_file(sys.argv[2])
             assert finish(local, local.submit(spec))[0].state is TaskState.FAILED
             kills = iter([3, 4])
             with monkeypatch.context() as patched:
-                patched.setattr(local_task, "count_oom_kills", lambda kills=kills: next(kills))
+                patched.setattr(local, "count_oom_kills", lambda kills=kills: next(kills))
                 assert finish(local, local.submit(spec))[0].state is TaskState.OUT_OF_MEMORY
 
 
@@ -207,7 +204,6 @@ signal.pause()
         assert (task.state, task.exit_code) == (TaskState.CANCELLED, 0)
         assert out.read_text() == "ready\nin order\n"
 
-    @needs_proc
     def test_of_the_first_process_ends_the_daemons_it_left(self, local: LocalExecutor, tmp_path: Path) -> None:
         pid_file = tmp_path / "pid"
         body = f"{AWAIT}\n{as_daemon(WRITES_PID + IGNORES_TERM)}\nimport sys; await_file(sys.argv[1])"
@@ -292,7 +288,6 @@ while True:
 """
 
 
-@needs_proc
 @pytest.mark.fault
 class TestDeathOfTheExecutor:
     @pytest.fixture(params=["local", needs_forks("forking")])

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.cluster.job_spec import TaskState, TaskStatus
 from pipeline.cluster.local import LocalExecutor
-from pipeline.cluster.peers import PEER_LOST
-from pipeline.cluster.verdict import GO_ON, Cause, TaskVerdict, Word, judge_attempt
+from pipeline.cluster.verdict import GO_ON, PEER_LOST, Cause, TaskVerdict, Word, judge_attempt
 from tests.cluster.programs import EATS, MIB, finish, python
 
 SILENT = Word()

@@ -8,7 +8,7 @@ import logging
 import numpy as np
 import pytest
 
-from pipeline.engine import run_task
+from pipeline.engine import worker
 from pipeline.graphs import make_graphs as graph
 from pipeline.graphs.item_graph import GraphRecipe
 from pipeline.journal.run_folder import runs_in
@@ -83,11 +83,11 @@ def test_a_worker_brings_an_index_up_to_date_that_lacks_much(pipeline, tmp_path,
     index = tmp_path / "cache/scan/index.bin"
     index.unlink()
     words = [str(runs_in(tmp_path / "runs")[-1].path), "scan", "0"]
-    monkeypatch.setattr("pipeline.engine.run_task.ENDING", ())
-    assert run_task.run_task(words) == 0
+    monkeypatch.setattr("pipeline.engine.worker.ENDING", ())
+    assert worker.main(words) == 0
     assert not index.exists(), "it lacks little"
     monkeypatch.setattr(store, "_UNINDEXED_RECORDS", 0)
-    assert run_task.run_task(words) == 0
+    assert worker.main(words) == 0
     assert counts(CacheFolder(tmp_path / "cache"), "scan") == (1, 0)
 
 

@@ -43,7 +43,7 @@ from pipeline import files
 from pipeline.cli.main import app
 from pipeline.cluster.verdict import Cause
 from pipeline.config.schema import FIELDS, LEAVES, schema_key
-from pipeline.engine import run_supervisor
+from pipeline.engine import supervisor
 from pipeline.journal.attempts import Ask, Attempt, TaskRecord
 from pipeline.journal.run_status import StageStatus
 from pipeline.records import NOT_FINITE
@@ -221,18 +221,18 @@ def test_a_failed_stage_names_the_page_that_is_there_and_else_the_one_of_the_pro
 ) -> None:
     attempt = Attempt(0, 1, Ask(1, 60), Cause.CRASHED)
     task = TaskRecord(0, ended=[attempt])
-    page = ROOT / run_supervisor.TROUBLESHOOTING
-    assert run_supervisor._describe(StageStatus("scan"), [task])[1] == f"    more: {page}#crashed"
+    page = ROOT / supervisor.TROUBLESHOOTING
+    assert supervisor._describe(StageStatus("scan"), [task])[1] == f"    more: {page}#crashed"
     refused = Attempt(0, 1, Ask(1, 60), Cause.REFUSED, reason=f"the loss of step 7 {NOT_FINITE} (of item3)")
-    (_, more) = run_supervisor._describe(StageStatus("train"), [TaskRecord(0, ended=[refused])])
+    (_, more) = supervisor._describe(StageStatus("train"), [TaskRecord(0, ended=[refused])])
     assert more == f"    more: {page}#nan"
     monkeypatch.setattr(files, "CHECKOUT", tmp_path)  # as beside the frozen code of a run
-    (_, more) = run_supervisor._describe(StageStatus("scan"), [task])
-    assert more == f"    more: {run_supervisor.TROUBLESHOOTING}#crashed"
+    (_, more) = supervisor._describe(StageStatus("scan"), [task])
+    assert more == f"    more: {supervisor.TROUBLESHOOTING}#crashed"
 
 
 def test_every_ending_of_a_task_has_an_entry_to_which_a_failed_stage_leads() -> None:
-    text = (ROOT / run_supervisor.TROUBLESHOOTING).read_text()
+    text = (ROOT / supervisor.TROUBLESHOOTING).read_text()
     entries = set(re.findall(r'<a id="(\w+)">', text))
     assert {cause.value for cause in Cause if cause not in WELL} <= entries
     assert set(re.findall(r"\(#(\w+)\)", text)) <= entries, "links within the page"

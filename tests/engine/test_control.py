@@ -23,7 +23,8 @@ from pipeline.config.load import read_config
 from pipeline.config.schema_cluster import SlurmSection
 from pipeline.engine.handover import claim_visit
 from pipeline.engine.lifecycle import gives_way, new_run, refuse_double
-from pipeline.engine.run_supervisor import Supervisor, supervise
+from pipeline.engine.supervisor import Supervisor
+from pipeline.engine.supervisor import main as supervise
 from pipeline.errors import ClusterSilent, ConfigError, JobFailed, QueueFull, SubmissionRefused
 from pipeline.files import last_claim
 from pipeline.journal.ledger import Ledger
@@ -150,7 +151,7 @@ def test_a_run_keeps_the_code_it_was_submitted_with(make_project):
 class Silent:
     """An executor whose cluster does not answer."""
 
-    outlives, caveats, cluster = True, (), ""
+    outlives, cluster = True, ""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def ask(*_: object, **__: object) -> Any:

@@ -16,7 +16,7 @@ from pipeline.cluster.verdict import Cause
 from pipeline.config.load import read_config
 from pipeline.config.schema import Config
 from pipeline.dataset.worklist import Shard, StageSurvey
-from pipeline.engine import run_task
+from pipeline.engine import worker
 from pipeline.engine.dispatch import Dispatch
 from pipeline.errors import BudgetReached, SubmissionRefused
 from pipeline.journal.attempts import Ask, Attempt
@@ -143,7 +143,7 @@ def test_of_ranks_only_that_which_died_is_said_to_have_been_on_anything(config_o
         stage = cast("Any", SimpleNamespace(work=outcomes))
         arguments = Namespace(stage="train", task=0, attempt=1, mem=0, shrink=0, careful=False)
         with closing(Ledger(told.folder, f"train-000000-{rank}")) as ledger, pytest.raises(type(end)):
-            run_task.work_through(stage, project, told.folder, arguments, (rank, 3), run_task.News(ledger, {}))
+            worker.work_through(stage, project, told.folder, arguments, (rank, 3), worker.News(ledger, {}))
 
     work(0, RankLost("rank 1 died without a word"))
     work(1, Ended())

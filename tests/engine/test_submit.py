@@ -16,7 +16,7 @@ import pytest
 from pipeline import waiting
 from pipeline.cluster import slurm
 from pipeline.config.load import read_config
-from pipeline.engine import run_task
+from pipeline.engine import worker
 from pipeline.engine.lifecycle import new_run
 from pipeline.journal import ledger
 from pipeline.journal.run_folder import runs_in
@@ -252,12 +252,12 @@ def test_a_full_disk_under_the_run_does_not_change_how_a_task_that_is_told_to_en
         _folder: object,
         _arguments: object,
         _part: object,
-        news: run_task.News,
+        news: worker.News,
         **_: object,
     ) -> None:
         monkeypatch.setattr(ledger.os, "write", full)
         news.tell(EventKind.PROGRESS, TaskReport())
-        stopped = run_task.TaskStopped(number)
+        stopped = worker.TaskStopped(number)
         stopped.came_further = True  # type: ignore[misc]
         raise stopped
 
@@ -266,15 +266,15 @@ def test_a_full_disk_under_the_run_does_not_change_how_a_task_that_is_told_to_en
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(file, data)
 
-    monkeypatch.setattr(run_task, "ENDING", ())
-    monkeypatch.setattr(run_task, "work_through", is_told)
-    assert run_task.run_task([str(run.path), "scan", "0"]) == (75 if number is signal.SIGUSR2 else 143)
+    monkeypatch.setattr(worker, "ENDING", ())
+    monkeypatch.setattr(worker, "work_through", is_told)
+    assert worker.main([str(run.path), "scan", "0"]) == (75 if number is signal.SIGUSR2 else 143)
 
 
 def test_a_task_whose_frozen_configuration_cannot_be_read_records_why(make_project):
     run = new_run(read_config(make_project(3) / "pipeline.yaml").config, ["scan"])
     run.config.write_text("no: [configuration")
-    assert run_task.run_task([str(run.path), "scan", "0"]) == 2
+    assert worker.main([str(run.path), "scan", "0"]) == 2
     events = [json.loads(line) for path in run.events.glob("scan-*") for line in path.read_text().splitlines()]
     assert [event["kind"] for event in events] == ["task_started", "task_failed"]
     assert run.config.name in events[-1]["what"]

@@ -52,7 +52,7 @@ class Told:
 
     def ended(self, attempt: Attempt) -> None:
         """Judge an attempt."""
-        self.supervisor.emit(EventKind.TASK_ENDED, stage=self.stage, **attempt.to_json())
+        self.supervisor.emit(EventKind.TASK_ENDED, stage=self.stage, **attempt.to_event())
 
     def over(self, state: str = "done", exit_code: int = 0, error: str = "") -> None:
         """End the run."""

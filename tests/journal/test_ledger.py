@@ -7,25 +7,29 @@ import json
 import os
 import socket
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.cluster.verdict import Cause
 from pipeline.config.load import read_config
 from pipeline.dataset import worklist
 from pipeline.dataset.worklist import Shard
 from pipeline.errors import ConfigError, JobFailed
 from pipeline.journal import ledger as ledger_module
-from pipeline.journal.attempts import leave_out, left_out_items
+from pipeline.journal.attempts import Ask, Attempt, leave_out, left_out_items
 from pipeline.journal.ledger import Ledger, LedgerReader, Note, read_notes
 from pipeline.journal.run_folder import RunFolder, create_folder, find_run, runs_in
 from pipeline.journal.run_status import State
 from pipeline.journal.run_view import view
 from pipeline.project.project import Project
-from pipeline.records import Event, EventKind, Reason
+from pipeline.records import EventKind, Reason
 from tests.journal.ledgers import fold_events
 from tests.testkit.project import make_project
 
@@ -68,7 +72,9 @@ def test_a_writer_that_follows_a_torn_line_loses_only_that_line(folder: RunFolde
 
 
 def test_garbage_and_events_of_a_newer_version_are_passed_over(folder: RunFolder) -> None:
-    (folder.events / "a.jsonl").write_bytes(b'garbage\n{"kind": "teleported", "at": 1}\n[]\n{"at": 1}\n')
+    (folder.events / "a.jsonl").write_bytes(
+        b'garbage\n{"kind": "teleported", "at": 1}\n[]\n{"at": 1}\n{"kind": "progress", "at": 1}}\n'
+    )
     assert kinds(folder) == []
 
 
@@ -143,64 +149,35 @@ def test_what_a_task_said_of_its_failure_is_shown_with_it(folder: RunFolder) -> 
     Ledger(folder, "scan-000000").emit(
         EventKind.TASK_FAILED, stage="scan", task=0, what="the disk is full", exit_code=7
     )
-    ended = {"state": "FAILED", "reason": "exit code 7", "log": "x.err", "said": "the disk is full"}
-    ledger.emit(EventKind.TASK_ENDED, stage="scan", task=0, **ended)
+    ended = Attempt(0, 1, Ask(1, 1), Cause.FAILED, "exit code 7", log="x.err", said="the disk is full")
+    ledger.emit(EventKind.TASK_ENDED, stage="scan", **ended.to_event())
     (failure,) = view(folder).status.to_json()["stages"][0]["failures"]
     assert (failure["reason"], failure["said"]) == ("exit code 7", "the disk is full")
 
 
-def line_of(kind: EventKind, place: int, figures: dict[str, float] | None = None) -> bytes:
-    """Return what a worker writes."""
-    data = {"stage": "scan", "task": 0, "attempt": 1, "done": place, "rejected": {}, "figures": figures or {}}
-    said = {"what": "", "exit_code": 1} if kind is EventKind.TASK_FAILED else {}
-    text = json.dumps({"at": float(place), "kind": kind.value, **data, **said}, separators=(",", ":"))
-    return text.encode()
-
-
-STARTED, PROGRESS = EventKind.TASK_STARTED, EventKind.PROGRESS
-FINISHED, FAILED = EventKind.TASK_FINISHED, EventKind.TASK_FAILED
-SAID = st.tuples(st.sampled_from([STARTED, PROGRESS, PROGRESS, FINISHED, FAILED]), st.sampled_from(["", "a"]))
+SAID = st.tuples(
+    st.sampled_from(
+        [EventKind.TASK_STARTED, *[EventKind.PROGRESS] * 2, EventKind.TASK_FINISHED, EventKind.TASK_FAILED]
+    ),
+    st.sampled_from([{}, {"a": 1.0}]),
+)
 
 
 @given(st.lists(SAID, max_size=12))
-def test_what_a_worker_wrote_means_the_same_without_what_later_lines_supersede(
-    said: list[tuple[EventKind, str]],
-) -> None:
-    lines = [line_of(kind, place, {name: 1.0} if name else None) for place, (kind, name) in enumerate(said)]
-    kept = list(ledger_module._telling(lines))
-    assert [line for line in lines if line in kept] == kept
-    begun = Event(EventKind.STAGE_SUBMITTED, 0.0, "supervisor-000001", {"stage": "scan", "tasks": 1})
-    told, whole = (
-        fold_events("r", [*filter(None, (ledger_module._event(line, "scan-000000") for line in some)), begun])
-        for some in (kept, lines)
-    )
-    assert told == whole
-
-
-def test_progress_is_superseded_by_newer_progress_with_figures_of_its_own() -> None:
-    for said, kept in (
-        ([], []),
-        ([(STARTED, "")], [0]),
-        ([(STARTED, ""), (PROGRESS, "a"), (PROGRESS, "a"), (FINISHED, "a")], [0, 3]),
-        ([(STARTED, ""), (PROGRESS, "a"), (PROGRESS, "a"), (FINISHED, "")], [0, 2, 3]),
-        ([(STARTED, ""), (PROGRESS, ""), (PROGRESS, ""), (FINISHED, "")], [0, 3]),
-        ([(STARTED, ""), (PROGRESS, "a"), (FAILED, ""), (STARTED, ""), (FINISHED, "a")], [0, 1, 2, 3, 4]),
-        ([(STARTED, ""), (FAILED, ""), (FINISHED, "a")], [0, 1, 2]),
-        ([(STARTED, ""), (PROGRESS, "a"), (FAILED, ""), (FINISHED, "a")], [0, 1, 2, 3]),
-        ([(PROGRESS, "a"), (PROGRESS, "a"), (FINISHED, "a")], [2]),
-        ([(PROGRESS, "a"), (PROGRESS, ""), (PROGRESS, "a")], [0, 2]),
-        ([(PROGRESS, "a"), (PROGRESS, "")], [0, 1]),
-        ([(PROGRESS, "a"), (FAILED, "")], [0, 1]),
-        ([(STARTED, ""), *[(PROGRESS, "a")] * 6, (FINISHED, "a")], [0, 7]),
-    ):  # fmt: skip
-        lines = [line_of(kind, place, {name: 1.0} if name else None) for place, (kind, name) in enumerate(said)]
-        assert [lines.index(line) for line in ledger_module._telling(lines)] == kept, said
-
-
-def test_a_line_with_something_behind_its_event_is_torn() -> None:
-    line = line_of(PROGRESS, 1)
-    assert ledger_module._event(line, "w") is not None
-    assert ledger_module._event(line + b"}", "w") is None
+def test_a_reader_that_skips_superseded_progress_sees_the_same_run(said: list[tuple[EventKind, Any]]) -> None:
+    with TemporaryDirectory() as place:
+        run = new_run(Path(place))
+        ledger = Ledger(run, "scan-000000")
+        for done, (kind, figures) in enumerate(said):
+            more = {"what": "", "exit_code": 1} if kind is EventKind.TASK_FAILED else {}
+            facts = {"stage": "scan", "task": 0, "attempt": 1, "done": done, "rejected": {}, "figures": figures}
+            ledger.emit(kind, **facts, **more)
+        ledger.close()
+        kept, whole = (list(LedgerReader(run, whole=is_whole).fresh()) for is_whole in (False, True))
+    assert fold_events("run", kept) == fold_events("run", whole)
+    pairs = pairwise(kind for kind, figures in said if figures)
+    if any(pair == (EventKind.PROGRESS, EventKind.PROGRESS) for pair in pairs) and all(figures for _, figures in said):
+        assert len(kept) < len(whole)
 
 
 def test_notes_say_what_this_attempt_was_on_and_nothing_of_another(folder: RunFolder) -> None:

@@ -13,12 +13,11 @@ import pytest
 
 from pipeline.cluster.verdict import Cause
 from pipeline.journal.attempts import Attempt
-from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_logs import Follower, LogChoice, end_of, harmless, wanted_logs, whole
 from pipeline.journal.run_status import StatusReader
 from pipeline.journal.run_view import view
 from pipeline.records import EventKind
-from tests.journal.ledgers import ASK, Told, fold_events
+from tests.journal.ledgers import ASK, Told
 from tests.testkit.command import Command
 
 PIPELINE = Path(sys.executable).with_name("pipeline")
@@ -190,22 +189,3 @@ def test_a_worker_that_said_it_has_finished_counts_as_done_before_it_is_judged(t
     told.worker(1, EventKind.TASK_FINISHED, attempt=2, done=10, rejected={}, figures={})
     (stage,) = view(told.folder).status.in_order()
     assert stage.task_states() == {"done": 2}
-
-
-def test_what_a_worker_has_overtaken_changes_nothing(told: Told) -> None:
-    attempt = 0
-    for figures in (({}, {}), ({"a": 1.0}, {}), ({}, {"a": 1.0}), ({"a": 1.0}, {"a": 2.0})):
-        for end in (EventKind.TASK_FINISHED, EventKind.TASK_FAILED, None):
-            attempt += 1
-            told.worker(1, EventKind.TASK_STARTED, attempt=attempt, host="n1")
-            for done, measured in enumerate(figures):
-                told.worker(1, EventKind.PROGRESS, attempt=attempt, done=done, rejected={}, figures=measured)
-            if end is not None:
-                said = {"what": "", "exit_code": 1} if end is EventKind.TASK_FAILED else {}
-                told.worker(1, end, attempt=attempt, done=9, rejected={}, figures={}, **said)
-            read = LedgerReader(told.folder, whole=False)
-            latest = list(read.fresh())
-            whole_ = list(LedgerReader(told.folder).fresh())
-            assert len(latest) < len(whole_) or figures == ({"a": 1.0}, {}), (figures, end)
-            assert list(read.fresh()) == []
-            assert fold_events("run", latest) == fold_events("run", whole_), (figures, end)

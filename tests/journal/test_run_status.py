@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 from pipeline.cluster.job_spec import Limits
 from pipeline.cluster.verdict import GO_ON, Cause, Word
-from pipeline.journal.attempts import Ask, Attempt, TaskRecord
+from pipeline.codec import plain
+from pipeline.journal.attempts import Ask, Attempt, TaskRecord, reported
 from pipeline.journal.run_status import (
     COUNTED,
     StageJob,
@@ -260,7 +261,7 @@ class TestParts:
         assert stage_of(begun()).by_part() == [stage_of(begun())]
 
     def test_a_part_counts_no_task_that_was_split(self) -> None:
-        split = of_stage(EventKind.TASK_SPLIT, task=2, into=[3, 4], ask=ASK.to_json(), why="in halves")
+        split = of_stage(EventKind.TASK_SPLIT, task=2, into=[3, 4], ask=plain(ASK), why="in halves")
         stage = stage_of(*self.EVENTS, split)
         assert [part.tasks for part in stage.by_part()] == [1, 3]
         assert (stage.tasks, stage.task(2).split, stage.task(2).then) == (4, (3, 4), {0: "in halves"})
@@ -311,7 +312,7 @@ class TestFigures:
 class TestAttempts:
     def test_what_is_written_is_read(self) -> None:
         attempt = Attempt(1, 2, Ask(5, 6, partition="p"), Cause.NODE, gpu_busy=0.0, on=("a",), done=3)
-        assert Attempt.from_json(attempt.to_event()) == attempt
+        assert reported(Attempt, attempt.to_event()) == attempt
         assert "reason" not in attempt.to_event(), "what is empty is not written"
 
     def test_a_task_is_good_open_or_under_way(self) -> None:
@@ -364,6 +365,6 @@ class TestOrder:
         for first in (0, 1):
             parts = [progress(3.0, 4, f"embed-000000-{part}", figures={"cost_done": 1.0}) for part in range(first, 3)]
             assert stage_of(begun(1), *parts).items_done == 4 * (3 - first)
-            halves = of_stage(EventKind.TASK_SPLIT, 4.0, task=0, into=[1, 2], ask=ASK.to_json(), why="in halves")
+            halves = of_stage(EventKind.TASK_SPLIT, 4.0, task=0, into=[1, 2], ask=plain(ASK), why="in halves")
             split = stage_of(begun(1), *parts, halves)
             assert (split.items_done, dict(split.reasons), split.figures) == (0, {}, {})

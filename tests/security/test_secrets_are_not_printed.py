@@ -18,7 +18,7 @@ from pipeline import command_line
 from pipeline.cli.debug_log import Hiding
 from pipeline.config.load import read_config
 from pipeline.config.masking import MASK, without_secrets, without_secrets_in
-from pipeline.engine import run_supervisor, run_task
+from pipeline.engine import supervisor, worker
 from pipeline.engine.lifecycle import new_run
 from pipeline.engine.notices import notify
 from pipeline.errors import JobFailed
@@ -148,11 +148,11 @@ def test_what_a_job_and_a_supervisor_print_when_they_fail_is_without_them(
         raise error(f"cannot reach https://me:{PASSWORD}@host with api_key={OPTION} nor {os.environ['HF_TOKEN']}")
 
     run = new_run(read_config(project / "pipeline.yaml").config, ["scan"])
-    monkeypatch.setattr(run_task, "ENDING", ())
-    monkeypatch.setattr(run_task, "work_through", fail)
-    monkeypatch.setattr(run_supervisor, "stop_on_signals", lambda: None)
-    monkeypatch.setattr(run_supervisor.Supervisor, "run", fail)
-    codes = run_task.run_task([str(run.path), "scan", "0"]), run_supervisor.supervise([str(run.path)])
+    monkeypatch.setattr(worker, "ENDING", ())
+    monkeypatch.setattr(worker, "work_through", fail)
+    monkeypatch.setattr(supervisor, "stop_on_signals", lambda: None)
+    monkeypatch.setattr(supervisor.Supervisor, "run", fail)
+    codes = worker.main([str(run.path), "scan", "0"]), supervisor.main([str(run.path)])
     assert codes == (getattr(error, "exit_code", 1),) * 2
     told = capsys.readouterr().err
     assert told.count("cannot reach https://me:***@host with api_key=*** nor ***") == 2

@@ -14,10 +14,9 @@ import pytest
 
 from pipeline.cluster import slurm_commands
 from pipeline.cluster.job_spec import Job, TaskState, TaskStatus
-from pipeline.cluster.peers import PEER_LOST
 from pipeline.cluster.site import Site
 from pipeline.cluster.slurm import SlurmExecutor
-from pipeline.cluster.verdict import GO_ON, Cause, TaskVerdict, Word, judge_attempt
+from pipeline.cluster.verdict import GO_ON, PEER_LOST, Cause, TaskVerdict, Word, judge_attempt
 from pipeline.config.schema_cluster import SlurmSection
 from pipeline.errors import SubmissionRefused
 from tests.cluster.programs import MIB, finish, python, step_until

@@ -20,7 +20,7 @@ from pipeline.config.load import read_config
 from pipeline.dataset.worklist import StageSurvey
 from pipeline.encoder.synth import write_random_checkpoint
 from pipeline.engine.lifecycle import new_run
-from pipeline.engine.run_task import GO_ON
+from pipeline.engine.worker import GO_ON
 from pipeline.errors import CacheDamaged, CacheUnusable
 from pipeline.journal.ledger import LedgerReader
 from pipeline.project.project import Project, asked_bytes

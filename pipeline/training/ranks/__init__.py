@@ -10,7 +10,7 @@ import json
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from pipeline.cluster.peers import PEER_LOST
+from pipeline.cluster.verdict import PEER_LOST
 from pipeline.errors import JobFailed
 from pipeline.memory.planning.memory_plan import REDUCED_BYTES
 

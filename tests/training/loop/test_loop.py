@@ -19,7 +19,7 @@ from hypothesis import strategies as some
 from torch import Tensor, nn
 
 from pipeline.command_line import Command
-from pipeline.engine.run_task import failure_kind
+from pipeline.engine.worker import failure_kind
 from pipeline.errors import CacheDamaged, DataError, JobFailed, RecordMissing
 from pipeline.records import Rejection
 from pipeline.training.checkpoints.checkpoint import by_metric, checkpoints_in, latest_checkpoint
