@@ -55,7 +55,6 @@ class Reason(StrEnum):
     NO_CONTACTS = "no_contacts"
     COINCIDENT_ATOMS = "coincident_atoms"
     GRAPH_FAILED = "graph_failed"
-    ROWS_MISMATCH = "rows_mismatch"
     KILLED_ITS_TASK = "killed_its_task"
     BAD_ENTRY = "bad_entry"  # of a reader's file
     DAMAGED = "damaged"  # what the cache has of it

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import pwd
 import re
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from pipeline.cluster.slurm_words import SQUEUE, Queued, only_ours, parse_squeue
 from pipeline.command_line import Command
 from pipeline.device.kinds import VISIBLE_TO
 from pipeline.errors import SubmissionRefused
+from pipeline.files import user_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -137,10 +137,7 @@ def in_queue(account: str | None, qos: str | None) -> int:
 
 def my_name() -> str:
     """Return the name under which the cluster knows this user."""
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())
+    return user_name(os.getuid())
 
 
 SBATCH_S = 120  # an answer that has not come by then counts as lost

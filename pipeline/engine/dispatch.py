@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, TypeAlias
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     Emit: TypeAlias = Callable[..., None]
 
 LOG_END_BYTES = 8192
+GPU_PEAKS = ("device_peak_bytes", "gpu_used_bytes")  # figures of processes, as the next
+PEAKS, BUSY = ("host_peak_bytes", "gpu_total_bytes", *GPU_PEAKS), "gpu_busy"
 MANY = 1 << 30
 
 
@@ -75,11 +78,9 @@ class Dispatch:
     def collect(self, project: Project, stage: Stage, status: StageStatus, changed: Sequence[TaskStatus]) -> int:
         """Record the attempts that have ended; return how many did."""
         over = [report for report in changed if is_over(report) and status.task(report.task).job == report.job]
-        host_peaks = _peaks(status, "host_peak_bytes") if over else {}
+        highest = _highest(status, {report.task for report in over}) if over else {}
         on_node = stage.processes(project) // stage.resources(project.config).nodes
-        attempts = [self._judged(status, report, host_peaks, on_node) for report in over]
-        if over:
-            attempts = _with_gpus(attempts, status)
+        attempts = [self._judged(status, report, highest.get(report.task, {}), on_node) for report in over]
         for attempt in attempts:
             self._emit(EventKind.TASK_ENDED, stage=stage.name, **attempt.to_event())
         if attempts:
@@ -96,8 +97,12 @@ class Dispatch:
             and (task := status.task(report.task)).job == report.job
         )
 
-    def _judged(self, stage: StageStatus, report: TaskStatus, host_peaks: Mapping[int, int], on_node: int) -> Attempt:
-        """Return how an attempt ended; `on_node` is how many of its processes share the memory of a node."""
+    def _judged(self, stage: StageStatus, report: TaskStatus, highest: Mapping[str, float], on_node: int) -> Attempt:
+        """Return how an attempt ended.
+
+        `highest` has the highest figures of its processes, of which `on_node` share the memory of a node. What they
+        measured of GPUs comes before what the accounting says.
+        """
         task = stage.task(report.task)
         assert task.ask is not None
         done, on = read_notes(self._folder, stage.name, report.task, task.attempt)
@@ -118,12 +123,13 @@ class Dispatch:
             node=verdict.node or report.node,
             log=report.stderr,
             exit_code=report.exit_code,
-            peak_rss_bytes=max(verdict.peak_bytes or 0, on_node * host_peaks.get(report.task, 0)) or None,
+            peak_rss_bytes=max(verdict.peak_bytes or 0, on_node * int(highest.get("host_peak_bytes", 0))) or None,
+            gpu_peak_bytes=int(max(highest.get(name, 0) for name in GPU_PEAKS)) or report.gpu_bytes,
+            gpu_total_bytes=int(highest.get("gpu_total_bytes", 0)) or None,
+            gpu_busy=highest.get(BUSY, report.gpu_busy),
             ended_at=report.ended or time.time(),
             elapsed_s=(report.ended or 0.0) - (report.started or report.ended or 0.0),
             earlier_s=report.earlier_s,
-            gpu_busy=report.gpu_busy,
-            gpu_peak_bytes=report.gpu_bytes,
             cpu_s=report.cpu_s,
             done=done,
             on=() if cause is Cause.DONE else on,
@@ -374,35 +380,21 @@ def log_end(path: str) -> str:
         return ""
 
 
-def _with_gpus(attempts: Sequence[Attempt], stage: StageStatus) -> list[Attempt]:
-    """Return attempts with the GPU use that their processes measured; else that of the accounting stays."""
-    torchs, seen = _peaks(stage, "device_peak_bytes"), _peaks(stage, "gpu_used_bytes")
-    totals, busy = _peaks(stage, "gpu_total_bytes"), _busy(stage)
-    return [
-        replace(
-            attempt,
-            gpu_peak_bytes=max(torchs.get(attempt.task, 0), seen.get(attempt.task, 0)) or attempt.gpu_peak_bytes,
-            gpu_total_bytes=totals.get(attempt.task),
-            gpu_busy=busy.get(attempt.task, attempt.gpu_busy),
-        )
-        for attempt in attempts
-    ]
+def _highest(stage: StageStatus, tasks: set[int]) -> dict[int, dict[str, float]]:
+    """Return for each of these tasks the highest memory that its processes reported, and the mean use of its GPUs.
 
-
-def _busy(stage: StageStatus) -> dict[int, float]:
-    """Return for each task how busy the GPUs of its processes were, where any of them could tell."""
-    sums: dict[int, tuple[float, float]] = {}
+    The use is missing where no process could measure it.
+    """
+    found: dict[int, dict[str, float]] = {}
+    looks = Counter[int]()
     for figures in stage.figures.values():
-        if looks := figures.get("gpu_looks", 0.0):
-            busy, count = sums.get(int(figures["task"]), (0.0, 0.0))
-            sums[int(figures["task"])] = (busy + figures["gpu_busy"] * looks, count + looks)
-    return {task: busy / count for task, (busy, count) in sums.items()}
-
-
-def _peaks(stage: StageStatus, figure: str) -> dict[int, int]:
-    """Return for each task the highest value of a figure that one of its processes reported."""
-    peaks: dict[int, int] = {}
-    for figures in stage.figures.values():
-        if peak := int(figures.get(figure, 0)):
-            peaks[int(figures["task"])] = max(peak, peaks.get(int(figures["task"]), 0))
-    return peaks
+        if (task := int(figures["task"])) not in tasks:
+            continue
+        highest = found.setdefault(task, {})
+        for name in PEAKS:
+            highest[name] = max(highest.get(name, 0), figures.get(name, 0))
+        if more := int(figures.get("gpu_looks", 0)):
+            busy = highest.get(BUSY, 0.0) * looks[task] + figures[BUSY] * more
+            looks[task] += more
+            highest[BUSY] = busy / looks[task]
+    return found

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pipeline.cluster import local as local_executor
 from pipeline.cluster.job_spec import TaskState
 from pipeline.cluster.local import LocalExecutor
 from pipeline.errors import SubmissionRefused
@@ -181,7 +182,7 @@ await_file(sys.argv[2])
             assert finish(local, local.submit(spec))[0].state is TaskState.FAILED
             kills = iter([3, 4])
             with monkeypatch.context() as patched:
-                patched.setattr(local, "count_oom_kills", lambda kills=kills: next(kills))
+                patched.setattr(local_executor, "count_oom_kills", lambda kills=kills: next(kills))
                 assert finish(local, local.submit(spec))[0].state is TaskState.OUT_OF_MEMORY
 
 
