@@ -11,12 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.testkit.changed import module_of, reached_by
 
@@ -24,112 +25,73 @@ ROOT = Path(__file__).resolve().parents[1]
 REACH = 13
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A text that stands once in a file of the package, what takes its place, and what goes wrong then."""
+# For each: a file and the meaning of the fault, a text that stands once in the file, and what takes its place.
+FAULTS = """\
+store/format/shard.py: the table of a shard is not verified
+- if xxhash.xxh3_128_digest(table) != digest:
++ if not table:
+structures/partners.py: a chain that another item names counts twice
+- free = tuple(chain for chain in structure.chains if chain not in taken)
++ free = tuple(structure.chains)
+structures/atoms.py: a virtual CB lies on the wrong side
+- CB_WEIGHTS = (0.56802827, -0.58273431, -0.54067466)
++ CB_WEIGHTS = (0.56802827, -0.58273431, 0.54067466)
+encoder/engine/token_batches.py: a batch of sequences may be twice its budget
+- if last - first == 1 or sums_N[last] - sums_N[first] <= budget:
++ if last - first == 1 or sums_N[last] - sums_N[first] <= 2 * budget:
+readers/peptides.py: a modification has the wrong mass
+- Modification("+25.979265", 0, 43.005813655 - 17.026549101, "")
++ Modification("+25.979265", 0, 43.005813655 - 18.026549101, "")
+tasks/peptides/peptide_scores.py: residues after the first error are not compared from the end
+- stop_true = min(stop, len(true_R))
++ stop_true = len(true_R)
+training/step/step.py: gradients are divided by a guess of the weight
+- self.settle(self._totals)
++ pass
+memory/runtime/recovery.py: an out-of-memory does not lower the budget
+- BACKOFF = 0.9
++ BACKOFF = 1.0
+device/accelerator.py: out of host memory counts as another error
+- for text in HOST_IS_FULL + CARD_IS_FULL
++ for text in CARD_IS_FULL
+cluster/site.py: the loosest of several limits counts
+- caps.sort(key=attrgetter("value"))
++ caps.sort(key=attrgetter("value"), reverse=True)
+engine/repair.py: a node stays excluded though a task has ended well there since
+- if attempt.cause in (Cause.NODE, Cause.DONE))
++ if attempt.cause is Cause.NODE)
+journal/budget.py: a budget that is used up pays for one task more
+- max(0, min(tasks,
++ max(1, min(tasks,
+config/masking.py: short secrets are shown
+- SHORTEST = 6
++ SHORTEST = 40
+report/html/charts.py: axes of memory are wrong by 7% in GiB
+- KILO = 1024
++ KILO = 1000
+cli/run_verbs.py: --json submits jobs
+- if as_json and (emit is not None or not dry_run):
++ if as_json and emit is not None:
+"""
+
+
+class Fault(NamedTuple):
+    """A fault to plant in a file of the package."""
 
     file: str
+    meaning: str
     right: str
     wrong: str
-    meaning: str
 
     @property
     def room(self) -> str:
         return self.file.partition("/")[0]
 
 
-FAULTS = (
-    Fault(
-        "store/format/shard.py",
-        "if xxhash.xxh3_128_digest(table) != digest:",
-        "if not table:",
-        "the table of a shard is not verified",
-    ),
-    Fault(
-        "structures/partners.py",
-        "free = tuple(chain for chain in structure.chains if chain not in taken)",
-        "free = tuple(structure.chains)",
-        "a chain that another item names counts twice",
-    ),
-    Fault(
-        "structures/atoms.py",
-        "CB_WEIGHTS = (0.56802827, -0.58273431, -0.54067466)",
-        "CB_WEIGHTS = (0.56802827, -0.58273431, 0.54067466)",
-        "a virtual CB lies on the wrong side",
-    ),
-    Fault(
-        "encoder/engine/token_batches.py",
-        "if last - first == 1 or sums_N[last] - sums_N[first] <= budget:",
-        "if last - first == 1 or sums_N[last] - sums_N[first] <= 2 * budget:",
-        "a batch of sequences may be twice its budget",
-    ),
-    Fault(
-        "readers/peptides.py",
-        'Modification("+25.979265", 0, 43.005813655 - 17.026549101, "")',
-        'Modification("+25.979265", 0, 43.005813655 - 18.026549101, "")',
-        "a modification has the wrong mass",
-    ),
-    Fault(
-        "tasks/peptides/peptide_scores.py",
-        "stop_true = min(stop, len(true_R))",
-        "stop_true = len(true_R)",
-        "residues after the first error are not compared from the end",
-    ),
-    Fault(
-        "training/step/step.py",
-        "            self.settle(self._totals)\n",
-        "            pass\n",
-        "gradients are divided by a guess of the weight",
-    ),
-    Fault(
-        "memory/runtime/recovery.py",
-        "BACKOFF = 0.9",
-        "BACKOFF = 1.0",
-        "an out-of-memory does not lower the budget",
-    ),
-    Fault(
-        "device/accelerator.py",
-        "for text in HOST_IS_FULL + CARD_IS_FULL",
-        "for text in CARD_IS_FULL",
-        "out of host memory counts as another error",
-    ),
-    Fault(
-        "cluster/site.py",
-        'caps.sort(key=attrgetter("value"))',
-        'caps.sort(key=attrgetter("value"), reverse=True)',
-        "the loosest of several limits counts",
-    ),
-    Fault(
-        "engine/repair.py",
-        "if attempt.cause in (Cause.NODE, Cause.DONE))",
-        "if attempt.cause is Cause.NODE)",
-        "a node stays excluded though a task has ended well there since",
-    ),
-    Fault(
-        "journal/budget.py",
-        "max(0, min(tasks,",
-        "max(1, min(tasks,",
-        "a budget that is used up pays for one task more",
-    ),
-    Fault(
-        "config/masking.py",
-        "SHORTEST = 6",
-        "SHORTEST = 40",
-        "short secrets are shown",
-    ),
-    Fault(
-        "report/html/charts.py",
-        "KILO = 1024",
-        "KILO = 1000",
-        "axes of memory are wrong by 7% in GiB",
-    ),
-    Fault(
-        "cli/run_verbs.py",
-        "if as_json and (emit is not None or not dry_run):",
-        "if as_json and emit is not None:",
-        "--json submits jobs",
-    ),
-)
+def faults() -> list[Fault]:
+    """Return the faults that the text describes."""
+    found = re.findall(r"(.+): (.+)\n- (.+)\n\+ (.+)\n", FAULTS)
+    return [Fault(*fault) for fault in found]
 
 
 def catch(fault: Fault, tree: Path) -> str:
@@ -162,14 +124,14 @@ def gate_files(changed: str) -> tuple[list[str], list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="ROOM", default=[fault.room for fault in FAULTS])
+    parser.add_argument("--only", nargs="+", metavar="ROOM", default=[fault.room for fault in faults()])
     parser.add_argument("--json", type=Path, metavar="FILE")
     asked = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv", "demo", "build"))
-        for fault in FAULTS:
+        for fault in faults():
             if fault.room in asked.only:
                 caught = catch(fault, tree)
                 rows.append({"room": fault.room, "fault": fault.meaning, "caught_by": caught})

@@ -99,29 +99,16 @@ def test_cancelling_a_stage_that_is_not_there_names_those_that_are(pipeline, mak
 
 
 @pytest.mark.nightly
-def test_a_second_submission_joins_a_run_that_does_the_same(pipeline, make_project):
+def test_beside_a_run_the_same_joins_it_the_same_in_another_way_is_refused_and_other_work_goes_on(
+    pipeline, make_project
+):
     folder = make_project(400)
     run = begin(folder)
     second = pipeline(*SUBMIT, *ONE_BY_ONE)
-    assert second.code == 0
-    assert run.name in second.out
+    assert (second.code, run.name in second.out) == (0, True)
+    refused = pipeline(*SUBMIT, "--set", "cluster.scan.items_per_task=50")
+    assert (refused.code, f"pipeline cancel {run.name}" in refused.err) == (6, True)
     assert len(runs_in(folder / "runs")) == 1
-
-
-@pytest.mark.nightly
-def test_a_second_submission_that_would_do_the_work_twice_is_refused(pipeline, make_project):
-    folder = make_project(400)
-    run = begin(folder)
-    second = pipeline(*SUBMIT, "--set", "cluster.scan.items_per_task=50")
-    assert second.code == 6
-    assert f"pipeline cancel {run.name}" in second.err
-    assert len(runs_in(folder / "runs")) == 1
-
-
-@pytest.mark.nightly
-def test_other_work_may_be_submitted_beside_a_run(pipeline, make_project):
-    folder = make_project(400)
-    begin(folder)
     assert pipeline(*SUBMIT, "--follow", "--set", "structures.max_residues=100").code == 0
     until("the first run to end", lambda: all(newest(one) for one in runs_in(folder / "runs")))
 
@@ -421,16 +408,6 @@ def test_a_run_that_never_began_stands_in_nobodys_way(pipeline, make_project):
     assert view(run).status.state is State.ABANDONED
     assert [pipeline("status", *words).code for words in ((), ("--exit-code",))] == [0, 7]
     assert pipeline("status", ends(run, "failed").name, "--exit-code").code == 7
-
-
-def test_a_run_is_found_however_many_have_ended_since(make_project):
-    config = read_config(make_project(1) / "pipeline.yaml").config
-    going = new_run(config, ["scan"])
-    for _ in range(25):
-        ends(new_run(config, ["scan"]))
-    assert refuse_double(config, ["scan"]) == going
-    ends(going)
-    assert refuse_double(config, ["scan"]) is None
 
 
 @pytest.mark.nightly

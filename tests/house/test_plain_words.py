@@ -1,7 +1,4 @@
-"""Words that plain English has a better word for, and the texts that people read: pages, help, settings, messages.
-
-python -m tests.house.test_plain_words        every use of such a word, and how many there are in 1,000 words
-"""
+"""Words that plain English has a better word for, and the texts that people read: pages, help, settings, messages."""
 
 from __future__ import annotations
 
@@ -91,22 +88,5 @@ def banned(text: Text) -> list[str]:
     return [words[max(0, match.start() - 30) : match.end() + 30] for match in BANNED.finditer(words)]
 
 
-def in_thousand(read: list[Text]) -> float:
-    """Return how many of 1,000 words are banned."""
-    return 1000 * sum(len(banned(text)) for text in read) / max(1, sum(len(text.words.split()) for text in read))
-
-
 def test_nothing_that_people_read_has_a_word_for_which_there_is_a_plainer_one() -> None:
     assert [(text.place, around) for text in texts() for around in banned(text)] == []
-
-
-if __name__ == "__main__":
-    for text in texts():
-        for around in banned(text):
-            print(f"{text.place}: … {around} …")  # noqa: T201
-    for name, read in (
-        ("pages", [Text(page.name, prose(page)) for page in pages()]),
-        ("help", list(help_texts())),
-        ("messages", list(messages())),
-    ):
-        print(f"{name}: {in_thousand(read):.2f} banned words in 1,000")  # noqa: T201

@@ -49,7 +49,6 @@ PLACES = {"run": Path("/runs/r"), "output": Path("/models/m"), "config": Path("/
 VALUES = Values(effective_batch=8, micro_batch=4, accumulation=2, **PLACES)
 ASK = Ask(mem_bytes=512 * MIB, time_s=600)
 SHRINKABLE = "x --batch_size {micro_batch} --accumulate {accumulation}"
-needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 
 
 def ran(name: str, *arguments: str, tmp_path: Path, **more: Any) -> ScriptOutcome:
@@ -207,7 +206,6 @@ class TestRanks:
             pass
 
     @pytest.mark.nightly
-    @pytest.mark.nightly
     def test_that_are_torch_s_add_up_over_a_port_that_stays_reserved(self, tmp_path: Path) -> None:
         script = parse_command(f"{shlex.quote(sys.executable)} {shlex.quote(str(HERE / 'ranks.py'))}")
         with reserved_port() as port:
@@ -328,7 +326,6 @@ class TestOutput:
         assert "last" in outcome.last_lines
         assert sum(map(len, outcome.last_lines)) < MIB
 
-    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
     def test_to_a_full_disk_ends_no_training(self, tmp_path: Path) -> None:
         with Path("/dev/full").open("wb") as full:
             outcome = ran("swallows.py", "--steps_after", "9", tmp_path=tmp_path, out=full.fileno())
@@ -368,7 +365,6 @@ def worker(folder: Path, *command: str) -> Iterator[subprocess.Popen[bytes]]:
         yield started
 
 
-@needs_proc
 class TestSignals:
     def saves(self, folder: Path, number: int, *more: str) -> tuple[int, dict[str, Any]]:
         script = (sys.executable, "-S", str(HERE / "saves.py"), "--out", str(folder), *more)
