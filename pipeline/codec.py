@@ -1,4 +1,4 @@
-"""Values as JSON data and back, and what was found out once, in files.
+"""Values as JSON data and back, and remembered results in files.
 
 `plain` and `rebuilt` are pydantic's, which also reads the configuration: dataclasses, enumerations, paths, sets and
 tuples need no code of their own. Reading is strict: another type, a missing field or an unknown one is a ValueError.
@@ -65,7 +65,7 @@ def memo(folder: Path, name: str, asked: Mapping[str, Any], make: Callable[[], T
 
 
 def recall(folder: Path, name: str, asked: Mapping[str, Any], of: type[T]) -> T | None:
-    """Return what is remembered under what was asked; None where nothing whole of this type is."""
+    """Return the remembered answer to a question; None where no whole one of this type exists."""
     return read_if_whole(_file(folder, name, asked), of)
 
 

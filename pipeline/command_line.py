@@ -1,4 +1,4 @@
-"""Commands that people are told to type next, as values: nobody searches or patches their text."""
+"""Commands for people to type next, as values, so that no code searches or patches their text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UPGRADE = f"pip install --upgrade {DISTRIBUTION}"
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command of `pipeline`: its words, its configuration and settings, and what is said around it."""
+    """A command of `pipeline`: its words, its configuration and settings, and the text around it."""
 
     words: tuple[str, ...]  # without `pipeline`
     settings: tuple[tuple[str, str], ...] = ()  # of the configuration, as --set gives them
@@ -42,7 +42,7 @@ class Command:
 
     @classmethod
     def typed(cls, line: Sequence[str]) -> Command:
-        """Return the command that somebody typed; the line is without `pipeline`."""
+        """Return the command that a user typed; the line is without `pipeline`."""
         words: list[str] = []
         given: dict[str, list[str]] = {"--set": [], "--config": [""]}
         rest = iter(line)

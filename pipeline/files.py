@@ -1,4 +1,4 @@
-"""Files: small ones that are replaced whole or not at all, whose they are, which is which, and what is shipped."""
+"""Files: replaced whole or not at all; owners, states and digests; tables; and the shipped folders."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def is_mine(path: Path) -> bool:
         return True
     try:
         return owner == user_on(path.parent)
-    except OSError:  # where nothing may be made, what is there is somebody else's
+    except OSError:  # in a folder where this user may write nothing
         return False
 
 
@@ -77,7 +77,7 @@ def user_on(folder: Path) -> int:
 
 
 def user_name(uid: int) -> str:
-    """Return the name of a user; its number where nobody knows it."""
+    """Return the name of a user, or the number of an unknown one."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -93,7 +93,7 @@ def _group_name(gid: int) -> str:
 
 FileState: TypeAlias = "tuple[str, int, int, int, int]"  # path, inode, size, mtime and ctime; any write changes one
 _MOUNTS = Path("/proc/self/mountinfo")
-_FLEETING = ("fuse", "cifs", "smb")  # how the names of file systems begin that may number a file anew when asked again
+_FLEETING = ("fuse", "cifs", "smb")  # how the names of file systems begin whose file numbers may change
 
 
 def inode_of(state: os.stat_result) -> int:

@@ -173,7 +173,7 @@ class EventKind(StrEnum):
     """What happened in a run."""
 
     RUN_STARTED = "run_started"
-    VISIT = "visit"  # a supervisor looks after the run
+    VISIT = "visit"  # a supervisor began to work
     SUCCESSOR = "successor"  # the next visit is in the queue, and begins when this one is over
     HANDED_OVER = "handed_over"  # a visit is over, and the next one waits for the jobs of tasks
     WAITING = "waiting"  # jobs wait for what does not pass by itself
@@ -260,7 +260,7 @@ class TaskContext:
     """What the work on a task is given: its limits, its place among processes, and whom it reports to."""
 
     refuse: Callable[[str, Reason, str], None]  # the key in hex of what cannot be made, why, and the details
-    on: Callable[[Sequence[str]], None] = lambda _names: None  # names what is worked on from now on
+    on: Callable[[Sequence[str]], None] = lambda _names: None  # names the items in work from now on
     ending: Callable[[], int] = lambda: 0  # by which signal the process was asked to end; 0: by none
     mem_bytes: int = 0  # of this task; 0: as configured
     shrink: int = 0  # how often to halve the budget of a batch

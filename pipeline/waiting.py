@@ -18,7 +18,7 @@ T = TypeVar("T")
 def wait_for(
     look: Callable[[], T], within_s: float, every_s: float, *, sleep: Callable[[float], None] = time.sleep
 ) -> T:
-    """Call until what is returned is true or the time is up; return the last answer, whichever it was."""
+    """Call until the answer is true or the time is up; return the last answer."""
     until = time.monotonic() + within_s
     while not (answer := look()):
         left_s = until - time.monotonic()

@@ -140,7 +140,7 @@ class AccountingLook:
 
     rows: Mapping[str, AccountedTask]
     trouble: str = ""
-    arrays: frozenset[JobId] = frozenset()  # those of which any task has a row
+    arrays: frozenset[JobId] = frozenset()  # those with a row for any task
 
     def never_began(self, job: JobId, task: int) -> bool:
         """Tell whether a task that is in neither the queue nor the accounting was cancelled while pending.
@@ -277,8 +277,8 @@ def _gpu_use(usage: str) -> tuple[float | None, int | None]:
     """Return how busy and how full a step's GPUs were; a site that does not measure it may write 0: unknown."""
     if "gpu" not in usage:
         return None, None
-    told = dict(part.partition("=")[::2] for part in usage.split(","))
-    mem_bytes, percent = bytes_of(told.get("gres/gpumem", "")), told.get("gres/gpuutil", "")
+    used = dict(part.partition("=")[::2] for part in usage.split(","))
+    mem_bytes, percent = bytes_of(used.get("gres/gpumem", "")), used.get("gres/gpuutil", "")
     if not mem_bytes:
         return None, None
     return (int(percent) / 100 if is_number(percent) else None), mem_bytes

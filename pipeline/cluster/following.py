@@ -1,8 +1,8 @@
 """Follows a job's tasks by what the queue and the accounting report; nothing is queried here.
 
-The queue's word counts for what has not ended, the accounting's for what has: only it knows the steps. For some seconds
-after the end they disagree; where they do so for longer than one is patient, the queue's word stands, and what neither
-knows is UNKNOWN.
+The queue decides about tasks that have not ended, the accounting about those that have: only it knows the steps. For
+some seconds after the end they disagree; after longer than the patience the queue's word stands, and a task that
+neither knows is UNKNOWN.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _ended(before: TaskStatus, queued: Queued) -> TaskStatus:
 
 
 def _unknown(before: TaskStatus, row: AccountedTask | None, trouble: str) -> TaskStatus:
-    """Return a task as UNKNOWN, with what was asked in vain."""
+    """Return a task as UNKNOWN, with the reason."""
     in_accounts = f"the accounting still has it as {row.state.value}" if row else "and neither does the accounting"
     reason = f"the queue no longer has it, {in_accounts}" + (f" ({trouble})" if trouble else "")
     return replace(before, state=TaskState.UNKNOWN, reason=reason, waits_for="")

@@ -83,7 +83,7 @@ class ForkServer:
             socket.send_fds(self._line, [json.dumps([list(words), own]).encode()], list(logs))
             pid = self._hear()
             return pid, os.pidfd_open(pid)
-        except OSError:  # a fork of which nobody was told ends with it
+        except OSError:  # a fork whose pid was not received ends with it
             self.close()
             raise
 
@@ -134,9 +134,9 @@ def serve(line_fd: int, first: Sequence[str], then: Sequence[str]) -> list[str]:
             return _begin(asked, logs, its)
         its.close()
         with ours:
-            ours.recv(1)  # before anybody is told of it, it leads a session
+            ours.recv(1)  # it leads a session before its pid is sent
             line.send(b"%d" % pid)
-            ours.send(b"1")  # and does nothing before somebody was
+            ours.send(b"1")  # and does nothing before
         for log in logs:
             os.close(log)
 

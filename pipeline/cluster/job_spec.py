@@ -211,12 +211,12 @@ class Limits:
     lacks: str = field(default="", repr=False)  # why no node holds such tasks
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON for the ledger; what is unknown is left out, and asked for again."""
+        """Return the JSON for the ledger, without unknown limits, which are asked for again."""
         return {name: value for name, value in asdict(self).items() if value}
 
 
 class Executor(Protocol):
-    """Runs jobs; whoever waits for them calls `step` in a loop."""
+    """Runs jobs; a caller that waits for them calls `step` in a loop."""
 
     @property
     def outlives(self) -> bool:

@@ -3,7 +3,7 @@
 A task starts when its cores, GPUs and memory are free; jobs that were submitted earlier go first, but one that does not
 fit does not hold up those that do. Memory is limited by sampling the whole process tree, not by a cgroup: that needs
 no rights and no set-up, and misses what lasts less than a sample. There are no threads: everything happens inside
-`step`, so limits hold only while somebody steps.
+`step`, so limits hold only while a caller steps.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class LocalTask:
             self._kill_at = time.monotonic() + self._grace_s
 
     def kill(self) -> None:
-        """End what is left of the grace period."""
+        """End the grace period now."""
         self._kill_at = 0.0
 
     def has_exited(self) -> bool:
@@ -215,7 +215,7 @@ class LocalExecutor:
 
     @property
     def imported_bytes(self) -> int:
-        """The memory of a process that has imported what its tasks are forked with; 0 where nobody knows."""
+        """The memory of a process that has imported the modules of its tasks; 0 if unknown."""
         return self._server.imported_bytes if self._server else 0
 
     def check(self, job: Job) -> None:

@@ -123,12 +123,12 @@ def is_alive(pid: int, born: float = 0.0, *, seen: float = math.inf, uid: int | 
         return is_it and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-    except psutil.AccessDenied:  # somebody else's, and there
+    except psutil.AccessDenied:  # it exists and belongs to another user
         return uid is None or _owner(pid) in (None, uid)
 
 
 def _owner(pid: int) -> int | None:
-    """Return the user whose process it is; None where that is not told."""
+    """Return the user of a process; None if unknown."""
     try:
         return (PROC / str(pid)).stat().st_uid
     except OSError:

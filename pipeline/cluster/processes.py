@@ -146,7 +146,7 @@ def used_bytes(pids: list[int]) -> int:
 
     Mapped files are left out: the kernel drops them under pressure. Several processes are measured by proportional
     set size, or the pages that forked workers share would count once for each; it costs a walk through the page
-    tables (10 ms/GB), so a lone process, which shares with nobody, is not.
+    tables (10 ms/GB), so a lone process, which shares with no other, is not.
     """
     if len(pids) == 1:
         return _kilobytes(f"/proc/{pids[0]}/status", b"RssAnon:", b"RssShmem:") << 10

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from pipeline.cluster.job_spec import Limits, Request
 
-    Bound: TypeAlias = tuple[str, int, str]  # what is limited, the most of it, and who says so, with {} for the most
+    Bound: TypeAlias = tuple[str, int, str]  # a kind, its maximum, and the source, with {} for the maximum
 
 LEAST_QUEUE = 3  # a visit at work, the next one, and a task
 # What a task may be limited in. The first are of all its nodes together, those with `on_node` of one.
@@ -148,7 +148,7 @@ def _asked(request: Request) -> dict[str, tuple[int, int, str]]:
 
 
 def _faults(job: Job) -> Iterator[str]:
-    """Yield what is wrong with a job on any executor."""
+    """Yield the mistakes of a job on any executor."""
     request = job.request
     if not job.argv:
         yield "no command to run"

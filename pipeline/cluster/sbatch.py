@@ -45,7 +45,7 @@ PODMAN = (
     "podman", "run", "--rm", "--cgroups=disabled", "--cgroupns=host", "--network=host", "--uts=host", "--ipc=host",
     "--entrypoint=", "--log-driver=none",
 )  # fmt: skip
-TOLD = ("'SLURM*'", "'NCCL_*'", "'PYTORCH_*'", VISIBLE, *THREADS, "PYTHONUNBUFFERED", "TMPDIR")  # of the environment
+PASSED = ("'SLURM*'", "'NCCL_*'", "'PYTORCH_*'", VISIBLE, *THREADS, "PYTHONUNBUFFERED", "TMPDIR")  # of the environment
 TEMPORARY = '"${TMPDIR:-/tmp}"'  # for bash on the node
 
 
@@ -67,7 +67,7 @@ def render(text: str, job: Job, site: SlurmSection, *, highest_task: int | None 
         raise job.refused(f"its script starts one process, not {job.request.processes}", then=" --dry-run")
     offset = array_offset(job, highest_task)
     setup = [line for entry in site.setup for line in entry.split("\n")]
-    before = inside(site.container, job.sees, gpus=job.request.gpus, told=job.env)
+    before = inside(site.container, job.sees, gpus=job.request.gpus, variables=job.env)
     lines = _with_header(text.removesuffix("\n").split("\n"), options(job, site, offset))
     lines = _filled(lines, "command", command_lines(job, offset, before))
     lines = _filled(lines, "setup", [*setup, f"scratch={_expanding(site.scratch or '')}"])
@@ -188,11 +188,13 @@ def command_lines(job: Job, offset: int = 0, before: Sequence[str] = ()) -> list
     return [*numbers, *ranks, *exports, "command=(", *(f"  {word}" for word in words), ")"]
 
 
-def inside(container: ContainerSection, sees: Sequence[str], *, gpus: int = 0, told: Iterable[str] = ()) -> list[str]:
+def inside(
+    container: ContainerSection, sees: Sequence[str], *, gpus: int = 0, variables: Iterable[str] = ()
+) -> list[str]:
     """Return the words, quoted for bash, that start the command after them in an image; none where there is none.
 
     It sees its folders at their own places, and the node's folder for temporary files. srun takes those of pyxis.
-    `told` are the variables of the job's own, which podman alone has to be named.
+    `variables` are those of the job, which must be named for podman alone.
     """
     if container.image is None or not sees:
         return []
@@ -208,7 +210,7 @@ def inside(container: ContainerSection, sees: Sequence[str], *, gpus: int = 0, t
         binding = [word for bind in binds for word in ("--bind", bind)]
         cards = ["--nv"] if gpus else []
         return ["apptainer", "exec", *binding, "--pwd", place, *cards, *options, image, *environment]
-    binding = [word for name in (*TOLD, *told) for word in ("--env", name)]
+    binding = [word for name in (*PASSED, *variables) for word in ("--env", name)]
     binding += [word for bind in binds for word in ("--volume", bind)]
     cards = ["--device", "nvidia.com/gpu=all"] if gpus else []
     own_id = ["--userns=keep-id"] if os.geteuid() else []  # root has no need of it, and may not use it
@@ -286,6 +288,6 @@ def _with_header(lines: Sequence[str], options: Iterable[str]) -> list[str]:
 
 
 def _filled(lines: list[str], place: str, filling: Iterable[str]) -> list[str]:
-    """Replace what stands between the two marks of a section of the script."""
+    """Replace the text between the two marks of a section of the script."""
     opens = next(number for number, line in enumerate(lines) if line.startswith(f"# >>> {place}"))
     return [*lines[: opens + 1], *filling, *lines[lines.index(f"# <<< {place}") :]]

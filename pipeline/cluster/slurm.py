@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 TRIES_S = (2.0, 5.0, 10.0, 20.0, 30.0, 60.0)  # waits between tries at a submission that the cluster was too busy for
-TESTS_AGAIN = 3  # times, with the first of these waits: somebody may look on
+TESTS_AGAIN = 3  # times, with the first of these waits: a user may be waiting
 PATIENCE_S = 15.0  # how long the queue and the accounting may disagree before a task is called UNKNOWN
 SACCT_S = 20.0
 ALREADY_ENDS = "scancel exited with 229"  # the last byte of ESLURM_ALREADY_DONE, all that a quiet scancel says of it

@@ -33,7 +33,7 @@ class WaitReason(NamedTuple):
 
 
 def is_stuck(state: TaskState, waits_for: str) -> bool:
-    """Tell whether a pending task (`waits_for`: its reason in words) will not start unless somebody acts."""
+    """Tell whether a pending task (`waits_for`: its reason in words) will not start by itself."""
     return state in HELD_STATES or (state in WAITING_STATES and waits_for.startswith(NEVER))
 
 
@@ -56,7 +56,7 @@ def word_of(reason: str) -> str:
 
 
 def explained(reason: str) -> WaitReason:
-    """Return what is known of a reason; of an unknown one its own words, and no remedy."""
+    """Return the words and the remedy for a reason; an unknown one has its own words and no remedy."""
     word = word_of(reason)
     known = REASONS.get(word) or REASONS.get(word.replace(" ", ""))
     if known is not None:

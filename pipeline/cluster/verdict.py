@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pipeline.cluster.job_spec import TaskStatus
 
 PEER_LOST = 76  # a process exits so when another one that it works with is gone, or hangs
-GO_ON = 75  # EX_TEMPFAIL: the worker's exit code when it was told to end, finished in order and wants to go on
+GO_ON = 75  # EX_TEMPFAIL: the worker's exit code when it was asked to end, stopped cleanly and wants to continue
 CANNOT_RUN = (126, 127)  # a shell's exit codes where a program is missing or broken
 SIGNALLED = 128  # a shell adds this to the signal that ended a program, and sacct takes it off again
 CANNOT_WRITE_LOG = 53  # the "signal" by which Slurm says that it could not open the task's log
@@ -55,14 +55,14 @@ class Cause(StrEnum):
     TIMEOUT = "timeout"
     NODE = "node"  # the node died, could not begin it, or its GPU or file system is broken
     PREEMPTED = "preempted"
-    INTERRUPTED = "interrupted"  # it was told to end before its limit and did so
-    CRASHED = "crashed"  # ended by a signal that nobody is known to have sent
+    INTERRUPTED = "interrupted"  # it was asked to end before its limit and did so
+    CRASHED = "crashed"  # ended by a signal of unknown origin
     CANCELLED = "cancelled"
     DISK = "disk"
-    DAMAGE = "damage"  # bytes in the cache are not what was written, and the worker could not go on without them
+    DAMAGE = "damage"  # the cache is damaged, and the worker could not continue
     REFUSED = "refused"  # the worker's own verdict on its input: the same again would end the same
     FAILED = "failed"
-    LOST = "lost"  # it is over, or may be, and nobody knows how it went
+    LOST = "lost"  # it is over, or may be, and its end is unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class _Case:
         return is_own and self.status.state is not TaskState.OUT_OF_MEMORY and not self._by_kernel()
 
     def memory(self) -> str:
-        """Say what is known of its memory use."""
+        """Say how much memory it used and could use."""
         peak, asked = self.status.peak_rss_bytes, self.asked_bytes
         limit = f"its limit was {mebibytes(asked)}" if asked else ""
         return _joined(limit, f"at most {mebibytes(peak)} were sampled" if peak else "")
@@ -253,7 +253,7 @@ class _Case:
         return Cause.CRASHED, _joined(f"killed by signal 9 (SIGKILL) from outside{where}", self.memory())
 
     def _unknown(self) -> str:
-        """Say what is missing where there is no sign of failure or of success."""
+        """Say which reports are missing where there is no sign of failure or success."""
         state = self.status.state
         known = "Slurm has no record of how it ended" if state is TaskState.UNKNOWN else f"it is {state.value}"
         worker = "reported a start but no end" if self.word.started else "reported no start"

@@ -93,7 +93,7 @@ def read_config(path: Path | None, sets: Sequence[str] = ()) -> LoadedConfig:
         details = error.errors(include_url=False)
         if odd := _not_utf8(entries):
             raise _refusal([odd]) from error
-        problems += [_problem(detail, entries) for detail in details if not _is_told(detail, entries)]
+        problems += [_problem(detail, entries) for detail in details if not _is_reported(detail, entries)]
         raise _refusal(problems) from error
     if problems:
         raise _refusal(problems)
@@ -232,7 +232,7 @@ def _preset(written: Sequence[tuple[Document, Path]], config_dir: Path) -> list[
 
 
 def _named(written: Sequence[tuple[Document, Path]], key: KeyPath) -> WrittenValue | None:
-    """Return what was written at a key; later documents override earlier ones."""
+    """Return the value that was written at a key; later documents override earlier ones."""
     entries: dict[KeyPath, WrittenValue] = {}
     for document, _ in written:
         for other, entry in document.entries.items():
@@ -270,7 +270,7 @@ def _looks_like_path(key: KeyPath, value: Any) -> bool:
 
 
 def _lay_over(entries: dict[KeyPath, WrittenValue], key: KeyPath, entry: WrittenValue) -> None:
-    """Set an entry: a section is merged with a section, anything else replaces what was there."""
+    """Set an entry: a section is merged with a section, anything else replaces the earlier value."""
     both_sections = entry.value == {} and key in entries and entries[key].value == {}
     for other in [] if both_sections else list(entries):
         is_below = other[: len(key)] == key
@@ -314,8 +314,8 @@ def _problem(detail: ErrorDetails, entries: Mapping[KeyPath, WrittenValue]) -> P
     return Problem(entry.line, text)
 
 
-def _is_told(detail: ErrorDetails, entries: Mapping[KeyPath, WrittenValue]) -> bool:
-    """Tell whether a mistake is told already: as no value of YAML; a further encoder's, as that of section embed."""
+def _is_reported(detail: ErrorDetails, entries: Mapping[KeyPath, WrittenValue]) -> bool:
+    """Tell whether a mistake was reported: as no YAML value, or, of a further encoder, as that of section embed."""
     key = tuple(part for part in detail["loc"] if isinstance(part, str))
     if detail["input"] is None and key in entries and entries[key].refused:
         return True

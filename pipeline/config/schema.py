@@ -90,7 +90,7 @@ class Config(Section):
 
     @property
     def encoders(self) -> tuple[str, ...]:
-        """The names of all encoders, the section's own first, others by name: what is computed has no order."""
+        """The names of all encoders, the section's own first, others by name: results have no order."""
         return (MAIN, *sorted(self.embed.also))
 
     @property
@@ -122,7 +122,7 @@ PATH_LISTS = frozenset(key for key, info in LEAVES.items() if info.annotation ==
 
 
 def schema_key(key: KeyPath) -> KeyPath:
-    """Return where the schema describes a key: what stands below a name in embed.also is of section embed."""
+    """Return where the schema describes a key: keys below a name in embed.also are those of section embed."""
     return (OTHERS[0], *key[3:]) if key[:2] == OTHERS and len(key) > 3 else key
 
 

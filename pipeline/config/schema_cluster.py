@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from pipeline.config.schema_parts import Conflict
 
-# The stage `validate` has the name of a deprecated method of pydantic's models, which nobody calls.
+# The stage `validate` has the name of a deprecated method of pydantic's models, which is never called.
 warnings.filterwarnings("ignore", 'Field name "validate" in "ClusterSection"', UserWarning)
 
 

@@ -61,7 +61,7 @@ class WrittenValue:
     origin: str  # "pipeline.yaml:12" or "--set", as `config show` prints it; empty for a default without a file
     line: int  # 0: written nowhere, a default
     typed: str = ""  # the words after --set
-    refused: bool = False  # it, or something in its list, is no value of YAML: None stands there, and that is told
+    refused: bool = False  # it, or a part of its list, is no YAML value: it became None, with a problem
 
     def place(self, key: KeyPath) -> str:
         """Return the place for a message about `key`: this one, or one below it."""
@@ -86,7 +86,7 @@ class Document:
 
     name: str
     typed: str = ""
-    offset: int = 0  # added to every line, so that what was typed sorts after the file
+    offset: int = 0  # added to every line, so that typed settings sort after the file
     entries: dict[KeyPath, WrittenValue] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     _nodes: int = 0
@@ -122,9 +122,9 @@ class Document:
         elif _is_null(node) and key in SECTIONS:  # all its keys are commented out
             self.entries[key] = self._entry({}, line)
         else:
-            told = len(self.problems)
+            before = len(self.problems)
             value = self._plain(key, node)
-            self.entries[key] = replace(self._entry(value, line), refused=len(self.problems) > told)
+            self.entries[key] = replace(self._entry(value, line), refused=len(self.problems) > before)
 
     def _mapping(self, key: KeyPath, node: yaml.MappingNode) -> None:
         self._check(key, node, depth=len(key))

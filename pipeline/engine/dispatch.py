@@ -194,7 +194,7 @@ class Dispatch:
                 return
 
     def account(self) -> Account | None:
-        """Return what has gone of the project's budget; None where it has none."""
+        """Return the project's budget and its use; None without a budget."""
         return self._spending.account()
 
     def _affordable(self, job: StageJob) -> StageJob:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STOPPED_CODE = 130  # of a run that somebody stopped
+STOPPED_CODE = 130  # of a run that a user stopped
 LATER_S = 600  # when the next visit begins where it waits for no job
 
 

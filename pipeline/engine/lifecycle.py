@@ -121,7 +121,7 @@ def scripts(project: Project, plans: Sequence[StagePlan], executor: Executor) ->
 
 
 def gives_way(folder: RunFolder, config: Config, stages: Sequence[str], only: Only = EVERYTHING) -> RunFolder | None:
-    """Look again once a new run can be seen: what is submitted twice at once runs once.
+    """Look again once a new run is visible, so that two equal submissions at once run once.
 
     Both runs are visible before either looks, so one of two sees the other. The run with the later name is removed,
     unless it has begun. Return or refuse as `refuse_double` does.
@@ -242,7 +242,7 @@ def foresee(status: RunStatus, executor: Executor, stage: str | None) -> Cancell
 
 
 def cancel(folder: RunFolder, status: RunStatus, executor: Executor, what: Cancellation, stage: str | None) -> None:
-    """Cancel a run or a stage: supervisors first, so that none repairs what is meant to end."""
+    """Cancel a run or a stage: supervisors first, so that none retries a cancelled task."""
     for job in reversed(what.supervisors):  # the next visit before the one at work, whose end would begin it
         executor.cancel([job])
     if what.process and status.has_process:
@@ -274,7 +274,7 @@ def points_to_end(status: RunStatus, points: Sequence[str], wanted: Sequence[str
     states = {name: stage.state_of(stage.task(number)) for number, name in enumerate(stage.names)}
     going = {number: name for number, name in enumerate(stage.names) if name in chosen and states[name] not in OVER}
     if not going:
-        # what has no task was trained before, or fits no machine
+        # points without a task were trained before, or fit no machine
         said = ", ".join(f"{name} is {states.get(name, 'not trained in this run')}" for name in [*chosen][:LISTED])
         raise ConfigError(f"nothing to cancel: {said}", where="--point", remedy=again)
     return going

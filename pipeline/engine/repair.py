@@ -4,10 +4,10 @@ Memory that the kernel ended  → more of it, up to the largest node; then halve
                                 share what has no halves; then the item is left out. A script gets smaller batches
                                 at the largest node, and where it was far below its limit.
 A GPU's memory                → smaller batches, which change no result; then halves; then the item is left out.
-A time limit                  → what is finished is kept: go on if it came further, with more time if there is more.
-A node, preemption, no word   → again, on another node (avoid_bad_nodes); what was preempted twice without coming
-                                further goes where jobs are left alone, if it may.
-A signal that nobody sent     → retry one item at a time; twice on the same thing: that is left out.
+A time limit                  → finished work is kept: continue if it made progress, with more time if there is more.
+A node, preemption, no word   → again, on another node (avoid_bad_nodes); after two preemptions without progress, in
+                                a partition without preemption, if one is listed.
+A signal of unknown origin    → retry one item at a time; twice on the same thing: that is left out.
 Anything else                 → the stage ends with the cause.
 
 A training is one task: it is never split, and one thing at a time makes other numbers of it. So it is begun again as it

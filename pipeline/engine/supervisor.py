@@ -1,4 +1,4 @@
-"""The supervisor of a run: submits each stage, retries failed tasks, and judges each stage by what is in the store.
+"""The supervisor of a run: submits each stage, retries failed tasks, and judges each stage by the content of the store.
 
 python -m pipeline.engine.supervisor RUN            stays until the run has ended
 python -m pipeline.engine.supervisor RUN --visit    does what there is to do, and hands over to the next visit
@@ -248,7 +248,7 @@ class Supervisor:
         return True
 
     def _open(self, stage: Stage) -> StageStatus:
-        """Begin a stage: plan what is missing from the store, and submit it."""
+        """Begin a stage: plan the missing work, and submit it."""
         self.watch(self.reader)  # planning can take minutes, in which it is to be seen
         planned = plan_stage(self.project, stage, self.executor, self.folder)
         self._emit(EventKind.STAGE_SUBMITTED, stage=stage.name, **planned.to_json())
@@ -303,11 +303,11 @@ class Supervisor:
                 self._cancel([task.job], [task.number])
 
     def _judge(self, stage: Stage, status: StageStatus) -> None:
-        """End a stage: judge it by what is in the store, never by what its tasks report."""
+        """End a stage: judge it by the content of the store, never by the reports of its tasks."""
         hopeless = status.waiting or any(task.open for task in status.work.values())  # waiting longer does not help
         patience_s = 0.0 if hopeless else self.config.cache.visibility_s
         if not stage.only_looks:
-            update_indexes(self.project.cache, stage.kinds)  # so that what is looked up now need not be in memory
+            update_indexes(self.project.cache, stage.kinds)  # so that look-ups need little memory
         judged = stage.judge(self.project, self.folder, patience_s)
         self.census = judged.to_json()
         if not stage.only_looks:

@@ -4,7 +4,7 @@ import sys
 
 from pipeline.cluster.fork_server import serve
 
-TORCH = ("torch", "torch._dynamo")  # of which it tells the memory: see `host_memory.TRAINING`
+TORCH = ("torch", "torch._dynamo")  # whose memory it reports: see `host_memory.TRAINING`
 STAGES = (
     "pipeline.engine.worker",
     "pipeline.encoder.embed_texts",

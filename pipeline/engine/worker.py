@@ -89,7 +89,7 @@ def main(words: Sequence[str]) -> int:
     facts: dict[str, Any] = {"stage": arguments.stage, "task": arguments.task, "attempt": arguments.attempt}
     ledger = Ledger(folder, writer)
     try:
-        # It reports for the whole task: nobody started it as a part.
+        # It reports for the whole task: no other process of ours started it
         leads = part is None or (part[0] == 0 and not arguments.part)
         if leads:
             ledger.emit(EventKind.TASK_STARTED, **facts, host=socket.gethostname())
@@ -154,7 +154,7 @@ def _record_end(ledger: Ledger, facts: dict[str, Any], what: str, exit_code: int
 
 
 def _record_if_possible(ledger: Ledger, kind: EventKind, **data: Any) -> None:
-    """Record an event; a full disk under the run is no reason to exit otherwise, and is told in the log."""
+    """Record an event; a full disk under the run changes no exit code and is reported in the log."""
     try:
         ledger.emit(kind, **data)
     except PipelineError as refused:

@@ -51,7 +51,7 @@ class Attempt:
     peak_rss_bytes: int | None = None
     gpu_peak_bytes: int | None = None
     gpu_total_bytes: int | None = None  # of one GPU
-    gpu_busy: float | None = None  # share of the time in which its GPUs ran a kernel; None: nobody could tell
+    gpu_busy: float | None = None  # share of the time in which its GPUs ran a kernel; None: unknown
     ended_at: float = 0.0
     elapsed_s: float = 0.0
     earlier_s: float = 0.0  # before the scheduler itself began it again
@@ -67,7 +67,7 @@ class Attempt:
 
 
 def reported(of: type[T], data: Mapping[str, Any]) -> T:
-    """Return the value of which an event holds the fields, among others that newer versions may add."""
+    """Return a value from its fields in an event; other fields, which newer versions may add, are ignored."""
     return rebuilt(of, {name: data[name] for name in data.keys() & of.__dataclass_fields__.keys()})  # type: ignore[attr-defined]
 
 
@@ -82,7 +82,7 @@ class TaskRecord:
     ended: list[Attempt] = field(default_factory=list)
     first: Ask | None = None  # a plan of its own; where it is a part of a split task, what that asked for last
     words: dict[int, Word] = field(default_factory=dict)  # attempt → what its worker said
-    then: dict[int, str] = field(default_factory=dict)  # attempt → what was done after it, in words
+    then: dict[int, str] = field(default_factory=dict)  # attempt → the decision after it, in words
     split: tuple[int, ...] = ()  # the tasks that took its place
     cancelled: str = ""  # by whom, where it was cancelled by hand and alone
 

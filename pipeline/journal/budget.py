@@ -1,6 +1,6 @@
 """The budget of a project: hours of GPUs or cores that all runs in a folder may take together, by their ledgers.
 
-What has ended counts as long as it ran, what is in flight as long as it may run: what holds both is never passed.
+Ended tasks count by the time that they ran, tasks in flight by their limits. Together they never pass the budget.
 Supervisors and probes do not count, nor do runs that this user cannot read.
 """
 
@@ -111,7 +111,7 @@ class Spending:
         self._live: dict[str, StatusReader] = {}
 
     def account(self) -> Account | None:
-        """Return the budget and what has gone of it by now; None where there is none."""
+        """Return the budget and its use so far; None without a budget."""
         if (budget := self._budget) is None:
             return None
         taken = {folder.name: self._of(folder, budget.unit) for folder in runs_in(self._runs)}

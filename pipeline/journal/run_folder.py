@@ -24,7 +24,7 @@ DATE = len("YYYYMMDD-")
 TIMES = 1 << 16  # of a day, that names tell apart
 FORMAT = 1  # of the files in a folder; one without format.txt has the first
 PRIVATE, SHARED = 0o700, 0o777  # what the umask leaves of it
-NOBODY_ELSE_WRITES = 0o755  # of the folder of runs: whoever may write in it could replace a run
+OWNER_WRITES = 0o755  # of the folder of runs: anyone who may write in it could replace a run
 
 
 class _RunFile:
@@ -114,7 +114,7 @@ class RunFolder:
 
 
 def shown_mode(folder: Path) -> int:
-    """Return the mode of a file that its owner alone writes, and reads whoever may read the folder."""
+    """Return the mode of a file that only its owner writes, and that the readers of the folder read."""
     return 0o600 | (folder.stat().st_mode & 0o044)
 
 
@@ -122,7 +122,7 @@ def create_folder(runs: Path, now: datetime, *, private: bool = True) -> RunFold
     """Create a run folder, private to the user unless configured otherwise; names sort by time."""
     mode = PRIVATE if private else SHARED
     with writing_run(runs):
-        runs.mkdir(NOBODY_ELSE_WRITES if private else SHARED, parents=True, exist_ok=True)
+        runs.mkdir(OWNER_WRITES if private else SHARED, parents=True, exist_ok=True)
         folder = RunFolder(_first_free(runs, now, mode))
     with writing_run(folder.path):
         for subfolder in (folder.events, folder.logs, folder.claims, folder.on("", 0).parent):

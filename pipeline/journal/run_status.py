@@ -151,7 +151,7 @@ class StageStatus:
     cached: int = 0
     missing: int = 0
     tasks: int = 0
-    names: list[str] = field(default_factory=list)  # of tasks: of which encoder, or which point of a sweep
+    names: list[str] = field(default_factory=list)  # of tasks: an encoder, or a point of a sweep
     parts: dict[str, Mapping[str, Any]] = field(default_factory=dict)  # counts of each encoder, where there are several
     of: str = ""  # the encoder, where this is a part
     waiting: int = 0  # items that an earlier stage has still to do
@@ -159,7 +159,7 @@ class StageStatus:
     unkept: int = 0  # graphs that are built on reading and never stored
     unnamed: int = 0  # missing, but not on the list to which the run is confined
     sets: int = 0  # data sets, where items cannot be counted: a reader's are unknown until they are read
-    encoders: int = 0  # where there are several: what is counted are embeddings, not sequences
+    encoders: int = 0  # if several: the counts are of embeddings, not sequences
     cost: float = 0.0  # to do, in the unit of the figure `cost_done`
     planned: StageJob | None = None  # the job of first attempts; None before the stage begins
     own: dict[str, StageJob] = field(default_factory=dict)  # the same by the name of tasks that have plans of their own
@@ -197,7 +197,7 @@ class StageStatus:
         return [self._part(name) for name in self.parts] or [self]
 
     def _part(self, name: str) -> StageStatus:
-        """Return what is known of one encoder: its counts and its tasks."""
+        """Return the counts and the tasks of one encoder."""
         work = {number: task for number, task in self.work.items() if self.name_of(number) == name}
 
         def mine(reported: dict[str, Told]) -> dict[str, Told]:
@@ -224,7 +224,7 @@ class StageStatus:
         return self.names[number] if number < len(self.names) else ""
 
     def label(self, number: int) -> str:
-        """Return what tells a task from others: its number, and of which encoder, or the name of its point."""
+        """Return a task's number and encoder, or the name of its point."""
         name = self.name_of(number)
         if name and self.is_swept:
             return name
@@ -606,7 +606,9 @@ def _submit(stage: StageStatus, event: Event) -> None:
 def _end(stage: StageStatus, attempt: Attempt) -> None:
     """Record how an attempt ended."""
     task = stage.task(attempt.task)
-    if (attempt.number, attempt.job) not in ((known.number, known.job) for known in task.ended):  # told by two, perhaps
+    if (attempt.number, attempt.job) not in (
+        (known.number, known.job) for known in task.ended
+    ):  # two visits may report it
         task.ended.append(attempt)
     if task.job == attempt.job:
         task.job = None
@@ -629,7 +631,7 @@ def _take_report(stage: StageStatus, event: Event) -> None:
         if began > word.began:
             task.say(attempt, began=began)
     elif event.kind is EventKind.TASK_STARTED:
-        # where the scheduler requeued it, this begins anew
+        # where the scheduler requeued it, this is a new start
         task.words[attempt] = Word(started=True, at=event.at, began=began)
     elif event.kind is EventKind.TASK_FINISHED:
         task.words[attempt] = Word(started=True, finished=True, at=event.at, began=began)

@@ -109,7 +109,7 @@ def _digest_of_file(config: Config, image: Path) -> str:
 
 
 def _digest_of_folder(image: Path) -> str:
-    """Return the digest of what stands in an unpacked image: names, sizes and times of its files."""
+    """Return the digest of an unpacked image: names, sizes and times of its files."""
     digest = xxhash.xxh3_128()
     for folder, folders, names in os.walk(image):
         folders.sort()
@@ -148,7 +148,7 @@ def run_here(config: Config, words: str, program: str) -> subprocess.CompletedPr
 
 
 def look_inside(config: Config) -> ImageContent | None:
-    """Start the image here, as workers are started, and say what is in it; None where its runtime is not here.
+    """Start the image here, as workers are started, and return its content; None if its runtime is not here.
 
     Raises SubmissionRefused where it does not start.
     """
@@ -193,7 +193,7 @@ def refuse_unfit_image(config: Config) -> Iterator[str]:
 
 
 def _look_for_pyxis(config: Config) -> Iterator[str]:
-    """Refuse pyxis where srun does not know it; what is in an image only a job could see."""
+    """Refuse pyxis where srun does not know it; only a job could look into an image."""
     done = run_here(config, "srun --help", "srun")
     if "--container-image" not in done.stdout:
         remedy = f"--set {WHERE}.runtime=apptainer, or ask the site for pyxis"

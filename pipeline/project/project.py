@@ -188,7 +188,7 @@ def embedding_recipe(config: Config, weights: CheckpointFacts) -> EmbeddingRecip
 
 
 def _long_sequences(config: Config, weights: CheckpointFacts) -> dict[str, Any]:
-    """Return the part of a recipe that says what becomes of long sequences.
+    """Return the part of a recipe about long sequences.
 
     What an encoder does not take as one goes in windows, where nothing else is said.
     """
@@ -339,7 +339,7 @@ class once(Generic[P, T]):  # noqa: N801 - a decorator
         return made
 
     def known(self, project: Project, /, *more: P.args, **named: P.kwargs) -> T | None:
-        """Return what was made before; None where nothing was."""
+        """Return the value that was made before, or None."""
         return project.made_once.get((self, *more, *named.items()))
 
 

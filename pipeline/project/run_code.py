@@ -64,7 +64,7 @@ def _own_folder(runs: Path) -> Path:
                 folder.mkdir(PRIVATE)
             facts = folder.lstat()
             if stat.S_ISDIR(facts.st_mode) and facts.st_uid == mine:
-                with suppress(PermissionError):  # somebody else's, where a mount shows all users as one
+                with suppress(PermissionError):  # another user's, where a mount shows all users as one
                     folder.chmod(PRIVATE)
                     return folder
         raise PermissionError(errno.EPERM, "the folder of frozen code belongs to another user")
@@ -194,7 +194,7 @@ def _load(
     options = {**options} | {key: value for key, value in offered.items() if takes(own_class, key)}
     try:
         made = own_class(**options) if callable(own_class) else own_class
-    except PipelineError as error:  # which says itself what is wrong, and where
+    except PipelineError as error:  # which explains itself
         error.next = error.next or CORRECT
         raise
     except (Exception, SystemExit) as error:
@@ -207,7 +207,7 @@ def _load(
 
 
 def _refuse_namesake(error: ImportError, kind: CodeKind, beside: Path | None) -> None:
-    """Raise where what was not found is looked for in a `pipeline` of the user's, which this package hides."""
+    """Raise where the missing module is in a `pipeline` of the user's, which this package hides."""
     if (error.name or "").partition(".")[0] != PACKAGE.name:
         return
     for folder in (beside, Path.cwd()):
@@ -271,7 +271,7 @@ def files_from(root: Path, module: str) -> dict[str, Path]:
 def _files_of(root: Path, module: str) -> list[Path]:
     """Return the files of a module, or of its top package; none where it is not below the root.
 
-    A folder without `__init__.py` is one where it has what is imported from it: else it may hold a data set.
+    A folder without `__init__.py` counts only if it has the imported module: else it may hold a data set.
     """
     top, place = root / module.partition(".")[0], root.joinpath(*module.split("."))
     single = top.with_suffix(".py")
@@ -282,7 +282,7 @@ def _files_of(root: Path, module: str) -> list[Path]:
 
 
 def _imported(path: Path) -> list[str]:
-    """Return the modules that a file imports absolutely, without our own; what is taken from one may be one, too."""
+    """Return the modules that a file imports absolutely, without ours; an imported name may be a module, too."""
     names: list[str] = []
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
@@ -314,7 +314,7 @@ def source_digest(own: Task | Reader | Encoder, without: Container[str] = FIGURE
 
 
 def _plain(node: Any) -> Any:
-    """Return a syntax tree as plain values, without what is empty: later versions of Python add fields."""
+    """Return a syntax tree as plain values, without empty fields: later versions of Python add some."""
     if isinstance(node, list):
         return [_plain(part) for part in node]
     if not isinstance(node, ast.AST):

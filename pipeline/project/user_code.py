@@ -1,7 +1,7 @@
-"""The user's own task and encoder: what is known of them without importing them, and the digests of what they do.
+"""The user's own task and encoder: what they are, without importing them, and digests of their code.
 
 One that was loaded once is known from then on by the bytes of its files, of this package and, of an encoder, of its
-weights, so that nobody waits for torch where nothing is left to do.
+weights, so that torch is not imported when nothing is left to do.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ if TYPE_CHECKING:
     from pipeline.config.schema_train import TrainSection
     from pipeline.protocol import Encoder
 
-PLANS = ".plans"  # of the runs: what was found out once
+PLANS = ".plans"  # of the runs: remembered results
 _SEEN: dict[str, TaskCode] = {}  # by this process, perhaps before there were runs
 
 
 def plans_folder(config: Config) -> Path:
-    """Return the folder of what was found out once."""
+    """Return the folder of remembered results."""
     return config.cluster.runs / PLANS
 
 
@@ -76,7 +76,7 @@ class TaskCode:
 
 
 def task_code(config: Config, beside: Path | None) -> TaskCode:
-    """Return what is known of a configuration's task, which is loaded unless it was with these very files."""
+    """Return a configuration's task, which is loaded unless it was before with the same files."""
     train, folder = config.train, plans_folder(config)
     named, was_imported = named_files(train.task or "", beside), is_imported(train.task or "")
     if named is None:
@@ -178,7 +178,7 @@ class EncoderCode:
 
 
 def encoder_code(config: Config, beside: Path | None) -> EncoderCode:
-    """Return what is known of a configuration's own encoder, which is loaded unless it was with these very files."""
+    """Return a configuration's own encoder, which is loaded unless it was before with the same files."""
     embed, folder = config.embed, plans_folder(config)
     named, states = named_files(embed.encoder, beside), _states(embed.weights)
     asked = _asked_of_encoder(config, named, states)
@@ -273,7 +273,7 @@ def _distribution(encoder: Encoder) -> str:
 
 
 def _of_unnamed(package: ModuleType) -> str:
-    """Return the digest of an installed package whose version nobody has written down."""
+    """Return the digest of an installed package without a version."""
     folders = list(getattr(package, "__path__", ()))
     files = [path for folder in folders for path in sorted(Path(folder).rglob("*.py"))]
     return digest_of([(path.name, path) for path in files or [Path(inspect.getfile(package))]])

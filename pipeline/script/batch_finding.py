@@ -1,6 +1,6 @@
 """The largest micro-batch with which a script of one's own runs: found by running it, and remembered.
 
-A command is as in `train.command`, with {micro_batch} for what is sought. It starts its ranks itself (torchrun, srun,
+A command is as in `train.command`, with {micro_batch} for the size to find. It starts its ranks itself (torchrun, srun,
 accelerate), so where memory ends on any of them the size does not fit: on unequal cards the smallest decides. A size
 fits if the command ends well with it. It also fits if the command has printed `pipeline: {"step": n}` often enough, or
 has run for the allowed time; then it gets a SIGTERM.
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 WHERE = "pipeline find-batch"
-FOLDER = ".pipeline-tune"  # in the current folder: what was found, and the output of the last try
-CLOSE = 16  # sizes are told apart to within a sixteenth of what fits
+FOLDER = ".pipeline-tune"  # in the current folder: remembered answers, and the output of the last try
+CLOSE = 16  # the answer is within a sixteenth of the best
 LAST_LINES = 5
 SILENT_S = 60.0  # without a line of a step, after which that is said
 

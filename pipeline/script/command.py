@@ -1,22 +1,23 @@
 """A user's own training script (`train.command`): its command line, and the environment of each of its processes.
 
-The command is split into words as a shell would, and no shell is ever used: what is filled into a word stays in it.
+The command is split into words as a shell would, and no shell is ever used: a value that fills a placeholder stays in
+its word.
 Placeholders are the fields of `Values`; `{{` and `}}` are braces.
 
-Processes. As torchrun starts them: one for each GPU, each of which sees all GPUs of its node and is told its place by
+Processes. As torchrun starts them: one for each GPU, each of which sees all GPUs of its node and gets its place by
 RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (a single process gets none of them, as if started by
 hand). So a script that runs under torchrun runs here as it is. A command that names {processes} or {gpus} starts its
 processes itself (torchrun, accelerate, Lightning, DataParallel): then it is started once on each node.
 
-Batches. micro_batch * accumulation * ranks is effective_batch, always. Nobody can predict what a foreign script takes,
-so the first attempt has train.micro_batch where it is a number, else all of a rank's share of the step; after a GPU ran
+Batches. micro_batch * accumulation * ranks is effective_batch, always. The memory of a script cannot be predicted, so
+the first attempt has train.micro_batch where it is a number, else all of a rank's share of the step; after a GPU ran
 out of memory the next has the largest divisor of the share that is at most half, and more accumulation. So a command
 has to name {accumulation} (or {effective_batch}) beside {micro_batch}.
 
 Folder. It runs in the folder of the configuration, and relative paths mean what they mean there. {output} is where its
 checkpoints belong: it is the same for every attempt, so a script that looks there for its last checkpoint goes on.
 
-How it ends, and is told to end: see `script_process`.
+How it ends, and is asked to end: see `script_process`.
 """
 
 from __future__ import annotations
@@ -222,7 +223,7 @@ def _place(values: Values) -> dict[str, str]:
 def reserved_port() -> Iterator[int]:
     """Keep a free port of this machine for a script's rank 0, until the script has ended.
 
-    The socket is bound and does not listen: the system gives the port to nobody else, and torch's store, which also
+    The socket is bound and does not listen: no other process gets the port, and torch's store, which also
     sets SO_REUSEADDR, can listen on it.
     """
     with socket.socket() as held:
@@ -297,7 +298,7 @@ class End:
 
     @property
     def failed(self) -> bool:
-        """Whether it failed, and not because it was told to end."""
+        """Whether it failed, and not because it was asked to end."""
         return self.code not in (0, GO_ON) and (not self.told or bool(self.trouble))
 
 

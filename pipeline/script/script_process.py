@@ -1,10 +1,10 @@
 """Runs a user's script: passes its output and signals on, and finds out why it ended.
 
-The contract with a script, none of which it has to keep:
+The contract with a script, all of it optional:
 
-Told to end. SIGUSR2 comes some time before the time limit, SIGTERM at a cancellation or preemption; either may come
+Asked to end. SIGUSR2 comes some time before the time limit, SIGTERM at a cancellation or preemption; either may come
 more than once. They reach those of its processes that listen for them, so a wrapper or a data worker that does not is
-not killed by a warning; a SIGTERM for which nobody listens goes to all. Exit 75, or exit 0 after a signal it listened
+not killed by a warning; a SIGTERM without a listener goes to all. Exit 75, or exit 0 after a signal it listened
 for, means "saved, start me again"; any other end after one counts as ended by it, and the scheduler's word says what
 follows.
 
@@ -13,7 +13,7 @@ end is searched for the reason: its last lines on memory (a GPU's, or the host's
 knows them, and a SIGKILL at the limit or counted by the kernel. Processes that it leaves behind are ended.
 
 Progress. A line `pipeline: {"step": 10, "loss": 0.5}` on its stdout gives figures for `pipeline status`, where finite
-numbers are taken; "step" tells how far it came, by which an attempt that goes on is told from one that is stuck.
+numbers are taken; "step" tells how far it came, which distinguishes an attempt with progress from one that is stuck.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 PREFIX = "pipeline: {"
 STEP = "step"
 READ_BYTES = 1 << 16
-LINE_MOST, LINES_MOST = 2000, 300  # of what is kept of its output
+LINE_MOST, LINES_MOST = 2000, 300  # of its output that is kept
 PARTIAL_MOST = 1 << 16  # of a line that does not end
 LOOK_EVERY_S, MEASURE_EVERY_S = 0.1, 1.0
-LINGER_S = 30.0  # for processes that are still saving after a script was told to end; as long as Slurm gives
+LINGER_S = 30.0  # for processes that are still saving after a script was asked to end; as long as Slurm gives
 KILLED_CODE = SIGNALLED + signal.SIGKILL
 OURS = REFUSALS.keys() - {ConfigError.exit_code}  # which is anybody's for a wrong command line
 KIB = 1024  # the unit of getrusage
@@ -263,7 +263,7 @@ class _Process:
             self._measure_at = now + max(MEASURE_EVERY_S, 20 * (time.monotonic() - now))
 
     def _end_the_rest(self) -> None:
-        """Kill the processes that it leaves behind, after time to save if it was told to end; read its last output."""
+        """Kill the processes that it leaves behind, after time to save if it was asked to end; read its last output."""
         deadline = time.monotonic() + (LINGER_S if self._told is not None else 0.0)
         while (pids := self._pids()) and time.monotonic() < deadline:
             self._drain()
