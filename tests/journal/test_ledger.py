@@ -167,6 +167,7 @@ SAID = st.tuples(
 def test_a_reader_that_skips_superseded_progress_sees_the_same_run(said: list[tuple[EventKind, Any]]) -> None:
     with TemporaryDirectory() as place:
         run = new_run(Path(place))
+        begin(run, HOST, os.getpid()).close()
         ledger = Ledger(run, "scan-000000")
         for done, (kind, figures) in enumerate(said):
             more = {"what": "", "exit_code": 1} if kind is EventKind.TASK_FAILED else {}
