@@ -30,12 +30,11 @@ from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.parsing.structure_files import read_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
     from pipeline.audit.remade_records import RebuiltItem
     from pipeline.project.project import Project
     from pipeline.store.format.record import Record
-    from pipeline.store.maintenance.shard_plans import Named, Subset
     from pipeline.store.store import Store
 
 TOLD = 3  # things that are wrong with one record
@@ -50,7 +49,12 @@ class Semantic:
         self._notes: Counter[str] = Counter()
 
     def check(
-        self, store: Store, part: Subset | Named = WHOLE, *, on: Callable[[str], object] = lambda _shard: None
+        self,
+        store: Store,
+        part: Container[str] = WHOLE,
+        *,
+        with_index: bool = True,
+        on: Callable[[str], object] = lambda _shard: None,
     ) -> Iterator[Checked]:
         """Judge some shards of one kind."""
         _ = self._recipes  # now, so that no record is blamed if this fails
@@ -60,7 +64,7 @@ class Semantic:
         def judge(record: Record) -> Wrong | None:
             return self._judge(store.kind, record)
 
-        for checked in check(store, part, judge=judge, on=on):
+        for checked in check(store, part, with_index=with_index, judge=judge, on=on):
             yield replace(checked, notes=dict(self._notes))
             self._notes.clear()
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pipeline.store.maintenance.shard_plans import Repaired, ShardPlan, Subset
     from pipeline.store.store import Store
 
-    Look = Callable[[Store, Subset], Iterator[Checked]]
+    Look = Callable[..., Iterator[Checked]]
 
 COUNTED = ("shards", "bytes", "records", "whole", "listed", "lost", "faults")  # of a kind
 SHOWN = 5  # files that a repair leaves alone, of which each is told what to do about it
@@ -264,7 +264,7 @@ def _watched(
         progress = stack.enter_context(CheckBars(name, _files(stores, subset)))
         file = stack.enter_context(_verdicts_to(verdicts)) if verdicts else None
         for store in stores:
-            for checked in look(store, subset):
+            for checked in look(store, subset, with_index=subset.part == 1):
                 progress.take(checked)
                 if file:
                     _write_verdicts(file, checked)

@@ -19,7 +19,7 @@ from pipeline.stage_names import StageName
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pipeline.store.maintenance.cleaning import Cleaning, CleanRequest
+    from pipeline.store.maintenance.overview import Cleaning, CleanRequest
     from pipeline.store.maintenance.transfer import Moved, Told
 
 TOLD_EVERY_S = 5.0
@@ -48,10 +48,10 @@ def export_command(
     from pipeline.store.cache_folder import CacheFolder
     from pipeline.store.format.cache_layout import MANIFEST
     from pipeline.store.maintenance import transfer
-    from pipeline.store.maintenance.leftovers import refuse_links_out
+    from pipeline.store.maintenance.leftovers import refuse_links
 
     cache = CacheFolder(load_config(config, sets).config.cache.root)
-    refuse_links_out(cache)
+    refuse_links(cache)
     moved = _showing("export", lambda tell: transfer.export_cache(cache, folder, kinds or (), link=link, tell=tell))
     _say(moved, folder, as_json=as_json)
     if not as_json:
@@ -66,10 +66,10 @@ def import_cache_command(folder: Folder, config: ConfigFile = None, sets: Sets =
     """Add an export to the cache, verified; nothing is overwritten."""
     from pipeline.store.cache_folder import CacheFolder
     from pipeline.store.maintenance import transfer
-    from pipeline.store.maintenance.leftovers import refuse_links_out
+    from pipeline.store.maintenance.leftovers import refuse_links
 
     cache = CacheFolder(load_config(config, sets).config.cache.root)
-    refuse_links_out(cache)
+    refuse_links(cache)
     moved = _showing("import", lambda tell: transfer.take_in(cache, folder, tell=tell))
     _say(moved, cache.root, as_json=as_json)
     remedy = Command.of("cache import", folder, then="   (after you copy these files again)")
@@ -183,7 +183,7 @@ def clean_command(
     from pipeline.report import tables
     from pipeline.report.cleaning_tables import cleaning_lines
     from pipeline.store.format.disk import ask_owner
-    from pipeline.store.maintenance.cleaning import CleanRequest
+    from pipeline.store.maintenance.overview import CleanRequest
     from pipeline.upkeep.clean_cache import foresee_cleaning
 
     if keep_recipes and everything:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pipeline.report.tables import Column
     from pipeline.store.cache_folder import RecipeStat
     from pipeline.store.maintenance.damage_report import DamageReport
-    from pipeline.store.maintenance.holdings import Holdings, Missing
+    from pipeline.store.maintenance.overview import Holdings, Missing
     from pipeline.store.shard_index import StoreStat
 
 AsTyped: TypeAlias = "Callable[[Command], object]"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pipeline.command_line import Command
 from pipeline.report.cache_tables import NAMED, said, settings_text
 from pipeline.report.tables import plural, table_of
-from pipeline.store.maintenance.cleaning import DAY_S
+from pipeline.store.maintenance.overview import DAY_S
 from pipeline.store.maintenance.shard_plans import Fate
 from pipeline.units import first_few, format_bytes, format_seconds
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from pipeline.report.cache_tables import AsTyped
     from pipeline.report.tables import Column
-    from pipeline.store.maintenance.cleaning import Cleaning
     from pipeline.store.maintenance.leftovers import LeftoverFile
+    from pipeline.store.maintenance.overview import Cleaning
 
 UNNEEDED: tuple[Column, ...] = (
     ("UNNEEDED", "kind"), ("RECORDS", "items", "count"), ("SIZE", "bytes", "bytes"), ("WHY", "why"),

@@ -35,7 +35,7 @@ from pipeline.store.maintenance.damage_report import (
     read_report,
 )
 from pipeline.store.maintenance.leftovers import refuse_unusable
-from pipeline.store.maintenance.shard_plans import Named, check, shards_of
+from pipeline.store.maintenance.shard_plans import check, shards_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -208,7 +208,7 @@ def _checked(store: Store, check: Check, parts: set[CacheFile], tell: TaskContex
     def note_shard(shard: str) -> None:
         tell.on((CacheFile(store.kind, shard).name,))
 
-    return check(store, Named(names, len(names) < len(parts)), on=note_shard)
+    return check(store, names, with_index=len(names) < len(parts), on=note_shard)
 
 
 def _read_list(folder: RunFolder, start: int, end: int) -> Iterator[CacheFile]:

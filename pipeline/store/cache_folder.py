@@ -24,7 +24,7 @@ from pipeline.store.format.cache_layout import (
     KindLayout,
 )
 from pipeline.store.format.disk import Disk, lay_over, publish_file
-from pipeline.store.store import Store
+from pipeline.store.store import Layer, Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -90,17 +90,18 @@ class CacheFolder:
 
     def kind(self, kind: str) -> Store:
         """Return the store of this kind's records."""
-        ahead, under = ([layer.own(kind) for layer in layers] for layers in (self.ahead, self.under))
-        return self._store(kind, ahead, under)
+        layers = [folder.layer(kind) for folder in (*self.ahead, self, *self.under)]
+        return Store(layers, len(self.ahead), self.prepare)
 
     def own(self, kind: str) -> Store:
         """Return the store of this kind's records in this very folder, whatever it is laid over."""
-        return self._store(kind)
+        return Store([self.layer(kind)], 0, self.prepare)
 
-    def _store(self, kind: str, ahead: Sequence[Store] = (), under: Sequence[Store] = ()) -> Store:
+    def layer(self, kind: str) -> Layer:
+        """Return what looks up records of this kind in this very folder."""
         if not _KIND.fullmatch(kind):
             raise ValueError(f"{kind!r} is not a valid kind of record")
-        return Store(self.disk, KindLayout(self.root / kind), self.prepare, ahead=ahead, under=under)
+        return Layer(self.disk, KindLayout(self.root / kind))
 
     def describe(self, kind: str, recipe: Mapping[str, Any]) -> None:
         """Store the recipe by which records of a kind are made, for reports."""
@@ -201,9 +202,7 @@ class CacheFolder:
         if not any(self._is_kind(name) for name in names):
             return self._unusable(f"{MARKER} cannot be read, so this may not be a cache")
         marker = quoted(self.root / MARKER)
-        remedy = f"rm {marker}   (the next run writes it again; no record is rebuilt)"
-        if not self._is_free(names):  # beside files that are not of a cache, only its marker makes the folder one
-            remedy = f"rm -f {marker} && echo '{json.dumps(_MARKED)}' > {marker}   (no record is rebuilt)"
+        remedy = f"rm -f {marker} && echo '{json.dumps(_MARKED)}' > {marker}   (no record is rebuilt)"
         return self._unusable(f"{MARKER} is damaged; otherwise the folder looks like a cache", remedy)
 
     def prepare(self) -> None:

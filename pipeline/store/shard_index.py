@@ -256,6 +256,11 @@ class StoreSnapshot:
         self.outdated = False  # whether a shard went away since: compacted, repaired or purged
 
     @property
+    def names_gone(self) -> bool:
+        """Whether the index names a shard that is not there any more."""
+        return self._index is not None and any(self.unreadable.get(name) == WENT for name in self._index.names)
+
+    @property
     def counts(self) -> tuple[int, int]:
         """How many rows the index has, and how many are only in tables."""
         return len(self._index) if self._index else 0, len(self._delta)

@@ -65,7 +65,6 @@ _READ_AHEAD = 2 * _READ_THREADS  # chunks in memory while `read` waits for its c
 _CHUNK_RECORDS, _CHUNK_BYTES = 64, 1 << 18  # a thread reads so much at once: small records cost less than a task
 _LOCATE_BATCH = 256
 _KEYS_BATCH = 65_536
-_LOOK_AGAIN_S = 0.5
 _UNINDEXED_RECORDS, _UNINDEXED_SHARE = 16_384, 0.05  # a few MB; that an index is written ever more rarely as it grows
 
 _UNREAD: Mapping[str, Any] = {}
@@ -178,19 +177,10 @@ class Store:
     be on a disk that others purge, or unmount. Writing, indexing and counting concern the own folder alone.
     """
 
-    def __init__(
-        self,
-        disk: Disk,
-        layout: KindLayout,
-        prepare: Callable[[], None],
-        *,
-        ahead: Sequence[Store] = (),
-        under: Sequence[Store] = (),
-    ) -> None:
-        self.disk, self.layout, self._prepare = disk, layout, prepare
-        self.own = Layer(disk, layout)
-        self._layers = [*(store.own for store in ahead), self.own, *(store.own for store in under)]
-        self.own_layer = len(ahead)
+    def __init__(self, layers: Sequence[Layer], own_layer: int, prepare: Callable[[], None]) -> None:
+        self._layers, self.own_layer, self._prepare = layers, own_layer, prepare
+        self.own = layers[own_layer]
+        self.disk, self.layout = self.own.disk, self.own.layout
         self._reasons: dict[bytes, tuple[Path, str]] = {}  # key → shard, what is wrong with the record there
         self._may_blame_index = True  # where a record is not found: once
 
@@ -213,7 +203,7 @@ class Store:
     def locate(self, keys: Sequence[bytes], first_layer: int = 0) -> list[list[RecordPlace]]:
         """Return the places of each key's copies, in the first layer that has any."""
         places_by_key: list[list[RecordPlace]] = [[] for _ in keys]
-        for number, layer in self._numbered(first_layer):
+        for number, layer in enumerate(self._layers[first_layer:], first_layer):
             absent = [at for at, places in enumerate(places_by_key) if not places]
             with self._may_be_away(layer):
                 located = layer.locate([keys[at] for at in absent], number) if absent else ()
@@ -221,14 +211,9 @@ class Store:
                     places_by_key[at] = places
         return places_by_key
 
-    def missing(self, keys: Sequence[bytes], *, patience_s: float = 0.0) -> list[bytes]:
-        """Return the keys that no layer has, in order; look again for new files for up to `patience_s`."""
-        absent = [key for key, places in zip(keys, self.locate(keys), strict=True) if not places]
-        if not absent or patience_s <= 0:
-            return absent
-        self.disk.wait(wait_s := min(_LOOK_AGAIN_S, patience_s))
-        self.refresh()
-        return self.missing(absent, patience_s=patience_s - wait_s)
+    def missing(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Return the keys that no layer has, in order."""
+        return [key for key, places in zip(keys, self.locate(keys), strict=True) if not places]
 
     def keys(self) -> Iterator[bytes]:
         """Yield every key of any layer once, sorted."""
@@ -246,12 +231,12 @@ class Store:
         `room` returns memory for a number of bytes, in two buffers: the record's bytes are read into it, and its arrays
         are views of it. Until this returns, that memory may hold a damaged copy.
         """
-        record = self._first_whole(key, places, room)
-        if record is None and (now := self.locate([key])[0]) != places:  # for another key it was looked again
-            record = self._first_whole(key, now, room)
-        if record is None:  # what was known may be old: a purge, or a copy made since
-            self.refresh()
-            record = self._first_whole(key, self.locate([key])[0], room)
+        if record := self._first_whole(key, places, room):
+            return record
+        if (now := self.locate([key])[0]) != places and (record := self._first_whole(key, now, room)):
+            return record  # another key made the store look again
+        self.refresh()  # what was known may be old: a purge, or a copy made since
+        record = self._first_whole(key, self.locate([key])[0], room)
         if record is None and self._may_blame_index:
             self._may_blame_index = False
             self.refresh(believe_index=False)
@@ -292,7 +277,7 @@ class Store:
         """
         column, whole, read_bytes = key_column(keys), np.zeros(len(keys), bool), 0
         left = np.arange(len(keys))
-        for _, layer in self._numbered():
+        for layer in self._layers:
             with self._may_be_away(layer):
                 asked, rows, names = layer.first_copies(column[left])
                 is_read = read_bytes + np.cumsum(rows["length"]) - rows["length"] < limit_bytes
@@ -355,28 +340,24 @@ class Store:
     def is_indexed(self) -> bool:
         return self.ask(lambda snapshot: snapshot.index_state is IndexState.CURRENT)
 
-    def write_index(
-        self, without: Collection[str] = (), *, believe_index: bool = True, far_behind: bool = False
-    ) -> None:
+    def write_index(self, without: Collection[str] = (), *, far_behind: bool = False) -> None:
         """Bring the index up to date; several processes may do so at once, and the last one's index stays.
 
-        Shards that are about to be removed can be left out: until then they are read by their own tables. Without
-        `believe_index` it is made from the shards alone. `far_behind` writes it only if it lacks many records, whose
-        rows are in the memory of every process that has the store open.
+        Shards that are about to be removed can be left out: until then they are read by their own tables. `far_behind`
+        writes it only if it lacks many records, whose rows are in the memory of every process that has the store open.
         """
         if far_behind:
             held, lacking = self.ask(lambda snapshot: snapshot.counts)
             if lacking <= max(_UNINDEXED_RECORDS, held * _UNINDEXED_SHARE):
                 return
-        self.refresh(believe_index=believe_index)
+        self.refresh()
         self._prepare()
         self.ask(lambda snapshot: write_index(self.disk, self.layout, *snapshot.to_index(frozenset(without))))
         self.own.tables = {name: table for name, table in self.own.tables.items() if name in without}
         self.own.distrusts_index = False
-        self.refresh()
-
-    def _numbered(self, first: int = 0) -> Iterator[tuple[int, Layer]]:
-        return islice(enumerate(self._layers), first, None)
+        self.forget()
+        if self.own.refresh().names_gone:  # another process has removed a shard while this one wrote the index
+            self.write_index(without)
 
     def _keys_of(self, layer: Layer) -> Iterator[bytes]:
         with self._may_be_away(layer):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
+from pipeline.codec import rebuilt
 from pipeline.errors import CacheFull, CacheUnusable
 from pipeline.keys import KEY_BYTES, content_digest
 from pipeline.store.format.cache_layout import USERS
@@ -92,8 +93,7 @@ def _read_user(disk: Disk, path: Path) -> User:
     content = json.loads(disk.read_start(path, _MOST_BYTES))
     if content.pop("user") != FORMAT:
         raise ValueError("written by another version")
-    known = {name: content[name] for name in ("config", "runs", "last", "who")}
-    user = User(tags=frozenset((str(kind), str(tag)) for kind, tag in content["tags"]), **known)
+    user = rebuilt(User, content)
     if user.name != path.name:
         raise ValueError("damaged: its name does not match its checksum")
     return user

@@ -24,8 +24,8 @@ from pipeline.keys import recipe_tag
 from pipeline.store.cache_folder import RECIPES, CacheFolder
 from pipeline.store.format.cache_layout import MARKER, USERS
 from pipeline.store.format.disk import remove
-from pipeline.store.maintenance.cleaning import FORGOTTEN_S, Cleaning, CleanNote, CleanRequest
-from pipeline.store.maintenance.leftovers import Left, find_leftovers, refuse_links, refuse_links_out
+from pipeline.store.maintenance.leftovers import Left, find_leftovers, refuse_links
+from pipeline.store.maintenance.overview import FORGOTTEN_S, Cleaning, CleanNote, CleanRequest
 from pipeline.store.maintenance.shard_plans import Fate, Live, apply, mark, why_kept
 from pipeline.store.users import USER_NAME, forget, register, registered, sorted_keys, who_am_i
 from pipeline.upkeep.retention import EVERYTHING, NOTHING, Staying, config_name, described, user_of
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
-    from pipeline.store.maintenance.cleaning import Recipes
     from pipeline.store.maintenance.leftovers import LeftoverFile
+    from pipeline.store.maintenance.overview import Recipes
     from pipeline.store.maintenance.shard_plans import Marked, ShardPlan
     from pipeline.store.users import User
 
@@ -70,7 +70,6 @@ def _foresee_readable(
     project: Project, cache: CacheFolder, file: Path | None, asked: CleanRequest, on: Callable[[int], None]
 ) -> Cleaning:
     refuse_links(cache)
-    refuse_links_out(cache)
     user_files, now = _user_files(cache), _cache_time(cache)
     users, strangers = registered(cache.disk, cache.root)
     mine = [user for user in users if file and (user.config, user.who) == (config_name(file), who_am_i())]
@@ -90,9 +89,9 @@ def _foresee_readable(
         today = user_of(mine[0].config, str(project.config.cluster.runs.absolute()), staying.wanted)
         forgotten = [*gone, *(user for user in mine if asked.all or not user.tags <= today.tags)]
         own = None if asked.all else today
-    files = find_leftovers(cache)
+    leftovers, foreign = find_leftovers(cache)
     by_age: dict[bool, list[LeftoverFile]] = {True: [], False: []}
-    for leftover in files.leftovers:
+    for leftover in leftovers:
         by_age[now - leftover.since > asked.grace_of(leftover.what)].append(leftover)
     cleaning = Cleaning(
         cache=cache,
@@ -107,7 +106,7 @@ def _foresee_readable(
         wanted=frozenset() if asked.all else frozenset(staying.wanted),
         leftovers=by_age[True],
         young=[leftover for leftover in by_age[False] if leftover.what is not Left.MEMORY],
-        foreign=files.foreign,
+        foreign=foreign,
         notes=[*_notes_of_users(gone, others, strangers, now, asked, cache), *staying.notes],
     )
     _refuse_unwritable(cleaning)

@@ -22,9 +22,8 @@ from pipeline.records import Item, Reason
 from pipeline.stage_names import StageName
 from pipeline.store.cache_folder import CacheFolder, RecipeStat
 from pipeline.store.format.cache_layout import KindLayout
-from pipeline.store.maintenance.cleaning import CleanNote
 from pipeline.store.maintenance.damage_report import last_report, repair_of
-from pipeline.store.maintenance.holdings import Holdings, Missing
+from pipeline.store.maintenance.overview import CleanNote, Holdings, Missing
 from pipeline.store.maintenance.shard_plans import Live
 from pipeline.store.store import in_chunks
 from pipeline.store.users import User, register, registered, sorted_keys, who_am_i

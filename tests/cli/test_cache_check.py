@@ -203,13 +203,13 @@ def test_links_that_lead_out_are_refused_and_all_are_named(pipeline: Command, ca
         (cache.root / place).symlink_to(outside)
         for command in COMMANDS:
             done = pipeline(*command)
-            assert (done.code, f"cache/{place}: " in done.err, str(outside) in done.err) == (2, True, True), place
+            assert (done.code, f"cache/{place}" in done.err, str(outside) in done.err) == (2, True, True), place
         if place != "aside":
             (cache.root / place).unlink()
     links = [cache.root / "graph/shards/b.safetensors", cache.root / "aside"]
     links[0].symlink_to(outside)
     done = pipeline(*VALIDATE)
-    assert (done.code, [link for link in links if f"{link}: " not in done.err]) == (2, [])
+    assert (done.code, [link for link in links if f"{link} " not in done.err]) == (2, [])
     assert list(outside.iterdir()) == []
 
 

@@ -91,14 +91,14 @@ def test_what_cannot_be_meant_is_refused(pipeline: Command, projects: Path) -> N
     assert pipeline("cache", "import", "../export").code == 4
 
 
-def test_links_that_lead_round_in_a_circle_are_refused(pipeline: Command, projects: Path) -> None:
+def test_links_within_the_cache_are_refused_also_in_a_circle(pipeline: Command, projects: Path) -> None:
     assert pipeline("cache", "export", "../export").code == 0
     shards = projects / "here/cache/graph/shards"
     (shards / "a.safetensors").symlink_to(shards / "b.safetensors")
     (shards / "b.safetensors").symlink_to(shards / "a.safetensors")
     for words in ("export ../export", "import ../export", "validate"):
         done = pipeline("cache", *words.split())
-        assert (done.code, "circle" in done.err) == (2, True), words
+        assert (done.code, "a.safetensors" in done.err) == (2, True), words
 
 
 def test_a_place_that_cannot_be_written_is_not_blamed_on_the_cache(

@@ -66,7 +66,7 @@ class RecordingDisk(Disk):
     def make_folder(self, path: Path) -> None:
         super().make_folder(path)  # by `new_folder` and `fsync_folder`
 
-    def make_private_folder(self, path: Path) -> None:
+    def make_private_folder(self, path: Path) -> bool:
         raise NotImplementedError("it is for scratch, which need not outlive anything")
 
     def time_in(self, folder: Path) -> float:

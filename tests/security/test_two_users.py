@@ -202,7 +202,8 @@ def test_a_cache_that_may_only_be_read_serves_what_it_has_and_refuses_the_rest_a
     assert done.code == 2
     assert f"belongs to user {ALICE}" in done.said
     assert "cache.under" in done.said
-    assert "0 of 1 done" in done.said, "no task was begun"
+    (stage,) = json.loads(lab.bob.types("status", "--json").out)["stages"]
+    assert (stage["name"], stage["cached"], stage["missing"], stage["jobs"]) == ("scan", 3, 1, []), "no task began"
 
 
 @pytest.mark.nightly

@@ -52,6 +52,12 @@ def is_right(record: Record, key: bytes) -> bool:
     )
 
 
+def rebuild_index(store: Store) -> None:
+    """Write the index from the shards alone."""
+    store.layout.index.unlink(missing_ok=True)
+    store.write_index()
+
+
 def judged(store: Store) -> list[Checked]:
     """Return what reading every byte of every shard found."""
     return [checked for checked in check(store) if checked.shard]

@@ -83,9 +83,9 @@ def test_notes_are_cleaned_with_what_validations_found(cache):
     path = spoil(cache.root, 2)
     with pytest.raises(CacheDamaged):
         cache.kind("scan").get(KEYS[2])
-    beside = find_leftovers(cache)
-    assert [(file.path.name, file.what) for file in beside.leftovers] == [(path.name, Left.REPORT)]
-    assert beside.foreign == ()
+    leftovers, foreign = find_leftovers(cache)
+    assert [(file.path.name, file.what) for file in leftovers] == [(path.name, Left.REPORT)]
+    assert foreign == []
 
 
 class CountingDisk(Disk):

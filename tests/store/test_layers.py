@@ -16,7 +16,7 @@ from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import MARKER
 from pipeline.store.format.disk import Disk
 from pipeline.store.shard_index import IndexState
-from tests.store.content import is_right, key_of, put
+from tests.store.content import is_right, key_of, put, rebuild_index
 from tests.store.faulty_disks import CHANGES, os_error
 from tests.store.maintenance.damage import spoil
 
@@ -127,7 +127,7 @@ def test_only_the_private_cache_is_written_and_counted(shared, tmp_path):
     with store.writer() as writer:
         put(writer, 7, 0)
     store.write_index()
-    store.write_index(believe_index=False)
+    rebuild_index(store)
     cache.describe("scan", {"any": 1})
     assert all(is_right(store.get(key_of(number)), key_of(number)) for number in (0, 1, 2, 3, 7, 8))
     assert (store.stat().records, store.stat().index) == (2, IndexState.CURRENT)

@@ -66,10 +66,6 @@ class StoreAgainstDict(RuleBasedStateMachine):
     def write_index(self, who):
         self.stores[who].write_index()
 
-    @rule(who=st.integers(0, 1))
-    def rebuild_index(self, who):
-        self.stores[who].write_index(believe_index=False)
-
     @rule()
     def lose_index(self):
         (self.root / "cache/scan/index.bin").unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from pipeline.errors import CacheUnusable, ConfigError
 from pipeline.journal.ledger import Ledger
 from pipeline.records import EventKind
 from pipeline.store.format.disk import Disk
-from pipeline.store.maintenance.cleaning import DAY_S, Cleaning, CleanRequest
+from pipeline.store.maintenance.overview import DAY_S, Cleaning, CleanRequest
 from pipeline.store.maintenance.shard_plans import Fate
 from pipeline.store.users import User, register, registered
 from pipeline.upkeep import retention

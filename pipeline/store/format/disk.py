@@ -153,13 +153,10 @@ class Disk:
         shared = path.parent.stat().st_mode & SHARED
         path.chmod(stat.S_IMODE(path.stat().st_mode) | _GROUP_ENTER | (shared if shared == SHARED else 0))
 
-    def make_private_folder(self, path: Path) -> None:
-        """Make a folder that only this user may enter, and its parents, unless they are there."""
+    def make_private_folder(self, path: Path) -> bool:
+        """Make a folder that only this user may enter, unless it is there; say whether it is one, and no link."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=stat.S_IRWXU, exist_ok=True)
-
-    def is_private(self, path: Path) -> bool:
-        """Say whether a path is a folder (no link) that this user owns and nobody else may write in."""
         status = path.lstat()
         mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
         return mine and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -220,9 +217,6 @@ class Disk:
         while not path.exists():
             path = path.parent
         return shutil.disk_usage(path).free
-
-    def now(self) -> float:
-        return time.monotonic()
 
     def wait(self, seconds: float) -> None:
         time.sleep(seconds)

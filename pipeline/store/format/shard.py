@@ -195,12 +195,6 @@ def header_fault(disk: Disk, path: Path, table: ShardTable) -> str:
     return "" if xxhash.xxh3_128_digest(header) == table.header_digest else BAD_HEADER
 
 
-def read_record(disk: Disk, fd: int, key: bytes, offset: int, length: int, digest: bytes) -> tuple[bytes, Record]:
-    """Return a record of an open shard, and its bytes; BadRecord where it is not as it was written."""
-    blob = disk.read_at(fd, length, offset)
-    return blob, verified_record(key, digest, blob)
-
-
 def verified_record(key: bytes, digest: bytes, blob: bytes | memoryview, rest: bytes | memoryview = b"") -> Record:
     """Return the record in bytes that may lie in two stretches of memory; BadRecord where it is not as written."""
     hasher = xxhash.xxh3_128(blob)

@@ -9,10 +9,11 @@ import json
 import math
 import os
 import time
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from pipeline.codec import rebuilt
 from pipeline.command_line import UPGRADE, Command, quoted
 from pipeline.errors import CacheDamaged, ConfigError
 from pipeline.store.format.cache_layout import REPORTS
@@ -47,6 +48,7 @@ _LONGEST_SUMMARY = 1 << 16
 _NOTE_CHARACTERS = 200
 _NEWEST = 100  # of so many reports, by their names, the last one is found; each takes a read
 _WRITE_BYTES = 1 << 20
+_LATEST_S = 1 << 40  # a time that a calendar can show
 
 
 class Fault(StrEnum):
@@ -91,13 +93,6 @@ class DamageFinding:
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"fault": self.fault.value}
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> DamageFinding:
-        """Return what `to_json` wrote; raise ValueError or TypeError for anything else."""
-        finding = _typed_as(cls("", Fault.INDEX, ""), cls(**{**data, "fault": Fault(data["fault"])}))
-        bytes.fromhex(finding.key)
-        return finding
-
 
 @dataclass(slots=True)
 class Summary:
@@ -121,14 +116,6 @@ class Summary:
     root: str = ""  # of which cache
     hopeless: int = 0  # findings that no repair can do anything about
     stay: dict[str, str] = field(default_factory=dict)  # some files that such are about → why a repair leaves them
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Summary:
-        """Return what was written; raise ValueError or TypeError for anything else."""
-        summary = _typed_as(cls(""), cls(**data))
-        if not (math.isfinite(summary.begun) and 0 <= summary.begun < 1 << 40 and math.isfinite(summary.seconds)):
-            raise ValueError("invalid time")
-        return summary
 
     def note(self, notes: Mapping[str, int]) -> None:
         """Count remarks that are no findings; only the beginning of each is kept, for there is little room."""
@@ -172,18 +159,6 @@ class Summary:
         self.root = self.root or other.root
         self.stay = dict([*self.stay.items(), *other.stay.items()][:_NAMED])
         self.begun = min(filter(None, (self.begun, other.begun)), default=0.0)
-
-
-Value = TypeVar("Value", DamageFinding, Summary)
-
-
-def _typed_as(example: Value, value: Value) -> Value:
-    """Return a value that was read from JSON; raise TypeError where a field has another type than the example's."""
-    for known in fields(example):
-        found, wanted = getattr(value, known.name), type(getattr(example, known.name))
-        if not isinstance(found, (int, float) if wanted is float else wanted):
-            raise TypeError(f"{known.name} is no {wanted.__name__}")
-    return value
 
 
 def _add_to(counts: dict[str, int], more: Mapping[str, int]) -> None:
@@ -235,8 +210,9 @@ class DamageReport:
             file.readline()
             for line in file:
                 try:
-                    finding = DamageFinding.from_json(json.loads(line))
-                except (ValueError, TypeError, KeyError, RecursionError) as error:
+                    finding = rebuilt(DamageFinding, line)
+                    bytes.fromhex(finding.key)
+                except ValueError as error:
                     raise _no_report(self.path, "one of its lines cannot be read") from error
                 yield finding
 
@@ -248,7 +224,9 @@ def read_report(path: Path) -> DamageReport:
             text = file.readline(_LONGEST_SUMMARY)
         content = json.loads(text)
         if content.pop("report") == REPORT_FORMAT:
-            return DamageReport(path, Summary.from_json(content))
+            summary = rebuilt(Summary, content)
+            if 0 <= summary.begun < _LATEST_S and math.isfinite(summary.seconds):
+                return DamageReport(path, summary)
     except OSError as error:
         raise _no_report(path, error.strerror or str(error)) from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):

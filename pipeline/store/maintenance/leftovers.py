@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
     from pipeline.store.cache_folder import CacheFolder
 
+SHOWN = 20  # links that a refusal names
+
 
 class Left(StrEnum):
     """The role of a file that holds no records."""
@@ -57,16 +59,11 @@ class LeftoverFile:
     since: float  # seconds since 1970
 
 
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """The files beside the records."""
+def find_leftovers(cache: CacheFolder) -> tuple[list[LeftoverFile], list[Path]]:
+    """Return the leftover files of a cache, and unknown ones, which are left alone.
 
-    leftovers: tuple[LeftoverFile, ...]
-    foreign: tuple[Path, ...]  # what nobody knows here: it is left alone
-
-
-def find_leftovers(cache: CacheFolder) -> Beside:
-    """Return the leftover and foreign files of a cache; the newest report, and its repair, are none."""
+    The newest report, and that of its repair, are neither.
+    """
     leftovers: list[LeftoverFile] = []
     foreign: list[Path] = []
     disk, last = cache.disk, last_report(cache.disk, cache.root)
@@ -84,17 +81,7 @@ def find_leftovers(cache: CacheFolder) -> Beside:
                     leftovers.append(LeftoverFile(path, role, kind, disk.size_of(path), since))
             except FileNotFoundError:  # it was published or removed meanwhile
                 continue
-    return Beside(tuple(leftovers), tuple(foreign))
-
-
-def refuse_links(cache: CacheFolder) -> None:
-    """Raise where a folder of the cache is a link, even to one inside: its files would be swept as another kind's."""
-    for folder, *_ in _places(cache):
-        for path in (folder, *([folder.parent] if folder.parent != cache.root else [])):
-            if path != cache.root and cache.disk.is_link(path):
-                what = f"the cache has a symbolic link instead of a folder; its target is {path.readlink()}"
-                remedy = f"ls -l {quoted(path)}   (cleaning follows no links; replace it with the folder itself)"
-                raise CacheUnusable(what, where=str(path), remedy=remedy)
+    return leftovers, foreign
 
 
 def _places(cache: CacheFolder) -> Iterator[tuple[Path, str, Mapping[re.Pattern[str], Left]]]:
@@ -120,63 +107,38 @@ def _named(*names: str) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, names)))
 
 
-SHOWN = 20
-
-
 def refuse_unusable(cache: CacheFolder) -> None:
-    """Raise where there is no cache, or where links lead out of its folder."""
+    """Raise where there is no cache, or where a part of it is a symbolic link."""
     if not cache.is_there:
         remedy = Command.submit("all", then="   (makes one), or --set cache.root=FOLDER")
         raise CacheUnusable("no cache found", where=str(cache.root), remedy=remedy)
-    refuse_links_out(cache)
+    refuse_links(cache)
 
 
-def refuse_links_out(cache: CacheFolder) -> None:
-    """Raise where a symbolic link in the cache leads out of it; the cache's own folder may be one."""
+def refuse_links(cache: CacheFolder) -> None:
+    """Raise where a part of the cache is a symbolic link: it may lead out of it, or to records of another kind.
+
+    The cache's own folder may be a link.
+    """
     try:
-        root = cache.root.resolve()
-        targets = ((link, _target(link)) for link in _links(cache))
-        links_out = [pair for pair in targets if pair[1].is_symlink() or not pair[1].is_relative_to(root)]
+        links = _links(cache)
     except OSError as error:
         what, place = f"the cache cannot be read: {error.strerror or error}", error.filename or cache.root
         raise CacheUnusable(what, where=str(place), remedy=f"ls -ld {quoted(place)}") from error
-    if links_out:
-        shown = [f"{link}: {_describe_target(target)}" for link, target in links_out[:SHOWN]]
-        more = [f"… and {len(links_out) - SHOWN:,} more"] * (len(links_out) > SHOWN)
-        what = "\n  ".join((f"{len(links_out):,} symbolic links lead out of the cache", *shown, *more))
-        where, what = (cache.root, what) if links_out[1:] else (links_out[0][0], _describe_target(links_out[0][1]))
-        raise CacheUnusable(what, where=str(where), remedy=_remedy(*links_out[0]))
+    if links:
+        shown = [f"{link} leads to {link.readlink()}" for link in links[:SHOWN]]
+        more = [f"… and {len(links) - SHOWN:,} more"] * (len(links) > SHOWN)
+        what = "\n  ".join(("the cache contains symbolic links, which pipeline does not follow", *shown, *more))
+        remedy = f"ls -l {quoted(links[0])}   (replace it with what it leads to, or set cache.root to that cache)"
+        raise CacheUnusable(what, where=str(links[0]), remedy=remedy)
 
 
-def _describe_target(target: Path) -> str:
-    leads = "in a circle" if target.is_symlink() else f"out of the cache, to {target}"
-    return f"a symbolic link leads {leads}"
-
-
-def _remedy(link: Path, target: Path) -> str:
-    if target.is_dir():
-        return f"ls -l {quoted(link)}   (replace it with the folder itself, or set cache.root to {target.parent})"
-    return f"ls -l {quoted(link)}   (replace it with the file itself, or remove it)"
-
-
-def _target(link: Path) -> Path:
-    """Return the target of a link; the link itself if it leads in a circle."""
-    try:
-        return link.resolve()
-    except RuntimeError:  # of Python up to 3.12
-        return link
-
-
-def _links(cache: CacheFolder) -> Iterator[Path]:
-    """Yield the symbolic links among a cache's own files and folders; linked folders are not entered."""
-    links = set(cache.disk.links_in(cache.root))
-    kinds = cache.kinds()
-    yield from (cache.root / name for name in sorted(links & {MARKER, REPORTS, USERS, *kinds}))
-    for kind in kinds:
-        folder = cache.kind(kind).layout.folder
-        if kind not in links:
-            inner = sorted(cache.disk.links_in(folder))
-            yield from (folder / name for name in inner)
-            parts = ("shards", "tmp", "quarantine")
-            for part in (folder / name for name in parts if name not in inner):
-                yield from (part / name for name in sorted(cache.disk.links_in(part)))
+def _links(cache: CacheFolder) -> list[Path]:
+    """Return the symbolic links among a cache's own files and folders; linked folders are not entered."""
+    links: list[Path] = []
+    own = {MARKER, REPORTS, USERS, *cache.kinds()}
+    for folder, kind, _ in _places(cache):
+        if (kind or folder == cache.root) and not {folder, folder.parent} & {*links}:
+            names = cache.disk.links_in(folder)
+            links += sorted(folder / name for name in names if kind or name in own)
+    return links

@@ -33,9 +33,9 @@ from pipeline.store.format.shard import (
     column_keys,
     header_fault,
     key_column,
-    read_record,
     read_table,
     row_keys,
+    verified_record,
     whole_rows,
 )
 from pipeline.store.maintenance.damage_report import (
@@ -66,7 +66,7 @@ from pipeline.store.shard_index import (
 from pipeline.store.store import DEFAULT_SHARD_BYTES, RecordPlace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from pipeline.store.cache_folder import CacheFolder
@@ -103,27 +103,11 @@ class Subset:
         what = f"{text!r} is not a valid subset"
         raise ConfigError(what, where="--subset", remedy="n/t with 1 <= n <= t, such as --subset 1/8")
 
-    def __contains__(self, shard: str) -> bool:
-        return xxhash.xxh3_64_intdigest(shard.encode()) % self.of == self.part - 1
+    def __contains__(self, shard: object) -> bool:
+        return xxhash.xxh3_64_intdigest(str(shard).encode()) % self.of == self.part - 1
 
     def __str__(self) -> str:
         return f"{self.part}/{self.of}"
-
-    @property
-    def with_index(self) -> bool:
-        """Whether the index is judged with these shards: with the first part only."""
-        return self.part == 1
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """Some shards by their names, with the index or without."""
-
-    names: frozenset[str]
-    with_index: bool = False
-
-    def __contains__(self, shard: str) -> bool:
-        return shard in self.names
 
 
 WHOLE = Subset()
@@ -136,13 +120,14 @@ def shards_of(store: Store) -> list[str]:
 
 def check(
     store: Store,
-    part: Subset | Named = WHOLE,
+    part: Container[str] = WHOLE,
     *,
+    with_index: bool = True,
     quick: bool = False,
     judge: Judge | None = None,
     on: Callable[[str], object] = lambda _shard: None,
 ) -> Iterator[Checked]:
-    """Judge shards and the index; nothing is changed.
+    """Judge some shards, and the index (`with_index`, or where something contradicts it); nothing is changed.
 
     Every byte is read once, or of each shard only header and table if it is to be `quick`; `judge` judges the content
     of intact records. A shard that appears meanwhile is not judged, one that was removed meanwhile is not missed.
@@ -151,20 +136,17 @@ def check(
     """
     known = _Check(store, IndexSummary.read(store.disk, store.layout), quick, judge)
     names, later = [name for name in sorted({*shards_of(store), *known.index.shards}) if name in part], list[str]()
-    store.forget()
-    for name in names:
-        on(name)
-        if checked := known.judged(name):
-            yield checked
-        else:
-            later.append(name)
-    store.forget()
-    known.rows = index_rows(store.disk, store.layout, later)
-    for name in later:
-        on(name)
-        if checked := known.judged(name):
-            yield checked
-    if part.with_index or known.odd or known.copied:
+    for batch in (names, later):
+        store.forget()
+        if batch is later:
+            known.rows = index_rows(store.disk, store.layout, later)
+        for name in batch:
+            on(name)
+            if checked := known.judged(name):
+                yield checked
+            else:
+                later.append(name)
+    if with_index or known.odd or known.copied:
         on("")
         yield known.judged_index()
 
@@ -236,9 +218,11 @@ class _Check:
                     whole.append(key)
         return tuple(whole), tuple(findings)
 
-    def _judged_record(self, name: str, fd: int, key: bytes, *place: Any) -> DamageFinding | None:
+    def _judged_record(
+        self, name: str, fd: int, key: bytes, offset: int, length: int, digest: bytes
+    ) -> DamageFinding | None:
         try:
-            _, record = read_record(self.store.disk, fd, key, *place)
+            record = verified_record(key, digest, self.store.disk.read_at(fd, length, offset))
         except OSError as error:
             return self._damaged(name, key, Fault.UNREADABLE, error.strerror or str(error))
         except BadRecord as error:
@@ -547,7 +531,7 @@ def plan_repair(
     for kind in cache.kinds():
         if report is None or kind in damage:
             named = damage.get(kind, [])
-            part = Named(frozenset(finding.shard for finding in named), with_index=True) if report else WHOLE
+            part = {finding.shard for finding in named} if report else WHOLE
             store = cache.kind(kind)
             wrong = {(one.shard, one.key): one for one in named if one.fault is Fault.MEANING and one.key and one.lost}
             yield from _repair_kind(store, part, wrong, seen)
@@ -555,7 +539,7 @@ def plan_repair(
 
 def _repair_kind(
     store: Store,
-    part: Subset | Named,
+    part: Container[str],
     wrong: Mapping[tuple[str, str], DamageFinding],
     seen: Callable[[Checked], object],
 ) -> Iterator[ShardPlan]:

@@ -26,7 +26,7 @@ from pipeline.store.format.cache_layout import EXPORT, MANIFEST, PARTIAL_NAME, S
 from pipeline.store.format.disk import Draft, ask_owner, publish_file, reading, refused_as
 from pipeline.store.format.record import Record
 from pipeline.store.format.shard import header_fault, read_table, row_keys, whole_rows
-from pipeline.store.maintenance.leftovers import refuse_links_out
+from pipeline.store.maintenance.leftovers import refuse_links
 from pipeline.store.shard_index import GONE, IndexState, shard_names
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def _export(cache: CacheFolder, target: CacheFolder, kinds: Sequence[str], *, li
         what = "its name is not allowed in a manifest: use letters, digits, dots, dashes and underscores"
         moved.refused.append(RefusedFile(file, what))
     _refuse_no_room(disk, folder, {} if link else source)
-    refuse_links_out(target)
+    refuse_links(target)
     lines = dict[str, str]()
     with suppress(CacheDamaged):  # of an export that has not ended
         lines = {file: sha256 for file, sha256 in _read_manifest(disk, folder).items() if disk.exists(folder / file)}
@@ -413,10 +413,10 @@ def open_scratch(place: Path, name: str, disk: Disk) -> CacheFolder:
     """Open the cache of that name on a node's own disk; raise Unfit if it is in memory, or not private."""
     folder = place / f"pipeline-{name}"
     try:
-        disk.make_private_folder(folder)
+        is_private = disk.make_private_folder(folder)
         if disk.in_memory(folder):
             raise Unfit(f"{place} is in memory and would count toward the job's memory")
-        if not disk.is_private(folder):  # what others could write there would be read as ours
+        if not is_private:  # what others could write there would be read as ours
             raise Unfit(f"{folder} is accessible to other users")
     except OSError as error:
         raise Unfit(f"{folder}: {error.strerror or error}") from error

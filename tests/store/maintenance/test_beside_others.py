@@ -107,6 +107,12 @@ def test_three_at_once_lose_nothing(cache, store, tidy):
     assert finds_no_damage(cache)
 
 
+def test_an_index_written_while_a_shard_goes_does_not_name_it(cache, store, shards):
+    gone = store.layout.shard(shards[1])
+    CacheFolder(cache.root, MeddlingDisk("rename", gone.unlink)).kind("scan").write_index()
+    assert sorted(indexed(Disk(), store.layout)) == sorted({*shards} - {gone.name})
+
+
 def test_what_is_written_meanwhile_stays(cache, store, tidy):
     tidy(MeddlingDisk("rename", lambda: fill(CacheFolder(cache.root).kind("scan"), [1, 50])))
     reader = CacheFolder(cache.root).kind("scan")

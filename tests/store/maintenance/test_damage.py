@@ -11,7 +11,7 @@ from pipeline.errors import CacheDamaged, RecordMissing
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
 from pipeline.store.format.shard import TRAILER_BYTES, read_table
-from tests.store.content import damaged, is_right, is_undamaged, judged, key_of, put
+from tests.store.content import damaged, is_right, is_undamaged, judged, key_of, put, rebuild_index
 from tests.store.maintenance.damage import overwrite
 from tests.testkit.counted import calls_of
 
@@ -141,7 +141,7 @@ def test_a_damaged_index_costs_a_miss_or_a_retry_and_never_a_wrong_byte(filled, 
         for key in asked[:70:7]:
             with suppress(CacheDamaged, RecordMissing):
                 assert is_right(store.get(key), key)
-    store.write_index(believe_index=False)
+    rebuild_index(store)
     for store in (reader, CacheFolder(tmp_path / "cache").kind("scan")):
         assert store.missing(asked) == asked[70:]
         assert all(is_right(record, key) for record, key in zip(store.read(asked[:70]), asked[:70], strict=True))

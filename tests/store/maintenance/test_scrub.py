@@ -21,7 +21,7 @@ from pipeline.store.format.disk import Disk
 from pipeline.store.format.record import encode_record
 from pipeline.store.format.shard import TRAILER_BYTES, read_table, row_keys
 from pipeline.store.maintenance.damage_report import Fault
-from pipeline.store.maintenance.shard_plans import Named, Subset, check
+from pipeline.store.maintenance.shard_plans import Subset, check
 from tests.store.content import arrays_of, key_of
 from tests.store.faulty_disks import os_error
 from tests.store.maintenance.damage import (
@@ -344,12 +344,12 @@ def test_shards_that_took_each_others_place_are_named_by_the_index(store, shards
 def test_shards_can_be_asked_for_by_parts_which_are_the_whole_and_by_name(store, shards):
     fill(store, *([number] for number in range(100, 130)))
     for of in (1, 2, 7):
-        parts = [list(check(store, Subset(part, of))) for part in range(1, of + 1)]
+        parts = [list(check(store, Subset(part, of), with_index=part == 1)) for part in range(1, of + 1)]
         names = [checked.shard for part in parts for checked in part if checked.shard]
         assert sorted(names) == listed(store)
         assert sum(not checked.shard for part in parts for checked in part) == 1
     on = []  # each file is told of before it is read
-    for checked in check(store, Named(frozenset(shards[1:]), with_index=True), on=on.append):
+    for checked in check(store, {*shards[1:]}, on=on.append):
         assert on[-1] == checked.shard
     assert on == [*sorted(shards[1:]), ""]
 

@@ -21,7 +21,7 @@ from pipeline.store.format.shard import read_table, row_keys
 from pipeline.store.maintenance.leftovers import Left, find_leftovers, refuse_links
 from pipeline.store.maintenance.shard_plans import Fate, Live, apply, mark
 from pipeline.store.users import sorted_keys
-from tests.store.content import is_right, is_undamaged, key_of, put
+from tests.store.content import is_right, is_undamaged, key_of, put, rebuild_index
 from tests.store.faulty_disks import FailingDisk
 from tests.store.maintenance.damage import flip
 from tests.store.maintenance.test_beside_others import finds_no_damage
@@ -200,7 +200,7 @@ def test_what_is_damaged_is_left_to_repair_unless_nothing_stays(tmp_path):
     assert {name, place.shard} < set(files_of(store))  # and one that holds what was whole
     assert is_whole(root, [10])
     store = CacheFolder(root).kind("scan")
-    store.write_index(believe_index=False)
+    rebuild_index(store)
     assert [shard for shard, _ in mark(store, live_of([99]), LATER).damaged] == [name]
     clean(CacheFolder(root).kind("scan"), Live())
     assert files_of(store) == []
@@ -220,7 +220,7 @@ def test_what_we_did_not_write_is_not_touched(tmp_path):
     clean(CacheFolder(cache.root).kind("scan"), Live())
     assert target.exists()
     assert path.is_symlink()
-    found = {path.name for path in find_leftovers(cache).foreign}
+    found = {path.name for path in find_leftovers(cache)[1]}
     assert {"mine.safetensors", "notes.txt"} <= found
     assert {"mine.safetensors", path.name} <= set(files_of(store))
 
@@ -237,12 +237,12 @@ def test_leftovers_are_told_by_their_names_and_places(tmp_path):
         store.layout.quarantine / name,
     ):
         path.write_bytes(b"12345")
-    found = find_leftovers(cache)
-    assert {(one.what, one.path.name, one.bytes) for one in found.leftovers} == {
+    leftovers, foreign = find_leftovers(cache)
+    assert {(one.what, one.path.name, one.bytes) for one in leftovers} == {
         (Left.TEMPORARY, name.replace(".safetensors", ".partial"), 5),
         (Left.QUARANTINE, name, 5),
     }
-    assert [path.name for path in found.foreign] == ["editor.partial"]
+    assert [path.name for path in foreign] == ["editor.partial"]
 
 
 @pytest.mark.parametrize("place", ["scan", "scan/shards", "scan/tmp", "scan/quarantine", "_reports", "_users"])
