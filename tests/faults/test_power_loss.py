@@ -109,12 +109,13 @@ class FirstTheName(RecordingDisk):
 
 
 WRONG = [
-    *((disk, work, "lost") for disk in (WithoutFsync, WithoutFolders) for work in ("publish", "compact", "sweep")),
-    *((disk, work, "lost") for disk in (WithoutFsync, WithoutFolders) for work in ("repair", "import")),
-    *((disk, work, "torn") for disk in (WithoutFsync, FirstTheName) for work in ("publish", "index")),
-    *((disk, "seal", "torn") for disk in (WithoutFsync, WithoutFolders)),
+    (WithoutFsync, "publish", "torn"),
     (WithoutFsync, "publish", "refused"),
+    (WithoutFolders, "publish", "lost"),
+    (WithoutFolders, "repair", "lost"),
     (WithoutNewFolders, "publish", "lost"),
+    (FirstTheName, "index", "torn"),
+    (WithoutFsync, "seal", "torn"),
 ]
 
 

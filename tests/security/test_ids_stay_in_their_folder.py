@@ -124,7 +124,7 @@ def test_a_bundle_that_names_other_places_is_written_and_read_in_its_own(tmp_pat
 def test_no_command_takes_a_path_for_the_name_of_a_run(pipeline: Command, tmp_path: Path) -> None:
     (tmp_path / "pipeline.yaml").write_text("data: {path: m.csv}\n")
     (tmp_path / "runs").mkdir()
-    for name in ("../../outside", "/etc", "..", "a/b", "x\n", "-h"):
+    for name in ("../../outside", "/etc", "..", "a/b", "x\n", "-h", "-rf", "$(touch outside)", "x; touch outside"):
         for verb in (("cancel", "--yes"), ("status",), ("logs",), ("resume",)):
             done = pipeline(*verb, "--", name)
             assert done.code == 2, (name, verb, done.out)

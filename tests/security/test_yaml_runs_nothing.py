@@ -83,15 +83,12 @@ def test_a_file_without_end_is_refused_before_it_is_built(pipeline: Command, her
         assert (told.code, said in told.err) == (2, True), told.err[:500]
 
 
-def test_a_recipe_is_one_of_ours_by_name_and_no_path(pipeline: Command, here: Path) -> None:
+def test_a_recipe_and_a_preset_are_ours_by_name_and_no_path(pipeline: Command, here: Path) -> None:
     for recipe in ["../../etc/passwd", "/etc/passwd", "$(touch made)", "a/b", ".."]:
         told = pipeline("init", "new", "--recipe", recipe)
         assert told.code == 2, recipe
         assert not (here / "made").exists(), recipe
         assert not (here / "new").exists(), recipe
-
-
-def test_a_preset_is_one_of_ours_by_name_and_no_path(pipeline: Command, here: Path) -> None:
     for preset in ["../sites/generic", "/etc/passwd", "!!python/name:os.system"]:
         (here / "pipeline.yaml").write_text("data: {path: data.csv}\n")
         assert pipeline(*CHECK, "--set", f"train.preset={preset}").code == 2, preset

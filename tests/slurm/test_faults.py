@@ -153,24 +153,6 @@ def test_a_visit_for_whose_successor_the_queue_has_no_place_waits_for_one(make: 
 
 
 @pytest.mark.nightly
-def test_a_run_without_supervisors_is_called_abandoned_and_resume_completes_it(make: Make, cluster: Cluster) -> None:
-    project = make(3, {"c1.pdb": LINGERS}, **ONE_EACH)
-    run = project.submits()
-    run.arrives_at("c1.pdb")
-    assert run.reported()["state"] == "running"
-    cluster.run("scancel", *{job["array"] for job in run.jobs(cluster, "supervise")})
-    until("no supervisor", lambda: not run.jobs(cluster, "supervise"))
-    assert run.reported()["state"] == "abandoned"
-    assert f"pipeline resume {run.name}" in project.types("status").said
-    done = project.types("resume")
-    assert done.code == 0, done.err
-    assert run.reported()["state"] == "running"
-    project.lets_go()
-    complete(run, 3)
-    assert failures(run) == []
-
-
-@pytest.mark.nightly
 def test_resume_does_not_undo_that_somebody_cancelled_the_tasks_too(make: Make, cluster: Cluster) -> None:
     project = make(3, {"c1.pdb": LINGERS}, **ONE_EACH)
     run = project.submits()

@@ -300,12 +300,6 @@ def assert_refused(done: Typed, code: int, change: str) -> None:
 
 
 @pytest.mark.nightly
-def test_a_machine_without_slurm_says_so(make: Make) -> None:
-    done = make(1).types(*SUBMIT, PATH=str(PIPELINE.parent))
-    assert_refused(done, 6, "--executor local")
-
-
-@pytest.mark.nightly
 def test_a_full_disk_for_logs_refuses_before_anything_is_queued(make: Make, healthy: Cluster) -> None:
     project = make(1)
     full = project.folder / "full"

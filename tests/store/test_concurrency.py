@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
-from tests.store.content import is_right, key_of, put, rebuild_index
+from tests.store.content import is_right, key_of, put
 
 ROOT = Path(__file__).parents[2]
 WRITER = """
@@ -54,17 +54,6 @@ def test_an_index_swapped_between_read_and_swap_loses_nothing(tmp_path):
         put(writer, 1)
     store.write_index()
     assert CacheFolder(tmp_path / "cache").kind("scan").missing([key_of(1), key_of(2)]) == []
-
-
-def test_a_reader_keeps_reading_while_the_index_is_swapped(tmp_path):
-    reader, writing = (CacheFolder(tmp_path / "cache").kind("scan") for _ in range(2))
-    with writing.writer() as writer:
-        keys = put(writer, *range(20))
-    writing.write_index()
-    records = reader.read(keys)
-    assert is_right(next(records), keys[0])
-    rebuild_index(writing)
-    assert all(is_right(record, key) for record, key in zip(records, keys[1:], strict=True))
 
 
 def test_more_shards_than_stay_open_are_read_by_several_threads(tmp_path):
