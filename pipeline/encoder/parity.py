@@ -26,7 +26,7 @@ from pipeline.encoder.esm_checkpoint import FREQUENCIES, esm1b_settings
 from pipeline.errors import PlanInfeasible, WeightsUnusable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from typing import Any, TypeAlias
 
     from numpy.typing import NDArray
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     Tokens = NDArray[np.uint8]
     Rows: TypeAlias = NDArray[np.float32] | NDArray[np.float64]
-    Forward = Callable[[Sequence[Tokens]], torch.Tensor]
 
 # About how often each amino acid stands in known proteins, in percent; what matters is that all are met.
 _FREQUENCIES = {
@@ -83,14 +82,15 @@ def check_parity(
         encoder = EsmEncoder(checkpoint, layer=layer, precision=precision, device=torch.device(device))
         return encoder, encoder([tokenize(sequence) for sequence in sequences], cls=cls).float().cpu()
 
-    found = unless_out_of_memory(encoded)
-    if found is None:
+    built = unless_out_of_memory(encoded)
+    if built is None:
         raise no_room(f"comparing {checkpoint.name} with its reference does", device, where=str(checkpoint.path))
-    encoder, found_RD = found
-    verdict = compare(lambda _: found_RD, wanted, sequences, precision, cls=cls)
+    encoder, found_RD = built
+    found = [rows_LD.numpy() for rows_LD in found_RD.split([cls + len(sequence) for sequence in sequences])]
+    verdict = judge_rows(found, wanted, precision, cls=cls)
     if not verdict.passed and precision == "fp32":
         truth = rows_of(torch.float64)
-        verdict = beside_the_truth(compare(lambda _: found_RD, truth, sequences, precision, cls=cls), wanted, truth)
+        verdict = beside_the_truth(judge_rows(found, truth, precision, cls=cls), wanted, truth)
     return verdict, encoder
 
 
@@ -124,16 +124,6 @@ def beside_the_truth(ours: ParityVerdict, theirs: Sequence[Rows], truth: Sequenc
     """Return a verdict for weights so sharp that fp32 itself is in doubt: the reference's error sets the threshold."""
     away = 1 - min(_lowest_cosine(*pair) for pair in zip(theirs, truth, strict=True))
     return ParityVerdict(ours.lowest, ours.sequences, max(_DOUBTFUL, min(ours.threshold, 1 - _LEEWAY * away)))
-
-
-def compare(
-    encode: Forward, wanted: Sequence[Rows], sequences: Sequence[str], precision: str, *, cls: bool = False
-) -> ParityVerdict:
-    """Return the verdict on an encoder, against the wanted rows_LD of each sequence."""
-    tokens = [tokenize(sequence) for sequence in sequences]
-    found_RD = encode(tokens).float().cpu().numpy()
-    ends = np.cumsum([cls + len(tokens_L) for tokens_L in tokens])
-    return judge_rows(np.split(found_RD, ends[:-1]), wanted, precision, cls=cls)
 
 
 def judge_rows(found: Sequence[Rows], wanted: Sequence[Rows], precision: str, *, cls: bool = False) -> ParityVerdict:

@@ -10,18 +10,22 @@ decoded when they are read. Shapes: H × W pixels, C colours, L tokens.
 
 from __future__ import annotations
 
+import io
 import re
+import struct
 import tarfile
+import zlib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from io import FileIO
+from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from pipeline.command_line import install_extra
 from pipeline.errors import ConfigError, DataError
 from pipeline.readers.byte_pairs import CONTEXT, BytePairs, TooLong
 from pipeline.readers.entry import (
@@ -36,7 +40,6 @@ from pipeline.readers.entry import (
     entry_id,
     entry_or_rejection,
 )
-from pipeline.readers.images import MOST_PIXELS, SUFFIXES, class_names, decoded_image, image_library
 from pipeline.readers.table_rows import FOLDER, MOST_ROW_BYTES, TableReader
 from pipeline.records import Entry
 
@@ -51,11 +54,16 @@ if TYPE_CHECKING:
     PairArrays = Callable[["Bytes", "TarPair"], Mapping[str, Any]]
 
 TAR, TAR_TEXT = ".tar", ".txt"
-IMAGE = ("filepath", "image", "image_path", "image_filename", "file_name", "filename", "path")  # usual columns
-CAPTION = ("title", "caption", "text")
+IMAGE_COLUMNS = ("filepath", "image", "image_path", "image_filename", "file_name", "filename", "path")  # usual columns
+CAPTION_COLUMNS = ("title", "caption", "text")
 REFUSE, CUT = LONG = ("refuse", "cut")
 PLACE = re.compile(r"\{(\w+)\}")
 MOST_BYTES = 1 << 28  # of an image's file
+IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+# By name: Pillow would also hand a file to a program, such as PostScript to Ghostscript, whatever its suffix.
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "AVIF", "JPEG2000", "PPM", "TGA")
+MOST_PIXELS = 1 << 26
+BROKEN = (OSError, SyntaxError, ValueError, TypeError, EOFError, IndexError, KeyError, struct.error, zlib.error)
 
 
 @dataclass(eq=False)
@@ -104,8 +112,13 @@ class Captions(TableReader):
         placed = [
             column_of("template", name)._replace(meaning=f"template.{name}") for name in PLACE.findall(self.template)
         ]
-        captions = placed if self.template else [self._column("caption", *CAPTION, needed=True)]
-        return [*super()._columns(), self._column("image", *IMAGE, needed=True), *captions, self._column("label")]
+        captions = placed if self.template else [self._column("caption", *CAPTION_COLUMNS, needed=True)]
+        return [
+            *super()._columns(),
+            self._column("image", *IMAGE_COLUMNS, needed=True),
+            *captions,
+            self._column("label"),
+        ]
 
     def _refuse_columns(self) -> None:
         for option in ("image", "caption", "template", "images", "label", "id", "split"):
@@ -213,7 +226,7 @@ class TarPair(NamedTuple):
     problem: str = ""
 
 
-class _TarBytes(FileIO):
+class _TarBytes(io.FileIO):
     """A tar of which no header is read that would take much memory."""
 
     def read(self, size: int | None = -1, /) -> bytes:
@@ -253,7 +266,7 @@ def _pair(stem: str, parts: Sequence[tuple[int, tarfile.TarInfo]]) -> TarPair:
     for _, member in parts:
         suffix = PurePosixPath(member.name).suffix.lower()
         place = (member.offset_data, member.size)
-        image = place if suffix in SUFFIXES else image
+        image = place if suffix in IMAGES else image
         text = place if suffix == TAR_TEXT else text
     problems = []
     for part, (offset, size), most_bytes in (("image", image, MOST_BYTES), ("text", text, MOST_ROW_BYTES)):
@@ -262,3 +275,68 @@ def _pair(stem: str, parts: Sequence[tuple[int, tarfile.TarInfo]]) -> TarPair:
         elif size > most_bytes:
             problems.append(f"the {part} has {size:,} bytes, at most {most_bytes:,} are allowed")
     return TarPair(stem, parts[0][0], image, text, "; ".join(problems))
+
+
+# Images, as CLIP sees them: the shorter side is resized, the middle is cut out, three bytes a pixel
+
+
+def decoded_image(content: bytes, size: int, most_pixels: int = MOST_PIXELS) -> NDArray[np.uint8]:
+    """Return the pixels of an image file [size, size, 3]; raise UnusableEntry where it is none, or not whole."""
+    library = image_library()
+    if not content:
+        raise UnusableEntry("the image file is empty")
+    try:
+        with library.open(io.BytesIO(content), formats=[name for name in FORMATS if name in library.OPEN]) as image:
+            if image.width * image.height > most_pixels:
+                raise UnusableEntry(_too_large(f"{image.width:,} × {image.height:,} pixels", most_pixels))
+            return np.asarray(_middle(image, size, library).convert("RGB"))  # in this order, as openai does it
+    except (library.DecompressionBombError, library.DecompressionBombWarning) as error:
+        raise UnusableEntry(_too_large(str(error), most_pixels)) from error
+    except library.UnidentifiedImageError as error:
+        raise UnusableEntry(f"not an image of a supported format ({', '.join(FORMATS)})") from error
+    except BROKEN as error:
+        raise UnusableEntry(f"the image cannot be decoded: {error}") from error
+
+
+def _too_large(what: str, most_pixels: int) -> str:
+    return f"the image is too large: {what} and at most {most_pixels:,} pixels are allowed (data.options.most_pixels)"
+
+
+def _middle(image: Any, size: int, library: Any) -> Any:
+    """Return the middle of an image whose shorter side was made to size, by bicubic with antialiasing."""
+    width, height = image.size
+    short = min(width, height)
+    scaled = (size, int(size * height / width)) if width == short else (int(size * width / height), size)
+    if scaled != (width, height):
+        image = image.resize(scaled, library.Resampling.BICUBIC)
+    left, top = (round((side - size) / 2) for side in scaled)
+    return image.crop((left, top, left + size, top + size))
+
+
+@lru_cache(1)
+def image_library() -> Any:
+    """Return Pillow's module for images; raise ConfigError where it is not installed."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        what = "reading images needs Pillow, which is not installed"
+        raise ConfigError(what, where="data.reader", remedy=install_extra("images")) from error
+    Image.init()  # here, and not in several threads at once
+    return Image
+
+
+def class_names(given: Any, *, where: str, beside: Path | None = None) -> tuple[str, ...]:
+    """Return the names in their order, which is what numbers them; each may be there only once."""
+    if isinstance(given, str):
+        path = (beside or Path()) / given
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines() if given else []
+        except (OSError, UnicodeDecodeError) as error:
+            remedy = "give a UTF-8 file with one class a line, or list the classes"
+            raise ConfigError(f"{path} cannot be read: {error}", where=where, remedy=remedy) from error
+        given = [line.strip() for line in lines if line.strip()]
+    names = tuple(str(name).strip() for name in given)
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:
+        raise ConfigError(f"the class {twice!r} is listed twice", where=where, remedy="name each class once")
+    return names

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 MOST_OPEN = 256  # files at a time
 PACKED = ".gz"
+NOT_KNOWN = {"", "nan", "na", "n/a", "none", "null"}  # what cells and headers have for a number that is not known
 SCAN_AGAIN = Command.submit("scan", then="   (the file changed since)")
 
 

@@ -23,10 +23,10 @@ import numpy as np
 
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.readers import peptides
-from pipeline.readers.images import image_library
+from pipeline.readers.captions import image_library
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -41,14 +41,6 @@ HYDROPATHY = np.array(
 
 SUBSTRUCTURES = 12  # of which molecules are made, and as many isomers of them
 PARTS, OF_MOLECULE = 3, 3  # substructures of a molecule, and its spectra
-
-
-class MadeSubstructure(NamedTuple):
-    """A part of made molecules: its mass, its two fragments, and what it adds to a property."""
-
-    mass: float
-    fragment_2: NDArray[np.float64]
-    value: float
 
 
 class MadeSequence(NamedTuple):
@@ -69,17 +61,9 @@ def spectra(
     peaks: int = 150,
     letters: int = 20,
 ) -> None:
-    """Write spectra of random peptides from the first `letters` residues, each with at most `peaks` peaks.
-
-    peaks must hold all fragments: 4 for each bond of the longest peptide.
-    """
+    """Write spectra of random peptides from the first `letters` residues, each with at most `peaks` peaks."""
     fragments = 4 * (peptide_length[1] - 1)
-    if not 2 <= peptide_length[0] <= peptide_length[1] or peaks < fragments:
-        raise ConfigError(
-            f"{peaks} peaks do not hold the {fragments} fragments of peptides of {peptide_length} residues",
-            where="made.spectra",
-            remedy=f"peptide_length=(2, 2) or longer, shortest first, with peaks={max(fragments, 4)} or more",
-        )
+    assert peaks >= fragments, f"{peaks} peaks do not hold {fragments} fragments"
     _mgf(path, (_of_peptide(seed, number, peptide_length, peaks, letters) for number in range(count)))
 
 
@@ -109,7 +93,8 @@ def _of_peptide(seed: int, number: int, peptide_length: tuple[int, int], most_pe
     residue_L[-1] = peptides.LETTERS.index(rng.choice(["K", "R"]))
     charge = int(rng.choice([2, 3], p=[0.7, 0.3]))
     mass = peptides.mass(residue_L)
-    kinds = [(ions(residue_L, z), high / z) for z in range(1, charge) for ions, high in _KINDS]
+    heights = ((peptides.b_ions, 400.0), (peptides.y_ions, 1000.0))
+    kinds = [(ions(residue_L, z), high / z) for z in range(1, charge) for ions, high in heights]
     mz_P = np.concatenate([mz for mz, _ in kinds])
     high_P = np.concatenate([np.full(len(mz), high) for mz, high in kinds]) * rng.lognormal(0, 0.7, len(mz_P))
     is_seen_P = rng.random(len(mz_P)) < SEEN
@@ -128,32 +113,30 @@ def _of_peptide(seed: int, number: int, peptide_length: tuple[int, int], most_pe
 
 
 @cache
-def substructures() -> tuple[MadeSubstructure, ...]:
-    """Return the parts of made molecules, of any seed, each next to an isomer with fragments of its own."""
-    rng, found = np.random.default_rng(0), []
-    for mass in rng.uniform(60, 280, SUBSTRUCTURES):
-        found += [MadeSubstructure(mass, mass * rng.uniform(0.3, 1, 2), float(rng.normal())) for _ in range(2)]
-    return tuple(found)
+def substructures() -> tuple[tuple[float, NDArray[np.float64], float], ...]:
+    """Return the parts of molecules, each next to an isomer: their mass, two fragments, and share of the property."""
+    rng = np.random.default_rng(0)
+    twice = np.repeat(rng.uniform(60, 280, SUBSTRUCTURES), 2)
+    return tuple((mass, mass * rng.uniform(0.3, 1, 2), float(rng.normal())) for mass in twice)
 
 
 def _of_molecule(seed: int, number: int) -> str:
     """Return one spectrum of a molecule; its target is the sum of what its parts add."""
     of_molecule = np.random.default_rng((seed, number // OF_MOLECULE, 1))
-    parts = substructures()
     places = sorted(2 * of_molecule.choice(SUBSTRUCTURES, PARTS, replace=False) + of_molecule.integers(0, 2, PARTS))
-    own = [parts[place] for place in places]
+    masses, fragments, values = zip(*(substructures()[place] for place in places), strict=True)
     rng = np.random.default_rng((seed, number, 2))
-    fragment_P = np.concatenate([part.fragment_2 for part in own])
+    fragment_P = np.concatenate(fragments)
     fragment_P = fragment_P[rng.random(len(fragment_P)) < SEEN]
     noise = int(rng.integers(3, 12))
     mz_P = np.concatenate([fragment_P * rng.normal(1, OFF, len(fragment_P)), rng.uniform(50, 300, noise)])
     high_P = np.concatenate([1000 * rng.lognormal(0, 0.5, len(fragment_P)), 30 * rng.lognormal(0, 0.8, noise)])
     headers = {
-        "PEPMASS": f"{sum(part.mass for part in own) + peptides.PROTON:.5f}",
+        "PEPMASS": f"{sum(masses) + peptides.PROTON:.5f}",
         "CHARGE": "1+",
         "INCHIKEY": f"{''.join(chr(65 + place) for place in places):A<14}-UHFFFAOYSA-N",
         "SPLIT": _split(number // OF_MOLECULE),
-        "TARGET": f"{sum(part.value for part in own):.4f}",
+        "TARGET": f"{sum(values):.4f}",
     }
     return _block(number, headers, mz_P, high_P)
 
@@ -182,9 +165,6 @@ def _block(number: int, headers: Mapping[str, str], mz_P: NDArray[np.float64], h
     lines = "".join(f"{key}={value}\n" for key, value in {"TITLE": _id(number), **headers}.items())
     peaks = "%.4f %d\n" * len(peak_P2) % tuple(peak_P2.ravel().tolist())
     return f"BEGIN IONS\n{lines}{peaks}END IONS\n\n"
-
-
-_KINDS = ((peptides.b_ions, 400.0), (peptides.y_ions, 1000.0))  # and how high they are
 
 
 def _check_suffix(path: Path, *suffixes: str) -> None:
@@ -262,22 +242,17 @@ def merges(words: Iterable[str]) -> list[str]:
     return [f"{left} {right}" for left, right in rank]
 
 
-WRITERS: dict[str, Callable[[Path, int, int], None]] = {
-    "spectra": spectra,
-    "molecules": molecules,
-    "sequences": sequences,
-    "captions": captions,
-}
+WRITERS = {make.__name__: make for make in (spectra, molecules, sequences, captions)}
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser("python -m pipeline.readers.made", description="Write synthetic data.")
     parser.add_argument("what", choices=tuple(WRITERS))
     parser.add_argument("path", type=Path, help="the file to write: .mgf for spectra and molecules, else .csv or .tsv")
     parser.add_argument("--count", type=int, default=1000, help="how many items (1000)")
     parser.add_argument("--seed", type=int, default=0, help="random seed (0)")
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args()
     try:
         WRITERS[arguments.what](arguments.path, arguments.count, arguments.seed)
     except PipelineError as error:

@@ -17,8 +17,8 @@ import numpy as np
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.readers import hdf5
+from pipeline.readers.captions import IMAGES
 from pipeline.readers.entry import Column, Count, Opened, UnusableEntry, entry_id, entry_or_rejection
-from pipeline.readers.images import SUFFIXES as IMAGES
 from pipeline.readers.table_rows import TableReader, TextTable
 
 if TYPE_CHECKING:

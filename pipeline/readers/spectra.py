@@ -35,12 +35,15 @@ from pipeline.readers.entry import (
     entry_or_rejection,
     parse_number,
 )
-from pipeline.readers.spectrum_files.blocks import MGF, MSP, charge
-from pipeline.readers.spectrum_files.mzml import MZML
-from pipeline.readers.spectrum_files.spectrum_headers import (
-    FORMATS,
+from pipeline.readers.mzml import MZML
+from pipeline.readers.spectrum_files import (
+    FORMAT_A,
+    MGF,
+    MSP,
+    charge,
     molecule_number,
     precursor_text,
+    refuse_below_format_a,
     retention_s,
     shared_headers,
 )
@@ -183,8 +186,7 @@ class Spectra:
         check_option("target", self.target, "a list of names", fits=fits)
         fits = bool(self.target) or not self.labels
         check_option("target", self.target, "a list of the columns of data.options.labels", fits=fits)
-        known = f"one of {', '.join(filter(None, FORMATS))}"
-        check_option("quality", self.quality, known, fits=self.quality in FORMATS)
+        check_option("quality", self.quality, FORMAT_A, fits=self.quality in ("", FORMAT_A))
 
     def _in_text(self, path: Path) -> Iterator[FoundSpectrum | Rejection]:
         form, count, seen = FORMS[_suffix(path)], 0, dict[str, None]()
@@ -255,8 +257,8 @@ class Spectra:
             raise peak_P2
         mz_P, intensity_P = self._peaks(*peak_P2.T)
         precursor_mz, number = _precursor_mz(precursor_text(headers)), charge(headers.get("CHARGE", ""))
-        if (limits := FORMATS[self.quality]) is not None:
-            limits.check(peak_P2, precursor_mz, number)
+        if self.quality:
+            refuse_below_format_a(peak_P2, precursor_mz, number)
         arrays: dict[str, NDArray[Any]] = {
             "peaks.mz": mz_P,
             "peaks.intensity": intensity_P,

@@ -19,6 +19,7 @@ import numpy as np
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.readers.entry import (
+    NOT_KNOWN,
     SCAN_AGAIN,
     Bytes,
     Column,
@@ -34,7 +35,6 @@ from pipeline.readers.entry import (
     entry_or_rejection,
     parse_number,
 )
-from pipeline.readers.spectrum_files.spectrum_headers import NOT_KNOWN
 from pipeline.units import printable_text
 
 if TYPE_CHECKING:
@@ -257,9 +257,6 @@ class LabelTable:
                 raise DataError(error.detail, where=f"{path}:{row.line}", remedy=remedy) from error
             self._numbers[key] = len(self._numbers)
         self._value_NK: NDArray[np.float32] = np.array(numbers, np.float32).reshape(len(self._numbers), len(names))
-
-    def __len__(self) -> int:
-        return len(self._numbers)
 
     def of(self, key: str) -> tuple[float, ...]:
         """Return the numbers of an item, NaN where they are not known."""

@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn import functional
 
 from pipeline.protocol import ITEMS
-from pipeline.readers.images import class_names
+from pipeline.readers.captions import class_names
 from pipeline.tasks.pairs.clip_names import FORMS, options_of
 from pipeline.tasks.pairs.pair_towers import (
     BYTES,

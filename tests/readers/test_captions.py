@@ -14,8 +14,7 @@ import pytest
 from PIL import Image
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.readers.captions import Captions
-from pipeline.readers.images import decoded_image
+from pipeline.readers.captions import Captions, decoded_image
 from pipeline.readers.pairs import Pairs
 from pipeline.records import Entry, Rejection
 from tests.readers.compared import read_twice

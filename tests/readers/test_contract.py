@@ -447,7 +447,6 @@ def refused(folder: Path) -> dict[str, Callable[[], Any]]:
         "a folder without tars": lambda: Captions(folder / "none"),
         "a folder for a file": lambda: Spectra(folder / "deep"),
         "a folder for a table": lambda: Pairs(folder / "y.tsv"),
-        "too few peaks": lambda: made.spectra(folder / "few.mgf", 1, peptide_length=(4, 5), peaks=15),
         "a suffix that is not written": lambda: made.sequences(folder / "x.mgf", 1),
     }
 

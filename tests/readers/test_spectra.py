@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import DataError
-from pipeline.readers import made
+from pipeline.readers import made, spectrum_files
 from pipeline.readers.peptides import residue_codes
 from pipeline.readers.spectra import Spectra
-from pipeline.readers.spectrum_files import blocks
 from pipeline.records import Entry, Reason, Rejection
 from tests.readers.compared import assert_same, hdf5_file, only, read_twice
 
@@ -162,14 +161,14 @@ def test_pieces_of_any_size_give_the_same(tmp_path: Path, monkeypatch: pytest.Mo
     )
     whole = read(tmp_path, text)
     for size in (1, 2, 7, 30, 64):
-        monkeypatch.setattr(blocks, "CHUNK_BYTES", size)
+        monkeypatch.setattr(spectrum_files, "CHUNK_BYTES", size)
         parts = read(tmp_path, text)
         assert [(one.id, one.origin) for one in parts] == [(one.id, one.origin) for one in whole]
 
 
 def test_a_spectrum_without_end_is_given_up_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "CHUNK_BYTES", 1 << 12)
-    monkeypatch.setattr(blocks, "MOST_BYTES", 1 << 14)
+    monkeypatch.setattr(spectrum_files, "CHUNK_BYTES", 1 << 12)
+    monkeypatch.setattr(spectrum_files, "MOST_BYTES", 1 << 14)
     text = GOOD + "BEGIN IONS\nTITLE=endless\n" + "1 1\n" * 50_000 + "BEGIN IONS" + GOOD[10:]
     first, endless, *pieces, last = read(tmp_path, text)
     assert isinstance(first, Entry)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pipeline.errors import ConfigError, DataError
+from pipeline.readers import mzml, spectrum_files
 from pipeline.readers.spectra import Spectra
-from pipeline.readers.spectrum_files import blocks, mzml
 from pipeline.records import Entry, Rejection
 from pipeline.tasks.spectra.peak_batch import own_rows, padded_peaks
 from tests.readers.compared import assert_same, hdf5_file, mgf_text, msp_text, mzml_file, mzml_text, only, read_twice
@@ -78,7 +78,7 @@ def test_spectra_at_the_edges_of_what_is_read_at_once_are_whole(
         whole = read(tmp_path / name)
         for size in (97, 1001):
             with monkeypatch.context() as patched:
-                patched.setattr(blocks, "CHUNK_BYTES", size)
+                patched.setattr(spectrum_files, "CHUNK_BYTES", size)
                 cut = list(Spectra(tmp_path / name).entries())
             assert [(entry.id, entry.place, entry.origin) for entry in cut if isinstance(entry, Entry)] == [
                 (entry.id, entry.place, entry.origin) for entry in whole if isinstance(entry, Entry)
@@ -184,7 +184,7 @@ def test_spectra_of_one_skeleton_are_known_by_one_number(tmp_path: Path) -> None
 
 
 def test_a_spectrum_that_never_ends_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (blocks, mzml):
+    for module in (spectrum_files, mzml):
         monkeypatch.setattr(module, "MOST_BYTES", 10_000)
         monkeypatch.setattr(module, "CHUNK_BYTES", 1000)
     endless = msp_text(0).strip() + "\n1 1" * 20_000 + "\n\n"

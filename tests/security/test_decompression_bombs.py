@@ -20,9 +20,9 @@ import torch
 from pipeline.encoder.published_weights import read_pt
 from pipeline.errors import WeightsUnusable
 from pipeline.memory.runtime.recovery import Cut, Governor
+from pipeline.readers import mzml
 from pipeline.readers.byte_pairs import BytePairs
-from pipeline.readers.images import class_names
-from pipeline.readers.spectrum_files import mzml
+from pipeline.readers.captions import class_names
 from pipeline.structures.parsing import structure_files
 from pipeline.structures.parsing.structure_files import HAS_BIOTITE
 from pipeline.training.checkpoints.trained_weights import renamed

@@ -167,8 +167,8 @@ def test_an_encoder_that_misses_the_reference_is_done_in_full_or_publishes_nothi
     cosines, computed = BELOW[case]
     asked = replace(recipe, precision=case[:4], storage=case[:4])
     with monkeypatch.context() as patch:
-        verdict = lambda _e, _w, _s, precision, **_: ParityVerdict(cosines[precision], 9, 0.999)  # noqa: E731
-        patch.setattr(parity, "compare", verdict)
+        verdict = lambda _found, _wanted, precision, **_: ParityVerdict(cosines[precision], 9, 0.999)  # noqa: E731
+        patch.setattr(parity, "judge_rows", verdict)
         if computed:
             assert run(weights, asked, shelves) == [None] * len(TEXTS)
             assert looked_up(asked, shelves) == [Variant(computed)] * len(TEXTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from pipeline.encoder.parity import (
     Reference,
     beside_the_truth,
     check_parity,
-    compare,
+    judge_rows,
     sample_sequences,
 )
 from pipeline.encoder.synth import write_random_checkpoint
@@ -43,8 +44,14 @@ def broken(checkpoint, **tensors):
 
 
 def verdict_on(broken_checkpoint, wanted, precision="fp32", layer=3):
-    encoder = EsmEncoder(broken_checkpoint, layer=layer, precision=precision, device=CPU)
-    return compare(encoder, wanted, sample_sequences(), precision)
+    return judge_rows(rows_of(broken_checkpoint, precision, layer), wanted, precision)
+
+
+def rows_of(checkpoint, precision="fp32", layer=3):
+    """Return the rows that our encoder gives the sample, by sequence."""
+    encoder = EsmEncoder(checkpoint, layer=layer, precision=precision, device=CPU)
+    rows_RD = encoder([tokenize(text) for text in sample_sequences()]).float()
+    return [part.numpy() for part in rows_RD.split([*map(len, sample_sequences())])]
 
 
 def test_the_right_encoder_passes_in_every_layer_and_precision(checkpoint):
@@ -83,11 +90,9 @@ def test_a_wrong_encoder_is_caught(checkpoint, wanted):
     assert not verdict_on(checkpoint, wanted, layer=2).passed
     negated = broken(checkpoint, layers__1__self_attn__v_proj__weight=lambda weight: -weight)
     assert not verdict_on(negated, wanted, "bf16").passed
-    encoder = EsmEncoder(checkpoint, layer=3, precision="fp32", device=CPU)
-    assert not compare(lambda tokens: encoder(tokens).roll(1, 0), wanted, sample_sequences(), "fp32").passed
-    rows = sum(map(len, sample_sequences()))
+    assert not judge_rows([np.roll(rows_LD, 1, 0) for rows_LD in rows_of(checkpoint)], wanted, "fp32").passed
     for value in (float("nan"), float("inf"), 0.0):
-        verdict = compare(lambda _, value=value: torch.full((rows, 32), value), wanted, sample_sequences(), "fp32")
+        verdict = judge_rows([np.full_like(rows_LD, value) for rows_LD in wanted], wanted, "fp32")
         assert not verdict.passed
         assert -1.0 <= verdict.lowest <= 1.0  # it can be written down
 
@@ -104,12 +109,9 @@ def test_sharp_attention_passes_in_full_precision_and_is_judged_truly_in_half(tm
 
 def _lowest_by_hand(checkpoint):
     """Return the lowest cosine of a whole sequence in bf16, computed the plain way."""
-    found_RD = EsmEncoder(checkpoint, layer=4, precision="bf16", device=CPU)(
-        [tokenize(text) for text in sample_sequences()]
-    )
-    pieces = torch.split(found_RD.double(), [len(text) for text in sample_sequences()])
-    wanted = map(torch.from_numpy, Reference(checkpoint, 4, CPU)(sample_sequences()))
-    flat = [(piece.flatten(), rows.double().flatten()) for piece, rows in zip(pieces, wanted, strict=True)]
+    wanted = Reference(checkpoint, 4, CPU)(sample_sequences())
+    pairs = zip(rows_of(checkpoint, "bf16", 4), wanted, strict=True)
+    flat = ([torch.from_numpy(rows).double().flatten() for rows in pair] for pair in pairs)
     return min(float(torch.cosine_similarity(*pair, dim=0)) for pair in flat)
 
 

@@ -15,7 +15,7 @@ from xml.etree import ElementTree  # of elements alone: what a document type cou
 import numpy as np
 
 from pipeline.readers.entry import UnusableEntry, opened
-from pipeline.readers.spectrum_files.blocks import CHUNK_BYTES, Block, SpectrumForm, pieces
+from pipeline.readers.spectrum_files import CHUNK_BYTES, Block, SpectrumForm, pieces
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.readers.spectrum_files.blocks import Divided
+    from pipeline.readers.spectrum_files import Divided
 
 BEGIN, END = re.compile(rb"<spectrum(?=[\s>])"), b"</spectrum>"
 MOST_BYTES = 64 << 20  # of a spectrum, and of its peaks unpacked
@@ -67,7 +67,7 @@ def groups(path: Path) -> Groups:
         try:
             group = _element(text)
         except UnusableEntry:
-            continue  # whoever refers to it will miss what it says
+            continue  # spectra that refer to it are rejected
         found[group.get("id", "")] = group
     return found
 

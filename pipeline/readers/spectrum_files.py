@@ -1,4 +1,4 @@
-"""Text files of spectra: one scanner that cuts a file into blocks, and the two forms of plain lines, MGF and MSP.
+"""Text files of spectra: a scanner that cuts a file into blocks, the forms MGF and MSP, and what their headers mean.
 
 pipeline reads these files itself: the bytes of a spectrum are its place, so any thread reads any one at random, and a
 damaged spectrum does not end the file. Shapes: P peaks; 2 is m/z and intensity.
@@ -9,22 +9,27 @@ spectra, meant for all of them, is ignored.
 
 MSP (NIST, MassBank, MS-DIAL): headers `KEY: value`, `Num Peaks: n`, then peaks, and an empty line. A peak is m/z and
 intensity, sometimes with an annotation, which is not kept; a line may hold several peaks, separated by ";".
+
+Headers have the names of MGF in every form; those that DreaMS gives to spectra of all files are in `shared_headers`.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from itertools import pairwise
+from string import ascii_lowercase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import xxhash
 
-from pipeline.readers.entry import UnusableEntry, cannot_read, opened, parse_number
+from pipeline.readers.entry import NOT_KNOWN, UnusableEntry, cannot_read, opened, parse_number
 from pipeline.units import printable_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -246,3 +251,84 @@ def _msp_peaks(line: str, at: int) -> Iterator[tuple[float, float]]:
 
 MGF = SpectrumForm(mgf_blocks, divide_mgf, _mgf_pair, "no spectra found (no BEGIN IONS line)")
 MSP = SpectrumForm(msp_blocks, divide_msp, _msp_pair, "no spectra found (no headers and peaks)")
+
+
+# Headers, by the names that MGF has for them
+
+PRECURSORS = ("PEPMASS", "PRECURSOR_MZ", "PRECURSORMZ")
+SECONDS = ("RTINSECONDS", "RETENTION_TIME", "RT")
+MINUTES = ("RTINMINUTES", "RETENTIONTIME")  # the second is of MSP
+UNITS = {"": 0.0, "s": 1.0, "sec": 1.0, "seconds": 1.0, "min": 60.0, "minutes": 60.0}
+SHARED = {
+    "NAME": "name",
+    "SMILES": "smiles",
+    "ADDUCT": "adduct",
+    "PRECURSORTYPE": "adduct",
+    "PRECURSOR_TYPE": "adduct",
+    "INCHIKEY": "inchikey",
+    "FEATURE_ID": "feature_id",
+    "SCAN_NUMBER": "scan_number",
+}
+BLOCK_LETTERS = 14  # of an InChI key: those of its skeleton
+
+
+def precursor_text(headers: Mapping[str, str]) -> str:
+    """Return the precursor's m/z as it is written; empty if it is not."""
+    told = next((headers[key] for key in PRECURSORS if key in headers), "")
+    return (told.split() or [""])[0]
+
+
+def retention_s(headers: Mapping[str, str]) -> float:
+    """Return the time of retention in seconds, NaN if it is not told; a unit that is written goes before the key's."""
+    for keys, unit in ((SECONDS, 1.0), (MINUTES, 60.0)):
+        for text in (headers[key].strip().lower() for key in keys if key in headers):
+            if text in NOT_KNOWN:
+                continue
+            number = text.rstrip(f" {ascii_lowercase}")
+            try:
+                return parse_number(number) * (UNITS[text[len(number) :].strip()] or unit)
+            except (ValueError, KeyError):
+                raise UnusableEntry(f"invalid retention time: {printable_text(text)!r}") from None
+    return math.nan
+
+
+def molecule_number(inchi_key: str) -> NDArray[np.int64]:
+    """Return a number for the skeleton that an InChI key names, 0 where it names none."""
+    block = inchi_key.strip().upper()[:BLOCK_LETTERS]
+    if not block or block.lower() in NOT_KNOWN:
+        return np.array(0, np.int64)
+    if len(block) < BLOCK_LETTERS or not block.isalpha():
+        raise UnusableEntry(f"not an InChI key: {printable_text(inchi_key)!r}")
+    return np.array(xxhash.xxh3_64_intdigest(block.encode()) >> 1, np.int64)
+
+
+def shared_headers(headers: Mapping[str, str], file_name: str, charge: int) -> dict[str, str]:
+    """Return the headers by the names that all files share; others stay as they are."""
+    skipped = {*PRECURSORS, *SECONDS, *MINUTES, "CHARGE", "IONMODE", "NUM PEAKS"}
+    told = {SHARED.get(key, key): value for key, value in headers.items() if key not in skipped}
+    told["precursor_mz"] = precursor_text(headers)
+    told["charge"] = str(charge)
+    if not math.isnan(time := retention_s(headers)):
+        told["RT"] = f"{time:.10g}"
+    if mode := headers.get("IONMODE", "").strip().lower():
+        told["ionmode"] = "-" if mode.startswith(("n", "-")) else "+"
+    return told | {"file_name": file_name}
+
+
+FORMAT_A = "A"  # the quality that DreaMS calls so
+
+
+def refuse_below_format_a(peak_P2: NDArray[Any], precursor_mz: float, charge: int) -> None:
+    """Refuse a spectrum that DreaMS' data, format A, would leave out; a charge of 0 is not known, and passes."""
+    mz_P, intensity_P = peak_P2[peak_P2[:, 1] > 0].T
+    highest, high = intensity_P.max(), int((intensity_P > 0.1 * intensity_P.max()).sum())
+    for problem, is_so in (
+        (f"the precursor's m/z is {precursor_mz:g}, above 1000", precursor_mz > 1000),
+        (f"the charge is {charge}, above 1", abs(charge) > 1),
+        (f"{len(mz_P)} peaks, not 3 to 128", not 3 <= len(mz_P) <= 128),
+        (f"a peak at m/z {mz_P.max():g}, above 1000", mz_P.max() > 1000),
+        ("the highest peak is not 20 times as high as the lowest", highest < 20 * intensity_P.min()),
+        (f"{high} peaks above 0.1 of the highest, fewer than 3", high < 3),
+    ):
+        if is_so:
+            raise UnusableEntry(f"quality A: {problem}")
