@@ -86,7 +86,8 @@ def check_parity(
     if built is None:
         raise no_room(f"comparing {checkpoint.name} with its reference does", device, where=str(checkpoint.path))
     encoder, found_RD = built
-    found = [rows_LD.numpy() for rows_LD in found_RD.split([cls + len(sequence) for sequence in sequences])]
+    sizes = [cls + len(sequence) for sequence in sequences]
+    found = [rows_LD.numpy() for rows_LD in torch.split(found_RD, sizes)]
     verdict = judge_rows(found, wanted, precision, cls=cls)
     if not verdict.passed and precision == "fp32":
         truth = rows_of(torch.float64)
@@ -163,11 +164,6 @@ def sample_sequences(shape: Architecture | None = None, device: str = CPU) -> li
     ]
 
 
-def reference_name(checkpoint: EsmCheckpoint) -> str:
-    """Name what encoders of a checkpoint are compared with."""
-    return "a plain forward pass of ESM C" if checkpoint.architecture.family == ESMC else "fair-esm"
-
-
 class Reference:
     """The reference of a checkpoint with its very tensors, shared where device and precision allow it."""
 
@@ -180,7 +176,7 @@ class Reference:
             self._model: Any = PlainEsmC(checkpoint, device, dtype)
             return
         with torch.device("meta"):
-            self._model = _esm1b(shape) if shape.family == ESM1B else _esm2(shape)
+            self._model = _fair_esm(shape)
         tensors = {name: tensor.to(device, dtype) for name, tensor in checkpoint.tensors.items()}
         for number in range(0 if shape.positions else shape.layers):
             tensors[f"layers.{number}.{FREQUENCIES}"] = checkpoint.rotary_F.to(device, dtype)
@@ -206,18 +202,14 @@ class Reference:
         return rows_LD
 
 
-def _esm2(shape: Architecture) -> Any:
-    """Return fair-esm's ESM-2."""
-    from esm.model.esm2 import ESM2  # type: ignore[import-untyped]
-
-    return ESM2(shape.layers, shape.dim, shape.heads, "ESM-1b", token_dropout=shape.token_dropout)
-
-
-def _esm1b(shape: Architecture) -> Any:
-    """Return fair-esm's ESM-1b or ESM-1v."""
+def _fair_esm(shape: Architecture) -> Any:
+    """Return fair-esm's ESM-2, ESM-1b or ESM-1v."""
     from esm.data import Alphabet  # type: ignore[import-untyped]
     from esm.model.esm1 import ProteinBertModel  # type: ignore[import-untyped]
+    from esm.model.esm2 import ESM2  # type: ignore[import-untyped]
 
+    if shape.family != ESM1B:
+        return ESM2(shape.layers, shape.dim, shape.heads, "ESM-1b", token_dropout=shape.token_dropout)
     settings = {name.removeprefix("encoder_"): value for name, value in esm1b_settings(shape).items()}
     settings["emb_layer_norm_before"] = shape.norm_before
     return ProteinBertModel(Namespace(**settings), Alphabet.from_architecture("ESM-1b"))

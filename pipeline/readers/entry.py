@@ -11,6 +11,8 @@ from functools import lru_cache
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
+
 from pipeline.command_line import Command, quoted
 from pipeline.errors import ConfigError, DataError
 from pipeline.files import EXPANSION_FLOOR_BYTES, MAX_EXPANSION, PIECE_BYTES
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 MOST_OPEN = 256  # files at a time
 PACKED = ".gz"
+SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 NOT_KNOWN = {"", "nan", "na", "n/a", "none", "null"}  # what cells and headers have for a number that is not known
 SCAN_AGAIN = Command.submit("scan", then="   (the file changed since)")
 
@@ -43,6 +46,18 @@ def parse_number(text: str) -> float:
     if "_" in text:
         raise ValueError(f"not a number: {text!r}")
     return float(text)
+
+
+def bounded_number(text: str, name: str, least: float = -LARGEST) -> float:
+    """Return the number in a text; refuse a text that is none, and numbers that float32 does not hold."""
+    try:
+        number = parse_number(text)
+    except ValueError:
+        what = f"is not a number: {printable_text(text)!r}" if text else "is missing"
+        raise UnusableEntry(f"{name} {what}") from None
+    if not least <= number <= LARGEST:
+        raise UnusableEntry(f"{name} is {number:g}")
+    return number
 
 
 def entry_id(text: str, path: Path, place: int) -> str:

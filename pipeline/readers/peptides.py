@@ -120,7 +120,12 @@ USI_PARTS = 5  # before the peptide
 
 def residue_codes(text: str) -> NDArray[np.int8]:
     """Return the codes of a peptide's residues; raise ValueError, which says what is not understood."""
-    text = CHARGE.sub("", _of_usi(text.strip()))
+    text = text.strip()
+    if text.startswith(USI):
+        *parts, text = text.split(":", USI_PARTS)
+        if len(parts) < USI_PARTS:
+            raise ValueError(f"{':'.join([*parts, text])!r} has no peptide after the scan number")
+    text = CHARGE.sub("", text)
     if not text:
         raise ValueError("a peptide needs at least one letter")
     before, place = 0.0, 0
@@ -135,16 +140,6 @@ def residue_codes(text: str) -> NDArray[np.int8]:
     if not codes:
         raise ValueError(f"{text!r} has no letter")
     return np.array([*_terminal(before, text), *codes], np.int8)
-
-
-def _of_usi(text: str) -> str:
-    """Return the peptide of a universal spectrum identifier; a text that is none as it is."""
-    if not text.startswith(USI):
-        return text
-    parts = text.split(":", USI_PARTS)
-    if len(parts) <= USI_PARTS:
-        raise ValueError(f"{text!r} has no peptide after the scan number")
-    return parts[USI_PARTS]
 
 
 def _residue(letter: str, marks: str, *, is_first: bool) -> tuple[int, float]:

@@ -18,13 +18,16 @@ import numpy as np
 from pipeline.errors import ConfigError, DataError
 from pipeline.readers import hdf5, peptides
 from pipeline.readers.entry import (
+    LARGEST,
     PACKED,
     SCAN_AGAIN,
+    SMALLEST,
     Bytes,
     Column,
     Count,
     Opened,
     UnusableEntry,
+    bounded_number,
     cannot_read,
     check_option,
     check_types,
@@ -33,7 +36,6 @@ from pipeline.readers.entry import (
     column_of,
     entry_id,
     entry_or_rejection,
-    parse_number,
 )
 from pipeline.readers.mzml import MZML
 from pipeline.readers.spectrum_files import (
@@ -66,7 +68,6 @@ KEYS = {  # what an option means where it is left out: an MGF header, and HDF5 c
     "peptide": ("SEQ", ("sequence",)),
     "molecule": ("", ()),
 }
-SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 FORMS = {".mgf": MGF, ".msp": MSP, ".mzml": MZML}
@@ -256,7 +257,8 @@ class Spectra:
         if isinstance(peak_P2, UnusableEntry):
             raise peak_P2
         mz_P, intensity_P = self._peaks(*peak_P2.T)
-        precursor_mz, number = _precursor_mz(precursor_text(headers)), charge(headers.get("CHARGE", ""))
+        precursor_mz = bounded_number(precursor_text(headers), "the precursor's m/z", SMALLEST)
+        number = charge(headers.get("CHARGE", ""))
         if self.quality:
             refuse_below_format_a(peak_P2, precursor_mz, number)
         arrays: dict[str, NDArray[Any]] = {
@@ -287,7 +289,9 @@ class Spectra:
             raise UnusableEntry(f"{len(mz_P):,} peaks, most_peaks allows {self.most_peaks:,}: not centroided?")
         _check(mz_P, SMALLEST, "m/z")
         _check(intensity_P, 0.0, "intensity")
-        mz_P, relative_P = mz_P.astype(np.float32), _relative(intensity_P)
+        if not (largest := float(intensity_P.max())):
+            raise UnusableEntry("no peaks: every intensity is 0")
+        mz_P, relative_P = mz_P.astype(np.float32), np.asarray(intensity_P.astype(np.float64) / largest, np.float32)
         order = np.argsort(mz_P, kind="stable")
         relative_P = relative_P[order]
         kept = np.flatnonzero((relative_P > 0) & (relative_P >= self.least_intensity))
@@ -336,27 +340,8 @@ def _divide_row(row: Mapping[str, Any]) -> tuple[dict[str, str], NDArray[Any]]:
     return headers, peak_2P.compress(peak_2P.any(axis=0), axis=1).T  # without padding
 
 
-def _precursor_mz(text: str) -> float:
-    try:
-        number = parse_number(text)
-    except ValueError:
-        what = f"is not a number: {printable_text(text)!r}" if text else "is missing"
-        raise UnusableEntry(f"the precursor's m/z {what}") from None
-    if not SMALLEST <= number <= LARGEST:
-        raise UnusableEntry(f"the precursor's m/z is {number:g}")
-    return number
-
-
 def _check(value_P: NDArray[Any], least: float, name: str) -> None:
     """Raise for the first peak whose value is out of bounds; NaN is."""
     if not (value_P.min() >= least and value_P.max() <= LARGEST):
         first = int(np.argmin((value_P >= least) & (value_P <= LARGEST)))
         raise UnusableEntry(f"the {name} of peak {first + 1} is {value_P[first]:g}")
-
-
-def _relative(intensity_P: NDArray[Any]) -> NDArray[np.float32]:
-    """Return intensities relative to the largest, rounded once."""
-    largest = float(intensity_P.max())
-    if not largest:
-        raise UnusableEntry("no peaks: every intensity is 0")
-    return np.asarray(intensity_P.astype(np.float64) / largest, np.float32)

@@ -25,6 +25,7 @@ from pipeline.readers.entry import (
     Column,
     Opened,
     UnusableEntry,
+    bounded_number,
     cannot_read,
     check_types,
     checked_file,
@@ -33,7 +34,6 @@ from pipeline.readers.entry import (
     decoded,
     entry_id,
     entry_or_rejection,
-    parse_number,
 )
 from pipeline.units import printable_text
 
@@ -235,9 +235,6 @@ class TableReader:
         return self._arrays(self._table.cells(self._bytes(self.path).at(*place)))
 
 
-LARGEST = float(np.finfo(np.float32).max)
-
-
 class LabelTable:
     """Numbers of items by their ids, in memory: a few bytes an item. What is not there is not known."""
 
@@ -267,12 +264,4 @@ class LabelTable:
 def label_number(text: str, name: str) -> float:
     """Return a number that is a label; NaN where it says that it is not known."""
     bare = text.strip()
-    if bare.lower() in NOT_KNOWN:
-        return math.nan
-    try:
-        value = parse_number(bare)
-    except ValueError:
-        raise UnusableEntry(f"{name} is not a number: {printable_text(bare)!r}") from None
-    if math.isinf(value) or abs(value) > LARGEST:
-        raise UnusableEntry(f"{name} is {value:g}")
-    return value
+    return math.nan if bare.lower() in NOT_KNOWN else bounded_number(bare, name)

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from pipeline.command_line import Command
 from pipeline.device.accelerator import free_caches, is_card, is_out_of_memory, unless_out_of_memory
 from pipeline.encoder import parity
+from pipeline.encoder.checkpoint_files import ESMC
 from pipeline.encoder.esm2 import TYPICAL, EsmEncoder
 from pipeline.encoder.esm_checkpoint import as_dtype, load_esm_checkpoint
 from pipeline.encoder.weights import identify
@@ -71,7 +72,7 @@ class EsmSource:
     @property
     def reference(self) -> str:
         """Say what encoders are compared with."""
-        return parity.reference_name(self.checkpoint)
+        return "a plain forward pass of ESM C" if self.checkpoint.architecture.family == ESMC else "fair-esm"
 
     def digest(self, seen: Store) -> str:
         """Return the digest of the weights as they are on disk now."""
@@ -142,24 +143,19 @@ class OwnSource:
 
     def _wanted(self, sequences: list[str], layer: int, device: str, *, cls: bool) -> list[parity.Rows]:
         """Return the rows as the reference has them; without one, as each sequence has them alone, in fp32."""
-        known = self._referenced(self.encoder, sequences, layer) if isinstance(self.encoder, Referenced) else None
-        if known is not None and not cls:
-            return known
+        known: list[parity.Rows] = []
+        if isinstance(self.encoder, Referenced):
+            with blaming_encoder(self.name), torch.inference_mode():
+                known = [np.asarray(rows) for rows in self.encoder.reference(sequences, layer)]
+            found, right = [rows.shape for rows in known], [(len(text), self.dim) for text in sequences]
+            if found != right:
+                what = f"reference() of {self.name} gave rows of the shapes {found}; {right} are residues and width"
+                raise JobFailed(what, where="embed.encoder", remedy=_CORRECT)
+            if not cls:
+                return known
         encoder = self.build(layer=layer, precision="fp32", device=torch.device(device))
         alone = _arrays([encoder([as_letters(text)], cls=cls) for text in sequences])
-        if known is None:
-            return alone
-        return [np.concatenate([own_LD[:1], known_LD]) for own_LD, known_LD in zip(alone, known, strict=True)]
-
-    def _referenced(self, encoder: Referenced, sequences: list[str], layer: int) -> list[parity.Rows]:
-        """Return the rows that the encoder's own reference gives."""
-        with blaming_encoder(self.name), torch.inference_mode():
-            known = [np.asarray(rows) for rows in encoder.reference(sequences, layer)]
-        found, right = [rows.shape for rows in known], [(len(text), self.dim) for text in sequences]
-        if found != right:
-            what = f"reference() of {self.name} gave rows of the shapes {found}; {right} are residues and width"
-            raise JobFailed(what, where="embed.encoder", remedy=_CORRECT)
-        return known
+        return [np.concatenate([rows[:1], own]) for rows, own in zip(alone, known, strict=True)] if known else alone
 
 
 EncoderSource: TypeAlias = EsmSource | OwnSource

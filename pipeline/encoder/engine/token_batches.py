@@ -22,14 +22,11 @@ if TYPE_CHECKING:
     Integers = NDArray[np.int64]
     from pipeline.encoder.embedding_recipe import EmbeddingRecipe, SequenceCut
 
-POLICIES = ("divisor", "tokens")
 LARGEST_CAP = 64  # what `auto` asks for at most; beyond it a batch has long been large enough to keep a GPU busy
 
 
 def largest_divisor(count: int, cap: int) -> int:
     """Return the largest divisor of `count` that is at most `cap`."""
-    if count < 0 or cap < 1:
-        raise ValueError(f"a count of {count} has no divisor up to {cap}")
     return next(divisor for divisor in range(min(cap, max(count, 1)), 0, -1) if count % divisor == 0)
 
 
@@ -46,8 +43,6 @@ def plan_batches(lengths_N: Integers, *, policy: str, cap: int, budget: int) -> 
     `divisor` makes equal batches of `cap` sequences and one group of what remains; `tokens` fills each to the budget.
     No batch has more tokens than the budget, except a single sequence that has.
     """
-    if policy not in POLICIES:
-        raise ValueError(f"unknown batch policy {policy!r}")
     order_N = longest_first(lengths_N)
     tokens_N = lengths_N[order_N] + ENDS
     cuts = _divisor_cuts(tokens_N, cap, budget) if policy == "divisor" else _token_cuts(tokens_N, budget)
@@ -62,7 +57,7 @@ def longest_first(lengths_N: Integers) -> Integers:
 def _divisor_cuts(tokens_N: Integers, cap: int, budget: int) -> Iterator[tuple[int, int]]:
     """Cut into equal batches, then each of them into halves by count until it fits the budget or is one sequence."""
     count = len(tokens_N)
-    even = count - count % cap if cap >= 1 else 0
+    even = count - count % cap
     sums_N = np.concatenate(([0], np.cumsum(tokens_N)))
     for start, stop in ((0, even), (even, count)):
         size = largest_divisor(stop - start, cap)
@@ -102,8 +97,6 @@ def deal_shards(lengths_N: Integers, costs_N: NDArray[np.float64], shards: int, 
     Neighbours in length stay together in groups of `multiple`, so that only one shard holds an odd number of them. The
     costliest group goes first, to the shard that has least; where there are more shards than groups, some get nothing.
     """
-    if shards < 1 or multiple < 1:
-        raise ValueError(f"nothing can be assigned to {shards} shards in groups of {multiple}")
     order_N = longest_first(lengths_N)
     starts = np.arange(0, len(order_N), multiple)
     owner = _balance(np.add.reduceat(costs_N[order_N], starts), shards)
