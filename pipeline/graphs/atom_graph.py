@@ -218,7 +218,7 @@ def _bonds(chosen: ChosenAtoms) -> NDArray[np.int64]:
             resname_R=structure.name_R[chosen.residue_R],
             strand_R=np.repeat(strands, [chain.last - chain.first for chain in side.chains]),
             links=here.take(here.atoms_L2.min(axis=1) >= 0),
-            is_told=len(links.atoms_L2) > 0,
+            file_has_bonds=len(links.atoms_L2) > 0,
         )
     )
     if links.is_complete:

@@ -85,18 +85,17 @@ class Templates:
     places: int
 
 
-def bonds_of(name: str) -> list[tuple[str, str]]:
-    """Return the bonded pairs of atom names in a standard residue; empty if it has no template."""
-    text = _texts().get(name, "")
-    return [(left, right) for left, _, right in (pair.partition("-") for pair in text.split())]
-
-
+@cache
 def _texts() -> dict[str, str]:
     """Return the bonds of every template as text, by residue name."""
     texts = {name: AMINO_ACID + side for name, side in SIDE_CHAINS.items()}
-    texts |= {name: NUCLEOTIDE + base for name, base in BASES.items()}
-    texts |= {f"D{name}": NUCLEOTIDE + base for name, base in BASES.items()}
+    texts |= {prefix + name: NUCLEOTIDE + base for name, base in BASES.items() for prefix in ("", "D")}
     return texts | {name: texts[parent] for name, parent in {**SYNONYMS, **PARENTS, **CHARMM_BASES}.items()}
+
+
+def bonds_of(name: str) -> list[tuple[str, str]]:
+    """Return the bonded pairs of atom names in a standard residue; empty if it has no template."""
+    return [(left, right) for left, _, right in (pair.partition("-") for pair in _texts().get(name, "").split())]
 
 
 @cache
@@ -104,16 +103,15 @@ def templates() -> Templates:
     """Return the templates as arrays."""
     names = sorted(_texts(), key=name_word)
     pairs = [bonds_of(name) for name in names]
-    atoms = [list(dict.fromkeys(atom for pair in atom_names for atom in pair)) for atom_names in pairs]
-    atom_M = np.unique(np.array([name_word(atom) for atom_names in atoms for atom in atom_names], dtype=np.uint64))
+    atoms = [list(dict.fromkeys(atom for pair in bonded for atom in pair)) for bonded in pairs]
+    words = [np.array([*map(name_word, atom_names)], np.uint64) for atom_names in atoms]
+    atom_M = np.unique(np.concatenate(words))
     place_TM = np.full((len(names), len(atom_M)), ABSENT, np.int8)
     bond_TB2 = np.full((len(names), max(map(len, pairs)), 2), ABSENT, np.int8)
     for kind, (atom_names, bonded) in enumerate(zip(atoms, pairs, strict=True)):
-        place_TM[kind, np.searchsorted(atom_M, np.array([name_word(atom) for atom in atom_names], np.uint64))] = range(
-            len(atom_names)
-        )
+        place_TM[kind, np.searchsorted(atom_M, words[kind])] = range(len(atom_names))
         bond_TB2[kind, : len(bonded)] = [[atom_names.index(left), atom_names.index(right)] for left, right in bonded]
-    residue_T = np.array([name_word(name) for name in names], dtype=np.uint64)
+    residue_T = np.array([*map(name_word, names)], np.uint64)
     return Templates(residue_T, atom_M, place_TM, bond_TB2, max(map(len, atoms)))
 
 
@@ -124,31 +122,23 @@ def _look_up(sorted_M: NDArray[np.uint64], wanted: NDArray[np.uint64]) -> NDArra
     return places
 
 
-def template_bonds(
-    resname_R: NDArray[np.uint64], name_A: NDArray[np.uint64], residue_A: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the bonds that templates give, and a mask of the atoms that are in their residue's template."""
-    table = templates()
-    kind_R = _look_up(table.residue_T, resname_R)
-    atom_RS = _atoms_by_place(kind_R, name_A, residue_A)
-    rows, bonds = np.nonzero((table.bond_TB2[..., 0] != ABSENT)[kind_R] & (kind_R != ABSENT)[:, None])
-    pairs_B2 = atom_RS[rows[:, None], table.bond_TB2[kind_R[rows], bonds]]
-    known_A = np.zeros(len(name_A), np.bool_)
-    known_A[atom_RS[atom_RS != ABSENT]] = True
-    return pairs_B2[(pairs_B2 != ABSENT).all(axis=1)], known_A
+def _by_templates(atoms: Atoms) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the bonds that templates give, and a mask of the atoms that are in their residue's template.
 
-
-def _atoms_by_place(
-    kind_R: NDArray[np.int64], name_A: NDArray[np.uint64], residue_A: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Return the atom at each place of each residue's template; the first where a name occurs twice."""
+    Of a name that occurs twice in a residue, the first atom counts.
+    """
     table = templates()
-    kind_A, column_A = kind_R[residue_A], _look_up(table.atom_M, name_A)
+    kind_R, column_A = _look_up(table.residue_T, atoms.resname_R), _look_up(table.atom_M, atoms.name_A)
+    kind_A = kind_R[atoms.residue_A]
     place_A = np.where((kind_A != ABSENT) & (column_A != ABSENT), table.place_TM[kind_A, column_A], ABSENT)
     known = np.flatnonzero(place_A != ABSENT)[::-1]
     atom_RS = np.full((len(kind_R), table.places), ABSENT, np.int64)
-    atom_RS[residue_A[known], place_A[known]] = known
-    return atom_RS
+    atom_RS[atoms.residue_A[known], place_A[known]] = known
+    rows, bonds = np.nonzero((table.bond_TB2[..., 0] != ABSENT)[kind_R] & (kind_R != ABSENT)[:, None])
+    pairs_B2 = atom_RS[rows[:, None], table.bond_TB2[kind_R[rows], bonds]]
+    known_A = np.zeros(len(atoms.name_A), np.bool_)
+    known_A[atom_RS[atom_RS != ABSENT]] = True
+    return pairs_B2[(pairs_B2 != ABSENT).all(axis=1)], known_A
 
 
 LONGEST = 3.0  # Å; iodine on lead is shorter
@@ -171,7 +161,7 @@ class Atoms:
     resname_R: NDArray[np.uint64]
     strand_R: NDArray[np.int64]  # the polymer chain of each residue, ABSENT for molecules
     links: Links
-    is_told: bool  # whether the file tells of any bond, of these atoms or others
+    file_has_bonds: bool  # of these atoms or others
 
     def near(self, pairs_B2: NDArray[np.int64], most: float | NDArray[np.float64]) -> NDArray[np.int64]:
         """Return the pairs that are within a distance."""
@@ -182,7 +172,7 @@ def all_bonds(atoms: Atoms) -> NDArray[np.int64]:
     """Return every bond once, the lower atom first, sorted."""
     if atoms.links.is_complete:
         return _distinct(atoms.links.atoms_L2, len(atoms.name_A))
-    from_templates, known_A = template_bonds(atoms.resname_R, atoms.name_A, atoms.residue_A)
+    from_templates, known_A = _by_templates(atoms)
     heavy_A = ~is_hydrogen(atoms.element_A)
     pairs = [
         from_templates,
@@ -227,7 +217,7 @@ def _named(atoms: Atoms, name: str) -> NDArray[np.int64]:
 def _disulfides(atoms: Atoms) -> NDArray[np.int64]:
     """Return the bonds between the sulfurs of cysteines."""
     sulfurs = np.flatnonzero((atoms.name_A == name_word("SG")) & (atoms.element_A == SULFUR))
-    pairs_B2 = sulfurs[_pairs_within(atoms.pos_A3[sulfurs], DISULFIDE)]
+    pairs_B2 = sulfurs[cKDTree(atoms.pos_A3[sulfurs]).query_pairs(DISULFIDE, output_type="ndarray")]
     return pairs_B2[~_is_within(atoms, pairs_B2)]
 
 
@@ -235,14 +225,6 @@ def _is_within(atoms: Atoms, pairs_B2: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return a mask of the pairs within a residue."""
     within_B: NDArray[np.bool_] = atoms.residue_A[pairs_B2[:, 0]] == atoms.residue_A[pairs_B2[:, 1]]
     return within_B
-
-
-def _pairs_within(pos_A3: NDArray[np.float64], most: float) -> NDArray[np.int64]:
-    """Return the pairs of points within a distance."""
-    if len(pos_A3) < 2:
-        return np.empty((0, 2), np.int64)
-    pairs_B2: NDArray[np.int64] = cKDTree(pos_A3).query_pairs(most, output_type="ndarray")
-    return pairs_B2
 
 
 def _of_file(atoms: Atoms, known_A: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -284,12 +266,12 @@ def _by_radii(atoms: Atoms, unknown_A: NDArray[np.bool_]) -> NDArray[np.int64]:
 
 def _may_join(atoms: Atoms, pairs_B2: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return a mask of near pairs that may bond residues: one has no template, none is ionic, the file has no bonds."""
-    if atoms.is_told:
+    if atoms.file_has_bonds:
         return np.zeros(len(pairs_B2), np.bool_)
-    settled_A = (_look_up(templates().residue_T, atoms.resname_R) != ABSENT)[atoms.residue_A]
+    known_A = (_look_up(templates().residue_T, atoms.resname_R) != ABSENT)[atoms.residue_A]
     ionic_A = _is_ionic(atoms)
     left, right = pairs_B2.T
-    joins_B: NDArray[np.bool_] = ~((settled_A[left] & settled_A[right]) | ionic_A[left] | ionic_A[right])
+    joins_B: NDArray[np.bool_] = ~((known_A[left] & known_A[right]) | ionic_A[left] | ionic_A[right])
     return joins_B
 
 

@@ -81,16 +81,12 @@ def coincident(pos_N3: Floats) -> NDArray[np.int64]:
     return pairs_P2
 
 
-def squared_steps(source_E3: Floats, target_E3: Floats) -> Floats:
-    """Return squared distances in whole steps, row by row."""
+def _within_steps(source_E3: Floats, target_E3: Floats, radius: float) -> NDArray[np.bool_]:
+    """Return a mask of the pairs that are within a distance, row by row, comparing in whole steps."""
     apart_E3 = source_E3 - target_E3
     apart_E3 *= apart_E3
-    return _steps(apart_E3.sum(axis=-1))
-
-
-def reach_steps(radius: float) -> float:
-    """Return the squared radius in whole steps."""
-    return float(np.rint(radius * radius / STEP))
+    near_E: NDArray[np.bool_] = _steps(apart_E3.sum(axis=-1)) <= np.rint(radius * radius / STEP)
+    return near_E
 
 
 def _steps(squared: Floats) -> Floats:
@@ -129,19 +125,6 @@ def matrix_product(from_NK: NDArray[np.float32], to_KS: NDArray[np.float32]) -> 
     return product_NS
 
 
-def _by_steps(source_S3: Floats, target_N3: Floats, nodes: NDArray[np.int64], nearest: int, *, same: bool) -> Sources:
-    """Return some nodes' nearest sources, comparing all distances in steps."""
-    found = [np.empty((0, nearest), np.int64)]
-    rows = max(1, BLOCK // max(1, len(source_S3)))
-    for first in range(0, len(nodes), rows):
-        here = nodes[first : first + rows]
-        steps_NS = _steps(cdist(target_N3[here], source_S3, "sqeuclidean"))
-        if same:
-            steps_NS[np.arange(len(here)), here] = np.inf
-        found.append(np.sort(steps_NS.argsort(axis=1, kind="stable")[:, :nearest], axis=1))
-    return np.concatenate(found)
-
-
 def _smallest(key_NS: NDArray[np.int32], count: int) -> NDArray[np.int32]:
     """Return at least the smallest numbers of each row, sorted; the rows themselves lose their order.
 
@@ -157,15 +140,31 @@ def _smallest(key_NS: NDArray[np.int32], count: int) -> NDArray[np.int32]:
     return np.sort(np.concatenate([piece[:, :count] for piece in pieces], axis=1), axis=1)
 
 
-class _Matrix:
+class _Index:
+    """Sources and the nodes whose neighbours they may be; `same` if these are one set."""
+
+    def __init__(self, source_S3: Floats, target_N3: Floats, same: bool) -> None:  # noqa: FBT001 - a fact
+        self._source_S3, self._target_N3, self._same = source_S3, target_N3, same
+
+    def _by_steps(self, nodes: NDArray[np.int64], nearest: int) -> Sources:
+        """Return some nodes' nearest sources, comparing all distances in steps."""
+        found = [np.empty((0, nearest), np.int64)]
+        rows = max(1, BLOCK // max(1, len(self._source_S3)))
+        for first in range(0, len(nodes), rows):
+            here = nodes[first : first + rows]
+            steps_NS = _steps(cdist(self._target_N3[here], self._source_S3, "sqeuclidean"))
+            if self._same:
+                steps_NS[np.arange(len(here)), here] = np.inf
+            found.append(np.sort(steps_NS.argsort(axis=1, kind="stable")[:, :nearest], axis=1))
+        return np.concatenate(found)
+
+
+class _Matrix(_Index):
     """All distances between two small sets.
 
     First roughly, as |a|² + |b|² - 2ab: one product of matrices, ten times as fast as differences. Its float32 is good
     to `ROUGHNESS` of the largest distance; what that leaves open is compared in steps.
     """
-
-    def __init__(self, source_S3: Floats, target_N3: Floats, same: bool) -> None:  # noqa: FBT001 - a fact
-        self._source_S3, self._target_N3, self._same = source_S3, target_N3, same
 
     def nearest(self, nearest: int) -> Sources:
         """Return each node's nearest sources."""
@@ -236,20 +235,16 @@ class _Matrix:
         if not len(unclear):
             return near_E
         node, source = np.divmod(near_E[unclear], len(self._source_S3))
-        steps = squared_steps(self._source_S3[source], self._target_N3[nodes[node]])
         is_near_E = np.ones(len(near_E), np.bool_)
-        is_near_E[unclear] = steps <= reach_steps(radius)
+        is_near_E[unclear] = _within_steps(self._source_S3[source], self._target_N3[nodes[node]], radius)
         return near_E[is_near_E]
 
-    def _by_steps(self, nodes: NDArray[np.int64], nearest: int) -> Sources:
-        return _by_steps(self._source_S3, self._target_N3, nodes, nearest, same=self._same)
 
-
-class _Tree:
+class _Tree(_Index):
     """A tree over the sources, for large sets."""
 
     def __init__(self, source_S3: Floats, target_N3: Floats, same: bool) -> None:  # noqa: FBT001 - a fact
-        self._source_S3, self._target_N3, self._same = source_S3, target_N3, same
+        super().__init__(source_S3, target_N3, same)
         self._tree = cKDTree(source_S3)
 
     def nearest(self, nearest: int) -> Sources:
@@ -270,10 +265,7 @@ class _Tree:
         reach = np.nextafter(radius + STEP, np.inf)
         pairs = cKDTree(self._target_N3).sparse_distance_matrix(self._tree, reach, output_type="ndarray")
         node_E, source_E = pairs["i"], pairs["j"]
-        near_E = squared_steps(self._source_S3[source_E], self._target_N3[node_E]) <= reach_steps(radius)
+        near_E = _within_steps(self._source_S3[source_E], self._target_N3[node_E], radius)
         if self._same:
             near_E &= node_E != source_E
         return np.sort(node_E[near_E] * len(self._source_S3) + source_E[near_E])
-
-    def _by_steps(self, nodes: NDArray[np.int64], nearest: int) -> Sources:
-        return _by_steps(self._source_S3, self._target_N3, nodes, nearest, same=self._same)

@@ -23,7 +23,7 @@ from pipeline.journal.run_folder import writing_run
 from pipeline.records import Kind, Reason, Role
 from pipeline.stages.stage import Judged, StageTally
 from pipeline.structures.inventory import LOW_PLDDT, NO_PAE
-from pipeline.structures.parsing.pdb_lines import BEHIND_END
+from pipeline.structures.parsing.read_structure import BEHIND_END
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -58,26 +58,20 @@ def item_subject(item: Item, digests: Mapping[str, str]) -> Any:
     """Return what an inventory is made of, as JSON data: the recipe says how."""
     if item.sequence is not None:
         return item.sequence
-
-    def parts(chosen: Sequence[Part], *, pae: bool = False) -> list[list[Any]]:
-        return [
-            [
-                *(part.role, *_own(part.path, digests), *(_errors(part.path, digests).values() if pae else ())),
-                *(*_format(part.path), part.chains, part.optional, part.model),
-            ]
-            for part in chosen
-        ]
-
     has_errors = any(path.endswith(ENDINGS) for path in digests)
-    return {"parts": parts(item.parts, pae=has_errors), "bound": parts(item.bound), **_copies(item, digests)}
 
+    def described(part: Part, *, pae: bool = False) -> list[Any]:
+        beside = _errors(part.path, digests).values() if pae else ()
+        own = (part.role, *_own(part.path, digests), *beside, *_format(part.path))
+        return [*own, part.chains, part.optional, part.model]
 
-def _copies(item: Item, digests: Mapping[str, str]) -> dict[str, list[int]]:
-    """Return which parts are of one file, where others are of copies of it: chains of one file are told apart."""
     chosen = (*item.parts, *item.bound)
     files, contents = [part.path for part in chosen], [_own(part.path, digests) for part in chosen]
     first_of_file = [files.index(path) for path in files]
-    return {} if first_of_file == [contents.index(own) for own in contents] else {"files": first_of_file}
+    # Parts of copies of one file differ from parts of the file itself, whose chains must be different ones.
+    copies = {} if first_of_file == [contents.index(own) for own in contents] else {"files": first_of_file}
+    parts = [described(part, pae=has_errors) for part in item.parts]
+    return {"parts": parts, "bound": [described(part) for part in item.bound], **copies}
 
 
 def _own(path: str, known: Mapping[str, Known]) -> list[Known]:
@@ -142,17 +136,14 @@ class Complex:
 def examine_item(item: Item, files: Mapping[str, File], recipe: ScanRecipe) -> tuple[Inventory, Complex | None]:
     """Return the inventory of an item, and its structures if it has any and can be used."""
     try:
-        if item.sequence is not None:
-            return _take_sequence(item.sequence, recipe), None
-        return _take_structures(item, files, recipe)
+        if item.sequence is None:
+            return _take_structures(item, files, recipe)
+        length = len(item.sequence)
+        _check_size(length, recipe)
+        chain = ChainSummary(name="", kind=Kind.PROTEIN, sequence=item.sequence, residues=length, nodes=0, atoms=0)
+        return Inventory(partners=(Partner(role=Role.WHOLE, content="", chains=(chain,)),)), None
     except UnusableInput as problem:
         return Inventory(reason=problem.reason, detail=problem.detail), None
-
-
-def _take_sequence(sequence: str, recipe: ScanRecipe) -> Inventory:
-    _check_size(len(sequence), recipe)
-    chain = ChainSummary(name="", kind=Kind.PROTEIN, sequence=sequence, residues=len(sequence), nodes=0, atoms=0)
-    return Inventory(partners=(Partner(role=Role.WHOLE, content="", chains=(chain,)),))
 
 
 def _take_structures(item: Item, files: Mapping[str, File], recipe: ScanRecipe) -> tuple[Inventory, Complex]:
@@ -291,30 +282,21 @@ def _by_kind(side: ComplexSide) -> tuple[list[Chain], list[str]]:
 
 def _partner(role: Role, side: ComplexSide, sequences: Sequence[str]) -> Partner:
     """Summarise one side."""
-    structure = side.structure
-    modified = sum(int(np.count_nonzero(structure.modified_R[chain.first : chain.last])) for chain in side.chains)
-    left_out = tuple(entry for chain in side.chains for entry in _left_out(structure, chain))
-    low_R = np.zeros(len(structure.node_R), np.bool_) if structure.low_R is None else structure.low_R
-    low = sum(int(np.count_nonzero(low_R[chain.first : chain.last])) for chain in side.chains)
-    notes = {**structure.notes, "modified": modified, "incomplete": len(left_out), LOW_PLDDT: low}
+    structure, chains = side.structure, side.chains
+
+    def total(some_R: NDArray[Any]) -> int:
+        return sum(int(some_R[chain.first : chain.last].sum()) for chain in chains)
+
+    left_out = tuple(entry for chain in chains for entry in _left_out(structure, chain))
+    notes = {**structure.notes, "modified": total(structure.modified_R), "incomplete": len(left_out)}
+    notes[LOW_PLDDT] = 0 if structure.low_R is None else total(structure.low_R)
     notes[NO_PAE] = int(structure.pae_RR is not None and not structure.pae_RR.size)
-    return Partner(
-        role=role,
-        content=side.digest,
-        chains=tuple(
-            ChainSummary(
-                name=chain.name,
-                kind=chain.kind,
-                sequence=sequence,
-                residues=chain.last - chain.first,
-                nodes=chain.nodes,
-                atoms=int(structure.atoms_R[chain.first : chain.last].sum()),
-            )
-            for chain, sequence in zip(side.chains, sequences, strict=True)
-        ),
-        notes={note: count for note, count in notes.items() if count},
-        left_out=left_out,
-    )
+    summaries = []
+    for chain, sequence in zip(chains, sequences, strict=True):
+        atoms = int(structure.atoms_R[chain.first : chain.last].sum())
+        summaries.append(ChainSummary(chain.name, chain.kind, sequence, chain.last - chain.first, chain.nodes, atoms))
+    noted = {note: count for note, count in notes.items() if count}
+    return Partner(role, side.digest, tuple(summaries), noted, left_out)
 
 
 def _left_out(structure: Structure, chain: Chain) -> Iterator[tuple[str, str, str, str]]:

@@ -24,6 +24,7 @@ from pipeline.structures.parsing.structure_files import (
     File,
     StructureFiles,
     read_file,
+    read_structure_file,
     stat_file,
     total_bytes,
 )
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from pipeline.store.store import Store, StoreWriter
     from pipeline.structures.inventory import Complex
 
-    Refuse: TypeAlias = Callable[[str, Reason, str], None]  # is told of an item whose files cannot be read, and why
+    Refuse: TypeAlias = Callable[[str, Reason, str], object]  # gets an item whose files cannot be read, and why
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +66,8 @@ class Seen:
     inventory: Inventory | None = None
 
 
-def _nobody(_item: str, _reason: Reason, _detail: str) -> None:
-    """Tell nobody that a file could not be read."""
+def _ignore(_item: str, _reason: Reason, _detail: str) -> None:
+    """Do nothing about a file that cannot be read."""
 
 
 class Also(Protocol):
@@ -111,7 +112,7 @@ def look_again(item: Item, recipe: ScanRecipe, shelves: ScanShelves, since_ns: i
         states = [stat_file(Path(path), recipe.max_file_bytes) for path in paths]
         if all(state.st_ctime_ns < since_ns - COARSE_TICK_NS for state in states):
             return Seen()
-        digests = {path: content_digest(read_file(Path(path), recipe.max_file_bytes)).hex() for path in paths}
+        digests = {path: read_structure_file(path, recipe.max_file_bytes).digest for path in paths}
     except UnusableInput as problem:
         return Seen(None, Inventory(reason=problem.reason, detail=problem.detail))
     key = item_key(item, recipe, digests)
@@ -161,7 +162,7 @@ def _seen(key: bytes, meta: Mapping[str, Any] | None) -> Seen:
 
 
 def _read_meta(store: Store, keys: set[bytes]) -> dict[bytes, Mapping[str, Any]]:
-    """Return the metadata of the records that the store has; a damaged one counts as missing, and is made anew."""
+    """Return the metadata of the records that the store has; a damaged one counts as missing, and is rebuilt."""
     while True:
         missing = set(store.missing(list(keys)))
         if len(missing) == len(keys):
@@ -181,7 +182,7 @@ class Scanner:
     inventories: StoreWriter
     files: StoreWriter
     also: Also | None = None
-    refuse: Refuse = _nobody
+    refuse: Refuse = _ignore
     known: dict[bytes, Reason | None] = field(default_factory=dict)  # the inventories that are not published yet
     seen: set[bytes] = field(default_factory=set)  # and files
     kept: StructureFiles = field(init=False)
@@ -195,7 +196,7 @@ class Scanner:
         try:
             files = self.kept.of(item)
         except UnusableInput as problem:
-            if problem.reason not in LASTING:  # which the store knows; this, only who tried to read the file
+            if problem.reason not in LASTING:  # which the store does not remember
                 self.refuse(item.id, problem.reason, problem.detail)
             return problem.reason
         key = item_key(item, self.recipe, {path: file.digest for path, file in files.items()})
@@ -213,7 +214,7 @@ class Scanner:
             inventory, read = examine_item(item, files, self.recipe)
         except MemoryError as error:
             raise MemoryError(f"out of memory while reading {item.id}") from error
-        except (ImportError, OSError) as error:  # of this machine, perhaps: whoever scans it next tries again
+        except (ImportError, OSError) as error:  # of this machine, perhaps: the next scan tries again
             log.exception("%s could not be scanned here", item.id)
             self.refuse(item.id, Reason.SCAN_FAILED, _of_error(error))
             return Reason.SCAN_FAILED
@@ -269,7 +270,7 @@ def scan_items(
     shelves: ScanShelves,
     also: Also | None = None,
     *,
-    refuse: Refuse = _nobody,
+    refuse: Refuse = _ignore,
 ) -> Generator[Reason | None, None, None]:
     """Scan items and publish what was found, at the latest every minute."""
     limit = shelves.shard_bytes

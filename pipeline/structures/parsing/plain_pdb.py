@@ -97,7 +97,7 @@ def read_plain_pdb(data: bytes, *, to_end: bool = False) -> AtomTable | None:
     """Return the atoms of a plain PDB file under the default `FileReading`; None where gemmi has to read it.
 
     Waters, which no policy keeps, are only counted. `to_end` also leaves to others a file with atoms behind its END,
-    for which there is `pdb_lines.read_on`.
+    for which there is `read_structure.read_on`.
     """
     try:
         return _table(*_split(data, to_end=to_end))

@@ -6,6 +6,7 @@ small molecules are read by `amber` and `molecules`.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -25,8 +26,9 @@ from pipeline.structures.atoms import (
     name_text,
     name_word,
 )
-from pipeline.structures.parsing import aligned_errors, amber, molecules, pdb_lines, plain_pdb, structure_files
+from pipeline.structures.parsing import aligned_errors, amber, molecules, plain_pdb, structure_files
 from pipeline.structures.parsing.structure_files import MOLECULES
+from pipeline.structures.policy import CA_WORD, is_standard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -87,11 +89,11 @@ def _pdb(data: bytes, reading: FileReading, max_residues: int | None) -> AtomTab
         raise UnusableInput(Reason.MISSING_CHAIN, what)
     if reading == PLAIN and (table := plain_pdb.read_plain_pdb(data, to_end=True)) is not None:
         return table
-    data, chains = pdb_lines.read_on(data)
+    data, chains = read_on(data)
     if reading != PLAIN or (table := plain_pdb.read_plain_pdb(data)) is None:
-        pdb_lines.check_numbers(data)
-        table = pdb_lines.with_likely_elements(_by_gemmi(data, "pdb", reading, max_residues))
-    return replace(table, notes={**table.notes, pdb_lines.BEHIND_END: chains}) if chains else table
+        _check_numbers(data)
+        table = _with_likely_elements(_by_gemmi(data, "pdb", reading, max_residues))
+    return replace(table, notes={**table.notes, BEHIND_END: chains}) if chains else table
 
 
 def _by_gemmi(data: bytes, form: str, reading: FileReading, max_residues: int | None) -> AtomTable:
@@ -99,7 +101,12 @@ def _by_gemmi(data: bytes, form: str, reading: FileReading, max_residues: int | 
     structure, is_predicted = _structure(data, form)
     if sum(model.count_atom_sites() for model in structure) == 0:
         raise UnusableInput(Reason.NO_ATOMS, "the file holds no atoms")
-    _keep_model(structure, reading.model)
+    if reading.model > len(structure):  # counted from 1, whatever its number is
+        what = f"the file has {len(structure)} models, number {reading.model} was requested"
+        raise UnusableInput(Reason.MISSING_MODEL, what)
+    for index in reversed(range(len(structure))):
+        if index != reading.model - 1:
+            del structure[index]
     structure.setup_entities()
     if reading.seqres:
         _check_alignment(structure, max_residues)
@@ -120,35 +127,23 @@ def _simple(data: bytes, form: str, reading: FileReading, beside: bytes) -> Atom
     return amber.read_amber(data, beside) if form == "amber" else molecules.read_molecule(data, form)
 
 
-def _keep_model(structure: gemmi.Structure, number: int) -> None:
-    """Drop every model but one, counted from 1 whatever its number is."""
-    if number > len(structure):
-        what = f"the file has {len(structure)} models, number {number} was requested"
-        raise UnusableInput(Reason.MISSING_MODEL, what)
-    for index in reversed(range(len(structure))):
-        if index != number - 1:
-            del structure[index]
-
-
 def _structure(data: bytes, form: str) -> tuple[gemmi.Structure, bool]:
-    """Parse by format, and say whether it is a prediction; the block with atoms is taken where there are several."""
+    """Parse by format, and say whether it is a prediction."""
     if form == "pdb":
         return gemmi.read_pdb_string(data, max_line_length=PDB_LINE_LENGTH), aligned_errors.pdb_is_predicted(data)
-    if form == "bcif":
-        block = _bcif_block(data)
-        return _made(block), aligned_errors.cif_is_predicted(block)
+    block = _bcif_block(data) if form == "bcif" else _cif_block(data)
+    structure_files.check_operations(block.find_values("_pdbx_struct_assembly_gen.oper_expression"))
+    return gemmi.make_structure_from_block(block), aligned_errors.cif_is_predicted(block)  # with all its assemblies
+
+
+def _cif_block(data: bytes) -> gemmi.cif.Block:
+    """Return the first block with atoms."""
     document = gemmi.cif.read_string(data)
     blocks = [block for block in document if block.find_values("_atom_site.id")] or list(document)
     if any(block.find_values("_atom_site_fract_x") or block.find_values("_atom_site_Cartn_x") for block in blocks):
         what = "a core CIF (small-molecule crystal), not an mmCIF; convert the molecule to SDF or MOL2"
         raise UnusableInput(Reason.UNKNOWN_FORMAT, what)
-    return _made(blocks[0]), aligned_errors.cif_is_predicted(blocks[0])
-
-
-def _made(block: gemmi.cif.Block) -> gemmi.Structure:
-    """Return the structure of a block, whose assemblies gemmi writes out at once."""
-    structure_files.check_operations(block.find_values("_pdbx_struct_assembly_gen.oper_expression"))
-    return gemmi.make_structure_from_block(block)
+    return blocks[0]
 
 
 def _bcif_block(data: bytes) -> gemmi.cif.Block:
@@ -199,16 +194,23 @@ def _build_assembly(structure: gemmi.Structure, name: str, max_residues: int | N
     structure.merge_chain_parts()
     source = structure[0]
     copies = _copies(assembly, source)
-    residues = sum(_count_residues(source, members) for _, members in copies)
+    residues = sum(residue.subchain in members for _, members in copies for chain in source for residue in chain)
     if max_residues is not None and residues > max_residues:
         what = f"{residues:,} residues in assembly {name}, waters included; structures.max_residues is {max_residues:,}"
         raise UnusableInput(Reason.TOO_MANY_RESIDUES, what)
     built = gemmi.Model(source.num)
+    names = {chain.name for chain in source}
     for number, (transform, members) in enumerate(copies, start=1):
-        for chain in _copied(source, members, transform):
+        copy = source.clone()
+        copy.transform_pos_and_adp(transform)
+        for chain in copy:
+            for index in reversed(range(len(chain))):
+                if chain[index].subchain not in members:
+                    del chain[index]
             if number > 1:
-                _rename_copy(chain, number, {original.name for original in source})
-            built.add_chain(chain)
+                _rename_copy(chain, number, names)
+            if len(chain):
+                built.add_chain(chain)
     del structure[0]
     structure.add_model(built)
     structure.merge_chain_parts()
@@ -226,21 +228,6 @@ def _copies(assembly: gemmi.Assembly, model: gemmi.Model) -> list[tuple[gemmi.Tr
             key = tuple(round(number, 6) for row in rows for number in row)
             copies.setdefault(key, (operator.transform, set()))[1].update(members)
     return sorted(copies.values(), key=lambda copy: not copy[0].is_identity())
-
-
-def _count_residues(model: gemmi.Model, members: set[str]) -> int:
-    return sum(residue.subchain in members for chain in model for residue in chain)
-
-
-def _copied(model: gemmi.Model, members: set[str], transform: gemmi.Transform) -> list[gemmi.Chain]:
-    """Return moved copies of the chains of a model, reduced to some subchains."""
-    copy = model.clone()
-    for chain in copy:
-        for index in reversed(range(len(chain))):
-            if chain[index].subchain not in members:
-                del chain[index]
-    copy.transform_pos_and_adp(transform)
-    return [chain for chain in copy if len(chain)]
 
 
 def _rename_copy(chain: gemmi.Chain, number: int, taken: set[str]) -> None:
@@ -276,7 +263,7 @@ def _table(structure: gemmi.Structure, reading: FileReading) -> AtomTable:
         },
         aliases=aliases,
         b_iso_A=flat.b_iso if reading.b_factors else None,
-        links=partial(links_of, structure, flat, aliases, is_assembly=reading.assembly is not None),
+        links=partial(_links, structure, flat, aliases, is_assembly=reading.assembly is not None),
     )
 
 
@@ -337,70 +324,46 @@ End: TypeAlias = "tuple[int, int, int, int, int]"  # chain, number, insertion co
 Pair: TypeAlias = "tuple[int, int]"
 
 
-def links_of(
+def _links(
     structure: gemmi.Structure, flat: gemmi.FlatStructure, aliases: Mapping[str, str], *, is_assembly: bool
 ) -> Links:
     """Return the pairs of atoms that a file says are bonded; contacts of metals and of hydrogen bonds are not."""
-    ends = _ends(structure, flat, aliases, is_assembly=is_assembly)
-    named = list(dict.fromkeys(_in_order(_pairs(flat, ends))))
-    bare = list(dict.fromkeys(_in_order(_conect(structure, flat))).keys() - set(named))
+    named = _in_order(_connected(structure, flat, aliases, is_assembly=is_assembly))
+    bare = _in_order(_conect(structure, flat)).keys() - named.keys()
     atoms_L2 = np.array([*named, *sorted(bare)], dtype=np.int64).reshape(-1, 2)
     return Links(atoms_L2, np.arange(len(atoms_L2)) < len(named))
 
 
-def _in_order(pairs: Iterable[Pair]) -> Iterator[Pair]:
-    """Yield each pair with its lower atom first, leaving out an atom with itself."""
-    return ((min(pair), max(pair)) for pair in pairs if pair[0] != pair[1])
+def _in_order(pairs: Iterable[Pair]) -> dict[Pair, None]:
+    """Return each pair once, its lower atom first, leaving out an atom with itself."""
+    return dict.fromkeys((min(pair), max(pair)) for pair in pairs if pair[0] != pair[1])
 
 
-def _ends(
+def _connected(
     structure: gemmi.Structure, flat: gemmi.FlatStructure, aliases: Mapping[str, str], *, is_assembly: bool
-) -> list[tuple[End, End]]:
-    """Return the two atoms of each covalent connection within the file, for every copy of its chains."""
+) -> Iterator[Pair]:
+    """Yield the rows of each covalent connection within the file, for every copy of its chains.
+
+    Alternatives share an address, and a policy keeps one of them.
+    """
     wanted = [
-        connection
+        (connection.partner1, connection.partner2)
         for connection in structure.connections
         if connection.type in COVALENT and connection.asu != gemmi.Asu.Different
     ]
     if not wanted:
-        return []
-    present = {name_text(code) for code in np.unique(_words(flat.chain_ids))}
-    short = {full: stand_in for stand_in, full in aliases.items()}
-    return [
-        (_end(connection.partner1, short, copy), _end(connection.partner2, short, copy))
-        for connection in wanted
-        for copy in ["", *(_copy_suffixes(present, connection.partner1.chain_name) if is_assembly else ())]
-    ]
-
-
-def _copy_suffixes(present: set[str], name: str) -> list[str]:
-    """Return what is appended to a chain's name in the copies of an assembly."""
-    return sorted(other[len(name) :] for other in present if other.startswith(name + COPY_MARK))
-
-
-def _end(address: gemmi.AtomAddress, short: Mapping[str, str], copy: str) -> End:
-    """Return an atom's address in the terms of the columns."""
-    chain = address.chain_name + copy
-    seqid = address.res_id.seqid
-    return (
-        name_word(short.get(chain, chain)),
-        0 if seqid.num is None else int(seqid.num),
-        ord(seqid.icode),
-        name_word(address.res_id.name),
-        name_word(address.atom_name),
-    )
-
-
-def _pairs(flat: gemmi.FlatStructure, ends: list[tuple[End, End]]) -> Iterator[Pair]:
-    """Yield the rows of each pair of addresses; alternatives share an address, and a policy keeps one of them."""
-    if not ends:
         return
-    addresses = np.array([end for pair in ends for end in pair], dtype=object)
-    name_A, number_A = _words(flat.atom_names), np.asarray(flat.resnums)
-    maybe = np.flatnonzero(
-        np.isin(number_A, addresses[:, 1].astype(np.int32)) & np.isin(name_A, addresses[:, 4].astype(np.uint64))
-    )
-    columns = (_words(flat.chain_ids), number_A, np.asarray(flat.icodes), _words(flat.residue_names), name_A)
+    name_A, number_A, chain_A = _words(flat.atom_names), np.asarray(flat.resnums), _words(flat.chain_ids)
+    present = {name_text(code) for code in np.unique(chain_A)} if is_assembly else set()
+    short = {full: stand_in for stand_in, full in aliases.items()}
+    ends: list[list[End]] = []
+    for partners in wanted:
+        name = partners[0].chain_name
+        copies = sorted(other[len(name) :] for other in present if other.startswith(name + COPY_MARK))
+        ends += [[_end(partner, short, copy) for partner in partners] for copy in ["", *copies]]
+    numbers, names = ({end[place] for pair in ends for end in pair} for place in (1, 4))
+    maybe = np.flatnonzero(np.isin(number_A, [*numbers]) & np.isin(name_A, np.array([*names], np.uint64)))
+    columns = (chain_A, number_A, np.asarray(flat.icodes), _words(flat.residue_names), name_A)
     rows: defaultdict[End, list[int]] = defaultdict(list)
     for row, *address in zip(maybe.tolist(), *(column[maybe].tolist() for column in columns), strict=True):
         rows[tuple(address)].append(row)
@@ -408,18 +371,106 @@ def _pairs(flat: gemmi.FlatStructure, ends: list[tuple[End, End]]) -> Iterator[P
         yield from product(rows.get(left, ()), rows.get(right, ()))
 
 
+def _end(address: gemmi.AtomAddress, short: Mapping[str, str], copy: str) -> End:
+    """Return an atom's address in the terms of the columns."""
+    chain, seqid = address.chain_name + copy, address.res_id.seqid
+    number = 0 if seqid.num is None else int(seqid.num)
+    names = (short.get(chain, chain), address.res_id.name, address.atom_name)
+    chain_word, residue, atom = map(name_word, names)
+    return chain_word, number, ord(seqid.icode), residue, atom
+
+
 def _conect(structure: gemmi.Structure, flat: gemmi.FlatStructure) -> Iterator[Pair]:
     """Yield the rows of each CONECT pair; copies in an assembly share a serial number and are paired in order."""
-    bonded = structure.conect_map
-    if not bonded:
-        return
-    serial_A = np.asarray(flat.serials)
+    bonded, serial_A = structure.conect_map, np.asarray(flat.serials)
+    wanted = [*bonded, *(serial for serials in bonded.values() for serial in serials)]
     rows: defaultdict[int, list[int]] = defaultdict(list)
-    known = np.fromiter(bonded, np.int64, len(bonded))
-    for row in np.flatnonzero(
-        np.isin(serial_A, np.append(known, [serial for serials in bonded.values() for serial in serials]))
-    ):
-        rows[int(serial_A[row])].append(int(row))
+    for row in np.flatnonzero(np.isin(serial_A, wanted)).tolist() if wanted else ():
+        rows[int(serial_A[row])].append(row)
     for serial, others in bonded.items():
         for other in others:
             yield from zip(rows.get(serial, ()), rows.get(other, ()), strict=False)
+
+
+# ---- lines of a PDB file before a parser reads them: chains behind END, and numbers that are none ----
+
+ATOM_RECORDS = (b"ATOM", b"HETATM")
+END = re.compile(rb"\nEND(?:\s*$|   )", re.MULTILINE)
+BEHIND_END = "chains_behind_end"  # the note of a file that was read on
+CHAIN_COLUMN, SERIAL = slice(21, 22), slice(6, 11)
+COLUMNS = {"the residue number": slice(22, 26), "x": slice(30, 38), "y": slice(38, 46), "z": slice(46, 54)}
+NUMBER = re.compile(rb" *[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)? *| *[-+]?(?:nan|inf) *", re.IGNORECASE)
+RESIDUE_NUMBER = re.compile(rb" *-?\d* *|[A-Za-z][0-9A-Za-z]{3}")  # also in base 36
+
+
+def read_on(data: bytes) -> tuple[bytes, int]:
+    """Return a PDB file that ends with its first END, and how many chains stood behind that and now stand before it.
+
+    Two files put together, as benchmarks of docking have them, have other chains behind the first END. A chain that was
+    there before is another frame of a trajectory, and is left where it is; so are files with MODEL records.
+    """
+    end = _first_end(data)
+    is_more = any(data.find(b"\n" + record, end) >= 0 for record in ATOM_RECORDS)
+    if not is_more or data.startswith(b"MODEL ") or b"\nMODEL " in data:
+        return data, 0
+    kept, more, seen = [data[:end]], set[bytes](), _chains(data[:end])
+    part, is_new = set[bytes](), False
+    for line in data[end:].splitlines(keepends=True):
+        record, chain = line[:6].rstrip(), line[CHAIN_COLUMN]
+        if record == b"END":
+            seen |= part
+            part = set()
+        elif record in ATOM_RECORDS and len(line) > COLUMNS["z"].stop:
+            part.add(chain)
+            is_new = chain not in seen
+            more |= {chain} if is_new else set()
+        if is_new and record in (*ATOM_RECORDS, b"TER", b"ANISOU"):
+            kept.append(line[: SERIAL.start] + b"     " + line[SERIAL.stop :])  # no CONECT means these serials
+    return b"".join([*kept, b"END\n"]) if more else data, len(more)
+
+
+def _first_end(data: bytes) -> int:
+    """Return where the first END record begins."""
+    return found.start() + 1 if (found := END.search(data)) else len(data)
+
+
+def _chains(data: bytes) -> set[bytes]:
+    return {line[CHAIN_COLUMN] for line in data.splitlines() if line.startswith(ATOM_RECORDS)}
+
+
+def _check_numbers(data: bytes) -> None:
+    """Refuse a file with a coordinate or a residue number that is none, which a parser would take for 0."""
+    data = data[: _first_end(data)]
+    for start in plain_pdb.unusual_atoms(data):
+        line = data[start : data.find(b"\n", start) % (len(data) + 1)]  # to its end, or the file's
+        for what, columns in COLUMNS.items() if line.startswith((b"ATOM  ", b"HETATM")) else ():
+            field, number = line[columns], NUMBER if len(what) == 1 else RESIDUE_NUMBER
+            if not number.fullmatch(field) and len(line) >= columns.stop:
+                at = data.count(b"\n", 0, start) + 1
+                problem = f"line {at}: {what} is {field.decode('latin-1')!r}, not a number"
+                raise UnusableInput(Reason.PARSE_ERROR, problem)
+
+
+ORGANIC = {"H": 1, "C": 6, "N": 7, "O": 8, "P": 15, "S": 16}
+POSSIBLE = np.array([*ORGANIC.values(), 34, 119], np.uint8)  # in a standard residue; gemmi's 119 is deuterium
+
+
+def _with_likely_elements(table: AtomTable) -> AtomTable:
+    """Return a table in which an element that no standard residue has is the one that its atom's name begins with.
+
+    Without a column of elements, as some programs of molecular dynamics write, CA and CD are calcium and cadmium where
+    names begin a column early. A residue that is not standard is known by its N and C, and only its CA is looked at.
+    """
+    odd = np.flatnonzero(~np.isin(table.element_A, POSSIBLE))
+    if not len(odd):
+        return table
+    has_n, has_c = (np.unique(table.resname_A[table.name_A == name_word(name)]) for name in ("N", "C"))
+    names = {name: is_standard(name_text(name)) for name in np.unique(table.resname_A[odd]).tolist()}
+    chained = set(np.intersect1d(has_n, has_c).tolist())
+    element_A = table.element_A.copy()
+    for atom, residue, name in zip(
+        odd.tolist(), table.resname_A[odd].tolist(), table.name_A[odd].tolist(), strict=True
+    ):
+        if names[residue] or (name == CA_WORD and residue in chained):
+            element_A[atom] = ORGANIC.get(name_text(name).lstrip("0123456789")[:1], element_A[atom])
+    return replace(table, element_A=element_A)

@@ -26,7 +26,7 @@ from pipeline.structures.parsing.aligned_errors import pae_beside
 from pipeline.structures.parsing.amber import coordinates_beside
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Container, Iterable, Mapping
 
     from pipeline.records import Item
 
@@ -91,7 +91,11 @@ RANGE = re.compile(r"(?<!\d)(\d+)\s*-\s*(\d+)")
 
 def check_columns(content: Mapping[str, Any], wanted: Container[str]) -> None:
     """Refuse an unpacked BinaryCIF file whose columns would be too large as text; a malformed one raises anything."""
-    characters = sum(_characters(part) for part in _parts(content, wanted))
+    characters = 0
+    for block in content["dataBlocks"]:
+        for category in block["categories"]:
+            for column in category["columns"] if category["name"].lstrip("_") in wanted else ():
+                characters += sum(_characters(part) for part in (column["data"], column.get("mask")) if part)
     if characters > MOST_CHARACTERS:
         what = f"unfolds to {characters:,} characters, more than {MOST_CHARACTERS:,}"
         raise UnusableInput(Reason.FILE_TOO_LARGE, what)
@@ -106,24 +110,19 @@ def check_operations(expressions: Iterable[str]) -> None:
             raise UnusableInput(Reason.PARSE_ERROR, what)
 
 
-def _parts(content: Mapping[str, Any], wanted: Container[str]) -> Iterator[Mapping[str, Any]]:
-    """Yield the data and the mask of every wanted column."""
-    for block in content["dataBlocks"]:
-        for category in block["categories"]:
-            if category["name"].lstrip("_") in wanted:
-                for column in category["columns"]:
-                    yield from filter(None, (column["data"], column.get("mask")))
-
-
 def _characters(part: Mapping[str, Any]) -> int:
-    """Return how many characters a column takes as text."""
+    """Return how many characters a column takes as text; numpy reserves for each text the length of the longest."""
+    from biotite.structure.io.pdbx.encoding import decode_stepwise, deserialize_encoding
+
     encodings = part["encoding"]
     texts = next((encoding for encoding in encodings if encoding["kind"] == "StringArray"), None)
     if texts is None:
         return _count(encodings, part["data"]) * WIDEST_NUMBER
-    if _count(texts["offsetEncoding"], texts["offsets"]) > MOST_CHARACTERS:
-        return _count(texts["offsetEncoding"], texts["offsets"])
-    return _count(texts["dataEncoding"], part["data"]) * (1 + _longest(texts))
+    if (count := _count(texts["offsetEncoding"], texts["offsets"])) > MOST_CHARACTERS:
+        return count
+    decoders = [deserialize_encoding(encoding) for encoding in texts["offsetEncoding"]]
+    offsets = np.asarray(decode_stepwise(texts["offsets"], decoders), np.int64)
+    return _count(texts["dataEncoding"], part["data"]) * (1 + int(np.abs(np.diff(offsets)).max(initial=0)))
 
 
 def _count(encodings: Iterable[Mapping[str, Any]], data: bytes) -> int:
@@ -133,15 +132,6 @@ def _count(encodings: Iterable[Mapping[str, Any]], data: bytes) -> int:
         *(int(encoding["srcSize"]) for encoding in encodings if encoding["kind"] in ("RunLength", "IntegerPacking")),
         0,
     )
-
-
-def _longest(texts: Mapping[str, Any]) -> int:
-    """Return the length of the longest text, which numpy reserves for each."""
-    from biotite.structure.io.pdbx.encoding import decode_stepwise, deserialize_encoding
-
-    encodings = [deserialize_encoding(encoding) for encoding in texts["offsetEncoding"]]
-    offsets = np.asarray(decode_stepwise(texts["offsets"], encodings), np.int64)
-    return int(np.abs(np.diff(offsets)).max(initial=0))
 
 
 def _operations(expression: str) -> int:

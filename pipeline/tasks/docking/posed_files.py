@@ -17,8 +17,7 @@ import numpy as np
 from pipeline.errors import DataError
 from pipeline.records import Role
 from pipeline.structures.atoms import BLANK_CHAIN
-from pipeline.structures.parsing.pdb_lines import read_on
-from pipeline.structures.parsing.read_structure import PDB_LINE_LENGTH, PLAIN, FileReading
+from pipeline.structures.parsing.read_structure import PDB_LINE_LENGTH, PLAIN, FileReading, read_on
 from pipeline.structures.parsing.structure_files import format_of
 
 if TYPE_CHECKING:

@@ -99,7 +99,7 @@ def _rna_atoms(data: bytes, form: str, more_residues: Collection[str]) -> Atoms:
         resname_R=table.resname_A[rows_A][first_R],
         strand_R=np.unique(chain_A, return_inverse=True)[1][first_R],
         links=no_links(),
-        is_told=False,
+        file_has_bonds=False,
     )
 
 

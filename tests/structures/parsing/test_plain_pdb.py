@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from pipeline.structures.atoms import AtomTable, sites_of
 from pipeline.structures.parsing import plain_pdb
-from pipeline.structures.parsing.pdb_lines import read_on
-from pipeline.structures.parsing.read_structure import FileReading, parse_structure
+from pipeline.structures.parsing.read_structure import FileReading, parse_structure, read_on
 from pipeline.structures.policy import Policy, Structure, apply_policy
 from pipeline.structures.synthetic import complex_pdb
 from tests.structures.pdb_text import atom, chain, residue
