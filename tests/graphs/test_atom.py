@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy.spatial.distance import cdist
-from scipy.spatial.transform import Rotation
 
 from pipeline.graphs import atom_graph
 from pipeline.graphs.item_graph import GraphRecipe, PartnerGraph, decode_graph, encode_graph
@@ -18,14 +16,13 @@ from pipeline.records import Part as ItemPart
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.inventory import Complex, examine_item
 from pipeline.structures.parsing.structure_files import File, read_file
-from tests.graphs.complexes import KEEP, LIMIT, complex_in, complex_of, moved, side
+from tests.graphs.complexes import KEEP, LIMIT, complex_in, complex_of, side
 from tests.graphs.test_encoding import assert_equal
 from tests.structures.pdb_text import atom as line
 from tests.structures.pdb_text import chain
 
 ATOM = GraphRecipe(nodes="atom")
 BOTH = ItemPart(Role.COMPLEX, "")
-SOME = ["3H2V", "1LFD"]
 RING = 1.4 * np.array([[np.cos(turn), np.sin(turn), 0] for turn in np.arange(6) * np.pi / 3])
 
 
@@ -137,12 +134,6 @@ def test_atoms_too_far_apart_for_any_edge_are_no_graph_and_an_ion_beside_a_partn
     assert len(graph.labels["contact_pairs"]) == 6
 
 
-def test_a_graph_comes_back_from_its_record(structures: Path) -> None:
-    read = complex_in(structures / "varied" / "5ugo.pdb.gz", side(Role.RECEPTOR, "A"), side(Role.LIGAND, "T"))
-    graph = atom_graph.build_atom_graph(read, replace(ATOM, cross_radius=6.0))
-    assert_equal(decode_graph(*encode_graph(graph)), graph)
-
-
 def test_contacts_are_those_of_the_benchmark_atom_by_atom(structures: Path) -> None:
     for path in sorted(structures.glob("complexes/*.pdb")):
         check_contacts(path)
@@ -166,45 +157,6 @@ def named(part: PartnerGraph, node: int) -> tuple[str, str, str]:
     number = f"{part.residues['number'][residue]}{chr(part.residues['icode'][residue]).strip()}"
     name = bytes(part.nodes["name"][node]).rstrip(b"\0").decode()
     return part.chains[part.residues["chain"][residue]].name, number, name
-
-
-@pytest.mark.parametrize("name", SOME)
-def test_every_pair_within_the_radius_is_of_exactly_one_kind(structures: Path, name: str) -> None:
-    read = complex_in(structures / "complexes" / f"{name}.pdb", BOTH)
-    for part in atom_graph.build_atom_graph(read, ATOM).parts:
-        pos_A3 = read.sides[part.role].structure.pos_A3[rows_of(read, part.role)]
-        is_near = cdist(pos_A3, pos_A3) <= 5.0
-        np.fill_diagonal(is_near, val=False)
-        kinds = [pairs(part, kind) for kind in ("bond", "angle", "dihedral", "near")]
-        assert sum(map(len, kinds)) == len(set().union(*kinds))
-        bonded = set().union(*kinds[:3])
-        assert kinds[3] == {(int(one), int(other)) for one, other in np.argwhere(is_near)} - bonded
-        for edges_2E in part.edges.values():
-            order = np.lexsort(edges_2E)
-            np.testing.assert_array_equal(order, np.arange(len(order)))
-
-
-def rows_of(read: Complex, role: Role) -> Iterable[int]:
-    return atom_graph._choose(role, read.sides[role], ATOM).atom_A
-
-
-@pytest.mark.parametrize("name", SOME)
-def test_moving_a_complex_changes_no_edge_and_no_distance(structures: Path, name: str) -> None:
-    read = complex_in(structures / "complexes" / f"{name}.pdb", BOTH)
-    elsewhere = moved(read, Rotation.from_rotvec([0.3, -1.1, 2.0]).as_matrix(), np.array([31.7, -88.1, 12.9]))
-    recipe = replace(ATOM, cross_radius=6.0)
-    here, there = atom_graph.build_atom_graph(read, recipe), atom_graph.build_atom_graph(elsewhere, recipe)
-    for one, other in zip(here.parts, there.parts, strict=True):
-        for kind, edges_2E in one.edges.items():
-            np.testing.assert_array_equal(edges_2E, other.edges[kind])
-            lengths = [
-                np.linalg.norm(np.subtract(*part.nodes["pos"][edges_2E].astype(np.float64)), axis=1)
-                for part in (one, other)
-            ]
-            np.testing.assert_allclose(*lengths, atol=1e-4)
-    np.testing.assert_array_equal(here.cross["near"], there.cross["near"])
-    np.testing.assert_array_equal(here.labels["contact_pairs"], there.labels["contact_pairs"])
-    np.testing.assert_allclose(here.labels["contact_nearest"], there.labels["contact_nearest"], atol=1e-4)
 
 
 def unbound(folder: Path, name: str) -> Complex:

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.graphs.item_graph import GraphRecipe, ItemGraph
 from pipeline.graphs.residue_graph import build_residue_graph
-from pipeline.records import Item, Part, Reason, Rejection, Role
+from pipeline.records import Item, Reason, Rejection, Role
 from pipeline.structures.atoms import UnusableInput, name_text
 from pipeline.structures.inventory import Complex
 from pipeline.structures.sources.data_source import items
@@ -80,21 +80,6 @@ def test_heavy_and_light_chain_against_the_antigen_come_from_a_summary_table_and
     assert [[own.name for own in part.chains] for part in graph.parts] == [["H", "L"], ["I"]]
     np.testing.assert_array_equal(graph.labels["contact_pairs"], there.labels["contact_pairs"])
     assert graph.parts[1].size == there.parts[1].size
-
-
-def test_partners_of_several_chains_have_edges_across_them_and_rows_in_their_order(
-    tmp_path: Path, structures: Path
-) -> None:
-    path = joined(tmp_path / "1KKL.pdb", *(structures / "pairs" / f"1KKL_{side}_b.pdb.gz" for side in "rl"))
-    parts = Part(Role.RECEPTOR, str(path), ("C", "A", "B")), Part(Role.LIGAND, str(path), ("H",))
-    graph = graph_of(Item("1KKL", parts=parts))
-    receptor = graph.parts[0]
-    chain_N = receptor.nodes["chain"].astype(int)
-    assert [own.name for own in receptor.chains] == ["C", "A", "B"]
-    assert (np.diff(chain_N) >= 0).all()
-    from_E, to_E = receptor.edges["near"]
-    assert (chain_N[from_E] != chain_N[to_E]).any()
-    assert (np.diff(receptor.row_R) > 0).all()
 
 
 def test_bound_structures_that_do_not_touch_reject_the_unbound_input(tmp_path: Path, structures: Path) -> None:

@@ -76,16 +76,6 @@ def test_neighbours_in_another_set_are_those_of_brute_force(
         np.testing.assert_array_equal(between(moved, elsewhere, nearest, radius), expected)
 
 
-def test_a_plane_of_ties_larger_than_what_the_tree_is_first_asked_for_is_settled_by_index(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ring = np.array([[np.cos(turn), np.sin(turn), 0] for turn in np.arange(90) * 2 * np.pi / 90]) * 10
-    points = np.concatenate([ring, [[0, 0, 0]]])  # the last one is as far from all
-    monkeypatch.setattr(neighbours, "FEW", 0)
-    edges = within(points, 5)
-    assert edges[0, edges[1] == 90].tolist() == [0, 1, 2, 3, 4]
-
-
 def test_who_has_fewer_others_than_asked_for_gets_all_of_them() -> None:
     points = np.eye(3)
     assert within(points, 20).tolist() == [[1, 2, 0, 2, 0, 1], [0, 0, 1, 1, 2, 2]]

@@ -117,18 +117,6 @@ def test_side_vectors_are_those_of_a_loop_over_residues_and_atoms(complexes: dic
                 np.testing.assert_allclose(part.nodes["side"][node], expected, atol=1e-5)
 
 
-def test_the_rows_letters_and_flags_of_real_chains_fit_their_sequences(complexes: dict[str, Complex]) -> None:
-    for name, read in complexes.items():
-        for part in residue_graph.build_residue_graph(read, NO_LABELS).parts:
-            letters = "".join(part.texts)
-            assert [letters[row] for row in part.row_R] == [LETTERS[code] for code in part.nodes["type"]], name
-            glycines = part.nodes["type"] == LETTERS.index("G")
-            assert (part.nodes["flags"][glycines] & VIRTUAL_CB).all()
-            assert not (part.nodes["flags"][glycines] & INCOMPLETE).any()
-            assert np.isfinite(part.nodes["pos"]).all()
-            assert np.isfinite(part.nodes["side"]).all()
-
-
 def test_a_virtual_cb_is_where_the_real_one_of_ideal_geometry_is() -> None:
     pdb = complex_pdb(1, 40, 40)
     without = b"\n".join(line for line in pdb.split(b"\n") if line[13:15] != b"CB")

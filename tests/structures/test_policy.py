@@ -89,14 +89,6 @@ def test_a_residue_without_the_backbone_that_is_asked_for_stays_in_the_sequence_
     assert reason_of(lines, Policy(require="backbone", incomplete="reject")) is Reason.INCOMPLETE_RESIDUES
 
 
-def test_the_backbone_table_points_at_the_right_atoms() -> None:
-    structure = read(residue("ALA", "A", 1, ("CB", "O", "C", "CA", "N")) + residue("GLY", "A", 2))
-    names = [
-        [name_text(structure.name_A[index]) if index >= 0 else "-" for index in row] for row in structure.backbone_R5
-    ]
-    assert names == [["N", "CA", "C", "O", "CB"], ["N", "CA", "C", "O", "-"]]
-
-
 def test_nucleic_chains_are_told_apart() -> None:
     sugar = ("P", "C1'", "O2'")
     lines = "".join(residue(name, "A", i, sugar) for i, name in enumerate(["DA", "DC", "DG"], 1)) + "TER\n"

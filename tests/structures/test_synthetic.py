@@ -85,11 +85,6 @@ def test_partners_of_any_size_dock() -> None:
         assert cdist(positions(receptor), positions(ligand)).min() > 2.5
 
 
-def test_same_seed_makes_the_same_bytes() -> None:
-    assert complex_pdb(7, 60, 50) == complex_pdb(7, 60, 50)
-    assert complex_pdb(7, 60, 50) != complex_pdb(8, 60, 50)
-
-
 def manifest(folder: Path) -> list[dict[str, str]]:
     with (folder / "manifest.csv").open() as file:
         return list(csv.DictReader(file))

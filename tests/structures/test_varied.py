@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.records import Item, Kind, Part, Reason, Role
+from pipeline.records import Item, Part, Reason, Role
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.inventory import ScanRecipe, examine_item
 from pipeline.structures.parsing.read_structure import FileReading, parse_structure
@@ -85,12 +85,6 @@ def test_modified_residues_have_their_parents_letter(structures: Path) -> None:
     with pytest.raises(UnusableInput) as caught:
         read(structures, "1A8O.cif.gz", Policy(modified="reject"))
     assert caught.value.reason is Reason.MODIFIED_RESIDUES
-
-
-def test_a_parent_named_by_the_file_is_believed(structures: Path) -> None:
-    chain = read(structures, "4p5j.cif.gz").chains[0]
-    assert chain.kind is Kind.RNA
-    assert set(chain.sequence) <= set("ACGU")
 
 
 def test_each_model_can_be_chosen_and_a_missing_one_is_named(structures: Path) -> None:

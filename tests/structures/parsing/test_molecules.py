@@ -135,12 +135,6 @@ def flat(block: str, *, keep: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_coordinates_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
-    inventory, _ = read(tmp_path, "l.mol2", ACETAMIDE.replace("0.5200", "   nan"))
-    assert inventory.reason is Reason.PARSE_ERROR
-    assert "not a finite number" in inventory.detail
-
-
 def aromatic(block: str) -> str:
     """Return a block all of whose bonds are aromatic, which none of its hydrogens can have."""
     lines = block.splitlines()

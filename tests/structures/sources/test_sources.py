@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import tracemalloc
@@ -16,7 +15,6 @@ from pipeline.errors import ConfigError, PipelineError
 from pipeline.records import Item, Reason
 from pipeline.structures.sources.data_source import ADAPTERS, items
 from pipeline.structures.sources.item_ids import MERGE_AT, SeenIds, SourceSpec, id_problem
-from pipeline.units import printable_text
 from tests.structures.sources.source_files import ids, read, reasons, touch, write
 
 HOSTILE_IDS = (
@@ -76,11 +74,6 @@ def test_limit_counts_items_and_not_rejections(tmp_path: Path) -> None:
     entries = read("manifest", manifest, limit=2)
     assert ids(entries) == ["a", "b"]
     assert reasons(entries) == [Reason.BAD_ID, Reason.DUPLICATE_ID]
-
-
-def test_text_from_outside_is_shown_without_control_characters() -> None:
-    assert printable_text("a\x1b[31m\n\udc80") == r"a\x1b[31m\n\udc80"
-    assert len(printable_text("x" * 1000)) == 80
 
 
 def test_what_is_no_file_or_no_folder_is_an_error(tmp_path: Path) -> None:
@@ -175,19 +168,3 @@ def test_every_error_of_every_source_ends_with_a_command(tmp_path: Path) -> None
             with pytest.raises(PipelineError) as caught:
                 read(source, path)
             assert caught.value.remedy.split()[0] in commands, (source, path)
-
-
-@pytest.mark.parametrize("state", ["bound", "unbound"])
-def test_real_pairs_are_read_bound_and_unbound(structures: Path, state: str) -> None:
-    folder = structures / "pairs"
-    entries = read("pairs", folder, splits=folder / "splits.csv", state=state)
-    with (folder / "splits.csv").open() as stream:
-        listed = [(row["path"], row["split"]) for row in csv.DictReader(stream)]
-    assert [(entry.id, entry.split) for entry in entries if isinstance(entry, Item)] == listed
-    assert len(entries) == len(listed) == 5
-    for entry in entries:
-        names = [Path(part.path).name for part in entry.parts]
-        assert names == [f"{entry.id}_{side}_{state[0]}.pdb.gz" for side in "rl"]
-        assert all(Path(part.path).is_file() for part in (*entry.parts, *entry.bound))
-        assert len(entry.bound) == (2 if state == "unbound" else 0)
-    assert sorted(ids(read("pairs", folder))) == sorted(ids(entries))
