@@ -10,6 +10,7 @@ import numpy as np
 from pipeline.records import Kind, Reason, Role
 from pipeline.structures.atoms import UnusableInput, name_text
 from pipeline.structures.policy import CAPS, letter
+from pipeline.units import first_few
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
     from pipeline.records import ChainSummary, Part, Partner
     from pipeline.structures.policy import Chain, Policy, Structure
-
-SHOWN = 12  # names in a message
 
 
 def choose_chains(structure: Structure, part: Part, elsewhere: Iterable[str] = ()) -> dict[Role, tuple[Chain, ...]]:
@@ -41,7 +40,7 @@ def choose_chains(structure: Structure, part: Part, elsewhere: Iterable[str] = (
         return {part.role: free}
     polymers = [chain for chain in free if chain.kind is not Kind.OTHER]
     if len(polymers) != 2:
-        have = _some(chain.name for chain in polymers) or "none"
+        have = first_few(chain.name for chain in polymers) or "none"
         what = f"expected two polymer chains, found {have}; set data.receptor_chains and data.ligand_chains"
         raise UnusableInput(Reason.AMBIGUOUS_PARTNERS, what)
     sides = zip((Role.RECEPTOR, Role.LIGAND), polymers, strict=True)
@@ -52,12 +51,6 @@ def _molecules_last(chains: tuple[Chain, ...]) -> tuple[Chain, ...]:
     """Return polymers in the order in which they were asked for, then molecules in the order of the file."""
     polymers = tuple(chain for chain in chains if chain.kind is not Kind.OTHER)
     return polymers + tuple(sorted(set(chains) - set(polymers), key=lambda chain: chain.first))
-
-
-def _some(names: Iterable[str]) -> str:
-    """Return the first few names; a virus has hundreds."""
-    listed = list(names)
-    return ", ".join(listed[:SHOWN]) + (f" and {len(listed) - SHOWN} more" if len(listed) > SHOWN else "")
 
 
 def _host(chain: Chain) -> str:
@@ -74,31 +67,22 @@ def _group(structure: Structure, name: str) -> list[Chain]:
 def _named(structure: Structure, name: str, taken: set[Chain]) -> Sequence[Chain]:
     """Return the polymer chain of that name and its molecules, or the molecules of that name."""
     if name in structure.all_chains:
-        chains = [chain for chain in structure.chains if _host(chain) == name and chain not in taken]
-        if not chains:
-            raise UnusableInput(Reason.CHAIN_WITHOUT_POLYMER, _why_empty(structure, name))
-        return chains
+        own = [chain for chain in structure.chains if _host(chain) == name]
+        if chains := [chain for chain in own if chain not in taken]:
+            return chains
+        why = "belongs to the other side" if own else "has no protein, RNA or DNA"
+        raise UnusableInput(Reason.CHAIN_WITHOUT_POLYMER, f"chain {name} {why}")
     if chains := _group(structure, name):
         return chains
     host = name.partition(":")[0]
+    what = f"no chain {name} in the file (it has: {first_few(structure.all_chains)})"
     if host != name and host in structure.all_chains:
-        raise UnusableInput(Reason.MISSING_CHAIN, f"no molecule {name} in the file ({_molecules_of(structure, host)})")
-    have = _some(structure.all_chains)
-    raise UnusableInput(Reason.MISSING_CHAIN, f"no chain {name} in the file (it has: {have})")
-
-
-def _why_empty(structure: Structure, name: str) -> str:
-    if any(_host(chain) == name for chain in structure.chains):
-        return f"chain {name} belongs to the other side"
-    return f"chain {name} has no protein, RNA or DNA"
-
-
-def _molecules_of(structure: Structure, host: str) -> str:
-    """Describe the molecules of a chain, or the setting that drops them."""
-    kept = [chain for chain in structure.chains if chain.kind is Kind.OTHER]
-    if not kept and structure.notes.get("ligands"):
-        return "set structures.ligands: keep to keep small molecules"
-    return f"chain {host} has: {_some(chain.name for chain in kept if _host(chain) == host) or 'no small molecules'}"
+        kept = [chain for chain in structure.chains if chain.kind is Kind.OTHER]
+        names = first_few(chain.name for chain in kept if _host(chain) == host) or "no small molecules"
+        what = f"no molecule {name} in the file (chain {host} has: {names})"
+        if not kept and structure.notes.get("ligands"):
+            what = f"no molecule {name} in the file (set structures.ligands: keep to keep small molecules)"
+    raise UnusableInput(Reason.MISSING_CHAIN, what)
 
 
 def check_apart(sides: dict[Role, set[tuple[str, str]]]) -> None:

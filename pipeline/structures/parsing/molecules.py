@@ -42,23 +42,19 @@ def read_molecule(data: bytes, form: str) -> AtomTable:
 
     # A byte is a column: RDKit would cut a longer letter in two, and fail to put the half into a message.
     text = data.decode("ascii", "replace").replace("\ufffd", "?").replace("\r\n", "\n")
-    block = _only_mol2(text) if form == "mol2" else _only_record(text)
     with _logged() as messages:
         if form == "mol2":  # None where it cannot be read
+            block = _only_mol2(text)
             molecule = Chem.MolFromMol2Block(block, sanitize=False, removeHs=False, cleanupSubstructures=False)
         else:
-            molecule = Chem.MolFromMolBlock(block, sanitize=False, removeHs=False, strictParsing=True)
+            records = [record for record in re.split(r"^\$\$\$\$.*\n?", text, flags=re.MULTILINE) if record.strip()]
+            _check_one(len(records))
+            molecule = Chem.MolFromMolBlock(records[0], sanitize=False, removeHs=False, strictParsing=True)
         if molecule is None:
             raise UnusableInput(Reason.PARSE_ERROR, _gist(messages, form))
         if not molecule.GetNumAtoms():
             raise UnusableInput(Reason.NO_ATOMS, "the molecule has no atoms")
         return _table(molecule, is_sane=not Chem.DetectChemistryProblems(molecule))
-
-
-def _only_record(text: str) -> str:
-    records = [record for record in re.split(r"^\$\$\$\$.*\n?", text, flags=re.MULTILINE) if record.strip()]
-    _check_one(len(records))
-    return records[0]
 
 
 def _only_mol2(text: str) -> str:
@@ -176,9 +172,9 @@ def _names(atoms: list[Any]) -> list[str]:
         return [atom.GetProp("_TriposAtomName") for atom in atoms]
     counts: Counter[str] = Counter()
     names = []
-    for atom in atoms:
-        counts[atom.GetSymbol()] += 1
-        names.append(f"{atom.GetSymbol()}{counts[atom.GetSymbol()]}")
+    for symbol in (atom.GetSymbol() for atom in atoms):
+        counts[symbol] += 1
+        names.append(f"{symbol}{counts[symbol]}")
     return names
 
 

@@ -33,6 +33,14 @@ if TYPE_CHECKING:
 KEPT_FILES, KEPT_BYTES = 4, 16 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class File:
+    """The bytes of a structure file and the digest by which they are known."""
+
+    data: bytes
+    digest: str
+
+
 class StructureFiles:
     """Reads the files of items, and keeps the last few."""
 
@@ -42,15 +50,15 @@ class StructureFiles:
         self._kept: dict[str, File] = {}
 
     def of(self, item: Item) -> dict[str, File]:
-        """Return the files of an item by path; raise Unusable where one cannot be read."""
-        return {path: self._file(path) for path in self._paths(item)}
-
-    def _file(self, path: str) -> File:
-        if path not in self._kept:
-            self._kept[path] = self._read(path)
-            while len(self._kept) > KEPT_FILES or (len(self._kept) > 1 and total_bytes(self._kept) > KEPT_BYTES):
-                del self._kept[next(iter(self._kept))]
-        return self._kept[path]
+        """Return the files of an item by path; raise UnusableInput where one cannot be read."""
+        files: dict[str, File] = {}
+        for path in self._paths(item):
+            if path not in self._kept:
+                self._kept[path] = self._read(path)
+                while len(self._kept) > KEPT_FILES or (len(self._kept) > 1 and total_bytes(self._kept) > KEPT_BYTES):
+                    del self._kept[next(iter(self._kept))]
+            files[path] = self._kept[path]
+        return files
 
 
 def plain_files(max_bytes: int, paths: Callable[[Item], Iterable[str]] | None = None) -> StructureFiles:
@@ -292,11 +300,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return str(import_module(package).__version__)
-
-
-@dataclass(frozen=True, slots=True)
-class File:
-    """The bytes of a structure file and the digest by which they are known."""
-
-    data: bytes
-    digest: str
