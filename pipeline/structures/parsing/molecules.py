@@ -32,7 +32,7 @@ MOL2 = "@<TRIPOS>"
 BOND_TYPES = ("1", "2", "3", "am", "ar", "du", "un", "nc")  # the last: not connected
 NO_ELEMENTS = ("LP", "DU", "ANY", "HAL", "HET", "HEV", "*")  # types of MOL2; RDKit leaves lone pairs out in silence
 CLOCK = re.compile(r"^\[\d\d:\d\d:\d\d\] ?")
-NOISE = ("****", "----------")
+NOISE = re.compile(r"\**|-*|.*-condition Violation|(Violation occurred|Failed Expression).*")
 RDKIT_LOG = threading.Lock()  # there is one, and threads of a loader read molecules at once
 
 
@@ -102,22 +102,21 @@ def _logged() -> Iterator[list[str]]:
     logger = logging.getLogger("rdkit")
     with RDKIT_LOG:
         before, logger.handlers = logger.handlers, [handler]
+        streams = re.findall(r"(rdApp\.\w+):(\w+)", rdBase.LogStatus())
         rdBase.LogToPythonLogger()
         try:
             yield messages
         finally:
-            rdBase.LogToCppStreams()
+            rdBase.LogToCppStreams()  # which turns each stream on or off as it is by default
+            for name, state in streams:
+                (rdBase.EnableLog if state == "enabled" else rdBase.DisableLog)(name)
             logger.handlers = before
 
 
 def _gist(messages: list[str], form: str) -> str:
     """Return RDKit's messages for users: without clock, stack trace and source files."""
-    lines = [CLOCK.sub("", line).strip() for message in messages for line in message.splitlines()]
-    if "Stacktrace:" in lines:
-        lines = lines[: lines.index("Stacktrace:")]
-    if any(line.endswith("-condition Violation") for line in lines):  # which then says in words what it is
-        lines = [line for line in lines if not line.startswith("Failed Expression") and "-condition" not in line]
-    text = "; ".join(line for line in lines if line and line not in NOISE and not line.startswith("Violation occurred"))
+    lines = (CLOCK.sub("", line).strip() for line in "\n".join(messages).partition("Stacktrace:")[0].splitlines())
+    text = "; ".join(line for line in lines if not NOISE.fullmatch(line))
     hint = "; a MOL2 file has SYBYL's atom types" if form == "mol2" and "not found" in text else ""
     return (text or "RDKit finds no complete molecule in the file")[:200] + hint
 
