@@ -217,7 +217,7 @@ def _named(atoms: Atoms, name: str) -> NDArray[np.int64]:
 def _disulfides(atoms: Atoms) -> NDArray[np.int64]:
     """Return the bonds between the sulfurs of cysteines."""
     sulfurs = np.flatnonzero((atoms.name_A == name_word("SG")) & (atoms.element_A == SULFUR))
-    pairs_B2 = sulfurs[cKDTree(atoms.pos_A3[sulfurs]).query_pairs(DISULFIDE, output_type="ndarray")]
+    pairs_B2: NDArray[np.int64] = sulfurs[cKDTree(atoms.pos_A3[sulfurs]).query_pairs(DISULFIDE, output_type="ndarray")]
     return pairs_B2[~_is_within(atoms, pairs_B2)]
 
 
