@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 
 from pipeline.training.checkpoints.trained_weights import checkpoint_weights
-from tests.card.on_card.typed_on_cards import CARD, Typist, epochs
+from tests.card.on_card.typed_on_cards import CARD, INTERFACE, Typist, epochs, losses, predicted
 from tests.card.on_card.typed_on_cards import projects_root as projects_root
 from tests.card.on_card.typed_on_cards import typist as typist
-from tests.recipes.projects import as_words, ran
+from tests.recipes.projects import COMPLEX, Recipe, as_words, ran
 from tests.testkit.trained import write_project
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
@@ -129,3 +130,17 @@ def test_ranks_of_which_one_is_killed_in_mid_epoch_go_on_bitwise_as_if_it_had_no
     undisturbed, gone_on = everything(whole), everything(killed)
     assert undisturbed.keys() == gone_on.keys()
     assert [name for name, tensor in undisturbed.items() if not torch.equal(tensor, gone_on[name])] == []
+
+
+# Half precision
+
+
+@pytest.mark.parametrize("recipe", [COMPLEX, INTERFACE], ids=lambda recipe: recipe.name)
+def test_a_recipe_in_half_precision_trains_and_predicts_near_single_precision(typist: Typist, recipe: Recipe) -> None:
+    folder = typist.go(recipe)
+    typist.submit("predict", recipe, "train.models=halved", "train.predict.folder=of_half", "train.precision=bf16")
+    typist.submit("train", recipe, "train.models=carded")
+    halved, whole = losses(folder / "halved"), losses(folder / "carded")
+    assert halved == pytest.approx(whole, rel=0.1)
+    assert halved != whole
+    assert all(np.isfinite(one).all() for one in predicted(folder / "of_half").values() if not isinstance(one, str))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.memory.footprint import Tape
 from pipeline.memory.hardware.caching_allocator import Allocator, AllocatorSettings
+from tests.memory.planning.oracles import tape
 from tests.testkit.counted import calls_of
 
 MIB = 1 << 20
@@ -22,10 +23,6 @@ ALL = (DEFAULT, EXPANDABLE)
 def play(allocator: Allocator, number: int, size: int) -> None:
     """Allocate a block that other tapes know, or release it (below 0)."""
     allocator.play(tape((-1 - number, size)))
-
-
-def tape(*events: tuple[int, int]) -> Tape:
-    return Tape(np.array([one for one, _ in events], np.int64), np.array([size for _, size in events], np.int64))
 
 
 RULES: dict[str, tuple[AllocatorSettings, str, dict[str, float]]] = {

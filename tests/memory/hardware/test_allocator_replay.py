@@ -8,14 +8,11 @@ import pytest
 from pipeline.memory.footprint import MicroFootprint, StandingFootprint, StepTapes, Tape
 from pipeline.memory.hardware.caching_allocator import AllocatorSettings, replay_steps
 from pipeline.memory.planning.step_estimates import SETTINGS, reserve
+from tests.memory.planning.oracles import tape
 
 EMPTY = Tape(np.zeros(0, np.int64), np.zeros(0, np.int64))
 MIB = 1 << 20
 DEFAULT = AllocatorSettings()
-
-
-def tape(*events: tuple[int, int]) -> Tape:
-    return Tape(np.array([one for one, _ in events], np.int64), np.array([size for _, size in events], np.int64))
 
 
 def micro(tokens: int, layers: int = 8) -> Tape:

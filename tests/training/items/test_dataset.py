@@ -92,16 +92,6 @@ def test_a_split_that_is_not_there_is_named_with_those_that_are(store):
     assert "--set train.split=val" in refused.value.remedy
 
 
-def test_what_would_make_a_ragged_table_is_refused():
-    builder = TableBuilder()
-    builder.add("a", bytes(16), "train", {"nodes": 1})
-    key, sizes = bytes(16), {"nodes": 1}
-    for wrong in ((b"short", "train", sizes), (key, "train", {"edges": 1}), (key, "train", sizes, Item("b"))):
-        with pytest.raises(ValueError, match=r"16 bytes|same sizes|must be included"):
-            builder.add("b", *wrong)
-        assert len(builder) == 1
-
-
 def test_a_large_table_is_a_few_bytes_an_item_and_read_at_once(store):
     count = 100_000
     builder = TableBuilder()

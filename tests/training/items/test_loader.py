@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from pipeline.errors import CacheDamaged, RecordMissing
 from pipeline.records import Reason, Rejection
 from pipeline.store.cache_folder import CacheFolder
-from pipeline.training.items import loader as loader_module
 from pipeline.training.items.batch import padded_field
 from pipeline.training.items.loader import PROCESSES, THREADS
 from pipeline.training.sampling import Sampler, SamplerSettings
@@ -155,7 +154,7 @@ def test_no_more_batches_are_read_ahead_than_there_are_slots(data, slots, kept):
     made, alive, most = [], [], 0
 
     def collate(items, rng):
-        made.append(weakref.ref(held := Held(items, ())))
+        made.append(weakref.ref(held := Held(items)))
         return held
 
     batches = data.loader([[number] for number in range(24)], slots=slots, collate=collate).read()
@@ -245,47 +244,6 @@ class Held:
     """What a collate may make of items: the items."""
 
     items: list
-    of: tuple
-
-
-def alike(one, other):
-    """Compare two items to the bit, in names, types and numbers."""
-    pairs = [(one.cross, other.cross), (one.labels, other.labels), (one.values, other.values)]
-    assert (one.id, one.number, list(one.sides)) == (other.id, other.number, list(other.sides))
-    assert one.rng.random() == other.rng.random()
-    for role, side in one.sides.items():
-        mine = other.sides[role]
-        rest = {name: getattr(side, name) for name in ("centre", "embedding", "encoded")}
-        pairs += [(getattr(side, name), getattr(mine, name)) for name in ("nodes", "edges", "residues", "paths")]
-        pairs += [(rest, {name: getattr(mine, name) for name in rest})]
-    for here, there in pairs:
-        assert here.keys() == there.keys()
-        for name, tensor in here.items():
-            assert (tensor is None) == (there[name] is None)
-            if tensor is not None:
-                assert (tensor.dtype, tensor.shape) == (there[name].dtype, there[name].shape), name
-                assert tensor.contiguous().numpy().tobytes() == there[name].contiguous().numpy().tobytes(), name
-
-
-@pytest.mark.parametrize("pin", [False, True])
-@pytest.mark.parametrize("crop", [None, {"nodes": 40}])
-def test_collate_is_handed_the_very_items_that_a_joined_batch_has(tmp_path, pin, crop, monkeypatch):
-    monkeypatch.setattr(loader_module, "bytes_on_host", lambda size, pin: torch.empty(size, dtype=torch.uint8))
-    graphs = [
-        graph_of(0, atoms=True),
-        graph_of(1, ALONE, atoms=True),
-        graph_of(2, rna=True, atoms=True, bound=True),
-        graph_of(4, atoms=True),
-    ]
-    data = made(CacheFolder(tmp_path / "cache"), graphs)
-    joined = list(data.loader([[0, 1, 2], [3], [3, 0]], crop=crop))
-    apart = data.loader(
-        [[0, 1, 2], [3], [3, 0]], crop=crop, pin=pin, collate=lambda items, _: Held(list(items), (1, items[0].id))
-    )
-    for batch, held in zip(joined, apart, strict=True):
-        assert held.of == (1, batch.ids[0])
-        for item, other in zip(batch.items, held.items, strict=True):
-            alike(item, other)
 
 
 def test_a_collate_may_write_to_what_it_is_handed(data):

@@ -71,20 +71,6 @@ def test_processes_make_what_threads_make_weights_and_draws_included(data):
     assert len(there - here) == 2
 
 
-def test_joined_batches_are_the_same_too_and_hold_their_slots(data):
-    lists = [batch for batch in LISTS if batch]
-    wanted = [{name: field.clone() for name, field in batch.fields.items()} for batch in data.loader(lists)]
-    loader = data.loader(lists, readers=PROCESSES, slots=3)
-    kept: list[Any] = []
-    for batch, fields in zip(loader, wanted, strict=True):
-        kept = [*kept[-1:], (batch, fields)]
-        for held, copies in kept:
-            assert held.fields.keys() == copies.keys()
-            assert all(torch.equal(held[name].nan_to_num(), copies[name].nan_to_num()) for name in copies)
-        del batch, held
-    loader.end()
-
-
 def test_processes_stay_for_the_next_epoch_and_end_with_the_loader(data):
     loader = data.loader([[0], [1], [2], [3]], collate=structured, readers=PROCESSES)
     pids = [{batch.by for batch in loader} for _ in range(2)]

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from pipeline.training.loop.metrics_log import MetricsLog, read_epochs, read_figures, tracked_run
+from tests.training.loop.test_figures import points
 
 pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).parents[3]
@@ -58,13 +59,6 @@ def of_files(model: Path) -> Curves:
         for name, value in epoch.scalars().items():
             curves.setdefault(name, []).append((epoch.step, value))
     return curves
-
-
-def of_tensorboard(model: Path) -> Curves:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(model / "tensorboard")).Reload()
-    return {name: [(one.step, one.value) for one in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 
 def wandb_history(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
@@ -116,13 +110,13 @@ def test_both_trackers_show_every_figure_of_every_step_once_and_as_the_files_hav
     files = of_files(model)
     timed = {"epoch/wall_s", "epoch/items_per_s", "epoch/wait_share"} | {one for one in files if one.endswith("_bytes")}
     timed |= {one for one in files if one.startswith("seconds/")}
-    assert as_single(files) == of_tensorboard(model)
+    assert as_single(files) == points(model)
     kept = of_wandb(model)
     assert kept.keys() == files.keys()
-    for name, points in files.items():  # what was kept before the stop is kept: what a clock says of it is another
-        assert [step for step, _ in kept[name]] == [step for step, _ in points]
+    for name, curve in files.items():  # what was kept before the stop is kept: what a clock says of it is another
+        assert [step for step, _ in kept[name]] == [step for step, _ in curve]
         if name not in timed:
-            assert kept[name] == points, name
+            assert kept[name] == curve, name
 
 
 def test_a_resumed_training_continues_the_same_run(model: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeline.config.schema_train import ScheduleSection
 from pipeline.errors import ConfigError
-from pipeline.training.step.optimizers import StepSettings
+from pipeline.training.step.optimizers import StepSettings, factor, set_rate
 from pipeline.training.step.step import Step
 from tests.training.step.towers import cut
 
@@ -263,3 +265,31 @@ def test_memory_that_ends_within_a_fused_optimizer_leaves_no_scale_to_the_next_s
     assert not hasattr(disturbed.optimizer, "grad_scale")
     for mine, theirs in zip(disturbed.trained, calm.trained, strict=True):
         assert torch.equal(mine, theirs)
+
+
+# Learning rates
+
+
+def test_a_constant_rate_is_constant_once_it_has_grown() -> None:
+    assert [factor(ScheduleSection(), step, 5) for step in range(5)] == [1.0] * 5
+    shares = [factor(ScheduleSection(warmup=4), step, 9) for step in range(6)]
+    assert shares == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "middle"), [("linear", 0.55), ("cosine", 0.1 + 0.9 * (1 + math.cos(math.pi / 2)) / 2)]
+)
+def test_a_falling_rate_ends_at_its_least(kind: str, middle: float) -> None:
+    schedule = ScheduleSection.model_validate({"kind": kind, "least": 0.1})
+    assert factor(schedule, 0, 11) == 1.0
+    assert factor(schedule, 5, 11) == pytest.approx(middle)
+    assert factor(schedule, 10, 11) == pytest.approx(0.1)
+    assert factor(schedule, 99, 11) == pytest.approx(0.1)
+
+
+def test_every_group_gets_its_share_of_its_own_rate_however_often() -> None:
+    first, second = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+    optimizer = torch.optim.SGD([{"params": [first], "lr": 0.5}, {"params": [second], "lr": 0.1}])
+    for share in (0.5, 0.25, 1.0, 0.25):
+        assert set_rate(optimizer, share) == 0.5 * share
+        assert [group["lr"] for group in optimizer.param_groups] == [0.5 * share, 0.1 * share]
