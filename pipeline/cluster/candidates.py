@@ -60,8 +60,8 @@ def choose(candidates: Sequence[Candidate], mem_bytes: int, time_s: int, *, node
 
 def reach(candidates: Sequence[Candidate], mem_bytes: int, time_s: int, limits: Limits) -> Limits:
     """Return limits with the most memory that a task of such a time can get, and the longest time with such memory."""
-    mem = _most([place.limits.mem_bytes for place in candidates if not place.refuses(0, time_s)], mem_bytes)
-    longest = _most([place.limits.time_s for place in candidates if not place.refuses(mem_bytes, 0)], time_s)
+    mem = most([place.limits.mem_bytes for place in candidates if not place.refuses(0, time_s)], mem_bytes)
+    longest = most([place.limits.time_s for place in candidates if not place.refuses(mem_bytes, 0)], time_s)
     return replace(limits, mem_bytes=mem, time_s=longest)
 
 
@@ -70,9 +70,9 @@ def envelope(limits: Sequence[Limits]) -> Limits:
     there = [each for each in limits if not each.lacks] or list(limits)
     return replace(
         there[0],
-        mem_bytes=_most([each.mem_bytes for each in there]),
-        time_s=_most([each.time_s for each in there]),
-        nodes=_most([each.nodes for each in there]),
+        mem_bytes=most([each.mem_bytes for each in there]),
+        time_s=most([each.time_s for each in there]),
+        nodes=most([each.nodes for each in there]),
         preempts=any(each.preempts for each in there),
     )
 
@@ -97,7 +97,7 @@ def _memory(place: Candidate) -> float:
     return float("inf") if place.limits.mem_bytes is None else place.limits.mem_bytes
 
 
-def _most(values: Sequence[int | None], least: int | None = None) -> int | None:
+def most(values: Sequence[int | None], least: int | None = None) -> int | None:
     """Return the largest value, `least` where there is none; None, which is no limit, where one of them is None."""
     known = [value for value in values if value is not None]
     return None if len(known) < len(values) else max(known, default=least)

@@ -33,7 +33,7 @@ DIRECTIVE = "#SBATCH "
 PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]*-]+")  # needs no quotes in a header
 NAME = re.compile(r"[A-Za-z0-9._+-]{1,200}")
 IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-VARIABLE = re.compile(r"\$(?:\{[A-Za-z_][A-Za-z0-9_]*\}|[A-Za-z_][A-Za-z0-9_]*)")
+VARIABLE = re.compile(r"(\$(?:\{[A-Za-z_][A-Za-z0-9_]*\}|[A-Za-z_][A-Za-z0-9_]*))")
 OFFSET = re.compile(r"^offset=(\d+)$", re.MULTILINE)
 LOG = "%A_%a"  # how a task's log begins
 PYTHON = "python3"  # the interpreter inside an image
@@ -232,17 +232,8 @@ def _spelled(byte: int) -> str:
 
 def _expanding(text: str) -> str:
     """Quote a text for bash, but leave the variables in it to be expanded where the job runs."""
-    parts: list[str] = []
-    place = 0
-    for match in VARIABLE.finditer(text):
-        name = match[0].strip("${}")
-        parts += [_quoted(text[place : match.start()]), f'"${{{name}:-}}"']
-        place = match.end()
-    return "".join([*parts, _quoted(text[place:])])
-
-
-def _quoted(text: str) -> str:
-    return shell_word(text) if text else ""
+    words = filter(None, VARIABLE.split(text))
+    return "".join(f'"${{{word.strip("${}")}:-}}"' if VARIABLE.match(word) else shell_word(word) for word in words)
 
 
 def _gpus(job: Job, site: SlurmSection) -> tuple[str, str | None]:

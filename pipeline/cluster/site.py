@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from pipeline.cluster import refusals, slurm_commands
 from pipeline.cluster.accounting import CommandFailed
-from pipeline.cluster.candidates import candidates_of, choose, envelope
+from pipeline.cluster.candidates import candidates_of, choose, envelope, most
 from pipeline.cluster.job_spec import SUPERVISE, Job, Limits, Request
 from pipeline.cluster.refusals import CPUS, CPUS_ON_NODE, GPUS, GPUS_ON_NODE, MEM, MEM_ON_NODE, TIME
 from pipeline.cluster.slurm_commands import CONFIG, parse_settings
@@ -293,7 +293,7 @@ class Site:
             return caps[kind].value if kind in caps else None
 
         mem_bytes = self._largest_mem(nodes) if profile.largest_mem == "auto" else int(profile.largest_mem)
-        time_s = _longest(nodes) if profile.longest_time is None else int(profile.longest_time)
+        time_s = most([kind.time_s for kind in nodes]) if profile.longest_time is None else int(profile.longest_time)
         there = sum(kind.count for kind in nodes) or None
         return Limits(
             mem_bytes=_least(mem_bytes, cap(MEM), cap(MEM_ON_NODE), known.node_mem_bytes if known else None),
@@ -472,9 +472,3 @@ def _list(text: str) -> tuple[str, ...]:
 
 def _least(*values: int | None) -> int | None:
     return min((value for value in values if value is not None), default=None)
-
-
-def _longest(nodes: Sequence[NodeKind]) -> int | None:
-    """Return the longest time limit of the partitions; None if one has no limit."""
-    limits = [kind.time_s for kind in nodes]
-    return max((limit for limit in limits if limit is not None), default=None) if None not in limits else None

@@ -289,15 +289,9 @@ def parse_squeue(text: str) -> dict[str, Queued]:
 
 
 def limit_of(text: str) -> int | None:
-    """Parse a time limit such as 1-00:00:00 or 2:00; None if it is `infinite` or malformed."""
-    days, _, clock = text.rpartition("-")
-    parts = clock.split(":")
-    if not all(part.isdecimal() for part in parts) or (days and not days.isdecimal()):
-        return None
-    total = 0
-    for part in parts if len(parts) > 1 else (*parts, "0"):
-        total = total * 60 + int(part)
-    return total + 86_400 * int(days or 0)
+    """Parse a time limit such as 1-00:00:00, 2:00 or 60 (minutes); None if it is `infinite` or malformed."""
+    seconds = seconds_of(text if ":" in text else f"{text}:0")
+    return None if seconds is None else int(seconds)
 
 
 _GRES = re.compile(r"gpu(?::(?P<type>[^:()]*))??(?::no_consume)?(?::(?P<count>\d+)[KMGT]?)?(?:\(.*\))?")

@@ -68,16 +68,12 @@ class Config(Section):
         if unknown := [name for name in named if name not in known] if named != "auto" else []:
             problem = f"embeddings: unknown encoder {unknown[0]}; choose from {', '.join(known)}"
             yield "train", f"{problem} (embed.also adds others)"
-        if self.data.state == "unbound" and (self.graph.cross_neighbours or self.graph.cross_radius is not None):
-            yield (
-                "graph",
-                "cross edges need bound partners, but data.state is unbound: remove cross_neighbours and cross_radius",
-            )
-        if self.data.partners == "none" and (self.graph.cross_neighbours or self.graph.cross_radius is not None):
-            yield (
-                "graph",
-                "cross edges need two partners, but data.partners is none: remove cross_neighbours and cross_radius",
-            )
+        if self.graph.cross_neighbours or self.graph.cross_radius is not None:
+            remove = "remove cross_neighbours and cross_radius"
+            if self.data.state == "unbound":
+                yield "graph", f"cross edges need bound partners, but data.state is unbound: {remove}"
+            if self.data.partners == "none":
+                yield "graph", f"cross edges need two partners, but data.partners is none: {remove}"
         if self.structures.ligands == "keep" and self.graph.nodes != "atom":
             yield "structures", "ligands is keep, but only graphs with graph.nodes: atom hold them"
         if self.structures.pae != "none" and self.graph.nodes != "residue":

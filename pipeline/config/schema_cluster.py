@@ -49,10 +49,6 @@ class Resources(Section):
     partition: Line | None = setting(None, "Partition of this stage. null: cluster.slurm.partition.")
     constraint: Line | None = setting(None, "Node features that this stage needs. null: cluster.slurm.constraint.")
 
-    @property
-    def cpus_on_node(self) -> int:
-        return self.cpus
-
     def conflicts(self) -> Iterator[Conflict]:
         if self.mem_per_gpu is not None and self.mem != "auto":
             yield "mem_per_gpu", "cannot be combined with mem: keep one of the two"
