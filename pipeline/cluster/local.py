@@ -25,7 +25,7 @@ from pipeline.cluster.fork_server import CAN_FORK, ForkServer, is_readable
 from pipeline.cluster.job_spec import LEAST, Limits, TaskState, TaskStatus, mebibytes
 from pipeline.cluster.machine import THREADS, Machine, Slots, count_oom_kills
 from pipeline.cluster.processes import MARK, Guard, ProcessTable, cpu_s, send, used_bytes
-from pipeline.cluster.refusals import CPUS_ON_NODE, GPUS_ON_NODE, MEM_ON_NODE, refuse_beyond, refuse_impossible
+from pipeline.cluster.refusals import CPUS_ON_NODE, GPUS_ON_NODE, MEM_ON_NODE, refuse_beyond
 from pipeline.device.kinds import VISIBLE
 from pipeline.errors import SubmissionRefused
 from pipeline.waiting import signals_held
@@ -219,7 +219,6 @@ class LocalExecutor:
         return self._server.imported_bytes if self._server else 0
 
     def check(self, job: Job) -> None:
-        refuse_impossible(job)
         refuse_too_large(job, self.machine)
 
     def starts(self, job: Job) -> float | None:

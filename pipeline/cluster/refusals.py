@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -13,7 +12,7 @@ from pipeline.errors import ClusterSilent, QueueFull, SubmissionRefused
 from pipeline.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from pipeline.cluster.job_spec import Limits, Request
 
@@ -61,12 +60,6 @@ REMEDIES: dict[str, tuple[tuple[str, ...], str]] = {
     "node configuration": (("{}.mem", "{}.cpus", "{}.gpus"), "   (reduce one of them)"),
     "dependency": ((), ""),
 }
-
-
-def refuse_impossible(job: Job) -> None:
-    """Raise SubmissionRefused for a job that no executor could run."""
-    for problem in _faults(job):
-        raise job.refused(problem, then=" --dry-run   (prints the job scripts)")
 
 
 def refuse_beyond(job: Job, bounds: Iterable[Bound]) -> None:
@@ -145,36 +138,3 @@ def _asked(request: Request) -> dict[str, tuple[int, int, str]]:
         GPUS_ON_NODE: (request.gpus, 1, "gpus"),
         NODES: (request.nodes, 1, "nodes"),
     }
-
-
-def _faults(job: Job) -> Iterator[str]:
-    """Yield the mistakes of a job on any executor."""
-    request = job.request
-    if not job.argv:
-        yield "no command to run"
-    if not job.tasks:
-        yield "asks for 0 tasks; a job has at least 1"
-    if request.cpus < 1 or request.gpus < 0:
-        yield f"asks for {request.cpus} cpus and {request.gpus} gpus per task; the minimum is 1 and 0"
-    if request.nodes < 1 or request.ranks < 0:
-        yield f"asks for {request.ranks} ranks on each of {request.nodes} nodes; the minimum is 0 and 1"
-    if request.nodes > 1 and request.ranks == 0:
-        yield f"asks for {request.nodes} nodes for one process: several nodes need ranks, processes on each of them"
-    most = {"mem_bytes": request.mem_bytes, "time_s": request.time_s, "max_parallel": job.max_parallel}
-    for name, value in most.items():
-        if value is not None and value < 1:
-            yield f"asks for {name}={value}; the minimum is 1"
-    for text in (*job.argv, *job.env.keys(), *job.env.values()):
-        if not _can_be_passed(text):
-            yield f"{text!r} cannot be passed to a program (null byte)"
-    for name in job.env:
-        if not name or "=" in name:
-            yield f"{name!r} is not a valid name of an environment variable"
-
-
-def _can_be_passed(text: str) -> bool:
-    """Tell whether a text can be a command-line argument."""
-    try:
-        return b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:
-        return False

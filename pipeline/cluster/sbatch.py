@@ -32,7 +32,6 @@ STARTS_RANKS = "\nranks=1"  # how a script says that it can start several
 DIRECTIVE = "#SBATCH "
 PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]*-]+")  # needs no quotes in a header
 NAME = re.compile(r"[A-Za-z0-9._+-]{1,200}")
-IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 VARIABLE = re.compile(r"(\$(?:\{[A-Za-z_][A-Za-z0-9_]*\}|[A-Za-z_][A-Za-z0-9_]*))")
 OFFSET = re.compile(r"^offset=(\d+)$", re.MULTILINE)
 LOG = "%A_%a"  # how a task's log begins
@@ -178,8 +177,6 @@ def command_lines(job: Job, offset: int = 0, before: Sequence[str] = ()) -> list
 
     `before` are the words that start it in a container, quoted already; its interpreter is then that of the image.
     """
-    if odd := [name for name in job.env if not IDENTIFIER.fullmatch(name)]:
-        raise job.refused(f"a shell cannot export {odd[0]!r}", then=" --dry-run")
     argv = [PYTHON if before and word == sys.executable else word for word in job.argv]
     words = [*before, *('"$task"' if word == TASK else shell_word(word) for word in argv)]
     exports = [f"export {name}={shell_word(value)}" for name, value in job.env.items()]

@@ -18,7 +18,7 @@ from pipeline.cluster.accounting import Accounting, AccountingLook, CommandFaile
 from pipeline.cluster.following import Followed, Views
 from pipeline.cluster.job_spec import LEAST
 from pipeline.cluster.local import make_log_dir
-from pipeline.cluster.refusals import refusal_of, refuse_impossible, transient
+from pipeline.cluster.refusals import refusal_of, transient
 from pipeline.cluster.site import Site
 from pipeline.cluster.slurm_commands import run_command, script_path, submit_text
 from pipeline.cluster.slurm_words import epoch_of
@@ -76,7 +76,6 @@ class SlurmExecutor:
 
     def script_for(self, job: Job) -> str:
         """Return the script that would be submitted, or raise SubmissionRefused."""
-        refuse_impossible(job)
         job = self.site.placed(job)
         limits = self.site.refuse(job)
         text = sbatch.template(job.name, ranks=job.request.ranks)

@@ -223,8 +223,6 @@ class TestHeader:
             with pytest.raises(kind) as refused:
                 render(replace(PLAIN, log_dir=f"/runs/{folder}"))
             assert "cluster.runs" in refused.value.remedy
-        with pytest.raises(SubmissionRefused, match=r"A\.B"):
-            render(replace(PLAIN, env={"A.B": "c"}))
 
     def test_name_in_the_queue_is_the_tag_made_harmless(self) -> None:
         names = [sbatch.job_name(replace(PLAIN, tag=tag)) for tag in ("run-1", "a,b", "a;b", "", "x" * 500)]
