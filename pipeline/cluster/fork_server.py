@@ -30,11 +30,11 @@ MARK_BYTES = 64  # the server's own mark is so long, so that there is room for t
 CAN_FORK = hasattr(os, "pidfd_open")  # Pythons built for old kernels lack it
 
 
-def is_readable(descriptor: int, timeout_s: float = 0.0) -> bool:
-    """Tell whether a descriptor becomes readable within a time; select would take only those below 1024."""
+def is_readable(descriptor: int) -> bool:
+    """Tell whether a descriptor is readable; select would take only those below 1024."""
     looked_at = select.poll()
     looked_at.register(descriptor, select.POLLIN)
-    return bool(looked_at.poll(1000 * timeout_s))
+    return bool(looked_at.poll(0))
 
 
 class ForkServer:
@@ -66,9 +66,9 @@ class ForkServer:
         """Return the descriptor that becomes readable when it has something to say."""
         return self._line.fileno()
 
-    def listen(self, timeout_s: float = 0.0) -> bool:
+    def listen(self) -> bool:
         """Take in what it says while it starts; raise OSError where it is gone."""
-        while not self.is_ready and is_readable(self.fileno(), timeout_s):
+        while not self.is_ready and is_readable(self.fileno()):
             said = self._hear()
             self.is_ready, self.imported_bytes = said == 0, said or self.imported_bytes
         return self.is_ready
