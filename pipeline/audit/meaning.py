@@ -2,11 +2,15 @@
 
 Every graph is also checked for what a task needs of it. The sample depends on keys alone, so it is the same however
 tasks divide a validation.
+
+Whole numbers, names and texts must be the same. Coordinates and distances may differ by `CLOSE`, which no digit of a
+file is: the same numbers on another processor differ by less. Records that differ in any bit are counted.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -15,9 +19,11 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pipeline.audit.item_index import ODD, ItemIndex, in_sample
-from pipeline.audit.remade_records import EncodedAgain, allowed, differences, distance, read_again, same_bits
-from pipeline.encoder.embedding_recipe import as_floats
+from pipeline.encoder.embedding_recipe import STORED, EmbeddingRecipe, as_floats
+from pipeline.encoder.engine.token_batches import EngineSettings
 from pipeline.encoder.weights import checkpoint_facts, key_as_it_stands
 from pipeline.errors import CacheDamaged, PipelineError, RecordMissing
 from pipeline.graphs.graph_checks import wrong_graph
@@ -27,17 +33,22 @@ from pipeline.records import Inventory, Item
 from pipeline.store.maintenance.damage_report import Checked
 from pipeline.store.maintenance.shard_plans import WHOLE, Wrong, check
 from pipeline.structures.atoms import UnusableInput
-from pipeline.structures.parsing.structure_files import read_file
+from pipeline.structures.inventory import examine_item, item_key
+from pipeline.structures.parsing.structure_files import File, read_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
-    from pipeline.audit.remade_records import RebuiltItem
-    from pipeline.project.project import Project
-    from pipeline.store.format.record import Record
+    from pipeline.encoder.engine.embed_engine import Embedding, Engine
+    from pipeline.encoder.engine.encoder_source import EncoderSource
+    from pipeline.project.project import Encoding, Project
+    from pipeline.store.format.record import Array, Record
     from pipeline.store.store import Store
+    from pipeline.structures.inventory import Complex
 
-TOLD = 3  # things that are wrong with one record
+CLOSE = 1e-4  # Å
+CLOSE_SHARE = 1e-6  # and of the number itself: far from the origin float32 has fewer decimals
+SHOWN = 3  # problems of one record
 WHOLE_COSINE, HALF_COSINE = 0.99999, 0.999  # those of the gate (encoder/parity.py): of a row in fp32, of all in half
 
 
@@ -100,43 +111,43 @@ class Semantic:
 
     # Rebuilt
 
-    def _read_item_again(self, inventory_key: bytes) -> RebuiltItem | None:
-        """Return the item of an inventory as its files are now; None where it is unknown, or its files have changed."""
+    def _read_item_again(self, inventory_key: bytes) -> tuple[Inventory, Complex | None] | None:
+        """Return an item as its files are now; None where it is unknown, or its files have changed."""
         line = self._data_set.items.get(inventory_key)
         if line is None:
             self._notes["not rebuilt: records outside this data set"] += 1
             return None
-        rebuilt = read_again(Item.from_json(json.loads(line)), self._project.recipe)
-        if rebuilt is None or rebuilt.key != inventory_key:
-            self._notes["not rebuilt: a source file was removed or changed"] += 1
-            return None
-        return rebuilt
+        item, recipe = Item.from_json(json.loads(line)), self._project.recipe
+        with suppress(UnusableInput):
+            data = {path: read_file(Path(path), recipe.max_file_bytes) for path in recipe.paths(item)}
+            files = {path: File(content, content_digest(content).hex()) for path, content in data.items()}
+            if item_key(item, recipe, {path: file.digest for path, file in files.items()}) == inventory_key:
+                return examine_item(item, files, recipe)
+        self._notes["not rebuilt: a source file was removed or changed"] += 1
+        return None
 
     def _inventory_again(self, record: Record) -> Wrong | None:
         """Return where an inventory differs from what its files give."""
-        rebuilt = self._read_item_again(record.key)
-        if rebuilt is None:
+        if (rebuilt := self._read_item_again(record.key)) is None:
             return None
+        inventory, read = rebuilt
         self._notes["inventories rebuilt"] += 1
-        return _combined(_inventory_differences(record, rebuilt))
+        return _combined(differences(record, read.maps if read else {}, inventory.to_json()))
 
     def _graph_again(self, record: Record) -> Wrong | None:
         """Return where a graph differs from what is built of its item's files."""
         key = self._data_set.inventories.get(record.key) if self._sample else None
         if key is None or not in_sample(bytes.fromhex(key), self._sample):
             return None
-        rebuilt = self._read_item_again(bytes.fromhex(key))
-        return None if rebuilt is None else _combined(self._graph_differences(record, rebuilt))
-
-    def _graph_differences(self, record: Record, rebuilt: RebuiltItem) -> Iterator[str]:
-        """Yield where a graph differs from the rebuilt one."""
-        if rebuilt.read is None:
-            yield f"there is a graph; rebuilt, there is none ({rebuilt.inventory.reason})"
-            return
-        arrays, meta = encoded_graph(rebuilt.read, self._project.graphs.recipe)
+        if (rebuilt := self._read_item_again(bytes.fromhex(key))) is None:
+            return None
+        inventory, read = rebuilt
+        if read is None:
+            return Wrong(f"there is a graph; rebuilt, there is none ({inventory.reason})")
+        arrays, meta = encoded_graph(read, self._project.graphs.recipe)
         self._notes["graphs rebuilt"] += 1
         self._notes["rebuilt graphs that differ in some bits"] += not same_bits(record, arrays)
-        yield from differences(record, arrays, json.loads(json.dumps(meta)))
+        return _combined(differences(record, arrays, meta))
 
     def _file_again(self, record: Record) -> Wrong | None:
         """Return where a file differs from its record."""
@@ -220,9 +231,7 @@ class Semantic:
         encoders = {}
         for view in self._project.encoders.values():
             with suppress(PipelineError):
-                encoding = view.encoding
-                digest = encoding.weights.digest
-                encoders[digest] = EncodedAgain(encoding.source, digest, encoding.settings.threads)
+                encoders[view.encoding.weights.digest] = EncodedAgain(view.encoding)
         return encoders
 
     @cached_property
@@ -238,11 +247,106 @@ class Semantic:
 
 def _combined(problems: Iterable[str]) -> Wrong | None:
     """Return the first few problems of a record as one; None if there are none."""
-    first = list(islice(problems, TOLD + 1))
-    return Wrong("; ".join(first[:TOLD]) + ("; and more" if len(first) > TOLD else "")) if first else None
+    first = list(islice(problems, SHOWN + 1))
+    return Wrong("; ".join(first[:SHOWN]) + ("; and more" if len(first) > SHOWN else "")) if first else None
 
 
-def _inventory_differences(record: Record, rebuilt: RebuiltItem) -> Iterator[str]:
-    """Yield where an inventory differs from what is made of its files."""
-    maps = rebuilt.read.maps if rebuilt.read else {}
-    return differences(record, maps, json.loads(json.dumps(rebuilt.inventory.to_json())))
+def differences(record: Record, arrays: Mapping[str, Array], meta: Mapping[str, Any]) -> Iterator[str]:
+    """Yield where a record differs from what was rebuilt."""
+    kept, meta = record.meta, json.loads(json.dumps(meta))
+    if kept.get("reason") != meta.get("reason"):
+        yield f"it says {kept.get('reason') or 'no rejection'}; rebuilt, {meta.get('reason') or 'no rejection'}"
+        return
+    for name in sorted((kept.keys() | meta.keys()) - {"detail"}):
+        if kept.get(name) != meta.get(name):
+            yield f"{name} is {_short(kept.get(name))}; rebuilt, {_short(meta.get(name))}"
+    for name in sorted(record.arrays.keys() ^ arrays.keys()):
+        yield f"{name} is {'there' if name in record.arrays else 'not there'}; rebuilt, it is the opposite"
+    for name in sorted(record.arrays.keys() & arrays.keys()):
+        yield from _array(name, record.arrays[name], arrays[name])
+
+
+def same_bits(record: Record, arrays: Mapping[str, Array]) -> bool:
+    """Tell whether the arrays are the same bit for bit."""
+    return record.arrays.keys() == arrays.keys() and all(
+        array.tobytes() == np.ascontiguousarray(arrays[name]).tobytes() for name, array in record.arrays.items()
+    )
+
+
+def _array(name: str, kept: Array, made: Array) -> Iterator[str]:
+    """Yield where two arrays differ."""
+    if kept.dtype != made.dtype or kept.shape != made.shape:
+        yield f"{name} is {kept.dtype} {list(kept.shape)}; rebuilt, {made.dtype} {list(made.shape)}"
+        return
+    if kept.dtype.kind == "f":
+        unlike = ~np.isclose(kept, made, rtol=CLOSE_SHARE, atol=CLOSE, equal_nan=True)
+    else:
+        unlike = kept != made
+    if np.any(unlike):
+        at = np.unravel_index(int(np.argmax(unlike)), unlike.shape)
+        count = int(np.count_nonzero(unlike)) - 1
+        more = f" (and {count} more)" if count else ""
+        place = ", ".join(map(str, at))
+        yield f"{name}[{place}] is {kept[at]}; rebuilt, {made[at]}{more}"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+class EncodedAgain:
+    """Computes embeddings of one encoder again; each recipe of cutting needs an engine of its own."""
+
+    def __init__(self, encoding: Encoding) -> None:
+        self._encoding = encoding
+        self._engines: dict[EmbeddingRecipe, Engine] = {}
+
+    @cached_property
+    def _source(self) -> EncoderSource:
+        return self._encoding.source()
+
+    def made(self, record: Record) -> Embedding | None:
+        """Return the embedding in the storage precision of the record; None where memory does not suffice."""
+        text, taken = record.meta["text"], list["Embedding"]()
+        for _ in self._engine(record).run(np.array([len(text)]), lambda _places: [text], taken.append):
+            pass
+        return taken[0] if taken else None
+
+    def _engine(self, record: Record) -> Engine:
+        """Return the engine for the recipe of a record, in fp32."""
+        from pipeline.encoder.engine import memory_ladder
+        from pipeline.encoder.engine.embed_engine import Engine
+
+        meta, cut = record.meta, record.meta["cut"]
+        how = {"long": cut["policy"], "length": cut["length"], "overlap": cut["overlap"]} if cut else {"long": "full"}
+        recipe = EmbeddingRecipe(
+            weights=self._encoding.weights.digest,
+            layer=meta["layer"],
+            context=meta["context"],
+            precision="fp32",
+            storage=STORED[record.arrays["rows"].dtype.name],
+            on_oom="cpu",
+            cls="cls" in record.arrays,
+            **how,
+        )
+        if recipe not in self._engines:
+            threads = self._encoding.settings.threads
+            settings = EngineSettings(policy="tokens", cap=1, budget="auto", device="cpu", threads=threads)
+            settings = memory_ladder.on_its_device(settings)
+            self._engines.clear()  # one at a time: each has its own copy of the weights
+            self._engines[recipe] = Engine(self._source, recipe, settings)
+        return self._engines[recipe]
+
+
+def distance(mine_LD: Array, theirs_LD: Array, *, by_row: bool) -> float:
+    """Return how far two embeddings are from each other, as a share of their length: of the worst row, or of all."""
+    mine, theirs = (rows_LD.astype(np.float64) for rows_LD in (mine_LD, theirs_LD))
+    axis = -1 if by_row else None
+    length = np.maximum(np.linalg.norm(theirs, axis=axis), np.finfo(np.float64).tiny)
+    return float(np.max(np.linalg.norm(mine - theirs, axis=axis) / length))
+
+
+def allowed(cosine: float) -> float:
+    """Return the distance of two vectors of one length whose cosine is this."""
+    return math.sqrt(2 * (1 - cosine))

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from pipeline.dataset.split_data import Alike, Division, SharedItems
+    from pipeline.dataset.split_data import Division, SharedItems
     from pipeline.project.project import Project
 
-METHODS = ("sequence", "identity", "clusters")
+METHODS = ("sequence", "clusters")
 NAMES = {2: ("train", "test"), 3: ("train", "val", "test")}
 FEWEST_FOLDS = 3  # test, validation, and what trains
 LIKE_FRACTIONS = Command.of("data split --fractions .8/.1/.1 --out FILE")
@@ -30,7 +30,7 @@ LIKE_FOLDS = Command.of("data split --folds 5 --out FILE")
 
 def split_command(
     by: Annotated[
-        str, one_of(METHODS, "--by", "How to group similar chains: same sequence, mmseqs, or your clusters.")
+        str, one_of(METHODS, "--by", "How to group similar chains: same sequence, or your clusters.")
     ] = "sequence",
     fractions: Annotated[
         str | None, option("--fractions A/B/C", "Shares of train/val/test, or A/B of train/test. Default: .8/.1/.1.")
@@ -39,10 +39,6 @@ def split_command(
     seed: Annotated[int, option("--seed", "Random seed for the split.", min=0)] = 0,
     clusters: Annotated[
         list[Path] | None, option("--clusters FILE", "Cluster file: representative<TAB>member in each line.")
-    ] = None,
-    min_identity: Annotated[
-        float | None,
-        option("--min-identity", "Sequence identity that joins chains, 0 to 1, for --by identity. Default: 0.3."),
     ] = None,
     out: Annotated[Path | None, option("--out FILE", "Table to write.")] = None,
     check: Annotated[
@@ -63,17 +59,19 @@ def split_command(
 
     Examples:
     pipeline data split --out splits.csv    # no shared sequence
-    pipeline data split --by identity --min-identity 0.3 --out splits.csv
+    pipeline data split --by clusters --clusters clusters.tsv --out splits.csv
     pipeline data split --folds 5 --out folds.csv
     pipeline data split --check             # existing splits
     """
-    from pipeline.dataset.split_data import Alike, read_shared
-    from pipeline.dataset.split_files import check_out, check_place
+    from pipeline.dataset.split_data import check_out, check_place, read_shared
     from pipeline.project.project import Project
     from pipeline.store.format.disk import written_to
 
     wanted = _wanted(fractions, folds)
-    alike = Alike(by, _identity(by, min_identity), _tables(by, clusters))  # type: ignore[arg-type]  # one of METHODS
+    if clusters and by != "clusters":
+        remedy = Command.of("data split --by clusters --clusters FILE --out FILE")
+        raise _mistake(f"cannot be used with --by {by}", "--clusters", remedy)
+    tables = (clusters or ()) if by == "clusters" else None
     loaded = load_config(config, sets)
     project = Project.open(loaded.config, remember=False, beside=loaded.base_dir.absolute())
     for path in (write_fasta, out if check else None):
@@ -81,19 +79,19 @@ def split_command(
             check_place(project.source, path)
     if write_fasta is not None:
         with written_to(write_fasta):
-            shared = read_shared(project, Alike(), fasta=write_fasta)
+            shared = read_shared(project, fasta=write_fasta)
         if as_json:
             print_json({"items": len(shared), "chains": shared.chains, "file": write_fasta})
         else:
             typer.echo(f"{shared.chains:,} chains of {len(shared):,} items: {write_fasta}")
         return
     if check:
-        _check(project, alike, out, as_json=as_json)
+        _check(project, tables, out, as_json=as_json)
         return
     if out is None:
         raise _mistake("required: the file to write the table to", "--out", LIKE_FRACTIONS)
     check_out(project.source, out, folds or 0)
-    shared = read_shared(project, alike, seed)
+    shared = read_shared(project, tables, seed)
     _divide(project, shared, wanted, out, folds=folds or 0, as_json=as_json)
 
 
@@ -118,24 +116,6 @@ def _wanted(fractions: str | None, folds: int | None) -> dict[str, float]:
     return {name: share / sum(shares) for name, share in zip(NAMES[len(shares)], shares, strict=True)}
 
 
-def _identity(by: str, min_identity: float | None) -> float:
-    if min_identity is not None and by != "identity":
-        remedy = Command.of("data split --by identity --min-identity 0.3 --out FILE")
-        raise _mistake(f"cannot be used with --by {by}", "--min-identity", remedy)
-    if min_identity is not None and not 0 < min_identity <= 1:
-        raise _mistake(
-            f"must be above 0 and at most 1 (0.3 is 30%), got {min_identity:g}", "--min-identity", "--min-identity 0.3"
-        )
-    return 0.3 if min_identity is None else min_identity
-
-
-def _tables(by: str, clusters: Sequence[Path] | None) -> tuple[Path, ...]:
-    if clusters and by != "clusters":
-        remedy = Command.of("data split --by clusters --clusters FILE --out FILE")
-        raise _mistake(f"cannot be used with --by {by}", "--clusters", remedy)
-    return tuple(clusters or ())
-
-
 def _mistake(problem: str, option: str, remedy: str | Command) -> Exception:
     from pipeline.errors import ConfigError
 
@@ -145,8 +125,7 @@ def _mistake(problem: str, option: str, remedy: str | Command) -> Exception:
 def _divide(
     project: Project, shared: SharedItems, wanted: dict[str, float], out: Path, *, folds: int, as_json: bool
 ) -> None:
-    from pipeline.dataset.split_data import divide_items
-    from pipeline.dataset.split_files import fold_files, write_splits
+    from pipeline.dataset.split_data import divide_items, fold_files, write_splits
     from pipeline.report import tables
     from pipeline.store.format.disk import written_to
 
@@ -211,15 +190,14 @@ def _size(median: float | None) -> str:
     return "" if median is None else f"{median:,.0f}"
 
 
-def _check(project: Project, alike: Alike, out: Path | None, *, as_json: bool) -> None:
+def _check(project: Project, clusters: Sequence[Path] | None, out: Path | None, *, as_json: bool) -> None:
     """Say what the splits share; exit with 3 where they share anything."""
-    from pipeline.dataset.split_data import read_shared, shared_levels
-    from pipeline.dataset.split_files import write_leaking
+    from pipeline.dataset.split_data import read_shared, shared_levels, write_leaking
     from pipeline.errors import DataError
     from pipeline.report import tables
     from pipeline.store.format.disk import written_to
 
-    shared = read_shared(project, alike)
+    shared = read_shared(project, clusters)
     counts = {name: shared.splits.count(number) for name, number in shared.names.items()}
     if len([name for name in counts if name and counts[name]]) < len(NAMES[2]):
         problem = "the data set has fewer than two splits"

@@ -1,19 +1,24 @@
-"""A project's items with what they share, from inventories that a scan made; their splits, made or checked."""
+"""A project's items with what they share, from inventories that a scan made; their splits, made or checked.
+
+Clusters of chains are tables as other programs write them, a line `representative<TAB>member`. Splits are written as a
+table for `data.splits`.
+"""
 
 from __future__ import annotations
 
+import csv
 from array import array
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import IO, TYPE_CHECKING, Any, Literal, TypeAlias
+from shlex import quote
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pipeline.command_line import Command
-from pipeline.dataset.chain_clusters import ClusterTable, chain_names, run_mmseqs
 from pipeline.dataset.item_splits import (
     ChainLinks,
     SharedBySplits,
@@ -25,33 +30,82 @@ from pipeline.dataset.item_splits import (
 )
 from pipeline.dataset.worklist import KnownItem, known_items, list_items
 from pipeline.errors import ConfigError, DataError
-from pipeline.files import replacing
-from pipeline.records import Kind, Rejection, Role
+from pipeline.files import csv_table, replacing, what_is_no_file
+from pipeline.records import Item, Kind, Rejection, Role
+from pipeline.structures.sources.source_rows import text_lines
+from pipeline.structures.sources.table_sources import PAIRS_SUBFOLDERS, split_suffix
 from pipeline.units import printable_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from typing import IO
 
     from numpy.typing import NDArray
 
     from pipeline.project.project import Project
-    from pipeline.records import ChainSummary, Inventory, Item, Part
+    from pipeline.records import ChainSummary, Inventory, Part
     from pipeline.structures.inventory import LigandChoice
+    from pipeline.structures.sources.item_ids import SourceSpec
 
-    WriteChain: TypeAlias = Callable[[str, ChainSummary, int], None]  # its item, it, and its sequence's digest
-
-By: TypeAlias = Literal["sequence", "identity", "clusters"]
+BETWEEN = ("_", ":", ".", "-", "|")  # file or id, and chain, in the tables of common programs
 MOST_SPLITS = 64  # that are compared, each with each other
-LARGEST = 5  # components that are told of
+LARGEST = 5  # components whose sizes are shown
 
 
-@dataclass(frozen=True, slots=True)
-class Alike:
-    """What counts as alike: by which method, and with which limits or tables."""
+class ClusterTable:
+    """The clusters of one table, by the names of their members: 16 bytes a line."""
 
-    by: By = "sequence"
-    min_identity: float = 0.3
-    tables: tuple[Path, ...] = ()
+    def __init__(self, path: Path) -> None:
+        members, clusters = array("Q"), array("Q")
+        self.path, self.example = path, ""
+        with closing(text_lines(path)) as lines:
+            for number, line in enumerate(lines, 1):
+                names = [name.strip() for name in line.split("\t")]
+                if not any(names):
+                    continue
+                if len(names) != 2 or not all(names):
+                    raise _no_table(path, number, line)
+                self.example = self.example or names[1]
+                clusters.append(text_digest(names[0]))
+                members.append(text_digest(names[1]))
+        order = np.argsort(np.array(members, np.uint64), kind="stable")
+        self._members, self._clusters = (
+            array("Q", np.array(column, np.uint64)[order].tobytes()) for column in (members, clusters)
+        )
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def clusters_of(self, names: Iterable[str]) -> list[int]:
+        """Return the clusters of the first of these names that is a member; more than one where it stands twice."""
+        for member in map(text_digest, names):
+            first, last = (bisect(self._members, member) for bisect in (bisect_left, bisect_right))
+            if first < last:
+                return list(self._clusters[first:last])
+        return []
+
+
+def _no_table(path: Path, number: int, line: str) -> DataError:
+    what = f"not two tab-separated names: {printable_text(line.strip()[:80])!r}"
+    hint = "   (mmseqs and foldseek call it …_cluster.tsv; of others, make one: representative<TAB>member)"
+    return DataError(what, where=f"{path}:{number}", remedy=f"sed -n {number}p {quote(str(path))}{hint}")
+
+
+def chain_names(item: str, path: str, chain: str, model: int | None, *, alone: bool) -> Iterator[str]:
+    """Yield what programs may call a chain: by the item's id or the file, and alone by those where it is the only one.
+
+    mmseqs takes a name's part between bars; foldseek keeps a file's ending or not, and names the models of several.
+    """
+    file = Path(path).name
+    stem = split_suffix(file)[0]
+    files = list(dict.fromkeys((item, stem, file, stem.lower(), stem.upper()))) if file else [item]
+    for between in BETWEEN if chain else ():
+        yield from (f"{name}{between}{chain}" for name in files)
+    if chain:
+        yield from (f"{name}_MODEL_{model or 1}_{chain}" for name in files)
+    if alone:
+        yield from files
+        yield from item.split("|")[1:2]
 
 
 @dataclass(slots=True)
@@ -95,21 +149,24 @@ class SharedItems:
         return number
 
 
-def read_shared(project: Project, alike: Alike, seed: int = 0, fasta: Path | None = None) -> SharedItems:
-    """Read the inventories of all items, and cluster their chains as asked; into `fasta` every chain is written."""
+def read_shared(
+    project: Project, clusters: Sequence[Path] | None = None, seed: int = 0, fasta: Path | None = None
+) -> SharedItems:
+    """Read the inventories of all items, and write every protein chain into `fasta`.
+
+    Equal sequences and the table's column cluster always connect items; so do the tables of `clusters`. If it is empty,
+    there must be that column.
+    """
     if project.source.source == "reader":
         what = "a reader's items have no chains: their splits are the reader's, as data.options says"
         raise ConfigError(what, where="data.source", remedy=Command.of("config show"))
-    with TemporaryDirectory(prefix="pipeline-split-") as made:
-        folder, tables = Path(made), {str(path): ClusterTable(path) for path in alike.tables}
-        unique = folder / "unique.fasta" if alike.by == "identity" else None
-        with _writing_chains(fasta, unique) as write:
-            shared = _collected(project, tables, seed, write)
-        if unique is not None:
-            shared.levels["identity"] = _by_sequence(shared.sequences, run_mmseqs(unique, folder, alike.min_identity))
+    tables = {str(path): ClusterTable(path) for path in clusters or ()}
+    with replacing(fasta) if fasta else nullcontext() as aside, ExitStack() as opened:
+        file = opened.enter_context(aside.open("w", encoding="utf-8")) if aside else None
+        shared = _collected(project, tables, seed, file)
     for name, table in tables.items():
         _refuse_strangers(name, table, shared)
-    if alike.by == "clusters" and not (tables or shared.whole.items):
+    if clusters is not None and not (tables or shared.whole.items):
         what = "the data set's table has no column cluster, and no --clusters names a table of chains"
         raise ConfigError(what, where="--by clusters", remedy=Command.of("data split --by clusters --clusters FILE"))
     return shared
@@ -128,7 +185,7 @@ def usable_items(project: Project) -> Iterator[KnownItem | Rejection]:
         raise DataError(what, where=str(project.source.path), remedy=Command.submit("scan"))
 
 
-def _collected(project: Project, tables: dict[str, ClusterTable], seed: int, write: WriteChain) -> SharedItems:
+def _collected(project: Project, tables: Mapping[str, ClusterTable], seed: int, fasta: IO[str] | None) -> SharedItems:
     shared = SharedItems(seed, levels={name: ChainLinks() for name in tables})
     for entry in usable_items(project):
         if isinstance(entry, Rejection) or entry.inventory is None:
@@ -137,9 +194,10 @@ def _collected(project: Project, tables: dict[str, ClusterTable], seed: int, wri
         number = shared.add(entry.item, entry.inventory)
         for chain in _chains(entry.item, entry.inventory, project.recipe.ligand):
             shared.chains += 1
-            digest = text_digest(chain.summary.sequence)
-            shared.sequences.add(number, chain.partner, digest)
-            write(entry.item.id, chain.summary, digest)
+            shared.sequences.add(number, chain.partner, text_digest(chain.summary.sequence))
+            if fasta and chain.summary.kind is Kind.PROTEIN:
+                name = f"{entry.item.id}_{chain.summary.name}" if chain.summary.name else entry.item.id
+                fasta.write(f">{name}\n{chain.summary.sequence}\n")
             for name, table in tables.items():
                 found = [cluster for path in chain.paths() for cluster in table.clusters_of(path)]
                 shared.unclustered[name] += not found
@@ -184,15 +242,6 @@ def _parts_of(item: Item, role: Role, ligand: LigandChoice) -> tuple[Part, ...]:
     return named if ligand in ("as_named", "swapped") else item.parts
 
 
-def _by_sequence(sequences: ChainLinks, table: ClusterTable) -> ChainLinks:
-    """Return the clusters of chains, where members of the table are called by the digests of sequences."""
-    found = ChainLinks()
-    for item, partner, token in zip(sequences.items, sequences.partners, sequences.tokens, strict=True):
-        for cluster in table.of_member(text_digest(f"s{token:016x}")):
-            found.add(item, partner, cluster)
-    return found
-
-
 def _refuse_strangers(name: str, table: ClusterTable, shared: SharedItems) -> None:
     if shared.chains and shared.unclustered[name] == shared.chains:
         what = f"it contains none of the {shared.chains:,} chains; its members look like {table.example!r}"
@@ -200,32 +249,6 @@ def _refuse_strangers(name: str, table: ClusterTable, shared: SharedItems) -> No
             "data split --write-fasta chains.fasta", then="   (cluster that file: its chains are named ID_CHAIN)"
         )
         raise DataError(what, where=name, remedy=remedy)
-
-
-@contextmanager
-def _writing_chains(every: Path | None, unique: Path | None) -> Iterator[WriteChain]:
-    """Yield what writes a protein chain: to one file by its name, to the other once by its sequence's digest."""
-    seen: set[int] = set()
-    with ExitStack() as files:
-        named, digests = (
-            files.enter_context(files.enter_context(replacing(path)).open("w", encoding="utf-8")) if path else None
-            for path in (every, unique)
-        )
-
-        def write(item: str, chain: ChainSummary, digest: int) -> None:
-            if chain.kind is not Kind.PROTEIN:
-                return
-            if named:
-                _write_sequence(named, f"{item}_{chain.name}" if chain.name else item, chain.sequence)
-            if digests and digest not in seen:
-                seen.add(digest)
-                _write_sequence(digests, f"s{digest:016x}", chain.sequence)
-
-        yield write
-
-
-def _write_sequence(file: IO[str], name: str, sequence: str) -> None:
-    file.write(f">{name}\n{sequence}\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,3 +331,74 @@ def _levels(shared: SharedItems) -> Iterator[tuple[str, str, ChainLinks]]:
         yield level, "one", links
         yield level, "both", links.of_both()
     yield "cluster", "item", shared.whole
+
+
+def check_place(spec: SourceSpec, out: Path) -> None:
+    """Refuse a file that is the data set itself, or cannot be written."""
+    if any(own is not None and out.resolve() == own.resolve() for own in (spec.path, spec.splits)):
+        what = "this is the data set's own file, which is never overwritten"
+        raise ConfigError(what, where=str(out), remedy=f"choose another name, for example {out.stem}.split{out.suffix}")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError("its folder does not exist", where=str(out), remedy=f"mkdir -p {quote(str(out.parent))}")
+    if other := what_is_no_file(out):
+        raise ConfigError(f"{other} is not a file", where=str(out), remedy="name a file")
+
+
+def check_out(spec: SourceSpec, out: Path, folds: int) -> None:
+    """Refuse a file that could not be used as `data.splits`, or whose folds could not."""
+    if out.suffix.lower() != ".csv":
+        what = "the splits are a .csv file"
+        raise ConfigError(what, where=str(out), remedy=f"--out {out.name.partition('.')[0]}.csv")
+    for path in (out, *fold_files(out, folds)):
+        check_place(spec, path)
+
+
+def fold_files(out: Path, folds: int) -> list[Path]:
+    """Return the file of each fold."""
+    return [out.with_name(f"{out.stem}.fold{fold}{out.suffix}") for fold in range(folds)]
+
+
+def write_splits(project: Project, shared: SharedItems, division: Division, files: Sequence[Path], folds: int) -> None:
+    """Write the table of splits, or one for each fold; each appears whole or not at all."""
+    of_pairs = project.source.path.absolute() if project.source.source == "pairs" else None
+    with ExitStack() as stack:
+        asides = [stack.enter_context(replacing(path)) for path in files]
+        opened = [stack.enter_context(aside.open("w", encoding="utf-8", newline="")) for aside in asides]
+        writers = [csv.writer(file, lineterminator="\n") for file in opened]
+        for writer in writers:
+            writer.writerow(("path" if of_pairs else "id", "split", "cluster", *(("fold",) if folds else ())))
+        for number, item in _usable(project, shared):
+            name = _pair(item, of_pairs) if of_pairs else item.id
+            split, component = int(division.split_N[number]), division.component_name(number, shared.draws)
+            # In the file of fold K, fold K is the test, the next one validates, and all others train.
+            roles = [{0: "test", 1: "val"}.get((split - fold) % folds, "train") for fold in range(folds)]
+            for writer, role in zip(writers, roles or [division.names[split]], strict=True):
+                writer.writerow((name, role, component, *((split,) if folds else ())))
+
+
+def _pair(item: Item, root: Path) -> str:
+    """Return a pair as lists of pairs name it: with the folder that it is in."""
+    folder = Path(item.parts[0].path).parent.relative_to(root)
+    parts = folder.parts[1:] if folder.parts[:1] == PAIRS_SUBFOLDERS else folder.parts
+    return "/".join((*parts, item.id.removeprefix("".join(f"{part}." for part in parts))))
+
+
+def _usable(project: Project, shared: SharedItems) -> Iterator[tuple[int, Item]]:
+    """Yield each usable item of the data set again with its number."""
+    number = 0
+    for entry in list_items(project):
+        if isinstance(entry, Item) and number < len(shared) and shared.is_item(number, entry.id):
+            yield number, entry
+            number += 1
+    if number < len(shared):
+        what = "it changed while being read"
+        raise DataError(what, where=str(project.source.path), remedy=Command.of("data split --out FILE"))
+
+
+def write_leaking(project: Project, shared: SharedItems, out: Path) -> None:
+    """Write every item that shares something with another split: the level, what of it, its split and its id."""
+    rows = leaking_items(shared)
+    with csv_table(out, ("level", "partners", "group", "split", "id")) as add:
+        for number, entry in _usable(project, shared):
+            for told in rows.get(number, ()):
+                add((*told, entry.split, entry.id))

@@ -4,38 +4,20 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from pipeline.dataset.chain_clusters import ClusterTable, chain_names
+from pipeline.dataset.split_data import ClusterTable, chain_names
 from tests.structures.pdb_text import chain
 from tests.testkit.command import Command, Typed
 from tests.testkit.project import RESIDUES, Project, settle, write_config
 
 SCAN = ("submit", "--executor", "local", "--follow", "--stage", "scan")
 FAMILIES, MEMBERS = 12, 3  # items of one family have the same receptor
-# A stand-in for `mmseqs easy-cluster IN PREFIX TMP …`, which tests do not install. It joins receptors of families 0, 1.
-STAND_IN = """#!{python}
-import os, sys
-words = sys.argv[1:]
-with open({told!r}, "a") as told:
-    print(os.path.basename(sys.argv[0]), *words[4:], file=told)
-assert words[0] == "easy-cluster" and not os.path.exists(words[3]), words
-if {code}:
-    sys.exit("Error: the prefilter died")
-lines = open(words[1]).read().split()
-named = [(len(word) == 4 and word[0] in "AC", name[1:]) for name, word in zip(lines[::2], lines[1::2])]
-first = {{}}
-with open(words[2] + "_cluster.tsv", "w") as table:
-    for is_alike, name in named:
-        print(first.setdefault(is_alike, name) if is_alike else name, name, sep="\\t", file=table)
-"""
 
 
 def complex_of(family: int, member: int) -> str:
@@ -86,18 +68,6 @@ def scanned(scanned_once: Path, pipeline: Command, monkeypatch: pytest.MonkeyPat
 def rows(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-def installed(folder: Path, monkeypatch: pytest.MonkeyPatch, *programs: str, code: int = 0) -> Path:
-    """Put stand-ins on the path; return the file in which they write what they were called with."""
-    told = folder / "told.txt"
-    for program in programs:
-        place = folder / "bin" / program
-        place.parent.mkdir(exist_ok=True)
-        place.write_text(STAND_IN.format(python=sys.executable, told=str(told), code=code))
-        place.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    return told
 
 
 def families_of(path: Path) -> dict[str, set[str]]:
@@ -160,29 +130,6 @@ def test_a_table_that_is_none_is_refused(scanned, pipeline):
         said = pipeline("split", "--by", "clusters", "--clusters", "clusters.tsv", "--out", "new.csv")
         assert (said.code, "clusters.tsv" in said.err) == (3, True), text
         assert not (scanned / "new.csv").exists()
-
-
-@pytest.mark.nightly
-def test_mmseqs_is_run_where_it_is_installed(scanned, pipeline, monkeypatch):
-    told = installed(scanned, monkeypatch, "mmseqs")
-    said = pipeline("split", "--by", "identity", "--min-identity", "0.4", "--out", "i.csv", "--json")
-    assert said.code == 0
-    joined = json.loads(said.out)
-    assert joined["components"] == FAMILIES - 1
-    assert joined["without_cluster"] == {}
-    assert told.read_text().startswith("mmseqs --min-seq-id 0.4 -c 0.8 --cov-mode 0 --threads ")
-    assert pipeline("split", "--check", "--by", "identity", "--set", "data.splits=i.csv").code == 0
-
-
-@pytest.mark.nightly
-def test_a_program_that_is_not_there_or_fails_is_said(scanned, pipeline, monkeypatch):
-    monkeypatch.setenv("PATH", str(scanned))
-    said = pipeline("split", "--by", "identity", "--out", "new.csv")
-    assert said.code == 2
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    installed(scanned, monkeypatch, "mmseqs", code=1)
-    said = pipeline("split", "--by", "identity", "--out", "new.csv")
-    assert (said.code, "pipeline-split-" in said.err.split("next: ")[1]) == (7, False)
 
 
 @pytest.mark.nightly
@@ -266,8 +213,7 @@ MISTAKES = (
     "--out new.csv --folds 2",
     "--out new.csv --folds 5 --fractions 1/1",
     "--out new.csv --folds 99",
-    "--out new.csv --min-identity 0.3",
-    "--out new.csv --by identity --min-identity 30",
+    "--out new.csv --by identity",
     "--out new.csv --clusters x.tsv",
     "--out new.csv --by clusters",
     "--out new.csv --by clusters --clusters no.tsv",

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.audit.remade_records import allowed, differences, distance
+from pipeline.audit.meaning import allowed, differences, distance
 from pipeline.graphs.graph_checks import wrong_graph
 from pipeline.graphs.item_graph import GraphRecipe
 from pipeline.graphs.make_graphs import encoded_graph
