@@ -1,65 +1,107 @@
 """Probing: a job of minutes on each card runs the worst bucket of a plan through the real step, before any queueing.
 
-A probe is a job of one task. It records its measurement itself (`probe_job`); how a job without one ended is judged
-like any other attempt at a task.
+A probe is a job of one task, which runs `python -m pipeline.planning.probe FOLDER`. It records its measurement itself,
+so that later plans have it even if nothing waits for it; how a job without one ended is judged like any other attempt.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import secrets
 import shutil
-from dataclasses import asdict, replace
+import sys
+import time
+import traceback
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.job_spec import PROBE, Job, Request, TaskState
 from pipeline.cluster.verdict import Cause, Word, judge_attempt
+from pipeline.codec import read_if_whole, read_plain, write_plain
 from pipeline.command_line import Command, quoted
-from pipeline.config.load import dump_resolved
+from pipeline.config.load import dump_resolved, read_resolved
+from pipeline.config.masking import without_secrets
 from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError, JobFailed, PipelineError, SubmissionRefused
-from pipeline.journal import run_folder
+from pipeline.journal.run_folder import PRIVATE, SHARED, RunFolder, writing_run
 from pipeline.journal.run_logs import end_of
-from pipeline.memory.footprint import Category
+from pipeline.memory.footprint import Category, MemoryChoice
 from pipeline.memory.hardware.caching_allocator import allocator_settings
 from pipeline.memory.hardware.host_memory import STATED, TrainingJob, train_need
-from pipeline.memory.history import Peak, fingerprint, ratios_of_all, sizes_text
+from pipeline.memory.history import Peak, PeakHistory, fingerprint, ratios_of_all, sizes_text, torch_version
 from pipeline.memory.outlook import Probed, ProbeOutcome
 from pipeline.memory.planning.step_estimates import SETTINGS, micro_s, reserve, update_s
+from pipeline.memory.runtime.meters import BeforeModel, StepGauge
 from pipeline.planning.offers import site_card
-from pipeline.planning.probe_job import (
-    MODULE,
-    STEPS,
-    Errand,
-    ProbeFolder,
-    peaks_of,
-    record_death,
-    result_of,
-    write_json,
-)
-from pipeline.project.container_image import folders_inside, with_digest
+from pipeline.planning.rank_setup import device_here
+from pipeline.planning.training_work import Work
+from pipeline.project.container_image import folders_inside, image_of, with_digest
 from pipeline.project.project import asked_bytes
 from pipeline.project.run_code import freeze, module_command
 from pipeline.protocol import Example
 from pipeline.waiting import wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pipeline.cluster.job_spec import Executor, JobId, TaskStatus
     from pipeline.config.schema import Config
-    from pipeline.memory.footprint import MemoryChoice, Oracle
+    from pipeline.memory.footprint import Oracle
     from pipeline.memory.planning.memory_plan import CardSpec, MemoryPlan
-    from pipeline.planning.training_work import Work
 
+MODULE = "pipeline.planning.probe"
+STEPS = 4  # the first makes the optimizer's state, the second is the first that has it, two more for the time
+ENOUGH_S = 120.0  # after which no further step begins, once there were two
+UNSAVED = "the measurement could not be saved for later plans"
 FOLDER = ".probes"
 TIME_S = 900  # a probe takes less: what imports and builds takes long on a slow disk
 LOOK_S = 60.0
 LOG_LINES = 25
 SEEN_AGAIN_S = 0.2
 AGAIN = Command.of("plan train --probe")
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """What a probe is to run, and what is predicted of it."""
+
+    peak: Peak  # as predicted; nothing is measured yet
+    device: str
+    choice: MemoryChoice
+    sizes: Mapping[str, int]
+    micros: int  # micro-batches of a step
+    mem_bytes: int  # the limit of the job
+    beside: Path | None  # a folder of modules
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """What a probe measured."""
+
+    peak: Peak
+    notes: tuple[str, ...]
+
+
+class ProbeFolder(RunFolder):
+    """The files of one probe: of a run's it has the code, the configuration and the logs."""
+
+    @property
+    def errand(self) -> Path:
+        return self.path / "errand.json"
+
+    @property
+    def start(self) -> Path:
+        """The memory in use before the step."""
+        return self.path / "start.json"
+
+    @property
+    def result(self) -> Path:
+        return self.path / "result.json"
 
 
 def probe(
@@ -169,11 +211,11 @@ def errand_of(
     return Errand(
         peak=peak,
         device=work.device,
-        choice=asdict(plan.choice),
+        choice=plan.choice,
         sizes=dict(worst.sizes),
         micros=micros,
         mem_bytes=request.mem_bytes or 0,
-        beside=str(beside.absolute()) if beside else "",
+        beside=beside and beside.absolute(),
     ), request
 
 
@@ -195,13 +237,13 @@ def draft_probe(config: Config, errand: Errand, request: Request) -> tuple[Probe
     runs, now = config.cluster.runs, datetime.now(tz=UTC)
     folder = ProbeFolder(runs / FOLDER / f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}-{PROBE}")
     try:
-        with run_folder.writing_run(folder.path):
+        with writing_run(folder.path):
             folder.path.parent.mkdir(parents=True, exist_ok=True)
-            folder.path.mkdir(mode=run_folder.PRIVATE if config.cluster.private else run_folder.SHARED)
+            folder.path.mkdir(mode=PRIVATE if config.cluster.private else SHARED)
             folder.logs.mkdir()
             folder.code.write_text(str(freeze(runs)))
             folder.config.write_text(dump_resolved(with_digest(config)))
-            write_json(folder.errand, asdict(errand))
+            write_plain(folder.errand, errand)
     except JobFailed as error:
         remedy = AGAIN.with_settings(("cluster.runs", "FOLDER"))
         raise SubmissionRefused(error.what, where=error.where, remedy=remedy) from error
@@ -213,7 +255,7 @@ def draft_probe(config: Config, errand: Errand, request: Request) -> tuple[Probe
         request=request,
         env=allocator_settings(errand.peak.allocator, os.environ),
         tag=folder.name,
-        sees=folders_inside(config, Path(errand.beside) if errand.beside else None),
+        sees=folders_inside(config, errand.beside),
     )
 
 
@@ -237,7 +279,9 @@ def _wait(executor: Executor, cards: dict[JobId, str], tell: Callable[[str], Non
 def _outcome_of(folder: ProbeFolder, errand: Errand, status: TaskStatus, visibility_s: float) -> Probed:
     """Return what a probe measured: by its result file, which may appear late, else by how its job ended."""
     log, card, why = status.stderr, errand.peak.card, ""
-    result = wait_for(lambda: result_of(folder), visibility_s if status.state.ok else 0.0, SEEN_AGAIN_S)
+    result = wait_for(
+        lambda: read_if_whole(folder.result, ProbeResult), visibility_s if status.state.ok else 0.0, SEEN_AGAIN_S
+    )
     if result is None:
         log_end = end_of(log, LOG_LINES) or ""
         verdict = judge_attempt(status, Word(started=True), log_end, asked_bytes=errand.mem_bytes)
@@ -272,3 +316,85 @@ def _unmeasured(errand: Errand, outcome: ProbeOutcome, error: PipelineError) -> 
     """Return a probe that measured nothing."""
     peak = errand.peak
     return Probed(peak.card, outcome, peak.predicted_bytes, 0, peak.predicted_s, 0.0, "", error.what, (), error)
+
+
+# In the job
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a probe; return 0 also where it ran out of memory, which is a result."""
+    atexit.register(gc.freeze)  # at its end torch is not looked through once more, for half a second
+    try:
+        run_probe(ProbeFolder(Path(argv[0])))
+    except BaseException:  # noqa: BLE001 - whatever a task raises is what the plan has to say
+        print(without_secrets(traceback.format_exc()), file=sys.stderr)  # noqa: T201 - its stderr is its log
+        return 1
+    return 0
+
+
+def run_probe(folder: ProbeFolder) -> ProbeResult:
+    """Run the steps of a probe and record their memory and time."""
+    errand = read_plain(folder.errand, Errand)
+    work = Work.of(read_resolved(folder.config), beside=errand.beside)
+    device = device_here(int(errand.device != CPU))
+    gauge = StepGauge(device, errand.mem_bytes)
+    write_plain(folder.start, gauge.before)
+    try:
+        step_s = median(step_seconds(work, errand, device, gauge)[1:])
+    except Exception as error:
+        at_most = gauge.died_at(error)
+        if at_most is None:
+            raise
+        sys.stderr.write(f"{error}\n")
+        return record_result(folder, gauge.before, measured_bytes=at_most, died=True)
+    found = gauge.read()
+    measured = {"measured_bytes": found.bytes, "outside_bytes": found.outside_bytes, "step_s": step_s}
+    return record_result(folder, gauge.before, found.notes, **measured)
+
+
+def step_seconds(work: Work, errand: Errand, device: str, gauge: StepGauge) -> list[float]:
+    """Run the steps; return the seconds of each."""
+    step = work.step(errand.choice, device=device)
+    batch = work.example(errand.sizes)
+    taken: list[float] = []
+    while len(taken) < STEPS and (len(taken) < 2 or sum(taken) < ENOUGH_S):
+        began = time.perf_counter()
+        step.run([batch] * errand.micros)
+        gauge.wait()
+        taken.append(time.perf_counter() - began)
+    return taken
+
+
+def record_death(folder: ProbeFolder, peak_bytes: int) -> ProbeResult | None:
+    """Record a step that was killed for its memory; None if it had not begun, which says nothing of the step."""
+    start = read_if_whole(folder.start, BeforeModel)
+    if start is None:
+        return None
+    had = max(start.available_bytes, peak_bytes - start.taken_bytes)
+    return record_result(folder, start, measured_bytes=had, outside_bytes=start.taken_bytes, died=True)
+
+
+def record_result(folder: ProbeFolder, start: BeforeModel, notes: tuple[str, ...] = (), **measured: Any) -> ProbeResult:
+    """Add a measurement to the history of earlier ones, and write it for the command that waits."""
+    config = read_resolved(folder.config)
+    expected = read_plain(folder.errand, Errand).peak
+    here = {"gpu": start.gpu, "driver": start.driver, "torch": torch_of(config), "at": time.time()}
+    peak = replace(expected, **here, **measured)
+    is_saved = peaks_of(config).record(folder.name, [peak])
+    result = ProbeResult(peak, notes if is_saved else (*notes, UNSAVED))
+    write_plain(folder.result, result)
+    return result
+
+
+def peaks_of(config: Config) -> PeakHistory:
+    """Return the measurements of earlier training steps."""
+    return PeakHistory(config.cluster.runs / ".profiles" / "peaks.jsonl", torch_of(config))
+
+
+def torch_of(config: Config) -> str:
+    """Return what tells the torch of workers from others: its version, or the image that holds it."""
+    return image_of(config) or torch_version()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

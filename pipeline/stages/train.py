@@ -371,8 +371,7 @@ def remember_peak(
     from pipeline.device.accelerator import Card
     from pipeline.memory.hardware.gpus import known_name
     from pipeline.memory.history import Peak
-    from pipeline.planning.probe import model_name
-    from pipeline.planning.probe_job import record_peak, torch_of
+    from pipeline.planning.probe import model_name, peaks_of, torch_of
 
     card = Card(device_here(1))
     gpu = known_name(card.name)
@@ -393,4 +392,4 @@ def remember_peak(
         step_s=step_s,
         at=time.time(),
     )
-    record_peak(config, folder.name, peak)
+    peaks_of(config).record(folder.name, [peak])

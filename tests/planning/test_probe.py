@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipeline.cluster.local import LocalExecutor
 from pipeline.cluster.machine import Machine
+from pipeline.codec import read_plain, write_plain
 from pipeline.errors import ConfigError, JobFailed, SubmissionRefused
 from pipeline.memory.footprint import Provenance
 from pipeline.memory.hardware.gpus import device
@@ -18,14 +19,18 @@ from pipeline.memory.planning.memory_plan import CardSpec
 from pipeline.memory.runtime.meters import RSS_IS_MEANT, BeforeModel
 from pipeline.planning.probe import (
     FOLDER,
+    ProbeFolder,
+    ProbeResult,
     draft_probe,
     errand_of,
     measured_pace,
     measured_ratios,
     model_name,
+    peaks_of,
     probe,
+    record_death,
+    run_probe,
 )
-from pipeline.planning.probe_job import ProbeFolder, peaks_of, record_death, result_of, run_probe, write_json
 from tests.planning.probes import GIB, Prepared, card, prepare
 
 
@@ -136,14 +141,14 @@ def test_torchs_own_out_of_memory_error_is_a_measurement(tmp_path: Path) -> None
     folder = draft(prepare(tmp_path, "torch.empty(2**58)"))
     result = run_probe(folder)
     assert result.peak.died
-    assert result_of(folder) == result
+    assert read_plain(folder.result, ProbeResult) == result
 
 
 def test_a_step_that_was_killed_had_at_least_what_was_free_or_what_it_took(tmp_path: Path) -> None:
     for peak_bytes, had_bytes in ((0, 2 * GIB), (GIB, 2 * GIB), (3 * GIB, 3 * GIB - 1000)):
         (folder := tmp_path / str(peak_bytes)).mkdir()
         probed_folder = draft(prepared := prepare(folder))
-        write_json(probed_folder.start, asdict(BeforeModel("cpu", "", 1000, 2 * GIB)))
+        write_plain(probed_folder.start, BeforeModel("cpu", "", 1000, 2 * GIB))
         result = record_death(probed_folder, peak_bytes)
         assert result is not None
         assert (result.peak.died, result.peak.measured_bytes) == (True, had_bytes)

@@ -10,7 +10,7 @@ from pipeline.config.load import read_config
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, SubmissionRefused
 from pipeline.files import file_digest
-from pipeline.planning.probe_job import torch_of
+from pipeline.planning.probe import torch_of
 from pipeline.project import container_image
 from pipeline.project.container_image import folders_inside, image_of, with_digest
 from pipeline.project.project import cluster_name

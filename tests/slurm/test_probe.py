@@ -12,8 +12,7 @@ from pipeline.memory.footprint import Provenance
 from pipeline.memory.history import Peak
 from pipeline.memory.outlook import Probed, ProbeOutcome
 from pipeline.memory.planning.memory_plan import CardSpec
-from pipeline.planning.probe import measured_ratios, model_name, probe
-from pipeline.planning.probe_job import peaks_of
+from pipeline.planning.probe import measured_ratios, model_name, peaks_of, probe
 from tests.planning.probes import GIB, Prepared, card, prepare
 from tests.testkit.cluster import Cluster
 from tests.testkit.cluster.config import SHORT_LIMIT_MINUTES
