@@ -128,7 +128,7 @@ def _cancel_points(opened: Opened, wanted: Sequence[str], stage: str | None, *, 
     from pipeline.engine.lifecycle import cancel_points, points_to_end
     from pipeline.errors import ConfigError
     from pipeline.journal.run_status import ENDED
-    from pipeline.planning.sweep_points import points_in
+    from pipeline.planning.trainings import points_in
     from pipeline.report.tables import plural
 
     folder, frozen, executor, status = opened

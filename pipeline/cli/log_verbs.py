@@ -99,7 +99,7 @@ def run_folder(
 
 def point_of(status: RunStatus, name: str) -> int:
     """Return the task of a point of a sweep."""
-    from pipeline.planning.sweep_points import named_point
+    from pipeline.planning.trainings import named_point
 
     stage = status.stages.get("train")
     return named_point(name, stage.names if stage else ())

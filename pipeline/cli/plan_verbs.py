@@ -212,8 +212,8 @@ def _training(
 ) -> TrainOutlook:
     """Plan training."""
     from pipeline.dataset.early_items import typed_sizes
-    from pipeline.planning.kept_plan import shown_plan
     from pipeline.planning.offers import Question
+    from pipeline.planning.prepare import shown_plan
 
     question = Question(
         config=loaded.config,

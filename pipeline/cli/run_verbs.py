@@ -184,7 +184,7 @@ def _settings_of_sweep(sweep: Sequence[str], file: Path | None, prune: str | Non
     """Return what `--sweep`, `--sweep-file` and `--prune` set."""
     points = list[str]()
     if sweep or file:
-        from pipeline.planning.sweep_points import typed_points
+        from pipeline.planning.trainings import typed_points
 
         points = [f"train.sweep.points={typed_points(sweep, file)}"]
     return [*points, *([f"train.sweep.prune={prune}"] if prune else [])]
@@ -322,8 +322,7 @@ def begin_again(folder: RunFolder, config: Config, status: RunStatus, *, follow:
 def _accept_code(project: Project) -> None:
     """Let the training that differs in nothing but its code go on with the code of today."""
     from pipeline.errors import ConfigError
-    from pipeline.planning.accepted_code import accept_code
-    from pipeline.planning.prepare import prepare
+    from pipeline.planning.prepare import accept_code, prepare
 
     if project.config.train.sweep.points:
         _refuse(

@@ -28,7 +28,7 @@ from pipeline.journal.run_folder import runs_in, writing_run
 from pipeline.journal.run_status import ENDED, State, StatusReader
 from pipeline.journal.run_view import view
 from pipeline.planning.prepare import DECISIVE
-from pipeline.planning.sweep_points import LISTED, named_points
+from pipeline.planning.trainings import LISTED, named_points
 from pipeline.project.restriction import EVERYTHING, Only
 from pipeline.project.run_code import freeze, freeze_files, load_reader, sources
 from pipeline.project.user_code import encoder_code, task_code

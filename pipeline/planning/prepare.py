@@ -1,10 +1,17 @@
-"""Before a training: what decides its outcome, and its plan, which is made once and remembered."""
+"""Before a training: what decides its outcome, and its plan, which is made once and remembered.
+
+A training may go on with other code than it began with. A model's folder records the digests of the code that was
+accepted for it (`accepted_code.json`), each with its time.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+from contextlib import suppress
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,16 +19,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from pipeline.codec import memo, recall
+from pipeline.cluster.job_spec import Request
+from pipeline.codec import memo, recall, remember
 from pipeline.command_line import Command
 from pipeline.config.schema_train import TrainSection
+from pipeline.dataset.early_items import naming_sizes
 from pipeline.dataset.loading import batches_of, made_table
 from pipeline.dataset.reader_items import is_reader
 from pipeline.dataset.reader_items import refuse_unreadable as inspect_entries
-from pipeline.errors import CacheDamaged, DataError, RecordMissing, WeightsUnusable
+from pipeline.device.kinds import SETTINGS
+from pipeline.errors import CacheDamaged, ConfigError, DataError, RecordMissing, WeightsUnusable
+from pipeline.files import read_json, write_whole
+from pipeline.journal.run_folder import writing_run
 from pipeline.keys import content_digest
 from pipeline.memory.history import torch_version
-from pipeline.planning.accepted_code import with_accepted_code
 from pipeline.planning.task_contract import GRAPH
 from pipeline.planning.training_work import Work, sizes_of
 from pipeline.project.project import once
@@ -32,15 +43,18 @@ from pipeline.training.items.item_table import ItemTable
 from pipeline.training.prepared import ModelFolder, Prepared, likeness, phase_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from pipeline.config.schema import Config
+    from pipeline.memory.outlook import TrainOutlook
+    from pipeline.planning.offers import Question
     from pipeline.project.project import Project
     from pipeline.training.loop.train import Items
     from pipeline.training.prepared import PhasePlan
 
 NAME_DIGITS = 8
 PLAN = "plan"  # the name of what is remembered
+FLAG = "--accept-code"
 FEW_ITEMS = 3  # that a task is tried with
 # What decides the numbers that come out; what only decides speed, memory or how it is told, is not there.
 DECISIVE = (
@@ -173,6 +187,83 @@ def _planned(project: Project, table: str) -> Prepared:
         skipped=skipped,
         notes=plan.notes,
     )
+
+
+def with_accepted_code(prepared: Prepared, models: Path) -> Prepared:
+    """Return the plan of the training for which this code was accepted, if there is one, else the plan as it is."""
+    code = prepared.recipe["code"]
+    for folder, recipe in _alike(prepared, models):
+        if code in {entry["code"] for entry in read_json(folder.accepted_code) or ()}:
+            return replace(prepared, name=folder.path.name, recipe=recipe)
+    return prepared
+
+
+def accept_code(prepared: Prepared, models: Path) -> str:
+    """Record that the newest training that differs only in its code goes on with this code; return its name."""
+    code = prepared.recipe["code"]
+    others = [folder for folder, recipe in _alike(prepared, models) if recipe["code"] != code]
+    newest = max(others, key=lambda folder: folder.prepared.stat().st_mtime, default=None)
+    if newest is None:
+        what = "there is no training that differs from this one in nothing but its code"
+        raise ConfigError(what, where=FLAG, remedy=Command.of("submit train", then="   (says what changed)"))
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    entry = {"code": code, "at": now, "why": f"accepted with {FLAG}"}
+    with writing_run(newest.path, "train.models"):
+        write_whole(newest.accepted_code, json.dumps([*(read_json(newest.accepted_code) or ()), entry], indent=1))
+    return newest.path.name
+
+
+def _alike(prepared: Prepared, models: Path) -> Iterator[tuple[ModelFolder, dict[str, Any]]]:
+    """Yield the trainings whose recipes differ from this one's in the code at most."""
+    mine = _without_code(json.loads(json.dumps(prepared.recipe)))
+    for path in sorted(models.glob(f"{prepared.name.rpartition('-')[0]}-*/prepared.json")):
+        with suppress(OSError, ValueError, KeyError):  # it is being written, or of another version
+            recipe = json.loads(path.read_text())["recipe"]
+            if _without_code(recipe) == mine:
+                yield ModelFolder(path.parent), recipe
+
+
+def _without_code(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in recipe.items() if name != "code"}
+
+
+def shown_plan(question: Question) -> TrainOutlook:
+    """Return the plan of training as it was made before, or as it is made now and kept."""
+    from pipeline.memory.outlook import TrainOutlook
+
+    table: str | None = f"typed: {dict(question.sizes or {})}"
+    if not question.sizes:  # what follows from a scan alone is only shown
+        with naming_sizes(question.config):
+            table = made_table(question.project)
+    asked = _asked_of_shown(question, table) if table else {}
+    folder = plans_folder(question.config)
+    if asked and (known := recall(folder, "shown plan", asked, TrainOutlook)) is not None:
+        question.tell("using the cached plan: its inputs have not changed")
+        return known
+    from pipeline.planning.training_outlook import plan_training
+
+    outlook = plan_training(question)
+    if asked and not outlook.waits_s:  # how long a queue is changes from minute to minute
+        remember(folder, "shown plan", asked, outlook)
+    return outlook
+
+
+def _asked_of_shown(question: Question, table: str) -> dict[str, Any]:
+    """Return what a shown plan follows from: its own facts, where it may run, what was measured so far."""
+    config, resources = question.config, question.config.cluster.train
+    history = sorted((config.cluster.runs / ".profiles").rglob("*.jsonl"))
+    limits = ""  # of this machine's own memory, what is free changes from minute to minute
+    if config.cluster.executor == "slurm" and not (question.gpus or resources.gpus):
+        limits = repr(question.executor.limits_of(Request.of(resources)))
+    return {
+        **plan_facts(question.project, table),
+        "gpus": list(question.gpus),
+        "cluster": config.cluster.model_dump(mode="json"),
+        "limits": limits,
+        "detailed": question.detailed,
+        "environment": {name: value for name, value in os.environ.items() if name.startswith(SETTINGS)},
+        "measured": [(path.name, path.stat().st_size) for path in history],
+    }
 
 
 def recipe_of(project: Project, table: str, precision: str) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError, DataError
 from pipeline.journal.attempts import left_out_items
 from pipeline.planning.prepare import folder_of, task_sizes, trained_table
-from pipeline.planning.sweep_points import named_point
-from pipeline.planning.trainings import read_trainings, view_of
+from pipeline.planning.trainings import named_point, read_trainings, view_of
 from pipeline.project.project import Project
 from pipeline.stage_names import StageName
 from pipeline.training.prepared import COST, Prepared

@@ -20,8 +20,8 @@ from pipeline.errors import ConfigError
 from pipeline.journal.attempts import left_out_items
 from pipeline.journal.run_folder import writing_run
 from pipeline.journal.run_status import State
-from pipeline.planning.accepted_code import FLAG
 from pipeline.planning.prepare import (
+    FLAG,
     code_of,
     folder_of,
     known_plan,
