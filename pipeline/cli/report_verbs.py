@@ -254,8 +254,7 @@ def replay_command(
     """
     from pipeline.engine.lifecycle import refuse_others
     from pipeline.errors import ConfigError
-    from pipeline.replay.replay_case import find_case, steps_with_bundles
-    from pipeline.replay.replay_step import replay_document
+    from pipeline.replay.replay_step import find_case, replay_document, steps_with_bundles
     from pipeline.report import tables
 
     folder = run_folder(run, config, sets, with_work=True)

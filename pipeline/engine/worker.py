@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pipeline.cluster.verdict import GO_ON, SIGNALLED
 from pipeline.config.load import from_resolved
 from pipeline.config.masking import without_secrets
-from pipeline.dataset.read_entries import ITEMS_READ
+from pipeline.dataset.reader_items import ITEMS_READ
 from pipeline.device.kinds import VISIBLE
 from pipeline.errors import CacheFull, PipelineError
 from pipeline.journal.ledger import Ledger, Note

@@ -26,7 +26,7 @@ from pipeline.encoder.embedding_recipe import as_floats, partner_texts
 from pipeline.errors import CacheDamaged, ConfigError, DataError, RecordMissing
 from pipeline.files import what_is_no_file
 from pipeline.records import Kind, Rejection
-from pipeline.stages.embedded import refusal
+from pipeline.stages.embed import refusal
 from pipeline.store.cache_folder import ELSEWHERE
 from pipeline.store.store import ONLY_MISSING, WholeRecords, in_chunks
 from pipeline.structures.scan_items import look_again

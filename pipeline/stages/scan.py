@@ -20,10 +20,11 @@ from pipeline.command_line import Command
 from pipeline.dataset import worklist
 from pipeline.dataset.blocks import KnownBlock, tallies
 from pipeline.dataset.early_items import edges_of_atom
-from pipeline.dataset.read_entries import ITEMS_READ, EntriesTaken, take_entries
 from pipeline.dataset.reader_items import (
     FORMAT,
+    ITEMS_READ,
     TRIED,
+    EntriesTaken,
     blaming_reader,
     look_at_files,
     read_by_run,
@@ -32,6 +33,7 @@ from pipeline.dataset.reader_items import (
     reader_state,
     reader_tables,
     refuse_unreadable,
+    take_entries,
 )
 from pipeline.dataset.worklist import KnownItem, Lines, Shard, StageSurvey
 from pipeline.errors import CacheDamaged, DataError, RecordMissing

@@ -10,8 +10,8 @@ from pipeline.command_line import Command, quoted
 from pipeline.dataset.reader_items import is_reader
 from pipeline.errors import CacheDamaged, ConfigError, DataError, JobFailed, PipelineError
 from pipeline.stage_names import StageName
+from pipeline.stages.apply import EvaluateStage, PredictStage
 from pipeline.stages.embed import EmbedStage
-from pipeline.stages.evaluate_predict import EvaluateStage, PredictStage
 from pipeline.stages.graph import GraphStage
 from pipeline.stages.regenerate import RegenerateStage
 from pipeline.stages.scan import ReaderScanStage, ScanStage

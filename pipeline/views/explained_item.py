@@ -28,7 +28,7 @@ from pipeline.keys import content_digest, tagged_key
 from pipeline.project.project import once
 from pipeline.records import Inventory, Item, Rejection
 from pipeline.stage_names import StageName
-from pipeline.stages.embedded import name_of, refusal
+from pipeline.stages.embed import name_of, refusal
 from pipeline.stages.table import everything
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.inventory import item_key, item_subject, plain_recipe

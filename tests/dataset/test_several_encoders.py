@@ -23,8 +23,7 @@ from pipeline.planning.prepare import embeddings_used
 from pipeline.planning.trained_model import portable_settings
 from pipeline.project.project import Encoding, Project
 from pipeline.records import EventKind, Reason, TaskContext
-from pipeline.stages.embed import EmbedStage
-from pipeline.stages.embedded import name_of
+from pipeline.stages.embed import EmbedStage, name_of
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.training.checkpoints.trained_weights import write_export
 from tests.testkit.command import Command

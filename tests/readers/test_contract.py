@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from pipeline.dataset.read_entries import EntriesTaken, take_entries
+from pipeline.dataset.reader_items import EntriesTaken, take_entries
 from pipeline.errors import ConfigError, DataError
 from pipeline.readers import made
 from pipeline.readers.captions import Captions

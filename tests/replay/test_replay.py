@@ -20,9 +20,8 @@ from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_folder import RunFolder, find_run
 from pipeline.memory.runtime.meters import Memory
 from pipeline.records import EventKind, TaskContext
-from pipeline.replay.replay_case import ReplayCase, find_case
 from pipeline.replay.replay_result import ReplayResult
-from pipeline.replay.replay_step import replay_here
+from pipeline.replay.replay_step import ReplayCase, find_case, replay_here
 from pipeline.stages.train import job_of
 from pipeline.training.forensics import step_bundle
 from pipeline.training.loop.train import Job, train

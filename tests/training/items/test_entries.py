@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from pipeline.dataset.read_entries import EntriesTaken, take_entries
+from pipeline.dataset.reader_items import EntriesTaken, take_entries
 from pipeline.errors import DataError
 from pipeline.records import Entry, Reason, Rejection
 from pipeline.store.cache_folder import CacheFolder
