@@ -37,7 +37,7 @@ from pipeline.protocol import PICTURES, Publishes
 from pipeline.records import Rejection
 from pipeline.stage_names import StageName
 from pipeline.stages.stage import Judged, Stage
-from pipeline.stages.train import UNPLANNED_BYTES, TrainStage, refuse_unfit_weights
+from pipeline.stages.train import RECORDS, UNPLANNED_BYTES, before_training, refuse_unfit_weights, training_recipe
 from pipeline.training.checkpoints.checkpoint import Application, ChosenCheckpoint, choose_checkpoint, weights_file
 from pipeline.training.evaluating.results import (
     Figures,
@@ -71,6 +71,9 @@ if TYPE_CHECKING:
     Integers = NDArray[np.int64]
 WRITTEN_BYTES = 2 * (64 << 20)  # of outputs, before they go to a file
 UNLIMITED = 1 << 62
+OF_DIGITS = 8  # of a digest of checkpoint and items, in the name of a folder of predictions
+LINES_SHOWN, LETTERS_SHOWN = 4, 160  # of predictions
+ALL = "predictions.csv"
 
 
 @dataclass(slots=True)
@@ -186,7 +189,7 @@ class ModelInUse:
 class ApplyStage(Stage):
     """What the stages that apply a model share: the choice of model and items, and the job of a rank."""
 
-    needs = (*TrainStage.needs, StageName.TRAIN)
+    needs = (*RECORDS, StageName.TRAIN)
     of_sequences = False
     together = True
     counts_items = False  # rejected items are known only at the end
@@ -213,7 +216,7 @@ class ApplyStage(Stage):
 
     def needed(self, config: Config) -> tuple[StageName, ...]:
         """Return the stages before it: a model that is named was trained already."""
-        before = TrainStage().needed(config) if self.name != StageName.PREDICT else TrainStage.needs
+        before = before_training(config) if self.name != StageName.PREDICT else RECORDS
         is_named = names_model(getattr(config.train, self.name).checkpoint)
         return before if is_named else (*before, StageName.TRAIN)
 
@@ -311,7 +314,7 @@ class ApplyStage(Stage):
         return prepared.reserved_bytes if prepared else 0
 
     def recipe(self, project: Project) -> Mapping[str, Any]:
-        return TrainStage().recipe(project)
+        return training_recipe(project)
 
     def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
         """Apply the model, as one of its ranks."""
@@ -471,11 +474,6 @@ class EvaluateStage(ApplyStage):
         """Return remarks, also about figures that are not finite."""
         lost = [name for name, value in judged.figures.items() if value is None]
         return super().check(project, folder, judged) + ([f"not finite: {', '.join(lost)}"] if lost else [])
-
-
-OF_DIGITS = 8  # of a digest of checkpoint and items, in the name of a folder of predictions
-LINES_SHOWN, LETTERS_SHOWN = 4, 160  # of predictions
-ALL = "predictions.csv"
 
 
 @dataclass(slots=True)

@@ -28,6 +28,7 @@ from pipeline.project.project import asked_bytes, cluster_name, profiles_of
 from pipeline.project.run_code import TASK_SERVER, WORKER, module_command
 from pipeline.stage_names import StageName
 from pipeline.stages import script as script_stage
+from pipeline.stages import table
 from pipeline.store.format.cache_layout import KindLayout
 from pipeline.store.format.disk import lay_over
 from pipeline.units import format_bytes
@@ -315,9 +316,10 @@ def refuse_unfit_disk(project: Project, survey: StageSurvey, kinds: Iterable[str
 
 def job_of(folder: RunFolder | None, config: Config, job: StageJob) -> Job:
     """Return a job for an executor; each task's command names run, stage, task and the attempt's resources."""
-    resources, ask = config.cluster.resources(job.stage), job.ask
+    stage, ask = table.stage(job.stage, config), job.ask
+    resources, ranks = stage.resources(config), stage.starts_on_node(config)
     request = Request.of(resources)
-    if (ranks := script_stage.starts_on_node(config, job.stage)) < resources.ranks_per_node:
+    if ranks < resources.ranks_per_node:
         request = replace(request, ranks=ranks if resources.nodes * ranks > 1 else 0)  # it starts the others itself
     request = replace(
         request,
@@ -343,20 +345,21 @@ def job_of(folder: RunFolder | None, config: Config, job: StageJob) -> Job:
         tag=job.tag,
         sees=folders_inside(config, folder.task_root if folder else None),
         fork_server=module_command(TASK_SERVER, folder) if folder and _is_before_forks(folder, config, job) else (),
-        fork_words=len(words) if job.attempt == 1 and _is_forked(config, job.stage) else 0,  # not what was killed
+        fork_words=len(words) if job.attempt == 1 and _is_forked(config, stage) else 0,  # not what was killed
     )
 
 
-def _is_forked(config: Config, stage: str) -> bool:
+def _is_forked(config: Config, stage: Stage) -> bool:
     """Tell whether a stage's tasks are forked: on this machine, those that import torch and start no others."""
-    if stage not in FORKED or config.cluster.executor != "local" or script_stage.is_script(config, stage):
+    if stage.name not in FORKED or config.cluster.executor != "local" or stage.is_script:
         return False
-    resources = config.cluster.resources(stage)
+    resources = stage.resources(config)
     return not resources.gpus and getattr(resources, "world", 1) == 1
 
 
 def _is_before_forks(folder: RunFolder, config: Config, job: StageJob) -> bool:
     """Tell whether tasks of this stage or of a later one are forked, in the environment that these have."""
     stages = json.loads(folder.stages.read_text()) if folder.stages.exists() else []
-    ahead = stages[stages.index(job.stage) :] if job.stage in stages else []
-    return any(_is_forked(config, stage) and config.cluster.resources(stage).cpus == job.cpus for stage in ahead)
+    names = stages[stages.index(job.stage) :] if job.stage in stages else []
+    ahead = (table.stage(name, config) for name in names)
+    return any(_is_forked(config, stage) and stage.resources(config).cpus == job.cpus for stage in ahead)

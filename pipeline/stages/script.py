@@ -47,7 +47,7 @@ from pipeline.script.command import (
 from pipeline.script.script_process import STEP, run_script
 from pipeline.stage_names import StageName
 from pipeline.stages.stage import Stage
-from pipeline.stages.train import TrainStage
+from pipeline.stages.train import RECORDS
 from pipeline.stages.trained import Trained
 from pipeline.training.ranks import LOST
 
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from pipeline.config.schema import Config
-    from pipeline.config.schema_cluster import TrainResources
     from pipeline.project.project import Project
     from pipeline.records import TaskContext
     from pipeline.script.script_process import ScriptOutcome
@@ -75,7 +74,7 @@ class ScriptStage(Stage):
     """A user's own script as a training: one task, which runs whenever it is asked for."""
 
     name = StageName.TRAIN
-    needs = TrainStage.needs
+    needs = RECORDS
     is_script = True
     of_sequences = False
     together = True
@@ -105,8 +104,8 @@ class ScriptStage(Stage):
             "processes": resources.ranks_per_node,
         }
 
-    def processes(self, project: Project) -> int:
-        return project.config.cluster.train.nodes * starts_on_node(project.config, self.name)
+    def starts_on_node(self, config: Config) -> int:
+        return starts_on_node(config)
 
     def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:  # noqa: ARG002
         """Run the script, or one of its processes, to its end; raise Ended where it is not done."""
@@ -151,20 +150,14 @@ class ScriptStage(Stage):
         return judged
 
 
-def is_script(config: Config, stage: str = StageName.TRAIN) -> bool:
-    """Tell whether a stage runs a script."""
-    return stage == StageName.TRAIN and config.train.command is not None
-
-
 def script_of(config: Config) -> Script:
     """Return the command of a configuration."""
     return parse_command(config.train.command or "")
 
 
-def starts_on_node(config: Config, stage: str) -> int:
+def starts_on_node(config: Config) -> int:
     """Return how many processes we start on each node: one where the command starts the others."""
-    resources: TrainResources = getattr(config.cluster, stage)
-    return 1 if is_script(config, stage) and script_of(config).launches else resources.ranks_per_node
+    return 1 if script_of(config).launches else config.cluster.train.ranks_per_node
 
 
 def first_words(project: Project) -> list[str]:
@@ -187,7 +180,7 @@ def batches_of(config: Config, shrink: int) -> tuple[int, int]:
 def values_of(config: Config, place: RankPlace, micro_batch: int, accumulation: int, folder: RunFolder) -> Values:
     """Return the values of the placeholders, in one process of the first attempt."""
     train, resources = config.train, config.cluster.train
-    starts, processes = starts_on_node(config, StageName.TRAIN), resources.ranks_per_node
+    starts, processes = starts_on_node(config), resources.ranks_per_node
     node = place.rank // starts
     return Values(
         effective_batch=train.effective_batch,
@@ -257,9 +250,7 @@ def _run(project: Project, script: Script, values: Values, tell: TaskContext) ->
     )
     # Memory is asked for by node: its other processes are assumed to take as much.
     own_bytes = peak_of(resource.getrusage(resource.RUSAGE_SELF))
-    tell.report.figures["host_peak_bytes"] = (outcome.peak_rss_bytes + own_bytes) * starts_on_node(
-        project.config, StageName.TRAIN
-    )
+    tell.report.figures["host_peak_bytes"] = (outcome.peak_rss_bytes + own_bytes) * starts_on_node(project.config)
     return outcome
 
 

@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
-from pipeline.config.schema_cluster import TrainResources
 from pipeline.dataset import worklist
 from pipeline.dataset.blocks import BlockTally, add_up
 from pipeline.dataset.reader_items import is_reader
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipeline.config.schema import Config
-    from pipeline.config.schema_cluster import StageResources
+    from pipeline.config.schema_cluster import StageResources, TrainResources
     from pipeline.dataset.worklist import Shard, StageSurvey
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
@@ -227,7 +226,8 @@ class Stage(ABC):
 
     def processes(self, project: Project) -> int:
         """Return the number of processes of a task."""
-        resources = self.resources(project.config)
-        if isinstance(resources, TrainResources):
-            return resources.nodes * resources.ranks_per_node
-        return 1
+        return self.resources(project.config).nodes * self.starts_on_node(project.config)
+
+    def starts_on_node(self, config: Config) -> int:
+        """Return how many processes are started on each node."""
+        return self.resources(config).ranks_per_node

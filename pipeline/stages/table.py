@@ -15,7 +15,7 @@ from pipeline.stages.embed import EmbedStage
 from pipeline.stages.graph import GraphStage
 from pipeline.stages.regenerate import RegenerateStage
 from pipeline.stages.scan import ReaderScanStage, ScanStage
-from pipeline.stages.script import ScriptStage, is_script
+from pipeline.stages.script import ScriptStage
 from pipeline.stages.train import TrainStage
 from pipeline.stages.validate import ValidateStage
 from pipeline.store.cache_folder import RECIPES
@@ -54,7 +54,8 @@ def stage(name: str, config: Config) -> Stage:
     """Return the stage of that name, in the variant for the configured data set and code."""
     if name == StageName.SCAN and is_reader(config):
         return ReaderScanStage()
-    return ScriptStage() if is_script(config, name) else known_stage(name)
+    is_script = name == StageName.TRAIN and config.train.command is not None
+    return ScriptStage() if is_script else known_stage(name)
 
 
 def kinds_of(names: Iterable[str]) -> set[str]:

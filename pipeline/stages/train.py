@@ -80,8 +80,8 @@ if TYPE_CHECKING:
     from pipeline.training.ranks import Ranks
     from pipeline.training.step.step import Step
 
+RECORDS = (StageName.SCAN, StageName.EMBED, StageName.GRAPH)  # stages that make what is trained on
 NOTHING = dict.fromkeys(("items", "refused", "unusable", "cached", "missing", "waiting"), 0)
-COURSE = 8  # figures that show how a training went
 UNPLANNED_BYTES = 2 << 30  # of a process, until there is a plan
 CALLED = {"code": "the task's code", "table": "the data set", "embeddings": "the encoder", "crop": "the crop"}
 
@@ -90,7 +90,7 @@ class TrainStage(Stage):
     """A task, graphs and embeddings in, a trained model out; of a sweep, one for each point, each by a task."""
 
     name = StageName.TRAIN
-    needs = (StageName.SCAN, StageName.EMBED, StageName.GRAPH)
+    needs = RECORDS
     of_sequences = False
     together = True
     counts_items = False
@@ -101,8 +101,7 @@ class TrainStage(Stage):
         return with_task(config)
 
     def needed(self, config: Config) -> tuple[StageName, ...]:
-        """Return the stages before it: also that which predicts what is trained on."""
-        return (*self.needs, StageName.PREDICT) if config.train.predict.for_training else self.needs
+        return before_training(config)
 
     def at(self, project: Project, name: str) -> Project:
         """Return the project of a point."""
@@ -165,9 +164,7 @@ class TrainStage(Stage):
         return max((prepared.reserved_bytes for prepared in known_plans(project)), default=0)
 
     def recipe(self, project: Project) -> Mapping[str, Any]:
-        """Return the choices under which measurements of its jobs are kept."""
-        train = project.config.train
-        return {"task": train.task, "options": dict(train.options), "batch": train.effective_batch}
+        return training_recipe(project)
 
     def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
         """Train, as one of the ranks."""
@@ -202,6 +199,17 @@ class TrainStage(Stage):
         counted = ((judged.skipped, skipped), (judged.ooms, ooms), (judged.damaged, damaged))
         untrained = [f"{row['name']} was not trained: {row['why']}" for row in left]
         return [*untrained, *judged.remarks, *(text for count, text in counted if count)]
+
+
+def before_training(config: Config) -> tuple[StageName, ...]:
+    """Return the stages before a training: also that which predicts what is trained on."""
+    return (*RECORDS, StageName.PREDICT) if config.train.predict.for_training else RECORDS
+
+
+def training_recipe(project: Project) -> Mapping[str, Any]:
+    """Return the choices under which measurements of jobs of a model are kept."""
+    train = project.config.train
+    return {"task": train.task, "options": dict(train.options), "batch": train.effective_batch}
 
 
 def unprepared(project: Project, folder: RunFolder | None, tasks: int = 1) -> StageSurvey:
