@@ -386,7 +386,7 @@ def _planned(project: Project) -> tuple[Training, ...]:
 
 def _plan_point(project: Project, name: str) -> Training:
     """Plan a point; that it fits no machine is remembered for a while, as it takes long to find."""
-    if refusal := _refused(project):
+    if refusal := _known_refusal(project):
         return Training(name, None, refusal.why)
     try:
         return Training(name, prepare(project))
@@ -396,7 +396,7 @@ def _plan_point(project: Project, name: str) -> Training:
         return Training(name, None, refusal.why)
 
 
-def _refused(project: Project) -> _Refusal | None:
+def _known_refusal(project: Project) -> _Refusal | None:
     """Return why there was no plan a while ago, where it is known."""
     refusal = recall(plans_folder(project.config), REFUSAL, plan_asked(project), _Refusal)
     return refusal if refusal and time.time() - refusal.at < REFUSED_FOR_S else None
@@ -412,7 +412,7 @@ def known_plans(project: Project) -> list[Prepared]:
 def unplanned(project: Project) -> list[str]:
     """Return the trainings that can be planned, and are not yet."""
     views = {name: view_of(project, name) for name in training_names(project)}
-    return [name for name, view in views.items() if not is_planned(view) and not _refused(view)]
+    return [name for name, view in views.items() if not is_planned(view) and not _known_refusal(view)]
 
 
 def write_trainings(folder: RunFolder, trainings: tuple[Training, ...]) -> None:
