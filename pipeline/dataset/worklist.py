@@ -6,15 +6,14 @@ import json
 import math
 import secrets
 from collections import Counter
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
-from typing import IO, TYPE_CHECKING, TypeAlias
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 import xxhash
 
-from pipeline.files import write_whole
+from pipeline.codec import read_plain, write_plain
 from pipeline.journal.attempts import left_out_items, refused_parts
 from pipeline.journal.run_folder import writing_run
 from pipeline.records import Item, Rejection
@@ -84,28 +83,23 @@ class StageSurvey:
 
     def write_shards(self, folder: RunFolder, stage: str) -> None:
         """Write each task's shard into the run's folder."""
-        _write_shards(folder, stage, self.shards)
-
-
-def _write_shards(folder: RunFolder, stage: str, shards: Sequence[Shard]) -> None:
-    with writing_run(folder.shards(stage)):
-        write_whole(folder.shards(stage), json.dumps([asdict(shard) for shard in shards]))
+        with writing_run(folder.shards(stage)):
+            write_plain(folder.shards(stage), self.shards)
 
 
 def read_shards(folder: RunFolder, stage: str) -> list[Shard]:
     """Return the shard of every task."""
-    return [Shard(**shard) for shard in json.loads(folder.shards(stage).read_text())]
+    return read_plain(folder.shards(stage), list[Shard])
 
 
 def read_shard(folder: RunFolder, stage: str, task: int) -> Shard:
     """Return the shard of a task."""
-    return Shard(**json.loads(folder.shards(stage).read_text())[task])
+    return read_shards(folder, stage)[task]
 
 
-Halve: TypeAlias = "Callable[[RunFolder, Shard], tuple[Shard, Shard]]"
-
-
-def split_shards(folder: RunFolder, stage: str, tasks: Sequence[int], halve: Halve) -> dict[int, list[int]]:
+def split_shards(
+    folder: RunFolder, stage: str, tasks: Sequence[int], halve: Callable[[RunFolder, Shard], tuple[Shard, Shard]]
+) -> dict[int, list[int]]:
     """Append two tasks for each of the given ones, that share its work; return their numbers."""
     shards = read_shards(folder, stage)
     known = {shard: number for number, shard in enumerate(shards)}
@@ -117,7 +111,7 @@ def split_shards(folder: RunFolder, stage: str, tasks: Sequence[int], halve: Hal
                 known[half] = len(shards)
                 shards.append(half)
         into[task] = [known[half] for half in halves]
-    _write_shards(folder, stage, shards)
+    StageSurvey({}, tuple(shards)).write_shards(folder, stage)
     return into
 
 
@@ -137,10 +131,7 @@ def halve_rows(shard: Shard) -> tuple[Shard, Shard]:
 
 def _halves(shard: Shard, middle: int) -> tuple[Shard, Shard]:
     first = shard.items // 2
-    return (
-        replace(shard, end=middle, items=first),
-        replace(shard, start=middle, items=shard.items - first),
-    )
+    return replace(shard, end=middle, items=first), replace(shard, start=middle, items=shard.items - first)
 
 
 def task_items(folder: RunFolder, stage: str, task: int, tell: TaskContext) -> Iterator[Item]:
@@ -162,7 +153,7 @@ def list_items(project: Project) -> Iterator[Item | Rejection]:
 
 def read_items(path: Path) -> Iterator[Item | Rejection]:
     """Yield the whole data set of a run."""
-    return (entry for _, entry in _read_lines(path))
+    return (entry for _, entry in lines_between(path, 0, path.stat().st_size))
 
 
 def items_at(path: Path, ordinals: Iterable[int]) -> Iterator[tuple[int, Item | Rejection]]:
@@ -181,12 +172,6 @@ def items_at(path: Path, ordinals: Iterable[int]) -> Iterator[tuple[int, Item | 
 def _entry(data: dict[str, Any]) -> Item | Rejection:
     """Return what a line of a data set says."""
     return Rejection.from_json(data) if "reason" in data else Item.from_json(data)
-
-
-def _read_lines(path: Path) -> Iterator[tuple[bytes, Item | Rejection]]:
-    with path.open("rb") as file:
-        for line in file:
-            yield line, _entry(json.loads(line))
 
 
 def lines_between(path: Path, start: int, end: int) -> Iterator[tuple[bytes, Item | Rejection]]:
@@ -209,21 +194,14 @@ def frozen_lines(project: Project, folder: RunFolder | None) -> Iterator[tuple[b
     It is frozen, if no stage has, once all are taken.
     """
     if folder is not None and folder.items.exists():
-        yield from _read_lines(folder.items)
+        yield from lines_between(folder.items, 0, folder.items.stat().st_size)
         return
-    with freezing(folder) as lines:
-        for entry in list_items(project):
-            yield lines.write(item_line(entry)), entry
-
-
-@contextmanager
-def freezing(folder: RunFolder | None) -> Iterator[Lines]:
-    """Yield a writer for the data set of a run; the file appears only when it is complete."""
     # Two supervisors may freeze it at once
     partial = folder.items.with_suffix(f".{secrets.token_hex(4)}.partial") if folder else None
     with Lines(partial) as lines:
-        yield lines
-    if folder and partial:
+        for entry in list_items(project):
+            yield lines.write(item_line(entry)), entry
+    if folder and partial:  # it appears only when it is complete
         with writing_run(folder.items):
             partial.replace(folder.items)
 

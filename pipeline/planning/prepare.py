@@ -274,6 +274,8 @@ def recipe_of(project: Project, table: str, precision: str) -> dict[str, Any]:
         if "options" in stage:
             stage["options"] = pathless(stage["options"])
     constant = train.schedule.kind == "constant"
+    reading = train.model_dump(mode="json", include={"pretrained_as", "pretrained_map", "pretrained_entry"})
+    reading = {name: value for name, value in reading.items() if value}
     return {
         **decided,
         "options": pathless(train.options),
@@ -285,14 +287,8 @@ def recipe_of(project: Project, table: str, precision: str) -> dict[str, Any]:
         "embeddings": embeddings_used(project),
         "table": table,
         **({"files": files} if (files := files_digests(project)) else {}),
-        **({"pretrained_reading": how} if (how := _pretrained_reading(train)) else {}),
+        **({"pretrained_reading": reading} if reading else {}),
     }
-
-
-def _pretrained_reading(train: TrainSection) -> dict[str, Any]:
-    """Return what a configuration says of how pretrained weights are read; nothing where it says nothing."""
-    said = train.model_dump(mode="json", include={"pretrained_as", "pretrained_map", "pretrained_entry"})
-    return {name: value for name, value in said.items() if value}
 
 
 def pathless(options: Mapping[str, Any]) -> dict[str, Any]:

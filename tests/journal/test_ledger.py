@@ -207,7 +207,7 @@ def test_a_torn_line_of_what_is_left_out_is_skipped(folder: RunFolder) -> None:
 def test_splitting_twice_is_splitting_once(folder: RunFolder) -> None:
     folder.todo("scan").write_text("".join(json.dumps(number) + "\n" for number in range(7)))
     whole = [Shard(0, 8, 4), Shard(8, 14, 3)]
-    worklist._write_shards(folder, "scan", whole)
+    worklist.StageSurvey({}, tuple(whole)).write_shards(folder, "scan")
 
     def halve(folder: RunFolder, shard: Shard) -> tuple[Shard, Shard]:
         return worklist.halve_lines(folder.todo("scan"), shard)
