@@ -152,20 +152,6 @@ def test_a_sample_finds_an_embedding_that_another_encoder_made(project):
     assert (one.kind, one.key) == ("embed", key.hex())
 
 
-@pytest.mark.nightly
-def test_a_sample_finds_weights_that_are_not_those_of_the_file(project):
-    rewrite(project, "weights", lambda a, m: m.update(digest="f" * 32))
-    found = [one for one in findings(validated(project, 1.0)) if one.kind == "weights"]
-    assert len(found) == 1
-
-
-@pytest.mark.nightly
-def test_a_sample_finds_a_file_that_holds_something_else(project):
-    rewrite(project, "files", lambda a, m: m.update(bytes=m["bytes"] + 1))
-    (one,) = findings(validated(project, 1.0))
-    assert (one.kind, one.lost) == ("files", True)
-
-
 def add(folder: Path, kind: str, key: bytes, meta: dict[str, Any]) -> None:
     """Write one more record, of a right digest."""
     with CacheFolder(folder / "cache").kind(kind).writer() as writer:
@@ -227,20 +213,6 @@ def test_a_larger_sample_holds_every_smaller_one():
     assert 120 < len(small) < 280
     assert not any(in_sample(key, 0.0) for key in keys)
     assert all(in_sample(key, 1.0) for key in [*keys, b"\xff" * 16])
-
-
-@pytest.mark.nightly
-def test_damage_is_found_as_by_a_full_validation(project):
-    store = CacheFolder(project / "cache").kind("graph")
-    key = min(store.keys())
-    place = store.locate([key])[0][0]
-    path = store.layout.shard(place.shard)
-    path.chmod(0o600)
-    with path.open("r+b") as file:
-        file.seek(place.offset + 3)
-        file.write(b"\xff\xfe")
-    (one,) = findings(validated(project))
-    assert (one.fault, one.key, one.lost) == (Fault.RECORD, key.hex(), True)
 
 
 def test_texts_under_keys_come_back_whatever_bytes_the_keys_end_in():

@@ -132,15 +132,6 @@ def test_a_damaged_record_is_noticed_and_made_anew(submit: Submit, kind: str) ->
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", list(STAGE_OF))
-def test_records_that_went_are_made_anew(submit: Submit, kind: str) -> None:
-    for path in Path("cache", kind, "shards").glob("*.safetensors"):
-        path.unlink()
-    assert submit()[STAGE_OF[kind]][1] > 0
-    assert is_complete(submit())
-
-
-@pytest.mark.nightly
 def test_a_file_that_changed_is_scanned_again_and_no_other_block_is_looked_up(
     submit: Submit, monkeypatch: pytest.MonkeyPatch
 ) -> None:

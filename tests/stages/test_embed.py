@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,26 +105,6 @@ def test_a_second_run_computes_nothing(
 
 
 @pytest.mark.nightly
-def test_work_that_is_cut_short_is_kept_and_not_done_again(
-    weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, tmp_path: Path
-) -> None:
-    many = natural(200)
-    with closing(embed_texts(texts_of(many), at(weights), recipe, SETTINGS, shelves, tell_to([]))) as outcomes:
-        for _ in range(5):
-            next(outcomes)
-    kept = shelves.embeddings.stat().records
-    assert 5 <= kept < len(many)
-    assert run(weights, recipe, open_shelves(tmp_path), many) == [None] * len(many)
-    assert sorted(published(tmp_path)) == sorted(recipe.key(text, Variant("fp32")).hex() for text in many)
-
-
-def published(folder: Path) -> list[str]:
-    """Return the keys of all embeddings in all shards; what was made twice is there twice."""
-    names = [name for shard in (folder / "cache/embed/shards").iterdir() for name in safe_open(shard, "np").keys()]  # noqa: SIM118
-    return [name.split("/")[0] for name in names if name.endswith("/rows")]
-
-
-@pytest.mark.nightly
 def test_batches_do_not_change_a_bit(weights: Path, recipe: EmbeddingRecipe, tmp_path: Path) -> None:
     stored = []
     for number, settings in enumerate(
@@ -179,20 +157,6 @@ def test_an_encoder_that_misses_the_reference_is_done_in_full_or_publishes_nothi
     assert run(weights, asked, shelves) == [None] * len(TEXTS)  # a failure is not remembered
 
 
-@pytest.mark.nightly
-def test_half_precision_that_misses_the_reference_publishes_nothing_where_no_other_is_allowed(
-    tmp_path: Path, shelves: EmbedShelves
-) -> None:
-    path = tmp_path / "esm2_stress.pt"
-    write_random_checkpoint(path, layers=6, dim=64, heads=4, stress=6.0)
-    strict = EmbeddingRecipe(digest_weights(load_esm_checkpoint(path)), 6, "chain", "bf16", "bf16", half_fallback=False)
-    with pytest.raises(JobFailed):
-        run(path, strict, shelves)
-    assert shelves.embeddings.stat().records == 0
-    assert run(path, replace(strict, half_fallback=True), shelves) == [None] * len(TEXTS)
-    assert set(looked_up(replace(strict, half_fallback=True), shelves)) == {Variant("fp32")}
-
-
 def test_a_processor_without_bf16_products_computes_in_fp32_or_says_what_to_do(
     weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,18 +178,6 @@ def test_the_verdict_is_remembered_for_the_same_machine(
     assert run(weights, recipe, shelves) == [None] * len(TEXTS)
     with pytest.raises(AssertionError, match="was done again"):  # but not for another precision
         run(weights, replace(recipe, precision="bf16"), shelves, natural(2, seed=5))
-
-
-def test_weights_that_are_not_numbers_publish_nothing(tmp_path: Path, shelves: EmbedShelves) -> None:
-    path = tmp_path / "esm2_nan.pt"
-    write_random_checkpoint(path, layers=1, dim=16, heads=2)
-    with torch.serialization.safe_globals([Namespace]):
-        data = torch.load(path, weights_only=True)
-    data["model"]["encoder.sentence_encoder.layers.0.fc1.weight"][0, 0] = float("nan")
-    torch.save(data, path)
-    with pytest.raises(JobFailed):
-        run(path, EmbeddingRecipe(digest_weights(load_esm_checkpoint(path)), 1, "chain", "fp32", "fp32"), shelves)
-    assert shelves.embeddings.stat().records == 0
 
 
 def test_what_cannot_be_embedded_is_told_by_its_key(

@@ -15,7 +15,6 @@ from safetensors.numpy import load_file
 from pipeline.cluster.local import LocalExecutor
 from pipeline.cluster.machine import Machine
 from pipeline.config.load import read_config
-from pipeline.errors import ConfigError, PlanInfeasible
 from pipeline.journal.run_folder import runs_in
 from pipeline.project.project import Project
 from pipeline.script.command import End, culprit
@@ -247,14 +246,3 @@ class TestMemory:
     def test_is_what_was_pinned(self, tmp_path):
         configure(tmp_path, "python own.py", mem="1GiB")
         assert self.first(tmp_path) == (GIB, "as configured")
-
-
-def test_a_refusal_of_the_ladder_names_the_next_step(tmp_path):
-    configure(tmp_path, f"x {BATCH}", {"effective_batch": 2})
-    config = read_config(tmp_path / "pipeline.yaml").config
-    assert [script_stage.batches_of(config, shrink) for shrink in (0, 1)] == [(2, 1), (1, 2)]
-    with pytest.raises(PlanInfeasible):
-        script_stage.batches_of(config, 2)
-    configure(tmp_path, "x {accumulation", {"effective_batch": 2})
-    with pytest.raises(ConfigError):
-        script_stage.ScriptStage().inspect(project_of(tmp_path))
