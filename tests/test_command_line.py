@@ -55,7 +55,7 @@ PROGRAMS = ("less ", "ls ", "cat ", "head ", "rm ", "mv ", "cp ", "mkdir ", "df 
 QUOTING = ("quoted(", "quote(", "shlex.")
 QUOTED_BEFORE = {  # or a number, or within quotes
     "source_rows.py": {"column", "meant", "name", "start"},
-    "chain_clusters.py": {"number", "hint"},
+    "split_data.py": {"number", "hint"},
     "data_source.py": {"number"},
     "given_splits.py": {"line", "again"},
     "cache_folder.py": {"marker", "json.dumps(_MARKED)"},

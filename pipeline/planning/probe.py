@@ -378,8 +378,8 @@ def record_result(folder: ProbeFolder, start: BeforeModel, notes: tuple[str, ...
     """Add a measurement to the history of earlier ones, and write it for the command that waits."""
     config = read_resolved(folder.config)
     expected = read_plain(folder.errand, Errand).peak
-    here = {"gpu": start.gpu, "driver": start.driver, "torch": torch_of(config), "at": time.time()}
-    peak = replace(expected, **here, **measured)
+    torch, at = torch_of(config), time.time()
+    peak = replace(expected, gpu=start.gpu, driver=start.driver, torch=torch, at=at, **measured)
     is_saved = peaks_of(config).record(folder.name, [peak])
     result = ProbeResult(peak, notes if is_saved else (*notes, UNSAVED))
     write_plain(folder.result, result)

@@ -102,8 +102,7 @@ class RegenerateStage(Stage):
         if unmade := sum(judged.unmade.values()):
             lines.append(f"{unmade:,} of rejected items ({_by_kind(judged.unmade)}): less {folder.rejected}")
         if foreign := sum(judged.foreign.values()):
-            not_yet = f"{plural(judged.unscanned, 'item')} {'is' if judged.unscanned == 1 else 'are'} not"
-            far = f", as far as scanned ({not_yet})" if judged.unscanned else ""
+            far = f", {plural(judged.unscanned, 'item')} not scanned yet" if judged.unscanned else ""
             lines.append(
                 f"{foreign:,} of no item of this data set with these settings{far} ({_by_kind(judged.foreign)})"
             )
@@ -150,13 +149,10 @@ def _remarks(judged: Regenerated) -> list[str]:
     """Return remarks on records that are absent and not needed."""
     remarks = []
     if judged.later:
-        later = sum(judged.later.values())
-        comes = "comes back when it is" if later == 1 else "come back when they are"
-        remarks.append(f"{plural(later, 'note')} {comes} needed ({_by_kind(judged.later)})")
+        later = plural(sum(judged.later.values()), "note")
+        remarks.append(f"{later} to be made again when needed ({_by_kind(judged.later)})")
     if judged.replaced:
-        others = "an equivalent one is" if judged.replaced == 1 else "equivalent ones are"
-        was = "was" if judged.replaced == 1 else "were"
-        remarks.append(f"{plural(judged.replaced, 'embedding')} {was} not made: {others} there")
+        remarks.append(f"{plural(judged.replaced, 'embedding')} not made: the cache has an equivalent of each")
     return remarks
 
 
