@@ -1,89 +1,42 @@
-"""`embed.cls`: the row of the mark before a sequence, against fair-esm's, in packed batches, windows and storage."""
+"""`embed.cls`: the row of the mark before a sequence, in windows, in storage and in the gate."""
 
 from __future__ import annotations
 
-import argparse
-import subprocess
-import sys
-import warnings
 from dataclasses import replace
-from pathlib import Path
 
-import esm
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 from torch.nn.functional import cosine_similarity
 
-from pipeline.encoder.checkpoint_files import ESM1B, ESMC
 from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, EmbeddingRecipe, as_floats, tokenize
 from pipeline.encoder.engine.embed_engine import Embedding, Engine
 from pipeline.encoder.engine.encoder_source import EsmSource
 from pipeline.encoder.engine.token_batches import EngineSettings
-from pipeline.encoder.esm2 import EsmEncoder
-from pipeline.encoder.esm_checkpoint import Architecture, EsmCheckpoint, load_esm_checkpoint
+from pipeline.encoder.esm_checkpoint import EsmCheckpoint, load_esm_checkpoint
 from pipeline.encoder.parity import Reference, check_parity, judge_rows
-from pipeline.encoder.synth import write_random, write_random_checkpoint
+from pipeline.encoder.synth import write_random
 from tests.encoder.engine.stand_ins import Shelf, Workshop, recipe, run, settings, texts
+from tests.encoder.forward.test_families import SHAPES
 from tests.encoder.own import drawn
 
 CPU = torch.device("cpu")
-RELATIVES = {
-    "esm1b": Architecture(2, 32, 4, token_dropout=True, family=ESM1B, positions=1024, norm_before=True),
-    "esm1v": Architecture(2, 64, 4, token_dropout=True, family=ESM1B, positions=1024),
-    "esmc": Architecture(3, 64, 1, token_dropout=False, family=ESMC),
-    "esmc as wide as 300M": Architecture(1, 960, 15, token_dropout=False, family=ESMC),
-}
-ESM2 = {"esm2": (3, 32, 4), "esm2 of 8M": (1, 320, 20), "esm2 of one head": (2, 64, 1)}
 TEXTS = drawn(1, 2, 30, 30, 300, 7)
-
-
-def written(name: str, folder: Path) -> EsmCheckpoint:
-    """Return random weights of a family and a shape."""
-    path = folder / f"{name.split()[0]}.pt"
-    if name in ESM2:
-        layers, dim, heads = ESM2[name]
-        write_random_checkpoint(path, layers=layers, dim=dim, heads=heads, seed=3)
-    else:
-        write_random(path, RELATIVES[name], seed=5)
-    return load_esm_checkpoint(path)
-
-
-@pytest.fixture(scope="module", params=[*ESM2, *RELATIVES])
-def checkpoint(request, tmp_path_factory):
-    return written(request.param, tmp_path_factory.mktemp("weights"))
 
 
 @pytest.fixture(scope="module", params=["esm2", "esm1b", "esmc"])
 def small(request, tmp_path_factory):
-    """Return one that is quick."""
-    return written(request.param, tmp_path_factory.mktemp("small"))
-
-
-def apart(rows_RD: torch.Tensor, sequences: list[str]) -> list[torch.Tensor]:
-    """Return the rows of each sequence, the first of which is that of its mark."""
-    return list(rows_RD.split([1 + len(text) for text in sequences]))
+    """Return random weights of a family."""
+    path = tmp_path_factory.mktemp("small") / f"{request.param}.pt"
+    write_random(path, SHAPES[request.param], seed=5)
+    return load_esm_checkpoint(path)
 
 
 def lowest(found: list[NDArray[np.float32]], wanted: list[NDArray[np.float32]]) -> float:
     """Return the lowest cosine of two rows."""
     pairs = zip(found, wanted, strict=True)
     return min(float(cosine_similarity(*(torch.from_numpy(row).double() for row in pair), dim=0)) for pair in pairs)
-
-
-@pytest.mark.parametrize("layer", [0, 1, -1])
-def test_the_row_of_every_mark_is_as_the_reference_has_it(checkpoint, layer):
-    layer = layer if layer >= 0 else checkpoint.architecture.layers
-    wanted = [rows_LD[0] for rows_LD in Reference(checkpoint, layer, CPU)(TEXTS, cls=True)]
-    encoder = EsmEncoder(checkpoint, layer=layer, precision="fp32", device=CPU)
-    tokens = [tokenize(text) for text in TEXTS]
-    found = apart(encoder(tokens, cls=True), TEXTS)
-    assert lowest([rows_LD[0].numpy() for rows_LD in found], wanted) >= 0.99999
-    assert torch.equal(torch.cat([rows_LD[1:] for rows_LD in found]), encoder(tokens))
-    backwards = apart(encoder(tokens[::-1], cls=True), TEXTS[::-1])[::-1]
-    assert all(torch.equal(rows_LD, other_LD) for rows_LD, other_LD in zip(found, backwards, strict=True))
-    assert torch.equal(encoder(tokens[:1], cls=True), found[0])
 
 
 @pytest.mark.parametrize("storage", ["fp32", "fp16", "bf16"])
@@ -118,21 +71,6 @@ def embedded(checkpoint: EsmCheckpoint, how: EmbeddingRecipe, sequences: list[st
     outcomes = list(engine.run(lengths_N, lambda places: [sequences[at] for at in places], keep))
     assert all(outcome.reason is None for outcome in outcomes)
     return made
-
-
-def test_fair_esm_itself_computes_the_same_of_weights_from_the_command(tmp_path):
-    path = tmp_path / "esm2_t2.pt"
-    typed = (sys.executable, "-m", "pipeline", "weights", "synth", "--layers", "2", "--dim", "64", "--heads", "4")
-    subprocess.run([*typed, "--out", str(path)], check=True, capture_output=True, timeout=120, cwd=tmp_path)
-    with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it has no regression for contacts
-        model, alphabet = esm.pretrained.load_model_and_alphabet_local(str(path))
-    tokens_BT = alphabet.get_batch_converter()([(text, text) for text in TEXTS])[2]
-    encoder = EsmEncoder(load_esm_checkpoint(path), layer=1, precision="fp32", device=CPU)
-    found = apart(encoder([tokenize(text) for text in TEXTS], cls=True), TEXTS)
-    with torch.inference_mode():
-        wanted_BD = model.eval()(tokens_BT, repr_layers=[1])["representations"][1][:, 0]
-    assert lowest([rows_LD[0].numpy() for rows_LD in found], list(wanted_BD.numpy())) >= 0.99999
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", BF16_PRODUCTS])

@@ -188,13 +188,6 @@ def test_what_a_tar_lacks_is_a_rejection_and_a_torn_tar_an_error(tmp_path: Path)
         list(Captions(tmp_path / "b.tar", size=SIZE).entries())
 
 
-def test_a_folder_without_a_tar_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(picture(0))
-    with pytest.raises(ConfigError, match=r"no \.tar file") as caught:
-        Captions(tmp_path, size=SIZE)
-    assert (caught.value.where, "data.path" in caught.value.remedy) == (str(tmp_path), True)
-
-
 def test_an_image_that_went_since_the_scan_is_an_error_that_names_it(tmp_path: Path) -> None:
     reader = Captions(table(tmp_path, [("a.png", "a cat")]), size=SIZE)
     (entry,) = reader.entries()

@@ -107,13 +107,3 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, rows:
     columns_file(folder / "x.h5", left=[row[0] for row in rows], right=[row[1] for row in rows])
     assert [texts(entry) for entry in read(folder / "x.csv")] == rows
     assert [texts(entry) for entry in read(folder / "x.h5")] == rows
-
-
-@given(st.binary(max_size=200), st.sampled_from([".csv", ".tsv"]))
-@settings(max_examples=150, deadline=None)
-def test_whatever_the_bytes_are_each_row_is_read_or_rejected(
-    tmp_path_factory: pytest.TempPathFactory, content: bytes, suffix: str
-) -> None:
-    header = b"left,right\n" if suffix == ".csv" else b"left\tright\n"
-    found = read(tmp_path_factory.mktemp("x") / f"x{suffix}", header + content)
-    assert bool(found) == bool(content.strip(b"\r\n"))

@@ -216,20 +216,15 @@ def test_nothing_found_says_where_it_looked_and_what_to_type(tmp_path):
 
 
 def test_table_says_of_each_model_what_its_name_says():
-    assert len(MODELS) == 15
     families = {"esm1": ESM1B, "esm2": ESM2, "esmc": ESMC}
     for model in MODELS:
         assert model.name.startswith("esmc_") or f"_t{model.layers}_" in model.name
         assert model.shape[0] == families[model.name[:4]]
-        assert published(model.name) is model
         assert model.dim % model.heads == 0
-        for digest in (model.pt_sha256, model.safetensors_sha256):
-            assert digest is None or (len(digest) == 64 and int(digest, 16) > 0)
-    digests = [model.pt_sha256 for model in MODELS if model.pt_sha256]
-    assert len(set(digests)) == len(digests) == 5
+    digests = [digest for model in MODELS for digest in (model.pt_sha256, model.safetensors_sha256) if digest]
+    assert [len(digest) for digest in digests] == [64] * len(set(digests))
     assert published("esm2_t6_9M") is None
     assert published("esmc_600m").repository == "biohub/ESMC-600M"
-    assert published(NAME).repository == f"facebook/{NAME}"
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, path: Path, **values: object) -> None:

@@ -1,4 +1,4 @@
-"""ESM-1b, ESM-1v and ESM C through the packed forward pass, against their references."""
+"""ESM-2, ESM-1b, ESM-1v and ESM C through the packed forward pass, with the marks, against their references."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from tests.encoder.own import drawn
 
 CPU = torch.device("cpu")
 SHAPES = {
+    "esm2": Architecture(3, 32, 4, token_dropout=True),
+    "esm2 of one head": Architecture(2, 64, 1, token_dropout=True),
     "esm1b": Architecture(3, 32, 4, token_dropout=True, family=ESM1B, positions=1024, norm_before=True),
     "esm1v": Architecture(2, 64, 4, token_dropout=True, family=ESM1B, positions=1024),
     "esm1b wide": Architecture(2, 480, 20, token_dropout=False, family=ESM1B, positions=1024, norm_before=True),
@@ -50,19 +52,25 @@ def checkpoint(request, tmp_path_factory):
     return load_esm_checkpoint(path)
 
 
-def rows_of(checkpoint: EsmCheckpoint, layer: int, texts: list[str], precision: str = "fp32") -> list[torch.Tensor]:
+def rows_of(
+    checkpoint: EsmCheckpoint, layer: int, texts: list[str], precision: str = "fp32", *, cls: bool = False
+) -> list[torch.Tensor]:
     encoder = EsmEncoder(checkpoint, layer=layer, precision=precision, device=CPU)
-    return list(encoder([tokenize(text) for text in texts]).split([len(text) for text in texts]))
+    return list(encoder([tokenize(text) for text in texts], cls=cls).split([cls + len(text) for text in texts]))
 
 
-@pytest.mark.parametrize("layer", [1, -1])
-def test_every_token_of_every_layer_is_as_the_reference_has_it(checkpoint, layer):
-    layer = layer if layer > 0 else checkpoint.architecture.layers
+@pytest.mark.parametrize("layer", [0, 1, -1])
+def test_every_row_of_every_layer_is_as_the_reference_has_it_with_and_without_marks(checkpoint, layer):
+    layer = layer if layer >= 0 else checkpoint.architecture.layers
     assert checkpoint.architecture in SHAPES.values()
-    wanted = Reference(checkpoint, layer, CPU)(TEXTS)
-    for found_LD, wanted_LD in zip(rows_of(checkpoint, layer, TEXTS), wanted, strict=True):
+    wanted = Reference(checkpoint, layer, CPU)(TEXTS, cls=True)
+    marked = rows_of(checkpoint, layer, TEXTS, cls=True)
+    for found_LD, wanted_LD in zip(marked, wanted, strict=True):
         cosines_L = cosine_similarity(found_LD.double(), torch.from_numpy(wanted_LD).double(), dim=1)
         assert float(cosines_L.min()) >= 0.99999
+    assert all(map(torch.equal, rows_of(checkpoint, layer, TEXTS), [rows_LD[1:] for rows_LD in marked]))
+    backwards = rows_of(checkpoint, layer, TEXTS[::-1], cls=True)[::-1]
+    assert all(map(torch.equal, backwards, marked))
 
 
 @pytest.mark.nightly
@@ -77,8 +85,8 @@ def test_rows_have_the_same_bits_in_every_batch_and_pass_the_gate_in_half_precis
 def test_the_gate_catches_a_family_that_is_computed_as_another(checkpoint):
     layers, sequences = checkpoint.architecture.layers, sample_sequences()
     tensors = dict(checkpoint.tensors)
-    is_esmc = checkpoint.architecture.family == ESMC
-    name = "layers.1.self_attn.q_layer_norm.weight" if is_esmc else "embed_positions.weight"
+    turned = {ESMC: "layers.1.self_attn.q_layer_norm.weight", ESM1B: "embed_positions.weight"}
+    name = turned.get(checkpoint.architecture.family, "layers.1.fc1.weight")
     tensors[name] = tensors[name].flip(0)
     wanted = Reference(checkpoint, layers, CPU)(sequences)
     found = rows_of(replace(checkpoint, tensors=tensors), layers, sequences)
