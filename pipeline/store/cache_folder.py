@@ -116,7 +116,7 @@ class CacheFolder:
         for key in store.keys():  # noqa: SIM118 - a store is no mapping
             try:
                 meta = store.get(key).meta
-            except (CacheDamaged, RecordMissing):  # it is described anew by the next run
+            except (CacheDamaged, RecordMissing):  # the next run describes it again
                 continue
             kind, recipe = meta.get("kind"), meta.get("recipe")
             if isinstance(kind, str) and isinstance(recipe, dict):  # else a validation of what records say names it
@@ -158,7 +158,7 @@ class CacheFolder:
         return cache
 
     def _is_cache(self) -> bool:
-        """Say whether the folder is marked as a cache; if not, it must be one that can become one."""
+        """Return whether the folder is marked as a cache; raise CacheUnusable if it can never become one."""
         try:
             if self._read_marker():
                 return True
@@ -169,7 +169,7 @@ class CacheFolder:
             raise self._unreadable(error) from error
 
     def _is_free(self, names: Iterable[str]) -> bool:
-        """Say whether nothing else is here: the folder is empty, or a purge has taken only the marker of a cache."""
+        """Return whether nothing else is here: the folder is empty, or a purge has taken only the marker of a cache."""
         return all(name in _MAY_BE_THERE or name.endswith(PARTIAL_SUFFIX) or self._is_kind(name) for name in names)
 
     def _is_kind(self, name: str) -> bool:

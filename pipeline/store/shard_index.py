@@ -212,7 +212,7 @@ class IndexSummary:
         return cls("", dict(zip(index.names, numbers, strict=True)), size_bytes)
 
     def contradicts(self, table: ShardTable) -> bool:
-        """Say whether the index names a shard and tells other records or another size than the shard's own table."""
+        """Return whether the index names a shard with other records or another size than the shard's own table."""
         numbers = table.size_bytes, len(table.rows), int(_row_numbers(table.rows).sum(dtype=np.uint64))
         return self.shards.get(table.name, numbers) != numbers
 

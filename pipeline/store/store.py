@@ -140,7 +140,7 @@ class Layer:
         return asked, rows[first], names
 
     def whole_copies(self, rows: Rows, names: Sequence[str]) -> Mask:
-        """Say which copies are intact records: they are read shard by shard in long stretches, and not parsed."""
+        """Return a mask of the intact copies: they are read shard by shard in long stretches, and not parsed."""
         whole, order = np.zeros(len(rows), bool), np.lexsort((rows["offset"], rows["shard"]))
         for part in np.split(order, 1 + np.flatnonzero(np.diff(rows["shard"][order]))):
             with suppress(OSError):
@@ -181,7 +181,7 @@ class Store:
         self._layers, self.own_layer, self._prepare = layers, own_layer, prepare
         self.own = layers[own_layer]
         self.disk, self.layout = self.own.disk, self.own.layout
-        self._reasons: dict[bytes, tuple[Path, str]] = {}  # key → shard, what is wrong with the record there
+        self._reasons: dict[bytes, tuple[Path, str]] = {}  # key → shard, fault of its record there
         self._may_blame_index = True  # where a record is not found: once
 
     def __contains__(self, key: bytes) -> bool:
@@ -263,7 +263,7 @@ class Store:
         )
 
     def has_whole(self, key: bytes) -> bool:
-        """Say whether a record can be read, by reading it."""
+        """Return whether a record can be read, by reading it."""
         try:
             self.get(key)
         except (CacheDamaged, RecordMissing):
@@ -303,7 +303,7 @@ class Store:
         return None
 
     def is_whole_beside(self, key: bytes, shards: Container[str]) -> bool:
-        """Say whether another layer, or a shard other than these, has an intact copy of a record, by reading it."""
+        """Return whether another layer, or a shard other than these, has an intact copy of a record, by reading it."""
         copies = (p for p in self._copies(key) if p.shard not in shards or self._layers[p.layer] is not self.own)
         return any(self.whole_at(key, place) for place in copies)
 
@@ -396,7 +396,7 @@ class Store:
         return records
 
     def _why_not(self, key: bytes) -> Failure:
-        """Return the error for a record of which no whole copy was found."""
+        """Return the error for a record without an intact copy."""
         if key in self._reasons:
             shard, reason = self._reasons[key]
             remedy = Command.submit("all", then=f"   ({ONLY_MISSING})")
@@ -437,7 +437,7 @@ class WholeRecords:
         self._store, self._left_bytes, self._named = store, limit_bytes, named
 
     def mask(self, keys: Sequence[bytes]) -> Mask:
-        """Say which records are there, by reading as much of them as `metas` would; while a shard is in doubt, none."""
+        """Return a mask of the records that are there, reading as much as `metas` would; none while a shard is suspect."""
         if self._store.doubted():
             return np.zeros(len(keys), bool)
         whole, read_bytes = self._store.verify(keys, self._left_bytes)
@@ -469,7 +469,7 @@ class WholeRecords:
             del metas[key]
 
     def _in_doubt(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Return the keys of records that somebody may have found damaged."""
+        """Return the keys of records that a read may have found damaged."""
         doubted = self._store.doubted() if keys else set()
         places = self._store.locate(keys) if doubted else [[] for _ in keys]
         return [

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.testkit.cluster import Cluster, why_not
 from tests.testkit.cluster.cluster import DEFAULT_FOLDER
+from tests.testkit.slurm_runs import Project, make_project
 
 
 @pytest.fixture(scope="package")
@@ -42,3 +44,14 @@ def healthy(cluster: Cluster) -> Cluster:
     """Return the cluster with every node idle and no job left."""
     cluster.settle()
     return cluster
+
+
+@pytest.fixture
+def make(tmp_path: Path, healthy: Cluster) -> Iterator[Callable[..., Project]]:
+    """Return a function that makes a project; tasks that linger in it are let go at the end."""
+
+    def made(*given: Any, **settings: Any) -> Project:
+        return make_project(tmp_path / "project", *given, **settings)
+
+    yield made
+    (tmp_path / "project" / "mischief" / "go").touch()

@@ -5,29 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.testkit.cluster import Cluster
-from tests.testkit.slurm_runs import LINGERS, Project, make_project, until
+from tests.testkit.slurm_runs import LINGERS, Project, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.nightly]
 
 Make = Callable[..., Project]
 STRANGERS = 40
-
-
-@pytest.fixture
-def make(tmp_path: Path, healthy: Cluster) -> Iterator[Make]:
-    """Return a function that makes a project."""
-
-    def made(*given: Any, **settings: Any) -> Project:
-        return make_project(tmp_path / "project", *given, **settings)
-
-    yield made
-    (tmp_path / "project" / "mischief" / "go").touch()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +40,6 @@ Make = Callable[..., Project]
 ONE_EACH = {"cluster__scan__items_per_task": 1}
 SUBMIT = ("submit", "--stage", "scan", "--executor", "slurm")
 COMPLEXES = 3
-
-
-@pytest.fixture
-def make(tmp_path: Path, healthy: Cluster) -> Iterator[Make]:
-    """Return a function that makes a project."""
-
-    def made(*given: Any, **settings: Any) -> Project:
-        return make_project(tmp_path / "project", *given, **settings)
-
-    yield made
-    (tmp_path / "project" / "mischief" / "go").touch()
 
 
 @pytest.fixture(scope="module")

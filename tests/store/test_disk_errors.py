@@ -11,6 +11,7 @@ from pipeline.errors import CacheFull, CacheUnusable, JobFailed
 from pipeline.store.cache_folder import CacheFolder
 from tests.store.content import is_right, is_undamaged, key_of, put
 from tests.store.faulty_disks import FailingDisk, InterruptingDisk, os_error
+from tests.store.maintenance.damage import BadSectorDisk
 
 
 def open_with(cache, disk):
@@ -109,15 +110,8 @@ def test_a_rename_that_was_not_made_is_an_error(cache, filled):
 
 def test_an_index_that_cannot_be_read_is_done_without(cache, filled):
     filled.write_index()
-    index_bytes = (cache.root / "scan/index.bin").stat().st_size
-
-    class BadSectorDisk(FailingDisk):
-        def read_at(self, fd, length, offset):
-            if self.size_of_open(fd) == index_bytes and offset:
-                raise os_error(errno.EIO)
-            return super().read_at(fd, length, offset)
-
-    assert open_with(cache, BadSectorDisk("", 0)).missing([key_of(0), key_of(9)]) == [key_of(9)]
+    disk = BadSectorDisk("index.bin", 1, 1 << 20)
+    assert open_with(cache, disk).missing([key_of(0), key_of(9)]) == [key_of(9)]
 
 
 def test_an_index_that_another_host_replaced_is_opened_again(cache, filled):

@@ -6,11 +6,11 @@ import pytest
 
 from pipeline.errors import CacheDamaged
 from pipeline.store.cache_folder import CacheFolder
-from pipeline.store.format.disk import Disk
 from pipeline.store.maintenance.leftovers import Left, find_leftovers
 from pipeline.store.maintenance.shard_plans import repair
 from pipeline.store.store import WholeRecords
 from tests.store.content import is_right, key_of, put
+from tests.store.faulty_disks import FailingDisk
 from tests.store.maintenance.damage import spoil
 from tests.store.test_layers import ReadOnlyBelow
 
@@ -88,23 +88,13 @@ def test_notes_are_cleaned_with_what_validations_found(cache):
     assert foreign == []
 
 
-class CountingDisk(Disk):
-    """Counts how often shards are opened."""
-
-    opened = 0
-
-    def open_read(self, path):
-        self.opened += path.parent.name == "shards"
-        return super().open_read(path)
-
-
 def test_records_of_more_shards_than_stay_open_are_verified_shard_by_shard(tmp_path):
     shards, each = 80, 12
     for shard in range(shards):
         with CacheFolder(tmp_path / "cache").kind("scan").writer() as writer:
             put(writer, *range(shard, each * shards, shards))
     keys = [key_of(number) for number in range(each * shards)]  # neighbours are in different shards
-    cache = CacheFolder(tmp_path / "cache", disk=(disk := CountingDisk()))
+    cache = CacheFolder(tmp_path / "cache", disk=(disk := FailingDisk("", 0)))
     assert WholeRecords(cache.kind("scan")).metas(keys).keys() == {*keys}
-    opened = disk.opened - shards  # each was opened once for its table
+    opened = disk.taken["open_read"] - shards  # each was opened once for its table
     assert opened < each * shards / 2

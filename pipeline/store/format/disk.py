@@ -154,7 +154,7 @@ class Disk:
         path.chmod(stat.S_IMODE(path.stat().st_mode) | _GROUP_ENTER | (shared if shared == SHARED else 0))
 
     def make_private_folder(self, path: Path) -> bool:
-        """Make a folder that only this user may enter, unless it is there; say whether it is one, and no link."""
+        """Make a folder that only this user may enter, unless it exists; return whether it is one, and no link."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=stat.S_IRWXU, exist_ok=True)
         status = path.lstat()
@@ -162,7 +162,7 @@ class Disk:
         return mine and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
     def in_memory(self, path: Path) -> bool:
-        """Say whether a folder is on a file system in memory, such as tmpfs; False where that is not known."""
+        """Return whether a folder is on a file system in memory, such as tmpfs; False if unknown."""
         return file_system(path.stat().st_dev) in _MEMORY
 
     def exists(self, path: Path) -> bool:
@@ -172,7 +172,7 @@ class Disk:
         return path.stat().st_size
 
     def is_plain_file(self, path: Path) -> bool:
-        """Say whether a path is a regular file, and not a link or a folder."""
+        """Return whether a path is a regular file, and not a link or a folder."""
         return stat.S_ISREG(path.lstat().st_mode)
 
     def is_link(self, path: Path) -> bool:
@@ -195,7 +195,7 @@ class Disk:
         return path.samefile(other)
 
     def is_called(self, fd: int, path: Path) -> bool:
-        """Say whether an open file has that name."""
+        """Return whether an open file has that name."""
         return os.path.samestat(os.fstat(fd), path.stat())
 
     @contextmanager
@@ -312,7 +312,7 @@ class Draft:
         """Close the file and remove its temporary name; harmless when it is gone already."""
         if self.open:
             self.open = False
-            with suppress(OSError):  # of bytes that are on the disk already, or that nobody will read
+            with suppress(OSError):  # the bytes are on the disk already, or no longer needed
                 self._disk.close(self._fd)
         with suppress(OSError):
             self._disk.unlink(self.path)
@@ -389,7 +389,7 @@ def written_to(out: Path, remedy: str = "choose a writable file on a disk with f
 def refused_as(what: str, remedy: str | Command) -> Iterator[None]:
     """Replace message and remedy of an error that says that a place cannot be written; the remedy where it is full.
 
-    A submission, which takes room itself, is no remedy for a command that only moves or mends what is there.
+    A submission, which takes room itself, is no remedy for a command that only moves or repairs records.
     """
     try:
         yield

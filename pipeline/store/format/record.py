@@ -125,7 +125,7 @@ def descriptor_bytes(tail: bytes | memoryview) -> int:
 
 
 def is_record_of(key: bytes, blob: bytes | memoryview) -> bool:
-    """Say whether a record names this key, by how its descriptor begins: 1 µs, where `decode_record` takes 20 µs."""
+    """Return whether a record names this key, by how its descriptor begins: 1 µs, where `decode_record` takes 20 µs."""
     begin, start = b'{"key":"%s","arrays":[' % key.hex().encode(), len(blob) - descriptor_bytes(blob)
     return start >= 0 and bytes(blob[start : start + len(begin)]) == begin
 
@@ -150,7 +150,7 @@ def _tagged(name: str, value: Array, bfloat16: bool) -> tuple[str, Array]:  # no
 
 @lru_cache(maxsize=4096)
 def _check_name(name: str) -> None:
-    """Refuse what is not a valid array name; there are some dozens of names, and they come with every record."""
+    """Refuse an invalid array name; some dozens of names come with every record, so the answers are cached."""
     if not _NAME.fullmatch(name) or name == DESCRIPTOR:
         raise ValueError(f"{name!r} is not a valid array name")
 

@@ -190,7 +190,7 @@ def read_table(disk: Disk, path: Path, tail_bytes: int = TAIL_BYTES) -> ShardTab
 
 
 def header_fault(disk: Disk, path: Path, table: ShardTable) -> str:
-    """Verify a shard's header; return what is wrong with it, or an empty text."""
+    """Verify a shard's header; return its fault, or an empty text."""
     header = disk.read_start(path, table.data_start)
     return "" if xxhash.xxh3_128_digest(header) == table.header_digest else BAD_HEADER
 
@@ -208,7 +208,7 @@ def verified_record(key: bytes, digest: bytes, blob: bytes | memoryview, rest: b
 
 
 def whole_rows(disk: Disk, fd: int, rows: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Say which rows, given in file order, are records of their keys with the right bytes; no record is parsed.
+    """Return a mask of the rows, given in file order, whose bytes are the right record of their key; none is parsed.
 
     They are read in stretches of whole records. One that the disk refuses to read counts as damaged.
     """
@@ -310,6 +310,6 @@ def _newer(path: Path, version: int) -> ShardNewer:
 
 
 def _tiles(rows: npt.NDArray[Any], start: int, end: int) -> bool:
-    """Say whether the rows cover the data from start to end without gap or overlap."""
+    """Return whether the rows cover the data from start to end without gap or overlap."""
     edges = np.append(rows["offset"], np.uint64(end))
     return bool(edges[0] == start and np.all(edges[1:] - edges[:-1] == rows["length"]) and np.all(edges <= end))

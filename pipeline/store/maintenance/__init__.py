@@ -1,1 +1,1 @@
-"""Looking after a cache: damage found and repaired, what nobody needs swept, shards compacted, moved and staged."""
+"""Maintains a cache: finds and repairs damage, removes unused records, compacts, moves and stages shards."""

@@ -98,7 +98,7 @@ class DamageFinding:
 class Summary:
     """What a validation has looked at, and its counts of findings."""
 
-    how: str  # quick, full, semantic; or repair, of a list of what is lost
+    how: str  # quick, full, semantic; or repair, for a list of lost records
     subset: str = ALL  # the part of the shards; of a repair, the name of the list that it went by
     begun: float = 0.0  # seconds since 1970
     seconds: float = 0.0
@@ -106,14 +106,14 @@ class Summary:
     shards: int = 0
     records: int = 0  # judged
     whole: int = 0
-    listed: int = 0  # of which nobody has read more than the table that names them
+    listed: int = 0  # known only from their table; not read
     findings: int = 0
     lost: int = 0  # records
     faults: dict[str, int] = field(default_factory=dict)
     kinds: dict[str, dict[str, int]] = field(default_factory=dict)  # kind → records, whole, lost
     notes: dict[str, int] = field(default_factory=dict)  # what else was done, or could not be → how often
     only: list[str] = field(default_factory=list)  # the kinds that were asked for; empty: all
-    root: str = ""  # of which cache
+    root: str = ""  # the folder of the cache
     hopeless: int = 0  # findings that no repair can do anything about
     stay: dict[str, str] = field(default_factory=dict)  # some files that such are about → why a repair leaves them
 
@@ -322,7 +322,7 @@ class Checked:
     whole: tuple[bytes, ...] = ()  # the keys of records that are as they were written
     findings: tuple[DamageFinding, ...] = ()
     notes: Mapping[str, int] = field(default_factory=dict)  # what else there is to tell → how often
-    listed: tuple[bytes, ...] = ()  # the keys of records that the table names, and nobody has read
+    listed: tuple[bytes, ...] = ()  # the keys of records known only from their table; not read
 
     @property
     def judged(self) -> int:

@@ -3,7 +3,7 @@
 Repairing, cleaning and compacting all copy chosen records to new shards and retire the old ones: never in place, and in
 this order. The records are published; a repair publishes its list of lost records; the index is written without the old
 shards; other hosts get time to see that; the old shards go. A crash at any moment loses nothing, and planning and
-applying again finishes. All of it may run beside readers, writers and itself.
+applying again finishes. Readers, writers and other maintenance may run at the same time.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class _Check:
     quick: bool
     judge: Judge | None
     rows: Mapping[str, Rows] | None = None  # of the shards that are judged last, by the index; None: not yet read
-    odd: list[ShardTable] = field(default_factory=list)  # of which the index says something else
+    odd: list[ShardTable] = field(default_factory=list)  # that the index describes differently
     copied: dict[str, int] = field(default_factory=dict)  # shards that are gone → how many records others have, too
 
     def judged(self, name: str) -> Checked | None:
@@ -205,7 +205,7 @@ class _Check:
         return (DamageFinding(self.store.kind, Fault.HEADER, fault, path.name),) if fault else ()
 
     def _judged_rows(self, name: str, rows: Rows) -> tuple[tuple[bytes, ...], tuple[DamageFinding, ...]]:
-        """Judge records; return the keys of the intact ones, and what is wrong with the others."""
+        """Judge records; return the keys of the intact ones, and findings about the others."""
         disk = self.store.disk
         with reading(disk, self.store.layout.shard(name)) as fd:
             whole_N = np.zeros(len(rows), bool) if self.judge else whole_rows(disk, fd, rows)
@@ -315,10 +315,10 @@ class ShardPlan:
     dead: int = 0
     dead_bytes: int = 0
     size_bytes: int = 0
-    lost: tuple[DamageFinding, ...] = ()  # records of which no whole copy is left
+    lost: tuple[DamageFinding, ...] = ()  # records without an intact copy
     unknown: bool = False  # what it held is in no table
-    twice: frozenset[bytes] = frozenset()  # keys of which one copy is enough
-    odd: frozenset[str] = frozenset()  # shards of which the index says something else
+    twice: frozenset[bytes] = frozenset()  # keys that are in several small shards: one copy is kept
+    odd: frozenset[str] = frozenset()  # shards that the index describes differently
 
     @property
     def path(self) -> Path:
@@ -361,7 +361,7 @@ def apply(
     """
     batch, copied_bytes = list[ShardPlan](), 0
     for store, of_kind in groupby(plans, key=lambda plan: plan.store):
-        held = set[bytes]()  # copied, of those of which one copy is enough
+        held = set[bytes]()  # keys of `twice` that were copied
         with store.writer(shard_bytes=shard_bytes, header_bytes=CARRIED_HEADER_BYTES) as writer:
             for plan in of_kind:
                 if plan.fate in RETIRED:
@@ -478,7 +478,7 @@ def _quarantine(plan: ShardPlan) -> None:
 
 
 def why_kept(disk: Disk, path: Path) -> str:
-    """Say whose a file is that this user may not remove, or why that is not known; empty where it may."""
+    """Return why this user may not remove a file: its owner, or an error; empty if this user may."""
     try:
         keeper = disk.keeper(path)
     except FileNotFoundError:  # gone already
@@ -596,7 +596,7 @@ def repair(
     settle_s: float = 0.0,
     waits: Callable[[], object] = lambda: None,
 ) -> Repaired:
-    """Repair what is damaged, and leave a list of the records that are lost.
+    """Repair damaged shards and indexes, and publish a list of the lost records.
 
     `done` is called for each shard once its intact records are safe, and the list is published.
     """

@@ -370,7 +370,7 @@ def _read_manifest(disk: Disk, folder: Path) -> dict[str, str]:
 
 
 def _read_plain(disk: Disk, path: Path) -> bytes:
-    """Read a small file; what is a link or a device is refused."""
+    """Read a small file; refuse a link or a device."""
     try:
         if not disk.is_plain_file(path):
             raise CacheDamaged("it is not a plain file", where=str(path), remedy=_EXPORT_AGAIN)
@@ -436,7 +436,7 @@ class CacheStaging:
         self._shard_bytes, self._goes_on = shard_bytes, goes_on
 
     def is_done(self) -> bool:
-        """Say whether an earlier job has copied everything, and all of it is still there."""
+        """Return whether an earlier job has copied everything, and all of it is still there."""
         try:
             marker = json.loads(self.scratch.disk.read_start(self.scratch.root / STAGED, _MARKER_BYTES))
         except (OSError, ValueError, RecursionError):
@@ -473,7 +473,7 @@ class CacheStaging:
             publish_file(self.scratch.disk, self.scratch.root / STAGED, json.dumps(self._stat()).encode())
 
     def _stat(self) -> dict[str, Any]:
-        """Return what is there, by kind: records and bytes."""
+        """Return the staged records and bytes by kind."""
         stats = {kind: self.scratch.own(kind).stat() for kind in self.scratch.kinds()}
         return {kind: [stat.records, stat.bytes] for kind, stat in stats.items()}
 

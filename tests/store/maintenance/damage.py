@@ -147,6 +147,19 @@ class BadSectorDisk(CountingDisk):
         return super().fill(fd, buffers, offset)
 
 
+class RefusingDisk(Disk):
+    """A disk that refuses to open one file, some times or for good."""
+
+    def __init__(self, name: str, number: int, times: int = 1 << 30) -> None:
+        self.name, self.number, self.left = name, number, times
+
+    def open_read(self, path: Path) -> int:
+        if path.name == self.name and self.left:
+            self.left -= 1
+            raise os_error(self.number)
+        return super().open_read(path)
+
+
 class MeddlingDisk(Disk):
     """Lets something happen just before the n-th time that one step is taken."""
 

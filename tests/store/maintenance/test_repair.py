@@ -30,6 +30,7 @@ from pipeline.store.shard_index import IndexState
 from tests.store.content import is_right, key_of
 from tests.store.maintenance.damage import (
     BadSectorDisk,
+    RefusingDisk,
     fill,
     flip,
     listed,
@@ -220,23 +221,11 @@ def test_records_that_mean_nothing_are_lost_with_all_their_copies(cache, store):
     assert served(cache.root) == {2, 3}
 
 
-class RefusingDisk(Disk):
-    """A disk that refuses to open one file, for now."""
-
-    def __init__(self, name):
-        self.name = name
-
-    def open_read(self, path):
-        if path.name == self.name:
-            raise OSError(errno.EIO, "Input/output error")
-        return super().open_read(path)
-
-
 def test_a_repair_keeps_in_the_index_what_that_alone_knows_of_a_shard_that_it_leaves_alone(cache, store, shards):
     path = store.layout.shard(shards[1])
     flip(path, path.stat().st_size - 1)
     flip(store.layout.shard(shards[0]), record_place(store, shards[0], 1)[0])
-    first = repair(CacheFolder(cache.root, RefusingDisk(shards[1])))
+    first = repair(CacheFolder(cache.root, RefusingDisk(shards[1], errno.EIO)))
     assert (first.stay, first.quarantined) == (1, 1)
     again = repair(CacheFolder(cache.root))
     assert (again.salvaged, again.unknown, again.missing) == (6, 0, None)

@@ -23,11 +23,11 @@ from pipeline.store.format.shard import TRAILER_BYTES, read_table, row_keys
 from pipeline.store.maintenance.damage_report import Fault
 from pipeline.store.maintenance.shard_plans import Subset, check
 from tests.store.content import arrays_of, key_of
-from tests.store.faulty_disks import os_error
 from tests.store.maintenance.damage import (
     BadSectorDisk,
     CountingDisk,
     MeddlingDisk,
+    RefusingDisk,
     another,
     fill,
     flip,
@@ -257,25 +257,12 @@ def test_a_shard_that_the_index_names_and_is_gone_is_missed(cache, store, shards
     assert found(look(cache.kind("scan"))) == [(Fault.INDEX, shards[2], "")]
 
 
-class StaleDisk(Disk):
-    """An old handle of a network file system: opening one file fails, for a while or for good."""
-
-    def __init__(self, name, times):
-        self.name, self.left = name, times
-
-    def open_read(self, path):
-        if path.name == self.name and self.left:
-            self.left -= 1
-            raise os_error(errno.ESTALE)
-        return super().open_read(path)
-
-
 @every_look
 def test_a_file_that_is_stale_for_a_moment_is_judged_again_and_one_that_stays_so_is_unreadable(cache, shards, look):
-    checks = list(look(CacheFolder(cache.root, StaleDisk(shards[1], 1)).kind("scan")))
+    checks = list(look(CacheFolder(cache.root, RefusingDisk(shards[1], errno.ESTALE, 1)).kind("scan")))
     assert found(checks) == []
     assert {shard for shard, _ in told(checks)} == set(shards)
-    wrong = found(look(CacheFolder(cache.root, StaleDisk(shards[1], 1000)).kind("scan")))
+    wrong = found(look(CacheFolder(cache.root, RefusingDisk(shards[1], errno.ESTALE)).kind("scan")))
     assert {(fault, shard) for fault, shard, _ in wrong} == {(Fault.UNREADABLE, shards[1])}
 
 
