@@ -29,7 +29,7 @@ from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import KindLayout
 from pipeline.store.format.disk import Disk
 from pipeline.store.format.shard import key_column, row_keys
-from pipeline.store.maintenance.shard_plans import check
+from pipeline.store.maintenance.checking import check
 from pipeline.store.shard_index import ROW, ShardIndex, write_index
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -30,8 +30,8 @@ from pipeline.graphs.graph_checks import wrong_graph
 from pipeline.graphs.make_graphs import encoded_graph
 from pipeline.keys import TAG_BYTES, content_digest, recipe_tag
 from pipeline.records import Inventory, Item
+from pipeline.store.maintenance.checking import WHOLE, Wrong, check
 from pipeline.store.maintenance.damage_report import Checked
-from pipeline.store.maintenance.shard_plans import WHOLE, Wrong, check
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.inventory import examine_item, item_key
 from pipeline.structures.parsing.structure_files import File, read_file

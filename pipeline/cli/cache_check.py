@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
     from pipeline.config.load import LoadedConfig
     from pipeline.store.cache_folder import CacheFolder
+    from pipeline.store.maintenance.checking import Subset
     from pipeline.store.maintenance.damage_report import Checked, ReportWriter, Summary
-    from pipeline.store.maintenance.shard_plans import Repaired, ShardPlan, Subset
+    from pipeline.store.maintenance.shard_plans import Repaired, ShardPlan
     from pipeline.store.store import Store
 
     Look = Callable[..., Iterator[Checked]]
@@ -64,8 +65,8 @@ def validate_command(
     pipeline cache validate --subset 1/8    # a part, for a job of its own
     """
     from pipeline.errors import ConfigError
+    from pipeline.store.maintenance.checking import Subset
     from pipeline.store.maintenance.damage_report import damage_found
-    from pipeline.store.maintenance.shard_plans import Subset
 
     how = _how(sample, quick=quick, full=full, semantic=semantic)
     loaded = load_config(config, sets)
@@ -214,7 +215,7 @@ def compact_command(yes: Yes = False, config: ConfigFile = None, sets: Sets = No
 
 def _look(loaded: LoadedConfig, how: str, sample: float | None) -> Look:
     """Return the function that checks the files of a kind."""
-    from pipeline.store.maintenance.shard_plans import check
+    from pipeline.store.maintenance.checking import check
 
     if how == "semantic":
         from pipeline.audit.meaning import Semantic
@@ -249,7 +250,7 @@ def _kinds(cache: CacheFolder, asked: Sequence[str] | None) -> list[str]:
 
 def _files(stores: Sequence[Store], subset: Subset | None = None) -> int:
     """Return how many files there are to look at."""
-    from pipeline.store.maintenance.shard_plans import shards_of
+    from pipeline.store.maintenance.checking import shards_of
 
     return sum(subset is None or name in subset for store in stores for name in shards_of(store))
 

@@ -25,6 +25,7 @@ from pipeline.stages.scan import scan_bytes
 from pipeline.stages.stage import Judged, Stage, wait_until_complete
 from pipeline.store.format.cache_layout import REPORTS
 from pipeline.store.format.disk import Disk
+from pipeline.store.maintenance.checking import check, shards_of
 from pipeline.store.maintenance.damage_report import (
     REPORT_SUFFIX,
     DamageFinding,
@@ -35,7 +36,6 @@ from pipeline.store.maintenance.damage_report import (
     read_report,
 )
 from pipeline.store.maintenance.leftovers import refuse_unusable
-from pipeline.store.maintenance.shard_plans import check, shards_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -437,7 +437,7 @@ class WholeRecords:
         self._store, self._left_bytes, self._named = store, limit_bytes, named
 
     def mask(self, keys: Sequence[bytes]) -> Mask:
-        """Return a mask of the records that are there, reading as much as `metas` would; none while a shard is suspect."""
+        """Return a mask of the records that are there, reading as much as `metas` does; none if a shard is suspect."""
         if self._store.doubted():
             return np.zeros(len(keys), bool)
         whole, read_bytes = self._store.verify(keys, self._left_bytes)

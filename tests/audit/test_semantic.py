@@ -17,8 +17,9 @@ from pipeline.audit.meaning import Semantic, in_sample
 from pipeline.config.load import read_config
 from pipeline.project.project import Project
 from pipeline.store.cache_folder import CacheFolder
+from pipeline.store.maintenance.checking import Subset
 from pipeline.store.maintenance.damage_report import Checked, DamageFinding, Fault, read_report
-from pipeline.store.maintenance.shard_plans import Subset, repair
+from pipeline.store.maintenance.shard_plans import repair
 from tests.testkit import project as kit
 from tests.testkit.once import Shelf
 from tests.testkit.project import EMBED, copied, make_project, write_weights

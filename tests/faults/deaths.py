@@ -25,7 +25,7 @@ from pathlib import Path
 
 from pipeline.errors import PipelineError
 from pipeline.store.cache_folder import CacheFolder
-from pipeline.store.maintenance import shard_plans
+from pipeline.store.maintenance import checking, shard_plans
 from pipeline.store.users import sorted_keys
 from tests.faults.judged import KIND, aftermath, complaints, is_of_gone, served
 from tests.faults.works import HEADER_BYTES, NAME, WORKS, Work
@@ -172,7 +172,7 @@ def mend(turmoil: Turmoil, cache: CacheFolder, numbers: range, tell: Tell) -> No
 
 def validate(turmoil: Turmoil, cache: CacheFolder, numbers: range, tell: Tell) -> None:
     store = cache.kind(KIND)
-    for finding in (finding for checked in shard_plans.check(store) for finding in checked.findings):
+    for finding in (finding for checked in checking.check(store) for finding in checked.findings):
         if not is_of_gone(store, finding) or (finding.lost and bytes.fromhex(finding.key) in turmoil.safe):
             tell([f"accused: {finding}"])
 

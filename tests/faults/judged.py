@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from pipeline.errors import CacheDamaged, PipelineError, RecordMissing
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
+from pipeline.store.maintenance.checking import check
 from pipeline.store.maintenance.damage_report import Fault
-from pipeline.store.maintenance.shard_plans import check
 from tests.store.content import arrays_of, is_right
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import REPORTS
 from pipeline.store.format.disk import write_refused
 from pipeline.store.format.shard import read_table
-from pipeline.store.maintenance import shard_plans, transfer
+from pipeline.store.maintenance import checking, shard_plans, transfer
 from pipeline.store.maintenance.damage_report import ReportWriter, Summary, read_report
 from pipeline.store.users import User, forget, register, sorted_keys
 from pipeline.training.checkpoints.sealed_folder import seal, unseal
@@ -113,7 +113,7 @@ def _validate(folder: Path, cache: CacheFolder, say: Say) -> None:
     report = ReportWriter(cache.disk, cache.root / REPORTS)
     summary = Summary("full")
     try:
-        for checked in shard_plans.check(cache.kind(KIND)):
+        for checked in checking.check(cache.kind(KIND)):
             for finding in checked.findings:
                 report.add(finding)
                 summary.count(finding)

@@ -21,8 +21,8 @@ from pipeline.stage_names import StageName
 from pipeline.stages.validate import MEM_BYTES, Validated, ValidateStage
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import REPORT_NAME
+from pipeline.store.maintenance.checking import check
 from pipeline.store.maintenance.damage_report import Fault, Summary, last_report, read_report
-from pipeline.store.maintenance.shard_plans import check
 from tests.store.content import put
 from tests.testkit.caches import Cached
 from tests.testkit.project import DATA, write_config

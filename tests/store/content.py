@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.keys import recipe_key
-from pipeline.store.maintenance.shard_plans import check
+from pipeline.store.maintenance.checking import check
 
 if TYPE_CHECKING:
     from typing import Any

@@ -9,7 +9,8 @@ import pytest
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
 from pipeline.store.maintenance import shard_plans
-from pipeline.store.maintenance.shard_plans import Fate, Live, apply, check, mark, plan_compaction
+from pipeline.store.maintenance.checking import check
+from pipeline.store.maintenance.shard_plans import Fate, Live, apply, mark, plan_compaction
 from pipeline.store.shard_index import indexed
 from pipeline.store.users import sorted_keys
 from tests.store.content import is_right, key_of

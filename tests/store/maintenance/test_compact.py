@@ -7,7 +7,8 @@ import pytest
 
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.shard import read_table, row_keys
-from pipeline.store.maintenance.shard_plans import Fate, apply, check, plan_compaction
+from pipeline.store.maintenance.checking import check
+from pipeline.store.maintenance.shard_plans import Fate, apply, plan_compaction
 from pipeline.store.shard_index import IndexState
 from tests.store.content import is_right, key_of
 from tests.store.maintenance.damage import MeddlingDisk, fill, flip, listed, overwrite, record_place

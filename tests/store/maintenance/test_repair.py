@@ -15,6 +15,7 @@ from pipeline.errors import CacheDamaged, RecordMissing
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
 from pipeline.store.format.shard import TRAILER_BYTES
+from pipeline.store.maintenance.checking import check
 from pipeline.store.maintenance.damage_report import (
     FORBIDDEN,
     FOREIGN,
@@ -25,7 +26,7 @@ from pipeline.store.maintenance.damage_report import (
     Summary,
     read_report,
 )
-from pipeline.store.maintenance.shard_plans import SHARD_GONE, check, plan_repair, repair
+from pipeline.store.maintenance.shard_plans import SHARD_GONE, plan_repair, repair
 from pipeline.store.shard_index import IndexState
 from tests.store.content import is_right, key_of
 from tests.store.maintenance.damage import (

@@ -20,8 +20,8 @@ from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
 from pipeline.store.format.record import encode_record
 from pipeline.store.format.shard import TRAILER_BYTES, read_table, row_keys
+from pipeline.store.maintenance.checking import Subset, check
 from pipeline.store.maintenance.damage_report import Fault
-from pipeline.store.maintenance.shard_plans import Subset, check
 from tests.store.content import arrays_of, key_of
 from tests.store.maintenance.damage import (
     BadSectorDisk,
@@ -354,7 +354,7 @@ def test_memory_does_not_grow_with_the_cache(tmp_path):
 import resource, sys
 import numpy as np
 from pathlib import Path
-from pipeline.store.maintenance.shard_plans import check
+from pipeline.store.maintenance.checking import check
 from pipeline.store.cache_folder import CacheFolder
 from tests.store.content import key_of
 store = CacheFolder(Path({str(root)!r})).kind("scan")
