@@ -54,7 +54,7 @@ def encoded_graph(read: Complex, recipe: GraphRecipe) -> tuple[dict[str, Array],
         return {}, {"reason": problem.reason.value, "detail": problem.detail}
     except (MemoryError, ImportError, OSError):  # of this machine, and not of the item
         raise
-    except Exception as error:  # a bug of ours must cost this item, not the run
+    except Exception as error:  # one of our bugs must cost this item, not the run
         log.exception("a graph could not be built")
         return {}, {"reason": Reason.GRAPH_FAILED.value, "detail": f"{type(error).__name__}: {error}"[:200]}
 
@@ -88,7 +88,7 @@ class Maker:
         return self._made.get(own)
 
     def has(self, key: bytes) -> bool:
-        """Tell whether the graph of an item was made here or is in the store."""
+        """Return whether the graph of an item was made here or is in the store."""
         own = self._recipe.key(key)
         return own in self._made or own in WholeRecords(self._store).metas([own])
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from pipeline.structures.policy import Chain
 
 INVENTORY_VERSION = 1
-LOW_PLDDT = "low_plddt"  # the note of how many residues are below structures.min_plddt
-NO_PAE = "no_pae"  # the note of a partner that no file of predicted aligned errors lies beside
+LOW_PLDDT = "low_plddt"  # the note that counts residues below structures.min_plddt
+NO_PAE = "no_pae"  # the note of a partner without a file of predicted aligned errors
 LigandChoice: TypeAlias = Literal["as_named", "swapped", "smaller", "larger"]
 Known = TypeVar("Known")
 
@@ -80,7 +80,7 @@ def _own(path: str, known: Mapping[str, Known]) -> list[Known]:
 
 
 def _errors(path: str, known: Mapping[str, Known]) -> dict[str, Known]:
-    """Return the file of predicted aligned errors beside a structure, if it is known, with what is."""
+    """Return the known file of predicted aligned errors of a structure, with its value; empty if none is known."""
     return {file: known[file] for file in [file for file in pae_candidates(path) if file in known][:1]}
 
 
@@ -176,7 +176,7 @@ PAIR = (Role.RECEPTOR, Role.LIGAND)
 
 
 def _is_swapped(sides: Mapping[Role, ComplexSide], choice: LigandChoice) -> bool:
-    """Tell whether the partner that is named the receptor is to be the ligand; of two equally large ones it is not."""
+    """Return whether receptor and ligand change places; two partners of equal size do not."""
     if choice == "as_named" or sides.keys() != set(PAIR):
         return False
     receptor, ligand = (sides[role].atoms for role in PAIR)
@@ -229,7 +229,7 @@ def _structure(part: Part, own: Sequence[File], recipe: ScanRecipe) -> Structure
 
 
 def _with_errors(structure: Structure, path: str, files: Mapping[str, File], recipe: ScanRecipe) -> Structure:
-    """Add the predicted aligned errors that lie beside a file, where they are asked for."""
+    """Add the predicted aligned errors of a file, if the policy wants them."""
     if recipe.policy.pae == "none":
         return structure
     for beside, file in _errors(path, files).items():

@@ -83,7 +83,7 @@ class Also(Protocol):
 class Glances(NamedTuple):
     """The files of some items as they stand."""
 
-    paths: list[list[str]]  # of each item; a file may appear beside another at any time
+    paths: list[list[str]]  # of each item; a companion file may appear at any time
     marks: dict[str, bytes | Inventory | None]  # as `glance` says of each file
 
 

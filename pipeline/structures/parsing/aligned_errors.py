@@ -1,4 +1,4 @@
-"""Whether a file is a prediction, whose B-factors are pLDDT, and the aligned errors (PAE) in the JSON beside one.
+"""Finds whether a file is a prediction, whose B-factors are pLDDT, and reads the aligned errors (PAE) next to it.
 
 A row is the residue on which a prediction is aligned, a column the one whose place may be wrong, by so many Å.
 Shapes: N rows of a table, T tokens of AlphaFold 3, R residues of a file's polymers.
@@ -38,7 +38,7 @@ ATOMS = re.compile(rb"^(?:ATOM|HETATM)", re.M)
 
 
 def pdb_is_predicted(data: bytes) -> bool:
-    """Tell by the heading of a PDB file; an experiment that began with a prediction is an experiment."""
+    """Decide by the heading of a PDB file; an experiment that began with a prediction is an experiment."""
     first = ATOMS.search(data)
     heading = data[: first.start()] if first else b""
     method = b" ".join(METHOD.findall(heading)).decode("ascii", "replace").strip()
@@ -48,7 +48,7 @@ def pdb_is_predicted(data: bytes) -> bool:
 
 
 def cif_is_predicted(block: gemmi.cif.Block) -> bool:
-    """Tell by the method of an mmCIF block, and by whether it has pLDDT among the metrics of its quality."""
+    """Decide by the method of an mmCIF block, and by whether its quality metrics include pLDDT."""
     methods = [value.strip("'\"").upper() for value in block.find_values("_exptl.method")]
     if any(method not in (*UNKNOWN, THEORETICAL) for method in methods):
         return False

@@ -1,4 +1,4 @@
-"""AMBER: atoms, residues and bonds of a topology, and their coordinates from the restart file beside it.
+"""AMBER: atoms, residues and bonds of a topology, and their coordinates from the restart file next to it.
 
 A topology has no chains. Residues that follow each other and are bonded are one; those that hold a residue of a
 protein, RNA or DNA are A, B, …, and all else (ligands, ions, waters) is in the chain `_`: a molecule of it is `_:LIG`,

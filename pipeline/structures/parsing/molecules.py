@@ -1,7 +1,7 @@
 """Small molecules in files of their own (SDF, MOL, MOL2), read by RDKit: one molecule a file.
 
-Nothing is added or taken away: hydrogens are those of the file, and bond orders are ignored. A molecule whose valences
-or aromatic rings make no sense to RDKit is read all the same, and counted as `unsanitised`.
+Hydrogens are those of the file; bond orders are ignored. A molecule whose valences or aromatic rings RDKit rejects is
+read all the same, and counted as `unsanitised`.
 An SDF has no names: its atoms are C1, C2, N1, … by element. Shapes: A atoms, B bonds.
 """
 
@@ -145,7 +145,7 @@ def _table(molecule: Any, *, is_sane: bool) -> AtomTable:
 
 
 def _bonds(molecule: Any) -> NDArray[np.int64]:
-    """Return the pairs of atoms that are bonded; a hydrogen bond, which V3000 can tell of, is none."""
+    """Return the pairs of atoms that are bonded; V3000 also lists hydrogen bonds, which are left out."""
     from rdkit import Chem
 
     pairs = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -62,15 +62,11 @@ SPREAD, SIGN = np.uint32(0x101001), np.uint32(1 << 31)
 FIRST_BYTE, LAST_BLANK, BLANKS, LOW_BITS, HIGH_BITS = 0xFF, 0x20000000, 0x20202020, 0x7F7F7F7F, 0x80808080
 
 
+Water: TypeAlias = "tuple[bytes, int]"  # chain, number and insertion code; how many ATOM lines stand before it
+
+
 class _NotPlain(Exception):
     """The file is not plain: gemmi has to read it."""
-
-
-class _Water(NamedTuple):
-    """The line of a water."""
-
-    place: bytes  # chain, number and insertion code
-    atoms: int  # lines of ATOM before it
 
 
 class _AtomLines(NamedTuple):
@@ -121,7 +117,7 @@ def unusual_atoms(data: bytes) -> list[int]:
     return unusual
 
 
-def _split(data: bytes, *, to_end: bool) -> tuple[_AtomLines, list[_Water]]:
+def _split(data: bytes, *, to_end: bool) -> tuple[_AtomLines, list[Water]]:
     """Return the ATOM lines and the waters."""
     view, parts, waters = memoryview(data), [], []
     at = size = length = 0
@@ -139,7 +135,7 @@ def _split(data: bytes, *, to_end: bool) -> tuple[_AtomLines, list[_Water]]:
             size += stop - at
         elif water := WATER.match(data, at):
             _require(size > 0)
-            waters.append(_Water(water[1], size // length))
+            waters.append((water[1], size // length))
             stop = water.end()
         else:
             stop = data.find(b"\n", at) + 1 or len(data)
@@ -166,11 +162,14 @@ def _record(line: bytes) -> bytes:
     return name
 
 
-def _table(lines: _AtomLines, waters: Sequence[_Water]) -> AtomTable:
+def _table(lines: _AtomLines, waters: Sequence[Water]) -> AtomTable:
     """Return the columns; those that the atoms of a residue share are read once for each residue."""
     _check_text(lines)
-    first_R = _residue_starts(lines)
-    residue_R = _residues(lines.view(17, "<u4")[first_R])
+    # A residue begins where name, chain, number, insertion code or segment changes.
+    first_R = np.flatnonzero(changes(*(lines.column(*place) for place in ((17, "<u8"), (25, "<u2"), (72, "<u4")))))
+    code_R = lines.view(17, "<u4")[first_R]
+    residue_R = np.searchsorted(RESIDUE_CODES[:-1], code_R)
+    _require((RESIDUE_CODES[residue_R] == code_R).all())
     chain_R = lines.view(21, "u1")[first_R]
     number_R = _whole_numbers().read(lines.view(22, "<u4")[first_R]).astype(np.int32) // 1000
     icode_R = lines.view(26, "i1")[first_R]
@@ -191,7 +190,7 @@ def _table(lines: _AtomLines, waters: Sequence[_Water]) -> AtomTable:
         entity_A=np.full(lines.atoms, POLYMER, np.uint8),
         hetero_A=np.full(lines.atoms, ord("A"), np.int8),
         first_S=first_R,
-        notes={"waters": len({water.place for water in waters})} if waters else {},
+        notes={"waters": len({place for place, _ in waters})} if waters else {},
     )
 
 
@@ -210,17 +209,6 @@ def _check_text(lines: _AtomLines) -> None:
         _require((lowest_L.reshape(-1, lines.length)[:, :text] >= SPACE).all())
 
 
-def _residue_starts(lines: _AtomLines) -> NDArray[np.int64]:
-    """Return the first line of each residue: where name, chain, number, insertion code or segment changes."""
-    return np.flatnonzero(changes(*(lines.column(*place) for place in ((17, "<u8"), (25, "<u2"), (72, "<u4")))))
-
-
-def _residues(code_R: NDArray[np.uint32]) -> NDArray[np.int64]:
-    residue_R = np.searchsorted(RESIDUE_CODES[:-1], code_R)
-    _require((RESIDUE_CODES[residue_R] == code_R).all())
-    return residue_R
-
-
 def _check_residues(starts_R: NDArray[np.bool_], number_R: NDArray[np.int32], icode_R: NDArray[np.int8]) -> None:
     """Require residues in one piece: gemmi brings pieces together, out of the order of the file."""
     _require(((icode_R == SPACE) | ((icode_R >= ord("A")) & (icode_R <= ord("Z")))).all())
@@ -228,7 +216,7 @@ def _check_residues(starts_R: NDArray[np.bool_], number_R: NDArray[np.int32], ic
     _require((place_R[1:] > place_R[:-1]).all() or len(np.unique(place_R)) == len(place_R))
 
 
-def _check_waters(waters: Sequence[_Water], first_R: NDArray[np.int64], chain_R: NDArray[np.uint8], atoms: int) -> None:
+def _check_waters(waters: Sequence[Water], first_R: NDArray[np.int64], chain_R: NDArray[np.uint8], atoms: int) -> None:
     """Require waters in one piece, between residues and after the first of their chain.
 
     Then gemmi has as many waters, and the same chains and residues besides.
@@ -236,10 +224,10 @@ def _check_waters(waters: Sequence[_Water], first_R: NDArray[np.int64], chain_R:
     if not waters:
         return
     runs = sum(water != before for before, water in pairwise([None, *waters]))
-    _require(len({water.place for water in waters}) == runs)
-    _require({water.atoms for water in waters} <= {*first_R.tolist(), atoms})
+    _require(len({place for place, _ in waters}) == runs)
+    _require({before for _, before in waters} <= {*first_R.tolist(), atoms})
     starts = dict(zip(chain_R[::-1].tolist(), first_R[::-1].tolist(), strict=True))
-    _require(all(starts.get(water.place[0], atoms) < water.atoms for water in waters))
+    _require(all(starts.get(place[0], atoms) < before for place, before in waters))
 
 
 def _names(lines: _AtomLines) -> NDArray[np.uint64]:
@@ -304,7 +292,7 @@ class _Table(NamedTuple):
     values: NDArray[np.float32]
 
     def has(self, code_N: NDArray[np.uint32]) -> NDArray[np.bool_]:
-        """Tell which texts are in the table."""
+        """Return which texts are in the table."""
         known_N: NDArray[np.bool_] = self.codes.take(_places(code_N), mode="wrap") == code_N  # none is beyond
         return known_N
 

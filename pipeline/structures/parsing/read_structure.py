@@ -69,7 +69,7 @@ def parse_structure(
 ) -> AtomTable:
     """Return the atoms in a file's bytes; any error of a parser becomes `UnusableInput`.
 
-    `beside` holds the coordinates of a topology.
+    `beside` holds the coordinates file of a topology.
     """
     try:
         if form in ("amber", *MOLECULES):

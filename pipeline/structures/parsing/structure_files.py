@@ -73,9 +73,9 @@ def read_structure_file(path: str, max_bytes: int) -> File:
 
 
 def item_paths(item: Item, *, pae: bool = False) -> list[str]:
-    """Return the paths of an item's structures, each once; what lies beside one follows it.
+    """Return the paths of an item's structures, each once, followed by its companion files.
 
-    That are the coordinates of a topology, and with `pae` the predicted aligned errors of what is not bound.
+    These are the coordinates of a topology and, with `pae`, the predicted aligned errors of unbound structures.
     """
     paths: dict[str, None] = {}
     for part in (*item.parts, *item.bound):
@@ -231,7 +231,7 @@ def read_file(path: Path, max_bytes: int) -> bytes:
 
 
 def _whose(path: Path) -> str:
-    """Name a file that lies beside a structure: what is said of an item is about the structure otherwise."""
+    """Name a JSON file in messages; all other messages are about the structure itself."""
     return f"{path.name}: " if ".json" in path.suffixes[-2:] else ""
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import string
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.records import Item, Part, Reason, Rejection, Role
-from pipeline.structures.sources.table_sources import sorted_names, split_suffix
+from pipeline.structures.sources.table_sources import split_suffix
 from tests.structures.sources.source_files import ids, only_item, only_rejection, read, reasons, touch, write
 
 # pairs
@@ -272,11 +268,6 @@ def test_file_names_that_cannot_be_ids_are_rejected(tmp_path: Path) -> None:
     entries = read("glob", tmp_path, pattern=("*.pdb",))
     assert reasons(entries) == [Reason.BAD_ID] * 3
     assert all(entry.id.isprintable() and entry.origin.isprintable() for entry in entries)
-
-
-@given(st.sets(st.text(alphabet=string.ascii_letters + "é_", min_size=1, max_size=6)))
-def test_names_wait_compactly_and_come_in_order(names: set[str]) -> None:
-    assert list(sorted_names(itertools.chain(names, names))) == sorted(names)
 
 
 def test_only_structure_suffixes_are_taken_off() -> None:
