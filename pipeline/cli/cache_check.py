@@ -113,7 +113,7 @@ def repair_command(
 
     The damaged files are set aside, not deleted.
     """
-    from pipeline.report import check_tables, tables
+    from pipeline.report import cache_tables, tables
     from pipeline.report.live_status import CheckBars
     from pipeline.store.format.disk import ask_owner
     from pipeline.store.maintenance.damage_report import read_report, stays_left
@@ -137,8 +137,8 @@ def repair_command(
         files_json = [plan.to_json() for plan in shown.plans]
         print_json({"root": cache.root, "done": yes, **asdict(totals), "files": files_json})
     else:
-        table = check_tables.mended_table(shown.kinds) if yes else check_tables.mend_table(shown.plans, shown.more)
-        tables.show_parts(*check_tables.repaired_lines(totals, did=yes), *table)
+        table = cache_tables.mended_table(shown.kinds) if yes else cache_tables.mend_table(shown.plans, shown.more)
+        tables.show_parts(*cache_tables.repaired_lines(totals, did=yes), *table)
         _say_next(totals, damage, yes=yes)
     if totals.stay and (yes or not (totals.quarantined or totals.indexes)):
         repair_again = as_typed(Command.of("cache repair --yes"))
@@ -157,7 +157,7 @@ class _Repairs:
 
     def take(self, plan: ShardPlan) -> None:
         """Add what is done about one shard."""
-        from pipeline.report.check_tables import SHOWN as ROWS
+        from pipeline.report.cache_tables import FILES_SHOWN as ROWS
         from pipeline.store.maintenance.shard_plans import OUT_OF_DATE, Repaired
 
         self.kinds.setdefault(plan.store.kind, Repaired()).count(plan)
@@ -187,7 +187,7 @@ def saying_wait(settle_s: float) -> Callable[[], None]:
 
 def compact_command(yes: Yes = False, config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
     """Merge many small cache files into a few; records are verified."""
-    from pipeline.report import check_tables, tables
+    from pipeline.report import cache_tables, tables
     from pipeline.store.format.disk import ask_owner
     from pipeline.store.maintenance.shard_plans import apply, plan_compaction
 
@@ -207,8 +207,8 @@ def compact_command(yes: Yes = False, config: ConfigFile = None, sets: Sets = No
     if not compacted:
         typer.echo("The cache is empty.")
         return
-    answer = check_tables.compacted_line(compacted, did=yes)
-    tables.show_parts(answer, "", check_tables.compact_table(compacted, did=yes))
+    answer = cache_tables.compacted_line(compacted, did=yes)
+    tables.show_parts(answer, "", cache_tables.compact_table(compacted, did=yes))
     if not yes and any(kind.small for kind in compacted):
         typer.echo(f"dry run: nothing merged; to apply: {as_typed(Command.of('cache compact --yes'))}")
 
@@ -368,15 +368,15 @@ class _Found:
 
 def _show_found(collected: _Found, *, as_json: bool) -> None:
     """Print the findings of a validation."""
-    from pipeline.report import check_tables, tables
+    from pipeline.report import cache_tables, tables
 
     if as_json:
         kinds = {kind: {name: getattr(of_kind, name) for name in COUNTED} for kind, of_kind in collected.kinds.items()}
         summary = asdict(collected.summary) | {"kinds": kinds}
         print_json({"root": collected.cache.root, "list": collected.path, "unwritten": collected.unwritten, **summary})
         return
-    tables.show_parts(check_tables.check_line(collected.kinds, collected.summary), "")
-    tables.show_parts(check_tables.check_table(collected.kinds))
+    tables.show_parts(cache_tables.check_line(collected.kinds, collected.summary), "")
+    tables.show_parts(cache_tables.check_table(collected.kinds))
     for note, count in collected.summary.notes.items():
         typer.echo(f"{note}: {count:,}")
     if not collected.summary.findings:

@@ -181,7 +181,7 @@ def clean_command(
     from pipeline.errors import ConfigError
     from pipeline.project.project import Project
     from pipeline.report import tables
-    from pipeline.report.cleaning_tables import cleaning_lines
+    from pipeline.report.cache_tables import cleaning_lines
     from pipeline.store.format.disk import ask_owner
     from pipeline.store.maintenance.overview import CleanRequest
     from pipeline.upkeep.clean_cache import foresee_cleaning

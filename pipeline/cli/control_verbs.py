@@ -206,7 +206,7 @@ def status_command(
     from pipeline.journal.run_status import State
     from pipeline.journal.run_view import ViewReader
     from pipeline.report import tables
-    from pipeline.report.run_tables import run_report, status_report
+    from pipeline.report.run_text import run_report, status_report
 
     if watch and as_json:
         raise ConfigError("cannot be combined with --watch", where="--json", remedy="leave --watch or --json out")

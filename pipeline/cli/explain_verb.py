@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from pipeline.project.project import Project
-    from pipeline.report.stage_graph import StageBox
+    from pipeline.views.stage_states import StageBox
 
 OPTION, TEXT = "--dag", "text"
 KEY_DIGITS = 16  # the first 8 are those of all records of a recipe
@@ -47,9 +47,8 @@ class WithGraph(Verb):
 def show_graph(stage: str, project: Project, form: str, *, as_json: bool) -> None:
     """Print the graph of a stage and those it needs, or of all."""
     from pipeline.report import tables
-    from pipeline.report.stage_graph import arrows, as_dot, as_mermaid
     from pipeline.stages.table import up_to
-    from pipeline.views.stage_states import stage_boxes
+    from pipeline.views.stage_states import arrows, as_dot, as_mermaid, stage_boxes
 
     boxes = stage_boxes(project, up_to(stage, project.config))
     if as_json:
@@ -62,8 +61,8 @@ def show_graph(stage: str, project: Project, form: str, *, as_json: bool) -> Non
 
 def _graph_text(boxes: Sequence[StageBox]) -> list[RenderableType]:
     """Return a graph as text: names and arrows, then a row for each stage."""
-    from pipeline.report.stage_graph import graph_lines
     from pipeline.report.tables import text_table
+    from pipeline.views.stage_states import graph_lines
 
     rows = [(box.name, box.state, box.counts, box.why) for box in boxes]
     return ["\n".join(graph_lines(boxes)), "", text_table(("STAGE", "STATE", "WORK", "WHY"), rows)]

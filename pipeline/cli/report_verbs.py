@@ -114,8 +114,7 @@ def report_command(
     from pipeline.journal.budget import spending_of_run
     from pipeline.journal.run_view import view
     from pipeline.report import tables
-    from pipeline.report.use_tables import use_report
-    from pipeline.views.efficiency import stage_uses
+    from pipeline.views.efficiency import stage_uses, use_report
 
     folder = run_folder(run, config, sets, with_work=True)
     if html is not None:
@@ -182,7 +181,7 @@ def compare_command(
 
     shown = comparison(_models(what or (), config, sets), metric)
     if html is not None:
-        from pipeline.report.html.html_page import render
+        from pipeline.report.html_page import render
         from pipeline.views.run_page import write_page
 
         write_page(html, render("compared.html", **compared_data(shown)))

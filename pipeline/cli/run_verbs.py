@@ -458,7 +458,7 @@ def _show_end(
     """Show how a run ended, without its error, which `main` prints."""
     from pipeline.journal.run_status import State
     from pipeline.journal.run_view import RunView
-    from pipeline.report.run_summary import ending
+    from pipeline.report.run_text import ending
     from pipeline.report.tables import show_parts
 
     gap = [""] * progress.end(RunView(folder, status))

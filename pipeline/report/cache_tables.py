@@ -1,24 +1,28 @@
-"""The contents of a cache, as text."""
+"""A cache as text: what it holds, what validation, repair and compaction found and did, what cleaning removes."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rich.console import Group
 
 from pipeline.command_line import Command
 from pipeline.report.tables import age, plural, table_of
-from pipeline.units import first_few, format_bytes, short_bytes
+from pipeline.store.maintenance.overview import DAY_S
+from pipeline.store.maintenance.shard_plans import Compacted, Fate, Repaired, ShardPlan
+from pipeline.units import first_few, format_bytes, format_seconds, short_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from rich.console import RenderableType
 
     from pipeline.report.tables import Column
     from pipeline.store.cache_folder import RecipeStat
-    from pipeline.store.maintenance.damage_report import DamageReport
-    from pipeline.store.maintenance.overview import Holdings, Missing
+    from pipeline.store.maintenance.damage_report import DamageReport, Summary
+    from pipeline.store.maintenance.leftovers import LeftoverFile
+    from pipeline.store.maintenance.overview import Cleaning, Holdings, Missing
     from pipeline.store.shard_index import StoreStat
 
 AsTyped: TypeAlias = "Callable[[Command], object]"
@@ -152,3 +156,192 @@ def _validation_lines(held: Holdings, report: DamageReport, as_typed: AsTyped) -
 def said(remedy: str | Command, as_typed: AsTyped) -> object:
     """Return what to do next as it is printed; complete a command with the typed options."""
     return as_typed(remedy) if isinstance(remedy, Command) else remedy
+
+
+FILES_SHOWN = 20  # shards that have a line each
+FAULTS = {  # fault → the noun, and the damage
+    "index": ("fault", "of the index"),
+    "header": ("header", "damaged"),
+    "table": ("table", "damaged"),
+    "record": ("record", "damaged"),
+    "gone": ("record", "missing"),
+    "newer": ("file", "of a newer version"),
+    "foreign": ("file", "not written by pipeline"),
+    "unreadable": ("path", "unreadable"),
+    "meaning": ("record", "inconsistent"),
+}
+
+
+def check_table(kinds: Mapping[str, Summary]) -> RenderableType:
+    """Show the findings of each kind."""
+    if not kinds:
+        return "The cache is empty."
+    intact = ("INTACT", lambda row: row[1].whole, "count")
+    if any(tally.listed for tally in kinds.values()):  # unread records do not count as intact
+        intact = ("LISTED", lambda row: row[1].listed, "count")
+    columns: list[Column] = [
+        ("KIND", 0), ("FILES", lambda row: row[1].shards, "count"), ("READ", lambda row: row[1].bytes, "bytes"),
+        ("RECORDS", lambda row: row[1].records, "count"), intact, ("LOST", lambda row: row[1].lost, "count"),
+        ("DAMAGE", lambda row: ", ".join(_fault(*fault) for fault in sorted(row[1].faults.items())) or "-"),
+    ]  # fmt: skip
+    return table_of(columns, kinds.items())
+
+
+def check_line(kinds: Mapping[str, Summary], summary: Summary) -> str:
+    """Say whether anything is damaged, and how much was checked."""
+    if summary.findings:
+        return f"✗ {plural(summary.findings, 'problem')} found, {plural(summary.lost, 'record')} lost"
+    records, files = sum(tally.records for tally in kinds.values()), sum(tally.shards for tally in kinds.values())
+    unread = "   (--full also reads the records)" if any(tally.listed for tally in kinds.values()) else ""
+    return f"✓ No damage: {plural(records, 'record')} in {plural(files, 'file')}{unread}"
+
+
+def _fault(fault: str, count: int) -> str:
+    noun, wrong = FAULTS[fault]
+    return f"{plural(count, noun)} {wrong}"
+
+
+def mend_table(plans: Sequence[ShardPlan], more: int) -> list[RenderableType]:
+    """Show the planned repair of each of the first shards."""
+    columns: tuple[Column, ...] = (
+        ("KIND", lambda plan: plan.store.kind), ("FILE", lambda plan: plan.shard or "(index)"), ("DAMAGE", "why"),
+        ("SALVAGED", "kept", "count"), ("LOST", lambda plan: None if plan.unknown else len(plan.lost), "count"),
+        ("ACTION", _fate),
+    )  # fmt: skip
+    shown: list[RenderableType] = [table_of(columns, plans, unknown="?")] if plans else []
+    return [*shown, f"… and {plural(more, 'file')} more (--json lists all)"] if more else shown
+
+
+def mended_table(kinds: Mapping[str, Repaired]) -> list[RenderableType]:
+    """Show the repairs of each kind."""
+    columns: tuple[Column, ...] = (
+        ("KIND", 0), ("QUARANTINED", lambda row: row[1].quarantined, "count"),
+        ("LEFT ALONE", lambda row: row[1].stay, "count"), ("SALVAGED", lambda row: row[1].salvaged, "count"),
+        ("LOST", lambda row: row[1].lost, "count"),
+    )  # fmt: skip
+    return [table_of(columns, kinds.items())] if kinds else []
+
+
+def _fate(plan: ShardPlan) -> str:
+    """Say what repair does with a shard or an index."""
+    if plan.fate is Fate.LEFT:
+        return f"leave alone: {plan.stays}"
+    if plan.fate is Fate.INDEXED:
+        return "rebuild from the shards"
+    return "remove from the index" if plan.fate is Fate.GONE else "quarantine"
+
+
+def repaired_lines(repaired: Repaired, *, did: bool) -> list[str]:
+    """Return the totals of a repair or its dry run."""
+    if not (repaired.quarantined or repaired.indexes or repaired.stay or repaired.lost):
+        return ["✓ Nothing is damaged"]
+    would = "" if did else "to be "
+    size = format_bytes(repaired.salvaged_bytes)
+    lines = [
+        f"{plural(repaired.salvaged, 'record')} ({size}) {would}copied to new shards, "
+        f"{plural(repaired.quarantined, 'shard')} {would}quarantined, "
+        f"{repaired.indexes:,} {'index' if repaired.indexes == 1 else 'indexes'} {would}rebuilt"
+    ]
+    if repaired.lost:
+        lines.append(f"! {plural(repaired.lost, 'record')} lost, to be computed again")
+    if repaired.unknown:
+        shards = plural(repaired.unknown, "shard")
+        lines.append(f"! {shards} with unknown records: `pipeline submit` computes missing records")
+    if repaired.stay:
+        lines.append(f"! {plural(repaired.stay, 'file')} left alone")
+    return lines
+
+
+def compact_table(kinds: Sequence[Compacted], *, did: bool) -> RenderableType:
+    """Show the compaction of each kind."""
+    columns: tuple[Column, ...] = (
+        ("KIND", "kind"), ("FILES", "shards", "count"), ("SMALL", lambda kind: len(kind.small), "count"),
+        ("RECORDS IN SMALL", "records", "count"), ("SIZE", "size_bytes", "bytes"),
+        ("AFTER" if did else "ACTION", partial(_after, did=did)),
+    )  # fmt: skip
+    return table_of(columns, kinds)
+
+
+def compacted_line(kinds: Sequence[Compacted], *, did: bool) -> str:
+    """Return the totals of a compaction or its dry run."""
+    if not did and (small := sum(len(kind.small) for kind in kinds)):
+        return f"{plural(small, 'small file')} to merge"
+    before, after = sum(kind.shards for kind in kinds), sum(kind.after for kind in kinds)
+    return (
+        f"✓ {plural(before, 'file')} merged into {after:,}"
+        if did and any(kind.of(Fate.REWRITTEN) for kind in kinds)
+        else "✓ Nothing to merge"
+    )
+
+
+def _after(kind: Compacted, *, did: bool) -> str:
+    """Say what compaction does with the small files of a kind."""
+    if not kind.small:
+        return "-"
+    left, gone = kind.of(Fate.LEFT), kind.of(Fate.GONE)
+    damaged = f"; {plural(len(left), 'damaged file')} left alone" if left else ""
+    taken = f"; {plural(len(gone), 'file')} removed meanwhile" if gone else ""
+    return f"{plural(kind.after, 'file')}{damaged}{taken}" if did else "merge small files"
+
+
+UNNEEDED: tuple[Column, ...] = (
+    ("UNNEEDED", "kind"), ("RECORDS", "items", "count"), ("SIZE", "bytes", "bytes"), ("WHY", "why"),
+    ("SETTINGS", lambda dead: settings_text(dead.recipe or {})),
+)  # fmt: skip
+LEFTOVERS: tuple[Column, ...] = (("LEFTOVER", 0), ("FILES", 1, "count"), ("SIZE", 2, "bytes"))
+
+
+def cleaning_lines(cleaning: Cleaning, as_typed: AsTyped = str) -> list[RenderableType]:
+    """Show what cleaning would remove, and which unneeded files stay and why."""
+    dead, leftovers = list(cleaning.dead()), [(name, *counts) for name, counts in _by_what(cleaning.leftovers).items()]
+    shown: list[RenderableType] = []
+    for columns, rows in ((UNNEEDED, dead), (LEFTOVERS, leftovers)):
+        shown += [table_of(columns, rows), ""] if rows else []
+    shown += _staying(cleaning, as_typed)
+    for note in cleaning.notes:
+        shown += [f"note: {note.what}", *([f"  next: {said(note.remedy, as_typed)}"] if note.remedy else [])]
+    return shown[:-1] if shown and shown[-1] == "" else shown
+
+
+def _staying(cleaning: Cleaning, as_typed: AsTyped) -> Iterator[str]:
+    """Yield which unneeded records and files stay, and why."""
+    grace_s = cleaning.asked.grace_s
+    reasons = {
+        Fate.YOUNG: f"in files younger than {_span(grace_s)} (--older-than)",
+        Fate.SPARSE: f"in files of mostly needed records: {as_typed(Command.of('cache compact'))}",
+        Fate.FOREIGN: "in files of an unknown form",
+    }
+    for fate, why in reasons.items():
+        items, taken = cleaning.stays(fate)
+        if items:
+            yield f"kept: {plural(items, 'unneeded record')}, {format_bytes(taken)}, {why}"
+    for seconds in sorted({cleaning.asked.grace_of(file.what) for file in cleaning.young}):
+        option = " (--older-than)" if seconds == grace_s else ""
+        young = [file for file in cleaning.young if cleaning.asked.grace_of(file.what) == seconds]
+        for label, (files, taken) in _by_what(young).items():
+            held = f"{plural(files, 'file')}, {format_bytes(taken)}"
+            yield f"kept: {label}: {held}, younger than {_span(seconds)}{option}"
+    if damaged := [f"{kind}/{shard}" for kind, shard, _ in cleaning.damaged()]:
+        yield f"kept: unreadable: {first_few(damaged, NAMED)}: {as_typed(Command.of('cache repair'))}"
+    if cleaning.foreign:
+        yield f"left alone, not written by pipeline: {first_few(map(str, cleaning.foreign), NAMED)}"
+    if others := dict.fromkeys(user.config or user.runs for user in cleaning.others):
+        consequence = (
+            "--all removes their records, too" if cleaning.asked.all else "records made with their settings are kept"
+        )
+        yield f"also used by {first_few(others, NAMED)}: {consequence}"
+
+
+def _span(seconds: float) -> str:
+    """Format a time in whole days where possible."""
+    return plural(round(seconds / DAY_S), "day") if seconds % DAY_S == 0 else format_seconds(seconds)
+
+
+def _by_what(files: Iterable[LeftoverFile]) -> dict[str, tuple[int, int]]:
+    """Return the number of files and their bytes by what they are."""
+    totals: dict[str, tuple[int, int]] = {}
+    for file in files:
+        name = f"{file.what.value} of {file.kind}" if file.kind else file.what.value
+        count, taken = totals.get(name, (0, 0))
+        totals[name] = count + 1, taken + file.bytes
+    return totals

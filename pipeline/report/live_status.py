@@ -15,7 +15,7 @@ from rich.segment import SegmentLines
 from rich.text import Text
 
 from pipeline.journal.run_status import State
-from pipeline.report.run_summary import SOON, Row, held_lines, notes, planning_row, rows_of, waiting_row
+from pipeline.report.run_text import SOON, Row, held_lines, notes, planning_row, rows_of, waiting_row
 from pipeline.report.tables import NO_TERMINAL, SPINNER, fitted, grouped, show_parts, the_console
 from pipeline.units import short_bytes, short_seconds
 

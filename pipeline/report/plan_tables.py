@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from pipeline.memory.planning.memory_plan import Configuration, MemoryPlan
-    from pipeline.report.facts import Estimate
 from pipeline.memory.outlook import TrainOutlook
 
 MOST_ROWS = 12  # of activations by module
@@ -270,6 +270,29 @@ def _words(plan: TrainOutlook) -> Iterator[str]:
     for finding in plan.findings:
         yield f"{finding.severity.value}: {finding.what}: {finding.why}"
         yield f"    {finding.remedy}   ({finding.source})"
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a stage would use; None: unknown."""
+
+    stage: str
+    counts: Mapping[str, int]
+    tasks: int
+    at_once: int
+    cpus: int
+    gpus: int
+    mem_bytes: int
+    time_s: int
+    disk_bytes: int
+    task_s: float | None
+    all_s: float | None
+    sources: Mapping[str, str]  # name of a number → where it comes from
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it has something to do, or will have once the items are scanned."""
+        return bool(self.tasks or self.counts.get("waiting"))
 
 
 REFUSED = {

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipeline.journal.run_status import State
 from pipeline.records import LOWEST_COSINE
-from pipeline.report.tables import plural, text_table
+from pipeline.report.tables import counts_text, plural, table_of
 from pipeline.training.step_clock import latest_shares, shown_shares
 from pipeline.units import format_bytes, format_seconds
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from pipeline.journal.run_status import StageStatus, Wait
     from pipeline.journal.run_view import RunView
+    from pipeline.report.tables import Column
 
 UNIT = {  # of others: item
     "embed": "sequence",
@@ -30,7 +32,6 @@ UNIT = {  # of others: item
 }
 NO_COUNTS: dict[str, int] = {}
 EDGE_KINDS = ("bond", "angle", "dihedral", "near")
-VALIDATED = ("records", "whole", "lost")
 # What may become of a record that a damage list names.
 REGENERATED = {
     "whole": "there now",
@@ -45,8 +46,7 @@ TASK_STATES = (
 SCRIPT = "script."  # how figures begin that a user's own script reports
 FIGURES_SHOWN = 8
 POINTS_SHOWN = 40  # of a sweep
-FINDINGS = "findings"  # a figure of validation
-ITEMS_READ = "items_read"  # a figure of a scan by a reader
+SO_FAR = {"findings": "thing{} wrong", "items_read": "item{} read"}  # figures of a validation, and of a reader's scan
 
 
 def unit_of(name: str, counts: Mapping[str, int] = NO_COUNTS) -> str:
@@ -56,92 +56,87 @@ def unit_of(name: str, counts: Mapping[str, int] = NO_COUNTS) -> str:
     return "data set" if counts.get("sets") else UNIT.get(name.split()[0], "item")
 
 
-def census_lines(census: Mapping[str, Any]) -> list[RenderableType]:
+def _of(name: str, row: tuple[str, Mapping[str, Any]]) -> Any:
+    return row[1].get(name, 0)
+
+
+def _counted_by(first: str, columns: Iterable[str], kind: str = "count") -> list[Column]:
+    """Return the columns of a table of the items of a dictionary: the key, then some values."""
+    return [(first, 0), *((name, partial(_of, name), kind) for name in columns)]
+
+
+def _spaced(columns: list[Column], rows: Iterable[Any]) -> list[RenderableType]:
+    return ["", table_of(columns, rows), ""]
+
+
+def scanned_lines(census: Mapping[str, Any]) -> list[RenderableType]:
     """Show the numbers of a scanned data set."""
-    shown: list[RenderableType] = [_accepted(census)]
-    if census["splits"]:
-        shown.append("splits: " + ", ".join(f"{name} {count:,}" for name, count in census["splits"].items()))
-    if census["chains"]:
-        kinds = ", ".join(f"{count:,} {kind}" for kind, count in census["chains"].items())
-        shown.append(f"chains: {kinds}; {census['sequences']:,} distinct sequences, longest {census['longest']:,}")
-    if census.get("residues_left_out"):
-        residues, items = census["residues_left_out"], plural(census["items_incomplete"], "item")
-        shown.append(f"residues left out: {residues:,} in {items}, by name in {census['lists']}/residues_left_out.csv")
-    if census.get("residues_unsure"):
-        shown.append(f"residues below structures.min_plddt: {census['residues_unsure']:,}")
-    if census.get("items_without_pae"):
-        without = plural(census["items_without_pae"], "item")
-        shown.append(f"without predicted aligned errors: {without}, whose edges have NaN in their place")
-    if census.get("items_read_on"):
-        shown.append(
-            f"read on behind END: {plural(census['items_read_on'], 'item')}, where chains of new names follow it"
-        )
-    if census["sizes"]:
-        rows = [
-            (name, f"{spread['median']:,.0f}", f"{spread['p95']:,.0f}", f"{spread['max']:,.0f}")
-            for name, spread in census["sizes"].items()
-            if spread["max"]
-        ]
-        shown += ["", text_table(("size", "median", "p95", "max"), rows, right="median p95 max")]
-    return shown
+    distinct = f"{census['sequences']:,} distinct sequences, longest {census['longest']:,}"
+    incomplete, without_pae, read_on = (
+        plural(census.get(name, 0), "item") for name in ("items_incomplete", "items_without_pae", "items_read_on")
+    )
+    notes = {
+        "splits": "splits: " + ", ".join(f"{name} {count:,}" for name, count in census["splits"].items()),
+        "chains": f"chains: {counts_text(census['chains'])}; {distinct}",
+        "residues_left_out": f"residues left out: {census.get('residues_left_out', 0):,} in {incomplete}, by name in "
+        f"{census.get('lists')}/residues_left_out.csv",
+        "residues_unsure": f"residues below structures.min_plddt: {census.get('residues_unsure', 0):,}",
+        "items_without_pae": f"without predicted aligned errors: {without_pae}, whose edges have NaN in their place",
+        "items_read_on": f"read on behind END: {read_on}, where chains of new names follow it",
+    }
+    shown: list[RenderableType] = [_accepted(census), *(line for name, line in notes.items() if census.get(name))]
+    sizes = [(name, spread) for name, spread in census["sizes"].items() if spread["max"]]
+    return [*shown, *(_spaced(_counted_by("size", ("median", "p95", "max")), sizes)[:-1] if sizes else [])]
 
 
 def embedded_lines(embedded: Mapping[str, Any]) -> list[RenderableType]:
     """Show the numbers of an embedded data set."""
-    parts = embedded.get("parts", {})
-    what = "distinct sequences embedded"
-    if parts:
-        each = ", ".join(f"{part['cached']:,} by {name}" for name, part in parts.items())
-        what = f"embeddings of distinct sequences ({each})"
-    return [
-        f"{_accepted(embedded)}; {embedded['sequences']:,} {what}, "
-        f"{embedded['residues']:,} residues, longest {embedded['longest']:,}"
-    ]
+    parts = counts_text({f"by {name}": part["cached"] for name, part in embedded.get("parts", {}).items()})
+    what = f"embeddings of distinct sequences ({parts})" if parts else "distinct sequences embedded"
+    sizes = f"{embedded['residues']:,} residues, longest {embedded['longest']:,}"
+    return [f"{_accepted(embedded)}; {embedded['sequences']:,} {what}, {sizes}"]
 
 
 def graphed_lines(graphed: Mapping[str, Any]) -> list[RenderableType]:
     """Show the numbers of a data set of graphs."""
     totals = {name: f"{count:,} {name}" for name, count in graphed["totals"].items() if count}
     typed = ", ".join(totals.pop(name) for name in EDGE_KINDS if name in totals)
-    if typed:
-        totals["edges"] += f" ({typed})"
+    totals |= {"edges": f"{totals['edges']} ({typed})"} if typed else {}
     return [f"{_accepted(graphed)}; {', '.join([*totals.values(), ''])}largest {graphed['largest']:,} nodes"]
 
 
 def _accepted(counted: Mapping[str, Any]) -> str:
     """Say how many items were accepted, rejected and not done; of predictions, several may be of one item."""
     total, each = counted["items"] + counted["undone"], counted.get("each", 1)
+    rest = {"not done": counted["undone"], "missing that the list does not name": counted.get("unnamed", 0)}
     return (
         (plural(total, "item") if each == 1 else f"{plural(total, 'prediction')} ({each} an item)")
         + f": {counted['accepted']:,} usable, "
         f"{counted['items'] - counted['accepted']:,} rejected ({counted['rejected_fraction']:.1%})"
-        + (f", {counted['undone']:,} not done" if counted["undone"] else "")
-        + (f", {counted['unnamed']:,} missing that the list does not name" if counted.get("unnamed") else "")
+        + "".join(f", {count:,} {words}" for words, count in rest.items() if count)
     )
 
 
 def rejection_table(rejected: Mapping[str, int], examples: Mapping[str, str]) -> Table:
     """Show why items were left out, most frequent reason first."""
-    rows = [(reason, f"{count:,}", examples.get(reason, "")) for reason, count in rejected.items()]
-    return text_table(("rejected", "items", "for example"), rows, right="items")
+    columns: list[Column] = [
+        ("rejected", 0),
+        ("items", 1, "count"),
+        ("for example", lambda row: examples.get(row[0], "")),
+    ]
+    return table_of(columns, rejected.items())
 
 
 def swept_lines(census: Mapping[str, Any]) -> list[RenderableType]:
     """Return what became of each point of a sweep, and how many there are of each state."""
-    points, monitor = census["points"], census["monitor"]
-    states = ", ".join(f"{count:,} {state}" for state, count in Counter(point["state"] for point in points).items())
-    rows = [
-        (
-            point["name"],
-            point["state"],
-            f"{point.get('epochs', 0):,}",
-            "" if point.get("best") is None else _figure(point["best"]),
-            point["model"],
-        )
-        for point in points[:POINTS_SHOWN]
-    ]
+    points = census["points"]
+    columns: list[Column] = [
+        ("point", "name"), ("state", "state"), ("epochs", lambda point: point.get("epochs", 0), "count"),
+        (f"best {census['monitor']}", "best", "figure"), ("model", "model"),
+    ]  # fmt: skip
+    states = counts_text(Counter(point["state"] for point in points))
     shown: list[RenderableType] = [f"{plural(len(points), 'point')}: {states}"]
-    shown += ["", text_table(("point", "state", "epochs", f"best {monitor}", "model"), rows, right="epochs best"), ""]
+    shown += _spaced(columns, points[:POINTS_SHOWN])
     more = len(points) - POINTS_SHOWN
     shown += [f"and {plural(more, 'point')} more: pipeline compare RUN"] if more > 0 else []
     return [*shown, *(f"{point['name']}: pruned: {point['why']}" for point in points if point["state"] == "pruned")]
@@ -171,19 +166,18 @@ def trained_lines(census: Mapping[str, Any]) -> list[Any]:
     last, best, monitor = census["last"], census["best"], census["monitor"]
     lines = [f"{plural(census['epochs'], 'epoch')}, {plural(census['steps'], 'step')}"]
     if last:
-        losses = ", ".join(f"{name} {_figure(value)}" for name, value in last["loss"].items())
         pace = ", ".join([f"{last['items_per_s']:,.3g} items/s", *shown_shares(last["seconds"])])
-        lines.append(f"last epoch: {losses}; {pace}")
+        lines.append(f"last epoch: {_figures(last['loss'])}; {pace}")
         memory = [format_bytes(last[name]) for name in ("allocated_bytes", "reserved_bytes", "peak_bytes")]
         lines.append(f"memory: {memory[0]} allocated, {memory[1]} reserved, {memory[2]} at the peak")
     if best:
-        figures = ", ".join(f"{name} {_figure(value)}" for name, value in best["validation"].items())
+        figures = _figures(best["validation"])
         lines.append(f"best epoch, by {monitor}, is {best['epoch']} of {census['epochs']}: {figures}")
     if len(course := census.get("course", ())) > 1:
         lines.append(f"{monitor} from the first epoch to the last: {' → '.join(map(_figure, course))}")
+    remedied = ", ".join(f"{plural(items, 'item')} by {rung}" for rung, items in census.get("remedied", {}).items())
     lines += [f"{plural(census['ooms'], 'out-of-memory')} survived"] if census["ooms"] else []
-    climbed = [f"{plural(items, 'item')} by {rung}" for rung, items in census.get("remedied", {}).items()]
-    lines += [f"remedies: {', '.join(climbed)}"] if climbed else []
+    lines += [f"remedies: {remedied}"] if remedied else []
     lines += [f"{plural(census['cropped'], 'item')} cropped"] if census["cropped"] else []
     return [*lines, f"model: {census['folder']}"]
 
@@ -202,8 +196,7 @@ def evaluated_lines(census: Mapping[str, Any]) -> list[RenderableType]:
         return []
     shown: list[RenderableType] = [_accepted(census), _applied(census)]
     if census["figures"]:
-        rows = [(name, _figure(value)) for name, value in census["figures"].items()]
-        shown += ["", text_table((census["split"] or "all items", "figure"), rows, right="figure"), ""]
+        shown += _spaced([(census["split"] or "all items", 0), ("figure", 1, "figure")], census["figures"].items())
     return [*shown, f"kept: {census['file']}"] if census["file"] else shown
 
 
@@ -221,6 +214,10 @@ def _applied(census: Mapping[str, Any]) -> str:
     return f"split {census['split'] or 'null: every item'}; {census['checkpoint']} of {census['model']}"
 
 
+def _figures(named: Mapping[str, float | None]) -> str:
+    return ", ".join(f"{name} {_figure(value)}" for name, value in named.items())
+
+
 def _figure(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4g}"
 
@@ -235,15 +232,6 @@ def state_of_stage(stage: StageStatus) -> str:
     return DAMAGED if found_damage(stage) else stage.state.value
 
 
-def validated_files(stage: StageStatus) -> str:
-    """Say how many shards and indexes a validation looked at; empty: that is not known."""
-    shards = (stage.census or {}).get("shards", 0)
-    if stage.name != "validate" or not shards:
-        return ""
-    indexes = stage.items - shards
-    return f"{plural(shards, 'shard')} and {indexes:,} {'index' if indexes == 1 else 'indexes'}"
-
-
 def validated_lines(census: Mapping[str, Any]) -> list[RenderableType]:
     """Show the result of a validation of a cache."""
     summary = census["summary"]
@@ -251,10 +239,9 @@ def validated_lines(census: Mapping[str, Any]) -> list[RenderableType]:
         return [f"{plural(census['undone'], 'file')} not judged"]
     read = f"{format_bytes(summary['bytes'])} read ({summary['how']})"
     totals = f"{plural(summary['records'], 'record')}: {summary['whole']:,} whole, {summary['lost']:,} lost; {read}"
-    rows = [(kind, *(f"{counts[name]:,}" for name in VALIDATED)) for kind, counts in summary["kinds"].items()]
-    shown: list[RenderableType] = [totals, "", text_table(("kind", *VALIDATED), rows, right=" ".join(VALIDATED)), ""]
+    shown = [totals, *_spaced(_counted_by("kind", ("records", "whole", "lost")), summary["kinds"].items())]
     if summary["findings"]:
-        faults = ", ".join(f"{count:,} {fault}" for fault, count in sorted(summary["faults"].items()))
+        faults = counts_text(dict(sorted(summary["faults"].items())))
         shown.append(f"{plural(summary['findings'], 'thing')} wrong: {faults}")
     return [*shown, f"{'damage list' if summary['findings'] else 'nothing is wrong'}: {census['report']}"]
 
@@ -264,23 +251,18 @@ def regenerated_lines(census: Mapping[str, Any]) -> list[RenderableType]:
     if not census["source"]:
         return ["everything that this data set needs is there"]
     named = census["named"]
-    columns = {"named": named} | {words: census[name] for name, words in REGENERATED.items() if census[name]}
-    rows = [(kind, *(f"{counts.get(kind, 0):,}" for counts in columns.values())) for kind in named]
+    counts = {"named": named} | {words: census[name] for name, words in REGENERATED.items() if census[name]}
+    rows = [(kind, {name: of_kind.get(kind, 0) for name, of_kind in counts.items()}) for kind in named]
     shown: list[RenderableType] = [f"named by {census['source']}"]
-    shown += ["", text_table(("kind", *columns), rows, right=tuple(columns)), ""] if rows else []
+    shown += _spaced(_counted_by("kind", counts), rows) if rows else []
     if census["untold"]:
         kinds = ", ".join(census["untold"])
         shown.append(f"a damaged file does not say what it held: whatever was missing was made of {kinds}")
     return shown
 
 
-def named_records(count: int) -> str:
-    """Say how many records are to be regenerated."""
-    return f"{plural(count, 'record')} named by the list" if count else "whatever is missing"
-
-
 CENSUS: Mapping[str, Callable[[Mapping[str, Any]], list[Any]]] = {
-    "scan": census_lines,
+    "scan": scanned_lines,
     "embed": embedded_lines,
     "graph": graphed_lines,
     "train": trained_lines,
@@ -298,18 +280,35 @@ def result_lines(stage: StageStatus) -> list[Any]:
     return CENSUS[stage.name](stage.census) if stage.name in CENSUS else stage.census.get("said", [])
 
 
-def tasks_line(stage: StageStatus, run: RunView) -> list[str]:
-    """Return how many tasks are in which state, unless the stage has ended and all are done."""
+def progress_lines(stage: StageStatus, run: RunView) -> Iterator[str]:
+    """Yield the tasks of a stage, what a script reports, how far it is, and its speed."""
     states = stage.task_states()
-    if (stage.state is State.DONE or found_damage(stage)) and set(states) <= {State.DONE}:
-        return []
-    where = ", ".join(f"{states[name]:,} {name}" for name in TASK_STATES if name in states)
-    waits = [f"waiting for: {', '.join(reasons)}"] if (reasons := run.waits_for(stage)) else []
-    if waits and (delayed := run.delayed(stage)):
-        waits[0] += f" ({delayed})"
-    left_s = run.left_s(stage)
-    left = [f"about {format_seconds(left_s)} left"] if left_s and not stage.measured() else []
-    return ["; ".join([f"tasks: {where}", *waits, *left])] if where else []
+    is_done = (stage.state is State.DONE or found_damage(stage)) and set(states) <= {State.DONE}
+    if where := "" if is_done else counts_text({name: states[name] for name in TASK_STATES if name in states}):
+        waits = [f"waiting for: {', '.join(reasons)}"] if (reasons := run.waits_for(stage)) else []
+        if waits and (delayed := run.delayed(stage)):
+            waits[0] += f" ({delayed})"
+        left_s = run.left_s(stage)
+        left = [f"about {format_seconds(left_s)} left"] if left_s and not stage.measured() else []
+        yield "; ".join([f"tasks: {where}", *waits, *left])
+    # Of several processes of a script, the figures of the first.
+    latest = {name: value for process in reversed(list(stage.figures.values())) for name, value in process.items()}
+    shown = [f"{name.removeprefix(SCRIPT)} {value:,.6g}" for name, value in latest.items() if name.startswith(SCRIPT)]
+    if shown:
+        yield f"the script says: {', '.join(shown[:FIGURES_SHOWN])}"
+    if not stage.census:
+        yield from point_lines(stage) if stage.is_swept else counted_so_far(stage.figures)
+    for part in stage.by_part():
+        if measured := speed(part.measured()):
+            yield ", ".join([*([f"{part.of}: {counted(part)}"] if part.of else []), *measured])
+
+
+def counted_so_far(figures: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    """Yield what a running validation has found, what a reader has yielded, what an epoch took beside its model."""
+    for name, words in SO_FAR.items():
+        if count := sum(int(process.get(name, 0)) for process in figures.values()):
+            yield f"{count:,} {words.format('' if count == 1 else 's')} so far"
+    yield from (waits for process in figures.values() for waits in latest_shares(process))
 
 
 def wait_lines(waits: Iterable[Wait], now: float = math.inf) -> list[str]:
@@ -340,46 +339,17 @@ def counted(stage: StageStatus) -> str:
     return f"{stage.cached:,} cached, {stage.items_done:,} of {stage.missing:,} done"
 
 
-def speed_lines(stage: StageStatus) -> Iterator[str]:
-    """Yield a stage's speed; that of each encoder with its counts, where there are several."""
-    for part in stage.by_part():
-        told = [f"{part.of}: {counted(part)}"] if part.of else []
-        if measured := [*told, *speed(part.measured())]:
-            yield ", ".join(measured)
-
-
 def speed(measured: Mapping[str, float]) -> list[str]:
     """Return a stage's speed, time left, peak memory, and the embeddings' similarity to the reference."""
     if not measured:
         return []
-    parts = [f"{measured['residues_per_s']:,.0f} residues/s a process", f"pad factor {measured['pad_factor']:.2f}"]
-    if measured["left_s"]:
-        parts.append(f"{format_seconds(measured['left_s'])} left")
-    parts.append(f"peak {format_bytes(measured['peak_rss_bytes'])}")
-    if measured["peak_gpu_bytes"]:
-        parts.append(f"GPU {format_bytes(measured['peak_gpu_bytes'])}")
-    if measured["splits"]:
-        parts.append(f"{plural(int(measured['splits']), 'split')} for memory")
-    return [*parts, *(f"{name} {value:.7f}" for name, value in measured.items() if name.startswith(LOWEST_COSINE))]
-
-
-def script_figures(figures: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return the latest figures that a script reported; where several processes did, those of the first."""
-    latest = {name: value for process in reversed(list(figures.values())) for name, value in process.items()}
-    shown = [f"{name.removeprefix(SCRIPT)} {value:,.6g}" for name, value in latest.items() if name.startswith(SCRIPT)]
-    return [f"the script says: {', '.join(shown[:FIGURES_SHOWN])}"] if shown else []
-
-
-def so_far(stage: StageStatus) -> list[str]:
-    """Return how far a stage is that has not ended: the points of a sweep, or what else it counts."""
-    if stage.census:
-        return []
-    return point_lines(stage) if stage.is_swept else counted_so_far(stage.figures)
-
-
-def counted_so_far(figures: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return what a running validation has found, what a reader has yielded, what an epoch took beside its model."""
-    findings, read = (sum(int(process.get(name, 0)) for process in figures.values()) for name in (FINDINGS, ITEMS_READ))
-    lines = [f"{plural(findings, 'thing')} wrong so far"] if findings else []
-    lines += [f"{plural(read, 'item')} read so far"] if read else []
-    return lines + [waits for process in figures.values() for waits in latest_shares(process)]
+    parts = {
+        "residues_per_s": f"{measured['residues_per_s']:,.0f} residues/s a process",
+        "pad_factor": f"pad factor {measured['pad_factor']:.2f}",
+        "left_s": f"{format_seconds(measured['left_s'])} left",
+        "peak_rss_bytes": f"peak {format_bytes(measured['peak_rss_bytes'])}",
+        "peak_gpu_bytes": f"GPU {format_bytes(measured['peak_gpu_bytes'])}",
+        "splits": f"{plural(int(measured['splits']), 'split')} for memory",
+    }
+    shown = [text for name, text in parts.items() if measured[name]]
+    return [*shown, *(f"{name} {value:.7f}" for name, value in measured.items() if name.startswith(LOWEST_COSINE))]

@@ -171,6 +171,11 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+def counts_text(counts: Mapping[str, int]) -> str:
+    """Return counts in a line, each before what it counts."""
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items())
+
+
 def age(moment: datetime | float) -> str:
     """Return how long ago a moment was, in one unit."""
     seconds = max(0.0, time.time() - (moment.timestamp() if isinstance(moment, datetime) else moment))

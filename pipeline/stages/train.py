@@ -43,7 +43,7 @@ from pipeline.planning.trainings import (
     write_trainings,
 )
 from pipeline.project.run_code import blamed, load_task
-from pipeline.report.run_summary import OUT_OF_MEMORY
+from pipeline.report.run_text import OUT_OF_MEMORY
 from pipeline.stage_names import StageName
 from pipeline.stages.graph import remake_graph
 from pipeline.stages.stage import Stage

@@ -22,7 +22,7 @@ from pipeline.config.schema_train import ValidationSection
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.journal.run_status import State
 from pipeline.planning.trainings import read_trainings
-from pipeline.report.html.charts import COLOURS, SMALL, Chart, Line, Size, figure, line_chart, whole_axis
+from pipeline.report.charts import COLOURS, SMALL, Chart, Line, Size, figure, line_chart, whole_axis
 from pipeline.report.tables import plural, table_of
 from pipeline.stages.trained import progress_of
 from pipeline.training.loop.metrics_log import Pruned, read_epochs

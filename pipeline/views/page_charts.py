@@ -1,11 +1,20 @@
-"""The charts of a run's HTML report: its timeline and pace, memory requested and used, and the curves of a training."""
+"""What a run's HTML report draws, and its charts: the times of its stages, memory, and the curves of a training."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+import re
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipeline.report.html.charts import (
+from pipeline.cluster.verdict import Cause
+from pipeline.codec import read_if_whole
+from pipeline.journal.run_status import State
+from pipeline.planning.trainings import Training as Planned
+from pipeline.report.charts import (
     Axis,
     Bar,
     Chart,
@@ -22,27 +31,195 @@ from pipeline.report.html.charts import (
     time_axis,
     whole_axis,
 )
-from pipeline.report.stage_lines import unit_of
-from pipeline.training.step_clock import LABELS, MODEL_WORK
+from pipeline.training.loop.metrics_log import STEP, read_epochs, read_figures
+from pipeline.training.prepared import ModelFolder, Prepared
 from pipeline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
-    from pipeline.journal.run_status import StageStatus
-    from pipeline.report.facts import StageUse
+    from pipeline.config.schema import Config
+    from pipeline.journal.run_folder import RunFolder
+    from pipeline.journal.run_status import RunStatus, StageStatus
     from pipeline.training.loop.metrics_log import Epoch
-    from pipeline.views.run_times import RunTimes
-    from pipeline.views.training_curves import Training
+    from pipeline.views.efficiency import StageUse
 
-FEWEST = 3  # points of a pace
+STEP_OOM = "step out of memory"  # a cause: the step was repeated in smaller parts
+SPANS = 240  # into which a run is cut
+
+
+class FailuresAt(NamedTuple):
+    """How often a stage failed of a cause in a span of time: attempts, or steps of a training."""
+
+    stage: str
+    cause: str
+    survived: bool  # the task is done now, or the step was repeated
+    at: float
+    times: int
+
+
+class RunTimes(NamedTuple):
+    """What happened in a run at which time, in seconds since 1970; of bounded size, however long the run is."""
+
+    begun: float
+    end: float  # now, of a run that is active
+    planning: Mapping[str, tuple[float, float]]  # stage → from the end of the stage before to its beginning
+    first: Mapping[str, float]  # stage → when its first task began
+    failures: Sequence[FailuresAt]
+
+
+def times_of(status: RunStatus, now: float) -> RunTimes:
+    """Return what happened in a run at which time, by its deep view."""
+    begun, end = span_of(status, now)
+    width, first = (end - begun) / SPANS, dict[str, float]()
+    failed = Counter[tuple[str, str, bool, int]]()
+    for stage in status.in_order():
+        if begins := list(_beginnings(stage)):
+            first[stage.name] = min(begins)
+        for task in stage.work.values():
+            for attempt in task.ended:
+                if attempt.cause is not Cause.DONE and attempt.ended_at:
+                    failed[stage.name, attempt.cause.value, task.good, int((attempt.ended_at - begun) / width)] += 1
+        for slot, times in stage.ooms.counts.items():
+            place = int(((slot + 0.5) * stage.ooms.width_s - begun) / width)
+            failed[stage.name, STEP_OOM, True, place] += times
+    failures = [
+        FailuresAt(stage, cause, is_survived, begun + (place + 0.5) * width, times)
+        for (stage, cause, is_survived, place), times in sorted(failed.items())
+    ]
+    return RunTimes(begun, end, planning_times(status, begun, end), first, failures)
+
+
+def span_of(status: RunStatus, now: float) -> tuple[float, float]:
+    """Return when a run began, and when it ended or, while it runs, the present time."""
+    stages = status.stages.values()
+    begun = status.started_at or min((stage.started_at for stage in stages), default=now)
+    ends = [attempt.ended_at for stage in stages for task in stage.work.values() for attempt in task.ended]
+    last = max([begun, status.ended_at, *(stage.ended_at for stage in stages), *ends])
+    return begun, max(last if status.ended_at else now, begun + 1e-3)
+
+
+def planning_times(status: RunStatus, begun: float, end: float) -> dict[str, tuple[float, float]]:
+    """Return when each stage was planned: from the end of the stage before, or from the visit of its supervisor."""
+    before, planning = begun, {}
+    starts = {stage.name: stage.started_at for stage in status.in_order()}
+    is_between = status.state is State.RUNNING and all(stage.ended_at for stage in status.stages.values())
+    later = [name for name in status.planned if name not in starts]
+    for name, at in [*starts.items(), *((name, end) for name in later[:1] if is_between)]:
+        planning[name] = (max(before, status.seen) if status.seen < at else before, at)
+        before = max(before, status.stages[name].ended_at or at) if name in starts else at
+    return planning
+
+
+def _beginnings(stage: StageStatus) -> Iterator[float]:
+    """Yield when each attempt at a task of a stage began, as far as that is known."""
+    for task in stage.work.values():
+        for attempt in task.ended:
+            if attempt.ended_at and attempt.elapsed_s > 0:
+                yield attempt.ended_at - attempt.elapsed_s
+        if task.job is not None and task.word.began:  # not judged yet, or never: of a run that was stopped
+            yield task.word.began
+
+
+TRAIN = "train"
+EPOCH_ROWS = 100
+SERIES = 16  # curves of a kind: terms of a loss, metrics
+# As `training/forensics/step_bundle.py` names them, which needs torch: this has to start without it.
+_BUNDLE = re.compile(r"step-(\d{8,})-([a-z]+)-rank-(\d+)(?:-\d+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What is known of the training of a run."""
+
+    prepared: Prepared
+    folder: Path
+    monitor: str
+    on_gpu: bool
+    newest: Sequence[Epoch]  # all of them
+    curves: Mapping[str, Sequence[tuple[float, float]]]  # of steps
+    bundles: Sequence[Mapping[str, Any]]  # recorded steps: `step`, `kind`, `rank`, and how to run one `again`
+
+    @property
+    def epochs(self) -> list[Epoch]:
+        """The epochs that are drawn."""
+        return thinned(self.newest, POINTS)
+
+    @property
+    def losses(self) -> list[str]:
+        return _names(epoch.loss for epoch in self.epochs)[:SERIES]
+
+    @property
+    def metrics(self) -> list[str]:
+        return _names(epoch.validation for epoch in self.epochs)
+
+    @property
+    def own_metrics(self) -> list[str]:
+        """The validation metrics that are not terms of the loss."""
+        return [name for name in self.metrics if not name.startswith("loss")]
+
+    @property
+    def survived(self) -> list[Epoch]:
+        """The last epochs with steps that ran out of memory and went on."""
+        return [epoch for epoch in self.newest[-EPOCH_ROWS:] if epoch.ooms or epoch.remedied]
+
+    def predicted_bytes(self, epoch: int) -> int | None:
+        """Return the memory that was planned for an epoch: of a GPU, else of a node, if one process has it alone."""
+        if not self.on_gpu:
+            return self.prepared.mem_bytes if self.prepared.ranks == 1 else None
+        return self.prepared.phases[self.prepared.phase_of(epoch - 1)].reserved_bytes
+
+
+def training_of(folder: RunFolder, config: Config, stage: StageStatus | None) -> Training | None:
+    """Return what is known of the training of a run; None where it has no plan that this version can read."""
+    trainings = read_if_whole(folder.plan(TRAIN), tuple[Planned, ...]) or ()
+    prepared = trainings[0].prepared if len(trainings) == 1 else None
+    if prepared is None:
+        return None
+    made = ModelFolder(config.train.models / prepared.name)
+    every, census = read_epochs(made.path), stage.census or {} if stage else {}
+    last = min(prepared.epochs, census.get("epochs", prepared.epochs))  # a later run may have trained on
+    epochs = [epoch for epoch in every if epoch.epoch <= last]
+    steps = epochs[-1].step if epochs and len(epochs) < len(every) else sys.maxsize
+    names = sorted(path.name for path in made.bundles.iterdir()) if made.bundles.is_dir() else []
+    recorded = [(int(match[1]), match[2], int(match[3])) for match in map(_BUNDLE.fullmatch, names) if match]
+    return Training(
+        prepared=prepared,
+        folder=made.path,
+        monitor=config.train.validation.monitor,
+        on_gpu=bool(stage and any(job.gpus for job in stage.jobs.values())) or bool(config.cluster.train.gpus),
+        newest=epochs,
+        curves=_curves([figures for figures in read_figures(made.path) if figures[STEP] <= steps]),
+        bundles=[
+            {"step": step, "kind": kind, "rank": rank, "again": f"pipeline replay {folder.name} --step {step}"}
+            for step, kind, rank in recorded
+            if step <= steps
+        ],
+    )
+
+
+def _names(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the names that occur in records, in order of first appearance."""
+    return list(dict.fromkeys(chain.from_iterable(records)))
+
+
+def _curves(figures: Sequence[Mapping[str, Any]]) -> dict[str, Sequence[tuple[float, float]]]:
+    """Return each figure that was recorded every few steps as a curve."""
+    names = [name for name in _names(figures) if name != STEP][: 2 * SERIES]
+    curves = {
+        name: [(record[STEP], record[name]) for record in figures if record.get(name) is not None] for name in names
+    }
+    return {name: thinned(curve, POINTS) for name, curve in curves.items() if curve}
+
+
 LEAST_SHARE = 0.004  # of the run: what took less is not drawn
 MOST_MARKS = 240  # of failures of a stage
 POINTS = 500  # of a curve
 TIMELINE = (Size(920, css="wide", left=76, right=78), Size(380, css="narrow", left=76, right=78, every=3))
 TIMELINE_KEY = (
-    ("planning", "plan"), ("queued or starting", "wait"), ("running", "run"), ("tasks at once", "busy"),
-    ("failed", "fail"), ("survived failure", "fail survived"),
+    ("planning", "plan"), ("queued or starting", "wait"), ("running", "run"), ("failed", "fail"),
+    ("survived failure", "fail survived"),
 )  # fmt: skip
 MEMORY = (Size(440, left=76, right=140),)
 MEMORY_KEY = (("requested", "asked"), ("used (peak)", "used"), ("estimated", "mark"))
@@ -53,13 +230,13 @@ def timeline(stages: Sequence[StageStatus], times: RunTimes) -> Chart:
     by_name = {stage.name: stage for stage in stages}
     rows = [_stage_row(name, by_name.get(name), times) for name in dict.fromkeys([*by_name, *times.planning])]
     drawn = {css for row in rows for bar in row.bars for css in (bar.css, bar.css.split()[0])}
-    drawn |= {css for row in rows for _, css, _ in row.marks} | {"busy" for row in rows if row.most > 1}
+    drawn |= {css for row in rows for _, css, _ in row.marks}
     key = [(name, css) for name, css in TIMELINE_KEY if css in drawn]
     return Chart("Timeline", time_axis(times.begun, times.end, most=9), rows=rows, sizes=TIMELINE, key=key)
 
 
 def _stage_row(name: str, stage: StageStatus | None, times: RunTimes) -> Row:
-    """Return a stage's bars, the number of its running tasks below, its duration, and marks where attempts failed."""
+    """Return a stage's bars, its duration, and marks where attempts failed."""
     spans = {"plan": (*times.planning[name], "planning")} if name in times.planning else {}
     if stage is None:
         return Row(name, "", _bars(name, spans, times))
@@ -74,7 +251,7 @@ def _stage_row(name: str, stage: StageStatus | None, times: RunTimes) -> Row:
         (failure.at, "fail survived" if failure.survived else "fail", f"{failure.times:,} × {failure.cause}")
         for failure in failures
     ]
-    return Row(name, took, _bars(name, spans, times), marks, times.running.get(name, ()))
+    return Row(name, took, _bars(name, spans, times), marks)
 
 
 def _bars(name: str, spans: Mapping[str, tuple[float, float, str]], times: RunTimes) -> list[Bar]:
@@ -84,27 +261,6 @@ def _bars(name: str, spans: Mapping[str, tuple[float, float, str]], times: RunTi
         for css, (start, end, words) in spans.items()
         if end - start >= least_s or css.startswith("run")
     ]
-
-
-def pace_charts(times: RunTimes, training: Training | None) -> Iterator[Chart]:
-    """Yield each stage's speed over the time of the run, and the shares of a training's time outside its model."""
-    for name, points in times.paces.items():
-        if len(points) >= FEWEST:
-            title, pace = f"{name}: {unit_of(name)}s per second", Line("", points, 0, "plain steps")
-            yield line_chart(title, time_axis(times.begun, times.end), [pace], from_zero(f"{unit_of(name)}s/s"))
-    if training and len(training.epochs) >= FEWEST - 1:
-        lines = [Line(LABELS.get(name, name), points, at) for at, (name, points) in enumerate(_shares(training.epochs))]
-        title, unit = "train: time outside the model", "% of an epoch"
-        yield line_chart(title, _steps(training), lines, lambda _, high: number_axis(0, max(5.0, high), unit))
-
-
-def _shares(epochs: Sequence[Epoch]) -> Iterator[tuple[str, list[tuple[float, float]]]]:
-    """Yield each phase that is not the model's work with its percentage of every epoch, if at least 1% of one."""
-    for name in sorted({name for epoch in epochs for name in epoch.seconds} - set(MODEL_WORK)):
-        wholes = [sum(epoch.seconds.values()) or epoch.wall_s or 1.0 for epoch in epochs]
-        parts = [100 * epoch.seconds.get(name, 0.0) / whole for epoch, whole in zip(epochs, wholes, strict=True)]
-        if max(parts) >= 1:
-            yield name, [(epoch.step, part) for epoch, part in zip(epochs, parts, strict=True)]
 
 
 def memory_charts(uses: Sequence[StageUse], training: Training | None) -> Iterator[Chart]:

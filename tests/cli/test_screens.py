@@ -27,7 +27,7 @@ from pipeline.journal.run_status import ENDED, State
 from pipeline.journal.run_view import QueueLook
 from pipeline.report import live_status
 from pipeline.report.live_status import RunProgress
-from pipeline.report.run_tables import status_report
+from pipeline.report.run_text import status_report
 from pipeline.report.tables import columns, show_parts
 from tests.cli.told import NOON, PACE, QUEUED, RUNS, ended, job, seen, training
 

@@ -23,7 +23,7 @@ from pipeline.journal.run_view import RunView, ViewReader
 from pipeline.records import EventKind
 from pipeline.report import live_status
 from pipeline.report.live_status import PaceMeter, watched
-from pipeline.report.run_tables import status_report
+from pipeline.report.run_text import status_report
 from tests.cli.told import RUNS, beginning, seen, training
 from tests.journal.ledgers import Told
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.report.html.charts import Axis, byte_axis, figure, number_axis, time_axis, whole_axis
+from pipeline.report.charts import Axis, byte_axis, figure, number_axis, time_axis, whole_axis
 
 MIDNIGHT = 1_767_225_600.0  # 2026-01-01
 

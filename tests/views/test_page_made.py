@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
+from pipeline.views.page_charts import planning_times
 
 from pipeline.journal.run_view import view
 from pipeline.records import Event, EventKind
-from pipeline.report.html.html_page import render
+from pipeline.report.html_page import render
 from pipeline.views.run_page import page_data, page_now
-from pipeline.views.run_times import planning_times
 from tests.journal.ledgers import fold_events
 from tests.report.runs_told import many, trained
 from tests.testkit.counted import calls_of

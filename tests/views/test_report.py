@@ -14,9 +14,7 @@ from pipeline.journal.attempts import Ask, Attempt
 from pipeline.journal.run_status import RunStatus, StageJob, State
 from pipeline.memory.history import Suggestion
 from pipeline.records import EventKind
-from pipeline.report.facts import StageUse
-from pipeline.report.use_tables import use_report
-from pipeline.views.efficiency import stage_uses, used
+from pipeline.views.efficiency import StageUse, stage_uses, use_report, used
 from tests.journal.ledgers import Told
 
 GIB = 1 << 30

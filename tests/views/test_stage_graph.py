@@ -7,7 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.report.stage_graph import StageBox, arrows, as_dot, as_mermaid, columns_of, graph_lines
+from pipeline.views.stage_states import StageBox, arrows, as_dot, as_mermaid, columns_of, graph_lines
 
 WHOLE = (
     StageBox("data", (), "done", "glob structures"),

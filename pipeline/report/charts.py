@@ -132,11 +132,6 @@ def _round_step(step: float) -> float:
     return next(factor * power for factor in STEPS if factor * power >= step * (1 - 1e-9))
 
 
-def levels(most: float) -> Axis:
-    """Return an axis from 0 that is not drawn."""
-    return Axis(0, most, ())
-
-
 Point = tuple[float, float]
 COLOURS = 8
 DOTS = 40  # points of a line up to which each is marked
@@ -163,7 +158,7 @@ class Line:
     name: str
     points: Sequence[Point]
     colour: int = 0
-    style: str = ""  # `thin`, `dashed`, `plain`, `steps`
+    style: str = ""  # `thin`, `dashed`, `plain`
     hints: Sequence[str] = ()  # what each point says when it is pointed at
 
     @property
@@ -192,17 +187,12 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of a bar chart: its bars, marks at (place, CSS class, hint), a small curve below, and a text."""
+    """A row of a bar chart: its bars, marks at (place, CSS class, hint), and a text."""
 
     name: str
     text: str
     bars: Sequence[Bar] = ()
     marks: Sequence[tuple[float, str, str]] = ()
-    curve: Sequence[Point] = ()
-
-    @property
-    def most(self) -> float:
-        return max((value for _, value in self.curve), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,13 +224,13 @@ def from_zero(unit: str = "") -> Callable[[float, float], Axis]:
     return lambda _, high: number_axis(0, high, unit)
 
 
-def path(points: Iterable[Point], x: Axis, y: Axis, ends: Point, heights: Point, *, steps: bool = False) -> str:
+def path(points: Iterable[Point], x: Axis, y: Axis, ends: Point, heights: Point) -> str:
     """Return the SVG path through some points; the pen is lifted where a value is not finite."""
     words, is_drawing = [], False
     for a, b in points:
         if math.isfinite(b):
             at, up = x.place(a, *ends), y.place(b, *heights)
-            words.append(f"M{at} {up}" if not is_drawing else f"H{at}V{up}" if steps else f"L{at} {up}")
+            words.append(f"{'L' if is_drawing else 'M'}{at} {up}")
         is_drawing = math.isfinite(b)
     return "".join(words)
 

@@ -1,7 +1,8 @@
-"""A run at a glance: a line per stage, what needs attention, and how it ended; the same words on every screen."""
+"""A run as text: a line per stage, what needs attention, how it ended, and with every detail."""
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -10,14 +11,25 @@ from rich.text import Text
 
 from pipeline.cluster.verdict import Cause
 from pipeline.command_line import Command
-from pipeline.journal.run_status import State
+from pipeline.journal.run_status import GOING_ON, State
 from pipeline.journal.run_view import NO_SUPERVISOR
-from pipeline.report.stage_lines import found_damage, named_records, unit_of, validated_files, wait_lines
-from pipeline.report.tables import plural
-from pipeline.units import short_bytes, short_seconds
+from pipeline.report.stage_lines import (
+    counted,
+    found_damage,
+    memory_line,
+    progress_lines,
+    rejection_table,
+    result_lines,
+    unit_of,
+    wait_lines,
+)
+from pipeline.report.tables import NO_TERMINAL, counts_text, plural, text_table
+from pipeline.units import format_bytes, short_bytes, short_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+
+    from rich.console import RenderableType
 
     from pipeline.journal.attempts import Attempt
     from pipeline.journal.run_status import RunStatus, StageStatus
@@ -138,10 +150,12 @@ def made(stage: StageStatus, status: RunStatus) -> Iterator[str]:
         yield f"{stage.cached:,} built during scan"
         return
     elif stage.name == "validate":
-        yield validated_files(stage) or plural(stage.items, unit)
+        indexes = stage.items - (shards := census.get("shards", 0))
+        files = f"{plural(shards, 'shard')} and {indexes:,} {'index' if indexes == 1 else 'indexes'}"
+        yield files if shards else plural(stage.items, unit)
         yield f"{census['summary']['findings']:,} damaged" if found_damage(stage) else "nothing damaged"
     elif stage.name == "regenerate":
-        yield named_records(stage.items)
+        yield f"{plural(stage.items, 'record')} named by the list" if stage.items else "whatever is missing"
     else:
         yield plural(stage.items - stage.refused, unit)
     if epochs := census.get("epochs"):
@@ -197,34 +211,32 @@ def _out_of_memory(stage: StageStatus) -> list[str]:
 
 def _retries(stage: StageStatus) -> list[str]:
     """Say how attempts failed, and what was done about it; those that failed in the same way together."""
-    alike: dict[tuple[str, str], list[Attempt]] = {}
-    for attempt in stage.failures:
-        if attempt.cause is not Cause.CANCELLED:
-            alike.setdefault((_ended(attempt), _followed(stage, attempt)), []).append(attempt)
+    failed = [attempt for attempt in stage.failures if attempt.cause is not Cause.CANCELLED]
     return [
-        f"{stage.called(group[0].task) if len(group) == 1 else plural(len(group), 'task')}{how}{then}"
-        for (how, then), group in alike.items()
+        f"{stage.called(alike[0].task) if len(alike) == 1 else plural(len(alike), 'task')}{how}{then}"
+        for (_, how, then), alike in failures_alike(stage, failed).items()
     ]
 
 
-def _ended(attempt: Attempt) -> str:
-    """Say how an attempt failed; where it crashed, by what, without the figures that follow."""
-    reason = attempt.reason.splitlines()[0].partition(";")[0] if attempt.reason else ""
-    if attempt.cause is Cause.CRASHED and reason:
-        return f": {reason}"
-    return f" {CAUSES.get(attempt.cause, attempt.cause.value.replace('_', ' '))}"
-
-
-def _followed(stage: StageStatus, attempt: Attempt) -> str:
-    """Say what followed a failed attempt."""
-    task, now = stage.task(attempt.task), attempt.ask
-    later = {ended.number: ended.ask for ended in task.ended} | ({task.attempt: task.ask} if task.ask else {})
-    following = later.get(attempt.number + 1)
-    if following is None:
-        return f"; {task.then.get(attempt.number) or attempt.reason.partition(chr(10))[0]}"
-    if following.mem_bytes > now.mem_bytes:
-        return f"; retried with {short_bytes(following.mem_bytes)}"
-    return "; retried with half the batch" if following.shrink > now.shrink else "; retried"
+def failures_alike(stage: StageStatus, failed: Sequence[Attempt]) -> dict[tuple[int, str, str], list[Attempt]]:
+    """Group attempts by their number, how they failed and what followed, in words."""
+    alike: dict[tuple[int, str, str], list[Attempt]] = {}
+    for attempt in failed:
+        reason = attempt.reason.partition("\n")[0]
+        how = f" {CAUSES.get(attempt.cause, attempt.cause.value.replace('_', ' '))}"
+        if attempt.cause is Cause.CRASHED and reason:
+            how = f": {reason.partition(';')[0]}"  # without the figures that follow
+        task = stage.task(attempt.task)
+        later = {ended.number: ended.ask for ended in task.ended} | ({task.attempt: task.ask} if task.ask else {})
+        following, then = later.get(attempt.number + 1), "retried"
+        if following is None:
+            then = task.then.get(attempt.number) or reason
+        elif following.mem_bytes > attempt.ask.mem_bytes:
+            then = f"retried with {short_bytes(following.mem_bytes)}"
+        elif following.shrink > attempt.ask.shrink:
+            then = "retried with half the batch"
+        alike.setdefault((attempt.number, how, f"; {then}"), []).append(attempt)
+    return alike
 
 
 def held_lines(run: RunView) -> list[str]:
@@ -275,7 +287,7 @@ def rejected_note(status: RunStatus) -> list[str]:
     item, _, detail = (known or [""])[0].partition(": ")
     example = f"{item} ({detail})" if detail else item
     if total > 1:
-        counts = ", ".join(f"{count:,} {reason}" for reason, count in rejected.items())
+        counts = counts_text(rejected)
         example = f"{counts}; for example {example}" if example else counts
     return [f"! {total:,} rejected: {example}"]
 
@@ -310,3 +322,99 @@ def _next(status: RunStatus, typed: Command, named: Sequence[str]) -> Command | 
 
 def _census(status: RunStatus, name: str) -> Mapping[str, Any]:
     return (status.stages[name].census or {}) if name in status.stages else {}
+
+
+TABLE_COLUMNS = 64  # that the table needs
+AT_A_GLANCE = ("STAGE", "STATE", "DONE", "CACHED", "TIME", "PEAK/REQUESTED")
+STORIES_SHOWN = 5
+TASKS_NAMED = 5
+
+
+def status_report(
+    run: RunView, typed: Command, width: int = NO_TERMINAL, paces: Mapping[str, float] | None = None
+) -> list[RenderableType]:
+    """Show a run at a glance: its stages, what needs attention, how it ended or what it does, and what to type next."""
+    status, is_over, named = run.status, run.status.state not in GOING_ON, typed.words[1:]
+    took = (status.ended_at or (run.at if math.isfinite(run.at) else 0.0)) - status.started_at
+    clock = [short_seconds(took)] if status.started_at and took > 0 else []
+    shown: list[RenderableType] = [" · ".join([f"Run {status.name}", status.state.word, *clock])]
+    if status.state not in (*GOING_ON, State.DONE):
+        head, *places = ending(status, typed, named)
+        shown += [head, *_indented(status.error), *_indented(run.supervisor), *places, ""]
+    rows = rows_of(run, paces or {})
+    if rows and width >= TABLE_COLUMNS:
+        cells = (_cells(row, status.stages.get(row.name)) for row in rows)
+        shown.append(text_table(AT_A_GLANCE, cells, right=AT_A_GLANCE[2:]))
+        going = [replace(row, share=None).line(width, run.at) for row in rows if row.state is State.RUNNING]
+        shown += ["", *going] if going and not is_over else []
+    else:
+        shown += [row.line(width, run.at) for row in rows]
+    if not is_over:
+        shown += [f"! the queue does not answer: {run.trouble}"] if run.trouble else []
+        shown += [] if rows else [run.supervisor]
+    shown += [*held_lines(run), *(f"! {note}" for stage in status.in_order() for note in notes(stage))]
+    shown += [run.account.line()] if run.account and run.account.is_low else []
+    shown += ["", *ending(status, typed, named)] if status.state is State.DONE else []
+    return [*shown, f"  Details: {Command.of('status', *named, '-v').in_project(typed)}"]
+
+
+def _indented(text: str) -> list[str]:
+    return [f"  {line.removesuffix('; finished work is kept')}" for line in text.splitlines()]  # the headline says it
+
+
+def _cells(row: Row, stage: StageStatus | None) -> tuple[str | Text, ...]:
+    """Return the cells of a stage."""
+    symbol, style = MARKS[row.state]
+    state = Text(f"{symbol} {row.state.word}", style)
+    if stage is None:
+        return (row.name, state, *[""] * 4)
+    asked, peak, _ = stage.use().values()
+    peak = peak or stage.highest("host_peak_bytes")
+    memory = f"{short_bytes(peak) if peak else '?'}/{short_bytes(asked)}" if asked else ""
+    done = f"{stage.cached + stage.items_done:,}/{stage.cached + stage.missing:,}"
+    return row.name, state, done, f"{stage.cached:,}", row.took, memory
+
+
+def run_report(
+    run: RunView, typed: Command, width: int = NO_TERMINAL, paces: Mapping[str, float] | None = None
+) -> list[RenderableType]:
+    """Show a run with every detail: what each stage made and used, and the story of its attempts."""
+    status, shown = run.status, status_report(run, typed, width, paces)[:-1]
+    shown += [f"  Supervisor: {run.supervisor}"] if run.supervisor and status.state in GOING_ON else []
+    shown += wait_lines((wait for wait in run.status.waits if wait.is_over), run.at)
+    shown += [run.account.line()] if run.account and not run.account.is_low else []
+    rejected: Mapping[str, int] = {}
+    for stage in status.in_order():
+        shown += ["", Text(f"{stage.name}: {counted(stage)}", "bold"), *memory_line(stage), *progress_lines(stage, run)]
+        if stage.census:
+            shown += result_lines(stage)
+            if stage.census["rejected"] not in ({}, rejected):  # what an earlier stage has left out stays left out
+                rejected = stage.census["rejected"]
+                shown += ["", rejection_table(rejected, stage.census["examples"])]
+        elif reasons := stage.reasons:
+            shown.append(rejection_table(reasons, {}))
+        is_stopped = status.state is State.STOPPED
+        failed = [attempt for attempt in stage.failures if not (is_stopped and attempt.cause is Cause.CANCELLED)]
+        failed = [attempt for attempt in failed if attempt.reason.partition("\n")[0] not in (status.error or "")]
+        shown += [f"{plural(len(failed), 'attempt')} failed", *story(stage, failed)] if failed else []
+    return shown
+
+
+def story(stage: StageStatus, failed: Sequence[Attempt]) -> Iterator[str]:
+    """Yield the details of each group of attempts that failed in the same way, the largest first."""
+    groups = sorted(failures_alike(stage, failed).values(), key=len, reverse=True)
+    for alike in groups[:STORIES_SHOWN]:
+        first, noun = alike[0], "point" if stage.is_swept else "task"
+        tasks = ", ".join(
+            [stage.label(attempt.task) for attempt in alike[:TASKS_NAMED]] + ["…"] * (len(alike) > TASKS_NAMED)
+        )
+        asked = f" with {format_bytes(first.ask.mem_bytes)}" if first.cause is Cause.HOST_OOM else ""
+        head = f"{noun}{'s' * (len(alike) != 1)} {tasks}, attempt {first.number}"
+        yield f"  {head}: {first.cause.value}{asked}: {first.reason}"
+        if first.said and first.said not in first.reason:
+            yield f"    it said: {first.said}"
+        if action := stage.task(first.task).then.get(first.number):
+            yield f"    then: {action}"
+        yield f"    log: {first.log}"
+    if more := sum(map(len, groups[STORIES_SHOWN:])):
+        yield f"  and {plural(more, 'attempt')} more: pipeline logs --failed"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from pipeline.report.html.charts import figure, levels, moment, path
+from pipeline.report.charts import figure, moment, path
 from pipeline.report.tables import clip, kind_of, plural, value_in
 from pipeline.units import format_bytes, format_seconds, hours_text
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from pipeline.report.tables import Column
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "html"
 UNKNOWN = "–"
 LISTS: Mapping[str, Callable[[Any], str]] = {
     "names": ", ".join,
@@ -64,7 +64,7 @@ def _environment() -> Environment:
         "css_digest": _digest("page.css"),
         "js_digest": _digest("page.js"),
     }
-    used = (clip, kind_of, levels, path, shown)
+    used = (clip, kind_of, path, shown)
     environment.globals |= {function.__name__: function for function in used}
     return environment
 
