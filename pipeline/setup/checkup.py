@@ -7,42 +7,214 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from pipeline import __version__
+from pipeline.cluster import slurm_commands
+from pipeline.cluster.accounting import CommandFailed
+from pipeline.cluster.job_spec import Job, Request
 from pipeline.command_line import DISTRIBUTION, Command, install_extra
 from pipeline.config.load import find_config, missing_inputs, read_config
 from pipeline.config.schema_data import MAIN
 from pipeline.dataset.early_items import refuse_unknown_splits
 from pipeline.dataset.reader_items import is_reader, look_at_files, read_first, reader_of, refuse_crop
 from pipeline.encoder.weights import find_checkpoint
+from pipeline.engine.handover import supervisor_job
 from pipeline.errors import ConfigError, DataError, PipelineError, SubmissionRefused
 from pipeline.memory.outlook import RunFacts, Severity, lint
 from pipeline.project.container_image import digest_now, is_contained, refuse_unfit_image
-from pipeline.project.project import Encoding, Project, local_machine, scan_recipe_of, source_spec
+from pipeline.project.project import Encoding, Project, scan_recipe_of, source_spec
 from pipeline.project.run_code import load_task
 from pipeline.records import Inventory, Item, Rejection
 from pipeline.report.tables import plural
-from pipeline.setup import slurm_checks
-from pipeline.setup.slurm_checks import CheckResult, CheckVerdict, failed_check, good_check, noted_check, refused_check
+from pipeline.stages import table
+from pipeline.stages.jobs import first_job, job_of
 from pipeline.stages.script import ScriptStage
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import lay_over
 from pipeline.structures.scan_items import glance
 from pipeline.structures.sources.data_source import items
 from pipeline.structures.sources.item_ids import unread_columns
-from pipeline.units import format_bytes
+from pipeline.units import first_few, format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pipeline.cluster.site import Site
+    from pipeline.cluster.slurm import SlurmExecutor
     from pipeline.config.load import LoadedConfig
     from pipeline.config.schema import Config
 
-    Checks = tuple[tuple[str, Callable[[LoadedConfig], Iterator[CheckResult]]], ...]
+    Checks = tuple[tuple[str, Callable[[LoadedConfig], Iterator["CheckResult"]]], ...]
+
+
+class CheckVerdict(StrEnum):
+    """How a check ended."""
+
+    OK = "ok"
+    NOTE = "note"
+    BAD = "BAD"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """One row of the report of `pipeline doctor`."""
+
+    what: str
+    verdict: CheckVerdict
+    found: str
+    remedy: str = ""
+    exit_code: int = 0
+
+
+def failed_check(what: str, error: PipelineError) -> CheckResult:
+    """Return the row for an error; its next command repeats the typed --config and --set."""
+    error.in_project(Command.typed(sys.argv[1:]))
+    place = f"{error.where}: " if error.where else ""
+    return CheckResult(what, CheckVerdict.BAD, f"{place}{error.what}", error.remedy, error.exit_code)
+
+
+def good_check(what: str, found: str) -> CheckResult:
+    """Return the row of a check that passed."""
+    return CheckResult(what, CheckVerdict.OK, found)
+
+
+def noted_check(what: str, found: str, remedy: str = "") -> CheckResult:
+    """Return the row of a check that needs attention and is no failure."""
+    return CheckResult(what, CheckVerdict.NOTE, found, remedy)
+
+
+def refused_check(what: str, found: str, remedy: str, exit_code: int = 6) -> CheckResult:
+    """Return the row of a failure; by default the scheduler would refuse the jobs."""
+    return CheckResult(what, CheckVerdict.BAD, found, remedy, exit_code)
+
+
+COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
+OWN_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/local")  # noqa: S108 - nothing is written there
+NETWORKED = (
+    "nfs", "lustre", "gpfs", "beegfs", "ceph", "fuse", "weka", "panfs", "pvfs", "afs", "cifs", "smb", "gluster",
+)  # fmt: skip
+IN_MEMORY = ("tmpfs", "ramfs", "overlay")
+EDIT = "edit the configuration, or --set"
+
+
+def check_cluster(loaded: LoadedConfig) -> Iterator[CheckResult]:
+    """Check the cluster if jobs go there; without its commands or its controller, skip the other checks."""
+    config = loaded.config
+    if config.cluster.executor != "slurm":
+        if slurm_commands.is_there():
+            remedy = "set cluster.executor=slurm to use it (pipeline init DIR writes a cluster profile)"
+            yield noted_check("cluster", "Slurm is available, but cluster.executor is local", remedy)
+        return
+    if missing := [name for name in COMMANDS if shutil.which(name) is None]:
+        remedy = "log in to a submit host, outside of containers, or load its module; or --set cluster.executor=local"
+        yield refused_check("slurm", f"not on the PATH: {first_few(missing)}", remedy)
+        return
+    from pipeline.cluster.slurm import SlurmExecutor  # local runs do not need this import
+
+    executor = SlurmExecutor(config.cluster.slurm)
+    try:
+        site = executor.site.refuse_silent()
+    except CommandFailed as error:
+        remedy = "scontrol ping   (if it is down, ask your admins); or --set cluster.executor=local"
+        yield refused_check("slurm", f"the controller does not answer: {error.message}", remedy)
+        return
+    yield good_check("slurm", f"{site.name}, Slurm {site.version}")
+    yield from check_partitions(config, site)
+    yield from check_jobs(config, executor)
+    if site.counts_memory is False and config.cluster.slurm.memory != "none":
+        setting = f"SelectTypeParameters={site.setting('SelectTypeParameters') or 'none'}"
+        what = f"Slurm does not allocate memory ({setting}): tasks on a node share it"
+        yield noted_check("memory", what, f"{EDIT} cluster.slurm.memory=none")
+    yield from check_folders(config)
+
+
+def check_partitions(config: Config, site: Site) -> Iterator[CheckResult]:
+    """Yield the partitions in settings that do not exist, are down, or do not accept the user's accounts."""
+    cluster, slurm = config.cluster, config.cluster.slurm
+    sections = {name: cluster.resources(name).partition for name in table.everything(config)}
+    settings = {"slurm": slurm.partition, "supervisor": cluster.supervisor.partition, **sections}
+    named = {f"cluster.{name}.partition": (text or "").split(",") for name, text in settings.items()}
+    named |= {"cluster.slurm.partitions": list(slurm.partitions)}
+    named |= {"cluster.slurm.cards": [card.partition or "" for card in slurm.cards]}
+    known = [partition.name for partition in site.partitions]
+    keys = {name: key for key, names in reversed(named.items()) for name in names if name}
+    for name, key in keys.items() if known else ():
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            meant = f"; did you mean {close[0]}?" if close else ";"
+            what = f"{name} ({key}) does not exist or is hidden from you{meant} available: {first_few(known)}"
+            yield refused_check("partition", what, f"{EDIT} {key}={close[0] if close else known[0]}")
+        elif why := site.bars(name):
+            yield noted_check("partition", f"{why} ({key})", f"scontrol show partition {name}")
+
+
+def check_jobs(config: Config, executor: SlurmExecutor) -> Iterator[CheckResult]:
+    """Ask the scheduler whether it would accept the job of each stage; nothing is submitted."""
+    project = Project.open(config, remember=False)
+    for name in table.everything(config):
+        try:
+            job = job_of(None, config, first_job(project, table.stage(name, config), executor))
+        except PipelineError:  # it cannot be planned yet: then what is configured
+            job = Job(name, ("true",), range(1), "logs", Request.of(config.cluster.resources(name)))
+        yield _tested(executor, job)
+    if config.cluster.supervisor.where == "job":
+        yield _tested(executor, supervisor_job(None, config, "1"))
+
+
+def _tested(executor: SlurmExecutor, job: Job) -> CheckResult:
+    """Return the row of a job by the answer of the scheduler."""
+    try:
+        executor.check(job)
+    except SubmissionRefused as error:
+        change = error.command.change if error.command and error.command.change else error.remedy
+        return refused_check(f"job {job.name}", error.what, change)
+    return good_check(f"job {job.name}", "the scheduler would accept it")
+
+
+def check_folders(config: Config) -> Iterator[CheckResult]:
+    """Report folders that other nodes may not see; that they do cannot be proven here."""
+    places = {
+        "run folders": config.cluster.runs,
+        "cache": config.cache.root,
+        **{f"cache {path}": path for path in config.cache.under},
+        "data": config.data.path,
+        "interpreter": Path(sys.executable),
+    }
+    mounts = sorted(psutil.disk_partitions(all=True), key=lambda mount: len(mount.mountpoint), reverse=True)
+    own: dict[str, list[str]] = {}
+    for name, path in places.items():
+        if why := _only_here(path, mounts):
+            own.setdefault(why, []).append(name)
+    for why, names in own.items():
+        remedy = "choose a folder on a shared disk, unless every node has it at the same path"
+        yield noted_check("shared folders", f"{first_few(names)}: {why}", remedy)
+    if not own:
+        yield good_check("shared folders", f"{first_few(places)} are on network disks")
+
+
+def _only_here(path: Path, mounts: Sequence[Any]) -> str:
+    """Return why other machines may not see a path; empty for a network disk."""
+    real = Path(os.path.realpath(path))
+    own = [*OWN_PLACES, *filter(None, (os.environ.get("TMPDIR"),))]
+    if place := next((place for place in own if real.is_relative_to(place)), ""):
+        return f"below {place}, which is local to each machine"
+    kind = next((mount.fstype for mount in mounts if real.is_relative_to(mount.mountpoint)), "")
+    if kind.startswith(NETWORKED):
+        return ""
+    if kind in IN_MEMORY:
+        return f"on {kind}, which is local to each machine"
+    return f"on {kind}, a disk of this machine" if kind else "on an unknown kind of disk"
+
 
 LOOKED_AT = 100  # items of the data set that are listed
 EACH_REFUSED = str(Command.submit("scan", then="   (names each that is refused, and why)"))
@@ -62,8 +234,8 @@ def run_checks(config_file: Path | None, sets: Sequence[str]) -> list[CheckResul
         findings.append(failed_check("config", error))
         return findings
     findings.append(good_check("config", str(loaded.path)))
-    there: Checks = (("cluster", slurm_checks.check_cluster), ("container", _container))
-    return [*findings, *_found((*INPUTS, ("cache", _cache), ("machine", _machine), *SETTINGS, *there), loaded)]
+    there: Checks = (("cluster", check_cluster), ("container", _container))
+    return [*findings, *_found((*INPUTS, ("cache", _cache), *SETTINGS, *there), loaded)]
 
 
 def findings_lines(findings: Sequence[CheckResult], *, verbose: bool = False) -> list[str]:
@@ -244,14 +416,6 @@ def _room(root: Path) -> CheckResult:
     if free_bytes < LITTLE_BYTES or 0 < inodes < LITTLE_INODES:
         return noted_check("disk", summary, "free space, or set cache.root to a larger disk")
     return good_check("disk", summary)
-
-
-def _machine(loaded: LoadedConfig) -> Iterator[CheckResult]:
-    """Return the resources of the local executor."""
-    machine = local_machine(loaded.config.cluster.slots)
-    memory = format_bytes(machine.mem_bytes)
-    gpus = f", {plural(len(machine.gpus), 'GPU')}" if machine.gpus else ""
-    yield good_check("machine", f"{machine.cpus} cores, {memory} memory{gpus} for local tasks")
 
 
 def settings_findings(loaded: LoadedConfig) -> Iterator[CheckResult]:

@@ -23,8 +23,7 @@ from pipeline.memory.outlook import LintFinding, Severity
 from pipeline.memory.planning.memory_plan import PlannedOffer
 from pipeline.report.plan_tables import Estimate, stages_report, training_answer
 from pipeline.report.tables import show_parts
-from pipeline.setup.checkup import findings_lines
-from pipeline.setup.slurm_checks import failed_check, good_check, noted_check
+from pipeline.setup.checkup import failed_check, findings_lines, good_check, noted_check
 from pipeline.units import GIB, MIB
 from pipeline.views.efficiency import StageUse, Suggested, use_report
 from tests.cli.test_screens import Terminal, screen_of

@@ -8,8 +8,10 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from pipeline.cluster import slurm, slurm_commands
@@ -17,8 +19,8 @@ from pipeline.cluster.accounting import CommandFailed
 from pipeline.cluster.slurm import SlurmExecutor
 from pipeline.config.load import read_config
 from pipeline.config.schema import Config
-from pipeline.setup import checkup, slurm_checks
-from pipeline.setup.slurm_checks import CheckVerdict
+from pipeline.setup import checkup
+from pipeline.setup.checkup import CheckVerdict
 from tests.setup.clusters import MIXED, PLAIN, site_of
 from tests.testkit.command import Command
 from tests.testkit.project import MakeProject, ProjectOf
@@ -37,9 +39,7 @@ def test_a_good_project_has_nothing_bad(pipeline: Command, make_project: MakePro
     make_project(3)
     code, found = verdicts(pipeline)
     assert code == 0
-    assert {"python", "pipeline", "torch", "config", "data", "cache folder", "disk", "run folders", "machine"} <= set(
-        found
-    )
+    assert {"python", "pipeline", "torch", "config", "data", "cache folder", "disk", "run folders"} <= set(found)
     assert "BAD" not in found.values()
 
 
@@ -199,7 +199,7 @@ def test_a_cluster_without_its_commands_or_an_answer_is_a_refusal(
     make_project(1)
     assert "sbatch, srun" in slurm()["found"]
     assert "cluster.executor=local" in slurm()["remedy"]
-    for name in slurm_checks.COMMANDS:
+    for name in checkup.COMMANDS:
         program(no_slurm, name, "echo 'slurm_load_ctl_conf error: Connection refused' >&2; exit 1")
     assert "slurm_load_ctl_conf error: Connection refused" in slurm()["found"]
     local, rows = verdicts(pipeline)
@@ -208,14 +208,13 @@ def test_a_cluster_without_its_commands_or_an_answer_is_a_refusal(
 
 def test_partitions_that_settings_name_must_be_there(config: Callable[..., Config]) -> None:
     for setting, found, code in [
-        ("cluster.slurm.partition=main", "main is up", 0),
         ("cluster.slurm.partition=mian", "main?", 6),
         ("cluster.supervisor.partition=other", "cluster.supervisor.partition", 6),
         ("cluster.slurm.cards=[{mem: 9GiB, partition: x}]", "cluster.slurm.cards", 6),
     ]:
-        (row,) = slurm_checks.check_partitions(config(setting), site_of(PLAIN))
+        (row,) = checkup.check_partitions(config(setting), site_of(PLAIN))
         assert (row.exit_code, found in row.found, bool(row.remedy)) == (code, True, bool(code)), setting
-    (old,) = slurm_checks.check_partitions(config("cluster.slurm.partition=old"), site_of(MIXED))
+    (old,) = checkup.check_partitions(config("cluster.slurm.partition=old"), site_of(MIXED))
     assert old.verdict is CheckVerdict.NOTE  # it is down
 
 
@@ -233,23 +232,21 @@ def test_the_scheduler_is_asked_about_each_job_planned_or_not(
     monkeypatch.setattr(slurm_commands, "run_command", ask)
     monkeypatch.setattr(slurm_commands, "is_there", lambda: True)
     asked = config("cluster.embed.partition=short", "embed.weights=nowhere.pt")
-    rows = {row.what: row for row in slurm_checks.check_jobs(asked, SlurmExecutor(asked.cluster.slurm))}
+    rows = {row.what: row for row in checkup.check_jobs(asked, SlurmExecutor(asked.cluster.slurm))}
     assert {name for name, row in rows.items() if row.exit_code} == {"job embed"}
     assert (rows["job embed"].exit_code, "cluster.slurm.account" in rows["job embed"].remedy) == (6, True)
     assert {"job scan", "job graph", "job supervise"} <= rows.keys()
 
 
 def test_folders_that_nodes_may_not_see_are_told_with_why(
-    config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mounts = tmp_path / "mounts"
-    mounts.write_text(
-        "/dev/sda1 / ext4 rw 0 0\nserver:/x /group nfs4 rw 0 0\ntmpfs /group/my\\040scratch tmpfs rw 0 0\nsysfs\n"
-    )
-    monkeypatch.setattr(slurm_checks, "MOUNTS", mounts)
+    kinds = {"/": "ext4", "/group": "nfs4", "/group/my scratch": "tmpfs"}
+    mounts = [SimpleNamespace(mountpoint=place, fstype=kind) for place, kind in kinds.items()]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda **_more: mounts)
     monkeypatch.delenv("TMPDIR", raising=False)
     sets = ("data.path=/group/a.csv", "cache.root=/group/my scratch/cache", "cluster.runs=/tmp/runs")
-    rows = {row.found for row in slurm_checks.check_folders(config(*sets))}
+    rows = {row.found for row in checkup.check_folders(config(*sets))}
     assert "run folders: below /tmp, which is local to each machine" in rows
     assert "cache: on tmpfs, which is local to each machine" in rows
     assert not any("data" in row for row in rows)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
-from pipeline.views.page_charts import planning_times
 
 from pipeline.journal.run_view import view
 from pipeline.records import Event, EventKind
 from pipeline.report.html_page import render
+from pipeline.views.page_charts import planning_times
 from pipeline.views.run_page import page_data, page_now
 from tests.journal.ledgers import fold_events
 from tests.report.runs_told import many, trained
