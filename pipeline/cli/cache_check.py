@@ -114,7 +114,7 @@ def repair_command(
     The damaged files are set aside, not deleted.
     """
     from pipeline.report import cache_tables, tables
-    from pipeline.report.live_status import CheckBars
+    from pipeline.report.live_status import WorkBar
     from pipeline.store.format.disk import ask_owner
     from pipeline.store.maintenance.damage_report import read_report, stays_left
     from pipeline.store.maintenance.shard_plans import Repaired, plan_repair, repair
@@ -124,7 +124,7 @@ def repair_command(
     report = read_report(damage) if damage else None
     shown, totals = _Repairs(all=as_json), Repaired()
     files = None if report else _files([cache.kind(name) for name in cache.kinds()])
-    with CheckBars("repair" if yes else "look", files) as progress:
+    with WorkBar("repair" if yes else "look", files) as progress:
         if yes:
             say_wait = saying_wait(settle_s)
             with ask_owner(cache.root):
@@ -259,10 +259,10 @@ def _watched(
     stores: Sequence[Store], subset: Subset, name: str, look: Look, verdicts: Path | None
 ) -> Iterator[Checked]:
     """Check file after file, show the progress, and write a verdict on each record if asked to."""
-    from pipeline.report.live_status import CheckBars
+    from pipeline.report.live_status import WorkBar
 
     with ExitStack() as stack:
-        progress = stack.enter_context(CheckBars(name, _files(stores, subset)))
+        progress = stack.enter_context(WorkBar(name, _files(stores, subset)))
         file = stack.enter_context(_verdicts_to(verdicts)) if verdicts else None
         for store in stores:
             for checked in look(store, subset, with_index=subset.part == 1):

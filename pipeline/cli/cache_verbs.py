@@ -78,9 +78,9 @@ def import_cache_command(folder: Folder, config: ConfigFile = None, sets: Sets =
 
 def _showing(name: str, move: Callable[[Told], Moved]) -> Moved:
     """Move files and show the progress on stderr."""
-    from pipeline.report.live_status import CopyingBar
+    from pipeline.report.live_status import WorkBar
 
-    with CopyingBar(name) as shown:
+    with WorkBar(name) as shown:
         return move(shown.show)
 
 

@@ -47,6 +47,7 @@ def logs_command(
     from pipeline.errors import ConfigError
     from pipeline.journal.run_logs import LogChoice, wanted_logs
     from pipeline.journal.run_status import StatusReader
+    from pipeline.planning.trainings import named_point
 
     if follow and as_json:
         raise ConfigError("cannot be combined with --follow", where="--json", remedy="leave -f or --json out")
@@ -56,7 +57,8 @@ def logs_command(
         if task is not None or stage not in (None, "train"):
             what = "cannot be combined with --stage or --task"
             raise ConfigError(what, where="--point", remedy="leave --stage and --task out")
-        stage, task = "train", point_of(status, point)
+        trained = status.stages.get("train")
+        stage, task = "train", named_point(point, trained.names if trained else ())
     if rank is not None:
         stage, rank = _ranked(folder, status, stage, rank)
     wanted = LogChoice(stage, task, attempt, failed)
@@ -95,14 +97,6 @@ def run_folder(
     if run or not with_work or had_work(newest):
         return newest
     return next(filter(had_work, reversed(runs_in(runs))), newest)
-
-
-def point_of(status: RunStatus, name: str) -> int:
-    """Return the task of a point of a sweep."""
-    from pipeline.planning.trainings import named_point
-
-    stage = status.stages.get("train")
-    return named_point(name, stage.names if stage else ())
 
 
 def _show(logs: Sequence[Log], rank: int | None = None, *, whole: bool) -> None:
@@ -196,32 +190,20 @@ def _none(folder: RunFolder, status: RunStatus, wanted: LogChoice) -> ConfigErro
 
 
 def _ranked(folder: RunFolder, status: RunStatus, stage: str | None, rank: int) -> tuple[str | None, int | None]:
-    """Return the stage with several ranks that `--rank` means, and the rank; None where lines have no rank mark."""
+    """Return the stage with several ranks that `--rank` means, and the rank; None where a process writes alone."""
     from pipeline.config.load import read_resolved
-
-    begun = [name for name in TOGETHER if name in status.stages and stage in (None, name)]
-    config = read_resolved(folder.config) if begun else None
-    worlds = {name: getattr(config.cluster, name).world for name in begun} if config else {}
-    together = {name: world for name, world in worlds.items() if world > 1}
-    if not config or not together or config.cluster.executor != "slurm":  # the local launcher does not mark their lines
-        _refuse_rank(status, stage, rank, max(together.values(), default=1))
-        return stage, None
-    name, world = list(together.items())[-1]
-    if rank >= world:
-        _refuse_rank(status, name, rank, world)
-    return name, rank
-
-
-def _refuse_rank(status: RunStatus, stage: str | None, rank: int, world: int = 1) -> None:
-    """Raise ConfigError unless tasks have a single process and the rank is 0: several write into one log."""
     from pipeline.errors import ConfigError
 
-    begun = [known for known in status.stages.values() if stage in (None, known.name)]
-    processes = max(world, max((job.gpus for known in begun for job in known.jobs.values()), default=1) or 1)
-    if rank >= processes or processes > 1:
-        problem = (
-            f"the {processes} processes of a task write to one log"
-            if rank < processes
-            else f"tasks have {processes} {'process: 0' if processes == 1 else f'processes: 0-{processes - 1}'}"
-        )
-        raise ConfigError(problem, where=f"--rank {rank}", remedy="leave --rank out")
+    cluster = read_resolved(folder.config).cluster
+    begun = [name for name in TOGETHER if name in status.stages and stage in (None, name)]
+    world, _, name = max(
+        ((getattr(cluster, name).world, at, name) for at, name in enumerate(begun)), default=(1, 0, stage)
+    )
+    if rank < world == 1:
+        return stage, None
+    if rank < world and cluster.executor == "slurm":
+        return name, rank
+    problem = "the processes of a local task write to one log"  # the local launcher does not mark their lines
+    if rank >= world:
+        problem = f"tasks have {world} {'process: 0' if world == 1 else f'processes: 0-{world - 1}'}"
+    raise ConfigError(problem, where=f"--rank {rank}", remedy="leave --rank out")

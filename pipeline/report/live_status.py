@@ -171,40 +171,36 @@ class RunProgress(LiveLines):
                 self._say(row.line(self._width, time.time()))
 
 
-class CheckBars(LiveLines):
-    """Progress of a look at the files of a cache."""
+class WorkBar(LiveLines):
+    """Progress of work on files: checking or copying them."""
 
-    def __init__(self, name: str, total: int | None) -> None:
+    def __init__(self, name: str, files: int | None = None) -> None:
         super().__init__()
-        self._name, self._total, self._files, self._bytes, self._wrong = name, total, 0, 0, 0
+        self._name, self._total = name, files
+        self._files = self._bytes = self._wrong = 0
 
     def take(self, checked: Checked) -> None:
         """Show that one more file was looked at."""
         self._bytes += checked.read_bytes
         self._wrong += len(checked.findings)
         self._files += bool(checked.shard)
-        rate = self._bytes / max(1e-3, time.monotonic() - self._begun)
-        files = f"{self._files:,} files" if self._total is None else f"{self._files:,}/{self._total:,} files"
-        parts = files, short_bytes(self._bytes), f"{short_bytes(rate)}/s", f"{self._wrong:,} wrong"
-        self._rows = [Row(State.RUNNING, self._name, parts, share=self._files / self._total if self._total else None)]
-        self._redraw()
-
-
-class CopyingBar(LiveLines):
-    """Progress of copying files."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
+        of = "" if self._total is None else f"/{self._total:,}"
+        parts = f"{self._files:,}{of} files", short_bytes(self._bytes), f"{short_bytes(self._pace(self._bytes))}/s"
+        self._draw((*parts, f"{self._wrong:,} wrong"), self._files, self._total)
 
     def show(self, copied: int, total: int) -> None:
         """Show how many bytes of all are copied, and how long the rest will take."""
-        rate = copied / max(1e-3, time.monotonic() - self._begun)
-        words = [f"{short_bytes(copied)}/{short_bytes(total)}", f"{short_bytes(rate)}/s"]
-        words += [f"about {short_seconds((total - copied) / max(rate, 1e-9))} left"] if copied < total else []
-        self._rows = [Row(State.RUNNING, self._name, tuple(words), share=copied / total if total else None)]
-        if copied == total:
-            self._quiet_since = -math.inf
+        pace = self._pace(copied)
+        parts = [f"{short_bytes(copied)}/{short_bytes(total)}", f"{short_bytes(pace)}/s"]
+        parts += [f"about {short_seconds((total - copied) / max(pace, 1e-9))} left"] if copied < total else []
+        self._quiet_since = -math.inf if copied == total else self._quiet_since
+        self._draw(tuple(parts), copied, total)
+
+    def _pace(self, done: float) -> float:
+        return done / max(1e-3, time.monotonic() - self._begun)
+
+    def _draw(self, parts: tuple[str, ...], done: int, total: int | None) -> None:
+        self._rows = [Row(State.RUNNING, self._name, parts, share=done / total if total else None)]
         self._redraw()
 
 

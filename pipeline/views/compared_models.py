@@ -27,6 +27,7 @@ from pipeline.report.tables import plural, table_of
 from pipeline.stages.trained import progress_of
 from pipeline.training.loop.metrics_log import Pruned, read_epochs
 from pipeline.training.prepared import ModelFolder, Prepared
+from pipeline.views.why import flat
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -141,21 +142,20 @@ def _groups(models: Sequence[ComparedModel], differing: Sequence[str]) -> list[G
     for model in models:
         key = json.dumps([model.settings.get(name) for name in others], sort_keys=True)
         together.setdefault(key, []).append(model)
-    groups = []
-    for members in together.values():
-        values = [model.best for model in members if model.best is not None]
-        groups.append(
-            Group(
-                settings={name: members[0].settings.get(name) for name in others},
-                models=[model.name for model in members],
-                known=len(values),
-                mean=fmean(values) if values else None,
-                deviation=stdev(values) if len(values) > 1 else None,
-                hours=sum(model.hours for model in members),
-                peak_bytes=max(model.peak_bytes for model in members),
-            )
-        )
-    return groups
+    return [_group(others, members) for members in together.values()]
+
+
+def _group(others: Sequence[str], members: Sequence[ComparedModel]) -> Group:
+    values = [model.best for model in members if model.best is not None]
+    return Group(
+        settings={name: members[0].settings.get(name) for name in others},
+        models=[model.name for model in members],
+        known=len(values),
+        mean=fmean(values) if values else None,
+        deviation=stdev(values) if len(values) > 1 else None,
+        hours=sum(model.hours for model in members),
+        peak_bytes=max(model.peak_bytes for model in members),
+    )
 
 
 def brief(value: Any) -> str:
@@ -243,13 +243,12 @@ def models_of_run(folder: RunFolder) -> list[ComparedModel]:
     except (OSError, ValueError):  # it trains nothing, or its plan is of another version
         return []
     models = read_resolved(folder.config).train.models
-    planned = [(training.name, training.prepared.name) for training in trainings if training.prepared]
-    return [model for point, name in planned for model in _begun(models / name, point=point)]
-
-
-def _begun(path: Path, point: str = "") -> Iterator[ComparedModel]:
-    with suppress(ConfigError):
-        yield read_model(path, point)
+    found = []
+    for training in trainings:
+        with suppress(ConfigError):  # it has not begun
+            if training.prepared:
+                found.append(read_model(models / training.prepared.name, training.name))
+    return found
 
 
 def read_model(path: Path, point: str = "") -> ComparedModel:
@@ -271,7 +270,7 @@ def read_model(path: Path, point: str = "") -> ComparedModel:
         name=path.name,
         folder=str(path),
         state=State.DONE if is_over else State.PRUNED if pruned else State.UNDONE,
-        settings=dict(_flat({**prepared.recipe, "epochs": prepared.epochs})),  # a recipe may leave that open
+        settings=dict(flat({**prepared.recipe, "epochs": prepared.epochs})),  # a recipe may leave that open
         epochs=trained,
         steps=epochs[-1].step if epochs else 0,
         hours=sum(epoch.wall_s for epoch in epochs) / 3600,
@@ -300,15 +299,6 @@ def _names(prepared: Prepared, config: Config) -> dict[str, str]:
     weights = prepared.recipe.get("embeddings", {}).get("weights", "")
     named = {prepared.table: config.data.path, weights: config.embed.weights}
     return {digest: f"{path.name} {digest[:SHORT]}" for digest, path in named.items() if digest}
-
-
-def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield settings with the names of the sections that they are in."""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}", value
 
 
 def _curves_of(epochs: Iterable[Epoch]) -> dict[str, list[tuple[int, float]]]:

@@ -151,12 +151,10 @@ def no_item(name: str, names: Sequence[str], where: str) -> ConfigError:
 
 
 def near_names(name: str, names: Sequence[str]) -> list[str]:
-    """Return a few similar names: other case first, then longer names, then close matches."""
-    lower = name.lower()
-    same = [other for other in names if other.lower() == lower]
-    holding = islice((other for other in names if lower in other.lower() and other not in same), NAMED)
-    alike = [other for other in islice(names, COMPARED) if abs(len(other) - len(name)) <= 2 and {*other} & {*name}]
-    return list(dict.fromkeys([*same, *holding, *get_close_matches(name, alike, n=NAMED)]))[:NAMED]
+    """Return a few similar names: longer ones in any case first, then close matches."""
+    holding = sorted((other for other in names if name.lower() in other.lower()), key=len)
+    alike = [other for other in islice(names, COMPARED) if abs(len(other) - len(name)) <= 2]
+    return list(dict.fromkeys([*holding, *get_close_matches(name, alike, n=NAMED)]))[:NAMED]
 
 
 def _newest_listing(project: Project) -> RunFolder | None:

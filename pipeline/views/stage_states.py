@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from graphlib import TopologicalSorter
 from typing import TYPE_CHECKING, Any
 
 from pipeline.command_line import Command
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from pipeline.training.state import TrainingState
 
 
-FILLED: dict[str, str] = {State.DONE: "#d9f0dd", State.TO_DO: "#dbe7f6", State.WAITING: "#ececec"}
-
-
 @dataclass(frozen=True, slots=True)
 class StageBox:
     """A stage of a configuration, with its state."""
@@ -48,38 +46,28 @@ class StageBox:
 
 def arrows(boxes: Sequence[StageBox]) -> list[tuple[str, str]]:
     """Return the arrows between boxes as pairs of names: direct needs only, among the shown boxes."""
-    shown = {box.name: [name for name in box.needs if any(name == other.name for other in boxes)] for box in boxes}
+    names = {box.name for box in boxes}
+    needs = {box.name: [name for name in box.needs if name in names] for box in boxes}
+    above: dict[str, set[str]] = {}  # all that a box needs, directly or not
+    for name in TopologicalSorter(needs).static_order():
+        above[name] = {*needs[name]}.union(*(above[need] for need in needs[name]))
     return [
-        (name, box.name)
-        for box in boxes
-        for name in shown[box.name]
-        if not any(name in _all_needed(other, shown) for other in shown[box.name])
+        (need, name)
+        for name, direct in needs.items()
+        for need in direct
+        if not any(need in above[other] for other in direct)
     ]
-
-
-def _all_needed(name: str, needs: Mapping[str, Sequence[str]]) -> set[str]:
-    """Return all that a box needs, directly or not."""
-    found: set[str] = set()
-    waiting = [*needs[name]]
-    while waiting:
-        if (other := waiting.pop()) not in found:
-            found.add(other)
-            waiting += needs[other]
-    return found
 
 
 def columns_of(boxes: Sequence[StageBox]) -> list[list[StageBox]]:
     """Return the boxes in columns, each right of all that it needs."""
-    needs: dict[str, list[str]] = {box.name: [] for box in boxes}
-    for first, then in arrows(boxes):
-        needs[then].append(first)
-    depth = {name: len(_chain(name, needs)) for name in needs}
-    return [[box for box in boxes if depth[box.name] == place] for place in sorted(set(depth.values()))]
-
-
-def _chain(name: str, needs: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the longest chain of boxes that ends with a name."""
-    return [*max((_chain(other, needs) for other in needs[name]), key=len, default=[]), name]
+    order = TopologicalSorter({box.name: [name for name, then in arrows(boxes) if then == box.name] for box in boxes})
+    order.prepare()
+    columns = []
+    while ready := order.get_ready():
+        columns.append([box for box in boxes if box.name in ready])
+        order.done(*ready)
+    return columns
 
 
 def graph_lines(boxes: Sequence[StageBox]) -> list[str]:
@@ -112,43 +100,24 @@ def as_mermaid(boxes: Sequence[StageBox]) -> str:
     """Return the graph in the language of Mermaid."""
     lines = ["flowchart LR"]  # where `graph` is a word of its own
     for box in boxes:
-        text = "<br/>".join(_plain(part) for part in _told(box)).replace('"', "#quot;")
-        lines.append(f'  s_{box.name}["{text}"]:::{_class_of(box.state)}')
-    lines += [f"  s_{first} --> s_{then}" for first, then in arrows(boxes)]
-    states = dict.fromkeys(box.state for box in boxes)
-    lines += [
-        f"  classDef {_class_of(state)} fill:{FILLED.get(state, '#ffffff')},stroke:#555,color:#111" for state in states
-    ]
-    return "\n".join(lines)
+        text = "<br/>".join(_label(box)).replace('"', "#quot;")
+        lines.append(f'  s_{box.name}["{text}"]')
+    return "\n".join([*lines, *(f"  s_{first} --> s_{then}" for first, then in arrows(boxes))])
 
 
 def as_dot(boxes: Sequence[StageBox]) -> str:
     """Return the graph in the language of Graphviz."""
-    lines = [
-        "digraph pipeline {",
-        "  rankdir=LR;",
-        '  node [shape=box, style="rounded,filled", fontname="sans-serif"];',
-    ]
+    lines = ["digraph pipeline {", "  rankdir=LR;", '  node [shape=box, style=rounded, fontname="sans-serif"];']
     for box in boxes:
-        text = "\\n".join(_plain(part).replace("\\", "\\\\").replace('"', '\\"') for part in _told(box))
-        lines.append(f'  "{box.name}" [label="{text}", fillcolor="{FILLED.get(box.state, "#ffffff")}"];')
-    lines += [f'  "{first}" -> "{then}";' for first, then in arrows(boxes)]
-    return "\n".join([*lines, "}"])
+        text = "\\n".join(part.replace("\\", "\\\\").replace('"', '\\"') for part in _label(box))
+        lines.append(f'  "{box.name}" [label="{text}"];')
+    return "\n".join([*lines, *(f'  "{first}" -> "{then}";' for first, then in arrows(boxes)), "}"])
 
 
-def _told(box: StageBox) -> Iterator[str]:
-    """Yield the lines of a box."""
-    yield f"{box.name}: {box.state}"
-    yield from filter(None, (box.counts, box.why))
-
-
-def _plain(text: str) -> str:
-    """Return a text on one line, without symbols that a drawing language reads as its own."""
-    return " ".join(text.split()).replace("<", "‹").replace(">", "›")
-
-
-def _class_of(state: str) -> str:
-    return "".join(letter if letter.isalnum() else "_" for letter in state)
+def _label(box: StageBox) -> list[str]:
+    """Return the lines of a box, without symbols that a drawing language reads as its own."""
+    parts = filter(None, (f"{box.name}: {box.state}", box.counts, box.why))
+    return [" ".join(part.split()).replace("<", "‹").replace(">", "›") for part in parts]
 
 
 DATA = "data"

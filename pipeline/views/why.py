@@ -69,16 +69,16 @@ class Because:
 
 def changes_between(kind: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[SettingChange, ...]:
     """Return the settings in which two recipes of a kind differ, by their names in the configuration."""
-    before, after = dict(_flat(was)), dict(_flat(now))
+    before, after = dict(flat(was)), dict(flat(now))
     names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     return tuple(SettingChange(setting_of(kind, name), before.get(name), after.get(name)) for name in names)
 
 
-def _flat(recipe: Mapping[str, Any], within: str = "") -> Iterable[tuple[str, Any]]:
+def flat(recipe: Mapping[str, Any], within: str = "") -> Iterable[tuple[str, Any]]:
     """Yield the settings of a recipe by their full names; lists and tuples are the same."""
     for name, value in recipe.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{within}{name}.")
+            yield from flat(value, f"{within}{name}.")
         else:
             yield f"{within}{name}", list(value) if isinstance(value, tuple) else value
 

@@ -19,7 +19,7 @@ def test_a_long_look_says_now_and_then_how_far_and_how_fast_it_is(
 ) -> None:
     clock = iter([0.0, 5.0, 5.0, 11.0, 11.0, 12.0, 12.0])
     monkeypatch.setattr(live_status.time, "monotonic", lambda: next(clock))
-    with live_status.CheckBars("full", 9) as progress:
+    with live_status.WorkBar("full", 9) as progress:
         for number in range(3):
             progress.take(Checked("graph", f"{number}", read_bytes=11 << 20))
     printed = capsys.readouterr()

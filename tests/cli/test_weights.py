@@ -15,7 +15,7 @@ import torch
 from pipeline.encoder import checkpoint_files, weights
 from pipeline.encoder.checkpoint_files import Published
 from pipeline.encoder.synth import write_random_checkpoint
-from pipeline.report.live_status import CopyingBar
+from pipeline.report.live_status import WorkBar
 from tests.encoder.checkpoints.hub import Hub, Server
 from tests.encoder.checkpoints.relatives import face_config, face_folder, face_tensors
 from tests.testkit.command import Command
@@ -181,7 +181,7 @@ def test_a_damaged_file_in_its_place_is_not_taken_for_the_model(pipeline: Comman
 
 
 def test_copying_shows_how_far_it_is(capsys):
-    with CopyingBar("export") as bar:
+    with WorkBar("export") as bar:
         bar.show(3 << 20, 9 << 20)
         bar.show(9 << 20, 9 << 20)
     assert "9.0M/9.0M" in capsys.readouterr().err
