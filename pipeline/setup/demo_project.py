@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import sys
+from configparser import ConfigParser
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,26 +38,21 @@ WIDTH = 16  # of the small encoder, and of the embedding of a ligand
 
 @dataclass(frozen=True)
 class RecipeDemo:
-    """A recipe at toy size: its data, with a rule to learn, and the settings that make it small."""
+    """A recipe at toy size: its data, with a rule to learn; `recipe_demos.ini` has the settings that make it small."""
 
     make: Callable[[Path, int], None]  # writes this number of items, or about it, in the project's folder
     metric: str  # of validations, which shows that the planted rule was learned
-    options: Mapping[str, Any]  # of the task
-    settings: tuple[str, ...] = ()
-    items: int = 24
+    items: int
     shows: tuple[str, ...] = ("predictions.csv",)  # files of predictions that people want to see first
     needs: tuple[str, str] | None = None  # an extra, and the module that it brings
 
-    def sets(self, folder: Path) -> list[str]:
-        """Return the settings that make the recipe small, as `--set` takes them."""
-        options = (f"train.options.{name}={json.dumps(value)}" for name, value in self.options.items())
-        common = ("train.epochs=2", "train.precision=fp32", "cluster.train.gpus=0", "cluster.train.cpus=1")
-        return [
-            *options,
-            *common,
-            "cluster.executor=local",
-            *(setting.replace("FOLDER", str(folder.absolute())) for setting in self.settings),
-        ]
+
+def small_sets(name: str, folder: Path) -> list[str]:
+    """Return the settings that make a recipe small, as `--set` takes them."""
+    demos = ConfigParser(delimiters="=", interpolation=None)
+    demos.optionxform = str  # type: ignore[assignment,method-assign]  # keys keep their case
+    demos.read(Path(__file__).with_name("recipe_demos.ini"), encoding="utf-8")
+    return [f"{key}={value.replace('FOLDER', str(folder.absolute()))}" for key, value in demos[name].items()]
 
 
 def _complexes(folder: Path, items: int) -> None:
@@ -101,88 +97,15 @@ def _sequences(folder: Path, items: int) -> None:
 
 
 DEMOS = {
-    "complex_docking": RecipeDemo(
-        _complexes,
-        "ligand_rmsd_median",
-        {"embedding_dim": WIDTH, "scalars": 8, "vectors": 4, "layers": 2, "steps": 8, "multiplicity": 1,
-         "translation_most": 12.0},
-        (
-            "embed.weights=FOLDER/weights/esm2_tiny.pt",
-            "cluster.embed.gpus=0",
-            "cluster.embed.cpus=1",
-            "graph.neighbours=8",
-            "train.evaluate.options={samples: 1}",
-            "train.predict.options={samples: 2, steps: 8}",
-            "train.effective_batch=8",
-            "train.epochs=4",
-            "train.learning_rate=0.005",
-            "train.validation.every=2",
-        ),
-        items=126,
-        shows=("poses.csv",),
-    ),
-    "spectra_finetune": RecipeDemo(
-        _spectra,
-        "r2",
-        {
-            "layers": 2, "heads": 4, "d_fourier": 56, "d_peak": 8, "fourier_width": 64, "finest": 0.01, "max_peaks": 20,
-        },
-        ("train.frozen=[]", "train.epochs=16", "train.effective_batch=32", "train.learning_rate=0.001",
-         "train.schedule={kind: cosine}", "train.predict.split=test"),
-        items=900,
-    ),
-    "encoder_finetune": RecipeDemo(
-        _sequences,
-        "r2",
-        {"layers": 2, "width": WIDTH, "heads": 2, "rank": 2, "alpha": 4.0},
-        ("train.pretrained=FOLDER/weights/esm2_tiny.pt", "train.effective_batch=16", "train.epochs=12",
-         "train.learning_rate=0.01"),
-        items=300,
-    ),
-    "denovo_recursive": RecipeDemo(
-        _peptides,
-        "residue_recall",
-        {
-            "width": 64, "heads": 4, "encoder_layers": 1, "decoder_layers": 1, "latent_steps": 1,
-            "supervision_steps": 2, "max_peaks": 20, "longest": 6, "smoothing": 0.0, "spectrum_weight": 0.05,
-            "modifications": [], "fragment_charges": 1,
-        },
-        (
-            "train.effective_batch=64", "train.epochs=12", "train.learning_rate=0.001", "train.ema=null",
-            "train.schedule={kind: constant}",
-            "data.options.shortest=4", "data.options.least_peaks=4", "train.predict.split=test",
-            "train.curriculum=[{epochs: 1, largest: {residues: 4}, options: {spectrum_weight: 0.0}}]",
-        ),
-        items=2000,
-        shows=("peptides.csv",),
-    ),
-    "rna_ligand": RecipeDemo(
-        _pockets,
-        "recall_at_1",
-        {"hidden_irreps": "8x0e+4x1o", "layers": 1, "output_dim": WIDTH, "feature_width": 8},
-        (
-            "train.epochs=4", "train.learning_rate=0.01", "train.predict.split=test",
-            "train.options.targets=FOLDER/data/ligand_embeddings.h5",
-            "train.options.library=FOLDER/data/ligand_library.h5",
-        ),
-        items=400,
-        shows=("ranked_ligands.csv",),
-        needs=("hdf5", "h5py"),
-    ),
+    "complex_docking": RecipeDemo(_complexes, "ligand_rmsd_median", 126, ("poses.csv",)),
+    "spectra_finetune": RecipeDemo(_spectra, "r2", 900),
+    "encoder_finetune": RecipeDemo(_sequences, "r2", 300),
+    "denovo_recursive": RecipeDemo(_peptides, "residue_recall", 2000, ("peptides.csv",)),
+    "rna_ligand": RecipeDemo(_pockets, "recall_at_1", 400, ("ranked_ligands.csv",), ("hdf5", "h5py")),
     "contrastive_pair": RecipeDemo(
-        _captions,
-        "left_to_right_at_1",
-        {
-            "width": 32, "layers": 2, "heads": 2, "out": 16, "vocabulary": 1000, "image_size": 32, "patch": 8,
-            "image_width": 32, "image_layers": 2, "image_heads": 2, "right_most": 16,
-        },
-        ("data.options.size=32", "train.effective_batch=32", "train.micro_batch=16", "train.epochs=10",
-         "train.learning_rate=0.002", "train.predict.split=test"),
-        items=400,
-        shows=("nearest_right.csv", "nearest_left.csv"),
-        needs=("images", "PIL"),
+        _captions, "left_to_right_at_1", 400, ("nearest_right.csv", "nearest_left.csv"), ("images", "PIL")
     ),
-}  # fmt: skip
+}
 
 
 def write_recipe_demo(folder: Path, name: str) -> Path:
@@ -196,7 +119,7 @@ def write_recipe_demo(folder: Path, name: str) -> Path:
     demo.make(folder, demo.items)
     config = folder / "pipeline.yaml"
     config.write_text(text, encoding="utf-8")
-    small = small_settings(read_config(config, demo.sets(folder)).config, folder)
+    small = small_settings(read_config(config, small_sets(name, folder)).config, folder)
     sections = [f"{section}: {json.dumps(values)}" for section, values in small.items()]
     config.write_text("\n".join([HEAD.format(name=name), *sections, ""]), encoding="utf-8")
     return config
