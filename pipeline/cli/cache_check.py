@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipeline.cli.help import option
-from pipeline.cli.options import ConfigFile, Json, Sets, Yes, as_typed, load_config, print_json
+from pipeline.cli.options import ConfigFile, Json, Sets, Yes, as_typed, load_config, show, show_dry_run
 from pipeline.command_line import Command
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def repair_command(
 
     The damaged files are set aside, not deleted.
     """
-    from pipeline.report import cache_tables, tables
+    from pipeline.report import cache_tables
     from pipeline.report.live_status import WorkBar
     from pipeline.store.format.disk import ask_owner
     from pipeline.store.maintenance.damage_report import read_report, stays_left
@@ -133,13 +133,18 @@ def repair_command(
             for plan in plan_repair(cache, report, seen=progress.take):
                 totals.count(plan)
                 shown.take(plan)
-    if as_json:
-        files_json = [plan.to_json() for plan in shown.plans]
-        print_json({"root": cache.root, "done": yes, **asdict(totals), "files": files_json})
-    else:
-        table = cache_tables.mended_table(shown.kinds) if yes else cache_tables.mend_table(shown.plans, shown.more)
-        tables.show_parts(*cache_tables.repaired_lines(totals, did=yes), *table)
-        _say_next(totals, damage, yes=yes)
+    table = cache_tables.mended_table(shown.kinds) if yes else cache_tables.mend_table(shown.plans, shown.more)
+    files_json = [plan.to_json() for plan in shown.plans] if as_json else []
+    show(
+        lambda: {"root": cache.root, "done": yes, **asdict(totals), "files": files_json},
+        lambda: [*cache_tables.repaired_lines(totals, did=yes), *table],
+        as_json=as_json,
+    )
+    if totals.missing and not as_json:
+        following = as_typed(Command.of("cache regenerate --list", totals.missing))
+        typer.echo(f"damage list of the lost records: {totals.missing}\n  next: {following}")
+    elif not (yes or as_json) and (totals.quarantined or totals.indexes):
+        show_dry_run("repaired", "cache repair", *(("--list", damage) if damage else ()))
     if totals.stay and (yes or not (totals.quarantined or totals.indexes)):
         repair_again = as_typed(Command.of("cache repair --yes"))
         raise stays_left(shown.stay, totals.stay, cache.root, repair_again)
@@ -169,16 +174,6 @@ class _Repairs:
             self.more += bool(plan.shard)
 
 
-def _say_next(totals: Repaired, damage: Path | None, *, yes: bool) -> None:
-    """Print the next command after a repair or its dry run."""
-    if totals.missing:
-        following = as_typed(Command.of("cache regenerate --list", totals.missing))
-        typer.echo(f"damage list of the lost records: {totals.missing}\n  next: {following}")
-    elif not yes and (totals.quarantined or totals.indexes):
-        listed = ("--list", damage) if damage else ()
-        typer.echo(f"dry run: nothing repaired; to apply: {as_typed(Command.of('cache repair', *listed, '--yes'))}")
-
-
 def saying_wait(settle_s: float) -> Callable[[], None]:
     """Return a callback that says how long other hosts get to see the new files."""
     message = f"waiting {settle_s:g} s for other hosts to see the new files (cache.visibility_s) ..."
@@ -187,7 +182,7 @@ def saying_wait(settle_s: float) -> Callable[[], None]:
 
 def compact_command(yes: Yes = False, config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
     """Merge many small cache files into a few; records are verified."""
-    from pipeline.report import cache_tables, tables
+    from pipeline.report import cache_tables
     from pipeline.store.format.disk import ask_owner
     from pipeline.store.maintenance.shard_plans import apply, plan_compaction
 
@@ -200,17 +195,13 @@ def compact_command(yes: Yes = False, config: ConfigFile = None, sets: Sets = No
         plans = [plan for kind in compacted for plan in kind.small]
         with ask_owner(cache.root):
             list(apply(plans, shard_bytes=shard_bytes, settle_s=settle_s, waits=saying_wait(settle_s)))
-    if as_json:
-        kinds = [kind.to_json(did=yes) for kind in compacted]
-        print_json({"root": cache.root, "done": yes, "kinds": kinds})
-        return
-    if not compacted:
-        typer.echo("The cache is empty.")
-        return
-    answer = cache_tables.compacted_line(compacted, did=yes)
-    tables.show_parts(answer, "", cache_tables.compact_table(compacted, did=yes))
-    if not yes and any(kind.small for kind in compacted):
-        typer.echo(f"dry run: nothing merged; to apply: {as_typed(Command.of('cache compact --yes'))}")
+    show(
+        lambda: {"root": cache.root, "done": yes, "kinds": [kind.to_json(did=yes) for kind in compacted]},
+        lambda: cache_tables.compacted_lines(compacted, did=yes),
+        as_json=as_json,
+    )
+    if not (yes or as_json) and any(kind.small for kind in compacted):
+        show_dry_run("merged", "cache compact")
 
 
 def _look(loaded: LoadedConfig, how: str, sample: float | None) -> Look:
@@ -231,8 +222,7 @@ def _open(loaded: LoadedConfig) -> CacheFolder:
     from pipeline.store.cache_folder import CacheFolder
     from pipeline.store.maintenance.leftovers import refuse_unusable
 
-    chosen = loaded.config.cache
-    cache = CacheFolder.over(chosen.root, chosen.under)
+    cache = CacheFolder.over(loaded.config.cache.root, loaded.config.cache.under)
     refuse_unusable(cache)
     return cache
 
@@ -368,18 +358,13 @@ class _Found:
 
 def _show_found(collected: _Found, *, as_json: bool) -> None:
     """Print the findings of a validation."""
-    from pipeline.report import cache_tables, tables
+    from pipeline.report.cache_tables import checked_lines
 
-    if as_json:
+    def document() -> dict[str, Any]:
         kinds = {kind: {name: getattr(of_kind, name) for name in COUNTED} for kind, of_kind in collected.kinds.items()}
         summary = asdict(collected.summary) | {"kinds": kinds}
-        print_json({"root": collected.cache.root, "list": collected.path, "unwritten": collected.unwritten, **summary})
-        return
-    tables.show_parts(cache_tables.check_line(collected.kinds, collected.summary), "")
-    tables.show_parts(cache_tables.check_table(collected.kinds))
-    for note, count in collected.summary.notes.items():
-        typer.echo(f"{note}: {count:,}")
-    if not collected.summary.findings:
-        return
+        return {"root": collected.cache.root, "list": collected.path, "unwritten": collected.unwritten, **summary}
+
     unwritten = f"the damage list could not be written: {collected.unwritten}  (--out FILE)"
-    typer.echo(f"damage list: {collected.path}" if collected.path else unwritten)
+    place = f"damage list: {collected.path}" if collected.path else unwritten
+    show(document, lambda: checked_lines(collected.kinds, collected.summary, place), as_json=as_json)

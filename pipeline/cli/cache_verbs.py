@@ -11,7 +11,20 @@ import typer
 
 from pipeline.cli import cache_check
 from pipeline.cli.help import Verbs, argument, option
-from pipeline.cli.options import ConfigFile, DamageList, Json, Sets, Verbose, Yes, as_typed, load_config, print_json
+from pipeline.cli.options import (
+    ConfigFile,
+    DamageList,
+    Json,
+    Sets,
+    Verbose,
+    Yes,
+    as_typed,
+    load_config,
+    open_project,
+    print_json,
+    show,
+    show_dry_run,
+)
 from pipeline.cli.run_verbs import run_to_its_end, to_regenerate, typed_command
 from pipeline.command_line import Command, quoted
 from pipeline.stage_names import StageName
@@ -19,7 +32,7 @@ from pipeline.stage_names import StageName
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pipeline.store.maintenance.overview import Cleaning, CleanRequest
+    from pipeline.store.maintenance.overview import Cleaning
     from pipeline.store.maintenance.transfer import Moved, Told
 
 TOLD_EVERY_S = 5.0
@@ -123,13 +136,10 @@ def regenerate_command(
     """
     from pipeline.journal.run_status import RunStatus as Status
     from pipeline.journal.run_status import State
-    from pipeline.project.project import Project
 
     sets = [*(sets or ()), "cluster.executor=local"]
-    loaded = load_config(config, sets)
-    project, stages = to_regenerate(
-        Project.open(loaded.config, beside=loaded.base_dir.absolute(), strict=True), damage_list
-    )
+    loaded, project = open_project(config, sets, strict=True)
+    project, stages = to_regenerate(project, damage_list)
     if not stages:
         nothing = f"✓ Nothing to regenerate: {damage_list} lists no lost record"
         print_json(Status("", State.DONE).to_json()) if as_json else typer.echo(nothing)
@@ -144,21 +154,11 @@ def stat_command(verbose: Verbose = False, config: ConfigFile = None, sets: Sets
     import gc
 
     gc.disable()  # in a short process, collecting would only walk through the imports
+    from pipeline.report import cache_tables
     from pipeline.upkeep.retention import holdings
 
     held = holdings(load_config(config, sets).config)
-    if as_json:
-        print_json(held.to_json())
-        return
-    from pipeline.report import cache_tables, tables
-
-    lines = cache_tables.holdings_lines(held, as_typed)
-    if not held.is_there:
-        tables.show_parts(*lines)
-        return
-    stores, recipes = cache_tables.store_table(held.stats), cache_tables.recipe_table(held.recipes, held.undescribed)
-    recipes = recipes if verbose else ""
-    tables.show_parts(*cache_tables.holdings_answer(held), "", stores, "", *([recipes, ""] if recipes else []), *lines)
+    show(held.to_json, lambda: cache_tables.holdings_report(held, as_typed, verbose=verbose), as_json=as_json)
 
 
 def clean_command(
@@ -179,7 +179,6 @@ def clean_command(
     pipeline cache clean --older-than 7d --yes
     """
     from pipeline.errors import ConfigError
-    from pipeline.project.project import Project
     from pipeline.report import tables
     from pipeline.report.cache_tables import cleaning_lines
     from pipeline.store.format.disk import ask_owner
@@ -191,8 +190,7 @@ def clean_command(
             "--keep-recipes and --all cannot be combined", where="--all", remedy=Command.of("cache clean --all")
         )
     asked = CleanRequest(keep_recipes, everything, None if older_than is None else _seconds(older_than))
-    loaded = load_config(config, sets)
-    project = Project.open(loaded.config, remember=False, beside=loaded.base_dir.absolute())
+    loaded, project = open_project(config, sets, remember=False)
     cleaning = foresee_cleaning(project, loaded.path, asked, on=_counter())
     document = cleaning.to_json() if as_json else {}
     if not as_json:
@@ -204,7 +202,9 @@ def clean_command(
     if as_json:
         print_json(document)
     elif not yes and cleaning.files:
-        typer.echo(f"dry run: nothing removed; to apply: {_again(asked, older_than)}")
+        words = ["--keep-recipes"] * keep_recipes + ["--all"] * everything
+        words += ["--older-than", older_than] if older_than is not None else []
+        show_dry_run("removed", "cache clean", *words)
 
 
 def _headline(cleaning: Cleaning) -> str:
@@ -274,13 +274,6 @@ def _seconds(text: str) -> float:
         problem = f"{text!r} is not a duration: expected a number above 0 with a unit, or 0"
         remedy = Command.of("cache clean --older-than 7d", then="   (12h, 90m)")
         raise ConfigError(problem, where="--older-than", remedy=remedy) from None
-
-
-def _again(asked: CleanRequest, older_than: str | None) -> Command:
-    """Return the command that does the cleaning that was shown."""
-    words = ["--keep-recipes"] * asked.keep_recipes + ["--all"] * asked.all
-    words += ["--older-than", older_than] if older_than is not None else []
-    return as_typed(Command.of("cache clean", *words, "--yes"))
 
 
 app = Verbs(f"Inspect, check, repair, clean or move the cache.\n\nExamples:\n{EXAMPLES}")

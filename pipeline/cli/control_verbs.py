@@ -25,6 +25,8 @@ from pipeline.cli.options import (
     load_config,
     one_of,
     print_json,
+    show,
+    show_dry_run,
 )
 from pipeline.command_line import Command
 
@@ -116,8 +118,7 @@ def cancel_command(
             return
         typer.echo(f"run {folder.name}: {_words(cancellation)}")
         if not yes:
-            again = Command.of("cancel", folder.name, *(("--stage", stage) if stage else ()), "--yes")
-            typer.echo(f"dry run: nothing cancelled; to apply: {as_typed(again)}")
+            show_dry_run("cancelled", "cancel", folder.name, *(("--stage", stage) if stage else ()))
             return
         end(folder, status, executor, cancellation, stage)
     typer.echo("cancelled; finished work is kept")
@@ -143,8 +144,7 @@ def _cancel_points(opened: Opened, wanted: Sequence[str], stage: str | None, *, 
     for name in tasks.values():
         typer.echo(f"  {name}")
     if not yes:
-        again = Command.of("cancel", folder.name, *(word for name in wanted for word in ("--point", name)), "--yes")
-        typer.echo(f"dry run: nothing cancelled; to apply: {as_typed(again)}")
+        show_dry_run("cancelled", "cancel", folder.name, *(word for name in wanted for word in ("--point", name)))
         return
     cancel_points(folder, frozen, executor, list(tasks))
     typer.echo("cancelled; other points continue. Submit the same sweep again to train these points.")
@@ -226,10 +226,8 @@ def status_command(
         watched(look, report)
     gc.disable()  # a short life, in which collecting would walk through all tasks again and again
     seen = look()
-    if as_json:
-        print_json(seen.to_json())
-    elif not watch:
-        tables.show_parts(*report(seen, {}))
+    if not watch:
+        show(seen.to_json, lambda: report(seen, {}), as_json=as_json)
     is_abandoned = seen.status.state is State.ABANDONED
     if exit_code and (code := JobFailed.exit_code if is_abandoned else seen.status.exit_code):
         raise typer.Exit(code)
@@ -265,8 +263,7 @@ def prune_command(
         gone = list(prune(pruning))
         typer.echo(f"removed {plural(len(gone), 'run')}: {format_bytes(sum(run.bytes for run in gone))}", err=True)
     elif not is_empty and not as_json:
-        again = as_typed(Command.of("runs prune", "--keep", keep, "--yes"))
-        typer.echo(f"dry run: nothing removed; to apply: {again}")
+        show_dry_run("removed", "runs prune --keep", keep)
 
 
 def list_command(
@@ -280,7 +277,7 @@ def list_command(
 
     from pipeline.journal.run_folder import runs_in
     from pipeline.journal.run_view import view
-    from pipeline.report.tables import show_parts, text_table
+    from pipeline.report.tables import text_table
     from pipeline.units import short_seconds
 
     runs = load_config(config, sets).config.cluster.runs
@@ -295,11 +292,8 @@ def list_command(
         at = f"{datetime.fromtimestamp(begun):%Y-%m-%d %H:%M}" if begun else ""  # noqa: DTZ006 - people's own
         took = "" if took_s is None else short_seconds(took_s)
         rows.append((folder.name, status.state.word, at, took, " ".join(stages)))
-    if as_json:
-        print_json(listed)
-    else:
-        shown = text_table(("RUN", "STATE", "STARTED", "TIME", "STAGES"), rows)
-        show_parts(shown if rows else f"{runs}: no runs yet")
+    table = text_table(("RUN", "STATE", "STARTED", "TIME", "STAGES"), rows)
+    show(lambda: listed, lambda: [table if rows else f"{runs}: no runs yet"], as_json=as_json)
 
 
 runs_app = Verbs("List runs and remove the folders of old ones.")

@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeline.cli.help import Verb, argument, option
-from pipeline.cli.options import ConfigFile, Json, Sets, as_typed, choice, load_config, one_of, print_json
+from pipeline.cli.options import ConfigFile, Json, Sets, as_typed, choice, one_of, open_project, print_json, show
 from pipeline.command_line import Command
 from pipeline.stage_names import StageName
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator
 
     from rich.console import RenderableType
 
     from pipeline.project.project import Project
-    from pipeline.views.stage_states import StageBox
+    from pipeline.views.explained_item import ItemExplained
+    from pipeline.views.stage_states import StageExplained
 
 OPTION, TEXT = "--dag", "text"
 KEY_DIGITS = 16  # the first 8 are those of all records of a recipe
@@ -48,24 +49,17 @@ def show_graph(stage: str, project: Project, form: str, *, as_json: bool) -> Non
     """Print the graph of a stage and those it needs, or of all."""
     from pipeline.report import tables
     from pipeline.stages.table import up_to
-    from pipeline.views.stage_states import arrows, as_dot, as_mermaid, stage_boxes
+    from pipeline.views.stage_states import arrows, as_dot, as_mermaid, graph_lines, stage_boxes
 
     boxes = stage_boxes(project, up_to(stage, project.config))
     if as_json:
         print_json({"stages": [box.to_json() for box in boxes], "arrows": arrows(boxes)})
     elif form == TEXT:
-        tables.show_parts(*_graph_text(boxes))
+        rows = [(box.name, box.state, box.counts, box.why) for box in boxes]
+        table = tables.text_table(("STAGE", "STATE", "WORK", "WHY"), rows)
+        tables.show_parts("\n".join(graph_lines(boxes)), "", table)
     else:
         typer.echo(as_mermaid(boxes) if form == "mermaid" else as_dot(boxes))
-
-
-def _graph_text(boxes: Sequence[StageBox]) -> list[RenderableType]:
-    """Return a graph as text: names and arrows, then a row for each stage."""
-    from pipeline.report.tables import text_table
-    from pipeline.views.stage_states import graph_lines
-
-    rows = [(box.name, box.state, box.counts, box.why) for box in boxes]
-    return ["\n".join(graph_lines(boxes)), "", text_table(("STAGE", "STATE", "WORK", "WHY"), rows)]
 
 
 def explain_command(
@@ -89,54 +83,44 @@ def explain_command(
     pipeline explain --stage train          # why a training starts from scratch
     """
     from pipeline.errors import ConfigError
-    from pipeline.project.project import Project
+    from pipeline.views.explained_item import explain_item
+    from pipeline.views.stage_states import explain_stage
 
     if (item is None) == (stage is None):
         what = "name an item or --stage STAGE" + (", not both" if item else "")
         remedy = Command.of("explain ITEM", then="   or   pipeline explain --stage train")
         raise ConfigError(what, where="pipeline explain", remedy=remedy)
-    loaded = load_config(config, sets)
-    project = Project.open(loaded.config, remember=False, beside=loaded.base_dir.absolute())
+    _, project = open_project(config, sets, remember=False)
     if item is not None:
-        _show_item(project, item, as_json=as_json)
+        of_item = explain_item(project, item)
+        show(of_item.to_json, lambda: _item_lines(of_item), as_json=as_json)
     else:
-        _show_stage(project, str(stage), as_json=as_json)
+        of_stage = explain_stage(project, str(stage))
+        show(of_stage.to_json, lambda: _stage_lines(of_stage), as_json=as_json)
 
 
-def _show_item(project: Project, name: str, *, as_json: bool) -> None:
+def _item_lines(explained: ItemExplained) -> Iterator[RenderableType]:
     from pipeline.journal.run_status import State
-    from pipeline.report.tables import show_parts, text_table
-    from pipeline.views.explained_item import explain_item
+    from pipeline.report.tables import text_table
 
-    explained = explain_item(project, name)
-    if as_json:
-        print_json(explained.to_json())
-        return
     rows = [
         (of.stage, of.because.state.word, str(of.because), " ".join(key[:KEY_DIGITS] for key in of.keys.values()))
         for of in explained.stages
     ]
     worst = next((of for of in explained.stages if of.because.state not in (State.DONE, State.NOTHING)), None)
     answer = f"! {worst.stage}: {worst.because.state.word}" if worst else "✓ nothing to do"
-    title = f"{explained.id} ({explained.origin})" if explained.origin else explained.id
-    show_parts(f"{answer}   {title}", "", text_table(("STAGE", "STATE", "WHY", "KEY"), rows))
-    _show_next(explained.next)
+    yield f"{answer}   {explained.id}{f' ({explained.origin})' if explained.origin else ''}"
+    yield ""
+    yield text_table(("STAGE", "STATE", "WHY", "KEY"), rows)
+    yield from _next_line(explained.next)
 
 
-def _show_stage(project: Project, name: str, *, as_json: bool) -> None:
-    from pipeline.report.tables import show_parts
-    from pipeline.views.stage_states import explain_stage
-
-    explained = explain_stage(project, name)
-    if as_json:
-        print_json(explained.to_json())
-        return
+def _stage_lines(explained: StageExplained) -> Iterator[RenderableType]:
     because, counts = explained.because, explained.counts
-    head = ": ".join(filter(None, (f"{name}: {because.state.value}", because.why)))
-    show_parts(head, *([f"  {counts}"] if counts else []), *(f"  {change}" for change in because.changes))
-    _show_next(explained.next)
+    yield ": ".join(filter(None, (f"{explained.name}: {because.state.value}", because.why)))
+    yield from ([f"  {counts}"] if counts else [])
+    yield from [f"  {change}" for change in because.changes] + _next_line(explained.next)
 
 
-def _show_next(command: Command | None) -> None:
-    if command is not None:
-        typer.echo(f"next: {as_typed(command)}")
+def _next_line(command: Command | None) -> list[str]:
+    return [f"next: {as_typed(command)}"] if command is not None else []

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pipeline.cli.help import Verbs, argument, option
-from pipeline.cli.options import ConfigFile, Json, Sets, Where, load_config, load_config_if_any, one_of, print_json
+from pipeline.cli.options import ConfigFile, Json, Sets, Where, load_config_if_any, one_of, open_project, print_json
 from pipeline.command_line import Command
 
 FORMATS = ("h5", "safetensors", "parquet", "npy")
@@ -90,12 +90,10 @@ def export_embeddings_command(
     A sequence has the id of its item; a chain of a structure is ITEM:CHAIN. The file appears whole or not at all.
     """
     from pipeline.config.schema_data import MAIN
-    from pipeline.project.project import Project
     from pipeline.stages.embedding_export import WantedExport, export_embeddings
 
     wanted = WantedExport(format_ or _told_by(out), pool, encoder or MAIN, split, replace=force, partial=partial)
-    loaded = load_config(config, sets)
-    project = Project.open(loaded.config, beside=loaded.base_dir.absolute(), strict=True)
+    _, project = open_project(config, sets, strict=True)
     exported = export_embeddings(project, out, wanted)
     size = out.stat().st_size
     if as_json:

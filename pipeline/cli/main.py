@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import signal
 import sys
@@ -35,7 +36,7 @@ VERBS = {
     START: {
         "init": ("setup_verbs:init_command", "Write a commented pipeline.yaml and a cluster profile."),
         "doctor": ("setup_verbs:doctor_command", "Check settings, data, disk, torch and cluster; suggest fixes."),
-        "demo": ("demo_verb:demo_command", "Create a small project here; plan, train, survive faults, report."),
+        "demo": ("setup_verbs:demo_command", "Create a small project here; plan, train, survive faults, report."),
         "completion": ("setup_verbs:completion_command", "Print a script that makes your shell complete commands."),
         "config": ("setup_verbs:config_app", "Show, check and describe the configuration."),
     },
@@ -111,9 +112,17 @@ def pipeline_options(
     debug: Annotated[bool, option("--debug", "Show a traceback with each error, and debug logs.")] = False,
 ) -> None:
     """Set up logging."""
-    from pipeline.cli.debug_log import show_log
+    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(MaskedLines("%(levelname)s: %(message)s"))
 
-    show_log(debug=debug)
+
+class MaskedLines(logging.Formatter):
+    """Masks secrets in log lines."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a log record."""
+        return without_secrets(super().format(record))
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -124,7 +133,7 @@ def _print_traceback(kind: type[BaseException], error: BaseException, trace: Tra
 def _print_completions() -> None:
     """Print what can follow on the line that is being typed; an error must not disturb the shell."""
     with suppress(Exception):
-        from pipeline.cli.completion import answer
+        from pipeline.cli.options import answer
 
         for line in answer(typer.main.get_command(app), " ".join(sys.argv[2:])):
             typer.echo(line)

@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.completion import completing, models
 from pipeline.cli.help import Verbs, argument, option
-from pipeline.cli.options import ConfigFile, Json, Sets, load_config, load_config_if_any, print_json
+from pipeline.cli.options import (
+    ConfigFile,
+    Json,
+    Sets,
+    completing,
+    load_config,
+    load_config_if_any,
+    models,
+    print_json,
+    show,
+)
 from pipeline.command_line import Command
 
 if TYPE_CHECKING:
@@ -98,13 +107,10 @@ def check_weights_command(
 ) -> None:
     """Show what a checkpoint holds; nothing in it is executed."""
     from pipeline.encoder.weights import examine_checkpoint, find_checkpoint
-    from pipeline.report import tables
+    from pipeline.report.tables import text_table
 
     examined = examine_checkpoint(path or find_checkpoint(_configured(config, sets)))
-    if as_json:
-        print_json(examined.to_json())
-    else:
-        tables.show_parts(tables.text_table(("name", examined.weights.name), _rows(examined)))
+    show(examined.to_json, lambda: [text_table(("name", examined.weights.name), _rows(examined))], as_json=as_json)
     examined.accepted()
 
 
@@ -213,11 +219,7 @@ def _rows(examined: Examined) -> list[tuple[str, object]]:
     from pipeline.units import format_bytes
 
     weights = examined.weights
-    longest = (
-        [("at most", f"{weights.longest:,} residues in one piece; longer sequences use windows")]
-        if weights.longest
-        else []
-    )
+    longest = f"{weights.longest:,} residues in one piece; longer sequences use windows"
     return [
         ("family", FAMILIES[weights.family]),
         ("form", weights.form),
@@ -225,7 +227,7 @@ def _rows(examined: Examined) -> list[tuple[str, object]]:
         ("layers", weights.layers),
         ("width", f"{weights.dim:,}"),
         ("heads", weights.heads),
-        *longest,
+        *([("at most", longest)] if weights.longest else []),
         ("parameters", f"{examined.parameters:,} (of the encoder)"),
         ("stored in", weights.precision),
         ("size", format_bytes(weights.bytes)),
@@ -263,10 +265,8 @@ def show_model_command(model: Model, as_json: Json = False, config: ConfigFile =
     named = _named(model, load_config_if_any(config, sets).config.train.models)
     with _told_as_damage():
         card = model_card(named)
-    if as_json:
-        print_json({"folder": named.folder.path, **card})
-        return
-    typer.echo("\n".join([f"{card['name']}   {named.folder.path}", *card_lines(card)]))
+    lines = [f"{card['name']}   {named.folder.path}", *card_lines(card)]
+    show(lambda: {"folder": named.folder.path, **card}, lambda: lines, as_json=as_json)
 
 
 @models_app.command("export")

@@ -7,14 +7,26 @@ import shlex
 import sys
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipeline.cli.completion import completing, gpus
 from pipeline.cli.explain_verb import GraphForm, WithGraph, show_graph
 from pipeline.cli.help import alone, argument, option
-from pipeline.cli.options import ConfigFile, Json, Sets, Verbose, choice, load_config, one_of, one_stage, print_json
+from pipeline.cli.options import (
+    ConfigFile,
+    Json,
+    Sets,
+    Verbose,
+    choice,
+    completing,
+    gpus,
+    load_config,
+    one_of,
+    one_stage,
+    print_json,
+)
 from pipeline.codec import plain
 from pipeline.command_line import Command
 from pipeline.stage_names import StageName
@@ -25,7 +37,6 @@ if TYPE_CHECKING:
 
     from pipeline.cluster.job_spec import Executor
     from pipeline.config.load import LoadedConfig
-    from pipeline.errors import PlanInfeasible
     from pipeline.memory.outlook import TrainOutlook
     from pipeline.project.project import Project
     from pipeline.script.batch_finding import Try
@@ -88,8 +99,10 @@ def plan_command(
     pipeline plan --dag                     # which stages are done, and why not
     """
     from pipeline.cluster.job_spec import Limits
+    from pipeline.dataset.early_items import typed_sizes
     from pipeline.errors import ConfigError, PlanInfeasible
     from pipeline.project.project import Project, open_executor
+    from pipeline.report import tables
 
     stage = one_stage("plan", stage, stage_option)
     loaded = load_config(config, sets)
@@ -112,14 +125,15 @@ def plan_command(
             typer.echo(UNTOLD, err=True)
         if stage == "train":
             try:
-                detailed = verbose or as_json
-                outlook = _training(
-                    loaded, project, executor, gpus=gpu or (), sizes=sizes, probing=probe, detailed=detailed
-                )
+                asked = {"gpus": gpu or (), "sizes": typed_sizes(sizes) if sizes is not None else None}
+                outlook = _training(loaded, project, executor, probing=probe, detailed=verbose or as_json, **asked)
             except PlanInfeasible as error:
                 if as_json:
                     raise
-                _show_misfit(error, gpu or ())
+                error.in_project(Command.typed(sys.argv[1:]))
+                place = f"{error.where}: " if error.where else ""
+                answer = (f"✗ Does not fit {gpu[0] if gpu else 'in memory'}", f"  Why  {place}{error.what}")
+                tables.show_parts(*answer, f"  Fix  {error.remedy}", columns=tables.MESSAGE)
                 raise typer.Exit(error.exit_code) from None
             _show_training(project, executor, outlook, as_json=as_json, verbose=verbose)
         else:
@@ -173,7 +187,7 @@ def _early_plan(loaded: LoadedConfig, project: Project, executor: Executor) -> s
     from pipeline.report.plan_tables import training_answer
 
     try:
-        outlook = _training(loaded, project, executor, gpus=(), sizes=None, probing=False, detailed=False)
+        outlook = _training(loaded, project, executor)
     except PipelineError as error:
         error.in_project(Command.typed(sys.argv[1:]))
         return f"cannot be planned yet: {error.what}\n  next: {error.remedy}"
@@ -201,31 +215,14 @@ def _show_script(project: Project, executor: Executor, *, traced: Sequence[str],
 
 
 def _training(
-    loaded: LoadedConfig,
-    project: Project,
-    executor: Executor,
-    *,
-    gpus: Sequence[str],
-    sizes: str | None,
-    probing: bool,
-    detailed: bool,
+    loaded: LoadedConfig, project: Project, executor: Executor, *, probing: bool = False, **asked: Any
 ) -> TrainOutlook:
-    """Plan training."""
-    from pipeline.dataset.early_items import typed_sizes
+    """Plan training; `asked`: the GPUs, sizes and details."""
     from pipeline.planning.offers import Question
     from pipeline.planning.prepare import shown_plan
 
-    question = Question(
-        config=loaded.config,
-        project=project,
-        executor=executor,
-        gpus=gpus,
-        by_plan=True,
-        detailed=detailed,
-        sizes=None if sizes is None else typed_sizes(sizes),
-        beside=loaded.base_dir.absolute(),
-        tell=lambda line: typer.echo(line, err=True),
-    )
+    place, tell = loaded.base_dir.absolute(), partial(typer.echo, err=True)
+    question = Question(loaded.config, project, executor, by_plan=True, beside=place, tell=tell, **asked)
     with _stdout_to_stderr():
         if not probing:
             return shown_plan(question)
@@ -246,16 +243,6 @@ def _stdout_to_stderr() -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
-
-
-def _show_misfit(error: PlanInfeasible, gpus: Sequence[str]) -> None:
-    """Print that no plan fits, why, and what helps."""
-    from pipeline.report import tables
-
-    error.in_project(Command.typed(sys.argv[1:]))
-    place = f"{error.where}: " if error.where else ""
-    answer = (f"✗ Does not fit {gpus[0] if gpus else 'in memory'}", f"  Why  {place}{error.what}")
-    tables.show_parts(*answer, f"  Fix  {error.remedy}", columns=tables.MESSAGE)
 
 
 def _show_training(

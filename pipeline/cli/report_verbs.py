@@ -10,10 +10,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipeline.cli.completion import completing, runs
 from pipeline.cli.help import argument, option
 from pipeline.cli.log_verbs import run_folder
-from pipeline.cli.options import ConfigFile, Json, Point, Run, Sets, Verbose, load_config, print_json
+from pipeline.cli.options import (
+    ConfigFile,
+    Json,
+    Point,
+    Run,
+    Sets,
+    Verbose,
+    completing,
+    load_config,
+    print_json,
+    runs,
+    show,
+)
 from pipeline.command_line import Command
 from pipeline.device.kinds import CARD, CPU
 
@@ -113,7 +124,6 @@ def report_command(
     """
     from pipeline.journal.budget import spending_of_run
     from pipeline.journal.run_view import view
-    from pipeline.report import tables
     from pipeline.views.efficiency import stage_uses, use_report
 
     folder = run_folder(run, config, sets, with_work=True)
@@ -122,18 +132,14 @@ def report_command(
         return
     status = view(folder).status
     stages, account = stage_uses(folder, status), spending_of_run(folder).account()
-    if as_json:
+
+    def document() -> dict[str, Any]:
         failures = {stage.name: stage.to_json()["failures"] for stage in status.in_order()}
-        document: dict[str, Any] = {
-            "run": folder.name,
-            "state": status.state.value,
-            "stages": list(map(asdict, stages)),
-        }
-        document |= {"budget": account.to_json()} if account else {}
-        waits = list(map(asdict, status.waits))
-        print_json(document | {"failures": failures, "waits": waits})
-        return
-    tables.show_parts(*use_report(status, stages, account, verbose=verbose))
+        run = {"run": folder.name, "state": status.state.value, "stages": list(map(asdict, stages))}
+        budget = {"budget": account.to_json()} if account else {}
+        return run | budget | {"failures": failures, "waits": list(map(asdict, status.waits))}
+
+    show(document, lambda: use_report(status, stages, account, verbose=verbose), as_json=as_json)
 
 
 def _write_page(folder: RunFolder, file: Path, *, as_json: bool) -> None:
@@ -176,7 +182,6 @@ def compare_command(
     as_json: Json = False,
 ) -> None:
     """Compare trainings: settings, metrics over seeds, memory, hours."""
-    from pipeline.report import tables
     from pipeline.views.compared_models import compared_data, comparison, comparison_lines
 
     shown = comparison(_models(what or (), config, sets), metric)
@@ -185,11 +190,8 @@ def compare_command(
         from pipeline.views.run_page import write_page
 
         write_page(html, render("compared.html", **compared_data(shown)))
-    if as_json:
-        print_json(shown.to_json())
-        return
-    tables.show_parts(*comparison_lines(shown))
-    if html is not None:
+    show(shown.to_json, lambda: comparison_lines(shown), as_json=as_json)
+    if html is not None and not as_json:
         typer.echo(f"HTML report: {html.parent.resolve() / html.name}")
 
 
@@ -254,7 +256,6 @@ def replay_command(
     from pipeline.engine.lifecycle import refuse_others
     from pipeline.errors import ConfigError
     from pipeline.replay.replay_step import find_case, replay_document, steps_with_bundles
-    from pipeline.report import tables
 
     folder = run_folder(run, config, sets, with_work=True)
     refuse_others(folder, "replay")  # a replay loads the run's code
@@ -267,10 +268,7 @@ def replay_command(
     if not as_json:
         typer.echo(case.bundle.words())
     document = replay_document(case, device=device)
-    if as_json:
-        print_json(document)
-        return
-    tables.show_parts(*_shown(document))
+    show(lambda: document, lambda: _shown(document), as_json=as_json)
 
 
 def _shown(document: Mapping[str, Any]) -> Iterator[RenderableType]:

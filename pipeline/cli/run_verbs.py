@@ -86,6 +86,7 @@ def submit_command(
 
     from pipeline.cli.plan_verbs import print_plan, show_plan
     from pipeline.config.load import from_resolved, with_settings
+    from pipeline.planning.trainings import typed_points
     from pipeline.project.project import Project
     from pipeline.stages.table import untrained
     from pipeline.upkeep.retention import register_use
@@ -101,8 +102,14 @@ def submit_command(
     if only and stage in ("all", StageName.REGENERATE):
         _refuse(f"takes a single stage, not {stage}", "--only", "train", "--only")
     sets = [*(sets or ()), *([f"cluster.executor={executor}"] if executor else ())]
-    swept = _sweep_words(stage, sweep or (), sweep_file, prune)
-    loaded = load_config(config, [*sets, *_settings_of_sweep(sweep or (), sweep_file, prune)])
+    swept = [word for values in sweep or () for word in ("--sweep", values)]
+    swept += ["--sweep-file", str(sweep_file)] if sweep_file else []
+    points = [f"train.sweep.points={typed_points(sweep or (), sweep_file)}"] if swept else []
+    points += [f"train.sweep.prune={prune}"] if prune else []
+    swept += ["--prune", prune] if prune else []
+    if swept and stage != StageName.TRAIN:
+        _refuse(f"cannot be combined with stage {stage}", swept[0], "train", " ".join(swept[:2]))
+    loaded = load_config(config, [*sets, *points])
     if prune and not loaded.config.train.sweep.points:
         _refuse("requires --sweep", "--prune", "train", "--sweep train.seed=0:5")
     configured = loaded.config
@@ -170,26 +177,6 @@ def _settings_of_model(stage: str, model: str, config: Config) -> dict[str, Any]
     return {f"train.{stage}.checkpoint": model, **({"data.unlabelled": True} if is_unlabelled else {})}
 
 
-def _sweep_words(stage: str, sweep: Sequence[str], file: Path | None, prune: str | None) -> list[str]:
-    """Return the words that ask for a sweep; none where none is asked for."""
-    words = [word for given in sweep for word in ("--sweep", given)]
-    words += ["--sweep-file", str(file)] if file else []
-    words += ["--prune", prune] if prune else []
-    if words and stage != StageName.TRAIN:
-        _refuse(f"cannot be combined with stage {stage}", words[0], "train", " ".join(words[:2]))
-    return words
-
-
-def _settings_of_sweep(sweep: Sequence[str], file: Path | None, prune: str | None) -> list[str]:
-    """Return what `--sweep`, `--sweep-file` and `--prune` set."""
-    points = list[str]()
-    if sweep or file:
-        from pipeline.planning.trainings import typed_points
-
-        points = [f"train.sweep.points={typed_points(sweep, file)}"]
-    return [*points, *([f"train.sweep.prune={prune}"] if prune else [])]
-
-
 def _refuse(problem: str, option: str, stage: str, more: str = "") -> None:
     """Raise for an option that does not go with the others, naming those that do."""
     from pipeline.errors import ConfigError
@@ -250,7 +237,6 @@ def _start(
     from pipeline.engine.handover import start_supervisor
     from pipeline.engine.lifecycle import gives_way, new_run, refuse_double
     from pipeline.engine.supervisor import Supervisor
-    from pipeline.journal.run_status import ENDED
     from pipeline.project.project import stays
     from pipeline.upkeep.retention import tags_read
 
@@ -272,15 +258,15 @@ def _start(
         return
     else:
         start_supervisor(folder)
-    if follow or _first_look(folder).state in ENDED:
+    if follow or _has_ended_at_once(folder):
         follow_to_end(folder, progress, ended)
         return
     progress.close()
     typer.echo(f"run {folder.name} started\n  watch it: {_status_of(folder)}")
 
 
-def _first_look(folder: RunFolder) -> RunStatus:
-    """Return the status of a new run once something was found to do, or after some seconds."""
+def _has_ended_at_once(folder: RunFolder) -> bool:
+    """Wait until something was found to do in a new run, or some seconds; tell whether it has ended."""
     from pipeline.journal.run_status import ENDED, StatusReader
     from pipeline.waiting import wait_for
 
@@ -291,7 +277,7 @@ def _first_look(folder: RunFolder) -> RunStatus:
         return status.state in ENDED or any(stage.missing for stage in status.stages.values())
 
     wait_for(is_known, INLINE_S, WATCH_EVERY_S / 5)
-    return reader.status
+    return reader.status.state in ENDED
 
 
 def run_to_its_end(
@@ -362,6 +348,7 @@ def _check_first(
     from pipeline.project.project import stays
     from pipeline.stages import table
     from pipeline.stages.jobs import first_job, job_of
+    from pipeline.units import format_bytes
 
     silent = list[str]()
 
@@ -386,7 +373,10 @@ def _check_first(
         _plan(stage, project, progress)
         job = job_of(None, project.config, first_job(project, stage, executor))
         check(job)
-        _warn_of_little(stage.name, job, stage.mem_bytes(project))
+        requested, planned_bytes = job.request.mem_bytes or 0, stage.mem_bytes(project)
+        if requested < NEARLY * planned_bytes:
+            needs = f"requests {format_bytes(requested)} but needs about {format_bytes(planned_bytes)}"
+            _note(f"{stage.name}: {needs}; set cluster.{stage.name}.mem=auto")
     if not stays(project.config):
         check(supervisor_job(None, project.config, "1"))
 
@@ -408,22 +398,12 @@ def _plan(stage: Stage, project: Project, progress: RunProgress) -> None:
         points = f"planning memory of {len(names):,} points…" if stage.are_apart(project.config) else ""
         progress.planning(stage.name, points)
     stage.plan(project)
-    if not trains or stage.name != StageName.TRAIN:
-        return
-    for line in () if stage.are_apart(project.config) else novelty(project):
-        _note(line)
-    for training in plan_trainings(project) or ():
-        if training.prepared is None:
-            _note(f"train: {training.name} is not trained, the others are: {training.why}")
-
-
-def _warn_of_little(stage: str, job: Job, planned_bytes: int) -> None:
-    """Print a note where the configured memory of a task is well below the planned one."""
-    from pipeline.units import format_bytes
-
-    if (job.request.mem_bytes or 0) < NEARLY * planned_bytes:
-        gets, needs = format_bytes(job.request.mem_bytes or 0), format_bytes(planned_bytes)
-        _note(f"{stage}: requests {gets} but needs about {needs}; set cluster.{stage}.mem=auto")
+    if trains and stage.name == StageName.TRAIN:
+        for line in () if stage.are_apart(project.config) else novelty(project):
+            _note(line)
+        for training in plan_trainings(project) or ():
+            if training.prepared is None:
+                _note(f"train: {training.name} is not trained, the others are: {training.why}")
 
 
 def _follow(

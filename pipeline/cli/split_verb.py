@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipeline.cli.help import Verbs, option
-from pipeline.cli.options import ConfigFile, Json, Sets, as_typed, load_config, one_of, print_json
+from pipeline.cli.options import ConfigFile, Json, Sets, as_typed, one_of, open_project, print_json, show
 from pipeline.cli.report_verbs import items_command
 from pipeline.command_line import Command
 
@@ -64,7 +64,6 @@ def split_command(
     pipeline data split --check             # existing splits
     """
     from pipeline.dataset.split_data import check_out, check_place, read_shared
-    from pipeline.project.project import Project
     from pipeline.store.format.disk import written_to
 
     wanted = _wanted(fractions, folds)
@@ -72,8 +71,7 @@ def split_command(
         remedy = Command.of("data split --by clusters --clusters FILE --out FILE")
         raise _mistake(f"cannot be used with --by {by}", "--clusters", remedy)
     tables = (clusters or ()) if by == "clusters" else None
-    loaded = load_config(config, sets)
-    project = Project.open(loaded.config, remember=False, beside=loaded.base_dir.absolute())
+    _, project = open_project(config, sets, remember=False)
     for path in (write_fasta, out if check else None):
         if path is not None:
             check_place(project.source, path)
@@ -147,10 +145,7 @@ def _divide(
         "files": [str(path) for path in files],
         "next": str(as_typed(Command.submit("scan").with_settings(("data.splits", str(files[0]))))),
     }
-    if as_json:
-        print_json(document)
-        return
-    tables.show_parts(*_division_shown(document, division, shared))
+    show(lambda: document, lambda: _division_shown(document, division, shared), as_json=as_json)
 
 
 def _division_shown(document: dict[str, Any], division: Division, shared: SharedItems) -> Iterator[RenderableType]:

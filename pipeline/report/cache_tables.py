@@ -115,12 +115,17 @@ def holdings_lines(held: Holdings, as_typed: AsTyped = str) -> list[RenderableTy
     return [*shown, *_layer_lines(held, as_typed)]
 
 
-def holdings_answer(held: Holdings) -> list[str]:
-    """Say how much a cache holds, and whether any of it is damaged."""
+def holdings_report(held: Holdings, as_typed: AsTyped, *, verbose: bool) -> list[RenderableType]:
+    """Say how much a cache holds, and whether any of it is damaged; then the kinds of records, and what is missing."""
+    lines = holdings_lines(held, as_typed)
+    if not held.is_there:
+        return lines
     size, files = sum(stat.bytes for stat in held.stats), sum(stat.shards for stat in held.stats)
     records = plural(sum(stat.records for stat in held.stats), "record")
     bad = sum(len(stat.unreadable) for stat in held.stats) or (held.report.summary.findings if held.report else 0)
-    return [f"{'!' if bad else '✓'} {records} · {short_bytes(size)} in {plural(files, 'file')} · {held.root}"]
+    answer = f"{'!' if bad else '✓'} {records} · {short_bytes(size)} in {plural(files, 'file')} · {held.root}"
+    recipes = recipe_table(held.recipes, held.undescribed) if verbose else ""
+    return [answer, "", store_table(held.stats), "", *([recipes, ""] if recipes else []), *lines]
 
 
 def _layer_lines(held: Holdings, as_typed: AsTyped) -> Iterator[str]:
@@ -172,28 +177,25 @@ FAULTS = {  # fault → the noun, and the damage
 }
 
 
-def check_table(kinds: Mapping[str, Summary]) -> RenderableType:
-    """Show the findings of each kind."""
-    if not kinds:
-        return "The cache is empty."
-    intact = ("INTACT", lambda row: row[1].whole, "count")
-    if any(tally.listed for tally in kinds.values()):  # unread records do not count as intact
-        intact = ("LISTED", lambda row: row[1].listed, "count")
-    columns: list[Column] = [
-        ("KIND", 0), ("FILES", lambda row: row[1].shards, "count"), ("READ", lambda row: row[1].bytes, "bytes"),
-        ("RECORDS", lambda row: row[1].records, "count"), intact, ("LOST", lambda row: row[1].lost, "count"),
-        ("DAMAGE", lambda row: ", ".join(_fault(*fault) for fault in sorted(row[1].faults.items())) or "-"),
-    ]  # fmt: skip
-    return table_of(columns, kinds.items())
-
-
-def check_line(kinds: Mapping[str, Summary], summary: Summary) -> str:
-    """Say whether anything is damaged, and how much was checked."""
+def checked_lines(kinds: Mapping[str, Summary], summary: Summary, place: str) -> list[RenderableType]:
+    """Say whether a validation found damage and how much it checked; then the findings of each kind, and their list."""
+    tallies = kinds.values()
+    records, files = sum(tally.records for tally in tallies), sum(tally.shards for tally in tallies)
+    has_unread = any(tally.listed for tally in tallies)  # such records do not count as intact
+    unread = "   (--full also reads the records)" if has_unread else ""
+    answer = f"✓ No damage: {plural(records, 'record')} in {plural(files, 'file')}{unread}"
     if summary.findings:
-        return f"✗ {plural(summary.findings, 'problem')} found, {plural(summary.lost, 'record')} lost"
-    records, files = sum(tally.records for tally in kinds.values()), sum(tally.shards for tally in kinds.values())
-    unread = "   (--full also reads the records)" if any(tally.listed for tally in kinds.values()) else ""
-    return f"✓ No damage: {plural(records, 'record')} in {plural(files, 'file')}{unread}"
+        answer = f"✗ {plural(summary.findings, 'problem')} found, {plural(summary.lost, 'record')} lost"
+    columns: tuple[Column, ...] = (
+        ("KIND", 0), ("FILES", lambda row: row[1].shards, "count"), ("READ", lambda row: row[1].bytes, "bytes"),
+        ("RECORDS", lambda row: row[1].records, "count"),
+        ("LISTED" if has_unread else "INTACT", lambda row: row[1].listed if has_unread else row[1].whole, "count"),
+        ("LOST", lambda row: row[1].lost, "count"),
+        ("DAMAGE", lambda row: ", ".join(_fault(*fault) for fault in sorted(row[1].faults.items())) or "-"),
+    )  # fmt: skip
+    table = table_of(columns, kinds.items()) if kinds else "The cache is empty."
+    notes = [f"{note}: {count:,}" for note, count in summary.notes.items()]
+    return [answer, "", table, *notes, *([place] if summary.findings else [])]
 
 
 def _fault(fault: str, count: int) -> str:
@@ -252,26 +254,23 @@ def repaired_lines(repaired: Repaired, *, did: bool) -> list[str]:
     return lines
 
 
-def compact_table(kinds: Sequence[Compacted], *, did: bool) -> RenderableType:
-    """Show the compaction of each kind."""
+def compacted_lines(kinds: Sequence[Compacted], *, did: bool) -> list[RenderableType]:
+    """Return the totals of a compaction or its dry run; then that of each kind."""
+    if not kinds:
+        return ["The cache is empty."]
+    small, is_merged = sum(len(kind.small) for kind in kinds), any(kind.of(Fate.REWRITTEN) for kind in kinds)
+    answer = "✓ Nothing to merge"
+    if did and is_merged:
+        before, after = sum(kind.shards for kind in kinds), sum(kind.after for kind in kinds)
+        answer = f"✓ {plural(before, 'file')} merged into {after:,}"
+    elif not did and small:
+        answer = f"{plural(small, 'small file')} to merge"
     columns: tuple[Column, ...] = (
         ("KIND", "kind"), ("FILES", "shards", "count"), ("SMALL", lambda kind: len(kind.small), "count"),
         ("RECORDS IN SMALL", "records", "count"), ("SIZE", "size_bytes", "bytes"),
         ("AFTER" if did else "ACTION", partial(_after, did=did)),
     )  # fmt: skip
-    return table_of(columns, kinds)
-
-
-def compacted_line(kinds: Sequence[Compacted], *, did: bool) -> str:
-    """Return the totals of a compaction or its dry run."""
-    if not did and (small := sum(len(kind.small) for kind in kinds)):
-        return f"{plural(small, 'small file')} to merge"
-    before, after = sum(kind.shards for kind in kinds), sum(kind.after for kind in kinds)
-    return (
-        f"✓ {plural(before, 'file')} merged into {after:,}"
-        if did and any(kind.of(Fate.REWRITTEN) for kind in kinds)
-        else "✓ Nothing to merge"
-    )
+    return [answer, "", table_of(columns, kinds)]
 
 
 def _after(kind: Compacted, *, did: bool) -> str:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from pipeline.cli.completion import answer, shell_script
 from pipeline.cli.main import app
+from pipeline.cli.options import answer, shell_script
 from tests.journal.ledgers import Told
 from tests.testkit.command import Command
 
@@ -143,7 +143,7 @@ def imported_by(lines: list[str]) -> set[str]:
     """Return the packages that another process has imported after it answered these lines."""
     code = (
         "import sys\nfrom typer.main import get_command\nfrom pipeline.cli.main import app\n"
-        "from pipeline.cli.completion import answer\n"
+        "from pipeline.cli.options import answer\n"
         f"for line in {lines}: assert list(answer(get_command(app), f'pipeline {{line}}'))\n"
         "print(*{name.partition('.')[0] for name in sys.modules})"
     )

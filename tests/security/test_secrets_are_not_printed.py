@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import command_line
-from pipeline.cli.debug_log import Hiding
+from pipeline.cli.main import MaskedLines
 from pipeline.config.load import read_config
 from pipeline.config.masking import MASK, without_secrets, without_secrets_in
 from pipeline.engine import supervisor, worker
@@ -161,7 +161,7 @@ def test_what_a_job_and_a_supervisor_print_when_they_fail_is_without_them(
 
 def test_a_log_line_of_a_library_is_written_without_them() -> None:
     record = logging.LogRecord("urllib3", logging.DEBUG, "", 1, "GET https://me:%s@host", (PASSWORD,), None)
-    assert Hiding("%(message)s").format(record) == "GET https://me:***@host"
+    assert MaskedLines("%(message)s").format(record) == "GET https://me:***@host"
 
 
 def test_what_is_no_secret_is_left_as_it_is() -> None:
