@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import logging
 import os
 import signal
 import sys
@@ -112,17 +111,9 @@ def pipeline_options(
     debug: Annotated[bool, option("--debug", "Show a traceback with each error, and debug logs.")] = False,
 ) -> None:
     """Set up logging."""
-    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING)
-    for handler in logging.getLogger().handlers:
-        handler.setFormatter(MaskedLines("%(levelname)s: %(message)s"))
+    from pipeline.cli.options import show_log
 
-
-class MaskedLines(logging.Formatter):
-    """Masks secrets in log lines."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a log record."""
-        return without_secrets(super().format(record))
+    show_log(debug=debug)
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -7,6 +7,7 @@ behind `--stage=` or `cluster.site=`.
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import sys
@@ -21,6 +22,7 @@ import typer
 
 from pipeline.cli.help import argument, option
 from pipeline.command_line import Command
+from pipeline.config.masking import without_secrets
 from pipeline.stage_names import StageName
 
 if TYPE_CHECKING:
@@ -276,3 +278,18 @@ def show(document: Callable[[], object], text: Callable[[], Iterable[RenderableT
 def show_dry_run(undone: str, again: str, *words: object) -> None:
     """Say that nothing was done, and which command does it."""
     typer.echo(f"dry run: nothing {undone}; to apply: {as_typed(Command.of(again, *words, '--yes'))}")
+
+
+class MaskedLines(logging.Formatter):
+    """Masks secrets in log lines."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a log record."""
+        return without_secrets(super().format(record))
+
+
+def show_log(*, debug: bool) -> None:
+    """Log warnings to stderr; with `debug`, everything."""
+    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(MaskedLines("%(levelname)s: %(message)s"))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import command_line
-from pipeline.cli.main import MaskedLines
+from pipeline.cli.options import MaskedLines
 from pipeline.config.load import read_config
 from pipeline.config.masking import MASK, without_secrets, without_secrets_in
 from pipeline.engine import supervisor, worker
