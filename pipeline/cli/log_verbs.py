@@ -109,14 +109,8 @@ def _show(logs: Sequence[Log], rank: int | None = None, *, whole: bool) -> None:
         for path, end in written:
             note = "  (log not found)" if end is None else "" if end else "  (empty)"
             _head(log, path, note)
-            _write(_of_rank(kept.whole(path), rank) if whole else [end or ""])
-
-
-def _of_rank(lines: Iterable[str], rank: int | None) -> Iterable[str]:
-    """Return the lines of a rank, or all."""
-    from pipeline.journal.run_logs import of_rank
-
-    return lines if rank is None else of_rank(lines, rank)
+            lines = kept.whole(path)
+            _write((lines if rank is None else kept.of_rank(lines, rank)) if whole else [end or ""])
 
 
 def _end_of(path: str, rank: int | None) -> str | None:
@@ -152,14 +146,14 @@ def _follow(folder: RunFolder, wanted: LogChoice, rank: int | None = None) -> No
     """Print new lines of logs until the run has ended."""
     import time
 
-    from pipeline.journal.run_logs import Follower
+    from pipeline.journal.run_logs import Follower, of_rank
     from pipeline.journal.run_view import ViewReader
 
     reader, last, looked_at = ViewReader(folder), "", time.monotonic()
     follower = Follower(reader, wanted)
     while True:
         for log, path, text in follower.fresh():
-            if not (own := "".join(_of_rank([text], rank))):
+            if not (own := text if rank is None else "".join(of_rank([text], rank))):
                 continue
             if path != last:
                 _head(log, path)

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from pipeline.views.compared_models import ComparedModel
 
 PRINTED = Path("-")
-Page = Annotated[Path | None, option("--html FILE", "Write a self-contained HTML report of the run; -: print it.")]
 
 
 ITEMS_SHOWN = 40  # of a table; --json and the file have all
@@ -95,22 +94,18 @@ def _scanned(run: str | None, config: Path | None, sets: Sequence[str] | None) -
     from pipeline.errors import ConfigError
     from pipeline.journal.run_folder import runs_in
 
-    if run is None:
-        runs = load_config(config, sets).config.cluster.runs
-        folders = [folder for folder in runs_in(runs) if folder.inventory.exists()]
-        where = runs
-    else:
-        folder = run_folder(run, config, sets)
-        folders, where = [folder] if folder.inventory.exists() else [], folder.path
-    if not folders:
-        what = "no run has scanned the data set yet" if run is None else "this run has no scan"
-        raise ConfigError(what, where=str(where), remedy=Command.submit("scan"))
-    return folders[-1]
+    asked = runs_in(load_config(config, sets).config.cluster.runs) if run is None else [run_folder(run, config, sets)]
+    if not (scanned := [folder for folder in asked if folder.inventory.exists()]):
+        what = "no run has scanned the data set yet" if run is None else f"run {run} has no scan"
+        raise ConfigError(what, where="pipeline data items", remedy=Command.submit("scan"))
+    return scanned[-1]
 
 
 def report_command(
     run: Run = None,
-    html: Page = None,
+    html: Annotated[
+        Path | None, option("--html FILE", "Write a self-contained HTML report of the run; -: print it.")
+    ] = None,
     verbose: Verbose = False,
     config: ConfigFile = None,
     sets: Sets = None,
@@ -161,18 +156,15 @@ def _write_page(folder: RunFolder, file: Path, *, as_json: bool) -> None:
         typer.echo(f"run {folder.name}: {run.status.state.value}\nHTML report: {file}")
 
 
-Compared = Annotated[
-    list[str] | None,
-    argument(
-        "RUN|MODEL",
-        "Runs (with all points of a sweep) and models. Default: every model of this project.",
-        autocompletion=completing(runs),
-    ),
-]
-
-
 def compare_command(
-    what: Compared = None,
+    what: Annotated[
+        list[str] | None,
+        argument(
+            "RUN|MODEL",
+            "Runs (with all points of a sweep) and models. Default: every model of this project.",
+            autocompletion=completing(runs),
+        ),
+    ] = None,
     metric: Annotated[
         str | None, option("--metric NAME", "Rank by this metric. Default: the monitored metric.")
     ] = None,
@@ -213,12 +205,12 @@ def _compared(name: str, config: Path | None, sets: Sequence[str] | None) -> lis
     from pipeline.journal.run_folder import by_path, find_run
     from pipeline.views.compared_models import models_of_run, read_model
 
-    if (run := by_path(name)) is None and (Path(name) / "prepared.json").is_file():
-        return [read_model(Path(name).resolve())]
-    if run is None:
-        here = load_config(config, sets).config
-        if (here.train.models / name / "prepared.json").is_file():
-            return [read_model(here.train.models / name)]
+    if (run := by_path(name)) is None:
+        here = None if (Path(name) / "prepared.json").is_file() else load_config(config, sets).config
+        folder = Path(name).resolve() if here is None else here.train.models / name
+        if (folder / "prepared.json").is_file():
+            return [read_model(folder)]
+        assert here is not None
         try:
             run = find_run(here.cluster.runs, name)
         except ConfigError as error:

@@ -30,8 +30,6 @@ from pipeline.command_line import Command, quoted
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pipeline.cluster.site import Site
-
 
 def doctor_command(
     verbose: Verbose = False, config: ConfigFile = None, sets: Sets = None, as_json: Json = False
@@ -67,13 +65,22 @@ def init_command(
     pipeline init                           # in the current folder
     pipeline init dock --recipe complex_docking
     """
+    from pipeline.cluster import slurm_commands
+    from pipeline.cluster.accounting import CommandFailed
+    from pipeline.cluster.site import Site
+    from pipeline.config.schema_cluster import SlurmSection
     from pipeline.setup.init_files import write_init_files
 
-    site, why_not = _look()
-    written = write_init_files(folder, site, recipe)
-    typer.echo(f"{written.config}: the configuration, with `cluster.executor: {'slurm' if site else 'local'}`")
-    if written.profile is not None and site is not None:
-        typer.echo(f"{written.profile}: profile of the cluster {site.name} (Slurm {site.version}); check it")
+    site, why_not = None, "Slurm's commands are not on the PATH, so jobs will run on this machine"
+    if slurm_commands.is_there():
+        try:
+            site = Site(SlurmSection()).refuse_silent()
+        except CommandFailed as error:
+            why_not = f"Slurm is here but does not answer, so jobs will run on this machine: {error.message}"
+    written, profile = write_init_files(folder, site, recipe)
+    typer.echo(f"{written}: the configuration, with `cluster.executor: {'slurm' if site else 'local'}`")
+    if profile is not None and site is not None:
+        typer.echo(f"{profile}: profile of the cluster {site.name} (Slurm {site.version}); check it")
     for note in (f"no answer: {silent}" for silent in site.silent) if site else (why_not,):
         typer.echo(f"note: {note}", err=True)
     enter = "" if folder == Path() else f"  cd {quoted(folder)}\n"
@@ -96,21 +103,6 @@ def completion_command(
     fish: add pipeline completion fish | source to config.fish.
     """
     typer.echo(shell_script(shell), nl=False)
-
-
-def _look() -> tuple[Site | None, str]:
-    """Return the facts of this cluster, or None and why they are not known."""
-    from pipeline.cluster import slurm_commands
-    from pipeline.cluster.accounting import CommandFailed
-    from pipeline.cluster.site import Site
-    from pipeline.config.schema_cluster import SlurmSection
-
-    if not slurm_commands.is_there():
-        return None, "Slurm's commands are not on the PATH, so jobs will run on this machine"
-    try:
-        return Site(SlurmSection()).refuse_silent(), ""
-    except CommandFailed as error:
-        return None, f"Slurm is here but does not answer, so jobs will run on this machine: {error.message}"
 
 
 config_app = Verbs("Show, check and describe the configuration.")

@@ -125,19 +125,6 @@ class TimeSlots:
                 wider[slot // 2] += known
             self.width_s, self.counts = 2 * self.width_s, wider
 
-    def points(self, until: float) -> list[tuple[float, float]]:
-        """Return time and count a second, slot by slot; 0 where nothing was counted for long."""
-        if not self.counts:
-            return []
-        first, last = min(self.counts), max(self.counts)
-        step = max(1, -(-(last - first + 1) // MOST_SLOTS))
-        points = []
-        for start in range(first, last + 1, step):
-            begin, end = start * self.width_s, min((start + step) * self.width_s, max(until, start * self.width_s + 1))
-            total = sum(self.counts[slot] for slot in range(start, start + step))
-            points.append(((begin + end) / 2, total / (end - begin)))
-        return points
-
 
 @dataclass(slots=True)
 class StageStatus:
@@ -179,8 +166,7 @@ class StageStatus:
     submitted: bool = False
     started_at: float = 0.0
     ended_at: float = 0.0
-    over_time: TimeSlots = field(default_factory=TimeSlots)  # items that its tasks work through; of a deep view alone
-    ooms: TimeSlots = field(default_factory=TimeSlots)  # steps that ran out of memory; likewise
+    ooms: TimeSlots = field(default_factory=TimeSlots)  # steps that ran out of memory; of a deep view alone
 
     def task(self, number: int) -> TaskRecord:
         """Return the record of a task, a new one if there is none."""
@@ -370,7 +356,7 @@ class StageStatus:
 INTERNAL = (
     "of",
     "judged", "warned", "work", "jobs", "intents", "submitted", "sent", "left_out", "planned", "limits", "own", "names",
-    "over_time", "ooms",
+    "ooms",
 )  # fmt: skip
 
 
@@ -449,7 +435,7 @@ class RunStatus:
     ended_at: float = 0.0
     names: dict[JobId, str] = field(default_factory=dict)  # of supervisors' jobs in the queue, each unique
     cluster: str = ""  # Slurm's name of the cluster that has its jobs
-    deep: bool = False  # whether to count the work of stages over time
+    deep: bool = False  # whether to count over time
 
     def apply(self, event: Event) -> None:
         """Update the status by an event."""
@@ -647,11 +633,10 @@ def _take_report(stage: StageStatus, event: Event) -> None:
 
 
 def _count(stage: StageStatus, event: Event) -> None:
-    """Count the work of a process, and its steps that ran out of memory, over time."""
+    """Count the steps of a process that ran out of memory, over time."""
     if event.kind is EventKind.TASK_STARTED:
-        stage.over_time.totals[event.writer] = stage.ooms.totals[event.writer] = 0
+        stage.ooms.totals[event.writer] = 0
     elif event.kind is not EventKind.TASK_FAILED:
-        stage.over_time.count(event.at, event.writer, event.data["done"])
         stage.ooms.count(event.at, event.writer, int(event.data.get("figures", {}).get(OOMS, 0)))
 
 

@@ -120,7 +120,7 @@ def look_at_queue(status: RunStatus) -> QueueLook:
 
 @dataclass
 class RunView:
-    """A run by its ledger, and its jobs by the queue. Of a deep view the stages also know their work over time."""
+    """A run by its ledger, and its jobs by the queue. Of a deep view the stages also know when steps ran out of memory."""
 
     folder: RunFolder
     status: RunStatus
@@ -243,7 +243,7 @@ class ViewReader(StatusReader):
 
 
 def view(folder: RunFolder, *, deep: bool = False) -> RunView:
-    """Return a run as it is now; `deep`: with the work of its stages over time."""
+    """Return a run as it is now; `deep`: with the times at which steps ran out of memory."""
     return ViewReader(folder, deep=deep).view()
 
 

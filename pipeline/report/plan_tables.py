@@ -15,7 +15,7 @@ from pipeline.report.tables import Column, plural, table_of
 from pipeline.units import first_few, format_bytes, format_seconds, hours_text, short_bytes, short_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from rich.console import RenderableType
 
@@ -42,7 +42,9 @@ WORDS = {
 def training_answer(plan: TrainOutlook, partition: str = "", *, verbose: bool = False) -> list[str]:
     """Say whether training fits, what its job requests, and how a step is cut; then what needs attention."""
     chosen = plan.plan
-    shown = _aligned(_offer_cells(planned, plan) for planned in plan.alternatives or [PlannedOffer(plan.offer, chosen)])
+    offers = [_offer_cells(planned, plan) for planned in plan.alternatives or [PlannedOffer(plan.offer, chosen)]]
+    width = max(len(verdict) for verdict, _ in offers)
+    shown = [f"{verdict.ljust(width)}   {facts}" for verdict, facts in offers]
     gpus = [plural(plan.gpus, "GPU")] if plan.gpus else []
     limit = f"{short_seconds(plan.time_s)} limit"
     request = [*gpus, plural(plan.cpus, "CPU"), f"--mem {short_bytes(plan.mem.mem_bytes)}", limit]
@@ -80,13 +82,6 @@ def _offer_cells(planned: PlannedOffer, outlook: TrainOutlook) -> tuple[str, str
     return f"✓ Fits {several}{where}", " · ".join(facts)
 
 
-def _aligned(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """Return lines of two columns."""
-    lines = list(rows)
-    width = max(len(first) for first, _ in lines)
-    return [f"{first.ljust(width)}   {second}" for first, second in lines]
-
-
 def _cut(plan: TrainOutlook) -> str:
     """Say how the items of a step are cut into micro-batches."""
     request, cuts = plan.plan.request, plan.plan.cuts
@@ -107,7 +102,11 @@ def _attention(plan: TrainOutlook) -> Iterator[str]:
     chosen, batch = plan.plan, plan.plan.request.batch
     if batch > plan.items:
         yield f"only {plural(plan.items, 'item')}: a step uses all of them, not {batch} (train.effective_batch)"
-    yield from _oversize(chosen)
+    if items := chosen.oversize:
+        named = first_few((item.id for item in items), NAMED)
+        yield f"{plural(len(items), 'item')} too large for any plan: {named} (train.oversize)"
+    if chosen.crop:
+        yield f"larger items are cropped to {', '.join(f'{most:,} {name}' for name, most in chosen.crop.items())}"
     if plan.ignores_sizes:
         yield "memory does not grow with the sizes: does example() of your task use the sizes it receives?"
     for probe in plan.probed:
@@ -143,16 +142,6 @@ def _verdict(plan: TrainOutlook) -> Iterator[str]:
     yield f"  micro-batches are not larger because {chosen.cuts.limit.value}"
     if chosen.allocator.settings:
         yield f"  {VARIABLES[0]}={chosen.allocator.settings}"
-
-
-def _oversize(chosen: MemoryPlan) -> Iterator[str]:
-    """Name the items that are left out or cropped."""
-    items = chosen.oversize
-    if items:
-        named = first_few((item.id for item in items), NAMED)
-        yield f"{plural(len(items), 'item')} too large for any plan: {named} (train.oversize)"
-    if chosen.crop:
-        yield f"larger items are cropped to {', '.join(f'{most:,} {name}' for name, most in chosen.crop.items())}"
 
 
 def _stages(plan: TrainOutlook) -> Iterator[RenderableType]:

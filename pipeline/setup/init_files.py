@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.site import QUEUED
 from pipeline.errors import ConfigError
@@ -37,16 +37,8 @@ _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 _RESERVED = ("null", "true", "false")
 
 
-@dataclass(frozen=True, slots=True)
-class InitFiles:
-    """The files that were written."""
-
-    config: Path
-    profile: Path | None
-
-
-def write_init_files(folder: Path, site: Site | None, recipe: str | None = None) -> InitFiles:
-    """Write the configuration and, on a cluster, its profile; existing files are never overwritten."""
+def write_init_files(folder: Path, site: Site | None, recipe: str | None = None) -> tuple[Path, Path | None]:
+    """Write the configuration and, on a cluster, its profile; return both. Existing files are never overwritten."""
     text = config_text(site) if recipe is None else recipe_text(recipe, site)
     config = folder / "pipeline.yaml"
     profile = None if site is None else folder / "sites" / f"{file_name(site.name)}.yaml"
@@ -66,7 +58,7 @@ def write_init_files(folder: Path, site: Site | None, recipe: str | None = None)
             path.unlink()
         what = f"cannot write: {error.strerror}"
         raise ConfigError(what, where=str(error.filename or folder), remedy="pipeline init DIR") from error
-    return InitFiles(config, profile)
+    return config, profile
 
 
 def recipe_text(name: str, site: Site | None) -> str:
@@ -193,17 +185,8 @@ def _home(site: Site) -> Partition | None:
     return site.default or (site.partition(best_partition(site, names)) if names else None)
 
 
-@dataclass(frozen=True, slots=True)
-class _CardEntry:
-    """A kind of GPU as an entry of a profile; where its memory is not known it is a comment."""
-
-    entry: str
-    notes: list[str]
-    is_known: bool
-
-
-def _card(site: Site, kind: GpuKind, home: str) -> _CardEntry:
-    """Return the entry of a kind of GPU, and the notes next to it."""
+def _card(site: Site, kind: GpuKind, home: str) -> dict[str, Any]:
+    """Return the entry of a kind of GPU and the notes next to it; where its memory is unknown, it is a comment."""
     where = home if home in kind.partitions else best_partition(site, kind.partitions)
     keys = {"gres": kind.gres, "feature": kind.feature, "partition": "" if where == home else where}
     guess = f"{kind.sizes_gib[0]}GiB" if kind.sizes_gib else "?GiB"
@@ -214,7 +197,7 @@ def _card(site: Site, kind: GpuKind, home: str) -> _CardEntry:
     if len(kind.sizes_gib) != 1:
         sizes = " or ".join(f"{size_gib}GiB" for size_gib in kind.sizes_gib[1:])
         notes.insert(0, f"or {sizes}: Slurm does not report which" if sizes else "Slurm does not report its memory")
-    return _CardEntry(entry, notes, is_known=len(kind.sizes_gib) == 1 and not barred)
+    return {"entry": entry, "notes": notes, "is_known": len(kind.sizes_gib) == 1 and not barred}
 
 
 @dataclass(slots=True)

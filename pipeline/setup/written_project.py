@@ -58,20 +58,15 @@ def write_project(
     lines += [f"{section}: {json.dumps(values)}" for section, values in settings.items()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _refuse_own(folder / CONFIG, first)
+        if (folder / CONFIG).exists() and not (folder / CONFIG).read_bytes().startswith(first.encode()):
+            what = "this command did not write this configuration, and does not overwrite it"
+            raise ConfigError(what, where=str(folder / CONFIG), remedy="choose another folder: --out DIR")
         for name, text in {**beside, CONFIG: "\n".join([*lines, ""])}.items():
             write_whole(folder / name, text)
     except OSError as error:
         what = f"cannot write: {error.strerror}"
         raise ConfigError(what, where=str(folder), remedy="choose another folder: --out DIR") from error
     return folder / CONFIG
-
-
-def _refuse_own(config: Path, first: str) -> None:
-    """Raise if another configuration is there, such as a project's, which would be lost."""
-    if config.exists() and not config.read_bytes().startswith(first.encode()):
-        what = "this command did not write this configuration, and does not overwrite it"
-        raise ConfigError(what, where=str(config), remedy="choose another folder: --out DIR")
 
 
 def write_fasta_project(folder: Path, fasta: Path, weights: Path | None, project: LoadedConfig) -> Path:

@@ -119,21 +119,18 @@ def explain_item(project: Project, name: str) -> ItemExplained:
     first = next((at for at, stage in enumerate(stages) if stage.because.state is State.TO_DO), None)
     if first is None:
         return ItemExplained(name, entry.origin, stages, None)
-    stages[first] = replace(stages[first], because=_after_refusal(stages[first].because, listed))
+    because = stages[first].because
+    if listed.refused and not because.changes:  # it is tried again
+        why = f"{because.why} (run {listed.refused_by} rejected it: {listed.refused})"
+        stages[first] = replace(stages[first], because=replace(because, why=why))
     return ItemExplained(name, entry.origin, stages, Command.submit(stages[first].stage))
-
-
-def _after_refusal(because: Because, listed: Listed) -> Because:
-    """Add why the newest run rejected an item that is tried again."""
-    if not listed.refused or because.changes:
-        return because
-    return replace(because, why=f"{because.why} (run {listed.refused_by} rejected it: {listed.refused})")
 
 
 def find_item(project: Project, name: str) -> Item | Rejection:
     """Return an item of the data set; if there is none, raise ConfigError with similar names."""
     listing = _newest_listing(project)
-    if listing is not None and (found := _in_listing(listing.items, name)) is not None and _is_as_listed(found):
+    found = _in_listing(listing.items, name) if listing is not None else None
+    if isinstance(found, Item) and all(Path(path).exists() for path in item_paths(found)):
         return found
     names = list[str]()
     for entry in worklist.list_items(project):
@@ -167,10 +164,6 @@ def _newest_listing(project: Project) -> RunFolder | None:
             if json.loads(folder.config.read_text())["data"] == data:
                 return folder if all(path.stat().st_mtime_ns < at for path in named) else None
     return None
-
-
-def _is_as_listed(entry: Item | Rejection) -> bool:
-    return isinstance(entry, Item) and all(Path(path).exists() for path in item_paths(entry))
 
 
 def _in_listing(path: Path, name: str) -> Item | Rejection | None:
@@ -245,7 +238,7 @@ def _file(project: Project, path: str, earlier: tuple[str, ...], run: str) -> Fi
     """Look at a file of an item as the scan does, and read its bytes."""
     mark = glance(path, project.recipe)
     if isinstance(mark, Inventory):
-        return FileFound(path, refused=_told(mark))
+        return FileFound(path, refused=f"{mark.reason.value}: {mark.detail}" if mark.reason else "")
     try:
         digest = content_digest(read_file(Path(path), project.recipe.max_file_bytes)).hex()
     except UnusableInput as problem:
@@ -267,15 +260,6 @@ def _inventory(store: Store, key: bytes) -> Inventory | None:
     return None
 
 
-def _told(inventory: Inventory) -> str:
-    return f"{inventory.reason.value}: {inventory.detail}" if inventory.reason else ""
-
-
-def _recipes(project: Project, kind: str) -> list[Mapping[str, Any]]:
-    """Return the recipes of a kind of records that the cache has described, and those under it."""
-    return [recipe for _, of_kind, recipe in _described(project) if of_kind == kind]
-
-
 @once
 def _described(project: Project) -> list[tuple[bytes, str, Mapping[str, Any]]]:
     return [known for layer in (project.cache, *project.cache.under) for known in layer.described()]
@@ -288,8 +272,8 @@ def _record(
     """Read a record, and return its state; `ours`: recipes whose records are not this one's with other settings."""
     others = [
         other
-        for other in _recipes(project, kind)
-        if other != recipe and other not in ours and tagged_key(kind, other, subject) in store
+        for _, of_kind, other in _described(project)
+        if of_kind == kind and other != recipe and other not in ours and tagged_key(kind, other, subject) in store
     ]
     damage = ""
     meta: Mapping[str, Any] = {}

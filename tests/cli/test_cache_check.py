@@ -86,15 +86,6 @@ def test_damage_is_named_listed_and_ends_with_4(pipeline: Command, cache: CacheF
     assert read_report(Path(document["list"])).summary.findings == 1
 
 
-def test_quick_does_not_read_records(pipeline: Command, cache: CacheFolder) -> None:
-    harm(cache)
-    assert pipeline(*VALIDATE, "--quick").code == 0
-    flip(cache.kind("scan").layout.shard(listed(cache.kind("scan"))[0]), 30)
-    done = pipeline(*VALIDATE, "--quick")
-    assert done.code == 4
-    assert columns(done.out, "scan")[-1] == "1 header damaged"
-
-
 def test_every_record_gets_one_verdict(pipeline: Command, cache: CacheFolder) -> None:
     shard = harm(cache)
     pipeline(*VALIDATE, "--verdicts", "v/verdicts.jsonl")
@@ -337,14 +328,3 @@ def test_where_a_disk_is_full_room_is_asked_for_and_no_submission(
     done = pipeline(*command, "--yes")
     assert (done.code, "the disk is full" in done.err, "submit" in done.err) == (7, True, False)
     assert "next: free space there, then run the same command again" in done.err
-
-
-def test_all_kinds_are_waited_for_once(pipeline: Command, cache: CacheFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[float] = []
-    monkeypatch.setattr(Disk, "wait", lambda _, seconds: waited.append(seconds))
-    assert pipeline(*COMPACT, "--yes", "--set", "cache.visibility_s=7").code == 0
-    for kind in cache.kinds():
-        harm(cache, kind=kind)
-    done = pipeline(*REPAIR, "--yes", "--set", "cache.visibility_s=7")
-    assert (done.code, waited) == (0, [7, 7])
-    assert "--set cache.visibility_s=7" in done.out

@@ -80,12 +80,6 @@ def test_what_can_follow_is_offered() -> None:
         assert offered(line) == words, line
 
 
-def test_an_option_that_was_given_is_offered_again_only_where_it_may_be(runs: Path) -> None:
-    found = offered("pipeline submit scan --executor local --set a.b=c --")
-    assert "--executor" not in found
-    assert {"--set", "--follow", "--help"} <= {*found}
-
-
 def test_every_verb_and_every_option_of_each_is_offered() -> None:
     verbs = {name for name, one in ROOT.commands.items() if not one.hidden}  # type: ignore[attr-defined]
     assert set(offered("pipeline ")) == verbs
@@ -159,12 +153,6 @@ def test_an_answer_imports_no_more_than_it_takes_to_read_a_configuration(runs: P
     assert {"typer", "yaml", "pydantic"} <= quick
     assert not {"numpy", "rich", "gemmi", "safetensors", "jinja2", "torch", "scipy"} & quick
     assert not {"torch", "scipy"} & imported_by(["plan --gpu ", "weights fetch "])
-
-
-def test_the_script_is_printed_and_nothing_else(pipeline: Command) -> None:
-    for shell in ("bash", "zsh", "fish"):
-        done = pipeline("completion", shell)
-        assert (done.out, done.err) == (shell_script(shell), ""), shell
 
 
 def test_a_name_that_is_misspelt_is_a_usage_error_that_names_what_was_meant(pipeline: Command) -> None:

@@ -124,14 +124,6 @@ def test_a_summary_fits_into_a_line_of_80_columns() -> None:
         assert summary.endswith("."), name
 
 
-def test_headings_are_bold_on_a_terminal_unless_no_colour_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    root = COMMANDS["pipeline"]
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert "\x1b[1mStart" in root.get_help(Context(root))
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b" not in root.get_help(Context(root))
-
-
 def test_the_examples_of_help_are_commands_that_can_be_parsed() -> None:
     shown = [line for inner in COMMANDS.values() for line in (inner.epilog or "").splitlines() if "pipeline" in line]
     for line in shown:

@@ -69,22 +69,6 @@ def test_where_there_is_no_terminal_a_report_is_printed_whenever_something_has_c
     assert "\x1b" not in out
 
 
-def test_leaving_is_quiet_and_the_last_report_stays(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(live_status, "EVERY_S", 0.0)
-    calls = iter([1])
-
-    def look() -> RunView:
-        if next(calls, None) is None:
-            raise KeyboardInterrupt
-        return seen(beginning())
-
-    watched(look, report)
-    printed = capsys.readouterr()
-    assert (printed.out.count("Run 20261122-8000 · running"), printed.err) == (2, "")
-
-
 def test_a_refresh_opens_only_files_that_grew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told(tmp_path / "runs", tasks=50)
     for task in range(50):

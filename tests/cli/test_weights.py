@@ -15,7 +15,6 @@ import torch
 from pipeline.encoder import checkpoint_files, weights
 from pipeline.encoder.checkpoint_files import Published
 from pipeline.encoder.synth import write_random_checkpoint
-from pipeline.report.live_status import WorkBar
 from tests.encoder.checkpoints.hub import Hub, Server
 from tests.encoder.checkpoints.relatives import face_config, face_folder, face_tensors
 from tests.testkit.command import Command
@@ -136,14 +135,6 @@ def test_an_esm_1b_is_fetched_by_its_name_and_an_esm_2_of_the_same_sizes_is_not_
     assert (done.code == 0) == (family == "esm1b"), done.err
 
 
-def test_without_a_name_it_is_the_main_model_and_without_a_network_it_says_what_to_do(pipeline: Command, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://no-such-host.invalid")  # RFC 2606
-    refused = pipeline("weights", "fetch")
-    assert refused.code == 3
-    assert "hf download facebook/esm2_t33_650M_UR50D" in refused.err
-    assert "pipeline weights import esm2_t33_650M_UR50D" in refused.err
-
-
 @pytest.mark.parametrize("fault", ["bytes", "architecture", "no checkpoint", "code", "portal"])
 def test_a_download_that_is_not_the_model_leaves_nothing_and_keeps_what_was_there(
     pipeline: Command, served, publish, tiny, bomb, fault
@@ -178,13 +169,6 @@ def test_a_damaged_file_in_its_place_is_not_taken_for_the_model(pipeline: Comman
     assert f"pipeline weights fetch {TINY} --force" in refused.err
     assert pipeline("weights", "fetch", TINY, "--url", f"{served.url}/{FILE}", "--force").code == 0
     assert place.read_bytes() == tiny.read_bytes()
-
-
-def test_copying_shows_how_far_it_is(capsys):
-    with WorkBar("export") as bar:
-        bar.show(3 << 20, 9 << 20)
-        bar.show(9 << 20, 9 << 20)
-    assert "9.0M/9.0M" in capsys.readouterr().err
 
 
 def test_import_copies_a_file_to_where_it_is_configured_or_wanted(pipeline: Command, tiny, configure):

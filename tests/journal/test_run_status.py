@@ -280,10 +280,10 @@ def test_a_reader_applies_what_is_new_and_a_deep_one_counts_over_time(tmp_path: 
     assert reader.read().state is State.DONE
     (shallow,), (stage,) = reader.status.stages.values(), deep.read().stages.values()
     assert shallow.items_done == stage.items_done == 3
-    assert (shallow.over_time.counts.total(), stage.over_time.counts.total(), stage.ooms.counts.total()) == (0, 3, 1)
+    assert (shallow.ooms.counts.total(), stage.ooms.counts.total()) == (0, 1)
     told.worker(0, EventKind.TASK_STARTED)
-    told.worker(0, EventKind.PROGRESS, done=2, rejected={}, figures={})  # work that is repeated counts again
-    assert deep.read().stages["scan"].over_time.counts.total() == 5
+    told.worker(0, EventKind.PROGRESS, done=2, rejected={}, figures={"ooms": 1})  # work that is repeated counts again
+    assert deep.read().stages["scan"].ooms.counts.total() == 2
     told.supervisor.close()
 
 

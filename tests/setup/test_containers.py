@@ -11,7 +11,6 @@ from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, SubmissionRefused
 from pipeline.files import file_digest
 from pipeline.planning.probe import torch_of
-from pipeline.project import container_image
 from pipeline.project.container_image import folders_inside, image_of, with_digest
 from pipeline.project.project import cluster_name
 
@@ -51,23 +50,6 @@ def test_the_digest_is_that_of_the_file_and_is_part_of_the_names_of_measurements
     assert cluster_name(config) == f"slurm in {digest}"
     assert with_digest(config).cluster.slurm.container.digest == digest
     assert with_digest(with_digest(config)) == with_digest(config)
-
-
-def test_a_file_is_read_again_only_when_it_has_changed(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[Path] = []
-
-    def counted(path: Path) -> str:
-        reads.append(path)
-        return file_digest(path)
-
-    monkeypatch.setattr(container_image, "file_digest", counted)
-    (project / "lab/project/runs").mkdir()
-    first = image_of(configured())
-    assert image_of(configured()) == first
-    assert len(reads) == 1
-    (project / "images/pipeline.sif").write_bytes(b"SIG" * 1000)
-    assert image_of(configured()) != first
-    assert len(reads) == 2
 
 
 def test_another_image_than_a_run_began_with_is_refused(project: Path) -> None:

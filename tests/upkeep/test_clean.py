@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import socket
 import time
@@ -68,13 +67,6 @@ def test_graphs_of_a_recipe_that_is_not_used_any_more_go_and_nothing_else(copy):
     assert len(before.pop("recipes") - after.pop("recipes")) == 1
     before.pop("graph")
     assert after == before
-
-
-@pytest.mark.nightly
-def test_what_is_looked_at_first_is_left_as_it_is_and_said_as_plain_json(copy):
-    files = sorted(path for path in copy.cache.root.rglob("*"))
-    json.dumps(look(copy, NOW, FEWER).to_json())
-    assert sorted(path for path in copy.cache.root.rglob("*")) == files
 
 
 @pytest.mark.nightly

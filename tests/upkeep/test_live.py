@@ -69,9 +69,3 @@ def test_a_trial_of_a_few_items_says_nothing_of_the_rest(copy: Copy) -> None:
     found = needed(copy.project("data.limit=2"))
     assert "data.limit" in found.unknown
     assert not found.graph
-
-
-def test_without_weights_the_rest_is_told(copy: Copy) -> None:
-    found = needed(copy.project("embed.weights=nothing.pt"), embeddings=False)
-    assert found.unknown == ""
-    assert keys_of(found, "graph") == copy.keys_of("graph")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -106,14 +105,6 @@ def test_a_file_with_other_bytes_is_told_with_both_digests(pipeline: Command, pr
 
 
 @pytest.mark.nightly
-def test_a_file_that_was_only_touched_is_read_again_and_nothing_computed(pipeline: Command, project: Path) -> None:
-    os.utime(project / "data/c2.pdb")
-    settle(project / "data")
-    told = of_item(pipeline, "c2")
-    assert states(told) == ["to do", "done", "done"]
-
-
-@pytest.mark.nightly
 def test_a_file_that_is_gone_or_empty_is_refused_with_its_reason(pipeline: Command, project: Path) -> None:
     for content, reason in ((None, "missing_file"), (b"", "empty_file")):
         path = project / "data/c3.pdb"
@@ -124,17 +115,6 @@ def test_a_file_that_is_gone_or_empty_is_refused_with_its_reason(pipeline: Comma
         told = of_item(pipeline, "c3")
         assert states(told) == ["refused", "nothing to do", "nothing to do"]
         assert told["scan"]["why"].startswith(f"{reason}: ")
-
-
-@pytest.mark.nightly
-def test_an_item_that_was_added_was_never_done(pipeline: Command, project: Path) -> None:
-    manifest = project / "data/manifest.csv"
-    (project / "data/new.pdb").write_bytes((project / "data/c8.pdb").read_bytes() + b"REMARK\n")
-    manifest.write_text(manifest.read_text() + "new,new.pdb,A,B,train,9\n")
-    settle(project / "data")
-    told = of_item(pipeline, "new")
-    assert states(told) == ["to do", "waiting", "waiting"]
-    assert "new.pdb" in told["scan"]["why"]
 
 
 @pytest.mark.nightly

@@ -96,12 +96,6 @@ def test_cores_of_all_ranks_and_nodes_are_compared_with_what_they_did(tmp_path: 
     assert suggested(found)["cluster.scan.cpus"] == 2
 
 
-@pytest.mark.parametrize(("cpu_s", "elapsed_s"), [(500.0, 100.0), (1.0, 5.0)])
-def test_busy_cores_and_short_tasks_say_nothing_of_cores(tmp_path: Path, cpu_s: float, elapsed_s: float) -> None:
-    found = report_of(tmp_path, [attempt(0, cpu_s=cpu_s, elapsed_s=elapsed_s)], cpus=8)
-    assert "cluster.scan.cpus" not in suggested(found)
-
-
 @pytest.mark.parametrize(("longest_s", "time_s"), [(1.0, 300), (200.0, 300), (201.0, 600), (3600.0, 5400)])
 def test_the_next_limit_is_half_more_than_the_longest_task_took(tmp_path: Path, longest_s: float, time_s: int) -> None:
     found = report_of(tmp_path, [attempt(0, elapsed_s=longest_s), attempt(1, elapsed_s=1.0)])
@@ -125,17 +119,3 @@ def test_the_plan_is_that_which_the_run_recorded_and_no_code_of_the_user_is_load
     told.folder.config.write_text(dump_resolved(config))
     (use,) = stage_uses(told.folder, told.status)
     assert (use.planned_bytes, use.cpus, use.why) == (3 * GIB, 3, "as planned")
-
-
-@pytest.mark.nightly
-def test_a_real_run_is_reported(make_project, pipeline):
-    make_project(3)
-    assert pipeline("submit", "--stage", "scan", "--executor", "local", "--follow").code == 0
-    document = pipeline("report", "--json").json()
-    (stage,) = document["stages"]
-    assert (stage["tasks"], stage["items"], stage["causes"]) == (1, 3, {"done": 1})
-    assert stage["planned_bytes"] > 0
-    assert document["state"] == "done"
-    assert pipeline("submit", "scan", "--executor", "local", "--follow").code == 0  # which has nothing to do
-    assert pipeline("report", "--json").json() == document
-    assert pipeline("logs", "--json").code == 0
