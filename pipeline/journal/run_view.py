@@ -120,7 +120,7 @@ def look_at_queue(status: RunStatus) -> QueueLook:
 
 @dataclass
 class RunView:
-    """A run by its ledger, and its jobs by the queue. Of a deep view the stages also know when steps ran out of memory."""
+    """A run by its ledger, and its jobs by the queue; of a deep view also when steps ran out of memory."""
 
     folder: RunFolder
     status: RunStatus
