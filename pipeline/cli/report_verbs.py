@@ -42,6 +42,10 @@ PRINTED = Path("-")
 ITEMS_SHOWN = 40  # of a table; --json and the file have all
 KEYS = ("scan_key", "graph_key", "key")
 TOO_WIDE = (*KEYS, "origin", "place")
+COLUMNS = ("micro-batch", "items", "sizes", "planned", "took", "loss", "outcome")
+_NAMES = {"took": "process grew"}  # where nobody counts tensors
+SHOWN = 2  # items of a micro-batch
+RUNGS = ("", "checkpointing", "offload", "cpu")
 
 
 def items_command(
@@ -219,12 +223,6 @@ def _compared(name: str, config: Path | None, sets: Sequence[str] | None) -> lis
     if not (models := models_of_run(run)):
         raise ConfigError("this run has not trained a model yet", where=run.name, remedy=Command.of("status", run.name))
     return models
-
-
-COLUMNS = ("micro-batch", "items", "sizes", "planned", "took", "loss", "outcome")
-_NAMES = {"took": "process grew"}  # where nobody counts tensors
-SHOWN = 2  # items of a micro-batch
-RUNGS = ("", "checkpointing", "offload", "cpu")
 
 
 def replay_command(

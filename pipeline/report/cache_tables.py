@@ -45,6 +45,19 @@ STORES: tuple[Column, ...] = (
 )  # fmt: skip
 RECIPES: tuple[Column, ...] = (("KIND", 0), ("RECORDS", 1, "count"), ("SIZE", 2, "bytes"), ("SETTINGS", 3))
 UNREADABLE: tuple[Column, ...] = (("KIND", 0), ("UNREADABLE FILE", 1), ("WHY", 2))
+FILES_SHOWN = 20  # shards that have a line each
+FAULTS = {  # fault → the noun, and the damage
+    "index": ("fault", "of the index"),
+    "header": ("header", "damaged"),
+    "table": ("table", "damaged"),
+    "record": ("record", "damaged"),
+    "gone": ("record", "missing"),
+    "newer": ("file", "of a newer version"),
+    "foreign": ("file", "not written by pipeline"),
+    "unreadable": ("path", "unreadable"),
+    "meaning": ("record", "inconsistent"),
+}
+LEFTOVERS: tuple[Column, ...] = (("LEFTOVER", 0), ("FILES", 1, "count"), ("SIZE", 2, "bytes"))
 
 
 def store_table(stats: Sequence[StoreStat]) -> RenderableType:
@@ -163,20 +176,6 @@ def said(remedy: str | Command, as_typed: AsTyped) -> object:
     return as_typed(remedy) if isinstance(remedy, Command) else remedy
 
 
-FILES_SHOWN = 20  # shards that have a line each
-FAULTS = {  # fault → the noun, and the damage
-    "index": ("fault", "of the index"),
-    "header": ("header", "damaged"),
-    "table": ("table", "damaged"),
-    "record": ("record", "damaged"),
-    "gone": ("record", "missing"),
-    "newer": ("file", "of a newer version"),
-    "foreign": ("file", "not written by pipeline"),
-    "unreadable": ("path", "unreadable"),
-    "meaning": ("record", "inconsistent"),
-}
-
-
 def checked_lines(kinds: Mapping[str, Summary], summary: Summary, place: str) -> list[RenderableType]:
     """Say whether a validation found damage and how much it checked; then the findings of each kind, and their list."""
     tallies = kinds.values()
@@ -287,7 +286,6 @@ UNNEEDED: tuple[Column, ...] = (
     ("UNNEEDED", "kind"), ("RECORDS", "items", "count"), ("SIZE", "bytes", "bytes"), ("WHY", "why"),
     ("SETTINGS", lambda dead: settings_text(dead.recipe or {})),
 )  # fmt: skip
-LEFTOVERS: tuple[Column, ...] = (("LEFTOVER", 0), ("FILES", 1, "count"), ("SIZE", 2, "bytes"))
 
 
 def cleaning_lines(cleaning: Cleaning, as_typed: AsTyped = str) -> list[RenderableType]:

@@ -26,6 +26,9 @@ ROUNDED = 1e-3  # of a step
 LEAST_PLAIN, MOST_PLAIN, MOST_PLACES = 1e-4, 1e7, 6  # of numbers that are said without an exponent
 SHORT_S = 600  # of a shorter run the axis says seconds since its beginning
 _MANY, _HUGE, _FEW = 1e3, 1e10, 1e-3
+Point = tuple[float, float]
+COLOURS = 8
+DOTS = 40  # points of a line up to which each is marked
 
 
 def moment(at: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
@@ -130,11 +133,6 @@ def _round_step(step: float) -> float:
     """Return the least round number that is not below a step."""
     power = 10.0 ** math.floor(math.log10(step))
     return next(factor * power for factor in STEPS if factor * power >= step * (1 - 1e-9))
-
-
-Point = tuple[float, float]
-COLOURS = 8
-DOTS = 40  # points of a line up to which each is marked
 
 
 class Size(NamedTuple):

@@ -37,6 +37,18 @@ WORDS = {
     "temporaries": "temporaries",
     "scratch": "kernel workspace",
 }
+REFUSED = {
+    "scan": "rejected by the source",
+    "embed": "that cannot be encoded",
+    "graph": "rejected earlier",
+    "train": "points that fit no machine",
+}
+LATER = {"train": "waits for its graphs"}
+NOTHING: dict[str, str] = {}
+ESTIMATES: tuple[Column, ...] = (
+    ("STAGE", 0), ("WORK", 1), ("CACHED", 2, "count"), ("TO DO", 3, "count"), ("TASKS", 4, "count"),
+    ("EACH TASK REQUESTS", 5), ("TIME", 6),
+)  # fmt: skip
 
 
 def training_answer(plan: TrainOutlook, partition: str = "", *, verbose: bool = False) -> list[str]:
@@ -282,20 +294,6 @@ class Estimate:
     def is_due(self) -> bool:
         """Whether it has something to do, or will have once the items are scanned."""
         return bool(self.tasks or self.counts.get("waiting"))
-
-
-REFUSED = {
-    "scan": "rejected by the source",
-    "embed": "that cannot be encoded",
-    "graph": "rejected earlier",
-    "train": "points that fit no machine",
-}
-LATER = {"train": "waits for its graphs"}
-NOTHING: dict[str, str] = {}
-ESTIMATES: tuple[Column, ...] = (
-    ("STAGE", 0), ("WORK", 1), ("CACHED", 2, "count"), ("TO DO", 3, "count"), ("TASKS", 4, "count"),
-    ("EACH TASK REQUESTS", 5), ("TIME", 6),
-)  # fmt: skip
 
 
 def stages_report(

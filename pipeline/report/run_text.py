@@ -56,6 +56,11 @@ CAUSES = {
     Cause.CRASHED: "crashed",
     Cause.LOST: "with unknown final state",
 }
+OUT_OF_MEMORY = "out of memory"  # how the warning of a training begins that says the same in the end
+TABLE_COLUMNS = 64  # that the table needs
+AT_A_GLANCE = ("STAGE", "STATE", "DONE", "CACHED", "TIME", "PEAK/REQUESTED")
+STORIES_SHOWN = 5
+TASKS_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +199,6 @@ def notes(stage: StageStatus) -> list[str]:
     return [f"{stage.name}: {text}" for text in (*survived, *_retries(stage), *warnings)]
 
 
-OUT_OF_MEMORY = "out of memory"  # how the warning of a training begins that says the same in the end
-
-
 def _out_of_memory(stage: StageStatus) -> list[str]:
     """Say at which step a training ran out of memory, and how it survived."""
     said = [figures for figures in stage.figures.values() if figures.get("oom_step")]
@@ -322,12 +324,6 @@ def _next(status: RunStatus, typed: Command, named: Sequence[str]) -> Command | 
 
 def _census(status: RunStatus, name: str) -> Mapping[str, Any]:
     return (status.stages[name].census or {}) if name in status.stages else {}
-
-
-TABLE_COLUMNS = 64  # that the table needs
-AT_A_GLANCE = ("STAGE", "STATE", "DONE", "CACHED", "TIME", "PEAK/REQUESTED")
-STORIES_SHOWN = 5
-TASKS_NAMED = 5
 
 
 def status_report(

@@ -32,6 +32,21 @@ TEXT_MOST = 600  # characters of a text on a page
 SYMBOLS = {"✓": "ok", "✗": "x", "·": "-", "…": "...", "→": "->", "━": "=", "─": "-", "×": "x"} | dict.fromkeys(
     SPINNER, "*"
 )
+# What a column holds, by its kind; the columns of numbers are right-aligned.
+NUMBERS: dict[str, Callable[[Any], str]] = {
+    "count": "{:,.0f}".format,
+    "bytes": short_bytes,
+    "span": short_seconds,
+    "percent": "{:.0%}".format,
+    "figure": "{:.4g}".format,
+    "hours": hours_text,
+    "long bytes": format_bytes,
+    "long span": format_seconds,
+    "words": str,
+    "worded": itemgetter(0),  # a text, and the number that it says
+}
+# Its heading, where a row has its value (an attribute, such as `live.value`, a place, or a function), and its kind.
+Column: TypeAlias = "tuple[str, str | int | Callable[[Any], Any], str] | tuple[str, str | int | Callable[[Any], Any]]"
 
 
 def _in_ascii(error: UnicodeError) -> tuple[str, int]:
@@ -120,23 +135,6 @@ def text_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: 
     for row in rows:
         shown.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
     return shown
-
-
-# What a column holds, by its kind; the columns of numbers are right-aligned.
-NUMBERS: dict[str, Callable[[Any], str]] = {
-    "count": "{:,.0f}".format,
-    "bytes": short_bytes,
-    "span": short_seconds,
-    "percent": "{:.0%}".format,
-    "figure": "{:.4g}".format,
-    "hours": hours_text,
-    "long bytes": format_bytes,
-    "long span": format_seconds,
-    "words": str,
-    "worded": itemgetter(0),  # a text, and the number that it says
-}
-# Its heading, where a row has its value (an attribute, such as `live.value`, a place, or a function), and its kind.
-Column: TypeAlias = "tuple[str, str | int | Callable[[Any], Any], str] | tuple[str, str | int | Callable[[Any], Any]]"
 
 
 def value_in(row: Any, column: Column) -> Any:

@@ -55,6 +55,18 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
 
     Checks = tuple[tuple[str, Callable[[LoadedConfig], Iterator["CheckResult"]]], ...]
+COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
+OWN_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/local")  # noqa: S108 - nothing is written there
+NETWORKED = (
+    "nfs", "lustre", "gpfs", "beegfs", "ceph", "fuse", "weka", "panfs", "pvfs", "afs", "cifs", "smb", "gluster",
+)  # fmt: skip
+IN_MEMORY = ("tmpfs", "ramfs", "overlay")
+EDIT = "edit the configuration, or --set"
+LOOKED_AT = 100  # items of the data set that are listed
+EACH_REFUSED = str(Command.submit("scan", then="   (names each that is refused, and why)"))
+LITTLE_BYTES = 5 << 30
+LITTLE_INODES = 100_000
+TESTED_TORCH = "2.13"  # as constraints.txt pins it; a test compares
 
 
 class CheckVerdict(StrEnum):
@@ -96,15 +108,6 @@ def noted_check(what: str, found: str, remedy: str = "") -> CheckResult:
 def refused_check(what: str, found: str, remedy: str, exit_code: int = 6) -> CheckResult:
     """Return the row of a failure; by default the scheduler would refuse the jobs."""
     return CheckResult(what, CheckVerdict.BAD, found, remedy, exit_code)
-
-
-COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
-OWN_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/local")  # noqa: S108 - nothing is written there
-NETWORKED = (
-    "nfs", "lustre", "gpfs", "beegfs", "ceph", "fuse", "weka", "panfs", "pvfs", "afs", "cifs", "smb", "gluster",
-)  # fmt: skip
-IN_MEMORY = ("tmpfs", "ramfs", "overlay")
-EDIT = "edit the configuration, or --set"
 
 
 def check_cluster(loaded: LoadedConfig) -> Iterator[CheckResult]:
@@ -216,11 +219,6 @@ def _only_here(path: Path, mounts: Sequence[Any]) -> str:
     return f"on {kind}, a disk of this machine" if kind else "on an unknown kind of disk"
 
 
-LOOKED_AT = 100  # items of the data set that are listed
-EACH_REFUSED = str(Command.submit("scan", then="   (names each that is refused, and why)"))
-LITTLE_BYTES = 5 << 30
-LITTLE_INODES = 100_000
-TESTED_TORCH = "2.13"  # as constraints.txt pins it; a test compares
 SIGNS = {CheckVerdict.OK: "✓", CheckVerdict.NOTE: "!", CheckVerdict.BAD: "✗"}
 
 

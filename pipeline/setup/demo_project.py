@@ -34,6 +34,9 @@ HEAD = """\
 """
 PAIRS = 3  # of proteins that dock
 WIDTH = 16  # of the small encoder, and of the embedding of a ligand
+COMPLEXES = 24
+ACTIVATE = "\n  source {}/bin/activate"
+PACKAGE = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -171,11 +174,6 @@ def learned(folder: Path, metric: str) -> str:
     test = json.loads(tested.read_text())["evaluation"]
     course = f"{first}, {last} (validation)"
     return f"{metric} {course}, {test['figures'][metric]:.3g} (test, n={test['items']})"
-
-
-COMPLEXES = 24
-ACTIVATE = "\n  source {}/bin/activate"
-PACKAGE = Path(__file__).parents[1]
 
 
 def make_project(folder: Path, recipe: str | None = None) -> Path:

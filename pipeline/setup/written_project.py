@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 CONFIG = "pipeline.yaml"
 NO_FILES: Mapping[str, str] = {}
+TABLE = "complex.csv"
+TASK = "pipeline.tasks.complex_docking:ComplexDocking"
+PUBLISHED_SAMPLING = {"temperature": 2.439, "psi": 0.216, "data_translation": 0.593, "data_rotation": 0.228}
 
 
 def refuse_absent(*files: Path) -> None:
@@ -83,11 +86,6 @@ def write_fasta_project(folder: Path, fasta: Path, weights: Path | None, project
         "cluster": cluster_settings(project, "embed") | {"runs": "runs"},
     }
     return write_project(folder, "Sequences to embed, written by `pipeline embed`", settings)
-
-
-TABLE = "complex.csv"
-TASK = "pipeline.tasks.complex_docking:ComplexDocking"
-PUBLISHED_SAMPLING = {"temperature": 2.439, "psi": 0.216, "data_translation": 0.593, "data_rotation": 0.228}
 
 
 @dataclass(frozen=True)

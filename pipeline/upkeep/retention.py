@@ -42,6 +42,12 @@ log = logging.getLogger(__name__)
 
 RECIPE_KINDS = (StageName.SCAN, StageName.EMBED, StageName.GRAPH)  # of records whose keys begin with a recipe's tag
 Recipes = dict[tuple[str, bytes], "Mapping[str, Any]"]  # kind and tag → the recipe
+EVERYTHING, NOTHING = Live(everything=True), Live()
+# Of the other kinds, `weights` (which checkpoint a file is) and `parity` (how close an encoder comes) stay: they are
+# few, and took minutes each.
+FILES, SETS = "files", "sets"
+SCAN_FIRST = Command.submit("scan")
+AWAY = (Reason.MISSING_FILE, Reason.UNREADABLE_FILE)  # today; its disk may be mounted again tomorrow
 
 
 def recipes_of(project: Project, kinds: Iterable[str] = RECIPE_KINDS) -> Recipes:
@@ -168,12 +174,6 @@ def _quarantine(cache: CacheFolder) -> dict[str, tuple[int, int]]:
     return quarantined
 
 
-EVERYTHING, NOTHING = Live(everything=True), Live()
-# Of the other kinds, `weights` (which checkpoint a file is) and `parity` (how close an encoder comes) stay: they are
-# few, and took minutes each.
-FILES, SETS = "files", "sets"
-
-
 @dataclass(slots=True)
 class Staying:
     """Works out what of each kind of record stays."""
@@ -266,10 +266,6 @@ class Staying:
 def described(cache: CacheFolder) -> Recipes:
     """Return the recipes that the cache describes."""
     return {(kind, recipe_tag(kind, recipe)): recipe for _, kind, recipe in cache.described()}
-
-
-SCAN_FIRST = Command.submit("scan")
-AWAY = (Reason.MISSING_FILE, Reason.UNREADABLE_FILE)  # today; its disk may be mounted again tomorrow
 
 
 @dataclass(slots=True)

@@ -45,6 +45,9 @@ SHOWN_MOST = 28  # characters of a setting's value in a table
 TRAIN = "train"
 LOSS = "loss"
 SHORT = 8  # digits of a digest
+CURVES, LINES, NAMED = 8, 60, 8  # of a comparison: charts; the best models of each; those in its legend
+STYLES = ("", "dashed", "thin")
+LARGE = (Size(920, 360, "wide"), Size(*SMALL[:2], "narrow"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,11 +210,6 @@ def comparison_lines(shown: Comparison) -> list[RenderableType]:
     if columns := seed_columns(shown):
         lines += ["", table_of(columns, shown.groups, unknown=UNKNOWN)]
     return lines
-
-
-CURVES, LINES, NAMED = 8, 60, 8  # of a comparison: charts; the best models of each; those in its legend
-STYLES = ("", "dashed", "thin")
-LARGE = (Size(920, 360, "wide"), Size(*SMALL[:2], "narrow"))
 
 
 def curve_charts(shown: Comparison) -> Iterator[Chart]:

@@ -41,6 +41,14 @@ SPARE_CPUS = 0.5  # efficiency below which fewer cores are suggested
 TELLING_S = 30.0  # of shorter tasks most is their start
 IDLE_GPU = 0.5  # share of busy time below which it is worth saying
 SLICE_MARGIN, LEAST_SLICED = 1.1, 20 * GIB  # smaller GPUs have no slices
+DEFAULT = "default"
+COLUMNS: tuple[Column, ...] = (
+    ("STAGE", "stage"), ("TASKS", "tasks", "count"), ("TRIES", "attempts", "count"), ("PEAK", "peak_bytes", "bytes"),
+    ("REQUESTED", "asked_bytes", "bytes"), ("USED", "mem_used", "percent"), ("CPUS", "cpus", "count"),
+    ("CPU USE", "cpu_used", "percent"), ("LONGEST", "longest_s", "span"), ("LIMIT", "limit_s", "span"),
+)  # fmt: skip
+OOMS = (Cause.HOST_OOM.value, Cause.GPU_OOM.value)
+UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,9 +249,6 @@ def _busy_cores(jobs: Mapping[str, StageJob], attempt: Attempt) -> float:
     return (attempt.cpu_s or 0.0) / attempt.elapsed_s / (job.ranks * job.nodes if job else 1)
 
 
-DEFAULT = "default"
-
-
 def estimates(
     project: Project, plans: Iterable[StagePlan], executor: Executor, origins: Mapping[str, str]
 ) -> list[Estimate]:
@@ -300,15 +305,6 @@ def _sources(project: Project, planned: StagePlan, origins: Mapping[str, str], p
     if planned.job.ask.partition:
         sources["partition"] = f"{planned.job.ask.partition}: {planned.job.where}"
     return sources | {"about": about}
-
-
-COLUMNS: tuple[Column, ...] = (
-    ("STAGE", "stage"), ("TASKS", "tasks", "count"), ("TRIES", "attempts", "count"), ("PEAK", "peak_bytes", "bytes"),
-    ("REQUESTED", "asked_bytes", "bytes"), ("USED", "mem_used", "percent"), ("CPUS", "cpus", "count"),
-    ("CPU USE", "cpu_used", "percent"), ("LONGEST", "longest_s", "span"), ("LIMIT", "limit_s", "span"),
-)  # fmt: skip
-OOMS = (Cause.HOST_OOM.value, Cause.GPU_OOM.value)
-UNKNOWN = "unknown"
 
 
 def use_report(

@@ -47,6 +47,26 @@ if TYPE_CHECKING:
 
 STEP_OOM = "step out of memory"  # a cause: the step was repeated in smaller parts
 SPANS = 240  # into which a run is cut
+TRAIN = "train"
+EPOCH_ROWS = 100
+SERIES = 16  # curves of a kind: terms of a loss, metrics
+# As `training/forensics/step_bundle.py` names them, which needs torch: this has to start without it.
+_BUNDLE = re.compile(r"step-(\d{8,})-([a-z]+)-rank-(\d+)(?:-\d+)?")
+LEAST_SHARE = 0.004  # of the run: what took less is not drawn
+MOST_MARKS = 240  # of failures of a stage
+POINTS = 500  # of a curve
+TIMELINE = (Size(920, css="wide", left=76, right=78), Size(380, css="narrow", left=76, right=78, every=3))
+TIMELINE_KEY = (
+    ("planning", "plan"), ("queued or starting", "wait"), ("running", "run"), ("failed", "fail"),
+    ("survived failure", "fail survived"),
+)  # fmt: skip
+MEMORY = (Size(440, left=76, right=140),)
+MEMORY_KEY = (("requested", "asked"), ("used (peak)", "used"), ("estimated", "mark"))
+METRICS_DRAWN = 12
+FIRST = 2  # terms of a loss that are drawn on top
+OTHERS = ("learning_rate", "gradient_norm")
+LOSS = "loss"
+WIDE_RANGE = 30  # of a loss: beyond, its axis is logarithmic
 
 
 class FailuresAt(NamedTuple):
@@ -120,13 +140,6 @@ def _beginnings(stage: StageStatus) -> Iterator[float]:
                 yield attempt.ended_at - attempt.elapsed_s
         if task.job is not None and task.word.began:  # not judged yet, or never: of a run that was stopped
             yield task.word.began
-
-
-TRAIN = "train"
-EPOCH_ROWS = 100
-SERIES = 16  # curves of a kind: terms of a loss, metrics
-# As `training/forensics/step_bundle.py` names them, which needs torch: this has to start without it.
-_BUNDLE = re.compile(r"step-(\d{8,})-([a-z]+)-rank-(\d+)(?:-\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,18 +224,6 @@ def _curves(figures: Sequence[Mapping[str, Any]]) -> dict[str, Sequence[tuple[fl
         name: [(record[STEP], record[name]) for record in figures if record.get(name) is not None] for name in names
     }
     return {name: thinned(curve, POINTS) for name, curve in curves.items() if curve}
-
-
-LEAST_SHARE = 0.004  # of the run: what took less is not drawn
-MOST_MARKS = 240  # of failures of a stage
-POINTS = 500  # of a curve
-TIMELINE = (Size(920, css="wide", left=76, right=78), Size(380, css="narrow", left=76, right=78, every=3))
-TIMELINE_KEY = (
-    ("planning", "plan"), ("queued or starting", "wait"), ("running", "run"), ("failed", "fail"),
-    ("survived failure", "fail survived"),
-)  # fmt: skip
-MEMORY = (Size(440, left=76, right=140),)
-MEMORY_KEY = (("requested", "asked"), ("used (peak)", "used"), ("estimated", "mark"))
 
 
 def timeline(stages: Sequence[StageStatus], times: RunTimes) -> Chart:
@@ -314,13 +315,6 @@ def _memory_over_epochs(training: Training) -> Chart:
         lines += [Line(name, known, colour, style, [format_bytes(size) for _, size in known])] if known else []
     of = "GPU" if training.on_gpu else "process"
     return line_chart(f"train: memory of a {of}", _steps(training), lines, lambda _, high: byte_axis(high))
-
-
-METRICS_DRAWN = 12
-FIRST = 2  # terms of a loss that are drawn on top
-OTHERS = ("learning_rate", "gradient_norm")
-LOSS = "loss"
-WIDE_RANGE = 30  # of a loss: beyond, its axis is logarithmic
 
 
 def first_charts(training: Training) -> list[Chart]:

@@ -28,6 +28,17 @@ if TYPE_CHECKING:
     from pipeline.project.project import Project
     from pipeline.stages.stage import Stage
     from pipeline.training.state import TrainingState
+DATA = "data"
+COUNTED = {
+    "cached": "cached",
+    "done": "done",
+    "missing": "to do",
+    "waiting": "not scanned",
+    "refused": "rejected",
+    "unusable": "unusable",
+    "unkept": "not stored",
+}
+UNDECIDED = ("table", "precision", "crop", "skipped")  # in a recipe, before the plan and earlier stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +129,6 @@ def _label(box: StageBox) -> list[str]:
     """Return the lines of a box, without symbols that a drawing language reads as its own."""
     parts = filter(None, (f"{box.name}: {box.state}", box.counts, box.why))
     return [" ".join(part.split()).replace("<", "‹").replace(">", "›") for part in parts]
-
-
-DATA = "data"
-COUNTED = {
-    "cached": "cached",
-    "done": "done",
-    "missing": "to do",
-    "waiting": "not scanned",
-    "refused": "rejected",
-    "unusable": "unusable",
-    "unkept": "not stored",
-}
-UNDECIDED = ("table", "precision", "crop", "skipped")  # in a recipe, before the plan and earlier stages
 
 
 @dataclass(frozen=True, slots=True)
