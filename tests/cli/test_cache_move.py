@@ -54,14 +54,6 @@ def test_a_cache_is_moved_with_two_commands(pipeline: Command, projects: Path, m
     assert (again["copied"], again["there"]) == (0, files)
 
 
-def test_the_outcome_is_one_json_document(pipeline: Command, projects: Path) -> None:
-    told = json.loads(pipeline("cache", "export", "../export", "--kind", "graph", "--json").out)
-    assert told["kinds"] == {"graph": told["copied"]}
-    assert (told["there"], told["refused"]) == (0, [])
-    told = json.loads(pipeline("cache", "import", "../export", "--json").out)
-    assert told["there"] == told["kinds"]["graph"]
-
-
 def test_damage_is_named_and_ends_with_4(pipeline: Command, projects: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = spoil(projects / "here/cache")
     out = pipeline("cache", "export", "../export", "--json")
