@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pipeline.store.maintenance.overview import Cleaning
-    from pipeline.store.maintenance.transfer import Moved, Told
+    from pipeline.store.maintenance.transfer import Moved
 
 TOLD_EVERY_S = 5.0
 SHOWN = 5
@@ -58,6 +58,7 @@ def export_command(
 
     Run it again to continue: it copies only missing files.
     """
+    from pipeline.report.live_status import WorkBar
     from pipeline.store.cache_folder import CacheFolder
     from pipeline.store.format.cache_layout import MANIFEST
     from pipeline.store.maintenance import transfer
@@ -65,7 +66,8 @@ def export_command(
 
     cache = CacheFolder(load_config(config, sets).config.cache.root)
     refuse_links(cache)
-    moved = _showing("export", lambda tell: transfer.export_cache(cache, folder, kinds or (), link=link, tell=tell))
+    with WorkBar("export") as bar:
+        moved = transfer.export_cache(cache, folder, kinds or (), link=link, tell=bar.show)
     _say(moved, folder, as_json=as_json)
     if not as_json:
         named = quoted(folder)
@@ -77,24 +79,18 @@ def export_command(
 
 def import_cache_command(folder: Folder, config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
     """Add an export to the cache, verified; nothing is overwritten."""
+    from pipeline.report.live_status import WorkBar
     from pipeline.store.cache_folder import CacheFolder
     from pipeline.store.maintenance import transfer
     from pipeline.store.maintenance.leftovers import refuse_links
 
     cache = CacheFolder(load_config(config, sets).config.cache.root)
     refuse_links(cache)
-    moved = _showing("import", lambda tell: transfer.take_in(cache, folder, tell=tell))
+    with WorkBar("import") as bar:
+        moved = transfer.take_in(cache, folder, tell=bar.show)
     _say(moved, cache.root, as_json=as_json)
     remedy = Command.of("cache import", folder, then="   (after you copy these files again)")
     _refuse(moved, folder, remedy, "imported")
-
-
-def _showing(name: str, move: Callable[[Told], Moved]) -> Moved:
-    """Move files and show the progress on stderr."""
-    from pipeline.report.live_status import WorkBar
-
-    with WorkBar(name) as shown:
-        return move(shown.show)
 
 
 def _say(moved: Moved, folder: Path, *, as_json: bool) -> None:
@@ -228,16 +224,14 @@ def _carry_out(cleaning: Cleaning) -> dict[str, object]:
     from pipeline.units import format_bytes
     from pipeline.upkeep.clean_cache import carry_out
 
-    freed = files = 0
-    stayed, told_s = [], time.monotonic()
+    freed, files, stayed, is_due = 0, 0, [], _now_and_then()
     try:
         for removed in carry_out(cleaning, cache_check.saying_wait(cleaning.settle_s)):
             freed, files = freed + removed.bytes, files + (not removed.stays)
             if removed.stays:
                 stayed.append({"file": removed.name, "why": removed.stays})
                 typer.echo(f"kept: {removed.name}: {removed.stays}", err=True)
-            if time.monotonic() - told_s > TOLD_EVERY_S:
-                told_s = time.monotonic()
+            if is_due():
                 typer.echo(f"{plural(files, 'file')}, {format_bytes(freed)} so far ...", err=True)
     finally:
         typer.echo(f"✓ Removed {plural(files, 'file')}: {format_bytes(freed)} freed", err=True)
@@ -248,17 +242,24 @@ def _counter() -> Callable[[int], None]:
     """Return a callback that prints now and then how many items were looked at; on a terminal print at once, too."""
     import sys
 
+    is_due = _now_and_then()
     if sys.stderr.isatty():
         typer.echo("checking which records are needed ...", err=True)
-    told_s = time.monotonic()
+    return lambda items: typer.echo(f"checked {items:,} items of the data set ...", err=True) if is_due() else None
 
-    def on(items: int) -> None:
-        nonlocal told_s
-        if time.monotonic() - told_s > TOLD_EVERY_S:
-            told_s = time.monotonic()
-            typer.echo(f"checked {items:,} items of the data set ...", err=True)
 
-    return on
+def _now_and_then() -> Callable[[], bool]:
+    """Return a function that tells whether some seconds have passed since it last did."""
+    said_s = time.monotonic()
+
+    def is_due() -> bool:
+        nonlocal said_s
+        if time.monotonic() - said_s <= TOLD_EVERY_S:
+            return False
+        said_s = time.monotonic()
+        return True
+
+    return is_due
 
 
 def _seconds(text: str) -> float:

@@ -24,7 +24,6 @@ from pipeline.cli.options import (
     as_typed,
     load_config,
     one_of,
-    print_json,
     show,
     show_dry_run,
 )
@@ -250,15 +249,11 @@ def prune_command(
 
     pruning = foresee_pruning(load_config(config, sets).config.cluster.runs, keep)
     is_empty = not (pruning.goes or pruning.copies or pruning.left)
-    if as_json:
-        print_json(pruning.to_json())
-    else:
-        for run in pruning.goes:
-            typer.echo(f"  {run.folder.name}   {format_bytes(run.bytes)}")
-        for why, runs in pruning.stays.items():
-            typer.echo(f"kept: {plural(runs, 'run')}: {why}")
-        goes = f"{plural(len(pruning.goes), 'run')} to remove: {format_bytes(pruning.bytes)}"
-        typer.echo(f"{pruning.runs}: {'nothing to prune' if is_empty else goes}")
+    lines = [f"  {run.folder.name}   {format_bytes(run.bytes)}" for run in pruning.goes]
+    lines += [f"kept: {plural(runs, 'run')}: {why}" for why, runs in pruning.stays.items()]
+    goes = f"{plural(len(pruning.goes), 'run')} to remove: {format_bytes(pruning.bytes)}"
+    answer = f"{pruning.runs}: {'nothing to prune' if is_empty else goes}"
+    show(pruning.to_json, lambda: [*lines, answer], as_json=as_json)
     if yes and not is_empty:
         gone = list(prune(pruning))
         typer.echo(f"removed {plural(len(gone), 'run')}: {format_bytes(sum(run.bytes for run in gone))}", err=True)

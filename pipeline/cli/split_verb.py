@@ -205,22 +205,14 @@ def _check(project: Project, clusters: Sequence[Path] | None, out: Path | None, 
         levels = [each.to_json() for each in found]
         print_json({"items": counts, "rejected": shared.rejected, "shared": levels, "leaks": bool(found)})
     else:
-        levels_told = ["sequence", *shared.levels, *(["cluster"] if shared.whole.items else [])]
-        rows = [
-            (
-                each.level,
-                each.partners,
-                f"{each.groups:,}",
-                " and ".join(
-                    f"{items:,} of {counts[name]:,} {name}" for name, items in zip(each.splits, each.items, strict=True)
-                ),
-            )
-            for each in found
-        ]
-        if rows:
-            tables.show_parts(tables.text_table(("the same", "partners", "groups", "items"), rows, right="groups"))
-        else:
-            tables.show_parts(f"no shared chains between splits (compared by {', '.join(levels_told)})")
+        compared_by = ", ".join(["sequence", *shared.levels, *(["cluster"] if shared.whole.items else [])])
+        rows = []
+        for each in found:
+            of = zip(each.splits, each.items, strict=True)
+            items = " and ".join(f"{items:,} of {counts[name]:,} {name}" for name, items in of)
+            rows.append((each.level, each.partners, f"{each.groups:,}", items))
+        table = tables.text_table(("the same", "partners", "groups", "items"), rows, right="groups")
+        tables.show_parts(table if rows else f"no shared chains between splits (compared by {compared_by})")
         if out is not None:
             typer.echo(f"all items of the leaks: {out}")
     if found:
