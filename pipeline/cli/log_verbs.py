@@ -188,14 +188,14 @@ def _ranked(folder: RunFolder, status: RunStatus, stage: str | None, rank: int) 
     from pipeline.config.load import read_resolved
     from pipeline.errors import ConfigError
 
-    cluster = read_resolved(folder.config).cluster
     begun = [name for name in TOGETHER if name in status.stages and stage in (None, name)]
-    world, _, name = max(
-        ((getattr(cluster, name).world, at, name) for at, name in enumerate(begun)), default=(1, 0, stage)
-    )
+    cluster = read_resolved(folder.config).cluster if begun else None
+    worlds = {name: getattr(cluster, name).world for name in begun}
+    name = max(reversed(begun), key=worlds.__getitem__, default=stage)
+    world = worlds.get(name or "", 1)
     if rank < world == 1:
         return stage, None
-    if rank < world and cluster.executor == "slurm":
+    if rank < world and cluster and cluster.executor == "slurm":
         return name, rank
     problem = "the processes of a local task write to one log"  # the local launcher does not mark their lines
     if rank >= world:

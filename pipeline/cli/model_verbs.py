@@ -158,7 +158,8 @@ def _unknown_model(name: str) -> ConfigError:
     from pipeline.errors import ConfigError
 
     names = [model.name for model in MODELS]
-    near = [model for model in names if name.lower() in model.lower()][:3] or get_close_matches(name, names, n=3)
+    family = [known for known in names if known[:4] == name[:4].lower()] or names
+    near = [known for known in names if name.lower() in known.lower()][:3] or get_close_matches(name, family, n=3)
     rows = [f"    {model.name:20}  {model.layers:2} layers, width {model.dim:,}" for model in MODELS]
     meant = f": did you mean {' or '.join(near)}?" if near else ""
     problem = "\n".join((f"unknown model{meant}", *rows))
