@@ -68,14 +68,8 @@ class Suggested:
     @property
     def typed(self) -> str:
         """The better value as --set takes it."""
-        name = self.key.rpartition(".")[2]
-        return (
-            f"{ceil(self.value / MIB)}MiB"
-            if name == "mem"
-            else f"{self.value // 60}m"
-            if name == "time"
-            else str(self.value)
-        )
+        units = {"mem": f"{ceil(self.value / MIB)}MiB", "time": f"{self.value // 60}m"}
+        return units.get(self.key.rpartition(".")[2], f"{self.value}")
 
 
 @dataclass(frozen=True, slots=True)
