@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,7 +52,8 @@ def read_preset(name: str) -> Document | None:
     path = shipped(FOLDER) / f"{name}{ENDING}"
     if not name.isidentifier() or not path.is_file():
         return None
-    return earlier(Document(f"presets/{path.name}").read(path.read_text(encoding="utf-8"), PRESET_ABOVE))
+    document = Document(f"presets/{path.name}", offset=BEFORE_THE_FILE)
+    return document.read(path.read_text(encoding="utf-8"), PRESET_ABOVE)
 
 
 SITE: KeyPath = ("cluster", "site")
@@ -61,7 +61,7 @@ ABOVE: KeyPath = ("cluster",)
 CARDS: KeyPath = ("cluster", "slurm", "cards")
 HELD = ("slurm", "supervisor")
 ENDING = ".yaml"
-BEFORE_THE_FILE = 1 << 30  # mistakes in a profile come before those of the file that names it
+BEFORE_THE_FILE = -(1 << 30)  # mistakes in a profile come before those of the file that names it
 HERE = Path("configs/sites")
 
 
@@ -82,7 +82,7 @@ def locate(site: str, base_dir: Path, config_dir: Path) -> Path:
 
 def read_site(path: Path, text: str) -> Document:
     """Return the entries of a profile as parts of the section `cluster`."""
-    document = Document(_shown(path)).read(text, ABOVE)
+    document = Document(_shown(path), offset=BEFORE_THE_FILE).read(text, ABOVE)
     if document.entries[ABOVE].value != {}:
         problem = "a profile must contain the keys slurm: and supervisor:"
         raise ConfigError(problem, where=document.entries[ABOVE].origin, remedy="see configs/sites/README.md")
@@ -92,15 +92,6 @@ def read_site(path: Path, text: str) -> Document:
         del document.entries[key]
         if len(key) == len(ABOVE) + 1:
             document.problems.append(Problem(entry.line, f"{entry.origin}: {_misplaced(key[1])}"))
-    return earlier(document)
-
-
-def earlier(document: Document) -> Document:
-    """Make the mistakes of a document come before those of the file; its origins keep the true lines."""
-    document.entries = {
-        key: replace(entry, line=entry.line - BEFORE_THE_FILE) for key, entry in document.entries.items()
-    }
-    document.problems = [Problem(problem.line - BEFORE_THE_FILE, problem.text) for problem in document.problems]
     return document
 
 

@@ -86,7 +86,7 @@ class Document:
 
     name: str
     typed: str = ""
-    offset: int = 0  # added to every line, so that typed settings sort after the file
+    offset: int = 0  # added to every line, so that typed settings sort after the file, and profiles before it
     entries: dict[KeyPath, WrittenValue] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     _nodes: int = 0
@@ -105,13 +105,15 @@ class Document:
     def _compose(self, text: str) -> yaml.Node:
         """Parse a text into YAML nodes."""
         if bad := yaml.reader.Reader.NON_PRINTABLE.search(text):
-            line = text.count("\n", 0, bad.start()) + 1
+            line = text.count("\n", 0, bad.start()) + 1 + self.offset
             raise self._refusal(f"invalid YAML: the character {bad.group()!r} is not allowed", line)
         try:
             node = _Loader(text).get_single_node()
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
-            raise self._refusal(f"invalid YAML: {_advice(error)}", mark.line + 1 if mark else 1) from error
+            raise self._refusal(
+                f"invalid YAML: {_advice(error)}", (mark.line if mark else 0) + 1 + self.offset
+            ) from error
         return node or yaml.ScalarNode(_NULL, "", yaml.Mark(self.name, 0, 0, 0, None, 0))
 
     def _enter(self, key: KeyPath, node: yaml.Node, line: int) -> None:
@@ -170,14 +172,17 @@ class Document:
             self._problem(self._line(node), key, f"the tag {_short(node.tag)} is not allowed: plain values only")
 
     def _entry(self, value: Any, line: int) -> WrittenValue:
-        return WrittenValue(value, self.name if self.typed else f"{self.name}:{line}", line, self.typed)
+        return WrittenValue(value, self.name if self.typed else self._place(line), line, self.typed)
 
     def _problem(self, line: int, key: KeyPath, message: str) -> None:
         self.problems.append(Problem(line, f"{self._entry(None, line).place(key)}: {message}"))
 
     def _refusal(self, problem: str, line: int) -> ConfigError:
-        where = f"{self.name} {self.typed}" if self.typed else f"{self.name}:{line}"
+        where = f"{self.name} {self.typed}" if self.typed else self._place(line)
         return ConfigError(problem, where=where, remedy=REMEDY)
+
+    def _place(self, line: int) -> str:
+        return f"{self.name}:{line - self.offset}"
 
     def _line(self, node: yaml.Node) -> int:
         return int(node.start_mark.line) + 1 + self.offset
