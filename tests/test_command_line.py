@@ -56,8 +56,7 @@ QUOTING = ("quoted(", "quote(", "shlex.")
 QUOTED_BEFORE = {  # or a number, or within quotes
     "source_rows.py": {"column", "meant", "name", "start"},
     "split_data.py": {"number", "hint"},
-    "data_source.py": {"number"},
-    "given_splits.py": {"line", "again"},
+    "data_source.py": {"number", "line"},
     "cache_folder.py": {"marker", "json.dumps(_MARKED)"},
     "clean_cache.py": {"files"},
 }
