@@ -23,10 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.measure import Row, Spread, fail, options, publish
-from pipeline.tasks.docking.docking_trunk import EdgeInput, PosedComplex, time_features
 from pipeline.tasks.docking.equivariant import PairConvolution
 from pipeline.tasks.docking.rigid_diffusion import SamplingSteps, rigid_draw, rigid_noise, rigidly_moved
-from pipeline.tasks.docking.score_network import ScoreModel
+from pipeline.tasks.docking.score_network import EdgeInput, PosedComplex, ScoreModel, time_features
 from tests.reference import FOLDER, docking_complex
 from tests.tasks.originals import off, posed, score_model, tables
 

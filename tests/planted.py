@@ -42,7 +42,7 @@ encoder/engine/token_batches.py: a batch of sequences may be twice its budget
 readers/peptides.py: a modification has the wrong mass
 - Modification("+25.979265", 0, 43.005813655 - 17.026549101, "")
 + Modification("+25.979265", 0, 43.005813655 - 18.026549101, "")
-tasks/peptides/peptide_scores.py: residues after the first error are not compared from the end
+tasks/peptides/published_peptides.py: residues after the first error are not compared from the end
 - stop_true = min(stop, len(true_R))
 + stop_true = len(true_R)
 training/step/step.py: gradients are divided by a guess of the weight

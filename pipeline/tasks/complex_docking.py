@@ -23,7 +23,6 @@ from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError
 from pipeline.protocol import item_of
 from pipeline.tasks.docking.docking_items import example_counts, example_partner, placed_partners
-from pipeline.tasks.docking.docking_trunk import PosedComplex, TrunkSizes
 from pipeline.tasks.docking.pose_confidence import trained_confidence
 from pipeline.tasks.docking.pose_quality import RMSDS, docking_metrics
 from pipeline.tasks.docking.published_poses import CONFIDENCE, MOVE, TRAJECTORY, publish_poses
@@ -46,7 +45,7 @@ from pipeline.tasks.docking.rigid_diffusion import (
     stacked_draws,
     start_poses,
 )
-from pipeline.tasks.docking.score_network import ScoreModel
+from pipeline.tasks.docking.score_network import PosedComplex, ScoreModel, TrunkSizes
 from pipeline.tasks.task_parts import WHERE, above_zero, at_least, part_of, refuse
 
 if TYPE_CHECKING:

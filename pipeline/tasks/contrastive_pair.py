@@ -28,9 +28,9 @@ from torch.nn import functional
 
 from pipeline.protocol import ITEMS
 from pipeline.readers.captions import class_names
-from pipeline.tasks.pairs.clip_names import FORMS, options_of
 from pipeline.tasks.pairs.pair_towers import (
     BYTES,
+    FORMS,
     ImageBatch,
     ImageTower,
     PairBatch,
@@ -40,6 +40,7 @@ from pipeline.tasks.pairs.pair_towers import (
     TextTower,
     crop_drawn,
     heads_of,
+    options_of,
 )
 from pipeline.tasks.pairs.retrieval import Prompts, found_at, pair_places, write_nearest
 from pipeline.tasks.task_parts import (

@@ -23,22 +23,30 @@ import torch
 
 from pipeline.protocol import ITEMS
 from pipeline.readers.peptides import RESIDUES
-from pipeline.tasks.peptides.drawn_spectra import Grid, SpectrumNoise
 from pipeline.tasks.peptides.found_peptides import (
     ALL,
     ANSWERS,
     CHARGE,
     CONFIDENCE,
+    EOS,
     LABEL,
     LETTERS,
+    MODIFIED,
     MZ,
+    PAD,
+    SOS,
+    SPECIAL,
+    UNK,
     PeptideChoice,
+    Vocabulary,
 )
 from pipeline.tasks.peptides.peptide_losses import (
     ANSWER_WEIGHTS,
     DRAWN,
     PRECURSOR_LOSSES,
     SPECTRUM_LOSSES,
+    Grid,
+    SpectrumNoise,
     answer_weights,
     coverage_loss,
     drawn_loss,
@@ -48,10 +56,14 @@ from pipeline.tasks.peptides.peptide_losses import (
     mass_loss,
     published_peptide,
 )
-from pipeline.tasks.peptides.peptide_scores import field_metrics, judged, letter_metrics, letter_row
-from pipeline.tasks.peptides.published_peptides import publish_peptides
+from pipeline.tasks.peptides.published_peptides import (
+    field_metrics,
+    judged,
+    letter_metrics,
+    letter_row,
+    publish_peptides,
+)
 from pipeline.tasks.peptides.recursive_network import NetworkSizes, RecursiveNetwork, SpectrumInput
-from pipeline.tasks.peptides.vocabulary import EOS, MODIFIED, PAD, SOS, SPECIAL, UNK, Vocabulary
 from pipeline.tasks.task_parts import (
     WHERE,
     above_zero,

@@ -27,7 +27,6 @@ from torch.nn import functional
 
 from pipeline.errors import ConfigError
 from pipeline.protocol import ITEMS
-from pipeline.tasks.rna.force_field import PHASE
 from pipeline.tasks.rna.ligand_library import (
     COSINE,
     EUCLIDEAN,
@@ -41,12 +40,14 @@ from pipeline.tasks.rna.pocket_network import (
     FEATURES,
     KINDS,
     POOL_WIDTH,
+    SYSTEM,
     Entries,
     PocketBatch,
     PocketNetwork,
     PocketSizes,
+    rna_form,
 )
-from pipeline.tasks.rna.published_form import SYSTEM, rna_form
+from pipeline.tasks.rna.pocket_reader import PHASE
 from pipeline.tasks.task_parts import (
     WHERE,
     above_zero,

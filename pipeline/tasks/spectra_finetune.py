@@ -28,26 +28,24 @@ import torch
 
 from pipeline.errors import ConfigError
 from pipeline.protocol import ITEMS
-from pipeline.tasks.spectra.peak_batch import (
+from pipeline.tasks.spectra.peak_transformer import (
+    BINARY,
+    EMBEDDING,
+    FINGERPRINT,
+    HEADS,
     MOLECULE,
     PEAKS,
     PRECURSOR,
     RELATED,
     TARGET,
+    PeakSizes,
+    PeakTransformer,
     SpectraBatch,
     example_batch,
     item_target,
     own_rows,
     padded_peaks,
     related_rows,
-)
-from pipeline.tasks.spectra.peak_transformer import (
-    BINARY,
-    EMBEDDING,
-    FINGERPRINT,
-    HEADS,
-    PeakSizes,
-    PeakTransformer,
 )
 from pipeline.tasks.spectra.spectra_library import publish_library
 from pipeline.tasks.spectra.spectra_measures import (

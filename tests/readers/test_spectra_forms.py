@@ -14,7 +14,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.readers import mzml, spectrum_files
 from pipeline.readers.spectra import Spectra
 from pipeline.records import Entry, Rejection
-from pipeline.tasks.spectra.peak_batch import own_rows, padded_peaks
+from pipeline.tasks.spectra.peak_transformer import own_rows, padded_peaks
 from tests.readers.compared import assert_same, hdf5_file, mgf_text, msp_text, mzml_file, mzml_text, only, read_twice
 from tests.reference import FOLDER, document, recorded
 from tests.tasks.reader_items import batch_of

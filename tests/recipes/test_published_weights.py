@@ -21,7 +21,7 @@ from pipeline.errors import ConfigError
 from pipeline.project.run_code import load_task
 from pipeline.setup.demo_project import DEMOS, write_recipe_demo
 from pipeline.tasks.contrastive_pair import ContrastivePair
-from pipeline.tasks.pairs.clip_names import options_of
+from pipeline.tasks.pairs.pair_towers import options_of
 from pipeline.tasks.rna_ligand import RnaLigand
 from pipeline.tasks.spectra_finetune import SpectraFinetune
 from pipeline.training.checkpoints.trained_weights import load_pretrained, published_forms, stored_weights

@@ -11,15 +11,19 @@ from torch.nn.functional import normalize
 
 from pipeline.tasks.contrastive_pair import ContrastivePair
 from pipeline.tasks.denovo_recursive import DenovoBatch, DenovoRecursive
-from pipeline.tasks.docking.docking_trunk import DockingPartner, PosedComplex, TrunkSizes
 from pipeline.tasks.docking.equivariant import listed_pairs
 from pipeline.tasks.docking.rigid_diffusion import NoiseSchedule, rotation_tables
-from pipeline.tasks.docking.score_network import ConfidenceModel, ScoreModel, from_published
-from pipeline.tasks.pairs.clip_names import CLIP, FORMS, options_of
-from pipeline.tasks.pairs.pair_towers import TextBatch
+from pipeline.tasks.docking.score_network import (
+    ConfidenceModel,
+    DockingPartner,
+    PosedComplex,
+    ScoreModel,
+    TrunkSizes,
+    from_published,
+)
+from pipeline.tasks.pairs.pair_towers import CLIP, FORMS, TextBatch, options_of
 from pipeline.tasks.peptides.recursive_network import FORM, SpectrumInput
-from pipeline.tasks.rna.pocket_network import KINDS, Entries, PocketBatch, PocketNetwork, PocketSizes
-from pipeline.tasks.rna.published_form import rna_form
+from pipeline.tasks.rna.pocket_network import KINDS, Entries, PocketBatch, PocketNetwork, PocketSizes, rna_form
 from pipeline.tasks.spectra.peak_transformer import DreamsForm, Peaks, PeakSizes, PeakTransformer
 from tests.reference import FOLDER, docking_complex, document, recorded
 

@@ -11,7 +11,7 @@ import torch
 
 from pipeline.errors import ConfigError
 from pipeline.readers import peptides
-from pipeline.tasks.peptides.vocabulary import EOS, PAD, SOS, UNK
+from pipeline.tasks.peptides.found_peptides import EOS, PAD, SOS, UNK
 from tests.tasks.cases import DENOVO as SMALL
 from tests.tasks.cases import MIXED_PEPTIDES, PEPTIDES, RNG, SHALLOW, apart, model_of, peptide, stepped
 from tests.tasks.cases import outputs_of as said

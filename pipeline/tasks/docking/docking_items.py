@@ -15,9 +15,9 @@ from pipeline.encoder.embedding_recipe import VOCABULARY
 from pipeline.errors import ConfigError
 from pipeline.graphs.residue_graph import LETTERS
 from pipeline.protocol import ITEMS
-from pipeline.tasks.docking.docking_trunk import DockingPartner
 from pipeline.tasks.docking.equivariant import ListedPairs, listed_pairs
 from pipeline.tasks.docking.rigid_diffusion import superposed
+from pipeline.tasks.docking.score_network import DockingPartner
 from pipeline.tasks.partner_graphs import CA, embedding_of, partners_of
 
 if TYPE_CHECKING:

@@ -22,8 +22,14 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.files import cell_text
 from pipeline.protocol import item_of
 from pipeline.tasks.docking.docking_items import example_counts, example_partner, placed_partners
-from pipeline.tasks.docking.docking_trunk import PosedComplex, TrunkSizes
-from pipeline.tasks.docking.score_network import FORM, ConfidenceModel, from_published, trunk_options
+from pipeline.tasks.docking.score_network import (
+    FORM,
+    ConfidenceModel,
+    PosedComplex,
+    TrunkSizes,
+    from_published,
+    trunk_options,
+)
 from pipeline.tasks.task_parts import WHERE, above_zero, at_least, part_of
 from pipeline.training.checkpoints.trained_weights import stored_weights
 from pipeline.training.evaluating.outputs import CSV

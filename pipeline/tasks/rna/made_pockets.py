@@ -25,7 +25,7 @@ from scipy.spatial.transform import Rotation
 from pipeline.errors import PipelineError
 from pipeline.graphs.bonds import bond_paths
 from pipeline.readers.hdf5 import library
-from pipeline.tasks.rna.force_field import CHARGE_UNIT
+from pipeline.tasks.rna.pocket_reader import CHARGE_UNIT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

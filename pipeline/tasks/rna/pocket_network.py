@@ -1,6 +1,8 @@
 """The network of RNA-3E-FFI: from a pocket's atoms and the terms of its force field to a vector for each pocket.
 
-What turns is computed in single precision whatever autocast says: directions in half precision are off by 1%.
+Features that turn are computed in single precision whatever autocast says: directions in half precision are off by 1%.
+Of the original's weights, constants of e3nn (3j symbols, masks, empty biases) are left out on the way in, and computed
+on the way out.
 
 Shapes: N atoms of all items, E entries of one kind (bonds, angles, dihedrals, near pairs), P atoms of an entry, K
 parameters of one, F numbers of an atom's fields, S its scalars, I its invariants, B items, H heads, D numbers of a
@@ -10,7 +12,7 @@ vector.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +21,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from pipeline.encoder.published_weights import renamed
+from pipeline.tasks.irreps import no_weights, product_constants
 from pipeline.tasks.rna.turning_fields import (
     USUAL,
     FieldGate,
@@ -31,12 +35,13 @@ from pipeline.tasks.rna.turning_fields import (
     field_harmonics,
     fields_of,
 )
-from pipeline.tasks.task_parts import means
+from pipeline.tasks.task_parts import OriginalForm, means
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch import Tensor
+
 
 FEATURES = 3  # of an atom: charge, atomic number, mass
 # Of RNA with its hydrogens under RNA.OL3: what features are measured by where no file says otherwise.
@@ -410,3 +415,77 @@ class PocketNetwork(nn.Module):
             "near": partial(edge_shape, batch.pos_N3, batch.near.atom_PE),
         }
         return {kind: shape_of[kind]() for kind in self.sizes.kinds}
+
+
+SYSTEM = "rna3effi"
+EDGES = {
+    "enter": "linear_in",
+    "basis.frequency": "bessel_basis.frequencies",
+    "weigh": "radial_mlp",
+    "own": "self_connection",
+    "norm": "layer_norm",
+    "product": "tp",
+    "act": "nonlinearity",
+}
+TERMS = {"norm": "input_norm", "leave": "output_projection"}
+NAMES = {
+    "atoms.read": "input_embedding.feature_mlp",
+    "atoms.enter": "input_embedding.irreps_projection",
+    **{f"layers.*.kinds.bonds.{ours}": f"bonded_mp_layers.*.{theirs}" for ours, theirs in EDGES.items()},
+    **{f"layers.*.kinds.near.{ours}": f"nonbonded_mp_layers.*.{theirs}" for ours, theirs in EDGES.items()},
+    **{f"layers.*.kinds.angles.{ours}": f"angle_mp_layers.*.{theirs}" for ours, theirs in TERMS.items()},
+    **{f"layers.*.kinds.dihedrals.{ours}": f"dihedral_mp_layers.*.{theirs}" for ours, theirs in TERMS.items()},
+    "layers.*.kinds.angles.read": "angle_mp_layers.*.angle_mlp",
+    "layers.*.kinds.dihedrals.read": "dihedral_mp_layers.*.dihedral_mlp",
+    "layers.*.before": "aggregation_layer_norms.*",
+    "layers.*.after": "post_aggregation_layer_norms.*",
+    "pool.key": "pooling.key_proj",
+    "pool.value": "pooling.value_proj",
+    "pool.query": "pooling.queries",
+    "pool.out": "pooling.output_proj",
+    "out": "output_projection.0",
+    "out_norm": "output_projection.1",
+    **{f"pool.score.{ours}": f"pooling_mlp.{theirs}" for ours, theirs in ((0, 0), (2, 3), (4, 6))},  # dropout between
+    "kind_weights.angles": "angle_weight",
+    "kind_weights.dihedrals": "dihedral_weight",
+    "kind_weights.near": "nonbonded_weight",
+}
+LINEARS = ("input_embedding.irreps_projection", "*.linear_in", "*.self_connection", "*_mp_layers.*.output_projection")
+LEFT = (
+    *(f"{name}.{constant}" for name in LINEARS for constant in ("bias", "output_mask")),
+    *("*.tp.weight", "*.tp.output_mask", "*._w3j_*", "*.nonlinearity.*"),
+)
+FORM = OriginalForm(
+    NAMES,
+    signs=("input_embedding.irreps_projection.weight", "bonded_mp_layers.0.bessel_basis.frequencies"),
+    left=LEFT,
+    fresh=("atoms.mean_3", "atoms.deviation_3"),  # which they keep with their data
+    system="RNA-3E-FFI",
+)
+
+
+def rna_form(network: PocketNetwork) -> OriginalForm:
+    """Return the form of RNA-3E-FFI for a network."""
+    return replace(FORM, as_published=network.sizes.as_published, constants=partial(_constants, network))
+
+
+def _constants(network: nn.Module) -> dict[str, Tensor]:
+    """Return what e3nn keeps in a state besides weights."""
+    found: dict[str, Tensor] = {}
+    for name, module in network.named_modules():
+        theirs = renamed(name, NAMES)
+        if isinstance(module, FieldLinear):
+            parts = zip(module.leave.widths, module.enter, strict=True)
+            mask = torch.cat([torch.full((width,), float(before > 0)) for width, before in parts])
+            found |= no_weights(theirs, mask, "bias")
+        elif isinstance(module, FieldProduct):
+            found |= product_constants(theirs, module.paths, module.leave.irreps)
+        elif isinstance(module, EdgeLayer):
+            fields, act = module.enter.enter, renamed(f"{name}.act", NAMES)
+            if isinstance(module.act, FieldGate):
+                products = {"mul": fields.size - fields.scalars}
+            else:
+                products = {"norm.tp": sum(fields), "scalar_multiplier": fields.size}
+            for product, width in products.items():
+                found |= no_weights(f"{act}.{product}", torch.ones(width))
+    return found

@@ -8,8 +8,7 @@ from scipy.spatial.transform import Rotation
 from pipeline.records import Item, Part, Role
 from pipeline.structures.inventory import ScanRecipe, examine_item
 from pipeline.structures.parsing.structure_files import plain_files
-from pipeline.tasks.docking.docked_partners import heavy_positions
-from pipeline.tasks.docking.pose_quality import RigidMoves
+from pipeline.tasks.docking.pose_quality import RigidMoves, heavy_positions
 
 MAX_BYTES = 1 << 24
 RECIPE = ScanRecipe()

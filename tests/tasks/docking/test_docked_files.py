@@ -15,10 +15,15 @@ from pipeline.records import Item, Part, Role
 from pipeline.structures.inventory import ScanRecipe
 from pipeline.structures.parsing.read_structure import PLAIN, FileReading, parse_structure
 from pipeline.structures.parsing.structure_files import plain_files
-from pipeline.tasks.docking.docked_partners import shared_backbones
-from pipeline.tasks.docking.pose_quality import EXPLODED, PoseRow, RigidMoves, docking_truth, pose_rows
-from pipeline.tasks.docking.posed_files import LETTERS, DockedComplex, posed_file
-from pipeline.tasks.docking.published_poses import write_docked
+from pipeline.tasks.docking.pose_quality import (
+    EXPLODED,
+    PoseRow,
+    RigidMoves,
+    docking_truth,
+    pose_rows,
+    shared_backbones,
+)
+from pipeline.tasks.docking.published_poses import LETTERS, DockedComplex, posed_file, write_docked
 from pipeline.tasks.task_parts import task_table
 from tests.tasks.docking.docked import MAX_BYTES, moves_from, nearest_move, pair_item, read, some_moves
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from pipeline.tasks.docking.docking_items import example_partner
-from pipeline.tasks.docking.docking_trunk import PosedComplex, TrunkSizes
 from pipeline.tasks.docking.rigid_diffusion import NoiseSchedule
-from pipeline.tasks.docking.score_network import ScoreModel
+from pipeline.tasks.docking.score_network import PosedComplex, ScoreModel, TrunkSizes
 
 CLOSE = 1e-4  # of the largest number, in single precision
 DIM = 16

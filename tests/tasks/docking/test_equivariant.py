@@ -7,13 +7,13 @@ from functools import partial
 import pytest
 import torch
 
-from pipeline.tasks.docking.docking_trunk import TrunkSizes
 from pipeline.tasks.docking.equivariant import (
     PairConvolution,
     edge_features,
     edge_harmonics,
     listed_pairs,
 )
+from pipeline.tasks.docking.score_network import TrunkSizes
 from pipeline.tasks.irreps import Irrep, harmonics
 
 SIZES = TrunkSizes(scalars=5, vectors=3)

@@ -18,13 +18,13 @@ from scipy.spatial.distance import cdist
 
 from pipeline.records import Item, Part, Reason, Role
 from pipeline.structures.atoms import UnusableInput
-from pipeline.tasks.docking.docked_partners import heavy_positions
 from pipeline.tasks.docking.pose_quality import (
     CLASSES,
     PoseRow,
     RigidMoves,
     capri_class,
     docking_truth,
+    heavy_positions,
     near_counts,
     pose_quality,
     summaries,

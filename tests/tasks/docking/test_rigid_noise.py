@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.tasks.docking.docking_trunk import time_features
 from pipeline.tasks.docking.rigid_diffusion import (
     NoiseSchedule,
     RigidDraw,
@@ -17,6 +16,7 @@ from pipeline.tasks.docking.rigid_diffusion import (
     score_errors,
     table_rows,
 )
+from pipeline.tasks.docking.score_network import time_features
 from tests.reference import docking_complex, recorded
 from tests.tasks.originals import COMPLEXES, as_original, fresh_score_model, posed, relative_off, tables
 

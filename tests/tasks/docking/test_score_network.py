@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.tasks.docking.docking_trunk import TrunkSizes
 from pipeline.tasks.docking.rigid_diffusion import NoiseSchedule
-from pipeline.tasks.docking.score_network import FORM, ConfidenceModel, ScoreModel, from_published
+from pipeline.tasks.docking.score_network import FORM, ConfidenceModel, ScoreModel, TrunkSizes, from_published
 from pipeline.training.checkpoints.trained_weights import stored_weights
 from tests.reference import checkpoint, docking_complex, recorded
 from tests.tasks.originals import (

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from pipeline.tasks.contrastive_pair import ContrastivePair
-from pipeline.tasks.pairs.clip_names import CLIP, CLIP_TRANSFORMERS, FORMS, options_of
-from pipeline.tasks.pairs.pair_towers import TextBatch
+from pipeline.tasks.pairs.pair_towers import CLIP, CLIP_TRANSFORMERS, FORMS, TextBatch, options_of
 from pipeline.training.checkpoints.trained_weights import load_pretrained, stored_weights
 from tests.reference import checkpoint, document, recorded, transformers_folder
 from tests.tasks.originals import clip_features, clip_logits, clip_task, clip_texts, clip_with, off

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.tasks.peptides.drawn_spectra import DrawnPeaks, Grid, similarity
+from pipeline.tasks.peptides.peptide_losses import DrawnPeaks, Grid, similarity
 from tests.testkit.limited.device import LimitedDevice, need
 
 WHOLE = Grid(bin_size=0.1, max_mz=50.0, sigma=0.07)

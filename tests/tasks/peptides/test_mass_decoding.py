@@ -10,8 +10,7 @@ import pytest
 from pipeline.readers import peptides
 from pipeline.readers.peptides import residue_codes
 from pipeline.tasks.peptides import found_peptides
-from pipeline.tasks.peptides.found_peptides import best_of_mass, letter_scores
-from pipeline.tasks.peptides.vocabulary import EOS, Vocabulary
+from pipeline.tasks.peptides.found_peptides import EOS, Vocabulary, best_of_mass, letter_scores
 
 FEW = Vocabulary(("M[Oxidation]", "[Acetyl]-", "[Ammonia-loss]-"))
 PUBLISHED = Vocabulary(as_published=True)

@@ -9,12 +9,12 @@ import torch
 
 from pipeline.readers import peptides
 from pipeline.readers.peptides import residue_codes
+from pipeline.tasks.peptides.found_peptides import Vocabulary
 from pipeline.tasks.peptides.peptide_losses import (
     expected_peptide,
     fragments,
     published_peptide,
 )
-from pipeline.tasks.peptides.vocabulary import Vocabulary
 from tests.reference import recorded
 from tests.tasks.originals import PEPTRM, off, peptide_batch
 

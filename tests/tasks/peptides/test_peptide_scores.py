@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pipeline.readers.peptides import residue_codes
-from pipeline.tasks.peptides.found_peptides import Answer, rank_score
-from pipeline.tasks.peptides.peptide_scores import (
+from pipeline.tasks.peptides.found_peptides import Answer, Vocabulary, rank_score
+from pipeline.tasks.peptides.published_peptides import (
     area,
     field_metrics,
     found_residues,
@@ -17,9 +17,8 @@ from pipeline.tasks.peptides.peptide_scores import (
     letter_metrics,
     letter_row,
     precision_by_coverage,
+    precision_picture,
 )
-from pipeline.tasks.peptides.published_peptides import precision_picture
-from pipeline.tasks.peptides.vocabulary import Vocabulary
 from tests.reference import document, recorded
 from tests.tasks.originals import PEPTRM
 

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from pipeline.protocol import ITEMS
-from pipeline.tasks.rna.force_field import read_pocket
 from pipeline.tasks.rna.made_pockets import BASES, coordinates, made_pocket, topology
+from pipeline.tasks.rna.pocket_reader import read_pocket
 from pipeline.tasks.rna_ligand import RnaLigand
 from tests.tasks.reader_items import batch_of
 

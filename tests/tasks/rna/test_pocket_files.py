@@ -12,7 +12,6 @@ import pytest
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.records import Reason
-from pipeline.tasks.rna.force_field import read_pocket
 from pipeline.tasks.rna.pocket_reader import (
     RnaPockets,
     complex_of,
@@ -20,6 +19,7 @@ from pipeline.tasks.rna.pocket_reader import (
     feature_statistics,
     ligand_of,
     main,
+    read_pocket,
 )
 from tests.reference import document
 from tests.tasks.originals import POCKET_FILES as FILES

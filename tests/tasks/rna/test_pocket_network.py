@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from pipeline.errors import ConfigError
-from pipeline.tasks.rna.pocket_network import PocketNetwork, PocketSizes
-from pipeline.tasks.rna.published_form import NAMES, SYSTEM, rna_form
+from pipeline.tasks.rna.pocket_network import NAMES, SYSTEM, PocketNetwork, PocketSizes, rna_form
 from pipeline.tasks.rna_ligand import RnaLigand, RnaLigandContrast
 from pipeline.training.checkpoints.trained_weights import renamed
 from tests.reference import document, recorded

@@ -10,7 +10,7 @@ import torch
 
 from pipeline.errors import ConfigError
 from pipeline.readers.spectra import Spectra
-from pipeline.tasks.spectra.peak_batch import SpectraBatch
+from pipeline.tasks.spectra.peak_transformer import SpectraBatch
 from pipeline.tasks.spectra.spectra_measures import bit_figures, found_error
 from pipeline.tasks.spectra_finetune import SpectraContrast, SpectraFinetune
 from tests.readers.compared import hdf5_file
