@@ -27,7 +27,7 @@ from pipeline.tasks.docking.equivariant import PairConvolution
 from pipeline.tasks.docking.rigid_diffusion import SamplingSteps, rigid_draw, rigid_noise, rigidly_moved
 from pipeline.tasks.docking.score_network import EdgeInput, PosedComplex, ScoreModel, time_features
 from tests.reference import FOLDER, docking_complex
-from tests.tasks.originals import off, posed, score_model, tables
+from tests.tasks.originals import off, posed, score_model
 
 COMPLEXES = ("1Z0K", "1R8S")  # of 230 and 347 residues
 CLOSE = 1e-4
@@ -122,7 +122,7 @@ def stages_of(model: ScoreModel, name: str, poses: int, steps: int) -> Iterator[
     true_L3, schedule = docking_complex(name)["ligand.pos"], model.schedule
     rngs = [np.random.default_rng(seed) for seed in range(poses)]
     for moment in SamplingSteps(steps).times():
-        noises = [rigid_noise(moment, rigid_draw(rng), schedule, tables(), as_published=True) for rng in rngs]
+        noises = [rigid_noise(moment, rigid_draw(rng), schedule, as_published=True) for rng in rngs]
         moves = [
             torch.tensor(np.stack(parts))
             for parts in zip(*((n.rotation_3, n.translation_3) for n in noises), strict=True)

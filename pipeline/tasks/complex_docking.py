@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,17 +23,17 @@ from pipeline.errors import ConfigError
 from pipeline.protocol import item_of
 from pipeline.tasks.docking.docking_items import example_counts, example_partner, placed_partners
 from pipeline.tasks.docking.pose_confidence import trained_confidence
-from pipeline.tasks.docking.pose_quality import RMSDS, docking_metrics
+from pipeline.tasks.docking.pose_quality import docking_metrics
 from pipeline.tasks.docking.published_poses import CONFIDENCE, MOVE, TRAJECTORY, publish_poses
 from pipeline.tasks.docking.rigid_diffusion import (
+    RMSDS,
     NoiseSchedule,
     PoseDraw,
-    RotationTables,
     SamplingSteps,
     Spread,
     by_poses,
     pose_draw,
-    pose_rmsd,
+    pose_rmsds,
     rigid_draw,
     rigid_moves,
     rigid_noise,
@@ -65,12 +64,6 @@ COUNTS = ("scalars", "vectors", "layers", "multiplicity", "samples", "steps", "t
 LEAST = {"embedding_dim": 0, "psi": 0, **dict.fromkeys(COUNTS, 1)}
 
 
-@cache
-def tables() -> RotationTables:
-    """Return the tables of rotations, which take a second or two to compute."""
-    return rotation_tables()
-
-
 class NoisedComplex(NamedTuple):
     """A complex with noised poses of its ligand, what moved them, and the random numbers of the poses to draw."""
 
@@ -95,7 +88,7 @@ class DockingBatch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ComplexDocking(TrunkSizes):
+class ComplexDocking(SamplingSteps, TrunkSizes):
     """The task: tell how noise moved the ligand of a complex, and dock by taking noise away."""
 
     multiplicity: int = 1  # noises of a complex in a step, for which it is read once
@@ -104,13 +97,6 @@ class ComplexDocking(TrunkSizes):
     rotation_least: float = 0.01  # radians
     rotation_most: float = 1.65
     samples: int = 1  # poses of a complex where the model is evaluated or predicts: train.predict.options
-    steps: int = 20
-    ode: bool = False  # draw nothing after the start
-    final_noise: bool = False  # in the last step
-    temperature: float = 1.0  # of sampling; the original's were 2.439, and 0.216, 0.593 and 0.228 for what follows
-    psi: float = 0.0
-    data_translation: float = 0.5
-    data_rotation: float = 0.5
     confidence: str = ""  # weights, or a folder of a model, that ranks the poses
     confidence_as_published: bool = False  # whether that was trained so, under the names of this package
     trajectory: bool = False  # whether the pose after each step is told too
@@ -137,12 +123,8 @@ class ComplexDocking(TrunkSizes):
         translation = Spread(self.translation_least, self.translation_most)
         return NoiseSchedule(translation, Spread(self.rotation_least, self.rotation_most, variance=2.0))
 
-    @property
-    def sampling(self) -> SamplingSteps:
-        return part_of(self, SamplingSteps)
-
     def model(self) -> nn.Module:
-        return ScoreModel(part_of(self, TrunkSizes), self.schedule, torch.from_numpy(tables().norms_W))
+        return ScoreModel(part_of(self, TrunkSizes), self.schedule, torch.from_numpy(rotation_tables().norms_W))
 
     def files_read(self) -> Iterable[Path]:
         """Return the files whose content decides what the task says."""
@@ -160,7 +142,10 @@ class ComplexDocking(TrunkSizes):
     def _complex(self, rows: Sequence[ItemTensors]) -> NoisedComplex:
         placed = placed_partners(rows[0], self.embedding_dim)
         true_L3 = placed.true_L3.float()
-        noises = (self._noise(row.rng) for row in rows for _ in range(self.multiplicity))
+        rngs = (row.rng for row in rows for _ in range(self.multiplicity))
+        noises = (
+            rigid_noise(rng.random(), rigid_draw(rng), self.schedule, as_published=self.as_published) for rng in rngs
+        )
         times, *parts = zip(*noises, strict=True)
         translation_P3, rotation_P3, *scores = [torch.from_numpy(np.stack(part_P)).float() for part_P in parts]
         noised_PL3 = rigidly_moved(true_L3.expand(len(times), -1, -1), rotation_P3, translation_P3)
@@ -173,9 +158,6 @@ class ComplexDocking(TrunkSizes):
             receptor_centre_3=placed.centre_3,
             draw=stacked_draws([pose_draw(row.rng, self.steps) for row in rows]),
         )
-
-    def _noise(self, rng: np.random.Generator) -> Any:
-        return rigid_noise(rng.random(), rigid_draw(rng), self.schedule, tables(), as_published=self.as_published)
 
     def loss(self, model: nn.Module, batch: DockingBatch) -> dict[str, tuple[Tensor, float]]:
         """Return the squared errors of both scores in units of their size, half of the loss each."""
@@ -210,8 +192,9 @@ class ComplexDocking(TrunkSizes):
         A move is a rotation, row by row, and a shift, in the files' frame: x → turn · x + shift. A pose that exploded
         is not a number.
         """
-        like = next(model.parameters())
-        judge = self._judge(like)
+        like, judge = next(model.parameters()), None
+        if self.confidence:
+            judge = trained_confidence(self.confidence, str(like.device), like.dtype, self.confidence_as_published)
         with torch.autocast(like.device.type, enabled=False):  # in half precision, tenths of an Å would be lost
             found = [self._drawn(model, judge, one) for one in batch.complexes]
         names = dict.fromkeys(name for of_complex in found for name in of_complex)
@@ -228,41 +211,34 @@ class ComplexDocking(TrunkSizes):
             return start_poses(one.noised.ligand.pos_N3, PoseDraw(*draw), self.schedule)
 
         start_PL3 = by_poses(at_once, start, *one.draw)
-        poses = sampled_poses(score, start_PL3, one.draw, self.sampling, self.schedule, at_once)
+        poses = sampled_poses(score, start_PL3, one.draw, self, self.schedule, at_once)
         kept = deque(poses, maxlen=None if self.trajectory else 1)
         is_sound_P = kept[-1].mean(1).norm(dim=-1) < FARTHEST  # what is no number is not below anything either
         steps = [torch.where(is_sound_P[:, None, None], pos, start_PL3) for pos in (start_PL3, *kept)]
-        told = self._told(one, judge, steps, at_once)
+        outputs = self._described(one, judge, steps, at_once)
         rows: dict[str, list[Tensor | None]] = {name: [None] * len(start_PL3) for name in RMSDS}
-        return rows | {name: list(_sound(is_sound_P, values_P)) for name, values_P in told.items()}
+        return rows | {name: list(_sound(is_sound_P, values_P)) for name, values_P in outputs.items()}
 
-    def _told(
+    def _described(
         self, one: NoisedComplex, judge: nn.Module | None, steps: Sequence[Tensor], at_once: int
     ) -> dict[str, Tensor]:
-        """Return what is told of poses [P, …] that went through these steps, the last of which they are."""
-        pos_PL3, told = steps[-1], dict[str, torch.Tensor]()
+        """Return the outputs of poses [P, …], which are the last of these steps."""
+
+        def moves(pos_PL3: Tensor) -> Tensor:
+            return by_poses(at_once, lambda pos: rigid_moves(one.file_L3, pos, one.receptor_centre_3), pos_PL3)
+
+        pos_PL3, found = steps[-1], dict[str, torch.Tensor]()
         if len(one.true_L3):
-            rmsds_P3 = by_poses(at_once, lambda pos: torch.stack(self._rmsds(pos, one), -1), pos_PL3)
-            told = dict(zip(RMSDS, rmsds_P3.unbind(-1), strict=True))
+            receptor_R3 = one.noised.receptor.pos_N3
+            rmsds_P3 = by_poses(at_once, lambda pos: pose_rmsds(pos, one.true_L3, receptor_R3), pos_PL3)
+            found = dict(zip(RMSDS, rmsds_P3.unbind(-1), strict=True))
         if judge is not None:
             final = one.noised._replace(pos_PL3=pos_PL3, time_T=pos_PL3.new_zeros(1))
-            told[CONFIDENCE] = judge([final], at_once)[0]
-        told[MOVE] = self._moves(pos_PL3, one, at_once)
+            found[CONFIDENCE] = judge([final], at_once)[0]
+        found[MOVE] = moves(pos_PL3)
         if self.trajectory:
-            told[TRAJECTORY] = torch.stack([self._moves(pos, one, at_once) for pos in steps], 1)
-        return told
-
-    def _rmsds(self, pos_PL3: Tensor, one: NoisedComplex) -> tuple[Tensor, ...]:
-        rmsds = pose_rmsd(pos_PL3, one.true_L3, one.noised.receptor.pos_N3)
-        return rmsds.ligand_P, rmsds.complex_P, rmsds.interface_P
-
-    def _moves(self, pos_PL3: Tensor, one: NoisedComplex, at_once: int) -> Tensor:
-        return by_poses(at_once, lambda pos: rigid_moves(one.file_L3, pos, one.receptor_centre_3), pos_PL3)
-
-    def _judge(self, like: Tensor) -> nn.Module | None:
-        if not self.confidence:
-            return None
-        return trained_confidence(self.confidence, str(like.device), like.dtype, self.confidence_as_published)
+            found[TRAJECTORY] = torch.stack([moves(pos) for pos in steps], 1)
+        return found
 
     def metrics(self, outputs: Mapping[str, Any]) -> dict[str, float]:
         """Return the figures of a split: RMSDs, and how many complexes have a pose near the truth."""

@@ -50,7 +50,7 @@ def part(name, prefix):
 COMPLEXES = ("1Z0K", "1HIA", "1R8S", "3H2V", "3BX7")
 PRECISIONS = {"f32": torch.float32, "f64": torch.float64}
 CONFIDENCE_SIZES = TrunkSizes(scalars=16, vectors=4, as_published=True)
-tables = cache(rotation_tables)
+tables = rotation_tables
 
 
 def docked(name):

@@ -10,8 +10,7 @@ import torch
 from scipy.spatial.distance import cdist
 
 from pipeline.protocol import ITEMS
-from pipeline.tasks.complex_docking import tables
-from pipeline.tasks.docking.rigid_diffusion import table_rows
+from pipeline.tasks.docking.rigid_diffusion import rotation_tables, table_rows
 from tests.tasks.cases import stepped
 from tests.tasks.docking_items import (
     CA,
@@ -69,7 +68,7 @@ def test_the_scores_to_be_told_are_those_of_the_move():
         assert torch.allclose(one.translation_score_P3[0], -shift / sigma**2, rtol=1e-3, atol=1e-4)
         row = int(table_rows(torch.tensor(SMALL.schedule.rotation.sigma(time)), as_published=False))
         size = float(one.rotation_score_P3[0].norm())
-        assert size <= np.abs(tables().score_WA[row]).max() * 1.0001
+        assert size <= np.abs(rotation_tables().score_WA[row]).max() * 1.0001
 
 
 def test_noise_and_poses_are_the_same_whatever_batch_an_item_is_in():

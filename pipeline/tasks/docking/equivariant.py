@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
-from pipeline.tasks.irreps import DIRECTIONS, Irrep, ProductPath, harmonics, product_paths
+from pipeline.tasks.irreps import DIRECTIONS, Irrep, ProductPath, coupling, harmonics, product_paths
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -54,17 +55,14 @@ def edge_harmonics(way_PRC3: Tensor, grid: Grid) -> Tensor:
     return harmonics(way_PRC3) * grid.real_PRC.unsqueeze(-1)
 
 
-def _couplings() -> dict[tuple[int, int, int], Tensor]:
-    """Return what couples a block [i] and the harmonics [j] to a block [k]; entries are exact in any precision."""
-    dot, cross, outer = torch.zeros(3, DIRECTIONS, 1), torch.zeros(3, DIRECTIONS, 3), torch.zeros(3, DIRECTIONS, 3)
-    for i in range(3):
-        dot[i, i, 0] = 1.0
-        cross[i, (i + 1) % 3, (i + 2) % 3], cross[i, (i + 2) % 3, (i + 1) % 3] = 1.0, -1.0
-    for j, (i, k) in {3: (0, 2), 4: (0, 1), 6: (1, 2)}.items():
-        outer[i, j, k] = outer[k, j, i] = 1.0
-    outer[:, 5] = torch.diag(torch.tensor([-0.5, 1.0, -0.5]))
-    outer[:, 7] = torch.diag(torch.tensor([-1.0, 0.0, 1.0]))
-    return {(1, 1, 0): dot, (1, 1, 1): cross, (1, 2, 1): outer}
+def _whole_coupling(degree: int, result: int) -> Tensor:
+    """Return what couples vectors and harmonics of a degree [3, 8, D]: halves and whole numbers, exact everywhere."""
+    symbol = coupling(1, degree, result)
+    found = torch.zeros(3, DIRECTIONS, symbol.shape[-1])
+    # each harmonic apart: those of the diagonal have another length than e3nn's
+    largest = np.abs(symbol).max((0, 2), keepdims=True)
+    found[:, _OF_DEGREE[degree]] = torch.from_numpy(np.round(2 * symbol / largest) / 2).float()
+    return found
 
 
 @dataclass(frozen=True)
@@ -198,8 +196,8 @@ class PairConvolution(nn.Module):
         self.paths, width = product_paths(enter, leave), sum(told)
         self.hidden = nn.Linear(width, width)
         self.weights = nn.Linear(width, sum(path.weights for path in self.paths))
-        for (_, degree, result), coupling in _couplings().items():
-            self.register_buffer(f"coupling_1{degree}{result}", coupling, persistent=False)
+        for degree, result in ((1, 0), (1, 1), (2, 1)):
+            self.register_buffer(f"coupling_1{degree}{result}", _whole_coupling(degree, result), persistent=False)
         self.same = [path for path in self.paths if path.harmonic == 0]
         self.sent = [path for path in self.paths if path.harmonic and not enter[path.source].degree]
         self.bent = [path for path in self.paths if path.harmonic and enter[path.source].degree]
@@ -287,8 +285,8 @@ class PairConvolution(nn.Module):
 
     def _coupled(self, path: ProductPath, x_PS3M: Tensor) -> Tensor:
         """Return what harmonics make of a block [P, S, 8, D, M], for each of them."""
-        coupling = self.get_buffer(f"coupling_1{path.harmonic}{self.leave[path.target].degree}")
-        return torch.einsum("ijk,psiu->psjku", coupling, x_PS3M)
+        coupled = self.get_buffer(f"coupling_1{path.harmonic}{self.leave[path.target].degree}")
+        return torch.einsum("ijk,psiu->psjku", coupled, x_PS3M)
 
     def _of_path(self, weights_WH: Tensor, path: ProductPath) -> Tensor:
         """Return a path's weights [channels in, H, channels out], scaled."""

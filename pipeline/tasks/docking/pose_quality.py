@@ -24,7 +24,7 @@ from pipeline.protocol import item_of
 from pipeline.records import Kind, Reason, Role
 from pipeline.structures.atoms import UnusableInput, name_word
 from pipeline.structures.partners import bound_rows
-from pipeline.tasks.docking.rigid_diffusion import rmsd, superposed
+from pipeline.tasks.docking.rigid_diffusion import RMSDS, rmsd, superposed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from pipeline.structures.inventory import Complex, ComplexSide
     from pipeline.structures.policy import Structure
 
+    Floats = NDArray[np.float64]
+    Pairs = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 BACKBONE = (
     "CA", "C", "N", "O",
@@ -136,9 +138,7 @@ def _prefer_numbers(
         row_R[mine_R[alike]] = same_R[alike]
 
 
-def shared_backbones(
-    pair: MatchedPartner, chosen: NDArray[np.int64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def shared_backbones(pair: MatchedPartner, chosen: NDArray[np.int64]) -> tuple[Floats, Floats]:
     """Return the backbone atoms of some shared residues, as docked and in truth, where both have them."""
     docked = pair.docked.backbone_RB[pair.shared_R2[chosen, 0]]
     true = pair.true.backbone_RB[pair.shared_R2[chosen, 1]]
@@ -150,30 +150,17 @@ CONTACT, INTERFACE, CLASH = 5.0, 10.0, 3.0  # Å between heavy atoms
 CLASSES = ("incorrect", "acceptable", "medium", "high")
 LEAST_DOCKQ = (0.23, 0.49, 0.80)  # of the classes after the first
 RMSD_BELOW = (1.0, 2.0, 5.0, 10.0)  # Å
-RMSDS = ("ligand_rmsd", "complex_rmsd", "interface_rmsd")  # as tasks tell them
 EXPLODED = "exploded"  # the problem of a pose with NaN
 TOPS: dict[str, float] = {"top-1": 1, "top-5": 5, "oracle": math.inf}
 
 
-class RigidMoves(NamedTuple):
-    """Moves of a ligand from where its file has it: x → turn @ x + shift."""
-
-    turn_P33: NDArray[np.float64]
-    shift_P3: NDArray[np.float64]
-
-    def of(self, pos_N3: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return positions after each move [P, N, 3]."""
-        moved_PN3: NDArray[np.float64] = pos_N3 @ self.turn_P33.transpose(0, 2, 1) + self.shift_P3[:, None]
-        return moved_PN3
-
-    def take(self, chosen: NDArray[np.int64] | slice) -> RigidMoves:
-        """Return some of the moves."""
-        return RigidMoves(self.turn_P33[chosen], self.shift_P3[chosen])
+def moved(pos_N3: Floats, move_P12: Floats) -> Floats:
+    """Return positions in their file after each move, x → turn @ x + shift [P, N, 3]; nine numbers are the turn's."""
+    moved_PN3: Floats = pos_N3 @ move_P12[:, :9].reshape(-1, 3, 3).transpose(0, 2, 1) + move_P12[:, None, 9:]
+    return moved_PN3
 
 
-def _near_residues(
-    receptor: PartnerAtoms, ligand: PartnerAtoms, ligand_A3: NDArray[np.float64], limit: float
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _near_residues(receptor: PartnerAtoms, ligand: PartnerAtoms, ligand_A3: Floats, limit: float) -> Pairs:
     """Return the residues of each pair with heavy atoms nearer than a limit, where the ligand's atoms are [C] each."""
     trees = cKDTree(receptor.pos_A3), cKDTree(ligand_A3)
     near_K = trees[0].sparse_distance_matrix(trees[1], np.nextafter(limit, 0), output_type="ndarray")
@@ -218,9 +205,7 @@ def truth_of(receptor: MatchedPartner, ligand: MatchedPartner) -> DockingTruth:
     return DockingTruth(receptor, ligand, len(contacts[0]), is_docked_RR, at_interface)
 
 
-def _places(
-    receptor: MatchedPartner, ligand: MatchedPartner, pairs: tuple[NDArray[np.int64], NDArray[np.int64]]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _places(receptor: MatchedPartner, ligand: MatchedPartner, pairs: Pairs) -> Pairs:
     """Return places among the shared residues of pairs of true ones, without those that are not shared."""
     found = []
     for partner, true_C in zip((receptor, ligand), pairs, strict=True):
@@ -231,42 +216,35 @@ def _places(
     return found[0][is_shared_C], found[1][is_shared_C]
 
 
-def pose_quality(truth: DockingTruth, moves: RigidMoves) -> dict[str, list[Any]]:
+def pose_quality(truth: DockingTruth, move_P12: Floats) -> dict[str, list[Any]]:
     """Return how near poses are to the truth, by the names of columns.
 
     fnat: share of the true contacts. irmsd: of the interface's backbone, superposed (Å). lrmsd: of the smaller
     partner's backbone, the larger one superposed.
     """
     sides = truth.receptor, truth.ligand
-    fnat_P = _fnat(truth, moves)
-    irmsd_P = _rmsd([shared_backbones(side, near) for side, near in zip(sides, truth.near, strict=True)], moves)
+    receptor, ligand = truth.receptor.docked, truth.ligand.docked
+    found = (_near_residues(receptor, ligand, pos_A3, CONTACT) for pos_A3 in _posed(ligand.pos_A3, move_P12))
+    fnat_P = np.array([truth.is_docked_RR[pairs].sum() / truth.contacts for pairs in found])
+    irmsd_P = _rmsd([shared_backbones(side, near) for side, near in zip(sides, truth.near, strict=True)], move_P12)
     whole = [shared_backbones(side, np.arange(len(side.shared_R2))) for side in sides]
     larger = 0 if truth.receptor.true.residues > truth.ligand.true.residues else 1
-    lrmsd_P = _rmsd(whole, moves, by=larger)
+    lrmsd_P = _rmsd(whole, move_P12, by=larger)
     score_P = (fnat_P + 1 / (1 + (irmsd_P / 1.5) ** 2) + 1 / (1 + (lrmsd_P / 8.5) ** 2)) / 3
     columns = {"fnat": fnat_P, "irmsd": irmsd_P, "lrmsd": lrmsd_P, "dockq": score_P}
     classes = [capri_class(*row) for row in zip(fnat_P, irmsd_P, lrmsd_P, strict=True)]
     return {name: values_P.tolist() for name, values_P in columns.items()} | {"capri": classes}
 
 
-def _fnat(truth: DockingTruth, moves: RigidMoves) -> NDArray[np.float64]:
-    """Return the share of the true contacts that poses have."""
-    receptor, ligand = truth.receptor.docked, truth.ligand.docked
-    found = (_near_residues(receptor, ligand, pos_A3, CONTACT) for pos_A3 in _posed(ligand.pos_A3, moves))
-    return np.array([truth.is_docked_RR[pairs].sum() / truth.contacts for pairs in found])
-
-
-def _posed(pos_N3: NDArray[np.float64], moves: RigidMoves) -> Iterator[NDArray[np.float64]]:
+def _posed(pos_N3: Floats, move_P12: Floats) -> Iterator[Floats]:
     """Yield the ligand's positions in each pose."""
-    return (moves.take(slice(at, at + 1)).of(pos_N3)[0] for at in range(len(moves.turn_P33)))
+    return (moved(pos_N3, move_P12[at : at + 1])[0] for at in range(len(move_P12)))
 
 
-def _rmsd(
-    sides: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]], moves: RigidMoves, by: int | None = None
-) -> NDArray[np.float64]:
+def _rmsd(sides: Sequence[tuple[Floats, Floats]], move_P12: Floats, by: int | None = None) -> Floats:
     """Return the RMSD of both sides' atoms, superposed; or of one side's after the other is superposed."""
     true = [torch.from_numpy(true_N3) for _, true_N3 in sides]
-    receptor_N3, ligand_PM3 = torch.from_numpy(sides[0][0]), torch.from_numpy(moves.of(sides[1][0]))
+    receptor_N3, ligand_PM3 = torch.from_numpy(sides[0][0]), torch.from_numpy(moved(sides[1][0], move_P12))
     posed = [receptor_N3.expand(len(ligand_PM3), -1, -1), ligand_PM3]
     if by is None:
         posed_PN3, true_N3 = torch.cat(posed, 1), torch.cat(true)
@@ -283,12 +261,10 @@ def capri_class(fnat: float, irmsd: float, lrmsd: float) -> str:
     return CLASSES[0]
 
 
-def near_counts(
-    receptor_A3: NDArray[np.float64], ligand_N3: NDArray[np.float64], moves: RigidMoves, limit: float
-) -> NDArray[np.int64]:
+def near_counts(receptor_A3: Floats, ligand_N3: Floats, move_P12: Floats, limit: float) -> NDArray[np.int64]:
     """Count the pairs of atoms across partners that are nearer than a limit (Å), by pose."""
     tree, below = cKDTree(receptor_A3), np.nextafter(limit, 0)
-    counts = (tree.query_ball_point(pos_N3, below, return_length=True).sum() for pos_N3 in _posed(ligand_N3, moves))
+    counts = (tree.query_ball_point(pos_N3, below, return_length=True).sum() for pos_N3 in _posed(ligand_N3, move_P12))
     return np.fromiter(counts, np.int64)
 
 
@@ -300,7 +276,7 @@ class PoseRow(NamedTuple):
     rank: int | None = None  # 1 is the best; None: unusable, see `problem`
     sample: int = 0
     confidence: float = math.nan
-    complex_rmsd: float = math.nan  # Å between CA atoms, as `rigid_diffusion.PoseRmsd` says
+    complex_rmsd: float = math.nan  # Å between CA atoms, as `rigid_diffusion.pose_rmsds` says
     ligand_rmsd: float = math.nan
     interface_rmsd: float = math.nan
     fnat: float = math.nan

@@ -36,17 +36,17 @@ from pipeline.structures.sources.item_ids import KIND
 from pipeline.tasks.docking.pose_quality import (
     CLASH,
     CONTACT,
-    RMSDS,
     PoseRow,
-    RigidMoves,
     docking_truth,
     heavy_positions,
+    moved,
     near_counts,
     pose_quality,
     pose_rows,
     ranked,
     summaries,
 )
+from pipeline.tasks.docking.rigid_diffusion import RMSDS
 from pipeline.tasks.task_parts import task_table
 
 if TYPE_CHECKING:
@@ -88,20 +88,20 @@ class PosedFile:
     document: gemmi.cif.Document | None  # of a single mmCIF file: what it says besides its atoms
     notes: tuple[str, ...]  # what is not as in the files
 
-    def pose(self, moves: RigidMoves, remarks: Sequence[str]) -> bytes:
-        """Return the file in which the ligand has made the first of some moves."""
-        _place(self.structure[0], moves.of(self.pos_N3)[0])
+    def pose(self, move_12: NDArray[np.float64], remarks: Sequence[str]) -> bytes:
+        """Return the file in which the ligand has made a move."""
+        _place(self.structure[0], moved(self.pos_N3, move_12[None])[0])
         if self.document is None:
             return self._text(self.structure, remarks)
         groups = gemmi.MmcifOutputGroups(all=False, atoms=True, group_pdb=True, auth_all=True)
         self.structure.update_mmcif_block(_block(self.document), groups)
         return self._as_cif(self.document, remarks)
 
-    def trajectory(self, moves: RigidMoves, remarks: Sequence[str]) -> bytes:
+    def trajectory(self, move_S12: NDArray[np.float64], remarks: Sequence[str]) -> bytes:
         """Return a file of several models, the ligand after each move."""
         alone = self.structure.clone()
         _drop(alone[0], OTHER)
-        for number, pos_N3 in enumerate(moves.of(self.pos_N3), start=1):
+        for number, pos_N3 in enumerate(moved(self.pos_N3, move_S12), start=1):
             model = alone[0].clone()
             model.num = number
             _place(model, pos_N3)
@@ -286,8 +286,9 @@ def publish_poses(
             poses = {place: row._replace(split=item.split) for place, row in poses_of[item.id].items()}
             try:
                 docked = _docked(item, files, reading, has_truth=item.id in known)
-                moves = moves_of(np.stack([outputs[MOVE][place] for place in poses]))
-                rows = write_docked(folder, docked, [*poses.values()], moves, top=top)
+                move_P12 = np.stack([outputs[MOVE][place] for place in poses])
+                way_of = {row.sample: outputs[TRAJECTORY][at] for at, row in poses.items() if TRAJECTORY in outputs}
+                rows = write_docked(folder, docked, [*poses.values()], move_P12, top=top, way_of=way_of)
             except (DataError, UnusableInput) as error:
                 what = error.what if isinstance(error, DataError) else error.detail
                 log.warning("%s: no poses are written: %s", item.id, what)
@@ -296,9 +297,7 @@ def publish_poses(
                 compared += rows if docked.has_truth else []
                 kind_of[item.id] = item.labels.get(KIND, "")
                 written += [folder / row.file for row in rows if row.file]
-                if TRAJECTORY in outputs:
-                    ways = {row.sample: outputs[TRAJECTORY][place] for place, row in poses.items()}
-                    written += [_write_trajectory(folder, docked, row, ways[row.sample]) for row in rows if row.file]
+                written += [folder / way_file(row.file) for row in rows if row.file and way_of]
             for row in rows:
                 add(getattr(row, name) for name in names)
     if compared:
@@ -320,9 +319,18 @@ def _docked(item: Item, files: StructureFiles, reading: ScanRecipe, *, has_truth
 
 
 def write_docked(
-    folder: Path, docked: DockedComplex, poses: Sequence[PoseRow], moves: RigidMoves, *, top: int = 5
+    folder: Path,
+    docked: DockedComplex,
+    poses: Sequence[PoseRow],
+    move_P12: NDArray[np.float64],
+    *,
+    top: int = 5,
+    way_of: Mapping[int, NDArray[np.float64]] | None = None,
 ) -> list[PoseRow]:
-    """Write the best poses of a complex as `ID/rank-01.pdb` and so on; return a row of each pose, the best first."""
+    """Write the best poses of a complex as `ID/rank-01.pdb` and so on; return a row of each pose, the best first.
+
+    `way_of` has the moves of each sample after each step, which are written too: to open together with the receptor.
+    """
     text, home = posed_file(docked), folder / docked.item.id
     home.mkdir(parents=True, exist_ok=True)
     if any(not math.isnan(pose.confidence) for pose in poses):
@@ -330,33 +338,29 @@ def write_docked(
     places = {pose.sample: place for place, pose in enumerate(poses)}
     rows = ranked(poses)
     useful = [places[row.sample] for row in rows if not row.problem]
-    measured = _measured(docked, moves.take(np.array(useful, np.int64)))
-    for place, measures in enumerate(measured):
-        row = rows[place]._replace(**measures)
-        if place < top:
-            row = row._replace(file=f"{docked.item.id}/rank-{row.rank:02d}{text.suffix}")
-            move = moves.take(slice(useful[place], useful[place] + 1))
-            write_whole(folder / row.file, text.pose(move, _remarks(docked, text, row)))
-        rows[place] = row
-    names = {row.file.rpartition("/")[2] for row in rows}
-    for path in home.glob("rank-*"):  # of an earlier, longer list
-        if path.name not in names:
-            path.unlink(missing_ok=True)
+    written = set[Path]()
+    for place, measures in enumerate(_measured(docked, move_P12[np.array(useful, np.int64)])):
+        row = rows[place] = rows[place]._replace(**measures)
+        if place >= top:
+            continue
+        row = rows[place] = row._replace(file=f"{docked.item.id}/rank-{row.rank:02d}{text.suffix}")
+        files = {row.file: text.pose(move_P12[useful[place]], _remarks(docked, text, row))}
+        if way_of:
+            way_S12 = way_of[row.sample]
+            remark = f"LIGAND OF {docked.item.id}: {len(way_S12)} POSES"
+            files[way_file(row.file)] = text.trajectory(way_S12, [remark])
+        for name, content in files.items():
+            write_whole(folder / name, content)
+            written.add(folder / name)
+    for path in set(home.glob("rank-*")) - written:  # of an earlier, longer list
+        path.unlink(missing_ok=True)
     return rows
 
 
-def _write_trajectory(folder: Path, docked: DockedComplex, row: PoseRow, way_S12: NDArray[np.float64]) -> Path:
-    """Write the trajectory of a pose: one model per step, to open together with the receptor."""
-    stem, dot, suffix = row.file.rpartition(".")
-    path = folder / f"{stem}-way{dot}{suffix}"
-    remark = f"LIGAND OF {docked.item.id}: {len(way_S12)} POSES"
-    write_whole(path, posed_file(docked).trajectory(moves_of(way_S12), [remark]))
-    return path
-
-
-def moves_of(move_P12: NDArray[np.float64]) -> RigidMoves:
-    """Return moves as outputs have them: a rotation, row by row, and a shift."""
-    return RigidMoves(move_P12[:, :9].reshape(-1, 3, 3), move_P12[:, 9:])
+def way_file(name: str) -> str:
+    """Return the file of the way to a pose, by the pose's file."""
+    stem, dot, suffix = name.rpartition(".")
+    return f"{stem}-way{dot}{suffix}"
 
 
 def _remarks(docked: DockedComplex, text: PosedFile, row: PoseRow) -> list[str]:
@@ -369,16 +373,16 @@ def _remarks(docked: DockedComplex, text: PosedFile, row: PoseRow) -> list[str]:
     ]
 
 
-def _measured(docked: DockedComplex, moves: RigidMoves) -> list[dict[str, Any]]:
+def _measured(docked: DockedComplex, move_P12: NDArray[np.float64]) -> list[dict[str, Any]]:
     """Return what is measured of each pose: contacts, and where the true partners touch, what DockQ measures."""
     receptor, ligand = (heavy_positions(docked.read.sides[role]) for role in (Role.RECEPTOR, Role.LIGAND))
     columns: dict[str, Any] = {
-        name: near_counts(receptor, ligand, moves, limit).tolist()
+        name: near_counts(receptor, ligand, move_P12, limit).tolist()
         for name, limit in (("contacts", CONTACT), ("clashes", CLASH))
     }
     if docked.has_truth:
         with suppress(UnusableInput):
-            columns |= pose_quality(docking_truth(docked.read), moves)
+            columns |= pose_quality(docking_truth(docked.read), move_P12)
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
@@ -396,7 +400,10 @@ def pictures(rows: Sequence[PoseRow]) -> list[dict[str, Any]]:
         "best of all": [min(rmsds) for rmsds in by_complex.values()],
         "every pose": [row.complex_rmsd for row in drawn_rows],
     }
-    within = {name: [[limit, _percent_below(rmsds, limit)] for limit in SHOWN] for name, rmsds in chosen.items()}
+    within = {
+        name: [[limit, 100 * sum(rmsd < limit for rmsd in rmsds) / len(rmsds)] for limit in SHOWN]
+        for name, rmsds in chosen.items()
+    }
     drawn = [_picture("complexes within an RMSD", "Å of complex RMSD", "%", within)]
     if len(by_rank) > 1:
         spread = {
@@ -405,10 +412,6 @@ def pictures(rows: Sequence[PoseRow]) -> list[dict[str, Any]]:
         }
         drawn.append(_picture("RMSD by rank", "rank", "Å", spread))
     return drawn
-
-
-def _percent_below(rmsds: Sequence[float], limit: float) -> float:
-    return 100 * sum(rmsd < limit for rmsd in rmsds) / len(rmsds)
 
 
 def _picture(title: str, x: str, y: str, curves: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from pipeline.tasks.task_parts import OriginalForm
 from pipeline.training.checkpoints.trained_weights import renamed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -253,13 +253,12 @@ class DockingTrunk(nn.Module):
     def __init__(self, sizes: TrunkSizes, cutoff: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.sizes, self.cutoff = sizes, cutoff
-        self.leaves_out = True  # residues that hear nothing of the other partner, where no gradients are wanted
         self.residues = ResidueInput(sizes)
         self.inner_edges = EdgeInput(sizes.scalars, INNER_FARTHEST)
         self.cross_edges = EdgeInput(sizes.scalars, CROSS_FARTHEST)
         self.layers: Sequence[TrunkLayer] = nn.ModuleList(TrunkLayer(sizes, at) for at in range(sizes.layers))  # type: ignore[assignment]
 
-    def shared(self, posed: PosedComplex) -> SharedInput:
+    def _shared(self, posed: PosedComplex) -> SharedInput:
         """Compute what does not depend on the pose."""
         time_TM = time_features(posed.time_T).to(posed.pos_PL3)
         receptor, ligand = posed.receptor, posed.ligand
@@ -271,22 +270,16 @@ class DockingTrunk(nn.Module):
             kernels=[(layer.inner.kernel(), layer.cross.kernel()) for layer in self.layers],
         )
 
-    def steps(self, posed: PosedComplex, shared: SharedInput) -> Iterator[tuple[Blocks, Blocks]]:
-        """Yield the features of the receptor and the ligand before the first layer and after each."""
-        receptor, ligand = shared.receptor, shared.ligand
-        yield receptor, ligand
-        met = self._met(posed, shared)
-        ligand_edges = self._inner(posed.pos_PL3, posed.ligand.pairs, shared.time_TM)
-        for layer, kernels in zip(self.layers, shared.kernels, strict=True):
-            receptor, ligand = layer(receptor, ligand, (shared.receptor_edges, ligand_edges), met, kernels)
-            yield receptor, ligand
-
     def forward(self, posed: PosedComplex, poses_at_once: int) -> Blocks:
         """Return the features of the ligand, in so many poses at once."""
-        shared = self.shared(posed) if len(posed.time_T) == 1 else None
+        shared = self._shared(posed) if len(posed.time_T) == 1 else None
         found = []
         for piece in posed.pieces(poses_at_once):
-            *_, (_, ligand) = self.steps(piece, shared or self.shared(piece))
+            own = shared or self._shared(piece)
+            receptor, ligand, met = own.receptor, own.ligand, self._met(piece, own)
+            edges = own.receptor_edges, self._inner(piece.pos_PL3, piece.ligand.pairs, own.time_TM)
+            for layer, kernels in zip(self.layers, own.kernels, strict=True):
+                receptor, ligand = layer(receptor, ligand, edges, met, kernels)
             found.append(ligand)
         return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
 
@@ -294,7 +287,7 @@ class DockingTrunk(nn.Module):
         """Return the pairs of the partners, without gradients only of residues with an edge; None: there is none."""
         real_PRL = _edge_mask(posed, self.cutoff(posed.time_T))
         rows, columns = Chosen(None, real_PRL.shape[1]), Chosen(None, real_PRL.shape[2])
-        if not torch.is_grad_enabled() and self.leaves_out:
+        if not torch.is_grad_enabled():
             if not real_PRL.any():
                 return None
             rows, columns = _chosen(real_PRL.amax((0, 2))), _chosen(real_PRL.amax((0, 1)))

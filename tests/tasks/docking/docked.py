@@ -8,7 +8,7 @@ from scipy.spatial.transform import Rotation
 from pipeline.records import Item, Part, Role
 from pipeline.structures.inventory import ScanRecipe, examine_item
 from pipeline.structures.parsing.structure_files import plain_files
-from pipeline.tasks.docking.pose_quality import RigidMoves, heavy_positions
+from pipeline.tasks.docking.pose_quality import heavy_positions
 
 MAX_BYTES = 1 << 24
 RECIPE = ScanRecipe()
@@ -28,8 +28,12 @@ def read(item, recipe=RECIPE):
     return found
 
 
+def as_moves(turn_P33, shift_P3):
+    return np.concatenate([turn_P33.reshape(-1, 9), shift_P3], 1)
+
+
 def moves_from(vector_P3, shift_P3):
-    return RigidMoves(Rotation.from_rotvec(vector_P3).as_matrix(), np.asarray(shift_P3, float))
+    return as_moves(Rotation.from_rotvec(vector_P3).as_matrix(), np.asarray(shift_P3, float))
 
 
 def some_moves(found, poses, far=4.0, seed=0):
@@ -39,10 +43,10 @@ def some_moves(found, poses, far=4.0, seed=0):
     shift_P3 = rng.standard_normal((poses, 3)) * far
     turn_P33[0], shift_P3[0] = np.eye(3), 0
     centre_3 = heavy_positions(found.sides[Role.LIGAND]).mean(0)
-    return RigidMoves(turn_P33, centre_3 - turn_P33 @ centre_3 + shift_P3)
+    return as_moves(turn_P33, centre_3 - turn_P33 @ centre_3 + shift_P3)
 
 
 def nearest_move(pos_N3, onto_N3):
-    """The one move that brings points nearest to others."""
+    """The turn and the shift that brings points nearest to others."""
     turn, _ = Rotation.align_vectors(onto_N3 - onto_N3.mean(0), pos_N3 - pos_N3.mean(0))
-    return RigidMoves(turn.as_matrix()[None], (onto_N3.mean(0) - turn.apply(pos_N3.mean(0)))[None])
+    return turn.as_matrix(), onto_N3.mean(0) - turn.apply(pos_N3.mean(0))

@@ -18,17 +18,17 @@ from pipeline.structures.parsing.structure_files import plain_files
 from pipeline.tasks.docking.pose_quality import (
     EXPLODED,
     PoseRow,
-    RigidMoves,
     docking_truth,
+    moved,
     pose_rows,
     shared_backbones,
 )
 from pipeline.tasks.docking.published_poses import LETTERS, DockedComplex, posed_file, write_docked
 from pipeline.tasks.task_parts import task_table
-from tests.tasks.docking.docked import MAX_BYTES, moves_from, nearest_move, pair_item, read, some_moves
+from tests.tasks.docking.docked import MAX_BYTES, as_moves, moves_from, nearest_move, pair_item, read, some_moves
 
 KEPT = ("name_A", "resname_A", "number_A", "icode_A", "altloc_A", "occupancy_A", "element_A", "hetero_A")
-STAY = RigidMoves(np.eye(3)[None], np.zeros((1, 3)))
+STAY = moves_from(np.zeros((1, 3)), np.zeros((1, 3)))
 FAR = moves_from([[0.4, -1.1, 0.7]], [[21.5, -7.25, 3.125]])
 
 SMALL = """\
@@ -118,14 +118,14 @@ def check_moved(before, after, is_moved_A, move):
     """All columns are as before, and so are the places of atoms that stay."""
     assert {name: (getattr(before, name) != getattr(after, name)).sum() for name in KEPT} == dict.fromkeys(KEPT, 0)
     np.testing.assert_array_equal(after.pos_A3[~is_moved_A], before.pos_A3[~is_moved_A])
-    expected = move.of(np.ascontiguousarray(before.pos_A3[is_moved_A]))[0]
+    expected = moved(np.ascontiguousarray(before.pos_A3[is_moved_A]), move)[0]
     np.testing.assert_allclose(after.pos_A3[is_moved_A], expected, atol=5.001e-4)
 
 
 @pytest.mark.parametrize("form", ["pdb", "cif"])
 def test_a_written_pose_reads_back_as_the_input_with_its_ligand_moved(tmp_path, form):
     text = SMALL if form == "pdb" else as_cif(SMALL)
-    posed = posed_file(small(tmp_path, f"small.{form}", text)).pose(FAR, ["A REMARK"])
+    posed = posed_file(small(tmp_path, f"small.{form}", text)).pose(FAR[0], ["A REMARK"])
     before, after = table_of(text.encode(), form), table_of(posed, form)
     check_moved(before, after, chains_of(before) == "B", FAR)
     assert chains_of(after).tolist() == chains_of(before).tolist()
@@ -148,7 +148,7 @@ def test_molecules_that_are_named_singly_go_with_the_side_that_names_them(tmp_pa
     recipe = ScanRecipe(policy=replace(ScanRecipe().policy, ligands="keep"))
     kept = small(tmp_path, receptor=("A", "B:ZN:302"), ligand=("B", "A:LIG:301"), recipe=recipe)
     before = table_of(SMALL.encode(), "pdb")
-    after = table_of(posed_file(kept).pose(FAR, []), "pdb")
+    after = table_of(posed_file(kept).pose(FAR[0], []), "pdb")
     names = [gemmi.Element(int(number)).name for number in before.element_A]
     is_moved_A = (chains_of(before) == "B") & (np.array(names) != "Zn")
     is_moved_A |= (chains_of(before) == "A") & (before.number_A == 301)
@@ -161,13 +161,13 @@ def test_two_files_become_one_in_which_chains_of_one_name_are_told_apart(tmp_pat
     posed = posed_file(found)
     form = "pdb" if set(forms) == {"pdb"} else "cif"
     assert posed.suffix == f".{form}"
-    text = posed.pose(FAR, [])
+    text = posed.pose(FAR[0], [])
     assert check_whole(found, forms, text, FAR) == [["A"], ["B"]]
     assert b"ENAMED B" in text.upper()
 
 
 def test_bonds_and_sequences_of_two_pdb_files_are_kept_with_their_new_names(tmp_path):
-    text = posed_file(two_files(tmp_path)).pose(STAY, []).decode()
+    text = posed_file(two_files(tmp_path)).pose(STAY[0], []).decode()
     lines = [line.rstrip() for line in text.splitlines()]
     assert [line for line in lines if line.startswith("SEQRES")] == [
         "SEQRES   1 A    1  GLY",
@@ -186,7 +186,7 @@ def test_a_file_of_two_chains_needs_no_names(tmp_path, form):
     text = "".join(line for line in SMALL.splitlines(keepends=True) if line[21:22] != "C")
     path = tmp_path / f"both.{form}"
     path.write_text(text if form == "pdb" else as_cif(text))
-    posed = posed_file(docked(Item("both", (Part(Role.COMPLEX, str(path)),)))).pose(FAR, [])
+    posed = posed_file(docked(Item("both", (Part(Role.COMPLEX, str(path)),)))).pose(FAR[0], [])
     before = table_of(path.read_bytes(), form)
     check_moved(before, table_of(posed, form), chains_of(before) == "B", FAR)
 
@@ -197,7 +197,7 @@ def test_a_real_mmcif_file_keeps_all_its_categories(structures, tmp_path, names)
     parts = (Part(Role.RECEPTOR, path, ("A",)), Part(Role.LIGAND, path, ("B",)))
     found = docked(Item("1pfe", parts), ScanRecipe(reading=FileReading(chain_names=names)))
     data = found.files[path].data
-    posed = posed_file(found).pose(FAR, [])
+    posed = posed_file(found).pose(FAR[0], [])
     blocks = [gemmi.cif.read_string(text)[0] for text in (data, posed)]
     categories, left = ([*block.get_mmcif_category_names()] for block in blocks)
     assert left == categories
@@ -214,7 +214,7 @@ def test_another_model_is_written_where_the_item_names_it(tmp_path):
     path = tmp_path / "models.pdb"
     path.write_text(twice)
     parts = (Part(Role.RECEPTOR, str(path), ("A",), model=2), Part(Role.LIGAND, str(path), ("B",), model=2))
-    posed = posed_file(docked(Item("m", parts))).pose(STAY, [])
+    posed = posed_file(docked(Item("m", parts))).pose(STAY[0], [])
     assert set(table_of(posed, "pdb").pos_A3[:-1, 1]) == {2.5}
 
 
@@ -242,8 +242,8 @@ def test_more_chains_than_letters_are_refused(tmp_path):
 @pytest.mark.parametrize("unbound", [False, True], ids=["bound", "unbound"])
 def test_real_pairs_are_written_whole(structures, name, unbound):
     found = docked(pair_item(structures, name, unbound=unbound))
-    move = some_moves(found.read, 2).take(slice(1, 2))
-    text = posed_file(found).pose(move, ["POSE"])
+    move = some_moves(found.read, 2)[1:]
+    text = posed_file(found).pose(move[0], ["POSE"])
     receptor, ligand = check_whole(found, ("pdb", "pdb"), text, move)
     assert not set(receptor) & set(ligand)
 
@@ -256,7 +256,7 @@ def test_a_trajectory_has_a_model_for_each_pose_of_the_ligand(tmp_path, form):
     path.write_bytes(text.trajectory(moves, ["THE WAY"]))
     structure = gemmi.read_structure(str(path))
     assert len(structure) == 4
-    for model, pos_N3 in zip(structure, moves.of(text.pos_N3), strict=True):
+    for model, pos_N3 in zip(structure, moved(text.pos_N3, moves), strict=True):
         atoms = [atom.pos.tolist() for chain in model for residue in chain for atom in residue]
         np.testing.assert_allclose(atoms, pos_N3, atol=5.001e-4)
 
@@ -276,7 +276,7 @@ def sampled(found, confidence=(0.1, 0.9, math.nan, 0.5, 0.9, 0.2)):
         for place, value in enumerate(confidence)
     ]
     moves = some_moves(found.read, len(poses))
-    moves.turn_P33[[3, 5]] = np.nan
+    moves[[3, 5]] = np.nan
     return poses, moves
 
 
@@ -319,9 +319,8 @@ def test_an_unbound_ligand_where_the_bound_one_is_is_near_the_truth(structures, 
     receptor, ligand = (
         shared_backbones(pair, np.arange(len(pair.shared_R2))) for pair in (truth.receptor, truth.ligand)
     )
-    to_frame, to_truth = nearest_move(*reversed(receptor)), nearest_move(*ligand)
-    turn_33 = to_frame.turn_P33[0] @ to_truth.turn_P33[0]
-    move = RigidMoves(turn_33[None], (to_frame.turn_P33[0] @ to_truth.shift_P3[0] + to_frame.shift_P3[0])[None])
+    (frame_33, frame_3), (truth_33, truth_3) = nearest_move(*reversed(receptor)), nearest_move(*ligand)
+    move = as_moves((frame_33 @ truth_33)[None], (frame_33 @ truth_3 + frame_3)[None])
     row = write_docked(tmp_path, found, [PoseRow(found.item.id)], move)[0]
     assert (row.rank, row.dockq > 0.6) == (1, True)
 

@@ -21,17 +21,17 @@ from pipeline.structures.atoms import UnusableInput
 from pipeline.tasks.docking.pose_quality import (
     CLASSES,
     PoseRow,
-    RigidMoves,
     capri_class,
     docking_truth,
     heavy_positions,
+    moved,
     near_counts,
     pose_quality,
     summaries,
 )
 from pipeline.tasks.docking.rigid_diffusion import superposed
 from tests.reference.dockq.record import COMPLEXES, MOVE, PAIRS, SAID, TABLE
-from tests.tasks.docking.docked import moves_from, pair_item, read, some_moves
+from tests.tasks.docking.docked import as_moves, moves_from, pair_item, read, some_moves
 
 CASES = [(source, name) for source in ("bound", "unbound") for name in PAIRS] + [("complex", c) for c in COMPLEXES]
 CLOSE = {"fnat": 1e-5, "iRMSD": 1e-4, "LRMSD": 1e-4, "DockQ": 1e-4}  # the table has 5 digits, DockQ single precision
@@ -74,12 +74,12 @@ def test_the_table_of_dockq_has_poses_of_every_class_and_partners_of_several_cha
 def test_measures_do_not_depend_on_which_frame_the_ligand_is_docked_from(structures):
     found = read(pair_item(structures, "1Z0K", unbound=True))
     truth, moves = docking_truth(found), some_moves(found, 3)
-    ((first_33,), (first_3,)) = moves_from([[0.3, 1.0, -2.0]], [[12.0, -40.0, 5.0]])
+    first_12 = moves_from([[0.3, 1.0, -2.0]], [[12.0, -40.0, 5.0]])
     ligand = truth.ligand.docked
-    moved = ligand.pos_A3 @ first_33.T + first_3
-    elsewhere = replace(truth, ligand=truth.ligand._replace(docked=replace(ligand, pos_A3=moved)))
-    turn_P33 = moves.turn_P33 @ first_33.T
-    same = pose_quality(elsewhere, RigidMoves(turn_P33, moves.shift_P3 - turn_P33 @ first_3))
+    there = replace(ligand, pos_A3=moved(ligand.pos_A3, first_12)[0])
+    elsewhere = replace(truth, ligand=truth.ligand._replace(docked=there))
+    turn_P33 = moves[:, :9].reshape(-1, 3, 3) @ first_12[0, :9].reshape(3, 3).T
+    same = pose_quality(elsewhere, as_moves(turn_P33, moves[:, 9:] - turn_P33 @ first_12[0, 9:]))
     for name, expected in pose_quality(truth, moves).items():
         assert same[name] == (expected if name == "capri" else pytest.approx(expected, abs=1e-9)), name
 
@@ -95,7 +95,7 @@ def test_clashes_are_pairs_of_heavy_atoms_nearer_than_three_angstroms(structures
     found = read(pair_item(structures, "1Z0K"))
     receptor, ligand = (heavy_positions(found.sides[role]) for role in (Role.RECEPTOR, Role.LIGAND))
     moves = some_moves(found, 5, far=8.0)
-    expected = [int((cdist(receptor, pos_N3) < 3.0).sum()) for pos_N3 in moves.of(ligand)]
+    expected = [int((cdist(receptor, pos_N3) < 3.0).sum()) for pos_N3 in moved(ligand, moves)]
     assert max(expected) > 50
     assert near_counts(receptor, ligand, moves, 3.0).tolist() == expected
 
@@ -129,7 +129,7 @@ def test_the_nearest_place_undoes_the_move_that_was_made(points, seed):
     rng = np.random.default_rng(seed)
     pos_N3, others_M3 = rng.standard_normal((2, points, 3)) * 10
     move = moves_from(rng.standard_normal((1, 3)), rng.standard_normal((1, 3)) * 30)
-    there_N3, expected_M3 = (move.of(pos)[0] for pos in (pos_N3, others_M3))
+    there_N3, expected_M3 = (moved(pos, move)[0] for pos in (pos_N3, others_M3))
     found = superposed(*map(torch.from_numpy, (pos_N3, there_N3, others_M3)))
     np.testing.assert_allclose(found, expected_M3, atol=1e-8)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from itertools import product
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from pipeline.tasks.docking.rigid_diffusion import (
     PoseDraw,
     SamplingSteps,
     pose_draw,
-    pose_rmsd,
+    pose_rmsds,
     rigidly_moved,
     sampled_poses,
     stacked_draws,
@@ -25,7 +24,7 @@ from pipeline.tasks.docking.rigid_diffusion import (
 from tests.reference import FOLDER, docking_complex, recorded
 from tests.tasks.originals import COMPLEXES, confidence_model, docked, off, partner_of, posed, score_model
 
-KINDS = ("complex", "ligand", "interface")
+KINDS = ("ligand", "complex", "interface")
 
 
 def settings_of(kind):
@@ -62,9 +61,9 @@ def test_trajectories_with_the_originals_draws_are_the_originals(kind):
     assert off(start, theirs["start.pose"]) < 1e-4
     poses = torch.stack(list(sampled_poses(score, start, draw, how, schedule)))
     assert off(poses, theirs["pose"]) < 1e-3
-    rmsd = pose_rmsd(poses[-1], inputs["ligand.pos"], inputs["receptor.pos"])
-    for name in KINDS:
-        assert off(getattr(rmsd, f"{name}_P"), theirs[f"rmsd.{name}"]) < 1e-3
+    rmsds = pose_rmsds(poses[-1], inputs["ligand.pos"], inputs["receptor.pos"])
+    for name, found in zip(KINDS, rmsds.unbind(-1), strict=True):
+        assert off(found, theirs[f"rmsd.{name}"]) < 1e-3
     logits = confidence_model()([posed("1Z0K", theirs["pose"][-1], 0.0)])[0]
     assert torch.allclose(logits, theirs["confidence.t0"], rtol=1e-4)
 
@@ -79,11 +78,11 @@ def test_a_step_from_each_of_the_originals_poses_by_its_scores_is_the_originals(
 
 
 def test_rmsds_are_the_originals():
-    for name, kind in product(COMPLEXES, KINDS):
+    for name in COMPLEXES:
         inputs, outputs = docking_complex(name), docked(name)
         places = (outputs["confidence.poses"], inputs["ligand.pos"], inputs["receptor.pos"])
-        rmsd = pose_rmsd(*(place.double() for place in places))
-        assert off(getattr(rmsd, f"{kind}_P"), outputs[f"rmsd.float64.{kind}"]) < 1e-10
+        rmsds = pose_rmsds(*(place.double() for place in places))
+        assert off(rmsds, torch.stack([outputs[f"rmsd.float64.{kind}"] for kind in KINDS], -1)) < 1e-10
 
 
 def test_turns_are_the_originals_and_none_is_the_identity():
