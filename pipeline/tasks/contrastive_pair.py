@@ -47,8 +47,10 @@ from pipeline.tasks.task_parts import (
     WHERE,
     at_least,
     at_least_single,
+    divided,
     dropout_of,
     example_mask,
+    found_both_ways,
     one_of,
     padded_rows,
     refuse,
@@ -151,10 +153,8 @@ class ContrastivePair:
             if getattr(self, side) == VECTORS and getattr(self, f"{side}_dim") < 1:
                 refuse(f"{side}_dim", f"{side} has vectors: set their length", f"--set {WHERE}.{side}_dim=768")
         for width, heads in (("width", "heads"), ("image_width", "image_heads")):
-            size, count = getattr(self, width), getattr(self, heads) or heads_of(getattr(self, width))
-            if size % count:
-                problem = f"{size} features cannot be divided among {count} heads"
-                refuse(heads, problem, f"--set {WHERE}.{width}={64 * count}")
+            count = getattr(self, heads) or heads_of(getattr(self, width))
+            divided(getattr(self, width), count, heads)
         if self.image_size % self.patch:
             problem = f"images of {self.image_size} pixels cannot be cut into patches of {self.patch}"
             refuse("patch", problem, f"--set {WHERE}.image_size={self.patch * max(1, self.image_size // self.patch)}")
@@ -216,11 +216,7 @@ class ContrastivePair:
     def cost(self, item: Mapping[str, Any]) -> dict[str, Any]:
         """Return the rows of the sides that differ in them: images are all of one size."""
         sides = [side for side in SIDES if getattr(self, side) != IMAGES]
-        return {side: np.minimum(item[side], self._most(side)) for side in sides} or {LEFT: item[LEFT]}
-
-    def _most(self, side: str) -> int:
-        most: int = getattr(self, f"{side}_most")
-        return most
+        return {side: np.minimum(item[side], getattr(self, f"{side}_most")) for side in sides} or {LEFT: item[LEFT]}
 
     def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> PairBatch:  # noqa: ARG002 - items have their own
         has_classes = bool(self.names) and any(CLASS in item.values for item in items)
@@ -271,17 +267,17 @@ class ContrastivePair:
             words, there, other = ("bytes", BYTE_PAIRS, TEXT) if kind == TOKENS else (BYTE_PAIRS, "bytes", TOKENS)
             problem = f"the task reads {name} as {words}, but {item.id} has {there}"
             refuse(side, problem, f"--set {WHERE}.{side}={other}")
-        return self._text(side, item.id, rows) if kind == TEXT else rows[: self._most(side)]
-
-    def _text(self, side: str, id_: str, token_L: Tensor) -> Tensor:
-        if len(token_L) > self._most(side):
-            problem = f"the text of {id_} has {len(token_L)} tokens, the model allows {self._most(side)}"
-            refuse(f"{side}_most", problem, f"--set data.options.context={self._most(side)}")
-        if int(token_L.max()) >= self.vocabulary:
-            problem = f"a token of {id_} is {int(token_L.max())}, the model knows {self.vocabulary:,}"
+        most = getattr(self, f"{side}_most")
+        if kind != TEXT:
+            return rows[:most]
+        if len(rows) > most:
+            problem = f"the text of {item.id} has {len(rows)} tokens, the model allows {most}"
+            refuse(f"{side}_most", problem, f"--set data.options.context={most}")
+        if int(rows.max()) >= self.vocabulary:
+            problem = f"a token of {item.id} is {int(rows.max())}, the model knows {self.vocabulary:,}"
             remedy = f"use the data.options.merges of the model's training, or --set {WHERE}.vocabulary=49408"
             refuse("vocabulary", problem, remedy)
-        return token_L
+        return rows
 
     def _class(self, item: ItemTensors) -> Tensor:
         """Return the number of an item's class."""
@@ -310,7 +306,7 @@ class ContrastivePair:
         left_BD, right_BD = (at_least_single(embedded[side]) for side in SIDES)
         with torch.autocast(left_BD.device.type, enabled=False):
             logits_BB = model.scale() * left_BD @ right_BD.T  # type: ignore[operator]  # it is Towers
-            missed_B = (logits_BB.logsumexp(0) + logits_BB.logsumexp(1)) / 2 - logits_BB.diagonal()
+            missed_B = found_both_ways(logits_BB)
         terms: dict[str, tuple[Tensor, Tensor | float]] = {PAIRS: (missed_B.sum(), float(len(left_BD)))}
         if CLASS in embedded:
             told_BC, class_B = at_least_single(embedded[CLASSES]), embedded[CLASS]

@@ -29,7 +29,6 @@ from pipeline.encoder.checkpoint_files import CONFIG
 from pipeline.encoder.embedding_recipe import CLS, ENDS, EOS, PAD, VOCABULARY, tokenize
 from pipeline.encoder.esm2 import EPSILON, MASKED_IN_TRAINING
 from pipeline.encoder.esm_checkpoint import FACE, FAIR, FREQUENCIES, Architecture, face_config, frequencies
-from pipeline.errors import ConfigError
 from pipeline.protocol import ITEMS
 from pipeline.readers.sequences import LETTER, NOT_KNOWN, SITE, TARGET
 from pipeline.tasks.ranking_scores import Ranking, logits
@@ -40,11 +39,13 @@ from pipeline.tasks.task_parts import (
     above_zero,
     at_least,
     at_least_single,
+    known_figures,
     labelled,
     labels_of,
     one_of,
     part_of,
     refuse,
+    values_of,
 )
 
 if TYPE_CHECKING:
@@ -214,11 +215,11 @@ class Esm2Names:
         return {CONFIG: json.dumps(face_config(architecture), indent=1) + "\n"}
 
     def _merged(self, name: str, encoder: Mapping[str, Tensor]) -> Tensor:
-        down, up = (encoder.get(f"{name.removesuffix('.weight')}.{part}") for part in LORA)
-        weight = encoder[name]
-        if down is None or up is None or not name.endswith(".weight"):
+        weight, parts = encoder[name], [f"{name.removesuffix('.weight')}.{part}" for part in LORA]
+        if not name.endswith(".weight") or parts[0] not in encoder:
             return weight
-        return (weight.double() + self.sizes.scale * (up.double() @ down.double())).to(weight.dtype)
+        down, up = (encoder[part].double() for part in parts)
+        return (weight.double() + self.sizes.scale * (up @ down)).to(weight.dtype)
 
 
 TOLD = ("sequence", "residues")
@@ -309,19 +310,19 @@ class EncoderFinetune(TunedSizes):
     def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> SequenceBatch:  # noqa: ARG002 - the protocol has it
         tokens = [self._tokens(item) for item in items]
         token_BL = nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=PAD)
-        numbers = [] if self.by_residue else [item_target(item, self.targets) for item in items]
-        target_BK = self._sites(items, token_BL) if self.by_residue else torch.stack(numbers)
+        if self.by_residue:
+            target_BK = self._sites(items, token_BL)
+        else:
+            target_BK = torch.stack([item_target(item, self.targets) for item in items])
         is_known_BK = ~target_BK.isnan()
         known, residues = float(is_known_BK.sum()), tuple(len(token_L) - ENDS for token_L in tokens)
         labelled_B = tuple(is_known_BK.any(-1).tolist())
         return SequenceBatch(token_BL, target_BK.nan_to_num(0.0), is_known_BK, known, residues, labelled_B)
 
     def _tokens(self, item: ItemTensors) -> Tensor:
-        if LETTER not in item.values:
-            problem = f"the task reads {LETTER}; {item.id} has {', '.join(sorted(item.values)) or 'no arrays'}"
-            remedy = "use a reader of sequences: pipeline.readers.sequences:Sequences"
-            raise ConfigError(problem, where="data.reader", remedy=remedy)
-        letters = bytes(item.values[LETTER][: self.longest].tolist()).decode("ascii")
+        remedy = "use a reader of sequences: pipeline.readers.sequences:Sequences"
+        (letter_R,) = values_of(item, (LETTER,), remedy)
+        letters = bytes(letter_R[: self.longest].tolist()).decode("ascii")
         return torch.from_numpy(np.concatenate([[CLS], tokenize(letters), [EOS]]).astype(np.int64))
 
     def _sites(self, items: Sequence[ItemTensors], token_BL: Tensor) -> Tensor:
@@ -367,8 +368,7 @@ class EncoderFinetune(TunedSizes):
         for chance_L, known_L in labelled(outputs[PREDICTION], outputs[TARGET]):
             is_known_L = ~np.isnan(known_L)
             ranking.add(logits(chance_L[is_known_L]), known_L[is_known_L])
-        figures = {"auroc": ranking.auroc(), "auprc": ranking.auprc()}
-        return {name: value for name, value in figures.items() if not np.isnan(value)}
+        return known_figures({"auroc": ranking.auroc(), "auprc": ranking.auprc()})
 
     def example(self, sizes: Sizes) -> SequenceBatch:
         """Return a batch of these sizes."""

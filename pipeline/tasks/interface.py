@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.functional import binary_cross_entropy_with_logits
 
 from pipeline.protocol import ITEMS
 from pipeline.tasks.partner_graphs import (
@@ -28,7 +27,7 @@ from pipeline.tasks.partner_graphs import (
     size_of,
 )
 from pipeline.tasks.ranking_scores import Ranking, logits, precision_at
-from pipeline.tasks.task_parts import at_least, at_least_single, dropout_of
+from pipeline.tasks.task_parts import at_least, at_least_single, dropout_of, known_figures, where_known
 from pipeline.training.items.item_source import LIGAND, RECEPTOR
 
 if TYPE_CHECKING:
@@ -96,8 +95,11 @@ LABEL = "label"  # of an output, behind a dot; 1 yes, 0 no, -1 not known; of no 
 NOT_KNOWN = -1
 LARGEST_PART = 5  # of L = R + L residues, so many pairs are looked at: L/5
 LEAST = {
-    "embedding_dim": 0, "width": 1, "layers": 1, "pair_width": 1, "pair_layers": 0, "contact_weight": 0
-}  # fmt: skip
+    **dict.fromkeys(("width", "layers", "pair_width"), 1),
+    "embedding_dim": 0,
+    "pair_layers": 0,
+    "contact_weight": 0,
+}
 
 
 class Labels(NamedTuple):
@@ -172,12 +174,11 @@ class Interface:
         And numbers to sort by: how many contacts are expected, and the probability of the likeliest.
         """
         residue_N, pair_P = (torch.sigmoid(at_least_single(logits)) for logits in model(batch))
-        label_N = _told(batch.labels.interface_N, batch.labels.is_known_N)
-        label_P = _told(batch.labels.contact_P, batch.labels.is_known_P)
+        known = batch.labels
+        label_N = torch.where(known.is_known_N, known.interface_N.to(torch.int8), NOT_KNOWN)
+        label_P = torch.where(known.is_known_P, known.contact_P.to(torch.int8), NOT_KNOWN)
         labels = {
-            f"{name}_{LABEL}": [
-                value if known else value[:0] for value, known in zip(values, batch.has_labels, strict=True)
-            ]
+            f"{name}_{LABEL}": where_known(values, batch.has_labels)
             for name, values in _split(label_N, label_P, batch).items()
         }
         predicted = _split(residue_N, pair_P, batch)
@@ -205,9 +206,9 @@ class Interface:
             "interface_auprc": residues.auprc(),
             "contact_auroc": pairs.auroc(),
             "contact_auprc": pairs.auprc(),
-            "contact_precision_l5": _mean(precisions),
+            "contact_precision_l5": sum(precisions) / len(precisions) if precisions else math.nan,
         }
-        return {name: value for name, value in figures.items() if not math.isnan(value)}
+        return known_figures(figures)
 
     def example(self, sizes: Sizes) -> InterfaceBatch:
         """Return a batch of these sizes; how they are spread over its items makes no difference."""
@@ -259,12 +260,7 @@ def _entropy(logit_N: Tensor, label_N: Tensor, is_known_N: Tensor, yes_weight: f
     weight_N = is_known_N.to(logit_N.dtype)
     if yes_weight != 1.0:
         weight_N = weight_N * (1 + (yes_weight - 1) * label_N)
-    return binary_cross_entropy_with_logits(logit_N, label_N, weight_N, reduction="sum")
-
-
-def _told(label_N: Tensor, is_known_N: Tensor) -> Tensor:
-    """Return the labels, -1 where they are unknown."""
-    return torch.where(is_known_N, label_N.to(torch.int8), NOT_KNOWN)
+    return functional.binary_cross_entropy_with_logits(logit_N, label_N, weight_N, reduction="sum")
 
 
 def _split(of_N: Tensor, of_P: Tensor, batch: InterfaceBatch) -> dict[str, list[Tensor]]:
@@ -284,7 +280,3 @@ def _labelled(outputs: Mapping[str, Sequence[Any]], name: str) -> Iterator[tuple
         if labels.size:
             is_known = labels != NOT_KNOWN
             yield values.shape, *((values, labels) if is_known.all() else (values[is_known], labels[is_known]))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan

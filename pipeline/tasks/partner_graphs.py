@@ -6,6 +6,7 @@ centres, D features.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -159,14 +160,16 @@ def joined_partners(sides: Sequence[tuple[PartnerTensors, PartnerTensors | None]
     """Concatenate the partners of items."""
     flat = [side for pair in sides for side in pair if side is not None]
     sizes = tuple((size_of(receptor), size_of(ligand)) for receptor, ligand in sides)
-    first_S = _firsts([count for pair in sizes for count in pair])
-    owner = [place for place, count in enumerate(count for pair in sizes for count in pair) if count]
-    from_E, to_E = _edges(flat, [first_S[at] for at in owner])
+    counts = [count for pair in sizes for count in pair]
+    first_S = [*accumulate(counts, initial=0)]
+    owner = [place for place, count in enumerate(counts) if count]
+    from_E, to_E = torch.cat([side.edges[NEAR] + first_S[at] for side, at in zip(flat, owner, strict=True)], 1)
     receptor_P, ligand_P = _pairs(sizes, first_S)
+    flags_N1 = torch.cat([side.nodes["flags"] for side in flat]).unsqueeze(-1)
     return PartnerBatch(
         pos_NA3=torch.cat([_positions(side) for side in flat]),
         type_N=torch.cat([side.nodes["type"] for side in flat]).long(),
-        flags_NF=_bits(torch.cat([side.nodes["flags"] for side in flat])),
+        flags_NF=(flags_N1.bitwise_right_shift(torch.arange(FLAGS, dtype=flags_N1.dtype)) & 1).float(),
         embedding_ND=_embeddings(flat, embedding_dim),
         partner_N=torch.cat([torch.full((size_of(side),), at) for side, at in zip(flat, owner, strict=True)]),
         other_S=torch.arange(2 * len(sides)) ^ 1,
@@ -238,32 +241,12 @@ def embedding_of(side: PartnerTensors, embedding_dim: int) -> Tensor:
     return side.embedding
 
 
-def _firsts(counts: Sequence[int]) -> list[int]:
-    """Return the index of each partner's first row."""
-    firsts = [0]
-    for count in counts:
-        firsts.append(firsts[-1] + count)
-    return firsts[:-1]
-
-
 def _positions(side: PartnerTensors) -> Tensor:
     """Return the atoms that stand for each residue [N, 5, 3]; where one is missing, CA stands for it."""
     pos_N43 = side.nodes["pos"]
     ca_N13 = pos_N43[:, CA : CA + 1]
     pos_N53 = torch.cat([pos_N43, ca_N13 + side.nodes["side"].unsqueeze(1)], 1)
     return torch.where(pos_N53.isnan(), ca_N13, pos_N53)
-
-
-def _bits(flags_N: Tensor) -> Tensor:
-    """Return flags as numbers [N, F]."""
-    bits_NF = flags_N.unsqueeze(-1).bitwise_right_shift(torch.arange(FLAGS, dtype=flags_N.dtype)) & 1
-    return bits_NF.float()
-
-
-def _edges(sides: Sequence[PartnerTensors], firsts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the source and target residues of the edges of all partners."""
-    edges = [side.edges[NEAR] + first for side, first in zip(sides, firsts, strict=True)]
-    return torch.cat([from_E for from_E, _ in edges]), torch.cat([to_E for _, to_E in edges])
 
 
 def _steps(sides: Sequence[PartnerTensors], from_E: Tensor, to_E: Tensor) -> Tensor:

@@ -40,12 +40,10 @@ from pipeline.tasks.rna.pocket_network import (
     FEATURES,
     KINDS,
     POOL_WIDTH,
-    SYSTEM,
     Entries,
     PocketBatch,
     PocketNetwork,
     PocketSizes,
-    rna_form,
 )
 from pipeline.tasks.rna.pocket_reader import PHASE
 from pipeline.tasks.task_parts import (
@@ -53,10 +51,13 @@ from pipeline.tasks.task_parts import (
     above_zero,
     at_least,
     at_least_single,
+    divided,
     dropout_of,
+    found_both_ways,
     one_of,
     refuse,
     task_table,
+    where_known,
 )
 
 if TYPE_CHECKING:
@@ -67,7 +68,6 @@ if TYPE_CHECKING:
     from pipeline.protocol import Sizes
     from pipeline.records import Item
     from pipeline.tasks.rna.ligand_library import LigandLibrary
-    from pipeline.tasks.task_parts import OriginalForm
     from pipeline.training.items.batch import ItemTensors
 
 TARGET, EMBEDDING, RANK = "target", "embedding", "rank"
@@ -94,14 +94,6 @@ DEGREES = 360.0
 ONE_TARGET = 1 - 1e-6  # cosine of targets above which two pockets have the same ligand
 
 
-class RnaNetwork(PocketNetwork):
-    """The network with the names under which its weights were published."""
-
-    def published_forms(self) -> dict[str, OriginalForm]:
-        """Return the form of RNA-3E-FFI."""
-        return {SYSTEM: rna_form(self)}
-
-
 @dataclass(frozen=True)
 class RnaLigand(PocketSizes):
     """The task: predict for each pocket the given embedding of its ligand."""
@@ -122,7 +114,13 @@ class RnaLigand(PocketSizes):
         at_least(self, {**LEAST, **dict.fromkeys(SHARES, 0)})
         dropout_of(self)
         one_of(self, KNOWN)
-        _check_network(self)
+        self.fields  # noqa: B018 - it refuses a text that is no irreps
+        if self.num_attention_heads:
+            divided(POOL_WIDTH, self.num_attention_heads, "num_attention_heads")
+        if self.norm_type == "rms" and not self.as_published:
+            problem = "norm_type rms scales the components of a vector apart: the result would depend on orientation"
+            remedy = f"--set {WHERE}.norm_type=layer   (or as_published=true for published weights)"
+            refuse("norm_type", problem, remedy)
         if (self.sequences is None) != (self.sequence_dim == 0):
             problem = "sequences (a file) and sequence_dim (its vector length) must be set together"
             refuse("sequence_dim", problem, "set both or neither")
@@ -131,7 +129,7 @@ class RnaLigand(PocketSizes):
                 object.__setattr__(self, name, _absolute(name, path))
 
     def model(self) -> nn.Module:
-        network = RnaNetwork(self)
+        network = PocketNetwork(self)
         if self.feature_norm is not None:
             measure = read_measure(Path(self.feature_norm), FEATURES, "feature_norm")
             network.atoms.mean_3.copy_(torch.from_numpy(measure.mean_D))
@@ -156,22 +154,20 @@ class RnaLigand(PocketSizes):
         nothing_D = np.zeros(self.output_dim, np.float32)
         return PocketBatch(
             feature_N3=torch.cat([item.values["atoms.feature"] for item in items]),
-            pos_N3=torch.cat([_centred(item.values["atoms.pos"]) for item in items]),
+            # about their mean: single precision keeps differences
+            pos_N3=torch.cat([(pos := item.values["atoms.pos"]) - pos.mean(0) for item in items]),
             item_N=torch.repeat_interleave(torch.arange(len(items)), torch.tensor(sizes)),
             **{kind: self._entries(kind, items, sizes) for kind in KINDS},
             target_BD=torch.from_numpy(np.stack([nothing_D if target is None else target for target in targets])),
             has_target_B=torch.tensor([target is not None for target in targets]),
             known=tuple(target is not None for target in targets),
             ids=tuple(item.id for item in items),
-            sequence_BS=self._sequences([item.id for item in items]),
+            sequence_BS=None if self.sequences is None else self._sequences(Path(self.sequences), items),
         )
 
-    def _sequences(self, names: Sequence[str]) -> Tensor | None:
-        """Return what is said of the pockets' sequences; one of which nothing is said is refused."""
-        if self.sequences is None:
-            return None
-        vectors = [sequence_vector(Path(self.sequences), name, self.sequence_dim) for name in names]
-        return torch.from_numpy(np.stack(vectors))
+    def _sequences(self, path: Path, items: Sequence[ItemTensors]) -> Tensor:
+        """Return the vectors of the pockets' sequences."""
+        return torch.from_numpy(np.stack([sequence_vector(path, item.id, self.sequence_dim) for item in items]))
 
     def _entries(self, kind: str, items: Sequence[ItemTensors], sizes: Sequence[int]) -> Entries:
         """Return the entries of one kind, numbered by the batch's atoms; none of a kind that is not used."""
@@ -216,10 +212,22 @@ class RnaLigand(PocketSizes):
 
     def loss(self, model: nn.Module, batch: PocketBatch) -> dict[str, tuple[Tensor, float]]:
         """Return the summed distance of the pockets' vectors from their targets, and how many have one."""
-        _check_targets(self, batch)
+        self._check_targets(batch)
         vector_BD = at_least_single(model(batch))
-        far_B = _far(self, vector_BD, batch.target_BD.to(vector_BD.dtype))
+        far_B = self._distances(vector_BD, batch.target_BD.to(vector_BD.dtype))
         return {TARGET: ((far_B * batch.has_target_B).sum(), float(sum(batch.known)))}
+
+    def _check_targets(self, batch: PocketBatch) -> None:
+        if self.targets is None and not any(batch.known):
+            refuse("targets", "nothing to learn: no targets are set", "use an absolute path such as /data/targets.h5")
+
+    def _distances(self, vector_BD: Tensor, target_BD: Tensor) -> Tensor:
+        """Return how far each vector is from its target."""
+        squares_B = (vector_BD - target_BD).square().mean(-1)
+        if self.loss_by == MSE:
+            return squares_B
+        turned_B = 1 - functional.cosine_similarity(vector_BD, target_BD, -1)
+        return turned_B if self.loss_by == COSINE_LOSS else self.cosine_weight * turned_B + self.mse_weight * squares_B
 
     def outputs(self, model: nn.Module, batch: PocketBatch) -> dict[str, list[Tensor]]:
         """Return each pocket's vector [D], its target, its cosine to it, and the rank of its ligand in the library.
@@ -228,36 +236,30 @@ class RnaLigand(PocketSizes):
         """
         predicted_BD = at_least_single(model(batch))
         cosine_B = torch.cosine_similarity(predicted_BD, batch.target_BD.to(predicted_BD.dtype))
-        told = {
+        found = {
             EMBEDDING: list(predicted_BD.unbind()),
-            TARGET: [
-                target_D if known else target_D[:0]
-                for target_D, known in zip(batch.target_BD, batch.known, strict=True)
-            ],
-            "cosine": [cosine_1[:known] for cosine_1, known in zip(cosine_B.unsqueeze(1), batch.known, strict=True)],
+            TARGET: where_known(batch.target_BD, batch.known),
+            "cosine": where_known(cosine_B.unsqueeze(1), batch.known),
         }
-        library = self._library()
-        return told if library is None else told | {RANK: self._ranks(predicted_BD, batch.ids, library)}
-
-    def _ranks(self, predicted_BD: Tensor, ids: Sequence[str], library: LigandLibrary) -> list[Tensor]:
-        vectors = predicted_BD.detach().float().cpu().numpy()
-        places = [library.place(name) for name in ids] or [-1] * len(vectors)
-        ranks = [
-            [] if place < 0 else [library.rank(vector_D, place, self.distance)]
-            for vector_D, place in zip(vectors, places, strict=True)
-        ]
-        return [torch.tensor(rank, dtype=torch.float64) for rank in ranks]
+        if (library := self._library()) is not None:
+            vectors = predicted_BD.detach().float().cpu().numpy()
+            ranks = zip(vectors, [library.place(name) for name in batch.ids] or [-1] * len(vectors), strict=True)
+            found[RANK] = [
+                torch.tensor([] if place < 0 else [library.rank(vector_D, place, self.distance)], dtype=torch.float64)
+                for vector_D, place in ranks
+            ]
+        return found
 
     def metrics(self, outputs: Mapping[str, Sequence[Any]]) -> dict[str, float]:
         """Return the figures of a split: means over pockets that have a target, and how well ligands are found."""
         pairs = zip(outputs[EMBEDDING], outputs[TARGET], strict=True)
         figures = [_figures(np.float64(vector), np.float64(target)) for vector, target in pairs if target.size]
-        told = dict(zip(("cosine", "mse"), np.mean(figures, axis=0).tolist(), strict=True)) if figures else {}
+        found = dict(zip(("cosine", "mse"), np.mean(figures, axis=0).tolist(), strict=True)) if figures else {}
         library = self._library()
         if library is None or RANK not in outputs:
-            return told
+            return found
         ranks = [float(rank.item()) for rank in outputs[RANK] if rank.size]
-        return told | retrieval_figures(ranks, len(library.names))
+        return found | retrieval_figures(ranks, len(library.names))
 
     def publish(self, folder: Path, outputs: Mapping[str, Any], items: Iterable[Item], reading: Any) -> list[Path]:  # noqa: ARG002 - the protocol has them
         """Write the nearest ligands of each pocket as a table, where there is a library."""
@@ -277,12 +279,11 @@ class RnaLigand(PocketSizes):
     def example(self, sizes: Sizes) -> PocketBatch:
         """Return a batch of these sizes; how they are spread over its items makes no difference."""
         atoms, items = (sizes[name] for name in (NODES, ITEMS))
-        counts = {kind: sizes.get(kind, 0) if kind in self.kinds else 0 for kind in KINDS}
         return PocketBatch(
             feature_N3=torch.randn(atoms, FEATURES),
             pos_N3=torch.randn(atoms, 3),
             item_N=torch.arange(atoms) * items // max(atoms, 1),
-            **{kind: _any_entries(kind, count, atoms) for kind, count in counts.items()},
+            **{kind: _any_entries(kind, sizes.get(kind, 0) * (kind in self.kinds), atoms) for kind in KINDS},
             target_BD=torch.randn(items, self.output_dim),
             has_target_B=torch.ones(items, dtype=torch.bool),
             known=(True,) * items,
@@ -306,7 +307,7 @@ class RnaLigandContrast(RnaLigand):
 
     def embed(self, model: nn.Module, batch: PocketBatch) -> dict[str, Tensor]:
         """Return the vectors of the pockets and their targets."""
-        _check_targets(self, batch)
+        self._check_targets(batch)
         return {EMBEDDING: at_least_single(model(batch)), TARGET: batch.target_BD}
 
     def contrast(self, model: nn.Module, embedded: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, float]]:  # noqa: ARG002 - the protocol has it
@@ -320,34 +321,16 @@ class RnaLigandContrast(RnaLigand):
             )
             target_BD = target_BD.to(vector_BD.dtype)
             logits_BB = vector_BD @ target_BD.T / self.temperature
-            own_B = logits_BB.diagonal()
             if not self.as_published:
                 is_same_BB = target_BD @ target_BD.T > ONE_TARGET
                 is_same_BB = is_same_BB & ~torch.eye(len(is_same_BB), dtype=torch.bool, device=is_same_BB.device)
                 logits_BB = logits_BB.masked_fill(is_same_BB, -torch.inf)
-            missed_B = (logits_BB.logsumexp(0) + logits_BB.logsumexp(1)) / 2 - own_B
+            missed_B = found_both_ways(logits_BB)
         return {TARGET: (missed_B.sum(), float(len(missed_B)))}
 
     def loss(self, model: nn.Module, batch: PocketBatch) -> dict[str, tuple[Tensor, float]]:
         """Return the loss of a single batch: the step's loss where it is the only one."""
         return self.contrast(model, self.embed(model, batch))
-
-
-# ---- losses ----
-
-
-def _far(task: RnaLigand, vector_BD: Tensor, target_BD: Tensor) -> Tensor:
-    """Return how far each vector is from its target."""
-    squares_B = (vector_BD - target_BD).square().mean(-1)
-    if task.loss_by == MSE:
-        return squares_B
-    turned_B = 1 - functional.cosine_similarity(vector_BD, target_BD, -1)
-    return turned_B if task.loss_by == COSINE_LOSS else task.cosine_weight * turned_B + task.mse_weight * squares_B
-
-
-def _check_targets(task: RnaLigand, batch: PocketBatch) -> None:
-    if task.targets is None and not any(batch.known):
-        refuse("targets", "nothing to learn: no targets are set", "use an absolute path such as /data/targets.h5")
 
 
 def _figures(one_D: Any, target_D: Any) -> tuple[float, float]:
@@ -356,21 +339,10 @@ def _figures(one_D: Any, target_D: Any) -> tuple[float, float]:
     return float(one_D @ target_D) / lengths if lengths else 0.0, float(np.square(one_D - target_D).mean())
 
 
-# ---- batches ----
-
-
 def _any_entries(kind: str, count: int, atoms: int) -> Entries:
     """Return `count` entries between random atoms."""
     width, constants = KINDS[kind]
     return Entries(torch.randint(max(atoms, 1), (width, count)), torch.randn(count, constants))
-
-
-def _centred(pos_N3: Tensor) -> Tensor:
-    """Return coordinates about their mean, whose differences single precision keeps."""
-    return pos_N3 - pos_N3.mean(0)
-
-
-# ---- options ----
 
 
 def _check_sizes(told: Mapping[str, Any], name: str = "the items") -> None:
@@ -380,17 +352,6 @@ def _check_sizes(told: Mapping[str, Any], name: str = "the items") -> None:
         problem = f"the task reads RNA pockets from {READER}; {name} has {has}"
         remedy = f"--set data.source=reader --set data.reader={READER}"
         raise ConfigError(problem, where="data.reader", remedy=remedy)
-
-
-def _check_network(task: RnaLigand) -> None:
-    """Refuse a network that cannot be, or that only the original has."""
-    task.fields  # noqa: B018 - it refuses what is no irreps
-    if task.num_attention_heads and POOL_WIDTH % task.num_attention_heads:
-        problem = f"the {POOL_WIDTH} numbers of pooling cannot be divided among {task.num_attention_heads} heads"
-        refuse("num_attention_heads", problem, f"--set {WHERE}.num_attention_heads=8")
-    if task.norm_type == "rms" and not task.as_published:
-        problem = "norm_type rms scales the components of a vector differently: the result would depend on orientation"
-        refuse("norm_type", problem, f"--set {WHERE}.norm_type=layer   (or as_published=true for published weights)")
 
 
 def _absolute(name: str, path: str) -> str:

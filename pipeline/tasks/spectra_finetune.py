@@ -65,6 +65,7 @@ from pipeline.tasks.task_parts import (
     above_zero,
     at_least,
     at_least_single,
+    divided,
     dropout_of,
     labels_of,
     one_of,
@@ -131,9 +132,7 @@ class SpectraFinetune(PeakSizes):
         spans = zip(self.lowest, self.highest, strict=False)
         if len(self.lowest) != len(self.highest) or not all(low < high for low, high in spans):
             refuse("highest", "every target needs a lowest and a highest value in this order")
-        if self.width % self.heads:
-            problem = f"{self.d_fourier} + {self.d_peak} features cannot be divided among {self.heads} heads"
-            refuse("heads", problem, f"--set {WHERE}.d_fourier={self.d_fourier + -self.width % self.heads}")
+        divided(self.width, self.heads)
 
     @property
     def sizes(self) -> PeakSizes:
@@ -158,10 +157,10 @@ class SpectraFinetune(PeakSizes):
 
     def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> SpectraBatch:  # noqa: ARG002 - the protocol has it
         spectra = [own_rows(item, self.max_peaks) for item in items]
-        related = [self._related(item) for item in items] if self.head == EMBEDDING else []
-        anchors = [place for place, pair in enumerate(related) if len(pair) == len(RELATED)]
-        for role in range(len(RELATED)):
-            spectra += [related[place][role] for place in anchors]
+        # a positive and a negative of each item, drawn each time; an item may lack either
+        of_role = [[related_rows(item, role, self.max_peaks) for role in RELATED] for item in items]
+        anchors = [at for at, pair in enumerate(of_role) if self.head == EMBEDDING and None not in pair]
+        spectra += [rows for related in zip(*of_role, strict=True) for at in anchors if (rows := related[at])]
         target_BK = torch.stack([item_target(item, self.targets) for item in items])
         is_known_BK = ~target_BK.isnan()
         return SpectraBatch(
@@ -175,11 +174,6 @@ class SpectraFinetune(PeakSizes):
             is_labelled=tuple(is_known_BK.any(-1).tolist()),
             has_targets=any(TARGET in item.values for item in items),
         )
-
-    def _related(self, item: ItemTensors) -> list[Any]:
-        """Return a positive and a negative of an item, drawn anew each time; none if it lacks either."""
-        rows = [related_rows(item, role, self.max_peaks) for role in RELATED]
-        return [] if None in rows else rows
 
     def _known(self, is_known_BK: Tensor, triplets: int) -> float:
         """Return the weight of a batch: triplets, fingerprints, or numbers that are known."""

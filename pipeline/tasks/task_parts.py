@@ -73,6 +73,22 @@ def one_of(task: object, choices: Mapping[str, Sequence[object]]) -> None:
             refuse(name, problem, f"--set {WHERE}.{name}={known[0]}")
 
 
+def divided(width: int, heads: int, option: str = "heads") -> None:
+    """Refuse a number of heads that does not divide the features."""
+    if width % heads:
+        problem = f"{width} features cannot be divided among {heads} heads"
+        refuse(option, problem, f"--set {WHERE}.{option}={math.gcd(width, heads)}")
+
+
+def values_of(item: ItemTensors, names: Sequence[str], remedy: str) -> list[Tensor]:
+    """Return arrays of an item; refuse one that lacks any."""
+    if not all(name in item.values for name in names):
+        arrays = ", ".join(sorted(item.values)) or "no arrays"
+        problem = f"the task reads {' and '.join(names)}; {item.id} has {arrays}"
+        raise ConfigError(problem, where="data.reader", remedy=remedy)
+    return [item.values[name] for name in names]
+
+
 def part_of(task: Any, kind: type[T]) -> T:
     """Return the fields of a task that one of its base classes has, such as its network's sizes."""
     return kind(**{field.name: getattr(task, field.name) for field in fields(kind)})  # type: ignore[arg-type]
@@ -121,11 +137,8 @@ MZ, INTENSITY = "peaks.mz", "peaks.intensity"
 
 def most_intense(item: ItemTensors, most: int) -> tuple[Tensor, Tensor]:
     """Return m/z and intensity of the `most` most intense peaks, in their order; ties go to the first."""
-    if MZ not in item.values or INTENSITY not in item.values:
-        arrays = ", ".join(sorted(item.values)) or "no arrays"
-        problem = f"the task reads {MZ} and {INTENSITY}; {item.id} has {arrays}"
-        raise ConfigError(problem, where="data.reader", remedy="use a reader of spectra")
-    return highest(item.values[MZ].float(), item.values[INTENSITY].float(), most)
+    mz_P, intensity_P = values_of(item, (MZ, INTENSITY), "use a reader of spectra")
+    return highest(mz_P.float(), intensity_P.float(), most)
 
 
 def highest(mz_P: Tensor, intensity_P: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -138,13 +151,22 @@ def highest(mz_P: Tensor, intensity_P: Tensor, most: int) -> tuple[Tensor, Tenso
 
 def labels_of(values_BK: Tensor, is_known_BK: Tensor, is_labelled: Iterable[bool]) -> list[Tensor]:
     """Return the labels of each item, NaN where one is not known; of no size where the item has none."""
-    known_BK = torch.where(is_known_BK, values_BK, torch.nan).cpu()
-    return [row_K if known else row_K[:0] for row_K, known in zip(known_BK, is_labelled, strict=True)]
+    return where_known(torch.where(is_known_BK, values_BK, torch.nan).cpu(), is_labelled)
 
 
-def labelled(told: Iterable[Any], true: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield what is predicted and what is true of each item that has labels."""
-    return ((told_K, true_K) for told_K, true_K in zip(told, true, strict=True) if np.size(true_K))
+def where_known(values: Iterable[Tensor], is_known: Iterable[bool]) -> list[Tensor]:
+    """Return the values of each item; of no size where they are not known."""
+    return [value if known else value[:0] for value, known in zip(values, is_known, strict=True)]
+
+
+def labelled(predicted: Iterable[Any], true: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield prediction and truth of each item that has labels."""
+    return ((predicted_K, true_K) for predicted_K, true_K in zip(predicted, true, strict=True) if np.size(true_K))
+
+
+def known_figures(figures: Mapping[str, float]) -> dict[str, float]:
+    """Return the figures that are defined."""
+    return {name: value for name, value in figures.items() if not math.isnan(value)}
 
 
 @contextmanager
@@ -225,6 +247,22 @@ def padded_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
 def example_mask(items: int, length: int) -> Tensor | None:
     """Return a mask for an example batch; None for a single item, which needs no padding."""
     return torch.ones(items, length, dtype=torch.bool) if items > 1 else None
+
+
+def found_both_ways(logits_BB: Tensor) -> Tensor:
+    """Return each item's cross entropy (InfoNCE): of finding its right side from its left and back, the mean [B]."""
+    return (logits_BB.logsumexp(0) + logits_BB.logsumexp(1)) / 2 - logits_BB.diagonal()
+
+
+ALIKE = 1e-6  # similarities and distances no further apart are ties
+
+
+def nearer_and_ties(above: NDArray[Any]) -> tuple[Any, Any]:
+    """Count along the last axis others that are nearer than the true one, and ties; NaN counts as nearer.
+
+    `above` is how much nearer each of the others is.
+    """
+    return (~(above <= ALIKE)).sum(-1), (np.abs(above) <= ALIKE).sum(-1)
 
 
 BLOCK = 4096  # vectors at a time, of both sides

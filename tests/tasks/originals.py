@@ -23,7 +23,7 @@ from pipeline.tasks.docking.score_network import (
 )
 from pipeline.tasks.pairs.pair_towers import CLIP, FORMS, TextBatch, options_of
 from pipeline.tasks.peptides.recursive_network import FORM, SpectrumInput
-from pipeline.tasks.rna.pocket_network import KINDS, Entries, PocketBatch, PocketNetwork, PocketSizes, rna_form
+from pipeline.tasks.rna.pocket_network import KINDS, Entries, PocketBatch, PocketNetwork, PocketSizes
 from pipeline.tasks.spectra.peak_transformer import DreamsForm, Peaks, PeakSizes, PeakTransformer
 from tests.reference import FOLDER, docking_complex, document, recorded
 
@@ -134,7 +134,7 @@ def pocket_state(variant):
 @cache
 def pocket_network(variant):
     model = PocketNetwork(PocketSizes(**pocket_sizes(variant)))
-    form = rna_form(model)
+    (form,) = model.published_forms().values()
     theirs = pocket_state(variant)
     taken = form.read({n: one for n, one in theirs.items() if not any(fnmatchcase(n, left) for left in form.left)})
     # what they keep is measured already

@@ -25,6 +25,7 @@ from pipeline.records import Kind, Reason, Role
 from pipeline.structures.atoms import UnusableInput, name_word
 from pipeline.structures.partners import bound_rows
 from pipeline.tasks.docking.rigid_diffusion import RMSDS, rmsd, superposed
+from pipeline.tasks.task_parts import known_figures
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -384,4 +385,4 @@ def docking_metrics(outputs: Mapping[str, Any]) -> dict[str, float]:
             figures |= {f"{of}_within_{limit:g}": row[f"{name}_percent_below_{limit:g}"] / 100 for limit in RMSD_BELOW}
             if row["among"] == "top-1":
                 figures |= {f"{of}_{what}": row[f"{name}_{what}"] for what in ("mean", "median", "sd")}
-    return {name: value for name, value in figures.items() if not math.isnan(value)}
+    return known_figures(figures)

@@ -23,7 +23,16 @@ from torch.nn import functional
 from pipeline.errors import ConfigError
 from pipeline.readers.byte_pairs import BytePairs, TooLong
 from pipeline.tasks.pairs.pair_towers import PairBatch, TextBatch
-from pipeline.tasks.task_parts import WHERE, at_least_single, first_of, nearest_vectors, padded_rows, refuse, task_table
+from pipeline.tasks.task_parts import (
+    WHERE,
+    at_least_single,
+    first_of,
+    nearer_and_ties,
+    nearest_vectors,
+    padded_rows,
+    refuse,
+    task_table,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +49,6 @@ if TYPE_CHECKING:
 
 NEAREST = 5  # of the nearest, in a table
 BLOCK = 2048  # items whose embeddings are held at once, twice
-ALIKE = 1e-6  # cosines no further apart are ties
 
 
 def found_at(most: int, nearer_N: Counts, tied_N: Counts) -> float:
@@ -62,9 +70,7 @@ def pair_places(left: Sequence[Any], right: Sequence[Any]) -> Counts:
             if rows == columns:
                 np.fill_diagonal(cosine_KM, -np.inf)  # an item's own other side is not counted
             for way, own, table in ((0, rows, cosine_KM), (1, columns, cosine_KM.T)):
-                above = table - own_N[own, None]
-                counts[way, 0, own] += (~(above <= ALIKE) & (table != -np.inf)).sum(1)
-                counts[way, 1, own] += (np.abs(above) <= ALIKE).sum(1)
+                counts[way, :, own] += np.stack(nearer_and_ties(table - own_N[own, None]), 1)
     return counts
 
 

@@ -105,36 +105,28 @@ class SpectrumAttention(nn.Module):
 
 
 class SpectrumLayer(nn.Module):
-    """A transformer layer over the peaks of a spectrum."""
+    """A transformer layer; where it crosses, its rows attend to one another, then to a memory, or to what came in."""
 
-    def __init__(self, sizes: NetworkSizes) -> None:
-        super().__init__()
-        self.own_norm, self.feed_norm = nn.LayerNorm(sizes.width), nn.LayerNorm(sizes.width)
-        self.own, self.feed = SpectrumAttention(sizes.width, sizes.heads), _feed(sizes)
-        self.drop = nn.Dropout(sizes.dropout)
-
-    def forward(self, x_BMD: Tensor, mask: Tensor) -> Tensor:
-        normed_BMD = self.own_norm(x_BMD)
-        x_BMD = x_BMD + self.drop(self.own(normed_BMD, self.own.remembered(normed_BMD), mask))
-        changed_BMD: Tensor = x_BMD + self.drop(self.feed(self.feed_norm(x_BMD)))
-        return changed_BMD
-
-
-class AnswerLayer(nn.Module):
-    """A transformer layer over the places of the answer: to one another, then to the spectrum, or to what came in."""
-
-    def __init__(self, sizes: NetworkSizes) -> None:
+    def __init__(self, sizes: NetworkSizes, *, crosses: bool = False) -> None:
         super().__init__()
         width, heads = sizes.width, sizes.heads
-        self.own_norm, self.cross_norm, self.feed_norm = (nn.LayerNorm(width) for _ in range(3))
-        self.own, self.cross = SpectrumAttention(width, heads), SpectrumAttention(width, heads)
-        self.feed, self.drop = _feed(sizes), nn.Dropout(sizes.dropout)
+        self.own_norm = nn.LayerNorm(width)
+        self.cross_norm = nn.LayerNorm(width) if crosses else None
+        self.feed_norm = nn.LayerNorm(width)
+        self.own = SpectrumAttention(width, heads)
+        self.cross = SpectrumAttention(width, heads) if crosses else None
+        drop = nn.Dropout(sizes.dropout)
+        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), drop, nn.Linear(4 * width, width))
+        self.drop = nn.Dropout(sizes.dropout)
 
-    def forward(self, x_BLD: Tensor, spectrum: Memory | None, mask: Tensor | None) -> Tensor:
-        memory = self.cross.remembered(x_BLD) if spectrum is None else spectrum
-        normed_BLD = self.own_norm(x_BLD)
-        x_BLD = x_BLD + self.drop(self.own(normed_BLD, self.own.remembered(normed_BLD)))
-        x_BLD = x_BLD + self.drop(self.cross(self.cross_norm(x_BLD), memory, mask))
+    def forward(
+        self, x_BLD: Tensor, mask: Tensor | None = None, memory: Memory | None = None, memory_mask: Tensor | None = None
+    ) -> Tensor:
+        entered_BLD, normed_BLD = x_BLD, self.own_norm(x_BLD)
+        x_BLD = x_BLD + self.drop(self.own(normed_BLD, self.own.remembered(normed_BLD), mask))
+        if self.cross is not None and self.cross_norm is not None:
+            memory = self.cross.remembered(entered_BLD) if memory is None else memory
+            x_BLD = x_BLD + self.drop(self.cross(self.cross_norm(x_BLD), memory, memory_mask))
         changed_BLD: Tensor = x_BLD + self.drop(self.feed(self.feed_norm(x_BLD)))
         return changed_BLD
 
@@ -185,7 +177,7 @@ class RecursiveNetwork(nn.Module):
         self.first_answer = nn.Parameter(START * torch.randn(1, sizes.longest, letters))
         self.first_latent = nn.Parameter(START * torch.randn(1, sizes.longest, width))
         self.place, self.letter = nn.Embedding(sizes.longest, width), nn.Linear(letters, width)
-        self.decoder = nn.ModuleList(AnswerLayer(sizes) for _ in range(sizes.decoder_layers))
+        self.decoder = nn.ModuleList(SpectrumLayer(sizes, crosses=True) for _ in range(sizes.decoder_layers))
         self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, letters)
         if sizes.gated:
             self.step, self.gate = nn.Embedding(sizes.supervision_steps, width), nn.Linear(width, letters)
@@ -234,7 +226,7 @@ class RecursiveNetwork(nn.Module):
     def _run(self, x_BLD: Tensor, memories: list[Memory] | None, mask: Tensor | None) -> Tensor:
         """Run all layers of the decoder once."""
         for at, layer in enumerate(self.decoder):
-            x_BLD = layer(x_BLD, memories[at] if memories else None, mask)
+            x_BLD = layer(x_BLD, memory=memories[at] if memories else None, memory_mask=mask)
         normed_BLD: Tensor = self.norm(x_BLD)
         return normed_BLD
 
@@ -244,13 +236,6 @@ class RecursiveNetwork(nn.Module):
         left = () if hasattr(self, "unused_letter") else (UNUSED, COMPILED + UNUSED)
         form = Form(NAMES, signs, left)
         return {FORM: form, COMPILED_FORM: replace(form, prefix=COMPILED)}
-
-
-def _feed(sizes: NetworkSizes) -> nn.Sequential:
-    """Return the feed-forward part of a layer."""
-    width = sizes.width
-    drop = nn.Dropout(sizes.dropout)
-    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), drop, nn.Linear(4 * width, width))
 
 
 # ---- names under which pepTRM's trainer writes a model: as it is, and compiled ----

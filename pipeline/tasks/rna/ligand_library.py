@@ -17,7 +17,7 @@ from pipeline.errors import DataError
 from pipeline.readers.entry import Opened
 from pipeline.readers.hdf5 import open_hdf5
 from pipeline.tasks.rna.pocket_reader import complex_of, ligand_of
-from pipeline.tasks.task_parts import WHERE, refuse
+from pipeline.tasks.task_parts import WHERE, nearer_and_ties, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 ID, EMBEDDING = "id", "embedding"
 NAMED = 3  # ids in a message
-ALIKE = 1e-6  # distances no further apart are ties
 EUCLIDEAN, COSINE = "euclidean", "cosine"
 
 
@@ -102,10 +101,8 @@ def sequence_vector(path: Path, name: str, width: int) -> Floats:
         raise DataError(problem, where=f"{WHERE}.sequences", remedy=remedy)
     if stored.shape != (width,):
         problem = f"{name} in {path} has the shape {stored.shape}, but {width} numbers are needed"
-        remedy = (
-            f"--set {WHERE}.sequence_dim={stored.shape[-1] if stored.shape else 0}   (rows: export with --pool mean)"
-        )
-        refuse("sequence_dim", problem, remedy)
+        width = stored.shape[-1] if stored.shape else 0
+        refuse("sequence_dim", problem, f"--set {WHERE}.sequence_dim={width}   (rows: export with --pool mean)")
     problem = f"{name} in {path} is not finite"
     return _finite(stored, DataError(problem, where=f"{WHERE}.sequences", remedy="rebuild it"))
 
@@ -172,10 +169,8 @@ class LigandLibrary:
     def rank(self, vector_D: Floats, place: int, metric: str) -> float:
         """Return the rank of a ligand, from 1; among ties every place is equally likely. NaN counts as nearer."""
         far_L = self.distances(vector_D, metric)
-        above_L = np.delete(far_L - far_L[place], place)
-        ties = int((np.abs(above_L) <= ALIKE).sum())
-        nearer = len(above_L) - int((above_L > ALIKE).sum()) - ties
-        return 1 + nearer + ties / 2
+        nearer, ties = nearer_and_ties(far_L[place] - np.delete(far_L, place))
+        return 1 + int(nearer) + int(ties) / 2
 
     def best(self, vector_D: Floats, top: int, metric: str) -> list[tuple[int, float]]:
         """Return the places of the nearest ligands and how far they are, the nearest first."""
@@ -190,11 +185,11 @@ def _library(path: Path) -> LigandLibrary:
         raise DataError("the library has no ligands", where=str(path), remedy="write one dataset for each ligand")
     width = np.asarray(file.stored(names[0])).size
     vectors = [file.get(name, width) for name in names]
-    if any(vector is None for vector in vectors):
-        raise DataError(
-            "an entry of the library is not a dataset", where=str(path), remedy="write one dataset for each ligand"
-        )
-    return LigandLibrary(names, np.stack([vector for vector in vectors if vector is not None]))
+    found = [vector for vector in vectors if vector is not None]
+    if len(found) < len(names):
+        problem, remedy = "an entry of the library is not a dataset", "write one dataset for each ligand"
+        raise DataError(problem, where=str(path), remedy=remedy)
+    return LigandLibrary(names, np.stack(found))
 
 
 library_of = Opened(_library)

@@ -109,11 +109,19 @@ class PocketSizes:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Return the kinds of entries that are used."""
-        left_out = [
-            *(() if self.use_multi_hop else ("angles", "dihedrals")),
-            *(() if self.use_nonbonded else ("near",)),
-        ]
-        return tuple(kind for kind in KINDS if kind not in left_out)
+        used = {
+            "bonds": True,
+            "angles": self.use_multi_hop,
+            "dihedrals": self.use_multi_hop,
+            "near": self.use_nonbonded,
+        }
+        return tuple(kind for kind in KINDS if used[kind])
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Return how much each kind counts."""
+        weights = self.bonded_weight, self.angle_weight, self.dihedral_weight, self.nonbonded_weight
+        return dict(zip(KINDS, weights, strict=True))
 
 
 class LayerChain(nn.Module):
@@ -277,17 +285,18 @@ def torsions(pos_N3: Tensor, atom_PE: Tensor) -> Tensor:
     return torch.stack([(left * right).sum(-1), sine], -1)
 
 
+# The part of the present shape that layers of each kind see.
+SHAPES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "bonds": edge_shape, "angles": cosines, "dihedrals": torsions, "near": edge_shape
+}  # fmt: skip
+
+
 class PocketLayer(nn.Module):
     """One round of messages of all kinds."""
 
     def __init__(self, sizes: PocketSizes) -> None:
         super().__init__()
-        self.shares = {
-            "bonds": sizes.bonded_weight,
-            "angles": sizes.angle_weight,
-            "dihedrals": sizes.dihedral_weight,
-            "near": sizes.nonbonded_weight,
-        }
+        self.shares = sizes.shares
         self.is_old, self.dropout, self.scalars = sizes.version == 2, sizes.dropout, sizes.fields.scalars
         self.kinds = nn.ModuleDict(
             {kind: (EdgeLayer if KINDS[kind][0] == 2 else TermLayer)(sizes, kind) for kind in sizes.kinds}
@@ -383,10 +392,8 @@ class PocketNetwork(nn.Module):
         self.pool = HeadPool(width, sizes.num_attention_heads) if has_heads else WeightPool(width)
         self.out, self.out_norm = nn.Linear(width, sizes.output_dim), nn.LayerNorm(sizes.output_dim)
         self.sequence = nn.Linear(sizes.sequence_dim, width) if sizes.sequence_dim else None
-        starts = {"angles": sizes.angle_weight, "dihedrals": sizes.dihedral_weight, "near": sizes.nonbonded_weight}
-        self.kind_weights = nn.ParameterDict(
-            {kind: torch.tensor(start) for kind, start in starts.items() if sizes.version == 2 and kind in sizes.kinds}
-        )
+        learned = [kind for kind in sizes.kinds if sizes.version == 2 and kind != "bonds"]
+        self.kind_weights = nn.ParameterDict({kind: torch.tensor(sizes.shares[kind]) for kind in learned})
 
     def forward(self, batch: PocketBatch) -> Tensor:
         """Return the vectors [B, D]."""
@@ -400,21 +407,16 @@ class PocketNetwork(nn.Module):
 
     def atom_invariants(self, batch: PocketBatch) -> Tensor:
         """Return what pooling sees of each atom [N, I]."""
-        x_NF, shapes = self.atoms(batch.feature_N3), self._shapes(batch)
+        x_NF = self.atoms(batch.feature_N3)
+        shapes = {kind: SHAPES[kind](batch.pos_N3, getattr(batch, kind).atom_PE) for kind in self.sizes.kinds}
         for layer in self.layers:
             x_NF = layer(x_NF, batch, shapes, self.kind_weights)
         with_cosines = self.sizes.use_enhanced_invariants and self.sizes.version > 2
         return invariants(self.sizes.fields, x_NF, with_cosines=with_cosines)
 
-    def _shapes(self, batch: PocketBatch) -> dict[str, Any]:
-        """Return what layers need of the present shape, by kind."""
-        shape_of: dict[str, Callable[[], Any]] = {
-            "bonds": partial(edge_shape, batch.pos_N3, batch.bonds.atom_PE),
-            "angles": partial(cosines, batch.pos_N3, batch.angles.atom_PE),
-            "dihedrals": partial(torsions, batch.pos_N3, batch.dihedrals.atom_PE),
-            "near": partial(edge_shape, batch.pos_N3, batch.near.atom_PE),
-        }
-        return {kind: shape_of[kind]() for kind in self.sizes.kinds}
+    def published_forms(self) -> dict[str, OriginalForm]:
+        """Return the form of RNA-3E-FFI for this network."""
+        return {SYSTEM: replace(FORM, as_published=self.sizes.as_published, constants=partial(_constants, self))}
 
 
 SYSTEM = "rna3effi"
@@ -462,11 +464,6 @@ FORM = OriginalForm(
     fresh=("atoms.mean_3", "atoms.deviation_3"),  # which they keep with their data
     system="RNA-3E-FFI",
 )
-
-
-def rna_form(network: PocketNetwork) -> OriginalForm:
-    """Return the form of RNA-3E-FFI for a network."""
-    return replace(FORM, as_published=network.sizes.as_published, constants=partial(_constants, network))
 
 
 def _constants(network: nn.Module) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ import sys
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import gemmi
 import numpy as np
@@ -82,56 +82,50 @@ MODIFIED = ("PSU", "I", "M2G", "M7G", "OMC", "OMG", "5MU", "5MC", "1MA", "2MG", 
 RNA = frozenset({*(name for name, base in NUCLEOTIDES.items() if not base.startswith("D")), *"ACGU", *MODIFIED})
 ELEMENTS = 118
 ATOMS, TYPES, RESIDUES = 0, 1, 11  # of POINTERS
+_BOND = (("BOND_EQUIL_VALUE", 1, LENGTH), ("BOND_FORCE_CONSTANT", 1, STIFFNESS))
+# Of each kind its list, the atoms of an entry, and its parameters: name, factor, divisor.
+TERMS: dict[str, tuple[str, int, tuple[tuple[str, float, float], ...]]] = {
+    "bonds": ("BONDS_WITHOUT_HYDROGEN", 2, _BOND),
+    "angles": (
+        "ANGLES_WITHOUT_HYDROGEN", 3, (("ANGLE_EQUIL_VALUE", DEGREES, ANGLE), ("ANGLE_FORCE_CONSTANT", 1, BEND))
+    ),
+    "dihedrals": (
+        "DIHEDRALS_WITHOUT_HYDROGEN", 4,
+        (("DIHEDRAL_FORCE_CONSTANT", 1, BARRIER), ("DIHEDRAL_PERIODICITY", 1, FOLD),
+         ("DIHEDRAL_PHASE", DEGREES, PHASE)),  # degrees, as published weights need them
+    ),
+    "hydrogens": ("BONDS_INC_HYDROGEN", 2, _BOND),  # no entries, but no near pairs either
+}  # fmt: skip
 # Numbers of POINTERS that lists are as long as, and times what.
 LENGTHS = {
-    "CHARGE": (ATOMS, 1),
-    "ATOMIC_NUMBER": (ATOMS, 1),
-    "MASS": (ATOMS, 1),
-    "ATOM_TYPE_INDEX": (ATOMS, 1),
+    **dict.fromkeys(("CHARGE", "ATOMIC_NUMBER", "MASS", "ATOM_TYPE_INDEX"), (ATOMS, 1)),
     "RESIDUE_POINTER": (RESIDUES, 1),
-    "BOND_FORCE_CONSTANT": (15, 1),
-    "BOND_EQUIL_VALUE": (15, 1),
-    "ANGLE_FORCE_CONSTANT": (16, 1),
-    "ANGLE_EQUIL_VALUE": (16, 1),
-    "DIHEDRAL_FORCE_CONSTANT": (17, 1),
-    "DIHEDRAL_PERIODICITY": (17, 1),
-    "DIHEDRAL_PHASE": (17, 1),
-    "BONDS_WITHOUT_HYDROGEN": (12, 3),
-    "BONDS_INC_HYDROGEN": (2, 3),
-    "ANGLES_WITHOUT_HYDROGEN": (13, 4),
-    "DIHEDRALS_WITHOUT_HYDROGEN": (14, 5),
-}
-TERMS = {  # lists of entries, and the atoms and numbers of each
-    "bonds": ("BONDS_WITHOUT_HYDROGEN", 2),
-    "angles": ("ANGLES_WITHOUT_HYDROGEN", 3),
-    "dihedrals": ("DIHEDRALS_WITHOUT_HYDROGEN", 4),
-    "hydrogens": ("BONDS_INC_HYDROGEN", 2),  # which are no entries, but no near pairs either
+    **{
+        name: (pointer, 1)
+        for pointer, kind in ((15, "bonds"), (16, "angles"), (17, "dihedrals"))
+        for name, _, _ in TERMS[kind][2]
+    },
+    **{
+        TERMS[kind][0]: (pointer, TERMS[kind][1] + 1)
+        for pointer, kind in ((12, "bonds"), (2, "hydrogens"), (13, "angles"), (14, "dihedrals"))
+    },
 }
 KINDS = ("bonds", "angles", "dihedrals")
 
 
-class PocketArrays(NamedTuple):
-    """What the network reads of a pocket: entries by kind, each with its atoms [E, P] and parameters [E, K].
+def _arrays(feature_N3: Any, pos_N3: Any, entries: Mapping[str, tuple[Any, Any]]) -> dict[str, NDArray[Any]]:
+    """Return the arrays of a pocket: features, positions, and of entries by kind atoms [E, P] and parameters [E, K].
 
-    Near pairs, like bonds, are told once, the lower atom first, and run both ways in the network.
+    Near pairs, like bonds, are listed once, the lower atom first, and run both ways in the network.
     """
-
-    feature_N3: NDArray[np.float32]  # charge, atomic number, mass
-    pos_N3: NDArray[np.float32]
-    entries: Mapping[str, tuple[NDArray[np.int32], NDArray[np.float32]]]
-
-    def named(self) -> dict[str, NDArray[Any]]:
-        """Return the arrays as a reader gives them."""
-        kinds = {
-            f"{kind}.{name}": array
-            for kind, both in self.entries.items()
-            for name, array in zip(("atom", "constant"), both, strict=True)
-        }
-        return {"atoms.feature": self.feature_N3, "atoms.pos": self.pos_N3, **kinds}
+    found = {"atoms.feature": feature_N3, "atoms.pos": pos_N3}
+    for kind, (atom_EP, constant_EK) in entries.items():
+        found |= {f"{kind}.atom": atom_EP, f"{kind}.constant": constant_EK}
+    return found
 
 
-def read_pocket(topology: bytes, coordinates: bytes, more_residues: Collection[str] = ()) -> PocketArrays:
-    """Return the RNA of a topology at its coordinates; `more_residues` are names that are RNA, too."""
+def read_pocket(topology: bytes, coordinates: bytes, more_residues: Collection[str] = ()) -> dict[str, NDArray[Any]]:
+    """Return the arrays of the RNA of a topology at its coordinates; `more_residues` are names that are RNA, too."""
     try:
         sections = _sections(topology)
         kept_A = _is_rna(sections, more_residues)
@@ -149,7 +143,7 @@ def read_pocket(topology: bytes, coordinates: bytes, more_residues: Collection[s
     type_N = sections["ATOM_TYPE_INDEX"].astype(np.int64)[kept_A]
     near_E2, distance_E = near_pairs(pos_N3, bonded_B2)
     constants = np.column_stack([_coefficients(sections, type_N[near_E2]), distance_E]).astype(np.float32)
-    return PocketArrays(feature_A3[kept_A].astype(np.float32), pos_N3, {**entries, "near": (near_E2, constants)})
+    return _arrays(feature_A3[kept_A].astype(np.float32), pos_N3, {**entries, "near": (near_E2, constants)})
 
 
 # ---- the topology ----
@@ -196,11 +190,11 @@ def _features(sections: Mapping[str, Any], kept_A: NDArray[np.bool_]) -> Floats:
 
 def _term(sections: Mapping[str, Any], kind: str, number_A: Integers) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """Return the entries of a kind between atoms of RNA, and their scaled parameters."""
-    name, width = TERMS[kind]
+    name, width, parameters = TERMS[kind]
     rows = sections[name].astype(np.int64).reshape(-1, width + 1)
     atom_EP, parameter_E = np.abs(rows[:, :-1]) // 3, rows[:, -1] - 1  # below 0: an improper, or no 1-4 pair
     _check_places(name, atom_EP, len(number_A), "atom")
-    values = _scaled(sections, kind)
+    values = np.stack([sections[parameter] * factor / divisor for parameter, factor, divisor in parameters], axis=1)
     _check_places(name, parameter_E[:, None], len(values), "parameter")
     own_EP = number_A[atom_EP]
     is_kept_E = (own_EP >= 0).all(1)
@@ -212,21 +206,6 @@ def _check_places(name: str, place_EX: Integers, most: int, what: str) -> None:
     if wrong_E.any():
         entry = int(np.argmax(wrong_E))
         raise UnusableEntry(f"%FLAG {name}: entry {entry + 1} names {what} {int(place_EX[entry].max()) + 1} of {most}")
-
-
-def _scaled(sections: Mapping[str, Any], kind: str) -> Floats:
-    """Return the parameters of all terms of a kind [·, K], scaled."""
-    if TERMS[kind][1] == 2:
-        columns = [sections["BOND_EQUIL_VALUE"] / LENGTH, sections["BOND_FORCE_CONSTANT"] / STIFFNESS]
-    elif kind == "angles":
-        columns = [sections["ANGLE_EQUIL_VALUE"] * DEGREES / ANGLE, sections["ANGLE_FORCE_CONSTANT"] / BEND]
-    else:
-        columns = [
-            sections["DIHEDRAL_FORCE_CONSTANT"] / BARRIER,
-            sections["DIHEDRAL_PERIODICITY"] / FOLD,
-            sections["DIHEDRAL_PHASE"] * DEGREES / PHASE,  # degrees, which published weights want so
-        ]
-    return np.stack(columns, axis=1)
 
 
 def _coefficients(sections: Mapping[str, Any], type_E2: Integers) -> Floats:
@@ -258,25 +237,22 @@ def near_pairs(
 
 
 FORMS = {".pdb": "pdb", ".ent": "pdb", ".cif": "mmcif", ".mmcif": "mmcif"}
-CONSTANTS = (2, 2, 3)  # of bonds, angles and dihedrals
 
 
-def read_plain_pocket(data: bytes, form: str, more_residues: Collection[str] = ()) -> PocketArrays:
-    """Return the RNA of a structure file; `more_residues` are names that are RNA, too."""
+def read_plain_pocket(data: bytes, form: str, more_residues: Collection[str] = ()) -> dict[str, NDArray[Any]]:
+    """Return the arrays of the RNA of a structure file; `more_residues` are names that are RNA, too."""
     atoms = _rna_atoms(data, form, more_residues)
     bonds_B2 = all_bonds(atoms)
     heavy_A = ~is_hydrogen(atoms.element_A)
     pos_N3 = atoms.pos_A3.astype(np.float32)
     entries = {}
-    for kind, width, paths_PX in zip(
-        ("bonds", "angles", "dihedrals"), CONSTANTS, bond_paths(bonds_B2, len(pos_N3), len(CONSTANTS)), strict=True
-    ):
+    for kind, paths_PX in zip(KINDS, bond_paths(bonds_B2, len(pos_N3), len(KINDS)), strict=True):
         own_PX = paths_PX[heavy_A[paths_PX].all(1)].astype(np.int32)
-        entries[kind] = own_PX, np.zeros((len(own_PX), width), np.float32)
+        entries[kind] = own_PX, np.zeros((len(own_PX), len(TERMS[kind][2])), np.float32)
     near_E2, distance_E = near_pairs(pos_N3, bonds_B2.astype(np.int32))
     constants = np.zeros((len(near_E2), 3), np.float32)
     constants[:, 2] = distance_E
-    return PocketArrays(_plain_features(atoms), pos_N3, {**entries, "near": (near_E2, constants)})
+    return _arrays(_plain_features(atoms), pos_N3, {**entries, "near": (near_E2, constants)})
 
 
 def _rna_atoms(data: bytes, form: str, more_residues: Collection[str]) -> Atoms:
@@ -400,19 +376,19 @@ class RnaPockets:
             path, id_ = self._folder / name, pocket_id(name)
             split = split_of.get(id_, "")
             try:
-                yield Entry(id_, name, self._pocket(path).named(), split, name)
+                yield Entry(id_, name, self._pocket(path), split, name)
             except UnusableEntry as error:
                 yield entry_rejection(id_, error, split, path, 0)
 
     def read(self, place: str) -> Mapping[str, NDArray[Any]]:
         """Return the arrays of the pocket at a place."""
         try:
-            return self._pocket(self._folder / place).named()
+            return self._pocket(self._folder / place)
         except UnusableEntry as error:
             problem = f"no pocket at {place}: {error}"
             raise DataError(problem, where=str(self.path), remedy=SCAN_AGAIN) from error
 
-    def _pocket(self, path: Path) -> PocketArrays:
+    def _pocket(self, path: Path) -> dict[str, NDArray[Any]]:
         if self.force_field == ABSENT:
             form = FORMS[Path(_plain_name(path.name)).suffix]
             return read_plain_pocket(_content(path), form, self.residues)
@@ -423,12 +399,10 @@ class RnaPockets:
 
     def _splits(self) -> dict[str, str]:
         """Return the split of each pocket."""
-        ids = [pocket_id(name) for name in self._names]
         if self.splits:
             return _told_splits(Path(self.splits), allow_divided=self.divided == "allow")
         groups: dict[str, Callable[[str], str]] = {"complex": complex_of, "ligand": ligand_of, "model": str}
-        group_of = groups[self.split_by]
-        return drawn_splits({id_: group_of(id_) for id_ in ids})
+        return drawn_splits({id_: groups[self.split_by](id_) for id_ in map(pocket_id, self._names)})
 
 
 def pocket_id(name: str) -> str:
@@ -452,11 +426,8 @@ def _told_splits(path: Path, *, allow_divided: bool) -> dict[str, str]:
     except OSError as error:
         raise cannot_read(path, error) from error
     except (ValueError, AttributeError, TypeError) as error:
-        problem, remedy = (
-            f"not a JSON object of id lists: {error}",
-            '{"train": ["1abc_GTP_model0"], "val": [], "test": []}',
-        )
-        raise DataError(problem, where=str(path), remedy=remedy) from error
+        remedy = '{"train": ["1abc_GTP_model0"], "val": [], "test": []}'
+        raise DataError(f"not a JSON object of id lists: {error}", where=str(path), remedy=remedy) from error
     split_of: dict[str, str] = {}
     of_complex: dict[str, str] = {}
     for split, names in lists.items():

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from pipeline.store.store import in_chunks
 from pipeline.tasks.ranking_scores import Ranking, logits
-from pipeline.tasks.task_parts import Vectors, labelled, nearest_vectors, unit_rows
+from pipeline.tasks.task_parts import Vectors, known_figures, labelled, nearest_vectors, unit_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -154,17 +154,16 @@ def _errors(sums: Sequence[float], *, has_pearson: bool) -> dict[str, float]:
 
 def answer_figures(predicted: Values, true: Values, names: Sequence[str], threshold: float) -> dict[str, float]:
     """Return how well yes and no are told apart, in all and of each target where there are several."""
-    of_all, by_name = _Answers(threshold), {name: _Answers(threshold) for name in names}
+    of_all, by_name = _Answers(threshold), {name: _Answers(threshold) for name in names if len(names) > 1}
     for predicted_BK, true_BK, is_known_BK in _blocks(predicted, true, len(names)):
-        of_all.add(predicted_BK[is_known_BK], true_BK[is_known_BK] > 0.5)
-        for answers, told_B, true_B, is_known_B in zip(
-            by_name.values() if len(names) > 1 else (), predicted_BK.T, true_BK.T, is_known_BK.T, strict=False
-        ):
-            answers.add(told_B[is_known_B], true_B[is_known_B] > 0.5)
-    of_targets = {
-        f"{figure}_{name}": value for name, answers in by_name.items() for figure, value in answers.figures().items()
-    }
-    return of_all.figures() | of_targets
+        columns = zip(predicted_BK.T, true_BK.T, is_known_BK.T, strict=True)
+        parts = [(of_all, (predicted_BK, true_BK, is_known_BK)), *zip(by_name.values(), columns, strict=False)]
+        for answers, (own, own_true, is_known) in parts:
+            answers.add(own[is_known], own_true[is_known] > 0.5)
+    figures = of_all.figures()
+    for name, answers in by_name.items():
+        figures |= {f"{figure}_{name}": value for figure, value in answers.figures().items()}
+    return figures
 
 
 class _Answers:
@@ -190,7 +189,7 @@ class _Answers:
             "recall": _share(right, right + missed),
             "jaccard": _share(right, right + missed + wrong),
         }
-        return {name: value for name, value in figures.items() if not math.isnan(value)}
+        return known_figures(figures)
 
 
 def _share(part: float, whole: float) -> float:

@@ -38,7 +38,7 @@ def files(seed: int, pairs: int = 1) -> tuple[bytes, bytes]:
 
 @cache
 def pocket(seed: int, pairs: int = 1) -> Mapping[str, NDArray[np.float32]]:
-    return read_pocket(*files(seed, pairs)).named()
+    return read_pocket(*files(seed, pairs))
 
 
 def three():

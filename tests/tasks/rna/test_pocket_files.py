@@ -7,7 +7,6 @@ import re
 import shutil
 
 import numpy as np
-import parmed
 import pytest
 
 from pipeline.errors import ConfigError, DataError
@@ -43,15 +42,16 @@ def write(folder, name, topology, coordinates):
 def test_the_graph_of_a_topology_is_the_originals(name):
     theirs = {key: one.numpy() for key, one in part("rna3effi/inputs", f"graph.{name}.").items()}
     arrays = read_pocket((FILES / f"{name}_rna.prmtop").read_bytes(), (FILES / f"{name}_rna.inpcrd").read_bytes())
-    assert np.array_equal(arrays.feature_N3, theirs["x_raw"])
-    assert np.array_equal(arrays.pos_N3, theirs["pos"])
-    for kind, (atom_EP, constant_EK) in arrays.entries.items():
+    assert np.array_equal(arrays["atoms.feature"], theirs["x_raw"])
+    assert np.array_equal(arrays["atoms.pos"], theirs["pos"])
+    for kind in THEIR_KINDS:
+        atom_EP, constant_EK = arrays[f"{kind}.atom"], arrays[f"{kind}.constant"]
         if kind in ("bonds", "near"):  # theirs run both ways
             atom_EP = np.stack([atom_EP, atom_EP[:, ::-1]], 1).reshape(-1, 2)
             constant_EK = np.repeat(constant_EK, 2, 0)
         assert np.array_equal(atom_EP.T, theirs[f"{THEIR_KINDS[kind]}_index"])
         assert np.allclose(constant_EK, theirs[f"{THEIR_KINDS[kind]}_attr"], rtol=1e-6, atol=1e-6)
-    assert arrays.feature_N3[:, 1].tolist() == [atom[5] for atom in document("rna3effi/atoms")["atoms"][name]]
+    assert arrays["atoms.feature"][:, 1].tolist() == [atom[5] for atom in document("rna3effi/atoms")["atoms"][name]]
 
 
 def test_statistics_of_features_are_the_originals(tmp_path, capsys):
@@ -115,30 +115,22 @@ def test_what_is_no_rna_is_not_in_the_pocket_nor_any_term_of_it():
     labels = re.search(r"%FLAG RESIDUE_LABEL\n%FORMAT\(20a4\)\n(.*)\n", text)[1]
     with_ligand = text.replace(labels, labels[:-4] + "LIG ")
     part = read_pocket(with_ligand.encode(), coordinates)
-    atoms = len(part.pos_N3)
-    assert 0 < atoms < len(whole.pos_N3)
-    assert np.array_equal(part.pos_N3, whole.pos_N3[:atoms])
-    for kind, (atom_EP, constant_EK) in part.entries.items():
-        own = (whole.entries[kind][0] < atoms).all(1)
-        assert np.array_equal(atom_EP, whole.entries[kind][0][own])
-        assert np.array_equal(constant_EK, whole.entries[kind][1][own])
+    atoms = len(part["atoms.pos"])
+    assert 0 < atoms < len(whole["atoms.pos"])
+    assert np.array_equal(part["atoms.pos"], whole["atoms.pos"][:atoms])
+    for kind in THEIR_KINDS:
+        own = (whole[f"{kind}.atom"] < atoms).all(1)
+        assert np.array_equal(part[f"{kind}.atom"], whole[f"{kind}.atom"][own])
+        assert np.array_equal(part[f"{kind}.constant"], whole[f"{kind}.constant"][own])
         assert not own.all()
-    assert len(read_pocket(with_ligand.encode(), coordinates, ("LIG",)).pos_N3) == len(whole.pos_N3)
-
-
-def test_made_pockets_are_topologies_that_parmed_reads(tmp_path):
-    write(tmp_path, "1aaa_ARG_model0", *files(0))
-    topology = tmp_path / "1aaa_ARG_model0_rna.prmtop"
-    read = parmed.amber.AmberParm(str(topology), xyz=str(topology.with_suffix(".inpcrd")))
-    ours = read_pocket(*files(0)).named()
-    assert (len(read.coordinates), len(read.bonds)) == (len(ours["atoms.pos"]), len(ours["bonds.atom"]))
+    assert len(read_pocket(with_ligand.encode(), coordinates, ("LIG",))["atoms.pos"]) == len(whole["atoms.pos"])
 
 
 def test_near_pairs_are_those_within_four_angstroms_that_no_bond_joins():
     arrays = read_pocket(*files(1, 2))
-    pos, (near_E2, constants) = arrays.pos_N3.astype(np.float64), arrays.entries["near"]
+    pos, near_E2, constants = arrays["atoms.pos"].astype(np.float64), arrays["near.atom"], arrays["near.constant"]
     apart = np.linalg.norm(pos[:, None] - pos[None], axis=-1)
-    bonded = {tuple(sorted(pair)) for pair in arrays.entries["bonds"][0].tolist()}
+    bonded = {tuple(sorted(pair)) for pair in arrays["bonds.atom"].tolist()}
     wanted = [
         pair for pair in zip(*np.nonzero(np.triu(apart <= 4, 1)), strict=True) if tuple(map(int, pair)) not in bonded
     ]
@@ -299,6 +291,6 @@ def test_a_lennard_jones_pair_of_hydrogen_bonds_has_no_coefficients():
     topology, coordinates = files(0)
     changed = flag(topology.decode(), "NONBONDED_PARM_INDEX", lambda cells: cells.replace("       1", "      -1", 1))
     arrays = read_pocket(changed.encode(), coordinates)
-    carbon_E = (arrays.feature_N3[:, 1][arrays.entries["near"][0]] == 6).all(1)
+    carbon_E = (arrays["atoms.feature"][:, 1][arrays["near.atom"]] == 6).all(1)
     assert carbon_E.any()
-    assert not arrays.entries["near"][1][carbon_E, :2].any()
+    assert not arrays["near.constant"][carbon_E, :2].any()

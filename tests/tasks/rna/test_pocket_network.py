@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.errors import ConfigError
-from pipeline.tasks.rna.pocket_network import NAMES, SYSTEM, PocketNetwork, PocketSizes, rna_form
+from pipeline.tasks.rna.pocket_network import NAMES, SYSTEM, PocketNetwork, PocketSizes
 from pipeline.tasks.rna_ligand import RnaLigand, RnaLigandContrast
 from pipeline.training.checkpoints.trained_weights import renamed
 from tests.reference import document, recorded
@@ -48,7 +48,7 @@ def test_a_turned_pocket_is_as_wrong_as_in_the_original(variant):
 def test_weights_come_in_and_go_out_again_to_the_bit(variant):
     model = PocketNetwork(PocketSizes(**pocket_sizes(variant)))
     theirs = pocket_state(variant)
-    form = rna_form(model)
+    form = model.published_forms()[SYSTEM]
     assert form.knows(theirs)
     taken = form.read({name: one for name, one in theirs.items() if not any(fnmatch(name, left) for left in form.left)})
     assert set(model.state_dict()) - set(taken) == set(form.fresh)
@@ -69,7 +69,7 @@ def test_at_its_published_size_it_has_the_originals_tensors():
     small = ("hidden_irreps", "output_dim", "layers", "feature_width")
     model = PocketNetwork(PocketSizes(**{name: value for name, value in sizes.items() if name not in small}))
     assert sum(one.numel() for one in model.parameters()) == document("rna3effi/hparams")["parameters_full"]
-    shapes = {name: list(one.shape) for name, one in rna_form(model).write(model.state_dict()).items()}
+    shapes = {name: list(one.shape) for name, one in model.published_forms()[SYSTEM].write(model.state_dict()).items()}
     assert shapes == document("rna3effi/hparams")["shapes_full"]
 
 
