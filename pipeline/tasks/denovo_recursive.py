@@ -152,7 +152,7 @@ class DenovoRecursive(SpectrumNoise, NetworkSizes):
         one_of(self, CHOICES)
         for name in ("smoothing", "peak_dropout", "clean_share", "mass_weight"):
             require(getattr(self, name) <= 1, self, name, "from 0 to 1")
-        divided(self.width, self.heads, "width", self.heads * -(-NARROWEST // self.heads))
+        divided(self.width, self.heads)
         if unknown := [name for name in self.modifications if name not in MODIFIED]:
             problem = f"{unknown[0]!r} is not a known modification; known: {', '.join(MODIFIED)}"
             refuse("modifications", problem, "choose from these")

@@ -15,8 +15,9 @@ from __future__ import annotations
 import argparse
 import sys
 from functools import cache
+from itertools import chain, product
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from scipy.spatial import cKDTree
@@ -57,45 +58,43 @@ PAIRED = dict(zip("ACGU", "UGCA", strict=True))
 STRANDS = 2
 SHAKEN = 0.05  # Å by which atoms of a model lie off the helix
 LONGEST_BOND = 1.75  # Å
-ELEMENTS = ("C", "N", "O", "P")
-NUMBER = {"C": 6, "N": 7, "O": 8, "P": 15}
-MASS = {"C": 12.011, "N": 14.007, "O": 15.999, "P": 30.974}
-CHARGE = {"C": 0.15, "N": -0.5, "O": -0.6, "P": 1.2}  # about, in e
+ELEMENTS = {
+    "C": (6, 12.011, 0.15),
+    "N": (7, 14.007, -0.5),
+    "O": (8, 15.999, -0.6),
+    "P": (15, 30.974, 1.2),
+}  # charge: about
 SHIFT = {"A": 0.4, "U": 0.2, "G": -0.2, "C": -0.4}  # of every atom of a base's nucleotide, so that it tells itself
 STIFF, BEND, BARRIER = 400.0, 70.0, 1.5  # kcal/mol: of a bond, of an angle, of a dihedral
 DEPTH, RADIUS = 0.1, 3.4  # of the Lennard-Jones wells
 LIKED = ("AA", "GC", "AG", "AU", "GG", "AC")  # steps of a strand, which tell themselves by bases and by stacking
+OPTIONS = {
+    "complexes": (60, "Number of complexes"),
+    "ligands": (6, "Number of distinct ligands"),
+    "width": (32, "Numbers of a ligand's embedding"),
+    "pairs": (4, "Base pairs of a pocket"),
+    "models": (1, "Models of a complex"),
+    "seed": (0, "Random seed"),
+}
 PREFERENCE = 0.85  # how often a base pair of a complex is what its ligand likes
 
 
 class MadePocket(NamedTuple):
-    """A made pocket: a residue of each atom, and where it is."""
+    """A synthetic pocket: its atoms with their residues and places."""
 
     names: list[str]
     residue_A: Integers
     residues: list[str]
     pos_A3: Floats
 
-    @property
-    def kind_A(self) -> Integers:
-        """Return the element of each atom, as a place in ELEMENTS."""
-        return np.array([ELEMENTS.index(name[0]) for name in self.names])
-
 
 def made_pocket(rng: np.random.Generator, bases: str) -> MadePocket:
     """Return a helix of two strands, the first of these bases, its atoms shaken, turned at random."""
-    names: list[str] = []
-    residues: list[str] = []
-    residue_A: list[int] = []
-    places: list[Floats] = []
-    for base, own_names, pos_A3 in (part for strand in _strands(bases) for part in strand):
-        names += own_names
-        residue_A += [len(residues)] * len(own_names)
-        residues.append(base)
-        places.append(pos_A3)
-    pos_A3 = np.concatenate(places) + rng.normal(0, SHAKEN, (len(names), 3))
+    residues, names, places = zip(*(part for strand in _strands(bases) for part in strand), strict=True)
+    residue_A = np.repeat(np.arange(len(residues)), [len(own) for own in names])
+    pos_A3 = np.concatenate(places) + rng.normal(0, SHAKEN, (len(residue_A), 3))
     turn_33 = Rotation.random(random_state=rng.integers(1 << 31)).as_matrix()
-    return MadePocket(names, np.array(residue_A), residues, (pos_A3 - pos_A3.mean(0)) @ turn_33.T)
+    return MadePocket([*chain(*names)], residue_A, [*residues], (pos_A3 - pos_A3.mean(0)) @ turn_33.T)
 
 
 def _strands(first: str) -> tuple[list[tuple[str, list[str], Floats]], ...]:
@@ -125,87 +124,62 @@ def _atoms(base: str, step: int) -> tuple[list[str], Floats]:
 
 def topology(pocket: MadePocket) -> bytes:
     """Return a pocket as a topology with a force field: constants of each kind of bond, angle, dihedral and pair."""
-    kind_A, atoms = pocket.kind_A, len(pocket.names)
+    letters, atoms, types = [name[0] for name in pocket.names], len(pocket.names), len(ELEMENTS)
+    number_A, mass_A, charge_A = np.array([ELEMENTS[letter] for letter in letters]).T
+    kind_A = np.array([[*ELEMENTS].index(letter) for letter in letters])
+    shift_A = np.array([SHIFT[base] for base in pocket.residues])[pocket.residue_A]  # so that a base tells itself
     bonds_B2 = np.sort(cKDTree(pocket.pos_A3).query_pairs(LONGEST_BOND, output_type="ndarray"), axis=1)
     bonds_B2 = bonds_B2[np.lexsort(bonds_B2.T[::-1])]
-    paths = dict(zip(("bond", "angle", "dihedral"), bond_paths(bonds_B2, atoms, 3), strict=True))
-    entries, types = {}, {}
-    for kind, paths_PX in paths.items():
+    entries, counts, sums = [], [], []
+    for paths_PX in bond_paths(bonds_B2, atoms, 3):
         of_ends = np.sort(kind_A[paths_PX[:, [0, -1]]], axis=1)
-        types[kind], number_P = np.unique(of_ends, axis=0, return_inverse=True)
+        ends, number_P = np.unique(of_ends, axis=0, return_inverse=True)
         # behind the first atom, because 0 has no sign: a dihedral's third and fourth atoms would say something by it
         ahead_PX = np.where((paths_PX[:, -1:] == 0) | (paths_PX[:, -2:-1] == 0), paths_PX[:, ::-1], paths_PX)
-        entries[kind] = np.column_stack([3 * ahead_PX, number_P.reshape(-1) + 1]).ravel()
-    lengths, angles = (1.3 + 0.05 * types["bond"].sum(1), np.radians(105 + 3.0 * types["angle"].sum(1)))
+        entries.append(np.column_stack([3 * ahead_PX, number_P.reshape(-1) + 1]).ravel())
+        counts.append(len(paths_PX))
+        sums.append(ends.sum(1))
     first_R = np.flatnonzero(np.diff(pocket.residue_A, prepend=-1)) + 1
-    pairs = len(ELEMENTS) * (len(ELEMENTS) + 1) // 2
-    index = [max(row, column) * (max(row, column) + 1) // 2 + min(row, column) + 1
-             for row in range(len(ELEMENTS)) for column in range(len(ELEMENTS))]  # fmt: skip
-    radii = RADIUS + 0.05 * np.arange(pairs)
-    counts = {kind: len(paths_PX) for kind, paths_PX in paths.items()}
-    kinds = {kind: len(types[kind]) for kind in types}
+    pairs = [(max(pair), min(pair)) for pair in product(range(types), repeat=2)]
+    radii = RADIUS + 0.05 * np.arange(types * (types + 1) // 2)
     pointers = np.zeros(31, np.int64)
-    pointers[[0, 1, 10, 11, 18]] = atoms, len(ELEMENTS), atoms, len(first_R), atoms
-    pointers[[3, 12]], pointers[[5, 13]], pointers[[7, 14]] = counts["bond"], counts["angle"], counts["dihedral"]
-    pointers[15:18] = kinds["bond"], kinds["angle"], kinds["dihedral"]
-    sections: dict[str, tuple[str, Iterable[str]]] = {
-        "TITLE": _words(["made"]),
-        "POINTERS": _whole(pointers),
-        "ATOM_NAME": _words(pocket.names),
-        "CHARGE": _real(_charges(pocket)),
-        "ATOMIC_NUMBER": _whole([NUMBER[name[0]] for name in pocket.names]),
-        "MASS": _real([MASS[name[0]] for name in pocket.names]),
-        "ATOM_TYPE_INDEX": _whole(kind_A + 1),
-        "NONBONDED_PARM_INDEX": _whole(index),
-        "RESIDUE_LABEL": _words(pocket.residues),
-        "RESIDUE_POINTER": _whole(first_R),
-        "BOND_FORCE_CONSTANT": _real(np.full(kinds["bond"], STIFF)),
-        "BOND_EQUIL_VALUE": _real(lengths),
-        "ANGLE_FORCE_CONSTANT": _real(np.full(kinds["angle"], BEND)),
-        "ANGLE_EQUIL_VALUE": _real(angles),
-        "DIHEDRAL_FORCE_CONSTANT": _real(np.full(kinds["dihedral"], BARRIER)),
-        "DIHEDRAL_PERIODICITY": _real(1 + types["dihedral"].sum(1) % 3),
-        "DIHEDRAL_PHASE": _real(np.pi * (types["dihedral"].sum(1) % 2)),
-        "LENNARD_JONES_ACOEF": _real(DEPTH * radii**12),
-        "LENNARD_JONES_BCOEF": _real(2 * DEPTH * radii**6),
-        "BONDS_INC_HYDROGEN": _whole([]),
-        "BONDS_WITHOUT_HYDROGEN": _whole(entries["bond"]),
-        "ANGLES_WITHOUT_HYDROGEN": _whole(entries["angle"]),
-        "DIHEDRALS_WITHOUT_HYDROGEN": _whole(entries["dihedral"]),
-        "AMBER_ATOM_TYPE": _words(name[0] for name in pocket.names),
-        # what other readers of topologies demand: nothing is excluded, and nothing has a hydrogen
-        **dict.fromkeys(("ANGLES_INC_HYDROGEN", "DIHEDRALS_INC_HYDROGEN", "HBOND_ACOEF", "HBOND_BCOEF"), _whole([])),
-        "NUMBER_EXCLUDED_ATOMS": _whole(np.ones(atoms)),
-        **dict.fromkeys(("EXCLUDED_ATOMS_LIST", "JOIN_ARRAY", "IROTAT"), _whole(np.zeros(atoms))),
-        "TREE_CHAIN_CLASSIFICATION": _words(["M"] * atoms),
-        **dict.fromkeys(("SOLTY", "RADII", "SCREEN"), _real(np.ones(atoms))),
+    pointers[[0, 1, 10, 11, 18]] = atoms, types, atoms, len(first_R), atoms
+    pointers[[3, 12]], pointers[[5, 13]], pointers[[7, 14]] = counts
+    pointers[15:18] = list(map(len, sums))
+    sections = {
+        "POINTERS": _cells("10I8", pointers),
+        "ATOM_NAME": _cells("20a4", pocket.names),
+        "CHARGE": _cells("5E16.8", CHARGE_UNIT * (charge_A + shift_A)),
+        "ATOMIC_NUMBER": _cells("10I8", number_A),
+        "MASS": _cells("5E16.8", mass_A),
+        "ATOM_TYPE_INDEX": _cells("10I8", kind_A + 1),
+        "NONBONDED_PARM_INDEX": _cells("10I8", [most * (most + 1) // 2 + least + 1 for most, least in pairs]),
+        "RESIDUE_LABEL": _cells("20a4", pocket.residues),
+        "RESIDUE_POINTER": _cells("10I8", first_R),
+        "BOND_FORCE_CONSTANT": _cells("5E16.8", np.full(len(sums[0]), STIFF)),
+        "BOND_EQUIL_VALUE": _cells("5E16.8", 1.3 + 0.05 * sums[0]),
+        "ANGLE_FORCE_CONSTANT": _cells("5E16.8", np.full(len(sums[1]), BEND)),
+        "ANGLE_EQUIL_VALUE": _cells("5E16.8", np.radians(105 + 3.0 * sums[1])),
+        "DIHEDRAL_FORCE_CONSTANT": _cells("5E16.8", np.full(len(sums[2]), BARRIER)),
+        "DIHEDRAL_PERIODICITY": _cells("5E16.8", 1 + sums[2] % 3),
+        "DIHEDRAL_PHASE": _cells("5E16.8", np.pi * (sums[2] % 2)),
+        "LENNARD_JONES_ACOEF": _cells("5E16.8", DEPTH * radii**12),
+        "LENNARD_JONES_BCOEF": _cells("5E16.8", 2 * DEPTH * radii**6),
+        "BONDS_INC_HYDROGEN": _cells("10I8", []),
+        "BONDS_WITHOUT_HYDROGEN": _cells("10I8", entries[0]),
+        "ANGLES_WITHOUT_HYDROGEN": _cells("10I8", entries[1]),
+        "DIHEDRALS_WITHOUT_HYDROGEN": _cells("10I8", entries[2]),
     }
-    texts = [f"%FLAG {name}\n%FORMAT({form})\n{_lines(form, cells)}" for name, (form, cells) in sections.items()]
+    texts = [f"%FLAG {name}\n{text}" for name, text in sections.items()]
     return "".join(["%VERSION  VERSION_STAMP = V0001.000  DATE = 01/01/00  00:00:00\n", *texts]).encode()
 
 
-def _charges(pocket: MadePocket) -> list[float]:
-    """Return the charge of each atom, in a topology's unit."""
-    bases = (pocket.residues[residue] for residue in pocket.residue_A)
-    return [CHARGE_UNIT * (CHARGE[name[0]] + SHIFT[base]) for name, base in zip(pocket.names, bases, strict=True)]
-
-
-def _whole(values: Iterable[int]) -> tuple[str, list[str]]:
-    return "10I8", [f"{int(value):8d}" for value in values]
-
-
-def _real(values: Iterable[float]) -> tuple[str, list[str]]:
-    return "5E16.8", [f"{float(value):16.8E}" for value in values]
-
-
-def _words(words: Iterable[str]) -> tuple[str, list[str]]:
-    return "20a4", [f"{word:<4}" for word in words]
-
-
-def _lines(form: str, cells: Iterable[str]) -> str:
-    """Return cells as lines of so many as the format says; an empty line where there are none."""
-    cells, most = list(cells), int("".join(letter for letter in form.split(".")[0][:2] if letter.isdigit()))
-    return "".join(f"{''.join(cells[at : at + most])}\n" for at in range(0, max(len(cells), 1), most))
+def _cells(form: str, values: Iterable[Any]) -> str:
+    """Return the values of a section, as many on a line as its format says; an empty line where there are none."""
+    most, cell = {"10I8": (10, "{:8.0f}"), "5E16.8": (5, "{:16.8E}"), "20a4": (20, "{:<4}")}[form]
+    cells = [cell.format(value) for value in values]
+    lines = ["".join(cells[at : at + most]) for at in range(0, max(len(cells), 1), most)]
+    return "\n".join([f"%FORMAT({form})", *lines, ""])
 
 
 def coordinates(pocket: MadePocket) -> bytes:
@@ -256,16 +230,6 @@ def _bases(rng: np.random.Generator, liked: str, pairs: int) -> str:
     return "".join(np.where(rng.random(pairs) < PREFERENCE, liked_B, any_B))
 
 
-OPTIONS = {
-    "complexes": (60, "how many"),
-    "ligands": (6, "number of distinct ligands"),
-    "width": (32, "numbers of a ligand's embedding"),
-    "pairs": (4, "base pairs of a pocket"),
-    "models": (1, "models of a complex"),
-    "seed": (0, "random seed"),
-}
-
-
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(
@@ -273,15 +237,14 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("folder", type=Path)
     for name, (usual, what) in OPTIONS.items():
-        parser.add_argument(f"--{name}", type=int, default=usual, help=f"{what} ({usual})")
-    told = vars(parser.parse_args(words))
-    folder, complexes = told.pop("folder"), told.pop("complexes")
+        parser.add_argument(f"--{name}", type=int, default=usual, help=f"{what}. Default: {usual}.")
+    given = vars(parser.parse_args(words))
     try:
-        write_pockets(folder, complexes, **told)
+        write_pockets(**given)
     except PipelineError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
-    sys.stdout.write(f"{folder}: {complexes:,} complexes\n")
+    sys.stdout.write(f"{given['folder']}: {given['complexes']:,} complexes\n")
     return 0
 
 

@@ -109,13 +109,8 @@ class PocketSizes:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Return the kinds of entries that are used."""
-        used = {
-            "bonds": True,
-            "angles": self.use_multi_hop,
-            "dihedrals": self.use_multi_hop,
-            "near": self.use_nonbonded,
-        }
-        return tuple(kind for kind in KINDS if used[kind])
+        used = True, self.use_multi_hop, self.use_multi_hop, self.use_nonbonded
+        return tuple(kind for kind, is_used in zip(KINDS, used, strict=True) if is_used)
 
     @property
     def shares(self) -> dict[str, float]:
