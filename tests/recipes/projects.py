@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import yaml
 
 from pipeline.config.load import read_config
 from pipeline.config.schema import Config
-from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
-from pipeline.setup import checkup
 from pipeline.setup.demo_project import DEMOS
 from tests.conftest import ROOT
-from tests.memory.tracing.traced import tracer
 from tests.testkit.command import Command
 from tests.testkit.project import settle, to_do
 
@@ -121,16 +116,3 @@ def left_to_do() -> Mapping[str, int]:
 def config_of(recipe: Recipe, *settings: str) -> Config:
     """Return the configuration of a recipe as it stands, with settings of a command line."""
     return read_config(RECIPES / f"{recipe.name}.yaml", settings).config
-
-
-def settings_of(recipe: Recipe, *settings: str) -> dict[str, str]:
-    """Return what `pipeline doctor` says of settings that do harm: each thing found, and what to do."""
-    loaded = read_config(RECIPES / f"{recipe.name}.yaml", settings)
-    with patch.dict(os.environ, OMP_NUM_THREADS="1"):  # else that is warned of, too
-        return {one.found: one.remedy for one in checkup.settings_findings(loaded) if one.what == "settings"}
-
-
-def peak(task: Any, sizes: Mapping[str, int], choice: MemoryChoice = MemoryChoice(), **settings: Any) -> int:  # noqa: B008
-    """Return what a step of one micro-batch takes, as it is planned."""
-    traced = tracer(task, least=sizes, **settings)
-    return live_peak_bytes(traced.standing(choice), traced.micro(choice, sizes), accumulate=False)

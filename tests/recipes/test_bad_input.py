@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.recipes.conftest import Scanned
 from tests.recipes.projects import RNA, SPECTRA, ran, write
@@ -66,16 +65,6 @@ def test_a_data_set_of_which_nothing_can_be_used_is_told_so(pipeline: Command, t
     assert "train.task" not in checked.err  # which is not to blame
 
 
-def test_a_pocket_whose_topology_is_damaged_is_rejected_by_name(pipeline: Command, tmp_path: Path) -> None:
-    folder = write(RNA, tmp_path)
-    path = folder / "data" / "pockets" / "m003_L00_model0_rna.prmtop"
-    path.write_text(path.read_text().replace("%FLAG CHARGE", "%FLAG OTHER"))
-    settle(folder / "data")
-    done = ran(pipeline, RNA.sets("data.max_rejected_fraction=0.5"), stage="scan")
-    assert done.code == 0, done.err
-    assert rejected_in(folder) == {"m003_L00_model0": "the topology has no %FLAG CHARGE"}
-
-
 @pytest.mark.parametrize("command", ["check", "submit"])
 def test_irreps_that_do_not_parse_are_refused_by_their_key(pipeline: Command, scanned: Scanned, command: str) -> None:
     scanned(RNA)
@@ -84,18 +73,4 @@ def test_irreps_that_do_not_parse_are_refused_by_their_key(pipeline: Command, sc
     assert refused.code == 2
     assert "train.options.hidden_irreps" in refused.err
     assert "banana" in refused.err
-    assert "Traceback" not in refused.err
-
-
-def test_a_checkpoint_of_other_sizes_is_refused_with_names_and_both_sizes(
-    pipeline: Command, scanned: Scanned, tmp_path: Path
-) -> None:
-    scanned(SPECTRA)
-    weights = {"head.steps.0.weight": torch.zeros(3, 1024), "head.steps.0.bias": torch.zeros(3)}
-    torch.save(weights, tmp_path / "other.pt")
-    words = SPECTRA.sets(f"train.pretrained={tmp_path / 'other.pt'}", "train.pretrained_partial=false")
-    refused = pipeline("config", "check", *words)
-    assert refused.code == 2
-    for said in ("head.steps.0.weight", "[3, 1024]", "[1, 64]"):
-        assert said in refused.err
     assert "Traceback" not in refused.err

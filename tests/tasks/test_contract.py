@@ -161,7 +161,7 @@ SENSELESS = {  # of each task, options of which the first makes no sense
         {"dropout": 1.0}, {"heads": 8, "d_fourier": 979},
     ],
     DenovoRecursive: [
-        {"width": 0}, {"width": 50, "heads": 4}, {"width": 32, "heads": 4}, {"latent_steps": 0}, {"max_peaks": 0},
+        {"width": 0}, {"heads": 4, "width": 50}, {"width": 32, "heads": 4}, {"latent_steps": 0}, {"max_peaks": 0},
         {"longest": 0}, {"bin_size": 0.0}, {"sigma": NAN}, {"spectrum_weight": -1.0},
         {"render_reach": INF}, {"spectrum_loss": "x"}, {"answer_weights": "x"},
         {"precursor_loss": ""}, {"modifications": ["K[Acetyl]"]}, {"carbamidomethyl": True, "as_published": True},

@@ -65,17 +65,6 @@ def test_the_order_of_tokens_is_seen():
     assert torch.equal(found["right"][0], found["right"][1])
 
 
-@pytest.mark.parametrize("kind", ["tokens", "vectors"])
-def test_both_sides_may_be_of_one_kind(kind):
-    task = replace(SMALL, left=kind, right=kind, left_dim=6)
-    field = {"tokens": "token", "vectors": "vector"}[kind]
-    name = {"token": "left.token", "vector": "right.vector"}[field]
-    items = [{f"left.{field}": pair(seed)[name], f"right.{field}": pair(seed + 1)[name]} for seed in range(3)]
-    (total, weight) = task.loss(model_of(task), double(collated(*items, task=task)))["pairs"]
-    assert torch.isfinite(total)
-    assert weight == 3
-
-
 # ---- the loss ----
 
 
@@ -152,11 +141,6 @@ def test_all_is_trained_and_the_temperature_alone_does_not_decay():
     assert decays == {id(one): 0.5 for one in step.model.parameters()} | {id(step.model.log_scale): 0.0}
 
 
-def test_a_frozen_temperature_is_not_given_to_the_optimizer():
-    step = make_step(SMALL, StepSettings(frozen=("log_scale",)))
-    assert [len(group["params"]) for group in step.optimizer.param_groups] == [len(step.trained)]
-
-
 # ---- bad input ----
 
 
@@ -179,3 +163,8 @@ def test_items_that_do_not_fit_the_options_are_refused_with_what_to_set(options,
     with pytest.raises(ConfigError, match=said) as caught:
         collated(pair(0), task=replace(SMALL, **options))
     assert caught.value.remedy == remedy
+
+
+def test_a_frozen_temperature_is_not_given_to_the_optimizer():
+    step = make_step(SMALL, StepSettings(frozen=("log_scale",)))
+    assert [len(group["params"]) for group in step.optimizer.param_groups] == [len(step.trained)]

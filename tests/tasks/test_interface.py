@@ -14,12 +14,9 @@ from pipeline.graphs.item_graph import GraphRecipe, ItemGraph
 from pipeline.graphs.make_graphs import build_graph
 from pipeline.records import Role
 from pipeline.structures.synthetic import complex_pdb
-from tests.graphs.conftest import read_pairs
 from tests.tasks.cases import INTERFACE as SMALL
 from tests.tasks.cases import RNG, model_of, outputs_of, stepped, unlabelled
-from tests.tasks.items import DIM, batch_of, double, graph_of, made, real
-
-OVERFIT = 8
+from tests.tasks.items import DIM, batch_of, double, graph_of, made
 
 
 def collated(*graphs, task=SMALL, dim=DIM, ids=()):
@@ -41,13 +38,6 @@ def moved(graph, turns, shifts):
         nodes = {"pos": part.nodes["pos"] @ turn_33.T + shift_3, "side": part.nodes["side"] @ turn_33.T}
         parts.append(replace(part, nodes=part.nodes | nodes))
     return replace(graph, parts=tuple(parts))
-
-
-def smallest_real(folder, count):
-    graphs = {path.stem: real(path) for path in sorted((folder / "complexes").glob("*.pdb"))}
-    graphs |= {name: build_graph(read, GraphRecipe()) for name, read in read_pairs(folder / "pairs", "bound").items()}
-    names = sorted(graphs, key=lambda name: graphs[name].sizes()["nodes"])[:count]
-    return [graphs[name] for name in names], names
 
 
 # ---- what it is ----
@@ -206,14 +196,3 @@ def test_atom_graphs_are_refused():
 
 
 # ---- it works and it learns ----
-
-
-@pytest.mark.nightly
-def test_it_runs_on_every_real_complex(structures):
-    model = model_of(SMALL, dtype=torch.float32)
-    graphs, names = smallest_real(structures, OVERFIT)
-    for graph, name in zip(graphs, names, strict=True):
-        found = outputs_of(SMALL, model, collated(graph, ids=[name]))
-        assert all(np.isfinite(values[0]).all() for values in found.values())
-        assert (found["contacts_label"][0] == 1).sum() == len(graph.labels["contact_pairs"])
-        assert len(SMALL.metrics(found)) == 5

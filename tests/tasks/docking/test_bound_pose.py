@@ -100,15 +100,3 @@ def test_unbound_pairs_of_the_benchmark_are_near_their_bound_complexes(structure
         assert 0.4 < apart(superposed(found_3[None], true_3)[0], true_3) < 4.2, name
         for pos_N3, true_N3 in zip(found, true, strict=True):
             assert apart(pos_N3, true_N3) == pytest.approx(apart(superposed(pos_N3[None], true_N3)[0], true_N3))
-
-
-def test_how_the_files_of_unbound_partners_stand_makes_no_difference(structures):
-    graph = build_graph(read_pairs(structures / "pairs", "unbound")["1Z0K"], GraphRecipe())
-    rng = np.random.default_rng(1)
-    elsewhere = graph
-    for place in SIDES:
-        nodes = graph.parts[place].nodes
-        elsewhere = moved(elsewhere, place, rng.normal(size=3), 50 * rng.normal(size=3), nodes["labelled"])
-        elsewhere = changed(elsewhere, place, bound=nodes["bound"])
-    for found, expected in zip(bound_frame(*sides_of(elsewhere)), bound_frame(*sides_of(graph)), strict=True):
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from dataclasses import replace
 
@@ -24,7 +23,6 @@ from pipeline.tasks.docking.pose_quality import (
     shared_backbones,
 )
 from pipeline.tasks.docking.published_poses import LETTERS, DockedComplex, posed_file, write_docked
-from pipeline.tasks.task_parts import task_table
 from tests.tasks.docking.docked import MAX_BYTES, as_moves, moves_from, nearest_move, pair_item, read, some_moves
 
 KEPT = ("name_A", "resname_A", "number_A", "icode_A", "altloc_A", "occupancy_A", "element_A", "hetero_A")
@@ -323,29 +321,3 @@ def test_an_unbound_ligand_where_the_bound_one_is_is_near_the_truth(structures, 
     move = as_moves((frame_33 @ truth_33)[None], (frame_33 @ truth_3 + frame_3)[None])
     row = write_docked(tmp_path, found, [PoseRow(found.item.id)], move)[0]
     assert (row.rank, row.dockq > 0.6) == (1, True)
-
-
-def test_a_table_appears_when_all_rows_are_in_it_and_not_before(tmp_path):
-    path = tmp_path / "poses.csv"
-    with task_table(path, PoseRow._fields) as add:
-        add(PoseRow("a", rank=1, sample=3, confidence=0.25, dockq=0.5, capri="medium", clashes=4, file="a/rank-01.pdb"))
-        assert not path.exists()
-        add(PoseRow("b", sample=1, problem="not finite"))
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["complex"] for row in rows] == ["a", "b"]
-    assert (rows[0]["confidence"], rows[0]["dockq"], rows[0]["clashes"], rows[0]["fnat"]) == (
-        "0.2500",
-        "0.5000",
-        "4",
-        "",
-    )
-    assert (rows[1]["rank"], rows[1]["problem"]) == ("", "not finite")
-
-
-def test_a_table_that_fails_leaves_the_old_one(tmp_path):
-    path = tmp_path / "poses.csv"
-    path.write_text("old")
-    with pytest.raises(ZeroDivisionError), task_table(path, PoseRow._fields) as add:
-        add(1 // left for left in (1, 0))
-    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("poses.csv", "old")]

@@ -62,15 +62,6 @@ def test_measures_are_those_of_dockq(structures, source, name):
     assert off == {column: pytest.approx(0, abs=CLOSE[column]) for column in SAID}
 
 
-def test_the_table_of_dockq_has_poses_of_every_class_and_partners_of_several_chains(structures):
-    with TABLE.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    classes = {capri_class(*(float(row[column]) for column in SAID[:3])) for row in rows}
-    assert (len(rows), classes) == (8 * len(CASES), set(CLASSES))
-    several = [name for name in PAIRS if len(read(pair_item(structures, name)).sides[Role.RECEPTOR].chains) > 1]
-    assert {"1HIA", "1KKL", "2VXT"} <= set(several)
-
-
 def test_measures_do_not_depend_on_which_frame_the_ligand_is_docked_from(structures):
     found = read(pair_item(structures, "1Z0K", unbound=True))
     truth, moves = docking_truth(found), some_moves(found, 3)
@@ -98,13 +89,6 @@ def test_clashes_are_pairs_of_heavy_atoms_nearer_than_three_angstroms(structures
     expected = [int((cdist(receptor, pos_N3) < 3.0).sum()) for pos_N3 in moved(ligand, moves)]
     assert max(expected) > 50
     assert near_counts(receptor, ligand, moves, 3.0).tolist() == expected
-
-
-@given(SHARES, LENGTHS, LENGTHS)
-def test_a_better_pose_is_never_of_a_worse_class(fnat, irmsd, lrmsd):
-    rank = CLASSES.index(capri_class(fnat, irmsd, lrmsd))
-    for better in ((min(1, fnat + 0.2), irmsd, lrmsd), (fnat, irmsd / 2, lrmsd), (fnat, irmsd, lrmsd / 2)):
-        assert CLASSES.index(capri_class(*better)) >= rank
 
 
 @pytest.mark.parametrize(

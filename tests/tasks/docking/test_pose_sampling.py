@@ -99,13 +99,6 @@ def test_a_move_keeps_the_shape_and_turns_about_the_centre():
     assert torch.allclose(torch.cdist(moved, moved), torch.cdist(pos, pos), atol=1e-6)
 
 
-def test_a_poses_draws_do_not_depend_on_what_is_sampled_with_it():
-    alone, first, second = (pose_draw(np.random.default_rng(seed), 4) for seed in (5, 4, 5))
-    together = stacked_draws([first, second])
-    assert all(torch.equal(part[1], own) for part, own in zip(together, alone, strict=True))
-    assert torch.allclose(alone.turn_33 @ alone.turn_33.T, torch.eye(3, dtype=torch.float64), atol=1e-12)
-
-
 def test_ligands_start_centred_anywhere_around_the_receptor():
     draw = stacked_draws([pose_draw(np.random.default_rng(seed), 1) for seed in range(200)])
     ligand = partner_of("1Z0K", "ligand", torch.float64).pos_N3

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from pipeline.readers.byte_pairs import BytePairs, TooLong
+from pipeline.readers.captions import Captions
 from pipeline.tasks.contrastive_pair import ContrastivePair
-from pipeline.tasks.pairs.pair_towers import CLIP, CLIP_TRANSFORMERS, FORMS, TextBatch, options_of
+from pipeline.tasks.pairs.pair_towers import CLIP, CLIP_TRANSFORMERS, FORMS, ImageBatch, TextBatch, options_of
 from pipeline.training.checkpoints.trained_weights import load_pretrained, stored_weights
 from tests.reference import checkpoint, document, recorded, transformers_folder
-from tests.tasks.originals import clip_features, clip_logits, clip_task, clip_texts, clip_with, off
+from tests.tasks.originals import CLIP_FILES, MERGES, clip_features, clip_logits, clip_task, clip_texts, clip_with, off
+from tests.tasks.reader_items import batch_of
 
 CLOSE, LOSS = 1e-4, 1e-5
 
@@ -144,3 +149,54 @@ def test_a_fresh_model_begins_with_openais_temperature_and_exact_gelu_is_an_opti
     plain, exact = (clip_with(recorded("clip/state"), exact_gelu=exact) for exact in (False, True))
     with torch.no_grad():
         assert 1e-4 < off(clip_logits(exact), clip_logits(plain)) < 1
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    return BytePairs.read(MERGES, where="data.options.merges")
+
+
+def test_tokens_of_captions_are_openais(pairs):
+    facts = document("clip/tokens")
+    assert (pairs.start, pairs.start + 1) == (facts["start"], facts["end"])
+    assert len(facts["tokens"]) == 8
+    for text, tokens in facts["tokens"].items():
+        assert pairs.encoded(text, facts["context"]) == tokens
+
+
+def test_a_longer_text_is_refused_and_cut_with_the_end_last(pairs):
+    text = "dog " * 76
+    with pytest.raises(TooLong, match="78 tokens"):
+        pairs.encoded(text)
+    cut = pairs.encoded(text, cut=True)
+    assert cut == [pairs.start, *[1929] * 75, pairs.start + 1]
+
+
+def entries():
+    """The four pictures with their captions, in the order of the table."""
+    classes = ["car", "van", "bus", "cat"]
+    reader = Captions(CLIP_FILES / "captions.csv", merges=MERGES.name, label="make", classes=classes, size=32)
+    return list(reader.entries())
+
+
+def batch():
+    found = entries()
+    return batch_of([entry.arrays for entry in found], [entry.id for entry in found])
+
+
+def pixels():
+    return torch.stack([item.values["left.image"] for item in batch().items])
+
+
+def test_images_are_prepared_as_the_original_prepares_them():
+    assert torch.equal(
+        clip_with(recorded("clip/state")).left.shown(ImageBatch(pixels())), recorded("clip/inputs")["image"]
+    )
+
+
+def test_the_task_takes_what_the_reader_gives():
+    wide = replace(clip_task(), vocabulary=49408)
+    (total, weight) = wide.loss(wide.model(), wide.collate(batch().items[:], np.random.default_rng(0)))["pairs"]
+    assert weight == 4
+    assert torch.isfinite(total)
+    assert [int(entry.arrays["class"]) for entry in entries()] == [0, 1, 2, 3]

@@ -20,7 +20,6 @@ from pipeline.tasks.spectra.spectra_library import (
     read_library,
 )
 from pipeline.tasks.spectra.spectra_measures import neighbour_figures
-from pipeline.tasks.spectra_finetune import SpectraFinetune
 from pipeline.tasks.task_parts import nearest_vectors, unit_rows
 from tests.reference import FOLDER, recorded
 
@@ -99,12 +98,6 @@ def test_what_is_found_does_not_depend_on_how_much_is_in_memory(monkeypatch: pyt
         assert np.allclose(cosines, np.take_along_axis(cosine_NM, places, 1), atol=1e-6)
 
 
-def test_a_library_smaller_than_what_is_asked_for_gives_all_it_has(tmp_path: Path) -> None:
-    library(tmp_path / "a", np.eye(3))
-    found = lines(library(tmp_path / "b", np.eye(3)[:1], library=str(tmp_path / "a" / VECTORS))[0], "\t")
-    assert len(found) == 3
-
-
 def test_what_is_no_library_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="library not found"):
         read_library(tmp_path / VECTORS)
@@ -134,8 +127,3 @@ def test_neighbours_are_of_the_same_molecule_as_often_as_they_are() -> None:
     assert figures["pairs_within_10_ppm"] == 3
     assert figures["same_molecule_auroc"] == 1
     assert neighbour_figures(list(vectors), [0] * 5, precursors) == {}
-
-
-def test_only_embeddings_are_published(tmp_path: Path) -> None:
-    assert SpectraFinetune().publish(tmp_path, {}, [], None) == []
-    assert list(SpectraFinetune(head="embedding", library="a.npy").files_read()) == [Path("a.npy")]

@@ -35,19 +35,6 @@ class Recurrent(nn.Module):
         return pad_packed_sequence(out, batch_first=True)[0]
 
 
-class Gaussian(nn.Module):
-    """A normal distribution over words, of which the covariance is learned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean, self.root = nn.Linear(WIDTH, 8), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        root = self.root(x).view(-1, 8, 8)
-        lower = torch.linalg.cholesky(root @ root.mT + torch.eye(8))
-        return torch.distributions.MultivariateNormal(self.mean(x), scale_tril=lower).log_prob(x[:, :8])[:, None]
-
-
 class ResNet(nn.Module):
     """Residual convolutions with batch norm."""
 
@@ -74,21 +61,6 @@ class LooksUp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(x + self.table(torch.arange(len(x)) % 500))
-
-
-class Pairs(nn.Module):
-    """A block of Evoformer: the sum of outer products, and triangles."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 8)
-        self.pair, self.a, self.b, self.norm = nn.Linear(64, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        left, right = self.left(words(x)), self.right(words(x))
-        pair = self.pair(torch.einsum("bic,bjd->bijcd", left, right).flatten(-2))
-        triangles = torch.einsum("bikc,bjkc->bijc", self.a(pair), self.b(pair))
-        return self.norm(pair + triangles)
 
 
 class Mapped(nn.Module):
@@ -132,23 +104,6 @@ class InvariantPoints(nn.Module):
         return self.out(torch.cat([scalar, torch.einsum("bijh,bijc->bihc", shares, pair), told], -1).flatten(-2))
 
 
-class Messages(nn.Module):
-    """Attention over the edges of a graph (GAT), with softmax by scatter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lift, self.score = nn.Linear(WIDTH, 32), nn.Linear(64, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        nodes, place = self.lift(x), torch.arange(len(x))
-        ends = torch.stack([place.repeat(6), torch.cat([(place + step) % len(x) for step in range(1, 7)])])
-        score = self.score(torch.cat([nodes[ends[0]], nodes[ends[1]]], -1)).squeeze(1)
-        top = torch.full((len(x),), -torch.inf).scatter_reduce(0, ends[1], score, "amax")
-        shares = (score - top[ends[1]]).exp()
-        total = torch.zeros(len(x)).index_add(0, ends[1], shares)
-        return torch.zeros_like(nodes).index_add(0, ends[1], nodes[ends[0]] * (shares / total[ends[1]])[:, None])
-
-
 class Waves(nn.Module):
     """A layer of a Fourier neural operator."""
 
@@ -163,36 +118,13 @@ class Waves(nn.Module):
         return functional.gelu(torch.fft.irfft(waves, n=WORDS, dim=1) + self.straight(words(x)))
 
 
-class Scan(nn.Module):
-    """A selective state space, one word after another, as in Mamba without its kernel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.given, self.out = nn.Linear(WIDTH, WIDTH + 16), nn.Linear(WIDTH, WIDTH)
-        self.decay = nn.Parameter(torch.rand(WIDTH, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        pace, into, out = self.given(words(x)).split([WIDTH, 8, 8], -1)
-        state, told = torch.zeros(len(pace), WIDTH, 8), []
-        for word in range(WORDS):
-            step = functional.softplus(pace[:, word])[..., None]
-            state = state * (-step * self.decay.exp()).exp() + step * into[:, word, None]
-            told.append((state * out[:, word, None]).sum(-1))
-        return self.out(torch.stack(told, 1))
-
-
 FAMILIES: dict[str, Callable[[], Small]] = {
     "lstm": lambda: Small(lambda: Recurrent(nn.LSTM)),
     "lstm, packed": lambda: Small(lambda: Recurrent(nn.LSTM, packed=True)),
-    "gru, packed": lambda: Small(lambda: Recurrent(nn.GRU, packed=True)),
-    "gaussian": lambda: Small(Gaussian),
     "resnet": lambda: Small(ResNet),
     "resnet, channels last": lambda: Small(lambda: ResNet(torch.channels_last)),
     "sparse table": lambda: Small(LooksUp),
-    "evoformer": lambda: Small(Pairs),
     "invariant points": lambda: Small(InvariantPoints),
-    "gat": lambda: Small(Messages),
     "vmap": lambda: Small(Mapped),
     "fourier": lambda: Small(Waves),
-    "state space": lambda: Small(Scan),
 }

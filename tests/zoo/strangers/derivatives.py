@@ -47,17 +47,6 @@ def slid(model: nn.Module, x: Tensor) -> dict[str, Any]:
     return {"score": ((told.square().sum(1) / 2 + (slope * along).sum(1)).sum(), float(len(x)))}
 
 
-def traced_flow(model: nn.Module, x: Tensor) -> dict[str, Any]:
-    """A continuous flow: three steps of Euler, with Hutchinson's estimate of the divergence."""
-    x, log = x.clone().requires_grad_(), torch.zeros(len(x))
-    with torch.enable_grad():
-        for _ in range(3):
-            noise, speed = torch.randn_like(x), model(x)
-            (pulled,) = torch.autograd.grad(speed, x, noise, create_graph=True)
-            x, log = x + speed / 3, log + (pulled * noise).sum(1) / 3
-    return {"likelihood": ((x.square().sum(1) / 2 - log).sum(), float(len(x)))}
-
-
 def withheld(model: nn.Module, x: Tensor) -> dict[str, Any]:
     """A loss that is not finite is learned nothing from."""
     loss = model(x).square().sum()
@@ -121,7 +110,6 @@ FAMILIES: dict[str, Callable[[], Small]] = {
     "gradient penalty": lambda: Small(dense, terms=penalised),
     "radius graph, forces": lambda: Small(dense, terms=pulled),
     "forward derivative": lambda: Small(square, terms=slid),
-    "continuous flow": lambda: Small(square, terms=traced_flow),
     "loss withheld": lambda: Small(dense, terms=withheld),
     "checkpointing of its own": lambda: Small(Checkpointed),
     "checkpointing, reentrant": lambda: Small(Reentrant),

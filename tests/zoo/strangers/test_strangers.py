@@ -17,10 +17,7 @@ from tests.zoo.strangers import FAMILIES, LEAST, ROWS
 
 REASON = re.compile(r"(architectures|ways|derivatives)\.py:\d+|random numbers|real steps")
 REFUSED = {"sparse table": "table.weight"}
-LONG = (
-    *("momentum queue", "growing places", "growing keys", "attention kept"),
-    *("state space", "gru, packed", "function of its own"),
-)
+LONG = ("momentum queue", "growing places", "attention kept", "function of its own")
 CHOICE = MemoryChoice()
 TAKEN = ("early exit", "guard against nan")  # whose dearest way, which is planned, is the one that a step takes
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -76,17 +75,6 @@ def attending(model: Layers, x: Tensor) -> Tensor:
     return (model.kept @ values).view_as(x)
 
 
-def waiting(model: Layers, x: Tensor) -> Tensor:
-    """Until nothing changes, as an equilibrium is sought."""
-    state = torch.zeros_like(x)
-    change = torch.tensor(1.0)
-    while change > 1e-2:
-        new = (0.3 * model.maps[0](state) + model.maps[1](x)).tanh()
-        change = (new - state).abs().max().detach()
-        state = new
-    return state
-
-
 def recycling(model: Layers, x: Tensor) -> Tensor:
     """As AlphaFold: some turns, of which the last alone is learned from."""
     told = torch.zeros_like(x)
@@ -97,27 +85,12 @@ def recycling(model: Layers, x: Tensor) -> Tensor:
     return told
 
 
-def repeating(model: Layers, x: Tensor) -> Tensor:
-    """Some turns, each learned from."""
-    for _ in range(np.random.randint(1, 6)):  # noqa: NPY002 - as people do
-        x = model.maps[0](x).relu()
-    return x
-
-
 def remembering_places(model: Layers, x: Tensor) -> Tensor:
     """A table of places that grows to the longest sequence seen."""
     if len(model.places) < len(x):
         apart = torch.arange(len(x))[:, None] / 10 ** (torch.arange(WIDTH) / WIDTH)
         model.places = apart.sin()
     return model.maps[0](x + model.places[: len(x)])
-
-
-def remembering_keys(model: Layers, x: Tensor) -> Tensor:
-    """A cache of keys to which each batch adds, until it is full."""
-    keys = model.maps[0](x)
-    seen = keys if model.kept is None else torch.cat([model.kept, keys])
-    model.kept = seen.detach()[-256:]
-    return (model.maps[1](x) @ seen.T).softmax(-1) @ seen
 
 
 def near(model: Layers, x: Tensor) -> Tensor:
@@ -130,21 +103,6 @@ def near(model: Layers, x: Tensor) -> Tensor:
     filters = model.maps[1](model.maps[0](spread).tanh())
     nodes = model.maps[2](x)
     return x + torch.zeros_like(nodes).index_add(0, item * WORDS + one, nodes[item * WORDS + other] * filters)
-
-
-def triplets(model: Layers, x: Tensor) -> Tensor:
-    """DimeNet: messages along near pairs, and the angles between two that meet."""
-    places = 2 * x.view(-1, WORDS, WIDTH)[..., :3]
-    apart = torch.cdist(places, places) + 10 * torch.eye(WORDS)
-    item, one, other = (apart < 2.0).nonzero().unbind(1)
-    along = places[item, one] - places[item, other]
-    begins, ends = item * WORDS + one, item * WORDS + other
-    first, second = ((ends[:, None] == begins[None]) & (begins[:, None] != ends[None])).nonzero().unbind(1)
-    angle = torch.cosine_similarity(along[first], along[second], dim=-1)
-    told = model.maps[0](x)[begins] * model.maps[1](x)[ends]
-    turned = model.maps[2](told[first]) * (angle[:, None] * torch.arange(1, WIDTH + 1)).cos()
-    told = told + torch.zeros_like(told).index_add(0, second, turned)
-    return x + torch.zeros_like(x).index_add(0, ends, model.maps[3](told))
 
 
 def masked(model: Layers, x: Tensor) -> Tensor:
@@ -168,15 +126,11 @@ WAYS: dict[str, Callable[[Layers, Tensor], Tensor]] = {
     "early exit": leaving_early,
     "sinkhorn": sinkhorn,
     "guard against nan": guarding,
-    "while": waiting,
     "random recycles": recycling,
-    "random depth": repeating,
     "momentum queue": queueing,
     "attention kept": attending,
     "growing places": remembering_places,
-    "growing keys": remembering_keys,
     "radius graph": near,
-    "radius graph, triplets": triplets,
     "masked words": masked,
     "routed experts": routing,
 }
