@@ -172,11 +172,11 @@ def _settings_of_model(docking: Docking, here: Config, beside: Path) -> dict[str
 
 def _published_options(weights: Path) -> dict[str, Any]:
     """Return the options of a file of weights in DiffDock-PP's form; its sizes by their shapes."""
-    from pipeline.tasks.docking.score_network import from_published, trunk_options  # which waits for torch
+    from pipeline.tasks.docking.score_network import FORM, trunk_options  # which waits for torch
     from pipeline.training.checkpoints.trained_weights import stored_weights
 
     try:
-        sizes = trunk_options(from_published(stored_weights(weights)))
+        sizes = trunk_options(FORM.read(stored_weights(weights)))
     except (KeyError, ValueError, IndexError) as error:
         what = "not the weights of a docking model"
         raise ConfigError(what, where=f"--model {weights}", remedy="name DiffDock-PP's score model") from error

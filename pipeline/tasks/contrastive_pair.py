@@ -49,7 +49,6 @@ from pipeline.tasks.task_parts import (
     at_least_single,
     divided,
     dropout_of,
-    example_mask,
     found_both_ways,
     one_of,
     padded_rows,
@@ -370,7 +369,7 @@ class ContrastivePair:
         length = sizes[side]
         if kind == TEXT:
             return TextBatch(torch.randint(self.vocabulary, (items, length)), torch.full((items,), length - 1))
-        real_BL = example_mask(items, 1 + length)
+        real_BL = torch.ones(items, 1 + length, dtype=torch.bool) if items > 1 else None  # one item needs no padding
         if kind == TOKENS:
             return Rows(torch.randint(BYTES, (items, length)), real_BL)
         return Rows(torch.randn(items, length, getattr(self, f"{side}_dim")), real_BL)

@@ -94,13 +94,6 @@ def part_of(task: Any, kind: type[T]) -> T:
     return kind(**{field.name: getattr(task, field.name) for field in fields(kind)})  # type: ignore[arg-type]
 
 
-def refuse_mended(system: str, *, as_published: bool) -> None:
-    """Refuse to read or write published weights for a network that does not behave as theirs."""
-    if not as_published:
-        problem = f"weights of {system} work only with the published network"
-        refuse("as_published", problem, f"--set {WHERE}.as_published=true")
-
-
 @dataclass(frozen=True)
 class OriginalForm(Form):
     """Names of a system whose weights need a network that behaves as theirs, and what else its files hold."""
@@ -109,21 +102,23 @@ class OriginalForm(Form):
     as_published: bool = True  # whether the network behaves like the original
     constants: Callable[[], Mapping[str, Tensor]] = dict  # by their names
 
-    def leaves(self, name: str) -> bool:
-        """Say whether a tensor of theirs is no weight."""
-        return any(fnmatchcase(name, pattern) for pattern in self.left)
-
     def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors under our names; refuse them for another network."""
-        refuse_mended(self.system, as_published=self.as_published)
-        return super().read(tensors)
+        """Return tensors under our names, without those that are no weights; refuse them for another network."""
+        self._refuse_mended()
+        kept = (name for name in tensors if not any(fnmatchcase(name, pattern) for pattern in self.left))
+        return super().read({name: tensors[name] for name in kept})
 
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors under their names with their constants; refuse those of another network."""
-        refuse_mended(self.system, as_published=self.as_published)
+        self._refuse_mended()
         # exact names, no patterns: `head.*` may be lacking in a file, but is written where a model has it
         own = {name: tensor for name, tensor in tensors.items() if name not in self.fresh}
         return super().write(own) | {self.prefix + name: tensor for name, tensor in self.constants().items()}
+
+    def _refuse_mended(self) -> None:
+        if not self.as_published:
+            problem = f"weights of {self.system} work only with the published network"
+            refuse("as_published", problem, f"--set {WHERE}.as_published=true")
 
 
 def _number(task: object, name: str) -> float:
@@ -242,11 +237,6 @@ def padded_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     if min(lengths) == max(lengths):
         return padded, None
     return padded, torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
-
-
-def example_mask(items: int, length: int) -> Tensor | None:
-    """Return a mask for an example batch; None for a single item, which needs no padding."""
-    return torch.ones(items, length, dtype=torch.bool) if items > 1 else None
 
 
 def found_both_ways(logits_BB: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import cache
 
 import torch
@@ -14,12 +13,14 @@ from pipeline.tasks.denovo_recursive import DenovoBatch, DenovoRecursive
 from pipeline.tasks.docking.equivariant import listed_pairs
 from pipeline.tasks.docking.rigid_diffusion import NoiseSchedule, rotation_tables
 from pipeline.tasks.docking.score_network import (
+    FORM as DIFFDOCK,
+)
+from pipeline.tasks.docking.score_network import (
     ConfidenceModel,
     DockingPartner,
     PosedComplex,
     ScoreModel,
     TrunkSizes,
-    from_published,
 )
 from pipeline.tasks.pairs.pair_towers import CLIP, FORMS, TextBatch, options_of
 from pipeline.tasks.peptides.recursive_network import FORM, SpectrumInput
@@ -77,7 +78,7 @@ def noised(name, dtype=F32, place=1):
 
 def fresh_score_model(dtype=F32):
     model = ScoreModel(TrunkSizes(as_published=True), NoiseSchedule(), torch.from_numpy(tables().norms_W))
-    model.load_state_dict(from_published(recorded("diffdock_pp/score_state")))
+    model.load_state_dict(DIFFDOCK.read(recorded("diffdock_pp/score_state")))
     return model.to(dtype)
 
 
@@ -89,7 +90,7 @@ def score_model(precision="f32"):
 @cache
 def confidence_model(precision="f32"):
     model = ConfidenceModel(CONFIDENCE_SIZES)
-    model.load_state_dict(from_published(recorded("diffdock_pp/confidence_state")))
+    model.load_state_dict(DIFFDOCK.read(recorded("diffdock_pp/confidence_state")))
     return model.to(PRECISIONS[precision])
 
 
@@ -135,8 +136,7 @@ def pocket_state(variant):
 def pocket_network(variant):
     model = PocketNetwork(PocketSizes(**pocket_sizes(variant)))
     (form,) = model.published_forms().values()
-    theirs = pocket_state(variant)
-    taken = form.read({n: one for n, one in theirs.items() if not any(fnmatchcase(n, left) for left in form.left)})
+    taken = form.read(pocket_state(variant))
     # what they keep is measured already
     model.load_state_dict({**taken, "atoms.mean_3": torch.zeros(3), "atoms.deviation_3": torch.ones(3)})
     return model.eval()

@@ -45,7 +45,11 @@ class PlacedPartners(NamedTuple):
 
 def placed_partners(item: ItemTensors, embedding_dim: int) -> PlacedPartners:
     """Return an item's partners; raise where it has one, or they are in no common frame."""
-    receptor, ligand = docking_partners(item)
+    receptor, ligand = partners_of(item)
+    if ligand is None:
+        problem = f"docking needs two partners, but {item.id} has one"
+        remedy = "remove it, or assign chains with data.receptor_chains"
+        raise ConfigError(problem, where="data", remedy=remedy)
     receptor_R3, ligand_L3 = map(_in_file, (receptor, ligand))
     centre_3, true_L3 = receptor_R3.mean(0), ligand_L3
     if is_from_elsewhere := is_unbound(receptor, ligand):
@@ -92,16 +96,6 @@ def _onto_bound(side: PartnerTensors) -> Tensor:
         raise ConfigError(problem, where="data", remedy="remove it, or   --set data.state=bound")
     pos_N3, bound_M3 = side.nodes["pos"][:, CA].double(), side.nodes["bound"][known_N].double()
     return superposed(pos_N3[known_N], bound_M3, pos_N3)
-
-
-def docking_partners(item: ItemTensors) -> tuple[PartnerTensors, PartnerTensors]:
-    """Return the two partners of an item; raise where there is one."""
-    receptor, ligand = partners_of(item)
-    if ligand is None:
-        problem = f"docking needs two partners, but {item.id} has one"
-        remedy = "remove it, or assign chains with data.receptor_chains"
-        raise ConfigError(problem, where="data", remedy=remedy)
-    return receptor, ligand
 
 
 def docking_partner(side: PartnerTensors, embedding_dim: int) -> DockingPartner:

@@ -27,7 +27,6 @@ from pipeline.tasks.docking.score_network import (
     ConfidenceModel,
     PosedComplex,
     TrunkSizes,
-    from_published,
     trunk_options,
 )
 from pipeline.tasks.task_parts import WHERE, above_zero, at_least, part_of
@@ -158,23 +157,12 @@ def trained_confidence(place: str, device: str, dtype: torch.dtype, as_published
     """Return a trained model, by a file or folder of weights: the published ones, an exported model or a checkpoint."""
     tensors = stored_weights(Path(place))
     if FORM.knows(tensors):
-        tensors, as_published = from_published(tensors), True
-    model = ConfidenceModel(_sizes_of(tensors, place, as_published=as_published))
-    model.load_state_dict(tensors)
-    return model.to(device, dtype).eval()
-
-
-def _sizes_of(tensors: Mapping[str, Tensor], place: str, *, as_published: bool) -> TrunkSizes:
-    """Return the sizes of a network by the shapes of its weights."""
+        tensors, as_published = FORM.read(tensors), True
     try:
-        made = TrunkSizes(**trunk_options(tensors), as_published=as_published)
-        shapes = {name: tensor.shape for name, tensor in ConfidenceModel(made).state_dict().items()}
-    except (KeyError, ValueError, IndexError):
-        shapes = {}
-    if shapes != {name: tensor.shape for name, tensor in tensors.items()}:
+        model = ConfidenceModel(TrunkSizes(**trunk_options(tensors), as_published=as_published))
+        model.load_state_dict(tensors)
+    except (KeyError, ValueError, IndexError, RuntimeError) as error:
+        remedy = "--set train.predict.options.confidence=FILE   (of DiffDock-PP, or trained with PoseConfidence)"
         problem = "these are not weights of a pose confidence model"
-        remedy = (
-            "--set train.predict.options.confidence=FILE   (published by DiffDock-PP, or trained with PoseConfidence)"
-        )
-        raise ConfigError(problem, where=f"{WHERE}.confidence: {place}", remedy=remedy)
-    return made
+        raise ConfigError(problem, where=f"{WHERE}.confidence: {place}", remedy=remedy) from error
+    return model.to(device, dtype).eval()

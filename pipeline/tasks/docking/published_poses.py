@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
     from pipeline.records import Item, Part
     from pipeline.structures.inventory import Complex, ScanRecipe
-    from pipeline.structures.parsing.structure_files import File, StructureFiles
+    from pipeline.structures.parsing.structure_files import File
 
 
 WRITTEN = ("pdb", "mmcif")  # the formats that poses are written in
@@ -132,11 +132,9 @@ def posed_file(docked: DockedComplex) -> PosedFile:
     """Return a complex as one file; of two, the ligand's chains are renamed if need be."""
     item, reading = docked.item, docked.reading
     if reading.assembly is not None:
-        raise DataError(
-            "poses are written from the text of the files, which has no assembly copies",
-            item=item.id,
-            remedy="write the assembly to its own file, and unset structures.assembly",
-        )
+        problem = "poses are written from the text of the files, which has no assembly copies"
+        remedy = "write the assembly to its own file, and unset structures.assembly"
+        raise DataError(problem, item=item.id, remedy=remedy)
     parts: dict[tuple[str, int], list[Part]] = {}
     for part in sorted(item.parts, key=lambda part: part.role is Role.LIGAND):
         parts.setdefault((part.path, part.model or reading.model), []).append(part)
@@ -144,7 +142,10 @@ def posed_file(docked: DockedComplex) -> PosedFile:
     structures: list[gemmi.Structure] = []
     for (path, model), own in parts.items():
         data = docked.files[path].data
-        documents.append(gemmi.cif.read_string(data) if _form(path) == "mmcif" else None)
+        if (form := format_of(Path(path))) not in WRITTEN:
+            problem, remedy = "poses can be written only for PDB and mmCIF files", "convert the file to one of them"
+            raise DataError(problem, where=path, remedy=remedy)
+        documents.append(gemmi.cif.read_string(data) if form == "mmcif" else None)
         structures.append(_structure(data, documents[-1], model))
         _flag(structures[-1][0], own, docked)
     suffix = ".cif" if any(documents) else ".pdb"
@@ -154,15 +155,6 @@ def posed_file(docked: DockedComplex) -> PosedFile:
     if not pos:
         raise DataError("no atom of the ligand was found in its file", item=item.id)
     return PosedFile(whole, suffix, np.array(pos, np.float64), None if more else documents[0], notes)
-
-
-def _form(path: str) -> str:
-    form = format_of(Path(path))
-    if form not in WRITTEN:
-        raise DataError(
-            "poses can be written only for PDB and mmCIF files", where=path, remedy="convert the file to one of them"
-        )
-    return form
 
 
 def _block(document: gemmi.cif.Document) -> gemmi.cif.Block:
@@ -285,7 +277,11 @@ def publish_poses(
                 continue
             poses = {place: row._replace(split=item.split) for place, row in poses_of[item.id].items()}
             try:
-                docked = _docked(item, files, reading, has_truth=item.id in known)
+                content = files.of(item)
+                taken, read = examine_item(item, content, reading)
+                if read is None:
+                    raise UnusableInput(taken.reason or Reason.NO_NODES, taken.detail)
+                docked = DockedComplex(item, read, content, reading.reading, has_truth=item.id in known)
                 move_P12 = np.stack([outputs[MOVE][place] for place in poses])
                 way_of = {row.sample: outputs[TRAJECTORY][at] for at, row in poses.items() if TRAJECTORY in outputs}
                 rows = write_docked(folder, docked, [*poses.values()], move_P12, top=top, way_of=way_of)
@@ -308,14 +304,6 @@ def publish_poses(
         write_whole(folder / PICTURES, json.dumps(pictures(compared)))
         written += [folder / SUMMARY, folder / PICTURES]
     return [folder / TABLE, *written]
-
-
-def _docked(item: Item, files: StructureFiles, reading: ScanRecipe, *, has_truth: bool) -> DockedComplex:
-    content = files.of(item)
-    taken, read = examine_item(item, content, reading)
-    if read is None:
-        raise UnusableInput(taken.reason or Reason.NO_NODES, taken.detail)
-    return DockedComplex(item, read, content, reading.reading, has_truth=has_truth)
 
 
 def write_docked(

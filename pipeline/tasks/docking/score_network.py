@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pipeline.protocol import PublishedForm
-
 
 TYPES = 24  # ESM-2's tokens of residues end with 23
 TIME_FEATURES, DISTANCES = 32, 32
@@ -339,7 +337,26 @@ def _added(x: Blocks, *updates: Blocks) -> Blocks:
     return tuple(reduce(torch.add, [part for part in group if part is not None]) for group in parts)
 
 
-class ScoreModel(nn.Module):
+class DockingModel(nn.Module):
+    """A network over a trunk that has the original's names."""
+
+    trunk: DockingTrunk
+
+    def published_forms(self) -> Mapping[str, OriginalForm]:
+        """Return the original's form for this network."""
+        as_published = self.trunk.sizes.as_published
+        return {"diffdock_pp": replace(FORM, as_published=as_published, constants=partial(_constants, self))}
+
+    def reset_parameters(self) -> None:
+        """Draw weights as the original does: Xavier's normal distribution, and 0 for all that has one dimension."""
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_normal_(parameter)
+            else:
+                nn.init.zeros_(parameter)
+
+
+class ScoreModel(DockingModel):
     """The score of a ligand's translation, and of its rotation about its centre."""
 
     norms_W: Tensor
@@ -353,7 +370,7 @@ class ScoreModel(nn.Module):
         self.centre = PairConvolution(sizes.irreps(sizes.layers), leave, [sizes.scalars] * 2)
         self.translation, self.rotation = ScoreLength(sizes.scalars), ScoreLength(sizes.scalars)
         self.register_buffer("norms_W", norms_W.float(), persistent=False)
-        drawn_anew(self)
+        self.reset_parameters()
 
     def forward(self, batch: Sequence[PosedComplex], poses_at_once: int = 1) -> tuple[Tensor, Tensor]:
         """Return the scores of the translations and the rotations [B, P, 3] each.
@@ -364,7 +381,7 @@ class ScoreModel(nn.Module):
         ligand_scalars = [scalars_of(ligand) for ligand in features]
         scores = []
         for place, (posed, ligand) in enumerate(zip(batch, features, strict=True)):
-            told = _strange(ligand_scalars, place) if self.as_published else ligand_scalars[place]
+            told = _published_residue(ligand_scalars, place) if self.as_published else ligand_scalars[place]
             # a pose's score is the same to the last bit whatever poses are computed beside it, if one is at once
             pieces = zip(
                 posed.pieces(poses_at_once), *(torch.split(x, poses_at_once) for x in (told, *ligand)), strict=True
@@ -389,13 +406,9 @@ class ScoreModel(nn.Module):
         )
         return translation_P3, self.rotation(rotation_P3, time_TM) * self.norm(time_T).to(pos_PL3).unsqueeze(-1)
 
-    def published_forms(self) -> Mapping[str, PublishedForm]:
-        """Return the original's names."""
-        return published_form(self, as_published=self.as_published)
-
     def fitting_options(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         """Return the options that fit the original's weights."""
-        return trunk_options(from_published(tensors))
+        return trunk_options(FORM.read(tensors))
 
     def norm(self, time_T: Tensor) -> Tensor:
         """Return the norm of the scores of rotations at a time."""
@@ -416,7 +429,7 @@ class ScoreLength(nn.Module):
         return scaled_P3
 
 
-class ConfidenceModel(nn.Module):
+class ConfidenceModel(DockingModel):
     """The logit of a pose being near the true one."""
 
     def __init__(self, sizes: TrunkSizes) -> None:
@@ -424,15 +437,11 @@ class ConfidenceModel(nn.Module):
         self.trunk = DockingTrunk(sizes, lambda time_T: CUTOFF_RATE * time_T + CUTOFF)
         widths = [2 * sizes.scalars, sizes.scalars, sizes.scalars, 1]
         self.head = nn.ModuleList(nn.Linear(enter, leave) for enter, leave in pairwise(widths))
-        drawn_anew(self)
+        self.reset_parameters()
 
     def forward(self, batch: Sequence[PosedComplex], poses_at_once: int = 1) -> Tensor:
         """Return the logits of poses [B, P]."""
         return torch.stack([self._logits(posed, poses_at_once) for posed in batch])
-
-    def published_forms(self) -> Mapping[str, PublishedForm]:
-        """Return the original's names."""
-        return published_form(self, as_published=self.trunk.sizes.as_published)
 
     def _logits(self, posed: PosedComplex, poses_at_once: int) -> Tensor:
         ligand = self.trunk(posed, poses_at_once)
@@ -446,16 +455,7 @@ class ConfidenceModel(nn.Module):
         return logit_P
 
 
-def drawn_anew(model: nn.Module) -> None:
-    """Draw weights as the original does: Xavier's normal distribution, and 0 for all that has one dimension."""
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            nn.init.xavier_normal_(parameter)
-        else:
-            nn.init.zeros_(parameter)
-
-
-def _strange(ligand_scalars: Sequence[Tensor], place: int) -> Tensor:
+def _published_residue(ligand_scalars: Sequence[Tensor], place: int) -> Tensor:
     """Return the scalars of the residue with this number among the ligands of a batch [P, 1, M]."""
     for scalars_PLM in ligand_scalars:
         if place < scalars_PLM.shape[1]:
@@ -500,16 +500,6 @@ FORM = OriginalForm(
     prefix="encoder.",
     system="DiffDock-PP",
 )
-
-
-def from_published(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the original's weights under our names, without its constants; other names stay, to be refused."""
-    return FORM.read({name: tensor for name, tensor in tensors.items() if not FORM.leaves(name)})
-
-
-def published_form(model: nn.Module, *, as_published: bool) -> Mapping[str, OriginalForm]:
-    """Return the original's form for a network."""
-    return {"diffdock_pp": replace(FORM, as_published=as_published, constants=partial(_constants, model))}
 
 
 def trunk_options(tensors: Mapping[str, Tensor]) -> dict[str, int]:

@@ -13,7 +13,6 @@ from pipeline.tasks.docking.score_network import (
     PosedComplex,
     ScoreModel,
     TrunkSizes,
-    from_published,
 )
 from pipeline.training.checkpoints.trained_weights import stored_weights
 from tests.reference import checkpoint, docking_complex, recorded
@@ -111,7 +110,7 @@ def test_published_weights_go_in_and_out_without_a_change():
     published = stored_weights(checkpoint("diffdock_pp/confidence.pth"))
     assert FORM.knows(published)
     model = ConfidenceModel(CONFIDENCE_SIZES)
-    model.load_state_dict(from_published(published))
+    model.load_state_dict(FORM.read(published))
     back = as_original(model)
     assert set(back) == set(published)
     assert all(torch.equal(back[name], tensor) for name, tensor in published.items())
