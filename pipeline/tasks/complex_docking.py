@@ -1,7 +1,7 @@
 """Rigid docking by diffusion, as DiffDock-PP does it: learn which way noise moved a ligand, and go back from noise.
 
-The ligand is turned about its centre and shifted, by an amount that goes with a time in [0, 1]; the network tells the
-score of both moves. Where the model is applied, each of an item's poses is a row of its own, with its own random
+The ligand is turned about its centre and shifted, by an amount that goes with a time in [0, 1]; the network predicts
+the score of both moves. Where the model is applied, each of an item's poses is a row of its own, with its own random
 numbers: however rows are cut into batches, a pose is the same.
 
 Shapes: B complexes, P poses (or noises) of each, L residues of the ligand, R of the receptor, E embedding dimensions.
@@ -99,7 +99,7 @@ class ComplexDocking(SamplingSteps, TrunkSizes):
     samples: int = 1  # poses of a complex where the model is evaluated or predicts: train.predict.options
     confidence: str = ""  # weights, or a folder of a model, that ranks the poses
     confidence_as_published: bool = False  # whether that was trained so, under the names of this package
-    trajectory: bool = False  # whether the pose after each step is told too
+    trajectory: bool = False  # also output the pose after each step
     top: int = 5  # poses of a complex that are written as structures
 
     def __post_init__(self) -> None:
@@ -180,7 +180,7 @@ class ComplexDocking(SamplingSteps, TrunkSizes):
     def _scores(self, model: nn.Module, batch: DockingBatch) -> list[tuple[Tensor, Tensor]]:
         """Return the scores of each complex [P, 3]; together where they have equally many poses."""
         noised = [one.noised for one in batch.complexes]
-        # As published, complexes that are beside one another in a batch change each other's scores: here none is.
+        # As published, complexes of one batch change each other's scores: here each is alone.
         is_even = len({len(one.time_T) for one in noised}) == 1 and not self.as_published
         groups = [noised] if is_even else [[one] for one in noised]
         scores = (model(group, 1) for group in groups)
@@ -213,7 +213,7 @@ class ComplexDocking(SamplingSteps, TrunkSizes):
         start_PL3 = by_poses(at_once, start, *one.draw)
         poses = sampled_poses(score, start_PL3, one.draw, self, self.schedule, at_once)
         kept = deque(poses, maxlen=None if self.trajectory else 1)
-        is_sound_P = kept[-1].mean(1).norm(dim=-1) < FARTHEST  # what is no number is not below anything either
+        is_sound_P = kept[-1].mean(1).norm(dim=-1) < FARTHEST  # NaN is not below anything
         steps = [torch.where(is_sound_P[:, None, None], pos, start_PL3) for pos in (start_PL3, *kept)]
         outputs = self._described(one, judge, steps, at_once)
         rows: dict[str, list[Tensor | None]] = {name: [None] * len(start_PL3) for name in RMSDS}

@@ -9,8 +9,10 @@ and `right_most` rows are read. A tower sees one item at a time.
 
 The loss is of all items of a step together, so micro-batches do not add up to it: 8 of 16 give each item 15 others, one
 of 128 gives it 127. So the task separates embeddings from their loss (`protocol.Contrastive`), and `loss` is that of a
-single batch. With `class_weight`, a second loss tells classes from the left side's vectors. Shapes: B items, L rows of
-the longest item and its class token, H × W pixels, D features, C classes, N items of a split.
+single batch. With `class_weight`, a second loss predicts classes from the left side's vectors.
+
+Shapes: B items, L rows of the longest item and its class token, H × W pixels, D features, C classes, N items of a
+split.
 """
 
 from __future__ import annotations
@@ -83,7 +85,7 @@ LEAST = {**dict.fromkeys(COUNTS, 1), "temperature": COLDEST, "image_heads": 0, "
 
 
 class Towers(nn.Module):
-    """Both towers, the learned scale (inverse temperature) of their cosines, and what tells classes, where wanted."""
+    """Both towers, the learned scale (inverse temperature) of their cosines, and a layer for classes, where wanted."""
 
     def __init__(self, task: ContrastivePair) -> None:
         super().__init__()
@@ -93,7 +95,7 @@ class Towers(nn.Module):
         self._is_clip = (task.left, task.right) == (IMAGES, TEXT)
 
     def forward(self, batch: PairBatch) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the vectors of both sides, and what they tell of classes."""
+        """Return the vectors of both sides, and the logits of classes."""
         left_BD = None if batch.left is None else self.left(batch.left)
         right_BD = None if batch.right is None else self.right(batch.right)
         told_BC = None if self.classes is None or left_BD is None else self.classes(left_BD)
@@ -140,8 +142,8 @@ class ContrastivePair:
     crop_least: float = 1.0  # of an image's area, while it is trained on: each item draws its crop
     mirror: bool = False  # half of the images, while they are trained on
     classes: Any = ()  # names of classes, or a file with one a line, in the order of the reader's
-    class_weight: float = 0.0  # of telling classes by the left side's vectors, beside pairs; 0: they are not told
-    templates: Any = ()  # texts such as "a photo of a {}.": images are told which class's texts are nearest
+    class_weight: float = 0.0  # of a second loss that predicts classes from the left side's vectors; 0: none
+    templates: Any = ()  # texts such as "a photo of a {}.": each image gets the class whose texts are nearest
     merges: str = ""  # the file of the byte pairs, as for the reader; for templates
 
     def __post_init__(self) -> None:
@@ -287,7 +289,7 @@ class ContrastivePair:
         return number
 
     def embed(self, model: nn.Module, batch: PairBatch) -> dict[str, Tensor]:
-        """Return the vectors of both sides of each item, and what tells its class; no item sees another."""
+        """Return the vectors of both sides of each item, and the logits of its class; no item sees another."""
         left_BD, right_BD, told_BC = model(batch)
         told = {} if told_BC is None else {CLASSES: told_BC}
         if told and batch.class_B is not None:
@@ -318,24 +320,26 @@ class ContrastivePair:
         return self.contrast(model, self.embed(model, batch))
 
     def outputs(self, model: nn.Module, batch: PairBatch) -> dict[str, Tensor]:
-        """Return the vectors of each item, how similar they are, and its classes as they are told.
+        """Return the vectors of each item, their similarity, and its predicted classes.
 
-        Of a class that is known, also its place among all: 0 where it is what was told.
+        Of a known class, also its place among all: 0 if the prediction is right.
         """
         embedded = self.embed(model, batch)
         found = {side: embedded[side] for side in SIDES}
         found["similarity"] = torch.cosine_similarity(embedded[LEFT], embedded[RIGHT])
         if CLASSES in embedded:
-            found |= _told(CLASS, embedded[CLASSES], batch.class_B)
+            found |= _predicted_class(CLASS, embedded[CLASSES], batch.class_B)
         if self.templates:
-            found |= _told(ZERO_SHOT, embedded[LEFT] @ self.prompts.vectors(model, embedded[LEFT]).T, batch.class_B)
+            found |= _predicted_class(
+                ZERO_SHOT, embedded[LEFT] @ self.prompts.vectors(model, embedded[LEFT]).T, batch.class_B
+            )
         return found
 
     def metrics(self, outputs: Mapping[str, Sequence[Any]]) -> dict[str, float]:
         """Return how often an item's other side is the nearest, or among the nearest 5 or 10, of all in the split.
 
         And its mean rank, from 1. Among ties every place is equally likely, so towers whose vectors are all the same
-        score as chance does. Where classes are told, also how often the true one is first, or among the first 5.
+        score as chance does. Where classes are predicted, also how often the true one is first, or among the first 5.
         """
         figures = {}
         ways = (f"{LEFT}_to_{RIGHT}", f"{RIGHT}_to_{LEFT}")
@@ -351,7 +355,7 @@ class ContrastivePair:
         return figures
 
     def publish(self, folder: Path, outputs: Mapping[str, Any], items: Iterable[Item], reading: Any) -> list[Path]:  # noqa: ARG002 - the protocol has it
-        """Write what is nearest to each item's sides, and its classes by their names."""
+        """Write the nearest items to each side, and the names of predicted classes."""
         told = [way for way in (CLASS, ZERO_SHOT) if way in outputs]
         return write_nearest(folder, outputs, SIDES, dict.fromkeys(told, self.names), reading)
 
@@ -375,8 +379,8 @@ class ContrastivePair:
         return Rows(torch.randn(items, length, getattr(self, f"{side}_dim")), real_BL)
 
 
-def _told(way: str, told_BC: Tensor, class_B: Tensor | None) -> dict[str, Tensor]:
-    """Return which class is told of each item, and the place of the true one; among ties the middle."""
+def _predicted_class(way: str, told_BC: Tensor, class_B: Tensor | None) -> dict[str, Tensor]:
+    """Return the predicted class of each item, and the place of the true one; among ties the middle."""
     found = {way: told_BC.argmax(-1)}
     if class_B is None:
         return found

@@ -2,8 +2,8 @@
 
     train: {task: "pipeline.tasks.denovo_recursive:DenovoRecursive", batching: padded, ema: 0.999}
 
-It reads what a reader of spectra gives: `peaks.mz`, `peaks.intensity`, `precursor_mz`, `charge` and `peptide.residue`.
-Three terms: the letters of every answer; the spectrum that the last answer would have, beside the one observed; and its
+It reads arrays of spectra: `peaks.mz`, `peaks.intensity`, `precursor_mz`, `charge` and `peptide.residue`.
+Three terms: the letters of every answer; the spectrum that the last answer would have against the observed one; and its
 mass. Each is left out where its weight is 0. The reported terms have their weights in them. `as_published` is the
 original with its oddities, which its weights need: 24 letters, no modifications, nothing that tells where a peptide
 ends. A model that is trained here knows modified residues, and says an end.
@@ -97,7 +97,7 @@ POSITIVE = (
     *("longest", "fragment_charges"),
 )
 CHOICES = {"answer_weights": ANSWER_WEIGHTS, "spectrum_loss": SPECTRUM_LOSSES, "precursor_loss": PRECURSOR_LOSSES}
-NARROWEST = 34  # the waves of masses need two numbers beside the 32 of intensities
+NARROWEST = 34  # the waves of masses need two numbers in addition to the 32 of intensities
 
 
 class DenovoBatch(NamedTuple):

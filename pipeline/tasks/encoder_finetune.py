@@ -228,7 +228,7 @@ LEAST = {"targets": 1, "layers": 1, "width": 1, "heads": 1, "rank": 0, "top_laye
 
 
 class SequenceBatch(NamedTuple):
-    """Some sequences as tokens, and what is known of them."""
+    """Some sequences as tokens, and their labels."""
 
     token_BL: Tensor  # between their marks, then padding
     target_BK: Tensor  # of sequences [B, K], or of tokens [B, L]
@@ -260,7 +260,7 @@ class TunedEncoder(nn.Module):
         self.sizes, self.by_residue = sizes, by_residue
 
     def forward(self, token_BL: Tensor) -> Tensor:
-        """Return what is told of each sequence [B, K], or of each token [B, L]."""
+        """Return the predictions for each sequence [B, K], or for each token [B, L]."""
         x_BLD = self.encoder(token_BL)
         if self.by_residue:
             return at_least_single(self.head(x_BLD).squeeze(-1))
@@ -326,7 +326,7 @@ class EncoderFinetune(TunedSizes):
         return torch.from_numpy(np.concatenate([[CLS], tokenize(letters), [EOS]]).astype(np.int64))
 
     def _sites(self, items: Sequence[ItemTensors], token_BL: Tensor) -> Tensor:
-        """Return the labels of residues where their tokens are, NaN for marks, padding and what is not known."""
+        """Return the labels of residues where their tokens are, NaN for marks, padding and unknown ones."""
         site_BL = torch.full(token_BL.shape, torch.nan)
         for row_L, item in zip(site_BL, items, strict=True):
             if (site_L := item.values.get(SITE)) is not None:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pipeline.protocol import Sizes
     from pipeline.training.items.batch import ItemTensors, PartnerTensors
 
-USUAL_INTERFACE, USUAL_CONTACT = -1.5, -5.5  # logits of what is usual, to begin with: one in 6, one in 250
+USUAL_INTERFACE, USUAL_CONTACT = -1.5, -5.5  # initial biases: one residue in 6, one pair in 250
 
 
 class Head(nn.Module):
@@ -103,7 +103,7 @@ LEAST = {
 
 
 class Labels(NamedTuple):
-    """What is known of the interfaces of an item, or of all items of a batch."""
+    """The labels of an item's interface, or of all items of a batch."""
 
     interface_N: Tensor  # receptor, then ligand
     is_known_N: Tensor
@@ -112,7 +112,7 @@ class Labels(NamedTuple):
 
 
 class InterfaceBatch(NamedTuple):
-    """Some items' partners, and what is known of their interfaces."""
+    """Some items' partners, and the labels of their interfaces."""
 
     partners: PartnerBatch
     labels: Labels
@@ -131,7 +131,7 @@ class Interface:
     pair_width: int = 64
     pair_layers: int = 2
     dropout: float = 0.0
-    contact_weight: float = 1.0  # how much a pair that touches counts beside one that does not
+    contact_weight: float = 1.0  # weight of a pair that touches, relative to one that does not
 
     def __post_init__(self) -> None:
         at_least(self, LEAST)

@@ -4,12 +4,12 @@
     train: {task: "pipeline.tasks.rna_ligand:RnaLigand",
             options: {targets: /data/ligand_embeddings.h5, library: /data/ligand_library.h5}}
 
-A pocket is RNA alone: its ligand is what is sought. All models of a complex, `1abc_GTP_modelN`, have the one target
+A pocket is RNA alone: the task looks for its ligand. All models of a complex, `1abc_GTP_modelN`, have the one target
 `1abc_GTP`. With a library, evaluation tells how well true ligands are found, and prediction is a table of the nearest
 ones for each pocket. `RnaLigandContrast` learns by InfoNCE over all pockets of a step instead of by distance.
 
 The network is that of RNA-3E-FFI, mended: `as_published: true` is the original, which published weights need. With
-`sequences`, it is told beside a pocket's atoms what any encoder of RNA says of the pocket's sequence.
+`sequences`, it also reads the vector of the pocket's sequence from any encoder of RNA.
 
 Shapes: N atoms of all items, E entries of one kind, P atoms of an entry, B items, D numbers of an embedding,
 S of a sequence.
@@ -194,7 +194,7 @@ class RnaLigand(PocketSizes):
         return target_D if target_D is None else self._measured(target_D)
 
     def _measured(self, vectors: Any) -> Any:
-        """Return vectors by the mean and deviation of the data set, where they are told."""
+        """Return vectors standardised by the data set's mean and deviation, where a file gives them."""
         if self.target_norm is None:
             return vectors
         measure = read_measure(Path(self.target_norm), self.output_dim, "target_norm")

@@ -1,10 +1,10 @@
-"""What a mass spectrum tells of its molecule, by DreaMS: numbers, yes or no, a fingerprint, or an embedding.
+"""Properties of a molecule from its mass spectrum, by DreaMS: numbers, yes or no, a fingerprint, or an embedding.
 
     train: {task: "pipeline.tasks.spectra_finetune:SpectraFinetune", options: {targets: 1}, batching: padded}
 
 An item has `peaks.mz`, `peaks.intensity` (relative to the highest), `precursor_mz` (0 stands for one that is not known)
 and `target`, one number or a vector, of which NaN is not known: it has no weight. Sizes by default are those of the
-published DreaMS (github.com/pluskal-lab/DreaMS); with its weights, `as_published: true`. `head` says what is told:
+published DreaMS (github.com/pluskal-lab/DreaMS); with its weights, `as_published: true`. Values of `head`:
 
     regression     numbers, in the units of `lowest` and `highest` where these are given: squared error
     binary         yes or no, one or many: cross entropy, focal by `alpha` and `gamma`
@@ -95,18 +95,18 @@ CLASSES = 20_000  # of masses in the published outputs of pre-training
 
 @dataclass(frozen=True)
 class SpectraFinetune(PeakSizes):
-    """The task: tell numbers, bits or an embedding of each spectrum."""
+    """The task: predict numbers, bits or an embedding of each spectrum."""
 
     classes: int = -1  # of masses in the outputs of pre-training; -1: 20,000 as published, else none
     measure: str = "cosine"  # of fingerprints: cosine, iou or bce
     max_peaks: int = 100  # of an item with more, the most intense ones are taken: attention goes by their square
     backbone_only: bool = False  # embeddings by the precursor's token as it is ("zero-shot"), without a layer after
-    sigmoid: bool = False  # numbers are told from 0 to 1, of what `lowest` and `highest` span
+    sigmoid: bool = False  # predict numbers from 0 to 1 of the span of `lowest` and `highest`
     lowest: tuple[float, ...] = ()  # of each target, in its unit: learned as 0
     highest: tuple[float, ...] = ()  # learned as 1
-    names: tuple[str, ...] = ()  # of targets, by which figures are told
+    names: tuple[str, ...] = ()  # of targets, in the names of metrics
     alpha: float | None = None  # weight of positives, that of negatives being 1 - alpha
-    gamma: float = 0.0  # how much less is weighed what is told well
+    gamma: float = 0.0  # how much less good predictions weigh
     threshold: float = 0.5  # from which on a probability is a yes, in figures
     margin: float = 0.1  # of triplets: how much farther a negative must be than the positive
     library: str = ""  # embeddings of a library that predicted spectra are looked up in: train.predict.options
@@ -203,7 +203,7 @@ class SpectraFinetune(PeakSizes):
 
     @property
     def term(self) -> str:
-        """The name of what is summed."""
+        """The name of the loss term."""
         return "triplet" if self.head == EMBEDDING else TARGET
 
     def loss(self, model: nn.Module, batch: SpectraBatch) -> dict[str, tuple[Tensor, float]]:
@@ -228,7 +228,7 @@ class SpectraFinetune(PeakSizes):
         """Return how many numbers, fingerprints or triplets are known."""
         return {self.term: batch.known}
 
-    # ---- what is told ----
+    # ---- outputs ----
 
     def outputs(self, model: nn.Module, batch: SpectraBatch) -> dict[str, Any]:
         """Return the prediction for each item and its target: NaN where unknown, of no size where nothing is known."""
@@ -280,7 +280,7 @@ class SpectraContrast(SpectraFinetune):
 
     @property
     def term(self) -> str:
-        """The name of what is summed."""
+        """The name of the loss term."""
         return "found"
 
     def embed(self, model: nn.Module, batch: SpectraBatch) -> dict[str, Tensor]:

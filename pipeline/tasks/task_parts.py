@@ -42,7 +42,7 @@ def refuse(option: str, problem: str, remedy: str = "") -> NoReturn:
     raise ConfigError(problem, where=f"{WHERE}.{option}", remedy=remedy)
 
 
-def require(is_good: bool, task: object, name: str, must: str) -> None:  # noqa: FBT001 - it is what it is about
+def require(is_good: bool, task: object, name: str, must: str) -> None:  # noqa: FBT001 - its subject
     """Refuse an option's value unless `is_good`."""
     if not is_good:
         refuse(name, f"{name} is {getattr(task, name)}: it must be {must}")
@@ -266,7 +266,7 @@ class Vectors(Protocol):
 
 
 def first_of(described: Iterable[tuple[str, T]], outputs: Any) -> dict[str, T]:
-    """Return what is said of the ids of outputs; a scan takes the first of equal ids, and so does this."""
+    """Return the descriptions of the ids of outputs, the first of equal ids, as a scan takes it."""
     ids, found = {outputs.id(place) for place in range(len(outputs))}, dict[str, T]()
     for name, about in described:
         if name in ids:

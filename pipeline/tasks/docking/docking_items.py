@@ -78,7 +78,7 @@ def bound_frame(receptor: PartnerTensors, ligand: PartnerTensors) -> tuple[Tenso
 
 
 def is_unbound(*sides: PartnerTensors) -> bool:
-    """Tell whether partners have places in a bound structure; beside such items, bound ones have fields without any."""
+    """Tell whether partners have places in a bound structure; batched with such items, bound ones have empty fields."""
     return any(bool(side.nodes["labelled"].any()) for side in sides if "labelled" in side.nodes)
 
 

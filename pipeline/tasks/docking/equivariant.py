@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 ABSENT = -1e30  # added to hidden features before their activation where there is no edge
 ABSENT_HALF = -6e4  # the same in float16, in which nothing is much larger
 _OF_DEGREE = {1: slice(3), 2: slice(3, DIRECTIONS)}
-# What the harmonics below and couplings of whole numbers leave to a path's scale: degree in, of the harmonics, out.
+# Factors of a path's scale for these harmonics and couplings of whole numbers: degree in, of the harmonics, out.
 _NORMS = {
     (0, 0, 0): 1.0,
     (0, 1, 1): 1.0,
@@ -45,7 +45,7 @@ _NORMS = {
 
 
 def edge_features(features_PRCM: Tensor, grid: Grid) -> Tensor:
-    """Return what a convolution is told of edges: whether there is none, which leaves nothing of it, and a 1."""
+    """Return the input of a convolution: edge features, a mark of absent edges, which cancels them, and a 1."""
     real_PRC1 = grid.real_PRC.unsqueeze(-1).expand(*features_PRCM.shape[:-1], 1)
     return torch.cat([features_PRCM, 1 - real_PRC1, torch.ones_like(real_PRC1)], -1)
 
@@ -72,21 +72,21 @@ class AllPairs:
     real_PRC: Tensor  # 1 where there is an edge, else 0
 
     def of_row(self, x_PRM: Tensor) -> Tensor:
-        """Return what the row's node has, to be broadcast over cells."""
+        """Return the row's features, to be broadcast over cells."""
         return x_PRM.unsqueeze(2)
 
     def of_column(self, x_PCM: Tensor) -> Tensor:
-        """Return what the column's node has, to be broadcast over cells."""
+        """Return the column's features, to be broadcast over cells."""
         return x_PCM.unsqueeze(1)
 
     def turned(self, cells_PRCM: Tensor) -> Tensor:
         """List cells by their column's node, or by their row's again."""
         return cells_PRCM.transpose(1, 2)
 
-    turned_edges = turned_back = turned  # what is no edge is 0 already
+    turned_edges = turned_back = turned  # absent edges are 0 already
 
     def row_of_turned(self, x_PRM: Tensor) -> Tensor:
-        """Return what the row's node has, to be broadcast over cells listed by their column's."""
+        """Return the row's features, to be broadcast over cells listed by column."""
         return x_PRM.unsqueeze(1)
 
     def degrees(self, *, by_row: bool) -> Tensor:
@@ -105,11 +105,11 @@ class ListedPairs:
     real_NK: Tensor
 
     def of_row(self, x_PRM: Tensor) -> Tensor:
-        """Return what the row's node has, to be broadcast over cells."""
+        """Return the row's features, to be broadcast over cells."""
         return x_PRM.unsqueeze(2)
 
     def of_column(self, x_PNM: Tensor) -> Tensor:
-        """Return what the column's node has, for every cell."""
+        """Return the column's features for every cell."""
         return _rows(x_PNM, self.column_RC)
 
     def turned(self, cells_PRCM: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class ListedPairs:
         return _rows(cells_PNKM.flatten(1, 2), self.back_RC)
 
     def row_of_turned(self, x_PRM: Tensor) -> Tensor:
-        """Return what the row's node has, for cells listed by their column's."""
+        """Return the row's features for cells listed by column."""
         return _rows(x_PRM, self.there_NK // self.column_RC.shape[1])
 
     def degrees(self, *, by_row: bool) -> Tensor:
@@ -187,7 +187,7 @@ class Kernel(NamedTuple):
 class PairConvolution(nn.Module):
     """Means of messages by receiver: tensor products of senders' features with harmonics, weighted by a small network.
 
-    The network is told of the edge and of one or both of its ends, each by as many features as `told` says.
+    The network reads features of the edge and of one or both of its ends: `told` has the width of each.
     """
 
     def __init__(self, enter: Sequence[Irrep], leave: Sequence[Irrep], told: Sequence[int]) -> None:
@@ -225,7 +225,7 @@ class PairConvolution(nn.Module):
         return Edges(grid, _hidden(told[0], kernel.told[0], of_column, of_row), harmonics_PRC8)
 
     def forward(self, kernel: Kernel, edges: Edges, senders: Blocks, *, row_sends: bool) -> Blocks:
-        """Return the means of what the nodes of rows send to those of columns, or the other way."""
+        """Return the means of the messages from rows to columns, or from columns to rows."""
         grid, hidden, bends = edges
         if row_sends:
             heard = HeardEdges(grid.turned_edges(hidden), grid.turned_edges(bends), grid.turned, grid.row_of_turned)
@@ -238,7 +238,7 @@ class PairConvolution(nn.Module):
         return tuple(sum(part for into, part in sums if into == at) / degrees for at in range(len(self.leave)))
 
     def _same(self, kernel: Kernel, heard: HeardEdges, senders: Blocks) -> Iterator[tuple[int, Tensor]]:
-        """Yield what comes of harmonics of degree 0, which are the same for every edge."""
+        """Yield the terms of degree-0 harmonics, which are the same for every edge."""
         sources = [path.source for path in self.same]
         if not sources:
             return
@@ -251,7 +251,7 @@ class PairConvolution(nn.Module):
     def _bent(
         self, kernel: Kernel, heard: HeardEdges, bends_PSK8: Tensor, senders: Blocks
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield what comes of vectors and directions, summed by receiver before it meets the weights."""
+        """Yield the terms of vectors and directions, summed by receiver before the weights apply."""
         if not self.bent:
             return
         bent = {target: list(paths) for target, paths in groupby(self.bent, lambda path: path.target)}
@@ -284,7 +284,7 @@ class PairConvolution(nn.Module):
             yield path.target, part_PA3M
 
     def _coupled(self, path: ProductPath, x_PS3M: Tensor) -> Tensor:
-        """Return what harmonics make of a block [P, S, 8, D, M], for each of them."""
+        """Return the coupling of a block with each harmonic [P, S, 8, D, M]."""
         coupled = self.get_buffer(f"coupling_1{path.harmonic}{self.leave[path.target].degree}")
         return torch.einsum("ijk,psiu->psjku", coupled, x_PS3M)
 
@@ -296,7 +296,7 @@ class PairConvolution(nn.Module):
 
 
 class HeardEdges(NamedTuple):
-    """Edges by their receivers, and how to bring there what is listed by senders."""
+    """Edges by their receivers, and how to bring there features that are listed by senders."""
 
     hidden_PAKH: Tensor
     bends_PAK8: Tensor
@@ -305,7 +305,7 @@ class HeardEdges(NamedTuple):
 
 
 def _absent(kind: str) -> float:
-    """Return what leaves nothing of a hidden feature in the precision that products have on a kind of device."""
+    """Return a number that cancels a hidden feature in the precision of products on a kind of device."""
     is_half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
     return ABSENT_HALF if is_half else ABSENT
 
@@ -329,7 +329,7 @@ def _hidden(edges_PRCM: Tensor, weights: Tensor, of_column: Tensor, of_row: Tens
 def _mixed(sums_PAQH: Tensor, block: Irrep, weights: Tensor) -> Tensor:
     """Contract sums with a path's weights [P, A, D, M]."""
     poses, receivers = sums_PAQH.shape[:2]
-    # as one product of matrices: matmul makes one for each receiver of what is no matrix in memory
+    # as one product of matrices: matmul makes one for each receiver if the memory is no matrix
     mixed = sums_PAQH.reshape(poses * receivers * block.components, len(weights)) @ weights
     return mixed.view(poses, receivers, block.components, -1)
 

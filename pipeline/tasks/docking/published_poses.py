@@ -85,8 +85,8 @@ class PosedFile:
     structure: gemmi.Structure
     suffix: str
     pos_N3: NDArray[np.float64]  # of the ligand, as it was read
-    document: gemmi.cif.Document | None  # of a single mmCIF file: what it says besides its atoms
-    notes: tuple[str, ...]  # what is not as in the files
+    document: gemmi.cif.Document | None  # of a single mmCIF file: its other categories
+    notes: tuple[str, ...]  # differences from the files
 
     def pose(self, move_12: NDArray[np.float64], remarks: Sequence[str]) -> bytes:
         """Return the file in which the ligand has made a move."""
@@ -352,7 +352,7 @@ def way_file(name: str) -> str:
 
 
 def _remarks(docked: DockedComplex, text: PosedFile, row: PoseRow) -> list[str]:
-    """Return what is said at the top of a pose's file."""
+    """Return the remarks at the top of a pose's file."""
     confidence = "NO CONFIDENCE" if math.isnan(row.confidence) else f"CONFIDENCE {row.confidence:.4f}"
     chains = {role: ", ".join(chain.name for chain in side.chains) for role, side in docked.read.sides.items()}
     return [
@@ -362,7 +362,7 @@ def _remarks(docked: DockedComplex, text: PosedFile, row: PoseRow) -> list[str]:
 
 
 def _measured(docked: DockedComplex, move_P12: NDArray[np.float64]) -> list[dict[str, Any]]:
-    """Return what is measured of each pose: contacts, and where the true partners touch, what DockQ measures."""
+    """Return the measures of each pose: contacts, and DockQ's where the true partners touch."""
     receptor, ligand = (heavy_positions(docked.read.sides[role]) for role in (Role.RECEPTOR, Role.LIGAND))
     columns: dict[str, Any] = {
         name: near_counts(receptor, ligand, move_P12, limit).tolist()
@@ -375,7 +375,7 @@ def _measured(docked: DockedComplex, move_P12: NDArray[np.float64]) -> list[dict
 
 
 def pictures(rows: Sequence[PoseRow]) -> list[dict[str, Any]]:
-    """Return what the page of a run draws: the share of complexes within an RMSD, and RMSDs by rank."""
+    """Return the curves of a run's HTML report: the share of complexes within an RMSD, and RMSDs by rank."""
     drawn_rows = [row for row in rows if row.rank is not None and math.isfinite(row.complex_rmsd)]
     if not drawn_rows:
         return []

@@ -44,7 +44,7 @@ class Spread:
     variance: float = 1.0  # along an axis, in units of sigma squared
 
     def sigma(self, time: Time) -> Time:
-        """Return the standard deviation, or what it is called by."""
+        """Return the standard deviation at a time."""
         sigma: Time = self.least ** (1 - time) * self.most**time
         return sigma
 
@@ -229,7 +229,7 @@ def sampled_poses(
 ) -> Iterator[Tensor]:
     """Yield the poses after each step; `score` says of poses and a time [1] what translates and rotates them [P, 3].
 
-    A pose is the same to the last bit whatever poses are moved beside it, if one is moved at once.
+    A pose is the same to the last bit whatever other poses are moved, if one is moved at once.
     """
     pos_PL3 = start_PL3
     for step, time in enumerate(how.times()):
@@ -242,7 +242,7 @@ def sampled_poses(
 
 
 def by_poses(poses_at_once: int | None, work: Callable[..., Tensor], *of_poses_P: Tensor) -> Tensor:
-    """Return what a function gives for some poses at a time, joined; None: for all at once."""
+    """Apply a function to some poses at a time and join the results; None: to all at once."""
     pieces = zip(*(torch.split(one_P, poses_at_once or len(one_P)) for one_P in of_poses_P), strict=True)
     return torch.cat([work(*piece) for piece in pieces])
 

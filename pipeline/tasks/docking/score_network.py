@@ -49,7 +49,7 @@ TYPES = 24  # ESM-2's tokens of residues end with 23
 TIME_FEATURES, DISTANCES = 32, 32
 TIME_SCALE = 10_000
 INNER_FARTHEST, CROSS_FARTHEST = 30.0, 80.0  # Å, of the Gaussians on distances
-LEAST_EXPONENT = -70.0  # of Gaussians: what is smaller makes no difference
+LEAST_EXPONENT = -70.0  # of Gaussians: smaller ones make no difference
 CUTOFF, CUTOFF_RATE = 40.0, 3.0  # Å between residues that hear of each other, and for each Å of noise
 FLIPPED = (-1.0, -1.0, -1.0, 1.0, 1.0, 1.0, 1.0, 1.0)  # harmonics of the opposite direction
 
@@ -119,7 +119,7 @@ class EdgeInput(nn.Module):
         of_time, of_distance = parts if self.time_first else reversed(parts)
         told_PRCM = near_PRCM @ of_distance
         of_pose_P11M = (time_TM @ of_time + self.enter.bias)[:, None, None]
-        is_alike = len(of_pose_P11M) in (1, len(told_PRCM))  # else what is the same for all poses has many times
+        is_alike = len(of_pose_P11M) in (1, len(told_PRCM))  # else one pose has many times
         told_PRCM = (told_PRCM.add_(of_pose_P11M) if is_alike else told_PRCM + of_pose_P11M).relu_()
         features_PRCM: Tensor = self.out(told_PRCM)
         return features_PRCM
@@ -151,7 +151,7 @@ class ResidueInput(nn.Module):
 
 
 class PartnerEdges(NamedTuple):
-    """What a partner's inner edges are before any layer."""
+    """A partner's inner edges before any layer."""
 
     pairs: ListedPairs
     harmonics_PRC8: Tensor
@@ -159,7 +159,7 @@ class PartnerEdges(NamedTuple):
 
 
 class SharedInput(NamedTuple):
-    """What is the same for all poses of a complex."""
+    """Features that are the same for all poses of a complex."""
 
     time_TM: Tensor
     receptor: Blocks
@@ -180,14 +180,14 @@ class Chosen:
         return x if self.places is None else x.index_select(1, self.places)
 
     def back(self, x: Tensor) -> Tensor:
-        """Return features of all, with 0 for who was not chosen."""
+        """Return features of all, with 0 for those not chosen."""
         if self.places is None:
             return x
         return x.new_zeros(len(x), self.total, *x.shape[2:]).index_copy(1, self.places, x)
 
 
 class MetPairs(NamedTuple):
-    """What pairs of the partners are before any layer."""
+    """The pairs of the partners before any layer."""
 
     pairs: AllPairs
     harmonics_PRL8: Tensor
@@ -197,7 +197,7 @@ class MetPairs(NamedTuple):
 
 
 class TrunkLayer(nn.Module):
-    """Messages within the partners, and between them; the last layer's receptor hears nothing, as nobody asks."""
+    """Messages within the partners, and between them; the last layer computes no receptor, which nothing reads."""
 
     flipped_8: Tensor
 
@@ -225,7 +225,7 @@ class TrunkLayer(nn.Module):
         return after, _added(ligand, self._within(inner, edges[1], ligand), heard)
 
     def _crossed(self, met: MetPairs, kernel: Kernel, receptor: Blocks, ligand: Blocks) -> tuple[Blocks, Blocks]:
-        """Return what receptor and ligand hear of each other."""
+        """Return the messages between receptor and ligand."""
         receptor, ligand = tuple(map(met.rows.of, receptor)), tuple(map(met.columns.of, ligand))
         told = met.features_PRLM, scalars_of(ligand), scalars_of(receptor)
         edges = self.cross.edges(kernel, met.pairs, met.harmonics_PRL8, told)
@@ -238,7 +238,7 @@ class TrunkLayer(nn.Module):
         return tuple(map(met.rows.back, spoken)), tuple(map(met.columns.back, heard))
 
     def _within(self, kernel: Kernel, edges: PartnerEdges, x: Blocks) -> Blocks:
-        """Return what a partner's residues hear from each other."""
+        """Return the messages among a partner's residues."""
         told = edges.features_PRCM, scalars_of(x), scalars_of(x)
         made = self.inner.edges(kernel, edges.pairs, edges.harmonics_PRC8, told)
         heard: Blocks = self.inner(kernel, made, x, row_sends=self.as_published)
@@ -257,7 +257,7 @@ class DockingTrunk(nn.Module):
         self.layers: Sequence[TrunkLayer] = nn.ModuleList(TrunkLayer(sizes, at) for at in range(sizes.layers))  # type: ignore[assignment]
 
     def _shared(self, posed: PosedComplex) -> SharedInput:
-        """Compute what does not depend on the pose."""
+        """Compute the features that do not depend on the pose."""
         time_TM = time_features(posed.time_T).to(posed.pos_PL3)
         receptor, ligand = posed.receptor, posed.ligand
         return SharedInput(
@@ -382,7 +382,7 @@ class ScoreModel(DockingModel):
         scores = []
         for place, (posed, ligand) in enumerate(zip(batch, features, strict=True)):
             told = _published_residue(ligand_scalars, place) if self.as_published else ligand_scalars[place]
-            # a pose's score is the same to the last bit whatever poses are computed beside it, if one is at once
+            # a pose's score is the same to the last bit whatever other poses are computed, if one is at once
             pieces = zip(
                 posed.pieces(poses_at_once), *(torch.split(x, poses_at_once) for x in (told, *ligand)), strict=True
             )

@@ -1,1 +1,1 @@
-"""Matching pairs: towers for images, texts and rows, CLIP's names, and what is nearest to what."""
+"""Matching pairs: towers for images, texts and rows, CLIP's names, and the nearest of each side."""

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)  # of red, green and blue, which images are centred by
 SPREAD = (0.26862954, 0.26130258, 0.27577711)
-TOKEN_SPREAD, PLACE_SPREAD = 0.02, 0.01  # of what a fresh model begins with
+TOKEN_SPREAD, PLACE_SPREAD = 0.02, 0.01  # standard deviations of fresh parameters
 INNER = 4  # how much wider a layer is within
 SHARP = 1.702
 BYTES = 256
-ROW_SPREAD = 0.02  # of what a fresh tower of rows learns for places
+ROW_SPREAD = 0.02  # standard deviation of fresh parameters in a tower of rows
 
 
 class ImageBatch(NamedTuple):

@@ -1,10 +1,10 @@
-"""What is asked of matching pairs: what is nearest to what, and which class, told by texts alone, an item is of.
+"""Retrieval over matching pairs: ranks, tables of the nearest, and zero-shot classification by texts.
 
 nearest_right.csv    a line an item: its texts, classes where they are known, and the nearest right sides with cosines
 nearest_left.csv     the same the other way
 
-Two blocks of items and their cosines are held at a time. A class told by texts is the mean of what a text tower makes
-of it in prompts. Shapes: N items of a split, K and M items of two blocks, D features, T nearest ones; C classes, T
+Two blocks of items and their cosines are held at a time. The vector of a class is the mean of its prompts'
+vectors. Shapes: N items of a split, K and M items of two blocks, D features, T nearest ones; C classes, T
 templates, K shared features.
 """
 
@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from pipeline.errors import ConfigError
 from pipeline.readers.byte_pairs import BytePairs, TooLong
+from pipeline.store.store import in_chunks
 from pipeline.tasks.pairs.pair_towers import PairBatch, TextBatch
 from pipeline.tasks.task_parts import (
     WHERE,
@@ -113,7 +114,7 @@ def _write(folder: Path, outputs: Outputs, way: Sides, classes: Classes, texts: 
 
 
 AT_ONCE = 64  # prompts
-_MADE: WeakKeyDictionary[nn.Module, tuple[Any, Tensor]] = WeakKeyDictionary()  # with what it was made of
+_MADE: WeakKeyDictionary[nn.Module, tuple[Any, Tensor]] = WeakKeyDictionary()  # with the stamp of the weights
 
 
 @dataclass(frozen=True)
@@ -150,18 +151,14 @@ class Prompts:
         parameters = [(id(weight), weight._version) for weight in model.parameters()]  # noqa: SLF001 - no other name counts changes in place
         stamp = self, like.device, like.dtype, parameters
         if _MADE.get(model, ("",))[0] != stamp:
-            tokens = [torch.tensor(numbers) for numbers in self._tokens()]
-            parts = [
-                _text_vectors(model, tokens[start : start + AT_ONCE], like.device)
-                for start in range(0, len(tokens), AT_ONCE)
-            ]
-            mean_CK = torch.cat(parts).view(len(self.names), len(self.templates), -1).mean(1)
+            vectors = [_text_vectors(model, part, like.device) for part in in_chunks(self._tokens(), AT_ONCE)]
+            mean_CK = torch.cat(vectors).view(len(self.names), len(self.templates), -1).mean(1)
             _MADE[model] = stamp, functional.normalize(mean_CK, dim=-1).to(like.dtype)
         return _MADE[model][1]
 
 
-def _text_vectors(model: nn.Module, tokens: list[Tensor], device: torch.device) -> Tensor:
+def _text_vectors(model: nn.Module, tokens: Sequence[list[int]], device: torch.device) -> Tensor:
     ends_B = torch.tensor([len(numbers) - 1 for numbers in tokens], device=device)
-    texts = TextBatch(padded_rows(tokens)[0].to(device), ends_B)
+    texts = TextBatch(padded_rows(list(map(torch.tensor, tokens)))[0].to(device), ends_B)
     vectors_BK: Tensor = model(PairBatch(None, texts))[1]
     return at_least_single(vectors_BK)

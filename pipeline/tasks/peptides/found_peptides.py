@@ -96,20 +96,22 @@ class Vocabulary:
 
     def text(self, letter_L: NDArray[np.integer]) -> str:
         """Return letters up to the end as ProForma; special ones are left out."""
-        end_L = np.flatnonzero(np.asarray(letter_L) == EOS)
-        kept = letter_L[: end_L[0]] if len(end_L) else letter_L
-        return "".join(self.names[letter] for letter in kept if letter >= len(SPECIAL))
+        return "".join(self.names[letter] for letter in letter_L[before_end(letter_L)])
+
+    def mass(self, letter_R: NDArray[np.integer]) -> float:
+        """Return the mass of a peptide."""
+        return float(self.masses_V[letter_R].sum()) + self.water
 
 
 STEP = 0.1  # Da
-SPARE = 50.0  # Da that a remaining mass may come to below 0, and above the whole: what is lost weighs less than nothing
-UNIT = 1e-6  # Da, to which masses are told apart
+SPARE = 50.0  # Da that a remaining mass may come to below 0, and above the whole: losses have negative mass
+UNIT = 1e-6  # Da, below which masses count as equal
 MOST_STEPS = 20_000  # of a search: where all letters are alike, there are too many peptides to look at
 NEVER = -math.inf
 
 
 def letter_scores(log_LV: Numbers, vocabulary: Vocabulary) -> tuple[Numbers, Numbers]:
-    """Return what each residue is worth at each place, and an end before it [L + 1].
+    """Return the score of each residue at each place, and of an end before it [L + 1].
 
     As published no letter is an end, and each length is as good as another.
     """
@@ -180,7 +182,7 @@ class _Bound:
 
     @staticmethod
     def _before(after_G: Numbers, letter_V: Numbers, step_V: NDArray[np.int64], end_G: Numbers) -> Numbers:
-        """Return what is worth from a place on. Of x - y, the whole part is that of x less that of y, or one less."""
+        """Return the best worth from a place on. The whole part of x - y is that of x less that of y, or one less."""
         either_G = after_G.copy()
         either_G[1:] = np.maximum(after_G[1:], after_G[:-1])
         worth_G = end_G
@@ -201,7 +203,7 @@ OF_PPM = 20.0  # how far from the precursor's mass a peptide loses most of its r
 
 
 class Answer(NamedTuple):
-    """A peptide that was found for a spectrum, and what is known of the spectrum."""
+    """A peptide that was found for a spectrum, with the spectrum's precursor and true peptide."""
 
     letter_R: NDArray[np.int64]
     confidence_R: NDArray[np.float64]  # how sure the model is of each residue
@@ -246,13 +248,12 @@ class PeptideChoice:
 
     def mz_of(self, answer: Answer) -> float:
         """Return the m/z that a peptide should have."""
-        mass = float(self.vocabulary.masses_V[answer.letter_R].sum()) + self.vocabulary.water
+        mass = self.vocabulary.mass(answer.letter_R)
         return mass / answer.charge + self.vocabulary.proton if answer.charge else math.nan
 
     def ppm(self, letter_R: NDArray[np.int64], mass: float) -> float:
         """Return how much heavier than the precursor a peptide is, in millionths."""
-        own = float(self.vocabulary.masses_V[letter_R].sum()) + self.vocabulary.water
-        return (own - mass) / mass * 1e6
+        return (self.vocabulary.mass(letter_R) - mass) / mass * 1e6
 
 
 def before_end(letter_L: NDArray[Any]) -> NDArray[np.int64]:

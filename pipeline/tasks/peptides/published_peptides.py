@@ -48,7 +48,7 @@ LENGTHS = {"length_to_12": (0, 12), "length_13_to_17": (13, 17), "length_from_18
 
 
 class JudgedPeptide(NamedTuple):
-    """One spectrum's peptide beside the true one."""
+    """One spectrum's peptide compared with the true one."""
 
     is_found_R: NDArray[np.bool_]  # of the residues that were said
     true: int  # residues
@@ -88,7 +88,7 @@ def _walk(said_R: Masses, true_R: Masses) -> NDArray[np.bool_]:
 
 
 def judged(answer: Answer, vocabulary: Vocabulary) -> JudgedPeptide:
-    """Return a spectrum's peptide beside the true one."""
+    """Compare a spectrum's peptide with the true one."""
     is_found_R = found_residues(vocabulary.masses_V[answer.letter_R], vocabulary.masses_V[answer.true_R])
     return JudgedPeptide(is_found_R, len(answer.true_R), answer.score, vocabulary.is_modified_V[answer.letter_R])
 
@@ -127,7 +127,7 @@ def area(rows: Sequence[JudgedPeptide]) -> float:
 
 
 class LetterRow(NamedTuple):
-    """One spectrum's letters in every answer, at the places of the true peptide, beside the true ones."""
+    """One spectrum's letters in every answer, at the places of the true peptide, and the true ones."""
 
     said_TR: NDArray[np.int64]
     true_R: NDArray[np.int64]
@@ -143,8 +143,7 @@ def letter_row(answer_TL: NDArray[Any], label_L: NDArray[Any], mass: float) -> L
 def letter_metrics(rows: Sequence[LetterRow], vocabulary: Vocabulary) -> dict[str, float]:
     """Return pepTRM's own figures: of the last answer, in which I is L, and of what each answer changes."""
     same = [_as_l(row.said_TR[-1], vocabulary) == _as_l(row.true_R, vocabulary) for row in rows]
-    masses = [float(vocabulary.masses_V[row.said_TR[-1]].sum()) + vocabulary.water for row in rows]
-    off = [abs(mass - row.mass) / row.mass * 1e6 for row, mass in zip(rows, masses, strict=True) if row.mass > 0]
+    off = [abs(vocabulary.mass(row.said_TR[-1]) - row.mass) / row.mass * 1e6 for row in rows if row.mass > 0]
     return {
         "token_accuracy": float(np.concatenate(same).mean()),
         "sequence_accuracy": float(np.mean([is_same_R.all() for is_same_R in same])),
@@ -237,7 +236,7 @@ def table_line(name: str, answer: Answer, choice: PeptideChoice, judgement: Judg
 
 
 def mztab_head(choice: PeptideChoice, runs: Sequence[Path]) -> str:
-    """Return the part of an mzTab that tells where it is from, and the names of its columns."""
+    """Return the metadata of an mzTab, and the names of its columns."""
     lines = [
         *("mzTab-version\t1.0.0", "mzTab-mode\tSummary", "mzTab-type\tIdentification"),
         *("description\tPeptides de novo, by pipeline denovo_recursive", f"software[1]\t{ENGINE}"),
@@ -282,7 +281,7 @@ def psm_line(ref: str, answer: Answer, choice: PeptideChoice, number: int) -> li
 
 
 def modifications_text(code_R: NDArray[np.int64]) -> str:
-    """Return where a peptide is modified as mzTab tells it: `0-UNIMOD:1,3-UNIMOD:35`; the N-terminus is 0."""
+    """Return the modifications of a peptide in mzTab's notation: `0-UNIMOD:1,3-UNIMOD:35`; the N-terminus is 0."""
     told, place = [], 0
     for code in code_R:
         is_terminal = LETTER_OF[code] < 0

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    Memory: TypeAlias = "tuple[Tensor, Tensor]"  # keys and values of what is attended to
+    Memory: TypeAlias = "tuple[Tensor, Tensor]"  # keys and values
 
 MOST_CHARGE = 6
 PEAK_MASS, PRECURSOR_MASS = 2000.0, 3000.0  # what one wave of frequency 1 is long

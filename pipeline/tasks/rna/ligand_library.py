@@ -1,4 +1,4 @@
-"""Embeddings of ligands in HDF5: what pockets are trained towards, and libraries that they are ranked in.
+"""Embeddings of ligands in HDF5: targets of pockets, and libraries that they are ranked in.
 
 A file has a dataset for each key (`PDBID_LIGAND` of a complex, or `LIGAND`), or two: `id` [N] and `embedding` [N, D].
 Shapes: L ligands of a library, D numbers of an embedding, B pockets, S numbers of a sequence.
@@ -47,9 +47,6 @@ class LigandEmbeddings:
             raise DataError(problem, where=f"{WHERE}.targets", remedy="write one row of `embedding` for each `id`")
         return {name.decode() if isinstance(name, bytes) else str(name): row for row, name in enumerate(ids)}
 
-    def __len__(self) -> int:
-        return len(self._file if self._rows is None else self._rows)
-
     def keys(self) -> list[str]:
         """Return all keys."""
         return list(self._file if self._rows is None else self._rows)
@@ -72,7 +69,7 @@ class LigandEmbeddings:
         return _finite(stored.reshape(width), DataError(problem, where=f"{WHERE}.targets", remedy=remedy))
 
     def stored(self, key: str) -> NDArray[Any] | None:
-        """Return what the file has of a key, as it is there."""
+        """Return the stored numbers of a key."""
         if self._rows is not None:
             row = self._rows.get(key)
             return None if row is None else np.asarray(self._file[EMBEDDING][row])
@@ -83,7 +80,7 @@ class LigandEmbeddings:
         """Return the error for a pocket without a target."""
         names = ", ".join(self.keys()[:NAMED])
         sought = " or ".join(dict.fromkeys((name, complex_of(name), ligand_of(name))))
-        problem = f"{sought} has no target in {self.path}, which has {len(self):,} ids: {names} …"
+        problem = f"{sought} has no target in {self.path}, which has {len(self.keys()):,} ids: {names} …"
         remedy = f"--set {WHERE}.targets_missing=skip, or add it to the file"
         return DataError(problem, where=f"{WHERE}.targets", remedy=remedy)
 
@@ -92,11 +89,11 @@ embeddings_of = Opened(LigandEmbeddings)
 
 
 def sequence_vector(path: Path, name: str, width: int) -> Floats:
-    """Return what is said of a pocket's sequence: by the pocket's id or its complex's, never by its ligand's."""
+    """Return the vector of a pocket's sequence: by the pocket's id or its complex's, never by its ligand's."""
     file, keys = embeddings_of(path), dict.fromkeys((name, complex_of(name)))
     stored = next((found for key in keys if (found := file.stored(key)) is not None), None)
     if stored is None:
-        problem = f"{' or '.join(keys)} has no vector in {path}, which has {len(file):,} ids"
+        problem = f"{' or '.join(keys)} has no vector in {path}, which has {len(file.keys()):,} ids"
         remedy = "embed these sequences too, then run: pipeline embeddings export --pool mean --force"
         raise DataError(problem, where=f"{WHERE}.sequences", remedy=remedy)
     if stored.shape != (width,):
@@ -123,7 +120,7 @@ class Measure(NamedTuple):
 
 
 def _measure(path: Path) -> Measure:
-    """Return what an `.npz` file tells; nothing in it is run."""
+    """Read an `.npz` file; nothing in it is run."""
     try:
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:  # np.load leaves a bad one open
             return Measure(*(np.asarray(file[name], np.float32).reshape(-1) for name in ("mean", "std")))
@@ -136,7 +133,7 @@ _measure_of = Opened(_measure)
 
 
 def read_measure(path: Path, width: int, option: str) -> Measure:
-    """Return what an `.npz` file tells, which must be of so many numbers; it is read once a process."""
+    """Read an `.npz` file, which must have so many numbers, once a process."""
     measure = _measure_of(path)
     fits = all(len(part) == width and np.isfinite(part).all() for part in measure)
     if not fits or not (measure.deviation_D > 0).all():

@@ -1,4 +1,4 @@
-"""Made pockets with ligands of their own, as many as wanted, for trials, tests and benchmarks, never for science.
+"""Synthetic pockets with ligands of their own, for trials, tests and benchmarks, never for science.
 
     python -m pipeline.tasks.rna.made_pockets FOLDER --complexes 60 --ligands 6 --width 32 --seed 0
 
@@ -64,7 +64,7 @@ ELEMENTS = {
     "O": (8, 15.999, -0.6),
     "P": (15, 30.974, 1.2),
 }  # charge: about
-SHIFT = {"A": 0.4, "U": 0.2, "G": -0.2, "C": -0.4}  # of every atom of a base's nucleotide, so that it tells itself
+SHIFT = {"A": 0.4, "U": 0.2, "G": -0.2, "C": -0.4}  # of every atom of a base's nucleotide: charges identify the base
 STIFF, BEND, BARRIER = 400.0, 70.0, 1.5  # kcal/mol: of a bond, of an angle, of a dihedral
 DEPTH, RADIUS = 0.1, 3.4  # of the Lennard-Jones wells
 LIKED = ("AA", "GC", "AG", "AU", "GG", "AC")  # steps of a strand, which tell themselves by bases and by stacking
@@ -127,7 +127,7 @@ def topology(pocket: MadePocket) -> bytes:
     letters, atoms, types = [name[0] for name in pocket.names], len(pocket.names), len(ELEMENTS)
     number_A, mass_A, charge_A = np.array([ELEMENTS[letter] for letter in letters]).T
     kind_A = np.array([[*ELEMENTS].index(letter) for letter in letters])
-    shift_A = np.array([SHIFT[base] for base in pocket.residues])[pocket.residue_A]  # so that a base tells itself
+    shift_A = np.array([SHIFT[base] for base in pocket.residues])[pocket.residue_A]  # charges identify the base
     bonds_B2 = np.sort(cKDTree(pocket.pos_A3).query_pairs(LONGEST_BOND, output_type="ndarray"), axis=1)
     bonds_B2 = bonds_B2[np.lexsort(bonds_B2.T[::-1])]
     entries, counts, sums = [], [], []

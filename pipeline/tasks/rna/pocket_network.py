@@ -60,7 +60,7 @@ class Entries(NamedTuple):
 
 
 class PocketBatch(NamedTuple):
-    """The atoms of some pockets, concatenated, and what is wanted of each pocket."""
+    """The atoms of some pockets, concatenated, and the target of each pocket."""
 
     feature_N3: Tensor
     pos_N3: Tensor
@@ -73,7 +73,7 @@ class PocketBatch(NamedTuple):
     has_target_B: Tensor
     known: tuple[bool, ...]  # the same
     ids: tuple[str, ...] = ()
-    sequence_BS: Tensor | None = None  # what an encoder says of each pocket's sequence
+    sequence_BS: Tensor | None = None  # an encoder's vector of each pocket's sequence
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class PocketSizes:
     nonbonded_weight: float = 0.2
     version: int = 3  # 2: the older network, whose kinds have learned weights
     dropout: float = 0.0
-    sequence_dim: int = 0  # numbers that an encoder of RNA says of a pocket's sequence; 0: none is asked
+    sequence_dim: int = 0  # length of an RNA encoder's vector of a pocket's sequence; 0: none
     as_published: bool = False  # with the norm that depends on how a pocket lies in space, and phases as they had them
 
     @property
@@ -317,7 +317,7 @@ class PocketLayer(nn.Module):
 
 
 def invariants(fields: Fields, x_NF: Tensor, *, with_cosines: bool) -> Tensor:
-    """Return what of an atom's fields does not turn: scalars, lengths, and cosines of all pairs of one degree."""
+    """Return the invariants of an atom's fields: scalars, lengths, and cosines of all pairs of one degree."""
     scalars, *turning = fields.split(x_NF)
     lengths = [x_NMD.square().sum(-1).clamp(min=CLOSEST**2).sqrt() for x_NMD in turning]
     parts = [scalars.squeeze(-1), *lengths]
@@ -346,7 +346,7 @@ def shares_of(score_NH: Tensor, item_N: Tensor, items: int) -> Tensor:
 
 
 class HeadPool(nn.Module):
-    """Several weighted means of an item's atoms: each head knows what it looks for."""
+    """Several weighted means of an item's atoms: each head has a query of its own."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -401,7 +401,7 @@ class PocketNetwork(nn.Module):
         return vector_BD
 
     def atom_invariants(self, batch: PocketBatch) -> Tensor:
-        """Return what pooling sees of each atom [N, I]."""
+        """Return the input of pooling for each atom [N, I]."""
         x_NF = self.atoms(batch.feature_N3)
         shapes = {kind: SHAPES[kind](batch.pos_N3, getattr(batch, kind).atom_PE) for kind in self.sizes.kinds}
         for layer in self.layers:

@@ -324,7 +324,7 @@ class RnaPockets:
     path: Path
     force_field: str = TOPOLOGY  # absent: PDB and mmCIF files, without parameters
     splits: str = ""  # JSON of three lists of ids, an absolute path; else they are drawn, 8 : 1 : 1
-    split_by: str = "complex"  # what is never divided between splits that are drawn: complex, ligand or model
+    split_by: str = "complex"  # the unit that drawn splits never divide: complex, ligand or model
     divided: str = "error"  # a complex that `splits` divides between two; allow: as they have it
     residues: tuple[str, ...] = ()  # names of residues that are RNA, besides those known
     _names: tuple[str, ...] = field(init=False, repr=False, compare=False)
@@ -419,7 +419,7 @@ def drawn_splits(group_of: Mapping[str, str]) -> dict[str, str]:
 
 
 def _told_splits(path: Path, *, allow_divided: bool) -> dict[str, str]:
-    """Return the splits that a JSON file tells; refuse one that divides a complex, unless that is allowed."""
+    """Return the splits of a JSON file; refuse one that divides a complex, unless that is allowed."""
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
         lists = {str(split): [str(name) for name in names] for split, names in told.items()}
@@ -442,13 +442,13 @@ def _told_splits(path: Path, *, allow_divided: bool) -> dict[str, str]:
 
 
 def _plain_name(name: str) -> str:
-    """Return a file's name without the ending of what is packed, its last ending in small letters."""
+    """Return a file's name without a `.gz`, its last ending in small letters."""
     plain = Path(name[: -len(PACKED)] if name.lower().endswith(PACKED) else name)
     return plain.stem + plain.suffix.lower()
 
 
 def _coordinates(topology: Path) -> Path | None:
-    """Return the file of coordinates beside a topology."""
+    """Return the file of coordinates next to a topology."""
     return next((path for name in coordinate_candidates(str(topology)) if (path := Path(name)).is_file()), None)
 
 

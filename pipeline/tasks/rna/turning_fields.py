@@ -1,7 +1,7 @@
-"""What turns with an atom's surroundings: scalars, vectors and tensors of degree 2, and the maps between them.
+"""Equivariant fields of atoms: scalars, vectors and tensors of degree 2, and the maps between them.
 
 Numbers of an atom lie as e3nn has them: all scalars, then the vectors, each with its 3 components, then the tensors
-with 5. Weights are flat, and scaled when used so that what comes out is about as large as what went in.
+with 5. Weights are flat, and scaled when used so that outputs are about as large as inputs.
 
 Shapes: N atoms, E edges, F numbers of an atom's fields, S, V and T how many scalars, vectors and tensors it has, U and
 M fields of one degree in and out, D components of a field, W weights of an edge's product, H numbers of the harmonics.
@@ -185,9 +185,9 @@ class LengthActivation(nn.Module):
 class FieldNorm(nn.Module):
     """LayerNorm of scalars, and vectors and tensors brought to one length; `how` says in what way.
 
-    together: those of a kind are divided by their root mean square: who is long beside others stays so.
+    together: those of a kind are divided by their root mean square: relative lengths stay.
     each: each is divided by its own. published: each also loses the mean of its components, which depends on how an
-    item lies in space: published weights want it.
+    item lies in space: published weights need it.
     """
 
     def __init__(self, fields: Fields, how: str) -> None:
@@ -209,7 +209,7 @@ class FieldNorm(nn.Module):
 
 
 class WholeNorm(nn.Module):
-    """All numbers of an atom divided by their root mean square, with a scale for each, which turning would change."""
+    """All numbers of an atom divided by their root mean square, with a scale for each, which depends on orientation."""
 
     def __init__(self, fields: Fields) -> None:
         super().__init__()

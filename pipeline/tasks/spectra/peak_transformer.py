@@ -235,7 +235,7 @@ class PeakTransformer(nn.Module):
             self.pretraining.requires_grad_(requires_grad=False)  # kept, so that what came in goes out whole
 
     def forward(self, peaks: Peaks) -> Tensor:
-        """Return what the head tells of each spectrum [B, K]."""
+        """Return the head's prediction for each spectrum [B, K]."""
         tokens_BLD = self.last_layer(peaks)
         if not isinstance(self.head, SummedHead):
             tokens_BLD = tokens_BLD[:, :1]
@@ -266,8 +266,20 @@ class PeakTransformer(nn.Module):
         return {"dreams": DreamsForm.of(self.sizes)}
 
     def fitting_options(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the options that fit DreaMS' weights; the heads of attention leave no trace in shapes."""
-        return dreams_options(tensors)
+        """Return the task's options that fit DreaMS' weights, by their shapes, which leave the number of heads open."""
+        bare = {name.removeprefix(BACKBONE): tensor for name, tensor in tensors.items()}
+        d_peak = len(bare[SIGN])
+        inner, width = bare["transformer_encoder.ffs.0.in_proj.weight"].shape
+        return {
+            "layers": sum(fnmatchcase(name, "transformer_encoder.atts.*.weights") for name in bare),
+            "d_fourier": width - d_peak,
+            "d_peak": d_peak,
+            "feedforward": inner // width,
+            "finest": round(0.5 / float(bare[FREQUENCIES].flatten()[0]), 9),
+            "fourier_width": len(bare["ff_fourier.ff.0.bias"]),
+            "fourier_layers": sum(fnmatchcase(name, "ff_fourier.ff.*.bias") for name in bare),
+            "classes": len(bare.get(MASSES + ".bias", ())),
+        }
 
 
 SIGN, BACKBONE, HEAD = "ff_peak.ff.0.weight", "backbone.", "head."
@@ -275,24 +287,6 @@ FREQUENCIES, AGAIN = "fourier_enc.b", "fourier_enc.Fourier frequencies"
 APART = 3  # a linear layer of theirs is followed by ReLU and dropout, which are counted, too
 PRETRAINING = {"pretraining.mass": "ff_out.ff.0", "pretraining.order": "ro_out"}
 MASSES = PRETRAINING["pretraining.mass"]
-
-
-def dreams_options(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the task's options that fit DreaMS' weights, by their shapes, which leave the number of heads open."""
-    bare = {name.removeprefix(BACKBONE): tensor for name, tensor in tensors.items()}
-    d_peak = len(bare[SIGN])
-    inner, width = bare["transformer_encoder.ffs.0.in_proj.weight"].shape
-    waves = [name for name in bare if fnmatchcase(name, "ff_fourier.ff.*.bias")]
-    return {
-        "layers": sum(fnmatchcase(name, "transformer_encoder.atts.*.weights") for name in bare),
-        "d_fourier": width - d_peak,
-        "d_peak": d_peak,
-        "feedforward": inner // width,
-        "finest": round(0.5 / float(bare[FREQUENCIES].flatten()[0]), 9),
-        "fourier_width": len(bare["ff_fourier.ff.0.bias"]),
-        "fourier_layers": len(waves),
-        "classes": len(bare.get(MASSES + ".bias", ())),
-    }
 
 
 @dataclass(frozen=True)

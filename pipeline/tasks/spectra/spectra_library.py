@@ -38,7 +38,7 @@ ID = "id"
 
 
 class Library(NamedTuple):
-    """Embeddings, and what is known of each by the names of columns."""
+    """Embeddings, and the headers of each by the names of columns."""
 
     vector_MD: Any  # an array, or one on disk that is read by slices
     names: tuple[str, ...]
@@ -46,7 +46,7 @@ class Library(NamedTuple):
 
 
 def publish_library(folder: Path, outputs: Mapping[str, Any], described: Any, library: str, most: int) -> list[Path]:
-    """Write the embeddings and what is known of them, and their matches in a library where one is named.
+    """Write the embeddings, their headers, and their matches in a library where one is named.
 
     `described` is the reader, whose `headers()` tell of spectra by their ids, or anything else.
     """
@@ -90,7 +90,7 @@ def _write_rows(path: Path, names: Sequence[str], rows: Iterable[Mapping[str, st
 
 
 def _write_matches(path: Path, queries: Library, library: Library, most: int) -> Path:
-    """Write a line for each match: what is known of both sides, their places, and how similar they are."""
+    """Write a line for each match: the headers of both sides, their places and their similarity."""
     theirs = [f"ref_{name}" for name in library.names]
     columns = [*queries.names, *theirs, "index", "ref_index", "topk", "DreaMS_similarity"]
     nearest = nearest_vectors(queries.vector_MD, library.vector_MD, most)

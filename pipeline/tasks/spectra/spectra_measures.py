@@ -1,6 +1,6 @@
 """Losses of spectra, and the figures by which the field judges: errors, yes or no, bits of fingerprints, neighbours.
 
-Each loss is the sum over items; what is not known counts nothing. Shapes: B items, T triplets, K numbers told, D
+Each loss is the sum over items; unknown numbers do not count. Shapes: B items, T triplets, K numbers predicted, D
 features of an embedding; of figures N items, K targets or bits.
 """
 
@@ -37,7 +37,7 @@ def squared_error(told_BK: Tensor, true_BK: Tensor, is_known_BK: Tensor) -> Tens
 def focal_error(
     logit_BK: Tensor, true_BK: Tensor, is_known_BK: Tensor, alpha: float | None = None, gamma: float = 0.0
 ) -> Tensor:
-    """Return the sum of binary cross entropies, those of what is told well weighing less.
+    """Return the sum of binary cross entropies, with less weight where the prediction is good.
 
     The weight of a positive is alpha · (1 − p)^gamma, of a negative (1 − alpha) · p^gamma; it has no gradient.
     """
@@ -74,7 +74,7 @@ FINGERPRINT_LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def triplet_error(anchor_TD: Tensor, positive_TD: Tensor, negative_TD: Tensor, margin: float) -> Tensor:
-    """Return the sum of what a negative is nearer than `margin` behind the positive, by cosines."""
+    """Return the sum over triplets of margin - cosine of the positive + cosine of the negative, if above 0."""
     near_T, far_T = (torch.cosine_similarity(anchor_TD, other_TD) for other_TD in (positive_TD, negative_TD))
     return (margin - near_T + far_T).clamp(min=0).sum()
 
@@ -153,7 +153,7 @@ def _errors(sums: Sequence[float], *, has_pearson: bool) -> dict[str, float]:
 
 
 def answer_figures(predicted: Values, true: Values, names: Sequence[str], threshold: float) -> dict[str, float]:
-    """Return how well yes and no are told apart, in all and of each target where there are several."""
+    """Return how well yes and no are predicted, in all and of each target where there are several."""
     of_all, by_name = _Answers(threshold), {name: _Answers(threshold) for name in names if len(names) > 1}
     for predicted_BK, true_BK, is_known_BK in _blocks(predicted, true, len(names)):
         columns = zip(predicted_BK.T, true_BK.T, is_known_BK.T, strict=True)
@@ -167,11 +167,11 @@ def answer_figures(predicted: Values, true: Values, names: Sequence[str], thresh
 
 
 class _Answers:
-    """Counts of what was told as yes or no, and was."""
+    """Counts of predicted and true yes and no."""
 
     def __init__(self, threshold: float) -> None:
         self._threshold, self._ranking = threshold, Ranking()
-        self._counts_22 = np.zeros((2, 2), np.int64)  # by what is true, and what is told
+        self._counts_22 = np.zeros((2, 2), np.int64)  # by truth, and prediction
 
     def add(self, told_K: NDArray[Any], is_true_K: NDArray[np.bool_]) -> None:
         """Add some answers, told as probabilities."""
@@ -197,9 +197,9 @@ def _share(part: float, whole: float) -> float:
 
 
 def bit_figures(told: Values, true: Values, threshold: float) -> dict[str, float]:
-    """Return how well bits are told, in all, and how alike fingerprints are: by cosine, and by Tanimoto of bits.
+    """Return how well bits are predicted, in all, and how alike fingerprints are: by cosine, and by Tanimoto of bits.
 
-    What is told outside of 0 to 1 is taken through a sigmoid first, as the field's tools do.
+    Predictions outside of 0 to 1 pass a sigmoid first, as the field's tools do.
     """
     is_chance = all(np.nanmin(one) >= 0 and np.nanmax(one) <= 1 for one in told)
     answers, cosines, overlaps = _Answers(threshold), [], []
