@@ -11,7 +11,6 @@ from scipy.spatial.transform import Rotation
 
 from pipeline.errors import ConfigError
 from pipeline.graphs.item_graph import GraphRecipe, ItemGraph
-from pipeline.graphs.make_graphs import build_graph
 from pipeline.records import Role
 from pipeline.structures.synthetic import complex_pdb
 from tests.tasks.cases import INTERFACE as SMALL
