@@ -71,7 +71,9 @@ def pair_places(left: Sequence[Any], right: Sequence[Any]) -> Counts:
             if rows == columns:
                 np.fill_diagonal(cosine_KM, -np.inf)  # an item's own other side is not counted
             for way, own, table in ((0, rows, cosine_KM), (1, columns, cosine_KM.T)):
-                counts[way, :, own] += np.stack(nearer_and_ties(table - own_N[own, None]), 1)
+                # its own side stays out even if its cosine is NaN
+                above = np.where(table == -np.inf, -np.inf, table - own_N[own, None])
+                counts[way, :, own] += np.stack(nearer_and_ties(above))
     return counts
 
 
