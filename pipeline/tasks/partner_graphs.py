@@ -163,7 +163,8 @@ def joined_partners(sides: Sequence[tuple[PartnerTensors, PartnerTensors | None]
     counts = [count for pair in sizes for count in pair]
     first_S = [*accumulate(counts, initial=0)]
     owner = [place for place, count in enumerate(counts) if count]
-    from_E, to_E = torch.cat([side.edges[NEAR] + first_S[at] for side, at in zip(flat, owner, strict=True)], 1)
+    edges = [side.edges[NEAR] + first_S[at] for side, at in zip(flat, owner, strict=True)]
+    from_E, to_E = (torch.cat(ends) for ends in zip(*edges, strict=True))  # no views of one: each compiles alone
     receptor_P, ligand_P = _pairs(sizes, first_S)
     flags_N1 = torch.cat([side.nodes["flags"] for side in flat]).unsqueeze(-1)
     return PartnerBatch(
