@@ -13,7 +13,7 @@ import yaml
 
 from pipeline.config.load import read_config
 from pipeline.config.schema import Config
-from pipeline.setup.demo_project import DEMOS
+from pipeline.setup.demo_project import DEMOS, small_sets
 from tests.conftest import ROOT
 from tests.testkit.command import Command
 from tests.testkit.project import settle, to_do
@@ -48,10 +48,9 @@ def options(**given: Any) -> tuple[str, ...]:
 
 def recipe_of(name: str, card: str, *, structures: bool = False) -> Recipe:
     """Return a recipe as small as `pipeline demo --recipe` has it, in the folder of its project."""
-    demo = DEMOS[name]
-    kept = (setting for setting in demo.settings if "/data/" not in setting and "predict.split" not in setting)
-    settings = (setting.replace("FOLDER/", "") for setting in kept)
-    return Recipe(name, (*options(**demo.options), *settings), card, structures)
+    settings = small_sets(name, Path("/FOLDER"))
+    kept = (setting for setting in settings if "/data/" not in setting and "predict.split" not in setting)
+    return Recipe(name, tuple(setting.replace("/FOLDER/", "") for setting in kept), card, structures)
 
 
 COMPLEX = recipe_of("complex_docking", "3xa100-80gb", structures=True)
