@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from pipeline.config.schema_parts import (
     AutoCount,
@@ -45,6 +45,47 @@ class CurriculumSection(Section):
     @model_serializer(mode="wrap")
     def _only_what_is_said(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
         return {name: value for name, value in plain(self).items() if value}
+
+
+class SamplingSection(Section):
+    """Which items an epoch of training draws. Without settings: every item once."""
+
+    table: Path | None = setting(
+        None, "Table with a column id and the columns named below, such as that of `data split`."
+    )
+    weight: Name | None = setting(None, "Column of weights. Weight 2: drawn twice as often.")
+    cluster: Name | None = setting(None, "Column of clusters, of which each epoch draws a few items.")
+    per_cluster: int = setting(1, "Number of items that an epoch draws of each cluster.", ge=1)
+    source: Name | None = setting(None, "Column of sources, such as the data set an item is from.")
+    shares: dict[Name, Annotated[float, Field(ge=0)]] = setting(
+        {}, "Share of each source in an epoch, such as {pdb: 0.7, predicted: 0.3}."
+    )
+    items_per_epoch: int | None = setting(
+        None, "Items in an epoch. null: as many as there are, or per_cluster of each cluster.", ge=1
+    )
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(name for name in (self.weight, self.cluster, self.source) if name)
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self.columns) or self.items_per_epoch is not None
+
+    @property
+    def table_path(self) -> Path:
+        assert self.table is not None
+        return self.table
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.columns and self.table is None:
+            yield "table", f"needed for {', '.join(self.columns)}: name a table with a column id and these columns"
+        if self.table is not None and not self.columns:
+            yield "table", "changes nothing: name its columns in weight, cluster or source"
+        if bool(self.source) != bool(self.shares):
+            yield "shares", "and source belong together: set both or none"
+        if self.shares and not any(self.shares.values()):
+            yield "shares", "are all 0"
 
 
 class ScheduleSection(Section):
@@ -201,6 +242,7 @@ class TrainSection(Section):
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = setting("default", "`torch.compile` mode.")
     allocator: Literal["auto", "default", "expandable"] = setting("auto", "How torch's allocator reserves GPU memory.")
     oversize: Literal["error", "crop", "skip"] = setting("error", "Items that no plan can hold. error: submit nothing.")
+    sampling: SamplingSection = SamplingSection()
     epochs: int = setting(10, "Total number of epochs.", ge=1)
     curriculum: tuple[CurriculumSection, ...] = setting(
         (), "Phases that come first, with smaller items or other options."

@@ -33,6 +33,7 @@ from pipeline.files import read_json, write_whole
 from pipeline.journal.run_folder import writing_run
 from pipeline.keys import content_digest
 from pipeline.memory.history import torch_version
+from pipeline.planning.sampled_items import with_draws
 from pipeline.planning.task_contract import GRAPH
 from pipeline.planning.training_work import Work, sizes_of
 from pipeline.project.project import once
@@ -132,6 +133,8 @@ def plan_facts(project: Project, table: str) -> dict[str, Any]:
     }
     if (pretrained := pretrained_digest(project)) is not None:
         asked["pretrained"] = pretrained
+    if sampling := _sampling_of(project):
+        asked["sampling"] = sampling
     if files := files_digests(project):
         asked["files"] = files
     return asked
@@ -276,8 +279,10 @@ def recipe_of(project: Project, table: str, precision: str) -> dict[str, Any]:
     constant = train.schedule.kind == "constant"
     reading = train.model_dump(mode="json", include={"pretrained_as", "pretrained_map", "pretrained_entry"})
     reading = {name: value for name, value in reading.items() if value}
+    sampling = {"sampling": sampled} if (sampled := _sampling_of(project)) else {}
     return {
         **decided,
+        **sampling,
         "options": pathless(train.options),
         "precision": precision,
         "schedule": train.schedule.model_dump(mode="json"),
@@ -289,6 +294,16 @@ def recipe_of(project: Project, table: str, precision: str) -> dict[str, Any]:
         **({"files": files} if (files := files_digests(project)) else {}),
         **({"pretrained_reading": reading} if reading else {}),
     }
+
+
+@once
+def _sampling_of(project: Project) -> dict[str, Any]:
+    """Return the settings by which an epoch draws items, with the digest of their table; nothing where it draws all."""
+    sampling = project.config.train.sampling
+    if not sampling.is_used:
+        return {}
+    table = {} if sampling.table is None else {"table": digest_of_files(sampling.table)}
+    return sampling.model_dump(mode="json", exclude={"table"}) | table
 
 
 def pathless(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -372,7 +387,8 @@ def with_task(config: Config) -> bool:
 
 def trained_table(project: Project, prepared: Prepared) -> ItemTable:
     """Return the items that are trained on."""
-    table = items_of(project, prepared.table, project.config.train.split)
+    train = project.config.train
+    table = with_draws(items_of(project, prepared.table, train.split), train.sampling)
     if prepared.skipped:
         table = table.take(np.setdiff1d(np.arange(len(table)), np.array(prepared.skipped, np.int64)))
     return table
@@ -395,7 +411,7 @@ def steps_of(project: Project, prepared: Prepared) -> int:
     table = trained_table(project, prepared)
     sizes = task_sizes(project, prepared, table)
     batch = project.config.train.effective_batch
-    return sum(-(-int(phase.keeps(sizes).sum()) // batch) * phase.epochs for phase in prepared.phases)
+    return sum(-(-phase_items(table, sizes, phase).table.in_epoch // batch) * phase.epochs for phase in prepared.phases)
 
 
 def phase_items(table: ItemTable, sizes: Mapping[str, Any], phase: PhasePlan) -> Items:

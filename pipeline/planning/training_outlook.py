@@ -37,6 +37,7 @@ from pipeline.memory.planning.planner import CurriculumStage, compare_offers, pl
 from pipeline.memory.planning.step_estimates import SETTINGS, ahead_bytes, compare_configurations, reserve
 from pipeline.planning.offers import NAME, Question, is_known, offers_of, waits
 from pipeline.planning.probe import measured_pace, measured_ratios, probe
+from pipeline.planning.sampled_items import with_draws
 from pipeline.planning.training_work import (
     OwnItems,
     Work,
@@ -192,7 +193,8 @@ class _PlanningCase:
 
     def _data(self, request: PlanRequest) -> DataSizes:
         seed = self.config.train.seed
-        return data_of(self.sizes, request, padded=self.padded, seed=seed, ids=self.table.ids)
+        data = data_of(self.sizes, request, padded=self.padded, seed=seed, ids=self.table.ids)
+        return replace(data, draws=self.table.draws)
 
     @property
     def reserve(self) -> Reserve:
@@ -309,9 +311,9 @@ def _items(question: Question) -> tuple[ItemTable, str]:
         return typed_table(question.sizes, train.effective_batch)
     is_early = question.by_plan and made_table(project) is None
     table, sizes_from = scanned_table(project) if is_early else (table_of(project), "")
-    if train.split is None or not any(table.splits):  # a data set without splits is trained on as a whole
-        return table, sizes_from
-    return table.of_split(train.split, "train.split"), sizes_from
+    if train.split is not None and any(table.splits):  # else a data set is trained on as a whole
+        table = table.of_split(train.split, "train.split")
+    return with_draws(table, train.sampling), sizes_from
 
 
 def _sizes(question: Question, work: Work, table: ItemTable, *, early: bool) -> dict[str, Integers]:

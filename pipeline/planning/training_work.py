@@ -338,9 +338,10 @@ def cutter(batch: int, *, padding: float | None, seed: int = 0, micro_batch: int
     """Return a function that cuts an epoch into micro-batches as training will."""
     padded = padding is not None
 
-    def cut(sizes: Mapping[str, Integers], cost_N: Integers, budget_bytes: int, ranks: int) -> Micros:
+    def cut(data: DataSizes, cost_N: Integers, budget_bytes: int, ranks: int) -> Micros:
+        sizes = data.sizes
         settings = sampler_settings(batch, budget_bytes, padding=padding, seed=seed, micro_batch=micro_batch)
-        sampler = Sampler({COST: cost_N, LIKENESS: likeness(sizes)}, settings, ranks=ranks)
+        sampler = Sampler({COST: cost_N, LIKENESS: likeness(sizes)}, settings, ranks=ranks, draws=data.draws)
         rows, steps, owners = [], [], []
         names = tuple(sizes)
         sizes_NS = np.stack([sizes[name] for name in names], axis=1)

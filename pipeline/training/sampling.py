@@ -8,6 +8,8 @@ on other ranks, or whose budget was halved after an OOM, makes the same steps; o
 Sizes are named, one value an item. A product of sizes is written `receptor*ligand`: what it costs in memory is the
 largest receptor times the largest ligand, which may be in different items.
 
+With `Draws`, an epoch is a drawn part of the items, by weight, cluster and source.
+
 Shapes: N items, W in a window, E in a step, S steps in a window, B bricks in a window, D sizes items are arranged by,
 K items of a rank's share, F factors of a product.
 """
@@ -38,6 +40,7 @@ ORDER_VERSION = 1  # raise it whenever the same seed gives another order
 WINDOW = 4096
 BRICK = 8  # dealt evenly to 1, 2, 4 or 8 ranks; steps of 24 then vary in size as random ones of 3 do
 SHUFFLE = 0  # the random stream that shuffles all items; the streams of windows follow
+DRAW, CLUSTERS, OFFSET = range((1 << 32) - 3, 1 << 32)  # the random streams of draws
 BLOCK = 128  # a share is cut in blocks of so many items: the best cuts of K items take K² steps
 EVEN = 1.001  # ranks with a cost below this multiple of the mean are left as they are
 MOST_SWAPPED = 512  # more items are even enough when dealt, and too many to try every swap
@@ -70,12 +73,46 @@ class SamplerSettings:
                 raise ValueError(f"the sampler's {name} is {value}; must be at least 1")
 
 
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """How often an epoch is expected to draw each item; sources and clusters get their part in every single epoch.
+
+    Items are laid on a line, source by source and cluster by cluster in random order, each as long as it is expected.
+    Marks at distance 1 from a random start then say how often each item is drawn. So the count of an item, a cluster
+    or a source differs from its expected value by less than 1.
+    """
+
+    expected_N: Floats
+    source_N: Integers
+    cluster_N: Integers
+
+    @property
+    def items(self) -> int:
+        """The number of items that an epoch draws."""
+        return round(float(np.cumsum(self.expected_N)[-1])) if len(self.expected_N) else 0
+
+    def take(self, numbers: Integers) -> Draws:
+        """Return the draws of some items, each expected as often as before."""
+        return Draws(self.expected_N[numbers], self.source_N[numbers], self.cluster_N[numbers])
+
+    def epoch(self, seed: int, epoch: int) -> Integers:
+        """Return the drawn items; those of a source follow each other."""
+        random_N = random_bits(len(self.cluster_N), seed, epoch, DRAW)
+        random_C = random_bits(int(self.cluster_N.max()) + 1, seed, epoch, CLUSTERS)
+        order_N = np.lexsort((random_N, self.cluster_N, random_C[self.cluster_N], self.source_N))
+        start = float(random_bits(1, seed, epoch, OFFSET)[0]) / 2.0**64
+        line_N = np.cumsum(self.expected_N[order_N])
+        marks_N = np.floor(line_N * (self.items / line_N[-1]) + start).astype(np.int64)
+        marks_N[-1] = self.items
+        return np.asarray(np.repeat(order_N, np.diff(np.minimum(marks_N, self.items), prepend=0)))
+
+
 class EpochOrder:
     """The steps of every epoch; the last epoch's shuffle and the last window's arrangement are cached."""
 
-    def __init__(self, sizes_DN: Sequence[Integers], settings: SamplerSettings) -> None:
-        self._sizes_DN, self._settings = tuple(sizes_DN), settings
-        self._items, self._batch = len(sizes_DN[0]), settings.batch
+    def __init__(self, sizes_DN: Sequence[Integers], settings: SamplerSettings, draws: Draws | None = None) -> None:
+        self._sizes_DN, self._settings, self._draws = tuple(sizes_DN), settings, draws
+        self._items, self._batch = len(sizes_DN[0]) if draws is None else draws.items, settings.batch
         full = self._items // self._batch
         self.steps = full + (not settings.drop_last and self._items % self._batch > 0)
         windows = -(-full * self._batch // max(settings.window, self._batch))
@@ -93,7 +130,8 @@ class EpochOrder:
     def _shuffle(self, epoch: int) -> NDArray[np.signedinteger]:
         """Return all items in the epoch's random order."""
         settings = self._settings
-        drawn_N = shuffled(self._items, settings.seed, epoch) if settings.shuffle else np.arange(self._items)
+        order_N = shuffled(self._items, settings.seed, epoch) if settings.shuffle else np.arange(self._items)
+        drawn_N = order_N if self._draws is None else self._draws.epoch(settings.seed, epoch)[order_N]
         return drawn_N.astype(np.int32 if self._items <= np.iinfo(np.int32).max else np.int64)
 
     def _arrange(self, epoch: int, window: int) -> Integers:
@@ -308,6 +346,7 @@ class Sampler:
         ranks: int = 1,
         data: str = "",
         place: Callable[[], tuple[int, int]] | None = None,
+        draws: Draws | None = None,
     ) -> None:
         """Take the sizes of all items; `data` identifies the items, in words or as a digest.
 
@@ -319,7 +358,7 @@ class Sampler:
         self.rank, self.ranks = rank, ranks
         self.epoch = 0
         self._sizes, self._data, self._place = sizes, data, place
-        self._order = EpochOrder([sizes[name] for name in settings.by], settings)
+        self._draws, self._order = draws, EpochOrder([sizes[name] for name in settings.by], settings, draws)
         self._first = 0  # the step at which a loop over the epoch begins
         self._next = (0, 0)  # the epoch and the step that follow what was used
 
@@ -440,12 +479,14 @@ class Sampler:
         """All that determines the order, as JSON data: settings, sizes, and the version of the algorithm."""
         settings = self.settings
         digests = [content_digest(np.ascontiguousarray(self._sizes[name], np.int64).data) for name in settings.by]
+        drawn = b"" if self._draws is None else b"".join(column.tobytes() for column in vars(self._draws).values())
         return {
             "version": ORDER_VERSION,
             "data": self._data,
             "items": len(self._sizes[settings.by[0]]),
             "sizes": content_digest(b"".join(digests)).hex(),
             "by": list(settings.by),
+            **({"draws": content_digest(drawn).hex()} if drawn else {}),
             **{name: getattr(settings, name) for name in ("batch", "brick", "window", "seed", "shuffle", "drop_last")},
         }
 

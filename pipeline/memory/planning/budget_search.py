@@ -261,7 +261,7 @@ class DataBounds:
         self.data, self.request = data, request
         self.terms = Terms((ITEMS, *data.names), data.padded)
         self.sizes_NS = data.sizes_NS
-        self.whole = data.cut(data.sizes, np.ones(data.items, np.int64), request.batch, request.ranks)
+        self.whole = data.cut(data, np.ones(data.items, np.int64), request.batch, request.ranks)
         self.share = int(self.whole.items_M.max(initial=1))  # items that a rank has in a step at most
         first = 1 if data.padded else self.share
         most = np.partition(self.sizes_NS, -first, axis=0)[-first:].sum(axis=0)
@@ -284,7 +284,7 @@ class DataBounds:
         return self.alone(int(np.argmax((self.sizes_NS / np.maximum(self.sizes_NS.max(axis=0), 1)).sum(axis=1))))
 
     def cut(self, model: CostModel, budget: int) -> Micros:
-        return self.data.cut(self.data.sizes, model.cost(self.data.sizes, budget), budget, self.request.ranks)
+        return self.data.cut(self.data, model.cost(self.data.sizes, budget), budget, self.request.ranks)
 
     def uncut_budget(self, model: CostModel) -> int:
         """Return a budget that cuts no share of a step, but for padding."""

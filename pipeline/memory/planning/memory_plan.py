@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     Table = Mapping[str, Integers]  # one value an item, by the size's name
     # Cuts epochs into micro-batches as training will, by sizes, costs, a budget in bytes, and ranks: of summed costs,
     # or of items times the largest cost where they are padded.
-    Cutter: TypeAlias = Callable[[Table, Integers, int, int], "Micros"]
+    Cutter: TypeAlias = Callable[["DataSizes", Integers, int, int], "Micros"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +70,7 @@ class DataSizes:
     ids: Any = None  # names of items, for messages; `take(numbers)` returns those of some
     padding: float | None = None  # padded/real of a micro-batch that `cut` makes, at most; None: the caller knows
     looser: Mapping[float | None, Cutter] = field(default_factory=dict)  # cuts that pad more, by the most that they do
+    draws: Any = None  # how an epoch draws from the items; `take(numbers)` returns those of some
 
     def called(self, item: int) -> str:
         return f"item {item:,}" if self.ids is None else self.ids[item]
@@ -88,8 +89,10 @@ class DataSizes:
         return np.stack(columns, axis=1) if columns else np.zeros((0, 0), np.int64)
 
     def only(self, keep_N: NDArray[np.bool_]) -> DataSizes:
-        ids = self.ids.take(np.flatnonzero(keep_N)) if self.ids is not None else None
-        return replace(self, sizes={name: values_N[keep_N] for name, values_N in self.sizes.items()}, ids=ids)
+        kept_N = np.flatnonzero(keep_N)
+        ids, draws = (rows if rows is None else rows.take(kept_N) for rows in (self.ids, self.draws))
+        sizes = {name: values_N[kept_N] for name, values_N in self.sizes.items()}
+        return replace(self, sizes=sizes, ids=ids, draws=draws)
 
     def cropped(self, limits: Mapping[str, int]) -> DataSizes:
         """Return the items with larger sizes cut down to the limits."""

@@ -252,7 +252,7 @@ class PlanCase:
         ways = {self.data.padding: self.data.cut, **self.data.looser}
         found: list[tuple[float, int, float | None]] = []
         for padding, cut in ways.items():
-            micros = cut(self.data.sizes, cost_N, budget, self.request.ranks)
+            micros = cut(self.data, cost_N, budget, self.request.ranks)
             found.append((self._times(memory, self.bounds, micros)[1], len(micros.step_M), padding))
         fastest_s = min(time_s for time_s, *_ in found)
         *_, padding = min((way for way in found if way[0] <= SLACK * fastest_s), key=lambda way: way[1])

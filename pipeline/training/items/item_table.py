@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pipeline.store.store import Store
+    from pipeline.training.sampling import Draws
 
     Array = NDArray[Any]
     Integers = NDArray[np.int64]
@@ -70,6 +71,7 @@ class ItemTable:
     sizes: Mapping[str, Integers]  # each [N], in the type they are stored in: products of them may overflow
     items: PackedTexts | None = None  # or places, as JSON
     labels: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # each [N]; NaN where it is unknown
+    draws: Draws | None = None  # how an epoch draws from the items; None: each once
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -119,7 +121,13 @@ class ItemTable:
             sizes={name: size_N[numbers] for name, size_N in self.sizes.items()},
             items=self.items.take(numbers) if self.items else None,
             labels={name: label_N[numbers] for name, label_N in self.labels.items()},
+            draws=self.draws and self.draws.take(numbers),
         )
+
+    @property
+    def in_epoch(self) -> int:
+        """The number of items in an epoch of training."""
+        return len(self) if self.draws is None else self.draws.items
 
     def sampled(self, samples: int) -> ItemTable:
         """Return a table with a row for each sample of each item, named as `protocol.item_of` expects."""

@@ -112,7 +112,8 @@ class Job:
         )
         data = content_digest(items.table.key_N16.tobytes()).hex()
         sizes = {COST: items.cost_N, LIKENESS: items.likeness_N}
-        sampler = Sampler(sizes, settings, rank=self.ranks.rank, ranks=self.ranks.world, data=data)
+        draws = items.table.draws if shuffle else None
+        sampler = Sampler(sizes, settings, rank=self.ranks.rank, ranks=self.ranks.world, data=data, draws=draws)
         task = self.task_of(phase)
         weighs = shuffle and isinstance(task, Weights)  # nobody asks for the weights of an evaluation
         return Loader(

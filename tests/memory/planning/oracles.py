@@ -103,7 +103,8 @@ def card(budget: int, name: str = "card", *, half: bool = True, caching: bool = 
 def greedy(batch: int, *, padded: bool = False, seed: int = 0) -> Callable[..., Micros]:
     """Return a cut that fills one micro-batch after the other, in an order drawn at random."""
 
-    def cut(sizes: Mapping[str, Integers], cost_N: Integers, budget: int, ranks: int) -> Micros:
+    def cut(data: DataSizes, cost_N: Integers, budget: int, ranks: int) -> Micros:
+        sizes = data.sizes
         count = len(cost_N)
         order = np.random.default_rng(seed).permutation(count)
         made: list[tuple[int, int, list[int]]] = []

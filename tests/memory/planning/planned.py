@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch.utils._pytree import tree_map_only
 
 from pipeline.memory.footprint import CannotRun, MemoryChoice, Oracle, live_peak_bytes, margin_of
-from pipeline.memory.planning.memory_plan import MemoryPlan, Micros, PlanRequest
+from pipeline.memory.planning.memory_plan import DataSizes, MemoryPlan, Micros, PlanRequest
 from pipeline.memory.planning.planner import plan_memory
 from pipeline.planning.training_work import Work, cutter, data_of, host_card, least_of, target_of
 from pipeline.protocol import ITEMS
@@ -125,7 +125,7 @@ class Ground:
         padded = self.member.padded
         cut = cutter(BATCH, padding=LOOSER[-1] if padded else None)
         cost_N = np.prod([*self.sizes.values()], axis=0) if padded else np.ones(self.items, np.int64)
-        micros = cut(self.sizes, cost_N, int(cost_N.max()) * BATCH, 1)
+        micros = cut(DataSizes(self.sizes, cut), cost_N, int(cost_N.max()) * BATCH, 1)
         return self.live(choice, micros, accumulate=padded)
 
     @property

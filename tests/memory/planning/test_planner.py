@@ -68,7 +68,7 @@ CASES: dict[str, tuple[Callable[[Mapping[str, int]], float], dict[str, Integers]
 def micros_of(made: MemoryPlan, items: DataSizes, cut: Callable[..., Micros] | None = None) -> Micros:
     """Return an epoch under a plan."""
     cost = made.cost(items.sizes)
-    return (cut or items.cut)(items.sizes, cost, made.budget_bytes, made.request.ranks)
+    return (cut or items.cut)(items, cost, made.budget_bytes, made.request.ranks)
 
 
 def peaks_of(model: Model, made: MemoryPlan, micros: Micros) -> list[int]:
@@ -384,8 +384,8 @@ def test_a_compiled_model_gets_more_also_after_an_eager_measurement() -> None:
 def test_an_epoch_that_was_cut_in_part_is_as_long_as_it_is() -> None:
     whole = data(heavy(400), BATCH)
 
-    def a_quarter(sizes: Any, cost_N: Any, budget_bytes: int, ranks: int) -> Micros:
-        found = whole.cut(sizes, cost_N, budget_bytes, ranks)
+    def a_quarter(data: Any, cost_N: Any, budget_bytes: int, ranks: int) -> Micros:
+        found = whole.cut(data, cost_N, budget_bytes, ranks)
         kept = found.step_M < np.unique(found.step_M).size // 4
         share = np.unique(found.step_M[kept]).size / np.unique(found.step_M).size
         return Micros(found.names, found.sizes_MS[kept], found.step_M[kept], found.rank_M[kept], share)
