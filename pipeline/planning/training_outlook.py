@@ -108,7 +108,7 @@ def _outlook(question: Question, work: Work, *, probing: bool) -> TrainOutlook:
     mem = _mem(config, host)
     return TrainOutlook(
         task=str(config.train.task),
-        items=len(case.table),
+        items=case.table.in_epoch,
         sizes_from=case.sizes_from,
         offer=offer,
         plans=plans,
