@@ -122,7 +122,7 @@ def test_a_stage_of_more_tasks_than_an_array_takes_does_every_item_once(make: Ma
 
 @pytest.mark.nightly
 def test_a_stage_of_more_tasks_than_may_be_queued_goes_in_waves(make: Make, healthy: Cluster) -> None:
-    items = TINY_MAX_SUBMIT - 1
+    items = TINY_MAX_SUBMIT
     project = make(items, cluster__slurm__qos="tiny", **ONE_EACH)
     run = project.submits()
     run.ends()
@@ -166,12 +166,12 @@ def test_what_slurm_has_of_a_job_is_what_emit_and_dry_run_show(make: Make, healt
 
 
 def without_the_run(script: str, run: Run) -> str:
-    """Return a script without what a run's name decides: its folder, logs and code, and whom a visit waits for."""
+    """Return a script without what a run's name decides: its folder, logs and code, and when a visit begins."""
     for words in (run.folder.logs, run.project.folder / "logs", run.folder.path, run.name):
         script = script.replace(str(words), "RUN")
     script = re.sub(r"sys\.path\[:\] = \[\*\[[^]]*\]", "sys.path[:] = [*[CODE]", script)
-    script = re.sub(r"RUN-supervise-\d+", "RUN-supervise-N", script)
-    return re.sub(r"^#SBATCH --dependency=.*\n", "", script, flags=re.MULTILINE).strip()
+    script = re.sub(r"RUN(-[0-9a-f]{6})?-(scan|supervise)-\d+", r"RUN-\2-N", script)
+    return re.sub(r"^#SBATCH --(dependency|begin)=.*\n", "", script, flags=re.MULTILINE).strip()
 
 
 @pytest.mark.nightly

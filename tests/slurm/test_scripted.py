@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -183,4 +182,3 @@ def test_the_job_that_would_be_submitted_asks_for_what_a_node_has_at_most(tmp_pa
     assert done.code == 0, done.err
     assert "#SBATCH --mem=6000M" in done.out, "of the 8 GiB that are stated"
     assert "configured: a script's memory is unknown" in done.out
-    assert json.loads((project.folder / "pipeline.yaml").read_text())["train"] == {"command": PYTHON}

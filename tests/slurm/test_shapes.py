@@ -80,7 +80,7 @@ def test_a_plan_that_fits_no_card_is_infeasible(featured: Cluster, project: Path
     assert typed(project, "submit", "--stage", "embed").returncode in (0, 5)
     state = ended(project)
     assert (state["state"], state["exit_code"]) == ("failed", 5)
-    assert "the largest card here, large, has 65.0 MiB" in str(state["error"])
+    assert "large, has 65.0 MiB" in str(state["error"])
 
 
 @pytest.mark.nightly
@@ -88,6 +88,6 @@ def test_a_supervisor_on_the_login_node_brings_a_run_to_its_end(healthy: Cluster
     login = ("--set", "cluster.supervisor.where=login", "--set", "cluster.slurm.cards=[]")
     done = typed(project, "submit", "--stage", "embed", "--follow", *login)
     assert done.returncode == 0, done.stderr
-    assert "6 of 6 done" in done.stdout
+    assert {stage["state"] for stage in ended(project)["stages"]} == {"done"}
     names = healthy.run("sacct", "-n", "-P", "-X", "-S", "now-10minutes", "-o", "JobName").stdout
     assert Path(str(ended(project)["name"])).name not in "".join(name for name in names.split() if "supervise" in name)

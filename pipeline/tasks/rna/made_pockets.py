@@ -169,6 +169,16 @@ def topology(pocket: MadePocket) -> bytes:
         "BONDS_WITHOUT_HYDROGEN": _cells("10I8", entries[0]),
         "ANGLES_WITHOUT_HYDROGEN": _cells("10I8", entries[1]),
         "DIHEDRALS_WITHOUT_HYDROGEN": _cells("10I8", entries[2]),
+        # Other readers of topologies, such as ParmEd, require these: nothing is excluded, nothing has a hydrogen
+        "TITLE": _cells("20a4", ["made"]),
+        "AMBER_ATOM_TYPE": _cells("20a4", letters),
+        **dict.fromkeys(
+            ("ANGLES_INC_HYDROGEN", "DIHEDRALS_INC_HYDROGEN", "HBOND_ACOEF", "HBOND_BCOEF"), _cells("10I8", [])
+        ),
+        "NUMBER_EXCLUDED_ATOMS": _cells("10I8", np.ones(atoms)),
+        **dict.fromkeys(("EXCLUDED_ATOMS_LIST", "JOIN_ARRAY", "IROTAT"), _cells("10I8", np.zeros(atoms))),
+        "TREE_CHAIN_CLASSIFICATION": _cells("20a4", ["M"] * atoms),
+        **dict.fromkeys(("SOLTY", "RADII", "SCREEN"), _cells("5E16.8", np.ones(atoms))),
     }
     texts = [f"%FLAG {name}\n{text}" for name, text in sections.items()]
     return "".join(["%VERSION  VERSION_STAMP = V0001.000  DATE = 01/01/00  00:00:00\n", *texts]).encode()

@@ -87,6 +87,7 @@ def preempt(cluster: Cluster, run: Run) -> None:
 def examined(project: Project, executor: str = "slurm", **environment: str) -> dict[str, Any]:
     """Return the rows of `pipeline doctor`, by what they are about."""
     done = project.types("doctor", "--json", f"--set=cluster.executor={executor}", **environment)
+    assert done.out.startswith("["), done.said
     return {row["what"]: row for row in json.loads(done.out)}
 
 
@@ -186,10 +187,10 @@ def test_an_image_that_changes_during_a_run_ends_it(make: Make, image: Path, tmp
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"container__image": "/nowhere/pipeline.sif"}, "there is no such image: No such file or directory"),
+        ({"container__image": "/nowhere/pipeline.sif"}, "image not found"),
         ({"container__binds": ["/nowhere:/data"]}, "folder not found here"),
         ({"container__binds": []}, "no python3 starts in the image"),
-        ({"container__env": {}}, "it holds no pipeline"),
+        ({"container__env": {}}, "the image has no pipeline"),
         ({"container__runtime": "pyxis"}, "srun has no option --container-image here"),
     ],
     ids=["image", "bind", "nothing inside", "no pipeline", "pyxis"],
@@ -275,11 +276,13 @@ def test_a_training_on_two_nodes_that_is_preempted_inside_has_the_bits_of_one_ou
 
 
 @pytest.mark.nightly
-def test_doctor_says_what_is_well_and_that_sbatch_is_missing_inside(make: Make, image: Path) -> None:
+def test_doctor_says_what_is_well_and_that_sbatch_is_missing_inside(make: Make, image: Path, tmp_path: Path) -> None:
     project = make(1)
     rows = examined(project)
     assert rows["container"]["verdict"] == "ok", rows["container"]
-    rows = examined(project, PATH=f"{sys.prefix}/bin")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "bash").symlink_to(str(shutil.which("bash")))
+    rows = examined(project, PATH=f"{sys.prefix}/bin:{tmp_path}/bin")
     assert rows["slurm"]["verdict"] == "BAD"
     assert "sbatch" in rows["slurm"]["found"]
     assert "outside of containers" in rows["slurm"]["remedy"]

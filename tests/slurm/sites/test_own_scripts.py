@@ -239,6 +239,7 @@ def test_what_a_reader_of_the_users_own_gives_is_scanned_and_trained_on(tmp_path
     (model,) = (project.folder / "models").iterdir()
     figures = [json.loads(line) for line in (model / "figures.jsonl").read_text().splitlines()]
     assert figures[-1]["step"] == steps
-    again = project.types("submit", "--stage", "train", "--executor", "slurm", "--dry-run")
+    again = project.types("submit", "--stage", "train", "--executor", "slurm", "--dry-run", "--json")
     assert again.code == 0, again.err
-    assert "scan data sets 1 0 0 1 0 0 " in again.said  # items, refused, unusable, cached, missing, tasks
+    counts = [stage["counts"] for stage in json.loads(again.out)["stages"]]
+    assert [(count["cached"], count["missing"]) for count in counts] == [(1, 0), (steps, 0)]

@@ -184,10 +184,7 @@ def test_a_run_stops_before_its_budget_is_passed_and_what_it_finished_is_kept(ma
     took = healthy.run("sacct", "-nPX", "--format=ElapsedRaw,AllocCPUS", "-j", ",".join(jobs_of(run))).stdout.split()
     assert sum(int(line.split("|")[0]) * int(line.split("|")[1]) for line in took) <= 0.034 * 3600
     assert "budget: 0.0" in project.types("status").said
-    report = project.types("report").said
-    assert "of 0.034 core-hours used" in report, report
-    assert "GPU busy unknown" in report
-    assert "GPU memory unknown" in report
+    assert "of 0.034 core-hours used" in project.types("report").said
 
     more = project.submits("scan", "--set", "cluster.budget=1 core-hours")
     more.ends()

@@ -46,6 +46,7 @@ def told(project: Project, state: str) -> list[list[str]]:
 
 
 def jobs_of(run: Run, cluster: Cluster, kind: str = "scan") -> list[str]:
+    until("its jobs to be queued", lambda: run.jobs(cluster, kind), story=run.story)
     return sorted({row["array"] for row in run.jobs(cluster, kind)})
 
 
@@ -136,6 +137,7 @@ def test_what_keeps_jobs_is_seen_told_once_and_told_to_be_over(busy: Cluster, tm
     cluster, obstacle = busy, OBSTACLES[name]
     project = telling(tmp_path, cluster__scan__partition="urgent")
     run = project.submits()
+    jobs_of(run, cluster)
     obstacle.put(cluster, run)
     lets_start(cluster)
 
@@ -157,7 +159,7 @@ def test_what_keeps_jobs_is_seen_told_once_and_told_to_be_over(busy: Cluster, tm
     over = [words for words in told(project, "waited") if obstacle.reason in words[3] and words[1] == "scan"]
     assert len(over) == 1, over
     assert all(wait["until"] >= wait["since"] > 0 for wait in ended["waits"])
-    assert f"({obstacle.reason})" in project.types("status", run.name).out, "it is kept"
+    assert f"({obstacle.reason})" in project.types("status", run.name, "-v").out, "it is kept"
 
 
 @pytest.mark.nightly
@@ -177,6 +179,6 @@ def test_a_visit_that_is_held_is_shown(busy: Cluster, tmp_path: Path) -> None:
 def test_a_cancelled_run_leaves_nothing_in_the_queue(busy: Cluster, tmp_path: Path) -> None:
     project = make_project(tmp_path / "p", 2)
     run = project.submits()
-    assert {row["name"].split("-")[2] for row in run.jobs(busy)} == {"scan", "supervise"}
+    assert {row["name"].rsplit("-", 2)[1] for row in run.jobs(busy)} == {"scan", "supervise"}
     assert project.types("cancel", run.name, "--yes").code == 0
     until("the queue to be empty of it", lambda: not run.jobs(busy), story=run.story)

@@ -7,6 +7,7 @@ import re
 import shutil
 
 import numpy as np
+import parmed
 import pytest
 
 from pipeline.errors import ConfigError, DataError
@@ -124,6 +125,14 @@ def test_what_is_no_rna_is_not_in_the_pocket_nor_any_term_of_it():
         assert np.array_equal(part[f"{kind}.constant"], whole[f"{kind}.constant"][own])
         assert not own.all()
     assert len(read_pocket(with_ligand.encode(), coordinates, ("LIG",))["atoms.pos"]) == len(whole["atoms.pos"])
+
+
+def test_made_pockets_are_topologies_that_parmed_reads(tmp_path):
+    write(tmp_path, "1aaa_ARG_model0", *files(0))
+    topology = tmp_path / "1aaa_ARG_model0_rna.prmtop"
+    read = parmed.amber.AmberParm(str(topology), xyz=str(topology.with_suffix(".inpcrd")))
+    ours = read_pocket(*files(0))
+    assert (len(read.coordinates), len(read.bonds)) == (len(ours["atoms.pos"]), len(ours["bonds.atom"]))
 
 
 def test_near_pairs_are_those_within_four_angstroms_that_no_bond_joins():
