@@ -66,7 +66,7 @@ journal/budget.py: a budget that is used up pays for one task more
 config/masking.py: short secrets are shown
 - SHORTEST = 6
 + SHORTEST = 40
-report/html/charts.py: axes of memory are wrong by 7% in GiB
+report/charts.py: axes of memory are wrong by 7% in GiB
 - KILO = 1024
 + KILO = 1000
 cli/run_verbs.py: --json submits jobs

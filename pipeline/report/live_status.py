@@ -53,6 +53,7 @@ class LiveLines:
         self._notes: list[str] = []
         self._printed: set[str] = set()  # rows and notes that do not change any more
         self._said_at: dict[str, float] = {}
+        self._said: dict[str, Text] = {}  # the last line of each row
         self._live = Live(
             console=self._console, get_renderable=self._drawn, refresh_per_second=FRAMES_PER_S, transient=True
         )
@@ -82,13 +83,16 @@ class LiveLines:
                 handler.setStream(sys.stderr)  # which now prints above
 
     def _print_now_and_then(self) -> None:
-        """Without a terminal: print a line of what goes on, and again after a while."""
+        """Without a terminal: print a line of what goes on, and again after a while if it has changed."""
         moment = time.monotonic()
         for row in (row for row in self._rows if row.state is State.RUNNING and SOON not in row.parts):
             what = f"{row.name} {row.since}"
             if moment - self._said_at.get(what, self._quiet_since) >= LINE_EVERY_S:
                 self._said_at[what] = moment
-                self._say(replace(row, share=None, since=0.0).line(NO_TERMINAL, time.time(), " "))
+                line = replace(row, share=None, since=0.0).line(NO_TERMINAL, time.time(), " ")
+                if line != self._said.get(what):
+                    self._said[what] = line
+                    self._say(line)
                 self._print_notes()
 
     def _print_notes(self, stage: str = "") -> None:

@@ -229,7 +229,7 @@ IMPORTS = {  # modules by a name that is not written in the source
     "pipeline/cluster/fork_server.py": "those that tasks of this package begin with",
     "pipeline/api.py": "one of its own table of public names",
     "pipeline/cli/help.py": "one of the command line's own table of verbs",
-    "pipeline/cli/completion.py": "the module of typer's, or click's, that the command line is made of",
+    "pipeline/cli/options.py": "the module of typer's, or click's, that the command line is made of",
 }
 
 
