@@ -290,6 +290,8 @@ class TrainSection(Section):
                 f"{self.micro_batch} exceeds effective_batch ({batch}): lower micro_batch or raise effective_batch"
             )
             yield "micro_batch", problem
+        if self.command is not None and self.sampling.is_used:
+            yield "sampling", "is for train.task: a script of train.command draws its own items"
         if self.task is not None and self.command is not None:
             yield "command", "cannot be combined with train.task: keep one of the two"
         if self.curriculum and sum(stage.epochs for stage in self.curriculum) >= self.epochs:

@@ -388,6 +388,10 @@ def with_task(config: Config) -> bool:
 def trained_table(project: Project, prepared: Prepared) -> ItemTable:
     """Return the items that are trained on."""
     train = project.config.train
+    if _sampling_of(project) != prepared.recipe.get("sampling", {}):
+        what = "changed since this training was planned: its epochs would draw other items"
+        undo = Command.submit("train", then="   (a new training), or restore the table")
+        raise DataError(what, where=str(train.sampling.table or "train.sampling"), remedy=undo)
     table = with_draws(items_of(project, prepared.table, train.split), train.sampling)
     if prepared.skipped:
         table = table.take(np.setdiff1d(np.arange(len(table)), np.array(prepared.skipped, np.int64)))

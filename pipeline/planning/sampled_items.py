@@ -9,7 +9,7 @@ import math
 from array import array
 from dataclasses import replace
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -21,6 +21,8 @@ from pipeline.training.sampling import Draws
 from pipeline.units import first_few, printable_text
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from pipeline.config.schema_train import SamplingSection
@@ -39,13 +41,14 @@ def with_draws(table: ItemTable, sampling: SamplingSection) -> ItemTable:
 
     An item that an epoch may draw twice has two rows, so that no row is drawn twice and a plan knows the worst draw.
     """
-    if not sampling.is_used:
+    if not sampling.is_used or not len(table):
         return table
     draws = _draws(table, sampling)
     copies_N = np.ceil(draws.expected_N - ROUNDING).astype(np.int64)
     rows = np.repeat(np.arange(len(table)), copies_N)
-    each = draws.take(rows)
-    return replace(table.take(rows), draws=replace(each, expected_N=each.expected_N / copies_N[rows]))
+    copy_N = np.arange(len(rows)) - np.repeat(np.cumsum(copies_N) - copies_N, copies_N)
+    each = replace(draws.take(rows), expected_N=draws.expected_N[rows] / copies_N[rows], copy_N=copy_N)
+    return replace(table.take(rows), draws=each)
 
 
 def _draws(table: ItemTable, sampling: SamplingSection) -> Draws:
@@ -65,7 +68,8 @@ def _draws(table: ItemTable, sampling: SamplingSection) -> Draws:
             what = f"no item to draw has the source {first_few(map(repr, empty))}; there are: {', '.join(sources)}"
             raise ConfigError(what, where=f"{WHERE}.shares", remedy=show_header(sampling.table_path))
         mass_N = mass_N * (share_S / np.maximum(mass_S, TINY))[source_N]
-    return Draws(items * mass_N / np.cumsum(mass_N)[-1], source_N, cluster_N)
+    expected_N = items * (mass_N / math.fsum(mass_N))
+    return Draws(expected_N, source_N, cluster_N, np.zeros(len(table), np.int64))
 
 
 def _columns(table: ItemTable, sampling: SamplingSection) -> tuple[Floats, Integers, Integers, list[str]]:
@@ -90,13 +94,15 @@ def _columns(table: ItemTable, sampling: SamplingSection) -> tuple[Floats, Integ
             clusters.append(_digest(row[sampling.cluster] or f"\0{row['id']}"))  # without one: alone in its own
         if sampling.source:
             sources.append(names.setdefault(row[sampling.source], len(names)))
-    row_N = _rows_of(table, np.array(digests, np.uint64), sampling)
+    values = [np.array(column) for column in (weights, clusters, sources) if column]
+    row_N = _rows_of(table, np.array(digests, np.uint64), values, sampling)
     weight_N, cluster_N, source_N, _ = alone
     if sampling.weight:
         weight_N = np.array(weights)[row_N]
         if not weight_N.any():
             what = f"the weights of all {items:,} items are 0"
             raise ConfigError(what, where=f"{WHERE}.weight", remedy=show_header(path))
+        weight_N = weight_N / weight_N.max()  # sums of large ones would overflow
     if sampling.cluster:
         cluster_N = np.unique(np.array(clusters, np.uint64)[row_N], return_inverse=True)[1]
     if sampling.source:
@@ -104,8 +110,10 @@ def _columns(table: ItemTable, sampling: SamplingSection) -> tuple[Floats, Integ
     return weight_N, cluster_N, source_N, list(names) or [""]
 
 
-def _rows_of(table: ItemTable, digest_R: NDArray[np.uint64], sampling: SamplingSection) -> Integers:
-    """Return the row of each item; raise where one has none."""
+def _rows_of(
+    table: ItemTable, digest_R: NDArray[np.uint64], values: Sequence[NDArray[Any]], sampling: SamplingSection
+) -> Integers:
+    """Return the row of each item; raise where one has none, or several with different values."""
     order_R = np.argsort(digest_R, kind="stable")
     digest_N = np.fromiter((_digest(table.ids[number]) for number in range(len(table))), np.uint64, len(table))
     place_N = np.minimum(np.searchsorted(digest_R[order_R], digest_N), max(0, len(digest_R) - 1))
@@ -115,6 +123,14 @@ def _rows_of(table: ItemTable, digest_R: NDArray[np.uint64], sampling: SamplingS
         lacks = first_few(table.ids[number] for number in missing[:4].tolist())
         what = f"{len(missing):,} of {len(table):,} items to train on have no row, such as {lacks}"
         raise DataError(what, where=str(sampling.table_path), remedy="add their rows; weight 0: never drawn")
+    again_R = np.flatnonzero(digest_R[order_R[1:]] == digest_R[order_R[:-1]])
+    pairs = order_R[again_R], order_R[again_R + 1]
+    differs_R = np.any([column[pairs[0]] != column[pairs[1]] for column in values], axis=0)
+    twice = np.flatnonzero(np.isin(digest_N, digest_R[pairs[0][differs_R]]))
+    if len(twice):
+        several = first_few(table.ids[number] for number in twice[:4].tolist())
+        what = f"{len(twice):,} of {len(table):,} items to train on have several rows that differ, such as {several}"
+        raise DataError(what, where=str(sampling.table_path), remedy="keep one row of each")
     return np.asarray(row_N, np.int64)
 
 

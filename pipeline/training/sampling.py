@@ -17,6 +17,7 @@ K items of a rank's share, F factors of a product.
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,7 @@ DRAW, CLUSTERS, OFFSET = range((1 << 32) - 3, 1 << 32)  # the random streams of 
 BLOCK = 128  # a share is cut in blocks of so many items: the best cuts of K items take K² steps
 EVEN = 1.001  # ranks with a cost below this multiple of the mean are left as they are
 MOST_SWAPPED = 512  # more items are even enough when dealt, and too many to try every swap
+ROUNDING = 1e-6  # of a sum of expected draws
 SHOWN = 3  # so many oversize items are named in an error
 
 
@@ -82,18 +84,19 @@ class Draws:
     or a source differs from its expected value by less than 1.
     """
 
-    expected_N: Floats
+    expected_N: Floats  # at most 1: an item that is drawn more often has several rows
     source_N: Integers
     cluster_N: Integers
+    copy_N: Integers  # which of its item's rows each is, from 0
 
-    @property
+    @cached_property
     def items(self) -> int:
-        """The number of items that an epoch draws."""
-        return round(float(np.cumsum(self.expected_N)[-1])) if len(self.expected_N) else 0
+        """The number of items that an epoch draws: rounded down, so that no row is drawn twice; at least one."""
+        return max(1, math.floor(math.fsum(self.expected_N) + ROUNDING)) if len(self.expected_N) else 0
 
     def take(self, numbers: Integers) -> Draws:
         """Return the draws of some items, each expected as often as before."""
-        return Draws(self.expected_N[numbers], self.source_N[numbers], self.cluster_N[numbers])
+        return Draws(self.expected_N[numbers], self.source_N[numbers], self.cluster_N[numbers], self.copy_N[numbers])
 
     def epoch(self, seed: int, epoch: int) -> Integers:
         """Return the drawn items; those of a source follow each other."""
@@ -399,6 +402,10 @@ class Sampler:
             remedy = "SamplerSettings(batch=…, padding=None, drop_last=True), an item or more for each rank"
             raise ConfigError(what, where="open_loader", remedy=remedy)
 
+    def copies(self, items: Sequence[int]) -> tuple[int, ...]:
+        """Return which of its item's rows each row is: the copies of an item in an epoch differ in their randomness."""
+        return (0,) * len(items) if self._draws is None else tuple(self._draws.copy_N[list(items)].tolist())
+
     def step_items(self, epoch: int, step: int) -> Integers:
         """Return the items of a step over all ranks."""
         if epoch < 0 or not 0 <= step < self.steps:
@@ -479,7 +486,9 @@ class Sampler:
         """All that determines the order, as JSON data: settings, sizes, and the version of the algorithm."""
         settings = self.settings
         digests = [content_digest(np.ascontiguousarray(self._sizes[name], np.int64).data) for name in settings.by]
-        drawn = b"" if self._draws is None else b"".join(column.tobytes() for column in vars(self._draws).values())
+        draws = self._draws
+        columns = () if draws is None else (draws.expected_N, draws.source_N, draws.cluster_N)
+        drawn = b"".join(column.tobytes() for column in columns)
         return {
             "version": ORDER_VERSION,
             "data": self._data,

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from pipeline.config.load import read_config
+from pipeline.errors import DataError
+from pipeline.planning.prepare import _sampling_of, trained_table
+from pipeline.project import project as projects
 from tests.testkit.project import Project
 from tests.testkit.trained import TASK, TRAINED, weights, write_project
 
@@ -28,6 +34,19 @@ def steps_of(project: Project) -> list[int]:
     (model,) = (project.folder / "models").iterdir()
     lines = [json.loads(line) for line in (model / "epochs.jsonl").read_text().splitlines()]
     return [line["step"] for line in lines]
+
+
+def test_a_table_that_changed_since_the_plan_is_refused(tmp_path):
+    project, path = project_of(tmp_path / "project"), tmp_path / "project" / "clusters.csv"
+
+    def opened() -> projects.Project:
+        return projects.Project.open(read_config(project.folder / "pipeline.yaml").config, remember=False)
+
+    prepared: Any = SimpleNamespace(recipe={"sampling": _sampling_of(opened())})
+    path.write_text(path.read_text().replace("family-2", "family-1"))
+    with pytest.raises(DataError) as refused:
+        trained_table(opened(), prepared)
+    assert refused.value.where == str(path)
 
 
 @pytest.mark.nightly

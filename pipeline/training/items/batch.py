@@ -251,11 +251,12 @@ class ItemTensors:
     origin: BatchOrigin
     values: Mapping[str, Tensor] = field(default_factory=dict)  # what a reader gave, or data.labels, by name
     cross_fields: Mapping[str, Tensor] = field(default_factory=dict)  # as edge_fields are
+    copy: int = 0  # which of the item's draws in an epoch this is
 
     @cached_property
     def rng(self) -> np.random.Generator:
-        """The item's own random numbers in this epoch, whatever batch it is in."""
-        return item_rng(self.origin, self.id)
+        """The item's own random numbers in this epoch, whatever batch it is in; each draw of it has others."""
+        return item_rng(self.origin, copy_name(self.id, self.copy))
 
     def pyg(self) -> Any:
         """Return the item as a PyTorch Geometric object over the same CPU memory, with embeddings as `x`."""
@@ -293,6 +294,7 @@ class ItemBatch:
     numbers: tuple[int, ...]  # of the items in the table
     ids: tuple[str, ...]
     origin: BatchOrigin
+    copies: tuple[int, ...] = ()  # which of its item's draws in an epoch each is; empty: the first
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -321,13 +323,14 @@ class ItemBatch:
         rows = {group: (list(columns), list(zip(*columns.values(), strict=True))) for group, columns in split.items()}
         starts = {role: self.layout.bounds[f"{role}.{NODE}"].tolist() for role in self.layout.roles()}
         items = []
-        for place, (name, number) in enumerate(zip(self.ids, self.numbers, strict=True)):
+        named = zip(self.ids, self.numbers, self._copies, strict=True)
+        for place, (name, number, copy) in enumerate(named):
             groups: dict[str, dict[str, Tensor]] = defaultdict(dict)
             groups |= {group: dict(zip(names, own[place], strict=True)) for group, (names, own) in rows.items()}
             present = [role for role, start in starts.items() if start[place] < start[place + 1]]
             sides = {role: _side(role, groups) for role in present}
             cross, labels, of_edges = groups[CROSS], groups[LABEL], groups[f"{CROSS}.{FIELDS}"]
-            items.append(ItemTensors(name, number, sides, cross, labels, self.origin, groups[""], of_edges))
+            items.append(ItemTensors(name, number, sides, cross, labels, self.origin, groups[""], of_edges, copy))
         return items
 
     def _split(self, name: str) -> Sequence[Tensor]:
@@ -345,7 +348,11 @@ class ItemBatch:
     @property
     def rng(self) -> np.random.Generator:
         """The random numbers of the batch as a whole; each item has its own."""
-        return item_rng(self.origin, "\n".join(self.ids))
+        return item_rng(self.origin, "\n".join(map(copy_name, self.ids, self._copies)))
+
+    @property
+    def _copies(self) -> tuple[int, ...]:
+        return self.copies or (0,) * len(self.ids)
 
     def ptr(self, axis: str) -> Tensor:
         """Return the offset at which each item's rows begin along an axis [B + 1], as in PyG."""
@@ -414,6 +421,11 @@ def padded_field(batch: ItemBatch, name: str, fill: float = 0) -> tuple[Tensor, 
 def item_rng(origin: BatchOrigin, name: str) -> np.random.Generator:
     """Return a random generator determined by the seed, the epoch and a name alone."""
     return np.random.default_rng([origin.seed, origin.epoch, xxhash.xxh3_64_intdigest(name.encode())])
+
+
+def copy_name(id_: str, copy: int) -> str:
+    """Return the name by which an item gets its random numbers; `copy` counts its draws in an epoch."""
+    return f"{id_}\0{copy}" if copy else id_
 
 
 @lru_cache(maxsize=4096)

@@ -42,7 +42,7 @@ from pipeline.device.batch_transfer import bytes_on_host, filled, outlined, pack
 from pipeline.errors import CacheDamaged, RecordMissing
 from pipeline.memory.hardware.host_memory import slot_bytes
 from pipeline.records import Rejection
-from pipeline.training.items.batch import EMBEDDING, ENCODED, BatchBuilder, ItemBatch, TaskBatch
+from pipeline.training.items.batch import EMBEDDING, ENCODED, BatchBuilder, ItemBatch, TaskBatch, copy_name
 from pipeline.training.items.crop import crop_item, crop_rng
 from pipeline.training.items.item_source import CachedGraphs, ReaderItems
 from pipeline.training.items.residue_embeddings import EmbeddedPartner
@@ -259,7 +259,9 @@ class Loader:
         return replace(batch, value=value, weights=weights)
 
     def _cropped(self, item: ItemArrays, origin: BatchOrigin, limits: Mapping[str, int]) -> ItemArrays:
-        return crop_item(item, limits, crop_rng(self.seed, origin.epoch, item.id), self.measure)
+        (copy,) = self.sampler.copies([item.number])
+        rng = crop_rng(self.seed, origin.epoch, copy_name(item.id, copy))
+        return crop_item(item, limits, rng, self.measure)
 
     def _joined(self, items: Sequence[ItemArrays], batch: TaskBatch, room: Room) -> ItemBatch:
         """Join the arrays of items and the embeddings of their residues in one run of memory."""
@@ -279,7 +281,7 @@ class Loader:
                 layout.view(f"{role}.{name}", bytes_T)[layout.rows(axis, place)] for name in (EMBEDDING, ENCODED)
             )
             embeddings.join(copies, item.arrays[f"{axis}.row"], embedding_RD, encoded_R, item.id)
-        return ItemBatch(memory, layout, batch.numbers, batch.ids, batch.origin)
+        return ItemBatch(memory, layout, batch.numbers, batch.ids, batch.origin, self.sampler.copies(batch.numbers))
 
 
 class Prefetch:

@@ -107,6 +107,9 @@ class Micros:
         steps = range(first, len(self.lists))
         return (MicroBatch(epoch, step, 0, 1, np.array(self.lists[step], np.int64)) for step in steps)
 
+    def copies(self, items: Sequence[int]) -> tuple[int, ...]:
+        return (0,) * len(items)
+
     def use(self, micro: BatchOrigin) -> None:
         self.next = (micro.epoch, micro.step + 1)
         if micro.step + 1 == len(self.lists):

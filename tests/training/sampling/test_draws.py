@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from pipeline.config.schema_train import SamplingSection
 from pipeline.errors import PipelineError
 from pipeline.planning.sampled_items import with_draws
+from pipeline.training.items.batch import copy_name, item_rng
 from pipeline.training.items.item_table import ItemTable, TableBuilder
-from pipeline.training.sampling import Sampler, SamplerSettings
+from pipeline.training.sampling import BatchOrigin, Sampler, SamplerSettings
 
 ITEMS = 600
 WEIGHT, CLUSTER, SOURCE = "weight", "cluster", "source"
@@ -138,6 +139,53 @@ def test_a_state_of_other_draws_is_refused():
     state = Sampler(one.sizes, SamplerSettings(24), draws=one.draws).state_dict()
     with pytest.raises(PipelineError):
         Sampler(other.sizes, SamplerSettings(24), draws=other.draws).load_state_dict(state)
+
+
+def test_part_of_the_items_draws_no_row_twice_and_at_least_one(tmp_path):
+    path = written(tmp_path, weight=lambda n: 1 if n % 2 else 0.6)
+    sampled = with_draws(table_of(), SamplingSection(table=path, weight=WEIGHT, items_per_epoch=480))
+    for rows in ([0, 1], [0], [0, 2, 3, 5]):
+        draws = sampled.take(np.array(rows)).draws
+        assert draws is not None
+        for epoch in range(40):
+            drawn_rows = draws.epoch(0, epoch).tolist()
+            assert len(drawn_rows) == draws.items >= 1
+            assert len(set(drawn_rows)) == len(drawn_rows)
+
+
+@pytest.mark.parametrize("heavy", [1e308, 1e-310])
+def test_only_the_ratio_of_weights_counts(tmp_path, heavy):
+    path = written(tmp_path, weight=lambda n: heavy if n % 2 else 0, cluster=lambda n: n // 6)
+    for sampling in ({"weight": WEIGHT}, {"weight": WEIGHT, "cluster": CLUSTER}):
+        (count,) = drawn(with_draws(table_of(), SamplingSection(table=path, **sampling)), 1)
+        assert count.sum() == (ITEMS if len(sampling) == 1 else ITEMS // 6)
+        assert not count[::2].any()
+
+
+def test_copies_of_an_item_have_random_numbers_of_their_own(tmp_path):
+    sampled = with_draws(table_of(3), SamplingSection(items_per_epoch=6))
+    sampler = Sampler(sampled.sizes, SamplerSettings(6), draws=sampled.draws)
+    numbers = sampler.step_items(0, 0).tolist()
+    names = [copy_name(sampled.ids[row], copy) for row, copy in zip(numbers, sampler.copies(numbers), strict=True)]
+    assert sorted(names) == ["0", "0\x001", "1", "1\x001", "2", "2\x001"]
+    origin = BatchOrigin(0, 0, 0, 1)
+    assert len({int(item_rng(origin, name).integers(1 << 62)) for name in names}) == 6
+
+
+def test_no_items_have_no_draws():
+    assert not len(with_draws(table_of(0), SamplingSection(items_per_epoch=5)))
+
+
+def test_rows_that_say_the_same_are_one_and_rows_that_differ_are_an_error(tmp_path):
+    path = written(tmp_path, weight=lambda _: 1)
+    sampling = SamplingSection(table=path, weight=WEIGHT)
+    with path.open("a") as file:
+        file.write("7,1\n")
+    assert with_draws(table_of(), sampling).in_epoch == ITEMS
+    with path.open("a") as file:
+        file.write("9,2\n700,1\n700,2\n")
+    with pytest.raises(PipelineError, match=r"1 of 600 .*such as 9"):
+        with_draws(table_of(), sampling)
 
 
 def test_a_phase_draws_its_items_as_often_as_the_epoch_would(tmp_path):
