@@ -153,6 +153,18 @@ def test_a_sample_finds_an_embedding_that_another_encoder_made(project):
     assert (one.kind, one.key) == ("embed", key.hex())
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [("files", lambda a, m: m.update(bytes=m["bytes"] + 1)), ("weights", lambda a, m: m.update(digest="f" * 32))],
+    ids=["a file", "weights"],
+)
+def test_a_sample_finds_facts_that_are_not_those_of_the_file(project, kind, change):
+    rewrite(project, kind, change)
+    found = [one for one in findings(validated(project, 1.0)) if one.kind == kind]
+    assert [one.lost for one in found] == [True]
+
+
 def add(folder: Path, kind: str, key: bytes, meta: dict[str, Any]) -> None:
     """Write one more record, of a right digest."""
     with CacheFolder(folder / "cache").kind(kind).writer() as writer:
