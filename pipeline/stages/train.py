@@ -291,8 +291,8 @@ def job_of(
     device = device or device_here(config.cluster.train.gpus)
     damaged = None
     if make_anew is not None:
-        spare, root = math.floor(config.data.max_rejected_fraction * len(table)), str(project.cache.root)
-        damaged = DamagedItems(make_anew, len(table), spare, root, refuse=tell.refuse, say=log_line)
+        spare, root = math.floor(config.data.max_rejected_fraction * table.distinct), str(project.cache.root)
+        damaged = DamagedItems(make_anew, table.distinct, spare, root, refuse=tell.refuse, say=log_line)
     return Job(
         train=config.train,
         prepared=prepared,

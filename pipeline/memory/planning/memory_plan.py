@@ -72,6 +72,11 @@ class DataSizes:
     looser: Mapping[float | None, Cutter] = field(default_factory=dict)  # cuts that pad more, by the most that they do
     draws: Any = None  # how an epoch draws from the items; `take(numbers)` returns those of some
 
+    @property
+    def distinct(self) -> int:
+        """The number of items, where those that an epoch draws several times have several rows."""
+        return self.items if self.draws is None else int((self.draws.copy_N == 0).sum())
+
     def called(self, item: int) -> str:
         return f"item {item:,}" if self.ids is None else self.ids[item]
 

@@ -353,7 +353,8 @@ def _without_oversize(case: PlanCase, others: Sequence[CardSpec]) -> MemoryPlan:
                 return replace(plan, oversize=items, crop=crop)
         live = int(live * _LOWER)
     if first:
-        raise _too_large(first, data.items, case.limit)
+        named = {item.id: item for item in first}  # an item that an epoch draws several times has several rows
+        raise _too_large([*named.values()], data.distinct, case.limit)
     raise PlanInfeasible(
         "nothing fits under the allowed settings: no allowed micro-batch fits together with the allocator's reserve",
         remedy="allow checkpointing, bf16, offload or sharding, or use a larger GPU",

@@ -129,6 +129,11 @@ class ItemTable:
         """The number of items in an epoch of training."""
         return len(self) if self.draws is None else self.draws.items
 
+    @property
+    def distinct(self) -> int:
+        """The number of items, where those that an epoch draws several times have several rows."""
+        return len(self) if self.draws is None else int((self.draws.copy_N == 0).sum())
+
     def sampled(self, samples: int) -> ItemTable:
         """Return a table with a row for each sample of each item, named as `protocol.item_of` expects."""
         if samples == 1:

@@ -30,6 +30,7 @@ from pipeline.memory.planning.memory_plan import (
 )
 from pipeline.memory.planning.planner import CurriculumStage, compare_offers, plan_memory, plan_stages
 from pipeline.memory.planning.step_estimates import compare_configurations
+from pipeline.training.sampling import Draws
 from tests.memory.planning.oracles import GIB, MIB, Integers, Model, card, data, greedy, heavy
 
 BATCH = 24
@@ -223,6 +224,15 @@ def test_items_that_can_never_fit_are_named_with_what_they_take_and_a_card_that_
     assert refused.value.exit_code == 5
     assert all(word in refused.value.what for word in ("item 17", "60,000 nodes", "item 230"))
     assert "a100-40" in refused.value.remedy
+
+
+def test_an_item_that_an_epoch_draws_twice_is_one_item_in_an_error() -> None:
+    copy_N = (np.arange(300) == 230).astype(np.int64)  # of the item in row 17
+    draws = Draws(np.ones(300), np.zeros(300, np.int64), np.arange(300), copy_N)
+    ids = ["giant" if row in (17, 230) else f"c{row}" for row in range(300)]
+    items = replace(data(with_giants(), BATCH), draws=draws, ids=ids)
+    with pytest.raises(PlanInfeasible, match="1 of 299 items"):
+        planned(Model(affine), items, 200 * MIB)
 
 
 def test_oversize_items_are_left_out_where_that_is_wanted() -> None:

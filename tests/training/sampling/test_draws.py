@@ -166,6 +166,7 @@ def test_copies_of_an_item_have_random_numbers_of_their_own(tmp_path):
     sampled = with_draws(table_of(3), SamplingSection(items_per_epoch=6))
     sampler = Sampler(sampled.sizes, SamplerSettings(6), draws=sampled.draws)
     numbers = sampler.step_items(0, 0).tolist()
+    assert (len(sampled), sampled.distinct) == (6, 3)
     names = [copy_name(sampled.ids[row], copy) for row, copy in zip(numbers, sampler.copies(numbers), strict=True)]
     assert sorted(names) == ["0", "0\x001", "1", "1\x001", "2", "2\x001"]
     origin = BatchOrigin(0, 0, 0, 1)
