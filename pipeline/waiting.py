@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # some before a time limit
+
 T = TypeVar("T")
 
 
@@ -30,7 +32,7 @@ def wait_for(
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Delay SIGINT, SIGTERM and SIGHUP, so that none interrupts what must not end halfway."""
+    """Delay signals that ask to end, so that none interrupts what must not end halfway."""
     arrived: list[int] = []
     handlers = {}
 
@@ -39,7 +41,7 @@ def signals_held() -> Iterator[None]:
 
     try:
         if threading.current_thread() is threading.main_thread():  # signals raise nowhere else
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in ENDING:
                 if callable(signal.getsignal(number)):
                     handlers[number] = signal.signal(number, hold)
         yield

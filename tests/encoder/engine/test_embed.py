@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from dataclasses import replace
 
@@ -222,6 +223,27 @@ def test_what_was_computed_is_stored_when_the_work_is_ended(end, monkeypatch):
     assert 6 <= len(computed) < 50
     assert sorted(len(made.text) for made in shelf.taken.values()) == computed
     assert set(seen) <= set(shelf.taken)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_waits_for_the_end_of_a_thread(number):
+    done = []
+
+    def work():
+        os.kill(os.getpid(), number)
+        time.sleep(0.3)
+        done.append(1)
+
+    def stop(_number, _frame):
+        raise Stopped
+
+    before = signal.signal(number, stop)
+    try:
+        with pytest.raises(Stopped), embed_engine.one_thread("thread") as thread:
+            thread.submit(lambda: time.sleep(0.2) or work())
+        assert done
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.mark.parametrize("where", ["computing", "writing", "reading"])
