@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 ENVIRONMENT = "PIPELINE_CONFIG"
 PLACES = (Path("pipeline.yaml"), Path("configs/pipeline.yaml"))
 AFTER_THE_FILE = 1 << 30
-INPUTS = (("data", "path"), ("data", "structures_dir"), ("data", "splits"))  # other folders are made on first use
+INPUTS = (  # other folders are made on first use
+    ("data", "path"), ("data", "structures_dir"), ("data", "splits"), ("train", "sampling", "table"),
+)  # fmt: skip
 UNDER = ("cache", "under")
 IMAGE = ("cluster", "slurm", "container", "image")
 NEW_RUN = Command.submit("all", then="   (starts a new run)")

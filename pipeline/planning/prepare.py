@@ -329,7 +329,16 @@ def pretrained_digest(project: Project) -> str | None:
 
 
 def digest_of_files(path: Path) -> str:
-    """Return the digest of a file, or of the names and content of a folder's files."""
+    """Return the digest of a file, or of the names and content of a folder's files; refuse what cannot be read."""
+    from pipeline.structures.sources.source_rows import cannot_open
+
+    try:
+        return _digest_of_files(path)
+    except OSError as error:
+        raise cannot_open(path, error, "file") from error
+
+
+def _digest_of_files(path: Path) -> str:
     from pipeline.training.checkpoints.sealed_folder import MANIFEST
 
     digest = xxhash.xxh3_128()

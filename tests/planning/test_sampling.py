@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pipeline.config.load import read_config
-from pipeline.errors import DataError
-from pipeline.planning.prepare import _sampling_of, trained_table
+from pipeline.errors import ConfigError, DataError
+from pipeline.planning.prepare import _sampling_of, pretrained_digest, trained_table
 from pipeline.project import project as projects
 from tests.testkit.project import Project
 from tests.testkit.trained import TASK, TRAINED, weights, write_project
@@ -47,6 +47,17 @@ def test_a_table_that_changed_since_the_plan_is_refused(tmp_path):
     with pytest.raises(DataError) as refused:
         trained_table(opened(), prepared)
     assert refused.value.where == str(path)
+
+
+@pytest.mark.parametrize(
+    "missing", [{"train__sampling": {"table": "no.csv", "cluster": "family"}}, {"train__pretrained": "no.pt"}]
+)
+def test_a_file_that_does_not_exist_is_refused_by_its_path(tmp_path, missing):
+    config = read_config(project_of(tmp_path / "project", **missing).folder / "pipeline.yaml").config
+    project = projects.Project.open(config, remember=False)
+    with pytest.raises(ConfigError) as refused:
+        _ = pretrained_digest(project), _sampling_of(project)
+    assert Path(refused.value.where).name in ("no.csv", "no.pt")
 
 
 @pytest.mark.nightly
