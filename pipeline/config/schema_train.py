@@ -86,6 +86,8 @@ class SamplingSection(Section):
             yield "shares", "and source belong together: set both or none"
         if self.shares and not any(self.shares.values()):
             yield "shares", "are all 0"
+        if self.per_cluster > 1 and not self.cluster:
+            yield "per_cluster", "changes nothing without cluster"
 
 
 class ScheduleSection(Section):
