@@ -57,6 +57,7 @@ QUOTED_BEFORE = {  # or a number, or within quotes
     "source_rows.py": {"column", "meant", "name", "start"},
     "split_data.py": {"number", "hint"},
     "data_source.py": {"number", "line"},
+    "sampled_items.py": {"line"},
     "cache_folder.py": {"marker", "json.dumps(_MARKED)"},
     "clean_cache.py": {"files"},
 }

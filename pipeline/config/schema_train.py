@@ -54,7 +54,7 @@ class SamplingSection(Section):
         None, "Table with a column id and the columns named below, such as that of `data split`."
     )
     weight: Name | None = setting(None, "Column of weights. Weight 2: drawn twice as often.")
-    cluster: Name | None = setting(None, "Column of clusters, of which each epoch draws a few items.")
+    cluster: Name | None = setting(None, "Column of clusters. Each epoch draws per_cluster items of each.")
     per_cluster: int = setting(1, "Number of items that an epoch draws of each cluster.", ge=1)
     source: Name | None = setting(None, "Column of sources, such as the data set an item is from.")
     shares: dict[Name, Annotated[float, Field(ge=0)]] = setting(

@@ -146,5 +146,5 @@ def _number(text: str) -> float:
 
 
 def _bad_row(sampling: SamplingSection, origin: str, problem: str) -> DataError:
-    path, line = sampling.table_path, origin.rpartition(":")[2]
+    path, line = sampling.table_path, int(origin.rpartition(":")[2])
     return DataError(problem, where=f"{path}:{line}", remedy=f"sed -n {line}p {quote(str(path))}")

@@ -43,7 +43,7 @@ def test_a_trace_leaves_the_random_numbers_of_others_alone() -> None:
         return [random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()]  # noqa: NPY002
 
     before = states()
-    tracer(WAYS["random depth"]()).micro(PLAIN, SIZES)
+    tracer(WAYS["random recycles"]()).micro(PLAIN, SIZES)
     assert states() == before
 
 
