@@ -218,7 +218,7 @@ class RankPlace:
     host: str = field(default_factory=socket.gethostname)
 
     @classmethod
-    def told(cls, part: str, meeting: str) -> RankPlace:
+    def parse(cls, part: str, meeting: str) -> RankPlace:
         """Parse our launcher's arguments: `1/3`, all on this node, and a name for the start."""
         rank, _, world = part.partition("/")
         if not (rank.isdigit() and world.isdigit() and int(rank) < int(world)):

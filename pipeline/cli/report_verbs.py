@@ -43,7 +43,7 @@ ITEMS_SHOWN = 40  # of a table; --json and the file have all
 KEYS = ("scan_key", "graph_key", "key")
 TOO_WIDE = (*KEYS, "origin", "place")
 COLUMNS = ("micro-batch", "items", "sizes", "planned", "took", "loss", "outcome")
-_NAMES = {"took": "process grew"}  # where nobody counts tensors
+_NAMES = {"took": "process grew"}  # where tensors are not counted
 SHOWN = 2  # items of a micro-batch
 RUNGS = ("", "checkpointing", "offload", "cpu")
 

@@ -400,5 +400,5 @@ def write_leaking(project: Project, shared: SharedItems, out: Path) -> None:
     rows = leaking_items(shared)
     with csv_table(out, ("level", "partners", "group", "split", "id")) as add:
         for number, entry in _usable(project, shared):
-            for told in rows.get(number, ()):
-                add((*told, entry.split, entry.id))
+            for shares in rows.get(number, ()):
+                add((*shares, entry.split, entry.id))

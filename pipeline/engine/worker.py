@@ -296,7 +296,7 @@ def _together(words: Sequence[str], folder: RunFolder, processes: int, ledger: L
 def _place(arguments: argparse.Namespace) -> RankPlace | None:
     """Return the rank of this process; None where it is to start the ranks."""
     if arguments.part:
-        return RankPlace.told(arguments.part, arguments.meeting)
+        return RankPlace.parse(arguments.part, arguments.meeting)
     return RankPlace.by_slurm(os.environ, arguments.attempt)
 
 

@@ -39,6 +39,7 @@ from pipeline.planning.training_work import Work, sizes_of
 from pipeline.project.project import once
 from pipeline.project.run_code import package_digest
 from pipeline.project.user_code import TaskCode, plans_folder, task_code
+from pipeline.structures.sources.source_rows import cannot_open
 from pipeline.training.items.item_source import NUMBERS
 from pipeline.training.items.item_table import ItemTable
 from pipeline.training.prepared import ModelFolder, Prepared, likeness, phase_plan
@@ -330,8 +331,6 @@ def pretrained_digest(project: Project) -> str | None:
 
 def digest_of_files(path: Path) -> str:
     """Return the digest of a file, or of the names and content of a folder's files; refuse what cannot be read."""
-    from pipeline.structures.sources.source_rows import cannot_open
-
     try:
         return _digest_of_files(path)
     except OSError as error:

@@ -274,12 +274,12 @@ BLOCK_LETTERS = 14  # of an InChI key: those of its skeleton
 
 def precursor_text(headers: Mapping[str, str]) -> str:
     """Return the precursor's m/z as it is written; empty if it is not."""
-    told = next((headers[key] for key in PRECURSORS if key in headers), "")
-    return (told.split() or [""])[0]
+    written = next((headers[key] for key in PRECURSORS if key in headers), "")
+    return (written.split() or [""])[0]
 
 
 def retention_s(headers: Mapping[str, str]) -> float:
-    """Return the time of retention in seconds, NaN if it is not told; a unit that is written goes before the key's."""
+    """Return the retention time in seconds, NaN if it is unknown; a unit in the value overrides that of the key."""
     for keys, unit in ((SECONDS, 1.0), (MINUTES, 60.0)):
         for text in (headers[key].strip().lower() for key in keys if key in headers):
             if text in NOT_KNOWN:
@@ -305,14 +305,14 @@ def molecule_number(inchi_key: str) -> NDArray[np.int64]:
 def shared_headers(headers: Mapping[str, str], file_name: str, charge: int) -> dict[str, str]:
     """Return the headers by the names that all files share; others stay as they are."""
     skipped = {*PRECURSORS, *SECONDS, *MINUTES, "CHARGE", "IONMODE", "NUM PEAKS"}
-    told = {SHARED.get(key, key): value for key, value in headers.items() if key not in skipped}
-    told["precursor_mz"] = precursor_text(headers)
-    told["charge"] = str(charge)
+    shared = {SHARED.get(key, key): value for key, value in headers.items() if key not in skipped}
+    shared["precursor_mz"] = precursor_text(headers)
+    shared["charge"] = str(charge)
     if not math.isnan(time := retention_s(headers)):
-        told["RT"] = f"{time:.10g}"
+        shared["RT"] = f"{time:.10g}"
     if mode := headers.get("IONMODE", "").strip().lower():
-        told["ionmode"] = "-" if mode.startswith(("n", "-")) else "+"
-    return told | {"file_name": file_name}
+        shared["ionmode"] = "-" if mode.startswith(("n", "-")) else "+"
+    return shared | {"file_name": file_name}
 
 
 FORMAT_A = "A"  # the quality that DreaMS calls so

@@ -177,7 +177,7 @@ class Edges(NamedTuple):
 class Kernel(NamedTuple):
     """A convolution's weights as its contractions take them: made once for many poses."""
 
-    told: tuple[Tensor, ...]  # [features told, H] of the edge, the column's node and the row's
+    inputs: tuple[Tensor, ...]  # [features, H] of the edge, the column's node and the row's
     bias_H: Tensor  # its last hidden feature is 1 everywhere
     same: dict[tuple[int, int], Tensor]  # block in, block out → [M · H, channels out]
     bent: dict[int, Tensor]  # block out → [M of all its paths · H, channels out]
@@ -187,13 +187,13 @@ class Kernel(NamedTuple):
 class PairConvolution(nn.Module):
     """Means of messages by receiver: tensor products of senders' features with harmonics, weighted by a small network.
 
-    The network reads features of the edge and of one or both of its ends: `told` has the width of each.
+    The network reads features of the edge and of one or both of its ends: `inputs` has the width of each.
     """
 
-    def __init__(self, enter: Sequence[Irrep], leave: Sequence[Irrep], told: Sequence[int]) -> None:
+    def __init__(self, enter: Sequence[Irrep], leave: Sequence[Irrep], inputs: Sequence[int]) -> None:
         super().__init__()
-        self.enter, self.leave, self.told = tuple(enter), tuple(leave), tuple(told)
-        self.paths, width = product_paths(enter, leave), sum(told)
+        self.enter, self.leave, self.inputs = tuple(enter), tuple(leave), tuple(inputs)
+        self.paths, width = product_paths(enter, leave), sum(inputs)
         self.hidden = nn.Linear(width, width)
         self.weights = nn.Linear(width, sum(path.weights for path in self.paths))
         for degree, result in ((1, 0), (1, 1), (2, 1)):
@@ -206,9 +206,9 @@ class PairConvolution(nn.Module):
     def kernel(self) -> Kernel:
         """Return the weights as the contractions take them."""
         weights_WH = torch.cat([self.weights.weight, self.weights.bias.unsqueeze(1)], 1)
-        of_edge, *of_ends = functional.pad(self.hidden.weight.T, (0, 1)).split_with_sizes(self.told)
+        of_edge, *of_ends = functional.pad(self.hidden.weight.T, (0, 1)).split_with_sizes(self.inputs)
         return Kernel(
-            told=(torch.cat([of_edge, torch.full_like(of_edge[:1], _absent(of_edge.device.type))]), *of_ends),
+            inputs=(torch.cat([of_edge, torch.full_like(of_edge[:1], _absent(of_edge.device.type))]), *of_ends),
             bias_H=functional.pad(self.hidden.bias, (0, 1), value=1.0),
             same={path[:3:2]: self._of_path(weights_WH, path).flatten(0, 1) for path in self.same},
             bent={
@@ -218,11 +218,11 @@ class PairConvolution(nn.Module):
             sent=tuple(self._of_path(weights_WH, path).flatten(1) for path in self.sent),
         )
 
-    def edges(self, kernel: Kernel, grid: Grid, harmonics_PRC8: Tensor, told: Sequence[Tensor]) -> Edges:
-        """Return a grid's edges with hidden features; told are `edge_features` and the nodes' [P, N, M]."""
-        of_column = grid.of_column(told[1] @ kernel.told[1] + kernel.bias_H)
-        of_row = grid.of_row(told[2] @ kernel.told[2]) if len(told) > 2 else None
-        return Edges(grid, _hidden(told[0], kernel.told[0], of_column, of_row), harmonics_PRC8)
+    def edges(self, kernel: Kernel, grid: Grid, harmonics_PRC8: Tensor, inputs: Sequence[Tensor]) -> Edges:
+        """Return a grid's edges with hidden features; inputs are `edge_features` and the nodes' [P, N, M]."""
+        of_column = grid.of_column(inputs[1] @ kernel.inputs[1] + kernel.bias_H)
+        of_row = grid.of_row(inputs[2] @ kernel.inputs[2]) if len(inputs) > 2 else None
+        return Edges(grid, _hidden(inputs[0], kernel.inputs[0], of_column, of_row), harmonics_PRC8)
 
     def forward(self, kernel: Kernel, edges: Edges, senders: Blocks, *, row_sends: bool) -> Blocks:
         """Return the means of the messages from rows to columns, or from columns to rows."""

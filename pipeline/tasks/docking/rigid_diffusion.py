@@ -247,10 +247,10 @@ def by_poses(poses_at_once: int | None, work: Callable[..., Tensor], *of_poses_P
     return torch.cat([work(*piece) for piece in pieces])
 
 
-def _moved(pos_PL3: Tensor, *told_P3: Tensor, time: float, how: SamplingSteps, schedule: NoiseSchedule) -> Tensor:
+def _moved(pos_PL3: Tensor, *vectors_P3: Tensor, time: float, how: SamplingSteps, schedule: NoiseSchedule) -> Tensor:
     """Return poses after a step, from both scores and, unless it has none, the noises."""
     spreads, data = (schedule.translation, schedule.rotation), (how.data_translation, how.data_rotation)
-    parts = zip(told_P3[:2], told_P3[2:] or (None, None), spreads, data, strict=True)
+    parts = zip(vectors_P3[:2], vectors_P3[2:] or (None, None), spreads, data, strict=True)
     translation_P3, rotation_P3 = (_step_move(*part, time, how) for part in parts)
     return rigidly_moved(pos_PL3, rotation_P3, translation_P3)
 

@@ -117,11 +117,11 @@ class EdgeInput(nn.Module):
         near_PRCM = apart_PRCM.square_().mul_(self.factor).clamp_(min=LEAST_EXPONENT).exp_()
         parts = torch.split(self.enter.weight.T, TIME_FEATURES)  # of which there are as many as distances
         of_time, of_distance = parts if self.time_first else reversed(parts)
-        told_PRCM = near_PRCM @ of_distance
+        inputs_PRCM = near_PRCM @ of_distance
         of_pose_P11M = (time_TM @ of_time + self.enter.bias)[:, None, None]
-        is_alike = len(of_pose_P11M) in (1, len(told_PRCM))  # else one pose has many times
-        told_PRCM = (told_PRCM.add_(of_pose_P11M) if is_alike else told_PRCM + of_pose_P11M).relu_()
-        features_PRCM: Tensor = self.out(told_PRCM)
+        is_alike = len(of_pose_P11M) in (1, len(inputs_PRCM))  # else one pose has many times
+        inputs_PRCM = (inputs_PRCM.add_(of_pose_P11M) if is_alike else inputs_PRCM + of_pose_P11M).relu_()
+        features_PRCM: Tensor = self.out(inputs_PRCM)
         return features_PRCM
 
 
@@ -137,16 +137,16 @@ class ResidueInput(nn.Module):
 
     def forward(self, partner: DockingPartner, time_TM: Tensor) -> Tensor:
         """Return features [T, N, M]."""
-        type_N, told_NE = partner.token_N, partner.embedding_NE
+        type_N, inputs_NE = partner.token_N, partner.embedding_NE
         # The embedding and the type are joined in the other order than they are taken apart
         if self.sizes.as_published:
-            type_N, told_NE = (
-                told_NE[:, 0].long().clamp(0, TYPES - 1),
-                torch.cat([told_NE[:, 1:], type_N.to(told_NE).unsqueeze(1)], 1),
+            type_N, inputs_NE = (
+                inputs_NE[:, 0].long().clamp(0, TYPES - 1),
+                torch.cat([inputs_NE[:, 1:], type_N.to(inputs_NE).unsqueeze(1)], 1),
             )
         of_known, of_embedding = self.mix.weight.T.split_with_sizes([self.sizes.scalars, self.sizes.embedding_dim])
         known_TNM = self.of_type(type_N) + self.of_time(time_TM).unsqueeze(1)
-        features_TNM: Tensor = known_TNM @ of_known + (told_NE @ of_embedding + self.mix.bias)
+        features_TNM: Tensor = known_TNM @ of_known + (inputs_NE @ of_embedding + self.mix.bias)
         return features_TNM
 
 
@@ -203,8 +203,8 @@ class TrunkLayer(nn.Module):
 
     def __init__(self, sizes: TrunkSizes, layer: int) -> None:
         super().__init__()
-        blocks, told = (sizes.irreps(layer), sizes.irreps(layer + 1)), [sizes.scalars] * 3
-        self.inner, self.cross = PairConvolution(*blocks, told), PairConvolution(*blocks, told)
+        blocks, inputs = (sizes.irreps(layer), sizes.irreps(layer + 1)), [sizes.scalars] * 3
+        self.inner, self.cross = PairConvolution(*blocks, inputs), PairConvolution(*blocks, inputs)
         self.as_published, self.is_last = sizes.as_published, layer == sizes.layers - 1
         self.register_buffer("flipped_8", torch.tensor(FLIPPED), persistent=False)
 
@@ -227,8 +227,8 @@ class TrunkLayer(nn.Module):
     def _crossed(self, met: MetPairs, kernel: Kernel, receptor: Blocks, ligand: Blocks) -> tuple[Blocks, Blocks]:
         """Return the messages between receptor and ligand."""
         receptor, ligand = tuple(map(met.rows.of, receptor)), tuple(map(met.columns.of, ligand))
-        told = met.features_PRLM, scalars_of(ligand), scalars_of(receptor)
-        edges = self.cross.edges(kernel, met.pairs, met.harmonics_PRL8, told)
+        inputs = met.features_PRLM, scalars_of(ligand), scalars_of(receptor)
+        edges = self.cross.edges(kernel, met.pairs, met.harmonics_PRL8, inputs)
         heard = self.cross(kernel, edges, receptor, row_sends=True)
         spoken: Blocks = ()
         if not self.is_last:
@@ -239,8 +239,8 @@ class TrunkLayer(nn.Module):
 
     def _within(self, kernel: Kernel, edges: PartnerEdges, x: Blocks) -> Blocks:
         """Return the messages among a partner's residues."""
-        told = edges.features_PRCM, scalars_of(x), scalars_of(x)
-        made = self.inner.edges(kernel, edges.pairs, edges.harmonics_PRC8, told)
+        inputs = edges.features_PRCM, scalars_of(x), scalars_of(x)
+        made = self.inner.edges(kernel, edges.pairs, edges.harmonics_PRC8, inputs)
         heard: Blocks = self.inner(kernel, made, x, row_sends=self.as_published)
         return heard
 
@@ -381,24 +381,24 @@ class ScoreModel(DockingModel):
         ligand_scalars = [scalars_of(ligand) for ligand in features]
         scores = []
         for place, (posed, ligand) in enumerate(zip(batch, features, strict=True)):
-            told = _published_residue(ligand_scalars, place) if self.as_published else ligand_scalars[place]
+            inputs = _published_residue(ligand_scalars, place) if self.as_published else ligand_scalars[place]
             # a pose's score is the same to the last bit whatever other poses are computed, if one is at once
             pieces = zip(
-                posed.pieces(poses_at_once), *(torch.split(x, poses_at_once) for x in (told, *ligand)), strict=True
+                posed.pieces(poses_at_once), *(torch.split(x, poses_at_once) for x in (inputs, *ligand)), strict=True
             )
-            found = [self._score(piece, tuple(blocks), told) for piece, told, *blocks in pieces]
+            found = [self._score(piece, tuple(blocks), inputs) for piece, inputs, *blocks in pieces]
             scores.append([torch.cat(parts) for parts in zip(*found, strict=True)])
         translations, rotations = zip(*scores, strict=True)
         return torch.stack(translations), torch.stack(rotations)
 
-    def _score(self, posed: PosedComplex, ligand: Blocks, told_PNM: Tensor) -> tuple[Tensor, Tensor]:
+    def _score(self, posed: PosedComplex, ligand: Blocks, inputs_PNM: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scores of the poses of one complex."""
         pos_PL3, time_T = posed.pos_PL3, posed.time_T
         time_TM = time_features(time_T).to(pos_PL3)
         way_P1L3 = (pos_PL3 - pos_PL3.mean(1, keepdim=True)).unsqueeze(1)
         grid, kernel = AllPairs(torch.ones_like(way_P1L3[..., 0])), self.centre.kernel()
         features = edge_features(self.centre_edges(way_P1L3, time_TM), grid)
-        edges = self.centre.edges(kernel, grid, edge_harmonics(way_P1L3, grid), (features, told_PNM))
+        edges = self.centre.edges(kernel, grid, edge_harmonics(way_P1L3, grid), (features, inputs_PNM))
         polar, axial = self.centre(kernel, edges, ligand, row_sends=False)
         translation_P3, rotation_P3 = (polar + axial).squeeze(1).unbind(-1)
         translation_P3 = self.translation(translation_P3, time_TM) / self.schedule.translation.sigma(time_T).unsqueeze(
@@ -424,8 +424,8 @@ class ScoreLength(nn.Module):
         self.enter, self.out = nn.Linear(1 + TIME_FEATURES, features), nn.Linear(features, 1)
 
     def forward(self, vector_P3: Tensor, time_TM: Tensor) -> Tensor:
-        told_PM = torch.cat([vector_P3.norm(dim=-1, keepdim=True), time_TM.expand(len(vector_P3), -1)], -1)
-        scaled_P3: Tensor = functional.normalize(vector_P3, dim=-1) * self.out(self.enter(told_PM).relu())
+        inputs_PM = torch.cat([vector_P3.norm(dim=-1, keepdim=True), time_TM.expand(len(vector_P3), -1)], -1)
+        scaled_P3: Tensor = functional.normalize(vector_P3, dim=-1) * self.out(self.enter(inputs_PM).relu())
         return scaled_P3
 
 
@@ -504,10 +504,10 @@ FORM = OriginalForm(
 
 def trunk_options(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the sizes of a network by the shapes of its weights, under the names of the tasks' options."""
-    scalars, told = tensors["trunk.residues.mix.weight"].shape
+    scalars, inputs = tensors["trunk.residues.mix.weight"].shape
     layers = 1 + max(int(name.split(".")[2]) for name in tensors if name.startswith("trunk.layers."))
     vectors = (len(tensors["trunk.layers.0.inner.weights.bias"]) - scalars * scalars) // scalars
-    return {"embedding_dim": told - scalars, "scalars": scalars, "vectors": vectors, "layers": layers}
+    return {"embedding_dim": inputs - scalars, "scalars": scalars, "vectors": vectors, "layers": layers}
 
 
 def _constants(model: nn.Module) -> dict[str, Tensor]:

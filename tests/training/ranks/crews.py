@@ -122,7 +122,7 @@ def _be(
     words: tuple[Any, ...],
 ) -> None:
     """Be a rank: like a worker, but for what it does."""
-    place = replace(RankPlace.told(part, meeting), nodes=nodes)
+    place = replace(RankPlace.parse(part, meeting), nodes=nodes)
     os.dup2(os.open(folder / f"{place.rank}.err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), 2)
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     warnings.simplefilter("error")

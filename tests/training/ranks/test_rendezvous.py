@@ -167,7 +167,7 @@ def test_srun_or_our_launcher_says_who_a_process_is() -> None:
     again = RankPlace.by_slurm(STEP, attempt=3)
     assert again is not None
     assert again.meeting == "41-2-0-3"
-    place = RankPlace.told("1/3", "name")
+    place = RankPlace.parse("1/3", "name")
     assert (place.rank, place.world, place.local_rank, place.nodes, place.meeting) == (1, 3, 1, 1, "name")
 
 
@@ -180,4 +180,4 @@ def test_a_process_that_no_srun_started_is_alone(gone: str) -> None:
 @pytest.mark.parametrize("word", ["", "1", "3/3", "-1/2", "a/b"])
 def test_a_part_that_is_none_is_refused(word: str) -> None:
     with pytest.raises(ValueError, match="not a rank"):
-        RankPlace.told(word, "m")
+        RankPlace.parse(word, "m")
