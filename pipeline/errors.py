@@ -13,7 +13,8 @@ PipelineError            1   a bug, unless a child says otherwise
 │   ├── QueueFull        6   the queue takes no more jobs of this user
 │   └── BudgetReached    6   the work would exceed the project's budget
 └── JobFailed            7   a job ran and failed
-    └── CacheFull        7   the disk or the quota under the cache is full
+    ├── CacheFull        7   the disk or the quota under the cache is full
+    └── NodeUnfit        7   the node of a job cannot do its work
 
 An error says what went wrong, where, and the next command to type. A bad *item* is never an error: it is a
 `records.Rejection`, counted and reported.
@@ -127,3 +128,7 @@ class JobFailed(PipelineError):
 
 class CacheFull(JobFailed):
     """The disk or the quota under the cache is full."""
+
+
+class NodeUnfit(JobFailed):
+    """The node of a job cannot do its work; another one may."""

@@ -32,6 +32,7 @@ SIGNALLED = 128  # a shell adds this to the signal that ended a program, and sac
 CANNOT_WRITE_LOG = 53  # the "signal" by which Slurm says that it could not open the task's log
 NEARLY = 0.9  # of its limit: peaks are sampled
 LINE_MOST = 300
+UNFIT = "is unfit for this job"  # as a rank says of its node before the first step
 LINES_AFTER_END = 3  # that srun and slurmstepd still write when Slurm has ended a task
 TAKEN_ALONG = "srun: First task exited"  # and the rest did not follow by themselves
 NO_CONTAINER = (  # it could not be begun on its node: no runtime, no image, or a folder to bind is missing
@@ -73,7 +74,7 @@ class Word:
     finished: bool = False
     exit_code: int | None = None  # with which it meant to exit
     what: str = ""
-    kind: str = ""  # gpu_oom, host_oom, disk_full; empty or anything else: nothing particular
+    kind: str = ""  # gpu_oom, host_oom, disk_full, node; empty or anything else: nothing particular
     done: int = 0  # items
     at: float = 0.0
     began: float = 0.0
@@ -339,7 +340,7 @@ _CERTAIN: Mapping[TaskState, _Finding] = {
     TaskState.RECONFIG_FAIL: (Cause.NODE, "its node could not be configured for it"),
     TaskState.REVOKED: (Cause.CANCELLED, "revoked: another cluster of the federation took it"),
 }
-_KINDS = {"gpu_oom": Cause.GPU_OOM, "host_oom": Cause.HOST_OOM, "disk_full": Cause.DISK}
+_KINDS = {"gpu_oom": Cause.GPU_OOM, "host_oom": Cause.HOST_OOM, "disk_full": Cause.DISK, "node": Cause.NODE}
 _OF_SLURM = re.compile(r"(\s*\d+: )?(srun: |slurmstepd)")  # srun may prefix a line with the number of its rank
 _KERNEL_SIGNS = (
     "oom-kill event",
@@ -368,6 +369,7 @@ _LAST_WORDS = {
     **dict.fromkeys(NO_CONTAINER, Cause.NODE),
     "srun: error: Task launch for": Cause.NODE,
     "uncorrectable ECC error": Cause.NODE,
+    UNFIT: Cause.NODE,
     **dict.fromkeys(LOG_OF_BROKEN_CARD, Cause.NODE),
     "Stale file handle": Cause.NODE,
     "Transport endpoint is not connected": Cause.NODE,

@@ -83,6 +83,9 @@ class TrainResources(Resources):
 
     nodes: int = setting(1, "Number of nodes. cluster.train.gpus is per node.", ge=1)
     ranks: AutoCount = setting("auto", "Processes per node. auto: one per GPU, or one without GPUs.")
+    unfit_node: Literal["leave", "warn"] = setting(
+        "leave", "If a node fails the checks before the first step. leave: use another node. warn: train there."
+    )
 
     @property
     def parallel(self) -> int:

@@ -29,7 +29,7 @@ from pipeline.config.load import from_resolved
 from pipeline.config.masking import without_secrets
 from pipeline.dataset.reader_items import ITEMS_READ
 from pipeline.device.kinds import VISIBLE
-from pipeline.errors import CacheFull, PipelineError
+from pipeline.errors import CacheFull, NodeUnfit, PipelineError
 from pipeline.journal.ledger import Ledger, Note
 from pipeline.journal.run_folder import RunFolder
 from pipeline.memory.runtime.meters import GpuSampler, highest_resident_bytes
@@ -162,7 +162,7 @@ def _record_if_possible(ledger: Ledger, kind: EventKind, **data: Any) -> None:
 
 
 def failure_kind(error: BaseException | None) -> str:
-    """Return which resource ran out, by an error and its causes: gpu_oom, host_oom, disk_full, or empty."""
+    """Return which resource ran out, by an error and its causes: gpu_oom, host_oom, disk_full, node, or empty."""
     while error is not None:
         if type(error).__name__ == "OutOfMemoryError":  # torch's; it may never have been imported here
             return "gpu_oom"
@@ -170,6 +170,8 @@ def failure_kind(error: BaseException | None) -> str:
             return "host_oom"
         if isinstance(error, CacheFull) or (isinstance(error, OSError) and error.errno in FULL):
             return "disk_full"
+        if isinstance(error, NodeUnfit):
+            return "node"
         error = error.__cause__ or error.__context__
     return ""
 

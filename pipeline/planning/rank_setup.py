@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipeline.cluster.verdict import UNFIT
 from pipeline.command_line import Command
 from pipeline.config.site_profiles import anchored
 from pipeline.dataset.reader_items import is_reader
 from pipeline.device.host import keep_freed_memory
 from pipeline.device.kinds import CARD, CPU
-from pipeline.errors import JobFailed, PipelineError
+from pipeline.errors import JobFailed, NodeUnfit, PipelineError
 from pipeline.graphs.make_graphs import HEADER_BYTES
 from pipeline.keys import KEY_BYTES, content_digest, recipe_key
 from pipeline.memory.hardware.caching_allocator import allocator_settings, overruled_note
@@ -58,10 +59,25 @@ def join_ranks(project: Project, folder: RunFolder, prepared: Prepared, tell: Ta
 
     place = tell.place
     device = take_device(project, place.local_rank, prepared)
+    _look_at_node(project, folder, prepared, tell, device)
     hang_s = float(project.config.train.hang)
-    folder.meetings.mkdir(exist_ok=True)
     limits = HangLimits(hang_s=hang_s, slow_s=max(2 * hang_s, 3600.0))
     return join_process_group(place, folder.meetings, device=device, limits=limits, sharded=prepared.sharded)
+
+
+def _look_at_node(project: Project, folder: RunFolder, prepared: Prepared, tell: TaskContext, device: str) -> None:
+    """Check the node, the first rank on it also what all use; say what is wrong, or raise to leave it."""
+    from pipeline.training.ranks.node_health import cautions, defects, may_get_another_node
+
+    folder.meetings.mkdir(exist_ok=True)
+    host_bytes = 0 if tell.place.local_rank else prepared.mem_bytes
+    wrong = "; ".join(defects(device, host_bytes, prepared.reserved_bytes))
+    if wrong and project.config.cluster.train.unfit_node == "leave" and may_get_another_node():
+        remedy = Command.submit("train").with_settings(("cluster.train.unfit_node", "warn"))
+        raise NodeUnfit(f"{tell.place.host} {UNFIT}: {wrong}", where="cluster.train.unfit_node", remedy=remedy)
+    for what in (*cautions(device, folder.meetings), *filter(None, [wrong])):
+        log_line(f"WARNING: {tell.place.host}: {what}")
+        tell.report.warnings[what] = f"{tell.place.host}: {what}"
 
 
 def take_device(project: Project, local_rank: int, prepared: Prepared) -> str:

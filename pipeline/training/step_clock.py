@@ -25,6 +25,7 @@ FORWARD, BACKWARD, REDUCE, UPDATE = "forward", "backward", "reduce", "update"
 MODEL_WORK = (FORWARD, BACKWARD, REDUCE, UPDATE)  # what a step is for
 READ, COPY, WEIGH = "read", "copy", "weigh"  # reading includes `collate`
 WORDS, OBSERVE, CHECKPOINT, VALIDATE, OTHER = "words", "observe", "checkpoint", "validate", "other"
+NOT_OWN = (WORDS, REDUCE, UPDATE, OBSERVE, CHECKPOINT, VALIDATE)  # waits for others, or is no part of a step
 LABELS = {
     READ: "waiting for data",
     COPY: "copying to the device",
@@ -82,6 +83,10 @@ class StepClock:
         self.begin(self._name)
         self.is_held = held
         return {name: spent_ns / 1e9 for name, spent_ns in self._ns.items()}
+
+    def own_seconds(self) -> float:
+        """Return the seconds of this rank's own part of steps, in which it waits for no other."""
+        return sum(spent_s for name, spent_s in self.seconds().items() if name not in NOT_OWN)
 
     def restart(self, seconds: Mapping[str, float] | None = None) -> dict[str, float]:
         """Start from 0, or from what an earlier process spent on the epoch; return the seconds until now."""

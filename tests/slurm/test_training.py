@@ -235,6 +235,24 @@ def test_a_training_above_its_memory_limit_gets_more(begun: dict[str, Run], peac
 
 
 @pytest.mark.nightly
+def test_an_unfit_node_is_left_before_the_first_step(
+    peace: dict[str, bytes], project: Project, cluster: Cluster, tmp_path: Path
+) -> None:
+    unfit = cluster.nodes[0]
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path], check=True)
+    try:
+        setup = [f'[ "$SLURMD_NODENAME" != {unfit} ] || export TMPDIR={tmp_path}']
+        run = trains(project, "unfit", cluster__slurm__setup=json.dumps(setup))
+        run.ends()
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+    (failure,) = run.stage("train")["failures"]
+    assert (failure["cause"], failure["node"]) == ("node", unfit)
+    assert restarts(run) == 1
+    assert weights(model(run), STEPS) == peace
+
+
+@pytest.mark.nightly
 def test_the_script_trains_when_it_is_submitted_by_hand(
     project: Project, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from pipeline.training.step.exact_step import Piece, RankShare
     from pipeline.training.step.step import Step
 
+SLOW_RANK = "slow rank"  # the key of the warning
+
 
 @dataclass(slots=True)
 class ObservedStep:
@@ -137,6 +139,14 @@ class TrainingObserver:
         if self._metrics is not None:
             self._metrics.log(step, {**metrics, "reserved_bytes": float(memory.reserved_bytes)})
         self.context.report.figures |= {name: float(value) for name, value in metrics.items() if value is not None}
+
+    def slow_rank(self, what: str) -> None:
+        """Report the rank that all others wait for, or that there is none any more."""
+        if what and SLOW_RANK not in self.context.report.warnings:
+            self.say(f"WARNING: {what}")
+        self.context.report.warnings.pop(SLOW_RANK, None)
+        if what:
+            self.context.report.warnings[SLOW_RANK] = what
 
     def validated(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log and print the metrics of a validation within an epoch."""

@@ -34,6 +34,7 @@ from pipeline.training.loop.phase import Phase
 from pipeline.training.loop.trainer import Trainer
 from pipeline.training.prepared import COST, LIKENESS, ModelFolder, PhasePlan, Prepared, sampler_settings, shrunk_budget
 from pipeline.training.ranks import Ranks
+from pipeline.training.ranks.rank_pace import RankPace
 from pipeline.training.sampling import Sampler
 from pipeline.training.step.contrastive import ExactContrastiveStep
 from pipeline.training.step.exact_step import ExactStep
@@ -219,6 +220,7 @@ def trainer_of(job: Job) -> Trainer:
     warn = partial(job.tell.report.warnings.__setitem__, "checkpoints")
     keeper = Keeper(checkpoints, ranks, fresh=Fresh(job), tell=job.say, warn=warn, behind=behind, host=host)
     stepper.upkeep.begin()
+    hosts = [reply["host"] for reply in ranks.exchange({"host": job.tell.place.host})]
     return Trainer(
         train,
         step,
@@ -234,6 +236,7 @@ def trainer_of(job: Job) -> Trainer:
         leave_out=job.trained_without,
         damaged=job.damaged,
         prune=job.prune,
+        pace=RankPace(hosts) if ranks.rank == 0 else None,
     )
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pipeline.training.loop.observer import TrainingObserver
     from pipeline.training.loop.phase import Phase
     from pipeline.training.ranks import Ranks
+    from pipeline.training.ranks.rank_pace import RankPace
     from pipeline.training.step.exact_step import ExactStep, RankReport, RankShare, StepReport
     from pipeline.training.step.step import Step
 
@@ -63,6 +64,7 @@ class Trainer:
     leave_out: frozenset[str] = frozenset()
     damaged: DamagedItems | None = None  # what loaders could not read
     prune: MedianStop | None = None  # may end the training early; the first rank decides
+    pace: RankPace | None = None
 
     state: TrainingState = field(init=False)
     phase: Phase = field(init=False)  # whose budget and task the step has
@@ -75,6 +77,7 @@ class Trainer:
     _host_share: float = field(default=0.0, init=False)  # of the host's memory that is used, when it was last looked at
     _looked_s: float = field(default=-math.inf, init=False)
     _step_began_s: float = field(default_factory=time.monotonic, init=False)
+    _spent_s: float = field(default=0.0, init=False)  # on the work of its steps, at its last report
 
     def __post_init__(self) -> None:
         self.stepper.complete = self._complete
@@ -237,6 +240,8 @@ class Trainer:
         report.ending = self.ending()
         report.is_due = is_late or bool(checkpoints.every and (self.done + 1) % checkpoints.every == 0)
         report.host_share = self._host_share
+        spent_s = self.step.clock.own_seconds()
+        report.own_s, self._spent_s = spent_s - self._spent_s, spent_s
         report.is_written = self.keeper.is_written
         report.damaged += self.damaged.news() if self.damaged else []
 
@@ -251,6 +256,8 @@ class Trainer:
         with self.step.clock.within(OBSERVE):
             self.stepper.between_steps()
             self.observer.leaks.step()
+            if self.pace is not None and self.pace.add([max(0.0, rank.own_s) for rank in report.ranks]):
+                self.observer.slow_rank(self.pace.slowest)
             if metrics is not None and self.ranks.rank == 0 and self.done % self.train.log_every == 0:
                 losses = {f"{LOSS}.{name}": mean for name, mean in means(report.totals).items()}
                 self.observer.step(self.done, {**losses, **metrics, "items": float(report.of_all(sum, "items"))})

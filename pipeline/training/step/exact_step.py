@@ -201,6 +201,7 @@ class RankReport:
     ending: int = 0  # the signal that asked it to end; 0: none
     is_due: bool = False  # a checkpoint is due, by the first rank's clock
     host_share: float = 0.0  # used share of the host's memory limit
+    own_s: float = 0.0  # that it took since its last report, without waiting for others
     is_written: bool = False  # its part of a checkpoint that is saved in the background
     damaged: list[str] = field(default_factory=list)  # items that it leaves out from now on: their records are damaged
 
