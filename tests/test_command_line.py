@@ -6,7 +6,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.cli.run_verbs import typed_command
 from pipeline.command_line import ANY, Command
 from pipeline.errors import SubmissionRefused
 from pipeline.stages.table import with_typed_command
@@ -43,7 +42,7 @@ def test_another_stage_is_the_same_command() -> None:
 
 
 def test_a_refusal_says_again_what_was_typed_with_what_is_to_change() -> None:
-    typed = typed_command("all", None, ["cluster.scan.mem=1GiB", "data.limit=3"])
+    typed = Command.submit("all").in_project(Command.about("", ["cluster.scan.mem=1GiB", "data.limit=3"]))
     remedy = Command.submit("scan").with_settings(("cluster.scan.mem", "4GiB"), then="   (or less)")
     error = with_typed_command(SubmissionRefused("too little", remedy=remedy), typed)
     wanted = "pipeline submit --set data.limit=3 --set cluster.scan.mem=4GiB   (or less)"

@@ -25,9 +25,8 @@ from pipeline.cli.options import (
     show,
     show_dry_run,
 )
-from pipeline.cli.run_verbs import run_to_its_end, to_regenerate, typed_command
+from pipeline.cli.run_verbs import run_submission
 from pipeline.command_line import Command, quoted
-from pipeline.stage_names import StageName
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,19 +129,19 @@ def regenerate_command(
 
     On a cluster, use: pipeline submit regenerate
     """
+    from pipeline.engine.submission import Wanted, read_submission
     from pipeline.journal.run_status import RunStatus as Status
     from pipeline.journal.run_status import State
 
-    sets = [*(sets or ()), "cluster.executor=local"]
-    loaded, project = open_project(config, sets, strict=True)
-    project, stages = to_regenerate(project, damage_list)
-    if not stages:
+    submission = read_submission(
+        config, sets or (), Wanted(stage="regenerate", executor="local", damage_list=damage_list)
+    )
+    if not submission.stages:
         nothing = f"✓ Nothing to regenerate: {damage_list} lists no lost record"
         print_json(Status("", State.DONE).to_json()) if as_json else typer.echo(nothing)
         return
-    typed = typed_command(StageName.REGENERATE, config, sets, damage_list)
     show_end = (lambda status: print_json(status.to_json())) if as_json else None
-    run_to_its_end(project, stages, typed, loaded.path, show_end)
+    run_submission(submission, follow=True, ended=show_end)
 
 
 def stat_command(verbose: Verbose = False, config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:

@@ -50,8 +50,9 @@ BEGINNING_S = 0.1  # how often a new supervisor is looked for that has not begun
 
 def resume_command(run: Run = None, follow: Follow = False, config: ConfigFile = None, sets: Sets = None) -> None:
     """Resume a stopped, failed or orphaned run."""
-    from pipeline.cli.run_verbs import begin_again, follow_to_end
+    from pipeline.cli.run_verbs import follow_to_end, run_submission
     from pipeline.engine.handover import pay_visit, start_supervisor
+    from pipeline.engine.submission import rest_of
     from pipeline.errors import ConfigError
     from pipeline.journal.run_status import ENDED, State, StatusReader
     from pipeline.project.project import stays
@@ -64,7 +65,9 @@ def resume_command(run: Run = None, follow: Follow = False, config: ConfigFile =
             problem = f"run {folder.name} is done"
             raise ConfigError(problem, where=str(folder.path), remedy=again)
         if status.state in ENDED:
-            begin_again(folder, frozen, status, follow=follow)
+            rest = rest_of(folder, frozen)
+            typer.echo(f"run {folder.name} has ended ({status.state.value}); a new run does the rest")
+            run_submission(rest, follow=follow)
             return
     done = "is running: nothing to resume"
     if status.state is not State.RUNNING:

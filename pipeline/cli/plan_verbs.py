@@ -27,7 +27,6 @@ from pipeline.cli.options import (
     one_stage,
     print_json,
 )
-from pipeline.codec import plain
 from pipeline.command_line import Command
 from pipeline.stage_names import StageName
 
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 
     from pipeline.cluster.job_spec import Executor
     from pipeline.config.load import LoadedConfig
+    from pipeline.engine.submission import Submission
     from pipeline.memory.outlook import TrainOutlook
     from pipeline.project.project import Project
     from pipeline.script.batch_finding import Try
@@ -268,16 +268,16 @@ def _show_training(
             raise probe.error
 
 
-def show_plan(project: Project, stages: list[str], executor: Executor, typed: Command, emit: Path | None) -> None:
-    """Print what each stage would do, and the scripts that `typed` would submit."""
+def show_plan(submission: Submission, emit: Path | None) -> None:
+    """Print what each stage would do, and the scripts that would be submitted, or write them into the folder `emit`."""
+    from pipeline.engine.lifecycle import scripts
     from pipeline.report import tables
     from pipeline.report.plan_tables import stages_report
-    from pipeline.stages import table
-    from pipeline.stages.jobs import plan_stage, script_outline
+    from pipeline.stages.jobs import script_outline
     from pipeline.units import format_bytes
     from pipeline.views.efficiency import estimates
 
-    plans = [plan_stage(project, table.stage(name, project.config), executor, folder=None) for name in stages]
+    project, executor, plans = submission.project, submission.executor, submission.plans()
     tables.show_parts(*stages_report(estimates(project, plans, executor, {})), "")
     for plan in (part for whole in plans for part in whole.parts()):
         if plan.stage.is_script:
@@ -290,57 +290,26 @@ def show_plan(project: Project, stages: list[str], executor: Executor, typed: Co
             if where := plan.job.ask.partition:
                 typer.echo(f"{plan.title}: partition {where}: {plan.job.where}")
     if project.config.cluster.executor == "slurm":
-        _show_scripts(project, plans, executor, emit)
+        for name, text in scripts(project, plans, executor):
+            typer.echo(f"\n# ---- {name}\n{text}" if emit is None else f"wrote {_written(emit, name, text)}")
+        if emit is not None:
+            typer.echo("RUN stands for the run folder that `pipeline submit` creates. To submit by hand, see sbatch/.")
     elif emit is not None:
         typer.echo("no scripts written: cluster.executor is local (add --executor slurm)", err=True)
-    typer.echo(f"dry run: nothing submitted; to apply: {typed}")
+    typer.echo(f"dry run: nothing submitted; to apply: {submission.typed}")
 
 
-def _show_scripts(project: Project, plans: Sequence[StagePlan], executor: Executor, emit: Path | None) -> None:
-    """Print the scripts of the jobs of each stage and of a supervisor, or write them into the folder `emit`."""
-    from pipeline.engine.lifecycle import scripts
+def _written(folder: Path, name: str, text: str) -> Path:
+    """Write a script into a folder, which is created; return its path."""
     from pipeline.errors import ConfigError
 
-    for name, text in scripts(project, plans, executor):
-        if emit is None:
-            typer.echo(f"\n# ---- {name}\n{text}")
-            continue
-        try:
-            emit.mkdir(parents=True, exist_ok=True)
-            (emit / name).write_text(text)
-        except OSError as error:
-            raise ConfigError(f"cannot write: {error.strerror}", where=str(emit / name), remedy="--emit DIR") from error
-        typer.echo(f"wrote {emit / name}")
-    if emit is not None:
-        typer.echo("RUN stands for the run folder that `pipeline submit` creates. To submit by hand, see sbatch/.")
-
-
-def print_plan(project: Project, stages: list[str], executor: Executor, note: str) -> None:
-    """Print what each stage would do, a note, and the scripts that would be submitted, as one JSON document."""
-    from pipeline.engine.lifecycle import scripts
-    from pipeline.stages import table
-    from pipeline.stages.jobs import plan_stage
-
-    plans = [plan_stage(project, table.stage(name, project.config), executor, folder=None) for name in stages]
-    texts = dict(scripts(project, plans, executor)) if project.config.cluster.executor == "slurm" else {}
-    document = [_stage_json(project, plan, executor) for plan in plans]
-    print_json({"stages": document, "scripts": texts, "note": note})
-
-
-def _stage_json(project: Project, plan: StagePlan, executor: Executor) -> dict[str, Any]:
-    """Return what a stage would do as JSON data."""
-    from pipeline.stages.jobs import script_outline
-
-    document: dict[str, Any] = {"stage": plan.title, "counts": plan.counts(), "disk_bytes": plan.survey.bytes}
-    if plan.survey.parts:
-        document["parts"] = [_stage_json(project, part, executor) for part in plan.parts()]
-    if plan.stage.is_script:
-        return document | {"script": script_outline(project, plan.stage, executor).to_json()}
-    if not plan.survey.shards:
-        return document
-    if plan.own and not plan.survey.parts:
-        document["points"] = [{"name": name, "ask": plain(job.ask)} for name, job in plan.own.items()]
-    return document | {"cpus": plan.job.cpus, "gpus": plan.job.gpus, "ask": plain(plan.ask), "why": plan.job.why}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    except OSError as error:
+        problem = f"cannot write: {error.strerror}"
+        raise ConfigError(problem, where=str(folder / name), remedy="--emit DIR") from error
+    return folder / name
 
 
 def find_batch_command(
