@@ -2,8 +2,9 @@
 
 Tasks, readers and encoders: the protocols that yours can be checked against, what a reader yields, and `breaches`,
 which tries a task out. `NameTable`: the names under which your model's weights were published. Loops of your own:
-`open_loader` with its `SamplerSettings`, `Governed` for plain PyTorch, `GovernorCallback` for Lightning. Nothing here
-imports torch before it is asked for.
+`open_loader` with its `SamplerSettings`, `Governed` for plain PyTorch, `GovernorCallback` for Lightning. Runs from
+notebooks and other programs: `submit`, `status`, `wait`, `cancel`, `predict`, and `predictions`, which reads them.
+Nothing here imports torch before it is asked for.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from pipeline.dataset.loading import open_loader
+    from pipeline.engine.from_python import cancel, predict, predictions, status, submit, wait
     from pipeline.graphs.residue_graph import LETTERS as RESIDUE_LETTERS
     from pipeline.planning.task_contract import breaches
     from pipeline.protocol import Encoder, Reader, Task
@@ -38,8 +40,14 @@ __all__ = [
     "SamplerSettings",
     "Task",
     "breaches",
+    "cancel",
     "open_loader",
     "padded",
+    "predict",
+    "predictions",
+    "status",
+    "submit",
+    "wait",
 ]
 
 PLACES = {
@@ -57,6 +65,9 @@ PLACES = {
     "breaches": "pipeline.planning.task_contract.breaches",
     "open_loader": "pipeline.dataset.loading.open_loader",
     "padded": "pipeline.training.items.batch.padded_field",
+} | {
+    name: f"pipeline.engine.from_python.{name}"
+    for name in ("cancel", "predict", "predictions", "status", "submit", "wait")
 }
 
 

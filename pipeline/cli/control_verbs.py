@@ -31,19 +31,11 @@ from pipeline.command_line import Command
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
-    from typing import TypeAlias
 
     from rich.console import RenderableType
 
-    from pipeline.cluster.job_spec import Executor
-    from pipeline.config.schema import Config
-    from pipeline.engine.lifecycle import Cancellation
-    from pipeline.journal.run_folder import RunFolder
-    from pipeline.journal.run_status import RunStatus
+    from pipeline.engine.lifecycle import Cancellation, Opened
     from pipeline.journal.run_view import RunView
-
-    Opened: TypeAlias = tuple[RunFolder, Config, Executor, RunStatus]
 
 BEGINNING_S = 0.1  # how often a new supervisor is looked for that has not begun yet
 
@@ -52,13 +44,14 @@ def resume_command(run: Run = None, follow: Follow = False, config: ConfigFile =
     """Resume a stopped, failed or orphaned run."""
     from pipeline.cli.run_verbs import follow_to_end, run_submission
     from pipeline.engine.handover import pay_visit, start_supervisor
+    from pipeline.engine.lifecycle import opened_run
     from pipeline.engine.submission import rest_of
     from pipeline.errors import ConfigError
     from pipeline.journal.run_status import ENDED, State, StatusReader
     from pipeline.project.project import stays
     from pipeline.report.live_status import RunProgress
 
-    folder, frozen, executor, status = _opened(run, config, sets, "resume")
+    folder, frozen, executor, status = opened_run(run_folder(run, config, sets), "resume")
     with executor:
         if status.state is State.DONE:
             again = replace(folder.command(), then="   (does the rest)")
@@ -98,11 +91,11 @@ def cancel_command(
 ) -> None:
     """Cancel a run or points of its sweep; finished work is kept."""
     from pipeline.engine.lifecycle import cancel as end
-    from pipeline.engine.lifecycle import foresee
+    from pipeline.engine.lifecycle import foresee, opened_run
     from pipeline.errors import ConfigError
     from pipeline.journal.run_status import State
 
-    opened = _opened(run, config, sets, "cancel")
+    opened = opened_run(run_folder(run, config, sets), "cancel")
     folder, _, executor, status = opened
     with executor:
         if point:
@@ -150,23 +143,6 @@ def _cancel_points(opened: Opened, wanted: Sequence[str], stage: str | None, *, 
         return
     cancel_points(folder, frozen, executor, list(tasks))
     typer.echo("cancelled; other points continue. Submit the same sweep again to train these points.")
-
-
-def _opened(run: str | None, file: Path | None, sets: list[str] | None, verb: str) -> Opened:
-    """Return the folder of this user's own run, its frozen configuration, its executor and its status."""
-    from pipeline.config.load import read_resolved
-    from pipeline.engine.handover import refuse_elsewhere
-    from pipeline.engine.lifecycle import refuse_others
-    from pipeline.journal.run_view import view
-    from pipeline.project.project import open_executor
-
-    folder = run_folder(run, file, sets)
-    refuse_others(folder, verb)
-    frozen = read_resolved(folder.config)
-    executor, status = open_executor(frozen), view(folder).status
-    refuse_elsewhere(folder, status, executor, verb)
-    executor.recognize(status.queued_as)
-    return folder, frozen, executor, status
 
 
 def _words(cancellation: Cancellation) -> str:

@@ -141,7 +141,10 @@ def models(_ctx: typer.Context, _word: str) -> Iterator[tuple[str, str]]:
 
 ConfigFile: TypeAlias = Annotated[
     Path | None,
-    option("--config FILE", "Configuration file. Default: $PIPELINE_CONFIG, pipeline.yaml or configs/pipeline.yaml."),
+    option(
+        "--config FILE",
+        "Configuration file or project folder. Default: $PIPELINE_CONFIG, pipeline.yaml or configs/pipeline.yaml.",
+    ),
 ]
 Sets: TypeAlias = Annotated[
     list[str] | None,

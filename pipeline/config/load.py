@@ -170,11 +170,13 @@ def from_resolved(text: str | bytes, where: str = "") -> Config:
 
 
 def _present(path: Path, said_by: str) -> Path:
+    """Return a file, or that of a project's folder; raise where neither can be read."""
     readable = os.access(path, os.R_OK)
-    if not readable or path.is_dir():
-        problem = "is a directory, expected a file" if readable else "does not exist or is not readable"
+    found = next((path / place for place in PLACES if (path / place).is_file()), None) if path.is_dir() else path
+    if not readable or found is None:
+        problem = f"is a directory without {PLACES[0]}" if readable else "does not exist or is not readable"
         raise ConfigError(f"the configuration {path} {problem}", where=said_by, remedy="name an existing YAML file")
-    return path
+    return found
 
 
 def _text(path: Path) -> str:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.job_spec import format_ranges, parse_ranges
 from pipeline.command_line import Command, status_or_cancel
-from pipeline.config.load import dump_resolved, from_resolved, with_settings
+from pipeline.config.load import dump_resolved, from_resolved, read_resolved, with_settings
 from pipeline.config.masking import without_secrets
 from pipeline.engine.dispatch import pieces
-from pipeline.engine.handover import STOPPED_CODE, claim_visit, supervisor_job
+from pipeline.engine.handover import STOPPED_CODE, claim_visit, refuse_elsewhere, supervisor_job
 from pipeline.errors import ConfigError, JobFailed, SubmissionRefused
 from pipeline.files import is_mine, user_name, write_whole
 from pipeline.journal import run_folder as folders
@@ -29,6 +29,7 @@ from pipeline.journal.run_status import ENDED, State, StatusReader
 from pipeline.journal.run_view import view
 from pipeline.planning.prepare import DECISIVE
 from pipeline.planning.trainings import LISTED, named_points
+from pipeline.project.project import open_executor
 from pipeline.project.restriction import EVERYTHING, Only
 from pipeline.project.run_code import freeze, freeze_files, load_reader, sources
 from pipeline.project.user_code import encoder_code, task_code
@@ -39,12 +40,15 @@ from pipeline.waiting import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from typing import TypeAlias
 
     from pipeline.cluster.job_spec import Executor, JobId
     from pipeline.config.schema import Config
     from pipeline.journal.run_folder import RunFolder
     from pipeline.journal.run_status import RunStatus
     from pipeline.project.project import Project
+
+    Opened: TypeAlias = tuple[RunFolder, Config, Executor, RunStatus]
 
 DECIDES_WITHIN_S, LOOK_EVERY_S = 60.0, 0.1  # how long a run that was submitted at the same moment may take to begin
 OVER = (State.DONE, State.CANCELLED)  # states of points that cannot be cancelled
@@ -212,6 +216,16 @@ def refuse_others(folder: RunFolder, verb: str) -> None:
         what = f"run {folder.name} belongs to {owner}, and only {owner} can {verb} it"
         remedy = Command.of("status", folder.name, then="   (to view it)")
         raise ConfigError(what, where=str(folder.path), remedy=remedy)
+
+
+def opened_run(folder: RunFolder, verb: str) -> Opened:
+    """Return a run of this user, its frozen configuration, its executor and its status."""
+    refuse_others(folder, verb)
+    config = read_resolved(folder.config)
+    executor, status = open_executor(config), view(folder).status
+    refuse_elsewhere(folder, status, executor, verb)
+    executor.recognize(status.queued_as)
+    return folder, config, executor, status
 
 
 @dataclass(frozen=True, slots=True)

@@ -278,12 +278,12 @@ def create(submission: Submission) -> tuple[RunFolder, bool]:
     return (same, False) if same is not None else (folder, True)
 
 
-def start(folder: RunFolder, executor: Executor, config: Config) -> None:
-    """Start a new run: by a supervisor that is a process, or by a first visit, which submits jobs."""
+def start(folder: RunFolder, executor: Executor, config: Config) -> int:
+    """Start a new run: by a supervisor process, whose pid is returned, or by a first visit, which submits jobs."""
     if stays(config):
-        start_supervisor(folder)
-    else:
-        Supervisor(folder, executor).visit(until_s=INLINE_S)
+        return start_supervisor(folder)
+    Supervisor(folder, executor).visit(until_s=INLINE_S)
+    return 0
 
 
 def _refuse_unplanned(project: Project, stages: list[str]) -> None:

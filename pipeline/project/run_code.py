@@ -30,6 +30,7 @@ from pipeline.journal.run_folder import PRIVATE, RunFolder, writing_run
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping
+    from types import ModuleType
 
     from pipeline.protocol import Encoder, Reader, Task
 
@@ -204,6 +205,39 @@ def _load(
         remedy = f"a {kind.name}'s methods: pipeline/protocol.py"
         raise ConfigError(what, where=f"{kind.where}: {name}", remedy=remedy)
     return made
+
+
+@contextmanager
+def imported_afresh(folder: Path) -> Iterator[None]:
+    """Import the user's own modules anew within the block, and leave those that were imported, and sys.path, alone.
+
+    So a process can work on projects whose modules have the same names, and sees what was edited meanwhile.
+    """
+    paths, before = list(sys.path), _own_modules({folder, Path.cwd()})
+    for name in before:
+        del sys.modules[name]
+    try:
+        yield
+    finally:
+        for name in _own_modules({folder, Path.cwd()}):
+            del sys.modules[name]
+        sys.modules.update(before)
+        sys.path[:] = paths
+
+
+def _own_modules(folders: set[Path]) -> dict[str, ModuleType]:
+    """Return the imported modules that lie in folders, or whose names files there have."""
+    named = {file.stem for folder in folders for file in folder.glob("*.py")}
+    own = {name for name, module in sys.modules.items() if name in named or _root_of(module) in folders}
+    own -= {PACKAGE.name, "__main__"}
+    return {name: module for name, module in sys.modules.items() if name.partition(".")[0] in own}
+
+
+def _root_of(module: ModuleType) -> Path | None:
+    """Return the folder that a module or a package lies in."""
+    known = getattr(module, "__dict__", {})  # what is in sys.modules may be no module
+    places = [*known.get("__path__", ()), known.get("__file__")]
+    return Path(places[0]).parent if isinstance(places[0], str) else None
 
 
 def _refuse_namesake(error: ImportError, kind: CodeKind, beside: Path | None) -> None:
