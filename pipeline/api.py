@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from pipeline.dataset.loading import open_loader
     from pipeline.engine.from_python import cancel, predict, predictions, status, submit, wait
+    from pipeline.errors import PipelineError
     from pipeline.graphs.residue_graph import LETTERS as RESIDUE_LETTERS
     from pipeline.planning.task_contract import breaches
     from pipeline.protocol import Encoder, Reader, Task
@@ -34,6 +35,7 @@ __all__ = [
     "Governed",
     "GovernorCallback",
     "NameTable",
+    "PipelineError",
     "Reader",
     "Reason",
     "Rejection",
@@ -57,6 +59,7 @@ PLACES = {
     "Governed": "pipeline.training.own_loops.governed.Governed",
     "GovernorCallback": "pipeline.training.own_loops.lightning_callback.GovernorCallback",
     "NameTable": "pipeline.training.checkpoints.trained_weights.NameTable",
+    "PipelineError": "pipeline.errors.PipelineError",
     "Reader": "pipeline.protocol.Reader",
     "Reason": "pipeline.records.Reason",
     "Rejection": "pipeline.records.Rejection",
