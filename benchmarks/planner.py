@@ -1,12 +1,14 @@
 """The planner against the truth: peaks of real steps, epochs under memory limits, a plan for a large model.
 
-    python benchmarks/planner.py [--only accuracy,limits,large] [--members NAMES] [--save]
+    python benchmarks/planner.py [--only accuracy,limits,blocks,large] [--members NAMES] [--save]
 
 - accuracy: the live peak of three steps, planned as for users (real steps confirm the traces), and counted by a CPU
   allocator that knows every byte, for each model of tests/zoo at its sizes, with one and two micro-batches (6 minutes
   on a quiet core);
 - limits: epochs of items of various sizes, planned for five limits each, and trained on a device that refuses the first
   byte above the limit (15 minutes);
+- blocks: epochs of three recipes under a limit that no item fits below without checkpointing, with as few blocks
+  checkpointed as the planner takes, and with all of them, in turn (10 minutes);
 - large: a plan for a transformer of 650M parameters and 10,000 lengths, in a process of its own (30 seconds).
 
 It needs gcc, or another C compiler, for the allocator.
@@ -22,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
 ACCURACY, USED, LARGE_S, LARGE_GB = 0.01, 0.8, 60.0, 2.0
 STEPS, ITEMS, LEVELS = 3, 128, 5
 FEWER_ITEMS = {"equivariant": 48}  # whose epoch takes long
+RECIPES, ROUNDS = ("esm2_finetune", "docking", "interface"), 5
+BETWEEN = 0.75  # of the way from what the largest item takes with all blocks checkpointed to what it takes with none
 LADDER = "data_dependent"  # cannot be traced: planned from small real steps
 LARGE = {"depth": 33, "width": 1280, "heads": 20}  # ESM-2 650M
 LENGTHS, BATCH, CARD = 10_000, 64, "a100-80gb"
@@ -54,15 +59,16 @@ def accuracy(members: Sequence[Member]) -> list[Row]:
     ]  # fmt: skip
 
 
-def worst_error(member: Member) -> float:
-    """Return the largest error of a model at its sizes."""
+def worst_error(member: Member, choice: Any = None) -> float:
+    """Return the largest error of a model at its sizes, under a choice or its own settings."""
     from pipeline.memory.footprint import MemoryChoice
     from pipeline.memory.planning.budget_search import ChoiceMemory
     from pipeline.planning.training_work import target_of
     from pipeline.protocol import ITEMS as COUNT
     from tests.memory.planning.planned import work_of
 
-    work, choice = work_of(member), MemoryChoice(checkpointing=bool(member.settings.get("checkpointing")))
+    work = work_of(member)
+    choice = choice or MemoryChoice(checkpointing=member.settings.get("checkpointing", 0))
     least, errors = min(member.sizes, key=lambda sizes: sizes[COUNT]), []
     folder = tempfile.TemporaryDirectory()  # with a folder for its traces, as users have it, real steps confirm them
     oracle = work.oracle(least, target_of(None), padded=member.padded, kept=Path(folder.name))
@@ -125,6 +131,48 @@ def epochs_of(member: Member) -> list[dict[str, Any]]:
     return rows
 
 
+# ---- checkpointing some blocks ----
+
+
+def blocks(members: Sequence[Member]) -> list[Row]:
+    """Compare epochs that checkpoint as few blocks as fit with epochs that checkpoint all."""
+    rows = [some_or_all(member) for member in members if member.name in RECIPES]
+    ooms, error = sum(row["ooms"] for row in rows), max(row["error"] for row in rows)
+    times = ", ".join(f"{row['times']:.2f} ({row['blocks']}, {row['name']})" for row in rows)
+    slower = [row["name"] for row in rows if row["times"] >= 1]
+    return [
+        Row("planner_blocks", "checkpointing as few blocks as fit: epoch time; worst error of the peak; out of memory",
+            "checkpointing all blocks, under the same limit", f"< 1 each; ≤ {ACCURACY:.0%}; 0",
+            f"{times}; {error:.2%}; {ooms}", "planner.py --only blocks", f"Not faster: {slower}." if slower else ""),
+    ]  # fmt: skip
+
+
+def some_or_all(member: Member) -> dict[str, Any]:
+    """Train a model in turn under both plans for one limit."""
+    from pipeline.memory.footprint import MemoryChoice
+    from tests.memory.planning.planned import Ground, epoch, request_for, sampler_under
+
+    ground = Ground.of(member, ITEMS // 2)
+    count = ground.work.blocks
+    least, most = (ground.alone(MemoryChoice(checkpointing=blocks)) for blocks in (count, 0))
+    limit = int((least + BETWEEN * (most - least)) * 1.03)
+    pinned = request_for(member, count, offload=False), request_for(member, count, offload=False, checkpointing=count)
+    plans = [ground.planned(limit, request) for request in pinned]
+    seconds: list[list[float]] = [[], []]
+    ooms = 0
+    for _ in range(ROUNDS):
+        for plan, taken in zip(plans, seconds, strict=True):
+            begun = time.process_time()
+            ooms += epoch(ground, plan.choice, sampler_under(plan, ground.sizes), limit).ooms
+            taken.append(time.process_time() - begun)
+    some, every = map(median, seconds)
+    say(f"  {member.name:26}{limit:14,}{ooms:4}  {some:.2f} s, {every:.2f} s; load {os.getloadavg()[0]:.1f}")
+    return {
+        "name": member.name, "blocks": f"{plans[0].choice.checkpointing} of {count}", "times": some / every,
+        "ooms": ooms, "error": worst_error(member, plans[0].choice),
+    }  # fmt: skip
+
+
 # ---- a large model ----
 
 
@@ -150,7 +198,7 @@ def plan_large() -> None:
     from pipeline.memory.hardware.gpus import device
     from pipeline.memory.planning.memory_plan import CardSpec
     from pipeline.memory.planning.planner import plan_memory
-    from pipeline.planning.training_work import Work, data_of, least_of, request_of, target_of
+    from pipeline.planning.training_work import Work, data_of, least_of, target_of
     from pipeline.training.step.optimizers import StepSettings
     from tests.zoo.esm2 import Esm2
     from tests.zoo.spread import lengths
@@ -158,13 +206,18 @@ def plan_large() -> None:
     train = TrainSection(effective_batch=BATCH, batching="padded", precision="auto")
     card, work = device(CARD), Work(Esm2(**LARGE), StepSettings(clip=1.0))
     sizes = lengths(LENGTHS, np.random.default_rng(0), median=300, most=1022)
-    target, request = target_of(card.capability), request_of(train, 1)
+    target, request = target_of(card.capability), work.request(train, 1)
     oracle = work.oracle(least_of(sizes), target, padded=True)
     plan = plan_memory(oracle, data_of(sizes, request, padded=True), request, [CardSpec.of(card, 1)])
     print(oracle.standing(plan.choice).parameters, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
 
 
-PARTS: dict[str, Callable[[Sequence[Member]], list[Row]]] = {"accuracy": accuracy, "limits": limits, "large": large}
+PARTS: dict[str, Callable[[Sequence[Member]], list[Row]]] = {
+    "accuracy": accuracy,
+    "limits": limits,
+    "blocks": blocks,
+    "large": large,
+}
 
 
 def members_of(typed: argparse.Namespace) -> Sequence[Member]:
@@ -193,7 +246,7 @@ def main() -> int:
     begun, rows, names = time.perf_counter(), list[Row](), typed.only.split(",")
     if "large" in names:  # first: what it takes is not to count what this process holds
         rows += large(())
-    members = members_of(typed) if {"accuracy", "limits"} & set(names) else ()
+    members = members_of(typed) if set(names) - {"large"} else ()
     rows += [row for name in names if name != "large" for row in PARTS[name](members)]
     say(f"{time.perf_counter() - begun:.0f} s")
     return publish(rows, save=typed.save)

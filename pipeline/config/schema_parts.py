@@ -193,6 +193,12 @@ AutoCountOrNone: TypeAlias = Annotated[
 AutoFlag: TypeAlias = Annotated[
     bool | Literal["auto"], _written(_flag, "true, false or auto", {"type": "boolean"}, auto=True)
 ]
+AutoFlagOrCount: TypeAlias = Annotated[
+    bool | int | Literal["auto"],
+    _written(
+        _either(_flag, _whole(1)), "true, false, a whole number from 1, or auto", {"type": "boolean"}, _COUNT, auto=True
+    ),
+]
 AutoNames: TypeAlias = Annotated[
     tuple[str, ...] | Literal["auto"],
     _written(_names, "auto, or a list of different names, such as [main, NAME]", _NAMES, auto=True, show=list),

@@ -10,6 +10,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from pipeline.config.schema_parts import (
     AutoCount,
     AutoFlag,
+    AutoFlagOrCount,
     AutoNames,
     Duration,
     Interval,
@@ -225,8 +226,9 @@ class TrainSection(Section):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = setting(
         "fp32", "Precision of training. auto: the planner may choose half precision."
     )
-    checkpointing: AutoFlag = setting(
-        "auto", "Recompute repeated blocks in the backward pass (activation checkpointing). auto: if needed."
+    checkpointing: AutoFlagOrCount = setting(
+        "auto",
+        "Recompute repeated blocks in the backward pass (activation checkpointing): all, or so many. auto: if needed.",
     )
     offload: AutoFlag = setting("auto", "Keep activations in host memory. auto: if needed.")
     sharding: AutoFlag = setting("auto", "Shard parameters and optimizer state over the GPUs (FSDP2).")

@@ -85,12 +85,15 @@ class MemoryPart:
     bytes: int
 
 
+EVERY_BLOCK = 1 << 30  # as `checkpointing`, where their number does not matter
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryChoice:
     """The settings a plan may choose that change memory; all others are the same in every plan of a run."""
 
     precision: str = "fp32"  # fp32, or autocast to bf16 or fp16
-    checkpointing: bool = False  # repeated blocks are computed again in backward
+    checkpointing: int = 0  # of the model's repeated blocks, so many are computed again in backward
     offload: bool = False  # what backward needs waits in the host's memory
     shards: int = 1  # ranks over which parameters, gradients and optimizer state are spread
 

@@ -19,7 +19,7 @@ from pipeline.device.kinds import CARD, CPU
 from pipeline.errors import ConfigError
 from pipeline.keys import recipe_key
 from pipeline.memory.estimating.oracle import BestOracle, Formula
-from pipeline.memory.footprint import MemoryChoice, Unmeasurable
+from pipeline.memory.footprint import EVERY_BLOCK, MemoryChoice, Unmeasurable
 from pipeline.memory.history import fingerprint
 from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, Micros, Oversize, PlanRequest
 from pipeline.project.run_code import load_task, package_digest, source_digest, user_code_failed
@@ -108,12 +108,30 @@ class Work:
 
     def request(self, train: TrainSection, ranks: int, ratios: Sequence[float] = ()) -> PlanRequest:
         """Return the planner's request for this task; a contrastive one is never sharded."""
-        request = request_of(train, ranks, ratios)
-        if not self.is_contrastive:
-            return request
-        if request.shards is not None and request.shards > 1:
+        if train.sharding is True and ranks > 1:
             self._refuse_sharding()
-        return replace(request, shards=1)
+        wanted = EVERY_BLOCK if train.checkpointing is True else train.checkpointing
+        return PlanRequest(
+            batch=train.effective_batch,
+            ranks=ranks,
+            epochs=train.epochs,
+            precisions=("fp32", "bf16", "fp16") if train.precision == "auto" else (train.precision,),
+            blocks=self.blocks,
+            checkpointing=None if wanted == "auto" else min(wanted, self.blocks),
+            offload=None if train.offload == "auto" else train.offload,
+            shards=1 if self.is_contrastive or train.sharding is False else ranks if train.sharding is True else None,
+            micro_batch=None if train.micro_batch == "auto" else train.micro_batch,
+            oversize=Oversize(train.oversize),
+            ratios=tuple(ratios),
+            compiled=train.compile,
+        )
+
+    @cached_property
+    def blocks(self) -> int:
+        """Return how many blocks the model repeats."""
+        from pipeline.training.step.checkpointing import repeated
+
+        return len(repeated(self.model()))
 
     def _refuse_sharding(self) -> None:
         if self.is_contrastive:
@@ -362,24 +380,6 @@ def host_card(memory_bytes: int) -> CardSpec:
     """Return a machine's own memory as a card without a caching allocator."""
     rates = {"fp32": 5e10, "bf16": 5e10}  # a core or two; only ratios matter
     return CardSpec(CPU, memory_bytes, memory_bytes, rates, 1e10, launch_s=6e-5, caching=False)  # [ratio measured]
-
-
-def request_of(train: TrainSection, ranks: int, ratios: Sequence[float] = ()) -> PlanRequest:
-    """Return the planner's request for a configured training."""
-    precisions = ("fp32", "bf16", "fp16") if train.precision == "auto" else (train.precision,)
-    return PlanRequest(
-        batch=train.effective_batch,
-        ranks=ranks,
-        epochs=train.epochs,
-        precisions=precisions,
-        checkpointing=None if train.checkpointing == "auto" else train.checkpointing,
-        offload=None if train.offload == "auto" else train.offload,
-        shards=None if train.sharding == "auto" else ranks if train.sharding else 1,
-        micro_batch=None if train.micro_batch == "auto" else train.micro_batch,
-        oversize=Oversize(train.oversize),
-        ratios=tuple(ratios),
-        compiled=train.compile,
-    )
 
 
 def least_of(sizes: Mapping[str, Integers]) -> dict[str, int]:

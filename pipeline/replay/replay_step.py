@@ -338,11 +338,11 @@ def _job(case: ReplayCase, work: Work, device: str) -> Job:
 
 
 def _choice(prepared: Prepared, rung: int = 0) -> MemoryChoice:
-    from pipeline.memory.footprint import MemoryChoice
+    from pipeline.memory.footprint import EVERY_BLOCK, MemoryChoice
 
     return MemoryChoice(
         precision=prepared.precision,
-        checkpointing=prepared.checkpointing or rung >= 1,
+        checkpointing=EVERY_BLOCK if rung >= 1 else prepared.checkpointing,
         offload=prepared.offload or rung >= 2,
     )
 

@@ -64,7 +64,7 @@ class Prepared:
     recipe: Mapping[str, Any]  # everything that decides the outcome
     table: str  # the key of the table of the data set, in hex
     precision: str
-    checkpointing: bool
+    checkpointing: int  # of the model's repeated blocks, so many run again in backward
     offload: bool
     sharded: bool
     phases: tuple[PhasePlan, ...]

@@ -15,7 +15,7 @@ from pipeline.memory.footprint import Oracle
 from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, MemoryPlan
 from pipeline.memory.planning.planner import plan_memory
 from pipeline.memory.tracing.tracer import CPU
-from pipeline.planning.training_work import Work, cutter, host_card, least_of, request_of
+from pipeline.planning.training_work import Work, cutter, host_card, least_of
 from tests.testkit.project import write_config
 
 GIB = 1 << 30
@@ -57,7 +57,7 @@ class Prepared:
 
     def planned(self, *ratios: float) -> MemoryPlan:
         """Plan again, after measurements."""
-        return planned(self.config, self.oracle, *ratios)
+        return planned(self.config, self.work, self.oracle, *ratios)
 
 
 def prepare(folder: Path, crime: str = "", width: int = 256, **settings: Any) -> Prepared:
@@ -77,13 +77,13 @@ def prepare(folder: Path, crime: str = "", width: int = 256, **settings: Any) ->
     config = read_config(folder / "pipeline.yaml", []).config
     work = Work.of(config, beside=folder)
     oracle = work.oracle(least_of({"rows": ROWS_N}), CPU, padded=False)
-    return Prepared(config, work, planned(config, oracle), oracle, folder)
+    return Prepared(config, work, planned(config, work, oracle), oracle, folder)
 
 
-def planned(config: Config, oracle: Oracle, *ratios: float) -> MemoryPlan:
+def planned(config: Config, work: Work, oracle: Oracle, *ratios: float) -> MemoryPlan:
     """Plan for a machine with a GiB."""
     data = DataSizes({"rows": ROWS_N}, cutter(config.train.effective_batch, padding=None))
-    return plan_memory(oracle, data, request_of(config.train, 1, ratios), [card("cpu")])
+    return plan_memory(oracle, data, work.request(config.train, 1, ratios), [card("cpu")])
 
 
 def card(name: str, memory_bytes: int = GIB) -> CardSpec:

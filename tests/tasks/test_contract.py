@@ -109,7 +109,7 @@ def test_its_layers_may_run_again_in_backward(case):
     assert set(repeated(case.task.model())) == set(case.layers)
     plain, again = (
         stepped(case.task, [double(collated(case))], case.model(case.task), checkpointing=checkpointing)
-        for checkpointing in (False, True)
+        for checkpointing in (0, len(case.layers))
     )
     assert apart(plain, again) < 1e-10
 

@@ -125,6 +125,6 @@ MEMBERS = (
     _member(
         "tied",
         {"letters": 4000, "depth": 3, "tied": True},
-        {"optimizer": "adamw", "foreach": True, "checkpointing": True, "clip": 1.0},
+        {"optimizer": "adamw", "foreach": True, "checkpointing": 3, "clip": 1.0},
     ),
 )

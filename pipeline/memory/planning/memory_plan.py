@@ -120,7 +120,8 @@ class PlanRequest:
     ranks: int = 1
     epochs: int = 1
     precisions: tuple[str, ...] = ("fp32",)  # allowed ones, the preferred first
-    checkpointing: bool | None = None
+    blocks: int = 0  # that the model repeats
+    checkpointing: int | None = None  # so many of them
     offload: bool | None = None
     shards: int | None = 1
     micro_batch: int | None = None  # items in a micro-batch

@@ -1,9 +1,9 @@
 """The planner: the first remedies, in one fixed order, with which the whole data set fits.
 
 A pure function of what an oracle says about the model. Micro-batches are as large as fit. The remedies are tried in the
-order of counting: none, checkpointing, precision, both, offload, …, sharding. Only precision may go first: where an
-estimate says that another one than the preferred is faster. Items that fit under no remedy are named in an error, left
-out or cropped.
+order of counting: none, checkpointing, precision, both, offload, …, sharding; of checkpointing, as few blocks as fit.
+Only precision may go first: where an estimate says that another one than the preferred is faster. Items that fit under
+no remedy are named in an error, left out or cropped.
 """
 
 from __future__ import annotations
@@ -97,14 +97,12 @@ def _old_objects_left_alone() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _either(wanted: bool | None) -> tuple[bool, ...]:  # noqa: FBT001 - a setting of three values
-    return (False, True) if wanted is None else (wanted,)
-
-
 def choices(request: PlanRequest) -> list[MemoryChoice]:
     """Return the choices that a request allows, in the order in which they are tried."""
     shards = (1, request.ranks) if request.shards is None and request.ranks > 1 else (request.shards or 1,)
-    options = product(shards, _either(request.offload), request.precisions, _either(request.checkpointing))
+    blocks = dict.fromkeys((0, request.blocks)) if request.checkpointing is None else (request.checkpointing,)
+    offloads = (False, True) if request.offload is None else (request.offload,)
+    options = product(shards, offloads, request.precisions, blocks)
     return [
         MemoryChoice(precision, checkpointing=checkpointing, offload=offload, shards=parts)
         for parts, offload, precision, checkpointing in options
@@ -113,8 +111,9 @@ def choices(request: PlanRequest) -> list[MemoryChoice]:
 
 def remedies(choice: MemoryChoice, request: PlanRequest) -> tuple[str, ...]:
     """Return the remedies of a choice in addition to smaller micro-batches, in words."""
+    some = f" {choice.checkpointing} of {request.blocks} blocks" if choice.checkpointing < request.blocks else ""
     texts = (
-        (choice.checkpointing, "checkpointing"),
+        (choice.checkpointing > 0, f"checkpointing{some}"),
         (choice.precision != request.precisions[0], f"precision {choice.precision}"),
         (choice.offload, "offload"),
         (choice.shards > 1, f"sharding over {choice.shards} ranks"),
@@ -161,9 +160,33 @@ class PlanCase:
         for choice in choices(replace(self.request, precisions=self._precisions())):
             tried = self._tried(choice)
             if isinstance(tried, MemoryPlan):
-                return tried
+                return self._with_fewest_blocks(tried)
             self.trials.append(tried)
         return None
+
+    def _with_fewest_blocks(self, plan: MemoryPlan) -> MemoryPlan:
+        """Return the plan that checkpoints as few blocks as fit, if that is no slower, in place of one for all.
+
+        What a block keeps is about the same for each, so that a line says where to begin; only what fits is chosen.
+        """
+        none, fits = 0, plan.choice.checkpointing  # so many blocks do not fit, so many do
+        if self.request.checkpointing is not None or plan.live.origin is Provenance.EXTRAPOLATED:  # that takes minutes
+            return plan
+        none_bytes, all_bytes = (
+            self.memory(replace(plan.choice, checkpointing=blocks)).peak_bytes(self.bounds.largest)
+            for blocks in (none, fits)
+        )
+        over_bytes = none_bytes - self._usable(plan.choice, _FRAGMENTED)
+        tried, step, best = ceil(fits * over_bytes / max(none_bytes - all_bytes, 1)), 1, plan
+        while fits - none > 1:
+            tried = min(max(tried, none + 1), fits - 1)
+            found = self._tried(replace(plan.choice, checkpointing=tried))
+            if isinstance(found, MemoryPlan):
+                best, fits, tried = found, tried, tried - step
+            else:
+                none, tried = tried, tried + step
+            step *= 2
+        return best if best.epoch_s.value <= plan.epoch_s.value else plan
 
     def _trial(self, choice: MemoryChoice, verdict: RemedyVerdict, why: str, total: float = 0) -> RemedyTrial:
         """Return the result of a choice for a report; where it does not fit, with the total of the largest item."""
@@ -436,7 +459,7 @@ def plan_stages(
     cards: Sequence[CardSpec],
     **given: Any,
 ) -> dict[str, MemoryPlan]:
-    """Return a plan for each stage; all share precision and sharding, which a run cannot change between stages.
+    """Return a plan for each stage; all share the choice of settings, which a run cannot change between stages.
 
     `given` is passed to `plan_memory`.
     """
@@ -449,10 +472,18 @@ def plan_stages(
         return plans
 
     plans = planned(request)
-    if len({(plan.choice.precision, plan.choice.shards) for plan in plans.values()}) == 1:
+    chosen = {plan.choice for plan in plans.values()}
+    if len(chosen) == 1:
         return plans
-    needy = max((plan.choice for plan in plans.values()), key=choices(request).index)
-    return planned(replace(request, precisions=(needy.precision,), shards=needy.shards))
+    return planned(
+        replace(
+            request,
+            precisions=(max((choice.precision for choice in chosen), key=request.precisions.index),),
+            checkpointing=max(choice.checkpointing for choice in chosen),
+            offload=any(choice.offload for choice in chosen),
+            shards=max(choice.shards for choice in chosen),
+        )
+    )
 
 
 def compare_offers(

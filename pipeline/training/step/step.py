@@ -23,6 +23,7 @@ from pipeline.device.accelerator import RngState
 from pipeline.device.batch_transfer import moved
 from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError
+from pipeline.memory.footprint import EVERY_BLOCK
 from pipeline.protocol import Weights
 from pipeline.training.loss_terms import added, sums_by_name
 from pipeline.training.step.checkpointing import Pinned, Recomputing, offloaded, twin
@@ -104,8 +105,7 @@ class Step:
         freeze_parameters(self.model, settings.frozen)
         self._recomputing = Recomputing(self.model)
         self._offloads = settings.offload
-        if settings.checkpointing:
-            self._recomputing.turn(on=True)
+        self._recomputing.turn(settings.checkpointing)
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise ConfigError("the model has no trainable parameter", where="train.frozen", remedy="freeze fewer")
         self.optimizer = optimizer_of(task, self.model, settings)
@@ -306,13 +306,13 @@ class Step:
             with self._on_host():
                 yield
             return
-        checkpointed, offloaded_before = self._recomputing.on, self._offloads
-        self._recomputing.turn(on=checkpointed or rung > RUNGS.index(CHECKPOINTING))
+        blocks, offloaded_before = self._recomputing.blocks, self._offloads
+        self._recomputing.turn(EVERY_BLOCK if rung > RUNGS.index(CHECKPOINTING) else blocks)
         self._offloads = offloaded_before or rung > RUNGS.index(OFFLOAD)
         try:
             yield
         finally:
-            self._recomputing.turn(on=checkpointed)
+            self._recomputing.turn(blocks)
             self._offloads = offloaded_before
 
     @contextmanager

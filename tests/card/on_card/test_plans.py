@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.memory.footprint import MemoryChoice
+from pipeline.memory.footprint import EVERY_BLOCK, MemoryChoice
 from pipeline.protocol import ITEMS
 from pipeline.tasks.complex_docking import ComplexDocking
 from pipeline.tasks.denovo_recursive import DenovoRecursive
@@ -17,10 +17,10 @@ from tests.card.on_card.planned import CARD, WITHIN, measured, off, planned
 from tests.memory.tracing.traced import tracer
 from tests.zoo import ZOO
 
-NONE, AGAIN, AWAY = MemoryChoice(), MemoryChoice(checkpointing=True), MemoryChoice(offload=True)
-BOTH = MemoryChoice(checkpointing=True, offload=True)
+NONE, AGAIN, AWAY = MemoryChoice(), MemoryChoice(checkpointing=EVERY_BLOCK), MemoryChoice(offload=True)
+BOTH = MemoryChoice(checkpointing=EVERY_BLOCK, offload=True)
 BF16, FP16 = MemoryChoice("bf16"), MemoryChoice("fp16")
-ALL = MemoryChoice("bf16", checkpointing=True, offload=True)
+ALL = MemoryChoice("bf16", checkpointing=EVERY_BLOCK, offload=True)
 
 INTERFACE = Interface(embedding_dim=64, width=64, layers=3, pair_width=32)
 DOCKING = ComplexDocking(embedding_dim=64, scalars=16, vectors=4, layers=3)
@@ -54,7 +54,7 @@ CASES = {
 
 
 def named(choice: MemoryChoice) -> str:
-    words = [choice.precision, "again" * choice.checkpointing, "away" * choice.offload]
+    words = [choice.precision, "again" * (choice.checkpointing > 0), "away" * choice.offload]
     return " ".join(filter(None, words))
 
 

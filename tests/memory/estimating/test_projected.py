@@ -77,7 +77,7 @@ def test_a_plan_is_the_same_as_where_every_size_is_asked(steep: bool) -> None:
 
     rng = np.random.default_rng(3)
     sizes = {name: rng.integers(20, 300, 400) for name in ("left", "right")}
-    request, cards = PlanRequest(batch=64, precisions=("fp32",), checkpointing=False, offload=False), [card(3000 * MIB)]
+    request, cards = PlanRequest(batch=64, precisions=("fp32",), checkpointing=0, offload=False), [card(3000 * MIB)]
     own, whole = Model(taken), Model(taken)
     plan = plan_memory(TracedOracle(lambda: own), data(sizes, 64, padded=True), request, cards)
     true = plan_memory(whole, data(sizes, 64, padded=True), request, cards)
@@ -91,7 +91,7 @@ def test_a_plan_is_the_same_as_where_every_size_is_asked(steep: bool) -> None:
 
 
 SIZES = {"items": 4, "nodes": 300}
-CHOICES = [MemoryChoice(), MemoryChoice(precision="bf16", checkpointing=True), MemoryChoice(offload=True)]
+CHOICES = [MemoryChoice(), MemoryChoice(precision="bf16", checkpointing=6), MemoryChoice(offload=True)]
 
 
 def model() -> Model:

@@ -95,7 +95,7 @@ def test_a_model_has_one_fingerprint_real_fake_or_on_the_meta_device() -> None:
 
 def test_what_changes_memory_changes_the_fingerprint() -> None:
     models = [model(), model(heads=4), model(second=nn.GELU), model(width=9), model().half()]
-    options = [Options(ema=0.9), MemoryChoice(precision="bf16"), MemoryChoice(checkpointing=True)]
+    options = [Options(ema=0.9), MemoryChoice(precision="bf16"), MemoryChoice(checkpointing=6)]
     prints = {fingerprint(one, Options()) for one in models}
     prints |= {fingerprint(model(), Options(), one) for one in (*options, MemoryChoice())}
     assert len(prints) == len(models) + len(options) + 1

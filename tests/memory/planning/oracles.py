@@ -62,7 +62,7 @@ class Model:
     def live(self, choice: MemoryChoice, sizes: Mapping[str, int]) -> int:
         """Return what is kept from forward to backward."""
         kept = self.activations(sizes) * (0.5 if choice.precision != "fp32" else 1.0)
-        kept *= self.kept if choice.checkpointing else 1.0
+        kept *= 1.0 - (1.0 - self.kept) * choice.checkpointing / LAYERS
         return int(kept * (0.5 if choice.offload else 1.0))
 
     def peak(self, choice: MemoryChoice, sizes: Mapping[str, int]) -> int:
@@ -87,8 +87,8 @@ class Model:
             first=tape(*kept, (_GRADIENTS, size), *gone),
             again=tape(*kept, *gone),
             parts=parts,
-            flops=self.flops_a_byte * whole * (4 / 3 if choice.checkpointing else 1.0),
-            kernels=int(self.kernels * (4 / 3 if choice.checkpointing else 1.0)),
+            flops=self.flops_a_byte * whole * (1.0 + choice.checkpointing / LAYERS / 3),
+            kernels=int(self.kernels * (1.0 + choice.checkpointing / LAYERS / 3)),
             moved_bytes=3 * whole,
             origin=self.origin,
             host_bytes=int(whole / 2) if choice.offload else 0,

@@ -69,10 +69,10 @@ def work_of(member: Member) -> Work:
     return Work(member.build(), StepSettings(way=way, **settings), device="cpu")
 
 
-def request_for(member: Member, **given: Any) -> PlanRequest:
+def request_for(member: Member, blocks: int, **given: Any) -> PlanRequest:
     """Return what is asked of the planner: checkpointing where the member has it, else as it is needed."""
     checkpointing = member.settings.get("checkpointing")
-    return PlanRequest(**{"batch": BATCH, "checkpointing": checkpointing, "offload": None, **given})
+    return PlanRequest(**{"batch": BATCH, "blocks": blocks, "checkpointing": checkpointing, "offload": None, **given})
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,12 @@ class Ground:
         return cls(member, work, made, oracle)
 
     def planned(self, limit: int, request: PlanRequest | None = None) -> MemoryPlan:
-        request = request or request_for(self.member)
+        request = request or request_for(self.member, self.work.blocks)
         data = data_of(self.sizes, request, padded=self.member.padded)
         return plan_memory(self.oracle, data, request, [host_card(limit)])
 
     def choice(self, **changes: Any) -> MemoryChoice:
-        return MemoryChoice(checkpointing=bool(self.member.settings.get("checkpointing")), **changes)
+        return MemoryChoice(checkpointing=self.member.settings.get("checkpointing", 0), **changes)
 
     def live(self, choice: MemoryChoice, micros: Micros, *, accumulate: bool) -> int:
         """Return the highest peak that is predicted of micro-batches of which none is larger in all sizes."""
@@ -178,7 +178,7 @@ def limits(ground: Ground, count: int) -> list[int]:
     The others go in equal ratios from just above what it takes without remedies to what uncut steps take.
     """
     plain = ground.choice()
-    frugal = [MemoryChoice(checkpointing=plain.checkpointing or one, offload=True) for one in (False, True)]
+    frugal = [MemoryChoice(checkpointing=plain.checkpointing or many, offload=True) for many in (0, ground.work.blocks)]
     least = min(ground.alone(choice) for choice in (plain, *frugal) if ground.runs(choice))
     low, high = ground.alone(plain), ground.uncut(plain)
     room = margin_of(ground.oracle.standing(plain).origin, caching=False).factor + 0.01

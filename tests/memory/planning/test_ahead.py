@@ -29,7 +29,7 @@ def ground() -> Ground:
 
 @pytest.fixture(scope="module")
 def plan(ground: Ground) -> MemoryPlan:
-    request = request_for(ground.member)
+    request = request_for(ground.member, ground.work.blocks)
     data = data_of(ground.sizes, request, padded=ground.member.padded)
     return plan_memory(ground.oracle, data, request, [replace(host_card(LIMIT), caching=True)])
 

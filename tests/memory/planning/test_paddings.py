@@ -14,7 +14,7 @@ from pipeline.config.schema_train import TrainSection
 from pipeline.memory.hardware.gpus import device
 from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, MemoryPlan, PlanRequest
 from pipeline.memory.planning.planner import SLACK, plan_memory
-from pipeline.planning.training_work import Work, data_of, least_of, request_of, step_settings, target_of
+from pipeline.planning.training_work import Work, data_of, least_of, step_settings, target_of
 from pipeline.tasks.spectra_finetune import SpectraFinetune
 from pipeline.training.loop.metrics_log import read_epochs
 from pipeline.training.prepared import PADDING, phase_plan
@@ -44,7 +44,7 @@ def test_spectra_on_a_large_card_are_not_cut_into_a_micro_batch_for_each_length(
     sizes: dict[str, Integers] = {"peaks": np.random.default_rng(0).integers(10, 101, 480)}
     work = Work(task, step_settings(train, "cuda", task))
     cards = [CardSpec.of(device("rtx-a5000"), 1)]
-    request, oracle = request_of(train, 1), work.oracle(least_of(sizes), target_of((8, 6)), padded=True)
+    request, oracle = work.request(train, 1), work.oracle(least_of(sizes), target_of((8, 6)), padded=True)
     made = plan_memory(oracle, data_of(sizes, request, padded=True), request, cards)
     assert made.total.value < 0.5 * made.limit_bytes
     assert made.cuts.steps_mean <= 2

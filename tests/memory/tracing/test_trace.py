@@ -165,7 +165,7 @@ def test_tied_weights_count_once(make):
 
 @pytest.mark.usefixtures("_limited")
 def test_checkpointing_keeps_less_and_computes_more():
-    task, choice = Small(lambda: nn.Sequential(layers(depth=6))), MemoryChoice(checkpointing=True)
+    task, choice = Small(lambda: nn.Sequential(layers(depth=6))), MemoryChoice(checkpointing=6)
     plain, again = (answers(task, LARGE, one) for one in (PLAIN, choice))
     kept = [sum(of(micro.parts, Category.ACTIVATIONS).values()) for _, micro in (plain, again)]
     assert kept[1] < 0.6 * kept[0]
@@ -283,7 +283,7 @@ def test_nothing_stays_changed_after_a_trace():
 
     before = state()
     traced = tracer(Small(layers))
-    traced.micro(MemoryChoice(precision="bf16", checkpointing=True, offload=True), SIZES)
+    traced.micro(MemoryChoice(precision="bf16", checkpointing=6, offload=True), SIZES)
     with pytest.raises(CannotTrace):
         tracer(Small(lambda: Refusing(lambda y: y[y > 0]))).standing(PLAIN)
     assert state() == before

@@ -74,9 +74,9 @@ def true_peak(work: Work, choice: MemoryChoice, times: int) -> int:
     "choice",
     [
         MemoryChoice(shards=RANKS),
-        MemoryChoice("fp16", checkpointing=True, shards=RANKS),
+        MemoryChoice("fp16", checkpointing=6, shards=RANKS),
         MemoryChoice(offload=True, shards=RANKS),
-        MemoryChoice("bf16", checkpointing=True, offload=True, shards=RANKS),
+        MemoryChoice("bf16", checkpointing=6, offload=True, shards=RANKS),
     ],
 )
 def test_the_peak_of_a_sharded_step_is_that_of_a_real_one(choice: MemoryChoice) -> None:

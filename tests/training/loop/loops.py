@@ -203,7 +203,7 @@ def phases_of(plot: Plot) -> list[tuple[PhasePlan, Items]]:
 
 def prepared_of(phases: Sequence[PhasePlan], **more: Any) -> Prepared:
     """Return what a plan says of a training."""
-    off: dict[str, Any] = {"checkpointing": False, "offload": False, "sharded": False, "precision": "fp32"}
+    off: dict[str, Any] = {"checkpointing": 0, "offload": False, "sharded": False, "precision": "fp32"}
     host: dict[str, Any] = {"cpus": 1, "ranks": 1, "mem_bytes": 1 << 30, "mem_why": "", "allocator": "", "step_s": 0.1}
     given = {"limit_bytes": 1 << 30, "margin": 0.05, **off, **host, **more}
     return Prepared(name="made", recipe={}, table="", phases=tuple(phases), **given)

@@ -151,7 +151,7 @@ def single(ground: Ground, budget_items: int = 1) -> PhasePlan:
 def test_an_item_that_does_not_fit_alone_climbs_the_ladder(tmp_path: Path) -> None:
     ground = tall()
     plain = ground.choice()
-    one, both = replace(plain, checkpointing=True), replace(plain, checkpointing=True, offload=True)
+    one, both = replace(plain, checkpointing=4), replace(plain, checkpointing=4, offload=True)
     needs = [ground.alone(choice) for choice in (plain, one, both)]
     assert needs[2] < needs[1] < needs[0]
     phase = single(ground)

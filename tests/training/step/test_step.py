@@ -122,7 +122,11 @@ def test_every_way_of_an_optimizer_goes_the_same_way(optimizer: str) -> None:
 def test_saving_memory_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.training.step.checkpointing.SMALLEST_BYTES", 1)
     plain, _ = after(OneTerm(), cut(data(), [10, 14]), StepSettings())
-    for setting in ({"checkpointing": True}, {"offload": True}, {"checkpointing": True, "offload": True}):
+    for setting in (
+        *({"checkpointing": blocks} for blocks in (1, 2, 3)),
+        {"offload": True},
+        {"checkpointing": 2, "offload": True},
+    ):
         saving, _ = after(OneTerm(), cut(data(), [10, 14]), StepSettings(**setting))
         assert all(torch.equal(one, other) for one, other in zip(plain, saving, strict=True)), setting
 
