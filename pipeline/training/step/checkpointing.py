@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -35,19 +36,41 @@ class Recomputing:
         """Checkpoint so many blocks from now on; not during a forward."""
         if blocks and not self._is_wrapped:
             for place, block in enumerate(repeated(self._model).values()):
-                block.forward = self._again(block.forward, place)
+                block.forward = self._again(block, place)
             self._is_wrapped = True
         self.blocks = blocks
 
-    def _again(self, forward: Callable[..., Any], place: int) -> Callable[..., Any]:
+    def _again(self, block: nn.Module, place: int) -> Callable[..., Any]:
+        forward = block.forward
+
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            return nullcontext(), OwnBuffers(block)
+
         @wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             if place >= self.blocks:
                 return forward(*args, **kwargs)
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
         run.runs_again = True  # type: ignore[attr-defined]  # a copy of the block must not run the block itself
         return run
+
+
+class OwnBuffers(AbstractContextManager[None]):
+    """Gives the norms of a block copies of their buffers: recomputing must not count a batch's statistics twice."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._norms = [module for module in block.modules() if getattr(module, "track_running_stats", False)]
+        self._kept: list[dict[str, Tensor | None]] = []
+
+    def __enter__(self) -> None:
+        self._kept = [norm._buffers for norm in self._norms]  # noqa: SLF001 - assigned one by one, they would be checked
+        for norm, buffers in zip(self._norms, self._kept, strict=True):
+            norm._buffers = {name: None if own is None else own.clone() for name, own in buffers.items()}  # noqa: SLF001
+
+    def __exit__(self, *_: object) -> None:
+        for norm, buffers in zip(self._norms, self._kept, strict=True):
+            norm._buffers = buffers  # noqa: SLF001
 
 
 def twin(model: nn.Module) -> nn.Module:

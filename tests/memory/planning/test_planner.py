@@ -132,8 +132,8 @@ def single(size: int, count: int = 48) -> dict[str, Integers]:
     [
         (70, ()),
         (200, ("checkpointing",)),
-        (350, ("checkpointing", "precision bf16")),
-        (800, ("checkpointing", "precision bf16", "offload")),
+        (350, ("checkpointing", "precision")),
+        (800, ("checkpointing", "precision", "offload")),
     ],
 )
 def test_remedies_are_taken_in_their_order_as_far_as_an_item_needs_them(
@@ -144,10 +144,32 @@ def test_remedies_are_taken_in_their_order_as_far_as_an_item_needs_them(
     slow_half = replace(card(100 * MIB), flops_per_s={"fp32": 20e12, "bf16": 20e12})
     request = PlanRequest(batch=BATCH, blocks=LAYERS, precisions=("fp32", "bf16"))
     made = plan_memory(model, data(single(largest), BATCH), request, [slow_half])
-    assert made.remedies == remedies
+    assert tuple(remedy.split()[0] for remedy in made.remedies) == remedies
     assert [trial.verdict for trial in made.trials].count(RemedyVerdict.CHOSEN) == 1
     tried = [trial.verdict for trial in made.trials]
     assert set(tried[: tried.index(RemedyVerdict.CHOSEN)]) <= {RemedyVerdict.TOO_LARGE}
+
+
+@pytest.mark.parametrize("largest", [100, 150, 230])
+def test_as_few_blocks_are_checkpointed_as_fit(largest: int) -> None:
+    model = Model(lambda sizes: MIB * sizes["nodes"])
+    made = planned(model, data(single(largest), BATCH), 100 * MIB, offload=False)
+    fewer = replace(made.choice, checkpointing=made.choice.checkpointing - 1)
+    assert 0 < made.choice.checkpointing < LAYERS
+    assert made.remedies == (f"checkpointing {made.choice.checkpointing} of {LAYERS} blocks",)
+    alone, with_fewer = (model.peak(choice, {"items": 1, "nodes": largest}) for choice in (made.choice, fewer))
+    assert 1.02 * alone <= 100 * MIB < 1.02 * with_fewer
+    pinned = planned(model, data(single(largest), BATCH), 100 * MIB, offload=False, checkpointing=LAYERS)
+    assert made.epoch_s.value < pinned.epoch_s.value
+
+
+def test_stages_share_the_blocks_that_the_largest_needs() -> None:
+    stages = [CurriculumStage(str(size), data(single(size), BATCH)) for size in (20, 200)]
+    plans = plan_stages(
+        Model(lambda sizes: MIB * sizes["nodes"]), stages, PlanRequest(batch=BATCH, blocks=LAYERS), [card(100 * MIB)]
+    )
+    assert len({plan.choice for plan in plans.values()}) == 1
+    assert plans["20"].choice.checkpointing > 0
 
 
 def test_sharding_is_the_last_remedy() -> None:

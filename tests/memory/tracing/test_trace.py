@@ -166,7 +166,10 @@ def test_tied_weights_count_once(make):
 @pytest.mark.usefixtures("_limited")
 def test_checkpointing_keeps_less_and_computes_more():
     task, choice = Small(lambda: nn.Sequential(layers(depth=6))), MemoryChoice(checkpointing=6)
-    plain, again = (answers(task, LARGE, one) for one in (PLAIN, choice))
+    plain, half, again = (answers(task, LARGE, one) for one in (PLAIN, MemoryChoice(checkpointing=3), choice))
+    some, *ends = (live_peak_bytes(*one, accumulate=False) for one in (half, plain, again))
+    assert some == pytest.approx(true_peak(task, LARGE, choice=MemoryChoice(checkpointing=3)), rel=0.01)
+    assert min(ends) < some < max(ends)
     kept = [sum(of(micro.parts, Category.ACTIVATIONS).values()) for _, micro in (plain, again)]
     assert kept[1] < 0.6 * kept[0]
     assert plain[1].flops < again[1].flops < 1.5 * plain[1].flops
