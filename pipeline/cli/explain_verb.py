@@ -53,9 +53,9 @@ def show_graph(stage: str, project: Project, form: str, *, as_json: bool) -> Non
 
     boxes = stage_boxes(project, up_to(stage, project.config))
     if as_json:
-        print_json({"stages": [box.to_json() for box in boxes], "arrows": arrows(boxes)})
+        print_json({"stages": [box.as_box() for box in boxes], "arrows": arrows(boxes)})
     elif form == TEXT:
-        rows = [(box.name, box.state, box.counts, box.why) for box in boxes]
+        rows = [(box.name, box.because.state.value, box.counts, str(box.because)) for box in boxes]
         table = tables.text_table(("STAGE", "STATE", "WORK", "WHY"), rows)
         tables.show_parts("\n".join(graph_lines(boxes)), "", table)
     else:

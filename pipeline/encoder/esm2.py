@@ -24,7 +24,7 @@ from torch.nn.functional import gelu, layer_norm, linear, scaled_dot_product_att
 from pipeline.device.accelerator import is_card
 from pipeline.encoder.checkpoint_files import ESMC
 from pipeline.encoder.embedding_recipe import BF16_PRODUCTS, CLS, ENDS, EOS, PAD, tokenize
-from pipeline.encoder.esm_checkpoint import as_dtype
+from pipeline.encoder.esm_checkpoint import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -385,7 +385,7 @@ class EsmEncoder:
         self.dim, self.longest = shape.dim, shape.longest
         self.typical = tokenize("A" * min(TYPICAL, self.longest or TYPICAL))
         self._heads, self._is_gated, self._device = shape.heads, shape.family == ESMC, device
-        self._dtype = torch.float32 if precision == BF16_PRODUCTS else as_dtype(precision)
+        self._dtype = torch.float32 if precision == BF16_PRODUCTS else DTYPES[precision]
         self._tile, self.fill = 0, 1
         with torch.inference_mode(), without_tf32():
             take = ParameterReader(checkpoint, device, self._dtype)

@@ -183,11 +183,6 @@ class EsmCheckpoint:
         return self.tensors["embed_tokens.weight"].dtype
 
 
-def as_dtype(name: str) -> torch.dtype:
-    """Return torch's type for fp32, fp16 or bf16."""
-    return DTYPES[name]
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """Return fp32, fp16 or bf16."""
     return next(name for name, known in DTYPES.items() if known == dtype)

@@ -61,7 +61,7 @@ class Budget:
 
     def task_hours(self, job: StageJob) -> float:
         """Return the most that one task of a job can take: its time limit, as Slurm keeps it, on all it is given."""
-        return _units(job, self.unit) * _limit_s(job.ask.time_s) / 3600
+        return _most_s(job, self.unit) / 3600
 
     def fitting(self, job: StageJob, taken: Hours) -> int:
         """Return how many tasks of a job the rest of the budget holds."""
@@ -149,16 +149,12 @@ def _of_stage(stage: StageStatus, status: RunStatus, unit: str) -> Hours:
         job = stage.jobs.get(task.job or "")
         if job is None:
             continue
-        if status.state in ENDED:
-            began = task.word.began
-            used_s += _units(job, unit) * (
-                min(max(0.0, status.ended_at - began), _limit_s(job.ask.time_s)) if began else 0
-            )
-        else:
-            held_s += _units(job, unit) * _limit_s(job.ask.time_s)
+        if status.state not in ENDED:
+            held_s += _most_s(job, unit)
+        elif began := task.word.began:
+            used_s += min(_units(job, unit) * max(0.0, status.ended_at - began), _most_s(job, unit))
     if status.state not in ENDED:
-        announced = stage.intents.values()
-        held_s += sum(len(parse_ranges(job.tasks)) * _units(job, unit) * _limit_s(job.ask.time_s) for job in announced)
+        held_s += sum(len(parse_ranges(job.tasks)) * _most_s(job, unit) for job in stage.intents.values())
     return Hours(used_s / 3600, held_s / 3600)
 
 
@@ -176,9 +172,9 @@ def _units(job: StageJob | None, unit: str) -> int:
     return job.cores if unit == "core" else job.cards
 
 
-def _limit_s(time_s: int) -> int:
-    """Return the longest that a task with a time limit can take: Slurm counts limits in minutes."""
-    return -(-time_s // 60) * 60 + ENDS_WITHIN_S
+def _most_s(job: StageJob, unit: str) -> int:
+    """Return the most seconds of cores or GPUs that a task can take by its limit, which Slurm counts in minutes."""
+    return _units(job, unit) * (-(-job.ask.time_s // 60) * 60 + ENDS_WITHIN_S)
 
 
 def _ledger_bytes(folder: RunFolder) -> int:

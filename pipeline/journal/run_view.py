@@ -6,7 +6,7 @@ import math
 import shutil
 import socket
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import cached_property
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster import slurm_commands
 from pipeline.cluster.accounting import CommandFailed
-from pipeline.cluster.job_spec import SUPERVISE
-from pipeline.cluster.slurm_words import WAITING_STATES, remedy_of, word_of
+from pipeline.cluster.job_spec import SUPERVISE, JobId
+from pipeline.cluster.slurm_words import WAITING_STATES, Queued, remedy_of, word_of
 from pipeline.errors import ConfigError
 from pipeline.journal.ledger import has_ended
 from pipeline.journal.run_folder import runs_in
@@ -24,11 +24,9 @@ from pipeline.journal.run_status import GOING_ON, State, StatusReader, Wait
 from pipeline.units import short_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from pipeline.cluster.job_spec import JobId
-    from pipeline.cluster.slurm_words import Queued
     from pipeline.journal.budget import Account
     from pipeline.journal.run_folder import RunFolder
     from pipeline.journal.run_status import RunStatus, StageStatus
@@ -50,33 +48,33 @@ class QueueLook:
 
     @cached_property
     def _by_job(self) -> dict[JobId, list[Queued]]:
-        by_job: dict[JobId, list[Queued]] = {}
+        by_job: defaultdict[JobId, list[Queued]] = defaultdict(list)
         for name, task in (self.tasks or {}).items():
-            by_job.setdefault(name.partition("_")[0], []).append(task)
+            by_job[name.partition("_")[0]].append(task)
         return by_job
 
     def queued(self, jobs: Iterable[JobId]) -> set[JobId]:
         """Return which of these jobs have not ended; all of them where the queue does not answer."""
         if self.tasks is None:
             return set(jobs)
-        return {job for job in jobs if any(not task.state.ended for task in self._of(job))}
+        return {job for job, task in self._of(jobs) if not task.state.ended}
 
     def reasons(self, jobs: Iterable[JobId]) -> list[str]:
         """Return why tasks of these jobs wait, the most frequent reason first."""
-        counted = Counter(task.waits_for for job in jobs for task in self._of(job) if task.waits_for)
+        counted = Counter(task.waits_for for _, task in self._of(jobs) if task.waits_for)
         return [reason for reason, _ in counted.most_common()]
 
     def stuck(self, of: str, jobs: Iterable[JobId]) -> list[Wait]:
         """Return for what tasks of these jobs wait that does not pass by itself, a reason each."""
         found: dict[str, list[Queued]] = {}
-        for task in (task for job in jobs for task in self._of(job)):
+        for _, task in self._of(jobs):
             if remedy_of(task.state, task.reason, ""):
                 found.setdefault(word_of(task.reason) or task.state.value, []).append(task)
         return [_wait(of, reason, tasks) for reason, tasks in found.items()]
 
     def delayed(self, jobs: Mapping[JobId, float], now: float) -> str:
         """Say for how long tasks of these jobs (with when they were submitted) have waited, and when one may start."""
-        waiting = [(jobs[job], task) for job in jobs for task in self._of(job) if task.state in WAITING_STATES]
+        waiting = [(jobs[job], task) for job, task in self._of(jobs) if task.state in WAITING_STATES]
         if not waiting:
             return ""
         expected = min((task.starts for _, task in waiting if task.starts and task.starts > now), default=None)
@@ -86,15 +84,14 @@ class QueueLook:
 
     def where(self, jobs: Iterable[JobId]) -> str:
         """Return on which node the first unfinished job runs, or why it waits; empty where all have ended."""
-        for job in jobs:
-            for task in self._of(job):
-                if not task.state.ended:
-                    at = f"on {task.node}" if task.node else f"waits: {task.waits_for}" if task.waits_for else "waits"
-                    return f"job {job} {at}"
+        for job, task in self._of(jobs):
+            if not task.state.ended:
+                at = f"on {task.node}" if task.node else f"waits: {task.waits_for}" if task.waits_for else "waits"
+                return f"job {job} {at}"
         return ""
 
-    def _of(self, job: JobId) -> list[Queued]:
-        return self._by_job.get(job, [])
+    def _of(self, jobs: Iterable[JobId]) -> Iterator[tuple[JobId, Queued]]:
+        return ((job, task) for job in jobs for task in self._by_job.get(job, ()))
 
 
 def _wait(of: str, reason: str, tasks: Sequence[Queued]) -> Wait:
@@ -270,16 +267,14 @@ def _may_use(folder: RunFolder, root: Path) -> bool:
 def is_active(folder: RunFolder) -> bool:
     """Tell whether a run is active; the jobs of an abandoned run count. A run that is removed meanwhile is not."""
     try:
-        return not has_ended(folder) and _goes_on(view(folder))
+        if has_ended(folder):
+            return False
+        run = view(folder)
+        status, live = run.status, [job for stage in run.status.stages.values() for job in stage.live]
+        if not status.started_at:
+            return time.time() - folder.path.stat().st_mtime < HEARD_OF_S
+        return status.state is State.RUNNING or (status.state is State.ABANDONED and bool(run.queue.queued(live)))
     except FileNotFoundError:
         if folder.path.exists():
             raise
         return False
-
-
-def _goes_on(run: RunView) -> bool:
-    status = run.status
-    if not status.started_at:
-        return time.time() - run.folder.path.stat().st_mtime < HEARD_OF_S
-    live = [job for stage in status.stages.values() for job in stage.live]
-    return status.state is State.RUNNING or (status.state is State.ABANDONED and bool(run.queue.queued(live)))

@@ -6,16 +6,16 @@ import base64
 import hashlib
 import math
 from functools import cache
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from pipeline.report import tables
 from pipeline.report.charts import figure, moment, path
 from pipeline.report.tables import clip, kind_of, plural, value_in
-from pipeline.units import format_bytes, format_seconds, hours_text
+from pipeline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -28,16 +28,8 @@ LISTS: Mapping[str, Callable[[Any], str]] = {
     "names": ", ".join,
     "remedies": lambda items: ", ".join(f"{count:,} by {rung}" for rung, count in items.items()),
 }
-NUMBERS: Mapping[str, Callable[[Any], str]] = {
-    "bytes": format_bytes,
-    "count": "{:,.0f}".format,
-    "figure": figure,
-    "hours": hours_text,
-    "moment": moment,
-    "percent": "{:.0%}".format,
-    "worded": itemgetter(0),
-    "span": format_seconds,
-}
+LONG = {"bytes": format_bytes, "figure": figure, "moment": moment, "span": format_seconds}
+NUMBERS: Mapping[str, Callable[[Any], str]] = tables.NUMBERS | LONG
 
 
 def render(name: str, **data: Any) -> str:

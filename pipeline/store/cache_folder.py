@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,13 +161,15 @@ class CacheFolder:
     def _is_cache(self) -> bool:
         """Return whether the folder is marked as a cache; raise CacheUnusable if it can never become one."""
         try:
-            if self._read_marker():
-                return True
-            if self._is_free(self.disk.list_folder(self.root)):
-                return False
-            return self._read_marker(required=True)
+            for _ in range(2):  # another process may write the marker between two looks
+                with suppress(FileNotFoundError):
+                    self._check_format(self.disk.read_start(self.root / MARKER, _MARKER_BYTES))
+                    return True
+                if self._is_free(self.disk.list_folder(self.root)):
+                    return False
         except OSError as error:
             raise self._unreadable(error) from error
+        raise self._unusable("the folder is neither a cache nor empty")
 
     def _is_free(self, names: Iterable[str]) -> bool:
         """Return whether nothing else is here: the folder is empty, or a purge has taken only the marker of a cache."""
@@ -176,14 +179,6 @@ class CacheFolder:
         layout = KindLayout(self.root / name)
         return bool(_KIND.fullmatch(name)) and (layout.shards.is_dir() or layout.index.is_file())
 
-    def _read_marker(self, *, required: bool = False) -> bool:
-        try:
-            self._check_format(self.disk.read_start(self.root / MARKER, _MARKER_BYTES))
-        except FileNotFoundError:
-            if required:
-                raise self._unusable("the folder is neither a cache nor empty") from None
-            return False
-        return True
 
     def _check_format(self, text: bytes) -> None:
         try:

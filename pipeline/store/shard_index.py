@@ -115,10 +115,8 @@ class ShardIndex:
         start = np.maximum(self._first.searchsorted(keys, "left") - 1, 0)  # copies may begin in the block before
         blocks = np.unique(_joined_ranges(start, self._first.searchsorted(keys, "right") - start))
         is_next = np.diff(blocks) == 1  # neighbours are read together
-        begins, ends = (
-            blocks[np.append(True, ~is_next)[: len(blocks)]],
-            blocks[np.append(~is_next, True)[: len(blocks)]],
-        )
+        begins = blocks[np.append(True, ~is_next)[: len(blocks)]]
+        ends = blocks[np.append(~is_next, True)[: len(blocks)]]
         return self._read((begins * _BLOCK_ROWS).tolist(), ((ends + 1) * _BLOCK_ROWS).tolist())
 
     def _read(self, begins: Sequence[int], ends: Sequence[int]) -> Rows:

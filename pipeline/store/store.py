@@ -43,7 +43,6 @@ from pipeline.store.shard_index import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-    from types import TracebackType
 
     from numpy.typing import NDArray
 
@@ -518,9 +517,7 @@ class StoreWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.flush()
         if self._shard:
             self._shard.discard()

@@ -10,12 +10,13 @@ import io
 import json
 import mmap
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.codec import plain
 from pipeline.command_line import Command
 from pipeline.dataset import worklist
 from pipeline.dataset.reader_items import is_reader, reader_tables
@@ -67,8 +68,7 @@ class StageOfItem:
     keys: Mapping[str, str] = field(default_factory=dict)  # of its records, by what they are of
 
     def to_json(self) -> dict[str, Any]:
-        told = {"stage": self.stage, "state": self.because.state.value, "why": self.because.why}
-        return {**told, "changes": list(map(asdict, self.because.changes)), "keys": dict(self.keys)}
+        return {"stage": self.stage, **plain(self.because), "keys": dict(self.keys)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,8 +315,8 @@ def _embedded_by(
             continue
         accepted = [recipe.key(text, variant) for variant in recipe.accepted(len(text))]
         key = next((key for key in accepted if key in store), accepted[0])
-        plain, keys[name_of(text, of)] = recipe.plain(recipe.wanted(len(text))), key.hex()
-        yield why_record("embed", _record(project, store, "embed", key, plain, text, Listed(), ours))
+        keys[name_of(text, of)], made_by = key.hex(), recipe.plain(recipe.wanted(len(text)))
+        yield why_record("embed", _record(project, store, "embed", key, made_by, text, Listed(), ours))
 
 
 def _graph(project: Project, inventory: Inventory | None, scanned: bytes | None, listed: Listed) -> StageOfItem:

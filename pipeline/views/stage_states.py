@@ -19,7 +19,7 @@ from pipeline.report.tables import plural
 from pipeline.stage_names import StageName
 from pipeline.stages import table
 from pipeline.stages.trained import progress_of
-from pipeline.views.why import Because, Recorded, SettingChange, changes_between, why_stage
+from pipeline.views.why import Because, SettingChange, changes_between, why_stage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.project.project import Project
     from pipeline.stages.stage import Stage
+    from pipeline.store.cache_folder import RecipeStat
     from pipeline.training.state import TrainingState
+
 DATA = "data"
 COUNTED = {
     "cached": "cached",
@@ -42,20 +44,32 @@ UNDECIDED = ("table", "precision", "crop", "skipped")  # in a recipe, before the
 
 
 @dataclass(frozen=True, slots=True)
-class StageBox:
-    """A stage of a configuration, with its state."""
+class StageExplained:
+    """The state of a stage, and why; for a training, the most similar earlier model. A box in the graph of stages."""
 
     name: str
-    needs: tuple[str, ...]  # names of other boxes
-    state: str
+    because: Because
+    needs: tuple[str, ...] = ()  # names of other stages
     counts: str = ""
-    why: str = ""  # of its state
+    model: str = ""
+
+    @property
+    def next(self) -> Command | None:
+        return Command.submit(self.name) if self.because.state in (State.TO_DO, State.WAITING) else None
+
+    def as_box(self) -> dict[str, Any]:
+        """Return what the graph shows of it, as JSON data."""
+        told = {"name": self.name, "needs": self.needs, "state": self.because.state.value}
+        return told | {"counts": self.counts, "why": str(self.because)}
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        told = {"stage": self.name, **self.as_box()}
+        told |= {"changes": list(map(asdict, self.because.changes)), "next": str(self.next or "")}
+        del told["name"]
+        return told | ({"model": self.model} if self.model else {})
 
 
-def arrows(boxes: Sequence[StageBox]) -> list[tuple[str, str]]:
+def arrows(boxes: Sequence[StageExplained]) -> list[tuple[str, str]]:
     """Return the arrows between boxes as pairs of names: direct needs only, among the shown boxes."""
     names = {box.name for box in boxes}
     needs = {box.name: [name for name in box.needs if name in names] for box in boxes}
@@ -70,7 +84,7 @@ def arrows(boxes: Sequence[StageBox]) -> list[tuple[str, str]]:
     ]
 
 
-def columns_of(boxes: Sequence[StageBox]) -> list[list[StageBox]]:
+def columns_of(boxes: Sequence[StageExplained]) -> list[list[StageExplained]]:
     """Return the boxes in columns, each right of all that it needs."""
     order = TopologicalSorter({box.name: [name for name, then in arrows(boxes) if then == box.name] for box in boxes})
     order.prepare()
@@ -81,7 +95,7 @@ def columns_of(boxes: Sequence[StageBox]) -> list[list[StageBox]]:
     return columns
 
 
-def graph_lines(boxes: Sequence[StageBox]) -> list[str]:
+def graph_lines(boxes: Sequence[StageExplained]) -> list[str]:
     """Return the graph as lines of text: names and arrows."""
     columns, parts = columns_of(boxes), list[list[str]]()
     for at, column in enumerate(columns, 1):
@@ -107,7 +121,7 @@ def _joints(before: int, after: int) -> Iterator[str]:
         yield ("─" if left else " ") + ("┬" if row == 0 else joint) + ("─> " if right else "   ")
 
 
-def as_mermaid(boxes: Sequence[StageBox]) -> str:
+def as_mermaid(boxes: Sequence[StageExplained]) -> str:
     """Return the graph in the language of Mermaid."""
     lines = ["flowchart LR"]  # where `graph` is a word of its own
     for box in boxes:
@@ -116,7 +130,7 @@ def as_mermaid(boxes: Sequence[StageBox]) -> str:
     return "\n".join([*lines, *(f"  s_{first} --> s_{then}" for first, then in arrows(boxes))])
 
 
-def as_dot(boxes: Sequence[StageBox]) -> str:
+def as_dot(boxes: Sequence[StageExplained]) -> str:
     """Return the graph in the language of Graphviz."""
     lines = ["digraph pipeline {", "  rankdir=LR;", '  node [shape=box, style=rounded, fontname="sans-serif"];']
     for box in boxes:
@@ -125,42 +139,17 @@ def as_dot(boxes: Sequence[StageBox]) -> str:
     return "\n".join([*lines, *(f'  "{first}" -> "{then}";' for first, then in arrows(boxes)), "}"])
 
 
-def _label(box: StageBox) -> list[str]:
+def _label(box: StageExplained) -> list[str]:
     """Return the lines of a box, without symbols that a drawing language reads as its own."""
-    parts = filter(None, (f"{box.name}: {box.state}", box.counts, box.why))
+    parts = filter(None, (f"{box.name}: {box.because.state.value}", box.counts, str(box.because)))
     return [" ".join(part.split()).replace("<", "‹").replace(">", "›") for part in parts]
 
 
-@dataclass(frozen=True, slots=True)
-class StageExplained:
-    """The state of a stage, and why; for a training, the most similar earlier model."""
-
-    name: str
-    because: Because
-    needs: tuple[str, ...] = ()
-    counts: str = ""
-    model: str = ""
-
-    @property
-    def box(self) -> StageBox:
-        return StageBox(self.name, self.needs, self.because.state.value, self.counts, str(self.because))
-
-    @property
-    def next(self) -> Command | None:
-        return Command.submit(self.name) if self.because.state in (State.TO_DO, State.WAITING) else None
-
-    def to_json(self) -> dict[str, Any]:
-        told = {"stage": self.name, **self.box.to_json()}
-        told |= {"changes": list(map(asdict, self.because.changes)), "next": str(self.next or "")}
-        del told["name"]
-        return told | ({"model": self.model} if self.model else {})
-
-
-def stage_boxes(project: Project, names: Sequence[str]) -> list[StageBox]:
+def stage_boxes(project: Project, names: Sequence[str]) -> list[StageExplained]:
     """Return the box of each stage, and that of the data set before them."""
     needs, data = stage_needs(project.config, names), project.config.data
-    boxes = [explain_stage(project, name, needs[name]).box for name in names]
-    return [StageBox(DATA, (), State.DONE.value, f"{data.source} {data.path.name}"), *boxes]
+    first = StageExplained(DATA, Because(State.DONE), counts=f"{data.source} {data.path.name}")
+    return [first, *(explain_stage(project, name, needs[name]) for name in names)]
 
 
 def stage_needs(config: Config, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -198,12 +187,12 @@ def _recipes(project: Project, stage: Stage) -> Sequence[Mapping[str, Any] | Non
     return stage.recipes(project)
 
 
-def _recorded(project: Project, stage: Stage) -> list[Recorded]:
+def _recorded(project: Project, stage: Stage) -> list[RecipeStat]:
     """Return the recipes by which the cache has records of a stage."""
     if stage.name not in stage.kinds:
         return []
     layers = (project.cache, *project.cache.under)
-    return [Recorded(stat.recipe, stat.records) for layer in layers for stat in layer.recipes(stage.name)]
+    return [stat for layer in layers for stat in layer.recipes(stage.name)]
 
 
 def _counted(name: str, counts: Mapping[str, int]) -> str:

@@ -12,6 +12,8 @@ from pipeline.journal.run_status import State
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from pipeline.store.cache_folder import RecipeStat
+
 # Name of a setting in recipes → its name in the configuration, or words, if it differs.
 SECTION = {"scan": "structures", "graph": "graph", "embed": "embed", "train": "train"}
 SETTINGS = {
@@ -199,16 +201,8 @@ def why_all(parts: Sequence[Because], unit: str) -> Because:
     return Because(State.DONE, f"{len(parts)} {unit}s" if len(parts) > 1 else "")
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """A recipe and its number of records in the cache."""
-
-    recipe: Mapping[str, Any]
-    records: int
-
-
 def why_stage(
-    kind: str, counts: Mapping[str, int], recipe: Mapping[str, Any] | None, recorded: Sequence[Recorded]
+    kind: str, counts: Mapping[str, int], recipe: Mapping[str, Any] | None, recorded: Sequence[RecipeStat]
 ) -> Because:
     """Return the state of a stage from its counts, and why it has work."""
     missing, waiting, cached = (counts.get(name, 0) for name in ("missing", "waiting", "cached"))

@@ -7,16 +7,23 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.views.stage_states import StageBox, arrows, as_dot, as_mermaid, columns_of, graph_lines
+from pipeline.journal.run_status import State
+from pipeline.views.stage_states import StageExplained, arrows, as_dot, as_mermaid, columns_of, graph_lines
+from pipeline.views.why import Because
+
+
+def box(name: str, needs: tuple[str, ...], state: str, counts: str = "", why: str = "") -> StageExplained:
+    return StageExplained(name, Because(State(state), why), needs, counts)
+
 
 WHOLE = (
-    StageBox("data", (), "done", "glob structures"),
-    StageBox("scan", ("data",), "done", "items: 24 cached"),
-    StageBox("embed", ("scan",), "to do", "sequences: 30 to do", "embed.context: chain → partner"),
-    StageBox("graph", ("scan",), "done"),
-    StageBox("train", ("scan", "embed", "graph"), "waiting"),
-    StageBox("evaluate", ("scan", "embed", "graph", "train"), "waiting"),
-    StageBox("predict", ("scan", "embed", "graph", "train"), "waiting"),
+    box("data", (), "done", "glob structures"),
+    box("scan", ("data",), "done", "items: 24 cached"),
+    box("embed", ("scan",), "to do", "sequences: 30 to do", "embed.context: chain → partner"),
+    box("graph", ("scan",), "done"),
+    box("train", ("scan", "embed", "graph"), "waiting"),
+    box("evaluate", ("scan", "embed", "graph", "train"), "waiting"),
+    box("predict", ("scan", "embed", "graph", "train"), "waiting"),
 )
 TEXT = """\
 data ──> scan ─┬─> embed ─┬─> train ─┬─> evaluate
@@ -33,19 +40,18 @@ def test_graphs_are_drawn_with_names_and_arrows() -> None:
         ({"a": (), "bcd": (), "e": ("a", "bcd")}, ["a ───┬─> e", "bcd ─┘"]),
         (many, ["a ─┬─> b ─┬─> e", "   ├─> c ─┤", "   └─> d ─┘"]),
     ]:
-        assert graph_lines([StageBox(name, of, "done") for name, of in needs.items()]) == drawn
+        assert graph_lines([box(name, of, "done") for name, of in needs.items()]) == drawn
 
 
 graphs = st.lists(st.sets(st.integers(0, 6)), max_size=7).map(
     lambda rows: [
-        StageBox(f"n{at}", tuple(f"n{need}" for need in sorted(needs) if need < at), "done")
-        for at, needs in enumerate(rows)
+        box(f"n{at}", tuple(f"n{need}" for need in sorted(needs) if need < at), "done") for at, needs in enumerate(rows)
     ]
 )
 
 
 @given(graphs)
-def test_arrows_are_the_fewest_that_say_all_that_is_needed(boxes: list[StageBox]) -> None:
+def test_arrows_are_the_fewest_that_say_all_that_is_needed(boxes: list[StageExplained]) -> None:
     def reached(pairs: list[tuple[str, str]]) -> set[tuple[str, str]]:
         known = set(pairs)
         while more := {(a, d) for a, b in known for c, d in known if b == c} - known:
@@ -59,7 +65,7 @@ def test_arrows_are_the_fewest_that_say_all_that_is_needed(boxes: list[StageBox]
 
 
 @given(graphs)
-def test_every_box_stands_once_and_right_of_what_it_needs(boxes: list[StageBox]) -> None:
+def test_every_box_stands_once_and_right_of_what_it_needs(boxes: list[StageExplained]) -> None:
     columns = columns_of(boxes)
     place = {box.name: at for at, column in enumerate(columns) for box in column}
     assert sorted(box.name for column in columns for box in column) == sorted(box.name for box in boxes)
@@ -81,7 +87,7 @@ def test_mermaid_and_dot_have_a_node_for_each_stage_and_an_arrow_for_each_need()
 
 
 def test_what_settings_say_cannot_leave_its_label() -> None:
-    hostile = [StageBox("scan", (), "to do", why='a "quoted" \\ <b>name</b>\n-->')]
+    hostile = [box("scan", (), "to do", why='a "quoted" \\ <b>name</b>\n-->')]
     (label,) = re.findall(r'\["(.*)"\]', as_mermaid(hostile))
     assert '"' not in label.replace("#quot;", "")
     assert "<b>" not in label

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.journal.run_status import State
+from pipeline.store.cache_folder import RecipeStat
 from pipeline.views.why import (
     Because,
     FileFound,
-    Recorded,
     RecordFound,
     changes_between,
     nearest_changes,
@@ -135,7 +135,7 @@ def test_several_sequences_are_as_the_worst_of_them() -> None:
 
 
 def test_a_stage_says_why_it_is_done_again() -> None:
-    recorded = [Recorded({**EMBED, "layer": 5}, 7)]
+    recorded = [RecipeStat({**EMBED, "layer": 5}, 7, 0)]
     for counts, records, state, part in (
         ({"cached": 5}, [], "done", ""),
         ({}, [], "nothing to do", ""),
@@ -145,7 +145,7 @@ def test_a_stage_says_why_it_is_done_again() -> None:
         ({"missing": 4}, [], "to do", ""),
         ({"missing": 4, "cached": 2}, [], "to do", "4"),
         ({"missing": 4}, recorded, "to do", "embed.layer"),
-        ({"missing": 4}, [Recorded(EMBED, 7)], "to do", ""),
+        ({"missing": 4}, [RecipeStat(EMBED, 7, 0)], "to do", ""),
     ):
         because = why_stage("embed", counts, EMBED, records)
         assert (because.state.value, part in str(because)) == (state, True), counts

@@ -7,22 +7,19 @@ from __future__ import annotations
 
 import math
 import traceback
-import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pipeline.command_line import Command
 from pipeline.device.accelerator import free_caches, is_card, is_out_of_memory, unless_out_of_memory
 from pipeline.encoder import parity
 from pipeline.encoder.checkpoint_files import ESMC
 from pipeline.encoder.esm2 import TYPICAL, EsmEncoder
-from pipeline.encoder.esm_checkpoint import as_dtype, load_esm_checkpoint
+from pipeline.encoder.esm_checkpoint import DTYPES, load_esm_checkpoint
 from pipeline.encoder.weights import identify
 from pipeline.errors import JobFailed, PipelineError
 from pipeline.protocol import Referenced, has_cls
@@ -173,7 +170,7 @@ class OwnForward:
         self._is_padded = getattr(encoder, "padded", True)
         with blaming_encoder(name):
             self._marks = int(has_cls(encoder))
-            self._model = encoder.model().eval().requires_grad_(requires_grad=False).to(device, as_dtype(precision))
+            self._model = encoder.model().eval().requires_grad_(requires_grad=False).to(device, DTYPES[precision])
         self._of_residue, self._of_pair = self._measured()
 
     def tokenize(self, sequence: str) -> Letters:
@@ -230,49 +227,26 @@ class OwnForward:
             rows_LD[first : self._marks + len(letters)] for rows_LD, letters in zip(rows_BLD, sequences, strict=True)
         ]
 
-    @torch.inference_mode()
+    def peak_bytes(self, letters: Letters) -> int:
+        """Return the most bytes that live at once while a sequence is encoded; what kernels take within is not seen."""
+        from pipeline.memory.tracing.recorder import Recorder  # late: it imports torch's compiler, which takes a second
+
+        recorder = Recorder()
+        for tensor in (*self._model.parameters(), *self._model.buffers()):  # views of them are nothing new
+            recorder.see(tensor)
+        recording = recorder.begin()
+        with torch.inference_mode(), recorder:
+            self._encoded([letters])
+        return recording.peak_bytes
+
     def _measured(self) -> tuple[float, float]:
         """Return the bytes that a residue takes, and that a pair of residues does, from the peaks at two lengths."""
         lengths = sorted({min(length, len(self.typical)) for length in _PROBES})
-        shares = []
-        for length in lengths:
-            with LiveBytes() as live:
-                self._encoded([self.typical[:length]])
-            shares.append(live.peak / length)
+        shares = [self.peak_bytes(self.typical[:length]) / length for length in lengths]
         if len(shares) == 1:
             return shares[0], 0.0
         of_pair = max(0.0, (shares[1] - shares[0]) / (lengths[1] - lengths[0]))
         return max(float(self.dim), shares[0] - of_pair * lengths[0]), of_pair
-
-
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The most bytes that lived at once of all that was made while it was on; what kernels take within is not seen."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = self._now = 0
-        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        before = {tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if _is_tensor(tensor)}  # noqa: SLF001
-        for tensor in filter(_is_tensor, tree_leaves(result)):
-            if (storage := tensor.untyped_storage())._cdata not in before:  # noqa: SLF001 - a view is nothing new
-                self._count(storage)
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        number, size = storage._cdata, storage.nbytes()  # noqa: SLF001
-        if number in self._seen:
-            return
-
-        def forget(_: object) -> None:
-            self._now -= size
-            del self._seen[number]
-
-        self._seen[number] = weakref.ref(storage, forget)
-        self._now += size
-        self.peak = max(self.peak, self._now)
 
 
 def as_letters(text: str) -> Letters:
@@ -304,10 +278,6 @@ def blaming_encoder(name: str) -> Iterator[None]:
         line = str(error).strip().partition("\n")[0] or "no message"
         what = f"{name} failed with {type(error).__name__}: {line}{place}"
         raise JobFailed(what, where="embed.encoder", remedy=_CORRECT) from error
-
-
-def _is_tensor(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor)
 
 
 def _arrays(rows: Sequence[torch.Tensor]) -> list[parity.Rows]:

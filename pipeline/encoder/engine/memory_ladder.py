@@ -20,7 +20,7 @@ from pipeline.device.host import trim_heap
 from pipeline.device.kinds import CPU
 from pipeline.encoder.embedding_recipe import ENDS, Variant, window_shares, windows
 from pipeline.encoder.esm2 import TILE
-from pipeline.encoder.esm_checkpoint import as_dtype
+from pipeline.encoder.esm_checkpoint import DTYPES
 from pipeline.encoder.parity import no_room
 from pipeline.errors import JobFailed
 from pipeline.memory.runtime.meters import highest_resident_bytes
@@ -127,7 +127,7 @@ class Ladder:
         mem_bytes: int | None,
     ) -> None:
         self.budget = 0  # tokens of a batch
-        self._recipe, self._main, self._build, self._storage = recipe, main, build, as_dtype(recipe.storage)
+        self._recipe, self._main, self._build, self._storage = recipe, main, build, DTYPES[recipe.storage]
         self._counts, self._mem_bytes = counts, mem_bytes
         self._encoders: dict[Kind, Forward | None] = {}
         self._free: dict[Kind, int] = {}  # bytes that were free beside an encoder on the CPU when it had been built

@@ -11,9 +11,9 @@ import os
 import time
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pipeline.codec import rebuilt
+from pipeline.codec import plain, rebuilt
 from pipeline.command_line import UPGRADE, Command, quoted
 from pipeline.errors import CacheDamaged, ConfigError
 from pipeline.store.format.cache_layout import REPORTS
@@ -89,9 +89,6 @@ class DamageFinding:
         if self.fault is Fault.UNREADABLE:
             return FORBIDDEN if self.forbidden else REFUSED
         return {Fault.NEWER: NEWER, Fault.FOREIGN: FOREIGN}.get(self.fault, "")
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"fault": self.fault.value}
 
 
 @dataclass(slots=True)
@@ -176,7 +173,7 @@ class ReportWriter:
     def add(self, *findings: DamageFinding) -> None:
         """Write down findings."""
         for finding in findings:
-            self._lines += json.dumps(finding.to_json(), separators=(",", ":")).encode() + b"\n"
+            self._lines += json.dumps(plain(finding), separators=(",", ":")).encode() + b"\n"
             if len(self._lines) >= _WRITE_BYTES:
                 self._flush()
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipeline.codec import plain
 from pipeline.errors import CacheDamaged, CacheFull
 from pipeline.store.format.cache_layout import REPORTS, SHARD_NAME, written_at
 from pipeline.store.format.disk import remove, write_refused
@@ -121,7 +122,7 @@ class ShardPlan:
         """Return the repair of a shard as JSON data."""
         return {
             "kind": self.store.kind, "shard": self.shard, "why": self.why, "salvaged": self.kept,
-            "salvaged_bytes": self.kept_bytes, "lost": [finding.to_json() for finding in self.lost],
+            "salvaged_bytes": self.kept_bytes, "lost": plain(self.lost),
             "unknown": self.unknown, "stays": self.stays, "gone": self.fate is Fate.GONE,
         }  # fmt: skip
 

@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from pipeline.encoder.checkpoint_files import CONFIG, INDEX, SINGLE
 from pipeline.encoder.esm_checkpoint import (
     DTYPES,
-    as_dtype,
     digest_weights,
     dtype_name,
     frequencies,
@@ -92,11 +91,11 @@ def test_every_form_of_a_hugging_face_model_is_the_same_model(tiny, tmp_path):
 @pytest.mark.parametrize("precision", DTYPES)
 def test_precision_that_was_stored_is_kept(tiny, tmp_path, precision):
     data = contents(tiny)
-    data["model"] = {name: tensor.to(as_dtype(precision)) for name, tensor in data["model"].items()}
+    data["model"] = {name: tensor.to(DTYPES[precision]) for name, tensor in data["model"].items()}
     torch.save(data, tmp_path / "esm2_a.pt")
     checkpoint = load_esm_checkpoint(tmp_path / "esm2_a.pt")
     assert dtype_name(checkpoint.dtype) == precision
-    assert {tensor.dtype for tensor in checkpoint.tensors.values()} == {as_dtype(precision)}
+    assert {tensor.dtype for tensor in checkpoint.tensors.values()} == {DTYPES[precision]}
     assert checkpoint.rotary_F.dtype == torch.float32
 
 
