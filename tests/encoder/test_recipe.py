@@ -51,14 +51,6 @@ def test_others_that_will_do_are_those_the_configuration_allows():
     assert replace(short, long="truncate").windowed(101) == SequenceCut("truncate", 100)
 
 
-def test_the_wanted_variant_is_accepted_first():
-    for long in ("full", "windows", "truncate"):
-        recipe = replace(RECIPE, long=long)
-        for residues in (10, 5000):
-            assert recipe.accepted(residues)[0] == recipe.wanted(residues)
-            assert len(set(recipe.accepted(residues))) == len(recipe.accepted(residues))
-
-
 def test_what_is_longer_than_a_sequence_may_be_as_one_is_cut_as_the_configuration_says():
     windows, truncate = (replace(RECIPE, long=long, length=100, overlap=10) for long in ("windows", "truncate"))
     assert [recipe.wanted(100).cut for recipe in (windows, truncate)] == [None, None]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -28,6 +26,7 @@ from pipeline.training.checkpoints.trained_weights import load_pretrained, publi
 from tests.reference import FOLDER, checkpoint, recorded, transformers_folder
 from tests.tasks.originals import PEPTRM, off, peaks_of, pocket_sizes
 from tests.testkit.command import Command
+from tests.testkit.evil import Evil
 from tests.testkit.project import settle
 
 DREAMS = {
@@ -116,14 +115,6 @@ def test_a_file_of_another_system_is_refused_by_what_does_not_fit(name: str, oth
         return
     with pytest.raises(ConfigError, match="do not belong to this model: 0 of its"):
         load_pretrained(FILES[name][2](), file_of(FILES[other][0]), partial=True)
-
-
-class Evil:
-    def __init__(self, made: Path) -> None:
-        self.made = made
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (f"touch {self.made}",)
 
 
 @pytest.mark.nightly

@@ -7,7 +7,6 @@ test_pretrained.py of training), in all forms of torch.save; here each goes in b
 from __future__ import annotations
 
 import ast
-import os
 import pickle
 import re
 import shutil
@@ -15,7 +14,6 @@ from collections.abc import Callable
 from functools import cache as kept
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -39,20 +37,11 @@ from pipeline.training.evaluating.outputs import GatheredOutputs
 from pipeline.training.forensics import step_bundle
 from tests.conftest import ROOT
 from tests.security.bombs import script
+from tests.testkit.evil import Evil
 from tests.training.checkpoints.saved import checkpoints, state_at
 from tests.training.forensics.test_bundles import BUNDLE_OF, RNG_OF
 
 KEY = b"sixteen bytes..."
-
-
-class Evil:
-    """What runs a command when it is unpickled."""
-
-    def __init__(self, made: Path) -> None:
-        self.made = made
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (f"touch {self.made}",)
 
 
 @pytest.fixture(params=["torch.save", "bare"])

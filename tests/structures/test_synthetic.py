@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -33,41 +32,9 @@ def positions(chain: gemmi.Chain, name: str | None = None) -> NDArray[np.float64
     return np.array([atom.pos.tolist() for atom in atoms])
 
 
-def neighbours(chain: gemmi.Chain, n: int) -> list[tuple[gemmi.Residue, ...]]:
-    residues = list(chain)
-    return list(zip(*(residues[start : len(residues) - n + 1 + start] for start in range(n)), strict=True))
-
-
 @pytest.fixture(scope="module")
 def complexes() -> list[list[gemmi.Chain]]:
     return [read(complex_pdb(seed, 150, 120)) for seed in SEEDS]
-
-
-@pytest.fixture(scope="module")
-def chains(complexes: list[list[gemmi.Chain]]) -> list[gemmi.Chain]:
-    return [chain for partners in complexes for chain in partners]
-
-
-def test_bonds_and_angles_are_ideal(chains: list[gemmi.Chain]) -> None:
-    for residue, following in neighbours(chains[0], 2):
-        n, ca, c, o = (residue[name][0].pos for name in ("N", "CA", "C", "O"))
-        after = following["N"][0].pos
-        assert n.dist(ca) == pytest.approx(1.458, abs=0.003)
-        assert ca.dist(c) == pytest.approx(1.525, abs=0.003)
-        assert c.dist(o) == pytest.approx(1.231, abs=0.003)
-        assert c.dist(after) == pytest.approx(1.329, abs=0.003)
-        assert math.degrees(gemmi.calculate_angle(n, ca, c)) == pytest.approx(111.0, abs=0.3)
-        assert math.degrees(gemmi.calculate_angle(o, c, after)) == pytest.approx(123.3, abs=0.4)  # the rest of 360
-        if residue.name != "GLY":
-            assert ca.dist(residue["CB"][0].pos) == pytest.approx(1.53, abs=0.02)
-
-
-def test_every_residue_has_its_backbone_and_only_glycine_lacks_cb(chains: list[gemmi.Chain]) -> None:
-    for chain in chains:
-        for residue in chain:
-            names = [atom.name for atom in residue]
-            assert names == ["N", "CA", "C", "O", "CB"][: 4 if residue.name == "GLY" else 5]
-            assert [atom.element.name for atom in residue] == [name[0] for name in names]
 
 
 def test_partners_touch_without_clashing(complexes: list[list[gemmi.Chain]]) -> None:

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from hypothesis import given
-from hypothesis import strategies as st
-
 from pipeline.journal.run_status import State
 from pipeline.store.cache_folder import RecipeStat
 from pipeline.views.why import (
@@ -49,21 +43,6 @@ def test_a_change_is_named_by_what_people_set() -> None:
     assert setting_of("embed", "precision") == "embed.precision"
     assert setting_of("scan", "reading.model") == "structures.model"
     assert setting_of("train", "schedule.kind") == "train.schedule.kind"
-
-
-recipes = st.dictionaries(
-    st.sampled_from("abcd"),
-    st.none() | st.integers(0, 2) | st.lists(st.integers(0, 1)) | st.fixed_dictionaries({"x": st.integers(0, 1)}),
-)
-
-
-@given(recipes, recipes)
-def test_recipes_differ_exactly_where_their_settings_do(was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    changes = changes_between("embed", was, now)
-    assert not changes_between("embed", was, was)
-    assert {change.setting for change in changes} == {change.setting for change in changes_between("embed", now, was)}
-    differ = {name for name in {**was, **now} if was.get(name) != now.get(name)}
-    assert {change.setting.split(".")[1] for change in changes} == differ
 
 
 def test_of_several_recipes_the_one_most_alike_is_compared() -> None:
@@ -112,12 +91,6 @@ def test_a_file_that_was_only_touched_costs_no_new_record() -> None:
     assert why_item([FileFound("a.pdb", digest=A)], other) is other
     changed = [FileFound("a.pdb", digest=B, earlier=(A,), run="r1")]
     assert why_item(changed, never) == why_item(changed, other) == why_files(changed)
-
-
-def test_an_item_that_cannot_be_used_is_refused_whichever_says_so() -> None:
-    no, later = Because(State.REFUSED, "no"), Because(State.TO_DO, "later")
-    assert why_item([FileFound("a.pdb", is_known=False)], no) is no
-    assert why_item([FileFound("a.pdb", refused="missing_file")], later).why == "missing_file"
 
 
 def test_several_sequences_are_as_the_worst_of_them() -> None:

@@ -17,6 +17,7 @@ from pipeline.training.checkpoints.checkpoint import State
 from pipeline.training.checkpoints.keeper import model_state
 from pipeline.training.checkpoints.sealed_folder import FolderDamaged
 from pipeline.training.checkpoints.trained_weights import load_pretrained
+from tests.testkit.evil import Evil
 from tests.training.checkpoints.saved import checkpoints, spoil
 
 
@@ -180,14 +181,6 @@ def test_of_tied_parameters_one_is_enough_and_two_must_agree(tmp_path):
     load_pretrained(free, write_checkpoint(tmp_path, source := Tied()))
     assert torch.equal(free["first"].weight, source.first.weight)
     assert torch.equal(free["last"].weight, source.first.weight)
-
-
-class Evil:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.path}",)
 
 
 @pytest.mark.parametrize(("form", "partial"), [("zip", True), ("old", False), ("bare pickle", True)])

@@ -112,16 +112,6 @@ def test_no_micro_batch_exceeds_a_limit(case, ranks):
 
 @relaxed
 @given(cases())
-def test_steps_have_exactly_the_batch_and_only_the_last_is_short(case):
-    sizes, chosen = case
-    items = len(sizes["ligand"])
-    *whole, last = [len(step) for step in epoch_of(Sampler(sizes, chosen))]
-    assert set(whole) <= {chosen.batch}
-    assert last == items % chosen.batch or last == chosen.batch
-
-
-@relaxed
-@given(cases())
 def test_without_the_short_step_all_others_stay_what_they_are(case):
     sizes, chosen = case
     if len(sizes["ligand"]) < chosen.batch:
