@@ -105,10 +105,9 @@ class TaskRecord:
         """The report of the newest attempt's worker."""
         return self.words.get(self.attempt, SILENCE)
 
-    def say(self, attempt: int, **facts: Any) -> Word:
-        """Add to the report of an attempt's worker, and return it."""
+    def say(self, attempt: int, **facts: Any) -> None:
+        """Add to the report of an attempt's worker."""
         self.words[attempt] = replace(self.words.get(attempt, SILENCE), **facts)
-        return self.words[attempt]
 
 
 Why = tuple[Reason, str]

@@ -19,7 +19,7 @@ from pipeline.records import LOWEST_COSINE, Event, EventKind
 Told = TypeVar("Told")
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from pipeline.journal.run_folder import RunFolder
 
@@ -369,7 +369,10 @@ def summary(figures: Sequence[Mapping[str, float]], cost: float, running: int) -
     def total(name: str) -> float:
         return sum(process[name] for process in busy)
 
-    left = max(0.0, cost - total("cost_done"))
+    left, lowest = max(0.0, cost - total("cost_done")), dict[str, float]()  # the lowest cosine to each reference
+    for name, cosine in (figure for process in busy for figure in process.items()):
+        if name.startswith(LOWEST_COSINE):
+            lowest[name] = min(cosine, lowest.get(name, cosine))
     return {
         "residues_per_s": total("residues") / total("forward_s"),  # of one process
         "pad_factor": total("tokens") / max(1, total("encoded_residues")),
@@ -377,17 +380,8 @@ def summary(figures: Sequence[Mapping[str, float]], cost: float, running: int) -
         "peak_rss_bytes": max(process["host_peak_bytes"] for process in busy),
         "peak_gpu_bytes": max(process["device_peak_bytes"] for process in busy),
         "splits": total("splits"),
-        **_lowest_cosines(busy),
+        **lowest,
     }
-
-
-def _lowest_cosines(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the lowest cosine to each reference, by the words that name it."""
-    found: dict[str, float] = {}
-    for name, cosine in (figure for process in figures for figure in process.items()):
-        if name.startswith(LOWEST_COSINE):
-            found[name] = min(cosine, found.get(name, cosine))
-    return found
 
 
 @dataclass(frozen=True, slots=True)

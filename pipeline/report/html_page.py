@@ -28,8 +28,9 @@ LISTS: Mapping[str, Callable[[Any], str]] = {
     "names": ", ".join,
     "remedies": lambda items: ", ".join(f"{count:,} by {rung}" for rung, count in items.items()),
 }
-LONG = {"bytes": format_bytes, "figure": figure, "moment": moment, "span": format_seconds}
-NUMBERS: Mapping[str, Callable[[Any], str]] = tables.NUMBERS | LONG
+NUMBERS: Mapping[str, Callable[[Any], str]] = {
+    **tables.NUMBERS, "bytes": format_bytes, "figure": figure, "moment": moment, "span": format_seconds,
+}  # fmt: skip
 
 
 def render(name: str, **data: Any) -> str:

@@ -165,20 +165,16 @@ class CacheFolder:
                 with suppress(FileNotFoundError):
                     self._check_format(self.disk.read_start(self.root / MARKER, _MARKER_BYTES))
                     return True
-                if self._is_free(self.disk.list_folder(self.root)):
-                    return False
+                names = self.disk.list_folder(self.root)
+                if all(name in _MAY_BE_THERE or name.endswith(PARTIAL_SUFFIX) or self._is_kind(name) for name in names):
+                    return False  # it is empty, or a purge has taken only the marker of a cache
         except OSError as error:
             raise self._unreadable(error) from error
         raise self._unusable("the folder is neither a cache nor empty")
 
-    def _is_free(self, names: Iterable[str]) -> bool:
-        """Return whether nothing else is here: the folder is empty, or a purge has taken only the marker of a cache."""
-        return all(name in _MAY_BE_THERE or name.endswith(PARTIAL_SUFFIX) or self._is_kind(name) for name in names)
-
     def _is_kind(self, name: str) -> bool:
         layout = KindLayout(self.root / name)
         return bool(_KIND.fullmatch(name)) and (layout.shards.is_dir() or layout.index.is_file())
-
 
     def _check_format(self, text: bytes) -> None:
         try:

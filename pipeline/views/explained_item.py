@@ -168,11 +168,14 @@ def _newest_listing(project: Project) -> RunFolder | None:
 
 def _in_listing(path: Path, name: str) -> Item | Rejection | None:
     """Return an entry of a frozen data set by its name."""
-    line = line_with(path, f'"id": {json.dumps(name)}'.encode())
-    if not line:
-        return None
-    data = json.loads(line)
-    return Rejection.from_json(data) if "reason" in data else Item.from_json(data)
+    data = _entry_in(path, name)
+    return (Rejection.from_json(data) if "reason" in data else Item.from_json(data)) if data else None
+
+
+def _entry_in(path: Path, name: str) -> dict[str, Any]:
+    """Return what a list has of an item; empty where it is not there."""
+    entry: dict[str, Any] = json.loads(line_with(path, f'"id": {json.dumps(name)}'.encode()) or "{}")
+    return entry
 
 
 def line_with(path: Path, part: bytes) -> bytes:
@@ -212,7 +215,7 @@ def _keys_in(path: Path, name: str) -> dict[str, str]:
 def _refusal_in(path: Path, name: str) -> str:
     """Return why an item is in a list of rejected ones; empty where it is not there."""
     with suppress(ValueError, KeyError):
-        told = json.loads(line_with(path, f'"id": {json.dumps(name)}'.encode()) or "{}")
+        told = _entry_in(path, name)
         return f"{told['reason']}: {told['detail']}"
     return ""
 
@@ -354,8 +357,7 @@ def _explain_entry(project: Project, name: str) -> ItemExplained:
             place = json.dumps(table.place(names.index(name)))
             because = Because(State.DONE, f"read by run {folder.name}")
             return ItemExplained(name, place, [StageOfItem("scan", because, {"table": key.hex()})], None)
-        if line := line_with(folder.rejected, f'"id": {json.dumps(name)}'.encode()):
-            told = json.loads(line)
+        if told := _entry_in(folder.rejected, name):
             because = Because(State.REFUSED, f"{told['reason']}: {told['detail']}")
             return ItemExplained(name, told.get("origin", ""), [StageOfItem("scan", because)], None)
         raise no_item(name, names, where)

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from pipeline.project.project import Project
     from pipeline.stages.stage import Stage
     from pipeline.store.cache_folder import RecipeStat
-    from pipeline.training.state import TrainingState
 
 DATA = "data"
 COUNTED = {
@@ -208,7 +207,11 @@ def explain_training(project: Project, needs: tuple[str, ...] = ()) -> StageExpl
     whole = made_table(project)
     prepared = known_plan(project) if whole is not None else None
     if prepared is not None and (folder := folder_of(project, prepared)).path.exists():
-        return _begun(project, needs, progress_of(folder), prepared.epochs, prepared.name)
+        progress = progress_of(folder)
+        counts = f"{plural(progress.done, 'step')}, epoch {progress.epoch:,} of {prepared.epochs:,}"
+        is_over = progress.is_over(prepared.epochs, project.config.train.validation)
+        going = Because(State.TO_DO, f"{prepared.name} continues from its newest checkpoint")
+        return StageExplained(StageName.TRAIN, Because(State.DONE) if is_over else going, needs, counts, prepared.name)
     recipe = prepared.recipe if prepared else recipe_of(project, whole or "", "")
     left_out = () if prepared else UNDECIDED
     model, changes = nearest_model(project, _without(recipe, left_out), left_out)
@@ -220,16 +223,6 @@ def explain_training(project: Project, needs: tuple[str, ...] = ()) -> StageExpl
     else:
         because = Because(State.TO_DO if whole else State.WAITING, "no earlier model")
     return StageExplained(StageName.TRAIN, because, needs, model=model)
-
-
-def _begun(
-    project: Project, needs: tuple[str, ...], progress: TrainingState, epochs: int, model: str
-) -> StageExplained:
-    """Return the state of a training that has started."""
-    counts = f"{plural(progress.done, 'step')}, epoch {progress.epoch:,} of {epochs:,}"
-    is_over = progress.is_over(epochs, project.config.train.validation)
-    going = Because(State.TO_DO, f"{model} continues from its newest checkpoint")
-    return StageExplained(StageName.TRAIN, Because(State.DONE) if is_over else going, needs, counts, model)
 
 
 def nearest_model(
