@@ -24,7 +24,6 @@ from pipeline.views.why import Because, SettingChange, changes_between, why_stag
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from pipeline.config.schema import Config
     from pipeline.project.project import Project
     from pipeline.stages.stage import Stage
     from pipeline.store.cache_folder import RecipeStat
@@ -145,16 +144,13 @@ def _label(box: StageExplained) -> list[str]:
 
 
 def stage_boxes(project: Project, names: Sequence[str]) -> list[StageExplained]:
-    """Return the box of each stage, and that of the data set before them."""
-    needs, data = stage_needs(project.config, names), project.config.data
-    first = StageExplained(DATA, Because(State.DONE), counts=f"{data.source} {data.path.name}")
-    return [first, *(explain_stage(project, name, needs[name]) for name in names)]
-
-
-def stage_needs(config: Config, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return what each stage needs of the others, or that it needs the data set."""
-    rows = {name: [need.value for need in table.stage(name, config).needed(config)] for name in names}
-    return {name: tuple(need for need in needs if need in names) or (DATA,) for name, needs in rows.items()}
+    """Return the box of each stage with what it needs of the others, after that of the data set."""
+    data = project.config.data
+    boxes = [StageExplained(DATA, Because(State.DONE), counts=f"{data.source} {data.path.name}")]
+    for name in names:
+        needed = [need.value for need in table.stage(name, project.config).needed(project.config)]
+        boxes.append(explain_stage(project, name, tuple(need for need in needed if need in names) or (DATA,)))
+    return boxes
 
 
 def explain_stage(project: Project, name: str, needs: tuple[str, ...] = ()) -> StageExplained:

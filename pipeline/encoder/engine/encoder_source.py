@@ -210,7 +210,9 @@ class OwnForward:
         """Return the rows of each sequence of one padded batch."""
         assert self._marks or not cls, f"{self._name} has no start token"
         with blaming_encoder(self._name):
-            tokens = [torch.as_tensor(self._encoder.tokenize(as_text(letters))) for letters in sequences]
+            tokens = [
+                torch.as_tensor(self._encoder.tokenize(letters.tobytes().decode("latin-1"))) for letters in sequences
+            ]
             token_BT = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
             length_B = torch.tensor([len(token_T) for token_T in tokens])
             is_token_BT = torch.arange(token_BT.shape[1]) < length_B[:, None]
@@ -252,11 +254,6 @@ class OwnForward:
 def as_letters(text: str) -> Letters:
     """Return a sequence as an array with a number for each residue, so that it can be cut like tokens."""
     return np.frombuffer(text.encode("latin-1"), np.uint8)
-
-
-def as_text(letters: Letters) -> str:
-    """Return such an array as the sequence."""
-    return letters.tobytes().decode("latin-1")
 
 
 _CORRECT = "correct the encoder, then run the same command again"
