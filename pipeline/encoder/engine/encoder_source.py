@@ -210,9 +210,8 @@ class OwnForward:
         """Return the rows of each sequence of one padded batch."""
         assert self._marks or not cls, f"{self._name} has no start token"
         with blaming_encoder(self._name):
-            tokens = [
-                torch.as_tensor(self._encoder.tokenize(letters.tobytes().decode("latin-1"))) for letters in sequences
-            ]
+            texts = (letters.tobytes().decode("latin-1") for letters in sequences)
+            tokens = [torch.as_tensor(self._encoder.tokenize(text)) for text in texts]
             token_BT = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
             length_B = torch.tensor([len(token_T) for token_T in tokens])
             is_token_BT = torch.arange(token_BT.shape[1]) < length_B[:, None]
